@@ -1,43 +1,36 @@
-"""`bkctl cluster`: the cluster as a whole; local clusters."""
+"""`bkctl cluster`: the cluster as a whole."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import typer
 
 from bkctl.errors import AlreadyExists, Conflict, NotFound, UsageError
+from bkctl.metadata.admin.health_codes import HealthCode
 
-from .kit.columns import Column, Columns, Kind
+from .kit.audit import user_name
+from .kit.columns import Column, Columns, Kind, Output
 from .kit.command import Run, command, group
-from .kit.options import DryRun, WatchOption
+from .kit.options import DryRun, WatchOption, YesReally, duration_option
 from .kit.texts import GREEN, RED, YELLOW, counted
+from .local import down, up
 
 if TYPE_CHECKING:
-    from bkctl.bookie.local import LocalCluster
+    from bkctl.client.disk_space import BookieSpace
+    from bkctl.metadata.admin.health import HealthFinding
+    from bkctl.metadata.admin.health_mutes import Mute
     from bkctl.metadata.cluster import Cluster
 
 app = group()
+health_app = group("Show what is wrong with the cluster, and mute findings.", default="show")
+app.add_typer(health_app, name="health")
 healthcheck_app = group("Allow or forbid clients to quarantine failing bookies.")
 app.add_typer(healthcheck_app, name="healthcheck")
-
-LOCAL_COLUMNS = Columns(
-    Column("BOOKIE", "bookieId", "bookie.bookie_id"),
-    Column("STATE", "state", "state", style={"rw": GREEN, "ro": YELLOW, "starting": YELLOW, "down": RED}),
-    Column("ADDRESS", "address", lambda row: f"127.0.0.1:{row.bookie.port}"),
-    Column("PID", "pid", "bookie.pid", Kind.INTEGER),
-    Column("DIRECTORY", "directory", lambda row: str(row.bookie.directory), flexible=True),
-    Column(None, "httpUrl", "bookie.http_url"),
-    Column(None, "conf", lambda row: str(row.bookie.conf)),
-    Column(None, "log", lambda row: str(row.bookie.log)),
-    key="bookieId",
-)
-
-LocalDirectory = Annotated[
-    Path | None,
-    typer.Option("--dir", metavar="DIR", help="The local cluster's directory (default: the one that is up)."),
-]
+#: The names that 'local up' and 'local down' had before.
+command(app, "up", changes=True, hidden=True, examples=("bkctl local up",))(up)
+command(app, "down", changes=True, hidden=True, examples=("bkctl local down",))(down)
 
 INFO_COLUMNS = Columns(
     Column("METADATA URI", "metadataUri", "metadata_uri"),
@@ -67,6 +60,106 @@ def info(run: Run) -> None:
         run.show(cluster_info(cluster), INFO_COLUMNS)
 
 
+# --- status ---------------------------------------------------------------------------------------------------------
+
+Threshold = Annotated[
+    float, typer.Option("--threshold", metavar="PERCENT", help="Percentage of used disk space that is too much.")
+]
+#: Ledgers whose metadata `cluster status` reads without --count-ledgers.
+COUNTED_LEDGERS_MAX: Final = 10_000
+
+
+class MemberRow(NamedTuple):
+    """A bookie of the cluster; `ledger_count` is None where ledgers were not counted."""
+
+    space: BookieSpace
+    ledger_count: int | None
+    threshold: float
+
+    @property
+    def problem(self) -> str | None:
+        """The problem with the bookie, None without one."""
+        bookie, error = self.space.bookie, self.space.error
+        if bookie.state == "down":
+            return "has a cookie, but is not registered"
+        if error is not None:
+            return f"does not answer: {error.message}"
+        used = self.space.used_percent
+        return f"{used:.1f}% of its disks are used" if used is not None and used > self.threshold else None
+
+
+STATUS_COLUMNS = Columns(
+    Column("BOOKIE", "bookieId", "space.bookie.bookie_id"),
+    Column("STATE", "state", "space.bookie.state", style={"rw": GREEN, "ro": YELLOW, "down": RED}),
+    Column("LATENCY", "latencyMs", "space.latency_ms", Kind.INTEGER, text=lambda latency_ms: f"{latency_ms:.1f} ms"),
+    Column("VERSION", "version", "space.bookie.version"),
+    Column("TOTAL", "totalSpace", "space.total", Kind.SIZE),
+    Column("FREE", "freeSpace", "space.free", Kind.SIZE),
+    Column(
+        "USED %", "usedPercent", "space.used_percent", Kind.INTEGER, text=lambda percent: f"{percent:.1f}%"
+    ),
+    Column("LEDGERS", "ledgerCount", "ledger_count", Kind.INTEGER),
+    Column("PROBLEM", "problem", "problem"),
+    key="bookieId",
+)  # fmt: skip
+
+
+@command(app, "status", connects=True, examples=("bkctl cluster status",))
+def status(
+    run: Run,
+    threshold: Threshold = 90.0,
+    count_ledgers: Annotated[
+        bool | None,
+        typer.Option(
+            "--count-ledgers/--no-count-ledgers",
+            help="Count the ledgers on each bookie (default: in clusters of up to 10,000 ledgers).",
+        ),
+    ] = None,
+) -> None:
+    """Show every bookie of the cluster, one a row.
+
+    Shows state, latency, version, space and ledgers. Asks every registered bookie. The latency is that of one request
+    on an open connection. Apache's bookies do not publish their version. Exit code 3 if a bookie is down, does not
+    answer or is too full, or if no bookie is writable. 'cluster health' says what to do.
+    """
+    from bkctl.metadata.admin.overview import count_ledgers_of_bookies
+
+    _check_percentage(threshold)
+
+    async def asked() -> list[BookieSpace]:
+        from bkctl.client.disk_space import member_space
+
+        async with run.bookkeeper(cluster) as bookkeeper:
+            return await member_space(bookkeeper, members)
+
+    with run.cluster() as cluster:
+        cluster.layout()
+        members = cluster.bookies.list()
+        with run.working("Asking the bookies"):
+            spaces = run.complete(asked())
+        counts = None
+        if count_ledgers is not False:
+            with run.working("Counting ledgers"):
+                counts = count_ledgers_of_bookies(cluster, None if count_ledgers else COUNTED_LEDGERS_MAX)
+    rows = [MemberRow(space, None if counts is None else counts[space.bookie.bookie_id], threshold) for space in spaces]
+    run.render(rows, STATUS_COLUMNS)
+    if counts is None and count_ledgers is None:
+        run.note(f"More than {COUNTED_LEDGERS_MAX:,} ledgers, which are not counted: add --count-ledgers")
+    problem_count = sum(row.problem is not None for row in rows)
+    if not any(row.space.bookie.state == "rw" for row in rows):
+        problem_count += 1
+        run.note("No bookie is writable: nothing can be written")
+    run.finish_with(
+        problem_count, "problem; 'bkctl cluster health' says what to do",
+        "problems; 'bkctl cluster health' says what to do",
+    )  # fmt: skip
+
+
+def _check_percentage(threshold: float) -> None:
+    if not 0 <= threshold <= 100:
+        raise UsageError(f"--threshold {threshold:g}: percent are 0 to 100")
+
+
 # --- health ---------------------------------------------------------------------------------------------------------
 
 HEALTH_COLUMNS = Columns(
@@ -80,26 +173,13 @@ HEALTH_COLUMNS = Columns(
 )
 
 
-@command(app, "health", connects=True, examples=("bkctl cluster health",))
-def health(
-    run: Run,
-    watch: WatchOption,
-    threshold: Annotated[
-        float, typer.Option("--threshold", metavar="PERCENT", help="Percentage of used disk space that is too much.")
-    ] = 90.0,
-    no_bookies: Annotated[
-        bool, typer.Option("--no-bookies", help="Read the metadata only, and ask no bookie.")
-    ] = False,
-) -> None:
-    """Show what is wrong with the cluster, and what to do.
+NoBookies = Annotated[bool, typer.Option("--no-bookies", help="Read the metadata only, and ask no bookie.")]
+Code = Annotated[HealthCode, typer.Argument(metavar="CODE", help="The code of the findings.")]
 
-    Covers bookies that are down, read-only, full or silent; cookies; under-replicated ledgers by scope and age;
-    auto-recovery; scopes. Exit code 3 if there are findings.
-    """
-    from bkctl.metadata.admin.health import HealthFinding, health_findings
 
-    if not 0 <= threshold <= 100:
-        raise UsageError(f"--threshold {threshold:g}: percent are 0 to 100")
+def _findings(run: Run, cluster: Cluster, threshold: float, *, no_bookies: bool) -> list[HealthFinding]:
+    """Return all findings, the most severe first."""
+    from bkctl.metadata.admin.health import health_findings
 
     async def asked() -> list[HealthFinding]:
         from bkctl.client.disk_space import disk_findings
@@ -107,11 +187,36 @@ def health(
         async with run.bookkeeper(cluster) as bookkeeper:
             return await disk_findings(bookkeeper, cluster.bookies.list(include_down=False), threshold)
 
+    of_bookies = [] if no_bookies else run.complete(asked())
+    known = {(each.code, each.subject) for each in of_bookies}
+    found = [each for each in health_findings(cluster) if (each.code, each.subject) not in known]
+    return sorted(found + of_bookies, key=lambda each: (each.severity, each.code, each.subject))
+
+
+@command(
+    health_app,
+    "show",
+    connects=True,
+    examples=("bkctl cluster health show", "bkctl cluster health show --watch"),
+)
+def health(run: Run, watch: WatchOption, threshold: Threshold = 90.0, no_bookies: NoBookies = False) -> None:
+    """Show what is wrong with the cluster, and what to do.
+
+    Covers bookies that are down, read-only, full or silent; cookies; under-replicated ledgers by scope and age;
+    auto-recovery; scopes. Muted findings are left out. Exit code 3 if there are findings. `show` itself may be left
+    out: 'bkctl cluster health'.
+    """
+    from bkctl.metadata.admin.health_mutes import HealthMutes
+    from bkctl.metadata.underreplication import LedgerUnderreplicationManager
+
+    _check_percentage(threshold)
+    muted: list[HealthFinding] = []
+
     def look() -> list[HealthFinding]:
-        found = list(health_findings(cluster))
-        if not no_bookies:
-            found += run.complete(asked())
-        return sorted(found, key=lambda each: (each.severity, each.code, each.subject))
+        found = _findings(run, cluster, threshold, no_bookies=no_bookies)
+        codes = {mute.code for mute in HealthMutes(cluster).active()}
+        muted[:] = [each for each in found if each.code in codes]
+        return [each for each in found if each.code not in codes]
 
     findings: list[HealthFinding] = []
     with run.cluster() as cluster:
@@ -120,10 +225,121 @@ def health(
             return
         with run.working("Asking the bookies"):
             findings = look()
-    run.render(findings, HEALTH_COLUMNS)
-    if not findings:
+        unguarded = not findings and LedgerUnderreplicationManager(cluster.store).auditor() is None
+    if findings or run.output is not Output.TABLE:
+        run.render(findings, HEALTH_COLUMNS)
+    if muted:
+        codes = ", ".join(dict.fromkeys(each.code.value for each in muted))
+        run.note(
+            f"{counted(len(muted), 'finding is', 'findings are')} muted ({codes}): 'bkctl cluster health detail' shows "
+            "everything"
+        )
+    elif unguarded:
+        run.note(
+            "No findings, but auto-recovery does not run: lost bookies would go unnoticed. 'bkctl autorecovery run' "
+            "starts it"
+        )
+    elif not findings:
         run.note("The cluster is healthy")
     run.finish_with(len(findings), "finding", "findings")
+
+
+class FindingDetail(NamedTuple):
+    """A finding, and the mute of its code, if there is one."""
+
+    finding: HealthFinding
+    mute: Mute | None
+
+
+DETAIL_COLUMNS = Columns(
+    Column("FINDING", "code", "finding.code"),
+    Column(
+        "SEVERITY", "severity", lambda row: row.finding.severity.value, style={"error": RED, "warning": YELLOW}
+    ),
+    Column("SUBJECT", "subject", lambda row: row.finding.subject or None, optional=True),
+    Column("WHAT", "message", "finding.message"),
+    Column("ADVICE", "advice", "finding.advice"),
+    Column("DETAILS", "details", "finding.details", Kind.NESTED, optional=True),
+    Column("MUTED BY", "mutedBy", lambda row: row.mute and row.mute.user, optional=True),
+    Column("MUTED UNTIL", "mutedUntil", lambda row: row.mute and row.mute.until_ms, Kind.TIME, optional=True),
+    key="code",
+)  # fmt: skip
+
+
+@command(health_app, "detail", connects=True, examples=("bkctl cluster health detail",))
+def health_detail(run: Run, threshold: Threshold = 90.0, no_bookies: NoBookies = False) -> None:
+    """Show each finding in full, muted ones too.
+
+    Exit code 3 if there are findings that are not muted.
+    """
+    from bkctl.metadata.admin.health_mutes import HealthMutes
+
+    _check_percentage(threshold)
+    with run.cluster() as cluster, run.working("Asking the bookies"):
+        mutes = {mute.code: mute for mute in HealthMutes(cluster).active()}
+        found = _findings(run, cluster, threshold, no_bookies=no_bookies)
+    rows = [FindingDetail(each, mutes.get(each.code)) for each in found]
+    if run.output is Output.TABLE:
+        for index, row in enumerate(rows):
+            run.text("\n" if index else "")
+            run.show(row, DETAIL_COLUMNS)
+    else:
+        run.render(rows, DETAIL_COLUMNS)
+    run.finish_with(sum(row.mute is None for row in rows), "finding", "findings")
+
+
+MUTE_COLUMNS = Columns(
+    Column("CODE", "code", "code"),
+    Column("SINCE", "since", "since_ms", Kind.TIME),
+    Column("UNTIL", "until", "until_ms", Kind.TIME),
+    Column("BY", "user", "user"),
+    key="code",
+)
+
+
+@command(
+    health_app,
+    "mute",
+    connects=True,
+    changes=True,
+    examples=("bkctl cluster health mute bookie-down --for 2h",),
+)
+def mute_health(
+    run: Run,
+    code: Code,
+    duration_s: Annotated[
+        float | None, duration_option("--for", "How long: 30m, 2h, 1d (default: until it is unmuted).")
+    ],
+) -> None:
+    """Leave findings of a code out of 'cluster health'.
+
+    Counts for every user of the cluster, and is kept in the metadata store. 'cluster health' says how many findings are
+    muted.
+    """
+    from bkctl.metadata.admin.health_mutes import HealthMutes
+
+    if duration_s == 0:
+        raise UsageError("--for 0: must be more than 0")
+    with run.cluster() as cluster:
+        run.show(HealthMutes(cluster).mute(code, duration_s=duration_s, user=user_name()), MUTE_COLUMNS)
+
+
+@command(health_app, "unmute", connects=True, changes=True, examples=("bkctl cluster health unmute bookie-down",))
+def unmute_health(run: Run, code: Code) -> None:
+    """Show findings of a muted code again."""
+    from bkctl.metadata.admin.health_mutes import HealthMutes
+
+    with run.cluster() as cluster:
+        run.show(HealthMutes(cluster).unmute(code), MUTE_COLUMNS)
+
+
+@command(health_app, "mutes", connects=True, examples=("bkctl cluster health mutes",))
+def list_mutes(run: Run) -> None:
+    """List the muted codes, with time and user."""
+    from bkctl.metadata.admin.health_mutes import HealthMutes
+
+    with run.cluster() as cluster:
+        run.render(HealthMutes(cluster).active(), MUTE_COLUMNS)
 
 
 class Check(NamedTuple):
@@ -259,13 +475,14 @@ NUKE_COLUMNS = Columns(
     connects=True,
     changes=True,
     asks=True,
-    examples=('bkctl cluster nuke --instance-id "$(bkctl cluster id -o id)" --dry-run',),
+    examples=("bkctl cluster nuke --dry-run", "bkctl cluster nuke --backup metadata.ndjson"),
 )
 def nuke_cluster(
     run: Run,
+    yes_really: YesReally = None,
     instance_id: Annotated[
         str | None,
-        typer.Option("--instance-id", metavar="ID", help="The cluster's instance id, as a confirmation."),
+        typer.Option("--instance-id", metavar="ID", hidden=True, help="As --yes-really, which asks all the same."),
     ] = None,
     backup: Annotated[
         Path | None, typer.Option("--backup", metavar="FILE", help="Export all metadata to this new file first.")
@@ -274,18 +491,18 @@ def nuke_cluster(
 ) -> None:
     """Remove all metadata of a cluster, for good.
 
-    Refused while bookies are registered. The bookies' own files stay, but no bookie starts on them again. With
+    Refused while bookies are registered. On a terminal, asks for the cluster's instance id; elsewhere --yes-really with
+    that id is required. The bookies' own files stay, but no bookie starts on them again. With
     --backup, 'metadata import' restores the metadata.
     """
     from bkctl.metadata.admin.dump import ClusterSource, export_to_file
     from bkctl.metadata.admin.nuke import nuke, plan_nuke
 
-    if instance_id is None:
-        raise UsageError("--instance-id is required", hint="'bkctl cluster id' shows it")
     with run.cluster() as cluster:
         with run.working("Counting ledgers"):
             plan = plan_nuke(cluster)
-        if instance_id != plan.instance_id:
+        named = yes_really if instance_id is None else instance_id
+        if named not in (None, plan.instance_id):
             raise Conflict(
                 f"The cluster in {cluster.uri} has another instance id: {plan.instance_id}",
                 hint="check the metadata URI",
@@ -296,100 +513,19 @@ def nuke_cluster(
         if plan.foreign_scopes:
             run.note("The scoped ledgers of a formatted cluster would be lost, too: no backup holds them")
         kept = f"; {backup} will hold a copy" if backup is not None else ", without a backup"
-        run.confirm(
+        loss = (
             f"All metadata of the cluster {plan.instance_id} in {cluster.uri} would be lost: "
             f"{counted(plan.ledger_count, 'ledger', 'ledgers')}, "
             f"{counted(plan.cookie_count, 'cookie', 'cookies')}{kept}"
         )
+        if instance_id is not None:
+            run.confirm(loss)
+        else:
+            run.confirm_name(loss, plan.instance_id, yes_really)
         if backup is not None:
             with run.working(f"Exporting to {backup}") as activity:
                 export_to_file(ClusterSource(cluster), backup, progress=activity.update)
-        with run.working("Removing nodes") as activity:
+        with run.working("Removing nodes", left="run the command again to remove the rest") as activity:
             count = nuke(cluster, progress=activity.update)
     run.show(plan, NUKE_COLUMNS)
     run.note(f"Removed {counted(count, 'node', 'nodes')}")
-
-
-# --- local clusters -------------------------------------------------------------------------------------------------
-
-
-def _local(directory: Path | None) -> LocalCluster:
-    from bkctl.bookie.local import LocalCluster, active_cluster
-
-    if directory is not None:
-        return LocalCluster(directory)
-    return active_cluster() or LocalCluster()
-
-
-@command(app, "up", changes=True, examples=("bkctl cluster up",))
-def up(
-    run: Run,
-    directory: LocalDirectory = None,
-    bookies: Annotated[
-        int | None,
-        typer.Option("--bookies", metavar="N", help="Number of bookies (default: 3, or as many as the cluster has)."),
-    ] = None,
-    storage: Annotated[
-        str | None,
-        typer.Option("--storage", metavar="CLASS", help="Ledger storage of new bookies: sorted, interleaved, db."),
-    ] = None,
-    http: Annotated[
-        bool | None,
-        typer.Option(
-            "--http/--no-http", help="Give new bookies an HTTP server (default: if bkctl[http] is installed)."
-        ),
-    ] = None,
-    autorecovery: Annotated[
-        bool,
-        typer.Option(
-            "--autorecovery", help="Run auto-recovery in new bookies, which replicates the ledgers of lost ones."
-        ),
-    ] = False,
-) -> None:
-    """Start a local cluster of our own bookies.
-
-    Commands use it until 'cluster down'.
-    """
-    from bkctl.http import has_server, load_server
-
-    if http:
-        load_server()
-    http = has_server() if http is None else http
-    cluster = _local(directory)
-    with run.working(f"Starting the local cluster at {cluster.directory}"):
-        cluster.up(
-            bookies, storage=storage, http=http, auto_recovery=autorecovery, timeout_s=run.timeout_s,
-            progress=run.detail,
-        )  # fmt: skip
-    run.render(cluster.status(run.timeout_s), LOCAL_COLUMNS)
-    run.note(f"Local cluster at {cluster.directory}; commands without --metadata-uri use it until 'bkctl cluster down'")
-
-
-@command(app, "down", changes=True, examples=("bkctl cluster down",))
-def down(
-    run: Run,
-    directory: LocalDirectory = None,
-    bookie: Annotated[
-        str | None, typer.Option("--bookie", metavar="ID", help="Stop this bookie only; the cluster stays up.")
-    ] = None,
-) -> None:
-    """Stop the local cluster cleanly.
-
-    Its data stays for the next 'cluster up'.
-    """
-    cluster = _local(directory)
-    with run.working(f"Stopping the local cluster at {cluster.directory}"):
-        stopped = cluster.down(bookie, timeout_s=run.timeout_s, progress=run.detail)
-    names = {one.bookie_id for one in stopped}
-    run.render((row for row in cluster.status(run.timeout_s) if row.bookie.bookie_id in names), LOCAL_COLUMNS)
-    if not stopped:
-        run.note("Nothing was running")
-
-
-@command(app, "status", examples=("bkctl cluster status",))
-def status(run: Run, directory: LocalDirectory = None) -> None:
-    """Show the bookies of the local cluster.
-
-    Shows state, address, process and directory.
-    """
-    run.render(_local(directory).status(run.timeout_s), LOCAL_COLUMNS)

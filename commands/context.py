@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -12,6 +13,7 @@ from bkctl.errors import UsageError
 
 from .kit.columns import Column, Columns, Kind
 from .kit.command import Run, command, group
+from .kit.connection import LOCAL_CONTEXT, context_connection, local_uri
 from .kit.contexts import Contexts
 from .kit.settings import GlobalOptions, Setting, ValueType, context_settings
 from .kit.texts import GREEN
@@ -56,14 +58,24 @@ ContextName = Annotated[str, typer.Argument(metavar="CONTEXT", help="The context
 
 
 def _row(contexts: Contexts, name: str) -> ContextRow:
-    return ContextRow(name, contexts.get(name), name == contexts.current)
+    found = context_connection(name, os.environ)
+    return ContextRow(name, replace(found.settings, metadata_uri=found.uri), name == contexts.current)
+
+
+def _names(contexts: Contexts) -> list[str]:
+    """Return the contexts of the file, and the local cluster's if one is up."""
+    names = contexts.names
+    return [*names, LOCAL_CONTEXT] if LOCAL_CONTEXT not in names and local_uri() is not None else names
 
 
 @command(app, "list", examples=("bkctl context list",))
 def list_contexts(run: Run) -> None:
-    """List the contexts of the configuration file."""
+    """List the contexts of the configuration file.
+
+    A local cluster that is up is the context `local`, unless the file has one of this name.
+    """
     contexts = Contexts.read(os.environ)
-    run.render((_row(contexts, name) for name in contexts.names), LIST_COLUMNS)
+    run.render([_row(contexts, name) for name in _names(contexts)], LIST_COLUMNS)
 
 
 @command(app, "show", examples=("bkctl context show prod",))
@@ -89,7 +101,7 @@ def show(
 def add(
     run: Run,
     name: ContextName,
-    replace: Annotated[bool, typer.Option("--replace", help="Replace the context of this name.")] = False,
+    overwrite: Annotated[bool, typer.Option("--replace", help="Replace the context of this name.")] = False,
     use: Annotated[bool, typer.Option("--use", help="Make the new context the current one.")] = False,
 ) -> None:
     """Save the connection options under a name.
@@ -109,7 +121,7 @@ def add(
         )
     kept = {setting.field: _kept(getattr(options, setting.field)) for setting in context_settings()}
     context = GlobalOptions(**{**kept, "metadata_uri": location.text})
-    contexts = Contexts.read(os.environ).add(name, context, replace=replace)
+    contexts = Contexts.read(os.environ).add(name, context, replace=overwrite)
     if use:
         contexts = contexts.use(name)
     run.show(_row(contexts, name), CONTEXT_COLUMNS)
@@ -124,9 +136,11 @@ def _kept(value: Any) -> Any:
 def use(run: Run, name: ContextName) -> None:
     """Make a context the current one.
 
-    Commands use it if neither an option nor the environment names a cluster.
+    Commands use it if neither an option nor the environment names a cluster. `local` is the local cluster that is up.
     """
-    run.show(_row(Contexts.read(os.environ).use(name), name), CONTEXT_COLUMNS)
+    row = _row(Contexts.read(os.environ), name)
+    Contexts.read(os.environ).use(name)
+    run.show(row._replace(is_current=True), CONTEXT_COLUMNS)
 
 
 @command(app, "delete", asks=True, changes=True, examples=("bkctl context delete prod",))
@@ -136,6 +150,7 @@ def delete(run: Run, name: ContextName) -> None:
     Asks on a terminal; elsewhere --yes is required.
     """
     contexts = Contexts.read(os.environ)
+    contexts.get(name)  # The file must have it.
     row = _row(contexts, name)
     run.confirm(f"Context {name!r} ({row.options.metadata_uri}) would be deleted from {contexts.path}")
     contexts.delete(name)

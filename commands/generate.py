@@ -1,4 +1,4 @@
-"""Writes `completions/`, `man/` and `docs/commands.md` from the commands: `python -m bkctl.commands.generate`.
+"""Writes completions, man pages and generated documents from the commands: `python -m bkctl.commands.generate`.
 
 A test holds the files in the repository equal to what this makes.
 """
@@ -12,15 +12,34 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from bkctl.bookie.local import STORAGE_CLASSES
 from bkctl.errors import EXIT_CODES
+from bkctl.files.directories import FileKind
 
+from . import translations
 from .kit.parser import Group
 from .kit.settings import GLOBAL_PANEL, SETTINGS
 from .main import GROUPS, RootGroup, root
 
 #: What a value is completed with: by the metavar of its option or argument.
-DYNAMIC: Final = {"LEDGER": "ledger", "BOOKIE": "bookie", "JOURNAL": "journal", "LOG": "entrylog", "CONTEXT": "context"}
+DYNAMIC: Final = {
+    "LEDGER": "ledger",
+    "BOOKIE": "bookie",
+    "JOURNAL": "journal",
+    "LOG": "entrylog",
+    "CONTEXT": "context",
+    "SCOPE": "scope",
+}
 FILES: Final = ("FILE", "DIR")
+#: Values of options whose type does not say which there are, by name or metavar.
+WORDS: Final = {
+    "STATE": ("OPEN", "IN_RECOVERY", "CLOSED"),
+    "--digest": ("CRC32C", "CRC32", "HMAC", "DUMMY"),
+    "--digest-type": ("CRC32C", "CRC32", "HMAC", "DUMMY"),
+    "--storage": tuple(STORAGE_CLASSES),
+    "--kind": tuple(kind.value for kind in FileKind),
+    "COMMAND": (*GROUPS, "connection"),
+}
 #: A bar within a cell of a table.
 BAR: Final = "\\|"
 _ENVIRONMENT: Final = (
@@ -63,6 +82,21 @@ class Page(NamedTuple):
     examples: tuple[str, ...]
 
     @property
+    def own_options(self) -> tuple[Option, ...]:
+        """The options without connection and output options and --help."""
+        return tuple(each for each in self.options if each.panel != GLOBAL_PANEL and "--help" not in each.names)
+
+    @property
+    def groups(self) -> tuple[Page, ...]:
+        """The children that have commands."""
+        return tuple(child for child in self.children if child.children)
+
+    @property
+    def leaves(self) -> tuple[Page, ...]:
+        """The children that are commands."""
+        return tuple(child for child in self.children if not child.children)
+
+    @property
     def name(self) -> str:
         """The words of the command, without `bkctl`."""
         return " ".join(self.path)
@@ -79,11 +113,14 @@ def read_pages() -> Page:
     tree: RootGroup = root()
     for name in GROUPS:
         tree.load(name)
+    tree.load_program()
     return _page(tree, (), None)
 
 
 def _page(command: Any, path: tuple[str, ...], parent: Any) -> Page:
-    context = command.context_class(command, info_name=path[-1] if path else "bkctl", parent=parent)
+    context = command.context_class(
+        command, info_name=path[-1] if path else "bkctl", parent=parent, **command.context_settings
+    )
     arguments: list[Option] = []
     options: list[Option] = []
     for param in command.get_params(context):
@@ -108,6 +145,9 @@ def _page(command: Any, path: tuple[str, ...], parent: Any) -> Page:
         children = tuple(
             _page(child, (*path, name), context) for name, child in command.commands.items() if not child.hidden
         )
+        if command.default is not None:
+            # The group takes the options of the command that runs without a name.
+            options = list(next(child for child in children if child.path[-1] == command.default).options)
     usage = " ".join(["bkctl", *path, *command.collect_usage_pieces(context)])
     examples = tuple((command.epilog or "").splitlines()) if path else ()
     return Page(path, usage, command.help or "", tuple(arguments), tuple(options), children, examples)
@@ -134,6 +174,17 @@ def _man_paragraphs(text: str) -> Iterator[str]:
         yield f".PP\n{_troff(' '.join(paragraph.split()))}"
 
 
+def _man_command(leaf: Page) -> Iterator[str]:
+    yield f".SS {_troff(leaf.usage)}"
+    yield from _man_paragraphs(leaf.help)
+    yield from _man_options(leaf.arguments)
+    yield from _man_options(leaf.own_options)
+    if leaf.examples:
+        yield ".PP\nExamples:\n.PP\n.nf"
+        yield from (f"    {_troff(example)}" for example in leaf.examples)
+        yield ".fi"
+
+
 def man_page(tree: Page, group: Page | None, version: str) -> str:
     """Return one page in troff: the program's, or that of a group."""
     name = "bkctl" if group is None else f"bkctl-{group.path[0]}"
@@ -150,7 +201,10 @@ def man_page(tree: Page, group: Page | None, version: str) -> str:
         lines.append(".SH DESCRIPTION")
         lines.extend(_man_paragraphs(_DESCRIPTION))
         lines.append(".SH GROUPS")
-        lines.extend(f".TP\n\\fB{_troff(f'bkctl-{each.name}')}\\fR(1)\n{_troff(each.help)}" for each in tree.children)
+        lines.extend(f".TP\n\\fB{_troff(f'bkctl-{each.name}')}\\fR(1)\n{_troff(each.help)}" for each in tree.groups)
+        lines.append(".SH COMMANDS")
+        for leaf in tree.leaves:
+            lines.extend(_man_command(leaf))
         lines.append(".SH OPTIONS")
         lines.extend(_man_options(tree.options))
         lines.append(".SH ENVIRONMENT")
@@ -161,15 +215,7 @@ def man_page(tree: Page, group: Page | None, version: str) -> str:
         for leaf in group.walk():
             if leaf.children:
                 continue
-            lines.append(f".SS {_troff(leaf.usage)}")
-            lines.extend(_man_paragraphs(leaf.help))
-            lines.extend(_man_options(leaf.arguments))
-            own, _ = _split(leaf)
-            lines.extend(_man_options(own))
-            if leaf.examples:
-                lines.append(".PP\nExamples:\n.PP\n.nf")
-                lines.extend(f"    {_troff(example)}" for example in leaf.examples)
-                lines.append(".fi")
+            lines.extend(_man_command(leaf))
         lines.append(".SH OPTIONS")
         lines.append(
             f".PP\n{_troff('Connection and output options, as --output and --metadata-uri, are in')} \\fBbkctl\\fR(1)."
@@ -178,7 +224,7 @@ def man_page(tree: Page, group: Page | None, version: str) -> str:
     for code, meaning in EXIT_CODES.items():
         lines.append(f".TP\n\\fB{code}\\fR\n{_troff(meaning)}")
     others = ["bkctl(1)"] if group is not None else []
-    others += [f"bkctl-{child.name}(1)" for child in tree.children if child is not group]
+    others += [f"bkctl-{child.name}(1)" for child in tree.groups if child is not group]
     lines += [".SH SEE ALSO", ", ".join(f"\\fB{_troff(each[:-3])}\\fR(1)" for each in others)]
     return "\n".join(lines) + "\n"
 
@@ -207,6 +253,17 @@ def _markdown_options(options: tuple[Option, ...]) -> Iterator[str]:
         yield f"| `{f'{head}{metavar}'.replace('|', BAR)}` | {text} |"
 
 
+def _markdown_command(leaf: Page) -> Iterator[str]:
+    yield from (f"### bkctl {leaf.name}", "", f"    {leaf.usage}", "")
+    for paragraph in leaf.help.split("\n\n"):
+        yield from (" ".join(paragraph.split()), "")
+    if leaf.arguments or leaf.own_options:
+        yield from ("| option | |", "| --- | --- |")
+        yield from (*_markdown_options(leaf.arguments), *_markdown_options(leaf.own_options), "")
+    if leaf.examples:
+        yield from ("Examples:", "", *(f"    {example}" for example in leaf.examples), "")
+
+
 def markdown(tree: Page) -> str:
     """Return the reference of all commands."""
     lines = ["# Commands", "", "Generated by `python -m bkctl.commands.generate`.", ""]
@@ -216,20 +273,14 @@ def markdown(tree: Page) -> str:
     lines += [*_markdown_options(tree.options), ""]
     lines += ["## Exit codes", "", "| code | meaning |", "| --- | --- |"]
     lines += [*(f"| {code} | {meaning} |" for code, meaning in EXIT_CODES.items()), ""]
-    for group in tree.children:
+    lines += ["## bkctl", ""]
+    for leaf in tree.leaves:
+        lines += _markdown_command(leaf)
+    for group in tree.groups:
         lines += [f"## {group.name}", "", group.help, ""]
         for leaf in group.walk():
-            if leaf.children:
-                continue
-            lines += [f"### bkctl {leaf.name}", "", f"    {leaf.usage}", ""]
-            for paragraph in leaf.help.split("\n\n"):
-                lines += [" ".join(paragraph.split()), ""]
-            own, _ = _split(leaf)
-            if leaf.arguments or own:
-                lines += ["| option | |", "| --- | --- |"]
-                lines += [*_markdown_options(leaf.arguments), *_markdown_options(own), ""]
-            if leaf.examples:
-                lines += ["Examples:", "", *(f"    {example}" for example in leaf.examples), ""]
+            if not leaf.children:
+                lines += _markdown_command(leaf)
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -260,14 +311,15 @@ class SharedOptions:
 
 def _split(page: Page) -> tuple[tuple[Option, ...], tuple[Option, ...]]:
     """Split the options of a page before its connection and output options and --help."""
-    own = tuple(option for option in page.options if option.panel != GLOBAL_PANEL and option.names != ("--help",))
+    own = page.own_options
     return own, page.options[len(own) :]
 
 
 def _value_kind(option: Option) -> str:
     """Return how a value is completed: `words a b`, `files`, `ledger` … or `none`."""
-    if option.choices:
-        return "words " + " ".join(option.choices)
+    words = option.choices or next((WORDS[name] for name in option.names if name in WORDS), ())
+    if words or option.metavar in WORDS:
+        return "words " + " ".join(words or WORDS[option.metavar])
     if option.names and "--output" in option.names:
         return "words table json ndjson csv id"
     if option.metavar in DYNAMIC:
@@ -281,6 +333,13 @@ def _value_takers(tree: Page) -> list[str]:
     """Return the names of the options that take a value, sorted."""
     return sorted(
         {name for page in tree.walk() for option in page.options if not option.is_flag for name in option.names}
+    )
+
+
+def _repeatable(tree: Page) -> list[str]:
+    """Return the long names of the options that may be given several times, sorted."""
+    return sorted(
+        {name for page in tree.walk() for option in page.options if option.repeatable for name in option.names}
     )
 
 
@@ -311,6 +370,7 @@ def bash_completion(tree: Page) -> str:
         .replace("@SHORTS@", " ".join(f"{short}) previous={long} ;;" for short, long in shorts.items()))
         .replace("@KINDS@", "\n".join(_bash_kinds(tree)))
         .replace("@TAKERS@", " ".join(_value_takers(tree)))
+        .replace("@REPEATABLE@", " ".join(_repeatable(tree)))
         .replace("@GROUPS@", "|".join(_sh(page.name) for page in tree.walk() if page.children and page.path))
     )
 
@@ -363,6 +423,8 @@ _bkctl() {
   [[ $line == *' ' ]] && typed+=('')
   current=${typed[-1]}
   previous=${typed[-2]:-}
+  local value=$current repeatable=' @REPEATABLE@ '
+  if [[ $current == --*=* ]]; then previous=${current%%=*} value=${current#*=} argument=none; fi
   for word in "${typed[@]:1:${#typed[@]}-2}"; do
     if [[ -n $skip ]]; then skip=''; continue; fi
     case $word in
@@ -387,21 +449,29 @@ _bkctl() {
 *) [[ $takers == *" $previous "* ]] && kind='none' ;;
     esac
   fi
+  words+=' '
+  for word in "${typed[@]:1:${#typed[@]}-2}"; do
+    word=${word%%=*}
+    [[ $word == --* && $repeatable != *" $word "* ]] && words=${words/ $word / }
+  done
   COMPREPLY=()
+  if [[ -z $kind && $current == --*=* ]]; then kind=none; fi
   if [[ -z $kind ]]; then
     if [[ $current == -* || $argument == none ]]; then kind="words $words"; else kind=$argument; fi
   fi
   case $kind in
-    words*) mapfile -t COMPREPLY < <(compgen -W "${kind#words}" -- "$current") ;;
+    words*) mapfile -t COMPREPLY < <(compgen -W "${kind#words}" -- "$value") ;;
     files) compopt -o default 2>/dev/null ;;
     none) ;;
-    *) mapfile -t COMPREPLY < <(_BKCTL_COMPLETE=$kind "${typed[0]}" "${typed[@]:1}" 2>/dev/null)
+    *) mapfile -t COMPREPLY < <(_BKCTL_COMPLETE=$kind "${typed[0]}" "${typed[@]:1:${#typed[@]}-2}" "$value" 2>/dev/null)
        [[ ${#COMPREPLY[@]} -eq 0 && $kind != ledger && $kind != bookie ]] && compopt -o default 2>/dev/null ;;
   esac
   # A word that holds a colon is several words to readline: give it only what follows the last colon.
-  if [[ $current == *:* && $COMP_WORDBREAKS == *:* ]]; then
-    local prefix=${current%"${current##*:}"} index
+  if [[ $value == *:* && $COMP_WORDBREAKS == *:* ]]; then
+    local prefix=${value%"${value##*:}"} index
     for index in "${!COMPREPLY[@]}"; do COMPREPLY[index]=${COMPREPLY[index]#"$prefix"}; done
+  elif [[ $value != "$current" && $COMP_WORDBREAKS != *=* ]]; then
+    COMPREPLY=("${COMPREPLY[@]/#/$previous=}")
   fi
 }
 
@@ -505,7 +575,7 @@ def _zsh_option(option: Option) -> str:
     """Return an option as one word of zsh: its names, a bar, and the rest of their specification."""
     value = "" if option.is_flag else f":{_zsh_text(option.metavar)}:{_zsh_action(option)}"
     star = "*" if option.repeatable else ""
-    names = " ".join(f"{star}{name}" for name in option.names)
+    names = " ".join(f"{star}{name}{'=' if _is_long(name) and not option.is_flag else ''}" for name in option.names)
     return _sh(f"{names}|[{_zsh_text(option.help)}]{value}")
 
 
@@ -615,6 +685,11 @@ functions -e __bkctl
 # --- writing --------------------------------------------------------------------------------------------------------
 
 
+def completion_script(shell: str) -> str:
+    """Return the completion script of `bash`, `zsh` or `fish`."""
+    return {"bash": bash_completion, "zsh": zsh_completion, "fish": fish_completion}[shell](read_pages())
+
+
 def generated_files() -> dict[str, str]:
     """Return the generated files: path below the repository's root → content."""
     from bkctl import __version__
@@ -625,9 +700,10 @@ def generated_files() -> dict[str, str]:
         "completions/_bkctl": zsh_completion(tree),
         "completions/bkctl.fish": fish_completion(tree),
         "docs/commands.md": markdown(tree),
+        "docs/from-the-shell.md": translations.markdown(),
         "man/bkctl.1": man_page(tree, None, __version__),
     }
-    for group in tree.children:
+    for group in tree.groups:
         files[f"man/bkctl-{group.name}.1"] = man_page(tree, group, __version__)
     return files
 

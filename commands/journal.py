@@ -131,7 +131,7 @@ def _journals_named(given: BookieDirectories, name: str) -> list[Path]:
     from bkctl.files.directories import BookieDirectories
 
     if Path(name).is_dir():
-        return [file.path for file in BookieDirectories.at(name).journals()]
+        return [file.path for file in BookieDirectories.at(name).of_a_bookie().journals()]
     return [given.resolve_journal(name)]
 
 
@@ -243,8 +243,6 @@ def verify(run: Run, names: JournalNames = None, directories: DirOption = None) 
     from bkctl.files.journal_check import check_journals
 
     given, files = _journals(run, names, directories)
-    if files is None:
-        given.of_a_bookie()
     errors: list[BkctlError] = []
     findings = 0
 

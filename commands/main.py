@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import functools
 import os
+import re
 import sys
+from collections.abc import Iterator
 from importlib import import_module
 from inspect import Parameter, Signature
 from io import TextIOWrapper
@@ -18,7 +20,7 @@ from bkctl.errors import BkctlError, is_interrupt
 
 from .kit import interrupts
 from .kit.options import parameter
-from .kit.parser import Group
+from .kit.parser import CONNECTION_LINE, HELP_FLAGS, Command, Group
 from .kit.session import Session
 from .kit.settings import global_parameters, read_options
 from .kit.terminal import ClosedOutput, output_error
@@ -33,10 +35,18 @@ GROUPS: Final[dict[str, str]] = {
     "metadata": "Read, check, export and migrate the metadata store.",
     "cookie": "Show, create, change and verify the bookies' cookies.",
     "autorecovery": "Run and control the replication of lost ledgers.",
-    "cluster": "Show and create clusters, and run local ones.",
+    "cluster": "Show, create and check whole clusters.",
+    "local": "Run clusters of our own bookies on this machine.",
     "pipeline": "Run Spark jobs over all files, metadata and ledgers.",
     "api": "Call the REST API of bookies, or serve it.",
     "context": "Manage named connections in the configuration file.",
+}
+
+#: Commands of the program itself → their help; all are in the module `program`.
+PROGRAM: Final[dict[str, str]] = {
+    "help": "Show the help of a command, or of the connection options.",
+    "version": "Print the version.",
+    "completion": "Print the completion script of a shell.",
 }
 
 #: What an operating system error means for the exit code.
@@ -65,7 +75,16 @@ class RootGroup(Group):
         super().__init__(**settings)
         for name, text in GROUPS.items():
             self.commands[name] = Group(name=name, help=text, rich_markup_mode=None)
+        for name, text in PROGRAM.items():
+            self.commands[name] = Command(name=name, help=text, callback=None, rich_markup_mode=None)
         self._loaded: set[str] = set()
+
+    def load_program(self) -> None:
+        """Load the commands of the program itself."""
+        if not self._loaded >= PROGRAM.keys():
+            app: typer.Typer = import_module(".program", __package__).app
+            self.commands.update(typer.main.get_group(app).commands)
+            self._loaded |= PROGRAM.keys()
 
     def load(self, name: str) -> Group:
         """Return the group `name` with its commands."""
@@ -79,9 +98,11 @@ class RootGroup(Group):
         return group
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the group that `args` begin with, loaded."""
+        """Return the group or command that `args` begin with, loaded."""
         if args and args[0] in GROUPS:
             self.load(args[0])
+        elif args and args[0] in PROGRAM:
+            self.load_program()
         return super().resolve_command(ctx, args)
 
 
@@ -99,8 +120,8 @@ def _root(**values: Any) -> None:
     context: typer.Context = values["context"]
     session = context.obj = context.obj if isinstance(context.obj, Session) else Session()
     session.globals = read_options(values)
-    session.verbose, session.quiet = values["verbose"], values["quiet"]
-    session.no_color, session.debug = values["no_color"], values["debug"]
+    for name in ("verbose", "quiet", "no_color", "debug"):
+        setattr(session, name, getattr(session, name) or values[name])
 
 
 _root.__signature__ = Signature(  # type: ignore[attr-defined]
@@ -119,7 +140,7 @@ _root.__annotations__ = {}
 app = typer.Typer(name="bkctl", cls=RootGroup, add_completion=False, rich_markup_mode=None)
 app.callback(
     help="Administer Apache BookKeeper with 128-bit ledger ids.",
-    epilog="Connection and output options stand before the group or after the command; the later one counts.",
+    epilog=CONNECTION_LINE,
 )(_root)
 
 
@@ -129,7 +150,7 @@ def root() -> RootGroup:
     group = typer.main.get_group(app)
     assert isinstance(group, RootGroup)
     group.name = "bkctl"
-    group.context_settings = {"max_content_width": 100}
+    group.context_settings = {"max_content_width": 100, "help_option_names": list(HELP_FLAGS)}
     return group
 
 
@@ -159,12 +180,38 @@ def _parser_error_line(error: Any) -> str:
     if type(error).__name__ == "NoArgsIsHelpError":
         message = "Missing command"
     path = context.command_path if context is not None else "bkctl"
+    unknown = re.match(r"No such command '([^']+)'", message)
+    if unknown and (other := _other_command(path.split()[1:], unknown[1])):
+        return f"No such command '{unknown[1]}'; {other}"
     option = getattr(error, "option_name", "")
     if type(error).__name__ == "NoSuchOption" and option[1:2].isdigit():
         hint = "put a negative id after -- or in --ledger-id"
     else:
         hint = f"try '{path} --help'"
     return f"{message.strip().rstrip('.')}; {hint}"
+
+
+def _other_command(path: list[str], name: str) -> str | None:
+    """Return our command for `name` in the group `path`: of a name of Apache's tools, or of another group."""
+    from .translations import find_elsewhere, translate
+
+    ours = translate([*path, name])
+    if ours is not None:
+        return f"it is 'bkctl {ours}' here"
+    tree = root()
+    for group in GROUPS:
+        tree.load(group)
+    found = find_elsewhere(path, name, _command_names(tree, ()))
+    names = " or ".join(f"'bkctl {each}'" for each in found)
+    return f"did you mean {names}?" if found else None
+
+
+def _command_names(group: Group, path: tuple[str, ...]) -> Iterator[str]:
+    for name, each in group.commands.items():
+        if isinstance(each, Group):
+            yield from _command_names(each, (*path, name))
+        elif not each.hidden:
+            yield " ".join((*path, name))
 
 
 def one_line(text: str) -> str:
@@ -202,7 +249,7 @@ def run(arguments: list[str]) -> int:
     code = code if isinstance(code, int) else 0
     if code == interrupts.EXIT_CODE:
         interrupts.note_interrupt()
-        print("bkctl: Interrupted", file=sys.stderr)
+        print("bkctl: Interrupted" + (f": {session.interrupted}" if session.interrupted else ""), file=sys.stderr)
     _end_audit(session, code, error)
     return code
 

@@ -2,13 +2,15 @@
 
 _bkctl() {
   local IFS=$' \t\n' line current previous path='' words='' argument='none' kind='' word skip='' open=yes
-  local takers=' --ack-quorum --after --archive --backup --body --bookie --bookie-address --bookie-token-file --bookie-url --bookies --by --client-ca --conf --context --count --custom-metadata --deadline --depth --digest --digest-type --dir --ensemble-size --entries --entry --file --format --from --from-file --from-pos --host --id --if-state --index-dirs --instance-id --journal-dirs --kind --last --ledger --ledger-dirs --ledger-id --ledger-qualified-name --ledger-scope-id --limit --major-threshold --master --match --max-age --max-size --metadata-password-file --metadata-tls-ca --metadata-tls-cert --metadata-tls-key --metadata-uri --metadata-user --min-age --min-replicas --min-size --minor-threshold --missing --not-missing --older-than --output --password --password-file --port --protocol --rate --read-only-token-file --record-size --reset-clock --resume --sample --save --seed --server-cert --server-key --set --size --sort --spark-conf --state --storage --suspend --threshold --timeout --tls-ca --tls-cert --tls-key --to --to-ledger-id --to-password-file --to-pos --to-scope --to-user --token-file --top --type --undo --watch --write-quorum -c -e -f -o -t -u -x '
+  local takers=' --ack-quorum --after --archive --backup --body --bookie --bookie-address --bookie-token-file --bookie-url --bookies --by --client-ca --conf --context --count --custom-metadata --deadline --depth --digest --digest-type --dir --ensemble-size --entries --entry --file --for --format --from --from-file --from-pos --host --id --if-state --index-dirs --instance-id --journal-dirs --kind --last --ledger --ledger-dirs --ledger-id --ledger-qualified-name --ledger-scope-id --limit --major-threshold --master --match --max-age --max-size --metadata-password-file --metadata-tls-ca --metadata-tls-cert --metadata-tls-key --metadata-uri --metadata-user --min-age --min-replicas --min-size --minor-threshold --missing --not-missing --older-than --output --password --password-file --port --protocol --rate --read-only-token-file --record-size --reset-clock --resume --sample --save --seed --server-cert --server-key --set --size --sort --spark-conf --state --storage --suspend --threshold --timeout --tls-ca --tls-cert --tls-key --to --to-ledger-id --to-password-file --to-pos --to-scope --to-user --token-file --top --type --undo --watch --write-quorum --yes-really -c -e -f -o -t -u -x '
   local -a typed
   line=${COMP_LINE:0:COMP_POINT}
   read -r -a typed <<< "$line"
   [[ $line == *' ' ]] && typed+=('')
   current=${typed[-1]}
   previous=${typed[-2]:-}
+  local value=$current repeatable=' --archive --bookie-address --custom-metadata --dir --if-state --kind --ledger --missing --not-missing --save --set --spark-conf --state --type '
+  if [[ $current == --*=* ]]; then previous=${current%%=*} value=${current#*=} argument=none; fi
   for word in "${typed[@]:1:${#typed[@]}-2}"; do
     if [[ -n $skip ]]; then skip=''; continue; fi
     case $word in
@@ -16,14 +18,14 @@ _bkctl() {
       *)
         if [[ $open == yes ]]; then
           path="${path:+$path }$word"
-          case $path in 'ledger'|'bookie'|'bookie index'|'bookies'|'journal'|'entrylog'|'metadata'|'cookie'|'autorecovery'|'cluster'|'cluster healthcheck'|'pipeline'|'api'|'context') ;; *) open='' ;; esac
+          case $path in 'ledger'|'bookie'|'bookie index'|'bookies'|'journal'|'entrylog'|'metadata'|'cookie'|'autorecovery'|'cluster'|'cluster health'|'cluster healthcheck'|'local'|'pipeline'|'api'|'context') ;; *) open='' ;; esac
         fi ;;
     esac
   done
   local at='' end0='23' end1='5 6 7 8 9 10 11 20 21 23' end2='5 6 7 8 9 10 11 20 21 22 23' end3='6 21 23' end4='6 21 22 23'
-  local -a names=(--verbose --quiet --no-color --debug --version --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --metadata-tls --metadata-tls-ca --metadata-tls-cert --metadata-tls-key --metadata-user --metadata-password-file --metadata-sasl --metadata-creator-acl --timeout --output --yes --help --uuid --ledger-id --ledger-scope-id --ledger-qualified-name --ensemble-size --write-quorum --ack-quorum --digest-type --custom-metadata --password --password-file --record-size --protocol --all-scopes --min-age --max-age --min-size --max-size --limit --watch --bookie --state --after --count --keep-going --show-secrets --entry --check --every-entry --from --to --last --recover --no-verify --body --format --from-file --rate --if-state --ignore-missing --backup --undo --dry-run --accept-loss --size --keep --to-ledger-id '--digest --digest-type' --to-user --to-password-file --to-scope --new-id --open --dir --kind --ledger --sample --seed --bookie-url --deadline --wait --major --minor --accept-scoped-deletes --suspend --resume --status --entries --set --match --raw --discard-old --delete-cookie --meta --gaps --ledgers --locations --all --sort --threshold --query --skip-open --skip-unrecoverable --keep-cookie --min-replicas --from-pos --to-pos --type --after-lastmark --top --by --no-digests --minor-threshold --major-threshold --file --all-copies --scan --depth --overwrite --live --delete --sequence --journal-dirs --ledger-dirs --index-dirs --instance-id --scopes-only --scope-0-only --id --older-than --missing --not-missing --reset-clock --no-bookies --long-long-layout --bookies --storage --http --autorecovery --master --spark-conf --archive --ship --save --no-indexes --flat --host --port --token-file --bookie-token-file --read-only-token-file --server-cert --server-key --client-ca --replace --use)
+  local -a names=(--verbose --quiet --no-color --debug --version --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --metadata-tls --metadata-tls-ca --metadata-tls-cert --metadata-tls-key --metadata-user --metadata-password-file --metadata-sasl --metadata-creator-acl --timeout --output --yes --help --uuid --ledger-id --ledger-scope-id --ledger-qualified-name --ensemble-size --write-quorum --ack-quorum --digest-type --custom-metadata --password --password-file --record-size --protocol --all-scopes --min-age --max-age --min-size --max-size --limit --watch --bookie --state --after --count --keep-going --show-secrets --entry --check --every-entry --from --to --last --recover --no-verify --body --format --from-file --rate --if-state --ignore-missing --backup --undo --dry-run --accept-loss --size --keep --to-ledger-id '--digest --digest-type' --to-user --to-password-file --to-scope --new-id --open --dir --kind --ledger --sample --seed --bookie-url --deadline --wait --major --minor --accept-scoped-deletes --suspend --resume --status --entries --set --match --raw --discard-old --delete-cookie --yes-really --meta --gaps --ledgers --locations --all --sort --threshold --query --skip-open --skip-unrecoverable --keep-cookie --min-replicas --from-pos --to-pos --type --after-lastmark --top --by --no-digests --minor-threshold --major-threshold --file --all-copies --scan --depth --overwrite --live --delete --sequence --journal-dirs --ledger-dirs --index-dirs --instance-id --scopes-only --scope-0-only --id --older-than --missing --not-missing --reset-clock --count-ledgers --long-long-layout --no-bookies --for --bookies --storage --http --autorecovery --master --spark-conf --archive --ship --save --no-indexes --flat --host --port --token-file --bookie-token-file --read-only-token-file --server-cert --server-key --client-ca --replace --use)
   case $path in
-'') at="0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23" words='ledger bookie bookies journal entrylog metadata cookie autorecovery cluster pipeline api context' ;;
+'') at="0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23" words='ledger bookie bookies journal entrylog metadata cookie autorecovery cluster local pipeline api context help version completion' ;;
 'ledger') at="$end0" words='write list show locate read tail delete recover verify test copy' ;;
 'ledger write') at="24 25 26 27 28 29 30 31 32 33 34 35 36 $end1" argument='files' ;;
 'ledger list') at="26 37 38 39 40 41 32 42 43 44 45 46 47 48 $end1" ;;
@@ -51,107 +53,117 @@ _bkctl() {
 'bookie metrics') at="44 82 43 93 94 $end1" ;;
 'bookie downgrade') at="77 66 $end3" argument='files' ;;
 'bookie convert') at="54 77 95 66 $end4" argument='files' ;;
-'bookie format') at="96 66 $end2" ;;
+'bookie format') at="96 97 66 $end1" ;;
 'bookie init') at="51 66 $end1" ;;
 'bookie index') at="$end0" words='show check rebuild regenerate' ;;
-'bookie index show') at="25 26 27 50 77 97 98 49 $end3" argument='ledger' ;;
-'bookie index check') at="99 100 77 $end3" argument='files' ;;
-'bookie index rebuild') at="99 100 77 66 $end1" argument='files' ;;
-'bookie index regenerate') at="25 26 27 33 34 77 101 66 $end1" argument='ledger' ;;
+'bookie index show') at="25 26 27 50 77 98 99 49 $end3" argument='ledger' ;;
+'bookie index check') at="100 101 77 $end3" argument='files' ;;
+'bookie index rebuild') at="100 101 77 66 $end1" argument='files' ;;
+'bookie index regenerate') at="25 26 27 33 34 77 102 66 $end1" argument='ledger' ;;
 'bookies') at="$end0" words='list show usage recover decommission drain ok-to-stop' ;;
 'bookies list') at="43 45 $end1" ;;
-'bookies show') at="43 99 $end1" argument='bookie' ;;
-'bookies usage') at="102 103 $end1" ;;
-'bookies recover') at="79 26 61 83 104 105 106 96 89 66 $end2" argument='bookie' ;;
-'bookies decommission') at="61 83 43 106 107 66 $end2" argument='bookie' ;;
+'bookies show') at="43 100 $end1" argument='bookie' ;;
+'bookies usage') at="103 104 $end1" ;;
+'bookies recover') at="79 26 61 83 105 106 107 96 89 66 $end2" argument='bookie' ;;
+'bookies decommission') at="61 83 43 107 108 66 $end2" argument='bookie' ;;
 'bookies drain') at="61 83 43 66 $end2" argument='bookie' ;;
-'bookies ok-to-stop') at="43 108 $end1" argument='bookie' ;;
+'bookies ok-to-stop') at="43 109 $end1" argument='bookie' ;;
 'journal') at="$end0" words='list read lastmark verify stats' ;;
 'journal list') at="77 $end3" argument='files' ;;
-'journal read') at="79 26 37 50 109 110 111 42 58 59 71 77 112 49 $end3" argument='journal' ;;
+'journal read') at="79 26 37 50 110 111 112 42 58 59 71 77 113 49 $end3" argument='journal' ;;
 'journal lastmark') at="77 $end3" argument='files' ;;
 'journal verify') at="77 $end3" argument='journal' ;;
-'journal stats') at="113 77 114 $end3" argument='journal' ;;
+'journal stats') at="114 77 115 $end3" argument='journal' ;;
 'entrylog') at="$end0" words='list show read verify active garbage extract' ;;
-'entrylog list') at="77 102 $end1" argument='files' ;;
+'entrylog list') at="77 103 $end1" argument='files' ;;
 'entrylog show') at="77 $end3" argument='entrylog' ;;
-'entrylog read') at="79 26 37 50 109 110 111 42 58 59 71 77 $end3" argument='entrylog' ;;
-'entrylog verify') at="71 33 34 77 115 $end1" argument='entrylog' ;;
-'entrylog active') at="77 101 45 $end1" argument='entrylog' ;;
-'entrylog garbage') at="116 117 77 101 102 $end1" argument='entrylog' ;;
-'entrylog extract') at="53 54 79 26 71 118 77 59 119 120 $end4" argument='entrylog' ;;
+'entrylog read') at="79 26 37 50 110 111 112 42 58 59 71 77 $end3" argument='entrylog' ;;
+'entrylog verify') at="71 33 34 77 116 $end1" argument='entrylog' ;;
+'entrylog active') at="77 102 45 $end1" argument='entrylog' ;;
+'entrylog garbage') at="117 118 77 102 103 $end1" argument='entrylog' ;;
+'entrylog extract') at="53 54 79 26 71 119 77 59 120 121 $end4" argument='entrylog' ;;
 'metadata') at="$end0" words='layout get tree undo export import diff migrate check orphans scopes idgen replace-bookie' ;;
 'metadata layout') at="$end1" ;;
 'metadata get') at="59 49 $end1" argument='none' ;;
-'metadata tree') at="121 $end1" argument='none' ;;
+'metadata tree') at="122 $end1" argument='none' ;;
 'metadata undo') at="66 $end2" argument='files' ;;
-'metadata export') at="25 26 27 118 122 $end1" argument='ledger' ;;
-'metadata import') at="118 122 65 66 $end2" ;;
+'metadata export') at="25 26 27 119 123 $end1" argument='ledger' ;;
+'metadata import') at="119 123 65 66 $end2" ;;
 'metadata diff') at="$end1" argument='none' ;;
-'metadata migrate') at="54 72 73 122 123 65 66 $end2" ;;
+'metadata migrate') at="54 72 73 123 124 65 66 $end2" ;;
 'metadata check') at="26 37 $end1" ;;
-'metadata orphans') at="124 65 66 $end2" ;;
+'metadata orphans') at="125 65 66 $end2" ;;
 'metadata scopes') at="$end1" ;;
-'metadata idgen') at="47 26 125 $end1" ;;
+'metadata idgen') at="47 26 126 $end1" ;;
 'metadata replace-bookie') at="42 53 54 61 65 66 $end2" ;;
 'cookie') at="$end0" words='list show create update delete generate expand rename verify' ;;
 'cookie list') at="$end1" ;;
 'cookie show') at="77 59 $end1" argument='bookie' ;;
-'cookie create') at="118 65 66 $end1" argument='bookie' ;;
-'cookie update') at="118 65 66 $end2" argument='bookie' ;;
+'cookie create') at="119 65 66 $end1" argument='bookie' ;;
+'cookie update') at="119 65 66 $end2" argument='bookie' ;;
 'cookie delete') at="77 65 66 $end2" argument='bookie' ;;
-'cookie generate') at="126 127 128 129 118 $end1" argument='bookie' ;;
+'cookie generate') at="127 128 129 130 119 $end1" argument='bookie' ;;
 'cookie expand') at="65 66 $end2" ;;
 'cookie rename') at="77 65 66 $end2" argument='none' ;;
 'cookie verify') at="77 $end1" argument='bookie' ;;
 'autorecovery') at="$end0" words='run status enable disable list workers mark unmark auditor audit delay' ;;
-'autorecovery run') at="130 131 132 $end1" ;;
+'autorecovery run') at="131 132 133 $end1" ;;
 'autorecovery status') at="43 $end1" ;;
 'autorecovery enable') at="$end1" ;;
 'autorecovery disable') at="$end1" ;;
-'autorecovery list') at="26 37 43 133 134 135 47 $end1" ;;
+'autorecovery list') at="26 37 43 134 135 136 47 $end1" ;;
 'autorecovery workers') at="26 37 43 $end1" ;;
-'autorecovery mark') at="60 25 26 27 134 66 $end1" argument='ledger' ;;
+'autorecovery mark') at="60 25 26 27 135 66 $end1" argument='ledger' ;;
 'autorecovery unmark') at="60 25 26 27 65 66 $end2" argument='ledger' ;;
-'autorecovery auditor') at="101 $end1" ;;
-'autorecovery audit') at="136 66 $end1" ;;
+'autorecovery auditor') at="102 $end1" ;;
+'autorecovery audit') at="137 66 $end1" ;;
 'autorecovery delay') at="66 $end1" argument='none' ;;
-'cluster') at="$end0" words='info health id init nuke up down status healthcheck' ;;
+'cluster') at="$end0" words='info status id init nuke health healthcheck' ;;
 'cluster info') at="$end1" ;;
-'cluster health') at="43 103 137 $end1" ;;
+'cluster status') at="104 138 $end1" ;;
 'cluster id') at="$end1" ;;
-'cluster init') at="138 66 $end1" ;;
-'cluster nuke') at="129 64 66 $end2" ;;
-'cluster up') at="77 139 140 141 142 $end3" ;;
-'cluster down') at="77 44 $end3" ;;
-'cluster status') at="77 $end3" ;;
+'cluster init') at="139 66 $end1" ;;
+'cluster nuke') at="97 64 66 $end2" ;;
+'cluster health') at="43 104 140 $end1" words='show detail mute unmute mutes' ;;
+'cluster health show') at="43 104 140 $end1" ;;
+'cluster health detail') at="104 140 $end1" ;;
+'cluster health mute') at="141 $end1" argument='words no-instance-id no-writable-bookie bookie-down bookie-read-only bookie-without-address bookie-without-cookie bookie-silent cookie-damaged cookie-of-another-cluster disk-full scopes-orphaned no-bookie-for-scopes mark-damaged underreplicated autorecovery-disabled vote-damaged no-auditor no-auditor-of-scopes' ;;
+'cluster health unmute') at="$end1" argument='words no-instance-id no-writable-bookie bookie-down bookie-read-only bookie-without-address bookie-without-cookie bookie-silent cookie-damaged cookie-of-another-cluster disk-full scopes-orphaned no-bookie-for-scopes mark-damaged underreplicated autorecovery-disabled vote-damaged no-auditor no-auditor-of-scopes' ;;
+'cluster health mutes') at="$end1" ;;
 'cluster healthcheck') at="$end0" words='status enable disable' ;;
 'cluster healthcheck status') at="$end1" ;;
 'cluster healthcheck enable') at="$end1" ;;
 'cluster healthcheck disable') at="$end1" ;;
+'local') at="$end0" words='up down status' ;;
+'local up') at="77 142 143 144 145 $end3" ;;
+'local down') at="77 44 $end3" ;;
+'local status') at="77 $end3" ;;
 'pipeline') at="$end0" words='inventory integrity garbage journal-audit report export import migrate-scope' ;;
-'pipeline inventory') at="79 26 37 143 144 145 146 114 147 $end1" argument='none' ;;
-'pipeline integrity') at="79 26 37 143 144 145 146 148 147 $end1" argument='none' ;;
-'pipeline garbage') at="116 117 143 144 145 146 114 147 $end1" argument='none' ;;
-'pipeline journal-audit') at="79 26 37 143 144 145 146 114 147 $end1" argument='none' ;;
-'pipeline report') at="116 117 143 144 145 146 147 $end1" argument='none' ;;
-'pipeline export') at="25 26 27 143 144 145 146 122 149 147 $end1" argument='none' ;;
-'pipeline import') at="74 28 29 30 143 144 145 146 34 66 147 $end1" argument='none' ;;
-'pipeline migrate-scope') at="25 26 27 74 28 29 30 143 144 145 146 66 147 $end1" argument='ledger' ;;
+'pipeline inventory') at="79 26 37 146 147 148 149 115 150 $end1" argument='none' ;;
+'pipeline integrity') at="79 26 37 146 147 148 149 151 150 $end1" argument='none' ;;
+'pipeline garbage') at="117 118 146 147 148 149 115 150 $end1" argument='none' ;;
+'pipeline journal-audit') at="79 26 37 146 147 148 149 115 150 $end1" argument='none' ;;
+'pipeline report') at="117 118 146 147 148 149 150 $end1" argument='none' ;;
+'pipeline export') at="25 26 27 146 147 148 149 123 152 150 $end1" argument='none' ;;
+'pipeline import') at="74 28 29 30 146 147 148 149 34 66 150 $end1" argument='none' ;;
+'pipeline migrate-scope') at="25 26 27 74 28 29 30 146 147 148 149 66 150 $end1" argument='ledger' ;;
 'api') at="$end0" words='serve get put delete' ;;
-'api serve') at="150 151 152 153 154 155 156 157 $end1" ;;
+'api serve') at="153 154 155 156 157 158 159 160 $end1" ;;
 'api get') at="44 82 41 $end1" argument='none' ;;
 'api put') at="44 82 41 58 66 $end1" argument='none' ;;
 'api delete') at="44 82 41 66 $end2" argument='none' ;;
 'context') at="$end0" words='list show add use delete' ;;
 'context list') at="$end3" ;;
 'context show') at="$end3" argument='context' ;;
-'context add') at="158 159 $end1" argument='context' ;;
+'context add') at="161 162 $end1" argument='context' ;;
 'context use') at="$end3" argument='context' ;;
 'context delete') at="$end4" argument='context' ;;
+'help') at="$end0" argument='words ledger bookie bookies journal entrylog metadata cookie autorecovery cluster local pipeline api context connection' ;;
+'version') at="$end3" ;;
+'completion') at="$end3" argument='words bash zsh fish' ;;
   esac
   for word in $at; do words+=" ${names[word]}"; done
-  case $previous in -v) previous=--verbose ;; -q) previous=--quiet ;; -u) previous=--metadata-uri ;; -c) previous=--conf ;; -x) previous=--context ;; -o) previous=--output ;; -y) previous=--yes ;; -e) previous=--entries ;; -t) previous=--deadline ;; -f) previous=--file ;; esac
+  case $previous in -v) previous=--verbose ;; -q) previous=--quiet ;; -u) previous=--metadata-uri ;; -c) previous=--conf ;; -x) previous=--context ;; -o) previous=--output ;; -y) previous=--yes ;; -h) previous=--help ;; -e) previous=--entries ;; -t) previous=--deadline ;; -f) previous=--file ;; esac
   if [[ $previous == -* && " $words " == *" $previous "* ]]; then
     case "$path:$previous" in
 'ledger list:--count'|'autorecovery list:--count') kind='' ;;
@@ -162,40 +174,53 @@ _bkctl() {
 'entrylog active:--state') kind='words alive dead unknown' ;;
 'entrylog extract:--format') kind='words log ndjson raw' ;;
 'metadata replace-bookie:--from'|'metadata replace-bookie:--to') kind='bookie' ;;
-'cluster down:--bookie'|'api put:--body') kind='none' ;;
+'local down:--bookie'|'api put:--body') kind='none' ;;
 'pipeline inventory:--by') kind='words bookie entrylog scope ledger application' ;;
 'pipeline garbage:--by') kind='words entrylog bookie ledger' ;;
 'pipeline journal-audit:--by') kind='words journal entry' ;;
 *:--conf|*:--tls-ca|*:--tls-cert|*:--tls-key|*:--metadata-tls-ca|*:--metadata-tls-cert|*:--metadata-tls-key|*:--metadata-password-file|*:--password-file|*:--from-file|*:--backup|*:--undo|*:--to-password-file|*:--dir|*:--file|*:--token-file|*:--bookie-token-file|*:--read-only-token-file|*:--server-cert|*:--server-key|*:--client-ca) kind='files' ;;
 *:--context) kind='context' ;;
 *:--output) kind='words table json ndjson csv id' ;;
+*:--ledger-scope-id|*:--to-scope) kind='scope' ;;
+*:--digest-type|*:--digest) kind='words CRC32C CRC32 HMAC DUMMY' ;;
 *:--protocol) kind='words v2 v3' ;;
 *:--bookie|*:--missing|*:--not-missing) kind='bookie' ;;
+*:--state|*:--if-state) kind='words OPEN IN_RECOVERY CLOSED' ;;
 *:--after|*:--ledger) kind='ledger' ;;
 *:--body) kind='' ;;
 *:--format) kind='words base64 utf8 hex raw' ;;
+*:--kind) kind='words journal entryLog index rocksdb cookie lastMark lastId status dirty compaction relocation backup unfinished unknown' ;;
 *:--suspend|*:--resume) kind='words major minor both' ;;
 *:--sort) kind='words id size garbage age' ;;
 *:--type) kind='words entry ledgerKey fence forceLedger explicitLac padding ledgersMap unknown' ;;
 *:--by) kind='words file type ledger scope' ;;
+*:--storage) kind='words sorted interleaved db' ;;
 *) [[ $takers == *" $previous "* ]] && kind='none' ;;
     esac
   fi
+  words+=' '
+  for word in "${typed[@]:1:${#typed[@]}-2}"; do
+    word=${word%%=*}
+    [[ $word == --* && $repeatable != *" $word "* ]] && words=${words/ $word / }
+  done
   COMPREPLY=()
+  if [[ -z $kind && $current == --*=* ]]; then kind=none; fi
   if [[ -z $kind ]]; then
     if [[ $current == -* || $argument == none ]]; then kind="words $words"; else kind=$argument; fi
   fi
   case $kind in
-    words*) mapfile -t COMPREPLY < <(compgen -W "${kind#words}" -- "$current") ;;
+    words*) mapfile -t COMPREPLY < <(compgen -W "${kind#words}" -- "$value") ;;
     files) compopt -o default 2>/dev/null ;;
     none) ;;
-    *) mapfile -t COMPREPLY < <(_BKCTL_COMPLETE=$kind "${typed[0]}" "${typed[@]:1}" 2>/dev/null)
+    *) mapfile -t COMPREPLY < <(_BKCTL_COMPLETE=$kind "${typed[0]}" "${typed[@]:1:${#typed[@]}-2}" "$value" 2>/dev/null)
        [[ ${#COMPREPLY[@]} -eq 0 && $kind != ledger && $kind != bookie ]] && compopt -o default 2>/dev/null ;;
   esac
   # A word that holds a colon is several words to readline: give it only what follows the last colon.
-  if [[ $current == *:* && $COMP_WORDBREAKS == *:* ]]; then
-    local prefix=${current%"${current##*:}"} index
+  if [[ $value == *:* && $COMP_WORDBREAKS == *:* ]]; then
+    local prefix=${value%"${value##*:}"} index
     for index in "${!COMPREPLY[@]}"; do COMPREPLY[index]=${COMPREPLY[index]#"$prefix"}; done
+  elif [[ $value != "$current" && $COMP_WORDBREAKS != *=* ]]; then
+    COMPREPLY=("${COMPREPLY[@]/#/$previous=}")
   fi
 }
 

@@ -6,7 +6,7 @@ bkctl=${BKCTL:-bkctl}
 work=$(mktemp -d)
 export XDG_DATA_HOME="$work/data"
 cleanup() {
-    "$bkctl" --quiet cluster down --dir "$work/cluster" >/dev/null 2>&1 || true
+    "$bkctl" --quiet local down --dir "$work/cluster" >/dev/null 2>&1 || true
     rm -rf "$work"
 }
 trap cleanup EXIT
@@ -19,7 +19,7 @@ run() {
 }
 
 say "Three bookies of our own over an embedded metadata store"
-run bkctl cluster up --dir "$work/cluster" --bookies 3
+run bkctl local up --dir "$work/cluster" --bookies 3
 
 say "A ledger under a UUID: 128 bits, no central counter"
 printf '%s$ printf "one\\ntwo\\nthree\\n" | bkctl ledger write --uuid%s\n' $'\033[32m' $'\033[0m'
@@ -55,7 +55,7 @@ run bkctl journal list --conf "$conf"
 run bkctl journal read --conf "$conf" --ledger "$ledger"
 
 say "A clean stop checkpoints everything, so the entry log and the index are complete"
-run bkctl cluster down
+run bkctl local down
 
 say "Entry log: scoped entries stand in a log of their own, formatVersion 2"
 run bkctl entrylog list --conf "$conf"

@@ -14,6 +14,7 @@ import time
 from collections.abc import Coroutine
 from typing import Any, Final
 
+from bkctl import __version__
 from bkctl.bookie.commit_dispatcher import CommitDispatcher
 from bkctl.bookie.compaction_schedule import check_compaction_settings
 from bkctl.bookie.cookies import read_directory, stamp_or_verify
@@ -43,6 +44,7 @@ from bkctl.metadata.cluster import (
     BOOKIE_RPC_PROTOCOL,
     HTTP_ENDPOINT_ID,
     LEDGER_SCOPES_PROPERTY,
+    VERSION_PROPERTY,
     Cluster,
     open_cluster,
 )
@@ -138,7 +140,9 @@ class Bookie:
                 HTTP_ENDPOINT_ID, config.http_server_port, config.http_server_host or "0.0.0.0", protocol
             )
             endpoints.insert(0, http)
-        return BookieServiceInfo(tuple(endpoints), {LEDGER_SCOPES_PROPERTY: "1"})
+        return BookieServiceInfo(
+            tuple(endpoints), {LEDGER_SCOPES_PROPERTY: "1", VERSION_PROPERTY: f"bkctl {__version__}"}
+        )
 
     def state(self) -> dict[str, bool]:
         """Return the bookie's state under the names of Apache's REST API. Source: BookieStateService."""

@@ -24,8 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from bkctl.config import BookieConfig
-from bkctl.errors import BkctlError, DirectoryInUse, NotFound, TimedOut, UsageError
+from bkctl.errors import BkctlError, Conflict, DirectoryInUse, NotFound, TimedOut, UsageError
 
 if TYPE_CHECKING:
     import subprocess
@@ -65,6 +64,8 @@ class ClusterBookie:
     @property
     def http_url(self) -> str | None:
         """The URL of its HTTP server, or None."""
+        from bkctl.config import BookieConfig
+
         config = BookieConfig.load(self.conf)
         return f"http://127.0.0.1:{config.http_server_port}" if config.http_server_enabled else None
 
@@ -117,6 +118,11 @@ class LocalCluster:
         """Return whether there is a cluster in the directory: `up` writes its description early."""
         return (self.directory / "cluster.json").is_file()
 
+    def is_active(self) -> bool:
+        """Return whether this is the cluster that is up, which commands use by default."""
+        active = active_cluster()
+        return active is not None and active.directory == self.directory
+
     def bookies(self) -> list[ClusterBookie]:
         """Return the cluster's bookies by index, running or not. Raises NotFound without a cluster here."""
         described = self._description()
@@ -135,10 +141,31 @@ class LocalCluster:
         bookies = self.bookies()
         with open_cluster(self.metadata_uri, timeout_s=timeout_s) as cluster:
             registered = {found.bookie_id: found.state for found in cluster.bookies.list(include_down=False)}
+            departed = self._departed(cluster)
         return [
-            ClusterBookieState(bookie, "down" if bookie.pid is None else registered.get(bookie.bookie_id, "starting"))
+            ClusterBookieState(
+                bookie,
+                "left"
+                if bookie.bookie_id in departed
+                else "down"
+                if bookie.pid is None
+                else registered.get(bookie.bookie_id, "starting"),
+            )
             for bookie in bookies
         ]
+
+    def _departed(self, cluster: Cluster) -> set[str]:
+        """Return the stopped bookies that left the cluster: they have a cookie on disk, and none in the metadata."""
+        from bkctl.formats.names import COOKIE_NAME
+
+        known = set(cluster.cookies.list())
+        return {
+            bookie.bookie_id
+            for bookie in self.bookies()
+            if bookie.pid is None
+            and bookie.bookie_id not in known
+            and (bookie.directory / "journal" / "current" / COOKIE_NAME).exists()
+        }
 
     def up(
         self,
@@ -152,11 +179,12 @@ class LocalCluster:
     ) -> list[ClusterBookie]:
         """Start every bookie that does not run, in a new cluster if there is none; wait until all serve.
 
+        Bookies that left the cluster (`bookies decommission`) stay stopped: without their directory they join again.
         `bookie_count` None keeps the number of bookies (3 for a new cluster); a larger one adds bookies. With `http`
         each new bookie has an HTTP server, with `auto_recovery` it takes part in auto-recovery. `progress` is called
         with each step. Return the bookies. Raises UsageError for a count or storage that does not fit the cluster,
         TimedOut when a bookie does not register within `timeout_s` of the last progress, BkctlError with the end of its
-        log for a bookie whose process ended.
+        log for a bookie whose process ended, Conflict if all bookies left the cluster.
         """
         from bkctl.metadata.cluster import open_cluster
 
@@ -168,11 +196,17 @@ class LocalCluster:
         with self._lock(), open_cluster(self.metadata_uri, timeout_s=timeout_s, create=True) as cluster:
             self._describe(bookie_count, storage, http, auto_recovery)
             started: dict[str, subprocess.Popen[bytes]] = {}
+            departed = self._departed(cluster)
+            if len(departed) == len(self.bookies()):
+                raise Conflict(
+                    f"None of the bookies of the local cluster at {self.directory} has a cookie in its metadata store",
+                    hint="restore metadata.db, or remove the directories of the bookies to begin with empty ones",
+                )
             for bookie in self.bookies():
-                if bookie.pid is None:
+                if bookie.pid is None and bookie.bookie_id not in departed:
                     progress(f"starting {bookie.bookie_id}")
                     started[bookie.bookie_id] = self._start(bookie)
-            self._wait_until_serving(cluster, started, timeout_s, progress)
+            self._wait_until_serving(cluster, started, departed, timeout_s, progress)
         self._make_active()
         return self.bookies()
 
@@ -180,10 +214,11 @@ class LocalCluster:
         self,
         cluster: Cluster,
         started: dict[str, subprocess.Popen[bytes]],
+        departed: set[str],
         timeout_s: float,
         progress: Callable[[str], None],
     ) -> None:
-        waiting = {bookie.bookie_id: bookie for bookie in self.bookies()}
+        waiting = {bookie.bookie_id: bookie for bookie in self.bookies() if bookie.bookie_id not in departed}
         deadline = time.monotonic() + timeout_s
         while waiting:
             serving = {found.bookie_id for found in cluster.bookies.list() if found.state in ("rw", "ro")}
@@ -223,7 +258,7 @@ class LocalCluster:
                 if not bookies:
                     raise NotFound(
                         f"No bookie {bookie_id!r} in the local cluster at {self.directory}",
-                        hint="'bkctl cluster status' lists them",
+                        hint="'bkctl local status' lists them",
                     )
             stopping = [bookie for bookie in bookies if bookie.pid is not None]
             for bookie in stopping:
@@ -263,7 +298,7 @@ class LocalCluster:
             if not isinstance(ports, list) or not all(isinstance(port, int) for port in ports):
                 raise ValueError("ports")
         except FileNotFoundError:
-            raise NotFound(f"No local cluster at {self.directory}", hint="'bkctl cluster up' starts one") from None
+            raise NotFound(f"No local cluster at {self.directory}", hint="'bkctl local up' starts one") from None
         except (ValueError, KeyError, TypeError) as error:
             raise BkctlError(f"{path} is not the description of a local cluster", hint="remove it") from error
         return {"ports": ports}
@@ -358,14 +393,13 @@ class LocalCluster:
             file.write(os.fsencode(self.directory) + b"\n")
 
     def _drop_active(self) -> None:
-        active = active_cluster()
-        if active is not None and active.directory == self.directory:
+        if self.is_active():
             (data_directory() / "local-cluster").unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def _lock(self) -> Iterator[None]:
         if not self.directory.is_dir():
-            raise NotFound(f"No local cluster at {self.directory}", hint="'bkctl cluster up' starts one")
+            raise NotFound(f"No local cluster at {self.directory}", hint="'bkctl local up' starts one")
         with open(self.directory / "cluster.lock", "a", opener=_open_private) as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

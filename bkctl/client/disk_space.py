@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -28,6 +29,8 @@ class BookieSpace(NamedTuple):
     total: int | None
     free: int | None
     error: BkctlError | None
+    #: Of one request on an open connection, where it was measured.
+    latency_ms: float | None = None
 
     @property
     def used(self) -> int | None:
@@ -61,11 +64,32 @@ async def disk_space(bookkeeper: BookKeeper, bookies: Iterable[RegisteredBookie]
         yield BookieSpace(bookie, response.total_disk_capacity, response.free_disk_space, None)
 
 
+async def member_space(bookkeeper: BookKeeper, bookies: Iterable[RegisteredBookie]) -> list[BookieSpace]:
+    """Return the disk space and the latency of bookies in their order, without numbers for those that are down."""
+    import asyncio
+
+    async def ask(bookie: RegisteredBookie) -> BookieSpace:
+        if bookie.state == "down":
+            return BookieSpace(bookie, None, None, None)
+        (space,) = [found async for found in disk_space(bookkeeper, [bookie])]
+        if space.error is not None:
+            return space
+        began = time.perf_counter()
+        (space,) = [found async for found in disk_space(bookkeeper, [bookie])]
+        return space._replace(latency_ms=round(1000 * (time.perf_counter() - began), 1))
+
+    return await asyncio.gather(*map(ask, bookies))
+
+
 async def disk_findings(
     bookkeeper: BookKeeper, bookies: Iterable[RegisteredBookie], percent_max: float
 ) -> list[HealthFinding]:
-    """Return a finding for each bookie that does not answer, or uses more than `percent_max` of its disks."""
-    from bkctl.metadata.admin.health import HealthFinding, Severity
+    """Return findings: bookies that do not answer, are read-only, or use more than `percent_max` of their disks.
+
+    Those of read-only bookies replace the ones of the metadata, which do not know the reason.
+    """
+    from bkctl.metadata.admin.health import HealthFinding, Severity, read_only_finding
+    from bkctl.metadata.admin.health_codes import HealthCode
 
     findings = []
     async for space in disk_space(bookkeeper, bookies):
@@ -73,14 +97,18 @@ async def disk_findings(
         if space.error is not None:
             findings.append(
                 HealthFinding(
-                    "bookie-silent", Severity.ERROR, bookie_id, f"It is registered, but does not answer: {space.error}",
+                    HealthCode.BOOKIE_SILENT, Severity.ERROR, bookie_id,
+                    f"It is registered, but does not answer: {space.error}",
                     "check whether it hangs, or is behind a firewall",
                 )
             )  # fmt: skip
+        elif space.bookie.state == "ro":
+            findings.append(read_only_finding(bookie_id, space.used_percent, percent_max))
         elif space.used_percent is not None and space.used_percent > percent_max:
             findings.append(
                 HealthFinding(
-                    "disk-full", Severity.WARNING, bookie_id, f"{space.used_percent}% of its ledger disks are used",
+                    HealthCode.DISK_FULL, Severity.WARNING, bookie_id,
+                    f"{space.used_percent}% of its ledger disks are used",
                     "add disks or bookies, or delete ledgers",
                 )
             )  # fmt: skip

@@ -36,6 +36,8 @@ COOKIES: Final = "cookies"
 #: scopes ≠ 0 picks only bookies that registered it, since Apache's bookies ignore the scope and act on scope 0. The
 #: connection lock (the READ_LAC probe in `bkctl/protocol/connection.py`) then asks the process behind the address.
 LEDGER_SCOPES_PROPERTY: Final = "ledgerScopes"
+#: BookieServiceInfo property with the program and its version: "bkctl 0.3.0".
+VERSION_PROPERTY: Final = "version"
 BOOKIE_RPC_PROTOCOL: Final = "bookie-rpc"
 #: The id of the endpoint that a bookie with an HTTP server registers. Source: HttpService.publishInfo.
 HTTP_ENDPOINT_ID: Final = "httpserver"
@@ -107,6 +109,11 @@ class RegisteredBookie(NamedTuple):
     def ledger_scopes(self) -> bool:
         """True if placement may pick it for scopes ≠ 0: the registration lock, see LEDGER_SCOPES_PROPERTY."""
         return self.info is not None and self.info.properties.get(LEDGER_SCOPES_PROPERTY) == "1"
+
+    @property
+    def version(self) -> str | None:
+        """Name and version of its program, None if it did not register them, as Apache's bookies do not."""
+        return self.info.properties.get(VERSION_PROPERTY) if self.info is not None else None
 
 
 class CookieStore:

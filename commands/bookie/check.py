@@ -175,7 +175,7 @@ def check(
 
     from bkctl.checks.check import IndexCheck
 
-    given = run.directories([*(places or ()), *(directories or ())]).of_a_bookie()
+    given = run.directories([*(places or ()), *(directories or ())])
     logs = [file.path for file in given.entry_logs()] if digest.wanted else []
     checker = run.digest_checker(digest.digest_type, password, logs) if digest.wanted else nullcontext()
     with checker as digests, run.working("Checking", unit="bytes") as activity:
@@ -255,7 +255,7 @@ def check_index(
     from bkctl.checks.index_scan import IndexScan
 
     both = ledgers == locations
-    given = run.directories([*(places or ()), *(directories or ())]).of_a_bookie()
+    given = run.directories([*(places or ()), *(directories or ())])
     job = IndexScan(given, ledgers=ledgers or both, locations=locations or both)
     with run.working("Reading indexes"):
         run.render(job.findings(), FINDING_COLUMNS)

@@ -214,7 +214,7 @@ def _force_gc(
     busy = api.garbage_collection().in_force_gc
     if busy and not wait:
         run.note(f"bkctl: {found.name} is in a forced round and starts no other; add --wait to start one afterwards")
-    with run.working("Collecting garbage", enabled=wait):
+    with run.working("Collecting garbage", enabled=wait, left="the bookie finishes the round all the same"):
         while busy and wait:
             patience.wait()
             busy = api.garbage_collection().in_force_gc
@@ -306,7 +306,7 @@ def _wait_for_locations(run: Run, found: Server, chosen: list[str], deadline: fl
     patience, began = Patience(f"{found.name} still compacts", deadline), time.monotonic()
     patience.shorten(found)
     seen = False
-    with run.working("Compacting"):
+    with run.working("Compacting", left="the bookie finishes it all the same"):
         while True:
             now = found.api.location_compactions()
             busy = any(now.get(path) for path in chosen)

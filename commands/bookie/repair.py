@@ -16,7 +16,7 @@ from bkctl.errors import BkctlError, UsageError
 
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
-from ..kit.options import Composite, DryRun, LedgerPassword, parameter
+from ..kit.options import Composite, DryRun, LedgerPassword, YesReally, parameter
 from ..kit.records import DirOption, PlacesArgument
 from ..kit.texts import NULL, counted, size_text
 from .files import AnyLedgers, index_app
@@ -54,7 +54,7 @@ def _held(run: Run, layout: BookieLayout, *, dry_run: bool) -> Iterator[None]:
 def _layout(run: Run, directories: list[Path] | None) -> BookieLayout:
     from bkctl.repair.layout import find_layout
 
-    return find_layout(run.directories(directories).of_a_bookie())
+    return find_layout(run.directories(directories))
 
 
 @contextmanager
@@ -125,7 +125,12 @@ def rebuild_databases(
     layout = _layout(run, [*(places or ()), *(directories or ())])
     with _held(run, layout, dry_run=dry_run), _metadata(run, layout) as metadata:
         size = size_to_read(layout, ledgers=ledgers, locations=locations)
-        with run.working("Rebuilding", total=size, unit="bytes") as activity:
+        with run.working(
+            "Rebuilding",
+            total=size,
+            unit="bytes",
+            left="a database is replaced as a whole or not at all: run the command again",
+        ) as activity:
             done = rebuild(
                 layout,
                 ledgers=ledgers,
@@ -233,7 +238,12 @@ def regenerate_files(
     with (
         _held(run, layout, dry_run=dry_run),
         _metadata(run, layout) as metadata,
-        run.working("Regenerating", total=size_to_read(layout), unit="bytes") as activity,
+        run.working(
+            "Regenerating",
+            total=size_to_read(layout),
+            unit="bytes",
+            left="run the command again: old files are backups",
+        ) as activity,
     ):
         done = regenerate(
             layout,
@@ -360,7 +370,10 @@ def convert_index(
     if discard_old and not dry_run:
         where = ", ".join(map(str, layout.index_dirs))
         run.confirm(f"The old index in {where} would be removed once the new one is verified")
-    with _held(run, layout, dry_run=dry_run), run.working("Converting", unit="entries") as activity:
+    with (
+        _held(run, layout, dry_run=dry_run),
+        run.working("Converting", unit="entries", left="run the command again to continue") as activity,
+    ):
         done = convert(layout, to.value, discard_old=discard_old, dry_run=dry_run, progress=activity.advance)
     run.render(done.directories, CONVERTED_COLUMNS)
     if done.resumed:
@@ -389,7 +402,6 @@ CONTENTS_COLUMNS = Columns(
     app,
     "format",
     connects=True,
-    asks=True,
     changes=True,
     examples=("bkctl bookie format --conf bk_server.conf --dry-run",),
 )
@@ -399,12 +411,14 @@ def format_bookie(
         bool,
         typer.Option("--delete-cookie", help="Finally delete the bookie's cookie in the metadata store, too."),
     ] = False,
+    yes_really: YesReally = None,
     dry_run: DryRun = False,
 ) -> None:
     """Remove all data of a bookie that is down.
 
     Removes journals, entry logs, indexes and cookies, and prints what is lost. On a terminal, asks for the bookie's id;
-    elsewhere --yes is required. Ledgers without other replicas are lost for good: run 'bkctl bookies recover' first.
+    elsewhere --yes-really with that id is required. Ledgers without other replicas are lost for good: run 'bkctl
+    bookies recover' first.
     """
     from bkctl.bookie.cookies import check_not_registered
     from bkctl.bookie.format import bookie_to_wipe, contents, existing, roles_of, wipe
@@ -426,13 +440,16 @@ def format_bookie(
         places = existing(roles_of(config))
         with hold(places):
             loss = _loss(bookie_id, rows)
-            if not run.yes and sys.stderr.isatty():
+            if yes_really is None and sys.stderr.isatty():
                 for row in rows:
                     run.note(f"{row.path}: {row.files:,} files, {size_text(row.size_bytes)}{_ledgers_text(row)}")
-            run.confirm(loss, typed=bookie_id)
+            run.confirm_name(loss, bookie_id, yes_really)
             if cluster is None:
                 run.start_audit(begun=True)
-            with run.working(f"Removing the files of bookie {bookie_id}"):
+            with run.working(
+                f"Removing the files of bookie {bookie_id}",
+                left="the bookie cannot start: run the command again to finish",
+            ):
                 wipe(config, Files())
         if cluster is not None and delete_cookie:
             stored = cluster.cookies.read(bookie_id)

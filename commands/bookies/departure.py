@@ -225,7 +225,13 @@ def decommission(
                         async with shown_progress(activity, progress), aclosing(departure.run()) as found:
                             await steps.follow(found, progress)
 
-                with run.working("Decommissioning", total=len(plan.ledgers) or None, unit="ledgers") as activity:
+                with run.working(
+                    "Decommissioning",
+                    total=len(plan.ledgers) or None,
+                    unit="ledgers",
+                    left=f"moved ledgers stay moved, and {bookie} keeps its cookie: run the command again to continue, "
+                    "or start the bookie to go back",
+                ) as activity:
                     run_within(run, work(), deadline, f"The decommission of {bookie}")
     what = f"{bookie} cannot be decommissioned" if dry_run or forbidden else f"{bookie} is not decommissioned"
     run.finish_with(steps.finding_count, f"finding: {what}", f"findings: {what}")
@@ -276,7 +282,13 @@ def drain(
                         async with shown_progress(activity, progress), aclosing(departure.run()) as found:
                             await steps.follow(found, progress)
 
-                with run.working("Draining", total=len(plan.ledgers) or None, unit="ledgers") as activity:
+                with run.working(
+                    "Draining",
+                    total=len(plan.ledgers) or None,
+                    unit="ledgers",
+                    left=f"{bookie} stays read-only, and moved ledgers stay moved: run the command again to continue, "
+                    f"or 'bkctl bookie readonly off --bookie {bookie}' to go back",
+                ) as activity:
                     run_within(run, work(), deadline, f"The drain of {bookie}")
     what = f"{bookie} cannot be drained" if dry_run else f"{bookie} is not drained"
     run.finish_with(steps.finding_count, f"finding: {what}", f"findings: {what}")

@@ -296,7 +296,10 @@ def _recover(
             )
 
     file = nullcontext() if resume is None else ResumeFile(resume, instance_id=cluster.instance_id(), bookies=names)
-    with file as done, run.working("Recovering", total=len(plan.ledgers) or None, unit="ledgers") as activity:
+    with file as done, run.working(
+        "Recovering", total=len(plan.ledgers) or None, unit="ledgers",
+        left="moved ledgers stay moved: run the command again to continue",
+    ) as activity:  # fmt: skip
         if done is not None and done.done:
             run.note(f"{resume}: {counted(len(done.done), 'ledger was', 'ledgers were')} done before")
         with run.rows(_move_columns(plan)) as rows:

@@ -82,7 +82,7 @@ def _logs_named(given: BookieDirectories, name: str) -> list[Path]:
     from bkctl.files.directories import BookieDirectories
 
     if name and Path(name).is_dir():
-        return [file.path for file in BookieDirectories.at(name).entry_logs()]
+        return [file.path for file in BookieDirectories.at(name).of_a_bookie().entry_logs()]
     return [given.resolve_entry_log(name)]
 
 

@@ -100,8 +100,6 @@ def verify(
 
     if no_digests and digest.wanted:
         raise UsageError("--no-digests and --digest are given", hint="give one of them")
-    if not names:
-        run.directories(directories).of_a_bookie()
     logs = find_logs(run, names, directories)
     errors: list[BkctlError] = []
     findings = 0

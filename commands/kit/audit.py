@@ -76,7 +76,7 @@ class Audit:
         self._began = time.time()
         self._entry: dict[str, Any] = {
             "id": os.urandom(8).hex(),
-            "user": _user(),
+            "user": user_name(),
             "host": os.uname().nodename,
             "pid": os.getpid(),
             "directory": _directory(),
@@ -160,7 +160,7 @@ def _rotate(path: Path, file: int, status: os.stat_result) -> int:
     return fresh
 
 
-def _user() -> str:
+def user_name() -> str:
     """Return the user; under sudo both users: `alice as root`."""
     import pwd
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import typer
 
-from bkctl.errors import BkctlError, FindingsError, UsageError
+from bkctl.errors import BkctlError, Conflict, FindingsError, UsageError, is_interrupt
 
 from . import interrupts
 from .audit import Audit, audit_file, shown_uri, state_directory, without_secrets
@@ -31,6 +31,7 @@ from .connection import (
     TIMEOUT_S_DEFAULT,
     Connection,
     Login,
+    NoClusterNamed,
     connect_to,
     other_connection,
     parse_bookie_addresses,
@@ -73,11 +74,11 @@ class Run:
 
     def __init__(self, session: Session, after: GlobalOptions) -> None:
         environment = read_environment(os.environ)
-        #: Nearest first, each with the words that name it in messages.
-        self._levels = [
+        #: Nearest first, each with the words that name it in messages; None for the environment.
+        self._levels: list[tuple[str | None, GlobalOptions]] = [
             ("after the command", after),
             ("before the group", session.globals),
-            ("in the environment", environment),
+            (None, environment),
         ]
         merged = self._options = after.over(session.globals).over(environment)
         self.output = merged.output or Output.TABLE
@@ -99,6 +100,10 @@ class Run:
             self._connection = connect_to(self._levels, os.environ)
         return self._connection
 
+    def standing_connection(self) -> Connection:
+        """Return the connection of commands without connection options. Raises as `connection`."""
+        return connect_to(self._levels[2:], os.environ)
+
     def given_options(self) -> GlobalOptions:
         """Return the options before the group and after the command, merged; nothing of the environment."""
         (_, after), (_, before), _ = self._levels
@@ -106,7 +111,9 @@ class Run:
 
     def given_connection(self) -> Connection:
         """Return the metadata URI that options name, a context's not. Raises UsageError when they name none."""
-        given = [(source, replace(options, context=None)) for source, options in self._levels[:2]]
+        given: list[tuple[str | None, GlobalOptions]] = [
+            (source, replace(options, context=None)) for source, options in self._levels[:2]
+        ]
         if all(options.metadata_uri is None and options.conf is None for _, options in given):
             raise UsageError("No cluster is named", hint="add --metadata-uri URI or --conf FILE")
         return connect_to(given, {})
@@ -117,8 +124,14 @@ class Run:
 
     @property
     def names_metadata(self) -> bool:
-        """True if a metadata URI or a context was given; for commands that can do without."""
-        return any(options.metadata_uri is not None or options.context is not None for _, options in self._levels)
+        """True if a metadata URI or a context counts; for commands that can do without."""
+        if all(options.metadata_uri is None and options.context is None for _, options in self._levels):
+            return False
+        try:
+            self.connection()
+        except NoClusterNamed:  # The --conf of a bookie without a cluster hides the environment's.
+            return False
+        return True
 
     def open_cluster(self, *, create: bool = False, create_store: bool = False) -> Cluster:
         """Return the cluster that the options name, for the caller to close; `create` creates a missing one.
@@ -261,16 +274,19 @@ class Run:
     def directories(self, given: Iterable[Path] | None, *, needed: bool = True) -> BookieDirectories:
         """Return the directories to read: the given ones, else the directories in `--conf`.
 
-        Raises UsageError if there are none and they are `needed`.
+        Raises UsageError if there are none and they are `needed`, NotFound if they hold no file of a bookie.
         """
         from bkctl.files.directories import BookieDirectories
 
         places = list(given or ())
         if places:
-            return BookieDirectories.at(*places)
+            return BookieDirectories.at(*places).of_a_bookie()
         if self.conf is not None:
             config = self.config()
-            return BookieDirectories(config.journal_directories, config.ledger_directories, config.index_directories)
+            found = BookieDirectories(config.journal_directories, config.ledger_directories, config.index_directories)
+            # A missing directory concerns only the commands that read it.
+            exist = all(place.is_dir() for place in (*found.journal_dirs, *found.ledger_dirs, *found.index_dirs))
+            return found.of_a_bookie() if exist else found
         if needed:
             raise UsageError(
                 "No directory is given", hint="name the bookie's directories, or add --conf bk_server.conf"
@@ -356,7 +372,9 @@ class Run:
     @contextmanager
     def rows(self, columns: Columns, *, live: bool = False) -> Iterator[RowWriter]:
         """Yield a writer to give rows to one by one; `live` prints each at once."""
-        with RowWriter(columns, self.output, color=self.color, live=live, before_write=self._clear_activity) as writer:
+        with RowWriter(
+            columns, self.output, color=self.color, live=live, before_write=self._clear_activity, note=self.note
+        ) as writer:
             yield writer
 
     def show(self, value: Any, columns: Columns) -> None:
@@ -392,15 +410,23 @@ class Run:
 
     @contextmanager
     def working(
-        self, label: str, *, total: int | None = None, unit: str = "", enabled: bool = True
+        self, label: str, *, total: int | None = None, unit: str = "", enabled: bool = True, left: str | None = None
     ) -> Iterator[Activity]:
-        """Show the progress of work on a terminal's stderr, while nothing else is printed."""
+        """Show the progress of work on a terminal's stderr, while nothing else is printed.
+
+        An interrupt of the work is reported with the progress and with `left`: the state that the work leaves, and how
+        to continue or to go back.
+        """
         outer = self._activity
         self._clear_activity()
         with Activity(label, total=total, unit=unit, enabled=enabled and not self.quiet) as activity:
             self._activity = activity
             try:
                 yield activity
+            except BaseException as error:
+                if self._session.interrupted is None and is_interrupt(error):
+                    self._session.interrupted = _interrupted_text(label, activity, left)
+                raise
             finally:
                 self._activity = outer
 
@@ -419,20 +445,35 @@ class Run:
         if begun:
             audit.begin()
 
-    def confirm(self, loss: str, *, typed: str | None = None) -> None:
-        """Print the loss and ask on a terminal; `--yes` skips the question. The user must type `typed`, if given.
+    def confirm(self, loss: str) -> None:
+        """Print the loss and ask on a terminal; `--yes` skips the question.
 
         Raises Declined (exit 1) when the answer is no, UsageError without a terminal and without `--yes`.
         """
         if not self.yes:
-            self._ask(loss, typed)
+            self._ask(loss, "--yes", None)
+        self._accept(loss)
+
+    def confirm_name(self, loss: str, name: str, given: str | None) -> None:
+        """Print a loss that cannot be undone, and let the user type `name` on a terminal; `--yes` is not enough.
+
+        `given` is the value of --yes-really, which skips the question. Raises as `confirm`, and Conflict for another
+        name.
+        """
+        if given is None:
+            self._ask(loss, f"--yes-really {name}", name)
+        elif given != name:
+            raise Conflict(f"--yes-really {given}: {loss}", hint=f"add --yes-really {name} if that is meant")
+        self._accept(loss)
+
+    def _accept(self, loss: str) -> None:
         if self._session.audit is not None:
             self._session.audit.accepted(loss)
 
-    def _ask(self, loss: str, typed: str | None) -> None:
+    def _ask(self, loss: str, option: str, typed: str | None) -> None:
         if sys.stdin is None or not sys.stdin.isatty() or not sys.stderr.isatty():
             raise UsageError(
-                f"{loss}: not asked, since stdin or stderr is not a terminal", hint="add --yes to go ahead"
+                f"{loss}: not asked, since stdin or stderr is not a terminal", hint=f"add {option} to go ahead"
             )
         question = "Go ahead? [y/N]" if typed is None else f"Type {typed} to go ahead:"
         if self._connection is not None:
@@ -479,6 +520,11 @@ class Run:
             raise FindingsError(counted(count, one, many))
 
 
+def _interrupted_text(label: str, activity: Activity, left: str | None) -> str:
+    amount = activity.amount()
+    return "; ".join(filter(None, [f"{label}, {amount}" if amount else label, left]))
+
+
 def _same_servers(uri: str, other: str) -> bool:
     """Return True if both URIs name the same servers, so that a login may be sent to both."""
     from bkctl.metadata.uri import parse_uri
@@ -487,12 +533,14 @@ def _same_servers(uri: str, other: str) -> bool:
     return (one.driver, set(one.hosts)) == (two.driver, set(two.hosts))
 
 
-def group(help: str | None = None, *, parts: Iterable[typer.Typer] = ()) -> typer.Typer:
+def group(help: str | None = None, *, parts: Iterable[typer.Typer] = (), default: str | None = None) -> typer.Typer:
     """Return an app with the commands and sub-groups of `parts`, in order.
 
-    `help` is for sub-groups: the root command knows the help of the groups.
+    `help` is for sub-groups: the root command knows the help of the groups. `default` is the command that runs where
+    the words name none.
     """
-    app = typer.Typer(cls=Group, add_completion=False, rich_markup_mode=None, help=help)
+    kind = Group if default is None else type("GroupWithDefault", (Group,), {"default": default})
+    app = typer.Typer(cls=kind, add_completion=False, rich_markup_mode=None, help=help)
     for part in parts:
         app.registered_commands += part.registered_commands
         app.registered_groups += part.registered_groups

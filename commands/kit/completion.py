@@ -55,10 +55,13 @@ def complete(kind: str, words: list[str]) -> NoReturn:
 def candidates(kind: str, words: list[str]) -> Iterator[str]:
     """Yield the completions of the last of `words`; `kind` is one of `_SOURCES`."""
     prefix = words[-1] if words else ""
+    if prefix.startswith("--"):
+        prefix = prefix.partition("=")[2]
     options = _options(words[:-1])
     source = _SOURCES.get(kind)
     if source is not None:
-        yield from (text for text in source(options) if text.startswith(prefix))
+        given = set(words[:-1])
+        yield from (text for text in source(options) if text.startswith(prefix) and text not in given)
 
 
 def _options(words: list[str]) -> dict[str, list[str]]:
@@ -78,6 +81,11 @@ def _ledgers(options: dict[str, list[str]]) -> Iterator[str]:
         yield from map(str, cluster.ledgers.ledgers(None))
 
 
+def _scopes(options: dict[str, list[str]]) -> Iterator[str]:
+    with _cluster(options) as cluster:
+        yield from map(str, cluster.ledgers.scopes())
+
+
 def _bookies(options: dict[str, list[str]]) -> Iterator[str]:
     with _cluster(options) as cluster:
         yield from (bookie.bookie_id for bookie in cluster.bookies.list())
@@ -92,7 +100,7 @@ def _cluster(options: dict[str, list[str]]) -> Cluster:
     conf = given.pop("conf", None)
     after = GlobalOptions(**given, conf=None if conf is None else Path(conf))
     environment = read_environment(os.environ)
-    connection = connect_to([("", after), ("", environment)], os.environ)
+    connection = connect_to([("", after), (None, environment)], os.environ)
     security = store_security(after.over(environment).over(connection.settings), os.environ)
     return open_cluster(connection.uri, timeout_s=TIME_LIMIT_S, security=security)
 
@@ -106,9 +114,13 @@ def _entry_logs(options: dict[str, list[str]]) -> Iterator[str]:
 
 
 def _contexts(options: dict[str, list[str]]) -> Iterator[str]:
+    from .connection import LOCAL_CONTEXT, local_uri
     from .contexts import Contexts
 
-    yield from Contexts.read(os.environ).names
+    names = Contexts.read(os.environ).names
+    yield from names
+    if LOCAL_CONTEXT not in names and local_uri() is not None:
+        yield LOCAL_CONTEXT
 
 
 def _file_name(file: BookieFile) -> str:
@@ -132,6 +144,7 @@ def _directories(options: dict[str, list[str]]) -> BookieDirectories:
 _SOURCES: Final[dict[str, Callable[[dict[str, list[str]]], Iterator[str]]]] = {
     "ledger": _ledgers,
     "bookie": _bookies,
+    "scope": _scopes,
     "journal": _journals,
     "entrylog": _entry_logs,
     "context": _contexts,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import typer
 
-from bkctl.errors import UsageError
+from bkctl.errors import NotFound, UsageError
 from bkctl.ids import parse_bookie_address
 
 from .options import Composite, parameter, read_password_file
@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from bkctl.metadata.store import StoreSecurity
 
 TIMEOUT_S_DEFAULT: Final = 30.0
+#: The context that is there without being added: the local cluster that is up.
+LOCAL_CONTEXT: Final = "local"
+
+
+class NoClusterNamed(UsageError):
+    """No option, variable, context or local cluster names a cluster."""
 
 
 class Connection(NamedTuple):
@@ -34,36 +40,44 @@ class Connection(NamedTuple):
     settings: GlobalOptions = GlobalOptions()
 
 
-def connect_to(levels: list[tuple[str, GlobalOptions]], environment: Mapping[str, str]) -> Connection:
+def connect_to(levels: list[tuple[str | None, GlobalOptions]], environment: Mapping[str, str]) -> Connection:
     """Return the connection: of the first of `levels` (nearest first) that names one, current context, local cluster.
 
-    Within a level, a URI takes precedence over a configuration file, and that over a context.
-    Raises UsageError when nothing names a cluster, NotFound for a context or file that is not there.
+    A level is a place on the command line, or the environment (None). Within a level, a URI takes precedence over a
+    configuration file, and that over a context. A file without a cluster hides the environment, the current context and
+    the local cluster: its bookie must not be taken for one of theirs.
+    Raises NoClusterNamed when nothing names a cluster, NotFound for a context or file that is not there.
     """
     without: Path | None = None
     for source, options in levels:
+        if source is None and without is not None:
+            break
         if options.metadata_uri is not None:
-            return Connection(options.metadata_uri, f"--metadata-uri {source}")
+            named = "BKCTL_METADATA_URI" if source is None else f"--metadata-uri {source}"
+            return Connection(options.metadata_uri, named)
         if options.conf is not None:
             from bkctl.config import read_properties
 
             uri = read_properties(options.conf).metadata_service_uri
             if uri is not None:
-                return Connection(uri, str(options.conf))
+                return Connection(uri, "BKCTL_CONF" if source is None else str(options.conf))
             without = without or options.conf
         if options.context is not None:
-            return _context(options.context, environment)
+            found = context_connection(options.context, environment)
+            return found._replace(source="BKCTL_CONTEXT") if source is None else found
     if without is not None:
-        raise UsageError(f"{without}: no metadataServiceUri and no zkServers", hint="add --metadata-uri")
+        raise NoClusterNamed(
+            f"{without} names no cluster: no metadataServiceUri and no zkServers", hint="add --metadata-uri URI"
+        )
     from .contexts import Contexts
 
     current = Contexts.read(environment).current
     if current is not None:
-        return _context(current, environment)
-    if (local := _local_cluster()) is not None:
+        return context_connection(current, environment)
+    if (local := local_uri()) is not None:
         return Connection(local, "the local cluster")
-    raise UsageError(
-        "No cluster is named", hint="add --metadata-uri URI or --conf FILE, or start one with 'bkctl cluster up'"
+    raise NoClusterNamed(
+        "No cluster is named", hint="add --metadata-uri URI or --conf FILE, or start one with 'bkctl local up'"
     )
 
 
@@ -71,7 +85,7 @@ def other_connection(text: str, environment: Mapping[str, str]) -> Connection:
     """Return the connection that `text` names: a metadata URI or `context:NAME`. Raises NotFound, UsageError."""
     prefix, colon, name = text.partition(":")
     if prefix == "context" and colon:
-        return _context(name, environment)
+        return context_connection(name, environment)
     return Connection(text, "its URI")
 
 
@@ -119,10 +133,17 @@ LoginOfTarget = Annotated[
 ]
 
 
-def _context(name: str, environment: Mapping[str, str]) -> Connection:
+def context_connection(name: str, environment: Mapping[str, str]) -> Connection:
+    """Return the connection of a context: one of the configuration file, or the local cluster. Raises NotFound."""
     from .contexts import Contexts
 
-    settings = Contexts.read(environment).get(name)
+    contexts = Contexts.read(environment)
+    if name == LOCAL_CONTEXT and name not in contexts.names:
+        local = local_uri()
+        if local is None:
+            raise NotFound(f"Context {name!r}: no local cluster is up", hint="'bkctl local up' starts one")
+        return Connection(local, "the local cluster", name)
+    settings = contexts.get(name)
     assert settings.metadata_uri is not None
     return Connection(settings.metadata_uri, f"context {name}", name, replace(settings, metadata_uri=None))
 
@@ -162,7 +183,8 @@ def _text(path: Path | None) -> str | None:
     return None if path is None else str(path)
 
 
-def _local_cluster() -> str | None:
+def local_uri() -> str | None:
+    """Return the metadata URI of the local cluster that is up, None if none is."""
     from bkctl.bookie.local import active_cluster
 
     cluster = active_cluster()

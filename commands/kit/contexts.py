@@ -117,8 +117,7 @@ class Contexts:
         )
 
     def use(self, name: str) -> Contexts:
-        """Make a context the current one. Raises NotFound."""
-        self.get(name)
+        """Make a context the current one; the caller has seen that there is one of this name."""
         document = self._editable()
         document[CURRENT] = name
         return self._write(document, {**self._document, CURRENT: name})

@@ -291,6 +291,12 @@ LedgerShape = Annotated[
 #: `--dry-run` of commands that change something.
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would change, without changing it.")]
 
+#: `--yes-really ID` of commands whose loss cannot be undone; see Run.confirm_name.
+YesReally = Annotated[
+    str | None,
+    typer.Option("--yes-really", metavar="ID", help="Go ahead without a question; --yes alone is not enough."),
+]
+
 #: `--undo FILE`; see Run.undo.
 UndoOption = Annotated[
     Path | None,

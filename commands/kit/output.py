@@ -12,8 +12,8 @@ from typing import Any, Final
 from .columns import Column, Columns, Constant, Kind, Output
 from .lines import Cells, Lines, cell_text, getter, nested_text
 from .table import PATIENCE_S, Table
-from .terminal import ClosedOutput, Terminal, emit, output_error
-from .texts import BOLD, RESET, plain, size_text
+from .terminal import ClosedOutput, Terminal, emit, output_error, terminal_width
+from .texts import BOLD, RESET, plain, size_text, wrapped
 
 #: A batch has as many rows as give about this much text, by the size of the batch before; 512 at most.
 BATCH_CHARS: Final = 1 << 20
@@ -36,13 +36,14 @@ class RowWriter:
         color: bool = False,
         live: bool = False,
         before_write: Callable[[], None] = lambda: None,
+        note: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`live` prints every row at once; `before_write` is called before each write."""
+        """`live` prints every row at once; `before_write` is called before each write, `note` with a final remark."""
         self._output = output
         self._stream: Terminal = stream or sys.stdout
         self._tty = self._stream.isatty()
         self._live = live or (self._tty and output is not Output.TABLE)
-        self._before_write = before_write
+        self._before_write, self._note = before_write, note
         self._names = columns.names()
         #: The values of rows that are not printed yet.
         self._rows: list[tuple[Any, ...]] = []
@@ -74,6 +75,8 @@ class RowWriter:
         elif self._output is Output.CSV and self._first:
             self._write(self._header())
         self._push()
+        if self._table is not None and (names := self._table.left_out):
+            self._note(f"Left out for width: {', '.join(names)}; a wider terminal or -o json shows them")
 
     def _is_empty(self) -> bool:
         """Return True before the first row."""
@@ -171,9 +174,10 @@ def show(value: Any, columns: Columns, output: Output, *, stream: Terminal | Non
         fields = [(column, getter(column)(value)) for column in columns.columns if column.title is not None]
         fields = [(column, item) for column, item in fields if not (column.optional and item is None)]
         width = max(len(column.title or "") for column, _ in fields)
+        room = terminal_width() - width - 2 if target.isatty() else None
         lines: list[str] = []
         for column, item in fields:
-            lines.extend(_field_lines(column, item, width, color))
+            lines.extend(_field_lines(column, item, width, color, room))
         emit("\n".join(lines) + "\n", target)
     elif output is Output.JSON:
         import json
@@ -190,8 +194,11 @@ def show(value: Any, columns: Columns, output: Output, *, stream: Terminal | Non
         raise output_error(error) from error
 
 
-def _field_lines(column: Column, value: Any, width: int, color: bool) -> Iterator[str]:
-    """Yield the lines of one field of an object; each item of a mapping has a line of its own."""
+def _field_lines(column: Column, value: Any, width: int, color: bool, room: int | None) -> Iterator[str]:
+    """Yield the lines of one field of an object; each item of a mapping has a line of its own.
+
+    Texts wrap at words where they are wider than `room`.
+    """
     label = (column.title or "").ljust(width)
     shown = f"{BOLD}{label}{RESET}" if color else label
     if column.kind is Kind.NESTED and isinstance(value, Mapping) and value and column.text is None:
@@ -212,4 +219,6 @@ def _field_lines(column: Column, value: Any, width: int, color: bool) -> Iterato
     else:
         cell = cell_text(column, value)
     style = (column.style or {}).get(cell) if color else None
-    yield f"{shown}  {style}{cell}{RESET}" if style else f"{shown}  {cell}"
+    for line in [cell] if room is None else wrapped(cell, max(room, 20)):
+        yield f"{shown}  {style}{line}{RESET}" if style else f"{shown}  {line}"
+        shown = " " * width

@@ -13,11 +13,14 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from .options import ANY_DIGEST, BOTH_COMPACTIONS, COMPACTIONS, DIGEST_NAMES, WATCH_S_DEFAULT
-from .session import Session
+from .session import SESSION_FLAGS, Session
+from .settings import GLOBAL_PANEL
 from .terminal import wants_color
 from .texts import BOLD, CYAN, RESET
 from .values import is_duration
 
+HELP_FLAGS: Final = ("-h", "--help")
+CONNECTION_LINE: Final = "Options for cluster, TLS, login and timeout: 'bkctl help connection'."
 _PLAIN: Final = (str, int, float, bool, Path)
 _INTEGER: Final = re.compile(r"[+-]?[0-9]{1,20}", re.ASCII).fullmatch
 
@@ -67,6 +70,41 @@ def use_plain_values(params: Iterable[Any]) -> None:
             param._runtime_param = _PlainValue(kind, many=many)
 
 
+def take_session_flags(ctx: Any, params: Iterable[Any], args: list[str]) -> list[str]:
+    """Return `args` without -v, -q, --no-color and --debug, which count for the session wherever they stand."""
+    session = ctx.find_root().obj
+    end = args.index("--") if "--" in args else len(args)
+    if not isinstance(session, Session) or SESSION_FLAGS.keys().isdisjoint(args[:end]):
+        return args
+    takers = {name for param in params if not getattr(param, "is_flag", False) for name in param.opts}
+    left: list[str] = []
+    for at, arg in enumerate(args):
+        if at < end and arg in SESSION_FLAGS and (at == 0 or args[at - 1] not in takers):
+            setattr(session, SESSION_FLAGS[arg], True)
+        else:
+            left.append(arg)
+    return left
+
+
+def connection_help(ctx: Any) -> str:
+    """Return the help on the connection and output options, for `ctx` of the program."""
+    formatter = ctx.make_formatter()
+    formatter.write_text(
+        "These options stand before the group or after the command; the later one counts. What they leave open, the "
+        "environment decides (the variable in brackets), then the current context ('bkctl context use'), then the "
+        "local cluster that is up ('bkctl local up'). Each command uses the options that concern it."
+    )
+    records = [param.get_help_record(ctx) for param in ctx.command.get_params(ctx) if _is_global(param)]
+    with formatter.section(GLOBAL_PANEL):
+        formatter.write_dl([record for record in records if record is not None])
+    text: str = formatter.getvalue()
+    return text
+
+
+def _is_global(param: Any) -> bool:
+    return getattr(param, "rich_help_panel", None) == GLOBAL_PANEL
+
+
 class _PlainHelp:
     """Help without rich, whose import costs more than all else: sections by panel, colours on a terminal."""
 
@@ -84,7 +122,8 @@ class _PlainHelp:
         if not wants_color(sys.stdout, no_color=no_color):
             return text
         text = re.sub(r"(?m)^(\w[\w ]*:)", f"{BOLD}\\1{RESET}", text)
-        return re.sub(r"(?m)^  ((?:--?)?[a-z][\w-]*(?:, --[\w-]+)*)", f"  {CYAN}\\1{RESET}", text)
+        # Options, and the names of commands before their help; never a word of a paragraph.
+        return re.sub(r"(?m)^  (--?[a-z][\w-]*(?:, --[\w-]+)*|[a-z][\w-]*(?=  ))", f"  {CYAN}\\1{RESET}", text)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return the parts of the usage line."""
@@ -92,16 +131,26 @@ class _PlainHelp:
         return [piece.replace("{", "").replace("}", "") for piece in pieces]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write arguments, then options panel by panel, then a group's commands."""
+        """Write arguments, then the command's own options, then a group's commands.
+
+        Of the connection and output options, only those are written that every reader of the page needs.
+        """
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
-        for param in self.get_params(ctx):
+        params = self.get_params(ctx)
+        default = getattr(self, "default", None)
+        if default is not None:
+            # The options of the command that runs without a name.
+            params = [*self.commands[default].params, *params]  # type: ignore[attr-defined]
+        shown = {"--output", "--yes"}
+        if all(param.hidden for param in params if "--metadata-uri" in param.opts):
+            shown.add("--conf")  # An offline command: the file names its directories.
+        for param in params:
             record = param.get_help_record(ctx)
-            if record is not None:
-                panel = getattr(param, "rich_help_panel", None)
-                default = "Options"
+            if record is not None and (not _is_global(param) or (ctx.parent is not None and shown & set(param.opts))):
+                title = "Options"
                 if param.param_type_name == "argument":
-                    default, record = "Arguments", (record[0].partition(" <")[0], record[1])
-                sections.setdefault(panel or default, []).append(record)
+                    title, record = "Arguments", (record[0].partition(" <")[0], record[1])
+                sections[title].append(record)
         for title, records in sections.items():
             if records:
                 with formatter.section(title):
@@ -115,6 +164,7 @@ class Command(_PlainHelp, TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         """Parse `args`, where `--watch` and some commands' `--digest` may stand without their values."""
+        args = take_session_flags(ctx, self.params, args)
         if any("--watch" in param.opts for param in self.params):
             args = self._with_watch_seconds(args)
         if any("--digest" in param.opts and param.metavar == "[TYPE]" for param in self.params):
@@ -130,6 +180,9 @@ class Command(_PlainHelp, TyperCommand):
             formatter.write("Examples:\n")
             for example in self.epilog.splitlines():
                 formatter.write(f"  {example}\n")
+        if any(map(_is_global, self.params)):
+            formatter.write_paragraph()
+            formatter.write_text(CONNECTION_LINE)
 
     def _with_watch_seconds(self, args: list[str]) -> list[str]:
         has_arguments = any(param.param_type_name == "argument" for param in self.params)
@@ -150,3 +203,18 @@ def _with_value(args: list[str], flags: Collection[str], values: Collection[str]
 
 class Group(_PlainHelp, TyperGroup):
     """A group of commands."""
+
+    #: The command that runs where the words name none.
+    default: str | None = None
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        """Parse `args`, which begin with the default command where they name none; without any, ask for help."""
+        if ctx.parent is not None:
+            # Flags of the session up to the command.
+            count = next((at for at, arg in enumerate(args) if arg not in SESSION_FLAGS), len(args))
+            args = take_session_flags(ctx, (), args[:count]) + args[count:]
+        if self.default is not None and (not args or (args[0].startswith("-") and args[0] not in HELP_FLAGS)):
+            args = [self.default, *args]
+        elif not args:
+            args = ["--help"]
+        return super().parse_args(ctx, args)

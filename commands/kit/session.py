@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 from .audit import Audit
 from .settings import GlobalOptions
+
+#: Options of the program that may stand anywhere → the field of Session that they set.
+SESSION_FLAGS: Final = {
+    "-v": "verbose",
+    "--verbose": "verbose",
+    "-q": "quiet",
+    "--quiet": "quiet",
+    "--no-color": "no_color",
+    "--debug": "debug",
+}
 
 
 @dataclass
@@ -18,5 +29,7 @@ class Session:
     quiet: bool = False
     no_color: bool = False
     debug: bool = False
+    #: What an interrupted command had done, and how to continue.
+    interrupted: str | None = None
     #: Set for a command that changes something; `main` writes its end.
     audit: Audit | None = None

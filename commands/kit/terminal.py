@@ -124,21 +124,26 @@ class Activity:
                 self._stream.flush()
                 self._shown = False
 
+    def amount(self) -> str:
+        """Return how much is done, and of how much if that is known: `3 of 40 ledgers`; "" before the first unit."""
+        unit = f" {self.unit}" if self.unit else ""
+        if self.unit == "bytes":
+            done, total = size_text(self.done), size_text(self.total or 0)
+            unit = ""
+        else:
+            done, total = f"{self.done:,}", f"{self.total or 0:,}"
+        if self.total:
+            return f"{done} of {total}{unit}"
+        return f"{done}{unit}" if self.done else ""
+
     def text(self, elapsed_s: float) -> str:
         """Return the line without its spinner."""
-        unit = f" {self.unit}" if self.unit else ""
+        amount = self.amount()
         if self.total:
             share = min(self.done / self.total, 1.0)
             filled = int(share * 24)
-            if self.unit == "bytes":
-                amount = f"{size_text(self.done)} of {size_text(self.total)}"
-            else:
-                amount = f"{self.done:,} of {self.total:,}{unit}"
             return f"{self.label}  {'━' * filled}{'╌' * (24 - filled)} {int(share * 100):3}%  {amount}"
-        if self.done:
-            amount = size_text(self.done) if self.unit == "bytes" else f"{self.done:,}{unit}"
-            return f"{self.label}: {amount}, {elapsed_s:.0f} s"
-        return f"{self.label}, {elapsed_s:.0f} s"
+        return f"{self.label}: {amount}, {elapsed_s:.0f} s" if amount else f"{self.label}, {elapsed_s:.0f} s"
 
     def _draw(self) -> None:
         frame = 0

@@ -77,12 +77,28 @@ def width_of(text: str) -> int:
 
 
 def cut(text: str, width: int) -> str:
-    """Return `text` in at most `width` cells, ending in `…` if it was cut."""
+    """Return `text` in at most `width` cells, with `…` in place of its end, or of the start of an absolute path."""
     if width_of(text) <= width:
         return text
+    if text.startswith("/"):
+        while text and width_of(text) > width - 1:
+            text = text[1:]
+        return "…" + text
     while text and width_of(text) > width - 1:
         text = text[:-1]
     return text + "…"
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """Return the lines of `text`, broken at spaces into at most `width` cells; a longer word has a line of its own."""
+    lines = [""]
+    for word in text.split(" "):
+        joined = f"{lines[-1]} {word}" if lines[-1] else word
+        if lines[-1] and width_of(joined) > width:
+            lines.append(word)
+        else:
+            lines[-1] = joined
+    return lines
 
 
 def counted(count: int, one: str, many: str) -> str:

@@ -80,7 +80,13 @@ class _Pages:
         if self._single:
             show(next(iter(rows)), self._columns, Output.TABLE, stream=page, color=self._color)
         else:
-            with RowWriter(self._columns, Output.TABLE, stream=page, color=self._color) as writer:
+            with RowWriter(
+                self._columns,
+                Output.TABLE,
+                stream=page,
+                color=self._color,
+                note=lambda text: page.parts.append(f"{text}\n"),
+            ) as writer:
                 writer.rows(rows)
         text = "".join(page.parts)
         if text == self._last:

@@ -144,7 +144,13 @@ def copy(
     with ExitStack() as stack:
         cluster = stack.enter_context(run.cluster())
         target_cluster = cluster if to is None else stack.enter_context(run.open_other_cluster(to, login=login))
-        activity = stack.enter_context(run.working("Copying and reading back", unit="entries"))
+        activity = stack.enter_context(
+            run.working(
+                "Copying and reading back",
+                unit="entries",
+                left="printed copies stay, the unfinished one is removed: run the command again for the other ledgers",
+            )
+        )
         writer = stack.enter_context(run.rows(COPY_COLUMNS))
         failures = run.complete(work(writer))
     run.finish_with(failures, "ledger was not copied", "ledgers were not copied")

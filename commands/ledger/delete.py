@@ -121,7 +121,12 @@ def delete(
             if backup is not None:
                 _export(run, cluster, plan.ledgers, backup)
             kept = stack.enter_context(run.undo(cluster, undo))
-            with run.working("Deleting", total=len(plan.ledgers), unit="ledgers") as activity:
+            with run.working(
+                "Deleting",
+                total=len(plan.ledgers),
+                unit="ledgers",
+                left="deleted ledgers stay deleted: run the command again for the rest",
+            ) as activity:
                 for row in remove_ledgers(
                     cluster,
                     plan.ledgers,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bkctl.errors import BkctlError, UsageError
+from bkctl.errors import BkctlError, NotFound, UsageError
 from bkctl.ids import LedgerId
 
 from ..kit.columns import Column, Columns, Kind, Output
@@ -20,11 +20,18 @@ from ..kit.options import (
     duration_option,
     size_option,
 )
+from ..kit.texts import counted
 from .columns import LEDGER_COLUMNS, SECRET_COLUMNS, LedgerRow, ledger_row, list_columns
+
+if TYPE_CHECKING:
+    from bkctl.metadata.cluster import Cluster
+    from bkctl.metadata.ledgers import VersionedMetadata
 
 app = group()
 
 
+#: Ledgers and scopes that are counted to say how many there are beside scope 0.
+OTHERS_COUNTED_MAX = 10_000
 COUNT_COLUMNS = Columns(Column("COUNT", "count", lambda count: count, Kind.INTEGER))
 
 
@@ -94,7 +101,16 @@ def print_ledgers(
             ids = islice(cluster.ledgers.ledgers(scope_id, start), limit)
             return (LedgerRow(ledger, {}) for ledger in ids)
         found = list_ledgers(cluster, scope_id, after=start, query=query, unreadable=skip if keep_going else None)
-        return (ledger_row(ledger, metadata) for ledger, metadata in islice(found, limit))
+        return (ledger_row(ledger, metadata) for ledger, metadata in known(islice(found, limit)))
+
+    def known(found: Iterator[tuple[LedgerId, VersionedMetadata]]) -> Iterator[tuple[LedgerId, VersionedMetadata]]:
+        """Yield `found`. Raises NotFound if there is none, since the bookie does not exist."""
+        first = next(found, None)
+        if first is not None:
+            yield first
+            yield from found
+        elif bookie is not None and cluster.bookies.get(bookie) is None:
+            raise NotFound(f"No bookie {bookie}, and no such ledger names it", hint="'bkctl bookies list' shows them")
 
     with run.cluster() as cluster, run.working("Listing ledgers", enabled=watch is None):
         if count:
@@ -107,9 +123,25 @@ def print_ledgers(
                 run.text("\n".join(map(str, names)) + "\n")
         else:
             run.watch(watch, look, list_columns(run))
+        if scope_id == 0 and watch is None and next(cluster.ledgers.ledgers(0), None) is None:
+            _note_other_scopes(run, cluster)
     run.finish_with(
         len(unreadable), "ledger has metadata that cannot be read", "ledgers have metadata that cannot be read"
     )
+
+
+def _note_other_scopes(run: Run, cluster: Cluster) -> None:
+    """Say how many ledgers other scopes have, where scope 0 has none."""
+    from itertools import islice
+
+    scopes = sum(1 for scope in islice(cluster.ledgers.scopes(), OTHERS_COUNTED_MAX) if scope)
+    ledgers = sum(1 for _ in islice(cluster.ledgers.ledgers(None), OTHERS_COUNTED_MAX))
+    if ledgers:
+        at_least = "at least " if ledgers == OTHERS_COUNTED_MAX else ""
+        run.note(
+            f"No ledgers in scope 0; {counted(scopes, 'other scope', 'other scopes')} with {at_least}"
+            f"{counted(ledgers, 'ledger', 'ledgers')}: add --all-scopes, or --ledger-scope-id SCOPE"
+        )
 
 
 def _first_ledger(after: str | None, scope_id: int | None) -> LedgerId | None:

@@ -117,7 +117,10 @@ def recover(
                 run.complete(plan(None))
             if losses:
                 run.confirm("; ".join(_recovery_loss_text(*each) for each in losses.items()))
-        with run.working("Recovering"), run.rows(list_columns(run)) as rows:
+        with (
+            run.working("Recovering", left="fenced ledgers stay fenced: run the command again to close them"),
+            run.rows(list_columns(run)) as rows,
+        ):
             run.complete(work(rows))
         for ledger, loss in losses.items():
             run.note(f"Given up: {_recovery_loss_text(ledger, loss)}")

@@ -96,7 +96,10 @@ def list_orphans(
             return
         node_count = sum(each.node_count for each in removable)
         run.confirm(f"{counted(node_count, 'node', 'nodes')} would be removed from {cluster.uri}")
-        with run.undo(cluster, undo) as record, run.working("Removing"):
+        with (
+            run.undo(cluster, undo) as record,
+            run.working("Removing", left="removed nodes stay removed: run the command again to continue"),
+        ):
             for each in removable:
                 remove_orphan(cluster, each, record.record)
     run.note(f"{len(removable):,} of {len(found):,} orphans were removed")

@@ -124,7 +124,12 @@ def import_(
                 show_planned(run, counts)
                 return
             total = counts.total()
-            with run.undo(target, undo) as record, run.working("Importing", total=total) as activity:
+            with (
+                run.undo(target, undo) as record,
+                run.working(
+                    "Importing", total=total, left="imported metadata stays: run the command again to continue"
+                ) as activity,
+            ):
                 imported = import_records(
                     source.records(), target, overwrite=overwrite, dry_run=dry_run,
                     record_change=record.record if overwrite else lambda *_: None, progress=activity.update,

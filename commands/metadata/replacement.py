@@ -67,7 +67,9 @@ def replace_bookie_id(
             run.confirm(f"{old} would become {new} in the metadata of all ledgers of {cluster.uri}")
         with (
             run.undo(cluster, undo) as record,
-            run.working("Replacing") as activity,
+            run.working(
+                "Replacing", left="changed ledgers stay changed: run the command again to continue"
+            ) as activity,
             run.rows(REPLACEMENT_COLUMNS) as writer,
         ):
             for each in replace_bookie(

@@ -130,7 +130,10 @@ def migrate(
         if overwrite and not dry_run and not is_new:
             run.confirm(f"Metadata in {target.uri} would be replaced with that in {source_cluster.uri}")
         prepare_target(target, source.header, dry_run=dry_run)
-        with run.undo(target, undo, elsewhere=True) as record, run.working("Copying") as activity:
+        with (
+            run.undo(target, undo, elsewhere=True) as record,
+            run.working("Copying", left="copied metadata stays: run the command again to continue") as activity,
+        ):
             imported = import_records(
                 source.records(), target, overwrite=overwrite, dry_run=dry_run,
                 record_change=record.record if overwrite else lambda *_: None, progress=activity.update,

@@ -112,7 +112,7 @@ def test_fewer_bookies_other_storage_and_unknown_storage_are_refused(cluster: Lo
 
 def test_missing_cluster_is_reported(cluster: LocalCluster) -> None:
     for call in (cluster.bookies, cluster.status, cluster.down):
-        with pytest.raises(NotFound, match="cluster up"):
+        with pytest.raises(NotFound, match="local up"):
             call()
     assert active_cluster() is None
 

@@ -44,7 +44,7 @@ def test_audit_log_has_user_time_host_and_result_of_a_change(uri: str, cli: Cli,
     assert (end["exitCode"], end["pid"], end["host"]) == (0, os.getpid(), os.uname().nodename)
     assert end["user"]
     assert end["command"][:4] == ["bkctl", "cookie", "create", "b1"]
-    assert (end["metadataUri"], end["connection"]) == (uri, "--metadata-uri in the environment")
+    assert (end["metadataUri"], end["connection"]) == (uri, "BKCTL_METADATA_URI")
     assert end["undoFile"] == str(tmp_path / "undo")
     assert end["time"].endswith("Z")
     assert end["seconds"] >= 0

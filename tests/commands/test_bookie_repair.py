@@ -317,7 +317,7 @@ def full(conf: Path, tmp_path: Path, cli: Cli) -> Path:
     return conf
 
 
-def test_format_lists_the_losses_and_requires_yes(cli: Cli, full: Path, tmp_path: Path) -> None:
+def test_format_lists_the_losses_and_requires_the_id(cli: Cli, full: Path, tmp_path: Path) -> None:
     before = snapshot(tmp_path / "index")
     dry = cli("bookie", "format", "--dry-run", "--conf", full, "-o", "json")
     assert [(row["roles"], row["files"], row["ledgers"], row["scopedLedgers"]) for row in dry.json] == [
@@ -330,17 +330,20 @@ def test_format_lists_the_losses_and_requires_yes(cli: Cli, full: Path, tmp_path
     assert (refused.code, refused.out) == (2, "")
     assert "Bookie bookie-1 would lose" in refused.err
     assert "in 2 ledgers" in refused.err
+    assert "add --yes-really bookie-1 to go ahead" in refused.err
+    assert cli("bookie", "format", "--yes", "--conf", full).code == 2
+    assert cli("bookie", "format", "--yes-really", "bookie-2", "--conf", full).code == 5
     assert snapshot(tmp_path / "index") == before
 
 
 def test_format_empties_everything(cli: Cli, full: Path, tmp_path: Path) -> None:
     (tmp_path / "journal" / "lost+found").mkdir()
-    assert cli("bookie", "format", "--yes", "--conf", full).code == 0
+    assert cli("bookie", "format", "--yes-really", "bookie-1", "--conf", full).code == 0
     assert [path.name for path in (tmp_path / "journal").iterdir()] == ["lost+found"]
     assert list((tmp_path / "ledgers").iterdir()) == list((tmp_path / "index").iterdir()) == []
     # The metadata's cookie is there still: a start would fail, as it should.
     assert cli("bookie", "init", "--conf", full).code == 5
-    assert cli("bookie", "format", "--yes", "--delete-cookie", "--conf", full).code == 0
+    assert cli("bookie", "format", "--yes-really", "bookie-1", "--delete-cookie", "--conf", full).code == 0
     (tmp_path / "journal" / "lost+found").rmdir()
     assert cli("bookie", "init", "--conf", full).code == 0
 
@@ -348,7 +351,7 @@ def test_format_empties_everything(cli: Cli, full: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(("typed", "code"), [("bookie-1\n", 0), ("yes\n", 1), ("\n", 1)])
 def test_format_on_a_terminal_wants_the_bookies_id(full: Path, tmp_path: Path, typed: str, code: int) -> None:
     found, seen = CommandLine(None).terminal(
-        "bookie", "format", "--conf", full, type_in=typed, asks="to go ahead:", columns=200
+        "bookie", "format", "--yes", "--conf", full, type_in=typed, asks="to go ahead:", columns=200
     )
     assert found == code, seen
     assert "Type bookie-1 to go ahead:" in seen
@@ -358,7 +361,7 @@ def test_format_on_a_terminal_wants_the_bookies_id(full: Path, tmp_path: Path, t
 
 def test_format_refuses_directories_of_another_bookie(cli: Cli, full: Path, tmp_path: Path) -> None:
     full.write_text(full.read_text().replace("bookie-1", "bookie-2"))
-    result = cli("bookie", "format", "--yes", "--conf", full)
+    result = cli("bookie", "format", "--yes-really", "bookie-2", "--conf", full)
     assert result.code == 5
     assert "is bookie bookie-1's, not bookie-2's" in result.err
     assert (tmp_path / "journal" / "current" / "a.txn").exists()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from support.servers import free_port
 
+from bkctl import __version__
 from bkctl.bookie.local import LocalCluster
 from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo, Cookie
 from bkctl.metadata.cluster import open_cluster
@@ -36,7 +37,7 @@ def test_show_prints_every_known_field(cli: Cli, cluster: LocalCluster) -> None:
     shown = cli("bookies", "show", bookie.bookie_id, "-o", "json").json
     assert (shown["bookieId"], shown["state"], shown["ledgerScopes"]) == (bookie.bookie_id, "rw", True)
     assert shown["address"] == f"127.0.0.1:{bookie.port}"
-    assert shown["properties"] == {"ledgerScopes": "1"}
+    assert shown["properties"] == {"ledgerScopes": "1", "version": f"bkctl {__version__}"}
     assert [endpoint["protocol"] for endpoint in shown["endpoints"]] == ["bookie-rpc"]
     assert shown["cookie"]["ledgerDirs"] == [str(bookie.directory / "ledgers")]
     assert "ledgerCount" not in shown

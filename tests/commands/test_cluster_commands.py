@@ -1,8 +1,9 @@
-"""`bkctl cluster` on a metadata store alone: id, init, health, the health check switch, nuke."""
+"""`bkctl cluster`: id, init, status, health, the health check switch, nuke; most on a metadata store alone."""
 
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,13 @@ from typing import Any
 import pytest
 from support.command_line import CommandLine
 
+from bkctl import __version__
+from bkctl.bookie.local import LocalCluster
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import BookieServiceInfo, Cookie, Fragment, LedgerMetadata
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster, open_cluster
+from bkctl.metadata.underreplication import LedgerUnderreplicationManager
 
 from .conftest import Cli
 
@@ -70,6 +74,8 @@ def test_health_finds_and_advises(cli: Cli, store: Cluster) -> None:
     assert {(row["code"], row["severity"], row["subject"]) for row in result.rows} == {
         ("bookie-down", "error", "b0:1"),
         ("no-writable-bookie", "error", None),
+        ("no-auditor", "error", None),
+        ("no-auditor-of-scopes", "error", None),
         ("no-bookie-for-scopes", "error", None),
     }
     assert all(row["advice"] for row in result.rows)
@@ -90,7 +96,10 @@ def test_the_health_check_switch(cli: Cli, store: Cluster) -> None:
 def test_nuke_requires_the_instance_id_no_registered_bookie_and_yes(cli: Cli, store: Cluster, tmp_path: Path) -> None:
     instance_id = store.instance_id()
     words = ("cluster", "nuke", "--instance-id", instance_id)
-    assert cli("cluster", "nuke", "--yes").code == 2
+    bare = cli("cluster", "nuke", "--yes")
+    assert bare.code == 2
+    assert f"add --yes-really {instance_id} to go ahead" in bare.err
+    assert cli("cluster", "nuke", "--yes-really", "other").code == 5
     assert cli("cluster", "nuke", "--instance-id", "other", "--yes").code == 5
     plan = {"instanceId": instance_id, "ledgerCount": 2, "scopeCount": 1, "cookieCount": 1}
     assert cli(*words, "--dry-run", "-o", "json").json == plan
@@ -135,13 +144,14 @@ def test_nuke_reports_scoped_ledgers_of_another_cluster(cli: Cli, zookeeper: Any
 
 def test_nuke_asks_on_a_terminal(store: Cluster) -> None:
     cli = CommandLine(store.uri)
-    words = ("cluster", "nuke", "--instance-id", store.instance_id())
-    code, seen = cli.terminal(*words, type_in="n\n")
+    words = ("cluster", "nuke")
+    asks = f"Type {store.instance_id()} to go ahead:"
+    code, seen = cli.terminal(*words, "--yes", type_in="y\n", asks=asks, columns=200)
     assert code == 1
     assert "2 ledgers, 1 cookie, without a backup" in seen
     assert "nothing was changed" in seen
     assert cli("ledger", "list", "--all-scopes", "--count", "-o", "ndjson").rows == [{"count": 2}]
-    code, seen = cli.terminal(*words, type_in="y\n")
+    code, seen = cli.terminal(*words, type_in=f"{store.instance_id()}\n", asks=asks, columns=200)
     assert code == 0
     assert cli("cluster", "id").code == 4
 
@@ -155,3 +165,101 @@ def test_init_writes_the_long_long_layout_on_request_only(cli: Cli, uri: str, zo
     usual = cli("cluster", "init", "-u", plain, "-o", "json").json
     assert usual["managerFactoryClass"].endswith(".LongHierarchicalLedgerManagerFactory")
     assert cli("cluster", "init", "--long-long-layout").code == 2
+
+
+def test_status_shows_one_row_for_each_member(cluster: LocalCluster) -> None:
+    shell = CommandLine(cluster.metadata_uri)
+    answer = shell("cluster", "status", "--threshold", 100, "-o", "ndjson")
+    assert [(row["bookieId"], row["state"], row["problem"]) for row in answer.rows] == [
+        (f"bookie-{index}", "rw", None) for index in range(3)
+    ]
+    for row in answer.rows:
+        assert row["latencyMs"] >= 0
+        assert row["version"] == f"bkctl {__version__}"
+        assert 0 <= row["freeSpace"] <= row["totalSpace"]
+        assert row["ledgerCount"] >= 0
+    code, seen = shell.terminal("--no-color", "cluster", "status", "--threshold", 100)
+    assert code == 0
+    assert [line.split()[0] for line in seen.splitlines()][:4] == ["BOOKIE", "bookie-0", "bookie-1", "bookie-2"]
+
+
+def test_status_of_the_named_cluster_reports_members_that_are_down(cli: Cli, store: Cluster) -> None:
+    answer = cli("cluster", "status", "-o", "ndjson")
+    assert answer.code == 3
+    (row,) = answer.rows
+    assert (row["bookieId"], row["state"], row["ledgerCount"]) == ("b0:1", "down", 2)
+    assert row["problem"]
+    assert "No bookie is writable" in answer.err
+    assert cli("cluster", "status", "--no-count-ledgers", "-o", "ndjson").rows[0]["ledgerCount"] is None
+    assert cli("cluster", "status", "--threshold", "101").code == 2
+
+
+def test_status_counts_ledgers_up_to_a_limit(cli: Cli, store: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bkctl.commands.cluster.COUNTED_LEDGERS_MAX", 1)
+    short = cli("cluster", "status", "-o", "ndjson")
+    assert short.rows[0]["ledgerCount"] is None
+    assert "--count-ledgers" in short.err
+    assert cli("cluster", "status", "--count-ledgers", "-o", "ndjson").rows[0]["ledgerCount"] == 2
+
+
+def test_status_reports_members_that_do_not_answer(cli: Cli, store: Cluster) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with open_cluster(store.uri) as bookie:
+        bookie.bookies.register(f"127.0.0.1:{port}", BookieServiceInfo())
+        answer = cli("cluster", "status", "-o", "ndjson")
+    assert answer.code == 3
+    assert "does not answer" in next(row["problem"] for row in answer.rows if row["state"] == "rw")
+
+
+def test_the_former_names_of_local_commands_are_hidden(cli: Cli) -> None:
+    listed = cli("cluster", "--help").out
+    assert "  up " not in listed
+    assert "bkctl local up" in cli("cluster", "up", "--help").out
+
+
+def test_muted_findings_are_left_out_but_counted(cli: Cli, store: Cluster) -> None:
+    for code in ("bookie-down", "no-writable-bookie", "no-bookie-for-scopes"):
+        muted = cli("cluster", "health", "mute", code, "--for", "1h", "-o", "json").json
+        assert (muted["code"], muted["user"] != "") == (code, True)
+    left = cli("cluster", "health", "--no-bookies", "-o", "ndjson")
+    assert {row["code"] for row in map(json.loads, left.out.splitlines())} == {"no-auditor", "no-auditor-of-scopes"}
+    assert left.code == 3
+    assert "3 findings are muted" in left.err
+    for code in ("no-auditor", "no-auditor-of-scopes"):
+        assert cli("cluster", "health", "mute", code).code == 0
+    quiet = cli("cluster", "health", "--no-bookies")
+    assert (quiet.code, quiet.out) == (0, "")
+    assert "5 findings are muted" in quiet.err
+    assert "healthy" not in quiet.err
+    detail = cli("cluster", "health", "detail", "--no-bookies", "-o", "ndjson")
+    assert detail.code == 0
+    assert {row["code"]: "mutedUntil" in row for row in detail.rows} == {
+        "bookie-down": True, "no-writable-bookie": True, "no-bookie-for-scopes": True, "no-auditor": False,
+        "no-auditor-of-scopes": False,
+    }  # fmt: skip
+    assert len(cli("cluster", "health", "mutes", "-o", "ndjson").rows) == 5
+    assert cli("cluster", "health", "unmute", "bookie-down").code == 0
+    assert cli("cluster", "health", "unmute", "bookie-down").code == 4
+    assert cli("cluster", "health", "--no-bookies").code == 3
+    assert cli("cluster", "health", "mute", "bookie-gone").code == 2
+    assert cli("cluster", "health", "mute", "bookie-down", "--for", "0").code == 2
+
+
+def test_health_on_a_terminal_shows_findings_in_full(store: Cluster) -> None:
+    shell = CommandLine(store.uri)
+    code, seen = shell.terminal("--no-color", "cluster", "health", "detail", "--no-bookies")
+    assert code == 3
+    assert "FINDING   bookie-down" in seen
+    assert "'bkctl bookies decommission b0:1' if it is gone for good" in " ".join(seen.split())
+
+
+def test_a_cluster_without_an_auditor_is_not_called_healthy(cli: Cli, store: Cluster) -> None:
+    with open_cluster(store.uri) as bookie:
+        bookie.bookies.register("b0:1", BookieServiceInfo((), {"ledgerScopes": "1"}))
+        result = cli("cluster", "health", "--no-bookies")
+        assert (result.code, result.out) == (0, "")
+        assert "auto-recovery does not run" in result.err
+        LedgerUnderreplicationManager(bookie.store).vote("b0:1")
+        LedgerUnderreplicationManager(bookie.store).vote("b0:1", scoped=True)
+        assert cli("cluster", "health", "--no-bookies").err == "The cluster is healthy\n"

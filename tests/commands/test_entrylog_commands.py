@@ -9,6 +9,8 @@ import os
 from pathlib import Path
 
 import pytest
+from support import golden
+from support.command_line import CommandLine
 
 from bkctl.bookie.local import LocalCluster
 from bkctl.formats import entry_log
@@ -566,3 +568,16 @@ def test_verify_takes_digest_types_and_passwords_from_metadata(cli: Cli, current
     wrong = cli("entrylog", "verify", str(log), "--digest", "HMAC", "--password", "wrong")
     assert wrong.code == 3
     assert cli("entrylog", "verify", str(log), "--digest", "crc32c").code == 3
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 200])
+def test_verify_fits_the_terminal_and_names_each_file(width: int) -> None:
+    directory = golden.DATA / "4.18.0" / "interleaved" / "ledgers"
+    code, seen = CommandLine(None).terminal(
+        "--no-color", "entrylog", "verify", directory, "--no-digests", columns=width
+    )
+    assert code == 0, seen
+    header, *rows = [line for line in seen.splitlines() if line and not line.startswith("Left out for width: ")]
+    assert header.split()[0] == "LOG"
+    assert max(map(len, [header, *rows])) <= width
+    assert any(line.rstrip().endswith(".log") for line in rows)

@@ -44,7 +44,7 @@ def test_every_command_has_help_and_stands_in_the_documents(cli: Cli, page: obje
     assert result.err == ""
     shown = " ".join(result.out.split())
     assert page.usage in shown  # type: ignore[attr-defined]
-    for option in page.options:  # type: ignore[attr-defined]
+    for option in page.own_options:  # type: ignore[attr-defined]
         for name in option.names:
             assert name in shown
     if page.path and not page.children:  # type: ignore[attr-defined]
@@ -189,6 +189,35 @@ def test_completion_offers_the_values_of_an_option_of_that_command(
     assert words("bkctl bookie readonly --dry-run ") == {"on", "off"}
     assert words("bkctl bookie index sh") == {"show"}
     assert words("bkctl bookies list --lim") == set()
+    assert words("bkctl ledger list --state ") == {"OPEN", "IN_RECOVERY", "CLOSED"}
+    assert words("bkctl ledger write --digest-type ") == {"CRC32C", "CRC32", "HMAC", "DUMMY"}
+    assert words("bkctl ledger read 1 --format ") == {"base64", "utf8", "hex", "raw"}
+    assert words("bkctl local up --storage ") == {"sorted", "interleaved", "db"}
+    assert "no-auditor" in words("bkctl cluster health mute ")
+    assert words("bkctl completion ") >= {"bash", "zsh", "fish"}
+
+
+@pytest.mark.parametrize("complete", SHELLS)
+def test_completion_offers_values_behind_an_equals_sign(complete: object, shell_environment: dict[str, str]) -> None:
+    def words(line: str) -> set[str]:
+        found = complete(line, shell_environment)  # type: ignore[operator]
+        return {each.rpartition("=")[2] for each in found}
+
+    assert words("bkctl ledger list --output=") == {"table", "json", "ndjson", "csv", "id"}
+    assert words("bkctl ledger list --output=nd") == {"ndjson"}
+    assert words("bkctl ledger list --state=") == {"OPEN", "IN_RECOVERY", "CLOSED"}
+    assert words("bkctl bookies list --state=r") == {"rw", "ro"}
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
+def test_bash_leaves_out_what_is_given(shell_environment: dict[str, str]) -> None:
+    def words(line: str) -> set[str]:
+        return set(complete_bash(line, shell_environment))
+
+    assert "--count" in words("bkctl ledger list --c")
+    assert "--count" not in words("bkctl ledger list --count --c")
+    assert "--output" not in words("bkctl ledger list --output=json --o")
+    assert "--state" in words("bkctl ledger list --state OPEN --s")
 
 
 def test_bash_offers_the_options_of_each_command() -> None:
@@ -244,11 +273,14 @@ def test_shells_complete_ids_and_file_names(
 
     def completes(line: str, *expected: str) -> bool:
         # The limit of 300 ms may end a try on a busy machine: then nothing is offered, or files instead.
-        tries = (sorted(complete(line, shell_environment)) for _ in range(20))  # type: ignore[operator]
-        return any(found == [*expected] for found in tries)
+        tries = (complete(line, shell_environment) for _ in range(20))  # type: ignore[operator]
+        return any(sorted(each.rpartition("=")[2] for each in found) == [*expected] for found in tries)
 
     assert completes(f"bkctl -u {uri} ledger show ", "00000000000000070000000000000001", "12", "34")
     assert completes(f"bkctl ledger read -u {uri} 1", "12")
+    assert completes(f"bkctl ledger delete -u {uri} 12 ", "00000000000000070000000000000001", "34")
+    assert completes(f"bkctl ledger list -u {uri} --ledger-scope-id ", "0", "7")
+    assert completes(f"bkctl ledger list -u {uri} --ledger-scope-id=", "0", "7")
     assert completes(f"bkctl journal read --dir {tmp_path}/journal ", "a.txn", "b.txn")
     assert completes(f"bkctl entrylog read --dir {tmp_path}/ledgers ", "1f.log", "scoped/1f.log")
 

@@ -9,9 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
+from support.command_line import CommandLine
 
 from bkctl.commands.kit.connection import connect_to, parse_bookie_addresses
-from bkctl.commands.kit.settings import GlobalOptions
+from bkctl.commands.kit.settings import SETTINGS, GlobalOptions
 from bkctl.commands.kit.values import parse_duration, parse_size
 from bkctl.commands.main import error_line, os_error_exit_code
 from bkctl.errors import EXIT_CODES, Corrupt, NotFound, UsageError
@@ -54,10 +55,22 @@ def test_offline_commands_import_nothing_heavy(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "Missing command; try 'bkctl --help'"),
         (["nope"], "No such command 'nope'"),
         (["jornal"], "Did you mean 'journal'"),
-        (["journal"], "Missing command; try 'bkctl journal --help'"),
+        (["listledgers"], "No such command 'listledgers'; it is 'bkctl ledger list' here"),
+        (["listledgers", "-m"], "it is 'bkctl ledger list' here"),
+        (["updateBookieInLedger", "-sb", "a"], "it is 'bkctl metadata replace-bookie' here"),
+        (["bookie", "listledgers"], "it is 'bkctl ledger list' here"),
+        (["bookie", "converttodbstorage"], "it is 'bkctl bookie convert' here"),
+        (["bookies", "list-bookies"], "it is 'bkctl bookies list' here"),
+        (["bookies", "nukeexistingcluster"], "it is 'bkctl cluster nuke' here"),
+        (["bookie", "list"], "No such command 'list'; did you mean 'bkctl bookies list'?"),
+        (["bookies", "gc"], "did you mean 'bkctl bookie gc'?"),
+        (["decommission"], "did you mean 'bkctl bookies decommission'?"),
+        (["ledger", "replace-bookie"], "did you mean 'bkctl metadata replace-bookie'?"),
+        (["journals", "list"], "Did you mean 'journal'"),
+        (["bookie", "rebuild"], "did you mean 'bkctl bookie index rebuild'?"),
+        (["-v"], "Missing command; try 'bkctl --help'"),
         (["journal", "read", "--nope"], "No such option: --nope"),
         (["journal", "read", "x", "--limit", "x"], "--limit: not a number: 'x'"),
         (["journal", "read", "x", "--limit", "0"], "must be 1 or more"),
@@ -255,3 +268,66 @@ def test_interrupted_exits_130(tmp_path: Path) -> None:
     os.close(writer)
     assert process.returncode == 130
     assert err == "bkctl: Interrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "same"),
+    [
+        ([], ["--help"]),
+        (["-h"], ["--help"]),
+        (["help"], ["--help"]),
+        (["journal"], ["journal", "--help"]),
+        (["bookie", "index"], ["bookie", "index", "--help"]),
+        (["journal", "-h"], ["journal", "--help"]),
+        (["help", "journal"], ["journal", "--help"]),
+        (["journal", "read", "-h"], ["journal", "read", "--help"]),
+        (["help", "journal", "read"], ["journal", "read", "--help"]),
+        (["version"], ["--version"]),
+    ],
+)
+def test_help_and_version_have_several_names(cli: Cli, words: list[str], same: list[str]) -> None:
+    assert cli(*words) == cli(*same)
+    assert cli(*words).code == 0
+    assert cli(*words).out
+
+
+def test_help_of_a_command_has_its_own_options_and_a_line_for_the_others(cli: Cli) -> None:
+    shown = cli("ledger", "list", "--help").out
+    assert "--metadata-uri" not in shown
+    assert shown.index("--min-age") < shown.index("Examples:") < shown.index("'bkctl help connection'")
+    assert "--conf" in cli("journal", "list", "--help").out
+    everything = cli("help", "connection").out
+    for setting in SETTINGS:
+        assert setting.flag in everything
+    assert cli("help", "nonsense").code == 2
+
+
+def test_flags_of_the_program_stand_anywhere(cli: Cli, tmp_path: Path) -> None:
+    uri = f"sqlite://{tmp_path}/m.db"
+    assert cli("cluster", "init", "-u", uri).code == 0
+    for words in (
+        ["cluster", "id", "-v"],
+        ["cluster", "-v", "id"],
+        ["-v", "cluster", "id"],
+        ["cluster", "id", "-q", "-v"],
+    ):
+        assert f"cluster {uri} (" in cli(*words, "-u", uri).err
+    assert "healthy" not in cli("cluster", "health", "-u", uri, "--no-bookies", "--quiet", "--no-color").err
+    # Neither the value of an option nor a word behind -- is a flag.
+    assert cli("ledger", "show", "-u", uri, "--", "-v").code == 2
+    assert "context '-v'" in cli("cluster", "id", "--context", "-v").err.lower()
+    traced = cli("ledger", "show", "zz", "--debug").err
+    assert "Traceback" in traced
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_prints_the_script_of_a_shell(cli: Cli, shell: str) -> None:
+    name = {"bash": "bkctl.bash", "zsh": "_bkctl", "fish": "bkctl.fish"}[shell]
+    assert cli("completion", shell).out == (Path(__file__).parents[2] / "completions" / name).read_text()
+
+
+def test_help_on_a_terminal_of_60_columns_fits(cli: Cli) -> None:
+    for words in (["help"], ["help", "connection"], ["bookies"], ["help", "bookies", "drain"]):
+        code, seen = CommandLine(None).terminal("--no-color", *words, columns=60)
+        assert code == 0
+        assert max(map(len, seen.splitlines())) <= 60, seen

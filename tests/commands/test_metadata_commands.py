@@ -413,3 +413,29 @@ def test_scopes_and_new_ids(cli: Cli, store: Cluster) -> None:
     assert store.ledgers.new_ledger_id() > LedgerId(0, taken[-1])
     assert cli("metadata", "idgen", "--ledger-scope-id", 0).code == 2
     assert cli("metadata", "idgen", "--ledger-scope-id", 7, "--sequence").code == 2
+
+
+def test_ledgers_of_an_unknown_bookie_are_not_found(cli: Cli, store: Cluster) -> None:
+    for more in ([], ["--count"], ["-o", "json"], ["-o", "id"]):
+        missing = cli("ledger", "list", "--bookie", "nowhere:1", *more)
+        assert (missing.code, missing.out) == (4, ""), missing
+        assert "No bookie nowhere:1" in missing.err
+    assert cli("ledger", "list", "--bookie", BOOKIES[2], "--state", "IN_RECOVERY", "-o", "json").json == []
+
+
+def test_an_empty_scope_0_says_what_other_scopes_hold(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uri = f"sqlite://{tmp_path}/scoped.db"
+    with open_cluster(uri, create=True) as cluster:
+        assert cli("ledger", "list", "-u", uri).err == ""
+        metadata = LedgerMetadata(1, 1, 1, DigestType.CRC32C, b"", (Fragment(0, ("b0:1",)),))
+        for ledger in (LedgerId(7, 1), LedgerId(7, 2), LedgerId(8, 1)):
+            cluster.ledgers.create(ledger, metadata)
+        for more in ([], ["--count"], ["-o", "id"], ["-o", "json"]):
+            answer = cli("ledger", "list", "-u", uri, *more)
+            assert answer.code == 0
+            assert "No ledgers in scope 0; 2 other scopes with 3 ledgers: add --all-scopes" in answer.err
+        assert cli("ledger", "list", "-u", uri, "--ledger-scope-id", 9).err == ""
+        cluster.ledgers.create(LedgerId(0, 1), metadata)
+        assert cli("ledger", "list", "-u", uri, "--state", "CLOSED").err == ""

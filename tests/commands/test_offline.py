@@ -259,3 +259,23 @@ def test_no_record_begins_in_the_header(cli: Cli, bookie: Path, kind: str, file:
             assert f"No record begins in the header at byte {position}" in result.err
     for position in (0, header):
         assert cli(*place, "--from-pos", position).out == cli(*place).out != ""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "journal list", "journal read", "journal verify", "journal stats", "journal lastmark", "entrylog list",
+        "entrylog read", "entrylog verify", "bookie files", "bookie check", "bookie index check",
+    ],
+)  # fmt: skip
+def test_directories_without_files_of_a_bookie_are_not_found(cli: Cli, tmp_path: Path, words: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("mine")
+    conf = tmp_path / "bk_server.conf"
+    conf.write_text(f"journalDirectory={tmp_path}/empty\nledgerDirectories={tmp_path}/other\n")
+    for place in ([tmp_path / "empty"], [tmp_path / "other"], ["--conf", conf]):
+        for output in ("table", "json"):
+            answer = cli(*words.split(), *place, "-o", output)
+            assert (answer.code, answer.out) == (4, ""), answer
+            assert "No files of a bookie in" in answer.err

@@ -27,6 +27,7 @@ from bkctl.commands.kit.texts import cut, iso_time, plain, size_text, width_of
 from bkctl.errors import UsageError
 from bkctl.ids import LedgerId
 from bkctl.metadata.admin.health import HealthFinding, Severity
+from bkctl.metadata.admin.health_codes import HealthCode
 
 from .conftest import Cli
 
@@ -155,13 +156,72 @@ def test_odd_values_keep_their_recorded_text(output: Output, compiled: bool, mon
     assert odd_rows(output, Terminal(), color=True) == on_terminal
 
 
-def test_narrow_terminal_cuts_no_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    found = HealthFinding("code", Severity.WARNING, "scope 0", "2 ledgers are under-replicated", "see 'bkctl x' " * 9)
-    with RowWriter(HEALTH_COLUMNS, Output.TABLE, stream=(terminal := Terminal())) as writer:
-        writer.rows([found])
-    assert found.message in terminal.getvalue()
-    assert found.advice.strip() in terminal.getvalue()
+ADVICE = "look at its disks with 'bkctl bookies usage', and at its log; then start it again, or decommission it"
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 200])
+def test_sentences_wrap_at_words_and_are_never_cut(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    found = HealthFinding(
+        HealthCode.UNDERREPLICATED, Severity.WARNING, "scope 0", "2 ledgers are under-replicated, for 3 h", ADVICE
+    )
+    notes: list[str] = []
+    with RowWriter(HEALTH_COLUMNS, Output.TABLE, stream=(terminal := Terminal()), note=notes.append) as writer:
+        writer.rows([found, found])
+    lines = terminal.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    assert not notes or width == 60
+    for title, text in (("WHAT", found.message), ("ADVICE", found.advice)):
+        start = lines[0].index(title)
+        end = lines[0].index("ADVICE") if title == "WHAT" else width
+        column = " ".join(" ".join(line[start:end].split()) for line in lines[1:]).split()
+        assert column == (text + " " + text).split()
+
+
+def test_sentences_behind_the_sample_wrap_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    columns = Columns(
+        Column("PATH", "path", Constant("/a/long/path/to/a/file")), Column("PROBLEM", "problem", "text"),
+        Column("NUMBER", "number", "number", Kind.INTEGER),
+    )  # fmt: skip
+    with RowWriter(columns, Output.TABLE, stream=(terminal := Terminal())) as writer:
+        writer.rows([Row(None, each, None) for each in range(100)])
+        writer.row(Row(None, 100, ADVICE))
+    assert set(ADVICE.split()) <= set(terminal.getvalue().split())
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80])
+def test_columns_that_do_not_fit_are_left_out_and_named(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    columns = Columns(
+        Column("KEY", "key", "number", Kind.INTEGER),
+        Column("EMPTY", "empty", Constant(None)),
+        *(Column(f"COUNT {each}", f"count{each}", Constant(123456789), Kind.INTEGER) for each in range(5)),
+        Column("FILE", "file", Constant("/a/long/path/to/a/file/with/a/name.log"), flexible=True),
+        Column("PROBLEM", "problem", "text"),
+    )
+    notes: list[str] = []
+    with RowWriter(columns, Output.TABLE, stream=(terminal := Terminal()), note=notes.append) as writer:
+        writer.rows([Row(None, 1, "it is gone")])
+    lines = terminal.getvalue().splitlines()
+    assert max(map(len, lines)) <= max(width, 45)
+    assert "gone" in terminal.getvalue()
+    assert "name.log" in terminal.getvalue()
+    (note,) = notes
+    assert note.startswith("Left out for width: EMPTY, COUNT ")
+    left_out = note.removeprefix("Left out for width: ").partition(";")[0].split(", ")
+    header = " ".join(lines[0].split())
+    assert [name for name in left_out if name in header] == []
+    assert written(Output.TABLE, [Row(None, 1, "gone")], columns).splitlines()[0].split()[:2] == ["KEY", "EMPTY"]
+
+
+def test_an_object_wraps_its_sentences_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    columns = Columns(Column("N", "n", "number", Kind.INTEGER), Column("ADVICE", "advice", "text"))
+    show(Row(None, 1, ADVICE), columns, Output.TABLE, stream=(terminal := Terminal()))
+    lines = terminal.getvalue().splitlines()
+    assert max(map(len, lines)) <= 40
+    assert " ".join(terminal.getvalue().split()) == f"N 1 ADVICE {ADVICE}"
 
 
 def test_sentences_are_never_flexible() -> None:
@@ -452,6 +512,7 @@ def test_text_helpers() -> None:
     assert plain("a\x1b[31m") == "a\\x1b[31m"
     assert width_of("日本") == 4
     assert cut("abcdef", 4) == "abc…"
+    assert cut("/a/b/current/0.log", 10) == "…ent/0.log"
 
 
 def test_broken_pipe_raises_closed_output() -> None:

@@ -257,7 +257,7 @@ def test_a_formatted_bookie_is_initialised_and_starts(cluster: ApacheCluster, ja
     uri = cluster.metadata_uri
     (problem, *_) = bkctl("bookie", "init", "--check", "--conf", bookie.conf, "-u", uri, code=3)
     assert "not empty" in problem["problem"]
-    rows = bkctl("bookie", "format", "--yes", "--delete-cookie", "--conf", bookie.conf)
+    rows = bkctl("bookie", "format", "--yes-really", bookie.bookie_id, "--delete-cookie", "--conf", bookie.conf)
     assert sum(row["ledgers"] for row in rows) > 5
     assert list(bookie.ledger_dir.iterdir()) == list(bookie.journal_dir.iterdir()) == []
     done = java.shell(bookie, "initbookie", check=True)

@@ -106,7 +106,7 @@ class CommandLine:
     def terminal(
         self, *arguments: object, type_in: str = "", columns: int = 80, asks: str = "[y/N]"
     ) -> tuple[int, str]:
-        """Run a command on a terminal; `type_in` is typed once `asks` is on it.
+        """Run a command on a terminal that controls it (Ctrl-C is `\\x03`); `type_in` is typed once `asks` is on it.
 
         Returns its exit code and what stays there.
         """
@@ -115,8 +115,9 @@ class CommandLine:
         values = environment(**self.settings) | {"TERM": "xterm"}
         command = [sys.executable, "-m", "bkctl", *map(str, arguments)]
         with subprocess.Popen(
-            command, stdin=theirs, stdout=theirs, stderr=theirs, env=values, start_new_session=True
-        ) as process:
+            command, stdin=theirs, stdout=theirs, stderr=theirs, env=values, start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        ) as process:  # fmt: skip
             os.close(theirs)
             seen = b""
             while select.select([ours], [], [], 60)[0]:

@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any, Final, NamedTuple
 
 from bkctl.errors import AlreadyExists, BkctlError, Corrupt, NotFound, Unreachable
+from bkctl.metadata.admin.health_codes import HealthCode
 from bkctl.metadata.cluster import Cluster, RegisteredBookie
 from bkctl.metadata.store import NEW
 from bkctl.metadata.underreplication import LedgerUnderreplicationManager
@@ -29,7 +30,7 @@ class Severity(StrEnum):
 class HealthFinding(NamedTuple):
     """One problem. `code` is stable, for scripts; `subject` is the bookie or scope."""
 
-    code: str
+    code: HealthCode
     severity: Severity
     subject: str
     message: str
@@ -47,36 +48,53 @@ def health_findings(cluster: Cluster) -> Iterator[HealthFinding]:
     instance_id = cluster.instance_id()
     if not instance_id:
         yield HealthFinding(
-            "no-instance-id", Severity.ERROR, "", "The cluster has no instance id",
+            HealthCode.NO_INSTANCE_ID, Severity.ERROR, "", "The cluster has no instance id",
             "bookies will not start; restore it from a cookie or a backup of the metadata",
         )  # fmt: skip
     bookies = cluster.bookies.list()
     yield from _of_bookies(bookies)
     yield from _of_cookies(cluster, bookies, instance_id)
     yield from _of_scopes(cluster, bookies)
-    yield from _of_replication(cluster)
+    yield from _of_replication(cluster, [bookie.bookie_id for bookie in bookies if bookie.state == "down"])
+
+
+def read_only_finding(bookie_id: str, used_percent: float | None, percent_max: float) -> HealthFinding:
+    """Return the finding of a read-only bookie; `used_percent` of its disks says whether they are the reason.
+
+    None: the bookie was not asked.
+    """
+    writable_again = f"'bkctl bookie readonly off --bookie {bookie_id}'"
+    if used_percent is None:
+        message, advice = (
+            "It is read-only",
+            f"make room if its disks are full ('bkctl bookies usage'), else {writable_again}",
+        )
+    elif used_percent > percent_max:
+        message = f"It is read-only, and {used_percent:g}% of its disks are used"
+        advice = "add disks or bookies, or delete ledgers"
+    else:
+        message = f"It is read-only by request, as a drain leaves it: only {used_percent:g}% of its disks are used"
+        advice = f"{writable_again} when the maintenance is over"
+    return HealthFinding(HealthCode.BOOKIE_READ_ONLY, Severity.WARNING, bookie_id, message, advice)
 
 
 def _of_bookies(bookies: list[RegisteredBookie]) -> Iterator[HealthFinding]:
     if not any(bookie.state == "rw" for bookie in bookies):
         yield HealthFinding(
-            "no-writable-bookie", Severity.ERROR, "", f"None of {len(bookies):,} bookies is writable",
+            HealthCode.NO_WRITABLE_BOOKIE, Severity.ERROR, "", f"None of {len(bookies):,} bookies is writable",
             "start bookies, or free their disks: nothing can be written",
         )  # fmt: skip
     for bookie in bookies:
         if bookie.state == "down":
             yield HealthFinding(
-                "bookie-down", Severity.ERROR, bookie.bookie_id, "It has a cookie, but is not registered",
+                HealthCode.BOOKIE_DOWN, Severity.ERROR, bookie.bookie_id, "It has a cookie, but is not registered",
                 f"start it; 'bkctl bookies decommission {bookie.bookie_id}' if it is gone for good",
             )  # fmt: skip
         elif bookie.state == "ro":
-            yield HealthFinding(
-                "bookie-read-only", Severity.WARNING, bookie.bookie_id, "It is read-only",
-                "look at its disks ('bkctl bookies usage') and its log",
-            )  # fmt: skip
+            yield read_only_finding(bookie.bookie_id, None, 0)
         if bookie.state != "down" and bookie.address is None:
             yield HealthFinding(
-                "bookie-without-address", Severity.ERROR, bookie.bookie_id,
+                HealthCode.BOOKIE_WITHOUT_ADDRESS, Severity.ERROR, bookie.bookie_id,
                 "Its registration names no bookie-rpc address",
                 "clients cannot reach it: check its advertised address",
             )  # fmt: skip
@@ -87,7 +105,8 @@ def _of_cookies(cluster: Cluster, bookies: list[RegisteredBookie], instance_id: 
     for bookie in bookies:
         if bookie.bookie_id not in with_cookie:
             yield HealthFinding(
-                "bookie-without-cookie", Severity.WARNING, bookie.bookie_id, "It is registered, but has no cookie",
+                HealthCode.BOOKIE_WITHOUT_COOKIE, Severity.WARNING, bookie.bookie_id,
+                "It is registered, but has no cookie",
                 "another bookie could take its place with empty disks: 'bkctl cookie verify'",
             )  # fmt: skip
             continue
@@ -97,13 +116,13 @@ def _of_cookies(cluster: Cluster, bookies: list[RegisteredBookie], instance_id: 
             raise
         except BkctlError as error:
             yield HealthFinding(
-                "cookie-damaged", Severity.ERROR, bookie.bookie_id, str(error),
+                HealthCode.COOKIE_DAMAGED, Severity.ERROR, bookie.bookie_id, str(error),
                 "it cannot start again: rewrite its cookie with 'bkctl cookie update'",
             )  # fmt: skip
             continue
         if found is not None and found.value.instance_id and found.value.instance_id != instance_id:
             yield HealthFinding(
-                "cookie-of-another-cluster", Severity.ERROR, bookie.bookie_id,
+                HealthCode.COOKIE_OF_ANOTHER_CLUSTER, Severity.ERROR, bookie.bookie_id,
                 f"Its cookie names the instance id {found.value.instance_id}, the cluster is {instance_id}",
                 "see 'bkctl cookie verify' before it is started again",
             )  # fmt: skip
@@ -113,14 +132,14 @@ def _of_scopes(cluster: Cluster, bookies: list[RegisteredBookie]) -> Iterator[He
     state = cluster.ledgers.scopes_state()
     if state == "foreign":
         yield HealthFinding(
-            "scopes-orphaned", Severity.ERROR, "", "The scoped ledgers belong to a cluster that was formatted",
+            HealthCode.SCOPES_ORPHANED, Severity.ERROR, "", "The scoped ledgers belong to a cluster that was formatted",
             "'bkctl metadata orphans' shows them",
         )  # fmt: skip
     if state == "ours" and next((scope for scope in cluster.ledgers.scopes() if scope), None) is not None:
         capable = [bookie for bookie in bookies if bookie.state == "rw" and bookie.ledger_scopes]
         if not capable:
             yield HealthFinding(
-                "no-bookie-for-scopes", Severity.ERROR, "",
+                HealthCode.NO_BOOKIE_FOR_SCOPES, Severity.ERROR, "",
                 "There are scoped ledgers, and no writable bookie that knows ledger scopes",
                 "start bookies that do: scoped ledgers cannot be written",
             )  # fmt: skip
@@ -158,14 +177,18 @@ def age_text(age_s: int) -> str:
     return f"{minutes} min" if minutes else f"{age_s} s"
 
 
-def _of_replication(cluster: Cluster) -> Iterator[HealthFinding]:
+def _of_replication(cluster: Cluster, down: list[str]) -> Iterator[HealthFinding]:
     manager = LedgerUnderreplicationManager(cluster.store)
     now_ms = time.time_ns() // 1_000_000
     marks: dict[int, _Marks] = {}
     for ledger, found in manager.list(None):
         if isinstance(found, BkctlError):
             yield HealthFinding(
-                "mark-damaged", Severity.WARNING, str(ledger), str(found), "'bkctl autorecovery unmark' removes it"
+                HealthCode.MARK_DAMAGED,
+                Severity.WARNING,
+                str(ledger),
+                str(found),
+                "'bkctl autorecovery unmark' removes it",
             )
             age_s = 0
         else:
@@ -176,7 +199,8 @@ def _of_replication(cluster: Cluster) -> Iterator[HealthFinding]:
         scope_marks = marks[scope_id]
         late = scope_marks.oldest_s > UNDERREPLICATED_AGE_S_MAX
         yield HealthFinding(
-            "underreplicated", Severity.ERROR if late else Severity.WARNING, f"scope {scope_id}", scope_marks.text(),
+            HealthCode.UNDERREPLICATED, Severity.ERROR if late else Severity.WARNING, f"scope {scope_id}",
+            scope_marks.text(),
             "'bkctl autorecovery list' shows them"
             + ("; they stay so while auto-recovery is disabled" if not enabled else ""),
             {
@@ -188,16 +212,17 @@ def _of_replication(cluster: Cluster) -> Iterator[HealthFinding]:
         )  # fmt: skip
     if not enabled:
         yield HealthFinding(
-            "autorecovery-disabled", Severity.WARNING, "", "Auto-recovery is disabled",
+            HealthCode.AUTORECOVERY_DISABLED, Severity.ERROR if down else Severity.WARNING, "",
+            f"Auto-recovery is disabled{_unrepaired(down)}",
             "'bkctl autorecovery enable' when the maintenance is over",
         )  # fmt: skip
-    elif marks or manager.was_elected() or cluster.location.driver != "sqlite":
+    elif marks or down or manager.was_elected() or cluster.location.driver != "sqlite":
         # A local cluster is healthy without auto-recovery, until it has had or needs one.
-        yield from _of_auditors(cluster, manager, {scope_id for scope_id in marks if scope_id})
+        yield from _of_auditors(cluster, manager, {scope_id for scope_id in marks if scope_id}, down)
 
 
 def _of_auditors(
-    cluster: Cluster, manager: LedgerUnderreplicationManager, marked_scopes: Collection[int]
+    cluster: Cluster, manager: LedgerUnderreplicationManager, marked_scopes: Collection[int], down: list[str]
 ) -> Iterator[HealthFinding]:
     for scoped in (False, True):
         if scoped and not marked_scopes and next((scope for scope in cluster.ledgers.scopes() if scope), None) is None:
@@ -206,20 +231,33 @@ def _of_auditors(
             auditor_id = manager.auditor(scoped=scoped)
         except Corrupt as error:
             yield HealthFinding(
-                "vote-damaged", Severity.ERROR, "", str(error), "restart auto-recovery on the bookie that cast it"
+                HealthCode.VOTE_DAMAGED,
+                Severity.ERROR,
+                "",
+                str(error),
+                "restart auto-recovery on the bookie that cast it",
             )
             continue
         if auditor_id is None and scoped:
             yield HealthFinding(
-                "no-auditor-of-scopes", Severity.WARNING, "",
+                HealthCode.NO_AUDITOR_OF_SCOPES, Severity.ERROR if down else Severity.WARNING, "",
                 "No auditor is elected for scopes other than 0: lost bookies go unnoticed there",
                 "'bkctl autorecovery run' on some hosts: Apache's auto-recovery sees scope 0 only",
             )  # fmt: skip
         elif auditor_id is None:
             yield HealthFinding(
-                "no-auditor", Severity.WARNING, "", "No auditor is elected: lost bookies go unnoticed",
-                "start auto-recovery on some bookie",
+                HealthCode.NO_AUDITOR, Severity.ERROR if down else Severity.WARNING, "",
+                f"No auditor is elected{_unrepaired(down) or ': lost bookies go unnoticed'}",
+                "start auto-recovery on some bookie, or run 'bkctl autorecovery run'",
             )  # fmt: skip
+
+
+def _unrepaired(down: list[str]) -> str:
+    """Return what it means that auto-recovery does not run while bookies are down; "" if none is."""
+    if not down:
+        return ""
+    more = f" and {len(down) - 1:,} more" if len(down) > 1 else ""
+    return f": nothing replicates the ledgers of {down[0]}{more}"
 
 
 class HealthCheckSwitch:

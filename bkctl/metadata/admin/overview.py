@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
+from itertools import islice
 from typing import Final, NamedTuple
 
 from bkctl.errors import BkctlError, Corrupt, LedgerNotFound, NotFound
@@ -173,6 +174,19 @@ class BookieLedgers(NamedTuple):
 
     ledger_count: int
     open_count: int
+
+
+def count_ledgers_of_bookies(cluster: Cluster, limit: int | None) -> Counter[str] | None:
+    """Count the ledgers of every scope on each bookie; None if there are more than `limit` ledgers.
+
+    Ledgers with unreadable metadata do not count: `metadata check` finds them.
+    """
+    counts = Counter[str]()
+    if limit is not None and len(list(islice(cluster.ledgers.ledgers(None), limit + 1))) > limit:
+        return None
+    for _, found in list_ledgers(cluster, None, unreadable=lambda *_: None):
+        counts.update({bookie_id for fragment in found.metadata.ensembles for bookie_id in fragment.bookies})
+    return counts
 
 
 def ledgers_of_bookies(cluster: Cluster, bookie_ids: Collection[str]) -> dict[str, BookieLedgers]:

@@ -89,7 +89,7 @@ class SqliteStore(MetadataStore):
             if not os.path.isdir(directory):
                 raise NotFound(f"No directory {directory} for the metadata store")
         elif not os.path.isfile(file):
-            raise NotFound(f"No metadata store at {file}", hint="start a local cluster with 'bkctl cluster up'")
+            raise NotFound(f"No metadata store at {file}", hint="start a local cluster with 'bkctl local up'")
         self._connection = self._connect(create)
         try:
             with self._errors():
@@ -128,7 +128,7 @@ class SqliteStore(MetadataStore):
                 elif empty:
                     raise NotFound(
                         f"{self.file} is empty, not a metadata store",
-                        hint="start a local cluster with 'bkctl cluster up'",
+                        hint="start a local cluster with 'bkctl local up'",
                     )
         if self._pragma("application_id") != _APPLICATION_ID:
             raise Corrupt(f"{self.file} is a database of another program, not a metadata store")

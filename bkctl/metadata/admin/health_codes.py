@@ -1,0 +1,28 @@
+"""The codes of health findings; without imports, so that help can list them at once."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class HealthCode(StrEnum):
+    """The subject of a health finding; stable, for scripts and mutes."""
+
+    NO_INSTANCE_ID = "no-instance-id"
+    NO_WRITABLE_BOOKIE = "no-writable-bookie"
+    BOOKIE_DOWN = "bookie-down"
+    BOOKIE_READ_ONLY = "bookie-read-only"
+    BOOKIE_WITHOUT_ADDRESS = "bookie-without-address"
+    BOOKIE_WITHOUT_COOKIE = "bookie-without-cookie"
+    BOOKIE_SILENT = "bookie-silent"
+    COOKIE_DAMAGED = "cookie-damaged"
+    COOKIE_OF_ANOTHER_CLUSTER = "cookie-of-another-cluster"
+    DISK_FULL = "disk-full"
+    SCOPES_ORPHANED = "scopes-orphaned"
+    NO_BOOKIE_FOR_SCOPES = "no-bookie-for-scopes"
+    MARK_DAMAGED = "mark-damaged"
+    UNDERREPLICATED = "underreplicated"
+    AUTORECOVERY_DISABLED = "autorecovery-disabled"
+    VOTE_DAMAGED = "vote-damaged"
+    NO_AUDITOR = "no-auditor"
+    NO_AUDITOR_OF_SCOPES = "no-auditor-of-scopes"

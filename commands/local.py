@@ -1,0 +1,171 @@
+"""`bkctl local`: clusters of our own bookies on this machine."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from bkctl.errors import BkctlError, UsageError
+
+from .kit.audit import shown_uri
+from .kit.columns import Column, Columns, Kind
+from .kit.command import Run, command, group
+from .kit.connection import LOCAL_CONTEXT
+from .kit.contexts import Contexts
+from .kit.texts import GREEN, RED, YELLOW
+
+if TYPE_CHECKING:
+    from bkctl.bookie.local import LocalCluster
+
+app = group()
+
+LOCAL_COLUMNS = Columns(
+    Column("BOOKIE", "bookieId", "bookie.bookie_id"),
+    Column(
+        "STATE", "state", "state", style={"rw": GREEN, "ro": YELLOW, "starting": YELLOW, "left": YELLOW, "down": RED}
+    ),
+    Column("ADDRESS", "address", lambda row: f"127.0.0.1:{row.bookie.port}"),
+    Column("PID", "pid", "bookie.pid", Kind.INTEGER),
+    Column("DIRECTORY", "directory", lambda row: str(row.bookie.directory), flexible=True),
+    Column(None, "httpUrl", "bookie.http_url"),
+    Column(None, "conf", lambda row: str(row.bookie.conf)),
+    Column(None, "log", lambda row: str(row.bookie.log)),
+    key="bookieId",
+)
+
+LocalDirectory = Annotated[
+    Path | None,
+    typer.Option("--dir", metavar="DIR", help="The local cluster's directory (default: the one that is up)."),
+]
+
+
+def _local(run: Run, directory: Path | None) -> LocalCluster:
+    """Return the local cluster in `directory`, else the one that is up. Raises UsageError for another named cluster."""
+    from bkctl.bookie.local import LocalCluster, active_cluster
+
+    given = run.given_options()
+    if given.metadata_uri is not None or given.conf is not None or given.context not in (None, LOCAL_CONTEXT):
+        raise UsageError(
+            "'bkctl local' works on the clusters of this machine, and an option names another cluster",
+            hint="leave --metadata-uri, --conf and --context out; 'bkctl cluster status' shows other clusters",
+        )
+    if directory is not None:
+        return LocalCluster(directory)
+    return active_cluster() or LocalCluster()
+
+
+@command(app, "up", changes=True, examples=("bkctl local up",))
+def up(
+    run: Run,
+    directory: LocalDirectory = None,
+    bookies: Annotated[
+        int | None,
+        typer.Option("--bookies", metavar="N", help="Number of bookies (default: 3, or as many as the cluster has)."),
+    ] = None,
+    storage: Annotated[
+        str | None,
+        typer.Option("--storage", metavar="CLASS", help="Ledger storage of new bookies: sorted, interleaved, db."),
+    ] = None,
+    http: Annotated[
+        bool | None,
+        typer.Option(
+            "--http/--no-http", help="Give new bookies an HTTP server (default: if bkctl[http] is installed)."
+        ),
+    ] = None,
+    autorecovery: Annotated[
+        bool,
+        typer.Option(
+            "--autorecovery", help="Run auto-recovery in new bookies, which replicates the ledgers of lost ones."
+        ),
+    ] = False,
+) -> None:
+    """Start a local cluster of our own bookies.
+
+    Commands use it until 'local down', unless the environment or a context names another cluster: the last line says
+    which cluster they use. '-x local' is this cluster in any case.
+    """
+    from bkctl.http import has_server, load_server
+
+    if http:
+        load_server()
+    http = has_server() if http is None else http
+    cluster = _local(run, directory)
+    with run.working(
+        f"Starting the local cluster at {cluster.directory}",
+        left="started bookies keep running: 'bkctl local up' starts the rest, 'bkctl local down' stops all",
+    ):
+        cluster.up(
+            bookies, storage=storage, http=http, auto_recovery=autorecovery, timeout_s=run.timeout_s,
+            progress=run.detail,
+        )  # fmt: skip
+    rows = cluster.status(run.timeout_s)
+    run.render(rows, LOCAL_COLUMNS)
+    for row in rows:
+        if row.state == "left":
+            run.note(
+                f"{row.bookie.bookie_id} left the cluster and was not started: remove {row.bookie.directory} to let it "
+                "join again, empty"
+            )
+    _note_target(run, cluster)
+
+
+def _note_target(run: Run, cluster: LocalCluster) -> None:
+    """Print which cluster the next commands use, and how to use this one if it is another."""
+    where = f"Local cluster at {cluster.directory}"
+    switch = "-x local" if LOCAL_CONTEXT not in Contexts.read(os.environ).names else f"-u {cluster.metadata_uri}"
+    try:
+        target = run.standing_connection()
+    except BkctlError as error:
+        run.note(f"{where}. Commands without {switch} fail: {error}")
+        return
+    if target.uri == cluster.metadata_uri:
+        run.note(f"{where}; commands without --metadata-uri use it until 'bkctl local down'")
+    elif target.source in os.environ:
+        run.note(
+            f"{where}. Commands do not use it, since {target.source} names {shown_uri(target.uri)}: "
+            f"add {switch}, or unset {target.source}"
+        )
+    else:
+        use = f", or run 'bkctl context use {LOCAL_CONTEXT}'" if switch == "-x local" else ""
+        run.note(
+            f"{where}. Commands do not use it, since the current context is {target.context} "
+            f"({shown_uri(target.uri)}): add {switch}{use}"
+        )
+
+
+@command(app, "down", changes=True, examples=("bkctl local down",))
+def down(
+    run: Run,
+    directory: LocalDirectory = None,
+    bookie: Annotated[
+        str | None, typer.Option("--bookie", metavar="ID", help="Stop this bookie only; the cluster stays up.")
+    ] = None,
+) -> None:
+    """Stop the local cluster cleanly.
+
+    Its data stays for the next 'local up'.
+    """
+    cluster = _local(run, directory)
+    with run.working(
+        f"Stopping the local cluster at {cluster.directory}", left="run the command again to stop the rest"
+    ):
+        stopped = cluster.down(bookie, timeout_s=run.timeout_s, progress=run.detail)
+    names = {one.bookie_id for one in stopped}
+    run.render((row for row in cluster.status(run.timeout_s) if row.bookie.bookie_id in names), LOCAL_COLUMNS)
+    if not stopped:
+        run.note("Nothing was running")
+
+
+@command(app, "status", examples=("bkctl local status",))
+def status(run: Run, directory: LocalDirectory = None) -> None:
+    """Show the bookies of the local cluster.
+
+    Shows state, address, process and directory. 'cluster status' shows the members of any cluster.
+    """
+    cluster = _local(run, directory)
+    run.render(cluster.status(run.timeout_s), LOCAL_COLUMNS)
+    if cluster.is_active():
+        _note_target(run, cluster)

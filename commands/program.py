@@ -1,0 +1,66 @@
+"""`bkctl help`, `bkctl version` and `bkctl completion`: the program itself."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+
+from bkctl import __version__
+
+from .kit.command import Run, command, group
+from .kit.parser import connection_help
+
+app = group()
+
+
+class Shell(StrEnum):
+    """The shells that have a completion script."""
+
+    BASH = "bash"
+    ZSH = "zsh"
+    FISH = "fish"
+
+
+@app.command("help", epilog="bkctl help ledger list\nbkctl help connection")
+def show_help(
+    context: typer.Context,
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="COMMAND", help="A group or a command, or `connection`.")
+    ] = None,
+) -> None:
+    """Show the help of a command, or of the connection options.
+
+    'bkctl help connection' lists the options that every command takes before the group or after the command.
+    """
+    top = context.find_root()
+    if words == ["connection"]:
+        print(connection_help(top), end="")
+        return
+    program: Any = top.command
+    program.main([*(words or ()), "--help"], prog_name="bkctl", standalone_mode=False, obj=top.obj)
+
+
+@command(app, "version", examples=("bkctl version",))
+def show_version(run: Run) -> None:
+    """Print the version."""
+    run.text(f"bkctl {__version__}\n")
+
+
+@command(
+    app,
+    "completion",
+    examples=("source <(bkctl completion bash)", "bkctl completion fish > ~/.config/fish/completions/bkctl.fish"),
+)
+def print_completion(
+    run: Run, shell: Annotated[Shell, typer.Argument(metavar="SHELL", help="bash, zsh or fish.")]
+) -> None:
+    """Print the completion script of a shell.
+
+    Load it in the shell's start-up file: `source <(bkctl completion bash)` in ~/.bashrc, `source <(bkctl completion
+    zsh)` in ~/.zshrc after compinit, `bkctl completion fish | source` in ~/.config/fish/config.fish.
+    """
+    from .generate import completion_script
+
+    run.text(completion_script(shell.value))

@@ -1,0 +1,139 @@
+"""The names that Apache's tools have for our commands: the Java shell, Java's bkctl and pulsar-admin.
+
+One table makes docs/from-the-shell.md, and the hint for a command that was typed by its Java name.
+"""
+
+from __future__ import annotations
+
+from difflib import SequenceMatcher
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_SUGGESTIONS_MAX: Final = 3
+#: Groups are meant for each other from here on: `bookie` and `bookies`.
+_RELATED_RATIO: Final = 0.8
+
+
+class Translation(NamedTuple):
+    """One command of Apache's tools, "" where a tool lacks it, and ours."""
+
+    shell: str
+    java: str
+    ours: str
+    note: str = ""
+
+
+#: The Java shell (`bookkeeper shell X`), Java's bkctl, ours.
+TRANSLATIONS: Final = (
+    Translation("listledgers", "bookie listledgers", "ledger list", "metadata is shown without -m"),
+    Translation("ledgermetadata", "ledger show", "ledger show", "`metadata export` and `import` for -d and -r"),
+    Translation("readledger", "bookie readledger", "ledger read", "-r is `--recover`, -m is `--body`"),
+    Translation("deleteledger", "ledger delete", "ledger delete", "asks, and keeps an undo file"),
+    Translation("simpletest", "ledger simpletest", "ledger test"),
+    Translation("activeledgers", "", "entrylog active"),
+    Translation("recover", "bookies recover", "bookies recover"),
+    Translation("ledger", "bookie ledger", "bookie index show", "`bkctl ledger` is a group here"),
+    Translation("listfilesondisc", "bookie listfilesondisc", "bookie files"),
+    Translation("lastmark", "bookie lastmark", "journal lastmark"),
+    Translation("readjournal", "bookie readjournal", "journal read"),
+    Translation("readlog", "bookie readlog", "entrylog read", "a bare log id is decimal, `0x` hex"),
+    Translation("readlogmetadata", "bookie readlogmetadata", "entrylog show", "a bare log id is decimal, `0x` hex"),
+    Translation("localconsistencycheck", "bookie localconsistencycheck", "bookie check"),
+    Translation("check-db-ledgers-index", "bookie check-db-ledgers-index", "bookie index check"),
+    Translation(
+        "rebuild-db-ledger-locations-index",
+        "bookie rebuild-db-ledger-locations-index",
+        "bookie index rebuild",
+        "with `--locations`",
+    ),
+    Translation("rebuild-db-ledgers-index", "bookie rebuild-db-ledgers-index", "bookie index rebuild", "`--ledgers`"),
+    Translation(
+        "regenerate-interleaved-storage-index-file",
+        "bookie regenerate-interleaved-storage-index-file",
+        "bookie index regenerate",
+    ),
+    Translation("convert-to-db-storage", "bookie converttodbstorage", "bookie convert", "`--to db`"),
+    Translation(
+        "convert-to-interleaved-storage", "bookie converttointerleavedstorage", "bookie convert", "`--to interleaved`"
+    ),
+    Translation("bookieformat", "bookie format", "bookie format", "-n is `--yes-really ID`, -d is `--delete-cookie`"),
+    Translation("initbookie", "bookie init", "bookie init"),
+    Translation("bookiesanity", "bookie sanitytest", "bookie sanity", "any bookie, not only the local one"),
+    Translation("listbookies", "bookies list", "bookies list", "`--state rw`, `ro` or `down`"),
+    Translation("bookieinfo", "bookies info", "bookies usage"),
+    Translation("endpointinfo", "bookie endpointinfo", "bookies show"),
+    Translation("clusterinfo", "", "cluster info", "`cluster status` and `cluster health` say more"),
+    Translation("whatisinstanceid", "bookies instanceid", "cluster id"),
+    Translation("initnewcluster", "bookies init", "cluster init"),
+    Translation("nukeexistingcluster", "bookies nukeexistingcluster", "cluster nuke", "-i is `--yes-really ID`"),
+    Translation("metaformat", "bookies metaformat", "cluster nuke", "then `cluster init`"),
+    Translation("decommissionbookie", "bookies decommission", "bookies decommission"),
+    Translation("updateledgers", "bookie flip-bookie-id", "metadata replace-bookie"),
+    Translation("updateBookieInLedger", "", "metadata replace-bookie"),
+    Translation("", "bookieid searchreplace", "metadata replace-bookie"),
+    Translation("updatecookie", "cookie admin", "cookie rename", "also `cookie expand`, `list` and `delete`"),
+    Translation("cookie_create", "cookie create", "cookie create"),
+    Translation("cookie_get", "cookie get", "cookie show"),
+    Translation("cookie_update", "cookie update", "cookie update"),
+    Translation("cookie_delete", "cookie delete", "cookie delete"),
+    Translation("cookie_generate", "cookie generate", "cookie generate"),
+    Translation("", "healthCheck switch", "cluster healthcheck status", "`enable` and `disable` change it"),
+    Translation("autorecovery", "autorecovery toggle", "autorecovery status", "`enable` and `disable` change it"),
+    Translation("queryautorecoverystatus", "", "autorecovery workers"),
+    Translation("listunderreplicated", "autorecovery listunderreplicated", "autorecovery list"),
+    Translation("whoisauditor", "autorecovery whoisauditor", "autorecovery auditor"),
+    Translation("triggeraudit", "autorecovery triggeraudit", "autorecovery audit"),
+    Translation("forceauditchecks", "", "autorecovery audit", "`--reset-clock`"),
+    Translation("lostbookierecoverydelay", "autorecovery lostbookierecoverydelay", "autorecovery delay"),
+)
+
+#: `pulsar-admin bookies X` → ours.
+PULSAR: Final = (Translation("list-bookies", "", "bookies list"),)
+
+
+def translate(words: Iterable[str]) -> str | None:
+    """Return our command for the words (one at least) of one of Apache's, typed after `bkctl`; None for others."""
+    *group, name = [word.lower() for word in words]
+    whole = " ".join([*group, name])
+    return next(
+        (each.ours for each in (*TRANSLATIONS, *PULSAR) if whole == each.java.lower() or name == each.shell.lower()),
+        None,
+    )
+
+
+def find_elsewhere(path: list[str], name: str, commands: Iterable[str]) -> list[str]:
+    """Return the `commands` whose last word is `name`, at most three, the group most like `path` first."""
+    typed = " ".join(path)
+
+    def likeness(command: str) -> float:
+        return SequenceMatcher(None, typed, command.rpartition(" ")[0]).ratio()
+
+    found = sorted((each for each in commands if each.rpartition(" ")[2] == name), key=likeness, reverse=True)
+    if found and likeness(found[0]) >= _RELATED_RATIO:
+        return found[:1]
+    return found[:_SUGGESTIONS_MAX]
+
+
+def markdown() -> str:
+    """Return docs/from-the-shell.md."""
+    lines = [
+        "# From the Java shell",
+        "",
+        "Generated by `python -m bkctl.commands.generate`. Typed after `bkctl`, a name of the first two columns is",
+        "answered with that of the third. Options are in `bkctl help COMMAND`.",
+        "",
+        "| `bookkeeper shell` | Java's `bkctl` | `bkctl` | |",
+        "| --- | --- | --- | --- |",
+    ]
+    lines += [
+        f"| {_code(each.shell)} | {_code(each.java)} | {_code(each.ours)} | {each.note} |" for each in TRANSLATIONS
+    ]
+    lines += ["", "| `pulsar-admin bookies` | `bkctl` | |", "| --- | --- | --- |"]
+    lines += [f"| {_code(each.shell)} | {_code(each.ours)} | {each.note} |" for each in PULSAR]
+    return "\n".join(lines) + "\n"
+
+
+def _code(text: str) -> str:
+    return f"`{text}`" if text else "–"

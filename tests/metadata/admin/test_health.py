@@ -1,0 +1,83 @@
+"""Health findings and their mutes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bkctl.errors import NotFound
+from bkctl.formats.metadata import BookieServiceInfo, Cookie
+from bkctl.metadata.admin.health import Severity, health_findings
+from bkctl.metadata.admin.health_codes import HealthCode
+from bkctl.metadata.admin.health_mutes import MUTES, HealthMutes
+from bkctl.metadata.cluster import Cluster, open_cluster
+from bkctl.metadata.underreplication import LedgerUnderreplicationManager
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with open_cluster(f"sqlite://{tmp_path}/m.db", create=True) as cluster:
+        for bookie_id in ("b1:1", "b2:1", "b3:1"):
+            cookie = Cookie(bookie_id, ("/j",), ("/l",), instance_id=cluster.instance_id())
+            cluster.cookies.write(bookie_id, cookie, -1)
+        cluster.bookies.register("b1:1", BookieServiceInfo())
+        yield cluster
+
+
+def test_lost_bookies_that_nothing_repairs_are_an_error(cluster: Cluster) -> None:
+    found = {finding.code: finding for finding in health_findings(cluster)}
+    unguarded = found[HealthCode.NO_AUDITOR]
+    assert unguarded.severity is Severity.ERROR
+    assert "nothing replicates the ledgers of b2:1 and 1 more" in unguarded.message
+
+    LedgerUnderreplicationManager(cluster.store).disable()
+    found = {finding.code: finding for finding in health_findings(cluster)}
+    assert found[HealthCode.AUTORECOVERY_DISABLED].severity is Severity.ERROR
+    assert "b2:1 and 1 more" in found[HealthCode.AUTORECOVERY_DISABLED].message
+
+
+def test_mutes_end_by_time_or_request(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_ms = 1_000_000
+    monkeypatch.setattr("bkctl.metadata.admin.health_mutes._now_ms", lambda: now_ms)
+    mutes = HealthMutes(cluster)
+    assert mutes.active() == []
+    short = mutes.mute(HealthCode.BOOKIE_DOWN, duration_s=60, user="ann")
+    assert short.until_ms == now_ms + 60_000
+    forever = mutes.mute(HealthCode.NO_AUDITOR, duration_s=None, user="bob")
+    assert mutes.active() == [short, forever]
+    now_ms += 60_000
+    assert mutes.active() == [forever]
+    assert mutes.unmute(HealthCode.NO_AUDITOR) == forever
+    for code in (HealthCode.NO_AUDITOR, HealthCode.BOOKIE_DOWN):
+        with pytest.raises(NotFound):
+            mutes.unmute(code)
+
+
+@pytest.mark.parametrize(
+    "value", [b"", b"[]", b"{", b'{"a": 1}', b'{"a": {"since": "x", "until": null, "user": 1}}', b"[" * 9999]
+)
+def test_damaged_mutes_mute_nothing_and_are_replaced(cluster: Cluster, value: bytes) -> None:
+    cluster.store.put(MUTES, value, None)
+    mutes = HealthMutes(cluster)
+    assert mutes.active() == []
+    mutes.mute(HealthCode.DISK_FULL, duration_s=None, user="ann")
+    assert [mute.code for mute in mutes.active()] == ["disk-full"]
+
+
+def test_mutes_of_two_commands_at_once_both_stay(cluster: Cluster) -> None:
+    one, two = HealthMutes(cluster), HealthMutes(cluster)
+    put = cluster.store.put
+    raced = []
+
+    def put_late(path: str, content: bytes, expected: int | None) -> int:
+        if not raced:
+            raced.append(True)
+            two.mute(HealthCode.DISK_FULL, duration_s=None, user="bob")
+        return put(path, content, expected)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cluster.store, "put", put_late)
+        one.mute(HealthCode.BOOKIE_DOWN, duration_s=None, user="ann")
+    assert [mute.code for mute in one.active()] == ["bookie-down", "disk-full"]
