@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from bkctl.metadata.cluster import RegisteredBookie
     from bkctl.replication.move_plan import MovePlan, MoveProgress
 
-_GC_THRESHOLDS: Final = (20_000, 20, 100)
 #: Between two looks at how far the work is.
 _REFRESH_S: Final = 0.2
 
@@ -66,7 +65,6 @@ async def shown_progress(activity: Activity, progress: MoveProgress) -> AsyncIte
 def run_within(run: Run, work: Coroutine[Any, Any, None], deadline_s: float | None, what: str) -> None:
     """Run the work to its end. Raises TimedOut at the deadline."""
     import asyncio
-    import gc
 
     async def bounded() -> None:
         try:
@@ -77,14 +75,7 @@ def run_within(run: Run, work: Coroutine[Any, Any, None], deadline_s: float | No
                 f"{what} is not finished after {time_text(deadline_s or 0)}", hint="run it again to continue"
             ) from error
 
-    # Each ledger allocates much, and hardly anything of it in reference cycles: collecting cycles less often takes
-    # a tenth less time.
-    thresholds = gc.get_threshold()
-    gc.set_threshold(*_GC_THRESHOLDS)
-    try:
-        run.complete(bounded())
-    finally:
-        gc.set_threshold(*thresholds)
+    run.complete(bounded())
 
 
 def entry_spans(spans: Any) -> list[dict[str, int]] | None:
