@@ -14,10 +14,11 @@ QUALIFIED_NAME: Final = "ledgerQualifiedName"
 
 def arrow_schema(schema: str) -> pa.Schema:
     """Return a schema in Spark's DDL as Arrow's. Only the driver can: Spark's parser is in the JVM."""
-    from pyspark.sql.pandas.types import to_arrow_schema
     from pyspark.sql.types import StructType
 
-    return to_arrow_schema(cast("StructType", StructType.fromDDL(schema)))
+    from bkctl.spark.internals import arrow_schema_of
+
+    return arrow_schema_of(cast("StructType", StructType.fromDDL(schema)))
 
 
 def rows_in_tasks(spark: SparkSession, items: Sequence[Any], function: Any, schema: str) -> DataFrame:
