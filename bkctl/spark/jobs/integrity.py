@@ -1,8 +1,9 @@
 """The job `integrity`: the entries that metadata promises, against the files of the bookies that should have them.
 
-An entry counts as present if a bookie that starts on these files serves it: its index points to a record in an entry
-log that is this entry and matches its digest, or a replay of the journal brings the entry (a running bookie may not
-have written it to its logs yet). Where neither is certain from columns alone, a second look reads the records.
+An entry counts as present if a bookie that starts on these files serves it: a replay of the journal brings the entry (a
+running bookie may not have written it to its logs yet), or its index points to a record in an entry log that is this
+entry and matches its digest. Where neither is certain from columns alone, a second look reads the records. It also
+checks the digests of copies that no index names.
 
 Closed ledgers promise the entries that their metadata says. An open ledger promises entries up to the highest last add
 confirmed in any of its entries. Source: LedgerChecker, ScanAndCompareGarbageCollector; DigestManager.
@@ -58,18 +59,23 @@ def integrity(
     ledger: LedgerId | None = None,
     scope_id: int | None = None,
     indexes: bool = True,
+    held: DataFrame | None = None,
 ) -> Integrity:
     """Compare the promises of metadata with bookies' files; without `indexes`, with entry logs and journals only.
 
     `connection` has the options of `bookkeeper.metadata`. Metadata is read before the files, so that entries written
-    meanwhile do not count as missing. Raises Conflict if a bookie belongs to another cluster.
+    meanwhile do not count as missing. `held` is a result of `held_entries` to use, not computed yet. Raises Conflict if
+    a bookie belongs to another cluster.
     """
     from pyspark.sql import functions as F
 
     check_clusters(bookies, connection)
     metadata = read_metadata(spark, connection, ledger, scope_id).persist()
     metadata.count()
-    held = held_entries(spark, bookies, ledger, scope_id, indexes=indexes).persist()
+    persisted = [metadata]
+    if held is None:
+        held = held_entries(spark, bookies, ledger, scope_id, indexes=indexes).persist()
+        persisted.append(held)
     promised, unchecked = promised_entries(spark, bookies, metadata, held)
     ledgers = metadata.select(QUALIFIED_NAME, "digestType", F.col("state").alias("ledgerState"), "writeQuorumSize")
     judged = judge_replicas(promised, held, ledgers, indexes=indexes)
@@ -82,7 +88,7 @@ def integrity(
         F.count("*").alias("replicaCount"),
     )
     order = (QUALIFIED_NAME, "entryId", "bookieId", "file", "offset")
-    return Integrity(findings.orderBy(*order), unchecked, checked, (metadata, held, suspects))
+    return Integrity(findings.orderBy(*order), unchecked, checked, (*persisted, suspects))
 
 
 def _absent(judged: DataFrame) -> DataFrame:

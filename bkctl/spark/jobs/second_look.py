@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from bkctl.errors import BkctlError, NotFound
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.journal import JournalReader
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.entry_log import log_id_of
+from bkctl.formats.record import RECORD_SIZE, RECORD_SIZE_BYTES_MAX
 from bkctl.ids import LedgerId
 from bkctl.spark.jobs.bookies import open_store
 from bkctl.spark.jobs.entry_problems import REPLICA, Problem
@@ -27,7 +28,8 @@ _RESULT: Final = (
     f"bookieId string, {QUALIFIED_NAME} string, entryId bigint, promised boolean, problem string, file string, "
     "offset bigint, detail string"
 )
-_OPEN_LOGS_MAX: Final = 64
+_OPEN_FILES_MAX: Final = 64
+_Reader = TypeVar("_Reader", EntryLogReader, JournalReader)
 
 
 def look_again(judged: DataFrame, bookies: Sequence[BookieFiles], connection: Mapping[str, str]) -> DataFrame:
@@ -36,7 +38,8 @@ def look_again(judged: DataFrame, bookies: Sequence[BookieFiles], connection: Ma
 
     looks = judged.select(*REPLICA, "promised", "digestType", F.explode("looks").alias("look"))
     looks = looks.select(*REPLICA, "digestType", "look.*")
-    looks = looks.repartition("file", "bookieId", "logId").sortWithinPartitions("file", "bookieId", "logId", "offset")
+    place = [F.coalesce("file", "replay.file"), F.col("bookieId"), F.col("logId")]
+    looks = looks.repartition(*place).sortWithinPartitions(*place, "offset", "replay.offset")
     logs: dict[tuple[str, int, bool], list[str]] = {}
     for bookie in bookies:
         for log in bookie.directories.entry_logs():
@@ -70,7 +73,7 @@ class _SecondLook:
         self._logs, self._connection = logs, connection
         self._cluster: Cluster | None = None
         self._managers: dict[LedgerId, DigestManager] = {}
-        self._readers: dict[str, EntryLogReader] = {}
+        self._readers: dict[str, EntryLogReader | JournalReader] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> _SecondLook:
@@ -87,13 +90,23 @@ class _SecondLook:
         found = {key: row[key] for key in REPLICA} | {"promised": row["decides"], "offset": row["offset"]}
         found |= {"file": row["file"], "problem": None, "detail": None}
         try:
-            if row["kind"] == "journal":
-                self._check(ledger, row, _journal_record(row["file"], row["offset"]))
-            else:
+            if row["replay"] is None or not self._finds_replay(ledger, row, found):
                 found["file"] = self._find_in_logs(ledger, row)
         except _ProblemFound as error:
             found["problem"], found["detail"] = error.problem.value, error.detail
         return found if row["decides"] or found["problem"] else None
+
+    def _finds_replay(self, ledger: LedgerId, row: Mapping[str, Any], found: dict[str, Any]) -> bool:
+        """Return whether the replayed copy is intact. Raises _ProblemFound if it is not, and no log has the entry."""
+        replay = row["replay"]
+        try:
+            self._check(ledger, row, self._journal_record(replay["file"], replay["offset"]))
+        except _ProblemFound:
+            if row["offset"] is not None:
+                return False
+            found |= replay
+            raise
+        return True
 
     def _find_in_logs(self, ledger: LedgerId, row: Mapping[str, Any]) -> str:
         """Return the file that has the entry. Raises _ProblemFound."""
@@ -103,7 +116,7 @@ class _SecondLook:
         problem = _ProblemFound(Problem.MISSING, f"its index names log {row['logId']}, which does not exist")
         for path in paths:
             try:
-                record = self._reader(path).entry_at(row["offset"] + 4)
+                record = self._open(path, EntryLogReader).entry_at(row["offset"] + 4)
                 if (record.ledger, record.entry_id) != (ledger, row["entryId"]):
                     raise _ProblemFound(
                         Problem.MISPLACED,
@@ -139,21 +152,24 @@ class _SecondLook:
             self._cluster = self._stack.enter_context(open_store(self._connection))
         return self._cluster.ledgers.read(ledger).metadata.password or b""
 
-    def _reader(self, path: str) -> EntryLogReader:
+    def _journal_record(self, path: str, offset: int) -> bytes:
+        """Return the record of a journal at `offset`. Raises _ProblemFound."""
+        try:
+            reader = self._open(path, JournalReader)
+            (size,) = RECORD_SIZE.unpack(reader.read(offset, RECORD_SIZE.size).ljust(RECORD_SIZE.size, b"\0"))
+            body = reader.read(offset + RECORD_SIZE.size, min(max(size, 0), RECORD_SIZE_BYTES_MAX))
+        except BkctlError as error:
+            raise _ProblemFound(Problem.DAMAGED, str(error)) from error
+        if not 0 < size == len(body):
+            raise _ProblemFound(Problem.MISSING, f"{path} has no record at byte {offset}")
+        return body
+
+    def _open(self, path: str, kind: type[_Reader]) -> _Reader:
+        """Return the open reader of a file. Raises BkctlError."""
         reader = self._readers.get(path)
         if reader is None:
-            if len(self._readers) >= _OPEN_LOGS_MAX:
+            if len(self._readers) >= _OPEN_FILES_MAX:
                 self._readers.pop(next(iter(self._readers))).close()
-            reader = self._readers[path] = EntryLogReader.open(path)
+            reader = self._readers[path] = kind(path)
+        assert isinstance(reader, kind)
         return reader
-
-
-def _journal_record(path: str, offset: int) -> bytes:
-    """Return the record of a journal at `offset`. Raises _ProblemFound."""
-    try:
-        with JournalReader.open(path) as reader:
-            for record in reader.records(offset):
-                return record.body
-    except BkctlError as error:
-        raise _ProblemFound(Problem.DAMAGED, str(error)) from error
-    raise _ProblemFound(Problem.MISSING, f"{path} ends before byte {offset}")
