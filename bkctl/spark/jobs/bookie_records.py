@@ -125,7 +125,11 @@ def journal_entries(
     }
     records = spark.read.format("bookkeeper.journal").options(**chosen).load(list(owners))
     entries = with_bookie(records.filter(F.col(DAMAGE).isNull()).drop(DAMAGE), owners)
-    listed = spark.createDataFrame([(*start, True) for start in starts], "file string, start bigint, listed boolean")
     # A journal that the bookie created after the listing is behind every mark.
-    replayed = F.coalesce(F.col("offset") >= F.col("start"), F.col("listed").isNull())
-    return entries.join(F.broadcast(listed), "file", "left").withColumn("replayed", replayed).drop("start", "listed")
+    skipped = [path for path, start in starts if start is None]
+    parts = {path: start for path, start in starts if start}
+    replayed = ~F.col("file").isin(skipped)
+    if parts:
+        start = F.element_at(F.create_map(*(F.lit(word) for part in parts.items() for word in part)), F.col("file"))
+        replayed = F.when(F.col("file").isin([*parts]), F.col("offset") >= start).otherwise(replayed)
+    return entries.withColumn("replayed", replayed)

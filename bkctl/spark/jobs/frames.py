@@ -21,6 +21,16 @@ def arrow_schema(schema: str) -> pa.Schema:
     return arrow_schema_of(cast("StructType", StructType.fromDDL(schema)))
 
 
+def frame_of(spark: SparkSession, rows: Iterable[Sequence[Any]], schema: str) -> DataFrame:
+    """Return rows of this process as a DataFrame; unlike `createDataFrame` of a list, it takes no job of tasks."""
+    import pyarrow as pa
+
+    arrow = arrow_schema(schema)
+    columns = list(zip(*rows, strict=True)) or [()] * len(arrow)
+    arrays = [pa.array(values, field.type) for values, field in zip(columns, arrow, strict=True)]
+    return spark.createDataFrame(pa.Table.from_arrays(arrays, schema=arrow), schema)
+
+
 def rows_in_tasks(spark: SparkSession, items: Sequence[Any], function: Any, schema: str) -> DataFrame:
     """Return the rows (dicts) that `function` yields for each item, one task an item; items are plain values."""
     count, arrow = len(items), arrow_schema(schema)

@@ -20,7 +20,14 @@ from bkctl.spark.jobs.bookies import check_clusters
 from bkctl.spark.jobs.entry_problems import REPLICA, Problem
 from bkctl.spark.jobs.frames import QUALIFIED_NAME, with_ledger_ids
 from bkctl.spark.jobs.held_entries import held_entries, unreadable_files
-from bkctl.spark.jobs.promised_entries import promised_entries, read_metadata
+from bkctl.spark.jobs.promised_entries import (
+    absent_bookies,
+    fragments_of,
+    promise_counts,
+    promised_replicas,
+    read_metadata,
+    with_holder_count,
+)
 from bkctl.spark.jobs.second_look import look_again
 from bkctl.spark.jobs.verdicts import INTACT, judge_replicas
 
@@ -76,19 +83,19 @@ def integrity(
     if held is None:
         held = held_entries(spark, bookies, ledger, scope_id, indexes=indexes).persist()
         persisted.append(held)
-    promised, unchecked = promised_entries(spark, bookies, metadata, held)
+    fragments = fragments_of(metadata, held).persist()
     ledgers = metadata.select(QUALIFIED_NAME, "digestType", F.col("state").alias("ledgerState"), "writeQuorumSize")
-    judged = judge_replicas(promised, held, ledgers, indexes=indexes)
-    suspects = _absent(judged).unionByName(look_again(judged, bookies, connection)).persist()
-    findings = _with_intact_count(suspects, judged).join(ledgers.drop("digestType"), QUALIFIED_NAME)
+    judged = judge_replicas(promised_replicas(fragments, bookies), held, ledgers, indexes=indexes)
+    # What agrees ends here: all else is about the few other replicas.
+    doubtful = judged.filter((F.col("verdict") != INTACT) | (F.size("looks") > 0)).persist()
+    suspects = _absent(doubtful).unionByName(look_again(doubtful, bookies, connection)).persist()
+    findings = _with_intact_count(suspects, fragments, bookies).join(ledgers.drop("digestType"), QUALIFIED_NAME)
     findings = with_ledger_ids(findings).unionByName(unreadable_files(held), allowMissingColumns=True).drop("promised")
-    checked = promised.agg(
-        F.countDistinct(QUALIFIED_NAME).alias("ledgerCount"),
-        F.countDistinct(QUALIFIED_NAME, "entryId").alias("entryCount"),
-        F.count("*").alias("replicaCount"),
-    )
     order = (QUALIFIED_NAME, "entryId", "bookieId", "file", "offset")
-    return Integrity(findings.orderBy(*order), unchecked, checked, (*persisted, suspects))
+    return Integrity(
+        findings.orderBy(*order), absent_bookies(fragments, bookies), promise_counts(fragments, bookies),
+        (*persisted, fragments, doubtful, suspects),
+    )  # fmt: skip
 
 
 def _absent(judged: DataFrame) -> DataFrame:
@@ -102,14 +109,14 @@ def _absent(judged: DataFrame) -> DataFrame:
     )  # fmt: skip
 
 
-def _with_intact_count(suspects: DataFrame, judged: DataFrame) -> DataFrame:
+def _with_intact_count(suspects: DataFrame, fragments: DataFrame, bookies: Sequence[BookieFiles]) -> DataFrame:
     """Return the suspects with a problem, and how many promised replicas of their entries are intact."""
     from pyspark.sql import functions as F
 
     entry = [QUALIFIED_NAME, "entryId"]
     found = suspects.filter(F.col("problem").isNotNull())
-    intact = judged.filter(F.col("promised") & (F.col("verdict") == INTACT)).select(*entry)
-    cleared = suspects.filter(F.col("promised") & F.col("problem").isNull()).select(*entry)
-    keys = found.select(*entry).distinct()
-    counts = keys.join(intact.unionByName(cleared), entry).groupBy(*entry).agg(F.count("*").alias("intactCount"))
-    return found.join(counts, entry, "left").fillna(0, ["intactCount"])
+    bad = found.groupBy(*entry).agg(F.count(F.when(F.col("promised"), 1)).alias("badCount"))
+    intact = F.coalesce(F.col("holderCount") - F.col("badCount"), F.lit(0)).alias("intactCount")
+    holders = with_holder_count(bad.select(*entry), fragments, bookies)
+    counts = bad.join(holders, entry, "left").select(*entry, intact)
+    return found.join(counts, entry)

@@ -22,7 +22,7 @@ from bkctl.ids import LedgerId
 from bkctl.spark.jobs.bookie_records import replay_starts
 from bkctl.spark.jobs.bookies import check_clusters
 from bkctl.spark.jobs.entry_problems import REPLICA
-from bkctl.spark.jobs.frames import QUALIFIED_NAME, rows_in_tasks, with_ledger_ids
+from bkctl.spark.jobs.frames import QUALIFIED_NAME, frame_of, rows_in_tasks, with_ledger_ids
 from bkctl.spark.jobs.held_entries import held_entries
 from bkctl.spark.jobs.ledger_states import ledger_states
 from bkctl.spark.jobs.second_look import look_again
@@ -99,7 +99,7 @@ def audit(
         held = held_entries(spark, bookies, ledger, scope_id, digests=False).persist()
         persisted.append(held)
     found = unlogged(spark, bookies, connection, ledger=ledger, scope_id=scope_id, held=held)
-    entries = (spark.createDataFrame([], _UNLOGGED) if found is None else found).persist()
+    entries = (frame_of(spark, [], _UNLOGGED) if found is None else found).persist()
     names = {Logged.NO: "unloggedCount", Logged.UNKNOWN: "unknownCount"}
     counts = [F.count(F.when(F.col("logged") == word.value, 1)).alias(name) for word, name in names.items()]
     counted = entries.groupBy("file").agg(*counts)
