@@ -72,6 +72,28 @@ def log_records(
     return with_bookie(records, owners)
 
 
+def index_entries(
+    spark: SparkSession,
+    bookies: Sequence[BookieFiles],
+    *,
+    ledger: LedgerId | None = None,
+    scope_id: int | None = None,
+) -> DataFrame | None:
+    """Return file, bookieId, ledger, entryId, logId, offset and `damage` of all entries in indexes.
+
+    A damaged file has one row with `damage` and no ledger. None without an index directory.
+    """
+    owners = {directory: bookie.bookie_id for bookie in bookies for directory in bookie.index_dirs}
+    if not owners:
+        return None
+    chosen = {
+        **ledger_options(ledger, scope_id),
+        "mode": "permissive",
+        "columns": f"file,bookieId,{QUALIFIED_NAME},entryId,logId,offset",
+    }
+    return with_bookie(spark.read.format("bookkeeper.index").options(**chosen).load(list(owners)), owners)
+
+
 def replay_starts(bookie: BookieFiles) -> dict[str, int]:
     """Return the journal files that a start of the bookie replays → the byte where it begins (0: the whole file).
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from bkctl.errors import NotFound
 from bkctl.formats.record import RECORD_SIZE
 from bkctl.ids import LedgerId
-from bkctl.spark.jobs.bookie_records import journal_entries, ledger_options, log_records, with_bookie
+from bkctl.spark.jobs.bookie_records import index_entries, journal_entries, log_records
 from bkctl.spark.jobs.entry_problems import REPLICA, Problem
 from bkctl.spark.jobs.frames import QUALIFIED_NAME
 from bkctl.spark.sources.columns import DAMAGE, TYPES
@@ -140,17 +140,11 @@ def _indexed(
 ) -> DataFrame | None:
     from pyspark.sql import functions as F
 
-    owners = {directory: bookie.bookie_id for bookie in bookies for directory in bookie.index_dirs}
-    if not owners:
+    entries = index_entries(spark, bookies, ledger=ledger, scope_id=scope_id)
+    if entries is None:
         return None
-    options = {
-        **ledger_options(ledger, scope_id),
-        "mode": "permissive",
-        "columns": f"file,bookieId,{QUALIFIED_NAME},entryId,logId,offset",
-    }
-    entries = spark.read.format("bookkeeper.index").options(**options).load(list(owners))
     place = F.when(F.col(DAMAGE).isNull(), F.struct("logId", "offset"))
-    return _trace(with_bookie(entries, owners), place=place, damage=F.col(DAMAGE))
+    return _trace(entries, place=place, damage=F.col(DAMAGE))
 
 
 def _journaled(

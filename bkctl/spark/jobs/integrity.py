@@ -88,7 +88,7 @@ def integrity(
     judged = judge_replicas(promised_replicas(fragments, bookies), held, ledgers, indexes=indexes)
     # What agrees ends here: all else is about the few other replicas.
     doubtful = judged.filter((F.col("verdict") != INTACT) | (F.size("looks") > 0)).persist()
-    suspects = _absent(doubtful).unionByName(look_again(doubtful, bookies, connection)).persist()
+    suspects = _absent(doubtful).unionByName(_decided(look_again(doubtful, bookies, connection))).persist()
     findings = _with_intact_count(suspects, fragments, bookies).join(ledgers.drop("digestType"), QUALIFIED_NAME)
     findings = with_ledger_ids(findings).unionByName(unreadable_files(held), allowMissingColumns=True).drop("promised")
     order = (QUALIFIED_NAME, "entryId", "bookieId", "file", "offset")
@@ -107,6 +107,19 @@ def _absent(judged: DataFrame) -> DataFrame:
         *REPLICA, "promised", F.col("verdict").alias("problem"), copy["file"].alias("file"),
         copy["offset"].alias("offset"), F.lit(None).cast("string").alias("detail"),
     )  # fmt: skip
+
+
+def _decided(looked: DataFrame) -> DataFrame:
+    """Return one row for each promised replica: without a problem if a look found it, else the problem in a log."""
+    from pyspark.sql import functions as F
+
+    names = ("problem", "file", "offset", "detail")
+    is_bad, is_journal = F.col("problem").isNotNull(), F.coalesce(F.col("file").endswith(".txn"), F.lit(False))
+    best = F.min(F.struct(is_bad.alias("isBad"), is_journal.alias("isJournal"), *names)).alias("best")
+    promised = looked.filter("promised").groupBy(*REPLICA, "promised").agg(best)
+    return looked.filter("NOT promised").unionByName(
+        promised.select(*REPLICA, "promised", *(f"best.{name}" for name in names))
+    )
 
 
 def _with_intact_count(suspects: DataFrame, fragments: DataFrame, bookies: Sequence[BookieFiles]) -> DataFrame:

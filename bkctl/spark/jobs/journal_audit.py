@@ -19,7 +19,7 @@ from bkctl.files.journal import JournalReader
 from bkctl.files.journal_check import JournalCheck, JournalState, check_journals
 from bkctl.formats.record import RecordType
 from bkctl.ids import LedgerId
-from bkctl.spark.jobs.bookie_records import replay_starts
+from bkctl.spark.jobs.bookie_records import journal_entries, replay_starts
 from bkctl.spark.jobs.bookies import check_clusters
 from bkctl.spark.jobs.entry_problems import REPLICA
 from bkctl.spark.jobs.frames import QUALIFIED_NAME, frame_of, rows_in_tasks, with_ledger_ids
@@ -95,15 +95,15 @@ def audit(
     if connection is not None:
         check_clusters(bookies, connection)
     persisted = []
-    if held is None and any(bookie.journals() for bookie in bookies):
+    if held is None and journal_entries(spark, bookies) is not None:
         held = held_entries(spark, bookies, ledger, scope_id, digests=False).persist()
         persisted.append(held)
     found = unlogged(spark, bookies, connection, ledger=ledger, scope_id=scope_id, held=held)
     entries = (frame_of(spark, [], _UNLOGGED) if found is None else found).persist()
     names = {Logged.NO: "unloggedCount", Logged.UNKNOWN: "unknownCount"}
     counts = [F.count(F.when(F.col("logged") == word.value, 1)).alias(name) for word, name in names.items()]
-    counted = entries.groupBy("file").agg(*counts)
-    journals = checks(spark, bookies).join(counted, "file", "left").fillna(0, [*names.values()])
+    counted = entries.groupBy("bookieId", "file").agg(*counts)
+    journals = checks(spark, bookies).join(counted, ["bookieId", "file"], "left").fillna(0, [*names.values()])
     journals = journals.orderBy("bookieId", "file").persist()
     return JournalAudit(journals, entries, (journals, entries, *persisted))
 
@@ -183,7 +183,7 @@ def unlogged(
     """
     from pyspark.sql import functions as F
 
-    if not any(bookie.journals() for bookie in bookies):
+    if journal_entries(spark, bookies) is None:
         return None
     if held is None:
         held = held_entries(spark, bookies, ledger, scope_id, digests=False)
@@ -207,7 +207,7 @@ def _indexed_entries(absent: DataFrame, bookies: Sequence[BookieFiles]) -> DataF
     """Return the entries of `absent` that their index finds behind damage in a log."""
     from pyspark.sql import functions as F
 
-    look = look_at(None, F.col("place"), None, decides=True)
+    look = look_at("place", F.col("place"), decides=True)
     judged = absent.filter(F.col("place").isNotNull()).select(
         *REPLICA, F.lit(True).alias("promised"), F.lit(None).cast("string").alias("digestType"),
         F.array(look).alias("looks"),

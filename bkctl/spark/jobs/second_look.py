@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 from bkctl.errors import BkctlError, NotFound
 from bkctl.files.entry_log import EntryLogReader
@@ -28,8 +28,7 @@ _RESULT: Final = (
     f"bookieId string, {QUALIFIED_NAME} string, entryId bigint, promised boolean, problem string, file string, "
     "offset bigint, detail string"
 )
-_OPEN_FILES_MAX: Final = 64
-_Reader = TypeVar("_Reader", EntryLogReader, JournalReader)
+_OPEN_LOGS_MAX: Final = 64
 
 
 def look_again(judged: DataFrame, bookies: Sequence[BookieFiles], connection: Mapping[str, str]) -> DataFrame:
@@ -38,8 +37,7 @@ def look_again(judged: DataFrame, bookies: Sequence[BookieFiles], connection: Ma
 
     looks = judged.select(*REPLICA, "promised", "digestType", F.explode("looks").alias("look"))
     looks = looks.select(*REPLICA, "digestType", "look.*")
-    place = [F.coalesce("file", "replay.file"), F.col("bookieId"), F.col("logId")]
-    looks = looks.repartition(*place).sortWithinPartitions(*place, "offset", "replay.offset")
+    looks = looks.repartition("file", "bookieId", "logId").sortWithinPartitions("file", "bookieId", "logId", "offset")
     logs: dict[tuple[str, int, bool], list[str]] = {}
     for bookie in bookies:
         for log in bookie.directories.entry_logs():
@@ -73,7 +71,7 @@ class _SecondLook:
         self._logs, self._connection = logs, connection
         self._cluster: Cluster | None = None
         self._managers: dict[LedgerId, DigestManager] = {}
-        self._readers: dict[str, EntryLogReader | JournalReader] = {}
+        self._readers: dict[str, EntryLogReader] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> _SecondLook:
@@ -90,23 +88,13 @@ class _SecondLook:
         found = {key: row[key] for key in REPLICA} | {"promised": row["decides"], "offset": row["offset"]}
         found |= {"file": row["file"], "problem": None, "detail": None}
         try:
-            if row["replay"] is None or not self._finds_replay(ledger, row, found):
+            if row["kind"] == "journal":
+                self._check(ledger, row, _journal_record(row["file"], row["offset"]))
+            else:
                 found["file"] = self._find_in_logs(ledger, row)
         except _ProblemFound as error:
             found["problem"], found["detail"] = error.problem.value, error.detail
         return found if row["decides"] or found["problem"] else None
-
-    def _finds_replay(self, ledger: LedgerId, row: Mapping[str, Any], found: dict[str, Any]) -> bool:
-        """Return whether the replayed copy is intact. Raises _ProblemFound if it is not, and no log has the entry."""
-        replay = row["replay"]
-        try:
-            self._check(ledger, row, self._journal_record(replay["file"], replay["offset"]))
-        except _ProblemFound:
-            if row["offset"] is not None:
-                return False
-            found |= replay
-            raise
-        return True
 
     def _find_in_logs(self, ledger: LedgerId, row: Mapping[str, Any]) -> str:
         """Return the file that has the entry. Raises _ProblemFound."""
@@ -116,7 +104,7 @@ class _SecondLook:
         problem = _ProblemFound(Problem.MISSING, f"its index names log {row['logId']}, which does not exist")
         for path in paths:
             try:
-                record = self._open(path, EntryLogReader).entry_at(row["offset"] + 4)
+                record = self._reader(path).entry_at(row["offset"] + 4)
                 if (record.ledger, record.entry_id) != (ledger, row["entryId"]):
                     raise _ProblemFound(
                         Problem.MISPLACED,
@@ -152,24 +140,23 @@ class _SecondLook:
             self._cluster = self._stack.enter_context(open_store(self._connection))
         return self._cluster.ledgers.read(ledger).metadata.password or b""
 
-    def _journal_record(self, path: str, offset: int) -> bytes:
-        """Return the record of a journal at `offset`. Raises _ProblemFound."""
-        try:
-            reader = self._open(path, JournalReader)
-            (size,) = RECORD_SIZE.unpack(reader.read(offset, RECORD_SIZE.size).ljust(RECORD_SIZE.size, b"\0"))
-            body = reader.read(offset + RECORD_SIZE.size, min(max(size, 0), RECORD_SIZE_BYTES_MAX))
-        except BkctlError as error:
-            raise _ProblemFound(Problem.DAMAGED, str(error)) from error
-        if not 0 < size == len(body):
-            raise _ProblemFound(Problem.MISSING, f"{path} has no record at byte {offset}")
-        return body
-
-    def _open(self, path: str, kind: type[_Reader]) -> _Reader:
-        """Return the open reader of a file. Raises BkctlError."""
+    def _reader(self, path: str) -> EntryLogReader:
         reader = self._readers.get(path)
         if reader is None:
-            if len(self._readers) >= _OPEN_FILES_MAX:
+            if len(self._readers) >= _OPEN_LOGS_MAX:
                 self._readers.pop(next(iter(self._readers))).close()
-            reader = self._readers[path] = kind(path)
-        assert isinstance(reader, kind)
+            reader = self._readers[path] = EntryLogReader.open(path)
         return reader
+
+
+def _journal_record(path: str, offset: int) -> bytes:
+    """Return the record of a journal at `offset`. Raises _ProblemFound."""
+    try:
+        with JournalReader.open(path) as reader:
+            (size,) = RECORD_SIZE.unpack(reader.read(offset, RECORD_SIZE.size).ljust(RECORD_SIZE.size, b"\0"))
+            body = reader.read(offset + RECORD_SIZE.size, min(max(size, 0), RECORD_SIZE_BYTES_MAX))
+    except BkctlError as error:
+        raise _ProblemFound(Problem.DAMAGED, str(error)) from error
+    if not 0 < size == len(body):
+        raise _ProblemFound(Problem.MISSING, f"{path} has no record at byte {offset}")
+    return body

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
 
 INTACT: Final = "intact"
-#: Columns cannot decide: the first of `looks` does.
+#: Columns cannot decide: the replica is intact if one of the deciding `looks` finds it.
 IN_DOUBT: Final = "look"
 
 
@@ -20,7 +20,7 @@ def judge_replicas(promised: DataFrame, held: DataFrame, ledgers: DataFrame, *, 
     """Return each replica that is promised or held, of existing `ledgers`, with `verdict`, `served` and `looks`.
 
     `verdict` of a promised replica is INTACT, IN_DOUBT, missing or notIndexed, else null. `served` is the copy that the
-    index names; without `indexes`, the newest copy. `looks` are the records to read: the one that decides where the
+    index names; without `indexes`, the newest copy. `looks` are the records to read: those that decide where the
     verdict is IN_DOUBT, and copies that no index names and whose columns do not match.
     """
     from pyspark.sql import functions as F
@@ -29,7 +29,8 @@ def judge_replicas(promised: DataFrame, held: DataFrame, ledgers: DataFrame, *, 
     rows = rows.withColumn("promised", F.coalesce("promised", F.lit(False))).join(ledgers, QUALIFIED_NAME, "inner")
     rows = _with_served_copy(rows, indexes=indexes).withColumn("verdict", _verdict())
     in_doubt = F.coalesce(F.col("verdict") == IN_DOUBT, F.lit(False))
-    return rows.withColumn("looks", F.concat(F.filter(F.array(_deciding_look()), lambda _: in_doubt), _other_looks()))
+    deciding = F.filter(_deciding_looks(), lambda look: in_doubt & look.isNotNull())
+    return rows.withColumn("looks", F.concat(deciding, _other_looks()))
 
 
 def _with_served_copy(rows: DataFrame, *, indexes: bool) -> DataFrame:
@@ -93,16 +94,16 @@ def _matches(record: Column) -> Column:
     )  # fmt: skip
 
 
-def _deciding_look() -> Column:
-    """Return the look that decides about a replica in doubt: at the replayed copy, then at the copy in a log."""
+def _deciding_looks() -> Column:
+    """Return the looks that decide about a replica in doubt: at the replayed copy, and at the copy in a log."""
     from pyspark.sql import functions as F
 
     served, place, journaled = F.col("served"), F.col("place"), F.col("journaled")
-    replay = F.when(journaled.isNotNull(), F.struct(journaled["file"], journaled["offset"]))
-    return (
-        F.when(served.isNotNull(), look_at(served["file"], served, replay, decides=True))
-        .when(place.isNotNull(), look_at(None, place, replay, decides=True))
-        .otherwise(look_at(None, None, replay, decides=True))
+    return F.array(
+        F.when(journaled.isNotNull(), look_at("journal", journaled, decides=True)),
+        F.when(served.isNotNull(), look_at("log", served, decides=True)).when(
+            place.isNotNull(), look_at("place", place, decides=True)
+        ),
     )
 
 
@@ -114,23 +115,17 @@ def _other_looks() -> Column:
         is_served = F.col("promised") & copy.eqNullSafe(F.col("served"))
         return ~is_served & ~_matches(copy)
 
-    return F.transform(F.filter("copies", is_doubtful), lambda copy: look_at(copy["file"], copy, None, decides=False))
+    return F.transform(F.filter("copies", is_doubtful), lambda copy: look_at("log", copy, decides=False))
 
 
-def look_at(file: Column | None, record: Column | None, replay: Column | None, *, decides: bool) -> Column:
-    """Return one look: at a `replay` of a journal if there is one, then at a `record` in the log `file`.
-
-    Without `file`, the log is known by its id only.
-    """
+def look_at(kind: str, record: Column, *, decides: bool) -> Column:
+    """Return one look: at a `log` by its file, at a `place` by log id (its file is unknown), or at a `journal`."""
     from pyspark.sql import functions as F
 
-    def typed(column: Column | None, kind: str) -> Column:
-        return F.lit(None).cast(kind) if column is None else column
-
     return F.struct(
-        typed(file, "string").alias("file"),
-        typed(None if record is None else record["logId"], "bigint").alias("logId"),
-        typed(None if record is None else record["offset"], "bigint").alias("offset"),
-        typed(replay, "struct<file:string,offset:bigint>").alias("replay"),
+        F.lit(kind).alias("kind"),
+        (F.lit(None).cast("string") if kind == "place" else record["file"]).alias("file"),
+        (F.lit(None).cast("bigint") if kind == "journal" else record["logId"]).alias("logId"),
+        record["offset"].alias("offset"),
         F.lit(decides).alias("decides"),
     )
