@@ -79,10 +79,17 @@ def shares_of(held: DataFrame) -> DataFrame:
     counted = copies.groupBy("bookieId", F.col("copy.file").alias("file"), QUALIFIED_NAME).agg(
         F.count("*").alias("entryCount"), size
     )
-    damages = held.select("bookieId", F.explode("damages").alias(DAMAGE)).filter(F.col(DAMAGE)["file"].endswith(".log"))
-    damages = damages.withColumn("file", F.col(DAMAGE)["file"])
     counted = counted.withColumn(DAMAGE, F.lit(None).cast(TYPES[DAMAGE]))
-    return counted.unionByName(damages, allowMissingColumns=True).fillna(0, ["entryCount", "size"])
+    return counted.unionByName(log_damages(held), allowMissingColumns=True).fillna(0, ["entryCount", "size"])
+
+
+def log_damages(held: DataFrame) -> DataFrame:
+    """Return the damages of entry logs in `held_entries`: bookieId, file, damage."""
+    from pyspark.sql import functions as F
+
+    damages = held.select("bookieId", F.explode("damages").alias(DAMAGE))
+    file = F.col(DAMAGE)["file"]
+    return damages.withColumn("file", file).filter(file.endswith(".log"))
 
 
 def unreadable_files(held: DataFrame) -> DataFrame:

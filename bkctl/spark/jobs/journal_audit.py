@@ -23,11 +23,10 @@ from bkctl.spark.jobs.bookie_records import journal_entries, replay_starts
 from bkctl.spark.jobs.bookies import check_clusters
 from bkctl.spark.jobs.entry_problems import REPLICA
 from bkctl.spark.jobs.frames import QUALIFIED_NAME, frame_of, rows_in_tasks, with_ledger_ids
-from bkctl.spark.jobs.held_entries import held_entries
+from bkctl.spark.jobs.held_entries import held_entries, log_damages
 from bkctl.spark.jobs.ledger_states import ledger_states
 from bkctl.spark.jobs.second_look import look_again
 from bkctl.spark.jobs.verdicts import look_at
-from bkctl.spark.sources.columns import DAMAGE
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -187,7 +186,7 @@ def unlogged(
         return None
     if held is None:
         held = held_entries(spark, bookies, ledger, scope_id, digests=False)
-    unread = held.select("bookieId", F.explode("damages").alias(DAMAGE)).select("bookieId").distinct()
+    unread = log_damages(held).select("bookieId").distinct()
     absent = held.filter(F.col("recorded").isNotNull() & (F.size("copies") == 0))
     found = absent.join(_indexed_entries(absent, bookies), list(REPLICA), "left_anti")
     found = found.join(F.broadcast(unread.withColumn("unread", F.lit(True))), "bookieId", "left")
