@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 
-from bkctl.errors import BkctlError, Conflict, NotFound
+from bkctl.errors import BkctlError, Conflict, NotFound, UsageError
 from bkctl.files.index import LedgerIndexReader
 from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
 from bkctl.spark.sources.columns import DAMAGE, check_schema, damage_row, source_schema, where_and_why
@@ -26,6 +27,7 @@ from bkctl.spark.sources.index_databases import DatabaseReader
 from bkctl.spark.sources.index_plan import DamagedIndex, DatabaseRange, IndexFiles, IndexPlanner, Slots, group_files
 from bkctl.spark.sources.index_rows import IndexedEntries, IndexRowsLedger, entry_rows, ledger_rows
 from bkctl.spark.sources.options import Mode, SourceOptions
+from bkctl.spark.sources.places import unseen
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -123,6 +125,8 @@ class IndexReader(DataSourceReader):
     def _permitting(self, path: str, rows: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         try:
             yield from rows
+        except UsageError:
+            raise
         except BkctlError as error:
             self._mode.check(error)
             yield damage_row(self._schema(), path, *where_and_why(error))
@@ -132,8 +136,8 @@ class IndexReader(DataSourceReader):
         try:
             reader = LedgerIndexReader.open(slots.path)
         except NotFound as error:
-            hint = "a bookie deleted the ledger, or moved its index: run again"
-            raise NotFound(f"{slots.path} was deleted after the plan was made", hint=hint) from error
+            current = Path(slots.path).parents[3 if slots.ledger.is_scoped else 2]
+            raise unseen(slots.path, current) from error
         with reader:
             if self._rows is IndexRowKind.LEDGERS:
                 yield ledger_rows(self._schema(), [_ledger_of(slots, reader)], constants)
@@ -165,6 +169,8 @@ class IndexReader(DataSourceReader):
 
     def _read_databases(self, part: DatabaseRange) -> Iterator[pa.RecordBatch]:
         path = part.path("locations")
+        if not path.parent.is_dir():
+            raise unseen(path)
         constants = {"file": str(path), "scoped": part.scoped, "bookieId": part.bookie_id}
         schema = self._schema()
         with (
@@ -180,9 +186,9 @@ class IndexReader(DataSourceReader):
                     yield from entry_rows(schema, entries, self._conditions, constants)
 
     def _schema(self) -> pa.Schema:
-        from pyspark.sql.pandas.types import to_arrow_schema
+        from bkctl.spark.internals import arrow_schema_of
 
-        return to_arrow_schema(self._struct)
+        return arrow_schema_of(self._struct)
 
 
 def _ledger_of(slots: Slots, reader: LedgerIndexReader) -> IndexRowsLedger:

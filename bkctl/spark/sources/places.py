@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from glob import glob, has_magic
 from pathlib import Path
+from socket import gethostname
 from typing import NamedTuple, cast
 
 from bkctl.errors import BkctlError, NotFound, UsageError
@@ -72,6 +73,24 @@ def local_paths(text: str) -> Iterator[tuple[Path, bool]]:
         raise NotFound(f"No file matches {text}")
     for path in found:
         yield Path(path), False
+
+
+def unseen(path: Path | str, directory: Path | None = None) -> BkctlError:
+    """Return the error of a file that a task does not find, though the plan has it.
+
+    A UsageError, which no mode permits, if this machine lacks the bookie's `directory` (default: the file's), since all
+    of the bookie's entries would count as lost.
+    """
+    directory = Path(path).parent if directory is None else directory
+    if not directory.is_dir():
+        return UsageError(
+            f"{path} cannot be seen by the executor on {gethostname()}: {directory} does not exist there",
+            hint="mount the bookies' disks at the same paths on every executor",
+        )
+    return NotFound(
+        f"{path} was deleted after the plan was made",
+        hint="a bookie compacted or deleted it: its live entries are in other files now; run again",
+    )
 
 
 def bookie_id_at(directory: Path) -> str | None:
