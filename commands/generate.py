@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from bkctl.errors import EXIT_CODES
 
-from .kit.parser import Group
+from .kit.parser import Group, help_record, shown_names
 from .kit.settings import GLOBAL_PANEL, SETTINGS
 from .main import GROUPS, RootGroup, root
 
@@ -87,14 +87,14 @@ def _page(command: Any, path: tuple[str, ...], parent: Any) -> Page:
     arguments: list[Option] = []
     options: list[Option] = []
     for param in command.get_params(context):
-        record = param.get_help_record(context)
+        record = help_record(param, context)
         if record is None:
             continue
         is_argument = param.param_type_name == "argument"
         choices = tuple(str(choice.value) for choice in param.type_descriptor.choices or ())
         metavar = param.metavar or ("|".join(choices) if choices else param.bare_type().upper())
         option = Option(
-            () if is_argument else (*sorted(param.opts, key=len),),
+            () if is_argument else (*sorted(shown_names(param), key=len),),
             "" if getattr(param, "is_flag", False) else metavar,
             re.sub(r"\s+", " ", record[1]).strip(),
             choices,

@@ -16,7 +16,7 @@ from ..kit.command import Run, command, group
 from ..kit.ledger_options import LEDGERS_BY_OPTION
 from ..kit.options import Composite, DigestToCheck, LedgerPassword, number_option, parameter
 from ..kit.records import DirOption, PlacesArgument, raise_first
-from ..kit.texts import counted, size_text
+from ..kit.texts import counted, size_text, with_0x
 from ..kit.values import parse_size
 from .files import index_app
 
@@ -33,7 +33,7 @@ FINDING_COLUMNS = Columns(
     Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
     Column("ENTRY", "entryId", "entry_id", Kind.INTEGER),
     Column("LOG", "logId", "log_id", Kind.INTEGER),
-    Column("HEX", "logIdHex", lambda row: None if row.log_id is None else f"{row.log_id:x}"),
+    Column("HEX", "logIdHex", lambda row: None if row.log_id is None else f"{row.log_id:x}", text=with_0x),
     Column("OFFSET", "offset", "offset", Kind.INTEGER),
     Column(None, "location", "location", Kind.INTEGER),
     Column("REASON", "reason", "reason"),

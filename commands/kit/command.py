@@ -25,7 +25,7 @@ from bkctl.errors import BkctlError, FindingsError, UsageError
 
 from . import interrupts
 from .audit import Audit, audit_file, shown_uri, state_directory, without_secrets
-from .columns import Columns, Output
+from .columns import Columns, Output, RowOrder, RowSelection
 from .connection import (
     NO_LOGIN,
     TIMEOUT_S_DEFAULT,
@@ -37,7 +37,7 @@ from .connection import (
     store_security,
 )
 from .options import Composite
-from .output import RowWriter, show
+from .output import RowWriter, open_writer, show
 from .parser import Command, Group
 from .session import Session
 from .settings import GlobalOptions, global_parameters, read_environment, read_options
@@ -81,6 +81,7 @@ class Run:
         ]
         merged = self._options = after.over(session.globals).over(environment)
         self.output = merged.output or Output.TABLE
+        self.selection = RowSelection(merged.columns, merged.sort)
         self.timeout_s = merged.timeout_s if merged.timeout_s is not None else TIMEOUT_S_DEFAULT
         self.yes = merged.yes
         self.conf: Path | None = merged.conf
@@ -351,18 +352,40 @@ class Run:
         from .watch import watch
 
         self._clear_activity()
-        watch(look, columns, self.output, seconds=seconds, subscribe=subscribe, single=single, color=self.color)
+        watch(
+            look, columns, self.output, seconds=seconds, subscribe=subscribe, single=single, color=self.color,
+            selection=self.selection,
+        )  # fmt: skip
 
     @contextmanager
     def rows(self, columns: Columns, *, live: bool = False) -> Iterator[RowWriter]:
-        """Yield a writer to give rows to one by one; `live` prints each at once."""
-        with RowWriter(columns, self.output, color=self.color, live=live, before_write=self._clear_activity) as writer:
+        """Yield a writer to give rows to one by one; `live` prints each at once, so that --sort does not apply."""
+        if live and self.selection.order is not None:
+            raise UsageError("--sort does not apply to rows that are printed as they come")
+        with open_writer(
+            columns, self.output, self.selection, color=self.color, live=live, before_write=self._clear_activity
+        ) as writer:
             yield writer
+
+    def sort_by(self, column: str) -> None:
+        """Sort rows by `column`, as --sort does."""
+        self.selection = self.selection._replace(order=RowOrder.parse(column))
+
+    def limit_sorted(self, limit: int | None) -> int | None:
+        """With --sort, apply `limit` to the sorted rows and return None; else return `limit`, for the command to apply."""
+        if self.selection.order is None:
+            return limit
+        self.selection = self.selection._replace(limit=limit)
+        return None
+
+    def table_columns(self, short: Columns, full: Columns) -> Columns:
+        """Return `short` for a table, where `full` has the columns to choose from; `full` for other forms."""
+        return short.with_hidden(full) if self.output is Output.TABLE else full
 
     def show(self, value: Any, columns: Columns) -> None:
         """Print one object."""
         self._clear_activity()
-        show(value, columns, self.output, color=self.color)
+        show(value, columns, self.output, color=self.color, selection=self.selection)
 
     def text(self, text: str) -> None:
         """Print `text` on stdout as it is (no form of output applies)."""
@@ -529,7 +552,7 @@ def command(
             else:
                 composites[param.name] = composite
                 own.extend(composite.parameters)
-        global_options = global_parameters(connects=connects, asks=asks)
+        global_options = global_parameters(connects=connects, asks=asks, besides=own)
 
         def invoke(**values: Any) -> None:
             context: typer.Context = values.pop("typer_context")

@@ -106,15 +106,6 @@ _TABLE_TEXTS: Final[Mapping[Kind, Callable[[Any], str]]] = {
 }
 
 
-def getter(column: Column) -> Callable[[Any], Any]:
-    """Return the function row → the column's value."""
-    source = column.source
-    if isinstance(source, Constant):
-        value = source.value
-        return lambda row: value
-    return attrgetter(source) if isinstance(source, str) else source
-
-
 def cell_text(column: Column, value: Any) -> str:
     """Return the text that a table shows for `value`."""
     return NULL if value is None else _table_text(column)(value)
@@ -168,7 +159,7 @@ class _Fields:
         paths = [column.source for column in varying if isinstance(column.source, str)]
         self._names = [column.name for column in varying]
         self._attributes = attrgetter(*paths) if len(paths) > 1 else None
-        self._getters = [getter(column) for column in varying[len(paths) if self._attributes else 0 :]]
+        self._getters = [column.getter() for column in varying[len(paths) if self._attributes else 0 :]]
 
     def values(self, row: Any) -> tuple[Any, ...]:
         """Return the values to print of `row`, which may change afterwards."""

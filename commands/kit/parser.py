@@ -12,7 +12,7 @@ from typing import Any, Final, get_args, get_origin
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from .options import ANY_DIGEST, BOTH_COMPACTIONS, COMPACTIONS, DIGEST_NAMES, WATCH_S_DEFAULT
+from .options import ANY_DIGEST, BOTH_COMPACTIONS, COMPACTIONS, DIGEST_NAMES, WATCH_S_DEFAULT, OldName
 from .session import Session
 from .terminal import wants_color
 from .texts import BOLD, CYAN, RESET
@@ -67,6 +67,22 @@ def use_plain_values(params: Iterable[Any]) -> None:
             param._runtime_param = _PlainValue(kind, many=many)
 
 
+def shown_names(param: Any) -> list[str]:
+    """Return the names of a parameter without its former ones."""
+    return [name for name in param.opts if not isinstance(name, OldName)]
+
+
+def help_record(param: Any, ctx: Any) -> tuple[str, str] | None:
+    """Return names and help of a parameter, without its former names; None if it is hidden."""
+    names = param.opts
+    param.opts = shown_names(param)
+    try:
+        record: tuple[str, str] | None = param.get_help_record(ctx)
+    finally:
+        param.opts = names
+    return record
+
+
 class _PlainHelp:
     """Help without rich, whose import costs more than all else: sections by panel, colours on a terminal."""
 
@@ -95,7 +111,7 @@ class _PlainHelp:
         """Write arguments, then options panel by panel, then a group's commands."""
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
         for param in self.get_params(ctx):
-            record = param.get_help_record(ctx)
+            record = help_record(param, ctx)
             if record is not None:
                 panel = getattr(param, "rich_help_panel", None)
                 default = "Options"

@@ -37,6 +37,11 @@ def size_text(size_bytes: int) -> str:
     return f"{value:.1f} {unit}" if value < 99.95 else f"{value:.0f} {unit}"
 
 
+def with_0x(digits: str) -> str:
+    """Return hexadecimal digits as commands take them back."""
+    return f"0x{digits}"
+
+
 def base64_text(data: bytes | bytearray | memoryview) -> str:
     """Return standard base64 without line breaks."""
     import binascii

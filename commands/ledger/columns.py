@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bkctl.ids import LedgerId
 
-from ..kit.columns import Column, Columns, Kind, Output
+from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run
 from ..kit.texts import GREEN, RED, YELLOW, readable_text
 
@@ -93,4 +93,4 @@ LEDGER_TABLE_COLUMNS = Columns(
 
 
 def list_columns(run: Run) -> Columns:
-    return LEDGER_TABLE_COLUMNS if run.output is Output.TABLE else LEDGER_COLUMNS
+    return run.table_columns(LEDGER_TABLE_COLUMNS, LEDGER_COLUMNS)

@@ -10,11 +10,11 @@ import typer
 from bkctl.errors import BkctlError, UsageError
 from bkctl.ids import LedgerId
 
-from ..kit.columns import Column, Columns, Kind, Output
+from ..kit.columns import ALL, Column, Columns, Kind, Output
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import ManyLedgers, ScopeToList
 from ..kit.options import (
-    CustomMetadata,
+    CustomMetadataFilter,
     WatchOption,
     count_option,
     duration_option,
@@ -34,7 +34,7 @@ COUNT_COLUMNS = Columns(Column("COUNT", "count", lambda count: count, Kind.INTEG
     connects=True,
     examples=(
         "bkctl ledger list",
-        "bkctl ledger list --state OPEN --min-age 7d",
+        "bkctl ledger list --state OPEN --min-age 1w --sort -length",
         "bkctl ledger list --all-scopes -o id",
     ),
 )
@@ -45,7 +45,7 @@ def print_ledgers(
     age_max: Annotated[float | None, duration_option("--max-age", "List only ledgers at most this old.")],
     size_min: Annotated[int | None, size_option("--min-size", "List only ledgers of at least this length.")],
     size_max: Annotated[int | None, size_option("--max-size", "List only ledgers of at most this length.")],
-    custom_metadata: CustomMetadata,
+    custom_metadata: CustomMetadataFilter,
     limit: Annotated[int | None, count_option("--limit", "List at most N ledgers.")],
     watch: WatchOption,
     bookie: Annotated[
@@ -64,8 +64,7 @@ def print_ledgers(
 ) -> None:
     """List the ledgers of a scope, in order of their ids.
 
-    Prints the metadata of each ledger; -o id prints the ids alone, which is much faster. With --custom-metadata, lists
-    only the ledgers that have every KEY=VALUE given.
+    Prints the metadata of each ledger; -o id prints the ids alone, which is much faster.
     """
     from itertools import islice
     from operator import itemgetter
@@ -82,6 +81,7 @@ def print_ledgers(
         custom_metadata=tuple(custom_metadata.items()),
     )
     start = _first_ledger(after, scope_id)
+    limit = run.limit_sorted(limit)
     unreadable: dict[LedgerId, str] = {}
 
     def skip(ledger: LedgerId, error: Exception) -> None:
@@ -90,7 +90,7 @@ def print_ledgers(
             run.note(f"bkctl: {error}")
 
     def look() -> Iterator[LedgerRow]:
-        if (count or run.output is Output.ID) and not query.needs_metadata:
+        if (count or (run.output is Output.ID and run.selection == ALL)) and not query.needs_metadata:
             ids = islice(cluster.ledgers.ledgers(scope_id, start), limit)
             return (LedgerRow(ledger, {}) for ledger in ids)
         found = list_ledgers(cluster, scope_id, after=start, query=query, unreadable=skip if keep_going else None)
@@ -99,7 +99,10 @@ def print_ledgers(
     with run.cluster() as cluster, run.working("Listing ledgers", enabled=watch is None):
         if count:
             run.watch(watch, lambda: [sum(1 for _ in look())], COUNT_COLUMNS, single=True)
-        elif run.output is Output.ID and watch is None and limit is None and not query.needs_metadata:
+        elif (
+            run.output is Output.ID and run.selection == ALL and watch is None and limit is None
+            and not query.needs_metadata
+        ):  # fmt: skip
             # Hundreds of thousands of ids: a directory at a time, not a row each.
             for batch in cluster.ledgers.batches(scope_id, start):
                 # In order, so that all are of scope 0 where the last is.

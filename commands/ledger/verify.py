@@ -121,14 +121,14 @@ TRIAL_COLUMNS = Columns(
     changes=True,
     examples=(
         "bkctl ledger test",
-        "bkctl ledger test --count 10000 --size 1KiB",
+        "bkctl ledger test --entries 10000 --size 1KiB",
     ),
 )
 def try_out(
     run: Run,
     target: LedgerToCreate,
     shape: LedgerShape,
-    count: Annotated[int, count_option("--count", "Entries to write.", default=1000)],
+    count: Annotated[int, count_option("--entries", "Entries to write.", default=1000, old="--count")],
     size: Annotated[int, size_option("--size", "Bytes of an entry.", default="100")],
     password: LedgerPassword,
     protocol: ProtocolOption,

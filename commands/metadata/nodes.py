@@ -140,7 +140,7 @@ def tree(
     """List the nodes of the metadata store below a path."""
     from bkctl.metadata.admin.overview import walk
 
-    columns = TREE_TABLE_COLUMNS if run.output is Output.TABLE else TREE_COLUMNS
+    columns = TREE_TABLE_COLUMNS if run.output in (Output.TABLE, Output.WIDE) else TREE_COLUMNS
     with run.cluster() as cluster, run.working("Reading the tree"):
         run.render(walk(cluster.store, path.strip("/"), depth=depth), columns)
 

@@ -126,6 +126,7 @@ def test_read_ranges(cli: Cli, write: object) -> None:
     assert ids("--from", "8") == [8, 9]
     assert ids("--to", "1") == [0, 1]
     assert ids("--last", "2") == [8, 9]
+    assert ids("--from", "2", "--limit", "2") == [2, 3]
     assert ids("--from", "2", "--count", "2") == [2, 3]
     assert ids("--no-verify") == list(range(10))
     assert ids("--protocol", "v2") == list(range(10))
@@ -134,6 +135,33 @@ def test_read_ranges(cli: Cli, write: object) -> None:
     assert cli("ledger", "read", ledger, "--from", "10").code == 4
     assert cli("ledger", "read", ledger, "--to", "10").code in (2, 4)
     assert cli("ledger", "read", ledger, "--last", "1", "--from", "1").code == 2
+
+
+def test_entries_are_printed_by_a_template(cli: Cli, write: object) -> None:
+    ledger = write(b"one\n\x00\xff\n")  # type: ignore[operator]
+    template = r'%l:%e "%x" %S %b %n 100%%\t\x41\\\n'
+    assert cli("ledger", "read", ledger, "-f", template).out == (
+        f'{ledger}:0 "6f6e65" 3 b25l 3 100%\tA\\\n{ledger}:1 "00ff" 2 AP8= 5 100%\tA\\\n'
+    )
+    assert cli("ledger", "read", ledger, "--to", "0", "--template", "<%s>").out == "<one>"
+    assert cli("ledger", "read", ledger, "--to", "0", "--template", "%c").out == "-1"
+    assert cli("ledger", "tail", ledger, "--from", "0", "--template", "%e,").out == "0,1,"
+    for wrong in (
+        ["-f", "%q"],
+        ["-f", "a%"],
+        ["-f", r"\q"],
+        ["-f", "%s", "-o", "json"],
+        ["-f", "%s", "--format", "raw"],
+    ):
+        assert cli("ledger", "read", ledger, *wrong).code == 2, wrong
+
+
+def test_raw_payloads_have_a_delimiter(cli: Cli, write: object) -> None:
+    ledger = write(b"one\n%e\n")  # type: ignore[operator]
+    assert cli("ledger", "read", ledger, "--format", "raw", "--delimiter", r"\0").out == "one\0%e\0"
+    assert cli("ledger", "read", ledger, "--format", "raw", "--delimiter", "%e--\n").out == "one%e--\n%e%e--\n"
+    assert cli("ledger", "read", ledger, "--format", "raw", "--delimiter", "").out == "one%e"
+    assert cli("ledger", "read", ledger, "--delimiter", ",").code == 2
 
 
 def test_read_formats(cli: Cli, write: object) -> None:
@@ -299,7 +327,7 @@ def test_recover_loses_entries_only_with_accept_loss(cli: Cli, cluster: LocalClu
 
 def test_test_leaves_nothing_behind(cli: Cli) -> None:
     before = cli("ledger", "list", "--all-scopes", "-o", "id").out
-    found = cli("ledger", "test", "--uuid", "--count", "50", "--size", "1KiB", "-o", "json").json
+    found = cli("ledger", "test", "--uuid", "--entries", "50", "--size", "1KiB", "-o", "json").json
     assert (found["entryCount"], found["entrySize"], found["lastEntryId"], found["deleted"]) == (50, 1024, 49, True)
     assert cli("ledger", "list", "--all-scopes", "-o", "id").out == before
     kept = cli("ledger", "test", "--count", "2", "--keep", "-o", "id").out.strip()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from support.command_line import CommandLine
 
 from bkctl.formats.entry import DigestType
@@ -100,6 +101,9 @@ def test_ledger_list(cli: Cli, store: Cluster) -> None:
         (["--min-age", "1d"], "5"),
         (["--max-age", "1h"], "6"),
         (["--custom-metadata", "application=pulsar"], "5"),
+        (["--custom-metadata", "application"], "5"),
+        (["--min-age", "1w"], "5"),
+        (["--sort", "-lastEntryId", "--max-size", "0"], "6"),
         (["--limit", "1"], "5"),
         (["--after", "5"], "6"),
     ],
@@ -107,6 +111,29 @@ def test_ledger_list(cli: Cli, store: Cluster) -> None:
 def test_ledger_list_filters(cli: Cli, store: Cluster, arguments: list[str], ids: str) -> None:
     assert cli("ledger", "list", "-o", "id", *arguments).out.split() == [ids]
     assert [row["ledgerId"] for row in cli("ledger", "list", "-o", "ndjson", *arguments).rows] == [ids]
+
+
+def test_ledger_list_filter_by_key_finds_no_other_key(cli: Cli, store: Cluster) -> None:
+    assert cli("ledger", "list", "-o", "id", "--custom-metadata", "nothing").out == ""
+    assert cli("ledger", "list", "-o", "id", "--custom-metadata", "=pulsar").code == 2
+    assert cli("ledger", "write", "--custom-metadata", "key", "/dev/null").code == 2
+
+
+def test_ledger_list_in_the_order_and_with_the_columns_asked_for(cli: Cli, store: Cluster) -> None:
+    assert cli("ledger", "list", "--sort", "-ledger", "-o", "id").out == "6\n5\n"
+    assert cli("ledger", "list", "--sort", "-length", "--limit", "1", "-o", "id").out == "5\n"
+    assert cli("ledger", "list", "--sort", "length", "--limit", "1", "-o", "id").out == "6\n"
+    assert cli("--sort", "-ledger", "ledger", "list", "-o", "id").out == "6\n5\n"
+    rows = cli("ledger", "list", "--columns", "state,ledger", "-o", "ndjson").rows
+    assert list(rows[0]) == ["state", *LEDGER_NAMES[:3]]
+    table = cli("ledger", "list", "--columns", "ensembleSize,state", "--sort", "ack quorum size").out.splitlines()
+    assert table[0].split() == ["ENSEMBLE", "SIZE", "STATE"]
+    assert cli("ledger", "list", "-o", "id", "--columns", "state").code == 2
+    wrong = cli("ledger", "list", "--columns", "colour")
+    assert (wrong.code, wrong.out) == (2, "")
+    assert "'colour': not a column of this command; name some of ledger, state" in wrong.err
+    assert "ENSEMBLES" in cli("ledger", "list", "-o", "wide").out
+    assert yaml.safe_load(cli("ledger", "show", "5", "-o", "yaml").out) == cli("ledger", "show", "5", "-o", "json").json
 
 
 def test_ledger_list_count_and_damage(cli: Cli, store: Cluster) -> None:
@@ -405,7 +432,7 @@ def test_replace_bookie_refuses_data_loss_and_can_be_undone(cli: Cli, store: Clu
 def test_scopes_and_new_ids(cli: Cli, store: Cluster) -> None:
     rows = cli("metadata", "scopes", "-o", "json").json
     assert [(row["ledgerScopeId"], row["ledgerCount"]) for row in rows] == [("0", 2), ("7", 1)]
-    assert len(set(cli("metadata", "idgen", "--count", 3, "-o", "id").out.split())) == 3
+    assert len(set(cli("metadata", "idgen", "--limit", 3, "-o", "id").out.split())) == 3
     [row] = cli("metadata", "idgen", "--ledger-scope-id", 7, "-o", "ndjson").rows
     assert row["ledgerScopeId"] == "7"
     taken = [int(each) for each in cli("metadata", "idgen", "--sequence", "--count", 3, "-o", "id").out.split()]
