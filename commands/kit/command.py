@@ -372,7 +372,7 @@ class Run:
         self.selection = self.selection._replace(order=RowOrder.parse(column))
 
     def limit_sorted(self, limit: int | None) -> int | None:
-        """With --sort, apply `limit` to the sorted rows and return None; else return `limit`, for the command to apply."""
+        """With --sort, apply `limit` to the sorted rows and return None; else return it, for the command to apply."""
         if self.selection.order is None:
             return limit
         self.selection = self.selection._replace(limit=limit)
@@ -528,7 +528,7 @@ def command(
     *,
     connects: bool = False,
     asks: bool = False,
-    changes: bool | str = False,
+    changes: bool | str | tuple[str, ...] = False,
     hidden: bool = False,
     examples: tuple[str, ...] = (),
 ) -> Callable[[F], F]:
@@ -536,8 +536,8 @@ def command(
 
     The command fills in the parameter `run: Run` and parameters of composite types (see kit/options.py); Typer parses
     the others. `connects`: the command uses a cluster, so its help shows the connection options. `asks`: its help shows
-    `--yes`. `changes`: the audit log records the command unless its parameter `dry_run` is set; a string names the
-    parameter that makes the command change something. `examples` are whole command lines for its help.
+    `--yes`. `changes`: the audit log records the command unless its parameter `dry_run` is set; a string, or several,
+    name the parameters that make the command change something. `examples` are whole command lines for its help.
     """
 
     def register(function: F) -> F:
@@ -566,7 +566,9 @@ def command(
                 arguments[composite_name] = composite.resolve(values)
             taken = {param.name for composite in composites.values() for param in composite.parameters}
             arguments.update({key: value for key, value in values.items() if key not in taken})
-            if (arguments[changes] if isinstance(changes, str) else changes) and not arguments.get("dry_run"):
+            causes = (changes,) if isinstance(changes, str) else changes
+            is_change = causes if isinstance(causes, bool) else any(arguments[name] for name in causes)
+            if is_change and not arguments.get("dry_run"):
                 run.start_audit(begun=not connects)
             with interrupts.raised():
                 function(run, **arguments)

@@ -63,6 +63,13 @@ def _entry_form(
     return template_form(template, ledger)
 
 
+def _secret(password: bytes, *, as_admin: bool) -> bytes | None:
+    """Return the password to open a ledger with; None opens it as an administrator."""
+    if as_admin and password:
+        raise UsageError("--as-admin and a password are given", hint="drop one of them")
+    return None if as_admin else password
+
+
 async def _print_entries(
     run: Run, entries: AsyncIterator[Any], columns: Columns, *, form: EntryBytes | None, live: bool = False
 ) -> None:
@@ -86,6 +93,12 @@ DelimiterOption = Annotated[
     typer.Option("--delimiter", metavar="TEXT", help="Write this after each payload of --format raw: '\\n', '\\0'."),
 ]
 BodyOption = Annotated[bool, typer.Option("--body", help="Print the payloads, too.")]
+AsAdminOption = Annotated[
+    bool,
+    typer.Option(
+        "--as-admin", help="Read with the password in the metadata, as Apache's readledger does; in the audit log."
+    ),
+]
 NoVerifyOption = Annotated[bool, typer.Option("--no-verify", help="Do not check the entries' digests.")]
 
 
@@ -93,7 +106,7 @@ NoVerifyOption = Annotated[bool, typer.Option("--no-verify", help="Do not check 
     app,
     "read",
     connects=True,
-    changes="recover",
+    changes=("recover", "as_admin"),
     examples=(
         "bkctl ledger read 12 --last 10 --body",
         "bkctl ledger read 12 --from 100 --limit 5",
@@ -118,6 +131,7 @@ def read(
     format: BinaryFormatOption = None,
     delimiter: DelimiterOption = None,
     template: TemplateOption = None,
+    as_admin: AsAdminOption = False,
 ) -> None:
     """Read the entries of a ledger, up to the last confirmed.
 
@@ -125,6 +139,7 @@ def read(
     a form of your own, as kcat does.
     """
     form = _entry_form(run, ledger, format, template, delimiter)
+    secret = _secret(password, as_admin=as_admin)
     if last is not None and (entries.first is not None or limit is not None):
         raise UsageError("--last excludes --from and --limit")
     if entries.last is not None and limit is not None:
@@ -136,7 +151,7 @@ def read(
 
         async with run.bookkeeper(cluster, protocol) as bookkeeper:
             handle = await bookkeeper.open_ledger(
-                ledger.ledger_id, ledger_scope_id=ledger.scope_id, password=password, recovery=recover
+                ledger.ledger_id, ledger_scope_id=ledger.scope_id, password=secret, recovery=recover
             )
             async with handle:
                 first, final = _range(handle, entries.first, entries.last, limit, last)
@@ -183,7 +198,7 @@ async def _no_entries() -> AsyncIterator[Any]:
         yield entry
 
 
-@command(app, "tail", connects=True, examples=("bkctl ledger tail 12 --body",))
+@command(app, "tail", connects=True, changes="as_admin", examples=("bkctl ledger tail 12 --body",))
 def tail_ledger(
     run: Run,
     ledger: OneLedger,
@@ -196,12 +211,14 @@ def tail_ledger(
     format: BinaryFormatOption = None,
     delimiter: DelimiterOption = None,
     template: TemplateOption = None,
+    as_admin: AsAdminOption = False,
 ) -> None:
     """Print the last entries of a ledger, then each new one.
 
     Ends when the ledger is closed, or with Ctrl-C.
     """
     form = _entry_form(run, ledger, format, template, delimiter)
+    secret = _secret(password, as_admin=as_admin)
     if start is not None and last is not None:
         raise UsageError("--from and --last are given", hint="give one of them")
     if start is not None and start < 0:
@@ -212,7 +229,7 @@ def tail_ledger(
         from bkctl.client.streams import tail
 
         async with run.bookkeeper(cluster, protocol) as bookkeeper:
-            handle = await bookkeeper.open_ledger(ledger.ledger_id, ledger_scope_id=ledger.scope_id, password=password)
+            handle = await bookkeeper.open_ledger(ledger.ledger_id, ledger_scope_id=ledger.scope_id, password=secret)
             async with handle:
                 first = start if start is not None else max(0, handle.last_add_confirmed + 1 - (last or 10))
                 found = tail(handle, first, verify=not no_verify)

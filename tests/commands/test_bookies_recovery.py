@@ -161,16 +161,23 @@ def test_a_resume_file_of_other_bookies_is_refused(cli: Cli, metadata: Cluster, 
 
 
 def test_ok_to_stop_names_each_ledger_and_risk(cli: Cli, metadata: Cluster) -> None:
-    alone = cli("bookies", "ok-to-stop", "a", "-o", "ndjson")
+    alone = cli("bookies", "ok-to-stop", "a", "--for-good", "-o", "ndjson")
     assert alone.code == 3
     assert {(row["ledgerScopeId"], row["risk"], row["replicasLeft"]) for row in alone.rows} == {
         ("0", "under-quorum", 1), ("7", "under-quorum", 1),
     }  # fmt: skip
+    restart = cli("bookies", "ok-to-stop", "a", "-o", "ndjson")
+    assert (restart.code, restart.out) == (0, "")
+    assert "a may restart; " in restart.err
+    assert f"Not for good: {len(alone.rows)} ledgers would have fewer replicas" in restart.err
+    assert "Not for good" not in cli("bookies", "ok-to-stop", "a", "--min-replicas", "1").err
     assert cli("bookies", "ok-to-stop", "a", "--min-replicas", "1").code == 0
+    assert {row["risk"] for row in cli("bookies", "ok-to-stop", "a", "c", "-o", "ndjson").rows} == {"lost"}
     both = cli("bookies", "ok-to-stop", "a", "c", "--min-replicas", "1", "-o", "ndjson")
     assert both.code == 3
     assert {row["risk"] for row in both.rows} == {"lost"}
-    assert cli("bookies", "ok-to-stop", "e").code == 0
+    assert "Not for good" not in cli("bookies", "ok-to-stop", "e").err
+    assert cli("bookies", "ok-to-stop", "e", "--for-good").code == 0
     for output in OUTPUTS:
         assert cli("bookies", "ok-to-stop", "a", "c", "-o", output).code == 3
 
@@ -217,7 +224,7 @@ def test_from_a_drain_to_the_last_cookie(cli: Cli, tmp_path: Path, monkeypatch: 
         assert {row["step"] for row in drained.rows} >= {"read-only", "progress", "ledgers"}
         moving = next(row for row in drained.rows if row["step"] == "progress")
         assert {"ledgersDone", "ledgersToMove", "bytesPerSecond"} <= set(moving)
-        assert cli("bookies", "ok-to-stop", "bookie-0").code == 0
+        assert cli("bookies", "ok-to-stop", "bookie-0", "--for-good").code == 0
         local.down("bookie-0")
         gone = cli("bookies", "decommission", "bookie-0", "--yes")
         assert (gone.code, "cookie of bookie-0 is deleted" in gone.out) == (0, True)

@@ -184,7 +184,9 @@ def test_passwords(cli: Cli, write: object, tmp_path: Path, monkeypatch: pytest.
         for wrong in ([], ["--password", "other"]):
             result = cli("ledger", command, ledger, *wrong)
             assert (result.code, result.out) == (1, "")
-            assert "Wrong password" in result.err
+            problem = "Wrong password for ledger" if wrong else f"Ledger {ledger} has a password;"
+            assert problem in result.err
+            assert "--password-file or --password; administrators can read without it: --as-admin" in result.err
             assert result.err.count("\n") == 1
     file = tmp_path / "password"
     file.write_text("secret\n")
@@ -194,6 +196,21 @@ def test_passwords(cli: Cli, write: object, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("BKCTL_LEDGER_PASSWORD", "secret")
     assert payloads(cli, ledger) == [b"x"]
     assert "secret" not in cli("ledger", "show", ledger, "-o", "json").out
+
+
+def test_administrators_read_without_the_password_and_are_logged(cli: Cli, write: object, tmp_path: Path) -> None:
+    ledger = write(b"x\n", "--password", "secret")  # type: ignore[operator]
+    log = tmp_path / "log"
+    assert cli("ledger", "read", ledger, "--as-admin", "--password", "secret").code == 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BKCTL_AUDIT_LOG", str(log))
+        assert payloads(cli, ledger, "--password", "secret") == [b"x"]
+        assert not log.exists()
+        assert payloads(cli, ledger, "--as-admin") == [b"x"]
+        assert cli("ledger", "tail", ledger, "--as-admin", "-f", "%s").out == "x"
+    commands = [json.loads(line)["command"] for line in log.read_text().splitlines()]
+    assert [words[2] for words in commands] == ["read", "read", "tail", "tail"]
+    assert all("--as-admin" in words for words in commands)
 
 
 def test_lines_can_be_tailed_while_they_are_written(cluster: LocalCluster) -> None:
