@@ -36,6 +36,7 @@ GROUPS: Final[dict[str, str]] = {
     "cluster": "Show and create clusters, and run local ones.",
     "pipeline": "Run Spark jobs over all files, metadata and ledgers.",
     "api": "Call the REST API of bookies, or serve it.",
+    "audit": "Show which commands changed what, when, and by whom.",
     "context": "Manage named connections in the configuration file.",
 }
 

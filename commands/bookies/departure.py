@@ -17,6 +17,7 @@ from ..kit.command import Run, command, group
 from ..kit.options import (
     ByteRate,
     DryRun,
+    UndoOption,
 )
 from ..kit.output import RowWriter
 from ..kit.texts import GREEN, RED, YELLOW, counted
@@ -181,6 +182,7 @@ def decommission(
     watch: ProgressOption,
     skip_unrecoverable: SkipUnrecoverable = False,
     keep_cookie: Annotated[bool, typer.Option("--keep-cookie", help="Keep the bookie's cookie.")] = False,
+    undo: UndoOption = None,
     dry_run: DryRun = False,
 ) -> None:
     """Remove a stopped bookie from the cluster.
@@ -216,7 +218,7 @@ def decommission(
                 steps.finding_count = 0
 
                 async def work() -> None:
-                    async with run.bookkeeper(cluster) as bookkeeper:
+                    async with run.bookkeeper(recorded) as bookkeeper:
                         departure = Decommission(
                             bookkeeper, bookie, plan, skip_unrecoverable=skip_unrecoverable, keep_cookie=keep_cookie,
                             rate=rate, topology=find_topology(run), note=run.note,
@@ -225,7 +227,10 @@ def decommission(
                         async with shown_progress(activity, progress), aclosing(departure.run()) as found:
                             await steps.follow(found, progress)
 
-                with run.working("Decommissioning", total=len(plan.ledgers) or None, unit="ledgers") as activity:
+                with (
+                    run.recorded(cluster, undo) as recorded,
+                    run.working("Decommissioning", total=len(plan.ledgers) or None, unit="ledgers") as activity,
+                ):
                     run_within(run, work(), deadline, f"The decommission of {bookie}")
     what = f"{bookie} cannot be decommissioned" if dry_run or forbidden else f"{bookie} is not decommissioned"
     run.finish_with(steps.finding_count, f"finding: {what}", f"findings: {what}")
@@ -235,7 +240,13 @@ def decommission(
     app, "drain", connects=True, asks=True, changes=True, examples=("bkctl bookies drain 10.0.0.1:3181 --dry-run",)
 )
 def drain(
-    run: Run, bookie: OneBookie, rate: ByteRate, deadline: Deadline, watch: ProgressOption, dry_run: DryRun = False
+    run: Run,
+    bookie: OneBookie,
+    rate: ByteRate,
+    deadline: Deadline,
+    watch: ProgressOption,
+    undo: UndoOption = None,
+    dry_run: DryRun = False,
 ) -> None:
     """Move all that a running bookie holds to other bookies.
 
@@ -265,7 +276,7 @@ def drain(
                 steps.finding_count = 0
 
                 async def work() -> None:
-                    async with run.bookkeeper(cluster) as bookkeeper:
+                    async with run.bookkeeper(recorded) as bookkeeper:
                         departure = Drain(
                             bookkeeper, bookie, plan, rate=rate, topology=find_topology(run), note=run.note
                         )  # fmt: skip
@@ -276,7 +287,10 @@ def drain(
                         async with shown_progress(activity, progress), aclosing(departure.run()) as found:
                             await steps.follow(found, progress)
 
-                with run.working("Draining", total=len(plan.ledgers) or None, unit="ledgers") as activity:
+                with (
+                    run.recorded(cluster, undo) as recorded,
+                    run.working("Draining", total=len(plan.ledgers) or None, unit="ledgers") as activity,
+                ):
                     run_within(run, work(), deadline, f"The drain of {bookie}")
     what = f"{bookie} cannot be drained" if dry_run else f"{bookie} is not drained"
     run.finish_with(steps.finding_count, f"finding: {what}", f"findings: {what}")

@@ -17,10 +17,11 @@ from ..kit.command import Run, command, group
 from ..kit.options import (
     ByteRate,
     DryRun,
+    UndoOption,
 )
 from ..kit.output import RowWriter
-from ..kit.texts import GREEN, RED, YELLOW, counted, size_text
-from .progress import entry_spans, ledger_width, loss_text, run_within, shown_progress, time_text
+from ..kit.texts import GREEN, RED, YELLOW, counted, size_text, time_text
+from .progress import entry_spans, ledger_width, loss_text, run_within, shown_progress
 from .selection import Deadline, LedgersByOption, ManyBookies, SkipUnrecoverable, bookie_ids, find_topology
 
 if TYPE_CHECKING:
@@ -144,6 +145,7 @@ def recover(
             help="Record finished ledgers in this file, and skip those that an earlier run recorded.",
         ),
     ] = None,
+    undo: UndoOption = None,
     dry_run: DryRun = False,
 ) -> None:
     """Copy the ledgers of lost bookies to other bookies.
@@ -181,7 +183,7 @@ def recover(
         _check_known(cluster, names, plan)
         if plan.ledgers or delete_cookie:
             run.confirm(loss_text(plan, names, up, skip_open=skip_open, delete_cookie=delete_cookie))
-        _recover(run, cluster, names, plan, rate, deadline, skip_open, skip_unrecoverable, delete_cookie, resume)
+        _recover(run, cluster, names, plan, rate, deadline, skip_open, skip_unrecoverable, delete_cookie, resume, undo)
 
 
 def _check_known(cluster: Cluster, names: Sequence[str], plan: MovePlan) -> None:
@@ -258,6 +260,7 @@ def _recover(
     skip_unrecoverable: bool,
     delete_cookie: bool,
     resume: Path | None,
+    undo: Path | None,
 ) -> None:
     from bkctl.replication.bookie_mover import BookieMover
     from bkctl.replication.move_plan import MoveOutcome
@@ -270,7 +273,7 @@ def _recover(
 
     async def work(writer: RowWriter) -> None:
         nonlocal kept
-        async with run.bookkeeper(cluster) as bookkeeper:
+        async with run.bookkeeper(recorded) as bookkeeper:
             mover = BookieMover(
                 bookkeeper, names, plan, rate=rate, skip_open=skip_open, topology=find_topology(run), note=run.note
             )
@@ -296,7 +299,11 @@ def _recover(
             )
 
     file = nullcontext() if resume is None else ResumeFile(resume, instance_id=cluster.instance_id(), bookies=names)
-    with file as done, run.working("Recovering", total=len(plan.ledgers) or None, unit="ledgers") as activity:
+    with (
+        file as done,
+        run.recorded(cluster, undo) as recorded,
+        run.working("Recovering", total=len(plan.ledgers) or None, unit="ledgers") as activity,
+    ):
         if done is not None and done.done:
             run.note(f"{resume}: {counted(len(done.done), 'ledger was', 'ledgers were')} done before")
         with run.rows(_move_columns(plan)) as rows:

@@ -489,12 +489,23 @@ class Run:
                 there = f" -u '{cluster.uri}'" if elsewhere else ""
                 self.note(f"Undo it with: bkctl metadata undo {path}{there}")
 
+    @contextmanager
+    def recorded(self, cluster: Cluster, file: Path | None) -> Iterator[Cluster]:
+        """Yield `cluster` for work whose changes of nodes all go to the undo file; see `undo`."""
+        with self.undo(cluster, file) as undo:
+            yield undo.recorded()
+
+    @property
+    def undo_directory(self) -> Path:
+        """The directory of undo files that no --undo names."""
+        return state_directory(os.environ) / "undo"
+
     def _new_undo_file(self) -> Path:
         import time
 
         name = "-".join(word for word in self._session.words[:2] if word.isalpha())
         moment = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-        return state_directory(os.environ) / "undo" / f"{moment}-{name or 'bkctl'}-{os.urandom(3).hex()}.ndjson"
+        return self.undo_directory / f"{moment}-{name or 'bkctl'}-{os.urandom(3).hex()}.ndjson"
 
     def finish_with(self, count: int, one: str, many: str) -> None:
         """Raise FindingsError (exit code 3) for `count` findings, if any; `one` and `many` as in `counted`."""

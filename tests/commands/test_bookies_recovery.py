@@ -228,6 +228,8 @@ def test_from_a_drain_to_the_last_cookie(cli: Cli, tmp_path: Path, monkeypatch: 
         local.down("bookie-0")
         gone = cli("bookies", "decommission", "bookie-0", "--yes")
         assert (gone.code, "cookie of bookie-0 is deleted" in gone.out) == (0, True)
+        undone = cli("metadata", "undo", "--last", "--dry-run", "-o", "ndjson")
+        assert ("cookies/bookie-0", "restored") in {(row["path"], row["outcome"]) for row in undone.rows}
         # One that is lost without warning.
         local.down("bookie-1")
         resume = tmp_path / "resume"
@@ -237,6 +239,9 @@ def test_from_a_drain_to_the_last_cookie(cli: Cli, tmp_path: Path, monkeypatch: 
         done = cli(*words)
         assert done.code == 0, done.err
         assert "The cookie of bookie-1 is deleted" in done.err
+        undone = cli("metadata", "undo", "--last", "--dry-run", "-o", "ndjson")
+        assert undone.code == 0, undone.err
+        assert len(undone.rows) > 1
         noted = [json.loads(line)["ledger"] for line in resume.read_text().splitlines()[1:]]
         moved = [line for line in done.out.splitlines() if " moved " in line]
         assert len(noted) == len(moved)
