@@ -16,7 +16,7 @@ from .kit.columns import Column, Columns, Kind
 from .kit.command import Run, command, group
 from .kit.ledger_options import LedgersOrFile, ScopeOfAny
 from .kit.options import DryRun, UndoOption, WatchOption, duration_option
-from .kit.texts import GREEN, RED, YELLOW, counted, duration_text
+from .kit.texts import GREEN, RED, YELLOW, counted, duration_text, time_text
 from .kit.values import parse_duration
 
 if TYPE_CHECKING:
@@ -132,7 +132,9 @@ STATUS_COLUMNS = Columns(
     Column("ENABLED", "enabled", "enabled", Kind.BOOLEAN, style={"yes": GREEN, "no": YELLOW}),
     Column("AUDITOR", "auditorId", "auditor_id"),
     Column("AUDITOR OF SCOPES", "scopedAuditorId", "scoped_auditor_id"),
-    Column("LOST BOOKIE DELAY (s)", "lostBookieRecoveryDelay", lambda row: row.delay_s or 0, Kind.INTEGER),
+    Column(
+        "LOST BOOKIE DELAY", "lostBookieRecoveryDelay", lambda row: row.delay_s or 0, Kind.INTEGER, text=duration_text
+    ),
     Column("UNDERREPLICATED", "underReplicated", "underreplicated", Kind.BOOLEAN, style={"yes": RED, "no": GREEN}),
     Column("BEING REPLICATED", "lockedLedgerCount", "worker_count", Kind.INTEGER),
     Column("ALL LEDGERS CHECKED", "checkAllLedgersTime", "all_ledgers_ms", Kind.TIME),
@@ -224,7 +226,7 @@ MARK_COLUMNS = Columns(
     Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
     Column("MISSING ON", "missingReplicas", lambda row: list(row.missing_replicas), Kind.NESTED, text=", ".join),
     Column("MARKED", "ctime", "ctime_ms", Kind.TIME),
-    Column("AGE (s)", "ageSeconds", _age_s, Kind.INTEGER),
+    Column("AGE", "ageSeconds", _age_s, Kind.INTEGER, text=time_text),
     Column("WORKER", "worker", "worker"),
     key="ledger",
 )

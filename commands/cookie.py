@@ -549,9 +549,8 @@ def verify_cookies(
         else:
             raise NotFound(f"Bookie {bookie} has no cookie", hint="'bkctl cookie list' shows the cookies")
         findings = list(verify(expected, stored, local))
-        run.render(findings, FINDING_COLUMNS)
-    run.note(
-        f"Bookie {bookie}: {len(local) + 1} cookies compared, {counted(len(findings), 'difference', 'differences')}"
-    )
+        run.render(findings, FINDING_COLUMNS, findings=True)
+    if not findings:
+        run.note(f"The {len(local) + 1} cookies of bookie {bookie} are equal")
     where = f"in the cookies of bookie {bookie}"
     run.finish_with(len(findings), f"difference {where}", f"differences {where}")

@@ -200,7 +200,7 @@ def lastmark(
 # --- verify ---------------------------------------------------------------------------------------------------------
 
 STATE_STYLE = {
-    "endOfFile": GREEN, "zeros": GREEN, "torn": YELLOW, "damaged": RED, "unreadable": RED, "missing": RED
+    "end of file": GREEN, "zeros": GREEN, "torn": YELLOW, "damaged": RED, "unreadable": RED, "missing": RED
 }  # fmt: skip
 
 
@@ -215,7 +215,7 @@ VERIFY_COLUMNS = Columns(
     Column("HEX", "journalIdHex", lambda row: None if row.journal_id is None else f"{row.journal_id:x}", text=with_0x),
     Column("VERSION", "version", "version", Kind.INTEGER),
     Column("SIZE", "size", "size_bytes", Kind.SIZE),
-    Column("STATE", "state", lambda row: row.state.value, style=STATE_STYLE),
+    Column("STATE", "state", lambda row: row.state.value, Kind.WORD, style=STATE_STYLE),
     Column("RECORDS", "recordCount", "record_count", Kind.INTEGER),
     Column(None, "entryCount", "entry_count", Kind.INTEGER),
     Column("GOOD END", "goodEnd", "good_end", Kind.INTEGER),
@@ -331,7 +331,7 @@ _SUMS = (
     Column("RECORDS", "recordCount", "record_count", Kind.INTEGER),
     Column("SIZE", "size", "size_bytes", Kind.SIZE),
 )
-TYPE_COLUMNS = Columns(Column("TYPE", "type", lambda row: str(row.key)), *_SUMS, key="type")
+TYPE_COLUMNS = Columns(Column("TYPE", "type", lambda row: str(row.key), Kind.WORD), *_SUMS, key="type")
 LEDGER_COLUMNS = Columns(ledger_column("key"), *_SUMS, key="ledger")
 SCOPE_COLUMNS = Columns(
     Column("SCOPE", "ledgerScopeId", lambda row: str(row.key)),

@@ -16,7 +16,7 @@ from ..kit.command import Run, command, group
 from ..kit.ledger_options import MANY_LEDGERS
 from ..kit.options import Composite, number_option
 from ..kit.records import DirOption, PlacesArgument, ShowSecretsOption, raise_first
-from ..kit.texts import iso_time, with_0x
+from ..kit.texts import iso_time, with_0x, words
 
 if TYPE_CHECKING:
     from bkctl.files.directories import BookieDirectories, BookieFile
@@ -99,7 +99,7 @@ def _detail_text(detail: dict[str, Any]) -> str:
 
 
 FILE_COLUMNS = Columns(
-    Column("KIND", "kind", lambda row: row.file.kind.value),
+    Column("KIND", "kind", lambda row: row.file.kind.value, Kind.WORD),
     Column("ID", "id", _number, Kind.INTEGER),
     Column("HEX", "idHex", _hex, text=with_0x),
     Column(None, "ledger", _ledger, Kind.LEDGER),
@@ -168,7 +168,7 @@ def _file_row(file: BookieFile, errors: list[BkctlError]) -> FileRow:
 def _kinds(texts: list[str]) -> frozenset[Any]:
     from bkctl.files.directories import FileKind
 
-    known = {each.value.lower(): each for each in FileKind}
+    known = {name: each for each in FileKind for name in (each.value.lower(), words(each.value))}
     chosen = set()
     for text in texts:
         if text.lower() == "all":

@@ -98,7 +98,7 @@ def show_stop_risks(
         if watch is not None:
             run.watch(watch, look, RISK_COLUMNS, subscribe=cluster.bookies.watch)
         with run.working("Looking at the ledgers"):
-            run.render(look(), RISK_COLUMNS)
+            run.render(look(), RISK_COLUMNS, findings=True)
         staying = sum(
             each.state == "rw" and each.bookie_id not in names for each in cluster.bookies.list(include_down=False)
         )

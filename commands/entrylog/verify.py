@@ -52,7 +52,7 @@ CHECK_COLUMNS = Columns(
     Column("HEX", "logIdHex", lambda row: log_id_hex(row.log_id), text=with_0x),
     Column("SCOPED", "scoped", "scoped", Kind.BOOLEAN),
     Column("VERSION", "version", "version", Kind.INTEGER),
-    Column("STATE", "state", "state", style=STATE_STYLE_OF_LOG),
+    Column("STATE", "state", "state", Kind.WORD, style=STATE_STYLE_OF_LOG),
     Column("ENTRIES", "entryCount", "entry_count", Kind.INTEGER),
     Column("GOOD END", "goodEnd", "good_end", Kind.INTEGER),
     Column(None, "size", "size_bytes", Kind.INTEGER),

@@ -32,6 +32,7 @@ class Kind(Enum):
     INTEGER = "integer"
     SIZE = "size"  # bytes: a number in JSON, KiB and MiB in a table
     TEXT = "text"
+    WORD = "word"  # one of a few names, such as endOfFile: words in a table
     BOOLEAN = "boolean"
     TIME = "time"  # milliseconds since 1970 → ISO 8601 UTC
     BINARY = "binary"  # bytes-like → base64

@@ -321,9 +321,12 @@ class Run:
 
     # --- output -------------------------------------------------------------------------------------------------
 
-    def render(self, rows: Iterable[Any], columns: Columns) -> None:
-        """Print `rows` as they come. What came before an error is printed, then the error is raised."""
-        with self.rows(columns) as writer:
+    def render(self, rows: Iterable[Any], columns: Columns, *, findings: bool = False) -> None:
+        """Print `rows` as they come. What came before an error is printed, then the error is raised.
+
+        `findings`: as for `rows`.
+        """
+        with self.rows(columns, findings=findings) as writer:
             writer.rows(rows)
 
     def watch(
@@ -358,12 +361,21 @@ class Run:
         )  # fmt: skip
 
     @contextmanager
-    def rows(self, columns: Columns, *, live: bool = False) -> Iterator[RowWriter]:
-        """Yield a writer to give rows to one by one; `live` prints each at once, so that --sort does not apply."""
+    def rows(self, columns: Columns, *, live: bool = False, findings: bool = False) -> Iterator[RowWriter]:
+        """Yield a writer to give rows to one by one; `live` prints each at once, so that --sort does not apply.
+
+        A table of `findings` has no header without rows; the command says in a sentence that all is well.
+        """
         if live and self.selection.order is not None:
             raise UsageError("--sort does not apply to rows that are printed as they come")
         with open_writer(
-            columns, self.output, self.selection, color=self.color, live=live, before_write=self._clear_activity
+            columns,
+            self.output,
+            self.selection,
+            color=self.color,
+            live=live,
+            before_write=self._clear_activity,
+            findings=findings,
         ) as writer:
             yield writer
 

@@ -41,8 +41,13 @@ class RowWriter:
         live: bool = False,
         before_write: Callable[[], None] = lambda: None,
         selection: RowSelection = ALL,
+        findings: bool = False,
     ) -> None:
-        """`live` prints every row at once; `before_write` is called before each write."""
+        """`live` prints every row at once; `before_write` is called before each write.
+
+        A table of `findings` without rows prints nothing: the command says in a sentence that all is well.
+        """
+        self._findings = findings
         self._output, self._selection = output, selection
         self._stream: Terminal = stream or sys.stdout
         self._tty = self._stream.isatty()
@@ -77,7 +82,8 @@ class RowWriter:
             return
         self._flush()
         if self._table is not None:
-            self._write("".join(self._table.finish()))
+            if not (self._findings and self._is_empty()):
+                self._write("".join(self._table.finish()))
         elif self._output is Output.JSON:
             self._write("[]\n" if self._first else "\n]\n")
         elif self._output is Output.YAML and self._first:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from datetime import UTC, datetime
 from typing import Final
@@ -58,6 +59,13 @@ def time_text(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{minutes:.0f} min" if minutes < 90 else f"{hours:.1f} h"
+
+
+@functools.cache
+def words(name: str) -> str:
+    """Return a name of several words as people write it: `endOfFile` as `end of file`."""
+    text = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", plain(str(name)))
+    return text.lower().replace(" lac", " LAC") if text != name else text
 
 
 def with_0x(digits: str) -> str:

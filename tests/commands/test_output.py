@@ -24,7 +24,7 @@ from bkctl.commands.kit import lines as _lines
 from bkctl.commands.kit.columns import Column, Columns, Constant, Kind, Output, RowOrder, RowSelection
 from bkctl.commands.kit.output import RowWriter, open_writer, show
 from bkctl.commands.kit.terminal import Activity, ClosedOutput, emit, wants_color
-from bkctl.commands.kit.texts import cut, iso_time, plain, size_text, width_of
+from bkctl.commands.kit.texts import cut, duration_text, iso_time, plain, size_text, width_of, words
 from bkctl.commands.kit.yaml import yaml_text
 from bkctl.errors import UsageError
 from bkctl.ids import LedgerId
@@ -276,6 +276,33 @@ def test_sorted_rows_keep_the_columns_they_came_with() -> None:
             writer.use(columns("one"))
             writer.row(one)
         assert stream.getvalue() == expected
+
+
+def test_tables_of_findings_are_empty_without_any() -> None:
+    assert written(Output.TABLE, [], findings=True) == ""
+    assert written(Output.TABLE, ROWS, findings=True) == written(Output.TABLE, ROWS)
+    assert written(Output.JSON, [], findings=True) == "[]\n"
+    assert written(Output.TABLE, []).startswith("LEDGER")
+
+
+def test_names_are_words_in_tables_only(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(golden.DATA / "4.18.0" / "interleaved")
+    read = ("journal", "read", "journal", "--limit", "1", "--type")
+    for name in ("ledgerKey", "ledger key"):
+        assert cli(*read, name, "-o", "json").json[0]["type"] == "ledgerKey"
+        assert "  ledger key  " in cli(*read, name).out
+    assert words("explicitLac") == "explicit LAC"
+    kinds = {cli("bookie", "files", ".", "--kind", name).out for name in ("entryLog", "entrylog", "entry log")}
+    assert len(kinds) == 1
+    assert "entry log" in kinds.pop()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (0.25, "250 ms"), (1.5, "1.5 s"), (90, "1 min 30 s"), (3600, "1 h"), (90061, "1 d 1 h 1 min 1 s")],
+)
+def test_durations_are_exact(seconds: float, text: str) -> None:
+    assert duration_text(seconds) == text
 
 
 def test_csv_has_a_header_and_quotes() -> None:

@@ -510,8 +510,8 @@ def test_verify_distinguishes_unreachable_damaged_and_missing_replicas(
     answer = cli("ledger", "verify", ledger, other, "-o", "ndjson")
     assert (answer.code, answer.out) == (0, b"")
     assert answer.err.splitlines() == [
-        f"Ledger {ledger}: 9 entries, 18 replicas read, 0 findings",
-        f"Ledger {other}: 3 entries, 6 replicas read, 0 findings",
+        f"Ledger {ledger} is sound: 9 entries, 18 replicas read",
+        f"Ledger {other} is sound: 3 entries, 6 replicas read",
     ]
     ensemble = json.loads(cli("ledger", "show", ledger, "-o", "json").out)["ensembles"]["0"]
     has = lambda bookie: [id for id in range(9) if (ensemble.index(bookie.bookie_id) - id) % 3 < 2]  # noqa: E731
