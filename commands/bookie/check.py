@@ -194,7 +194,8 @@ def check(
     run.note(
         f"{_verdict(counts)}{counted(counts.ledgers, 'ledger', 'ledgers')}, "
         f"{counted(counts.entries, 'entry', 'entries')} in the index, "
-        f"{counted(counts.records, 'record', 'records')} in {counted(counts.logs, 'log', 'logs')}, {size_text(counts.bytes_read)} read{_remarks(counts)}"
+        f"{counted(counts.records, 'record', 'records')} in {counted(counts.logs, 'log', 'logs')}, "
+        f"{size_text(counts.bytes_read)} read{_remarks(counts)}"
     )
     if digests is not None:
         _note_digests(run, digests)

@@ -75,6 +75,24 @@ _STEP_WIDTH: Final = len("auto-recovery")
 _LEDGER: Final = Column("LEDGER", "ledger", "ledger", Kind.LEDGER)
 
 
+#: The steps of a departure but for tables, which have one column for message and advice.
+STEP_COLUMNS = Columns(
+    Column("STEP", "step", "kind"),
+    Column("RESULT", "result", "result"),
+    _LEDGER,
+    Column("ENTRIES", "entryCount", "entry_count", Kind.INTEGER),
+    Column("SIZE", "size", "size_bytes", Kind.SIZE),
+    Column(None, "unreadableEntries", lambda row: entry_spans(row.unreadable), Kind.NESTED, optional=True),
+    Column(None, "ledgersDone", _of_progress("ledger_count"), Kind.INTEGER, optional=True),
+    Column(None, "ledgersToMove", _of_progress("ledgers_to_move"), Kind.INTEGER, optional=True),
+    Column(None, "bytesPerSecond", _of_progress("bytes_per_second"), Kind.INTEGER, optional=True),
+    Column(None, "secondsLeft", _of_progress("seconds_left"), Kind.INTEGER, optional=True),
+    Column("WHAT", "message", "message"),
+    Column("ADVICE", "advice", "advice"),
+    key=_LEDGER,
+)
+
+
 def _step_columns(run: Run, plan: MovePlan) -> Columns:
     """Return columns as wide as later rows will need, since each step is printed at once."""
     step = Column("STEP".ljust(_STEP_WIDTH), "step", "kind")
@@ -89,17 +107,7 @@ def _step_columns(run: Run, plan: MovePlan) -> Columns:
             Column("WHAT", "message", lambda row: f"{row.message}; {row.advice}" if row.advice else row.message),
             key=_LEDGER,
         )  # fmt: skip
-    return Columns(
-        step, result, _LEDGER, *counts,
-        Column(None, "unreadableEntries", lambda row: entry_spans(row.unreadable), Kind.NESTED, optional=True),
-        Column(None, "ledgersDone", _of_progress("ledger_count"), Kind.INTEGER, optional=True),
-        Column(None, "ledgersToMove", _of_progress("ledgers_to_move"), Kind.INTEGER, optional=True),
-        Column(None, "bytesPerSecond", _of_progress("bytes_per_second"), Kind.INTEGER, optional=True),
-        Column(None, "secondsLeft", _of_progress("seconds_left"), Kind.INTEGER, optional=True),
-        Column("WHAT", "message", "message"),
-        Column("ADVICE", "advice", "advice"),
-        key=_LEDGER,
-    )  # fmt: skip
+    return STEP_COLUMNS
 
 
 class _StepPrinter:

@@ -48,7 +48,7 @@ class FragmentRow(NamedTuple):
     problem: str | None = None
 
 
-def _fragment_columns(bookies: Sequence[str], *, planned: bool) -> Columns:
+def fragment_columns(bookies: Sequence[str], *, planned: bool) -> Columns:
     """Return the columns of `--query`, or with `planned` of `--dry-run`; ensembles mark the names of the bookies."""
 
     def marked(ensemble: Sequence[str]) -> str:
@@ -91,7 +91,7 @@ def _planned_row(planned: PlannedFragment | LedgerMove) -> FragmentRow:
     )  # fmt: skip
 
 
-def _move_columns(plan: MovePlan) -> Columns:
+def move_columns(plan: MovePlan) -> Columns:
     """Return columns as wide as later rows will need, since each moved ledger is printed at once."""
     from bkctl.replication.move_plan import MoveOutcome
 
@@ -214,7 +214,7 @@ def _show_held(run: Run, cluster: Cluster, names: Sequence[str], ids: list[Ledge
                     yield _held_row(held, fragment)
 
     with run.working("Looking at the ledgers"):
-        run.render(rows(), _fragment_columns(names, planned=False))
+        run.render(rows(), fragment_columns(names, planned=False))
     run.note(f"{counted(count, 'ledger', 'ledgers')} on {', '.join(names)}" + (" (marked *)" if count else ""))
     run.finish_with(
         damaged, "ledger on them has metadata that cannot be read", "ledgers on them have metadata that cannot be read"
@@ -243,7 +243,7 @@ def _show_plan(
                     if row.problem is not None and not passed_over and not asked_for:
                         problems.add(row.ledger)
 
-    with run.working("Asking the bookies"), run.rows(_fragment_columns(names, planned=True)) as rows:
+    with run.working("Asking the bookies"), run.rows(fragment_columns(names, planned=True)) as rows:
         run.complete(work(rows))
     run.note(f"{counted(len(ledgers), 'ledger', 'ledgers')} on {', '.join(names)}; nothing was changed")
     run.finish_with(len(problems), "ledger could not be moved", "ledgers could not be moved")
@@ -306,7 +306,7 @@ def _recover(
     ):
         if done is not None and done.done:
             run.note(f"{resume}: {counted(len(done.done), 'ledger was', 'ledgers were')} done before")
-        with run.rows(_move_columns(plan)) as rows:
+        with run.rows(move_columns(plan)) as rows:
             run_within(run, work(rows), deadline_s, "The recovery")
     for note in notes:
         run.note(note)

@@ -42,7 +42,7 @@ SortOption = Annotated[
     str,
     typer.Option(
         "--sort",
-        metavar="ORDER",
+        metavar="id|size|garbage|age|COLUMN",
         help="By id, size (largest first), garbage (most first; asks the cluster), age, or a column as in other lists.",
     ),
 ]

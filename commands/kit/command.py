@@ -25,7 +25,7 @@ from bkctl.errors import BkctlError, FindingsError, UsageError
 
 from . import interrupts
 from .audit import Audit, audit_file, shown_uri, state_directory, without_secrets
-from .columns import Columns, Output, RowOrder, RowSelection
+from .columns import ALL, Columns, Output, RowOrder, RowSelection
 from .connection import (
     NO_LOGIN,
     TIMEOUT_S_DEFAULT,
@@ -80,7 +80,7 @@ class Run:
             ("in the environment", environment),
         ]
         merged = self._options = after.over(session.globals).over(environment)
-        self.output = merged.output or Output.TABLE
+        self.output = session.output = merged.output or Output.TABLE
         self.selection = RowSelection(merged.columns, merged.sort)
         self.timeout_s = merged.timeout_s if merged.timeout_s is not None else TIMEOUT_S_DEFAULT
         self.yes = merged.yes
@@ -584,6 +584,11 @@ def command(
             if not isinstance(session, Session):
                 session = Session()
             run = Run(session, read_options(global_values))
+            if changes and run.selection != ALL:
+                # Before anything is changed.
+                found = session.columns_of(context.command_path.partition(" ")[2])
+                if found is not None:
+                    run.selection.of(found, Output.TABLE)
             arguments: dict[str, Any] = {}
             for composite_name, composite in composites.items():
                 arguments[composite_name] = composite.resolve(values)

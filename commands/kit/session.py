@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from .audit import Audit
+from .columns import Columns, Output
 from .settings import GlobalOptions
 
 
@@ -20,3 +22,7 @@ class Session:
     debug: bool = False
     #: Set for a command that changes something; `main` writes its end.
     audit: Audit | None = None
+    #: Returns the columns that a command may print, None where it prints none.
+    columns_of: Callable[[str], Columns | None] = lambda name: None
+    #: The form of output, once it is known.
+    output: Output | None = None

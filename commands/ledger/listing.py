@@ -34,7 +34,7 @@ COUNT_COLUMNS = Columns(Column("COUNT", "count", lambda count: count, Kind.INTEG
     connects=True,
     examples=(
         "bkctl ledger list",
-        "bkctl ledger list --state OPEN --min-age 1w --sort -length",
+        "bkctl ledger list --state OPEN --min-age 1w --sort=-length",
         "bkctl ledger list --all-scopes -o id",
     ),
 )

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 app = group()
 
 
-def _entry_columns(ledger: LedgerId, body: bool, format: BinaryFormat | None) -> Columns:
+def entry_columns(ledger: LedgerId, body: bool, format: BinaryFormat | None) -> Columns:
+    """Return the columns of the entries of a ledger, with payloads in `format` if `body`."""
     columns = [
         Column("LEDGER", "ledger", lambda _: ledger, Kind.LEDGER),
         Column("ENTRY", "entryId", "entry_id", Kind.INTEGER),
@@ -144,7 +145,7 @@ def read(
         raise UsageError("--last excludes --from and --limit")
     if entries.last is not None and limit is not None:
         raise UsageError("--to and --limit are given", hint="give one of them")
-    columns = _entry_columns(ledger, body or format is not None, format)
+    columns = entry_columns(ledger, body or format is not None, format)
 
     async def work() -> None:
         from bkctl.client.verify import read_replica
@@ -223,7 +224,7 @@ def tail_ledger(
         raise UsageError("--from and --last are given", hint="give one of them")
     if start is not None and start < 0:
         raise UsageError(f"--from {start}: entry ids are 0 or more")
-    columns = _entry_columns(ledger, body or format is not None, format)
+    columns = entry_columns(ledger, body or format is not None, format)
 
     async def work() -> None:
         from bkctl.client.streams import tail

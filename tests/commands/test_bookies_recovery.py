@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bkctl.bookie.local import LocalCluster
-from bkctl.commands.bookies.recover import _move_columns
+from bkctl.commands.bookies.recover import move_columns
 from bkctl.commands.kit.columns import Output
 from bkctl.commands.kit.output import RowWriter
 from bkctl.commands.kit.table import SAMPLE_ROWS
@@ -101,7 +101,7 @@ def test_a_cookie_is_not_deleted_while_its_bookie_is_up(cli: Cli, metadata: Clus
 def test_table_of_moves_has_room_for_later_rows() -> None:
     ledgers = [*(LedgerId(0, number) for number in range(SAMPLE_ROWS)), LedgerId(7, 1)]
     stream = io.StringIO()
-    with RowWriter(_move_columns(MovePlan(ledgers)), Output.TABLE, stream=stream) as writer:
+    with RowWriter(move_columns(MovePlan(ledgers)), Output.TABLE, stream=stream) as writer:
         for ledger in ledgers:
             outcome = MoveOutcome.UNRECOVERABLE if ledger.is_scoped else MoveOutcome.MOVED
             writer.row(LedgerMove(ledger, outcome, LedgerState.IN_RECOVERY, 1, 2, 3))

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import jsonschema_rs
 import pytest
 
+from bkctl.commands.documents import DOCUMENTS
 from bkctl.commands.generate import FILES as FILE_METAVARS
 from bkctl.commands.generate import Page, generated_files, read_pages
 from bkctl.commands.kit.settings import GLOBAL_PANEL
@@ -28,10 +31,19 @@ def test_generated_files_are_current(name: str) -> None:
 
 
 def test_no_generated_file_is_left_behind() -> None:
-    there = {
-        str(path.relative_to(ROOT)) for directory in ("man", "completions") for path in (ROOT / directory).iterdir()
-    }
-    assert there == {name for name in FILES if not name.startswith("docs/")}
+    directories = ("man", "completions", "docs/schemas")
+    there = {str(path.relative_to(ROOT)) for directory in directories for path in (ROOT / directory).iterdir()}
+    assert there == {name for name in FILES if name != "docs/commands.md"}
+
+
+def test_every_command_that_prints_rows_has_a_schema() -> None:
+    commands = {page.name for page in PAGES if page.path and not page.children}
+    assert commands - set(DOCUMENTS) == {"api get", "api put", "api delete"}
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name.startswith("docs/schemas/")])
+def test_schemas_are_schemas(name: str) -> None:
+    jsonschema_rs.meta.validate(json.loads(FILES[name]))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name or "bkctl")
