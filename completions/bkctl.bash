@@ -161,6 +161,7 @@ _bkctl() {
 'bookies list:--state') kind='words rw ro down all' ;;
 'bookies usage:--sort') kind='words bookie used free' ;;
 'bookies recover:--resume') kind='files' ;;
+'entrylog list:--sort'|'entrylog garbage:--sort') kind='words id size garbage age' ;;
 'entrylog active:--state') kind='words alive dead unknown' ;;
 'entrylog extract:--format') kind='words log ndjson raw' ;;
 'metadata undo:--last') kind='' ;;
