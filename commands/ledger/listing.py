@@ -35,7 +35,7 @@ COUNT_COLUMNS = Columns(Column("COUNT", "count", lambda count: count, Kind.INTEG
     examples=(
         "bkctl ledger list",
         "bkctl ledger list --state OPEN --min-age 1w --sort=-length",
-        "bkctl ledger list --all-scopes -o id",
+        "bkctl ledger list --topic persistent://public/default/orders",
     ),
 )
 def print_ledgers(
@@ -54,6 +54,14 @@ def print_ledgers(
     state: Annotated[
         list[str] | None, typer.Option("--state", metavar="STATE", help="OPEN, IN_RECOVERY or CLOSED; repeatable.")
     ] = None,
+    topic: Annotated[
+        str | None,
+        typer.Option("--topic", metavar="TOPIC", help="List only ledgers of this Pulsar topic, partitions included."),
+    ] = None,
+    subscription: Annotated[
+        str | None,
+        typer.Option("--subscription", metavar="NAME", help="List only ledgers of this subscription of --topic."),
+    ] = None,
     after: Annotated[
         str | None, typer.Option("--after", metavar="LEDGER", help="List only ledgers after this one.")
     ] = None,
@@ -64,13 +72,17 @@ def print_ledgers(
 ) -> None:
     """List the ledgers of a scope, in order of their ids.
 
-    Prints the metadata of each ledger; -o id prints the ids alone, which is much faster.
+    Prints the metadata of each ledger; -o id prints the ids alone, which is much faster. --topic goes by the names that
+    Pulsar writes into the metadata of ledgers: of a topic's messages, of its subscriptions, and of compacted messages.
     """
     from itertools import islice
     from operator import itemgetter
 
     from bkctl.metadata.admin.overview import LedgerQuery, list_ledgers
+    from bkctl.metadata.pulsar_topics import TopicFilter
 
+    if subscription is not None and topic is None:
+        raise UsageError("--subscription is given without a topic", hint="add --topic")
     query = LedgerQuery(
         bookie_id=bookie,
         states=parse_states(state, "--state"),
@@ -79,6 +91,7 @@ def print_ledgers(
         size_bytes_min=size_min,
         size_bytes_max=size_max,
         custom_metadata=tuple(custom_metadata.items()),
+        topic=None if topic is None else TopicFilter.parse(topic, subscription),
     )
     start = _first_ledger(after, scope_id)
     limit = run.limit_sorted(limit)

@@ -27,6 +27,7 @@ LAYOUT_COLUMNS = Columns(
     Column("LAYOUT FORMAT", "layoutFormatVersion", "layout.format_version", Kind.INTEGER),
     Column("FACTORY CLASS", "managerFactoryClass", "layout.factory_class"),
     Column("VERSION", "managerVersion", "layout.manager_version", Kind.INTEGER),
+    Column("STORED", "stored", "stored", Kind.BOOLEAN),
     Column("INSTANCE ID", "instanceId", "instance_id"),
     key="instanceId",
 )
@@ -38,13 +39,20 @@ class LayoutRow(NamedTuple):
     uri: str
     layout: Any
     instance_id: str
+    stored: bool
 
 
 @command(app, "layout", connects=True, examples=("bkctl metadata layout",))
 def layout(run: Run) -> None:
-    """Show the cluster's ledger manager and instance id."""
+    """Show the cluster's ledger manager and instance id.
+
+    Without a LAYOUT node, shows the defaults of the metadata URI.
+    """
     with run.cluster() as cluster:
-        run.show(LayoutRow(cluster.uri, cluster.layout(), cluster.instance_id()), LAYOUT_COLUMNS)
+        stored = cluster.store.get(cluster.places.layout) is not None
+        run.show(LayoutRow(cluster.uri, cluster.layout(), cluster.instance_id(), stored), LAYOUT_COLUMNS)
+        if not stored:
+            run.note(f"There is no {cluster.places.layout} node: the layout is the default of the metadata URI")
 
 
 class NodeValue(NamedTuple):

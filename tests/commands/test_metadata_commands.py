@@ -119,6 +119,40 @@ def test_ledger_list_filter_by_key_finds_no_other_key(cli: Cli, store: Cluster) 
     assert cli("ledger", "write", "--custom-metadata", "key", "/dev/null").code == 2
 
 
+def test_ledgers_of_a_pulsar_topic_are_listed_by_it_and_name_it(cli: Cli, store: Cluster) -> None:
+    def create(ledger_id: int, **names: bytes) -> None:
+        custom = {"application": b"pulsar", "component": b"x"} | {f"pulsar/{key}": text for key, text in names.items()}
+        fragments = (Fragment(0, BOOKIES[:1]),)
+        metadata = LedgerMetadata(1, 1, 1, DigestType.CRC32, b"", fragments, custom_metadata=custom)
+        store.ledgers.create(LedgerId(0, ledger_id), metadata)
+
+    create(20, **{"managed-ledger": b"a/b/persistent/c-partition-0"})
+    create(21, **{"managed-ledger": b"a/b/persistent/c", "cursor": b"sub"})
+    create(22, compactedTopic=b"persistent://a/b/c", compactedTo=b"\x08\x14\x10\x05")
+    create(23, schemaId=b"a/b/c")
+    topic = ("ledger", "list", "--topic", "persistent://a/b/c")
+    assert cli(*topic, "-o", "id").out.split() == ["20", "21", "22"]
+    assert cli(*topic, "--subscription", "sub", "-o", "id").out.split() == ["21"]
+    assert cli("ledger", "list", "--subscription", "sub").code == 2
+    assert cli("ledger", "list", "--topic", "c").code == 2
+    assert cli("ledger", "show", "21", "-o", "json").json["pulsar"]["topic"] == "persistent://a/b/c"
+    shown = cli("ledger", "list", "--after", "19").out
+    for words in (
+        "pulsar x persistent://a/b/c-partition-0\n", "pulsar x persistent://a/b/c cursor=sub\n", "schemaId=a/b/c\n",
+        "compactedTo=20:5 compactedTopic=persistent://a/b/c\n",
+    ):  # fmt: skip
+        assert words in shown
+
+
+def test_layout_says_when_it_is_a_default(cli: Cli, tmp_path: Path) -> None:
+    uri = f"sqlite://{tmp_path}/bare.db"
+    with open_cluster(uri, create=True) as cluster:
+        cluster.store.delete("LAYOUT")
+        found = cli("metadata", "layout", "-o", "json", "-u", uri)
+    assert found.json["stored"] is False
+    assert "There is no LAYOUT node: the layout is the default of the metadata URI" in found.err
+
+
 def test_ledger_list_in_the_order_and_with_the_columns_asked_for(cli: Cli, store: Cluster) -> None:
     assert cli("ledger", "list", "--sort", "-ledger", "-o", "id").out == "6\n5\n"
     assert cli("ledger", "list", "--sort", "-length", "--limit", "1", "-o", "id").out == "5\n"
@@ -207,7 +241,10 @@ def test_cluster_info(cli: Cli, store: Cluster) -> None:
 
 def test_metadata_layout_get_tree(cli: Cli, store: Cluster) -> None:
     layout = cli("metadata", "layout", "-o", "json").json
-    assert list(layout) == ["metadataUri", "layoutFormatVersion", "managerFactoryClass", "managerVersion", "instanceId"]
+    assert list(layout) == [
+        "metadataUri", "layoutFormatVersion", "managerFactoryClass", "managerVersion", "stored", "instanceId",
+    ]  # fmt: skip
+    assert layout["stored"] is True
     node = cli("metadata", "get", "/INSTANCEID", "-o", "json").json
     assert base64.b64decode(node["value"]).decode() == store.instance_id()
     assert cli("metadata", "get", "INSTANCEID", "--format", "raw").out == store.instance_id()

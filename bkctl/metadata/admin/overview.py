@@ -15,6 +15,7 @@ from bkctl.formats.metadata import LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.ledgers import VersionedMetadata
+from bkctl.metadata.pulsar_topics import TopicFilter
 from bkctl.metadata.store import MetadataStore, Versioned
 from bkctl.metadata.underreplication import AuditorElection, AutoRecoverySettings, LedgerMarks
 
@@ -123,6 +124,7 @@ class LedgerQuery(NamedTuple):
     size_bytes_min: int | None = None
     size_bytes_max: int | None = None
     custom_metadata: tuple[tuple[str, bytes | None], ...] = ()
+    topic: TopicFilter | None = None
 
     @property
     def needs_metadata(self) -> bool:
@@ -143,6 +145,7 @@ class LedgerQuery(NamedTuple):
                 key in metadata.custom_metadata and value in (None, metadata.custom_metadata[key])
                 for key, value in self.custom_metadata
             )
+            and (self.topic is None or self.topic.matches(metadata.custom_metadata))
             and (self.bookie_id is None or any(self.bookie_id in fragment.bookies for fragment in metadata.ensembles))
         )
 
