@@ -7,7 +7,7 @@ function __bkctl_path
         if test $skip = 1
             set skip 0
         else if string match -q -- '-*' $word
-            string match -qr -- '^(--ack-quorum|--after|--archive|--backup|--body|--bookie|--bookie-address|--bookie-token-file|--bookie-url|--bookies|--by|--client-ca|--columns|--conf|--context|--custom-metadata|--deadline|--delimiter|--depth|--digest|--digest-type|--dir|--ensemble-size|--entries|--entry|--file|--format|--from|--from-file|--from-pos|--host|--id|--if-state|--index-dirs|--instance-id|--journal-dirs|--kind|--last|--ledger|--ledger-dirs|--ledger-id|--ledger-qualified-name|--ledger-scope-id|--limit|--major-threshold|--master|--match|--max-age|--max-size|--metadata-password-file|--metadata-tls-ca|--metadata-tls-cert|--metadata-tls-key|--metadata-uri|--metadata-user|--min-age|--min-replicas|--min-size|--minor-threshold|--missing|--not-missing|--older-than|--output|--password|--password-file|--port|--protocol|--rate|--read-only-token-file|--record-size|--reset-clock|--resume|--sample|--save|--seed|--server-cert|--server-key|--set|--since|--size|--sort|--spark-conf|--state|--storage|--suspend|--template|--threshold|--timeout|--tls-ca|--tls-cert|--tls-key|--to|--to-ledger-id|--to-password-file|--to-pos|--to-scope|--to-user|--token-file|--top|--type|--undo|--watch|--write-quorum|-c|-e|-f|-o|-t|-u|-x)$' $word; and set skip 1
+            string match -qr -- '^(--ack-quorum|--after|--archive|--backup|--body|--bookie|--bookie-address|--bookie-token-file|--bookie-url|--bookies|--by|--client-ca|--columns|--conf|--context|--custom-metadata|--deadline|--delimiter|--depth|--digest|--digest-type|--dir|--ensemble-size|--entries|--entry|--file|--format|--from|--from-file|--from-pos|--host|--id|--if-state|--index-dirs|--instance-id|--journal-dirs|--kind|--last|--ledger|--ledger-dirs|--ledger-id|--ledger-qualified-name|--ledger-scope-id|--limit|--major-threshold|--master|--match|--max-age|--max-size|--metadata-password-file|--metadata-tls-ca|--metadata-tls-cert|--metadata-tls-key|--metadata-uri|--metadata-user|--min-age|--min-replicas|--min-size|--minor-threshold|--missing|--not-missing|--older-than|--output|--password|--password-file|--port|--protocol|--rate|--read-only-token-file|--record-size|--reset-clock|--resume|--sample|--save|--seed|--server-cert|--server-key|--set|--since|--size|--sort|--spark-conf|--state|--storage|--subscription|--suspend|--template|--threshold|--timeout|--tls-ca|--tls-cert|--tls-key|--to|--to-ledger-id|--to-password-file|--to-pos|--to-scope|--to-user|--token-file|--top|--topic|--type|--undo|--watch|--write-quorum|-c|-e|-f|-o|-t|-u|-x)$' $word; and set skip 1
         else if test (count $path) -lt 2; or contains -- "$path" 'bookie index' 'cluster healthcheck'
             set -a path $word
         end
@@ -29,130 +29,130 @@ function __bkctl_has
 case ''; set ids commands 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26
 case 'ledger'; set ids commands $end0
 case 'ledger write'; set ids files 27 28 29 30 31 32 33 34 35 36 37 38 39 $end1
-case 'ledger list'; set ids 40 41 42 43 44 45 46 47 48 49 50 51 52 53 $end1
-case 'ledger show'; set ids ledger 28 29 30 48 54 $end1
-case 'ledger locate'; set ids ledger 28 29 30 55 39 56 57 $end1
-case 'ledger read'; set ids ledger 28 29 30 58 59 60 61 36 37 39 62 63 64 65 66 67 68 69 $end1
-case 'ledger tail'; set ids ledger 28 29 30 70 36 37 39 71 64 65 66 67 68 69 $end1
-case 'ledger delete'; set ids ledger 72 28 29 30 73 74 75 76 77 78 79 $end2
-case 'ledger recover'; set ids ledger 28 29 30 80 78 79 $end2
+case 'ledger list'; set ids 40 41 42 43 44 45 46 47 48 49 50 51 52 53 54 55 $end1
+case 'ledger show'; set ids ledger 28 29 30 48 56 $end1
+case 'ledger locate'; set ids ledger 28 29 30 57 39 58 59 $end1
+case 'ledger read'; set ids ledger 28 29 30 60 61 62 63 36 37 39 64 65 66 67 68 69 70 71 $end1
+case 'ledger tail'; set ids ledger 28 29 30 72 36 37 39 73 66 67 68 69 70 71 $end1
+case 'ledger delete'; set ids ledger 74 28 29 30 75 76 77 78 79 80 81 $end2
+case 'ledger recover'; set ids ledger 28 29 30 82 80 81 $end2
 case 'ledger verify'; set ids ledger 28 29 30 39 $end1
-case 'ledger test'; set ids 27 28 29 30 31 32 33 34 81 82 36 37 39 83 $end1
-case 'ledger copy'; set ids ledger 72 28 29 30 84 85 86 87 88 89 90 91 92 93 94 95 96 76 $end1
+case 'ledger test'; set ids 27 28 29 30 31 32 33 34 83 84 36 37 39 85 $end1
+case 'ledger copy'; set ids ledger 74 28 29 30 86 87 88 89 90 91 92 93 94 95 96 97 98 78 $end1
 case 'bookie'; set ids commands $end0
 case 'bookie start'; set ids $end1
-case 'bookie files'; set ids files 97 98 $end3
-case 'bookie check'; set ids files 99 100 101 36 37 102 103 104 97 $end1
-case 'bookie state'; set ids 105 106 48 $end1
-case 'bookie ready'; set ids 105 106 107 108 $end1
-case 'bookie info'; set ids 105 106 48 $end1
-case 'bookie readonly'; set ids words-on-off 105 106 79 $end1
-case 'bookie gc'; set ids 105 106 107 48 109 110 111 112 113 114 115 79 $end2
-case 'bookie compact-locations'; set ids none 105 106 107 116 117 79 $end1
-case 'bookie sanity'; set ids 105 106 118 119 120 $end1
-case 'bookie config'; set ids none 105 106 121 122 79 $end1
-case 'bookie metrics'; set ids 105 106 48 123 124 $end1
-case 'bookie downgrade'; set ids files 97 79 $end3
-case 'bookie convert'; set ids files 125 97 126 79 $end4
-case 'bookie format'; set ids 127 79 $end2
-case 'bookie init'; set ids 128 79 $end1
+case 'bookie files'; set ids files 99 100 $end3
+case 'bookie check'; set ids files 101 102 103 36 37 104 105 106 99 $end1
+case 'bookie state'; set ids 107 108 48 $end1
+case 'bookie ready'; set ids 107 108 109 110 $end1
+case 'bookie info'; set ids 107 108 48 $end1
+case 'bookie readonly'; set ids words-on-off 107 108 81 $end1
+case 'bookie gc'; set ids 107 108 109 48 111 112 113 114 115 116 117 81 $end2
+case 'bookie compact-locations'; set ids none 107 108 109 118 119 81 $end1
+case 'bookie sanity'; set ids 107 108 120 121 122 $end1
+case 'bookie config'; set ids none 107 108 123 124 81 $end1
+case 'bookie metrics'; set ids 107 108 48 125 126 $end1
+case 'bookie downgrade'; set ids files 99 81 $end3
+case 'bookie convert'; set ids files 127 99 128 81 $end4
+case 'bookie format'; set ids 129 81 $end2
+case 'bookie init'; set ids 130 81 $end1
 case 'bookie index'; set ids commands $end0
-case 'bookie index show'; set ids ledger 28 29 30 129 97 130 131 132 $end3
-case 'bookie index check'; set ids files 133 134 97 $end3
-case 'bookie index rebuild'; set ids files 135 136 97 79 $end1
-case 'bookie index regenerate'; set ids ledger 28 29 30 137 37 97 138 79 $end1
+case 'bookie index show'; set ids ledger 28 29 30 131 99 132 133 134 $end3
+case 'bookie index check'; set ids files 135 136 99 $end3
+case 'bookie index rebuild'; set ids files 137 138 99 81 $end1
+case 'bookie index regenerate'; set ids ledger 28 29 30 139 37 99 140 81 $end1
 case 'bookies'; set ids commands $end0
-case 'bookies list'; set ids 48 139 $end1
-case 'bookies show'; set ids bookie 48 140 $end1
-case 'bookies usage'; set ids 141 142 $end5
-case 'bookies recover'; set ids bookie 99 143 89 144 145 146 147 148 149 78 79 $end2
-case 'bookies decommission'; set ids bookie 89 144 150 147 151 78 79 $end2
-case 'bookies drain'; set ids bookie 89 144 150 78 79 $end2
-case 'bookies ok-to-stop'; set ids bookie 48 152 153 $end1
+case 'bookies list'; set ids 48 141 $end1
+case 'bookies show'; set ids bookie 48 142 $end1
+case 'bookies usage'; set ids 143 144 $end5
+case 'bookies recover'; set ids bookie 101 145 91 146 147 148 149 150 151 80 81 $end2
+case 'bookies decommission'; set ids bookie 91 146 152 149 153 80 81 $end2
+case 'bookies drain'; set ids bookie 91 146 152 80 81 $end2
+case 'bookies ok-to-stop'; set ids bookie 48 154 155 $end1
 case 'journal'; set ids commands $end0
-case 'journal list'; set ids files 97 $end3
-case 'journal read'; set ids journal 154 155 41 129 156 157 158 159 65 66 160 97 161 132 $end3
-case 'journal lastmark'; set ids files 97 $end3
-case 'journal verify'; set ids journal 97 $end3
-case 'journal stats'; set ids journal 162 97 163 $end3
+case 'journal list'; set ids files 99 $end3
+case 'journal read'; set ids journal 156 157 41 131 158 159 160 161 67 68 162 99 163 134 $end3
+case 'journal lastmark'; set ids files 99 $end3
+case 'journal verify'; set ids journal 99 $end3
+case 'journal stats'; set ids journal 164 99 165 $end3
 case 'entrylog'; set ids commands $end0
-case 'entrylog list'; set ids files 97 164 $end5
-case 'entrylog show'; set ids entrylog 97 $end3
-case 'entrylog read'; set ids entrylog 154 155 41 129 156 157 158 159 65 66 160 97 $end3
-case 'entrylog verify'; set ids entrylog 101 36 37 97 165 $end1
-case 'entrylog active'; set ids entrylog 97 166 167 $end1
-case 'entrylog garbage'; set ids entrylog 168 169 97 166 170 $end5
-case 'entrylog extract'; set ids entrylog 58 59 171 29 172 173 97 174 175 176 $end4
+case 'entrylog list'; set ids files 99 166 $end5
+case 'entrylog show'; set ids entrylog 99 $end3
+case 'entrylog read'; set ids entrylog 156 157 41 131 158 159 160 161 67 68 162 99 $end3
+case 'entrylog verify'; set ids entrylog 103 36 37 99 167 $end1
+case 'entrylog active'; set ids entrylog 99 168 169 $end1
+case 'entrylog garbage'; set ids entrylog 170 171 99 168 172 $end5
+case 'entrylog extract'; set ids entrylog 60 61 173 29 174 175 99 176 177 178 $end4
 case 'metadata'; set ids commands $end0
 case 'metadata layout'; set ids $end1
-case 'metadata get'; set ids none 66 177 $end1
-case 'metadata tree'; set ids none 178 $end1
-case 'metadata undo'; set ids files 179 180 78 79 $end2
-case 'metadata export'; set ids ledger 28 29 30 181 182 $end1
-case 'metadata import'; set ids files 183 78 79 $end2
+case 'metadata get'; set ids none 68 179 $end1
+case 'metadata tree'; set ids none 180 $end1
+case 'metadata undo'; set ids files 181 182 80 81 $end2
+case 'metadata export'; set ids ledger 28 29 30 183 184 $end1
+case 'metadata import'; set ids files 185 80 81 $end2
 case 'metadata diff'; set ids none $end1
-case 'metadata migrate'; set ids 184 90 91 183 185 78 79 $end2
-case 'metadata check'; set ids 186 41 $end1
-case 'metadata orphans'; set ids 187 78 79 $end2
+case 'metadata migrate'; set ids 186 92 93 185 187 80 81 $end2
+case 'metadata check'; set ids 188 41 $end1
+case 'metadata orphans'; set ids 189 80 81 $end2
 case 'metadata scopes'; set ids $end1
-case 'metadata idgen'; set ids 188 189 190 $end1
-case 'metadata replace-bookie'; set ids 191 192 193 194 78 79 $end2
+case 'metadata idgen'; set ids 190 191 192 $end1
+case 'metadata replace-bookie'; set ids 193 194 195 196 80 81 $end2
 case 'cookie'; set ids commands $end0
 case 'cookie list'; set ids $end1
-case 'cookie show'; set ids bookie 97 66 $end1
-case 'cookie create'; set ids bookie 78 79 $end1
-case 'cookie update'; set ids bookie 78 79 $end2
-case 'cookie delete'; set ids bookie 97 78 79 $end2
-case 'cookie generate'; set ids bookie 195 196 197 198 199 $end1
-case 'cookie expand'; set ids 78 79 $end2
-case 'cookie rename'; set ids none 97 78 79 $end2
-case 'cookie verify'; set ids bookie 97 $end1
+case 'cookie show'; set ids bookie 99 68 $end1
+case 'cookie create'; set ids bookie 80 81 $end1
+case 'cookie update'; set ids bookie 80 81 $end2
+case 'cookie delete'; set ids bookie 99 80 81 $end2
+case 'cookie generate'; set ids bookie 197 198 199 200 201 $end1
+case 'cookie expand'; set ids 80 81 $end2
+case 'cookie rename'; set ids none 99 80 81 $end2
+case 'cookie verify'; set ids bookie 99 $end1
 case 'autorecovery'; set ids commands $end0
-case 'autorecovery run'; set ids 200 201 202 $end1
+case 'autorecovery run'; set ids 202 203 204 $end1
 case 'autorecovery status'; set ids 48 $end1
-case 'autorecovery enable'; set ids 78 $end1
-case 'autorecovery disable'; set ids 78 $end1
-case 'autorecovery list'; set ids 186 41 48 203 204 205 206 $end1
-case 'autorecovery workers'; set ids 186 41 48 $end1
-case 'autorecovery mark'; set ids ledger 72 28 29 30 207 78 79 $end1
-case 'autorecovery unmark'; set ids ledger 72 28 29 30 78 79 $end2
-case 'autorecovery auditor'; set ids 208 $end1
-case 'autorecovery audit'; set ids 209 78 79 $end1
-case 'autorecovery delay'; set ids none 78 79 $end1
+case 'autorecovery enable'; set ids 80 $end1
+case 'autorecovery disable'; set ids 80 $end1
+case 'autorecovery list'; set ids 188 41 48 205 206 207 208 $end1
+case 'autorecovery workers'; set ids 188 41 48 $end1
+case 'autorecovery mark'; set ids ledger 74 28 29 30 209 80 81 $end1
+case 'autorecovery unmark'; set ids ledger 74 28 29 30 80 81 $end2
+case 'autorecovery auditor'; set ids 210 $end1
+case 'autorecovery audit'; set ids 211 80 81 $end1
+case 'autorecovery delay'; set ids none 80 81 $end1
 case 'cluster'; set ids commands $end0
 case 'cluster info'; set ids $end1
-case 'cluster health'; set ids 48 210 211 $end1
+case 'cluster health'; set ids 48 212 213 $end1
 case 'cluster id'; set ids $end1
-case 'cluster init'; set ids 212 79 $end1
-case 'cluster nuke'; set ids 213 214 79 $end2
-case 'cluster up'; set ids 215 216 217 218 219 $end3
-case 'cluster down'; set ids 215 220 $end3
-case 'cluster status'; set ids 215 $end3
+case 'cluster init'; set ids 214 81 $end1
+case 'cluster nuke'; set ids 215 216 81 $end2
+case 'cluster up'; set ids 217 218 219 220 221 $end3
+case 'cluster down'; set ids 217 222 $end3
+case 'cluster status'; set ids 217 $end3
 case 'cluster healthcheck'; set ids commands $end0
 case 'cluster healthcheck status'; set ids $end1
-case 'cluster healthcheck enable'; set ids 78 $end1
-case 'cluster healthcheck disable'; set ids 78 $end1
+case 'cluster healthcheck enable'; set ids 80 $end1
+case 'cluster healthcheck disable'; set ids 80 $end1
 case 'pipeline'; set ids commands $end0
-case 'pipeline inventory'; set ids none 154 155 41 221 222 223 224 225 226 $end1
-case 'pipeline integrity'; set ids none 154 155 41 221 222 223 224 227 226 $end1
-case 'pipeline garbage'; set ids none 168 169 221 222 223 224 228 226 $end1
-case 'pipeline journal-audit'; set ids none 154 155 41 221 222 223 224 229 226 $end1
-case 'pipeline report'; set ids none 168 169 221 222 223 224 226 $end1
-case 'pipeline export'; set ids none 28 29 30 221 222 223 224 230 231 232 $end1
-case 'pipeline import'; set ids none 233 234 235 236 221 222 223 224 237 79 232 $end1
-case 'pipeline migrate-scope'; set ids ledger 28 29 30 238 234 235 236 221 222 223 224 79 232 $end1
+case 'pipeline inventory'; set ids none 156 157 41 223 224 225 226 227 228 $end1
+case 'pipeline integrity'; set ids none 156 157 41 223 224 225 226 229 228 $end1
+case 'pipeline garbage'; set ids none 170 171 223 224 225 226 230 228 $end1
+case 'pipeline journal-audit'; set ids none 156 157 41 223 224 225 226 231 228 $end1
+case 'pipeline report'; set ids none 170 171 223 224 225 226 228 $end1
+case 'pipeline export'; set ids none 28 29 30 223 224 225 226 232 233 234 $end1
+case 'pipeline import'; set ids none 235 236 237 238 223 224 225 226 239 81 234 $end1
+case 'pipeline migrate-scope'; set ids ledger 28 29 30 240 236 237 238 223 224 225 226 81 234 $end1
 case 'api'; set ids commands $end0
-case 'api serve'; set ids 239 240 241 242 243 244 245 246 $end1
-case 'api get'; set ids none 105 106 247 $end1
-case 'api put'; set ids none 105 106 247 248 79 $end1
-case 'api delete'; set ids none 105 106 247 79 $end2
+case 'api serve'; set ids 241 242 243 244 245 246 247 248 $end1
+case 'api get'; set ids none 107 108 249 $end1
+case 'api put'; set ids none 107 108 249 250 81 $end1
+case 'api delete'; set ids none 107 108 249 81 $end2
 case 'audit'; set ids commands $end0
-case 'audit list'; set ids 249 250 251 $end3
+case 'audit list'; set ids 251 252 253 $end3
 case 'audit show'; set ids none $end3
 case 'context'; set ids commands $end0
 case 'context list'; set ids $end3
 case 'context show'; set ids context $end3
-case 'context add'; set ids context 252 253 $end1
+case 'context add'; set ids context 254 255 $end1
 case 'context use'; set ids context $end3
 case 'context delete'; set ids context $end4
         end
@@ -243,209 +243,211 @@ __bkctl 47 -l limit -x -d 'List at most N ledgers.'
 __bkctl 48 -l watch -x -d 'Show changes until Ctrl-C; --watch=SECONDS sets the interval (default 2).'
 __bkctl 49 -l bookie -x -a '(__bkctl_dynamic bookie)' -d 'List only ledgers with entries on this bookie.'
 __bkctl 50 -l state -x -d 'OPEN, IN_RECOVERY or CLOSED; repeatable.'
-__bkctl 51 -l after -x -a '(__bkctl_dynamic ledger)' -d 'List only ledgers after this one.'
-__bkctl 52 -l count -d 'Print only the number of ledgers.'
-__bkctl 53 -l keep-going -d 'Skip metadata that cannot be read (exit code 3 then).'
-__bkctl 54 -l show-secrets -d 'Print the ledger'\''s password, too.'
-__bkctl 55 -l entry -x -d 'Only this entry.'
-__bkctl 56 -l check -d 'Ask each bookie for the first and last entry that it should have.'
-__bkctl 57 -l every-entry -d 'Ask each bookie for every entry, and print the missing ones.'
-__bkctl 58 -l from -x -d 'First entry id (default 0).'
-__bkctl 59 -l to -x -d 'Last entry id, inclusive.'
-__bkctl 60 -l limit -x -d 'Read at most N entries.'
-__bkctl 61 -l last -x -d 'Read the last N entries.'
-__bkctl 62 -l bookie -x -a '(__bkctl_dynamic bookie)' -d 'Read from this bookie only.'
-__bkctl 63 -l recover -d 'Fence and close the ledger first.'
-__bkctl 64 -l no-verify -d 'Do not check the entries'\'' digests.'
-__bkctl 65 -l body -d 'Print the payloads, too.'
-__bkctl 66 -l format -x -a 'base64 utf8 hex raw' -d 'Form of bytes: base64, utf8, hex, or raw (prints nothing else).'
-__bkctl 67 -l delimiter -x -d 'Write this after each payload of --format raw: '\''\n'\'', '\''\0'\''.'
-__bkctl 68 -s f -l template -x -d 'Print entries in this form: %e entry id, %s payload, %S its bytes, %x payload in hex, %b in base64, %l ledger, %c last add confirmed, %n ledger length so far, %% a percent sign, \n \t \0 \xHH.'
-__bkctl 69 -l as-admin -d 'Read with the password in the metadata, as Apache'\''s readledger does; in the audit log.'
-__bkctl 70 -l last -x -d 'Begin with the last N entries (default 10).'
-__bkctl 71 -l from -x -d 'Begin with this entry. [x>=0]'
-__bkctl 72 -l from-file -r -F -d 'Read ledgers from this file (-: stdin), one per line, as '\''ledger list -o id'\'' prints.'
-__bkctl 73 -l rate -x -d 'Delete at most N ledgers per second.'
-__bkctl 74 -l if-state -x -d 'Delete only ledgers in this state (else exit code 5); repeatable.'
-__bkctl 75 -l ignore-missing -d 'Skip ledgers that do not exist.'
-__bkctl 76 -l keep-going -d 'Continue after failures, and report them at the end (exit code 3).'
-__bkctl 77 -l backup -r -F -d 'Export the metadata first, to a new file or directory, for '\''metadata import'\''.'
-__bkctl 78 -l undo -r -F -d 'New file for '\''metadata undo'\'' (default: in the user'\''s state directory), or none.'
-__bkctl 79 -l dry-run -d 'Show what would change, without changing it.'
-__bkctl 80 -l accept-loss -d 'Close a ledger even if no bookie has its last entry; asks first.'
-__bkctl 81 -l entries -x -d 'Entries to write. [default: 1000]'
-__bkctl 82 -l size -x -d 'Bytes of an entry. [default: 100]'
-__bkctl 83 -l keep -d 'Keep the ledger.'
-__bkctl 84 -l to-ledger-id -x -d 'Ledger id of the copy (default: unchanged).'
-__bkctl 85 -l ensemble-size -x -d 'Ensemble size of the copy (default: unchanged).'
-__bkctl 86 -l write-quorum -x -d 'Write quorum of the copy (default: unchanged).'
-__bkctl 87 -l ack-quorum -x -d 'Ack quorum of the copy (default: unchanged).'
-__bkctl 88 -l digest-type -x -d 'Digest type of the copy: CRC32C, CRC32, HMAC or DUMMY (default: unchanged).'
-__bkctl 89 -l rate -x -d 'Copy at most this much per second: 50MB/s, 20MiB.'
-__bkctl 90 -l to-user -x -d 'Log in to the target; never with --metadata-user.'
-__bkctl 91 -l to-password-file -r -F -d 'File with that user'\''s password. For TLS or SASL name a context: --to context:NAME.'
-__bkctl 92 -l to-scope -x -d 'Ledger scope id of the copy (default: unchanged).'
-__bkctl 93 -l to -x -d 'The cluster of the copy, by metadata URI or context:NAME (default: this one).'
-__bkctl 94 -l new-id -d 'Generate a ledger id for the copy.'
-__bkctl 95 -l recover -d 'Close an open ledger first; its writer can add no more.'
-__bkctl 96 -l open -d 'Copy an open ledger, too, up to its last confirmed entry.'
-__bkctl 97 -l dir -r -F -d 'A directory of the bookie, with or without its current; repeatable.'
-__bkctl 98 -l kind -x -d 'journal, entryLog, index, rocksdb, cookie … or all; repeatable.'
-__bkctl 99 -l ledger -x -a '(__bkctl_dynamic ledger)' -d 'Only this ledger, repeatable: decimal, 0x hex, SCOPE:ID, 32 hex digits (qualified name) or UUID.'
-__bkctl 100 -l ledger-scope-id -x -d 'Only ledgers of this scope; the scope of bare ids.'
-__bkctl 101 -l digest -x -d 'Check that each entry matches its digest; ledgers of scope 0 are of TYPE (CRC32C, CRC32, HMAC, DUMMY; default: found out ledger by ledger).'
-__bkctl 102 -l sample -x -d 'Check only this share of the index'\''s entries (1%, 0.01), without a search of the logs.'
-__bkctl 103 -l seed -x -d 'Seed of the choice of entries for --sample.'
-__bkctl 104 -l rate -x -d 'Read at most this much per second: 20MiB, or '\''5000 entries'\''.'
-__bkctl 105 -l bookie -x -a '(__bkctl_dynamic bookie)' -d 'The bookie, whose registered HTTP server is used.'
-__bkctl 106 -l bookie-url -x -d 'The HTTP server, http[s]://HOST:PORT, also that of a gateway (then with --bookie); no cluster is needed. [BKCTL_BOOKIE_URL; its token: BKCTL_API_TOKEN]'
-__bkctl 107 -l deadline -x -d 'With --wait: give up after this long (default: never; exit code 6).'
-__bkctl 108 -l wait -d 'Wait until the bookie is ready, also while it is down.'
-__bkctl 109 -l major -d 'Force a round with major compaction only, or with --minor both.'
-__bkctl 110 -l minor -d 'Force a round with minor compaction only, or with --major both.'
-__bkctl 111 -l wait -d 'Wait until the forced round is over.'
-__bkctl 112 -l accept-scoped-deletes -d 'Let this one round delete any number of scoped ledgers; otherwise a bookie of bkctl stops at more than half of them. Asks.'
-__bkctl 113 -l suspend -x -a 'major minor both' -d 'Suspend major or minor compaction (default: both).'
-__bkctl 114 -l resume -x -a 'major minor both' -d 'Resume major or minor compaction (default: both).'
-__bkctl 115 -l status -d 'Only show the state of the collectors.'
-__bkctl 116 -l wait -d 'Wait until compaction ends.'
-__bkctl 117 -l status -d 'Only show whether compaction runs.'
-__bkctl 118 -s e -l entries -x -d 'Entries to write. [default: 10]'
-__bkctl 119 -s t -l deadline -x -d 'Give up after this long (exit code 6).'
-__bkctl 120 -l ledger-scope-id -x -d 'Scope of the ledger (default 0).'
-__bkctl 121 -l set -x -d 'Change this setting in the bookie'\''s memory; repeatable.'
-__bkctl 122 -l show-secrets -d 'Print passwords and tokens, too.'
-__bkctl 123 -l match -x -d 'Only metrics whose name contains this; with * or ?, it must match the whole name.'
-__bkctl 124 -l raw -d 'Print Prometheus'\'' text as the bookie sent it.'
-__bkctl 125 -l to -x -a 'db interleaved' -d 'db: DbLedgerStorage; interleaved: index files (Sorted uses them too). [required]'
-__bkctl 126 -l discard-old -d 'Remove the old index instead of keeping a backup.'
-__bkctl 127 -l delete-cookie -d 'Finally delete the bookie'\''s cookie in the metadata store, too.'
-__bkctl 128 -l check -d 'Only report what prevents it: directories with files, a registration, a cookie.'
-__bkctl 129 -l entry -x -d 'Only this entry id.'
-__bkctl 130 -l meta -d 'Show the ledger'\''s record in the index instead of its entries.'
-__bkctl 131 -l gaps -d 'Show missing entries that have later ones.'
-__bkctl 132 -l show-secrets -d 'Print the master keys, too.'
-__bkctl 133 -l ledgers -d 'Check only the records of ledgers.'
-__bkctl 134 -l locations -d 'Check only the locations of entries.'
-__bkctl 135 -l ledgers -d 'Rebuild the databases of ledgers.'
-__bkctl 136 -l locations -d 'Rebuild the databases of entry locations.'
-__bkctl 137 -l password -x -d 'Password of all these ledgers (also BKCTL_LEDGER_PASSWORD). Visible to other users in ps.'
-__bkctl 138 -l all -d 'Every ledger that has an index file, or entries in a log.'
-__bkctl 139 -l state -x -a 'rw ro down all' -d 'rw, ro, down (it has a cookie, but is not registered) or all. [default: all]'
-__bkctl 140 -l ledgers -d 'Count the ledgers on each bookie; reads the metadata of every ledger.'
-__bkctl 141 -l sort -x -a 'bookie used free' -d 'Order: bookie, used (fullest first) or free. [default: bookie]'
-__bkctl 142 -l threshold -x -d 'Exit with 3 if a bookie has used more than this.'
-__bkctl 143 -l ledger-scope-id -x -d 'Ledger scope id of a bare --ledger.'
-__bkctl 144 -l deadline -x -d 'Give up after this long (default: never; exit code 6). Ledgers that were moved stay moved.'
-__bkctl 145 -l query -d 'Only show the ledgers on the bookies, from the metadata.'
-__bkctl 146 -l skip-open -d 'Skip ledgers that are OPEN.'
-__bkctl 147 -l skip-unrecoverable -d 'Report ledgers with entries that no bookie has, without counting them as failures.'
-__bkctl 148 -l delete-cookie -d 'Delete the bookies'\'' cookies once they hold no entries of any scope.'
-__bkctl 149 -l resume -r -F -d 'Record finished ledgers in this file, and skip those that an earlier run recorded.'
-__bkctl 150 -l watch -x -d 'Print the progress instead of each ledger; --watch=SECONDS sets the interval (default 2).'
-__bkctl 151 -l keep-cookie -d 'Keep the bookie'\''s cookie.'
-__bkctl 152 -l min-replicas -x -d 'Replicas of each entry that must remain (default 1; --for-good: ack quorum).'
-__bkctl 153 -l for-good -d 'Ask about bookies that would not return, rather than a restart.'
-__bkctl 154 -l ledger -x -a '(__bkctl_dynamic ledger)' -d 'Only this ledger: decimal, 0x hex, SCOPE:ID, 32 hex digits (qualified name) or UUID.'
-__bkctl 155 -l ledger-scope-id -x -d 'Only ledgers of this scope.'
-__bkctl 156 -l from-pos -x -d 'Begin at this byte of the file; a record must begin there (0: all).'
-__bkctl 157 -l to-pos -x -d 'The last byte that a shown record may begin at.'
-__bkctl 158 -l type -x -a 'entry ledgerKey fence forceLedger explicitLac padding ledgersMap unknown' -d 'Only records of this type, repeatable: entry, ledgerKey, fence, forceLedger, explicitLac, padding, ledgersMap, unknown (default: all but padding and ledgersMap).'
-__bkctl 159 -l limit -x -d 'Print at most N records.'
-__bkctl 160 -l digest-type -x -d 'Digest type of the ledgers of scope 0; without it, the start of their payloads is unknown.'
-__bkctl 161 -l after-lastmark -d 'Print only records after the last mark, which a restart replays.'
-__bkctl 162 -l top -x -d 'Print only the N rows with the most bytes.'
-__bkctl 163 -l by -x -a 'file type ledger scope' -d 'A row for each file, type, ledger or scope. [default: file]'
-__bkctl 164 -l sort -x -a 'id size garbage age' -d 'By id, size (largest first), garbage (most first; asks the cluster), age, or a column as in other lists. [default: id]'
-__bkctl 165 -l no-digests -d 'Check the structure only.'
-__bkctl 166 -l all -d 'Read all logs of --dir or --conf, as without LOG.'
-__bkctl 167 -l state -x -a 'alive dead unknown' -d 'Only ledgers that are alive, dead or unknown; repeatable.'
-__bkctl 168 -l minor-threshold -x -d 'Usage below which minor compaction rewrites a log (default: that of --conf, else 0.2).'
-__bkctl 169 -l major-threshold -x -d 'Usage below which major compaction rewrites a log (default: that of --conf, else 0.8).'
-__bkctl 170 -l sort -x -a 'id size garbage age' -d 'By id, size (largest first), garbage (most first; asks the cluster), age, or a column as in other lists. [default: garbage]'
-__bkctl 171 -l ledger -x -a '(__bkctl_dynamic ledger)' -d 'The ledger: decimal, 0x hex, SCOPE:ID, 32 hex digits (qualified name) or UUID. [required]'
-__bkctl 172 -l digest-type -x -d 'Digest type of a ledger of scope 0, for ndjson and raw (default: found by trying).'
-__bkctl 173 -s f -l file -r -F -d 'The file to write; - is stdout. [required]'
-__bkctl 174 -l format -x -a 'log ndjson raw' -d 'log (an entry log, as bookies read it), ndjson (rows as '\''entrylog read --body'\'' prints them), or raw (the payloads, nothing between them). [default: log]'
-__bkctl 175 -l all-copies -d 'Write each copy of an entry, oldest first (default: the last).'
-__bkctl 176 -l scan -d 'Read every log, even if its ledgers map does not name the ledger.'
-__bkctl 177 -l show-secrets -d 'Print values that hold a ledger password, too.'
-__bkctl 178 -l depth -x -d 'List only N levels below the start.'
-__bkctl 179 -l last -d 'Undo the last command that changed this cluster.'
-__bkctl 180 -l list -d 'List the undo files, oldest first.'
-__bkctl 181 -s f -l file -r -F -d 'The file to write; - is stdout. It holds ledger passwords.'
-__bkctl 182 -l overwrite -d 'Replace FILE if it exists.'
-__bkctl 183 -l overwrite -d 'Replace records that have another value; the undo file keeps the old ones.'
-__bkctl 184 -l to -x -d 'The store to copy to: zk+…://, etcd://, sqlite:///FILE, or context:NAME.'
-__bkctl 185 -l live -d 'Copy even while bookies are registered; changes made meanwhile are reported.'
-__bkctl 186 -l ledger-scope-id -x -d 'Only ledgers of this scope (default: all).'
-__bkctl 187 -l delete -d 'Remove the orphans that are REMOVABLE, after asking.'
-__bkctl 188 -l limit -x -d 'Number of ids (default 1).'
-__bkctl 189 -l ledger-scope-id -x -d 'Random ids of this scope.'
-__bkctl 190 -l sequence -d 'Take ids of scope 0 from the cluster'\''s generator, which gives no id twice.'
-__bkctl 191 -l limit -x -d 'Change at most N ledgers.'
-__bkctl 192 -l from -x -a '(__bkctl_dynamic bookie)' -d 'The bookie id to replace.'
-__bkctl 193 -l to -x -a '(__bkctl_dynamic bookie)' -d 'The new bookie id.'
-__bkctl 194 -l rate -x -d 'Change at most N ledgers per second.'
-__bkctl 195 -l journal-dirs -x -d 'The bookie'\''s journal directories, separated by commas.'
-__bkctl 196 -l ledger-dirs -x -d 'The bookie'\''s ledger directories, separated by commas.'
-__bkctl 197 -l index-dirs -x -d 'The bookie'\''s index directories, separated by commas.'
-__bkctl 198 -l instance-id -x -d 'The cluster'\''s instance id (default: read from the cluster).'
-__bkctl 199 -s f -l file -r -F -d 'The file to write (default: stdout).'
-__bkctl 200 -l scopes-only -d 'Ignore scope 0, which Apache'\''s auto-recovery serves.'
-__bkctl 201 -l scope-0-only -d 'Ignore all scopes but 0.'
-__bkctl 202 -l id -x -d 'Name in votes and locks (default: the bookie'\''s id, or this host).'
-__bkctl 203 -l older-than -x -d 'List only ledgers that were marked at least this long ago: 1h, 30m.'
-__bkctl 204 -l missing -x -a '(__bkctl_dynamic bookie)' -d 'List only ledgers that this bookie lacks; repeatable.'
-__bkctl 205 -l not-missing -x -a '(__bkctl_dynamic bookie)' -d 'List only ledgers that this bookie does not lack; repeatable.'
-__bkctl 206 -l count -d 'Print the number of ledgers only.'
-__bkctl 207 -l missing -x -a '(__bkctl_dynamic bookie)' -d 'A bookie of its ensembles that lacks entries; repeatable.'
-__bkctl 208 -l all -d 'Show candidates for auditor, too.'
-__bkctl 209 -l reset-clock -x -d 'Make these checks due instead (all-ledgers, placement, replicas); an auditor that starts runs them.'
-__bkctl 210 -l threshold -x -d 'Percentage of used disk space that is too much. [default: 90.0]'
-__bkctl 211 -l no-bookies -d 'Read the metadata only, and ask no bookie.'
-__bkctl 212 -l long-long-layout -d 'Write BP-35'\''s own class into LAYOUT; Apache'\''s processes then refuse the cluster.'
-__bkctl 213 -l instance-id -x -d 'The cluster'\''s instance id, as a confirmation.'
-__bkctl 214 -l backup -r -F -d 'Export all metadata to this new file first.'
-__bkctl 215 -l dir -r -F -d 'The local cluster'\''s directory (default: the one that is up).'
-__bkctl 216 -l bookies -x -d 'Number of bookies (default: 3, or as many as the cluster has).'
-__bkctl 217 -l storage -x -d 'Ledger storage of new bookies: sorted, interleaved, db.'
-__bkctl 218 -l http -d 'Give new bookies an HTTP server (default: if bkctl[http] is installed).'
-__bkctl 219 -l autorecovery -d 'Run auto-recovery in new bookies, which replicates the ledgers of lost ones.'
-__bkctl 220 -l bookie -x -d 'Stop this bookie only; the cluster stays up.'
-__bkctl 221 -l master -x -d 'Where Spark runs: local[*] (this machine, all cores), local[N], spark://HOST:PORT, yarn, k8s://… [default: local[*]]'
-__bkctl 222 -l spark-conf -x -d 'A setting of Spark, as spark.driver.memory=4g; repeatable.'
-__bkctl 223 -l archive -x -d 'Archive to unpack on every executor, as venv.tar.gz#environment; repeatable.'
-__bkctl 224 -l ship -d 'Send this package to the executors (default: unless Spark runs on this machine alone).'
-__bkctl 225 -l by -x -a 'bookie entrylog scope ledger application' -d 'A row for each bookie, entrylog, scope, ledger or application. [default: bookie]'
-__bkctl 226 -l save -x -d 'Also save the rows: NAME.parquet, NAME.csv or NAME.json; NAME.html: a page with plots. Repeatable.'
-__bkctl 227 -l no-indexes -d 'Read entry logs and journals only: for copies without indexes.'
-__bkctl 228 -l by -x -a 'entrylog bookie ledger' -d 'A row for each entrylog, bookie, or orphaned ledger. [default: entrylog]'
-__bkctl 229 -l by -x -a 'journal entry' -d 'A row for each journal, or each entry that no entry log holds. [default: journal]'
-__bkctl 230 -l overwrite -d 'Replace an existing export.'
-__bkctl 231 -l flat -d 'Do not create a directory for each scope (default with more than 1,000 scopes).'
-__bkctl 232 -l save -x -d 'Also save the rows: NAME.parquet, NAME.csv or NAME.json; repeatable.'
-__bkctl 233 -l to-scope -x -d 'Create the ledgers in this scope, under their ledger ids (default: the scope of each).'
-__bkctl 234 -l ensemble-size -x -d 'Bookies that a fragment is spread over (default: as the source'\''s).'
-__bkctl 235 -l write-quorum -x -d 'Bookies that get each entry (default: as the source'\''s).'
-__bkctl 236 -l ack-quorum -x -d 'Bookies that must have an entry before it counts (default: as the source'\''s).'
-__bkctl 237 -l password-file -r -F -d 'File with the password of the new ledgers (else BKCTL_LEDGER_PASSWORD, else empty).'
-__bkctl 238 -l to-scope -x -d 'The scope to copy into; the ledger ids stay.'
-__bkctl 239 -l host -x -d 'The address to listen on. [default: 127.0.0.1]'
-__bkctl 240 -l port -x -d 'The port to listen on; 0: any. [default: 8080]'
-__bkctl 241 -l token-file -r -F -d 'Clients must send this token (else BKCTL_API_TOKEN).'
-__bkctl 242 -l bookie-token-file -r -F -d 'The token of the bookies'\'' servers (else none).'
-__bkctl 243 -l read-only-token-file -r -F -d 'Clients that send this token may read, without secrets.'
-__bkctl 244 -l server-cert -r -F -d 'Serve https with this PEM certificate.'
-__bkctl 245 -l server-key -r -F -d 'Private key of --server-cert, if not in the same file.'
-__bkctl 246 -l client-ca -r -F -d 'Accept clients whose certificate these authorities (PEM) signed.'
-__bkctl 247 -l max-size -x -d 'Refuse a larger response (exit code 7). [default: 64MiB]'
-__bkctl 248 -l body -x -d 'The JSON to send, or @FILE (@-: stdin).'
-__bkctl 249 -l limit -x -d 'List only the last N runs (default 50).'
-__bkctl 250 -l since -x -d 'List only runs of this last time: 1h, 7d.'
-__bkctl 251 -l failed -d 'List only runs that did not end with exit code 0.'
-__bkctl 252 -l replace -d 'Replace the context of this name.'
-__bkctl 253 -l use -d 'Make the new context the current one.'
+__bkctl 51 -l topic -x -d 'List only ledgers of this Pulsar topic, partitions included.'
+__bkctl 52 -l subscription -x -d 'List only ledgers of this subscription of --topic.'
+__bkctl 53 -l after -x -a '(__bkctl_dynamic ledger)' -d 'List only ledgers after this one.'
+__bkctl 54 -l count -d 'Print only the number of ledgers.'
+__bkctl 55 -l keep-going -d 'Skip metadata that cannot be read (exit code 3 then).'
+__bkctl 56 -l show-secrets -d 'Print the ledger'\''s password, too.'
+__bkctl 57 -l entry -x -d 'Only this entry.'
+__bkctl 58 -l check -d 'Ask each bookie for the first and last entry that it should have.'
+__bkctl 59 -l every-entry -d 'Ask each bookie for every entry, and print the missing ones.'
+__bkctl 60 -l from -x -d 'First entry id (default 0).'
+__bkctl 61 -l to -x -d 'Last entry id, inclusive.'
+__bkctl 62 -l limit -x -d 'Read at most N entries.'
+__bkctl 63 -l last -x -d 'Read the last N entries.'
+__bkctl 64 -l bookie -x -a '(__bkctl_dynamic bookie)' -d 'Read from this bookie only.'
+__bkctl 65 -l recover -d 'Fence and close the ledger first.'
+__bkctl 66 -l no-verify -d 'Do not check the entries'\'' digests.'
+__bkctl 67 -l body -d 'Print the payloads, too.'
+__bkctl 68 -l format -x -a 'base64 utf8 hex raw' -d 'Form of bytes: base64, utf8, hex, or raw (prints nothing else).'
+__bkctl 69 -l delimiter -x -d 'Write this after each payload of --format raw: '\''\n'\'', '\''\0'\''.'
+__bkctl 70 -s f -l template -x -d 'Print entries in this form: %e entry id, %s payload, %S its bytes, %x payload in hex, %b in base64, %l ledger, %c last add confirmed, %n ledger length so far, %% a percent sign, \n \t \0 \xHH.'
+__bkctl 71 -l as-admin -d 'Read with the password in the metadata, as Apache'\''s readledger does; in the audit log.'
+__bkctl 72 -l last -x -d 'Begin with the last N entries (default 10).'
+__bkctl 73 -l from -x -d 'Begin with this entry. [x>=0]'
+__bkctl 74 -l from-file -r -F -d 'Read ledgers from this file (-: stdin), one per line, as '\''ledger list -o id'\'' prints.'
+__bkctl 75 -l rate -x -d 'Delete at most N ledgers per second.'
+__bkctl 76 -l if-state -x -d 'Delete only ledgers in this state (else exit code 5); repeatable.'
+__bkctl 77 -l ignore-missing -d 'Skip ledgers that do not exist.'
+__bkctl 78 -l keep-going -d 'Continue after failures, and report them at the end (exit code 3).'
+__bkctl 79 -l backup -r -F -d 'Export the metadata first, to a new file or directory, for '\''metadata import'\''.'
+__bkctl 80 -l undo -r -F -d 'New file for '\''metadata undo'\'' (default: in the user'\''s state directory), or none.'
+__bkctl 81 -l dry-run -d 'Show what would change, without changing it.'
+__bkctl 82 -l accept-loss -d 'Close a ledger even if no bookie has its last entry; asks first.'
+__bkctl 83 -l entries -x -d 'Entries to write. [default: 1000]'
+__bkctl 84 -l size -x -d 'Bytes of an entry. [default: 100]'
+__bkctl 85 -l keep -d 'Keep the ledger.'
+__bkctl 86 -l to-ledger-id -x -d 'Ledger id of the copy (default: unchanged).'
+__bkctl 87 -l ensemble-size -x -d 'Ensemble size of the copy (default: unchanged).'
+__bkctl 88 -l write-quorum -x -d 'Write quorum of the copy (default: unchanged).'
+__bkctl 89 -l ack-quorum -x -d 'Ack quorum of the copy (default: unchanged).'
+__bkctl 90 -l digest-type -x -d 'Digest type of the copy: CRC32C, CRC32, HMAC or DUMMY (default: unchanged).'
+__bkctl 91 -l rate -x -d 'Copy at most this much per second: 50MB/s, 20MiB.'
+__bkctl 92 -l to-user -x -d 'Log in to the target; never with --metadata-user.'
+__bkctl 93 -l to-password-file -r -F -d 'File with that user'\''s password. For TLS or SASL name a context: --to context:NAME.'
+__bkctl 94 -l to-scope -x -d 'Ledger scope id of the copy (default: unchanged).'
+__bkctl 95 -l to -x -d 'The cluster of the copy, by metadata URI or context:NAME (default: this one).'
+__bkctl 96 -l new-id -d 'Generate a ledger id for the copy.'
+__bkctl 97 -l recover -d 'Close an open ledger first; its writer can add no more.'
+__bkctl 98 -l open -d 'Copy an open ledger, too, up to its last confirmed entry.'
+__bkctl 99 -l dir -r -F -d 'A directory of the bookie, with or without its current; repeatable.'
+__bkctl 100 -l kind -x -d 'journal, entryLog, index, rocksdb, cookie … or all; repeatable.'
+__bkctl 101 -l ledger -x -a '(__bkctl_dynamic ledger)' -d 'Only this ledger, repeatable: decimal, 0x hex, SCOPE:ID, 32 hex digits (qualified name) or UUID.'
+__bkctl 102 -l ledger-scope-id -x -d 'Only ledgers of this scope; the scope of bare ids.'
+__bkctl 103 -l digest -x -d 'Check that each entry matches its digest; ledgers of scope 0 are of TYPE (CRC32C, CRC32, HMAC, DUMMY; default: found out ledger by ledger).'
+__bkctl 104 -l sample -x -d 'Check only this share of the index'\''s entries (1%, 0.01), without a search of the logs.'
+__bkctl 105 -l seed -x -d 'Seed of the choice of entries for --sample.'
+__bkctl 106 -l rate -x -d 'Read at most this much per second: 20MiB, or '\''5000 entries'\''.'
+__bkctl 107 -l bookie -x -a '(__bkctl_dynamic bookie)' -d 'The bookie, whose registered HTTP server is used.'
+__bkctl 108 -l bookie-url -x -d 'The HTTP server, http[s]://HOST:PORT, also that of a gateway (then with --bookie); no cluster is needed. [BKCTL_BOOKIE_URL; its token: BKCTL_API_TOKEN]'
+__bkctl 109 -l deadline -x -d 'With --wait: give up after this long (default: never; exit code 6).'
+__bkctl 110 -l wait -d 'Wait until the bookie is ready, also while it is down.'
+__bkctl 111 -l major -d 'Force a round with major compaction only, or with --minor both.'
+__bkctl 112 -l minor -d 'Force a round with minor compaction only, or with --major both.'
+__bkctl 113 -l wait -d 'Wait until the forced round is over.'
+__bkctl 114 -l accept-scoped-deletes -d 'Let this one round delete any number of scoped ledgers; otherwise a bookie of bkctl stops at more than half of them. Asks.'
+__bkctl 115 -l suspend -x -a 'major minor both' -d 'Suspend major or minor compaction (default: both).'
+__bkctl 116 -l resume -x -a 'major minor both' -d 'Resume major or minor compaction (default: both).'
+__bkctl 117 -l status -d 'Only show the state of the collectors.'
+__bkctl 118 -l wait -d 'Wait until compaction ends.'
+__bkctl 119 -l status -d 'Only show whether compaction runs.'
+__bkctl 120 -s e -l entries -x -d 'Entries to write. [default: 10]'
+__bkctl 121 -s t -l deadline -x -d 'Give up after this long (exit code 6).'
+__bkctl 122 -l ledger-scope-id -x -d 'Scope of the ledger (default 0).'
+__bkctl 123 -l set -x -d 'Change this setting in the bookie'\''s memory; repeatable.'
+__bkctl 124 -l show-secrets -d 'Print passwords and tokens, too.'
+__bkctl 125 -l match -x -d 'Only metrics whose name contains this; with * or ?, it must match the whole name.'
+__bkctl 126 -l raw -d 'Print Prometheus'\'' text as the bookie sent it.'
+__bkctl 127 -l to -x -a 'db interleaved' -d 'db: DbLedgerStorage; interleaved: index files (Sorted uses them too). [required]'
+__bkctl 128 -l discard-old -d 'Remove the old index instead of keeping a backup.'
+__bkctl 129 -l delete-cookie -d 'Finally delete the bookie'\''s cookie in the metadata store, too.'
+__bkctl 130 -l check -d 'Only report what prevents it: directories with files, a registration, a cookie.'
+__bkctl 131 -l entry -x -d 'Only this entry id.'
+__bkctl 132 -l meta -d 'Show the ledger'\''s record in the index instead of its entries.'
+__bkctl 133 -l gaps -d 'Show missing entries that have later ones.'
+__bkctl 134 -l show-secrets -d 'Print the master keys, too.'
+__bkctl 135 -l ledgers -d 'Check only the records of ledgers.'
+__bkctl 136 -l locations -d 'Check only the locations of entries.'
+__bkctl 137 -l ledgers -d 'Rebuild the databases of ledgers.'
+__bkctl 138 -l locations -d 'Rebuild the databases of entry locations.'
+__bkctl 139 -l password -x -d 'Password of all these ledgers (also BKCTL_LEDGER_PASSWORD). Visible to other users in ps.'
+__bkctl 140 -l all -d 'Every ledger that has an index file, or entries in a log.'
+__bkctl 141 -l state -x -a 'rw ro down all' -d 'rw, ro, down (it has a cookie, but is not registered) or all. [default: all]'
+__bkctl 142 -l ledgers -d 'Count the ledgers on each bookie; reads the metadata of every ledger.'
+__bkctl 143 -l sort -x -a 'bookie used free' -d 'Order: bookie, used (fullest first) or free. [default: bookie]'
+__bkctl 144 -l threshold -x -d 'Exit with 3 if a bookie has used more than this.'
+__bkctl 145 -l ledger-scope-id -x -d 'Ledger scope id of a bare --ledger.'
+__bkctl 146 -l deadline -x -d 'Give up after this long (default: never; exit code 6). Ledgers that were moved stay moved.'
+__bkctl 147 -l query -d 'Only show the ledgers on the bookies, from the metadata.'
+__bkctl 148 -l skip-open -d 'Skip ledgers that are OPEN.'
+__bkctl 149 -l skip-unrecoverable -d 'Report ledgers with entries that no bookie has, without counting them as failures.'
+__bkctl 150 -l delete-cookie -d 'Delete the bookies'\'' cookies once they hold no entries of any scope.'
+__bkctl 151 -l resume -r -F -d 'Record finished ledgers in this file, and skip those that an earlier run recorded.'
+__bkctl 152 -l watch -x -d 'Print the progress instead of each ledger; --watch=SECONDS sets the interval (default 2).'
+__bkctl 153 -l keep-cookie -d 'Keep the bookie'\''s cookie.'
+__bkctl 154 -l min-replicas -x -d 'Replicas of each entry that must remain (default 1; --for-good: ack quorum).'
+__bkctl 155 -l for-good -d 'Ask about bookies that would not return, rather than a restart.'
+__bkctl 156 -l ledger -x -a '(__bkctl_dynamic ledger)' -d 'Only this ledger: decimal, 0x hex, SCOPE:ID, 32 hex digits (qualified name) or UUID.'
+__bkctl 157 -l ledger-scope-id -x -d 'Only ledgers of this scope.'
+__bkctl 158 -l from-pos -x -d 'Begin at this byte of the file; a record must begin there (0: all).'
+__bkctl 159 -l to-pos -x -d 'The last byte that a shown record may begin at.'
+__bkctl 160 -l type -x -a 'entry ledgerKey fence forceLedger explicitLac padding ledgersMap unknown' -d 'Only records of this type, repeatable: entry, ledgerKey, fence, forceLedger, explicitLac, padding, ledgersMap, unknown (default: all but padding and ledgersMap).'
+__bkctl 161 -l limit -x -d 'Print at most N records.'
+__bkctl 162 -l digest-type -x -d 'Digest type of the ledgers of scope 0; without it, the start of their payloads is unknown.'
+__bkctl 163 -l after-lastmark -d 'Print only records after the last mark, which a restart replays.'
+__bkctl 164 -l top -x -d 'Print only the N rows with the most bytes.'
+__bkctl 165 -l by -x -a 'file type ledger scope' -d 'A row for each file, type, ledger or scope. [default: file]'
+__bkctl 166 -l sort -x -a 'id size garbage age' -d 'By id, size (largest first), garbage (most first; asks the cluster), age, or a column as in other lists. [default: id]'
+__bkctl 167 -l no-digests -d 'Check the structure only.'
+__bkctl 168 -l all -d 'Read all logs of --dir or --conf, as without LOG.'
+__bkctl 169 -l state -x -a 'alive dead unknown' -d 'Only ledgers that are alive, dead or unknown; repeatable.'
+__bkctl 170 -l minor-threshold -x -d 'Usage below which minor compaction rewrites a log (default: that of --conf, else 0.2).'
+__bkctl 171 -l major-threshold -x -d 'Usage below which major compaction rewrites a log (default: that of --conf, else 0.8).'
+__bkctl 172 -l sort -x -a 'id size garbage age' -d 'By id, size (largest first), garbage (most first; asks the cluster), age, or a column as in other lists. [default: garbage]'
+__bkctl 173 -l ledger -x -a '(__bkctl_dynamic ledger)' -d 'The ledger: decimal, 0x hex, SCOPE:ID, 32 hex digits (qualified name) or UUID. [required]'
+__bkctl 174 -l digest-type -x -d 'Digest type of a ledger of scope 0, for ndjson and raw (default: found by trying).'
+__bkctl 175 -s f -l file -r -F -d 'The file to write; - is stdout. [required]'
+__bkctl 176 -l format -x -a 'log ndjson raw' -d 'log (an entry log, as bookies read it), ndjson (rows as '\''entrylog read --body'\'' prints them), or raw (the payloads, nothing between them). [default: log]'
+__bkctl 177 -l all-copies -d 'Write each copy of an entry, oldest first (default: the last).'
+__bkctl 178 -l scan -d 'Read every log, even if its ledgers map does not name the ledger.'
+__bkctl 179 -l show-secrets -d 'Print values that hold a ledger password, too.'
+__bkctl 180 -l depth -x -d 'List only N levels below the start.'
+__bkctl 181 -l last -d 'Undo the last command that changed this cluster.'
+__bkctl 182 -l list -d 'List the undo files, oldest first.'
+__bkctl 183 -s f -l file -r -F -d 'The file to write; - is stdout. It holds ledger passwords.'
+__bkctl 184 -l overwrite -d 'Replace FILE if it exists.'
+__bkctl 185 -l overwrite -d 'Replace records that have another value; the undo file keeps the old ones.'
+__bkctl 186 -l to -x -d 'The store to copy to: zk+…://, etcd://, sqlite:///FILE, or context:NAME.'
+__bkctl 187 -l live -d 'Copy even while bookies are registered; changes made meanwhile are reported.'
+__bkctl 188 -l ledger-scope-id -x -d 'Only ledgers of this scope (default: all).'
+__bkctl 189 -l delete -d 'Remove the orphans that are REMOVABLE, after asking.'
+__bkctl 190 -l limit -x -d 'Number of ids (default 1).'
+__bkctl 191 -l ledger-scope-id -x -d 'Random ids of this scope.'
+__bkctl 192 -l sequence -d 'Take ids of scope 0 from the cluster'\''s generator, which gives no id twice.'
+__bkctl 193 -l limit -x -d 'Change at most N ledgers.'
+__bkctl 194 -l from -x -a '(__bkctl_dynamic bookie)' -d 'The bookie id to replace.'
+__bkctl 195 -l to -x -a '(__bkctl_dynamic bookie)' -d 'The new bookie id.'
+__bkctl 196 -l rate -x -d 'Change at most N ledgers per second.'
+__bkctl 197 -l journal-dirs -x -d 'The bookie'\''s journal directories, separated by commas.'
+__bkctl 198 -l ledger-dirs -x -d 'The bookie'\''s ledger directories, separated by commas.'
+__bkctl 199 -l index-dirs -x -d 'The bookie'\''s index directories, separated by commas.'
+__bkctl 200 -l instance-id -x -d 'The cluster'\''s instance id (default: read from the cluster).'
+__bkctl 201 -s f -l file -r -F -d 'The file to write (default: stdout).'
+__bkctl 202 -l scopes-only -d 'Ignore scope 0, which Apache'\''s auto-recovery serves.'
+__bkctl 203 -l scope-0-only -d 'Ignore all scopes but 0.'
+__bkctl 204 -l id -x -d 'Name in votes and locks (default: the bookie'\''s id, or this host).'
+__bkctl 205 -l older-than -x -d 'List only ledgers that were marked at least this long ago: 1h, 30m.'
+__bkctl 206 -l missing -x -a '(__bkctl_dynamic bookie)' -d 'List only ledgers that this bookie lacks; repeatable.'
+__bkctl 207 -l not-missing -x -a '(__bkctl_dynamic bookie)' -d 'List only ledgers that this bookie does not lack; repeatable.'
+__bkctl 208 -l count -d 'Print the number of ledgers only.'
+__bkctl 209 -l missing -x -a '(__bkctl_dynamic bookie)' -d 'A bookie of its ensembles that lacks entries; repeatable.'
+__bkctl 210 -l all -d 'Show candidates for auditor, too.'
+__bkctl 211 -l reset-clock -x -d 'Make these checks due instead (all-ledgers, placement, replicas); an auditor that starts runs them.'
+__bkctl 212 -l threshold -x -d 'Percentage of used disk space that is too much. [default: 90.0]'
+__bkctl 213 -l no-bookies -d 'Read the metadata only, and ask no bookie.'
+__bkctl 214 -l long-long-layout -d 'Write BP-35'\''s own class into LAYOUT; Apache'\''s processes then refuse the cluster.'
+__bkctl 215 -l instance-id -x -d 'The cluster'\''s instance id, as a confirmation.'
+__bkctl 216 -l backup -r -F -d 'Export all metadata to this new file first.'
+__bkctl 217 -l dir -r -F -d 'The local cluster'\''s directory (default: the one that is up).'
+__bkctl 218 -l bookies -x -d 'Number of bookies (default: 3, or as many as the cluster has).'
+__bkctl 219 -l storage -x -d 'Ledger storage of new bookies: sorted, interleaved, db.'
+__bkctl 220 -l http -d 'Give new bookies an HTTP server (default: if bkctl[http] is installed).'
+__bkctl 221 -l autorecovery -d 'Run auto-recovery in new bookies, which replicates the ledgers of lost ones.'
+__bkctl 222 -l bookie -x -d 'Stop this bookie only; the cluster stays up.'
+__bkctl 223 -l master -x -d 'Where Spark runs: local[*] (this machine, all cores), local[N], spark://HOST:PORT, yarn, k8s://… [default: local[*]]'
+__bkctl 224 -l spark-conf -x -d 'A setting of Spark, as spark.driver.memory=4g; repeatable.'
+__bkctl 225 -l archive -x -d 'Archive to unpack on every executor, as venv.tar.gz#environment; repeatable.'
+__bkctl 226 -l ship -d 'Send this package to the executors (default: unless Spark runs on this machine alone).'
+__bkctl 227 -l by -x -a 'bookie entrylog scope ledger application' -d 'A row for each bookie, entrylog, scope, ledger or application. [default: bookie]'
+__bkctl 228 -l save -x -d 'Also save the rows: NAME.parquet, NAME.csv or NAME.json; NAME.html: a page with plots. Repeatable.'
+__bkctl 229 -l no-indexes -d 'Read entry logs and journals only: for copies without indexes.'
+__bkctl 230 -l by -x -a 'entrylog bookie ledger' -d 'A row for each entrylog, bookie, or orphaned ledger. [default: entrylog]'
+__bkctl 231 -l by -x -a 'journal entry' -d 'A row for each journal, or each entry that no entry log holds. [default: journal]'
+__bkctl 232 -l overwrite -d 'Replace an existing export.'
+__bkctl 233 -l flat -d 'Do not create a directory for each scope (default with more than 1,000 scopes).'
+__bkctl 234 -l save -x -d 'Also save the rows: NAME.parquet, NAME.csv or NAME.json; repeatable.'
+__bkctl 235 -l to-scope -x -d 'Create the ledgers in this scope, under their ledger ids (default: the scope of each).'
+__bkctl 236 -l ensemble-size -x -d 'Bookies that a fragment is spread over (default: as the source'\''s).'
+__bkctl 237 -l write-quorum -x -d 'Bookies that get each entry (default: as the source'\''s).'
+__bkctl 238 -l ack-quorum -x -d 'Bookies that must have an entry before it counts (default: as the source'\''s).'
+__bkctl 239 -l password-file -r -F -d 'File with the password of the new ledgers (else BKCTL_LEDGER_PASSWORD, else empty).'
+__bkctl 240 -l to-scope -x -d 'The scope to copy into; the ledger ids stay.'
+__bkctl 241 -l host -x -d 'The address to listen on. [default: 127.0.0.1]'
+__bkctl 242 -l port -x -d 'The port to listen on; 0: any. [default: 8080]'
+__bkctl 243 -l token-file -r -F -d 'Clients must send this token (else BKCTL_API_TOKEN).'
+__bkctl 244 -l bookie-token-file -r -F -d 'The token of the bookies'\'' servers (else none).'
+__bkctl 245 -l read-only-token-file -r -F -d 'Clients that send this token may read, without secrets.'
+__bkctl 246 -l server-cert -r -F -d 'Serve https with this PEM certificate.'
+__bkctl 247 -l server-key -r -F -d 'Private key of --server-cert, if not in the same file.'
+__bkctl 248 -l client-ca -r -F -d 'Accept clients whose certificate these authorities (PEM) signed.'
+__bkctl 249 -l max-size -x -d 'Refuse a larger response (exit code 7). [default: 64MiB]'
+__bkctl 250 -l body -x -d 'The JSON to send, or @FILE (@-: stdin).'
+__bkctl 251 -l limit -x -d 'List only the last N runs (default 50).'
+__bkctl 252 -l since -x -d 'List only runs of this last time: 1h, 7d.'
+__bkctl 253 -l failed -d 'List only runs that did not end with exit code 0.'
+__bkctl 254 -l replace -d 'Replace the context of this name.'
+__bkctl 255 -l use -d 'Make the new context the current one.'
 __bkctl files -F
 __bkctl ledger -f -a '(__bkctl_dynamic ledger)'
 __bkctl words-on-off -f -a 'on off'
