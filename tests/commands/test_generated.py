@@ -13,6 +13,7 @@ import pytest
 from bkctl.commands.documents import DOCUMENTS
 from bkctl.commands.generate import FILES as FILE_METAVARS
 from bkctl.commands.generate import Page, generated_files, read_pages
+from bkctl.commands.kit.columns import Output
 from bkctl.commands.kit.settings import GLOBAL_PANEL
 from bkctl.errors import EXIT_CODES
 from bkctl.ids import LedgerId
@@ -183,7 +184,7 @@ def test_shells_complete_commands_options_and_values(complete: object, shell_env
     assert words("bkctl led") == {"ledger"}
     assert {"write", "read", "tail"} <= words("bkctl ledger ")
     assert "show" in words("bkctl bookie index ")
-    assert {"table", "json", "ndjson", "csv", "id"} == words("bkctl ledger list -o ")
+    assert words("bkctl ledger list -o ") == set(Output)
     assert words("bkctl -o json ledger read --protocol ") == {"v2", "v3"}
     assert words("bkctl ledger read --no-v") == {"--no-verify"}
 
