@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.command_line import CommandLine
 
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import Fragment, LedgerMetadata
@@ -80,6 +81,26 @@ def test_changes_are_undone_and_done_again_by_the_last_undo_file(
         undone = cli("metadata", "undo", "--last", "--yes")
         assert undone.code == 0, undone.err
         assert nodes() == expected
+
+
+def test_on_a_terminal_the_last_change_is_undone_after_a_question(cli: Cli, store: Cluster) -> None:
+    line = CommandLine(store.uri)
+    assert cli("autorecovery", "disable").code == 0
+    code, seen = line.terminal("metadata", "undo", "--last", type_in="n\n")
+    assert (code, "Declined; nothing was changed" in seen) == (1, True)
+    code, seen = line.terminal("metadata", "undo", "--last", type_in="y\n")
+    assert (code, "bkctl autorecovery disable" in seen) == (0, True)
+    assert cli("autorecovery", "status", "-o", "json").json["enabled"] is True
+
+
+def test_on_a_terminal_wide_tables_are_not_cut_and_chosen_columns_are_in_order(cli: Cli, store: Cluster) -> None:
+    line = CommandLine(store.uri)
+    _, wide = line.terminal("--no-color", "ledger", "list", "-o", "wide", columns=60)
+    assert {"ENSEMBLES", "FORMAT"} <= set(wide.split())
+    assert "…" not in wide
+    words = ("ledger", "list", "--columns", "state,ledger", "--sort=-ledger")
+    _, chosen = line.terminal("--no-color", *words, columns=60)
+    assert [row.split() for row in chosen.splitlines()] == [["STATE", "LEDGER"], ["OPEN", "6"], ["OPEN", "5"]]
 
 
 def test_undo_lists_files_and_asks_for_one(cli: Cli, store: Cluster, tmp_path: Path) -> None:
