@@ -16,10 +16,12 @@ from .kit.columns import Column, Columns, Kind
 from .kit.command import Run, command, group
 from .kit.ledger_options import LedgersOrFile, ScopeOfAny
 from .kit.options import DryRun, UndoOption, WatchOption, duration_option
-from .kit.texts import GREEN, RED, YELLOW, counted
+from .kit.texts import GREEN, RED, YELLOW, counted, duration_text, time_text
 from .kit.values import parse_duration
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from bkctl.config import BookieConfig
     from bkctl.metadata.cluster import Cluster
     from bkctl.metadata.underreplication import LedgerUnderreplicationManager, UnderreplicatedLedger
@@ -130,7 +132,9 @@ STATUS_COLUMNS = Columns(
     Column("ENABLED", "enabled", "enabled", Kind.BOOLEAN, style={"yes": GREEN, "no": YELLOW}),
     Column("AUDITOR", "auditorId", "auditor_id"),
     Column("AUDITOR OF SCOPES", "scopedAuditorId", "scoped_auditor_id"),
-    Column("LOST BOOKIE DELAY (s)", "lostBookieRecoveryDelay", lambda row: row.delay_s or 0, Kind.INTEGER),
+    Column(
+        "LOST BOOKIE DELAY", "lostBookieRecoveryDelay", lambda row: row.delay_s or 0, Kind.INTEGER, text=duration_text
+    ),
     Column("UNDERREPLICATED", "underReplicated", "underreplicated", Kind.BOOLEAN, style={"yes": RED, "no": GREEN}),
     Column("BEING REPLICATED", "lockedLedgerCount", "worker_count", Kind.INTEGER),
     Column("ALL LEDGERS CHECKED", "checkAllLedgersTime", "all_ledgers_ms", Kind.TIME),
@@ -180,9 +184,9 @@ SWITCH_COLUMNS = Columns(
 )
 
 
-def _switch(run: Run, enabled: bool) -> None:
-    with run.cluster() as cluster:
-        manager = _manager(cluster)
+def _switch(run: Run, enabled: bool, undo: Path | None) -> None:
+    with run.cluster() as cluster, run.recorded(cluster, undo) as recorded:
+        manager = _manager(recorded)
         try:
             (manager.enable if enabled else manager.disable)()
             changed = True
@@ -194,21 +198,21 @@ def _switch(run: Run, enabled: bool) -> None:
 
 
 @command(app, "enable", connects=True, changes=True, examples=("bkctl autorecovery enable",))
-def enable(run: Run) -> None:
+def enable(run: Run, undo: UndoOption = None) -> None:
     """Enable auto-recovery for the whole cluster.
 
     Does nothing if it is enabled already.
     """
-    _switch(run, True)
+    _switch(run, True, undo)
 
 
 @command(app, "disable", connects=True, changes=True, examples=("bkctl autorecovery disable",))
-def disable(run: Run) -> None:
+def disable(run: Run, undo: UndoOption = None) -> None:
     """Disable auto-recovery for the whole cluster.
 
     No audits and no replication take place until it is enabled again.
     """
-    _switch(run, False)
+    _switch(run, False, undo)
 
 
 # --- marked ledgers -------------------------------------------------------------------------------------------------
@@ -222,7 +226,7 @@ MARK_COLUMNS = Columns(
     Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
     Column("MISSING ON", "missingReplicas", lambda row: list(row.missing_replicas), Kind.NESTED, text=", ".join),
     Column("MARKED", "ctime", "ctime_ms", Kind.TIME),
-    Column("AGE (s)", "ageSeconds", _age_s, Kind.INTEGER),
+    Column("AGE", "ageSeconds", _age_s, Kind.INTEGER, text=time_text),
     Column("WORKER", "worker", "worker"),
     key="ledger",
 )
@@ -360,6 +364,7 @@ def mark(
         list[str] | None,
         typer.Option("--missing", metavar="BOOKIE", help="A bookie of its ensembles that lacks entries; repeatable."),
     ] = None,
+    undo: UndoOption = None,
     dry_run: DryRun = False,
 ) -> None:
     """Mark ledgers as under-replicated.
@@ -382,12 +387,13 @@ def mark(
                         f"Bookie {bookie_id} is in no ensemble of ledger {ledger}",
                         hint=f"'bkctl ledger locate {ledger}' shows its bookies",
                     )
-        with run.rows(MARKED_COLUMNS) as writer:
+        with run.rows(MARKED_COLUMNS) as writer, run.recorded(cluster, undo) as recorded:
+            marking = _manager(recorded)
             for ledger in ledgers:
                 before = manager.get(ledger)
                 present = () if before is None else before.missing_replicas
                 wanted = tuple(dict.fromkeys((*present, *missing)))
-                changed = wanted != present if dry_run else manager.mark(ledger, missing)
+                changed = wanted != present if dry_run else marking.mark(ledger, missing)
                 writer.row(Marked(ledger, wanted, changed))
 
 
@@ -523,6 +529,7 @@ def audit(
             help="Make these checks due instead (all-ledgers, placement, replicas); an auditor that starts runs them.",
         ),
     ] = None,
+    undo: UndoOption = None,
     dry_run: DryRun = False,
 ) -> None:
     """Start an audit now, or make the periodic checks due.
@@ -551,12 +558,12 @@ def audit(
             run.show(Audited(auditor_id), AUDITED_COLUMNS)
             return
         after_ms = time.time_ns() // 1_000_000 - _SPAN_OF_NO_CHECK_MS
-        rows = []
-        for clock in clocks:
-            rows.append(ClockRow(clock.value, manager.check_ctime_ms(checks[clock]), after_ms))
-            if not dry_run:
-                for scoped in (False, True):
-                    manager.set_check_ctime_ms(checks[clock], after_ms, scoped=scoped)
+        rows = [ClockRow(clock.value, manager.check_ctime_ms(checks[clock]), after_ms) for clock in clocks]
+        if not dry_run:
+            with run.recorded(cluster, undo) as recorded:
+                for clock in clocks:
+                    for scoped in (False, True):
+                        _manager(recorded).set_check_ctime_ms(checks[clock], after_ms, scoped=scoped)
     run.render(rows, CLOCK_COLUMNS)
     run.note("The checks run when an auditor starts next; restart the auditor to have them now")
 
@@ -569,7 +576,7 @@ class Delay(NamedTuple):
 
 
 DELAY_COLUMNS = Columns(
-    Column("DELAY (s)", "lostBookieRecoveryDelay", "seconds", Kind.INTEGER),
+    Column("DELAY", "lostBookieRecoveryDelay", "seconds", Kind.INTEGER, text=duration_text),
     Column("STORED", "stored", "stored", Kind.BOOLEAN),
     key=None,
 )
@@ -581,6 +588,7 @@ def delay(
     seconds: Annotated[
         str | None, typer.Argument(metavar="[DELAY]", help="The new delay: seconds, or 30m, 2h; 0 is none.")
     ] = None,
+    undo: UndoOption = None,
     dry_run: DryRun = False,
 ) -> None:
     """Show or set the delay before a bookie counts as lost."""
@@ -594,5 +602,6 @@ def delay(
         if wanted != int(wanted):
             raise UsageError(f"DELAY {seconds}: not whole seconds")
         if not dry_run:
-            manager.set_lost_bookie_recovery_delay_s(int(wanted))
+            with run.recorded(cluster, undo) as recorded:
+                _manager(recorded).set_lost_bookie_recovery_delay_s(int(wanted))
         run.show(Delay(int(wanted), True), DELAY_COLUMNS)

@@ -13,7 +13,7 @@ from bkctl.metadata.admin.health_codes import HealthCode
 from .kit.audit import user_name
 from .kit.columns import Column, Columns, Kind, Output
 from .kit.command import Run, command, group
-from .kit.options import DryRun, WatchOption, YesReally, duration_option
+from .kit.options import DryRun, UndoOption, WatchOption, YesReally, duration_option
 from .kit.texts import GREEN, RED, YELLOW, counted
 from .local import down, up
 
@@ -366,22 +366,24 @@ def healthcheck_status(run: Run) -> None:
 
 
 @command(healthcheck_app, "enable", connects=True, changes=True, examples=("bkctl cluster healthcheck enable",))
-def healthcheck_enable(run: Run) -> None:
+def healthcheck_enable(run: Run, undo: UndoOption = None) -> None:
     """Allow clients to quarantine failing bookies."""
-    _switch_healthcheck(run, True)
+    _switch_healthcheck(run, True, undo)
 
 
 @command(healthcheck_app, "disable", connects=True, changes=True, examples=("bkctl cluster healthcheck disable",))
-def healthcheck_disable(run: Run) -> None:
+def healthcheck_disable(run: Run, undo: UndoOption = None) -> None:
     """Forbid every client to quarantine bookies."""
-    _switch_healthcheck(run, False)
+    _switch_healthcheck(run, False, undo)
 
 
-def _switch_healthcheck(run: Run, enabled: bool) -> None:
+def _switch_healthcheck(run: Run, enabled: bool, undo: Path | None) -> None:
     from bkctl.metadata.admin.health import HealthCheckSwitch
 
     with run.cluster() as cluster:
-        run.show(Check(enabled, HealthCheckSwitch(cluster).set(enabled)), CHECK_COLUMNS)
+        with run.recorded(cluster, undo) as recorded:
+            changed = HealthCheckSwitch(recorded).set(enabled)
+        run.show(Check(enabled, changed), CHECK_COLUMNS)
 
 
 # --- the whole cluster ----------------------------------------------------------------------------------------------

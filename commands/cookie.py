@@ -12,7 +12,7 @@ from bkctl.errors import BkctlError, NotFound, Unreachable, UsageError
 
 from .kit.columns import Column, Columns, Kind
 from .kit.command import Run, command, group
-from .kit.options import BinaryFormat, BinaryFormatOption, DryRun, UndoOption
+from .kit.options import BinaryFormat, BinaryFormatOption, DryRun, UndoOption, file_argument
 from .kit.records import DirOption
 from .kit.texts import RED, counted
 
@@ -25,9 +25,7 @@ app = group()
 _FILE_SIZE_BYTES_MAX = 1 << 20
 
 BookieArgument = Annotated[str, typer.Argument(metavar="BOOKIE", help="The bookie's id.")]
-FileOption = Annotated[
-    Path, typer.Option("--file", "-f", metavar="FILE", help="The cookie, as 'cookie generate' writes it.")
-]
+FileArgument = Annotated[Path, file_argument("The cookie, as 'cookie generate' writes it.")]
 
 
 class CookieRow(NamedTuple):
@@ -187,11 +185,9 @@ def _cookie_in(path: Path, bookie: str) -> tuple[bytes, Cookie]:
     return data, cookie
 
 
-@command(
-    app, "create", connects=True, changes=True, examples=("bkctl cookie create 10.0.0.1:3181 --file cookie --dry-run",)
-)
+@command(app, "create", connects=True, changes=True, examples=("bkctl cookie create 10.0.0.1:3181 cookie --dry-run",))
 def create(
-    run: Run, bookie: BookieArgument, file: FileOption, undo: UndoOption = None, dry_run: DryRun = False
+    run: Run, bookie: BookieArgument, file: FileArgument, undo: UndoOption = None, dry_run: DryRun = False
 ) -> None:
     """Add a cookie to the metadata store.
 
@@ -228,10 +224,10 @@ CHANGE_COLUMNS = Columns(
     connects=True,
     asks=True,
     changes=True,
-    examples=("bkctl cookie update 10.0.0.1:3181 --file cookie --dry-run",),
+    examples=("bkctl cookie update 10.0.0.1:3181 cookie --dry-run",),
 )
 def update(
-    run: Run, bookie: BookieArgument, file: FileOption, undo: UndoOption = None, dry_run: DryRun = False
+    run: Run, bookie: BookieArgument, file: FileArgument, undo: UndoOption = None, dry_run: DryRun = False
 ) -> None:
     """Replace a bookie's cookie in the metadata store.
 
@@ -553,9 +549,8 @@ def verify_cookies(
         else:
             raise NotFound(f"Bookie {bookie} has no cookie", hint="'bkctl cookie list' shows the cookies")
         findings = list(verify(expected, stored, local))
-        run.render(findings, FINDING_COLUMNS)
-    run.note(
-        f"Bookie {bookie}: {len(local) + 1} cookies compared, {counted(len(findings), 'difference', 'differences')}"
-    )
+        run.render(findings, FINDING_COLUMNS, findings=True)
+    if not findings:
+        run.note(f"The {len(local) + 1} cookies of bookie {bookie} are equal")
     where = f"in the cookies of bookie {bookie}"
     run.finish_with(len(findings), f"difference {where}", f"differences {where}")

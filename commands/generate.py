@@ -1,10 +1,12 @@
-"""Writes completions, man pages and generated documents from the commands: `python -m bkctl.commands.generate`.
+"""Writes completions, man pages, `docs/schemas/` and other generated documents from the commands.
 
+`python -m bkctl.commands.generate` writes them below the current directory.
 A test holds the files in the repository equal to what this makes.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections import Counter
@@ -17,7 +19,9 @@ from bkctl.errors import EXIT_CODES
 from bkctl.files.directories import FileKind
 
 from . import translations
-from .kit.parser import Group
+from .documents import DOCUMENTS, ERROR_SCHEMA, document_schema
+from .kit.columns import Output
+from .kit.parser import Group, help_record, shown_names
 from .kit.settings import GLOBAL_PANEL, SETTINGS
 from .main import GROUPS, RootGroup, root
 
@@ -124,14 +128,16 @@ def _page(command: Any, path: tuple[str, ...], parent: Any) -> Page:
     arguments: list[Option] = []
     options: list[Option] = []
     for param in command.get_params(context):
-        record = param.get_help_record(context)
+        record = help_record(param, context)
         if record is None:
             continue
         is_argument = param.param_type_name == "argument"
         choices = tuple(str(choice.value) for choice in param.type_descriptor.choices or ())
         metavar = param.metavar or ("|".join(choices) if choices else param.bare_type().upper())
+        if not choices and "|" in metavar and "[" not in metavar:
+            choices = tuple(word for word in metavar.split("|") if word.islower())
         option = Option(
-            () if is_argument else (*sorted(param.opts, key=len),),
+            () if is_argument else (*sorted(shown_names(param), key=len),),
             "" if getattr(param, "is_flag", False) else metavar,
             re.sub(r"\s+", " ", record[1]).strip(),
             choices,
@@ -321,7 +327,7 @@ def _value_kind(option: Option) -> str:
     if words or option.metavar in WORDS:
         return "words " + " ".join(words or WORDS[option.metavar])
     if option.names and "--output" in option.names:
-        return "words table json ndjson csv id"
+        return f"words {' '.join(Output)}"
     if option.metavar in DYNAMIC:
         return DYNAMIC[option.metavar]
     if option.metavar in FILES:
@@ -703,9 +709,16 @@ def generated_files() -> dict[str, str]:
         "docs/from-the-shell.md": translations.markdown(),
         "man/bkctl.1": man_page(tree, None, __version__),
     }
+    files["docs/schemas/error.json"] = _schema_text(ERROR_SCHEMA)
+    for name in DOCUMENTS:
+        files[f"docs/schemas/{name.replace(' ', '-')}.json"] = _schema_text(document_schema(name))
     for group in tree.groups:
         files[f"man/bkctl-{group.name}.1"] = man_page(tree, group, __version__)
     return files
+
+
+def _schema_text(schema: dict[str, Any]) -> str:
+    return json.dumps(schema, indent=2) + "\n"
 
 
 def main() -> None:

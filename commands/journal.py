@@ -16,7 +16,7 @@ from .kit.columns import Column, Columns, Kind, ledger_column
 from .kit.command import Run, command, group
 from .kit.options import count_option
 from .kit.records import DirOption, Records, ShowSecretsOption, print_records, raise_first
-from .kit.texts import GREEN, NULL, RED, YELLOW, counted
+from .kit.texts import GREEN, NULL, RED, YELLOW, counted, with_0x
 
 if TYPE_CHECKING:
     from bkctl.files.directories import BookieDirectories, BookieFile
@@ -47,7 +47,7 @@ JournalNames = Annotated[
 
 JOURNAL_COLUMNS = Columns(
     Column("JOURNAL", "journalId", "file.id", Kind.INTEGER),
-    Column("HEX", "journalIdHex", lambda row: f"{row.file.id:x}"),
+    Column("HEX", "journalIdHex", lambda row: f"{row.file.id:x}", text=with_0x),
     Column("VERSION", "version", "version", Kind.INTEGER),
     Column("SIZE", "size", "file.size", Kind.SIZE),
     Column("MODIFIED", "mtime", "file.mtime_ms", Kind.TIME),
@@ -169,7 +169,7 @@ def _records(path: Path, start: int, chosen: RecordFilter, *, batches: bool) -> 
 MARK_COLUMNS = Columns(
     Column("INDEX", "journalIndex", "journal_index", Kind.INTEGER),
     Column("JOURNAL", "journalId", "mark.journal_id", Kind.INTEGER),
-    Column("HEX", "journalIdHex", lambda row: f"{row.mark.journal_id:x}"),
+    Column("HEX", "journalIdHex", lambda row: f"{row.mark.journal_id:x}", text=with_0x),
     Column("OFFSET", "offset", "mark.offset", Kind.INTEGER),
     Column("MODIFIED", "mtime", "file.mtime_ms", Kind.TIME),
     Column("FILE", "file", lambda row: str(row.file.path), flexible=True),
@@ -200,7 +200,7 @@ def lastmark(
 # --- verify ---------------------------------------------------------------------------------------------------------
 
 STATE_STYLE = {
-    "endOfFile": GREEN, "zeros": GREEN, "torn": YELLOW, "damaged": RED, "unreadable": RED, "missing": RED
+    "end of file": GREEN, "zeros": GREEN, "torn": YELLOW, "damaged": RED, "unreadable": RED, "missing": RED
 }  # fmt: skip
 
 
@@ -212,10 +212,10 @@ def _checked_key(row: JournalCheck) -> str:
 
 VERIFY_COLUMNS = Columns(
     Column("JOURNAL", "journalId", "journal_id", Kind.INTEGER),
-    Column("HEX", "journalIdHex", lambda row: None if row.journal_id is None else f"{row.journal_id:x}"),
+    Column("HEX", "journalIdHex", lambda row: None if row.journal_id is None else f"{row.journal_id:x}", text=with_0x),
     Column("VERSION", "version", "version", Kind.INTEGER),
     Column("SIZE", "size", "size_bytes", Kind.SIZE),
-    Column("STATE", "state", lambda row: row.state.value, style=STATE_STYLE),
+    Column("STATE", "state", lambda row: row.state.value, Kind.WORD, style=STATE_STYLE),
     Column("RECORDS", "recordCount", "record_count", Kind.INTEGER),
     Column(None, "entryCount", "entry_count", Kind.INTEGER),
     Column("GOOD END", "goodEnd", "good_end", Kind.INTEGER),
@@ -292,7 +292,7 @@ def _percent(value: float | None) -> str:
 
 STATS_COLUMNS = Columns(
     Column("JOURNAL", "journalId", "file.id", Kind.INTEGER),
-    Column("HEX", "journalIdHex", lambda row: f"{row.file.id:x}"),
+    Column("HEX", "journalIdHex", lambda row: f"{row.file.id:x}", text=with_0x),
     Column("VERSION", "version", "version", Kind.INTEGER),
     Column("SIZE", "size", "file.size", Kind.SIZE),
     Column("WRITTEN", "writtenSize", "good_end", Kind.SIZE),
@@ -329,7 +329,7 @@ _SUMS = (
     Column("RECORDS", "recordCount", "record_count", Kind.INTEGER),
     Column("SIZE", "size", "size_bytes", Kind.SIZE),
 )
-TYPE_COLUMNS = Columns(Column("TYPE", "type", lambda row: str(row.key)), *_SUMS, key="type")
+TYPE_COLUMNS = Columns(Column("TYPE", "type", lambda row: str(row.key), Kind.WORD), *_SUMS, key="type")
 LEDGER_COLUMNS = Columns(ledger_column("key"), *_SUMS, key="ledger")
 SCOPE_COLUMNS = Columns(
     Column("SCOPE", "ledgerScopeId", lambda row: str(row.key)),

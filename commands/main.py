@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from inspect import Parameter, Signature
 from io import TextIOWrapper
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, NamedTuple
 
 import typer
 
@@ -19,6 +19,7 @@ from bkctl import __version__
 from bkctl.errors import BkctlError, is_interrupt
 
 from .kit import interrupts
+from .kit.columns import Columns, Output
 from .kit.options import parameter
 from .kit.parser import CONNECTION_LINE, HELP_FLAGS, Command, Group
 from .kit.session import Session
@@ -39,6 +40,7 @@ GROUPS: Final[dict[str, str]] = {
     "local": "Run clusters of our own bookies on this machine.",
     "pipeline": "Run Spark jobs over all files, metadata and ledgers.",
     "api": "Call the REST API of bookies, or serve it.",
+    "audit": "Show which commands changed what, when, and by whom.",
     "context": "Manage named connections in the configuration file.",
 }
 
@@ -154,17 +156,42 @@ def root() -> RootGroup:
     return group
 
 
-def error_line(error: BaseException) -> tuple[str, int]:
-    """Return the line for stderr about `error`, without the program's name, and the exit code."""
+class ErrorReport(NamedTuple):
+    """An error for people and programs: its kind, exit code, message, and what to do."""
+
+    code: str
+    exit_code: int
+    message: str
+    hint: str | None = None
+
+    @property
+    def line(self) -> str:
+        """The line for stderr, without the program's name."""
+        return one_line(f"{self.message}; {self.hint}" if self.hint else self.message)
+
+    def json(self) -> str:
+        """Return the object that `docs/schemas/error.json` describes, in one line."""
+        import json
+
+        hint = None if self.hint is None else one_line(self.hint)
+        fields = {"code": self.code, "exitCode": self.exit_code, "message": one_line(self.message), "hint": hint}
+        return json.dumps({"error": fields})
+
+
+def error_report(error: BaseException) -> ErrorReport:
+    """Return the report of `error`."""
     if isinstance(error, BkctlError):
-        return str(error), error.exit_code
+        name = type(error).__name__.removesuffix("Error")
+        return ErrorReport(name[:1].lower() + name[1:], error.exit_code, error.message, error.hint)
     if isinstance(error, _ParserError):
-        return _parser_error_line(error), error.exit_code
+        return ErrorReport("usage", error.exit_code, *_parser_error(error))
     if isinstance(error, OSError):
         text = error.strerror or str(error)
         where = ": ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
-        return f"{where}: {text}" if where else text, os_error_exit_code(error)
-    return f"Internal error: {type(error).__name__}: {error}; run it again with --debug and report what it prints", 1
+        code = errno.errorcode.get(error.errno or 0, "os")
+        return ErrorReport(code, os_error_exit_code(error), f"{where}: {text}" if where else text)
+    message = f"Internal error: {type(error).__name__}: {error}"
+    return ErrorReport("internal", 1, message, "run it again with --debug and report what it prints")
 
 
 def os_error_exit_code(error: OSError) -> int:
@@ -174,7 +201,8 @@ def os_error_exit_code(error: OSError) -> int:
     return OS_ERROR_EXIT_CODES.get(error.errno or 0, 1)
 
 
-def _parser_error_line(error: Any) -> str:
+def _parser_error(error: Any) -> tuple[str, str]:
+    """Return message and hint of an error of the parser."""
     context = getattr(error, "ctx", None)
     message = error.format_message()
     if type(error).__name__ == "NoArgsIsHelpError":
@@ -182,13 +210,13 @@ def _parser_error_line(error: Any) -> str:
     path = context.command_path if context is not None else "bkctl"
     unknown = re.match(r"No such command '([^']+)'", message)
     if unknown and (other := _other_command(path.split()[1:], unknown[1])):
-        return f"No such command '{unknown[1]}'; {other}"
+        return f"No such command '{unknown[1]}'", other
     option = getattr(error, "option_name", "")
     if type(error).__name__ == "NoSuchOption" and option[1:2].isdigit():
         hint = "put a negative id after -- or in --ledger-id"
     else:
         hint = f"try '{path} --help'"
-    return f"{message.strip().rstrip('.')}; {hint}"
+    return message.strip().rstrip("."), hint
 
 
 def _other_command(path: list[str], name: str) -> str | None:
@@ -223,7 +251,7 @@ def one_line(text: str) -> str:
 
 def run(arguments: list[str]) -> int:
     """Run one command line; returns the exit code. Prints the error, if there is one, as one line on stderr."""
-    session = Session(words=arguments)
+    session = Session(words=arguments, columns_of=_columns_of)
     error: BaseException | None = None
     try:
         code = root().main(arguments, prog_name="bkctl", standalone_mode=False, obj=session)
@@ -242,7 +270,7 @@ def run(arguments: list[str]) -> int:
             code = interrupts.EXIT_CODE
         elif isinstance(problem, (BkctlError, OSError, _ParserError)):
             error = problem
-            code = _report(error, arguments)
+            code = _report(error, session)
         else:
             _end_audit(session, 1, problem)
             raise
@@ -254,12 +282,19 @@ def run(arguments: list[str]) -> int:
     return code
 
 
+def _columns_of(name: str) -> Columns | None:
+    """Return all columns that the command `name` may print."""
+    from .documents import known_columns
+
+    return known_columns(name)
+
+
 def _end_audit(session: Session, code: int, error: BaseException | None) -> None:
     audit = session.audit
     if audit is None:
         return
     with interrupts.ignored():
-        audit.end(code, None if error is None else one_line(error_line(error)[0]))
+        audit.end(code, None if error is None else error_report(error).line)
     if audit.problem is not None and not session.quiet:
         reason = audit.problem.strerror or str(audit.problem)
         print(
@@ -269,15 +304,31 @@ def _end_audit(session: Session, code: int, error: BaseException | None) -> None
         )
 
 
-def _report(error: BaseException, arguments: list[str]) -> int:
-    line, code = error_line(error)
+def _report(error: BaseException, session: Session) -> int:
+    report = error_report(error)
     _drop_output()
-    if "--debug" in arguments:
+    if "--debug" in session.words:
         import traceback
 
         traceback.print_exception(error)
-    print(f"bkctl: {one_line(line)}", file=sys.stderr)
-    return code
+    _print_error(report, session)
+    return report.exit_code
+
+
+def _print_error(report: ErrorReport, session: Session) -> None:
+    as_json = (session.output or _given_output(session.words)) in (Output.JSON, Output.NDJSON)
+    print(report.json() if as_json else f"bkctl: {report.line}", file=sys.stderr)
+
+
+def _given_output(words: list[str]) -> Output | None:
+    """Return the form of output that a line names which the parser refused, else that of the environment."""
+    text = os.environ.get("BKCTL_OUTPUT", "")
+    for at, word in enumerate(words):
+        if word in ("-o", "--output"):
+            text = next(iter(words[at + 1 :]), text)
+        elif word.startswith(("-o", "--output=")):
+            text = word.partition("=")[2] if word.startswith("--") else word[2:]
+    return Output(text) if text in set(Output) else None
 
 
 def _drop_output() -> None:
@@ -289,8 +340,7 @@ def _drop_output() -> None:
 
 
 def _unexpected(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    line, _ = error_line(error)
-    print(f"bkctl: {one_line(line)}", file=sys.stderr)
+    print(f"bkctl: {error_report(error).line}", file=sys.stderr)
 
 
 def _open_closed_streams() -> None:

@@ -159,7 +159,11 @@ class BookKeeper:
         versioned = await in_thread(self.cluster.ledgers.read, ledger)
         metadata = versioned.metadata
         if metadata.password is not None and password is not None and password != metadata.password:
-            raise Unauthorized(f"Wrong password for ledger {ledger}", hint="give the password it was created with")
+            problem = f"Wrong password for ledger {ledger}" if password else f"Ledger {ledger} has a password"
+            raise Unauthorized(
+                problem,
+                hint="give it with --password-file or --password; administrators can read without it: --as-admin",
+            )
         if metadata.digest_type is not None and digest_type not in (None, metadata.digest_type):
             raise DigestMismatch(f"Ledger {ledger} has digest type {metadata.digest_type.name}")
         access = self.access(ledger, versioned, digest_type=digest_type, password=password)

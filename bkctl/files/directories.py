@@ -32,7 +32,8 @@ _UNFINISHED = re.compile(rf"ledgers\.TEMP-[0-9TZ:.\-]+|.+\.(?:unfinished|new)|{r
 _LAST_MARK = re.compile(r"lastMark(?:\.([0-9]{1,9}))?", re.ASCII)
 _LEVEL = re.compile(r"[0-9a-f]{1,2}|[0-9a-f]{8}", re.ASCII)
 _DECIMAL = re.compile(r"[0-9]{1,20}", re.ASCII)
-_HEX = re.compile(r"0[xX]([0-9a-fA-F]{1,16})", re.ASCII)
+#: Hexadecimal with 0x, or with a letter among its digits.
+_HEX = re.compile(r"0[xX]([0-9a-fA-F]{1,16})|(?=[0-9]*[a-fA-F])([0-9a-fA-F]{1,16})", re.ASCII)
 
 
 class FileKind(StrEnum):
@@ -157,17 +158,19 @@ class BookieDirectories:
         return found
 
     def resolve_journal(self, text: str) -> Path:
-        """Return the journal file that `text` names: decimal or 0x id, `scoped/ID`, file name, or path.
+        """Return the journal file that `text` names: decimal or hex id, `scoped/ID`, file name, or path.
+
+        Digits alone are decimal; hex is marked by 0x or a letter.
 
         Raises NotFound; UsageError for another text, or one that fits several files.
         """
         return self._resolve(text, "journal", self.journal_dirs, journal.file_name, journal.journal_id_of)
 
     def resolve_entry_log(self, text: str) -> Path:
-        """Return the entry log file that `text` names: decimal or 0x id, `scoped/ID`, file name or path.
+        """Return the entry log file that `text` names: decimal or hex id, `scoped/ID`, file name or path.
 
-        File names of compactions count too. Raises NotFound; UsageError for another text, or one that fits several
-        files.
+        Digits alone are decimal; hex is marked by 0x or a letter. File names of compactions count too. Raises NotFound;
+        UsageError for another text, or one that fits several files.
         """
         return self._resolve(text, "entry log", self.ledger_dirs, entry_log.file_name, entry_log.content_id_of)
 
@@ -189,6 +192,15 @@ class BookieDirectories:
         if number is not None and subdirectory in ("", SCOPED_DIRECTORY) and (slash == "") == (not subdirectory):
             places = [current / subdirectory for current in currents]
             candidates = [place / name_of(number) for place in places]
+            # Bare hex may be a file's name as well.
+            is_decimal = _DECIMAL.fullmatch(rest) is not None
+            candidates += [] if slash or is_decimal or rest[1] in "xX" else [Path(text)]
+            in_hex = name_of(int(rest, 16))
+            is_missing = not any(path.is_file() for path in candidates)
+            if is_decimal and is_missing and any((place / in_hex).is_file() for place in places):
+                raise NotFound(
+                    f"There is no {what} {text} (decimal)", hint=f"{in_hex} is {subdirectory}{slash}0x{rest}"
+                )
         elif subdirectory in ("", SCOPED_DIRECTORY) and id_of(rest) is not None:
             places = [current / subdirectory for current in currents]
             if not subdirectory:
@@ -248,7 +260,7 @@ def _only(paths: list[Path], name: str, what: str, directories: Iterable[Path]) 
 
 def _parse_id(text: str) -> int | None:
     if match := _HEX.fullmatch(text):
-        return int(match[1], 16)
+        return int(match[1] or match[2], 16)
     return int(text) if _DECIMAL.fullmatch(text) else None
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any, Final
 
 from bkctl.formats.metadata import LedgerMetadata
+from bkctl.formats.pulsar import read_message_id
 from bkctl.ids import LedgerId
 from bkctl.metadata.ledgers import VersionedMetadata
+from bkctl.metadata.pulsar_topics import topic_of
 
 #: Custom metadata that Pulsar writes as text, by its key without the prefix. Source: Pulsar's LedgerMetadataUtils.
 _PULSAR_NAMES: Final = {
@@ -48,7 +50,10 @@ def ledger_object(ledger: LedgerId, found: VersionedMetadata, show_secrets: bool
 
 
 def pulsar_object(metadata: LedgerMetadata) -> dict[str, str]:
-    """Return Pulsar's custom metadata (application, component, managedLedger, cursor …), {} for others' ledgers."""
+    """Return Pulsar's custom metadata (application, component, managedLedger, cursor …), {} for others' ledgers.
+
+    `topic` is the topic of the managed ledger, `compactedTo` a message id as `ledger:entry` (base64 for other bytes).
+    """
     custom = metadata.custom_metadata
     if custom.get("application") != b"pulsar":
         return {}
@@ -59,7 +64,10 @@ def pulsar_object(metadata: LedgerMetadata) -> dict[str, str]:
             if name in _PULSAR_NAMES:
                 value[_PULSAR_NAMES[name]] = _text(custom[key])
             elif name == "compactedTo":
-                value[name] = _base64(custom[key])
+                message_id = read_message_id(custom[key])
+                value[name] = _base64(custom[key]) if message_id is None else str(message_id)
+    if topic := topic_of(value.get("managedLedger", "")):
+        value["topic"] = topic
     return value
 
 

@@ -22,16 +22,21 @@ app = group()
 #: What a request may carry: settings, or the bytes of some metadata.
 BODY_SIZE_BYTES_MAX: Final = 16 << 20
 
+#: The first parts of the paths below /api/v1.
+API_GROUPS: Final = frozenset(("autorecovery", "bookie", "config", "ledger"))
+#: Paths of the servers that are not below /api/v1.
+OWN_PATHS: Final = frozenset(("", "heartbeat", "metrics", "openapi.json"))
+
 PathArgument = Annotated[
     str,
     typer.Argument(
-        metavar="PATH", help="The path, such as /api/v1/bookie/state; without a leading slash, below /api/v1."
+        metavar="PATH", help="The path, with or without /api/v1: bookie/state, /api/v1/bookie/state, /heartbeat."
     ),
 ]
 MaxSize = Annotated[int, size_option("--max-size", "Refuse a larger response (exit code 7).", default="64MiB")]
 
 
-@command(app, "get", connects=True, examples=("bkctl api get /api/v1/bookie/state --bookie-url http://127.0.0.1:8080",))
+@command(app, "get", connects=True, examples=("bkctl api get bookie/state --bookie-url http://127.0.0.1:8080",))
 def get(run: Run, path: PathArgument, which: BookieServerOption, size_max: MaxSize) -> None:
     """Send GET to an HTTP server, and print the response.
 
@@ -84,9 +89,14 @@ def delete(run: Run, path: PathArgument, which: BookieServerOption, size_max: Ma
 
 
 def _full(path: str) -> str:
+    """Return the path on the server: below /api/v1, where `path` may leave that out, or one of its own."""
     from bkctl.http.bookie_client import API_PREFIX
 
-    return path if path.startswith("/") else f"{API_PREFIX}/{path}"
+    place = path.removeprefix("/")
+    is_own = place.startswith("api/") or place.partition("?")[0] in OWN_PATHS
+    if is_own or (path.startswith("/") and place.partition("/")[0] not in API_GROUPS):
+        return f"/{place}"
+    return f"{API_PREFIX}/{place}"
 
 
 def _call(

@@ -16,7 +16,7 @@ from ..kit.command import Run, command, group
 from ..kit.ledger_options import LEDGERS_BY_OPTION
 from ..kit.options import Composite, DigestToCheck, LedgerPassword, number_option, parameter
 from ..kit.records import DirOption, PlacesArgument, raise_first
-from ..kit.texts import counted, size_text
+from ..kit.texts import counted, size_text, with_0x
 from ..kit.values import parse_size
 from .files import index_app
 
@@ -29,11 +29,11 @@ app = group()
 # --- check ----------------------------------------------------------------------------------------------------------
 
 FINDING_COLUMNS = Columns(
-    Column("KIND", "kind", lambda row: row.kind.value),
+    Column("KIND", "kind", lambda row: row.kind.value, Kind.WORD),
     Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
     Column("ENTRY", "entryId", "entry_id", Kind.INTEGER),
     Column("LOG", "logId", "log_id", Kind.INTEGER),
-    Column("HEX", "logIdHex", lambda row: None if row.log_id is None else f"{row.log_id:x}"),
+    Column("HEX", "logIdHex", lambda row: None if row.log_id is None else f"{row.log_id:x}", text=with_0x),
     Column("OFFSET", "offset", "offset", Kind.INTEGER),
     Column(None, "location", "location", Kind.INTEGER),
     Column("REASON", "reason", "reason"),
@@ -189,21 +189,28 @@ def check(
             rate=rate,
             advance=activity.advance,
         )
-        run.render(job.findings(), FINDING_COLUMNS)
+        run.render(job.findings(), FINDING_COLUMNS, findings=True)
     counts = job.counts
     run.note(
-        f"bkctl: {counted(counts.ledgers, 'ledger', 'ledgers')}, {counted(counts.entries, 'entry', 'entries')} in the "
-        f"index, {counted(counts.records, 'record', 'records')} in "
-        f"{counted(counts.logs, 'log', 'logs')}, {size_text(counts.bytes_read)} read; {_remarks(counts)}"
+        f"{_verdict(counts)}{counted(counts.ledgers, 'ledger', 'ledgers')}, "
+        f"{counted(counts.entries, 'entry', 'entries')} in the index, "
+        f"{counted(counts.records, 'record', 'records')} in {counted(counts.logs, 'log', 'logs')}, "
+        f"{size_text(counts.bytes_read)} read{_remarks(counts)}"
     )
     if digests is not None:
         _note_digests(run, digests)
     _finish(run, counts)
 
 
+def _verdict(counts: Counts) -> str:
+    """Return the beginning of the sentence that sums up a check."""
+    return "" if counts.findings or counts.error_count else "The index is sound: "
+
+
 def _remarks(counts: Counts) -> str:
-    parts = [counted(counts.findings, "finding", "findings")]
+    parts = []
     for count, one, many in (
+        (counts.findings, "finding", "findings"),
         (counts.notes, "note", "notes"),
         (counts.not_flushed, "entry not flushed", "entries not flushed"),
         (counts.copies, "old copy", "old copies"),
@@ -211,7 +218,7 @@ def _remarks(counts: Counts) -> str:
     ):
         if count:
             parts.append(counted(count, one, many))
-    return ", ".join(parts)
+    return f"; {', '.join(parts)}" if parts else ""
 
 
 def _note_digests(run: Run, digests: DigestChecker) -> None:
@@ -258,7 +265,7 @@ def check_index(
     given = run.directories([*(places or ()), *(directories or ())])
     job = IndexScan(given, ledgers=ledgers or both, locations=locations or both)
     with run.working("Reading indexes"):
-        run.render(job.findings(), FINDING_COLUMNS)
+        run.render(job.findings(), FINDING_COLUMNS, findings=True)
     counts = job.counts
     parts = []
     if ledgers or both:
@@ -267,5 +274,5 @@ def check_index(
         parts.append(f"{counts.empty_ledgers:,} without entries")
     if locations or both:
         parts.append(counted(counts.entries, "entry", "entries"))
-    run.note(f"bkctl: {', '.join(parts)}; {_remarks(counts)}")
+    run.note(f"{_verdict(counts)}{', '.join(parts)}{_remarks(counts)}")
     _finish(run, counts)

@@ -11,7 +11,7 @@ import typer
 
 from bkctl.errors import FindingsError, NotFound, Unsupported, UsageError
 
-from ..kit.columns import Column, Columns, Kind, Output
+from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.options import BOTH_COMPACTIONS, DryRun, WatchOption
 from ..kit.texts import GREEN, YELLOW, iso_time
@@ -84,8 +84,8 @@ COLLECTOR_TABLE_COLUMNS = Columns(
 )
 
 
-def _collector_columns(output: Output) -> Columns:
-    return COLLECTOR_TABLE_COLUMNS if output is Output.TABLE else COLLECTOR_COLUMNS
+def _collector_columns(run: Run) -> Columns:
+    return run.table_columns(COLLECTOR_TABLE_COLUMNS, COLLECTOR_COLUMNS)
 
 
 @command(
@@ -160,7 +160,7 @@ def gc(
         else:
             _force_gc(run, found, major, minor, accept_scoped_deletes, wait, deadline)
         after = api.garbage_collection()
-        run.render(_collector_rows(after), _collector_columns(run.output))
+        run.render(_collector_rows(after), _collector_columns(run))
         held_back = _held_back(after)
         if held_back and forces and wait:
             raise FindingsError(
@@ -176,7 +176,7 @@ def _show_collectors(run: Run, found: Server, watch: float | None) -> None:
         latest[:] = [found.api.garbage_collection()]
         return _collector_rows(latest[0])
 
-    run.watch(watch, look, _collector_columns(run.output))
+    run.watch(watch, look, _collector_columns(run))
     for reason in _held_back(latest[0]):
         run.note(f"bkctl: {found.name} keeps ledgers of scopes that seem deleted: {reason}")
 

@@ -11,12 +11,12 @@ import typer
 from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported, UsageError
 from bkctl.ids import LedgerId, parse_scope_id
 
-from ..kit.columns import Column, Columns, Kind, Output
+from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import MANY_LEDGERS
 from ..kit.options import Composite, number_option
 from ..kit.records import DirOption, PlacesArgument, ShowSecretsOption, raise_first
-from ..kit.texts import iso_time
+from ..kit.texts import iso_time, with_0x, words
 
 if TYPE_CHECKING:
     from bkctl.files.directories import BookieDirectories, BookieFile
@@ -99,9 +99,9 @@ def _detail_text(detail: dict[str, Any]) -> str:
 
 
 FILE_COLUMNS = Columns(
-    Column("KIND", "kind", lambda row: row.file.kind.value),
+    Column("KIND", "kind", lambda row: row.file.kind.value, Kind.WORD),
     Column("ID", "id", _number, Kind.INTEGER),
-    Column("HEX", "idHex", _hex),
+    Column("HEX", "idHex", _hex, text=with_0x),
     Column(None, "ledger", _ledger, Kind.LEDGER),
     Column("SCOPED", "scoped", "file.scoped", Kind.BOOLEAN),
     Column("SIZE", "size", "file.size", Kind.SIZE),
@@ -142,7 +142,7 @@ def files(
     kinds = _kinds(kind or [])
     found = run.directories([*(places or ()), *(directories or ())]).files()
     errors: list[BkctlError] = []
-    columns = FILE_TABLE_COLUMNS if run.output is Output.TABLE else FILE_COLUMNS
+    columns = run.table_columns(FILE_TABLE_COLUMNS, FILE_COLUMNS)
     run.render((_file_row(file, errors) for file in found if not kinds or file.kind in kinds), columns)
     raise_first(run, errors)
 
@@ -168,7 +168,7 @@ def _file_row(file: BookieFile, errors: list[BkctlError]) -> FileRow:
 def _kinds(texts: list[str]) -> frozenset[Any]:
     from bkctl.files.directories import FileKind
 
-    known = {each.value.lower(): each for each in FileKind}
+    known = {name: each for each in FileKind for name in (each.value.lower(), words(each.value))}
     chosen = set()
     for text in texts:
         if text.lower() == "all":
@@ -193,7 +193,7 @@ LOCATION_COLUMNS = Columns(
     Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
     Column("ENTRY", "entryId", "entry.entry_id", Kind.INTEGER),
     Column("LOG", "logId", "entry.log_id", Kind.INTEGER),
-    Column("HEX", "logIdHex", lambda row: f"{row.entry.log_id:x}"),
+    Column("HEX", "logIdHex", lambda row: f"{row.entry.log_id:x}", text=with_0x),
     Column("OFFSET", "offset", "entry.offset", Kind.INTEGER),
     Column(None, "location", "entry.location", Kind.INTEGER),
     key="entryId",

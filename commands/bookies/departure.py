@@ -17,6 +17,7 @@ from ..kit.command import Run, command, group
 from ..kit.options import (
     ByteRate,
     DryRun,
+    UndoOption,
 )
 from ..kit.output import RowWriter
 from ..kit.texts import GREEN, RED, YELLOW, counted
@@ -74,6 +75,24 @@ _STEP_WIDTH: Final = len("auto-recovery")
 _LEDGER: Final = Column("LEDGER", "ledger", "ledger", Kind.LEDGER)
 
 
+#: The steps of a departure but for tables, which have one column for message and advice.
+STEP_COLUMNS = Columns(
+    Column("STEP", "step", "kind"),
+    Column("RESULT", "result", "result"),
+    _LEDGER,
+    Column("ENTRIES", "entryCount", "entry_count", Kind.INTEGER),
+    Column("SIZE", "size", "size_bytes", Kind.SIZE),
+    Column(None, "unreadableEntries", lambda row: entry_spans(row.unreadable), Kind.NESTED, optional=True),
+    Column(None, "ledgersDone", _of_progress("ledger_count"), Kind.INTEGER, optional=True),
+    Column(None, "ledgersToMove", _of_progress("ledgers_to_move"), Kind.INTEGER, optional=True),
+    Column(None, "bytesPerSecond", _of_progress("bytes_per_second"), Kind.INTEGER, optional=True),
+    Column(None, "secondsLeft", _of_progress("seconds_left"), Kind.INTEGER, optional=True),
+    Column("WHAT", "message", "message"),
+    Column("ADVICE", "advice", "advice"),
+    key=_LEDGER,
+)
+
+
 def _step_columns(run: Run, plan: MovePlan) -> Columns:
     """Return columns as wide as later rows will need, since each step is printed at once."""
     step = Column("STEP".ljust(_STEP_WIDTH), "step", "kind")
@@ -88,17 +107,7 @@ def _step_columns(run: Run, plan: MovePlan) -> Columns:
             Column("WHAT", "message", lambda row: f"{row.message}; {row.advice}" if row.advice else row.message),
             key=_LEDGER,
         )  # fmt: skip
-    return Columns(
-        step, result, _LEDGER, *counts,
-        Column(None, "unreadableEntries", lambda row: entry_spans(row.unreadable), Kind.NESTED, optional=True),
-        Column(None, "ledgersDone", _of_progress("ledger_count"), Kind.INTEGER, optional=True),
-        Column(None, "ledgersToMove", _of_progress("ledgers_to_move"), Kind.INTEGER, optional=True),
-        Column(None, "bytesPerSecond", _of_progress("bytes_per_second"), Kind.INTEGER, optional=True),
-        Column(None, "secondsLeft", _of_progress("seconds_left"), Kind.INTEGER, optional=True),
-        Column("WHAT", "message", "message"),
-        Column("ADVICE", "advice", "advice"),
-        key=_LEDGER,
-    )  # fmt: skip
+    return STEP_COLUMNS
 
 
 class _StepPrinter:
@@ -181,6 +190,7 @@ def decommission(
     watch: ProgressOption,
     skip_unrecoverable: SkipUnrecoverable = False,
     keep_cookie: Annotated[bool, typer.Option("--keep-cookie", help="Keep the bookie's cookie.")] = False,
+    undo: UndoOption = None,
     dry_run: DryRun = False,
 ) -> None:
     """Remove a stopped bookie from the cluster.
@@ -216,7 +226,7 @@ def decommission(
                 steps.finding_count = 0
 
                 async def work() -> None:
-                    async with run.bookkeeper(cluster) as bookkeeper:
+                    async with run.bookkeeper(recorded) as bookkeeper:
                         departure = Decommission(
                             bookkeeper, bookie, plan, skip_unrecoverable=skip_unrecoverable, keep_cookie=keep_cookie,
                             rate=rate, topology=find_topology(run), note=run.note,
@@ -225,13 +235,16 @@ def decommission(
                         async with shown_progress(activity, progress), aclosing(departure.run()) as found:
                             await steps.follow(found, progress)
 
-                with run.working(
-                    "Decommissioning",
-                    total=len(plan.ledgers) or None,
-                    unit="ledgers",
-                    left=f"moved ledgers stay moved, and {bookie} keeps its cookie: run the command again to continue, "
-                    "or start the bookie to go back",
-                ) as activity:
+                with (
+                    run.recorded(cluster, undo) as recorded,
+                    run.working(
+                        "Decommissioning",
+                        total=len(plan.ledgers) or None,
+                        unit="ledgers",
+                        left=f"moved ledgers stay moved, and {bookie} keeps its cookie: run the command again to "
+                        "continue, or start the bookie to go back",
+                    ) as activity,
+                ):
                     run_within(run, work(), deadline, f"The decommission of {bookie}")
     what = f"{bookie} cannot be decommissioned" if dry_run or forbidden else f"{bookie} is not decommissioned"
     run.finish_with(steps.finding_count, f"finding: {what}", f"findings: {what}")
@@ -241,7 +254,13 @@ def decommission(
     app, "drain", connects=True, asks=True, changes=True, examples=("bkctl bookies drain 10.0.0.1:3181 --dry-run",)
 )
 def drain(
-    run: Run, bookie: OneBookie, rate: ByteRate, deadline: Deadline, watch: ProgressOption, dry_run: DryRun = False
+    run: Run,
+    bookie: OneBookie,
+    rate: ByteRate,
+    deadline: Deadline,
+    watch: ProgressOption,
+    undo: UndoOption = None,
+    dry_run: DryRun = False,
 ) -> None:
     """Move all that a running bookie holds to other bookies.
 
@@ -271,7 +290,7 @@ def drain(
                 steps.finding_count = 0
 
                 async def work() -> None:
-                    async with run.bookkeeper(cluster) as bookkeeper:
+                    async with run.bookkeeper(recorded) as bookkeeper:
                         departure = Drain(
                             bookkeeper, bookie, plan, rate=rate, topology=find_topology(run), note=run.note
                         )  # fmt: skip
@@ -282,13 +301,16 @@ def drain(
                         async with shown_progress(activity, progress), aclosing(departure.run()) as found:
                             await steps.follow(found, progress)
 
-                with run.working(
-                    "Draining",
-                    total=len(plan.ledgers) or None,
-                    unit="ledgers",
-                    left=f"{bookie} stays read-only, and moved ledgers stay moved: run the command again to continue, "
-                    f"or 'bkctl bookie readonly off --bookie {bookie}' to go back",
-                ) as activity:
+                with (
+                    run.recorded(cluster, undo) as recorded,
+                    run.working(
+                        "Draining",
+                        total=len(plan.ledgers) or None,
+                        unit="ledgers",
+                        left=f"{bookie} stays read-only, and moved ledgers stay moved: run the command again to "
+                        f"continue, or 'bkctl bookie readonly off --bookie {bookie}' to go back",
+                    ) as activity,
+                ):
                     run_within(run, work(), deadline, f"The drain of {bookie}")
     what = f"{bookie} cannot be drained" if dry_run else f"{bookie} is not drained"
     run.finish_with(steps.finding_count, f"finding: {what}", f"findings: {what}")

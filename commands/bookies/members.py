@@ -10,7 +10,7 @@ import typer
 
 from bkctl.errors import BkctlError, NotFound, Unreachable, UsageError
 
-from ..kit.columns import Column, Columns, Kind, Output
+from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.options import WatchOption
 from ..kit.texts import GREEN, RED, YELLOW, size_text
@@ -186,7 +186,7 @@ def show(
 
     single = len(bookies) == 1
     with run.cluster() as cluster, run.working("Counting ledgers", enabled=ledgers and watch is None):
-        columns = SHOW_COLUMNS if single or run.output is not Output.TABLE else SHOW_TABLE_COLUMNS
+        columns = SHOW_COLUMNS if single else run.table_columns(SHOW_TABLE_COLUMNS, SHOW_COLUMNS)
         run.watch(watch, look, columns, subscribe=cluster.bookies.watch, single=single)
 
 

@@ -10,7 +10,7 @@ from bkctl.errors import TimedOut
 
 from ..kit.command import Run
 from ..kit.terminal import Activity
-from ..kit.texts import counted, size_text
+from ..kit.texts import counted, size_text, time_text
 
 if TYPE_CHECKING:
     from bkctl.metadata.cluster import RegisteredBookie
@@ -18,13 +18,6 @@ if TYPE_CHECKING:
 
 #: Between two looks at how far the work is.
 _REFRESH_S: Final = 0.2
-
-
-def time_text(seconds: float) -> str:
-    minutes, hours = seconds / 60, seconds / 3600
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{minutes:.0f} min" if minutes < 90 else f"{hours:.1f} h"
 
 
 def progress_text(progress: MoveProgress) -> str:

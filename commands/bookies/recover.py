@@ -17,10 +17,11 @@ from ..kit.command import Run, command, group
 from ..kit.options import (
     ByteRate,
     DryRun,
+    UndoOption,
 )
 from ..kit.output import RowWriter
-from ..kit.texts import GREEN, RED, YELLOW, counted, size_text
-from .progress import entry_spans, ledger_width, loss_text, run_within, shown_progress, time_text
+from ..kit.texts import GREEN, RED, YELLOW, counted, size_text, time_text
+from .progress import entry_spans, ledger_width, loss_text, run_within, shown_progress
 from .selection import Deadline, LedgersByOption, ManyBookies, SkipUnrecoverable, bookie_ids, find_topology
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class FragmentRow(NamedTuple):
     problem: str | None = None
 
 
-def _fragment_columns(bookies: Sequence[str], *, planned: bool) -> Columns:
+def fragment_columns(bookies: Sequence[str], *, planned: bool) -> Columns:
     """Return the columns of `--query`, or with `planned` of `--dry-run`; ensembles mark the names of the bookies."""
 
     def marked(ensemble: Sequence[str]) -> str:
@@ -90,7 +91,7 @@ def _planned_row(planned: PlannedFragment | LedgerMove) -> FragmentRow:
     )  # fmt: skip
 
 
-def _move_columns(plan: MovePlan) -> Columns:
+def move_columns(plan: MovePlan) -> Columns:
     """Return columns as wide as later rows will need, since each moved ledger is printed at once."""
     from bkctl.replication.move_plan import MoveOutcome
 
@@ -144,6 +145,7 @@ def recover(
             help="Record finished ledgers in this file, and skip those that an earlier run recorded.",
         ),
     ] = None,
+    undo: UndoOption = None,
     dry_run: DryRun = False,
 ) -> None:
     """Copy the ledgers of lost bookies to other bookies.
@@ -181,7 +183,7 @@ def recover(
         _check_known(cluster, names, plan)
         if plan.ledgers or delete_cookie:
             run.confirm(loss_text(plan, names, up, skip_open=skip_open, delete_cookie=delete_cookie))
-        _recover(run, cluster, names, plan, rate, deadline, skip_open, skip_unrecoverable, delete_cookie, resume)
+        _recover(run, cluster, names, plan, rate, deadline, skip_open, skip_unrecoverable, delete_cookie, resume, undo)
 
 
 def _check_known(cluster: Cluster, names: Sequence[str], plan: MovePlan) -> None:
@@ -212,7 +214,7 @@ def _show_held(run: Run, cluster: Cluster, names: Sequence[str], ids: list[Ledge
                     yield _held_row(held, fragment)
 
     with run.working("Looking at the ledgers"):
-        run.render(rows(), _fragment_columns(names, planned=False))
+        run.render(rows(), fragment_columns(names, planned=False))
     run.note(f"{counted(count, 'ledger', 'ledgers')} on {', '.join(names)}" + (" (marked *)" if count else ""))
     run.finish_with(
         damaged, "ledger on them has metadata that cannot be read", "ledgers on them have metadata that cannot be read"
@@ -241,7 +243,7 @@ def _show_plan(
                     if row.problem is not None and not passed_over and not asked_for:
                         problems.add(row.ledger)
 
-    with run.working("Asking the bookies"), run.rows(_fragment_columns(names, planned=True)) as rows:
+    with run.working("Asking the bookies"), run.rows(fragment_columns(names, planned=True)) as rows:
         run.complete(work(rows))
     run.note(f"{counted(len(ledgers), 'ledger', 'ledgers')} on {', '.join(names)}; nothing was changed")
     run.finish_with(len(problems), "ledger could not be moved", "ledgers could not be moved")
@@ -258,6 +260,7 @@ def _recover(
     skip_unrecoverable: bool,
     delete_cookie: bool,
     resume: Path | None,
+    undo: Path | None,
 ) -> None:
     from bkctl.replication.bookie_mover import BookieMover
     from bkctl.replication.move_plan import MoveOutcome
@@ -270,7 +273,7 @@ def _recover(
 
     async def work(writer: RowWriter) -> None:
         nonlocal kept
-        async with run.bookkeeper(cluster) as bookkeeper:
+        async with run.bookkeeper(recorded) as bookkeeper:
             mover = BookieMover(
                 bookkeeper, names, plan, rate=rate, skip_open=skip_open, topology=find_topology(run), note=run.note
             )
@@ -296,13 +299,17 @@ def _recover(
             )
 
     file = nullcontext() if resume is None else ResumeFile(resume, instance_id=cluster.instance_id(), bookies=names)
-    with file as done, run.working(
-        "Recovering", total=len(plan.ledgers) or None, unit="ledgers",
-        left="moved ledgers stay moved: run the command again to continue",
-    ) as activity:  # fmt: skip
+    with (
+        file as done,
+        run.recorded(cluster, undo) as recorded,
+        run.working(
+            "Recovering", total=len(plan.ledgers) or None, unit="ledgers",
+            left="moved ledgers stay moved: run the command again to continue",
+        ) as activity,
+    ):  # fmt: skip
         if done is not None and done.done:
             run.note(f"{resume}: {counted(len(done.done), 'ledger was', 'ledgers were')} done before")
-        with run.rows(_move_columns(plan)) as rows:
+        with run.rows(move_columns(plan)) as rows:
             run_within(run, work(rows), deadline_s, "The recovery")
     for note in notes:
         run.note(note)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
+import typer
+
 from bkctl.errors import NotFound
 
 from ..kit.columns import Column, Columns, Kind
@@ -17,6 +19,7 @@ from ..kit.texts import RED, YELLOW, counted
 from .selection import ManyBookies, bookie_ids
 
 if TYPE_CHECKING:
+    from bkctl.ids import LedgerId
     from bkctl.replication.holdings import StopProblem
 
 app = group()
@@ -46,7 +49,7 @@ RISK_COLUMNS = Columns(
     connects=True,
     examples=(
         "bkctl bookies ok-to-stop 10.0.0.1:3181",
-        "bkctl bookies ok-to-stop 10.0.0.1:3181 --min-replicas 1",
+        "bkctl bookies ok-to-stop 10.0.0.1:3181 --for-good",
     ),
 )
 def show_stop_risks(
@@ -55,25 +58,36 @@ def show_stop_risks(
     watch: WatchOption,
     min_replicas: Annotated[
         int | None,
-        count_option("--min-replicas", "Replicas of each entry that must remain (default: each ledger's ack quorum)."),
+        count_option("--min-replicas", "Replicas of each entry that must remain (default 1; --for-good: ack quorum)."),
     ],
+    for_good: Annotated[
+        bool, typer.Option("--for-good", help="Ask about bookies that would not return, rather than a restart.")
+    ] = False,
 ) -> None:
     """Show which ledgers would suffer if bookies stopped now.
 
-    Reads the metadata of every scope. The risks: `lost` (no replica of some entries would remain), `under-quorum`
-    (fewer replicas than the ledger's ack quorum, or --min-replicas), `unwritable` (the writer would find no
-    replacement). Replicas on bookies that are down, or marked as missing by auto-recovery, do not count. For a short
-    restart --min-replicas 1 is enough. Exit code 3 if there are any such ledgers.
+    Answers for a restart: every ledger must stay readable and writable. With --for-good also the ack quorum of replicas
+    of each entry must remain. Reads the metadata of every scope. The risks: `lost` (no replica of some entries would
+    remain), `unwritable` (the writer would find no replacement), `under-quorum` (fewer replicas than --min-replicas,
+    or than the ledger's ack quorum with --for-good). Replicas on bookies that are down, or marked as missing by
+    auto-recovery, do not count. Exit code 3 if there are any such ledgers.
     """
-    from bkctl.replication.holdings import ok_to_stop
+    from bkctl.replication.holdings import Risk, ok_to_stop
 
     names = bookie_ids(bookies)
     count = 0
+    #: Ledgers that a restart leaves readable and writable, and the end of these bookies would leave under their quorum.
+    under_quorum: set[LedgerId] = set()
+    restarts = not for_good and min_replicas is None
 
     def look() -> Iterator[StopProblem]:
         nonlocal count
         count = 0
+        under_quorum.clear()
         for problem in ok_to_stop(cluster, names, replica_count_min=min_replicas):
+            if restarts and problem.risk is Risk.UNDER_QUORUM:
+                under_quorum.add(problem.ledger)
+                continue
             count += 1
             yield problem
 
@@ -84,12 +98,18 @@ def show_stop_risks(
         if watch is not None:
             run.watch(watch, look, RISK_COLUMNS, subscribe=cluster.bookies.watch)
         with run.working("Looking at the ledgers"):
-            run.render(look(), RISK_COLUMNS)
+            run.render(look(), RISK_COLUMNS, findings=True)
         staying = sum(
             each.state == "rw" and each.bookie_id not in names for each in cluster.bookies.list(include_down=False)
         )
-    who = f"{names[0]} may" if len(names) == 1 else f"These {len(names)} bookies may"
+    who = names[0] if len(names) == 1 else f"These {len(names)} bookies"
     left = counted(staying, "writable bookie", "writable bookies")
     if not count:
-        run.note(f"{who} stop; {left} would remain, and ledgers with larger ensembles could not be created")
-    run.finish_with(count, f"finding: {who} not stop now", f"findings: {who} not stop now")
+        how = "restart" if restarts else "stop"
+        run.note(f"{who} may {how}; {left} would remain, and ledgers with larger ensembles could not be created")
+    if under_quorum:
+        run.note(
+            f"Not for good: {counted(len(under_quorum), 'ledger', 'ledgers')} would have fewer replicas than the ack "
+            "quorum; --for-good lists them, and 'bkctl bookies drain' copies them first"
+        )
+    run.finish_with(count, f"finding: {who} may not stop now", f"findings: {who} may not stop now")

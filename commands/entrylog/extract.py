@@ -18,7 +18,7 @@ from ..kit.columns import Column, Columns, Kind, Output
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import LEDGER_FORMS
 from ..kit.lines import Lines
-from ..kit.options import Composite, Entries, EntryIdRange, digest_type_option, parameter
+from ..kit.options import Composite, Entries, EntryIdRange, OldName, digest_type_option, parameter
 from ..kit.records import DirOption, raise_first
 from .logs import LogNames, find_logs, log_id_hex, logs_text
 
@@ -51,7 +51,12 @@ LedgerToExtract = Annotated[
         (
             parameter(
                 "ledger_filter",
-                Annotated[str, typer.Option("--ledger", metavar="LEDGER", help=f"The ledger: {LEDGER_FORMS}.")],
+                Annotated[
+                    str,
+                    typer.Option(
+                        "--ledger", OldName("--ledger-id"), metavar="LEDGER", help=f"The ledger: {LEDGER_FORMS}."
+                    ),
+                ],
                 Parameter.empty,
             ),
             parameter(

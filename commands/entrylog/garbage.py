@@ -15,7 +15,7 @@ from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.options import Composite, parameter
 from ..kit.records import DirOption, raise_first
-from ..kit.texts import GREEN, RED, YELLOW, size_text
+from ..kit.texts import GREEN, RED, YELLOW, size_text, with_0x
 from .logs import (
     AllOption,
     LogNames,
@@ -27,6 +27,7 @@ from .logs import (
     is_scoped,
     log_id_hex,
     log_key,
+    log_order,
     logs_text,
     open_liveness,
     ratio_text,
@@ -61,7 +62,7 @@ ACTIVE_COLUMNS = Columns(
     Column("STATE", "state", "ledger.state", style=STATE_STYLE),
     Column("BYTES", "size", "ledger.size_bytes", Kind.INTEGER),
     Column("LOG", "logId", "log.log_id", Kind.INTEGER),
-    Column("HEX", "logIdHex", lambda row: log_id_hex(row.log.log_id)),
+    Column("HEX", "logIdHex", lambda row: log_id_hex(row.log.log_id), text=with_0x),
     Column("FROM MAP", "fromLedgersMap", "log.from_map", Kind.BOOLEAN),
     Column(None, "complete", "log.complete", Kind.BOOLEAN),
     file_column(lambda row: row.log.path),
@@ -129,7 +130,7 @@ def _count_column(state: str) -> Column:
 
 GARBAGE_COLUMNS = Columns(
     Column("LOG", "logId", "use.log_id", Kind.INTEGER),
-    Column("HEX", "logIdHex", lambda row: log_id_hex(row.use.log_id)),
+    Column("HEX", "logIdHex", lambda row: log_id_hex(row.use.log_id), text=with_0x),
     Column("SCOPED", "scoped", lambda row: is_scoped(row.use.path), Kind.BOOLEAN),
     *map(_count_column, StateName),
     Column("TOTAL", "totalSize", "use.total_size_bytes", Kind.SIZE),
@@ -197,6 +198,7 @@ def garbage(
     """
     from bkctl.checks.garbage import log_uses
 
+    order = log_order(run, sort)
     paths = find_all_logs(run, names, directories, every)
     limits = thresholds_of(run, thresholds)
     errors: list[BkctlError] = []
@@ -205,8 +207,8 @@ def garbage(
     with open_liveness(run, paths, errors) as liveness, run.working("Reading entry logs"):
         rows = (UseRow(use, limits) for use in collect_errors(log_uses(paths, liveness.states), errors))
         rows = sums.watch(rows)
-        if sort is not LogOrder.ID:
-            rows = sorted(rows, key=_USE_KEYS[sort])
+        if order is not LogOrder.ID:
+            rows = sorted(rows, key=_USE_KEYS[order])
         run.render(rows, GARBAGE_COLUMNS)
     if sums.count:
         run.note(f"bkctl: {sums}")

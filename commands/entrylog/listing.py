@@ -13,7 +13,7 @@ from bkctl.errors import BkctlError, NotFound
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.records import DirOption, Records, print_records, raise_first
-from ..kit.texts import YELLOW
+from ..kit.texts import YELLOW, with_0x
 from .logs import (
     LogNames,
     LogOrder,
@@ -23,6 +23,7 @@ from .logs import (
     find_logs,
     log_id_hex,
     log_key,
+    log_order,
     open_liveness,
     ratio_text,
 )
@@ -45,7 +46,7 @@ class LogRow(NamedTuple):
 
 LOG_COLUMNS = Columns(
     Column("LOG", "logId", "summary.file.id", Kind.INTEGER),
-    Column("HEX", "logIdHex", lambda row: log_id_hex(row.summary.file.id)),
+    Column("HEX", "logIdHex", lambda row: log_id_hex(row.summary.file.id), text=with_0x),
     Column("SCOPED", "scoped", "summary.file.scoped", Kind.BOOLEAN),
     Column("VERSION", "version", "summary.version", Kind.INTEGER),
     Column("STATE", "state", "summary.state", style={"compacting": YELLOW, "compacted": YELLOW}),
@@ -95,6 +96,7 @@ def list_logs(
     """
     from bkctl.files.listing import entry_log_summaries
 
+    order = log_order(run, sort)
     given = run.directories([*(places or ()), *(directories or ())])
     errors: list[BkctlError] = []
 
@@ -104,7 +106,7 @@ def list_logs(
                 errors.append(summary.error)
             yield summary
 
-    if sort is LogOrder.GARBAGE:
+    if order is LogOrder.GARBAGE:
         from bkctl.checks.garbage import log_uses
 
         found = {summary.file.path: summary for summary in summaries()}
@@ -114,10 +116,12 @@ def list_logs(
         rows = [LogRow(summary, uses.get(path)) for path, summary in found.items()]
         rows.sort(key=lambda row: 0 if row.use is None else -row.use.garbage_size_bytes)
         run.render(rows, LOG_GARBAGE_COLUMNS)
-    elif sort is LogOrder.ID:
+    elif order is LogOrder.ID:
         run.render(map(LogRow, summaries()), LOG_COLUMNS)
     else:
-        ordered = sorted(summaries(), key=lambda each: -each.file.size if sort is LogOrder.SIZE else each.file.mtime_ms)
+        ordered = sorted(
+            summaries(), key=lambda each: -each.file.size if order is LogOrder.SIZE else each.file.mtime_ms
+        )
         run.render(map(LogRow, ordered), LOG_COLUMNS)
     raise_first(run, errors)
 
@@ -136,7 +140,7 @@ SHARE_COLUMNS = Columns(
     Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
     Column("BYTES", "size", "size_bytes", Kind.INTEGER),
     Column("LOG", "logId", "log_id", Kind.INTEGER),
-    Column("HEX", "logIdHex", lambda row: log_id_hex(row.log_id)),
+    Column("HEX", "logIdHex", lambda row: log_id_hex(row.log_id), text=with_0x),
     Column("FROM MAP", "fromLedgersMap", "contents.from_map", Kind.BOOLEAN),
     Column(None, "complete", "contents.complete", Kind.BOOLEAN),
     file_column(lambda row: row.path),

@@ -39,9 +39,21 @@ class LogOrder(StrEnum):
 
 
 SortOption = Annotated[
-    LogOrder,
-    typer.Option("--sort", metavar="ORDER", help="By id, size, garbage (most first; asks the cluster) or age."),
+    str,
+    typer.Option(
+        "--sort",
+        metavar="id|size|garbage|age|COLUMN",
+        help="By id, size (largest first), garbage (most first; asks the cluster), age, or a column as in other lists.",
+    ),
 ]
+
+
+def log_order(run: Run, text: str) -> LogOrder:
+    """Return the order that --sort names; a column is left to the output, which sorts the rows by it."""
+    if text.lower() in set(LogOrder):
+        return LogOrder(text.lower())
+    run.sort_by(text)
+    return LogOrder.ID
 
 
 def log_id_hex(number: int | None) -> str | None:

@@ -13,7 +13,7 @@ from ..kit.columns import Column, Columns, Kind, Output
 from ..kit.command import Run, command, group
 from ..kit.options import DigestToCheck, LedgerPassword
 from ..kit.records import DirOption, raise_first
-from ..kit.texts import RED, YELLOW, counted
+from ..kit.texts import RED, YELLOW, counted, with_0x
 from .logs import LogNames, file_column, find_logs, log_id_hex, log_key
 
 if TYPE_CHECKING:
@@ -49,10 +49,10 @@ def _log_findings(row: LogCheck) -> list[dict[str, Any]]:
 
 CHECK_COLUMNS = Columns(
     Column("LOG", "logId", "log_id", Kind.INTEGER),
-    Column("HEX", "logIdHex", lambda row: log_id_hex(row.log_id)),
+    Column("HEX", "logIdHex", lambda row: log_id_hex(row.log_id), text=with_0x),
     Column("SCOPED", "scoped", "scoped", Kind.BOOLEAN),
     Column("VERSION", "version", "version", Kind.INTEGER),
-    Column("STATE", "state", "state", style=STATE_STYLE_OF_LOG),
+    Column("STATE", "state", "state", Kind.WORD, style=STATE_STYLE_OF_LOG),
     Column("ENTRIES", "entryCount", "entry_count", Kind.INTEGER),
     Column("GOOD END", "goodEnd", "good_end", Kind.INTEGER),
     Column(None, "size", "size_bytes", Kind.INTEGER),

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum, StrEnum
+from operator import attrgetter
 from typing import Any, Final, NamedTuple
+
+from bkctl.errors import UsageError
 
 from .texts import binary_text, readable_text
 
 
 class Output(StrEnum):
-    """The forms of output; `table` for people, the rest for scripts."""
+    """The forms of output; `table` and `wide` (a table of all columns, not cut) for people, the rest for scripts."""
 
     TABLE = "table"
+    WIDE = "wide"
     JSON = "json"
     NDJSON = "ndjson"
+    YAML = "yaml"
     CSV = "csv"
     ID = "id"
 
@@ -26,6 +32,7 @@ class Kind(Enum):
     INTEGER = "integer"
     SIZE = "size"  # bytes: a number in JSON, KiB and MiB in a table
     TEXT = "text"
+    WORD = "word"  # one of a few names, such as endOfFile: words in a table
     BOOLEAN = "boolean"
     TIME = "time"  # milliseconds since 1970 → ISO 8601 UTC
     BINARY = "binary"  # bytes-like → base64
@@ -68,6 +75,25 @@ class Column:
         self.title, self.name, self.source, self.kind = title, name, source, kind
         self.flexible, self.optional, self.text, self.style = flexible, optional, text, style
 
+    def replaced(self, **changes: Any) -> Column:
+        """Return this column with other settings."""
+        names = ("title", "name", "source", "kind", "flexible", "optional", "text", "style")
+        return Column(**{name: getattr(self, name) for name in names} | changes)
+
+    def titled(self) -> Column:
+        """Return this column with a title: its own, or one from its JSON name (`lastEntryId`: LAST ENTRY ID)."""
+        if self.title is not None:
+            return self
+        return self.replaced(title=re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", self.name).upper())
+
+    def getter(self) -> Callable[[Any], Any]:
+        """Return the function row → value."""
+        source = self.source
+        if isinstance(source, Constant):
+            value = source.value
+            return lambda row: value
+        return attrgetter(source) if isinstance(source, str) else source
+
 
 def ledger_column(source: str = "ledger") -> Column:
     """Return the column of a LedgerId: three id fields in JSON and csv, decimal or qualified name in a table."""
@@ -105,6 +131,41 @@ class Columns:
         """Return these columns with `more` behind them."""
         return Columns(*self.columns, *more, key=self.key)
 
+    def with_hidden(self, others: Columns) -> Columns:
+        """Return these columns of a table, and `others` that it shows only on request."""
+        names = {column.name for column in self.columns}
+        hidden = (column.replaced(title=None) for column in others.columns if column.name not in names)
+        return Columns(*self.columns, *hidden, key=self.key)
+
+    def widened(self) -> Columns:
+        """Return these columns, all with titles and none cut."""
+        return Columns(*(column.titled().replaced(flexible=False) for column in self.columns), key=self.key)
+
+    def find(self, text: str, flag: str) -> Column:
+        """Return the column that `text` names by JSON name or title, in any case. Raises UsageError naming `flag`."""
+        wanted = _plain_name(text)
+        for column in self.columns:
+            if wanted == _plain_name(column.name) or (column.title and wanted == _plain_name(column.title)):
+                return column
+        for column in self._ledger_fields():
+            if wanted == _plain_name(column.name):
+                return column
+        names = ", ".join(column.name for column in self.columns)
+        raise UsageError(f"{flag} {text!r}: not a column of this command", hint=f"name some of {names}")
+
+    def _ledger_fields(self) -> Iterator[Column]:
+        """Yield the three id fields of ledgers as columns of their own."""
+        for column in self.columns:
+            if column.kind is Kind.LEDGER:
+                get = column.getter()
+                for name in LEDGER_FIELDS:
+                    yield Column(None, name, _ledger_field(get, name)).titled()
+
+    def chosen(self, texts: tuple[str, ...]) -> Columns:
+        """Return the columns that `texts` name, in that order. Raises UsageError."""
+        found = {column.name: column for column in (self.find(text, "--columns") for text in texts)}
+        return Columns(*(column.titled() for column in found.values()), key=self.key)
+
     def names(self) -> list[str]:
         """Return the JSON names in order."""
         names: list[str] = []
@@ -114,3 +175,59 @@ class Columns:
 
 
 LEDGER_FIELDS: Final = ("ledgerScopeId", "ledgerId", "ledgerQualifiedName")
+
+
+def _plain_name(text: str) -> str:
+    return "".join(filter(str.isalnum, text.lower()))
+
+
+def _ledger_field(get: Callable[[Any], Any], name: str) -> Callable[[Any], str | None]:
+    def field(row: Any) -> str | None:
+        ledger = get(row)
+        return None if ledger is None else ledger.to_json()[name]
+
+    return field
+
+
+class RowOrder(NamedTuple):
+    """`--sort COLUMN`, or `-COLUMN` for the largest first."""
+
+    column: str
+    reverse: bool
+
+    @staticmethod
+    def parse(text: str) -> RowOrder:
+        """Return the order that `--sort` names."""
+        return RowOrder(text.removeprefix("-"), text.startswith("-"))
+
+    def key(self, value: Any) -> tuple[Any, ...]:
+        """Return what sorts `value` among its column's: values first, absent ones last, whatever the direction."""
+        absent = value is None
+        if isinstance(value, str):
+            value = int(value) if value.isdecimal() and len(value) < 40 else value
+        elif not isinstance(value, int | float | bytes | tuple):
+            value = "" if absent else str(value)
+        return absent ^ self.reverse, isinstance(value, str), value
+
+
+class RowSelection(NamedTuple):
+    """The columns that the user wants (None: all), and the order of the rows."""
+
+    columns: tuple[str, ...] | None = None
+    order: RowOrder | None = None
+    #: How many of the sorted rows to print.
+    limit: int | None = None
+
+    def of(self, columns: Columns, output: Output) -> Columns:
+        """Return the columns to print. Raises UsageError for a name that `columns` lacks."""
+        if self.order is not None:
+            columns.find(self.order.column, "--sort")
+        if self.columns is not None:
+            if output is Output.ID:
+                raise UsageError("--columns and -o id are given", hint="drop one of them")
+            columns = columns.chosen(self.columns)
+        return columns.widened() if output is Output.WIDE else columns
+
+
+#: All columns of the command, in its order.
+ALL: Final = RowSelection()

@@ -26,7 +26,7 @@ from bkctl.errors import BkctlError, Conflict, FindingsError, UsageError, is_int
 
 from . import interrupts
 from .audit import Audit, audit_file, shown_uri, state_directory, without_secrets
-from .columns import Columns, Output
+from .columns import ALL, Columns, Output, RowOrder, RowSelection
 from .connection import (
     NO_LOGIN,
     TIMEOUT_S_DEFAULT,
@@ -39,7 +39,7 @@ from .connection import (
     store_security,
 )
 from .options import Composite
-from .output import RowWriter, show
+from .output import RowWriter, open_writer, show
 from .parser import Command, Group
 from .session import Session
 from .settings import GlobalOptions, global_parameters, read_environment, read_options
@@ -85,7 +85,8 @@ class Run:
             (None, environment),
         ]
         merged = self._options = after.over(session.globals).over(environment)
-        self.output = merged.output or Output.TABLE
+        self.output = session.output = merged.output or Output.TABLE
+        self.selection = RowSelection(merged.columns, merged.sort)
         self.timeout_s = merged.timeout_s if merged.timeout_s is not None else TIMEOUT_S_DEFAULT
         self.yes = merged.yes
         self.conf: Path | None = merged.conf
@@ -346,9 +347,12 @@ class Run:
 
     # --- output -------------------------------------------------------------------------------------------------
 
-    def render(self, rows: Iterable[Any], columns: Columns) -> None:
-        """Print `rows` as they come. What came before an error is printed, then the error is raised."""
-        with self.rows(columns) as writer:
+    def render(self, rows: Iterable[Any], columns: Columns, *, findings: bool = False) -> None:
+        """Print `rows` as they come. What came before an error is printed, then the error is raised.
+
+        `findings`: as for `rows`.
+        """
+        with self.rows(columns, findings=findings) as writer:
             writer.rows(rows)
 
     def watch(
@@ -377,20 +381,50 @@ class Run:
         from .watch import watch
 
         self._clear_activity()
-        watch(look, columns, self.output, seconds=seconds, subscribe=subscribe, single=single, color=self.color)
+        watch(
+            look, columns, self.output, seconds=seconds, subscribe=subscribe, single=single, color=self.color,
+            selection=self.selection,
+        )  # fmt: skip
 
     @contextmanager
-    def rows(self, columns: Columns, *, live: bool = False) -> Iterator[RowWriter]:
-        """Yield a writer to give rows to one by one; `live` prints each at once."""
-        with RowWriter(
-            columns, self.output, color=self.color, live=live, before_write=self._clear_activity, note=self.note
+    def rows(self, columns: Columns, *, live: bool = False, findings: bool = False) -> Iterator[RowWriter]:
+        """Yield a writer to give rows to one by one; `live` prints each at once, so that --sort does not apply.
+
+        A table of `findings` has no header without rows; the command says in a sentence that all is well.
+        """
+        if live and self.selection.order is not None:
+            raise UsageError("--sort does not apply to rows that are printed as they come")
+        with open_writer(
+            columns,
+            self.output,
+            self.selection,
+            color=self.color,
+            live=live,
+            before_write=self._clear_activity,
+            findings=findings,
+            note=self.note,
         ) as writer:
             yield writer
+
+    def sort_by(self, column: str) -> None:
+        """Sort rows by `column`, as --sort does."""
+        self.selection = self.selection._replace(order=RowOrder.parse(column))
+
+    def limit_sorted(self, limit: int | None) -> int | None:
+        """With --sort, apply `limit` to the sorted rows and return None; else return it, for the command to apply."""
+        if self.selection.order is None:
+            return limit
+        self.selection = self.selection._replace(limit=limit)
+        return None
+
+    def table_columns(self, short: Columns, full: Columns) -> Columns:
+        """Return `short` for a table, where `full` has the columns to choose from; `full` for other forms."""
+        return short.with_hidden(full) if self.output is Output.TABLE else full
 
     def show(self, value: Any, columns: Columns) -> None:
         """Print one object."""
         self._clear_activity()
-        show(value, columns, self.output, color=self.color)
+        show(value, columns, self.output, color=self.color, selection=self.selection)
 
     def text(self, text: str) -> None:
         """Print `text` on stdout as it is (no form of output applies)."""
@@ -517,12 +551,23 @@ class Run:
                 there = f" -u '{cluster.uri}'" if elsewhere else ""
                 self.note(f"Undo it with: bkctl metadata undo {path}{there}")
 
+    @contextmanager
+    def recorded(self, cluster: Cluster, file: Path | None) -> Iterator[Cluster]:
+        """Yield `cluster` for work whose changes of nodes all go to the undo file; see `undo`."""
+        with self.undo(cluster, file) as undo:
+            yield undo.recorded()
+
+    @property
+    def undo_directory(self) -> Path:
+        """The directory of undo files that no --undo names."""
+        return state_directory(os.environ) / "undo"
+
     def _new_undo_file(self) -> Path:
         import time
 
         name = "-".join(word for word in self._session.words[:2] if word.isalpha())
         moment = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-        return state_directory(os.environ) / "undo" / f"{moment}-{name or 'bkctl'}-{os.urandom(3).hex()}.ndjson"
+        return self.undo_directory / f"{moment}-{name or 'bkctl'}-{os.urandom(3).hex()}.ndjson"
 
     def finish_with(self, count: int, one: str, many: str) -> None:
         """Raise FindingsError (exit code 3) for `count` findings, if any; `one` and `many` as in `counted`."""
@@ -563,7 +608,7 @@ def command(
     *,
     connects: bool = False,
     asks: bool = False,
-    changes: bool | str = False,
+    changes: bool | str | tuple[str, ...] = False,
     hidden: bool = False,
     examples: tuple[str, ...] = (),
 ) -> Callable[[F], F]:
@@ -571,8 +616,8 @@ def command(
 
     The command fills in the parameter `run: Run` and parameters of composite types (see kit/options.py); Typer parses
     the others. `connects`: the command uses a cluster, so its help shows the connection options. `asks`: its help shows
-    `--yes`. `changes`: the audit log records the command unless its parameter `dry_run` is set; a string names the
-    parameter that makes the command change something. `examples` are whole command lines for its help.
+    `--yes`. `changes`: the audit log records the command unless its parameter `dry_run` is set; a string, or several,
+    name the parameters that make the command change something. `examples` are whole command lines for its help.
     """
 
     def register(function: F) -> F:
@@ -587,7 +632,7 @@ def command(
             else:
                 composites[param.name] = composite
                 own.extend(composite.parameters)
-        global_options = global_parameters(connects=connects, asks=asks)
+        global_options = global_parameters(connects=connects, asks=asks, besides=own)
 
         def invoke(**values: Any) -> None:
             context: typer.Context = values.pop("typer_context")
@@ -596,12 +641,19 @@ def command(
             if not isinstance(session, Session):
                 session = Session()
             run = Run(session, read_options(global_values))
+            if changes and run.selection != ALL:
+                # Before anything is changed.
+                found = session.columns_of(context.command_path.partition(" ")[2])
+                if found is not None:
+                    run.selection.of(found, Output.TABLE)
             arguments: dict[str, Any] = {}
             for composite_name, composite in composites.items():
                 arguments[composite_name] = composite.resolve(values)
             taken = {param.name for composite in composites.values() for param in composite.parameters}
             arguments.update({key: value for key, value in values.items() if key not in taken})
-            if (arguments[changes] if isinstance(changes, str) else changes) and not arguments.get("dry_run"):
+            causes = (changes,) if isinstance(changes, str) else changes
+            is_change = causes if isinstance(causes, bool) else any(arguments[name] for name in causes)
+            if is_change and not arguments.get("dry_run"):
                 run.start_audit(begun=not connects)
             with interrupts.raised():
                 function(run, **arguments)

@@ -11,7 +11,7 @@ import typer
 from bkctl.errors import UsageError
 from bkctl.ids import LedgerId, parse_scope_id, resolve_ledger
 
-from .options import Composite, parameter
+from .options import Composite, OldName, parameter
 
 LEDGER_LINE_LENGTH_MAX: Final = 1 << 20
 LEDGER_FORMS: Final = "decimal, 0x hex, SCOPE:ID, 32 hex digits (qualified name) or UUID"
@@ -273,7 +273,10 @@ ScopeOfAny = Annotated[
 LEDGERS_BY_OPTION: Final = parameter(
     "some_ledgers",
     Annotated[
-        list[str], typer.Option("--ledger", metavar="LEDGER", help=f"Only this ledger, repeatable: {LEDGER_FORMS}.")
+        list[str],
+        typer.Option(
+            "--ledger", OldName("--ledger-id"), metavar="LEDGER", help=f"Only this ledger, repeatable: {LEDGER_FORMS}."
+        ),
     ],
 )
 
@@ -297,7 +300,12 @@ SCAN_LEDGERS: Final = Composite(
     (
         parameter(
             "ledger_filter",
-            Annotated[str, typer.Option("--ledger", metavar="LEDGER", help=f"Only this ledger: {LEDGER_FORMS}.")],
+            Annotated[
+                str,
+                typer.Option(
+                    "--ledger", OldName("--ledger-id"), metavar="LEDGER", help=f"Only this ledger: {LEDGER_FORMS}."
+                ),
+            ],
         ),
         *_scope_parameters("Only ledgers of this scope."),
     ),

@@ -14,7 +14,7 @@ from bkctl.errors import UsageError
 from bkctl.ids import LedgerId
 
 from .columns import LEDGER_FIELDS, Column, Columns, Constant, Kind, Output
-from .texts import NULL, base64_text, iso_time, plain, size_text
+from .texts import NULL, base64_text, iso_time, plain, size_text, words
 
 #: What `_rows` must say of itself: one that was built from other sources, or none at all, is not used.
 COMPILED_API: Final = 1
@@ -79,6 +79,7 @@ _JSON_TEXTS: Final[Mapping[Kind, _Text]] = {
     Kind.INTEGER: None,
     Kind.SIZE: None,
     Kind.TEXT: quote,
+    Kind.WORD: quote,
     Kind.BOOLEAN: _truth,
     Kind.TIME: lambda value: f'"{iso_time(value)}"',
     Kind.BINARY: lambda value: f'"{base64_text(value)}"',
@@ -89,6 +90,7 @@ _CSV_TEXTS: Final[Mapping[Kind, _Text]] = {
     Kind.INTEGER: None,
     Kind.SIZE: None,
     Kind.TEXT: csv_cell,
+    Kind.WORD: csv_cell,
     Kind.BOOLEAN: _truth,
     Kind.TIME: iso_time,
     Kind.BINARY: base64_text,
@@ -99,20 +101,12 @@ _TABLE_TEXTS: Final[Mapping[Kind, Callable[[Any], str]]] = {
     Kind.INTEGER: str,
     Kind.SIZE: size_text,
     Kind.TEXT: lambda value: plain(str(value)),
+    Kind.WORD: words,
     Kind.BOOLEAN: lambda value: "yes" if value else "no",
     Kind.TIME: lambda value: re.sub(r"\.\d{3}Z$", "Z", iso_time(value)),
     Kind.BINARY: base64_text,
     Kind.NESTED: nested_text,
 }
-
-
-def getter(column: Column) -> Callable[[Any], Any]:
-    """Return the function row → the column's value."""
-    source = column.source
-    if isinstance(source, Constant):
-        value = source.value
-        return lambda row: value
-    return attrgetter(source) if isinstance(source, str) else source
 
 
 def cell_text(column: Column, value: Any) -> str:
@@ -168,7 +162,7 @@ class _Fields:
         paths = [column.source for column in varying if isinstance(column.source, str)]
         self._names = [column.name for column in varying]
         self._attributes = attrgetter(*paths) if len(paths) > 1 else None
-        self._getters = [getter(column) for column in varying[len(paths) if self._attributes else 0 :]]
+        self._getters = [column.getter() for column in varying[len(paths) if self._attributes else 0 :]]
 
     def values(self, row: Any) -> tuple[Any, ...]:
         """Return the values to print of `row`, which may change afterwards."""
@@ -235,7 +229,8 @@ def _line_fields(columns: Columns, output: Output) -> Iterator[_Field]:
     if output is Output.ID:
         if columns.key is None:
             raise UsageError("-o id: the rows of this command have no ids", hint="use -o ndjson or -o csv")
-        yield _Field(columns.key, _TABLE_TEXTS[columns.key.kind], NULL)
+        kind = columns.key.kind
+        yield _Field(columns.key, _TABLE_TEXTS[Kind.TEXT if kind is Kind.WORD else kind], NULL)
     elif output is Output.CSV:
         for column in columns.columns:
             yield _Field(column, _CSV_TEXTS[column.kind], ",," if column.kind is Kind.LEDGER else "", ",")

@@ -31,6 +31,12 @@ class Composite(NamedTuple):
     resolve: Callable[[Mapping[str, Any]], Any]
 
 
+class OldName(str):
+    """A former name of an option: it works, but help, completion and documents leave it out."""
+
+    __slots__ = ()
+
+
 def parameter(name: str, annotation: Any, default: Any = None) -> Parameter:
     """Return a keyword-only parameter of a command's signature."""
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
@@ -60,8 +66,10 @@ def number_option(flag: str, help: str) -> Composite:
     )
 
 
-def count_option(flag: str, help: str, *, default: int | None = None, short: str | None = None) -> Composite:
-    """Return an option for a count that is 1 or more."""
+def count_option(
+    flag: str, help: str, *, default: int | None = None, short: str | None = None, old: str | None = None
+) -> Composite:
+    """Return an option for a count that is 1 or more; `old` is a former name of it."""
 
     def convert(text: str) -> int:
         number = parse_number(text, flag)
@@ -70,7 +78,8 @@ def count_option(flag: str, help: str, *, default: int | None = None, short: str
         return number
 
     name = flag.removeprefix("--").replace("-", "_")
-    option = typer.Option(*_flags(short, flag), help=help, metavar="N", show_default=default is not None)
+    flags = (*_flags(short, flag), *(() if old is None else (OldName(old),)))
+    option = typer.Option(*flags, help=help, metavar="N", show_default=default is not None)
     return _converted(f"{name}_count", option, convert, None if default is None else str(default))
 
 
@@ -161,8 +170,8 @@ def _digest_type(text: str) -> Any:
 
 
 def digest_type_option(help: str) -> Composite:
-    """Return the option `--digest TYPE`, also `--digest-type`, as a bkctl.formats.entry.DigestType."""
-    option = typer.Option("--digest", "--digest-type", metavar="TYPE", help=help)
+    """Return the option `--digest-type TYPE` as a bkctl.formats.entry.DigestType."""
+    option = typer.Option("--digest-type", OldName("--digest"), metavar="TYPE", help=help)
     return _converted("digest_type_name", option, _digest_type)
 
 
@@ -198,7 +207,7 @@ DigestToCheck = Annotated[
                     str,
                     typer.Option(
                         "--digest",
-                        "--digest-type",
+                        OldName("--digest-type"),
                         metavar="[TYPE]",
                         help="Check that each entry matches its digest; ledgers of scope 0 are of TYPE (CRC32C, CRC32, "
                         "HMAC, DUMMY; default: found out ledger by ledger).",
@@ -213,13 +222,22 @@ DigestToCheck = Annotated[
 
 def _key_values(values: Mapping[str, Any]) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
+    for key, value in _keys_and_values(values).items():
+        if value is None:
+            raise UsageError(f"--custom-metadata {key!r}: not KEY=VALUE")
+        found[key] = value
+    return found
+
+
+def _keys_and_values(values: Mapping[str, Any]) -> dict[str, bytes | None]:
+    found: dict[str, bytes | None] = {}
     for text in values["custom_metadata"] or ():
         key, equals, value = text.partition("=")
-        if not equals or not key:
-            raise UsageError(f"--custom-metadata {text!r}: not KEY=VALUE")
+        if not key:
+            raise UsageError(f"--custom-metadata {text!r}: names no key")
         if key in found:
             raise UsageError(f"--custom-metadata {key!r} is given twice")
-        found[key] = os.fsencode(value)
+        found[key] = os.fsencode(value) if equals else None
     return found
 
 
@@ -239,6 +257,28 @@ CustomMetadata = Annotated[
             ),
         ),
         _key_values,
+    ),
+]
+
+
+#: `--custom-metadata KEY[=VALUE]` of a filter, repeatable: the value is None where the key alone is given.
+CustomMetadataFilter = Annotated[
+    dict[str, bytes | None],
+    Composite(
+        (
+            parameter(
+                "custom_metadata",
+                Annotated[
+                    list[str],
+                    typer.Option(
+                        "--custom-metadata",
+                        metavar="KEY[=VALUE]",
+                        help="List only ledgers with this custom metadata, or with this key; repeatable.",
+                    ),
+                ],
+            ),
+        ),
+        _keys_and_values,
     ),
 ]
 
@@ -284,6 +324,28 @@ LedgerShape = Annotated[
         _shape,
     ),
 ]
+
+
+def file_argument(help: str) -> Composite:
+    """Return the argument FILE, formerly `--file FILE` and `-f FILE`, as a Path."""
+
+    def resolve(values: Mapping[str, Any]) -> Path:
+        argument: Path | None = values["file"]
+        option: Path | None = values["file_option"]
+        if argument is not None and option is not None:
+            raise UsageError(f"{argument} and --file {option} are given", hint="give one of them")
+        file = argument or option
+        if file is None:
+            raise UsageError("No file is named", hint="give it as FILE")
+        return file
+
+    return Composite(
+        (
+            parameter("file", Annotated[Path, typer.Argument(metavar="FILE", help=help, show_default=False)]),
+            parameter("file_option", Annotated[Path, typer.Option("--file", "-f", metavar="FILE", hidden=True)]),
+        ),
+        resolve,
+    )
 
 
 # --- changing and watching ------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Printing of rows and objects as table, json, ndjson, csv or ids."""
+"""Printing of rows and objects as table, json, ndjson, yaml, csv or ids."""
 
 from __future__ import annotations
 
@@ -6,19 +6,23 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from operator import itemgetter
 from types import TracebackType
 from typing import Any, Final
 
-from .columns import Column, Columns, Constant, Kind, Output
-from .lines import Cells, Lines, cell_text, getter, nested_text
+from .columns import ALL, Column, Columns, Constant, Kind, Output, RowOrder, RowSelection
+from .lines import Cells, Lines, cell_text, nested_text
 from .table import PATIENCE_S, Table
 from .terminal import ClosedOutput, Terminal, emit, output_error, terminal_width
 from .texts import BOLD, RESET, plain, size_text, wrapped
+from .yaml import yaml_items, yaml_text
 
 #: A batch has as many rows as give about this much text, by the size of the batch before; 512 at most.
 BATCH_CHARS: Final = 1 << 20
 BATCH_ROWS: Final = 512
 FIRST_BATCH_ROWS: Final = 16
+#: The key of a row that is kept to be sorted, where none of its columns is the key.
+_KEY: Final = "\0key"
 
 
 class RowWriter:
@@ -37,26 +41,36 @@ class RowWriter:
         live: bool = False,
         before_write: Callable[[], None] = lambda: None,
         note: Callable[[str], None] = lambda _: None,
+        selection: RowSelection = ALL,
+        findings: bool = False,
     ) -> None:
-        """`live` prints every row at once; `before_write` is called before each write, `note` with a final remark."""
-        self._output = output
+        """`live` prints every row at once; `before_write` is called before each write, `note` with a final remark.
+
+        A table of `findings` without rows prints nothing: the command says in a sentence that all is well.
+        """
+        self._findings = findings
+        self._output, self._selection = output, selection
         self._stream: Terminal = stream or sys.stdout
         self._tty = self._stream.isatty()
-        self._live = live or (self._tty and output is not Output.TABLE)
+        is_table = output in (Output.TABLE, Output.WIDE)
+        self._live = live or (self._tty and not is_table)
         self._before_write, self._note = before_write, note
-        self._names = columns.names()
+        shown = selection.of(columns, output)
+        self._names = shown.names()
         #: The values of rows that are not printed yet.
         self._rows: list[tuple[Any, ...]] = []
         self._first = True
         self._batch_rows = FIRST_BATCH_ROWS
         self._pushed = time.monotonic()
-        self._table = Table(columns, self._stream, color) if output is Output.TABLE else None
+        self._table = Table(shown, self._stream, color) if is_table else None
         self.use(columns)
 
     def use(self, columns: Columns) -> None:
         """Take the values of later rows from `columns`: the same fields, from other sources."""
         self._flush()
-        self._fields = Lines(columns, self._output) if self._table is None else Cells(columns)
+        shown = self._selection.of(columns, self._output)
+        form = Output.NDJSON if self._output is Output.YAML else self._output
+        self._fields = Lines(shown, form) if self._table is None else Cells(shown)
 
     def __enter__(self) -> RowWriter:
         return self
@@ -69,9 +83,12 @@ class RowWriter:
             return
         self._flush()
         if self._table is not None:
-            self._write("".join(self._table.finish()))
+            if not (self._findings and self._is_empty()):
+                self._write("".join(self._table.finish()))
         elif self._output is Output.JSON:
             self._write("[]\n" if self._first else "\n]\n")
+        elif self._output is Output.YAML and self._first:
+            self._write("[]\n")
         elif self._output is Output.CSV and self._first:
             self._write(self._header())
         self._push()
@@ -140,6 +157,8 @@ class RowWriter:
                 text = "[\n" + text.removeprefix(",\n")
             elif self._first and self._output is Output.CSV:
                 text = self._header() + text
+            elif self._output is Output.YAML:
+                text = yaml_items(text)
         else:
             assert self._table is not None
             cells = self._fields.of_columns(count, values)
@@ -167,11 +186,73 @@ class RowWriter:
             raise output_error(error) from error
 
 
-def show(value: Any, columns: Columns, output: Output, *, stream: Terminal | None = None, color: bool = False) -> None:
-    """Print one object: name and value a line as a table, one indented document as json."""
+class SortedWriter(RowWriter):
+    """A RowWriter that keeps all rows, and prints them in order at the end."""
+
+    def __init__(self, columns: Columns, output: Output, order: RowOrder, **settings: Any) -> None:
+        self._order = order
+        self._kept: list[dict[str, Any]] = []
+        super().__init__(columns, output, **settings)
+
+    def use(self, columns: Columns) -> None:
+        """Take the values of later rows from `columns`: the same fields, from other sources."""
+        key = columns.key
+        own_key = key if key is not None and key not in columns.columns else None
+        every = columns.columns if own_key is None else (*columns.columns, own_key.replaced(name=_KEY))
+        self._getters = {column.name: column.getter() for column in every}
+        self._constants = {column.name: column.source.value for column in every if isinstance(column.source, Constant)}
+        kept = {column.name: column.replaced(source=itemgetter(column.name)) for column in every}
+        kept_key = kept.pop(_KEY, None) or (kept[key.name] if key is not None else None)
+        kept_columns = Columns(*kept.values(), key=kept_key)
+        self._value = kept_columns.find(self._order.column, "--sort").getter()
+        super().use(kept_columns)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None or not issubclass(kind, ClosedOutput):
+            self._kept.sort(key=lambda row: self._order.key(self._value(row)), reverse=self._order.reverse)
+            for row in self._kept[: self._selection.limit]:
+                super().row(row)
+        super().__exit__(kind, error, trace)
+
+    def row(self, row: Any) -> None:
+        """Keep one row."""
+        self._kept.append({name: get(row) for name, get in self._getters.items()})
+
+    def rows(self, rows: Iterable[Any]) -> None:
+        """Keep rows."""
+        for row in rows:
+            self.row(row)
+
+    def block(self, count: int, values: Mapping[str, Sequence[Any] | Constant]) -> None:
+        """Keep rows given as columns."""
+        for at in range(count):
+            given = {name: value.value if isinstance(value, Constant) else value[at] for name, value in values.items()}
+            self._kept.append(self._constants | given)
+
+
+def open_writer(columns: Columns, output: Output, selection: RowSelection, **settings: Any) -> RowWriter:
+    """Return a RowWriter with these settings of RowWriter's, which sorts if `selection` says so."""
+    if selection.order is None:
+        return RowWriter(columns, output, selection=selection, **settings)
+    return SortedWriter(columns, output, selection.order, selection=selection, **settings)
+
+
+def show(
+    value: Any,
+    columns: Columns,
+    output: Output,
+    *,
+    stream: Terminal | None = None,
+    color: bool = False,
+    selection: RowSelection = ALL,
+) -> None:
+    """Print one object: name and value a line as a table, one indented document as json or yaml."""
     target: Terminal = stream or sys.stdout
-    if output is Output.TABLE:
-        fields = [(column, getter(column)(value)) for column in columns.columns if column.title is not None]
+    columns = selection.of(columns, output)
+    if output in (Output.TABLE, Output.WIDE):
+        fields = [(column, column.getter()(value)) for column in columns.columns if column.title is not None]
         fields = [(column, item) for column, item in fields if not (column.optional and item is None)]
         width = max(len(column.title or "") for column, _ in fields)
         room = terminal_width() - width - 2 if target.isatty() else None
@@ -179,11 +260,11 @@ def show(value: Any, columns: Columns, output: Output, *, stream: Terminal | Non
         for column, item in fields:
             lines.extend(_field_lines(column, item, width, color, room))
         emit("\n".join(lines) + "\n", target)
-    elif output is Output.JSON:
+    elif output in (Output.JSON, Output.YAML):
         import json
 
         document = json.loads(Lines(columns, Output.NDJSON).of_rows([value]))
-        emit(json.dumps(document, indent=2) + "\n", target)
+        emit(json.dumps(document, indent=2) + "\n" if output is Output.JSON else yaml_text(document), target)
     else:
         with RowWriter(columns, output, stream=target) as writer:
             writer.row(value)

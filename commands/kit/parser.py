@@ -12,7 +12,7 @@ from typing import Any, Final, get_args, get_origin
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from .options import ANY_DIGEST, BOTH_COMPACTIONS, COMPACTIONS, DIGEST_NAMES, WATCH_S_DEFAULT
+from .options import ANY_DIGEST, BOTH_COMPACTIONS, COMPACTIONS, DIGEST_NAMES, WATCH_S_DEFAULT, OldName
 from .session import SESSION_FLAGS, Session
 from .settings import GLOBAL_PANEL
 from .terminal import wants_color
@@ -70,6 +70,22 @@ def use_plain_values(params: Iterable[Any]) -> None:
             param._runtime_param = _PlainValue(kind, many=many)
 
 
+def shown_names(param: Any) -> list[str]:
+    """Return the names of a parameter without its former ones."""
+    return [name for name in param.opts if not isinstance(name, OldName)]
+
+
+def help_record(param: Any, ctx: Any) -> tuple[str, str] | None:
+    """Return names and help of a parameter, without its former names; None if it is hidden."""
+    names = param.opts
+    param.opts = shown_names(param)
+    try:
+        record: tuple[str, str] | None = param.get_help_record(ctx)
+    finally:
+        param.opts = names
+    return record
+
+
 def take_session_flags(ctx: Any, params: Iterable[Any], args: list[str]) -> list[str]:
     """Return `args` without -v, -q, --no-color and --debug, which count for the session wherever they stand."""
     session = ctx.find_root().obj
@@ -94,7 +110,7 @@ def connection_help(ctx: Any) -> str:
         "environment decides (the variable in brackets), then the current context ('bkctl context use'), then the "
         "local cluster that is up ('bkctl local up'). Each command uses the options that concern it."
     )
-    records = [param.get_help_record(ctx) for param in ctx.command.get_params(ctx) if _is_global(param)]
+    records = [help_record(param, ctx) for param in ctx.command.get_params(ctx) if _is_global(param)]
     with formatter.section(GLOBAL_PANEL):
         formatter.write_dl([record for record in records if record is not None])
     text: str = formatter.getvalue()
@@ -145,7 +161,7 @@ class _PlainHelp:
         if all(param.hidden for param in params if "--metadata-uri" in param.opts):
             shown.add("--conf")  # An offline command: the file names its directories.
         for param in params:
-            record = param.get_help_record(ctx)
+            record = help_record(param, ctx)
             if record is not None and (not _is_global(param) or (ctx.parent is not None and shown & set(param.opts))):
                 title = "Options"
                 if param.param_type_name == "argument":

@@ -26,7 +26,7 @@ from .options import (
     parameter,
 )
 from .output import RowWriter
-from .texts import NULL, counted
+from .texts import NULL, counted, words
 
 if TYPE_CHECKING:
     from bkctl.files.record_filter import RecordFilter
@@ -46,6 +46,11 @@ class TypeName(StrEnum):
     PADDING = "padding"
     LEDGERS_MAP = "ledgersMap"
     UNKNOWN = "unknown"
+
+    @classmethod
+    def _missing_(cls, value: object) -> TypeName | None:
+        """Return the type that tables name in words, such as `ledger key`."""
+        return next((each for each in cls if words(each.value) == value), None)
 
 
 class RecordOptions(NamedTuple):
@@ -177,7 +182,7 @@ def record_columns(
         Column(None, f"{id_name}Hex", Constant(None if file_id is None else f"{file_id:x}")),
         Column("OFFSET", "offset", "offset", Kind.INTEGER),
         Column("RECORD SIZE", "recordSize", "record_size", Kind.INTEGER),
-        Column("TYPE", "type", "type"),
+        Column("TYPE", "type", "type", Kind.WORD),
         Column("FILE", "file", Constant(str(path)), flexible=True, text=lambda path: Path(path).name),
     ]
     if secrets:

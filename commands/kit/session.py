@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
 from .audit import Audit
+from .columns import Columns, Output
 from .settings import GlobalOptions
 
 #: Options of the program that may stand anywhere → the field of Session that they set.
@@ -33,3 +35,7 @@ class Session:
     interrupted: str | None = None
     #: Set for a command that changes something; `main` writes its end.
     audit: Audit | None = None
+    #: Returns the columns that a command may print, None where it prints none.
+    columns_of: Callable[[str], Columns | None] = lambda name: None
+    #: The form of output, once it is known.
+    output: Output | None = None

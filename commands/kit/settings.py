@@ -5,7 +5,7 @@ Options, environment variables, the keys of contexts, their columns and the help
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum, auto
 from inspect import Parameter
@@ -16,7 +16,7 @@ import typer
 
 from bkctl.errors import UsageError
 
-from .columns import Output
+from .columns import Output, RowOrder
 from .values import parse_duration, parse_switch
 
 GLOBAL_PANEL: Final = "Connection and output"
@@ -31,6 +31,8 @@ class ValueType(Enum):
     ADDRESSES = auto()
     DURATION = auto()
     OUTPUT = auto()
+    NAMES = auto()
+    ORDER = auto()
 
 
 class Shown(Enum):
@@ -52,6 +54,8 @@ _OPTION_TYPES: Final[dict[ValueType, Any]] = {
     ValueType.ADDRESSES: list[str],
     ValueType.DURATION: str,
     ValueType.OUTPUT: Output,
+    ValueType.NAMES: str,
+    ValueType.ORDER: str,
 }
 
 
@@ -103,6 +107,10 @@ class Setting(NamedTuple):
         """Return the setting that the option's value stands for. Raises UsageError."""
         if self.type is ValueType.DURATION:
             return None if value is None else parse_duration(value, self.flag)
+        if self.type is ValueType.NAMES:
+            return None if value is None else _names(value, self.flag)
+        if self.type is ValueType.ORDER:
+            return None if value is None else RowOrder.parse(value)
         return tuple(value or ()) if self.type is ValueType.ADDRESSES else value
 
     def from_variable(self, text: str) -> Any:
@@ -140,6 +148,13 @@ class Setting(NamedTuple):
         if self.type is ValueType.ADDRESSES:
             return list(value)
         return str(value) if self.type is ValueType.FILE else value
+
+
+def _names(text: str, flag: str) -> tuple[str, ...]:
+    names = tuple(filter(None, (name.strip() for name in text.split(","))))
+    if not names:
+        raise UsageError(f"{flag} {text!r}: names no column", hint="give names with commas between")
+    return names
 
 
 def _setting(flag: str, help: str, type: ValueType = ValueType.TEXT, **more: Any) -> dict[str, Any]:
@@ -288,6 +303,28 @@ class GlobalOptions:
             shown=Shown.ALWAYS,
         ),
     )
+    columns: tuple[str, ...] | None = field(
+        default=None,
+        metadata=_setting(
+            "--columns",
+            "Print only these columns, in this order, by their titles or JSON names: state,length.",
+            ValueType.NAMES,
+            metavar="NAME,…",
+            shown=Shown.ALWAYS,
+            has_variable=False,
+        ),
+    )
+    sort: RowOrder | None = field(
+        default=None,
+        metadata=_setting(
+            "--sort",
+            "Sort the rows by this column; -COLUMN puts the largest first.",
+            ValueType.ORDER,
+            metavar="COLUMN",
+            shown=Shown.ALWAYS,
+            has_variable=False,
+        ),
+    )
     yes: bool = field(
         default=False,
         metadata=_setting(
@@ -321,23 +358,37 @@ def context_settings() -> Iterator[Setting]:
     return (setting for setting in SETTINGS if setting.in_context)
 
 
-def global_parameters(*, connects: bool, asks: bool, program: bool = False) -> tuple[Parameter, ...]:
+def global_parameters(
+    *, connects: bool, asks: bool, program: bool = False, besides: Iterable[Parameter] = ()
+) -> tuple[Parameter, ...]:
     """Return the options accepted before the group and after the command, hidden where the command ignores them.
 
-    `program`: the options are shown in the program's own help.
+    `program`: the options are shown in the program's own help. Left out are options of which the command has its own,
+    `besides`.
     """
+    # Typer keeps the first name of an annotated option as its default.
+    infos = [each.annotation.__metadata__[0] for each in besides]
+    taken = {flag for info in infos for flag in (info.default, *(info.param_decls or ())) if isinstance(flag, str)}
     visible = {
         Shown.ALWAYS: True,
         Shown.CONNECTS: connects,
         Shown.ASKS: asks,
         Shown.PROGRAM: program,
     }
-    return tuple(setting.parameter(hidden=not visible[setting.shown]) for setting in SETTINGS)
+    return tuple(
+        setting.parameter(hidden=not visible[setting.shown]) for setting in SETTINGS if setting.flag not in taken
+    )
 
 
 def read_options(values: Mapping[str, Any]) -> GlobalOptions:
     """Return the values of `global_parameters`, by parameter name. Raises UsageError."""
-    return GlobalOptions(**{each.field: each.from_option(values[each.parameter_name]) for each in SETTINGS})
+    return GlobalOptions(
+        **{
+            each.field: each.from_option(values[each.parameter_name])
+            for each in SETTINGS
+            if each.parameter_name in values
+        }
+    )
 
 
 def read_environment(environment: Mapping[str, str]) -> GlobalOptions:

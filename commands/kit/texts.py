@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from datetime import UTC, datetime
 from typing import Final
@@ -35,6 +36,41 @@ def size_text(size_bytes: int) -> str:
             break
         value, unit = value / 1024, larger
     return f"{value:.1f} {unit}" if value < 99.95 else f"{value:.0f} {unit}"
+
+
+def duration_text(seconds: float) -> str:
+    """Return an exact duration: `1 h 30 min`, `45 s`, `250 ms`."""
+    if 0 < seconds < 1:
+        return f"{seconds * 1000:.3g} ms"
+    parts = []
+    rest = round(seconds, 3)
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        count, rest = divmod(rest, size)
+        if count:
+            parts.append(f"{count:.0f} {unit}")
+    if rest or not parts:
+        parts.append(f"{round(rest, 3):g} s")
+    return " ".join(parts)
+
+
+def time_text(seconds: float) -> str:
+    """Return about how long something takes or took: `45 s`, `12 min`, `3.5 h`."""
+    minutes, hours = seconds / 60, seconds / 3600
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{minutes:.0f} min" if minutes < 90 else f"{hours:.1f} h"
+
+
+@functools.cache
+def words(name: str) -> str:
+    """Return a name of several words as people write it: `endOfFile` as `end of file`."""
+    text = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", plain(str(name)))
+    return text.lower().replace(" lac", " LAC") if text != name else text
+
+
+def with_0x(digits: str) -> str:
+    """Return hexadecimal digits as commands take them back."""
+    return f"0x{digits}"
 
 
 def base64_text(data: bytes | bytearray | memoryview) -> str:

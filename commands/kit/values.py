@@ -8,7 +8,7 @@ from typing import Final
 from bkctl.errors import UsageError
 
 _SIZE: Final = re.compile(r"(\d{1,19})\s*(?:([kmgt])(i?)b?|b)?", re.ASCII | re.IGNORECASE)
-_DURATION: Final = re.compile(r"(\d{1,9}(?:\.\d{1,6})?)\s*(ms|s|m|h|d)?", re.ASCII)
+_DURATION: Final = re.compile(r"(\d{1,9}(?:\.\d{1,6})?)\s*(ms|s|m|h|d|w)?", re.ASCII)
 _NUMBER: Final = re.compile(r"-?[0-9]{1,19}|0[xX][0-9a-fA-F]{1,16}", re.ASCII)
 
 
@@ -29,11 +29,11 @@ def parse_size(text: str, name: str) -> int:
 
 
 def parse_duration(text: str, name: str) -> float:
-    """Return seconds: a number, with ms, s, m, h or d. Raises UsageError, which begins with `name`."""
+    """Return seconds: a number, with ms, s, m, h, d or w (weeks). Raises UsageError, which begins with `name`."""
     match = _DURATION.fullmatch(text.strip())
     if match is None:
-        raise UsageError(f"{name}: not a duration: {text!r}", hint="give seconds, or a number with ms, s, m, h or d")
-    return float(match[1]) * {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2] or "s"]
+        raise UsageError(f"{name}: not a duration: {text!r}", hint="give seconds, or a number with ms, s, m, h, d or w")
+    return float(match[1]) * {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}[match[2] or "s"]
 
 
 def is_duration(text: str) -> bool:

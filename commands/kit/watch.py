@@ -10,9 +10,9 @@ from typing import Any, Final
 
 from bkctl.errors import UsageError
 
-from .columns import Columns, Output
-from .lines import Lines, getter
-from .output import RowWriter, show
+from .columns import Columns, Output, RowSelection
+from .lines import Lines
+from .output import open_writer, show
 from .terminal import emit, terminal_width
 from .texts import BOLD, RESET, iso_time
 
@@ -29,15 +29,18 @@ def watch(
     subscribe: Callable[[Callable[[], None]], Callable[[], None]] | None,
     single: bool,
     color: bool,
+    selection: RowSelection,
 ) -> None:
     """Watch as Run.watch describes. Never returns; raises the errors of `look`."""
-    if output is Output.JSON:
-        raise UsageError("--watch has no end, and -o json is one document", hint="use -o ndjson")
+    if output in (Output.JSON, Output.YAML):
+        raise UsageError(f"--watch has no end, and -o {output} is one document", hint="use -o ndjson")
     printer: _Pages | _Rows
-    if output is Output.TABLE:
-        printer = _Pages(columns, seconds=seconds, single=single, color=color)
+    if output in (Output.TABLE, Output.WIDE):
+        printer = _Pages(columns, output, selection, seconds=seconds, single=single, color=color)
+    elif selection.order is not None:
+        raise UsageError(f"--watch prints changes as they come, so --sort does not apply to -o {output}")
     else:
-        printer = _Rows(columns, output)
+        printer = _Rows(selection.of(columns, output), output)
     changed = threading.Event()
     cancel = subscribe(changed.set) if subscribe is not None else None
     try:
@@ -71,22 +74,25 @@ class _Page:
 class _Pages:
     """Tables: drawn over the last one on a terminal, else printed one below the other."""
 
-    def __init__(self, columns: Columns, *, seconds: float, single: bool, color: bool) -> None:
-        self._columns, self._seconds, self._single, self._color = columns, seconds, single, color
+    def __init__(
+        self, columns: Columns, output: Output, selection: RowSelection, *, seconds: float, single: bool, color: bool
+    ) -> None:
+        self._columns, self._output, self._selection = columns, output, selection
+        self._seconds, self._single, self._color = seconds, single, color
         self._last: str | None = None
 
     def print(self, rows: Iterable[Any]) -> None:
         page = _Page()
         if self._single:
-            show(next(iter(rows)), self._columns, Output.TABLE, stream=page, color=self._color)
+            show(
+                next(iter(rows)), self._columns, self._output, stream=page, color=self._color,
+                selection=self._selection,
+            )  # fmt: skip
         else:
-            with RowWriter(
-                self._columns,
-                Output.TABLE,
-                stream=page,
-                color=self._color,
+            with open_writer(
+                self._columns, self._output, self._selection, stream=page, color=self._color,
                 note=lambda text: page.parts.append(f"{text}\n"),
-            ) as writer:
+            ) as writer:  # fmt: skip
                 writer.rows(rows)
         text = "".join(page.parts)
         if text == self._last:
@@ -116,7 +122,7 @@ class _Rows:
 
     def __init__(self, columns: Columns, output: Output) -> None:
         self._lines = Lines(columns, output)
-        self._key, self._output = getter(columns.key or columns.columns[0]), output
+        self._key, self._output = (columns.key or columns.columns[0]).getter(), output
         self._header = ",".join(columns.names()) + "\n" if output is Output.CSV else ""
         self._last: dict[Any, str] = {}
 

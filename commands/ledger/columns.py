@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bkctl.ids import LedgerId
 
-from ..kit.columns import Column, Columns, Kind, Output
+from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run
 from ..kit.texts import GREEN, RED, YELLOW, readable_text
 
@@ -71,8 +71,10 @@ def _short_time(text: str | None) -> str:
 def _custom_line(row: LedgerRow) -> str | None:
     """Return custom metadata for the table of a list: Pulsar's in its own words, else keys and values."""
     if pulsar := row.object.get("pulsar"):
-        words = (pulsar.get(name) for name in ("application", "component", "managedLedger", "cursor"))
-        return " ".join(word for word in words if word)
+        shown = dict(pulsar)
+        managed_ledger = shown.pop("managedLedger", "")
+        words = [shown.pop("application"), shown.pop("component", ""), shown.pop("topic", managed_ledger)]
+        return " ".join([*filter(None, words), *(f"{name}={text}" for name, text in shown.items())])
     from binascii import a2b_base64
 
     custom = row.object["customMetadata"]
@@ -93,4 +95,4 @@ LEDGER_TABLE_COLUMNS = Columns(
 
 
 def list_columns(run: Run) -> Columns:
-    return LEDGER_TABLE_COLUMNS if run.output is Output.TABLE else LEDGER_COLUMNS
+    return run.table_columns(LEDGER_TABLE_COLUMNS, LEDGER_COLUMNS)

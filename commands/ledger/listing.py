@@ -10,11 +10,11 @@ import typer
 from bkctl.errors import BkctlError, NotFound, UsageError
 from bkctl.ids import LedgerId
 
-from ..kit.columns import Column, Columns, Kind, Output
+from ..kit.columns import ALL, Column, Columns, Kind, Output
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import ManyLedgers, ScopeToList
 from ..kit.options import (
-    CustomMetadata,
+    CustomMetadataFilter,
     WatchOption,
     count_option,
     duration_option,
@@ -41,8 +41,8 @@ COUNT_COLUMNS = Columns(Column("COUNT", "count", lambda count: count, Kind.INTEG
     connects=True,
     examples=(
         "bkctl ledger list",
-        "bkctl ledger list --state OPEN --min-age 7d",
-        "bkctl ledger list --all-scopes -o id",
+        "bkctl ledger list --state OPEN --min-age 1w --sort=-length",
+        "bkctl ledger list --topic persistent://public/default/orders",
     ),
 )
 def print_ledgers(
@@ -52,7 +52,7 @@ def print_ledgers(
     age_max: Annotated[float | None, duration_option("--max-age", "List only ledgers at most this old.")],
     size_min: Annotated[int | None, size_option("--min-size", "List only ledgers of at least this length.")],
     size_max: Annotated[int | None, size_option("--max-size", "List only ledgers of at most this length.")],
-    custom_metadata: CustomMetadata,
+    custom_metadata: CustomMetadataFilter,
     limit: Annotated[int | None, count_option("--limit", "List at most N ledgers.")],
     watch: WatchOption,
     bookie: Annotated[
@@ -60,6 +60,14 @@ def print_ledgers(
     ] = None,
     state: Annotated[
         list[str] | None, typer.Option("--state", metavar="STATE", help="OPEN, IN_RECOVERY or CLOSED; repeatable.")
+    ] = None,
+    topic: Annotated[
+        str | None,
+        typer.Option("--topic", metavar="TOPIC", help="List only ledgers of this Pulsar topic, partitions included."),
+    ] = None,
+    subscription: Annotated[
+        str | None,
+        typer.Option("--subscription", metavar="NAME", help="List only ledgers of this subscription of --topic."),
     ] = None,
     after: Annotated[
         str | None, typer.Option("--after", metavar="LEDGER", help="List only ledgers after this one.")
@@ -71,14 +79,17 @@ def print_ledgers(
 ) -> None:
     """List the ledgers of a scope, in order of their ids.
 
-    Prints the metadata of each ledger; -o id prints the ids alone, which is much faster. With --custom-metadata, lists
-    only the ledgers that have every KEY=VALUE given.
+    Prints the metadata of each ledger; -o id prints the ids alone, which is much faster. --topic goes by the names that
+    Pulsar writes into the metadata of ledgers: of a topic's messages, of its subscriptions, and of compacted messages.
     """
     from itertools import islice
     from operator import itemgetter
 
     from bkctl.metadata.admin.overview import LedgerQuery, list_ledgers
+    from bkctl.metadata.pulsar_topics import TopicFilter
 
+    if subscription is not None and topic is None:
+        raise UsageError("--subscription is given without a topic", hint="add --topic")
     query = LedgerQuery(
         bookie_id=bookie,
         states=parse_states(state, "--state"),
@@ -87,8 +98,10 @@ def print_ledgers(
         size_bytes_min=size_min,
         size_bytes_max=size_max,
         custom_metadata=tuple(custom_metadata.items()),
+        topic=None if topic is None else TopicFilter.parse(topic, subscription),
     )
     start = _first_ledger(after, scope_id)
+    limit = run.limit_sorted(limit)
     unreadable: dict[LedgerId, str] = {}
 
     def skip(ledger: LedgerId, error: Exception) -> None:
@@ -97,7 +110,7 @@ def print_ledgers(
             run.note(f"bkctl: {error}")
 
     def look() -> Iterator[LedgerRow]:
-        if (count or run.output is Output.ID) and not query.needs_metadata:
+        if (count or (run.output is Output.ID and run.selection == ALL)) and not query.needs_metadata:
             ids = islice(cluster.ledgers.ledgers(scope_id, start), limit)
             return (LedgerRow(ledger, {}) for ledger in ids)
         found = list_ledgers(cluster, scope_id, after=start, query=query, unreadable=skip if keep_going else None)
@@ -115,7 +128,10 @@ def print_ledgers(
     with run.cluster() as cluster, run.working("Listing ledgers", enabled=watch is None):
         if count:
             run.watch(watch, lambda: [sum(1 for _ in look())], COUNT_COLUMNS, single=True)
-        elif run.output is Output.ID and watch is None and limit is None and not query.needs_metadata:
+        elif (
+            run.output is Output.ID and run.selection == ALL and watch is None and limit is None
+            and not query.needs_metadata
+        ):  # fmt: skip
             # Hundreds of thousands of ids: a directory at a time, not a row each.
             for batch in cluster.ledgers.batches(scope_id, start):
                 # In order, so that all are of scope 0 where the last is.

@@ -12,7 +12,7 @@ import typer
 from bkctl.errors import EntryNotFound, UsageError
 from bkctl.ids import LedgerId
 
-from ..kit.columns import Column, Columns, Constant, Kind, Output, payload_column
+from ..kit.columns import ALL, Column, Columns, Constant, Kind, Output, payload_column
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import OneLedger
 from ..kit.options import (
@@ -23,6 +23,7 @@ from ..kit.options import (
     ProtocolOption,
     count_option,
 )
+from .template import FIELDS_HELP, EntryBytes, raw_form, template_form
 
 if TYPE_CHECKING:
     from bkctl.client.read_handle import ReadHandle
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
 app = group()
 
 
-def _entry_columns(ledger: LedgerId, body: bool, format: BinaryFormat | None) -> Columns:
+def entry_columns(ledger: LedgerId, body: bool, format: BinaryFormat | None) -> Columns:
+    """Return the columns of the entries of a ledger, with payloads in `format` if `body`."""
     columns = [
         Column("LEDGER", "ledger", Constant(ledger), Kind.LEDGER),
         Column("ENTRY", "entryId", "entry_id", Kind.INTEGER),
@@ -44,17 +46,37 @@ def _entry_columns(ledger: LedgerId, body: bool, format: BinaryFormat | None) ->
     return Columns(*columns, key="entryId")
 
 
-def _check_format(run: Run, format: BinaryFormat | None) -> None:
-    if format is BinaryFormat.RAW and run.output is not Output.TABLE:
-        raise UsageError("--format raw prints payloads and nothing else", hint=f"leave -o {run.output.value} out")
+def _entry_form(
+    run: Run, ledger: LedgerId, format: BinaryFormat | None, template: str | None, delimiter: str | None
+) -> EntryBytes | None:
+    """Return the bytes to write for each entry, as a function of it; None: rows are printed. Raises UsageError."""
+    if template is None and format is not BinaryFormat.RAW:
+        if delimiter is not None:
+            raise UsageError("--delimiter applies to --format raw", hint="add --format raw")
+        return None
+    name = "--format raw" if template is None else "--template"
+    if run.output is not Output.TABLE or run.selection != ALL:
+        raise UsageError(f"{name} prints entries and nothing else", hint="leave -o, --columns and --sort out")
+    if template is None:
+        return raw_form(delimiter)
+    if format is not None or delimiter is not None:
+        raise UsageError("--template excludes --format and --delimiter", hint="%x is hex, %b base64, \\n a line end")
+    return template_form(template, ledger)
+
+
+def _secret(password: bytes, *, as_admin: bool) -> bytes | None:
+    """Return the password to open a ledger with; None opens it as an administrator."""
+    if as_admin and password:
+        raise UsageError("--as-admin and a password are given", hint="drop one of them")
+    return None if as_admin else password
 
 
 async def _print_entries(
-    run: Run, runs: AsyncIterator[Sequence[Any]], columns: Columns, *, raw: bool, live: bool = False
+    run: Run, runs: AsyncIterator[Sequence[Any]], columns: Columns, *, form: EntryBytes | None, live: bool = False
 ) -> None:
-    if raw:
+    if form is not None:
         async for entries in runs:
-            run.raw(b"".join([entry.payload for entry in entries]))
+            run.raw(b"".join(map(form, entries)))
             if live:
                 sys.stdout.flush()
         return
@@ -68,7 +90,20 @@ async def _one_by_one(entries: AsyncIterator[Any]) -> AsyncIterator[Sequence[Any
         yield (entry,)
 
 
+TemplateOption = Annotated[
+    str | None, typer.Option("--template", "-f", metavar="TEMPLATE", help=f"Print entries in this form: {FIELDS_HELP}.")
+]
+DelimiterOption = Annotated[
+    str | None,
+    typer.Option("--delimiter", metavar="TEXT", help="Write this after each payload of --format raw: '\\n', '\\0'."),
+]
 BodyOption = Annotated[bool, typer.Option("--body", help="Print the payloads, too.")]
+AsAdminOption = Annotated[
+    bool,
+    typer.Option(
+        "--as-admin", help="Read with the password in the metadata, as Apache's readledger does; in the audit log."
+    ),
+]
 NoVerifyOption = Annotated[bool, typer.Option("--no-verify", help="Do not check the entries' digests.")]
 
 
@@ -76,18 +111,19 @@ NoVerifyOption = Annotated[bool, typer.Option("--no-verify", help="Do not check 
     app,
     "read",
     connects=True,
-    changes="recover",
+    changes=("recover", "as_admin"),
     examples=(
         "bkctl ledger read 12 --last 10 --body",
-        "bkctl ledger read 12 --from 100 --count 5",
+        "bkctl ledger read 12 --from 100 --limit 5",
         "bkctl ledger read 12 --format raw > ledger-12",
+        "bkctl ledger read 12 -f '%e %s\\n'",
     ),
 )
 def read(
     run: Run,
     ledger: OneLedger,
     entries: Entries,
-    count: Annotated[int | None, count_option("--count", "Read at most N entries.")],
+    limit: Annotated[int | None, count_option("--limit", "Read at most N entries.", old="--count")],
     last: Annotated[int | None, count_option("--last", "Read the last N entries.")],
     password: LedgerPassword,
     protocol: ProtocolOption,
@@ -98,27 +134,32 @@ def read(
     no_verify: NoVerifyOption = False,
     body: BodyOption = False,
     format: BinaryFormatOption = None,
+    delimiter: DelimiterOption = None,
+    template: TemplateOption = None,
+    as_admin: AsAdminOption = False,
 ) -> None:
     """Read the entries of a ledger, up to the last confirmed.
 
-    The ledger's password is checked. --format raw writes the payloads' bytes and nothing else.
+    The ledger's password is checked. --format raw writes the payloads' bytes and nothing else, --template each entry in
+    a form of your own, as kcat does.
     """
-    _check_format(run, format)
-    if last is not None and (entries.first is not None or count is not None):
-        raise UsageError("--last excludes --from and --count")
-    if entries.last is not None and count is not None:
-        raise UsageError("--to and --count are given", hint="give one of them")
-    columns = _entry_columns(ledger, body or format is not None, format)
+    form = _entry_form(run, ledger, format, template, delimiter)
+    secret = _secret(password, as_admin=as_admin)
+    if last is not None and (entries.first is not None or limit is not None):
+        raise UsageError("--last excludes --from and --limit")
+    if entries.last is not None and limit is not None:
+        raise UsageError("--to and --limit are given", hint="give one of them")
+    columns = entry_columns(ledger, body or format is not None, format)
 
     async def work() -> None:
         from bkctl.client.verify import read_replica
 
         async with run.bookkeeper(cluster, protocol) as bookkeeper:
             handle = await bookkeeper.open_ledger(
-                ledger.ledger_id, ledger_scope_id=ledger.scope_id, password=password, recovery=recover
+                ledger.ledger_id, ledger_scope_id=ledger.scope_id, password=secret, recovery=recover
             )
             async with handle:
-                first, final = _range(handle, entries.first, entries.last, count, last)
+                first, final = _range(handle, entries.first, entries.last, limit, last)
                 run.detail(f"ledger {ledger}: entries {first} to {final}")
                 if final < first:
                     found = _no_entries()
@@ -126,7 +167,7 @@ def read(
                     found = _one_by_one(read_replica(handle, bookie, first, final, verify=not no_verify))
                 else:
                     found = handle.read_runs(first, final, verify=not no_verify)
-                await _print_entries(run, found, columns, raw=format is BinaryFormat.RAW)
+                await _print_entries(run, found, columns, form=form)
 
     with run.cluster() as cluster, run.working(f"Reading ledger {ledger}"):
         run.complete(work())
@@ -162,7 +203,7 @@ async def _no_entries() -> AsyncIterator[Sequence[Any]]:
         yield entries
 
 
-@command(app, "tail", connects=True, examples=("bkctl ledger tail 12 --body",))
+@command(app, "tail", connects=True, changes="as_admin", examples=("bkctl ledger tail 12 --body",))
 def tail_ledger(
     run: Run,
     ledger: OneLedger,
@@ -173,27 +214,31 @@ def tail_ledger(
     no_verify: NoVerifyOption = False,
     body: BodyOption = False,
     format: BinaryFormatOption = None,
+    delimiter: DelimiterOption = None,
+    template: TemplateOption = None,
+    as_admin: AsAdminOption = False,
 ) -> None:
     """Print the last entries of a ledger, then each new one.
 
     Ends when the ledger is closed, or with Ctrl-C.
     """
-    _check_format(run, format)
+    form = _entry_form(run, ledger, format, template, delimiter)
+    secret = _secret(password, as_admin=as_admin)
     if start is not None and last is not None:
         raise UsageError("--from and --last are given", hint="give one of them")
     if start is not None and start < 0:
         raise UsageError(f"--from {start}: entry ids are 0 or more")
-    columns = _entry_columns(ledger, body or format is not None, format)
+    columns = entry_columns(ledger, body or format is not None, format)
 
     async def work() -> None:
         from bkctl.client.streams import tail
 
         async with run.bookkeeper(cluster, protocol) as bookkeeper:
-            handle = await bookkeeper.open_ledger(ledger.ledger_id, ledger_scope_id=ledger.scope_id, password=password)
+            handle = await bookkeeper.open_ledger(ledger.ledger_id, ledger_scope_id=ledger.scope_id, password=secret)
             async with handle:
                 first = start if start is not None else max(0, handle.last_add_confirmed + 1 - (last or 10))
                 found = _one_by_one(tail(handle, first, verify=not no_verify))
-                await _print_entries(run, found, columns, raw=format is BinaryFormat.RAW, live=True)
+                await _print_entries(run, found, columns, form=form, live=True)
 
     with run.cluster() as cluster, run.working(f"Waiting for entries of ledger {ledger}"):
         run.complete(work())

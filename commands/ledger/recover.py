@@ -12,9 +12,7 @@ from bkctl.ids import LedgerId
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import ManyLedgers
-from ..kit.options import (
-    DryRun,
-)
+from ..kit.options import DryRun, UndoOption
 from ..kit.output import RowWriter
 from ..kit.texts import counted
 from .columns import STATE_STYLE, ledger_row, list_columns
@@ -66,6 +64,7 @@ def recover(
         bool,
         typer.Option("--accept-loss", help="Close a ledger even if no bookie has its last entry; asks first."),
     ] = False,
+    undo: UndoOption = None,
     dry_run: DryRun = False,
 ) -> None:
     """Close ledgers whose writer died.
@@ -95,7 +94,7 @@ def recover(
     async def work(writer: RowWriter) -> None:
         from asyncio import to_thread
 
-        async with run.bookkeeper(cluster) as bookkeeper:
+        async with run.bookkeeper(recorded) as bookkeeper:
             for ledger in ledgers:
                 handle = await bookkeeper.open_ledger(
                     ledger.ledger_id,
@@ -118,6 +117,7 @@ def recover(
             if losses:
                 run.confirm("; ".join(_recovery_loss_text(*each) for each in losses.items()))
         with (
+            run.recorded(cluster, undo) as recorded,
             run.working("Recovering", left="fenced ledgers stay fenced: run the command again to close them"),
             run.rows(list_columns(run)) as rows,
         ):

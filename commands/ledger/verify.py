@@ -72,17 +72,18 @@ def verify(run: Run, ledgers: ManyLedgers, protocol: ProtocolOption) -> None:
                     async for finding in verification.findings():
                         writer.row(FindingRow(ledger, finding))
                 findings += verification.finding_count
+                found = counted(verification.finding_count, "finding", "findings")
                 run.note(
-                    f"Ledger {ledger}: {counted(verification.entry_count, 'entry', 'entries')}, "
-                    f"{counted(verification.replica_count, 'replica', 'replicas')} read, "
-                    f"{counted(verification.finding_count, 'finding', 'findings')}"
+                    f"Ledger {ledger} {f'has {found}' if verification.finding_count else 'is sound'}: "
+                    f"{counted(verification.entry_count, 'entry', 'entries')}, "
+                    f"{counted(verification.replica_count, 'replica', 'replicas')} read"
                 )
         return findings
 
     with (
         run.cluster() as cluster,
         run.working("Verifying", unit="entries") as activity,
-        run.rows(FINDING_COLUMNS) as rows,
+        run.rows(FINDING_COLUMNS, findings=True) as rows,
     ):
         findings = run.complete(work(rows))
     if findings:
@@ -121,14 +122,14 @@ TRIAL_COLUMNS = Columns(
     changes=True,
     examples=(
         "bkctl ledger test",
-        "bkctl ledger test --count 10000 --size 1KiB",
+        "bkctl ledger test --entries 10000 --size 1KiB",
     ),
 )
 def try_out(
     run: Run,
     target: LedgerToCreate,
     shape: LedgerShape,
-    count: Annotated[int, count_option("--count", "Entries to write.", default=1000)],
+    count: Annotated[int, count_option("--entries", "Entries to write.", default=1000, old="--count")],
     size: Annotated[int, size_option("--size", "Bytes of an entry.", default="100")],
     password: LedgerPassword,
     protocol: ProtocolOption,

@@ -37,13 +37,13 @@ def check(run: Run, scope: ScopeOfAny) -> None:
     with (
         run.cluster() as cluster,
         run.working("Checking metadata") as activity,
-        run.rows(FINDING_COLUMNS) as writer,
+        run.rows(FINDING_COLUMNS, findings=True) as writer,
     ):
         for finding in check_metadata(cluster, scope, progress=activity.update):
             count += 1
             writer.row(finding)
     if not count:
-        run.note("No findings in the metadata")
+        run.note("The metadata is sound")
     run.finish_with(count, "finding", "findings")
 
 
@@ -87,7 +87,7 @@ def list_orphans(
     with run.cluster() as cluster:
         with run.working("Looking for orphans"):
             found = list(orphans(cluster))
-        run.render(found, ORPHAN_COLUMNS)
+        run.render(found, ORPHAN_COLUMNS, findings=True)
         if not found:
             run.note("No orphans")
         removable = [each for each in found if each.removable]

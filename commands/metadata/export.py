@@ -14,7 +14,7 @@ from bkctl.errors import Conflict, NotFound, UsageError
 from ..kit.columns import Column, Columns, Kind, Output
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import LedgersOfExport
-from ..kit.options import DryRun, UndoOption
+from ..kit.options import DryRun, UndoOption, file_argument
 from ..kit.texts import counted
 from .imported import Overwrite, note_ids, say_conflicts, show_imported, show_planned
 
@@ -83,14 +83,11 @@ def export(
     connects=True,
     changes=True,
     asks=True,
-    examples=("bkctl metadata import -f cluster.ndjson --dry-run",),
+    examples=("bkctl metadata import cluster.ndjson --dry-run",),
 )
 def import_(
     run: Run,
-    file: Annotated[
-        str | None,
-        typer.Option("--file", "-f", metavar="FILE", help="The file that 'metadata export' wrote; - is stdin."),
-    ] = None,
+    path: Annotated[Path, file_argument("The file that 'metadata export' wrote; - is stdin.")],
     overwrite: Overwrite = False,
     undo: UndoOption = None,
     dry_run: DryRun = False,
@@ -104,14 +101,12 @@ def import_(
     from bkctl.metadata.admin.dump import ExportFile, import_records, prepare_target
     from bkctl.metadata.uri import parse_uri
 
-    if file is None:
-        raise UsageError("No file is named", hint="add -f FILE, or -f - for stdin")
-    with _import_file(file) as path, ExportFile(path) as source:
+    with _import_file(path) as kept, ExportFile(kept) as source:
         with run.working("Checking the export") as activity:
             counts = source.check(activity.update)
         if overwrite and not dry_run:
             place = parse_uri(run.connection().uri).text
-            run.confirm(f"Metadata in {place} would be replaced with that in {file}")
+            run.confirm(f"Metadata in {place} would be replaced with that in {path}")
         with ExitStack() as stack:
             try:
                 target = stack.enter_context(run.open_cluster(create_store=not dry_run))
@@ -145,10 +140,10 @@ def import_(
 
 
 @contextmanager
-def _import_file(file: str) -> Iterator[Path]:
+def _import_file(path: Path) -> Iterator[Path]:
     """Yield the file to read; stdin is kept in one, since it is read twice."""
-    if file != "-":
-        yield Path(file)
+    if str(path) != "-":
+        yield path
         return
     import shutil
     import sys

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -11,8 +13,11 @@ from bkctl.errors import NotFound, UsageError
 
 from ..kit.columns import Column, Columns, Kind, Output
 from ..kit.command import Run, command, group
-from ..kit.options import BinaryFormat, BinaryFormatOption, DryRun, count_option
-from ..kit.texts import GREEN, RED, binary_text, readable_text
+from ..kit.options import BinaryFormat, BinaryFormatOption, DryRun, UndoOption, count_option
+from ..kit.texts import GREEN, RED, binary_text, counted, readable_text
+
+if TYPE_CHECKING:
+    from bkctl.metadata.cluster import Cluster
 
 app = group()
 
@@ -22,6 +27,7 @@ LAYOUT_COLUMNS = Columns(
     Column("LAYOUT FORMAT", "layoutFormatVersion", "layout.format_version", Kind.INTEGER),
     Column("FACTORY CLASS", "managerFactoryClass", "layout.factory_class"),
     Column("VERSION", "managerVersion", "layout.manager_version", Kind.INTEGER),
+    Column("STORED", "stored", "stored", Kind.BOOLEAN),
     Column("INSTANCE ID", "instanceId", "instance_id"),
     key="instanceId",
 )
@@ -33,13 +39,20 @@ class LayoutRow(NamedTuple):
     uri: str
     layout: Any
     instance_id: str
+    stored: bool
 
 
 @command(app, "layout", connects=True, examples=("bkctl metadata layout",))
 def layout(run: Run) -> None:
-    """Show the cluster's ledger manager and instance id."""
+    """Show the cluster's ledger manager and instance id.
+
+    Without a LAYOUT node, shows the defaults of the metadata URI.
+    """
     with run.cluster() as cluster:
-        run.show(LayoutRow(cluster.uri, cluster.layout(), cluster.instance_id()), LAYOUT_COLUMNS)
+        stored = cluster.store.get(cluster.places.layout) is not None
+        run.show(LayoutRow(cluster.uri, cluster.layout(), cluster.instance_id(), stored), LAYOUT_COLUMNS)
+        if not stored:
+            run.note(f"There is no {cluster.places.layout} node: the layout is the default of the metadata URI")
 
 
 class NodeValue(NamedTuple):
@@ -140,7 +153,7 @@ def tree(
     """List the nodes of the metadata store below a path."""
     from bkctl.metadata.admin.overview import walk
 
-    columns = TREE_TABLE_COLUMNS if run.output is Output.TABLE else TREE_COLUMNS
+    columns = TREE_TABLE_COLUMNS if run.output in (Output.TABLE, Output.WIDE) else TREE_COLUMNS
     with run.cluster() as cluster, run.working("Reading the tree"):
         run.render(walk(cluster.store, path.strip("/"), depth=depth), columns)
 
@@ -153,27 +166,71 @@ UNDONE_COLUMNS = Columns(
 )
 
 
-@command(app, "undo", connects=True, asks=True, changes=True, examples=("bkctl metadata undo undo.ndjson --dry-run",))
+UNDO_FILE_COLUMNS = Columns(
+    Column("TIME", "time", "time"),
+    Column("COMMAND", "command", lambda row: shlex.join(row.command), flexible=True),
+    Column("CHANGES", "changeCount", "change_count", Kind.INTEGER),
+    Column("CLUSTER", "metadataUri", "metadata_uri", flexible=True),
+    Column(None, "instanceId", "instance_id"),
+    Column(None, "host", "host"),
+    Column("FILE", "file", lambda row: str(row.path), flexible=True),
+    key="file",
+)
+
+
+@command(
+    app,
+    "undo",
+    connects=True,
+    asks=True,
+    changes=("file", "last"),
+    examples=("bkctl metadata undo --list", "bkctl metadata undo --last --dry-run"),
+)
 def undo_command(
     run: Run,
-    file: Annotated[Path, typer.Argument(help="The undo file that a command wrote.", metavar="FILE")],
+    file: Annotated[
+        Path | None, typer.Argument(help="The undo file that a command wrote.", metavar="FILE", show_default=False)
+    ] = None,
+    last: Annotated[bool, typer.Option("--last", help="Undo the last command that changed this cluster.")] = False,
+    list_files: Annotated[bool, typer.Option("--list", help="List the undo files, oldest first.")] = False,
+    undo_file: UndoOption = None,
     dry_run: DryRun = False,
 ) -> None:
     """Undo a command, from the undo file that it wrote.
 
     Restores the nodes that the command changed, the last change first. A node that was changed since is left unchanged,
-    and the exit code is 3.
+    and the exit code is 3. Undoing leaves an undo file, too, so --last twice restores what the command changed.
     """
-    from bkctl.metadata.admin.undo import undo
+    from bkctl.metadata.admin.undo import list_undo_files, undo
 
+    if (file is not None) + last + list_files != 1:
+        raise UsageError("FILE, --last or --list is needed", hint="give one of them; --list shows the files")
+    if list_files:
+        run.render(list_undo_files(run.undo_directory), UNDO_FILE_COLUMNS)
+        return
     with run.cluster() as cluster:
+        path = file or _last_undo_file(run, cluster)
         if not dry_run:
-            run.confirm(f"The changes in {file} would be undone in {cluster.uri}")
+            run.confirm(f"The changes in {path} would be undone in {cluster.uri}")
         changed = 0
-        with run.rows(UNDONE_COLUMNS) as writer:
-            for each in undo(cluster, file, dry_run=dry_run):
+        kept = nullcontext() if dry_run else run.undo(cluster, undo_file)
+        with run.rows(UNDONE_COLUMNS) as writer, kept as redo:
+            for each in undo(cluster, path, dry_run=dry_run, redo=redo):
                 changed += each.outcome == "changed"
                 writer.row(each)
     run.finish_with(
         changed, "node was changed since, and was left unchanged", "nodes were changed since, and were left unchanged"
     )
+
+
+def _last_undo_file(run: Run, cluster: Cluster) -> Path:
+    """Return the newest undo file of `cluster`. Raises NotFound."""
+    from bkctl.metadata.admin.undo import list_undo_files
+
+    instance_id = cluster.instance_id()
+    found = [each for each in list_undo_files(run.undo_directory) if each.instance_id == instance_id]
+    if not found:
+        raise NotFound(f"No undo file of {cluster.uri} in {run.undo_directory}", hint="name one as FILE")
+    command = shlex.join(found[-1].command)
+    run.note(f"{counted(found[-1].change_count, 'change', 'changes')} of {found[-1].time}: {command}")
+    return found[-1].path

@@ -13,6 +13,7 @@ from bkctl.ids import LedgerId
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.options import count_option
+from ..kit.texts import with_0x
 
 app = group()
 
@@ -26,7 +27,7 @@ class ScopeRow(NamedTuple):
 
 SCOPE_COLUMNS = Columns(
     Column("SCOPE", "ledgerScopeId", lambda row: str(row.scope_id)),
-    Column("HEX", "ledgerScopeIdHex", lambda row: f"{row.scope_id:016x}"),
+    Column("HEX", "ledgerScopeIdHex", lambda row: f"{row.scope_id:016x}", text=with_0x),
     Column("LEDGERS", "ledgerCount", "ledger_count", Kind.INTEGER),
     key="ledgerScopeId",
 )
@@ -69,13 +70,13 @@ NEW_ID_COLUMNS = Columns(Column("LEDGER", "ledger", "ledger", Kind.LEDGER), key=
     connects=True,
     changes="sequence",
     examples=(
-        "bkctl metadata idgen --count 3",
+        "bkctl metadata idgen --limit 3",
         "bkctl metadata idgen --ledger-scope-id 7",
     ),
 )
 def idgen(
     run: Run,
-    count: Annotated[int | None, count_option("--count", "Number of ids (default 1).")],
+    limit: Annotated[int | None, count_option("--limit", "Number of ids (default 1).", old="--count")],
     scope_id: Annotated[
         str | None, typer.Option("--ledger-scope-id", metavar="SCOPE", help="Random ids of this scope.")
     ] = None,
@@ -101,11 +102,11 @@ def idgen(
             raise UsageError("Ids of scope 0 come from the cluster's generator", hint="add --sequence")
 
         def random_ids() -> Iterator[NewId]:
-            for _ in range(count or 1):
+            for _ in range(limit or 1):
                 value = uuid.uuid4().int if scope is None else scope << 64 | random_u64()
                 yield NewId(LedgerId.from_value(value))
 
         run.render(random_ids(), NEW_ID_COLUMNS)
         return
     with run.cluster() as cluster:
-        run.render((NewId(cluster.ledgers.new_ledger_id()) for _ in range(count or 1)), NEW_ID_COLUMNS)
+        run.render((NewId(cluster.ledgers.new_ledger_id()) for _ in range(limit or 1)), NEW_ID_COLUMNS)

@@ -65,11 +65,13 @@ def diff(
         left, right = sources
         if left.header.instance_id != right.header.instance_id:
             run.note(f"Different clusters: {left.header.instance_id} and {right.header.instance_id}")
-        with run.working("Comparing") as activity, run.rows(DIFFERENCE_COLUMNS) as writer:
+        with run.working("Comparing") as activity, run.rows(DIFFERENCE_COLUMNS, findings=True) as writer:
             differences = compare(left.records(), right.records(), progress=activity.update)
             for difference in chain(compare_headers(left.header, right.header), differences):
                 found[difference.what] += 1
                 writer.row(difference)
+    if not found:
+        run.note("No differences")
     run.finish_with(found.total(), "difference", "differences")
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from bkctl.ids import LedgerId
 
 from ..kit.columns import Column, Kind
+from ..kit.texts import with_0x
 
 
 def ledger_of(row: Any) -> LedgerId | None:
@@ -26,6 +27,6 @@ SIZE = Column("SIZE", "size", "size", Kind.SIZE)
 SUMS = (ENTRIES, SIZE)
 LOG = (
     Column("LOG", "logId", "logId", Kind.INTEGER),
-    Column("HEX", "logIdHex", "logIdHex"),
+    Column("HEX", "logIdHex", "logIdHex", text=with_0x),
     Column("SCOPED", "scoped", "scoped", Kind.BOOLEAN),
 )

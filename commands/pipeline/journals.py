@@ -11,7 +11,7 @@ from bkctl.errors import Corrupt
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import ScanFilter
-from ..kit.texts import GREEN, RED, YELLOW, size_text
+from ..kit.texts import GREEN, RED, YELLOW, size_text, with_0x
 from .columns import BOOKIE, ENTRIES, FILE, LEDGER
 from .common import (
     LedgersToScan,
@@ -46,7 +46,7 @@ AUDIT_COLUMNS = {
     AuditBy.JOURNAL: Columns(
         BOOKIE,
         Column("JOURNAL", "journalId", "journalId", Kind.INTEGER),
-        Column("HEX", "journalIdHex", "journalIdHex"),
+        Column("HEX", "journalIdHex", "journalIdHex", text=with_0x),
         Column("VERSION", "version", "version", Kind.INTEGER),
         Column("STATE", "state", "state", style={"damaged": RED, "unreadable": RED, "missing": RED, "torn": YELLOW}),
         ENTRIES,

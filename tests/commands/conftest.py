@@ -1,17 +1,20 @@
-"""The command line in this process: what it prints, and its exit code."""
+"""The command line in this process: what it prints, and its exit code. All JSON is held to its schema."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jsonschema_rs
 import pytest
 
 from bkctl.bookie.local import LocalCluster
-from bkctl.commands.main import run
+from bkctl.commands.documents import DOCUMENTS, ERROR_SCHEMA, document_schema
+from bkctl.commands.main import GROUPS, run
 
 
 class Result(NamedTuple):
@@ -50,9 +53,31 @@ def cli(capfd: pytest.CaptureFixture[str]) -> Cli:
         capfd.readouterr()
         code = run([str(argument) for argument in arguments])
         out, err = capfd.readouterr()
+        _check_schemas([str(argument) for argument in arguments], out, err)
         return Result(code, out, err)
 
     return call
+
+
+def _check_schemas(words: list[str], out: str, err: str) -> None:
+    """Fail unless the JSON that a command line printed has the form that its schema describes."""
+    form = next((form for option, form in pairwise(words) if option in ("-o", "--output")), None)
+    if form not in ("json", "ndjson"):
+        return
+    for line in err.splitlines():
+        if line.startswith('{"error"'):
+            jsonschema_rs.validate(ERROR_SCHEMA, json.loads(line))
+    at = next((at for at, word in enumerate(words) if word in GROUPS), 0)
+    name = next((name for count in (3, 2) if (name := " ".join(words[at : at + count])) in DOCUMENTS), None)
+    if name is None or not out.startswith(("{", "[")) or {"--columns", "--help", "-"} & set(words):
+        return
+    schema = document_schema(name)
+    if form == "ndjson":
+        schema = {"$ref": "#/$defs/row", "$defs": schema["$defs"]}
+    validator = jsonschema_rs.validator_for(schema)
+    for document in out.splitlines() if form == "ndjson" else [out]:
+        error = next(validator.iter_errors(json.loads(document)), None)
+        assert error is None, f"{name} does not fit docs/schemas/{name.replace(' ', '-')}.json: {error}"
 
 
 @pytest.fixture(scope="session")

@@ -172,3 +172,35 @@ def test_a_full_log_is_put_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert each.stat().st_size < 3000
     kept = [*lines(aside), *lines(path)]
     assert [line["command"][1] for line in kept[-4:]] == ["38", "38", "39", "39"]
+
+
+def test_audit_list_and_show_give_each_run(uri: str, cli: Cli, log: Path, tmp_path: Path) -> None:
+    assert cli("audit", "list").out.split() == ["ID", "TIME", "USER", "RESULT", "COMMAND"]
+    assert cli("audit", "show", "last").code == 4
+    create = ("cookie", "create", "b1", tmp_path / "cookie")
+    assert cli(*create).code == 0
+    assert cli(*create).code == 5
+    killed = {"event": "begin", "id": "feed", "time": "2020-01-01T00:00:00.000Z", "command": ["bkctl", "killed"]}
+    log.with_name("audit.ndjson.1").write_text(json.dumps(killed) + "\nnot json\n[]\n")
+    rows = cli("audit", "list", "-o", "ndjson").rows
+    assert [(row["result"], row["exitCode"]) for row in rows] == [("unfinished", None), ("done", 0), ("failed", 5)]
+    assert rows[1]["command"] == f"bkctl cookie create b1 {tmp_path / 'cookie'}"
+    assert rows[1]["undoFile"].startswith(str(tmp_path / "state" / "bkctl" / "undo"))
+    assert "has a cookie" in rows[2]["error"]
+    assert cli("audit", "list", "--failed", "-o", "id").out.split() == ["feed", rows[2]["id"]]
+    assert cli("audit", "list", "--since", "1h", "-o", "id").out.split() == [rows[1]["id"], rows[2]["id"]]
+    limited = cli("audit", "list", "--limit", "1", "-o", "id")
+    assert (limited.out.split(), limited.err) == ([rows[2]["id"]], "1 of 3 runs; --limit lists more\n")
+    assert cli("audit", "show", "last", "-o", "json").json == rows[2]
+    assert cli("audit", "show", rows[1]["id"][:9], "-o", "json").json == rows[1]
+    assert cli("audit", "show", "none").code == 4
+    assert "UNDO FILE" in cli("audit", "show", "feed").out
+
+
+def test_audit_list_says_that_the_log_is_off(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BKCTL_AUDIT_LOG", "none")
+    result = cli("audit", "list")
+    assert (result.code, result.err) == (
+        4,
+        "bkctl: The audit log is switched off by BKCTL_AUDIT_LOG; unset it, or let it name a file\n",
+    )

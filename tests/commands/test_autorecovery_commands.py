@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.command_line import CommandLine
 
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import Fragment, LedgerMetadata
 from bkctl.ids import LedgerId
+from bkctl.metadata.admin.overview import walk
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.underreplication import LedgerUnderreplicationManager, mark_path
 
@@ -48,6 +50,72 @@ def test_switches_say_whether_they_changed_anything(cli: Cli, store: Cluster) ->
             result = cli("autorecovery", word, "-o", "json")
             assert (result.code, result.json) == (0, {"enabled": enabled, "changed": changed})
         assert cli("autorecovery", "status", "-o", "json").json["enabled"] is enabled
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("autorecovery", "disable"),
+        ("autorecovery", "delay", "90"),
+        ("autorecovery", "mark", "5", "--missing", "b1:1"),
+        ("autorecovery", "audit", "--reset-clock", "placement"),
+        ("cluster", "healthcheck", "disable"),
+    ],
+    ids=" ".join,
+)
+def test_changes_are_undone_and_done_again_by_the_last_undo_file(
+    cli: Cli, store: Cluster, words: tuple[str, ...]
+) -> None:
+    def nodes() -> list[tuple[str, bytes]]:
+        """Return the nodes that say something: parents without a value may stay."""
+        found = [(node.path, node.found.value) for node in walk(store.store) if node.found is not None]
+        return [(path, value) for path, value in found if value or "disable" in path]
+
+    assert cli("autorecovery", "mark", "6", "--missing", "b1:1").code == 0
+    before = nodes()
+    assert cli(*words).code == 0
+    after = nodes()
+    assert before != after
+    for expected in (before, after, before):
+        assert cli("metadata", "undo", "--last", "--dry-run").code == 0
+        undone = cli("metadata", "undo", "--last", "--yes")
+        assert undone.code == 0, undone.err
+        assert nodes() == expected
+
+
+def test_on_a_terminal_the_last_change_is_undone_after_a_question(cli: Cli, store: Cluster) -> None:
+    line = CommandLine(store.uri)
+    assert cli("autorecovery", "disable").code == 0
+    code, seen = line.terminal("metadata", "undo", "--last", type_in="n\n")
+    assert (code, "Declined; nothing was changed" in seen) == (1, True)
+    code, seen = line.terminal("metadata", "undo", "--last", type_in="y\n")
+    assert (code, "bkctl autorecovery disable" in seen) == (0, True)
+    assert cli("autorecovery", "status", "-o", "json").json["enabled"] is True
+
+
+def test_on_a_terminal_wide_tables_are_not_cut_and_chosen_columns_are_in_order(cli: Cli, store: Cluster) -> None:
+    line = CommandLine(store.uri)
+    _, wide = line.terminal("--no-color", "ledger", "list", "-o", "wide", columns=60)
+    assert {"ENSEMBLES", "FORMAT"} <= set(wide.split())
+    assert "…" not in wide
+    words = ("ledger", "list", "--columns", "state,ledger", "--sort=-ledger")
+    _, chosen = line.terminal("--no-color", *words, columns=60)
+    assert [row.split() for row in chosen.splitlines()] == [["STATE", "LEDGER"], ["OPEN", "6"], ["OPEN", "5"]]
+
+
+def test_undo_lists_files_and_asks_for_one(cli: Cli, store: Cluster, tmp_path: Path) -> None:
+    assert cli("metadata", "undo", "--list").out.split() == ["TIME", "COMMAND", "CHANGES", "CLUSTER", "FILE"]
+    assert cli("metadata", "undo", "--last", "--yes").code == 4
+    assert cli("metadata", "undo").code == 2
+    assert cli("metadata", "undo", "file", "--last").code == 2
+    assert cli("autorecovery", "disable", "--undo", "none").code == 0
+    assert cli("metadata", "undo", "--list", "-o", "json").json == []
+    assert cli("autorecovery", "delay", "5").code == 0
+    with open_cluster(f"sqlite://{tmp_path}/other.db", create=True):
+        assert cli("metadata", "undo", "--last", "--yes", "-u", f"sqlite://{tmp_path}/other.db").code == 4
+    [row] = cli("metadata", "undo", "--list", "-o", "ndjson").rows
+    assert (row["command"], row["instanceId"]) == ("bkctl autorecovery delay 5", store.instance_id())
+    assert cli("metadata", "undo", row["file"], "--yes").code == 0
 
 
 def test_ledgers_of_every_scope_are_marked_listed_and_unmarked(

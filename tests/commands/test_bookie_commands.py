@@ -37,7 +37,8 @@ def healthy(bookie: Path) -> Path:
 def test_check_of_a_healthy_bookie(cli: Cli, healthy: Path) -> None:
     answer = cli("bookie", "check", "--dir", healthy / "ledgers", "-o", "ndjson")
     assert (answer.code, answer.out) == (0, "")
-    assert answer.err == "bkctl: 2 ledgers, 6 entries in the index, 6 records in 2 logs, 293 B read; 0 findings\n"
+    assert answer.err == "The index is sound: 2 ledgers, 6 entries in the index, 6 records in 2 logs, 293 B read\n"
+    assert cli("bookie", "check", "--dir", healthy / "ledgers").out == ""
     answer = cli("bookie", "check", "--dir", healthy / "ledgers", "--digest", "--rate", "100MiB/s")
     assert answer.code == 0
     assert "digests: 6 CRC32C matched, 0 not known" in answer.err
@@ -53,7 +54,7 @@ def test_check_with_findings(cli: Cli, bookie: Path) -> None:
     arguments = ("bookie", "check", "--dir", bookie / "ledgers", "--ledger", "5")
     answer = cli(*arguments, "-o", "ndjson")
     assert answer.code == 3
-    assert "bkctl: 3 findings" in answer.err
+    assert '"message": "3 findings"' in answer.err
     by_kind = {(row["kind"], row["entryId"]): row for row in answer.rows}
     assert by_kind.keys() == {("wrongEntry", 2), ("wrongEntry", 3), ("notIndexed", 1)}
     row = by_kind["wrongEntry", 2]
@@ -73,7 +74,7 @@ def test_check_with_a_damaged_index(cli: Cli, healthy: Path) -> None:
     for command in (("check",), ("index", "check")):
         answer = cli("bookie", *command, "--dir", healthy / "ledgers", "-o", "ndjson")
         assert answer.code == 7
-        assert f"bkctl: {path}: Ledger index does not begin with BKLE at byte 0" in answer.err
+        assert f'"message": "{path}: Ledger index does not begin with BKLE at byte 0"' in answer.err
         assert "1 index damaged" in answer.err
 
 
@@ -106,9 +107,9 @@ def test_index_check(cli: Cli, bookie: Path) -> None:
     directory = ("--dir", bookie / "ledgers")
     answer = cli("bookie", "index", "check", *directory, "-o", "json")
     assert (answer.code, answer.json) == (0, [])
-    assert answer.err == "bkctl: 2 ledgers, 2 of them fenced, 0 without entries, 6 entries; 0 findings\n"
-    assert cli("bookie", "index", "check", *directory, "--ledgers").err.endswith("2 of them fenced; 0 findings\n")
-    assert cli("bookie", "index", "check", *directory, "--locations").err == "bkctl: 6 entries; 0 findings\n"
+    assert answer.err == "The index is sound: 2 ledgers, 2 of them fenced, 0 without entries, 6 entries\n"
+    assert cli("bookie", "index", "check", *directory, "--ledgers").err.endswith("2 of them fenced\n")
+    assert cli("bookie", "index", "check", *directory, "--locations").err == "The index is sound: 6 entries\n"
     path = bookie / "ledgers" / "current" / index_path(files.PLAIN)
     path.write_bytes(path.read_bytes() + write_location(7))
     answer = cli("bookie", "index", "check", *directory, "-o", "ndjson")

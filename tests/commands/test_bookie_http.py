@@ -96,7 +96,7 @@ def test_a_bookie_that_is_not_ready_is_a_finding(cli: Cli, fake: FakeServer) -> 
     fake.replies[f"GET {API}/is_ready"] = Reply(b"Bookie is not fully started yet", 503)
     answer = cli("bookie", "ready", "-o", "json")
     assert (answer.code, answer.json["ready"]) == (3, False)
-    assert answer.err.endswith("is not ready: Bookie is not fully started yet\n")
+    assert "is not ready: Bookie is not fully started yet" in answer.err
     answer = cli("bookie", "ready", "--wait", "--deadline", "10ms")
     assert (answer.code, answer.out) == (6, "")
     assert "is not ready after 0.01 s" in answer.err
@@ -400,7 +400,10 @@ def test_metrics_names_the_setting_that_a_bookie_without_metrics_lacks(cli: Cli,
 
 
 def test_raw_calls_print_the_response_unchanged(cli: Cli, fake: FakeServer) -> None:
-    assert json.loads(cli("api", "get", "bookie/state").out) == STATE
+    for path in ("bookie/state", "/bookie/state", "api/v1/bookie/state", "/api/v1/bookie/state"):
+        assert json.loads(cli("api", "get", path).out) == STATE
+        assert fake.asked[-1].path == "/api/v1/bookie/state"
+    assert cli("api", "get", "heartbeat").out == "OK\n"
     assert cli("api", "get", "/heartbeat").out == "OK\n"
     assert cli("api", "get", "/heartbeat?a=b").out == "OK\n"
     assert fake.asked[-1].path == "/heartbeat?a=b"

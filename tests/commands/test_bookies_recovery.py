@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bkctl.bookie.local import LocalCluster
-from bkctl.commands.bookies.recover import _move_columns
+from bkctl.commands.bookies.recover import move_columns
 from bkctl.commands.kit.columns import Output
 from bkctl.commands.kit.output import RowWriter
 from bkctl.commands.kit.table import SAMPLE_ROWS
@@ -101,7 +101,7 @@ def test_a_cookie_is_not_deleted_while_its_bookie_is_up(cli: Cli, metadata: Clus
 def test_table_of_moves_has_room_for_later_rows() -> None:
     ledgers = [*(LedgerId(0, number) for number in range(SAMPLE_ROWS)), LedgerId(7, 1)]
     stream = io.StringIO()
-    with RowWriter(_move_columns(MovePlan(ledgers)), Output.TABLE, stream=stream) as writer:
+    with RowWriter(move_columns(MovePlan(ledgers)), Output.TABLE, stream=stream) as writer:
         for ledger in ledgers:
             outcome = MoveOutcome.UNRECOVERABLE if ledger.is_scoped else MoveOutcome.MOVED
             writer.row(LedgerMove(ledger, outcome, LedgerState.IN_RECOVERY, 1, 2, 3))
@@ -161,16 +161,23 @@ def test_a_resume_file_of_other_bookies_is_refused(cli: Cli, metadata: Cluster, 
 
 
 def test_ok_to_stop_names_each_ledger_and_risk(cli: Cli, metadata: Cluster) -> None:
-    alone = cli("bookies", "ok-to-stop", "a", "-o", "ndjson")
+    alone = cli("bookies", "ok-to-stop", "a", "--for-good", "-o", "ndjson")
     assert alone.code == 3
     assert {(row["ledgerScopeId"], row["risk"], row["replicasLeft"]) for row in alone.rows} == {
         ("0", "under-quorum", 1), ("7", "under-quorum", 1),
     }  # fmt: skip
+    restart = cli("bookies", "ok-to-stop", "a", "-o", "ndjson")
+    assert (restart.code, restart.out) == (0, "")
+    assert "a may restart; " in restart.err
+    assert f"Not for good: {len(alone.rows)} ledgers would have fewer replicas" in restart.err
+    assert "Not for good" not in cli("bookies", "ok-to-stop", "a", "--min-replicas", "1").err
     assert cli("bookies", "ok-to-stop", "a", "--min-replicas", "1").code == 0
+    assert {row["risk"] for row in cli("bookies", "ok-to-stop", "a", "c", "-o", "ndjson").rows} == {"lost"}
     both = cli("bookies", "ok-to-stop", "a", "c", "--min-replicas", "1", "-o", "ndjson")
     assert both.code == 3
     assert {row["risk"] for row in both.rows} == {"lost"}
-    assert cli("bookies", "ok-to-stop", "e").code == 0
+    assert "Not for good" not in cli("bookies", "ok-to-stop", "e").err
+    assert cli("bookies", "ok-to-stop", "e", "--for-good").code == 0
     for output in OUTPUTS:
         assert cli("bookies", "ok-to-stop", "a", "c", "-o", output).code == 3
 
@@ -217,10 +224,12 @@ def test_from_a_drain_to_the_last_cookie(cli: Cli, tmp_path: Path, monkeypatch: 
         assert {row["step"] for row in drained.rows} >= {"read-only", "progress", "ledgers"}
         moving = next(row for row in drained.rows if row["step"] == "progress")
         assert {"ledgersDone", "ledgersToMove", "bytesPerSecond"} <= set(moving)
-        assert cli("bookies", "ok-to-stop", "bookie-0").code == 0
+        assert cli("bookies", "ok-to-stop", "bookie-0", "--for-good").code == 0
         local.down("bookie-0")
         gone = cli("bookies", "decommission", "bookie-0", "--yes")
         assert (gone.code, "cookie of bookie-0 is deleted" in gone.out) == (0, True)
+        undone = cli("metadata", "undo", "--last", "--dry-run", "-o", "ndjson")
+        assert ("cookies/bookie-0", "restored") in {(row["path"], row["outcome"]) for row in undone.rows}
         # One that is lost without warning.
         local.down("bookie-1")
         resume = tmp_path / "resume"
@@ -230,6 +239,9 @@ def test_from_a_drain_to_the_last_cookie(cli: Cli, tmp_path: Path, monkeypatch: 
         done = cli(*words)
         assert done.code == 0, done.err
         assert "The cookie of bookie-1 is deleted" in done.err
+        undone = cli("metadata", "undo", "--last", "--dry-run", "-o", "ndjson")
+        assert undone.code == 0, undone.err
+        assert len(undone.rows) > 1
         noted = [json.loads(line)["ledger"] for line in resume.read_text().splitlines()[1:]]
         moved = [line for line in done.out.splitlines() if " moved " in line]
         assert len(noted) == len(moved)

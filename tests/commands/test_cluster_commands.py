@@ -122,7 +122,7 @@ def test_nuke_requires_the_instance_id_no_registered_bookie_and_yes(cli: Cli, st
     assert cli("cluster", "id").code == 4
     assert store.store.children("") in (None, [])
 
-    assert cli("metadata", "import", "-f", backup).code == 0
+    assert cli("metadata", "import", backup).code == 0
     assert cli("cluster", "id", "-o", "id").out == f"{instance_id}\n"
     after = {ledger: store.store.get(store.ledgers.path(ledger))[0] for ledger in store.ledgers.ledgers(None)}  # type: ignore[index]
     assert after == before

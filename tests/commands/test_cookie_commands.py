@@ -122,7 +122,9 @@ def test_create_update_and_delete_leave_undo_files(place: Place, cli: Cli, tmp_p
     file.write_bytes(data)
     assert cli("cookie", "create", "b3", "-f", file).code == 2
     assert cli("cookie", "update", "b2", "-f", file, "--yes").code == 4
-    assert cli("cookie", "create", "b2", "-f", file, "--dry-run").code == 0
+    assert cli("cookie", "create", "b2", file, "--dry-run").code == 0
+    assert cli("cookie", "create", "b2", file, "--file", file, "--dry-run").code == 2
+    assert cli("cookie", "create", "b2", "--dry-run").code == 2
     assert place.stored("b2") is None
     assert cli("cookie", "create", "b2", "-f", file, "--undo", undo / "1").code == 0
     assert place.stored("b2") == data
@@ -131,7 +133,7 @@ def test_create_update_and_delete_leave_undo_files(place: Place, cli: Cli, tmp_p
     changed = Cookie("b2", ("/j",), ("/l", "/m"), "i2").serialize()
     file.write_bytes(changed)
     assert cli("cookie", "update", "b2", "-f", file).code == 2
-    dry = cli("cookie", "update", "b2", "-f", file, "--dry-run", "-o", "json").json
+    dry = cli("cookie", "update", "b2", file, "--dry-run", "-o", "json").json
     assert [(row["field"], row["before"], row["after"]) for row in dry] == [
         ("ledgerDirs", "/l", "/l,/m"), ("indexDirs", "/l", "/l,/m"), ("instanceId", "i", "i2"),
     ]  # fmt: skip
@@ -257,7 +259,7 @@ def test_rename_keeps_off_other_bookies(place: Place, cli: Cli, tmp_path: Path) 
 def test_verify_explains_every_difference(place: Place, cli: Cli, tmp_path: Path) -> None:
     same = cli("cookie", "verify", "-c", place.conf, "-o", "json")
     assert (same.code, same.json) == (0, [])
-    assert "5 cookies compared, 0 differences" in same.err
+    assert "The 5 cookies of bookie b1 are equal" in same.err
 
     place.local("l1").write_bytes(
         Cookie("b9", ("/j",), (str(tmp_path / "l2"), str(tmp_path / "l1")), "i", (str(tmp_path / "index"),)).serialize()

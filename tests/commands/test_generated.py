@@ -1,15 +1,19 @@
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import jsonschema_rs
 import pytest
 
+from bkctl.commands.documents import DOCUMENTS
 from bkctl.commands.generate import FILES as FILE_METAVARS
 from bkctl.commands.generate import Page, generated_files, read_pages
+from bkctl.commands.kit.columns import Output
 from bkctl.commands.kit.settings import GLOBAL_PANEL
 from bkctl.errors import EXIT_CODES
 from bkctl.ids import LedgerId
@@ -28,10 +32,19 @@ def test_generated_files_are_current(name: str) -> None:
 
 
 def test_no_generated_file_is_left_behind() -> None:
-    there = {
-        str(path.relative_to(ROOT)) for directory in ("man", "completions") for path in (ROOT / directory).iterdir()
-    }
-    assert there == {name for name in FILES if not name.startswith("docs/")}
+    directories = ("man", "completions", "docs/schemas")
+    there = {str(path.relative_to(ROOT)) for directory in directories for path in (ROOT / directory).iterdir()}
+    assert there == {name for name in FILES if name != "docs/commands.md"}
+
+
+def test_every_command_that_prints_rows_has_a_schema() -> None:
+    commands = {page.name for page in PAGES if page.path and not page.children}
+    assert commands - set(DOCUMENTS) == {"api get", "api put", "api delete"}
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name.startswith("docs/schemas/")])
+def test_schemas_are_schemas(name: str) -> None:
+    jsonschema_rs.meta.validate(json.loads(FILES[name]))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name or "bkctl")
@@ -171,7 +184,7 @@ def test_shells_complete_commands_options_and_values(complete: object, shell_env
     assert words("bkctl led") == {"ledger"}
     assert {"write", "read", "tail"} <= words("bkctl ledger ")
     assert "show" in words("bkctl bookie index ")
-    assert {"table", "json", "ndjson", "csv", "id"} == words("bkctl ledger list -o ")
+    assert words("bkctl ledger list -o ") == set(Output)
     assert words("bkctl -o json ledger read --protocol ") == {"v2", "v3"}
     assert words("bkctl ledger read --no-v") == {"--no-verify"}
 

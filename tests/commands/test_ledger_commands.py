@@ -126,6 +126,7 @@ def test_read_ranges(cli: Cli, write: object) -> None:
     assert ids("--from", "8") == [8, 9]
     assert ids("--to", "1") == [0, 1]
     assert ids("--last", "2") == [8, 9]
+    assert ids("--from", "2", "--limit", "2") == [2, 3]
     assert ids("--from", "2", "--count", "2") == [2, 3]
     assert ids("--no-verify") == list(range(10))
     assert ids("--protocol", "v2") == list(range(10))
@@ -134,6 +135,33 @@ def test_read_ranges(cli: Cli, write: object) -> None:
     assert cli("ledger", "read", ledger, "--from", "10").code == 4
     assert cli("ledger", "read", ledger, "--to", "10").code in (2, 4)
     assert cli("ledger", "read", ledger, "--last", "1", "--from", "1").code == 2
+
+
+def test_entries_are_printed_by_a_template(cli: Cli, write: object) -> None:
+    ledger = write(b"one\n\x00\xff\n")  # type: ignore[operator]
+    template = r'%l:%e "%x" %S %b %n 100%%\t\x41\\\n'
+    assert cli("ledger", "read", ledger, "-f", template).out == (
+        f'{ledger}:0 "6f6e65" 3 b25l 3 100%\tA\\\n{ledger}:1 "00ff" 2 AP8= 5 100%\tA\\\n'
+    )
+    assert cli("ledger", "read", ledger, "--to", "0", "--template", "<%s>").out == "<one>"
+    assert cli("ledger", "read", ledger, "--to", "0", "--template", "%c").out == "-1"
+    assert cli("ledger", "tail", ledger, "--from", "0", "--template", "%e,").out == "0,1,"
+    for wrong in (
+        ["-f", "%q"],
+        ["-f", "a%"],
+        ["-f", r"\q"],
+        ["-f", "%s", "-o", "json"],
+        ["-f", "%s", "--format", "raw"],
+    ):
+        assert cli("ledger", "read", ledger, *wrong).code == 2, wrong
+
+
+def test_raw_payloads_have_a_delimiter(cli: Cli, write: object) -> None:
+    ledger = write(b"one\n%e\n")  # type: ignore[operator]
+    assert cli("ledger", "read", ledger, "--format", "raw", "--delimiter", r"\0").out == "one\0%e\0"
+    assert cli("ledger", "read", ledger, "--format", "raw", "--delimiter", "%e--\n").out == "one%e--\n%e%e--\n"
+    assert cli("ledger", "read", ledger, "--format", "raw", "--delimiter", "").out == "one%e"
+    assert cli("ledger", "read", ledger, "--delimiter", ",").code == 2
 
 
 def test_read_formats(cli: Cli, write: object) -> None:
@@ -156,7 +184,9 @@ def test_passwords(cli: Cli, write: object, tmp_path: Path, monkeypatch: pytest.
         for wrong in ([], ["--password", "other"]):
             result = cli("ledger", command, ledger, *wrong)
             assert (result.code, result.out) == (1, "")
-            assert "Wrong password" in result.err
+            problem = "Wrong password for ledger" if wrong else f"Ledger {ledger} has a password;"
+            assert problem in result.err
+            assert "--password-file or --password; administrators can read without it: --as-admin" in result.err
             assert result.err.count("\n") == 1
     file = tmp_path / "password"
     file.write_text("secret\n")
@@ -166,6 +196,21 @@ def test_passwords(cli: Cli, write: object, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("BKCTL_LEDGER_PASSWORD", "secret")
     assert payloads(cli, ledger) == [b"x"]
     assert "secret" not in cli("ledger", "show", ledger, "-o", "json").out
+
+
+def test_administrators_read_without_the_password_and_are_logged(cli: Cli, write: object, tmp_path: Path) -> None:
+    ledger = write(b"x\n", "--password", "secret")  # type: ignore[operator]
+    log = tmp_path / "log"
+    assert cli("ledger", "read", ledger, "--as-admin", "--password", "secret").code == 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BKCTL_AUDIT_LOG", str(log))
+        assert payloads(cli, ledger, "--password", "secret") == [b"x"]
+        assert not log.exists()
+        assert payloads(cli, ledger, "--as-admin") == [b"x"]
+        assert cli("ledger", "tail", ledger, "--as-admin", "-f", "%s").out == "x"
+    commands = [json.loads(line)["command"] for line in log.read_text().splitlines()]
+    assert [words[2] for words in commands] == ["read", "read", "tail", "tail"]
+    assert all("--as-admin" in words for words in commands)
 
 
 def test_lines_can_be_tailed_while_they_are_written(cluster: LocalCluster) -> None:
@@ -299,7 +344,7 @@ def test_recover_loses_entries_only_with_accept_loss(cli: Cli, cluster: LocalClu
 
 def test_test_leaves_nothing_behind(cli: Cli) -> None:
     before = cli("ledger", "list", "--all-scopes", "-o", "id").out
-    found = cli("ledger", "test", "--uuid", "--count", "50", "--size", "1KiB", "-o", "json").json
+    found = cli("ledger", "test", "--uuid", "--entries", "50", "--size", "1KiB", "-o", "json").json
     assert (found["entryCount"], found["entrySize"], found["lastEntryId"], found["deleted"]) == (50, 1024, 49, True)
     assert cli("ledger", "list", "--all-scopes", "-o", "id").out == before
     kept = cli("ledger", "test", "--count", "2", "--keep", "-o", "id").out.strip()
@@ -446,7 +491,7 @@ def test_delete_deletes_nothing_after_a_failure_without_keep_going(cli: Cli, thr
         LedgerId(9, 9).qualified_name: False, three[0]: True, three[1]: True,
     }  # fmt: skip
     assert "No ledger" in gone.rows[0]["error"]
-    assert gone.err.splitlines()[-1] == "bkctl: 1 ledger was not deleted"
+    assert json.loads(gone.err.splitlines()[-1])["error"]["message"] == "1 ledger was not deleted"
     assert cli("ledger", "delete", three[2], "--if-state", "open", "--if-state", "closed", "--yes").code == 0
 
 

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.command_line import CommandLine
@@ -14,7 +16,7 @@ from support.command_line import CommandLine
 from bkctl.commands.kit.connection import connect_to, parse_bookie_addresses
 from bkctl.commands.kit.settings import SETTINGS, GlobalOptions
 from bkctl.commands.kit.values import parse_duration, parse_size
-from bkctl.commands.main import error_line, os_error_exit_code
+from bkctl.commands.main import error_report, os_error_exit_code
 from bkctl.errors import EXIT_CODES, Corrupt, NotFound, UsageError
 
 from .conftest import Cli
@@ -105,8 +107,35 @@ def test_usage_errors_are_one_line_and_exit_2(cli: Cli, arguments: list[str], wo
     assert result.code == 2
     assert result.out == ""
     assert words in result.err
-    assert result.err.startswith("bkctl: ")
+    assert result.err.startswith('{"error": {"code": "usage"' if "json" in arguments else "bkctl: ")
     assert result.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("form", [["-o", "json"], ["-ondjson"], ["--output=json"], ["--output", "ndjson"]])
+def test_errors_are_json_where_the_output_is(cli: Cli, form: list[str], tmp_path: Path) -> None:
+    def error(*arguments: object) -> dict[str, Any]:
+        result = cli(*arguments)
+        assert result.out == ""
+        found: dict[str, Any] = json.loads(result.err)["error"]
+        assert found["exitCode"] == result.code
+        return found
+
+    refused = error("ledger", "list", "--no-such-option", *form)
+    assert (refused["code"], refused["hint"]) == ("usage", "try 'bkctl ledger list --help'")
+    assert error(*form, "ledger", "list", "-u", f"sqlite://{tmp_path}/none.db")["code"] == "notFound"
+    assert error("entrylog", "list", tmp_path / "none", *form)["exitCode"] == 4
+    assert error("cookie", "create", "b", tmp_path / "none", *form)["code"] == "ENOENT"
+    assert cli("ledger", "list", "--no-such-option", "-o", "yaml").err.startswith("bkctl: ")
+
+
+def test_columns_of_a_change_are_checked_before_it(cli: Cli, tmp_path: Path) -> None:
+    uri = f"sqlite://{tmp_path}/m.db"
+    assert cli("cluster", "init", "-u", uri).code == 0
+    for option in ("--columns", "--sort"):
+        result = cli("autorecovery", "disable", "-u", uri, option, "colour")
+        assert (result.code, result.out) == (2, "")
+        assert f"{option} 'colour': not a column of this command; name some of enabled, changed" in result.err
+        assert cli("autorecovery", "status", "-u", uri, "-o", "json").json["enabled"] is True
 
 
 @pytest.mark.parametrize(
@@ -145,9 +174,10 @@ def test_operating_system_errors_have_exit_codes() -> None:
     for number, code in codes.items():
         assert os_error_exit_code(OSError(number, "x")) == code
     assert os_error_exit_code(TimeoutError()) == 6
-    assert error_line(OSError(errno.EACCES, "Permission denied", "/x")) == ("/x: Permission denied", 1)
+    report = error_report(OSError(errno.EACCES, "Permission denied", "/x"))
+    assert (report.line, report.exit_code, report.code) == ("/x: Permission denied", 1, "EACCES")
     assert set(codes.values()) <= set(EXIT_CODES)
-    assert error_line(Corrupt("Bad", hint="look"))[0] == "Bad; look"
+    assert error_report(Corrupt("Bad", hint="look")).line == "Bad; look"
 
 
 def test_global_options_stand_before_the_group_or_after_the_command(cli: Cli, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from support.command_line import CommandLine
 
 from bkctl.formats.entry import DigestType
@@ -100,6 +101,9 @@ def test_ledger_list(cli: Cli, store: Cluster) -> None:
         (["--min-age", "1d"], "5"),
         (["--max-age", "1h"], "6"),
         (["--custom-metadata", "application=pulsar"], "5"),
+        (["--custom-metadata", "application"], "5"),
+        (["--min-age", "1w"], "5"),
+        (["--sort", "-lastEntryId", "--max-size", "0"], "6"),
         (["--limit", "1"], "5"),
         (["--after", "5"], "6"),
     ],
@@ -107,6 +111,63 @@ def test_ledger_list(cli: Cli, store: Cluster) -> None:
 def test_ledger_list_filters(cli: Cli, store: Cluster, arguments: list[str], ids: str) -> None:
     assert cli("ledger", "list", "-o", "id", *arguments).out.split() == [ids]
     assert [row["ledgerId"] for row in cli("ledger", "list", "-o", "ndjson", *arguments).rows] == [ids]
+
+
+def test_ledger_list_filter_by_key_finds_no_other_key(cli: Cli, store: Cluster) -> None:
+    assert cli("ledger", "list", "-o", "id", "--custom-metadata", "nothing").out == ""
+    assert cli("ledger", "list", "-o", "id", "--custom-metadata", "=pulsar").code == 2
+    assert cli("ledger", "write", "--custom-metadata", "key", "/dev/null").code == 2
+
+
+def test_ledgers_of_a_pulsar_topic_are_listed_by_it_and_name_it(cli: Cli, store: Cluster) -> None:
+    def create(ledger_id: int, **names: bytes) -> None:
+        custom = {"application": b"pulsar", "component": b"x"} | {f"pulsar/{key}": text for key, text in names.items()}
+        fragments = (Fragment(0, BOOKIES[:1]),)
+        metadata = LedgerMetadata(1, 1, 1, DigestType.CRC32, b"", fragments, custom_metadata=custom)
+        store.ledgers.create(LedgerId(0, ledger_id), metadata)
+
+    create(20, **{"managed-ledger": b"a/b/persistent/c-partition-0"})
+    create(21, **{"managed-ledger": b"a/b/persistent/c", "cursor": b"sub"})
+    create(22, compactedTopic=b"persistent://a/b/c", compactedTo=b"\x08\x14\x10\x05")
+    create(23, schemaId=b"a/b/c")
+    topic = ("ledger", "list", "--topic", "persistent://a/b/c")
+    assert cli(*topic, "-o", "id").out.split() == ["20", "21", "22"]
+    assert cli(*topic, "--subscription", "sub", "-o", "id").out.split() == ["21"]
+    assert cli("ledger", "list", "--subscription", "sub").code == 2
+    assert cli("ledger", "list", "--topic", "c").code == 2
+    assert cli("ledger", "show", "21", "-o", "json").json["pulsar"]["topic"] == "persistent://a/b/c"
+    shown = cli("ledger", "list", "--after", "19").out
+    for words in (
+        "pulsar x persistent://a/b/c-partition-0\n", "pulsar x persistent://a/b/c cursor=sub\n", "schemaId=a/b/c\n",
+        "compactedTo=20:5 compactedTopic=persistent://a/b/c\n",
+    ):  # fmt: skip
+        assert words in shown
+
+
+def test_layout_says_when_it_is_a_default(cli: Cli, tmp_path: Path) -> None:
+    uri = f"sqlite://{tmp_path}/bare.db"
+    with open_cluster(uri, create=True) as cluster:
+        cluster.store.delete("LAYOUT")
+        found = cli("metadata", "layout", "-o", "json", "-u", uri)
+    assert found.json["stored"] is False
+    assert "There is no LAYOUT node: the layout is the default of the metadata URI" in found.err
+
+
+def test_ledger_list_in_the_order_and_with_the_columns_asked_for(cli: Cli, store: Cluster) -> None:
+    assert cli("ledger", "list", "--sort", "-ledger", "-o", "id").out == "6\n5\n"
+    assert cli("ledger", "list", "--sort", "-length", "--limit", "1", "-o", "id").out == "5\n"
+    assert cli("ledger", "list", "--sort", "length", "--limit", "1", "-o", "id").out == "6\n"
+    assert cli("--sort", "-ledger", "ledger", "list", "-o", "id").out == "6\n5\n"
+    rows = cli("ledger", "list", "--columns", "state,ledger", "-o", "ndjson").rows
+    assert list(rows[0]) == ["state", *LEDGER_NAMES[:3]]
+    table = cli("ledger", "list", "--columns", "ensembleSize,state", "--sort", "ack quorum size").out.splitlines()
+    assert table[0].split() == ["ENSEMBLE", "SIZE", "STATE"]
+    assert cli("ledger", "list", "-o", "id", "--columns", "state").code == 2
+    wrong = cli("ledger", "list", "--columns", "colour")
+    assert (wrong.code, wrong.out) == (2, "")
+    assert "'colour': not a column of this command; name some of ledger, state" in wrong.err
+    assert "ENSEMBLES" in cli("ledger", "list", "-o", "wide").out
+    assert yaml.safe_load(cli("ledger", "show", "5", "-o", "yaml").out) == cli("ledger", "show", "5", "-o", "json").json
 
 
 def test_ledger_list_count_and_damage(cli: Cli, store: Cluster) -> None:
@@ -180,7 +241,10 @@ def test_cluster_info(cli: Cli, store: Cluster) -> None:
 
 def test_metadata_layout_get_tree(cli: Cli, store: Cluster) -> None:
     layout = cli("metadata", "layout", "-o", "json").json
-    assert list(layout) == ["metadataUri", "layoutFormatVersion", "managerFactoryClass", "managerVersion", "instanceId"]
+    assert list(layout) == [
+        "metadataUri", "layoutFormatVersion", "managerFactoryClass", "managerVersion", "stored", "instanceId",
+    ]  # fmt: skip
+    assert layout["stored"] is True
     node = cli("metadata", "get", "/INSTANCEID", "-o", "json").json
     assert base64.b64decode(node["value"]).decode() == store.instance_id()
     assert cli("metadata", "get", "INSTANCEID", "--format", "raw").out == store.instance_id()
@@ -405,7 +469,7 @@ def test_replace_bookie_refuses_data_loss_and_can_be_undone(cli: Cli, store: Clu
 def test_scopes_and_new_ids(cli: Cli, store: Cluster) -> None:
     rows = cli("metadata", "scopes", "-o", "json").json
     assert [(row["ledgerScopeId"], row["ledgerCount"]) for row in rows] == [("0", 2), ("7", 1)]
-    assert len(set(cli("metadata", "idgen", "--count", 3, "-o", "id").out.split())) == 3
+    assert len(set(cli("metadata", "idgen", "--limit", 3, "-o", "id").out.split())) == 3
     [row] = cli("metadata", "idgen", "--ledger-scope-id", 7, "-o", "ndjson").rows
     assert row["ledgerScopeId"] == "7"
     taken = [int(each) for each in cli("metadata", "idgen", "--sequence", "--count", 3, "-o", "id").out.split()]

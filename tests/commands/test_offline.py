@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
 from pathlib import Path
 
@@ -135,7 +136,7 @@ def test_records_before_damage_are_printed(cli: Cli, bookie: Path) -> None:
     assert result.code == 7
     assert [row["type"] for row in result.json][:2] == ["ledgerKey", "ledgerKey"]
     assert len(result.json) == 7
-    assert result.err.startswith("bkctl: ")
+    assert json.loads(result.err)["error"]["code"] == "corruptRecord"
     assert "a.txn" in result.err
     assert "byte 556" in result.err
     path.write_bytes(bytes(data[:530]))

@@ -75,7 +75,7 @@ def test_files_given_in_several_roles_are_listed_once(bookie):
     assert all(file.mtime_ms > 10**12 for file in found)
 
 
-@pytest.mark.parametrize("text", ["31", "0x1f", "0X1F", "1f.txn", "{}/journal/current/1f.txn"])
+@pytest.mark.parametrize("text", ["31", "0x1f", "0X1F", "1f", "1F", "001f", "1f.txn", "{}/journal/current/1f.txn"])
 def test_a_journal_in_every_form(bookie, directories, text):
     path = bookie / "journal/current/1f.txn"
     assert directories.resolve_journal(text.format(bookie)) == path
@@ -88,8 +88,24 @@ def test_entry_logs_in_every_form(bookie, directories):
     assert resolve("scoped/5") == resolve("scoped/0x5") == resolve("scoped/5.log") == bookie / "l1/current/scoped/5.log"
     assert resolve("scoped/31") == bookie / "l2/current/scoped/1f.log"
     assert resolve("31") == bookie / "l1/current/1f.log"
+    assert resolve("scoped/1f") == resolve("scoped/31")
     assert directories.resolve_journal("scoped/11") == bookie / "journal/current/scoped/b.txn"
     assert directories.resolve_journal("b.txn") == bookie / "journal/current/scoped/b.txn"
+
+
+def test_digits_are_decimal_and_hex_is_named_where_only_that_exists(bookie, directories):
+    (bookie / "journal/current/99.txn").write_bytes(b"")
+    with pytest.raises(NotFound, match=r"no journal 99 \(decimal\); 99.txn is 0x99$"):
+        directories.resolve_journal("99")
+    (bookie / "journal/current/63.txn").write_bytes(b"")
+    assert directories.resolve_journal("99").name == "63.txn"
+
+
+def test_bare_hex_that_is_a_file_too_is_refused_with_both_paths(bookie, directories, monkeypatch):
+    monkeypatch.chdir(bookie)
+    (bookie / "1f").write_bytes(b"")
+    with pytest.raises(UsageError, match="2 files fit journal 1f"):
+        directories.resolve_journal("1f")
 
 
 @pytest.mark.parametrize("text", ["10", "a.log", "5.log", "1f.log"])
@@ -99,13 +115,13 @@ def test_a_name_that_fits_several_files_is_refused_with_their_paths(bookie, dire
     assert str(bookie) in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["7", "0x99", "99.txn", "scoped/7", "sub/1.txn", "/nowhere/1.txn"])
+@pytest.mark.parametrize("text", ["7", "0x99", "9f", "99.txn", "scoped/7", "sub/1.txn", "/nowhere/1.txn"])
 def test_a_missing_journal_is_not_found(directories, text):
     with pytest.raises(NotFound):
         directories.resolve_journal(text)
 
 
-@pytest.mark.parametrize("text", ["", "nonsense", "-1", "0x", "1f", "a\0b", "3.14"])
+@pytest.mark.parametrize("text", ["", "nonsense", "-1", "0x", "1g", "a\0b", "3.14"])
 def test_invalid_names_are_refused(directories, text):
     with pytest.raises(UsageError):
         directories.resolve_journal(text)

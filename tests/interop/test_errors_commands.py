@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 import threading
@@ -175,8 +176,8 @@ def test_forms_that_disagree_or_name_no_ledger(
         (("ledger", "read", 1, "--from", "x"), 2, ("--from: not a number: 'x'",)),
         (("ledger", "read", 1, "--from", -1), 2, ("entry ids are 0 or more",)),
         (("ledger", "read", 1, "--from", 2, "--to", 1), 2, ("--from 2 is after --to 1",)),
-        (("ledger", "read", 1, "--last", 2, "--from", 1), 2, ("--last excludes --from and --count",)),
-        (("ledger", "read", 1, "--to", 2, "--count", 1), 2, ("--to and --count are given",)),
+        (("ledger", "read", 1, "--last", 2, "--from", 1), 2, ("--last excludes --from and --limit",)),
+        (("ledger", "read", 1, "--to", 2, "--count", 1), 2, ("--to and --limit are given",)),
         (("ledger", "read", 1, "--protocol", "v4"), 2, ("'v4' is not one of v2, v3",)),
         (("ledger", "read", 1, "--format", "x"), 2, ("'x' is not one of base64, utf8, hex, raw",)),
         (("ledger", "read", 1, "--format", "raw", "-o", "json"), 2, ("--format raw",)),
@@ -338,7 +339,8 @@ def test_no_bookie_answers(
     assert answer.code == 6
     first, problem = answer.err.splitlines()
     created = first.removeprefix("Ledger ")
-    assert problem.startswith(f"bkctl: Ledger {created} cannot be written: Bookie 127.0.0.1:")
+    message = json.loads(problem)["error"]["message"]
+    assert message.startswith(f"Ledger {created} cannot be written: Bookie 127.0.0.1:")
     assert word in problem
     assert problem.endswith("see 'bkctl bookies list'")
 

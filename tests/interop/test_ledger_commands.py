@@ -190,7 +190,9 @@ def test_a_wrong_password_is_one_line_and_exit_1(cli: CommandLine, apache_ledger
     for password in ("", "wrong", "secret of MAC "):
         answer = cli("ledger", command, ledger_id, "--password", password, "-o", "ndjson")
         assert (answer.code, answer.out) == (1, b"")
-        assert answer.problem == f"Wrong password for ledger {ledger_id}; give the password it was created with"
+        assert answer.problem.startswith(
+            (f"Wrong password for ledger {ledger_id}; ", f"Ledger {ledger_id} has a password; ")
+        )
 
 
 def test_read_gives_ranges_and_bare_payloads(cli: CommandLine, written: Callable[..., str]) -> None:
@@ -480,7 +482,7 @@ def findings(cli: CommandLine, *ledgers: str) -> list[dict[str, Any]]:
     assert answer.code == (3 if rows else 0)
     if rows:
         counts = f"{len(rows)} finding{'s' * (len(rows) > 1)} in {len(ledgers)} ledger{'s' * (len(ledgers) > 1)}"
-        assert answer.err.splitlines()[-1] == f"bkctl: {counts}"
+        assert json.loads(answer.err.splitlines()[-1])["error"]["message"] == counts
     return rows
 
 
@@ -508,8 +510,8 @@ def test_verify_distinguishes_unreachable_damaged_and_missing_replicas(
     answer = cli("ledger", "verify", ledger, other, "-o", "ndjson")
     assert (answer.code, answer.out) == (0, b"")
     assert answer.err.splitlines() == [
-        f"Ledger {ledger}: 9 entries, 18 replicas read, 0 findings",
-        f"Ledger {other}: 3 entries, 6 replicas read, 0 findings",
+        f"Ledger {ledger} is sound: 9 entries, 18 replicas read",
+        f"Ledger {other} is sound: 3 entries, 6 replicas read",
     ]
     ensemble = json.loads(cli("ledger", "show", ledger, "-o", "json").out)["ensembles"]["0"]
     has = lambda bookie: [id for id in range(9) if (ensemble.index(bookie.bookie_id) - id) % 3 < 2]  # noqa: E731

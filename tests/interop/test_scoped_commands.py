@@ -202,7 +202,7 @@ def test_a_scoped_ledger_round_trips_through_every_command(place: Place, form: s
 
     verified = place.cli("ledger", "verify", *forms(ledger)[4], "-o", "ndjson")
     assert (verified.code, verified.out) == (0, b""), verified
-    assert f"{len(LINES)} entries, {2 * len(LINES)} replicas read, 0 findings" in verified.err
+    assert f"{len(LINES)} entries, {2 * len(LINES)} replicas read" in verified.err
 
     dry = place.cli("ledger", "delete", *forms(ledger)[0], "--dry-run", "-o", "ndjson").rows
     assert [ledger_of(row) for row in dry] == [ledger]
@@ -245,7 +245,7 @@ def test_a_scoped_ledger_is_tailed_while_it_is_written_and_recovered_when_its_wr
             writer.kill()
     found = place.rows("ledger", "read", printed(ledger), "--body")
     assert payloads(found) == [b"first", b"second", b"third"]
-    assert "0 findings" in place.cli("ledger", "verify", printed(ledger)).err
+    assert "is sound" in place.cli("ledger", "verify", printed(ledger)).err
     assert place.cli("ledger", "delete", printed(ledger), "--yes").code == 0
 
 

@@ -266,6 +266,7 @@ def test_unknown_fields_are_null_in_the_ledger_object() -> None:
                 "application": "pulsar",
                 "component": "managed-ledger",
                 "managedLedger": "public/default/persistent/täst",
+                "topic": "persistent://public/default/täst",
                 "cursor": "sub",
             },
         ),
@@ -278,6 +279,13 @@ def test_unknown_fields_are_null_in_the_ledger_object() -> None:
                 "other": b"x",
             },
             {"application": "pulsar", "component": "compacted-ledger", "compactedTopic": "t", "compactedTo": "AP8="},
+        ),
+        (
+            {
+                "application": b"pulsar",
+                "pulsar/compactedTo": b"\x08\xac\x02\x10\x07\x18\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01",
+            },
+            {"application": "pulsar", "compactedTo": "300:7"},
         ),
         (
             {"application": b"pulsar", "component": b"schema", "pulsar/schemaId": b"\xff"},

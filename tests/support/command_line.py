@@ -48,6 +48,9 @@ class Answer(NamedTuple):
         assert self.code != 0, self.out
         lines = self.err.splitlines()
         assert len(lines) == 1, self.err
+        if lines[0].startswith("{"):
+            error = json.loads(lines[0])["error"]
+            return "; ".join(filter(None, (error["message"], error["hint"])))
         assert lines[0].startswith("bkctl: "), lines[0]
         return lines[0].removeprefix("bkctl: ")
 

@@ -16,6 +16,7 @@ from bkctl.formats.metadata import LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.ledgers import VersionedMetadata
+from bkctl.metadata.pulsar_topics import TopicFilter
 from bkctl.metadata.store import MetadataStore, Versioned
 from bkctl.metadata.underreplication import AuditorElection, AutoRecoverySettings, LedgerMarks
 
@@ -112,7 +113,10 @@ def _walk_below(store: MetadataStore, path: str, lasts: tuple[bool, ...], depth:
 
 
 class LedgerQuery(NamedTuple):
-    """Conditions on ledgers; None: no condition. Ages are in seconds since the creation, where it is known."""
+    """Conditions on ledgers; None: no condition. Ages are in seconds since the creation, where it is known.
+
+    A key of custom metadata with None is met by any value.
+    """
 
     bookie_id: str | None = None
     states: frozenset[str] = frozenset()
@@ -120,7 +124,8 @@ class LedgerQuery(NamedTuple):
     age_s_max: float | None = None
     size_bytes_min: int | None = None
     size_bytes_max: int | None = None
-    custom_metadata: tuple[tuple[str, bytes], ...] = ()
+    custom_metadata: tuple[tuple[str, bytes | None], ...] = ()
+    topic: TopicFilter | None = None
 
     @property
     def needs_metadata(self) -> bool:
@@ -137,7 +142,11 @@ class LedgerQuery(NamedTuple):
             and (self.age_s_max is None or (age_s is not None and age_s <= self.age_s_max))
             and (self.size_bytes_min is None or metadata.length >= self.size_bytes_min)
             and (self.size_bytes_max is None or metadata.length <= self.size_bytes_max)
-            and all(metadata.custom_metadata.get(key) == value for key, value in self.custom_metadata)
+            and all(
+                key in metadata.custom_metadata and value in (None, metadata.custom_metadata[key])
+                for key, value in self.custom_metadata
+            )
+            and (self.topic is None or self.topic.matches(metadata.custom_metadata))
             and (self.bookie_id is None or any(self.bookie_id in fragment.bookies for fragment in metadata.ensembles))
         )
 

@@ -8,7 +8,7 @@ An undo file is ndjson. The first line describes it, each other line is one chan
 
 `path` is a node below the cluster's root, `file` a small file of this host; `before` and `after` are its value, null
 where it does not exist. Each line is written before its change, so the last lines may describe changes that never
-happened.
+happened. `{"void": PATH}` says that the last change of that node was refused.
 """
 
 from __future__ import annotations
@@ -19,12 +19,19 @@ import os
 import threading
 import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self, cast
 
 from bkctl.disk import make_private_directory
-from bkctl.errors import AlreadyExists, Conflict, Corrupt, MetadataVersionConflict, NotFound, Unsupported
+from bkctl.errors import (
+    BkctlError,
+    Conflict,
+    Corrupt,
+    NotFound,
+    Unsupported,
+)
 from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.store import NEW, VALUE_SIZE_BYTES_MAX, MetadataStore, check_path
 
@@ -65,6 +72,19 @@ class UndoFile:
             before = None
         with self._lock:
             self._record("file", str(file.absolute()), before, after)
+
+    def recorded(self) -> Cluster:
+        """Return the cluster over the same connection, where each change of a node is recorded first.
+
+        Nodes of sequences and ephemeral nodes are not recorded. The caller closes the cluster that this was made for.
+        """
+        return Cluster(self._cluster.location, cast(MetadataStore, _RecordedStore(self._cluster.store, self)))
+
+    def void(self, path: str) -> None:
+        """Record that the last change of the node at `path` was refused."""
+        with self._lock:
+            if self._file is not None:
+                self._write({"void": path})
 
     def _record(self, kind: str, path: str, before: bytes | None, after: bytes | None) -> None:
         self.count += 1
@@ -109,6 +129,49 @@ class UndoFile:
         self.close()
 
 
+class _RecordedStore:
+    """A MetadataStore whose changes go to an undo file first; all else is passed on."""
+
+    def __init__(self, store: MetadataStore, undo: UndoFile) -> None:
+        self._store, self._undo = store, undo
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def _record(self, changes: Iterable[tuple[str, bytes | None]]) -> None:
+        given = list(changes)
+        for (path, after), found in zip(given, self._store.get_many([path for path, _ in given]), strict=True):
+            self._undo.record(path, None if found is None else found.value, after)
+
+    def put(self, path: str, value: bytes, expected: int | None) -> int:
+        self._record([(path, value)])
+        try:
+            return self._store.put(path, value, expected)
+        except (Conflict, NotFound) as error:
+            self._refused(path, error)
+            raise
+
+    def put_many(self, nodes: Sequence[tuple[str, bytes, int]]) -> list[int | BkctlError]:
+        self._record((path, value) for path, value, _ in nodes)
+        results = self._store.put_many(nodes)
+        for (path, _, _), result in zip(nodes, results, strict=True):
+            if isinstance(result, BkctlError):
+                self._refused(path, result)
+        return results
+
+    def delete(self, path: str, expected: int | None = None, *, prune: int = 0) -> None:
+        self._record([(path, None)])
+        try:
+            self._store.delete(path, expected, prune=prune)
+        except (NotFound, Conflict) as error:
+            self._refused(path, error)
+            raise
+
+    def _refused(self, path: str, error: BkctlError) -> None:
+        if isinstance(error, NotFound | Conflict) and not getattr(error, "may_be_applied", False):
+            self._undo.void(path)
+
+
 class UndoneChange(NamedTuple):
     """One undone change of a node or a file.
 
@@ -121,8 +184,53 @@ class UndoneChange(NamedTuple):
     size_bytes: int | None
 
 
-def undo(cluster: Cluster, path: Path, *, dry_run: bool = False) -> Iterator[UndoneChange]:
+class UndoFileSummary(NamedTuple):
+    """An undo file by its first line. `change_count` counts its changes."""
+
+    path: Path
+    time: str | None
+    host: str | None
+    command: tuple[str, ...]
+    metadata_uri: str | None
+    instance_id: str | None
+    change_count: int
+
+
+def list_undo_files(directory: Path) -> list[UndoFileSummary]:
+    """Return the undo files of a directory, oldest first; other files are left out. Raises OSError."""
+    try:
+        paths = sorted(directory.iterdir())
+    except FileNotFoundError:
+        return []
+    found = (_summary(path) for path in paths if path.is_file())
+    # The first line has whole seconds only.
+    known = (each for each in found if each is not None)
+    return sorted(known, key=lambda each: (each.time or "", each.path.stat().st_mtime_ns, each.path))
+
+
+def _summary(path: Path) -> UndoFileSummary | None:
+    with open(path, "rb") as file:
+        try:
+            header = _parse(file.readline(LINE_SIZE_BYTES_MAX), str(path))
+        except Corrupt:
+            return None
+        if header.get("format") != FORMAT:
+            return None
+        lines = iter(lambda: file.readline(LINE_SIZE_BYTES_MAX), b"")
+        count = sum(-1 if line.startswith(b'{"void"') else 1 for line in lines)
+    names = ("time", "host", "metadataUri", "instanceId")
+    texts = [value if isinstance(value := header.get(name), str) else None for name in names]
+    command = header.get("command")
+    words = tuple(map(str, command)) if isinstance(command, list) else ()
+    return UndoFileSummary(path, texts[0], texts[1], words, texts[2], texts[3], count)
+
+
+def undo(
+    cluster: Cluster, path: Path, *, dry_run: bool = False, redo: UndoFile | None = None
+) -> Iterator[UndoneChange]:
     """Undo every change in the undo file at `path`, the last one first; with `dry_run` only report.
+
+    `redo` records the changes that this makes.
 
     Nodes changed since stay unchanged ("changed"). Memory grows by 8 bytes a change. Raises Conflict for an undo file
     of another cluster, or with changes of files of another host; Corrupt for another kind of file, Unsupported for a
@@ -151,16 +259,22 @@ def undo(cluster: Cluster, path: Path, *, dry_run: bool = False) -> Iterator[Und
                 break  # An incomplete line of a killed command: its change was never made.
             starts.append(at)
             at += len(line)
+        store = cluster.store if redo is None else redo.recorded().store
+        refused: Counter[str] = Counter()
         for start in reversed(starts):
             file.seek(start)
             fields = _parse(file.readline(LINE_SIZE_BYTES_MAX), f"{path}: the line at byte {start}")
             where = f"{path}: the line at byte {start}"
-            if "file" not in fields:
-                yield _undo_node(cluster.store, fields, where, dry_run)
+            if isinstance(voided := fields.get("void"), str):
+                refused[voided] += 1
+            elif refused.get(name := str(fields.get("path"))):
+                refused[name] -= 1
+            elif "file" not in fields:
+                yield _undo_node(store, fields, where, dry_run)
             elif header.get("host") != os.uname().nodename:
                 raise Conflict(f"{where} changes a file of {header.get('host')}", hint="run it on that host")
             else:
-                yield _undo_file(fields, where, dry_run)
+                yield _undo_file(fields, where, dry_run, redo)
 
 
 def _undo_node(store: MetadataStore, fields: dict[str, Any], where: str, dry_run: bool) -> UndoneChange:
@@ -182,12 +296,12 @@ def _undo_node(store: MetadataStore, fields: dict[str, Any], where: str, dry_run
                 store.delete(place, found.version)
             else:
                 store.put(place, before, NEW if found is None else found.version)
-        except (AlreadyExists, MetadataVersionConflict, NotFound):
+        except (Conflict, NotFound):  # Changed meanwhile, or has children since.
             return UndoneChange(place, "changed", size)
     return UndoneChange(place, "restored", size)
 
 
-def _undo_file(fields: dict[str, Any], where: str, dry_run: bool) -> UndoneChange:
+def _undo_file(fields: dict[str, Any], where: str, dry_run: bool, redo: UndoFile | None) -> UndoneChange:
     name = fields.get("file")
     if not isinstance(name, str) or not os.path.isabs(name):
         raise Corrupt(f"{where} names no file")
@@ -205,6 +319,8 @@ def _undo_file(fields: dict[str, Any], where: str, dry_run: bool) -> UndoneChang
     if not dry_run:
         from bkctl.disk import Files
 
+        if redo is not None:
+            redo.record_file(file, before)
         if before is None:
             Files().remove(file)
         else:

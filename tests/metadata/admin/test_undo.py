@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bkctl.errors import BkctlError, Conflict, Corrupt, Unsupported
-from bkctl.metadata.admin.undo import UndoFile, undo
+from bkctl.errors import BkctlError, Conflict, Corrupt, MetadataVersionConflict, NotFound, Unsupported
+from bkctl.metadata.admin.undo import UndoFile, list_undo_files, undo
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.store import NEW
 
@@ -145,3 +145,65 @@ def test_damaged_undo_file_is_corrupt(cluster: Cluster, tmp_path: Path, data: by
     path.write_bytes(whole[:at] + data + whole[at + len(data) :])
     with contextlib.suppress(BkctlError):  # any other exception fails
         outcomes(cluster, path)
+
+
+def test_recorded_store_records_every_change_before_it_is_made(cluster: Cluster, tmp_path: Path) -> None:
+    path = tmp_path / "undo"
+    store = cluster.store
+    version = store.put("n/changed", b"1", NEW)
+    store.put("n/many", b"a", NEW)
+    store.put("n/gone", b"x", NEW)
+    with UndoFile(path, cluster, ["bkctl", "x"]) as kept:
+        recorded = kept.recorded().store
+        assert recorded.put("n/changed", b"2", version) == version + 1
+        recorded.put("n/made", b"m", NEW)
+        assert [type(each) for each in recorded.put_many([("n/many", b"b", 0), ("n/none", b"c", 3)])] == [int, NotFound]
+        recorded.delete("n/gone")
+        assert recorded.get("n/changed") == store.get("n/changed")
+    assert outcomes(cluster, path) == [
+        ("n/gone", "restored"), ("n/many", "restored"), ("n/made", "restored"), ("n/changed", "restored"),
+    ]  # fmt: skip
+    assert [value(cluster, f"n/{name}") for name in ("changed", "many", "gone", "made")] == [b"1", b"a", b"x", None]
+
+
+def test_refused_changes_are_not_undone(cluster: Cluster, tmp_path: Path) -> None:
+    """A change that lost a race is tried again: only the second attempt counts."""
+    path = tmp_path / "undo"
+    version = cluster.store.put("n", b"mine", NEW)
+    with UndoFile(path, cluster, ["bkctl", "x"]) as kept:
+        recorded = kept.recorded().store
+        theirs = cluster.store.put("n", b"theirs", version)
+        for refused in (lambda: recorded.put("n", b"lost", version), lambda: recorded.delete("n", version)):
+            with pytest.raises(MetadataVersionConflict):
+                refused()
+        recorded.put("n", b"ours", theirs)
+    assert outcomes(cluster, path) == [("n", "restored")]
+    assert value(cluster, "n") == b"theirs"
+
+
+def test_undoing_can_be_undone(cluster: Cluster, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    with UndoFile(tmp_path / "undo", cluster, []) as kept:
+        kept.recorded().store.put("n", b"1", NEW)
+        kept.record_file(file, b"new")
+        file.write_bytes(b"new")
+    with UndoFile(tmp_path / "redo", cluster, []) as redo:
+        assert len(list(undo(cluster, tmp_path / "undo", redo=redo))) == 2
+    assert (value(cluster, "n"), file.exists()) == (None, False)
+    assert {outcome for _, outcome in outcomes(cluster, tmp_path / "redo")} == {"restored"}
+    assert (value(cluster, "n"), file.read_bytes()) == (b"1", b"new")
+
+
+def test_undo_files_of_a_directory_are_listed_with_their_changes(cluster: Cluster, tmp_path: Path) -> None:
+    directory = tmp_path / "undo"
+    assert list_undo_files(directory) == []
+    directory.mkdir()
+    (directory / "other").write_bytes(b"\xff\n")
+    (directory / "json").write_text('{"format": "x"}\n')
+    with UndoFile(directory / "one", cluster, ["bkctl", "a b"]) as kept:
+        kept.record("n", None, b"")
+        kept.record("m", None, b"")
+        kept.void("m")
+    [found] = list_undo_files(directory)
+    assert (found.path, found.command, found.change_count) == (directory / "one", ("bkctl", "a b"), 1)
+    assert (found.metadata_uri, found.instance_id) == (cluster.uri, cluster.instance_id())

@@ -1,0 +1,78 @@
+"""Pulsar's topics and subscriptions, by the names that Pulsar gives their ledgers in custom metadata."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+from bkctl.errors import UsageError
+
+_DOMAINS: Final = ("persistent", "non-persistent")
+_TOPIC: Final = re.compile(r"(?:(persistent)://)?([^/]+)/([^/]+)/(?:([^/]+)/)?(.+)", re.DOTALL)
+_PARTITION: Final = re.compile(r"-partition-[0-9]+")
+#: The prefixes of Pulsar's keys: 2.x releases before 2.3 wrote "psr/" or none.
+PREFIXES: Final = ("pulsar/", "psr/", "")
+
+
+def topic_of(managed_ledger: str) -> str | None:
+    """Return the topic of a managed ledger (`t/n/persistent/x`: `persistent://t/n/x`), None for other names.
+
+    Source: Pulsar's TopicName.fromPersistenceNamingEncoding.
+    """
+    parts = managed_ledger.split("/")
+    if len(parts) not in (4, 5) or parts[-2] not in _DOMAINS:
+        return None
+    from urllib.parse import unquote_plus
+
+    return f"{parts[-2]}://{'/'.join(parts[:-2])}/{unquote_plus(parts[-1])}"
+
+
+class TopicFilter(NamedTuple):
+    """Ledgers of a topic, with `subscription` only the ledgers of its cursor; partitions count."""
+
+    topic: str
+    managed_ledger: str
+    subscription: str | None = None
+
+    @staticmethod
+    def parse(topic: str, subscription: str | None = None) -> TopicFilter:
+        """Return the filter of `topic`: `persistent://TENANT/NAMESPACE/TOPIC`, the scheme may be missing.
+
+        Raises UsageError. Source: Pulsar's TopicName.getPersistenceNamingEncoding.
+        """
+        match = _TOPIC.fullmatch(topic)
+        if match is None or ("://" in topic and match[1] is None):
+            raise UsageError(f"--topic {topic!r}: not a topic", hint="give it as persistent://TENANT/NAMESPACE/TOPIC")
+        from urllib.parse import quote_plus
+
+        _, tenant, namespace, more, name = match.groups()
+        place = "/".join(filter(None, (tenant, namespace, more)))
+        return TopicFilter(f"persistent://{place}/{name}", f"{place}/persistent/{quote_plus(name)}", subscription)
+
+    def matches(self, custom_metadata: Mapping[str, bytes]) -> bool:
+        """Return True for a ledger of the topic: its messages, its cursors' positions, its compacted messages."""
+        if custom_metadata.get("application") != b"pulsar":
+            return False
+        texts = {
+            name: value.decode("utf-8", "replace")
+            for prefix in reversed(PREFIXES)
+            for name in ("managed-ledger", "cursor", "compactedTopic")
+            if (value := custom_metadata.get(prefix + name)) is not None
+        }
+        if self.subscription is not None:
+            from urllib.parse import unquote_plus
+
+            cursor = texts.get("cursor")
+            if cursor is None or self.subscription not in (cursor, unquote_plus(cursor)):
+                return False
+        return _is_of(texts.get("managed-ledger"), self.managed_ledger) or _is_of(
+            texts.get("compactedTopic"), self.topic
+        )
+
+
+def _is_of(name: str | None, wanted: str) -> bool:
+    """Return True if `name` is `wanted` or one of its partitions."""
+    if name is None or not name.startswith(wanted):
+        return False
+    return name == wanted or _PARTITION.fullmatch(name[len(wanted) :]) is not None

@@ -1,0 +1,151 @@
+"""`bkctl audit`: the audit log on this machine, run by run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+from bkctl.errors import NotFound, UsageError
+
+from .kit.audit import audit_file
+from .kit.columns import Column, Columns, Kind
+from .kit.command import Run, command, group
+from .kit.options import count_option, duration_option
+from .kit.texts import GREEN, RED, YELLOW, duration_text
+
+app = group()
+
+LINE_SIZE_BYTES_MAX = 1 << 20
+
+
+class AuditedRun(NamedTuple):
+    """One run of a command: the fields of its last line in the log."""
+
+    began: str | None
+    fields: dict[str, Any]
+
+    @property
+    def result(self) -> str:
+        """`done`, `findings`, `failed`, `interrupted`, or `unfinished`: it runs, or was killed."""
+        code = self.fields.get("exitCode")
+        return {None: "unfinished", 0: "done", 3: "findings", 130: "interrupted"}.get(code, "failed")
+
+
+def _field(title: str | None, name: str, kind: Kind = Kind.TEXT, **settings: Any) -> Column:
+    return Column(title, name, lambda row: row.fields.get(name), kind, **settings)
+
+
+def _command(row: AuditedRun) -> str:
+    words = row.fields.get("command")
+    return shlex.join(map(str, words)) if isinstance(words, list) else ""
+
+
+_STYLE = {"done": GREEN, "failed": RED, "findings": YELLOW, "unfinished": YELLOW, "interrupted": YELLOW}
+_HEAD = (
+    _field("ID", "id"),
+    Column("TIME", "time", "began"),
+    _field("USER", "user"),
+    Column("RESULT", "result", "result", style=_STYLE),
+)
+_REST = (
+    _field("EXIT CODE", "exitCode", Kind.INTEGER),
+    _field("DURATION", "seconds", Kind.NESTED, text=duration_text),
+    _field("CLUSTER", "metadataUri"),
+    _field("CONNECTION", "connection"),
+    _field("ACCEPTED LOSS", "acceptedLoss"),
+    _field("ERROR", "error"),
+    _field("UNDO FILE", "undoFile"),
+    _field("DIRECTORY", "directory"),
+    _field("HOST", "host"),
+    _field("PID", "pid", Kind.INTEGER),
+)
+_COMMAND = Column("COMMAND", "command", _command, flexible=True)
+AUDIT_COLUMNS = Columns(*_HEAD, _COMMAND, *_REST, key="id")
+AUDIT_TABLE_COLUMNS = Columns(*_HEAD, _COMMAND, key="id")
+
+
+def _runs() -> list[AuditedRun]:
+    """Return the runs in the audit log and the file before it, oldest first. Raises NotFound without a log."""
+    path = audit_file(os.environ)
+    if path is None:
+        raise NotFound("The audit log is switched off by BKCTL_AUDIT_LOG", hint="unset it, or let it name a file")
+    runs: dict[str, AuditedRun] = {}
+    for file in (Path(f"{path}.1"), path):
+        if file.exists():
+            for fields in _lines(file):
+                before = runs.get(fields["id"])
+                began = fields.get("time") if before is None else before.began
+                runs[fields["id"]] = AuditedRun(began, fields)
+    return list(runs.values())
+
+
+def _lines(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a log; lines that are not records of runs are left out."""
+    with open(file, "rb") as stream:
+        while line := stream.readline(LINE_SIZE_BYTES_MAX):
+            try:
+                fields = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(fields, dict) and isinstance(fields.get("id"), str):
+                yield fields
+
+
+@command(
+    app,
+    "list",
+    examples=(
+        "bkctl audit list",
+        "bkctl audit list --since 1d --failed",
+    ),
+)
+def list_runs(
+    run: Run,
+    limit: Annotated[int | None, count_option("--limit", "List only the last N runs (default 50).")],
+    since: Annotated[float | None, duration_option("--since", "List only runs of this last time: 1h, 7d.")],
+    failed: Annotated[bool, typer.Option("--failed", help="List only runs that did not end with exit code 0.")] = False,
+) -> None:
+    """List the commands that changed something, oldest first.
+
+    Reads the audit log of this user on this machine, or the file that BKCTL_AUDIT_LOG names.
+    """
+    earliest = None if since is None else time.time() - since
+    found = [each for each in _runs() if (not failed or each.result != "done") and _is_after(each, earliest)]
+    wanted = limit or 50
+    run.render(found[-wanted:], run.table_columns(AUDIT_TABLE_COLUMNS, AUDIT_COLUMNS))
+    if not found:
+        run.note("No command has changed anything yet" if since is None and not failed else "No such runs")
+    elif len(found) > wanted:
+        run.note(f"{wanted:,} of {len(found):,} runs; --limit lists more")
+
+
+def _is_after(each: AuditedRun, earliest: float | None) -> bool:
+    if earliest is None:
+        return True
+    try:
+        return datetime.fromisoformat(str(each.began)).timestamp() >= earliest
+    except ValueError:
+        return False
+
+
+@command(app, "show", examples=("bkctl audit show last",))
+def show(
+    run: Run,
+    name: Annotated[str, typer.Argument(metavar="ID", help="The run's id or its first digits, or last.")],
+) -> None:
+    """Show one run: who, when, what, its result and its undo file."""
+    runs = _runs()
+    found = runs[-1:] if name == "last" else [each for each in runs if name and each.fields["id"].startswith(name)]
+    if not found:
+        raise NotFound(f"No run {name} in the audit log", hint="'bkctl audit list' shows them")
+    if len(found) > 1:
+        raise UsageError(f"{len(found)} runs begin with {name}", hint="give more of the id")
+    run.show(found[0], AUDIT_COLUMNS)
