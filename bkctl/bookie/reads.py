@@ -20,7 +20,7 @@ from bkctl.bookie.state_manager import BookieStateManager
 from bkctl.bookie.waiting_requests import WaitingRequests
 from bkctl.errors import BadRequest, BkctlError, EntryNotFound, Unauthorized
 from bkctl.formats.layout import Buffer
-from bkctl.ids import LedgerId
+from bkctl.ids import I64_MAX, LedgerId
 from bkctl.protocol.handler import ReadRunResponder, Responder
 from bkctl.protocol.messages import (
     LAST_ENTRY,
@@ -43,6 +43,9 @@ BATCH_READ_OVERHEAD_BYTES: Final = 36
 BATCH_READ_COUNT_MAX: Final = 10_000
 #: A part of a run of reads ends with the entry that brings it to this size: then other requests have their turn.
 RUN_BYTES_MAX: Final = 1 << 20
+#: Reads that begin at most this many entries behind a run that a thread is reading wait for it, and find what it read
+#: ahead: a client's requests for consecutive entries arrive in several pieces.
+FOLLOWING_ENTRIES_MAX: Final = 256
 
 _EOK: Final = Status.EOK
 
@@ -55,6 +58,8 @@ class EntryFetcher:
         self._metrics = metrics
         self._requests = requests
         self._threads = ThreadPoolExecutor(READ_THREADS, "read")
+        #: By ledger of which a thread reads a run: the run's last entry, and the runs that follow it closely.
+        self._following: dict[LedgerHandle, tuple[int, list[tuple[ReadRun, ReadRunResponder]]]] = {}
 
     def stop(self) -> None:
         """Return when no thread reads, in another thread than the event loop's."""
@@ -97,6 +102,9 @@ class EntryFetcher:
 
     def read_run(self, handle: LedgerHandle, reads: ReadRun, respond: ReadRunResponder) -> None:
         """Answer a run of reads: entries in memory at once, the others when a thread has read them."""
+        if respond.is_lost:
+            respond.refuse(reads, Status.EIO)  # takes them out of flight
+            return
         needs_lac = respond.carries_lac and not handle.lac_is_known and not handle.unknown
         storage, metrics = self._storage, self._metrics
         if max(reads.entry_ids) > handle.last_entry:
@@ -114,10 +122,25 @@ class EntryFetcher:
                 metrics.reads_from_memory += len(bodies)
                 metrics.read_bytes += sum(map(len, bodies))
                 respond.answer(part, bodies, handle.lac if handle.lac_is_known else None)
-            if missing:
+            if missing and not self._follows(handle, unread, respond):
                 self._run_in_thread(handle, unread, respond)
         if reads.entry_ids:
             self._run_in_thread(handle, reads, respond)
+
+    def _follows(self, handle: LedgerHandle, reads: ReadRun, respond: ReadRunResponder) -> bool:
+        """Return whether a run that a thread is reading now may read these ahead: they wait for its end then."""
+        read_to, waiting = self._following.get(handle, (I64_MAX, []))
+        if not 0 < reads.entry_ids[0] - read_to <= FOLLOWING_ENTRIES_MAX:
+            return False
+        waiting.append((reads, respond))
+        return True
+
+    def _read_following(self, handle: LedgerHandle, waiting: Sequence[tuple[ReadRun, ReadRunResponder]]) -> None:
+        """Serve the runs that waited for one that was read now."""
+        if self._following.get(handle, (0, ()))[1] is waiting:
+            del self._following[handle]
+        for reads, respond in waiting:
+            self.read_run(handle, reads, respond)
 
     def _refuse_absent(self, handle: LedgerHandle, reads: ReadRun, respond: ReadRunResponder) -> ReadRun:
         """Refuse reads behind the ledger's last entry, without waiting for the disk; return the others."""
@@ -148,8 +171,14 @@ class EntryFetcher:
     def _start_run(self, handle: LedgerHandle, reads: ReadRun, respond: ReadRunResponder) -> asyncio.Future[Any]:
         began_s = time.monotonic()
         reads_lac = respond.carries_lac and not handle.lac_is_known and not handle.unknown
+        waiting: list[tuple[ReadRun, ReadRunResponder]] = []
+        self._following.setdefault(handle, (reads.entry_ids[-1], waiting))
 
         def done(future: asyncio.Future[tuple[list[Buffer | Exception], int | None]]) -> None:
+            answer(future)
+            self._read_following(handle, waiting)
+
+        def answer(future: asyncio.Future[tuple[list[Buffer | Exception], int | None]]) -> None:
             error = future.exception()
             if error is not None:
                 self._metrics.read_entry.observe(time.monotonic() - began_s, len(reads.entry_ids), ok=False)

@@ -159,18 +159,19 @@ class LocationReader:
         """
         log_id, offset = formats.unpack_location(location)
         data = memoryview(self._file(log_id).read(offset - 4, size_max))
-        prefix, at = (ledger.value.to_bytes(16, "big"), 1) if ledger.is_scoped else (ledger[1].to_bytes(8, "big"), 0)
-        ids = at + len(prefix)
+        ids = _IDS_V2 if ledger[0] else _IDS_V1
         entries: list[tuple[int, memoryview]] = []
-        start = 4
-        while start + ENTRY_SIZE_BYTES_MIN <= len(data):
-            (size,) = RECORD_SIZE.unpack_from(data, start - 4)
-            body = data[start : start + size]
-            if size < ids + 8 or len(body) < size or body[at:ids] != prefix or (at and body[0] not in ENTRY_FLAGS_V2):
+        at = 0
+        while at + ids.size <= len(data):
+            size, *flags, ledger_id, entry_id = ids.unpack_from(data, at)
+            end = at + RECORD_SIZE.size + size
+            if ledger_id != ledger[1] or at + ids.size > end or end > len(data):
                 break
-            entries.append((int.from_bytes(body[ids : ids + 8], "big", signed=True), body))
-            start += size + 4
-        if start < len(data) // 2:  # a cache of these entries must not keep the whole read in memory
+            if flags and (flags[0] not in ENTRY_FLAGS_V2 or flags[1] != ledger[0]):
+                break
+            entries.append((entry_id, data[at + RECORD_SIZE.size : end]))
+            at = end
+        if at < len(data) // 2:  # a cache of these entries must not keep the whole read in memory
             entries = [(entry_id, memoryview(bytes(body))) for entry_id, body in entries]
         return entries
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import struct
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from support.servers import DB, INTERLEAVED, SORTED
 
 from bkctl.bookie import reads
 from bkctl.bookie.bookie import Bookie
+from bkctl.disk import StorageFile
 from bkctl.formats.record import record_of
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
@@ -29,6 +31,7 @@ from bkctl.protocol.messages import (
     Request,
     Status,
 )
+from bkctl.storage.ledger.ledger_storage import LedgerStorage
 
 COUNT = 120
 OTHER = LedgerId(0, 6)
@@ -252,5 +255,64 @@ def test_reads_over_the_limit_of_waiting_ones_are_refused_and_others_served(
                 assert found <= {Status.EOK, Status.ETOOMANYREQUESTS}
                 assert Status.EOK in found
                 assert bookie.processor.server.reads.count == 0
+
+    asyncio.run(run())
+
+
+@storage_classes
+@spoken
+def test_runs_that_follow_one_on_a_slow_disk_are_answered_with_it(
+    tmp_path: Path, cluster: Cluster, storage_class: str, protocol: Protocol, ledger: LedgerId,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Also when it fails, and when its client or theirs is gone; adds and other ledgers do not wait."""
+    is_free, is_broken = threading.Event(), threading.Event()
+    real = LedgerStorage.read_all
+
+    def slow(self: Any, handle: Any, entry_ids: Any, size_max: int) -> Any:
+        if handle.ledger == ledger:
+            assert is_free.wait(60)
+            if is_broken.is_set():
+                raise OSError(5, "Input/output error")
+        return real(self, handle, entry_ids, size_max)
+
+    async def run() -> None:
+        config = config_for(tmp_path, ledger_storage_class=storage_class)
+        async with serving(config, cluster) as bookie, connected(bookie, protocol) as connection:
+            await fill(connection, ledger)
+        monkeypatch.setattr(LedgerStorage, "read_all", slow)
+        # Without the page cache, so that every read needs a thread.
+        monkeypatch.setattr(StorageFile, "read_cached", lambda *_: None)
+        for fails in (True, False):
+            is_free.clear()
+            (is_broken.set if fails else is_broken.clear)()
+            async with (
+                serving(config, cluster) as bookie,
+                connected(bookie, protocol) as first,
+                connected(bookie, protocol) as second,
+                connected(bookie, protocol) as third,
+            ):
+                sent = []
+                for begin, connection in zip(range(0, 90, 30), (first, second, third), strict=True):
+                    entry_ids = [number for number in range(begin, begin + 30) if number % 3 != 1]
+                    sent.append(
+                        [asyncio.ensure_future(connection.send(ReadRequest(ledger, each))) for each in entry_ids]
+                    )
+                    await asyncio.sleep(0.05)
+                other = LedgerId(0, 6)
+                assert await statuses(third, ReadRequest(other, 0), add(other, 200)) == [Status.EOK, Status.EOK]
+                second.close()
+                await second.wait_closed()
+                # The first frame of v2 on a connection is decoded alone, and so not part of a run.
+                runs = sent[0][1:], sent[2][1:]
+                assert not any(each.done() for each in (*runs[0], *runs[1]))
+                is_free.set()
+                for answers in runs:
+                    expected = Status.EIO if fails else Status.EOK
+                    assert {answer.status for answer in await asyncio.gather(*answers)} == {expected}
+                await asyncio.gather(*sent[1], return_exceptions=True)
+                while bookie.processor.server.in_flight_bytes or bookie.processor.server.reads.count:
+                    await asyncio.sleep(0.01)
+                assert not bookie.processor.reader._following
 
     asyncio.run(run())
