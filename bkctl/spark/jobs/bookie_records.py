@@ -12,6 +12,7 @@ from bkctl.files.journals import files_after_marks
 from bkctl.formats.names import SCOPED_DIRECTORY
 from bkctl.formats.record import RecordType
 from bkctl.ids import LedgerId
+from bkctl.spark.facts.frames import Facts
 from bkctl.spark.jobs.frames import QUALIFIED_NAME
 from bkctl.spark.sources.columns import DAMAGE
 from bkctl.spark.sources.places import bookie_id_at
@@ -19,7 +20,7 @@ from bkctl.spark.sources.places import bookie_id_at
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-    from bkctl.spark.jobs.bookies import BookieFiles
+    from bkctl.spark.jobs.bookies import BookieFiles, Bookies
 
 
 def ledger_options(ledger: LedgerId | None, scope_id: int | None) -> dict[str, str]:
@@ -45,7 +46,7 @@ def with_bookie(records: DataFrame, owners: Mapping[str, str]) -> DataFrame:
 
 def log_records(
     spark: SparkSession,
-    bookies: Sequence[BookieFiles],
+    bookies: Bookies,
     columns: Sequence[str],
     *,
     ledger: LedgerId | None = None,
@@ -57,6 +58,8 @@ def log_records(
     A damaged log has one row with `damage` and no ledger, behind the records before the damage. Raises NotFound if the
     bookies have no entry log.
     """
+    if isinstance(bookies, Facts):
+        return bookies.log_records(spark, columns, ledger, scope_id, **options)
     owners = {directory: bookie.bookie_id for bookie in bookies for directory in bookie.ledger_dirs}
     directories = [directory for directory in owners if BookieDirectories((), [directory]).entry_logs()]
     if not directories:
@@ -66,6 +69,24 @@ def log_records(
     # Directories instead of files: a running bookie may delete some files.
     records = spark.read.format("bookkeeper.entrylog").options(**chosen).load(directories)
     return with_bookie(records, owners)
+
+
+def index_entries(
+    spark: SparkSession, bookies: Bookies, *, ledger: LedgerId | None = None, scope_id: int | None = None
+) -> DataFrame:
+    """Return file, bookieId, ledger, entryId, logId, offset and `damage` of all entries in indexes.
+
+    A damaged file has one row with `damage` and no ledger.
+    """
+    if isinstance(bookies, Facts):
+        return bookies.index_entries(spark, ledger, scope_id)
+    owners = {directory: bookie.bookie_id for bookie in bookies for directory in bookie.index_dirs}
+    chosen = {
+        **ledger_options(ledger, scope_id),
+        "mode": "permissive",
+        "columns": f"file,bookieId,{QUALIFIED_NAME},entryId,logId,offset",
+    }
+    return with_bookie(spark.read.format("bookkeeper.index").options(**chosen).load(list(owners)), owners)
 
 
 def replay_starts(bookie: BookieFiles) -> dict[str, int]:
@@ -86,7 +107,7 @@ def replay_starts(bookie: BookieFiles) -> dict[str, int]:
 
 def journal_entries(
     spark: SparkSession,
-    bookies: Sequence[BookieFiles],
+    bookies: Bookies,
     columns: Sequence[str] = (),
     *,
     ledger: LedgerId | None = None,
@@ -99,6 +120,8 @@ def journal_entries(
     """
     from pyspark.sql import functions as F
 
+    if isinstance(bookies, Facts):
+        return bookies.journal_entries(spark, columns, ledger, scope_id)
     owners: dict[str, str] = {}
     starts: list[tuple[str, int | None]] = []
     for bookie in bookies:

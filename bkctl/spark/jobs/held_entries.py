@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import reduce
 from typing import TYPE_CHECKING, Final
 
 from bkctl.errors import NotFound
 from bkctl.ids import LedgerId
-from bkctl.spark.jobs.bookie_records import journal_entries, ledger_options, log_records, with_bookie
+from bkctl.spark.jobs.bookie_records import index_entries, journal_entries, log_records
 from bkctl.spark.jobs.entry_problems import REPLICA, Problem
 from bkctl.spark.jobs.frames import QUALIFIED_NAME
 from bkctl.spark.sources.columns import DAMAGE, TYPES
@@ -16,7 +15,7 @@ from bkctl.spark.sources.columns import DAMAGE, TYPES
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
 
-    from bkctl.spark.jobs.bookies import BookieFiles
+    from bkctl.spark.jobs.bookies import Bookies
 
 #: Columns of one record or place of an entry; each row has one of copy, place and journaled, or damage.
 _TRACE: Final = {
@@ -31,7 +30,7 @@ _TRACE: Final = {
 
 def held_entries(
     spark: SparkSession,
-    bookies: Sequence[BookieFiles],
+    bookies: Bookies,
     ledger: LedgerId | None,
     scope_id: int | None,
     *,
@@ -95,9 +94,7 @@ def _confirmed() -> dict[str, Column]:
     return {"lac": lac, "checked": F.col("digest").isNotNull()}
 
 
-def _logged(
-    spark: SparkSession, bookies: Sequence[BookieFiles], ledger: LedgerId | None, scope_id: int | None
-) -> DataFrame | None:
+def _logged(spark: SparkSession, bookies: Bookies, ledger: LedgerId | None, scope_id: int | None) -> DataFrame | None:
     from pyspark.sql import functions as F
 
     wanted = [QUALIFIED_NAME, "entryId", "logId", "offset", "digest", "lastAddConfirmed"]
@@ -109,24 +106,16 @@ def _logged(
     return _trace(records, copy=copy, **_confirmed(), damage=F.col(DAMAGE))
 
 
-def _indexed(
-    spark: SparkSession, bookies: Sequence[BookieFiles], ledger: LedgerId | None, scope_id: int | None
-) -> DataFrame:
+def _indexed(spark: SparkSession, bookies: Bookies, ledger: LedgerId | None, scope_id: int | None) -> DataFrame:
     from pyspark.sql import functions as F
 
-    owners = {directory: bookie.bookie_id for bookie in bookies for directory in bookie.index_dirs}
-    chosen = {
-        **ledger_options(ledger, scope_id),
-        "mode": "permissive",
-        "columns": f"file,bookieId,{QUALIFIED_NAME},entryId,logId,offset",
-    }
-    entries = spark.read.format("bookkeeper.index").options(**chosen).load(list(owners))
+    entries = index_entries(spark, bookies, ledger=ledger, scope_id=scope_id)
     place = F.when(F.col(DAMAGE).isNull(), F.struct("logId", "offset"))
-    return _trace(with_bookie(entries, owners), place=place, damage=F.col(DAMAGE))
+    return _trace(entries, place=place, damage=F.col(DAMAGE))
 
 
 def _journaled(
-    spark: SparkSession, bookies: Sequence[BookieFiles], ledger: LedgerId | None, scope_id: int | None
+    spark: SparkSession, bookies: Bookies, ledger: LedgerId | None, scope_id: int | None
 ) -> DataFrame | None:
     from pyspark.sql import functions as F
 

@@ -10,7 +10,7 @@ confirmed in any of its entries. Source: LedgerChecker, ScanAndCompareGarbageCol
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,7 @@ from bkctl.spark.jobs.verdicts import INTACT, judge_replicas
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-    from bkctl.spark.jobs.bookies import BookieFiles
+    from bkctl.spark.jobs.bookies import Bookies
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Integrity:
 
 def integrity(
     spark: SparkSession,
-    bookies: Sequence[BookieFiles],
+    bookies: Bookies,
     connection: Mapping[str, str],
     *,
     ledger: LedgerId | None = None,

@@ -7,7 +7,7 @@ journals of one bookie.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -17,6 +17,7 @@ from bkctl.files.journal import JournalReader
 from bkctl.files.journal_check import JournalCheck, JournalState, check_journals
 from bkctl.formats.record import RecordType
 from bkctl.ids import LedgerId
+from bkctl.spark.facts.frames import Facts
 from bkctl.spark.jobs.bookie_records import journal_entries, log_records, replay_starts
 from bkctl.spark.jobs.bookies import check_clusters
 from bkctl.spark.jobs.frames import QUALIFIED_NAME, rows_in_tasks, with_ledger_ids
@@ -26,7 +27,7 @@ from bkctl.spark.sources.columns import DAMAGE
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-    from bkctl.spark.jobs.bookies import BookieFiles
+    from bkctl.spark.jobs.bookies import BookieFiles, Bookies
 
 
 class JournalAudit(NamedTuple):
@@ -60,7 +61,7 @@ _CHECKS: Final = (
 
 def audit(
     spark: SparkSession,
-    bookies: Sequence[BookieFiles],
+    bookies: Bookies,
     connection: Mapping[str, str] | None = None,
     *,
     ledger: LedgerId | None = None,
@@ -78,21 +79,24 @@ def audit(
         check_clusters(bookies, connection)
     found = unlogged(spark, bookies, connection, ledger=ledger, scope_id=scope_id)
     entries = (spark.createDataFrame([], _UNLOGGED) if found is None else found).persist()
-    counts = entries.groupBy("file").agg(F.count("*").alias("unloggedCount"))
-    journals = checks(spark, bookies).join(counts, "file", "left").fillna(0, ["unloggedCount"])
+    counts = entries.groupBy("bookieId", "file").agg(F.count("*").alias("unloggedCount"))
+    journals = checks(spark, bookies).join(counts, ["bookieId", "file"], "left").fillna(0, ["unloggedCount"])
     return JournalAudit(journals.orderBy("bookieId", "file").persist(), entries)
 
 
-def checks(spark: SparkSession, bookies: Sequence[BookieFiles]) -> DataFrame:
+def checks(spark: SparkSession, bookies: Bookies) -> DataFrame:
     """Return one row for each journal file, missing ones too, as `bkctl journal verify` prints it; one task a bookie.
 
     A start of the bookie replays the file from byte `replayFrom` (null: not at all); the other `replay…` columns count
     the replayed records. No replay reaches records behind a torn or damaged end (`sizeBehind`, `recordsBehind`).
     """
-    return rows_in_tasks(spark, list(bookies), _check, _CHECKS)
+    if isinstance(bookies, Facts):
+        return bookies.journal_checks(spark)
+    return rows_in_tasks(spark, list(bookies), check_rows, _CHECKS)
 
 
-def _check(bookie: BookieFiles) -> Iterator[dict[str, Any]]:
+def check_rows(bookie: BookieFiles) -> Iterator[dict[str, Any]]:
+    """Yield the rows of `checks` for one bookie."""
     starts = replay_starts(bookie)
     for check in check_journals(bookie.directories):
         start = starts.get(str(check.path))
@@ -141,7 +145,7 @@ def _replay(path: Path, start: int) -> dict[str, int]:
 
 def unlogged(
     spark: SparkSession,
-    bookies: Sequence[BookieFiles],
+    bookies: Bookies,
     connection: Mapping[str, str] | None = None,
     *,
     ledger: LedgerId | None = None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 from bkctl.ids import LedgerId
@@ -13,7 +13,7 @@ from bkctl.spark.jobs.frames import QUALIFIED_NAME
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
 
-    from bkctl.spark.jobs.bookies import BookieFiles
+    from bkctl.spark.jobs.bookies import Bookies
 
 #: Entry ids that one row of the plan unfolds into: limits the arrays that a large ledger makes.
 _CHUNK: Final = 8192
@@ -31,7 +31,7 @@ def read_metadata(
 
 
 def promised_entries(
-    spark: SparkSession, bookies: Sequence[BookieFiles], metadata: DataFrame, held: DataFrame
+    spark: SparkSession, bookies: Bookies, metadata: DataFrame, held: DataFrame
 ) -> tuple[DataFrame, DataFrame]:
     """Return the promised replicas on `bookies`, and the other bookies that ensembles name with their ledger counts.
 

@@ -64,6 +64,7 @@ class DamagedIndex(InputPartition):
 
     path: str
     reason: str
+    bookie_id: str | None
 
 
 def group_files(
@@ -121,19 +122,19 @@ class IndexPlanner:
     def _file(self, path: Path) -> Iterator[Slots | DamagedIndex]:
         if self._is_planned(path):
             return
+        bookie_id = next((found for home in list(path.parents)[2:5] if (found := bookie_id_at(home))), None)
         try:
             with LedgerIndexReader.open(path) as reader:
                 ledger, count, size = reader.ledger, reader.slot_count, reader.size()
         except (NotFound, UsageError):
             raise
         except BkctlError as error:
-            yield self._damage(path, error)
+            yield self._damage(path, error, bookie_id)
             return
         if ledger is None:
             raise UsageError(
                 f"{path} does not name its ledger", hint="the path of an index file contains its ledger's id"
             )
-        bookie_id = next((found for home in list(path.parents)[2:5] if (found := bookie_id_at(home))), None)
         if not (self._conditions.accepts_ledger(ledger) and self._accepts(path, bookie_id)):
             return
         step = max(1, self._size_bytes // SLOT_SIZE) if self._cuts_files else count
@@ -151,10 +152,11 @@ class IndexPlanner:
                 ids = [ledger for ledger in database.ledger_ids() if self._conditions.accepts_ledger(ledger)]
             size = sum(file.stat().st_size for file in locations.iterdir() if file.suffix == ".sst")
         except OSError as error:
-            yield self._damage(locations, Corrupt(f"{locations} cannot be read: {error.strerror or error}"))
+            failure = Corrupt(f"{locations} cannot be read: {error.strerror or error}")
+            yield self._damage(locations, failure, bookie_id)
             return
         except BkctlError as error:
-            yield self._damage(ledgers, error)
+            yield self._damage(ledgers, error, bookie_id)
             return
         if self._conditions.about_ledgers and not ids:
             return
@@ -173,6 +175,6 @@ class IndexPlanner:
     def _accepts(self, path: Path, bookie_id: str | None) -> bool:
         return self._conditions.accepts("file", str(path)) and self._conditions.accepts("bookieId", bookie_id)
 
-    def _damage(self, path: Path, error: BkctlError) -> DamagedIndex:
+    def _damage(self, path: Path, error: BkctlError, bookie_id: str | None) -> DamagedIndex:
         self._mode.check(error)
-        return DamagedIndex(str(path), str(error))
+        return DamagedIndex(str(path), str(error), bookie_id)
