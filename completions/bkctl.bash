@@ -2,7 +2,7 @@
 
 _bkctl() {
   local IFS=$' \t\n' line current previous path='' words='' argument='none' kind='' word skip='' open=yes
-  local takers=' --ack-quorum --after --archive --backup --body --bookie --bookie-address --bookie-token-file --bookie-url --bookies --by --client-ca --conf --context --count --custom-metadata --deadline --depth --digest --digest-type --dir --ensemble-size --entries --entry --file --format --from --from-file --from-pos --host --id --if-state --index-dirs --instance-id --journal-dirs --kind --last --ledger --ledger-dirs --ledger-id --ledger-qualified-name --ledger-scope-id --limit --major-threshold --master --match --max-age --max-size --metadata-password-file --metadata-tls-ca --metadata-tls-cert --metadata-tls-key --metadata-uri --metadata-user --min-age --min-replicas --min-size --minor-threshold --missing --not-missing --older-than --output --password --password-file --port --protocol --rate --read-only-token-file --record-size --reset-clock --resume --sample --save --seed --server-cert --server-key --set --size --sort --spark-conf --state --storage --suspend --threshold --timeout --tls-ca --tls-cert --tls-key --to --to-ledger-id --to-password-file --to-pos --to-scope --to-user --token-file --top --type --undo --watch --write-quorum -c -e -f -o -t -u -x '
+  local takers=' --ack-quorum --after --archive --backup --body --bookie --bookie-address --bookie-token-file --bookie-url --bookies --by --client-ca --conf --context --count --custom-metadata --deadline --depth --digest --digest-type --dir --ensemble-size --entries --entry --facts --file --format --from --from-file --from-pos --host --id --if-state --index-dirs --instance-id --journal-dirs --keep --kind --last --ledger --ledger-dirs --ledger-id --ledger-qualified-name --ledger-scope-id --limit --major-threshold --master --match --max-age --max-size --metadata-password-file --metadata-tls-ca --metadata-tls-cert --metadata-tls-key --metadata-uri --metadata-user --min-age --min-replicas --min-size --minor-threshold --missing --not-missing --older-than --output --password --password-file --port --protocol --rate --read-only-token-file --record-size --reset-clock --resume --sample --save --seed --server-cert --server-key --set --size --sort --spark-conf --state --storage --suspend --threshold --timeout --tls-ca --tls-cert --tls-key --to --to-ledger-id --to-password-file --to-pos --to-scope --to-user --token-file --top --type --undo --watch --write-quorum -c -e -f -o -t -u -x '
   local -a typed
   line=${COMP_LINE:0:COMP_POINT}
   read -r -a typed <<< "$line"
@@ -21,7 +21,7 @@ _bkctl() {
     esac
   done
   local at='' end0='23' end1='5 6 7 8 9 10 11 20 21 23' end2='5 6 7 8 9 10 11 20 21 22 23' end3='6 21 23' end4='6 21 22 23'
-  local -a names=(--verbose --quiet --no-color --debug --version --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --metadata-tls --metadata-tls-ca --metadata-tls-cert --metadata-tls-key --metadata-user --metadata-password-file --metadata-sasl --metadata-creator-acl --timeout --output --yes --help --uuid --ledger-id --ledger-scope-id --ledger-qualified-name --ensemble-size --write-quorum --ack-quorum --digest-type --custom-metadata --password --password-file --record-size --protocol --all-scopes --min-age --max-age --min-size --max-size --limit --watch --bookie --state --after --count --keep-going --show-secrets --entry --check --every-entry --from --to --last --recover --no-verify --body --format --from-file --rate --if-state --ignore-missing --backup --undo --dry-run --accept-loss --size --keep --to-ledger-id '--digest --digest-type' --to-user --to-password-file --to-scope --new-id --open --dir --kind --ledger --sample --seed --bookie-url --deadline --wait --major --minor --accept-scoped-deletes --suspend --resume --status --entries --set --match --raw --discard-old --delete-cookie --meta --gaps --ledgers --locations --all --sort --threshold --query --skip-open --skip-unrecoverable --keep-cookie --min-replicas --from-pos --to-pos --type --after-lastmark --top --by --no-digests --minor-threshold --major-threshold --file --all-copies --scan --depth --overwrite --live --delete --sequence --journal-dirs --ledger-dirs --index-dirs --instance-id --scopes-only --scope-0-only --id --older-than --missing --not-missing --reset-clock --no-bookies --long-long-layout --bookies --storage --http --autorecovery --master --spark-conf --archive --ship --save --no-indexes --flat --host --port --token-file --bookie-token-file --read-only-token-file --server-cert --server-key --client-ca --replace --use)
+  local -a names=(--verbose --quiet --no-color --debug --version --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --metadata-tls --metadata-tls-ca --metadata-tls-cert --metadata-tls-key --metadata-user --metadata-password-file --metadata-sasl --metadata-creator-acl --timeout --output --yes --help --uuid --ledger-id --ledger-scope-id --ledger-qualified-name --ensemble-size --write-quorum --ack-quorum --digest-type --custom-metadata --password --password-file --record-size --protocol --all-scopes --min-age --max-age --min-size --max-size --limit --watch --bookie --state --after --count --keep-going --show-secrets --entry --check --every-entry --from --to --last --recover --no-verify --body --format --from-file --rate --if-state --ignore-missing --backup --undo --dry-run --accept-loss --size --keep --to-ledger-id '--digest --digest-type' --to-user --to-password-file --to-scope --new-id --open --dir --kind --ledger --sample --seed --bookie-url --deadline --wait --major --minor --accept-scoped-deletes --suspend --resume --status --entries --set --match --raw --discard-old --delete-cookie --meta --gaps --ledgers --locations --all --sort --threshold --query --skip-open --skip-unrecoverable --keep-cookie --min-replicas --from-pos --to-pos --type --after-lastmark --top --by --no-digests --minor-threshold --major-threshold --file --all-copies --scan --depth --overwrite --live --delete --sequence --journal-dirs --ledger-dirs --index-dirs --instance-id --scopes-only --scope-0-only --id --older-than --missing --not-missing --reset-clock --no-bookies --long-long-layout --bookies --storage --http --autorecovery --master --spark-conf --archive --ship --facts --save --no-indexes --full --flat --host --port --token-file --bookie-token-file --read-only-token-file --server-cert --server-key --client-ca --replace --use)
   case $path in
 '') at="0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23" words='ledger bookie bookies journal entrylog metadata cookie autorecovery cluster pipeline api context' ;;
 'ledger') at="$end0" words='write list show locate read tail delete recover verify test copy' ;;
@@ -129,24 +129,25 @@ _bkctl() {
 'cluster healthcheck status') at="$end1" ;;
 'cluster healthcheck enable') at="$end1" ;;
 'cluster healthcheck disable') at="$end1" ;;
-'pipeline') at="$end0" words='inventory integrity garbage journal-audit report export import migrate-scope' ;;
-'pipeline inventory') at="79 26 37 143 144 145 146 114 147 $end1" argument='none' ;;
-'pipeline integrity') at="79 26 37 143 144 145 146 148 147 $end1" argument='none' ;;
-'pipeline garbage') at="116 117 143 144 145 146 114 147 $end1" argument='none' ;;
-'pipeline journal-audit') at="79 26 37 143 144 145 146 114 147 $end1" argument='none' ;;
-'pipeline report') at="116 117 143 144 145 146 147 $end1" argument='none' ;;
-'pipeline export') at="25 26 27 143 144 145 146 122 149 147 $end1" argument='none' ;;
-'pipeline import') at="74 28 29 30 143 144 145 146 34 66 147 $end1" argument='none' ;;
-'pipeline migrate-scope') at="25 26 27 74 28 29 30 143 144 145 146 66 147 $end1" argument='ledger' ;;
+'pipeline') at="$end0" words='inventory integrity garbage journal-audit report extract export import migrate-scope' ;;
+'pipeline inventory') at="79 26 37 143 144 145 146 147 114 148 $end1" argument='none' ;;
+'pipeline integrity') at="79 26 37 143 144 145 146 147 149 148 $end1" argument='none' ;;
+'pipeline garbage') at="116 117 143 144 145 146 147 114 148 $end1" argument='none' ;;
+'pipeline journal-audit') at="79 26 37 143 144 145 146 147 114 148 $end1" argument='none' ;;
+'pipeline report') at="116 117 143 144 145 146 147 148 $end1" argument='none' ;;
+'pipeline extract') at="150 69 $end1" argument='none' ;;
+'pipeline export') at="25 26 27 143 144 145 146 122 151 148 $end1" argument='none' ;;
+'pipeline import') at="74 28 29 30 143 144 145 146 34 66 148 $end1" argument='none' ;;
+'pipeline migrate-scope') at="25 26 27 74 28 29 30 143 144 145 146 66 148 $end1" argument='ledger' ;;
 'api') at="$end0" words='serve get put delete' ;;
-'api serve') at="150 151 152 153 154 155 156 157 $end1" ;;
+'api serve') at="152 153 154 155 156 157 158 159 $end1" ;;
 'api get') at="44 82 41 $end1" argument='none' ;;
 'api put') at="44 82 41 58 66 $end1" argument='none' ;;
 'api delete') at="44 82 41 66 $end2" argument='none' ;;
 'context') at="$end0" words='list show add use delete' ;;
 'context list') at="$end3" ;;
 'context show') at="$end3" argument='context' ;;
-'context add') at="158 159 $end1" argument='context' ;;
+'context add') at="160 161 $end1" argument='context' ;;
 'context use') at="$end3" argument='context' ;;
 'context delete') at="$end4" argument='context' ;;
   esac
@@ -162,7 +163,7 @@ _bkctl() {
 'entrylog active:--state') kind='words alive dead unknown' ;;
 'entrylog extract:--format') kind='words log ndjson raw' ;;
 'metadata replace-bookie:--from'|'metadata replace-bookie:--to') kind='bookie' ;;
-'cluster down:--bookie'|'api put:--body') kind='none' ;;
+'cluster down:--bookie'|'pipeline extract:--keep'|'api put:--body') kind='none' ;;
 'pipeline inventory:--by') kind='words bookie entrylog scope ledger application' ;;
 'pipeline garbage:--by') kind='words entrylog bookie ledger' ;;
 'pipeline journal-audit:--by') kind='words journal entry' ;;
@@ -172,7 +173,7 @@ _bkctl() {
 *:--protocol) kind='words v2 v3' ;;
 *:--bookie|*:--missing|*:--not-missing) kind='bookie' ;;
 *:--after|*:--ledger) kind='ledger' ;;
-*:--body) kind='' ;;
+*:--body|*:--keep) kind='' ;;
 *:--format) kind='words base64 utf8 hex raw' ;;
 *:--suspend|*:--resume) kind='words major minor both' ;;
 *:--sort) kind='words id size garbage age' ;;

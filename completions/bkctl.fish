@@ -7,7 +7,7 @@ function __bkctl_path
         if test $skip = 1
             set skip 0
         else if string match -q -- '-*' $word
-            string match -qr -- '^(--ack-quorum|--after|--archive|--backup|--body|--bookie|--bookie-address|--bookie-token-file|--bookie-url|--bookies|--by|--client-ca|--conf|--context|--count|--custom-metadata|--deadline|--depth|--digest|--digest-type|--dir|--ensemble-size|--entries|--entry|--file|--format|--from|--from-file|--from-pos|--host|--id|--if-state|--index-dirs|--instance-id|--journal-dirs|--kind|--last|--ledger|--ledger-dirs|--ledger-id|--ledger-qualified-name|--ledger-scope-id|--limit|--major-threshold|--master|--match|--max-age|--max-size|--metadata-password-file|--metadata-tls-ca|--metadata-tls-cert|--metadata-tls-key|--metadata-uri|--metadata-user|--min-age|--min-replicas|--min-size|--minor-threshold|--missing|--not-missing|--older-than|--output|--password|--password-file|--port|--protocol|--rate|--read-only-token-file|--record-size|--reset-clock|--resume|--sample|--save|--seed|--server-cert|--server-key|--set|--size|--sort|--spark-conf|--state|--storage|--suspend|--threshold|--timeout|--tls-ca|--tls-cert|--tls-key|--to|--to-ledger-id|--to-password-file|--to-pos|--to-scope|--to-user|--token-file|--top|--type|--undo|--watch|--write-quorum|-c|-e|-f|-o|-t|-u|-x)$' $word; and set skip 1
+            string match -qr -- '^(--ack-quorum|--after|--archive|--backup|--body|--bookie|--bookie-address|--bookie-token-file|--bookie-url|--bookies|--by|--client-ca|--conf|--context|--count|--custom-metadata|--deadline|--depth|--digest|--digest-type|--dir|--ensemble-size|--entries|--entry|--facts|--file|--format|--from|--from-file|--from-pos|--host|--id|--if-state|--index-dirs|--instance-id|--journal-dirs|--keep|--kind|--last|--ledger|--ledger-dirs|--ledger-id|--ledger-qualified-name|--ledger-scope-id|--limit|--major-threshold|--master|--match|--max-age|--max-size|--metadata-password-file|--metadata-tls-ca|--metadata-tls-cert|--metadata-tls-key|--metadata-uri|--metadata-user|--min-age|--min-replicas|--min-size|--minor-threshold|--missing|--not-missing|--older-than|--output|--password|--password-file|--port|--protocol|--rate|--read-only-token-file|--record-size|--reset-clock|--resume|--sample|--save|--seed|--server-cert|--server-key|--set|--size|--sort|--spark-conf|--state|--storage|--suspend|--threshold|--timeout|--tls-ca|--tls-cert|--tls-key|--to|--to-ledger-id|--to-password-file|--to-pos|--to-scope|--to-user|--token-file|--top|--type|--undo|--watch|--write-quorum|-c|-e|-f|-o|-t|-u|-x)$' $word; and set skip 1
         else if test (count $path) -lt 2; or contains -- "$path" 'bookie index' 'cluster healthcheck'
             set -a path $word
         end
@@ -132,23 +132,24 @@ case 'cluster healthcheck status'; set ids $end1
 case 'cluster healthcheck enable'; set ids $end1
 case 'cluster healthcheck disable'; set ids $end1
 case 'pipeline'; set ids commands $end0
-case 'pipeline inventory'; set ids none 147 148 39 214 215 216 217 218 219 $end1
-case 'pipeline integrity'; set ids none 147 148 39 214 215 216 217 220 219 $end1
-case 'pipeline garbage'; set ids none 161 162 214 215 216 217 221 219 $end1
-case 'pipeline journal-audit'; set ids none 147 148 39 214 215 216 217 222 219 $end1
-case 'pipeline report'; set ids none 161 162 214 215 216 217 219 $end1
-case 'pipeline export'; set ids none 26 27 28 214 215 216 217 223 224 225 $end1
-case 'pipeline import'; set ids none 226 227 228 229 214 215 216 217 230 73 225 $end1
-case 'pipeline migrate-scope'; set ids ledger 26 27 28 231 227 228 229 214 215 216 217 73 225 $end1
+case 'pipeline inventory'; set ids none 147 148 39 214 215 216 217 218 219 220 $end1
+case 'pipeline integrity'; set ids none 147 148 39 214 215 216 217 218 221 220 $end1
+case 'pipeline garbage'; set ids none 161 162 214 215 216 217 218 222 220 $end1
+case 'pipeline journal-audit'; set ids none 147 148 39 214 215 216 217 218 223 220 $end1
+case 'pipeline report'; set ids none 161 162 214 215 216 217 218 220 $end1
+case 'pipeline extract'; set ids none 224 225 $end1
+case 'pipeline export'; set ids none 26 27 28 214 215 216 217 226 227 228 $end1
+case 'pipeline import'; set ids none 229 230 231 232 214 215 216 217 233 73 228 $end1
+case 'pipeline migrate-scope'; set ids ledger 26 27 28 234 230 231 232 214 215 216 217 73 228 $end1
 case 'api'; set ids commands $end0
-case 'api serve'; set ids 232 233 234 235 236 237 238 239 $end1
-case 'api get'; set ids none 99 100 240 $end1
-case 'api put'; set ids none 99 100 240 241 73 $end1
-case 'api delete'; set ids none 99 100 240 73 $end2
+case 'api serve'; set ids 235 236 237 238 239 240 241 242 $end1
+case 'api get'; set ids none 99 100 243 $end1
+case 'api put'; set ids none 99 100 243 244 73 $end1
+case 'api delete'; set ids none 99 100 243 73 $end2
 case 'context'; set ids commands $end0
 case 'context list'; set ids $end3
 case 'context show'; set ids context $end3
-case 'context add'; set ids context 242 243 $end1
+case 'context add'; set ids context 245 246 $end1
 case 'context use'; set ids context $end3
 case 'context delete'; set ids context $end4
         end
@@ -172,7 +173,7 @@ case 'cookie'; printf '%s\t%s\n' list 'List the cookies in the metadata store.' 
 case 'autorecovery'; printf '%s\t%s\n' run 'Run auto-recovery in the foreground.' status 'Show the state of auto-recovery.' enable 'Enable auto-recovery for the whole cluster.' disable 'Disable auto-recovery for the whole cluster.' list 'List the under-replicated ledgers.' workers 'List the ledgers that are being replicated, by worker.' mark 'Mark ledgers as under-replicated.' unmark 'Remove the under-replicated mark from ledgers.' auditor 'Show which bookie is the auditor.' audit 'Start an audit now, or make the periodic checks due.' delay 'Show or set the delay before a bookie counts as lost.'
 case 'cluster'; printf '%s\t%s\n' info 'Show the cluster: layout, bookies, auditor, replication.' health 'Show what is wrong with the cluster, and what to do.' id 'Show the cluster'\''s instance id.' init 'Create a new cluster in the metadata store.' nuke 'Remove all metadata of a cluster, for good.' up 'Start a local cluster of our own bookies.' down 'Stop the local cluster cleanly.' status 'Show the bookies of the local cluster.' healthcheck 'Allow or forbid clients to quarantine failing bookies.'
 case 'cluster healthcheck'; printf '%s\t%s\n' status 'Show whether clients may quarantine failing bookies.' enable 'Allow clients to quarantine failing bookies.' disable 'Forbid every client to quarantine bookies.'
-case 'pipeline'; printf '%s\t%s\n' inventory 'Count bytes and entries in all bookies'\'' entry logs.' integrity 'Check that each bookie has its entries, undamaged.' garbage 'Show live and dead bytes in all bookies'\'' entry logs.' journal-audit 'Show records that only the bookies'\'' journals hold.' report 'Write the results of the jobs as one HTML page.' export 'Export the payloads of ledgers to Parquet.' import 'Create the ledgers of an export.' migrate-scope 'Copy ledgers to another scope, under the same ids.'
+case 'pipeline'; printf '%s\t%s\n' inventory 'Count bytes and entries in all bookies'\'' entry logs.' integrity 'Check that each bookie has its entries, undamaged.' garbage 'Show live and dead bytes in all bookies'\'' entry logs.' journal-audit 'Show records that only the bookies'\'' journals hold.' report 'Write the results of the jobs as one HTML page.' extract 'Write the contents of bookies'\'' files as facts for other jobs.' export 'Export the payloads of ledgers to Parquet.' import 'Create the ledgers of an export.' migrate-scope 'Copy ledgers to another scope, under the same ids.'
 case 'api'; printf '%s\t%s\n' serve 'Serve the REST API of a cluster, in the foreground.' get 'Send GET to an HTTP server, and print the response.' put 'Send PUT to an HTTP server, and print the response.' delete 'Send DELETE to an HTTP server, and print the response.'
 case 'context'; printf '%s\t%s\n' list 'List the contexts of the configuration file.' show 'Show one context with all its settings.' add 'Save the connection options under a name.' use 'Make a context the current one.' delete 'Delete a context from the configuration file.'
     end
@@ -405,32 +406,35 @@ __bkctl 214 -l master -x -d 'Where Spark runs: local[*] (this machine, all cores
 __bkctl 215 -l spark-conf -x -d 'A setting of Spark, as spark.driver.memory=4g; repeatable.'
 __bkctl 216 -l archive -x -d 'Archive to unpack on every executor, as venv.tar.gz#environment; repeatable.'
 __bkctl 217 -l ship -d 'Send this package to the executors (default: unless Spark runs on this machine alone).'
-__bkctl 218 -l by -x -a 'bookie entrylog scope ledger application' -d 'A row for each bookie, entrylog, scope, ledger or application. [default: bookie]'
-__bkctl 219 -l save -x -d 'Also save the rows: NAME.parquet, NAME.csv or NAME.json; NAME.html: a page with plots. Repeatable.'
-__bkctl 220 -l no-indexes -d 'Read entry logs and journals only: for copies without indexes.'
-__bkctl 221 -l by -x -a 'entrylog bookie ledger' -d 'A row for each entrylog, bookie, or orphaned ledger. [default: entrylog]'
-__bkctl 222 -l by -x -a 'journal entry' -d 'A row for each journal, or each entry that no entry log holds. [default: journal]'
-__bkctl 223 -l overwrite -d 'Replace an existing export.'
-__bkctl 224 -l flat -d 'Do not create a directory for each scope (default with more than 1,000 scopes).'
-__bkctl 225 -l save -x -d 'Also save the rows: NAME.parquet, NAME.csv or NAME.json; repeatable.'
-__bkctl 226 -l to-scope -x -d 'Create the ledgers in this scope, under their ledger ids (default: the scope of each).'
-__bkctl 227 -l ensemble-size -x -d 'Bookies that a fragment is spread over (default: as the source'\''s).'
-__bkctl 228 -l write-quorum -x -d 'Bookies that get each entry (default: as the source'\''s).'
-__bkctl 229 -l ack-quorum -x -d 'Bookies that must have an entry before it counts (default: as the source'\''s).'
-__bkctl 230 -l password-file -r -F -d 'File with the password of the new ledgers (else BKCTL_LEDGER_PASSWORD, else empty).'
-__bkctl 231 -l to-scope -x -d 'The scope to copy into; the ledger ids stay.'
-__bkctl 232 -l host -x -d 'The address to listen on. [default: 127.0.0.1]'
-__bkctl 233 -l port -x -d 'The port to listen on; 0: any. [default: 8080]'
-__bkctl 234 -l token-file -r -F -d 'Clients must send this token (else BKCTL_API_TOKEN).'
-__bkctl 235 -l bookie-token-file -r -F -d 'The token of the bookies'\'' servers (else none).'
-__bkctl 236 -l read-only-token-file -r -F -d 'Clients that send this token may read, without secrets.'
-__bkctl 237 -l server-cert -r -F -d 'Serve https with this PEM certificate.'
-__bkctl 238 -l server-key -r -F -d 'Private key of --server-cert, if not in the same file.'
-__bkctl 239 -l client-ca -r -F -d 'Accept clients whose certificate these authorities (PEM) signed.'
-__bkctl 240 -l max-size -x -d 'Refuse a larger response (exit code 7). [default: 64MiB]'
-__bkctl 241 -l body -x -d 'The JSON to send, or @FILE (@-: stdin).'
-__bkctl 242 -l replace -d 'Replace the context of this name.'
-__bkctl 243 -l use -d 'Make the new context the current one.'
+__bkctl 218 -l facts -x -d 'Read facts that '\''pipeline extract'\'' wrote, instead of bookies'\'' files.'
+__bkctl 219 -l by -x -a 'bookie entrylog scope ledger application' -d 'A row for each bookie, entrylog, scope, ledger or application. [default: bookie]'
+__bkctl 220 -l save -x -d 'Also save the rows: NAME.parquet, NAME.csv or NAME.json; NAME.html: a page with plots. Repeatable.'
+__bkctl 221 -l no-indexes -d 'Read entry logs and journals only: for copies without indexes.'
+__bkctl 222 -l by -x -a 'entrylog bookie ledger' -d 'A row for each entrylog, bookie, or orphaned ledger. [default: entrylog]'
+__bkctl 223 -l by -x -a 'journal entry' -d 'A row for each journal, or each entry that no entry log holds. [default: journal]'
+__bkctl 224 -l full -d 'Read logs again that were extracted before.'
+__bkctl 225 -l keep -x -d 'Keep superseded files this long, for jobs that read them. [default: 1h]'
+__bkctl 226 -l overwrite -d 'Replace an existing export.'
+__bkctl 227 -l flat -d 'Do not create a directory for each scope (default with more than 1,000 scopes).'
+__bkctl 228 -l save -x -d 'Also save the rows: NAME.parquet, NAME.csv or NAME.json; repeatable.'
+__bkctl 229 -l to-scope -x -d 'Create the ledgers in this scope, under their ledger ids (default: the scope of each).'
+__bkctl 230 -l ensemble-size -x -d 'Bookies that a fragment is spread over (default: as the source'\''s).'
+__bkctl 231 -l write-quorum -x -d 'Bookies that get each entry (default: as the source'\''s).'
+__bkctl 232 -l ack-quorum -x -d 'Bookies that must have an entry before it counts (default: as the source'\''s).'
+__bkctl 233 -l password-file -r -F -d 'File with the password of the new ledgers (else BKCTL_LEDGER_PASSWORD, else empty).'
+__bkctl 234 -l to-scope -x -d 'The scope to copy into; the ledger ids stay.'
+__bkctl 235 -l host -x -d 'The address to listen on. [default: 127.0.0.1]'
+__bkctl 236 -l port -x -d 'The port to listen on; 0: any. [default: 8080]'
+__bkctl 237 -l token-file -r -F -d 'Clients must send this token (else BKCTL_API_TOKEN).'
+__bkctl 238 -l bookie-token-file -r -F -d 'The token of the bookies'\'' servers (else none).'
+__bkctl 239 -l read-only-token-file -r -F -d 'Clients that send this token may read, without secrets.'
+__bkctl 240 -l server-cert -r -F -d 'Serve https with this PEM certificate.'
+__bkctl 241 -l server-key -r -F -d 'Private key of --server-cert, if not in the same file.'
+__bkctl 242 -l client-ca -r -F -d 'Accept clients whose certificate these authorities (PEM) signed.'
+__bkctl 243 -l max-size -x -d 'Refuse a larger response (exit code 7). [default: 64MiB]'
+__bkctl 244 -l body -x -d 'The JSON to send, or @FILE (@-: stdin).'
+__bkctl 245 -l replace -d 'Replace the context of this name.'
+__bkctl 246 -l use -d 'Make the new context the current one.'
 __bkctl files -F
 __bkctl ledger -f -a '(__bkctl_dynamic ledger)'
 __bkctl words-on-off -f -a 'on off'
