@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from bkctl.errors import BkctlError, LedgerNotFound
+from bkctl.errors import BkctlError, Corrupt, LedgerNotFound, Unsupported, UsageError
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.ids import LedgerId
 
@@ -23,8 +23,8 @@ class LedgerDigests:
 
     def __init__(self, cluster: Cluster | None) -> None:
         self._cluster = cluster
-        #: None: the ledger does not exist.
-        self._known: dict[str, DigestManager | None] = {}
+        #: None: the ledger has nothing to check, or no longer exists. An error: its metadata cannot be used.
+        self._known: dict[str, DigestManager | BkctlError | None] = {}
 
     def of_record(self, ledger: str, entry_id: int, body: bytes) -> tuple[str | None, bool]:
         """Return the digest type that a record matches (None: none, or unknown), and whether its bytes are evidence.
@@ -38,8 +38,8 @@ class LedgerDigests:
                 self._known.clear()
             self._known[ledger] = self._digest_of(self._cluster, LedgerId.from_value(int(ledger, 16)))
         manager = self._known[ledger]
-        if manager is None or manager.digest_type is DigestType.DUMMY:
-            return None, False
+        if not isinstance(manager, DigestManager):
+            return None, manager is not None
         try:
             manager.open(body, entry_id)
         except BkctlError:
@@ -86,9 +86,13 @@ class LedgerDigests:
             [*evidence.columns, pa.array(bodies, pa.binary())], names=[*evidence.schema.names, "record"]
         )
 
-    def _digest_of(self, cluster: Cluster, ledger: LedgerId) -> DigestManager | None:
+    def _digest_of(self, cluster: Cluster, ledger: LedgerId) -> DigestManager | BkctlError | None:
         try:
             metadata = cluster.ledgers.read(ledger).metadata
+            if metadata.digest_type in (None, DigestType.DUMMY):
+                return None
+            return DigestManager(ledger, metadata.digest_type, metadata.password or b"")
         except LedgerNotFound:
             return None
-        return DigestManager(ledger, metadata.digest_type or DigestType.DUMMY, metadata.password or b"")
+        except (Corrupt, Unsupported, UsageError) as error:
+            return error

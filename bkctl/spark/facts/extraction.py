@@ -7,6 +7,7 @@ and later extracts reuse it. Damage that arises in a log afterwards is therefore
 
 from __future__ import annotations
 
+import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -87,7 +88,11 @@ class _Extract:
         self._directory = directory_name(bookie.bookie_id)
         self._started_at = now()
         self._number = max(store.numbers(self._directory), default=0) + 1
+        self._run_id = uuid.uuid4().hex[:8]
         self._parts: list[tuple[str, str]] = []
+        #: Parts of the list written here, and parts that it no longer has.
+        self._listed: set[str] = set()
+        self._dropped: set[str] = set()
         #: Logs that were read here, and are not read again if the list of logs is made again.
         self._read: set[str] = set()
 
@@ -268,7 +273,8 @@ class _Extract:
             writer.add_rows(rows)
 
     def _new_part(self, table: str, suffix: str = "") -> Any:
-        name = f"{self._number:09d}{suffix and f'-{suffix}'}.parquet"
+        # Two extracts of one bookie at once must not write the same file.
+        name = f"{self._number:09d}-{self._run_id}{suffix and f'-{suffix}'}.parquet"
         part = f"{table}/{self._directory}/{name}"
         self._parts.append((table, part))
         return self._store.new_part(table, part)
@@ -285,8 +291,12 @@ class _Extract:
         ]  # fmt: skip
         for row in self._last_list().rows if self._number > 1 else ():
             superseded_at = row["supersededAt"] or self._started_at
-            if row["part"] not in current and self._started_at - superseded_at <= self._keep:
+            if row["part"] in current:
+                continue
+            if self._started_at - superseded_at <= self._keep:
                 rows.append({**row, "supersededAt": superseded_at})
+            else:
+                self._dropped.add(row["part"])
         with self._store.new_part("parts", list_path(self._directory, self._number)) as writer:
             writer.add_rows(rows)
         self._listed = {str(row["part"]) for row in rows}
@@ -299,14 +309,13 @@ class _Extract:
         for number in self._store.numbers(self._directory):
             if number < self._number:
                 self._store.delete(list_path(self._directory, number))
-        named = {part.removeprefix("records/").removesuffix(".parquet") for part in self._listed}
         for table in [*(name for name in TABLES if name != "parts"), "_pieces"]:
             for file in self._store.files(f"{table}/{self._directory}"):
-                is_piece = table == "_pieces"
-                key = file.path.removeprefix("_pieces/").rpartition("/")[0] if is_piece else file.path
-                if key in (named if is_piece else self._listed):
-                    continue
-                if file.mtime is None or self._started_at - file.mtime > _LEFTOVER_AGE:
+                part = file.path
+                if table == "_pieces":
+                    part = f"records/{part.removeprefix('_pieces/').rpartition('/')[0]}.parquet"
+                is_old = file.mtime is not None and self._started_at - file.mtime > _LEFTOVER_AGE
+                if part in self._dropped or (is_old and part not in self._listed):
                     self._store.delete(file.path)
 
 

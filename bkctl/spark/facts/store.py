@@ -21,6 +21,7 @@ from string import ascii_letters, digits
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from bkctl.errors import BkctlError, NotFound, UsageError
+from bkctl.redaction import without_user_info
 from bkctl.spark.facts.tables import ROW_GROUP_ROWS, VERSION, arrow_schema, conform
 
 if TYPE_CHECKING:
@@ -70,10 +71,13 @@ class FactsStore:
     """
 
     def __init__(self, uri: str) -> None:
-        self.uri = uri
+        #: As messages may show it: `s3://` may have keys in it.
+        self.uri = without_user_info(uri, "***")
         self._arrow, root = _file_system(uri)
         self._root = f"{root.rstrip('/')}/v{VERSION}"
-        self._base = uri.partition("?")[0].rstrip("/") if "://" in uri else f"file://{Path(uri).absolute()}"
+        self._base = f"file://{Path(uri).absolute()}"
+        if "://" in uri:
+            self._base = without_user_info(uri.partition("?")[0], "").replace("://@", "://").rstrip("/")
 
     def spark_path(self, path: str) -> str:
         """Return the URI of a file for Spark, which knows `s3://` as Hadoop's `s3a://`."""
@@ -256,12 +260,13 @@ def _file_system(uri: str) -> tuple[Any, str]:
         ) from error
     if "://" not in uri:
         return fs.LocalFileSystem(), str(Path(uri).absolute())
+    shown = without_user_info(uri, "***")
     try:
         files, root = fs.FileSystem.from_uri(uri)
     except (pa.ArrowException, ImportError, ValueError) as error:
         raise UsageError(
-            f"{uri} cannot be used for facts: {error}", hint="give a path, or a URI: file://, s3://, hdfs://, gs://"
+            f"{shown} cannot be used for facts: {error}", hint="give a path, or a URI: file://, s3://, hdfs://, gs://"
         ) from error
     except OSError as error:
-        raise BkctlError(f"Cannot reach {uri}: {error}") from error
+        raise BkctlError(f"Cannot reach {shown}: {error}") from error
     return files, root

@@ -138,8 +138,6 @@ def test_superseded_parts_are_kept_for_a_while(place: Path, tmp_path: Path) -> N
     leftover = Path(store.uri, "v1", "index", directory_name(second.bookie_id), "_0.tmp")
     leftover.write_bytes(b"")
     os.utime(leftover, (0, 0))
-    for part in superseded:
-        os.utime(Path(store.uri, "v1", part), (0, 0))
     extracted(place, store, keep_s=0)
     assert not any(store.exists(part) for part in superseded)
     assert not leftover.exists()
@@ -199,3 +197,10 @@ def test_directory_names_tell_bookies_apart() -> None:
     names = [directory_name(each) for each in ids]
     assert len(set(names)) == len(ids)
     assert all(name.startswith("bookie-") and "/" not in name and ":" not in name for name in names)
+
+
+def test_uris_are_shown_and_given_to_spark_without_keys() -> None:
+    store = FactsStore("s3://key:secret@bucket/facts?region=eu-central-1")
+    assert store.uri == "s3://***@bucket/facts?region=eu-central-1"
+    assert store.spark_path("parts/a.parquet") == "s3a://bucket/facts/v1/parts/a.parquet"
+    assert FactsStore("relative").spark_path("parts") == f"file://{Path('relative').absolute()}/v1/parts"
