@@ -213,6 +213,10 @@ class Database:
         names = (path.name for path in directory.iterdir() if path.name.endswith(".sst"))
         return [self.path / name for name in sorted(names) if name not in live]
 
+    def tables(self) -> list[tuple[bytes, int]]:
+        """Return the first key and the number of items of each table, in order of the keys; reads no table."""
+        return sorted((bytes(table["start_key"]), table["num_entries"]) for table in self._database.live_files())
+
     def _iterator(self, end: bytes | None) -> Any:
         from rocksdict import ReadOptions
 

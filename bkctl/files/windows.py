@@ -66,7 +66,11 @@ class FileReader:
 
     def size(self) -> int:
         """Return the present size of the file in bytes."""
-        return os.fstat(self._fd).st_size
+        return self.stat().st_size
+
+    def stat(self) -> os.stat_result:
+        """Return the present status of the file."""
+        return os.fstat(self._fd)
 
     def read(self, at: int, size: int) -> bytes:
         """Return the `size` bytes from offset `at`; fewer at the end of the file, which bounds the allocation."""

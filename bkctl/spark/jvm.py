@@ -18,6 +18,7 @@ from typing import IO, TYPE_CHECKING, Any, Final
 
 from bkctl.errors import BkctlError, Unreachable, is_interrupt
 from bkctl.spark.failures import java_causes
+from bkctl.spark.internals import forget_context, gateway_to, silence_accumulators, spark_home
 
 if TYPE_CHECKING:
     import logging
@@ -55,7 +56,7 @@ class JvmProcess:
             if self._process.poll() is not None:
                 raise BkctlError("The JVM ended before it could be used")
             time.sleep(_START_POLL_S)
-        return _gateway(connection)
+        return gateway_to(connection)
 
     def has_ended(self) -> bool:
         """Return whether the JVM ended by itself; waits up to 2 seconds for that."""
@@ -98,10 +99,7 @@ class JvmProcess:
         return BkctlError(f"Spark failed on {master}: {cause}", hint="--verbose shows its log")
 
     def _start(self, connection: Path) -> subprocess.Popen[bytes]:
-        from pyspark.find_spark_home import _find_spark_home
-
-        home: Any = _find_spark_home()
-        command = [str(Path(home, "bin", "spark-submit"))]
+        command = [str(spark_home() / "bin" / "spark-submit")]
         for name, value in self._settings.items():
             command += ["--conf", f"{name}={value}"]
         command += shlex.split(os.environ.get("PYSPARK_SUBMIT_ARGS", "pyspark-shell"))
@@ -199,9 +197,7 @@ class SparkRuntime:
         # Python's own handler: Spark's would talk to a JVM that the interrupted call still waits for.
         with _sigint_restored():
             context: Any = SparkContext(conf=conf, gateway=self._gateway)
-        # This thread of PySpark would print a traceback when the JVM ends.
-        self._accumulators = context._accumulatorServer
-        self._accumulators.handle_error = lambda *request: None
+        self._accumulators = silence_accumulators(context)
         context.setLogLevel("WARN" if self._verbose else "ERROR")
         self.session = SparkSession(context)
 
@@ -213,9 +209,6 @@ class SparkRuntime:
             self._jvm.close()
 
     def _disconnect(self) -> None:
-        from pyspark import SparkContext
-        from pyspark.sql import SparkSession
-
         accumulators, self._accumulators = self._accumulators, None
         if accumulators is not None and not accumulators.server_shutdown:
             accumulators.shutdown()
@@ -223,28 +216,7 @@ class SparkRuntime:
         if gateway is not None:
             with suppress(Exception):
                 gateway.shutdown()
-            SparkContext._gateway = SparkContext._jvm = None
-            SparkContext._active_spark_context = None
-            SparkSession._instantiatedSession = SparkSession._activeSession = None
-
-
-def _gateway(connection: Path) -> Any:
-    """Return py4j's gateway to the JVM that wrote its port and secret to the file `connection`."""
-    from pyspark import java_gateway
-    from pyspark.serializers import UTF8Deserializer, read_int
-
-    read_port: Any = read_int
-    read_secret: Any = UTF8Deserializer
-    launch: Any = java_gateway.launch_gateway
-    with open(connection, "rb") as file:
-        port, secret = read_port(file), read_secret().loads(file)
-    address = {"PYSPARK_GATEWAY_PORT": str(port), "PYSPARK_GATEWAY_SECRET": secret}
-    os.environ.update(address)
-    try:
-        return launch()
-    finally:
-        for name in address:
-            del os.environ[name]
+            forget_context()
 
 
 def _silence_loggers() -> None:

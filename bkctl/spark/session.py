@@ -35,7 +35,11 @@ _SECRET: Final = "spark.authenticate.secret"
 _LOCAL_SETTINGS: Final = {
     "spark.driver.bindAddress": "127.0.0.1",
     "spark.driver.host": "127.0.0.1",
+    # Shuffles begin with many small parts; Spark joins them by the bytes that they turn out to have.
     "spark.sql.shuffle.partitions": "16",
+    "spark.sql.adaptive.coalescePartitions.initialPartitionNum": "64",
+    "spark.sql.adaptive.coalescePartitions.parallelismFirst": "false",
+    "spark.sql.adaptive.advisoryPartitionSizeInBytes": "8m",
 }
 
 

@@ -24,7 +24,7 @@ from .common import (
 )
 from .page import Bar, Section, Tables, bars, table, top_rows
 from .results import raise_problems, sums_of, write_pages  # _problems, write_pages
-from .saves import SaveOption, check_saves, frame_rows
+from .saves import SaveOption, check_remote_saves, check_saves, frame_rows
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -102,6 +102,7 @@ def garbage(
     limits = thresholds_of(run, thresholds)
     check_cluster(run)
     with spark_job(run, spark, "garbage") as session:
+        check_remote_saves(session, saves)
         found = GarbageResult(session, bookies, connection, limits)
         frame_rows(run, found.rows(by), GARBAGE_COLUMNS[by], saves)
         run.note(f"bkctl: {found.summary()}")

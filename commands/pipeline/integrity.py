@@ -23,7 +23,7 @@ from .common import (
 )
 from .page import Bar, Section, bars, table
 from .results import Sums, write_pages
-from .saves import SaveOption, check_saves, frame_rows
+from .saves import SaveOption, check_remote_saves, check_saves, frame_rows
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -73,6 +73,7 @@ def integrity(
     bookies = read_bookies(run, places)
     check_cluster(run)
     with spark_job(run, spark, "integrity") as session:
+        check_remote_saves(session, saves)
         found = IntegrityResult(session, bookies, ledgers, connection, indexes=not no_indexes)
         sums = Sums()
         frame_rows(run, found.result.findings, INTEGRITY_COLUMNS, saves, sums.add)
@@ -87,12 +88,12 @@ class IntegrityResult:
 
     def __init__(
         self, session: SparkSession, bookies: Bookies, ledgers: ScanFilter, connection: dict[str, str],
-        *, indexes: bool = True,
+        *, indexes: bool = True, held: DataFrame | None = None,
     ) -> None:  # fmt: skip
         from bkctl.spark.jobs.integrity import integrity
 
         self.result = integrity(
-            session, bookies, connection, ledger=ledgers.ledger, scope_id=ledgers.scope_id, indexes=indexes
+            session, bookies, connection, ledger=ledgers.ledger, scope_id=ledgers.scope_id, indexes=indexes, held=held
         )
         self._notes: list[str] | None = None
 

@@ -24,7 +24,7 @@ from .common import (
 )
 from .page import Bar, Section, Tables, bars, table, top_rows
 from .results import Sums, raise_problems, write_pages
-from .saves import SaveOption, check_saves, frame_rows
+from .saves import SaveOption, check_remote_saves, check_saves, frame_rows
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -97,6 +97,7 @@ def inventory(
     if connection is not None:
         check_cluster(run)
     with spark_job(run, spark, "inventory") as session:
+        check_remote_saves(session, saves)
         found = InventoryResult(session, bookies, ledgers, connection)
         sums = Sums()
         frame_rows(run, found.totals(by), INVENTORY_COLUMNS[by], saves, sums.add)
@@ -110,12 +111,17 @@ class InventoryResult:
 
     def __init__(
         self, session: SparkSession, bookies: Bookies, ledgers: ScanFilter,
-        connection: dict[str, str] | None,
+        connection: dict[str, str] | None, *, held: DataFrame | None = None,
     ) -> None:  # fmt: skip
+        from bkctl.spark.jobs.held_entries import shares_of
         from bkctl.spark.jobs.inventory import damages, shares
 
         self._session, self._bookies, self._connection = session, bookies, connection
-        self._shares = shares(session, bookies, ledger=ledgers.ledger, scope_id=ledgers.scope_id).persist()
+        if held is None:
+            found = shares(session, bookies, ledger=ledgers.ledger, scope_id=ledgers.scope_id)
+        else:
+            found = shares_of(held)
+        self._shares = found.persist()
         self.damages = damages(self._shares).collect()
 
     def totals(self, by: InventoryBy) -> DataFrame:

@@ -24,7 +24,7 @@ from .common import (
 )
 from .page import Bar, Section, Tables, bars, table, top_rows
 from .results import sums_of, write_pages
-from .saves import SaveOption, check_saves, frame_rows
+from .saves import SaveOption, check_remote_saves, check_saves, frame_rows
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -54,6 +54,7 @@ AUDIT_COLUMNS = {
         Column(None, "replayEntryCount", "replayEntryCount", Kind.INTEGER),
         Column("REPLAY SIZE", "replaySize", "replaySize", Kind.SIZE),
         Column("UNLOGGED", "unloggedCount", "unloggedCount", Kind.INTEGER),
+        Column("UNKNOWN", "unknownCount", "unknownCount", Kind.INTEGER),
         Column("BEHIND", "recordsBehind", "recordsBehind", Kind.INTEGER),
         Column(None, "entriesBehind", "entriesBehind", Kind.INTEGER),
         Column(None, "sizeBehind", "sizeBehind", Kind.INTEGER),
@@ -69,6 +70,7 @@ AUDIT_COLUMNS = {
         LEDGER,
         Column("ENTRY", "entryId", "entryId", Kind.INTEGER),
         BOOKIE,
+        Column("LOGGED", "logged", "logged", style={"no": RED, "unknown": YELLOW}),
         Column("REPLAYED", "replayed", "replayed", Kind.BOOLEAN),
         Column("LEDGER STATE", "state", "state", style={"alive": GREEN, "dead": RED, "unknown": YELLOW}),
         Column("JOURNAL", "journalId", "journalId", Kind.INTEGER),
@@ -94,7 +96,8 @@ def journal_audit(
     """Show records that only the bookies' journals hold.
 
     REPLAYED: records that a crash now would replay. UNLOGGED: entries that no entry log of the bookie holds; if they
-    are before the byte where a replay begins, they are lost to the bookie. BEHIND: records behind a torn or damaged
+    are before the byte where a replay begins, they are lost to the bookie. UNKNOWN: entries that may be in an entry log
+    behind damage, where no index finds them. BEHIND: records behind a torn or damaged
     end. Exit code 7: a journal is damaged. 3: records are behind a torn end, or (if the cluster is named) an unlogged
     entry that is not replayed belongs to a live ledger.
     """
@@ -105,6 +108,7 @@ def journal_audit(
     if connection is not None:
         check_cluster(run)
     with spark_job(run, spark, "journal audit") as session:
+        check_remote_saves(session, saves)
         found = JournalAuditResult(session, bookies, ledgers, connection)
         frame_rows(run, found.rows(by), AUDIT_COLUMNS[by], saves)
         run.note(f"bkctl: {found.summary()}")
@@ -122,11 +126,11 @@ class JournalAuditResult:
 
     def __init__(
         self, session: SparkSession, bookies: Bookies, ledgers: ScanFilter,
-        connection: dict[str, str] | None,
+        connection: dict[str, str] | None, *, held: DataFrame | None = None,
     ) -> None:  # fmt: skip
         from bkctl.spark.jobs.journal_audit import audit
 
-        self._found = audit(session, bookies, connection, ledger=ledgers.ledger, scope_id=ledgers.scope_id)
+        self._found = audit(session, bookies, connection, ledger=ledgers.ledger, scope_id=ledgers.scope_id, held=held)
 
     def rows(self, by: AuditBy) -> DataFrame:
         """Return the rows of `--by`."""
@@ -138,7 +142,8 @@ class JournalAuditResult:
         return (
             f"A crash now would replay {sums.of('replayRecordCount'):,} records "
             f"({size_text(sums.of('replaySize'))}) of {sums.count:,} journals; {sums.of('unloggedCount'):,} entries "
-            f"are in no entry log; {sums.of('recordsBehind'):,} records lie behind an end"
+            f"are in no entry log, {sums.of('unknownCount'):,} may be behind damage in a log; "
+            f"{sums.of('recordsBehind'):,} records lie behind an end"
         )
 
     def damaged(self) -> list[str]:
@@ -149,7 +154,7 @@ class JournalAuditResult:
     def finding_count(self) -> int:
         """Return the number of findings: journals with a problem or records behind their end, and lost live entries."""
         journals = self._found.journals.filter("problem IS NOT NULL OR recordsBehind > 0").count()
-        return journals + self._found.unlogged.filter("NOT replayed AND state = 'alive'").count()
+        return journals + self._found.unlogged.filter("NOT replayed AND state = 'alive' AND logged = 'no'").count()
 
     def sections(self) -> list[Section]:
         """Return the sections of the page."""

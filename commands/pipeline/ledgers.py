@@ -19,7 +19,7 @@ from ..kit.options import Composite, DryRun, parameter
 from ..kit.texts import GREEN, RED, YELLOW
 from .columns import ledger_of
 from .common import SparkOptions, check_cluster, connection_options, spark_job
-from .saves import check_saves, frame_rows
+from .saves import check_remote_saves, check_saves, frame_rows
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -140,6 +140,7 @@ def export(
     if not overwrite and "://" not in path and Path(path).exists():
         raise AlreadyExists(f"{path} exists", hint="choose another directory, or add --overwrite")
     with spark_job(run, spark, "export") as session:
+        check_remote_saves(session, saves)
         from bkctl.spark.jobs.archive import export_ledgers
 
         rows = export_ledgers(session, _place(path), options, overwrite=overwrite, by_scope=not flat)
@@ -182,6 +183,7 @@ def import_(
     if "://" not in path and not Path(path, "counts", "_SUCCESS").exists():
         raise NotFound(f"{path} is not a complete export", hint="create one with 'bkctl pipeline export'")
     with spark_job(run, spark, "import") as session:
+        check_remote_saves(session, saves)
         from bkctl.spark.jobs.archive import import_ledgers
 
         rows = import_ledgers(session, _place(path), options, to_scope_id=to_scope_id, dry_run=dry_run)
@@ -213,6 +215,7 @@ def migrate_scope(
     options = {**connection_options(run), **sizes}
     check_cluster(run)
     with spark_job(run, spark, "migrate-scope") as session:
+        check_remote_saves(session, saves)
         from bkctl.spark.jobs import migration
 
         rows = migration.migrate_scope(

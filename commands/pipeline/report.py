@@ -69,10 +69,14 @@ def report(
     everything = ScanFilter(None, None)
     check_cluster(run)
     with spark_job(run, spark, "report") as session:
-        counted = InventoryResult(session, bookies, everything, connection)
-        checked = IntegrityResult(session, bookies, everything, connection)
+        from bkctl.spark.jobs.held_entries import held_entries
+
+        # The files are read once, and after the metadata, which integrity reads first.
+        held = held_entries(session, bookies, None, None).persist()
+        checked = IntegrityResult(session, bookies, everything, connection, held=held)
+        counted = InventoryResult(session, bookies, everything, connection, held=held)
         wasted = GarbageResult(session, bookies, connection, limits)
-        audited = JournalAuditResult(session, bookies, everything, connection)
+        audited = JournalAuditResult(session, bookies, everything, connection, held=held)
         sums = sums_of(counted.totals(InventoryBy.BOOKIE).collect())
         sections = [*counted.sections(), *checked.sections(), *wasted.sections(), *audited.sections()]
         parts = [

@@ -16,7 +16,7 @@ from ..kit.command import Run
 from ..kit.lines import Lines
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    from pyspark.sql import DataFrame, SparkSession
 
 #: Rows of a result that are written to a Parquet file at once.
 ROW_GROUP_ROWS = 50_000
@@ -35,12 +35,17 @@ SaveOption = Annotated[
 
 
 def check_saves(saves: Iterable[str] | None, forms: Sequence[str] = FORMS) -> list[str]:
-    """Return the paths of --save, checked before any work. Raises UsageError, AlreadyExists, NotFound (directory)."""
+    """Return the paths of --save, checked before any work. Raises UsageError, AlreadyExists, NotFound (directory).
+
+    `check_remote_saves` checks URIs once Spark is up.
+    """
     found = list(dict.fromkeys(saves or ()))
     for path in found:
         if not path.lower().endswith(tuple(forms)):
             raise UsageError(f"--save {path}: not a name that ends in {' or '.join(forms)}")
         if _REMOTE in path:
+            if path.lower().endswith(".html"):
+                raise UsageError(f"--save {path}: a page is written on this machine", hint="give the path of a file")
             continue
         if Path(path).exists():
             raise AlreadyExists(f"{path} exists", hint="remove it, or give another name to --save")
@@ -49,22 +54,37 @@ def check_saves(saves: Iterable[str] | None, forms: Sequence[str] = FORMS) -> li
     return found
 
 
+def check_remote_saves(session: SparkSession, saves: Iterable[str]) -> None:
+    """Raise AlreadyExists for a URI of --save where something exists, before the job."""
+    from bkctl.spark.internals import uri_exists
+
+    for path in saves:
+        if _REMOTE in path and uri_exists(session, path):
+            raise AlreadyExists(f"{path} exists", hint="remove it, or give another name to --save")
+
+
 def frame_rows(
     run: Run, frame: DataFrame, columns: Columns, saves: Iterable[str], seen: Callable[[Any], None] = lambda row: None
 ) -> None:
     """Print the rows of `frame`, save them to `saves` (except HTML pages), and call `seen` with each row.
 
-    A file gets its name once it is complete. Spark itself writes a URI (`s3a://…`), as a directory.
+    All have the same columns, and the plan of `frame` runs once. A file gets its name once it is complete. Spark itself
+    writes a URI (`s3a://…`), as a directory.
     """
     from bkctl.spark.failures import plain_errors
 
+    saves = list(saves)
+    frame = frame.select(*columns.names())
     with ExitStack() as stack:
+        if any(_REMOTE in path for path in saves):
+            stack.callback(frame.persist().unpersist)
         files: list[_RowFile] = []
         for path in saves:
             if path.lower().endswith(".html"):
                 continue
             if _REMOTE in path:
-                frame.write.format(path.rpartition(".")[2].lower()).option("header", "true").save(path)
+                with plain_errors():
+                    frame.write.format(path.rpartition(".")[2].lower()).option("header", "true").save(path)
                 continue
             files.append(stack.enter_context(_new_row_file(Path(path), frame, columns)))
 
@@ -103,9 +123,10 @@ class _RowFile:
         self._writer: Any = None
         if self._form == ".parquet":
             import pyarrow.parquet
-            from pyspark.sql.pandas.types import to_arrow_schema
 
-            self._schema = to_arrow_schema(frame.schema)
+            from bkctl.spark.internals import arrow_schema_of
+
+            self._schema = arrow_schema_of(frame.schema)
             self._writer = pyarrow.parquet.ParquetWriter(self._file, self._schema)
         elif self._form == ".csv":
             self._lines = Lines(columns, Output.CSV)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 
 import pytest
 from support.command_line import CommandLine
-from support.source_rows import rows_of
+from support.source_rows import cuts, rows_of
 
 from bkctl.checks.log_check import check_entry_log
 from bkctl.config import BookieConfig
@@ -178,7 +178,7 @@ def by_command(path: Path, *options: str) -> Seen:
 
 
 def by_spark(path: Path) -> Seen:
-    rows = rows_of(EntryLogSource, path=path, mode="permissive", maxPartitionBytes=400_000)
+    rows = rows_of(EntryLogSource, path=path, mode="permissive", borders=cuts(400_000, path))
     damages = [row["damage"] for row in rows if row.get("damage")]
     offsets = [row["offset"] for row in rows if not row.get("damage")]
     assert len(damages) <= 1

@@ -5,10 +5,12 @@ A test module that imports this before anything of `bkctl.spark` is skipped wher
 
 from __future__ import annotations
 
+import json
 import pickle
 import re
 from collections.abc import Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from support import servers
@@ -49,6 +51,18 @@ def struct_of(ddl: str) -> StructType:
                 of_fields.add(*(each if at == 0 else _TYPES[each] for at, each in enumerate(field.split(":"))))
             found.add(name, of_fields)
     return found
+
+
+def cuts(size_bytes: int, *paths: Path) -> str:
+    """The option `borders` that cuts logs or journals into parts of this size."""
+    from bkctl.spark.jobs.borders import find_borders
+
+    return json.dumps(
+        {
+            str(path): [row["offset"] for row in find_borders(size_bytes, (str(path), path.suffix == ".txn"))]
+            for path in paths
+        }
+    )
 
 
 class Planned:

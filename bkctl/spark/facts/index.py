@@ -46,8 +46,8 @@ class _WholeDatabase:
 
     directory: str
     scoped: bool
-    first: LedgerId | None = None
-    end: LedgerId | None = None
+    first: bytes | None = None
+    end: bytes | None = None
 
     def path(self, name: str) -> Path:
         return Path(self.directory) / (f"scoped-{name}" if self.scoped else name)
@@ -96,7 +96,7 @@ class IndexExtract:
                 except (NotFound, UsageError):
                     raise
                 except BkctlError as error:
-                    self._damages.append((str(file.path), None, str(error)))
+                    self._damages.append((str(file.path), *where_and_why(error)))
         for database in directories.rocksdbs():
             if database.path.name not in ("ledgers", "scoped-ledgers"):
                 continue
@@ -108,7 +108,7 @@ class IndexExtract:
             except OSError as error:
                 self._damages.append((str(path), None, f"{path} cannot be read: {error.strerror or error}"))
             except BkctlError as error:
-                self._damages.append((str(part.path("ledgers")), None, str(error)))
+                self._damages.append((str(path), *where_and_why(error)))
 
     def _add(
         self, entries: IndexedEntries, path: str, scoped: bool, writer: PartWriter, evidence: PartWriter

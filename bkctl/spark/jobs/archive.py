@@ -35,7 +35,7 @@ from bkctl.spark.jobs.copying import (
     Shape,
     result_batch,
 )
-from bkctl.spark.jobs.frames import QUALIFIED_NAME
+from bkctl.spark.jobs.frames import QUALIFIED_NAME, frame_of
 from bkctl.spark.sources import ledgers as ledger_source
 from bkctl.spark.sources import metadata as metadata_source
 from bkctl.spark.sources.columns import ddl
@@ -81,7 +81,7 @@ def export_ledgers(
     metadata = spark.read.format(metadata_source.NAME).options(**options, columns=",".join(METADATA_COLUMNS)).load()
     if overwrite:
         # From here on the export in this directory is incomplete.
-        spark.createDataFrame([], "entryCount bigint").write.mode(mode).parquet(f"{path}/counts")
+        frame_of(spark, [], "entryCount bigint").write.mode(mode).parquet(f"{path}/counts")
     metadata.write.mode(mode).parquet(f"{path}/ledgers")
     # The files do not change while the entries are read; the metadata store may.
     ledgers = spark.read.schema(ddl(METADATA_COLUMNS)).parquet(f"{path}/ledgers")
@@ -185,7 +185,7 @@ def import_ledgers(
         raise NotFound(f"{path} is not a complete export", hint="export again")
     ledgers = known.join(counts.select(QUALIFIED_NAME, "entryCount", "size"), QUALIFIED_NAME)
     if dry_run:
-        return spark.createDataFrame(_planned(ledgers, to_scope_id), RESULT_SCHEMA)
+        return frame_of(spark, _planned(ledgers, to_scope_id), RESULT_SCHEMA)
     heads = ledgers.select(
         QUALIFIED_NAME,
         F.lit(_HEAD).cast("bigint").alias("entryId"),
@@ -196,7 +196,7 @@ def import_ledgers(
     rows = rows.repartition(count, QUALIFIED_NAME).sortWithinPartitions(QUALIFIED_NAME, "entryId")
     made = rows.mapInArrow(partial(_import_rows, checked, to_scope_id), RESULT_SCHEMA)
     results = sorted(tuple(row) for row in made.collect())
-    return spark.createDataFrame(results, RESULT_SCHEMA)
+    return frame_of(spark, results, RESULT_SCHEMA)
 
 
 def _planned(ledgers: DataFrame, to_scope_id: int | None) -> list[tuple[Any, ...]]:

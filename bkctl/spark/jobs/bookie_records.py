@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bkctl.errors import BkctlError, NotFound, UsageError
-from bkctl.files.directories import BookieDirectories
+from bkctl.files.directories import BookieDirectories, BookieFile
 from bkctl.files.journals import files_after_marks
 from bkctl.formats.names import SCOPED_DIRECTORY
 from bkctl.formats.record import RecordType
 from bkctl.ids import LedgerId
 from bkctl.spark.facts.frames import Facts
+from bkctl.spark.jobs.borders import borders
 from bkctl.spark.jobs.frames import QUALIFIED_NAME
 from bkctl.spark.sources.columns import DAMAGE
 from bkctl.spark.sources.places import bookie_id_at
@@ -61,26 +63,34 @@ def log_records(
     if isinstance(bookies, Facts):
         return bookies.log_records(spark, columns, ledger, scope_id, **options)
     owners = {directory: bookie.bookie_id for bookie in bookies for directory in bookie.ledger_dirs}
-    directories = [directory for directory in owners if BookieDirectories((), [directory]).entry_logs()]
+    logs = {directory: BookieDirectories((), [directory]).entry_logs() for directory in owners}
+    directories = [directory for directory, files in logs.items() if files]
     if not directories:
         raise NotFound("The bookies given have no entry logs")
     wanted = ",".join(dict.fromkeys(["file", "bookieId", *columns]))
-    chosen = {**ledger_options(ledger, scope_id), **options, "columns": wanted, "mode": "permissive"}
+    cuts = borders(spark, chain.from_iterable(logs.values()))
+    chosen = {**ledger_options(ledger, scope_id), **options, **cuts, "columns": wanted, "mode": "permissive"}
     # Directories instead of files: a running bookie may delete some files.
     records = spark.read.format("bookkeeper.entrylog").options(**chosen).load(directories)
     return with_bookie(records, owners)
 
 
 def index_entries(
-    spark: SparkSession, bookies: Bookies, *, ledger: LedgerId | None = None, scope_id: int | None = None
-) -> DataFrame:
+    spark: SparkSession,
+    bookies: Bookies,
+    *,
+    ledger: LedgerId | None = None,
+    scope_id: int | None = None,
+) -> DataFrame | None:
     """Return file, bookieId, ledger, entryId, logId, offset and `damage` of all entries in indexes.
 
-    A damaged file has one row with `damage` and no ledger.
+    A damaged file has one row with `damage` and no ledger. None without an index directory.
     """
     if isinstance(bookies, Facts):
         return bookies.index_entries(spark, ledger, scope_id)
     owners = {directory: bookie.bookie_id for bookie in bookies for directory in bookie.index_dirs}
+    if not owners:
+        return None
     chosen = {
         **ledger_options(ledger, scope_id),
         "mode": "permissive",
@@ -123,24 +133,32 @@ def journal_entries(
     if isinstance(bookies, Facts):
         return bookies.journal_entries(spark, columns, ledger, scope_id)
     owners: dict[str, str] = {}
+    files: list[BookieFile] = []
     starts: list[tuple[str, int | None]] = []
     for bookie in bookies:
         replayed_from = replay_starts(bookie)
         starts += [(path, replayed_from.get(path)) for path in bookie.journals()]
-        filled = [directory for directory in bookie.journal_dirs if BookieDirectories([directory]).journals()]
-        owners |= dict.fromkeys(filled, bookie.bookie_id)
+        for directory in bookie.journal_dirs:
+            if journals := BookieDirectories([directory]).journals():
+                owners[directory] = bookie.bookie_id
+                files += journals
     if not owners:
         return None
     place = ("file", "bookieId", "journalId", "offset", "recordSize")
     chosen = {
         **ledger_options(ledger, scope_id),
+        **borders(spark, files),
         "columns": ",".join(dict.fromkeys([*place, QUALIFIED_NAME, "entryId", *columns])),
         "mode": "permissive",
         "types": RecordType.ENTRY.value,
     }
     records = spark.read.format("bookkeeper.journal").options(**chosen).load(list(owners))
     entries = with_bookie(records.filter(F.col(DAMAGE).isNull()).drop(DAMAGE), owners)
-    listed = spark.createDataFrame([(*start, True) for start in starts], "file string, start bigint, listed boolean")
     # A journal that the bookie created after the listing is behind every mark.
-    replayed = F.coalesce(F.col("offset") >= F.col("start"), F.col("listed").isNull())
-    return entries.join(F.broadcast(listed), "file", "left").withColumn("replayed", replayed).drop("start", "listed")
+    skipped = [path for path, start in starts if start is None]
+    parts = {path: start for path, start in starts if start}
+    replayed = ~F.col("file").isin(skipped)
+    if parts:
+        start = F.element_at(F.create_map(*(F.lit(word) for part in parts.items() for word in part)), F.col("file"))
+        replayed = F.when(F.col("file").isin([*parts]), F.col("offset") >= start).otherwise(replayed)
+    return entries.withColumn("replayed", replayed)

@@ -14,10 +14,21 @@ QUALIFIED_NAME: Final = "ledgerQualifiedName"
 
 def arrow_schema(schema: str) -> pa.Schema:
     """Return a schema in Spark's DDL as Arrow's. Only the driver can: Spark's parser is in the JVM."""
-    from pyspark.sql.pandas.types import to_arrow_schema
     from pyspark.sql.types import StructType
 
-    return to_arrow_schema(cast("StructType", StructType.fromDDL(schema)))
+    from bkctl.spark.internals import arrow_schema_of
+
+    return arrow_schema_of(cast("StructType", StructType.fromDDL(schema)))
+
+
+def frame_of(spark: SparkSession, rows: Iterable[Sequence[Any]], schema: str) -> DataFrame:
+    """Return rows of this process as a DataFrame; unlike `createDataFrame` of a list, it takes no job of tasks."""
+    import pyarrow as pa
+
+    arrow = arrow_schema(schema)
+    columns = list(zip(*rows, strict=True)) or [()] * len(arrow)
+    arrays = [pa.array(values, field.type) for values, field in zip(columns, arrow, strict=True)]
+    return spark.createDataFrame(pa.Table.from_arrays(arrays, schema=arrow), schema)
 
 
 def rows_in_tasks(spark: SparkSession, items: Sequence[Any], function: Any, schema: str) -> DataFrame:

@@ -23,6 +23,7 @@ from bkctl.spark.facts.frames import Facts
 from bkctl.spark.jobs.bookies import check_clusters
 from bkctl.spark.jobs.frames import QUALIFIED_NAME, arrow_schema, rows_in_tasks, with_ledger_ids
 from bkctl.spark.jobs.ledger_states import ledger_states
+from bkctl.spark.sources.places import unseen
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -70,6 +71,8 @@ def log_rows(log: tuple[str, str]) -> Iterator[dict[str, Any]]:
         with EntryLogReader.open(path) as reader:
             found = log_contents(reader)
     except NotFound:
+        if not path.parent.is_dir():
+            raise unseen(path) from None
         return
     except BkctlError as error:
         yield row | {"reason": str(error)}

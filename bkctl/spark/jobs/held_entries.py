@@ -6,6 +6,7 @@ from functools import reduce
 from typing import TYPE_CHECKING, Final
 
 from bkctl.errors import NotFound
+from bkctl.formats.record import RECORD_SIZE
 from bkctl.ids import LedgerId
 from bkctl.spark.jobs.bookie_records import index_entries, journal_entries, log_records
 from bkctl.spark.jobs.entry_problems import REPLICA, Problem
@@ -17,11 +18,13 @@ if TYPE_CHECKING:
 
     from bkctl.spark.jobs.bookies import Bookies
 
-#: Columns of one record or place of an entry; each row has one of copy, place and journaled, or damage.
+#: Columns of one record or place of an entry; each row has some of them, or damage. Structs begin with the numbers that
+#: order them in time: the greatest is the newest.
 _TRACE: Final = {
-    "copy": "struct<file:string,logId:bigint,offset:bigint,digest:string>",
+    "copy": "struct<logId:bigint,offset:bigint,file:string,digest:string,recordSize:bigint>",
     "place": "struct<logId:bigint,offset:bigint>",
-    "journaled": "struct<file:string,offset:bigint,digest:string>",
+    "journaled": "struct<journalId:bigint,offset:bigint,file:string,digest:string>",
+    "recorded": "struct<replayed:boolean,journalId:bigint,offset:bigint,file:string,recordSize:bigint>",
     "lac": "bigint",
     "checked": "boolean",
     DAMAGE: TYPES[DAMAGE],
@@ -34,19 +37,23 @@ def held_entries(
     ledger: LedgerId | None,
     scope_id: int | None,
     *,
-    indexes: bool,
+    indexes: bool = True,
+    digests: bool = True,
 ) -> DataFrame:
     """Return one row for each entry in the files of each bookie; rows without a ledger hold a bookie's `damages`.
 
-    `copies` are its records in entry logs, `place` its location in the index, `journaled` its record in a journal that
-    a start replays. `checkedLac` is the highest last add confirmed of records whose digest matched, `anyLac` of all.
-    Raises NotFound if the bookies have no files.
+    `copies` are its records in entry logs, `place` its location in the index, `journaled` its last record that a start
+    replays from a journal, `recorded` its last record in any journal. `checkedLac` is the highest last add confirmed
+    of records whose digest matched, `anyLac` of all. Without `digests` no digest is checked. Raises NotFound if the
+    bookies have no files.
     """
     from pyspark.sql import functions as F
 
-    traces = [_logged(spark, bookies, ledger, scope_id), _journaled(spark, bookies, ledger, scope_id)]
-    if indexes:
-        traces.insert(1, _indexed(spark, bookies, ledger, scope_id))
+    traces = [
+        _logged(spark, bookies, ledger, scope_id, digests=digests),
+        _indexed(spark, bookies, ledger, scope_id) if indexes else None,
+        _journaled(spark, bookies, ledger, scope_id, digests=digests),
+    ]
     found = [trace for trace in traces if trace is not None]
     if not found:
         raise NotFound("The bookies given have no files to look at")
@@ -55,10 +62,33 @@ def held_entries(
         F.collect_list("copy").alias("copies"),
         F.max("place").alias("place"),
         F.max("journaled").alias("journaled"),
+        F.max("recorded").alias("recorded"),
         F.max(F.when(F.col("checked"), F.col("lac"))).alias("checkedLac"),
         F.max("lac").alias("anyLac"),
         F.collect_set(DAMAGE).alias("damages"),
     )
+
+
+def shares_of(held: DataFrame) -> DataFrame:
+    """Return the share of each ledger in each log of `held_entries`, as `inventory.shares` does."""
+    from pyspark.sql import functions as F
+
+    copies = held.select("bookieId", QUALIFIED_NAME, F.explode("copies").alias("copy"))
+    size = F.sum(F.col("copy.recordSize") + RECORD_SIZE.size).alias("size")
+    counted = copies.groupBy("bookieId", F.col("copy.file").alias("file"), QUALIFIED_NAME).agg(
+        F.count("*").alias("entryCount"), size
+    )
+    counted = counted.withColumn(DAMAGE, F.lit(None).cast(TYPES[DAMAGE]))
+    return counted.unionByName(log_damages(held), allowMissingColumns=True).fillna(0, ["entryCount", "size"])
+
+
+def log_damages(held: DataFrame) -> DataFrame:
+    """Return the damages of entry logs in `held_entries`: bookieId, file, damage."""
+    from pyspark.sql import functions as F
+
+    damages = held.select("bookieId", F.explode("damages").alias(DAMAGE))
+    file = F.col(DAMAGE)["file"]
+    return damages.withColumn("file", file).filter(file.endswith(".log"))
 
 
 def unreadable_files(held: DataFrame) -> DataFrame:
@@ -94,32 +124,50 @@ def _confirmed() -> dict[str, Column]:
     return {"lac": lac, "checked": F.col("digest").isNotNull()}
 
 
-def _logged(spark: SparkSession, bookies: Bookies, ledger: LedgerId | None, scope_id: int | None) -> DataFrame | None:
+def _logged(
+    spark: SparkSession, bookies: Bookies, ledger: LedgerId | None, scope_id: int | None, *, digests: bool
+) -> DataFrame | None:
     from pyspark.sql import functions as F
 
-    wanted = [QUALIFIED_NAME, "entryId", "logId", "offset", "digest", "lastAddConfirmed"]
+    wanted = [QUALIFIED_NAME, "entryId", "logId", "offset", "recordSize", "lastAddConfirmed"]
     try:
-        records = log_records(spark, bookies, wanted, ledger=ledger, scope_id=scope_id)
+        records = log_records(
+            spark, bookies, [*wanted, "digest"] if digests else wanted, ledger=ledger, scope_id=scope_id
+        )
     except NotFound:
         return None  # These bookies have not written an entry log yet.
-    copy = F.when(F.col(DAMAGE).isNull(), F.struct("file", "logId", "offset", "digest"))
+    records = _with_digest(records)
+    copy = F.when(F.col(DAMAGE).isNull(), F.struct("logId", "offset", "file", "digest", "recordSize"))
     return _trace(records, copy=copy, **_confirmed(), damage=F.col(DAMAGE))
 
 
-def _indexed(spark: SparkSession, bookies: Bookies, ledger: LedgerId | None, scope_id: int | None) -> DataFrame:
+def _indexed(spark: SparkSession, bookies: Bookies, ledger: LedgerId | None, scope_id: int | None) -> DataFrame | None:
     from pyspark.sql import functions as F
 
     entries = index_entries(spark, bookies, ledger=ledger, scope_id=scope_id)
+    if entries is None:
+        return None
     place = F.when(F.col(DAMAGE).isNull(), F.struct("logId", "offset"))
     return _trace(entries, place=place, damage=F.col(DAMAGE))
 
 
 def _journaled(
-    spark: SparkSession, bookies: Bookies, ledger: LedgerId | None, scope_id: int | None
+    spark: SparkSession, bookies: Bookies, ledger: LedgerId | None, scope_id: int | None, *, digests: bool
 ) -> DataFrame | None:
     from pyspark.sql import functions as F
 
-    entries = journal_entries(spark, bookies, ["digest", "lastAddConfirmed"], ledger=ledger, scope_id=scope_id)
+    wanted = ["lastAddConfirmed", "digest"] if digests else ["lastAddConfirmed"]
+    entries = journal_entries(spark, bookies, wanted, ledger=ledger, scope_id=scope_id)
     if entries is None:
         return None
-    return _trace(entries.filter("replayed"), journaled=F.struct("file", "offset", "digest"), **_confirmed())
+    journaled = F.when(F.col("replayed"), F.struct("journalId", "offset", "file", "digest"))
+    recorded = F.struct("replayed", "journalId", "offset", "file", "recordSize")
+    confirmed = {name: F.when(F.col("replayed"), column) for name, column in _confirmed().items()}
+    return _trace(_with_digest(entries), journaled=journaled, recorded=recorded, **confirmed)
+
+
+def _with_digest(records: DataFrame) -> DataFrame:
+    """Return `records` with the column `digest`: null where no digest was checked."""
+    from pyspark.sql import functions as F
+
+    return records if "digest" in records.columns else records.withColumn("digest", F.lit(None).cast("string"))

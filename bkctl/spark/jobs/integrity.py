@@ -1,8 +1,9 @@
 """The job `integrity`: the entries that metadata promises, against the files of the bookies that should have them.
 
-An entry counts as present if a bookie that starts on these files serves it: its index points to a record in an entry
-log that is this entry and matches its digest, or a replay of the journal brings the entry (a running bookie may not
-have written it to its logs yet). Where neither is certain from columns alone, a second look reads the records.
+An entry counts as present if a bookie that starts on these files serves it: a replay of the journal brings the entry (a
+running bookie may not have written it to its logs yet), or its index points to a record in an entry log that is this
+entry and matches its digest. Where neither is certain from columns alone, a second look reads the records. It also
+checks the digests of copies that no index names.
 
 Closed ledgers promise the entries that their metadata says. An open ledger promises entries up to the highest last add
 confirmed in any of its entries. Source: LedgerChecker, ScanAndCompareGarbageCollector; DigestManager.
@@ -19,7 +20,14 @@ from bkctl.spark.jobs.bookies import check_clusters
 from bkctl.spark.jobs.entry_problems import REPLICA, Problem
 from bkctl.spark.jobs.frames import QUALIFIED_NAME, with_ledger_ids
 from bkctl.spark.jobs.held_entries import held_entries, unreadable_files
-from bkctl.spark.jobs.promised_entries import promised_entries, read_metadata
+from bkctl.spark.jobs.promised_entries import (
+    absent_bookies,
+    fragments_of,
+    promise_counts,
+    promised_replicas,
+    read_metadata,
+    with_holder_count,
+)
 from bkctl.spark.jobs.second_look import look_again
 from bkctl.spark.jobs.verdicts import INTACT, judge_replicas
 
@@ -58,31 +66,36 @@ def integrity(
     ledger: LedgerId | None = None,
     scope_id: int | None = None,
     indexes: bool = True,
+    held: DataFrame | None = None,
 ) -> Integrity:
     """Compare the promises of metadata with bookies' files; without `indexes`, with entry logs and journals only.
 
     `connection` has the options of `bookkeeper.metadata`. Metadata is read before the files, so that entries written
-    meanwhile do not count as missing. Raises Conflict if a bookie belongs to another cluster.
+    meanwhile do not count as missing. `held` is a result of `held_entries` to use, not computed yet. Raises Conflict if
+    a bookie belongs to another cluster.
     """
     from pyspark.sql import functions as F
 
     check_clusters(bookies, connection)
     metadata = read_metadata(spark, connection, ledger, scope_id).persist()
     metadata.count()
-    held = held_entries(spark, bookies, ledger, scope_id, indexes=indexes).persist()
-    promised, unchecked = promised_entries(spark, bookies, metadata, held)
+    persisted = [metadata]
+    if held is None:
+        held = held_entries(spark, bookies, ledger, scope_id, indexes=indexes).persist()
+        persisted.append(held)
+    fragments = fragments_of(metadata, held).persist()
     ledgers = metadata.select(QUALIFIED_NAME, "digestType", F.col("state").alias("ledgerState"), "writeQuorumSize")
-    judged = judge_replicas(promised, held, ledgers, indexes=indexes)
-    suspects = _absent(judged).unionByName(look_again(judged, bookies, connection)).persist()
-    findings = _with_intact_count(suspects, judged).join(ledgers.drop("digestType"), QUALIFIED_NAME)
+    judged = judge_replicas(promised_replicas(fragments, bookies), held, ledgers, indexes=indexes)
+    # What agrees ends here: all else is about the few other replicas.
+    doubtful = judged.filter((F.col("verdict") != INTACT) | (F.size("looks") > 0)).persist()
+    suspects = _absent(doubtful).unionByName(_decided(look_again(doubtful, bookies, connection))).persist()
+    findings = _with_intact_count(suspects, fragments, bookies).join(ledgers.drop("digestType"), QUALIFIED_NAME)
     findings = with_ledger_ids(findings).unionByName(unreadable_files(held), allowMissingColumns=True).drop("promised")
-    checked = promised.agg(
-        F.countDistinct(QUALIFIED_NAME).alias("ledgerCount"),
-        F.countDistinct(QUALIFIED_NAME, "entryId").alias("entryCount"),
-        F.count("*").alias("replicaCount"),
-    )
     order = (QUALIFIED_NAME, "entryId", "bookieId", "file", "offset")
-    return Integrity(findings.orderBy(*order), unchecked, checked, (metadata, held, suspects))
+    return Integrity(
+        findings.orderBy(*order), absent_bookies(fragments, bookies), promise_counts(fragments, bookies),
+        (*persisted, fragments, doubtful, suspects),
+    )  # fmt: skip
 
 
 def _absent(judged: DataFrame) -> DataFrame:
@@ -96,14 +109,27 @@ def _absent(judged: DataFrame) -> DataFrame:
     )  # fmt: skip
 
 
-def _with_intact_count(suspects: DataFrame, judged: DataFrame) -> DataFrame:
+def _decided(looked: DataFrame) -> DataFrame:
+    """Return one row for each promised replica: without a problem if a look found it, else the problem in a log."""
+    from pyspark.sql import functions as F
+
+    names = ("problem", "file", "offset", "detail")
+    is_bad, is_journal = F.col("problem").isNotNull(), F.coalesce(F.col("file").endswith(".txn"), F.lit(False))
+    best = F.min(F.struct(is_bad.alias("isBad"), is_journal.alias("isJournal"), *names)).alias("best")
+    promised = looked.filter("promised").groupBy(*REPLICA, "promised").agg(best)
+    return looked.filter("NOT promised").unionByName(
+        promised.select(*REPLICA, "promised", *(f"best.{name}" for name in names))
+    )
+
+
+def _with_intact_count(suspects: DataFrame, fragments: DataFrame, bookies: Bookies) -> DataFrame:
     """Return the suspects with a problem, and how many promised replicas of their entries are intact."""
     from pyspark.sql import functions as F
 
     entry = [QUALIFIED_NAME, "entryId"]
     found = suspects.filter(F.col("problem").isNotNull())
-    intact = judged.filter(F.col("promised") & (F.col("verdict") == INTACT)).select(*entry)
-    cleared = suspects.filter(F.col("promised") & F.col("problem").isNull()).select(*entry)
-    keys = found.select(*entry).distinct()
-    counts = keys.join(intact.unionByName(cleared), entry).groupBy(*entry).agg(F.count("*").alias("intactCount"))
-    return found.join(counts, entry, "left").fillna(0, ["intactCount"])
+    bad = found.groupBy(*entry).agg(F.count(F.when(F.col("promised"), 1)).alias("badCount"))
+    intact = F.coalesce(F.col("holderCount") - F.col("badCount"), F.lit(0)).alias("intactCount")
+    holders = with_holder_count(bad.select(*entry), fragments, bookies)
+    counts = bad.join(holders, entry, "left").select(*entry, intact)
+    return found.join(counts, entry)

@@ -15,7 +15,7 @@ from bkctl.ids import LedgerId
 from bkctl.spark.facts.frames import Facts
 from bkctl.spark.jobs.bookie_records import log_records
 from bkctl.spark.jobs.bookies import check_clusters
-from bkctl.spark.jobs.frames import QUALIFIED_NAME, with_ledger_ids
+from bkctl.spark.jobs.frames import QUALIFIED_NAME, frame_of, with_ledger_ids
 from bkctl.spark.sources.columns import DAMAGE
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def log_files(spark: SparkSession, bookies: Bookies) -> DataFrame:
             hexadecimal = None if log_id is None else f"{log_id:x}"
             rows.append((str(file.path), bookie.bookie_id, log_id, hexadecimal, file.scoped, file.size))
     schema = "file string, bookieId string, logId bigint, logIdHex string, scoped boolean, fileSize bigint"
-    return spark.createDataFrame(rows, schema)
+    return frame_of(spark, rows, schema)
 
 
 def shares(

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from bkctl.errors import Corrupt, NotFound, Unsupported
 from bkctl.files.journal import JournalReader
@@ -18,11 +20,14 @@ from bkctl.files.journal_check import JournalCheck, JournalState, check_journals
 from bkctl.formats.record import RecordType
 from bkctl.ids import LedgerId
 from bkctl.spark.facts.frames import Facts
-from bkctl.spark.jobs.bookie_records import journal_entries, log_records, replay_starts
+from bkctl.spark.jobs.bookie_records import journal_entries, replay_starts
 from bkctl.spark.jobs.bookies import check_clusters
-from bkctl.spark.jobs.frames import QUALIFIED_NAME, rows_in_tasks, with_ledger_ids
+from bkctl.spark.jobs.entry_problems import REPLICA
+from bkctl.spark.jobs.frames import QUALIFIED_NAME, frame_of, rows_in_tasks, with_ledger_ids
+from bkctl.spark.jobs.held_entries import held_entries, log_damages
 from bkctl.spark.jobs.ledger_states import ledger_states
-from bkctl.spark.sources.columns import DAMAGE
+from bkctl.spark.jobs.second_look import look_again
+from bkctl.spark.jobs.verdicts import look_at
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -30,26 +35,37 @@ if TYPE_CHECKING:
     from bkctl.spark.jobs.bookies import BookieFiles, Bookies
 
 
-class JournalAudit(NamedTuple):
+class Logged(StrEnum):
+    """Answers to the question if an entry log has a journaled entry; the values are the words of every output."""
+
+    NO = "no"
+    #: A log of the bookie cannot be read to its end, and the entry may stand behind that.
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class JournalAudit:
     """The findings, as DataFrames that Spark keeps until `release`.
 
-    `journals`: the rows of `checks` with unloggedCount, the number of entries that no entry log of the bookie holds.
-    `unlogged`: these entries: ledgerQualifiedName, ledgerScopeId, ledgerId, entryId, bookieId, replayed, state,
+    `journals`: the rows of `checks` with unloggedCount, the number of entries that no entry log of the bookie holds,
+    and unknownCount, the number of entries that may be behind damage in a log.
+    `unlogged`: these entries: ledgerQualifiedName, ledgerScopeId, ledgerId, entryId, bookieId, logged, replayed, state,
     journalId, offset, recordSize, file.
     """
 
     journals: DataFrame
     unlogged: DataFrame
+    _persisted: tuple[DataFrame, ...]
 
     def release(self) -> None:
         """Free the memory that Spark keeps for these DataFrames."""
-        self.journals.unpersist()
-        self.unlogged.unpersist()
+        for frame in self._persisted:
+            frame.unpersist()
 
 
 _UNLOGGED: Final = (
-    "bookieId string, ledgerQualifiedName string, entryId bigint, replayed boolean, journalId bigint, offset bigint, "
-    "file string, recordSize bigint, state string, ledgerScopeId string, ledgerId string"
+    "bookieId string, ledgerQualifiedName string, entryId bigint, logged string, replayed boolean, journalId bigint, "
+    "offset bigint, file string, recordSize bigint, state string, ledgerScopeId string, ledgerId string"
 )
 _CHECKS: Final = (
     "bookieId string, journalId bigint, journalIdHex string, file string, version int, state string, size bigint, "
@@ -66,22 +82,30 @@ def audit(
     *,
     ledger: LedgerId | None = None,
     scope_id: int | None = None,
+    held: DataFrame | None = None,
 ) -> JournalAudit:
     """Check all journals of the bookies, and search their entry logs for the journals' entries.
 
     `ledger` and `scope_id` limit the entries, not the `checks` of files. A damaged file counts up to the damage. With
     `connection` (the options of `bookkeeper.metadata`) the entries have the state of their ledgers. Raises Conflict if
-    a bookie belongs to another cluster.
+    a bookie belongs to another cluster. `held` is a result of `held_entries` to use.
     """
     from pyspark.sql import functions as F
 
     if connection is not None:
         check_clusters(bookies, connection)
-    found = unlogged(spark, bookies, connection, ledger=ledger, scope_id=scope_id)
-    entries = (spark.createDataFrame([], _UNLOGGED) if found is None else found).persist()
-    counts = entries.groupBy("bookieId", "file").agg(F.count("*").alias("unloggedCount"))
-    journals = checks(spark, bookies).join(counts, ["bookieId", "file"], "left").fillna(0, ["unloggedCount"])
-    return JournalAudit(journals.orderBy("bookieId", "file").persist(), entries)
+    persisted = []
+    if held is None and journal_entries(spark, bookies) is not None:
+        held = held_entries(spark, bookies, ledger, scope_id, digests=False).persist()
+        persisted.append(held)
+    found = unlogged(spark, bookies, connection, ledger=ledger, scope_id=scope_id, held=held)
+    entries = (frame_of(spark, [], _UNLOGGED) if found is None else found).persist()
+    names = {Logged.NO: "unloggedCount", Logged.UNKNOWN: "unknownCount"}
+    counts = [F.count(F.when(F.col("logged") == word.value, 1)).alias(name) for word, name in names.items()]
+    counted = entries.groupBy("bookieId", "file").agg(*counts)
+    journals = checks(spark, bookies).join(counted, ["bookieId", "file"], "left").fillna(0, [*names.values()])
+    journals = journals.orderBy("bookieId", "file").persist()
+    return JournalAudit(journals, entries, (journals, entries, *persisted))
 
 
 def checks(spark: SparkSession, bookies: Bookies) -> DataFrame:
@@ -150,27 +174,29 @@ def unlogged(
     *,
     ledger: LedgerId | None = None,
     scope_id: int | None = None,
+    held: DataFrame | None = None,
 ) -> DataFrame | None:
-    """Return one row for each journaled entry that no entry log of its bookie holds: its last record in a journal.
+    """Return one row for each journaled entry that is not found in an entry log: its last record in a journal.
 
+    Entries are looked up as `integrity` does: in the logs up to their first damage, then by the index behind it.
+    `logged` is `no`, or `unknown` if a log of the bookie cannot be read to its end and no index names the entry.
     `replayed` entries reach an entry log at the next checkpoint or start. The others do not: their ledgers were
-    deleted, or the bookie lost the entries. With `connection`, `state` tells these apart (alive, dead, unknown). None
-    without a journal.
+    deleted, or the bookie lost the entries. With `connection`, `state` tells these apart (alive, dead, unknown). `held`
+    is a result of `held_entries` to use. None without a journal.
     """
     from pyspark.sql import functions as F
 
-    entries = journal_entries(spark, bookies, ledger=ledger, scope_id=scope_id)
-    if entries is None:
+    if journal_entries(spark, bookies) is None:
         return None
-    key = ("bookieId", QUALIFIED_NAME, "entryId")
-    try:
-        records = log_records(spark, bookies, [QUALIFIED_NAME, "entryId"], ledger=ledger, scope_id=scope_id)
-        held = records.filter(F.col(DAMAGE).isNull()).select(*key)
-        entries = entries.join(held, list(key), "left_anti")
-    except NotFound:
-        pass  # These bookies have not written an entry log yet.
-    last = F.max(F.struct("replayed", "journalId", "offset", "file", "recordSize")).alias("last")
-    found = entries.groupBy(*key).agg(last).select(*key, "last.*")
+    if held is None:
+        held = held_entries(spark, bookies, ledger, scope_id, digests=False)
+    unread = log_damages(held).select("bookieId").distinct()
+    absent = held.filter(F.col("recorded").isNotNull() & (F.size("copies") == 0))
+    found = absent.join(_indexed_entries(absent, bookies), list(REPLICA), "left_anti")
+    found = found.join(F.broadcast(unread.withColumn("unread", F.lit(True))), "bookieId", "left")
+    is_unknown = F.col("unread").isNotNull() & F.col("place").isNull()
+    logged = F.when(is_unknown, Logged.UNKNOWN.value).otherwise(Logged.NO.value).alias("logged")
+    found = found.select(*REPLICA, logged, "recorded.*")
     if connection is not None:
         # A replayed entry is not a finding, whatever the state of its ledger.
         lost = found.filter(~F.col("replayed"))
@@ -178,3 +204,15 @@ def unlogged(
     else:
         found = found.withColumn("state", F.lit(None).cast("string"))
     return with_ledger_ids(found).orderBy("bookieId", QUALIFIED_NAME, "entryId")
+
+
+def _indexed_entries(absent: DataFrame, bookies: Bookies) -> DataFrame:
+    """Return the entries of `absent` that their index finds behind damage in a log."""
+    from pyspark.sql import functions as F
+
+    look = look_at("place", F.col("place"), decides=True)
+    judged = absent.filter(F.col("place").isNotNull()).select(
+        *REPLICA, F.lit(True).alias("promised"), F.lit(None).cast("string").alias("digestType"),
+        F.array(look).alias("looks"),
+    )  # fmt: skip
+    return look_again(judged, bookies, {}).filter(F.col("problem").isNull())

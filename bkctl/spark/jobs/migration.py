@@ -20,6 +20,7 @@ from bkctl.spark.jobs.copying import (
     copy_ledger,
     result_batch,
 )
+from bkctl.spark.jobs.frames import frame_of
 from bkctl.spark.sources.connection import CONNECTION_OPTIONS, Client, ClusterOptions
 from bkctl.spark.sources.options import SourceOptions
 
@@ -67,7 +68,7 @@ def migrate_scope(
         copied = tasks.mapInArrow(partial(_copy_bins, checked, bins), RESULT_SCHEMA)
         rows += [tuple(row) for row in copied.collect()]
     rows.sort(key=lambda row: row[0])
-    return spark.createDataFrame(rows, RESULT_SCHEMA)
+    return frame_of(spark, rows, RESULT_SCHEMA)
 
 
 def _plan(

@@ -30,23 +30,78 @@ def read_metadata(
     return spark.read.format("bookkeeper.metadata").options(**chosen).load()
 
 
-def promised_entries(
-    spark: SparkSession, bookies: Bookies, metadata: DataFrame, held: DataFrame
-) -> tuple[DataFrame, DataFrame]:
-    """Return the promised replicas on `bookies`, and the other bookies that ensembles name with their ledger counts.
+def fragments_of(metadata: DataFrame, held: DataFrame) -> DataFrame:
+    """Return one row a fragment with entries: `first` and `last` entry, `bookies`, and the ledger's sizes.
 
     `held` gives the last entries of ledgers that are not closed.
     """
+    return _fragments(_with_last_entry(metadata, held)).filter("first <= last")
+
+
+def promised_replicas(fragments: DataFrame, bookies: Bookies) -> DataFrame:
+    """Return the promised replicas on `bookies`, with `promised`, which is true."""
     from pyspark.sql import functions as F
 
-    fragments = _fragments(_with_last_entry(metadata, held)).filter("first <= last")
-    given = spark.createDataFrame([(bookie.bookie_id, True) for bookie in bookies], "bookieId string, given boolean")
-    entries = _replicas(fragments)
-    promised = entries.join(F.broadcast(given), "bookieId", "left_semi").withColumn("promised", F.lit(True))
+    given = [bookie.bookie_id for bookie in bookies]
+    return _replicas(fragments).filter(F.col("bookieId").isin(given)).withColumn("promised", F.lit(True))
+
+
+def absent_bookies(fragments: DataFrame, bookies: Bookies) -> DataFrame:
+    """Return the bookies that ensembles name and that are not among `bookies`, with their ledger counts."""
+    from pyspark.sql import functions as F
+
+    given = [bookie.bookie_id for bookie in bookies]
     named = fragments.select(QUALIFIED_NAME, F.explode("bookies").alias("bookieId"))
-    absent = named.join(F.broadcast(given), "bookieId", "left_anti")
     ledger_count = F.countDistinct(QUALIFIED_NAME).alias("ledgerCount")
-    return promised, absent.groupBy("bookieId").agg(ledger_count).orderBy("bookieId")
+    return named.filter(~F.col("bookieId").isin(given)).groupBy("bookieId").agg(ledger_count).orderBy("bookieId")
+
+
+def promise_counts(fragments: DataFrame, bookies: Bookies) -> DataFrame:
+    """Return one row with ledgerCount, entryCount and replicaCount of the replicas on `bookies`; unfolds no entry.
+
+    Entries of a fragment whose ids have the same remainder by the ensemble's size are on the same bookies.
+    """
+    from pyspark.sql import functions as F
+
+    remainder = F.explode(F.sequence(F.lit(0), F.col("ensembleSize") - 1))
+    by_remainder = fragments.withColumn("remainder", remainder)
+    up_to_last = F.floor((F.col("last") - F.col("remainder")) / F.col("ensembleSize"))
+    before_first = F.floor((F.col("first") - 1 - F.col("remainder")) / F.col("ensembleSize"))
+    counted = by_remainder.select(
+        QUALIFIED_NAME,
+        (up_to_last - before_first).alias("entries"),
+        _holder_count(F.col("remainder"), bookies).alias("holders"),
+    ).filter("entries > 0 AND holders > 0")
+    replicas = F.sum(F.col("entries") * F.col("holders"))
+    return counted.agg(
+        F.countDistinct(QUALIFIED_NAME).alias("ledgerCount"),
+        F.coalesce(F.sum("entries"), F.lit(0)).alias("entryCount"),
+        F.coalesce(replicas, F.lit(0)).alias("replicaCount"),
+    )
+
+
+def with_holder_count(entries: DataFrame, fragments: DataFrame, bookies: Bookies) -> DataFrame:
+    """Return distinct `entries` (ledger, entry id) with holderCount: how many of `bookies` should have the entry."""
+    from pyspark.sql import functions as F
+
+    found = entries.join(fragments, QUALIFIED_NAME).filter("entryId BETWEEN first AND last")
+    return found.select(QUALIFIED_NAME, "entryId", _holder_count(F.col("entryId"), bookies).alias("holderCount"))
+
+
+def _holder_count(entry_id: Column, bookies: Bookies) -> Column:
+    """Return the number of `bookies` in the write set of an entry of a fragment."""
+    from pyspark.sql import functions as F
+
+    given = [bookie.bookie_id for bookie in bookies]
+    return F.size(F.filter(_write_set(entry_id), lambda bookie_id: bookie_id.isin(given)))
+
+
+def _write_set(entry_id: Column) -> Column:
+    """Return the bookies of an entry of a fragment (RoundRobinDistributionSchedule)."""
+    from pyspark.sql import functions as F
+
+    copies = F.sequence(F.lit(0), F.col("writeQuorumSize") - 1)
+    return F.transform(copies, lambda copy: F.get("bookies", F.pmod(entry_id + copy, "ensembleSize").cast("int")))
 
 
 def _with_last_entry(metadata: DataFrame, held: DataFrame) -> DataFrame:
@@ -79,17 +134,14 @@ def _fragments(ledgers: DataFrame) -> DataFrame:
 
 
 def _replicas(fragments: DataFrame) -> DataFrame:
-    """Return one row for each entry and each bookie of its write set (RoundRobinDistributionSchedule)."""
+    """Return one row for each entry and each bookie of its write set."""
     from pyspark.sql import functions as F
 
     chunks = F.sequence("first", "last", F.lit(_CHUNK).cast("bigint"))
     entry_ids = F.sequence("chunk", F.least(F.col("chunk") + (_CHUNK - 1), "last"))
-    copies = F.sequence(F.lit(0), F.col("writeQuorumSize") - 1)
-    index = F.pmod(F.col("entryId") + F.col("copy"), "ensembleSize").cast("int")
     return (
         fragments.withColumn("chunk", F.explode(chunks))
         .withColumn("entryId", F.explode(entry_ids))
-        .withColumn("copy", F.explode(copies))
-        .withColumn("bookieId", F.get("bookies", index))
+        .withColumn("bookieId", F.explode(_write_set(F.col("entryId"))))
         .select(*REPLICA)
     )

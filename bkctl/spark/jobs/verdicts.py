@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
 
 INTACT: Final = "intact"
-#: Columns cannot decide: the first of `looks` does.
+#: Columns cannot decide: the replica is intact if one of the deciding `looks` finds it.
 IN_DOUBT: Final = "look"
 
 
@@ -20,15 +20,17 @@ def judge_replicas(promised: DataFrame, held: DataFrame, ledgers: DataFrame, *, 
     """Return each replica that is promised or held, of existing `ledgers`, with `verdict`, `served` and `looks`.
 
     `verdict` of a promised replica is INTACT, IN_DOUBT, missing or notIndexed, else null. `served` is the copy that the
-    bookie serves; without `indexes`, any copy that an index might name. `looks` are the records to read where the
-    verdict is IN_DOUBT.
+    index names; without `indexes`, the newest copy. `looks` are the records to read: those that decide where the
+    verdict is IN_DOUBT, and copies that no index names and whose columns do not match.
     """
     from pyspark.sql import functions as F
 
     rows = promised.join(held.filter(F.col(QUALIFIED_NAME).isNotNull()), list(REPLICA), "full_outer")
     rows = rows.withColumn("promised", F.coalesce("promised", F.lit(False))).join(ledgers, QUALIFIED_NAME, "inner")
     rows = _with_served_copy(rows, indexes=indexes).withColumn("verdict", _verdict())
-    return rows.withColumn("looks", F.when(F.col("verdict") == IN_DOUBT, F.concat(_deciding_look(), _other_looks())))
+    in_doubt = F.coalesce(F.col("verdict") == IN_DOUBT, F.lit(False))
+    deciding = F.filter(_deciding_looks(), lambda look: in_doubt & look.isNotNull())
+    return rows.withColumn("looks", F.concat(deciding, _other_looks()))
 
 
 def _with_served_copy(rows: DataFrame, *, indexes: bool) -> DataFrame:
@@ -37,6 +39,7 @@ def _with_served_copy(rows: DataFrame, *, indexes: bool) -> DataFrame:
     def is_at_place(copy: Column) -> Column:
         return (copy["logId"] == F.col("place.logId")) & (copy["offset"] == F.col("place.offset"))
 
+    rows = rows.withColumn("copies", F.coalesce("copies", F.array()))
     if indexes:
         return rows.withColumn("served", F.get(F.filter("copies", is_at_place), F.lit(0)))
     rows = rows.withColumn("served", F.array_max("copies"))
@@ -44,19 +47,41 @@ def _with_served_copy(rows: DataFrame, *, indexes: bool) -> DataFrame:
     return rows.withColumn("place", F.when(F.col("served").isNotNull(), place))
 
 
-def _verdict() -> Column:
+def _conditions() -> dict[str, Column]:
+    """Return the named conditions of the table _VERDICTS."""
     from pyspark.sql import functions as F
 
     served, journaled = F.col("served"), F.col("journaled")
-    return (
-        F.when(~F.col("promised"), None)
-        .when(served.isNotNull() & _matches(served), INTACT)
-        .when(F.col("place").isNotNull(), IN_DOUBT)
-        .when(journaled.isNotNull() & _matches(journaled), INTACT)
-        .when(journaled.isNotNull(), IN_DOUBT)
-        .when(F.size("copies") > 0, Problem.NOT_INDEXED.value)
-        .otherwise(Problem.MISSING.value)
-    )
+    return {
+        "notPromised": ~F.col("promised"),
+        "replayed": journaled.isNotNull() & _matches(journaled),
+        "served": served.isNotNull() & _matches(served),
+        "replayInDoubt": journaled.isNotNull(),
+        "indexed": F.col("place").isNotNull(),
+        "logged": F.size("copies") > 0,
+    }
+
+
+#: The first condition that a replica meets gives its verdict; a replica that meets none is missing. A replayed copy
+#: comes first, since a start writes it to a new log and indexes it there.
+_VERDICTS: Final[tuple[tuple[str, str | None], ...]] = (
+    ("notPromised", None),
+    ("replayed", INTACT),
+    ("served", INTACT),
+    ("replayInDoubt", IN_DOUBT),
+    ("indexed", IN_DOUBT),
+    ("logged", Problem.NOT_INDEXED.value),
+)
+
+
+def _verdict() -> Column:
+    from pyspark.sql import functions as F
+
+    conditions = _conditions()
+    verdict = F.lit(Problem.MISSING.value)
+    for name, value in reversed(_VERDICTS):
+        verdict = F.when(conditions[name], F.lit(value)).otherwise(verdict)
+    return verdict
 
 
 def _matches(record: Column) -> Column:
@@ -69,15 +94,16 @@ def _matches(record: Column) -> Column:
     )  # fmt: skip
 
 
-def _deciding_look() -> Column:
-    """Return the look that decides about a replica in doubt, in an array."""
+def _deciding_looks() -> Column:
+    """Return the looks that decide about a replica in doubt: at the replayed copy, and at the copy in a log."""
     from pyspark.sql import functions as F
 
-    served, place = F.col("served"), F.col("place")
+    served, place, journaled = F.col("served"), F.col("place"), F.col("journaled")
     return F.array(
-        F.when(served.isNotNull(), _look("log", served, decides=True))
-        .when(place.isNotNull(), _look("place", place, decides=True))
-        .otherwise(_look("journal", F.col("journaled"), decides=True))
+        F.when(journaled.isNotNull(), look_at("journal", journaled, decides=True)),
+        F.when(served.isNotNull(), look_at("log", served, decides=True)).when(
+            place.isNotNull(), look_at("place", place, decides=True)
+        ),
     )
 
 
@@ -89,10 +115,10 @@ def _other_looks() -> Column:
         is_served = F.col("promised") & copy.eqNullSafe(F.col("served"))
         return ~is_served & ~_matches(copy)
 
-    return F.transform(F.filter("copies", is_doubtful), lambda copy: _look("log", copy, decides=False))
+    return F.transform(F.filter("copies", is_doubtful), lambda copy: look_at("log", copy, decides=False))
 
 
-def _look(kind: str, record: Column, *, decides: bool) -> Column:
+def look_at(kind: str, record: Column, *, decides: bool) -> Column:
     """Return one look: at a `log` by its file, at a `place` by log id (its file is unknown), or at a `journal`."""
     from pyspark.sql import functions as F
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from bkctl.errors import Corrupt
 from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
-from bkctl.formats.index import SLOT_SIZE, ledger_key, location_key, read_location, read_location_key
+from bkctl.formats.index import SLOT_SIZE, location_key, read_location, read_location_key
 from bkctl.ids import LedgerId
 from bkctl.spark.sources.filters import Conditions
 from bkctl.spark.sources.index_rows import IndexedEntries, IndexRowsLedger
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 class LedgerBounds(Protocol):
-    """The ledgers `first` (None: from the lowest) to `end` (excluded; None: all) of a pair of databases."""
+    """The entries between two keys of a database of locations: `first` (None: all) and `end` (excluded; None: all)."""
 
     scoped: bool
-    first: LedgerId | None
-    end: LedgerId | None
+    first: bytes | None
+    end: bytes | None
 
     def path(self, name: str) -> Path:
         """Return the path of the database `ledgers` or `locations`."""
@@ -40,7 +40,7 @@ class DatabaseReader:
         self, part: LedgerBounds, ledgers: LedgersDatabase, locations: LocationsDatabase, conditions: Conditions
     ) -> None:
         self._part, self._ledgers, self._locations, self._conditions = part, ledgers, locations, conditions
-        self._ids = [ledger for ledger in ledgers.ledger_ids(part.first, part.end) if conditions.accepts_ledger(ledger)]
+        self._ids = [ledger for ledger in _ledgers_of(part, ledgers) if conditions.accepts_ledger(ledger)]
 
     def entries(self) -> Iterator[IndexedEntries]:
         """Yield the entries of the range, batch by batch; entry ids outside the conditions may be among them."""
@@ -54,10 +54,8 @@ class DatabaseReader:
                 for items in self._locations.batches(begin, end, count=BATCH_ROWS):
                     yield _entries_of(items, part)
             return
-        begin = b"" if part.first is None else ledger_key(part.first)
-        border = None if part.end is None else ledger_key(part.end)
         ids_by_scope = _ids_by_scope(self._ids)
-        for items in self._locations.batches(begin, border, count=BATCH_ROWS):
+        for items in self._locations.batches(part.first or b"", part.end, count=BATCH_ROWS):
             entries = _entries_of(items, part)
             mask = _mask_of_ledgers(ids_by_scope, entries)
             yield entries if mask.all() else entries.select(mask)
@@ -77,6 +75,21 @@ class DatabaseReader:
                 rows = []
         if rows:
             yield rows
+
+
+def _ledgers_of(part: LedgerBounds, ledgers: LedgersDatabase) -> Iterator[LedgerId]:
+    """Yield the ledgers of a range; one that a border cuts belongs to the ranges at both sides."""
+    size = 16 if part.scoped else 8
+
+    def ledger_at(key: bytes | None) -> LedgerId | None:
+        return None if key is None else LedgerId.from_value(int.from_bytes(key[:size].ljust(size, b"\0"), "big"))
+
+    first, end = ledger_at(part.first), ledger_at(part.end)
+    is_cut = part.end is not None and len(part.end) > size
+    for ledger in ledgers.ledger_ids(first if first is not None and first.is_scoped == part.scoped else None):
+        if end is not None and (ledger > end or (ledger == end and not is_cut)):
+            return
+        yield ledger
 
 
 def _entries_of(items: Sequence[tuple[bytes, bytes]], part: LedgerBounds) -> IndexedEntries:

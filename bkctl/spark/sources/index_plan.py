@@ -10,11 +10,12 @@ from typing import Final, NamedTuple
 
 from pyspark.sql.datasource import InputPartition
 
-from bkctl.errors import BkctlError, Corrupt, NotFound, UsageError
+from bkctl.errors import BkctlError, NotFound, UsageError
 from bkctl.files.directories import BookieDirectories
 from bkctl.files.index import RELOCATION_SUFFIX, BookieIndexes, LedgerIndexReader
-from bkctl.files.rocksdb import LedgersDatabase
-from bkctl.formats.index import HEADER_SIZE, SLOT_SIZE
+from bkctl.files.rocksdb import LocationsDatabase
+from bkctl.files.windows import FileReader
+from bkctl.formats.index import HEADER_SIZE, SLOT_SIZE, ledger_of_index_path
 from bkctl.formats.names import ROCKSDB_NAMES
 from bkctl.ids import LedgerId
 from bkctl.spark.sources.filters import Conditions
@@ -45,13 +46,13 @@ class IndexFiles(InputPartition):
 
 @dataclass
 class DatabaseRange(InputPartition):
-    """The ledgers `first` (None: from the lowest) to `end` (excluded; None: all) of a pair of databases."""
+    """The locations with keys from `first` (None: the lowest) to `end` (excluded; None: all) in a pair of databases."""
 
     directory: str
     scoped: bool
     bookie_id: str | None
-    first: LedgerId | None
-    end: LedgerId | None
+    first: bytes | None
+    end: bytes | None
 
     def path(self, name: str) -> Path:
         """Return the path of the database `ledgers` or `locations`."""
@@ -97,6 +98,7 @@ class IndexPlanner:
         self._conditions, self._mode = conditions, mode
         self._size_bytes, self._cuts_files = size_bytes, cuts_files
         self._planned: set[Path] = set()
+        self._bookie_ids: dict[Path, str | None] = {}
 
     def parts(self, paths: Iterable[str]) -> Iterator[Slots | DatabaseRange | DamagedIndex]:
         """Yield the parts at files, directories and patterns, each file and database once."""
@@ -105,7 +107,7 @@ class IndexPlanner:
                 if path.is_dir():
                     yield from self._directory(path)
                 elif exact or path.name.endswith((".idx", f".idx{RELOCATION_SUFFIX}")):
-                    yield from self._file(path)
+                    yield from self._named_file(path)
 
     def _directory(self, path: Path) -> Iterator[Slots | DatabaseRange | DamagedIndex]:
         if path.name in ROCKSDB_NAMES and (path / "CURRENT").is_file():
@@ -114,56 +116,76 @@ class IndexPlanner:
         directories = BookieDirectories.at(path).of_a_bookie()
         with BookieIndexes(directories) as indexes:
             for file in indexes.files():
-                yield from self._file(file.path)
+                assert isinstance(file.id, LedgerId)
+                yield from self._file(file.path, file.id, file.size)
         for file in directories.rocksdbs():
             if file.path.name in ("ledgers", "scoped-ledgers"):
                 yield from self._database(file.path.parent, file.scoped)
 
-    def _file(self, path: Path) -> Iterator[Slots | DamagedIndex]:
+    def _named_file(self, path: Path) -> Iterator[Slots | DamagedIndex]:
+        with FileReader(path) as reader:
+            size = reader.size()
+        ledger = ledger_of_index_path(str(path.absolute()).removesuffix(RELOCATION_SUFFIX))
+        if ledger is None:
+            raise UsageError(
+                f"{path} does not name its ledger", hint="the path of an index file contains its ledger's id"
+            )
+        yield from self._file(path, ledger, size)
+
+    def _file(self, path: Path, ledger: LedgerId, size: int) -> Iterator[Slots | DamagedIndex]:
+        """Yield the parts of one file; only a file of more than one part is opened, and no slot is read."""
         if self._is_planned(path):
             return
-        bookie_id = next((found for home in list(path.parents)[2:5] if (found := bookie_id_at(home))), None)
+        bookie_id = next((found for home in list(path.parents)[2:5] if (found := self._bookie_id_at(home))), None)
+        if not (self._conditions.accepts_ledger(ledger) and self._accepts(path, bookie_id)):
+            return
+        count = max(0, size - HEADER_SIZE) // SLOT_SIZE
+        if not self._cuts_files or size - HEADER_SIZE <= self._size_bytes:
+            yield Slots(str(path), ledger, bookie_id, 0, count, size)
+            return
         try:
             with LedgerIndexReader.open(path) as reader:
-                ledger, count, size = reader.ledger, reader.slot_count, reader.size()
+                starts = list(_part_starts(reader.data(HEADER_SIZE), max(1, self._size_bytes // SLOT_SIZE)))
         except (NotFound, UsageError):
             raise
         except BkctlError as error:
             yield self._damage(path, error, bookie_id)
             return
-        if ledger is None:
-            raise UsageError(
-                f"{path} does not name its ledger", hint="the path of an index file contains its ledger's id"
-            )
-        if not (self._conditions.accepts_ledger(ledger) and self._accepts(path, bookie_id)):
-            return
-        step = max(1, self._size_bytes // SLOT_SIZE) if self._cuts_files else count
-        for first in range(0, max(count, 1), max(step, 1)):
-            yield Slots(str(path), ledger, bookie_id, first, min(first + step, count), size)
+        for first, end in pairwise([0, *starts, count]):
+            yield Slots(str(path), ledger, bookie_id, first, end, size)
 
     def _database(self, directory: Path, scoped: bool) -> Iterator[DatabaseRange | DamagedIndex]:
-        bookie_id = bookie_id_at(directory)
+        bookie_id = self._bookie_id_at(directory)
         whole = DatabaseRange(str(directory), scoped, bookie_id, None, None)
-        ledgers, locations = whole.path("ledgers"), whole.path("locations")
+        locations = whole.path("locations")
         if self._is_planned(locations) or not self._accepts(locations, bookie_id):
             return
+        if self._conditions.about_ledgers:
+            yield whole
+            return
         try:
-            with LedgersDatabase.open(ledgers, scoped=scoped) as database:
-                ids = [ledger for ledger in database.ledger_ids() if self._conditions.accepts_ledger(ledger)]
-            size = sum(file.stat().st_size for file in locations.iterdir() if file.suffix == ".sst")
-        except OSError as error:
-            failure = Corrupt(f"{locations} cannot be read: {error.strerror or error}")
-            yield self._damage(locations, failure, bookie_id)
-            return
+            with LocationsDatabase.open(locations, scoped=scoped) as database:
+                borders = list(self._key_borders(database.tables(), ledger_size=16 if scoped else 8))
         except BkctlError as error:
-            yield self._damage(ledgers, error, bookie_id)
+            yield self._damage(locations, error, bookie_id)
             return
-        if self._conditions.about_ledgers and not ids:
-            return
-        count = max(1, min(len(ids), -(-size // self._size_bytes)))
-        borders = [None, *(ids[len(ids) * at // count] for at in range(1, count)), None]
-        for first, end in pairwise(borders):
+        for first, end in pairwise([None, *borders, None]):
             yield DatabaseRange(str(directory), scoped, bookie_id, first, end)
+
+    def _key_borders(self, tables: Iterable[tuple[bytes, int]], ledger_size: int) -> Iterator[bytes]:
+        """Yield keys between parts of about `size_bytes`, from the first keys of tables; of ledgers if none is cut."""
+        count, last = 0, b""
+        for key, item_count in tables:
+            border = key if self._cuts_files else key[:ledger_size]
+            if count * SLOT_SIZE >= self._size_bytes and border > last:
+                yield border
+                count, last = 0, border
+            count += item_count
+
+    def _bookie_id_at(self, directory: Path) -> str | None:
+        if directory not in self._bookie_ids:
+            self._bookie_ids[directory] = bookie_id_at(directory)
+        return self._bookie_ids[directory]
 
     def _is_planned(self, path: Path) -> bool:
         resolved = path.resolve()
@@ -178,3 +200,16 @@ class IndexPlanner:
     def _damage(self, path: Path, error: BkctlError, bookie_id: str | None) -> DamagedIndex:
         self._mode.check(error)
         return DamagedIndex(str(path), str(error), bookie_id)
+
+
+def _part_starts(extents: Iterable[tuple[int, int]], step: int) -> Iterator[int]:
+    """Yield the first slots of all parts but the first: each has `step` slots outside of the file's holes, or fewer."""
+    filled = 0
+    for begin, end in extents:
+        slot, slot_end = (begin - HEADER_SIZE) // SLOT_SIZE, -(-(end - HEADER_SIZE) // SLOT_SIZE)
+        while slot < slot_end:
+            if filled == step:
+                yield slot
+                filled = 0
+            taken = min(step - filled, slot_end - slot)
+            slot, filled = slot + taken, filled + taken

@@ -26,6 +26,7 @@ from bkctl.spark.sources.index_databases import DatabaseReader
 from bkctl.spark.sources.index_plan import DamagedIndex, DatabaseRange, IndexFiles, IndexPlanner, Slots, group_files
 from bkctl.spark.sources.index_rows import IndexedEntries, IndexRowsLedger, entry_rows, ledger_rows
 from bkctl.spark.sources.options import Mode, SourceOptions
+from bkctl.spark.sources.places import unseen
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -136,8 +137,7 @@ class IndexReader(DataSourceReader):
         try:
             reader = LedgerIndexReader.open(slots.path)
         except NotFound as error:
-            hint = "a bookie deleted the ledger, or moved its index: run again"
-            raise NotFound(f"{slots.path} was deleted after the plan was made", hint=hint) from error
+            raise unseen(slots.path) from error
         with reader:
             if self._rows is IndexRowKind.LEDGERS:
                 yield ledger_rows(self._schema(), [_ledger_of(slots, reader)], constants)
@@ -184,9 +184,9 @@ class IndexReader(DataSourceReader):
                     yield from entry_rows(schema, entries, self._conditions, constants)
 
     def _schema(self) -> pa.Schema:
-        from pyspark.sql.pandas.types import to_arrow_schema
+        from bkctl.spark.internals import arrow_schema_of
 
-        return to_arrow_schema(self._struct)
+        return arrow_schema_of(self._struct)
 
 
 def _ledger_of(slots: Slots, reader: LedgerIndexReader) -> IndexRowsLedger:

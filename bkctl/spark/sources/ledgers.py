@@ -238,11 +238,11 @@ class EntryReader:
     """Reads the entries of partitions in a task. With `skip_deleted`, deleted ledgers have no rows."""
 
     def __init__(self, settings: LedgerQuerySettings, schema: StructType, *, skip_deleted: bool = False) -> None:
-        from pyspark.sql.pandas.types import to_arrow_schema
+        from bkctl.spark.internals import arrow_schema_of
 
         self._cluster = settings.cluster
         self._mode = settings.mode
-        self._schema: pa.Schema = to_arrow_schema(schema, timezone="UTC")
+        self._schema: pa.Schema = arrow_schema_of(schema, timezone="UTC")
         self._skip_deleted = skip_deleted
 
     def read(self, partition: LedgerEntries) -> Iterator[pa.RecordBatch]:

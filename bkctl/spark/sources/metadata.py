@@ -131,9 +131,9 @@ class MetadataReader(DataSourceReader):
     """Plans and reads; `partitions` and `read` need no Spark."""
 
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
-        from pyspark.sql.pandas.types import to_arrow_schema
+        from bkctl.spark.internals import arrow_schema_of
 
-        self._schema: pa.Schema = to_arrow_schema(schema, timezone="UTC")
+        self._schema: pa.Schema = arrow_schema_of(schema, timezone="UTC")
         self._mode = options.mode()
         self._export = options.text("path")
         self._cluster = None if self._export is not None else ClusterOptions(options)

@@ -119,6 +119,23 @@ class SourceOptions:
             raise self._wrong(name, value, "a JSON list of strings")
         return list(found)
 
+    def offsets(self, name: str) -> dict[str, list[int]]:
+        """Return offsets by file: a JSON object of files, each with a list of offsets in order."""
+        value = self.text(name)
+        if value is None:
+            return {}
+        try:
+            found = json.loads(value)
+            is_valid = all(
+                offsets == sorted(set(offsets)) and all(type(offset) is int and offset > 0 for offset in offsets)
+                for offsets in found.values()
+            )
+        except (ValueError, TypeError, AttributeError):
+            is_valid = False
+        if not is_valid:
+            raise self._wrong(name, value, "a JSON object of files, each with a list of offsets in order,")
+        return dict(found)
+
     def mode(self) -> Mode:
         """Return the option `mode`."""
         return self.choice("mode", Mode.FAILFAST)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from glob import glob, has_magic
 from pathlib import Path
+from socket import gethostname
 from typing import NamedTuple, cast
 
 from bkctl.errors import BkctlError, NotFound, UsageError
@@ -72,6 +73,20 @@ def local_paths(text: str) -> Iterator[tuple[Path, bool]]:
         raise NotFound(f"No file matches {text}")
     for path in found:
         yield Path(path), False
+
+
+def unseen(path: Path | str) -> NotFound:
+    """Return the error of a file that a task does not find, though the plan has it."""
+    directory = Path(path).parent
+    if not directory.is_dir():
+        return NotFound(
+            f"{path} cannot be seen by the executor on {gethostname()}: {directory} does not exist there",
+            hint="mount the bookies' disks at the same paths on every executor",
+        )
+    return NotFound(
+        f"{path} was deleted after the plan was made",
+        hint="a bookie compacted or deleted it: its live entries are in other files now; run again",
+    )
 
 
 def bookie_id_at(directory: Path) -> str | None:

@@ -1,28 +1,29 @@
-"""The shared part of the sources of entry logs and journals: from files to exact ranges, from ranges to Arrow batches.
+"""The shared part of the sources of entry logs and journals: from files to ranges, from ranges to Arrow batches.
 
-The planner reads each file once, from size field to size field, and cuts it into ranges of whole records (`ranges`). A
-task reads one range and must find the same records. A file that shrank, grew in the middle or was replaced between plan
-and read is an error, never another answer. Records that a running bookie appends meanwhile are not part of the answer.
-A payload is never taken for a record, because records are not searched for: each follows the one before.
+The planner takes the size, the time and the header of each file. A task reads one file up to the planned size, or a
+part between two `borders`. A file that shrank or was replaced between plan and read is an error, never another answer.
+Records that a running bookie appends meanwhile are not part of the answer. A payload is never taken for a record,
+because records are not searched for: each follows the one before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 
-from bkctl.errors import BkctlError, Conflict, Corrupt, NotFound, Unsupported, UsageError
+from bkctl.errors import BkctlError, Conflict, NotFound, UsageError
 from bkctl.files.scan import RecordBatch
+from bkctl.files.windows import FileReader
 from bkctl.formats.record import RecordType
 from bkctl.spark.sources.columns import DAMAGE, check_schema, damage_row, source_schema, where_and_why
 from bkctl.spark.sources.filters import LEDGER_COLUMNS, Conditions
 from bkctl.spark.sources.options import Mode, SourceOptions
-from bkctl.spark.sources.places import Place
-from bkctl.spark.sources.ranges import Range, RangePlanner, end_of, fingerprint_of
+from bkctl.spark.sources.places import Place, unseen
+from bkctl.spark.sources.ranges import FileState, Range, end_of, ranges_of
 from bkctl.spark.sources.record_rows import BODY_COLUMNS, LedgerSums, RecordRows
 from bkctl.spark.sources.selection import Selection
 
@@ -31,8 +32,7 @@ if TYPE_CHECKING:
     from pyspark.sql.datasource import Filter
     from pyspark.sql.types import StructType
 
-OPTIONS: Final = ("rows", "mode", "columns", "ledger", "ledgerScopeId", "digestType", "types", "maxPartitionBytes")
-PARTITION_SIZE_BYTES: Final = 128 << 20
+OPTIONS: Final = ("rows", "mode", "columns", "ledger", "ledgerScopeId", "digestType", "types", "borders")
 #: Plans to try where a listed file is deleted while the plan is made.
 _PLANS_MAX: Final = 5
 _PLANNERS_MAX: Final = 4
@@ -58,6 +58,8 @@ class RecordReader(DataSourceReader):
     #: The column of the file's id: `logId` or `journalId`.
     id_name: str
     source: str
+    #: A running bookie writes into space that is allocated ahead.
+    is_written_in_place = False
     on_request: tuple[str, ...] = ("payload", "record", "digestType", "digest")
 
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
@@ -65,7 +67,7 @@ class RecordReader(DataSourceReader):
         self._paths = options.paths()
         self._mode = options.mode()
         self._digest_type = options.digest_type()
-        self._size_bytes = options.size_bytes("maxPartitionBytes", PARTITION_SIZE_BYTES)
+        self._borders = options.offsets("borders")
         self._rows = options.choice("rows", RecordRowKind.RECORDS)
         self._types = self._record_types()
         self._struct = schema
@@ -96,14 +98,10 @@ class RecordReader(DataSourceReader):
         """Return the files to read. Raises as `resolve` does."""
         raise AssertionError
 
-    def plan_file(self, place: Place, planner: Callable[[int, int], RangePlanner]) -> list[Range]:
-        """Add all records of a file to a `planner(start, version)`; in mode permissive damage ends the last range."""
-        raise AssertionError
+    def read_range(self, path: str, start: int, end: int | None, *, content: bool) -> Iterator[RecordBatch]:
+        """Yield the records that begin from byte `start` (0: the first) to byte `end` (None: all), unselected ones too.
 
-    def read_range(self, part: Range, *, content: bool) -> Iterator[RecordBatch]:
-        """Yield the records from `part.start` to `part.end`, unselected ones too.
-
-        Without `content` bodies may be cut short. Where the file differs from the plan, ends, or raises Corrupt.
+        Without `content` bodies may be cut short. Raises the error of damage.
         """
         raise AssertionError
 
@@ -128,8 +126,7 @@ class RecordReader(DataSourceReader):
             places = [place for place in self.list_places() if self._wants_file(place)]
             try:
                 with ThreadPoolExecutor(min(_PLANNERS_MAX, len(places)) or 1) as planners:
-                    planned = planners.map(self._plan, places)
-                    return [part for ranges in planned for part in ranges]
+                    return [part for ranges in planners.map(self._plan, places) for part in ranges]
             except _Vanished as error:
                 # Compaction moved its entries to a log that may not have been listed: list again.
                 gone = error.place.path
@@ -140,7 +137,8 @@ class RecordReader(DataSourceReader):
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Yield the selected rows of one range, then in mode permissive a row for the damage behind it.
 
-        Raises Conflict if the range differs from the plan, NotFound if the file was deleted.
+        Raises the error of damage in mode failfast, Conflict if the file differs from the plan, NotFound if it was
+        deleted or this machine does not see it.
         """
         if isinstance(partition, Range):
             return self._read(partition)
@@ -168,9 +166,9 @@ class RecordReader(DataSourceReader):
         return all(self._conditions.accepts(name, value) for name, value in self._constants(place).items())
 
     def _rows_of(self, place: Place) -> RecordRows | LedgerSums:
-        from pyspark.sql.pandas.types import to_arrow_schema
+        from bkctl.spark.internals import arrow_schema_of
 
-        schema, constants = to_arrow_schema(self._struct), self._constants(place)
+        schema, constants = arrow_schema_of(self._struct), self._constants(place)
         if self._rows is RecordRowKind.LEDGERS:
             return LedgerSums(schema, constants, self._selection())
         return RecordRows(schema, constants, self._selection(), self._digest_type)
@@ -179,11 +177,8 @@ class RecordReader(DataSourceReader):
         return Selection(self._conditions, self._types)
 
     def _plan(self, place: Place) -> list[Range]:
-        def planner(start: int, version: int) -> RangePlanner:
-            return RangePlanner(place, start, version, self._size_bytes, self._selection().count)
-
         try:
-            return self.plan_file(place, planner)
+            return ranges_of(place, FileState.of(place.path), self._borders.get(place.path, ()))
         except NotFound as error:
             if place.found:
                 raise _Vanished(place) from error
@@ -191,7 +186,7 @@ class RecordReader(DataSourceReader):
         except UsageError:
             raise
         except BkctlError as error:
-            return planner(0, 0).finish(self._damage(error))
+            return [Range(place, FileState(0, 0, b""), damage=self._damage(error))]
 
     def _damage(self, error: BkctlError) -> tuple[int | None, str]:
         self._mode.check(error)
@@ -199,41 +194,34 @@ class RecordReader(DataSourceReader):
 
     def _read(self, part: Range) -> Iterator[pa.RecordBatch]:
         rows = self._rows_of(part.place)
-        damage = [part.damage] if part.damage else []
+        damages = [] if part.damage is None else [part.damage]
+        if not damages:
+            yield from rows.of(self._up_to_damage(part, damages))
+        for offset, reason in damages:
+            yield damage_row(rows.schema, part.place.path, offset, reason, **self._constants(part.place))
+
+    def _up_to_damage(self, part: Range, damages: list[tuple[int | None, str]]) -> Iterator[RecordBatch]:
+        """Yield the records of a range; in mode permissive add the damage that ends them to `damages`."""
         try:
-            yield from rows.of(self._checked(part, content=any(name in BODY_COLUMNS for name in self._struct.names)))
+            yield from self._planned_records(part, content=any(name in BODY_COLUMNS for name in self._struct.names))
         except UsageError:
             raise
         except BkctlError as error:
-            damage.insert(0, self._damage(error))
-        for offset, reason in damage:
-            yield damage_row(rows.schema, part.place.path, offset, reason, **self._constants(part.place))
+            damages.append(self._damage(error))
 
-    def _checked(self, part: Range, *, content: bool) -> Iterator[RecordBatch]:
-        """Yield the records of a range. Raises Conflict at its end if they are not the planned records."""
-        if not part.count:
-            return
-        end, count, fingerprint = part.start, 0, 0
+    def _planned_records(self, part: Range, *, content: bool) -> Iterator[RecordBatch]:
+        """Yield the records of a range that were whole when the plan was made."""
+        path = part.place.path
         try:
-            for batch in self.read_range(part, content=content):
-                end, count = end_of(batch), count + len(batch)
-                fingerprint = fingerprint_of(batch, fingerprint)
-                if count > part.count:
-                    break
-                yield batch
+            with FileReader(path) as file:
+                planned_end = part.state.end_in(file, is_written_in_place=self.is_written_in_place)
+            for batch in self.read_range(path, part.start, part.end or planned_end, content=content):
+                if end_of(batch) > part.state.size_bytes:
+                    batch = batch.first(len(batch) - 1)
+                if len(batch):
+                    yield batch
         except NotFound as error:
-            raise NotFound(
-                f"{part.place.path} was deleted after the plan was made",
-                hint="a bookie compacted or deleted it: its live entries are in other logs now; run again",
-            ) from error
-        except (Corrupt, Unsupported) as error:
-            raise Conflict(f"{part.place.path} changed after the plan was made: {error}", hint="run again") from error
-        if (end, count, fingerprint) != (part.end, part.count, part.fingerprint):
-            raise Conflict(
-                f"{part.place.path} changed after the plan was made: from byte {part.start} to {part.end} there were "
-                f"{part.count} records, now {count} to {end}" + ("" if count != part.count else " with other headers"),
-                hint="run again",
-            )
+            raise unseen(path) from error
 
 
 class RecordSource(DataSource):

@@ -22,6 +22,9 @@ from support.bookie_files import Files, Written
 from support.command_line import CommandLine
 
 from bkctl.client.ensemble import RoundRobinDistributionSchedule
+from bkctl.commands.kit.columns import Column, Columns, Kind
+from bkctl.commands.pipeline.saves import check_remote_saves, frame_rows
+from bkctl.errors import AlreadyExists
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import LedgerState
@@ -30,6 +33,7 @@ from bkctl.metadata.cluster import open_cluster
 from bkctl.spark.jobs import garbage
 from bkctl.spark.jobs.bookies import find_bookies
 from bkctl.spark.jobs.garbage import by_bookie, garbage_shares, orphans, uses
+from bkctl.spark.jobs.held_entries import held_entries, shares_of
 from bkctl.spark.jobs.integrity import Integrity, integrity
 from bkctl.spark.jobs.inventory import Grouping, damages, shares, totals
 
@@ -373,8 +377,7 @@ def test_saved_files_appear_when_complete(files: Files, tmp_path: Path) -> None:
     assert json.loads(paths["json"].read_text()) == printed
     with open(paths["csv"], newline="") as file:
         assert list(csv.DictReader(file)) == [{name: str(value) for name, value in row.items()} for row in printed]
-    kept = pyarrow.parquet.read_table(paths["parquet"]).to_pylist()
-    assert [{name: row[name] for name in printed[0]} for row in kept] == printed
+    assert pyarrow.parquet.read_table(paths["parquet"]).to_pylist() == printed
     page = paths["html"].read_text()
     assert page.startswith("<!doctype html>")
     assert "<svg" in page
@@ -383,6 +386,50 @@ def test_saved_files_appear_when_complete(files: Files, tmp_path: Path) -> None:
     again = CommandLine(files.uri)("pipeline", "inventory", files.directory, "--save", paths["csv"])
     assert (again.code, again.out) == (5, b"")
     assert again.problem.startswith(f"{paths['csv']} exists")
+
+
+def test_saved_uri_has_the_printed_columns_of_one_run(spark: SparkSession, tmp_path: Path) -> None:
+    import pyarrow.parquet
+
+    seen, printed = tmp_path / "seen", []
+
+    def noted(batches: Iterable[Any]) -> Iterator[Any]:
+        with open(seen, "a") as file:
+            file.write("run\n")
+        yield from batches
+
+    class Printing:
+        def render(self, rows: Iterable[Any], columns: Columns) -> None:
+            printed.extend(row.asDict() for row in rows)
+
+    frame = spark.range(0, 3, 1, 1).mapInArrow(noted, "id bigint").selectExpr("id AS offset", "'x' AS hidden")
+    columns = Columns(Column("OFFSET", "offset", "offset", Kind.INTEGER))
+    uris = [f"file://{tmp_path}/{name}.parquet" for name in ("one", "two")]
+    run: Any = Printing()
+    frame_rows(run, frame, columns, uris)
+    for name in ("one", "two"):
+        assert pyarrow.parquet.read_table(tmp_path / f"{name}.parquet").to_pylist() == printed
+    assert printed == [{"offset": number} for number in range(3)]
+    assert seen.read_text() == "run\n"
+    check_remote_saves(spark, [f"file://{tmp_path}/three.parquet", "rows.csv"])
+    with pytest.raises(AlreadyExists, match=r"two\.parquet exists"):
+        check_remote_saves(spark, uris[1:])
+
+
+def test_existing_uri_is_refused_before_the_job(files: Files, tmp_path: Path) -> None:
+    (tmp_path / "rows.parquet").mkdir()
+    answer = CommandLine(None)("pipeline", "inventory", files.directory, "--save", f"file://{tmp_path}/rows.parquet")
+    assert (answer.code, answer.out) == (5, b"")
+    assert "rows.parquet exists" in answer.problem
+
+
+def test_shares_of_held_entries_match_a_scan(spark: SparkSession, files: Files) -> None:
+    bookies = find_bookies([files.directory])
+    held = held_entries(spark, bookies, None, None).persist()
+    columns = ("bookieId", "file", "ledgerQualifiedName", "entryCount", "size")
+    expected = sorted(shares(spark, bookies).select(*columns).collect())
+    assert sorted(shares_of(held).select(*columns).collect()) == expected
+    held.unpersist()
 
 
 def test_report_is_one_page_with_escaped_names(files: Files, tmp_path: Path) -> None:
@@ -403,6 +450,7 @@ def test_report_is_one_page_with_escaped_names(files: Files, tmp_path: Path) -> 
         (["inventory"], 2, "No files of bookies are given"),
         (["inventory", "/nowhere"], 4, "/nowhere does not exist"),
         (["inventory", "{place}", "--save", "rows.xlsx"], 2, "not a name that ends in .parquet"),
+        (["inventory", "{place}", "--save", "s3a://bucket/page.html"], 2, "a page is written on this machine"),
         (["inventory", "{place}", "--save", "/nowhere/rows.csv"], 4, "the directory /nowhere does not exist"),
         (["report", "{place}"], 2, "add --save report.html"),
         (["inventory", "{place}", "--spark-conf", "executor.memory"], 2, "not NAME=VALUE"),

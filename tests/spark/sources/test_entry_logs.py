@@ -17,18 +17,16 @@ from hypothesis import strategies as st
 from pyspark.sql.datasource import EqualTo, IsNotNull
 from pyspark.sql.types import LongType, StructType
 from support import golden
-from support.source_rows import Planned, rows_of
+from support.source_rows import Planned, cuts, rows_of
 
 from bkctl.errors import BkctlError, Conflict, CorruptRecord, NotFound, Unsupported, UsageError
 from bkctl.files.entry_log import EntryLogReader
-from bkctl.files.scan import RecordBatch, take_entries_plainly
 from bkctl.files.windows import FileReader
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.entry_log import write_header, write_ledgers_map
 from bkctl.formats.record import NO_LEDGER
 from bkctl.ids import LedgerId
 from bkctl.spark.sources.entry_logs import EntryLogRecords, EntryLogSource
-from bkctl.spark.sources.ranges import fingerprint_of
 
 V1, OTHER = LedgerId(0, 5), LedgerId(0, 6)
 V2, HUGE = LedgerId(7, 1), LedgerId(2**64 - 1, 2**63 + 9)
@@ -74,10 +72,10 @@ def without_bookie(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if name != "bookieId"} for row in rows]
 
 
-@pytest.mark.parametrize("size", ["5000", "1MiB"])
+@pytest.mark.parametrize("size", [5000, 1 << 20])
 @pytest.mark.parametrize("bookie", BOOKIES, ids=IDS)
-def test_entry_logs_match_apache_shell(bookie: golden.GoldenBookie, size: str) -> None:
-    rows = rows_of(EntryLogSource, path=bookie.ledger_dir, maxPartitionBytes=size)
+def test_entry_logs_match_apache_shell(bookie: golden.GoldenBookie, size: int) -> None:
+    rows = rows_of(EntryLogSource, path=bookie.ledger_dir, borders=cuts(size, *bookie.entry_logs))
     names = ("ledgerId", "entryId", "offset", "recordSize", "lastAddConfirmed")
     by_file: dict[Path, list[tuple[Any, ...]]] = {path: [] for path in bookie.entry_logs}
     for row in rows:
@@ -96,7 +94,7 @@ def test_every_column_matches_the_record_reader(tmp_path: Path, digest_type: Dig
     records = [record(V2 if at % 3 else HUGE, at, b"x" * at, list(DigestType)[at % 4]) for at in range(40)]
     scoped = write(tmp_path / "current" / "scoped" / "0.log", *records, *write_ledgers_map({V2: 9}, 2), version=2)
     options = {} if digest_type is None else {"digestType": digest_type.name}
-    rows = rows_of(EntryLogSource, path=tmp_path, maxPartitionBytes=500, **options)
+    rows = rows_of(EntryLogSource, path=tmp_path, borders=cuts(500, plain, scoped), **options)
     assert without_bookie(rows) == [*expected(plain, digest_type), *expected(scoped, digest_type)]
     assert rows[0]["bookieId"] is None
     assert rows[-1]["ledgerId"] == str(2**63 + 9)
@@ -139,7 +137,7 @@ def test_payload_with_records_is_not_searched(tmp_path: Path, size: int) -> None
     inner = write_header() + b"".join(record(OTHER, at) for at in range(50))
     records = [record(V1, at, inner[at:] if at % 2 else inner) for at in range(12)]
     path = write(tmp_path / "0.log", *records, *write_ledgers_map({V1: 1}))
-    planned = Planned(EntryLogSource, path=path, maxPartitionBytes=size, columns="*,payload", digestType="CRC32C")
+    planned = Planned(EntryLogSource, path=path, borders=cuts(size, path), columns="*,payload", digestType="CRC32C")
     rows = planned.rows()
     assert [(row["ledgerId"], row["entryId"]) for row in rows] == [("5", at) for at in range(12)]
     assert rows[0]["payload"] == inner
@@ -147,18 +145,48 @@ def test_payload_with_records_is_not_searched(tmp_path: Path, size: int) -> None
 
 @pytest.mark.parametrize("size", [1, 100, 4096, 1 << 20])
 def test_partitions_hold_each_record_once(size: int) -> None:
-    planned = Planned(EntryLogSource, path=LOG, maxPartitionBytes=size, types="entry,ledgersMap,padding")
+    planned = Planned(EntryLogSource, path=LOG, borders=cuts(size, LOG), types="entry,ledgersMap,padding")
     with EntryLogReader.open(LOG) as reader:
         offsets = [each.offset for each in reader.records(special=True)]
-        end = reader.position
-    parts = planned.parts
-    assert {part.start for part in parts} <= set(offsets)
-    assert [part.end for part in parts] == [part.start for part in parts[1:]] + [end]
-    assert sum(part.count for part in parts) == len(offsets)
-    assert all(part.count == 1 or part.end - part.start < size + 70_000 for part in parts)
-    found = [[row["offset"] for row in planned.rows_of(part)] for part in parts]
-    assert [len(each) for each in found] == [part.count for part in parts]
+    assert {part.start for part in planned.parts} - {0} <= set(offsets)
+    found = [[row["offset"] for row in planned.rows_of(part)] for part in planned.parts]
+    assert all(len(each) == 1 or each[-1] - each[0] <= max(size, 1024) for each in found[:-1])
     assert list(chain.from_iterable(found)) == offsets
+
+
+def test_plan_reads_headers_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [write(tmp_path / "current" / f"{at}.log", record(V1, at, bytes(1 << 20))) for at in range(3)]
+    sizes: Counter[str] = Counter()
+    whole = FileReader.read
+
+    def read(self: FileReader, at: int, size: int) -> bytes:
+        data = whole(self, at, size)
+        sizes[self.name] += len(data)
+        return data
+
+    monkeypatch.setattr(FileReader, "read", read)
+    planned = Planned(EntryLogSource, path=tmp_path, ledger="5")
+    assert sizes == {str(path): 8 for path in paths}
+    assert [part.state.size_bytes for part in planned.parts] == [path.stat().st_size for path in paths]
+
+
+def test_logs_without_a_wanted_ledger_are_not_scanned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for at, ledger in enumerate((V1, OTHER, OTHER)):
+        records = [record(ledger, each) for each in range(5)]
+        size = sum(map(len, records))
+        ledgers_map = b"".join(write_ledgers_map({ledger: size}))
+        path = write(tmp_path / "current" / f"{at}.log", *records, ledgers_map)
+        with open(path, "r+b") as file:
+            # The last log has no header that names its map: it may hold every ledger.
+            file.write(write_header(1, *((1024 + size, 1) if at < 2 else ())))
+    scanned = []
+    batches = EntryLogReader.batches
+    monkeypatch.setattr(
+        EntryLogReader, "batches",
+        lambda self, *words, **named: scanned.append(self.log_id) or batches(self, *words, **named),
+    )  # fmt: skip
+    assert [row["logId"] for row in rows_of(EntryLogSource, path=tmp_path, ledger="5")] == [0] * 5
+    assert scanned == [0, 2]
 
 
 def test_records_of_every_size_are_found(tmp_path: Path) -> None:
@@ -213,7 +241,7 @@ def test_padding_of_direct_io_logger_is_skipped(tmp_path: Path) -> None:
 
     data = padded(padded(record(V1, 0)) + record(V1, 1) + record(V1, 2)) + record(V1, 3)
     path = write(tmp_path / "0.log", data)
-    assert without_bookie(rows_of(EntryLogSource, path=path, maxPartitionBytes=1)) == list(expected(path))
+    assert without_bookie(rows_of(EntryLogSource, path=path, borders=cuts(1, path))) == list(expected(path))
     assert without_bookie(rows_of(EntryLogSource, path=path)) == list(expected(path))
 
 
@@ -276,8 +304,9 @@ def test_files_directories_and_patterns_name_each_file_once(tmp_path: Path) -> N
         ({"path": "{}", "colums": "entryId"}, UsageError),
         ({"path": "{}", "columns": "entryid,nothing"}, UsageError),
         ({"path": "{}", "mode": "lenient"}, UsageError),
-        ({"path": "{}", "maxPartitionBytes": "0"}, UsageError),
-        ({"path": "{}", "maxPartitionBytes": "many"}, UsageError),
+        ({"path": "{}", "borders": "many"}, UsageError),
+        ({"path": "{}", "borders": "[1]"}, UsageError),
+        ({"path": "{}", "borders": '{{"0.log": [9, 8]}}'}, UsageError),
         ({"path": "{}", "types": "entries"}, UsageError),
         ({"path": "{}", "ledger": "x"}, UsageError),
         ({"path": "{}", "digestType": "MD5"}, UsageError),
@@ -360,7 +389,7 @@ def test_hostile_logs_match_the_reader(
         data[at : at + len(what)] = what
     path = tmp_path / "0.log"
     path.write_bytes(data if cut is None else data[: int(cut * len(data))])
-    check_both_modes(path, maxPartitionBytes=size)
+    check_both_modes(path, borders=cuts(size, path))
 
 
 @pytest.mark.parametrize(
@@ -379,7 +408,7 @@ def test_hostile_logs_match_the_reader(
 def test_torn_tails_match_the_reader(tmp_path: Path, name: str, tail: bytes) -> None:
     path = write(tmp_path / "0.log", *(record(V1, at) for at in range(3)), tail)
     check_both_modes(path)
-    check_both_modes(path, maxPartitionBytes=1)
+    check_both_modes(path, borders=cuts(1, path))
 
 
 @pytest.mark.parametrize("size", [1, 1 << 20])
@@ -390,8 +419,8 @@ def test_oversized_record_does_not_hide_later_ones(tmp_path: Path, size: int) ->
         records.append(struct.pack(">i", len(sealed) + 5) + sealed + b"hello")
     records[4] = struct.pack(">i", 1 << 27) + records[4][4:]
     path = write(tmp_path / "0.log", *records)
-    check_both_modes(path, maxPartitionBytes=size)
-    *good, damage = rows_of(EntryLogSource, path=path, mode="permissive", maxPartitionBytes=size)
+    check_both_modes(path, borders=cuts(size, path))
+    *good, damage = rows_of(EntryLogSource, path=path, mode="permissive", borders=cuts(size, path))
     assert [row["entryId"] for row in good] == list(range(4))
     assert damage["damage"]["offset"] == 1024 + 4 * len(records[0])
 
@@ -454,9 +483,11 @@ CHANGES = ["deleted", "emptied", "shrunk", "one record less", "other ids", "two 
 def test_log_changed_after_plan_is_an_error(tmp_path: Path, change: str, size: int) -> None:
     path = write(tmp_path / "0.log", *(record(V1, at) for at in range(30)))
     plans = [
-        Planned(EntryLogSource, path=path, maxPartitionBytes=size, mode=mode) for mode in ("failfast", "permissive")
+        Planned(EntryLogSource, path=path, borders=cuts(size, path), mode=mode) for mode in ("failfast", "permissive")
     ]
     changes(path)[change]()
+    if path.exists():
+        os.utime(path, ns=(0, plans[0].parts[0].state.mtime_ns + 1))
     with pytest.raises(NotFound if change == "deleted" else Conflict, match=r"0\.log .* after the plan was made"):
         plans[0].rows()
     damage = [row["damage"] for row in plans[1].rows() if row["damage"] is not None]
@@ -464,27 +495,10 @@ def test_log_changed_after_plan_is_an_error(tmp_path: Path, change: str, size: i
     assert all("after the plan was made" in each["reason"] for each in damage)
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_fingerprint_is_independent_of_batches(tmp_path: Path, version: int) -> None:
-    ledgers = (V1, OTHER) if version == 1 else (V2, HUGE)
-    path = write(tmp_path / "0.log", *(record(ledgers[at % 2], at, bytes(at)) for at in range(50)), version=version)
-    with EntryLogReader.open(path) as reader:
-        (batch,) = reader.batches()
-        alone = [RecordBatch.of_record(each, b"", 0) for each in reader.records()]
-    first = fingerprint_of(batch.first(17))
-    assert fingerprint_of(batch.part(17, 50), first) == fingerprint_of(batch)
-    begins, fields, _ = take_entries_plainly(batch.window, 0, version)
-    assert fingerprint_of(RecordBatch(batch.window, 1024, begins, fields, version)) == fingerprint_of(batch)
-    found = 0
-    for each in alone:
-        found = fingerprint_of(each, found)
-    assert found == fingerprint_of(batch)
-
-
 @pytest.mark.parametrize("size", [200, 1 << 20])
 def test_records_appended_by_running_bookie_are_ignored(tmp_path: Path, size: int) -> None:
     path = write(tmp_path / "0.log", *(record(V1, at) for at in range(30)), record(V1, 30)[:20])
-    planned = Planned(EntryLogSource, path=path, maxPartitionBytes=size)
+    planned = Planned(EntryLogSource, path=path, borders=cuts(size, path))
     more = b"".join(record(V1, at) for at in range(31, 40))
     path.write_bytes(path.read_bytes() + record(V1, 30)[20:] + more + b"".join(write_ledgers_map({V1: 1})))
     # Closing a log writes its header anew.
@@ -530,6 +544,16 @@ def test_unreadable_file_is_an_error_or_row(tmp_path: Path) -> None:
         assert [row["damage"]["file"] for row in rows_of(EntryLogSource, path=path, mode="permissive")] == [str(path)]
 
 
+def test_directory_that_the_executor_lacks_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "mount" / "current" / "0.log", record(V1, 0))
+    planned = Planned(EntryLogSource, path=tmp_path / "mount")
+    (tmp_path / "mount").rename(tmp_path / "elsewhere")
+    with pytest.raises(
+        NotFound, match=r"0\.log cannot be seen by the executor on .*mount/current does not exist there"
+    ):
+        planned.rows()
+
+
 def test_unknown_entry_format_versions_are_reported(tmp_path: Path) -> None:
     path = write(tmp_path / "0.log", record(V1, 0), struct.pack(">i", 60) + b"\xb3" + bytes(59))
     with pytest.raises(Unsupported):
@@ -548,11 +572,11 @@ def test_copies_in_two_places_are_two_bookies(tmp_path: Path) -> None:
 # --- sums of ledgers --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", ["10000", "1m"])
+@pytest.mark.parametrize("size", [10_000, 1 << 20])
 @pytest.mark.parametrize("bookie", BOOKIES, ids=IDS)
-def test_ledger_sums_match_apache_shell(bookie: golden.GoldenBookie, size: str) -> None:
+def test_ledger_sums_match_apache_shell(bookie: golden.GoldenBookie, size: int) -> None:
     sums: dict[tuple[str, str], list[int]] = {}
-    for row in rows_of(EntryLogSource, path=bookie.ledger_dir, rows="ledgers", maxPartitionBytes=size):
+    for row in rows_of(EntryLogSource, path=bookie.ledger_dir, rows="ledgers", borders=cuts(size, *bookie.entry_logs)):
         of_ledger = sums.setdefault((row["file"], row["ledgerId"]), [0, 0])
         of_ledger[0] += row["entryCount"]
         of_ledger[1] += row["size"]

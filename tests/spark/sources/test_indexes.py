@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import struct
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ from bkctl.errors import BkctlError, Conflict, Corrupt, NotFound, UsageError
 from bkctl.files.directories import BookieDirectories
 from bkctl.files.index import BookieIndexes, LedgerIndexReader
 from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
+from bkctl.files.windows import FileReader
 from bkctl.formats.entry import DigestManager, DigestType, master_key, read_lac_header
 from bkctl.formats.entry_log import pack_location
 from bkctl.formats.index import LedgerData, index_path, write_header
 from bkctl.ids import LedgerId
+from bkctl.spark.sources import index_plan
 from bkctl.spark.sources.indexes import IndexSource
 
 V1, V2, HUGE = LedgerId(0, 5), LedgerId(7, 1), LedgerId(2**64 - 1, 2**63 + 9)
@@ -105,6 +108,53 @@ def test_scoped_and_mixed_directories(tmp_path: Path, size: str) -> None:
         assert {row["ledgerId"] for row in ledgers} >= {"5", "1", str(2**63 + 9)}
         assert {row["masterKey"] for row in ledgers} == {master_key(b"")}
     assert {row["explicitLac"] for row in rows_of(IndexSource, path=tmp_path / "files", rows="ledgers")} == {3}
+
+
+def test_index_files_are_planned_by_listing_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cookie = b'4\nbookieHost: "b:3181"\njournalDir: "/j"\nledgerDirs: "1\t/l"\n'
+    (tmp_path / "current").mkdir()
+    (tmp_path / "current" / "VERSION").write_bytes(cookie)
+    for ledger_id in range(20):
+        write_index(tmp_path, LedgerId(0, ledger_id), [pack_location(3, 2000)])
+    opened: list[str] = []
+    looked_up: list[Path] = []
+    whole = FileReader.__init__
+    bookie_id = index_plan.bookie_id_at
+    monkeypatch.setattr(FileReader, "__init__", lambda self, path: opened.append(path) or whole(self, path))
+    monkeypatch.setattr(index_plan, "bookie_id_at", lambda home: looked_up.append(home) or bookie_id(home))
+    planned = Planned(IndexSource, path=tmp_path)
+    assert (opened, len(planned.parts)) == ([], 1)
+    assert len(looked_up) == len(set(looked_up))
+    assert {(row["bookieId"], row["entryId"]) for row in planned.rows()} == {("b:3181", 0)}
+
+
+def test_holes_of_index_files_are_no_partitions(tmp_path: Path) -> None:
+    path = write_index(tmp_path, V1, [pack_location(3, 2000)] * 5)
+    with open(path, "r+b") as file:
+        file.seek(1024 + 8 * (1 << 24))
+        file.write(struct.pack(">q", pack_location(4, 3000)) * 1000)
+    planned = Planned(IndexSource, path=path, maxPartitionBytes="8000")
+    assert 2 <= len(planned.parts) <= 4
+    assert [row["entryId"] for row in planned.rows()] == [*range(5), *range(1 << 24, (1 << 24) + 1000)]
+
+
+def test_databases_are_cut_within_a_ledger(tmp_path: Path) -> None:
+    write_databases(tmp_path, V1, LedgerId(0, 6), stale=LedgerId(0, 99))
+    wanted = of_rows(rows_of(IndexSource, path=tmp_path))
+    with LocationsDatabase.edit(tmp_path / "current" / "locations") as database:
+        for first in range(100, 500, 100):
+            for entry_id in range(first, first + 100):
+                database.put(V1, entry_id, pack_location(1, 2000 + entry_id))
+            database.flush()
+    name = V1.qualified_name
+    wanted += [(name, entry_id, 1, 1996 + entry_id, pack_location(1, 2000 + entry_id)) for entry_id in range(100, 500)]
+    planned = Planned(IndexSource, path=tmp_path, maxPartitionBytes="800")
+    assert len(planned.parts) >= 3
+    assert of_rows(planned.rows()) == sorted(wanted)
+    ledgers = Planned(IndexSource, path=tmp_path, rows="ledgers", maxPartitionBytes="1")
+    counts = Counter(row[0] for row in wanted)
+    assert {row["ledgerQualifiedName"]: row["entryCount"] for row in ledgers.rows()} == counts
+    assert len(ledgers.rows()) == len(counts)
 
 
 def test_single_files_and_databases_are_read(tmp_path: Path) -> None:

@@ -1,0 +1,75 @@
+"""The names of PySpark that are not part of its public interface: all of them, and only here.
+
+pyproject bounds PySpark's version for this module.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark import SparkContext
+    from pyspark.sql import SparkSession
+    from pyspark.sql.types import StructType
+
+
+def spark_home() -> Path:
+    """Return the directory of Spark: SPARK_HOME, else the one in PySpark's package."""
+    from pyspark.find_spark_home import _find_spark_home
+
+    found: Any = _find_spark_home()
+    return Path(found)
+
+
+def gateway_to(connection: Path) -> Any:
+    """Return py4j's gateway to the JVM that wrote its port and secret to the file `connection`."""
+    from pyspark import java_gateway
+    from pyspark.serializers import UTF8Deserializer, read_int
+
+    read_port: Any = read_int
+    read_secret: Any = UTF8Deserializer
+    launch: Any = java_gateway.launch_gateway
+    with open(connection, "rb") as file:
+        port, secret = read_port(file), read_secret().loads(file)
+    address = {"PYSPARK_GATEWAY_PORT": str(port), "PYSPARK_GATEWAY_SECRET": secret}
+    os.environ.update(address)
+    try:
+        return launch()
+    finally:
+        for name in address:
+            del os.environ[name]
+
+
+def silence_accumulators(context: SparkContext) -> Any:
+    """Return the server of accumulators, whose thread prints no traceback from here on when the JVM ends."""
+    internal: Any = context
+    server = internal._accumulatorServer
+    server.handle_error = lambda *request: None
+    return server
+
+
+def forget_context() -> None:
+    """Make PySpark start anew, since its JVM ended."""
+    from pyspark import SparkContext
+    from pyspark.sql import SparkSession
+
+    SparkContext._gateway = SparkContext._jvm = None
+    SparkContext._active_spark_context = None
+    SparkSession._instantiatedSession = SparkSession._activeSession = None
+
+
+def uri_exists(session: SparkSession, uri: str) -> bool:
+    """Return whether something exists at a URI of Hadoop's file systems."""
+    internal: Any = session
+    path = internal._jvm.org.apache.hadoop.fs.Path(uri)
+    return bool(path.getFileSystem(internal._jsparkSession.sessionState().newHadoopConf()).exists(path))
+
+
+def arrow_schema_of(schema: StructType, *, timezone: str | None = None) -> pa.Schema:
+    """Return Spark's schema as Arrow's, with timestamps of `timezone`."""
+    from pyspark.sql.pandas.types import to_arrow_schema
+
+    return to_arrow_schema(schema, timezone=timezone)
