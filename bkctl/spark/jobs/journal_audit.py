@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from bkctl.errors import Corrupt, NotFound, Unsupported
 from bkctl.files.journal import JournalReader
 from bkctl.files.journal_check import JournalCheck, JournalState, check_journals
+from bkctl.formats.names import COOKIE_NAME
 from bkctl.formats.record import RecordType
 from bkctl.ids import LedgerId
 from bkctl.spark.facts.frames import Facts
@@ -28,6 +29,7 @@ from bkctl.spark.jobs.held_entries import held_entries, log_damages
 from bkctl.spark.jobs.ledger_states import ledger_states
 from bkctl.spark.jobs.second_look import look_again
 from bkctl.spark.jobs.verdicts import look_at
+from bkctl.spark.sources.places import unseen
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -121,6 +123,9 @@ def checks(spark: SparkSession, bookies: Bookies) -> DataFrame:
 
 def check_rows(bookie: BookieFiles) -> Iterator[dict[str, Any]]:
     """Yield the rows of `checks` for one bookie."""
+    for directory in (*bookie.journal_dirs, *bookie.ledger_dirs):
+        if not Path(directory).is_dir():
+            raise unseen(Path(directory, COOKIE_NAME))
     starts = replay_starts(bookie)
     for check in check_journals(bookie.directories):
         start = starts.get(str(check.path))

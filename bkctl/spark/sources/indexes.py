@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 
-from bkctl.errors import BkctlError, Conflict, NotFound
+from bkctl.errors import BkctlError, Conflict, NotFound, UsageError
 from bkctl.files.index import LedgerIndexReader
 from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
 from bkctl.spark.sources.columns import DAMAGE, check_schema, damage_row, source_schema, where_and_why
@@ -128,6 +129,8 @@ class IndexReader(DataSourceReader):
     ) -> Iterator[pa.RecordBatch]:  # fmt: skip
         try:
             yield from rows
+        except UsageError:
+            raise
         except BkctlError as error:
             self._mode.check(error)
             yield damage_row(self._schema(), path, *where_and_why(error), bookieId=bookie_id)
@@ -137,7 +140,8 @@ class IndexReader(DataSourceReader):
         try:
             reader = LedgerIndexReader.open(slots.path)
         except NotFound as error:
-            raise unseen(slots.path) from error
+            current = Path(slots.path).parents[3 if slots.ledger.is_scoped else 2]
+            raise unseen(slots.path, current) from error
         with reader:
             if self._rows is IndexRowKind.LEDGERS:
                 yield ledger_rows(self._schema(), [_ledger_of(slots, reader)], constants)
@@ -169,6 +173,8 @@ class IndexReader(DataSourceReader):
 
     def _read_databases(self, part: DatabaseRange) -> Iterator[pa.RecordBatch]:
         path = part.path("locations")
+        if not path.parent.is_dir():
+            raise unseen(path)
         constants = {"file": str(path), "scoped": part.scoped, "bookieId": part.bookie_id}
         schema = self._schema()
         with (

@@ -75,11 +75,15 @@ def local_paths(text: str) -> Iterator[tuple[Path, bool]]:
         yield Path(path), False
 
 
-def unseen(path: Path | str) -> NotFound:
-    """Return the error of a file that a task does not find, though the plan has it."""
-    directory = Path(path).parent
+def unseen(path: Path | str, directory: Path | None = None) -> BkctlError:
+    """Return the error of a file that a task does not find, though the plan has it.
+
+    A UsageError, which no mode permits, if this machine lacks the bookie's `directory` (default: the file's), since all
+    of the bookie's entries would count as lost.
+    """
+    directory = Path(path).parent if directory is None else directory
     if not directory.is_dir():
-        return NotFound(
+        return UsageError(
             f"{path} cannot be seen by the executor on {gethostname()}: {directory} does not exist there",
             hint="mount the bookies' disks at the same paths on every executor",
         )

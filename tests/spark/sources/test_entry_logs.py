@@ -544,13 +544,13 @@ def test_unreadable_file_is_an_error_or_row(tmp_path: Path) -> None:
         assert [row["damage"]["file"] for row in rows_of(EntryLogSource, path=path, mode="permissive")] == [str(path)]
 
 
-def test_directory_that_the_executor_lacks_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["failfast", "permissive"])
+def test_directory_that_the_executor_lacks_is_named(tmp_path: Path, mode: str) -> None:
     write(tmp_path / "mount" / "current" / "0.log", record(V1, 0))
-    planned = Planned(EntryLogSource, path=tmp_path / "mount")
+    planned = Planned(EntryLogSource, path=tmp_path / "mount", mode=mode)
     (tmp_path / "mount").rename(tmp_path / "elsewhere")
-    with pytest.raises(
-        NotFound, match=r"0\.log cannot be seen by the executor on .*mount/current does not exist there"
-    ):
+    # In no mode a row: the entries are not lost.
+    with pytest.raises(UsageError, match=r"0\.log cannot be seen by the executor on .*current does not exist there"):
         planned.rows()
 
 
