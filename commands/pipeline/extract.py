@@ -50,7 +50,7 @@ def extract(
         float, duration_option("--keep", "Keep superseded files this long, for jobs that read them.", default="1h")
     ],
 ) -> None:
-    """Write the contents of bookies' files as facts for other jobs.
+    """Write the contents of bookies' files as facts for jobs.
 
     Runs on each bookie's host, without Spark, and writes Parquet tables: records with their digests, indexes, journals
     and what a restart replays, ledgers by log, cookies and last marks. The other jobs read them with --facts. An entry
