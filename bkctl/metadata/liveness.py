@@ -102,18 +102,21 @@ def check_instance(cluster: Cluster, logs: Iterable[Path]) -> None:
     directories = dict.fromkeys(
         path.parent.parent if path.parent.name == SCOPED_DIRECTORY else path.parent for path in logs
     )
-    instance_id: str | None = None
     for directory in directories:
         path = directory / COOKIE_NAME
         try:
             cookie = Cookie.parse(path.read_bytes(), str(path))
         except (OSError, BkctlError):
             continue
-        if instance_id is None:
-            instance_id = cluster.instance_id()
-        if cookie.instance_id and instance_id and cookie.instance_id != instance_id:
-            raise Conflict(
-                f"{path} belongs to the cluster {cookie.instance_id}, {cluster.store.name} is {instance_id}: "
-                "every ledger would look dead",
-                hint="connect to the bookie's own cluster",
-            )
+        check_cookie(cluster, str(path), cookie.instance_id)
+
+
+def check_cookie(cluster: Cluster, where: str, instance_id: str | None) -> None:
+    """Raise Conflict if the cookie at `where` names another cluster, by its `instance_id`, than `cluster`."""
+    own_id = cluster.instance_id() if instance_id else None
+    if own_id and instance_id != own_id:
+        raise Conflict(
+            f"{where} belongs to the cluster {instance_id}, {cluster.store.name} is {own_id}: "
+            "every ledger would look dead",
+            hint="connect to the bookie's own cluster",
+        )

@@ -62,12 +62,17 @@ def source_error(error: BaseException) -> BkctlError | None:
         pass
     if found is None:
         return None
-    kind = getattr(errors, found[1], None)
+    return error_named(found[1], found[2].strip())
+
+
+def error_named(name: str, message: str) -> BkctlError | None:
+    """Return an error of the class `name` of `bkctl.errors` with this message; None if the class does not exist."""
+    kind = getattr(errors, name, None)
     if not (isinstance(kind, type) and issubclass(kind, BkctlError)):
         return None
-    raised: BkctlError = BkctlError.__new__(kind)
-    BkctlError.__init__(raised, found[2].strip())
-    return raised
+    named: BkctlError = BkctlError.__new__(kind)
+    BkctlError.__init__(named, message)
+    return named
 
 
 def java_causes(text: str) -> list[str]:

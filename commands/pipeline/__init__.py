@@ -1,6 +1,6 @@
 """`bkctl pipeline`: jobs on Spark over all bookies' files, the metadata store and ledgers."""
 
 from ..kit.command import group
-from . import garbage, integrity, inventory, journals, ledgers, report
+from . import extract, garbage, integrity, inventory, journals, ledgers, report
 
-app = group(parts=(inventory.app, integrity.app, garbage.app, journals.app, report.app, ledgers.app))
+app = group(parts=(inventory.app, integrity.app, garbage.app, journals.app, report.app, extract.app, ledgers.app))

@@ -13,20 +13,59 @@ from bkctl.errors import UsageError
 from ..kit.command import Run
 from ..kit.ledger_options import SCAN_LEDGERS, ScanFilter
 from ..kit.options import Composite, parameter
+from ..kit.settings import SETTINGS, ValueType
+from ..kit.texts import counted
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from bkctl.spark.jobs.bookies import BookieFiles
+    from bkctl.spark.jobs.bookies import BookieFiles, Bookies
+
+PLACES = typer.Argument(
+    metavar="PLACE",
+    help="Bookies' files: directories, bk_server.conf files, or BOOKIE_ID=DIRECTORY without a cookie "
+    "(default: --conf, else the local cluster that is up).",
+)
+
+
+class GivenBookies(NamedTuple):
+    """The bookies that a command line names: by the places of their files, or by the URI of their facts."""
+
+    places: list[str]
+    facts: str | None
+
+    @property
+    def are_default(self) -> bool:
+        """Return whether none is named."""
+        return not self.places and self.facts is None
+
+
+def _given_bookies(values: Mapping[str, Any]) -> GivenBookies:
+    given = GivenBookies(list(values["places"] or ()), values["facts"])
+    if given.places and given.facts is not None:
+        raise UsageError("Bookies' files and --facts are given", hint="give one of them")
+    return given
+
 
 Places = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="PLACE",
-        help="Bookies' files: directories, bk_server.conf files, or BOOKIE_ID=DIRECTORY without a cookie "
-        "(default: --conf, else the local cluster that is up).",
+    GivenBookies,
+    Composite(
+        (
+            parameter("places", Annotated[list[str] | None, PLACES]),
+            parameter(
+                "facts",
+                Annotated[
+                    str | None,
+                    typer.Option(
+                        "--facts", metavar="URI",
+                        help="Read facts that 'pipeline extract' wrote, instead of bookies' files.",
+                    ),
+                ],
+            ),
+        ),
+        _given_bookies,
     ),
-]
+]  # fmt: skip
 
 LedgersToScan = Annotated[ScanFilter, SCAN_LEDGERS]
 
@@ -122,6 +161,18 @@ def spark_job(run: Run, spark: SparkSettings, label: str) -> Iterator[SparkSessi
         yield session
 
 
+def read_bookies(run: Run, given: GivenBookies) -> Bookies:
+    """Return the facts that are named, else the bookies of `bookies_at`."""
+    from bkctl.spark.facts.frames import Facts
+
+    if given.facts is None:
+        return bookies_at(run, given.places)
+    facts = Facts(given.facts)
+    first, last = (f"{each(bookie.started_at for bookie in facts):%Y-%m-%d %H:%M:%S} UTC" for each in (min, max))
+    run.note(f"bkctl: Facts of {counted(len(facts), 'bookie', 'bookies')}, extracted from {first} to {last}")
+    return facts
+
+
 def bookies_at(run: Run, places: Sequence[str] | None) -> list[BookieFiles]:
     """Return the bookies whose files are at `places`, else at --conf, else of the local cluster that is up."""
     from bkctl.bookie.local import active_cluster
@@ -139,25 +190,30 @@ def bookies_at(run: Run, places: Sequence[str] | None) -> list[BookieFiles]:
 
 def connection_options(run: Run) -> dict[str, str]:
     """Return the connection as options of data sources, which name the places of secrets. Raises UsageError."""
-    connection, settings = run.connection(), run.connection_settings()
-    chosen: dict[str, object] = {
-        "metadataUri": connection.uri,
-        "metadataUser": settings.metadata_user,
-        "metadataPasswordFile": settings.metadata_password_file and settings.metadata_password_file.absolute(),
-        "metadataTls": settings.metadata_tls,
-        "metadataTlsCa": settings.metadata_tls_ca and settings.metadata_tls_ca.absolute(),
-        "metadataTlsCert": settings.metadata_tls_certificate and settings.metadata_tls_certificate.absolute(),
-        "metadataTlsKey": settings.metadata_tls_key and settings.metadata_tls_key.absolute(),
-        "metadataSasl": settings.metadata_sasl,
-        "bookieAddress": ",".join(settings.bookie_addresses),
-        "tlsCa": settings.tls_ca and settings.tls_ca.absolute(),
-        "tlsCert": settings.tls_certificate and settings.tls_certificate.absolute(),
-        "tlsKey": settings.tls_key and settings.tls_key.absolute(),
-        "timeoutSeconds": max(1, round(run.timeout_s)),
-    }
-    if settings.metadata_user is not None and settings.metadata_password_file is None:
+    from bkctl.spark.sources.connection import CONNECTION_OPTIONS
+
+    given = run.connection_settings()
+    chosen: dict[str, str] = {}
+    for setting in SETTINGS:
+        first, *words = setting.key.split("-")
+        name, value = first + "".join(map(str.capitalize, words)), getattr(given, setting.field)
+        if name in CONNECTION_OPTIONS and value:
+            chosen[name] = _option_text(setting.type, value)
+    chosen |= {"metadataUri": run.connection().uri, "timeoutSeconds": str(max(1, round(run.timeout_s)))}
+    if given.metadata_user is not None and given.metadata_password_file is None:
         chosen["metadataPasswordEnv"] = "BKCTL_METADATA_PASSWORD"
-    return {name: str(value).lower() if value is True else str(value) for name, value in chosen.items() if value}
+    return chosen
+
+
+def _option_text(type: ValueType, value: Any) -> str:
+    match type:
+        case ValueType.FILE:
+            return str(value.absolute())
+        case ValueType.SWITCH:
+            return "true"
+        case ValueType.ADDRESSES:
+            return ",".join(value)
+    return str(value)
 
 
 def check_cluster(run: Run) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from bkctl.errors import Corrupt
+from bkctl.errors import BkctlError, Corrupt
 
 from ..entrylog.garbage import ThresholdOptions, thresholds_of
 from ..kit.columns import Column, Columns, Kind
@@ -17,10 +16,10 @@ from .columns import BOOKIE, BOOKIES, FILE, LEDGER, LOG, LOGS, SIZE
 from .common import (
     Places,
     SparkOptions,
-    bookies_at,
     by_option,
     check_cluster,
     connection_options,
+    read_bookies,
     spark_job,
 )
 from .page import Bar, Section, Tables, bars, table, top_rows
@@ -30,7 +29,7 @@ from .saves import SaveOption, check_remote_saves, check_saves, frame_rows
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-    from bkctl.spark.jobs.bookies import BookieFiles
+    from bkctl.spark.jobs.bookies import Bookies
 
 app = group()
 
@@ -87,7 +86,7 @@ def garbage(
     run: Run,
     thresholds: ThresholdOptions,
     spark: SparkOptions,
-    places: Places = None,
+    places: Places,
     by: Annotated[GarbageBy, by_option("A row for each entrylog, bookie, or orphaned ledger.")] = GarbageBy.ENTRY_LOG,
     save: SaveOption = None,
 ) -> None:
@@ -99,7 +98,7 @@ def garbage(
     """
     saves = check_saves(save)
     connection = connection_options(run)
-    bookies = bookies_at(run, places)
+    bookies = read_bookies(run, places)
     limits = thresholds_of(run, thresholds)
     check_cluster(run)
     with spark_job(run, spark, "garbage") as session:
@@ -115,9 +114,7 @@ def garbage(
 class GarbageResult:
     """The garbage of some bookies, read once for rows and page."""
 
-    def __init__(
-        self, session: SparkSession, bookies: Sequence[BookieFiles], connection: dict[str, str], thresholds: Any
-    ) -> None:
+    def __init__(self, session: SparkSession, bookies: Bookies, connection: dict[str, str], thresholds: Any) -> None:
         from bkctl.spark.jobs.garbage import garbage_shares, uses
 
         self._shares = garbage_shares(session, bookies, connection).persist()
@@ -142,16 +139,18 @@ class GarbageResult:
             f"{size_text(sums.of('rewrittenSize'))}"
         )
 
-    def problems(self) -> list[tuple[str, int]]:
-        """Return why logs are incomplete or ledgers of unknown state: text and exit code of each reason."""
+    def problems(self) -> list[BkctlError]:
+        """Return why logs are incomplete or ledgers of unknown state."""
         from pyspark.sql import functions as F
+
+        from bkctl.spark.failures import error_named
 
         damaged = self._shares.filter(F.col("reason").isNotNull()).select("reason").distinct().collect()
         unknown = (
-            self._shares.filter(F.col("problem").isNotNull()).select("problem", "problemCode").distinct().collect()
+            self._shares.filter(F.col("problem").isNotNull()).select("problem", "problemType").distinct().collect()
         )
-        found = [(row.reason, Corrupt.exit_code) for row in damaged]
-        return found + [(row.problem, row.problemCode) for row in unknown]
+        found: list[BkctlError] = [Corrupt(row.reason) for row in damaged]
+        return found + [error_named(row.problemType, row.problem) or BkctlError(row.problem) for row in unknown]
 
     def sections(self) -> list[Section]:
         """Return the sections of the page."""

@@ -16,9 +16,9 @@ from .common import (
     LedgersToScan,
     Places,
     SparkOptions,
-    bookies_at,
     check_cluster,
     connection_options,
+    read_bookies,
     spark_job,
 )
 from .page import Bar, Section, bars, table
@@ -28,7 +28,7 @@ from .saves import SaveOption, check_remote_saves, check_saves, frame_rows
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-    from bkctl.spark.jobs.bookies import BookieFiles
+    from bkctl.spark.jobs.bookies import Bookies
 
 app = group()
 
@@ -54,7 +54,7 @@ def integrity(
     run: Run,
     ledgers: LedgersToScan,
     spark: SparkOptions,
-    places: Places = None,
+    places: Places,
     no_indexes: Annotated[
         bool, typer.Option("--no-indexes", help="Read entry logs and journals only: for copies without indexes.")
     ] = False,
@@ -70,7 +70,7 @@ def integrity(
     """
     saves = check_saves(save)
     connection = connection_options(run)
-    bookies = bookies_at(run, places)
+    bookies = read_bookies(run, places)
     check_cluster(run)
     with spark_job(run, spark, "integrity") as session:
         check_remote_saves(session, saves)
@@ -87,7 +87,7 @@ class IntegrityResult:
     """The findings of one run."""
 
     def __init__(
-        self, session: SparkSession, bookies: Sequence[BookieFiles], ledgers: ScanFilter, connection: dict[str, str],
+        self, session: SparkSession, bookies: Bookies, ledgers: ScanFilter, connection: dict[str, str],
         *, indexes: bool = True, held: DataFrame | None = None,
     ) -> None:  # fmt: skip
         from bkctl.spark.jobs.integrity import integrity

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,10 +16,10 @@ from .common import (
     LedgersToScan,
     Places,
     SparkOptions,
-    bookies_at,
     by_option,
     check_cluster,
     connection_options,
+    read_bookies,
     spark_job,
 )
 from .page import Bar, Section, Tables, bars, table, top_rows
@@ -30,7 +29,7 @@ from .saves import SaveOption, check_remote_saves, check_saves, frame_rows
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-    from bkctl.spark.jobs.bookies import BookieFiles
+    from bkctl.spark.jobs.bookies import Bookies
 
 app = group()
 
@@ -79,7 +78,7 @@ def inventory(
     run: Run,
     ledgers: LedgersToScan,
     spark: SparkOptions,
-    places: Places = None,
+    places: Places,
     by: Annotated[
         InventoryBy, by_option("A row for each bookie, entrylog, scope, ledger or application.")
     ] = InventoryBy.BOOKIE,
@@ -94,7 +93,7 @@ def inventory(
     """
     saves = check_saves(save)
     connection = connection_options(run) if by is InventoryBy.APPLICATION else None
-    bookies = bookies_at(run, places)
+    bookies = read_bookies(run, places)
     if connection is not None:
         check_cluster(run)
     with spark_job(run, spark, "inventory") as session:
@@ -104,14 +103,14 @@ def inventory(
         frame_rows(run, found.totals(by), INVENTORY_COLUMNS[by], saves, sums.add)
         run.note(f"bkctl: {size_text(sums.of('size'))} in {counted(sums.of('entryCount'), 'entry', 'entries')}")
         write_pages(run, saves, "Inventory", found.sections, bookies)
-    raise_problems(run, [(row.reason, Corrupt.exit_code) for row in found.damages])
+    raise_problems(run, [Corrupt(row.reason) for row in found.damages])
 
 
 class InventoryResult:
     """The inventory of some bookies, scanned once for rows and page."""
 
     def __init__(
-        self, session: SparkSession, bookies: Sequence[BookieFiles], ledgers: ScanFilter,
+        self, session: SparkSession, bookies: Bookies, ledgers: ScanFilter,
         connection: dict[str, str] | None, *, held: DataFrame | None = None,
     ) -> None:  # fmt: skip
         from bkctl.spark.jobs.held_entries import shares_of

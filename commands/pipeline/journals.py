@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,10 +16,10 @@ from .common import (
     LedgersToScan,
     Places,
     SparkOptions,
-    bookies_at,
     by_option,
     check_cluster,
     connection_options,
+    read_bookies,
     spark_job,
 )
 from .page import Bar, Section, Tables, bars, table, top_rows
@@ -30,7 +29,7 @@ from .saves import SaveOption, check_remote_saves, check_saves, frame_rows
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-    from bkctl.spark.jobs.bookies import BookieFiles
+    from bkctl.spark.jobs.bookies import Bookies
 
 app = group()
 
@@ -88,7 +87,7 @@ def journal_audit(
     run: Run,
     ledgers: LedgersToScan,
     spark: SparkOptions,
-    places: Places = None,
+    places: Places,
     by: Annotated[
         AuditBy, by_option("A row for each journal, or each entry that no entry log holds.")
     ] = AuditBy.JOURNAL,
@@ -103,9 +102,9 @@ def journal_audit(
     entry that is not replayed belongs to a live ledger.
     """
     saves = check_saves(save)
-    local = not places and run.conf is None
+    local = places.are_default and run.conf is None
     connection = connection_options(run) if run.names_metadata or local else None
-    bookies = bookies_at(run, places)
+    bookies = read_bookies(run, places)
     if connection is not None:
         check_cluster(run)
     with spark_job(run, spark, "journal audit") as session:
@@ -126,7 +125,7 @@ class JournalAuditResult:
     """The journals of some bookies, read once for rows and page."""
 
     def __init__(
-        self, session: SparkSession, bookies: Sequence[BookieFiles], ledgers: ScanFilter,
+        self, session: SparkSession, bookies: Bookies, ledgers: ScanFilter,
         connection: dict[str, str] | None, *, held: DataFrame | None = None,
     ) -> None:  # fmt: skip
         from bkctl.spark.jobs.journal_audit import audit

@@ -14,9 +14,9 @@ from ..kit.texts import size_text
 from .common import (
     Places,
     SparkOptions,
-    bookies_at,
     check_cluster,
     connection_options,
+    read_bookies,
     spark_job,
 )
 from .garbage import GarbageResult
@@ -52,7 +52,7 @@ def report(
     run: Run,
     thresholds: ThresholdOptions,
     spark: SparkOptions,
-    places: Places = None,
+    places: Places,
     save: SaveOption = None,
 ) -> None:
     """Write the results of the jobs as one HTML page.
@@ -64,7 +64,7 @@ def report(
     if not saves:
         raise UsageError("The report has no file", hint="add --save report.html")
     connection = connection_options(run)
-    bookies = bookies_at(run, places)
+    bookies = read_bookies(run, places)
     limits = thresholds_of(run, thresholds)
     everything = ScanFilter(None, None)
     check_cluster(run)

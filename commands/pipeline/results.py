@@ -12,7 +12,7 @@ from ..kit.command import Run
 from .page import Section, write_page
 
 if TYPE_CHECKING:
-    from bkctl.spark.jobs.bookies import BookieFiles
+    from bkctl.spark.jobs.bookies import Bookies
 
 
 @dataclass
@@ -43,7 +43,7 @@ def sums_of(rows: Iterable[Any]) -> Sums:
 
 
 def write_pages(
-    run: Run, saves: Iterable[str], title: str, sections: Callable[[], list[Section]], bookies: Sequence[BookieFiles]
+    run: Run, saves: Iterable[str], title: str, sections: Callable[[], list[Section]], bookies: Bookies
 ) -> None:
     """Write `sections` to each HTML file among `saves`; without one, `sections` is not called."""
     pages = [path for path in saves if path.lower().endswith(".html")]
@@ -54,11 +54,9 @@ def write_pages(
         write_page(path, title, content, [bookie.bookie_id for bookie in bookies])
 
 
-def raise_problems(run: Run, problems: Sequence[tuple[str, int]]) -> None:
-    """Raise the first problem (text, exit code) as an error with its exit code; print the others to stderr first."""
-    for text, _ in problems[1:]:
-        run.note(f"bkctl: {text}")
+def raise_problems(run: Run, problems: Sequence[BkctlError]) -> None:
+    """Raise the first problem; print the others to stderr first."""
+    for problem in problems[1:]:
+        run.note(f"bkctl: {problem}")
     if problems:
-        text, code = problems[0]
-        kind = next((error for error in BkctlError.__subclasses__() if error.exit_code == code), BkctlError)
-        raise kind(text)
+        raise problems[0]

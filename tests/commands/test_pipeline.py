@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,12 @@ from support import (
 )
 from support.command_line import CommandLine
 from support.servers import find_java, wait_for
+
+from bkctl.commands.kit.command import Run
+from bkctl.commands.kit.session import Session
+from bkctl.commands.kit.settings import GlobalOptions
+from bkctl.commands.pipeline.common import connection_options
+from bkctl.spark.sources.connection import CONNECTION_OPTIONS
 
 GOLDEN = golden.GoldenBookie("4.18.0", "sorted")
 PLACE = f"bookie:3181={GOLDEN.ledger_dir}"
@@ -125,3 +132,26 @@ def test_missing_packages_are_one_line_with_a_hint(package: str, monkeypatch: py
     answer = CommandLine(None)("pipeline", "inventory", PLACE)
     assert (answer.code, answer.out) == (1, b"")
     assert answer.problem == f"The pipeline runs on Spark, and {package} is not installed; pip install 'bkctl[spark]'"
+
+
+def test_sources_get_every_connection_setting(tmp_path: Path) -> None:
+    options = GlobalOptions(
+        metadata_uri="zk://zk1:2181/ledgers", bookie_addresses=("b1:3181=127.0.0.1:1", "b2:3181=127.0.0.1:2"),
+        tls_ca=Path("ca.pem"), tls_certificate=Path("cert.pem"), tls_key=Path("key.pem"), metadata_tls=True,
+        metadata_tls_ca=Path("store.pem"), metadata_tls_certificate=Path("store-cert.pem"),
+        metadata_tls_key=Path("store-key.pem"), metadata_user="admin", metadata_password_file=tmp_path / "password",
+        metadata_sasl=True, metadata_creator_acl=True, timeout_s=7.6,
+    )  # fmt: skip
+    found = connection_options(Run(Session(), options))
+    assert found == {
+        "metadataUri": "zk://zk1:2181/ledgers", "bookieAddress": "b1:3181=127.0.0.1:1,b2:3181=127.0.0.1:2",
+        "tlsCa": str(Path("ca.pem").absolute()), "tlsCert": str(Path("cert.pem").absolute()),
+        "tlsKey": str(Path("key.pem").absolute()), "metadataTls": "true",
+        "metadataTlsCa": str(Path("store.pem").absolute()), "metadataTlsCert": str(Path("store-cert.pem").absolute()),
+        "metadataTlsKey": str(Path("store-key.pem").absolute()), "metadataUser": "admin",
+        "metadataPasswordFile": str(tmp_path / "password"), "metadataSasl": "true", "metadataCreatorAcl": "true",
+        "timeoutSeconds": "8",
+    }  # fmt: skip
+    assert set(found) == set(CONNECTION_OPTIONS) - {"metadataPasswordEnv"}
+    without = connection_options(Run(Session(), replace(options, metadata_password_file=None)))
+    assert without["metadataPasswordEnv"] == "BKCTL_METADATA_PASSWORD"

@@ -1,10 +1,11 @@
-"""A Spark standalone cluster of several processes: the package is sent along, and a killed executor changes nothing."""
+"""A Spark standalone cluster of several processes: killed executors and absent directories change nothing."""
 
 from __future__ import annotations
 
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -19,6 +20,10 @@ from support import (
 )
 from support.command_line import CommandLine
 from support.servers import Server, find_java, free_port
+
+from bkctl.files.entry_log import EntryLogReader
+from bkctl.formats.entry import DigestType
+from bkctl.ids import LedgerId
 
 JOB = Path(__file__).parent / "standalone_job.py"
 
@@ -101,6 +106,55 @@ def test_killed_executor_does_not_change_the_result(master: str, tmp_path: Path)
     assert {row["ledgerQualifiedName"]: (row["entryCount"], row["size"]) for row in found["rows"]} == {
         name: (count, sizes[name]) for name, count in entries.items()
     }
+
+
+def _damage(log: Path, ledger: LedgerId) -> int:
+    """Change the last byte of a record of `ledger` in a log, and return its entry id."""
+    with EntryLogReader.open(log) as reader:
+        record = next(each for each in reader.records() if each.ledger == ledger)
+    with open(log, "r+b") as file:
+        file.seek(record.offset + 3 + record.record_size)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+    return record.entry_id
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_integrity_from_facts_needs_no_bookies_directories(master: str, tmp_path: Path) -> None:
+    files = bookie_files.make(tmp_path / "cluster")
+    facts, place = tmp_path / "facts", tmp_path / "bookie"
+    expected = set()
+    for directory, bookie_id in zip(files.places(), files.bookies, strict=True):
+        # Each bookie has the same path, as on hosts of their own, and the path is gone when the job runs.
+        shutil.move(directory, place)
+        for digest_type in (DigestType.CRC32C, DigestType.HMAC):
+            ledger = next(each.ledger for each in files.flushed if each.digest_type is digest_type)
+            entry_id = _damage(place / "ledgers" / "current" / "0.log", ledger)
+            expected.add((ledger.qualified_name, entry_id, bookie_id, "damaged"))
+        extracted = CommandLine(files.uri)("pipeline", "extract", place, facts, "-o", "ndjson")
+        assert [row["bookieId"] for row in extracted.rows] == [bookie_id]
+        shutil.rmtree(place)
+    settings = {
+        "spark.driver.host": "127.0.0.1",
+        "spark.driver.bindAddress": "127.0.0.1",
+        "spark.executor.memory": "512m",
+        "spark.executor.cores": "1",
+        "spark.cores.max": "2",
+        "spark.sql.shuffle.partitions": "2",
+    }
+    options = [word for name, value in settings.items() for word in ("--spark-conf", f"{name}={value}")]
+    command = CommandLine(files.uri).process(
+        "pipeline", "integrity", "--facts", facts, "--master", master, *options, "-o", "ndjson", cwd=tmp_path
+    )
+    with command as run:
+        out, err = run.communicate(timeout=1000)
+    assert run.returncode == 3, err
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert {(row["ledgerQualifiedName"], row["entryId"], row["bookieId"], row["problem"]) for row in rows} == expected
+    assert len(rows) == len(expected)
+    assert not place.exists()
 
 
 def _logs(places: list[str]) -> list[Path]:

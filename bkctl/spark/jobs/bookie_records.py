@@ -13,6 +13,7 @@ from bkctl.files.journals import files_after_marks
 from bkctl.formats.names import SCOPED_DIRECTORY
 from bkctl.formats.record import RecordType
 from bkctl.ids import LedgerId
+from bkctl.spark.facts.frames import Facts
 from bkctl.spark.jobs.borders import borders
 from bkctl.spark.jobs.frames import QUALIFIED_NAME
 from bkctl.spark.sources.columns import DAMAGE
@@ -21,7 +22,7 @@ from bkctl.spark.sources.places import bookie_id_at
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-    from bkctl.spark.jobs.bookies import BookieFiles
+    from bkctl.spark.jobs.bookies import BookieFiles, Bookies
 
 
 def ledger_options(ledger: LedgerId | None, scope_id: int | None) -> dict[str, str]:
@@ -47,7 +48,7 @@ def with_bookie(records: DataFrame, owners: Mapping[str, str]) -> DataFrame:
 
 def log_records(
     spark: SparkSession,
-    bookies: Sequence[BookieFiles],
+    bookies: Bookies,
     columns: Sequence[str],
     *,
     ledger: LedgerId | None = None,
@@ -59,6 +60,8 @@ def log_records(
     A damaged log has one row with `damage` and no ledger, behind the records before the damage. Raises NotFound if the
     bookies have no entry log.
     """
+    if isinstance(bookies, Facts):
+        return bookies.log_records(spark, columns, ledger, scope_id, **options)
     owners = {directory: bookie.bookie_id for bookie in bookies for directory in bookie.ledger_dirs}
     logs = {directory: BookieDirectories((), [directory]).entry_logs() for directory in owners}
     directories = [directory for directory, files in logs.items() if files]
@@ -74,7 +77,7 @@ def log_records(
 
 def index_entries(
     spark: SparkSession,
-    bookies: Sequence[BookieFiles],
+    bookies: Bookies,
     *,
     ledger: LedgerId | None = None,
     scope_id: int | None = None,
@@ -83,6 +86,8 @@ def index_entries(
 
     A damaged file has one row with `damage` and no ledger. None without an index directory.
     """
+    if isinstance(bookies, Facts):
+        return bookies.index_entries(spark, ledger, scope_id)
     owners = {directory: bookie.bookie_id for bookie in bookies for directory in bookie.index_dirs}
     if not owners:
         return None
@@ -112,7 +117,7 @@ def replay_starts(bookie: BookieFiles) -> dict[str, int]:
 
 def journal_entries(
     spark: SparkSession,
-    bookies: Sequence[BookieFiles],
+    bookies: Bookies,
     columns: Sequence[str] = (),
     *,
     ledger: LedgerId | None = None,
@@ -125,6 +130,8 @@ def journal_entries(
     """
     from pyspark.sql import functions as F
 
+    if isinstance(bookies, Facts):
+        return bookies.journal_entries(spark, columns, ledger, scope_id)
     owners: dict[str, str] = {}
     files: list[BookieFile] = []
     starts: list[tuple[str, int | None]] = []

@@ -5,7 +5,7 @@ Jobs read files in place, so each path must mean the same on every executor: a m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -15,6 +15,7 @@ from bkctl.files.directories import BookieDirectories, FileKind, current_of
 from bkctl.formats.names import COOKIE_NAME
 from bkctl.ids import check_bookie_id
 from bkctl.metadata.liveness import check_instance
+from bkctl.spark.facts.frames import Facts
 from bkctl.spark.sources.connection import CONNECTION_OPTIONS, ClusterOptions
 from bkctl.spark.sources.options import SourceOptions
 from bkctl.spark.sources.places import bookie_id_at
@@ -50,6 +51,10 @@ class BookieFiles(NamedTuple):
         return [str(file.path) for file in self.directories.journals()]
 
 
+#: What jobs read: bookies' directories, or their facts.
+Bookies = Sequence[BookieFiles] | Facts
+
+
 def find_bookies(places: Iterable[str | Path]) -> list[BookieFiles]:
     """Return the bookies whose files are at `places`, in order of their ids.
 
@@ -77,9 +82,12 @@ def open_store(connection: Mapping[str, str]) -> Cluster:
     return ClusterOptions(SourceOptions("The job", connection, CONNECTION_OPTIONS)).open()
 
 
-def check_clusters(bookies: Iterable[BookieFiles], connection: Mapping[str, str]) -> None:
+def check_clusters(bookies: Bookies, connection: Mapping[str, str]) -> None:
     """Raise Conflict if a bookie's cookie names another cluster, in which all its ledgers would look dead."""
     with open_store(connection) as cluster:
+        if isinstance(bookies, Facts):
+            bookies.check_cluster(cluster)
+            return
         paths = [Path(path) for bookie in bookies for path in (*bookie.ledger_dirs, *bookie.journal_dirs)]
         check_instance(cluster, [path / COOKIE_NAME for path in paths])
 

@@ -7,7 +7,7 @@ Source: ScanAndCompareGarbageCollector, GarbageCollectorThread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,6 +19,7 @@ from bkctl.formats.entry_log import log_id_of
 from bkctl.formats.names import SCOPED_DIRECTORY
 from bkctl.ids import LedgerId
 from bkctl.model import LedgerLiveness
+from bkctl.spark.facts.frames import Facts
 from bkctl.spark.jobs.bookies import check_clusters
 from bkctl.spark.jobs.frames import QUALIFIED_NAME, arrow_schema, rows_in_tasks, with_ledger_ids
 from bkctl.spark.jobs.ledger_states import ledger_states
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import DataFrame, SparkSession
 
-    from bkctl.spark.jobs.bookies import BookieFiles
+    from bkctl.spark.jobs.bookies import Bookies
 
 _CONTENTS: Final = (
     "bookieId string, file string, logId bigint, scoped boolean, ledgerQualifiedName string, size bigint, "
@@ -42,20 +43,23 @@ _USES: Final = (
 _DEFAULT_THRESHOLDS: Final = Thresholds()
 
 
-def log_shares(spark: SparkSession, bookies: Sequence[BookieFiles]) -> DataFrame:
+def log_shares(spark: SparkSession, bookies: Bookies) -> DataFrame:
     """Return the ledgers of each log and their bytes, from its ledgers map, else by a scan.
 
     A log without ledgers has one row, whose ledger is null. `reason` describes damage of a log; a log that is not
     `complete` counts up to its damage. Logs that a bookie deletes meanwhile are left out. Raises NotFound if the
     bookies have no entry log.
     """
+    if isinstance(bookies, Facts):
+        return bookies.log_shares(spark)
     logs = [(bookie.bookie_id, path) for bookie in bookies for path in bookie.entry_logs()]
     if not logs:
         raise NotFound("The bookies given have no entry logs")
-    return rows_in_tasks(spark, logs, _contents, _CONTENTS)
+    return rows_in_tasks(spark, logs, log_rows, _CONTENTS)
 
 
-def _contents(log: tuple[str, str]) -> Iterator[dict[str, Any]]:
+def log_rows(log: tuple[str, str]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of `log_shares` for one log: its bookie and path."""
     bookie_id, name = log
     path = Path(name)
     row: dict[str, Any] = {
@@ -81,7 +85,7 @@ def _contents(log: tuple[str, str]) -> Iterator[dict[str, Any]]:
         yield row | {QUALIFIED_NAME: ledger.qualified_name, "size": size}
 
 
-def garbage_shares(spark: SparkSession, bookies: Sequence[BookieFiles], connection: Mapping[str, str]) -> DataFrame:
+def garbage_shares(spark: SparkSession, bookies: Bookies, connection: Mapping[str, str]) -> DataFrame:
     """Return `log_shares` with `state` (alive, dead, unknown; null for a log without ledgers) and `problem`.
 
     Raises Conflict if a bookie belongs to another cluster.
@@ -162,7 +166,7 @@ def orphans(shares: DataFrame) -> DataFrame:
     dead = shares.filter(F.col("state") == LedgerLiveness.DEAD.value)
     found = dead.groupBy(QUALIFIED_NAME).agg(
         F.countDistinct("bookieId").alias("bookieCount"),
-        F.countDistinct("file").alias("logCount"),
+        F.countDistinct("bookieId", "file").alias("logCount"),
         F.sum("size").alias("size"),
     )
     return with_ledger_ids(found).orderBy(F.desc("size"), QUALIFIED_NAME)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import reduce
 from typing import TYPE_CHECKING, Final
 
@@ -17,7 +16,7 @@ from bkctl.spark.sources.columns import DAMAGE, TYPES
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
 
-    from bkctl.spark.jobs.bookies import BookieFiles
+    from bkctl.spark.jobs.bookies import Bookies
 
 #: Columns of one record or place of an entry; each row has some of them, or damage. Structs begin with the numbers that
 #: order them in time: the greatest is the newest.
@@ -34,7 +33,7 @@ _TRACE: Final = {
 
 def held_entries(
     spark: SparkSession,
-    bookies: Sequence[BookieFiles],
+    bookies: Bookies,
     ledger: LedgerId | None,
     scope_id: int | None,
     *,
@@ -126,7 +125,7 @@ def _confirmed() -> dict[str, Column]:
 
 
 def _logged(
-    spark: SparkSession, bookies: Sequence[BookieFiles], ledger: LedgerId | None, scope_id: int | None, *, digests: bool
+    spark: SparkSession, bookies: Bookies, ledger: LedgerId | None, scope_id: int | None, *, digests: bool
 ) -> DataFrame | None:
     from pyspark.sql import functions as F
 
@@ -142,9 +141,7 @@ def _logged(
     return _trace(records, copy=copy, **_confirmed(), damage=F.col(DAMAGE))
 
 
-def _indexed(
-    spark: SparkSession, bookies: Sequence[BookieFiles], ledger: LedgerId | None, scope_id: int | None
-) -> DataFrame | None:
+def _indexed(spark: SparkSession, bookies: Bookies, ledger: LedgerId | None, scope_id: int | None) -> DataFrame | None:
     from pyspark.sql import functions as F
 
     entries = index_entries(spark, bookies, ledger=ledger, scope_id=scope_id)
@@ -155,7 +152,7 @@ def _indexed(
 
 
 def _journaled(
-    spark: SparkSession, bookies: Sequence[BookieFiles], ledger: LedgerId | None, scope_id: int | None, *, digests: bool
+    spark: SparkSession, bookies: Bookies, ledger: LedgerId | None, scope_id: int | None, *, digests: bool
 ) -> DataFrame | None:
     from pyspark.sql import functions as F
 

@@ -11,7 +11,7 @@ confirmed in any of its entries. Source: LedgerChecker, ScanAndCompareGarbageCol
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,7 +34,7 @@ from bkctl.spark.jobs.verdicts import INTACT, judge_replicas
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-    from bkctl.spark.jobs.bookies import BookieFiles
+    from bkctl.spark.jobs.bookies import Bookies
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Integrity:
 
 def integrity(
     spark: SparkSession,
-    bookies: Sequence[BookieFiles],
+    bookies: Bookies,
     connection: Mapping[str, str],
     *,
     ledger: LedgerId | None = None,
@@ -122,7 +122,7 @@ def _decided(looked: DataFrame) -> DataFrame:
     )
 
 
-def _with_intact_count(suspects: DataFrame, fragments: DataFrame, bookies: Sequence[BookieFiles]) -> DataFrame:
+def _with_intact_count(suspects: DataFrame, fragments: DataFrame, bookies: Bookies) -> DataFrame:
     """Return the suspects with a problem, and how many promised replicas of their entries are intact."""
     from pyspark.sql import functions as F
 

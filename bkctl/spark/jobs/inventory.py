@@ -5,13 +5,14 @@ Every copy of an entry counts, with its size field, as a bookie counts (and `bkc
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
 from bkctl.errors import UsageError
 from bkctl.formats.entry_log import log_id_of
 from bkctl.ids import LedgerId
+from bkctl.spark.facts.frames import Facts
 from bkctl.spark.jobs.bookie_records import log_records
 from bkctl.spark.jobs.bookies import check_clusters
 from bkctl.spark.jobs.frames import QUALIFIED_NAME, frame_of, with_ledger_ids
@@ -20,7 +21,7 @@ from bkctl.spark.sources.columns import DAMAGE
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
 
-    from bkctl.spark.jobs.bookies import BookieFiles
+    from bkctl.spark.jobs.bookies import Bookies
 
 
 _APPLICATION_COLUMNS: Final = ("application", "component", "managedLedger")
@@ -36,8 +37,10 @@ class Grouping(StrEnum):
     APPLICATION = "application"
 
 
-def log_files(spark: SparkSession, bookies: Sequence[BookieFiles]) -> DataFrame:
+def log_files(spark: SparkSession, bookies: Bookies) -> DataFrame:
     """Return every entry log of the bookies: file, bookieId, logId, logIdHex, scoped, fileSize (bytes)."""
+    if isinstance(bookies, Facts):
+        return bookies.log_files(spark)
     rows = []
     for bookie in bookies:
         for file in bookie.directories.entry_logs():
@@ -50,7 +53,7 @@ def log_files(spark: SparkSession, bookies: Sequence[BookieFiles]) -> DataFrame:
 
 def shares(
     spark: SparkSession,
-    bookies: Sequence[BookieFiles],
+    bookies: Bookies,
     *,
     ledger: LedgerId | None = None,
     scope_id: int | None = None,
@@ -80,7 +83,7 @@ def damages(shares: DataFrame) -> DataFrame:
 
 def totals(
     spark: SparkSession,
-    bookies: Sequence[BookieFiles],
+    bookies: Bookies,
     shares: DataFrame,
     grouping: Grouping,
     connection: Mapping[str, str] | None = None,
@@ -94,12 +97,12 @@ def totals(
 
     found = shares.filter(F.col(DAMAGE).isNull())
     ledgers = F.countDistinct(QUALIFIED_NAME).alias("ledgerCount")
-    logs = F.countDistinct("file").alias("logCount")
+    logs = F.countDistinct("bookieId", "file").alias("logCount")
     holders = F.countDistinct("bookieId").alias("bookieCount")
     match grouping:
         case Grouping.BOOKIE | Grouping.ENTRY_LOG:
-            key = "bookieId" if grouping is Grouping.BOOKIE else "file"
-            counted = found.groupBy(key).agg(ledgers, *_sums())
+            key = ["bookieId"] if grouping is Grouping.BOOKIE else ["bookieId", "file"]
+            counted = found.groupBy(*key).agg(ledgers, *_sums())
             files = log_files(spark, bookies)
             if grouping is Grouping.BOOKIE:
                 file_sums = F.count("*").alias("logCount"), F.sum("fileSize").alias("fileSize")
@@ -128,7 +131,7 @@ def _sums() -> tuple[Column, Column]:
 
 
 def _application_totals(
-    spark: SparkSession, bookies: Sequence[BookieFiles], shares: DataFrame, connection: Mapping[str, str] | None
+    spark: SparkSession, bookies: Bookies, shares: DataFrame, connection: Mapping[str, str] | None
 ) -> DataFrame:
     from pyspark.sql import functions as F
 

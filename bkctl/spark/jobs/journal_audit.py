@@ -7,7 +7,7 @@ journals of one bookie.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -20,6 +20,7 @@ from bkctl.files.journal_check import JournalCheck, JournalState, check_journals
 from bkctl.formats.names import COOKIE_NAME
 from bkctl.formats.record import RecordType
 from bkctl.ids import LedgerId
+from bkctl.spark.facts.frames import Facts
 from bkctl.spark.jobs.bookie_records import journal_entries, replay_starts
 from bkctl.spark.jobs.bookies import check_clusters
 from bkctl.spark.jobs.entry_problems import REPLICA
@@ -33,7 +34,7 @@ from bkctl.spark.sources.places import unseen
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-    from bkctl.spark.jobs.bookies import BookieFiles
+    from bkctl.spark.jobs.bookies import BookieFiles, Bookies
 
 
 class Logged(StrEnum):
@@ -78,7 +79,7 @@ _CHECKS: Final = (
 
 def audit(
     spark: SparkSession,
-    bookies: Sequence[BookieFiles],
+    bookies: Bookies,
     connection: Mapping[str, str] | None = None,
     *,
     ledger: LedgerId | None = None,
@@ -109,16 +110,19 @@ def audit(
     return JournalAudit(journals, entries, (journals, entries, *persisted))
 
 
-def checks(spark: SparkSession, bookies: Sequence[BookieFiles]) -> DataFrame:
+def checks(spark: SparkSession, bookies: Bookies) -> DataFrame:
     """Return one row for each journal file, missing ones too, as `bkctl journal verify` prints it; one task a bookie.
 
     A start of the bookie replays the file from byte `replayFrom` (null: not at all); the other `replay…` columns count
     the replayed records. No replay reaches records behind a torn or damaged end (`sizeBehind`, `recordsBehind`).
     """
-    return rows_in_tasks(spark, list(bookies), _check, _CHECKS)
+    if isinstance(bookies, Facts):
+        return bookies.journal_checks(spark)
+    return rows_in_tasks(spark, list(bookies), check_rows, _CHECKS)
 
 
-def _check(bookie: BookieFiles) -> Iterator[dict[str, Any]]:
+def check_rows(bookie: BookieFiles) -> Iterator[dict[str, Any]]:
+    """Yield the rows of `checks` for one bookie."""
     for directory in (*bookie.journal_dirs, *bookie.ledger_dirs):
         if not Path(directory).is_dir():
             raise unseen(Path(directory, COOKIE_NAME))
@@ -170,7 +174,7 @@ def _replay(path: Path, start: int) -> dict[str, int]:
 
 def unlogged(
     spark: SparkSession,
-    bookies: Sequence[BookieFiles],
+    bookies: Bookies,
     connection: Mapping[str, str] | None = None,
     *,
     ledger: LedgerId | None = None,
@@ -207,7 +211,7 @@ def unlogged(
     return with_ledger_ids(found).orderBy("bookieId", QUALIFIED_NAME, "entryId")
 
 
-def _indexed_entries(absent: DataFrame, bookies: Sequence[BookieFiles]) -> DataFrame:
+def _indexed_entries(absent: DataFrame, bookies: Bookies) -> DataFrame:
     """Return the entries of `absent` that their index finds behind damage in a log."""
     from pyspark.sql import functions as F
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import DataFrame
 
-_STATES: Final = f"{QUALIFIED_NAME} string, state string, problem string, problemCode int"
+_STATES: Final = f"{QUALIFIED_NAME} string, state string, problem string, problemType string"
 #: Ledgers in one question to the metadata store.
 _QUESTION_ROWS: Final = 10_000
 
@@ -24,7 +24,7 @@ _QUESTION_ROWS: Final = 10_000
 def ledger_states(ledgers: DataFrame, connection: Mapping[str, str]) -> DataFrame:
     """Return `state` (alive, dead, unknown) of each ledger in the column ledgerQualifiedName.
 
-    `problem` says why a state is unknown, and `problemCode` is the exit code for that. The rows of `ledgers` must come
+    `problem` says why a state is unknown, and `problemType` is the class of that error. The rows of `ledgers` must come
     from files: files are read before the store is asked, so a ledger created later never counts as dead. A store that
     cannot be reached fails the job (Unreachable).
     """
@@ -47,7 +47,7 @@ def _states(liveness: Liveness, names: list[str]) -> pa.RecordBatch:
     for problem in liveness.problems:
         if isinstance(problem, Unreachable):
             raise problem
-    reason = next(((str(problem), problem.exit_code) for problem in liveness.problems), (None, None))
+    reason = next(((str(problem), type(problem).__name__) for problem in liveness.problems), (None, None))
     found = [states[by_name[name]] for name in names]
     reasons = [reason if state is LedgerLiveness.UNKNOWN else (None, None) for state in found]
     return pa.RecordBatch.from_arrays(
@@ -55,7 +55,7 @@ def _states(liveness: Liveness, names: list[str]) -> pa.RecordBatch:
             pa.array(names, pa.string()),
             pa.array([state.value for state in found], pa.string()),
             pa.array([text for text, _ in reasons], pa.string()),
-            pa.array([code for _, code in reasons], pa.int32()),
+            pa.array([kind for _, kind in reasons], pa.string()),
         ],
-        names=[QUALIFIED_NAME, "state", "problem", "problemCode"],
+        names=[QUALIFIED_NAME, "state", "problem", "problemType"],
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 from bkctl.ids import LedgerId
@@ -13,7 +13,7 @@ from bkctl.spark.jobs.frames import QUALIFIED_NAME
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
 
-    from bkctl.spark.jobs.bookies import BookieFiles
+    from bkctl.spark.jobs.bookies import Bookies
 
 #: Entry ids that one row of the plan unfolds into: limits the arrays that a large ledger makes.
 _CHUNK: Final = 8192
@@ -38,7 +38,7 @@ def fragments_of(metadata: DataFrame, held: DataFrame) -> DataFrame:
     return _fragments(_with_last_entry(metadata, held)).filter("first <= last")
 
 
-def promised_replicas(fragments: DataFrame, bookies: Sequence[BookieFiles]) -> DataFrame:
+def promised_replicas(fragments: DataFrame, bookies: Bookies) -> DataFrame:
     """Return the promised replicas on `bookies`, with `promised`, which is true."""
     from pyspark.sql import functions as F
 
@@ -46,7 +46,7 @@ def promised_replicas(fragments: DataFrame, bookies: Sequence[BookieFiles]) -> D
     return _replicas(fragments).filter(F.col("bookieId").isin(given)).withColumn("promised", F.lit(True))
 
 
-def absent_bookies(fragments: DataFrame, bookies: Sequence[BookieFiles]) -> DataFrame:
+def absent_bookies(fragments: DataFrame, bookies: Bookies) -> DataFrame:
     """Return the bookies that ensembles name and that are not among `bookies`, with their ledger counts."""
     from pyspark.sql import functions as F
 
@@ -56,7 +56,7 @@ def absent_bookies(fragments: DataFrame, bookies: Sequence[BookieFiles]) -> Data
     return named.filter(~F.col("bookieId").isin(given)).groupBy("bookieId").agg(ledger_count).orderBy("bookieId")
 
 
-def promise_counts(fragments: DataFrame, bookies: Sequence[BookieFiles]) -> DataFrame:
+def promise_counts(fragments: DataFrame, bookies: Bookies) -> DataFrame:
     """Return one row with ledgerCount, entryCount and replicaCount of the replicas on `bookies`; unfolds no entry.
 
     Entries of a fragment whose ids have the same remainder by the ensemble's size are on the same bookies.
@@ -80,7 +80,7 @@ def promise_counts(fragments: DataFrame, bookies: Sequence[BookieFiles]) -> Data
     )
 
 
-def with_holder_count(entries: DataFrame, fragments: DataFrame, bookies: Sequence[BookieFiles]) -> DataFrame:
+def with_holder_count(entries: DataFrame, fragments: DataFrame, bookies: Bookies) -> DataFrame:
     """Return distinct `entries` (ledger, entry id) with holderCount: how many of `bookies` should have the entry."""
     from pyspark.sql import functions as F
 
@@ -88,7 +88,7 @@ def with_holder_count(entries: DataFrame, fragments: DataFrame, bookies: Sequenc
     return found.select(QUALIFIED_NAME, "entryId", _holder_count(F.col("entryId"), bookies).alias("holderCount"))
 
 
-def _holder_count(entry_id: Column, bookies: Sequence[BookieFiles]) -> Column:
+def _holder_count(entry_id: Column, bookies: Bookies) -> Column:
     """Return the number of `bookies` in the write set of an entry of a fragment."""
     from pyspark.sql import functions as F
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,6 +13,7 @@ from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.entry_log import log_id_of
 from bkctl.formats.record import RECORD_SIZE, RECORD_SIZE_BYTES_MAX
 from bkctl.ids import LedgerId
+from bkctl.spark.facts.frames import Facts
 from bkctl.spark.jobs.bookies import open_store
 from bkctl.spark.jobs.entry_problems import REPLICA, Problem
 from bkctl.spark.jobs.frames import QUALIFIED_NAME, arrow_schema
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
     from bkctl.metadata.cluster import Cluster
-    from bkctl.spark.jobs.bookies import BookieFiles
+    from bkctl.spark.jobs.bookies import Bookies
 
 _RESULT: Final = (
     f"bookieId string, {QUALIFIED_NAME} string, entryId bigint, promised boolean, problem string, file string, "
@@ -31,7 +32,7 @@ _RESULT: Final = (
 _OPEN_LOGS_MAX: Final = 64
 
 
-def look_again(judged: DataFrame, bookies: Sequence[BookieFiles], connection: Mapping[str, str]) -> DataFrame:
+def look_again(judged: DataFrame, bookies: Bookies, connection: Mapping[str, str]) -> DataFrame:
     """Return the result of every look of `judge_replicas`; `problem` is null where the entry is intact."""
     from pyspark.sql import functions as F
 
@@ -39,16 +40,20 @@ def look_again(judged: DataFrame, bookies: Sequence[BookieFiles], connection: Ma
     looks = looks.select(*REPLICA, "digestType", "look.*")
     looks = looks.repartition("file", "bookieId", "logId").sortWithinPartitions("file", "bookieId", "logId", "offset")
     logs: dict[tuple[str, int, bool], list[str]] = {}
-    for bookie in bookies:
-        for log in bookie.directories.entry_logs():
-            if (log_id := log_id_of(log.path.name)) is not None:
-                logs.setdefault((bookie.bookie_id, log_id, log.scoped), []).append(str(log.path))
+    looker: Callable[..., _SecondLook] = _SecondLook
+    if isinstance(bookies, Facts):
+        looks, looker = bookies.with_evidence(judged.sparkSession, looks), _SecondLookAtFacts
+    else:
+        for bookie in bookies:
+            for log in bookie.directories.entry_logs():
+                if (log_id := log_id_of(log.path.name)) is not None:
+                    logs.setdefault((bookie.bookie_id, log_id, log.scoped), []).append(str(log.path))
     arrow = arrow_schema(_RESULT)
 
     def results(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         import pyarrow as pa
 
-        with _SecondLook(logs, connection) as second:
+        with looker(logs, connection) as second:
             for batch in batches:
                 rows = [second.look(row) for row in batch.to_pylist()]
                 yield pa.RecordBatch.from_pylist([row for row in rows if row is not None], schema=arrow)
@@ -89,7 +94,7 @@ class _SecondLook:
         found |= {"file": row["file"], "problem": None, "detail": None}
         try:
             if row["kind"] == "journal":
-                self._check(ledger, row, _journal_record(row["file"], row["offset"]))
+                self._check_journal(ledger, row)
             else:
                 found["file"] = self._find_in_logs(ledger, row)
         except _ProblemFound as error:
@@ -101,15 +106,12 @@ class _SecondLook:
         key = row["bookieId"], row["logId"], ledger.is_scoped
         # Each ledger directory has its own log ids, and an index does not name the directory.
         paths = [row["file"]] if row["file"] is not None else self._logs.get(key, [])
-        problem = _ProblemFound(Problem.MISSING, f"its index names log {row['logId']}, which does not exist")
+        problem = _missing_log(row)
         for path in paths:
             try:
                 record = self._reader(path).entry_at(row["offset"] + 4)
                 if (record.ledger, record.entry_id) != (ledger, row["entryId"]):
-                    raise _ProblemFound(
-                        Problem.MISPLACED,
-                        f"entry {record.entry_id} of ledger {record.ledger} stands at byte {record.offset} of {path}",
-                    )
+                    raise _misplaced(record.ledger, record.entry_id, record.offset, path)
                 self._check(ledger, row, record.body)
                 return path
             except _ProblemFound as error:
@@ -119,6 +121,10 @@ class _SecondLook:
             except BkctlError as error:
                 problem = _ProblemFound(Problem.DAMAGED, str(error))
         raise problem
+
+    def _check_journal(self, ledger: LedgerId, row: Mapping[str, Any]) -> None:
+        """Raise _ProblemFound unless the journal has the entry, undamaged."""
+        self._check(ledger, row, _journal_record(row["file"], row["offset"]))
 
     def _check(self, ledger: LedgerId, row: Mapping[str, Any], body: bytes) -> None:
         """Raise _ProblemFound unless the record `body` is this entry and matches its digest."""
@@ -147,6 +153,62 @@ class _SecondLook:
                 self._readers.pop(next(iter(self._readers))).close()
             reader = self._readers[path] = EntryLogReader.open(path)
         return reader
+
+
+class _SecondLookAtFacts(_SecondLook):
+    """Takes records from the `evidence` of each row, which an extract left where columns cannot decide."""
+
+    def _find_in_logs(self, ledger: LedgerId, row: Mapping[str, Any]) -> str:
+        found = self._evidence(row)
+        if not found:
+            if row["file"] is None and not row["isLog"]:
+                raise _missing_log(row)
+            raise _no_evidence(row)
+        for evidence in found:
+            try:
+                self._check_evidence(ledger, row, evidence)
+            except _ProblemFound as error:
+                problem = error
+            else:
+                return str(evidence["file"])
+        raise problem
+
+    def _check_journal(self, ledger: LedgerId, row: Mapping[str, Any]) -> None:
+        found = self._evidence(row)
+        if not found:
+            raise _no_evidence(row)
+        self._check_evidence(ledger, row, found[0])
+
+    def _check_evidence(self, ledger: LedgerId, row: Mapping[str, Any], evidence: Mapping[str, Any]) -> None:
+        if evidence["problem"] is not None:
+            raise _ProblemFound(Problem(evidence["problem"]), evidence["detail"])
+        stands = LedgerId.from_value(int(evidence[QUALIFIED_NAME], 16))
+        if (stands, evidence["entryId"]) != (ledger, row["entryId"]):
+            raise _misplaced(stands, evidence["entryId"], row["offset"], evidence["file"])
+        if evidence["record"] is not None:
+            self._check(ledger, row, evidence["record"])
+        elif row["digestType"] not in (None, DigestType.DUMMY.name, evidence["digest"]):
+            raise _no_evidence(row)
+
+    def _evidence(self, row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """Return the evidence of the row's file, or of each log with its id, in the order in which they are tried."""
+        found = row["evidence"] or ()
+        if row["file"] is not None:
+            return [each for each in found if each["file"] == row["file"]]
+        tried = [each for each in found if each["candidate"] is not None]
+        return sorted(tried, key=lambda each: int(each["candidate"]))
+
+
+def _missing_log(row: Mapping[str, Any]) -> _ProblemFound:
+    return _ProblemFound(Problem.MISSING, f"its index names log {row['logId']}, which does not exist")
+
+
+def _misplaced(ledger: LedgerId, entry_id: int, offset: int, path: str) -> _ProblemFound:
+    return _ProblemFound(Problem.MISPLACED, f"entry {entry_id} of ledger {ledger} stands at byte {offset} of {path}")
+
+
+def _no_evidence(row: Mapping[str, Any]) -> _ProblemFound:
+    return _ProblemFound(Problem.DAMAGED, f"it matches another digest than its ledger's {row['digestType']}")
 
 
 def _journal_record(path: str, offset: int) -> bytes:

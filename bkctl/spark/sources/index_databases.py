@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 from bkctl.errors import Corrupt
 from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
 from bkctl.formats.index import SLOT_SIZE, location_key, read_location, read_location_key
 from bkctl.ids import LedgerId
 from bkctl.spark.sources.filters import Conditions
-from bkctl.spark.sources.index_plan import DatabaseRange
 from bkctl.spark.sources.index_rows import IndexedEntries, IndexRowsLedger
 from bkctl.spark.sources.record_rows import BATCH_ROWS
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+
+
+class LedgerBounds(Protocol):
+    """The entries between two keys of a database of locations: `first` (None: all) and `end` (excluded; None: all)."""
+
+    scoped: bool
+    first: bytes | None
+    end: bytes | None
+
+    def path(self, name: str) -> Path:
+        """Return the path of the database `ledgers` or `locations`."""
 
 
 class DatabaseReader:
@@ -26,7 +37,7 @@ class DatabaseReader:
     """
 
     def __init__(
-        self, part: DatabaseRange, ledgers: LedgersDatabase, locations: LocationsDatabase, conditions: Conditions
+        self, part: LedgerBounds, ledgers: LedgersDatabase, locations: LocationsDatabase, conditions: Conditions
     ) -> None:
         self._part, self._ledgers, self._locations, self._conditions = part, ledgers, locations, conditions
         self._ids = [ledger for ledger in _ledgers_of(part, ledgers) if conditions.accepts_ledger(ledger)]
@@ -66,7 +77,7 @@ class DatabaseReader:
             yield rows
 
 
-def _ledgers_of(part: DatabaseRange, ledgers: LedgersDatabase) -> Iterator[LedgerId]:
+def _ledgers_of(part: LedgerBounds, ledgers: LedgersDatabase) -> Iterator[LedgerId]:
     """Yield the ledgers of a range; one that a border cuts belongs to the ranges at both sides."""
     size = 16 if part.scoped else 8
 
@@ -81,7 +92,7 @@ def _ledgers_of(part: DatabaseRange, ledgers: LedgersDatabase) -> Iterator[Ledge
         yield ledger
 
 
-def _entries_of(items: Sequence[tuple[bytes, bytes]], part: DatabaseRange) -> IndexedEntries:
+def _entries_of(items: Sequence[tuple[bytes, bytes]], part: LedgerBounds) -> IndexedEntries:
     """Return items of a database of locations as columns. Raises Corrupt for a key or value that is not valid."""
     import numpy as np
 
@@ -99,7 +110,7 @@ def _entries_of(items: Sequence[tuple[bytes, bytes]], part: DatabaseRange) -> In
     return IndexedEntries(scope_ids, ledger_ids, entry_ids, locations)
 
 
-def _raise_invalid(items: Iterable[tuple[bytes, bytes]], part: DatabaseRange) -> None:
+def _raise_invalid(items: Iterable[tuple[bytes, bytes]], part: LedgerBounds) -> None:
     """Raise Corrupt for the first key or value that does not belong into a database of locations."""
     name = str(part.path("locations"))
     for key, value in items:

@@ -65,6 +65,7 @@ class DamagedIndex(InputPartition):
 
     path: str
     reason: str
+    bookie_id: str | None
 
 
 def group_files(
@@ -148,7 +149,7 @@ class IndexPlanner:
         except (NotFound, UsageError):
             raise
         except BkctlError as error:
-            yield self._damage(path, error)
+            yield self._damage(path, error, bookie_id)
             return
         for first, end in pairwise([0, *starts, count]):
             yield Slots(str(path), ledger, bookie_id, first, end, size)
@@ -166,7 +167,7 @@ class IndexPlanner:
             with LocationsDatabase.open(locations, scoped=scoped) as database:
                 borders = list(self._key_borders(database.tables(), ledger_size=16 if scoped else 8))
         except BkctlError as error:
-            yield self._damage(locations, error)
+            yield self._damage(locations, error, bookie_id)
             return
         for first, end in pairwise([None, *borders, None]):
             yield DatabaseRange(str(directory), scoped, bookie_id, first, end)
@@ -196,9 +197,9 @@ class IndexPlanner:
     def _accepts(self, path: Path, bookie_id: str | None) -> bool:
         return self._conditions.accepts("file", str(path)) and self._conditions.accepts("bookieId", bookie_id)
 
-    def _damage(self, path: Path, error: BkctlError) -> DamagedIndex:
+    def _damage(self, path: Path, error: BkctlError, bookie_id: str | None) -> DamagedIndex:
         self._mode.check(error)
-        return DamagedIndex(str(path), str(error))
+        return DamagedIndex(str(path), str(error), bookie_id)
 
 
 def _part_starts(extents: Iterable[tuple[int, int]], step: int) -> Iterator[int]:

@@ -116,20 +116,24 @@ class IndexReader(DataSourceReader):
         """
         if isinstance(partition, IndexFiles):
             for slots in partition.slots:
-                yield from self._permitting(slots.path, self._read_file(slots))
+                yield from self._permitting(slots.path, slots.bookie_id, self._read_file(slots))
         elif isinstance(partition, DatabaseRange):
-            yield from self._permitting(str(partition.path("locations")), self._read_databases(partition))
+            path = str(partition.path("locations"))
+            yield from self._permitting(path, partition.bookie_id, self._read_databases(partition))
         elif isinstance(partition, DamagedIndex):
-            yield damage_row(self._schema(), partition.path, None, partition.reason)
+            bookie_id = partition.bookie_id
+            yield damage_row(self._schema(), partition.path, None, partition.reason, bookieId=bookie_id)
 
-    def _permitting(self, path: str, rows: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    def _permitting(
+        self, path: str, bookie_id: str | None, rows: Iterator[pa.RecordBatch]
+    ) -> Iterator[pa.RecordBatch]:  # fmt: skip
         try:
             yield from rows
         except UsageError:
             raise
         except BkctlError as error:
             self._mode.check(error)
-            yield damage_row(self._schema(), path, *where_and_why(error))
+            yield damage_row(self._schema(), path, *where_and_why(error), bookieId=bookie_id)
 
     def _read_file(self, slots: Slots) -> Iterator[pa.RecordBatch]:
         constants = {"file": slots.path, "scoped": slots.ledger.is_scoped, "bookieId": slots.bookie_id}

@@ -311,14 +311,14 @@ def test_metadata_of_another_cluster_is_refused(files: Files, tmp_path: Path) ->
 def test_garbage_reads_each_log_once(
     spark: SparkSession, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen, read = tmp_path / "seen", garbage._contents
+    seen, read = tmp_path / "seen", garbage.log_rows
 
     def noted(log: tuple[str, str]) -> Iterator[dict[str, Any]]:
         with open(seen, "a") as file:
             file.write(f"{log[1]}\n")
         yield from read(log)
 
-    monkeypatch.setattr(garbage, "_contents", noted)
+    monkeypatch.setattr(garbage, "log_rows", noted)
     bookies = find_bookies(files.places()[:1])
     shares = garbage_shares(spark, bookies, {"metadataUri": files.uri})
     assert {row.state for row in shares.collect()} == {"alive"}

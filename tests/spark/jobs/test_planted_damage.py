@@ -18,7 +18,10 @@ from support.bookie_files import Files
 
 from bkctl.client.ensemble import RoundRobinDistributionSchedule
 from bkctl.metadata.cluster import open_cluster
-from bkctl.spark.jobs.bookies import find_bookies
+from bkctl.spark.facts.extraction import extract
+from bkctl.spark.facts.frames import Facts
+from bkctl.spark.facts.store import FactsStore
+from bkctl.spark.jobs.bookies import Bookies, find_bookies
 from bkctl.spark.jobs.integrity import integrity
 from bkctl.spark.jobs.journal_audit import audit
 
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.timeout(1800)
 
+#: Ways in which jobs read bookies' files.
+READINGS = ("directories", "facts")
 #: ledgerQualifiedName, entry id.
 Entry = tuple[str, int]
 
@@ -104,7 +109,21 @@ def files(whole: Files, tmp_path: Path) -> Files:
     return whole._replace(directory=tmp_path, uri=f"sqlite://{tmp_path / 'metadata.db'}")
 
 
-def test_replayed_and_unindexed_copies_count_in_integrity(spark: SparkSession, files: Files) -> None:
+def bookies_of(files: Files, places: list[str], reading: str, uri: Path) -> Bookies:
+    """The bookies at `places`, or their facts, extracted to `uri`."""
+    found = find_bookies(places)
+    if reading == "directories":
+        return found
+    with open_cluster(files.uri) as cluster:
+        for bookie in found:
+            extract(bookie, FactsStore(str(uri)), cluster)
+    return Facts(str(uri))
+
+
+@pytest.mark.parametrize("reading", READINGS)
+def test_replayed_and_unindexed_copies_count_in_integrity(
+    spark: SparkSession, files: Files, tmp_path_factory: pytest.TempPathFactory, reading: str
+) -> None:
     first, second, _ = files.places()
     # A start of the first bookie replays its journals: all that it has now.
     for path in [*logs_of(first), *Path(first).rglob("lastMark*")]:
@@ -121,14 +140,18 @@ def test_replayed_and_unindexed_copies_count_in_integrity(spark: SparkSession, f
     of_ledger = {entry for entry in promised(files, files.bookies[1]) if entry[0] == name}
     expected |= {(*entry, files.bookies[1], "notIndexed") for entry in of_ledger - replayed(second)}
     expected.add((name, 5, files.bookies[1], "damaged"))
-    result = integrity(spark, find_bookies([files.directory]), {"metadataUri": files.uri})
+    bookies = bookies_of(files, [str(files.directory)], reading, tmp_path_factory.mktemp("facts"))
+    result = integrity(spark, bookies, {"metadataUri": files.uri})
     rows = result.findings.collect()
     assert {(row.ledgerQualifiedName, row.entryId, row.bookieId, row.problem) for row in rows} == expected
     assert len(rows) == len(expected)
     result.release()
 
 
-def test_audit_finds_entries_behind_damage_by_their_index(spark: SparkSession, files: Files) -> None:
+@pytest.mark.parametrize("reading", READINGS)
+def test_audit_finds_entries_behind_damage_by_their_index(
+    spark: SparkSession, files: Files, tmp_path_factory: pytest.TempPathFactory, reading: str
+) -> None:
     expected = set()
     for place, bookie, is_indexed in zip(files.places()[:2], files.bookies, (True, False), strict=False):
         (log,) = [log for log in logs_of(place) if log.parent.name != "scoped"]
@@ -150,7 +173,7 @@ def test_audit_finds_entries_behind_damage_by_their_index(spark: SparkSession, f
             expected |= {(*entry, bookie, "unknown") for entry in behind | lost}
         else:
             expected |= {(*entry, bookie, "no" if entry == found[at].entry else "unknown") for entry in lost}
-    result = audit(spark, find_bookies(files.places()[:2]))
+    result = audit(spark, bookies_of(files, files.places()[:2], reading, tmp_path_factory.mktemp("facts")))
     rows = result.unlogged.collect()
     assert {(row.ledgerQualifiedName, row.entryId, row.bookieId, row.logged) for row in rows} == expected
     assert len(rows) == len(expected)

@@ -15,9 +15,9 @@ from bkctl.spark.jobs.bookies import BookieFiles
 def test_tasks_name_directories_that_the_executor_lacks(tmp_path: Path) -> None:
     words = "cannot be seen by the executor on .* does not exist there; mount"
     with pytest.raises(UsageError, match=words):
-        list(garbage._contents(("b:3181", str(tmp_path / "gone" / "0.log"))))
+        list(garbage.log_rows(("b:3181", str(tmp_path / "gone" / "0.log"))))
     bookie = BookieFiles("b:3181", (str(tmp_path / "gone"),), (str(tmp_path),), (str(tmp_path),))
     with pytest.raises(UsageError, match=words):
-        list(journal_audit._check(bookie))
+        list(journal_audit.check_rows(bookie))
     # A log that a bookie deleted meanwhile is left out.
-    assert list(garbage._contents(("b:3181", str(tmp_path / "0.log")))) == []
+    assert list(garbage.log_rows(("b:3181", str(tmp_path / "0.log")))) == []

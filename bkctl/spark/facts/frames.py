@@ -1,0 +1,164 @@
+"""Facts as DataFrames: the rows that jobs otherwise read from bookies' directories."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, overload
+
+from bkctl.metadata.liveness import check_cookie
+from bkctl.spark.facts.store import FactsStore, PartList
+from bkctl.spark.facts.tables import TABLES, spark_schema
+from bkctl.spark.sources.columns import DAMAGE, TYPES
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column, DataFrame, SparkSession
+
+    from bkctl.ids import LedgerId
+    from bkctl.metadata.cluster import Cluster
+
+_QUALIFIED_NAME: Final = "ledgerQualifiedName"
+
+
+class ExtractedBookie(NamedTuple):
+    """A bookie in facts, and the start of its newest extract."""
+
+    bookie_id: str
+    started_at: datetime
+
+
+class Facts(Sequence[ExtractedBookie]):
+    """The newest facts of all bookies at `uri`, as they are when this is created; a sequence of its bookies.
+
+    Jobs take it instead of bookies' directories. Raises NotFound without facts at `uri`.
+    """
+
+    def __init__(self, uri: str) -> None:
+        self._store = FactsStore(uri)
+        self._lists: list[PartList] = self._store.part_lists()
+        self._bookies = [ExtractedBookie(each.bookie_id, each.started_at) for each in self._lists]
+
+    def __len__(self) -> int:
+        return len(self._bookies)
+
+    @overload
+    def __getitem__(self, index: int) -> ExtractedBookie: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[ExtractedBookie]: ...
+    def __getitem__(self, index: int | slice) -> ExtractedBookie | list[ExtractedBookie]:
+        return self._bookies[index]
+
+    def check_cluster(self, cluster: Cluster) -> None:
+        """Raise Conflict if a bookie's cookie names another cluster, in which all its ledgers would look dead."""
+        for each in self._lists:
+            for part in each.parts("cookies"):
+                for row in self._store.read(part, ["file", "instanceId"]).to_pylist():
+                    check_cookie(cluster, f"{row['file']} of {each.bookie_id}", row["instanceId"])
+
+    def table(self, spark: SparkSession, name: str) -> DataFrame:
+        """Return the current rows of one of the TABLES."""
+        paths = [self._store.spark_path(part) for each in self._lists for part in each.parts(name)]
+        if not paths:
+            return spark.createDataFrame([], spark_schema(name))
+        return spark.read.schema(spark_schema(name)).parquet(*paths)
+
+    def create_views(self, spark: SparkSession) -> None:
+        """Create a temporary view of each table, under its name."""
+        for name in TABLES:
+            if name != "parts":
+                self.table(spark, name).createOrReplaceTempView(name)
+
+    # --- the rows of jobs -----------------------------------------------------------------------------------------
+
+    def log_records(
+        self, spark: SparkSession, columns: Sequence[str], ledger: LedgerId | None, scope_id: int | None,
+        *, rows: str = "records",
+    ) -> DataFrame:  # fmt: skip
+        """Return the rows of `bookie_records.log_records`."""
+        from pyspark.sql import functions as F
+
+        found = self.table(spark, "records" if rows == "records" else "ledgers")
+        if rows != "records":
+            found = found.filter(F.col("entryCount").isNotNull())
+        names = list(dict.fromkeys(["file", "bookieId", *columns]))
+        chosen = _of_ledger(found, ledger, scope_id).select(*map(_column, names), _no_damage())
+        return chosen.unionByName(self._damages(spark, "entryLog"), allowMissingColumns=True)
+
+    def journal_entries(
+        self, spark: SparkSession, columns: Sequence[str], ledger: LedgerId | None, scope_id: int | None
+    ) -> DataFrame:
+        """Return the rows of `bookie_records.journal_entries`."""
+        place = ("file", "bookieId", "journalId", "offset", "recordSize", _QUALIFIED_NAME, "entryId")
+        names = list(dict.fromkeys([*place, *columns, "replayed"]))
+        return _of_ledger(self.table(spark, "journal_records"), ledger, scope_id).select(*map(_column, names))
+
+    def index_entries(self, spark: SparkSession, ledger: LedgerId | None, scope_id: int | None) -> DataFrame:
+        """Return the rows of `bookie_records.index_entries`."""
+        names = ("file", "bookieId", _QUALIFIED_NAME, "entryId", "logId", "offset")
+        found = _of_ledger(self.table(spark, "index"), ledger, scope_id).select(*names, _no_damage())
+        return found.unionByName(self._damages(spark, "index"), allowMissingColumns=True)
+
+    def log_files(self, spark: SparkSession) -> DataFrame:
+        """Return the rows of `inventory.log_files`."""
+        names = ("file", "bookieId", "logId", "logIdHex", "scoped", "fileSize")
+        return self.table(spark, "ledgers").select(*names).distinct()
+
+    def log_shares(self, spark: SparkSession) -> DataFrame:
+        """Return the rows of `garbage.log_shares`."""
+        from pyspark.sql import functions as F
+
+        names = ("bookieId", "file", "logId", "scoped", _QUALIFIED_NAME)
+        found = self.table(spark, "ledgers").filter(F.col("mapSize").isNotNull())
+        return found.select(*names, F.col("mapSize").alias("size"), "fromLedgersMap", "complete", "reason")
+
+    def journal_checks(self, spark: SparkSession) -> DataFrame:
+        """Return the rows of `journal_audit.checks`."""
+        return self.table(spark, "journals").drop("part")
+
+    def with_evidence(self, spark: SparkSession, looks: DataFrame) -> DataFrame:
+        """Return the looks of `second_look` with `evidence`: the records that stand at their places."""
+        from pyspark.sql import functions as F
+
+        def place(log_id: Column, scoped: Column) -> Column:
+            log = F.concat_ws("/", scoped.cast("string"), log_id.cast("string"))
+            return F.when(log_id.isNull(), F.col("file")).otherwise(log).alias("at")
+
+        details = ("candidate", "file", _QUALIFIED_NAME, "entryId", "digest", "record", "problem", "detail")
+        # An index and a scan may both have found a record in doubt.
+        evidence = self.table(spark, "evidence").select(
+            "bookieId", place(F.col("logId"), F.col("scoped")), "offset", F.struct(*details).alias("found")
+        )
+        evidence = evidence.groupBy("bookieId", "at", "offset").agg(F.collect_set("found").alias("evidence"))
+        scoped = F.substring(_QUALIFIED_NAME, 1, 16) != "0" * 16
+        logs = self.log_files(spark).groupBy("bookieId", place(F.col("logId"), F.col("scoped")))
+        found = looks.withColumn("at", place(F.col("logId"), scoped))
+        found = found.join(evidence, ["bookieId", "at", "offset"], "left")
+        return found.join(logs.agg(F.lit(True).alias("isLog")), ["bookieId", "at"], "left").drop("at")
+
+    def _damages(self, spark: SparkSession, source: str) -> DataFrame:
+        from pyspark.sql import functions as F
+
+        damage = F.struct("file", "offset", "reason").alias(DAMAGE)
+        return self.table(spark, "damages").filter(F.col("source") == source).select("file", "bookieId", damage)
+
+
+def _no_damage() -> Column:
+    from pyspark.sql import functions as F
+
+    return F.lit(None).cast(TYPES[DAMAGE]).alias(DAMAGE)
+
+
+def _column(name: str) -> Column:
+    """Return a column as the sources have it: ids as text."""
+    from pyspark.sql import functions as F
+
+    return F.col(name).cast("string").alias(name) if name in ("ledgerScopeId", "ledgerId") else F.col(name)
+
+
+def _of_ledger(rows: DataFrame, ledger: LedgerId | None, scope_id: int | None) -> DataFrame:
+    from pyspark.sql import functions as F
+
+    name: Any = F.col(_QUALIFIED_NAME)
+    if ledger is not None:
+        return rows.filter(name == ledger.qualified_name)
+    return rows if scope_id is None else rows.filter(name.startswith(f"{scope_id:016x}"))

@@ -1,0 +1,255 @@
+"""The index of a bookie in its facts, and the evidence for places where no record of the entry was found.
+
+An index may name a place behind damage, in a log that was read before the record was written, or of another entry. Such
+a place is read here, since jobs cannot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from bkctl.errors import BkctlError, NotFound, UsageError
+from bkctl.files.directories import BookieDirectories
+from bkctl.files.entry_log import EntryLogReader
+from bkctl.files.index import BookieIndexes, LedgerIndexReader
+from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
+from bkctl.ids import LedgerId
+from bkctl.spark.facts.digests import LedgerDigests
+from bkctl.spark.facts.store import FactsStore, PartWriter
+from bkctl.spark.facts.tables import arrow_schema
+from bkctl.spark.sources.columns import where_and_why
+from bkctl.spark.sources.filters import Conditions
+from bkctl.spark.sources.index_databases import DatabaseReader
+from bkctl.spark.sources.index_rows import IndexedEntries, entry_rows
+from bkctl.spark.sources.record_values import digest_of_v1, digest_of_v2
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    import pyarrow as pa
+
+    from bkctl.spark.jobs.bookies import BookieFiles
+
+#: Entries of the index that are compared with the logs at once.
+_CHUNK_ROWS: Final = 1 << 22
+_OPEN_LOGS_MAX: Final = 64
+_Damage = tuple[str, int | None, str]
+
+
+@dataclass
+class _WholeDatabase:
+    """A pair of databases, in the form that DatabaseReader takes."""
+
+    directory: str
+    scoped: bool
+    first: bytes | None = None
+    end: bytes | None = None
+
+    def path(self, name: str) -> Path:
+        return Path(self.directory) / (f"scoped-{name}" if self.scoped else name)
+
+
+class IndexExtract:
+    """Writes the index of a bookie. `parts` maps (log id, scoped) to the paths and `records` parts of its logs."""
+
+    def __init__(
+        self, bookie: BookieFiles, store: FactsStore, digests: LedgerDigests,
+        parts: Mapping[tuple[int, bool], list[tuple[str, str]]],
+    ) -> None:  # fmt: skip
+        self._bookie, self._store, self._digests, self._parts = bookie, store, digests, parts
+        self._schema = _text_ids("index")
+        self._chunk: list[IndexedEntries] = []
+        self._count = 0
+        self._readers: dict[str, EntryLogReader] = {}
+        self._damages: list[_Damage] = []
+
+    def write(self, writer: PartWriter, evidence: PartWriter) -> Iterator[_Damage]:
+        """Write the entries and the evidence; yield the path, offset and reason of each damage."""
+        with ExitStack() as stack:
+            stack.callback(self._close_readers)
+            for directory in self._bookie.index_dirs:
+                for path, scoped, entries in self._sources(BookieDirectories((), (), [directory])):
+                    try:
+                        for found in entries:
+                            self._add(found, path, scoped, writer, evidence)
+                    except NotFound:
+                        continue  # The bookie has deleted the ledger.
+                    except UsageError:
+                        raise
+                    except BkctlError as error:
+                        yield path, *where_and_why(error)
+                yield from self._damages
+                self._damages.clear()
+            self._compare(evidence)
+
+    def _sources(self, directories: BookieDirectories) -> Iterator[tuple[str, bool, Iterator[IndexedEntries]]]:
+        """Yield path, scope and entries of each file and database; what cannot be opened goes to the damages."""
+        with BookieIndexes(directories) as indexes:
+            for file in indexes.files():
+                try:
+                    with LedgerIndexReader.open(file.path) as reader:
+                        yield str(file.path), file.scoped, _entries_of_file(reader)
+                except (NotFound, UsageError):
+                    raise
+                except BkctlError as error:
+                    self._damages.append((str(file.path), *where_and_why(error)))
+        for database in directories.rocksdbs():
+            if database.path.name not in ("ledgers", "scoped-ledgers"):
+                continue
+            part = _WholeDatabase(str(database.path.parent), database.scoped)
+            path = part.path("locations")
+            try:
+                with LedgersDatabase.open(part.path("ledgers"), scoped=part.scoped) as ledgers:
+                    yield str(path), part.scoped, _entries_of_database(part, ledgers)
+            except OSError as error:
+                self._damages.append((str(path), None, f"{path} cannot be read: {error.strerror or error}"))
+            except BkctlError as error:
+                self._damages.append((str(path), *where_and_why(error)))
+
+    def _add(
+        self, entries: IndexedEntries, path: str, scoped: bool, writer: PartWriter, evidence: PartWriter
+    ) -> None:  # fmt: skip
+        constants = {"file": path, "scoped": scoped, "bookieId": self._bookie.bookie_id}
+        for batch in entry_rows(self._schema, entries, Conditions(), constants):
+            writer.add(batch)
+        self._chunk.append(entries)
+        self._count += len(entries.entry_ids)
+        if self._count >= _CHUNK_ROWS:
+            self._compare(evidence)
+
+    def _compare(self, evidence: PartWriter) -> None:
+        """Write the evidence for the places of the current chunk that are not records of their entries."""
+        import numpy as np
+
+        chunk, self._chunk, self._count = self._chunk, [], 0
+        if not chunk:
+            return
+        entries = IndexedEntries(*(np.concatenate(columns) for columns in zip(*chunk, strict=True)))
+        log_ids = entries.locations >> 32 & 0xFFFFFFFF
+        scoped = entries.scope_ids != 0
+        order = np.lexsort((log_ids, scoped))
+        borders = np.flatnonzero(np.diff(log_ids[order]) | np.diff(scoped[order])) + 1
+        rows: Any
+        for rows in np.split(order, borders):
+            key = int(log_ids[rows[0]]), bool(scoped[rows[0]])
+            of_log = entries.select(rows)
+            found = np.zeros(len(rows), np.bool_)
+            for _, part in self._parts.get(key, ()):
+                found |= self._stands_in(part, of_log)
+            evidence.add_rows(self._look(key, of_log.select(~found)))
+
+    def _stands_in(self, part: str, entries: IndexedEntries) -> npt.NDArray[np.bool_]:
+        """Return which entries have their record at their place in the log of `part`."""
+        import numpy as np
+
+        table = self._store.read(part, ["offset", "ledgerScopeId", "ledgerId", "entryId"])
+        offsets = table.column("offset").to_numpy()
+        if not len(offsets):
+            return np.zeros(len(entries.entry_ids), np.bool_)
+        wanted = (entries.locations & 0xFFFFFFFF) - 4
+        places = np.minimum(np.searchsorted(offsets, wanted), len(offsets) - 1)
+        scopes, ledgers = (_unsigned(table.column(name)) for name in ("ledgerScopeId", "ledgerId"))
+        found: npt.NDArray[np.bool_] = (
+            (offsets[places] == wanted)
+            & (scopes[places] == entries.scope_ids)
+            & (ledgers[places] == entries.ledger_ids)
+            & (table.column("entryId").to_numpy()[places] == entries.entry_ids)
+        )
+        return found
+
+    def _look(self, key: tuple[int, bool], entries: IndexedEntries) -> Iterator[dict[str, Any]]:
+        """Yield the evidence for each place, in each log with this id."""
+        log_id, scoped = key
+        columns = (column.tolist() for column in entries)
+        for scope_id, ledger_id, entry_id, location in zip(*columns, strict=True):
+            offset = (location & 0xFFFFFFFF) - 4
+            for candidate, (path, _) in enumerate(self._parts.get(key, ())):
+                yield {
+                    "bookieId": self._bookie.bookie_id, "file": path, "logId": log_id, "scoped": scoped,
+                    "offset": offset, "candidate": candidate,
+                    **self._record_at(path, offset, LedgerId(scope_id, ledger_id), entry_id),
+                }  # fmt: skip
+
+    def _record_at(self, path: str, offset: int, ledger: LedgerId, entry_id: int) -> dict[str, Any]:
+        found: dict[str, Any] = dict.fromkeys(
+            ("ledgerQualifiedName", "entryId", "digest", "record", "problem", "detail")
+        )
+        try:
+            record = self._reader(path).entry_at(offset + 4)
+        except NotFound as error:
+            return found | {"problem": "missing", "detail": str(error)}
+        except BkctlError as error:
+            return found | {"problem": "damaged", "detail": str(error)}
+        found |= {"ledgerQualifiedName": record.ledger.qualified_name, "entryId": record.entry_id}
+        if (record.ledger, record.entry_id) == (ledger, entry_id):
+            check = digest_of_v1 if record.format_version == 1 else digest_of_v2
+            found["digest"], is_evidence = check(record.body, 0, record.record_size), False
+            if found["digest"] is None:
+                found["digest"], is_evidence = self._digests.of_record(ledger.qualified_name, entry_id, record.body)
+            found["record"] = record.body if is_evidence else None
+        return found
+
+    def _reader(self, path: str) -> EntryLogReader:
+        reader = self._readers.get(path)
+        if reader is None:
+            if len(self._readers) >= _OPEN_LOGS_MAX:
+                self._readers.pop(next(iter(self._readers))).close()
+            reader = self._readers[path] = EntryLogReader.open(path)
+        return reader
+
+    def _close_readers(self) -> None:
+        for reader in self._readers.values():
+            reader.close()
+
+
+def _entries_of_file(reader: LedgerIndexReader) -> Iterator[IndexedEntries]:
+    import numpy as np
+
+    ledger = reader.ledger
+    assert ledger is not None, reader.name  # BookieIndexes lists files whose path names their ledger.
+    for entry_id, page in reader.pages():
+        locations = np.frombuffer(page, np.int64)
+        filled = np.flatnonzero(locations)
+        yield IndexedEntries(
+            np.full(len(filled), ledger.scope_id, np.uint64),
+            np.full(len(filled), ledger.ledger_id, np.uint64),
+            filled + entry_id,
+            locations[filled],
+        )
+
+
+def _entries_of_database(part: _WholeDatabase, ledgers: LedgersDatabase) -> Iterator[IndexedEntries]:
+    with LocationsDatabase.open(part.path("locations"), scoped=part.scoped) as locations:
+        yield from DatabaseReader(part, ledgers, locations, Conditions()).entries()
+
+
+def _text_ids(table: str) -> pa.Schema:
+    """Return the schema of rows before they are written: ids are text, and `part` is missing."""
+    import pyarrow as pa
+
+    return pa.schema(
+        [
+            pa.field(field.name, pa.string() if pa.types.is_decimal(field.type) else field.type)
+            for field in arrow_schema(table)
+            if field.name != "part"
+        ]
+    )
+
+
+def _unsigned(column: pa.ChunkedArray) -> npt.NDArray[np.uint64]:
+    """Return ids as numbers. Records without a ledger have any: their entry ids match no entry of an index."""
+    import numpy as np
+    import pyarrow as pa
+
+    encoded = column.combine_chunks().dictionary_encode()
+    if isinstance(encoded, pa.ChunkedArray):
+        encoded = encoded.combine_chunks()
+    if not len(encoded.dictionary):
+        return np.zeros(len(column), np.uint64)
+    values = np.array([int(value) for value in encoded.dictionary.to_pylist()], np.uint64)
+    found: npt.NDArray[np.uint64] = values[encoded.indices.fill_null(0).to_numpy()]
+    return found

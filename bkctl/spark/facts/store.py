@@ -1,0 +1,272 @@
+"""The place of facts: a directory on any of Arrow's file systems, written so that no reader sees half of anything.
+
+    URI/v1/<table>/<bookie>/<part>.parquet      the rows; a log has parts of its own in `records` and `evidence`
+    URI/v1/parts/<bookie>-<number>.parquet      the parts that are current; the highest number counts
+    URI/v1/_pieces/<bookie>/<log>/…             rows of one log, from which the next extract makes its tables
+
+A part appears under its name once it is complete. Nothing that a reader may use changes: an extract adds parts, then a
+list of parts with the next number, and only then removes what was superseded some time ago.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from string import ascii_letters, digits
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from bkctl.errors import BkctlError, NotFound, UsageError
+from bkctl.redaction import without_user_info
+from bkctl.spark.facts.tables import ROW_GROUP_ROWS, VERSION, arrow_schema, conform
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+#: Bytes of rows that wait for a row group at most.
+_BUFFER_SIZE_BYTES: Final = 128 << 20
+_LIST_NAME: Final = re.compile(r"(?P<bookie>.+)-(?P<number>[0-9]{1,18})\.parquet", re.ASCII)
+_PLAIN_BYTES: Final = frozenset(f"{ascii_letters}{digits}.-".encode())
+_HINT: Final = "create them with 'bkctl pipeline extract'"
+
+
+class StoredFile(NamedTuple):
+    """A file below the version's directory, and when it was written last (None: unknown)."""
+
+    path: str
+    mtime: datetime | None
+
+
+class PartList(NamedTuple):
+    """The parts of one bookie: `bookie` is its directory name; rows of the table `parts`."""
+
+    bookie: str
+    number: int
+    rows: list[dict[str, Any]]
+
+    @property
+    def bookie_id(self) -> str:
+        """Return the bookie's id."""
+        return str(self.rows[0]["bookieId"])
+
+    @property
+    def started_at(self) -> datetime:
+        """Return the start of the extract that wrote this list."""
+        started_at: datetime = max(row["startedAt"] for row in self.rows)
+        return started_at
+
+    def parts(self, table: str) -> list[str]:
+        """Return the current parts of `table`."""
+        return [row["part"] for row in self.rows if row["table"] == table and row["supersededAt"] is None]
+
+
+class FactsStore:
+    """The facts below a path or URI: `file://`, or a file system of Arrow (`s3://`, `hdfs://`, `gs://`).
+
+    Raises BkctlError if PyArrow is not installed or the file system cannot be used, UsageError for an unknown scheme.
+    """
+
+    def __init__(self, uri: str) -> None:
+        #: As messages may show it: `s3://` may have keys in it.
+        self.uri = without_user_info(uri, "***")
+        self._arrow, root = _file_system(uri)
+        self._root = f"{root.rstrip('/')}/v{VERSION}"
+        self._base = f"file://{Path(uri).absolute()}"
+        if "://" in uri:
+            self._base = without_user_info(uri.partition("?")[0], "").replace("://@", "://").rstrip("/")
+
+    def spark_path(self, path: str) -> str:
+        """Return the URI of a file for Spark, which knows `s3://` as Hadoop's `s3a://`."""
+        base = f"s3a{self._base[2:]}" if self._base.startswith("s3://") else self._base
+        return f"{base}/v{VERSION}/{path}"
+
+    # --- reading ------------------------------------------------------------------------------------------------
+
+    def read(self, path: str, columns: list[str] | None = None) -> pa.Table:
+        """Return the rows of one Parquet file. Raises NotFound."""
+        import pyarrow.parquet
+
+        with self._failures("read"):
+            return pyarrow.parquet.read_table(f"{self._root}/{path}", columns=columns, filesystem=self._arrow)
+
+    def exists(self, path: str) -> bool:
+        """Return whether a file exists."""
+        from pyarrow.fs import FileType
+
+        with self._failures("read"):
+            return bool(self._arrow.get_file_info(f"{self._root}/{path}").type != FileType.NotFound)
+
+    def files(self, directory: str) -> list[StoredFile]:
+        """Return the files in a directory and below it; none if it does not exist."""
+        from pyarrow.fs import FileSelector, FileType
+
+        with self._failures("read"):
+            found = self._arrow.get_file_info(
+                FileSelector(f"{self._root}/{directory}", allow_not_found=True, recursive=True)
+            )
+        prefix = len(self._root) + 1
+        return [StoredFile(each.path[prefix:], each.mtime) for each in found if each.type == FileType.File]
+
+    def part_lists(self) -> list[PartList]:
+        """Return the newest list of parts of each bookie, in order of bookie ids. Raises NotFound without any."""
+        newest: dict[str, int] = {}
+        for file in self.files("parts"):
+            match = _LIST_NAME.fullmatch(file.path.removeprefix("parts/"))
+            if match is not None:
+                newest[match["bookie"]] = max(int(match["number"]), newest.get(match["bookie"], 0))
+        if not newest:
+            raise NotFound(f"{self.uri} has no facts of version {VERSION}", hint=_HINT)
+        lists = [self.part_list(bookie, number) for bookie, number in newest.items()]
+        return sorted(lists, key=lambda each: each.bookie_id)
+
+    def part_list(self, bookie: str, number: int) -> PartList:
+        """Return one list of parts. Raises NotFound."""
+        return PartList(bookie, number, self.read(list_path(bookie, number)).to_pylist())
+
+    def numbers(self, bookie: str) -> list[int]:
+        """Return the numbers of the bookie's lists of parts, in order."""
+        matches = (_LIST_NAME.fullmatch(file.path.removeprefix("parts/")) for file in self.files("parts"))
+        return sorted(int(match["number"]) for match in matches if match is not None and match["bookie"] == bookie)
+
+    # --- writing ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def new_part(self, table: str, path: str, *, if_empty: bool = True) -> Iterator[PartWriter]:
+        """Yield a writer of a Parquet file of `table`, which appears at `path` when the block ends without an error.
+
+        Without `if_empty` the file appears only if a row was added.
+        """
+        target = f"{self._root}/{path}"
+        directory = target.rpartition("/")[0]
+        temporary = f"{directory}/_{uuid.uuid4().hex}.tmp"
+        with self._failures("write"):
+            self._arrow.create_dir(directory, recursive=True)
+            stream = self._arrow.open_output_stream(temporary)
+        try:
+            writer = PartWriter(stream, table, path)
+            yield writer
+            with self._failures("write"):
+                writer.close()
+                stream.close()
+                if writer.row_count or if_empty:
+                    self._sync(temporary)
+                    self._arrow.move(temporary, target)
+                else:
+                    self._arrow.delete_file(temporary)
+        except BaseException:
+            with suppress(Exception):
+                stream.close()
+            with suppress(Exception):
+                self._arrow.delete_file(temporary)
+            raise
+
+    def delete(self, path: str) -> None:
+        """Delete a file; a missing file is accepted."""
+        from pyarrow.fs import FileType
+
+        with self._failures("write"):
+            if self._arrow.get_file_info(f"{self._root}/{path}").type != FileType.NotFound:
+                self._arrow.delete_file(f"{self._root}/{path}")
+
+    def _sync(self, path: str) -> None:
+        """Let a local file reach the disk before it gets its name; other stores do that when a stream is closed."""
+        if self._arrow.type_name == "local":
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+
+    @contextmanager
+    def _failures(self, what: str) -> Iterator[None]:
+        import pyarrow as pa
+
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise NotFound(f"Cannot {what} facts at {self.uri}: {error}") from error
+        except (OSError, pa.ArrowException) as error:
+            raise BkctlError(f"Cannot {what} facts at {self.uri}: {error}") from error
+
+
+class PartWriter:
+    """Writes rows of one table as Parquet, in row groups of a bounded size."""
+
+    def __init__(self, stream: Any, table: str, part: str) -> None:
+        import pyarrow.parquet
+
+        self._table, self._part = table, part
+        self._writer = pyarrow.parquet.ParquetWriter(stream, arrow_schema(table), compression="zstd")
+        self._rows: list[pa.Table] = []
+        self._count = self._size_bytes = 0
+        self.row_count = 0
+
+    def add(self, rows: pa.RecordBatch | pa.Table) -> None:
+        """Add rows that have some of the table's columns; the others are null."""
+        if rows.num_rows:
+            self._rows.append(conform(rows, self._table, self._part))
+            self._count += rows.num_rows
+            self._size_bytes += self._rows[-1].nbytes
+            self.row_count += rows.num_rows
+        if self._count >= ROW_GROUP_ROWS or self._size_bytes >= _BUFFER_SIZE_BYTES:
+            self._flush()
+
+    def add_rows(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Add rows with ids as numbers or not at all."""
+        import pyarrow as pa
+
+        found = list(rows)
+        if found:
+            names = {name for row in found for name in row}
+            fields = [field for field in arrow_schema(self._table) if field.name in names]
+            self.add(pa.Table.from_pylist(found, pa.schema(fields)))
+
+    def close(self) -> None:
+        """Write the remaining rows and the end of the file."""
+        self._flush()
+        self._writer.close()
+
+    def _flush(self) -> None:
+        import pyarrow as pa
+
+        if self._rows:
+            self._writer.write_table(pa.concat_tables(self._rows), row_group_size=ROW_GROUP_ROWS)
+        self._rows, self._count, self._size_bytes = [], 0, 0
+
+
+def directory_name(bookie_id: str) -> str:
+    """Return the name of a bookie's directories: its id with every byte but letters, digits, `.` and `-` escaped."""
+    return "bookie-" + "".join(chr(byte) if byte in _PLAIN_BYTES else f"_{byte:02X}" for byte in bookie_id.encode())
+
+
+def list_path(bookie: str, number: int) -> str:
+    """Return the path of a bookie's list of parts."""
+    return f"parts/{bookie}-{number:09d}.parquet"
+
+
+def now() -> datetime:
+    """Return the time as the tables have it: microseconds, UTC."""
+    return datetime.now(UTC)
+
+
+def _file_system(uri: str) -> tuple[Any, str]:
+    try:
+        import pyarrow as pa
+        from pyarrow import fs
+    except ImportError as error:
+        raise BkctlError(
+            "Facts are Parquet, and pyarrow is not installed", hint="pip install 'bkctl[facts]'"
+        ) from error
+    if "://" not in uri:
+        return fs.LocalFileSystem(), str(Path(uri).absolute())
+    shown = without_user_info(uri, "***")
+    try:
+        files, root = fs.FileSystem.from_uri(uri)
+    except (pa.ArrowException, ImportError, ValueError) as error:
+        raise UsageError(
+            f"{shown} cannot be used for facts: {error}", hint="give a path, or a URI: file://, s3://, hdfs://, gs://"
+        ) from error
+    except OSError as error:
+        raise BkctlError(f"Cannot reach {shown}: {error}") from error
+    return files, root

@@ -1,0 +1,237 @@
+"""The tables of facts: names, columns and types, in one place, for Arrow, Spark and the documentation.
+
+A change of a column's name, type or meaning needs another `VERSION`, which is part of every path. New columns at the
+end of a table do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+VERSION: Final = 1
+#: Rows of a Parquet row group at most.
+ROW_GROUP_ROWS: Final = 1 << 19
+
+
+class FactColumn(NamedTuple):
+    """A column: its type in Spark's DDL, and its meaning."""
+
+    type: str
+    meaning: str
+
+
+def _columns(**columns: tuple[str, str]) -> dict[str, FactColumn]:
+    return {name: FactColumn(*column) for name, column in columns.items()}
+
+
+_BOOKIE: Final = _columns(bookieId=("string", "The bookie"), file=("string", "Path of the file on the bookie's host"))
+_LEDGER: Final = _columns(
+    ledgerQualifiedName=("string", "The ledger: 32 hexadecimal digits of scope id and ledger id"),
+    ledgerScopeId=("decimal(20,0)", "The ledger's scope id"),
+    ledgerId=("decimal(20,0)", "The ledger id"),
+)
+_LOG: Final = _columns(
+    logId=("bigint", "The log's id"), scoped=("boolean", "The file is for scoped ledgers, with log ids of their own")
+)
+_DIGEST: Final = _columns(
+    digestType=("string", "Digest type that the record names (scoped ledgers only)"),
+    digest=("string", "Digest type that the record matches; null: none, or not known here"),
+)
+_PART: Final = _columns(part=("string", "Path of the row's Parquet file, as in the table parts"))
+
+TABLES: Final[Mapping[str, Mapping[str, FactColumn]]] = {
+    "records": {
+        **_BOOKIE,
+        **_LOG,
+        **_LEDGER,
+        **_columns(
+            entryId=("bigint", "The entry id"),
+            lastAddConfirmed=("bigint", "The entry's last add confirmed"),
+            length=("bigint", "Payload bytes of the ledger up to this entry"),
+            formatVersion=("int", "Format version of the entry: 1, or 2 for scoped ledgers"),
+            offset=("bigint", "Byte of the record's size field in the file"),
+            recordSize=("bigint", "Bytes of the record behind its size field"),
+            type=("string", "Record type; entry for all but special records"),
+        ),
+        **_DIGEST,
+        **_PART,
+    },
+    "ledgers": {
+        **_BOOKIE,
+        **_LOG,
+        **_columns(
+            logIdHex=("string", "The log's id as in its name"), fileSize=("bigint", "Bytes of the file when listed")
+        ),
+        **_LEDGER,
+        **_columns(
+            entryCount=("bigint", "Entries of the ledger in the log, counted; null: none was read"),
+            size=("bigint", "Their bytes with size fields, counted"),
+            mapSize=("bigint", "The same by the log's ledgers map, else by a scan; null: neither names the ledger"),
+            fromLedgersMap=("boolean", "mapSize comes from a ledgers map"),
+            complete=("boolean", "mapSize covers the whole log"),
+            reason=("string", "Damage that mapSize stops at, or of the ledgers map"),
+        ),
+        **_PART,
+    },
+    "damages": {
+        **_BOOKIE,
+        **_columns(
+            source=("string", "entryLog or index"),
+            offset=("bigint", "Byte where the file ends in damage; null: unknown"),
+            reason=("string", "The damage"),
+        ),
+        **_PART,
+    },
+    "index": {
+        **_BOOKIE,
+        "scoped": _LOG["scoped"],
+        **_LEDGER,
+        **_columns(
+            entryId=("bigint", "The entry id"),
+            logId=("bigint", "The log that the index names"),
+            offset=("bigint", "Byte of the record's size field there"),
+        ),
+        **_PART,
+    },
+    "journals": {
+        **_BOOKIE,
+        **_columns(
+            journalId=("bigint", "The journal's id"),
+            journalIdHex=("string", "The journal's id as in its name"),
+            version=("int", "Version of the file"),
+            state=("string", "As in 'bkctl journal verify'"),
+            size=("bigint", "Bytes of the file"),
+            goodEnd=("bigint", "Byte up to which the records are sound"),
+            mark=("bigint", "Byte that a last mark names"),
+            replayFrom=("bigint", "Byte where a restart begins to replay; null: it does not replay the file"),
+            recordCount=("bigint", "Records"),
+            entryCount=("bigint", "Entries among them"),
+            replayRecordCount=("bigint", "Records that a restart replays"),
+            replayEntryCount=("bigint", "Entries among them"),
+            replaySize=("bigint", "Their bytes with size fields"),
+            sizeBehind=("bigint", "Bytes behind a torn or damaged end"),
+            recordsBehind=("bigint", "Plausible records in them"),
+            entriesBehind=("bigint", "Entries among them"),
+            resumesAt=("bigint", "Byte of the first of them"),
+            problem=("string", "Every fault in words; null: sound"),
+            damaged=("boolean", "The file is damaged"),
+        ),
+        **_PART,
+    },
+    "journal_records": {
+        **_BOOKIE,
+        **_columns(
+            journalId=("bigint", "The journal's id"),
+            offset=("bigint", "Byte of the record's size field in the file"),
+            recordSize=("bigint", "Bytes of the record behind its size field"),
+        ),
+        **_LEDGER,
+        **_columns(
+            entryId=("bigint", "The entry id"),
+            lastAddConfirmed=("bigint", "The entry's last add confirmed"),
+            replayed=("boolean", "A restart replays the record"),
+        ),
+        **_DIGEST,
+        **_PART,
+    },
+    "evidence": {
+        **_BOOKIE,
+        **_columns(
+            logId=("bigint", "The log's id; null: a journal"),
+            scoped=("boolean", "The log is for scoped ledgers; null: a journal"),
+            offset=("bigint", "Byte of the record's size field in the file"),
+            candidate=("int", "Order in which files of one log id are tried"),
+            ledgerQualifiedName=("string", "Ledger of the record that stands there"),
+            entryId=("bigint", "Its entry id"),
+            digest=("string", "Digest type that it matches; null: none, or not known here"),
+            record=("binary", "Its bytes, where digest is null"),
+            problem=("string", "missing or damaged: the record cannot be read"),
+            detail=("string", "Why"),
+        ),
+        **_PART,
+    },
+    "cookies": {
+        **_BOOKIE,
+        **_columns(
+            role=("string", "Role of the directory: journal, ledger or index"),
+            cookieBookieId=("string", "The bookie that the cookie names"),
+            instanceId=("string", "The cluster that the cookie names"),
+            layoutVersion=("int", "Layout version of the cookie"),
+            problem=("string", "Why the cookie cannot be read"),
+        ),
+        **_PART,
+    },
+    "marks": {
+        **_BOOKIE,
+        **_columns(
+            journalIndex=("int", "Index of the journal directory"),
+            journalId=("bigint", "The journal that the last mark names; null: the file is damaged"),
+            offset=("bigint", "Byte in that journal"),
+            problem=("string", "Damage of the file"),
+        ),
+        **_PART,
+    },
+    "parts": {
+        "bookieId": _BOOKIE["bookieId"],
+        **_columns(
+            table=("string", "The table"),
+            part=("string", "Path of the Parquet file, below the version's directory"),
+            startedAt=("timestamp", "Start of the extract that lists the file"),
+            supersededAt=("timestamp", "Start of the extract that no longer needs the file; null: current"),
+        ),
+    },
+}
+
+
+def arrow_schema(table: str) -> pa.Schema:
+    """Return the columns of a table as an Arrow schema."""
+    import pyarrow as pa
+
+    types: dict[str, pa.DataType] = {
+        "string": pa.string(),
+        "bigint": pa.int64(),
+        "int": pa.int32(),
+        "boolean": pa.bool_(),
+        "binary": pa.binary(),
+        "decimal(20,0)": pa.decimal128(20, 0),
+        "timestamp": pa.timestamp("us", "UTC"),
+    }
+    return pa.schema([pa.field(name, types[column.type]) for name, column in TABLES[table].items()])
+
+
+def spark_schema(table: str) -> str:
+    """Return the columns of a table in Spark's DDL."""
+    return ", ".join(f"`{name}` {column.type}" for name, column in TABLES[table].items())
+
+
+def conform(rows: pa.RecordBatch | pa.Table, table: str, part: str) -> pa.Table:
+    """Return `rows` with the columns and types of `table`; columns that `rows` lacks are null, `part` is constant."""
+    import pyarrow as pa
+
+    schema = arrow_schema(table)
+    columns = []
+    for field in schema:
+        if field.name == "part" and table != "parts":
+            columns.append(pa.repeat(pa.scalar(part), rows.num_rows))
+        elif field.name not in rows.schema.names:
+            columns.append(pa.nulls(rows.num_rows, field.type))
+        else:
+            columns.append(_cast(rows.column(field.name), field.type))
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
+def _cast(column: pa.Array | pa.ChunkedArray, kind: pa.DataType) -> pa.Array | pa.ChunkedArray:
+    """Return `column` as `kind`; ids come as text, each of which is parsed once."""
+    import pyarrow as pa
+
+    if column.type == kind:
+        return column
+    if not (pa.types.is_decimal(kind) and pa.types.is_string(column.type)):
+        return column.cast(kind)
+    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    encoded = array.dictionary_encode()
+    return encoded.dictionary.cast(kind).take(encoded.indices)

@@ -1,0 +1,77 @@
+"""`bkctl pipeline extract`: a bookie's facts for the other jobs, written on the bookie's host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..kit.columns import Column, Columns, Kind
+from ..kit.command import Run, command, group
+from ..kit.options import duration_option
+from .common import PLACES, bookies_at
+
+if TYPE_CHECKING:
+    from bkctl.spark.facts.extraction import ExtractCounts
+
+app = group()
+
+EXTRACT_COLUMNS = Columns(
+    Column("BOOKIE", "bookieId", "bookie_id"),
+    Column("LOGS", "logCount", "log_count", Kind.INTEGER),
+    Column("READ", "readLogCount", "read_log_count", Kind.INTEGER),
+    Column("RECORDS", "recordCount", "record_count", Kind.INTEGER),
+    Column("DAMAGED", "damageCount", "damage_count", Kind.INTEGER),
+    key="bookieId",
+)
+
+
+@command(
+    app,
+    "extract",
+    connects=True,
+    examples=(
+        "bkctl pipeline extract --conf bk_server.conf /mnt/facts",
+        "bkctl pipeline extract /bookies/0 s3://bucket/facts",
+    ),
+)
+def extract(
+    run: Run,
+    *,
+    places: Annotated[list[str] | None, PLACES] = None,
+    uri: Annotated[
+        str, typer.Argument(metavar="URI", help="Where facts go: a directory, file://, s3://, hdfs:// or gs://.")
+    ],
+    full: Annotated[bool, typer.Option("--full", help="Read logs again that were extracted before.")] = False,
+    keep: Annotated[
+        float, duration_option("--keep", "Keep superseded files this long, for jobs that read them.", default="1h")
+    ],
+) -> None:
+    """Write the contents of bookies' files as facts for jobs.
+
+    Runs on each bookie's host, without Spark, and writes Parquet tables: records with their digests, indexes, journals
+    and what a restart replays, ledgers by log, cookies and last marks. The other jobs read them with --facts. An entry
+    log is read once; later runs read only logs that grew or are new, journals and indexes. Readers see a run's result
+    once it is complete. HMAC digests need the cluster (--conf names it): without one, records with HMAC or DUMMY
+    digests are copied whole.
+    """
+    from bkctl.spark.facts.extraction import extract
+    from bkctl.spark.facts.store import FactsStore
+
+    store = FactsStore(uri)
+    bookies = bookies_at(run, places)
+    with ExitStack() as stack:
+        is_named = run.names_metadata or run.conf is not None or not places
+        cluster = stack.enter_context(run.cluster()) if is_named else None
+
+        def extracted() -> Iterator[ExtractCounts]:
+            for bookie in bookies:
+                with run.working(f"Reading logs of {bookie.bookie_id}", unit="logs") as activity:
+                    yield extract(
+                        bookie, store, cluster, full=full, keep=timedelta(seconds=keep), progress=activity.update
+                    )
+
+        run.render(extracted(), EXTRACT_COLUMNS)

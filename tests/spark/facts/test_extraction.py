@@ -1,0 +1,206 @@
+"""Extracts of a bookie's files: incremental, complete or without effect, and cleaned up."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from support import (
+    bookie_files,
+    source_rows,  # noqa: F401 (skips where there is no PyArrow)
+)
+from support.bookie_files import Files
+from support.command_line import CommandLine
+
+from bkctl.errors import BkctlError, NotFound, UsageError
+from bkctl.metadata.cluster import open_cluster
+from bkctl.spark.facts.extraction import ExtractCounts, extract
+from bkctl.spark.facts.store import FactsStore, directory_name
+from bkctl.spark.jobs.bookies import find_bookies
+
+pytestmark = pytest.mark.timeout(600)
+
+#: Extracts a bookie in a process that is killed once its logs are read.
+KILLED = """
+import os, signal, sys
+from bkctl.spark.facts import extraction
+from bkctl.spark.jobs.bookies import find_bookies
+extraction._Extract._write_index = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+(bookie,) = find_bookies([sys.argv[1]])
+extraction.extract(bookie, extraction.FactsStore(sys.argv[2]), None)
+"""
+
+
+#: Runs the command where PySpark cannot be imported.
+WITHOUT_SPARK = """
+import sys
+sys.modules["pyspark"] = None
+from bkctl.__main__ import main
+sys.argv[0] = "bkctl"
+main()
+"""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    """The files of a cluster; no test changes them."""
+    return bookie_files.make(tmp_path_factory.mktemp("cluster"))
+
+
+@pytest.fixture
+def place(files: Files, tmp_path: Path) -> Path:
+    """A copy of the directories of the bookie with databases, which has several logs."""
+    place = tmp_path / "bookie"
+    shutil.copytree(files.places()[2], place, ignore=shutil.ignore_patterns("*.log.lock"))
+    return place
+
+
+def extracted(place: Path, store: FactsStore, *, full: bool = False, keep_s: float = 3600) -> ExtractCounts:
+    (bookie,) = find_bookies([place])
+    return extract(bookie, store, None, full=full, keep=timedelta(seconds=keep_s))
+
+
+def tables(store: FactsStore) -> dict[str, list[dict[str, object]]]:
+    """The current rows of each table but for the names of their parts."""
+    found: dict[str, list[dict[str, object]]] = {}
+    for each in store.part_lists():
+        for row in each.rows:
+            if row["supersededAt"] is None:
+                rows = store.read(row["part"]).drop(["part"]).to_pylist()
+                found.setdefault(row["table"], []).extend(rows)
+    return {table: sorted(rows, key=repr) for table, rows in found.items()}
+
+
+def test_second_extract_reads_changed_logs_only(place: Path, tmp_path: Path) -> None:
+    store = FactsStore(str(tmp_path / "facts"))
+    first = extracted(place, store)
+    assert first.read_log_count == first.log_count > 1
+    content = tables(store)
+    assert {name for name, rows in content.items() if rows} >= {
+        "records", "ledgers", "index", "journals", "journal_records", "cookies", "marks",
+    }  # fmt: skip
+    second = extracted(place, store)
+    assert (second.read_log_count, second.record_count) == (0, first.record_count)
+    assert tables(store) == content
+    (bookie,) = find_bookies([place])
+    log = Path(bookie.entry_logs()[0])
+    os.utime(log, ns=(0, 0))
+    assert extracted(place, store).read_log_count == 1
+    assert tables(store) == content
+    assert extracted(place, store, full=True).read_log_count == first.log_count
+    assert tables(store) == content
+    log.unlink()
+    assert extracted(place, store).log_count == first.log_count - 1
+    assert {row["file"] for row in tables(store)["ledgers"]} == set(bookie.entry_logs())
+
+
+def test_killed_extract_leaves_nothing_half_and_is_completed(place: Path, tmp_path: Path) -> None:
+    store = FactsStore(str(tmp_path / "facts"))
+    command = [sys.executable, "-c", KILLED, place, store.uri]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    with pytest.raises(NotFound, match="has no facts of version 1"):
+        store.part_lists()
+    done = extracted(place, store)
+    assert done.read_log_count == 0
+    content = tables(store)
+    other = FactsStore(str(tmp_path / "other"))
+    extracted(place, other)
+    assert content == tables(other)
+    # A later extract that is killed changes nothing that readers see.
+    (bookie,) = find_bookies([place])
+    for log in bookie.entry_logs():
+        os.utime(log, ns=(0, 0))
+    before = store.part_lists()
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    assert store.part_lists() == before
+    assert tables(store) == content
+
+
+def test_superseded_parts_are_kept_for_a_while(place: Path, tmp_path: Path) -> None:
+    store = FactsStore(str(tmp_path / "facts"))
+    extracted(place, store)
+    (first,) = store.part_lists()
+    extracted(place, store)
+    (second,) = store.part_lists()
+    superseded = {row["part"] for row in second.rows if row["supersededAt"] is not None}
+    current = {row["part"] for row in second.rows} - superseded
+    assert superseded == {row["part"] for row in first.rows} - current
+    assert {part.partition("/")[0] for part in superseded} >= {"index", "ledgers", "journals"}
+    assert set(second.parts("records")) == set(first.parts("records")) <= current
+    assert all(store.exists(part) for part in superseded)
+    # Files that no list names are removed once nobody can be writing them.
+    leftover = Path(store.uri, "v1", "index", directory_name(second.bookie_id), "_0.tmp")
+    leftover.write_bytes(b"")
+    os.utime(leftover, (0, 0))
+    extracted(place, store, keep_s=0)
+    assert not any(store.exists(part) for part in superseded)
+    assert not leftover.exists()
+    assert len(list(Path(store.uri, "v1", "parts").iterdir())) == 1
+
+
+def test_digests_of_hmac_come_from_the_cluster_else_records_are_evidence(
+    files: Files, place: Path, tmp_path: Path
+) -> None:
+    (bookie,) = find_bookies([place])
+    with open_cluster(files.uri) as cluster:
+        named = FactsStore(str(tmp_path / "named"))
+        extract(bookie, named, cluster)
+    plain = FactsStore(str(tmp_path / "plain"))
+    extract(bookie, plain, None)
+    assert "HMAC" in {row["digest"] for row in tables(named)["records"]}
+    assert not tables(named)["evidence"]
+    doubtful = [row for row in tables(plain)["records"] if row["digest"] is None]
+    proofs = {(row["file"], row["offset"]): row["record"] for row in tables(plain)["evidence"]}
+    assert doubtful
+    for row in doubtful:
+        record = proofs[row["file"], row["offset"]]
+        assert isinstance(record, bytes)
+        data = Path(str(row["file"])).read_bytes()
+        begin = int(str(row["offset"])) + 4
+        assert data[begin : begin + int(str(row["recordSize"]))] == record
+
+
+def test_extract_prints_its_counts_and_refuses_what_it_cannot_use(place: Path, tmp_path: Path) -> None:
+    command = CommandLine(None)
+    (row,) = command("pipeline", "extract", place, tmp_path / "facts", "-o", "ndjson").rows
+    assert row["readLogCount"] == row["logCount"] > 1
+    (row,) = command("pipeline", "extract", place, tmp_path / "facts", "-o", "ndjson").rows
+    assert row["readLogCount"] == 0
+    unknown = command("pipeline", "extract", place, "gopher://host/facts")
+    assert (unknown.code, unknown.out) == (2, b"")
+    assert "gopher://host/facts cannot be used for facts" in unknown.problem
+    (tmp_path / "file").write_bytes(b"")
+    taken = command("pipeline", "extract", place, tmp_path / "file")
+    assert (taken.code, taken.out) == (1, b"")
+    assert f"Cannot write facts at {tmp_path / 'file'}" in taken.problem
+    with pytest.raises(UsageError, match="cannot be used for facts"):
+        FactsStore("gopher://host/facts")
+    with pytest.raises(BkctlError, match="Cannot write facts"):
+        extracted(place, FactsStore(str(tmp_path / "file")))
+
+
+def test_extract_needs_no_spark(place: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WITHOUT_SPARK, "pipeline", "extract", place, tmp_path / "facts"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert tables(FactsStore(str(tmp_path / "facts")))["records"]
+
+
+def test_directory_names_tell_bookies_apart() -> None:
+    ids = ["a:1", "a_3A1", "a-1", "[::1]:3181", "a/1", "A:1", "\N{LATIN SMALL LETTER E WITH ACUTE}:1"]
+    names = [directory_name(each) for each in ids]
+    assert len(set(names)) == len(ids)
+    assert all(name.startswith("bookie-") and "/" not in name and ":" not in name for name in names)
+
+
+def test_uris_are_shown_and_given_to_spark_without_keys() -> None:
+    store = FactsStore("s3://key:secret@bucket/facts?region=eu-central-1")
+    assert store.uri == "s3://***@bucket/facts?region=eu-central-1"
+    assert store.spark_path("parts/a.parquet") == "s3a://bucket/facts/v1/parts/a.parquet"
+    assert FactsStore("relative").spark_path("parts") == f"file://{Path('relative').absolute()}/v1/parts"

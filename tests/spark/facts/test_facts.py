@@ -1,0 +1,218 @@
+"""Facts of bookies: jobs give the same rows from them as from the bookies' directories, whatever is damaged there."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from support import (
+    bookie_files,
+    source_rows,  # noqa: F401 (skips where there is no PySpark)
+)
+from support.bookie_files import Files
+from support.command_line import CommandLine
+
+from bkctl.files.entry_log import EntryLogReader
+from bkctl.files.index import LedgerIndexReader
+from bkctl.formats.entry import DigestType
+from bkctl.formats.index import HEADER_SIZE
+from bkctl.ids import LedgerId
+from bkctl.metadata.cluster import open_cluster
+from bkctl.spark.facts.extraction import ExtractCounts, extract
+from bkctl.spark.facts.frames import Facts
+from bkctl.spark.facts.store import FactsStore
+from bkctl.spark.jobs.bookies import Bookies, find_bookies
+from bkctl.spark.jobs.garbage import by_bookie, garbage_shares, orphans, uses
+from bkctl.spark.jobs.integrity import integrity
+from bkctl.spark.jobs.inventory import Grouping, damages, shares, totals
+from bkctl.spark.jobs.journal_audit import audit
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+pytestmark = [pytest.mark.usefixtures("spark"), pytest.mark.timeout(900)]
+
+Job = Callable[["SparkSession", Bookies, str], list[list[str]]]
+
+#: The bookie with a file for each ledger's index.
+INTERLEAVED = 1
+
+
+def copied(files: Files, directory: Path) -> Files:
+    for place in files.places():
+        shutil.copytree(place, directory / Path(place).name, ignore=shutil.ignore_patterns("*.log.lock"))
+    with sqlite3.connect(files.directory / "metadata.db") as store, sqlite3.connect(directory / "metadata.db") as copy:
+        store.backup(copy)
+    return files._replace(directory=directory, uri=f"sqlite://{directory / 'metadata.db'}")
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    """The files of a cluster; no test changes them."""
+    return bookie_files.make(tmp_path_factory.mktemp("intact"))
+
+
+@pytest.fixture(scope="module")
+def damaged(intact: Files, tmp_path_factory: pytest.TempPathFactory) -> Files:
+    """Copies with every kind of damage; no test changes them."""
+    files = copied(intact, tmp_path_factory.mktemp("damaged"))
+    _damage(files)
+    return files
+
+
+def _of(files: Files, digest_type: DigestType, scope_id: int) -> LedgerId:
+    return next(
+        each.ledger for each in files.flushed if each.digest_type is digest_type and each.ledger.scope_id == scope_id
+    )
+
+
+def _log(files: Files, bookie: int, *, scoped: bool = False) -> Path:
+    return Path(files.places()[bookie], "ledgers", "current", *(["scoped"] if scoped else []), "0.log")
+
+
+def _place_of(log: Path, ledger: LedgerId) -> tuple[int, int]:
+    """Offset of the size field, and size, of a record of the ledger in the middle of a log."""
+    with EntryLogReader.open(log) as reader:
+        found = [each for each in reader.records() if each.ledger == ledger]
+    return found[len(found) // 2].offset, found[len(found) // 2].record_size
+
+
+def _overwrite(path: Path, offset: int, data: bytes) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        file.write(data)
+
+
+def _damage(files: Files) -> None:
+    for digest_type in (DigestType.CRC32, DigestType.CRC32C, DigestType.HMAC):
+        for scope_id in (0, 7):
+            log = _log(files, 0, scoped=bool(scope_id))
+            offset, size = _place_of(log, _of(files, digest_type, scope_id))
+            _overwrite(log, offset + 3 + size, b"\xff")
+    # The scan of a log ends here; its index finds what stands behind.
+    log = _log(files, 2, scoped=True)
+    _overwrite(log, _place_of(log, _of(files, DigestType.HMAC, 7))[0], struct.pack(">i", -7))
+    indexes = Path(files.places()[INTERLEAVED], "ledgers", "current")
+    (gone,) = indexes.rglob(f"{_of(files, DigestType.DUMMY, 0).ledger_id:x}.idx")
+    gone.unlink()
+    # The first places name another entry, no entry, and a log that is not there.
+    (index,) = indexes.rglob(f"{_of(files, DigestType.CRC32, 0).ledger_id:x}.idx")
+    with LedgerIndexReader.open(index) as reader:
+        places = list(reader.locations())
+    wrong = [places[1][1], places[1][1] + 3, 77 << 32 | 2000]
+    for (entry_id, _), location in zip(places, wrong, strict=False):
+        _overwrite(index, HEADER_SIZE + 8 * entry_id, struct.pack(">q", location))
+    (broken,) = indexes.rglob(f"{_of(files, DigestType.CRC32C, 0).ledger_id:x}.idx")
+    broken.write_bytes(b"not an index")
+    for journal in Path(files.places()[0], "journal", "current").glob("*.txn"):
+        journal.unlink()
+    journal = max(Path(files.places()[INTERLEAVED], "journal", "current").glob("*.txn"))
+    rows = CommandLine(None)("journal", "read", journal, "-o", "ndjson").rows
+    entries = [row for row in rows if row["type"] == "entry"]
+    _overwrite(journal, entries[1]["offset"] + 3 + entries[1]["recordSize"], b"\xfe")
+    _overwrite(journal, entries[-1]["offset"], struct.pack(">i", -7))
+    with open_cluster(files.uri) as cluster:
+        cluster.ledgers.remove(files.flushed[-1].ledger)
+
+
+def extracted(files: Files, uri: str, *, named: bool = True, full: bool = False) -> list[ExtractCounts]:
+    """The result of an extract of all bookies."""
+    store = FactsStore(uri)
+    with open_cluster(files.uri) as cluster:
+        found = find_bookies([files.directory])
+        return [extract(bookie, store, cluster if named else None, full=full) for bookie in found]
+
+
+def rows_of(frame: DataFrame) -> list[str]:
+    return sorted(repr(sorted(row.asDict(recursive=True).items())) for row in frame.collect())
+
+
+def _inventory(spark: SparkSession, bookies: Bookies, uri: str) -> list[list[str]]:
+    found = shares(spark, bookies)
+    connection = {"metadataUri": uri}
+    by = [rows_of(totals(spark, bookies, found, grouping, connection)) for grouping in Grouping]
+    return [rows_of(damages(found)), *by]
+
+
+def _integrity(spark: SparkSession, bookies: Bookies, uri: str, **options: Any) -> list[list[str]]:
+    found = integrity(spark, bookies, {"metadataUri": uri}, **options)
+    parts = [rows_of(found.findings), rows_of(found.unchecked), rows_of(found.checked)]
+    found.release()
+    return parts
+
+
+def _integrity_of_copies(spark: SparkSession, bookies: Bookies, uri: str) -> list[list[str]]:
+    return _integrity(spark, bookies, uri, indexes=False)
+
+
+def _integrity_of_scope(spark: SparkSession, bookies: Bookies, uri: str) -> list[list[str]]:
+    return _integrity(spark, bookies, uri, scope_id=7)
+
+
+def _garbage(spark: SparkSession, bookies: Bookies, uri: str) -> list[list[str]]:
+    found = garbage_shares(spark, bookies, {"metadataUri": uri})
+    used = uses(found)
+    return [rows_of(used), rows_of(by_bookie(used)), rows_of(orphans(found))]
+
+
+def _journal_audit(spark: SparkSession, bookies: Bookies, uri: str) -> list[list[str]]:
+    found = audit(spark, bookies, {"metadataUri": uri})
+    parts = [rows_of(found.journals), rows_of(found.unlogged)]
+    found.release()
+    return parts
+
+
+#: Each job, and whether the extract may ask the metadata store.
+CASES: list[tuple[Job, bool]] = [
+    (_inventory, True),
+    (_integrity, True),
+    (_integrity, False),
+    (_integrity_of_copies, True),
+    (_integrity_of_scope, True),
+    (_garbage, True),
+    (_journal_audit, True),
+]
+
+
+@pytest.fixture(scope="module")
+def facts(damaged: Files, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Facts]:
+    """The facts of the damaged files, extracted with and without the metadata store."""
+    uris = {named: str(tmp_path_factory.mktemp("facts")) for named in (True, False)}
+    for named, uri in uris.items():
+        extracted(damaged, uri, named=named)
+    return {named: Facts(uri) for named, uri in uris.items()}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("job", "named"), CASES, ids=lambda each: getattr(each, "__name__", str(each)).strip("_"))
+def test_jobs_give_the_same_rows_from_facts(
+    spark: SparkSession, damaged: Files, facts: dict[bool, Facts], job: Job, named: bool
+) -> None:
+    from_files = job(spark, find_bookies([damaged.directory]), damaged.uri)
+    assert any(from_files)
+    assert job(spark, facts[named], damaged.uri) == from_files
+
+
+def test_commands_read_facts_of_bookies_whose_paths_are_the_same(intact: Files, tmp_path: Path) -> None:
+    uri, place = tmp_path / "facts", tmp_path / "bookie"
+    for directory, bookie_id in zip(intact.places(), intact.bookies, strict=True):
+        shutil.copytree(directory, place, ignore=shutil.ignore_patterns("*.log.lock"))
+        (row,) = CommandLine(intact.uri)("pipeline", "extract", place, uri, "-o", "ndjson").rows
+        assert row["bookieId"] == bookie_id
+        shutil.rmtree(place)
+    command = CommandLine(None)
+    by_log = command("pipeline", "inventory", "--by", "entrylog", "--facts", uri, "-o", "ndjson").rows
+    expected = command("pipeline", "inventory", "--by", "entrylog", intact.directory, "-o", "ndjson").rows
+    names = ("bookieId", "logId", "scoped", "ledgerCount", "entryCount", "size", "fileSize")
+    assert [[row[name] for name in names] for row in by_log] == [[row[name] for name in names] for row in expected]
+    both = command("pipeline", "inventory", intact.directory, "--facts", uri)
+    assert (both.code, both.out) == (2, b"")
+    assert "Bookies' files and --facts are given" in both.problem
+    none = command("pipeline", "inventory", "--facts", tmp_path / "nothing")
+    assert (none.code, none.out) == (4, b"")
+    assert "has no facts of version 1" in none.problem
