@@ -7,7 +7,7 @@ function __bkctl_path
         if test $skip = 1
             set skip 0
         else if string match -q -- '-*' $word
-            string match -qr -- '^(--ack-quorum|--after|--archive|--backup|--body|--bookie|--bookie-address|--bookie-token-file|--bookie-url|--bookies|--by|--client-ca|--conf|--context|--count|--custom-metadata|--deadline|--depth|--digest|--digest-type|--dir|--ensemble-size|--entries|--entry|--file|--for|--format|--from|--from-file|--from-pos|--host|--id|--if-state|--index-dirs|--instance-id|--journal-dirs|--kind|--last|--ledger|--ledger-dirs|--ledger-id|--ledger-qualified-name|--ledger-scope-id|--limit|--major-threshold|--master|--match|--max-age|--max-size|--metadata-password-file|--metadata-tls-ca|--metadata-tls-cert|--metadata-tls-key|--metadata-uri|--metadata-user|--min-age|--min-replicas|--min-size|--minor-threshold|--missing|--not-missing|--older-than|--output|--password|--password-file|--port|--protocol|--rate|--read-only-token-file|--record-size|--reset-clock|--resume|--sample|--save|--seed|--server-cert|--server-key|--set|--size|--sort|--spark-conf|--state|--storage|--suspend|--threshold|--timeout|--tls-ca|--tls-cert|--tls-key|--to|--to-ledger-id|--to-password-file|--to-pos|--to-scope|--to-user|--token-file|--top|--type|--undo|--watch|--write-quorum|--yes-really|-c|-e|-f|-o|-t|-u|-x)$' $word; and set skip 1
+            string match -qr -- '^(--ack-quorum|--after|--archive|--backup|--body|--bookie|--bookie-address|--bookie-token-file|--bookie-url|--bookies|--by|--client-ca|--columns|--conf|--context|--custom-metadata|--deadline|--delimiter|--depth|--digest|--digest-type|--dir|--ensemble-size|--entries|--entry|--facts|--file|--for|--format|--from|--from-file|--from-pos|--host|--id|--if-state|--index-dirs|--instance-id|--journal-dirs|--keep|--kind|--last|--ledger|--ledger-dirs|--ledger-id|--ledger-qualified-name|--ledger-scope-id|--limit|--major-threshold|--master|--match|--max-age|--max-size|--metadata-password-file|--metadata-tls-ca|--metadata-tls-cert|--metadata-tls-key|--metadata-uri|--metadata-user|--min-age|--min-replicas|--min-size|--minor-threshold|--missing|--not-missing|--older-than|--output|--password|--password-file|--port|--protocol|--rate|--read-only-token-file|--record-size|--reset-clock|--resume|--sample|--save|--seed|--server-cert|--server-key|--set|--since|--size|--sort|--spark-conf|--state|--storage|--subscription|--suspend|--template|--threshold|--timeout|--tls-ca|--tls-cert|--tls-key|--to|--to-ledger-id|--to-password-file|--to-pos|--to-scope|--to-user|--token-file|--top|--topic|--type|--undo|--watch|--write-quorum|--yes-really|-c|-e|-f|-o|-t|-u|-x)$' $word; and set skip 1
         else if test (count $path) -lt 2; or contains -- "$path" 'bookie index' 'cluster health' 'cluster healthcheck'
             set -a path $word
         end
@@ -19,146 +19,151 @@ function __bkctl_has
     set -l line (commandline -cp | string collect)
     if test "$line" != "$__bkctl_line"
         set -l ids
-    set -l end0 24
-    set -l end1 6 7 8 9 10 11 12 21 22 24
-    set -l end2 6 7 8 9 10 11 12 21 22 23 24
-    set -l end3 7 22 24
-    set -l end4 7 22 23 24
+    set -l end0 26
+    set -l end1 6 7 8 9 10 11 12 21 22 23 24 26
+    set -l end2 6 7 8 9 10 11 12 21 22 23 24 25 26
+    set -l end3 7 22 23 24 26
+    set -l end4 7 22 23 24 25 26
+    set -l end5 6 7 8 9 10 11 12 21 22 23 26
         switch (__bkctl_path)
-case ''; set ids commands 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24
+case ''; set ids commands 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26
 case 'ledger'; set ids commands $end0
-case 'ledger write'; set ids files 25 26 27 28 29 30 31 32 33 34 35 36 37 $end1
-case 'ledger list'; set ids 38 39 40 41 42 43 33 44 45 46 47 48 49 50 $end1
-case 'ledger show'; set ids ledger 26 27 28 45 51 $end1
-case 'ledger locate'; set ids ledger 26 27 28 52 37 53 54 $end1
-case 'ledger read'; set ids ledger 26 27 28 55 56 57 58 34 35 37 59 60 61 62 63 $end1
-case 'ledger tail'; set ids ledger 26 27 28 64 34 35 37 65 61 62 63 $end1
-case 'ledger delete'; set ids ledger 66 26 27 28 67 68 69 70 71 72 73 $end2
-case 'ledger recover'; set ids ledger 26 27 28 74 73 $end2
-case 'ledger verify'; set ids ledger 26 27 28 37 $end1
-case 'ledger test'; set ids 25 26 27 28 29 30 31 32 75 76 34 35 37 77 $end1
-case 'ledger copy'; set ids ledger 66 26 27 28 78 79 80 81 82 83 84 85 86 87 88 89 90 70 $end1
+case 'ledger write'; set ids files 27 28 29 30 31 32 33 34 35 36 37 38 39 $end1
+case 'ledger list'; set ids 40 41 42 43 44 45 46 47 48 49 50 51 52 53 54 55 $end1
+case 'ledger show'; set ids ledger 28 29 30 48 56 $end1
+case 'ledger locate'; set ids ledger 28 29 30 57 39 58 59 $end1
+case 'ledger read'; set ids ledger 28 29 30 60 61 62 63 36 37 39 64 65 66 67 68 69 70 71 $end1
+case 'ledger tail'; set ids ledger 28 29 30 72 36 37 39 73 66 67 68 69 70 71 $end1
+case 'ledger delete'; set ids ledger 74 28 29 30 75 76 77 78 79 80 81 $end2
+case 'ledger recover'; set ids ledger 28 29 30 82 80 81 $end2
+case 'ledger verify'; set ids ledger 28 29 30 39 $end1
+case 'ledger test'; set ids 27 28 29 30 31 32 33 34 83 84 36 37 39 85 $end1
+case 'ledger copy'; set ids ledger 74 28 29 30 86 87 88 89 90 91 92 93 94 95 96 97 98 78 $end1
 case 'bookie'; set ids commands $end0
 case 'bookie start'; set ids $end1
-case 'bookie files'; set ids files 91 92 $end3
-case 'bookie check'; set ids files 93 94 95 34 35 96 97 98 91 $end1
-case 'bookie state'; set ids 99 100 45 $end1
-case 'bookie ready'; set ids 99 100 101 102 $end1
-case 'bookie info'; set ids 99 100 45 $end1
-case 'bookie readonly'; set ids words-on-off 99 100 73 $end1
-case 'bookie gc'; set ids 99 100 101 45 103 104 105 106 107 108 109 73 $end2
-case 'bookie compact-locations'; set ids none 99 100 101 110 111 73 $end1
-case 'bookie sanity'; set ids 99 100 112 113 114 $end1
-case 'bookie config'; set ids none 99 100 115 116 73 $end1
-case 'bookie metrics'; set ids 99 100 45 117 118 $end1
-case 'bookie downgrade'; set ids files 91 73 $end3
-case 'bookie convert'; set ids files 119 91 120 73 $end4
-case 'bookie format'; set ids 121 122 73 $end1
-case 'bookie init'; set ids 123 73 $end1
+case 'bookie files'; set ids files 99 100 $end3
+case 'bookie check'; set ids files 101 102 103 36 37 104 105 106 99 $end1
+case 'bookie state'; set ids 107 108 48 $end1
+case 'bookie ready'; set ids 107 108 109 110 $end1
+case 'bookie info'; set ids 107 108 48 $end1
+case 'bookie readonly'; set ids words-on-off 107 108 81 $end1
+case 'bookie gc'; set ids 107 108 109 48 111 112 113 114 115 116 117 81 $end2
+case 'bookie compact-locations'; set ids none 107 108 109 118 119 81 $end1
+case 'bookie sanity'; set ids 107 108 120 121 122 $end1
+case 'bookie config'; set ids none 107 108 123 124 81 $end1
+case 'bookie metrics'; set ids 107 108 48 125 126 $end1
+case 'bookie downgrade'; set ids files 99 81 $end3
+case 'bookie convert'; set ids files 127 99 128 81 $end4
+case 'bookie format'; set ids 129 130 81 $end1
+case 'bookie init'; set ids 131 81 $end1
 case 'bookie index'; set ids commands $end0
-case 'bookie index show'; set ids ledger 26 27 28 124 91 125 126 127 $end3
-case 'bookie index check'; set ids files 128 129 91 $end3
-case 'bookie index rebuild'; set ids files 130 131 91 73 $end1
-case 'bookie index regenerate'; set ids ledger 26 27 28 132 35 91 133 73 $end1
+case 'bookie index show'; set ids ledger 28 29 30 132 99 133 134 135 $end3
+case 'bookie index check'; set ids files 136 137 99 $end3
+case 'bookie index rebuild'; set ids files 138 139 99 81 $end1
+case 'bookie index regenerate'; set ids ledger 28 29 30 140 37 99 141 81 $end1
 case 'bookies'; set ids commands $end0
-case 'bookies list'; set ids 45 134 $end1
-case 'bookies show'; set ids bookie 45 135 $end1
-case 'bookies usage'; set ids 136 137 $end1
-case 'bookies recover'; set ids bookie 93 138 83 139 140 141 142 143 144 73 $end2
-case 'bookies decommission'; set ids bookie 83 139 145 142 146 73 $end2
-case 'bookies drain'; set ids bookie 83 139 145 73 $end2
-case 'bookies ok-to-stop'; set ids bookie 45 147 $end1
+case 'bookies list'; set ids 48 142 $end1
+case 'bookies show'; set ids bookie 48 143 $end1
+case 'bookies usage'; set ids 144 145 $end5
+case 'bookies recover'; set ids bookie 101 146 91 147 148 149 150 151 152 80 81 $end2
+case 'bookies decommission'; set ids bookie 91 147 153 150 154 80 81 $end2
+case 'bookies drain'; set ids bookie 91 147 153 80 81 $end2
+case 'bookies ok-to-stop'; set ids bookie 48 155 156 $end1
 case 'journal'; set ids commands $end0
-case 'journal list'; set ids files 91 $end3
-case 'journal read'; set ids journal 148 149 39 124 150 151 152 153 62 63 154 91 155 127 $end3
-case 'journal lastmark'; set ids files 91 $end3
-case 'journal verify'; set ids journal 91 $end3
-case 'journal stats'; set ids journal 156 91 157 $end3
+case 'journal list'; set ids files 99 $end3
+case 'journal read'; set ids journal 157 158 41 132 159 160 161 162 67 68 163 99 164 135 $end3
+case 'journal lastmark'; set ids files 99 $end3
+case 'journal verify'; set ids journal 99 $end3
+case 'journal stats'; set ids journal 165 99 166 $end3
 case 'entrylog'; set ids commands $end0
-case 'entrylog list'; set ids files 91 158 $end1
-case 'entrylog show'; set ids entrylog 91 $end3
-case 'entrylog read'; set ids entrylog 148 149 39 124 150 151 152 153 62 63 154 91 $end3
-case 'entrylog verify'; set ids entrylog 95 34 35 91 159 $end1
-case 'entrylog active'; set ids entrylog 91 160 161 $end1
-case 'entrylog garbage'; set ids entrylog 162 163 91 160 164 $end1
-case 'entrylog extract'; set ids entrylog 55 56 165 27 166 167 91 168 169 170 $end4
+case 'entrylog list'; set ids files 99 167 $end5
+case 'entrylog show'; set ids entrylog 99 $end3
+case 'entrylog read'; set ids entrylog 157 158 41 132 159 160 161 162 67 68 163 99 $end3
+case 'entrylog verify'; set ids entrylog 103 36 37 99 168 $end1
+case 'entrylog active'; set ids entrylog 99 169 170 $end1
+case 'entrylog garbage'; set ids entrylog 171 172 99 169 173 $end5
+case 'entrylog extract'; set ids entrylog 60 61 174 29 175 176 99 177 178 179 $end4
 case 'metadata'; set ids commands $end0
 case 'metadata layout'; set ids $end1
-case 'metadata get'; set ids none 63 171 $end1
-case 'metadata tree'; set ids none 172 $end1
-case 'metadata undo'; set ids files 73 $end2
-case 'metadata export'; set ids ledger 26 27 28 173 174 $end1
-case 'metadata import'; set ids 175 176 72 73 $end2
+case 'metadata get'; set ids none 68 180 $end1
+case 'metadata tree'; set ids none 181 $end1
+case 'metadata undo'; set ids files 182 183 80 81 $end2
+case 'metadata export'; set ids ledger 28 29 30 184 185 $end1
+case 'metadata import'; set ids files 186 80 81 $end2
 case 'metadata diff'; set ids none $end1
-case 'metadata migrate'; set ids 177 84 85 176 178 72 73 $end2
-case 'metadata check'; set ids 179 39 $end1
-case 'metadata orphans'; set ids 180 72 73 $end2
+case 'metadata migrate'; set ids 187 92 93 186 188 80 81 $end2
+case 'metadata check'; set ids 189 41 $end1
+case 'metadata orphans'; set ids 190 80 81 $end2
 case 'metadata scopes'; set ids $end1
-case 'metadata idgen'; set ids 181 182 183 $end1
-case 'metadata replace-bookie'; set ids 184 185 186 187 72 73 $end2
+case 'metadata idgen'; set ids 191 192 193 $end1
+case 'metadata replace-bookie'; set ids 194 195 196 197 80 81 $end2
 case 'cookie'; set ids commands $end0
 case 'cookie list'; set ids $end1
-case 'cookie show'; set ids bookie 91 63 $end1
-case 'cookie create'; set ids bookie 188 72 73 $end1
-case 'cookie update'; set ids bookie 188 72 73 $end2
-case 'cookie delete'; set ids bookie 91 72 73 $end2
-case 'cookie generate'; set ids bookie 189 190 191 192 193 $end1
-case 'cookie expand'; set ids 72 73 $end2
-case 'cookie rename'; set ids none 91 72 73 $end2
-case 'cookie verify'; set ids bookie 91 $end1
+case 'cookie show'; set ids bookie 99 68 $end1
+case 'cookie create'; set ids bookie 80 81 $end1
+case 'cookie update'; set ids bookie 80 81 $end2
+case 'cookie delete'; set ids bookie 99 80 81 $end2
+case 'cookie generate'; set ids bookie 198 199 200 201 202 $end1
+case 'cookie expand'; set ids 80 81 $end2
+case 'cookie rename'; set ids none 99 80 81 $end2
+case 'cookie verify'; set ids bookie 99 $end1
 case 'autorecovery'; set ids commands $end0
-case 'autorecovery run'; set ids 194 195 196 $end1
-case 'autorecovery status'; set ids 45 $end1
-case 'autorecovery enable'; set ids $end1
-case 'autorecovery disable'; set ids $end1
-case 'autorecovery list'; set ids 179 39 45 197 198 199 200 $end1
-case 'autorecovery workers'; set ids 179 39 45 $end1
-case 'autorecovery mark'; set ids ledger 66 26 27 28 201 73 $end1
-case 'autorecovery unmark'; set ids ledger 66 26 27 28 72 73 $end2
-case 'autorecovery auditor'; set ids 202 $end1
-case 'autorecovery audit'; set ids 203 73 $end1
-case 'autorecovery delay'; set ids none 73 $end1
+case 'autorecovery run'; set ids 203 204 205 $end1
+case 'autorecovery status'; set ids 48 $end1
+case 'autorecovery enable'; set ids 80 $end1
+case 'autorecovery disable'; set ids 80 $end1
+case 'autorecovery list'; set ids 189 41 48 206 207 208 209 $end1
+case 'autorecovery workers'; set ids 189 41 48 $end1
+case 'autorecovery mark'; set ids ledger 74 28 29 30 210 80 81 $end1
+case 'autorecovery unmark'; set ids ledger 74 28 29 30 80 81 $end2
+case 'autorecovery auditor'; set ids 211 $end1
+case 'autorecovery audit'; set ids 212 80 81 $end1
+case 'autorecovery delay'; set ids none 80 81 $end1
 case 'cluster'; set ids commands $end0
 case 'cluster info'; set ids $end1
-case 'cluster status'; set ids 204 205 $end1
+case 'cluster status'; set ids 213 214 $end1
 case 'cluster id'; set ids $end1
-case 'cluster init'; set ids 206 73 $end1
-case 'cluster nuke'; set ids 122 207 73 $end2
-case 'cluster health'; set ids commands 45 204 208 $end1
-case 'cluster health show'; set ids 45 204 208 $end1
-case 'cluster health detail'; set ids 204 208 $end1
-case 'cluster health mute'; set ids words-no-instance-id-no-writable-bookie-bookie-down-bookie-read-only-bookie-without-address-bookie-without-cookie-bookie-silent-cookie-damaged-cookie-of-another-cluster-disk-full-scopes-orphaned-no-bookie-for-scopes-mark-damaged-underreplicated-autorecovery-disabled-vote-damaged-no-auditor-no-auditor-of-scopes 209 $end1
+case 'cluster init'; set ids 215 81 $end1
+case 'cluster nuke'; set ids 130 216 81 $end2
+case 'cluster health'; set ids commands 48 213 217 $end1
+case 'cluster health show'; set ids 48 213 217 $end1
+case 'cluster health detail'; set ids 213 217 $end1
+case 'cluster health mute'; set ids words-no-instance-id-no-writable-bookie-bookie-down-bookie-read-only-bookie-without-address-bookie-without-cookie-bookie-silent-cookie-damaged-cookie-of-another-cluster-disk-full-scopes-orphaned-no-bookie-for-scopes-mark-damaged-underreplicated-autorecovery-disabled-vote-damaged-no-auditor-no-auditor-of-scopes 218 $end1
 case 'cluster health unmute'; set ids words-no-instance-id-no-writable-bookie-bookie-down-bookie-read-only-bookie-without-address-bookie-without-cookie-bookie-silent-cookie-damaged-cookie-of-another-cluster-disk-full-scopes-orphaned-no-bookie-for-scopes-mark-damaged-underreplicated-autorecovery-disabled-vote-damaged-no-auditor-no-auditor-of-scopes $end1
 case 'cluster health mutes'; set ids $end1
 case 'cluster healthcheck'; set ids commands $end0
 case 'cluster healthcheck status'; set ids $end1
-case 'cluster healthcheck enable'; set ids $end1
-case 'cluster healthcheck disable'; set ids $end1
+case 'cluster healthcheck enable'; set ids 80 $end1
+case 'cluster healthcheck disable'; set ids 80 $end1
 case 'local'; set ids commands $end0
-case 'local up'; set ids 210 211 212 213 214 $end3
-case 'local down'; set ids 210 215 $end3
-case 'local status'; set ids 210 $end3
+case 'local up'; set ids 219 220 221 222 223 $end3
+case 'local down'; set ids 219 224 $end3
+case 'local status'; set ids 219 $end3
 case 'pipeline'; set ids commands $end0
-case 'pipeline inventory'; set ids none 148 149 39 216 217 218 219 220 221 $end1
-case 'pipeline integrity'; set ids none 148 149 39 216 217 218 219 222 221 $end1
-case 'pipeline garbage'; set ids none 162 163 216 217 218 219 223 221 $end1
-case 'pipeline journal-audit'; set ids none 148 149 39 216 217 218 219 224 221 $end1
-case 'pipeline report'; set ids none 162 163 216 217 218 219 221 $end1
-case 'pipeline export'; set ids none 26 27 28 216 217 218 219 225 226 227 $end1
-case 'pipeline import'; set ids none 228 229 230 231 216 217 218 219 232 73 227 $end1
-case 'pipeline migrate-scope'; set ids ledger 26 27 28 233 229 230 231 216 217 218 219 73 227 $end1
+case 'pipeline inventory'; set ids none 157 158 41 225 226 227 228 229 230 231 $end1
+case 'pipeline integrity'; set ids none 157 158 41 225 226 227 228 229 232 231 $end1
+case 'pipeline garbage'; set ids none 171 172 225 226 227 228 229 233 231 $end1
+case 'pipeline journal-audit'; set ids none 157 158 41 225 226 227 228 229 234 231 $end1
+case 'pipeline report'; set ids none 171 172 225 226 227 228 229 231 $end1
+case 'pipeline extract'; set ids none 235 236 $end1
+case 'pipeline export'; set ids none 28 29 30 225 226 227 228 237 238 239 $end1
+case 'pipeline import'; set ids none 240 241 242 243 225 226 227 228 244 81 239 $end1
+case 'pipeline migrate-scope'; set ids ledger 28 29 30 245 241 242 243 225 226 227 228 81 239 $end1
 case 'api'; set ids commands $end0
-case 'api serve'; set ids 234 235 236 237 238 239 240 241 $end1
-case 'api get'; set ids none 99 100 242 $end1
-case 'api put'; set ids none 99 100 242 243 73 $end1
-case 'api delete'; set ids none 99 100 242 73 $end2
+case 'api serve'; set ids 246 247 248 249 250 251 252 253 $end1
+case 'api get'; set ids none 107 108 254 $end1
+case 'api put'; set ids none 107 108 254 255 81 $end1
+case 'api delete'; set ids none 107 108 254 81 $end2
+case 'audit'; set ids commands $end0
+case 'audit list'; set ids 256 257 258 $end3
+case 'audit show'; set ids none $end3
 case 'context'; set ids commands $end0
 case 'context list'; set ids $end3
 case 'context show'; set ids context $end3
-case 'context add'; set ids context 244 245 $end1
+case 'context add'; set ids context 259 260 $end1
 case 'context use'; set ids context $end3
 case 'context delete'; set ids context $end4
-case 'help'; set ids words-ledger-bookie-bookies-journal-entrylog-metadata-cookie-autorecovery-cluster-local-pipeline-api-context-connection $end0
+case 'help'; set ids words-ledger-bookie-bookies-journal-entrylog-metadata-cookie-autorecovery-cluster-local-pipeline-api-audit-context-connection $end0
 case 'version'; set ids $end3
 case 'completion'; set ids words-bash-zsh-fish $end3
         end
@@ -170,7 +175,7 @@ end
 
 function __bkctl_commands
     switch (__bkctl_path)
-case ''; printf '%s\t%s\n' ledger 'Write, list, read, recover and verify ledgers.' bookie 'Run a bookie, ask a running one, and read its files.' bookies 'List, recover, drain and decommission bookies.' journal 'Read and check journal files and last marks.' entrylog 'Read and check entry logs, and extract ledgers.' metadata 'Read, check, export and migrate the metadata store.' cookie 'Show, create, change and verify the bookies'\'' cookies.' autorecovery 'Run and control the replication of lost ledgers.' cluster 'Show, create and check whole clusters.' local 'Run clusters of our own bookies on this machine.' pipeline 'Run Spark jobs over all files, metadata and ledgers.' api 'Call the REST API of bookies, or serve it.' context 'Manage named connections in the configuration file.' help 'Show the help of a command, or of the connection options.' version 'Print the version.' completion 'Print the completion script of a shell.'
+case ''; printf '%s\t%s\n' ledger 'Write, list, read, recover and verify ledgers.' bookie 'Run a bookie, ask a running one, and read its files.' bookies 'List, recover, drain and decommission bookies.' journal 'Read and check journal files and last marks.' entrylog 'Read and check entry logs, and extract ledgers.' metadata 'Read, check, export and migrate the metadata store.' cookie 'Show, create, change and verify the bookies'\'' cookies.' autorecovery 'Run and control the replication of lost ledgers.' cluster 'Show, create and check whole clusters.' local 'Run clusters of our own bookies on this machine.' pipeline 'Run Spark jobs over all files, metadata and ledgers.' api 'Call the REST API of bookies, or serve it.' audit 'Show which commands changed what, when, and by whom.' context 'Manage named connections in the configuration file.' help 'Show the help of a command, or of the connection options.' version 'Print the version.' completion 'Print the completion script of a shell.'
 case 'ledger'; printf '%s\t%s\n' write 'Write files or stdin into a new ledger, and close it.' list 'List the ledgers of a scope, in order of their ids.' show 'Show the metadata of one ledger, or of several.' locate 'Show which bookies hold the entries of a ledger.' read 'Read the entries of a ledger, up to the last confirmed.' tail 'Print the last entries of a ledger, then each new one.' delete 'Delete ledgers.' recover 'Close ledgers whose writer died.' verify 'Read every entry from every replica, and check it.' test 'Test the cluster with a temporary ledger.' copy 'Copy ledgers to another scope, id or cluster.'
 case 'bookie'; printf '%s\t%s\n' start 'Run a bookie in the foreground.' files 'List the files of a bookie.' check 'Check a bookie'\''s indexes against its entry logs.' state 'Show whether a bookie runs, is read-only or stops.' ready 'Show whether a bookie serves, for probes.' info 'Show a bookie'\''s state and the space on its disks.' readonly 'Show or switch a bookie'\''s read-only state.' gc 'Collect garbage on a bookie, or control its compaction.' compact-locations 'Compact a bookie'\''s RocksDB of entry locations.' sanity 'Test a bookie with a temporary ledger.' config 'Show or change the settings of a running bookie.' metrics 'Show a bookie'\''s metrics, one row for each sample.' downgrade 'Prepare a crashed bookie'\''s files for Apache'\''s bookie.' convert 'Convert a bookie'\''s index to another storage class.' format 'Remove all data of a bookie that is down.' init 'Create a new bookie: empty directories and a cookie.' index 'Show, check and rebuild the ledger indexes of a bookie.'
 case 'bookie index'; printf '%s\t%s\n' show 'Show where a bookie has a ledger'\''s entries.' check 'Check that a bookie'\''s indexes are well-formed.' rebuild 'Rebuild DbLedgerStorage'\''s databases.' regenerate 'Rebuild index files from entry logs.'
@@ -184,8 +189,9 @@ case 'cluster'; printf '%s\t%s\n' info 'Show the cluster: layout, bookies, audit
 case 'cluster health'; printf '%s\t%s\n' show 'Show what is wrong with the cluster, and what to do.' detail 'Show each finding in full, muted ones too.' mute 'Leave findings of a code out of '\''cluster health'\''.' unmute 'Show findings of a muted code again.' mutes 'List the muted codes, with time and user.'
 case 'cluster healthcheck'; printf '%s\t%s\n' status 'Show whether clients may quarantine failing bookies.' enable 'Allow clients to quarantine failing bookies.' disable 'Forbid every client to quarantine bookies.'
 case 'local'; printf '%s\t%s\n' up 'Start a local cluster of our own bookies.' down 'Stop the local cluster cleanly.' status 'Show the bookies of the local cluster.'
-case 'pipeline'; printf '%s\t%s\n' inventory 'Count bytes and entries in all bookies'\'' entry logs.' integrity 'Check that each bookie has its entries, undamaged.' garbage 'Show live and dead bytes in all bookies'\'' entry logs.' journal-audit 'Show records that only the bookies'\'' journals hold.' report 'Write the results of the jobs as one HTML page.' export 'Export the payloads of ledgers to Parquet.' import 'Create the ledgers of an export.' migrate-scope 'Copy ledgers to another scope, under the same ids.'
+case 'pipeline'; printf '%s\t%s\n' inventory 'Count bytes and entries in all bookies'\'' entry logs.' integrity 'Check that each bookie has its entries, undamaged.' garbage 'Show live and dead bytes in all bookies'\'' entry logs.' journal-audit 'Show records that only the bookies'\'' journals hold.' report 'Write the results of the jobs as one HTML page.' extract 'Write the contents of bookies'\'' files as facts for jobs.' export 'Export the payloads of ledgers to Parquet.' import 'Create the ledgers of an export.' migrate-scope 'Copy ledgers to another scope, under the same ids.'
 case 'api'; printf '%s\t%s\n' serve 'Serve the REST API of a cluster, in the foreground.' get 'Send GET to an HTTP server, and print the response.' put 'Send PUT to an HTTP server, and print the response.' delete 'Send DELETE to an HTTP server, and print the response.'
+case 'audit'; printf '%s\t%s\n' list 'List the commands that changed something, oldest first.' show 'Show one run: who, when, what, its result and its undo file.'
 case 'context'; printf '%s\t%s\n' list 'List the contexts of the configuration file.' show 'Show one context with all its settings.' add 'Save the connection options under a name.' use 'Make a context the current one.' delete 'Delete a context from the configuration file.'
     end
 end
@@ -221,230 +227,245 @@ __bkctl 18 -l metadata-password-file -r -F -d 'File with that user'\''s password
 __bkctl 19 -l metadata-sasl -d 'Log in to ZooKeeper by SASL (DIGEST-MD5) instead. [BKCTL_METADATA_SASL=1]'
 __bkctl 20 -l metadata-creator-acl -d 'Create ZooKeeper nodes for that user alone, as zkEnableSecurity in --conf. [BKCTL_METADATA_CREATOR_ACL=1]'
 __bkctl 21 -l timeout -x -d 'Longest wait without progress from a server (default 30s). [BKCTL_TIMEOUT]'
-__bkctl 22 -s o -l output -x -a 'table json ndjson csv id' -d 'Form of output: table, json, ndjson, csv, id (default table). [BKCTL_OUTPUT]'
-__bkctl 23 -s y -l yes -d 'Do not ask before destroying.'
-__bkctl 24 -s h -l help -d 'Show this message and exit.'
-__bkctl 25 -l uuid -d 'Use a random UUID as the 128-bit id.'
-__bkctl 26 -l ledger-id -x -d 'Ledger id; a negative decimal is two'\''s complement.'
-__bkctl 27 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Ledger scope id of a bare ledger id.'
-__bkctl 28 -l ledger-qualified-name -x -d 'Ledger as 32 hex digits or UUID, scope first.'
-__bkctl 29 -l ensemble-size -x -d 'Number of bookies that store a fragment. [default: 3]'
-__bkctl 30 -l write-quorum -x -d 'Number of bookies that store each entry. [default: 2]'
-__bkctl 31 -l ack-quorum -x -d 'Number of bookies that must acknowledge an entry. [default: 2]'
-__bkctl 32 -l digest-type -x -a 'CRC32C CRC32 HMAC DUMMY' -d 'CRC32C, CRC32, HMAC or DUMMY. [default: CRC32C]'
-__bkctl 33 -l custom-metadata -x -d 'Custom metadata of the ledger; repeatable.'
-__bkctl 34 -l password -x -d 'Ledger password (default empty; also BKCTL_LEDGER_PASSWORD). Visible in ps.'
-__bkctl 35 -l password-file -r -F -d 'File with the password; a final line end is ignored.'
-__bkctl 36 -l record-size -x -d 'Write entries of this size instead of lines.'
-__bkctl 37 -l protocol -x -a 'v2 v3' -d 'Wire protocol; v2 carries no ledger scope. [default: v3]'
-__bkctl 38 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Only ledgers of this scope (default 0).'
-__bkctl 39 -l all-scopes -d 'Ledgers of every scope.'
-__bkctl 40 -l min-age -x -d 'List only ledgers at least this old.'
-__bkctl 41 -l max-age -x -d 'List only ledgers at most this old.'
-__bkctl 42 -l min-size -x -d 'List only ledgers of at least this length.'
-__bkctl 43 -l max-size -x -d 'List only ledgers of at most this length.'
-__bkctl 44 -l limit -x -d 'List at most N ledgers.'
-__bkctl 45 -l watch -x -d 'Show changes until Ctrl-C; --watch=SECONDS sets the interval (default 2).'
-__bkctl 46 -l bookie -x -a '(__bkctl_dynamic bookie)' -d 'List only ledgers with entries on this bookie.'
-__bkctl 47 -l state -x -a 'OPEN IN_RECOVERY CLOSED' -d 'OPEN, IN_RECOVERY or CLOSED; repeatable.'
-__bkctl 48 -l after -x -a '(__bkctl_dynamic ledger)' -d 'List only ledgers after this one.'
-__bkctl 49 -l count -d 'Print only the number of ledgers.'
-__bkctl 50 -l keep-going -d 'Skip metadata that cannot be read (exit code 3 then).'
-__bkctl 51 -l show-secrets -d 'Print the ledger'\''s password, too.'
-__bkctl 52 -l entry -x -d 'Only this entry.'
-__bkctl 53 -l check -d 'Ask each bookie for the first and last entry that it should have.'
-__bkctl 54 -l every-entry -d 'Ask each bookie for every entry, and print the missing ones.'
-__bkctl 55 -l from -x -d 'First entry id (default 0).'
-__bkctl 56 -l to -x -d 'Last entry id, inclusive.'
-__bkctl 57 -l count -x -d 'Read at most N entries.'
-__bkctl 58 -l last -x -d 'Read the last N entries.'
-__bkctl 59 -l bookie -x -a '(__bkctl_dynamic bookie)' -d 'Read from this bookie only.'
-__bkctl 60 -l recover -d 'Fence and close the ledger first.'
-__bkctl 61 -l no-verify -d 'Do not check the entries'\'' digests.'
-__bkctl 62 -l body -d 'Print the payloads, too.'
-__bkctl 63 -l format -x -a 'base64 utf8 hex raw' -d 'Form of bytes: base64, utf8, hex, or raw (prints nothing else).'
-__bkctl 64 -l last -x -d 'Begin with the last N entries (default 10).'
-__bkctl 65 -l from -x -d 'Begin with this entry. [x>=0]'
-__bkctl 66 -l from-file -r -F -d 'Read ledgers from this file (-: stdin), one per line, as '\''ledger list -o id'\'' prints.'
-__bkctl 67 -l rate -x -d 'Delete at most N ledgers per second.'
-__bkctl 68 -l if-state -x -a 'OPEN IN_RECOVERY CLOSED' -d 'Delete only ledgers in this state (else exit code 5); repeatable.'
-__bkctl 69 -l ignore-missing -d 'Skip ledgers that do not exist.'
-__bkctl 70 -l keep-going -d 'Continue after failures, and report them at the end (exit code 3).'
-__bkctl 71 -l backup -r -F -d 'Export the metadata first, to a new file or directory, for '\''metadata import'\''.'
-__bkctl 72 -l undo -r -F -d 'New file for '\''metadata undo'\'' (default: in the user'\''s state directory), or none.'
-__bkctl 73 -l dry-run -d 'Show what would change, without changing it.'
-__bkctl 74 -l accept-loss -d 'Close a ledger even if no bookie has its last entry; asks first.'
-__bkctl 75 -l count -x -d 'Entries to write. [default: 1000]'
-__bkctl 76 -l size -x -d 'Bytes of an entry. [default: 100]'
-__bkctl 77 -l keep -d 'Keep the ledger.'
-__bkctl 78 -l to-ledger-id -x -d 'Ledger id of the copy (default: unchanged).'
-__bkctl 79 -l ensemble-size -x -d 'Ensemble size of the copy (default: unchanged).'
-__bkctl 80 -l write-quorum -x -d 'Write quorum of the copy (default: unchanged).'
-__bkctl 81 -l ack-quorum -x -d 'Ack quorum of the copy (default: unchanged).'
-__bkctl 82 -l digest -l digest-type -x -a 'CRC32C CRC32 HMAC DUMMY' -d 'Digest type of the copy: CRC32C, CRC32, HMAC or DUMMY (default: unchanged).'
-__bkctl 83 -l rate -x -d 'Copy at most this much per second: 50MB/s, 20MiB.'
-__bkctl 84 -l to-user -x -d 'Log in to the target; never with --metadata-user.'
-__bkctl 85 -l to-password-file -r -F -d 'File with that user'\''s password. For TLS or SASL name a context: --to context:NAME.'
-__bkctl 86 -l to-scope -x -a '(__bkctl_dynamic scope)' -d 'Ledger scope id of the copy (default: unchanged).'
-__bkctl 87 -l to -x -d 'The cluster of the copy, by metadata URI or context:NAME (default: this one).'
-__bkctl 88 -l new-id -d 'Generate a ledger id for the copy.'
-__bkctl 89 -l recover -d 'Close an open ledger first; its writer can add no more.'
-__bkctl 90 -l open -d 'Copy an open ledger, too, up to its last confirmed entry.'
-__bkctl 91 -l dir -r -F -d 'A directory of the bookie, with or without its current; repeatable.'
-__bkctl 92 -l kind -x -a 'journal entryLog index rocksdb cookie lastMark lastId status dirty compaction relocation backup unfinished unknown' -d 'journal, entryLog, index, rocksdb, cookie … or all; repeatable.'
-__bkctl 93 -l ledger -x -a '(__bkctl_dynamic ledger)' -d 'Only this ledger, repeatable: decimal, 0x hex, SCOPE:ID, 32 hex digits (qualified name) or UUID.'
-__bkctl 94 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Only ledgers of this scope; the scope of bare ids.'
-__bkctl 95 -l digest -l digest-type -x -a 'CRC32C CRC32 HMAC DUMMY' -d 'Check that each entry matches its digest; ledgers of scope 0 are of TYPE (CRC32C, CRC32, HMAC, DUMMY; default: found out ledger by ledger).'
-__bkctl 96 -l sample -x -d 'Check only this share of the index'\''s entries (1%, 0.01), without a search of the logs.'
-__bkctl 97 -l seed -x -d 'Seed of the choice of entries for --sample.'
-__bkctl 98 -l rate -x -d 'Read at most this much per second: 20MiB, or '\''5000 entries'\''.'
-__bkctl 99 -l bookie -x -a '(__bkctl_dynamic bookie)' -d 'The bookie, whose registered HTTP server is used.'
-__bkctl 100 -l bookie-url -x -d 'The HTTP server, http[s]://HOST:PORT, also that of a gateway (then with --bookie); no cluster is needed. [BKCTL_BOOKIE_URL; its token: BKCTL_API_TOKEN]'
-__bkctl 101 -l deadline -x -d 'With --wait: give up after this long (default: never; exit code 6).'
-__bkctl 102 -l wait -d 'Wait until the bookie is ready, also while it is down.'
-__bkctl 103 -l major -d 'Force a round with major compaction only, or with --minor both.'
-__bkctl 104 -l minor -d 'Force a round with minor compaction only, or with --major both.'
-__bkctl 105 -l wait -d 'Wait until the forced round is over.'
-__bkctl 106 -l accept-scoped-deletes -d 'Let this one round delete any number of scoped ledgers; otherwise a bookie of bkctl stops at more than half of them. Asks.'
-__bkctl 107 -l suspend -x -a 'major minor both' -d 'Suspend major or minor compaction (default: both).'
-__bkctl 108 -l resume -x -a 'major minor both' -d 'Resume major or minor compaction (default: both).'
-__bkctl 109 -l status -d 'Only show the state of the collectors.'
-__bkctl 110 -l wait -d 'Wait until compaction ends.'
-__bkctl 111 -l status -d 'Only show whether compaction runs.'
-__bkctl 112 -s e -l entries -x -d 'Entries to write. [default: 10]'
-__bkctl 113 -s t -l deadline -x -d 'Give up after this long (exit code 6).'
-__bkctl 114 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Scope of the ledger (default 0).'
-__bkctl 115 -l set -x -d 'Change this setting in the bookie'\''s memory; repeatable.'
-__bkctl 116 -l show-secrets -d 'Print passwords and tokens, too.'
-__bkctl 117 -l match -x -d 'Only metrics whose name contains this; with * or ?, it must match the whole name.'
-__bkctl 118 -l raw -d 'Print Prometheus'\'' text as the bookie sent it.'
-__bkctl 119 -l to -x -a 'db interleaved' -d 'db: DbLedgerStorage; interleaved: index files (Sorted uses them too). [required]'
-__bkctl 120 -l discard-old -d 'Remove the old index instead of keeping a backup.'
-__bkctl 121 -l delete-cookie -d 'Finally delete the bookie'\''s cookie in the metadata store, too.'
-__bkctl 122 -l yes-really -x -d 'Go ahead without a question; --yes alone is not enough.'
-__bkctl 123 -l check -d 'Only report what prevents it: directories with files, a registration, a cookie.'
-__bkctl 124 -l entry -x -d 'Only this entry id.'
-__bkctl 125 -l meta -d 'Show the ledger'\''s record in the index instead of its entries.'
-__bkctl 126 -l gaps -d 'Show missing entries that have later ones.'
-__bkctl 127 -l show-secrets -d 'Print the master keys, too.'
-__bkctl 128 -l ledgers -d 'Check only the records of ledgers.'
-__bkctl 129 -l locations -d 'Check only the locations of entries.'
-__bkctl 130 -l ledgers -d 'Rebuild the databases of ledgers.'
-__bkctl 131 -l locations -d 'Rebuild the databases of entry locations.'
-__bkctl 132 -l password -x -d 'Password of all these ledgers (also BKCTL_LEDGER_PASSWORD). Visible to other users in ps.'
-__bkctl 133 -l all -d 'Every ledger that has an index file, or entries in a log.'
-__bkctl 134 -l state -x -a 'rw ro down all' -d 'rw, ro, down (it has a cookie, but is not registered) or all. [default: all]'
-__bkctl 135 -l ledgers -d 'Count the ledgers on each bookie; reads the metadata of every ledger.'
-__bkctl 136 -l sort -x -a 'bookie used free' -d 'Order: bookie, used (fullest first) or free. [default: bookie]'
-__bkctl 137 -l threshold -x -d 'Exit with 3 if a bookie has used more than this.'
-__bkctl 138 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Ledger scope id of a bare --ledger.'
-__bkctl 139 -l deadline -x -d 'Give up after this long (default: never; exit code 6). Ledgers that were moved stay moved.'
-__bkctl 140 -l query -d 'Only show the ledgers on the bookies, from the metadata.'
-__bkctl 141 -l skip-open -d 'Skip ledgers that are OPEN.'
-__bkctl 142 -l skip-unrecoverable -d 'Report ledgers with entries that no bookie has, without counting them as failures.'
-__bkctl 143 -l delete-cookie -d 'Delete the bookies'\'' cookies once they hold no entries of any scope.'
-__bkctl 144 -l resume -r -F -d 'Record finished ledgers in this file, and skip those that an earlier run recorded.'
-__bkctl 145 -l watch -x -d 'Print the progress instead of each ledger; --watch=SECONDS sets the interval (default 2).'
-__bkctl 146 -l keep-cookie -d 'Keep the bookie'\''s cookie.'
-__bkctl 147 -l min-replicas -x -d 'Replicas of each entry that must remain (default: each ledger'\''s ack quorum).'
-__bkctl 148 -l ledger -x -a '(__bkctl_dynamic ledger)' -d 'Only this ledger: decimal, 0x hex, SCOPE:ID, 32 hex digits (qualified name) or UUID.'
-__bkctl 149 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Only ledgers of this scope.'
-__bkctl 150 -l from-pos -x -d 'Begin at this byte of the file; a record must begin there (0: all).'
-__bkctl 151 -l to-pos -x -d 'The last byte that a shown record may begin at.'
-__bkctl 152 -l type -x -a 'entry ledgerKey fence forceLedger explicitLac padding ledgersMap unknown' -d 'Only records of this type, repeatable: entry, ledgerKey, fence, forceLedger, explicitLac, padding, ledgersMap, unknown (default: all but padding and ledgersMap).'
-__bkctl 153 -l limit -x -d 'Print at most N records.'
-__bkctl 154 -l digest -l digest-type -x -a 'CRC32C CRC32 HMAC DUMMY' -d 'Digest type of the ledgers of scope 0; without it, the start of their payloads is unknown.'
-__bkctl 155 -l after-lastmark -d 'Print only records after the last mark, which a restart replays.'
-__bkctl 156 -l top -x -d 'Print only the N rows with the most bytes.'
-__bkctl 157 -l by -x -a 'file type ledger scope' -d 'A row for each file, type, ledger or scope. [default: file]'
-__bkctl 158 -l sort -x -a 'id size garbage age' -d 'By id, size, garbage (most first; asks the cluster) or age. [default: id]'
-__bkctl 159 -l no-digests -d 'Check the structure only.'
-__bkctl 160 -l all -d 'Read all logs of --dir or --conf, as without LOG.'
-__bkctl 161 -l state -x -a 'alive dead unknown' -d 'Only ledgers that are alive, dead or unknown; repeatable.'
-__bkctl 162 -l minor-threshold -x -d 'Usage below which minor compaction rewrites a log (default: that of --conf, else 0.2).'
-__bkctl 163 -l major-threshold -x -d 'Usage below which major compaction rewrites a log (default: that of --conf, else 0.8).'
-__bkctl 164 -l sort -x -a 'id size garbage age' -d 'By id, size, garbage (most first; asks the cluster) or age. [default: garbage]'
-__bkctl 165 -l ledger -x -a '(__bkctl_dynamic ledger)' -d 'The ledger: decimal, 0x hex, SCOPE:ID, 32 hex digits (qualified name) or UUID. [required]'
-__bkctl 166 -l digest -l digest-type -x -a 'CRC32C CRC32 HMAC DUMMY' -d 'Digest type of a ledger of scope 0, for ndjson and raw (default: found by trying).'
-__bkctl 167 -s f -l file -r -F -d 'The file to write; - is stdout. [required]'
-__bkctl 168 -l format -x -a 'log ndjson raw' -d 'log (an entry log, as bookies read it), ndjson (rows as '\''entrylog read --body'\'' prints them), or raw (the payloads, nothing between them). [default: log]'
-__bkctl 169 -l all-copies -d 'Write each copy of an entry, oldest first (default: the last).'
-__bkctl 170 -l scan -d 'Read every log, even if its ledgers map does not name the ledger.'
-__bkctl 171 -l show-secrets -d 'Print values that hold a ledger password, too.'
-__bkctl 172 -l depth -x -d 'List only N levels below the start.'
-__bkctl 173 -s f -l file -r -F -d 'The file to write; - is stdout. It holds ledger passwords.'
-__bkctl 174 -l overwrite -d 'Replace FILE if it exists.'
-__bkctl 175 -s f -l file -r -F -d 'The file that '\''metadata export'\'' wrote; - is stdin.'
-__bkctl 176 -l overwrite -d 'Replace records that have another value; the undo file keeps the old ones.'
-__bkctl 177 -l to -x -d 'The store to copy to: zk+…://, etcd://, sqlite:///FILE, or context:NAME.'
-__bkctl 178 -l live -d 'Copy even while bookies are registered; changes made meanwhile are reported.'
-__bkctl 179 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Only ledgers of this scope (default: all).'
-__bkctl 180 -l delete -d 'Remove the orphans that are REMOVABLE, after asking.'
-__bkctl 181 -l count -x -d 'Number of ids (default 1).'
-__bkctl 182 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Random ids of this scope.'
-__bkctl 183 -l sequence -d 'Take ids of scope 0 from the cluster'\''s generator, which gives no id twice.'
-__bkctl 184 -l limit -x -d 'Change at most N ledgers.'
-__bkctl 185 -l from -x -a '(__bkctl_dynamic bookie)' -d 'The bookie id to replace.'
-__bkctl 186 -l to -x -a '(__bkctl_dynamic bookie)' -d 'The new bookie id.'
-__bkctl 187 -l rate -x -d 'Change at most N ledgers per second.'
-__bkctl 188 -s f -l file -r -F -d 'The cookie, as '\''cookie generate'\'' writes it. [required]'
-__bkctl 189 -l journal-dirs -x -d 'The bookie'\''s journal directories, separated by commas.'
-__bkctl 190 -l ledger-dirs -x -d 'The bookie'\''s ledger directories, separated by commas.'
-__bkctl 191 -l index-dirs -x -d 'The bookie'\''s index directories, separated by commas.'
-__bkctl 192 -l instance-id -x -d 'The cluster'\''s instance id (default: read from the cluster).'
-__bkctl 193 -s f -l file -r -F -d 'The file to write (default: stdout).'
-__bkctl 194 -l scopes-only -d 'Ignore scope 0, which Apache'\''s auto-recovery serves.'
-__bkctl 195 -l scope-0-only -d 'Ignore all scopes but 0.'
-__bkctl 196 -l id -x -d 'Name in votes and locks (default: the bookie'\''s id, or this host).'
-__bkctl 197 -l older-than -x -d 'List only ledgers that were marked at least this long ago: 1h, 30m.'
-__bkctl 198 -l missing -x -a '(__bkctl_dynamic bookie)' -d 'List only ledgers that this bookie lacks; repeatable.'
-__bkctl 199 -l not-missing -x -a '(__bkctl_dynamic bookie)' -d 'List only ledgers that this bookie does not lack; repeatable.'
-__bkctl 200 -l count -d 'Print the number of ledgers only.'
-__bkctl 201 -l missing -x -a '(__bkctl_dynamic bookie)' -d 'A bookie of its ensembles that lacks entries; repeatable.'
-__bkctl 202 -l all -d 'Show candidates for auditor, too.'
-__bkctl 203 -l reset-clock -x -d 'Make these checks due instead (all-ledgers, placement, replicas); an auditor that starts runs them.'
-__bkctl 204 -l threshold -x -d 'Percentage of used disk space that is too much. [default: 90.0]'
-__bkctl 205 -l count-ledgers -d 'Count the ledgers on each bookie (default: in clusters of up to 10,000 ledgers).'
-__bkctl 206 -l long-long-layout -d 'Write BP-35'\''s own class into LAYOUT; Apache'\''s processes then refuse the cluster.'
-__bkctl 207 -l backup -r -F -d 'Export all metadata to this new file first.'
-__bkctl 208 -l no-bookies -d 'Read the metadata only, and ask no bookie.'
-__bkctl 209 -l for -x -d 'How long: 30m, 2h, 1d (default: until it is unmuted).'
-__bkctl 210 -l dir -r -F -d 'The local cluster'\''s directory (default: the one that is up).'
-__bkctl 211 -l bookies -x -d 'Number of bookies (default: 3, or as many as the cluster has).'
-__bkctl 212 -l storage -x -a 'sorted interleaved db' -d 'Ledger storage of new bookies: sorted, interleaved, db.'
-__bkctl 213 -l http -d 'Give new bookies an HTTP server (default: if bkctl[http] is installed).'
-__bkctl 214 -l autorecovery -d 'Run auto-recovery in new bookies, which replicates the ledgers of lost ones.'
-__bkctl 215 -l bookie -x -d 'Stop this bookie only; the cluster stays up.'
-__bkctl 216 -l master -x -d 'Where Spark runs: local[*] (this machine, all cores), local[N], spark://HOST:PORT, yarn, k8s://… [default: local[*]]'
-__bkctl 217 -l spark-conf -x -d 'A setting of Spark, as spark.driver.memory=4g; repeatable.'
-__bkctl 218 -l archive -x -d 'Archive to unpack on every executor, as venv.tar.gz#environment; repeatable.'
-__bkctl 219 -l ship -d 'Send this package to the executors (default: unless Spark runs on this machine alone).'
-__bkctl 220 -l by -x -a 'bookie entrylog scope ledger application' -d 'A row for each bookie, entrylog, scope, ledger or application. [default: bookie]'
-__bkctl 221 -l save -x -d 'Also save the rows: NAME.parquet, NAME.csv or NAME.json; NAME.html: a page with plots. Repeatable.'
-__bkctl 222 -l no-indexes -d 'Read entry logs and journals only: for copies without indexes.'
-__bkctl 223 -l by -x -a 'entrylog bookie ledger' -d 'A row for each entrylog, bookie, or orphaned ledger. [default: entrylog]'
-__bkctl 224 -l by -x -a 'journal entry' -d 'A row for each journal, or each entry that no entry log holds. [default: journal]'
-__bkctl 225 -l overwrite -d 'Replace an existing export.'
-__bkctl 226 -l flat -d 'Do not create a directory for each scope (default with more than 1,000 scopes).'
-__bkctl 227 -l save -x -d 'Also save the rows: NAME.parquet, NAME.csv or NAME.json; repeatable.'
-__bkctl 228 -l to-scope -x -a '(__bkctl_dynamic scope)' -d 'Create the ledgers in this scope, under their ledger ids (default: the scope of each).'
-__bkctl 229 -l ensemble-size -x -d 'Bookies that a fragment is spread over (default: as the source'\''s).'
-__bkctl 230 -l write-quorum -x -d 'Bookies that get each entry (default: as the source'\''s).'
-__bkctl 231 -l ack-quorum -x -d 'Bookies that must have an entry before it counts (default: as the source'\''s).'
-__bkctl 232 -l password-file -r -F -d 'File with the password of the new ledgers (else BKCTL_LEDGER_PASSWORD, else empty).'
-__bkctl 233 -l to-scope -x -a '(__bkctl_dynamic scope)' -d 'The scope to copy into; the ledger ids stay.'
-__bkctl 234 -l host -x -d 'The address to listen on. [default: 127.0.0.1]'
-__bkctl 235 -l port -x -d 'The port to listen on; 0: any. [default: 8080]'
-__bkctl 236 -l token-file -r -F -d 'Clients must send this token (else BKCTL_API_TOKEN).'
-__bkctl 237 -l bookie-token-file -r -F -d 'The token of the bookies'\'' servers (else none).'
-__bkctl 238 -l read-only-token-file -r -F -d 'Clients that send this token may read, without secrets.'
-__bkctl 239 -l server-cert -r -F -d 'Serve https with this PEM certificate.'
-__bkctl 240 -l server-key -r -F -d 'Private key of --server-cert, if not in the same file.'
-__bkctl 241 -l client-ca -r -F -d 'Accept clients whose certificate these authorities (PEM) signed.'
-__bkctl 242 -l max-size -x -d 'Refuse a larger response (exit code 7). [default: 64MiB]'
-__bkctl 243 -l body -x -d 'The JSON to send, or @FILE (@-: stdin).'
-__bkctl 244 -l replace -d 'Replace the context of this name.'
-__bkctl 245 -l use -d 'Make the new context the current one.'
+__bkctl 22 -s o -l output -x -a 'table wide json ndjson yaml csv id' -d 'Form of output: table, wide, json, ndjson, yaml, csv, id (default table). [BKCTL_OUTPUT]'
+__bkctl 23 -l columns -x -d 'Print only these columns, in this order, by their titles or JSON names: state,length.'
+__bkctl 24 -l sort -x -d 'Sort the rows by this column; -COLUMN puts the largest first.'
+__bkctl 25 -s y -l yes -d 'Do not ask before destroying.'
+__bkctl 26 -s h -l help -d 'Show this message and exit.'
+__bkctl 27 -l uuid -d 'Use a random UUID as the 128-bit id.'
+__bkctl 28 -l ledger-id -x -d 'Ledger id; a negative decimal is two'\''s complement.'
+__bkctl 29 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Ledger scope id of a bare ledger id.'
+__bkctl 30 -l ledger-qualified-name -x -d 'Ledger as 32 hex digits or UUID, scope first.'
+__bkctl 31 -l ensemble-size -x -d 'Number of bookies that store a fragment. [default: 3]'
+__bkctl 32 -l write-quorum -x -d 'Number of bookies that store each entry. [default: 2]'
+__bkctl 33 -l ack-quorum -x -d 'Number of bookies that must acknowledge an entry. [default: 2]'
+__bkctl 34 -l digest-type -x -a 'CRC32C CRC32 HMAC DUMMY' -d 'CRC32C, CRC32, HMAC or DUMMY. [default: CRC32C]'
+__bkctl 35 -l custom-metadata -x -d 'Custom metadata of the ledger; repeatable.'
+__bkctl 36 -l password -x -d 'Ledger password (default empty; also BKCTL_LEDGER_PASSWORD). Visible in ps.'
+__bkctl 37 -l password-file -r -F -d 'File with the password; a final line end is ignored.'
+__bkctl 38 -l record-size -x -d 'Write entries of this size instead of lines.'
+__bkctl 39 -l protocol -x -a 'v2 v3' -d 'Wire protocol; v2 carries no ledger scope. [default: v3]'
+__bkctl 40 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Only ledgers of this scope (default 0).'
+__bkctl 41 -l all-scopes -d 'Ledgers of every scope.'
+__bkctl 42 -l min-age -x -d 'List only ledgers at least this old.'
+__bkctl 43 -l max-age -x -d 'List only ledgers at most this old.'
+__bkctl 44 -l min-size -x -d 'List only ledgers of at least this length.'
+__bkctl 45 -l max-size -x -d 'List only ledgers of at most this length.'
+__bkctl 46 -l custom-metadata -x -d 'List only ledgers with this custom metadata, or with this key; repeatable.'
+__bkctl 47 -l limit -x -d 'List at most N ledgers.'
+__bkctl 48 -l watch -x -d 'Show changes until Ctrl-C; --watch=SECONDS sets the interval (default 2).'
+__bkctl 49 -l bookie -x -a '(__bkctl_dynamic bookie)' -d 'List only ledgers with entries on this bookie.'
+__bkctl 50 -l state -x -a 'OPEN IN_RECOVERY CLOSED' -d 'OPEN, IN_RECOVERY or CLOSED; repeatable.'
+__bkctl 51 -l topic -x -d 'List only ledgers of this Pulsar topic, partitions included.'
+__bkctl 52 -l subscription -x -d 'List only ledgers of this subscription of --topic.'
+__bkctl 53 -l after -x -a '(__bkctl_dynamic ledger)' -d 'List only ledgers after this one.'
+__bkctl 54 -l count -d 'Print only the number of ledgers.'
+__bkctl 55 -l keep-going -d 'Skip metadata that cannot be read (exit code 3 then).'
+__bkctl 56 -l show-secrets -d 'Print the ledger'\''s password, too.'
+__bkctl 57 -l entry -x -d 'Only this entry.'
+__bkctl 58 -l check -d 'Ask each bookie for the first and last entry that it should have.'
+__bkctl 59 -l every-entry -d 'Ask each bookie for every entry, and print the missing ones.'
+__bkctl 60 -l from -x -d 'First entry id (default 0).'
+__bkctl 61 -l to -x -d 'Last entry id, inclusive.'
+__bkctl 62 -l limit -x -d 'Read at most N entries.'
+__bkctl 63 -l last -x -d 'Read the last N entries.'
+__bkctl 64 -l bookie -x -a '(__bkctl_dynamic bookie)' -d 'Read from this bookie only.'
+__bkctl 65 -l recover -d 'Fence and close the ledger first.'
+__bkctl 66 -l no-verify -d 'Do not check the entries'\'' digests.'
+__bkctl 67 -l body -d 'Print the payloads, too.'
+__bkctl 68 -l format -x -a 'base64 utf8 hex raw' -d 'Form of bytes: base64, utf8, hex, or raw (prints nothing else).'
+__bkctl 69 -l delimiter -x -d 'Write this after each payload of --format raw: '\''\n'\'', '\''\0'\''.'
+__bkctl 70 -s f -l template -x -d 'Print entries in this form: %e entry id, %s payload, %S its bytes, %x payload in hex, %b in base64, %l ledger, %c last add confirmed, %n ledger length so far, %% a percent sign, \n \t \0 \xHH.'
+__bkctl 71 -l as-admin -d 'Read with the password in the metadata, as Apache'\''s readledger does; in the audit log.'
+__bkctl 72 -l last -x -d 'Begin with the last N entries (default 10).'
+__bkctl 73 -l from -x -d 'Begin with this entry. [x>=0]'
+__bkctl 74 -l from-file -r -F -d 'Read ledgers from this file (-: stdin), one per line, as '\''ledger list -o id'\'' prints.'
+__bkctl 75 -l rate -x -d 'Delete at most N ledgers per second.'
+__bkctl 76 -l if-state -x -a 'OPEN IN_RECOVERY CLOSED' -d 'Delete only ledgers in this state (else exit code 5); repeatable.'
+__bkctl 77 -l ignore-missing -d 'Skip ledgers that do not exist.'
+__bkctl 78 -l keep-going -d 'Continue after failures, and report them at the end (exit code 3).'
+__bkctl 79 -l backup -r -F -d 'Export the metadata first, to a new file or directory, for '\''metadata import'\''.'
+__bkctl 80 -l undo -r -F -d 'New file for '\''metadata undo'\'' (default: in the user'\''s state directory), or none.'
+__bkctl 81 -l dry-run -d 'Show what would change, without changing it.'
+__bkctl 82 -l accept-loss -d 'Close a ledger even if no bookie has its last entry; asks first.'
+__bkctl 83 -l entries -x -d 'Entries to write. [default: 1000]'
+__bkctl 84 -l size -x -d 'Bytes of an entry. [default: 100]'
+__bkctl 85 -l keep -d 'Keep the ledger.'
+__bkctl 86 -l to-ledger-id -x -d 'Ledger id of the copy (default: unchanged).'
+__bkctl 87 -l ensemble-size -x -d 'Ensemble size of the copy (default: unchanged).'
+__bkctl 88 -l write-quorum -x -d 'Write quorum of the copy (default: unchanged).'
+__bkctl 89 -l ack-quorum -x -d 'Ack quorum of the copy (default: unchanged).'
+__bkctl 90 -l digest-type -x -a 'CRC32C CRC32 HMAC DUMMY' -d 'Digest type of the copy: CRC32C, CRC32, HMAC or DUMMY (default: unchanged).'
+__bkctl 91 -l rate -x -d 'Copy at most this much per second: 50MB/s, 20MiB.'
+__bkctl 92 -l to-user -x -d 'Log in to the target; never with --metadata-user.'
+__bkctl 93 -l to-password-file -r -F -d 'File with that user'\''s password. For TLS or SASL name a context: --to context:NAME.'
+__bkctl 94 -l to-scope -x -a '(__bkctl_dynamic scope)' -d 'Ledger scope id of the copy (default: unchanged).'
+__bkctl 95 -l to -x -d 'The cluster of the copy, by metadata URI or context:NAME (default: this one).'
+__bkctl 96 -l new-id -d 'Generate a ledger id for the copy.'
+__bkctl 97 -l recover -d 'Close an open ledger first; its writer can add no more.'
+__bkctl 98 -l open -d 'Copy an open ledger, too, up to its last confirmed entry.'
+__bkctl 99 -l dir -r -F -d 'A directory of the bookie, with or without its current; repeatable.'
+__bkctl 100 -l kind -x -a 'journal entryLog index rocksdb cookie lastMark lastId status dirty compaction relocation backup unfinished unknown' -d 'journal, entryLog, index, rocksdb, cookie … or all; repeatable.'
+__bkctl 101 -l ledger -x -a '(__bkctl_dynamic ledger)' -d 'Only this ledger, repeatable: decimal, 0x hex, SCOPE:ID, 32 hex digits (qualified name) or UUID.'
+__bkctl 102 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Only ledgers of this scope; the scope of bare ids.'
+__bkctl 103 -l digest -x -a 'CRC32C CRC32 HMAC DUMMY' -d 'Check that each entry matches its digest; ledgers of scope 0 are of TYPE (CRC32C, CRC32, HMAC, DUMMY; default: found out ledger by ledger).'
+__bkctl 104 -l sample -x -d 'Check only this share of the index'\''s entries (1%, 0.01), without a search of the logs.'
+__bkctl 105 -l seed -x -d 'Seed of the choice of entries for --sample.'
+__bkctl 106 -l rate -x -d 'Read at most this much per second: 20MiB, or '\''5000 entries'\''.'
+__bkctl 107 -l bookie -x -a '(__bkctl_dynamic bookie)' -d 'The bookie, whose registered HTTP server is used.'
+__bkctl 108 -l bookie-url -x -d 'The HTTP server, http[s]://HOST:PORT, also that of a gateway (then with --bookie); no cluster is needed. [BKCTL_BOOKIE_URL; its token: BKCTL_API_TOKEN]'
+__bkctl 109 -l deadline -x -d 'With --wait: give up after this long (default: never; exit code 6).'
+__bkctl 110 -l wait -d 'Wait until the bookie is ready, also while it is down.'
+__bkctl 111 -l major -d 'Force a round with major compaction only, or with --minor both.'
+__bkctl 112 -l minor -d 'Force a round with minor compaction only, or with --major both.'
+__bkctl 113 -l wait -d 'Wait until the forced round is over.'
+__bkctl 114 -l accept-scoped-deletes -d 'Let this one round delete any number of scoped ledgers; otherwise a bookie of bkctl stops at more than half of them. Asks.'
+__bkctl 115 -l suspend -x -a 'major minor both' -d 'Suspend major or minor compaction (default: both).'
+__bkctl 116 -l resume -x -a 'major minor both' -d 'Resume major or minor compaction (default: both).'
+__bkctl 117 -l status -d 'Only show the state of the collectors.'
+__bkctl 118 -l wait -d 'Wait until compaction ends.'
+__bkctl 119 -l status -d 'Only show whether compaction runs.'
+__bkctl 120 -s e -l entries -x -d 'Entries to write. [default: 10]'
+__bkctl 121 -s t -l deadline -x -d 'Give up after this long (exit code 6).'
+__bkctl 122 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Scope of the ledger (default 0).'
+__bkctl 123 -l set -x -d 'Change this setting in the bookie'\''s memory; repeatable.'
+__bkctl 124 -l show-secrets -d 'Print passwords and tokens, too.'
+__bkctl 125 -l match -x -d 'Only metrics whose name contains this; with * or ?, it must match the whole name.'
+__bkctl 126 -l raw -d 'Print Prometheus'\'' text as the bookie sent it.'
+__bkctl 127 -l to -x -a 'db interleaved' -d 'db: DbLedgerStorage; interleaved: index files (Sorted uses them too). [required]'
+__bkctl 128 -l discard-old -d 'Remove the old index instead of keeping a backup.'
+__bkctl 129 -l delete-cookie -d 'Finally delete the bookie'\''s cookie in the metadata store, too.'
+__bkctl 130 -l yes-really -x -d 'Go ahead without a question; --yes alone is not enough.'
+__bkctl 131 -l check -d 'Only report what prevents it: directories with files, a registration, a cookie.'
+__bkctl 132 -l entry -x -d 'Only this entry id.'
+__bkctl 133 -l meta -d 'Show the ledger'\''s record in the index instead of its entries.'
+__bkctl 134 -l gaps -d 'Show missing entries that have later ones.'
+__bkctl 135 -l show-secrets -d 'Print the master keys, too.'
+__bkctl 136 -l ledgers -d 'Check only the records of ledgers.'
+__bkctl 137 -l locations -d 'Check only the locations of entries.'
+__bkctl 138 -l ledgers -d 'Rebuild the databases of ledgers.'
+__bkctl 139 -l locations -d 'Rebuild the databases of entry locations.'
+__bkctl 140 -l password -x -d 'Password of all these ledgers (also BKCTL_LEDGER_PASSWORD). Visible to other users in ps.'
+__bkctl 141 -l all -d 'Every ledger that has an index file, or entries in a log.'
+__bkctl 142 -l state -x -a 'rw ro down all' -d 'rw, ro, down (it has a cookie, but is not registered) or all. [default: all]'
+__bkctl 143 -l ledgers -d 'Count the ledgers on each bookie; reads the metadata of every ledger.'
+__bkctl 144 -l sort -x -a 'bookie used free' -d 'Order: bookie, used (fullest first) or free. [default: bookie]'
+__bkctl 145 -l threshold -x -d 'Exit with 3 if a bookie has used more than this.'
+__bkctl 146 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Ledger scope id of a bare --ledger.'
+__bkctl 147 -l deadline -x -d 'Give up after this long (default: never; exit code 6). Ledgers that were moved stay moved.'
+__bkctl 148 -l query -d 'Only show the ledgers on the bookies, from the metadata.'
+__bkctl 149 -l skip-open -d 'Skip ledgers that are OPEN.'
+__bkctl 150 -l skip-unrecoverable -d 'Report ledgers with entries that no bookie has, without counting them as failures.'
+__bkctl 151 -l delete-cookie -d 'Delete the bookies'\'' cookies once they hold no entries of any scope.'
+__bkctl 152 -l resume -r -F -d 'Record finished ledgers in this file, and skip those that an earlier run recorded.'
+__bkctl 153 -l watch -x -d 'Print the progress instead of each ledger; --watch=SECONDS sets the interval (default 2).'
+__bkctl 154 -l keep-cookie -d 'Keep the bookie'\''s cookie.'
+__bkctl 155 -l min-replicas -x -d 'Replicas of each entry that must remain (default 1; --for-good: ack quorum).'
+__bkctl 156 -l for-good -d 'Ask about bookies that would not return, rather than a restart.'
+__bkctl 157 -l ledger -x -a '(__bkctl_dynamic ledger)' -d 'Only this ledger: decimal, 0x hex, SCOPE:ID, 32 hex digits (qualified name) or UUID.'
+__bkctl 158 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Only ledgers of this scope.'
+__bkctl 159 -l from-pos -x -d 'Begin at this byte of the file; a record must begin there (0: all).'
+__bkctl 160 -l to-pos -x -d 'The last byte that a shown record may begin at.'
+__bkctl 161 -l type -x -a 'entry ledgerKey fence forceLedger explicitLac padding ledgersMap unknown' -d 'Only records of this type, repeatable: entry, ledgerKey, fence, forceLedger, explicitLac, padding, ledgersMap, unknown (default: all but padding and ledgersMap).'
+__bkctl 162 -l limit -x -d 'Print at most N records.'
+__bkctl 163 -l digest-type -x -a 'CRC32C CRC32 HMAC DUMMY' -d 'Digest type of the ledgers of scope 0; without it, the start of their payloads is unknown.'
+__bkctl 164 -l after-lastmark -d 'Print only records after the last mark, which a restart replays.'
+__bkctl 165 -l top -x -d 'Print only the N rows with the most bytes.'
+__bkctl 166 -l by -x -a 'file type ledger scope' -d 'A row for each file, type, ledger or scope. [default: file]'
+__bkctl 167 -l sort -x -a 'id size garbage age' -d 'By id, size (largest first), garbage (most first; asks the cluster), age, or a column as in other lists. [default: id]'
+__bkctl 168 -l no-digests -d 'Check the structure only.'
+__bkctl 169 -l all -d 'Read all logs of --dir or --conf, as without LOG.'
+__bkctl 170 -l state -x -a 'alive dead unknown' -d 'Only ledgers that are alive, dead or unknown; repeatable.'
+__bkctl 171 -l minor-threshold -x -d 'Usage below which minor compaction rewrites a log (default: that of --conf, else 0.2).'
+__bkctl 172 -l major-threshold -x -d 'Usage below which major compaction rewrites a log (default: that of --conf, else 0.8).'
+__bkctl 173 -l sort -x -a 'id size garbage age' -d 'By id, size (largest first), garbage (most first; asks the cluster), age, or a column as in other lists. [default: garbage]'
+__bkctl 174 -l ledger -x -a '(__bkctl_dynamic ledger)' -d 'The ledger: decimal, 0x hex, SCOPE:ID, 32 hex digits (qualified name) or UUID. [required]'
+__bkctl 175 -l digest-type -x -a 'CRC32C CRC32 HMAC DUMMY' -d 'Digest type of a ledger of scope 0, for ndjson and raw (default: found by trying).'
+__bkctl 176 -s f -l file -r -F -d 'The file to write; - is stdout. [required]'
+__bkctl 177 -l format -x -a 'log ndjson raw' -d 'log (an entry log, as bookies read it), ndjson (rows as '\''entrylog read --body'\'' prints them), or raw (the payloads, nothing between them). [default: log]'
+__bkctl 178 -l all-copies -d 'Write each copy of an entry, oldest first (default: the last).'
+__bkctl 179 -l scan -d 'Read every log, even if its ledgers map does not name the ledger.'
+__bkctl 180 -l show-secrets -d 'Print values that hold a ledger password, too.'
+__bkctl 181 -l depth -x -d 'List only N levels below the start.'
+__bkctl 182 -l last -d 'Undo the last command that changed this cluster.'
+__bkctl 183 -l list -d 'List the undo files, oldest first.'
+__bkctl 184 -s f -l file -r -F -d 'The file to write; - is stdout. It holds ledger passwords.'
+__bkctl 185 -l overwrite -d 'Replace FILE if it exists.'
+__bkctl 186 -l overwrite -d 'Replace records that have another value; the undo file keeps the old ones.'
+__bkctl 187 -l to -x -d 'The store to copy to: zk+…://, etcd://, sqlite:///FILE, or context:NAME.'
+__bkctl 188 -l live -d 'Copy even while bookies are registered; changes made meanwhile are reported.'
+__bkctl 189 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Only ledgers of this scope (default: all).'
+__bkctl 190 -l delete -d 'Remove the orphans that are REMOVABLE, after asking.'
+__bkctl 191 -l limit -x -d 'Number of ids (default 1).'
+__bkctl 192 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Random ids of this scope.'
+__bkctl 193 -l sequence -d 'Take ids of scope 0 from the cluster'\''s generator, which gives no id twice.'
+__bkctl 194 -l limit -x -d 'Change at most N ledgers.'
+__bkctl 195 -l from -x -a '(__bkctl_dynamic bookie)' -d 'The bookie id to replace.'
+__bkctl 196 -l to -x -a '(__bkctl_dynamic bookie)' -d 'The new bookie id.'
+__bkctl 197 -l rate -x -d 'Change at most N ledgers per second.'
+__bkctl 198 -l journal-dirs -x -d 'The bookie'\''s journal directories, separated by commas.'
+__bkctl 199 -l ledger-dirs -x -d 'The bookie'\''s ledger directories, separated by commas.'
+__bkctl 200 -l index-dirs -x -d 'The bookie'\''s index directories, separated by commas.'
+__bkctl 201 -l instance-id -x -d 'The cluster'\''s instance id (default: read from the cluster).'
+__bkctl 202 -s f -l file -r -F -d 'The file to write (default: stdout).'
+__bkctl 203 -l scopes-only -d 'Ignore scope 0, which Apache'\''s auto-recovery serves.'
+__bkctl 204 -l scope-0-only -d 'Ignore all scopes but 0.'
+__bkctl 205 -l id -x -d 'Name in votes and locks (default: the bookie'\''s id, or this host).'
+__bkctl 206 -l older-than -x -d 'List only ledgers that were marked at least this long ago: 1h, 30m.'
+__bkctl 207 -l missing -x -a '(__bkctl_dynamic bookie)' -d 'List only ledgers that this bookie lacks; repeatable.'
+__bkctl 208 -l not-missing -x -a '(__bkctl_dynamic bookie)' -d 'List only ledgers that this bookie does not lack; repeatable.'
+__bkctl 209 -l count -d 'Print the number of ledgers only.'
+__bkctl 210 -l missing -x -a '(__bkctl_dynamic bookie)' -d 'A bookie of its ensembles that lacks entries; repeatable.'
+__bkctl 211 -l all -d 'Show candidates for auditor, too.'
+__bkctl 212 -l reset-clock -x -d 'Make these checks due instead (all-ledgers, placement, replicas); an auditor that starts runs them.'
+__bkctl 213 -l threshold -x -d 'Percentage of used disk space that is too much. [default: 90.0]'
+__bkctl 214 -l count-ledgers -d 'Count the ledgers on each bookie (default: in clusters of up to 10,000 ledgers).'
+__bkctl 215 -l long-long-layout -d 'Write BP-35'\''s own class into LAYOUT; Apache'\''s processes then refuse the cluster.'
+__bkctl 216 -l backup -r -F -d 'Export all metadata to this new file first.'
+__bkctl 217 -l no-bookies -d 'Read the metadata only, and ask no bookie.'
+__bkctl 218 -l for -x -d 'How long: 30m, 2h, 1d (default: until it is unmuted).'
+__bkctl 219 -l dir -r -F -d 'The local cluster'\''s directory (default: the one that is up).'
+__bkctl 220 -l bookies -x -d 'Number of bookies (default: 3, or as many as the cluster has).'
+__bkctl 221 -l storage -x -a 'sorted interleaved db' -d 'Ledger storage of new bookies: sorted, interleaved, db.'
+__bkctl 222 -l http -d 'Give new bookies an HTTP server (default: if bkctl[http] is installed).'
+__bkctl 223 -l autorecovery -d 'Run auto-recovery in new bookies, which replicates the ledgers of lost ones.'
+__bkctl 224 -l bookie -x -d 'Stop this bookie only; the cluster stays up.'
+__bkctl 225 -l master -x -d 'Where Spark runs: local[*] (this machine, all cores), local[N], spark://HOST:PORT, yarn, k8s://… [default: local[*]]'
+__bkctl 226 -l spark-conf -x -d 'A setting of Spark, as spark.driver.memory=4g; repeatable.'
+__bkctl 227 -l archive -x -d 'Archive to unpack on every executor, as venv.tar.gz#environment; repeatable.'
+__bkctl 228 -l ship -d 'Send this package to the executors (default: unless Spark runs on this machine alone).'
+__bkctl 229 -l facts -x -d 'Read facts that '\''pipeline extract'\'' wrote, instead of bookies'\'' files.'
+__bkctl 230 -l by -x -a 'bookie entrylog scope ledger application' -d 'A row for each bookie, entrylog, scope, ledger or application. [default: bookie]'
+__bkctl 231 -l save -x -d 'Also save the rows: NAME.parquet, NAME.csv or NAME.json; NAME.html: a page with plots. Repeatable.'
+__bkctl 232 -l no-indexes -d 'Read entry logs and journals only: for copies without indexes.'
+__bkctl 233 -l by -x -a 'entrylog bookie ledger' -d 'A row for each entrylog, bookie, or orphaned ledger. [default: entrylog]'
+__bkctl 234 -l by -x -a 'journal entry' -d 'A row for each journal, or each entry that no entry log holds. [default: journal]'
+__bkctl 235 -l full -d 'Read logs again that were extracted before.'
+__bkctl 236 -l keep -x -d 'Keep superseded files this long, for jobs that read them. [default: 1h]'
+__bkctl 237 -l overwrite -d 'Replace an existing export.'
+__bkctl 238 -l flat -d 'Do not create a directory for each scope (default with more than 1,000 scopes).'
+__bkctl 239 -l save -x -d 'Also save the rows: NAME.parquet, NAME.csv or NAME.json; repeatable.'
+__bkctl 240 -l to-scope -x -a '(__bkctl_dynamic scope)' -d 'Create the ledgers in this scope, under their ledger ids (default: the scope of each).'
+__bkctl 241 -l ensemble-size -x -d 'Bookies that a fragment is spread over (default: as the source'\''s).'
+__bkctl 242 -l write-quorum -x -d 'Bookies that get each entry (default: as the source'\''s).'
+__bkctl 243 -l ack-quorum -x -d 'Bookies that must have an entry before it counts (default: as the source'\''s).'
+__bkctl 244 -l password-file -r -F -d 'File with the password of the new ledgers (else BKCTL_LEDGER_PASSWORD, else empty).'
+__bkctl 245 -l to-scope -x -a '(__bkctl_dynamic scope)' -d 'The scope to copy into; the ledger ids stay.'
+__bkctl 246 -l host -x -d 'The address to listen on. [default: 127.0.0.1]'
+__bkctl 247 -l port -x -d 'The port to listen on; 0: any. [default: 8080]'
+__bkctl 248 -l token-file -r -F -d 'Clients must send this token (else BKCTL_API_TOKEN).'
+__bkctl 249 -l bookie-token-file -r -F -d 'The token of the bookies'\'' servers (else none).'
+__bkctl 250 -l read-only-token-file -r -F -d 'Clients that send this token may read, without secrets.'
+__bkctl 251 -l server-cert -r -F -d 'Serve https with this PEM certificate.'
+__bkctl 252 -l server-key -r -F -d 'Private key of --server-cert, if not in the same file.'
+__bkctl 253 -l client-ca -r -F -d 'Accept clients whose certificate these authorities (PEM) signed.'
+__bkctl 254 -l max-size -x -d 'Refuse a larger response (exit code 7). [default: 64MiB]'
+__bkctl 255 -l body -x -d 'The JSON to send, or @FILE (@-: stdin).'
+__bkctl 256 -l limit -x -d 'List only the last N runs (default 50).'
+__bkctl 257 -l since -x -d 'List only runs of this last time: 1h, 7d.'
+__bkctl 258 -l failed -d 'List only runs that did not end with exit code 0.'
+__bkctl 259 -l replace -d 'Replace the context of this name.'
+__bkctl 260 -l use -d 'Make the new context the current one.'
 __bkctl files -F
 __bkctl ledger -f -a '(__bkctl_dynamic ledger)'
 __bkctl words-on-off -f -a 'on off'
@@ -454,6 +475,6 @@ __bkctl journal -f -a '(__bkctl_dynamic journal)'
 __bkctl entrylog -f -a '(__bkctl_dynamic entrylog)'
 __bkctl words-no-instance-id-no-writable-bookie-bookie-down-bookie-read-only-bookie-without-address-bookie-without-cookie-bookie-silent-cookie-damaged-cookie-of-another-cluster-disk-full-scopes-orphaned-no-bookie-for-scopes-mark-damaged-underreplicated-autorecovery-disabled-vote-damaged-no-auditor-no-auditor-of-scopes -f -a 'no-instance-id no-writable-bookie bookie-down bookie-read-only bookie-without-address bookie-without-cookie bookie-silent cookie-damaged cookie-of-another-cluster disk-full scopes-orphaned no-bookie-for-scopes mark-damaged underreplicated autorecovery-disabled vote-damaged no-auditor no-auditor-of-scopes'
 __bkctl context -f -a '(__bkctl_dynamic context)'
-__bkctl words-ledger-bookie-bookies-journal-entrylog-metadata-cookie-autorecovery-cluster-local-pipeline-api-context-connection -f -a 'ledger bookie bookies journal entrylog metadata cookie autorecovery cluster local pipeline api context connection'
+__bkctl words-ledger-bookie-bookies-journal-entrylog-metadata-cookie-autorecovery-cluster-local-pipeline-api-audit-context-connection -f -a 'ledger bookie bookies journal entrylog metadata cookie autorecovery cluster local pipeline api audit context connection'
 __bkctl words-bash-zsh-fish -f -a 'bash zsh fish'
 functions -e __bkctl
