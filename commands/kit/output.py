@@ -62,7 +62,7 @@ class RowWriter:
         self._first = True
         self._batch_rows = FIRST_BATCH_ROWS
         self._pushed = time.monotonic()
-        self._table = Table(shown, self._stream, color) if is_table else None
+        self._table = Table(shown, self._stream, color, fits=output is Output.TABLE) if is_table else None
         self.use(columns)
 
     def use(self, columns: Columns) -> None:
@@ -255,7 +255,7 @@ def show(
         fields = [(column, column.getter()(value)) for column in columns.columns if column.title is not None]
         fields = [(column, item) for column, item in fields if not (column.optional and item is None)]
         width = max(len(column.title or "") for column, _ in fields)
-        room = terminal_width() - width - 2 if target.isatty() else None
+        room = terminal_width() - width - 2 if target.isatty() and output is Output.TABLE else None
         lines: list[str] = []
         for column, item in fields:
             lines.extend(_field_lines(column, item, width, color, room))

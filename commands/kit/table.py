@@ -28,13 +28,14 @@ _WRAPPING: Final = frozenset((Kind.TEXT, Kind.NESTED))
 class Table:
     """A table whose widths come from its first rows; later rows stream into them."""
 
-    def __init__(self, columns: Columns, stream: Terminal, color: bool) -> None:
+    def __init__(self, columns: Columns, stream: Terminal, color: bool, *, fits: bool = True) -> None:
+        """A table on a terminal fits its width, unless `fits` is False."""
         self._columns = [column for column in columns.columns if column.title is not None]
         self._right = [column.kind in (Kind.INTEGER, Kind.SIZE) for column in self._columns]
         self._sample: list[tuple[str, ...]] | None = []
         self._sample_started = 0.0
         self._color = color
-        self._room = terminal_width() if stream.isatty() else None
+        self._room = terminal_width() if fits and stream.isatty() else None
         self._widths: list[int] = []
         #: For each column, True if its cells are cut where they do not fit: payloads, and paths.
         self._flexible: list[bool] = [column.flexible for column in self._columns]

@@ -38,7 +38,7 @@ def test_recovery_empties_lost_bookies_in_every_scope(local: LocalCluster, tmp_p
         for _ in range(4):
             assert bkctl("ledger", "write", tmp_path / "lines", "--ledger-scope-id", scope, *sizes).code == 0
     ids = bkctl("ledger", "list", "--all-scopes", "-o", "id").ids
-    [url] = [row["httpUrl"] for row in bkctl("cluster", "status", "--dir", local.directory, "-o", "ndjson").rows][4:]
+    [url] = [row["httpUrl"] for row in bkctl("local", "status", "--dir", local.directory, "-o", "ndjson").rows][4:]
     port = int(url.rpartition(":")[2])
     log = local.directory / "bookie-4" / "bookie.log"
     with open_cluster(local.metadata_uri) as cluster:

@@ -56,8 +56,9 @@ class Answer(NamedTuple):
 
 
 def environment(**settings: str) -> dict[str, str]:
-    """This process's environment without bkctl's variables, and with `settings` as BKCTL_…"""
-    kept = {name: value for name, value in os.environ.items() if name not in {f"BKCTL_{one}" for one in _OURS}}
+    """This process's environment without bkctl's variables and COLUMNS, and with `settings` as BKCTL_…"""
+    hidden = {"COLUMNS", *(f"BKCTL_{one}" for one in _OURS)}
+    kept = {name: value for name, value in os.environ.items() if name not in hidden}
     return kept | {"NO_COLOR": ""} | {f"BKCTL_{name}": value for name, value in settings.items()}
 
 
