@@ -275,10 +275,10 @@ _TYPES: Final[dict[Kind, dict[str, Any]]] = {
     Kind.BINARY: {"type": "string", "contentEncoding": "base64"},
     Kind.NESTED: {},
 }
-#: An error on stderr with `-o json` or `-o ndjson`.
+#: An error on stderr with `-o json`.
 ERROR_SCHEMA: Final[dict[str, Any]] = {
     "$schema": _DIALECT,
-    "title": "An error, as one line on stderr with -o json or -o ndjson",
+    "title": "An error, as one line on stderr with -o json",
     "type": "object",
     "properties": {
         "error": {

@@ -316,7 +316,7 @@ def _report(error: BaseException, session: Session) -> int:
 
 
 def _print_error(report: ErrorReport, session: Session) -> None:
-    as_json = (session.output or _given_output(session.words)) in (Output.JSON, Output.NDJSON)
+    as_json = (session.output or _given_output(session.words)) is Output.JSON
     print(report.json() if as_json else f"bkctl: {report.line}", file=sys.stderr)
 
 

@@ -54,7 +54,7 @@ def test_check_with_findings(cli: Cli, bookie: Path) -> None:
     arguments = ("bookie", "check", "--dir", bookie / "ledgers", "--ledger", "5")
     answer = cli(*arguments, "-o", "ndjson")
     assert answer.code == 3
-    assert '"message": "3 findings"' in answer.err
+    assert answer.err.endswith("\nbkctl: 3 findings\n")
     by_kind = {(row["kind"], row["entryId"]): row for row in answer.rows}
     assert by_kind.keys() == {("wrongEntry", 2), ("wrongEntry", 3), ("notIndexed", 1)}
     row = by_kind["wrongEntry", 2]
@@ -74,7 +74,7 @@ def test_check_with_a_damaged_index(cli: Cli, healthy: Path) -> None:
     for command in (("check",), ("index", "check")):
         answer = cli("bookie", *command, "--dir", healthy / "ledgers", "-o", "ndjson")
         assert answer.code == 7
-        assert f'"message": "{path}: Ledger index does not begin with BKLE at byte 0"' in answer.err
+        assert f"bkctl: {path}: Ledger index does not begin with BKLE at byte 0" in answer.err
         assert "1 index damaged" in answer.err
 
 

@@ -184,16 +184,14 @@ def check_answer(answer: Answer, path: Path, *, removed: bool = False, offset: b
     """
     assert answer.code in (CODES_REMOVED if removed else CODES), answer.err
     rows = [json.loads(line) for line in answer.out.splitlines()]
-    lines = answer.err.splitlines()
     if answer.code == 0:
-        assert lines == []
+        assert answer.err == ""
         return rows
-    assert len(lines) == 1, answer.err
-    assert lines[0].startswith("bkctl: "), answer.err
+    problem = answer.problem
     if answer.code != 3:
-        assert path.name in lines[0]
+        assert path.name in problem
     if answer.code == 7 and offset:
-        assert re.search(r"at byte \d", lines[0]), lines[0]
+        assert re.search(r"at byte \d", problem), problem
     return rows
 
 

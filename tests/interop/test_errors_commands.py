@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import socket
 import threading
@@ -339,8 +338,7 @@ def test_no_bookie_answers(
     assert answer.code == 6
     first, problem = answer.err.splitlines()
     created = first.removeprefix("Ledger ")
-    message = json.loads(problem)["error"]["message"]
-    assert message.startswith(f"Ledger {created} cannot be written: Bookie 127.0.0.1:")
+    assert problem.startswith(f"bkctl: Ledger {created} cannot be written: Bookie 127.0.0.1:")
     assert word in problem
     assert problem.endswith("see 'bkctl bookies list'")
 

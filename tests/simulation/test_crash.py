@@ -393,6 +393,7 @@ def test_failing_disk_operation_fails_only_its_requests(tmp_path: Path, seed: in
                 continue
         files.faults.clear()
         if storage.journals[0].failed is None:
+            work.finish_checkpoint()
             storage.run_checkpoint()  # A ledger whose index the disk refused accepts entries again.
     work.commit()
     if storage.journals[0].failed is None:
