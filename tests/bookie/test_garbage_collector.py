@@ -23,7 +23,7 @@ from bkctl.ids import LedgerId
 from bkctl.metadata.backends.sqlite import SqliteStore
 from bkctl.metadata.cluster import Cluster, init_cluster, open_cluster
 from bkctl.metadata.ledgers import LedgerManager
-from bkctl.metadata.underreplication import LedgerLocks, LedgerUnderreplicationManager
+from bkctl.metadata.underreplication import LedgerLocks
 from bkctl.metadata.uri import parse_uri
 from bkctl.storage.checkpoints import Checkpoint
 from bkctl.storage.entry_logger import EntryLogger
@@ -334,20 +334,20 @@ def test_overreplicated_ledgers_are_deleted_after_their_wait_time(cluster: Clust
     bookie.collector.run_round()
     assert bookie.storage.ledgers == {*still_open, here}
     assert bookie.collector.stats.deleted_overreplicated_ledgers == 2
-    assert list(LedgerUnderreplicationManager(cluster.store).locks()) == []
+    assert list(LedgerLocks(cluster.store).list()) == []
 
 
 def test_ledger_that_is_being_replicated_is_not_over_replicated(cluster: Cluster) -> None:
     ledgers = [LedgerId(0, 1), LedgerId(7, 1)]
     create(cluster, *ledgers, metadata=ELSEWHERE)
-    underreplication = LedgerUnderreplicationManager(cluster.store)
+    locks = LedgerLocks(cluster.store)
     for ledger in ledgers:
-        underreplication.lock(ledger, "worker")
+        locks.lock(ledger, "worker")
     bookie = Bookie(cluster, Storage(*ledgers), gc_overreplicated_ledger_wait_time=60_000)
     bookie.now_ms += 60_001
     bookie.collector.run_round()
     assert bookie.storage.ledgers == set(ledgers)
-    assert [each.owner for each in underreplication.locks()] == ["worker", "worker"]
+    assert [each.owner for each in locks.list()] == ["worker", "worker"]
 
 
 def test_ledger_replicated_back_before_the_lock_stays(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,7 +364,7 @@ def test_ledger_replicated_back_before_the_lock_stays(cluster: Cluster, monkeypa
     monkeypatch.setattr(LedgerLocks, "lock", bring_back)
     bookie.collector.run_round()
     assert bookie.storage.ledgers == {ledger}
-    assert list(LedgerUnderreplicationManager(cluster.store).locks()) == []
+    assert list(LedgerLocks(cluster.store).list()) == []
 
 
 # --- settings and control -------------------------------------------------------------------------------------------
