@@ -86,12 +86,6 @@ def hold(directories: Iterable[Path], files: Files | None = None) -> Iterator[No
         yield
 
 
-def check_not_held(directories: Iterable[Path]) -> None:
-    """Raise DirectoryInUse, naming the process, if one holds `directories` or others of the same bookie."""
-    given = list(dict.fromkeys(current_of(directory) for directory in directories))
-    _refuse([*given, *_siblings(given)])
-
-
 def _refuse(directories: Sequence[Path]) -> None:
     found = holders(directories)
     if found:

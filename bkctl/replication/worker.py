@@ -157,11 +157,6 @@ class ReplicationWorker:
             await cancel_and_wait(*self._deferred.values())
 
     @property
-    def deferred(self) -> frozenset[LedgerId]:
-        """The ledgers that the worker keeps locked for a while: open ones whose writers have time, and failed ones."""
-        return frozenset(self._deferred)
-
-    @property
     def _back_off_s(self) -> float:
         return max(self._config.rw_rereplicate_backoff_ms / 1000, 0.01)
 

@@ -188,7 +188,7 @@ async def test_deferred_ledger_is_not_retried_after_losing_lock(fake_cluster):
         later = CONFIG.with_changes(lock_release_of_failed_ledger_grace_period=NEVER_MS)
         worker = ReplicationWorker(client, later, "worker")
         async with running(worker.run()):
-            await eventually(lambda: worker.deferred, "it failed")
+            await eventually(lambda: worker._deferred, "it failed")
             cluster.cluster.store.delete(f"underreplication/locks/urL{ledger.ledger_id:010d}")
             assert await worker.replicate(ledger) is LedgerOutcome.SKIPPED
             assert list(state_of(cluster).locks.list()) == []
@@ -257,7 +257,7 @@ async def test_open_ledger_is_fenced_after_grace_period(fake_cluster):
         patient = CONFIG.with_changes(open_ledger_rereplication_grace_period=NEVER_MS)
         worker = ReplicationWorker(client, patient, "patient")
         async with running(worker.run()):
-            await eventually(lambda: worker.deferred, "it waits for the writer")
+            await eventually(lambda: worker._deferred, "it waits for the writer")
             assert [lock.ledger for lock in state.locks.list()] == [writer.ledger]
             assert cluster.metadata(writer.ledger).state is LedgerState.OPEN
         with pytest.raises(Conflict):
