@@ -177,7 +177,7 @@ def test_health_reports_bookies_and_replication(cluster: Cluster, tmp_path: Path
         ("bookie-without-cookie", "b2:3181"): Severity.WARNING,
         ("underreplicated", "scope 0"): Severity.ERROR,
         ("underreplicated", "scope 7"): Severity.WARNING,
-        ("autorecovery-disabled", ""): Severity.WARNING,
+        ("autorecovery-disabled", ""): Severity.ERROR,
     }
     for bookie_id in BOOKIES[1:]:
         cluster.bookies.unregister(bookie_id)
