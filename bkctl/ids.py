@@ -55,11 +55,6 @@ class LedgerId(_LedgerIdFields):
         return super().__new__(cls, scope_id, ledger_id)
 
     @classmethod
-    def from_signed(cls, scope_id: int, ledger_id: int) -> LedgerId:
-        """Return the id whose halves are carried as int64 in protobuf and files."""
-        return cls(scope_id & U64_MAX, ledger_id & U64_MAX)
-
-    @classmethod
     def from_value(cls, value: int) -> LedgerId:
         """Return the id that is the unsigned 128-bit number `value`."""
         return cls(value >> 64, value & U64_MAX)

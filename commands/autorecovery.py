@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 
     from bkctl.config import BookieConfig
     from bkctl.metadata.cluster import Cluster
-    from bkctl.metadata.underreplication import LedgerUnderreplicationManager, UnderreplicatedLedger
+    from bkctl.metadata.underreplication import AutoRecoveryState, UnderreplicatedLedger
 
 app = group()
 
 _SPAN_OF_NO_CHECK_MS = 21 * 24 * 3600 * 1000
 
 
-def _manager(cluster: Cluster) -> LedgerUnderreplicationManager:
-    from bkctl.metadata.underreplication import LedgerUnderreplicationManager
+def _state(cluster: Cluster) -> AutoRecoveryState:
+    from bkctl.metadata.underreplication import AutoRecoveryState
 
     cluster.layout()  # Without a cluster all would look well.
-    return LedgerUnderreplicationManager(cluster.store)
+    return AutoRecoveryState(cluster.store)
 
 
 # --- run ------------------------------------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ def run_auto_recovery(
     bookie_id = own_id or _own_id(config)
     run.log()
     with run.cluster() as cluster:
-        _manager(cluster)
+        _state(cluster)
         auto_recovery = AutoRecovery(
             cluster, config, bookie_id,
             scopes=scopes, tls=run.bookie_tls(), addresses=run.bookie_addresses(), timeout_s=run.timeout_s,
@@ -154,19 +154,19 @@ def status(run: Run, watch: WatchOption) -> None:
 
     def look() -> Iterator[StatusRow]:
         yield StatusRow(
-            enabled=manager.is_enabled(),
-            auditor_id=manager.auditor(),
-            scoped_auditor_id=manager.auditor(scoped=True),
-            delay_s=manager.lost_bookie_recovery_delay_s(),
-            underreplicated=manager.any(),
-            worker_count=sum(1 for _ in manager.locks()),
-            all_ledgers_ms=manager.check_ctime_ms(AuditorCheck.ALL_LEDGERS),
-            placement_policy_ms=manager.check_ctime_ms(AuditorCheck.PLACEMENT_POLICY),
-            replicas_ms=manager.check_ctime_ms(AuditorCheck.REPLICAS),
+            enabled=state.settings.is_enabled(),
+            auditor_id=state.election.auditor(),
+            scoped_auditor_id=state.election.auditor(scoped=True),
+            delay_s=state.settings.lost_bookie_recovery_delay_s(),
+            underreplicated=state.marks.has_marks(),
+            worker_count=sum(1 for _ in state.locks.list()),
+            all_ledgers_ms=state.settings.check_ctime_ms(AuditorCheck.ALL_LEDGERS),
+            placement_policy_ms=state.settings.check_ctime_ms(AuditorCheck.PLACEMENT_POLICY),
+            replicas_ms=state.settings.check_ctime_ms(AuditorCheck.REPLICAS),
         )
 
     with run.cluster() as cluster:
-        manager = _manager(cluster)
+        state = _state(cluster)
         run.watch(watch, look, STATUS_COLUMNS, single=True)
 
 
@@ -186,9 +186,9 @@ SWITCH_COLUMNS = Columns(
 
 def _switch(run: Run, enabled: bool, undo: Path | None) -> None:
     with run.cluster() as cluster, run.recorded(cluster, undo) as recorded:
-        manager = _manager(recorded)
+        state = _state(recorded)
         try:
-            (manager.enable if enabled else manager.disable)()
+            (state.settings.enable if enabled else state.settings.disable)()
             changed = True
         except AlreadyExists:
             changed = False
@@ -277,8 +277,8 @@ def list_marked(
 
     def look() -> Iterator[MarkRow]:
         problems.clear()
-        locks = {} if count else {lock.ledger: lock.owner or "?" for lock in manager.locks(scope)}
-        for ledger, found in manager.list(scope):
+        locks = {} if count else {lock.ledger: lock.owner or "?" for lock in state.locks.list(scope)}
+        for ledger, found in state.marks.list(scope):
             if isinstance(found, BkctlError):
                 problems[str(found)] = found
             elif _wanted(found):
@@ -294,7 +294,7 @@ def list_marked(
         )
 
     with run.cluster() as cluster, run.working("Listing under-replicated ledgers", enabled=watch is None):
-        manager = _manager(cluster)
+        state = _state(cluster)
         if count:
             run.watch(watch, lambda: iter([Count(sum(1 for _ in look()))]), COUNT_COLUMNS, single=True)
         else:
@@ -329,14 +329,14 @@ def workers(run: Run, scope: ScopeOfAny, watch: WatchOption) -> None:
     """
 
     def look() -> Iterator[Work]:
-        locks = list(manager.locks(scope))
+        locks = list(state.locks.list(scope))
         ledgers = cluster.ledgers.read_many(lock.ledger for lock in locks)
         for lock, (_, found) in zip(locks, ledgers, strict=True):
             length = None if isinstance(found, BkctlError) else found.metadata.length
             yield Work(lock.ledger, lock.owner, lock.ctime_ms, length)
 
     with run.cluster() as cluster:
-        manager = _manager(cluster)
+        state = _state(cluster)
         run.watch(watch, look, LOCK_COLUMNS)
 
 
@@ -374,8 +374,8 @@ def mark(
     if not missing:
         raise UsageError("No bookie that lacks entries is named", hint="add --missing BOOKIE")
     with run.cluster() as cluster:
-        manager = _manager(cluster)
-        if not manager.is_enabled():
+        state = _state(cluster)
+        if not state.settings.is_enabled():
             run.note("Auto-recovery is disabled: no worker reads the marks until it is enabled")
         # All are looked at before the first is marked.
         for ledger, found in cluster.ledgers.read_many(ledgers):
@@ -388,12 +388,12 @@ def mark(
                         hint=f"'bkctl ledger locate {ledger}' shows its bookies",
                     )
         with run.rows(MARKED_COLUMNS) as writer, run.recorded(cluster, undo) as recorded:
-            marking = _manager(recorded)
+            state = _state(recorded)
             for ledger in ledgers:
-                before = manager.get(ledger)
+                before = state.marks.get(ledger)
                 present = () if before is None else before.missing_replicas
                 wanted = tuple(dict.fromkeys((*present, *missing)))
-                changed = wanted != present if dry_run else marking.mark(ledger, missing)
+                changed = wanted != present if dry_run else state.marks.add(ledger, missing)
                 writer.row(Marked(ledger, wanted, changed))
 
 
@@ -406,7 +406,7 @@ def unmark(run: Run, ledgers: LedgersOrFile, undo: UndoOption = None, dry_run: D
     from bkctl.metadata.underreplication import mark_path, parse_mark
 
     with run.cluster() as cluster:
-        manager = _manager(cluster)
+        state = _state(cluster)
         marks = {}
         for ledger in ledgers:
             found = cluster.store.get(mark_path(ledger))
@@ -434,7 +434,7 @@ def unmark(run: Run, ledgers: LedgersOrFile, undo: UndoOption = None, dry_run: D
             with run.undo(cluster, undo) as record:
                 for ledger, found in marks.items():
                     record.record(mark_path(ledger), found.value, None)
-                    manager.unmark(ledger, found.version)
+                    state.marks.remove(ledger, found.version)
                     writer.row(taken_away(ledger))
 
 
@@ -467,11 +467,11 @@ def auditor(
     Also shows the auditor of the scopes, if there is one. Exit code 4 if there is none.
     """
     with run.cluster() as cluster:
-        manager = _manager(cluster)
+        state = _state(cluster)
         rows = [
             Vote(bookie_id, scoped, at == 0)
             for scoped in (False, True)
-            for at, bookie_id in enumerate(manager.votes(scoped=scoped))
+            for at, bookie_id in enumerate(state.election.votes(scoped=scoped))
             if at == 0 or all_votes
         ]
     if not rows:
@@ -545,25 +545,25 @@ def audit(
     }
     clocks = [] if reset_clock is None else _clocks(reset_clock)
     with run.cluster() as cluster:
-        manager = _manager(cluster)
+        state = _state(cluster)
         if not clocks:
             if dry_run:
-                if not manager.is_enabled():
+                if not state.settings.is_enabled():
                     raise Conflict("Auto-recovery is disabled", hint="enable it first")
-                auditor_id = manager.auditor() or manager.auditor(scoped=True)
+                auditor_id = state.election.auditor() or state.election.auditor(scoped=True)
                 if auditor_id is None:
                     raise NotFound("No auditor is elected", hint="start auto-recovery on a bookie")
             else:
-                auditor_id = manager.trigger_audit()
+                auditor_id = state.trigger_audit()
             run.show(Audited(auditor_id), AUDITED_COLUMNS)
             return
         after_ms = time.time_ns() // 1_000_000 - _SPAN_OF_NO_CHECK_MS
-        rows = [ClockRow(clock.value, manager.check_ctime_ms(checks[clock]), after_ms) for clock in clocks]
+        rows = [ClockRow(clock.value, state.settings.check_ctime_ms(checks[clock]), after_ms) for clock in clocks]
         if not dry_run:
             with run.recorded(cluster, undo) as recorded:
                 for clock in clocks:
                     for scoped in (False, True):
-                        _manager(recorded).set_check_ctime_ms(checks[clock], after_ms, scoped=scoped)
+                        _state(recorded).settings.set_check_ctime_ms(checks[clock], after_ms, scoped=scoped)
     run.render(rows, CLOCK_COLUMNS)
     run.note("The checks run when an auditor starts next; restart the auditor to have them now")
 
@@ -593,9 +593,9 @@ def delay(
 ) -> None:
     """Show or set the delay before a bookie counts as lost."""
     with run.cluster() as cluster:
-        manager = _manager(cluster)
+        state = _state(cluster)
         if seconds is None:
-            stored = manager.lost_bookie_recovery_delay_s()
+            stored = state.settings.lost_bookie_recovery_delay_s()
             run.show(Delay(stored or 0, stored is not None), DELAY_COLUMNS)
             return
         wanted = parse_duration(seconds, "DELAY")
@@ -603,5 +603,5 @@ def delay(
             raise UsageError(f"DELAY {seconds}: not whole seconds")
         if not dry_run:
             with run.recorded(cluster, undo) as recorded:
-                _manager(recorded).set_lost_bookie_recovery_delay_s(int(wanted))
+                _state(recorded).settings.set_lost_bookie_recovery_delay_s(int(wanted))
         run.show(Delay(int(wanted), True), DELAY_COLUMNS)

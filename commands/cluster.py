@@ -207,7 +207,7 @@ def health(run: Run, watch: WatchOption, threshold: Threshold = 90.0, no_bookies
     out: 'bkctl cluster health'.
     """
     from bkctl.metadata.admin.health_mutes import HealthMutes
-    from bkctl.metadata.underreplication import LedgerUnderreplicationManager
+    from bkctl.metadata.underreplication import AuditorElection
 
     _check_percentage(threshold)
     muted: list[HealthFinding] = []
@@ -225,7 +225,7 @@ def health(run: Run, watch: WatchOption, threshold: Threshold = 90.0, no_bookies
             return
         with run.working("Asking the bookies"):
             findings = look()
-        unguarded = not findings and LedgerUnderreplicationManager(cluster.store).auditor() is None
+        unguarded = not findings and AuditorElection(cluster.store).auditor() is None
     if findings or run.output is not Output.TABLE:
         run.render(findings, HEALTH_COLUMNS)
     if muted:

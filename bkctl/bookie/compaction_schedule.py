@@ -22,9 +22,9 @@ class ForcedRound(NamedTuple):
     `major` and `minor` None: with such a compaction unless it is suspended.
     """
 
-    major: bool | None
-    minor: bool | None
-    accept_scoped_deletes: bool
+    major: bool | None = None
+    minor: bool | None = None
+    accept_scoped_deletes: bool = False
 
 
 class CompactionSettings(NamedTuple):

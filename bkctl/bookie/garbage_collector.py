@@ -41,7 +41,7 @@ class GarbageCollectorThread:
 
     `delete` deletes ledgers from the bookie's storage and returns how many were there. `checkpoint` returns when a
     checkpoint that began after its call is on disk (NoSpaceForCheckpoint: it has to wait). Both wait for the event
-    loop, and raise BkctlError or OSError when the bookie gives up. `run_round` runs a round in the calling thread.
+    loop, and raise BkctlError or OSError when the bookie gives up.
     Raises UsageError for settings with which Apache's bookie does not start.
     """
 
@@ -192,7 +192,7 @@ class GarbageCollectorThread:
             if self._stopped.is_set():
                 return
             try:
-                self._round(forced)
+                self.run_round(forced)
             except CompactionStopped:
                 return
             except Exception:  # a fault of ours must not end collection: the disks would fill up
@@ -212,18 +212,7 @@ class GarbageCollectorThread:
                 self._changed.wait(min(remaining_s, threading.TIMEOUT_MAX))
             return self._forced
 
-    def run_round(
-        self,
-        force: bool = False,
-        major: bool | None = None,
-        minor: bool | None = None,
-        *,
-        accept_scoped_deletes: bool = False,
-    ) -> None:
-        """Run a whole round in the calling thread; not after `start`."""
-        self._round(ForcedRound(major, minor, accept_scoped_deletes) if force else None)
-
-    def _round(self, forced: ForcedRound | None) -> None:
+    def run_round(self, forced: ForcedRound | None = None) -> None:
         """Delete ledgers, remove logs without ledgers, compact. Source: GarbageCollectorThread.runWithFlags."""
         accept = forced is not None and forced.accept_scoped_deletes
         self.unindexed.begin_round()

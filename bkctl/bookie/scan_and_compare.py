@@ -15,7 +15,7 @@ from bkctl.bookie.unindexed_ledgers import UnindexedLedgers
 from bkctl.errors import BkctlError, Conflict, Corrupt, LedgerNotFound, Unsupported
 from bkctl.formats.metadata import LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
-from bkctl.metadata.underreplication import LedgerUnderreplicationManager
+from bkctl.metadata.underreplication import LedgerLocks
 from bkctl.model import LedgerLiveness
 from bkctl.storage.ledger.ledger_storage import LedgerStorage
 
@@ -121,25 +121,23 @@ class ScanAndCompareGarbageCollector:
 
         Source: removeOverReplicatedledgers.
         """
-        underreplication = LedgerUnderreplicationManager(self._metadata.cluster.store)
+        locks = LedgerLocks(self._metadata.cluster.store)
         removed: set[LedgerId] = set()
         for batch in self._metadata.batches(local):
             for ledger, found in list(self._metadata.cluster.ledgers.read_many(batch)):
                 if not isinstance(found, BkctlError) and self._is_elsewhere(found.metadata):
-                    removed.update(self._delete_overreplicated(ledger, underreplication))
+                    removed.update(self._delete_overreplicated(ledger, locks))
         return removed
 
-    def _delete_overreplicated(
-        self, ledger: LedgerId, underreplication: LedgerUnderreplicationManager
-    ) -> list[LedgerId]:
+    def _delete_overreplicated(self, ledger: LedgerId, locks: LedgerLocks) -> list[LedgerId]:
         """Delete a ledger under its under-replication lock, so that no worker replicates it to this bookie meanwhile.
 
         Return it, or nothing where another has the lock or the metadata changed.
         """
-        if underreplication.lock_owner(ledger) is not None:
+        if locks.get(ledger) is not None:
             return []
         try:
-            underreplication.lock(ledger, self._metadata.bookie_id)
+            locks.lock(ledger, self._metadata.bookie_id)
         except Conflict:
             return []
         try:
@@ -150,7 +148,7 @@ class ScanAndCompareGarbageCollector:
         except (LedgerNotFound, Corrupt, Unsupported) as error:
             log.warning("Ledger %s is not collected as over-replicated: %s", ledger, error)
         finally:
-            underreplication.unlock(ledger)
+            locks.unlock(ledger)
         return []
 
     def _is_elsewhere(self, metadata: LedgerMetadata) -> bool:

@@ -139,15 +139,6 @@ class DigestChecker:
         matched = {digest_type: count for digest_type, count in self._matched.items() if count}
         return DigestCounts(matched, self._mismatched, self._unprotected, unknown, self._without_password)
 
-    def digest_type_of(self, ledger: LedgerId) -> DigestType | None:
-        """Return the given or discovered digest type of a ledger of scope 0; None while it is unknown."""
-        state = self._ledgers.get(ledger)
-        return None if state is None else state.digest_type
-
-    def unknown_ledgers(self) -> list[LedgerId]:
-        """Return the ledgers whose entries match none of the tried digests, sorted."""
-        return sorted(ledger for ledger, state in self._ledgers.items() if state.pending_count)
-
     def hint(self) -> str | None:
         """Return advice for entries that could not be checked; None if all could."""
         if self._without_password:

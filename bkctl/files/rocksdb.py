@@ -183,10 +183,6 @@ class LocationsDatabase(Database):
             count += len(batch)
         return count
 
-    def delete_entries(self, ledger: LedgerId, first: int = 0, last: int | None = None) -> None:
-        """Remove the entries `first` to `last` (None: to the end) of a ledger."""
-        self._batch().delete_range(location_key(ledger, first, scoped=self.scoped), self._end(ledger, last))
-
     def _end(self, ledger: LedgerId, last: int | None) -> bytes:
         if last is None or last + 1 >= 1 << 63:
             return _after(ledger_key(ledger, scoped=self.scoped))

@@ -19,6 +19,7 @@ from bkctl.disk import DIRECTORY_MODE
 from bkctl.errors import AlreadyExists, BkctlError, Corrupt, NotFound
 from bkctl.files.rocksdb_files import check_manifest, link_files
 from bkctl.files.rocksdb_options import open_read_only, rocksdb_errors, write_options
+from bkctl.formats.names import ROCKSDB_CURRENT
 
 #: Puts and deletes that reach the database together.
 BATCH_OPERATIONS: Final = 10_000
@@ -77,7 +78,7 @@ class Database:
 
         Raises AlreadyExists if the directory has a database.
         """
-        if (path / "CURRENT").exists():
+        if (path / ROCKSDB_CURRENT).exists():
             raise AlreadyExists(f"{path} already holds a database")
         path.mkdir(DIRECTORY_MODE, parents=True, exist_ok=True)
         return cls._open_to_write(path, scoped)
@@ -88,7 +89,7 @@ class Database:
 
         Raises DirectoryInUse if a bookie or another command has it open, NotFound, Corrupt.
         """
-        if not (path / "CURRENT").exists():
+        if not (path / ROCKSDB_CURRENT).exists():
             raise NotFound(f"{path} has no database")
         return cls._open_to_write(path, scoped)
 
@@ -98,7 +99,7 @@ class Database:
 
         Raises DirectoryInUse if another process has it open, Corrupt.
         """
-        if (path / "CURRENT").exists():
+        if (path / ROCKSDB_CURRENT).exists():
             # RocksDB may never return from a damaged MANIFEST.
             check_manifest(path)
         database = cls._open_to_write(path, None, config)

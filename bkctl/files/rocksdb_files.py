@@ -10,6 +10,7 @@ from typing import Final
 
 from bkctl.errors import BkctlError, Corrupt, CorruptRecord, NotFound
 from bkctl.files.windows import FileReader
+from bkctl.formats.names import ROCKSDB_CURRENT
 from bkctl.formats.rocksdb import BLOCK_SIZE, check_block, manifest_name
 
 _FILE: Final = re.compile(r"CURRENT|IDENTITY|MANIFEST-\d+|OPTIONS-\d+|\d+\.(?:sst|log|blob)").fullmatch
@@ -37,7 +38,7 @@ def link_files(path: Path, view: Path) -> None:
 def check_manifest(path: Path) -> None:
     """Raise Corrupt if the MANIFEST is damaged: some damage makes RocksDB read forever."""
     try:
-        with FileReader(path / "CURRENT") as current:
+        with FileReader(path / ROCKSDB_CURRENT) as current:
             name = manifest_name(current.read(0, 256), current.name)
         _check_log(path / name)
     except NotFound as error:

@@ -19,7 +19,6 @@ from bkctl.formats.layout import Buffer, Layout
 from bkctl.formats.record import (
     EXPLICIT_LAC_ENTRY_ID,
     FENCE_ENTRY_ID,
-    FORCE_LEDGER_ENTRY_ID,
     LEDGER_KEY_ENTRY_ID,
     RECORD_SIZE,
     write_ids,
@@ -111,11 +110,6 @@ def ledger_key_record(ledger: LedgerId, master_key: bytes) -> bytes:
 def fence_record(ledger: LedgerId) -> bytes:
     """Return the record that fences a ledger; 20 bytes in scope 0, else 29."""
     return write_record(write_ids(ledger, FENCE_ENTRY_ID))
-
-
-def force_ledger_record(ledger: LedgerId) -> bytes:
-    """Return the record that Apache's bookie queues, and never writes, to sync a ledger's entries."""
-    return write_record(write_ids(ledger, FORCE_LEDGER_ENTRY_ID))
 
 
 def explicit_lac_record(ledger: LedgerId, packet: bytes) -> bytes:

@@ -104,20 +104,6 @@ def parse_uri(text: str) -> MetadataUri:
     )
 
 
-def assemble_uri(
-    zk_servers: str, zk_ledgers_root_path: str = ROOT_PATH_DEFAULT, manager_type: str | None = None
-) -> MetadataUri:
-    """Return the URI of the old settings `zkServers`, `zkLedgersRootPath` and `ledgerManagerType`.
-
-    A chroot behind the servers (`HOST:2181/chroot`) comes before the root path. Raises UsageError, Unsupported.
-    Source: AbstractConfiguration.getMetadataServiceUri.
-    """
-    if not zk_ledgers_root_path.startswith("/"):
-        raise UsageError(f"zkLedgersRootPath {zk_ledgers_root_path!r} does not begin with '/'")
-    servers = zk_servers.strip().replace(",", ";")
-    return parse_uri(f"zk+{manager_type or 'null'}://{servers.rstrip('/')}{zk_ledgers_root_path}")
-
-
 def _bad(text: str, problem: str) -> UsageError:
     return UsageError(f"Not a metadata URI: {_shown(text)!r}: {problem}", hint=FORMS_HINT)
 

@@ -18,7 +18,7 @@ from bkctl.files.index import BookieIndexes, LedgerIndexReader
 from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
 from bkctl.formats.entry_log import log_id_of, unpack_location
 from bkctl.formats.index import LedgerData
-from bkctl.formats.names import UNFINISHED_SUFFIX
+from bkctl.formats.names import ROCKSDB_CURRENT, UNFINISHED_SUFFIX
 from bkctl.ids import LedgerId
 from bkctl.repair.conversion import (
     DATABASE_NAMES,
@@ -204,7 +204,7 @@ def _open_to_read(kind: Any, path: Path, scoped: bool) -> Any:
 
 
 def _open_to_write(kind: Any, path: Path, scoped: bool) -> Any:
-    if (path / "CURRENT").exists():
+    if (path / ROCKSDB_CURRENT).exists():
         return kind.edit(path, scoped=scoped)
     return kind.create(path, scoped=scoped)
 

@@ -61,7 +61,6 @@ class LedgerExtraction:
     ) -> None:
         self.ledger, self.first, self.last = ledger, first, last
         self.problems: list[BkctlError] = []
-        self.logs_scanned = 0
         self.logs_skipped = 0
         self._trust_maps = trust_maps
         self._paths: list[Path] = []
@@ -199,7 +198,6 @@ class LedgerExtraction:
             if sizes is not None and self.ledger not in sizes and self._trust_maps:
                 self.logs_skipped += 1
                 return
-            self.logs_scanned += 1
             before = len(self._entry_ids)
             self._paths.append(path)
             log = len(self._paths) - 1

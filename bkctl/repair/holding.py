@@ -17,9 +17,8 @@ from typing import Final, NamedTuple
 from bkctl.disk import Files, restrict_new_files
 from bkctl.errors import BkctlError, DirectoryInUse, NotFound, UsageError
 from bkctl.files.directories import current_of
-from bkctl.formats.names import COOKIE_NAME, ROCKSDB_NAMES
+from bkctl.formats.names import COOKIE_NAME, ROCKSDB_LOCK, ROCKSDB_NAMES
 
-LOCK_NAME: Final = "LOCK"
 _PROC: Final = Path("/proc")
 _COMMAND_SIZE_MAX: Final = 80
 #: struct flock: type, whence, start, length, pid.
@@ -86,12 +85,6 @@ def hold(directories: Iterable[Path], files: Files | None = None) -> Iterator[No
         yield
 
 
-def check_not_held(directories: Iterable[Path]) -> None:
-    """Raise DirectoryInUse, naming the process, if one holds `directories` or others of the same bookie."""
-    given = list(dict.fromkeys(current_of(directory) for directory in directories))
-    _refuse([*given, *_siblings(given)])
-
-
 def _refuse(directories: Sequence[Path]) -> None:
     found = holders(directories)
     if found:
@@ -135,9 +128,9 @@ def _is_same(one: Path, other: Path) -> bool:
 
 def _lock_database(database: Path, held: contextlib.ExitStack) -> None:
     """Take RocksDB's own lock of a database, so that no process opens it to write."""
-    if not (database / LOCK_NAME).is_file():
+    if not (database / ROCKSDB_LOCK).is_file():
         return
-    fd = os.open(database / LOCK_NAME, os.O_RDWR | os.O_CLOEXEC)
+    fd = os.open(database / ROCKSDB_LOCK, os.O_RDWR | os.O_CLOEXEC)
     held.callback(os.close, fd)
     fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -146,7 +139,7 @@ def _by_locks(roots: Sequence[Path]) -> Iterator[Holder]:
     for root in roots:
         databases = [root / name for name in ROCKSDB_NAMES]
         for database in [*databases, *(root / "current" / name for name in ROCKSDB_NAMES), root]:
-            lock = database / LOCK_NAME
+            lock = database / ROCKSDB_LOCK
             pid = _lock_owner(lock)
             if pid is not None and pid != os.getpid():
                 yield _holder(pid, lock)

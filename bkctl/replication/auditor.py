@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from bkctl.errors import BkctlError
-from bkctl.metadata.underreplication import AuditorCheck, LedgerUnderreplicationManager
+from bkctl.metadata.underreplication import AuditorCheck, AutoRecoverySettings
 from bkctl.replication.election import BACK_OFF_S, LOOK_AGAIN_S
 from bkctl.replication.ledger_checks import LedgerChecks, now_ms
 from bkctl.replication.lost_bookies import Decision, LostBookies
@@ -73,10 +73,8 @@ class Auditor:
         self._scoped = scoped
         self.stats = stats or AuditorStats()
         self._back_off_s = back_off_s
-        self._manager = LedgerUnderreplicationManager(self._cluster.store)
-        self.checks = LedgerChecks(
-            bookkeeper, config, self._manager, scoped=scoped, stats=self.stats, topology=topology
-        )
+        self._settings = AutoRecoverySettings(self._cluster.store)
+        self.checks = LedgerChecks(bookkeeper, config, scoped=scoped, stats=self.stats, topology=topology)
         self._lost = LostBookies((), 0)
         self._delay_version: int | None = None
         self._audit_at_s: float | None = None
@@ -92,7 +90,7 @@ class Auditor:
         try:
             async with (
                 watching(self._cluster.bookies.watch, changed.set),
-                watching(self._manager.watch_auditing, changed.set),
+                watching(self._settings.watch, changed.set),
             ):
                 await self._begin()
                 while True:
@@ -112,8 +110,8 @@ class Auditor:
         """Read the state that the first step needs, and schedule the periodic checks."""
 
         def look() -> tuple[set[str], int, int | None]:
-            delay_s = self._manager.initialize_lost_bookie_recovery_delay_s(self._config.lost_bookie_recovery_delay)
-            return self._known_bookies(), delay_s, self._manager.delay_version()
+            delay_s = self._settings.initialize_lost_bookie_recovery_delay_s(self._config.lost_bookie_recovery_delay)
+            return self._known_bookies(), delay_s, self._settings.delay_version()
 
         known, delay_s, self._delay_version = await asyncio.to_thread(look)
         self._lost = LostBookies(known, delay_s)
@@ -127,7 +125,7 @@ class Auditor:
             (AuditorCheck.REPLICAS, config.auditor_replicas_check_interval, checks.check_replicas),
         ):
             if interval_s > 0:
-                ctime_ms = await asyncio.to_thread(self._manager.check_ctime_ms, check, scoped=self._scoped)
+                ctime_ms = await asyncio.to_thread(self._settings.check_ctime_ms, check, scoped=self._scoped)
                 delay = first_delay_s(interval_s, ctime_ms, now_ms())
                 self._periodic.append(_PeriodicCheck(self._in_background(run), interval_s, time.monotonic() + delay))
 
@@ -140,12 +138,12 @@ class Auditor:
 
     async def _step(self) -> float:
         """Handle changes and run due work; return the seconds until more work may be due."""
-        if not await asyncio.to_thread(self._manager.is_enabled):
+        if not await asyncio.to_thread(self._settings.is_enabled):
             return LOOK_AGAIN_S
 
         def look() -> tuple[set[str], int, int | None]:
-            version = self._manager.delay_version()
-            delay_s = self._manager.lost_bookie_recovery_delay_s() or 0
+            version = self._settings.delay_version()
+            delay_s = self._settings.lost_bookie_recovery_delay_s() or 0
             return available_bookies(self._cluster, scoped=self._scoped), delay_s, version
 
         available, delay_s, version = await asyncio.to_thread(look)
@@ -201,7 +199,7 @@ class Auditor:
 
         def may_continue() -> bool:
             nonlocal is_whole
-            is_whole = not self._is_over and self._manager.is_enabled()
+            is_whole = not self._is_over and self._settings.is_enabled()
             return is_whole
 
         try:

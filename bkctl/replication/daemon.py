@@ -19,7 +19,7 @@ from bkctl.errors import BkctlError
 from bkctl.ids import check_bookie_id
 from bkctl.metadata.cluster import open_cluster
 from bkctl.metadata.store import NO_SECURITY, StoreSecurity
-from bkctl.metadata.underreplication import LedgerUnderreplicationManager
+from bkctl.metadata.underreplication import AuditorElection, UnderreplicationLayout
 from bkctl.replication.auditor import Auditor
 from bkctl.replication.election import AuditorElector
 from bkctl.replication.placement import Topology
@@ -72,7 +72,7 @@ class AutoRecovery:
 
     async def run(self) -> None:
         """Work until cancelled. Raise Unsupported or Corrupt if the cluster's marks cannot be used."""
-        await asyncio.to_thread(LedgerUnderreplicationManager(self._cluster.store).prepare)
+        await asyncio.to_thread(UnderreplicationLayout(self._cluster.store).prepare)
         script = self._config.network_topology_script_file_name
         topology = Topology(script) if script else None
         async with BookKeeper(
@@ -94,8 +94,8 @@ class AutoRecovery:
             stats = self.auditor_stats[scoped]
             await Auditor(bookkeeper, self._config, scoped=scoped, stats=stats, topology=topology).run()
 
-        manager = LedgerUnderreplicationManager(self._cluster.store)
-        return AuditorElector(manager, self.bookie_id, audit, scoped=scoped)
+        election = AuditorElection(self._cluster.store)
+        return AuditorElector(election, self.bookie_id, audit, scoped=scoped)
 
     async def _work(self, bookkeeper: BookKeeper, topology: Topology | None) -> None:
         while True:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from bkctl.client.bookies import in_thread
 from bkctl.errors import Conflict, NotFound
-from bkctl.metadata.underreplication import LedgerUnderreplicationManager
+from bkctl.metadata.underreplication import AutoRecoveryState
 from bkctl.replication.bookie_mover import BookieMover
 from bkctl.replication.departure_checks import DepartureChecks
 from bkctl.replication.departure_steps import (
@@ -61,7 +61,7 @@ class Decommission:
         self._checks = DepartureChecks(self.mover, skip_unrecoverable=skip_unrecoverable)
         self._cluster = bookkeeper.cluster
         self._keep_cookie = keep_cookie
-        self._manager = LedgerUnderreplicationManager(self._cluster.store)
+        self._state = AutoRecoveryState(self._cluster.store)
         self._skipped: set[LedgerId] = set()
         #: True after a check found that nothing may be moved.
         self.forbidden = False
@@ -87,7 +87,7 @@ class Decommission:
             )  # fmt: skip
         else:
             yield Step(StepKind.STOPPED, StepResult.OK, f"{self.bookie_id} is not registered")
-        if await in_thread(self._manager.is_enabled):
+        if await in_thread(self._state.settings.is_enabled):
             yield Step(StepKind.AUTO_RECOVERY, StepResult.OK, "Auto-recovery is on")
         else:
             self.forbidden = True
@@ -161,7 +161,7 @@ class Decommission:
         missing = [
             "the other scopes" if scoped else "scope 0"
             for scoped in sorted(kinds)
-            if await in_thread(lambda scoped=scoped: self._manager.auditor(scoped=scoped)) is None
+            if await in_thread(lambda scoped=scoped: self._state.election.auditor(scoped=scoped)) is None
         ]
         if missing:
             return Step(
@@ -175,9 +175,9 @@ class Decommission:
         """Mark the ledgers of scopes with an auditor, so that workers help; without workers, marks would remain."""
 
         def mark() -> None:
-            if self._manager.auditor(scoped=True) is not None:
+            if self._state.election.auditor(scoped=True) is not None:
                 scope_id = None
-            elif self._manager.auditor() is not None:
+            elif self._state.election.auditor() is not None:
                 scope_id = 0
             else:
                 return

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Final
 
 from bkctl.errors import BkctlError, Unreachable
-from bkctl.metadata.underreplication import LedgerUnderreplicationManager
+from bkctl.metadata.underreplication import AuditorElection
 from bkctl.replication.signals import Signal, cancel_and_wait, run_to_end, watching
 
 if TYPE_CHECKING:
@@ -31,14 +31,14 @@ class AuditorElector:
 
     def __init__(
         self,
-        manager: LedgerUnderreplicationManager,
+        election: AuditorElection,
         bookie_id: str,
         audit: Callable[[], Awaitable[None]],
         *,
         scoped: bool,
         back_off_s: float = BACK_OFF_S,
     ) -> None:
-        self._manager = manager
+        self._election = election
         self._bookie_id = bookie_id
         self._audit = audit
         self._scoped = scoped
@@ -61,12 +61,12 @@ class AuditorElector:
     async def _term(self) -> None:
         """Run from one vote of ours to its end."""
         self.attempt_count += 1
-        voting = asyncio.ensure_future(asyncio.to_thread(self._manager.vote, self._bookie_id, scoped=self._scoped))
+        voting = asyncio.ensure_future(asyncio.to_thread(self._election.vote, self._bookie_id, scoped=self._scoped))
         try:
             vote = await asyncio.shield(voting)
             changed = Signal()
-            election = vote.path.rpartition("/")[0]
-            async with watching(self._manager.store.watch, election, changed.set, children=True):
+            directory = vote.path.rpartition("/")[0]
+            async with watching(self._election.store.watch, directory, changed.set, children=True):
                 if await self._won(vote, changed):
                     await self._be_auditor(vote, changed)
         finally:
@@ -76,7 +76,7 @@ class AuditorElector:
         """Wait until our vote is the first one; return False if it is gone."""
         while True:
             changed.clear()
-            paths = await asyncio.to_thread(self._manager.vote_paths, scoped=self._scoped)
+            paths = await asyncio.to_thread(self._election.vote_paths, scoped=self._scoped)
             if vote.path not in paths:
                 return False
             if paths[0] == vote.path:
@@ -84,7 +84,7 @@ class AuditorElector:
             await changed.wait(LOOK_AGAIN_S)
 
     async def _be_auditor(self, vote: Claim, changed: Signal) -> None:
-        await asyncio.to_thread(self._manager.note_auditor, self._bookie_id, scoped=self._scoped)
+        await asyncio.to_thread(self._election.announce, self._bookie_id, scoped=self._scoped)
         log.info("%s is the auditor of %s", self._bookie_id, self._what)
         self.elected = True
         auditing = asyncio.ensure_future(self._audit())

@@ -16,7 +16,7 @@ from bkctl.errors import BkctlError, UsageError
 from bkctl.formats.metadata import LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId, check_bookie_id
 from bkctl.metadata.ledgers import VersionedMetadata
-from bkctl.metadata.underreplication import LedgerUnderreplicationManager
+from bkctl.metadata.underreplication import LedgerMarks
 
 if TYPE_CHECKING:
     from bkctl.metadata.cluster import Cluster, RegisteredBookie
@@ -223,7 +223,7 @@ def ok_to_stop(
     bookies = cluster.bookies.list(include_down=False)
     staying = {bookie.bookie_id: bookie for bookie in bookies if bookie.bookie_id not in bookie_ids}
     replacements = Replacements(bookies, bookie_ids)
-    mark_of = LedgerUnderreplicationManager(cluster.store).beside()
+    mark_of = LedgerMarks(cluster.store).cursor()
     for ledger, held in ledgers_on(cluster, bookie_ids):
         if isinstance(held, BkctlError):
             yield StopProblem(ledger, Risk.UNREADABLE, held.message)

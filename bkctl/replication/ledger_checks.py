@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from bkctl.client.ensemble import RoundRobinDistributionSchedule
 from bkctl.errors import BkctlError, LedgerNotFound, Unreachable
-from bkctl.metadata.underreplication import AuditorCheck, LedgerUnderreplicationManager
+from bkctl.metadata.underreplication import AuditorCheck, AutoRecoveryState
 from bkctl.replication.checker import LedgerChecker
 from bkctl.replication.marking import STEP_COUNT, available_bookies, ledgers_of
 from bkctl.replication.signals import cancel_and_wait
@@ -44,14 +44,13 @@ CHECKS_AT_ONCE_MAX: Final = 32
 class LedgerChecks:
     """Checks all ledgers of scope 0 (`scoped`: of all other scopes), and counts the results in `stats`.
 
-    `manager` switches the checks off while auto-recovery is disabled.
+    The checks stop while auto-recovery is disabled.
     """
 
     def __init__(
         self,
         bookkeeper: BookKeeper,
         config: BookieConfig,
-        manager: LedgerUnderreplicationManager,
         *,
         scoped: bool,
         stats: AuditorStats,
@@ -60,7 +59,8 @@ class LedgerChecks:
         self._bookkeeper = bookkeeper
         self._cluster = bookkeeper.cluster
         self._config = config
-        self._manager = manager
+        state = AutoRecoveryState(self._cluster.store)
+        self._marks, self._settings = state.marks, state.settings
         self._scoped = scoped
         self._stats = stats
         self._topology = topology
@@ -79,7 +79,7 @@ class LedgerChecks:
             bookies = sorted({bookie_id for fragment in result.fragments for bookie_id in fragment.bookies})
             if bookies:
                 log.info("Ledger %s lacks entries on %s", ledger, ", ".join(bookies))
-                await asyncio.to_thread(self._manager.mark, ledger, bookies)
+                await asyncio.to_thread(self._marks.add, ledger, bookies)
             self._stats.num_ledgers_checked += 1
 
         if await self._for_each_ledger(check):
@@ -96,7 +96,7 @@ class LedgerChecks:
             metadata = found.metadata
             if not metadata.is_closed or metadata.last_entry_id < 0:
                 return
-            if await asyncio.to_thread(self._manager.get, ledger) is not None:
+            if await asyncio.to_thread(self._marks.get, ledger) is not None:
                 return
             missing = await self._missing_replica_count(ledger, found)
             left = metadata.write_quorum_size - missing
@@ -156,7 +156,7 @@ class LedgerChecks:
 
     def _old_mark_count(self, before_ms: int) -> int:
         count = 0
-        for ledger, mark in self._manager.list(None if self._scoped else 0):
+        for ledger, mark in self._marks.list(None if self._scoped else 0):
             if ledger.is_scoped == self._scoped and not isinstance(mark, BkctlError):
                 count += mark.ctime_ms is not None and mark.ctime_ms < before_ms
         return count
@@ -184,7 +184,7 @@ class LedgerChecks:
 
         remaining = iter(self._cluster.ledgers.read_many(ledgers_of(self._cluster, scoped=self._scoped)))
         while step := await asyncio.to_thread(lambda: list(islice(remaining, STEP_COUNT // 4))):
-            if not await asyncio.to_thread(self._manager.is_enabled):
+            if not await asyncio.to_thread(self._settings.is_enabled):
                 return False
             up = await asyncio.to_thread(available_bookies, self._cluster, scoped=False)
             tasks = [asyncio.ensure_future(check_one(ledger, found, up)) for ledger, found in step]
@@ -192,11 +192,11 @@ class LedgerChecks:
                 await asyncio.gather(*tasks)
             finally:
                 await cancel_and_wait(*tasks)
-        return await asyncio.to_thread(self._manager.is_enabled)
+        return await asyncio.to_thread(self._settings.is_enabled)
 
     async def _record(self, check: AuditorCheck) -> None:
         """Record in the store that the check has run now."""
-        await asyncio.to_thread(self._manager.set_check_ctime_ms, check, now_ms(), scoped=self._scoped)
+        await asyncio.to_thread(self._settings.set_check_ctime_ms, check, now_ms(), scoped=self._scoped)
 
 
 def _worst_count(

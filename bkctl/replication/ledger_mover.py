@@ -23,7 +23,7 @@ from bkctl.errors import (
     Unreachable,
 )
 from bkctl.formats.metadata import LedgerState
-from bkctl.metadata.underreplication import LedgerUnderreplicationManager
+from bkctl.metadata.underreplication import AutoRecoveryState
 from bkctl.replication.batching import BatchedCalls
 from bkctl.replication.fragments import EntrySpan, spans_text
 from bkctl.replication.move_plan import LedgerMove, MoveOutcome
@@ -59,9 +59,9 @@ class LedgerMover:
         self._leaving = leaving
         self._marked = marked
         self._skip_open, self._fence, self._locks = skip_open, fence, locks
-        self._manager = LedgerUnderreplicationManager(cluster.store)
+        self._state = AutoRecoveryState(cluster.store)
         owner = f"{os.uname().nodename}:{os.getpid()}"
-        self._lock: BatchedCalls[LedgerId, Claim] = BatchedCalls(lambda ids: self._manager.lock_many(ids, owner))
+        self._lock: BatchedCalls[LedgerId, Claim] = BatchedCalls(lambda ids: self._state.locks.lock_many(ids, owner))
         self._unlock: BatchedCalls[LedgerId, None] = BatchedCalls(self._unlock_many)
 
     async def move(
@@ -126,15 +126,15 @@ class LedgerMover:
         return moved
 
     def _unlock_many(self, ledgers: list[LedgerId]) -> list[None]:
-        self._manager.unlock_many(ledgers)
+        self._state.locks.unlock_many(ledgers)
         return [None] * len(ledgers)
 
     def _unmark(self, ledger: LedgerId) -> None:
         """Delete the ledger's mark if it names leaving bookies only; otherwise a worker replicates the other ones."""
         with contextlib.suppress(NotFound, MetadataVersionConflict, Corrupt):
-            mark = self._manager.get(ledger)
+            mark = self._state.marks.get(ledger)
             if mark is not None and self._leaving.issuperset(mark.missing_replicas):
-                self._manager.unmark(ledger, mark.version)
+                self._state.marks.remove(ledger, mark.version)
 
 
 def _result_of(ledger: LedgerId, before: LedgerState | None, replication: LedgerReplication) -> LedgerMove:

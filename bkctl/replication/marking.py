@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bkctl.errors import BkctlError, Corrupt, LedgerNotFound, Unreachable, UsageError
 from bkctl.ids import U64_MAX, LedgerId, check_bookie_id
-from bkctl.metadata.underreplication import LedgerUnderreplicationManager
+from bkctl.metadata.underreplication import LedgerMarks
 
 if TYPE_CHECKING:
     from bkctl.metadata.cluster import Cluster
@@ -107,7 +107,7 @@ def _mark(
     progress: Callable[[MarkProgress], None],
 ) -> Iterator[MarkedLedger]:
     """Mark the ledgers with replicas on lost bookies; `lost` returns the lost ones of a set of bookies."""
-    manager = LedgerUnderreplicationManager(cluster.store)
+    marks = LedgerMarks(cluster.store)
     ledger_count = affected_count = changed_count = 0
     remaining = iter(cluster.ledgers.read_many(ids))
     with ThreadPoolExecutor(MARKS_AT_ONCE, thread_name_prefix="mark-ledgers") as executor:
@@ -115,7 +115,7 @@ def _mark(
             named = list(_named_bookies(step))
             gone = lost(set().union(*(bookies for _, bookies in named)))
             affected = [(ledger, tuple(sorted(bookies & gone))) for ledger, bookies in named if bookies & gone]
-            for marked in executor.map(lambda pair: _mark_one(manager, *pair, dry_run=dry_run), affected):
+            for marked in executor.map(lambda pair: _mark_one(marks, *pair, dry_run=dry_run), affected):
                 if marked is not None:
                     changed_count += marked.changed
                     yield marked
@@ -124,13 +124,11 @@ def _mark(
             progress(MarkProgress(ledger_count, affected_count, changed_count))
 
 
-def _mark_one(
-    manager: LedgerUnderreplicationManager, ledger: LedgerId, missing: tuple[str, ...], *, dry_run: bool
-) -> MarkedLedger | None:
+def _mark_one(marks: LedgerMarks, ledger: LedgerId, missing: tuple[str, ...], *, dry_run: bool) -> MarkedLedger | None:
     try:
         if not dry_run:
-            return MarkedLedger(ledger, missing, manager.mark(ledger, missing))
-        present = manager.get(ledger)
+            return MarkedLedger(ledger, missing, marks.add(ledger, missing))
+        present = marks.get(ledger)
     except (Corrupt, UsageError) as error:
         # The mark is damaged, or the ledger names an invalid bookie id: the next ledgers must not wait for it.
         log.error("Ledger %s cannot be marked: %s", ledger, error)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from bkctl.errors import BkctlError, Conflict, Corrupt, LedgerNotFound
 from bkctl.formats.metadata import LedgerState
-from bkctl.metadata.underreplication import LedgerUnderreplicationManager
+from bkctl.metadata.underreplication import LedgerMarks
 from bkctl.replication.fragments import EntrySpan
 from bkctl.replication.holdings import HeldFragment, HeldLedger, Replacements, ledgers_on
 
@@ -105,8 +105,8 @@ def plan_move(cluster: Cluster, leaving: Collection[str], ids: Iterable[LedgerId
     """
     plan = MovePlan()
     leaving = frozenset(leaving)
-    manager = LedgerUnderreplicationManager(cluster.store)
-    mark_of = manager.beside() if ids is None else manager.get
+    marks = LedgerMarks(cluster.store)
+    mark_of = marks.cursor() if ids is None else marks.get
     replacements = Replacements(cluster.bookies.list(include_down=False), leaving)
     for ledger, held in ledgers_on(cluster, leaving, ids):
         if isinstance(held, BkctlError):

@@ -31,7 +31,7 @@ from bkctl.errors import (
     NotFound,
     Unreachable,
 )
-from bkctl.metadata.underreplication import LedgerUnderreplicationManager, UnderreplicatedLedger
+from bkctl.metadata.underreplication import AutoRecoveryState, UnderreplicatedLedger
 from bkctl.replication.checker import LedgerCheck, LedgerChecker
 from bkctl.replication.copy_limits import Throttle
 from bkctl.replication.ensemble_swap import LockLost, lock_lost
@@ -114,7 +114,7 @@ class ReplicationWorker:
         self._config = config
         self._name = name
         self._scopes = tuple(scopes)
-        self._manager = LedgerUnderreplicationManager(bookkeeper.cluster.store)
+        self._state = AutoRecoveryState(bookkeeper.cluster.store)
         self._checker = checker or LedgerChecker(bookkeeper)
         self._replicator = replicator or LedgerFragmentReplicator(
             bookkeeper,
@@ -138,7 +138,7 @@ class ReplicationWorker:
         try:
             async with contextlib.AsyncExitStack() as watches:
                 for scoped in self._scopes:
-                    await watches.enter_async_context(watching(self._manager.watch, wake.set, scoped=scoped))
+                    await watches.enter_async_context(watching(self._state.marks.watch_work, wake.set, scoped=scoped))
                 while True:
                     wake.clear()
                     try:
@@ -157,11 +157,6 @@ class ReplicationWorker:
             await cancel_and_wait(*self._deferred.values())
 
     @property
-    def deferred(self) -> frozenset[LedgerId]:
-        """The ledgers that the worker keeps locked for a while: open ones whose writers have time, and failed ones."""
-        return frozenset(self._deferred)
-
-    @property
     def _back_off_s(self) -> float:
         return max(self._config.rw_rereplicate_backoff_ms / 1000, 0.01)
 
@@ -170,7 +165,7 @@ class ReplicationWorker:
 
         Raise Unreachable.
         """
-        if not await asyncio.to_thread(self._manager.is_enabled):
+        if not await asyncio.to_thread(self._state.settings.is_enabled):
             return LOOK_AGAIN_S
         steps = self._free_ledgers()
         queue: list[LedgerId] = []
@@ -188,7 +183,7 @@ class ReplicationWorker:
 
         async def replicate_next() -> None:
             while (ledger := await next_ledger()) is not None:
-                if not await asyncio.to_thread(self._manager.is_enabled):
+                if not await asyncio.to_thread(self._state.settings.is_enabled):
                     return
                 outcomes[await self.replicate(ledger)] += 1
 
@@ -204,24 +199,24 @@ class ReplicationWorker:
     def _free_ledgers(self) -> Iterator[list[LedgerId]]:
         """Yield the marked ledgers without a lock, in batches and random order, so that workers seldom collide."""
         for scoped in self._rng.sample(self._scopes, len(self._scopes)):
-            marked = self._manager.marked(scoped=scoped)
+            marked = self._state.marks.ids(scoped=scoped)
             while batch := list(islice(marked, STEP_COUNT)):
-                locked = self._manager.locked()
+                locked = self._state.locks.ledgers()
                 free = [ledger for ledger in batch if ledger not in locked]
                 self._rng.shuffle(free)
                 yield free
 
     async def replicate(self, ledger: LedgerId) -> LedgerOutcome:
         """Lock the ledger and restore its replicas, if it is marked and not locked. Raise Unreachable."""
-        manager = self._manager
+        state = self._state
         if ledger in self._deferred:
             # The lock was lost before the deferred work ended.
             return LedgerOutcome.SKIPPED
         try:
             # Read first, so that no lock is created for a ledger that another worker has just finished.
-            if await asyncio.to_thread(manager.get, ledger) is None:
+            if await asyncio.to_thread(state.marks.get, ledger) is None:
                 return LedgerOutcome.SKIPPED
-            lock = await run_to_end(asyncio.to_thread(manager.lock, ledger, self._name))
+            lock = await run_to_end(asyncio.to_thread(state.locks.lock, ledger, self._name))
         except Unreachable:
             raise
         except Conflict:
@@ -255,14 +250,14 @@ class ReplicationWorker:
     async def _store_answers(self) -> bool:
         """Return False if the metadata store is unreachable, and not only bookies."""
         try:
-            await asyncio.to_thread(self._manager.is_enabled)
+            await asyncio.to_thread(self._state.settings.is_enabled)
         except Unreachable:
             return False
         return True
 
     async def _replicate_locked(self, ledger: LedgerId, lock: Claim) -> LedgerOutcome:
         # Read under the lock: no other worker unmarks the ledger now, and a new mark has another version.
-        mark = await asyncio.to_thread(self._manager.get, ledger)
+        mark = await asyncio.to_thread(self._state.marks.get, ledger)
         if mark is None:
             return LedgerOutcome.SKIPPED
         try:
@@ -351,7 +346,7 @@ class ReplicationWorker:
         def unmark() -> None:
             _check_held(lock, mark.ledger)
             with contextlib.suppress(NotFound, MetadataVersionConflict):
-                self._manager.unmark(mark.ledger, mark.version)
+                self._state.marks.remove(mark.ledger, mark.version)
 
         await asyncio.to_thread(unmark)
         self._failed.pop(mark.ledger, None)
@@ -399,7 +394,7 @@ class ReplicationWorker:
         """Unlock the ledger, retrying until the store accepts: a lock excludes all workers while we live."""
         while not self._is_over:
             try:
-                await asyncio.to_thread(self._manager.unlock, ledger)
+                await asyncio.to_thread(self._state.locks.unlock, ledger)
                 return
             except BkctlError as error:
                 log.warning("The lock of ledger %s is not released yet: %s", ledger, error)

@@ -404,20 +404,6 @@ class BookieStorage:
         """Report the outcome of `commit` to its callers; return the batch that fails too; see GroupCommit."""
         return self._group_commit.settle(number, batch, error, self._handles.values())
 
-    def flush_journals(self) -> None:
-        """Commit and settle all batches in the calling thread; for tools and tests without a journal thread."""
-        for number in range(len(self.journals)):
-            batch = self.take_batch(number)
-            if batch is not None:
-                error = None
-                try:
-                    self.commit(number, batch)
-                except OSError as failure:
-                    error = failure
-                self.settle(number, batch, error)
-                if error is not None:
-                    raise error
-
     # --- reads -------------------------------------------------------------------------------------------------------
 
     def has(self, handle: LedgerHandle, entry_id: int) -> bool:

@@ -141,7 +141,6 @@ def gc(
     _check_gc_options(forces=forces, switches=switches, status=status, wait=wait, deadline=deadline, watch=watch,
                       others=major or minor or wait or accept_scoped_deletes)  # fmt: skip
     with server(run, which, changes=not status and not dry_run) as found:
-        api = found.api
         if accept_scoped_deletes and not dry_run:
             run.confirm(
                 f"{found.name} would delete all that it has of every ledger of a scope that the metadata store does "
@@ -153,20 +152,13 @@ def gc(
         if dry_run:
             run.note(f"bkctl: Dry run: {found.name} would {_gc_plan(major, minor, suspend, resume)}")
         elif switches:
-            for which_ones, change in ((suspend, api.suspend_compaction), (resume, api.resume_compaction)):
-                if which_ones is not None:
-                    both = which_ones is Compactions.BOTH
-                    change(major=both or which_ones is Compactions.MAJOR, minor=both or which_ones is Compactions.MINOR)
+            _switch_compactions(found, suspend, resume)
         else:
             _force_gc(run, found, major, minor, accept_scoped_deletes, wait, deadline)
-        after = api.garbage_collection()
+        after = found.api.garbage_collection()
         run.render(_collector_rows(after), _collector_columns(run))
-        held_back = _held_back(after)
-        if held_back and forces and wait:
-            raise FindingsError(
-                f"{found.name} kept ledgers of scopes that seem deleted: {held_back[0]}",
-                hint="check that; 'bookie gc --accept-scoped-deletes' lets one round delete them",
-            )
+        if forces and wait:
+            _raise_held_back(found, after)
 
 
 def _show_collectors(run: Run, found: Server, watch: float | None) -> None:
@@ -192,6 +184,13 @@ def _check_gc_options(
         raise UsageError("--deadline requires --wait", hint="add --wait")
     if watch is not None and not status:
         raise UsageError("--watch requires --status", hint="add --status")
+
+
+def _switch_compactions(found: Server, suspend: Compactions | None, resume: Compactions | None) -> None:
+    for chosen, change in ((suspend, found.api.suspend_compaction), (resume, found.api.resume_compaction)):
+        if chosen is not None:
+            both = chosen is Compactions.BOTH
+            change(major=both or chosen is Compactions.MAJOR, minor=both or chosen is Compactions.MINOR)
 
 
 def _gc_plan(major: bool, minor: bool, suspend: Compactions | None, resume: Compactions | None) -> str:
@@ -230,6 +229,14 @@ def _force_gc(
 def _held_back(collection: GarbageCollection) -> list[str]:
     """Return the reasons for which collectors deleted no scoped ledgers in their last round."""
     return [each.scoped_deletes_held_back for each in collection.collectors if each.scoped_deletes_held_back]
+
+
+def _raise_held_back(found: Server, collection: GarbageCollection) -> None:
+    for reason in _held_back(collection):
+        raise FindingsError(
+            f"{found.name} kept ledgers of scopes that seem deleted: {reason}",
+            hint="check that; 'bookie gc --accept-scoped-deletes' lets one round delete them",
+        )
 
 
 def _collector_rows(collection: GarbageCollection) -> Iterator[CollectorRow]:

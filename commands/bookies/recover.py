@@ -27,7 +27,7 @@ from .selection import Deadline, LedgersByOption, ManyBookies, SkipUnrecoverable
 if TYPE_CHECKING:
     from bkctl.metadata.cluster import Cluster
     from bkctl.replication.holdings import HeldFragment, HeldLedger
-    from bkctl.replication.move_plan import LedgerMove, MovePlan, PlannedFragment
+    from bkctl.replication.move_plan import LedgerMove, MovePlan, MoveProgress, PlannedFragment
 
 app = group()
 
@@ -290,13 +290,7 @@ def _recover(
                 kept = len({ledger for ledger, _ in await mover.left()} - skipped)
                 if not kept:
                     notes.extend(f"The cookie of {name} is deleted" for name in await mover.delete_cookies())
-            progress = mover.progress
-            notes.insert(
-                0,
-                f"{outcomes[MoveOutcome.MOVED]:,} of {counted(len(plan.ledgers), 'ledger', 'ledgers')} moved: "
-                f"{counted(progress.entry_count, 'entry', 'entries')}, {size_text(progress.size_bytes)}, "
-                f"in {time_text(progress.elapsed_s)}",
-            )
+            notes.insert(0, _moved_text(outcomes[MoveOutcome.MOVED], mover.progress))
 
     file = nullcontext() if resume is None else ResumeFile(resume, instance_id=cluster.instance_id(), bookies=names)
     with (
@@ -313,16 +307,23 @@ def _recover(
             run_within(run, work(rows), deadline_s, "The recovery")
     for note in notes:
         run.note(note)
+    unrecoverable = outcomes[MoveOutcome.UNRECOVERABLE] - len(skipped)
+    _finish(run, plan, unrecoverable, outcomes[MoveOutcome.FAILED], kept, len(names))
+
+
+def _moved_text(moved_count: int, progress: MoveProgress) -> str:
+    return (
+        f"{moved_count:,} of {counted(len(progress.plan.ledgers), 'ledger', 'ledgers')} moved: "
+        f"{counted(progress.entry_count, 'entry', 'entries')}, {size_text(progress.size_bytes)}, "
+        f"in {time_text(progress.elapsed_s)}"
+    )
+
+
+def _finish(run: Run, plan: MovePlan, unrecoverable: int, failed: int, kept: int, bookie_count: int) -> None:
+    """Report the findings of a recovery, from counts of ledgers; `kept` have entries on bookies that keep a cookie."""
     for ledger, problem in plan.damaged.items():
         run.note(f"bkctl: Ledger {ledger} was skipped: {problem}")
-    unrecoverable = outcomes[MoveOutcome.UNRECOVERABLE] - len(skipped)
-    problems = _problem_texts(unrecoverable, outcomes[MoveOutcome.FAILED] + len(plan.damaged), kept, len(names))
-    text = "; ".join(problems)
-    run.finish_with(len(problems), f"finding: {text}", f"findings: {text}")
-
-
-def _problem_texts(unrecoverable: int, failed: int, kept: int, bookie_count: int) -> list[str]:
-    """Return the findings of a recovery, from counts of ledgers; `kept` have entries on bookies that keep a cookie."""
+    failed += len(plan.damaged)
     problems = []
     if unrecoverable:
         problems.append(f"{counted(unrecoverable, 'ledger is', 'ledgers are')} unrecoverable")
@@ -333,4 +334,5 @@ def _problem_texts(unrecoverable: int, failed: int, kept: int, bookie_count: int
             f"the {'cookie stays' if bookie_count == 1 else 'cookies stay'}, for {counted(kept, 'ledger', 'ledgers')} "
             f"still {'has' if kept == 1 else 'have'} entries there"
         )
-    return problems
+    text = "; ".join(problems)
+    run.finish_with(len(problems), f"finding: {text}", f"findings: {text}")

@@ -8,7 +8,7 @@ from enum import StrEnum
 from inspect import Parameter
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn
 
 import typer
 
@@ -172,11 +172,7 @@ def extract(
         ) as extraction,
     ):
         if not len(extraction):
-            raise_first(run, extraction.problems)
-            raise NotFound(
-                f"No entry {_range_text(entries)}of ledger {ledger} in {logs_text(len(paths))}",
-                hint="--scan also reads logs whose ledgers map does not name it" if extraction.logs_skipped else None,
-            )
+            _raise_nothing_found(run, extraction, entries, len(paths))
         digest_type = _digest_of(extraction, digest_type, form)
         with _target(run, file) as target:
             left = _write_entries(extraction, form, digest_type, target)
@@ -187,14 +183,24 @@ def extract(
             run.note(f"bkctl: Missing entries ({missing:,}): {_gap_text(gaps)}")
         problems = list(extraction.problems)
     if left is not None:
-        problems.insert(
-            0,
-            BkctlError(
-                f"{file} is full at 2 GiB: entries from {left} on are missing",
-                hint=f"write them to another file with --from {left}",
-            ),
-        )
+        problems.insert(0, _full(file, left))
     raise_first(run, problems)
+
+
+def _raise_nothing_found(run: Run, extraction: LedgerExtraction, entries: EntryIdRange, log_count: int) -> NoReturn:
+    """Raise the first problem of the logs, else NotFound."""
+    raise_first(run, extraction.problems)
+    raise NotFound(
+        f"No entry {_range_text(entries)}of ledger {extraction.ledger} in {logs_text(log_count)}",
+        hint="--scan also reads logs whose ledgers map does not name it" if extraction.logs_skipped else None,
+    )
+
+
+def _full(file: Path, left: int) -> BkctlError:
+    return BkctlError(
+        f"{file} is full at 2 GiB: entries from {left} on are missing",
+        hint=f"write them to another file with --from {left}",
+    )
 
 
 def _write_entries(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,7 +20,9 @@ from ..kit.options import ByteRate, KeepGoing, count_option, digest_type_option,
 from ..kit.output import RowWriter
 
 if TYPE_CHECKING:
+    from bkctl.client.ledger import BookKeeper
     from bkctl.ids import LedgerId
+    from bkctl.metadata.cluster import Cluster
     from bkctl.replication.copy import CopiedLedger
 
 app = group()
@@ -101,49 +105,10 @@ def copy(
     from bkctl.replication.copy_limits import Throttle
 
     scope_id = None if to_scope is None else parse_scope_id(to_scope)
-    if len(ledgers) > 1 and to_ledger_id is not None:
-        raise UsageError(f"--to-ledger-id names one copy, but {len(ledgers)} ledgers are given", hint="use --new-id")
-    if to_ledger_id is not None and to_ledger_id < 0:
-        raise UsageError(f"--to-ledger-id {to_ledger_id}: must be 0 or more")
-    shape = CopyShape(ensemble_size, write_quorum, ack_quorum, digest_type)
-
-    async def one(source: Any, target: Any, ledger: LedgerId) -> CopiedLedger:
-        return await copy_ledger(
-            source,
-            target,
-            ledger,
-            ledger_scope_id=scope_id,
-            ledger_id=to_ledger_id,
-            new_id=new_id,
-            shape=shape,
-            recovery=recover,
-            allow_open=open_ledgers,
-            throttle=throttle,
-            progress=activity.advance,
-        )
-
-    async def work(writer: RowWriter) -> int:
-        failures = 0
-        async with run.bookkeeper(cluster) as source, run.bookkeeper(target_cluster) as target:
-            for ledger in ledgers:
-                try:
-                    row = await one(source, target, ledger)
-                except BkctlError as error:
-                    if not keep_going:
-                        raise
-                    failures += 1
-                    run.note(f"Ledger {ledger} was not copied:")
-                    run.note(f"bkctl: {error}")
-                    continue
-                if row.source_open:
-                    run.note(f"Ledger {ledger} is open: its copy ends at entry {row.entry_count - 1}")
-                writer.row(row)
-        return failures
-
-    throttle = Throttle(bytes_per_s=rate)
+    _check_copy_id(to_ledger_id, len(ledgers))
     with ExitStack() as stack:
-        cluster = stack.enter_context(run.cluster())
-        target_cluster = cluster if to is None else stack.enter_context(run.open_other_cluster(to, login=login))
+        source = stack.enter_context(run.cluster())
+        target = source if to is None else stack.enter_context(run.open_other_cluster(to, login=login))
         activity = stack.enter_context(
             run.working(
                 "Copying and reading back",
@@ -151,6 +116,55 @@ def copy(
                 left="printed copies stay, the unfinished one is removed: run the command again for the other ledgers",
             )
         )
+        copy_one = partial(
+            copy_ledger,
+            ledger_scope_id=scope_id,
+            ledger_id=to_ledger_id,
+            new_id=new_id,
+            shape=CopyShape(ensemble_size, write_quorum, ack_quorum, digest_type),
+            recovery=recover,
+            allow_open=open_ledgers,
+            throttle=Throttle(bytes_per_s=rate),
+            progress=activity.advance,
+        )
         writer = stack.enter_context(run.rows(COPY_COLUMNS))
-        failures = run.complete(work(writer))
+        failures = run.complete(_copy_all(run, source, target, ledgers, copy_one, writer, keep_going))
     run.finish_with(failures, "ledger was not copied", "ledgers were not copied")
+
+
+def _check_copy_id(to_ledger_id: int | None, ledger_count: int) -> None:
+    """Raise UsageError if --to-ledger-id cannot name the copies."""
+    if to_ledger_id is None:
+        return
+    if ledger_count > 1:
+        raise UsageError(f"--to-ledger-id names one copy, but {ledger_count} ledgers are given", hint="use --new-id")
+    if to_ledger_id < 0:
+        raise UsageError(f"--to-ledger-id {to_ledger_id}: must be 0 or more")
+
+
+async def _copy_all(
+    run: Run,
+    source: Cluster,
+    target: Cluster,
+    ledgers: Iterable[LedgerId],
+    copy_one: Callable[[BookKeeper, BookKeeper, LedgerId], Awaitable[CopiedLedger]],
+    writer: RowWriter,
+    keep_going: bool,
+) -> int:
+    """Copy the ledgers one after the other and print each copy; return the number that failed (`keep_going`)."""
+    failures = 0
+    async with run.bookkeeper(source) as reading, run.bookkeeper(target) as writing:
+        for ledger in ledgers:
+            try:
+                row = await copy_one(reading, writing, ledger)
+            except BkctlError as error:
+                if not keep_going:
+                    raise
+                failures += 1
+                run.note(f"Ledger {ledger} was not copied:")
+                run.note(f"bkctl: {error}")
+                continue
+            if row.source_open:
+                run.note(f"Ledger {ledger} is open: its copy ends at entry {row.entry_count - 1}")
+            writer.row(row)
+    return failures

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +21,7 @@ from ..kit.options import (
     UndoOption,
     count_option,
 )
+from ..kit.output import RowWriter
 from .columns import STATE_STYLE
 from .listing import parse_states
 
@@ -90,13 +90,12 @@ def delete(
     from bkctl.metadata.admin.removal import plan_removal, remove_ledgers
 
     states = parse_states(if_state, "--if-state")
-    some: list[Removal] = []
-    with run.cluster() as cluster, ExitStack() as stack:
-        writer = stack.enter_context(run.rows(DELETED_COLUMNS))
+    first: list[Removal] = []
+    with run.cluster() as cluster, run.rows(DELETED_COLUMNS) as writer:
 
         def seen(row: Removal) -> None:
-            if len(some) < 5:
-                some.append(row)
+            if len(first) < 5:
+                first.append(row)
             if dry_run:
                 writer.row(row)
 
@@ -106,28 +105,13 @@ def delete(
             error = plan.failures[0].error
             assert error is not None
             raise Conflict(f"{error.message}; nothing was deleted") if isinstance(error, Conflict) else error
-        failures = 0
-
-        def failed(row: Removal) -> None:
-            nonlocal failures
-            failures += 1
-            writer.row(row)
-            run.note(f"bkctl: {row.error}")
-
-        for each in plan.failures:
-            failed(each)
+        failures = sum(_show(run, writer, row) for row in plan.failures)
         if plan.ledgers and not dry_run:
-            run.confirm(_loss(plan, some))
+            run.confirm(_loss(plan, first))
             if backup is not None:
                 _export(run, cluster, plan.ledgers, backup)
-            kept = stack.enter_context(run.undo(cluster, undo))
-            with run.working(
-                "Deleting",
-                total=len(plan.ledgers),
-                unit="ledgers",
-                left="deleted ledgers stay deleted: run the command again for the rest",
-            ) as activity:
-                for row in remove_ledgers(
+            with run.undo(cluster, undo) as kept:
+                removals = remove_ledgers(
                     cluster,
                     plan.ledgers,
                     states=states,
@@ -135,13 +119,29 @@ def delete(
                     keep_missing=ignore_missing,
                     keep_going=keep_going,
                     per_second=rate,
-                ):
-                    activity.advance()
-                    if row.error is None:
-                        writer.row(row)
-                    elif keep_going:
-                        failed(row)
+                )
+                failures += _show_removals(run, writer, removals, len(plan.ledgers), keep_going=keep_going)
     run.finish_with(failures, "ledger was not deleted", "ledgers were not deleted")
+
+
+def _show_removals(run: Run, writer: RowWriter, removals: Iterator[Removal], count: int, *, keep_going: bool) -> int:
+    """Print the removals as they happen; return the number of failed ones (`keep_going`; else the first is raised)."""
+    left = "deleted ledgers stay deleted: run the command again for the rest"
+    failures = 0
+    with run.working("Deleting", total=count, unit="ledgers", left=left) as activity:
+        for row in removals:
+            activity.advance()
+            if row.error is None or keep_going:
+                failures += _show(run, writer, row)
+    return failures
+
+
+def _show(run: Run, writer: RowWriter, row: Removal) -> bool:
+    """Print a removal, and its error as a note; return whether it failed."""
+    writer.row(row)
+    if row.error is not None:
+        run.note(f"bkctl: {row.error}")
+    return row.error is not None
 
 
 def _export(run: Run, cluster: Cluster, ledgers: list[LedgerId], target: Path) -> None:
@@ -161,18 +161,18 @@ def _export(run: Run, cluster: Cluster, ledgers: list[LedgerId], target: Path) -
     run.note(f"Metadata exported to {target}")
 
 
-def _loss(plan: RemovalPlan, some: list[Removal]) -> str:
+def _loss(plan: RemovalPlan, first: list[Removal]) -> str:
     from ..kit.texts import counted, size_text
 
     if len(plan.ledgers) == 1:
-        metadata = some[0].metadata
+        metadata = first[0].metadata
         assert metadata is not None
         known = "not closed"
         if metadata.state.name == "CLOSED":
             known = f"{counted(metadata.last_entry_id + 1, 'entry', 'entries')}, {size_text(metadata.length)}"
-        return f"Ledger {some[0].ledger} ({metadata.state.name}, {known}) would be lost"
-    names = ", ".join(str(row.ledger) for row in some)
-    more = ", …" if len(plan.ledgers) > len(some) else ""
+        return f"Ledger {first[0].ledger} ({metadata.state.name}, {known}) would be lost"
+    names = ", ".join(str(row.ledger) for row in first)
+    more = ", …" if len(plan.ledgers) > len(first) else ""
     return (
         f"{len(plan.ledgers):,} ledgers ({plan.closed_count:,} closed, with {size_text(plan.size_bytes)}) "
         f"would be lost: {names}{more}"

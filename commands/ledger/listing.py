@@ -83,7 +83,6 @@ def print_ledgers(
     Pulsar writes into the metadata of ledgers: of a topic's messages, of its subscriptions, and of compacted messages.
     """
     from itertools import islice
-    from operator import itemgetter
 
     from bkctl.metadata.admin.overview import LedgerQuery, list_ledgers
     from bkctl.metadata.pulsar_topics import TopicFilter
@@ -102,6 +101,7 @@ def print_ledgers(
     )
     start = _first_ledger(after, scope_id)
     limit = run.limit_sorted(limit)
+    prints_ids = run.output is Output.ID and run.selection == ALL
     unreadable: dict[LedgerId, str] = {}
 
     def skip(ledger: LedgerId, error: Exception) -> None:
@@ -110,33 +110,18 @@ def print_ledgers(
             run.note(f"bkctl: {error}")
 
     def look() -> Iterator[LedgerRow]:
-        if (count or (run.output is Output.ID and run.selection == ALL)) and not query.needs_metadata:
+        if (count or prints_ids) and not query.needs_metadata:
             ids = islice(cluster.ledgers.ledgers(scope_id, start), limit)
             return (LedgerRow(ledger, {}) for ledger in ids)
         found = list_ledgers(cluster, scope_id, after=start, query=query, unreadable=skip if keep_going else None)
-        return (ledger_row(ledger, metadata) for ledger, metadata in known(islice(found, limit)))
-
-    def known(found: Iterator[tuple[LedgerId, VersionedMetadata]]) -> Iterator[tuple[LedgerId, VersionedMetadata]]:
-        """Yield `found`. Raises NotFound if there is none, since the bookie does not exist."""
-        first = next(found, None)
-        if first is not None:
-            yield first
-            yield from found
-        elif bookie is not None and cluster.bookies.get(bookie) is None:
-            raise NotFound(f"No bookie {bookie}, and no such ledger names it", hint="'bkctl bookies list' shows them")
+        checked = _refuse_unknown_bookie(cluster, bookie, islice(found, limit))
+        return (ledger_row(ledger, metadata) for ledger, metadata in checked)
 
     with run.cluster() as cluster, run.working("Listing ledgers", enabled=watch is None):
         if count:
             run.watch(watch, lambda: [sum(1 for _ in look())], COUNT_COLUMNS, single=True)
-        elif (
-            run.output is Output.ID and run.selection == ALL and watch is None and limit is None
-            and not query.needs_metadata
-        ):  # fmt: skip
-            # Hundreds of thousands of ids: a directory at a time, not a row each.
-            for batch in cluster.ledgers.batches(scope_id, start):
-                # In order, so that all are of scope 0 where the last is.
-                names = batch if batch[-1].is_scoped else map(itemgetter(1), batch)
-                run.text("\n".join(map(str, names)) + "\n")
+        elif prints_ids and watch is None and limit is None and not query.needs_metadata:
+            _print_ids(run, cluster, scope_id, start)
         else:
             run.watch(watch, look, list_columns(run))
         if scope_id == 0 and watch is None and next(cluster.ledgers.ledgers(0), None) is None:
@@ -144,6 +129,28 @@ def print_ledgers(
     run.finish_with(
         len(unreadable), "ledger has metadata that cannot be read", "ledgers have metadata that cannot be read"
     )
+
+
+def _refuse_unknown_bookie(
+    cluster: Cluster, bookie: str | None, found: Iterator[tuple[LedgerId, VersionedMetadata]]
+) -> Iterator[tuple[LedgerId, VersionedMetadata]]:
+    """Yield `found`. Raises NotFound if there is none, since the bookie does not exist."""
+    first = next(found, None)
+    if first is not None:
+        yield first
+        yield from found
+    elif bookie is not None and cluster.bookies.get(bookie) is None:
+        raise NotFound(f"No bookie {bookie}, and no such ledger names it", hint="'bkctl bookies list' shows them")
+
+
+def _print_ids(run: Run, cluster: Cluster, scope_id: int | None, start: LedgerId | None) -> None:
+    """Print hundreds of thousands of ids: a directory at a time, not a row each."""
+    from operator import itemgetter
+
+    for batch in cluster.ledgers.batches(scope_id, start):
+        # In order, so that all are of scope 0 where the last is.
+        names = batch if batch[-1].is_scoped else map(itemgetter(1), batch)
+        run.text("\n".join(map(str, names)) + "\n")
 
 
 def _note_other_scopes(run: Run, cluster: Cluster) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
@@ -19,6 +19,7 @@ from .columns import STATE_STYLE, ledger_row, list_columns
 
 if TYPE_CHECKING:
     from bkctl.client.recovery import RecoveryLoss
+    from bkctl.metadata.cluster import Cluster
 
 app = group()
 
@@ -81,39 +82,14 @@ def recover(
     --dry-run fences nothing and shows what would be given up.
     """
     losses: dict[LedgerId, RecoveryLoss] = {}
-
-    async def plan(writer: RowWriter | None) -> None:
-        async with run.bookkeeper(cluster) as bookkeeper:
-            for ledger in ledgers:
-                found, loss = await bookkeeper.find_recovery_loss(ledger)
-                if loss is not None:
-                    losses[ledger] = loss
-                if writer is not None:
-                    writer.row(RecoveryPlanRow(ledger, found.metadata.state.name, loss))
-
-    async def work(writer: RowWriter) -> None:
-        from asyncio import to_thread
-
-        async with run.bookkeeper(recorded) as bookkeeper:
-            for ledger in ledgers:
-                handle = await bookkeeper.open_ledger(
-                    ledger.ledger_id,
-                    ledger_scope_id=ledger.scope_id,
-                    password=None,
-                    recovery=True,
-                    accept_loss=losses.get(ledger),
-                )
-                await handle.close()
-                writer.row(ledger_row(ledger, await to_thread(cluster.ledgers.read, ledger)))
-
     with run.cluster() as cluster:
         if dry_run:
             with run.working("Looking at the ledgers"), run.rows(RECOVERY_PLAN_COLUMNS) as rows:
-                run.complete(plan(rows))
+                run.complete(_find_losses(run, cluster, ledgers, rows))
             return
         if accept_loss:
             with run.working("Looking at the ledgers"):
-                run.complete(plan(None))
+                losses = run.complete(_find_losses(run, cluster, ledgers, None))
             if losses:
                 run.confirm("; ".join(_recovery_loss_text(*each) for each in losses.items()))
         with (
@@ -121,9 +97,43 @@ def recover(
             run.working("Recovering", left="fenced ledgers stay fenced: run the command again to close them"),
             run.rows(list_columns(run)) as rows,
         ):
-            run.complete(work(rows))
+            run.complete(_close(run, recorded, ledgers, losses, rows))
         for ledger, loss in losses.items():
             run.note(f"Given up: {_recovery_loss_text(ledger, loss)}")
+
+
+async def _find_losses(
+    run: Run, cluster: Cluster, ledgers: Iterable[LedgerId], writer: RowWriter | None
+) -> dict[LedgerId, RecoveryLoss]:
+    """Return what a recovery of each ledger would give up, without ledgers that lose nothing; print a row for each."""
+    losses: dict[LedgerId, RecoveryLoss] = {}
+    async with run.bookkeeper(cluster) as bookkeeper:
+        for ledger in ledgers:
+            found, loss = await bookkeeper.find_recovery_loss(ledger)
+            if loss is not None:
+                losses[ledger] = loss
+            if writer is not None:
+                writer.row(RecoveryPlanRow(ledger, found.metadata.state.name, loss))
+    return losses
+
+
+async def _close(
+    run: Run, cluster: Cluster, ledgers: Iterable[LedgerId], losses: Mapping[LedgerId, RecoveryLoss], writer: RowWriter
+) -> None:
+    """Recover and close the ledgers, each with the loss that the operator accepted, and print them."""
+    from asyncio import to_thread
+
+    async with run.bookkeeper(cluster) as bookkeeper:
+        for ledger in ledgers:
+            handle = await bookkeeper.open_ledger(
+                ledger.ledger_id,
+                ledger_scope_id=ledger.scope_id,
+                password=None,
+                recovery=True,
+                accept_loss=losses.get(ledger),
+            )
+            await handle.close()
+            writer.row(ledger_row(ledger, await to_thread(cluster.ledgers.read, ledger)))
 
 
 def _recovery_loss_text(ledger: LedgerId, loss: RecoveryLoss) -> str:

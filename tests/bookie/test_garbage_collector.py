@@ -13,6 +13,7 @@ import pytest
 
 from bkctl.bookie.bookie import Bookie as RunningBookie
 from bkctl.bookie.checkpoints import CheckpointRunner, NoSpaceForCheckpoint
+from bkctl.bookie.compaction_schedule import ForcedRound
 from bkctl.bookie.garbage_collector import GarbageCollectorThread
 from bkctl.client.ledger import BookKeeper
 from bkctl.config import BookieConfig
@@ -23,7 +24,7 @@ from bkctl.ids import LedgerId
 from bkctl.metadata.backends.sqlite import SqliteStore
 from bkctl.metadata.cluster import Cluster, init_cluster, open_cluster
 from bkctl.metadata.ledgers import LedgerManager
-from bkctl.metadata.underreplication import LedgerLocks, LedgerUnderreplicationManager
+from bkctl.metadata.underreplication import LedgerLocks
 from bkctl.metadata.uri import parse_uri
 from bkctl.storage.checkpoints import Checkpoint
 from bkctl.storage.entry_logger import EntryLogger
@@ -124,7 +125,7 @@ def test_scope_without_ledgers_is_empty(cluster: Cluster) -> None:
 
 def test_without_a_scopes_tree_no_scoped_ledger_is_collected(zookeeper_cluster: Cluster) -> None:
     bookie = Bookie(zookeeper_cluster, Storage(*PLAIN, *SCOPED))
-    bookie.collector.run_round(force=True, accept_scoped_deletes=True)
+    bookie.collector.run_round(ForcedRound(accept_scoped_deletes=True))
     assert bookie.storage.ledgers == set(SCOPED)
     assert "no scopes tree" in bookie.held_back
 
@@ -134,7 +135,7 @@ def test_scopes_tree_of_another_cluster_is_never_collected_on(zookeeper_cluster:
     zookeeper_cluster.store.put("scopes", b"another instance", None)
     zookeeper_cluster._ledgers = None  # as a bookie that starts now
     bookie = Bookie(zookeeper_cluster, Storage(*PLAIN, *SCOPED))
-    bookie.collector.run_round(force=True, accept_scoped_deletes=True)
+    bookie.collector.run_round(ForcedRound(accept_scoped_deletes=True))
     assert bookie.storage.ledgers == set(SCOPED)
     assert "no scopes tree" in bookie.held_back
 
@@ -240,7 +241,7 @@ def test_ledger_that_a_stale_listing_lacks_is_read_again_and_stays(cluster: Clus
 def test_nothing_is_collected_in_another_cluster_than_the_cookies(cluster: Cluster) -> None:
     bookie = Bookie(cluster, Storage(*PLAIN, *SCOPED))
     cluster.store.put(cluster.places.instance_id, b"formatted anew", None)
-    bookie.collector.run_round(force=True, accept_scoped_deletes=True)
+    bookie.collector.run_round(ForcedRound(accept_scoped_deletes=True))
     assert bookie.storage.ledgers == {*PLAIN, *SCOPED}
     assert bookie.collector.stats.failed_rounds == 1
 
@@ -289,9 +290,9 @@ def test_too_many_scoped_deletions_wait_for_a_forced_round(cluster: Cluster) -> 
     bookie.collector.run_round()
     assert bookie.storage.ledgers == set(many), "the brake is for scoped ledgers alone"
     assert bookie.held_back == "6 of 10 scoped ledgers would be deleted"
-    bookie.collector.run_round(force=True)
+    bookie.collector.run_round(ForcedRound())
     assert bookie.storage.ledgers == set(many)
-    bookie.collector.run_round(force=True, accept_scoped_deletes=True)
+    bookie.collector.run_round(ForcedRound(accept_scoped_deletes=True))
     assert bookie.storage.ledgers == set(many[:4])
     for ledger in many[:4]:
         cluster.ledgers.remove(ledger)
@@ -334,20 +335,20 @@ def test_overreplicated_ledgers_are_deleted_after_their_wait_time(cluster: Clust
     bookie.collector.run_round()
     assert bookie.storage.ledgers == {*still_open, here}
     assert bookie.collector.stats.deleted_overreplicated_ledgers == 2
-    assert list(LedgerUnderreplicationManager(cluster.store).locks()) == []
+    assert list(LedgerLocks(cluster.store).list()) == []
 
 
 def test_ledger_that_is_being_replicated_is_not_over_replicated(cluster: Cluster) -> None:
     ledgers = [LedgerId(0, 1), LedgerId(7, 1)]
     create(cluster, *ledgers, metadata=ELSEWHERE)
-    underreplication = LedgerUnderreplicationManager(cluster.store)
+    locks = LedgerLocks(cluster.store)
     for ledger in ledgers:
-        underreplication.lock(ledger, "worker")
+        locks.lock(ledger, "worker")
     bookie = Bookie(cluster, Storage(*ledgers), gc_overreplicated_ledger_wait_time=60_000)
     bookie.now_ms += 60_001
     bookie.collector.run_round()
     assert bookie.storage.ledgers == set(ledgers)
-    assert [each.owner for each in underreplication.locks()] == ["worker", "worker"]
+    assert [each.owner for each in locks.list()] == ["worker", "worker"]
 
 
 def test_ledger_replicated_back_before_the_lock_stays(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,7 +365,7 @@ def test_ledger_replicated_back_before_the_lock_stays(cluster: Cluster, monkeypa
     monkeypatch.setattr(LedgerLocks, "lock", bring_back)
     bookie.collector.run_round()
     assert bookie.storage.ledgers == {ledger}
-    assert list(LedgerUnderreplicationManager(cluster.store).locks()) == []
+    assert list(LedgerLocks(cluster.store).list()) == []
 
 
 # --- settings and control -------------------------------------------------------------------------------------------
@@ -463,15 +464,15 @@ def test_compaction_runs_when_it_is_due_and_not_suspended(cluster: Cluster) -> N
     assert (collector.is_major_suspended, collector.is_minor_suspended) == (True, True)
     bookie.now_ms += 86_400_001
     assert counts() == (1, 2)
-    collector.run_round(force=True)
+    collector.run_round(ForcedRound())
     assert counts() == (1, 2)
-    collector.run_round(force=True, major=True)
+    collector.run_round(ForcedRound(major=True))
     assert counts() == (2, 2)
     collector.resume_minor()
     collector.resume_major()
-    collector.run_round(force=True, major=False, minor=False)
+    collector.run_round(ForcedRound(major=False, minor=False))
     assert counts() == (2, 2)
-    collector.run_round(force=True, major=False, minor=True)
+    collector.run_round(ForcedRound(major=False, minor=True))
     assert counts() == (2, 3)
     (status,) = collector.statuses()
     assert status.last_minor_compaction_time == bookie.now_ms
@@ -483,13 +484,13 @@ def test_disabled_compaction_runs_only_when_forced_and_allowed(cluster: Cluster)
     bookie = Bookie(cluster, Storage(), **settings)
     bookie.now_ms += 1 << 40
     bookie.collector.run_round()
-    bookie.collector.run_round(force=True, major=True)
+    bookie.collector.run_round(ForcedRound(major=True))
     assert bookie.collector.stats.major_compactions == 0
     allowed = Bookie(cluster, Storage(), force_allow_compaction=True, **settings)
     allowed.now_ms += 1 << 40
     allowed.collector.run_round()
     assert allowed.collector.stats.major_compactions == 0
-    allowed.collector.run_round(force=True, major=True)
+    allowed.collector.run_round(ForcedRound(major=True))
     assert allowed.collector.stats.major_compactions == 1
 
 

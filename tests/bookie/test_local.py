@@ -15,7 +15,7 @@ import pytest
 from bkctl.bookie.local import LocalCluster, active_cluster
 from bkctl.errors import BkctlError, DirectoryInUse, NotFound, UsageError
 from bkctl.metadata.cluster import open_cluster
-from bkctl.metadata.underreplication import LedgerUnderreplicationManager
+from bkctl.metadata.underreplication import AuditorElection
 
 
 @pytest.fixture
@@ -90,13 +90,13 @@ def test_up_starts_stopped_bookies_and_adds_new_ones(cluster: LocalCluster) -> N
 def test_bookies_with_auto_recovery_stand_for_auditor_until_they_stop(cluster: LocalCluster) -> None:
     cluster.up(1, auto_recovery=True)
     with open_cluster(cluster.metadata_uri) as metadata:
-        manager = LedgerUnderreplicationManager(metadata.store)
+        election = AuditorElection(metadata.store)
         deadline = time.monotonic() + 60
-        while {manager.auditor(), manager.auditor(scoped=True)} != {"bookie-0"}:
+        while {election.auditor(), election.auditor(scoped=True)} != {"bookie-0"}:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         cluster.down()
-        assert manager.votes() == manager.votes(scoped=True) == ()
+        assert election.votes() == election.votes(scoped=True) == ()
 
 
 def test_fewer_bookies_other_storage_and_unknown_storage_are_refused(cluster: LocalCluster) -> None:

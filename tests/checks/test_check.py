@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from rocksdict import WriteBatch
 from support import golden
 from support.golden import DATA, GoldenBookie
 
@@ -25,7 +26,7 @@ from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
 from bkctl.formats import entry_log, index, journal
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.entry_log import pack_location
-from bkctl.formats.index import LedgerData, index_path, slot_offset, write_location
+from bkctl.formats.index import LedgerData, index_path, location_key, slot_offset, write_location
 from bkctl.ids import LedgerId
 
 KEY = b"k" * 20
@@ -111,7 +112,9 @@ class Bookie:
             if location:
                 locations.put(ledger, entry_id, location)
             else:
-                locations.delete_entries(ledger, entry_id, entry_id)
+                batch = WriteBatch(raw_mode=True)
+                batch.delete(location_key(ledger, entry_id))
+                locations.write(batch)
 
     def forget(self, ledger: LedgerId) -> None:
         """Delete the ledger from the index."""
@@ -121,7 +124,7 @@ class Bookie:
         with LedgersDatabase.edit(self.current / "ledgers") as ledgers:
             ledgers.delete(ledger)
         with LocationsDatabase.edit(self.current / "locations") as locations:
-            locations.delete_entries(ledger)
+            locations.write(LocationsDatabase.batch_without([ledger]))
 
     @property
     def directories(self) -> BookieDirectories:

@@ -13,7 +13,7 @@ from bkctl.formats.metadata import Fragment, LedgerMetadata
 from bkctl.ids import LedgerId
 from bkctl.metadata.admin.overview import walk
 from bkctl.metadata.cluster import Cluster, open_cluster
-from bkctl.metadata.underreplication import LedgerUnderreplicationManager, mark_path
+from bkctl.metadata.underreplication import AuditorElection, AutoRecoveryState, mark_path
 
 from .conftest import Cli
 
@@ -33,8 +33,8 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def marks(store: Cluster) -> LedgerUnderreplicationManager:
-    return LedgerUnderreplicationManager(store.store)
+def state(store: Cluster) -> AutoRecoveryState:
+    return AutoRecoveryState(store.store)
 
 
 def test_missing_store_is_not_found_and_not_created(cli: Cli, tmp_path: Path) -> None:
@@ -119,10 +119,10 @@ def test_undo_lists_files_and_asks_for_one(cli: Cli, store: Cluster, tmp_path: P
 
 
 def test_ledgers_of_every_scope_are_marked_listed_and_unmarked(
-    cli: Cli, marks: LedgerUnderreplicationManager, tmp_path: Path
+    cli: Cli, state: AutoRecoveryState, tmp_path: Path
 ) -> None:
     planned = cli("autorecovery", "mark", *NAMES, "--missing", "b1:1", "--dry-run", "-o", "ndjson").rows
-    assert not marks.any()
+    assert not state.marks.has_marks()
     assert cli("autorecovery", "mark", *NAMES, "--missing", "b1:1", "-o", "ndjson").rows == planned
     assert cli("autorecovery", "mark", NAMES[0], "--missing", "b1:1", "-o", "json").json[0]["changed"] is False
     assert cli("autorecovery", "list", "-o", "id").out.split() == NAMES
@@ -137,20 +137,20 @@ def test_ledgers_of_every_scope_are_marked_listed_and_unmarked(
     assert cli("autorecovery", "unmark", *NAMES).code == 2
     assert cli("autorecovery", "unmark", *NAMES, "--dry-run", "-o", "id").out.split() == NAMES
     assert cli("autorecovery", "unmark", *NAMES, "--yes", "--undo", undo).code == 0
-    assert not marks.any()
+    assert not state.marks.has_marks()
     assert cli("autorecovery", "unmark", NAMES[0], "--yes").code == 4
     assert cli("metadata", "undo", undo, "--yes").code == 0
     assert cli("autorecovery", "list", "--count", "-o", "json").json == {"count": 3}
 
 
-def test_nothing_is_marked_where_one_ledger_cannot_be(cli: Cli, marks: LedgerUnderreplicationManager) -> None:
+def test_nothing_is_marked_where_one_ledger_cannot_be(cli: Cli, state: AutoRecoveryState) -> None:
     result = cli("autorecovery", "mark", NAMES[0], "99", "--missing", "b0:1")
     assert (result.code, result.out) == (4, "")
     result = cli("autorecovery", "mark", *NAMES, "--missing", "b9:1")
     assert result.code == 2
     assert "b9:1 is in no ensemble of ledger 5" in result.err
     assert cli("autorecovery", "mark", NAMES[0]).code == 2
-    assert not marks.any()
+    assert not state.marks.has_marks()
 
 
 def test_damaged_mark_is_reported_and_can_be_removed(cli: Cli, store: Cluster) -> None:
@@ -163,25 +163,25 @@ def test_damaged_mark_is_reported_and_can_be_removed(cli: Cli, store: Cluster) -
 
 
 def test_workers_lists_each_worker_with_its_ledgers(cli: Cli, store: Cluster) -> None:
-    manager = LedgerUnderreplicationManager(store.store)
-    manager.mark(LEDGERS[2], ["b0:1"])
-    manager.lock(LEDGERS[2], "host-1")
+    state = AutoRecoveryState(store.store)
+    state.marks.add(LEDGERS[2], ["b0:1"])
+    state.locks.lock(LEDGERS[2], "host-1")
     [row] = cli("autorecovery", "workers", "-o", "json").json
     assert (row["ledgerQualifiedName"], row["worker"], row["length"]) == (NAMES[2], "host-1", 0)
     assert cli("autorecovery", "list", "-o", "json").json[0]["worker"] == "host-1"
     assert cli("autorecovery", "status", "-o", "json").json["lockedLedgerCount"] == 1
 
 
-def test_the_delay_can_be_none_and_is_checked(cli: Cli, marks: LedgerUnderreplicationManager) -> None:
+def test_the_delay_can_be_none_and_is_checked(cli: Cli, state: AutoRecoveryState) -> None:
     assert cli("autorecovery", "delay", "-o", "json").json == {"lostBookieRecoveryDelay": 0, "stored": False}
     assert cli("autorecovery", "delay", "90", "--dry-run").code == 0
-    assert marks.lost_bookie_recovery_delay_s() is None
+    assert state.settings.lost_bookie_recovery_delay_s() is None
     for text, seconds in (("90", 90), ("2m", 120), ("0", 0)):
         assert cli("autorecovery", "delay", text, "-o", "json").json["lostBookieRecoveryDelay"] == seconds
-        assert marks.lost_bookie_recovery_delay_s() == seconds
+        assert state.settings.lost_bookie_recovery_delay_s() == seconds
     for text in ("1.5", "soon", "99999999d"):
         assert cli("autorecovery", "delay", text).code == 2
-    assert marks.lost_bookie_recovery_delay_s() == 0
+    assert state.settings.lost_bookie_recovery_delay_s() == 0
 
 
 def test_an_audit_needs_an_auditor_and_auto_recovery(cli: Cli, store: Cluster) -> None:
@@ -219,13 +219,13 @@ def test_auto_recovery_without_a_scope_or_a_cluster_is_refused(cli: Cli, store: 
     assert cli("autorecovery", "run").code == 8
 
 
-def test_an_audit_is_asked_of_the_auditor_that_there_is(cli: Cli, marks: LedgerUnderreplicationManager) -> None:
+def test_an_audit_is_asked_of_the_auditor_that_there_is(cli: Cli, state: AutoRecoveryState, store: Cluster) -> None:
     assert cli("autorecovery", "audit").code == 4
-    with open_cluster(f"{marks.store.name.replace('metadata store ', 'sqlite://')}") as other:
-        vote = LedgerUnderreplicationManager(other.store).vote("scoped:1", scoped=True)
-        before = marks.delay_version()
+    with open_cluster(f"{store.store.name.replace('metadata store ', 'sqlite://')}") as other:
+        vote = AuditorElection(other.store).vote("scoped:1", scoped=True)
+        before = state.settings.delay_version()
         assert cli("autorecovery", "audit", "--dry-run", "-o", "id").out.split() == ["scoped:1"]
-        assert marks.delay_version() == before
+        assert state.settings.delay_version() == before
         assert cli("autorecovery", "audit", "-o", "id").out.split() == ["scoped:1"]
-        assert marks.delay_version() != before
+        assert state.settings.delay_version() != before
         vote.release()

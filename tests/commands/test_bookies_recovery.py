@@ -19,7 +19,7 @@ from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo, Cookie, Fr
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.store import NEW
-from bkctl.metadata.underreplication import LedgerUnderreplicationManager
+from bkctl.metadata.underreplication import AutoRecoverySettings, LedgerMarks
 from bkctl.replication.move_plan import LedgerMove, MoveOutcome, MovePlan
 
 from .conftest import Cli
@@ -133,7 +133,7 @@ def test_a_bookie_without_ledgers_is_decommissioned_at_once(cli: Cli, metadata: 
 
 
 def test_decommission_requires_a_stopped_bookie_and_auto_recovery(cli: Cli, metadata: Cluster) -> None:
-    LedgerUnderreplicationManager(metadata.store).disable()
+    AutoRecoverySettings(metadata.store).disable()
     for options in (("--yes",), ("--dry-run",)):
         result = cli("bookies", "decommission", "a", *options, "-o", "ndjson", "--timeout", "1")
         assert result.code == 3
@@ -183,10 +183,10 @@ def test_ok_to_stop_names_each_ledger_and_risk(cli: Cli, metadata: Cluster) -> N
 
 
 def test_health_counts_underreplicated_ledgers_by_scope_and_age(cli: Cli, metadata: Cluster) -> None:
-    manager = LedgerUnderreplicationManager(metadata.store)
-    manager.mark(LedgerId(0, 5), ["a"], now_ms=1)
-    manager.mark(LedgerId(0, 6), ["a"])
-    manager.mark(LedgerId(7, 5), ["a"])
+    marks = LedgerMarks(metadata.store)
+    marks.add(LedgerId(0, 5), ["a"], now_ms=1)
+    marks.add(LedgerId(0, 6), ["a"])
+    marks.add(LedgerId(7, 5), ["a"])
     rows = cli("cluster", "health", "--no-bookies", "-o", "ndjson").rows
     found = {row["subject"]: row for row in rows if row["code"] == "underreplicated"}
     assert found["scope 0"]["severity"] == "error"

@@ -17,7 +17,7 @@ from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import BookieServiceInfo, Cookie, Fragment, LedgerMetadata
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster, open_cluster
-from bkctl.metadata.underreplication import LedgerUnderreplicationManager
+from bkctl.metadata.underreplication import AuditorElection
 
 from .conftest import Cli
 
@@ -260,6 +260,6 @@ def test_a_cluster_without_an_auditor_is_not_called_healthy(cli: Cli, store: Clu
         result = cli("cluster", "health", "--no-bookies")
         assert (result.code, result.out) == (0, "")
         assert "auto-recovery does not run" in result.err
-        LedgerUnderreplicationManager(bookie.store).vote("b0:1")
-        LedgerUnderreplicationManager(bookie.store).vote("b0:1", scoped=True)
+        AuditorElection(bookie.store).vote("b0:1")
+        AuditorElection(bookie.store).vote("b0:1", scoped=True)
         assert cli("cluster", "health", "--no-bookies").err == "The cluster is healthy\n"

@@ -18,7 +18,7 @@ from contract.test_outage import end_session
 from replication.recovering import CONFIG, bookies_of, eventually, lose, running, write
 
 from bkctl.metadata.cluster import Cluster, open_cluster
-from bkctl.metadata.underreplication import LedgerUnderreplicationManager
+from bkctl.metadata.underreplication import AuditorElection, AutoRecoveryState, LedgerLocks
 from bkctl.protocol.messages import AddRequest
 from bkctl.replication.checker import LedgerChecker
 from bkctl.replication.daemon import AutoRecovery, AutoRecoveryThread
@@ -66,52 +66,56 @@ async def assert_whole(client: Any, ledgers: Any) -> None:
 
 
 async def test_lost_bookies_are_replicated_in_every_scope_across_auditors(cluster: Cluster) -> None:
-    manager = LedgerUnderreplicationManager(cluster.store)
+    state = AutoRecoveryState(cluster.store)
     async with fakes_on(cluster, 5) as fakes, fakes.client() as client, contextlib.AsyncExitStack() as rest:
         ledgers = [(await write(client, 20, scope_id=scope_id)).ledger for scope_id in (0, 0, 7, 7, 1 << 63)]
         first = contextlib.AsyncExitStack()
         await first.enter_async_context(another(cluster.uri, "first:1"))
-        await eventually(lambda: manager.auditor() == manager.auditor(scoped=True) == "first:1", "the first one")
+        await eventually(
+            lambda: state.election.auditor() == state.election.auditor(scoped=True) == "first:1", "the first one"
+        )
         await rest.enter_async_context(another(cluster.uri, "second:1"))
 
         def healed(bookie_id: str) -> bool:
             found = [each for _, each in cluster.ledgers.read_many(ledgers)]
             named = {name for each in found for part in each.metadata.ensembles for name in part.bookies}
-            return bookie_id not in named and not manager.any() and not list(manager.locks())
+            return bookie_id not in named and not state.marks.has_marks() and not list(state.locks.list())
 
         await lose(fakes, fakes.bookies[0])
         await eventually(lambda: healed("b0"), "the first loss is healed")
         await assert_whole(client, ledgers)
         await first.aclose()
-        await eventually(lambda: manager.auditor() == manager.auditor(scoped=True) == "second:1", "the second one")
+        await eventually(
+            lambda: state.election.auditor() == state.election.auditor(scoped=True) == "second:1", "the second one"
+        )
         await lose(fakes, fakes.bookies[1])
         await eventually(lambda: healed("b1"), "the second loss is healed")
         await assert_whole(client, ledgers)
-    assert manager.votes() == manager.votes(scoped=True) == ()
+    assert state.election.votes() == state.election.votes(scoped=True) == ()
 
 
 async def test_lost_session_ends_the_auditors_term(zookeeper: Any) -> None:
     uri = zookeeper.metadata_uri(zookeeper.new_root())
     cluster = await asyncio.to_thread(open_cluster, uri, timeout_s=20, create=True)
-    manager = LedgerUnderreplicationManager(cluster.store)
+    state = AutoRecoveryState(cluster.store)
     async with fakes_on(cluster, 4) as fakes, fakes.client() as client:
         ledger = (await write(client, 10, scope_id=7)).ledger
         async with another(uri, "only:1") as (only, opened):
-            await eventually(lambda: manager.auditor(scoped=True) == "only:1", "it is elected")
-            votes = manager.vote_paths(scoped=True)
-            lock = await asyncio.to_thread(LedgerUnderreplicationManager(opened.store).lock, ledger, "only:1")
+            await eventually(lambda: state.election.auditor(scoped=True) == "only:1", "it is elected")
+            votes = state.election.vote_paths(scoped=True)
+            lock = await asyncio.to_thread(LedgerLocks(opened.store).lock, ledger, "only:1")
             await asyncio.to_thread(end_session, opened.store)
             await eventually(lambda: not lock.is_held(), "its locks are gone")
             await eventually(
-                lambda: manager.vote_paths(scoped=True) not in (votes, ()), "it voted again, by another vote"
+                lambda: state.election.vote_paths(scoped=True) not in (votes, ()), "it voted again, by another vote"
             )
-            assert len(manager.vote_paths(scoped=True)) == 1
+            assert len(state.election.vote_paths(scoped=True)) == 1
             assert not lock.is_held()
             lost = bookies_of(fakes, ledger)[0]
             await lose(fakes, lost)
             await eventually(
                 lambda: (
-                    not manager.any()
+                    not state.marks.has_marks()
                     and lost.bookie_id not in cluster.ledgers.read(ledger).metadata.last_fragment.bookies
                 ),
                 "and heals",
@@ -125,11 +129,11 @@ async def test_outage_longer_than_the_session_only_interrupts_auto_recovery(zook
     server = zookeeper_server()
     uri = server.metadata_uri()
     cluster = await asyncio.to_thread(open_cluster, uri, timeout_s=60, session_timeout_s=4, create=True)
-    manager = LedgerUnderreplicationManager(cluster.store)
+    state = AutoRecoveryState(cluster.store)
     async with fakes_on(cluster, 4) as fakes, fakes.client() as client:
         ledger = (await write(client, 10)).ledger
         async with another(uri, "only:1"):
-            await eventually(lambda: manager.auditor() == "only:1", "it is elected")
+            await eventually(lambda: state.election.auditor() == "only:1", "it is elected")
             await asyncio.to_thread(server.kill)
             await asyncio.to_thread(server.start)
             await eventually(lambda: len(fakes.cluster.bookies.list(False)) == 4, "bookies are registered again")
@@ -138,7 +142,7 @@ async def test_outage_longer_than_the_session_only_interrupts_auto_recovery(zook
             await eventually(
                 lambda: (
                     lost.bookie_id not in cluster.ledgers.read(ledger).metadata.last_fragment.bookies
-                    and not manager.any()
+                    and not state.marks.has_marks()
                 ),
                 "it heals again",
             )
@@ -157,7 +161,7 @@ async def test_next_process_finishes_a_killed_copy_and_stops_on_sigterm(
     uri = f"sqlite://{tmp_path / 'metadata.db'}"
 
     with open_cluster(uri, create=True) as cluster:
-        manager = LedgerUnderreplicationManager(cluster.store)
+        state = AutoRecoveryState(cluster.store)
         async with fakes_on(cluster, 4) as fakes, fakes.client() as client:
             ledger = (await write(client, 60, scope_id=7)).ledger
             copying = asyncio.Event()
@@ -174,8 +178,8 @@ async def test_next_process_finishes_a_killed_copy_and_stops_on_sigterm(
             try:
                 await lose(fakes, bookies_of(fakes, ledger)[0])
                 await asyncio.wait_for(copying.wait(), 60)
-                assert [(lock.ledger, lock.owner) for lock in manager.locks()] == [(ledger, "dies:1")]
-                assert (manager.votes(), manager.votes(scoped=True)) == ((), ("dies:1",))
+                assert [(lock.ledger, lock.owner) for lock in state.locks.list()] == [(ledger, "dies:1")]
+                assert (state.election.votes(), state.election.votes(scoped=True)) == ((), ("dies:1",))
             finally:
                 dies.kill()
                 await asyncio.to_thread(dies.wait)
@@ -183,13 +187,15 @@ async def test_next_process_finishes_a_killed_copy_and_stops_on_sigterm(
                 bookie.hold = lambda request: False
             finishes = process("finishes:1")
             try:
-                await eventually(lambda: not manager.any() and manager.was_elected(), "the next one finishes")
-                await eventually(lambda: manager.auditor() == "finishes:1", "it is the auditor")
+                await eventually(
+                    lambda: not state.marks.has_marks() and state.election.was_held(), "the next one finishes"
+                )
+                await eventually(lambda: state.election.auditor() == "finishes:1", "it is the auditor")
                 await assert_whole(client, [ledger])
             finally:
                 finishes.send_signal(signal.SIGTERM)
                 assert await asyncio.to_thread(finishes.wait, 60) == 0, (tmp_path / "finishes.log").read_text()
-            assert (manager.votes(), manager.votes(scoped=True), list(manager.locks())) == ((), (), [])
+            assert (state.election.votes(), state.election.votes(scoped=True), list(state.locks.list())) == ((), (), [])
 
 
 def test_auto_recovery_beside_a_bookie_waits_for_the_store(tmp_path: Path) -> None:
@@ -199,8 +205,8 @@ def test_auto_recovery_beside_a_bookie_waits_for_the_store(tmp_path: Path) -> No
     thread.start()
     try:
         with open_cluster(uri, create=True) as cluster:
-            manager = LedgerUnderreplicationManager(cluster.store)
-            asyncio.run(eventually(lambda: manager.auditor() == "bookie:1", "it begins when there is a cluster"))
+            election = AuditorElection(cluster.store)
+            asyncio.run(eventually(lambda: election.auditor() == "bookie:1", "it begins when there is a cluster"))
 
             def values() -> dict[str, float]:
                 return {each.name: each.value for each in thread.samples() if each.labels.get("scopes") != "other"}
@@ -208,6 +214,6 @@ def test_auto_recovery_beside_a_bookie_waits_for_the_store(tmp_path: Path) -> No
             asyncio.run(eventually(lambda: values()["auditor_elected"] == 1, "and counts"))
             assert values()["replication_worker_NUM_ENTRIES_WRITTEN"] == 0
             thread.stop()
-            assert manager.votes() == ()
+            assert election.votes() == ()
     finally:
         thread.stop()

@@ -30,7 +30,7 @@ from bkctl.metadata.admin.nuke import nuke, plan_nuke
 from bkctl.metadata.backends.etcd.ledger_manager import EtcdLedgerManager
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.store import NEW
-from bkctl.metadata.underreplication import LedgerUnderreplicationManager
+from bkctl.metadata.underreplication import AutoRecoveryState
 
 BOOKIES = ("b0:3181", "b1:3181", "b2:3181")
 SHORT_IDS = [0, 5, 2**31 - 2]
@@ -53,11 +53,11 @@ def fill(cluster: Cluster, ledgers: list[LedgerId]) -> None:
         cluster.ledgers.create(ledger, metadata(number))
     for bookie_id in BOOKIES:
         cluster.cookies.write(bookie_id, Cookie(bookie_id, ("/j",), ("/l",), instance_id=cluster.instance_id()), NEW)
-    marks = LedgerUnderreplicationManager(cluster.store)
-    marks.mark(ledgers[0], BOOKIES[:1], now_ms=1)
-    marks.mark(SCOPED[0], BOOKIES[:2], now_ms=2)
-    marks.disable()
-    marks.set_lost_bookie_recovery_delay_s(60)
+    state = AutoRecoveryState(cluster.store)
+    state.marks.add(ledgers[0], BOOKIES[:1], now_ms=1)
+    state.marks.add(SCOPED[0], BOOKIES[:2], now_ms=2)
+    state.settings.disable()
+    state.settings.set_lost_bookie_recovery_delay_s(60)
 
 
 def ids_of(uri: str) -> list[LedgerId]:

@@ -261,7 +261,7 @@ def test_hanging_server_is_a_timeout_and_serves_again(
     with open_cluster(server.metadata_uri(), create=True, timeout_s=6.0, session_timeout_s=30) as cluster:
         create_all(cluster.ledgers, ids)
         assert list(cluster.ledgers.ledgers(None)) == ids
-        cluster.store.timeout_s = 1.0  # type: ignore[attr-defined]
+        cluster.store._connection.timeout_s = 1.0  # type: ignore[attr-defined]
         os.kill(server.pid, signal.SIGSTOP)
         servers.wait_for(lambda: is_stopped(server.pid), "the stop")
         try:
@@ -281,7 +281,7 @@ def test_hanging_server_is_a_timeout_and_serves_again(
                 open_cluster(server.metadata_uri(), timeout_s=1)
         finally:
             os.kill(server.pid, signal.SIGCONT)
-        cluster.store.timeout_s = 20.0  # type: ignore[attr-defined]
+        cluster.store._connection.timeout_s = 20.0  # type: ignore[attr-defined]
         assert list(cluster.ledgers.ledgers(None)) in (ids, [LedgerId(0, 0), LedgerId(0, 1), *ids[1:]])
         assert all(not isinstance(found, BkctlError) for _, found in cluster.ledgers.read_many(ids))
 

@@ -150,7 +150,7 @@ def test_server_that_stays_down_is_a_timeout(
     server = metadata_server()
     cluster = open_cluster(server.metadata_uri(), create=True)
     cluster.ledgers.create(LedgerId(0, 1), METADATA)
-    cluster.store.timeout_s = 1.0  # type: ignore[attr-defined]
+    cluster.store._connection.timeout_s = 1.0  # type: ignore[attr-defined]
     server.kill()
     for call in (
         lambda: cluster.ledgers.read(LedgerId(0, 1)),

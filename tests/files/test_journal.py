@@ -17,11 +17,13 @@ from bkctl.files.windows import WINDOW_SIZE_BYTES
 from bkctl.formats import journal
 from bkctl.formats.entry import DigestManager, DigestType, master_key
 from bkctl.formats.journal import LogMark, write_header, write_padding, write_record
-from bkctl.formats.record import NO_LEDGER, RecordType
+from bkctl.formats.record import FORCE_LEDGER_ENTRY_ID, NO_LEDGER, RecordType, write_ids
 from bkctl.ids import LedgerId
 
 V1, V2 = LedgerId(0, 1), LedgerId(7, 1)
 KEY = master_key(b"")
+#: The record that Apache's bookie queues to sync a ledger's entries; its journals have none.
+FORCE_LEDGER = journal.write_record(write_ids(V1, FORCE_LEDGER_ENTRY_ID))
 
 
 def entry(entry_id: int, payload: bytes = b"hello", ledger: LedgerId = V1) -> bytes:
@@ -72,7 +74,7 @@ def test_every_kind_of_record_is_read(read):
     packet = DigestManager(V1, DigestType.CRC32).seal_lac(3)
     data = flushed(write_header(7), journal.ledger_key_record(V1, KEY), entry(0), journal.fence_record(V1))
     first_padding = len(data.rstrip(b"\0"))
-    data = flushed(data, journal.explicit_lac_record(V1, packet), journal.force_ledger_record(V1))
+    data = flushed(data, journal.explicit_lac_record(V1, packet), FORCE_LEDGER)
     data = flushed(data, journal.ledger_key_record(V2, KEY), entry(0, ledger=V2), journal.fence_record(V2))
     rows, error, _ = read(data)
     assert error is None

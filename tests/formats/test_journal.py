@@ -48,7 +48,6 @@ def test_special_records_match_the_format():
     )
     assert journal.fence_record(V1) == bytes.fromhex("00000010 0000000000000001 ffffffffffffe000")
     assert journal.fence_record(V2) == bytes.fromhex("00000019 a0 0000000000000007 0000000000000001 ffffffffffffe000")
-    assert journal.force_ledger_record(V1) == bytes.fromhex("00000010 0000000000000001 ffffffffffffc000")
     packet = DigestManager(V1, DigestType.CRC32C).seal_lac(7)
     assert journal.explicit_lac_record(V1, packet) == bytes.fromhex(
         "00000028 0000000000000001 ffffffffffff8000 00000014 0000000000000001 0000000000000007 62842849"

@@ -16,7 +16,7 @@ from bkctl.client.ledger import BookKeeper
 from bkctl.formats.entry import DigestType
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster, open_cluster
-from bkctl.metadata.underreplication import LedgerUnderreplicationManager
+from bkctl.metadata.underreplication import LedgerMarks
 
 V1 = "/api/v1"
 PAYLOADS = [b'he"llo\xc3\xa9\x00\n%d<>/' % number for number in range(3)]
@@ -88,12 +88,12 @@ def pair(java: Java, zookeeper: ZooKeeperServer, tmp_path_factory: pytest.TempPa
 @pytest.fixture
 def marked(pair: Pair) -> Iterator[Pair]:
     """Two ledgers are marked under-replicated."""
-    replication = LedgerUnderreplicationManager(pair.cluster.store)
+    marks = LedgerMarks(pair.cluster.store)
     for ledger, missing in MARKED.items():
-        replication.mark(ledger, missing)
+        marks.add(ledger, missing)
     yield pair
     for ledger in MARKED:
-        replication.unmark(ledger)
+        marks.remove(ledger)
 
 
 def without_added(value: Any) -> Any:
@@ -392,8 +392,8 @@ def test_scoped_ledgers_are_listed_beside_apaches(pair: Pair) -> None:
     contradiction = call(port, "GET", f"{V1}/ledger/metadata?ledger_qualified_name={name}&ledger_scope_id=8")
     assert contradiction.status == 400
 
-    replication = LedgerUnderreplicationManager(pair.cluster.store)
-    replication.mark(LedgerId(7, (1 << 64) - 3), ["b:2"])
+    marks = LedgerMarks(pair.cluster.store)
+    marks.add(LedgerId(7, (1 << 64) - 3), ["b:2"])
     try:
         path = f"{V1}/autorecovery/list_under_replicated_ledger"
         assert call(port, "GET", path).status == 404
@@ -401,4 +401,4 @@ def test_scoped_ledgers_are_listed_beside_apaches(pair: Pair) -> None:
         assert call(port, "GET", f"{path}?ledger_scope_id=*&printmissingreplica").json == {name: ["b:2"]}
         assert call(port, "GET", f"{V1}/bookie/cluster_info").json["clusterUnderReplicated"]
     finally:
-        replication.unmark(LedgerId(7, (1 << 64) - 3))
+        marks.remove(LedgerId(7, (1 << 64) - 3))

@@ -21,7 +21,7 @@ from bkctl.client.ledger import BookKeeper
 from bkctl.client.verify import verify_entries
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster, open_cluster
-from bkctl.metadata.underreplication import LedgerUnderreplicationManager
+from bkctl.metadata.underreplication import AutoRecoveryState
 
 PASSWORD = b"secret"
 #: Runs of workers against each other; more on request.
@@ -42,7 +42,7 @@ class Recovering:
         self.own = [OwnBookie(uri, directory / f"own-{index}") for index in range(4)]
         start_all([self.apache, *self.own])
         self.cluster: Cluster = open_cluster(uri, timeout_s=30)
-        self.manager = LedgerUnderreplicationManager(self.cluster.store)
+        self.state = AutoRecoveryState(self.cluster.store)
         self.written: dict[LedgerId, int] = {}
 
     def close(self) -> None:
@@ -118,11 +118,11 @@ class Recovering:
 
         def healed() -> bool:
             nonlocal left, since
-            marked = {ledger for ledger, _ in self.manager.list(None)} - set(but)
+            marked = {ledger for ledger, _ in self.state.marks.list(None)} - set(but)
             named = set().union(*(self.on(bookie) for bookie in bookies)) - set(but)
             if not marked and not named:
                 return True
-            locks = {lock.ledger for lock in self.manager.locks()}
+            locks = {lock.ledger for lock in self.state.locks.list()}
             now = [sorted(marked), sorted(named), sorted(locks)]
             if now != left:
                 left, since = now, time.monotonic()
@@ -214,9 +214,9 @@ def test_apaches_heals_scope_0_and_ours_the_scopes_and_with_apaches_off_ours_hea
     apache = ApacheAutoRecovery(recovering.java, recovering.uri, tmp_path / "apache")
     scopes = OwnAutoRecovery(recovering.uri, tmp_path / "scopes", "--scopes-only")
     started(apache, scopes)
-    manager = recovering.manager
-    servers.wait_for(lambda: manager.auditor() == apache.voter, "Apache's auditor")
-    servers.wait_for(lambda: manager.auditor(scoped=True) == scopes.voter, "the auditor of the scopes")
+    state = recovering.state
+    servers.wait_for(lambda: state.election.auditor() == apache.voter, "Apache's auditor")
+    servers.wait_for(lambda: state.election.auditor(scoped=True) == scopes.voter, "the auditor of the scopes")
     recovering.write([*SHAPES, *SHAPES, (0, 1, 1, 1, True), (7, 1, 1, 1, True)], count=30)
     victim = max(recovering.own, key=lambda bookie: len(recovering.on(bookie)))
     beyond = recovering.lost_at(victim)
@@ -229,8 +229,10 @@ def test_apaches_heals_scope_0_and_ours_the_scopes_and_with_apaches_off_ours_hea
 
     ours = OwnAutoRecovery(recovering.uri, tmp_path / "ours")
     started(ours)
-    servers.wait_for(lambda: manager.auditor() == manager.auditor(scoped=True) == ours.voter, "our auditors")
-    servers.wait_for(lambda: not list(manager.list(None)), "what came back with the bookie needs no copies")
+    servers.wait_for(
+        lambda: state.election.auditor() == state.election.auditor(scoped=True) == ours.voter, "our auditors"
+    )
+    servers.wait_for(lambda: not list(state.marks.list(None)), "what came back with the bookie needs no copies")
     recovering.write(SHAPES, count=30)
     other = max((each for each in recovering.own if each is not victim), key=lambda each: len(recovering.on(each)))
     beyond = recovering.lost_at(other)
@@ -252,16 +254,18 @@ def test_apaches_and_ours_at_once_on_scope_0_never_harm_a_ledger(
     ours = [OwnAutoRecovery(recovering.uri, tmp_path / f"ours-{index}") for index in range(2)]
     started(*ours)
     started(apache)
-    manager = recovering.manager
+    state = recovering.state
     for run in range(RUNS):
         recovering.ensure_up()
-        servers.wait_for(manager.auditor, "an auditor")
+        servers.wait_for(state.election.auditor, "an auditor")
         shapes = [(0, *rng.choice([(2, 2, 2), (3, 2, 2), (3, 3, 2)]), rng.random() < 0.8) for _ in range(24)]
         recovering.write(shapes, count=20)
         victim = recovering.own[run % len(recovering.own)]
         (victim.kill if run % 3 == 2 else victim.stop)()
         if run % 2:
-            servers.wait_for(lambda: any(manager.locks()) or not manager.any(0), "replication begins", LIMIT_S)
+            servers.wait_for(
+                lambda: any(state.locks.list()) or not state.marks.has_marks(0), "replication begins", LIMIT_S
+            )
             ours[run // 2 % 2].kill()
         recovering.wait_until_healed([victim], apache=apache)
         recovering.check(gone=[victim])

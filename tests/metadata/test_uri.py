@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from bkctl.errors import Unsupported, UsageError
 from bkctl.metadata.store import NO_SECURITY, StoreSecurity
-from bkctl.metadata.uri import LEDGER_MANAGER_TYPES, MetadataUri, assemble_uri, parse_uri
+from bkctl.metadata.uri import LEDGER_MANAGER_TYPES, MetadataUri, parse_uri
 
 
 @pytest.mark.parametrize(
@@ -98,16 +98,6 @@ def test_unknown_stores_are_unsupported(text: str) -> None:
         parse_uri(text)
     assert caught.value.exit_code == 8
     assert "\n" not in str(caught.value)
-
-
-def test_old_settings_give_a_uri() -> None:
-    assert assemble_uri("zk1:2181,zk2:2181").text == "zk://zk1:2181;zk2:2181/ledgers"
-    assert assemble_uri("zk1", "/bk/ledgers", "flat") == parse_uri("zk+flat://zk1:2181/bk/ledgers")
-    assert assemble_uri("zk1:2181,zk2:2181/chroot", "/ledgers").path == "/chroot/ledgers"
-    with pytest.raises(UsageError):
-        assemble_uri("zk1:2181", "ledgers")
-    with pytest.raises(UsageError):
-        assemble_uri("")
 
 
 hosts = st.from_regex(r"[a-z0-9][a-z0-9.-]{0,20}", fullmatch=True) | st.just("[::1]")

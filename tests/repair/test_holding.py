@@ -15,7 +15,7 @@ import pytest
 from bkctl.disk import Files
 from bkctl.errors import DirectoryInUse
 from bkctl.formats.metadata import Cookie
-from bkctl.repair.holding import check_not_held, hold, holders
+from bkctl.repair.holding import hold, holders
 
 
 @contextmanager
@@ -94,8 +94,12 @@ def test_a_database_that_another_process_has_open_is_held(ledgers: Path) -> None
 
 def test_a_directory_that_our_bookie_locked_is_held(ledgers: Path) -> None:
     script = "fd = os.open(sys.argv[1], os.O_RDONLY); fcntl.flock(fd, fcntl.LOCK_EX)"
-    with child(script, ledgers / "current") as pid, pytest.raises(DirectoryInUse, match=f"process {pid} "):
-        check_not_held([ledgers])
+    with (
+        child(script, ledgers / "current") as pid,
+        pytest.raises(DirectoryInUse, match=f"process {pid} "),
+        hold([ledgers]),
+    ):
+        pytest.fail("held")
 
 
 def test_while_held_neither_our_bookie_nor_a_database_gets_in(ledgers: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from bkctl.config import BookieConfig
 from bkctl.ids import LedgerId
-from bkctl.metadata.underreplication import LedgerUnderreplicationManager
+from bkctl.metadata.underreplication import AutoRecoveryState
 
 LIMIT_S = 60.0
 #: No pauses: retries begin at once, and periodic checks never.
@@ -71,11 +71,11 @@ async def come_back(cluster: Any, bookie: Any) -> None:
     cluster.register(bookie)
 
 
-def manager_of(cluster: Any) -> LedgerUnderreplicationManager:
-    """Return a manager of the cluster's marks."""
-    return LedgerUnderreplicationManager(cluster.cluster.store)
+def state_of(cluster: Any) -> AutoRecoveryState:
+    """Return the cluster's state of auto-recovery."""
+    return AutoRecoveryState(cluster.cluster.store)
 
 
 def marks(cluster: Any) -> dict[LedgerId, set[str]]:
     """Return the bookies that lack entries, by marked ledger."""
-    return {ledger: set(mark.missing_replicas) for ledger, mark in manager_of(cluster).list(None)}
+    return {ledger: set(mark.missing_replicas) for ledger, mark in state_of(cluster).marks.list(None)}

@@ -13,7 +13,7 @@ from bkctl.formats.metadata import BookieServiceInfo, Cookie, LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
 from bkctl.metadata.store import NEW
-from bkctl.metadata.underreplication import LedgerLocks, LedgerUnderreplicationManager
+from bkctl.metadata.underreplication import LedgerLocks, LedgerMarks
 from bkctl.protocol.messages import AddRequest
 from bkctl.replication import move_queue
 from bkctl.replication.bookie_mover import BookieMover
@@ -268,14 +268,14 @@ async def test_move_deletes_marks_for_lost_bookie_only(fake_cluster):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         async with cluster.client(only=["b0", "b1"]) as writing:
             ledgers = [(await write(writing, 5, ensemble_size=2, scope_id=scope)).ledger for scope in (0, 7)]
-        manager = LedgerUnderreplicationManager(cluster.cluster.store)
-        manager.mark(ledgers[0], ["b0"])
-        manager.mark(ledgers[1], ["b0", "another"])
+        marks = LedgerMarks(cluster.cluster.store)
+        marks.add(ledgers[0], ["b0"])
+        marks.add(ledgers[1], ["b0", "another"])
         await lose(cluster, "b0")
         moved, _ = await move(cluster, client, "b0")
         assert {each.outcome for each in moved.values()} == {MoveOutcome.MOVED}
-        assert manager.get(ledgers[0]) is None
-        assert manager.get(ledgers[1]) is not None
+        assert marks.get(ledgers[0]) is None
+        assert marks.get(ledgers[1]) is not None
 
 
 @pytest.mark.parametrize("others_end", [True, False], ids=["the others are done", "another one goes on"])
@@ -299,7 +299,7 @@ async def test_move_waits_for_locked_ledger_with_limit(fake_cluster, monkeypatch
             for bookie in cluster.bookies:
                 bookie.hold = lambda request: isinstance(request, AddRequest) and request.ledger == ledgers[1]
         with open_cluster(cluster.cluster.uri) as other:
-            LedgerUnderreplicationManager(other.store).lock(ledgers[0], "a worker")
+            LedgerLocks(other.store).lock(ledgers[0], "a worker")
             mover = BookieMover(client, [gone], plan(cluster, gone), locks=True, note=note)
             rows = []
             async for row in mover.move(mover.progress.plan.ledgers):
@@ -315,22 +315,22 @@ async def test_move_waits_for_locked_ledger_with_limit(fake_cluster, monkeypatch
             ] * others_end
             assert mover.progress.locked_count == 0
             # Ours are released, the other's stays.
-            manager = LedgerUnderreplicationManager(cluster.cluster.store)
-            assert [lock.ledger for lock in manager.locks()] == [ledgers[0]]
+            locks = LedgerLocks(cluster.cluster.store)
+            assert [lock.ledger for lock in locks.list()] == [ledgers[0]]
 
 
 async def test_move_swaps_nothing_after_losing_lock(fake_cluster):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         async with cluster.client(only=["b0", "b1", "b2"]) as writing:
             ledger = (await write(writing, 5, scope_id=7)).ledger
-        manager = LedgerUnderreplicationManager(cluster.cluster.store)
+        ledger_locks = LedgerLocks(cluster.cluster.store)
         before = cluster.cluster.ledgers.read(ledger)
         seen = []
 
         def lose_lock(request):
             # A bookie's garbage collection that has the lock now may take what was copied.
             if isinstance(request, AddRequest) and not seen:
-                seen.extend(lock.ledger for lock in manager.locks())
+                seen.extend(lock.ledger for lock in ledger_locks.list())
                 cluster.cluster.store.delete(f"underreplication/scopes/locks/urL{ledger.qualified_name}")
 
         cluster.bookies[3].fault = lose_lock
@@ -343,7 +343,7 @@ async def test_move_swaps_nothing_after_losing_lock(fake_cluster):
         rows, _ = await move(cluster, client, "b0")
         assert rows[ledger].outcome is MoveOutcome.MOVED
         assert await is_whole(client, ledger)
-        assert list(manager.locks()) == []
+        assert list(ledger_locks.list()) == []
 
 
 async def test_cancelled_move_releases_lock_being_taken(fake_cluster, monkeypatch):
@@ -365,7 +365,7 @@ async def test_cancelled_move_releases_lock_being_taken(fake_cluster, monkeypatc
         asyncio.get_running_loop().call_later(0.05, go_on.set)
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert list(LedgerUnderreplicationManager(cluster.cluster.store).locks()) == []
+        assert list(LedgerLocks(cluster.cluster.store).list()) == []
 
 
 async def test_rate_bounds_all_moves_together(fake_cluster):
@@ -425,7 +425,7 @@ async def test_cancelled_move_leaves_no_task_or_lock(fake_cluster):
                 await work()
         for bookie in cluster.bookies[1:]:
             bookie.release()
-        assert list(LedgerUnderreplicationManager(cluster.cluster.store).locks()) == []
+        assert list(LedgerLocks(cluster.cluster.store).list()) == []
         moved, _ = await move(cluster, client, "b0", locks=True)
         assert {each.outcome for each in moved.values()} == {MoveOutcome.MOVED}
 

@@ -7,7 +7,7 @@ import pytest
 from bkctl.errors import Conflict, NotFound
 from bkctl.formats.metadata import Cookie, LedgerState
 from bkctl.metadata.store import NEW
-from bkctl.metadata.underreplication import LedgerUnderreplicationManager
+from bkctl.metadata.underreplication import AutoRecoverySettings, AutoRecoveryState, LedgerMarks
 from bkctl.replication.checker import LedgerChecker
 from bkctl.replication.decommission import Decommission
 from bkctl.replication.departure_steps import BLOCKING_RESULTS, StepKind, StepResult
@@ -66,7 +66,7 @@ async def test_decommission_empties_bookie_and_deletes_cookie(fake_cluster):
         for ledger in ledgers:
             assert await is_whole(client, ledger)
         # Without anybody who looks for marks there are none.
-        assert list(LedgerUnderreplicationManager(cluster.cluster.store).list(None)) == []
+        assert list(LedgerMarks(cluster.cluster.store).list(None)) == []
 
 
 async def test_decommission_keeps_cookie_on_request_and_accepts_missing_one(fake_cluster):
@@ -112,7 +112,7 @@ async def test_decommission_check_refuses_disabled_auto_recovery(fake_cluster):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         await ledgers_on_b0(cluster)
         await lost(cluster, "b0")
-        LedgerUnderreplicationManager(cluster.cluster.store).disable()
+        AutoRecoverySettings(cluster.cluster.store).disable()
         departure = decommission(cluster, client)
         assert results(await steps(departure.check(probe=False)))[StepKind.AUTO_RECOVERY] is StepResult.BLOCKED
         assert departure.forbidden
@@ -216,22 +216,22 @@ async def test_decommission_marks_for_workers_and_leaves_no_mark(fake_cluster):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         plain, _ = await ledgers_on_b0(cluster)
         await lost(cluster, "b0")
-        manager = LedgerUnderreplicationManager(cluster.cluster.store)
-        vote = manager.vote("b1")
+        state = AutoRecoveryState(cluster.cluster.store)
+        vote = state.election.vote("b1")
         marked = []
         departure = decommission(cluster, client)
         begin = departure.mover.move
 
         def move(ids, **options):
-            marked.extend(ledger for ledger, _ in manager.list(None))
+            marked.extend(ledger for ledger, _ in state.marks.list(None))
             return begin(ids, **options)
 
         departure.mover.move = move
         assert {each.result for each in await steps(departure.run())} == {StepResult.MOVED, StepResult.DELETED}
         # The auditor of scope 0 is there, that of the scopes is not.
         assert marked == [plain]
-        assert list(manager.list(None)) == []
-        assert list(manager.locks()) == []
+        assert list(state.marks.list(None)) == []
+        assert list(state.locks.list()) == []
         vote.release()
 
 

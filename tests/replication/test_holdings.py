@@ -13,7 +13,7 @@ from bkctl.formats.metadata import BookieServiceInfo, Cookie, Fragment, LedgerMe
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.store import NEW
-from bkctl.metadata.underreplication import LedgerUnderreplicationManager
+from bkctl.metadata.underreplication import LedgerMarks
 from bkctl.replication.holdings import HeldLedger, Replacements, Risk, StopProblem, ledgers_on, ok_to_stop
 
 SCOPES = BookieServiceInfo((), {"ledgerScopes": "1"})
@@ -166,8 +166,8 @@ def test_down_marked_and_unscoped_replicas_do_not_count(cluster: Cluster) -> Non
     cluster.ledgers.create(LedgerId(0, 3), ledger((0, "aeg"), last=8, write_quorum=3, ack_quorum=1))
     cluster.ledgers.create(LedgerId(0, 4), ledger((0, "afg"), last=8, write_quorum=3, ack_quorum=1))
     assert set(risks(cluster, "a")) == {(LedgerId(7, 2), Risk.LOST)}
-    marks = LedgerUnderreplicationManager(cluster.store)
-    marks.mark(LedgerId(0, 1), ["b", "c"])
+    marks = LedgerMarks(cluster.store)
+    marks.add(LedgerId(0, 1), ["b", "c"])
     assert set(risks(cluster, "a")) == {(LedgerId(0, 1), Risk.LOST), (LedgerId(7, 2), Risk.LOST)}
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from replication.recovering import CONFIG, bookies_of, eventually, manager_of, marks, running, write
+from replication.recovering import CONFIG, bookies_of, eventually, marks, running, state_of, write
 
 from bkctl.ids import LedgerId
-from bkctl.metadata.underreplication import AuditorCheck
+from bkctl.metadata.underreplication import AuditorCheck, AutoRecoverySettings
 from bkctl.replication.auditor import Auditor
 
 HOUR_S = 3600
@@ -17,16 +17,16 @@ async def test_check_of_all_ledgers_marks_and_records_its_time(fake_cluster):
         for ledger in (bad.ledger, scoped.ledger):
             del bookies_of(cluster, ledger)[0].ledgers[ledger]
         expected = {bookies_of(cluster, bad.ledger)[0].bookie_id}
-        manager = manager_of(cluster)
+        state = state_of(cluster)
         config = CONFIG.with_changes(auditor_periodic_check_interval=HOUR_S)
         auditor = Auditor(client, config, scoped=False)
         async with running(auditor.run()):
-            await eventually(lambda: manager.check_ctime_ms(AuditorCheck.ALL_LEDGERS), "the check is over")
+            await eventually(lambda: state.settings.check_ctime_ms(AuditorCheck.ALL_LEDGERS), "the check is over")
         assert marks(cluster) == {bad.ledger: expected}
         assert auditor.stats.num_ledgers_checked == 2
-        assert manager.check_ctime_ms(AuditorCheck.ALL_LEDGERS, scoped=True) is None
+        assert state.settings.check_ctime_ms(AuditorCheck.ALL_LEDGERS, scoped=True) is None
         # Who begins again keeps to the schedule: the next check is an hour away.
-        manager.unmark(bad.ledger)
+        state.marks.remove(bad.ledger)
         again = Auditor(client, config, scoped=False)
         async with running(again.run()):
             await eventually(lambda: again.stats.audit_count, "it looked for bookies")
@@ -49,7 +49,7 @@ async def test_replica_and_placement_checks_count_without_marking(fake_cluster, 
             for bookie in cluster.bookies[:count]:
                 del bookie.ledgers[ledger].entries[2]
         old = LedgerId(0, 1 << 40)
-        manager_of(cluster).mark(old, ["b0"], now_ms=1)
+        state_of(cluster).marks.add(old, ["b0"], now_ms=1)
         config = CONFIG.with_changes(underreplicated_ledger_recovery_grace_period=60)
         auditor = Auditor(client, config, scoped=False)
         await auditor.checks.check_replicas()
@@ -63,9 +63,9 @@ async def test_replica_and_placement_checks_count_without_marking(fake_cluster, 
             stats.num_ledgers_not_adhering_to_placement_policy,
         ) == (1, 1, 1, 1, 0)
         assert set(marks(cluster)) == {old}
-        manager = manager_of(cluster)
-        assert manager.check_ctime_ms(AuditorCheck.REPLICAS) is not None
-        assert manager.check_ctime_ms(AuditorCheck.PLACEMENT_POLICY) is not None
+        settings = AutoRecoverySettings(cluster.cluster.store)
+        assert settings.check_ctime_ms(AuditorCheck.REPLICAS) is not None
+        assert settings.check_ctime_ms(AuditorCheck.PLACEMENT_POLICY) is not None
 
 
 def test_placement_check_counts_ledgers_in_one_rack(fake_cluster, run):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from replication.recovering import bookies_of, lose, manager_of, marks, write
+from replication.recovering import bookies_of, lose, marks, write
 
 from bkctl.errors import UsageError
 from bkctl.metadata.store import NEW
-from bkctl.metadata.underreplication import mark_path
+from bkctl.metadata.underreplication import LedgerMarks, UnderreplicationLayout, mark_path
 from bkctl.replication.marking import MarkProgress, audit_bookies, mark_ledgers
 
 
@@ -71,13 +71,13 @@ async def test_bookie_without_scopes_is_lost_for_scoped_ledgers_only(fake_cluste
 async def test_audit_continues_after_damaged_mark(fake_cluster, caplog):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         ledgers = sorted([(await write(client, 1, ensemble_size=4)).ledger for _ in range(3)])
-        manager = manager_of(cluster)
-        manager.prepare()
+        UnderreplicationLayout(cluster.cluster.store).prepare()
         cluster.cluster.store.put(mark_path(ledgers[0]), b"\xff no mark", NEW)
         await lose(cluster, cluster.bookies[0])
         counts = await asyncio.to_thread(audit_bookies, cluster.cluster, scoped=False)
         assert counts == {"b0": 2}
-        assert {each: manager.get(each).missing_replicas for each in ledgers[1:]} == dict.fromkeys(ledgers[1:], ("b0",))
+        get = LedgerMarks(cluster.cluster.store).get
+        assert {each: get(each).missing_replicas for each in ledgers[1:]} == dict.fromkeys(ledgers[1:], ("b0",))
         assert f"Ledger {ledgers[0]} cannot be marked" in caplog.text
         with pytest.raises(UsageError):
             list(mark_ledgers(cluster.cluster, ["no bookie"]))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from replication.recovering import CONFIG, bookies_of, come_back, eventually, lose, manager_of, running, write
+from replication.recovering import CONFIG, bookies_of, come_back, eventually, lose, running, state_of, write
 
 from bkctl.errors import Conflict, LedgerFenced
 from bkctl.formats.metadata import LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
-from bkctl.metadata.underreplication import LedgerUnderreplicationManager, mark_path
+from bkctl.metadata.underreplication import LedgerLocks, LedgerMarks, mark_path
 from bkctl.protocol.messages import AddRequest, ReadRequest, Status
 from bkctl.replication.checker import LedgerChecker
 from bkctl.replication.worker import LedgerOutcome, ReplicationWorker, retry_delay_ms
@@ -29,7 +29,7 @@ async def lost_ledger(cluster, client, count=20, **options):
     writer = await write(client, count, **options)
     lost = bookies_of(cluster, writer.ledger)[0]
     await lose(cluster, lost)
-    manager_of(cluster).mark(writer.ledger, [lost.bookie_id])
+    state_of(cluster).marks.add(writer.ledger, [lost.bookie_id])
     return writer.ledger, lost
 
 
@@ -48,15 +48,15 @@ async def test_marked_ledgers_of_its_scopes_are_replicated_and_unmarked(fake_clu
         lost = bookies_of(cluster, mine[0])[0]
         await lose(cluster, lost)
         for ledger in ledgers:
-            manager_of(cluster).mark(ledger, [lost.bookie_id])
+            state_of(cluster).marks.add(ledger, [lost.bookie_id])
         worker = ReplicationWorker(client, CONFIG, "worker", scopes=scopes)
         async with running(worker.run()):
-            manager = manager_of(cluster)
-            await eventually(lambda: not any(manager.get(each) for each in mine), "all are unmarked")
-            await eventually(lambda: not list(manager.locks()), "no lock is left")
+            state = state_of(cluster)
+            await eventually(lambda: not any(state.marks.get(each) for each in mine), "all are unmarked")
+            await eventually(lambda: not list(state.locks.list()), "no lock is left")
         for ledger in mine:
             assert await is_whole(client, ledger)
-        assert {each for each, _ in manager.list(None)} == set(ledgers) - set(mine)
+        assert {each for each, _ in state.marks.list(None)} == set(ledgers) - set(mine)
         assert worker.stats.num_entries_written > 0
 
 
@@ -65,15 +65,15 @@ async def test_marks_are_read_in_batches_to_the_last(fake_cluster, monkeypatch):
 
     async with fake_cluster(3) as cluster, cluster.client() as client:
         ledgers = [(await write(client, 1, scope_id=scope)).ledger for scope in (0, 7) for _ in range(5)]
-        manager = manager_of(cluster)
+        marks = LedgerMarks(cluster.cluster.store)
         for ledger in ledgers:
-            manager.mark(ledger, ["b0"])
+            marks.add(ledger, ["b0"])
         with open_cluster(cluster.cluster.uri) as other:
             # All of one step is somebody else's.
             others = sorted(ledgers)[:2]
-            LedgerUnderreplicationManager(other.store).lock_many(others, "another")
+            LedgerLocks(other.store).lock_many(others, "another")
             await ReplicationWorker(client, CONFIG, "worker").work_once()
-            assert [ledger for ledger, _ in manager.list(None)] == others
+            assert [ledger for ledger, _ in marks.list(None)] == others
 
 
 async def test_locked_and_unmarked_ledgers_are_left_alone(fake_cluster):
@@ -81,12 +81,12 @@ async def test_locked_and_unmarked_ledgers_are_left_alone(fake_cluster):
         ledger, _ = await lost_ledger(cluster, client)
         worker = ReplicationWorker(client, CONFIG, "worker")
         with open_cluster(cluster.cluster.uri) as other:
-            LedgerUnderreplicationManager(other.store).lock(ledger, "another")
+            LedgerLocks(other.store).lock(ledger, "another")
             assert await worker.replicate(ledger) is LedgerOutcome.SKIPPED
             await worker.work_once()
             assert not await is_whole(client, ledger)
         assert await worker.replicate(LedgerId(0, 12345)) is LedgerOutcome.SKIPPED
-        assert list(manager_of(cluster).locks()) == []
+        assert list(state_of(cluster).locks.list()) == []
         assert await worker.replicate(ledger) is LedgerOutcome.DONE
         assert await is_whole(client, ledger)
 
@@ -94,54 +94,54 @@ async def test_locked_and_unmarked_ledgers_are_left_alone(fake_cluster):
 async def test_worker_pauses_while_auto_recovery_is_disabled(fake_cluster):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         ledger, _ = await lost_ledger(cluster, client)
-        manager = manager_of(cluster)
-        manager.disable()
+        state = state_of(cluster)
+        state.settings.disable()
         worker = ReplicationWorker(client, CONFIG, "worker")
         await worker.work_once()
-        assert manager.get(ledger) is not None
+        assert state.marks.get(ledger) is not None
         async with running(worker.run()):
-            manager.enable()
-            await eventually(lambda: manager.get(ledger) is None, "replicated once enabled")
+            state.settings.enable()
+            await eventually(lambda: state.marks.get(ledger) is None, "replicated once enabled")
 
 
 async def test_deleted_and_healthy_ledgers_are_unmarked(fake_cluster):
     async with fake_cluster(3) as cluster, cluster.client() as client:
         whole, deleted = await write(client, 5), await write(client, 5, scope_id=7)
-        manager = manager_of(cluster)
+        marks = LedgerMarks(cluster.cluster.store)
         for writer in (whole, deleted):
-            manager.mark(writer.ledger, ["b0"])
+            marks.add(writer.ledger, ["b0"])
         before = cluster.cluster.ledgers.read(whole.ledger)
         await client.delete_ledger(deleted.ledger_id, ledger_scope_id=7)
         worker = ReplicationWorker(client, CONFIG, "worker")
         assert [await worker.replicate(each.ledger) for each in (whole, deleted)] == [LedgerOutcome.DONE] * 2
-        assert list(manager.list(None)) == []
+        assert list(marks.list(None)) == []
         assert cluster.cluster.ledgers.read(whole.ledger) == before
 
 
 async def test_new_mark_is_kept(fake_cluster):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         ledger, _ = await lost_ledger(cluster, client)
-        manager = manager_of(cluster)
+        state = state_of(cluster)
 
         class Checker(LedgerChecker):
             async def check(self, *arguments, **options):
                 found = await super().check(*arguments, **options)
                 if not found.fragments:
-                    manager.mark(ledger, ["b-again"])
+                    state.marks.add(ledger, ["b-again"])
                 return found
 
         worker = ReplicationWorker(client, CONFIG, "worker", checker=Checker(client))
         assert await worker.replicate(ledger) is LedgerOutcome.DONE
-        mark = manager.get(ledger)
+        mark = state.marks.get(ledger)
         assert mark is not None
         assert "b-again" in mark.missing_replicas
-        assert list(manager.locks()) == []
+        assert list(state.locks.list()) == []
 
 
 async def test_worker_without_lock_swaps_and_unmarks_nothing(fake_cluster):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         ledger, _ = await lost_ledger(cluster, client)
-        manager = manager_of(cluster)
+        marks = LedgerMarks(cluster.cluster.store)
         before = cluster.cluster.ledgers.read(ledger)
         others = []
 
@@ -151,14 +151,14 @@ async def test_worker_without_lock_swaps_and_unmarks_nothing(fake_cluster):
                 path = f"underreplication/locks/urL{ledger.ledger_id:010d}"
                 cluster.cluster.store.delete(path)
                 others.append(open_cluster(cluster.cluster.uri))
-                others.append(LedgerUnderreplicationManager(others[0].store).lock(ledger, "another"))
+                others.append(LedgerLocks(others[0].store).lock(ledger, "another"))
 
         for bookie in cluster.bookies:
             bookie.fault = lose_lock
         worker = ReplicationWorker(client, CONFIG, "worker")
         assert await worker.replicate(ledger) is LedgerOutcome.FAILED
         assert cluster.cluster.ledgers.read(ledger) == before
-        assert manager.get(ledger) is not None
+        assert marks.get(ledger) is not None
         assert others[1].is_held()
         others[0].close()
         assert await worker.replicate(ledger) is LedgerOutcome.DONE
@@ -168,7 +168,7 @@ async def test_worker_without_lock_swaps_and_unmarks_nothing(fake_cluster):
 async def test_lock_lost_before_unmarking_keeps_mark(fake_cluster):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         ledger, _ = await lost_ledger(cluster, client)
-        manager = manager_of(cluster)
+        marks = LedgerMarks(cluster.cluster.store)
 
         class Checker(LedgerChecker):
             async def check(self, *arguments, **options):
@@ -179,7 +179,7 @@ async def test_lock_lost_before_unmarking_keeps_mark(fake_cluster):
 
         worker = ReplicationWorker(client, CONFIG, "worker", checker=Checker(client))
         assert await worker.replicate(ledger) is LedgerOutcome.FAILED
-        assert manager.get(ledger) is not None
+        assert marks.get(ledger) is not None
 
 
 async def test_deferred_ledger_is_not_retried_after_losing_lock(fake_cluster):
@@ -188,29 +188,29 @@ async def test_deferred_ledger_is_not_retried_after_losing_lock(fake_cluster):
         later = CONFIG.with_changes(lock_release_of_failed_ledger_grace_period=NEVER_MS)
         worker = ReplicationWorker(client, later, "worker")
         async with running(worker.run()):
-            await eventually(lambda: worker.deferred, "it failed")
+            await eventually(lambda: worker._deferred, "it failed")
             cluster.cluster.store.delete(f"underreplication/locks/urL{ledger.ledger_id:010d}")
             assert await worker.replicate(ledger) is LedgerOutcome.SKIPPED
-            assert list(manager_of(cluster).locks()) == []
+            assert list(state_of(cluster).locks.list()) == []
 
 
 async def test_too_few_bookies_defer_and_retry_ledger(fake_cluster):
     async with fake_cluster(3) as cluster, cluster.client() as client:
         ledger, _ = await lost_ledger(cluster, client)
-        manager = manager_of(cluster)
+        state = state_of(cluster)
         later = CONFIG.with_changes(lock_release_of_failed_ledger_grace_period=NEVER_MS)
         worker = ReplicationWorker(client, later, "worker")
         async with running(worker.run()):
             await eventually(lambda: worker.stats.num_defer_ledger_lock_release_of_failed_ledger, "it failed")
-            assert [lock.ledger for lock in manager.locks()] == [ledger]
-            assert manager.get(ledger) is not None
+            assert [lock.ledger for lock in state.locks.list()] == [ledger]
+            assert state.marks.get(ledger) is not None
         cluster.cluster.store.delete(f"underreplication/locks/urL{ledger.ledger_id:010d}")
         worker = ReplicationWorker(client, CONFIG, "worker")
         async with running(worker.run()):
             await eventually(lambda: worker.stats.num_defer_ledger_lock_release_of_failed_ledger > 1, "tried again")
             await cluster.add_bookie()
-            await eventually(lambda: manager.get(ledger) is None, "replicated once there is a bookie")
-            await eventually(lambda: not list(manager.locks()), "and unlocked")
+            await eventually(lambda: state.marks.get(ledger) is None, "replicated once there is a bookie")
+            await eventually(lambda: not list(state.locks.list()), "and unlocked")
         assert await is_whole(client, ledger)
 
 
@@ -227,7 +227,7 @@ async def test_unreadable_entries_keep_mark_without_copying(fake_cluster):
         other = other or next(each for each in holders if each is not lost and entry_id in each.ledgers[ledger].entries)
         assert entry_id in lost.ledgers[ledger].entries
         kept = other.ledgers[ledger].entries.pop(entry_id)
-        manager = manager_of(cluster)
+        marks = LedgerMarks(cluster.cluster.store)
         worker = ReplicationWorker(client, CONFIG, "worker")
         added = []
         for bookie in cluster.bookies:
@@ -241,9 +241,9 @@ async def test_unreadable_entries_keep_mark_without_copying(fake_cluster):
                 lambda: worker.stats.num_defer_ledger_lock_release_of_failed_ledger > tries + 2, "and again"
             )
             assert len(added) == copied
-            assert manager.get(ledger) is not None
+            assert marks.get(ledger) is not None
             other.ledgers[ledger].entries[entry_id] = kept
-            await eventually(lambda: manager.get(ledger) is None, "replicated once it can be read")
+            await eventually(lambda: marks.get(ledger) is None, "replicated once it can be read")
         assert await is_whole(client, ledger)
 
 
@@ -252,20 +252,20 @@ async def test_open_ledger_is_fenced_after_grace_period(fake_cluster):
         writer = await write(client, 10, scope_id=7, close=False)
         lost = bookies_of(cluster, writer.ledger)[0]
         await lose(cluster, lost)
-        manager = manager_of(cluster)
-        manager.mark(writer.ledger, [lost.bookie_id])
+        state = state_of(cluster)
+        state.marks.add(writer.ledger, [lost.bookie_id])
         patient = CONFIG.with_changes(open_ledger_rereplication_grace_period=NEVER_MS)
         worker = ReplicationWorker(client, patient, "patient")
         async with running(worker.run()):
-            await eventually(lambda: worker.deferred, "it waits for the writer")
-            assert [lock.ledger for lock in manager.locks()] == [writer.ledger]
+            await eventually(lambda: worker._deferred, "it waits for the writer")
+            assert [lock.ledger for lock in state.locks.list()] == [writer.ledger]
             assert cluster.metadata(writer.ledger).state is LedgerState.OPEN
         with pytest.raises(Conflict):
-            manager_of(cluster).lock(writer.ledger, "other")
+            state_of(cluster).locks.lock(writer.ledger, "other")
         cluster.cluster.store.delete(next(iter(cluster_locks(cluster))))
         worker = ReplicationWorker(client, CONFIG, "impatient")
         async with running(worker.run()):
-            await eventually(lambda: manager.get(writer.ledger) is None, "fenced and replicated")
+            await eventually(lambda: state.marks.get(writer.ledger) is None, "fenced and replicated")
         assert cluster.metadata(writer.ledger).is_closed
         assert cluster.metadata(writer.ledger).last_entry_id == 9
         assert await is_whole(client, writer.ledger)
@@ -286,11 +286,11 @@ async def test_writer_that_replaced_the_bookie_is_not_fenced(fake_cluster):
         await lose(cluster, lost)
         for _ in range(6):
             await writer.add(b"more")
-        manager = manager_of(cluster)
-        manager.mark(writer.ledger, [lost.bookie_id])
+        marks = LedgerMarks(cluster.cluster.store)
+        marks.add(writer.ledger, [lost.bookie_id])
         worker = ReplicationWorker(client, CONFIG, "worker")
         async with running(worker.run()):
-            await eventually(lambda: manager.get(writer.ledger) is None, "its first fragment is replicated")
+            await eventually(lambda: marks.get(writer.ledger) is None, "its first fragment is replicated")
         assert not cluster.metadata(writer.ledger).is_closed
         assert await writer.add(b"still") == 16
         await writer.close()
@@ -319,7 +319,7 @@ async def test_next_worker_finishes_after_crash(fake_cluster):
         for bookie in cluster.bookies:
             bookie.hold = lambda request: False
         async with running(ReplicationWorker(client, CONFIG, "next").run()):
-            await eventually(lambda: manager_of(cluster).get(ledger) is None, "the next one finishes")
+            await eventually(lambda: state_of(cluster).marks.get(ledger) is None, "the next one finishes")
         assert await is_whole(client, ledger)
 
 
@@ -329,9 +329,9 @@ async def test_damaged_mark_is_skipped(fake_cluster):
         cluster.cluster.store.put(mark_path(LedgerId(0, 77)), b"\xff", None)
         worker = ReplicationWorker(client, CONFIG, "worker")
         await worker.work_once()
-        manager = manager_of(cluster)
-        assert manager.get(ledger) is None
-        assert [each for each, _ in manager.list(None)] == [LedgerId(0, 77)]
+        marks = LedgerMarks(cluster.cluster.store)
+        assert marks.get(ledger) is None
+        assert [each for each, _ in marks.list(None)] == [LedgerId(0, 77)]
 
 
 async def test_returned_bookie_needs_no_copies(fake_cluster):
@@ -344,18 +344,18 @@ async def test_returned_bookie_needs_no_copies(fake_cluster):
         worker = ReplicationWorker(client, CONFIG, "worker")
         assert await worker.replicate(ledger) is LedgerOutcome.DONE
         assert added == []
-        assert manager_of(cluster).get(ledger) is None
+        assert state_of(cluster).marks.get(ledger) is None
 
 
 async def test_ledger_with_unknown_end_stays_marked(fake_cluster):
     async with fake_cluster(3) as cluster, cluster.client() as client:
         writer = await write(client, 4, close=False)
-        manager = manager_of(cluster)
-        manager.mark(writer.ledger, ["b0"])
+        marks = LedgerMarks(cluster.cluster.store)
+        marks.add(writer.ledger, ["b0"])
         for bookie in cluster.bookies:
             bookie.fault = lambda request: Status.EIO if not isinstance(request, (AddRequest, ReadRequest)) else None
         later = CONFIG.with_changes(lock_release_of_failed_ledger_grace_period=NEVER_MS)
         worker = ReplicationWorker(client, later, "worker")
         async with running(worker.run()):
             await eventually(lambda: worker.stats.num_defer_ledger_lock_release_of_failed_ledger, "it is put off")
-            assert manager.get(writer.ledger) is not None
+            assert marks.get(writer.ledger) is not None

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.journals import flush_journals
 from support.servers import DB, INTERLEAVED, SORTED
 
 from bkctl.config import BookieConfig
@@ -75,10 +76,10 @@ def records_of(root: Path) -> list[tuple[int, Any]]:
 def test_journal_of_one_ledger_byte_for_byte(tmp_path: Path) -> None:
     storage = open_storage(tmp_path)
     add(storage, PLAIN, 0, 1)
-    storage.flush_journals()
+    flush_journals(storage)
     add(storage, PLAIN, 2)
     storage.fence(PLAIN, key_of(PLAIN), lambda error: None)
-    storage.flush_journals()
+    flush_journals(storage)
     key = key_of(PLAIN)
     ids = PLAIN.ledger_id.to_bytes(8, "big")
     first = struct.pack(">i8sqi20s", 40, ids, -0x1000, 20, key)
@@ -129,10 +130,10 @@ def test_batched_adds_write_the_same_files_as_single_adds(tmp_path: Path, last_s
                 storage.add_records(ledger, key_of(ledger), entry_ids, records, size, max(entry_ids) - 1, None)
                 assert bytes(storage.read_entry(ledger, entry_ids[0])) == bodies[entry_ids[0]]
             if number % 5 == 0:
-                storage.flush_journals()
+                flush_journals(storage)
             if number % 7 == 0:
                 storage.run_checkpoint()
-        storage.flush_journals()
+        flush_journals(storage)
         assert sum(batch.count for batch in storage.batches) == 0
         lacs = {ledger: storage.last_add_confirmed(handle) for ledger, handle in storage.ledgers.handles.items()}
         for (ledger, entry_id), body in expected.items():
@@ -155,7 +156,7 @@ def test_groups_end_on_the_alignment(tmp_path: Path, size: int) -> None:
     storage = open_storage(tmp_path)
     for entry_id in range(3):
         add(storage, PLAIN, entry_id, payload=bytes(size))
-        storage.flush_journals()
+        flush_journals(storage)
         assert storage.journals[0].mark.offset % 512 == 0
     entries = [record for _, record in records_of(tmp_path) if record.type is RecordType.ENTRY]
     assert [record.entry_id for record in entries] == [0, 1, 2]
@@ -170,7 +171,7 @@ def test_scoped_entry_takes_nine_bytes_more(tmp_path: Path) -> None:
         storage = open_storage(root)
         for entry_id in range(count):
             add(storage, ledger, entry_id, payload=bytes(entry_id * 7))
-        storage.flush_journals()
+        flush_journals(storage)
         storage.run_checkpoint()
         in_journal = [record for _, record in records_of(root) if record.type is RecordType.ENTRY]
         assert len(in_journal) == count
@@ -238,7 +239,7 @@ def test_index_files_match_apache(tmp_path: Path) -> None:
         storage.fence(ledger, key_of(ledger), lambda error: None)
     header_only = LedgerId(0, 0x6B00FE09)
     storage.fence(header_only, key_of(header_only), lambda error: None)
-    storage.flush_journals()
+    flush_journals(storage)
     storage.run_checkpoint()
     current = tmp_path / "ledgers" / "current"
     paths = {
@@ -263,7 +264,7 @@ def test_fence_writes_no_key_record_if_the_index_has_the_key(tmp_path: Path) -> 
     """As Apache's: the key goes before a ledger's first entry of a run; a new ledger's also before its first fence."""
     storage = open_storage(tmp_path)
     storage.fence(PLAIN, key_of(PLAIN), lambda error: None)
-    storage.flush_journals()
+    flush_journals(storage)
     assert [record.type for _, record in records_of(tmp_path)] == [
         RecordType.LEDGER_KEY,
         RecordType.FENCE,
@@ -274,18 +275,18 @@ def test_fence_writes_no_key_record_if_the_index_has_the_key(tmp_path: Path) -> 
     storage.close()
     storage = open_storage(tmp_path)
     storage.fence(add_again, key_of(add_again), lambda error: None)
-    storage.flush_journals()
+    flush_journals(storage)
     assert [record.type for _, record in records_of(tmp_path)][-2:] == [RecordType.FENCE, RecordType.PADDING]
 
 
 def test_scoped_records_go_to_version_7_journals_only(tmp_path: Path) -> None:
     storage = open_storage(tmp_path)
     add(storage, PLAIN, 0)
-    storage.flush_journals()
+    flush_journals(storage)
     add(storage, SCOPED, 0)
-    storage.flush_journals()
+    flush_journals(storage)
     add(storage, PLAIN, 1)
-    storage.flush_journals()
+    flush_journals(storage)
     found = [(version, record.ledger, record.entry_id) for version, record in records_of(tmp_path)]
     assert (6, PLAIN, 0) in found
     assert (7, SCOPED, 0) in found
@@ -293,7 +294,7 @@ def test_scoped_records_go_to_version_7_journals_only(tmp_path: Path) -> None:
     assert not any(version == 6 and ledger.is_scoped and entry_id >= 0 for version, ledger, entry_id in found)
     again = open_storage(tmp_path)
     add(again, PLAIN, 2)
-    again.flush_journals()
+    flush_journals(again)
     assert records_of(tmp_path)[-1][0] == 7
 
 
@@ -302,7 +303,7 @@ def test_checkpoint_deletes_rolled_journals(tmp_path: Path) -> None:
     current = tmp_path / "journal" / "current"
     for entry_id in range(8):
         add(storage, PLAIN, entry_id)
-        storage.flush_journals()
+        flush_journals(storage)
     ids = sorted(int(path.stem, 16) for path in current.glob("*.txn"))
     assert len(ids) == 9, "one of the start, and one a group"
     storage.run_checkpoint()
@@ -313,11 +314,11 @@ def test_replay_restores_changes_since_the_last_checkpoint(tmp_path: Path) -> No
     storage = open_storage(tmp_path, journal_max_size_mb=0)
     for ledger in (PLAIN, SCOPED):
         add(storage, ledger, 0)
-        storage.flush_journals()
+        flush_journals(storage)
     storage.run_checkpoint()
     for ledger in (PLAIN, SCOPED):
         add(storage, ledger, 1, 2)
-        storage.flush_journals()
+        flush_journals(storage)
     again = open_storage(tmp_path)
     assert again.replayed == (4, 0)
     for ledger in (PLAIN, SCOPED):
@@ -330,7 +331,7 @@ def test_replay_restores_changes_since_the_last_checkpoint(tmp_path: Path) -> No
 def test_missing_marked_journal_stops_the_start(tmp_path: Path) -> None:
     storage = open_storage(tmp_path)
     add(storage, PLAIN, 0)
-    storage.flush_journals()
+    flush_journals(storage)
     storage.run_checkpoint()
     for path in (tmp_path / "journal" / "current").glob("*.txn"):
         path.unlink()
@@ -342,7 +343,7 @@ def test_journal_damage_stops_the_start_unless_configured_otherwise(tmp_path: Pa
     storage = open_storage(tmp_path)
     for entry_id in range(6):
         add(storage, PLAIN, entry_id)
-        storage.flush_journals()
+        flush_journals(storage)
     (path,) = (tmp_path / "journal" / "current").glob("*.txn")
     data = bytearray(path.read_bytes())
     data[1024:1028] = struct.pack(">i", -7)
@@ -359,7 +360,7 @@ def test_replay_refuses_an_unknown_entry_format_and_says_what_to_do(tmp_path: Pa
     storage = open_storage(tmp_path)
     for entry_id in range(3):
         add(storage, PLAIN, entry_id)
-        storage.flush_journals()
+        flush_journals(storage)
     (path,) = (tmp_path / "journal" / "current").glob("*.txn")
     data = bytearray(path.read_bytes())
     assert data[1028] == 0  # the first byte of entry 1
@@ -375,7 +376,7 @@ def test_deleted_ledger_can_be_recreated(tmp_path: Path) -> None:
     storage = open_storage(tmp_path)
     for ledger in (PLAIN, SCOPED):
         add(storage, ledger, 0, 1)
-    storage.flush_journals()
+    flush_journals(storage)
     storage.run_checkpoint()
     storage.delete_ledger(PLAIN)
     with pytest.raises(LedgerNotFound):
@@ -398,7 +399,7 @@ def test_fenced_and_deleted_ledger_refuses_writes_for_a_week(tmp_path: Path) -> 
     for ledger in (PLAIN, SCOPED):
         add(storage, ledger, 0)
         storage.fence(ledger, key_of(ledger), lambda _: None)
-        storage.flush_journals()
+        flush_journals(storage)
         storage.run_checkpoint()
         storage.delete_ledger(ledger)
     day = 24 * 3_600_000
@@ -419,7 +420,7 @@ def test_fenced_and_deleted_ledger_refuses_writes_for_a_week(tmp_path: Path) -> 
     add(storage, PLAIN, 0)
     assert bytes(storage.read_entry(PLAIN, 0)) == body_of(PLAIN, 0)
     add(storage, LedgerId(0, 99), 0)
-    storage.flush_journals()
+    flush_journals(storage)
     storage.delete_ledger(LedgerId(0, 99))
     add(storage, LedgerId(0, 99), 0)  # it was not fenced
 
@@ -430,7 +431,7 @@ def test_memory_stays_within_the_limits(tmp_path: Path) -> None:
     for entry_id in range(0, 80, 8):
         for ledger in ledgers:
             add(storage, ledger, entry_id)
-        storage.flush_journals()
+        flush_journals(storage)
         storage.run_checkpoint()
     assert len(storage.ledgers.handles) <= 10
     for ledger in ledgers:
@@ -444,7 +445,7 @@ def test_torn_first_index_header_is_rewritten(tmp_path: Path) -> None:
     """What Apache's bookie leaves when it dies while it makes an index file."""
     storage = open_storage(tmp_path)
     add(storage, PLAIN, 0)
-    storage.flush_journals()
+    flush_journals(storage)
     path = tmp_path / "ledgers" / "current" / "12" / "34" / "1234.idx"
     for content in (b"", bytes(1024), b"BKLE"):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -470,7 +471,7 @@ def test_without_journal_data_only_special_records_are_journaled(tmp_path: Path)
     storage = open_storage(tmp_path, journal_write_data=False)
     add(storage, PLAIN, 0)
     storage.fence(PLAIN, key_of(PLAIN), lambda error: None)
-    storage.flush_journals()
+    flush_journals(storage)
     assert [record.type for _, record in records_of(tmp_path)][:2] == [RecordType.LEDGER_KEY, RecordType.FENCE]
 
 

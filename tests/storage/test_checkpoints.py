@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.journals import flush_journals
 from support.servers import INTERLEAVED, SORTED
 from support.simulated_disk import Fault, SimulatedFiles
 
@@ -75,7 +76,7 @@ def test_entries_added_while_a_checkpoint_writes_many_pages_are_kept(tmp_path: P
     assert checkpoint is not None
     first = add(storage, 100, 0)
     second = add(storage, 100, 8)  # the next page
-    storage.flush_journals()
+    flush_journals(storage)
     assert (stored(storage, 100, 0), stored(storage, 100, 8)) == (first, second)
     storage.checkpoint(checkpoint)
     storage.end_checkpoint(checkpoint, written=True)
@@ -114,7 +115,7 @@ def test_group_fails_with_the_group_of_its_ledger_key(tmp_path: Path) -> None:
     for batch in (behind, with_key, without_key):
         storage.settle(0, batch, failure.value)
     body = add(storage, 2, 2)
-    storage.flush_journals()
+    flush_journals(storage)
     image = files.crash(tmp_path / "image")
     assert stored(open_storage(image), 2, 2) == body
 
@@ -125,7 +126,7 @@ def test_failed_entry_log_sync_fails_every_later_sync(tmp_path: Path, code: int)
     files = SimulatedFiles(tmp_path)
     storage = open_storage(tmp_path, files)
     add(storage, 1, 0)
-    storage.flush_journals()
+    flush_journals(storage)
     mark = (tmp_path / "ledgers/current/lastMark").read_bytes()
     files.faults.append(Fault("sync", ".log", code))
     for _ in range(2):
@@ -149,7 +150,7 @@ def with_two_ledgers(root: Path, ledger: LedgerId = ONE, **changes: Any) -> tupl
         for entry_id in entry_ids:
             for each in (ledger, LedgerId(0, 2)):
                 bodies[each, entry_id] = add(storage, each, entry_id)
-        storage.flush_journals()
+        flush_journals(storage)
         if entry_ids[0] == 0:
             storage.run_checkpoint()
     return storage, files, bodies
@@ -175,7 +176,7 @@ def test_index_that_the_disk_refuses_stays_with_its_ledger(
             with pytest.raises(BookieIOError, match="refuses the index"):
                 add(storage, ledger, 12, recovery=recovery)
         bodies[LedgerId(0, 2), 12 + round_number] = add(storage, 2, 12 + round_number)
-        storage.flush_journals()
+        flush_journals(storage)
         assert missing(storage, bodies) == [], "from memory and logs"
         assert (tmp_path / "work" / MARK).read_bytes() == mark, "the journal has the only copy of what the index lacks"
         for keep in (0.0, 0.5, 1.0):
@@ -186,7 +187,7 @@ def test_index_that_the_disk_refuses_stays_with_its_ledger(
     assert "accepts entries again" in caplog.text
     assert not storage.ledgers.unwritten
     bodies[ledger, 12] = add(storage, ledger, 12)
-    storage.flush_journals()
+    flush_journals(storage)
     storage.run_checkpoint()
     again = open_storage(files.crash(tmp_path / "image"))
     assert again.replayed == (0, 0)
@@ -216,7 +217,7 @@ def test_deleted_ledger_holds_no_mark_though_the_disk_refuses_its_index(tmp_path
     storage.run_checkpoint()
     assert not storage.ledgers.unwritten
     body = add(storage, 1, 0)
-    storage.flush_journals()
+    flush_journals(storage)
     files.faults.clear()
     storage.run_checkpoint()
     again = open_storage(tmp_path)
@@ -277,13 +278,13 @@ def test_entry_log_completed_during_a_sync_is_synced(tmp_path: Path, monkeypatch
             storage.write_entries()
 
     monkeypatch.setattr(StorageFile, "sync", sync)
-    storage.flush_journals()
+    flush_journals(storage)
     for _ in range(2):
         checkpoint = storage.begin_checkpoint()
         assert checkpoint is not None
         storage.checkpoint(checkpoint)
         storage.end_checkpoint(checkpoint, written=True)
-        storage.flush_journals()
+        flush_journals(storage)
     assert completed
     again = open_storage(tmp_path)
     assert [stored(again, 1, entry_id) for entry_id in range(10)] == bodies
@@ -304,7 +305,7 @@ def test_next_entry_log_leaves_a_full_directory(tmp_path: Path, sealed: bool) ->
     bodies += [add(storage, 1, entry_id) for entry_id in range(len(bodies), 6)]
     storage.set_writable([1])
     bodies.append(add(storage, 1, 6))
-    storage.flush_journals()
+    flush_journals(storage)
     assert [stored(storage, 1, entry_id) for entry_id in range(7)] == bodies, "from memory"
     storage.run_checkpoint()
     found = {log.stem: log.parent for each in logs for log in each.glob("*.log")}
@@ -322,13 +323,13 @@ def test_replay_sets_aside_a_ledger_with_a_damaged_index(tmp_path: Path, caplog:
     """Raised on, the damage could also pass for a torn group of the journal, and end the replay."""
     storage = open_storage(tmp_path)
     add(storage, 1, 0)
-    storage.flush_journals()
+    flush_journals(storage)
     storage.run_checkpoint()
     storage = open_storage(tmp_path)
     add(storage, 1, 1)
     waiting = stored(storage, 1, 1)
     body = add(storage, 2, 0)
-    storage.flush_journals()
+    flush_journals(storage)
     (index,) = (tmp_path / "ledgers").rglob("1.idx")
     whole = index.read_bytes()
     index.write_bytes(whole[:8] + b"\xff\xff\xff\xff" + whole[12:])
@@ -341,7 +342,7 @@ def test_replay_sets_aside_a_ledger_with_a_damaged_index(tmp_path: Path, caplog:
         with pytest.raises(Corrupt):
             again.get(LedgerId(0, 1))
         bodies.append(add(again, 3, round_number))
-        again.flush_journals()
+        flush_journals(again)
         again.run_checkpoint()
         if round_number:
             again.close()
@@ -359,7 +360,7 @@ def test_compaction_moves_the_entries_of_a_ledger_whose_header_is_damaged(tmp_pa
     storage = open_storage(tmp_path)
     body = add(storage, 1, 0)
     other = add(storage, 2, 0)
-    storage.flush_journals()
+    flush_journals(storage)
     storage.run_checkpoint()
     (index,) = (tmp_path / "ledgers").rglob("1.idx")
     whole = index.read_bytes()
@@ -384,10 +385,10 @@ def test_compaction_moves_the_entries_of_a_ledger_whose_header_is_damaged(tmp_pa
 def test_deleting_set_aside_ledgers_releases_the_journals(tmp_path: Path) -> None:
     storage = open_storage(tmp_path)
     add(storage, 1, 0)
-    storage.flush_journals()
+    flush_journals(storage)
     storage.run_checkpoint()
     add(storage, 1, 1)
-    storage.flush_journals()
+    flush_journals(storage)
     (index,) = (tmp_path / "ledgers").rglob("1.idx")
     index.write_bytes(b"XXXX" + index.read_bytes()[4:])
     again = open_storage(tmp_path)
@@ -414,7 +415,7 @@ def test_replay_keeps_the_entries_of_a_ledger_whose_master_key_is_not_20_bytes(
     journal.records += [journal_formats.ledger_key_record(ledger, key), record_of(body)]
     journal.records.append(journal_formats.fence_record(ledger))
     journal.size = sum(map(len, journal.records))
-    storage.flush_journals()
+    flush_journals(storage)
     again = open_storage(tmp_path)
     assert f"Ledger 2 has a master key of {len(key)} bytes" in caplog.text
     assert stored(again, 1, 0) == good
@@ -447,7 +448,7 @@ def test_an_index_file_with_a_long_master_key_is_served_and_written(tmp_path: Pa
     """Another bookie may have written it; the explicit LAC finds no room beside the key."""
     storage = open_storage(tmp_path)
     add(storage, 1, 0)
-    storage.flush_journals()
+    flush_journals(storage)
     storage.run_checkpoint()
     (index,) = (tmp_path / "ledgers").rglob("1.idx")
     key = b"k" * 1000
@@ -458,7 +459,7 @@ def test_an_index_file_with_a_long_master_key_is_served_and_written(tmp_path: Pa
     again.write_lac(ledger, 0, key, by.seal_lac(0), lambda _: None)
     again.fence(ledger, key, lambda _: None)
     body = add(again, 2, 0)
-    again.flush_journals()
+    flush_journals(again)
     again.run_checkpoint()
     final = open_storage(tmp_path)
     handle = final.get(ledger)
@@ -476,5 +477,5 @@ def test_master_key_of_zeros_does_not_count_as_torn(tmp_path: Path, before_count
     ledger = LedgerId(0, 2)
     body = DigestManager(ledger, DigestType.CRC32C).seal(0, -1, 1, b"a") + b"a"
     storage.add(ledger, 0, bytes(20), body, None)
-    storage.flush_journals()
+    flush_journals(storage)
     assert stored(open_storage(tmp_path), 2, 0) == body

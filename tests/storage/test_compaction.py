@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.journals import flush_journals
 from support.simulated_disk import Fault, SimulatedCrash, SimulatedFiles
 
 from bkctl.config import BookieConfig
@@ -92,7 +93,7 @@ def fill(storage: BookieStorage, entry_count: int = ENTRIES) -> None:
         for ledger in (*ALIVE, *DEAD):
             add(storage, ledger, entry_id)
         if entry_id % 3 == 2:  # so that storages which sort the entries mix the ledgers too
-            storage.flush_journals()
+            flush_journals(storage)
             storage.run_checkpoint()
 
 
@@ -593,7 +594,7 @@ def test_lists_a_ledger_that_leaves_memory_meanwhile(tmp_path: Path, monkeypatch
 
     for ledger in ALIVE:
         add(storage, ledger, 0)
-    storage.flush_journals()
+    flush_journals(storage)
     monkeypatch.setattr(storage.ledgers.persistence, "ledgers", walk_and_flush)
     assert list(storage.ledgers.ledger_ids()) == ALIVE
     assert len(storage.ledgers.handles) < len(ALIVE), "some left memory"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.journals import flush_journals
 
 from bkctl.config import BookieConfig
 from bkctl.disk import Files, StorageFile
@@ -119,7 +120,7 @@ def test_start_accepts_a_journal_shorter_than_its_mark(tmp_path: Path) -> None:
     storage.open()
     for entry_id in range(10):
         storage.add(LEDGER, entry_id, by.master_key, body(entry_id), None)
-        storage.flush_journals()
+        flush_journals(storage)
     storage.run_checkpoint()
     for path in (tmp_path / "journal" / "current").glob("*.txn"):
         os.truncate(path, 512)

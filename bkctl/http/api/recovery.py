@@ -28,7 +28,7 @@ from bkctl.http.endpoints import (
 from bkctl.http.service import next_of
 from bkctl.ids import LedgerId, check_bookie_id, to_signed
 from bkctl.metadata.cluster import Cluster
-from bkctl.metadata.underreplication import LedgerUnderreplicationManager, UnderreplicatedLedger
+from bkctl.metadata.underreplication import AutoRecoveryState, UnderreplicatedLedger
 
 ENDPOINTS: Final = Endpoints(of_bookie=False)
 
@@ -39,14 +39,14 @@ _ENABLED: Final = object_of(enabled=BOOLEAN)
 _BUSY: Final = "Another background request is running"
 
 
-async def _replication(call: ApiCall) -> LedgerUnderreplicationManager:
-    return LedgerUnderreplicationManager((await call.service.cluster()).store)
+async def _state(call: ApiCall) -> AutoRecoveryState:
+    return AutoRecoveryState((await call.service.cluster()).store)
 
 
 @ENDPOINTS.get(f"{PREFIX}/autorecovery/status", "Whether auto-recovery is on.", answer=_ENABLED)
 async def recovery_status(call: ApiCall) -> Response:
-    replication = await _replication(call)
-    return json_answer({"enabled": await asyncio.to_thread(replication.is_enabled)})
+    state = await _state(call)
+    return json_answer({"enabled": await asyncio.to_thread(state.settings.is_enabled)})
 
 
 @ENDPOINTS.put(
@@ -54,13 +54,13 @@ async def recovery_status(call: ApiCall) -> Response:
     values=(Value("enabled", "true or false.", ValueKind.BOOLEAN, required=True),), answer=_ENABLED,
 )  # fmt: skip
 async def switch_recovery(call: ApiCall) -> Response:
-    replication = await _replication(call)
+    state = await _state(call)
     wanted = call.values["enabled"]
 
     def switch() -> bool:
-        if replication.is_enabled() != wanted:
-            (replication.enable if wanted else replication.disable)()
-        return replication.is_enabled()
+        if state.settings.is_enabled() != wanted:
+            (state.settings.enable if wanted else state.settings.disable)()
+        return state.settings.is_enabled()
 
     return json_answer({"enabled": await asyncio.to_thread(switch)})
 
@@ -108,8 +108,8 @@ async def _check_stopped(cluster: Cluster, bookie_id: str) -> None:
 async def list_underreplicated(call: ApiCall) -> Response:
     """List the marked ledgers. Source: ListUnderReplicatedLedgerService."""
     missing, excluded = (call.values.get(name, "").strip() for name in ("missingreplica", "excludingmissingreplica"))
-    replication = await _replication(call)
-    marks = await asyncio.to_thread(replication.list, scope_of(call))
+    state = await _state(call)
+    marks = await asyncio.to_thread(state.marks.list, scope_of(call))
 
     def fits(mark: UnderreplicatedLedger | BkctlError) -> bool:
         if isinstance(mark, BkctlError):
@@ -135,8 +135,8 @@ async def list_underreplicated(call: ApiCall) -> Response:
     f"{PREFIX}/autorecovery/who_is_auditor", "The auditor.", answer=TEXT, errors={404: "No auditor is elected"}
 )
 async def who_is_auditor(call: ApiCall) -> Response:
-    replication = await _replication(call)
-    auditor = await asyncio.to_thread(replication.auditor)
+    state = await _state(call)
+    auditor = await asyncio.to_thread(state.election.auditor)
     if auditor is None:
         raise NotFound("No auditor elected", hint="start auto-recovery on some bookie")
     return text_answer(f"Auditor: {auditor}")
@@ -147,8 +147,8 @@ async def who_is_auditor(call: ApiCall) -> Response:
     errors={404: "No auditor is elected", 409: "Auto-recovery is disabled"},
 )  # fmt: skip
 async def trigger_audit(call: ApiCall) -> Response:
-    replication = await _replication(call)
-    await asyncio.to_thread(replication.trigger_audit)
+    state = await _state(call)
+    await asyncio.to_thread(state.trigger_audit)
     return text_answer("Success trigger audit.")
 
 
@@ -157,8 +157,8 @@ async def trigger_audit(call: ApiCall) -> Response:
     answer=TEXT, errors={404: "No delay is stored: the auditor's default applies"},
 )  # fmt: skip
 async def recovery_delay(call: ApiCall) -> Response:
-    replication = await _replication(call)
-    delay_s = await asyncio.to_thread(replication.lost_bookie_recovery_delay_s)
+    state = await _state(call)
+    delay_s = await asyncio.to_thread(state.settings.lost_bookie_recovery_delay_s)
     if delay_s is None:
         raise NotFound("No lostBookieRecoveryDelay is stored", hint="the auditor's default applies: 0 seconds")
     return text_answer(f"lostBookieRecoveryDelay value: {delay_s}")
@@ -171,8 +171,8 @@ async def recovery_delay(call: ApiCall) -> Response:
 async def set_recovery_delay(call: ApiCall) -> Response:
     assert call.body is not None
     delay_s = call.body["delay_seconds"]
-    replication = await _replication(call)
-    await asyncio.to_thread(replication.set_lost_bookie_recovery_delay_s, delay_s)
+    state = await _state(call)
+    await asyncio.to_thread(state.settings.set_lost_bookie_recovery_delay_s, delay_s)
     return text_answer(f"Success set lostBookieRecoveryDelay to {delay_s}")
 
 
@@ -189,8 +189,8 @@ async def decommission(call: ApiCall) -> Response:
     assert call.body is not None
     bookie_id = check_bookie_id(call.body["bookie_src"])
     await _check_stopped(await call.service.cluster(), bookie_id)
-    replication = await _replication(call)
-    if not await asyncio.to_thread(replication.is_enabled):
+    state = await _state(call)
+    if not await asyncio.to_thread(state.settings.is_enabled):
         raise Conflict("Auto-recovery is disabled", hint="enable it first")
     call.service.decommission_in_background(bookie_id, delete_cookie=call.body.get("delete_cookie", False))
     return text_answer(f"Success send decommission Bookie command {bookie_id}")

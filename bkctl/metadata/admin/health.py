@@ -11,7 +11,7 @@ from bkctl.errors import AlreadyExists, BkctlError, Corrupt, NotFound, Unreachab
 from bkctl.metadata.admin.health_codes import HealthCode
 from bkctl.metadata.cluster import Cluster, RegisteredBookie
 from bkctl.metadata.store import NEW
-from bkctl.metadata.underreplication import LedgerUnderreplicationManager
+from bkctl.metadata.underreplication import AuditorElection, AutoRecoveryState
 
 #: While this node exists, clients quarantine no bookie. Source: ZKMetadataDriverBase.disableHealthCheck.
 DISABLE_HEALTH_CHECK: Final = "disableHealthCheck"
@@ -178,10 +178,10 @@ def age_text(age_s: int) -> str:
 
 
 def _of_replication(cluster: Cluster, down: list[str]) -> Iterator[HealthFinding]:
-    manager = LedgerUnderreplicationManager(cluster.store)
+    state = AutoRecoveryState(cluster.store)
     now_ms = time.time_ns() // 1_000_000
     marks: dict[int, _Marks] = {}
-    for ledger, found in manager.list(None):
+    for ledger, found in state.marks.list(None):
         if isinstance(found, BkctlError):
             yield HealthFinding(
                 HealthCode.MARK_DAMAGED,
@@ -194,7 +194,7 @@ def _of_replication(cluster: Cluster, down: list[str]) -> Iterator[HealthFinding
         else:
             age_s = 0 if found.ctime_ms is None else max(0, now_ms - found.ctime_ms) // 1000
         marks.setdefault(ledger.scope_id, _Marks()).add(age_s)
-    enabled = manager.is_enabled()
+    enabled = state.settings.is_enabled()
     for scope_id in sorted(marks):
         scope_marks = marks[scope_id]
         late = scope_marks.oldest_s > UNDERREPLICATED_AGE_S_MAX
@@ -216,19 +216,19 @@ def _of_replication(cluster: Cluster, down: list[str]) -> Iterator[HealthFinding
             f"Auto-recovery is disabled{_unrepaired(down)}",
             "'bkctl autorecovery enable' when the maintenance is over",
         )  # fmt: skip
-    elif marks or down or manager.was_elected() or cluster.location.driver != "sqlite":
+    elif marks or down or state.election.was_held() or cluster.location.driver != "sqlite":
         # A local cluster is healthy without auto-recovery, until it has had or needs one.
-        yield from _of_auditors(cluster, manager, {scope_id for scope_id in marks if scope_id}, down)
+        yield from _of_auditors(cluster, state.election, {scope_id for scope_id in marks if scope_id}, down)
 
 
 def _of_auditors(
-    cluster: Cluster, manager: LedgerUnderreplicationManager, marked_scopes: Collection[int], down: list[str]
+    cluster: Cluster, election: AuditorElection, marked_scopes: Collection[int], down: list[str]
 ) -> Iterator[HealthFinding]:
     for scoped in (False, True):
         if scoped and not marked_scopes and next((scope for scope in cluster.ledgers.scopes() if scope), None) is None:
             continue
         try:
-            auditor_id = manager.auditor(scoped=scoped)
+            auditor_id = election.auditor(scoped=scoped)
         except Corrupt as error:
             yield HealthFinding(
                 HealthCode.VOTE_DAMAGED,

@@ -23,9 +23,9 @@ from bkctl.metadata.underreplication.layout import (
     mark_path,
 )
 from bkctl.metadata.underreplication.locks import LedgerLock, LedgerLocks
-from bkctl.metadata.underreplication.manager import LedgerUnderreplicationManager
 from bkctl.metadata.underreplication.marks import LedgerMarks, UnderreplicatedLedger, parse_mark
 from bkctl.metadata.underreplication.settings import AuditorCheck, AutoRecoverySettings
+from bkctl.metadata.underreplication.state import AutoRecoveryState
 
 __all__ = [
     "LAYOUT_TYPE",
@@ -37,7 +37,7 @@ __all__ = [
     "LedgerLock",
     "LedgerLocks",
     "LedgerMarks",
-    "LedgerUnderreplicationManager",
+    "AutoRecoveryState",
     "UnderreplicatedLedger",
     "UnderreplicationLayout",
     "mark_path",

@@ -32,6 +32,7 @@ from bkctl.formats.index import (
     read_location,
     write_location,
 )
+from bkctl.formats.names import ROCKSDB_CURRENT
 from bkctl.ids import U64_MAX, LedgerId
 from bkctl.storage.entry_logger import Move
 
@@ -62,7 +63,7 @@ class _Index(Generic[Database]):
         """
         self._files.make_directory(self.directory)
         self._open(scoped=False)
-        if (self._path(scoped=True) / "CURRENT").exists():
+        if (self._path(scoped=True) / ROCKSDB_CURRENT).exists():
             self._open(scoped=True)
 
     def close(self) -> None:
@@ -92,7 +93,7 @@ class _Index(Generic[Database]):
             with _as_os_errors(also_damage=False):
                 database: Database = self._kind.serve(path, self._config)
         except OSError as error:
-            if error.errno not in NO_SPACE or not (path / "CURRENT").exists():
+            if error.errno not in NO_SPACE or not (path / ROCKSDB_CURRENT).exists():
                 raise
             # Readable now, writable once there is space.
             database = self._kind.open(path)

@@ -113,11 +113,6 @@ class IndexPersistenceMgr:
         #: Directories with new names in them.
         self._unsynced: dict[Path, None] = {}
 
-    @property
-    def open_files(self) -> int:
-        """Return the number of open index files."""
-        return len(self._open)
-
     # --- ledgers -----------------------------------------------------------------------------------------------------
 
     def load(self, ledger: LedgerId) -> IndexedHandle | None:

@@ -59,7 +59,6 @@ class LedgerHandle:
         "key_recorded",
         "lac",
         "lac_is_known",
-        "lac_time_ms",
         "last_entry",
         "ledger",
         "master_key",
@@ -82,7 +81,6 @@ class LedgerHandle:
         #: Highest LAC seen; unless `lac_is_known`, entries on disk may have a higher one.
         self.lac = -1
         self.lac_is_known = True
-        self.lac_time_ms = 0
         #: The journal got the master key, and the fence, since this bookie started.
         self.key_recorded = False
         self.fence_recorded = False

@@ -18,7 +18,7 @@ from bkctl.metadata.admin.health import HealthCheckSwitch, Severity, health_find
 from bkctl.metadata.admin.orphans import orphans, remove_orphan
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.store import NEW
-from bkctl.metadata.underreplication import LedgerUnderreplicationManager
+from bkctl.metadata.underreplication import AuditorElection, AutoRecoveryState, LedgerMarks
 
 BOOKIES = ("b0:3181", "b1:3181", "b2:3181")
 GOOD = LedgerMetadata(
@@ -93,8 +93,8 @@ def test_unparsable_dangling_and_impossible_metadata_is_found(cluster: Cluster) 
 def test_damaged_and_foreign_cookies_and_marks_are_found(cluster: Cluster) -> None:
     cluster.store.put("cookies/b0:3181", b"nonsense", None)
     cluster.store.put("cookies/b1:3181", Cookie("b1:3181", ("/j",), ("/l",), instance_id="other").serialize(), None)
-    marks = LedgerUnderreplicationManager(cluster.store)
-    marks.mark(LedgerId(0, 99), ["b0:3181"])
+    marks = LedgerMarks(cluster.store)
+    marks.add(LedgerId(0, 99), ["b0:3181"])
     assert codes(cluster) == [
         ("unparsable-cookie", None),
         ("cookie-of-another-cluster", None),
@@ -113,9 +113,9 @@ def test_ledger_in_recovery_for_a_day_is_stuck(cluster: Cluster) -> None:
 
 
 def test_orphans_are_listed_and_removable_ones_removed(cluster: Cluster) -> None:
-    marks = LedgerUnderreplicationManager(cluster.store)
+    marks = LedgerMarks(cluster.store)
     for ledger in (LedgerId(0, 99), LedgerId(7, 99), SCOPED):
-        marks.mark(ledger, ["b0:3181"])
+        marks.add(ledger, ["b0:3181"])
     cluster.cookies.write("b9:3181", Cookie("b9:3181", ("/j",), ("/l",)), NEW)
     cluster.store.put("strange/child", b"", NEW)
     found = list(orphans(cluster))
@@ -166,10 +166,10 @@ def test_health_reports_bookies_and_replication(cluster: Cluster, tmp_path: Path
     cluster.bookies.unregister("b0:3181")
     cluster.bookies.set_read_only("b1:3181", True, INFO)
     cluster.cookies.remove("b2:3181", None)
-    marks = LedgerUnderreplicationManager(cluster.store)
-    marks.mark(LedgerId(0, 5), ["b0:3181"], now_ms=1)
-    marks.mark(SCOPED, ["b0:3181"])
-    marks.disable()
+    state = AutoRecoveryState(cluster.store)
+    state.marks.add(LedgerId(0, 5), ["b0:3181"], now_ms=1)
+    state.marks.add(SCOPED, ["b0:3181"])
+    state.settings.disable()
     found = {(each.code, each.subject): each.severity for each in health_findings(cluster)}
     assert found == {
         ("bookie-down", "b0:3181"): Severity.ERROR,
@@ -177,7 +177,7 @@ def test_health_reports_bookies_and_replication(cluster: Cluster, tmp_path: Path
         ("bookie-without-cookie", "b2:3181"): Severity.WARNING,
         ("underreplicated", "scope 0"): Severity.ERROR,
         ("underreplicated", "scope 7"): Severity.WARNING,
-        ("autorecovery-disabled", ""): Severity.WARNING,
+        ("autorecovery-disabled", ""): Severity.ERROR,
     }
     for bookie_id in BOOKIES[1:]:
         cluster.bookies.unregister(bookie_id)
@@ -207,14 +207,14 @@ def test_local_cluster_needs_an_auditor_only_after_an_election_or_with_marks(tmp
         return {each.code for each in health_findings(cluster) if "auditor" in each.code or "replicated" in each.code}
 
     with open_cluster(f"sqlite://{tmp_path / 'a.db'}", create=True) as cluster:
-        manager = LedgerUnderreplicationManager(cluster.store)
+        election = AuditorElection(cluster.store)
         assert codes(cluster) == set()
-        vote = manager.vote("b0:3181")
+        vote = election.vote("b0:3181")
         assert codes(cluster) == set()
         vote.release()
         assert codes(cluster) == {"no-auditor"}
     with open_cluster(f"sqlite://{tmp_path / 'b.db'}", create=True) as cluster:
-        LedgerUnderreplicationManager(cluster.store).mark(LedgerId(0, 5), ["b0:3181"])
+        LedgerMarks(cluster.store).add(LedgerId(0, 5), ["b0:3181"])
         assert codes(cluster) == {"no-auditor", "underreplicated"}
 
 

@@ -13,7 +13,7 @@ from bkctl.metadata.admin.health import Severity, health_findings
 from bkctl.metadata.admin.health_codes import HealthCode
 from bkctl.metadata.admin.health_mutes import MUTES, HealthMutes
 from bkctl.metadata.cluster import Cluster, open_cluster
-from bkctl.metadata.underreplication import LedgerUnderreplicationManager
+from bkctl.metadata.underreplication import AutoRecoverySettings
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_lost_bookies_that_nothing_repairs_are_an_error(cluster: Cluster) -> Non
     assert unguarded.severity is Severity.ERROR
     assert "nothing replicates the ledgers of b2:1 and 1 more" in unguarded.message
 
-    LedgerUnderreplicationManager(cluster.store).disable()
+    AutoRecoverySettings(cluster.store).disable()
     found = {finding.code: finding for finding in health_findings(cluster)}
     assert found[HealthCode.AUTORECOVERY_DISABLED].severity is Severity.ERROR
     assert "b2:1 and 1 more" in found[HealthCode.AUTORECOVERY_DISABLED].message

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from support.golden import VERSIONS, GoldenBookie
+from support.journals import flush_journals
 from support.servers import DB
 from support.simulated_disk import Fault, SimulatedFiles
 
@@ -346,7 +347,7 @@ def test_next_flush_completes_a_failed_one(tmp_path: Path, kind: str, path: str)
     storage = open_storage(root, files)
     for ledger in (PLAIN, SCOPED):
         add(storage, ledger, 0, 1)
-    storage.flush_journals()
+    flush_journals(storage)
     before = storage.unwritten_bytes
     files.faults.append(Fault(kind, path, errno.ENOSPC))
     with pytest.raises(OSError, match="No space left"):

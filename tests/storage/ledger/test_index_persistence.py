@@ -91,7 +91,7 @@ def test_pages_and_open_files_stay_within_limits(tmp_path: Path) -> None:
     for ledger in ledgers:
         assert [pages.location(ledger, each) for each in (0, 9, 10)] == [1, 10, 0]
         assert len(pages) <= 8
-        assert persistence.open_files <= 3
+        assert len(persistence._open) <= 3
 
 
 def test_page_changed_during_a_write_is_rewritten(tmp_path: Path) -> None:

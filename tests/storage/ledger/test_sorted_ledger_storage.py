@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.journals import flush_journals
 from support.servers import INTERLEAVED, SORTED
 from support.simulated_disk import Fault, SimulatedFiles
 
@@ -190,7 +191,7 @@ def with_an_unreadable_page(root: Path, **changes: Any) -> tuple[BookieStorage, 
     """A storage whose index of PLAIN has a page that is not in memory, and that the disk does not read."""
     first = open_storage(root)
     add(first, PLAIN, 0, 1, 2)
-    first.flush_journals()
+    flush_journals(first)
     first.close()
     files = SimulatedFiles(root)
     storage = open_storage(root, files, **changes)
@@ -207,7 +208,7 @@ def test_unreadable_index_page_keeps_only_its_ledger_in_memory_and_journal(tmp_p
     assert storage.seal_entries(1)
     storage.add(PLAIN, 3, KEY, newer, None, True)
     add(storage, OTHER, 0, 1)
-    storage.flush_journals()
+    flush_journals(storage)
     marks = [path.read_bytes() for path in sorted((tmp_path / "work").rglob("lastMark"))]
     for entry_id in (2, 3):
         storage.seal_entries(1)
@@ -217,7 +218,7 @@ def test_unreadable_index_page_keeps_only_its_ledger_in_memory_and_journal(tmp_p
         with pytest.raises(BookieIOError, match="the disk fails at byte 1024"):
             add(storage, PLAIN, 5)
         add(storage, OTHER, entry_id)
-        storage.flush_journals()
+        flush_journals(storage)
         assert bytes(storage.read_entry(PLAIN, 3)) == newer
         assert bytes(storage.read_entry(PLAIN, 9)) == body_of(PLAIN, 9)
         assert stored(storage, OTHER) == [*range(entry_id + 1)]
@@ -232,7 +233,7 @@ def test_unreadable_index_page_keeps_only_its_ledger_in_memory_and_journal(tmp_p
     storage.run_checkpoint()
     assert not storage.ledgers.table.snapshots
     add(storage, PLAIN, 5)
-    storage.flush_journals()
+    flush_journals(storage)
     storage.run_checkpoint()
     last = open_storage(files.crash(tmp_path / "image"))
     assert last.replayed == (0, 0)
@@ -243,7 +244,7 @@ def test_unreadable_index_page_keeps_only_its_ledger_in_memory_and_journal(tmp_p
 def test_deleted_ledger_leaves_memory_though_its_index_page_is_unreadable(tmp_path: Path) -> None:
     storage, _ = with_an_unreadable_page(tmp_path)
     add(storage, PLAIN, 3)
-    storage.flush_journals()
+    flush_journals(storage)
     storage.run_checkpoint()
     assert storage.ledgers.unwritten == {PLAIN}
     storage.delete_ledger(PLAIN)

@@ -85,15 +85,6 @@ class EtcdStore(MetadataStore):
 
     # values
 
-    @property
-    def timeout_s(self) -> float:
-        """The longest wait for an answer, in seconds."""
-        return self._connection.timeout_s
-
-    @timeout_s.setter
-    def timeout_s(self, seconds: float) -> None:
-        self._connection.timeout_s = seconds
-
     def get(self, path: str) -> Versioned[bytes] | None:
         """See MetadataStore.get."""
         return versioned(self._nodes.read(self._nodes.key(path)))

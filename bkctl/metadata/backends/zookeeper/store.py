@@ -67,15 +67,6 @@ class ZooKeeperStore(MetadataStore):
             raise
 
     @property
-    def timeout_s(self) -> float:
-        """The longest wait for an answer, in seconds."""
-        return self._connection.timeout_s
-
-    @timeout_s.setter
-    def timeout_s(self, seconds: float) -> None:
-        self._connection.timeout_s = seconds
-
-    @property
     def root(self) -> str:
         """The full path of the root."""
         return self._connection.root

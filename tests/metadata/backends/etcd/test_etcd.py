@@ -327,7 +327,7 @@ def test_hanging_server_times_out_or_resumes(etcd_server: Callable[..., EtcdServ
     with open_store(server) as store, open_store(server, timeout_s=60) as patient:
         store.put_all([("", b""), ("node", b"0")])
         version = store.get("node").version  # type: ignore[union-attr]
-        store.timeout_s = 1.5
+        store._connection.timeout_s = 1.5
         server.pause()
         calls: list[Callable[[], object]] = [
             lambda: store.get("node"),
@@ -389,14 +389,14 @@ def test_requests_fail_over_when_a_member_is_killed_or_hangs(members: list[EtcdS
 def test_cluster_without_majority_times_out(members: list[EtcdServer]) -> None:
     with open_store(*members, timeout_s=60) as store:
         store.put_all([("", b"")])
-        store.timeout_s = 2
+        store._connection.timeout_s = 2
         members[1].kill()
         members[2].kill()
         for call in (lambda: store.get(""), lambda: store.put("node", b"", None)):
             with pytest.raises(TimedOut):
                 call()
         members[1].start()
-        store.timeout_s = 20
+        store._connection.timeout_s = 20
         eventually(lambda: _succeeds(lambda: store.put("node", b"1", None)))
 
 

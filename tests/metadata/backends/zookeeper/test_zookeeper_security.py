@@ -19,7 +19,7 @@ from bkctl.formats.metadata import BookieServiceInfo, Fragment, LedgerMetadata
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.store import NO_SECURITY, StoreSecurity
-from bkctl.metadata.underreplication import LedgerUnderreplicationManager
+from bkctl.metadata.underreplication import LedgerMarks
 
 METADATA = LedgerMetadata(1, 1, 1, DigestType.CRC32C, b"", (Fragment(0, ("bookie-1",)),))
 USER, PASSWORD = "bookkeeper", "se:cret"
@@ -69,7 +69,7 @@ def work(cluster: Cluster) -> None:
     cluster.bookies.register("bookie-1", BookieServiceInfo())
     assert [bookie.bookie_id for bookie in cluster.bookies.list()] == ["bookie-1"]
     assert cluster.ledgers.new_ledger_id().ledger_id == 0
-    LedgerUnderreplicationManager(cluster.store).mark(ids[0], ["bookie-1"])
+    LedgerMarks(cluster.store).add(ids[0], ["bookie-1"])
     cluster.ledgers.remove(ids[0])
 
 
