@@ -206,9 +206,16 @@ def entry_columns() -> list[Columns]:
 
 def locate_columns() -> list[Columns]:
     """Return the columns of `ledger locate`, with and without --entry, --check and --every-entry."""
-    from .ledger.locate import ANSWER_COLUMNS, ENTRY_PLACE_COLUMNS, MISSING_COLUMN, PLACE_COLUMNS
+    from .ledger.locate import (
+        ANSWER_COLUMNS,
+        ENTRY_PLACE_COLUMNS,
+        MISSING_COLUMN,
+        PLACE_COLUMNS,
+        PLACE_RACK_COLUMNS,
+    )
 
-    return _union(PLACE_COLUMNS, PLACE_COLUMNS.and_also(*ANSWER_COLUMNS, MISSING_COLUMN), ENTRY_PLACE_COLUMNS)
+    checked = PLACE_COLUMNS.and_also(*ANSWER_COLUMNS, MISSING_COLUMN, *PLACE_RACK_COLUMNS)
+    return _union(PLACE_COLUMNS, checked, ENTRY_PLACE_COLUMNS)
 
 
 def index_meta_columns() -> list[Columns]:

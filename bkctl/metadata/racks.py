@@ -15,8 +15,6 @@ from bkctl.metadata.cluster import Cluster, RegisteredBookie
 from bkctl.metadata.store import NEW, RACKS
 
 GROUP_DEFAULT: Final = "default"
-#: The rack of bookies without one. Source: NetworkTopology.DEFAULT_RACK.
-DEFAULT_RACK: Final = "/default-rack"
 _ATTEMPTS: Final = 10
 
 

@@ -6,9 +6,12 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+from bkctl.errors import BkctlError, NotFound, Unauthorized, Unreachable
+
 from ..kit.columns import Column, Columns
 from ..kit.command import Run, command, group
 from ..kit.options import DryRun, UndoOption
+from ..kit.values import parse_number
 from .selection import ManyBookies, bookie_ids, find_topology
 
 if TYPE_CHECKING:
@@ -66,8 +69,27 @@ def rack_rows(run: Run, cluster: Cluster, bookies: list[RegisteredBookie]) -> li
 
 
 def find_racks(run: Run, cluster: Cluster, bookies: list[RegisteredBookie]) -> dict[str, str]:
-    """Return the rack of each bookie that has one, by bookie id; see `rack_rows`."""
-    return {row.bookie_id: row.rack for row in rack_rows(run, cluster, bookies) if row.rack is not None}
+    """Return the rack of each bookie that has one, by bookie id; see `rack_rows`. Racks that fail are warnings."""
+    try:
+        rows = rack_rows(run, cluster, bookies)
+    except (Unreachable, NotFound):
+        raise
+    except Unauthorized as error:  # A user of the cluster's own nodes only.
+        run.detail(f"racks are unknown: {error.message}")
+        return {}
+    except BkctlError as error:
+        run.note(f"bkctl: Warning: racks are unknown: {error.message}")
+        return {}
+    return {row.bookie_id: row.rack for row in rows if row.rack is not None}
+
+
+def rack_count_min(run: Run) -> int:
+    """Return minNumRacksPerWriteQuorum of --conf, or its default."""
+    from bkctl.client.racks import RACK_COUNT_MIN
+    from bkctl.config import read_properties
+
+    text = None if run.conf is None else read_properties(run.conf).get("minNumRacksPerWriteQuorum")
+    return RACK_COUNT_MIN if text is None else parse_number(text, "minNumRacksPerWriteQuorum")
 
 
 @command(racks_app, "list", connects=True, examples=("bkctl bookies racks list",))
@@ -104,8 +126,9 @@ def set_racks(
 ) -> None:
     """Put bookies into a rack.
 
-    Changes Pulsar's node `/bookies` beside the cluster's root in the metadata store; brokers notice it at once. The
-    bookies leave their former rack and group. Ledgers that exist are not moved.
+    Changes Pulsar's node `/bookies` beside the cluster's root in the metadata store. The bookies leave their former
+    rack and group. Brokers notice it at once, and place new ledgers by it; bkctl's own writes and auto-recovery do not.
+    Ledgers that exist are not moved.
     """
     from bkctl.metadata.racks import BookieRacks
 
