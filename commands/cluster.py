@@ -174,12 +174,21 @@ HEALTH_COLUMNS = Columns(
 
 
 NoBookies = Annotated[bool, typer.Option("--no-bookies", help="Read the metadata only, and ask no bookie.")]
+OfLedgers = Annotated[
+    bool,
+    typer.Option(
+        "--ledgers", help="Also find ledgers with replicas in too few racks; reads the metadata of every ledger."
+    ),
+]
 Code = Annotated[HealthCode, typer.Argument(metavar="CODE", help="The code of the findings.")]
 
 
-def _findings(run: Run, cluster: Cluster, threshold: float, *, no_bookies: bool) -> list[HealthFinding]:
-    """Return all findings, the most severe first."""
+def _findings(run: Run, cluster: Cluster, threshold: float, *, no_bookies: bool, ledgers: bool) -> list[HealthFinding]:
+    """Return all findings, the most severe first; `ledgers`: also of the racks of every ledger's replicas."""
+    from bkctl.client.racks import ledger_rack_findings, rack_findings
     from bkctl.metadata.admin.health import health_findings
+
+    from .bookies.racks import find_racks, rack_count_min
 
     async def asked() -> list[HealthFinding]:
         from bkctl.client.disk_space import disk_findings
@@ -190,6 +199,12 @@ def _findings(run: Run, cluster: Cluster, threshold: float, *, no_bookies: bool)
     of_bookies = [] if no_bookies else run.complete(asked())
     known = {(each.code, each.subject) for each in of_bookies}
     found = [each for each in health_findings(cluster) if (each.code, each.subject) not in known]
+    bookies, needed = cluster.bookies.list(), rack_count_min(run)
+    racks = find_racks(run, cluster, bookies)
+    found += rack_findings(bookies, racks, needed)
+    if ledgers:
+        with run.working("Reading metadata", unit="ledgers") as activity:
+            found += ledger_rack_findings(cluster, racks, needed, activity.advance)
     return sorted(found + of_bookies, key=lambda each: (each.severity, each.code, each.subject))
 
 
@@ -199,12 +214,14 @@ def _findings(run: Run, cluster: Cluster, threshold: float, *, no_bookies: bool)
     connects=True,
     examples=("bkctl cluster health show", "bkctl cluster health show --watch"),
 )
-def health(run: Run, watch: WatchOption, threshold: Threshold = 90.0, no_bookies: NoBookies = False) -> None:
+def health(
+    run: Run, watch: WatchOption, threshold: Threshold = 90.0, no_bookies: NoBookies = False, ledgers: OfLedgers = False
+) -> None:
     """Show what is wrong with the cluster, and what to do.
 
     Covers bookies that are down, read-only, full or silent; cookies; under-replicated ledgers by scope and age;
-    auto-recovery; scopes. Muted findings are left out. Exit code 3 if there are findings. `show` itself may be left
-    out: 'bkctl cluster health'.
+    auto-recovery; scopes; racks, where bookies have some. Muted findings are left out. Exit code 3 if there are
+    findings. `show` itself may be left out: 'bkctl cluster health'.
     """
     from bkctl.metadata.admin.health_mutes import HealthMutes
     from bkctl.metadata.underreplication import AuditorElection
@@ -213,7 +230,7 @@ def health(run: Run, watch: WatchOption, threshold: Threshold = 90.0, no_bookies
     muted: list[HealthFinding] = []
 
     def look() -> list[HealthFinding]:
-        found = _findings(run, cluster, threshold, no_bookies=no_bookies)
+        found = _findings(run, cluster, threshold, no_bookies=no_bookies, ledgers=ledgers)
         codes = {mute.code for mute in HealthMutes(cluster).active()}
         muted[:] = [each for each in found if each.code in codes]
         return [each for each in found if each.code not in codes]
@@ -267,7 +284,9 @@ DETAIL_COLUMNS = Columns(
 
 
 @command(health_app, "detail", connects=True, examples=("bkctl cluster health detail",))
-def health_detail(run: Run, threshold: Threshold = 90.0, no_bookies: NoBookies = False) -> None:
+def health_detail(
+    run: Run, threshold: Threshold = 90.0, no_bookies: NoBookies = False, ledgers: OfLedgers = False
+) -> None:
     """Show each finding in full, muted ones too.
 
     Exit code 3 if there are findings that are not muted.
@@ -277,7 +296,7 @@ def health_detail(run: Run, threshold: Threshold = 90.0, no_bookies: NoBookies =
     _check_percentage(threshold)
     with run.cluster() as cluster, run.working("Asking the bookies"):
         mutes = {mute.code: mute for mute in HealthMutes(cluster).active()}
-        found = _findings(run, cluster, threshold, no_bookies=no_bookies)
+        found = _findings(run, cluster, threshold, no_bookies=no_bookies, ledgers=ledgers)
     rows = [FindingDetail(each, mutes.get(each.code)) for each in found]
     if run.output is Output.TABLE:
         for index, row in enumerate(rows):

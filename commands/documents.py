@@ -62,6 +62,9 @@ DOCUMENTS: Final[dict[str, tuple[DocumentSource, ...]]] = {
     "autorecovery auditor": _rows("autorecovery:VOTE_COLUMNS"),
     "autorecovery audit": _one("autorecovery:AUDITED_COLUMNS") + _rows("autorecovery:CLOCK_COLUMNS"),
     "autorecovery delay": _one("autorecovery:DELAY_COLUMNS"),
+    "bench adds": _rows("bench:BENCH_COLUMNS"),
+    "bench reads": _rows("bench:BENCH_COLUMNS"),
+    "bench mixed": _rows("bench:BENCH_COLUMNS"),
     "bookie check": _rows("bookie.check:FINDING_COLUMNS"),
     "bookie index check": _rows("bookie.check:FINDING_COLUMNS"),
     "bookie gc": _rows("bookie.collection:COLLECTOR_COLUMNS"),
@@ -89,6 +92,9 @@ DOCUMENTS: Final[dict[str, tuple[DocumentSource, ...]]] = {
     "bookies list": _rows("bookies.members:BOOKIE_COLUMNS"),
     "bookies show": _one("bookies.members:SHOW_COLUMNS") + _rows("bookies.members:SHOW_COLUMNS"),
     "bookies usage": _rows("bookies.members:USAGE_COLUMNS"),
+    "bookies racks list": _rows("bookies.racks:RACK_COLUMNS"),
+    "bookies racks set": _rows("bookies.racks:CHANGE_COLUMNS"),
+    "bookies racks unset": _rows("bookies.racks:CHANGE_COLUMNS"),
     "bookies recover": _rows("documents:recover_columns"),
     "bookies ok-to-stop": _rows("bookies.stop:RISK_COLUMNS"),
     "cluster info": _one("cluster:INFO_COLUMNS"),
@@ -200,9 +206,16 @@ def entry_columns() -> list[Columns]:
 
 def locate_columns() -> list[Columns]:
     """Return the columns of `ledger locate`, with and without --entry, --check and --every-entry."""
-    from .ledger.locate import ANSWER_COLUMNS, ENTRY_PLACE_COLUMNS, MISSING_COLUMN, PLACE_COLUMNS
+    from .ledger.locate import (
+        ANSWER_COLUMNS,
+        ENTRY_PLACE_COLUMNS,
+        MISSING_COLUMN,
+        PLACE_COLUMNS,
+        PLACE_RACK_COLUMNS,
+    )
 
-    return _union(PLACE_COLUMNS, PLACE_COLUMNS.and_also(*ANSWER_COLUMNS, MISSING_COLUMN), ENTRY_PLACE_COLUMNS)
+    checked = PLACE_COLUMNS.and_also(*ANSWER_COLUMNS, MISSING_COLUMN, *PLACE_RACK_COLUMNS)
+    return _union(PLACE_COLUMNS, checked, ENTRY_PLACE_COLUMNS)
 
 
 def index_meta_columns() -> list[Columns]:

@@ -33,6 +33,7 @@ DYNAMIC: Final = {
     "LOG": "entrylog",
     "CONTEXT": "context",
     "SCOPE": "scope",
+    "RACK": "rack",
 }
 FILES: Final = ("FILE", "DIR")
 #: Values of options whose type does not say which there are, by name or metavar.

@@ -40,6 +40,7 @@ GROUPS: Final[dict[str, str]] = {
     "local": "Run clusters of our own bookies on this machine.",
     "pipeline": "Run Spark jobs over all files, metadata and ledgers.",
     "api": "Call the REST API of bookies, or serve it.",
+    "bench": "Measure adds and reads of a cluster.",
     "audit": "Show which commands changed what, when, and by whom.",
     "context": "Manage named connections in the configuration file.",
 }

@@ -90,7 +90,13 @@ TRANSLATIONS: Final = (
 )
 
 #: `pulsar-admin bookies X` → ours.
-PULSAR: Final = (Translation("list-bookies", "", "bookies list"),)
+PULSAR: Final = (
+    Translation("list-bookies", "", "bookies list"),
+    Translation("racks-placement", "", "bookies racks list"),
+    Translation("get-bookie-rack", "", "bookies racks list"),
+    Translation("set-bookie-rack", "", "bookies racks set", "-b is BOOKIE, -r `--rack`, -g `--group`"),
+    Translation("delete-bookie-rack", "", "bookies racks unset", "-b is BOOKIE"),
+)
 
 
 def translate(words: Iterable[str]) -> str | None:

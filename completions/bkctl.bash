@@ -2,7 +2,7 @@
 
 _bkctl() {
   local IFS=$' \t\n' line current previous path='' words='' argument='none' kind='' word skip='' open=yes
-  local takers=' --ack-quorum --after --archive --backup --body --bookie --bookie-address --bookie-token-file --bookie-url --bookies --by --client-ca --columns --conf --context --custom-metadata --deadline --delimiter --depth --digest --digest-type --dir --ensemble-size --entries --entry --facts --file --for --format --from --from-file --from-pos --host --id --if-state --index-dirs --instance-id --journal-dirs --keep --kind --last --ledger --ledger-dirs --ledger-id --ledger-qualified-name --ledger-scope-id --limit --major-threshold --master --match --max-age --max-size --metadata-password-file --metadata-tls-ca --metadata-tls-cert --metadata-tls-key --metadata-uri --metadata-user --min-age --min-replicas --min-size --minor-threshold --missing --not-missing --older-than --output --password --password-file --port --protocol --rate --read-only-token-file --record-size --reset-clock --resume --sample --save --seed --server-cert --server-key --set --since --size --sort --spark-conf --state --storage --subscription --suspend --template --threshold --timeout --tls-ca --tls-cert --tls-key --to --to-ledger-id --to-password-file --to-pos --to-scope --to-user --token-file --top --topic --type --undo --watch --write-quorum --yes-really -c -e -f -o -t -u -x '
+  local takers=' --ack-quorum --after --archive --backup --batch --body --bookie --bookie-address --bookie-token-file --bookie-url --bookies --by --client-ca --columns --conf --context --custom-metadata --deadline --delimiter --depth --digest --digest-type --dir --duration --ensemble-size --entries --entry --facts --file --for --format --from --from-file --from-pos --group --host --hostname --id --if-state --in-flight --index-dirs --instance-id --journal-dirs --keep --kind --last --ledger --ledger-dirs --ledger-id --ledger-qualified-name --ledger-scope-id --ledgers --limit --major-threshold --master --match --max-age --max-size --metadata-password-file --metadata-tls-ca --metadata-tls-cert --metadata-tls-key --metadata-uri --metadata-user --min-age --min-replicas --min-size --minor-threshold --missing --not-missing --older-than --output --password --password-file --port --protocol --rack --rate --read-only-token-file --record-size --reset-clock --resume --sample --save --seed --server-cert --server-key --set --since --size --sort --spark-conf --state --storage --subscription --suspend --template --threshold --timeout --tls-ca --tls-cert --tls-key --to --to-ledger-id --to-password-file --to-pos --to-scope --to-user --token-file --top --topic --type --undo --watch --write-quorum --yes-really -c -e -f -o -t -u -x '
   local -a typed
   line=${COMP_LINE:0:COMP_POINT}
   read -r -a typed <<< "$line"
@@ -18,14 +18,14 @@ _bkctl() {
       *)
         if [[ $open == yes ]]; then
           path="${path:+$path }$word"
-          case $path in 'ledger'|'bookie'|'bookie index'|'bookies'|'journal'|'entrylog'|'metadata'|'cookie'|'autorecovery'|'cluster'|'cluster health'|'cluster healthcheck'|'local'|'pipeline'|'api'|'audit'|'context') ;; *) open='' ;; esac
+          case $path in 'ledger'|'bookie'|'bookie index'|'bookies'|'bookies racks'|'journal'|'entrylog'|'metadata'|'cookie'|'autorecovery'|'cluster'|'cluster health'|'cluster healthcheck'|'local'|'pipeline'|'api'|'bench'|'audit'|'context') ;; *) open='' ;; esac
         fi ;;
     esac
   done
   local at='' end0='25' end1='5 6 7 8 9 10 11 20 21 22 23 25' end2='5 6 7 8 9 10 11 20 21 22 23 24 25' end3='6 21 22 23 25' end4='6 21 22 23 24 25' end5='5 6 7 8 9 10 11 20 21 22 25'
-  local -a names=(--verbose --quiet --no-color --debug --version --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --metadata-tls --metadata-tls-ca --metadata-tls-cert --metadata-tls-key --metadata-user --metadata-password-file --metadata-sasl --metadata-creator-acl --timeout --output --columns --sort --yes --help --uuid --ledger-id --ledger-scope-id --ledger-qualified-name --ensemble-size --write-quorum --ack-quorum --digest-type --custom-metadata --password --password-file --record-size --protocol --all-scopes --min-age --max-age --min-size --max-size --limit --watch --bookie --state --topic --subscription --after --count --keep-going --show-secrets --entry --check --every-entry --from --to --last --recover --no-verify --body --format --delimiter --template --as-admin --from-file --rate --if-state --ignore-missing --backup --undo --dry-run --accept-loss --entries --size --keep --to-ledger-id --to-user --to-password-file --to-scope --new-id --open --dir --kind --ledger --digest --sample --seed --bookie-url --deadline --wait --major --minor --accept-scoped-deletes --suspend --resume --status --set --match --raw --discard-old --delete-cookie --yes-really --meta --gaps --ledgers --locations --all --threshold --query --skip-open --skip-unrecoverable --keep-cookie --min-replicas --for-good --from-pos --to-pos --type --after-lastmark --top --by --no-digests --minor-threshold --major-threshold --file --all-copies --scan --depth --list --overwrite --live --delete --sequence --journal-dirs --ledger-dirs --index-dirs --instance-id --scopes-only --scope-0-only --id --older-than --missing --not-missing --reset-clock --count-ledgers --long-long-layout --no-bookies --for --bookies --storage --http --autorecovery --master --spark-conf --archive --ship --facts --save --no-indexes --full --flat --host --port --token-file --bookie-token-file --read-only-token-file --server-cert --server-key --client-ca --since --failed --replace --use)
+  local -a names=(--verbose --quiet --no-color --debug --version --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --metadata-tls --metadata-tls-ca --metadata-tls-cert --metadata-tls-key --metadata-user --metadata-password-file --metadata-sasl --metadata-creator-acl --timeout --output --columns --sort --yes --help --uuid --ledger-id --ledger-scope-id --ledger-qualified-name --ensemble-size --write-quorum --ack-quorum --digest-type --custom-metadata --password --password-file --record-size --protocol --all-scopes --min-age --max-age --min-size --max-size --limit --watch --bookie --state --topic --subscription --after --count --keep-going --show-secrets --entry --check --every-entry --from --to --last --recover --no-verify --body --format --delimiter --template --as-admin --from-file --rate --if-state --ignore-missing --backup --undo --dry-run --accept-loss --entries --size --keep --to-ledger-id --to-user --to-password-file --to-scope --new-id --open --dir --kind --ledger --digest --sample --seed --bookie-url --deadline --wait --major --minor --accept-scoped-deletes --suspend --resume --status --set --match --raw --discard-old --delete-cookie --yes-really --meta --gaps --ledgers --locations --all --threshold --query --skip-open --skip-unrecoverable --keep-cookie --min-replicas --for-good --rack --group --hostname --from-pos --to-pos --type --after-lastmark --top --by --no-digests --minor-threshold --major-threshold --file --all-copies --scan --depth --list --overwrite --live --delete --sequence --journal-dirs --ledger-dirs --index-dirs --instance-id --scopes-only --scope-0-only --id --older-than --missing --not-missing --reset-clock --count-ledgers --long-long-layout --no-bookies --for --bookies --storage --http --autorecovery --master --spark-conf --archive --ship --facts --save --no-indexes --full --flat --host --port --token-file --bookie-token-file --read-only-token-file --server-cert --server-key --client-ca --duration --batch --in-flight --random --since --failed --replace --use)
   case $path in
-'') at="0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25" words='ledger bookie bookies journal entrylog metadata cookie autorecovery cluster local pipeline api audit context help version completion' ;;
+'') at="0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25" words='ledger bookie bookies journal entrylog metadata cookie autorecovery cluster local pipeline api bench audit context help version completion' ;;
 'ledger') at="$end0" words='write list show locate read tail delete recover verify test copy' ;;
 'ledger write') at="26 27 28 29 30 31 32 33 34 35 36 37 38 $end1" argument='files' ;;
 'ledger list') at="28 39 40 41 42 43 34 44 45 46 47 48 49 50 51 52 $end1" ;;
@@ -60,7 +60,7 @@ _bkctl() {
 'bookie index check') at="107 108 84 $end3" argument='files' ;;
 'bookie index rebuild') at="107 108 84 73 $end1" argument='files' ;;
 'bookie index regenerate') at="27 28 29 35 36 84 109 73 $end1" argument='ledger' ;;
-'bookies') at="$end0" words='list show usage recover decommission drain ok-to-stop' ;;
+'bookies') at="$end0" words='list show usage recover decommission drain ok-to-stop racks' ;;
 'bookies list') at="45 47 $end1" ;;
 'bookies show') at="45 107 $end1" argument='bookie' ;;
 'bookies usage') at="23 110 $end5" ;;
@@ -68,33 +68,37 @@ _bkctl() {
 'bookies decommission') at="68 91 45 113 114 72 73 $end2" argument='bookie' ;;
 'bookies drain') at="68 91 45 72 73 $end2" argument='bookie' ;;
 'bookies ok-to-stop') at="45 115 116 $end1" argument='bookie' ;;
+'bookies racks') at="$end0" words='list set unset' ;;
+'bookies racks list') at="$end1" ;;
+'bookies racks set') at="117 118 119 72 73 $end1" argument='bookie' ;;
+'bookies racks unset') at="72 73 $end1" argument='bookie' ;;
 'journal') at="$end0" words='list read lastmark verify stats' ;;
 'journal list') at="84 $end3" argument='files' ;;
-'journal read') at="86 28 39 54 117 118 119 44 62 63 33 84 120 53 $end3" argument='journal' ;;
+'journal read') at="86 28 39 54 120 121 122 44 62 63 33 84 123 53 $end3" argument='journal' ;;
 'journal lastmark') at="84 $end3" argument='files' ;;
 'journal verify') at="84 $end3" argument='journal' ;;
-'journal stats') at="121 84 122 $end3" argument='journal' ;;
+'journal stats') at="124 84 125 $end3" argument='journal' ;;
 'entrylog') at="$end0" words='list show read verify active garbage extract' ;;
 'entrylog list') at="84 23 $end5" argument='files' ;;
 'entrylog show') at="84 $end3" argument='entrylog' ;;
-'entrylog read') at="86 28 39 54 117 118 119 44 62 63 33 84 $end3" argument='entrylog' ;;
-'entrylog verify') at="87 35 36 84 123 $end1" argument='entrylog' ;;
+'entrylog read') at="86 28 39 54 120 121 122 44 62 63 33 84 $end3" argument='entrylog' ;;
+'entrylog verify') at="87 35 36 84 126 $end1" argument='entrylog' ;;
 'entrylog active') at="84 109 47 $end1" argument='entrylog' ;;
-'entrylog garbage') at="124 125 84 109 23 $end5" argument='entrylog' ;;
-'entrylog extract') at="57 58 86 28 33 126 84 63 127 128 $end4" argument='entrylog' ;;
+'entrylog garbage') at="127 128 84 109 23 $end5" argument='entrylog' ;;
+'entrylog extract') at="57 58 86 28 33 129 84 63 130 131 $end4" argument='entrylog' ;;
 'metadata') at="$end0" words='layout get tree undo export import diff migrate check orphans scopes idgen replace-bookie' ;;
 'metadata layout') at="$end1" ;;
 'metadata get') at="63 53 $end1" argument='none' ;;
-'metadata tree') at="129 $end1" argument='none' ;;
-'metadata undo') at="59 130 72 73 $end2" argument='files' ;;
-'metadata export') at="27 28 29 126 131 $end1" argument='ledger' ;;
-'metadata import') at="131 72 73 $end2" argument='files' ;;
+'metadata tree') at="132 $end1" argument='none' ;;
+'metadata undo') at="59 133 72 73 $end2" argument='files' ;;
+'metadata export') at="27 28 29 129 134 $end1" argument='ledger' ;;
+'metadata import') at="134 72 73 $end2" argument='files' ;;
 'metadata diff') at="$end1" argument='none' ;;
-'metadata migrate') at="58 79 80 131 132 72 73 $end2" ;;
+'metadata migrate') at="58 79 80 134 135 72 73 $end2" ;;
 'metadata check') at="28 39 $end1" ;;
-'metadata orphans') at="133 72 73 $end2" ;;
+'metadata orphans') at="136 72 73 $end2" ;;
 'metadata scopes') at="$end1" ;;
-'metadata idgen') at="44 28 134 $end1" ;;
+'metadata idgen') at="44 28 137 $end1" ;;
 'metadata replace-bookie') at="44 57 58 68 72 73 $end2" ;;
 'cookie') at="$end0" words='list show create update delete generate expand rename verify' ;;
 'cookie list') at="$end1" ;;
@@ -102,67 +106,71 @@ _bkctl() {
 'cookie create') at="72 73 $end1" argument='bookie' ;;
 'cookie update') at="72 73 $end2" argument='bookie' ;;
 'cookie delete') at="84 72 73 $end2" argument='bookie' ;;
-'cookie generate') at="135 136 137 138 126 $end1" argument='bookie' ;;
+'cookie generate') at="138 139 140 141 129 $end1" argument='bookie' ;;
 'cookie expand') at="72 73 $end2" ;;
 'cookie rename') at="84 72 73 $end2" argument='none' ;;
 'cookie verify') at="84 $end1" argument='bookie' ;;
 'autorecovery') at="$end0" words='run status enable disable list workers mark unmark auditor audit delay' ;;
-'autorecovery run') at="139 140 141 $end1" ;;
+'autorecovery run') at="142 143 144 $end1" ;;
 'autorecovery status') at="45 $end1" ;;
 'autorecovery enable') at="72 $end1" ;;
 'autorecovery disable') at="72 $end1" ;;
-'autorecovery list') at="28 39 45 142 143 144 51 $end1" ;;
+'autorecovery list') at="28 39 45 145 146 147 51 $end1" ;;
 'autorecovery workers') at="28 39 45 $end1" ;;
-'autorecovery mark') at="67 27 28 29 143 72 73 $end1" argument='ledger' ;;
+'autorecovery mark') at="67 27 28 29 146 72 73 $end1" argument='ledger' ;;
 'autorecovery unmark') at="67 27 28 29 72 73 $end2" argument='ledger' ;;
 'autorecovery auditor') at="109 $end1" ;;
-'autorecovery audit') at="145 72 73 $end1" ;;
+'autorecovery audit') at="148 72 73 $end1" ;;
 'autorecovery delay') at="72 73 $end1" argument='none' ;;
 'cluster') at="$end0" words='info status id init nuke health healthcheck' ;;
 'cluster info') at="$end1" ;;
-'cluster status') at="110 146 $end1" ;;
+'cluster status') at="110 149 $end1" ;;
 'cluster id') at="$end1" ;;
-'cluster init') at="147 73 $end1" ;;
+'cluster init') at="150 73 $end1" ;;
 'cluster nuke') at="104 71 73 $end2" ;;
-'cluster health') at="45 110 148 $end1" words='show detail mute unmute mutes' ;;
-'cluster health show') at="45 110 148 $end1" ;;
-'cluster health detail') at="110 148 $end1" ;;
-'cluster health mute') at="149 $end1" argument='words no-instance-id no-writable-bookie bookie-down bookie-read-only bookie-without-address bookie-without-cookie bookie-silent cookie-damaged cookie-of-another-cluster disk-full scopes-orphaned no-bookie-for-scopes mark-damaged underreplicated autorecovery-disabled vote-damaged no-auditor no-auditor-of-scopes' ;;
-'cluster health unmute') at="$end1" argument='words no-instance-id no-writable-bookie bookie-down bookie-read-only bookie-without-address bookie-without-cookie bookie-silent cookie-damaged cookie-of-another-cluster disk-full scopes-orphaned no-bookie-for-scopes mark-damaged underreplicated autorecovery-disabled vote-damaged no-auditor no-auditor-of-scopes' ;;
+'cluster health') at="45 110 151 107 $end1" words='show detail mute unmute mutes' ;;
+'cluster health show') at="45 110 151 107 $end1" ;;
+'cluster health detail') at="110 151 107 $end1" ;;
+'cluster health mute') at="152 $end1" argument='words no-instance-id no-writable-bookie bookie-down bookie-read-only bookie-without-address bookie-without-cookie bookie-silent cookie-damaged cookie-of-another-cluster disk-full bookie-without-rack too-few-racks ledgers-in-few-racks scopes-orphaned no-bookie-for-scopes mark-damaged underreplicated autorecovery-disabled vote-damaged no-auditor no-auditor-of-scopes' ;;
+'cluster health unmute') at="$end1" argument='words no-instance-id no-writable-bookie bookie-down bookie-read-only bookie-without-address bookie-without-cookie bookie-silent cookie-damaged cookie-of-another-cluster disk-full bookie-without-rack too-few-racks ledgers-in-few-racks scopes-orphaned no-bookie-for-scopes mark-damaged underreplicated autorecovery-disabled vote-damaged no-auditor no-auditor-of-scopes' ;;
 'cluster health mutes') at="$end1" ;;
 'cluster healthcheck') at="$end0" words='status enable disable' ;;
 'cluster healthcheck status') at="$end1" ;;
 'cluster healthcheck enable') at="72 $end1" ;;
 'cluster healthcheck disable') at="72 $end1" ;;
 'local') at="$end0" words='up down status' ;;
-'local up') at="84 150 151 152 153 $end3" ;;
+'local up') at="84 153 154 155 156 $end3" ;;
 'local down') at="84 46 $end3" ;;
 'local status') at="84 $end3" ;;
 'pipeline') at="$end0" words='inventory integrity garbage journal-audit report extract export import migrate-scope' ;;
-'pipeline inventory') at="86 28 39 154 155 156 157 158 122 159 $end1" argument='none' ;;
-'pipeline integrity') at="86 28 39 154 155 156 157 158 160 159 $end1" argument='none' ;;
-'pipeline garbage') at="124 125 154 155 156 157 158 122 159 $end1" argument='none' ;;
-'pipeline journal-audit') at="86 28 39 154 155 156 157 158 122 159 $end1" argument='none' ;;
-'pipeline report') at="124 125 154 155 156 157 158 159 $end1" argument='none' ;;
-'pipeline extract') at="161 77 $end1" argument='none' ;;
-'pipeline export') at="27 28 29 154 155 156 157 131 162 159 $end1" argument='none' ;;
-'pipeline import') at="81 30 31 32 154 155 156 157 36 73 159 $end1" argument='none' ;;
-'pipeline migrate-scope') at="27 28 29 81 30 31 32 154 155 156 157 73 159 $end1" argument='ledger' ;;
+'pipeline inventory') at="86 28 39 157 158 159 160 161 125 162 $end1" argument='none' ;;
+'pipeline integrity') at="86 28 39 157 158 159 160 161 163 162 $end1" argument='none' ;;
+'pipeline garbage') at="127 128 157 158 159 160 161 125 162 $end1" argument='none' ;;
+'pipeline journal-audit') at="86 28 39 157 158 159 160 161 125 162 $end1" argument='none' ;;
+'pipeline report') at="127 128 157 158 159 160 161 162 $end1" argument='none' ;;
+'pipeline extract') at="164 77 $end1" argument='none' ;;
+'pipeline export') at="27 28 29 157 158 159 160 134 165 162 $end1" argument='none' ;;
+'pipeline import') at="81 30 31 32 157 158 159 160 36 73 162 $end1" argument='none' ;;
+'pipeline migrate-scope') at="27 28 29 81 30 31 32 157 158 159 160 73 162 $end1" argument='ledger' ;;
 'api') at="$end0" words='serve get put delete' ;;
-'api serve') at="163 164 165 166 167 168 169 170 $end1" ;;
+'api serve') at="166 167 168 169 170 171 172 173 $end1" ;;
 'api get') at="46 90 43 $end1" argument='none' ;;
 'api put') at="46 90 43 62 73 $end1" argument='none' ;;
 'api delete') at="46 90 43 73 $end2" argument='none' ;;
+'bench') at="$end0" words='adds reads mixed' ;;
+'bench adds') at="107 76 28 30 31 32 33 75 174 175 176 68 38 $end1" ;;
+'bench reads') at="107 76 28 30 31 32 33 75 174 175 176 68 38 177 $end1" ;;
+'bench mixed') at="107 76 28 30 31 32 33 75 174 175 176 68 38 177 $end1" ;;
 'audit') at="$end0" words='list show' ;;
-'audit list') at="44 171 172 $end3" ;;
+'audit list') at="44 178 179 $end3" ;;
 'audit show') at="$end3" argument='none' ;;
 'context') at="$end0" words='list show add use delete' ;;
 'context list') at="$end3" ;;
 'context show') at="$end3" argument='context' ;;
-'context add') at="173 174 $end1" argument='context' ;;
+'context add') at="180 181 $end1" argument='context' ;;
 'context use') at="$end3" argument='context' ;;
 'context delete') at="$end4" argument='context' ;;
-'help') at="$end0" argument='words ledger bookie bookies journal entrylog metadata cookie autorecovery cluster local pipeline api audit context connection' ;;
+'help') at="$end0" argument='words ledger bookie bookies journal entrylog metadata cookie autorecovery cluster local pipeline api bench audit context connection' ;;
 'version') at="$end3" ;;
 'completion') at="$end3" argument='words bash zsh fish' ;;
   esac
@@ -179,7 +187,7 @@ _bkctl() {
 'entrylog extract:--format') kind='words log ndjson raw' ;;
 'metadata undo:--last') kind='' ;;
 'metadata replace-bookie:--from'|'metadata replace-bookie:--to') kind='bookie' ;;
-'local down:--bookie'|'pipeline extract:--keep'|'api put:--body') kind='none' ;;
+'local down:--bookie'|'pipeline extract:--keep'|'api put:--body'|'bench adds:--ledgers'|'bench reads:--ledgers'|'bench mixed:--ledgers') kind='none' ;;
 'pipeline inventory:--by') kind='words bookie entrylog scope ledger application' ;;
 'pipeline garbage:--by') kind='words entrylog bookie ledger' ;;
 'pipeline journal-audit:--by') kind='words journal entry' ;;
@@ -192,10 +200,11 @@ _bkctl() {
 *:--bookie|*:--missing|*:--not-missing) kind='bookie' ;;
 *:--state|*:--if-state) kind='words OPEN IN_RECOVERY CLOSED' ;;
 *:--after|*:--ledger) kind='ledger' ;;
-*:--body|*:--keep) kind='' ;;
+*:--body|*:--keep|*:--ledgers) kind='' ;;
 *:--format) kind='words base64 utf8 hex raw' ;;
 *:--kind) kind='words journal entryLog index rocksdb cookie lastMark lastId status dirty compaction relocation backup unfinished unknown' ;;
 *:--suspend|*:--resume) kind='words major minor both' ;;
+*:--rack) kind='rack' ;;
 *:--type) kind='words entry ledgerKey fence forceLedger explicitLac padding ledgersMap unknown' ;;
 *:--by) kind='words file type ledger scope' ;;
 *:--storage) kind='words sorted interleaved db' ;;

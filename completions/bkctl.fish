@@ -7,8 +7,8 @@ function __bkctl_path
         if test $skip = 1
             set skip 0
         else if string match -q -- '-*' $word
-            string match -qr -- '^(--ack-quorum|--after|--archive|--backup|--body|--bookie|--bookie-address|--bookie-token-file|--bookie-url|--bookies|--by|--client-ca|--columns|--conf|--context|--custom-metadata|--deadline|--delimiter|--depth|--digest|--digest-type|--dir|--ensemble-size|--entries|--entry|--facts|--file|--for|--format|--from|--from-file|--from-pos|--host|--id|--if-state|--index-dirs|--instance-id|--journal-dirs|--keep|--kind|--last|--ledger|--ledger-dirs|--ledger-id|--ledger-qualified-name|--ledger-scope-id|--limit|--major-threshold|--master|--match|--max-age|--max-size|--metadata-password-file|--metadata-tls-ca|--metadata-tls-cert|--metadata-tls-key|--metadata-uri|--metadata-user|--min-age|--min-replicas|--min-size|--minor-threshold|--missing|--not-missing|--older-than|--output|--password|--password-file|--port|--protocol|--rate|--read-only-token-file|--record-size|--reset-clock|--resume|--sample|--save|--seed|--server-cert|--server-key|--set|--since|--size|--sort|--spark-conf|--state|--storage|--subscription|--suspend|--template|--threshold|--timeout|--tls-ca|--tls-cert|--tls-key|--to|--to-ledger-id|--to-password-file|--to-pos|--to-scope|--to-user|--token-file|--top|--topic|--type|--undo|--watch|--write-quorum|--yes-really|-c|-e|-f|-o|-t|-u|-x)$' $word; and set skip 1
-        else if test (count $path) -lt 2; or contains -- "$path" 'bookie index' 'cluster health' 'cluster healthcheck'
+            string match -qr -- '^(--ack-quorum|--after|--archive|--backup|--batch|--body|--bookie|--bookie-address|--bookie-token-file|--bookie-url|--bookies|--by|--client-ca|--columns|--conf|--context|--custom-metadata|--deadline|--delimiter|--depth|--digest|--digest-type|--dir|--duration|--ensemble-size|--entries|--entry|--facts|--file|--for|--format|--from|--from-file|--from-pos|--group|--host|--hostname|--id|--if-state|--in-flight|--index-dirs|--instance-id|--journal-dirs|--keep|--kind|--last|--ledger|--ledger-dirs|--ledger-id|--ledger-qualified-name|--ledger-scope-id|--ledgers|--limit|--major-threshold|--master|--match|--max-age|--max-size|--metadata-password-file|--metadata-tls-ca|--metadata-tls-cert|--metadata-tls-key|--metadata-uri|--metadata-user|--min-age|--min-replicas|--min-size|--minor-threshold|--missing|--not-missing|--older-than|--output|--password|--password-file|--port|--protocol|--rack|--rate|--read-only-token-file|--record-size|--reset-clock|--resume|--sample|--save|--seed|--server-cert|--server-key|--set|--since|--size|--sort|--spark-conf|--state|--storage|--subscription|--suspend|--template|--threshold|--timeout|--tls-ca|--tls-cert|--tls-key|--to|--to-ledger-id|--to-password-file|--to-pos|--to-scope|--to-user|--token-file|--top|--topic|--type|--undo|--watch|--write-quorum|--yes-really|-c|-e|-f|-o|-t|-u|-x)$' $word; and set skip 1
+        else if test (count $path) -lt 2; or contains -- "$path" 'bookie index' 'bookies racks' 'cluster health' 'cluster healthcheck'
             set -a path $word
         end
     end
@@ -69,101 +69,109 @@ case 'bookies recover'; set ids bookie 101 146 91 147 148 149 150 151 152 80 81 
 case 'bookies decommission'; set ids bookie 91 147 153 150 154 80 81 $end2
 case 'bookies drain'; set ids bookie 91 147 153 80 81 $end2
 case 'bookies ok-to-stop'; set ids bookie 48 155 156 $end1
+case 'bookies racks'; set ids commands $end0
+case 'bookies racks list'; set ids $end1
+case 'bookies racks set'; set ids bookie 157 158 159 80 81 $end1
+case 'bookies racks unset'; set ids bookie 80 81 $end1
 case 'journal'; set ids commands $end0
 case 'journal list'; set ids files 99 $end3
-case 'journal read'; set ids journal 157 158 41 132 159 160 161 162 67 68 163 99 164 135 $end3
+case 'journal read'; set ids journal 160 161 41 132 162 163 164 165 67 68 166 99 167 135 $end3
 case 'journal lastmark'; set ids files 99 $end3
 case 'journal verify'; set ids journal 99 $end3
-case 'journal stats'; set ids journal 165 99 166 $end3
+case 'journal stats'; set ids journal 168 99 169 $end3
 case 'entrylog'; set ids commands $end0
-case 'entrylog list'; set ids files 99 167 $end5
+case 'entrylog list'; set ids files 99 170 $end5
 case 'entrylog show'; set ids entrylog 99 $end3
-case 'entrylog read'; set ids entrylog 157 158 41 132 159 160 161 162 67 68 163 99 $end3
-case 'entrylog verify'; set ids entrylog 103 36 37 99 168 $end1
-case 'entrylog active'; set ids entrylog 99 169 170 $end1
-case 'entrylog garbage'; set ids entrylog 171 172 99 169 173 $end5
-case 'entrylog extract'; set ids entrylog 60 61 174 29 175 176 99 177 178 179 $end4
+case 'entrylog read'; set ids entrylog 160 161 41 132 162 163 164 165 67 68 166 99 $end3
+case 'entrylog verify'; set ids entrylog 103 36 37 99 171 $end1
+case 'entrylog active'; set ids entrylog 99 172 173 $end1
+case 'entrylog garbage'; set ids entrylog 174 175 99 172 176 $end5
+case 'entrylog extract'; set ids entrylog 60 61 177 29 178 179 99 180 181 182 $end4
 case 'metadata'; set ids commands $end0
 case 'metadata layout'; set ids $end1
-case 'metadata get'; set ids none 68 180 $end1
-case 'metadata tree'; set ids none 181 $end1
-case 'metadata undo'; set ids files 182 183 80 81 $end2
-case 'metadata export'; set ids ledger 28 29 30 184 185 $end1
-case 'metadata import'; set ids files 186 80 81 $end2
+case 'metadata get'; set ids none 68 183 $end1
+case 'metadata tree'; set ids none 184 $end1
+case 'metadata undo'; set ids files 185 186 80 81 $end2
+case 'metadata export'; set ids ledger 28 29 30 187 188 $end1
+case 'metadata import'; set ids files 189 80 81 $end2
 case 'metadata diff'; set ids none $end1
-case 'metadata migrate'; set ids 187 92 93 186 188 80 81 $end2
-case 'metadata check'; set ids 189 41 $end1
-case 'metadata orphans'; set ids 190 80 81 $end2
+case 'metadata migrate'; set ids 190 92 93 189 191 80 81 $end2
+case 'metadata check'; set ids 192 41 $end1
+case 'metadata orphans'; set ids 193 80 81 $end2
 case 'metadata scopes'; set ids $end1
-case 'metadata idgen'; set ids 191 192 193 $end1
-case 'metadata replace-bookie'; set ids 194 195 196 197 80 81 $end2
+case 'metadata idgen'; set ids 194 195 196 $end1
+case 'metadata replace-bookie'; set ids 197 198 199 200 80 81 $end2
 case 'cookie'; set ids commands $end0
 case 'cookie list'; set ids $end1
 case 'cookie show'; set ids bookie 99 68 $end1
 case 'cookie create'; set ids bookie 80 81 $end1
 case 'cookie update'; set ids bookie 80 81 $end2
 case 'cookie delete'; set ids bookie 99 80 81 $end2
-case 'cookie generate'; set ids bookie 198 199 200 201 202 $end1
+case 'cookie generate'; set ids bookie 201 202 203 204 205 $end1
 case 'cookie expand'; set ids 80 81 $end2
 case 'cookie rename'; set ids none 99 80 81 $end2
 case 'cookie verify'; set ids bookie 99 $end1
 case 'autorecovery'; set ids commands $end0
-case 'autorecovery run'; set ids 203 204 205 $end1
+case 'autorecovery run'; set ids 206 207 208 $end1
 case 'autorecovery status'; set ids 48 $end1
 case 'autorecovery enable'; set ids 80 $end1
 case 'autorecovery disable'; set ids 80 $end1
-case 'autorecovery list'; set ids 189 41 48 206 207 208 209 $end1
-case 'autorecovery workers'; set ids 189 41 48 $end1
-case 'autorecovery mark'; set ids ledger 74 28 29 30 210 80 81 $end1
+case 'autorecovery list'; set ids 192 41 48 209 210 211 212 $end1
+case 'autorecovery workers'; set ids 192 41 48 $end1
+case 'autorecovery mark'; set ids ledger 74 28 29 30 213 80 81 $end1
 case 'autorecovery unmark'; set ids ledger 74 28 29 30 80 81 $end2
-case 'autorecovery auditor'; set ids 211 $end1
-case 'autorecovery audit'; set ids 212 80 81 $end1
+case 'autorecovery auditor'; set ids 214 $end1
+case 'autorecovery audit'; set ids 215 80 81 $end1
 case 'autorecovery delay'; set ids none 80 81 $end1
 case 'cluster'; set ids commands $end0
 case 'cluster info'; set ids $end1
-case 'cluster status'; set ids 213 214 $end1
+case 'cluster status'; set ids 216 217 $end1
 case 'cluster id'; set ids $end1
-case 'cluster init'; set ids 215 81 $end1
-case 'cluster nuke'; set ids 130 216 81 $end2
-case 'cluster health'; set ids commands 48 213 217 $end1
-case 'cluster health show'; set ids 48 213 217 $end1
-case 'cluster health detail'; set ids 213 217 $end1
-case 'cluster health mute'; set ids words-no-instance-id-no-writable-bookie-bookie-down-bookie-read-only-bookie-without-address-bookie-without-cookie-bookie-silent-cookie-damaged-cookie-of-another-cluster-disk-full-scopes-orphaned-no-bookie-for-scopes-mark-damaged-underreplicated-autorecovery-disabled-vote-damaged-no-auditor-no-auditor-of-scopes 218 $end1
-case 'cluster health unmute'; set ids words-no-instance-id-no-writable-bookie-bookie-down-bookie-read-only-bookie-without-address-bookie-without-cookie-bookie-silent-cookie-damaged-cookie-of-another-cluster-disk-full-scopes-orphaned-no-bookie-for-scopes-mark-damaged-underreplicated-autorecovery-disabled-vote-damaged-no-auditor-no-auditor-of-scopes $end1
+case 'cluster init'; set ids 218 81 $end1
+case 'cluster nuke'; set ids 130 219 81 $end2
+case 'cluster health'; set ids commands 48 216 220 221 $end1
+case 'cluster health show'; set ids 48 216 220 221 $end1
+case 'cluster health detail'; set ids 216 220 221 $end1
+case 'cluster health mute'; set ids words-no-instance-id-no-writable-bookie-bookie-down-bookie-read-only-bookie-without-address-bookie-without-cookie-bookie-silent-cookie-damaged-cookie-of-another-cluster-disk-full-bookie-without-rack-too-few-racks-ledgers-in-few-racks-scopes-orphaned-no-bookie-for-scopes-mark-damaged-underreplicated-autorecovery-disabled-vote-damaged-no-auditor-no-auditor-of-scopes 222 $end1
+case 'cluster health unmute'; set ids words-no-instance-id-no-writable-bookie-bookie-down-bookie-read-only-bookie-without-address-bookie-without-cookie-bookie-silent-cookie-damaged-cookie-of-another-cluster-disk-full-bookie-without-rack-too-few-racks-ledgers-in-few-racks-scopes-orphaned-no-bookie-for-scopes-mark-damaged-underreplicated-autorecovery-disabled-vote-damaged-no-auditor-no-auditor-of-scopes $end1
 case 'cluster health mutes'; set ids $end1
 case 'cluster healthcheck'; set ids commands $end0
 case 'cluster healthcheck status'; set ids $end1
 case 'cluster healthcheck enable'; set ids 80 $end1
 case 'cluster healthcheck disable'; set ids 80 $end1
 case 'local'; set ids commands $end0
-case 'local up'; set ids 219 220 221 222 223 $end3
-case 'local down'; set ids 219 224 $end3
-case 'local status'; set ids 219 $end3
+case 'local up'; set ids 223 224 225 226 227 $end3
+case 'local down'; set ids 223 228 $end3
+case 'local status'; set ids 223 $end3
 case 'pipeline'; set ids commands $end0
-case 'pipeline inventory'; set ids none 157 158 41 225 226 227 228 229 230 231 $end1
-case 'pipeline integrity'; set ids none 157 158 41 225 226 227 228 229 232 231 $end1
-case 'pipeline garbage'; set ids none 171 172 225 226 227 228 229 233 231 $end1
-case 'pipeline journal-audit'; set ids none 157 158 41 225 226 227 228 229 234 231 $end1
-case 'pipeline report'; set ids none 171 172 225 226 227 228 229 231 $end1
-case 'pipeline extract'; set ids none 235 236 $end1
-case 'pipeline export'; set ids none 28 29 30 225 226 227 228 237 238 239 $end1
-case 'pipeline import'; set ids none 240 241 242 243 225 226 227 228 244 81 239 $end1
-case 'pipeline migrate-scope'; set ids ledger 28 29 30 245 241 242 243 225 226 227 228 81 239 $end1
+case 'pipeline inventory'; set ids none 160 161 41 229 230 231 232 233 234 235 $end1
+case 'pipeline integrity'; set ids none 160 161 41 229 230 231 232 233 236 235 $end1
+case 'pipeline garbage'; set ids none 174 175 229 230 231 232 233 237 235 $end1
+case 'pipeline journal-audit'; set ids none 160 161 41 229 230 231 232 233 238 235 $end1
+case 'pipeline report'; set ids none 174 175 229 230 231 232 233 235 $end1
+case 'pipeline extract'; set ids none 239 240 $end1
+case 'pipeline export'; set ids none 28 29 30 229 230 231 232 241 242 243 $end1
+case 'pipeline import'; set ids none 244 245 246 247 229 230 231 232 248 81 243 $end1
+case 'pipeline migrate-scope'; set ids ledger 28 29 30 249 245 246 247 229 230 231 232 81 243 $end1
 case 'api'; set ids commands $end0
-case 'api serve'; set ids 246 247 248 249 250 251 252 253 $end1
-case 'api get'; set ids none 107 108 254 $end1
-case 'api put'; set ids none 107 108 254 255 81 $end1
-case 'api delete'; set ids none 107 108 254 81 $end2
+case 'api serve'; set ids 250 251 252 253 254 255 256 257 $end1
+case 'api get'; set ids none 107 108 258 $end1
+case 'api put'; set ids none 107 108 258 259 81 $end1
+case 'api delete'; set ids none 107 108 258 81 $end2
+case 'bench'; set ids commands $end0
+case 'bench adds'; set ids 260 261 262 31 32 33 34 263 264 265 266 267 39 $end1
+case 'bench reads'; set ids 260 261 262 31 32 33 34 263 264 265 266 267 39 268 $end1
+case 'bench mixed'; set ids 260 261 262 31 32 33 34 263 264 265 266 267 39 268 $end1
 case 'audit'; set ids commands $end0
-case 'audit list'; set ids 256 257 258 $end3
+case 'audit list'; set ids 269 270 271 $end3
 case 'audit show'; set ids none $end3
 case 'context'; set ids commands $end0
 case 'context list'; set ids $end3
 case 'context show'; set ids context $end3
-case 'context add'; set ids context 259 260 $end1
+case 'context add'; set ids context 272 273 $end1
 case 'context use'; set ids context $end3
 case 'context delete'; set ids context $end4
-case 'help'; set ids words-ledger-bookie-bookies-journal-entrylog-metadata-cookie-autorecovery-cluster-local-pipeline-api-audit-context-connection $end0
+case 'help'; set ids words-ledger-bookie-bookies-journal-entrylog-metadata-cookie-autorecovery-cluster-local-pipeline-api-bench-audit-context-connection $end0
 case 'version'; set ids $end3
 case 'completion'; set ids words-bash-zsh-fish $end3
         end
@@ -175,11 +183,12 @@ end
 
 function __bkctl_commands
     switch (__bkctl_path)
-case ''; printf '%s\t%s\n' ledger 'Write, list, read, recover and verify ledgers.' bookie 'Run a bookie, ask a running one, and read its files.' bookies 'List, recover, drain and decommission bookies.' journal 'Read and check journal files and last marks.' entrylog 'Read and check entry logs, and extract ledgers.' metadata 'Read, check, export and migrate the metadata store.' cookie 'Show, create, change and verify the bookies'\'' cookies.' autorecovery 'Run and control the replication of lost ledgers.' cluster 'Show, create and check whole clusters.' local 'Run clusters of our own bookies on this machine.' pipeline 'Run Spark jobs over all files, metadata and ledgers.' api 'Call the REST API of bookies, or serve it.' audit 'Show which commands changed what, when, and by whom.' context 'Manage named connections in the configuration file.' help 'Show the help of a command, or of the connection options.' version 'Print the version.' completion 'Print the completion script of a shell.'
+case ''; printf '%s\t%s\n' ledger 'Write, list, read, recover and verify ledgers.' bookie 'Run a bookie, ask a running one, and read its files.' bookies 'List, recover, drain and decommission bookies.' journal 'Read and check journal files and last marks.' entrylog 'Read and check entry logs, and extract ledgers.' metadata 'Read, check, export and migrate the metadata store.' cookie 'Show, create, change and verify the bookies'\'' cookies.' autorecovery 'Run and control the replication of lost ledgers.' cluster 'Show, create and check whole clusters.' local 'Run clusters of our own bookies on this machine.' pipeline 'Run Spark jobs over all files, metadata and ledgers.' api 'Call the REST API of bookies, or serve it.' bench 'Measure adds and reads of a cluster.' audit 'Show which commands changed what, when, and by whom.' context 'Manage named connections in the configuration file.' help 'Show the help of a command, or of the connection options.' version 'Print the version.' completion 'Print the completion script of a shell.'
 case 'ledger'; printf '%s\t%s\n' write 'Write files or stdin into a new ledger, and close it.' list 'List the ledgers of a scope, in order of their ids.' show 'Show the metadata of one ledger, or of several.' locate 'Show which bookies hold the entries of a ledger.' read 'Read the entries of a ledger, up to the last confirmed.' tail 'Print the last entries of a ledger, then each new one.' delete 'Delete ledgers.' recover 'Close ledgers whose writer died.' verify 'Read every entry from every replica, and check it.' test 'Test the cluster with a temporary ledger.' copy 'Copy ledgers to another scope, id or cluster.'
 case 'bookie'; printf '%s\t%s\n' start 'Run a bookie in the foreground.' files 'List the files of a bookie.' check 'Check a bookie'\''s indexes against its entry logs.' state 'Show whether a bookie runs, is read-only or stops.' ready 'Show whether a bookie serves, for probes.' info 'Show a bookie'\''s state and the space on its disks.' readonly 'Show or switch a bookie'\''s read-only state.' gc 'Collect garbage on a bookie, or control its compaction.' compact-locations 'Compact a bookie'\''s RocksDB of entry locations.' sanity 'Test a bookie with a temporary ledger.' config 'Show or change the settings of a running bookie.' metrics 'Show a bookie'\''s metrics, one row for each sample.' downgrade 'Prepare a crashed bookie'\''s files for Apache'\''s bookie.' convert 'Convert a bookie'\''s index to another storage class.' format 'Remove all data of a bookie that is down.' init 'Create a new bookie: empty directories and a cookie.' index 'Show, check and rebuild the ledger indexes of a bookie.'
 case 'bookie index'; printf '%s\t%s\n' show 'Show where a bookie has a ledger'\''s entries.' check 'Check that a bookie'\''s indexes are well-formed.' rebuild 'Rebuild DbLedgerStorage'\''s databases.' regenerate 'Rebuild index files from entry logs.'
-case 'bookies'; printf '%s\t%s\n' list 'List the bookies: state, address, scopes, endpoints.' show 'Show bookies with their endpoints, properties and cookie.' usage 'Show the space on the ledger disks of every bookie.' recover 'Copy the ledgers of lost bookies to other bookies.' decommission 'Remove a stopped bookie from the cluster.' drain 'Move all that a running bookie holds to other bookies.' ok-to-stop 'Show which ledgers would suffer if bookies stopped now.'
+case 'bookies'; printf '%s\t%s\n' list 'List the bookies: state, address, rack, scopes, endpoints.' show 'Show bookies with their endpoints, properties and cookie.' usage 'Show the space on the ledger disks of every bookie.' recover 'Copy the ledgers of lost bookies to other bookies.' decommission 'Remove a stopped bookie from the cluster.' drain 'Move all that a running bookie holds to other bookies.' ok-to-stop 'Show which ledgers would suffer if bookies stopped now.' racks 'Show and change the racks of bookies.'
+case 'bookies racks'; printf '%s\t%s\n' list 'List the racks of bookies.' set 'Put bookies into a rack.' unset 'Remove the racks of bookies.'
 case 'journal'; printf '%s\t%s\n' list 'List the journal files: id, version, size, last write.' read 'Print the records of journal files.' lastmark 'Show the last mark of each journal.' verify 'Check journal files, and what the last marks point at.' stats 'Count the records of journals by type, ledger or scope.'
 case 'entrylog'; printf '%s\t%s\n' list 'List the entry logs: id, version, state, ledgers, size.' show 'Show the ledgers in entry logs, and their bytes.' read 'Print the records of entry logs.' verify 'Check the records, maps and digests of entry logs.' active 'Show which ledgers in entry logs are alive.' garbage 'Show the garbage in entry logs, and what compaction does.' extract 'Write the entries of one ledger to a file.'
 case 'metadata'; printf '%s\t%s\n' layout 'Show the cluster'\''s ledger manager and instance id.' get 'Show one node: version, creation time, size and value.' tree 'List the nodes of the metadata store below a path.' undo 'Undo a command, from the undo file that it wrote.' export 'Export a cluster'\''s metadata to a file.' import 'Import an export into an empty store or its own cluster.' diff 'Compare the metadata of two stores or exports.' migrate 'Copy a cluster'\''s metadata into another store.' check 'Find metadata that is unreadable, dangling or impossible.' orphans 'List nodes that belong to nothing, or remove them.' scopes 'List the ledger scopes, with the number of ledgers.' idgen 'Print new ledger ids.' replace-bookie 'Replace a bookie id in the metadata of every ledger.'
@@ -191,6 +200,7 @@ case 'cluster healthcheck'; printf '%s\t%s\n' status 'Show whether clients may q
 case 'local'; printf '%s\t%s\n' up 'Start a local cluster of our own bookies.' down 'Stop the local cluster cleanly.' status 'Show the bookies of the local cluster.'
 case 'pipeline'; printf '%s\t%s\n' inventory 'Count bytes and entries in all bookies'\'' entry logs.' integrity 'Check that each bookie has its entries, undamaged.' garbage 'Show live and dead bytes in all bookies'\'' entry logs.' journal-audit 'Show records that only the bookies'\'' journals hold.' report 'Write the results of the jobs as one HTML page.' extract 'Write the contents of bookies'\'' files as facts for jobs.' export 'Export the payloads of ledgers to Parquet.' import 'Create the ledgers of an export.' migrate-scope 'Copy ledgers to another scope, under the same ids.'
 case 'api'; printf '%s\t%s\n' serve 'Serve the REST API of a cluster, in the foreground.' get 'Send GET to an HTTP server, and print the response.' put 'Send PUT to an HTTP server, and print the response.' delete 'Send DELETE to an HTTP server, and print the response.'
+case 'bench'; printf '%s\t%s\n' adds 'Measure adds to temporary ledgers.' reads 'Measure reads from temporary ledgers.' mixed 'Measure adds and reads at the same time.'
 case 'audit'; printf '%s\t%s\n' list 'List the commands that changed something, oldest first.' show 'Show one run: who, when, what, its result and its undo file.'
 case 'context'; printf '%s\t%s\n' list 'List the contexts of the configuration file.' show 'Show one context with all its settings.' add 'Save the connection options under a name.' use 'Make a context the current one.' delete 'Delete a context from the configuration file.'
     end
@@ -362,110 +372,123 @@ __bkctl 153 -l watch -x -d 'Print the progress instead of each ledger; --watch=S
 __bkctl 154 -l keep-cookie -d 'Keep the bookie'\''s cookie.'
 __bkctl 155 -l min-replicas -x -d 'Replicas of each entry that must remain (default 1; --for-good: ack quorum).'
 __bkctl 156 -l for-good -d 'Ask about bookies that would not return, rather than a restart.'
-__bkctl 157 -l ledger -x -a '(__bkctl_dynamic ledger)' -d 'Only this ledger: decimal, 0x hex, SCOPE:ID, 32 hex digits (qualified name) or UUID.'
-__bkctl 158 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Only ledgers of this scope.'
-__bkctl 159 -l from-pos -x -d 'Begin at this byte of the file; a record must begin there (0: all).'
-__bkctl 160 -l to-pos -x -d 'The last byte that a shown record may begin at.'
-__bkctl 161 -l type -x -a 'entry ledgerKey fence forceLedger explicitLac padding ledgersMap unknown' -d 'Only records of this type, repeatable: entry, ledgerKey, fence, forceLedger, explicitLac, padding, ledgersMap, unknown (default: all but padding and ledgersMap).'
-__bkctl 162 -l limit -x -d 'Print at most N records.'
-__bkctl 163 -l digest-type -x -a 'CRC32C CRC32 HMAC DUMMY' -d 'Digest type of the ledgers of scope 0; without it, the start of their payloads is unknown.'
-__bkctl 164 -l after-lastmark -d 'Print only records after the last mark, which a restart replays.'
-__bkctl 165 -l top -x -d 'Print only the N rows with the most bytes.'
-__bkctl 166 -l by -x -a 'file type ledger scope' -d 'A row for each file, type, ledger or scope. [default: file]'
-__bkctl 167 -l sort -x -a 'id size garbage age' -d 'By id, size (largest first), garbage (most first; asks the cluster), age, or a column as in other lists. [default: id]'
-__bkctl 168 -l no-digests -d 'Check the structure only.'
-__bkctl 169 -l all -d 'Read all logs of --dir or --conf, as without LOG.'
-__bkctl 170 -l state -x -a 'alive dead unknown' -d 'Only ledgers that are alive, dead or unknown; repeatable.'
-__bkctl 171 -l minor-threshold -x -d 'Usage below which minor compaction rewrites a log (default: that of --conf, else 0.2).'
-__bkctl 172 -l major-threshold -x -d 'Usage below which major compaction rewrites a log (default: that of --conf, else 0.8).'
-__bkctl 173 -l sort -x -a 'id size garbage age' -d 'By id, size (largest first), garbage (most first; asks the cluster), age, or a column as in other lists. [default: garbage]'
-__bkctl 174 -l ledger -x -a '(__bkctl_dynamic ledger)' -d 'The ledger: decimal, 0x hex, SCOPE:ID, 32 hex digits (qualified name) or UUID. [required]'
-__bkctl 175 -l digest-type -x -a 'CRC32C CRC32 HMAC DUMMY' -d 'Digest type of a ledger of scope 0, for ndjson and raw (default: found by trying).'
-__bkctl 176 -s f -l file -r -F -d 'The file to write; - is stdout. [required]'
-__bkctl 177 -l format -x -a 'log ndjson raw' -d 'log (an entry log, as bookies read it), ndjson (rows as '\''entrylog read --body'\'' prints them), or raw (the payloads, nothing between them). [default: log]'
-__bkctl 178 -l all-copies -d 'Write each copy of an entry, oldest first (default: the last).'
-__bkctl 179 -l scan -d 'Read every log, even if its ledgers map does not name the ledger.'
-__bkctl 180 -l show-secrets -d 'Print values that hold a ledger password, too.'
-__bkctl 181 -l depth -x -d 'List only N levels below the start.'
-__bkctl 182 -l last -d 'Undo the last command that changed this cluster.'
-__bkctl 183 -l list -d 'List the undo files, oldest first.'
-__bkctl 184 -s f -l file -r -F -d 'The file to write; - is stdout. It holds ledger passwords.'
-__bkctl 185 -l overwrite -d 'Replace FILE if it exists.'
-__bkctl 186 -l overwrite -d 'Replace records that have another value; the undo file keeps the old ones.'
-__bkctl 187 -l to -x -d 'The store to copy to: zk+…://, etcd://, sqlite:///FILE, or context:NAME.'
-__bkctl 188 -l live -d 'Copy even while bookies are registered; changes made meanwhile are reported.'
-__bkctl 189 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Only ledgers of this scope (default: all).'
-__bkctl 190 -l delete -d 'Remove the orphans that are REMOVABLE, after asking.'
-__bkctl 191 -l limit -x -d 'Number of ids (default 1).'
-__bkctl 192 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Random ids of this scope.'
-__bkctl 193 -l sequence -d 'Take ids of scope 0 from the cluster'\''s generator, which gives no id twice.'
-__bkctl 194 -l limit -x -d 'Change at most N ledgers.'
-__bkctl 195 -l from -x -a '(__bkctl_dynamic bookie)' -d 'The bookie id to replace.'
-__bkctl 196 -l to -x -a '(__bkctl_dynamic bookie)' -d 'The new bookie id.'
-__bkctl 197 -l rate -x -d 'Change at most N ledgers per second.'
-__bkctl 198 -l journal-dirs -x -d 'The bookie'\''s journal directories, separated by commas.'
-__bkctl 199 -l ledger-dirs -x -d 'The bookie'\''s ledger directories, separated by commas.'
-__bkctl 200 -l index-dirs -x -d 'The bookie'\''s index directories, separated by commas.'
-__bkctl 201 -l instance-id -x -d 'The cluster'\''s instance id (default: read from the cluster).'
-__bkctl 202 -s f -l file -r -F -d 'The file to write (default: stdout).'
-__bkctl 203 -l scopes-only -d 'Ignore scope 0, which Apache'\''s auto-recovery serves.'
-__bkctl 204 -l scope-0-only -d 'Ignore all scopes but 0.'
-__bkctl 205 -l id -x -d 'Name in votes and locks (default: the bookie'\''s id, or this host).'
-__bkctl 206 -l older-than -x -d 'List only ledgers that were marked at least this long ago: 1h, 30m.'
-__bkctl 207 -l missing -x -a '(__bkctl_dynamic bookie)' -d 'List only ledgers that this bookie lacks; repeatable.'
-__bkctl 208 -l not-missing -x -a '(__bkctl_dynamic bookie)' -d 'List only ledgers that this bookie does not lack; repeatable.'
-__bkctl 209 -l count -d 'Print the number of ledgers only.'
-__bkctl 210 -l missing -x -a '(__bkctl_dynamic bookie)' -d 'A bookie of its ensembles that lacks entries; repeatable.'
-__bkctl 211 -l all -d 'Show candidates for auditor, too.'
-__bkctl 212 -l reset-clock -x -d 'Make these checks due instead (all-ledgers, placement, replicas); an auditor that starts runs them.'
-__bkctl 213 -l threshold -x -d 'Percentage of used disk space that is too much. [default: 90.0]'
-__bkctl 214 -l count-ledgers -d 'Count the ledgers on each bookie (default: in clusters of up to 10,000 ledgers).'
-__bkctl 215 -l long-long-layout -d 'Write BP-35'\''s own class into LAYOUT; Apache'\''s processes then refuse the cluster.'
-__bkctl 216 -l backup -r -F -d 'Export all metadata to this new file first.'
-__bkctl 217 -l no-bookies -d 'Read the metadata only, and ask no bookie.'
-__bkctl 218 -l for -x -d 'How long: 30m, 2h, 1d (default: until it is unmuted).'
-__bkctl 219 -l dir -r -F -d 'The local cluster'\''s directory (default: the one that is up).'
-__bkctl 220 -l bookies -x -d 'Number of bookies (default: 3, or as many as the cluster has).'
-__bkctl 221 -l storage -x -a 'sorted interleaved db' -d 'Ledger storage of new bookies: sorted, interleaved, db.'
-__bkctl 222 -l http -d 'Give new bookies an HTTP server (default: if bkctl[http] is installed).'
-__bkctl 223 -l autorecovery -d 'Run auto-recovery in new bookies, which replicates the ledgers of lost ones.'
-__bkctl 224 -l bookie -x -d 'Stop this bookie only; the cluster stays up.'
-__bkctl 225 -l master -x -d 'Where Spark runs: local[*] (this machine, all cores), local[N], spark://HOST:PORT, yarn, k8s://… [default: local[*]]'
-__bkctl 226 -l spark-conf -x -d 'A setting of Spark, as spark.driver.memory=4g; repeatable.'
-__bkctl 227 -l archive -x -d 'Archive to unpack on every executor, as venv.tar.gz#environment; repeatable.'
-__bkctl 228 -l ship -d 'Send this package to the executors (default: unless Spark runs on this machine alone).'
-__bkctl 229 -l facts -x -d 'Read facts that '\''pipeline extract'\'' wrote, instead of bookies'\'' files.'
-__bkctl 230 -l by -x -a 'bookie entrylog scope ledger application' -d 'A row for each bookie, entrylog, scope, ledger or application. [default: bookie]'
-__bkctl 231 -l save -x -d 'Also save the rows: NAME.parquet, NAME.csv or NAME.json; NAME.html: a page with plots. Repeatable.'
-__bkctl 232 -l no-indexes -d 'Read entry logs and journals only: for copies without indexes.'
-__bkctl 233 -l by -x -a 'entrylog bookie ledger' -d 'A row for each entrylog, bookie, or orphaned ledger. [default: entrylog]'
-__bkctl 234 -l by -x -a 'journal entry' -d 'A row for each journal, or each entry that no entry log holds. [default: journal]'
-__bkctl 235 -l full -d 'Read logs again that were extracted before.'
-__bkctl 236 -l keep -x -d 'Keep superseded files this long, for jobs that read them. [default: 1h]'
-__bkctl 237 -l overwrite -d 'Replace an existing export.'
-__bkctl 238 -l flat -d 'Do not create a directory for each scope (default with more than 1,000 scopes).'
-__bkctl 239 -l save -x -d 'Also save the rows: NAME.parquet, NAME.csv or NAME.json; repeatable.'
-__bkctl 240 -l to-scope -x -a '(__bkctl_dynamic scope)' -d 'Create the ledgers in this scope, under their ledger ids (default: the scope of each).'
-__bkctl 241 -l ensemble-size -x -d 'Bookies that a fragment is spread over (default: as the source'\''s).'
-__bkctl 242 -l write-quorum -x -d 'Bookies that get each entry (default: as the source'\''s).'
-__bkctl 243 -l ack-quorum -x -d 'Bookies that must have an entry before it counts (default: as the source'\''s).'
-__bkctl 244 -l password-file -r -F -d 'File with the password of the new ledgers (else BKCTL_LEDGER_PASSWORD, else empty).'
-__bkctl 245 -l to-scope -x -a '(__bkctl_dynamic scope)' -d 'The scope to copy into; the ledger ids stay.'
-__bkctl 246 -l host -x -d 'The address to listen on. [default: 127.0.0.1]'
-__bkctl 247 -l port -x -d 'The port to listen on; 0: any. [default: 8080]'
-__bkctl 248 -l token-file -r -F -d 'Clients must send this token (else BKCTL_API_TOKEN).'
-__bkctl 249 -l bookie-token-file -r -F -d 'The token of the bookies'\'' servers (else none).'
-__bkctl 250 -l read-only-token-file -r -F -d 'Clients that send this token may read, without secrets.'
-__bkctl 251 -l server-cert -r -F -d 'Serve https with this PEM certificate.'
-__bkctl 252 -l server-key -r -F -d 'Private key of --server-cert, if not in the same file.'
-__bkctl 253 -l client-ca -r -F -d 'Accept clients whose certificate these authorities (PEM) signed.'
-__bkctl 254 -l max-size -x -d 'Refuse a larger response (exit code 7). [default: 64MiB]'
-__bkctl 255 -l body -x -d 'The JSON to send, or @FILE (@-: stdin).'
-__bkctl 256 -l limit -x -d 'List only the last N runs (default 50).'
-__bkctl 257 -l since -x -d 'List only runs of this last time: 1h, 7d.'
-__bkctl 258 -l failed -d 'List only runs that did not end with exit code 0.'
-__bkctl 259 -l replace -d 'Replace the context of this name.'
-__bkctl 260 -l use -d 'Make the new context the current one.'
+__bkctl 157 -l rack -x -a '(__bkctl_dynamic rack)' -d 'The rack: /rack or /region/rack. [required]'
+__bkctl 158 -l group -x -d 'Isolation group, for Pulsar'\''s namespaces. [default: default]'
+__bkctl 159 -l hostname -x -d 'Host name to note (default: as it is).'
+__bkctl 160 -l ledger -x -a '(__bkctl_dynamic ledger)' -d 'Only this ledger: decimal, 0x hex, SCOPE:ID, 32 hex digits (qualified name) or UUID.'
+__bkctl 161 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Only ledgers of this scope.'
+__bkctl 162 -l from-pos -x -d 'Begin at this byte of the file; a record must begin there (0: all).'
+__bkctl 163 -l to-pos -x -d 'The last byte that a shown record may begin at.'
+__bkctl 164 -l type -x -a 'entry ledgerKey fence forceLedger explicitLac padding ledgersMap unknown' -d 'Only records of this type, repeatable: entry, ledgerKey, fence, forceLedger, explicitLac, padding, ledgersMap, unknown (default: all but padding and ledgersMap).'
+__bkctl 165 -l limit -x -d 'Print at most N records.'
+__bkctl 166 -l digest-type -x -a 'CRC32C CRC32 HMAC DUMMY' -d 'Digest type of the ledgers of scope 0; without it, the start of their payloads is unknown.'
+__bkctl 167 -l after-lastmark -d 'Print only records after the last mark, which a restart replays.'
+__bkctl 168 -l top -x -d 'Print only the N rows with the most bytes.'
+__bkctl 169 -l by -x -a 'file type ledger scope' -d 'A row for each file, type, ledger or scope. [default: file]'
+__bkctl 170 -l sort -x -a 'id size garbage age' -d 'By id, size (largest first), garbage (most first; asks the cluster), age, or a column as in other lists. [default: id]'
+__bkctl 171 -l no-digests -d 'Check the structure only.'
+__bkctl 172 -l all -d 'Read all logs of --dir or --conf, as without LOG.'
+__bkctl 173 -l state -x -a 'alive dead unknown' -d 'Only ledgers that are alive, dead or unknown; repeatable.'
+__bkctl 174 -l minor-threshold -x -d 'Usage below which minor compaction rewrites a log (default: that of --conf, else 0.2).'
+__bkctl 175 -l major-threshold -x -d 'Usage below which major compaction rewrites a log (default: that of --conf, else 0.8).'
+__bkctl 176 -l sort -x -a 'id size garbage age' -d 'By id, size (largest first), garbage (most first; asks the cluster), age, or a column as in other lists. [default: garbage]'
+__bkctl 177 -l ledger -x -a '(__bkctl_dynamic ledger)' -d 'The ledger: decimal, 0x hex, SCOPE:ID, 32 hex digits (qualified name) or UUID. [required]'
+__bkctl 178 -l digest-type -x -a 'CRC32C CRC32 HMAC DUMMY' -d 'Digest type of a ledger of scope 0, for ndjson and raw (default: found by trying).'
+__bkctl 179 -s f -l file -r -F -d 'The file to write; - is stdout. [required]'
+__bkctl 180 -l format -x -a 'log ndjson raw' -d 'log (an entry log, as bookies read it), ndjson (rows as '\''entrylog read --body'\'' prints them), or raw (the payloads, nothing between them). [default: log]'
+__bkctl 181 -l all-copies -d 'Write each copy of an entry, oldest first (default: the last).'
+__bkctl 182 -l scan -d 'Read every log, even if its ledgers map does not name the ledger.'
+__bkctl 183 -l show-secrets -d 'Print values that hold a ledger password, too.'
+__bkctl 184 -l depth -x -d 'List only N levels below the start.'
+__bkctl 185 -l last -d 'Undo the last command that changed this cluster.'
+__bkctl 186 -l list -d 'List the undo files, oldest first.'
+__bkctl 187 -s f -l file -r -F -d 'The file to write; - is stdout. It holds ledger passwords.'
+__bkctl 188 -l overwrite -d 'Replace FILE if it exists.'
+__bkctl 189 -l overwrite -d 'Replace records that have another value; the undo file keeps the old ones.'
+__bkctl 190 -l to -x -d 'The store to copy to: zk+…://, etcd://, sqlite:///FILE, or context:NAME.'
+__bkctl 191 -l live -d 'Copy even while bookies are registered; changes made meanwhile are reported.'
+__bkctl 192 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Only ledgers of this scope (default: all).'
+__bkctl 193 -l delete -d 'Remove the orphans that are REMOVABLE, after asking.'
+__bkctl 194 -l limit -x -d 'Number of ids (default 1).'
+__bkctl 195 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Random ids of this scope.'
+__bkctl 196 -l sequence -d 'Take ids of scope 0 from the cluster'\''s generator, which gives no id twice.'
+__bkctl 197 -l limit -x -d 'Change at most N ledgers.'
+__bkctl 198 -l from -x -a '(__bkctl_dynamic bookie)' -d 'The bookie id to replace.'
+__bkctl 199 -l to -x -a '(__bkctl_dynamic bookie)' -d 'The new bookie id.'
+__bkctl 200 -l rate -x -d 'Change at most N ledgers per second.'
+__bkctl 201 -l journal-dirs -x -d 'The bookie'\''s journal directories, separated by commas.'
+__bkctl 202 -l ledger-dirs -x -d 'The bookie'\''s ledger directories, separated by commas.'
+__bkctl 203 -l index-dirs -x -d 'The bookie'\''s index directories, separated by commas.'
+__bkctl 204 -l instance-id -x -d 'The cluster'\''s instance id (default: read from the cluster).'
+__bkctl 205 -s f -l file -r -F -d 'The file to write (default: stdout).'
+__bkctl 206 -l scopes-only -d 'Ignore scope 0, which Apache'\''s auto-recovery serves.'
+__bkctl 207 -l scope-0-only -d 'Ignore all scopes but 0.'
+__bkctl 208 -l id -x -d 'Name in votes and locks (default: the bookie'\''s id, or this host).'
+__bkctl 209 -l older-than -x -d 'List only ledgers that were marked at least this long ago: 1h, 30m.'
+__bkctl 210 -l missing -x -a '(__bkctl_dynamic bookie)' -d 'List only ledgers that this bookie lacks; repeatable.'
+__bkctl 211 -l not-missing -x -a '(__bkctl_dynamic bookie)' -d 'List only ledgers that this bookie does not lack; repeatable.'
+__bkctl 212 -l count -d 'Print the number of ledgers only.'
+__bkctl 213 -l missing -x -a '(__bkctl_dynamic bookie)' -d 'A bookie of its ensembles that lacks entries; repeatable.'
+__bkctl 214 -l all -d 'Show candidates for auditor, too.'
+__bkctl 215 -l reset-clock -x -d 'Make these checks due instead (all-ledgers, placement, replicas); an auditor that starts runs them.'
+__bkctl 216 -l threshold -x -d 'Percentage of used disk space that is too much. [default: 90.0]'
+__bkctl 217 -l count-ledgers -d 'Count the ledgers on each bookie (default: in clusters of up to 10,000 ledgers).'
+__bkctl 218 -l long-long-layout -d 'Write BP-35'\''s own class into LAYOUT; Apache'\''s processes then refuse the cluster.'
+__bkctl 219 -l backup -r -F -d 'Export all metadata to this new file first.'
+__bkctl 220 -l no-bookies -d 'Read the metadata only, and ask no bookie.'
+__bkctl 221 -l ledgers -d 'Also find ledgers with replicas in too few racks; reads the metadata of every ledger.'
+__bkctl 222 -l for -x -d 'How long: 30m, 2h, 1d (default: until it is unmuted).'
+__bkctl 223 -l dir -r -F -d 'The local cluster'\''s directory (default: the one that is up).'
+__bkctl 224 -l bookies -x -d 'Number of bookies (default: 3, or as many as the cluster has).'
+__bkctl 225 -l storage -x -a 'sorted interleaved db' -d 'Ledger storage of new bookies: sorted, interleaved, db.'
+__bkctl 226 -l http -d 'Give new bookies an HTTP server (default: if bkctl[http] is installed).'
+__bkctl 227 -l autorecovery -d 'Run auto-recovery in new bookies, which replicates the ledgers of lost ones.'
+__bkctl 228 -l bookie -x -d 'Stop this bookie only; the cluster stays up.'
+__bkctl 229 -l master -x -d 'Where Spark runs: local[*] (this machine, all cores), local[N], spark://HOST:PORT, yarn, k8s://… [default: local[*]]'
+__bkctl 230 -l spark-conf -x -d 'A setting of Spark, as spark.driver.memory=4g; repeatable.'
+__bkctl 231 -l archive -x -d 'Archive to unpack on every executor, as venv.tar.gz#environment; repeatable.'
+__bkctl 232 -l ship -d 'Send this package to the executors (default: unless Spark runs on this machine alone).'
+__bkctl 233 -l facts -x -d 'Read facts that '\''pipeline extract'\'' wrote, instead of bookies'\'' files.'
+__bkctl 234 -l by -x -a 'bookie entrylog scope ledger application' -d 'A row for each bookie, entrylog, scope, ledger or application. [default: bookie]'
+__bkctl 235 -l save -x -d 'Also save the rows: NAME.parquet, NAME.csv or NAME.json; NAME.html: a page with plots. Repeatable.'
+__bkctl 236 -l no-indexes -d 'Read entry logs and journals only: for copies without indexes.'
+__bkctl 237 -l by -x -a 'entrylog bookie ledger' -d 'A row for each entrylog, bookie, or orphaned ledger. [default: entrylog]'
+__bkctl 238 -l by -x -a 'journal entry' -d 'A row for each journal, or each entry that no entry log holds. [default: journal]'
+__bkctl 239 -l full -d 'Read logs again that were extracted before.'
+__bkctl 240 -l keep -x -d 'Keep superseded files this long, for jobs that read them. [default: 1h]'
+__bkctl 241 -l overwrite -d 'Replace an existing export.'
+__bkctl 242 -l flat -d 'Do not create a directory for each scope (default with more than 1,000 scopes).'
+__bkctl 243 -l save -x -d 'Also save the rows: NAME.parquet, NAME.csv or NAME.json; repeatable.'
+__bkctl 244 -l to-scope -x -a '(__bkctl_dynamic scope)' -d 'Create the ledgers in this scope, under their ledger ids (default: the scope of each).'
+__bkctl 245 -l ensemble-size -x -d 'Bookies that a fragment is spread over (default: as the source'\''s).'
+__bkctl 246 -l write-quorum -x -d 'Bookies that get each entry (default: as the source'\''s).'
+__bkctl 247 -l ack-quorum -x -d 'Bookies that must have an entry before it counts (default: as the source'\''s).'
+__bkctl 248 -l password-file -r -F -d 'File with the password of the new ledgers (else BKCTL_LEDGER_PASSWORD, else empty).'
+__bkctl 249 -l to-scope -x -a '(__bkctl_dynamic scope)' -d 'The scope to copy into; the ledger ids stay.'
+__bkctl 250 -l host -x -d 'The address to listen on. [default: 127.0.0.1]'
+__bkctl 251 -l port -x -d 'The port to listen on; 0: any. [default: 8080]'
+__bkctl 252 -l token-file -r -F -d 'Clients must send this token (else BKCTL_API_TOKEN).'
+__bkctl 253 -l bookie-token-file -r -F -d 'The token of the bookies'\'' servers (else none).'
+__bkctl 254 -l read-only-token-file -r -F -d 'Clients that send this token may read, without secrets.'
+__bkctl 255 -l server-cert -r -F -d 'Serve https with this PEM certificate.'
+__bkctl 256 -l server-key -r -F -d 'Private key of --server-cert, if not in the same file.'
+__bkctl 257 -l client-ca -r -F -d 'Accept clients whose certificate these authorities (PEM) signed.'
+__bkctl 258 -l max-size -x -d 'Refuse a larger response (exit code 7). [default: 64MiB]'
+__bkctl 259 -l body -x -d 'The JSON to send, or @FILE (@-: stdin).'
+__bkctl 260 -l ledgers -x -d 'Ledgers to use at the same time. [default: 1]'
+__bkctl 261 -l size -x -d 'Bytes of an entry. [default: 1KiB]'
+__bkctl 262 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Scope of the ledgers (default 0).'
+__bkctl 263 -l entries -x -d 'Entries in all ledgers together. [default: 10000]'
+__bkctl 264 -l duration -x -d 'Run for this long, instead of for --entries.'
+__bkctl 265 -l batch -x -d 'Entries to add or read at once; a latency is a batch'\''s. [default: 10]'
+__bkctl 266 -l in-flight -x -d 'Batches in flight for each ledger. [default: 10]'
+__bkctl 267 -l rate -x -d 'At most this many entries a second.'
+__bkctl 268 -l random -d 'Read at random positions instead of in order.'
+__bkctl 269 -l limit -x -d 'List only the last N runs (default 50).'
+__bkctl 270 -l since -x -d 'List only runs of this last time: 1h, 7d.'
+__bkctl 271 -l failed -d 'List only runs that did not end with exit code 0.'
+__bkctl 272 -l replace -d 'Replace the context of this name.'
+__bkctl 273 -l use -d 'Make the new context the current one.'
 __bkctl files -F
 __bkctl ledger -f -a '(__bkctl_dynamic ledger)'
 __bkctl words-on-off -f -a 'on off'
@@ -473,8 +496,8 @@ __bkctl none -f
 __bkctl bookie -f -a '(__bkctl_dynamic bookie)'
 __bkctl journal -f -a '(__bkctl_dynamic journal)'
 __bkctl entrylog -f -a '(__bkctl_dynamic entrylog)'
-__bkctl words-no-instance-id-no-writable-bookie-bookie-down-bookie-read-only-bookie-without-address-bookie-without-cookie-bookie-silent-cookie-damaged-cookie-of-another-cluster-disk-full-scopes-orphaned-no-bookie-for-scopes-mark-damaged-underreplicated-autorecovery-disabled-vote-damaged-no-auditor-no-auditor-of-scopes -f -a 'no-instance-id no-writable-bookie bookie-down bookie-read-only bookie-without-address bookie-without-cookie bookie-silent cookie-damaged cookie-of-another-cluster disk-full scopes-orphaned no-bookie-for-scopes mark-damaged underreplicated autorecovery-disabled vote-damaged no-auditor no-auditor-of-scopes'
+__bkctl words-no-instance-id-no-writable-bookie-bookie-down-bookie-read-only-bookie-without-address-bookie-without-cookie-bookie-silent-cookie-damaged-cookie-of-another-cluster-disk-full-bookie-without-rack-too-few-racks-ledgers-in-few-racks-scopes-orphaned-no-bookie-for-scopes-mark-damaged-underreplicated-autorecovery-disabled-vote-damaged-no-auditor-no-auditor-of-scopes -f -a 'no-instance-id no-writable-bookie bookie-down bookie-read-only bookie-without-address bookie-without-cookie bookie-silent cookie-damaged cookie-of-another-cluster disk-full bookie-without-rack too-few-racks ledgers-in-few-racks scopes-orphaned no-bookie-for-scopes mark-damaged underreplicated autorecovery-disabled vote-damaged no-auditor no-auditor-of-scopes'
 __bkctl context -f -a '(__bkctl_dynamic context)'
-__bkctl words-ledger-bookie-bookies-journal-entrylog-metadata-cookie-autorecovery-cluster-local-pipeline-api-audit-context-connection -f -a 'ledger bookie bookies journal entrylog metadata cookie autorecovery cluster local pipeline api audit context connection'
+__bkctl words-ledger-bookie-bookies-journal-entrylog-metadata-cookie-autorecovery-cluster-local-pipeline-api-bench-audit-context-connection -f -a 'ledger bookie bookies journal entrylog metadata cookie autorecovery cluster local pipeline api bench audit context connection'
 __bkctl words-bash-zsh-fish -f -a 'bash zsh fish'
 functions -e __bkctl

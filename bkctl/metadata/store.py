@@ -24,6 +24,9 @@ R = TypeVar("R")
 
 #: As `expected` version: the node must not exist yet.
 NEW: Final = -1
+#: The node with the racks of bookies, the only one that is not below the root but beside it: Pulsar's `/bookies` beside
+#: `/ledgers`. In SQLite, where nothing is beside the root, it is `bookies`.
+RACKS: Final = "../bookies"
 #: The largest value a node may hold; ZooKeeper's own bound (jute.maxbuffer) is 1 MiB less some bytes for the frame.
 VALUE_SIZE_BYTES_MAX: Final = 1 << 20
 PATH_LENGTH_MAX: Final = 1024
@@ -166,12 +169,22 @@ NO_SECURITY: Final = StoreSecurity()
 
 
 def check_path(path: str) -> str:
-    """Return `path` if it names a node below the root: "" is the root, else parts joined by "/". Raises UsageError."""
-    if path and (
+    """Return `path` if it names a node: "" is the root, RACKS the racks, else parts below the root joined by "/".
+
+    Raises UsageError.
+    """
+    if path not in ("", RACKS) and (
         len(path) > PATH_LENGTH_MAX or not _RESERVED_NAMES.isdisjoint(path.split("/")) or _UNPRINTABLE.search(path)
     ):
         raise UsageError(f"Not a path below the metadata root: {path!r}", hint="write it as 'cookies/BOOKIE'")
     return path
+
+
+def full_path(root: str, path: str) -> str:
+    """Return the path of the node at `path` in a store where the tree begins above `root`. Raises UsageError."""
+    if path == RACKS:
+        return f"{root.rpartition('/')[0]}/bookies"
+    return f"{root}/{check_path(path)}" if path else root
 
 
 class Claim(ABC):

@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
-from bkctl.client.ensemble import RoundRobinDistributionSchedule
+from bkctl.client.racks import write_sets_in_few_racks
 from bkctl.errors import BkctlError, LedgerNotFound, Unreachable
 from bkctl.metadata.underreplication import AuditorCheck, AutoRecoveryState
 from bkctl.replication.checker import LedgerChecker
@@ -222,15 +222,7 @@ def _worst_count(
 
 def _shares_racks(metadata: LedgerMetadata, racks: dict[str, str]) -> bool:
     """Return True if an entry has all its replicas in one rack. Source: isEnsembleAdheringToPlacementPolicy."""
-    schedule = RoundRobinDistributionSchedule.of(metadata)
-    if schedule.write_quorum_size < 2:
-        return False
-    for fragment in metadata.ensembles:
-        for start in range(schedule.ensemble_size):
-            used = [racks.get(fragment.bookies[index]) for index in schedule.write_set(start)]
-            if None not in used and len(set(used)) == 1:
-                return True
-    return False
+    return any(write_sets_in_few_racks(metadata, fragment.bookies, racks) for fragment in metadata.ensembles)
 
 
 def now_ms() -> int:

@@ -14,6 +14,7 @@ from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.options import WatchOption
 from ..kit.texts import GREEN, RED, YELLOW, size_text
+from .racks import find_racks
 
 if TYPE_CHECKING:
     from bkctl.client.disk_space import BookieSpace
@@ -59,12 +60,22 @@ def _endpoints_text(endpoints: list[dict[str, Any]]) -> str:
     return ", ".join(f"{each['protocol']}://{each['host']}:{each['port']}" for each in endpoints) or "-"
 
 
+class ListedBookie(NamedTuple):
+    """A bookie, and its rack if it has one."""
+
+    bookie: RegisteredBookie
+    rack: str | None
+
+
 BOOKIE_COLUMNS = Columns(
-    Column("BOOKIE", "bookieId", "bookie_id"),
-    Column("STATE", "state", "state", style={"rw": GREEN, "ro": YELLOW, "down": RED}),
-    Column("ADDRESS", "address", _address),
-    Column("SCOPES", "ledgerScopes", "ledger_scopes", Kind.BOOLEAN),
-    Column("ENDPOINTS", "endpoints", _endpoints, Kind.NESTED, flexible=True, text=_endpoints_text),
+    Column("BOOKIE", "bookieId", "bookie.bookie_id"),
+    Column("STATE", "state", "bookie.state", style={"rw": GREEN, "ro": YELLOW, "down": RED}),
+    Column("ADDRESS", "address", lambda row: _address(row.bookie)),
+    Column("RACK", "rack", "rack"),
+    Column("SCOPES", "ledgerScopes", "bookie.ledger_scopes", Kind.BOOLEAN),
+    Column(
+        "ENDPOINTS", "endpoints", lambda row: _endpoints(row.bookie), Kind.NESTED, flexible=True, text=_endpoints_text
+    ),
     key="bookieId",
 )
 
@@ -85,11 +96,19 @@ def list_bookies(
         State, typer.Option("--state", help="rw, ro, down (it has a cookie, but is not registered) or all.")
     ] = State.ALL,
 ) -> None:
-    """List the bookies: state, address, scopes, endpoints."""
+    """List the bookies: state, address, rack, scopes, endpoints.
 
-    def look() -> Iterator[RegisteredBookie]:
+    'bookies racks list' says where the racks come from.
+    """
+
+    def look() -> Iterator[ListedBookie]:
         bookies = cluster.bookies.list(include_down=state in (State.ALL, State.DOWN))
-        return (bookie for bookie in bookies if state in (State.ALL, bookie.state))
+        racks = find_racks(run, cluster, bookies)
+        return (
+            ListedBookie(bookie, racks.get(bookie.bookie_id))
+            for bookie in bookies
+            if state in (State.ALL, bookie.state)
+        )
 
     with run.cluster() as cluster:
         run.watch(watch, look, BOOKIE_COLUMNS, subscribe=cluster.bookies.watch)

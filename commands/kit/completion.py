@@ -91,6 +91,13 @@ def _bookies(options: dict[str, list[str]]) -> Iterator[str]:
         yield from (bookie.bookie_id for bookie in cluster.bookies.list())
 
 
+def _racks(options: dict[str, list[str]]) -> Iterator[str]:
+    from bkctl.metadata.racks import BookieRacks
+
+    with _cluster(options) as cluster:
+        yield from dict.fromkeys(each.rack for each in BookieRacks(cluster).all() if each.rack is not None)
+
+
 def _cluster(options: dict[str, list[str]]) -> Cluster:
     from bkctl.metadata.cluster import open_cluster
 
@@ -145,6 +152,7 @@ _SOURCES: Final[dict[str, Callable[[dict[str, list[str]]], Iterator[str]]]] = {
     "ledger": _ledgers,
     "bookie": _bookies,
     "scope": _scopes,
+    "rack": _racks,
     "journal": _journals,
     "entrylog": _entry_logs,
     "context": _contexts,

@@ -21,19 +21,25 @@ from ..kit.texts import GREEN, RED, YELLOW
 
 if TYPE_CHECKING:
     from bkctl.client.ensemble import ReplicaPlace
-    from bkctl.metadata.cluster import Cluster
+    from bkctl.formats.metadata import LedgerMetadata
+    from bkctl.metadata.cluster import Cluster, RegisteredBookie
     from bkctl.replication.fragments import ReplicaFault
 
 app = group()
 
 
 class PlaceRow(NamedTuple):
-    """A replica's place and its ledger; `entry_id` is the requested entry, `fault` the finding of a check."""
+    """A replica's place and its ledger; `entry_id` is the requested entry, `fault` the finding of a check.
+
+    `rack` is the bookie's, and `in_few_racks` says whether entries on it have too few; None without racks.
+    """
 
     ledger: LedgerId
     entry_id: int | None
     place: ReplicaPlace
     fault: ReplicaFault | None = None
+    rack: str | None = None
+    in_few_racks: bool | None = None
 
     @property
     def answer(self) -> str:
@@ -76,11 +82,42 @@ ENTRY_PLACE_COLUMNS = Columns(
     *PLACE_COLUMNS.columns[1:-1],
     key="bookieId",
 )
+PLACE_RACK_COLUMNS = (
+    Column("RACK", "rack", "rack"),
+    Column("TOO FEW RACKS", "inTooFewRacks", "in_few_racks", Kind.BOOLEAN),
+)
 ANSWER_COLUMNS = (
     Column("ANSWER", "answer", "answer", style={"ok": GREEN, "gone": RED, "no-entry": RED, "no-ledger": RED,
                                                 "damaged": RED, "timed-out": YELLOW, "unavailable": YELLOW}),
     Column("PROBLEM", "problem", "problem"),
 )  # fmt: skip
+
+
+class PlacedRacks:
+    """The racks of the places that `ledger locate` prints; `columns` is empty where no bookie has one."""
+
+    def __init__(self, run: Run, cluster: Cluster, bookies: list[RegisteredBookie]) -> None:
+        from ..bookies.racks import find_racks, rack_count_min
+
+        self._racks = find_racks(run, cluster, bookies)
+        self._count_min = rack_count_min(run)
+        self.columns = PLACE_RACK_COLUMNS if self._racks else ()
+
+    def placed(self, row: PlaceRow, metadata: LedgerMetadata) -> PlaceRow:
+        """Return the row with the rack of its bookie, and whether entries on it have too few racks."""
+        from bkctl.client.ensemble import RoundRobinDistributionSchedule
+        from bkctl.client.racks import write_sets_in_few_racks
+
+        if not self._racks:
+            return row
+        place = row.place
+        fragment = next(each for each in metadata.ensembles if each.first_entry_id == place.first_entry_id)
+        few = write_sets_in_few_racks(metadata, fragment.bookies, self._racks, self._count_min)
+        if row.entry_id is None:
+            is_few = any(place.ensemble_index in each for each in few)
+        else:
+            is_few = RoundRobinDistributionSchedule.of(metadata).write_set(row.entry_id) in few
+        return row._replace(rack=self._racks.get(place.bookie_id), in_few_racks=is_few)
 
 
 def spans_text(spans: list[dict[str, int]]) -> str:
@@ -120,10 +157,12 @@ def locate_ledgers(
 ) -> None:
     """Show which bookies hold the entries of a ledger.
 
-    Prints one row for each bookie of each fragment, with the number of entries that it should have. A bookie's state is
-    rw, ro or down; SCOPES tells whether it serves ledgers of scopes other than 0. --entry prints the write set of one
-    entry, in the order in which readers ask its bookies. --check asks the bookies. ANSWER is then ok, gone (not
-    registered), no-entry, no-ledger, damaged, timed-out or unavailable; exit code 3 unless all are ok.
+    Prints one row for each bookie of each fragment, with the number of entries that it should have. A bookie's
+    state is rw, ro or down; SCOPES tells whether it serves ledgers of scopes other than 0. --entry prints the write
+    set of one entry, in the order in which readers ask its bookies. Where bookies have racks, TOO FEW RACKS marks
+    those with entries whose replicas share one (minNumRacksPerWriteQuorum of --conf, default 2). --check asks the
+    bookies. ANSWER is then ok, gone (not registered), no-entry, no-ledger, damaged, timed-out or unavailable; exit
+    code 3 unless all are ok.
     """
     from bkctl.client.ensemble import locate
 
@@ -133,16 +172,23 @@ def locate_ledgers(
         raise UsageError("--every-entry and --entry are given", hint="use --check --entry for one entry")
     columns = PLACE_COLUMNS if entry is None else ENTRY_PLACE_COLUMNS
     if not (check or every_entry):
-        with run.cluster() as cluster, run.rows(columns) as writer:
+        with run.cluster() as cluster:
             bookies = cluster.bookies.list()
-            for ledger, found in cluster.ledgers.read_many(ledgers):
-                if isinstance(found, BkctlError):
-                    raise found
-                writer.rows(PlaceRow(ledger, entry, place) for place in locate(ledger, found.metadata, bookies, entry))
+            racks = PlacedRacks(run, cluster, bookies)
+            with run.rows(columns.and_also(*racks.columns)) as writer:
+                for ledger, found in cluster.ledgers.read_many(ledgers):
+                    if isinstance(found, BkctlError):
+                        raise found
+                    writer.rows(
+                        racks.placed(PlaceRow(ledger, entry, place), found.metadata)
+                        for place in locate(ledger, found.metadata, bookies, entry)
+                    )
         return
     columns = columns.and_also(*ANSWER_COLUMNS, *((MISSING_COLUMN,) if every_entry else ()))
-    with run.cluster() as cluster, run.working("Asking the bookies"), run.rows(columns) as writer:
-        findings = run.complete(_check_places(run, cluster, ledgers, entry, every_entry, protocol, writer))
+    with run.cluster() as cluster, run.working("Asking the bookies"):
+        racks = PlacedRacks(run, cluster, cluster.bookies.list())
+        with run.rows(columns.and_also(*racks.columns)) as writer:
+            findings = run.complete(_check_places(run, cluster, ledgers, entry, every_entry, protocol, writer, racks))
     run.finish_with(findings, "replica is not ok", "replicas are not ok")
 
 
@@ -154,6 +200,7 @@ async def _check_places(
     every_entry: bool,
     protocol: Any,
     writer: RowWriter,
+    racks: PlacedRacks,
 ) -> int:
     """Write the rows of `locate --check`; returns how many of them are not ok."""
     from asyncio import to_thread
@@ -181,6 +228,7 @@ async def _check_places(
                 faults = {(fragment.first_entry_id, fault.ensemble_index): fault for fault in fragment.faults}
             for place in places:
                 row = PlaceRow(ledger, entry, place, faults.get((place.first_entry_id, place.ensemble_index)))
+                row = racks.placed(row, found.metadata)
                 findings += row.fault is not None
                 writer.row(row)
     return findings

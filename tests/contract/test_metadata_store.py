@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from bkctl.errors import AlreadyExists, Conflict, MetadataVersionConflict, NotFound, Unreachable, UsageError
-from bkctl.metadata.store import NEW, VALUE_SIZE_BYTES_MAX, Claim, MetadataStore
+from bkctl.metadata.store import NEW, RACKS, VALUE_SIZE_BYTES_MAX, Claim, MetadataStore
 
 
 def in_threads(count: int, work: Callable[[int], None]) -> None:
@@ -350,6 +350,24 @@ def test_malformed_path_is_refused(store: MetadataStore, path: str) -> None:
         store.put(path, b"", NEW)
     with pytest.raises(UsageError):
         store.children(path)
+
+
+def test_racks_are_a_node_beside_the_root(store: MetadataStore) -> None:
+    try:
+        store.put(RACKS, b"{}", NEW)
+        with pytest.raises(AlreadyExists):
+            store.put(RACKS, b"x", NEW)
+        found = store.get(RACKS)
+        assert found is not None
+        assert found.value == b"{}"
+        assert [each is None for each in store.get_many([RACKS, "node", RACKS])] == [False, True, False]
+        store.put(RACKS, b"[]", found.version)
+        with pytest.raises(MetadataVersionConflict):
+            store.put(RACKS, b"x", found.version)
+        assert store.children("") == ([] if store.name.startswith("/test") else ["bookies"])
+    finally:
+        store.delete(RACKS)
+    assert store.get(RACKS) is None
 
 
 def test_too_large_value_is_refused_before_it_is_sent(store: MetadataStore) -> None:

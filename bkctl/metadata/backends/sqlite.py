@@ -32,7 +32,7 @@ from bkctl.errors import (
     UsageError,
 )
 from bkctl.metadata.backends.processes import may_live, process_identity, process_start
-from bkctl.metadata.store import NEW, VALUE_SIZE_BYTES_MAX, Claim, MetadataStore, Versioned, check_path
+from bkctl.metadata.store import NEW, RACKS, VALUE_SIZE_BYTES_MAX, Claim, MetadataStore, Versioned, check_path
 
 HEARTBEAT_MS: Final = 2_000
 SESSION_EXPIRY_MS: Final = 6_000
@@ -480,7 +480,7 @@ class _SqliteClaim(Claim):
 
 
 def _split(path: str) -> tuple[str, str]:
-    parent, _, name = check_path(path).rpartition("/")
+    parent, _, name = "bookies".rpartition("/") if path == RACKS else check_path(path).rpartition("/")
     return parent, name
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from bkctl.errors import AlreadyExists, NotFound
 from bkctl.metadata.backends.etcd.connection import EtcdConnection
 from bkctl.metadata.backends.etcd.requests import first_key, get_key, is_absent, is_present, put_key
-from bkctl.metadata.store import NO_CLUSTER_HINT, check_path
+from bkctl.metadata.store import NO_CLUSTER_HINT, RACKS, full_path
 
 
 class EtcdNodes:
@@ -21,11 +21,11 @@ class EtcdNodes:
 
     def key(self, path: str) -> bytes:
         """Return the key of the node at `path`."""
-        return (f"{self.root}/{check_path(path)}" if path else self.root).encode()
+        return full_path(self.root, path).encode()
 
     def parent_keys(self, path: str) -> list[bytes]:
         """Return the keys of the node's parents, from the root down."""
-        parts = path.split("/")[:-1] if path else []
+        parts = path.split("/")[:-1] if path not in ("", RACKS) else []
         return [self.key("/".join(parts[:count])) for count in range(len(parts) + 1)] if path else []
 
     def read(self, key: bytes, **options: Any) -> Any:

@@ -38,7 +38,7 @@ from kazoo.security import CREATOR_ALL_ACL
 
 from bkctl.errors import BkctlError, TimedOut, Unauthorized, Unreachable
 from bkctl.metadata.backends.zookeeper.reader import Reader
-from bkctl.metadata.store import StoreSecurity, check_path
+from bkctl.metadata.store import StoreSecurity, full_path
 
 if TYPE_CHECKING:
     import ssl
@@ -219,7 +219,7 @@ class ZooKeeperConnection:
 
     def full(self, path: str) -> str:
         """Return the full path of the node at `path` below the root."""
-        return f"{self.root}/{check_path(path)}" if path else self.root
+        return full_path(self.root, path)
 
     def get_async(self, path: str) -> Any:
         """Ask for the node's value and stat."""

@@ -1,0 +1,346 @@
+"""`bkctl bench`: the rate and latency of adds and reads on a cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import AsyncIterator, Mapping
+from itertools import groupby
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from bkctl.errors import BkctlError
+from bkctl.ids import parse_scope_id
+
+from .kit.columns import Column, Columns, Kind, Output
+from .kit.command import Run, command, group
+from .kit.ledger_options import NewLedger
+from .kit.options import (
+    Composite,
+    LedgerShape,
+    LedgerSizes,
+    ProtocolOption,
+    count_option,
+    duration_option,
+    parameter,
+    size_option,
+)
+from .kit.terminal import terminal_width
+from .kit.texts import CYAN, RESET, counted
+from .ledger.write import create_ledger
+
+if TYPE_CHECKING:
+    from bkctl.client.benchmark import Latencies, Load, LoadResult
+    from bkctl.client.ledger import BookKeeper
+    from bkctl.client.read_handle import ReadHandle
+    from bkctl.client.write_handle import WriteHandle
+    from bkctl.ids import LedgerId
+
+app = group()
+
+#: Custom metadata of temporary ledgers, which finds the ones that a killed benchmark left.
+MARK = {"application": b"bkctl-bench"}
+#: Cells of the longest bar of the histogram, and of the rest of its line.
+_BAR_WIDTH, _LINE_WIDTH = 40, 28
+
+
+class BenchRow(NamedTuple):
+    """One operation of a benchmark: how it was run, and what came out."""
+
+    operation: str
+    result: LoadResult
+    load: Load
+    ledger_count: int
+    entry_size: int
+    shape: LedgerSizes
+
+
+def _latency(title: str | None, name: str, percent: float) -> Column:
+    def value(row: BenchRow) -> float:
+        return round(row.result.latencies.percentile_s(percent) * 1000, 3)
+
+    return Column(title, name, value, Kind.INTEGER, text=_ms)
+
+
+def _ms(milliseconds: float) -> str:
+    return f"{milliseconds:,.0f} ms" if milliseconds >= 100 else f"{milliseconds:.3g} ms"
+
+
+def _histogram(row: BenchRow) -> list[dict[str, Any]]:
+    return [
+        {"upToMilliseconds": round(upper / 1000, 3), "count": count}
+        for upper, count in row.result.latencies.buckets()
+    ]  # fmt: skip
+
+
+BENCH_COLUMNS = Columns(
+    Column("OPERATION", "operation", "operation"),
+    Column("ENTRIES", "entryCount", "result.entry_count", Kind.INTEGER),
+    Column("RATE", "entriesPerSecond", lambda row: round(row.result.entries_per_s), Kind.INTEGER,
+           text=lambda rate: f"{rate:,}/s"),
+    Column("MiB/S", "mebibytesPerSecond", lambda row: round(row.result.bytes_per_s / (1 << 20), 3), Kind.INTEGER,
+           text=lambda rate: f"{rate:,.1f}"),
+    _latency("P50", "p50Milliseconds", 50),
+    _latency("P95", "p95Milliseconds", 95),
+    _latency("P99", "p99Milliseconds", 99),
+    _latency("P99.9", "p999Milliseconds", 99.9),
+    _latency("MAX", "maxMilliseconds", 100),
+    Column(None, "seconds", lambda row: round(row.result.elapsed_s, 3), Kind.INTEGER),
+    Column(None, "entrySize", "entry_size", Kind.SIZE),
+    Column(None, "ledgerCount", "ledger_count", Kind.INTEGER),
+    Column(None, "batchCount", "load.batch_count", Kind.INTEGER),
+    Column(None, "inFlightCount", "load.in_flight_count", Kind.INTEGER),
+    Column(None, "rateLimit", "load.entries_per_s", Kind.INTEGER),
+    Column(None, "ensembleSize", "shape.ensemble_size", Kind.INTEGER),
+    Column(None, "writeQuorumSize", "shape.write_quorum_size", Kind.INTEGER),
+    Column(None, "ackQuorumSize", "shape.ack_quorum_size", Kind.INTEGER),
+    Column(None, "digestType", lambda row: row.shape.digest_type.name),
+    Column(None, "batches", "result.latencies.count", Kind.INTEGER),
+    Column(None, "histogram", _histogram, Kind.NESTED),
+    key="operation",
+)  # fmt: skip
+
+
+class LedgersToMake(NamedTuple):
+    """The ledgers of a benchmark, and the bytes of their entries."""
+
+    ledger_count: int
+    scope_id: int
+    entry_size: int
+
+
+_COUNT = count_option("--ledgers", "Ledgers to use at the same time.", default=1)
+_SIZE = size_option("--size", "Bytes of an entry.", default="1KiB")
+_SCOPE = parameter(
+    "ledger_scope_id",
+    Annotated[str, typer.Option("--ledger-scope-id", metavar="SCOPE", help="Scope of the ledgers (default 0).")],
+)
+
+
+def _ledgers_to_make(values: Mapping[str, Any]) -> LedgersToMake:
+    from bkctl.client.streams import check_entry_size
+
+    scope, size = values["ledger_scope_id"], _SIZE.resolve(values)
+    check_entry_size(size, "--size")
+    return LedgersToMake(_COUNT.resolve(values), 0 if scope is None else parse_scope_id(scope), size)
+
+
+_ENTRIES = count_option("--entries", "Entries in all ledgers together.", default=10_000)
+_DURATION = duration_option("--duration", "Run for this long, instead of for --entries.")
+_BATCH = count_option("--batch", "Entries to add or read at once; a latency is a batch's.", default=10)
+_IN_FLIGHT = count_option("--in-flight", "Batches in flight for each ledger.", default=10)
+_RATE = count_option("--rate", "At most this many entries a second.")
+
+
+def _load(values: Mapping[str, Any]) -> Load:
+    from bkctl.client.benchmark import Load
+
+    return Load(*(option.resolve(values) for option in (_ENTRIES, _DURATION, _BATCH, _IN_FLIGHT, _RATE)))
+
+
+Ledgers = Annotated[LedgersToMake, Composite((*_COUNT.parameters, *_SIZE.parameters, _SCOPE), _ledgers_to_make)]
+LoadOption = Annotated[
+    Any,
+    Composite(
+        tuple(each for option in (_ENTRIES, _DURATION, _BATCH, _IN_FLIGHT, _RATE) for each in option.parameters), _load
+    ),
+]
+InRandomOrder = Annotated[bool, typer.Option("--random", help="Read at random positions instead of in order.")]
+
+
+@command(
+    app,
+    "adds",
+    connects=True,
+    changes=True,
+    examples=(
+        "bkctl bench adds",
+        "bkctl bench adds --duration 5s --rate 500 --batch 1",
+    ),
+)
+def adds(run: Run, ledgers: Ledgers, shape: LedgerShape, load: LoadOption, protocol: ProtocolOption) -> None:
+    """Measure adds to temporary ledgers.
+
+    Adds random entries, batch by batch, and deletes the ledgers. Prints the rate, percentiles of the time until a batch
+    is acknowledged, and on a terminal a histogram. With --rate, the time counts from when a batch is due.
+    """
+    _measure(run, ledgers, shape, load, protocol, "adds")
+
+
+@command(
+    app,
+    "reads",
+    connects=True,
+    changes=True,
+    examples=(
+        "bkctl bench reads",
+        "bkctl bench reads --random --batch 1 --ledgers 4",
+    ),
+)
+def reads(
+    run: Run,
+    ledgers: Ledgers,
+    shape: LedgerShape,
+    load: LoadOption,
+    protocol: ProtocolOption,
+    in_random_order: InRandomOrder = False,
+) -> None:
+    """Measure reads from temporary ledgers.
+
+    Writes --entries entries first, which is not measured, reads them batch by batch, and deletes the ledgers. With
+    --duration, starts again after the last entry. Prints what 'bench adds' prints.
+    """
+    _measure(run, ledgers, shape, load, protocol, "reads", in_random_order=in_random_order)
+
+
+@command(
+    app,
+    "mixed",
+    connects=True,
+    changes=True,
+    examples=(
+        "bkctl bench mixed",
+        "bkctl bench mixed --duration 5s --ledgers 2 -o json",
+    ),
+)
+def mixed(
+    run: Run,
+    ledgers: Ledgers,
+    shape: LedgerShape,
+    load: LoadOption,
+    protocol: ProtocolOption,
+    in_random_order: InRandomOrder = False,
+) -> None:
+    """Measure adds and reads at the same time.
+
+    Reads ledgers written before, as 'bench reads' does, while other ledgers are written as 'bench adds' does: --entries
+    and --rate count for each of the two. Deletes the ledgers, and prints a row for adds and one for reads.
+    """
+    _measure(run, ledgers, shape, load, protocol, "adds", "reads", in_random_order=in_random_order)
+
+
+def _measure(
+    run: Run,
+    ledgers: LedgersToMake,
+    shape: LedgerSizes,
+    load: Load,
+    protocol: Any,
+    *operations: str,
+    in_random_order: bool = False,
+) -> None:
+    import asyncio
+
+    from bkctl.client.benchmark import add_entries, read_entries
+
+    async def work() -> list[LoadResult]:
+        async with run.bookkeeper(cluster, protocol) as bookkeeper, temporary_ledgers(run, bookkeeper) as made:
+            readers = []
+            if "reads" in operations:
+                readers = await _written(bookkeeper, made, ledgers, shape, load)
+            writers = []
+            if "adds" in operations:
+                writers = [await _create(bookkeeper, made, ledgers, shape) for _ in range(ledgers.ledger_count)]
+            activity.update(0, load.entry_count * len(operations) if load.duration_s is None else None)
+            loads = {
+                "adds": lambda: add_entries(writers, ledgers.entry_size, load, activity.advance),
+                "reads": lambda: read_entries(readers, load, activity.advance, in_random_order=in_random_order),
+            }
+            tasks = [asyncio.create_task(loads[operation]()) for operation in operations]
+            try:
+                return await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    with run.cluster() as cluster, run.working("Measuring", unit="entries") as activity:
+        results = run.complete(work())
+    rows = [
+        BenchRow(operation, result, load, ledgers.ledger_count, ledgers.entry_size, shape)
+        for operation, result in zip(operations, results, strict=True)
+    ]
+    run.render(rows, BENCH_COLUMNS)
+    if run.output in (Output.TABLE, Output.WIDE) and sys.stdout.isatty():
+        for row in rows:
+            run.text(histogram_text(row.operation, row.result.latencies, color=run.color))
+
+
+@contextlib.asynccontextmanager
+async def temporary_ledgers(run: Run, bookkeeper: BookKeeper) -> AsyncIterator[list[LedgerId]]:
+    """Yield a list for the ledgers that the block creates, and delete them at its end, also after an interrupt."""
+    made: list[LedgerId] = []
+    try:
+        yield made
+    finally:
+        left: list[str] = []
+        for ledger in made:
+            try:
+                await bookkeeper.delete_ledger(ledger.ledger_id, ledger_scope_id=ledger.scope_id)
+            except BkctlError as error:
+                left.append(f"Ledger {ledger} is not deleted: {error.message}; use 'bkctl ledger delete {ledger}'")
+        if len(made) > len(left):
+            run.note(f"Deleted {counted(len(made) - len(left), 'temporary ledger', 'temporary ledgers')}")
+        for line in left:
+            run.note(f"bkctl: Warning: {line}")
+
+
+async def _create(
+    bookkeeper: BookKeeper, made: list[LedgerId], ledgers: LedgersToMake, shape: LedgerSizes
+) -> WriteHandle:
+    import asyncio
+
+    creating = asyncio.create_task(create_ledger(bookkeeper, NewLedger(None, ledgers.scope_id), shape, b"", MARK))
+    try:
+        handle = await asyncio.shield(creating)
+    except asyncio.CancelledError:
+        # The store may have the ledger already, and then deletes it only if it is noted here.
+        with contextlib.suppress(BkctlError):
+            made.append((await creating).ledger)
+        raise
+    made.append(handle.ledger)
+    return handle
+
+
+async def _written(
+    bookkeeper: BookKeeper, made: list[LedgerId], ledgers: LedgersToMake, shape: LedgerSizes, load: Load
+) -> list[ReadHandle]:
+    """Return closed ledgers that hold the entries of `load`, at least one each, opened for reading."""
+    from bkctl.client.benchmark import add_entries
+
+    writers = [await _create(bookkeeper, made, ledgers, shape) for _ in range(ledgers.ledger_count)]
+    share = -(-load.entry_count // len(writers))
+    found = []
+    for writer in writers:
+        await add_entries([writer], ledgers.entry_size, load._replace(
+            entry_count=share, duration_s=None, entries_per_s=None
+        ))  # fmt: skip
+        await writer.close()
+        found.append(await bookkeeper.open_ledger(writer.ledger_id, ledger_scope_id=writer.scope_id))
+    return found
+
+
+def _step(microseconds: int) -> int:
+    """Return the smallest 1, 2 or 5 times a power of ten that is not below `microseconds`."""
+    unit = 1
+    while True:
+        for step in (unit, 2 * unit, 5 * unit):
+            if microseconds <= step:
+                return step
+        unit *= 10
+
+
+def histogram_text(title: str, latencies: Latencies, *, color: bool) -> str:
+    """Return the histogram of the latencies of batches, one line for each step of 1, 2 and 5."""
+    steps = [
+        (step, sum(count for _, count in buckets))
+        for step, buckets in groupby(latencies.buckets(), lambda bucket: _step(bucket[0]))
+    ]
+    most = max((count for _, count in steps), default=0)
+    width = max(min(_BAR_WIDTH, terminal_width() - _LINE_WIDTH), 1)
+    lines = [f"\nLatency of {title}, in batches:"]
+    for step, count in steps:
+        bar = "█" * max(round(count / most * width), 1)
+        shown = f"{CYAN}{bar}{RESET}" if color else bar
+        lines.append(f"  up to {_ms(step / 1000):>8}  {shown}{' ' * (width - len(bar))}  {count:,}")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,159 @@
+"""`bkctl bookies racks`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+
+from bkctl.errors import BkctlError, NotFound, Unauthorized, Unreachable
+
+from ..kit.columns import Column, Columns
+from ..kit.command import Run, command, group
+from ..kit.options import DryRun, UndoOption
+from ..kit.values import parse_number
+from .selection import ManyBookies, bookie_ids, find_topology
+
+if TYPE_CHECKING:
+    from bkctl.metadata.cluster import Cluster, RegisteredBookie
+    from bkctl.metadata.racks import BookieRack
+
+app = group()
+racks_app = group("Show and change the racks of bookies.")
+app.add_typer(racks_app, name="racks")
+
+
+class RackRow(NamedTuple):
+    """The rack of a bookie: `source` is "metadata", "script", or None where the bookie has no rack."""
+
+    bookie_id: str
+    rack: str | None
+    group: str | None
+    hostname: str | None
+    source: str | None
+
+
+RACK_COLUMNS = Columns(
+    Column("BOOKIE", "bookieId", "bookie_id"),
+    Column("RACK", "rack", "rack"),
+    Column("GROUP", "group", "group"),
+    Column("HOST NAME", "hostname", "hostname"),
+    Column("SOURCE", "source", "source"),
+    key="bookieId",
+)
+CHANGE_COLUMNS = Columns(
+    Column("BOOKIE", "bookieId", "bookie_id"),
+    Column("RACK", "rack", "rack"),
+    Column("GROUP", "group", "group"),
+    Column("HOST NAME", "hostname", "hostname"),
+    key="bookieId",
+)
+
+
+def rack_rows(run: Run, cluster: Cluster, bookies: list[RegisteredBookie]) -> list[RackRow]:
+    """Return the racks in the metadata store and of `bookies`; where --conf names a script, the script's count."""
+    from bkctl.metadata.racks import BookieRacks, racks_of
+
+    stored = BookieRacks(cluster).all()
+    by_id = {each.bookie_id: each for each in stored}
+    shared = racks_of(stored, bookies)
+    topology = find_topology(run)
+    printed = {} if topology is None else topology.racks(bookies)
+    rows = []
+    for bookie_id in sorted({*by_id, *(bookie.bookie_id for bookie in bookies)}):
+        own: BookieRack | None = by_id.get(bookie_id)
+        rack = printed.get(bookie_id) or shared.get(bookie_id) or (own and own.rack)
+        source = None if rack is None else "script" if bookie_id in printed else "metadata"
+        rows.append(RackRow(bookie_id, rack, own and own.group, own and own.hostname, source))
+    return rows
+
+
+def find_racks(run: Run, cluster: Cluster, bookies: list[RegisteredBookie]) -> dict[str, str]:
+    """Return the rack of each bookie that has one, by bookie id; see `rack_rows`. Racks that fail are warnings."""
+    try:
+        rows = rack_rows(run, cluster, bookies)
+    except (Unreachable, NotFound):
+        raise
+    except Unauthorized as error:  # A user of the cluster's own nodes only.
+        run.detail(f"racks are unknown: {error.message}")
+        return {}
+    except BkctlError as error:
+        run.note(f"bkctl: Warning: racks are unknown: {error.message}")
+        return {}
+    return {row.bookie_id: row.rack for row in rows if row.rack is not None}
+
+
+def rack_count_min(run: Run) -> int:
+    """Return minNumRacksPerWriteQuorum of --conf, or its default."""
+    from bkctl.client.racks import RACK_COUNT_MIN
+    from bkctl.config import read_properties
+
+    text = None if run.conf is None else read_properties(run.conf).get("minNumRacksPerWriteQuorum")
+    return RACK_COUNT_MIN if text is None else parse_number(text, "minNumRacksPerWriteQuorum")
+
+
+@command(racks_app, "list", connects=True, examples=("bkctl bookies racks list",))
+def list_racks(run: Run) -> None:
+    """List the racks of bookies.
+
+    Racks come from Pulsar's node `/bookies` in the metadata store, or from the script that --conf names
+    (networkTopologyScriptFileName), which counts first. Bookies without a rack are listed, too; clients treat them as
+    one rack, /default-rack.
+    """
+    with run.cluster() as cluster:
+        run.render(rack_rows(run, cluster, cluster.bookies.list()), RACK_COLUMNS)
+
+
+@command(
+    racks_app,
+    "set",
+    connects=True,
+    changes=True,
+    examples=("bkctl bookies racks set 10.0.0.1:3181 --rack /rack1 --dry-run",),
+)
+def set_racks(
+    run: Run,
+    bookies: ManyBookies,
+    rack: Annotated[str, typer.Option("--rack", metavar="RACK", help="The rack: /rack or /region/rack.")],
+    bookie_group: Annotated[
+        str, typer.Option("--group", metavar="NAME", help="Isolation group, for Pulsar's namespaces.")
+    ] = "default",
+    hostname: Annotated[
+        str | None, typer.Option("--hostname", metavar="NAME", help="Host name to note (default: as it is).")
+    ] = None,
+    undo: UndoOption = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Put bookies into a rack.
+
+    Changes Pulsar's node `/bookies` beside the cluster's root in the metadata store. The bookies leave their former
+    rack and group. Brokers notice it at once, and place new ledgers by it; bkctl's own writes and auto-recovery do not.
+    Ledgers that exist are not moved.
+    """
+    from bkctl.metadata.racks import BookieRacks
+
+    names = bookie_ids(bookies)
+    with run.cluster() as cluster:
+        registered = {bookie.bookie_id for bookie in cluster.bookies.list()}
+        with run.recorded(cluster, undo) as recorded:
+            rows = BookieRacks(recorded).set(names, rack, group=bookie_group, hostname=hostname, dry_run=dry_run)
+    for name in names:
+        if name not in registered:
+            run.note(f"bkctl: Warning: bookie {name} has neither a registration nor a cookie")
+    run.render(rows, CHANGE_COLUMNS)
+
+
+@command(
+    racks_app, "unset", connects=True, changes=True, examples=("bkctl bookies racks unset 10.0.0.1:3181 --dry-run",)
+)
+def unset_racks(run: Run, bookies: ManyBookies, undo: UndoOption = None, dry_run: DryRun = False) -> None:
+    """Remove the racks of bookies.
+
+    Changes Pulsar's node `/bookies`, as 'bookies racks set' does. The bookies are in /default-rack then.
+    """
+    from bkctl.metadata.racks import BookieRacks
+
+    names = bookie_ids(bookies)
+    with run.cluster() as cluster, run.recorded(cluster, undo) as recorded:
+        rows = BookieRacks(recorded).unset(names, dry_run=dry_run)
+    run.render(rows, CHANGE_COLUMNS)

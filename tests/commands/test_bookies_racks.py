@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bkctl.commands.kit.completion import candidates
+from bkctl.formats.entry import DigestType
+from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo, Cookie, Fragment, LedgerMetadata, LedgerState
+from bkctl.ids import LedgerId
+from bkctl.metadata.cluster import open_cluster
+from bkctl.metadata.store import NEW, RACKS
+
+from .conftest import Cli
+
+
+@pytest.fixture
+def uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A cluster whose bookies are down: b1:1, b2:1, b3:1."""
+    uri = f"sqlite://{tmp_path / 'metadata.db'}"
+    with open_cluster(uri, create=True) as cluster:
+        for name in ("b1:1", "b2:1", "b3:1"):
+            cluster.cookies.write(name, Cookie(name, ("/j",), ("/l",), "i"), NEW)
+    monkeypatch.setenv("BKCTL_METADATA_URI", uri)
+    return uri
+
+
+def racks(cli: Cli) -> dict[str, str | None]:
+    return {row["bookieId"]: row["rack"] for row in cli("bookies", "racks", "list", "-o", "ndjson").rows}
+
+
+def test_racks_are_set_unset_and_undone(cli: Cli, uri: str) -> None:
+    assert racks(cli) == {"b1:1": None, "b2:1": None, "b3:1": None}
+    shown = cli("bookies", "racks", "set", "b1:1,b2:1", "--rack", "r1", "--dry-run", "-o", "json")
+    assert (shown.code, [row["rack"] for row in shown.json]) == (0, ["/r1", "/r1"])
+    assert set(racks(cli).values()) == {None}
+    done = cli("bookies", "racks", "set", "b1:1", "b2:1", "--rack", "r1", "-o", "json")
+    assert done.json == shown.json
+    assert "Undo it with: bkctl metadata undo " in done.err
+    assert racks(cli) == {"b1:1": "/r1", "b2:1": "/r1", "b3:1": None}
+    removed = cli("bookies", "racks", "unset", "b2:1")
+    assert removed.code == 0
+    assert racks(cli) == {"b1:1": "/r1", "b2:1": None, "b3:1": None}
+    for expected in ({"b1:1": "/r1", "b2:1": "/r1", "b3:1": None}, {"b1:1": None, "b2:1": None, "b3:1": None}):
+        file = cli("metadata", "undo", "--list", "-o", "id").out.split()[-1 if expected["b1:1"] else 0]
+        undone = cli("metadata", "undo", file, "--yes")
+        assert undone.code == 0, undone.err
+        assert racks(cli) == expected
+
+
+def test_racks_refuse_what_they_cannot_do(cli: Cli, uri: str) -> None:
+    absent = cli("bookies", "racks", "unset", "b1:1")
+    assert (absent.code, absent.err.count("\n")) == (4, 1)
+    assert cli("bookies", "racks", "set", "b1:1", "--rack", "/").code == 2
+    assert cli("bookies", "racks", "set", "b1:1").code == 2
+    unknown = cli("bookies", "racks", "set", "gone:1", "--rack", "/r")
+    assert unknown.code == 0
+    assert "Warning: bookie gone:1" in unknown.err
+    with open_cluster(uri) as cluster:
+        cluster.store.put(RACKS, b"[]", None)
+    assert cli("bookies", "racks", "list").code == 7
+
+
+@pytest.fixture
+def two_racks(cli: Cli, uri: str) -> str:
+    """b1 and b2 in one rack, b3 in another; ledger 1 has entries on b1 and b2 alone, ledger 2 has none such."""
+    with open_cluster(uri) as cluster:
+        for number, ensemble in ((1, ("b1:1", "b2:1", "b3:1")), (2, ("b1:1", "b3:1"))):
+            metadata = LedgerMetadata(
+                len(ensemble), 2, 2, DigestType.CRC32C, b"", (Fragment(0, ensemble),), LedgerState.CLOSED,
+                last_entry_id=9, length=10,
+            )  # fmt: skip
+            cluster.ledgers.create(LedgerId(0, number), metadata)
+    assert cli("bookies", "racks", "set", "b1:1", "b2:1", "--rack", "/r1").code == 0
+    assert cli("bookies", "racks", "set", "b3:1", "--rack", "/r2").code == 0
+    return uri
+
+
+def test_lists_of_bookies_have_racks(cli: Cli, two_racks: str) -> None:
+    assert [row["rack"] for row in cli("bookies", "list", "-o", "json").json] == ["/r1", "/r1", "/r2"]
+    with open_cluster(two_racks) as cluster:
+        cluster.store.put(RACKS, b"[]", None)
+    damaged = cli("bookies", "list", "-o", "json")
+    assert (damaged.code, [row["rack"] for row in damaged.json]) == (0, [None] * 3)
+    assert "Warning: racks are unknown" in damaged.err
+
+
+def test_locate_marks_entries_in_one_rack(cli: Cli, two_racks: str, tmp_path: Path) -> None:
+    rows = cli("ledger", "locate", "1", "-o", "json").json
+    assert [(row["rack"], row["inTooFewRacks"]) for row in rows] == [("/r1", True), ("/r1", True), ("/r2", False)]
+    for entry, is_few in ((0, True), (1, False), (2, False)):
+        found = cli("ledger", "locate", "1", "--entry", entry, "-o", "json").json
+        assert [row["inTooFewRacks"] for row in found] == [is_few] * 2
+    assert {row["inTooFewRacks"] for row in cli("ledger", "locate", "2", "-o", "json").json} == {False}
+    conf = tmp_path / "bk_server.conf"
+    conf.write_text(f"metadataServiceUri={two_racks}\nminNumRacksPerWriteQuorum=1\n")
+    assert not any(row["inTooFewRacks"] for row in cli("ledger", "locate", "1", "-c", conf, "-o", "json").json)
+    assert "TOO FEW RACKS" in cli("ledger", "locate", "1", "--check", "-o", "wide").out
+
+
+def test_locate_without_racks_has_no_rack_columns(cli: Cli, two_racks: str) -> None:
+    assert cli("bookies", "racks", "unset", "b1:1", "b2:1", "b3:1").code == 0
+    assert "rack" not in cli("ledger", "locate", "1", "-o", "json").json[0]
+
+
+def test_health_finds_ledgers_and_bookies_with_bad_racks(cli: Cli, two_racks: str) -> None:
+    def codes(*options: str) -> set[tuple[str, str]]:
+        found = cli("cluster", "health", *options, "--no-bookies", "-o", "json").json
+        return {(row["code"], row["subject"]) for row in found if "rack" in row["code"]}
+
+    assert codes() == set()
+    assert codes("--ledgers") == {("ledgers-in-few-racks", "scope 0")}
+    with open_cluster(two_racks) as cluster:
+        for name in ("b1:1", "b2:1"):
+            cluster.bookies.register(name, BookieServiceInfo((BookieEndpoint("bookie", 1, name[:2], "bookie-rpc"),)))
+        assert codes() == {("too-few-racks", None)}
+        cli("bookies", "racks", "unset", "b1:1")
+        assert codes() == {("bookie-without-rack", "b1:1")}
+        muted = cli("cluster", "health", "mute", "bookie-without-rack")
+        assert muted.code == 0
+        assert codes() == set()
+
+
+def test_the_script_of_a_conf_counts_first(cli: Cli, uri: str, tmp_path: Path) -> None:
+    script = tmp_path / "racks.sh"
+    script.write_text('#!/bin/sh\nfor host; do echo "/from-$host"; done\n')
+    script.chmod(0o755)
+    conf = tmp_path / "bk_server.conf"
+    conf.write_text(f"metadataServiceUri={uri}\nnetworkTopologyScriptFileName={script}\n")
+    cli("bookies", "racks", "set", "b1:1", "--rack", "/stored")
+    rows = cli("bookies", "racks", "list", "-c", conf, "-o", "json").json
+    assert [(row["rack"], row["source"]) for row in rows] == [(f"/from-b{n}", "script") for n in (1, 2, 3)]
+    assert cli("bookies", "racks", "list", "-o", "json").json[0]["source"] == "metadata"
+
+
+def test_racks_are_audited_and_completed(cli: Cli, uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "audit"
+    monkeypatch.setenv("BKCTL_AUDIT_LOG", str(log))
+    cli("bookies", "racks", "set", "b1:1", "--rack", "/r1")
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert lines[-1]["exitCode"] == 0
+    assert "undoFile" in lines[-1]
+    assert list(candidates("rack", ["bookies", "racks", "set", "b2:1", "--rack", "/"])) == ["/r1"]
+
+
+def test_pulsar_admins_names_are_answered(cli: Cli) -> None:
+    for name, ours in (
+        ("racks-placement", "list"), ("get-bookie-rack", "list"), ("set-bookie-rack", "set"),
+        ("delete-bookie-rack", "unset"),
+    ):  # fmt: skip
+        assert f"it is 'bkctl bookies racks {ours}' here" in cli("bookies", name).err
