@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from support.bookie_load import metrics, register, replies
 from support.fake_http import FakeServer, Reply, is_silent, misbehaving
+from support.servers import ApacheBookie, Java, ZooKeeperServer, format_cluster, free_port
 
 from bkctl.formats.metadata import Cookie
 from bkctl.http.bookie_load import LoadWatch
@@ -115,3 +116,28 @@ def test_an_unreachable_server_is_named(cluster: Cluster, fake: FakeServer) -> N
     (load,) = watch(cluster).look().bookies
     assert load.reading is None
     assert "http://127.0.0.1:1 cannot be reached" in str(load.problem)
+
+
+def test_apaches_bookie_without_a_stats_provider_shows_disks_and_collection(
+    java: Java, zookeeper: ZooKeeperServer, tmp_path: Path
+) -> None:
+    uri = zookeeper.metadata_uri(zookeeper.new_root())
+    format_cluster(java, uri, tmp_path)
+    settings = {
+        "httpServerEnabled": "true", "httpServerHost": "127.0.0.1", "httpServerPort": free_port(),
+        "httpServerClass": "org.apache.bookkeeper.http.vertx.VertxHttpServer",
+    }  # fmt: skip
+    apache = ApacheBookie(java, uri, tmp_path / "apache", settings=settings)
+    apache.launch()
+    try:
+        apache.wait_ready()
+        with open_cluster(uri) as cluster:
+            (load,) = watch(cluster).look().bookies
+    finally:
+        apache.kill()
+    assert load.bookie.state == "rw"
+    assert "PrometheusMetricsProvider" in str(load.problem)
+    assert load.reading is not None
+    assert load.reading.disk is not None
+    assert load.reading.disk.total > load.reading.disk.free > 0
+    assert load.reading.collection == "idle"
