@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import typer
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from bkctl.client.ensemble import ReplicaPlace
     from bkctl.metadata.cluster import Cluster
     from bkctl.replication.fragments import ReplicaFault
+
+    from ..kit.drawing import TreeWriter
 
 app = group()
 
@@ -97,6 +99,10 @@ def spans_text(spans: list[dict[str, int]]) -> str:
 MISSING_COLUMN = Column("MISSING", "missing", "missing", Kind.NESTED, text=spans_text)
 
 
+#: The branches of the tree on a terminal: the ledger, its fragments.
+LEVELS: Final = (("ledger", "entryId"), ("firstEntryId", "lastEntryId"))
+
+
 @command(
     app,
     "locate",
@@ -120,10 +126,11 @@ def locate_ledgers(
 ) -> None:
     """Show which bookies hold the entries of a ledger.
 
-    Prints one row for each bookie of each fragment, with the number of entries that it should have. A bookie's state is
-    rw, ro or down; SCOPES tells whether it serves ledgers of scopes other than 0. --entry prints the write set of one
-    entry, in the order in which readers ask its bookies. --check asks the bookies. ANSWER is then ok, gone (not
-    registered), no-entry, no-ledger, damaged, timed-out or unavailable; exit code 3 unless all are ok.
+    Prints one row for each bookie of each fragment, with the number of entries that it should have; on a terminal, a
+    tree. A bookie's state is rw, ro or down; SCOPES tells whether it serves ledgers of scopes other than 0. --entry
+    prints the write set of one entry, in the order in which readers ask its bookies. --check asks the bookies. ANSWER
+    is then ok, gone (not registered), no-entry, no-ledger, damaged, timed-out or unavailable; exit code 3 unless all
+    are ok.
     """
     from bkctl.client.ensemble import locate
 
@@ -133,7 +140,7 @@ def locate_ledgers(
         raise UsageError("--every-entry and --entry are given", hint="use --check --entry for one entry")
     columns = PLACE_COLUMNS if entry is None else ENTRY_PLACE_COLUMNS
     if not (check or every_entry):
-        with run.cluster() as cluster, run.rows(columns) as writer:
+        with run.cluster() as cluster, run.tree(columns, LEVELS) as writer:
             bookies = cluster.bookies.list()
             for ledger, found in cluster.ledgers.read_many(ledgers):
                 if isinstance(found, BkctlError):
@@ -141,7 +148,7 @@ def locate_ledgers(
                 writer.rows(PlaceRow(ledger, entry, place) for place in locate(ledger, found.metadata, bookies, entry))
         return
     columns = columns.and_also(*ANSWER_COLUMNS, *((MISSING_COLUMN,) if every_entry else ()))
-    with run.cluster() as cluster, run.working("Asking the bookies"), run.rows(columns) as writer:
+    with run.cluster() as cluster, run.working("Asking the bookies"), run.tree(columns, LEVELS) as writer:
         findings = run.complete(_check_places(run, cluster, ledgers, entry, every_entry, protocol, writer))
     run.finish_with(findings, "replica is not ok", "replicas are not ok")
 
@@ -153,7 +160,7 @@ async def _check_places(
     entry: int | None,
     every_entry: bool,
     protocol: Any,
-    writer: RowWriter,
+    writer: RowWriter | TreeWriter,
 ) -> int:
     """Write the rows of `locate --check`; returns how many of them are not ok."""
     from asyncio import to_thread
