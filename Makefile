@@ -43,7 +43,7 @@ protos: .venv/.test
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. $(PROTOS)
 
 picture: .venv/.bkctl
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python docs/picture.py docs/terminal.svg
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python docs/picture.py docs
 
 bench: .venv/.test
 	$(BIN)/python benchmarks/run.py $(BENCH)

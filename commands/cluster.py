@@ -171,6 +171,8 @@ HEALTH_COLUMNS = Columns(
     Column(None, "details", "details", Kind.NESTED, optional=True),
     key="code",
 )
+#: Severity → the color of a finding's panel on a terminal.
+PANEL_STYLES: Final = {"error": "red", "warning": "yellow"}
 
 
 NoBookies = Annotated[bool, typer.Option("--no-bookies", help="Read the metadata only, and ask no bookie.")]
@@ -243,7 +245,11 @@ def health(
         with run.working("Asking the bookies"):
             findings = look()
         unguarded = not findings and AuditorElection(cluster.store).auditor() is None
-    if findings or run.output is not Output.TABLE:
+    if findings and run.draws:
+        for each in findings:
+            title = " ".join(filter(None, (each.severity.value, each.code.value, each.subject)))
+            run.panel(title, (each.message, each.advice), PANEL_STYLES[each.severity.value])
+    elif findings or run.output is not Output.TABLE:
         run.render(findings, HEALTH_COLUMNS)
     if muted:
         codes = ", ".join(dict.fromkeys(each.code.value for each in muted))

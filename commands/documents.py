@@ -172,6 +172,7 @@ DOCUMENTS: Final[dict[str, tuple[DocumentSource, ...]]] = {
     "pipeline import": _rows("pipeline.ledgers:COPY_COLUMNS"),
     "pipeline migrate-scope": _rows("pipeline.ledgers:COPY_COLUMNS"),
     "pipeline report": _rows("pipeline.report:REPORT_COLUMNS"),
+    "top": _rows("top:LOAD_COLUMNS"),
 }  # fmt: skip
 
 # --- columns that depend on options ---------------------------------------------------------------------------------

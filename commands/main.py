@@ -45,8 +45,9 @@ GROUPS: Final[dict[str, str]] = {
     "context": "Manage named connections in the configuration file.",
 }
 
-#: Commands of the program itself → their help; all are in the module `program`.
+#: Commands without a group → their help; the module `program` has all of them.
 PROGRAM: Final[dict[str, str]] = {
+    "top": "Show the load of the whole cluster, live.",
     "help": "Show the help of a command, or of the connection options.",
     "version": "Print the version.",
     "completion": "Print the completion script of a shell.",
@@ -83,7 +84,7 @@ class RootGroup(Group):
         self._loaded: set[str] = set()
 
     def load_program(self) -> None:
-        """Load the commands of the program itself."""
+        """Load the commands without a group."""
         if not self._loaded >= PROGRAM.keys():
             app: typer.Typer = import_module(".program", __package__).app
             self.commands.update(typer.main.get_group(app).commands)

@@ -1,4 +1,4 @@
-"""`bkctl help`, `bkctl version` and `bkctl completion`: the program itself."""
+"""`bkctl help`, `bkctl version` and `bkctl completion`: the program itself. Also brings `bkctl top`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import typer
 
 from bkctl import __version__
 
+from . import top
 from .kit.command import Run, command, group
 from .kit.parser import connection_help
 
-app = group()
+app = group(parts=(top.app,))
 
 
 class Shell(StrEnum):

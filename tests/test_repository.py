@@ -111,8 +111,21 @@ def test_the_readme_is_short_and_names_commands_that_exist() -> None:
     assert unknown == set()
 
 
-def test_the_picture_of_the_terminal_fetches_nothing() -> None:
-    picture = (ROOT / "docs/terminal.svg").read_text()
-    assert "bkctl&#160;bookies&#160;list" in picture
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("terminal", "bookies list"),
+        ("local-up", "local up"),
+        ("health", "cluster health"),
+        ("ledger-list", "ledger list"),
+        ("drain", "bookies drain"),
+        ("top", "top"),
+    ],
+)
+def test_pictures_of_the_terminal_are_shown_and_fetch_nothing(name: str, command: str) -> None:
+    picture = (ROOT / f"docs/{name}.svg").read_text()
+    assert f"bkctl {command}".replace(" ", "&#160;") in picture
     assert "url(http" not in picture
     assert "@import" not in picture
+    pages = (ROOT / "README.md").read_text() + (ROOT / "docs/pictures.md").read_text()
+    assert f"{name}.svg)" in pages

@@ -14,7 +14,7 @@ import gc
 import inspect
 import os
 import sys
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -59,6 +59,8 @@ if TYPE_CHECKING:
     from bkctl.metadata.cluster import Cluster
     from bkctl.metadata.store import StoreSecurity
     from bkctl.protocol.messages import Protocol
+
+    from .drawing import TreeWriter
 
 #: Python looks for reference cycles this seldom while asynchronous work runs, which takes a tenth less time.
 _GC_THRESHOLDS: Final = (20_000, 20, 100)
@@ -405,6 +407,33 @@ class Run:
             note=self.note,
         ) as writer:
             yield writer
+
+    @property
+    def draws(self) -> bool:
+        """True if trees and panels replace the table: on a terminal, unless options choose a form or columns."""
+        is_chosen = self.output is Output.TABLE and self.selection == ALL
+        return is_chosen and sys.stdout.isatty() and "utf" in (sys.stdout.encoding or "").lower()
+
+    @contextmanager
+    def tree(self, columns: Columns, levels: Sequence[Sequence[str]]) -> Iterator[RowWriter | TreeWriter]:
+        """Yield a writer to give rows to, as `rows`; on a terminal it prints them as trees.
+
+        `levels` are the JSON names of the columns of each level, the root first.
+        """
+        if not self.draws:
+            with self.rows(columns) as writer:
+                yield writer
+            return
+        from .drawing import TreeWriter
+
+        with TreeWriter(columns, levels, color=self.color, before_write=self._clear_activity) as trees:
+            yield trees
+
+    def panel(self, title: str, paragraphs: Iterable[str], style: str) -> None:
+        """Print paragraphs in a frame in the color `style`, such as `red`."""
+        from .drawing import panel_text
+
+        self.text(panel_text(title, paragraphs, style=style, color=self.color))
 
     def sort_by(self, column: str) -> None:
         """Sort rows by `column`, as --sort does."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import typer
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from bkctl.formats.metadata import LedgerMetadata
     from bkctl.metadata.cluster import Cluster, RegisteredBookie
     from bkctl.replication.fragments import ReplicaFault
+
+    from ..kit.drawing import TreeWriter
 
 app = group()
 
@@ -134,6 +136,10 @@ def spans_text(spans: list[dict[str, int]]) -> str:
 MISSING_COLUMN = Column("MISSING", "missing", "missing", Kind.NESTED, text=spans_text)
 
 
+#: The branches of the tree on a terminal: the ledger, its fragments.
+LEVELS: Final = (("ledger", "entryId"), ("firstEntryId", "lastEntryId"))
+
+
 @command(
     app,
     "locate",
@@ -157,12 +163,12 @@ def locate_ledgers(
 ) -> None:
     """Show which bookies hold the entries of a ledger.
 
-    Prints one row for each bookie of each fragment, with the number of entries that it should have. A bookie's
-    state is rw, ro or down; SCOPES tells whether it serves ledgers of scopes other than 0. --entry prints the write
-    set of one entry, in the order in which readers ask its bookies. Where bookies have racks, TOO FEW RACKS marks
-    those with entries whose replicas share one (minNumRacksPerWriteQuorum of --conf, default 2). --check asks the
-    bookies. ANSWER is then ok, gone (not registered), no-entry, no-ledger, damaged, timed-out or unavailable; exit
-    code 3 unless all are ok.
+    Prints one row for each bookie of each fragment, with the number of entries that it should have; on a terminal, a
+    tree. A bookie's state is rw, ro or down; SCOPES tells whether it serves ledgers of scopes other than 0. --entry
+    prints the write set of one entry, in the order in which readers ask its bookies. Where bookies have racks, TOO FEW
+    RACKS marks those with entries whose replicas share one (minNumRacksPerWriteQuorum of --conf, default 2). --check
+    asks the bookies. ANSWER is then ok, gone (not registered), no-entry, no-ledger, damaged, timed-out or unavailable;
+    exit code 3 unless all are ok.
     """
     from bkctl.client.ensemble import locate
 
@@ -175,7 +181,7 @@ def locate_ledgers(
         with run.cluster() as cluster:
             bookies = cluster.bookies.list()
             racks = PlacedRacks(run, cluster, bookies)
-            with run.rows(columns.and_also(*racks.columns)) as writer:
+            with run.tree(columns.and_also(*racks.columns), LEVELS) as writer:
                 for ledger, found in cluster.ledgers.read_many(ledgers):
                     if isinstance(found, BkctlError):
                         raise found
@@ -187,7 +193,7 @@ def locate_ledgers(
     columns = columns.and_also(*ANSWER_COLUMNS, *((MISSING_COLUMN,) if every_entry else ()))
     with run.cluster() as cluster, run.working("Asking the bookies"):
         racks = PlacedRacks(run, cluster, cluster.bookies.list())
-        with run.rows(columns.and_also(*racks.columns)) as writer:
+        with run.tree(columns.and_also(*racks.columns), LEVELS) as writer:
             findings = run.complete(_check_places(run, cluster, ledgers, entry, every_entry, protocol, writer, racks))
     run.finish_with(findings, "replica is not ok", "replicas are not ok")
 
@@ -199,7 +205,7 @@ async def _check_places(
     entry: int | None,
     every_entry: bool,
     protocol: Any,
-    writer: RowWriter,
+    writer: RowWriter | TreeWriter,
     racks: PlacedRacks,
 ) -> int:
     """Write the rows of `locate --check`; returns how many of them are not ok."""

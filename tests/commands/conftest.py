@@ -67,8 +67,8 @@ def _check_schemas(words: list[str], out: str, err: str) -> None:
     for line in err.splitlines():
         if line.startswith('{"error"'):
             jsonschema_rs.validate(ERROR_SCHEMA, json.loads(line))
-    at = next((at for at, word in enumerate(words) if word in GROUPS), 0)
-    name = next((name for count in (3, 2) if (name := " ".join(words[at : at + count])) in DOCUMENTS), None)
+    at = next((at for at, word in enumerate(words) if word in GROUPS or word in DOCUMENTS), 0)
+    name = next((name for count in (3, 2, 1) if (name := " ".join(words[at : at + count])) in DOCUMENTS), None)
     if name is None or not out.startswith(("{", "[")) or {"--columns", "--help", "-"} & set(words):
         return
     schema = document_schema(name)

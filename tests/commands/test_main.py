@@ -30,7 +30,7 @@ def bkctl(*arguments: str, **settings: object) -> subprocess.CompletedProcess[st
     )  # type: ignore[call-overload, no-any-return]
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["journal", "read", "--help"], ["--version"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["journal", "read", "--help"], ["top", "--help"], ["--version"]])
 def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     code = (
         f"import sys; sys.argv = ['bkctl', *{arguments!r}]\n"

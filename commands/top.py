@@ -1,0 +1,164 @@
+"""`bkctl top`: the load of a whole cluster, live on a terminal or once for scripts."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
+
+import typer
+
+from bkctl.errors import UsageError
+
+from .kit.columns import Column, Columns, Kind, Output
+from .kit.command import Run, command, group
+from .kit.options import duration_option
+from .kit.texts import GREEN, RED, YELLOW
+
+if TYPE_CHECKING:
+    from bkctl.http.bookie_load import BookieLoad, LoadWatch
+    from bkctl.http.client import ApiClient
+    from bkctl.metadata.cluster import Cluster
+
+app = group()
+
+#: The longest wait for a bookie in one look, in seconds; --timeout may shorten it.
+WAIT_S: Final = 5.0
+INTERVAL_S_MIN: Final = 0.1
+
+
+class LoadRow(NamedTuple):
+    """A bookie's load, and the number of the cluster's under-replicated ledgers."""
+
+    load: BookieLoad
+    underreplicated_count: int
+
+
+def _read(path: str) -> Callable[[LoadRow], Any]:
+    """Return a function row → the value at `path` in the bookie's reading; None without a reading."""
+
+    def value(row: LoadRow) -> Any:
+        found: Any = row.load.reading
+        for name in path.split("."):
+            if found is None:
+                return None
+            found = getattr(found, name)
+        return round(found, 3) if isinstance(found, float) else found
+
+    return value
+
+
+def _whole_text(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def _milliseconds_text(value: float) -> str:
+    return f"{value:.1f} ms"
+
+
+def _latency(title: str | None, name: str, path: str) -> Column:
+    return Column(title, name, _read(path), Kind.INTEGER, text=_milliseconds_text)
+
+
+LOAD_COLUMNS = Columns(
+    Column("BOOKIE", "bookieId", "load.bookie.bookie_id"),
+    Column("STATE", "state", "load.bookie.state", style={"rw": GREEN, "ro": YELLOW, "down": RED}),
+    Column("ADDS/S", "addsPerSecond", "load.per_second.adds", Kind.INTEGER, text=_whole_text),
+    Column("READS/S", "readsPerSecond", "load.per_second.reads", Kind.INTEGER, text=_whole_text),
+    Column(None, "addedBytesPerSecond", "load.per_second.added_bytes", Kind.INTEGER),
+    Column(None, "readBytesPerSecond", "load.per_second.read_bytes", Kind.INTEGER),
+    _latency(None, "addP50Ms", "add.p50_ms"),
+    _latency(None, "addP95Ms", "add.p95_ms"),
+    _latency("ADD P99", "addP99Ms", "add.p99_ms"),
+    _latency(None, "addP999Ms", "add.p999_ms"),
+    _latency(None, "readP50Ms", "read.p50_ms"),
+    _latency(None, "readP95Ms", "read.p95_ms"),
+    _latency("READ P99", "readP99Ms", "read.p99_ms"),
+    _latency(None, "readP999Ms", "read.p999_ms"),
+    _latency(None, "journalSyncP50Ms", "journal_sync.p50_ms"),
+    _latency("SYNC P99", "journalSyncP99Ms", "journal_sync.p99_ms"),
+    _latency(None, "journalQueueP99Ms", "journal_queue.p99_ms"),
+    Column(None, "journalBytesPerSecond", "load.per_second.journal_bytes", Kind.INTEGER),
+    Column(None, "journalWaitingEntries", _read("journal_waiting"), Kind.INTEGER),
+    Column(None, "totalSpace", _read("disk.total"), Kind.SIZE),
+    Column(None, "freeSpace", _read("disk.free"), Kind.SIZE),
+    Column("USED %", "usedPercent", _read("disk.used_percent"), Kind.INTEGER, text=lambda percent: f"{percent:.1f}%"),
+    Column("GC", "garbageCollection", _read("collection"), Kind.WORD),
+    Column(None, "majorCompactionCount", _read("major_compactions"), Kind.INTEGER),
+    Column(None, "minorCompactionCount", _read("minor_compactions"), Kind.INTEGER),
+    Column(None, "reclaimedBytes", _read("reclaimed_bytes"), Kind.SIZE),
+    Column("LEDGERS", "ledgerCount", _read("ledger_count"), Kind.INTEGER),
+    Column("UNDERREPLICATED", "underreplicatedCount", "load.underreplicated_count", Kind.INTEGER),
+    Column(None, "clusterUnderreplicatedCount", "underreplicated_count", Kind.INTEGER),
+    Column("PROBLEM", "problem", "load.problem"),
+    key="bookieId",
+)
+
+
+@command(
+    app,
+    "top",
+    connects=True,
+    examples=("bkctl top", "bkctl top --once -o json", "bkctl top --once --sort addsPerSecond"),
+)
+def top(
+    run: Run,
+    interval_s: Annotated[
+        float, duration_option("--interval", "The time between two looks: 500ms, 2s, 1m.", default="2s")
+    ],
+    once: Annotated[bool, typer.Option("--once", help="Print the numbers of one interval, and end.")] = False,
+) -> None:
+    """Show the load of the whole cluster, live.
+
+    Shows for each bookie: adds and reads a second, latency percentiles, journal, disks, garbage collection, ledgers and
+    under-replicated ledgers. Reads /metrics and the REST API of every bookie's HTTP server, found by its registration.
+    The problem of a bookie says why numbers are missing. Apache's bookies have metrics only with
+    statsProviderClass=…PrometheusMetricsProvider. Percentiles cover the last minute. Of under-replicated ledgers, up to
+    1,000 are counted.
+
+    Keys: arrows select a bookie, Enter opens its page, Escape goes back, s and S choose the column to sort by, r
+    reverses the order, / filters, q quits. --once prints the same numbers for scripts: two looks, one interval apart.
+    """
+    if interval_s < INTERVAL_S_MIN:
+        raise UsageError(f"--interval: must be {INTERVAL_S_MIN:g} s or more")
+    if once:
+        with run.cluster() as cluster:
+            watch = _load_watch(run, cluster)
+            with run.working("Asking the bookies"):
+                watch.look()
+                time.sleep(interval_s)
+                load = watch.look()
+        run.render([LoadRow(each, load.underreplicated_count) for each in load.bookies], LOAD_COLUMNS)
+        if load.underreplicated_count and run.output in (Output.TABLE, Output.WIDE):
+            run.note(f"{load.underreplication}: 'bkctl autorecovery list' shows them")
+        return
+    if run.output is not Output.TABLE:
+        raise UsageError(f"'bkctl top' has no end, and -o {run.output} is for scripts", hint="add --once")
+    if sys.stdin is None or not (sys.stdin.isatty() and sys.stdout.isatty()) or os.environ.get("TERM") == "dumb":
+        raise UsageError(
+            "'bkctl top' draws on a terminal, and stdin or stdout is not one that it can draw on", hint="add --once"
+        )
+    from .top_screen import show_live
+
+    with run.cluster() as cluster:
+        cluster.layout()
+        show_live(_load_watch(run, cluster), interval_s=interval_s, color=run.color)
+
+
+def _load_watch(run: Run, cluster: Cluster) -> LoadWatch:
+    from bkctl.http.bookie_load import LoadWatch
+
+    addresses = run.bookie_addresses()
+    wait_s = min(run.timeout_s, WAIT_S)
+
+    def client_of(url: str) -> ApiClient:
+        client = run.http_client(url, is_registered=True)
+        client.timeout_s = wait_s
+        return client
+
+    return LoadWatch(
+        cluster, client_of, wait_s=wait_s,
+        host_of=lambda bookie_id: addresses[bookie_id][0] if bookie_id in addresses else None,
+    )  # fmt: skip
