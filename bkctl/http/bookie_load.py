@@ -272,11 +272,11 @@ class LoadWatch:
 
     def _missing_replicas(self) -> tuple[Counter[str], int]:
         """Return the number of under-replicated ledgers by bookie, and in all, of MARKS_MAX marks at most."""
-        from bkctl.metadata.underreplication import LedgerUnderreplicationManager
+        from bkctl.metadata.underreplication import LedgerMarks
 
         by_bookie: Counter[str] = Counter()
         count = 0
-        for _, mark in islice(LedgerUnderreplicationManager(self._cluster.store).list(None), MARKS_MAX):
+        for _, mark in islice(LedgerMarks(self._cluster.store).list(None), MARKS_MAX):
             count += 1
             if not isinstance(mark, BkctlError):
                 by_bookie.update(set(mark.missing_replicas))

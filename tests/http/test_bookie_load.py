@@ -17,7 +17,7 @@ from bkctl.http.client import ApiClient
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.store import NEW
-from bkctl.metadata.underreplication import LedgerUnderreplicationManager
+from bkctl.metadata.underreplication import LedgerMarks
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def watch(cluster: Cluster, wait_s: float = 60.0) -> LoadWatch:
 def test_numbers_are_those_of_apaches_metrics_and_rest(cluster: Cluster, fake: FakeServer, gc: str) -> None:
     fake.replies = replies(metrics(100, 10, gc=gc), metrics(400, 10, gc=gc))
     register(cluster, "b1", fake.url)
-    LedgerUnderreplicationManager(cluster.store).mark(LedgerId(0, 5), ["b1", "b9"])
+    LedgerMarks(cluster.store).mark(LedgerId(0, 5), ["b1", "b9"])
     loads = watch(cluster)
     first, second = loads.look(), loads.look()
     (load,) = first.bookies
