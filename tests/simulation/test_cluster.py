@@ -29,7 +29,7 @@ SEEDS = [int(each) for each in os.environ.get("BKCTL_TEST_SEEDS", "1,2,3,4,5,6")
 HONEST = Plan(duration_s=10)
 SHORT = Plan(duration_s=4)
 #: Faults that come so close that hardly anything gets done between them.
-STORMY = replace(HONEST, fault_interval_s=0.15, duration_s=9, down_max=4)
+STORMY = replace(HONEST, fault_interval_s=0.15, duration_s=12, down_max=4)
 #: A disk may fail for good: then its bookie gives up, and starts again.
 FAILING = replace(HONEST, faults=("bad-disk", "full", "slow-disk", "kill", "crash"), fault_interval_s=0.5)
 #: What brings mistakes out soon.

@@ -210,6 +210,13 @@ class EntryLocationIndex(_Index[LocationsDatabase]):
                 found[number] = 0 if value is None else read_location(value, str(database.path))
         return found
 
+    def locations_of(self, ledger: LedgerId, entry_ids: array[int]) -> array[int]:
+        """Return the locations of entries of one ledger; 0 for an entry that is not here. Raises Corrupt."""
+        keys = location_keys([(ledger, len(entry_ids))], entry_ids, scoped=ledger.is_scoped)
+        absent: list[bytes | None] = [None] * len(keys)
+        values = self._read(ledger, lambda database: database.values_of(keys), absent)
+        return array("q", (0 if value is None else read_location(value) for value in values))
+
     def last_entry_id(self, ledger: LedgerId) -> int:
         """Return the highest entry id here, -1 for none. Raises Corrupt."""
         return self._read(ledger, lambda database: database.last_entry_id(ledger), -1)

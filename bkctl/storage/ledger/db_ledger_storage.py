@@ -4,6 +4,9 @@
     flush    write cache → entry log, synced → locations, one synced batch → ledgers, one synced batch
     read     write cache → read-ahead cache → locations → entry log, with read-ahead for sequential readers
 
+The event loop answers reads from both caches, and from the page cache where it knows the location: a look-up in the
+database, which may wait for the disk, caches the locations of neighbours as well.
+
 The databases only point into synced entry logs, so that the journals restore everything that a crash loses. A ledger's
 directory is its 128-bit number modulo the number of directories. The next flush removes deleted ledgers from both
 databases; the next start removes what a deletion of Apache's bookie left behind.
@@ -47,6 +50,11 @@ from bkctl.storage.ledger.write_cache import Cached, WriteCache
 
 #: A read that skips at most this many entries counts as sequential: with striping a bookie has only part of them.
 READ_ON_ENTRIES_MAX: Final = 16
+#: Locations are cached in pages of 1 << PAGE_BITS entries: look-ups of neighbours cost little more than of one.
+PAGE_BITS: Final = 4
+#: Locations that the cache of a directory holds, and entries behind a run whose locations are looked up with it.
+CACHED_LOCATIONS_MAX: Final = 1 << 20
+LOOK_AHEAD_ENTRIES: Final = 256
 #: A list of entries polls `is_wanted` at multiples of this entry id.
 _ASKED_AT_ENTRIES: Final = 1024
 
@@ -98,7 +106,9 @@ class SingleDirectoryDbLedgerStorage:
         self.locations = EntryLocationIndex(index_directory, config, files)
         self.cache: WriteCache[DbLedgerHandle] = WriteCache()
         count = len(config.ledger_directories)
-        self.read_cache = ReadCache((config.db_storage_read_ahead_cache_max_size_mb << 20) // count)
+        self.read_cache: ReadCache[Buffer] = ReadCache((config.db_storage_read_ahead_cache_max_size_mb << 20) // count)
+        #: By ledger and page number.
+        self._location_cache: ReadCache[array[int]] = ReadCache(CACHED_LOCATIONS_MAX)
         self._changed: dict[LedgerId, DbLedgerHandle] = {}
         self._deleted: set[LedgerId] = set()
         #: Changes that no flush has written yet; several after a failed flush.
@@ -204,7 +214,7 @@ class SingleDirectoryDbLedgerStorage:
         self.cache.remove(handle)
         self._changed.pop(handle.ledger, None)
         self._deleted.add(handle.ledger)
-        self.read_cache.discard(handle.ledger)
+        self.discard_cached(handle.ledger)
 
     def is_busy(self, handle: DbLedgerHandle) -> bool:
         """Return whether the handle has state that is not on disk."""
@@ -217,6 +227,53 @@ class SingleDirectoryDbLedgerStorage:
         # A ledger that was deleted and recreated may find entries of the old one on disk until a flush writes it.
         return self.locations.location(handle.ledger, entry_id) if handle.is_on_disk else 0
 
+    def discard_cached(self, ledger: LedgerId) -> None:
+        """Forget what reads of the ledger found, after a change of its locations."""
+        self.read_cache.discard(ledger)
+        self._location_cache.discard(ledger)
+
+    def _cached_locations(self, handle: DbLedgerHandle, entry_ids: Sequence[int]) -> list[int]:
+        """Return the locations of entries outside the write cache; 0 for an entry whose location is not in memory."""
+        pages: dict[int, array[int] | None] = {}
+        locations: list[int] = []
+        get = self._location_cache.get
+        for entry_id in entry_ids:
+            number = entry_id >> PAGE_BITS
+            if number not in pages:
+                pages[number] = get(handle.ledger, number) if handle.is_on_disk else None
+            page = pages[number]
+            locations.append(0 if page is None else page[entry_id & _IN_PAGE])
+        return locations
+
+    def _look_up(self, handle: DbLedgerHandle, entry_ids: Sequence[int], ahead: int) -> list[int]:
+        """Return what `_cached_locations` returns, once pages that are missing, and `ahead` entries, are cached.
+
+        Raises Corrupt.
+        """
+        locations = self._cached_locations(handle, entry_ids)
+        if 0 not in locations or not handle.is_on_disk:
+            return locations
+        cache = self._location_cache
+        discards = cache.discards
+        end = min(max(entry_ids) + ahead, handle.last_entry)
+        numbers = {entry_id >> PAGE_BITS for entry_id in entry_ids}
+        numbers |= set(range(max(numbers) + 1, (end >> PAGE_BITS) + 1))
+        missing = sorted(number for number in numbers if cache.get(handle.ledger, number) is None)
+        if not missing:
+            return locations
+        wanted = array("q")
+        for number in missing:
+            wanted.extend(range(number << PAGE_BITS, number + 1 << PAGE_BITS))
+        found = self.locations.locations_of(handle.ledger, wanted)
+        pages = {number: found[at << PAGE_BITS : at + 1 << PAGE_BITS] for at, number in enumerate(missing)}
+        if not handle.deleted:
+            cache.put(handle.ledger, list(pages.items()), discards)
+        for at, entry_id in enumerate(entry_ids):
+            page = pages.get(entry_id >> PAGE_BITS)
+            if page is not None:
+                locations[at] = page[entry_id & _IN_PAGE]
+        return locations
+
     def find(self, handle: DbLedgerHandle, entry_id: int) -> Buffer | None:
         """Return the entry if it is in memory. Raises EntryNotFound for an id after the last entry."""
         record = WriteCache.find(handle, entry_id)
@@ -224,14 +281,32 @@ class SingleDirectoryDbLedgerStorage:
             return body_of(record)
         if not 0 <= entry_id <= handle.last_entry:
             raise _absent(handle, entry_id)
-        return self.read_cache.get(handle.ledger, entry_id)
+        return self._find_written(handle, (entry_id,), 1)[0]
+
+    def _find_written(self, handle: DbLedgerHandle, entry_ids: Sequence[int], size_max: int) -> list[Buffer | None]:
+        """Do what `find_all` does with entries outside the write cache."""
+        ledger = handle.ledger
+        found = self.read_cache.get_all(ledger, entry_ids, size_max)
+        if None not in found:
+            return found
+        missing = [number for number, body in enumerate(found) if body is None]
+        unread = [entry_ids[number] for number in missing]
+        locations = self._cached_locations(handle, unread)
+        if any(locations):
+            read = self.logger_of(scoped=ledger.is_scoped).read_run(ledger, unread, locations, size_max, cached=True)
+            _fill(found, missing, read)
+        return found
 
     def read(self, handle: DbLedgerHandle, entry_id: int) -> Buffer:
         """Return the entry; for any thread. Raises EntryNotFound, OSError, Corrupt."""
         body = self.find(handle, entry_id)
         if body is not None:
             return body
-        location = self.location(handle, entry_id)
+        try:
+            location = self._look_up(handle, (entry_id,), 0)[0]
+        except BkctlError:  # damage of a neighbour's location is none of this entry
+            location = 0
+        location = location or self.location(handle, entry_id)
         while location:
             try:
                 return self._read_at(handle, entry_id, location)
@@ -248,29 +323,24 @@ class SingleDirectoryDbLedgerStorage:
 
     def find_all(self, handle: DbLedgerHandle, entry_ids: Sequence[int], size_max: int) -> list[Buffer | None]:
         """Return entries that are in memory; see LedgerStorage.find_all."""
-        cached = self.read_cache.get_all
         if not handle.entries and not handle.flushing:
-            return cached(handle.ledger, entry_ids, size_max)
+            return self._find_written(handle, entry_ids, size_max)
         records = WriteCache.find_all(handle, entry_ids)
-        return merge_found(records, entry_ids, size_max, functools.partial(cached, handle.ledger))
+        return merge_found(records, entry_ids, size_max, functools.partial(self._find_written, handle))
 
     def read_most(self, handle: DbLedgerHandle, entry_ids: Sequence[int], size_max: int) -> list[Buffer | None]:
         """Return entries, most of them; see LedgerStorage.read_most."""
         found = self.find_all(handle, entry_ids, size_max)
         missing = [number for number, body in enumerate(found) if body is None]
         if len(missing) > 1 and handle.is_on_disk:
-            read = self._read_run(handle, [entry_ids[number] for number in missing], size_max)
-            for number, body in zip(missing, read, strict=False):
-                found[number] = body
-            if len(read) < len(missing):
-                del found[missing[len(read)] :]
+            _fill(found, missing, self._read_run(handle, [entry_ids[number] for number in missing], size_max))
         return found
 
     def _read_run(self, handle: DbLedgerHandle, entry_ids: Sequence[int], size_max: int) -> list[memoryview | None]:
         ledger = handle.ledger
         logger = self.logger_of(scoped=ledger.is_scoped)
         try:
-            locations = self.locations.locations([(ledger, entry_id) for entry_id in entry_ids])
+            locations = self._look_up(handle, entry_ids, LOOK_AHEAD_ENTRIES)
         except BkctlError:
             return [None] * len(entry_ids)
         read = logger.read_run(ledger, entry_ids, locations, size_max)
@@ -305,14 +375,13 @@ class SingleDirectoryDbLedgerStorage:
         if self.config.db_storage_read_ahead_cache_batch_bytes_size > 0:
             limit = min(limit, self.config.db_storage_read_ahead_cache_batch_bytes_size)
         wanted = max(asked_bytes, count * (entry_bytes + RECORD_SIZE.size))
+        discards = self.read_cache.discards
         with contextlib.suppress(OSError, Corrupt):
             logger = self.logger_of(scoped=ledger.is_scoped)
             ahead = logger.read_following(location, ledger, size_max=min(limit, wanted))
-            self.read_cache.put(ledger, ahead)
-            if ahead:
+            if ahead and not handle.deleted:
+                self.read_cache.put(ledger, ahead, discards)
                 handle.read_to = ahead[-1][0]
-        if handle.deleted:
-            self.read_cache.discard(ledger)
 
     def logger_of(self, *, scoped: bool) -> EntryLogger:
         """Return the entry logger of scope 0, or of all other scopes."""
@@ -409,7 +478,7 @@ class SingleDirectoryDbLedgerStorage:
             deleted = [ledger for ledger in changes.deleted if ledger.is_scoped == scoped]
             self.locations.write(located.runs, located.entry_ids, located.locations, deleted, scoped=scoped)
             for ledger, _ in located.runs:
-                self.read_cache.discard(ledger)
+                self.discard_cached(ledger)
         headers = {ledger: data for ledger, (handle, data) in changes.headers.items() if not handle.deleted}
         self.metadata.write(headers, changes.deleted)
 
@@ -578,7 +647,7 @@ class DbLedgerStorage(LedgerStorage[DbLedgerHandle]):
         for number, directory_moves in by_directory.items():
             self.directories[number].locations.move(directory_moves)
             for ledger in {move.ledger for move in directory_moves}:
-                self.directories[number].read_cache.discard(ledger)
+                self.directories[number].discard_cached(ledger)
 
     def has_entry_at(self, ledger: LedgerId, entry_id: int, location: int) -> bool:
         return self.live([(ledger, entry_id, location)])[0]
@@ -605,6 +674,7 @@ class DbLedgerStorage(LedgerStorage[DbLedgerHandle]):
         }
 
 
+_IN_PAGE: Final = (1 << PAGE_BITS) - 1
 _REBUILD_HINT: Final = "'bkctl bookie index rebuild' rebuilds the databases from the entry logs"
 
 
@@ -616,6 +686,14 @@ def _data_of(handle: DbLedgerHandle) -> LedgerData:
         explicit_lac=handle.explicit_lac or None,
         limbo=handle.limbo,
     )
+
+
+def _fill(found: list[Buffer | None], missing: Sequence[int], read: Sequence[Buffer | None]) -> None:
+    """Put what was read at the places `missing` of `found`, which ends before the first place that was not read."""
+    for number, body in zip(missing, read, strict=False):
+        found[number] = body
+    if len(read) < len(missing):
+        del found[missing[len(read)] :]
 
 
 def _absent(handle: DbLedgerHandle, entry_id: int) -> BkctlError:

@@ -1,4 +1,4 @@
-"""ReadCache: entries read ahead of sequential reads, in bounded memory.
+"""ReadCache: what reads will ask for next, by ledger, in bounded memory: entries read ahead, pages of locations.
 
 Source: ReadCache.
 """
@@ -7,34 +7,38 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
+from typing import Generic, TypeVar
 
-from bkctl.formats.layout import Buffer
 from bkctl.ids import LedgerId
 
+Item = TypeVar("Item", bound=Sized)
 
-class ReadCache:
-    """A cache of the newest `capacity` bytes of entries. Any thread may use it."""
+
+class ReadCache(Generic[Item]):
+    """A cache of the newest entries (or other items with a number), `capacity` of their lengths. For any thread."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         #: Bytes of the cached entries; entries that `discard` removed count until they would be the oldest.
         self.size = 0
-        self._ledgers: dict[LedgerId, dict[int, Buffer]] = {}
+        #: How often `discard` was called: what was read from disk before must not be cached afterwards.
+        self.discards = 0
+        self._ledgers: dict[LedgerId, dict[int, Item]] = {}
         self._batches: deque[tuple[LedgerId, list[int], int]] = deque()
         self._lock = threading.Lock()
 
-    def get(self, ledger: LedgerId, entry_id: int) -> Buffer | None:
+    def get(self, ledger: LedgerId, entry_id: int) -> Item | None:
         """Return the entry, None if it is not cached."""
         entries = self._ledgers.get(ledger)
         return None if entries is None else entries.get(entry_id)
 
-    def get_all(self, ledger: LedgerId, entry_ids: Sequence[int], size_max: int) -> list[Buffer | None]:
+    def get_all(self, ledger: LedgerId, entry_ids: Sequence[int], size_max: int) -> list[Item | None]:
         """Return what `get` returns of each entry. The list ends early once its entries have `size_max` bytes."""
         entries = self._ledgers.get(ledger)
         if entries is None:
             return [None] * len(entry_ids)
-        found: list[Buffer | None] = []
+        found: list[Item | None] = []
         size = 0
         for body in map(entries.get, entry_ids):
             found.append(body)
@@ -44,12 +48,17 @@ class ReadCache:
                     break
         return found
 
-    def put(self, ledger: LedgerId, entries: Sequence[tuple[int, Buffer]]) -> None:
-        """Cache entries of one ledger, and evict the oldest to make room."""
+    def put(self, ledger: LedgerId, entries: Sequence[tuple[int, Item]], discards: int | None = None) -> None:
+        """Cache entries of one ledger, and evict the oldest to make room.
+
+        `discards`: the count before the entries were read; nothing is cached if it has changed.
+        """
         size = sum(len(body) for _, body in entries)
         if not entries or size > self.capacity:
             return
         with self._lock:
+            if discards not in (None, self.discards):
+                return
             self._ledgers.setdefault(ledger, {}).update(entries)
             self._batches.append((ledger, [entry_id for entry_id, _ in entries], size))
             self.size += size
@@ -68,6 +77,6 @@ class ReadCache:
 
     def discard(self, ledger: LedgerId) -> None:
         """Remove a ledger's entries."""
-        if ledger in self._ledgers:
-            with self._lock:
-                self._ledgers.pop(ledger, None)
+        with self._lock:
+            self.discards += 1
+            self._ledgers.pop(ledger, None)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from support.simulated_disk import Fault, SimulatedFiles
 
 from bkctl.checks.check import IndexCheck
 from bkctl.config import BookieConfig
-from bkctl.disk import Files
+from bkctl.disk import Files, StorageFile
 from bkctl.errors import BkctlError, Corrupt, DirectoryInUse, EntryNotFound, UnknownLedgerState, UsageError
 from bkctl.files.directories import BookieDirectories
 from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
@@ -30,7 +32,8 @@ from bkctl.formats.record import record_of
 from bkctl.ids import U64_MAX, LedgerId
 from bkctl.storage.bookie_storage import BookieStorage
 from bkctl.storage.entry_logger import Move
-from bkctl.storage.ledger.db_ledger_storage import DbLedgerStorage
+from bkctl.storage.ledger.db_indexes import EntryLocationIndex
+from bkctl.storage.ledger.db_ledger_storage import DbLedgerHandle, DbLedgerStorage
 
 PLAIN, SCOPED = LedgerId(0, 4), LedgerId(7, 4)
 
@@ -54,6 +57,16 @@ def open_storage(root: Path, files: Files | None = None, directories: int = 1, *
 def abandon(storage: BookieStorage) -> None:
     """What the end of the process does to the databases, without a flush of what is in memory."""
     storage.ledgers.close()
+
+
+@contextlib.contextmanager
+def storage_without_locations(handle: DbLedgerHandle) -> Iterator[None]:
+    """Let every look-up in the locations of the ledger's directory fail the test."""
+    directory = handle.directory
+    locations = directory.locations
+    directory.locations = None  # type: ignore[assignment]
+    yield
+    directory.locations = locations
 
 
 def digests_of(ledger: LedgerId) -> DigestManager:
@@ -445,7 +458,8 @@ def test_evicts_surplus_handles(tmp_path: Path) -> None:
 # --- reads -----------------------------------------------------------------------------------------------------------
 
 
-def test_reads_ahead_for_sequential_reads_only(tmp_path: Path) -> None:
+def test_reads_ahead_for_sequential_reads_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StorageFile, "read_cached", lambda *_: None)  # entries that the page cache has need no cache
     storage = open_storage(tmp_path, db_storage_read_ahead_cache_batch_size=10)
     add(storage, PLAIN, *range(40))
     add(storage, LedgerId(0, 5), *range(40))
@@ -463,6 +477,72 @@ def test_reads_ahead_for_sequential_reads_only(tmp_path: Path) -> None:
     for entry_id in range(40):
         assert bytes(storage.read(handle, entry_id)) == body_of(PLAIN, entry_id)
     storage.read(handle, 1)
+    storage.close()
+
+
+@pytest.mark.parametrize("ledger", [PLAIN, SCOPED], ids=repr)
+def test_finds_neighbours_of_read_entries_in_the_page_cache(tmp_path: Path, ledger: LedgerId) -> None:
+    """The event loop needs neither a thread nor the database for entries whose locations were looked up."""
+    storage = open_storage(tmp_path)
+    add(storage, ledger, *range(0, 40, 2))
+    storage.run_checkpoint()
+    handle = storage.get(ledger)
+    assert isinstance(handle, DbLedgerHandle)
+    assert storage.find(handle, 20) is None
+    storage.read(handle, 20)
+    with storage_without_locations(handle):
+        found = {entry_id: storage.find(handle, entry_id) for entry_id in range(39)}
+        assert {entry_id for entry_id, body in found.items() if body is not None} == set(range(16, 32, 2))
+        assert all(bytes(body) == body_of(ledger, entry_id) for entry_id, body in found.items() if body is not None)
+    storage.read_all(handle, [0, 2], 1 << 20)  # runs look further ahead
+    with storage_without_locations(handle):
+        assert None not in storage.find_all(handle, range(0, 39, 2), 1 << 20)
+        assert storage.find_all(handle, [1, 2, 3], 1 << 20)[::2] == [None, None]
+    storage.close()
+
+
+def test_locations_looked_up_before_a_flush_are_not_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread looks an entry up, a flush writes a newer copy of it, and then the thread caches what it found."""
+    storage = open_storage(tmp_path)
+    add(storage, PLAIN, 0, 1, 2)
+    add(storage, LedgerId(0, 5), 0)  # so that nothing of the ledger is read ahead
+    storage.run_checkpoint()
+    handle = storage.get(PLAIN)
+    digests = digests_of(PLAIN)
+    copy = digests.seal(0, -1, 40, b"\1" * 20) + b"\1" * 20
+    real = EntryLocationIndex.locations_of
+
+    def slow(self: EntryLocationIndex, ledger: LedgerId, entry_ids: array[int]) -> array[int]:
+        found = real(self, ledger, entry_ids)
+        storage.add(PLAIN, 0, digests.master_key, copy, None)
+        storage.run_checkpoint()
+        return found
+
+    monkeypatch.setattr(EntryLocationIndex, "locations_of", slow)
+    assert bytes(storage.read(handle, 2)) == body_of(PLAIN, 2)
+    monkeypatch.undo()
+    assert bytes(storage.read(handle, 0)) == copy
+    assert bytes(storage.find(handle, 0) or b"") == copy
+    storage.close()
+
+
+def test_a_recreated_ledger_does_not_find_entries_of_the_deleted_one(tmp_path: Path) -> None:
+    storage = open_storage(tmp_path)
+    add(storage, PLAIN, 0, 1, 2)
+    storage.run_checkpoint()
+    deleted = storage.get(PLAIN)
+    storage.read(deleted, 1)
+    assert storage.find(deleted, 0) is not None
+    storage.delete_ledger(PLAIN)
+    with contextlib.suppress(BkctlError):
+        storage.read(deleted, 0)  # in a thread that began before
+    add(storage, PLAIN, 2)
+    handle = storage.get(PLAIN)
+    for _ in range(2):
+        assert storage.find_all(handle, [0, 1, 2], 1 << 20)[:2] == [None, None]
+        with pytest.raises(EntryNotFound):
+            storage.read(handle, 0)
+        storage.run_checkpoint()
     storage.close()
 
 
