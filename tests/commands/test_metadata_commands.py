@@ -206,7 +206,7 @@ def test_delete_needs_yes_without_a_terminal(cli: Cli, store: Cluster) -> None:
 
 def test_bookies_list(cli: Cli, store: Cluster) -> None:
     rows = cli("bookies", "list", "-o", "json").json
-    assert [list(row) for row in rows] == [["bookieId", "state", "address", "ledgerScopes", "endpoints"]] * 3
+    assert [list(row) for row in rows] == [["bookieId", "state", "address", "rack", "ledgerScopes", "endpoints"]] * 3
     assert [(row["bookieId"], row["state"], row["ledgerScopes"]) for row in rows] == [
         (BOOKIES[0], "rw", True), (BOOKIES[1], "ro", False), (BOOKIES[2], "down", False),
     ]  # fmt: skip

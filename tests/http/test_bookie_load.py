@@ -41,7 +41,7 @@ def watch(cluster: Cluster, wait_s: float = 60.0) -> LoadWatch:
 def test_numbers_are_those_of_apaches_metrics_and_rest(cluster: Cluster, fake: FakeServer, gc: str) -> None:
     fake.replies = replies(metrics(100, 10, gc=gc), metrics(400, 10, gc=gc))
     register(cluster, "b1", fake.url)
-    LedgerMarks(cluster.store).mark(LedgerId(0, 5), ["b1", "b9"])
+    LedgerMarks(cluster.store).add(LedgerId(0, 5), ["b1", "b9"])
     loads = watch(cluster)
     first, second = loads.look(), loads.look()
     (load,) = first.bookies

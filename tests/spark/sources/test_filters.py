@@ -21,7 +21,7 @@ from pyspark.sql.datasource import (
     Not,
     StringStartsWith,
 )
-from support.source_rows import Planned
+from support.source_rows import Planned, cuts
 
 from bkctl.errors import UsageError
 from bkctl.formats.entry import DigestManager, DigestType
@@ -107,10 +107,11 @@ def filters(draw: st.DrawFn) -> Filter:
     return made
 
 
-@given(st.lists(filters(), max_size=4), st.sampled_from(["200", "1m"]))
+@given(st.lists(filters(), max_size=4), st.sampled_from([200, None]))
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_filters_match_spark(bookie: Path, rows: list[dict[str, Any]], chosen: list[Filter], size: str) -> None:
-    planned = Planned(EntryLogSource, chosen, path=bookie, maxPartitionBytes=size)
+def test_filters_match_spark(bookie: Path, rows: list[dict[str, Any]], chosen: list[Filter], size: int | None) -> None:
+    options = {} if size is None else {"borders": cuts(size, *sorted(bookie.glob("**/*.log")))}
+    planned = Planned(EntryLogSource, chosen, path=bookie, **options)
     found = [row for row in planned.rows() if all(keeps(each, row) for each in planned.left)]
     assert found == [row for row in rows if all(keeps(each, row) for each in chosen)]
     assert all(isinstance(each, IsNotNull) or (isinstance(each, In) and not each.value) for each in planned.left)
