@@ -8,6 +8,7 @@ Source: KeyValueStorageRocksDB.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
@@ -25,6 +26,7 @@ from bkctl.formats.names import ROCKSDB_CURRENT
 BATCH_OPERATIONS: Final = 10_000
 
 _OPEN_ATTEMPTS: Final = 5
+_OPEN_PAUSE_S: Final = 0.05
 #: rocksdict leaves this file beside RocksDB's own files.
 _BINDING_FILE: Final = "rocksdict-config.json"
 
@@ -53,15 +55,17 @@ class Database:
         from tempfile import TemporaryDirectory
 
         problem: BkctlError | None = None
-        for _ in range(_OPEN_ATTEMPTS):
+        for attempt in range(_OPEN_ATTEMPTS):
+            time.sleep(attempt and _OPEN_PAUSE_S)
             view = TemporaryDirectory(prefix="bkctl-")
             try:
                 link_files(path, Path(view.name))
                 check_manifest(path)
                 with rocksdb_errors(path, "cannot be opened", view.name):
                     database = open_read_only(view.name)
-            except Corrupt as error:
-                # A running bookie may have replaced files meanwhile; real damage is there at the next attempt too.
+            except (Corrupt, NotFound) as error:
+                # A running bookie may just create the database, or have replaced files meanwhile; real damage is there
+                # at the next attempt too.
                 view.cleanup()
                 problem = error
             except BaseException:

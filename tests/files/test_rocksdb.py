@@ -200,6 +200,26 @@ def test_a_manifest_that_is_being_written_can_be_read(current: Path) -> None:
             assert len(list(ledgers.ledgers())) > 20
 
 
+def test_a_database_that_a_bookie_is_just_creating_is_waited_for(
+    current: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "locations"
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 2:
+            path.mkdir()
+        elif len(pauses) == 3:
+            shutil.copytree(current / "locations", path, dirs_exist_ok=True)
+
+    monkeypatch.setattr("bkctl.files.rocksdb_database.time.sleep", pause)
+    with LocationsDatabase.open(path) as database:
+        assert next(database.locations())
+    with pytest.raises(NotFound, match="has no database"):
+        LocationsDatabase.open(tmp_path / "none")
+
+
 def test_a_damaged_write_ahead_log_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "locations"
     locations = LocationsDatabase.create(path)
