@@ -287,7 +287,7 @@ class Run:
     def directories(self, given: Iterable[Path] | None, *, needed: bool = True) -> BookieDirectories:
         """Return the directories to read: the given ones, else the directories in `--conf`.
 
-        Raises UsageError if there are none and they are `needed`, NotFound if they hold no file of a bookie.
+        Raises UsageError if `needed` directories are missing, NotFound if they hold no file of a bookie.
         """
         from bkctl.files.directories import BookieDirectories
 

@@ -45,7 +45,7 @@ def settings(**changes: Any) -> HttpSettings:
 def test_a_server_beyond_loopback_without_authentication_is_refused(host: str, pem: Path) -> None:
     with pytest.raises(UsageError, match="open to everyone"):
         settings(http_server_host=host)
-    with pytest.raises(UsageError, match="open to everyone"):  # TLS alone asks nobody who they are
+    with pytest.raises(UsageError, match="open to everyone"):  # TLS alone does not identify clients
         settings(http_server_host=host, http_server_tls_enable=True, http_server_key_store_path=str(pem))
     assert settings(http_server_host=host, http_server_token=TOKEN).authenticates
     with_certificates = settings(

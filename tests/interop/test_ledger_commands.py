@@ -631,7 +631,7 @@ def test_all_forms_of_output_say_the_same(cli: CommandLine, apache_ledgers: Ledg
         assert shown.code == 0
         assert b"\x1b" not in shown.out
         if not is_object:
-            # A table of findings is a sentence where there are none.
+            # Without findings, a sentence replaces the table.
             lines = 0 if command[1] == "verify" else len(rows) + 1
             assert shown.out.count(b"\n") == lines, command
         elif key is not None:

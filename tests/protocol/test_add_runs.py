@@ -1,4 +1,4 @@
-"""Runs of adds: what they take is what the decoders say frame by frame, compiled or not; and how they are answered."""
+"""Runs of adds agree with the decoders frame by frame, compiled or not, and are answered as one."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from support.mutation import changed, changes
 
 from bkctl.errors import LedgerFenced
 from bkctl.formats.entry import DigestManager, DigestType
@@ -92,7 +93,7 @@ def frames_of(data: bytes, begin: int, stop: int, *, is_v2: bool) -> list[tuple[
 
 
 def check(data: bytes, at: int, found: Taken, *, is_v2: bool) -> int:
-    """What a run says of its frames is what the decoders say; returns how many there are."""
+    """Assert that a run agrees with the decoders on each of its frames; return the number of frames."""
     if found is None:
         return 0
     stop, run = found
@@ -146,16 +147,6 @@ v3_frames = st.builds(
     st.one_of(adds, scoped_adds, odd_requests, odd_v3_requests),
     txn_ids,
 )
-#: Bytes that are changed: where (of 1,000), and to what.
-changes = st.lists(st.tuples(st.integers(0, 999), st.integers(0, 255)), max_size=3)
-
-
-def changed(data: bytes, where: list[tuple[int, int]]) -> bytes:
-    mutable = bytearray(data)
-    for at, value in where:
-        if mutable:
-            mutable[at * len(mutable) // 1000] = value
-    return bytes(mutable)
 
 
 @given(st.lists(v2_frames, max_size=12).map(b"".join), changes, st.integers(0, 40))

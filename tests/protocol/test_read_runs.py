@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from support.mutation import changed, changes
 
 from bkctl.errors import LedgerNotFound
 from bkctl.ids import I64_MAX, LedgerId
@@ -60,7 +61,7 @@ def run_of(data: bytes, *, is_v2: bool, at: int = 0, count_max: int = 10_000, si
 
 
 def check(data: bytes, at: int, found: Taken, *, is_v2: bool) -> int:
-    """What a run says of its frames is what the decoders say; returns how many there are."""
+    """Assert that a run agrees with the decoders on each of its frames; return the number of frames."""
     if found is None:
         return 0
     stop, run = found
@@ -105,16 +106,6 @@ v3_frames = st.builds(
     st.one_of(reads, reads, scoped_reads, st.sampled_from((*ODD, *ODD_V3))),
     txn_ids,
 )
-#: Bytes that are changed: where (of 1,000), and to what.
-changes = st.lists(st.tuples(st.integers(0, 999), st.integers(0, 255)), max_size=3)
-
-
-def changed(data: bytes, where: list[tuple[int, int]]) -> bytes:
-    mutable = bytearray(data)
-    for at, value in where:
-        if mutable:
-            mutable[at * len(mutable) // 1000] = value
-    return bytes(mutable)
 
 
 @given(st.lists(v2_frames, max_size=12).map(b"".join), changes, st.integers(0, 40))

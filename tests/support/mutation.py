@@ -7,6 +7,8 @@ import struct
 from collections.abc import Callable
 from typing import Final
 
+from hypothesis import strategies as st
+
 FRAME_SIZE_BYTES_MAX: Final = 5 << 20
 NUMBERS: Final = (
     0, 1, 2, 3, 5, 127, 128, 255, 256, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 32, (1 << 40) - 1, 1 << 40,
@@ -46,3 +48,16 @@ def mutated(frame: bytes, other: Callable[[], bytes], chance: random.Random) -> 
     if chance.random() < 0.7 and len(data) >= 4:
         data[:4] = struct.pack(">i", len(data) - 4)  # so that what is wrong is behind the length
     return bytes(data)
+
+
+#: Bytes that `changed` replaces: where (of 1,000), and by what.
+changes = st.lists(st.tuples(st.integers(0, 999), st.integers(0, 255)), max_size=3)
+
+
+def changed(data: bytes, where: list[tuple[int, int]]) -> bytes:
+    """Return `data` with the bytes replaced that an example of `changes` names."""
+    mutable = bytearray(data)
+    for at, value in where:
+        if mutable:
+            mutable[at * len(mutable) // 1000] = value
+    return bytes(mutable)

@@ -392,7 +392,7 @@ def _add_sums(sums: dict[str, tuple[int, int]], batch: pa.RecordBatch) -> None:
 
 
 def _ledger_rows(log: BookieFile, bookie_id: str, sums: dict[str, tuple[int, int]]) -> pa.Table:
-    """Return the ledgers of one log, by a scan and by its ledgers map; one row without a ledger if there are none."""
+    """Return the ledgers of one log, by a scan and by its ledgers map; one row without a ledger for an empty log."""
     import pyarrow as pa
 
     shares = list(log_rows((bookie_id, str(log.path))))

@@ -134,7 +134,7 @@ def test_superseded_parts_are_kept_for_a_while(place: Path, tmp_path: Path) -> N
     assert {part.partition("/")[0] for part in superseded} >= {"index", "ledgers", "journals"}
     assert set(second.parts("records")) == set(first.parts("records")) <= current
     assert all(store.exists(part) for part in superseded)
-    # Files that no list names are removed once nobody can be writing them.
+    # Files that no list names are removed once no extract can still write them.
     leftover = Path(store.uri, "v1", "index", directory_name(second.bookie_id), "_0.tmp")
     leftover.write_bytes(b"")
     os.utime(leftover, (0, 0))
