@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue, SimpleQueue
 from typing import Final, Protocol
 
 from bkctl.bookie.metrics import JournalMetrics
@@ -93,7 +93,7 @@ class JournalThread:
         self._number = number
         self._listener = listener
         self.metrics = JournalMetrics()
-        self._queue: SimpleQueue[JournalBatch | None] = SimpleQueue()
+        self._queue: Queue[JournalBatch | None] = Queue()  # SimpleQueue.get(timeout) of CPython 3.11 and 3.12 may hang
         self._loop = asyncio.get_running_loop()
         self._size_enough = config.journal_buffered_writes_threshold
         self._count_enough = config.journal_buffered_entries_threshold or sys.maxsize

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from queue import Empty
 from typing import Any
 
 import pytest
@@ -112,6 +113,28 @@ def test_group_waits_no_longer_than_its_time() -> None:
 
     asyncio.run(main())
     assert listener.heard == [("committed", 1)]
+
+
+async def test_a_wait_for_more_batches_ends_however_short_it_is() -> None:
+    """queue.SimpleQueue of CPython 3.11 and 3.12 waits for ever, once in some thousand times."""
+    thread = JournalThread(Storage(), 0, BookieConfig(), Listener())  # type: ignore[arg-type]
+    await asyncio.to_thread(thread.stop)
+    waits = thread._queue
+    count = 0
+
+    def wait_often() -> None:
+        nonlocal count
+        for _ in range(20_000):
+            waits.put(None)
+            waits.get()
+            with pytest.raises(Empty):
+                waits.get(timeout=1e-7)
+            count += 1
+
+    waiting = threading.Thread(target=wait_often, daemon=True)
+    waiting.start()
+    await asyncio.to_thread(waiting.join, 60)
+    assert count == 20_000
 
 
 def test_deferred_adds_are_reported_before_the_sync() -> None:

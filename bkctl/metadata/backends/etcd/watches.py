@@ -66,7 +66,7 @@ class EtcdWatches:
         self._client: Any = None
         self._wanted = threading.Event()
         #: Watches to call back; None: the store was closed.
-        self._events: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._events: queue.Queue[int | None] = queue.Queue()
 
     def add(self, path: str, key: bytes, callback: Callable[[], None], children: bool) -> Callable[[], None]:
         """See MetadataStore.watch."""

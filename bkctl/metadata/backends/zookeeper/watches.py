@@ -38,7 +38,7 @@ class ZooKeeperWatches:
         self._watches: dict[int, _Watch] = {}
         self._watch_id = 0
         #: Places that changed; None: restore the ephemerals.
-        self._events: queue.SimpleQueue[_Place | None] = queue.SimpleQueue()
+        self._events: queue.Queue[_Place | None] = queue.Queue()
         #: kazoo keeps each callback until its node changes, also of cancelled watches, but equal ones only once.
         self._callbacks: weakref.WeakValueDictionary[_Place, Callable[[object], None]] = weakref.WeakValueDictionary()
         self._thread: threading.Thread | None = None
