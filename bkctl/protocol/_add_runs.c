@@ -4,22 +4,16 @@
  * test_read_runs.py compare both with protobuf on arbitrary bytes. Nothing is read outside the given part of the buffer.
  */
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <stdint.h>
-#include <string.h>
+#include "_wire.h"
 
 /* Version of the functions' arguments and results; add_runs.py accepts only its own. Raise both together. */
 #define API 2
 
 enum {
-    LENGTH = 4, /* of a frame, or of an entry in a record */
-    KEY = 20,
     HEADER_V1 = 32, /* ledger, entry, LAC, length */
     HEADER_V2 = 41, /* flags, scope, ledger, entry, LAC, length */
     V2_FRONT = 24, /* of a v2 frame behind its length: header, master key */
     V2_HEAD = 2 << 24 | 1 << 16,
-    V2_ANSWER = 24, /* of an answer behind its length: header, code, ledger, entry */
     V3_ANSWER_MAX = 80,
     V2_READ = 20, /* of a v2 read behind its length: header, ledger, entry */
     V2_READ_HEAD = 2 << 24 | 2 << 16,
@@ -28,33 +22,6 @@ enum {
 
 static const int64_t ENTRY_ID_MAX = ((int64_t)1 << 40) - 1;
 
-static uint32_t read_u32(const unsigned char *at) {
-    return (uint32_t)at[0] << 24 | (uint32_t)at[1] << 16 | (uint32_t)at[2] << 8 | at[3];
-}
-
-static uint64_t read_u64(const unsigned char *at) {
-    return (uint64_t)read_u32(at) << 32 | read_u32(at + 4);
-}
-
-static unsigned char *write_u32(unsigned char *at, uint32_t value) {
-    for (int index = 0; index < 4; index++) {
-        at[index] = (unsigned char)(value >> (24 - 8 * index));
-    }
-    return at + 4;
-}
-
-static unsigned char *write_u64(unsigned char *at, uint64_t value) {
-    return write_u32(write_u32(at, (uint32_t)(value >> 32)), (uint32_t)value);
-}
-
-static unsigned char *write_varint(unsigned char *at, uint64_t value) {
-    for (; value > 127; value >>= 7) {
-        *at++ = (unsigned char)(value | 128);
-    }
-    *at++ = (unsigned char)value;
-    return at;
-}
-
 /* One add, as a frame says it; `body` points into the buffer. */
 typedef struct {
     uint64_t txn_id, scope, ledger;
@@ -62,39 +29,6 @@ typedef struct {
     const unsigned char *key, *body;
     Py_ssize_t size;
 } Add;
-
-/* The unread bytes are between `at` and `end`; `failed` is set at the first byte of another form. */
-typedef struct {
-    const unsigned char *at, *end;
-    int failed;
-} Reader;
-
-static uint64_t take_varint(Reader *in) {
-    uint64_t value = 0;
-    for (int shift = 0; shift < 70; shift += 7) {
-        if (in->at >= in->end || (shift == 63 && *in->at > 1)) {
-            break;
-        }
-        const unsigned char byte = *in->at++;
-        value |= (uint64_t)(byte & 127) << shift;
-        if (byte < 128) {
-            return value;
-        }
-    }
-    in->failed = 1;
-    return 0;
-}
-
-/* Read past `count` bytes, which must begin with the `size` bytes of `expected`; return their place. */
-static const unsigned char *take(Reader *in, Py_ssize_t count, const char *expected, size_t size) {
-    const unsigned char *begin = in->at;
-    if (in->failed || in->end - begin < count || memcmp(begin, expected, size) != 0) {
-        in->failed = 1;
-        return begin;
-    }
-    in->at += count;
-    return begin;
-}
 
 /* Return 1, and read the LAC, if the body is the add's entry in the format of its scope. */
 static int fits(Add *add) {
@@ -127,24 +61,26 @@ static int read_v2(const unsigned char *at, Py_ssize_t size, Add *add) {
     return fits(add);
 }
 
+/* Read the 5 bytes of `header`, the transaction id that follows, and the 2 bytes of `field`; return the id. */
+static uint64_t take_head(Reader *in, const char *header, const char *field) {
+    take(in, 1, "\x0a", 1);
+    const unsigned char *header_size = take(in, 1, "", 0);
+    take(in, 5, header, 5);
+    if (in->failed) {
+        return 0;
+    }
+    const uint64_t txn_id = take_varint(in);
+    const int fits = in->at == header_size + 1 + *header_size;
+    take(in, 2, field, 2);
+    const uint64_t nested = take_varint(in);
+    in->failed |= !fits || nested != (uint64_t)(in->end - in->at);
+    return txn_id;
+}
+
 /* The form is that of v3_hot.py's add request. */
 static int read_v3(const unsigned char *at, Py_ssize_t size, Add *add) {
     Reader in = {at, at + size, 0};
-    take(&in, 1, "\x0a", 1);
-    const unsigned char *header_size = take(&in, 1, "", 0);
-    take(&in, 5, "\x08\x03\x10\x02\x18", 5);
-    if (in.failed) {
-        return 0;
-    }
-    add->txn_id = take_varint(&in);
-    if (in.at != header_size + 1 + *header_size) {
-        return 0;
-    }
-    take(&in, 2, "\xaa\x06", 2);
-    const uint64_t nested = take_varint(&in);
-    if (in.failed || nested != (uint64_t)(in.end - in.at)) {
-        return 0;
-    }
+    add->txn_id = take_head(&in, "\x08\x03\x10\x02\x18", "\xaa\x06");
     take(&in, 1, "\x08", 1);
     add->ledger = take_varint(&in);
     take(&in, 1, "\x10", 1);
@@ -193,12 +129,6 @@ static unsigned char *answer_v3(unsigned char *frame, const Add *add) {
     *nested = (unsigned char)(at - nested - 1);
     write_u32(frame, (uint32_t)(at - frame - LENGTH));
     return at;
-}
-
-static int append(PyObject *list, PyObject *item) {
-    const int failed = item == NULL || PyList_Append(list, item) < 0;
-    Py_XDECREF(item);
-    return failed ? -1 : 0;
 }
 
 static PyObject *record_of(const Add *add) {
@@ -298,21 +228,7 @@ static int read_v2_read(const unsigned char *at, Py_ssize_t size, Read *read) {
 /* The form is that of v3_hot.py's read request. */
 static int read_v3_read(const unsigned char *at, Py_ssize_t size, Read *read) {
     Reader in = {at, at + size, 0};
-    take(&in, 1, "\x0a", 1);
-    const unsigned char *header_size = take(&in, 1, "", 0);
-    take(&in, 5, "\x08\x03\x10\x01\x18", 5);
-    if (in.failed) {
-        return 0;
-    }
-    read->txn_id = take_varint(&in);
-    if (in.at != header_size + 1 + *header_size) {
-        return 0;
-    }
-    take(&in, 2, "\xa2\x06", 2);
-    const uint64_t nested = take_varint(&in);
-    if (in.failed || nested != (uint64_t)(in.end - in.at)) {
-        return 0;
-    }
+    read->txn_id = take_head(&in, "\x08\x03\x10\x01\x18", "\xa2\x06");
     take(&in, 1, "\x08", 1);
     read->ledger = take_varint(&in);
     take(&in, 1, "\x10", 1);
@@ -375,14 +291,6 @@ failed:
     Py_XDECREF(txns);
     PyBuffer_Release(&buffer);
     return found;
-}
-
-static size_t varint_size(uint64_t value) {
-    size_t size = 1;
-    for (; value > 127; value >>= 7) {
-        size++;
-    }
-    return size;
 }
 
 static unsigned char *front_v2(unsigned char *at, const Read *read, Py_ssize_t size) {

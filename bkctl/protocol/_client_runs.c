@@ -4,61 +4,20 @@
  * tests/protocol/test_client_runs.py compares both. Nothing is read outside the given part of the buffer.
  */
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <stdint.h>
-#include <string.h>
+#include "_wire.h"
 
 /* Version of the functions' arguments and results; client_runs.py accepts only its own. Raise both together. */
 #define API 1
 
 enum {
-    LENGTH = 4, /* of a frame */
-    KEY = 20,
     ADD_FIELDS = 7,
     READ_FIELDS = 8,
-    V2_ANSWER = 24, /* of an answer behind its length: header, code, ledger, entry */
     OVERHEAD_MAX = 128, /* of a frame without its entry */
     PIECES_MAX = 8, /* of an add's body */
 };
 
 enum { READ = 1, ADD = 2 }; /* operations of v3 */
 enum { V2_ADD = 1, V2_READ = 2 };
-
-static uint32_t read_u32(const unsigned char *at) {
-    return (uint32_t)at[0] << 24 | (uint32_t)at[1] << 16 | (uint32_t)at[2] << 8 | at[3];
-}
-
-static uint64_t read_u64(const unsigned char *at) {
-    return (uint64_t)read_u32(at) << 32 | read_u32(at + 4);
-}
-
-static unsigned char *write_u32(unsigned char *at, uint32_t value) {
-    for (int index = 0; index < 4; index++) {
-        at[index] = (unsigned char)(value >> (24 - 8 * index));
-    }
-    return at + 4;
-}
-
-static unsigned char *write_u64(unsigned char *at, uint64_t value) {
-    return write_u32(write_u32(at, (uint32_t)(value >> 32)), (uint32_t)value);
-}
-
-static unsigned char *write_varint(unsigned char *at, uint64_t value) {
-    for (; value > 127; value >>= 7) {
-        *at++ = (unsigned char)(value | 128);
-    }
-    *at++ = (unsigned char)value;
-    return at;
-}
-
-static int varint_size(uint64_t value) {
-    int size = 1;
-    for (; value > 127; value >>= 7) {
-        size++;
-    }
-    return size;
-}
 
 /* --- requests ----------------------------------------------------------------------------------------------------- */
 
@@ -234,37 +193,6 @@ typedef struct {
     Py_ssize_t size;
 } Answer;
 
-/* The unread bytes are between `at` and `end`; `failed` is set at the first byte of another form. */
-typedef struct {
-    const unsigned char *at, *end;
-    int failed;
-} Reader;
-
-static uint64_t take_varint(Reader *in) {
-    uint64_t value = 0;
-    for (int shift = 0; shift < 70; shift += 7) {
-        if (in->at >= in->end || (shift == 63 && *in->at > 1)) {
-            break;
-        }
-        const unsigned char byte = *in->at++;
-        value |= (uint64_t)(byte & 127) << shift;
-        if (byte < 128) {
-            return value;
-        }
-    }
-    in->failed = 1;
-    return 0;
-}
-
-/* Read past the `size` bytes of `expected`. */
-static void take(Reader *in, const char *expected, Py_ssize_t size) {
-    if (in->failed || in->end - in->at < size || memcmp(in->at, expected, (size_t)size) != 0) {
-        in->failed = 1;
-    } else {
-        in->at += size;
-    }
-}
-
 static int peek(const Reader *in, unsigned char expected) {
     return !in->failed && in->at < in->end && *in->at == expected;
 }
@@ -304,14 +232,14 @@ static int read_v3(const unsigned char *at, Py_ssize_t size, Answer *answer) {
     if (in.failed || in.at != header_end) {
         return 0;
     }
-    take(&in, answer->operation == ADD ? "\x10\x00\xaa\x06" : "\x10\x00\xa2\x06", 4);
+    take(&in, 4, answer->operation == ADD ? "\x10\x00\xaa\x06" : "\x10\x00\xa2\x06", 4);
     const uint64_t nested = take_varint(&in);
     if (in.failed || nested != (uint64_t)(in.end - in.at)) {
         return 0;
     }
-    take(&in, "\x08\x00\x10", 3);
+    take(&in, 3, "\x08\x00\x10", 3);
     answer->ledger = take_varint(&in);
-    take(&in, "\x18", 1);
+    take(&in, 1, "\x18", 1);
     const uint64_t entry = take_varint(&in);
     answer->entry = (int64_t)entry;
     answer->scope = 0;
@@ -320,7 +248,7 @@ static int read_v3(const unsigned char *at, Py_ssize_t size, Answer *answer) {
         return 0;
     }
     if (answer->operation == READ) {
-        take(&in, "\x22", 1);
+        take(&in, 1, "\x22", 1);
         const uint64_t body_size = take_varint(&in);
         if (in.failed || body_size > (uint64_t)(in.end - in.at)) {
             return 0;
@@ -335,7 +263,7 @@ static int read_v3(const unsigned char *at, Py_ssize_t size, Answer *answer) {
         }
     }
     if (in.at != in.end) {
-        take(&in, "\x78", 1);
+        take(&in, 1, "\x78", 1);
         answer->scope = take_varint(&in);
     }
     return !in.failed && in.at == in.end;
@@ -357,12 +285,6 @@ static PyObject *tuple_of(PyObject *kind, Py_ssize_t count, PyObject **items) {
         }
     }
     return made;
-}
-
-static int append(PyObject *list, PyObject *item) {
-    const int failed = item == NULL || PyList_Append(list, item) < 0;
-    Py_XDECREF(item);
-    return failed ? -1 : 0;
 }
 
 /* Return the answer's AddResponse or ReadResponse. */
