@@ -99,6 +99,25 @@ PULSAR: Final = (
 )
 
 
+#: What other tools call the commands of a group, and what we do.
+_SYNONYMS: Final = {
+    "add": ("create", "set", "write"),
+    "cat": ("read", "show"),
+    "create": ("write", "add", "init", "start", "up"),
+    "describe": ("show", "info"),
+    "dump": ("read", "export", "show"),
+    "get": ("show", "list"),
+    "info": ("show", "status"),
+    "ls": ("list", "files"),
+    "new": ("create", "write", "init"),
+    "ps": ("status", "list"),
+    "remove": ("delete", "unset", "decommission"),
+    "rm": ("delete", "unset", "decommission"),
+    "stat": ("show", "status"),
+    "tail": ("read", "watch"),
+}
+
+
 def translate(words: Iterable[str]) -> str | None:
     """Return our command for the words (one at least) of one of Apache's, typed after `bkctl`; None for others."""
     *group, name = [word.lower() for word in words]
@@ -110,13 +129,20 @@ def translate(words: Iterable[str]) -> str | None:
 
 
 def find_elsewhere(path: list[str], name: str, commands: Iterable[str]) -> list[str]:
-    """Return the `commands` whose last word is `name`, at most three, the group most like `path` first."""
+    """Return the command of group `path` that another tool calls `name`, or the `commands` whose last word is `name`.
+
+    At most three, the group most like `path` first.
+    """
     typed = " ".join(path)
+    known = list(commands)
+    for synonym in _SYNONYMS.get(name, ()) if path else ():
+        if f"{typed} {synonym}" in known:
+            return [f"{typed} {synonym}"]
 
     def likeness(command: str) -> float:
         return SequenceMatcher(None, typed, command.rpartition(" ")[0]).ratio()
 
-    found = sorted((each for each in commands if each.rpartition(" ")[2] == name), key=likeness, reverse=True)
+    found = sorted((each for each in known if each.rpartition(" ")[2] == name), key=likeness, reverse=True)
     if found and likeness(found[0]) >= _RELATED_RATIO:
         return found[:1]
     return found[:_SUGGESTIONS_MAX]

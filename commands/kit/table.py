@@ -1,8 +1,8 @@
 """A table whose widths come from its first rows, and that fits the terminal.
 
 Columns that are too wide together shrink in this order: paths and payloads (`flexible`) are cut, texts wrap at words,
-titles wrap. Where that is not enough, columns are left out, and named in `left_out`: first those without a value in any
-row, then the last ones; never the first column, and no sentence.
+titles wrap. Where that is not enough, columns are left out: first those without a value in any row, then the last ones,
+which `left_out` names; never the first column, and no sentence.
 """
 
 from __future__ import annotations
@@ -41,13 +41,15 @@ class Table:
         self._flexible: list[bool] = [column.flexible for column in self._columns]
         #: Places of the columns that are printed, in order.
         self._kept = list(range(len(self._columns)))
+        #: Places of the columns that may have a value in some row.
+        self._full = self._kept
         #: Plain rows are laid out by one % operation; terminals, colours and wide characters take the slower way.
         self._template: str | None = None
 
     @property
     def left_out(self) -> list[str]:
-        """The titles of the columns that did not fit."""
-        return [column.title or "" for at, column in enumerate(self._columns) if at not in self._kept]
+        """The titles of the columns that did not fit and have a value in some row."""
+        return [self._columns[at].title or "" for at in self._full if at not in self._kept]
 
     def add(self, rows: Iterable[tuple[str, ...]], *, now: bool) -> list[str]:
         """Add `rows`, and return the lines that can be printed now."""
@@ -118,7 +120,7 @@ class Table:
         ]
         kept = self._kept
         # More rows may come with values, unless the table is complete.
-        full = [at for at in kept if at == 0 or given[at] or not complete]
+        full = self._full = [at for at in kept if at == 0 or given[at] or not complete]
         last_first = [at for at in reversed(full[1:]) if self._is_rigid(at) and not self._columns[at].style]
         tries = [(kept, comfort), (full, comfort), (full, least)]
         tries += [

@@ -124,8 +124,8 @@ def print_ledgers(
             _print_ids(run, cluster, scope_id, start)
         else:
             run.watch(watch, look, list_columns(run))
-        if scope_id == 0 and watch is None and next(cluster.ledgers.ledgers(0), None) is None:
-            _note_other_scopes(run, cluster)
+        if watch is None and next(cluster.ledgers.ledgers(scope_id), None) is None:
+            _note_other_scopes(run, cluster, scope_id)
     run.finish_with(
         len(unreadable), "ledger has metadata that cannot be read", "ledgers have metadata that cannot be read"
     )
@@ -153,16 +153,18 @@ def _print_ids(run: Run, cluster: Cluster, scope_id: int | None, start: LedgerId
         run.text("\n".join(map(str, names)) + "\n")
 
 
-def _note_other_scopes(run: Run, cluster: Cluster) -> None:
-    """Say how many ledgers other scopes have, where scope 0 has none."""
+def _note_other_scopes(run: Run, cluster: Cluster, scope_id: int | None) -> None:
+    """Say that there are no ledgers in a scope (None: in any), and how many others have."""
     from itertools import islice
 
-    scopes = sum(1 for scope in islice(cluster.ledgers.scopes(), OTHERS_COUNTED_MAX) if scope)
+    scopes = sum(1 for scope in islice(cluster.ledgers.scopes(), OTHERS_COUNTED_MAX) if scope != scope_id)
     ledgers = sum(1 for _ in islice(cluster.ledgers.ledgers(None), OTHERS_COUNTED_MAX))
-    if ledgers:
+    if not ledgers:
+        run.note("There are no ledgers")
+    elif scope_id is not None:
         at_least = "at least " if ledgers == OTHERS_COUNTED_MAX else ""
         run.note(
-            f"No ledgers in scope 0; {counted(scopes, 'other scope', 'other scopes')} with {at_least}"
+            f"No ledgers in scope {scope_id}; {counted(scopes, 'other scope', 'other scopes')} with {at_least}"
             f"{counted(ledgers, 'ledger', 'ledgers')}: add --all-scopes, or --ledger-scope-id SCOPE"
         )
 

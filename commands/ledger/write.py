@@ -106,7 +106,14 @@ def write(
 
 def _readable_size(name: str) -> int | None:
     """Return the size of a readable file; problems with it are raised before a ledger is created."""
-    status = os.stat(name)
+    try:
+        status = os.stat(name)
+    except FileNotFoundError as error:
+        if not name.isdecimal():
+            raise
+        raise UsageError(
+            f"No file {name} to write", hint=f"--ledger-id {name} writes stdin into a new ledger {name}"
+        ) from error
     if not (S_ISREG(status.st_mode) or S_ISDIR(status.st_mode)):
         return None  # a pipe is opened once only: its writer would not survive the first end
     with open(name, "rb"):

@@ -47,6 +47,12 @@ def payloads(cli: Cli, ledger: str, *arguments: object) -> list[bytes]:
     return [base64.b64decode(row["payload"]) for row in result.rows]
 
 
+def test_write_of_a_number_that_is_no_file_names_the_option_for_ids(cli: Cli) -> None:
+    answer = cli("ledger", "write", "17")
+    assert (answer.code, answer.out) == (2, "")
+    assert answer.err == "bkctl: No file 17 to write; --ledger-id 17 writes stdin into a new ledger 17\n"
+
+
 def test_a_line_is_an_entry(cli: Cli, write: object) -> None:
     ledger = write(b"one\n\nthree\x00\xff\nlast")  # type: ignore[operator]
     assert payloads(cli, ledger) == [b"one", b"", b"three\x00\xff", b"last"]

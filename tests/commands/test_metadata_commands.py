@@ -487,12 +487,11 @@ def test_ledgers_of_an_unknown_bookie_are_not_found(cli: Cli, store: Cluster) ->
     assert cli("ledger", "list", "--bookie", BOOKIES[2], "--state", "IN_RECOVERY", "-o", "json").json == []
 
 
-def test_an_empty_scope_0_says_what_other_scopes_hold(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_empty_scope_says_what_other_scopes_hold(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     uri = f"sqlite://{tmp_path}/scoped.db"
     with open_cluster(uri, create=True) as cluster:
-        assert cli("ledger", "list", "-u", uri).err == ""
+        for more in ([], ["--all-scopes"], ["--ledger-scope-id", 9]):
+            assert cli("ledger", "list", "-u", uri, *more).err == "There are no ledgers\n"
         metadata = LedgerMetadata(1, 1, 1, DigestType.CRC32C, b"", (Fragment(0, ("b0:1",)),))
         for ledger in (LedgerId(7, 1), LedgerId(7, 2), LedgerId(8, 1)):
             cluster.ledgers.create(ledger, metadata)
@@ -500,6 +499,6 @@ def test_an_empty_scope_0_says_what_other_scopes_hold(
             answer = cli("ledger", "list", "-u", uri, *more)
             assert answer.code == 0
             assert "No ledgers in scope 0; 2 other scopes with 3 ledgers: add --all-scopes" in answer.err
-        assert cli("ledger", "list", "-u", uri, "--ledger-scope-id", 9).err == ""
+        assert "No ledgers in scope 9; 2 other scopes" in cli("ledger", "list", "-u", uri, "--ledger-scope-id", 9).err
         cluster.ledgers.create(LedgerId(0, 1), metadata)
         assert cli("ledger", "list", "-u", uri, "--state", "CLOSED").err == ""

@@ -217,7 +217,7 @@ def test_columns_that_do_not_fit_are_left_out_and_named(width: int, monkeypatch:
     assert "gone" in terminal.getvalue()
     assert "name.log" in terminal.getvalue()
     (note,) = notes
-    assert note.startswith("Left out for width: EMPTY, COUNT ")
+    assert note.startswith("Left out for width: COUNT ")
     left_out = note.removeprefix("Left out for width: ").partition(";")[0].split(", ")
     header = " ".join(lines[0].split())
     assert [name for name in left_out if name in header] == []
