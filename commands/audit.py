@@ -68,8 +68,8 @@ _REST = (
     _field("PID", "pid", Kind.INTEGER),
 )
 _COMMAND = Column("COMMAND", "command", _command, flexible=True)
-AUDIT_COLUMNS = Columns(*_HEAD, _COMMAND, *_REST, key="id")
-AUDIT_TABLE_COLUMNS = Columns(*_HEAD, _COMMAND, key="id")
+AUDIT_COLUMNS = Columns(*_HEAD, _COMMAND, *_REST, key="id", none="The audit log has no such command")
+AUDIT_TABLE_COLUMNS = Columns(*_HEAD, _COMMAND, key="id", none="The audit log has no such command")
 
 
 def _runs() -> list[AuditedRun]:

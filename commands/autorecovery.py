@@ -229,6 +229,7 @@ MARK_COLUMNS = Columns(
     Column("AGE", "ageSeconds", _age_s, Kind.INTEGER, text=time_text),
     Column("WORKER", "worker", "worker"),
     key="ledger",
+    none="No ledgers are marked as under-replicated",
 )
 COUNT_COLUMNS = Columns(Column("LEDGERS", "count", "ledger_count", Kind.INTEGER), key=None)
 
@@ -318,6 +319,7 @@ LOCK_COLUMNS = Columns(
     Column("SINCE", "ctime", "ctime_ms", Kind.TIME),
     Column("SIZE", "length", "length", Kind.SIZE),
     key="ledger",
+    none="No ledgers are being replicated",
 )
 
 

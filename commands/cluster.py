@@ -319,6 +319,7 @@ MUTE_COLUMNS = Columns(
     Column("UNTIL", "until", "until_ms", Kind.TIME),
     Column("BY", "user", "user"),
     key="code",
+    none="No findings are muted",
 )
 
 

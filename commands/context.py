@@ -52,7 +52,9 @@ CONTEXT_COLUMNS = Columns(
     *map(_column, context_settings()),
     key="name",
 )
-LIST_COLUMNS = Columns(*CONTEXT_COLUMNS.columns[:3], key="name")
+LIST_COLUMNS = Columns(
+    *CONTEXT_COLUMNS.columns[:3], key="name", none="There are no contexts; 'bkctl context add' makes one"
+)
 
 ContextName = Annotated[str, typer.Argument(metavar="CONTEXT", help="The context.")]
 

@@ -70,7 +70,9 @@ COOKIE_COLUMNS = Columns(
     key="bookieId",
 )
 LIST_COLUMNS = Columns(
-    *(column for column in COOKIE_COLUMNS.columns if column.name not in ("directory",)), key="bookieId"
+    *(column for column in COOKIE_COLUMNS.columns if column.name not in ("directory",)),
+    key="bookieId",
+    none="No bookie has a cookie",
 )
 
 

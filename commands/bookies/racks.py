@@ -40,6 +40,7 @@ RACK_COLUMNS = Columns(
     Column("HOST NAME", "hostname", "hostname"),
     Column("SOURCE", "source", "source"),
     key="bookieId",
+    none="No bookie has a rack",
 )
 CHANGE_COLUMNS = Columns(
     Column("BOOKIE", "bookieId", "bookie_id"),

@@ -115,12 +115,13 @@ def payload_column(payload: Callable[[Any], bytes | None], form: str | None) -> 
 class Columns:
     """The fields of one kind of row. `key` is what `-o id` prints: the name of a column, or a column of its own.
 
-    None: the command has no ids.
+    None: the command has no ids. A table on a terminal is the sentence `none` where there are no rows.
     """
 
-    def __init__(self, *columns: Column, key: str | Column | None = None) -> None:
+    def __init__(self, *columns: Column, key: str | Column | None = None, none: str = "") -> None:
         assert len({column.name for column in columns}) == len(columns), "two columns of one name"
         self.columns = columns
+        self.none = none
         self.key: Column | None = None
         if isinstance(key, str):
             self.key = next(column for column in columns if column.name == key)
@@ -129,17 +130,19 @@ class Columns:
 
     def and_also(self, *more: Column) -> Columns:
         """Return these columns with `more` behind them."""
-        return Columns(*self.columns, *more, key=self.key)
+        return Columns(*self.columns, *more, key=self.key, none=self.none)
 
     def with_hidden(self, others: Columns) -> Columns:
         """Return these columns of a table, and `others` that it shows only on request."""
         names = {column.name for column in self.columns}
         hidden = (column.replaced(title=None) for column in others.columns if column.name not in names)
-        return Columns(*self.columns, *hidden, key=self.key)
+        return Columns(*self.columns, *hidden, key=self.key, none=self.none)
 
     def widened(self) -> Columns:
         """Return these columns, all with titles and none cut."""
-        return Columns(*(column.titled().replaced(flexible=False) for column in self.columns), key=self.key)
+        return Columns(
+            *(column.titled().replaced(flexible=False) for column in self.columns), key=self.key, none=self.none
+        )
 
     def find(self, text: str, flag: str) -> Column:
         """Return the column that `text` names by JSON name or title, in any case. Raises UsageError naming `flag`."""
@@ -164,7 +167,7 @@ class Columns:
     def chosen(self, texts: tuple[str, ...]) -> Columns:
         """Return the columns that `texts` name, in that order. Raises UsageError."""
         found = {column.name: column for column in (self.find(text, "--columns") for text in texts)}
-        return Columns(*(column.titled() for column in found.values()), key=self.key)
+        return Columns(*(column.titled() for column in found.values()), key=self.key, none=self.none)
 
     def names(self) -> list[str]:
         """Return the JSON names in order."""

@@ -48,7 +48,7 @@ class RowWriter:
 
         A table of `findings` without rows prints nothing: the command says in a sentence that all is well.
         """
-        self._findings = findings
+        self._findings, self._none = findings, columns.none
         self._output, self._selection = output, selection
         self._stream: Terminal = stream or sys.stdout
         self._tty = self._stream.isatty()
@@ -83,7 +83,9 @@ class RowWriter:
             return
         self._flush()
         if self._table is not None:
-            if not (self._findings and self._is_empty()):
+            if self._is_empty() and self._tty and self._none:
+                self._note(self._none)
+            elif not (self._findings and self._is_empty()):
                 self._write("".join(self._table.finish()))
         elif self._output is Output.JSON:
             self._write("[]\n" if self._first else "\n]\n")

@@ -199,6 +199,17 @@ def test_sentences_behind_the_sample_wrap_too(monkeypatch: pytest.MonkeyPatch) -
     assert set(ADVICE.split()) <= set(terminal.getvalue().split())
 
 
+def test_a_table_without_rows_is_a_sentence_on_a_terminal() -> None:
+    columns = Columns(Column("KEY", "key", "number"), none="There are no keys")
+    for each in (columns, columns.widened(), columns.and_also(Column("TEXT", "text", "text"))):
+        notes: list[str] = []
+        with RowWriter(each, Output.TABLE, stream=(terminal := Terminal()), note=notes.append):
+            pass
+        assert (terminal.getvalue(), notes) == ("", ["There are no keys"])
+    assert written(Output.TABLE, [], columns) == "KEY\n"
+    assert written(Output.JSON, [], columns) == "[]\n"
+
+
 @pytest.mark.parametrize("width", [20, 40, 60, 80])
 def test_columns_that_do_not_fit_are_left_out_and_named(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
