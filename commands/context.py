@@ -53,7 +53,7 @@ CONTEXT_COLUMNS = Columns(
     key="name",
 )
 LIST_COLUMNS = Columns(
-    *CONTEXT_COLUMNS.columns[:3], key="name", none="There are no contexts; 'bkctl context add' makes one"
+    *CONTEXT_COLUMNS.columns[:3], key="name", none="No contexts; 'bkctl context add' makes one"
 )
 
 ContextName = Annotated[str, typer.Argument(metavar="CONTEXT", help="The context.")]

@@ -77,7 +77,7 @@ BOOKIE_COLUMNS = Columns(
         "ENDPOINTS", "endpoints", lambda row: _endpoints(row.bookie), Kind.NESTED, flexible=True, text=_endpoints_text
     ),
     key="bookieId",
-    none="There are no such bookies",
+    none="No such bookies",
 )
 
 

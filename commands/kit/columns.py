@@ -115,7 +115,7 @@ def payload_column(payload: Callable[[Any], bytes | None], form: str | None) -> 
 class Columns:
     """The fields of one kind of row. `key` is what `-o id` prints: the name of a column, or a column of its own.
 
-    None: the command has no ids. A table on a terminal is the sentence `none` where there are no rows.
+    None: the command has no ids. A table on a terminal is the sentence `none` where it has no rows.
     """
 
     def __init__(self, *columns: Column, key: str | Column | None = None, none: str = "") -> None:

@@ -154,13 +154,13 @@ def _print_ids(run: Run, cluster: Cluster, scope_id: int | None, start: LedgerId
 
 
 def _note_other_scopes(run: Run, cluster: Cluster, scope_id: int | None) -> None:
-    """Say that there are no ledgers in a scope (None: in any), and how many others have."""
+    """Say that a scope has no ledgers, and how many others have; None: that no scope has any."""
     from itertools import islice
 
     scopes = sum(1 for scope in islice(cluster.ledgers.scopes(), OTHERS_COUNTED_MAX) if scope != scope_id)
     ledgers = sum(1 for _ in islice(cluster.ledgers.ledgers(None), OTHERS_COUNTED_MAX))
     if not ledgers:
-        run.note("There are no ledgers")
+        run.note("No ledgers")
     elif scope_id is not None:
         at_least = "at least " if ledgers == OTHERS_COUNTED_MAX else ""
         run.note(

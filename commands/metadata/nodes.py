@@ -175,7 +175,7 @@ UNDO_FILE_COLUMNS = Columns(
     Column(None, "host", "host"),
     Column("FILE", "file", lambda row: str(row.path), flexible=True),
     key="file",
-    none="There are no undo files",
+    none="No undo files",
 )
 
 

@@ -491,7 +491,7 @@ def test_an_empty_scope_says_what_other_scopes_hold(cli: Cli, tmp_path: Path, mo
     uri = f"sqlite://{tmp_path}/scoped.db"
     with open_cluster(uri, create=True) as cluster:
         for more in ([], ["--all-scopes"], ["--ledger-scope-id", 9]):
-            assert cli("ledger", "list", "-u", uri, *more).err == "There are no ledgers\n"
+            assert cli("ledger", "list", "-u", uri, *more).err == "No ledgers\n"
         metadata = LedgerMetadata(1, 1, 1, DigestType.CRC32C, b"", (Fragment(0, ("b0:1",)),))
         for ledger in (LedgerId(7, 1), LedgerId(7, 2), LedgerId(8, 1)):
             cluster.ledgers.create(ledger, metadata)

@@ -200,12 +200,12 @@ def test_sentences_behind_the_sample_wrap_too(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_table_without_rows_is_a_sentence_on_a_terminal() -> None:
-    columns = Columns(Column("KEY", "key", "number"), none="There are no keys")
+    columns = Columns(Column("KEY", "key", "number"), none="No keys")
     for each in (columns, columns.widened(), columns.and_also(Column("TEXT", "text", "text"))):
         notes: list[str] = []
         with RowWriter(each, Output.TABLE, stream=(terminal := Terminal()), note=notes.append):
             pass
-        assert (terminal.getvalue(), notes) == ("", ["There are no keys"])
+        assert (terminal.getvalue(), notes) == ("", ["No keys"])
     assert written(Output.TABLE, [], columns) == "KEY\n"
     assert written(Output.JSON, [], columns) == "[]\n"
 
