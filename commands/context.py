@@ -52,9 +52,7 @@ CONTEXT_COLUMNS = Columns(
     *map(_column, context_settings()),
     key="name",
 )
-LIST_COLUMNS = Columns(
-    *CONTEXT_COLUMNS.columns[:3], key="name", none="No contexts; 'bkctl context add' makes one"
-)
+LIST_COLUMNS = Columns(*CONTEXT_COLUMNS.columns[:3], key="name", none="No contexts; 'bkctl context add' makes one")
 
 ContextName = Annotated[str, typer.Argument(metavar="CONTEXT", help="The context.")]
 

@@ -32,7 +32,7 @@ from kazoo.exceptions import (
     SessionMovedError,
 )
 from kazoo.handlers.threading import KazooTimeoutError, SequentialThreadingHandler
-from kazoo.protocol.states import KazooState
+from kazoo.protocol.states import KazooState, KeeperState
 from kazoo.retry import KazooRetry
 from kazoo.security import CREATOR_ALL_ACL
 
@@ -110,6 +110,8 @@ class ZooKeeperConnection:
         self.session_timeout_s = session_timeout_s
         self.is_closed = False
         self.connected = threading.Event()
+        #: ZooKeeper refused the login: kazoo tries no more.
+        self._is_refused = False
         #: None between the end of a session and the start of the next one.
         self.session_id: int | None = None
         #: Called on kazoo's thread once a new session replaces a lost one: must only note and wake.
@@ -181,6 +183,9 @@ class ZooKeeperConnection:
             if state == KazooState.LOST:
                 self._session_lost = True
                 self.session_id = None
+            if self.client.client_state == KeeperState.AUTH_FAILED:
+                self._is_refused = True
+                self.connected.set()  # Wake the calls that wait for the connection.
 
     # calls
 
@@ -195,6 +200,8 @@ class ZooKeeperConnection:
             try:
                 return call.request().get(timeout=max(deadline - time.monotonic(), 0.001))
             except LOST as error:
+                if self._is_refused:
+                    raise self._unauthorized() from error
                 call.repeated = True
                 if call.once:
                     raise
@@ -206,12 +213,15 @@ class ZooKeeperConnection:
             except KazooTimeoutError as error:
                 raise self.timed_out() from error
             except _UNAUTHORIZED as error:
-                raise Unauthorized(f"ZooKeeper at {self.hosts} refuses access to {self.root}") from error
+                raise self._unauthorized() from error
             except _ANSWERS:
                 raise
             except KazooException as error:
                 raise BkctlError(f"ZooKeeper at {self.hosts} failed: {error!r}") from error
         raise Unreachable(f"The connection to ZooKeeper at {self.hosts} is closed")
+
+    def _unauthorized(self) -> Unauthorized:
+        return Unauthorized(f"ZooKeeper at {self.hosts} refuses access to {self.root}")
 
     def timed_out(self) -> TimedOut:
         """Return the error of a call without an answer in time."""
