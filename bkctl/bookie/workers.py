@@ -121,34 +121,34 @@ class JournalThread:
 
     def _run(self) -> None:
         try:
-            self._write_groups()
+            while self._write_next():
+                pass
         except BaseException as error:
             self._loop.call_soon_threadsafe(self._listener.thread_died, error)
             raise
 
-    def _write_groups(self) -> None:
+    def _write_next(self) -> bool:
+        """Write the next group, and keep nothing of it; return False behind the last one."""
         get = self._queue.get
-        running = True
-        while running:
-            first = get()
-            if first is None:
-                return
-            group = [first]
-            size, count = first.size, first.count
-            deadline = time.monotonic() + self._wait_s
-            while size <= self._size_enough and count <= self._count_enough:
-                try:
-                    remaining = deadline - time.monotonic()
-                    batch = get(timeout=remaining) if remaining > 0 else self._queue.get_nowait()
-                except Empty:
-                    break
-                if batch is None:
-                    running = False
-                    break
-                group.append(batch)
-                size += batch.size
-                count += batch.count
-            self._write_group(group, size, count)
+        batch = get()
+        if batch is None:
+            return False
+        group = [batch]
+        size, count = batch.size, batch.count
+        deadline = time.monotonic() + self._wait_s
+        while size <= self._size_enough and count <= self._count_enough:
+            try:
+                remaining = deadline - time.monotonic()
+                batch = get(timeout=remaining) if remaining > 0 else self._queue.get_nowait()
+            except Empty:
+                break
+            if batch is None:
+                break
+            group.append(batch)
+            size += batch.size
+            count += batch.count
+        self._write_group(group, size, count)
+        return batch is not None
 
     def _write_group(self, group: list[JournalBatch], size: int, count: int) -> None:
         error = None
