@@ -34,9 +34,10 @@ class LongPolls:
     def wait(self, handle: LedgerHandle, request: ReadRequest, respond: Responder) -> bool:
         """Answer `request` once the LAC of `handle` passes the reader's, the ledger is fenced, or the time is over.
 
-        A poll ends with its client's connection. Return False, and do nothing, when LONG_POLLS_MAX wait already.
+        A poll ends with its client's connection. Return False, and do nothing, when the client is lost or
+        LONG_POLLS_MAX wait already.
         """
-        if len(self.waiting) >= LONG_POLLS_MAX:
+        if respond.is_lost or len(self.waiting) >= LONG_POLLS_MAX:
             return False
         self.waiting[LongPoll(self, handle, request, respond)] = None
         return True

@@ -9,6 +9,7 @@ import asyncio
 import errno
 import functools
 import logging
+import math
 import sys
 import threading
 import time
@@ -23,6 +24,11 @@ from bkctl.storage.bookie_storage import BookieStorage
 from bkctl.storage.group_commit import JournalBatch
 
 log: Final = logging.getLogger("bkctl.bookie")
+
+#: A group that takes longer to write and sync is logged, because clients that wait for it time out.
+SLOW_GROUP_S: Final = 5.0
+#: A slow journal is logged once in this time.
+SLOW_GROUP_LOG_S: Final = 60.0
 
 
 def disk_failure(error: Exception) -> OSError:
@@ -85,7 +91,7 @@ class JournalThread:
     """Writes one journal: takes the batches that are there as one group, and reports them to the loop once on disk.
 
     A group is closed by its size in bytes or entries, by the time since its first batch, or, with
-    journalFlushWhenQueueEmpty, when no batch waits. Source: Journal.run.
+    journalFlushWhenQueueEmpty, when no batch waits. A disk that is slow, or hangs, is logged. Source: Journal.run.
     """
 
     def __init__(self, storage: BookieStorage, number: int, config: BookieConfig, listener: JournalListener) -> None:
@@ -101,8 +107,12 @@ class JournalThread:
         self._wait_s = config.journal_max_group_wait_msec / 1000 if waits else 0.0
         self._count_max = config.journal_queue_size
         self._count = 0
+        #: When the thread began to write the group that it is writing.
+        self._began_s: float | None = None
+        self._logged_s = -math.inf
         self._thread = threading.Thread(target=self._run, name=f"journal-{number}", daemon=True)
         self._thread.start()
+        self._look()
 
     @property
     def is_full(self) -> bool:
@@ -121,44 +131,48 @@ class JournalThread:
 
     def _run(self) -> None:
         try:
-            self._write_groups()
+            while self._write_next():
+                pass
         except BaseException as error:
             self._loop.call_soon_threadsafe(self._listener.thread_died, error)
             raise
 
-    def _write_groups(self) -> None:
+    def _write_next(self) -> bool:
+        """Write the next group, and keep nothing of it; return False behind the last one."""
         get = self._queue.get
-        running = True
-        while running:
-            first = get()
-            if first is None:
-                return
-            group = [first]
-            size, count = first.size, first.count
-            deadline = time.monotonic() + self._wait_s
-            while size <= self._size_enough and count <= self._count_enough:
-                try:
-                    remaining = deadline - time.monotonic()
-                    batch = get(timeout=remaining) if remaining > 0 else self._queue.get_nowait()
-                except Empty:
-                    break
-                if batch is None:
-                    running = False
-                    break
-                group.append(batch)
-                size += batch.size
-                count += batch.count
-            self._write_group(group, size, count)
+        batch = get()
+        if batch is None:
+            return False
+        group = [batch]
+        size, count = batch.size, batch.count
+        deadline = time.monotonic() + self._wait_s
+        while size <= self._size_enough and count <= self._count_enough:
+            try:
+                remaining = deadline - time.monotonic()
+                batch = get(timeout=remaining) if remaining > 0 else self._queue.get_nowait()
+            except Empty:
+                break
+            if batch is None:
+                break
+            group.append(batch)
+            size += batch.size
+            count += batch.count
+        self._write_group(group, size, count)
+        return batch is not None
 
     def _write_group(self, group: list[JournalBatch], size: int, count: int) -> None:
         error = None
-        began = time.monotonic()
+        began = self._began_s = time.monotonic()
         self.metrics.queue.observe(began - group[0].put_s)
         try:
             self._storage.commit(self._number, *group, written=self._written(group))
         except Exception as failure:  # noqa: BLE001 - reported: the adds of the group are answered
             error = disk_failure(failure)
-        self.metrics.group_written(count, size, time.monotonic() - began, ok=error is None)
+        took_s = time.monotonic() - began
+        self._began_s = None
+        if took_s > SLOW_GROUP_S:
+            self._log_slow("took", took_s)
+        self.metrics.group_written(count, size, took_s, ok=error is None)
         self._loop.call_soon_threadsafe(self._listener.committed, self._number, group, error)
 
     def _written(self, group: list[JournalBatch]) -> Callable[[], object] | None:
@@ -166,6 +180,23 @@ class JournalThread:
         if not any(batch.written for batch in group):
             return None
         return functools.partial(self._loop.call_soon_threadsafe, self._listener.written, group)
+
+    def _look(self) -> None:
+        """Log a group that the disk does not finish, now and again until the thread ends; in the loop."""
+        began_s = self._began_s
+        if began_s is not None and (passed_s := time.monotonic() - began_s) > SLOW_GROUP_S:
+            self._log_slow("is not done after", passed_s)
+        if self._thread.is_alive():
+            self._loop.call_later(SLOW_GROUP_S, self._look)
+
+    def _log_slow(self, outcome: str, seconds: float) -> None:
+        now_s = time.monotonic()
+        if now_s - self._logged_s >= SLOW_GROUP_LOG_S:
+            self._logged_s = now_s
+            log.warning(
+                "A write and sync of journal %s %s %.1f s: adds wait for it, and clients may time out. Check its disk "
+                "for errors and for other load", self._storage.journals[self._number].directory, outcome, seconds,
+            )  # fmt: skip
 
     def stop(self) -> None:
         """Return when everything put is on disk, or failed."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import sys
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -14,7 +15,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from bkctl.http.endpoints import JSON, json_text
-from bkctl.protocol.acceptor import Acceptor, share_of_descriptors
+from bkctl.protocol.acceptor import Acceptor, release, share_of_descriptors
 
 if TYPE_CHECKING:
     pass
@@ -47,6 +48,7 @@ class BoundedProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._looking.cancel()
+        self._unset_keepalive_if_required()  # uvicorn leaves the timer of a reset connection
         super().connection_lost(exc)
 
     @property
@@ -79,6 +81,10 @@ class BoundedProtocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Send the error as JSON if no answer has begun, else abort; stop the handler of the current request."""
+        self._refuse()
+        release(sys.exc_info()[1])  # h11 raises its errors in a cycle with this connection
+
+    def _refuse(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()

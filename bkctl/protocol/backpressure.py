@@ -56,6 +56,10 @@ class RequestsInFlight:
             for waiter in waiting:
                 waiter.unblock()
 
+    def forget(self, connection: ServedConnection) -> None:
+        """Let a lost connection wait no longer."""
+        self._waiting.pop(connection, None)
+
     def must_wait(self, connection: ServedConnection) -> bool:
         """Return True, and halt `connection`, if it may take no requests until others are answered."""
         if self.bytes < self._bytes_max:
@@ -213,7 +217,7 @@ class ReadQueue:
     """Reads of the disk for one connection. They wait for their turns, and while the client is behind."""
 
     def __init__(self, connection: ServedConnection, turns: ReadTurns) -> None:
-        self._connection = connection
+        self._connection: ServedConnection | None = connection  # None: it is lost
         self._turns = turns
         self._queue: deque[tuple[Callable[[Response], None], Callable[[], asyncio.Future[Any]], int]] = deque()
 
@@ -224,6 +228,9 @@ class ReadQueue:
         turns = self._turns
         if count > turns.room:
             return False
+        if self._connection is None:
+            respond(BareResponse(Status.EIO))
+            return True
         self._queue.append((respond, start, count))
         turns.count += count
         turns.add(self)
@@ -243,7 +250,7 @@ class ReadQueue:
 
     def begin_one(self) -> bool:
         """Begin a read unless the client is behind; return whether another one may begin."""
-        if not self._queue or self._connection.is_congested:
+        if not self._queue or self._connection is None or self._connection.is_congested:
             return False
         _, start, count = self._queue.popleft()
         self._turns.count -= count
@@ -257,6 +264,7 @@ class ReadQueue:
 
     def abandon(self) -> None:
         """Drop the queued reads of a lost connection, and take their requests out of flight."""
+        self._connection = None
         self._turns.drop(self)
         while self._queue:
             respond, _, count = self._queue.popleft()

@@ -150,9 +150,8 @@ class BookieConnection(FramedProtocol):
             raise BookieUnavailable(f"Bookie {self.bookie_id} refuses TLS ({answer.status.name})")
         if self._start != self._end:
             raise BookieUnavailable(f"Bookie {self.bookie_id} sent more in clear after it had agreed on TLS")
-        assert self._transport is not None
         server_name = host if context.check_hostname else None
-        transport = await self._loop.start_tls(
+        transport = self._transport and await self._loop.start_tls(
             self._transport, self, context, server_hostname=server_name, ssl_shutdown_timeout=TLS_FAREWELL_S
         )
         if transport is None:

@@ -163,7 +163,10 @@ class FramedProtocol(asyncio.BufferedProtocol):
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Let go of everything that refers to this connection: it is freed at once, not by a rare collection."""
         self._lost = self._halted = True
+        self._transport = None
+        self._take_frames = None
         self._out.clear()
         self._buffer, self._start, self._end = memoryview(b""), 0, 0
         if not self._gone.done():

@@ -75,7 +75,7 @@ class ServedConnection(FramedProtocol):
             self._handler = _TlsOnly()
             self._body_size_max = min(self._body_size_max, PLAIN_FRAME_BYTES_MAX - 4)
         self._is_v2 = False
-        self._tls = TlsUpgrade(self, server.tls, limits.tls_handshake_ms)
+        self._tls = TlsUpgrade(server.tls, limits.tls_handshake_ms)
         self._deadlines = Deadlines(limits, server.now_s)
         #: Reads of the disk for this client.
         self.reads = ReadQueue(self, server.reads)
@@ -83,6 +83,7 @@ class ServedConnection(FramedProtocol):
         self._in_flight_size = 0
         self._counted = 0  # bytes of the requests in flight that the server knows of
         self._impatience: asyncio.TimerHandle | None = None
+        self._grace: asyncio.TimerHandle | None = None  # of a client that broke the protocol
         self._drops_answers = False
         #: Callbacks (the keys) to run once when the connection is lost. Callers add and remove them.
         self.on_lost: dict[Callable[[], None], None] = {}
@@ -104,9 +105,10 @@ class ServedConnection(FramedProtocol):
         if self._gone.done():
             return
         super().connection_lost(exc)
-        self._take_frames = None
-        if self._impatience is not None:
-            self._impatience.cancel()
+        for timer in (self._impatience, self._grace):
+            if timer is not None:
+                timer.cancel()
+        self._tls.forget()
         self._server.lost(self)
         self.reads.abandon()
         while self.on_lost:
@@ -263,7 +265,7 @@ class ServedConnection(FramedProtocol):
             self._queued(v3.encode_response(header, StartTlsResponse(Status.EOK), 0, self._out))
             self._flush()
             self.halt()
-            self._tls.begin(self._loop, self._transport)
+            self._tls.begin(self, self._loop, self._transport)
             return
         else:
             response = BareResponse(Status.EBADREQ)
@@ -471,7 +473,7 @@ class ServedConnection(FramedProtocol):
         self._server.ended["plaintext" if self._is_shut else "protocol"] += 1
         self._finishing = True
         self._close()
-        self._loop.call_later(BROKEN_GRACE_S, self.abort)
+        self._grace = self._loop.call_later(BROKEN_GRACE_S, self.abort)
 
     def finish(self) -> None:
         """Read no more, answer the requests in flight, then close."""
@@ -525,6 +527,10 @@ class LimitedConnection(ServedConnection):
             self._next = (request, respond, size)
             slots.waiting[self] = None
             self.halt()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._next = None
 
     def _runs_of(self, handler: RequestHandler) -> None:
         return None  # each add and read waits for a slot of its own

@@ -79,6 +79,9 @@ class BookieServer:
         if connection.frame_size:
             self.unfinished.update(connection, 0)
         self.unread.update(connection, 0)
+        self.in_flight.forget(connection)
+        for slots in self.slots.values():
+            slots.waiting.pop(connection, None)
 
     def _look(self) -> None:
         """Look at every connection, now and again after STALL_CHECK_S."""

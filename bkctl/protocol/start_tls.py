@@ -15,10 +15,9 @@ if TYPE_CHECKING:
 class TlsUpgrade:
     """The TLS of one connection: not offered without a `context`, then possible once."""
 
-    __slots__ = ("_connection", "_context", "_handshake_timeout_s", "_is_secure", "_task")
+    __slots__ = ("_context", "_handshake_timeout_s", "_is_secure", "_task")
 
-    def __init__(self, connection: ServedConnection, context: ssl.SSLContext | None, handshake_timeout_ms: int) -> None:
-        self._connection = connection
+    def __init__(self, context: ssl.SSLContext | None, handshake_timeout_ms: int) -> None:
         self._context = context
         self._handshake_timeout_s = handshake_timeout_ms / 1000
         self._is_secure = False
@@ -34,20 +33,24 @@ class TlsUpgrade:
         """True during the handshake, and after a failed one."""
         return self._task is not None
 
-    def begin(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:
+    def begin(
+        self, connection: ServedConnection, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport
+    ) -> None:
         """Shake hands on `transport` in the background; the connection's `secured` or `tls_failed` follows."""
-        self._task = loop.create_task(self._run(loop, transport))
+        self._task = loop.create_task(self._run(connection, loop, transport))
 
-    async def _run(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:
+    async def _run(
+        self, connection: ServedConnection, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport
+    ) -> None:
         assert self._context is not None
-        if self._connection.has_input:
+        if connection.has_input:
             # Requests in clear text behind START_TLS would be taken for authenticated ones.
             transport.abort()
             return
         try:
             secured = await loop.start_tls(
                 transport,
-                self._connection,
+                connection,
                 self._context,
                 server_side=True,
                 ssl_handshake_timeout=self._handshake_timeout_s,
@@ -56,13 +59,17 @@ class TlsUpgrade:
             release(error)
             secured = None
         if secured is None or secured.is_closing():
-            self._connection.tls_failed()
+            connection.tls_failed()
             return
         self._is_secure = True
         self._task = None
-        self._connection.secured(secured)
+        connection.secured(secured)
 
     def cancel(self) -> None:
         """Cancel the handshake."""
         if self._task is not None:
             self._task.cancel()
+
+    def forget(self) -> None:
+        """Drop the handshake of a lost connection, whose error would keep the connection in a cycle."""
+        self._task = None

@@ -14,6 +14,7 @@ import pytest
 from support.served_bookies import add, config_for, connected, digests, serving, statuses
 from support.servers import DB, INTERLEAVED, SORTED
 
+from bkctl.bookie import workers
 from bkctl.bookie.reads import READ_THREADS
 from bkctl.bookie.waiting_requests import OPEN_THREADS
 from bkctl.disk import Files, StorageFile
@@ -90,6 +91,11 @@ class _HungFile(StorageFile):
 
     def read_cached(self, offset: int, size: int) -> Buffer | None:
         return None
+
+    def sync(self) -> None:
+        if self.path.suffix == self.disk.suffix == ".txn":
+            self.disk.wait()
+        super().sync()
 
 
 @pytest.fixture
@@ -304,3 +310,56 @@ def test_index_that_cannot_be_read_answers_all_that_wait_for_it(
             assert not bookie.processor.requests.by_ledger
 
     run(storage_class, tmp_path, cluster, disk, first, then)
+
+
+# --- journals --------------------------------------------------------------------------------------------------------
+
+
+def slow_journals(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [message for message in caplog.messages if message.startswith("A write and sync of journal")]
+
+
+def test_journal_whose_disk_hangs_is_logged_while_clients_wait(
+    tmp_path: Path, cluster: Cluster, disk: HungDisk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(workers, "SLOW_GROUP_S", 0.05)
+    monkeypatch.setattr(workers, "SLOW_GROUP_LOG_S", 3600)
+
+    async def main() -> None:
+        async with serving(config_for(tmp_path), cluster, disk) as bookie, connected(bookie) as connection:
+            caplog.clear()
+            disk.hang(".txn")
+            sent = connection.send(add(LedgerId(0, 5), 0))
+            async with asyncio.timeout(GIVE_UP_S - 5):
+                while not slow_journals(caplog):
+                    await asyncio.sleep(0.01)
+            assert not sent.done()
+            disk.free()
+            assert (await sent).status is Status.EOK
+
+    asyncio.run(main())
+    (message,) = slow_journals(caplog)
+    assert f"{tmp_path}/journal/current is not done after" in message
+
+
+def test_slow_group_of_a_journal_is_logged_once_a_minute(
+    tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(workers.JournalThread, "_look", lambda _: None)
+    monkeypatch.setattr(workers, "SLOW_GROUP_S", 3600)
+
+    async def main() -> None:
+        async with serving(config_for(tmp_path), cluster) as bookie, connected(bookie) as connection:
+            assert await statuses(connection, add(LedgerId(0, 5), 0)) == [Status.EOK]
+            assert not slow_journals(caplog), "a fast one"
+            monkeypatch.setattr(workers, "SLOW_GROUP_S", -1)
+            monkeypatch.setattr(workers, "SLOW_GROUP_LOG_S", 3600)
+            for _ in range(5):
+                assert await statuses(connection, add(LedgerId(0, 5), 0)) == [Status.EOK]
+            (message,) = slow_journals(caplog)
+            assert f"{tmp_path}/journal/current took" in message
+            monkeypatch.setattr(workers, "SLOW_GROUP_LOG_S", 0)
+            assert await statuses(connection, add(LedgerId(0, 5), 0)) == [Status.EOK]
+            assert len(slow_journals(caplog)) == 2
+
+    asyncio.run(main())

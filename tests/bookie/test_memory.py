@@ -1,4 +1,4 @@
-"""The memory of a bookie's process: clients that write faster than its disk, and ones that never take their answers."""
+"""The memory of a bookie: clients that write faster than its disk, never take their answers, or come and go."""
 
 from __future__ import annotations
 
@@ -10,15 +10,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.lifetimes import Lifetimes, count_of, without_cycle_collector
 from support.own_bookies import OwnBookie
-from support.servers import DB, SORTED
+from support.served_bookies import add as small_add
+from support.served_bookies import connected, digests, on_a_bookie, statuses
+from support.servers import DB, INTERLEAVED, SORTED
 
+from bkctl.bookie.bookie import Bookie
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
 from bkctl.protocol import v2
 from bkctl.protocol.connection import BookieConnection
-from bkctl.protocol.messages import AddRequest, Protocol, ReadRequest, Request, Status
+from bkctl.protocol.messages import (
+    LAST_ENTRY,
+    AddRequest,
+    ForceLedgerRequest,
+    ListEntriesRequest,
+    Protocol,
+    ReadRequest,
+    Request,
+    Status,
+    WriteLacRequest,
+)
+from bkctl.protocol.served_connection import ServedConnection
 
 MEBIBYTE = 1 << 20
 SIZE_BYTES = 100 * 1024
@@ -142,3 +157,49 @@ def test_memory_is_bounded_whatever_clients_do(slow_bookie: SlowBookie) -> None:
             assert grown() < READ_BYTES_MAX < CLIENTS * COUNT * SIZE_BYTES
 
     asyncio.run(asyncio.wait_for(body(), 240))
+
+
+@pytest.mark.parametrize("storage", [SORTED, INTERLEAVED, DB], ids=["sorted", "interleaved", "db"])
+@pytest.mark.parametrize("protocol", list(Protocol), ids=lambda each: each.name)
+def test_lost_clients_and_failed_reads_are_freed_at_once(
+    tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, protocol: Protocol, storage: str
+) -> None:
+    """A bookie looks for cycles seldom: the entries of a read, or a connection with TLS, would wait for that."""
+    ledger, absent = LedgerId(0, 5), LedgerId(0, 6)
+    key = digests(ledger).master_key
+    requests: list[Request] = [
+        small_add(ledger, 200),
+        *(ReadRequest(ledger, entry_id) for entry_id in (0, 50, 51, 100, 52, 101, LAST_ENTRY)),
+        ReadRequest(absent, 0),
+        ReadRequest(ledger, 50, key, fence=True),
+    ]
+    if protocol is Protocol.V3:
+        requests += [
+            ReadRequest(ledger, LAST_ENTRY, previous_lac=300, timeout_ms=3_600_000, piggyback=True),
+            ReadRequest(absent, LAST_ENTRY, previous_lac=300, timeout_ms=3_600_000, piggyback=True),
+            WriteLacRequest(ledger, 0, key, digests(ledger).seal_lac(0)),
+            ListEntriesRequest(ledger),
+            ForceLedgerRequest(ledger),
+        ]
+
+    async def body(bookie: Bookie, connection: BookieConnection) -> None:
+        added = [small_add(ledger, entry_id) for entry_id in (0, 100, 101)]
+        assert await statuses(connection, *added) == [Status.EOK] * 3
+        await bookie.checkpoint()
+        made = Lifetimes(ServedConnection, monkeypatch)
+        with without_cycle_collector():
+            for waits in (True, False):
+                async with connected(bookie, protocol) as client:
+                    sent = [client.send(request) for request in requests]
+                    for future in sent:
+                        future.add_done_callback(lambda done: done.exception())
+                    if waits:
+                        await asyncio.gather(*sent[:9])
+                    sent.clear()
+            async with asyncio.timeout(60):
+                while made.alive or count_of("EntryNotFound") or bookie.server.in_flight_bytes:
+                    await asyncio.sleep(0.01)
+        assert len(made.made) == 2
+        assert not len(bookie.processor.polls)
+
+    on_a_bookie(tmp_path, cluster, body, protocol, ledger_storage_class=storage)

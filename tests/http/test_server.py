@@ -9,6 +9,7 @@ import json
 import random
 import socket
 import ssl
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 from support.command_line import CommandLine
+from support.lifetimes import Lifetimes, count_of, without_cycle_collector
 from support.raw_http import Answer, call, exchange, local_authorization
 from support.servers import free_port, wait_for
 
@@ -407,6 +409,44 @@ def test_mute_tls_connections_count_and_time_out(monkeypatch: pytest.MonkeyPatch
         ) as client:
             client.sendall(b"GET /heartbeat HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert client.recv(1 << 16).startswith(b"HTTP/1.1 200")
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_lost_connections_are_freed_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pem: Path, scheme: str
+) -> None:
+    connections = Lifetimes(uvicorn_server.BoundedProtocol, monkeypatch)
+    tls = tls_context(str(pem), None, None) if scheme == "https" else None
+    client_tls = ssl.create_default_context(cafile=pem)
+    server = HttpServer(HttpSettings("127.0.0.1", 0, tls=tls))
+    server.bind()
+    server.start(lambda: Service(f"sqlite://{tmp_path / 'nothing.db'}"), upstream=Upstream())
+    heartbeat = b"GET /heartbeat HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    sent_before = [
+        b"", heartbeat[:20], heartbeat, heartbeat * 5, heartbeat[:-2] + b"Connection: close\r\n\r\n", REQUEST,
+        REQUEST[:-5], CHUNKED, *HOSTILE[:12],
+    ]  # fmt: skip
+    try:
+        with without_cycle_collector():
+            for is_tls in {False, tls is not None}:
+                for sent in sent_before:
+                    for waits in (True, False):
+                        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+                            client = stack.enter_context(socket.create_connection(server.address, timeout=60))
+                            if not waits:
+                                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                            if is_tls:
+                                client = stack.enter_context(
+                                    client_tls.wrap_socket(client, server_hostname="127.0.0.1")
+                                )
+                            client.sendall(sent)
+                            if waits and sent.startswith(heartbeat[:-2]):
+                                client.recv(1 << 16)
+            wait_for(lambda: connections.alive == 0, "all connections freed")
+            wait_for(lambda: count_of("SSLProtocol") == 0, "their TLS freed")
+            assert len(connections.made) >= 40
     finally:
         server.stop()
 

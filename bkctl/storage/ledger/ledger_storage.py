@@ -219,7 +219,7 @@ class LedgerStorage(ABC, Generic[Handle]):
             try:
                 entry = self.read(handle, entry_id) if body is None else body
             except (OSError, BkctlError) as error:
-                entry = error
+                entry = error.with_traceback(None)  # which holds this frame, and the entries with it
             else:
                 size += len(entry)
             found.append(entry)
