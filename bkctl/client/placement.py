@@ -320,6 +320,8 @@ def _search(
     `former` are the racks of the bookies that leave. The first attempt prefers racks that are not near; the second one
     takes the fullest racks first, which finds a solution if there is hardly one.
     """
+    if not free:
+        return {}
     for is_second in (False, True):
         stock, chosen = shelf.stock(), dict[int, str]()
 
