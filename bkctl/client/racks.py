@@ -65,6 +65,6 @@ def ledger_rack_findings(
             HealthCode.LEDGERS_IN_FEW_RACKS, Severity.WARNING, f"scope {scope_id}",
             f"{count:,} ledger{'s have' if count > 1 else ' has'} entries with all replicas in too few racks: {names}",
             "'bkctl ledger locate' shows the bookies; auto-recovery moves replicas to other racks with "
-            "auditorPeriodicPlacementPolicyCheckInterval and repairedPlacementPolicyNotAdheringBookieEnabled",
+            "repairedPlacementPolicyNotAdheringBookieEnabled=true",
             {"ledgerScopeId": str(scope_id), "ledgerCount": count},
         )  # fmt: skip

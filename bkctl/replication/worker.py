@@ -338,7 +338,10 @@ class ReplicationWorker:
                 continue
             check = replace(check, versioned=result.versioned)
             is_done = is_done and result.outcome is Outcome.REPLICATED
-            moved = moved or bool(result.replaced)
+            if result.replaced:
+                moved = True
+                changes = ", ".join(f"{old} by {new}" for old, new in result.replaced.items())
+                log.info("Ledger %s has more racks: replaced %s", check.ledger, changes)
         self.stats.num_not_adhering_placement_ledgers_replicated += moved
         return is_done
 
