@@ -23,6 +23,7 @@ from bkctl.errors import NotEnoughBookies
 from bkctl.formats.metadata import LedgerMetadata
 
 if TYPE_CHECKING:
+    from bkctl.config import BookieConfig
     from bkctl.metadata.cluster import RegisteredBookie
 
 #: The least number of racks of an entry's replicas. Source: ClientConfiguration.getMinNumRacksPerWriteQuorum.
@@ -47,6 +48,15 @@ class RackRules(NamedTuple):
 
 
 DEFAULT_RULES: Final = RackRules()
+
+
+def rack_rules(config: BookieConfig) -> RackRules:
+    """Return the settings of placement of a bookie's configuration."""
+    return RackRules(
+        config.min_num_racks_per_write_quorum,
+        config.enforce_min_num_racks_per_write_quorum,
+        config.network_topology_script_file_name,
+    )
 
 
 class Placement(NamedTuple):

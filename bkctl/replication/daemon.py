@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from bkctl.client.ledger import TIMEOUT_S, BookKeeper
-from bkctl.client.placement import RackRules
+from bkctl.client.placement import rack_rules
 from bkctl.errors import BkctlError
 from bkctl.ids import check_bookie_id
 from bkctl.metadata.cluster import open_cluster
@@ -73,15 +73,10 @@ class AutoRecovery:
     async def run(self) -> None:
         """Work until cancelled. Raise Unsupported or Corrupt if the cluster's marks cannot be used."""
         await asyncio.to_thread(UnderreplicationLayout(self._cluster.store).prepare)
-        config = self._config
-        rules = RackRules(
-            config.min_num_racks_per_write_quorum,
-            config.enforce_min_num_racks_per_write_quorum,
-            config.network_topology_script_file_name,
-        )
         async with BookKeeper(
-            self._cluster, tls=self._tls, timeout_s=self._timeout_s, addresses=self._addresses, rack_rules=rules
-        ) as bookkeeper:
+            self._cluster, tls=self._tls, timeout_s=self._timeout_s, addresses=self._addresses,
+            rack_rules=rack_rules(self._config),
+        ) as bookkeeper:  # fmt: skip
             parts: list[Coroutine[Any, Any, None]] = [self._work(bookkeeper)]
             for scoped in self.scopes:
                 self._electors[scoped] = self._elector(bookkeeper, scoped)

@@ -7,6 +7,8 @@ import asyncio
 import pytest
 from replication.recovering import CONFIG, bookies_of, come_back, eventually, lose, running, state_of, write
 
+from bkctl.client.placement import RackRules, rack_rules
+from bkctl.config import BookieConfig
 from bkctl.errors import Conflict, LedgerFenced
 from bkctl.formats.metadata import LedgerState
 from bkctl.ids import LedgerId
@@ -422,3 +424,15 @@ async def test_failed_move_to_another_rack_keeps_the_mark(fake_cluster, monkeypa
             await eventually(lambda: state_of(cluster).marks.get(ledger) is None, "moved once the bookies work")
         assert set(cluster.metadata(ledger).ensembles[0].bookies) & {"b3", "b4"}
         assert await is_whole(client, ledger)
+
+
+def test_rules_of_racks_come_from_the_bookies_configuration(tmp_path):
+    conf = tmp_path / "bk_server.conf"
+    assert rack_rules(CONFIG) == RackRules()
+    conf.write_text(
+        "minNumRacksPerWriteQuorum=3\nenforceMinNumRacksPerWriteQuorum=true\nnetworkTopologyScriptFileName=/racks\n"
+        "repairedPlacementPolicyNotAdheringBookieEnabled=true\n"
+    )
+    config = BookieConfig.load(conf)
+    assert rack_rules(config) == RackRules(3, is_enforced=True, script="/racks")
+    assert config.repaired_placement_policy_not_adhering_bookie_enabled
