@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bkctl.client.bookies import in_thread
-from bkctl.client.placement import choose_replacements, mend_placement
+from bkctl.client.placement import Placement, choose_replacements, mend_placement
 from bkctl.errors import NotEnoughBookies
 from bkctl.replication.batching import BatchedCalls
 from bkctl.replication.fragments import ANSWERED, FaultReason, LedgerFragment, ReplicaFault, fragments_of
@@ -67,6 +67,8 @@ class TargetChooser:
         self._bookkeeper = bookkeeper
         self._registered: list[RegisteredBookie] = []
         self._registered_s = -REGISTERED_AGE_S
+        #: The racks of these bookies, registered or gone.
+        self._placement, self._placed = Placement(), frozenset[str]()
         self._read_registered: BatchedCalls[None, list[RegisteredBookie]] = BatchedCalls(
             lambda asking: [bookkeeper.pool.registered()] * len(asking)
         )
@@ -87,7 +89,7 @@ class TargetChooser:
             with contextlib.suppress(NotEnoughBookies):
                 return await self._targets(fragment, own, moving, exclude)
         self._registered = await self._read_registered(None)
-        self._registered_s = time.monotonic()
+        self._registered_s, self._placed = time.monotonic(), frozenset()
         try:
             return await self._targets(fragment, own, moving, exclude)
         except NotEnoughBookies:
@@ -99,8 +101,12 @@ class TargetChooser:
         self, fragment: LedgerFragment, own: Mapping[int, str], moving: Collection[int], exclude: Collection[str]
     ) -> dict[int, str]:
         """Return replacements of the bookies at `moving`, and the `own` ones of the others."""
-        registered, pool = self._registered, self._bookkeeper.pool
-        placement = await in_thread(pool.placement, registered, fragment.ensemble)
+        registered, placement, pool = self._registered, self._placement, self._bookkeeper.pool
+        if moving and not self._placed.issuperset(fragment.ensemble):
+            placed = self._placed.union(fragment.ensemble)
+            placement = await in_thread(pool.placement, registered, placed)
+            if registered is self._registered:  # Not read again meanwhile.
+                self._placement, self._placed = placement, placed
         chosen = choose_replacements(
             fragment.ensemble,
             moving,
