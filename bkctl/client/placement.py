@@ -185,24 +185,27 @@ def mend_placement(
 ) -> dict[int, str]:
     """Return replacements, as few as can be, after which every write quorum has enough racks; {} if there are none.
 
+    A bookie of the ensemble may replace another one whose index it leaves: it then gets the entries of both.
     Source: replaceToAdherePlacementPolicy.
     """
     rng = rng or random.Random()
-    usable = usable_bookies(bookies, 0, scoped=scoped, exclude=ensemble, rng=rng)
-    shelf = _Shelf((bookie_id for bookie_id in usable if bookie_id not in avoid), placement)
+    usable = usable_bookies(bookies, 0, scoped=scoped, exclude=(), rng=rng)
+    spare = [bookie_id for bookie_id in usable if bookie_id not in avoid and bookie_id not in ensemble]
     size, needed = len(ensemble), min(placement.rules.count_min, write_quorum_size)
     racks = [placement.rack(bookie_id) for bookie_id in ensemble]
     refused = {index for index, rack in enumerate(racks) if placement.rules.is_enforced and rack == DEFAULT_RACK}
     sets = (set(each) | refused for count in range(size) for each in combinations(range(size), count))
     for free in (*islice(sets, _INDEX_SETS_MAX), set(range(size))):
         kept = [None if index in free else rack for index, rack in enumerate(racks)]
-        striping = _Striping(kept, write_quorum_size, needed)
-        if striping.is_broken:
-            continue
-        # A bookie may move to another index of its ensemble only by copying: it stays, or it leaves.
-        found = _search(striping, sorted(free), shelf, {}, rng)
-        if found is not None:
-            return shelf.bookies(found)
+        for moving in ((), [ensemble[index] for index in free if ensemble[index] in usable]):
+            striping = _Striping(kept, write_quorum_size, needed)
+            shelf = _Shelf((*spare, *moving), placement)
+            found = None if striping.is_broken else _search(striping, sorted(free), shelf, {}, rng)
+            if found is not None:
+                staying = {index: ensemble[index] for index, rack in found.items() if moving and rack == racks[index]}
+                found = {index: rack for index, rack in found.items() if index not in staying}
+                left = (bookie_id for bookie_id in (*spare, *moving) if bookie_id not in staying.values())
+                return _Shelf(left, placement).bookies(found)
     return {}
 
 

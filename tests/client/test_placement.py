@@ -124,16 +124,15 @@ def test_mending_replaces_as_few_bookies_as_can_be(
     topology: tuple[dict[str, str], list[str], int, int, RackRules, int],
 ) -> None:
     racks, names, size, write_quorum_size, rules, seed = topology
-    size = max(1, min(size, 3))
+    size = min(size, 5)
     write_quorum_size = min(write_quorum_size, size)
-    placement, ensemble, others = Placement(racks, rules), names[:size], names[size:]
+    placement, ensemble = Placement(racks, rules), names[:size]
     if not placement.applies:
         return
     counts = [
         sum(old != new for old, new in zip(ensemble, each, strict=True))
         for each in permutations(names, size)
         if is_striped(each, write_quorum_size, racks, rules)
-        and all(new == old or new in others for old, new in zip(ensemble, each, strict=True))
     ]
     moved = mend_placement(ensemble, write_quorum_size, bookies(names), placement, scoped=True, rng=random.Random(seed))
     assert len(moved) == min(counts, default=0)

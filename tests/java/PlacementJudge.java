@@ -21,7 +21,8 @@ import org.apache.bookkeeper.stats.NullStatsLogger;
 /**
  * Judges ensembles by Apache's rack-aware policy. Each line of the file is a case: racks of all bookies
  * (`host:port=/rack,…`, an empty rack for none), write quorum, minNumRacksPerWriteQuorum, whether it is enforced, and the
- * ensemble (`host:port,…`). Prints a JSON line for each: the ensemble's adherence, and the best one of Apache's own choices.
+ * ensemble (`host:port,…`). Prints a JSON line for each: the ensemble's adherence, the best one of Apache's own choices, and
+ * whether Apache's policy can mend the ensemble.
  */
 public final class PlacementJudge {
     private static final int ATTEMPTS = 10;
@@ -74,6 +75,8 @@ public final class PlacementJudge {
             Map<String, Object> answer = new LinkedHashMap<>();
             answer.put("adherence", policy.isEnsembleAdheringToPlacementPolicy(ensemble, writeQuorum, writeQuorum).toString());
             answer.put("apache", best(policy, ensemble.size(), writeQuorum));
+            answer.put("mended", policy.replaceToAdherePlacementPolicy(
+                    ensemble.size(), writeQuorum, writeQuorum, new HashSet<>(), ensemble).getAdheringToPolicy().toString());
             Support.print(answer);
             policy.uninitalize();
         }

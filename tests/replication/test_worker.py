@@ -396,6 +396,23 @@ async def test_worker_moves_replicas_to_other_racks_where_that_is_enabled(fake_c
         assert await is_whole(client, ledger)
 
 
+async def test_bookies_of_an_ensemble_change_places_where_no_others_are_left(fake_cluster, monkeypatch):
+    monkeypatch.setattr("bkctl.metadata.racks.RACKS_AGE_S", -1)
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        ledger = (await write(client, 30, ensemble_size=4)).ledger
+        before = cluster.metadata(ledger).ensembles[0].bookies
+        BookieRacks(cluster.cluster).set(before[:2], "/r1")
+        BookieRacks(cluster.cluster).set(before[2:], "/r2")
+        state_of(cluster).marks.add(ledger, ())
+        assert await ReplicationWorker(client, MENDING, "worker").replicate(ledger) is LedgerOutcome.DONE
+        after = cluster.metadata(ledger).ensembles[0].bookies
+        assert sorted(after) == sorted(before)
+        racks = ["/r1" if name in before[:2] else "/r2" for name in after]
+        assert racks in (["/r1", "/r2"] * 2, ["/r2", "/r1"] * 2)
+        assert sum(old != new for old, new in zip(before, after, strict=True)) == 2
+        assert await is_whole(client, ledger)
+
+
 async def test_ledgers_that_no_bookie_can_mend_are_unmarked_unchanged(fake_cluster):
     async with fake_cluster(3) as cluster, cluster.client() as client:
         ledger = (await write(client, 5)).ledger
