@@ -147,7 +147,10 @@ def use(run: Run, name: ContextName) -> None:
 def rename(
     run: Run, name: ContextName, new: Annotated[str, typer.Argument(metavar="NEW", help="The new name.")]
 ) -> None:
-    """Give a context another name; the current one stays the current one."""
+    """Give a context another name.
+
+    The current context stays the current one. An existing name is refused.
+    """
     contexts = Contexts.read(os.environ).rename(name, new)
     run.show(_row(contexts, new), CONTEXT_COLUMNS)
 

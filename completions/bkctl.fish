@@ -204,7 +204,7 @@ case 'pipeline'; printf '%s\t%s\n' inventory 'Count bytes and entries in all boo
 case 'api'; printf '%s\t%s\n' serve 'Serve the REST API of a cluster, in the foreground.' get 'Send GET to an HTTP server, and print the response.' put 'Send PUT to an HTTP server, and print the response.' delete 'Send DELETE to an HTTP server, and print the response.'
 case 'bench'; printf '%s\t%s\n' adds 'Measure adds to temporary ledgers.' reads 'Measure reads from temporary ledgers.' mixed 'Measure adds and reads at the same time.'
 case 'audit'; printf '%s\t%s\n' list 'List the commands that changed something, oldest first.' show 'Show one run: who, when, what, its result and its undo file.'
-case 'context'; printf '%s\t%s\n' list 'List the contexts of the configuration file.' show 'Show one context with all its settings.' add 'Save the connection options under a name.' use 'Make a context the current one.' rename 'Give a context another name; the current one stays the current one.' delete 'Delete a context from the configuration file.'
+case 'context'; printf '%s\t%s\n' list 'List the contexts of the configuration file.' show 'Show one context with all its settings.' add 'Save the connection options under a name.' use 'Make a context the current one.' rename 'Give a context another name.' delete 'Delete a context from the configuration file.'
     end
 end
 
