@@ -218,10 +218,10 @@ function __bkctl
 end
 
 complete -c bkctl -n '__bkctl_has commands' -f -a '(__bkctl_commands)'
-__bkctl 1 -s v -l verbose -d 'Print more on stderr: connections and steps.'
-__bkctl 2 -s q -l quiet -d 'Print only errors on stderr.'
-__bkctl 3 -l no-color -d 'No colours (also NO_COLOR).'
-__bkctl 4 -l debug -d 'Show the traceback of an error.'
+__bkctl 1 -s v -l verbose -d 'Print more on stderr: connections and steps. [BKCTL_VERBOSE=1]'
+__bkctl 2 -s q -l quiet -d 'Print only errors on stderr. [BKCTL_QUIET=1]'
+__bkctl 3 -l no-color -d 'No colours. [BKCTL_NO_COLOR=1, NO_COLOR]'
+__bkctl 4 -l debug -d 'Show the traceback of an error. [BKCTL_DEBUG=1]'
 __bkctl 5 -l version -d 'Print the version.'
 __bkctl 6 -s u -l metadata-uri -x -d 'Metadata store: zk://HOST:PORT/ledgers, etcd://HOST:PORT/SCOPE, sqlite:///FILE. [BKCTL_METADATA_URI]'
 __bkctl 7 -s c -l conf -r -F -d 'A bookie'\''s bk_server.conf (or Pulsar'\''s bookkeeper.conf): its cluster and directories. [BKCTL_CONF]'
