@@ -228,7 +228,6 @@ _WITHOUT_EFFECT: Final = {
     "enableLocalTransport": ("false", "the bookie is reached by TCP only"),
     "extraServerComponents": ("", "no other servers run in this bookie"),
     "localScrubInterval": ("0", "'bkctl bookie check' checks the bookie's files"),
-    "repairedPlacementPolicyNotAdheringBookieEnabled": ("false", "replicas that share a rack are counted, not moved"),
     "tlsEnabledCipherSuites": ("", "the system's cipher suites are used"),
 }
 #: logSizeLimit's own upper bound. Source: ServerConfiguration.validate.
@@ -415,7 +414,15 @@ class BookieConfig:
     rw_rereplicate_backoff_ms: int = _setting("rwRereplicateBackoffMs", 5000, least=0)
     #: Entries of a fragment that are copied at once.
     rereplication_entry_batch_size: int = _setting("rereplicationEntryBatchSize", 10, least=1)
-    #: Prints the racks of hosts, so that replicas come to several; None: racks are not known.
+    #: The placement check also marks ledgers with entries in too few racks, and a worker moves replicas to others.
+    repaired_placement_policy_not_adhering_bookie_enabled: bool = _setting(
+        "repairedPlacementPolicyNotAdheringBookieEnabled", False
+    )
+    #: Racks of a write quorum, where it has as many bookies.
+    min_num_racks_per_write_quorum: int = _setting("minNumRacksPerWriteQuorum", 2, least=1)
+    #: Refuse ensembles with fewer racks, and do not use bookies without a rack.
+    enforce_min_num_racks_per_write_quorum: bool = _setting("enforceMinNumRacksPerWriteQuorum", False)
+    #: Prints the racks of hosts, so that replicas come to several; None: the metadata store's racks only.
     network_topology_script_file_name: str | None = _setting("networkTopologyScriptFileName", None)
     #: Bytes a second; 0 or less: no limit.
     replication_rate_by_bytes: int = _setting("replicationRateByBytes", -1)

@@ -190,7 +190,7 @@ def _findings(run: Run, cluster: Cluster, threshold: float, *, no_bookies: bool,
     from bkctl.client.racks import ledger_rack_findings, rack_findings
     from bkctl.metadata.admin.health import health_findings
 
-    from .bookies.racks import find_racks, rack_count_min
+    from .bookies.racks import find_racks
 
     async def asked() -> list[HealthFinding]:
         from bkctl.client.disk_space import disk_findings
@@ -201,12 +201,12 @@ def _findings(run: Run, cluster: Cluster, threshold: float, *, no_bookies: bool,
     of_bookies = [] if no_bookies else run.complete(asked())
     known = {(each.code, each.subject) for each in of_bookies}
     found = [each for each in health_findings(cluster) if (each.code, each.subject) not in known]
-    bookies, needed = cluster.bookies.list(), rack_count_min(run)
+    bookies, rules = cluster.bookies.list(), run.rack_rules()
     racks = find_racks(run, cluster, bookies)
-    found += rack_findings(bookies, racks, needed)
+    found += rack_findings(bookies, racks, rules)
     if ledgers:
         with run.working("Reading metadata", unit="ledgers") as activity:
-            found += ledger_rack_findings(cluster, racks, needed, activity.advance)
+            found += ledger_rack_findings(cluster, racks, rules, activity.advance)
     return sorted(found + of_bookies, key=lambda each: (each.severity, each.code, each.subject))
 
 

@@ -143,6 +143,18 @@ def use(run: Run, name: ContextName) -> None:
     run.show(row._replace(is_current=True), CONTEXT_COLUMNS)
 
 
+@command(app, "rename", changes=True, examples=("bkctl context rename prod prod-eu",))
+def rename(
+    run: Run, name: ContextName, new: Annotated[str, typer.Argument(metavar="NEW", help="The new name.")]
+) -> None:
+    """Give a context another name.
+
+    The current context stays the current one. An existing name is refused.
+    """
+    contexts = Contexts.read(os.environ).rename(name, new)
+    run.show(_row(contexts, new), CONTEXT_COLUMNS)
+
+
 @command(app, "delete", asks=True, changes=True, examples=("bkctl context delete prod",))
 def delete(run: Run, name: ContextName) -> None:
     """Delete a context from the configuration file.

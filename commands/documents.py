@@ -117,6 +117,7 @@ DOCUMENTS: Final[dict[str, tuple[DocumentSource, ...]]] = {
     "context show": _one("context:CONTEXT_COLUMNS"),
     "context add": _one("context:CONTEXT_COLUMNS"),
     "context use": _one("context:CONTEXT_COLUMNS"),
+    "context rename": _one("context:CONTEXT_COLUMNS"),
     "context delete": _one("context:CONTEXT_COLUMNS"),
     "cookie list": _rows("cookie:LIST_COLUMNS"),
     "cookie show": _one("cookie:COOKIE_COLUMNS") + _rows("cookie:COOKIE_COLUMNS"),

@@ -25,6 +25,7 @@ from .kit.parser import CONNECTION_LINE, HELP_FLAGS, Command, Group
 from .kit.session import Session
 from .kit.settings import global_parameters, read_options
 from .kit.terminal import ClosedOutput, output_error
+from .kit.values import parse_switch
 
 #: Group → its help; the module of the same name (with `app`) is imported when the group is used.
 GROUPS: Final[dict[str, str]] = {
@@ -125,16 +126,23 @@ def _root(**values: Any) -> None:
     session = context.obj = context.obj if isinstance(context.obj, Session) else Session()
     session.globals = read_options(values)
     for name in ("verbose", "quiet", "no_color", "debug"):
-        setattr(session, name, getattr(session, name) or values[name])
+        setattr(session, name, getattr(session, name) or values[name] or _is_set(name))
+
+
+def _is_set(name: str) -> bool:
+    """Return True if the environment sets a flag of the program: BKCTL_QUIET=1."""
+    variable = f"BKCTL_{name.upper()}"
+    text = os.environ.get(variable)
+    return text is not None and text != "" and parse_switch(text, variable)
 
 
 _root.__signature__ = Signature(  # type: ignore[attr-defined]
     [
         Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context),
-        _flag("verbose", "--verbose", "-v", help="Print more on stderr: connections and steps."),
-        _flag("quiet", "--quiet", "-q", help="Print only errors on stderr."),
-        _flag("no_color", "--no-color", help="No colours (also NO_COLOR)."),
-        _flag("debug", "--debug", help="Show the traceback of an error."),
+        _flag("verbose", "--verbose", "-v", help="Print more on stderr: connections and steps. [BKCTL_VERBOSE=1]"),
+        _flag("quiet", "--quiet", "-q", help="Print only errors on stderr. [BKCTL_QUIET=1]"),
+        _flag("no_color", "--no-color", help="No colours. [BKCTL_NO_COLOR=1, NO_COLOR]"),
+        _flag("debug", "--debug", help="Show the traceback of an error. [BKCTL_DEBUG=1]"),
         _flag("version", "--version", help="Print the version.", is_eager=True, callback=_version),
         *global_parameters(connects=True, asks=True, program=True),
     ]
@@ -309,7 +317,7 @@ def _end_audit(session: Session, code: int, error: BaseException | None) -> None
 def _report(error: BaseException, session: Session) -> int:
     report = error_report(error)
     _drop_output()
-    if "--debug" in session.words:
+    if session.debug or "--debug" in session.words:
         import traceback
 
         traceback.print_exception(error)
@@ -371,6 +379,6 @@ def main() -> None:
         # File names may hold bytes that no encoding has; a listing must not fail on them.
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    if "--debug" not in sys.argv:
+    if "--debug" not in sys.argv and not os.environ.get("BKCTL_DEBUG"):
         sys.excepthook = _unexpected
     sys.exit(run(sys.argv[1:]))

@@ -164,11 +164,12 @@ _bkctl() {
 'audit') at="$end0" words='list show' ;;
 'audit list') at="44 178 179 $end3" ;;
 'audit show') at="$end3" argument='none' ;;
-'context') at="$end0" words='list show add use delete' ;;
+'context') at="$end0" words='list show add use rename delete' ;;
 'context list') at="$end3" ;;
 'context show') at="$end3" argument='context' ;;
 'context add') at="180 181 $end1" argument='context' ;;
 'context use') at="$end3" argument='context' ;;
+'context rename') at="$end3" argument='context' ;;
 'context delete') at="$end4" argument='context' ;;
 'top') at="182 183 $end1" ;;
 'help') at="$end0" argument='words ledger bookie bookies journal entrylog metadata cookie autorecovery cluster local pipeline api bench audit context connection' ;;

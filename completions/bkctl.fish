@@ -170,6 +170,7 @@ case 'context list'; set ids $end3
 case 'context show'; set ids context $end3
 case 'context add'; set ids context 272 273 $end1
 case 'context use'; set ids context $end3
+case 'context rename'; set ids context $end3
 case 'context delete'; set ids context $end4
 case 'top'; set ids 274 275 $end1
 case 'help'; set ids words-ledger-bookie-bookies-journal-entrylog-metadata-cookie-autorecovery-cluster-local-pipeline-api-bench-audit-context-connection $end0
@@ -203,7 +204,7 @@ case 'pipeline'; printf '%s\t%s\n' inventory 'Count bytes and entries in all boo
 case 'api'; printf '%s\t%s\n' serve 'Serve the REST API of a cluster, in the foreground.' get 'Send GET to an HTTP server, and print the response.' put 'Send PUT to an HTTP server, and print the response.' delete 'Send DELETE to an HTTP server, and print the response.'
 case 'bench'; printf '%s\t%s\n' adds 'Measure adds to temporary ledgers.' reads 'Measure reads from temporary ledgers.' mixed 'Measure adds and reads at the same time.'
 case 'audit'; printf '%s\t%s\n' list 'List the commands that changed something, oldest first.' show 'Show one run: who, when, what, its result and its undo file.'
-case 'context'; printf '%s\t%s\n' list 'List the contexts of the configuration file.' show 'Show one context with all its settings.' add 'Save the connection options under a name.' use 'Make a context the current one.' delete 'Delete a context from the configuration file.'
+case 'context'; printf '%s\t%s\n' list 'List the contexts of the configuration file.' show 'Show one context with all its settings.' add 'Save the connection options under a name.' use 'Make a context the current one.' rename 'Give a context another name.' delete 'Delete a context from the configuration file.'
     end
 end
 
@@ -217,10 +218,10 @@ function __bkctl
 end
 
 complete -c bkctl -n '__bkctl_has commands' -f -a '(__bkctl_commands)'
-__bkctl 1 -s v -l verbose -d 'Print more on stderr: connections and steps.'
-__bkctl 2 -s q -l quiet -d 'Print only errors on stderr.'
-__bkctl 3 -l no-color -d 'No colours (also NO_COLOR).'
-__bkctl 4 -l debug -d 'Show the traceback of an error.'
+__bkctl 1 -s v -l verbose -d 'Print more on stderr: connections and steps. [BKCTL_VERBOSE=1]'
+__bkctl 2 -s q -l quiet -d 'Print only errors on stderr. [BKCTL_QUIET=1]'
+__bkctl 3 -l no-color -d 'No colours. [BKCTL_NO_COLOR=1, NO_COLOR]'
+__bkctl 4 -l debug -d 'Show the traceback of an error. [BKCTL_DEBUG=1]'
 __bkctl 5 -l version -d 'Print the version.'
 __bkctl 6 -s u -l metadata-uri -x -d 'Metadata store: zk://HOST:PORT/ledgers, etcd://HOST:PORT/SCOPE, sqlite:///FILE. [BKCTL_METADATA_URI]'
 __bkctl 7 -s c -l conf -r -F -d 'A bookie'\''s bk_server.conf (or Pulsar'\''s bookkeeper.conf): its cluster and directories. [BKCTL_CONF]'

@@ -12,7 +12,10 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from bkctl.client.placement import DEFAULT_RULES, Placement, RackRules
 from bkctl.errors import BkctlError, BookieUnavailable
+from bkctl.metadata.cluster import RegisteredBookie
+from bkctl.metadata.racks import KnownRacks
 from bkctl.protocol.connection import BookieConnection
 from bkctl.protocol.messages import (
     FRAME_SIZE_BYTES_MAX,
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
     import ssl
 
     from bkctl.ids import LedgerId
-    from bkctl.metadata.cluster import Cluster, RegisteredBookie
+    from bkctl.metadata.cluster import Cluster
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -184,7 +187,8 @@ class BookieChannel:
 class BookiePool:
     """The channels of one client, and the addresses of its bookies.
 
-    `addresses` overrides registered ones. Not thread-safe: a pool belongs to one event loop.
+    `addresses` overrides registered ones. `rack_rules` are the settings of placement. Not thread-safe: a pool belongs
+    to one event loop.
     """
 
     def __init__(
@@ -196,6 +200,7 @@ class BookiePool:
         timeout_s: float,
         addresses: Mapping[str, tuple[str, int]],
         only: Collection[str] | None = None,
+        rack_rules: RackRules = DEFAULT_RULES,
     ) -> None:
         self.cluster = cluster
         self.protocol = protocol
@@ -205,6 +210,8 @@ class BookiePool:
         self.closed = False
         self._overrides = dict(addresses)
         self._only = only
+        self._rack_rules = rack_rules
+        self._racks = KnownRacks(cluster.store, rack_rules.script, must_be_known=rack_rules.is_enforced)
         self._addresses: dict[str, tuple[str, int]] = {}
         self._channels: dict[tuple[str, Protocol], BookieChannel] = {}
 
@@ -246,6 +253,18 @@ class BookiePool:
         """Return the bookies that are up and may get new entries. Blocks."""
         bookies = self.cluster.bookies.list(include_down=False)
         return bookies if self._only is None else [bookie for bookie in bookies if bookie.bookie_id in self._only]
+
+    def placement(self, bookies: Iterable[RegisteredBookie], *ensembles: Iterable[str]) -> Placement:
+        """Return the racks of `bookies` and of the bookies of `ensembles`, which may be down, and the rules. Blocks.
+
+        Raises as `KnownRacks.racks`.
+        """
+        if self._only is not None:
+            return Placement()
+        known = {bookie.bookie_id: bookie for bookie in bookies}
+        for bookie_id in {bookie_id for ensemble in ensembles for bookie_id in ensemble} - known.keys():
+            known[bookie_id] = RegisteredBookie(bookie_id, "down", None)
+        return Placement(self._racks.racks(known.values()), self._rack_rules)
 
     async def close(self) -> None:
         """Close every connection; requests fail from now on."""

@@ -1,13 +1,12 @@
-"""Ensembles: the bookies of an entry, quorums of answers, choosing and replacing bookies, writing metadata.
+"""Ensembles: the bookies of an entry, quorums of answers, usable bookies, writing metadata.
 
-This module does not talk to bookies. Source: RoundRobinDistributionSchedule, EnsembleUtils,
-DefaultEnsemblePlacementPolicy, MetadataUpdateLoop.
+This module does not talk to bookies. Source: RoundRobinDistributionSchedule, MetadataUpdateLoop.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -134,7 +133,7 @@ def locate(
             )
 
 
-def choose_bookies(
+def usable_bookies(
     bookies: Iterable[RegisteredBookie],
     count: int,
     *,
@@ -142,12 +141,12 @@ def choose_bookies(
     exclude: Collection[str] = (),
     avoid: Collection[str] = (),
     rng: random.Random | None = None,
-) -> tuple[str, ...]:
-    """Return `count` different bookie ids, chosen at random among the writable ones that are not in `exclude`.
+) -> list[str]:
+    """Return the ids of the writable bookies that are not in `exclude`, at least `count`, in random order.
 
     `scoped` allows only bookies registered with `ledgerScopes` = 1: the registration lock of scopes. Bookies in `avoid`
-    (they failed lately) are chosen only when the rest does not suffice. Raises NotEnoughBookies, which names the usable
-    bookies and, with `scoped`, the ones that serve scope 0 only.
+    (they failed lately) come last. Raises NotEnoughBookies, which names the usable bookies and, with `scoped`, the ones
+    that serve scope 0 only.
     """
     writable = [bookie for bookie in bookies if bookie.state == "rw"]
     candidates = [bookie.bookie_id for bookie in writable if not scoped or bookie.ledger_scopes]
@@ -157,7 +156,7 @@ def choose_bookies(
     rng = rng or random.SystemRandom()
     rng.shuffle(usable)
     usable.sort(key=lambda bookie_id: bookie_id in avoid)
-    return tuple(usable[:count])
+    return usable
 
 
 def _not_enough(
@@ -187,32 +186,6 @@ def _not_enough(
 def _names(bookie_ids: Sequence[str], count_max: int = 10) -> str:
     shown = ", ".join(bookie_ids[:count_max])
     return f"{shown}, and {len(bookie_ids) - count_max} more" if len(bookie_ids) > count_max else shown
-
-
-def replace_bookies(
-    ensemble: Sequence[str],
-    failed: Mapping[int, str],
-    bookies: Iterable[RegisteredBookie],
-    *,
-    scoped: bool,
-    exclude: Collection[str] = (),
-    avoid: Collection[str] = (),
-    rng: random.Random | None = None,
-) -> tuple[str, ...]:
-    """Return the ensemble with another bookie at each failed index; `failed` maps an index to its failed bookie.
-
-    An index that holds another bookie by now stays unchanged. No bookie gets two indexes, and none of `failed` or
-    `exclude` gets one. Raises NotEnoughBookies. Source: EnsembleUtils.replaceBookiesInEnsemble.
-    """
-    indexes = [index for index, bookie_id in sorted(failed.items()) if ensemble[index] == bookie_id]
-    if not indexes:
-        return tuple(ensemble)
-    unusable = {*ensemble, *failed.values(), *exclude}
-    chosen = choose_bookies(bookies, len(indexes), scoped=scoped, exclude=unusable, avoid=avoid, rng=rng)
-    changed = list(ensemble)
-    for index, bookie_id in zip(indexes, chosen, strict=True):
-        changed[index] = bookie_id
-    return tuple(changed)
 
 
 def changed_indexes(before: Sequence[str], after: Sequence[str]) -> list[int]:

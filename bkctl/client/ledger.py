@@ -17,7 +17,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Self
 
 from bkctl.client.bookies import BookiePool, in_thread
-from bkctl.client.ensemble import check_quorums, choose_bookies
+from bkctl.client.ensemble import check_quorums
+from bkctl.client.placement import DEFAULT_RULES, RackRules, choose_ensemble
 from bkctl.client.read_handle import ReadHandle
 from bkctl.client.reader import (
     LedgerAccess,
@@ -65,7 +66,7 @@ class BookKeeper:
     `cluster` is open; its owner closes it. `timeout_s` is the longest wait for a bookie without progress. `addresses`
     overrides the addresses of bookies that advertise an unreachable one. `tls` turns on START_TLS (see `client_tls`).
     `throttle_count` is the number of adds of one ledger in flight above which `ready` waits. New entries go to bookies
-    in `only` (None: all registered ones).
+    in `only` (None: all registered ones), by `rack_rules` and the racks of the cluster's bookies.
     """
 
     def __init__(
@@ -78,10 +79,14 @@ class BookKeeper:
         addresses: Mapping[str, tuple[str, int]] = {},
         throttle_count: int = THROTTLE_COUNT,
         only: Collection[str] | None = None,
+        rack_rules: RackRules = DEFAULT_RULES,
     ) -> None:
         self.cluster = cluster
         self.protocol = protocol
-        self.pool = BookiePool(cluster, protocol=protocol, tls=tls, timeout_s=timeout_s, addresses=addresses, only=only)
+        self.pool = BookiePool(
+            cluster, protocol=protocol, tls=tls, timeout_s=timeout_s, addresses=addresses, only=only,
+            rack_rules=rack_rules,
+        )  # fmt: skip
         self._throttle_count = max(throttle_count, 1)
 
     async def __aenter__(self) -> Self:
@@ -266,7 +271,10 @@ class BookKeeper:
                 "collect garbage",
                 hint="give a smaller id, or a ledger scope id",
             )
-        ensemble = choose_bookies(bookies, metadata.ensemble_size, scoped=scope_id != 0, avoid=suspects)
+        ensemble = choose_ensemble(
+            bookies, metadata.ensemble_size, metadata.write_quorum_size, self.pool.placement(bookies),
+            scoped=scope_id != 0, avoid=suspects,
+        )  # fmt: skip
         metadata = replace(metadata, ensembles=(Fragment(0, ensemble),))
         ledgers = self.cluster.ledgers
         for _ in range(_CREATE_ATTEMPTS_MAX):

@@ -1,42 +1,18 @@
-"""Placement over racks: the entries of a ledger whose replicas share a rack, and the findings about racks.
-
-Source: RackawareEnsemblePlacementPolicyImpl.isEnsembleAdheringToPlacementPolicy.
-"""
+"""The findings about racks: bookies without one, too few of them, and ledgers with replicas that share one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final
 
-from bkctl.client.ensemble import RoundRobinDistributionSchedule
+from bkctl.client.placement import DEFAULT_RACK, DEFAULT_RULES, RackRules, write_sets_in_few_racks
 from bkctl.errors import BkctlError
-from bkctl.formats.metadata import LedgerMetadata
 from bkctl.metadata.admin.health import HealthFinding, Severity
 from bkctl.metadata.admin.health_codes import HealthCode
 from bkctl.metadata.cluster import Cluster, RegisteredBookie
 
-#: The least number of racks of an entry's replicas. Source: ClientConfiguration.getMinNumRacksPerWriteQuorum.
-RACK_COUNT_MIN: Final = 2
-#: The rack of bookies without one. Source: NetworkTopology.DEFAULT_RACK.
-DEFAULT_RACK: Final = "/default-rack"
-
-
-def write_sets_in_few_racks(
-    metadata: LedgerMetadata, bookies: Sequence[str], racks: Mapping[str, str], rack_count_min: int = RACK_COUNT_MIN
-) -> list[tuple[int, ...]]:
-    """Return the write sets of the ensemble `bookies` that have too few racks, as ensemble indexes.
-
-    That is fewer than `rack_count_min` (minNumRacksPerWriteQuorum), or than the write quorum if that is smaller. A
-    bookie that is not in `racks` is in DEFAULT_RACK.
-    """
-    schedule = RoundRobinDistributionSchedule.of(metadata)
-    needed = min(rack_count_min, schedule.write_quorum_size)
-    sets = map(schedule.write_set, range(schedule.ensemble_size))
-    return [each for each in sets if len({racks.get(bookies[index], DEFAULT_RACK) for index in each}) < needed]
-
 
 def rack_findings(
-    bookies: Sequence[RegisteredBookie], racks: Mapping[str, str], rack_count_min: int = RACK_COUNT_MIN
+    bookies: Sequence[RegisteredBookie], racks: Mapping[str, str], rules: RackRules = DEFAULT_RULES
 ) -> Iterator[HealthFinding]:
     """Yield the problems with the racks of the registered bookies; none where no bookie has a rack."""
     if not racks:
@@ -50,20 +26,20 @@ def rack_findings(
             )  # fmt: skip
     writable = [bookie.bookie_id for bookie in bookies if bookie.state == "rw"]
     count = len({racks.get(bookie_id, DEFAULT_RACK) for bookie_id in writable})
-    if len(writable) > 1 and count < rack_count_min:
+    if len(writable) > 1 and count < rules.count_min:
         yield HealthFinding(
             HealthCode.TOO_FEW_RACKS, Severity.WARNING, "",
             f"The {len(writable):,} writable bookies are in {count:,} rack{'s' if count > 1 else ''}; "
-            f"{rack_count_min:,} are needed",
+            f"{rules.count_min:,} are needed",
             "start bookies in another rack: new ledgers do not survive the loss of one",
-            {"rackCount": count, "neededRackCount": rack_count_min},
+            {"rackCount": count, "neededRackCount": rules.count_min},
         )  # fmt: skip
 
 
 def ledger_rack_findings(
     cluster: Cluster,
     racks: Mapping[str, str],
-    rack_count_min: int = RACK_COUNT_MIN,
+    rules: RackRules = DEFAULT_RULES,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Iterator[HealthFinding]:
     """Yield a finding for each scope with ledgers that have entries in too few racks; reads all ledgers' metadata.
@@ -79,10 +55,7 @@ def ledger_rack_findings(
         if isinstance(found, BkctlError):
             continue
         metadata = found.metadata
-        if any(
-            write_sets_in_few_racks(metadata, fragment.bookies, racks, rack_count_min)
-            for fragment in metadata.ensembles
-        ):
+        if any(write_sets_in_few_racks(metadata, fragment.bookies, racks, rules) for fragment in metadata.ensembles):
             counts[ledger.scope_id] = counts.get(ledger.scope_id, 0) + 1
             if counts[ledger.scope_id] <= 5:
                 examples.setdefault(ledger.scope_id, []).append(str(ledger))
@@ -91,6 +64,7 @@ def ledger_rack_findings(
         yield HealthFinding(
             HealthCode.LEDGERS_IN_FEW_RACKS, Severity.WARNING, f"scope {scope_id}",
             f"{count:,} ledger{'s have' if count > 1 else ' has'} entries with all replicas in too few racks: {names}",
-            "'bkctl ledger locate' shows the bookies; the loss of a rack may lose these entries",
+            "'bkctl ledger locate' shows the bookies; auto-recovery moves replicas to other racks with "
+            "repairedPlacementPolicyNotAdheringBookieEnabled=true",
             {"ledgerScopeId": str(scope_id), "ledgerCount": count},
         )  # fmt: skip

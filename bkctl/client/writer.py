@@ -15,10 +15,10 @@ from typing import Final
 from bkctl.client.bookies import BookieChannel, error_of, fail, in_thread
 from bkctl.client.ensemble import (
     changed_indexes,
-    replace_bookies,
     update_metadata,
     with_fragment,
 )
+from bkctl.client.placement import replace_bookies
 from bkctl.client.reader import LedgerAccess, restate
 from bkctl.errors import (
     BkctlError,
@@ -332,9 +332,11 @@ class AddPipeline:
             ensemble = metadata.last_fragment.bookies
             if not any(ensemble[index] == bookie_id for index, bookie_id in failed.items()):
                 return None
+            registered = access.pool.registered()
             replaced = replace_bookies(
-                ensemble, failed, access.pool.registered(), scoped=access.scoped, exclude=excluded, avoid=suspects
-            )
+                ensemble, failed, metadata.write_quorum_size, registered, access.pool.placement(registered, ensemble),
+                scoped=access.scoped, exclude=excluded, avoid=suspects,
+            )  # fmt: skip
             return with_fragment(metadata, first_entry_id, replaced)
 
         access.versioned = await in_thread(
@@ -374,11 +376,12 @@ class RecoveryPipeline(AddPipeline):
         self._fragments: dict[int, tuple[str, ...]] = {}
 
     async def _commit(self, failed: Mapping[int, str]) -> tuple[str, ...]:
-        excluded = set(self._failed_since_progress)
-        registered = await in_thread(self.access.pool.registered)
+        excluded, pool = set(self._failed_since_progress), self.access.pool
+        registered = await in_thread(pool.registered)
+        placement = await in_thread(pool.placement, registered, self.ensemble)
         ensemble = replace_bookies(
-            self.ensemble, failed, registered, scoped=self.access.scoped, exclude=excluded,
-            avoid=self.access.pool.suspects(),
+            self.ensemble, failed, self.access.metadata.write_quorum_size, registered, placement,
+            scoped=self.access.scoped, exclude=excluded, avoid=pool.suspects(),
         )  # fmt: skip
         self._fragments[self.last_add_confirmed + 1] = ensemble
         return ensemble

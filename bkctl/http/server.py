@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 import uvicorn
 
+from bkctl.client.placement import rack_rules
 from bkctl.config import BookieConfig
 from bkctl.errors import BkctlError
 from bkctl.http.app import Api
@@ -179,7 +180,10 @@ class BookieHttpServer:
         timeout_s = config.zk_timeout / 1000 * 3
         bookie.metrics.ended_connections["http"] = self.server.ended
         local = BookieProxy(bookie, loop)
-        self.server.start(lambda: Service(uri, security=security, timeout_s=timeout_s, tls=tls, bookie=local))
+        rules = rack_rules(config)
+        self.server.start(
+            lambda: Service(uri, security=security, timeout_s=timeout_s, tls=tls, bookie=local, rules=rules)
+        )
 
     def stop(self) -> None:
         """Stop the server."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from bkctl.bookie.metrics import BookieMetrics
 from bkctl.client.ledger import BookKeeper
+from bkctl.client.placement import DEFAULT_RULES, RackRules
 from bkctl.errors import BkctlError, TimedOut
 from bkctl.http.endpoints import ServiceUnavailable
 from bkctl.metadata.cluster import Cluster, open_cluster
@@ -86,7 +87,7 @@ class BookieProxy:
 class Service:
     """A cluster's metadata and a client, opened when first needed, and the bookie of a bookie's own server.
 
-    `tls` and `addresses` are as for BookKeeper. The service belongs to the event loop that uses it.
+    `tls`, `addresses` and `rules` (of racks) are as for BookKeeper. The service belongs to the event loop that uses it.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Service:
         tls: ssl.SSLContext | None = None,
         addresses: Mapping[str, tuple[str, int]] = {},
         bookie: BookieProxy | None = None,
+        rules: RackRules = DEFAULT_RULES,
     ) -> None:
         self.metadata_uri = metadata_uri
         self.timeout_s = timeout_s
@@ -105,6 +107,7 @@ class Service:
         self._tls = tls
         self.addresses = addresses
         self._bookie = bookie
+        self._rules = rules
         self._opening = asyncio.Lock()
         self._cluster: Cluster | None = None
         self._bookkeeper: BookKeeper | None = None
@@ -144,7 +147,10 @@ class Service:
         return self._client(await self.cluster(), [bookie_id])
 
     def _client(self, cluster: Cluster, only: list[str] | None = None) -> BookKeeper:
-        return BookKeeper(cluster, timeout_s=self.timeout_s, tls=self._tls, addresses=self.addresses, only=only)
+        return BookKeeper(
+            cluster, timeout_s=self.timeout_s, tls=self._tls, addresses=self.addresses, only=only,
+            rack_rules=self._rules,
+        )  # fmt: skip
 
     def in_background(self, work: Callable[[], None]) -> None:
         """Run long work in a thread. Raise ServiceUnavailable while other background work runs."""

@@ -1,21 +1,44 @@
-"""The racks of bookies in the metadata store, as Pulsar keeps them: group → bookie → rack and host name, in JSON.
+"""The racks of bookies: the metadata store's, and those that a script prints.
 
-Source: Pulsar's BookieRackAffinityMapping, BookiesRackConfiguration, BookieInfo.
+Pulsar keeps group → bookie → rack and host name in the store, in JSON.
+Source: Pulsar's BookieRackAffinityMapping, BookiesRackConfiguration, BookieInfo; BookKeeper's ScriptBasedMapping.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+import logging
+import re
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
-from bkctl.errors import Conflict, Corrupt, MetadataVersionConflict, NotFound, UsageError
+from bkctl.errors import (
+    BkctlError,
+    Conflict,
+    Corrupt,
+    MetadataVersionConflict,
+    NotFound,
+    Unauthorized,
+    UsageError,
+)
 from bkctl.ids import check_bookie_id
 from bkctl.metadata.cluster import Cluster, RegisteredBookie
-from bkctl.metadata.store import NEW, RACKS
+from bkctl.metadata.store import NEW, RACKS, MetadataStore
 
 GROUP_DEFAULT: Final = "default"
 _ATTEMPTS: Final = 10
+#: The largest age of the metadata store's racks that placement uses.
+RACKS_AGE_S: Final = 10.0
+#: Source: CommonConfigurationKeys.NET_TOPOLOGY_SCRIPT_NUMBER_ARGS_DEFAULT.
+SCRIPT_ARGUMENT_COUNT_MAX: Final = 100
+SCRIPT_TIMEOUT_S: Final = 30.0
+#: A host name, an IPv4 or an IPv6 address; a leading `-` would be an option of the script.
+_HOST: Final = re.compile(r"(?=.{1,255}\Z)[A-Za-z0-9_:][A-Za-z0-9_.:-]*(?:%[A-Za-z0-9_.-]+)?", re.ASCII)
+
+log: Final = logging.getLogger("bkctl.racks")
 
 
 class BookieRack(NamedTuple):
@@ -39,13 +62,7 @@ class BookieRacks:
 
     def all(self) -> list[BookieRack]:
         """Return the racks of all bookies that have one, by group and bookie id."""
-        found = self._store.get(RACKS)
-        groups = {} if found is None else self._parse(found.value)
-        return [
-            _bookie_rack(group, bookie_id, info)
-            for group, bookies in sorted(groups.items())
-            for bookie_id, info in sorted(bookies.items())
-        ]
+        return read_racks(self._store)
 
     def set(
         self,
@@ -99,9 +116,9 @@ class BookieRacks:
     ) -> list[BookieRack]:
         for _ in range(_ATTEMPTS):
             found = self._store.get(RACKS)
-            groups = {} if found is None else self._parse(found.value)
+            groups = {} if found is None else _parse(self._store, found.value)
             changed = change(groups)
-            if dry_run or (found is not None and self._parse(found.value) == groups):
+            if dry_run or (found is not None and _parse(self._store, found.value) == groups):
                 return changed
             value = json.dumps(groups, separators=(",", ":")).encode()
             try:
@@ -113,23 +130,32 @@ class BookieRacks:
             f"The racks of bookies beside {self._store.name} change all the time", hint="try again"
         )
 
-    def _parse(self, value: bytes) -> dict[str, dict[str, Any]]:
-        try:
-            groups = json.loads(value) if value else {}
-        except (ValueError, RecursionError) as error:
-            raise self._corrupt() from error
-        if not isinstance(groups, dict) or not all(
-            isinstance(bookies, dict) and all(isinstance(info, dict) for info in bookies.values())
-            for bookies in groups.values()
-        ):
-            raise self._corrupt()
-        return groups
 
-    def _corrupt(self) -> Corrupt:
-        return Corrupt(
-            f"The node `bookies` beside {self._store.name} does not hold racks of bookies: it is not JSON of group → "
+def read_racks(store: MetadataStore) -> list[BookieRack]:
+    """Return the racks in a cluster's metadata store, by group and bookie id. Raises Unreachable, Corrupt."""
+    found = store.get(RACKS)
+    groups = {} if found is None else _parse(store, found.value)
+    return [
+        _bookie_rack(group, bookie_id, info)
+        for group, bookies in sorted(groups.items())
+        for bookie_id, info in sorted(bookies.items())
+    ]
+
+
+def _parse(store: MetadataStore, value: bytes) -> dict[str, dict[str, Any]]:
+    try:
+        groups = json.loads(value) if value else {}
+    except (ValueError, RecursionError):
+        groups = None
+    if not isinstance(groups, dict) or not all(
+        isinstance(bookies, dict) and all(isinstance(info, dict) for info in bookies.values())
+        for bookies in groups.values()
+    ):
+        raise Corrupt(
+            f"The node `bookies` beside {store.name} does not hold racks of bookies: it is not JSON of group → "
             "bookie → rack"
         )
+    return groups
 
 
 def racks_of(racks: Iterable[BookieRack], bookies: Iterable[RegisteredBookie]) -> dict[str, str]:
@@ -149,6 +175,105 @@ def racks_of(racks: Iterable[BookieRack], bookies: Iterable[RegisteredBookie]) -
         if rack is not None:
             found[bookie.bookie_id] = rack
     return found
+
+
+class Topology:
+    """The racks of bookies, from the script `networkTopologyScriptFileName`: it prints a rack for each host argument.
+
+    The script gets each host once. Not thread-safe.
+    """
+
+    def __init__(
+        self, script: str, *, argument_count_max: int = SCRIPT_ARGUMENT_COUNT_MAX, timeout_s: float = SCRIPT_TIMEOUT_S
+    ) -> None:
+        self.script = script
+        self._argument_count_max = max(argument_count_max, 1)
+        self._timeout_s = timeout_s
+        self._racks: dict[str, str] = {}
+        #: Bookies without a valid host, which were logged once.
+        self._refused: set[str] = set()
+
+    def racks(self, bookies: Iterable[RegisteredBookie]) -> dict[str, str]:
+        """Return the rack of each bookie, as `/rack` or `/region/rack`, by bookie id. Blocks.
+
+        A bookie with an unknown or invalid host is left out; the script never gets an invalid host.
+        Raise BkctlError if the script fails or prints anything else: a wrong rack would cost data.
+        """
+        hosts: dict[str, str] = {}
+        for bookie in bookies:
+            if bookie.address is None:
+                continue
+            if _HOST.fullmatch(bookie.address[0]):
+                hosts[bookie.bookie_id] = bookie.address[0]
+            elif bookie.bookie_id not in self._refused:
+                self._refused.add(bookie.bookie_id)
+                log.warning("Bookie %s registered no valid host: its rack is unknown", bookie.bookie_id)
+        unknown = sorted({host for host in hosts.values() if host not in self._racks})
+        for at in range(0, len(unknown), self._argument_count_max):
+            batch = unknown[at : at + self._argument_count_max]
+            self._racks.update(zip(batch, self._run(batch), strict=True))
+        return {bookie_id: self._racks[host] for bookie_id, host in hosts.items()}
+
+    def _run(self, hosts: Sequence[str]) -> list[str]:
+        what = f"Network topology script {self.script}"
+        try:
+            done = subprocess.run(
+                [self.script, *hosts],
+                capture_output=True,
+                text=True,
+                timeout=self._timeout_s,
+                check=False,
+                stdin=subprocess.DEVNULL,
+            )
+        except (OSError, subprocess.TimeoutExpired, UnicodeDecodeError) as error:
+            raise BkctlError(f"{what} failed: {error}") from error
+        racks = done.stdout.split()
+        if done.returncode or len(racks) != len(hosts):
+            said = f"ended with exit code {done.returncode}" if done.returncode else f"printed {len(racks)} racks"
+            raise BkctlError(f"{what} {said} for {len(hosts)} hosts", hint="it must print one rack for each argument")
+        return racks
+
+
+class KnownRacks:
+    """The racks of a cluster's bookies, for placement; the metadata store's are at most RACKS_AGE_S old. Thread-safe.
+
+    `script` prints racks, which count first. With `must_be_known`, racks that cannot be read are an error.
+    """
+
+    def __init__(self, store: MetadataStore, script: str | None = None, *, must_be_known: bool = False) -> None:
+        self._store = store
+        self._topology = Topology(script) if script else None
+        self._must_be_known = must_be_known
+        self._lock = threading.Lock()
+        self._stored: list[BookieRack] = []
+        self._read_at_s = float("-inf")
+        self._problem: str | None = None
+
+    def racks(self, bookies: Iterable[RegisteredBookie]) -> dict[str, str]:
+        """Return the rack of each bookie that has one, by bookie id. Blocks.
+
+        Raises Unreachable, and BkctlError if the script fails. Other racks than Pulsar's at its node, or ones that the
+        user must not read, are logged, and the racks read before count, unless racks must be known.
+        """
+        bookies = list(bookies)
+        with self._lock:
+            if time.monotonic() - self._read_at_s > RACKS_AGE_S:
+                self._read()
+            found = racks_of(self._stored, bookies)
+            if self._topology is not None:
+                found.update(self._topology.racks(bookies))
+            return found
+
+    def _read(self) -> None:
+        try:
+            self._stored, self._problem = read_racks(self._store), None
+        except (Corrupt, Unauthorized) as error:
+            if self._must_be_known:
+                raise
+            if self._problem != error.message:
+                self._problem = error.message
+                log.warning("Racks of bookies are unknown: %s", error)
+        self._read_at_s = time.monotonic()
 
 
 def check_rack(text: str) -> str:

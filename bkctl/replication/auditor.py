@@ -26,7 +26,6 @@ from bkctl.replication.stats import AuditorStats
 if TYPE_CHECKING:
     from bkctl.client.ledger import BookKeeper
     from bkctl.config import BookieConfig
-    from bkctl.replication.placement import Topology
 
 log: Final = logging.getLogger("bkctl.replication")
 
@@ -65,7 +64,6 @@ class Auditor:
         *,
         scoped: bool,
         stats: AuditorStats | None = None,
-        topology: Topology | None = None,
         back_off_s: float = BACK_OFF_S,
     ) -> None:
         self._cluster = bookkeeper.cluster
@@ -74,7 +72,7 @@ class Auditor:
         self.stats = stats or AuditorStats()
         self._back_off_s = back_off_s
         self._settings = AutoRecoverySettings(self._cluster.store)
-        self.checks = LedgerChecks(bookkeeper, config, scoped=scoped, stats=self.stats, topology=topology)
+        self.checks = LedgerChecks(bookkeeper, config, scoped=scoped, stats=self.stats)
         self._lost = LostBookies((), 0)
         self._delay_version: int | None = None
         self._audit_at_s: float | None = None

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from bkctl.client.ledger import BookKeeper
     from bkctl.ids import LedgerId
     from bkctl.metadata.cluster import RegisteredBookie
-    from bkctl.replication.placement import Topology
     from bkctl.replication.resume import ResumeFile
 
 T = TypeVar("T")
@@ -55,9 +54,8 @@ class BookieMover:
     `rate` bounds the bytes copied a second, of all ledgers together. `skip_open` leaves OPEN ledgers alone. `fence`
     False leaves only the last fragment of a ledger that a writer may add to; with `fence` such a ledger is fenced and
     closed first. `locks` takes the locks of auto-recovery: its workers do not repeat the work, and no bookie collects
-    the copies as garbage before the metadata names it (removeOverReplicatedledgers). `topology` knows racks, `plan` is
-    the total that `progress` counts against, `note` gets messages about waiting. The mover belongs to the event loop of
-    `bookkeeper`.
+    the copies as garbage before the metadata names it (removeOverReplicatedledgers). `plan` is the total that
+    `progress` counts against, `note` gets messages about waiting. The mover belongs to the event loop of `bookkeeper`.
     """
 
     def __init__(
@@ -70,7 +68,6 @@ class BookieMover:
         skip_open: bool = False,
         fence: bool = True,
         locks: bool = True,
-        topology: Topology | None = None,
         note: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.bookkeeper = bookkeeper
@@ -84,7 +81,6 @@ class BookieMover:
             bookkeeper,
             checker=self._checker,
             throttle=None if rate is None else Throttle(bytes_per_s=rate),
-            topology=topology,
             progress=self.progress.copied,
         )
         self._lost_entries = LostEntryFinder(bookkeeper, self._checker.replicas)

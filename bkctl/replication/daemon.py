@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from bkctl.client.ledger import TIMEOUT_S, BookKeeper
+from bkctl.client.placement import rack_rules
 from bkctl.errors import BkctlError
 from bkctl.ids import check_bookie_id
 from bkctl.metadata.cluster import open_cluster
@@ -22,7 +23,6 @@ from bkctl.metadata.store import NO_SECURITY, StoreSecurity
 from bkctl.metadata.underreplication import AuditorElection, UnderreplicationLayout
 from bkctl.replication.auditor import Auditor
 from bkctl.replication.election import AuditorElector
-from bkctl.replication.placement import Topology
 from bkctl.replication.signals import Signal, cancel_and_wait
 from bkctl.replication.stats import AuditorStats, Sample, WorkerStats, auditor_samples, worker_samples
 from bkctl.replication.worker import ReplicationWorker
@@ -73,14 +73,13 @@ class AutoRecovery:
     async def run(self) -> None:
         """Work until cancelled. Raise Unsupported or Corrupt if the cluster's marks cannot be used."""
         await asyncio.to_thread(UnderreplicationLayout(self._cluster.store).prepare)
-        script = self._config.network_topology_script_file_name
-        topology = Topology(script) if script else None
         async with BookKeeper(
-            self._cluster, tls=self._tls, timeout_s=self._timeout_s, addresses=self._addresses
-        ) as bookkeeper:
-            parts: list[Coroutine[Any, Any, None]] = [self._work(bookkeeper, topology)]
+            self._cluster, tls=self._tls, timeout_s=self._timeout_s, addresses=self._addresses,
+            rack_rules=rack_rules(self._config),
+        ) as bookkeeper:  # fmt: skip
+            parts: list[Coroutine[Any, Any, None]] = [self._work(bookkeeper)]
             for scoped in self.scopes:
-                self._electors[scoped] = self._elector(bookkeeper, topology, scoped)
+                self._electors[scoped] = self._elector(bookkeeper, scoped)
                 parts.append(self._electors[scoped].run())
             tasks = [asyncio.ensure_future(part) for part in parts]
             try:
@@ -89,19 +88,19 @@ class AutoRecovery:
             finally:
                 await cancel_and_wait(*tasks)
 
-    def _elector(self, bookkeeper: BookKeeper, topology: Topology | None, scoped: bool) -> AuditorElector:
+    def _elector(self, bookkeeper: BookKeeper, scoped: bool) -> AuditorElector:
         async def audit() -> None:
             stats = self.auditor_stats[scoped]
-            await Auditor(bookkeeper, self._config, scoped=scoped, stats=stats, topology=topology).run()
+            await Auditor(bookkeeper, self._config, scoped=scoped, stats=stats).run()
 
         election = AuditorElection(self._cluster.store)
         return AuditorElector(election, self.bookie_id, audit, scoped=scoped)
 
-    async def _work(self, bookkeeper: BookKeeper, topology: Topology | None) -> None:
+    async def _work(self, bookkeeper: BookKeeper) -> None:
         while True:
             worker = ReplicationWorker(
                 bookkeeper, self._config, self.bookie_id,
-                scopes=self.scopes, stats=self.worker_stats, topology=topology,
+                scopes=self.scopes, stats=self.worker_stats,
             )  # fmt: skip
             try:
                 await worker.run()

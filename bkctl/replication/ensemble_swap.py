@@ -53,18 +53,19 @@ class EnsembleSwap(NamedTuple):
         Replace none if the fragment is not the one that was copied any more. Raise UnclosedFragment.
         """
         metadata, fragment = found.metadata, self.fragment
-        replaced: dict[str, str] = {}
         present = ensemble_at(metadata, fragment.first_entry_id)
         if present is None or not _is_same_ledger(found, self.checked):
-            return metadata, replaced
+            return metadata, {}
         if not metadata.is_closed and metadata.last_fragment.first_entry_id == fragment.first_entry_id:
             raise UnclosedFragment(f"Ledger {self.ledger} is open, and its last fragment may still grow")
         if _end_of(metadata, fragment.first_entry_id) > fragment.last_entry_id:
-            return metadata, replaced  # The fragment has entries now that were not copied.
-        bookies = list(present)
-        for index, target in self.moved.items():
-            if present[index] == fragment.ensemble[index] and target not in present:
-                replaced[present[index]] = bookies[index] = target
+            return metadata, {}  # The fragment has entries now that were not copied.
+        moved = {at: target for at, target in self.moved.items() if present[at] == fragment.ensemble[at]}
+        # A target may be in the ensemble only at an index that it leaves in the same swap.
+        while taken := [at for at, target in moved.items() if target in _others(present, moved)]:
+            moved = {at: target for at, target in moved.items() if at not in taken}
+        bookies = [moved.get(at, bookie_id) for at, bookie_id in enumerate(present)]
+        replaced = {present[at]: target for at, target in moved.items()}
         changed = Fragment(fragment.first_entry_id, tuple(bookies))
         ensembles = tuple(
             changed if ensemble.first_entry_id == fragment.first_entry_id else ensemble
@@ -177,6 +178,11 @@ def _keeps_changing(ledger: LedgerId) -> MetadataVersionConflict:
     return MetadataVersionConflict(
         f"Metadata of ledger {ledger} changed {UPDATE_ATTEMPTS_MAX} times while it was being written", hint="try again"
     )
+
+
+def _others(present: Sequence[str], moved: Mapping[int, str]) -> set[str]:
+    """Return the bookies of an ensemble at indexes that are not in `moved`."""
+    return {bookie_id for at, bookie_id in enumerate(present) if at not in moved}
 
 
 def _end_of(metadata: LedgerMetadata, first_entry_id: int) -> int:

@@ -14,7 +14,6 @@ from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
-from bkctl.client.racks import write_sets_in_few_racks
 from bkctl.errors import BkctlError, LedgerNotFound, Unreachable
 from bkctl.metadata.underreplication import AuditorCheck, AutoRecoveryState
 from bkctl.replication.checker import LedgerChecker
@@ -27,11 +26,9 @@ if TYPE_CHECKING:
 
     from bkctl.client.ledger import BookKeeper
     from bkctl.config import BookieConfig
-    from bkctl.formats.metadata import LedgerMetadata
     from bkctl.ids import LedgerId
     from bkctl.metadata.ledgers import VersionedMetadata
     from bkctl.replication.fragments import LedgerFragment
-    from bkctl.replication.placement import Topology
 
 log: Final = logging.getLogger("bkctl.replication")
 
@@ -54,7 +51,6 @@ class LedgerChecks:
         *,
         scoped: bool,
         stats: AuditorStats,
-        topology: Topology | None = None,
     ) -> None:
         self._bookkeeper = bookkeeper
         self._cluster = bookkeeper.cluster
@@ -63,7 +59,6 @@ class LedgerChecks:
         self._marks, self._settings = state.marks, state.settings
         self._scoped = scoped
         self._stats = stats
-        self._topology = topology
         count = config.in_flight_read_entry_num_in_ledger_checker
         self._checker = LedgerChecker(bookkeeper, in_flight_count_max=count) if count > 0 else LedgerChecker(bookkeeper)
 
@@ -129,26 +124,30 @@ class LedgerChecks:
         return await asyncio.to_thread(_worst_count, fragments, listed, found.metadata.write_quorum_size)
 
     async def check_placement_policy(self) -> None:
-        """Count the closed ledgers whose replicas share a rack, and the marks that are older than their grace period.
+        """Count the closed ledgers with too few racks, and the marks that are older than their grace period.
 
-        Without known racks no ledger is counted. Nothing is marked. Source: AuditorPlacementPolicyCheckTask.
+        Without known racks no ledger is counted. With repairedPlacementPolicyNotAdheringBookieEnabled, the ledgers are
+        marked: a replication worker moves replicas to other racks. Source: AuditorPlacementPolicyCheckTask.
         """
         grace_ms = self._config.underreplicated_ledger_recovery_grace_period * 1000
         if grace_ms > 0:
             self._stats.num_underreplicated_ledgers_elapsed_recovery_grace_period = await asyncio.to_thread(
                 self._old_mark_count, now_ms() - grace_ms
             )
-        racks: dict[str, str] = {}
-        if self._topology is not None:
-            bookies = await asyncio.to_thread(self._cluster.bookies.list, False)
-            racks = await asyncio.to_thread(self._topology.racks, bookies)
+        pool = self._bookkeeper.pool
+        placement = await asyncio.to_thread(lambda: pool.placement(self._cluster.bookies.list()))
         count = 0
 
         async def check(ledger: LedgerId, found: VersionedMetadata, up: set[str]) -> None:
             nonlocal count
-            if racks and found.metadata.is_closed and _shares_racks(found.metadata, racks):
-                log.warning("Ledger %s has replicas of an entry in one rack only", ledger)
-                count += 1
+            if not found.metadata.is_closed or all(
+                placement.adheres(found.metadata, fragment.bookies) for fragment in found.metadata.ensembles
+            ):
+                return
+            log.warning("Ledger %s has entries in too few racks", ledger)
+            count += 1
+            if self._config.repaired_placement_policy_not_adhering_bookie_enabled:
+                await asyncio.to_thread(self._marks.add, ledger, ())
 
         if await self._for_each_ledger(check):
             await self._record(AuditorCheck.PLACEMENT_POLICY)
@@ -218,11 +217,6 @@ def _worst_count(
                 lacking.update(entry_id for entry_id in part.entries_of(index) if entry_id not in present)
             worst = max(worst, max(lacking.values(), default=0))
     return worst
-
-
-def _shares_racks(metadata: LedgerMetadata, racks: dict[str, str]) -> bool:
-    """Return True if an entry has all its replicas in one rack. Source: isEnsembleAdheringToPlacementPolicy."""
-    return any(write_sets_in_few_racks(metadata, fragment.bookies, racks) for fragment in metadata.ensembles)
 
 
 def now_ms() -> int:

@@ -26,7 +26,6 @@ from bkctl.replication.copy_limits import BATCH_SIZE, CopyWindow, Throttle
 from bkctl.replication.ensemble_swap import EnsembleSwap, EnsembleSwapper, ensemble_at
 from bkctl.replication.fragment_copy import CopyTools, FragmentCopy, TargetFailed, UnreadableEntries
 from bkctl.replication.fragments import LedgerFragment
-from bkctl.replication.placement import Topology
 from bkctl.replication.targets import TargetChooser
 
 if TYPE_CHECKING:
@@ -99,7 +98,7 @@ class LedgerFragmentReplicator:
     """Replicates fragments of ledgers, any number at once.
 
     `batch_size` bounds the entries of a fragment that are on their way at once (see CopyWindow), `throttle` the writes.
-    `topology` knows the racks (None: racks are unknown). `progress` gets the entries and bytes of each write.
+    `progress` gets the entries and bytes of each write.
     """
 
     def __init__(
@@ -109,13 +108,12 @@ class LedgerFragmentReplicator:
         checker: LedgerChecker | None = None,
         batch_size: int = BATCH_SIZE,
         throttle: Throttle | None = None,
-        topology: Topology | None = None,
         progress: Callable[[int, int], None] = lambda entries, size: None,
     ) -> None:
         self.bookkeeper = bookkeeper
         self.checker = checker or LedgerChecker(bookkeeper)
         self._tools = CopyTools(self.checker.replicas, CopyWindow(batch_size), throttle or Throttle(), progress)
-        self._chooser = TargetChooser(bookkeeper, topology)
+        self._chooser = TargetChooser(bookkeeper)
         self._swapper = EnsembleSwapper(bookkeeper.cluster)
 
     async def targets(

@@ -43,6 +43,7 @@ class WorkerStats:
     """Counters of a worker since its start, under Apache's names in lower case. Source: ReplicationStats."""
 
     num_full_or_partial_ledgers_replicated: int = 0
+    num_not_adhering_placement_ledgers_replicated: int = 0
     num_entries_written: int = 0
     num_bytes_written: int = 0
     num_defer_ledger_lock_release_of_failed_ledger: int = 0

@@ -3,33 +3,72 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import time
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Final
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bkctl.client.bookies import in_thread
+from bkctl.client.placement import Placement, choose_replacements, mend_placement
 from bkctl.errors import NotEnoughBookies
 from bkctl.replication.batching import BatchedCalls
-from bkctl.replication.fragments import ANSWERED
-from bkctl.replication.placement import Topology, choose_replacements
+from bkctl.replication.fragments import ANSWERED, FaultReason, LedgerFragment, ReplicaFault, fragments_of
 
 if TYPE_CHECKING:
     from bkctl.client.ledger import BookKeeper
     from bkctl.metadata.cluster import RegisteredBookie
-    from bkctl.replication.fragments import LedgerFragment
+    from bkctl.replication.checker import LedgerCheck
 
 #: The largest age of the list of registered bookies; a target that is gone by then fails, and another one is chosen.
 REGISTERED_AGE_S: Final = 1.0
 
 
-class TargetChooser:
-    """Chooses targets among the registered bookies. `topology` knows the racks (None: racks are unknown)."""
+class MisplacedFragment(NamedTuple):
+    """A fragment with write quorums in too few racks, and the targets that mend it, by ensemble index; {} without any.
 
-    def __init__(self, bookkeeper: BookKeeper, topology: Topology | None) -> None:
+    Its faults are the bookies that should leave.
+    """
+
+    fragment: LedgerFragment
+    targets: dict[int, str]
+
+
+async def misplaced_fragments(bookkeeper: BookKeeper, check: LedgerCheck) -> list[MisplacedFragment]:
+    """Return the fragments of a closed ledger that have write quorums in too few racks."""
+    pool, metadata = bookkeeper.pool, check.metadata
+    registered = await in_thread(pool.registered)
+    placement = await in_thread(pool.placement, registered, *(fragment.bookies for fragment in metadata.ensembles))
+    found = []
+    for fragment in fragments_of(bookkeeper.access(check.ledger, check.versioned), check.last_add_confirmed):
+        if placement.adheres(metadata, fragment.ensemble):
+            continue
+        targets = mend_placement(
+            fragment.ensemble, metadata.write_quorum_size, registered, placement,
+            scoped=check.ledger.is_scoped, avoid=pool.suspects(), rng=_rng(fragment),
+        )  # fmt: skip
+        faults = tuple(
+            ReplicaFault(index, fragment.ensemble[index], FaultReason.GIVEN, fragment.entry_count(index))
+            for index in sorted(targets)
+        )
+        found.append(MisplacedFragment(replace(fragment, faults=faults), targets))
+    return found
+
+
+def _rng(fragment: LedgerFragment) -> random.Random:
+    """Return a random choice that is the same after a crash: the bookie that has part of the entries."""
+    return random.Random(f"{fragment.ledger} {fragment.first_entry_id}")
+
+
+class TargetChooser:
+    """Chooses targets among the registered bookies, by the racks that the client knows."""
+
+    def __init__(self, bookkeeper: BookKeeper) -> None:
         self._bookkeeper = bookkeeper
-        self._topology = topology
         self._registered: list[RegisteredBookie] = []
         self._registered_s = -REGISTERED_AGE_S
+        #: The racks of these bookies, registered or gone.
+        self._placement, self._placed = Placement(), frozenset[str]()
         self._read_registered: BatchedCalls[None, list[RegisteredBookie]] = BatchedCalls(
             lambda asking: [bookkeeper.pool.registered()] * len(asking)
         )
@@ -50,7 +89,7 @@ class TargetChooser:
             with contextlib.suppress(NotEnoughBookies):
                 return await self._targets(fragment, own, moving, exclude)
         self._registered = await self._read_registered(None)
-        self._registered_s = time.monotonic()
+        self._registered_s, self._placed = time.monotonic(), frozenset()
         try:
             return await self._targets(fragment, own, moving, exclude)
         except NotEnoughBookies:
@@ -62,26 +101,21 @@ class TargetChooser:
         self, fragment: LedgerFragment, own: Mapping[int, str], moving: Collection[int], exclude: Collection[str]
     ) -> dict[int, str]:
         """Return replacements of the bookies at `moving`, and the `own` ones of the others."""
-        registered = self._registered
-        racks: Mapping[str, str] = {}
-        if self._topology is not None and moving:
-            racks = await in_thread(self._racks, self._topology, fragment, registered)
+        registered, placement, pool = self._registered, self._placement, self._bookkeeper.pool
+        if moving and not self._placed.issuperset(fragment.ensemble):
+            placed = self._placed.union(fragment.ensemble)
+            placement = await in_thread(pool.placement, registered, placed)
+            if registered is self._registered:  # Not read again meanwhile.
+                self._placement, self._placed = placement, placed
         chosen = choose_replacements(
-            fragment.ledger,
-            fragment.first_entry_id,
             fragment.ensemble,
             moving,
+            fragment.schedule.write_quorum_size,
             registered,
+            placement,
+            scoped=fragment.ledger.is_scoped,
             exclude=exclude,
-            avoid=self._bookkeeper.pool.suspects(),
-            racks=racks,
+            avoid=pool.suspects(),
+            rng=_rng(fragment),
         )
         return {index: bookie_id for index, bookie_id in own.items() if index not in moving} | chosen
-
-    def _racks(
-        self, topology: Topology, fragment: LedgerFragment, registered: list[RegisteredBookie]
-    ) -> Mapping[str, str]:
-        up = {bookie.bookie_id for bookie in registered}
-        cluster = self._bookkeeper.cluster
-        gone = [cluster.bookies.get(bookie_id) for bookie_id in fragment.ensemble if bookie_id not in up]
-        return topology.racks([*registered, *(bookie for bookie in gone if bookie is not None)])

@@ -36,16 +36,16 @@ from bkctl.replication.checker import LedgerCheck, LedgerChecker
 from bkctl.replication.copy_limits import Throttle
 from bkctl.replication.ensemble_swap import LockLost, lock_lost
 from bkctl.replication.fragments import LedgerFragment
-from bkctl.replication.replicator import FragmentReplication, LedgerFragmentReplicator
+from bkctl.replication.replicator import FragmentReplication, LedgerFragmentReplicator, Outcome
 from bkctl.replication.signals import Signal, cancel_and_wait, run_to_end, watching
 from bkctl.replication.stats import WorkerStats
+from bkctl.replication.targets import misplaced_fragments
 
 if TYPE_CHECKING:
     from bkctl.client.ledger import BookKeeper
     from bkctl.config import BookieConfig
     from bkctl.ids import LedgerId
     from bkctl.metadata.store import Claim
-    from bkctl.replication.placement import Topology
 
 log: Final = logging.getLogger("bkctl.replication")
 
@@ -107,7 +107,6 @@ class ReplicationWorker:
         stats: WorkerStats | None = None,
         checker: LedgerChecker | None = None,
         replicator: LedgerFragmentReplicator | None = None,
-        topology: Topology | None = None,
         rng: random.Random | None = None,
     ) -> None:
         self.stats = stats or WorkerStats()
@@ -121,7 +120,6 @@ class ReplicationWorker:
             checker=self._checker,
             batch_size=config.rereplication_entry_batch_size,
             throttle=Throttle(bytes_per_s=config.replication_rate_by_bytes),
-            topology=topology,
             progress=self._written,
         )
         self._rng = rng or random.Random()
@@ -262,19 +260,19 @@ class ReplicationWorker:
             return LedgerOutcome.SKIPPED
         try:
             check = await self._look(ledger)
-            if _is_healthy(check):
+            if not _is_healthy(check):
+                if check.problem is not None:
+                    log.warning("Ledger %s: its last add confirmed is not known: %s", ledger, check.problem)
+                await self._replicate_fragments(check, lock)
+                if check.needs_recovery:
+                    # An active writer may replace the bookies by itself.
+                    self._defer(ledger, self._config.open_ledger_rereplication_grace_period, partial(self._fence, lock))
+                    return LedgerOutcome.LATER
+                check = await self._look(ledger)
+                if _is_healthy(check):
+                    log.info("Ledger %s is replicated", ledger)
+            if _is_healthy(check) and await self._mend_placement(check, lock):
                 await self._unmark(mark, lock)
-                return LedgerOutcome.DONE
-            if check.problem is not None:
-                log.warning("Ledger %s: its last add confirmed is not known: %s", ledger, check.problem)
-            await self._replicate_fragments(check, lock)
-            if check.needs_recovery:
-                # An active writer may replace the bookies by itself.
-                self._defer(ledger, self._config.open_ledger_rereplication_grace_period, partial(self._fence, lock))
-                return LedgerOutcome.LATER
-            if _is_healthy(await self._look(ledger)):
-                await self._unmark(mark, lock)
-                log.info("Ledger %s is replicated", ledger)
                 return LedgerOutcome.DONE
         except LedgerNotFound:
             log.info("Ledger %s was deleted meanwhile", ledger)
@@ -310,6 +308,42 @@ class ReplicationWorker:
                 self._record_unreadable(ledger, result)
             replicated = replicated or bool(result.replaced or result.repaired)
         self.stats.num_full_or_partial_ledgers_replicated += replicated
+
+    async def _mend_placement(self, check: LedgerCheck, lock: Claim) -> bool:
+        """Move replicas of a closed ledger from write quorums in too few racks to other racks, if that is asked for.
+
+        Return False if a fragment could not be moved now. A fragment that no usable bookies can mend stays as it is,
+        until the auditor's next check (Apache's worker keeps retrying). Source:
+        ReplicationWorker.getNeedRepairedPlacementNotAdheringFragments,
+        BookKeeperAdmin.replaceNotAdheringPlacementPolicyBookie.
+        """
+        if not (self._config.repaired_placement_policy_not_adhering_bookie_enabled and check.metadata.is_closed):
+            return True
+        is_done, moved = True, False
+        for fragment in await misplaced_fragments(self._replicator.bookkeeper, check):
+            if not fragment.targets:
+                log.warning(
+                    "Ledger %s from entry %d has entries in too few racks, and no writable bookies of other racks",
+                    check.ledger, fragment.fragment.first_entry_id,
+                )  # fmt: skip
+                continue
+            try:
+                result = await self._replicator.replicate(check, fragment.fragment, targets=fragment.targets, lock=lock)
+            except (LedgerNotFound, LockLost):
+                raise
+            except BkctlError as error:
+                log.warning("Ledger %s from entry %d: %s", check.ledger, fragment.fragment.first_entry_id, error)
+                self.stats.exceptions[type(error).__name__] += 1
+                is_done = False
+                continue
+            check = replace(check, versioned=result.versioned)
+            is_done = is_done and result.outcome is Outcome.REPLICATED
+            if result.replaced:
+                moved = True
+                changes = ", ".join(f"{old} by {new}" for old, new in result.replaced.items())
+                log.info("Ledger %s has more racks: replaced %s", check.ledger, changes)
+        self.stats.num_not_adhering_placement_ledgers_replicated += moved
+        return is_done
 
     def _record_unreadable(self, ledger: LedgerId, result: FragmentReplication) -> None:
         for span in result.unreadable:

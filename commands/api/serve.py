@@ -88,13 +88,16 @@ def serve(
     security = run.security(connection)
     bookie_token = None if bookie_token_file is None else read_token(bookie_token_file)
     tls, addresses = run.bookie_tls(), run.bookie_addresses()
+    rules = run.rack_rules()
     upstream = http.Upstream(bookie_token, tls, run.timeout_s)
     run.log()
     server = http.HttpServer(settings)
     port_number = server.bind()
     stopped = _stop_signal()
     server.start(
-        lambda: http.Service(connection.uri, security=security, timeout_s=run.timeout_s, tls=tls, addresses=addresses),
+        lambda: http.Service(
+            connection.uri, security=security, timeout_s=run.timeout_s, tls=tls, addresses=addresses, rules=rules
+        ),
         upstream=upstream,
     )
     try:

@@ -22,7 +22,7 @@ from ..kit.options import (
 from ..kit.output import RowWriter
 from ..kit.texts import GREEN, RED, YELLOW, counted
 from .progress import entry_spans, ledger_width, loss_text, progress_text, run_within, shown_progress
-from .selection import Deadline, OneBookie, ProgressOption, SkipUnrecoverable, find_topology
+from .selection import Deadline, OneBookie, ProgressOption, SkipUnrecoverable
 
 if TYPE_CHECKING:
     from bkctl.metadata.cluster import Cluster, RegisteredBookie
@@ -229,7 +229,7 @@ def decommission(
                     async with run.bookkeeper(recorded) as bookkeeper:
                         departure = Decommission(
                             bookkeeper, bookie, plan, skip_unrecoverable=skip_unrecoverable, keep_cookie=keep_cookie,
-                            rate=rate, topology=find_topology(run), note=run.note,
+                            rate=rate, note=run.note,
                         )  # fmt: skip
                         progress = departure.mover.progress
                         async with shown_progress(activity, progress), aclosing(departure.run()) as found:
@@ -292,7 +292,7 @@ def drain(
                 async def work() -> None:
                     async with run.bookkeeper(recorded) as bookkeeper:
                         departure = Drain(
-                            bookkeeper, bookie, plan, rate=rate, topology=find_topology(run), note=run.note
+                            bookkeeper, bookie, plan, rate=rate, note=run.note
                         )  # fmt: skip
                         steps.take(
                             await departure.set_read_only(lambda found: _set_read_only(run, found), run.timeout_s)

@@ -11,8 +11,7 @@ from bkctl.errors import BkctlError, NotFound, Unauthorized, Unreachable
 from ..kit.columns import Column, Columns
 from ..kit.command import Run, command, group
 from ..kit.options import DryRun, UndoOption
-from ..kit.values import parse_number
-from .selection import ManyBookies, bookie_ids, find_topology
+from .selection import ManyBookies, bookie_ids
 
 if TYPE_CHECKING:
     from bkctl.metadata.cluster import Cluster, RegisteredBookie
@@ -53,13 +52,13 @@ CHANGE_COLUMNS = Columns(
 
 def rack_rows(run: Run, cluster: Cluster, bookies: list[RegisteredBookie]) -> list[RackRow]:
     """Return the racks in the metadata store and of `bookies`; where --conf names a script, the script's count."""
-    from bkctl.metadata.racks import BookieRacks, racks_of
+    from bkctl.metadata.racks import BookieRacks, Topology, racks_of
 
     stored = BookieRacks(cluster).all()
     by_id = {each.bookie_id: each for each in stored}
     shared = racks_of(stored, bookies)
-    topology = find_topology(run)
-    printed = {} if topology is None else topology.racks(bookies)
+    script = run.rack_rules().script
+    printed = {} if script is None else Topology(script).racks(bookies)
     rows = []
     for bookie_id in sorted({*by_id, *(bookie.bookie_id for bookie in bookies)}):
         own: BookieRack | None = by_id.get(bookie_id)
@@ -82,15 +81,6 @@ def find_racks(run: Run, cluster: Cluster, bookies: list[RegisteredBookie]) -> d
         run.note(f"bkctl: Warning: racks are unknown: {error.message}")
         return {}
     return {row.bookie_id: row.rack for row in rows if row.rack is not None}
-
-
-def rack_count_min(run: Run) -> int:
-    """Return minNumRacksPerWriteQuorum of --conf, or its default."""
-    from bkctl.client.racks import RACK_COUNT_MIN
-    from bkctl.config import read_properties
-
-    text = None if run.conf is None else read_properties(run.conf).get("minNumRacksPerWriteQuorum")
-    return RACK_COUNT_MIN if text is None else parse_number(text, "minNumRacksPerWriteQuorum")
 
 
 @command(racks_app, "list", connects=True, examples=("bkctl bookies racks list",))
@@ -128,8 +118,8 @@ def set_racks(
     """Put bookies into a rack.
 
     Changes Pulsar's node `/bookies` beside the cluster's root in the metadata store. The bookies leave their former
-    rack and group. Brokers notice it at once, and place new ledgers by it; bkctl's own writes and auto-recovery do not.
-    Ledgers that exist are not moved.
+    rack and group. Brokers place new ledgers by it at once, bkctl's own clients and auto-recovery within 10 seconds.
+    Ledgers that exist are moved only by auto-recovery with repairedPlacementPolicyNotAdheringBookieEnabled=true.
     """
     from bkctl.metadata.racks import BookieRacks
 

@@ -22,7 +22,7 @@ from ..kit.options import (
 from ..kit.output import RowWriter
 from ..kit.texts import GREEN, RED, YELLOW, counted, size_text, time_text
 from .progress import entry_spans, ledger_width, loss_text, run_within, shown_progress
-from .selection import Deadline, LedgersByOption, ManyBookies, SkipUnrecoverable, bookie_ids, find_topology
+from .selection import Deadline, LedgersByOption, ManyBookies, SkipUnrecoverable, bookie_ids
 
 if TYPE_CHECKING:
     from bkctl.metadata.cluster import Cluster
@@ -232,7 +232,7 @@ def _show_plan(
 
     async def work(writer: RowWriter) -> None:
         async with run.bookkeeper(cluster) as bookkeeper:
-            mover = BookieMover(bookkeeper, names, skip_open=skip_open, topology=find_topology(run))
+            mover = BookieMover(bookkeeper, names, skip_open=skip_open)
             async with aclosing(mover.planned(ids)) as planned:
                 async for each in planned:
                     row = _planned_row(each)
@@ -274,9 +274,7 @@ def _recover(
     async def work(writer: RowWriter) -> None:
         nonlocal kept
         async with run.bookkeeper(recorded) as bookkeeper:
-            mover = BookieMover(
-                bookkeeper, names, plan, rate=rate, skip_open=skip_open, topology=find_topology(run), note=run.note
-            )
+            mover = BookieMover(bookkeeper, names, plan, rate=rate, skip_open=skip_open, note=run.note)
             async with (
                 shown_progress(activity, mover.progress),
                 aclosing(mover.move(plan.ledgers, resume=done)) as moves,

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from bkctl.errors import UsageError
 from bkctl.ids import LedgerId, check_bookie_id, parse_scope_id
 
-from ..kit.command import Run
 from ..kit.ledger_options import LEDGERS_BY_OPTION
 from ..kit.options import (
     Composite,
@@ -18,9 +17,6 @@ from ..kit.options import (
     parameter,
     watch_option,
 )
-
-if TYPE_CHECKING:
-    from bkctl.replication.placement import Topology
 
 
 def some_ledgers(values: Mapping[str, Any]) -> list[LedgerId]:
@@ -75,12 +71,3 @@ def bookie_ids(texts: Sequence[str]) -> list[str]:
     if not names:
         raise UsageError("No bookie is named", hint="'bkctl bookies list' shows them")
     return [check_bookie_id(name) for name in names]
-
-
-def find_topology(run: Run) -> Topology | None:
-    """Return the racks of bookies, if --conf names a script that prints them."""
-    from bkctl.config import read_properties
-    from bkctl.replication.placement import Topology
-
-    script = None if run.conf is None else read_properties(run.conf).get("networkTopologyScriptFileName")
-    return Topology(script) if script else None

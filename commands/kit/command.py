@@ -45,12 +45,14 @@ from .session import Session
 from .settings import GlobalOptions, global_parameters, read_environment, read_options
 from .terminal import Activity, emit, emit_bytes, wants_color
 from .texts import counted
+from .values import parse_number, parse_switch
 
 if TYPE_CHECKING:
     import ssl
 
     from bkctl.checks.digests import DigestChecker
     from bkctl.client.ledger import BookKeeper
+    from bkctl.client.placement import RackRules
     from bkctl.config import BookieConfig
     from bkctl.files.directories import BookieDirectories
     from bkctl.formats.entry import DigestType
@@ -220,7 +222,24 @@ class Run:
             timeout_s=self.timeout_s,
             addresses=self.bookie_addresses(),
             only=only,
+            rack_rules=self.rack_rules(),
         )
+
+    def rack_rules(self) -> RackRules:
+        """Return the settings of placement in --conf, under Java's names, or their defaults."""
+        from bkctl.client.placement import RackRules
+        from bkctl.config import read_properties
+
+        if self.conf is None:
+            return RackRules()
+        found = read_properties(self.conf)
+        count, enforced = "minNumRacksPerWriteQuorum", "enforceMinNumRacksPerWriteQuorum"
+        rules = RackRules(script=found.get("networkTopologyScriptFileName") or None)
+        if count in found:
+            rules = rules._replace(count_min=max(parse_number(found[count], count), 1))
+        if enforced in found:
+            rules = rules._replace(is_enforced=parse_switch(found[enforced], enforced))
+        return rules
 
     def bookie_tls(self) -> ssl.SSLContext | None:
         """Return the TLS settings for connections to bookies, None without --tls-ca."""

@@ -122,6 +122,16 @@ class Contexts:
         document[CURRENT] = name
         return self._write(document, {**self._document, CURRENT: name})
 
+    def rename(self, name: str, new: str) -> Contexts:
+        """Give a context another name, also as the current one. Raises NotFound, AlreadyExists, UsageError.
+
+        Written in steps: after an interruption the context may have both names.
+        """
+        contexts = self.add(new, self.get(name))
+        if self.current == name:
+            contexts = contexts.use(new)
+        return contexts.delete(name)
+
     def delete(self, name: str) -> Contexts:
         """Remove a context, also as the current one; comments before the next table stay. Raises NotFound."""
         if name not in self.names:

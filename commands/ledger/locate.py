@@ -99,22 +99,22 @@ class PlacedRacks:
     """The racks of the places that `ledger locate` prints; `columns` is empty where no bookie has one."""
 
     def __init__(self, run: Run, cluster: Cluster, bookies: list[RegisteredBookie]) -> None:
-        from ..bookies.racks import find_racks, rack_count_min
+        from ..bookies.racks import find_racks
 
         self._racks = find_racks(run, cluster, bookies)
-        self._count_min = rack_count_min(run)
+        self._rules = run.rack_rules()
         self.columns = PLACE_RACK_COLUMNS if self._racks else ()
 
     def placed(self, row: PlaceRow, metadata: LedgerMetadata) -> PlaceRow:
         """Return the row with the rack of its bookie, and whether entries on it have too few racks."""
         from bkctl.client.ensemble import RoundRobinDistributionSchedule
-        from bkctl.client.racks import write_sets_in_few_racks
+        from bkctl.client.placement import write_sets_in_few_racks
 
         if not self._racks:
             return row
         place = row.place
         fragment = next(each for each in metadata.ensembles if each.first_entry_id == place.first_entry_id)
-        few = write_sets_in_few_racks(metadata, fragment.bookies, self._racks, self._count_min)
+        few = write_sets_in_few_racks(metadata, fragment.bookies, self._racks, self._rules)
         if row.entry_id is None:
             is_few = any(place.ensemble_index in each for each in few)
         else:

@@ -1,9 +1,8 @@
-"""Write sets, coverage, placement, ensemble changes and the compare-and-set loop, without any bookie."""
+"""Write sets, coverage, ensemble changes and the compare-and-set loop, without any bookie."""
 
 from __future__ import annotations
 
 import itertools
-import random
 from dataclasses import replace
 
 import pytest
@@ -12,13 +11,10 @@ from hypothesis import strategies as st
 
 from bkctl.client.ensemble import (
     RoundRobinDistributionSchedule,
-    changed_indexes,
-    choose_bookies,
-    replace_bookies,
     update_metadata,
     with_fragment,
 )
-from bkctl.errors import MetadataVersionConflict, NotEnoughBookies
+from bkctl.errors import MetadataVersionConflict
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import BookieServiceInfo, Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
@@ -70,37 +66,6 @@ def test_an_ack_quorum_of_0_counts_as_1():
     assert schedule.covered({0, 1, 2})
     assert not schedule.covered({0, 1})
     assert schedule.missing_count_for_recovery == 2
-
-
-def test_placement_takes_writable_bookies_and_for_a_scope_those_that_serve_scopes():
-    there = bookies(6, plain={0, 1}, read_only={2})
-    seen = set()
-    for seed in range(50):
-        chosen = choose_bookies(there, 3, scoped=True, rng=random.Random(seed))
-        assert len(set(chosen)) == 3
-        seen |= set(chosen)
-    assert seen == {"b3", "b4", "b5"}
-    assert {each for seed in range(50) for each in choose_bookies(there, 2, scoped=False, rng=random.Random(seed))} == {
-        "b0", "b1", "b3", "b4", "b5"
-    }  # fmt: skip
-    with pytest.raises(NotEnoughBookies, match="without ledger scopes: b0, b1"):
-        choose_bookies(there, 4, scoped=True)
-    with pytest.raises(NotEnoughBookies, match="in use or failed: b3"):
-        choose_bookies(there, 3, scoped=True, exclude={"b3"})
-    assert set(choose_bookies(there, 2, scoped=True, avoid={"b4"})) == {"b3", "b5"}
-    assert "b4" in choose_bookies(there, 3, scoped=True, avoid={"b4"})
-
-
-def test_replace_bookies_changes_failed_indexes_only():
-    there = bookies(6)
-    ensemble = ("b0", "b1", "b2")
-    changed = replace_bookies(ensemble, {1: "b1"}, there, scoped=True)
-    assert changed_indexes(ensemble, changed) == [1]
-    assert changed[1] in {"b3", "b4", "b5"}
-    assert replace_bookies(ensemble, {1: "b9"}, there, scoped=True) == ensemble
-    assert replace_bookies(ensemble, {0: "b0", 2: "b2"}, there, scoped=True, exclude={"b3"})[1] == "b1"
-    with pytest.raises(NotEnoughBookies):
-        replace_bookies(ensemble, {0: "b0", 2: "b2"}, there[:4], scoped=True)
 
 
 def test_a_fragment_is_replaced_where_it_starts_and_added_behind():

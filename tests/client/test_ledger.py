@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from client.fakes import Fault, turns
 
+from bkctl.client.placement import RackRules
 from bkctl.errors import (
     BookieUnavailable,
     DigestMismatch,
@@ -30,6 +31,8 @@ from bkctl.errors import (
 from bkctl.formats.entry import DigestManager, DigestType, read_entry_header
 from bkctl.formats.metadata import LedgerState
 from bkctl.ids import LedgerId
+from bkctl.metadata.racks import BookieRacks
+from bkctl.metadata.store import RACKS
 from bkctl.protocol.messages import AddRequest, Protocol, ReadLacRequest, ReadRequest, Status, WriteLacRequest
 
 PAYLOADS = [b"", b"a", b"hello", bytes(1000), *(f"entry {i}".encode() * i for i in range(4, 60))]
@@ -534,6 +537,67 @@ async def test_a_slow_third_replica_that_fails_later_is_replaced_with_the_next_a
         metadata = cluster.metadata(writer.ledger)
         assert slow.bookie_id not in metadata.last_fragment.bookies
         assert metadata.last_entry_id == 1
+
+
+def put_in_racks(cluster, **racks):
+    """Store the racks of bookies: `r1="b0 b1"`."""
+    for rack, names in racks.items():
+        BookieRacks(cluster.cluster).set(names.split(), rack)
+
+
+def racks_in(cluster, ledger):
+    """The racks of the ledger's last ensemble."""
+    stored = {each.bookie_id: each.rack for each in BookieRacks(cluster.cluster).all()}
+    return [stored[bookie_id] for bookie_id in cluster.metadata(ledger).last_fragment.bookies]
+
+
+@pytest.mark.parametrize("scope_id", [0, 7])
+async def test_new_ensembles_and_replacements_are_in_several_racks(fake_cluster, scope_id):
+    async with fake_cluster(8) as cluster, cluster.client() as client:
+        put_in_racks(cluster, r1="b0 b1 b2 b3 b4 b5", r2="b6 b7")
+        for _ in range(8):
+            writer = await client.create_ledger_adv(ledger_scope_id=scope_id, ensemble_size=2)
+            assert sorted(racks_in(cluster, writer.ledger)) == ["/r1", "/r2"]
+        await writer.add(b"0")
+        lost = racks_in(cluster, writer.ledger).index("/r2")
+        await cluster.bookie(writer.metadata.last_fragment.bookies[lost]).stop()
+        await writer.add(b"1")
+        await writer.close()
+        assert len(cluster.metadata(writer.ledger).ensembles) == 2
+        assert sorted(racks_in(cluster, writer.ledger)) == ["/r1", "/r2"]
+
+
+async def test_recovery_replaces_bookies_by_their_racks(fake_cluster):
+    async with fake_cluster(8) as cluster, cluster.client() as client, cluster.client() as other:
+        put_in_racks(cluster, r1="b0 b1 b2 b3 b4", r2="b5 b6", r3="b7")
+        writer = await client.create_ledger(ensemble_size=3, write_quorum_size=3)
+        for _ in range(3):
+            await writer.add(b"x")
+        lost = cluster.bookie(writer.metadata.last_fragment.bookies[racks_in(cluster, writer.ledger).index("/r2")])
+        await lost.stop()
+        await other.open_ledger(writer.ledger.ledger_id, recovery=True)
+        ensembles = cluster.metadata(writer.ledger).ensembles
+        assert lost.bookie_id not in ensembles[-1].bookies
+        assert sorted(racks_in(cluster, writer.ledger)) == ["/r1", "/r2", "/r3"]
+
+
+async def test_racks_are_read_once_for_many_ledgers(fake_cluster, monkeypatch):
+    async with fake_cluster(3) as cluster, cluster.client() as client:
+        reads = []
+        get = cluster.cluster.store.get
+        monkeypatch.setattr(cluster.cluster.store, "get", lambda path: (reads.append(path), get(path))[1])
+        monkeypatch.setattr("bkctl.metadata.racks.RACKS_AGE_S", 3600.0)
+        for _ in range(5):
+            await client.create_ledger()
+        assert reads.count(RACKS) == 1
+
+
+async def test_enforced_racks_refuse_new_ledgers(fake_cluster):
+    rules = RackRules(is_enforced=True)
+    async with fake_cluster(3) as cluster, cluster.client(rack_rules=rules) as client:
+        put_in_racks(cluster, r1="b0 b1 b2")
+        with pytest.raises(NotEnoughBookies, match="2 racks"):
+            await client.create_ledger()
 
 
 async def test_without_a_spare_bookie_the_ledger_is_closed_where_it_is_acknowledged(fake_cluster):

@@ -122,6 +122,25 @@ def test_health_finds_ledgers_and_bookies_with_bad_racks(cli: Cli, two_racks: st
         assert codes() == set()
 
 
+def test_enforced_racks_of_a_conf_refuse_new_ledgers(cli: Cli, uri: str, tmp_path: Path) -> None:
+    conf, file = tmp_path / "bk_server.conf", tmp_path / "file"
+    file.write_text("line\n")
+    cli("bookies", "racks", "set", "b1:1", "b2:1", "b3:1", "--rack", "/r1")
+    with open_cluster(uri) as cluster:
+        for name in ("b1:1", "b2:1", "b3:1"):
+            cluster.bookies.register(name, BookieServiceInfo((BookieEndpoint("bookie", 1, "127.0.0.1", "bookie-rpc"),)))
+        for settings, code, words in (
+            ("enforceMinNumRacksPerWriteQuorum=true", 6, "needs bookies in 2 racks; the 3 usable bookies are in /r1"),
+            ("enforceMinNumRacksPerWriteQuorum=true\nminNumRacksPerWriteQuorum=3", 6, "needs bookies in 2 racks"),
+            ("enforceMinNumRacksPerWriteQuorum=maybe", 2, "enforceMinNumRacksPerWriteQuorum"),
+            ("minNumRacksPerWriteQuorum=x", 2, "minNumRacksPerWriteQuorum"),
+        ):
+            conf.write_text(f"metadataServiceUri={uri}\n{settings}\n")
+            refused = cli("ledger", "write", file, "-c", conf)
+            assert (refused.code, words in refused.err) == (code, True), refused.err
+        assert list(cluster.ledgers.ledgers(None)) == []
+
+
 def test_the_script_of_a_conf_counts_first(cli: Cli, uri: str, tmp_path: Path) -> None:
     script = tmp_path / "racks.sh"
     script.write_text('#!/bin/sh\nfor host; do echo "/from-$host"; done\n')

@@ -82,6 +82,28 @@ def test_add_use_list_show_and_delete(cli: Cli, tmp_path: Path) -> None:
     assert cli("context", "add", "a b", "-u", "sqlite:///x").code == 2
 
 
+def test_a_renamed_context_keeps_its_settings_and_stays_current(cli: Cli, file: Path) -> None:
+    file.write_text(
+        'current-context = "a"\n# kept\n[contexts.a]\nmetadata-uri = "sqlite:///a"\nmetadata-user = "ann"\n\n'
+        '[contexts.b]\nmetadata-uri = "sqlite:///b"\n'
+    )
+    before = file.read_text()
+    for names, code in (("a b", 5), ("a a", 5), ("gone c", 4), ("a /", 2)):
+        assert cli("context", "rename", *names.split()).code == code
+        assert file.read_text() == before
+    assert cli("context", "rename", "a", "c", "-o", "json").json["name"] == "c"
+    assert tomllib.loads(file.read_text()) == {
+        "current-context": "c",
+        "contexts": {
+            "b": {"metadata-uri": "sqlite:///b"},
+            "c": {"metadata-uri": "sqlite:///a", "metadata-user": "ann"},
+        },
+    }
+    assert "# kept" in file.read_text()
+    assert cli("context", "rename", "b", "d").code == 0
+    assert contexts(file).current == "c"
+
+
 def test_a_context_is_where_commands_connect(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     uris = {name: f"sqlite://{tmp_path / name}.db" for name in ("a", "b")}
     for name, uri in uris.items():

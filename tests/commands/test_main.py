@@ -18,6 +18,7 @@ from bkctl.commands.kit.settings import SETTINGS, GlobalOptions
 from bkctl.commands.kit.values import parse_duration, parse_size
 from bkctl.commands.main import error_report, os_error_exit_code
 from bkctl.errors import EXIT_CODES, Corrupt, NotFound, UsageError
+from bkctl.metadata.cluster import open_cluster
 
 from .conftest import Cli
 
@@ -198,6 +199,25 @@ def test_the_environment_gives_the_form_of_output(cli: Cli, tmp_path: Path, monk
     assert cli("-o", "ndjson", "journal", "list", tmp_path).rows[0]["version"] == 1
     monkeypatch.setenv("BKCTL_OUTPUT", "xml")
     assert cli("journal", "list", tmp_path).code == 2
+
+
+def test_the_environment_gives_the_flags_of_the_program(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BKCTL_DEBUG", "1")
+    assert "Traceback" in cli("ledger", "show", "zz").err
+    monkeypatch.setenv("BKCTL_DEBUG", "0")
+    assert "Traceback" not in cli("ledger", "show", "zz").err
+    assert "Traceback" in cli("ledger", "show", "zz", "--debug").err
+    monkeypatch.setenv("BKCTL_DEBUG", "perhaps")
+    refused = cli("ledger", "show", "zz")
+    assert (refused.code, "BKCTL_DEBUG='perhaps'" in refused.err) == (2, True)
+    monkeypatch.delenv("BKCTL_DEBUG")
+    uri = f"sqlite://{tmp_path / 'metadata.db'}"
+    open_cluster(uri, create=True).close()
+    for text, says_more in (("yes", True), ("no", False), ("", False)):
+        monkeypatch.setenv("BKCTL_VERBOSE", text)
+        assert (f"cluster {uri}" in cli("ledger", "list", "-u", uri).err) is says_more
 
 
 def test_connection_order(tmp_path: Path) -> None:

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from bkctl.errors import Corrupt, NotFound, UsageError
+from bkctl.errors import BkctlError, Corrupt, NotFound, UsageError
 from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo
 from bkctl.metadata.cluster import Cluster, RegisteredBookie, open_cluster
-from bkctl.metadata.racks import BookieRack, BookieRacks, check_rack, racks_of
+from bkctl.metadata.racks import BookieRack, BookieRacks, KnownRacks, Topology, check_rack, racks_of
 from bkctl.metadata.store import RACKS, full_path
 
 
@@ -96,3 +96,91 @@ def test_bookies_get_racks_by_id_address_and_host() -> None:
 def test_a_rack_has_a_name(text: str) -> None:
     with pytest.raises(UsageError, match="Not a rack"):
         check_rack(text)
+
+
+def bookie(name: str, *, host: str | None = None) -> RegisteredBookie:
+    return RegisteredBookie(
+        name, "rw", BookieServiceInfo((BookieEndpoint("bookie", 3181, host or name, "bookie-rpc"),))
+    )
+
+
+def script(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "racks"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_script_gets_each_host_once(tmp_path: Path) -> None:
+    log = tmp_path / "calls"
+    tell = script(tmp_path, f'echo "$@" >> {log}\nfor host in "$@"; do echo "/rack-$host"; done')
+    topology = Topology(tell, argument_count_max=2)
+    bookies = [bookie("a", host="h1"), bookie("b", host="h2"), bookie("c", host="h3"), bookie("d", host="h1")]
+    assert topology.racks(bookies) == {"a": "/rack-h1", "b": "/rack-h2", "c": "/rack-h3", "d": "/rack-h1"}
+    assert log.read_text().split("\n") == ["h1 h2", "h3", ""]
+    topology.racks([*bookies, bookie("e", host="h4"), RegisteredBookie("no-address", "rw", None)])
+    assert log.read_text().split("\n")[2:] == ["h4", ""]
+
+
+@pytest.mark.parametrize("text", ["exit 3", "echo /1", "echo /1 /2 /3"])
+def test_failing_script_is_an_error(tmp_path: Path, text: str) -> None:
+    with pytest.raises(BkctlError, match="for 2 hosts"):
+        Topology(script(tmp_path, text)).racks([bookie("a"), bookie("b")])
+
+
+def test_missing_script_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(BkctlError, match="Network topology script"):
+        Topology(str(tmp_path / "none")).racks([bookie("a")])
+
+
+def test_invalid_hosts_never_reach_the_script(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    script = tmp_path / "topology"
+    script.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" >> "{tmp_path}/asked"\nfor host; do echo "/rack-$host"; done\n')
+    script.chmod(0o755)
+    hostile = ["--output=/etc/passwd", "-x", "", " ", "a b", "$(id)", "a;b", "a\nb", "h" * 256, "../x", "\u00e9", "%a"]
+    fine = ["bookie-1.example", "10.0.0.1", "fe80::1%eth0", "::1", "under_score"]
+    bookies = [bookie(f"bad-{at}", host=host or " ") for at, host in enumerate(hostile)]
+    bookies += [bookie(f"good-{at}", host=host) for at, host in enumerate(fine)]
+    topology = Topology(str(script))
+    expected = {f"good-{at}": f"/rack-{host}" for at, host in enumerate(fine)}
+    assert topology.racks(bookies) == topology.racks(bookies) == expected
+    assert sorted((tmp_path / "asked").read_text().splitlines()) == sorted(fine)
+    assert len(caplog.messages) == len(hostile)  # each is said once
+
+
+def test_placement_reads_racks_anew_after_a_while(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, reads = [1000.0], []
+    monkeypatch.setattr("bkctl.metadata.racks.time.monotonic", lambda: now[0])
+    get = cluster.store.get
+    monkeypatch.setattr(cluster.store, "get", lambda path: (reads.append(path), get(path))[1])
+    known = KnownRacks(cluster.store)
+    assert known.racks([bookie("b1:1")]) == {}
+    BookieRacks(cluster).set(["b1:1"], "/r1")
+    reads.clear()
+    assert known.racks([bookie("b1:1")]) == {}
+    assert reads == []
+    now[0] += 11
+    assert known.racks([bookie("b1:1"), bookie("b2:1")]) == {"b1:1": "/r1"}
+    assert reads == [RACKS]
+
+
+def test_placement_keeps_known_racks_while_the_node_is_damaged(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("bkctl.metadata.racks.RACKS_AGE_S", -1)
+    BookieRacks(cluster).set(["b1:1"], "/r1")
+    known, strict = KnownRacks(cluster.store), KnownRacks(cluster.store, must_be_known=True)
+    assert known.racks([bookie("b1:1")]) == strict.racks([bookie("b1:1")]) == {"b1:1": "/r1"}
+    cluster.store.put(RACKS, b"[]", None)
+    for _ in range(3):
+        assert known.racks([bookie("b1:1")]) == {"b1:1": "/r1"}
+    assert len(caplog.messages) == 1
+    with pytest.raises(Corrupt, match="racks"):
+        strict.racks([bookie("b1:1")])
+
+
+def test_racks_of_a_script_count_before_stored_ones(cluster: Cluster, tmp_path: Path) -> None:
+    BookieRacks(cluster).set(["a", "no-address"], "/stored")
+    known = KnownRacks(cluster.store, script(tmp_path, 'for host in "$@"; do echo "/rack-$host"; done'))
+    bookies = [bookie("a", host="h1"), RegisteredBookie("no-address", "rw", None)]
+    assert known.racks(bookies) == {"a": "/rack-h1", "no-address": "/stored"}

@@ -12,6 +12,7 @@ from bkctl.errors import Conflict, LedgerNotFound
 from bkctl.formats.metadata import BookieServiceInfo, Cookie, LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
+from bkctl.metadata.racks import BookieRacks
 from bkctl.metadata.store import NEW
 from bkctl.metadata.underreplication import LedgerLocks, LedgerMarks
 from bkctl.protocol.messages import AddRequest
@@ -443,3 +444,14 @@ async def test_plan_ignores_bookies_without_scopes_for_scoped_ledgers(fake_clust
         cluster.cluster.bookies.register("apache", BookieServiceInfo(()))
         await lose(cluster, "b0")
         assert ledger in plan(cluster, "b0").crowded
+
+
+async def test_moves_go_to_other_racks(fake_cluster):
+    async with fake_cluster(7) as cluster, cluster.client() as client:
+        BookieRacks(cluster.cluster).set(["b0", "b1", "b2"], "/r1")
+        BookieRacks(cluster.cluster).set(["b3", "b4", "b5", "b6"], "/r2")
+        ledgers = [(await write(client, 5, ensemble_size=2)).ledger for _ in range(6)]
+        assert all(len(named(cluster, each) & {"b0", "b1", "b2"}) == 1 for each in ledgers)
+        await move(cluster, client, "b0", "b3")
+        assert not any(named(cluster, each) & {"b0", "b3"} for each in ledgers)
+        assert all(len(named(cluster, each) & {"b1", "b2"}) == 1 for each in ledgers)

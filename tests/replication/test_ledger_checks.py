@@ -5,6 +5,7 @@ from __future__ import annotations
 from replication.recovering import CONFIG, bookies_of, eventually, marks, running, state_of, write
 
 from bkctl.ids import LedgerId
+from bkctl.metadata.racks import BookieRacks
 from bkctl.metadata.underreplication import AuditorCheck, AutoRecoverySettings
 from bkctl.replication.auditor import Auditor
 
@@ -68,25 +69,34 @@ async def test_replica_and_placement_checks_count_without_marking(fake_cluster, 
         assert settings.check_ctime_ms(AuditorCheck.PLACEMENT_POLICY) is not None
 
 
-def test_placement_check_counts_ledgers_in_one_rack(fake_cluster, run):
-    class Racks:
-        def __init__(self, racks):
-            self._racks = racks
+async def test_placement_check_counts_ledgers_in_one_rack(fake_cluster, monkeypatch):
+    monkeypatch.setattr("bkctl.metadata.racks.RACKS_AGE_S", -1)
+    async with fake_cluster(3) as cluster, cluster.client() as client:
+        for _ in range(2):
+            await write(client, 4)
+        await write(client, 4, close=False)
+        auditor = Auditor(client, CONFIG, scoped=False)
+        for racks, count in ((("/a", "/a", "/b"), 2), (("/a", "/c", "/b"), 0)):
+            for name, rack in zip(("b0", "b1", "b2"), racks, strict=True):
+                BookieRacks(cluster.cluster).set([name], rack)
+            await auditor.checks.check_placement_policy()
+            assert auditor.stats.num_ledgers_not_adhering_to_placement_policy == count
+        assert marks(cluster) == {}
+        BookieRacks(cluster.cluster).unset(["b0", "b1", "b2"])
+        await auditor.checks.check_placement_policy()
+        assert auditor.stats.num_ledgers_not_adhering_to_placement_policy == 0
 
-        def racks(self, bookies):
-            return self._racks
 
-    async def scenario():
-        async with fake_cluster(3) as cluster, cluster.client() as client:
-            for _ in range(2):
-                await write(client, 4)
-            for racks, count in (
-                ({"b0": "/a", "b1": "/a", "b2": "/b"}, 2),
-                ({"b0": "/a", "b1": "/c", "b2": "/b"}, 0),
-                ({}, 0),
-            ):
-                auditor = Auditor(client, CONFIG, scoped=False, topology=Racks(racks))
-                await auditor.checks.check_placement_policy()
-                assert auditor.stats.num_ledgers_not_adhering_to_placement_policy == count
-
-    run(scenario())
+async def test_placement_check_marks_ledgers_only_where_their_repair_is_enabled(fake_cluster, monkeypatch):
+    monkeypatch.setattr("bkctl.metadata.racks.RACKS_AGE_S", -1)
+    config = CONFIG.with_changes(repaired_placement_policy_not_adhering_bookie_enabled=True)
+    async with fake_cluster(3) as cluster, cluster.client() as client:
+        closed, scoped = [(await write(client, 4, scope_id=scope_id)).ledger for scope_id in (0, 7)]
+        await write(client, 4, close=False)
+        BookieRacks(cluster.cluster).set(["b0", "b1"], "/a")
+        await Auditor(client, CONFIG, scoped=False).checks.check_placement_policy()
+        assert marks(cluster) == {}
+        await Auditor(client, config, scoped=False).checks.check_placement_policy()
+        assert marks(cluster) == {closed: set()}
+        await Auditor(client, config, scoped=True).checks.check_placement_policy()
+        assert marks(cluster) == {closed: set(), scoped: set()}

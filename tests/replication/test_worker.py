@@ -7,10 +7,13 @@ import asyncio
 import pytest
 from replication.recovering import CONFIG, bookies_of, come_back, eventually, lose, running, state_of, write
 
+from bkctl.client.placement import RackRules, rack_rules
+from bkctl.config import BookieConfig
 from bkctl.errors import Conflict, LedgerFenced
 from bkctl.formats.metadata import LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
+from bkctl.metadata.racks import BookieRacks
 from bkctl.metadata.underreplication import LedgerLocks, LedgerMarks, mark_path
 from bkctl.protocol.messages import AddRequest, ReadRequest, Status
 from bkctl.replication.checker import LedgerChecker
@@ -359,3 +362,94 @@ async def test_ledger_with_unknown_end_stays_marked(fake_cluster):
         async with running(worker.run()):
             await eventually(lambda: worker.stats.num_defer_ledger_lock_release_of_failed_ledger, "it is put off")
             assert marks.get(writer.ledger) is not None
+
+
+MENDING = CONFIG.with_changes(repaired_placement_policy_not_adhering_bookie_enabled=True)
+
+
+async def misplaced_ledger(cluster, client, **options):
+    """A marked ledger on two of b0, b1 and b2, which are in one rack; b3 and b4, which join now, are in another."""
+    ledger = (await write(client, 30, ensemble_size=2, **options)).ledger
+    BookieRacks(cluster.cluster).set(["b0", "b1", "b2"], "/r1")
+    for _ in range(2):
+        await cluster.add_bookie()
+    BookieRacks(cluster.cluster).set(["b3", "b4"], "/r2")
+    state_of(cluster).marks.add(ledger, ())
+    return ledger
+
+
+@pytest.mark.parametrize("scope_id", [0, 7])
+async def test_worker_moves_replicas_to_other_racks_where_that_is_enabled(fake_cluster, monkeypatch, scope_id):
+    monkeypatch.setattr("bkctl.metadata.racks.RACKS_AGE_S", -1)
+    async with fake_cluster(3) as cluster, cluster.client() as client:
+        ledger = await misplaced_ledger(cluster, client, scope_id=scope_id)
+        before = cluster.metadata(ledger)
+        assert await ReplicationWorker(client, CONFIG, "worker").replicate(ledger) is LedgerOutcome.DONE
+        assert cluster.metadata(ledger) == before
+        state_of(cluster).marks.add(ledger, ())
+        worker = ReplicationWorker(client, MENDING, "worker")
+        assert await worker.replicate(ledger) is LedgerOutcome.DONE
+        assert worker.stats.num_not_adhering_placement_ledgers_replicated == 1
+        assert state_of(cluster).marks.get(ledger) is None
+        after = cluster.metadata(ledger)
+        assert len(set(after.ensembles[0].bookies) & {"b3", "b4"}) == 1
+        assert await is_whole(client, ledger)
+
+
+async def test_bookies_of_an_ensemble_change_places_where_no_others_are_left(fake_cluster, monkeypatch):
+    monkeypatch.setattr("bkctl.metadata.racks.RACKS_AGE_S", -1)
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        ledger = (await write(client, 30, ensemble_size=4)).ledger
+        before = cluster.metadata(ledger).ensembles[0].bookies
+        BookieRacks(cluster.cluster).set(before[:2], "/r1")
+        BookieRacks(cluster.cluster).set(before[2:], "/r2")
+        state_of(cluster).marks.add(ledger, ())
+        assert await ReplicationWorker(client, MENDING, "worker").replicate(ledger) is LedgerOutcome.DONE
+        after = cluster.metadata(ledger).ensembles[0].bookies
+        assert sorted(after) == sorted(before)
+        racks = ["/r1" if name in before[:2] else "/r2" for name in after]
+        assert racks in (["/r1", "/r2"] * 2, ["/r2", "/r1"] * 2)
+        assert sum(old != new for old, new in zip(before, after, strict=True)) == 2
+        assert await is_whole(client, ledger)
+
+
+async def test_ledgers_that_no_bookie_can_mend_are_unmarked_unchanged(fake_cluster):
+    async with fake_cluster(3) as cluster, cluster.client() as client:
+        ledger = (await write(client, 5)).ledger
+        BookieRacks(cluster.cluster).set(["b0", "b1", "b2"], "/r1")
+        state_of(cluster).marks.add(ledger, ())
+        before = cluster.metadata(ledger)
+        worker = ReplicationWorker(client, MENDING, "worker")
+        assert await worker.replicate(ledger) is LedgerOutcome.DONE
+        assert state_of(cluster).marks.get(ledger) is None
+        assert cluster.metadata(ledger) == before
+        assert worker.stats.num_not_adhering_placement_ledgers_replicated == 0
+
+
+async def test_failed_move_to_another_rack_keeps_the_mark(fake_cluster, monkeypatch):
+    monkeypatch.setattr("bkctl.metadata.racks.RACKS_AGE_S", -1)
+    async with fake_cluster(3) as cluster, cluster.client() as client:
+        ledger = await misplaced_ledger(cluster, client)
+        for name in ("b3", "b4"):
+            cluster.bookie(name).fault = lambda request: Status.EIO if isinstance(request, AddRequest) else None
+        worker = ReplicationWorker(client, MENDING, "worker")
+        assert await worker.replicate(ledger) is LedgerOutcome.LATER
+        assert state_of(cluster).marks.get(ledger) is not None
+        for name in ("b3", "b4"):
+            cluster.bookie(name).fault = lambda request: None
+        async with running(worker.run()):
+            await eventually(lambda: state_of(cluster).marks.get(ledger) is None, "moved once the bookies work")
+        assert set(cluster.metadata(ledger).ensembles[0].bookies) & {"b3", "b4"}
+        assert await is_whole(client, ledger)
+
+
+def test_rules_of_racks_come_from_the_bookies_configuration(tmp_path):
+    conf = tmp_path / "bk_server.conf"
+    assert rack_rules(CONFIG) == RackRules()
+    conf.write_text(
+        "minNumRacksPerWriteQuorum=3\nenforceMinNumRacksPerWriteQuorum=true\nnetworkTopologyScriptFileName=/racks\n"
+        "repairedPlacementPolicyNotAdheringBookieEnabled=true\n"
+    )
+    config = BookieConfig.load(conf)
+    assert rack_rules(config) == RackRules(3, is_enforced=True, script="/racks")
+    assert config.repaired_placement_policy_not_adhering_bookie_enabled
