@@ -31,6 +31,7 @@ from bkctl.replication.move_plan import LedgerMove, MoveOutcome, MovePlan, check
 if TYPE_CHECKING:
     from bkctl.client.ledger import BookKeeper
     from bkctl.ids import LedgerId
+    from bkctl.pace import Pace
     from bkctl.replication.placement import Topology
 
 
@@ -39,7 +40,7 @@ class Decommission:
 
     `plan` is the result of `plan_move` for the bookie. `skip_unrecoverable` names and skips ledgers with unreadable
     entries; auto-recovery keeps their marks, as Apache's does, and retries until they are unmarked. `keep_cookie` keeps
-    the cookie at the end. `rate`, `topology` and `note` are BookieMover's.
+    the cookie at the end. `pace`, `topology` and `note` are BookieMover's.
     """
 
     def __init__(
@@ -50,11 +51,11 @@ class Decommission:
         *,
         skip_unrecoverable: bool = False,
         keep_cookie: bool = False,
-        rate: int | None = None,
+        pace: Pace | None = None,
         topology: Topology | None = None,
         note: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self.mover = BookieMover(bookkeeper, [bookie_id], plan, rate=rate, topology=topology, note=note)
+        self.mover = BookieMover(bookkeeper, [bookie_id], plan, pace=pace, topology=topology, note=note)
         self.bookie_id = bookie_id
         self.skip_unrecoverable = skip_unrecoverable
         self._plan = plan

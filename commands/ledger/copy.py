@@ -16,7 +16,7 @@ from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.connection import LoginOfTarget
 from ..kit.ledger_options import LedgersOrFile
-from ..kit.options import ByteRate, KeepGoing, count_option, digest_type_option, number_option
+from ..kit.options import CopyPace, KeepGoing, count_option, digest_type_option, number_option
 from ..kit.output import RowWriter
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def copy(
     digest_type: Annotated[
         Any, digest_type_option("Digest type of the copy: CRC32C, CRC32, HMAC or DUMMY (default: unchanged).")
     ],
-    rate: ByteRate,
+    pace: CopyPace,
     login: LoginOfTarget,
     to_scope: Annotated[
         str | None,
@@ -102,7 +102,6 @@ def copy(
     password. The source stays.
     """
     from bkctl.replication.copy import CopyShape, copy_ledger
-    from bkctl.replication.copy_limits import Throttle
 
     scope_id = None if to_scope is None else parse_scope_id(to_scope)
     _check_copy_id(to_ledger_id, len(ledgers))
@@ -113,6 +112,7 @@ def copy(
             run.working(
                 "Copying and reading back",
                 unit="entries",
+                pace=pace,
                 left="printed copies stay, the unfinished one is removed: run the command again for the other ledgers",
             )
         )
@@ -124,7 +124,7 @@ def copy(
             shape=CopyShape(ensemble_size, write_quorum, ack_quorum, digest_type),
             recovery=recover,
             allow_open=open_ledgers,
-            throttle=Throttle(bytes_per_s=rate),
+            pace=pace,
             progress=activity.advance,
         )
         writer = stack.enter_context(run.rows(COPY_COLUMNS))
