@@ -18,14 +18,14 @@ _bkctl() {
       *)
         if [[ $open == yes ]]; then
           path="${path:+$path }$word"
-          case $path in 'ledger'|'bookie'|'bookie index'|'bookies'|'bookies racks'|'journal'|'entrylog'|'metadata'|'cookie'|'autorecovery'|'cluster'|'cluster health'|'cluster healthcheck'|'local'|'pipeline'|'api'|'bench'|'audit'|'context') ;; *) open='' ;; esac
+          case $path in 'ledger'|'bookie'|'bookie index'|'bookies'|'bookies racks'|'journal'|'entrylog'|'metadata'|'cookie'|'autorecovery'|'cluster'|'cluster health'|'cluster healthcheck'|'local'|'pipeline'|'api'|'bench'|'progress'|'audit'|'context') ;; *) open='' ;; esac
         fi ;;
     esac
   done
   local at='' end0='25' end1='5 6 7 8 9 10 11 20 21 22 23 25' end2='5 6 7 8 9 10 11 20 21 22 23 24 25' end3='6 21 22 23 25' end4='6 21 22 23 24 25' end5='5 6 7 8 9 10 11 20 21 22 25'
   local -a names=(--verbose --quiet --no-color --debug --version --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --metadata-tls --metadata-tls-ca --metadata-tls-cert --metadata-tls-key --metadata-user --metadata-password-file --metadata-sasl --metadata-creator-acl --timeout --output --columns --sort --yes --help --uuid --ledger-id --ledger-scope-id --ledger-qualified-name --ensemble-size --write-quorum --ack-quorum --digest-type --custom-metadata --password --password-file --record-size --protocol --all-scopes --min-age --max-age --min-size --max-size --limit --watch --bookie --state --topic --subscription --after --count --keep-going --show-secrets --entry --check --every-entry --from --to --last --recover --no-verify --body --format --delimiter --template --as-admin --from-file --rate --if-state --ignore-missing --backup --undo --dry-run --accept-loss --entries --size --keep --to-ledger-id --to-user --to-password-file --to-scope --new-id --open --dir --kind --ledger --digest --sample --seed --bookie-url --deadline --wait --major --minor --accept-scoped-deletes --suspend --resume --status --set --match --raw --discard-old --delete-cookie --yes-really --meta --gaps --ledgers --locations --all --threshold --query --skip-open --skip-unrecoverable --keep-cookie --min-replicas --for-good --rack --group --hostname --from-pos --to-pos --type --after-lastmark --top --by --no-digests --minor-threshold --major-threshold --file --all-copies --scan --depth --list --overwrite --live --delete --sequence --journal-dirs --ledger-dirs --index-dirs --instance-id --scopes-only --scope-0-only --id --older-than --missing --not-missing --reset-clock --count-ledgers --long-long-layout --no-bookies --for --bookies --storage --http --autorecovery --master --spark-conf --archive --ship --facts --save --no-indexes --full --flat --host --port --token-file --bookie-token-file --read-only-token-file --server-cert --server-key --client-ca --duration --batch --in-flight --random --since --failed --replace --use --interval --once)
   case $path in
-'') at="0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25" words='ledger bookie bookies journal entrylog metadata cookie autorecovery cluster local pipeline api bench audit context top help version completion' ;;
+'') at="0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25" words='ledger bookie bookies journal entrylog metadata cookie autorecovery cluster local pipeline api bench progress audit context top help version completion' ;;
 'ledger') at="$end0" words='write list show locate read tail delete recover verify test copy' ;;
 'ledger write') at="26 27 28 29 30 31 32 33 34 35 36 37 38 $end1" argument='files' ;;
 'ledger list') at="28 39 40 41 42 43 34 44 45 46 47 48 49 50 51 52 $end1" ;;
@@ -35,7 +35,7 @@ _bkctl() {
 'ledger tail') at="27 28 29 59 35 36 38 57 61 62 63 64 65 66 $end1" argument='ledger' ;;
 'ledger delete') at="67 27 28 29 68 69 70 52 71 72 73 $end2" argument='ledger' ;;
 'ledger recover') at="27 28 29 74 72 73 $end2" argument='ledger' ;;
-'ledger verify') at="27 28 29 38 $end1" argument='ledger' ;;
+'ledger verify') at="27 28 29 38 68 $end1" argument='ledger' ;;
 'ledger test') at="26 27 28 29 30 31 32 33 75 76 35 36 38 77 $end1" ;;
 'ledger copy') at="67 27 28 29 78 30 31 32 33 68 79 80 81 58 82 60 83 52 $end1" argument='ledger' ;;
 'bookie') at="$end0" words='start files check state ready info readonly gc compact-locations sanity config metrics downgrade convert format init index' ;;
@@ -91,15 +91,15 @@ _bkctl() {
 'metadata get') at="63 53 $end1" argument='none' ;;
 'metadata tree') at="132 $end1" argument='none' ;;
 'metadata undo') at="59 133 72 73 $end2" argument='files' ;;
-'metadata export') at="27 28 29 129 134 $end1" argument='ledger' ;;
-'metadata import') at="134 72 73 $end2" argument='files' ;;
-'metadata diff') at="$end1" argument='none' ;;
-'metadata migrate') at="58 79 80 134 135 72 73 $end2" ;;
-'metadata check') at="28 39 $end1" ;;
+'metadata export') at="27 28 29 68 129 134 $end1" argument='ledger' ;;
+'metadata import') at="68 134 72 73 $end2" argument='files' ;;
+'metadata diff') at="68 $end1" argument='none' ;;
+'metadata migrate') at="58 79 80 68 134 135 72 73 $end2" ;;
+'metadata check') at="28 39 68 $end1" ;;
 'metadata orphans') at="136 72 73 $end2" ;;
 'metadata scopes') at="$end1" ;;
 'metadata idgen') at="44 28 137 $end1" ;;
-'metadata replace-bookie') at="44 57 58 68 72 73 $end2" ;;
+'metadata replace-bookie') at="44 68 57 58 72 73 $end2" ;;
 'cookie') at="$end0" words='list show create update delete generate expand rename verify' ;;
 'cookie list') at="$end1" ;;
 'cookie show') at="84 63 $end1" argument='bookie' ;;
@@ -161,6 +161,11 @@ _bkctl() {
 'bench adds') at="107 76 28 30 31 32 33 75 174 175 176 68 38 $end1" ;;
 'bench reads') at="107 76 28 30 31 32 33 75 174 175 176 68 38 177 $end1" ;;
 'bench mixed') at="107 76 28 30 31 32 33 75 174 175 176 68 38 177 $end1" ;;
+'progress') at="45 $end3" words='show pause resume rate' ;;
+'progress show') at="45 $end3" argument='none' ;;
+'progress pause') at="$end3" argument='none' ;;
+'progress resume') at="$end3" argument='none' ;;
+'progress rate') at="$end3" argument='none' ;;
 'audit') at="$end0" words='list show' ;;
 'audit list') at="44 178 179 $end3" ;;
 'audit show') at="$end3" argument='none' ;;
@@ -171,7 +176,7 @@ _bkctl() {
 'context use') at="$end3" argument='context' ;;
 'context delete') at="$end4" argument='context' ;;
 'top') at="182 183 $end1" ;;
-'help') at="$end0" argument='words ledger bookie bookies journal entrylog metadata cookie autorecovery cluster local pipeline api bench audit context connection' ;;
+'help') at="$end0" argument='words ledger bookie bookies journal entrylog metadata cookie autorecovery cluster local pipeline api bench progress audit context connection' ;;
 'version') at="$end3" ;;
 'completion') at="$end3" argument='words bash zsh fish' ;;
   esac
