@@ -114,7 +114,7 @@ def _one(work_id: str) -> WorkRow:
     return found[0]
 
 
-@command(app, "show", examples=("bkctl progress", "bkctl progress 3f2a9c"))
+@command(app, "show", examples=("bkctl progress show", "bkctl progress show 3f2a9c"))
 def show(
     run: Run,
     watch: WatchOption,
@@ -124,7 +124,8 @@ def show(
 ) -> None:
     """Show long work: running, and ended within the last hour.
 
-    Lists the commands of this user on this machine that work for longer than a second.
+    Lists the commands of this user on this machine that work for longer than a second. 'bkctl progress' alone and
+    'bkctl progress ID' do the same.
     """
     if work_id is not None:
         run.watch(watch, lambda: iter([_one(work_id)]), WORK_COLUMNS, single=True)
