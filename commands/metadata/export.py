@@ -130,7 +130,7 @@ def import_(
             ):  # fmt: skip
                 imported = import_records(
                     source.records(), target, overwrite=overwrite, dry_run=dry_run,
-                    record_change=record.record if overwrite else lambda *_: None, progress=activity.step,
+                    record_change=(lambda *_: None) if is_new else record.record, progress=activity.step,
                 )  # fmt: skip
     show_imported(run, imported)
     note_ids(run, imported)

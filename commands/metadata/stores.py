@@ -149,7 +149,7 @@ def migrate(
         ):
             imported = import_records(
                 source.records(), target, overwrite=overwrite, dry_run=dry_run,
-                record_change=record.record if overwrite else lambda *_: None, progress=activity.step,
+                record_change=(lambda *_: None) if is_new else record.record, progress=activity.step,
             )  # fmt: skip
         differences = 0 if dry_run else _note_differences(run, source, ClusterSource(target), pace)
     show_imported(run, imported)

@@ -333,6 +333,17 @@ def test_import_keeps_other_values_without_overwrite(cli: Cli, store: Cluster, e
     assert "secret" not in str(row)
 
 
+def test_import_of_missing_records_can_be_undone(cli: Cli, store: Cluster, export: Path, tmp_path: Path) -> None:
+    undo = tmp_path / "undo"
+    store.ledgers.remove(LedgerId(0, 5), store.ledgers.read(LedgerId(0, 5)).version)
+    done = cli("metadata", "import", "-f", export, "--undo", undo)
+    assert (done.code, f"metadata undo {undo}" in done.err) == (0, True)
+    assert cli("ledger", "show", "5").code == 0
+    assert cli("metadata", "undo", undo, "--yes").code == 0
+    assert cli("ledger", "show", "5").code == 4
+    assert cli("ledger", "show", "6").code == 0
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [
