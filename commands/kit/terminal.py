@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Final, Protocol
+
+#: The first release of VTE (GNOME's terminals) whose links do not crash.
+_VTE_VERSION_MIN: Final = 5000
+_PROGRAMS_WITH_LINKS: Final = frozenset(("iTerm.app", "WezTerm", "vscode", "ghostty", "Hyper", "Tabby", "rio"))
 
 
 class ClosedOutput(Exception):
@@ -48,6 +53,31 @@ def terminal_width() -> int:
     from shutil import get_terminal_size
 
     return max(get_terminal_size((80, 24)).columns, 20)
+
+
+def has_links(environment: Mapping[str, str]) -> bool:
+    """Return True for terminals that are known to show OSC 8 links; FORCE_HYPERLINK decides for the others."""
+    forced = environment.get("FORCE_HYPERLINK")
+    if forced:
+        return forced != "0"
+    term = environment.get("TERM", "")
+    if term.startswith(("screen", "tmux")):
+        return False
+    vte = environment.get("VTE_VERSION", "")
+    return (
+        (vte.isdecimal() and int(vte) >= _VTE_VERSION_MIN)
+        or term.startswith(("xterm-kitty", "xterm-ghostty", "foot", "alacritty", "wezterm"))
+        or environment.get("TERM_PROGRAM") in _PROGRAMS_WITH_LINKS
+        or any(name in environment for name in ("KONSOLE_VERSION", "WT_SESSION", "DOMTERM"))
+    )
+
+
+def linked(path: str, text: str) -> str:
+    """Return `text` as a link to a file of this host."""
+    from urllib.parse import quote
+
+    place = f"file://{os.uname().nodename}{quote(os.fsencode(path))}"
+    return f"\x1b]8;;{place}\x1b\\{text}\x1b]8;;\x1b\\"
 
 
 def wants_color(stream: Terminal, *, no_color: bool) -> bool:
