@@ -128,6 +128,7 @@ class MoveQueue:
 
     async def _pause(self) -> None:
         """End the running moves, and wait for the end of the pause; the moves without a result come first then."""
+        began = time.monotonic()
         moves = dict(self._running)
         await cancel_and_wait(*moves)
         for task, attempt in reversed(moves.items()):
@@ -135,6 +136,7 @@ class MoveQueue:
                 del self._running[task]
                 self._read.appendleft((attempt.ledger, None))
         await self._pace.resumed()
+        self._progress.paused(time.monotonic() - began)
 
     def _start(self, attempt: _Attempt, found: VersionedMetadata | None) -> None:
         task = asyncio.ensure_future(self._move(attempt.ledger, found, waits_for_lock=attempt.patience_s > 0))

@@ -43,13 +43,16 @@ async def shown_progress(activity: Activity, progress: MoveProgress) -> AsyncIte
     if total:  # Else all are open or empty, and are counted themselves.
         activity.unit = "entries"
 
+    def update() -> None:
+        if total:
+            activity.update(min(progress.entry_count, total), total)
+        else:
+            activity.update(progress.ledger_count, len(progress.plan.ledgers))
+        activity.remark = _speed_text(progress)
+
     async def refresh() -> None:
         while True:
-            if total:
-                activity.update(min(progress.entry_count, total), total)
-            else:
-                activity.update(progress.ledger_count, len(progress.plan.ledgers))
-            activity.remark = _speed_text(progress)
+            update()
             await asyncio.sleep(_REFRESH_S)
 
     task = asyncio.create_task(refresh())
@@ -58,6 +61,7 @@ async def shown_progress(activity: Activity, progress: MoveProgress) -> AsyncIte
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+        update()
 
 
 def run_within(run: Run, work: Coroutine[Any, Any, None], deadline_s: float | None, what: str) -> None:

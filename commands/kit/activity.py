@@ -146,9 +146,10 @@ class Activity:
         parts.append(self.amount())
         if self._is_paused:
             parts.append("paused")
-        elif rate is not None and not self.remark:
+        elif self.remark or rate is None:
+            parts.append(self.remark)
+        else:
             parts.append(f"{size_text(int(rate))}/s" if self.unit == "bytes" else f"{rate:,.0f}/s")
-        parts.append(self.remark)
         parts.append(f"{elapsed_s:.0f} s" if left_s is None else f"{time_text(left_s)} left")
         return [part for part in parts if part]
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from bkctl.bookie.local import LocalCluster
 from bkctl.commands.kit import work as work_module
 from bkctl.commands.kit.activity import Activity
 from bkctl.commands.kit.work import WorkFile, list_work
@@ -71,13 +72,14 @@ def work_of(cli: Cli, *arguments: object) -> dict[str, Any]:
 
 
 def wait_for(cli: Cli, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """Return the state of the only work, once it fits."""
+    """Return the state of the first work that fits, once there is one."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         done = cli("progress", "-o", "ndjson")
         assert done.code == 0, done.err
-        if done.rows and condition(done.rows[0]):
-            return done.rows[0]
+        fitting = [row for row in done.rows if condition(row)]
+        if fitting:
+            return fitting[0]
         time.sleep(0.1)
     raise AssertionError(done.out)
 
@@ -113,6 +115,34 @@ def test_import_is_listed_paused_and_given_another_rate(cli: Cli, target: Comman
     refused = cli("progress", "pause", name)
     assert refused.code == 5
     assert "does not run: done" in refused.err
+
+
+@pytest.mark.parametrize("words", [("copy", "--new-id"), ("verify",)])
+def test_asynchronous_work_is_paused_and_given_another_rate(
+    cli: Cli, cluster: LocalCluster, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    lines = tmp_path / "lines"
+    lines.write_text("".join(f"{number:01000}\n" for number in range(400)))
+    line = CommandLine(cluster.metadata_uri)
+    [ledger] = line("ledger", "write", lines, "-o", "id").ids
+    with line.process("ledger", *words, ledger, "--rate", "20 entries") as process:
+        try:
+            state = wait_for(cli, lambda work: work["command"].startswith(f"bkctl ledger {words[0]}") and work["done"])
+            paused = work_of(cli, "pause", state["id"])
+            assert (paused["state"], paused["stepsPerSecondMax"]) == ("paused", 20)
+            assert work_of(cli, "rate", state["id"], "none")["stepsPerSecondMax"] is None
+            time.sleep(1.5)  # more than the work needs for the rest without a limit
+            still = work_of(cli, state["id"])
+            assert still["state"] == "paused"
+            assert still["done"] <= paused["done"] + 1
+            assert process.poll() is None
+            work_of(cli, "resume", state["id"])
+            _, err = process.communicate(timeout=120)
+            assert process.returncode == 0, err
+        finally:
+            if process.poll() is None:
+                process.kill()
+    assert work_of(cli, state["id"])["state"] == "done"
 
 
 def test_killed_work_is_recognised(cli: Cli, target: CommandLine, export: Path) -> None:
