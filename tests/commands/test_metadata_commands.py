@@ -113,6 +113,14 @@ def test_ledger_list_filters(cli: Cli, store: Cluster, arguments: list[str], ids
     assert [row["ledgerId"] for row in cli("ledger", "list", "-o", "ndjson", *arguments).rows] == [ids]
 
 
+def test_filtered_lists_count_what_they_read_on_a_terminal(store: Cluster, tmp_path: Path) -> None:
+    line = CommandLine(f"sqlite://{tmp_path}/m.db")
+    code, seen = line.terminal("ledger", "list", "--state", "OPEN", columns=200)
+    assert (code, seen.splitlines()[-1]) == (0, "1 of 2 ledgers")
+    assert "of 2 ledgers" not in line.terminal("ledger", "list", columns=200)[1]
+    assert line("ledger", "list", "--state", "OPEN").err == ""
+
+
 def test_ledger_list_filter_by_key_finds_no_other_key(cli: Cli, store: Cluster) -> None:
     assert cli("ledger", "list", "-o", "id", "--custom-metadata", "nothing").out == ""
     assert cli("ledger", "list", "-o", "id", "--custom-metadata", "=pulsar").code == 2
