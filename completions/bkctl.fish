@@ -32,13 +32,13 @@ case 'ledger write'; set ids files 27 28 29 30 31 32 33 34 35 36 37 38 39 $end1
 case 'ledger list'; set ids 40 41 42 43 44 45 46 47 48 49 50 51 52 53 54 55 $end1
 case 'ledger show'; set ids ledger 28 29 30 48 56 $end1
 case 'ledger locate'; set ids ledger 28 29 30 57 39 58 59 $end1
-case 'ledger read'; set ids ledger 28 29 30 60 61 62 63 36 37 39 64 65 66 67 68 69 70 71 $end1
-case 'ledger tail'; set ids ledger 28 29 30 72 36 37 39 73 66 67 68 69 70 71 $end1
-case 'ledger delete'; set ids ledger 74 28 29 30 75 76 77 78 79 80 81 $end2
-case 'ledger recover'; set ids ledger 28 29 30 82 80 81 $end2
+case 'ledger read'; set ids ledger 28 29 30 60 61 62 63 36 37 39 64 65 66 67 68 69 70 71 72 $end1
+case 'ledger tail'; set ids ledger 28 29 30 73 36 37 39 74 66 67 68 69 70 71 $end1
+case 'ledger delete'; set ids ledger 75 28 29 30 76 77 78 79 80 72 81 $end2
+case 'ledger recover'; set ids ledger 28 29 30 82 72 81 $end2
 case 'ledger verify'; set ids ledger 28 29 30 39 83 $end1
 case 'ledger test'; set ids 27 28 29 30 31 32 33 34 84 85 36 37 39 86 $end1
-case 'ledger copy'; set ids ledger 74 28 29 30 87 88 89 90 91 92 93 94 95 96 97 98 99 78 $end1
+case 'ledger copy'; set ids ledger 75 28 29 30 87 88 89 90 91 92 93 94 95 96 97 98 99 79 72 $end1
 case 'bookie'; set ids commands $end0
 case 'bookie start'; set ids $end1
 case 'bookie files'; set ids files 100 101 $end3
@@ -65,14 +65,14 @@ case 'bookies'; set ids commands $end0
 case 'bookies list'; set ids 48 142 $end1
 case 'bookies show'; set ids bookie 48 143 $end1
 case 'bookies usage'; set ids 144 145 $end5
-case 'bookies recover'; set ids bookie 102 146 92 147 148 149 150 151 152 80 81 $end2
-case 'bookies decommission'; set ids bookie 92 147 153 150 154 80 81 $end2
-case 'bookies drain'; set ids bookie 92 147 153 80 81 $end2
+case 'bookies recover'; set ids bookie 102 146 92 147 148 149 150 151 152 72 81 $end2
+case 'bookies decommission'; set ids bookie 92 147 153 150 154 72 81 $end2
+case 'bookies drain'; set ids bookie 92 147 153 72 81 $end2
 case 'bookies ok-to-stop'; set ids bookie 48 155 156 $end1
 case 'bookies racks'; set ids commands $end0
 case 'bookies racks list'; set ids $end1
-case 'bookies racks set'; set ids bookie 157 158 159 80 81 $end1
-case 'bookies racks unset'; set ids bookie 80 81 $end1
+case 'bookies racks set'; set ids bookie 157 158 159 72 81 $end1
+case 'bookies racks unset'; set ids bookie 72 81 $end1
 case 'journal'; set ids commands $end0
 case 'journal list'; set ids files 100 $end3
 case 'journal read'; set ids journal 160 161 41 132 162 163 164 165 67 68 166 100 167 135 $end3
@@ -91,38 +91,38 @@ case 'metadata'; set ids commands $end0
 case 'metadata layout'; set ids $end1
 case 'metadata get'; set ids none 68 183 $end1
 case 'metadata tree'; set ids none 184 $end1
-case 'metadata undo'; set ids files 185 186 80 81 $end2
+case 'metadata undo'; set ids files 185 186 72 81 $end2
 case 'metadata export'; set ids ledger 28 29 30 187 188 189 $end1
-case 'metadata import'; set ids files 187 190 80 81 $end2
+case 'metadata import'; set ids files 187 190 72 81 $end2
 case 'metadata diff'; set ids none 187 $end1
-case 'metadata migrate'; set ids 191 93 94 187 190 192 80 81 $end2
+case 'metadata migrate'; set ids 191 93 94 187 190 192 72 81 $end2
 case 'metadata check'; set ids 193 41 187 $end1
-case 'metadata orphans'; set ids 194 80 81 $end2
+case 'metadata orphans'; set ids 194 72 81 $end2
 case 'metadata scopes'; set ids $end1
 case 'metadata idgen'; set ids 195 196 197 $end1
-case 'metadata replace-bookie'; set ids 198 199 200 201 80 81 $end2
+case 'metadata replace-bookie'; set ids 198 199 200 201 72 81 $end2
 case 'cookie'; set ids commands $end0
 case 'cookie list'; set ids $end1
 case 'cookie show'; set ids bookie 100 68 $end1
-case 'cookie create'; set ids bookie 80 81 $end1
-case 'cookie update'; set ids bookie 80 81 $end2
-case 'cookie delete'; set ids bookie 100 80 81 $end2
+case 'cookie create'; set ids bookie 72 81 $end1
+case 'cookie update'; set ids bookie 72 81 $end2
+case 'cookie delete'; set ids bookie 100 72 81 $end2
 case 'cookie generate'; set ids bookie 202 203 204 205 206 $end1
-case 'cookie expand'; set ids 80 81 $end2
-case 'cookie rename'; set ids none 100 80 81 $end2
+case 'cookie expand'; set ids 72 81 $end2
+case 'cookie rename'; set ids none 100 72 81 $end2
 case 'cookie verify'; set ids bookie 100 $end1
 case 'autorecovery'; set ids commands $end0
 case 'autorecovery run'; set ids 207 208 209 $end1
 case 'autorecovery status'; set ids 48 $end1
-case 'autorecovery enable'; set ids 80 $end1
-case 'autorecovery disable'; set ids 80 $end1
+case 'autorecovery enable'; set ids 72 $end1
+case 'autorecovery disable'; set ids 72 $end1
 case 'autorecovery list'; set ids 193 41 48 210 211 212 213 $end1
 case 'autorecovery workers'; set ids 193 41 48 $end1
-case 'autorecovery mark'; set ids ledger 74 28 29 30 214 80 81 $end1
-case 'autorecovery unmark'; set ids ledger 74 28 29 30 80 81 $end2
+case 'autorecovery mark'; set ids ledger 75 28 29 30 214 72 81 $end1
+case 'autorecovery unmark'; set ids ledger 75 28 29 30 72 81 $end2
 case 'autorecovery auditor'; set ids 215 $end1
-case 'autorecovery audit'; set ids 216 80 81 $end1
-case 'autorecovery delay'; set ids none 80 81 $end1
+case 'autorecovery audit'; set ids 216 72 81 $end1
+case 'autorecovery delay'; set ids none 72 81 $end1
 case 'cluster'; set ids commands $end0
 case 'cluster info'; set ids $end1
 case 'cluster status'; set ids 217 218 $end1
@@ -132,13 +132,13 @@ case 'cluster nuke'; set ids 130 220 81 $end2
 case 'cluster health'; set ids commands 48 217 221 222 $end1
 case 'cluster health show'; set ids 48 217 221 222 $end1
 case 'cluster health detail'; set ids 217 221 222 $end1
-case 'cluster health mute'; set ids words-no-instance-id-no-writable-bookie-bookie-down-bookie-read-only-bookie-without-address-bookie-without-cookie-bookie-silent-cookie-damaged-cookie-of-another-cluster-disk-full-bookie-without-rack-too-few-racks-ledgers-in-few-racks-scopes-orphaned-no-bookie-for-scopes-mark-damaged-underreplicated-autorecovery-disabled-vote-damaged-no-auditor-no-auditor-of-scopes 223 $end1
-case 'cluster health unmute'; set ids words-no-instance-id-no-writable-bookie-bookie-down-bookie-read-only-bookie-without-address-bookie-without-cookie-bookie-silent-cookie-damaged-cookie-of-another-cluster-disk-full-bookie-without-rack-too-few-racks-ledgers-in-few-racks-scopes-orphaned-no-bookie-for-scopes-mark-damaged-underreplicated-autorecovery-disabled-vote-damaged-no-auditor-no-auditor-of-scopes $end1
+case 'cluster health mute'; set ids words-no-instance-id-no-writable-bookie-bookie-down-bookie-read-only-bookie-without-address-bookie-without-cookie-bookie-silent-cookie-damaged-cookie-of-another-cluster-disk-full-bookie-without-rack-too-few-racks-ledgers-in-few-racks-scopes-orphaned-no-bookie-for-scopes-mark-damaged-underreplicated-autorecovery-disabled-vote-damaged-no-auditor-no-auditor-of-scopes 223 72 $end1
+case 'cluster health unmute'; set ids words-no-instance-id-no-writable-bookie-bookie-down-bookie-read-only-bookie-without-address-bookie-without-cookie-bookie-silent-cookie-damaged-cookie-of-another-cluster-disk-full-bookie-without-rack-too-few-racks-ledgers-in-few-racks-scopes-orphaned-no-bookie-for-scopes-mark-damaged-underreplicated-autorecovery-disabled-vote-damaged-no-auditor-no-auditor-of-scopes 72 $end1
 case 'cluster health mutes'; set ids $end1
 case 'cluster healthcheck'; set ids commands $end0
 case 'cluster healthcheck status'; set ids $end1
-case 'cluster healthcheck enable'; set ids 80 $end1
-case 'cluster healthcheck disable'; set ids 80 $end1
+case 'cluster healthcheck enable'; set ids 72 $end1
+case 'cluster healthcheck disable'; set ids 72 $end1
 case 'local'; set ids commands $end0
 case 'local up'; set ids 224 225 226 227 228 $end3
 case 'local down'; set ids 224 229 $end3
@@ -294,15 +294,15 @@ __bkctl 68 -l format -x -a 'base64 utf8 hex raw' -d 'Form of bytes: base64, utf8
 __bkctl 69 -l delimiter -x -d 'Write this after each payload of --format raw: '\''\n'\'', '\''\0'\''.'
 __bkctl 70 -s f -l template -x -d 'Print entries in this form: %e entry id, %s payload, %S its bytes, %x payload in hex, %b in base64, %l ledger, %c last add confirmed, %n ledger length so far, %% a percent sign, \n \t \0 \xHH.'
 __bkctl 71 -l as-admin -d 'Read with the password in the metadata, as Apache'\''s readledger does; in the audit log.'
-__bkctl 72 -l last -x -d 'Begin with the last N entries (default 10).'
-__bkctl 73 -l from -x -d 'Begin with this entry. [x>=0]'
-__bkctl 74 -l from-file -r -F -d 'Read ledgers from this file (-: stdin), one per line, as '\''ledger list -o id'\'' prints.'
-__bkctl 75 -l rate -x -d 'Delete at most N ledgers per second.'
-__bkctl 76 -l if-state -x -a 'OPEN IN_RECOVERY CLOSED' -d 'Delete only ledgers in this state (else exit code 5); repeatable.'
-__bkctl 77 -l ignore-missing -d 'Skip ledgers that do not exist.'
-__bkctl 78 -l keep-going -d 'Continue after failures, and report them at the end (exit code 3).'
-__bkctl 79 -l backup -r -F -d 'Export the metadata first, to a new file or directory, for '\''metadata import'\''.'
-__bkctl 80 -l undo -r -F -d 'New file for '\''metadata undo'\'' (default: in the user'\''s state directory), or none.'
+__bkctl 72 -l undo -r -F -d 'New file for '\''metadata undo'\'' (default: in the user'\''s state directory), or none.'
+__bkctl 73 -l last -x -d 'Begin with the last N entries (default 10).'
+__bkctl 74 -l from -x -d 'Begin with this entry. [x>=0]'
+__bkctl 75 -l from-file -r -F -d 'Read ledgers from this file (-: stdin), one per line, as '\''ledger list -o id'\'' prints.'
+__bkctl 76 -l rate -x -d 'Delete at most N ledgers per second.'
+__bkctl 77 -l if-state -x -a 'OPEN IN_RECOVERY CLOSED' -d 'Delete only ledgers in this state (else exit code 5); repeatable.'
+__bkctl 78 -l ignore-missing -d 'Skip ledgers that do not exist.'
+__bkctl 79 -l keep-going -d 'Continue after failures, and report them at the end (exit code 3).'
+__bkctl 80 -l backup -r -F -d 'Export the metadata first, to a new file or directory, for '\''metadata import'\''.'
 __bkctl 81 -l dry-run -d 'Show what would change, without changing it.'
 __bkctl 82 -l accept-loss -d 'Close a ledger even if no bookie has its last entry; asks first.'
 __bkctl 83 -l rate -x -d 'Read at most this much per second: 20MiB, or '\''5000 entries'\''.'
