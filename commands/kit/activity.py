@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from math import inf
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
@@ -20,7 +21,8 @@ class Activity:
 
     A context manager. The line appears when nothing was printed for `DELAY_S`; `clear` removes it before other output.
     With a `total` it has a bar, a percentage and the time left; the percentage of a stage never decreases. `pace` lets
-    other terminals pause the work and change its rate (see kit/work.py); `work` is None where they do not see it.
+    other terminals pause the work and change its rate (see kit/work.py). `work` returns the file that they read, which
+    the run writes from `due_at` on; None where they do not see the work.
     """
 
     DELAY_S: Final = 0.6
@@ -41,7 +43,8 @@ class Activity:
         enabled: bool = True,
         color: bool = False,
         pace: Pace | None = None,
-        work: WorkFile | None = None,
+        work: Callable[[], WorkFile] | None = None,
+        due_at: float = 0.0,
     ) -> None:
         self.unit = unit
         #: More about the work, after the amount.
@@ -49,7 +52,8 @@ class Activity:
         self.begin(label, total)
         self._stream = stream or sys.stderr
         self._draws = enabled and self._stream.isatty()
-        self._color, self._pace, self._work = color, pace, work
+        self._color, self._pace, self._work, self._due_at = color, pace, work, due_at
+        self._file: WorkFile | None = None
         #: True while another stage runs within this one, and shows itself.
         self.is_covered = False
         self._shown = False
@@ -79,8 +83,8 @@ class Activity:
             self._thread.join()
             self.clear()
             self._thread = None
-            if self._work is not None and self._work.is_published:
-                self._publish()
+            if self._file is not None and self._file.is_published:
+                self._publish(self._file)
 
     def advance(self, count: int = 1) -> None:
         """Note that `count` more units are done."""
@@ -100,7 +104,7 @@ class Activity:
 
     def clear(self) -> None:
         """Remove the line before other output."""
-        if self._thread is None:
+        if self._thread is None or not self._draws:
             return
         with self._lock:
             self._printed = time.monotonic()
@@ -161,17 +165,18 @@ class Activity:
         """Draw the line and publish the state, each when it is due, until the stage ends."""
         published_at = -inf
         frame = 0
-        wait_s = self.PERIOD_S if self._draws or self._work is None else max(self._work.due_s, 0.0)
+        wait_s = self.PERIOD_S if self._draws or self._work is None else max(self._due_at - time.monotonic(), 0.0)
         while not self._stopped.wait(wait_s):
             now = time.monotonic()
             wait_s = self.PERIOD_S if self._draws else self.PUBLISH_S
             if self.is_covered:
                 continue
-            if self._work is not None and self._work.due_s <= 0 and now - published_at >= self.PUBLISH_S:
+            if self._work is not None and now >= max(self._due_at, published_at + self.PUBLISH_S):
                 published_at = now
-                self._publish()
+                self._file = self._work()
+                self._publish(self._file)
                 if self._pace is not None:
-                    self._work.steer(self._pace)
+                    self._file.steer(self._pace)
             if self._is_paused:
                 self._samples.clear()
             else:
@@ -181,11 +186,10 @@ class Activity:
                 self._draw(now, frame)
                 frame += 1
 
-    def _publish(self) -> None:
-        assert self._work is not None
+    def _publish(self, file: WorkFile) -> None:
         share, rate, left_s = self.share, self.rate(), self.left_s()
         pace = self._pace
-        self._work.publish(
+        file.publish(
             state="paused" if self._is_paused else "running",
             stage=self.label,
             done=self.done,
@@ -205,7 +209,7 @@ class Activity:
             return
         from .drawing import progress_line
 
-        work_id = self._work.id if self._work is not None and self._work.is_published else None
+        work_id = self._file.id if self._file is not None and self._file.is_published else None
         line = progress_line(
             self.FRAMES[frame % len(self.FRAMES)], work_id, self.label, self.share, self.text(now - self._began),
             color=self._color,

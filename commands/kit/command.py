@@ -69,6 +69,8 @@ _GC_THRESHOLDS: Final = (20_000, 20, 100)
 
 F = TypeVar("F", bound=Callable[..., None])
 T = TypeVar("T")
+#: A run that ends sooner is not listed by `bkctl progress`.
+LISTED_S: Final = 1.0
 #: What `--undo` takes for no file at all.
 NO_FILE: Final = "none"
 
@@ -506,10 +508,11 @@ class Run:
             outer.is_covered = True
             outer.clear()
         color = wants_color(sys.stderr, no_color=self._no_color)
-        work = self._session.work_of_run() if enabled and listed else None
+        session = self._session
         with Activity(
-            label, total=total, unit=unit, enabled=enabled and not self.quiet, color=color, pace=pace, work=work
-        ) as activity:
+            label, total=total, unit=unit, enabled=enabled and not self.quiet, color=color, pace=pace,
+            work=session.work_of_run if enabled and listed else None, due_at=session.began_at + LISTED_S,
+        ) as activity:  # fmt: skip
             self._activity = activity
             try:
                 yield activity

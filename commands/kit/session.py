@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
@@ -30,6 +31,7 @@ class Session:
     """One invocation: its words, and the options before the group. Kept in Typer's context."""
 
     words: list[str] = field(default_factory=list)
+    began_at: float = field(default_factory=time.monotonic)
     globals: GlobalOptions = field(default_factory=GlobalOptions)
     verbose: bool = False
     quiet: bool = False
@@ -52,5 +54,6 @@ class Session:
             from .work import WorkFile, progress_directory
 
             run_id = os.urandom(3).hex() if self.audit is None else self.audit.id
-            self.work = WorkFile(progress_directory(os.environ), run_id[:6], ["bkctl", *self.words])
+            began = time.time() - (time.monotonic() - self.began_at)
+            self.work = WorkFile(progress_directory(os.environ), run_id[:6], ["bkctl", *self.words], began)
         return self.work

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 #: How long the state of work that ended, or was killed, is kept.
 KEPT_S: Final = 3600.0
-#: A run that ends sooner has no file.
-DELAY_S: Final = 1.0
 _STATE_SIZE_BYTES_MAX: Final = 1 << 20
 
 
@@ -32,23 +30,17 @@ def progress_directory(environment: Mapping[str, str]) -> Path:
 
 
 class WorkFile:
-    """The state file of this run. No error of the file system reaches the caller."""
+    """The state file of this run, which began at `began` (now). No error of the file system reaches the caller."""
 
-    def __init__(self, directory: Path, work_id: str, words: Sequence[str]) -> None:
+    def __init__(self, directory: Path, work_id: str, words: Sequence[str], began: float | None = None) -> None:
         self.id = work_id
         self._directory = directory
-        self._began = time.time()
-        self._began_at = time.monotonic()
+        self._began = time.time() if began is None else began
         self._words = words
         self._state: dict[str, Any] = {}
         self._identity: dict[str, Any] = {}
         self._rate: bytes | None = None
         self._is_published = self._has_failed = False
-
-    @property
-    def due_s(self) -> float:
-        """The time until the run is worth a file."""
-        return self._began_at + DELAY_S - time.monotonic()
 
     @property
     def is_published(self) -> bool:
