@@ -15,7 +15,7 @@ import typer
 
 from bkctl.errors import NotFound, UsageError
 
-from .kit.audit import audit_file
+from .kit.audit import audit_file, run_result
 from .kit.columns import Column, Columns, Kind
 from .kit.command import Run, command, group
 from .kit.options import count_option, duration_option
@@ -35,8 +35,7 @@ class AuditedRun(NamedTuple):
     @property
     def result(self) -> str:
         """`done`, `findings`, `failed`, `interrupted`, or `unfinished`: it runs, or was killed."""
-        code = self.fields.get("exitCode")
-        return {None: "unfinished", 0: "done", 3: "findings", 130: "interrupted"}.get(code, "failed")
+        return run_result(self.fields.get("exitCode"))
 
 
 def _field(title: str | None, name: str, kind: Kind = Kind.TEXT, **settings: Any) -> Column:

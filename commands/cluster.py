@@ -336,6 +336,7 @@ def mute_health(
     duration_s: Annotated[
         float | None, duration_option("--for", "How long: 30m, 2h, 1d (default: until it is unmuted).")
     ],
+    undo: UndoOption = None,
 ) -> None:
     """Leave findings of a code out of 'cluster health'.
 
@@ -346,17 +347,17 @@ def mute_health(
 
     if duration_s == 0:
         raise UsageError("--for 0: must be more than 0")
-    with run.cluster() as cluster:
-        run.show(HealthMutes(cluster).mute(code, duration_s=duration_s, user=user_name()), MUTE_COLUMNS)
+    with run.cluster() as cluster, run.recorded(cluster, undo) as recorded:
+        run.show(HealthMutes(recorded).mute(code, duration_s=duration_s, user=user_name()), MUTE_COLUMNS)
 
 
 @command(health_app, "unmute", connects=True, changes=True, examples=("bkctl cluster health unmute bookie-down",))
-def unmute_health(run: Run, code: Code) -> None:
+def unmute_health(run: Run, code: Code, undo: UndoOption = None) -> None:
     """Show findings of a muted code again."""
     from bkctl.metadata.admin.health_mutes import HealthMutes
 
-    with run.cluster() as cluster:
-        run.show(HealthMutes(cluster).unmute(code), MUTE_COLUMNS)
+    with run.cluster() as cluster, run.recorded(cluster, undo) as recorded:
+        run.show(HealthMutes(recorded).unmute(code), MUTE_COLUMNS)
 
 
 @command(health_app, "mutes", connects=True, examples=("bkctl cluster health mutes",))

@@ -173,6 +173,10 @@ DOCUMENTS: Final[dict[str, tuple[DocumentSource, ...]]] = {
     "pipeline import": _rows("pipeline.ledgers:COPY_COLUMNS"),
     "pipeline migrate-scope": _rows("pipeline.ledgers:COPY_COLUMNS"),
     "pipeline report": _rows("pipeline.report:REPORT_COLUMNS"),
+    "progress show": _rows("progress:WORK_COLUMNS") + _one("progress:WORK_COLUMNS"),
+    "progress pause": _one("progress:WORK_COLUMNS"),
+    "progress resume": _one("progress:WORK_COLUMNS"),
+    "progress rate": _one("progress:WORK_COLUMNS"),
     "top": _rows("top:LOAD_COLUMNS"),
 }  # fmt: skip
 

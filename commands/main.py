@@ -19,6 +19,7 @@ from bkctl import __version__
 from bkctl.errors import BkctlError, is_interrupt
 
 from .kit import interrupts
+from .kit.audit import run_result
 from .kit.columns import Columns, Output
 from .kit.options import parameter
 from .kit.parser import CONNECTION_LINE, HELP_FLAGS, Command, Group
@@ -42,6 +43,7 @@ GROUPS: Final[dict[str, str]] = {
     "pipeline": "Run Spark jobs over all files, metadata and ledgers.",
     "api": "Call the REST API of bookies, or serve it.",
     "bench": "Measure adds and reads of a cluster.",
+    "progress": "Show long work, pause it and change its rate.",
     "audit": "Show which commands changed what, when, and by whom.",
     "context": "Manage named connections in the configuration file.",
 }
@@ -282,12 +284,14 @@ def run(arguments: list[str]) -> int:
             error = problem
             code = _report(error, session)
         else:
+            _end_work(session, 1)
             _end_audit(session, 1, problem)
             raise
     code = code if isinstance(code, int) else 0
     if code == interrupts.EXIT_CODE:
         interrupts.note_interrupt()
         print("bkctl: Interrupted" + (f": {session.interrupted}" if session.interrupted else ""), file=sys.stderr)
+    _end_work(session, code)
     _end_audit(session, code, error)
     return code
 
@@ -297,6 +301,12 @@ def _columns_of(name: str) -> Columns | None:
     from .documents import known_columns
 
     return known_columns(name)
+
+
+def _end_work(session: Session, code: int) -> None:
+    if session.work is not None:
+        with interrupts.ignored():
+            session.work.end(run_result(code))
 
 
 def _end_audit(session: Session, code: int, error: BaseException | None) -> None:

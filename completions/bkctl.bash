@@ -18,30 +18,30 @@ _bkctl() {
       *)
         if [[ $open == yes ]]; then
           path="${path:+$path }$word"
-          case $path in 'ledger'|'bookie'|'bookie index'|'bookies'|'bookies racks'|'journal'|'entrylog'|'metadata'|'cookie'|'autorecovery'|'cluster'|'cluster health'|'cluster healthcheck'|'local'|'pipeline'|'api'|'bench'|'audit'|'context') ;; *) open='' ;; esac
+          case $path in 'ledger'|'bookie'|'bookie index'|'bookies'|'bookies racks'|'journal'|'entrylog'|'metadata'|'cookie'|'autorecovery'|'cluster'|'cluster health'|'cluster healthcheck'|'local'|'pipeline'|'api'|'bench'|'progress'|'audit'|'context') ;; *) open='' ;; esac
         fi ;;
     esac
   done
   local at='' end0='25' end1='5 6 7 8 9 10 11 20 21 22 23 25' end2='5 6 7 8 9 10 11 20 21 22 23 24 25' end3='6 21 22 23 25' end4='6 21 22 23 24 25' end5='5 6 7 8 9 10 11 20 21 22 25'
-  local -a names=(--verbose --quiet --no-color --debug --version --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --metadata-tls --metadata-tls-ca --metadata-tls-cert --metadata-tls-key --metadata-user --metadata-password-file --metadata-sasl --metadata-creator-acl --timeout --output --columns --sort --yes --help --uuid --ledger-id --ledger-scope-id --ledger-qualified-name --ensemble-size --write-quorum --ack-quorum --digest-type --custom-metadata --password --password-file --record-size --protocol --all-scopes --min-age --max-age --min-size --max-size --limit --watch --bookie --state --topic --subscription --after --count --keep-going --show-secrets --entry --check --every-entry --from --to --last --recover --no-verify --body --format --delimiter --template --as-admin --from-file --rate --if-state --ignore-missing --backup --undo --dry-run --accept-loss --entries --size --keep --to-ledger-id --to-user --to-password-file --to-scope --new-id --open --dir --kind --ledger --digest --sample --seed --bookie-url --deadline --wait --major --minor --accept-scoped-deletes --suspend --resume --status --set --match --raw --discard-old --delete-cookie --yes-really --meta --gaps --ledgers --locations --all --threshold --query --skip-open --skip-unrecoverable --keep-cookie --min-replicas --for-good --rack --group --hostname --from-pos --to-pos --type --after-lastmark --top --by --no-digests --minor-threshold --major-threshold --file --all-copies --scan --depth --list --overwrite --live --delete --sequence --journal-dirs --ledger-dirs --index-dirs --instance-id --scopes-only --scope-0-only --id --older-than --missing --not-missing --reset-clock --count-ledgers --long-long-layout --no-bookies --for --bookies --storage --http --autorecovery --master --spark-conf --archive --ship --facts --save --no-indexes --full --flat --host --port --token-file --bookie-token-file --read-only-token-file --server-cert --server-key --client-ca --duration --batch --in-flight --random --since --failed --replace --use --interval --once)
+  local -a names=(--verbose --quiet --no-color --debug --version --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --metadata-tls --metadata-tls-ca --metadata-tls-cert --metadata-tls-key --metadata-user --metadata-password-file --metadata-sasl --metadata-creator-acl --timeout --output --columns --sort --yes --help --uuid --ledger-id --ledger-scope-id --ledger-qualified-name --ensemble-size --write-quorum --ack-quorum --digest-type --custom-metadata --password --password-file --record-size --protocol --all-scopes --min-age --max-age --min-size --max-size --limit --watch --bookie --state --topic --subscription --after --count --keep-going --show-secrets --entry --check --every-entry --from --to --last --recover --no-verify --body --format --delimiter --template --as-admin --undo --from-file --rate --if-state --ignore-missing --backup --dry-run --accept-loss --entries --size --keep --to-ledger-id --to-user --to-password-file --to-scope --new-id --open --dir --kind --ledger --digest --sample --seed --bookie-url --deadline --wait --major --minor --accept-scoped-deletes --suspend --resume --status --set --match --raw --discard-old --delete-cookie --yes-really --meta --gaps --ledgers --locations --all --threshold --query --skip-open --skip-unrecoverable --keep-cookie --min-replicas --for-good --rack --group --hostname --from-pos --to-pos --type --after-lastmark --top --by --no-digests --minor-threshold --major-threshold --file --all-copies --scan --depth --list --overwrite --live --delete --sequence --journal-dirs --ledger-dirs --index-dirs --instance-id --scopes-only --scope-0-only --id --older-than --missing --not-missing --reset-clock --count-ledgers --long-long-layout --no-bookies --for --bookies --storage --http --autorecovery --master --spark-conf --archive --ship --facts --save --no-indexes --full --flat --host --port --token-file --bookie-token-file --read-only-token-file --server-cert --server-key --client-ca --duration --batch --in-flight --random --since --failed --replace --use --interval --once)
   case $path in
-'') at="0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25" words='ledger bookie bookies journal entrylog metadata cookie autorecovery cluster local pipeline api bench audit context top help version completion' ;;
+'') at="0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25" words='ledger bookie bookies journal entrylog metadata cookie autorecovery cluster local pipeline api bench progress audit context top help version completion' ;;
 'ledger') at="$end0" words='write list show locate read tail delete recover verify test copy' ;;
 'ledger write') at="26 27 28 29 30 31 32 33 34 35 36 37 38 $end1" argument='files' ;;
 'ledger list') at="28 39 40 41 42 43 34 44 45 46 47 48 49 50 51 52 $end1" ;;
 'ledger show') at="27 28 29 45 53 $end1" argument='ledger' ;;
 'ledger locate') at="27 28 29 54 38 55 56 $end1" argument='ledger' ;;
-'ledger read') at="27 28 29 57 58 44 59 35 36 38 46 60 61 62 63 64 65 66 $end1" argument='ledger' ;;
+'ledger read') at="27 28 29 57 58 44 59 35 36 38 46 60 61 62 63 64 65 66 67 $end1" argument='ledger' ;;
 'ledger tail') at="27 28 29 59 35 36 38 57 61 62 63 64 65 66 $end1" argument='ledger' ;;
-'ledger delete') at="67 27 28 29 68 69 70 52 71 72 73 $end2" argument='ledger' ;;
-'ledger recover') at="27 28 29 74 72 73 $end2" argument='ledger' ;;
-'ledger verify') at="27 28 29 38 $end1" argument='ledger' ;;
+'ledger delete') at="68 27 28 29 69 70 71 52 72 67 73 $end2" argument='ledger' ;;
+'ledger recover') at="27 28 29 74 67 73 $end2" argument='ledger' ;;
+'ledger verify') at="27 28 29 38 69 $end1" argument='ledger' ;;
 'ledger test') at="26 27 28 29 30 31 32 33 75 76 35 36 38 77 $end1" ;;
-'ledger copy') at="67 27 28 29 78 30 31 32 33 68 79 80 81 58 82 60 83 52 $end1" argument='ledger' ;;
+'ledger copy') at="68 27 28 29 78 30 31 32 33 69 79 80 81 58 82 60 83 52 67 $end1" argument='ledger' ;;
 'bookie') at="$end0" words='start files check state ready info readonly gc compact-locations sanity config metrics downgrade convert format init index' ;;
 'bookie start') at="$end1" ;;
 'bookie files') at="84 85 $end3" argument='files' ;;
-'bookie check') at="86 28 87 35 36 88 89 68 84 $end1" argument='files' ;;
+'bookie check') at="86 28 87 35 36 88 89 69 84 $end1" argument='files' ;;
 'bookie state') at="46 90 45 $end1" ;;
 'bookie ready') at="46 90 91 92 $end1" ;;
 'bookie info') at="46 90 45 $end1" ;;
@@ -64,14 +64,14 @@ _bkctl() {
 'bookies list') at="45 47 $end1" ;;
 'bookies show') at="45 107 $end1" argument='bookie' ;;
 'bookies usage') at="23 110 $end5" ;;
-'bookies recover') at="86 28 68 91 111 112 113 103 97 72 73 $end2" argument='bookie' ;;
-'bookies decommission') at="68 91 45 113 114 72 73 $end2" argument='bookie' ;;
-'bookies drain') at="68 91 45 72 73 $end2" argument='bookie' ;;
+'bookies recover') at="86 28 69 91 111 112 113 103 97 67 73 $end2" argument='bookie' ;;
+'bookies decommission') at="69 91 45 113 114 67 73 $end2" argument='bookie' ;;
+'bookies drain') at="69 91 45 67 73 $end2" argument='bookie' ;;
 'bookies ok-to-stop') at="45 115 116 $end1" argument='bookie' ;;
 'bookies racks') at="$end0" words='list set unset' ;;
 'bookies racks list') at="$end1" ;;
-'bookies racks set') at="117 118 119 72 73 $end1" argument='bookie' ;;
-'bookies racks unset') at="72 73 $end1" argument='bookie' ;;
+'bookies racks set') at="117 118 119 67 73 $end1" argument='bookie' ;;
+'bookies racks unset') at="67 73 $end1" argument='bookie' ;;
 'journal') at="$end0" words='list read lastmark verify stats' ;;
 'journal list') at="84 $end3" argument='files' ;;
 'journal read') at="86 28 39 54 120 121 122 44 62 63 33 84 123 53 $end3" argument='journal' ;;
@@ -90,54 +90,54 @@ _bkctl() {
 'metadata layout') at="$end1" ;;
 'metadata get') at="63 53 $end1" argument='none' ;;
 'metadata tree') at="132 $end1" argument='none' ;;
-'metadata undo') at="59 133 72 73 $end2" argument='files' ;;
-'metadata export') at="27 28 29 129 134 $end1" argument='ledger' ;;
-'metadata import') at="134 72 73 $end2" argument='files' ;;
-'metadata diff') at="$end1" argument='none' ;;
-'metadata migrate') at="58 79 80 134 135 72 73 $end2" ;;
-'metadata check') at="28 39 $end1" ;;
-'metadata orphans') at="136 72 73 $end2" ;;
+'metadata undo') at="59 133 67 73 $end2" argument='files' ;;
+'metadata export') at="27 28 29 69 129 134 $end1" argument='ledger' ;;
+'metadata import') at="69 134 67 73 $end2" argument='files' ;;
+'metadata diff') at="69 $end1" argument='none' ;;
+'metadata migrate') at="58 79 80 69 134 135 67 73 $end2" ;;
+'metadata check') at="28 39 69 $end1" ;;
+'metadata orphans') at="136 67 73 $end2" ;;
 'metadata scopes') at="$end1" ;;
 'metadata idgen') at="44 28 137 $end1" ;;
-'metadata replace-bookie') at="44 57 58 68 72 73 $end2" ;;
+'metadata replace-bookie') at="44 69 57 58 67 73 $end2" ;;
 'cookie') at="$end0" words='list show create update delete generate expand rename verify' ;;
 'cookie list') at="$end1" ;;
 'cookie show') at="84 63 $end1" argument='bookie' ;;
-'cookie create') at="72 73 $end1" argument='bookie' ;;
-'cookie update') at="72 73 $end2" argument='bookie' ;;
-'cookie delete') at="84 72 73 $end2" argument='bookie' ;;
+'cookie create') at="67 73 $end1" argument='bookie' ;;
+'cookie update') at="67 73 $end2" argument='bookie' ;;
+'cookie delete') at="84 67 73 $end2" argument='bookie' ;;
 'cookie generate') at="138 139 140 141 129 $end1" argument='bookie' ;;
-'cookie expand') at="72 73 $end2" ;;
-'cookie rename') at="84 72 73 $end2" argument='none' ;;
+'cookie expand') at="67 73 $end2" ;;
+'cookie rename') at="84 67 73 $end2" argument='none' ;;
 'cookie verify') at="84 $end1" argument='bookie' ;;
 'autorecovery') at="$end0" words='run status enable disable list workers mark unmark auditor audit delay' ;;
 'autorecovery run') at="142 143 144 $end1" ;;
 'autorecovery status') at="45 $end1" ;;
-'autorecovery enable') at="72 $end1" ;;
-'autorecovery disable') at="72 $end1" ;;
+'autorecovery enable') at="67 $end1" ;;
+'autorecovery disable') at="67 $end1" ;;
 'autorecovery list') at="28 39 45 145 146 147 51 $end1" ;;
 'autorecovery workers') at="28 39 45 $end1" ;;
-'autorecovery mark') at="67 27 28 29 146 72 73 $end1" argument='ledger' ;;
-'autorecovery unmark') at="67 27 28 29 72 73 $end2" argument='ledger' ;;
+'autorecovery mark') at="68 27 28 29 146 67 73 $end1" argument='ledger' ;;
+'autorecovery unmark') at="68 27 28 29 67 73 $end2" argument='ledger' ;;
 'autorecovery auditor') at="109 $end1" ;;
-'autorecovery audit') at="148 72 73 $end1" ;;
-'autorecovery delay') at="72 73 $end1" argument='none' ;;
+'autorecovery audit') at="148 67 73 $end1" ;;
+'autorecovery delay') at="67 73 $end1" argument='none' ;;
 'cluster') at="$end0" words='info status id init nuke health healthcheck' ;;
 'cluster info') at="$end1" ;;
 'cluster status') at="110 149 $end1" ;;
 'cluster id') at="$end1" ;;
 'cluster init') at="150 73 $end1" ;;
-'cluster nuke') at="104 71 73 $end2" ;;
+'cluster nuke') at="104 72 73 $end2" ;;
 'cluster health') at="45 110 151 107 $end1" words='show detail mute unmute mutes' ;;
 'cluster health show') at="45 110 151 107 $end1" ;;
 'cluster health detail') at="110 151 107 $end1" ;;
-'cluster health mute') at="152 $end1" argument='words no-instance-id no-writable-bookie bookie-down bookie-read-only bookie-without-address bookie-without-cookie bookie-silent cookie-damaged cookie-of-another-cluster disk-full bookie-without-rack too-few-racks ledgers-in-few-racks scopes-orphaned no-bookie-for-scopes mark-damaged underreplicated autorecovery-disabled vote-damaged no-auditor no-auditor-of-scopes' ;;
-'cluster health unmute') at="$end1" argument='words no-instance-id no-writable-bookie bookie-down bookie-read-only bookie-without-address bookie-without-cookie bookie-silent cookie-damaged cookie-of-another-cluster disk-full bookie-without-rack too-few-racks ledgers-in-few-racks scopes-orphaned no-bookie-for-scopes mark-damaged underreplicated autorecovery-disabled vote-damaged no-auditor no-auditor-of-scopes' ;;
+'cluster health mute') at="152 67 $end1" argument='words no-instance-id no-writable-bookie bookie-down bookie-read-only bookie-without-address bookie-without-cookie bookie-silent cookie-damaged cookie-of-another-cluster disk-full bookie-without-rack too-few-racks ledgers-in-few-racks scopes-orphaned no-bookie-for-scopes mark-damaged underreplicated autorecovery-disabled vote-damaged no-auditor no-auditor-of-scopes' ;;
+'cluster health unmute') at="67 $end1" argument='words no-instance-id no-writable-bookie bookie-down bookie-read-only bookie-without-address bookie-without-cookie bookie-silent cookie-damaged cookie-of-another-cluster disk-full bookie-without-rack too-few-racks ledgers-in-few-racks scopes-orphaned no-bookie-for-scopes mark-damaged underreplicated autorecovery-disabled vote-damaged no-auditor no-auditor-of-scopes' ;;
 'cluster health mutes') at="$end1" ;;
 'cluster healthcheck') at="$end0" words='status enable disable' ;;
 'cluster healthcheck status') at="$end1" ;;
-'cluster healthcheck enable') at="72 $end1" ;;
-'cluster healthcheck disable') at="72 $end1" ;;
+'cluster healthcheck enable') at="67 $end1" ;;
+'cluster healthcheck disable') at="67 $end1" ;;
 'local') at="$end0" words='up down status' ;;
 'local up') at="84 153 154 155 156 $end3" ;;
 'local down') at="84 46 $end3" ;;
@@ -158,9 +158,14 @@ _bkctl() {
 'api put') at="46 90 43 62 73 $end1" argument='none' ;;
 'api delete') at="46 90 43 73 $end2" argument='none' ;;
 'bench') at="$end0" words='adds reads mixed' ;;
-'bench adds') at="107 76 28 30 31 32 33 75 174 175 176 68 38 $end1" ;;
-'bench reads') at="107 76 28 30 31 32 33 75 174 175 176 68 38 177 $end1" ;;
-'bench mixed') at="107 76 28 30 31 32 33 75 174 175 176 68 38 177 $end1" ;;
+'bench adds') at="107 76 28 30 31 32 33 75 174 175 176 69 38 $end1" ;;
+'bench reads') at="107 76 28 30 31 32 33 75 174 175 176 69 38 177 $end1" ;;
+'bench mixed') at="107 76 28 30 31 32 33 75 174 175 176 69 38 177 $end1" ;;
+'progress') at="45 $end3" words='show pause resume rate' ;;
+'progress show') at="45 $end3" argument='none' ;;
+'progress pause') at="$end3" argument='none' ;;
+'progress resume') at="$end3" argument='none' ;;
+'progress rate') at="$end3" argument='none' ;;
 'audit') at="$end0" words='list show' ;;
 'audit list') at="44 178 179 $end3" ;;
 'audit show') at="$end3" argument='none' ;;
@@ -172,7 +177,7 @@ _bkctl() {
 'context rename') at="$end3" argument='context' ;;
 'context delete') at="$end4" argument='context' ;;
 'top') at="182 183 $end1" ;;
-'help') at="$end0" argument='words ledger bookie bookies journal entrylog metadata cookie autorecovery cluster local pipeline api bench audit context connection' ;;
+'help') at="$end0" argument='words ledger bookie bookies journal entrylog metadata cookie autorecovery cluster local pipeline api bench progress audit context connection' ;;
 'version') at="$end3" ;;
 'completion') at="$end3" argument='words bash zsh fish' ;;
   esac
@@ -193,7 +198,7 @@ _bkctl() {
 'pipeline inventory:--by') kind='words bookie entrylog scope ledger application' ;;
 'pipeline garbage:--by') kind='words entrylog bookie ledger' ;;
 'pipeline journal-audit:--by') kind='words journal entry' ;;
-*:--conf|*:--tls-ca|*:--tls-cert|*:--tls-key|*:--metadata-tls-ca|*:--metadata-tls-cert|*:--metadata-tls-key|*:--metadata-password-file|*:--password-file|*:--from-file|*:--backup|*:--undo|*:--to-password-file|*:--dir|*:--file|*:--token-file|*:--bookie-token-file|*:--read-only-token-file|*:--server-cert|*:--server-key|*:--client-ca) kind='files' ;;
+*:--conf|*:--tls-ca|*:--tls-cert|*:--tls-key|*:--metadata-tls-ca|*:--metadata-tls-cert|*:--metadata-tls-key|*:--metadata-password-file|*:--password-file|*:--undo|*:--from-file|*:--backup|*:--to-password-file|*:--dir|*:--file|*:--token-file|*:--bookie-token-file|*:--read-only-token-file|*:--server-cert|*:--server-key|*:--client-ca) kind='files' ;;
 *:--context) kind='context' ;;
 *:--output) kind='words table wide json ndjson yaml csv id' ;;
 *:--ledger-scope-id|*:--to-scope) kind='scope' ;;

@@ -32,17 +32,17 @@ case 'ledger write'; set ids files 27 28 29 30 31 32 33 34 35 36 37 38 39 $end1
 case 'ledger list'; set ids 40 41 42 43 44 45 46 47 48 49 50 51 52 53 54 55 $end1
 case 'ledger show'; set ids ledger 28 29 30 48 56 $end1
 case 'ledger locate'; set ids ledger 28 29 30 57 39 58 59 $end1
-case 'ledger read'; set ids ledger 28 29 30 60 61 62 63 36 37 39 64 65 66 67 68 69 70 71 $end1
-case 'ledger tail'; set ids ledger 28 29 30 72 36 37 39 73 66 67 68 69 70 71 $end1
-case 'ledger delete'; set ids ledger 74 28 29 30 75 76 77 78 79 80 81 $end2
-case 'ledger recover'; set ids ledger 28 29 30 82 80 81 $end2
-case 'ledger verify'; set ids ledger 28 29 30 39 $end1
-case 'ledger test'; set ids 27 28 29 30 31 32 33 34 83 84 36 37 39 85 $end1
-case 'ledger copy'; set ids ledger 74 28 29 30 86 87 88 89 90 91 92 93 94 95 96 97 98 78 $end1
+case 'ledger read'; set ids ledger 28 29 30 60 61 62 63 36 37 39 64 65 66 67 68 69 70 71 72 $end1
+case 'ledger tail'; set ids ledger 28 29 30 73 36 37 39 74 66 67 68 69 70 71 $end1
+case 'ledger delete'; set ids ledger 75 28 29 30 76 77 78 79 80 72 81 $end2
+case 'ledger recover'; set ids ledger 28 29 30 82 72 81 $end2
+case 'ledger verify'; set ids ledger 28 29 30 39 83 $end1
+case 'ledger test'; set ids 27 28 29 30 31 32 33 34 84 85 36 37 39 86 $end1
+case 'ledger copy'; set ids ledger 75 28 29 30 87 88 89 90 91 92 93 94 95 96 97 98 99 79 72 $end1
 case 'bookie'; set ids commands $end0
 case 'bookie start'; set ids $end1
-case 'bookie files'; set ids files 99 100 $end3
-case 'bookie check'; set ids files 101 102 103 36 37 104 105 106 99 $end1
+case 'bookie files'; set ids files 100 101 $end3
+case 'bookie check'; set ids files 102 103 104 36 37 105 106 83 100 $end1
 case 'bookie state'; set ids 107 108 48 $end1
 case 'bookie ready'; set ids 107 108 109 110 $end1
 case 'bookie info'; set ids 107 108 48 $end1
@@ -52,128 +52,133 @@ case 'bookie compact-locations'; set ids none 107 108 109 118 119 81 $end1
 case 'bookie sanity'; set ids 107 108 120 121 122 $end1
 case 'bookie config'; set ids none 107 108 123 124 81 $end1
 case 'bookie metrics'; set ids 107 108 48 125 126 $end1
-case 'bookie downgrade'; set ids files 99 81 $end3
-case 'bookie convert'; set ids files 127 99 128 81 $end4
+case 'bookie downgrade'; set ids files 100 81 $end3
+case 'bookie convert'; set ids files 127 100 128 81 $end4
 case 'bookie format'; set ids 129 130 81 $end1
 case 'bookie init'; set ids 131 81 $end1
 case 'bookie index'; set ids commands $end0
-case 'bookie index show'; set ids ledger 28 29 30 132 99 133 134 135 $end3
-case 'bookie index check'; set ids files 136 137 99 $end3
-case 'bookie index rebuild'; set ids files 138 139 99 81 $end1
-case 'bookie index regenerate'; set ids ledger 28 29 30 140 37 99 141 81 $end1
+case 'bookie index show'; set ids ledger 28 29 30 132 100 133 134 135 $end3
+case 'bookie index check'; set ids files 136 137 100 $end3
+case 'bookie index rebuild'; set ids files 138 139 100 81 $end1
+case 'bookie index regenerate'; set ids ledger 28 29 30 140 37 100 141 81 $end1
 case 'bookies'; set ids commands $end0
 case 'bookies list'; set ids 48 142 $end1
 case 'bookies show'; set ids bookie 48 143 $end1
 case 'bookies usage'; set ids 144 145 $end5
-case 'bookies recover'; set ids bookie 101 146 91 147 148 149 150 151 152 80 81 $end2
-case 'bookies decommission'; set ids bookie 91 147 153 150 154 80 81 $end2
-case 'bookies drain'; set ids bookie 91 147 153 80 81 $end2
+case 'bookies recover'; set ids bookie 102 146 92 147 148 149 150 151 152 72 81 $end2
+case 'bookies decommission'; set ids bookie 92 147 153 150 154 72 81 $end2
+case 'bookies drain'; set ids bookie 92 147 153 72 81 $end2
 case 'bookies ok-to-stop'; set ids bookie 48 155 156 $end1
 case 'bookies racks'; set ids commands $end0
 case 'bookies racks list'; set ids $end1
-case 'bookies racks set'; set ids bookie 157 158 159 80 81 $end1
-case 'bookies racks unset'; set ids bookie 80 81 $end1
+case 'bookies racks set'; set ids bookie 157 158 159 72 81 $end1
+case 'bookies racks unset'; set ids bookie 72 81 $end1
 case 'journal'; set ids commands $end0
-case 'journal list'; set ids files 99 $end3
-case 'journal read'; set ids journal 160 161 41 132 162 163 164 165 67 68 166 99 167 135 $end3
-case 'journal lastmark'; set ids files 99 $end3
-case 'journal verify'; set ids journal 99 $end3
-case 'journal stats'; set ids journal 168 99 169 $end3
+case 'journal list'; set ids files 100 $end3
+case 'journal read'; set ids journal 160 161 41 132 162 163 164 165 67 68 166 100 167 135 $end3
+case 'journal lastmark'; set ids files 100 $end3
+case 'journal verify'; set ids journal 100 $end3
+case 'journal stats'; set ids journal 168 100 169 $end3
 case 'entrylog'; set ids commands $end0
-case 'entrylog list'; set ids files 99 170 $end5
-case 'entrylog show'; set ids entrylog 99 $end3
-case 'entrylog read'; set ids entrylog 160 161 41 132 162 163 164 165 67 68 166 99 $end3
-case 'entrylog verify'; set ids entrylog 103 36 37 99 171 $end1
-case 'entrylog active'; set ids entrylog 99 172 173 $end1
-case 'entrylog garbage'; set ids entrylog 174 175 99 172 176 $end5
-case 'entrylog extract'; set ids entrylog 60 61 177 29 178 179 99 180 181 182 $end4
+case 'entrylog list'; set ids files 100 170 $end5
+case 'entrylog show'; set ids entrylog 100 $end3
+case 'entrylog read'; set ids entrylog 160 161 41 132 162 163 164 165 67 68 166 100 $end3
+case 'entrylog verify'; set ids entrylog 104 36 37 100 171 $end1
+case 'entrylog active'; set ids entrylog 100 172 173 $end1
+case 'entrylog garbage'; set ids entrylog 174 175 100 172 176 $end5
+case 'entrylog extract'; set ids entrylog 60 61 177 29 178 179 100 180 181 182 $end4
 case 'metadata'; set ids commands $end0
 case 'metadata layout'; set ids $end1
 case 'metadata get'; set ids none 68 183 $end1
 case 'metadata tree'; set ids none 184 $end1
-case 'metadata undo'; set ids files 185 186 80 81 $end2
-case 'metadata export'; set ids ledger 28 29 30 187 188 $end1
-case 'metadata import'; set ids files 189 80 81 $end2
-case 'metadata diff'; set ids none $end1
-case 'metadata migrate'; set ids 190 92 93 189 191 80 81 $end2
-case 'metadata check'; set ids 192 41 $end1
-case 'metadata orphans'; set ids 193 80 81 $end2
+case 'metadata undo'; set ids files 185 186 72 81 $end2
+case 'metadata export'; set ids ledger 28 29 30 187 188 189 $end1
+case 'metadata import'; set ids files 187 190 72 81 $end2
+case 'metadata diff'; set ids none 187 $end1
+case 'metadata migrate'; set ids 191 93 94 187 190 192 72 81 $end2
+case 'metadata check'; set ids 193 41 187 $end1
+case 'metadata orphans'; set ids 194 72 81 $end2
 case 'metadata scopes'; set ids $end1
-case 'metadata idgen'; set ids 194 195 196 $end1
-case 'metadata replace-bookie'; set ids 197 198 199 200 80 81 $end2
+case 'metadata idgen'; set ids 195 196 197 $end1
+case 'metadata replace-bookie'; set ids 198 199 200 201 72 81 $end2
 case 'cookie'; set ids commands $end0
 case 'cookie list'; set ids $end1
-case 'cookie show'; set ids bookie 99 68 $end1
-case 'cookie create'; set ids bookie 80 81 $end1
-case 'cookie update'; set ids bookie 80 81 $end2
-case 'cookie delete'; set ids bookie 99 80 81 $end2
-case 'cookie generate'; set ids bookie 201 202 203 204 205 $end1
-case 'cookie expand'; set ids 80 81 $end2
-case 'cookie rename'; set ids none 99 80 81 $end2
-case 'cookie verify'; set ids bookie 99 $end1
+case 'cookie show'; set ids bookie 100 68 $end1
+case 'cookie create'; set ids bookie 72 81 $end1
+case 'cookie update'; set ids bookie 72 81 $end2
+case 'cookie delete'; set ids bookie 100 72 81 $end2
+case 'cookie generate'; set ids bookie 202 203 204 205 206 $end1
+case 'cookie expand'; set ids 72 81 $end2
+case 'cookie rename'; set ids none 100 72 81 $end2
+case 'cookie verify'; set ids bookie 100 $end1
 case 'autorecovery'; set ids commands $end0
-case 'autorecovery run'; set ids 206 207 208 $end1
+case 'autorecovery run'; set ids 207 208 209 $end1
 case 'autorecovery status'; set ids 48 $end1
-case 'autorecovery enable'; set ids 80 $end1
-case 'autorecovery disable'; set ids 80 $end1
-case 'autorecovery list'; set ids 192 41 48 209 210 211 212 $end1
-case 'autorecovery workers'; set ids 192 41 48 $end1
-case 'autorecovery mark'; set ids ledger 74 28 29 30 213 80 81 $end1
-case 'autorecovery unmark'; set ids ledger 74 28 29 30 80 81 $end2
-case 'autorecovery auditor'; set ids 214 $end1
-case 'autorecovery audit'; set ids 215 80 81 $end1
-case 'autorecovery delay'; set ids none 80 81 $end1
+case 'autorecovery enable'; set ids 72 $end1
+case 'autorecovery disable'; set ids 72 $end1
+case 'autorecovery list'; set ids 193 41 48 210 211 212 213 $end1
+case 'autorecovery workers'; set ids 193 41 48 $end1
+case 'autorecovery mark'; set ids ledger 75 28 29 30 214 72 81 $end1
+case 'autorecovery unmark'; set ids ledger 75 28 29 30 72 81 $end2
+case 'autorecovery auditor'; set ids 215 $end1
+case 'autorecovery audit'; set ids 216 72 81 $end1
+case 'autorecovery delay'; set ids none 72 81 $end1
 case 'cluster'; set ids commands $end0
 case 'cluster info'; set ids $end1
-case 'cluster status'; set ids 216 217 $end1
+case 'cluster status'; set ids 217 218 $end1
 case 'cluster id'; set ids $end1
-case 'cluster init'; set ids 218 81 $end1
-case 'cluster nuke'; set ids 130 219 81 $end2
-case 'cluster health'; set ids commands 48 216 220 221 $end1
-case 'cluster health show'; set ids 48 216 220 221 $end1
-case 'cluster health detail'; set ids 216 220 221 $end1
-case 'cluster health mute'; set ids words-no-instance-id-no-writable-bookie-bookie-down-bookie-read-only-bookie-without-address-bookie-without-cookie-bookie-silent-cookie-damaged-cookie-of-another-cluster-disk-full-bookie-without-rack-too-few-racks-ledgers-in-few-racks-scopes-orphaned-no-bookie-for-scopes-mark-damaged-underreplicated-autorecovery-disabled-vote-damaged-no-auditor-no-auditor-of-scopes 222 $end1
-case 'cluster health unmute'; set ids words-no-instance-id-no-writable-bookie-bookie-down-bookie-read-only-bookie-without-address-bookie-without-cookie-bookie-silent-cookie-damaged-cookie-of-another-cluster-disk-full-bookie-without-rack-too-few-racks-ledgers-in-few-racks-scopes-orphaned-no-bookie-for-scopes-mark-damaged-underreplicated-autorecovery-disabled-vote-damaged-no-auditor-no-auditor-of-scopes $end1
+case 'cluster init'; set ids 219 81 $end1
+case 'cluster nuke'; set ids 130 220 81 $end2
+case 'cluster health'; set ids commands 48 217 221 222 $end1
+case 'cluster health show'; set ids 48 217 221 222 $end1
+case 'cluster health detail'; set ids 217 221 222 $end1
+case 'cluster health mute'; set ids words-no-instance-id-no-writable-bookie-bookie-down-bookie-read-only-bookie-without-address-bookie-without-cookie-bookie-silent-cookie-damaged-cookie-of-another-cluster-disk-full-bookie-without-rack-too-few-racks-ledgers-in-few-racks-scopes-orphaned-no-bookie-for-scopes-mark-damaged-underreplicated-autorecovery-disabled-vote-damaged-no-auditor-no-auditor-of-scopes 223 72 $end1
+case 'cluster health unmute'; set ids words-no-instance-id-no-writable-bookie-bookie-down-bookie-read-only-bookie-without-address-bookie-without-cookie-bookie-silent-cookie-damaged-cookie-of-another-cluster-disk-full-bookie-without-rack-too-few-racks-ledgers-in-few-racks-scopes-orphaned-no-bookie-for-scopes-mark-damaged-underreplicated-autorecovery-disabled-vote-damaged-no-auditor-no-auditor-of-scopes 72 $end1
 case 'cluster health mutes'; set ids $end1
 case 'cluster healthcheck'; set ids commands $end0
 case 'cluster healthcheck status'; set ids $end1
-case 'cluster healthcheck enable'; set ids 80 $end1
-case 'cluster healthcheck disable'; set ids 80 $end1
+case 'cluster healthcheck enable'; set ids 72 $end1
+case 'cluster healthcheck disable'; set ids 72 $end1
 case 'local'; set ids commands $end0
-case 'local up'; set ids 223 224 225 226 227 $end3
-case 'local down'; set ids 223 228 $end3
-case 'local status'; set ids 223 $end3
+case 'local up'; set ids 224 225 226 227 228 $end3
+case 'local down'; set ids 224 229 $end3
+case 'local status'; set ids 224 $end3
 case 'pipeline'; set ids commands $end0
-case 'pipeline inventory'; set ids none 160 161 41 229 230 231 232 233 234 235 $end1
-case 'pipeline integrity'; set ids none 160 161 41 229 230 231 232 233 236 235 $end1
-case 'pipeline garbage'; set ids none 174 175 229 230 231 232 233 237 235 $end1
-case 'pipeline journal-audit'; set ids none 160 161 41 229 230 231 232 233 238 235 $end1
-case 'pipeline report'; set ids none 174 175 229 230 231 232 233 235 $end1
-case 'pipeline extract'; set ids none 239 240 $end1
-case 'pipeline export'; set ids none 28 29 30 229 230 231 232 241 242 243 $end1
-case 'pipeline import'; set ids none 244 245 246 247 229 230 231 232 248 81 243 $end1
-case 'pipeline migrate-scope'; set ids ledger 28 29 30 249 245 246 247 229 230 231 232 81 243 $end1
+case 'pipeline inventory'; set ids none 160 161 41 230 231 232 233 234 235 236 $end1
+case 'pipeline integrity'; set ids none 160 161 41 230 231 232 233 234 237 236 $end1
+case 'pipeline garbage'; set ids none 174 175 230 231 232 233 234 238 236 $end1
+case 'pipeline journal-audit'; set ids none 160 161 41 230 231 232 233 234 239 236 $end1
+case 'pipeline report'; set ids none 174 175 230 231 232 233 234 236 $end1
+case 'pipeline extract'; set ids none 240 241 $end1
+case 'pipeline export'; set ids none 28 29 30 230 231 232 233 242 243 244 $end1
+case 'pipeline import'; set ids none 245 246 247 248 230 231 232 233 249 81 244 $end1
+case 'pipeline migrate-scope'; set ids ledger 28 29 30 250 246 247 248 230 231 232 233 81 244 $end1
 case 'api'; set ids commands $end0
-case 'api serve'; set ids 250 251 252 253 254 255 256 257 $end1
-case 'api get'; set ids none 107 108 258 $end1
-case 'api put'; set ids none 107 108 258 259 81 $end1
-case 'api delete'; set ids none 107 108 258 81 $end2
+case 'api serve'; set ids 251 252 253 254 255 256 257 258 $end1
+case 'api get'; set ids none 107 108 259 $end1
+case 'api put'; set ids none 107 108 259 260 81 $end1
+case 'api delete'; set ids none 107 108 259 81 $end2
 case 'bench'; set ids commands $end0
-case 'bench adds'; set ids 260 261 262 31 32 33 34 263 264 265 266 267 39 $end1
-case 'bench reads'; set ids 260 261 262 31 32 33 34 263 264 265 266 267 39 268 $end1
-case 'bench mixed'; set ids 260 261 262 31 32 33 34 263 264 265 266 267 39 268 $end1
+case 'bench adds'; set ids 261 262 263 31 32 33 34 264 265 266 267 268 39 $end1
+case 'bench reads'; set ids 261 262 263 31 32 33 34 264 265 266 267 268 39 269 $end1
+case 'bench mixed'; set ids 261 262 263 31 32 33 34 264 265 266 267 268 39 269 $end1
+case 'progress'; set ids commands 48 $end3
+case 'progress show'; set ids none 48 $end3
+case 'progress pause'; set ids none $end3
+case 'progress resume'; set ids none $end3
+case 'progress rate'; set ids none $end3
 case 'audit'; set ids commands $end0
-case 'audit list'; set ids 269 270 271 $end3
+case 'audit list'; set ids 270 271 272 $end3
 case 'audit show'; set ids none $end3
 case 'context'; set ids commands $end0
 case 'context list'; set ids $end3
 case 'context show'; set ids context $end3
-case 'context add'; set ids context 272 273 $end1
+case 'context add'; set ids context 273 274 $end1
 case 'context use'; set ids context $end3
 case 'context rename'; set ids context $end3
 case 'context delete'; set ids context $end4
-case 'top'; set ids 274 275 $end1
-case 'help'; set ids words-ledger-bookie-bookies-journal-entrylog-metadata-cookie-autorecovery-cluster-local-pipeline-api-bench-audit-context-connection $end0
+case 'top'; set ids 275 276 $end1
+case 'help'; set ids words-ledger-bookie-bookies-journal-entrylog-metadata-cookie-autorecovery-cluster-local-pipeline-api-bench-progress-audit-context-connection $end0
 case 'version'; set ids $end3
 case 'completion'; set ids words-bash-zsh-fish $end3
         end
@@ -185,7 +190,7 @@ end
 
 function __bkctl_commands
     switch (__bkctl_path)
-case ''; printf '%s\t%s\n' ledger 'Write, list, read, recover and verify ledgers.' bookie 'Run a bookie, ask a running one, and read its files.' bookies 'List, recover, drain and decommission bookies.' journal 'Read and check journal files and last marks.' entrylog 'Read and check entry logs, and extract ledgers.' metadata 'Read, check, export and migrate the metadata store.' cookie 'Show, create, change and verify the bookies'\'' cookies.' autorecovery 'Run and control the replication of lost ledgers.' cluster 'Show, create and check whole clusters.' local 'Run clusters of our own bookies on this machine.' pipeline 'Run Spark jobs over all files, metadata and ledgers.' api 'Call the REST API of bookies, or serve it.' bench 'Measure adds and reads of a cluster.' audit 'Show which commands changed what, when, and by whom.' context 'Manage named connections in the configuration file.' top 'Show the load of the whole cluster, live.' help 'Show the help of a command, or of the connection options.' version 'Print the version.' completion 'Print the completion script of a shell.'
+case ''; printf '%s\t%s\n' ledger 'Write, list, read, recover and verify ledgers.' bookie 'Run a bookie, ask a running one, and read its files.' bookies 'List, recover, drain and decommission bookies.' journal 'Read and check journal files and last marks.' entrylog 'Read and check entry logs, and extract ledgers.' metadata 'Read, check, export and migrate the metadata store.' cookie 'Show, create, change and verify the bookies'\'' cookies.' autorecovery 'Run and control the replication of lost ledgers.' cluster 'Show, create and check whole clusters.' local 'Run clusters of our own bookies on this machine.' pipeline 'Run Spark jobs over all files, metadata and ledgers.' api 'Call the REST API of bookies, or serve it.' bench 'Measure adds and reads of a cluster.' progress 'Show long work, pause it and change its rate.' audit 'Show which commands changed what, when, and by whom.' context 'Manage named connections in the configuration file.' top 'Show the load of the whole cluster, live.' help 'Show the help of a command, or of the connection options.' version 'Print the version.' completion 'Print the completion script of a shell.'
 case 'ledger'; printf '%s\t%s\n' write 'Write files or stdin into a new ledger, and close it.' list 'List the ledgers of a scope, in order of their ids.' show 'Show the metadata of one ledger, or of several.' locate 'Show which bookies hold the entries of a ledger.' read 'Read the entries of a ledger, up to the last confirmed.' tail 'Print the last entries of a ledger, then each new one.' delete 'Delete ledgers.' recover 'Close ledgers whose writer died.' verify 'Read every entry from every replica, and check it.' test 'Test the cluster with a temporary ledger.' copy 'Copy ledgers to another scope, id or cluster.'
 case 'bookie'; printf '%s\t%s\n' start 'Run a bookie in the foreground.' files 'List the files of a bookie.' check 'Check a bookie'\''s indexes against its entry logs.' state 'Show whether a bookie runs, is read-only or stops.' ready 'Show whether a bookie serves, for probes.' info 'Show a bookie'\''s state and the space on its disks.' readonly 'Show or switch a bookie'\''s read-only state.' gc 'Collect garbage on a bookie, or control its compaction.' compact-locations 'Compact a bookie'\''s RocksDB of entry locations.' sanity 'Test a bookie with a temporary ledger.' config 'Show or change the settings of a running bookie.' metrics 'Show a bookie'\''s metrics, one row for each sample.' downgrade 'Prepare a crashed bookie'\''s files for Apache'\''s bookie.' convert 'Convert a bookie'\''s index to another storage class.' format 'Remove all data of a bookie that is down.' init 'Create a new bookie: empty directories and a cookie.' index 'Show, check and rebuild the ledger indexes of a bookie.'
 case 'bookie index'; printf '%s\t%s\n' show 'Show where a bookie has a ledger'\''s entries.' check 'Check that a bookie'\''s indexes are well-formed.' rebuild 'Rebuild DbLedgerStorage'\''s databases.' regenerate 'Rebuild index files from entry logs.'
@@ -203,6 +208,7 @@ case 'local'; printf '%s\t%s\n' up 'Start a local cluster of our own bookies.' d
 case 'pipeline'; printf '%s\t%s\n' inventory 'Count bytes and entries in all bookies'\'' entry logs.' integrity 'Check that each bookie has its entries, undamaged.' garbage 'Show live and dead bytes in all bookies'\'' entry logs.' journal-audit 'Show records that only the bookies'\'' journals hold.' report 'Write the results of the jobs as one HTML page.' extract 'Write the contents of bookies'\'' files as facts for jobs.' export 'Export the payloads of ledgers to Parquet.' import 'Create the ledgers of an export.' migrate-scope 'Copy ledgers to another scope, under the same ids.'
 case 'api'; printf '%s\t%s\n' serve 'Serve the REST API of a cluster, in the foreground.' get 'Send GET to an HTTP server, and print the response.' put 'Send PUT to an HTTP server, and print the response.' delete 'Send DELETE to an HTTP server, and print the response.'
 case 'bench'; printf '%s\t%s\n' adds 'Measure adds to temporary ledgers.' reads 'Measure reads from temporary ledgers.' mixed 'Measure adds and reads at the same time.'
+case 'progress'; printf '%s\t%s\n' show 'Show long work: running, and ended within the last hour.' pause 'Pause work at its next step.' resume 'Continue paused work.' rate 'Change the rate of running work.'
 case 'audit'; printf '%s\t%s\n' list 'List the commands that changed something, oldest first.' show 'Show one run: who, when, what, its result and its undo file.'
 case 'context'; printf '%s\t%s\n' list 'List the contexts of the configuration file.' show 'Show one context with all its settings.' add 'Save the connection options under a name.' use 'Make a context the current one.' rename 'Give a context another name.' delete 'Delete a context from the configuration file.'
     end
@@ -289,41 +295,41 @@ __bkctl 68 -l format -x -a 'base64 utf8 hex raw' -d 'Form of bytes: base64, utf8
 __bkctl 69 -l delimiter -x -d 'Write this after each payload of --format raw: '\''\n'\'', '\''\0'\''.'
 __bkctl 70 -s f -l template -x -d 'Print entries in this form: %e entry id, %s payload, %S its bytes, %x payload in hex, %b in base64, %l ledger, %c last add confirmed, %n ledger length so far, %% a percent sign, \n \t \0 \xHH.'
 __bkctl 71 -l as-admin -d 'Read with the password in the metadata, as Apache'\''s readledger does; in the audit log.'
-__bkctl 72 -l last -x -d 'Begin with the last N entries (default 10).'
-__bkctl 73 -l from -x -d 'Begin with this entry. [x>=0]'
-__bkctl 74 -l from-file -r -F -d 'Read ledgers from this file (-: stdin), one per line, as '\''ledger list -o id'\'' prints.'
-__bkctl 75 -l rate -x -d 'Delete at most N ledgers per second.'
-__bkctl 76 -l if-state -x -a 'OPEN IN_RECOVERY CLOSED' -d 'Delete only ledgers in this state (else exit code 5); repeatable.'
-__bkctl 77 -l ignore-missing -d 'Skip ledgers that do not exist.'
-__bkctl 78 -l keep-going -d 'Continue after failures, and report them at the end (exit code 3).'
-__bkctl 79 -l backup -r -F -d 'Export the metadata first, to a new file or directory, for '\''metadata import'\''.'
-__bkctl 80 -l undo -r -F -d 'New file for '\''metadata undo'\'' (default: in the user'\''s state directory), or none.'
+__bkctl 72 -l undo -r -F -d 'New file for '\''metadata undo'\'' (default: in the user'\''s state directory), or none.'
+__bkctl 73 -l last -x -d 'Begin with the last N entries (default 10).'
+__bkctl 74 -l from -x -d 'Begin with this entry. [x>=0]'
+__bkctl 75 -l from-file -r -F -d 'Read ledgers from this file (-: stdin), one per line, as '\''ledger list -o id'\'' prints.'
+__bkctl 76 -l rate -x -d 'Delete at most N ledgers per second.'
+__bkctl 77 -l if-state -x -a 'OPEN IN_RECOVERY CLOSED' -d 'Delete only ledgers in this state (else exit code 5); repeatable.'
+__bkctl 78 -l ignore-missing -d 'Skip ledgers that do not exist.'
+__bkctl 79 -l keep-going -d 'Continue after failures, and report them at the end (exit code 3).'
+__bkctl 80 -l backup -r -F -d 'Export the metadata first, to a new file or directory, for '\''metadata import'\''.'
 __bkctl 81 -l dry-run -d 'Show what would change, without changing it.'
 __bkctl 82 -l accept-loss -d 'Close a ledger even if no bookie has its last entry; asks first.'
-__bkctl 83 -l entries -x -d 'Entries to write. [default: 1000]'
-__bkctl 84 -l size -x -d 'Bytes of an entry. [default: 100]'
-__bkctl 85 -l keep -d 'Keep the ledger.'
-__bkctl 86 -l to-ledger-id -x -d 'Ledger id of the copy (default: unchanged).'
-__bkctl 87 -l ensemble-size -x -d 'Ensemble size of the copy (default: unchanged).'
-__bkctl 88 -l write-quorum -x -d 'Write quorum of the copy (default: unchanged).'
-__bkctl 89 -l ack-quorum -x -d 'Ack quorum of the copy (default: unchanged).'
-__bkctl 90 -l digest-type -x -a 'CRC32C CRC32 HMAC DUMMY' -d 'Digest type of the copy: CRC32C, CRC32, HMAC or DUMMY (default: unchanged).'
-__bkctl 91 -l rate -x -d 'Copy at most this much per second: 50MB/s, 20MiB.'
-__bkctl 92 -l to-user -x -d 'Log in to the target; never with --metadata-user.'
-__bkctl 93 -l to-password-file -r -F -d 'File with that user'\''s password. For TLS or SASL name a context: --to context:NAME.'
-__bkctl 94 -l to-scope -x -a '(__bkctl_dynamic scope)' -d 'Ledger scope id of the copy (default: unchanged).'
-__bkctl 95 -l to -x -d 'The cluster of the copy, by metadata URI or context:NAME (default: this one).'
-__bkctl 96 -l new-id -d 'Generate a ledger id for the copy.'
-__bkctl 97 -l recover -d 'Close an open ledger first; its writer can add no more.'
-__bkctl 98 -l open -d 'Copy an open ledger, too, up to its last confirmed entry.'
-__bkctl 99 -l dir -r -F -d 'A directory of the bookie, with or without its current; repeatable.'
-__bkctl 100 -l kind -x -a 'journal entryLog index rocksdb cookie lastMark lastId status dirty compaction relocation backup unfinished unknown' -d 'journal, entryLog, index, rocksdb, cookie … or all; repeatable.'
-__bkctl 101 -l ledger -x -a '(__bkctl_dynamic ledger)' -d 'Only this ledger, repeatable: decimal, 0x hex, SCOPE:ID, 32 hex digits (qualified name) or UUID.'
-__bkctl 102 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Only ledgers of this scope; the scope of bare ids.'
-__bkctl 103 -l digest -x -a 'CRC32C CRC32 HMAC DUMMY' -d 'Check that each entry matches its digest; ledgers of scope 0 are of TYPE (CRC32C, CRC32, HMAC, DUMMY; default: found out ledger by ledger).'
-__bkctl 104 -l sample -x -d 'Check only this share of the index'\''s entries (1%, 0.01), without a search of the logs.'
-__bkctl 105 -l seed -x -d 'Seed of the choice of entries for --sample.'
-__bkctl 106 -l rate -x -d 'Read at most this much per second: 20MiB, or '\''5000 entries'\''.'
+__bkctl 83 -l rate -x -d 'Read at most this much per second: 20MiB, or '\''5000 entries'\''.'
+__bkctl 84 -l entries -x -d 'Entries to write. [default: 1000]'
+__bkctl 85 -l size -x -d 'Bytes of an entry. [default: 100]'
+__bkctl 86 -l keep -d 'Keep the ledger.'
+__bkctl 87 -l to-ledger-id -x -d 'Ledger id of the copy (default: unchanged).'
+__bkctl 88 -l ensemble-size -x -d 'Ensemble size of the copy (default: unchanged).'
+__bkctl 89 -l write-quorum -x -d 'Write quorum of the copy (default: unchanged).'
+__bkctl 90 -l ack-quorum -x -d 'Ack quorum of the copy (default: unchanged).'
+__bkctl 91 -l digest-type -x -a 'CRC32C CRC32 HMAC DUMMY' -d 'Digest type of the copy: CRC32C, CRC32, HMAC or DUMMY (default: unchanged).'
+__bkctl 92 -l rate -x -d 'Copy at most this much per second: 50MB/s, 20MiB, or '\''5000 entries'\''.'
+__bkctl 93 -l to-user -x -d 'Log in to the target; never with --metadata-user.'
+__bkctl 94 -l to-password-file -r -F -d 'File with that user'\''s password. For TLS or SASL name a context: --to context:NAME.'
+__bkctl 95 -l to-scope -x -a '(__bkctl_dynamic scope)' -d 'Ledger scope id of the copy (default: unchanged).'
+__bkctl 96 -l to -x -d 'The cluster of the copy, by metadata URI or context:NAME (default: this one).'
+__bkctl 97 -l new-id -d 'Generate a ledger id for the copy.'
+__bkctl 98 -l recover -d 'Close an open ledger first; its writer can add no more.'
+__bkctl 99 -l open -d 'Copy an open ledger, too, up to its last confirmed entry.'
+__bkctl 100 -l dir -r -F -d 'A directory of the bookie, with or without its current; repeatable.'
+__bkctl 101 -l kind -x -a 'journal entryLog index rocksdb cookie lastMark lastId status dirty compaction relocation backup unfinished unknown' -d 'journal, entryLog, index, rocksdb, cookie … or all; repeatable.'
+__bkctl 102 -l ledger -x -a '(__bkctl_dynamic ledger)' -d 'Only this ledger, repeatable: decimal, 0x hex, SCOPE:ID, 32 hex digits (qualified name) or UUID.'
+__bkctl 103 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Only ledgers of this scope; the scope of bare ids.'
+__bkctl 104 -l digest -x -a 'CRC32C CRC32 HMAC DUMMY' -d 'Check that each entry matches its digest; ledgers of scope 0 are of TYPE (CRC32C, CRC32, HMAC, DUMMY; default: found out ledger by ledger).'
+__bkctl 105 -l sample -x -d 'Check only this share of the index'\''s entries (1%, 0.01), without a search of the logs.'
+__bkctl 106 -l seed -x -d 'Seed of the choice of entries for --sample.'
 __bkctl 107 -l bookie -x -a '(__bkctl_dynamic bookie)' -d 'The bookie, whose registered HTTP server is used.'
 __bkctl 108 -l bookie-url -x -d 'The HTTP server, http[s]://HOST:PORT, also that of a gateway (then with --bookie); no cluster is needed. [BKCTL_BOOKIE_URL; its token: BKCTL_API_TOKEN]'
 __bkctl 109 -l deadline -x -d 'With --wait: give up after this long (default: never; exit code 6).'
@@ -404,95 +410,96 @@ __bkctl 183 -l show-secrets -d 'Print values that hold a ledger password, too.'
 __bkctl 184 -l depth -x -d 'List only N levels below the start.'
 __bkctl 185 -l last -d 'Undo the last command that changed this cluster.'
 __bkctl 186 -l list -d 'List the undo files, oldest first.'
-__bkctl 187 -s f -l file -r -F -d 'The file to write; - is stdout. It holds ledger passwords.'
-__bkctl 188 -l overwrite -d 'Replace FILE if it exists.'
-__bkctl 189 -l overwrite -d 'Replace records that have another value; the undo file keeps the old ones.'
-__bkctl 190 -l to -x -d 'The store to copy to: zk+…://, etcd://, sqlite:///FILE, or context:NAME.'
-__bkctl 191 -l live -d 'Copy even while bookies are registered; changes made meanwhile are reported.'
-__bkctl 192 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Only ledgers of this scope (default: all).'
-__bkctl 193 -l delete -d 'Remove the orphans that are REMOVABLE, after asking.'
-__bkctl 194 -l limit -x -d 'Number of ids (default 1).'
-__bkctl 195 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Random ids of this scope.'
-__bkctl 196 -l sequence -d 'Take ids of scope 0 from the cluster'\''s generator, which gives no id twice.'
-__bkctl 197 -l limit -x -d 'Change at most N ledgers.'
-__bkctl 198 -l from -x -a '(__bkctl_dynamic bookie)' -d 'The bookie id to replace.'
-__bkctl 199 -l to -x -a '(__bkctl_dynamic bookie)' -d 'The new bookie id.'
-__bkctl 200 -l rate -x -d 'Change at most N ledgers per second.'
-__bkctl 201 -l journal-dirs -x -d 'The bookie'\''s journal directories, separated by commas.'
-__bkctl 202 -l ledger-dirs -x -d 'The bookie'\''s ledger directories, separated by commas.'
-__bkctl 203 -l index-dirs -x -d 'The bookie'\''s index directories, separated by commas.'
-__bkctl 204 -l instance-id -x -d 'The cluster'\''s instance id (default: read from the cluster).'
-__bkctl 205 -s f -l file -r -F -d 'The file to write (default: stdout).'
-__bkctl 206 -l scopes-only -d 'Ignore scope 0, which Apache'\''s auto-recovery serves.'
-__bkctl 207 -l scope-0-only -d 'Ignore all scopes but 0.'
-__bkctl 208 -l id -x -d 'Name in votes and locks (default: the bookie'\''s id, or this host).'
-__bkctl 209 -l older-than -x -d 'List only ledgers that were marked at least this long ago: 1h, 30m.'
-__bkctl 210 -l missing -x -a '(__bkctl_dynamic bookie)' -d 'List only ledgers that this bookie lacks; repeatable.'
-__bkctl 211 -l not-missing -x -a '(__bkctl_dynamic bookie)' -d 'List only ledgers that this bookie does not lack; repeatable.'
-__bkctl 212 -l count -d 'Print the number of ledgers only.'
-__bkctl 213 -l missing -x -a '(__bkctl_dynamic bookie)' -d 'A bookie of its ensembles that lacks entries; repeatable.'
-__bkctl 214 -l all -d 'Show candidates for auditor, too.'
-__bkctl 215 -l reset-clock -x -d 'Make these checks due instead (all-ledgers, placement, replicas); an auditor that starts runs them.'
-__bkctl 216 -l threshold -x -d 'Percentage of used disk space that is too much. [default: 90.0]'
-__bkctl 217 -l count-ledgers -d 'Count the ledgers on each bookie (default: in clusters of up to 10,000 ledgers).'
-__bkctl 218 -l long-long-layout -d 'Write BP-35'\''s own class into LAYOUT; Apache'\''s processes then refuse the cluster.'
-__bkctl 219 -l backup -r -F -d 'Export all metadata to this new file first.'
-__bkctl 220 -l no-bookies -d 'Read the metadata only, and ask no bookie.'
-__bkctl 221 -l ledgers -d 'Also find ledgers with replicas in too few racks; reads the metadata of every ledger.'
-__bkctl 222 -l for -x -d 'How long: 30m, 2h, 1d (default: until it is unmuted).'
-__bkctl 223 -l dir -r -F -d 'The local cluster'\''s directory (default: the one that is up).'
-__bkctl 224 -l bookies -x -d 'Number of bookies (default: 3, or as many as the cluster has).'
-__bkctl 225 -l storage -x -a 'sorted interleaved db' -d 'Ledger storage of new bookies: sorted, interleaved, db.'
-__bkctl 226 -l http -d 'Give new bookies an HTTP server (default: if bkctl[http] is installed).'
-__bkctl 227 -l autorecovery -d 'Run auto-recovery in new bookies, which replicates the ledgers of lost ones.'
-__bkctl 228 -l bookie -x -d 'Stop this bookie only; the cluster stays up.'
-__bkctl 229 -l master -x -d 'Where Spark runs: local[*] (this machine, all cores), local[N], spark://HOST:PORT, yarn, k8s://… [default: local[*]]'
-__bkctl 230 -l spark-conf -x -d 'A setting of Spark, as spark.driver.memory=4g; repeatable.'
-__bkctl 231 -l archive -x -d 'Archive to unpack on every executor, as venv.tar.gz#environment; repeatable.'
-__bkctl 232 -l ship -d 'Send this package to the executors (default: unless Spark runs on this machine alone).'
-__bkctl 233 -l facts -x -d 'Read facts that '\''pipeline extract'\'' wrote, instead of bookies'\'' files.'
-__bkctl 234 -l by -x -a 'bookie entrylog scope ledger application' -d 'A row for each bookie, entrylog, scope, ledger or application. [default: bookie]'
-__bkctl 235 -l save -x -d 'Also save the rows: NAME.parquet, NAME.csv or NAME.json; NAME.html: a page with plots. Repeatable.'
-__bkctl 236 -l no-indexes -d 'Read entry logs and journals only: for copies without indexes.'
-__bkctl 237 -l by -x -a 'entrylog bookie ledger' -d 'A row for each entrylog, bookie, or orphaned ledger. [default: entrylog]'
-__bkctl 238 -l by -x -a 'journal entry' -d 'A row for each journal, or each entry that no entry log holds. [default: journal]'
-__bkctl 239 -l full -d 'Read logs again that were extracted before.'
-__bkctl 240 -l keep -x -d 'Keep superseded files this long, for jobs that read them. [default: 1h]'
-__bkctl 241 -l overwrite -d 'Replace an existing export.'
-__bkctl 242 -l flat -d 'Do not create a directory for each scope (default with more than 1,000 scopes).'
-__bkctl 243 -l save -x -d 'Also save the rows: NAME.parquet, NAME.csv or NAME.json; repeatable.'
-__bkctl 244 -l to-scope -x -a '(__bkctl_dynamic scope)' -d 'Create the ledgers in this scope, under their ledger ids (default: the scope of each).'
-__bkctl 245 -l ensemble-size -x -d 'Bookies that a fragment is spread over (default: as the source'\''s).'
-__bkctl 246 -l write-quorum -x -d 'Bookies that get each entry (default: as the source'\''s).'
-__bkctl 247 -l ack-quorum -x -d 'Bookies that must have an entry before it counts (default: as the source'\''s).'
-__bkctl 248 -l password-file -r -F -d 'File with the password of the new ledgers (else BKCTL_LEDGER_PASSWORD, else empty).'
-__bkctl 249 -l to-scope -x -a '(__bkctl_dynamic scope)' -d 'The scope to copy into; the ledger ids stay.'
-__bkctl 250 -l host -x -d 'The address to listen on. [default: 127.0.0.1]'
-__bkctl 251 -l port -x -d 'The port to listen on; 0: any. [default: 8080]'
-__bkctl 252 -l token-file -r -F -d 'Clients must send this token (else BKCTL_API_TOKEN).'
-__bkctl 253 -l bookie-token-file -r -F -d 'The token of the bookies'\'' servers (else none).'
-__bkctl 254 -l read-only-token-file -r -F -d 'Clients that send this token may read, without secrets.'
-__bkctl 255 -l server-cert -r -F -d 'Serve https with this PEM certificate.'
-__bkctl 256 -l server-key -r -F -d 'Private key of --server-cert, if not in the same file.'
-__bkctl 257 -l client-ca -r -F -d 'Accept clients whose certificate these authorities (PEM) signed.'
-__bkctl 258 -l max-size -x -d 'Refuse a larger response (exit code 7). [default: 64MiB]'
-__bkctl 259 -l body -x -d 'The JSON to send, or @FILE (@-: stdin).'
-__bkctl 260 -l ledgers -x -d 'Ledgers to use at the same time. [default: 1]'
-__bkctl 261 -l size -x -d 'Bytes of an entry. [default: 1KiB]'
-__bkctl 262 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Scope of the ledgers (default 0).'
-__bkctl 263 -l entries -x -d 'Entries in all ledgers together. [default: 10000]'
-__bkctl 264 -l duration -x -d 'Run for this long, instead of for --entries.'
-__bkctl 265 -l batch -x -d 'Entries to add or read at once; a latency is a batch'\''s. [default: 10]'
-__bkctl 266 -l in-flight -x -d 'Batches in flight for each ledger. [default: 10]'
-__bkctl 267 -l rate -x -d 'At most this many entries a second.'
-__bkctl 268 -l random -d 'Read at random positions instead of in order.'
-__bkctl 269 -l limit -x -d 'List only the last N runs (default 50).'
-__bkctl 270 -l since -x -d 'List only runs of this last time: 1h, 7d.'
-__bkctl 271 -l failed -d 'List only runs that did not end with exit code 0.'
-__bkctl 272 -l replace -d 'Replace the context of this name.'
-__bkctl 273 -l use -d 'Make the new context the current one.'
-__bkctl 274 -l interval -x -d 'The time between two looks: 500ms, 2s, 1m. [default: 2s]'
-__bkctl 275 -l once -d 'Print the numbers of one interval, and end.'
+__bkctl 187 -l rate -x -d 'Process at most N records per second.'
+__bkctl 188 -s f -l file -r -F -d 'The file to write; - is stdout. It holds ledger passwords.'
+__bkctl 189 -l overwrite -d 'Replace FILE if it exists.'
+__bkctl 190 -l overwrite -d 'Replace records that have another value; the undo file keeps the old ones.'
+__bkctl 191 -l to -x -d 'The store to copy to: zk+…://, etcd://, sqlite:///FILE, or context:NAME.'
+__bkctl 192 -l live -d 'Copy even while bookies are registered; changes made meanwhile are reported.'
+__bkctl 193 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Only ledgers of this scope (default: all).'
+__bkctl 194 -l delete -d 'Remove the orphans that are REMOVABLE, after asking.'
+__bkctl 195 -l limit -x -d 'Number of ids (default 1).'
+__bkctl 196 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Random ids of this scope.'
+__bkctl 197 -l sequence -d 'Take ids of scope 0 from the cluster'\''s generator, which gives no id twice.'
+__bkctl 198 -l limit -x -d 'Change at most N ledgers.'
+__bkctl 199 -l rate -x -d 'Change at most N ledgers per second.'
+__bkctl 200 -l from -x -a '(__bkctl_dynamic bookie)' -d 'The bookie id to replace.'
+__bkctl 201 -l to -x -a '(__bkctl_dynamic bookie)' -d 'The new bookie id.'
+__bkctl 202 -l journal-dirs -x -d 'The bookie'\''s journal directories, separated by commas.'
+__bkctl 203 -l ledger-dirs -x -d 'The bookie'\''s ledger directories, separated by commas.'
+__bkctl 204 -l index-dirs -x -d 'The bookie'\''s index directories, separated by commas.'
+__bkctl 205 -l instance-id -x -d 'The cluster'\''s instance id (default: read from the cluster).'
+__bkctl 206 -s f -l file -r -F -d 'The file to write (default: stdout).'
+__bkctl 207 -l scopes-only -d 'Ignore scope 0, which Apache'\''s auto-recovery serves.'
+__bkctl 208 -l scope-0-only -d 'Ignore all scopes but 0.'
+__bkctl 209 -l id -x -d 'Name in votes and locks (default: the bookie'\''s id, or this host).'
+__bkctl 210 -l older-than -x -d 'List only ledgers that were marked at least this long ago: 1h, 30m.'
+__bkctl 211 -l missing -x -a '(__bkctl_dynamic bookie)' -d 'List only ledgers that this bookie lacks; repeatable.'
+__bkctl 212 -l not-missing -x -a '(__bkctl_dynamic bookie)' -d 'List only ledgers that this bookie does not lack; repeatable.'
+__bkctl 213 -l count -d 'Print the number of ledgers only.'
+__bkctl 214 -l missing -x -a '(__bkctl_dynamic bookie)' -d 'A bookie of its ensembles that lacks entries; repeatable.'
+__bkctl 215 -l all -d 'Show candidates for auditor, too.'
+__bkctl 216 -l reset-clock -x -d 'Make these checks due instead (all-ledgers, placement, replicas); an auditor that starts runs them.'
+__bkctl 217 -l threshold -x -d 'Percentage of used disk space that is too much. [default: 90.0]'
+__bkctl 218 -l count-ledgers -d 'Count the ledgers on each bookie (default: in clusters of up to 10,000 ledgers).'
+__bkctl 219 -l long-long-layout -d 'Write BP-35'\''s own class into LAYOUT; Apache'\''s processes then refuse the cluster.'
+__bkctl 220 -l backup -r -F -d 'Export all metadata to this new file first.'
+__bkctl 221 -l no-bookies -d 'Read the metadata only, and ask no bookie.'
+__bkctl 222 -l ledgers -d 'Also find ledgers with replicas in too few racks; reads the metadata of every ledger.'
+__bkctl 223 -l for -x -d 'How long: 30m, 2h, 1d (default: until it is unmuted).'
+__bkctl 224 -l dir -r -F -d 'The local cluster'\''s directory (default: the one that is up).'
+__bkctl 225 -l bookies -x -d 'Number of bookies (default: 3, or as many as the cluster has).'
+__bkctl 226 -l storage -x -a 'sorted interleaved db' -d 'Ledger storage of new bookies: sorted, interleaved, db.'
+__bkctl 227 -l http -d 'Give new bookies an HTTP server (default: if bkctl[http] is installed).'
+__bkctl 228 -l autorecovery -d 'Run auto-recovery in new bookies, which replicates the ledgers of lost ones.'
+__bkctl 229 -l bookie -x -d 'Stop this bookie only; the cluster stays up.'
+__bkctl 230 -l master -x -d 'Where Spark runs: local[*] (this machine, all cores), local[N], spark://HOST:PORT, yarn, k8s://… [default: local[*]]'
+__bkctl 231 -l spark-conf -x -d 'A setting of Spark, as spark.driver.memory=4g; repeatable.'
+__bkctl 232 -l archive -x -d 'Archive to unpack on every executor, as venv.tar.gz#environment; repeatable.'
+__bkctl 233 -l ship -d 'Send this package to the executors (default: unless Spark runs on this machine alone).'
+__bkctl 234 -l facts -x -d 'Read facts that '\''pipeline extract'\'' wrote, instead of bookies'\'' files.'
+__bkctl 235 -l by -x -a 'bookie entrylog scope ledger application' -d 'A row for each bookie, entrylog, scope, ledger or application. [default: bookie]'
+__bkctl 236 -l save -x -d 'Also save the rows: NAME.parquet, NAME.csv or NAME.json; NAME.html: a page with plots. Repeatable.'
+__bkctl 237 -l no-indexes -d 'Read entry logs and journals only: for copies without indexes.'
+__bkctl 238 -l by -x -a 'entrylog bookie ledger' -d 'A row for each entrylog, bookie, or orphaned ledger. [default: entrylog]'
+__bkctl 239 -l by -x -a 'journal entry' -d 'A row for each journal, or each entry that no entry log holds. [default: journal]'
+__bkctl 240 -l full -d 'Read logs again that were extracted before.'
+__bkctl 241 -l keep -x -d 'Keep superseded files this long, for jobs that read them. [default: 1h]'
+__bkctl 242 -l overwrite -d 'Replace an existing export.'
+__bkctl 243 -l flat -d 'Do not create a directory for each scope (default with more than 1,000 scopes).'
+__bkctl 244 -l save -x -d 'Also save the rows: NAME.parquet, NAME.csv or NAME.json; repeatable.'
+__bkctl 245 -l to-scope -x -a '(__bkctl_dynamic scope)' -d 'Create the ledgers in this scope, under their ledger ids (default: the scope of each).'
+__bkctl 246 -l ensemble-size -x -d 'Bookies that a fragment is spread over (default: as the source'\''s).'
+__bkctl 247 -l write-quorum -x -d 'Bookies that get each entry (default: as the source'\''s).'
+__bkctl 248 -l ack-quorum -x -d 'Bookies that must have an entry before it counts (default: as the source'\''s).'
+__bkctl 249 -l password-file -r -F -d 'File with the password of the new ledgers (else BKCTL_LEDGER_PASSWORD, else empty).'
+__bkctl 250 -l to-scope -x -a '(__bkctl_dynamic scope)' -d 'The scope to copy into; the ledger ids stay.'
+__bkctl 251 -l host -x -d 'The address to listen on. [default: 127.0.0.1]'
+__bkctl 252 -l port -x -d 'The port to listen on; 0: any. [default: 8080]'
+__bkctl 253 -l token-file -r -F -d 'Clients must send this token (else BKCTL_API_TOKEN).'
+__bkctl 254 -l bookie-token-file -r -F -d 'The token of the bookies'\'' servers (else none).'
+__bkctl 255 -l read-only-token-file -r -F -d 'Clients that send this token may read, without secrets.'
+__bkctl 256 -l server-cert -r -F -d 'Serve https with this PEM certificate.'
+__bkctl 257 -l server-key -r -F -d 'Private key of --server-cert, if not in the same file.'
+__bkctl 258 -l client-ca -r -F -d 'Accept clients whose certificate these authorities (PEM) signed.'
+__bkctl 259 -l max-size -x -d 'Refuse a larger response (exit code 7). [default: 64MiB]'
+__bkctl 260 -l body -x -d 'The JSON to send, or @FILE (@-: stdin).'
+__bkctl 261 -l ledgers -x -d 'Ledgers to use at the same time. [default: 1]'
+__bkctl 262 -l size -x -d 'Bytes of an entry. [default: 1KiB]'
+__bkctl 263 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Scope of the ledgers (default 0).'
+__bkctl 264 -l entries -x -d 'Entries in all ledgers together. [default: 10000]'
+__bkctl 265 -l duration -x -d 'Run for this long, instead of for --entries.'
+__bkctl 266 -l batch -x -d 'Entries to add or read at once; a latency is a batch'\''s. [default: 10]'
+__bkctl 267 -l in-flight -x -d 'Batches in flight for each ledger. [default: 10]'
+__bkctl 268 -l rate -x -d 'At most this many entries a second.'
+__bkctl 269 -l random -d 'Read at random positions instead of in order.'
+__bkctl 270 -l limit -x -d 'List only the last N runs (default 50).'
+__bkctl 271 -l since -x -d 'List only runs of this last time: 1h, 7d.'
+__bkctl 272 -l failed -d 'List only runs that did not end with exit code 0.'
+__bkctl 273 -l replace -d 'Replace the context of this name.'
+__bkctl 274 -l use -d 'Make the new context the current one.'
+__bkctl 275 -l interval -x -d 'The time between two looks: 500ms, 2s, 1m. [default: 2s]'
+__bkctl 276 -l once -d 'Print the numbers of one interval, and end.'
 __bkctl files -F
 __bkctl ledger -f -a '(__bkctl_dynamic ledger)'
 __bkctl words-on-off -f -a 'on off'
@@ -502,6 +509,6 @@ __bkctl journal -f -a '(__bkctl_dynamic journal)'
 __bkctl entrylog -f -a '(__bkctl_dynamic entrylog)'
 __bkctl words-no-instance-id-no-writable-bookie-bookie-down-bookie-read-only-bookie-without-address-bookie-without-cookie-bookie-silent-cookie-damaged-cookie-of-another-cluster-disk-full-bookie-without-rack-too-few-racks-ledgers-in-few-racks-scopes-orphaned-no-bookie-for-scopes-mark-damaged-underreplicated-autorecovery-disabled-vote-damaged-no-auditor-no-auditor-of-scopes -f -a 'no-instance-id no-writable-bookie bookie-down bookie-read-only bookie-without-address bookie-without-cookie bookie-silent cookie-damaged cookie-of-another-cluster disk-full bookie-without-rack too-few-racks ledgers-in-few-racks scopes-orphaned no-bookie-for-scopes mark-damaged underreplicated autorecovery-disabled vote-damaged no-auditor no-auditor-of-scopes'
 __bkctl context -f -a '(__bkctl_dynamic context)'
-__bkctl words-ledger-bookie-bookies-journal-entrylog-metadata-cookie-autorecovery-cluster-local-pipeline-api-bench-audit-context-connection -f -a 'ledger bookie bookies journal entrylog metadata cookie autorecovery cluster local pipeline api bench audit context connection'
+__bkctl words-ledger-bookie-bookies-journal-entrylog-metadata-cookie-autorecovery-cluster-local-pipeline-api-bench-progress-audit-context-connection -f -a 'ledger bookie bookies journal entrylog metadata cookie autorecovery cluster local pipeline api bench progress audit context connection'
 __bkctl words-bash-zsh-fish -f -a 'bash zsh fish'
 functions -e __bkctl

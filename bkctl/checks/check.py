@@ -23,13 +23,13 @@ from bkctl.checks.indexed_logs import IndexedLogs, list_indexed_logs
 from bkctl.checks.location_rows import LedgerNumbers, LocationRows
 from bkctl.checks.log_records import LogWindow, RecordLookup, digest_reason
 from bkctl.checks.recheck import Recheck
-from bkctl.checks.throttle import NO_LIMIT, Rate, ReadThrottle
 from bkctl.errors import BkctlError, NotFound
 from bkctl.files.directories import BookieDirectories
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.index import BookieIndexes
 from bkctl.formats.entry_log import log_id_of, pack_location
 from bkctl.ids import U64_MAX, LedgerId
+from bkctl.pace import Pace
 
 if TYPE_CHECKING:
     from bkctl.checks.location_rows import Columns
@@ -50,7 +50,7 @@ class IndexCheck:
 
     `ledgers` and `scope_id` choose the ledgers. `sample` is a share of the entries from 0 to 1, the same entries for
     the same `seed`; with it the logs are not searched for entries without an index. `digests` checks each entry's body.
-    `advance` is called with each number of bytes read.
+    `pace` bounds the bytes and entries read. `advance` is called with each number of bytes read.
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class IndexCheck:
         sample: float | None = None,
         seed: int = 0,
         digests: DigestChecker | None = None,
-        rate: Rate = NO_LIMIT,
+        pace: Pace | None = None,
         advance: Callable[[int], None] | None = None,
     ) -> None:
         self.counts = Counts()
         self._directories = directories
         self._selection = EntrySelection(ledgers, scope_id, sample, seed)
         self._digests = digests
-        self._throttle = ReadThrottle(rate)
+        self._pace = pace or Pace()
         self._advance = advance or (lambda _: None)
         self._recheck = Recheck(directories, self.counts, digests)
         self._unindexed: dict[LedgerId, _UnindexedLedger] = {}
@@ -245,7 +245,7 @@ class IndexCheck:
     def _count_read(self, size_bytes: int, entries: int) -> None:
         self.counts.bytes_read += size_bytes
         self._advance(size_bytes)
-        self._throttle.take(size_bytes, entries)
+        self._pace.take(size_bytes, entries)
 
 
 def _merge_damage(damage: BkctlError, path: Path, good_end: int, findings: Iterator[Finding]) -> Iterator[Finding]:

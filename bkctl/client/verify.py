@@ -25,6 +25,7 @@ from bkctl.errors import (
     TruncatedRecord,
     UsageError,
 )
+from bkctl.pace import Pace
 from bkctl.protocol.messages import (
     ReadRequest,
     Response,
@@ -150,12 +151,15 @@ class Verification:
     """Reads every entry of a ledger from every replica.
 
     `entry_count`, `replica_count` and `finding_count` grow with progress. An unavailable bookie gives one finding for
-    all of its entries. `progress` gets the number of entries checked so far.
+    all of its entries. `progress` gets the number of entries checked so far; `pace` bounds what is read.
     """
 
-    def __init__(self, handle: ReadHandle, progress: Callable[[int], None] = lambda _: None) -> None:
+    def __init__(
+        self, handle: ReadHandle, progress: Callable[[int], None] = lambda _: None, *, pace: Pace | None = None
+    ) -> None:
         self._handle = handle
         self._progress = progress
+        self._pace = pace or Pace()
         self.entry_count = 0
         self.replica_count = 0
         self.finding_count = 0
@@ -180,6 +184,7 @@ class Verification:
             length = None if length is None or size is None else length + size
             self.entry_count += 1
             self._progress(self.entry_count)
+            await self._pace.acquire(sum(replica.size_bytes or 0 for replica in check.replicas))
         for bookie_id, (first, count, message) in unavailable.items():
             self.finding_count += 1
             text = f"{count:,} {'entry' if count == 1 else 'entries'} not checked: {message}"

@@ -286,7 +286,8 @@ class EntryLogReader(FileReader):
             return
         if cursor.limit or cursor.at <= header.ledgers_map_offset:
             raise CorruptRecord(
-                f"Entry log was closed with a ledgers map at byte {header.ledgers_map_offset}, but ends",
+                f"Entry log was closed with a ledgers map at byte {header.ledgers_map_offset}, but the file ends at "
+                f"byte {self.size()}, and the readable records end",
                 offset=cursor.at,
                 where=self.name,
                 hint=_HINT,

@@ -16,8 +16,8 @@ from bkctl.client.bookies import in_order, in_thread
 from bkctl.errors import BkctlError, Conflict, LedgerNotFound, NotEnoughBookies
 from bkctl.formats.metadata import LedgerState
 from bkctl.metadata.cluster import COOKIES
+from bkctl.pace import Pace
 from bkctl.replication.checker import LedgerChecker
-from bkctl.replication.copy_limits import Throttle
 from bkctl.replication.fragments import EntrySpan, spans_text
 from bkctl.replication.holdings import HeldLedger, ledgers_on
 from bkctl.replication.ledger_mover import LedgerMover
@@ -51,11 +51,12 @@ _BATCH_COUNT: Final = 500
 class BookieMover:
     """Copies all that the bookies `leaving` hold to other bookies, and swaps the bookies in the metadata.
 
-    `rate` bounds the bytes copied a second, of all ledgers together. `skip_open` leaves OPEN ledgers alone. `fence`
-    False leaves only the last fragment of a ledger that a writer may add to; with `fence` such a ledger is fenced and
-    closed first. `locks` takes the locks of auto-recovery: its workers do not repeat the work, and no bookie collects
-    the copies as garbage before the metadata names it (removeOverReplicatedledgers). `plan` is the total that
-    `progress` counts against, `note` gets messages about waiting. The mover belongs to the event loop of `bookkeeper`.
+    `pace` bounds the bytes copied, of all ledgers together, and may pause the moves. `skip_open` leaves OPEN ledgers
+    alone. `fence` False leaves only the last fragment of a ledger that a writer may add to; with `fence` such a ledger
+    is fenced and closed first. `locks` takes the locks of auto-recovery: its workers do not repeat the work, and no
+    bookie collects the copies as garbage before the metadata names it (removeOverReplicatedledgers). `plan` is the
+    total that `progress` counts against, `note` gets messages about waiting. The mover belongs to the event loop of
+    `bookkeeper`.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class BookieMover:
         leaving: Collection[str],
         plan: MovePlan | None = None,
         *,
-        rate: int | None = None,
+        pace: Pace | None = None,
         skip_open: bool = False,
         fence: bool = True,
         locks: bool = True,
@@ -76,11 +77,12 @@ class BookieMover:
         self._cluster = bookkeeper.cluster
         self._skip_open, self._fence = skip_open, fence
         self._note = note
+        self._pace = pace or Pace()
         self._checker = LedgerChecker(bookkeeper)
         self._replicator = LedgerFragmentReplicator(
             bookkeeper,
             checker=self._checker,
-            throttle=None if rate is None else Throttle(bytes_per_s=rate),
+            pace=self._pace,
             progress=self.progress.copied,
         )
         self._lost_entries = LostEntryFinder(bookkeeper, self._checker.replicas)
@@ -176,7 +178,7 @@ class BookieMover:
         store; a ledger's own error is in its result.
         """
         remaining = iter(ids) if resume is None else self._not_done(ids, resume)
-        queue = MoveQueue(remaining, self._cluster.ledgers, self._mover.move, self.progress, self._note)
+        queue = MoveQueue(remaining, self._cluster.ledgers, self._mover.move, self.progress, self._pace, self._note)
         async with contextlib.aclosing(queue.results()) as results:
             async for result in results:
                 self.progress.ledger_count += 1

@@ -23,7 +23,7 @@ from bkctl.errors import BkctlError, Conflict, Corrupt, LedgerExists, LedgerNotF
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import LedgerMetadata
 from bkctl.ids import LedgerId
-from bkctl.replication.copy_limits import Throttle
+from bkctl.pace import Pace
 
 #: The key in the custom metadata of an incomplete copy.
 COPY_OF: Final = "bkctl.copy-of"
@@ -62,7 +62,7 @@ async def copy_ledger(
     shape: CopyShape = AS_SOURCE,
     recovery: bool = False,
     allow_open: bool = False,
-    throttle: Throttle | None = None,
+    pace: Pace | None = None,
     progress: Callable[[int], None] = lambda count: None,
 ) -> CopiedLedger:
     """Copy the ledger of `source` to a new ledger of `target`, which may be the same client, and close the copy.
@@ -70,9 +70,10 @@ async def copy_ledger(
     `ledger_scope_id` and `ledger_id` name the copy (None: as the source; with `new_id` an id is generated). Password,
     digest type, sizes and custom metadata are the source's, except as `shape` says. Each entry's digest is verified,
     and the copy is read back and compared. `recovery` fences and closes an open source first, `allow_open` copies it up
-    to its last add confirmed. `progress` gets the number of entries copied and read back. Raise Conflict for an open
-    source, LedgerExists, NotEnoughBookies, UsageError if source and copy have one name, Corrupt if the copy differs,
-    and errors of reading and writing; the copy is deleted then.
+    to its last add confirmed. `pace` bounds what is written, and may pause the copy. `progress` gets the number of
+    entries copied and read back. Raise Conflict for an open source, LedgerExists, NotEnoughBookies, UsageError if
+    source and copy have one name, Corrupt if the copy differs, and errors of reading and writing; the copy is deleted
+    then.
     """
     if ledger_id is not None and new_id:
         raise UsageError("A ledger id and a new id exclude each other", hint="give one of them")
@@ -89,7 +90,7 @@ async def copy_ledger(
                 f"Ledger {ledger} is open: a copy would end at entry {reader.last_add_confirmed}",
                 hint="close it first (--recover), or copy the confirmed entries (--open)",
             )
-        return await _copy(source, target, reader, scope_id, to, shape, throttle or Throttle(), progress)
+        return await _copy(source, target, reader, scope_id, to, shape, pace or Pace(), progress)
 
 
 async def _copy(
@@ -99,7 +100,7 @@ async def _copy(
     scope_id: int,
     to: LedgerId | None,
     shape: CopyShape,
-    throttle: Throttle,
+    pace: Pace,
     progress: Callable[[int], None],
 ) -> CopiedLedger:
     origin = f"{await in_thread(source.cluster.instance_id)} {reader.ledger.qualified_name}"
@@ -107,10 +108,10 @@ async def _copy(
     writer = await _create(target, reader.metadata, scope_id, to, shape, token, origin.encode())
     try:
         async with writer:
-            copied = await _content(reader, throttle, progress, writer)
+            copied = await _content(reader, pace, progress, writer)
         copy = await target.open_ledger(writer.ledger_id, ledger_scope_id=writer.scope_id, password=None)
         async with copy:
-            if (copy.length, await _content(copy, Throttle(), progress)) != (copied.length, copied):
+            if (copy.length, await _content(copy, pace, progress)) != (copied.length, copied):
                 raise Corrupt(f"Ledger {writer.ledger} differs from its source, ledger {reader.ledger}")
 
         def finish(metadata: LedgerMetadata) -> LedgerMetadata | None:
@@ -134,7 +135,7 @@ class _Content(NamedTuple):
 
 
 async def _content(
-    reader: ReadHandle, throttle: Throttle, progress: Callable[[int], None], writer: WriteHandle | None = None
+    reader: ReadHandle, pace: Pace, progress: Callable[[int], None], writer: WriteHandle | None = None
 ) -> _Content:
     """Return the content of a ledger, and add its entries to `writer` (None: to none)."""
     seen, count, length = hashlib.blake2b(), 0, 0
@@ -143,8 +144,10 @@ async def _content(
             seen.update(len(entry.payload).to_bytes(8, "big"))
             seen.update(entry.payload)
             count, length = count + 1, length + len(entry.payload)
+            if pace.is_paused:
+                await pace.resumed()
             if writer is not None:
-                await throttle.acquire(len(entry.payload))
+                await pace.acquire(len(entry.payload))
                 await writer.ready()
                 writer.add(entry.payload)
             progress(1)

@@ -31,6 +31,7 @@ from bkctl.replication.move_plan import LedgerMove, MoveOutcome, MovePlan, check
 if TYPE_CHECKING:
     from bkctl.client.ledger import BookKeeper
     from bkctl.ids import LedgerId
+    from bkctl.pace import Pace
 
 
 class Decommission:
@@ -38,7 +39,7 @@ class Decommission:
 
     `plan` is the result of `plan_move` for the bookie. `skip_unrecoverable` names and skips ledgers with unreadable
     entries; auto-recovery keeps their marks, as Apache's does, and retries until they are unmarked. `keep_cookie` keeps
-    the cookie at the end. `rate` and `note` are BookieMover's.
+    the cookie at the end. `pace` and `note` are BookieMover's.
     """
 
     def __init__(
@@ -49,10 +50,10 @@ class Decommission:
         *,
         skip_unrecoverable: bool = False,
         keep_cookie: bool = False,
-        rate: int | None = None,
+        pace: Pace | None = None,
         note: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self.mover = BookieMover(bookkeeper, [bookie_id], plan, rate=rate, note=note)
+        self.mover = BookieMover(bookkeeper, [bookie_id], plan, pace=pace, note=note)
         self.bookie_id = bookie_id
         self.skip_unrecoverable = skip_unrecoverable
         self._plan = plan

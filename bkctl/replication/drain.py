@@ -27,6 +27,7 @@ from bkctl.replication.move_plan import MovePlan
 if TYPE_CHECKING:
     from bkctl.client.ledger import BookKeeper
     from bkctl.metadata.cluster import RegisteredBookie
+    from bkctl.pace import Pace
 
 _POLL_S: Final = 0.1
 
@@ -43,10 +44,10 @@ class Drain:
         bookie_id: str,
         plan: MovePlan,
         *,
-        rate: int | None = None,
+        pace: Pace | None = None,
         note: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self.mover = BookieMover(bookkeeper, [bookie_id], plan, rate=rate, fence=False, note=note)
+        self.mover = BookieMover(bookkeeper, [bookie_id], plan, pace=pace, fence=False, note=note)
         self.bookie_id = bookie_id
         self._plan = plan
         self._checks = DepartureChecks(self.mover)

@@ -20,7 +20,8 @@ from bkctl.protocol.messages import AddRequest, BytesLike, ReadRequest, ReadResp
 from bkctl.replication.fragments import ANSWERED, UNREADABLE_NAMED_MAX, LedgerFragment, ReplicaFault, reason_of
 
 if TYPE_CHECKING:
-    from bkctl.replication.copy_limits import CopyWindow, Throttle
+    from bkctl.pace import Pace
+    from bkctl.replication.copy_limits import CopyWindow
     from bkctl.replication.replica_reads import ReplicaReader
 
 #: A target with at least this many entries to get is asked first which of them it has.
@@ -66,7 +67,7 @@ class CopyTools(NamedTuple):
 
     replicas: ReplicaReader
     window: CopyWindow
-    throttle: Throttle
+    pace: Pace
     progress: Callable[[int, int], None]
 
 
@@ -158,7 +159,7 @@ class FragmentCopy:
                 return problems
         size = len(body)
         self._size_bytes_largest = max(self._size_bytes_largest * 15 // 16, size)
-        await self._tools.throttle.acquire(size * max(len(lacking), 1))
+        await self._tools.pace.acquire(size * max(len(lacking), 1))
         if lacking and not self.unreadable:
             await self._write(entry_id, body, lacking)
         return []

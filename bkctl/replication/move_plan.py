@@ -157,9 +157,13 @@ class MoveProgress:
         self.entry_count += entry_count
         self.size_bytes += size_bytes
 
+    def paused(self, duration_s: float) -> None:
+        """Leave a pause out of the elapsed time."""
+        self._began += duration_s
+
     @property
     def elapsed_s(self) -> float:
-        """The time since the move began."""
+        """The time since the move began, without pauses."""
         return max(time.monotonic() - self._began, 1e-6)
 
     @property

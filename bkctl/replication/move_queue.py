@@ -3,6 +3,9 @@
 waiting → metadata read ahead → running → result
                               ↖         ↙
                                 locked
+
+A pause ends the moves that are running, so that no ledger stays locked, and repeats them afterwards. Fragments that
+were copied by then are not copied again.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from bkctl.replication.signals import cancel_and_wait
 if TYPE_CHECKING:
     from bkctl.ids import LedgerId
     from bkctl.metadata.ledgers import LedgerManager, VersionedMetadata
+    from bkctl.pace import Pace
     from bkctl.replication.move_plan import LedgerMove, MoveProgress
 
 #: Ledgers that are moved at once; so many wait for the metadata store together.
@@ -30,6 +34,8 @@ CONCURRENCY: Final = 512
 LOCK_PATIENCE_S: Final = 15.0
 #: The pause between retries of locked ledgers if no other ledger is left.
 _LOCK_POLL_S: Final = 0.5
+#: The time between looks for a pause.
+_PAUSE_POLL_S: Final = 1.0
 
 _MetadataBatch: TypeAlias = "list[tuple[LedgerId, VersionedMetadata | BkctlError]]"
 
@@ -56,7 +62,10 @@ class _Attempt(NamedTuple):
 
 
 class MoveQueue:
-    """Moves ledgers, up to CONCURRENCY at once. `report` gets a message when only locked ledgers are left."""
+    """Moves ledgers, up to CONCURRENCY at once, unless `pace` is paused.
+
+    `report` gets a message when only locked ledgers are left.
+    """
 
     def __init__(
         self,
@@ -64,14 +73,16 @@ class MoveQueue:
         ledgers: LedgerManager,
         move: MoveFunction,
         progress: MoveProgress,
+        pace: Pace,
         report: Callable[[str], None],
     ) -> None:
         self._waiting = ids
         self._ledgers = ledgers
         self._move = move
         self._progress = progress
+        self._pace = pace
         self._report = report
-        self._read: deque[tuple[LedgerId, VersionedMetadata | BkctlError]] = deque()
+        self._read: deque[tuple[LedgerId, VersionedMetadata | BkctlError | None]] = deque()
         self._locked: deque[_Attempt] = deque()
         self._running: dict[asyncio.Task[LedgerMove | None], _Attempt] = {}
         self._ended: asyncio.Queue[asyncio.Task[LedgerMove | None]] = asyncio.Queue()
@@ -84,6 +95,8 @@ class MoveQueue:
         ahead = self._read_ahead()
         try:
             while True:
+                if self._pace.is_paused:
+                    await self._pause()
                 self._retry_locked()
                 while len(self._running) < CONCURRENCY:
                     if not self._read:
@@ -113,6 +126,18 @@ class MoveQueue:
             self._start(self._locked.popleft(), None)
         self._is_idle = False
 
+    async def _pause(self) -> None:
+        """End the running moves, and wait for the end of the pause; the moves without a result come first then."""
+        began = time.monotonic()
+        moves = dict(self._running)
+        await cancel_and_wait(*moves)
+        for task, attempt in reversed(moves.items()):
+            if task.cancelled():
+                del self._running[task]
+                self._read.appendleft((attempt.ledger, None))
+        await self._pace.resumed()
+        self._progress.paused(time.monotonic() - began)
+
     def _start(self, attempt: _Attempt, found: VersionedMetadata | None) -> None:
         task = asyncio.ensure_future(self._move(attempt.ledger, found, waits_for_lock=attempt.patience_s > 0))
         self._running[task] = attempt
@@ -122,14 +147,17 @@ class MoveQueue:
         """Wait for the end of a move, at most until a locked ledger is due; return None if no ledger has a result."""
         if not self._running:
             self._report_waiting([attempt.ledger for attempt in self._locked])
-        timeout_s = None
+        timeout_s = _PAUSE_POLL_S
         if self._locked:
-            timeout_s = max(self._locked[0].patience_s, 0.0) if self._running else _LOCK_POLL_S
+            patience_s = max(self._locked[0].patience_s, 0.0) if self._running else _LOCK_POLL_S
+            timeout_s = min(timeout_s, patience_s)
         try:
             async with asyncio.timeout(timeout_s):
                 task = await self._ended.get()
         except TimeoutError:
             self._is_idle = not self._running
+            return None
+        if task.cancelled():  # By a pause.
             return None
         attempt = self._running.pop(task)
         result = task.result()

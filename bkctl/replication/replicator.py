@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Final
 from bkctl.client.bookies import in_thread
 from bkctl.client.ledger import BookKeeper
 from bkctl.errors import BkctlError, LedgerNotFound, UnclosedFragment
+from bkctl.pace import Pace
 from bkctl.replication.checker import LedgerCheck, LedgerChecker
-from bkctl.replication.copy_limits import BATCH_SIZE, CopyWindow, Throttle
+from bkctl.replication.copy_limits import BATCH_SIZE, CopyWindow
 from bkctl.replication.ensemble_swap import EnsembleSwap, EnsembleSwapper, ensemble_at
 from bkctl.replication.fragment_copy import CopyTools, FragmentCopy, TargetFailed, UnreadableEntries
 from bkctl.replication.fragments import LedgerFragment
@@ -97,7 +98,7 @@ class LedgerReplication:
 class LedgerFragmentReplicator:
     """Replicates fragments of ledgers, any number at once.
 
-    `batch_size` bounds the entries of a fragment that are on their way at once (see CopyWindow), `throttle` the writes.
+    `batch_size` bounds the entries of a fragment that are on their way at once (see CopyWindow), `pace` the writes.
     `progress` gets the entries and bytes of each write.
     """
 
@@ -107,12 +108,12 @@ class LedgerFragmentReplicator:
         *,
         checker: LedgerChecker | None = None,
         batch_size: int = BATCH_SIZE,
-        throttle: Throttle | None = None,
+        pace: Pace | None = None,
         progress: Callable[[int, int], None] = lambda entries, size: None,
     ) -> None:
         self.bookkeeper = bookkeeper
         self.checker = checker or LedgerChecker(bookkeeper)
-        self._tools = CopyTools(self.checker.replicas, CopyWindow(batch_size), throttle or Throttle(), progress)
+        self._tools = CopyTools(self.checker.replicas, CopyWindow(batch_size), pace or Pace(), progress)
         self._chooser = TargetChooser(bookkeeper)
         self._swapper = EnsembleSwapper(bookkeeper.cluster)
 

@@ -32,8 +32,8 @@ from bkctl.errors import (
     Unreachable,
 )
 from bkctl.metadata.underreplication import AutoRecoveryState, UnderreplicatedLedger
+from bkctl.pace import Pace
 from bkctl.replication.checker import LedgerCheck, LedgerChecker
-from bkctl.replication.copy_limits import Throttle
 from bkctl.replication.ensemble_swap import LockLost, lock_lost
 from bkctl.replication.fragments import LedgerFragment
 from bkctl.replication.replicator import FragmentReplication, LedgerFragmentReplicator, Outcome
@@ -119,7 +119,7 @@ class ReplicationWorker:
             bookkeeper,
             checker=self._checker,
             batch_size=config.rereplication_entry_batch_size,
-            throttle=Throttle(bytes_per_s=config.replication_rate_by_bytes),
+            pace=Pace(bytes_per_s=config.replication_rate_by_bytes),
             progress=self._written,
         )
         self._rng = rng or random.Random()

@@ -14,10 +14,9 @@ from bkctl.ids import LedgerId, parse_scope_id
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import LEDGERS_BY_OPTION
-from ..kit.options import Composite, DigestToCheck, LedgerPassword, number_option, parameter
+from ..kit.options import Composite, DigestToCheck, LedgerPassword, ReadPace, number_option, parameter
 from ..kit.records import DirOption, PlacesArgument, raise_first
 from ..kit.texts import counted, size_text, with_0x
-from ..kit.values import parse_size
 from .files import index_app
 
 if TYPE_CHECKING:
@@ -109,41 +108,6 @@ Sample = Annotated[
 ]
 
 
-def _rate(values: Mapping[str, Any]) -> Any:
-    from bkctl.checks.throttle import NO_LIMIT, Rate
-
-    text = values["rate_limit"]
-    if text is None:
-        return NO_LIMIT
-    amount = text.strip().removesuffix("/s").rstrip()
-    if match := re.fullmatch(r"([0-9]{1,12}) ?(?:entries|entry)", amount, re.ASCII):
-        rate = Rate(entries_per_s=float(match[1]))
-    else:
-        rate = Rate(bytes_per_s=float(parse_size(amount, "--rate")))
-    if not (rate.bytes_per_s or rate.entries_per_s):
-        raise UsageError(f"--rate {text!r}: must be more than 0")
-    return rate
-
-
-ReadRate = Annotated[
-    Any,
-    Composite(
-        (
-            parameter(
-                "rate_limit",
-                Annotated[
-                    str,
-                    typer.Option(
-                        "--rate", metavar="RATE", help="Read at most this much per second: 20MiB, or '5000 entries'."
-                    ),
-                ],
-            ),
-        ),
-        _rate,
-    ),
-]
-
-
 @command(
     app,
     "check",
@@ -160,7 +124,7 @@ def check(
     password: LedgerPassword,
     sample: Sample,
     seed: Annotated[int | None, number_option("--seed", "Seed of the choice of entries for --sample.")],
-    rate: ReadRate,
+    pace: ReadPace,
     places: PlacesArgument = None,
     directories: DirOption = None,
 ) -> None:
@@ -178,7 +142,7 @@ def check(
     given = run.directories([*(places or ()), *(directories or ())])
     logs = [file.path for file in given.entry_logs()] if digest.wanted else []
     checker = run.digest_checker(digest.digest_type, password, logs) if digest.wanted else nullcontext()
-    with checker as digests, run.working("Checking", unit="bytes") as activity:
+    with checker as digests, run.working("Checking", unit="bytes", pace=pace) as activity:
         job = IndexCheck(
             given,
             ledgers=which.ledgers,
@@ -186,7 +150,7 @@ def check(
             sample=sample,
             seed=seed or 0,
             digests=digests,
-            rate=rate,
+            pace=pace,
             advance=activity.advance,
         )
         run.render(job.findings(), FINDING_COLUMNS, findings=True)

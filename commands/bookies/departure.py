@@ -15,7 +15,7 @@ from bkctl.ids import LedgerId, check_bookie_id
 from ..kit.columns import Column, Columns, Kind, Output
 from ..kit.command import Run, command, group
 from ..kit.options import (
-    ByteRate,
+    CopyPace,
     DryRun,
     UndoOption,
 )
@@ -185,7 +185,7 @@ def _plan(run: Run, cluster: Cluster, bookie: str) -> MovePlan:
 def decommission(
     run: Run,
     bookie: OneBookie,
-    rate: ByteRate,
+    pace: CopyPace,
     deadline: Deadline,
     watch: ProgressOption,
     skip_unrecoverable: SkipUnrecoverable = False,
@@ -229,7 +229,7 @@ def decommission(
                     async with run.bookkeeper(recorded) as bookkeeper:
                         departure = Decommission(
                             bookkeeper, bookie, plan, skip_unrecoverable=skip_unrecoverable, keep_cookie=keep_cookie,
-                            rate=rate, note=run.note,
+                            pace=pace, note=run.note,
                         )  # fmt: skip
                         progress = departure.mover.progress
                         async with shown_progress(activity, progress), aclosing(departure.run()) as found:
@@ -241,6 +241,7 @@ def decommission(
                         "Decommissioning",
                         total=len(plan.ledgers) or None,
                         unit="ledgers",
+                        pace=pace,
                         left=f"moved ledgers stay moved, and {bookie} keeps its cookie: run the command again to "
                         "continue, or start the bookie to go back",
                     ) as activity,
@@ -256,7 +257,7 @@ def decommission(
 def drain(
     run: Run,
     bookie: OneBookie,
-    rate: ByteRate,
+    pace: CopyPace,
     deadline: Deadline,
     watch: ProgressOption,
     undo: UndoOption = None,
@@ -292,7 +293,7 @@ def drain(
                 async def work() -> None:
                     async with run.bookkeeper(recorded) as bookkeeper:
                         departure = Drain(
-                            bookkeeper, bookie, plan, rate=rate, note=run.note
+                            bookkeeper, bookie, plan, pace=pace, note=run.note
                         )  # fmt: skip
                         steps.take(
                             await departure.set_read_only(lambda found: _set_read_only(run, found), run.timeout_s)
@@ -307,6 +308,7 @@ def drain(
                         "Draining",
                         total=len(plan.ledgers) or None,
                         unit="ledgers",
+                        pace=pace,
                         left=f"{bookie} stays read-only, and moved ledgers stay moved: run the command again to "
                         f"continue, or 'bkctl bookie readonly off --bookie {bookie}' to go back",
                     ) as activity,

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from bkctl.errors import TimedOut
 
+from ..kit.activity import Activity
 from ..kit.command import Run
-from ..kit.terminal import Activity
 from ..kit.texts import counted, size_text, time_text
 
 if TYPE_CHECKING:
@@ -20,10 +20,16 @@ if TYPE_CHECKING:
 _REFRESH_S: Final = 0.2
 
 
-def progress_text(progress: MoveProgress) -> str:
+def _speed_text(progress: MoveProgress) -> str:
     text = f"{size_text(int(progress.bytes_per_s))}/s"
     if progress.locked_count:
         text += f", {counted(progress.locked_count, 'ledger', 'ledgers')} locked by others"
+    return text
+
+
+def progress_text(progress: MoveProgress) -> str:
+    """Return the rate of the work, and the estimated remaining time."""
+    text = _speed_text(progress)
     left_s = progress.left_s
     return text if left_s is None else f"{text}, about {time_text(left_s)} left"
 
@@ -33,18 +39,20 @@ async def shown_progress(activity: Activity, progress: MoveProgress) -> AsyncIte
     """Update the line of progress on the terminal while the work runs."""
     import asyncio
 
-    label = activity.label
     total = progress.plan.entry_count
     if total:  # Else all are open or empty, and are counted themselves.
         activity.unit = "entries"
 
+    def update() -> None:
+        if total:
+            activity.update(min(progress.entry_count, total), total)
+        else:
+            activity.update(progress.ledger_count, len(progress.plan.ledgers))
+        activity.remark = _speed_text(progress)
+
     async def refresh() -> None:
         while True:
-            if total:
-                activity.update(min(progress.entry_count, total), total)
-            else:
-                activity.update(progress.ledger_count, len(progress.plan.ledgers))
-            activity.label = f"{label}, {progress_text(progress)}"
+            update()
             await asyncio.sleep(_REFRESH_S)
 
     task = asyncio.create_task(refresh())
@@ -53,6 +61,7 @@ async def shown_progress(activity: Activity, progress: MoveProgress) -> AsyncIte
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+        update()
 
 
 def run_within(run: Run, work: Coroutine[Any, Any, None], deadline_s: float | None, what: str) -> None:

@@ -15,7 +15,7 @@ from bkctl.ids import LedgerId
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.options import (
-    ByteRate,
+    CopyPace,
     DryRun,
     UndoOption,
 )
@@ -26,6 +26,7 @@ from .selection import Deadline, LedgersByOption, ManyBookies, SkipUnrecoverable
 
 if TYPE_CHECKING:
     from bkctl.metadata.cluster import Cluster
+    from bkctl.pace import Pace
     from bkctl.replication.holdings import HeldFragment, HeldLedger
     from bkctl.replication.move_plan import LedgerMove, MovePlan, MoveProgress, PlannedFragment
 
@@ -126,7 +127,7 @@ def recover(
     run: Run,
     bookies: ManyBookies,
     ledgers: LedgersByOption,
-    rate: ByteRate,
+    pace: CopyPace,
     deadline: Deadline,
     query: Annotated[
         bool, typer.Option("--query", help="Only show the ledgers on the bookies, from the metadata.")
@@ -183,7 +184,7 @@ def recover(
         _check_known(cluster, names, plan)
         if plan.ledgers or delete_cookie:
             run.confirm(loss_text(plan, names, up, skip_open=skip_open, delete_cookie=delete_cookie))
-        _recover(run, cluster, names, plan, rate, deadline, skip_open, skip_unrecoverable, delete_cookie, resume, undo)
+        _recover(run, cluster, names, plan, pace, deadline, skip_open, skip_unrecoverable, delete_cookie, resume, undo)
 
 
 def _check_known(cluster: Cluster, names: Sequence[str], plan: MovePlan) -> None:
@@ -254,7 +255,7 @@ def _recover(
     cluster: Cluster,
     names: Sequence[str],
     plan: MovePlan,
-    rate: int | None,
+    pace: Pace,
     deadline_s: float | None,
     skip_open: bool,
     skip_unrecoverable: bool,
@@ -274,7 +275,7 @@ def _recover(
     async def work(writer: RowWriter) -> None:
         nonlocal kept
         async with run.bookkeeper(recorded) as bookkeeper:
-            mover = BookieMover(bookkeeper, names, plan, rate=rate, skip_open=skip_open, note=run.note)
+            mover = BookieMover(bookkeeper, names, plan, pace=pace, skip_open=skip_open, note=run.note)
             async with (
                 shown_progress(activity, mover.progress),
                 aclosing(mover.move(plan.ledgers, resume=done)) as moves,
@@ -295,7 +296,7 @@ def _recover(
         file as done,
         run.recorded(cluster, undo) as recorded,
         run.working(
-            "Recovering", total=len(plan.ledgers) or None, unit="ledgers",
+            "Recovering", total=len(plan.ledgers) or None, unit="ledgers", pace=pace,
             left="moved ledgers stay moved: run the command again to continue",
         ) as activity,
     ):  # fmt: skip

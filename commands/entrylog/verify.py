@@ -91,7 +91,8 @@ def verify(
 ) -> None:
     """Check the records, maps and digests of entry logs.
 
-    Shows where the intact part of a log ends, why, and what can be saved behind it. Exit code 7 if a log is damaged; 3
+    Shows where the intact part of a log ends, why, and what can be saved behind it. On a terminal a sentence counts the
+    sound logs. Exit code 7 if a log is damaged; 3
     if entries do not match their digests, or a ledgers map contradicts the records.
     """
     from contextlib import nullcontext
@@ -104,17 +105,27 @@ def verify(
     errors: list[BkctlError] = []
     findings = 0
 
+    sound_count = entry_count = 0
+
     def rows() -> Iterator[LogCheck]:
-        nonlocal findings
+        nonlocal findings, sound_count, entry_count
         for check in check_entry_logs(logs, checker):
             findings += check.finding_count
             if check.error is not None:
                 errors.append(check.error)
+            if check.problem is None and not check.finding_count:
+                sound_count += 1
+                entry_count += check.entry_count
+                if run.draws:
+                    continue
             yield check
 
     digests = nullcontext() if no_digests else run.digest_checker(digest.digest_type, password, logs)
     with digests as checker, run.working("Reading entry logs"):
-        run.render(_saying_more(run, rows()), CHECK_COLUMNS)
+        run.render(_saying_more(run, rows()), CHECK_COLUMNS, findings=run.draws)
+    if run.draws:
+        sound = counted(sound_count, "entry log is", "entry logs are")
+        run.note(f"{sound} sound: {counted(entry_count, 'entry', 'entries')}; -o wide lists them")
     if checker is not None and (hint := checker.hint()) is not None:
         counts = checker.counts()
         unchecked = counted(counts.unknown + counts.without_password, "entry", "entries")

@@ -86,6 +86,11 @@ class Audit:
         #: Why a line could not be written.
         self.problem: OSError | None = None
 
+    @property
+    def id(self) -> str:
+        """The id of the run in the log."""
+        return str(self._entry["id"])
+
     def connected(self, uri: str, source: str) -> None:
         """Record the metadata URI, and as `source` the option that named it."""
         self._entry["metadataUri"] = shown_uri(uri)
@@ -158,6 +163,11 @@ def _rotate(path: Path, file: int, status: os.stat_result) -> int:
         return file
     os.close(file)
     return fresh
+
+
+def run_result(exit_code: int | None) -> str:
+    """Return `done`, `findings`, `failed`, `interrupted`, or without an exit code `unfinished`."""
+    return {None: "unfinished", 0: "done", 3: "findings", 130: "interrupted"}.get(exit_code, "failed")
 
 
 def user_name() -> str:

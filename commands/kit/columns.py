@@ -75,6 +75,11 @@ class Column:
         self.title, self.name, self.source, self.kind = title, name, source, kind
         self.flexible, self.optional, self.text, self.style = flexible, optional, text, style
 
+    @property
+    def is_file(self) -> bool:
+        """True for paths of files and directories of this host."""
+        return self.name in ("file", "directory", "undoFile")
+
     def replaced(self, **changes: Any) -> Column:
         """Return this column with other settings."""
         names = ("title", "name", "source", "kind", "flexible", "optional", "text", "style")

@@ -25,6 +25,7 @@ import typer
 from bkctl.errors import BkctlError, Conflict, FindingsError, UsageError, is_interrupt
 
 from . import interrupts
+from .activity import Activity
 from .audit import Audit, audit_file, shown_uri, state_directory, without_secrets
 from .columns import ALL, Columns, Output, RowOrder, RowSelection
 from .connection import (
@@ -43,7 +44,7 @@ from .output import RowWriter, open_writer, show
 from .parser import Command, Group
 from .session import Session
 from .settings import GlobalOptions, global_parameters, read_environment, read_options
-from .terminal import Activity, emit, emit_bytes, wants_color
+from .terminal import emit, emit_bytes, wants_color
 from .texts import counted
 from .values import parse_number, parse_switch
 
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from bkctl.metadata.admin.undo import UndoFile
     from bkctl.metadata.cluster import Cluster
     from bkctl.metadata.store import StoreSecurity
+    from bkctl.pace import Pace
     from bkctl.protocol.messages import Protocol
 
     from .drawing import TreeWriter
@@ -69,6 +71,8 @@ _GC_THRESHOLDS: Final = (20_000, 20, 100)
 
 F = TypeVar("F", bound=Callable[..., None])
 T = TypeVar("T")
+#: A run that ends sooner is not listed by `bkctl progress`.
+LISTED_S: Final = 1.0
 #: What `--undo` takes for no file at all.
 NO_FILE: Final = "none"
 
@@ -153,7 +157,7 @@ class Run:
         self.detail(f"cluster {shown_uri(connection.uri)} ({connection.source})")
         self._quiet_libraries()
         security = self.security(connection)
-        with self.working(f"Connecting to {shown_uri(connection.uri)}"):
+        with self.working(f"Connecting to {shown_uri(connection.uri)}", listed=False):
             cluster = open_cluster(
                 connection.uri,
                 timeout_s=self.timeout_s,
@@ -196,7 +200,7 @@ class Run:
         if named is not None and login == NO_LOGIN:
             security = named.over(security)
         security = security.over(shared)
-        with self.working(f"Connecting to {shown_uri(connection.uri)}"):
+        with self.working(f"Connecting to {shown_uri(connection.uri)}", listed=False):
             return open_cluster(connection.uri, timeout_s=self.timeout_s, create_store=create_store, security=security)
 
     @contextmanager
@@ -502,16 +506,32 @@ class Run:
 
     @contextmanager
     def working(
-        self, label: str, *, total: int | None = None, unit: str = "", enabled: bool = True, left: str | None = None
+        self,
+        label: str,
+        *,
+        total: int | None = None,
+        unit: str = "",
+        enabled: bool = True,
+        left: str | None = None,
+        pace: Pace | None = None,
+        listed: bool = True,
     ) -> Iterator[Activity]:
-        """Show the progress of work on a terminal's stderr, while nothing else is printed.
+        """Show the progress of a stage of work: on a terminal's stderr, while nothing else is printed, and elsewhere.
 
-        An interrupt of the work is reported with the progress and with `left`: the state that the work leaves, and how
+        `bkctl progress` lists it from another terminal (`listed`), and with a `pace` pauses it and changes its rate. An
+        interrupt of the work is reported with the progress and with `left`: the state that the work leaves, and how
         to continue or to go back.
         """
         outer = self._activity
-        self._clear_activity()
-        with Activity(label, total=total, unit=unit, enabled=enabled and not self.quiet) as activity:
+        if outer is not None:
+            outer.is_covered = True
+            outer.clear()
+        color = wants_color(sys.stderr, no_color=self._no_color)
+        session = self._session
+        with Activity(
+            label, total=total, unit=unit, enabled=enabled and not self.quiet, color=color, pace=pace,
+            work=session.work_of_run if enabled and listed else None, due_at=session.began_at + LISTED_S,
+        ) as activity:  # fmt: skip
             self._activity = activity
             try:
                 yield activity
@@ -521,6 +541,8 @@ class Run:
                 raise
             finally:
                 self._activity = outer
+                if outer is not None:
+                    outer.is_covered = False
 
     def _clear_activity(self) -> None:
         if self._activity is not None:
@@ -636,13 +658,20 @@ def _same_servers(uri: str, other: str) -> bool:
     return (one.driver, set(one.hosts)) == (two.driver, set(two.hosts))
 
 
-def group(help: str | None = None, *, parts: Iterable[typer.Typer] = (), default: str | None = None) -> typer.Typer:
+def group(
+    help: str | None = None,
+    *,
+    parts: Iterable[typer.Typer] = (),
+    default: str | None = None,
+    takes_words: bool = False,
+) -> typer.Typer:
     """Return an app with the commands and sub-groups of `parts`, in order.
 
     `help` is for sub-groups: the root command knows the help of the groups. `default` is the command that runs where
-    the words name none.
+    the words name none, and with `takes_words` also where they begin with a word that is not a command.
     """
-    kind = Group if default is None else type("GroupWithDefault", (Group,), {"default": default})
+    settings = {"default": default, "takes_words": takes_words}
+    kind = Group if default is None else type("GroupWithDefault", (Group,), settings)
     app = typer.Typer(cls=kind, add_completion=False, rich_markup_mode=None, help=help)
     for part in parts:
         app.registered_commands += part.registered_commands

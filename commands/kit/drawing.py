@@ -1,14 +1,16 @@
-"""Trees and panels on a terminal, drawn by rich. Only a command that draws one imports this."""
+"""Trees, panels and progress on a terminal, drawn by rich. Only a command that draws one imports this."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from io import StringIO
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 from rich.console import Console
 from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
@@ -17,12 +19,16 @@ from .lines import cell_text
 from .terminal import emit, terminal_width
 from .texts import plain
 
+#: The width of a bar.
+_BAR_MIN: Final = 8
+_BAR_MAX: Final = 24
 
-def _drawn(thing: Any, *, color: bool) -> str:
+
+def _drawn(thing: Any, *, color: bool, width: int | None = None) -> str:
     """Return what rich draws, as wide as the terminal."""
     out = StringIO()
     console = Console(
-        file=out, width=terminal_width(), force_terminal=color, color_system="standard" if color else None,
+        file=out, width=width or terminal_width(), force_terminal=color, color_system="standard" if color else None,
         highlight=False, legacy_windows=False,
     )  # fmt: skip
     console.print(thing)
@@ -34,6 +40,25 @@ def panel_text(title: str, paragraphs: Iterable[str], *, style: str, color: bool
     body = Text("\n".join(plain(paragraph) for paragraph in paragraphs))
     heading = Text(plain(title), style="bold")
     return _drawn(Panel(body, title=heading, title_align="left", border_style=style), color=color)
+
+
+def progress_line(
+    spinner: str, work_id: str | None, label: str, share: float | None, parts: Sequence[str], *, color: bool
+) -> str:
+    """Return one line for the progress of work; it is cut, and its bar shrinks, where the terminal is narrow."""
+    width = terminal_width() - 1
+    head = Text.assemble(spinner, " ", (f"{work_id} " if work_id else "", "dim"), (plain(label), "bold"))
+    rest = Text("  ".join(plain(part) for part in parts))
+    line = Table.grid(padding=(0, 1))
+    line.add_column(no_wrap=True)
+    cells: list[Any] = [head]
+    if share is not None:
+        room = width - head.cell_len - rest.cell_len - 3
+        line.add_column(no_wrap=True)
+        cells.append(ProgressBar(total=1.0, completed=share, width=min(max(room, _BAR_MIN), _BAR_MAX)))
+    line.add_column(no_wrap=True, overflow="ellipsis")
+    line.add_row(*cells, rest)
+    return _drawn(line, color=color, width=width).rstrip("\n")
 
 
 class TreeWriter:

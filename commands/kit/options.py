@@ -7,6 +7,7 @@ options on the command line, and arrives in the command's function as one domain
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 from inspect import Parameter
@@ -16,6 +17,7 @@ from typing import Annotated, Any, Final, NamedTuple
 import typer
 
 from bkctl.errors import UsageError
+from bkctl.pace import Pace
 
 from .values import parse_duration, parse_number, parse_size
 
@@ -97,22 +99,42 @@ def duration_option(flag: str, help: str, *, default: str | None = None, short: 
     return _converted(f"{name}_duration", option, lambda text: parse_duration(text, flag), default)
 
 
-def _byte_rate(text: str) -> int:
-    rate = parse_size(text.strip().removesuffix("/s"), "--rate")
-    if rate < 1:
-        raise UsageError(f"--rate {text}: must be more than 0")
-    return rate
+_STEPS_RATE: Final = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)(?: ?(?:entry|entries|ledgers?|records?))", re.ASCII)
 
 
-#: `--rate` of commands that copy entries: bytes per second, None for no limit.
-ByteRate = Annotated[
-    int | None,
-    _converted(
-        "byte_rate",
-        typer.Option("--rate", metavar="RATE", help="Copy at most this much per second: 50MB/s, 20MiB."),
-        _byte_rate,
-    ),
-]
+def parse_pace(text: str, what: str = "--rate", *, has_bytes: bool = True) -> Pace:
+    """Return the pace for `20MiB`, `50MB/s` or `5000 entries`, for work without bytes for `5000`.
+
+    Raises UsageError, which begins with `what`.
+    """
+    amount = text.strip().removesuffix("/s").rstrip()
+    if match := _STEPS_RATE.fullmatch(amount if has_bytes else f"{amount} entries"):
+        pace = Pace(steps_per_s=float(match[1]), has_bytes=has_bytes)
+    elif not has_bytes:
+        raise UsageError(f"{what} {text}: must be a number")
+    else:
+        pace = Pace(bytes_per_s=float(parse_size(amount, what)))
+    if pace.bytes_per_s is None and pace.steps_per_s is None:
+        raise UsageError(f"{what} {text}: must be more than 0")
+    return pace
+
+
+def pace_option(help: str, *, has_bytes: bool = True) -> Composite:
+    """Return the option `--rate`, a Pace; without the option it has no limit yet."""
+
+    def resolve(values: Mapping[str, Any]) -> Pace:
+        text = values["rate_limit"]
+        return Pace(has_bytes=has_bytes) if text is None else parse_pace(text, has_bytes=has_bytes)
+
+    option = typer.Option("--rate", metavar="RATE" if has_bytes else "N", help=help)
+    return Composite((parameter("rate_limit", Annotated[str, option]),), resolve)
+
+
+#: `--rate` of commands that copy entries, and of commands that read them.
+CopyPace = Annotated[Pace, pace_option("Copy at most this much per second: 50MB/s, 20MiB, or '5000 entries'.")]
+ReadPace = Annotated[Pace, pace_option("Read at most this much per second: 20MiB, or '5000 entries'.")]
+#: `--rate` of commands that go through records of metadata.
+RecordPace = Annotated[Pace, pace_option("Process at most N records per second.", has_bytes=False)]
 
 
 class BinaryFormat(StrEnum):

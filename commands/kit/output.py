@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import Any, Final
 from .columns import ALL, Column, Columns, Constant, Kind, Output, RowOrder, RowSelection
 from .lines import Cells, Lines, cell_text, nested_text
 from .table import PATIENCE_S, Table
-from .terminal import ClosedOutput, Terminal, emit, output_error, terminal_width
+from .terminal import ClosedOutput, Terminal, emit, has_links, linked, output_error, terminal_width
 from .texts import BOLD, RESET, plain, size_text, wrapped
 from .yaml import yaml_items, yaml_text
 
@@ -302,6 +303,8 @@ def _field_lines(column: Column, value: Any, width: int, color: bool, room: int 
     else:
         cell = cell_text(column, value)
     style = (column.style or {}).get(cell) if color else None
+    is_link = color and column.is_file and cell.startswith("/") and has_links(os.environ)
     for line in [cell] if room is None else wrapped(cell, max(room, 20)):
-        yield f"{shown}  {style}{line}{RESET}" if style else f"{shown}  {line}"
+        part = linked(cell, line) if is_link else line
+        yield f"{shown}  {style}{part}{RESET}" if style else f"{shown}  {part}"
         shown = " " * width

@@ -222,6 +222,8 @@ class Group(_PlainHelp, TyperGroup):
 
     #: The command that runs where the words name none.
     default: str | None = None
+    #: True if a word that is not a command belongs to the default command.
+    takes_words = False
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         """Parse `args`, which begin with the default command where they name none; without any, ask for help."""
@@ -229,8 +231,11 @@ class Group(_PlainHelp, TyperGroup):
             # Flags of the session up to the command.
             count = next((at for at, arg in enumerate(args) if arg not in SESSION_FLAGS), len(args))
             args = take_session_flags(ctx, (), args[:count]) + args[count:]
-        if self.default is not None and (not args or (args[0].startswith("-") and args[0] not in HELP_FLAGS)):
+        if self.default is not None and (not args or self._begins_default(args[0])):
             args = [self.default, *args]
         elif not args:
             args = ["--help"]
         return super().parse_args(ctx, args)
+
+    def _begins_default(self, word: str) -> bool:
+        return word not in HELP_FLAGS if word.startswith("-") else self.takes_words and word not in self.commands

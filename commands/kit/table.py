@@ -7,12 +7,13 @@ which `left_out` names; never the first column, and no sentence.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Sequence
 from typing import Final
 
 from .columns import Column, Columns, Kind
-from .terminal import Terminal, terminal_width
+from .terminal import Terminal, has_links, linked, terminal_width
 from .texts import BOLD, NULL, RESET, cut, width_of, wrapped
 
 SAMPLE_ROWS: Final = 100
@@ -35,6 +36,10 @@ class Table:
         self._sample: list[tuple[str, ...]] | None = []
         self._sample_started = 0.0
         self._color = color
+        #: Places of the columns whose cells are links to files.
+        self._links = {
+            at for at, column in enumerate(self._columns) if color and column.is_file and has_links(os.environ)
+        }
         self._room = terminal_width() if fits and stream.isatty() else None
         self._widths: list[int] = []
         #: For each column, True if its cells are cut where they do not fit: payloads, and paths.
@@ -197,5 +202,7 @@ class Table:
             if self._color and part:
                 style = BOLD if header else (self._columns[at].style or {}).get(cells[at])
             text = f"{style}{part}{RESET}" if style else part
+            if at in self._links and part and not header and cells[at].startswith("/"):
+                text = linked(cells[at], text)
             shown.append(space + text if self._right[at] else text if at == last else text + space)
         return "  ".join(shown).rstrip() + "\n"

@@ -1,13 +1,15 @@
-"""The terminal: its width, its colours, stdout that closes, and the line that shows progress."""
+"""The terminal: its width, its colours, stdout that closes."""
 
 from __future__ import annotations
 
 import os
 import sys
-import time
-from typing import Any, Final, Protocol, TextIO
+from collections.abc import Mapping
+from typing import Final, Protocol
 
-from .texts import cut, size_text
+#: The first release of VTE (GNOME's terminals) whose links do not crash.
+_VTE_VERSION_MIN: Final = 5000
+_PROGRAMS_WITH_LINKS: Final = frozenset(("iTerm.app", "WezTerm", "vscode", "ghostty", "Hyper", "Tabby", "rio"))
 
 
 class ClosedOutput(Exception):
@@ -53,107 +55,31 @@ def terminal_width() -> int:
     return max(get_terminal_size((80, 24)).columns, 20)
 
 
+def has_links(environment: Mapping[str, str]) -> bool:
+    """Return True for terminals that are known to show OSC 8 links; FORCE_HYPERLINK decides for the others."""
+    forced = environment.get("FORCE_HYPERLINK")
+    if forced:
+        return forced != "0"
+    term = environment.get("TERM", "")
+    if term.startswith(("screen", "tmux")):
+        return False
+    vte = environment.get("VTE_VERSION", "")
+    return (
+        (vte.isdecimal() and int(vte) >= _VTE_VERSION_MIN)
+        or term.startswith(("xterm-kitty", "xterm-ghostty", "foot", "alacritty", "wezterm"))
+        or environment.get("TERM_PROGRAM") in _PROGRAMS_WITH_LINKS
+        or any(name in environment for name in ("KONSOLE_VERSION", "WT_SESSION", "DOMTERM"))
+    )
+
+
+def linked(path: str, text: str) -> str:
+    """Return `text` as a link to a file of this host."""
+    from urllib.parse import quote
+
+    place = f"file://{os.uname().nodename}{quote(os.fsencode(path))}"
+    return f"\x1b]8;;{place}\x1b\\{text}\x1b]8;;\x1b\\"
+
+
 def wants_color(stream: Terminal, *, no_color: bool) -> bool:
     """Return True for terminals, unless they are dumb or NO_COLOR is set to a non-empty value."""
     return not no_color and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb" and stream.isatty()
-
-
-class Activity:
-    """A line on stderr that shows the progress of long work; only on a terminal that prints nothing else.
-
-    A context manager. It appears when nothing was printed for `DELAY_S`; `clear` removes it before other output.
-    With a `total` it has a bar and a percentage.
-    """
-
-    DELAY_S: Final = 0.6
-    PERIOD_S: Final = 0.1
-    FRAMES: Final = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
-
-    def __init__(
-        self,
-        label: str,
-        *,
-        total: int | None = None,
-        unit: str = "",
-        stream: TextIO | None = None,
-        enabled: bool = True,
-    ) -> None:
-        self.label, self.total, self.unit = label, total, unit
-        self.done = 0
-        self._stream = stream or sys.stderr
-        self._enabled = enabled and self._stream.isatty()
-        self._shown = False
-        self._thread: Any = None
-
-    def __enter__(self) -> Activity:
-        if self._enabled:
-            import threading
-
-            self._stopped = threading.Event()
-            self._lock = threading.Lock()
-            self._began = self._printed = time.monotonic()
-            self._thread = threading.Thread(target=self._draw, name="activity", daemon=True)
-            self._thread.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._thread is not None:
-            self._stopped.set()
-            self._thread.join()
-            self.clear()
-            self._thread = None
-
-    def advance(self, count: int = 1) -> None:
-        """Note that `count` more units are done."""
-        self.done += count
-
-    def update(self, done: int, total: int | None = None) -> None:
-        """Set the finished amount and, if known, the total."""
-        self.done = done
-        if total is not None:
-            self.total = total
-
-    def clear(self) -> None:
-        """Remove the line before other output."""
-        if self._thread is None:
-            return
-        with self._lock:
-            self._printed = time.monotonic()
-            if self._shown:
-                self._stream.write("\r\x1b[K")
-                self._stream.flush()
-                self._shown = False
-
-    def amount(self) -> str:
-        """Return how much is done, and of how much if that is known: `3 of 40 ledgers`; "" before the first unit."""
-        unit = f" {self.unit}" if self.unit else ""
-        if self.unit == "bytes":
-            done, total = size_text(self.done), size_text(self.total or 0)
-            unit = ""
-        else:
-            done, total = f"{self.done:,}", f"{self.total or 0:,}"
-        if self.total:
-            return f"{done} of {total}{unit}"
-        return f"{done}{unit}" if self.done else ""
-
-    def text(self, elapsed_s: float) -> str:
-        """Return the line without its spinner."""
-        amount = self.amount()
-        if self.total:
-            share = min(self.done / self.total, 1.0)
-            filled = int(share * 24)
-            return f"{self.label}  {'━' * filled}{'╌' * (24 - filled)} {int(share * 100):3}%  {amount}"
-        return f"{self.label}: {amount}, {elapsed_s:.0f} s" if amount else f"{self.label}, {elapsed_s:.0f} s"
-
-    def _draw(self) -> None:
-        frame = 0
-        while not self._stopped.wait(self.PERIOD_S):
-            now = time.monotonic()
-            with self._lock:
-                if now - self._printed < self.DELAY_S:
-                    continue
-                line = f"{self.FRAMES[frame % len(self.FRAMES)]} {self.text(now - self._began)}"
-                self._stream.write(f"\r\x1b[K{cut(line, terminal_width() - 1)}")
-                self._stream.flush()
-                self._shown = True
-            frame += 1

@@ -16,7 +16,7 @@ from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.connection import LoginOfTarget
 from ..kit.ledger_options import LedgersOrFile
-from ..kit.options import ByteRate, KeepGoing, count_option, digest_type_option, number_option
+from ..kit.options import CopyPace, KeepGoing, UndoOption, count_option, digest_type_option, number_option
 from ..kit.output import RowWriter
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def copy(
     digest_type: Annotated[
         Any, digest_type_option("Digest type of the copy: CRC32C, CRC32, HMAC or DUMMY (default: unchanged).")
     ],
-    rate: ByteRate,
+    pace: CopyPace,
     login: LoginOfTarget,
     to_scope: Annotated[
         str | None,
@@ -94,25 +94,27 @@ def copy(
         bool, typer.Option("--open", help="Copy an open ledger, too, up to its last confirmed entry.")
     ] = False,
     keep_going: KeepGoing = False,
+    undo: UndoOption = None,
 ) -> None:
     """Copy ledgers to another scope, id or cluster.
 
     Prints the copies, which are closed. A copy has the password, custom metadata, sizes and digest type of its source,
     and is read back before it counts. An interrupted copy is removed; if that fails, the next run removes it. Needs no
-    password. The source stays.
+    password. The source stays; with --recover an undo file keeps its metadata.
     """
     from bkctl.replication.copy import CopyShape, copy_ledger
-    from bkctl.replication.copy_limits import Throttle
 
     scope_id = None if to_scope is None else parse_scope_id(to_scope)
     _check_copy_id(to_ledger_id, len(ledgers))
     with ExitStack() as stack:
-        source = stack.enter_context(run.cluster())
+        connected = stack.enter_context(run.cluster())
+        source = stack.enter_context(run.recorded(connected, undo)) if recover else connected
         target = source if to is None else stack.enter_context(run.open_other_cluster(to, login=login))
         activity = stack.enter_context(
             run.working(
                 "Copying and reading back",
                 unit="entries",
+                pace=pace,
                 left="printed copies stay, the unfinished one is removed: run the command again for the other ledgers",
             )
         )
@@ -124,7 +126,7 @@ def copy(
             shape=CopyShape(ensemble_size, write_quorum, ack_quorum, digest_type),
             recovery=recover,
             allow_open=open_ledgers,
-            throttle=Throttle(bytes_per_s=rate),
+            pace=pace,
             progress=activity.advance,
         )
         writer = stack.enter_context(run.rows(COPY_COLUMNS))

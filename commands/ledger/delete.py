@@ -11,6 +11,7 @@ import typer
 
 from bkctl.errors import Conflict
 from bkctl.ids import LedgerId
+from bkctl.pace import Pace
 
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
@@ -19,7 +20,7 @@ from ..kit.options import (
     DryRun,
     KeepGoing,
     UndoOption,
-    count_option,
+    pace_option,
 )
 from ..kit.output import RowWriter
 from .columns import STATE_STYLE
@@ -61,7 +62,7 @@ DELETED_COLUMNS = Columns(
 def delete(
     run: Run,
     ledgers: LedgersOrFile,
-    rate: Annotated[int | None, count_option("--rate", "Delete at most N ledgers per second.")],
+    pace: Annotated[Pace, pace_option("Delete at most N ledgers per second.", has_bytes=False)],
     if_state: Annotated[
         list[str] | None,
         typer.Option(
@@ -118,17 +119,19 @@ def delete(
                     record=lambda _, path, value: kept.record(path, value, None),
                     keep_missing=ignore_missing,
                     keep_going=keep_going,
-                    per_second=rate,
+                    pace=pace,
                 )
-                failures += _show_removals(run, writer, removals, len(plan.ledgers), keep_going=keep_going)
+                failures += _show_removals(run, writer, removals, len(plan.ledgers), pace, keep_going=keep_going)
     run.finish_with(failures, "ledger was not deleted", "ledgers were not deleted")
 
 
-def _show_removals(run: Run, writer: RowWriter, removals: Iterator[Removal], count: int, *, keep_going: bool) -> int:
+def _show_removals(
+    run: Run, writer: RowWriter, removals: Iterator[Removal], count: int, pace: Pace, *, keep_going: bool
+) -> int:
     """Print the removals as they happen; return the number of failed ones (`keep_going`; else the first is raised)."""
     left = "deleted ledgers stay deleted: run the command again for the rest"
     failures = 0
-    with run.working("Deleting", total=count, unit="ledgers", left=left) as activity:
+    with run.working("Deleting", total=count, unit="ledgers", left=left, pace=pace) as activity:
         for row in removals:
             activity.advance()
             if row.error is None or keep_going:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated
 
@@ -103,6 +104,7 @@ def print_ledgers(
     limit = run.limit_sorted(limit)
     prints_ids = run.output is Output.ID and run.selection == ALL
     unreadable: dict[LedgerId, str] = {}
+    found_count = 0
 
     def skip(ledger: LedgerId, error: Exception) -> None:
         if unreadable.get(ledger) != str(error):
@@ -113,17 +115,33 @@ def print_ledgers(
         if (count or prints_ids) and not query.needs_metadata:
             ids = islice(cluster.ledgers.ledgers(scope_id, start), limit)
             return (LedgerRow(ledger, {}) for ledger in ids)
-        found = list_ledgers(cluster, scope_id, after=start, query=query, unreadable=skip if keep_going else None)
+        found = list_ledgers(
+            cluster, scope_id, after=start, query=query, unreadable=skip if keep_going else None,
+            progress=activity.update,
+        )  # fmt: skip
         checked = _refuse_unknown_bookie(cluster, bookie, islice(found, limit))
-        return (ledger_row(ledger, metadata) for ledger, metadata in checked)
+        return (ledger_row(ledger, metadata) for ledger, metadata in counting(checked))
 
-    with run.cluster() as cluster, run.working("Listing ledgers", enabled=watch is None):
+    def counting(found: Iterator[tuple[LedgerId, VersionedMetadata]]) -> Iterator[tuple[LedgerId, VersionedMetadata]]:
+        nonlocal found_count
+        for each in found:
+            found_count += 1
+            if query.needs_metadata:
+                activity.remark = f"{found_count:,} found"
+            yield each
+
+    with (
+        run.cluster() as cluster,
+        run.working("Listing ledgers", unit="ledgers", enabled=watch is None) as activity,
+    ):
         if count:
             run.watch(watch, lambda: [sum(1 for _ in look())], COUNT_COLUMNS, single=True)
         elif prints_ids and watch is None and limit is None and not query.needs_metadata:
             _print_ids(run, cluster, scope_id, start)
         else:
             run.watch(watch, look, list_columns(run))
+        if query.needs_metadata and watch is None and limit is None and sys.stdout.isatty():
+            run.note(f"{found_count:,} of {counted(activity.done, 'ledger', 'ledgers')}")
         if watch is None and next(cluster.ledgers.ledgers(scope_id), None) is None:
             _note_other_scopes(run, cluster, scope_id)
     run.finish_with(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import AsyncIterator, Sequence
+from contextlib import nullcontext
 from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +22,7 @@ from ..kit.options import (
     Entries,
     LedgerPassword,
     ProtocolOption,
+    UndoOption,
     count_option,
 )
 from .template import FIELDS_HELP, EntryBytes, raw_form, template_form
@@ -137,6 +139,7 @@ def read(
     delimiter: DelimiterOption = None,
     template: TemplateOption = None,
     as_admin: AsAdminOption = False,
+    undo: UndoOption = None,
 ) -> None:
     """Read the entries of a ledger, up to the last confirmed.
 
@@ -154,7 +157,7 @@ def read(
     async def work() -> None:
         from bkctl.client.verify import read_replica
 
-        async with run.bookkeeper(cluster, protocol) as bookkeeper:
+        async with run.bookkeeper(recorded, protocol) as bookkeeper:
             handle = await bookkeeper.open_ledger(
                 ledger.ledger_id, ledger_scope_id=ledger.scope_id, password=secret, recovery=recover
             )
@@ -169,7 +172,11 @@ def read(
                     found = handle.read_runs(first, final, verify=not no_verify)
                 await _print_entries(run, found, columns, form=form)
 
-    with run.cluster() as cluster, run.working(f"Reading ledger {ledger}"):
+    with (
+        run.cluster() as cluster,
+        run.recorded(cluster, undo) if recover else nullcontext(cluster) as recorded,
+        run.working(f"Reading ledger {ledger}"),
+    ):
         run.complete(work())
 
 

@@ -16,6 +16,7 @@ from ..kit.options import (
     LedgerPassword,
     LedgerShape,
     ProtocolOption,
+    ReadPace,
     count_option,
     size_option,
 )
@@ -53,7 +54,7 @@ FINDING_COLUMNS = Columns(
 
 
 @command(app, "verify", connects=True, examples=("bkctl ledger verify 12",))
-def verify(run: Run, ledgers: ManyLedgers, protocol: ProtocolOption) -> None:
+def verify(run: Run, ledgers: ManyLedgers, protocol: ProtocolOption, pace: ReadPace) -> None:
     """Read every entry from every replica, and check it.
 
     Checks presence, ids, digests and the ledger's length at each entry. Prints the findings; exit code 3 if there are
@@ -67,8 +68,8 @@ def verify(run: Run, ledgers: ManyLedgers, protocol: ProtocolOption) -> None:
             for ledger in ledgers:
                 handle = await bookkeeper.open_ledger(ledger.ledger_id, ledger_scope_id=ledger.scope_id, password=None)
                 async with handle:
-                    activity.update(0, handle.last_add_confirmed + 1)
-                    verification = Verification(handle, activity.update)
+                    activity.begin(f"Verifying ledger {ledger}", handle.last_add_confirmed + 1)
+                    verification = Verification(handle, activity.update, pace=pace)
                     async for finding in verification.findings():
                         writer.row(FindingRow(ledger, finding))
                 findings += verification.finding_count
@@ -82,7 +83,7 @@ def verify(run: Run, ledgers: ManyLedgers, protocol: ProtocolOption) -> None:
 
     with (
         run.cluster() as cluster,
-        run.working("Verifying", unit="entries") as activity,
+        run.working("Verifying", unit="entries", pace=pace) as activity,
         run.rows(FINDING_COLUMNS, findings=True) as rows,
     ):
         findings = run.complete(work(rows))

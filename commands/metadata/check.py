@@ -9,7 +9,7 @@ import typer
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import ScopeOfAny
-from ..kit.options import DryRun, UndoOption
+from ..kit.options import DryRun, RecordPace, UndoOption
 from ..kit.texts import RED, YELLOW, counted
 
 app = group()
@@ -25,7 +25,7 @@ FINDING_COLUMNS = Columns(
 
 
 @command(app, "check", connects=True, examples=("bkctl metadata check",))
-def check(run: Run, scope: ScopeOfAny) -> None:
+def check(run: Run, scope: ScopeOfAny, pace: RecordPace) -> None:
     """Find metadata that is unreadable, dangling or impossible.
 
     Checks ledgers, also for bookies that do not exist; cookies, marks, layout and scopes. Exit code 3 if there are
@@ -36,10 +36,10 @@ def check(run: Run, scope: ScopeOfAny) -> None:
     count = 0
     with (
         run.cluster() as cluster,
-        run.working("Checking metadata") as activity,
+        run.working("Checking metadata", unit="ledgers", pace=pace) as activity,
         run.rows(FINDING_COLUMNS, findings=True) as writer,
     ):
-        for finding in check_metadata(cluster, scope, progress=activity.update):
+        for finding in check_metadata(cluster, scope, progress=activity.step):
             count += 1
             writer.row(finding)
     if not count:

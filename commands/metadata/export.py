@@ -14,7 +14,7 @@ from bkctl.errors import Conflict, NotFound, UsageError
 from ..kit.columns import Column, Columns, Kind, Output
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import LedgersOfExport
-from ..kit.options import DryRun, UndoOption, file_argument
+from ..kit.options import DryRun, RecordPace, UndoOption, file_argument
 from ..kit.texts import counted
 from .imported import Overwrite, note_ids, say_conflicts, show_imported, show_planned
 
@@ -48,6 +48,7 @@ class ExportRow(NamedTuple):
 def export(
     run: Run,
     ledgers: LedgersOfExport,
+    pace: RecordPace,
     file: Annotated[
         str | None,
         typer.Option("--file", "-f", metavar="FILE", help="The file to write; - is stdout. It holds ledger passwords."),
@@ -65,15 +66,15 @@ def export(
 
     if file is None:
         raise UsageError("No file is named", hint="add -f FILE, or -f - for stdout")
-    with run.cluster() as cluster, run.working("Exporting") as activity:
+    with run.cluster() as cluster, run.working("Exporting", unit="records", pace=pace) as activity:
         source = ClusterSource(cluster, ledgers or None)
         if file == "-":
             if run.output is not Output.TABLE:
                 raise UsageError("-o does not apply to an export to stdout")
-            write_export(source, sys.stdout.buffer, activity.update)
+            write_export(source, sys.stdout.buffer, activity.step)
             sys.stdout.buffer.flush()
             return
-        exported = export_to_file(source, Path(file), overwrite=overwrite, progress=activity.update)
+        exported = export_to_file(source, Path(file), overwrite=overwrite, progress=activity.step)
     run.show(ExportRow(file, source.header.instance_id, exported), EXPORTED_COLUMNS)
 
 
@@ -88,6 +89,7 @@ def export(
 def import_(
     run: Run,
     path: Annotated[Path, file_argument("The file that 'metadata export' wrote; - is stdin.")],
+    pace: RecordPace,
     overwrite: Overwrite = False,
     undo: UndoOption = None,
     dry_run: DryRun = False,
@@ -102,7 +104,7 @@ def import_(
     from bkctl.metadata.uri import parse_uri
 
     with _import_file(path) as kept, ExportFile(kept) as source:
-        with run.working("Checking the export") as activity:
+        with run.working("Checking the export", unit="records") as activity:
             counts = source.check(activity.update)
         if overwrite and not dry_run:
             place = parse_uri(run.connection().uri).text
@@ -122,12 +124,13 @@ def import_(
             with (
                 run.undo(target, undo) as record,
                 run.working(
-                    "Importing", total=total, left="imported metadata stays: run the command again to continue"
+                    "Importing", total=total, unit="records", pace=pace,
+                    left="imported metadata stays: run the command again to continue",
                 ) as activity,
-            ):
+            ):  # fmt: skip
                 imported = import_records(
                     source.records(), target, overwrite=overwrite, dry_run=dry_run,
-                    record_change=record.record if overwrite else lambda *_: None, progress=activity.update,
+                    record_change=(lambda *_: None) if is_new else record.record, progress=activity.step,
                 )  # fmt: skip
     show_imported(run, imported)
     note_ids(run, imported)

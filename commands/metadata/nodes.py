@@ -201,6 +201,11 @@ def undo_command(
 
     Restores the nodes that the command changed, the last change first. A node that was changed since is left unchanged,
     and the exit code is 3. Undoing leaves an undo file, too, so --last twice restores what the command changed.
+
+    Every command that changes metadata leaves an undo file, with these exceptions: new ledgers (ledger write, copy and
+    test, bench, pipeline import), which 'ledger delete' removes; new clusters (cluster init, import and migrate into an
+    empty store), which 'cluster nuke' removes; metadata idgen, since ledger ids are not used twice; and cluster nuke
+    and bookie format, whose data is gone as well: 'metadata export' before them is the way back.
     """
     from bkctl.metadata.admin.undo import list_undo_files, undo
 

@@ -7,10 +7,11 @@ from typing import Annotated
 import typer
 
 from bkctl.errors import Conflict, NotFound, UsageError
+from bkctl.pace import Pace
 
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
-from ..kit.options import DryRun, UndoOption, count_option
+from ..kit.options import DryRun, UndoOption, count_option, pace_option
 
 app = group()
 
@@ -34,11 +35,9 @@ REPLACEMENT_COLUMNS = Columns(
 def replace_bookie_id(
     run: Run,
     limit: Annotated[int | None, count_option("--limit", "Change at most N ledgers.")],
+    pace: Annotated[Pace, pace_option("Change at most N ledgers per second.", has_bytes=False)],
     old: Annotated[str | None, typer.Option("--from", metavar="BOOKIE", help="The bookie id to replace.")] = None,
     new: Annotated[str | None, typer.Option("--to", metavar="BOOKIE", help="The new bookie id.")] = None,
-    rate: Annotated[
-        float | None, typer.Option("--rate", metavar="N", help="Change at most N ledgers per second.")
-    ] = None,
     undo: UndoOption = None,
     dry_run: DryRun = False,
 ) -> None:
@@ -54,8 +53,6 @@ def replace_bookie_id(
         raise UsageError("--from BOOKIE and --to BOOKIE are required")
     if check_bookie_id(old) == check_bookie_id(new):
         raise UsageError("--from and --to are the same bookie")
-    if rate is not None and rate <= 0:
-        raise UsageError(f"--rate {rate:g}: must be more than 0")
     problems = changed = 0
     with run.cluster() as cluster:
         registered = cluster.bookies.get(old)
@@ -68,12 +65,15 @@ def replace_bookie_id(
         with (
             run.undo(cluster, undo) as record,
             run.working(
-                "Replacing", left="changed ledgers stay changed: run the command again to continue"
+                "Replacing",
+                unit="ledgers",
+                pace=pace,
+                left="changed ledgers stay changed: run the command again to continue",
             ) as activity,
             run.rows(REPLACEMENT_COLUMNS) as writer,
         ):
             for each in replace_bookie(
-                cluster, old, new, record=record.record, per_second=rate, limit=limit, dry_run=dry_run,
+                cluster, old, new, record=record.record, pace=pace, limit=limit, dry_run=dry_run,
                 progress=activity.update,
             ):  # fmt: skip
                 problems += each.problem is not None

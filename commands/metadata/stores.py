@@ -14,13 +14,14 @@ from bkctl.errors import Conflict, NotFound, UsageError
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.connection import LoginOfTarget
-from ..kit.options import DryRun, UndoOption
+from ..kit.options import DryRun, RecordPace, UndoOption
 from ..kit.texts import GREEN, RED, YELLOW, counted
 from .imported import NAMES_SHOWN_MAX, Overwrite, note_ids, show_imported, show_planned
 
 if TYPE_CHECKING:
     from bkctl.metadata.admin.dump import ClusterSource, DumpSource
     from bkctl.metadata.cluster import Cluster
+    from bkctl.pace import Pace
 
 app = group()
 
@@ -40,6 +41,7 @@ _SOURCE_HELP = "A metadata URI, context:NAME, or a file that 'metadata export' w
 def diff(
     run: Run,
     first: Annotated[str, typer.Argument(metavar="FIRST", help=_SOURCE_HELP)],
+    pace: RecordPace,
     second: Annotated[
         str | None, typer.Argument(metavar="SECOND", help=f"{_SOURCE_HELP} Default: the connection's cluster.")
     ] = None,
@@ -65,8 +67,11 @@ def diff(
         left, right = sources
         if left.header.instance_id != right.header.instance_id:
             run.note(f"Different clusters: {left.header.instance_id} and {right.header.instance_id}")
-        with run.working("Comparing") as activity, run.rows(DIFFERENCE_COLUMNS, findings=True) as writer:
-            differences = compare(left.records(), right.records(), progress=activity.update)
+        with (
+            run.working("Comparing", unit="records", pace=pace) as activity,
+            run.rows(DIFFERENCE_COLUMNS, findings=True) as writer,
+        ):
+            differences = compare(left.records(), right.records(), progress=activity.step)
             for difference in chain(compare_headers(left.header, right.header), differences):
                 found[difference.what] += 1
                 writer.row(difference)
@@ -93,6 +98,7 @@ def migrate(
         ),
     ] = None,
     login: LoginOfTarget,
+    pace: RecordPace,
     overwrite: Overwrite = False,
     live: Annotated[
         bool,
@@ -134,26 +140,31 @@ def migrate(
         prepare_target(target, source.header, dry_run=dry_run)
         with (
             run.undo(target, undo, elsewhere=True) as record,
-            run.working("Copying", left="copied metadata stays: run the command again to continue") as activity,
+            run.working(
+                "Copying",
+                unit="records",
+                pace=pace,
+                left="copied metadata stays: run the command again to continue",
+            ) as activity,
         ):
             imported = import_records(
                 source.records(), target, overwrite=overwrite, dry_run=dry_run,
-                record_change=record.record if overwrite else lambda *_: None, progress=activity.update,
+                record_change=(lambda *_: None) if is_new else record.record, progress=activity.step,
             )  # fmt: skip
-        differences = 0 if dry_run else _note_differences(run, source, ClusterSource(target))
+        differences = 0 if dry_run else _note_differences(run, source, ClusterSource(target), pace)
     show_imported(run, imported)
     note_ids(run, imported)
     between = f"between {source_cluster.uri} and {target.uri}"
     run.finish_with(differences, f"difference {between}", f"differences {between}")
 
 
-def _note_differences(run: Run, source: ClusterSource, target: ClusterSource) -> int:
+def _note_differences(run: Run, source: ClusterSource, target: ClusterSource, pace: Pace) -> int:
     """Compare both stores and print the first differences; return the number of all."""
     from bkctl.metadata.admin.dump import compare
 
     count = 0
-    with run.working("Comparing") as activity:
-        for difference in compare(source.records(), target.records(), progress=activity.update):
+    with run.working("Comparing", unit="records", pace=pace) as activity:
+        for difference in compare(source.records(), target.records(), progress=activity.step):
             count += 1
             if count <= NAMES_SHOWN_MAX:
                 name = difference.key if difference.ledger is None else str(difference.ledger)

@@ -14,11 +14,11 @@ from rocksdict import WriteBatch
 from support import golden
 from support.golden import DATA, GoldenBookie
 
-from bkctl.checks import index_rows, location_rows, log_records, recheck, throttle
+from bkctl import pace
+from bkctl.checks import index_rows, location_rows, log_records, recheck
 from bkctl.checks.check import IndexCheck
 from bkctl.checks.digests import DigestChecker
 from bkctl.checks.findings import Finding, FindingKind
-from bkctl.checks.throttle import Rate
 from bkctl.errors import Corrupt
 from bkctl.files.directories import BookieDirectories
 from bkctl.files.index import BookieIndexes
@@ -482,11 +482,11 @@ def test_a_rate_slows_reading_down(bookie: Bookie, monkeypatch: pytest.MonkeyPat
         now[0] += seconds
 
     # In this module only: threads of servers that other tests left up sleep, too.
-    monkeypatch.setattr(throttle, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
-    _, job = bookie.check(rate=Rate(bytes_per_s=100.0))
+    monkeypatch.setattr(pace, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    _, job = bookie.check(pace=pace.Pace(bytes_per_s=100.0))
     assert sum(slept) == pytest.approx(job.counts.bytes_read / 100)
     slept.clear()
-    bookie.check(sample=1.0, rate=Rate(entries_per_s=2.0))
+    bookie.check(sample=1.0, pace=pace.Pace(steps_per_s=2.0))
     assert sum(slept) == pytest.approx(9 / 2)
 
 

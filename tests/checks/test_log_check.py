@@ -258,6 +258,16 @@ def test_a_closed_log_that_was_cut(verify) -> None:
     assert "closed with a ledgers map" in str(check.problem)
 
 
+def test_a_log_that_was_cut_in_its_map_names_the_ends_of_file_and_records(verify) -> None:
+    data, _ = log()
+    at = int.from_bytes(data[8:16], "big")
+    check = verify(data[:-37])
+    assert str(check.problem) == (
+        f"Entry log was closed with a ledgers map at byte {at}, but the file ends at byte {len(data) - 37}, "
+        f"and the readable records end at byte {at}"
+    )
+
+
 @given(st.integers(0, 4000), st.binary(min_size=1, max_size=8), st.booleans())
 def test_any_damage_gives_one_answer(
     tmp_path_factory: pytest.TempPathFactory, at: int, patch: bytes, cut: bool

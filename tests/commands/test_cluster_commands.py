@@ -240,6 +240,9 @@ def test_muted_findings_are_left_out_but_counted(cli: Cli, store: Cluster) -> No
     }  # fmt: skip
     assert len(cli("cluster", "health", "mutes", "-o", "ndjson").rows) == 5
     assert cli("cluster", "health", "unmute", "bookie-down").code == 0
+    assert cli("metadata", "undo", "--last", "--yes").code == 0
+    assert len(cli("cluster", "health", "mutes", "-o", "ndjson").rows) == 5
+    assert cli("cluster", "health", "unmute", "bookie-down").code == 0
     assert cli("cluster", "health", "unmute", "bookie-down").code == 4
     assert cli("cluster", "health", "--no-bookies").code == 3
     assert cli("cluster", "health", "mute", "bookie-gone").code == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
 from bkctl.metadata.store import NEW
 
+from . import files
 from .conftest import Cli
 
 
@@ -87,3 +89,36 @@ def test_pipes_load_no_rich(uri: str, words: list[str]) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.splitlines()[-1] == "False"
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_linked"),
+    [
+        ({"VTE_VERSION": "7006"}, True),
+        ({"VTE_VERSION": "4800"}, False),
+        ({"TERM_PROGRAM": "WezTerm"}, True),
+        ({"TERM_PROGRAM": "Apple_Terminal"}, False),
+        ({"FORCE_HYPERLINK": "1"}, True),
+        ({"FORCE_HYPERLINK": "0", "VTE_VERSION": "7006"}, False),
+        ({}, False),
+    ],
+)
+def test_files_are_links_on_terminals_that_show_links(
+    settings: dict[str, str], is_linked: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("VTE_VERSION", "TERM_PROGRAM", "KONSOLE_VERSION", "WT_SESSION", "DOMTERM", "FORCE_HYPERLINK", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    directory = tmp_path / "a b"
+    files.make(directory)
+    log = next(directory.glob("ledgers/current/*.log"))
+    code, seen = CommandLine(None).terminal("entrylog", "list", "--dir", directory / "ledgers", columns=200)
+    assert code == 0, seen
+    start = f"\x1b]8;;file://{os.uname().nodename}{str(log).replace(' ', '%20')}\x1b\\"
+    assert (start in seen) is is_linked, repr(seen)
+    assert ("\x1b]8;;" in seen) is is_linked
+    _, plain = CommandLine(None).terminal("--no-color", "entrylog", "list", "--dir", directory / "ledgers")
+    assert "\x1b]8;;" not in plain
+    piped = CommandLine(None)("entrylog", "list", "--dir", directory / "ledgers")
+    assert b"\x1b" not in piped.out

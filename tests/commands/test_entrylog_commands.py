@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -576,10 +577,25 @@ def test_verify_takes_digest_types_and_passwords_from_metadata(cli: Cli, current
 def test_verify_fits_the_terminal_and_names_each_file(width: int) -> None:
     directory = golden.DATA / "4.18.0" / "interleaved" / "ledgers"
     code, seen = CommandLine(None).terminal(
-        "--no-color", "entrylog", "verify", directory, "--no-digests", columns=width
+        "--no-color", "entrylog", "verify", directory, "--no-digests", "--sort", "logId", columns=width
     )
     assert code == 0, seen
     header, *rows = [line for line in seen.splitlines() if line and not line.startswith("Left out for width: ")]
     assert header.split()[0] == "LOG"
     assert max(map(len, [header, *rows])) <= width
     assert any(line.rstrip().endswith(".log") for line in rows)
+
+
+def test_verify_counts_sound_logs_in_a_sentence_on_a_terminal(current: Path) -> None:
+    code, seen = CommandLine(None).terminal("entrylog", "verify", current, "--no-digests")
+    assert code == 0, seen
+    assert re.fullmatch(r"\d entry logs? (is|are) sound: \d+ entries; -o wide lists them\n", seen), seen
+    second_log(current)
+    log = current / "20.log"
+    log.write_bytes(log.read_bytes()[: entry_log.HEADER_SIZE + 2] + b"\xff" * 50)
+    code, seen = CommandLine(None).terminal("--no-color", "entrylog", "verify", current, "--no-digests", columns=200)
+    assert code == 7
+    rows = [line for line in seen.splitlines() if line.rstrip().endswith(".log")]
+    assert [row.split()[0] for row in rows] == [str(0x20)], seen
+    wide = CommandLine(None)("entrylog", "verify", current, "--no-digests", "-o", "wide")
+    assert wide.out.count(b".log") > 1

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from support.command_line import CommandLine
 
 from bkctl.formats.journal import LogMark
 from bkctl.formats.metadata import Cookie
@@ -43,6 +44,18 @@ def test_verify_finds_nothing_in_good_directories(cli: Cli, bookie: Path) -> Non
         "entriesBehind", "recordsBehind", "resumesAt", "lastMark", "scoped", "file", "problem",
     ]  # fmt: skip
     assert cli("journal", "verify", bookie / "journal", "-o", "id").out == "10\n11\n"
+
+
+def test_verify_counts_sound_journals_in_a_sentence_on_a_terminal(bookie: Path) -> None:
+    terminal = CommandLine(None).terminal
+    code, seen = terminal("journal", "verify", bookie / "journal", bookie / "ledgers")
+    assert (code, seen) == (0, "2 journals are sound: 12 records; -o wide lists them\n")
+    mark(bookie, 10, 557)
+    code, seen = terminal("--no-color", "journal", "verify", bookie / "journal", bookie / "ledgers", columns=200)
+    assert code == 3
+    assert [line.split()[0] for line in seen.splitlines() if "points at byte 557" in line] == ["10"]
+    assert "1 journal is sound" in seen
+    assert not any(line.startswith("     11") or line.split()[:1] == ["11"] for line in seen.splitlines())
 
 
 @pytest.mark.parametrize(

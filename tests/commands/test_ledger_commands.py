@@ -279,7 +279,7 @@ def test_verify_finds_a_damaged_replica(cli: Cli, write: object, cluster: LocalC
     assert payloads(cli, ledger) == [b"needle-a", b"needle-b"]
 
 
-def test_recover_closes_a_ledger_whose_writer_died(cli: Cli, cluster: LocalCluster) -> None:
+def test_recover_closes_a_ledger_whose_writer_died(cli: Cli, cluster: LocalCluster, tmp_path: Path) -> None:
     environment = {**os.environ, "BKCTL_METADATA_URI": cluster.metadata_uri}
     writer = subprocess.Popen(
         [sys.executable, "-m", "bkctl", "ledger", "write", "--uuid"],
@@ -298,6 +298,13 @@ def test_recover_closes_a_ledger_whose_writer_died(cli: Cli, cluster: LocalClust
     writer.stderr.close()
     writer.stdin.close()
     assert cli("ledger", "show", ledger, "-o", "json").json["state"] == "OPEN"
+    for number, words in enumerate((("read", ledger), ("copy", ledger, "--new-id"))):
+        undo = tmp_path / str(number)
+        done = cli("ledger", *words, "--recover", "--undo", undo, "-o", "json")
+        assert done.code == 0, done.err
+        assert cli("ledger", "show", ledger, "-o", "json").json["state"] == "CLOSED"
+        assert cli("metadata", "undo", undo, "--yes").code == 0
+        assert cli("ledger", "show", ledger, "-o", "json").json["state"] == "OPEN"
     [row] = cli("ledger", "recover", ledger, "-o", "json").json
     assert (row["state"], row["lastEntryId"], row["length"]) == ("CLOSED", 0, 4)
     assert payloads(cli, ledger) == [b"kept"]

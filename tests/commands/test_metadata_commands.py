@@ -113,6 +113,14 @@ def test_ledger_list_filters(cli: Cli, store: Cluster, arguments: list[str], ids
     assert [row["ledgerId"] for row in cli("ledger", "list", "-o", "ndjson", *arguments).rows] == [ids]
 
 
+def test_filtered_lists_count_what_they_read_on_a_terminal(store: Cluster, tmp_path: Path) -> None:
+    line = CommandLine(f"sqlite://{tmp_path}/m.db")
+    code, seen = line.terminal("ledger", "list", "--state", "OPEN", columns=200)
+    assert (code, seen.splitlines()[-1]) == (0, "1 of 2 ledgers")
+    assert "of 2 ledgers" not in line.terminal("ledger", "list", columns=200)[1]
+    assert line("ledger", "list", "--state", "OPEN").err == ""
+
+
 def test_ledger_list_filter_by_key_finds_no_other_key(cli: Cli, store: Cluster) -> None:
     assert cli("ledger", "list", "-o", "id", "--custom-metadata", "nothing").out == ""
     assert cli("ledger", "list", "-o", "id", "--custom-metadata", "=pulsar").code == 2
@@ -331,6 +339,17 @@ def test_import_keeps_other_values_without_overwrite(cli: Cli, store: Cluster, e
     assert (row["kind"], row["key"], row["what"]) == ("ledger", "6", "differs")
     assert {"state", "password", "ensembles"} <= set(row["fields"])
     assert "secret" not in str(row)
+
+
+def test_import_of_missing_records_can_be_undone(cli: Cli, store: Cluster, export: Path, tmp_path: Path) -> None:
+    undo = tmp_path / "undo"
+    store.ledgers.remove(LedgerId(0, 5), store.ledgers.read(LedgerId(0, 5)).version)
+    done = cli("metadata", "import", "-f", export, "--undo", undo)
+    assert (done.code, f"metadata undo {undo}" in done.err) == (0, True)
+    assert cli("ledger", "show", "5").code == 0
+    assert cli("metadata", "undo", undo, "--yes").code == 0
+    assert cli("ledger", "show", "5").code == 4
+    assert cli("ledger", "show", "6").code == 0
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,10 @@ import bkctl.commands.kit
 from bkctl import commands
 from bkctl.commands.cluster import HEALTH_COLUMNS
 from bkctl.commands.kit import lines as _lines
+from bkctl.commands.kit.activity import Activity
 from bkctl.commands.kit.columns import Column, Columns, Constant, Kind, Output, RowOrder, RowSelection
 from bkctl.commands.kit.output import RowWriter, open_writer, show
-from bkctl.commands.kit.terminal import Activity, ClosedOutput, emit, wants_color
+from bkctl.commands.kit.terminal import ClosedOutput, emit, wants_color
 from bkctl.commands.kit.texts import cut, duration_text, iso_time, plain, size_text, width_of, words
 from bkctl.commands.kit.yaml import yaml_text
 from bkctl.errors import UsageError

@@ -15,6 +15,7 @@ from bkctl.metadata.cluster import open_cluster
 from bkctl.metadata.racks import BookieRacks
 from bkctl.metadata.store import NEW
 from bkctl.metadata.underreplication import LedgerLocks, LedgerMarks
+from bkctl.pace import Pace
 from bkctl.protocol.messages import AddRequest
 from bkctl.replication import move_queue
 from bkctl.replication.bookie_mover import BookieMover
@@ -376,10 +377,46 @@ async def test_rate_bounds_all_moves_together(fake_cluster):
                 await write(writing, 5, write_quorum_size=3, ack_quorum_size=3, scope_id=scope)
         await lose(cluster, "b0")
         began = time.monotonic()
-        _, mover = await move(cluster, client, "b0", rate=2000)
+        _, mover = await move(cluster, client, "b0", pace=Pace(bytes_per_s=2000))
         # The first entry of all goes at once.
         assert mover.progress.entry_count == 15
         assert time.monotonic() - began >= (mover.progress.size_bytes - 200) / 2000 * 0.9
+
+
+async def test_pause_releases_locks_and_resumed_moves_finish(fake_cluster):
+    pace = Pace()
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        async with cluster.client(only=["b0", "b1", "b2"]) as writing:
+            for scope in SCOPES:
+                await write(writing, 5, write_quorum_size=3, ack_quorum_size=3, scope_id=scope)
+        await lose(cluster, "b0")
+        copying = asyncio.Event()
+
+        def hold(request):
+            if isinstance(request, AddRequest):
+                copying.set()
+                return True
+            return False
+
+        cluster.bookie("b3").hold = hold
+        task = asyncio.ensure_future(move(cluster, client, "b0", pace=pace))
+        await asyncio.wait_for(copying.wait(), 60)
+        locks = LedgerLocks(cluster.cluster.store)
+        assert list(locks.list())
+        pace.pause()
+        while list(locks.list()):
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.5)
+        assert list(locks.list()) == []
+        assert not task.done()
+        cluster.bookie("b3").release()
+        pace.resume()
+        rows, _ = await asyncio.wait_for(task, 60)
+        assert [(each.outcome, each.problem) for each in rows.values()] == [(MoveOutcome.MOVED, None)] * 3
+        for ledger in rows:
+            assert named(cluster, ledger) == {"b1", "b2", "b3"}
+            assert await is_whole(client, ledger)
+        assert list(locks.list()) == []
 
 
 async def test_delete_cookies_refuses_registered_bookies(fake_cluster):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import replace
 
 import pytest
@@ -23,7 +22,6 @@ from bkctl.formats.metadata import LedgerState
 from bkctl.protocol.messages import AddRequest, ListEntriesRequest, ReadRequest, Status
 from bkctl.replication.bookie_mover import BookieMover
 from bkctl.replication.checker import LedgerChecker
-from bkctl.replication.copy_limits import Throttle
 from bkctl.replication.fragments import FaultReason
 from bkctl.replication.move_plan import plan_move
 from bkctl.replication.replicator import LedgerFragmentReplicator, Outcome
@@ -600,19 +598,6 @@ async def test_memory_and_requests_in_flight_are_bounded(fake_cluster):
                 for request, respond in taken:
                     taker._AddRequest(request, respond)
         assert (await replicating).entry_count == 200
-
-
-async def test_a_throttle_bounds_bytes_and_entries():
-    async def time_of(throttle, count, size):
-        began = time.monotonic()
-        await asyncio.gather(*(throttle.acquire(size) for _ in range(count)))
-        return time.monotonic() - began
-
-    assert await time_of(Throttle(bytes_per_s=100_000), 6, 2_000) > 0.05
-    assert await time_of(Throttle(entries_per_s=50), 6, 1) > 0.05
-    unlimited = Throttle()
-    for _ in range(1000):
-        await unlimited.acquire(1 << 30)
 
 
 async def test_unreadable_entries_name_errors_by_bookie(fake_cluster):

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import pty
+import re
 import select
 import struct
 import subprocess
@@ -108,11 +109,16 @@ class CommandLine:
         return Answer(done.returncode, done.stdout, done.stderr.decode())
 
     def terminal(
-        self, *arguments: object, type_in: str = "", columns: int = 80, asks: str = "[y/N]"
+        self,
+        *arguments: object,
+        type_in: str = "",
+        columns: int = 80,
+        asks: str = "[y/N]",
+        drawn: list[str] | None = None,
     ) -> tuple[int, str]:
         """Run a command on a terminal that controls it (Ctrl-C is `\\x03`); `type_in` is typed once `asks` is on it.
 
-        Returns its exit code and what stays there.
+        Returns its exit code and what stays there; `drawn` gets every line that was drawn, without colours.
         """
         ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
@@ -134,5 +140,8 @@ class CommandLine:
                     os.write(ours, type_in.encode())
                     type_in = ""
             os.close(ours)
-        lines = seen.decode().replace("\r\n", "\n").split("\n")
+        text = seen.decode().replace("\r\n", "\n")
+        if drawn is not None:
+            drawn += re.sub(r"\x1b\[[0-9;]*m", "", text).replace("\r\x1b[K", "\n").split("\n")
+        lines = text.split("\n")
         return process.returncode, "\n".join(line.rpartition("\r\x1b[K")[2] for line in lines)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -12,6 +11,7 @@ from bkctl.formats.metadata import LedgerMetadata
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.store import Versioned
+from bkctl.pace import Pace
 
 
 class Replacement(NamedTuple):
@@ -28,7 +28,7 @@ def replace_bookie(
     new: str,
     *,
     record: Callable[[str, bytes | None, bytes | None], None],
-    per_second: float | None = None,
+    pace: Pace | None = None,
     limit: int | None = None,
     dry_run: bool = False,
     progress: Callable[[int], None] = lambda _: None,
@@ -37,12 +37,11 @@ def replace_bookie(
 
     Yields each ledger that names `old`; a ledger whose ensemble has `new` already, or whose metadata cannot be read,
     stays unchanged. Each change goes to `record(path, before, after)` first. At most `limit` ledgers change,
-    `per_second` of them a second. Another run finishes an interrupted one. Raises Unreachable.
+    at that `pace`. Another run finishes an interrupted one. Raises Unreachable.
     Source: UpdateLedgerOp, SearchReplaceBookieIdCommand.
     """
     manager = cluster.ledgers
     changed = 0
-    due = time.monotonic()
     for count, (ledger, found) in enumerate(manager.read_many(manager.ledgers(None)), 1):
         if count % 1000 == 0:
             progress(count)
@@ -60,10 +59,8 @@ def replace_bookie(
             changed += planned.problem is None
             yield planned
             continue
-        if per_second is not None:
-            due = max(due, time.monotonic())
-            time.sleep(max(0.0, due - time.monotonic()))
-            due += 1 / per_second
+        if pace is not None:
+            pace.take()
         outcome = _replace_in(cluster, ledger, old, new, record)
         changed += outcome.problem is None
         yield outcome

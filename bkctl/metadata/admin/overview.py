@@ -161,13 +161,16 @@ def list_ledgers(
     after: LedgerId | None = None,
     query: LedgerQuery = NO_QUERY,
     unreadable: Callable[[LedgerId, BkctlError], None] | None = None,
+    progress: Callable[[int], None] = lambda _: None,
 ) -> Iterator[tuple[LedgerId, VersionedMetadata]]:
     """Yield the ledgers of a scope (None: all) in order, with their metadata; ledgers deleted meanwhile are left out.
 
-    Errors of unreadable metadata go to `unreadable`; without it they are raised.
+    Errors of unreadable metadata go to `unreadable`; without it they are raised. `progress` gets the number of ledgers
+    read.
     """
     now_ms = time.time_ns() // 1_000_000
-    for ledger, found in cluster.ledgers.read_many(cluster.ledgers.ledgers(scope_id, after)):
+    for count, (ledger, found) in enumerate(cluster.ledgers.read_many(cluster.ledgers.ledgers(scope_id, after)), 1):
+        progress(count)
         if isinstance(found, LedgerNotFound):
             continue
         if isinstance(found, BkctlError):

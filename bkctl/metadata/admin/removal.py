@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bkctl.errors import BkctlError, Conflict, LedgerNotFound, Unreachable
 from bkctl.formats.metadata import LedgerMetadata
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
+from bkctl.pace import Pace
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from bkctl.metadata.store import Versioned
 
 CONCURRENCY: Final = 16
+#: Ledgers whose metadata is read together.
+_BATCH_COUNT: Final = 500
 
 
 class Removal(NamedTuple):
@@ -88,7 +91,7 @@ def remove_ledgers(
     record: Callable[[LedgerId, str, bytes], None],
     keep_missing: bool = False,
     keep_going: bool = False,
-    per_second: int | None = None,
+    pace: Pace,
 ) -> Iterator[Removal]:
     """Remove the ledgers' metadata, and yield the result of each in the order given.
 
@@ -110,9 +113,9 @@ def remove_ledgers(
         return done
 
     with ThreadPoolExecutor(CONCURRENCY, thread_name_prefix="remove-ledgers") as executor:
-        for ledger, found in _values(cluster, ids, per_second):
+        for ledger, found in _values(cluster, ids, pace):
             under_way.append(executor.submit(remover.remove, ledger, found))
-            if len(under_way) >= CONCURRENCY or (per_second is not None and under_way[0].done()):
+            if len(under_way) >= CONCURRENCY or (pace.steps_per_s is not None and under_way[0].done()):
                 yield next_done()
             if failure is not None:
                 break
@@ -123,18 +126,14 @@ def remove_ledgers(
 
 
 def _values(
-    cluster: Cluster, ids: Iterable[LedgerId], per_second: int | None
+    cluster: Cluster, ids: Iterable[LedgerId], pace: Pace
 ) -> Iterator[tuple[LedgerId, Versioned[bytes] | None]]:
-    """Yield each ledger with the bytes of its metadata, at most `per_second` ledgers a second."""
-    if per_second is None:
-        yield from cluster.ledgers.values(ids)
-        return
-    due = time.monotonic()
-    for ledger in ids:
-        due = max(due + 1 / per_second, time.monotonic())
-        time.sleep(max(due - time.monotonic(), 0))
-        # Read only now: metadata read far ahead changes before its turn.
-        yield ledger, cluster.store.get(cluster.ledgers.path(ledger))
+    """Yield each ledger with the bytes of its metadata, at that pace."""
+    left = iter(ids)
+    # Metadata that is read far ahead changes before its turn.
+    while batch := list(islice(left, _BATCH_COUNT if pace.steps_per_s is None else 1)):
+        pace.take(steps=len(batch))
+        yield from cluster.ledgers.values(batch)
 
 
 class _LedgerRemover:

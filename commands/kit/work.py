@@ -1,0 +1,197 @@
+"""Long work of this user on this machine: files that say how far it is, and that pause it and change its rate.
+
+`bkctl/progress/ID.json` in the user's state directory is the state of one run of a command. The run replaces it at most
+once a second; `ID.pause` beside it pauses the run while it exists, and `ID.rate` holds a new limit. A run without such
+a directory works without an id.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from .audit import state_directory, without_secrets
+
+if TYPE_CHECKING:
+    from bkctl.pace import Pace
+
+#: How long the state of work that ended, or was killed, is kept.
+KEPT_S: Final = 3600.0
+_STATE_SIZE_BYTES_MAX: Final = 1 << 20
+
+
+def progress_directory(environment: Mapping[str, str]) -> Path:
+    """Return the directory of the state files."""
+    return state_directory(environment) / "progress"
+
+
+class WorkFile:
+    """The state file of this run, which began at `began` (now). No error of the file system reaches the caller."""
+
+    def __init__(self, directory: Path, work_id: str, words: Sequence[str], began: float | None = None) -> None:
+        self.id = work_id
+        self._directory = directory
+        self._began = time.time() if began is None else began
+        self._words = words
+        self._state: dict[str, Any] = {}
+        self._identity: dict[str, Any] = {}
+        self._rate: bytes | None = None
+        self._is_published = self._has_failed = False
+
+    @property
+    def is_published(self) -> bool:
+        """True once other terminals see the work."""
+        return self._is_published
+
+    def publish(self, **fields: Any) -> None:
+        """Write the state of the work."""
+        if self._has_failed:
+            return
+        if not self._identity:
+            self._identity = {
+                "id": self.id,
+                "command": without_secrets(self._words),
+                **_identity(),
+                "began": round(self._began * 1000),
+            }
+        self._state = {**self._identity, **fields, "updated": round(time.time() * 1000)}
+        try:
+            if not self._is_published:
+                from bkctl.disk import make_private_directory
+
+                make_private_directory(self._directory)
+                _remove_old(self._directory)
+            _replace(self._directory / f"{self.id}.json", _encoded(self._state))
+        except OSError:
+            self._has_failed = True
+        else:
+            self._is_published = True
+
+    def steer(self, pace: Pace) -> None:
+        """Apply to `pace` what `ask_to_pause` and `ask_for_rate` left for this work."""
+        if not self._is_published:
+            return
+        is_paused = os.path.exists(self._directory / f"{self.id}.pause")
+        if is_paused != pace.is_paused:
+            (pace.pause if is_paused else pace.resume)()
+        with suppress(OSError, ValueError, TypeError, AttributeError):
+            wanted = _read(self._directory / f"{self.id}.rate")
+            if wanted != self._rate:
+                self._rate = wanted
+                limits = _decoded(wanted)
+                pace.limit(bytes_per_s=limits.get("bytesPerSecond"), steps_per_s=limits.get("stepsPerSecond"))
+
+    def end(self, state: str) -> None:
+        """Write how the work ended."""
+        if self._is_published:
+            fields = {name: value for name, value in self._state.items() if name not in ("etaSeconds", "rate")}
+            self.publish(**fields | {"state": state, "ended": round(time.time() * 1000)})
+            _remove_requests(self._directory, self.id)
+
+
+def list_work(directory: Path) -> list[dict[str, Any]]:
+    """Return the states of running and just ended work on this machine, oldest first; a dead process's is `killed`."""
+    _remove_old(directory)
+    found = []
+    ours = _identity()
+    for path in _state_files(directory):
+        with suppress(OSError, ValueError, TypeError):
+            state = _decoded(_read(path))
+            if isinstance(state, dict) and all(state[name] == ours[name] for name in ("host", "namespace")):
+                if _is_running(state) and not _is_alive(state, ours):
+                    state["state"] = "killed"
+                found.append(state)
+    return sorted(found, key=lambda state: state["began"])
+
+
+def ask_to_pause(directory: Path, work_id: str, *, pause: bool) -> None:
+    """Let the work pause at its next step, or continue. Raises OSError."""
+    path = directory / f"{work_id}.pause"
+    if pause:
+        _replace(path, b"")
+    else:
+        path.unlink(missing_ok=True)
+
+
+def ask_for_rate(directory: Path, work_id: str, *, bytes_per_s: float | None, steps_per_s: float | None) -> None:
+    """Let the work go at another rate; None for both removes its limit. Raises OSError."""
+    limits = {"bytesPerSecond": bytes_per_s, "stepsPerSecond": steps_per_s}
+    _replace(directory / f"{work_id}.rate", _encoded(limits))
+
+
+def _identity() -> dict[str, Any]:
+    from bkctl.metadata.backends.processes import process_identity
+
+    pid, start, namespace, boot_id = process_identity()
+    return {"host": os.uname().nodename, "pid": pid, "start": start, "namespace": namespace, "bootId": boot_id}
+
+
+def _is_running(state: Mapping[str, Any]) -> bool:
+    return state["state"] in ("running", "paused")
+
+
+def _is_alive(state: Mapping[str, Any], ours: Mapping[str, Any]) -> bool:
+    from bkctl.metadata.backends.processes import may_live, process_start
+
+    if state["bootId"] != ours["bootId"]:
+        return False
+    start = process_start(state["pid"])
+    return may_live(state["pid"]) if start is None else start == state["start"]
+
+
+def _state_files(directory: Path) -> Iterator[Path]:
+    with suppress(OSError):
+        yield from sorted(path for path in directory.iterdir() if path.suffix == ".json")
+
+
+def _remove_old(directory: Path) -> None:
+    """Remove the files of work that ended KEPT_S ago, however it ended."""
+    for path in _state_files(directory):
+        # Running work replaces its file every second; a stopped process (Ctrl-Z) does not.
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            if time.time() - path.stat().st_mtime > KEPT_S:
+                state = _decoded(_read(path))
+                if not _is_running(state) or not _is_alive(state, _identity()):
+                    _remove_requests(directory, path.stem)
+                    path.unlink(missing_ok=True)
+
+
+def _remove_requests(directory: Path, work_id: str) -> None:
+    for suffix in ("pause", "rate"):
+        with suppress(OSError):
+            (directory / f"{work_id}.{suffix}").unlink(missing_ok=True)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Replace a file of the private directory, which need not survive a crash of the machine. Raises OSError."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    file = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(file, data)
+        os.replace(unfinished, path)
+    finally:
+        os.close(file)
+
+
+def _read(path: Path) -> bytes:
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        return os.read(file, _STATE_SIZE_BYTES_MAX)
+    finally:
+        os.close(file)
+
+
+def _encoded(value: Any) -> bytes:
+    import json
+
+    return json.dumps(value).encode("ascii")
+
+
+def _decoded(data: bytes) -> Any:
+    import json
+
+    return json.loads(data)

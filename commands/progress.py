@@ -1,0 +1,205 @@
+"""`bkctl progress`: long work of this user on this machine, from another terminal."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import time
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Final, NamedTuple
+
+import typer
+
+from bkctl.errors import Conflict, NotFound, UsageError
+
+from .kit.columns import Column, Columns, Kind
+from .kit.command import Run, command, group
+from .kit.options import WatchOption, parse_pace
+from .kit.texts import GREEN, RED, YELLOW, counted, duration_text, size_text
+from .kit.work import ask_for_rate, ask_to_pause, list_work, progress_directory
+
+app = group(default="show", takes_words=True)
+
+#: How long a request waits for the work to follow it; the work looks every second.
+_ANSWER_S: Final = 5.0
+
+
+class WorkRow(NamedTuple):
+    """One run of a command that works for long."""
+
+    fields: Mapping[str, Any]
+
+    @property
+    def command(self) -> str:
+        """The command line, without secrets."""
+        return shlex.join(self.fields["command"])
+
+
+def _field(name: str) -> Callable[[WorkRow], Any]:
+    return lambda row: row.fields.get(name)
+
+
+def _in_units(name: str) -> Callable[[WorkRow], str | None]:
+    def text(row: WorkRow) -> str | None:
+        number, unit = row.fields.get(name), row.fields.get("unit")
+        if number is None:
+            return None
+        return size_text(int(number)) if unit == "bytes" else f"{number:,.0f}"
+
+    return text
+
+
+def _limit(row: WorkRow) -> str | None:
+    size, steps = row.fields.get("bytesPerSecondMax"), row.fields.get("stepsPerSecondMax")
+    if size is not None:
+        return f"{size_text(int(size))}/s"
+    return None if steps is None else f"{steps:g}/s"
+
+
+_STATE = Column(
+    "STATE", "state", _field("state"),
+    style={"running": GREEN, "done": GREEN, "failed": RED, "killed": RED, "paused": YELLOW, "interrupted": YELLOW},
+)  # fmt: skip
+_PERCENT = Column("PERCENT", "percent", _field("percent"), Kind.INTEGER, text=lambda value: f"{value}%")
+_ETA = Column("TIME LEFT", "etaSeconds", _field("etaSeconds"), Kind.INTEGER, text=duration_text)
+_SINCE = Column("SINCE", "since", _field("began"), Kind.TIME)
+_COMMAND = Column("COMMAND", "command", "command", flexible=True)
+WORK_TABLE_COLUMNS = Columns(
+    Column("ID", "id", _field("id")),
+    _STATE,
+    Column("STAGE", "stage", _field("stage")),
+    Column("DONE", "done", _in_units("done")),
+    Column("TOTAL", "total", _in_units("total")),
+    _PERCENT,
+    Column("RATE", "rate", lambda row: (text := _in_units("rate")(row)) and f"{text}/s"),
+    _ETA,
+    _SINCE,
+    _COMMAND,
+    key="id",
+)
+WORK_COLUMNS = Columns(
+    Column("ID", "id", _field("id")),
+    _STATE,
+    Column("STAGE", "stage", _field("stage")),
+    Column("DONE", "done", _field("done"), Kind.INTEGER),
+    Column("TOTAL", "total", _field("total"), Kind.INTEGER),
+    Column("UNIT", "unit", _field("unit")),
+    _PERCENT,
+    Column("RATE", "rate", _field("rate"), Kind.NESTED),
+    _ETA,
+    _SINCE,
+    Column("ENDED", "ended", _field("ended"), Kind.TIME),
+    Column("LIMIT", "limit", _limit),
+    Column(None, "bytesPerSecondMax", _field("bytesPerSecondMax"), Kind.NESTED),
+    Column(None, "stepsPerSecondMax", _field("stepsPerSecondMax"), Kind.NESTED),
+    Column("CAN BE PAUSED", "steerable", _field("isSteerable"), Kind.BOOLEAN),
+    Column("PID", "pid", _field("pid"), Kind.INTEGER),
+    _COMMAND,
+    key="id",
+)
+WorkId = Annotated[str, typer.Argument(metavar="ID", help="The id of the work, or its first digits.")]
+
+
+def _all() -> list[WorkRow]:
+    return [WorkRow(state) for state in list_work(progress_directory(os.environ))]
+
+
+def _one(work_id: str) -> WorkRow:
+    """Return the work whose id begins with `work_id`. Raises NotFound, UsageError if several do."""
+    found = [row for row in _all() if row.fields["id"].startswith(work_id)]
+    if not found:
+        raise NotFound(f"No work {work_id}", hint="'bkctl progress' lists running work")
+    if len(found) > 1:
+        raise UsageError(f"{counted(len(found), 'id', 'ids')} begin with {work_id}", hint="give more of the id")
+    return found[0]
+
+
+@command(app, "show", examples=("bkctl progress show", "bkctl progress show 3f2a9c"))
+def show(
+    run: Run,
+    watch: WatchOption,
+    work_id: Annotated[
+        str | None, typer.Argument(metavar="ID", help="Show one: its id, or the first digits.", show_default=False)
+    ] = None,
+) -> None:
+    """Show long work: running, and ended within the last hour.
+
+    Lists the commands of this user on this machine that work for longer than a second. 'bkctl progress' alone and
+    'bkctl progress ID' do the same.
+    """
+    if work_id is not None:
+        run.watch(watch, lambda: iter([_one(work_id)]), WORK_COLUMNS, single=True)
+        return
+    run.watch(watch, _all, run.table_columns(WORK_TABLE_COLUMNS, WORK_COLUMNS))
+    if watch is None and not _all():
+        run.note("No command works for long now, or did within the last hour")
+
+
+def _ask(run: Run, work_id: str, ask: Callable[[WorkRow], Callable[[Mapping[str, Any]], bool]]) -> None:
+    """Let `ask` leave a request for the work, wait until the state shows it, and print the state."""
+    row = _one(work_id)
+    if row.fields["state"] not in ("running", "paused"):
+        raise Conflict(f"Work {row.fields['id']} does not run: {row.fields['state']}")
+    if not row.fields["isSteerable"]:
+        raise Conflict(
+            f"Work {row.fields['id']} ({row.fields['stage']}) cannot be paused, and has no rate",
+            hint="wait for its next stage, or stop it with Ctrl-C in its terminal",
+        )
+    is_followed = ask(row)
+    deadline = time.monotonic() + _ANSWER_S
+    while not is_followed(row.fields) and time.monotonic() < deadline:
+        time.sleep(0.1)
+        row = _one(row.fields["id"])
+    run.show(row, WORK_COLUMNS)
+    if not is_followed(row.fields):
+        run.note(f"Work {row.fields['id']} has not followed yet: it will at its next step")
+
+
+@command(app, "pause", examples=("bkctl progress pause 3f2a9c",))
+def pause(run: Run, work_id: WorkId) -> None:
+    """Pause work at its next step.
+
+    A paused command keeps its place and holds no locks of ledgers; 'bkctl progress resume' continues it.
+    """
+
+    def ask(row: WorkRow) -> Callable[[Mapping[str, Any]], bool]:
+        ask_to_pause(progress_directory(os.environ), row.fields["id"], pause=True)
+        return lambda fields: fields["state"] != "running"
+
+    _ask(run, work_id, ask)
+
+
+@command(app, "resume", examples=("bkctl progress resume 3f2a9c",))
+def resume(run: Run, work_id: WorkId) -> None:
+    """Continue paused work."""
+
+    def ask(row: WorkRow) -> Callable[[Mapping[str, Any]], bool]:
+        ask_to_pause(progress_directory(os.environ), row.fields["id"], pause=False)
+        return lambda fields: fields["state"] != "paused"
+
+    _ask(run, work_id, ask)
+
+
+@command(app, "rate", examples=("bkctl progress rate 3f2a9c 20MiB", "bkctl progress rate 3f2a9c none"))
+def rate(
+    run: Run,
+    work_id: WorkId,
+    limit: Annotated[
+        str,
+        typer.Argument(metavar="RATE", help="As --rate of the command: 20MiB, '5000 entries', or N; none: no limit."),
+    ],
+) -> None:
+    """Change the rate of running work.
+
+    The new rate replaces --rate. A bare number is bytes where the command copies or reads entries, else ledgers or
+    records.
+    """
+
+    def ask(row: WorkRow) -> Callable[[Mapping[str, Any]], bool]:
+        pace = None if limit == "none" else parse_pace(limit, "RATE", has_bytes=row.fields["hasBytes"])
+        wanted = (None, None) if pace is None else (pace.bytes_per_s, pace.steps_per_s)
+        size, steps = wanted
+        ask_for_rate(progress_directory(os.environ), row.fields["id"], bytes_per_s=size, steps_per_s=steps)
+        return lambda fields: (fields["bytesPerSecondMax"], fields["stepsPerSecondMax"]) == wanted
+
+    _ask(run, work_id, ask)
