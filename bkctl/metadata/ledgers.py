@@ -64,6 +64,9 @@ class ProcessedLedgers(NamedTuple):
 class LedgerManager(ABC):
     """The ledgers of one cluster. Methods raise Unreachable, as `MetadataStore`; all may be called from any thread."""
 
+    #: The largest id of scope 0 whose name every Apache class of the layout recognises.
+    id_max: int = I64_MAX
+
     def __init__(self, store: MetadataStore) -> None:
         self.store = store
 
