@@ -23,6 +23,7 @@ from bkctl.errors import (
     MetadataVersionConflict,
     NotFound,
     Unreachable,
+    Unsupported,
     UsageError,
 )
 from bkctl.formats.metadata import LedgerMetadata
@@ -422,7 +423,10 @@ class LedgerManager(ABC):
     def _decode(self, ledger: LedgerId, path: str, found: Versioned[bytes] | None) -> VersionedMetadata:
         if found is None:
             raise self._no_ledger(ledger)
-        metadata = LedgerMetadata.parse(found.value, f"ledger {ledger} at {path} in {self.store.name}")
+        try:
+            metadata = LedgerMetadata.parse(found.value)
+        except (Corrupt, Unsupported):  # Again, to name the ledger: the name takes long to make for millions.
+            metadata = LedgerMetadata.parse(found.value, f"ledger {ledger} at {path} in {self.store.name}")
         ctime_ms = found.ctime_ms if metadata.ctime_ms is None else metadata.ctime_ms
         return VersionedMetadata(metadata, found.version, ctime_ms)
 

@@ -21,7 +21,7 @@ from ..kit.options import (
     size_option,
 )
 from ..kit.texts import counted
-from .columns import LEDGER_COLUMNS, SECRET_COLUMNS, LedgerRow, ledger_row, list_columns
+from .columns import LEDGER_COLUMNS, SECRET_COLUMNS, LedgerRow, ListedLedger, ledger_row, ledger_rows, list_columns
 
 if TYPE_CHECKING:
     from bkctl.metadata.cluster import Cluster
@@ -109,13 +109,12 @@ def print_ledgers(
             unreadable[ledger] = str(error)
             run.note(f"bkctl: {error}")
 
-    def look() -> Iterator[LedgerRow]:
+    def look() -> Iterator[LedgerRow] | Iterator[ListedLedger]:
         if (count or prints_ids) and not query.needs_metadata:
             ids = islice(cluster.ledgers.ledgers(scope_id, start), limit)
-            return (LedgerRow(ledger, {}) for ledger in ids)
+            return map(ListedLedger, ids)
         found = list_ledgers(cluster, scope_id, after=start, query=query, unreadable=skip if keep_going else None)
-        checked = _refuse_unknown_bookie(cluster, bookie, islice(found, limit))
-        return (ledger_row(ledger, metadata) for ledger, metadata in checked)
+        return ledger_rows(_refuse_unknown_bookie(cluster, bookie, islice(found, limit)))
 
     with run.cluster() as cluster, run.working("Listing ledgers", enabled=watch is None):
         if count:
@@ -213,7 +212,7 @@ def show(
         for ledger, found in cluster.ledgers.read_many(ledgers):
             if isinstance(found, BkctlError):
                 raise found
-            yield ledger_row(ledger, found, show_secrets)
+            yield ledger_row(ledger, found)
 
     def subscribe(changed: Callable[[], None]) -> Callable[[], None]:
         cancels = [cluster.ledgers.watch(ledger, lambda _: changed()) for ledger in ledgers]
