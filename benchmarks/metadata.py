@@ -49,6 +49,8 @@ METADATA = LedgerMetadata(
     c_token=0,
 )
 
+VALUE = METADATA.serialize()
+
 
 class Run(NamedTuple):
     """One command: wall-clock seconds, peak resident memory, lines it printed."""
@@ -83,13 +85,16 @@ def line(what: str, run: Run, peer: Run | None = None) -> str:
     return f"{what:<52} {run.seconds:>8.2f} s {run.rss_mib:>8.0f} MiB {run.lines:>9} lines{ratio}"
 
 
-def create_all(cluster: Cluster, ids: Iterator[LedgerId]) -> None:
+def create_all(
+    cluster: Cluster,
+    ids: Iterator[LedgerId],
+    value_of: Callable[[LedgerId], bytes] = lambda _: VALUE,
+) -> None:
     """Create ledgers quickly: many in one transaction, several under way."""
     store = cluster.store
     assert isinstance(store, ZooKeeperStore)
     made = set(_directories(store))
     under_way: list[object] = []
-    value = METADATA.serialize()
     while batch := list(islice(ids, CREATES_AT_ONCE)):
         transaction = store._connection.client.transaction()
         for ledger in batch:
@@ -100,7 +105,7 @@ def create_all(cluster: Cluster, ids: Iterator[LedgerId]) -> None:
                 if parent not in made:
                     made.add(parent)
                     transaction.create(f"{store.root}/{parent}", b"")
-            transaction.create(f"{store.root}/{path}", value)
+            transaction.create(f"{store.root}/{path}", value_of(ledger))
         under_way.append(transaction.commit_async())
         if len(under_way) > 4:
             _check(under_way.pop(0))

@@ -283,11 +283,11 @@ class Cluster:
         """
         with self._lock:
             if self._ledgers is None:
-                self._ledgers = self._open_ledgers()
+                self._ledgers = self.ledger_manager(self.layout())
             return self._ledgers
 
-    def _open_ledgers(self) -> LedgerManager:
-        layout = self.layout()
+    def ledger_manager(self, layout: LedgerLayout) -> LedgerManager:
+        """Return a ledger manager of this layout on the store. Raises UsageError and Unsupported as `ledgers`."""
         name = _simple_name(layout)
         if self.location.driver == "sqlite" and layout.factory_class == _SQLITE_CLASS:
             return QualifiedNameLedgerManager(self.store)
@@ -306,19 +306,19 @@ class Cluster:
                 f"{self.store.name} is laid out by {layout.factory_class} version {layout.manager_version}; "
                 f"version {_MANAGER_VERSION} is known"
             )
-        self.check_layout(layout)
-        return entry[1](self.store)
-
-    def check_layout(self, layout: LedgerLayout) -> None:
-        """Raise UsageError, with the right URI, where the URI names another ledger manager type than this layout."""
-        name = _simple_name(layout)
-        types = _ZOOKEEPER_LAYOUTS[name][0] if name in _ZOOKEEPER_LAYOUTS else ()
-        if self.location.manager_type != "null" and self.location.manager_type not in types:
+        if not self.fits(layout):
+            types = entry[0]
             right = self.location._replace(manager_type=types[0] if types else "null").text
             raise UsageError(
                 f"{self.store.name} is laid out by {name}, which zk+{self.location.manager_type}:// does not fit",
                 hint=f"use {right}",
             )
+        return entry[1](self.store)
+
+    def fits(self, layout: LedgerLayout) -> bool:
+        """Return whether the URI allows this layout of Apache's on ZooKeeper."""
+        entry = _ZOOKEEPER_LAYOUTS.get(_simple_name(layout)) if self.location.driver == "zk" else None
+        return entry is not None and self.location.manager_type in ("null", *entry[0])
 
     def layout(self) -> LedgerLayout:
         """Return the stored layout, else the default of the URI (Apache's default: hierarchical).

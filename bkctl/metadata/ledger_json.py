@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import base64
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any, Final
 
-from bkctl.formats.metadata import LedgerMetadata
+from bkctl.formats.metadata import Fragment
 from bkctl.formats.pulsar import read_message_id
 from bkctl.ids import LedgerId
 from bkctl.metadata.ledgers import VersionedMetadata
 from bkctl.metadata.pulsar_topics import topic_of
 
+_DAY_MS: Final = 86_400_000
 #: Custom metadata that Pulsar writes as text, by its key without the prefix. Source: Pulsar's LedgerMetadataUtils.
 _PULSAR_NAMES: Final = {
     "managed-ledger": "managedLedger",
@@ -38,23 +42,32 @@ def ledger_object(ledger: LedgerId, found: VersionedMetadata, show_secrets: bool
         "digestType": None if metadata.digest_type is None else metadata.digest_type.name,
         "length": metadata.length,
         "lastEntryId": metadata.last_entry_id,
-        "ctime": _iso8601(found.ctime_ms),
-        "customMetadata": {key: _base64(metadata.custom_metadata[key]) for key in sorted(metadata.custom_metadata)},
-        "ensembles": {str(fragment.first_entry_id): list(fragment.bookies) for fragment in metadata.ensembles},
+        "ctime": iso8601(found.ctime_ms),
+        "customMetadata": custom_object(metadata.custom_metadata),
+        "ensembles": ensembles_object(metadata.ensembles),
     }
-    if pulsar := pulsar_object(metadata):
+    if pulsar := pulsar_object(metadata.custom_metadata):
         value["pulsar"] = pulsar
     if show_secrets:
         value["password"] = None if metadata.password is None else _base64(metadata.password)
     return value
 
 
-def pulsar_object(metadata: LedgerMetadata) -> dict[str, str]:
+def custom_object(custom: Mapping[str, bytes]) -> dict[str, str]:
+    """Return custom metadata by key, in order, its values as base64."""
+    return {key: _base64(custom[key]) for key in sorted(custom)}
+
+
+def ensembles_object(ensembles: Iterable[Fragment]) -> dict[str, list[str]]:
+    """Return the bookies of each fragment by its first entry id."""
+    return {str(first_entry_id): list(bookies) for first_entry_id, bookies in ensembles}
+
+
+def pulsar_object(custom: Mapping[str, bytes]) -> dict[str, str]:
     """Return Pulsar's custom metadata (application, component, managedLedger, cursor …), {} for others' ledgers.
 
     `topic` is the topic of the managed ledger, `compactedTo` a message id as `ledger:entry` (base64 for other bytes).
     """
-    custom = metadata.custom_metadata
     if custom.get("application") != b"pulsar":
         return {}
     value = {key: _text(custom[key]) for key in ("application", "component") if key in custom}
@@ -76,18 +89,25 @@ def _text(value: bytes) -> str:
 
 
 def _base64(value: bytes) -> str:
-    import base64
-
     return base64.b64encode(value).decode("ascii")
 
 
-def _iso8601(time_ms: int | None) -> str | None:
+def iso8601(time_ms: int | None) -> str | None:
+    """Return a time in UTC with milliseconds; None for no time, and for one out of the calendar's range."""
     if time_ms is None:
         return None
-    from datetime import UTC, datetime, timedelta
+    day, rest_ms = divmod(time_ms, _DAY_MS)
+    if (date := _date(day)) is None:
+        return None
+    seconds, ms = divmod(rest_ms, 1000)
+    return f"{date}T{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}.{ms:03}Z"
+
+
+@lru_cache(maxsize=4096)  # Millions of ledgers are of few days.
+def _date(day: int) -> str | None:
+    from datetime import date, timedelta
 
     try:
-        moment = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(milliseconds=time_ms)
+        return (date(1970, 1, 1) + timedelta(days=day)).isoformat()
     except OverflowError:
         return None
-    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")

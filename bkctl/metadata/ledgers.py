@@ -23,6 +23,7 @@ from bkctl.errors import (
     MetadataVersionConflict,
     NotFound,
     Unreachable,
+    Unsupported,
     UsageError,
 )
 from bkctl.formats.metadata import LedgerMetadata
@@ -63,6 +64,9 @@ class ProcessedLedgers(NamedTuple):
 
 class LedgerManager(ABC):
     """The ledgers of one cluster. Methods raise Unreachable, as `MetadataStore`; all may be called from any thread."""
+
+    #: The largest id of scope 0 whose name every Apache class of the layout recognises.
+    id_max: int = I64_MAX
 
     def __init__(self, store: MetadataStore) -> None:
         self.store = store
@@ -419,7 +423,10 @@ class LedgerManager(ABC):
     def _decode(self, ledger: LedgerId, path: str, found: Versioned[bytes] | None) -> VersionedMetadata:
         if found is None:
             raise self._no_ledger(ledger)
-        metadata = LedgerMetadata.parse(found.value, f"ledger {ledger} at {path} in {self.store.name}")
+        try:
+            metadata = LedgerMetadata.parse(found.value)
+        except (Corrupt, Unsupported):  # Again, to name the ledger: the name takes long to make for millions.
+            metadata = LedgerMetadata.parse(found.value, f"ledger {ledger} at {path} in {self.store.name}")
         ctime_ms = found.ctime_ms if metadata.ctime_ms is None else metadata.ctime_ms
         return VersionedMetadata(metadata, found.version, ctime_ms)
 

@@ -32,7 +32,9 @@ _CSV_SPECIAL: Final = re.compile(r'[,"\r\n]').search
 
 
 def _ledger_json(ledger: LedgerId) -> str:
-    return ",".join(f'"{name}":"{value}"' for name, value in ledger.to_json().items())
+    scope_id, ledger_id = ledger
+    name = f"{scope_id:016x}{ledger_id:016x}"
+    return f'"ledgerScopeId":"{scope_id}","ledgerId":"{ledger_id}","ledgerQualifiedName":"{name}"'
 
 
 def _ledger_csv(ledger: LedgerId) -> str:
@@ -49,6 +51,25 @@ def _json_default(value: Any) -> Any:
 
 #: json.dumps would make a new one for each value, since ours is not its default form.
 _ENCODER: Final = JSONEncoder(separators=(",", ":"), default=_json_default)
+
+
+class EncodedObject(dict[str, Any]):
+    """A JSON object that many rows share: its JSON is made once. Its values are set before it is printed."""
+
+    __slots__ = ("_text",)
+
+    @property
+    def text(self) -> str:
+        """Its JSON."""
+        try:
+            return self._text
+        except AttributeError:
+            self._text: str = _ENCODER.encode(self)
+            return self._text
+
+
+def _nested_json(value: Any) -> str:
+    return value.text if type(value) is EncodedObject else _ENCODER.encode(value)
 
 
 def csv_cell(text: str) -> str:
@@ -83,7 +104,7 @@ _JSON_TEXTS: Final[Mapping[Kind, _Text]] = {
     Kind.BOOLEAN: _truth,
     Kind.TIME: lambda value: f'"{iso_time(value)}"',
     Kind.BINARY: lambda value: f'"{base64_text(value)}"',
-    Kind.NESTED: _ENCODER.encode,
+    Kind.NESTED: _nested_json,
 }
 _CSV_TEXTS: Final[Mapping[Kind, _Text]] = {
     Kind.LEDGER: _ledger_csv,
@@ -94,7 +115,7 @@ _CSV_TEXTS: Final[Mapping[Kind, _Text]] = {
     Kind.BOOLEAN: _truth,
     Kind.TIME: iso_time,
     Kind.BINARY: base64_text,
-    Kind.NESTED: lambda value: csv_cell(value if isinstance(value, str) else _ENCODER.encode(value)),
+    Kind.NESTED: lambda value: csv_cell(value if isinstance(value, str) else _nested_json(value)),
 }
 _TABLE_TEXTS: Final[Mapping[Kind, Callable[[Any], str]]] = {
     Kind.LEDGER: str,

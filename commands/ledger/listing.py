@@ -22,7 +22,7 @@ from ..kit.options import (
     size_option,
 )
 from ..kit.texts import counted
-from .columns import LEDGER_COLUMNS, SECRET_COLUMNS, LedgerRow, ledger_row, list_columns
+from .columns import LEDGER_COLUMNS, SECRET_COLUMNS, LedgerRow, ListedLedger, ledger_row, ledger_rows, list_columns
 
 if TYPE_CHECKING:
     from bkctl.metadata.cluster import Cluster
@@ -111,23 +111,22 @@ def print_ledgers(
             unreadable[ledger] = str(error)
             run.note(f"bkctl: {error}")
 
-    def look() -> Iterator[LedgerRow]:
+    def look() -> Iterator[LedgerRow] | Iterator[ListedLedger]:
         if (count or prints_ids) and not query.needs_metadata:
             ids = islice(cluster.ledgers.ledgers(scope_id, start), limit)
-            return (LedgerRow(ledger, {}) for ledger in ids)
+            return map(ListedLedger, ids)
         found = list_ledgers(
             cluster, scope_id, after=start, query=query, unreadable=skip if keep_going else None,
             progress=activity.update,
         )  # fmt: skip
         checked = _refuse_unknown_bookie(cluster, bookie, islice(found, limit))
-        return (ledger_row(ledger, metadata) for ledger, metadata in counting(checked))
+        return ledger_rows(counting(checked) if query.needs_metadata else checked)
 
     def counting(found: Iterator[tuple[LedgerId, VersionedMetadata]]) -> Iterator[tuple[LedgerId, VersionedMetadata]]:
         nonlocal found_count
         for each in found:
             found_count += 1
-            if query.needs_metadata:
-                activity.remark = f"{found_count:,} found"
+            activity.remark = f"{found_count:,} found"
             yield each
 
     with (
@@ -233,7 +232,7 @@ def show(
         for ledger, found in cluster.ledgers.read_many(ledgers):
             if isinstance(found, BkctlError):
                 raise found
-            yield ledger_row(ledger, found, show_secrets)
+            yield ledger_row(ledger, found)
 
     def subscribe(changed: Callable[[], None]) -> Callable[[], None]:
         cancels = [cluster.ledgers.watch(ledger, lambda _: changed()) for ledger in ledgers]

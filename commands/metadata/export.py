@@ -16,7 +16,7 @@ from ..kit.command import Run, command, group
 from ..kit.ledger_options import LedgersOfExport
 from ..kit.options import DryRun, RecordPace, UndoOption, file_argument
 from ..kit.texts import counted
-from .imported import Overwrite, note_ids, say_conflicts, show_imported, show_planned
+from .imported import Overwrite, note_ids, note_layout, say_conflicts, show_imported, show_planned
 
 if TYPE_CHECKING:
     from bkctl.metadata.admin.dump import ExportSummary
@@ -96,7 +96,8 @@ def import_(
 ) -> None:
     """Import an export into an empty store or its own cluster.
 
-    Creates the cluster in an empty store, or adds what is missing in that cluster. The file's hash is checked first.
+    Creates the cluster in an empty store, with the ledger manager of the store's URI (zk://: that of the export), or
+    adds what is missing in that cluster. Checks the file's hash first, and that the store can hold every ledger id.
     Records that exist with the same value are skipped, so a second run finishes an interrupted one. Exit code 5 if a
     record exists with another value; --overwrite replaces it.
     """
@@ -112,7 +113,9 @@ def import_(
         with ExitStack() as stack:
             try:
                 target = stack.enter_context(run.open_cluster(create_store=not dry_run))
-                is_new = prepare_target(target, source.header, dry_run=dry_run)
+                plan = prepare_target(target, source, dry_run=dry_run)
+                note_layout(run, source.header, plan)
+                is_new = plan.is_new
             except NotFound:
                 if not dry_run:
                     raise

@@ -11,7 +11,7 @@ from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run
 
 if TYPE_CHECKING:
-    from bkctl.metadata.admin.dump import ImportSummary
+    from bkctl.metadata.admin.dump import DumpHeader, ImportSummary, TargetPlan
 
 
 class ImportRow(NamedTuple):
@@ -54,6 +54,17 @@ def show_imported(run: Run, imported: ImportSummary) -> None:
 def say_conflicts(run: Run, imported: ImportSummary) -> None:
     for name in imported.conflicts[:NAMES_SHOWN_MAX]:
         run.note(f"{name} exists with another value, and was left unchanged")
+
+
+def note_layout(run: Run, header: DumpHeader, plan: TargetPlan) -> None:
+    """Say that the target has another ledger manager than the source."""
+    from bkctl.formats.metadata import LedgerLayout
+
+    if header.layout is None:
+        return
+    names = [each.factory_class.rpartition(".")[2] for each in (LedgerLayout.parse(header.layout), plan.layout)]
+    if names[0] != names[1]:
+        run.note(f"The layout of ledgers changes from {names[0]} to {names[1]}")
 
 
 def note_ids(run: Run, imported: ImportSummary) -> None:

@@ -16,7 +16,7 @@ from ..kit.command import Run, command, group
 from ..kit.connection import LoginOfTarget
 from ..kit.options import DryRun, RecordPace, UndoOption
 from ..kit.texts import GREEN, RED, YELLOW, counted
-from .imported import NAMES_SHOWN_MAX, Overwrite, note_ids, show_imported, show_planned
+from .imported import NAMES_SHOWN_MAX, Overwrite, note_ids, note_layout, show_imported, show_planned
 
 if TYPE_CHECKING:
     from bkctl.metadata.admin.dump import ClusterSource, DumpSource
@@ -109,9 +109,11 @@ def migrate(
 ) -> None:
     """Copy a cluster's metadata into another store.
 
-    The copy is the same cluster. Compares both stores at the end; exit code 3 if they differ. The first store stays
-    unchanged. A second run finishes an interrupted one. Refused while bookies are registered on either side, since
-    their clients would continue to change the first store.
+    The copy is the same cluster. Its ledger manager is the target URI's (zk+flat://, zk+hierarchical://,
+    zk+longhierarchical://), or for zk:// the source's; refused if the target cannot hold every ledger id.
+    Compares both stores at the end; exit code 3 if they differ. The first store stays unchanged. A second run finishes
+    an interrupted one. Refused while bookies are registered on either side, since their clients would continue to
+    change the first store.
     """
     from bkctl.metadata.admin.dump import ClusterSource, import_records, prepare_target
 
@@ -127,17 +129,18 @@ def migrate(
             _refuse_registered(source_cluster, live)
             show_planned(run, _counted(run, source))  # no SQLite file yet
             return
-        if source_cluster.uri == target.uri:
-            raise UsageError(f"{target.uri} is the same store")
-        is_new = prepare_target(target, source.header, dry_run=True)
-        for cluster in (source_cluster,) if is_new else (source_cluster, target):
+        if source_cluster.location._replace(manager_type="") == target.location._replace(manager_type=""):
+            raise UsageError(f"{target.uri} is the same store", hint="name another root: a layout changes by a copy")
+        plan = prepare_target(target, source, dry_run=True)
+        for cluster in (source_cluster,) if plan.is_new else (source_cluster, target):
             _refuse_registered(cluster, live)
-        if dry_run and is_new:
+        note_layout(run, source.header, plan)
+        if dry_run and plan.is_new:
             show_planned(run, _counted(run, source))
             return
-        if overwrite and not dry_run and not is_new:
+        if overwrite and not dry_run and not plan.is_new:
             run.confirm(f"Metadata in {target.uri} would be replaced with that in {source_cluster.uri}")
-        prepare_target(target, source.header, dry_run=dry_run)
+        prepare_target(target, source, dry_run=dry_run)
         with (
             run.undo(target, undo, elsewhere=True) as record,
             run.working(
@@ -149,7 +152,7 @@ def migrate(
         ):
             imported = import_records(
                 source.records(), target, overwrite=overwrite, dry_run=dry_run,
-                record_change=(lambda *_: None) if is_new else record.record, progress=activity.step,
+                record_change=(lambda *_: None) if plan.is_new else record.record, progress=activity.step,
             )  # fmt: skip
         differences = 0 if dry_run else _note_differences(run, source, ClusterSource(target), pace)
     show_imported(run, imported)

@@ -6,6 +6,7 @@ import io
 import json
 import os
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from bkctl.errors import AlreadyExists, Conflict, Corrupt, NotFound, Unsupported, UsageError
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import Cookie, Fragment, LedgerMetadata, LedgerState
-from bkctl.ids import LedgerId
+from bkctl.ids import I64_MAX, LedgerId
 from bkctl.metadata.admin.dump import (
     ClusterSource,
     Difference,
@@ -28,7 +29,7 @@ from bkctl.metadata.admin.dump import (
 )
 from bkctl.metadata.admin.nuke import nuke, plan_nuke
 from bkctl.metadata.backends.etcd.ledger_manager import EtcdLedgerManager
-from bkctl.metadata.cluster import Cluster, open_cluster
+from bkctl.metadata.cluster import Cluster, init_cluster, new_layout, open_cluster
 from bkctl.metadata.store import NEW
 from bkctl.metadata.underreplication import AutoRecoveryState
 
@@ -72,7 +73,7 @@ def text_of(cluster: Cluster) -> list[DumpRecord]:
 
 def copy(source: Cluster, target: Cluster) -> None:
     dump = ClusterSource(source)
-    prepare_target(target, dump.header)
+    prepare_target(target, dump)
     assert import_records(dump.records(), target).conflicts == []
 
 
@@ -106,6 +107,58 @@ def test_copy_through_etcd_and_sqlite_keeps_every_byte(
             assert back.store.get(path)[0] == source.store.get(path)[0]  # type: ignore[index]
         taken = {ledger.ledger_id for ledger in ids_of(source_uri) if not ledger.is_scoped}
         assert back.ledgers.new_ledger_id().ledger_id not in taken - set(SHORT_IDS)
+
+
+@pytest.mark.parametrize(
+    "managers",
+    [("flat", "hierarchical", "longhierarchical", "flat"), ("longlonghierarchical", "longhierarchical", "null")],
+    ids="-".join,
+)
+def test_copy_changes_the_layout_to_that_of_the_targets_uri(
+    zookeeper_uri: Callable[[str], str], managers: tuple[str, ...]
+) -> None:
+    clusters = [open_cluster(zookeeper_uri(manager)) for manager in managers]
+    ledgers = ids_of("zk+flat")
+    init_cluster(clusters[0], layout=new_layout(clusters[0].location, long_long=managers[0] == "longlonghierarchical"))
+    fill(clusters[0], ledgers)
+    taken = clusters[0].ledgers.new_ledger_id()
+    for one, other in pairwise(clusters):
+        copy(one, other)
+        assert list(other.ledgers.ledgers(None)) == ledgers
+        assert list(compare(ClusterSource(one).records(), ClusterSource(other).records())) == []
+        assert other.ledgers.new_ledger_id() > taken
+    names = [cluster.layout().factory_class.removeprefix("org.apache.bookkeeper.meta.") for cluster in clusters]
+    expected = {"flat": "Flat", "hierarchical": "Hierarchical", "longlonghierarchical": "LongLongHierarchical"}
+    assert names == [f"{expected.get(each, 'LongHierarchical')}LedgerManagerFactory" for each in managers]
+    for cluster in clusters:
+        cluster.close()
+
+
+def test_ids_that_the_target_cannot_hold_are_refused_before_a_write(
+    zookeeper_uri: Callable[[str], str], tmp_path: Path
+) -> None:
+    file = tmp_path / "export"
+    with (
+        open_cluster(f"sqlite://{tmp_path}/m.db", create=True) as source,
+        open_cluster(zookeeper_uri("flat")) as flat,
+        open_cluster(zookeeper_uri("hierarchical")) as reused,
+    ):
+        fill(source, [LedgerId(0, each) for each in (5, 10**10 - 1, 10**10, I64_MAX)] + SCOPED)
+        export_to_file(ClusterSource(source), file)
+        reused.store.put_all([("", b""), ("scopes", b"another cluster")])
+        with ExportFile(file) as export:
+            for dump in (ClusterSource(source), export):
+                for dry_run in (True, False):
+                    with pytest.raises(Conflict, match=r"cannot hold 2 of the ledgers, from 10000000000 on"):
+                        prepare_target(flat, dump, dry_run=dry_run)
+                    with pytest.raises(Conflict, match=rf"cannot hold ledger {SCOPED[0]}: scopes has .* another"):
+                        prepare_target(reused, dump, dry_run=dry_run)
+        assert flat.store.get("") is None
+        assert reused.store.children("") == ["scopes"]
+        for ledger_id in (10**10, I64_MAX):
+            source.ledgers.remove(LedgerId(0, ledger_id))
+        copy(source, flat)
+        assert list(flat.ledgers.ledgers(None)) == list(source.ledgers.ledgers(None))
 
 
 def test_generated_ids_are_not_generated_again_after_import(cluster_uri: str, tmp_path: Path) -> None:
@@ -185,12 +238,12 @@ def test_second_import_finishes_an_interrupted_one(cluster_uri: str, tmp_path: P
         dump = ClusterSource(source)
         if target.store.get("LAYOUT") is not None:  # the legacy layout: a cluster of its own
             with pytest.raises(Conflict):
-                prepare_target(target, dump.header)
+                prepare_target(target, dump)
             return
         records = list(dump.records())
-        prepare_target(target, dump.header)
+        prepare_target(target, dump)
         import_records(records[: len(records) // 2], target)
-        prepare_target(target, dump.header)
+        prepare_target(target, dump)
         done = import_records(records, target)
         assert done.same.total() >= len(records) // 2 - 1
         assert done.created.total() + done.same.total() == len(records) - 1  # the ids are neither
@@ -265,7 +318,7 @@ def test_every_damage_of_an_export_is_corrupt(source: Cluster, tmp_path: Path) -
 
 def test_import_refuses_another_cluster(source: Cluster, tmp_path: Path) -> None:
     with open_cluster(f"sqlite://{tmp_path}/other.db", create=True) as other, pytest.raises(Conflict):
-        prepare_target(other, ClusterSource(source).header)
+        prepare_target(other, ClusterSource(source))
 
 
 def test_import_reports_or_replaces_different_values(source: Cluster, tmp_path: Path) -> None:

@@ -168,6 +168,35 @@ def test_metadata_migrated_to_etcd_and_back_is_unchanged(
     assert back("metadata", "diff", uris[0], "-o", "ndjson").code == 3
 
 
+def test_apaches_shell_reads_a_cluster_that_changes_its_layout(
+    source: CommandLine, zookeeper: ZooKeeperServer, java: Java, tmp_path: Path
+) -> None:
+    managers = ("flat", "hierarchical", "longhierarchical")
+    uris = [zookeeper.metadata_uri(zookeeper.new_root(), manager) for manager in managers]
+    assert CommandLine(uris[0])("cluster", "init").code == 0
+    with conversation(java, "LedgerMetadataStore", uris[0]) as ask:
+        taken = [int(ask("id")["ledgerId"]) for _ in range(3)]
+        for ledger_id in (*taken, (1 << 31) - 2, (1 << 31) + 5):
+            ask("create", ledger_id)
+    shells = [shell_of(java, uri, tmp_path) for uri in uris]
+    for at, (name, wider) in enumerate((("Flat", "Hierarchical"), ("Hierarchical", "LongHierarchical"))):
+        words = ("metadata", "migrate", "--to", uris[at + 1], "-o", "ndjson")
+        for dry_run in (["--dry-run"], []):
+            moved = CommandLine(uris[at])(*words, *dry_run)
+            assert moved.code == 0, moved.err
+            assert f"changes from {name}LedgerManagerFactory to {wider}LedgerManagerFactory" in moved.err
+        for command in (("listledgers", "-m"), ("ledgermetadata", "-ledgerid", (1 << 31) + 5)):
+            listed = without_ctimes(shells[at](*command))
+            assert str((1 << 31) + 5) in words_of(listed)
+            assert without_ctimes(shells[at + 1](*command)) == listed
+        with conversation(java, "LedgerMetadataStore", uris[at + 1]) as ask:
+            assert int(ask("id")["ledgerId"]) > max(taken)
+
+    refused = source("metadata", "migrate", "--to", zookeeper.metadata_uri(zookeeper.new_root(), "flat"), "--dry-run")
+    assert refused.code == 5
+    assert f"cannot hold 2 of the ledgers, from {1 << 40} on" in refused.problem
+
+
 def test_a_bookie_lives_on_a_root_that_we_made_moves_with_its_metadata_and_leaves_it_to_be_nuked(
     zookeeper: ZooKeeperServer, java: Java, apache_bookie: Bookie, tmp_path: Path
 ) -> None:

@@ -61,7 +61,7 @@ COLUMNS: Final[dict[str, Callable[[LedgerId, VersionedMetadata], Any]]] = {
     "ensembles": lambda _, found: [
         {"firstEntryId": fragment.first_entry_id, "bookies": fragment.bookies} for fragment in found.metadata.ensembles
     ],
-    "pulsar": lambda _, found: list(pulsar_object(found.metadata).items()) or None,
+    "pulsar": lambda _, found: list(pulsar_object(found.metadata.custom_metadata).items()) or None,
 }
 _OPTIONS: Final = (
     *CONNECTION_OPTIONS, "mode", "columns", "ledger", "ledgerScopeId", "ledgersPerPartition", "maxPartitionBytes",

@@ -19,7 +19,7 @@ from __future__ import annotations
 from bkctl.metadata.admin.dump.comparison import Difference, compare, compare_headers
 from bkctl.metadata.admin.dump.export import ExportSummary, export_to_file, write_export
 from bkctl.metadata.admin.dump.export_file import ExportFile, ExportSection
-from bkctl.metadata.admin.dump.importing import ImportSummary, import_records, prepare_target
+from bkctl.metadata.admin.dump.importing import ImportSummary, TargetPlan, import_records, prepare_target
 from bkctl.metadata.admin.dump.records import DumpHeader, DumpRecord, DumpSource
 from bkctl.metadata.admin.dump.sources import ClusterSource, open_source
 
@@ -33,6 +33,7 @@ __all__ = [
     "ExportSummary",
     "ImportSummary",
     "DumpSource",
+    "TargetPlan",
     "compare",
     "compare_headers",
     "export_to_file",

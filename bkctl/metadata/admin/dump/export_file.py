@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from bkctl.errors import BkctlError, Corrupt, CorruptRecord, Unsupported
-from bkctl.ids import I64_MAX, U64_MAX
+from bkctl.ids import I64_MAX, U64_MAX, LedgerId
 from bkctl.metadata.admin.dump.records import FORMAT, KINDS, NODE_PATHS, VERSION, DumpHeader, DumpRecord, DumpSource
 from bkctl.metadata.store import VALUE_SIZE_BYTES_MAX
 
@@ -93,6 +93,11 @@ class ExportFile(DumpSource):
             at += len(line)
             count += 1
         raise self._cut_short(at)
+
+    def ledgers_after(self, ledger: LedgerId) -> Iterator[LedgerId]:
+        """See DumpSource.ledgers_after; reads the whole file."""
+        name = ledger.qualified_name
+        return (each.ledger for each in self.records() if each.kind == "ledger" and each.key > name)
 
     def sections(self, size_bytes: int) -> tuple[list[ExportSection], CorruptRecord | None]:
         """Return the records' lines in sections of about `size_bytes`, and the error of an incomplete file.

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from itertools import takewhile
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bkctl.errors import AlreadyExists, Conflict, Corrupt, MetadataVersionConflict, NotFound
-from bkctl.metadata.admin.dump.records import DumpHeader, DumpRecord
+from bkctl.formats.metadata import LedgerLayout
+from bkctl.ids import I64_MAX, U64_MAX, LedgerId
+from bkctl.metadata.admin.dump.records import DumpHeader, DumpRecord, DumpSource
 from bkctl.metadata.cluster import COOKIES, Cluster, init_cluster, new_layout
+from bkctl.metadata.ledgers import SCOPES
 from bkctl.metadata.store import NEW, Versioned
 from bkctl.metadata.underreplication import mark_path
 
@@ -36,14 +40,27 @@ class ImportSummary:
         return self.created.total() + self.replaced.total() + self.same.total() + len(self.conflicts)
 
 
-def prepare_target(target: Cluster, header: DumpHeader, *, dry_run: bool = False) -> bool:
-    """Create the cluster of `header` in `target` where there is none yet; return whether it was missing.
+class TargetPlan(NamedTuple):
+    """The `layout` of the cluster to import into, and whether that cluster `is_new`."""
 
-    The instance id is kept, since bookies' cookies name it, and the LAYOUT where the target's URI allows. Raises
-    Conflict when `target` is another cluster.
+    is_new: bool
+    layout: LedgerLayout
+
+
+def prepare_target(target: Cluster, source: DumpSource, *, dry_run: bool = False) -> TargetPlan:
+    """Create the cluster of `source` in `target` where there is none yet.
+
+    Keeps the instance id, since bookies' cookies name it, and the LAYOUT where the target's URI allows; else the LAYOUT
+    is the URI's. Raises Conflict, before a write, if `target` is another cluster or cannot hold every ledger.
     """
-    from bkctl.formats.metadata import LedgerLayout
+    plan = _plan(target, source.header)
+    _refuse_unheld_ledgers(target, source, target.ledger_manager(plan.layout).id_max)
+    if plan.is_new and not dry_run:
+        init_cluster(target, instance_id=source.header.instance_id, layout=plan.layout)
+    return plan
 
+
+def _plan(target: Cluster, header: DumpHeader) -> TargetPlan:
     store, places = target.store, target.places
     has_layout = store.get(places.layout) is not None
     if has_layout or store.get(places.instance_id) is not None:
@@ -54,22 +71,32 @@ def prepare_target(target: Cluster, header: DumpHeader, *, dry_run: bool = False
                 f"not {header.instance_id or 'the one without an id'}",
                 hint="import into a store without a cluster, or 'bkctl cluster nuke' that one first",
             )
-        if has_layout:
-            return False
         # Without a LAYOUT the URI decides (Pulsar creates such clusters), unless an interrupted import began this one.
-        if header.layout is None or store.children(COOKIES):
-            return False
-    location = target.location
-    layout = new_layout(location)
-    if header.layout is not None and location.driver == "zk":
-        stored = LedgerLayout.parse(header.layout, "The export's LAYOUT")
-        # The LAYOUT of a cluster in another kind of store means nothing on ZooKeeper.
-        if stored.factory_class.startswith("org.apache.bookkeeper.meta."):
-            target.check_layout(stored)
-            layout = stored
-    if not dry_run:
-        init_cluster(target, instance_id=header.instance_id, layout=layout)
-    return True
+        if has_layout or header.layout is None or store.children(COOKIES):
+            return TargetPlan(False, target.layout())
+    # The LAYOUT of a cluster in another kind of store means nothing on ZooKeeper.
+    stored = None if header.layout is None else LedgerLayout.parse(header.layout, "The source's LAYOUT")
+    return TargetPlan(True, stored if stored is not None and target.fits(stored) else new_layout(target.location))
+
+
+def _refuse_unheld_ledgers(target: Cluster, source: DumpSource, id_max: int) -> None:
+    """Raise Conflict for ids of scope 0 above `id_max`, and for scoped ledgers where another cluster left some."""
+    if id_max < I64_MAX:
+        unheld = takewhile(lambda ledger: not ledger.is_scoped, source.ledgers_after(LedgerId(0, id_max)))
+        if (first := next(unheld, None)) is not None:
+            raise Conflict(
+                f"{target.uri} cannot hold {1 + sum(1 for _ in unheld):,} of the ledgers, from {first} on: its layout "
+                f"has ids up to {id_max}",
+                hint="name a target with longer ids, such as zk+longhierarchical://",
+            )
+    scopes = target.store.get(SCOPES)
+    if scopes is not None and scopes.value != source.header.instance_id.encode():
+        first = next(source.ledgers_after(LedgerId(0, U64_MAX)), None)
+        if first is not None:
+            raise Conflict(
+                f"{target.uri} cannot hold ledger {first}: {SCOPES} has the ledgers of another cluster",
+                hint=f"remove the orphaned {SCOPES} tree first",
+            )
 
 
 def import_records(

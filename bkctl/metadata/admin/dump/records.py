@@ -72,6 +72,10 @@ class DumpSource(ABC):
         """Yield the records in ascending `place`; each call starts from the first one."""
 
     @abstractmethod
+    def ledgers_after(self, ledger: LedgerId) -> Iterator[LedgerId]:
+        """Yield the ids of the ledgers after `ledger`, in ascending order."""
+
+    @abstractmethod
     def close(self) -> None:
         """Release its resources; a second call does nothing."""
 

@@ -52,6 +52,12 @@ class ClusterSource(DumpSource):
         yield from self._marks()
         yield from self._of_ledgers(cluster.ledgers.ledgers(None))
 
+    def ledgers_after(self, ledger: LedgerId) -> Iterator[LedgerId]:
+        """See DumpSource.ledgers_after."""
+        if self._ledgers is not None:
+            return (each for each in self._ledgers if each > ledger)
+        return self._cluster.ledgers.ledgers(None, ledger)
+
     def _marks(self) -> Iterator[DumpRecord]:
         store = self._cluster.store
         waiting: deque[LedgerId] = deque()

@@ -25,6 +25,8 @@ from bkctl.metadata.store import NO_CLUSTER_HINT, MetadataStore, walk_levels
 
 _FLAT_LEDGER: Final = re.compile(r"L([0-9]{10,19})", re.ASCII)
 _LEAF: Final = re.compile(r"L([0-9]{4})", re.ASCII)
+#: Source: StringUtils.FLAT_LEDGER_NODE_REGEX, getShortHierarchicalLedgerPath.
+_TEN_DIGITS_MAX: Final = 10**10 - 1
 
 
 class ZooKeeperLedgerManager(LedgerManager):
@@ -131,17 +133,19 @@ class HierarchicalLedgerManager(ZooKeeperLedgerManager):
 class LegacyHierarchicalLedgerManager(ZooKeeperLedgerManager):
     """All ids as `00/1234/L5678`, so of up to 10 digits. Source: LegacyHierarchicalLedgerManager."""
 
+    id_max = _TEN_DIGITS_MAX
+
     def _id_generator(self) -> IdGenerator:
         return ShortIdGenerator(self.store, "idgen")
 
     def _default_path(self, ledger_id: int) -> str:
-        if ledger_id >= 10**10:
+        if ledger_id > self.id_max:
             raise UsageError(f"Ledger id {ledger_id} has more than the 10 digits of a LegacyHierarchical layout")
         return _short_path(ledger_id)
 
     def _default_batches(self, after: int) -> Iterator[list[LedgerId]]:
         self._check_root()
-        yield from self._walk_default((2, 4), 0, 10**10, after)
+        yield from self._walk_default((2, 4), 0, self.id_max + 1, after)
 
 
 class LongHierarchicalLedgerManager(ZooKeeperLedgerManager):
@@ -156,7 +160,12 @@ class LongHierarchicalLedgerManager(ZooKeeperLedgerManager):
 
 
 class FlatLedgerManager(ZooKeeperLedgerManager):
-    """All ledgers side by side as `L0012345678`. Source: FlatLedgerManager."""
+    """All ledgers side by side as `L0012345678`. Source: FlatLedgerManager.
+
+    Longer ids are read and listed, although Apache's `nukeexistingcluster` refuses a root with them.
+    """
+
+    id_max = _TEN_DIGITS_MAX
 
     def _id_generator(self) -> IdGenerator:
         return ShortIdGenerator(self.store, "")
