@@ -406,11 +406,11 @@ def init_cluster(cluster: Cluster, *, instance_id: str | None = None, layout: Le
     nodes += [(places.writable, b""), (places.read_only, b"")]
     if instance_id != "":
         nodes.append((places.instance_id, (instance_id or str(uuid.uuid4())).encode()))
-    if cluster.location.driver == "hbase":
-        _put_new(store, LEDGERS, b"")  # the table
     last = (places.layout, (layout or new_layout(cluster.location)).serialize())
     # On etcd Apache's processes take a root without further nodes for a whole cluster, so create all in one step.
     in_one_step = cluster.location.driver == "etcd"
+    if cluster.location.driver == "hbase":
+        _put_new(store, LEDGERS, b"")  # the table; without HBase nothing is created
     try:
         store.put_all([*root, *nodes, *([last] if in_one_step else [])])
         if in_one_step:

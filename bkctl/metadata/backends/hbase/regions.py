@@ -126,7 +126,10 @@ class HBaseTable:
 
     def _refuse(self, error: CallRefused) -> NoReturn:
         if error.kind == "AccessDeniedException":
-            raise Unauthorized(f"HBase at {self._zookeeper.hosts} refuses access to table {self.name}") from error
+            raise Unauthorized(
+                f"HBase at {self._zookeeper.hosts} refuses access to table {self.name}",
+                hint="bkctl gives HBase the name of its system user, without Kerberos",
+            ) from error
         raise BkctlError(f"HBase at {self._zookeeper.hosts} refused a request to table {self.name}: {error}") from error
 
     def call(self, server: RegionServer, method: str, request: Message, answer: type[M], retries: Retries) -> M:

@@ -102,15 +102,15 @@ class Rpc:
     @contextlib.contextmanager
     def _connection(self, server: RegionServer, service: str, deadline: float) -> Iterator[_Connection]:
         with self._lock:
-            if self.is_closed:
-                raise Unreachable(f"The connection to HBase's server {server} is closed")
+            self._check_open(server)
             idle = self._idle.setdefault((server, service), [])
             connection = idle.pop() if idle else None
         if connection is None:
             connection = _Connection(server, service, deadline)
-        with self._lock:
-            self._busy.add(connection)
         try:
+            with self._lock:
+                self._check_open(server)
+                self._busy.add(connection)
             yield connection
         except CallRefused:
             self._keep(connection, idle)
@@ -122,6 +122,10 @@ class Rpc:
             connection.close()
             raise
         self._keep(connection, idle)
+
+    def _check_open(self, server: RegionServer) -> None:
+        if self.is_closed:
+            raise Unreachable(f"The connection to HBase's server {server} is closed")
 
     def _keep(self, connection: _Connection, idle: list[_Connection]) -> None:
         with self._lock:
@@ -183,11 +187,12 @@ class _Connection:
             raise self._lost(error) from error
         try:
             response = proto.parse_length_prefixed(pb.ResponseHeader, data)
-            if response is None or response.call_id != self._call_id:
-                raise CallLost(f"{self._server} gave another answer than the one to {method}")
-            if response.HasField("exception"):
+            if response is not None and response.HasField("exception"):
+                # A refused connection has no call's id, and the server closes it.
                 refusal = response.exception
                 raise CallRefused(refusal.exception_class_name, refusal.stack_trace, refusal.do_not_retry)
+            if response is None or response.call_id != self._call_id:
+                raise CallLost(f"{self._server} gave another answer than the one to {method}")
             found = proto.parse_length_prefixed(answer, data)
         except (DecodeError, ValueError) as error:
             raise CallLost(f"{self._server} gave an answer to {method} that cannot be read: {error}") from error

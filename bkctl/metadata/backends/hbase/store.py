@@ -43,7 +43,8 @@ class HBaseStore(ZooKeeperStore):
     """`MetadataStore` on the HBase of the ZooKeeper ensemble `hosts`, in the table `PREFIX_ledgers`.
 
     Nodes beside the ledgers are below `/bkctl/PREFIX/ledgers` there. `znode` is HBase's `zookeeper.znode.parent`.
-    Raises as `ZooKeeperStore`; HBase itself is asked once a ledger is needed.
+    `security` logs in to ZooKeeper. Raises as `ZooKeeperStore`, and Unsupported for TLS; HBase itself is asked once a
+    ledger is needed.
     """
 
     def __init__(
@@ -56,6 +57,11 @@ class HBaseStore(ZooKeeperStore):
         session_timeout_s: float = SESSION_TIMEOUT_S,
         security: StoreSecurity = NO_SECURITY,
     ) -> None:
+        if security.tls:
+            raise Unsupported(
+                "HBase is reached without TLS, and ledger metadata holds passwords",
+                hint="leave TLS out where the network is trusted",
+            )
         self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="hbase")
         self._table: HBaseTable | None = None
         self._watched: dict[int, _Watch] = {}
