@@ -102,10 +102,12 @@ class HBaseTable:
         and BkctlError for other refusals; TableMissing.
         """
         retries, repeated = Retries(self.timeout_s), False
+        problem: Exception | None = None
         while True:
-            problem: Exception
             try:
                 return work(retries, repeated)
+            except TimedOut as error:  # ZooKeeper's, for want of time
+                raise error if problem is None else self._timed_out(problem) from error
             except RegionLost as error:
                 problem = error
             except CallLost as error:
@@ -120,9 +122,10 @@ class HBaseTable:
             if self._rpc.is_closed:
                 raise Unreachable(f"The connection to HBase at {self._zookeeper.hosts} is closed") from problem
             if not retries.pause():
-                raise TimedOut(
-                    f"HBase at {self._zookeeper.hosts} did not answer within {self.timeout_s:g} s: {problem}"
-                ) from problem
+                raise self._timed_out(problem) from problem
+
+    def _timed_out(self, problem: Exception) -> TimedOut:
+        return TimedOut(f"HBase at {self._zookeeper.hosts} did not answer within {self.timeout_s:g} s: {problem}")
 
     def _refuse(self, error: CallRefused) -> NoReturn:
         if error.kind == "AccessDeniedException":

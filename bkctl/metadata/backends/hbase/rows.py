@@ -114,19 +114,16 @@ class Rows:
             self.table.attempt(work)
         return found
 
-    def get_many(self, ledgers: Iterable[int | None]) -> Iterator[Row | None]:
-        """`get` each ledger in the order given, some batches ahead; None gives None. Raises TableMissing."""
+    def get_many(self, ledgers: Iterable[int]) -> Iterator[Row | None]:
+        """`get` each ledger in the order given, some batches ahead. Raises TableMissing."""
         ledgers = iter(ledgers)
-        under_way: deque[tuple[list[int | None], Future[list[Row | None]]]] = deque()
+        under_way: deque[Future[list[Row | None]]] = deque()
         while True:
             while len(under_way) < _BATCHES_AHEAD and (batch := list(islice(ledgers, BATCH_SIZE))):
-                known = [ledger for ledger in batch if ledger is not None]
-                under_way.append((batch, self._executor.submit(self.get, known)))
+                under_way.append(self._executor.submit(self.get, batch))
             if not under_way:
                 return
-            batch, future = under_way.popleft()
-            rows = iter(future.result())
-            yield from (None if ledger is None else next(rows) for ledger in batch)
+            yield from under_way.popleft().result()
 
     def ledgers(self, first: int, last: int = _VALUE_MAX, *, page_size: int = _PAGE_SIZE_FIRST) -> Iterator[int]:
         """Yield the ledgers from `first` to `last`, ascending: the buckets' rows merged, a page of each held.

@@ -74,12 +74,10 @@ class Retries:
         return max(self.deadline - time.monotonic(), 0.001)
 
     def pause(self) -> bool:
-        """Wait before the next attempt; return False if the time is over."""
-        if time.monotonic() >= self.deadline:
-            return False
+        """Wait before the next attempt; return False if the time is over then."""
         time.sleep(min(self._pause_s, self.remaining_s))
         self._pause_s = min(2 * self._pause_s, _PAUSE_MAX_S)
-        return True
+        return time.monotonic() < self.deadline
 
 
 class Rpc:

@@ -93,10 +93,12 @@ class HBaseStore(ZooKeeperStore):
 
     def get_many(self, paths: Iterable[str]) -> Iterator[Versioned[bytes] | None]:
         """See MetadataStore.get_many. Raises as `get`."""
-        for in_hbase, group in groupby(paths, lambda path: _ledger(path) is not None):
-            if in_hbase:
+        for (is_ledger, in_hbase), group in groupby(paths, lambda path: (_ledger(path) is not None, _is_row(path))):
+            if is_ledger:
                 with self._missing_table():
                     yield from map(_versioned, self._rows.get_many(int(path[-32:], 16) for path in group))
+            elif in_hbase:
+                yield from map(self.get, group)
             else:
                 yield from super().get_many(group)
 
@@ -176,7 +178,7 @@ class HBaseStore(ZooKeeperStore):
             yield
         except TableMissing as error:
             raise NotFound(
-                f"No table {self._rows.table.name} in HBase at {self.hosts}", hint=NO_CLUSTER_HINT
+                f"No table {self._rows.table.name} in HBase at {self.hosts}", hint=f"restore it, or {NO_CLUSTER_HINT}"
             ) from error
 
     @contextlib.contextmanager

@@ -21,11 +21,12 @@ from bkctl.errors import AlreadyExists, MetadataVersionConflict, NotFound, Timed
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import Fragment, LedgerMetadata
 from bkctl.ids import U64_MAX, LedgerId
+from bkctl.metadata.admin.nuke import nuke, plan_nuke
 from bkctl.metadata.backends.hbase import hbase_pb2 as pb
 from bkctl.metadata.backends.hbase.rows import BUCKETS, row_key
 from bkctl.metadata.backends.hbase.rpc import CLIENT_SERVICE, CallLost, RegionServer, Rpc
 from bkctl.metadata.backends.hbase.store import HBaseStore
-from bkctl.metadata.cluster import Cluster, open_cluster
+from bkctl.metadata.cluster import Cluster, init_cluster, open_cluster
 from bkctl.metadata.store import NEW, StoreSecurity
 
 METADATA = LedgerMetadata(1, 1, 1, DigestType.CRC32C, b"", (Fragment(0, ("127.0.0.1:3181",)),))
@@ -145,6 +146,57 @@ def test_listing_crosses_pages_buckets_and_the_last_id(cluster: Cluster) -> None
     assert cluster.store.children("ledgers", after=names[10], limit=20) == names[11:31]
     assert cluster.store.children("ledgers", after=f"{0:031x}", limit=2) == names[:2]
     assert cluster.store.children("ledgers", after="g") == []
+
+
+def test_listing_crosses_regions_that_were_split(hbase: HBaseServer) -> None:
+    uri = hbase.metadata_uri(hbase.new_root())
+    with open_cluster(uri, timeout_s=60) as cluster:
+        store: Any = cluster.store
+        splits = [bytes((bucket,)) + ledger.to_bytes(16) for bucket in (0, 5, 15) for ledger in (100, 101, 7 << 64)]
+        assert store._rows.table.create(b"m", splits)
+        init_cluster(cluster)
+        ids = [LedgerId(scope, number) for scope in (0, 7) for number in range(300)]
+        cluster.ledgers.process(lambda ledger: cluster.ledgers.create(ledger, METADATA), ledgers=ids, concurrency=8)
+        assert list(cluster.ledgers.ledgers(None)) == ids
+        assert list(cluster.ledgers.ledgers(7)) == ids[300:]
+        assert [ledger for ledger, found in cluster.ledgers.read_many(ids) if not isinstance(found, Exception)] == ids
+
+
+def test_hbase_that_is_down_is_a_timeout_that_names_it(
+    cluster: Cluster, store: HBaseStore, hbase: HBaseServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZooKeeper answers all the same, and names the servers as they were."""
+    cluster.ledgers.create(LedgerId(0, 5), METADATA)
+    calls = []
+
+    def refuse(*arguments: Any) -> None:
+        calls.append(arguments)
+        raise CallLost("127.0.0.1:16020: connection refused")
+
+    monkeypatch.setattr(Rpc, "call", refuse)
+    store._connection.timeout_s = 0.5
+    for call in (
+        lambda: cluster.ledgers.read(LedgerId(0, 5)),
+        lambda: list(cluster.ledgers.ledgers(None)),
+        lambda: cluster.ledgers.create(LedgerId(0, 6), METADATA),
+    ):
+        before = len(calls)
+        with pytest.raises(TimedOut, match=f"HBase at {hbase.connect_string} did not answer.*refused") as caught:
+            call()
+        assert caught.value.exit_code == 6
+        assert len(calls) > before + 1
+
+
+def test_nuke_removes_the_table(cluster: Cluster, store: HBaseStore) -> None:
+    cluster.ledgers.create(LedgerId(7, 5), METADATA)
+    assert plan_nuke(cluster).ledger_count == 1
+    names = store.children("") or []
+    assert [found is not None for found in store.get_many(names)] == [True] * len(names)
+    nuke(cluster)
+    assert not store._rows.table.exists()
+    assert store.get("") is None
+    assert init_cluster(cluster)
+    assert list(cluster.ledgers.ledgers(None)) == []
 
 
 def test_region_that_moved_is_found_again(cluster: Cluster, store: HBaseStore) -> None:
