@@ -13,7 +13,7 @@ import hypothesis
 import pytest
 from support import servers
 from support.own_bookies import OwnBookie
-from support.servers import ApacheBookie, ApacheCluster, EtcdServer, Java, JavaOnEtcd, ZooKeeperServer
+from support.servers import ApacheBookie, ApacheCluster, EtcdServer, HBaseServer, Java, JavaOnEtcd, ZooKeeperServer
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A run in the background of a script inherits that, and so would the programs that tests interrupt.
@@ -103,6 +103,30 @@ def etcd_server(tmp_path: Path) -> Iterator[Callable[..., EtcdServer]]:
 
     def make(**options: Any) -> EtcdServer:
         made.append(EtcdServer(tmp_path / f"etcd-{len(made)}", **options))
+        made[-1].start()
+        return made[-1]
+
+    yield make
+    for server in made:
+        server.kill()
+
+
+@pytest.fixture(scope="session")
+def hbase(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HBaseServer]:
+    """One HBase for the test run, with the ZooKeeper that it has. Use `new_root()`, and leave it running."""
+    server = HBaseServer(tmp_path_factory.mktemp("hbase"))
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def hbase_server(tmp_path: Path) -> Iterator[Callable[[], HBaseServer]]:
+    """Makes started HBases that belong to the test alone, to be killed and started again."""
+    made: list[HBaseServer] = []
+
+    def make() -> HBaseServer:
+        made.append(HBaseServer(tmp_path / f"hbase-{len(made)}"))
         made[-1].start()
         return made[-1]
 

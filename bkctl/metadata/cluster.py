@@ -19,7 +19,7 @@ from bkctl.metadata.backends.zookeeper.ledger_managers import (
     LegacyHierarchicalLedgerManager,
     LongHierarchicalLedgerManager,
 )
-from bkctl.metadata.ledgers import INSTANCE_ID, LedgerManager, QualifiedNameLedgerManager
+from bkctl.metadata.ledgers import INSTANCE_ID, LEDGERS, LedgerManager, QualifiedNameLedgerManager
 from bkctl.metadata.store import (
     NEW,
     NO_CLUSTER_HINT,
@@ -44,6 +44,7 @@ HTTP_ENDPOINT_ID: Final = "httpserver"
 _PACKAGE: Final = "org.apache.bookkeeper.meta."
 _APACHE_CLASS: Final = re.compile(r"(?:\w+\.)*org\.apache\.bookkeeper\.meta\.(\w+)", re.ASCII)
 _SQLITE_CLASS: Final = "bkctl.QualifiedNameLedgerManager"
+_HBASE_CLASS: Final = "bkctl.HBaseLedgerManager"
 _MANAGER_VERSION: Final = 1
 
 
@@ -56,7 +57,7 @@ class Places(NamedTuple):
     read_only: str = "available/readonly"
 
 
-#: ZooKeeper's, and SQLite's.
+#: ZooKeeper's, HBase's and SQLite's.
 PLACES: Final = Places()
 #: Source: EtcdConstants.
 ETCD_PLACES: Final = Places("layout", "instanceid", "bookies/writable", "bookies/readonly")
@@ -295,6 +296,12 @@ class Cluster:
             from bkctl.metadata.backends.etcd.ledger_manager import EtcdLedgerManager
 
             return EtcdLedgerManager(self.store)
+        if self.location.driver == "hbase" and layout == new_layout(self.location):
+            from bkctl.metadata.backends.hbase.ledger_manager import HBaseLedgerManager
+            from bkctl.metadata.backends.hbase.store import HBaseStore
+
+            assert isinstance(self.store, HBaseStore)
+            return HBaseLedgerManager(self.store)
         entry = _ZOOKEEPER_LAYOUTS.get(name) if self.location.driver == "zk" else None
         if entry is None:
             raise Unsupported(
@@ -402,6 +409,8 @@ def init_cluster(cluster: Cluster, *, instance_id: str | None = None, layout: Le
     last = (places.layout, (layout or new_layout(cluster.location)).serialize())
     # On etcd Apache's processes take a root without further nodes for a whole cluster, so create all in one step.
     in_one_step = cluster.location.driver == "etcd"
+    if cluster.location.driver == "hbase":
+        _put_new(store, LEDGERS, b"")  # the table; without HBase nothing is created
     try:
         store.put_all([*root, *nodes, *([last] if in_one_step else [])])
         if in_one_step:
@@ -441,6 +450,8 @@ def new_layout(location: MetadataUri, *, long_long: bool = False) -> LedgerLayou
         return LedgerLayout(2, _SQLITE_CLASS, _MANAGER_VERSION)
     if location.driver == "etcd":
         return _ETCD_LAYOUT
+    if location.driver == "hbase":
+        return LedgerLayout(2, _HBASE_CLASS, _MANAGER_VERSION)
     return LedgerLayout(2, _PACKAGE + _NEW_LAYOUTS[location.manager_type], _MANAGER_VERSION)
 
 
@@ -462,6 +473,17 @@ def _open_store(
         if location.pulsar and location.path != "/" and store.get(INSTANCE_ID) is None:
             store.change_root(location.path)
         return store
+    if location.driver == "hbase":
+        from bkctl.metadata.backends.hbase.store import HBaseStore
+
+        return HBaseStore(
+            location.connect_string,
+            location.path[1:],
+            znode=location.znode,
+            timeout_s=timeout_s,
+            session_timeout_s=session_timeout_s,
+            security=security,
+        )
     from bkctl.metadata.backends.etcd.store import EtcdStore
 
     return EtcdStore(

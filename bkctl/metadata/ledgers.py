@@ -31,6 +31,8 @@ from bkctl.ids import I64_MAX, U64_MAX, LedgerId, random_u64
 from bkctl.metadata.store import NEW, MetadataStore, Versioned
 
 SCOPES: Final = "scopes"
+#: The node with the ledgers of a store that keeps them side by side.
+LEDGERS: Final = "ledgers"
 INSTANCE_ID: Final = "INSTANCEID"
 _QUALIFIED_NAME = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _PAGE_SIZE: Final = 1000
@@ -436,7 +438,7 @@ class QualifiedNameLedgerManager(LedgerManager):
 
     def path(self, ledger: LedgerId) -> str:
         """See LedgerManager.path."""
-        return f"ledgers/{self._name(ledger)}"
+        return f"{LEDGERS}/{self._name(ledger)}"
 
     def _name(self, ledger: LedgerId) -> str:
         """Return the node's name; names sort as the ids do."""
@@ -449,7 +451,7 @@ class QualifiedNameLedgerManager(LedgerManager):
     def _ledgers_of_scope(self, scope_id: int, after: int) -> Iterator[LedgerId]:
         # A name without its last digit sorts just before the names that begin with it.
         last = self._name(LedgerId(scope_id, 0))[:-1] if after < 0 else self._name(LedgerId(scope_id, after))
-        while names := self.store.children("ledgers", after=last, limit=_PAGE_SIZE):
+        while names := self.store.children(LEDGERS, after=last, limit=_PAGE_SIZE):
             for last in names:
                 ledger = self._ledger(last)
                 if ledger is None:
@@ -460,7 +462,7 @@ class QualifiedNameLedgerManager(LedgerManager):
 
     def _scopes_from(self, first: int) -> Iterator[int]:
         last = self._name(LedgerId(first, 0))[:-1]
-        while names := self.store.children("ledgers", after=last, limit=1):
+        while names := self.store.children(LEDGERS, after=last, limit=1):
             last = names[0]
             if (ledger := self._ledger(last)) is not None:
                 yield ledger.scope_id

@@ -3,6 +3,9 @@
     zk[+TYPE]://HOST[:PORT][;HOST…][/ROOT]      TYPE: hierarchical, longhierarchical, longlonghierarchical, flat, null
     etcd[+TYPE]://[USER:PASSWORD@]HOST[:PORT][;HOST…][/SCOPE][?tls=true&ca=FILE&cert=FILE&key=FILE]
                                                  TYPE: any of those; etcd has one layout
+    hbase://HOST[:PORT][;HOST…][/PREFIX][?znode=/hbase]
+                                                 HBase's ZooKeeper; ledgers are in table PREFIX_ledgers, the rest is in
+                                                 ZooKeeper at /bkctl/PREFIX; znode: HBase's zookeeper.znode.parent
     sqlite:///FILE                               absolute, as in file:///
     metadata-store:[zk:]HOSTS[/PATH]             Pulsar's
 
@@ -20,13 +23,20 @@ from bkctl.redaction import without_user_info
 
 ROOT_PATH_DEFAULT: Final = "/ledgers"
 ZOOKEEPER_PORT_DEFAULT: Final = 2181
+HBASE_PREFIX_DEFAULT: Final = "/bookkeeper"
+HBASE_ZNODE_DEFAULT: Final = "/hbase"
 ETCD_PORT_DEFAULT: Final = 2379
 LEDGER_MANAGER_TYPES: Final = ("hierarchical", "longhierarchical", "longlonghierarchical", "flat", "null")
-FORMS_HINT: Final = "write it as zk+hierarchical://HOST:2181/ledgers, etcd://HOST:2379/ledgers or sqlite:///FILE"
+FORMS_HINT: Final = (
+    "write it as zk+hierarchical://HOST:2181/ledgers, etcd://HOST:2379/ledgers, hbase://HOST:2181/PREFIX "
+    "or sqlite:///FILE"
+)
 _URI_LENGTH_MAX: Final = 4096
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9.-]*)(?:\+([A-Za-z0-9.-]*))?://(.*)", re.DOTALL)
 _HOST = re.compile(r"[A-Za-z0-9._-]{1,255}|\[[0-9A-Fa-f:.]{2,45}(?:%[A-Za-z0-9._-]+)?\]", re.ASCII)
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f\ud800-\udfff]")
+#: A table's name, or a namespace and that. Source: TableName.
+_TABLE_PREFIX: Final = re.compile(r"/(?:[A-Za-z0-9_]+:)?[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}", re.ASCII)
 _PORT = re.compile(r"[0-9]{1,5}", re.ASCII)
 _PULSAR_STORES = ("rocksdb", "memory", "etcd", "oxia")
 
@@ -34,8 +44,9 @@ _PULSAR_STORES = ("rocksdb", "memory", "etcd", "oxia")
 class MetadataUri(NamedTuple):
     """A parsed metadata URI.
 
-    `driver` is "zk", "etcd" or "sqlite"; `manager_type` one of LEDGER_MANAGER_TYPES ("null": as the LAYOUT says);
-    `hosts` are (host, port) pairs, empty for sqlite; `path` is the ledgers root, key scope or file, with leading "/".
+    `driver` is "zk", "etcd", "hbase" or "sqlite"; `manager_type` one of LEDGER_MANAGER_TYPES ("null": as the LAYOUT
+    says); `hosts` are (host, port) pairs, empty for sqlite; `path` is the ledgers root, key scope, table prefix or
+    file, with leading "/". `znode` is the path of HBase's own nodes in its ZooKeeper.
     `pulsar`: the URI is a `metadata-store:`, where Pulsar puts the root at PATH/ledgers, and may write no LAYOUT.
     `security` is the login and TLS of an etcd URI; it is not part of `text`, nor printed otherwise.
     """
@@ -46,6 +57,7 @@ class MetadataUri(NamedTuple):
     path: str
     pulsar: bool = False
     security: StoreSecurity | None = None
+    znode: str = HBASE_ZNODE_DEFAULT
 
     @property
     def connect_string(self) -> str:
@@ -60,7 +72,8 @@ class MetadataUri(NamedTuple):
         if self.pulsar:
             return f"metadata-store:{self.driver}:{self.connect_string}{'' if self.path == '/' else self.path}"
         kind = "" if self.manager_type == "null" else f"+{self.manager_type}"
-        return f"{self.driver}{kind}://{self.connect_string.replace(',', ';')}{self.path}"
+        query = "" if self.znode == HBASE_ZNODE_DEFAULT else f"?znode={self.znode}"
+        return f"{self.driver}{kind}://{self.connect_string.replace(',', ';')}{self.path}{query}"
 
 
 def parse_uri(text: str) -> MetadataUri:
@@ -99,6 +112,8 @@ def parse_uri(text: str) -> MetadataUri:
         rest, security = _split_security(text, rest)
         authority, path = _split_authority(text, rest)
         return MetadataUri("etcd", "null", _parse_hosts(text, authority, ETCD_PORT_DEFAULT), path, security=security)
+    if driver == "hbase":
+        return _parse_hbase(text, kind, rest)
     raise Unsupported(
         f"Metadata URI {_shown(text)!r} names the store {match[1]!r}, which bkctl does not support", hint=FORMS_HINT
     )
@@ -122,6 +137,23 @@ def _parse_sqlite(text: str, kind: str | None, rest: str) -> MetadataUri:
         raise _bad(text, "it names a directory, not a file")
     # SQLAlchemy's URIs of absolute files have a fourth slash.
     return MetadataUri("sqlite", "null", (), "/" + rest.lstrip("/"))
+
+
+def _parse_hbase(text: str, kind: str | None, rest: str) -> MetadataUri:
+    if kind is not None:
+        raise _bad(text, f"hbase has no ledger manager type {kind!r}")
+    rest, question, query = rest.partition("?")
+    name, _, znode = query.partition("=")
+    if question and name != "znode":
+        raise _bad(text, "only znode=/PATH may follow '?'")
+    znode = znode.rstrip("/") if question else HBASE_ZNODE_DEFAULT
+    if not znode.startswith("/") or any(part in ("", ".", "..") for part in znode[1:].split("/")):
+        raise _bad(text, "znode is the path of HBase's nodes in ZooKeeper, as in ?znode=/hbase")
+    authority, slash, path = rest.partition("/")
+    authority, path = _split_authority(text, rest if slash else authority + HBASE_PREFIX_DEFAULT)
+    if not _TABLE_PREFIX.fullmatch(path):
+        raise _bad(text, "its path is not a prefix of HBase's table names: letters, digits, '_', '.' and '-'")
+    return MetadataUri("hbase", "null", _parse_hosts(text, authority, ZOOKEEPER_PORT_DEFAULT), path, znode=znode)
 
 
 def _split_security(text: str, rest: str) -> tuple[str, StoreSecurity | None]:

@@ -175,7 +175,8 @@ class GlobalOptions:
         default=None,
         metadata=_setting(
             "--metadata-uri",
-            "Metadata store: zk://HOST:PORT/ledgers, etcd://HOST:PORT/SCOPE, sqlite:///FILE.",
+            "Metadata store: zk://HOST:PORT/ledgers, etcd://HOST:PORT/SCOPE, sqlite:///FILE, or "
+            "hbase://HOST:PORT/PREFIX: HOST is HBase's ZooKeeper, which keeps all but the ledgers.",
             short="-u",
             metavar="URI",
             in_context=True,

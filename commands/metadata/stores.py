@@ -94,7 +94,9 @@ def migrate(
     to: Annotated[
         str | None,
         typer.Option(
-            "--to", metavar="URI", help="The store to copy to: zk+…://, etcd://, sqlite:///FILE, or context:NAME."
+            "--to",
+            metavar="URI",
+            help="The store to copy to: zk+…://, etcd://, hbase://, sqlite:///FILE, or context:NAME.",
         ),
     ] = None,
     login: LoginOfTarget,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bkctl.metadata.cluster import Cluster, open_cluster
-from bkctl.metadata.store import MetadataStore
+from bkctl.metadata.store import NEW, MetadataStore
 
 
 class Backend:
@@ -29,7 +29,7 @@ class Backend:
             store.close()
 
 
-@pytest.fixture(params=["sqlite", "zookeeper", "etcd"])
+@pytest.fixture(params=["sqlite", "zookeeper", "etcd", "hbase"])
 def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Backend]:
     if request.param == "sqlite":
         from bkctl.metadata.backends.sqlite import SqliteStore
@@ -42,6 +42,14 @@ def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Backend]
         hosts, root = [("127.0.0.1", etcd.port)], etcd.new_root()
         made = Backend(lambda: EtcdStore(hosts, root, timeout_s=20, session_timeout_s=20))
         made.open().put_all([("", b"")])
+    elif request.param == "hbase":
+        from bkctl.metadata.backends.hbase.store import HBaseStore
+
+        hbase = request.getfixturevalue("hbase")
+        prefix = hbase.new_root()[1:]
+        made = Backend(lambda: HBaseStore(hbase.connect_string, prefix, timeout_s=60, session_timeout_s=20))
+        made.open().put_all([("", b"")])
+        made.open().put("ledgers", b"", NEW)
     else:
         from bkctl.metadata.backends.zookeeper.store import ZooKeeperStore
 
@@ -58,17 +66,20 @@ def store(backend: Backend) -> MetadataStore:
     return backend.open()
 
 
-LAYOUTS = ["sqlite", "etcd", "hierarchical", "longhierarchical", "longlonghierarchical", "flat", "null", "legacy"]
+LAYOUTS = [
+    "sqlite", "etcd", "hbase",
+    "hierarchical", "longhierarchical", "longlonghierarchical", "flat", "null", "legacy",
+]  # fmt: skip
 
 
 @pytest.fixture(params=LAYOUTS)
 def cluster_uri(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """The URI of a store without ledgers: SQLite, etcd, and each ZooKeeper layout."""
+    """The URI of a store without ledgers: SQLite, etcd, HBase, and each ZooKeeper layout."""
     if request.param == "sqlite":
         return f"sqlite://{tmp_path / 'metadata.db'}"
-    if request.param == "etcd":
-        etcd = request.getfixturevalue("etcd")
-        return str(etcd.metadata_uri(etcd.new_root()))
+    if request.param in ("etcd", "hbase"):
+        server = request.getfixturevalue(request.param)
+        return str(server.metadata_uri(server.new_root()))
     zookeeper = request.getfixturevalue("zookeeper")
     if request.param == "legacy":  # No URI names it, and nobody makes such clusters any more.
         legacy: str = zookeeper.metadata_uri(zookeeper.new_root(), "null")
@@ -86,7 +97,7 @@ def cluster(cluster_uri: str) -> Iterator[Cluster]:
         yield opened
 
 
-@pytest.fixture(params=["zookeeper", "etcd"])
+@pytest.fixture(params=["zookeeper", "etcd", "hbase"])
 def metadata_server(request: pytest.FixtureRequest) -> Callable[[], Any]:
     """Makes servers that belong to the test alone, to be killed and started again."""
     make: Callable[[], Any] = request.getfixturevalue(f"{request.param}_server")

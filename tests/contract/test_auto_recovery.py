@@ -24,7 +24,7 @@ from bkctl.replication.checker import LedgerChecker
 from bkctl.replication.daemon import AutoRecovery, AutoRecoveryThread
 
 
-@pytest.fixture(params=["sqlite", "zookeeper", "etcd"])
+@pytest.fixture(params=["sqlite", "zookeeper", "etcd", "hbase"])
 def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cluster]:
     if request.param == "sqlite":
         uri = f"sqlite://{tmp_path / 'metadata.db'}"

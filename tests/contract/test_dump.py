@@ -83,23 +83,23 @@ def zookeeper_uri(zookeeper: Any) -> Callable[[str], str]:
 
 
 @pytest.mark.parametrize("manager", ["hierarchical", "longhierarchical", "flat"])
-def test_copy_through_etcd_and_sqlite_keeps_every_byte(
-    zookeeper_uri: Callable[[str], str], etcd: Any, tmp_path: Path, manager: str
+def test_copy_through_etcd_hbase_and_sqlite_keeps_every_byte(
+    zookeeper_uri: Callable[[str], str], etcd: Any, hbase: Any, tmp_path: Path, manager: str
 ) -> None:
     source_uri, back_uri = zookeeper_uri(manager), zookeeper_uri(manager)
-    etcd_uri = f"etcd://127.0.0.1:{etcd.port}{etcd.new_root()}"
     with (
         open_cluster(source_uri, create=True) as source,
-        open_cluster(etcd_uri) as etcd_cluster,
+        open_cluster(etcd.metadata_uri(etcd.new_root())) as etcd_cluster,
+        open_cluster(hbase.metadata_uri(hbase.new_root())) as hbase_cluster,
         open_cluster(f"sqlite://{tmp_path}/m.db", create_store=True) as sqlite_cluster,
         open_cluster(back_uri) as back,
     ):
         fill(source, ids_of(source_uri))
-        for one, other in ((source, etcd_cluster), (etcd_cluster, sqlite_cluster), (sqlite_cluster, back)):
+        for one, other in pairwise((source, etcd_cluster, hbase_cluster, sqlite_cluster, back)):
             copy(one, other)
         expected = [record._replace(ctime_ms=None) for record in text_of(source)]
         assert [record._replace(ctime_ms=None) for record in text_of(back)] == expected
-        assert list(compare(ClusterSource(source).records(), ClusterSource(etcd_cluster).records())) == []
+        assert list(compare(ClusterSource(source).records(), ClusterSource(hbase_cluster).records())) == []
         assert back.instance_id() == source.instance_id()
         assert back.store.get("LAYOUT").value == source.store.get("LAYOUT").value  # type: ignore[union-attr]
         for ledger in ids_of(source_uri):

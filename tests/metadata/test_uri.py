@@ -23,6 +23,9 @@ from bkctl.metadata.uri import LEDGER_MANAGER_TYPES, MetadataUri, parse_uri
         ("etcd://e1:2379;e2/scope", "etcd", "null", "e1:2379,e2:2379", "/scope"),
         ("etcd+hierarchical://e1:2379,e2:2380/a/b", "etcd", "null", "e1:2379,e2:2380", "/a/b"),
         ("ETCD+longhierarchical://[::1]", "etcd", "null", "[::1]:2379", "/ledgers"),
+        ("hbase://h1:2181;h2/prod", "hbase", "null", "h1:2181,h2:2181", "/prod"),
+        ("HBase://h1", "hbase", "null", "h1:2181", "/bookkeeper"),
+        ("hbase://h1,h2:1/ns:prod-1?znode=/hbase-unsecure", "hbase", "null", "h1:2181,h2:1", "/ns:prod-1"),
         ("sqlite:///var/lib/my data/m.db", "sqlite", "null", "", "/var/lib/my data/m.db"),
         ("metadata-store:zk:z1:2181,z2:2181/ledgers", "zk", "null", "z1:2181,z2:2181", "/ledgers"),
         ("metadata-store:z1:2181;z2:2181/chroot", "zk", "null", "z1:2181,z2:2181", "/chroot"),
@@ -70,6 +73,15 @@ def test_every_form_is_read(text: str, driver: str, manager_type: str, connect_s
         ("sqlite+flat:///tmp/m.db", "no ledger manager type"),
         ("sqlite:///tmp/m\0.db", "control characters"),
         ("etcd+ms://e1/x", "no ledger manager type"),
+        ("hbase+flat://h1/x", "no ledger manager type"),
+        ("hbase://h1/a/b", "prefix of HBase's table names"),
+        ("hbase://h1/a b", "blanks"),
+        ("hbase://h1/.a", "prefix of HBase's table names"),
+        ("hbase:///x", "names no host"),
+        ("hbase://h1/x?root=/hbase", "only znode"),
+        ("hbase://h1/x?znode=hbase", "path of HBase's nodes"),
+        ("hbase://h1/x?znode=/", "path of HBase's nodes"),
+        ("hbase://h1/x?znode=/a/../b", "path of HBase's nodes"),
         ("metadata-store:", "names no host"),
         ("zk://" + "a" * 5000, "characters"),
     ],
@@ -115,7 +127,7 @@ def test_uri_text_parses_to_an_equal_uri(manager_type: str, pairs: list[tuple[st
     assert parse_uri(uri.text.replace(";", ",")) == uri
 
 
-beginnings = st.sampled_from(["", "zk://", "etcd://", "sqlite:///", "metadata-store:", "zk+"])
+beginnings = st.sampled_from(["", "zk://", "etcd://", "hbase://", "sqlite:///", "metadata-store:", "zk+"])
 
 
 @given(st.builds("{}{}".format, beginnings, st.text(max_size=60)))

@@ -1,4 +1,4 @@
-"""Apache's servers for the tests: ZooKeeper, BookKeeper and Java programs, as child processes on loopback ports.
+"""Apache's servers for the tests: ZooKeeper, HBase, BookKeeper and Java programs, as child processes on loopback ports.
 
 Every process has its own process group and is ended by its id: by `stop()` and `kill()`, when the interpreter exits,
 and by a small reaper process when the test run itself is killed.
@@ -39,6 +39,7 @@ CACHE: Final = Path(os.environ.get("BKCTL_TEST_CACHE") or REPOSITORY / ".cache")
 BOOKKEEPER_VERSION: Final = os.environ.get("BKCTL_TEST_BOOKKEEPER") or "4.18.0"
 #: The one release whose etcd driver is published.
 ETCD_DRIVER_VERSION: Final = "4.17.3"
+HBASE_VERSION: Final = "2.6.4-hadoop3"
 #: Nobody waits that long on a machine that has time; one that is busy must not fail for it.
 START_TIMEOUT_S: Final = 240.0
 STOP_TIMEOUT_S: Final = 120.0
@@ -294,6 +295,11 @@ def fetch_etcd_driver() -> Path:
     """The directory that holds Apache's etcd driver, of BookKeeper ETCD_DRIVER_VERSION, and jetcd. As `fetch_jars`."""
     name = f"etcd-{ETCD_DRIVER_VERSION}"
     return _fetch(name, "Apache's etcd driver", "etcd-pom.xml", "dependency:copy")
+
+
+def fetch_hbase() -> Path:
+    """The directory that holds Apache HBase HBASE_VERSION and all it needs. As `fetch_jars`."""
+    return _fetch(f"hbase-{HBASE_VERSION}", "Apache HBase", "hbase-pom.xml", f"-Dhbase.version={HBASE_VERSION}")
 
 
 def _fetch(name: str, what: str, pom: str, *arguments: str) -> Path:
@@ -783,6 +789,95 @@ class EtcdServer(Server):
         super().launch()
 
 
+# --- HBase -------------------------------------------------------------------------------------------------------
+
+
+class HBaseServer(Server):
+    """HBase and its ZooKeeper in one JVM; `start()` after `kill()` serves the same data on the same ports.
+
+    What it acknowledged is in the operating system's hands, so that killing it loses nothing.
+    """
+
+    _roots = itertools.count(1)
+
+    def __init__(self, directory: Path, *, heap_mb: int = 512) -> None:
+        self.java = find_java()
+        self.jars = fetch_hbase()
+        self.directory = directory
+        self.heap_mb = heap_mb
+        self.port = free_port()
+        self._server_ports = free_port(), free_port()
+        self._log_size = 0
+        super().__init__(f"hbase:{self.port}", directory / "hbase.log", self._arguments, self._serves)
+
+    @property
+    def connect_string(self) -> str:
+        """`127.0.0.1:PORT`, of its ZooKeeper."""
+        return f"127.0.0.1:{self.port}"
+
+    def metadata_uri(self, root: str = "/ledgers") -> str:
+        """bkctl's metadata URI of a prefix of tables here."""
+        return f"hbase://{self.connect_string}{root}"
+
+    def new_root(self) -> str:
+        """A prefix of tables (`/test-7`) that nobody uses; no table of it exists yet."""
+        return f"/test-{next(self._roots)}"
+
+    def _arguments(self) -> list[str]:
+        master, region_server = self._server_ports
+        settings = {
+            "hbase.rootdir": f"file://{self.directory}/root",
+            "hbase.tmp.dir": f"{self.directory}/tmp",
+            "hbase.cluster.distributed": "false",
+            "hbase.zookeeper.quorum": "127.0.0.1",
+            "hbase.zookeeper.property.clientPort": self.port,
+            "hbase.zookeeper.property.dataDir": f"{self.directory}/zookeeper",
+            "hbase.zookeeper.property.tickTime": 500,
+            "hbase.zookeeper.property.maxSessionTimeout": 60_000,
+            "hbase.zookeeper.property.maxClientCnxns": 0,
+            "zookeeper.session.timeout": 60_000,
+            "hbase.master.port": master,
+            "hbase.regionserver.port": region_server,
+            **{f"hbase.{role}.info.port": -1 for role in ("master", "regionserver")},
+            **{f"hbase.{role}.{name}": "127.0.0.1" for role in ("master", "regionserver")
+               for name in ("hostname", "ipc.address")},
+            # The default needs HDFS; without Hadoop's checksums each flush reaches the operating system.
+            "hbase.wal.provider": "filesystem",
+            "fs.file.impl": "org.apache.hadoop.fs.RawLocalFileSystem",
+            # Small: many tables of few rows.
+            "hbase.hregion.memstore.mslab.enabled": "false",
+            "hbase.regionserver.handler.count": 10,
+            "hbase.master.start.timeout.localHBaseCluster": 240_000,
+        }  # fmt: skip
+        configuration = self.directory / "configuration"
+        configuration.mkdir(parents=True, exist_ok=True)
+        properties = "".join(
+            f"<property><name>{name}</name><value>{value}</value></property>\n" for name, value in settings.items()
+        )
+        (configuration / "hbase-site.xml").write_text(f"<configuration>\n{properties}</configuration>\n")
+        (configuration / "log4j.properties").write_text(
+            "log4j.rootLogger=WARN,stderr\nlog4j.logger.org.apache.hadoop.hbase.master.HMaster=INFO\n"
+            "log4j.appender.stderr=org.apache.log4j.ConsoleAppender\nlog4j.appender.stderr.target=System.err\n"
+            "log4j.appender.stderr.layout=org.apache.log4j.PatternLayout\n"
+            "log4j.appender.stderr.layout.ConversionPattern=%d %p %c{1}: %m%n\n"
+        )
+        opened = ("java.nio", "java.lang", "jdk.internal.misc", "jdk.internal.ref", "sun.nio.ch")
+        return [
+            self.java, f"-Xmx{self.heap_mb}m", *JVM_OPTIONS, "-Djava.net.preferIPv4Stack=true",
+            *(f"--add-opens=java.base/{package}=ALL-UNNAMED" for package in opened),
+            "-Dzookeeper.forceSync=no", "-Dzookeeper.preAllocSize=256", "-Dzookeeper.jmx.log4j.disable=true",
+            f"-Djava.io.tmpdir={_java_scratch()}", "-cp", f"{configuration}:{self.jars}/*",
+            "org.apache.hadoop.hbase.master.HMaster", "start",
+        ]  # fmt: skip
+
+    def launch(self) -> None:
+        self._log_size = self.log.stat().st_size if self.log.exists() else 0
+        super().launch()
+
+    def _serves(self) -> bool:
+        return "Master has completed initialization" in self.log_tail(self._log_size, 1 << 20)
+
+
 # --- BookKeeper --------------------------------------------------------------------------------------------------
 
 
@@ -941,10 +1036,11 @@ class ApacheCluster:
 
 
 def main() -> None:
-    """Make what `java` and `java_on_etcd` need, ahead of the tests and their timeouts; say so if it cannot be had."""
+    """Make what `java`, `java_on_etcd` and `hbase` need, ahead of the tests; say so if it cannot be had."""
     try:
         Java().share_classes()
         JavaOnEtcd()
+        fetch_hbase()
     except pytest.skip.Exception as reason:
         print(f"tests that need it are skipped: {reason}", file=sys.stderr)
     except pytest.fail.Exception as reason:

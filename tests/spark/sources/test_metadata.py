@@ -101,8 +101,10 @@ def test_ranges_of_zookeeper_hold_every_ledger_once(zookeeper: servers.ZooKeeper
     check_ranges(uri)
 
 
-def test_ranges_of_etcd_hold_every_ledger_once(etcd: servers.EtcdServer) -> None:
-    uri = etcd.metadata_uri(etcd.new_root())
+@pytest.mark.parametrize("kind", ["etcd", "hbase"])
+def test_ranges_of_etcd_and_hbase_hold_every_ledger_once(request: pytest.FixtureRequest, kind: str) -> None:
+    server: servers.EtcdServer | servers.HBaseServer = request.getfixturevalue(kind)
+    uri = server.metadata_uri(server.new_root())
     with open_cluster(uri, create=True) as cluster:
         fill(cluster)
     check_ranges(uri)

@@ -1,0 +1,296 @@
+"""One table of HBase: where its regions are, calls to them that outlive a move or a restart, its creation and removal.
+
+Source: ClientMetaTableAccessor, ZKConnectionRegistry, ConnectionUtils, HMaster.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn, TypeVar
+
+from google.protobuf.message import DecodeError, Message
+from kazoo.exceptions import NoNodeError
+
+from bkctl.errors import BkctlError, NotFound, TimedOut, Unauthorized, Unreachable, Unsupported
+from bkctl.metadata.backends.hbase import hbase_pb2 as pb
+from bkctl.metadata.backends.hbase.rpc import (
+    CLIENT_SERVICE,
+    MASTER_SERVICE,
+    CallLost,
+    CallRefused,
+    RegionServer,
+    Retries,
+    Rpc,
+)
+
+if TYPE_CHECKING:
+    from bkctl.metadata.backends.zookeeper.connection import ZooKeeperConnection
+
+M = TypeVar("M", bound=Message)
+T = TypeVar("T")
+
+_META_REGION: Final = pb.RegionSpecifier(type=pb.RegionSpecifier.REGION_NAME, value=b"hbase:meta,,1")
+_META_PAGE_SIZE: Final = 1000
+_PROTOBUF_MAGIC: Final = b"PBUF"
+_ZNODE_MAGIC: Final = b"\xff"
+#: Exceptions that HBase marks as final although another attempt may succeed: elsewhere, or once a procedure is done.
+_PASSING: Final = frozenset(
+    (
+        "NotServingRegionException",
+        "RegionMovedException",
+        "RegionServerStoppedException",
+        "ServerNotRunningYetException",
+        "UnknownScannerException",
+        "OutOfOrderScannerNextException",
+    )
+)
+
+
+class TableMissing(Exception):
+    """The table does not exist."""
+
+
+class RegionLost(Exception):
+    """The region is not where it was, or not there yet: ask again."""
+
+
+class Region(NamedTuple):
+    """The rows from `start` to before `end` (b"": to the last), and the server that has them."""
+
+    name: bytes
+    start: bytes
+    end: bytes
+    server: RegionServer
+
+    @property
+    def specifier(self) -> pb.RegionSpecifier:
+        """The region as requests name it."""
+        return pb.RegionSpecifier(type=pb.RegionSpecifier.REGION_NAME, value=self.name)
+
+
+class HBaseTable:
+    """The table `NAMESPACE:NAME`, or `NAME`, of the HBase whose znodes are below `znode` in this ZooKeeper."""
+
+    def __init__(self, zookeeper: ZooKeeperConnection, znode: str, name: str) -> None:
+        namespace, colon, qualifier = name.rpartition(":")
+        self.name = name
+        namespace = namespace if colon else "default"
+        self._table_name = pb.TableName(namespace=namespace.encode(), qualifier=qualifier.encode())
+        self._zookeeper = zookeeper
+        self._znode = znode
+        self._rpc = Rpc()
+        self._lock = threading.Lock()
+        self._regions: list[Region] = []
+
+    @property
+    def timeout_s(self) -> float:
+        """The longest wait of an operation."""
+        return self._zookeeper.timeout_s
+
+    def close(self) -> None:
+        """Close the connections to HBase's servers."""
+        self._rpc.close()
+
+    # operations
+
+    def attempt(self, work: Callable[[Retries, bool], T]) -> T:
+        """Return what `work` returns, which is called again while HBase's servers or regions come, go or move.
+
+        Its second argument is true where an earlier attempt may have been executed. Raises TimedOut, Unauthorized,
+        and BkctlError for other refusals; TableMissing.
+        """
+        retries, repeated = Retries(self.timeout_s), False
+        problem: Exception | None = None
+        while True:
+            try:
+                return work(retries, repeated)
+            except TimedOut as error:  # ZooKeeper's, for want of time
+                raise error if problem is None else self._timed_out(problem) from error
+            except RegionLost as error:
+                problem = error
+            except CallLost as error:
+                repeated, problem = True, error
+            except CallRefused as error:
+                if error.kind == "TableNotFoundException":
+                    raise TableMissing from error
+                if error.is_final and error.kind not in _PASSING:
+                    self._refuse(error)
+                repeated, problem = True, error
+            self.forget()
+            if self._rpc.is_closed:
+                raise Unreachable(f"The connection to HBase at {self._zookeeper.hosts} is closed") from problem
+            if not retries.pause():
+                raise self._timed_out(problem) from problem
+
+    def _timed_out(self, problem: Exception) -> TimedOut:
+        return TimedOut(f"HBase at {self._zookeeper.hosts} did not answer within {self.timeout_s:g} s: {problem}")
+
+    def _refuse(self, error: CallRefused) -> NoReturn:
+        if error.kind == "AccessDeniedException":
+            raise Unauthorized(
+                f"HBase at {self._zookeeper.hosts} refuses access to table {self.name}",
+                hint="bkctl gives HBase the name of its system user, without Kerberos",
+            ) from error
+        raise BkctlError(f"HBase at {self._zookeeper.hosts} refused a request to table {self.name}: {error}") from error
+
+    def call(self, server: RegionServer, method: str, request: Message, answer: type[M], retries: Retries) -> M:
+        """Return a region server's answer. Raises CallLost, CallRefused."""
+        return self._rpc.call(server, CLIENT_SERVICE, method, request, answer, retries.remaining_s)
+
+    # regions
+
+    def forget(self) -> None:
+        """Look the regions up again at the next use."""
+        with self._lock:
+            self._regions = []
+
+    def region(self, row: bytes, retries: Retries) -> Region:
+        """Return the region of the row. Raises TableMissing, RegionLost, CallLost, CallRefused."""
+        regions = self.regions(retries)
+        at = bisect_right(regions, row, key=lambda region: region.start) - 1
+        if at < 0 or (regions[at].end and row >= regions[at].end):
+            raise RegionLost(f"a region of table {self.name} is not assigned")
+        return regions[at]
+
+    def regions(self, retries: Retries) -> list[Region]:
+        """Return the table's regions that are assigned, by their first row. Raises as `region`."""
+        with self._lock:
+            if not self._regions:
+                self._regions = self._read_regions(retries)
+            return self._regions
+
+    def _read_regions(self, retries: Retries) -> list[Region]:
+        name = self.name.removeprefix("default:").encode()
+        meta = self._server_in("meta-region-server", retries)
+        scan = pb.Scan(
+            start_row=name + b",,",
+            stop_row=name + b" ,,",
+            caching=_META_PAGE_SIZE,
+            column=[pb.Column(family=b"info", qualifier=[b"regioninfo", b"server"])],
+        )
+        is_known = False
+        found: list[Region] = []
+        while True:
+            request = pb.ScanRequest(region=_META_REGION, scan=scan, number_of_rows=_META_PAGE_SIZE, close_scanner=True)
+            page = self.call(meta, "Scan", request, pb.ScanResponse, retries)
+            for result in page.results:
+                values = {cell.qualifier: cell.value for cell in result.cell}
+                info = values.get(b"regioninfo", b"")
+                try:
+                    region = pb.RegionInfo.FromString(info.removeprefix(_PROTOBUF_MAGIC))
+                except DecodeError:
+                    continue
+                is_known = True
+                host, _, port = values.get(b"server", b"").decode("utf-8", "replace").rpartition(":")
+                if host and port.isdigit() and not (region.offline or region.split):
+                    found.append(
+                        Region(result.cell[0].row, region.start_key, region.end_key, RegionServer(host, int(port)))
+                    )
+            if not page.results or len(page.results) < _META_PAGE_SIZE:
+                break
+            scan.start_row = page.results[-1].cell[0].row + b"\0"
+        if not is_known:
+            raise TableMissing
+        if not found:
+            raise RegionLost(f"no region of table {self.name} is assigned")
+        return found
+
+    def _server_in(self, name: str, retries: Retries) -> RegionServer:
+        """Return the server that the znode names. Raises RegionLost while there is none; NotFound without an HBase."""
+        zookeeper, path = self._zookeeper, f"{self._znode}/{name}"
+        try:
+            data, _ = zookeeper.run(lambda: zookeeper.client.get_async(path), retries.remaining_s)
+        except NoNodeError as error:
+            if zookeeper.run(lambda: zookeeper.client.exists_async(self._znode), retries.remaining_s) is None:
+                raise NotFound(
+                    f"No HBase in ZooKeeper at {zookeeper.hosts}: it has no node {self._znode}",
+                    hint="check the quorum, and name HBase's zookeeper.znode.parent as ?znode=/PATH",
+                ) from error
+            raise RegionLost(f"no server is registered at {path}") from error
+        # 0xFF, the length of a process's name in four bytes, that name, "PBUF", the message.
+        if data.startswith(_ZNODE_MAGIC):
+            data = data[5 + int.from_bytes(data[1:5]) :]
+        try:
+            server = pb.ServerNode.FromString(data.removeprefix(_PROTOBUF_MAGIC)).server
+        except DecodeError as error:
+            raise Unsupported(f"{path} in ZooKeeper at {zookeeper.hosts} names no server of HBase") from error
+        return RegionServer(server.host_name, server.port)
+
+    # the table itself
+
+    def exists(self) -> bool:
+        """Return whether the table exists."""
+        try:
+            self.attempt(lambda retries, _: self.regions(retries))
+        except TableMissing:
+            return False
+        return True
+
+    def create(self, family: bytes, splits: Sequence[bytes]) -> bool:
+        """Create the table with one family and these borders of regions, and wait for it; return False if it exists."""
+        schema = pb.TableSchema(
+            table_name=self._table_name,
+            column_families=[
+                pb.ColumnFamilySchema(name=family, attributes=[pb.BytesBytesPair(first=b"VERSIONS", second=b"1")])
+            ],
+        )
+        request = pb.CreateTableRequest(table_schema=schema, split_keys=splits)
+        created = self._run_procedure("CreateTable", request, "TableExistsException")
+
+        def wait(retries: Retries, _: bool) -> None:
+            try:
+                regions = self.regions(retries)
+            except TableMissing as error:
+                raise RegionLost(f"table {self.name} is not there yet") from error
+            if len(regions) <= len(splits) and created:
+                raise RegionLost(f"a region of table {self.name} is not assigned")
+
+        self.attempt(wait)
+        return created
+
+    def drop(self) -> None:
+        """Remove the table with all its rows; do nothing without one."""
+        request = pb.TableRequest(table_name=self._table_name)
+        try:
+            self._run_procedure("DisableTable", request, "TableNotEnabledException")
+            self._run_procedure("DeleteTable", request, "TableNotFoundException")
+        except TableMissing:
+            pass
+        self.forget()
+
+    def _run_procedure(self, method: str, request: Message, done: str) -> bool:
+        """Have the master run a procedure to its end; return False where it answers by the exception `done`."""
+
+        def call(name: str, message: Message, answer: type[M]) -> M:
+            def work(retries: Retries, _: bool) -> M:
+                master = self._server_in("master", retries)
+                return self._rpc.call(master, MASTER_SERVICE, name, message, answer, retries.remaining_s)
+
+            return self.attempt(work)
+
+        try:
+            procedure = call(method, request, pb.ProcedureResponse)
+        except TableMissing:
+            if done == "TableNotFoundException":
+                return False
+            raise
+        except BkctlError as error:
+            if isinstance(error.__cause__, CallRefused) and error.__cause__.kind == done:
+                return False
+            raise
+        retries = Retries(self.timeout_s)
+        question = pb.GetProcedureResultRequest(proc_id=procedure.proc_id)
+        while (result := call("getProcedureResult", question, pb.GetProcedureResultResponse)).state == result.RUNNING:
+            if not retries.pause():
+                raise TimedOut(f"HBase at {self._zookeeper.hosts} did not end {method} within {self.timeout_s:g} s")
+        if result.HasField("exception"):
+            problem = result.exception.generic_exception
+            if problem.class_name.endswith(done):
+                return False
+            raise BkctlError(
+                f"HBase at {self._zookeeper.hosts} failed {method} of table {self.name}: {problem.class_name}: "
+                f"{problem.message}"
+            )
+        return True

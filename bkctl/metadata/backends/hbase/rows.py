@@ -1,0 +1,373 @@
+"""Ledgers as rows of HBase's table, and numbers that count up.
+
+    <bucket, 1 byte> <scope id, 8 bytes> <ledger id, 8 bytes>   m:d metadata, m:v version, m:w writer (8 bytes each)
+    ff <name>                                                   m:c a counter
+
+The bucket is one of 16, from a hash of the id: consecutive ids are spread over as many regions, and a scope is one
+range of rows in each bucket; listings merge them. A version is the time of the write in ms since 1970, above that of
+the write before, and the timestamp of its cells. A change is a check-and-mutate on the version and a read, in one
+request; the writer is random, by which one whose answer was lost is recognised. A deletion covers just the version that
+was deleted. Where another client's clock is ahead, it may hide a new row all the same: that is written again with a
+later version.
+"""
+
+from __future__ import annotations
+
+import heapq
+import os
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future
+from itertools import islice
+from typing import Final, NamedTuple
+
+from bkctl.errors import AlreadyExists, MetadataVersionConflict, NotFound
+from bkctl.ids import I64_MAX, U64_MAX
+from bkctl.metadata.backends.hbase import hbase_pb2 as pb
+from bkctl.metadata.backends.hbase.regions import HBaseTable, Region, RegionLost
+from bkctl.metadata.backends.hbase.rpc import CallRefused, RegionServer, Retries
+from bkctl.metadata.store import NEW
+
+BUCKETS: Final = 16
+FAMILY: Final = b"m"
+_VERSION: Final = b"v"
+_DATA: Final = b"d"
+_WRITER: Final = b"w"
+_COUNTER: Final = b"c"
+_COUNTERS: Final = b"\xff"
+#: Fibonacci hashing: neighbours and multiples of any number are spread alike.
+_HASH_FACTOR: Final = 0x9E3779B97F4A7C15
+_BUCKET_SHIFT: Final = 60
+BATCH_SIZE: Final = 200
+_BATCHES_AHEAD: Final = 3
+_PAGE_SIZE_FIRST: Final = 64
+_PAGE_SIZE_MAX: Final = 1000
+_VALUE_MAX: Final = (1 << 128) - 1
+_FILTERS: Final = "org.apache.hadoop.hbase.filter."
+_ABSENT: Final = pb.Comparator(name=f"{_FILTERS}NullComparator", serialized_comparator=b"")
+#: The cell type of a deletion of all that a family has up to its timestamp.
+_DELETE_FAMILY: Final = 14
+
+
+class Row(NamedTuple):
+    """A ledger's row as read."""
+
+    value: bytes
+    version: int
+    writer: bytes
+
+
+def row_key(ledger: int) -> bytes:
+    """Return the row of the ledger whose 128-bit number is `ledger`."""
+    bucket = ((ledger >> 64 ^ ledger) * _HASH_FACTOR & U64_MAX) >> _BUCKET_SHIFT
+    return bytes((bucket,)) + ledger.to_bytes(16)
+
+
+class Rows:
+    """The rows of one table. `executor` has threads for requests beside the caller's."""
+
+    def __init__(self, table: HBaseTable, executor: Executor) -> None:
+        self.table = table
+        self._executor = executor
+
+    def create_table(self) -> bool:
+        """Create the table, a region for each bucket; return False if it exists."""
+        return self.table.create(FAMILY, [bytes((bucket,)) for bucket in range(1, BUCKETS)])
+
+    # reads
+
+    def get(self, ledgers: Sequence[int]) -> list[Row | None]:
+        """Return the rows of these ledgers, None for each missing one. Raises TableMissing."""
+        found: list[Row | None] = [None] * len(ledgers)
+        keys = [row_key(ledger) for ledger in ledgers]
+        pending = list(range(len(keys)))
+
+        def work(retries: Retries, _: bool) -> None:
+            by_server: dict[RegionServer, dict[Region, list[int]]] = defaultdict(lambda: defaultdict(list))
+            for at in pending:
+                region = self.table.region(keys[at], retries)
+                by_server[region.server][region].append(at)
+            problem: Exception | None = None
+            for server, regions in by_server.items():
+                request = pb.MultiRequest()
+                for region, places in regions.items():
+                    action = request.regionAction.add(region=region.specifier)
+                    for at in places:
+                        action.action.add(index=at, get=pb.Get(row=keys[at]))
+                answer = self.table.call(server, "Multi", request, pb.MultiResponse, retries)
+                for result in answer.regionActionResult:
+                    if result.HasField("exception"):
+                        problem = _refusal(result.exception)
+                    for each in result.resultOrException:
+                        if each.HasField("exception"):
+                            problem = _refusal(each.exception)
+                        else:
+                            found[each.index] = _row(each.result)
+                            done.add(each.index)
+            pending[:] = [at for at in pending if at not in done]
+            if pending:
+                raise problem or RegionLost(f"table {self.table.name}: {len(pending)} rows were not answered")
+
+        done: set[int] = set()
+        if pending:
+            self.table.attempt(work)
+        return found
+
+    def get_many(self, ledgers: Iterable[int]) -> Iterator[Row | None]:
+        """`get` each ledger in the order given, some batches ahead. Raises TableMissing."""
+        ledgers = iter(ledgers)
+        under_way: deque[Future[list[Row | None]]] = deque()
+        while True:
+            while len(under_way) < _BATCHES_AHEAD and (batch := list(islice(ledgers, BATCH_SIZE))):
+                under_way.append(self._executor.submit(self.get, batch))
+            if not under_way:
+                return
+            yield from under_way.popleft().result()
+
+    def ledgers(self, first: int, last: int = _VALUE_MAX, *, page_size: int = _PAGE_SIZE_FIRST) -> Iterator[int]:
+        """Yield the ledgers from `first` to `last`, ascending: the buckets' rows merged, a page of each held.
+
+        Raises TableMissing.
+        """
+        if first > last:
+            return iter(())
+        buckets = [self._bucket(bucket, first, last, page_size) for bucket in range(BUCKETS)]
+        for pages in buckets:
+            next(pages)  # sends the first request
+        return heapq.merge(*buckets)
+
+    def _bucket(self, bucket: int, first: int, last: int, page_size: int) -> Iterator[int]:
+        """Yield 0 once the first page is asked for, then the ledgers of one bucket, the next page always under way."""
+        future = self._executor.submit(self._page, bucket, first, last, page_size)
+        yield 0
+        while True:
+            page, is_last = future.result()
+            if not is_last:
+                page_size = min(2 * page_size, _PAGE_SIZE_MAX)
+                future = self._executor.submit(self._page, bucket, page[-1] + 1, last, page_size)
+            yield from page
+            if is_last:
+                return
+
+    def _page(self, bucket: int, first: int, last: int, count: int) -> tuple[list[int], bool]:
+        """Return up to `count` ledgers of the bucket from `first` on, and whether no more follow; [] only with True."""
+        start, end = bytes((bucket,)) + first.to_bytes(16), bytes((bucket,)) + last.to_bytes(16)
+
+        def work(retries: Retries, _: bool) -> tuple[list[int], bool]:
+            row = start
+            while True:
+                region = self.table.region(row, retries)
+                scan = pb.Scan(
+                    start_row=row,
+                    stop_row=end,
+                    include_stop_row=True,
+                    caching=count,
+                    column=[pb.Column(family=FAMILY, qualifier=[_VERSION])],
+                )
+                request = pb.ScanRequest(region=region.specifier, scan=scan, number_of_rows=count, close_scanner=True)
+                answer = self.table.call(region.server, "Scan", request, pb.ScanResponse, retries)
+                rows = [result.cell[0].row for result in answer.results if result.cell]
+                is_region_done = not rows or (
+                    answer.HasField("more_results_in_region") and not answer.more_results_in_region
+                )
+                is_done = is_region_done and (not region.end or region.end > end)
+                found = [int.from_bytes(row[1:]) for row in rows if len(row) == len(start)]
+                if found or is_done:
+                    return found, is_done or found[-1] == last
+                row = rows[-1] + b"\0" if rows else region.end
+
+        return self.table.attempt(work)
+
+    # changes
+
+    def put(self, ledger: int, value: bytes, expected: int) -> int:
+        """Write the ledger's row, which must be missing (NEW) or in version `expected`; return its new version.
+
+        Raises AlreadyExists, NotFound, MetadataVersionConflict, TableMissing.
+        """
+        writer = os.urandom(8)
+        key = row_key(ledger)
+        version = max(time.time_ns() // 1_000_000, expected + 1)
+        while True:
+            mutation = pb.MutationProto(row=key, mutate_type=pb.MutationProto.PUT, timestamp=version)
+            column = mutation.column_value.add(family=FAMILY)
+            column.qualifier_value.add(qualifier=_DATA, value=value)
+            column.qualifier_value.add(qualifier=_VERSION, value=version.to_bytes(8))
+            column.qualifier_value.add(qualifier=_WRITER, value=writer)
+            processed, found, repeated = self._change(mutation, None if expected == NEW else expected)
+            if found is not None and found.writer == writer:
+                return found.version
+            if processed and found is None and (hidden_by := self._hidden_by(key, version)) is not None:
+                version = max(version, hidden_by) + 1
+                expected = NEW
+                continue
+            if processed:
+                return version  # and another client has changed it since
+            if expected == NEW:
+                raise AlreadyExists("exists")
+            if found is None:
+                raise NotFound("missing")
+            # Each version is above the one before: ours was not between `expected` and a lower one.
+            raise MetadataVersionConflict(
+                f"version {found.version}, expected {expected}", may_be_applied=repeated and found.version > version
+            )
+
+    def delete(self, ledger: int, expected: int) -> None:
+        """Delete the ledger's row in version `expected`. Raises NotFound, MetadataVersionConflict, TableMissing."""
+        mutation = pb.MutationProto(
+            row=row_key(ledger), mutate_type=pb.MutationProto.DELETE, timestamp=max(expected, 0)
+        )
+        mutation.column_value.add(family=FAMILY).qualifier_value.add(
+            qualifier=b"", delete_type=pb.MutationProto.DELETE_FAMILY, timestamp=max(expected, 0)
+        )
+        processed, found, repeated = self._change(mutation, expected)
+        if processed or (found is None and repeated):
+            return
+        if found is None:
+            raise NotFound("missing")
+        raise MetadataVersionConflict(f"version {found.version}, expected {expected}", may_be_applied=repeated)
+
+    def _change(self, mutation: pb.MutationProto, version: int | None) -> tuple[bool, Row | None, bool]:
+        """Apply the mutation if the row is in `version` (None: missing).
+
+        Returns whether it was applied, the row after it, and whether an earlier attempt may have been.
+        """
+        condition = pb.Condition(
+            row=mutation.row,
+            family=FAMILY,
+            qualifier=_VERSION,
+            compare_type=pb.EQUAL,
+            comparator=_ABSENT if version is None else _equal_to(_version_bytes(version)),
+        )
+
+        def work(retries: Retries, repeated: bool) -> tuple[bool, Row | None, bool]:
+            region = self.table.region(mutation.row, retries)
+            request = pb.MultiRequest()
+            change = request.regionAction.add(region=region.specifier, condition=condition)
+            change.action.add(index=0, mutation=mutation)
+            read = request.regionAction.add(region=region.specifier)
+            read.action.add(index=0, get=pb.Get(row=mutation.row))
+            answer = self.table.call(region.server, "Multi", request, pb.MultiResponse, retries)
+            if len(answer.regionActionResult) != 2:
+                raise RegionLost(f"{region.server} answered half of a request")
+            changed, after = answer.regionActionResult
+            _check((changed, after))
+            return changed.processed, _row(after.resultOrException[0].result), repeated
+
+        return self.table.attempt(work)
+
+    def _hidden_by(self, key: bytes, version: int) -> int | None:
+        """Return the timestamp of the deletion that hides the cells that we wrote in `version`; None: there is none.
+
+        One of that very version may also have come between our write and the read behind it, in the same request; far
+        more likely it is of an earlier row, written and deleted in the ms of ours.
+        """
+
+        def work(retries: Retries, _: bool) -> int | None:
+            region = self.table.region(key, retries)
+            scan = pb.Scan(
+                start_row=key,
+                stop_row=key,
+                include_stop_row=True,
+                max_versions=I64_MAX >> 32,
+                attribute=[pb.NameBytesPair(name="_raw_", value=b"\xff")],
+            )
+            request = pb.ScanRequest(region=region.specifier, scan=scan, number_of_rows=1, close_scanner=True)
+            answer = self.table.call(region.server, "Scan", request, pb.ScanResponse, retries)
+            deletions = [
+                cell.timestamp for result in answer.results for cell in result.cell if cell.cell_type == _DELETE_FAMILY
+            ]
+            latest = max(deletions, default=0)
+            return latest if latest >= version else None
+
+        return self.table.attempt(work)
+
+    # counters
+
+    def next_number(self, name: str) -> int:
+        """Return the counter's value, 0 at first, and count on; a number whose answer is lost is passed over."""
+        key = _COUNTERS + name.encode()
+        mutation = pb.MutationProto(row=key, mutate_type=pb.MutationProto.INCREMENT)
+        mutation.column_value.add(family=FAMILY).qualifier_value.add(qualifier=_COUNTER, value=(1).to_bytes(8))
+
+        def work(retries: Retries, _: bool) -> int:
+            region = self.table.region(key, retries)
+            request = pb.MutateRequest(region=region.specifier, mutation=mutation)
+            answer = self.table.call(region.server, "Mutate", request, pb.MutateResponse, retries)
+            return int.from_bytes(answer.result.cell[0].value) - 1
+
+        return self.table.attempt(work)
+
+    def position(self, name: str) -> int:
+        """Return the number that `next_number` gives next."""
+        key = _COUNTERS + name.encode()
+
+        def work(retries: Retries, _: bool) -> int:
+            region = self.table.region(key, retries)
+            request = pb.MultiRequest()
+            request.regionAction.add(region=region.specifier).action.add(index=0, get=pb.Get(row=key))
+            answer = self.table.call(region.server, "Multi", request, pb.MultiResponse, retries)
+            _check(answer.regionActionResult)
+            cells = answer.regionActionResult[0].resultOrException[0].result.cell
+            return int.from_bytes(cells[0].value) if cells else 0
+
+        return self.table.attempt(work)
+
+    def advance(self, name: str, position: int) -> None:
+        """Make `next_number` give `position` or more from now on."""
+        key = _COUNTERS + name.encode()
+        while (found := self.position(name)) < position:
+            mutation = pb.MutationProto(row=key, mutate_type=pb.MutationProto.PUT)
+            mutation.column_value.add(family=FAMILY).qualifier_value.add(qualifier=_COUNTER, value=position.to_bytes(8))
+            condition = pb.Condition(
+                row=key,
+                family=FAMILY,
+                qualifier=_COUNTER,
+                compare_type=pb.EQUAL,
+                comparator=_equal_to(found.to_bytes(8)) if found else _ABSENT,
+            )
+
+            def work(
+                retries: Retries,
+                _: bool,
+                mutation: pb.MutationProto = mutation,
+                condition: pb.Condition = condition,
+            ) -> None:
+                region = self.table.region(key, retries)
+                request = pb.MutateRequest(region=region.specifier, mutation=mutation, condition=condition)
+                self.table.call(region.server, "Mutate", request, pb.MutateResponse, retries)
+
+            self.table.attempt(work)
+
+
+def _version_bytes(version: int) -> bytes:
+    return version.to_bytes(8) if 0 <= version <= I64_MAX else b"\xff" * 8  # no row has it
+
+
+def _equal_to(value: bytes) -> pb.Comparator:
+    message = pb.BinaryComparator(comparable=pb.ByteArrayComparable(value=value))
+    return pb.Comparator(name=f"{_FILTERS}BinaryComparator", serialized_comparator=message.SerializeToString())
+
+
+def _check(results: Iterable[pb.RegionActionResult]) -> None:
+    """Raise CallRefused for the first exception among the results."""
+    for result in results:
+        if result.HasField("exception"):
+            raise _refusal(result.exception)
+        for each in result.resultOrException:
+            if each.HasField("exception"):
+                raise _refusal(each.exception)
+
+
+def _refusal(exception: pb.NameBytesPair) -> CallRefused:
+    """Return the exception of one action; HBase sends no flag with it, and its kind says if it is final."""
+    kind = exception.name.rpartition(".")[2]
+    is_final = kind.startswith(("DoNotRetry", "NoSuchColumnFamily", "AccessDenied", "UnsupportedOperation"))
+    return CallRefused(exception.name, exception.value.decode("utf-8", "replace"), is_final)
+
+
+def _row(result: pb.Result) -> Row | None:
+    values = {cell.qualifier: cell.value for cell in result.cell}
+    version = values.get(_VERSION)
+    return None if version is None else Row(values.get(_DATA, b""), int.from_bytes(version), values.get(_WRITER, b""))

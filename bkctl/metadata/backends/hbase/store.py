@@ -1,0 +1,338 @@
+"""The metadata store on HBase: the ledgers and counters in one table, all else in the ZooKeeper that HBase has.
+
+HBase has neither ephemerals nor watches. So registrations, cookies, LAYOUT, and the marks and locks of auto-recovery
+are nodes below a root of our own in HBase's ZooKeeper, as `ZooKeeperStore` keeps them, and watched ledgers are read
+periodically. `ledgers` is the table as a node, `ledgers/<qualified name>` a row of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby, islice
+from typing import Final
+
+from bkctl.errors import AlreadyExists, BkctlError, Conflict, MetadataVersionConflict, NotFound, Unsupported, UsageError
+from bkctl.metadata.backends.hbase.regions import HBaseTable, TableMissing
+from bkctl.metadata.backends.hbase.rows import Row, Rows
+from bkctl.metadata.backends.zookeeper.store import SESSION_TIMEOUT_S, ZooKeeperStore
+from bkctl.metadata.ledgers import LEDGERS
+from bkctl.metadata.store import (
+    NEW,
+    NO_CLUSTER_HINT,
+    NO_SECURITY,
+    VALUE_SIZE_BYTES_MAX,
+    MetadataStore,
+    StoreSecurity,
+    Versioned,
+    check_path,
+)
+from bkctl.metadata.uri import HBASE_ZNODE_DEFAULT
+
+WATCH_POLL_S: Final = 0.5
+_THREADS: Final = 8
+_ROW: Final = re.compile(f"{LEDGERS}/([0-9a-f]{{32}})", re.ASCII)
+#: Rows of which `children` asks for the first page, where it wants only some: from each of the buckets.
+_PAGE_SIZE_MIN: Final = 4
+
+
+class HBaseStore(ZooKeeperStore):
+    """`MetadataStore` on the HBase of the ZooKeeper ensemble `hosts`, in the table `PREFIX_ledgers`.
+
+    Nodes beside the ledgers are below `/bkctl/PREFIX/ledgers` there. `znode` is HBase's `zookeeper.znode.parent`.
+    `security` logs in to ZooKeeper. Raises as `ZooKeeperStore`, and Unsupported for TLS; HBase itself is asked once a
+    ledger is needed.
+    """
+
+    def __init__(
+        self,
+        hosts: str,
+        prefix: str,
+        *,
+        znode: str = HBASE_ZNODE_DEFAULT,
+        timeout_s: float = 30.0,
+        session_timeout_s: float = SESSION_TIMEOUT_S,
+        security: StoreSecurity = NO_SECURITY,
+    ) -> None:
+        if security.tls:
+            raise Unsupported(
+                "HBase is reached without TLS, and ledger metadata holds passwords",
+                hint="leave TLS out where the network is trusted",
+            )
+        self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="hbase")
+        self._table: HBaseTable | None = None
+        self._watched: dict[int, _Watch] = {}
+        self._watch_lock = threading.Lock()
+        self._watch_thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        super().__init__(
+            hosts,
+            f"/bkctl/{prefix}/ledgers",
+            timeout_s=timeout_s,
+            session_timeout_s=session_timeout_s,
+            security=security,
+        )
+        self.name = f"{prefix} of HBase at {hosts}"
+        self._table = HBaseTable(self._connection, znode, f"{prefix}_{LEDGERS}")
+        self._rows = Rows(self._table, self._executor)
+
+    # values
+
+    def get(self, path: str) -> Versioned[bytes] | None:
+        """See MetadataStore.get. Raises NotFound for a ledger where HBase has no table."""
+        if not _is_row(path):
+            return super().get(path)
+        ledger = _ledger(path)
+        if ledger is None:
+            return Versioned(b"", 0, None) if path == LEDGERS and self._rows.table.exists() else None
+        with self._missing_table():
+            return _versioned(self._rows.get([ledger])[0])
+
+    def get_many(self, paths: Iterable[str]) -> Iterator[Versioned[bytes] | None]:
+        """See MetadataStore.get_many. Raises as `get`."""
+        for (is_ledger, in_hbase), group in groupby(paths, lambda path: (_ledger(path) is not None, _is_row(path))):
+            if is_ledger:
+                with self._missing_table():
+                    yield from map(_versioned, self._rows.get_many(int(path[-32:], 16) for path in group))
+            elif in_hbase:
+                yield from map(self.get, group)
+            else:
+                yield from super().get_many(group)
+
+    def put(self, path: str, value: bytes, expected: int | None) -> int:
+        """See MetadataStore.put. `ledgers` itself is created with its table; a ledger needs it: NotFound else."""
+        if not _is_row(path):
+            return super().put(path, value, expected)
+        if len(value) > VALUE_SIZE_BYTES_MAX:
+            raise UsageError(f"{path}: a value of {len(value)} bytes is above the store's {VALUE_SIZE_BYTES_MAX}")
+        ledger = _ledger(path)
+        if ledger is None:
+            return self._create_table(path, expected)
+        while True:
+            version = expected
+            if version is None:
+                found = self.get(path)
+                version = NEW if found is None else found.version
+            try:
+                with self._row_errors(path):
+                    return self._rows.put(ledger, value, version)
+            except (AlreadyExists, MetadataVersionConflict, NotFound):
+                if expected is not None or not self._rows.table.exists():
+                    raise
+
+    def _create_table(self, path: str, expected: int | None) -> int:
+        if path != LEDGERS or expected not in (NEW, None):
+            raise UsageError(f"{path} cannot be written in {self.name}", hint="below it are ledgers only")
+        if not self._rows.create_table() and expected == NEW:
+            raise AlreadyExists(f"Table {self._rows.table.name} exists in HBase at {self.hosts}")
+        return 0
+
+    def put_many(self, nodes: Sequence[tuple[str, bytes, int]]) -> list[int | BkctlError]:
+        """See MetadataStore.put_many."""
+        if any(_is_row(path) for path, _, _ in nodes):
+            return MetadataStore.put_many(self, nodes)
+        return super().put_many(nodes)
+
+    def put_all(self, nodes: Sequence[tuple[str, bytes]]) -> None:
+        """See MetadataStore.put_all. Raises UsageError for ledgers, which HBase cannot write together."""
+        if any(_is_row(path) for path, _ in nodes):
+            raise UsageError(f"Ledgers cannot be created in one step in {self.name}")
+        super().put_all(nodes)
+
+    def delete(self, path: str, expected: int | None = None, *, prune: int = 0) -> None:
+        """See MetadataStore.delete. `ledgers` is deleted with its table, which must be empty."""
+        if not _is_row(path):
+            return super().delete(path, expected, prune=prune)
+        ledger = _ledger(path)
+        if ledger is None:
+            return self._drop_table(path)
+        while True:
+            version = expected
+            if version is None:
+                found = self.get(path)
+                if found is None:
+                    raise NotFound(f"No {path} in {self.name}")
+                version = found.version
+            try:
+                with self._row_errors(path):
+                    return self._rows.delete(ledger, version)
+            except MetadataVersionConflict:
+                if expected is not None:
+                    raise
+
+    def _drop_table(self, path: str) -> None:
+        found = self.children(path, limit=1)
+        if found is None:
+            raise NotFound(f"No {path} in {self.name}")
+        if found:
+            raise Conflict(f"{path} has children in {self.name}")
+        self._rows.table.drop()
+
+    @contextlib.contextmanager
+    def _missing_table(self) -> Iterator[None]:
+        """Raise NotFound for a missing table: taken for an empty one, it would have bookies delete every ledger."""
+        try:
+            yield
+        except TableMissing as error:
+            raise NotFound(
+                f"No table {self._rows.table.name} in HBase at {self.hosts}", hint=f"restore it, or {NO_CLUSTER_HINT}"
+            ) from error
+
+    @contextlib.contextmanager
+    def _row_errors(self, path: str) -> Iterator[None]:
+        """Say which node an error of a row is about."""
+        try:
+            with self._missing_table():
+                yield
+        except AlreadyExists as error:
+            raise AlreadyExists(f"{path} exists in {self.name}") from error
+        except MetadataVersionConflict as error:
+            raise MetadataVersionConflict(
+                f"{path} changed meanwhile: {error.message}", may_be_applied=error.may_be_applied
+            ) from error
+        except NotFound as error:
+            if isinstance(error.__cause__, TableMissing):
+                raise
+            raise NotFound(f"No {path} in {self.name}") from error
+
+    # children
+
+    def children(self, path: str, *, after: str = "", limit: int | None = None) -> list[str] | None:
+        """See MetadataStore.children."""
+        if not _is_row(path):
+            names = super().children(path)
+            if names is None:
+                return None
+            if path == "" and self._rows.table.exists():
+                names = sorted([*names, LEDGERS])
+            return [name for name in names if name > after][:limit]
+        if path != LEDGERS:
+            return None if self.get(path) is None else []
+        if limit == 0:
+            return [] if self._rows.table.exists() else None
+        page_size = _PAGE_SIZE_MIN if limit is None else max(min(limit // 8, 1000), _PAGE_SIZE_MIN)
+        try:
+            found = self._rows.ledgers(_first_from(after), page_size=page_size)
+            return list(islice((name for ledger in found if (name := f"{ledger:032x}") > after), limit))
+        except TableMissing:
+            return None
+
+    def children_many(self, paths: Iterable[str]) -> Iterator[list[str] | None]:
+        """See MetadataStore.children_many."""
+        rest = iter(paths)
+        while batch := list(islice(rest, 1000)):
+            if any(_is_row(path) or path == "" for path in batch):
+                found = self.get_many([path for path in batch if _ledger(path) is not None])
+                for path in batch:
+                    if _ledger(path) is None:
+                        yield self.children(path)
+                    else:
+                        yield None if next(found) is None else []
+            else:
+                yield from super().children_many(batch)
+
+    def ledgers(self, first: int, last: int) -> Iterator[int]:
+        """Yield the 128-bit numbers of the ledgers from `first` to `last`, ascending.
+
+        Raises NotFound without a table.
+        """
+        with self._missing_table():
+            yield from self._rows.ledgers(first, last)
+
+    # sequences
+
+    def sequence(self, path: str) -> int:
+        """See MetadataStore.sequence: an atomic increment."""
+        with self._missing_table():
+            return self._rows.next_number(check_path(path))
+
+    def sequence_position(self, path: str) -> int:
+        """See MetadataStore.sequence_position."""
+        with self._missing_table():
+            return self._rows.position(check_path(path))
+
+    def advance_sequence(self, path: str, position: int) -> bool:
+        """See MetadataStore.advance_sequence."""
+        with self._missing_table():
+            self._rows.advance(check_path(path), position)
+        return True
+
+    # watches
+
+    def watch(self, path: str, callback: Callable[[], None], *, children: bool = False) -> Callable[[], None]:
+        """See MetadataStore.watch; a ledger is read every WATCH_POLL_S. Raises Unsupported for the set of ledgers."""
+        if not _is_row(path):
+            return super().watch(path, callback, children=children)
+        ledger = _ledger(path)
+        if ledger is None or children:
+            raise Unsupported(f"{path} cannot be watched in {self.name}: HBase has no watches")
+        watch = _Watch(ledger, callback, _version(self.get(path)))
+        with self._watch_lock:
+            self._watched[id(watch)] = watch
+            if self._watch_thread is None:
+                self._watch_thread = threading.Thread(target=self._poll, name="hbase-watches", daemon=True)
+                self._watch_thread.start()
+
+        def cancel() -> None:
+            with self._watch_lock:
+                self._watched.pop(id(watch), None)
+
+        return cancel
+
+    def _poll(self) -> None:
+        while not self._stop.wait(WATCH_POLL_S):
+            with self._watch_lock:
+                watches = list(self._watched.values())
+            # HBase may be down: the next round reads again.
+            with contextlib.suppress(BkctlError, TableMissing):
+                rows = self._rows.get_many(watch.ledger for watch in watches)
+                for watch, row in zip(watches, rows, strict=True):
+                    version = _version(_versioned(row))
+                    if version == watch.seen or id(watch) not in self._watched:
+                        continue
+                    with contextlib.suppress(BkctlError):
+                        watch.callback()
+                        watch.seen = version
+
+    def close(self) -> None:
+        """See MetadataStore.close."""
+        self._stop.set()
+        if self._table is not None:
+            self._table.close()
+        super().close()
+        self._executor.shutdown(wait=False)
+
+
+class _Watch:
+    """A callback for a ledger that was last seen in version `seen` (None: missing)."""
+
+    def __init__(self, ledger: int, callback: Callable[[], None], seen: int | None) -> None:
+        self.ledger, self.callback, self.seen = ledger, callback, seen
+
+
+def _is_row(path: str) -> bool:
+    """Return whether the node is in HBase: the table, or one below it."""
+    return path == LEDGERS or path.startswith(f"{LEDGERS}/")
+
+
+def _ledger(path: str) -> int | None:
+    """Return the number of the ledger that is at `path`, None for another node. Raises UsageError for no path."""
+    match = _ROW.fullmatch(path)
+    return int(match[1], 16) if match else None
+
+
+def _first_from(name: str) -> int:
+    """Return the lowest ledger whose name begins with the hex digits that `name` begins with."""
+    digits = re.match("[0-9a-f]{0,32}", name)
+    return int((digits[0] if digits else "").ljust(32, "0"), 16)
+
+
+def _versioned(row: Row | None) -> Versioned[bytes] | None:
+    return None if row is None else Versioned(row.value, row.version, None)
+
+
+def _version(found: Versioned[bytes] | None) -> int | None:
+    return None if found is None else found.version
