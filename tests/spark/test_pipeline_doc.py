@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -82,7 +83,7 @@ def test_sql_of_the_document_runs(spark: SparkSession) -> None:
     (views,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     exec(views.replace("/bookies/*/", str(bookie.ledger_dir.parent)), {"spark": spark})  # noqa: S102
     largest, unlogged, journaled = re.findall(r"```sql\n(.*?)```", section, re.DOTALL)
-    sizes: dict[str, int] = {}
+    sizes: dict[Decimal, int] = {}
     for row in rows_of(EntryLogSource, path=bookie.ledger_dir, rows="ledgers"):
         sizes[row["ledgerId"]] = sizes.get(row["ledgerId"], 0) + row["size"]
     rows = spark.sql(largest).collect()

@@ -94,7 +94,7 @@ class IndexReader(DataSourceReader):
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
         """Take filters on ledgers, entries, logs and files; return the filters that Spark must apply."""
-        texts = (*LEDGER_COLUMNS, "file", "bookieId")
+        texts = ("file", "bookieId")
         numbers = ("entryId", "logId") if self._rows is IndexRowKind.ENTRIES else ()
         never_null = (*LEDGER_COLUMNS, "file", "scoped", *numbers)
         return self._conditions.push(filters, texts, numbers, never_null, permissive=self._mode is Mode.PERMISSIVE)

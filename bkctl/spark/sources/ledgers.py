@@ -21,7 +21,7 @@ from bkctl.errors import BkctlError, LedgerNotFound, UsageError
 from bkctl.ids import LedgerId
 from bkctl.metadata.admin.overview import LedgerQuery
 from bkctl.metadata.ledgers import VersionedMetadata
-from bkctl.spark.sources.columns import DAMAGE, constant, damage_row
+from bkctl.spark.sources.columns import DAMAGE, constant, damage_row, ledger_values
 from bkctl.spark.sources.connection import Client, ClusterOptions
 from bkctl.spark.sources.filters import LEDGER_COLUMNS, Conditions
 from bkctl.spark.sources.options import Mode, SourceOptions
@@ -79,7 +79,7 @@ class LedgerQuerySettings:
         """Return the conditions of the options alone."""
         conditions = Conditions(ledgers=frozenset(self.named) if self.named else None)
         if self.scope_id is not None:
-            conditions.values["ledgerScopeId"] = frozenset([str(self.scope_id)])
+            conditions.values["ledgerScopeId"] = frozenset([self.scope_id])
         return conditions
 
     @property
@@ -164,7 +164,7 @@ class LedgerReader(DataSourceReader):
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
         """Take filters on scopes, ledgers and entries; return the filters that Spark must apply."""
         permissive = self._settings.mode is Mode.PERMISSIVE
-        return self._conditions.push(filters, LEDGER_COLUMNS, ("entryId",), COLUMNS, permissive=permissive)
+        return self._conditions.push(filters, integers=("entryId",), never_null=COLUMNS, permissive=permissive)
 
     def partitions(self) -> list[InputPartition]:
         """Return ranges of entries. Raises the errors of reading metadata and last adds confirmed."""
@@ -280,7 +280,7 @@ class EntryReader:
             yield from batch.finish()
 
     def _damage(self, ledger: LedgerId, entry_id: int | None, reason: str) -> pa.RecordBatch:
-        return damage_row(self._schema, None, None, reason, **ledger.to_json(), entryId=entry_id)
+        return damage_row(self._schema, None, None, reason, **ledger_values(ledger), entryId=entry_id)
 
 
 async def _take(
@@ -348,7 +348,9 @@ class _Batch:
         if name == DAMAGE:
             return pa.nulls(len(self._entries), kind)
         if name in LEDGER_COLUMNS:
-            return pa.concat_arrays([constant(ledger.to_json()[name], count, kind) for ledger, count in self._runs])
+            return pa.concat_arrays(
+                [constant(ledger_values(ledger)[name], count, kind) for ledger, count in self._runs]
+            )
         at = ("entryId", "lastAddConfirmed", "length", "payload", "formatVersion").index(name) if name != "size" else -1
         values = [len(entry.payload) for entry in self._entries] if at < 0 else [entry[at] for entry in self._entries]
         return pa.array(values, kind)

@@ -27,7 +27,7 @@ from bkctl.metadata.admin.dump import ExportFile, ExportSection
 from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.ledger_json import pulsar_object
 from bkctl.metadata.ledgers import RANGE_SIZE, VersionedMetadata
-from bkctl.spark.sources.columns import DAMAGE, source_schema, where_and_why
+from bkctl.spark.sources.columns import DAMAGE, ledger_values, source_schema, where_and_why
 from bkctl.spark.sources.connection import CONNECTION_OPTIONS, ClusterOptions
 from bkctl.spark.sources.filters import LEDGER_COLUMNS, Conditions
 from bkctl.spark.sources.options import Mode, SourceOptions
@@ -45,8 +45,8 @@ _TIME_MS_MAX: Final = 253_402_300_799_999
 
 #: Column → its value for a ledger and its metadata.
 COLUMNS: Final[dict[str, Callable[[LedgerId, VersionedMetadata], Any]]] = {
-    "ledgerScopeId": lambda ledger, _: str(ledger.scope_id),
-    "ledgerId": lambda ledger, _: str(ledger.ledger_id),
+    "ledgerScopeId": lambda ledger, _: ledger.scope_id,
+    "ledgerId": lambda ledger, _: ledger.ledger_id,
     "ledgerQualifiedName": lambda ledger, _: ledger.qualified_name,
     "metadataFormatVersion": lambda _, found: found.metadata.format_version,
     "state": lambda _, found: found.metadata.state.name,
@@ -144,12 +144,12 @@ class MetadataReader(DataSourceReader):
         self._named = bool(named)
         scope_id = options.scope_id()
         if scope_id is not None:
-            self._conditions.values["ledgerScopeId"] = frozenset([str(scope_id)])
+            self._conditions.values["ledgerScopeId"] = frozenset([scope_id])
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
         """Take filters on scopes and ledgers; return the filters that Spark must apply."""
         permissive = self._mode is Mode.PERMISSIVE
-        return self._conditions.push(filters, LEDGER_COLUMNS, never_null=LEDGER_COLUMNS, permissive=permissive)
+        return self._conditions.push(filters, never_null=LEDGER_COLUMNS, permissive=permissive)
 
     # --- planning -----------------------------------------------------------------------------------------------
 
@@ -266,7 +266,7 @@ def _value(column: str, ledger: LedgerId | None, found: VersionedMetadata | _Dam
         return COLUMNS[column](ledger, found)
     if ledger is None or column not in LEDGER_COLUMNS:
         return None
-    return ledger.to_json()[column]
+    return ledger_values(ledger)[column]
 
 
 def _microseconds(time_ms: int | None) -> int | None:

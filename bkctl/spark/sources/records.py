@@ -109,7 +109,7 @@ class RecordReader(DataSourceReader):
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
         """Take filters on ledgers, entries, types, offsets and files; return the filters that Spark must apply."""
-        names = (*LEDGER_COLUMNS, "type", "file", f"{self.id_name}Hex", "bookieId")
+        names = ("type", "file", f"{self.id_name}Hex", "bookieId")
         of_ledgers = LEDGER_COLUMNS if self._types is None else ()
         never_null = (
             "entryId", "offset", "recordSize", "type", "file", "formatVersion", "scoped", "entryCount", *of_ledgers,
