@@ -71,7 +71,8 @@ class Planned:
     """A source with its options, planned; `left` are the filters that are left to Spark."""
 
     def __init__(self, source: type[DataSource], filters: Sequence[Filter] = (), **options: object) -> None:
-        made = source({name: str(value) for name, value in options.items()})
+        given = {"pushdown": "true", **options} if filters else options
+        made = source({name: str(value) for name, value in given.items()})
         self.schema = struct_of(str(made.schema()))
         self.reader = made.reader(self.schema)
         self.left = list(self.reader.pushFilters(list(filters)))

@@ -51,12 +51,11 @@ class Conditions:
 
     def push(
         self, filters: Sequence[Filter], texts: Collection[str] = (), integers: Collection[str] = (),
-        never_null: Collection[str] = (), *, permissive: bool = False,
+        never_null: Collection[str] = (),
     ) -> list[Filter]:  # fmt: skip
         """Take the filters on ledgers, the string columns `texts` and the columns `integers`; return the others.
 
-        `IS NOT NULL` is taken for the columns `never_null`. In mode `permissive` all filters are returned: rows of
-        damage have nulls, and Spark must drop those that a filter excludes.
+        `IS NOT NULL` is taken for the columns `never_null`.
         """
         from pyspark.sql.datasource import (
             EqualNullSafe,
@@ -94,7 +93,7 @@ class Conditions:
                 self.last[name] = min(high, self.last.get(name, high))
             else:
                 left.append(each)
-        return list(filters) if permissive else left
+        return left
 
     def _among(self, name: str, values: Iterable[Any]) -> None:
         allowed = frozenset(values)

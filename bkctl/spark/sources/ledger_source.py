@@ -16,12 +16,13 @@ from bkctl.spark.sources.ledger_sink import LedgerWriter
 from bkctl.spark.sources.ledger_stream import LedgerStreamReader
 from bkctl.spark.sources.ledgers import COLUMNS, NAME, LedgerQuerySettings, LedgerReader
 from bkctl.spark.sources.options import SourceOptions
+from bkctl.spark.sources.pushdown import QUERY_OPTIONS
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
 _OPTIONS: Final = (
-    *CONNECTION_OPTIONS, "mode", "columns", "ledger", "ledgersFile", "ledgerScopeId", "customMetadata",
+    *CONNECTION_OPTIONS, *QUERY_OPTIONS, "ledgersFile", "customMetadata",
     "entriesPerPartition", "maxPartitionBytes",
     # of the stream
     "startingOffsets", "maxEntriesPerTrigger", "maxBytesPerTrigger", "failOnDataLoss",

@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from pyspark.sql.datasource import DataSourceReader, InputPartition
+from pyspark.sql.datasource import InputPartition
 
 from bkctl.client.reader import LedgerAccess, LedgerEntry, read_entries, read_last_confirmed
 from bkctl.errors import BkctlError, LedgerNotFound, UsageError
@@ -24,11 +24,11 @@ from bkctl.metadata.ledgers import VersionedMetadata
 from bkctl.spark.sources.columns import DAMAGE, constant, damage_row, ledger_values
 from bkctl.spark.sources.connection import Client, ClusterOptions
 from bkctl.spark.sources.filters import LEDGER_COLUMNS, Conditions
-from bkctl.spark.sources.options import Mode, SourceOptions
+from bkctl.spark.sources.options import SourceOptions
+from bkctl.spark.sources.pushdown import QueryReader
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from pyspark.sql.datasource import Filter
     from pyspark.sql.types import StructType
 
 
@@ -67,6 +67,7 @@ class LedgerQuerySettings:
     def __init__(self, options: SourceOptions) -> None:
         self.cluster = ClusterOptions(options)
         self.mode = options.mode()
+        self.pushdown = options.flag("pushdown")
         self.named = options.ledgers()
         self._file = options.text("ledgersFile")
         self.scope_id = options.scope_id()
@@ -153,18 +154,16 @@ def cut(spans: Iterable[tuple[EntryRange, int]], size_max: int, count_max: int) 
         yield held
 
 
-class LedgerReader(DataSourceReader):
+class LedgerReader(QueryReader):
     """Plans and reads a table of entries; `partitions` and `read` need no Spark."""
 
+    integers = ("entryId",)
+    never_null = COLUMNS
+
     def __init__(self, settings: LedgerQuerySettings, schema: StructType) -> None:
+        super().__init__(settings.conditions(), settings.mode, pushdown=settings.pushdown)
         self._settings = settings
         self._entries = EntryReader(settings, schema)
-        self._conditions = settings.conditions()
-
-    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
-        """Take filters on scopes, ledgers and entries; return the filters that Spark must apply."""
-        permissive = self._settings.mode is Mode.PERMISSIVE
-        return self._conditions.push(filters, integers=("entryId",), never_null=COLUMNS, permissive=permissive)
 
     def partitions(self) -> list[InputPartition]:
         """Return ranges of entries. Raises the errors of reading metadata and last adds confirmed."""

@@ -184,7 +184,9 @@ def test_partitions_hold_each_entry_once() -> None:
 def test_through_spark_with_filters_in_sql(
     spark: SparkSession, live: Live, ledgers: dict[LedgerId, list[bytes]]
 ) -> None:
-    frame = spark.read.format("bookkeeper.ledger").options(**live.options, entriesPerPartition="10").load()
+    frame = (
+        spark.read.format("bookkeeper.ledger").options(**live.options, entriesPerPartition="10", pushdown="true").load()
+    )
     frame.createOrReplaceTempView("entries")
     rows = spark.sql(
         f"select ledgerQualifiedName, entryId, payload from entries where ledgerScopeId = {SCOPE} "

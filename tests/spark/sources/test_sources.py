@@ -77,7 +77,7 @@ def test_ids_are_numbers_beside_a_uuid(spark: SparkSession, tmp_path: Path) -> N
     for number, ledger in enumerate((LedgerId(0, 2), LedgerId(0, 10), LedgerId(7, 2))):
         log(tmp_path / "current" / ("scoped" if ledger.is_scoped else "") / f"{number}.log", ledger, 20)
     log(tmp_path / "current" / "scoped" / "9.log", uuid, 20)
-    reader = spark.read.format("bookkeeper.entrylog").option("columns", "ledgerScopeId,ledgerId")
+    reader = spark.read.format("bookkeeper.entrylog").options(columns="ledgerScopeId,ledgerId", pushdown="true")
     assert reader.load(str(tmp_path)).schema.simpleString() == (
         "struct<ledgerScopeId:decimal(20,0),ledgerId:decimal(20,0)>"
     )
@@ -97,16 +97,46 @@ def test_ids_are_numbers_beside_a_uuid(spark: SparkSession, tmp_path: Path) -> N
     assert [row.ledgerId for row in ordered] == [2, 10, uuid.ledger_id]
 
 
-def test_plan_shows_pushed_filters(
+def test_plan_shows_pushed_filters_on_request(
     spark: SparkSession, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:  # fmt: skip
     log(tmp_path / "current" / "0.log", LedgerId(0, 5), 20)
+    reader = spark.read.format("bookkeeper.entrylog")
+
+    def pushed() -> str:
+        frame = reader.load(str(tmp_path)).where("ledgerId = 5 and entryId < 7 and recordSize > 9")
+        assert frame.count() == 7
+        frame.explain("formatted")
+        return "".join(line for line in capsys.readouterr().out.splitlines() if line.startswith("PushedFilters: [I"))
+
+    assert pushed() == ""
+    reader.option("pushdown", "true")
+    line = pushed()
+    assert "EqualTo(ledgerId,5)" in line
+    assert "LessThan(entryId,7)" in line
+    assert "GreaterThan(recordSize" not in line
+
+
+def test_queries_of_one_frame_do_not_limit_each_other(spark: SparkSession, tmp_path: Path) -> None:
+    for number in range(3):
+        log(tmp_path / "current" / f"{number}.log", LedgerId(0, number), 10)
     frame = spark.read.format("bookkeeper.entrylog").load(str(tmp_path))
-    frame.where("ledgerId = 5 and entryId < 7 and recordSize > 9").explain("formatted")
-    (pushed,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("PushedFilters")]
-    assert "EqualTo(ledgerId,5)" in pushed
-    assert "LessThan(entryId,7)" in pushed
-    assert "recordSize" not in pushed.replace("IsNotNull(recordSize)", "")
+    frame.createOrReplaceTempView("same_records")
+    assert frame.where("ledgerId = 1").count() == 10
+    assert frame.count() == 30
+    assert frame.where("ledgerId = 1").union(frame.where("ledgerId = 2")).count() == 20
+    both = "select * from same_records where ledgerId = {} and entryId < {}"
+    assert spark.sql(f"{both.format(0, 3)} union all {both.format(2, 9)}").count() == 12
+    assert spark.table("same_records").count() == 30
+
+
+def test_sessions_without_pushdown_read_all_sources(spark: SparkSession, tmp_path: Path) -> None:
+    log(tmp_path / "current" / "0.log", LedgerId(0, 5), 20)
+    spark.conf.set(PUSHDOWN, "false")
+    try:
+        assert spark.read.format("bookkeeper.entrylog").load(str(tmp_path)).where("entryId < 3").count() == 3
+    finally:
+        spark.conf.set(PUSHDOWN, "true")
 
 
 def caught(frame: DataFrame) -> BkctlError | None:
