@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,6 +19,7 @@ from bkctl.spark.sources.journals import JournalSource
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+    from support.live_ledgers import Live
 
 TEXT: Final = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text()
 SOURCES: Final[dict[str, Any]] = {
@@ -76,13 +78,35 @@ def test_document_names_every_option_of_every_source() -> None:
     assert found == OPTIONS
 
 
+@pytest.mark.timeout(900)
+def test_streams_of_the_document_run(spark: SparkSession, live: Live, tmp_path: Path) -> None:
+    section = TEXT.split("### Streams", 1)[1].split("\n### ", 1)[0]
+    stream, committed = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    names: dict[str, Any] = {"spark": spark}
+    places = {
+        '"zk://zk1:2181/ledgers"': repr(live.uri), '"7"': repr("52301"), '"8"': repr("52302"),
+        '"/checkpoints/copy"': repr(str(tmp_path / "checkpoint")),
+    }  # fmt: skip
+    for old, new in places.items():
+        assert old in stream
+        stream, committed = stream.replace(old, new), committed.replace(old, new)
+    live.write([b"a", b"b"], scope_id=52301)
+    exec(stream, names)  # noqa: S102
+    try:
+        names["query"].processAllAvailable()
+    finally:
+        names["query"].stop()
+    exec(committed, names)  # noqa: S102
+    assert [live.read(each.ledger) for each in names["ledgers"]] == [[b"a", b"b"]]
+
+
 def test_sql_of_the_document_runs(spark: SparkSession) -> None:
     bookie = golden.GoldenBookie("4.18.0", "sorted")
     section = TEXT.split("### SQL", 1)[1].split("\n## ", 1)[0]
     (views,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     exec(views.replace("/bookies/*/", str(bookie.ledger_dir.parent)), {"spark": spark})  # noqa: S102
     largest, unlogged, journaled = re.findall(r"```sql\n(.*?)```", section, re.DOTALL)
-    sizes: dict[str, int] = {}
+    sizes: dict[Decimal, int] = {}
     for row in rows_of(EntryLogSource, path=bookie.ledger_dir, rows="ledgers"):
         sizes[row["ledgerId"]] = sizes.get(row["ledgerId"], 0) + row["size"]
     rows = spark.sql(largest).collect()

@@ -23,6 +23,7 @@ from pyspark.sql.types import (
     BinaryType,
     BooleanType,
     DataType,
+    DecimalType,
     IntegerType,
     LongType,
     StringType,
@@ -35,13 +36,14 @@ _TYPES: dict[str, DataType] = {
     "int": IntegerType(),
     "binary": BinaryType(),
     "boolean": BooleanType(),
+    "decimal(20,0)": DecimalType(20, 0),
 }
 
 
 def struct_of(ddl: str) -> StructType:
     """The schema that a DDL text of our sources says."""
     found = StructType()
-    for name, text in re.findall(r"`(\w+)` (\w+(?:<[^>]*>)?)", ddl):
+    for name, text in re.findall(r"`(\w+)` (\w+(?:<[^>]*>|\([^)]*\))?)", ddl):
         inner = re.fullmatch(r"struct<(.*)>", text)
         if inner is None:
             found.add(name, _TYPES[text])
@@ -69,7 +71,8 @@ class Planned:
     """A source with its options, planned; `left` are the filters that are left to Spark."""
 
     def __init__(self, source: type[DataSource], filters: Sequence[Filter] = (), **options: object) -> None:
-        made = source({name: str(value) for name, value in options.items()})
+        given = {"pushdown": "true", **options} if filters else options
+        made = source({name: str(value) for name, value in given.items()})
         self.schema = struct_of(str(made.schema()))
         self.reader = made.reader(self.schema)
         self.left = list(self.reader.pushFilters(list(filters)))

@@ -233,7 +233,7 @@ class _Extract:
             except BkctlError as error:
                 damage.append(error)
             damages.add_rows(_damage_row(bookie_id, "entryLog", path, *where_and_why(error)) for error in damage)
-            ledgers.add(_ledger_rows(log, bookie_id, sums))
+            ledgers.add_rows(_ledger_rows(log, bookie_id, sums))
 
     def _write_index(self, logs: list[BookieFile]) -> None:
         parts: dict[tuple[int, bool], list[tuple[str, str]]] = {}
@@ -320,17 +320,13 @@ class _Extract:
 
 
 def _record_rows(table: str, constants: dict[str, Any]) -> RecordRows:
-    """Return what makes rows of `table` from records; ids are text until they are written."""
+    """Return what makes rows of `table` from records."""
     import pyarrow as pa
 
     from bkctl.spark.facts.tables import arrow_schema
 
     schema = arrow_schema(table)
-    fields = [
-        pa.field(field.name, pa.string() if pa.types.is_decimal(field.type) else field.type)
-        for field in schema
-        if field.name not in ("part", "replayed")
-    ]
+    fields = [field for field in schema if field.name not in ("part", "replayed")]
     if "type" not in schema.names:
         fields.append(pa.field("type", pa.string()))
     return RecordRows(pa.schema(fields), constants, Selection(Conditions(), None), None)
@@ -391,10 +387,8 @@ def _add_sums(sums: dict[str, tuple[int, int]], batch: pa.RecordBatch) -> None:
             sums[row["ledger"]] = count + row["size_count"], size + row["size_sum"] + 4 * row["size_count"]
 
 
-def _ledger_rows(log: BookieFile, bookie_id: str, sums: dict[str, tuple[int, int]]) -> pa.Table:
+def _ledger_rows(log: BookieFile, bookie_id: str, sums: dict[str, tuple[int, int]]) -> list[dict[str, Any]]:
     """Return the ledgers of one log, by a scan and by its ledgers map; one row without a ledger for an empty log."""
-    import pyarrow as pa
-
     shares = list(log_rows((bookie_id, str(log.path))))
     if not shares:
         raise NotFound(f"{log.path} does not exist")
@@ -407,12 +401,9 @@ def _ledger_rows(log: BookieFile, bookie_id: str, sums: dict[str, tuple[int, int
             {
                 "bookieId": bookie_id, "file": str(log.path), "logId": log.id, "scoped": log.scoped,
                 "logIdHex": f"{log.id:x}", "fileSize": log.size, "ledgerQualifiedName": name,
-                "ledgerScopeId": None if name is None else str(int(name[:16], 16)),
-                "ledgerId": None if name is None else str(int(name[16:], 16)), "entryCount": count, "size": size,
+                "ledgerScopeId": None if name is None else int(name[:16], 16),
+                "ledgerId": None if name is None else int(name[16:], 16), "entryCount": count, "size": size,
                 "mapSize": sizes.get(name), **of_log,
             }
         )  # fmt: skip
-    text = ("ledgerQualifiedName", "ledgerScopeId", "ledgerId")
-    return pa.table(
-        {key: pa.array([row[key] for row in rows], pa.string() if key in text else None) for key in rows[0]}
-    )
+    return rows

@@ -81,7 +81,7 @@ class Facts(Sequence[ExtractedBookie]):
         if rows != "records":
             found = found.filter(F.col("entryCount").isNotNull())
         names = list(dict.fromkeys(["file", "bookieId", *columns]))
-        chosen = _of_ledger(found, ledger, scope_id).select(*map(_column, names), _no_damage())
+        chosen = _of_ledger(found, ledger, scope_id).select(*names, _no_damage())
         return chosen.unionByName(self._damages(spark, "entryLog"), allowMissingColumns=True)
 
     def journal_entries(
@@ -90,7 +90,7 @@ class Facts(Sequence[ExtractedBookie]):
         """Return the rows of `bookie_records.journal_entries`."""
         place = ("file", "bookieId", "journalId", "offset", "recordSize", _QUALIFIED_NAME, "entryId")
         names = list(dict.fromkeys([*place, *columns, "replayed"]))
-        return _of_ledger(self.table(spark, "journal_records"), ledger, scope_id).select(*map(_column, names))
+        return _of_ledger(self.table(spark, "journal_records"), ledger, scope_id).select(*names)
 
     def index_entries(self, spark: SparkSession, ledger: LedgerId | None, scope_id: int | None) -> DataFrame:
         """Return the rows of `bookie_records.index_entries`."""
@@ -146,13 +146,6 @@ def _no_damage() -> Column:
     from pyspark.sql import functions as F
 
     return F.lit(None).cast(TYPES[DAMAGE]).alias(DAMAGE)
-
-
-def _column(name: str) -> Column:
-    """Return a column as the sources have it: ids as text."""
-    from pyspark.sql import functions as F
-
-    return F.col(name).cast("string").alias(name) if name in ("ledgerScopeId", "ledgerId") else F.col(name)
 
 
 def _of_ledger(rows: DataFrame, ledger: LedgerId | None, scope_id: int | None) -> DataFrame:

@@ -61,7 +61,7 @@ class IndexExtract:
         parts: Mapping[tuple[int, bool], list[tuple[str, str]]],
     ) -> None:  # fmt: skip
         self._bookie, self._store, self._digests, self._parts = bookie, store, digests, parts
-        self._schema = _text_ids("index")
+        self._schema = arrow_schema("index")
         self._chunk: list[IndexedEntries] = []
         self._count = 0
         self._readers: dict[str, EntryLogReader] = {}
@@ -225,19 +225,6 @@ def _entries_of_file(reader: LedgerIndexReader) -> Iterator[IndexedEntries]:
 def _entries_of_database(part: _WholeDatabase, ledgers: LedgersDatabase) -> Iterator[IndexedEntries]:
     with LocationsDatabase.open(part.path("locations"), scoped=part.scoped) as locations:
         yield from DatabaseReader(part, ledgers, locations, Conditions()).entries()
-
-
-def _text_ids(table: str) -> pa.Schema:
-    """Return the schema of rows before they are written: ids are text, and `part` is missing."""
-    import pyarrow as pa
-
-    return pa.schema(
-        [
-            pa.field(field.name, pa.string() if pa.types.is_decimal(field.type) else field.type)
-            for field in arrow_schema(table)
-            if field.name != "part"
-        ]
-    )
 
 
 def _unsigned(column: pa.ChunkedArray) -> npt.NDArray[np.uint64]:

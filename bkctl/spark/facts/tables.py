@@ -220,18 +220,5 @@ def conform(rows: pa.RecordBatch | pa.Table, table: str, part: str) -> pa.Table:
         elif field.name not in rows.schema.names:
             columns.append(pa.nulls(rows.num_rows, field.type))
         else:
-            columns.append(_cast(rows.column(field.name), field.type))
+            columns.append(rows.column(field.name).cast(field.type))
     return pa.Table.from_arrays(columns, schema=schema)
-
-
-def _cast(column: pa.Array | pa.ChunkedArray, kind: pa.DataType) -> pa.Array | pa.ChunkedArray:
-    """Return `column` as `kind`; ids come as text, each of which is parsed once."""
-    import pyarrow as pa
-
-    if column.type == kind:
-        return column
-    if not (pa.types.is_decimal(kind) and pa.types.is_string(column.type)):
-        return column.cast(kind)
-    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
-    encoded = array.dictionary_encode()
-    return encoded.dictionary.cast(kind).take(encoded.indices)

@@ -22,7 +22,6 @@ from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.ledgers import VersionedMetadata
-from bkctl.spark.sources.columns import TYPES
 from bkctl.spark.sources.connection import Client
 from bkctl.spark.sources.options import SourceOptions
 
@@ -44,7 +43,8 @@ FAILED: Final = "failed"
 RESULT_COLUMNS: Final = (
     "source", "ledgerScopeId", "ledgerId", "ledgerQualifiedName", "state", "entryCount", "length", "sha256", "message",
 )  # fmt: skip
-RESULT_SCHEMA: Final = ", ".join(f"`{name}` {TYPES.get(name, 'string')}" for name in RESULT_COLUMNS)
+_NUMBERS: Final = ("entryCount", "length")
+RESULT_SCHEMA: Final = ", ".join(f"`{name}` {'bigint' if name in _NUMBERS else 'string'}" for name in RESULT_COLUMNS)
 #: Entries to read before they are written: bytes and number.
 _HELD_BYTES_MAX: Final = 8 << 20
 _HELD_COUNT_MAX: Final = 4096
@@ -245,8 +245,7 @@ def result_batch(results: Sequence[CopyResult]) -> pa.RecordBatch:
     """Return the results as rows of RESULT_SCHEMA."""
     import pyarrow as pa
 
-    numbers = ("entryCount", "length")
-    schema = pa.schema([(name, pa.int64() if name in numbers else pa.string()) for name in RESULT_COLUMNS])
+    schema = pa.schema([(name, pa.int64() if name in _NUMBERS else pa.string()) for name in RESULT_COLUMNS])
     columns = zip(*(result.row() for result in results), strict=True)
     return pa.RecordBatch.from_arrays(
         [pa.array(values, field.type) for values, field in zip(columns, schema, strict=True)], schema=schema

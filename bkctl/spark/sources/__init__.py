@@ -32,7 +32,10 @@ PUSHDOWN: Final = "spark.sql.python.filterPushdown.enabled"
 
 
 def register(spark: SparkSession) -> None:
-    """Register all data sources of bkctl with `spark`, and let it push filters down to them."""
+    """Register all data sources of bkctl with `spark`, and let it push filters down to them on request.
+
+    Where bkctl is installed beside PySpark, Spark finds the sources without this (`bkctl.spark.discovery`).
+    """
     for module, name in SOURCES:
         spark.dataSource.register(getattr(import_module(f"{__name__}.{module}"), name))
     spark.conf.set(PUSHDOWN, "true")

@@ -1,6 +1,7 @@
 """Columns that sources share: types in Spark, Arrow columns of ledger ids, rows of damage.
 
-Names are the same as in the commands' JSON objects. Ledger ids are strings, since they can be 2^63 and more.
+Names are the same as in the commands' JSON objects. Ids of scopes and ledgers can be 2^63 and more, so they are
+`decimal(20,0)`: they compare and sort as numbers.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from bkctl.errors import BkctlError, CorruptRecord, TruncatedRecord, UsageError
+from bkctl.ids import LedgerId
 from bkctl.spark.sources.options import Mode, SourceOptions
 
 if TYPE_CHECKING:
@@ -19,9 +21,11 @@ if TYPE_CHECKING:
 
 #: The column that mode permissive adds: file, offset and reason of damage. Null in rows that hold data.
 DAMAGE: Final = "damage"
+#: An unsigned number of 64 bits.
+ID_TYPE: Final = "decimal(20,0)"
 TYPES: Final[Mapping[str, str]] = {
-    "ledgerScopeId": "string",
-    "ledgerId": "string",
+    "ledgerScopeId": ID_TYPE,
+    "ledgerId": ID_TYPE,
     "ledgerQualifiedName": "string",
     "entryId": "bigint",
     "lastAddConfirmed": "bigint",
@@ -93,22 +97,21 @@ class LedgerColumns:
         self._found: tuple[Any, Any, Any] | None = None
 
     def column(self, name: str) -> pa.Array:
-        """Return the column `ledgerScopeId`, `ledgerId` or `ledgerQualifiedName`, as strings."""
+        """Return the column `ledgerScopeId`, `ledgerId` or `ledgerQualifiedName`."""
         import numpy as np
         import pyarrow as pa
 
+        kind = pa.string() if name == "ledgerQualifiedName" else pa.decimal128(20, 0)
         if self._no_ledger:
-            return pa.nulls(len(self._ledger_ids), pa.string())
+            return pa.nulls(len(self._ledger_ids), kind)
         rows, scope_ids, ledger_ids = self.distinct()
-        if name == "ledgerScopeId":
-            texts = pa.array(scope_ids).cast(pa.string())
-        elif name == "ledgerId":
-            texts = pa.array(ledger_ids).cast(pa.string())
-        else:
+        if name == "ledgerQualifiedName":
             halves = np.empty((len(ledger_ids), 2), ">u8")
             halves[:, 0], halves[:, 1] = scope_ids, ledger_ids
-            texts = hex_texts(halves.view(np.uint8).reshape(-1, 16))
-        return texts.take(rows)
+            values = hex_texts(halves.view(np.uint8).reshape(-1, 16))
+        else:
+            values = pa.array(scope_ids if name == "ledgerScopeId" else ledger_ids).cast(kind)
+        return values.take(rows)
 
     def distinct(self) -> tuple[pa.Array, npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
         """Return the index of each row's ledger among the distinct ledgers, and their scope ids and ledger ids."""
@@ -143,6 +146,13 @@ def hex_texts(rows: npt.NDArray[np.uint8]) -> pa.Array:
     texts[:, :, 0], texts[:, :, 1] = digits[rows >> 4], digits[rows & 15]
     offsets = np.arange(count + 1, dtype=np.int32) * np.int32(2 * width)
     return pa.StringArray.from_buffers(count, pa.py_buffer(offsets), pa.py_buffer(texts))
+
+
+def ledger_values(ledger: LedgerId) -> dict[str, Any]:
+    """Return the values of the three id columns of `ledger`."""
+    return {
+        "ledgerScopeId": ledger.scope_id, "ledgerId": ledger.ledger_id, "ledgerQualifiedName": ledger.qualified_name,
+    }  # fmt: skip
 
 
 def constant(value: Any, count: int, kind: pa.DataType) -> pa.Array:

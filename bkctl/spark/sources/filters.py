@@ -1,8 +1,7 @@
 """Filters that Spark pushes down to a source, as plain values on ledgers, entries and other columns.
 
-A source applies a filter that it takes exactly, so that Spark does not check it again. Values are written as in the
-columns: ids in decimal without leading zeros, qualified names in 32 lower-case hex digits. A condition that no value
-can meet matches no row.
+A source applies a filter that it takes exactly, so that Spark does not check it again. Values are as in the columns:
+ids are numbers, qualified names have 32 lower-case hex digits. A condition that no value can meet matches no row.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Final
 
 from bkctl.ids import I64_MAX, U64_MAX, LedgerId
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from bkctl.spark.sources.options import SourceOptions
 
 LEDGER_COLUMNS: Final = ("ledgerScopeId", "ledgerId", "ledgerQualifiedName")
-
-_DECIMAL: Final = re.compile(r"0|[1-9][0-9]{0,19}", re.ASCII)
+_IDS: Final = LEDGER_COLUMNS[:2]
 _NAME: Final = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
 
@@ -47,17 +46,16 @@ class Conditions:
         if options.text("ledger") is not None:
             conditions.ledgers = frozenset(options.ledgers())
         elif (scope_id := options.scope_id()) is not None:
-            conditions.values["ledgerScopeId"] = frozenset((str(scope_id),))
+            conditions.values["ledgerScopeId"] = frozenset((scope_id,))
         return conditions
 
     def push(
         self, filters: Sequence[Filter], texts: Collection[str] = (), integers: Collection[str] = (),
-        never_null: Collection[str] = (), *, permissive: bool = False,
+        never_null: Collection[str] = (),
     ) -> list[Filter]:  # fmt: skip
-        """Take the filters on values of the string columns `texts` and of the columns `integers`; return the others.
+        """Take the filters on ledgers, the string columns `texts` and the columns `integers`; return the others.
 
-        `IS NOT NULL` is taken for the columns `never_null`. In mode `permissive` all filters are returned: rows of
-        damage have nulls, and Spark must drop those that a filter excludes.
+        `IS NOT NULL` is taken for the columns `never_null`.
         """
         from pyspark.sql.datasource import (
             EqualNullSafe,
@@ -70,26 +68,32 @@ class Conditions:
             LessThanOrEqual,
         )
 
+        texts, integers = (*texts, LEDGER_COLUMNS[2]), (*integers, *_IDS)
         left: list[Filter] = []
         for each in filters:
             path: tuple[str, ...] = getattr(each, "attribute", ())
             name = path[0] if len(path) == 1 else ""
-            kind = str if name in texts else int if name in integers else None
             if isinstance(each, IsNotNull) and name in never_null:
                 continue
-            if kind is not None and isinstance(each, EqualTo | EqualNullSafe) and _is(each.value, kind):
-                self._among(name, (each.value,))
-            elif kind is not None and isinstance(each, In) and all(_is(value, kind) for value in each.value):
-                self._among(name, each.value)
-            elif kind is int and isinstance(each, GreaterThan | GreaterThanOrEqual) and _is(each.value, int):
-                low = each.value + isinstance(each, GreaterThan)
+            value: Any = getattr(each, "value", None)
+            values = list(value) if isinstance(each, In) else [value]
+            if name in integers:
+                values = [_integer(value) for value in values]
+            elif name not in texts or not all(isinstance(value, str) for value in values):
+                values = [None]
+            if not values or None in values:
+                left.append(each)
+            elif isinstance(each, EqualTo | EqualNullSafe | In):
+                self._among(name, values)
+            elif name in integers and isinstance(each, GreaterThan | GreaterThanOrEqual):
+                low = values[0] + isinstance(each, GreaterThan)
                 self.first[name] = max(low, self.first.get(name, low))
-            elif kind is int and isinstance(each, LessThan | LessThanOrEqual) and _is(each.value, int):
-                high = each.value - isinstance(each, LessThan)
+            elif name in integers and isinstance(each, LessThan | LessThanOrEqual):
+                high = values[0] - isinstance(each, LessThan)
                 self.last[name] = min(high, self.last.get(name, high))
             else:
                 left.append(each)
-        return list(filters) if permissive else left
+        return left
 
     def _among(self, name: str, values: Iterable[Any]) -> None:
         allowed = frozenset(values)
@@ -107,29 +111,30 @@ class Conditions:
         """Return whether `ledger` meets the conditions on ledgers and ids."""
         return (
             (self.ledgers is None or ledger in self.ledgers)
-            and self.accepts("ledgerScopeId", str(ledger.scope_id))
-            and self.accepts("ledgerId", str(ledger.ledger_id))
+            and self.accepts("ledgerScopeId", ledger.scope_id)
+            and self.accepts("ledgerId", ledger.ledger_id)
             and self.accepts("ledgerQualifiedName", ledger.qualified_name)
         )
 
     @property
     def about_ledgers(self) -> bool:
         """Return whether there is a condition on ledgers or their ids."""
-        return self.ledgers is not None or any(name in self.values for name in LEDGER_COLUMNS)
+        given = {*self.values, *self.first, *self.last}
+        return self.ledgers is not None or not given.isdisjoint(LEDGER_COLUMNS)
 
     def scope_ids(self) -> frozenset[int] | None:
         """Return the scopes that meet the conditions; None: all."""
-        return self._halves(lambda ledger: ledger.scope_id, _numbers(self.values.get("ledgerScopeId")))
+        return self._halves(lambda ledger: ledger.scope_id, self._ids_of("ledgerScopeId"))
 
     def ledger_ids(self) -> frozenset[int] | None:
         """Return the ledger ids that meet the conditions in any scope; None: all."""
-        return self._halves(lambda ledger: ledger.ledger_id, _numbers(self.values.get("ledgerId")))
+        return self._halves(lambda ledger: ledger.ledger_id, self._ids_of("ledgerId"))
 
     def wanted_ledgers(self) -> list[LedgerId] | None:
         """The ledgers that rows may be of, in order, where they can be counted; None where they cannot."""
         named = self._named()
         if named is None:
-            scopes, ids = _numbers(self.values.get("ledgerScopeId")), _numbers(self.values.get("ledgerId"))
+            scopes, ids = self._ids_of("ledgerScopeId"), self._ids_of("ledgerId")
             if scopes is None or ids is None:
                 return None
             named = frozenset(LedgerId(scope_id, ledger_id) for scope_id in scopes for ledger_id in ids)
@@ -163,13 +168,10 @@ class Conditions:
                 of_scope = _isin(ledger_ids, numbers)
                 mask |= of_scope if scope_ids is None else of_scope & (scope_ids == np.uint64(scope_id))
             return mask
-        mask = np.ones(len(ledger_ids), np.bool_)
-        scopes, ids = _numbers(self.values.get("ledgerScopeId")), _numbers(self.values.get("ledgerId"))
-        if scopes is not None:
-            mask &= (0 in scopes) if scope_ids is None else _isin(scope_ids, sorted(scopes))
-        if ids is not None:
-            mask &= _isin(ledger_ids, sorted(ids))
-        return mask
+        mask = self._id_mask("ledgerId", ledger_ids)
+        if scope_ids is None:
+            return mask & self.accepts("ledgerScopeId", 0)
+        return mask & self._id_mask("ledgerScopeId", scope_ids)
 
     def number_mask(self, name: str, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_] | None:
         """Return which values of the integer column `name` are accepted; None: all."""
@@ -184,6 +186,25 @@ class Conditions:
             masks.append(~_at_least(numbers, self.last[name] + 1))
         found: npt.NDArray[np.bool_] | None = np.logical_and.reduce(masks) if masks else None
         return found
+
+    def _id_mask(self, name: str, numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
+        """Return which ids meet the conditions on the column `name`."""
+        import numpy as np
+
+        ids, first, last = self._ids_of(name), self.first.get(name, 0), self.last.get(name, U64_MAX)
+        if ids is not None:
+            return _isin(numbers, sorted(ids))
+        if first > U64_MAX or last < 0:
+            return np.zeros(len(numbers), np.bool_)
+        found: npt.NDArray[np.bool_] = numbers >= np.uint64(max(first, 0))
+        return found & (numbers <= np.uint64(min(last, U64_MAX)))
+
+    def _ids_of(self, name: str) -> frozenset[int] | None:
+        """Return the ids that meet the conditions on the column `name`, where they can be counted; else None."""
+        ids = self.values.get(name)
+        if ids is None:
+            return None
+        return frozenset(each for each in ids if 0 <= each <= U64_MAX and self.accepts(name, each))
 
     def _named(self) -> frozenset[LedgerId] | None:
         names = self.values.get("ledgerQualifiedName")
@@ -200,14 +221,11 @@ class Conditions:
         return found if numbers is None else found & numbers
 
 
-def _is(value: object, kind: type) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)
-
-
-def _numbers(texts: frozenset[str] | None) -> frozenset[int] | None:
-    if texts is None:
-        return None
-    return frozenset(number for text in texts if _DECIMAL.fullmatch(text) and (number := int(text)) <= U64_MAX)
+def _integer(value: object) -> int | None:
+    """Return the integer that a filter names, which may be a decimal; None for any other value."""
+    if isinstance(value, Decimal) and value.is_finite() and value == value.to_integral_value():
+        return int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _isin(numbers: npt.NDArray[np.uint64], wanted: Sequence[int]) -> npt.NDArray[np.bool_]:

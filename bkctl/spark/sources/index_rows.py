@@ -86,8 +86,8 @@ def ledger_rows(
 
     lac_packets = [row.explicit_lac for row in ledgers]
     values: dict[str, list[Any]] = {
-        "ledgerScopeId": [str(row.ledger.scope_id) for row in ledgers],
-        "ledgerId": [str(row.ledger.ledger_id) for row in ledgers],
+        "ledgerScopeId": [row.ledger.scope_id for row in ledgers],
+        "ledgerId": [row.ledger.ledger_id for row in ledgers],
         "ledgerQualifiedName": [row.ledger.qualified_name for row in ledgers],
         "fenced": [row.fenced for row in ledgers],
         "explicitLac": [None if lac is None else read_lac_header(lac).last_add_confirmed for lac in lac_packets],

@@ -11,12 +11,12 @@ as it is when its task starts, since a running bookie changes it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
+from pyspark.sql.datasource import DataSource, InputPartition
 
 from bkctl.errors import BkctlError, Conflict, NotFound, UsageError
 from bkctl.files.index import LedgerIndexReader
@@ -26,15 +26,15 @@ from bkctl.spark.sources.filters import LEDGER_COLUMNS, Conditions
 from bkctl.spark.sources.index_databases import DatabaseReader
 from bkctl.spark.sources.index_plan import DamagedIndex, DatabaseRange, IndexFiles, IndexPlanner, Slots, group_files
 from bkctl.spark.sources.index_rows import IndexedEntries, IndexRowsLedger, entry_rows, ledger_rows
-from bkctl.spark.sources.options import Mode, SourceOptions
+from bkctl.spark.sources.options import SourceOptions
 from bkctl.spark.sources.places import unseen
+from bkctl.spark.sources.pushdown import QUERY_OPTIONS, QueryReader
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from pyspark.sql.datasource import Filter
     from pyspark.sql.types import StructType
 
-OPTIONS: Final = ("rows", "mode", "columns", "ledger", "ledgerScopeId", "maxPartitionBytes")
+OPTIONS: Final = (*QUERY_OPTIONS, "rows", "maxPartitionBytes")
 #: 2 million slots of index files.
 PARTITION_SIZE_BYTES: Final = 16 << 20
 _SOURCE: Final = "bookkeeper.index"
@@ -80,24 +80,20 @@ class IndexSource(DataSource):
         return SourceOptions(_SOURCE, self.options, OPTIONS)
 
 
-class IndexReader(DataSourceReader):
+class IndexReader(QueryReader):
     """Plans and reads indexes."""
 
+    texts = ("file", "bookieId")
+
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
+        super().__init__(Conditions.of(options), options.mode(), pushdown=options.flag("pushdown"))
         self._paths = options.paths()
-        self._mode = options.mode()
         self._rows = options.choice("rows", IndexRowKind.ENTRIES)
         self._size_bytes = options.size_bytes("maxPartitionBytes", PARTITION_SIZE_BYTES)
         self._struct = schema
-        self._conditions = Conditions.of(options)
+        self.integers = ("entryId", "logId") if self._rows is IndexRowKind.ENTRIES else ()
+        self.never_null = (*LEDGER_COLUMNS, "file", "scoped", *self.integers)
         check_schema(_SOURCE, schema, (*_COLUMNS[self._rows], *_ON_REQUEST[self._rows], DAMAGE))
-
-    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
-        """Take filters on ledgers, entries, logs and files; return the filters that Spark must apply."""
-        texts = (*LEDGER_COLUMNS, "file", "bookieId")
-        numbers = ("entryId", "logId") if self._rows is IndexRowKind.ENTRIES else ()
-        never_null = (*LEDGER_COLUMNS, "file", "scoped", *numbers)
-        return self._conditions.push(filters, texts, numbers, never_null, permissive=self._mode is Mode.PERMISSIVE)
 
     def partitions(self) -> list[InputPartition]:
         """Return files in groups, large files in parts, and databases by their ledgers.

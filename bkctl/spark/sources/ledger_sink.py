@@ -55,18 +55,20 @@ class LedgerWriter(DataSourceArrowWriter):
     Options: the connection's; `ledgerScopeId` (default: a new scope), in which ids come from a random UUID, in scope 0
     from the metadata store; `names`, a file on the driver; `ensembleSize` (3), `writeQuorumSize` (2), `ackQuorumSize`
     (2), `digestType` (CRC32C), `customMetadata` (KEY=VALUE); the ledgers' password from `ledgerPasswordFile` or
-    `ledgerPasswordEnv`.
+    `ledgerPasswordEnv`. A `batch` of a stream has ids and a mark of its own, which every attempt at it shares.
     """
 
     def __init__(
-        self, options: SourceOptions, settings: LedgerQuerySettings, schema: StructType, overwrite: bool
-    ) -> None:
+        self, options: SourceOptions, settings: LedgerQuerySettings, schema: StructType, overwrite: bool,
+        *, batch: int | None = None,
+    ) -> None:  # fmt: skip
         self._options, self._settings = options, settings
-        self._job = uuid.uuid4()
-        high, low = LedgerId.from_value(self._job.int)
+        job = uuid.uuid4()
+        high, low = LedgerId.from_value(job.int)
         self._scope_id = high if settings.scope_id is None else settings.scope_id
         #: The first id of this write in scopes other than 0.
-        self._first_id = low >> _LOW_BITS << _LOW_BITS
+        self._first_id = low >> _LOW_BITS << _LOW_BITS if batch is None else batch + 1 << _LOW_BITS
+        self._mark = job.hex if batch is None else f"batch-{batch}"
         self._column = _payload_column(schema)
         self._shape = (
             options.integer("ensembleSize", 3, 1),
@@ -81,9 +83,11 @@ class LedgerWriter(DataSourceArrowWriter):
                 raise AlreadyExists(f"{self._names} exists", hint="choose another file, or write with mode overwrite")
             if not self._names.parent.is_dir():
                 raise UsageError(f"names {self._names}: its directory does not exist")
-        with settings.cluster.open() as cluster:
-            # Ids that the store creates for this write follow the current position.
-            self._position = (cluster.ledgers.id_position() or 0) if self._scope_id == 0 else 0
+        self._position = 0
+        if self._scope_id == 0:
+            with settings.cluster.open() as cluster:
+                # Ids that the store creates for this write follow the current position.
+                self._position = cluster.ledgers.id_position() or 0
 
     # --- in the tasks -------------------------------------------------------------------------------------------
 
@@ -109,13 +113,17 @@ class LedgerWriter(DataSourceArrowWriter):
                 raise
             return LedgerWritten(partition, handle.ledger.value)
 
-    async def _create(self, client: Client) -> WriteHandle:
-        settings: dict[str, Any] = {
+    def ledger_settings(self, mark: str) -> dict[str, Any]:
+        """Return the settings of a new ledger whose custom metadata has `mark`."""
+        return {
             **dict(zip(("ensemble_size", "write_quorum_size", "ack_quorum_size"), self._shape, strict=True)),
             "digest_type": self._digest_type,
             "password": self._options.secret("ledgerPassword") or b"",
-            "custom_metadata": {**self._settings.custom_metadata, JOB_KEY: self._job.hex.encode()},
+            "custom_metadata": {**self._settings.custom_metadata, JOB_KEY: mark.encode()},
         }
+
+    async def _create(self, client: Client) -> WriteHandle:
+        settings = self.ledger_settings(self._mark)
         if self._scope_id == 0:
             return await client.bookkeeper.create_ledger(**settings)
         for _ in range(_ID_ATTEMPTS_MAX):
@@ -137,10 +145,8 @@ class LedgerWriter(DataSourceArrowWriter):
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
         """Delete the ledgers of attempts that do not count, then write the names. Raises the first error."""
-        written = [each for each in messages if isinstance(each, LedgerWritten) and each.ledger is not None]
-        written.sort(key=lambda each: each.partition)
-        ledgers = [LedgerId.from_value(each.ledger) for each in written if each.ledger is not None]
-        self._delete(keep=frozenset(ledgers))
+        ledgers = ledgers_of(messages)
+        self.delete_others(keep=frozenset(ledgers))
         if self._names is not None:
             with atomic_write(self._names) as file:
                 file.writelines(f"{ledger}\n".encode("ascii") for ledger in ledgers)
@@ -148,20 +154,21 @@ class LedgerWriter(DataSourceArrowWriter):
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
         """Delete every ledger of this write. Raises the first error, with a hint that finds the ledgers that remain."""
         try:
-            self._delete(keep=frozenset())
+            self.delete_others(keep=frozenset())
         except BkctlError as error:
             raise BkctlError(
                 f"Ledgers of a write that failed may be left: {error.message}",
                 hint="'bkctl ledger list --all-scopes --custom-metadata "
-                f"{JOB_KEY}={self._job.hex}' shows them, and 'bkctl ledger delete' deletes them",
+                f"{JOB_KEY}={self._mark}' shows them, and 'bkctl ledger delete' deletes them",
             ) from error
 
-    def _delete(self, keep: frozenset[LedgerId]) -> None:
+    def delete_others(self, keep: frozenset[LedgerId]) -> None:
+        """Delete the ledgers of this write that are not in `keep`. Raises the errors of the metadata store."""
         with self._settings.cluster.open() as cluster:
             listed = cluster.ledgers.ledgers(self._scope_id, self._before_first())
             end = LedgerId(self._scope_id, U64_MAX if self._scope_id == 0 else self._first_id | (1 << _LOW_BITS) - 1)
             others = (each for each in takewhile(lambda each: each <= end, listed) if each not in keep)
-            mark = self._job.hex.encode()
+            mark = self._mark.encode()
             for ledger, found in cluster.ledgers.read_many(others):
                 if not isinstance(found, BkctlError) and found.metadata.custom_metadata.get(JOB_KEY) == mark:
                     with contextlib.suppress(LedgerNotFound):
@@ -170,6 +177,13 @@ class LedgerWriter(DataSourceArrowWriter):
     def _before_first(self) -> LedgerId | None:
         first = LedgerId(self._scope_id, self._position if self._scope_id == 0 else self._first_id)
         return LedgerId.from_value(first.value - 1) if first.value else None
+
+
+def ledgers_of(messages: Iterable[WriterCommitMessage | None]) -> list[LedgerId]:
+    """Return the ledgers that tasks wrote, in the order of the partitions."""
+    written = [each for each in messages if isinstance(each, LedgerWritten) and each.ledger is not None]
+    written.sort(key=lambda each: each.partition)
+    return [LedgerId.from_value(each.ledger) for each in written if each.ledger is not None]
 
 
 async def _add(handle: WriteHandle, payloads: Iterable[bytes]) -> None:

@@ -1,4 +1,4 @@
-"""The data source `bookkeeper.ledger`: a table (`ledgers`), a stream (`ledger_stream`) and a sink (`ledger_sink`).
+"""The data source `bookkeeper.ledger`: a table (`ledgers`), a stream (`ledger_stream`), and sinks of both.
 
 spark.read.format("bookkeeper.ledger").options(metadataUri="zk://host:2181/ledgers", ledgerScopeId="7").load()
 """
@@ -14,25 +14,29 @@ from bkctl.spark.sources.columns import source_schema
 from bkctl.spark.sources.connection import CONNECTION_OPTIONS
 from bkctl.spark.sources.ledger_sink import LedgerWriter
 from bkctl.spark.sources.ledger_stream import LedgerStreamReader
+from bkctl.spark.sources.ledger_stream_sink import LedgerStreamWriter
 from bkctl.spark.sources.ledgers import COLUMNS, NAME, LedgerQuerySettings, LedgerReader
 from bkctl.spark.sources.options import SourceOptions
+from bkctl.spark.sources.pushdown import QUERY_OPTIONS
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
 _OPTIONS: Final = (
-    *CONNECTION_OPTIONS, "mode", "columns", "ledger", "ledgersFile", "ledgerScopeId", "customMetadata",
+    *CONNECTION_OPTIONS, *QUERY_OPTIONS, "ledgersFile", "customMetadata",
     "entriesPerPartition", "maxPartitionBytes",
     # of the stream
     "startingOffsets", "maxEntriesPerTrigger", "maxBytesPerTrigger", "failOnDataLoss",
     # of the sink
     "names", "ensembleSize", "writeQuorumSize", "ackQuorumSize", "digestType", "ledgerPasswordFile",
     "ledgerPasswordEnv",
+    # Spark's own, which a sink of a stream gets as well
+    "checkpointLocation", "queryName",
 )  # fmt: skip
 
 
 class LedgerSource(DataSource):
-    """The data source; LedgerStreamReader and LedgerWriter have the options of stream and sink.
+    """The data source; LedgerStreamReader, LedgerWriter and LedgerStreamWriter have the options of stream and sinks.
 
     Options of the table: the connection's (see ClusterOptions); `ledger` (one or more), `ledgersFile` (on the driver,
     one a line) and `ledgerScopeId` (default: every ledger of every scope); `customMetadata` (KEY=VALUE: only ledgers
@@ -66,3 +70,7 @@ class LedgerSource(DataSource):
     def writer(self, schema: StructType, overwrite: bool) -> LedgerWriter:
         """Return the sink of one write; `overwrite` may replace the file that `names` names, never a ledger."""
         return LedgerWriter(self._checked, self._settings, schema, overwrite)
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> LedgerStreamWriter:
+        """Return the sink of a stream, for the output modes append and update."""
+        return LedgerStreamWriter(self._checked, self._settings, schema, overwrite)

@@ -2,14 +2,16 @@
 
     spark.readStream.format("bookkeeper.ledger").options(metadataUri="zk://host:2181/ledgers", ledgerScopeId="7").load()
 
-An offset is a position in the data: the next entry of each ledger; ledgers that are closed and read to their end are
-listed apart. Entries between two offsets are confirmed, so they never change: a query that restarts from its checkpoint
-neither loses nor repeats an entry.
+An offset is a position in the data: the next entry of each ledger. Ledgers that are closed and read to their end are
+folded with the next batch: into runs of adjacent ids, in which every ledger was read or is outside the query. Entries
+between two offsets are confirmed, so they never change: a query that restarts from its checkpoint neither loses nor
+repeats an entry.
 """
 
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -49,10 +51,15 @@ _ASKED_AT_ONCE: Final = 64
 
 
 class Offset(NamedTuple):
-    """The next entry of each ledger, by qualified name; ledgers in `closed` are read to their end."""
+    """The next entry of each ledger, by qualified name.
+
+    Ledgers in `closed` are read to their end by the batch that ends here, those in the runs of `finished` (first and
+    last name, in order) by batches before.
+    """
 
     open: dict[str, int]
     closed: dict[str, int]
+    finished: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def read(cls, value: Mapping[str, Any]) -> Offset:
@@ -63,13 +70,26 @@ class Offset(NamedTuple):
             if not isinstance(part, dict) or not all(_is_position(*item) for item in part.items()):
                 raise UsageError(f"{NAME}: not an offset: {json.dumps(value)[:200]}")
             parts.append(part)
-        if value.keys() - {"open", "closed"}:
+        runs = value.get("finished", [])
+        is_valid = isinstance(runs, list) and all(
+            isinstance(run, list) and len(run) == 2 and all(isinstance(name, str) and _is_name(name) for name in run)
+            for run in runs
+        )
+        if not is_valid or value.keys() - {"open", "closed", "finished"}:
             raise UsageError(f"{NAME}: not an offset: {json.dumps(value)[:200]}")
-        return cls(*parts)
+        return cls(parts[0], parts[1], tuple((first, last) for first, last in runs))
 
-    def to_json(self) -> dict[str, dict[str, int]]:
+    def to_json(self) -> dict[str, Any]:
         """Return the form that Spark saves."""
-        return {"open": dict(sorted(self.open.items())), "closed": dict(sorted(self.closed.items()))}
+        found: dict[str, Any] = {
+            "open": dict(sorted(self.open.items())), "closed": dict(sorted(self.closed.items())),
+        }  # fmt: skip
+        return {**found, "finished": [list(run) for run in self.finished]} if self.finished else found
+
+    def is_done(self, name: str) -> bool:
+        """Return whether the ledger is read to its end."""
+        at = bisect_right(self.finished, name, key=lambda run: run[0]) - 1
+        return name in self.closed or (at >= 0 and name <= self.finished[at][1])
 
     @property
     def next_entry_ids(self) -> dict[str, int]:
@@ -78,7 +98,11 @@ class Offset(NamedTuple):
 
 
 def _is_position(name: str, entry_id: object) -> bool:
-    return len(name) == 32 and not name.strip("0123456789abcdef") and type(entry_id) is int and 0 <= entry_id <= 1 << 63
+    return _is_name(name) and type(entry_id) is int and 0 <= entry_id <= 1 << 63
+
+
+def _is_name(name: str) -> bool:
+    return len(name) == 32 and not name.strip("0123456789abcdef")
 
 
 def latest_offsets(options: Mapping[str, str]) -> str:
@@ -86,7 +110,7 @@ def latest_offsets(options: Mapping[str, str]) -> str:
     checked = SourceOptions(NAME, options, tuple(options))
     settings = LedgerQuerySettings(checked)
     with Client(settings.cluster) as client:
-        seen = _Look(settings).look(client, {})
+        seen = _Look(settings).look(client, Offset({}, {}))
     ends = {name: each.next_entry_id for name, each in seen.items()}
     closed = {name for name, each in seen.items() if each.closed}
     offset = Offset({name: ends[name] for name in ends.keys() - closed}, {name: ends[name] for name in closed})
@@ -102,21 +126,35 @@ class _Look:
         self._needed = needed and settings.are_named
         #: Ledgers outside the query, and closed ones without entries.
         self._passed_over: set[LedgerId] = set()
+        #: All ledgers of the last look, in order.
+        self._listed: list[LedgerId] = []
 
-    def look(self, client: Client, finished: Mapping[str, int]) -> dict[str, Extent]:
-        """Return the extents of all ledgers of the query by name; `finished` ones (name → end) are not requested again.
+    def finished(self, known: Offset) -> tuple[tuple[str, str], ...]:
+        """Return the runs of adjacent ids of existing ledgers that are done in `known`, or outside the query."""
+        runs: list[tuple[LedgerId, LedgerId, bool]] = []
+        for ledger in self._listed:
+            is_done = known.is_done(ledger.qualified_name)
+            if not is_done and ledger not in self._passed_over:
+                continue
+            if runs and runs[-1][1].value + 1 == ledger.value:
+                runs[-1] = (runs[-1][0], ledger, runs[-1][2] or is_done)
+            else:
+                runs.append((ledger, ledger, is_done))
+        return tuple((first.qualified_name, last.qualified_name) for first, last, has_done in runs if has_done)
+
+    def look(self, client: Client, known: Offset) -> dict[str, Extent]:
+        """Return the extents of the ledgers of the query by name, without those that are done in `known`.
 
         Ledgers without entries are left out. Raises the error of a ledger that cannot be read.
         """
         found: dict[str, Extent] = {}
         held: list[tuple[LedgerId, VersionedMetadata]] = []
+        self._listed = []
 
         def asked() -> Iterator[LedgerId]:
             for ledger in self._settings.listed(client, self._settings.conditions()):
-                end = finished.get(ledger.qualified_name)
-                if end is not None:
-                    found[ledger.qualified_name] = Extent(end, True, 0)
-                elif ledger not in self._passed_over:
+                self._listed.append(ledger)
+                if not known.is_done(ledger.qualified_name) and ledger not in self._passed_over:
                     yield ledger
 
         def ask() -> None:
@@ -177,7 +215,7 @@ class LedgerStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def prepareForTriggerAvailableNow(self) -> None:
         """End the stream at the entries that exist now."""
-        self._target = self._look.look(self._connected(), {})
+        self._target = self._look.look(self._connected(), Offset({}, {}))
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
         """Return the end of the next batch; `start` itself without new entries.
@@ -186,25 +224,26 @@ class LedgerStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         false.
         """
         known = Offset.read(start)
-        extents = self._target if self._target is not None else self._look.look(self._connected(), known.closed)
+        extents = self._target if self._target is not None else self._look.look(self._connected(), known)
+        extents = {name: extent for name, extent in extents.items() if not known.is_done(name)}
         self._check_deleted(known, extents)
-        at = known.next_entry_ids
+        at = known.open
         waiting = {name: each.next_entry_id - at.get(name, 0) for name, each in extents.items()}
         sizes = {name: each.entry_size for name, each in extents.items()}
         taken = allot({name: count for name, count in waiting.items() if count > 0}, sizes, *self._limits(limit))
         new = Offset({}, {})
         for name, extent in extents.items():
             next_id = at.get(name, 0) + taken.get(name, 0)
-            done = name in known.closed or (extent.closed and next_id >= extent.next_entry_id)
+            done = extent.closed and next_id >= extent.next_entry_id
             if next_id:
                 (new.closed if done else new.open)[name] = next_id
         self._seen = Offset({name: each.next_entry_id for name, each in extents.items()}, {})
-        kept = {name: next_id for name, next_id in known.closed.items() if name in extents}
-        if new.open == {name: each for name, each in known.open.items() if name in extents} and new.closed == kept:
+        if not new.closed and new.open == {name: each for name, each in known.open.items() if name in extents}:
             return start
-        if len(new.open) + len(new.closed) > LEDGERS_MAX:
+        new = new._replace(finished=self._look.finished(known))
+        if len(new.open) + len(new.closed) + len(new.finished) > LEDGERS_MAX:
             raise UsageError(
-                f"{NAME}: a stream follows at most {LEDGERS_MAX:,} ledgers",
+                f"{NAME}: a stream follows at most {LEDGERS_MAX:,} ledgers, or runs of finished ones",
                 hint="narrow it with ledger, ledgerScopeId or customMetadata",
             )
         return new.to_json()

@@ -14,21 +14,21 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from pyspark.sql.datasource import DataSourceReader, InputPartition
+from pyspark.sql.datasource import InputPartition
 
 from bkctl.client.reader import LedgerAccess, LedgerEntry, read_entries, read_last_confirmed
 from bkctl.errors import BkctlError, LedgerNotFound, UsageError
 from bkctl.ids import LedgerId
 from bkctl.metadata.admin.overview import LedgerQuery
 from bkctl.metadata.ledgers import VersionedMetadata
-from bkctl.spark.sources.columns import DAMAGE, constant, damage_row
+from bkctl.spark.sources.columns import DAMAGE, constant, damage_row, ledger_values
 from bkctl.spark.sources.connection import Client, ClusterOptions
 from bkctl.spark.sources.filters import LEDGER_COLUMNS, Conditions
-from bkctl.spark.sources.options import Mode, SourceOptions
+from bkctl.spark.sources.options import SourceOptions
+from bkctl.spark.sources.pushdown import QueryReader
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from pyspark.sql.datasource import Filter
     from pyspark.sql.types import StructType
 
 
@@ -67,6 +67,7 @@ class LedgerQuerySettings:
     def __init__(self, options: SourceOptions) -> None:
         self.cluster = ClusterOptions(options)
         self.mode = options.mode()
+        self.pushdown = options.flag("pushdown")
         self.named = options.ledgers()
         self._file = options.text("ledgersFile")
         self.scope_id = options.scope_id()
@@ -79,7 +80,7 @@ class LedgerQuerySettings:
         """Return the conditions of the options alone."""
         conditions = Conditions(ledgers=frozenset(self.named) if self.named else None)
         if self.scope_id is not None:
-            conditions.values["ledgerScopeId"] = frozenset([str(self.scope_id)])
+            conditions.values["ledgerScopeId"] = frozenset([self.scope_id])
         return conditions
 
     @property
@@ -153,18 +154,16 @@ def cut(spans: Iterable[tuple[EntryRange, int]], size_max: int, count_max: int) 
         yield held
 
 
-class LedgerReader(DataSourceReader):
+class LedgerReader(QueryReader):
     """Plans and reads a table of entries; `partitions` and `read` need no Spark."""
 
+    integers = ("entryId",)
+    never_null = COLUMNS
+
     def __init__(self, settings: LedgerQuerySettings, schema: StructType) -> None:
+        super().__init__(settings.conditions(), settings.mode, pushdown=settings.pushdown)
         self._settings = settings
         self._entries = EntryReader(settings, schema)
-        self._conditions = settings.conditions()
-
-    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
-        """Take filters on scopes, ledgers and entries; return the filters that Spark must apply."""
-        permissive = self._settings.mode is Mode.PERMISSIVE
-        return self._conditions.push(filters, LEDGER_COLUMNS, ("entryId",), COLUMNS, permissive=permissive)
 
     def partitions(self) -> list[InputPartition]:
         """Return ranges of entries. Raises the errors of reading metadata and last adds confirmed."""
@@ -280,7 +279,7 @@ class EntryReader:
             yield from batch.finish()
 
     def _damage(self, ledger: LedgerId, entry_id: int | None, reason: str) -> pa.RecordBatch:
-        return damage_row(self._schema, None, None, reason, **ledger.to_json(), entryId=entry_id)
+        return damage_row(self._schema, None, None, reason, **ledger_values(ledger), entryId=entry_id)
 
 
 async def _take(
@@ -348,7 +347,9 @@ class _Batch:
         if name == DAMAGE:
             return pa.nulls(len(self._entries), kind)
         if name in LEDGER_COLUMNS:
-            return pa.concat_arrays([constant(ledger.to_json()[name], count, kind) for ledger, count in self._runs])
+            return pa.concat_arrays(
+                [constant(ledger_values(ledger)[name], count, kind) for ledger, count in self._runs]
+            )
         at = ("entryId", "lastAddConfirmed", "length", "payload", "formatVersion").index(name) if name != "size" else -1
         values = [len(entry.payload) for entry in self._entries] if at < 0 else [entry[at] for entry in self._entries]
         return pa.array(values, kind)

@@ -12,13 +12,13 @@ describes: its row has null ids. The options `ledger` and `ledgerScopeId` keep t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
+from pyspark.sql.datasource import DataSource, InputPartition
 
 from bkctl.errors import BkctlError, LedgerNotFound, UsageError
 from bkctl.formats.metadata import LedgerMetadata
@@ -27,14 +27,14 @@ from bkctl.metadata.admin.dump import ExportFile, ExportSection
 from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.ledger_json import pulsar_object
 from bkctl.metadata.ledgers import RANGE_SIZE, VersionedMetadata
-from bkctl.spark.sources.columns import DAMAGE, source_schema, where_and_why
+from bkctl.spark.sources.columns import DAMAGE, ledger_values, source_schema, where_and_why
 from bkctl.spark.sources.connection import CONNECTION_OPTIONS, ClusterOptions
 from bkctl.spark.sources.filters import LEDGER_COLUMNS, Conditions
-from bkctl.spark.sources.options import Mode, SourceOptions
+from bkctl.spark.sources.options import SourceOptions
+from bkctl.spark.sources.pushdown import QUERY_OPTIONS, QueryReader
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from pyspark.sql.datasource import Filter
     from pyspark.sql.types import StructType
 
 NAME: Final = "bookkeeper.metadata"
@@ -45,8 +45,8 @@ _TIME_MS_MAX: Final = 253_402_300_799_999
 
 #: Column → its value for a ledger and its metadata.
 COLUMNS: Final[dict[str, Callable[[LedgerId, VersionedMetadata], Any]]] = {
-    "ledgerScopeId": lambda ledger, _: str(ledger.scope_id),
-    "ledgerId": lambda ledger, _: str(ledger.ledger_id),
+    "ledgerScopeId": lambda ledger, _: ledger.scope_id,
+    "ledgerId": lambda ledger, _: ledger.ledger_id,
     "ledgerQualifiedName": lambda ledger, _: ledger.qualified_name,
     "metadataFormatVersion": lambda _, found: found.metadata.format_version,
     "state": lambda _, found: found.metadata.state.name,
@@ -64,7 +64,7 @@ COLUMNS: Final[dict[str, Callable[[LedgerId, VersionedMetadata], Any]]] = {
     "pulsar": lambda _, found: list(pulsar_object(found.metadata.custom_metadata).items()) or None,
 }
 _OPTIONS: Final = (
-    *CONNECTION_OPTIONS, "mode", "columns", "ledger", "ledgerScopeId", "ledgersPerPartition", "maxPartitionBytes",
+    *CONNECTION_OPTIONS, *QUERY_OPTIONS, "ledgersPerPartition", "maxPartitionBytes",
 )  # fmt: skip
 
 
@@ -127,29 +127,26 @@ class MetadataSource(DataSource):
         return MetadataReader(self._checked, schema)
 
 
-class MetadataReader(DataSourceReader):
+class MetadataReader(QueryReader):
     """Plans and reads; `partitions` and `read` need no Spark."""
+
+    never_null = LEDGER_COLUMNS
 
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
         from bkctl.spark.internals import arrow_schema_of
 
         self._schema: pa.Schema = arrow_schema_of(schema, timezone="UTC")
-        self._mode = options.mode()
         self._export = options.text("path")
         self._cluster = None if self._export is not None else ClusterOptions(options)
         self._range_size = options.integer("ledgersPerPartition", RANGE_SIZE, 1)
         self._section_size = options.size_bytes("maxPartitionBytes", SECTION_SIZE_BYTES_DEFAULT)
         named = options.ledgers()
-        self._conditions = Conditions(ledgers=frozenset(named) if named else None)
+        conditions = Conditions(ledgers=frozenset(named) if named else None)
         self._named = bool(named)
         scope_id = options.scope_id()
         if scope_id is not None:
-            self._conditions.values["ledgerScopeId"] = frozenset([str(scope_id)])
-
-    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
-        """Take filters on scopes and ledgers; return the filters that Spark must apply."""
-        permissive = self._mode is Mode.PERMISSIVE
-        return self._conditions.push(filters, LEDGER_COLUMNS, never_null=LEDGER_COLUMNS, permissive=permissive)
+            conditions.values["ledgerScopeId"] = frozenset([scope_id])
+        super().__init__(conditions, options.mode(), pushdown=options.flag("pushdown"))
 
     # --- planning -----------------------------------------------------------------------------------------------
 
@@ -266,7 +263,7 @@ def _value(column: str, ledger: LedgerId | None, found: VersionedMetadata | _Dam
         return COLUMNS[column](ledger, found)
     if ledger is None or column not in LEDGER_COLUMNS:
         return None
-    return ledger.to_json()[column]
+    return ledger_values(ledger)[column]
 
 
 def _microseconds(time_ms: int | None) -> int | None:

@@ -57,8 +57,8 @@ def _record_digest(record: Record) -> str | None:
 
 #: Column → its value of a record; the digest type of version 1, where given, tells the payload's size.
 VALUES: Final[dict[str, Callable[[Record, DigestType | None], Any]]] = {
-    "ledgerScopeId": lambda record, _: None if record.ledger is NO_LEDGER else str(record.ledger.scope_id),
-    "ledgerId": lambda record, _: None if record.ledger is NO_LEDGER else str(record.ledger.ledger_id),
+    "ledgerScopeId": lambda record, _: None if record.ledger is NO_LEDGER else record.ledger.scope_id,
+    "ledgerId": lambda record, _: None if record.ledger is NO_LEDGER else record.ledger.ledger_id,
     "ledgerQualifiedName": lambda record, _: None if record.ledger is NO_LEDGER else record.ledger.qualified_name,
     "entryId": lambda record, _: record.entry_id,
     "lastAddConfirmed": lambda record, _: _last_add_confirmed(record),

@@ -8,12 +8,12 @@ because records are not searched for: each follows the one before.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
+from pyspark.sql.datasource import DataSource, InputPartition
 
 from bkctl.errors import BkctlError, Conflict, NotFound, UsageError
 from bkctl.files.scan import RecordBatch
@@ -21,18 +21,18 @@ from bkctl.files.windows import FileReader
 from bkctl.formats.record import RecordType
 from bkctl.spark.sources.columns import DAMAGE, check_schema, damage_row, source_schema, where_and_why
 from bkctl.spark.sources.filters import LEDGER_COLUMNS, Conditions
-from bkctl.spark.sources.options import Mode, SourceOptions
+from bkctl.spark.sources.options import SourceOptions
 from bkctl.spark.sources.places import Place, unseen
+from bkctl.spark.sources.pushdown import QUERY_OPTIONS, QueryReader
 from bkctl.spark.sources.ranges import FileState, Range, end_of, ranges_of
 from bkctl.spark.sources.record_rows import BODY_COLUMNS, LedgerSums, RecordRows
 from bkctl.spark.sources.selection import Selection
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from pyspark.sql.datasource import Filter
     from pyspark.sql.types import StructType
 
-OPTIONS: Final = ("rows", "mode", "columns", "ledger", "ledgerScopeId", "digestType", "types", "borders")
+OPTIONS: Final = (*QUERY_OPTIONS, "rows", "digestType", "types", "borders")
 #: Plans to try where a listed file is deleted while the plan is made.
 _PLANS_MAX: Final = 5
 _PLANNERS_MAX: Final = 4
@@ -52,7 +52,7 @@ class RecordRowKind(StrEnum):
     LEDGERS = "ledgers"
 
 
-class RecordReader(DataSourceReader):
+class RecordReader(QueryReader):
     """Plans and reads the files of one source; a subclass opens one kind of file."""
 
     #: The column of the file's id: `logId` or `journalId`.
@@ -63,15 +63,20 @@ class RecordReader(DataSourceReader):
     on_request: tuple[str, ...] = ("payload", "record", "digestType", "digest")
 
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
+        super().__init__(Conditions.of(options), options.mode(), pushdown=options.flag("pushdown"))
         self._options = options
         self._paths = options.paths()
-        self._mode = options.mode()
         self._digest_type = options.digest_type()
         self._borders = options.offsets("borders")
         self._rows = options.choice("rows", RecordRowKind.RECORDS)
         self._types = self._record_types()
         self._struct = schema
-        self._conditions = Conditions.of(options)
+        self.texts = ("type", "file", f"{self.id_name}Hex", "bookieId")
+        self.integers = ("entryId", "offset", self.id_name)
+        of_ledgers = LEDGER_COLUMNS if self._types is None else ()
+        self.never_null = (
+            "entryId", "offset", "recordSize", "type", "file", "formatVersion", "scoped", "entryCount", *of_ledgers,
+        )  # fmt: skip
         check_schema(self.source, schema, (*self.columns(options), *self.columns_on_request(options), DAMAGE))
 
     @classmethod
@@ -106,16 +111,6 @@ class RecordReader(DataSourceReader):
         raise AssertionError
 
     # Spark calls:
-
-    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
-        """Take filters on ledgers, entries, types, offsets and files; return the filters that Spark must apply."""
-        names = (*LEDGER_COLUMNS, "type", "file", f"{self.id_name}Hex", "bookieId")
-        of_ledgers = LEDGER_COLUMNS if self._types is None else ()
-        never_null = (
-            "entryId", "offset", "recordSize", "type", "file", "formatVersion", "scoped", "entryCount", *of_ledgers,
-        )  # fmt: skip
-        numbers = ("entryId", "offset", self.id_name)
-        return self._conditions.push(filters, names, numbers, never_null, permissive=self._mode is Mode.PERMISSIVE)
 
     def partitions(self) -> list[InputPartition]:
         """Return the ranges, in the order of the files.

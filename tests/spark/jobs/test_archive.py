@@ -130,9 +130,16 @@ def test_exports_of_empty_partial_and_missing_selections(
     # Too many scopes to have a directory each.
     monkeypatch.setattr(archive, "SCOPES_MAX", 1)
     rows = export_ledgers(spark, str(tmp_path / "some"), some, overwrite=True).collect()
-    assert [row.ledgerId for row in rows] == ["1", "2"]
+    assert [row.ledgerId for row in rows] == [1, 2]
     assert not [each for each in (tmp_path / "some" / "entries").iterdir() if each.is_dir()]
     rows = import_ledgers(spark, str(tmp_path / "some"), live.options, to_scope_id=SCOPE + 63).collect()
+    assert [(row.ledgerId, row.state, row.entryCount) for row in rows] == [("1", "copied", 1), ("2", "copied", 1)]
+    # Exports of earlier releases have ids as text.
+    for part in ("ledgers", "entries", "counts"):
+        found = spark.read.parquet(str(tmp_path / "some" / part))
+        ids = {name: found[name].cast("string") for name in ("ledgerScopeId", "ledgerId")}
+        found.withColumns(ids).write.parquet(str(tmp_path / "earlier" / part))
+    rows = import_ledgers(spark, str(tmp_path / "earlier"), live.options, to_scope_id=SCOPE + 64).collect()
     assert [(row.ledgerId, row.state, row.entryCount) for row in rows] == [("1", "copied", 1), ("2", "copied", 1)]
     with pytest.raises(Exception, match=r"LedgerNotFound|No ledger"):
         export_ledgers(spark, str(tmp_path / "more"), {**live.options, "ledger": LedgerId(SCOPE + 60, 9).uuid})

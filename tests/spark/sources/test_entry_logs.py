@@ -26,6 +26,7 @@ from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.entry_log import write_header, write_ledgers_map
 from bkctl.formats.record import NO_LEDGER
 from bkctl.ids import LedgerId
+from bkctl.spark.sources.columns import ledger_values
 from bkctl.spark.sources.entry_logs import EntryLogRecords, EntryLogSource
 
 V1, OTHER = LedgerId(0, 5), LedgerId(0, 6)
@@ -51,7 +52,7 @@ def expected(path: Path, digest_type: DigestType | None = None, **more: Any) -> 
     with EntryLogReader.open(path) as reader:
         for each in reader.records():
             yield {
-                **each.ledger.to_json(),
+                **ledger_values(each.ledger),
                 "entryId": each.entry_id,
                 "lastAddConfirmed": each.last_add_confirmed,
                 "length": each.length,
@@ -82,7 +83,7 @@ def test_entry_logs_match_apache_shell(bookie: golden.GoldenBookie, size: int) -
         by_file[Path(row["file"])].append(tuple(row[name] for name in names))
     for path, (answer, _) in bookie.entry_logs.items():
         entries = [each for each in answer if each["type"] == "entry"]
-        assert by_file[path] == [(str(each["ledgerId"]), *(each[name] for name in names[1:])) for each in entries]
+        assert by_file[path] == [(int(each["ledgerId"]), *(each[name] for name in names[1:])) for each in entries]
     assert {row["bookieId"] for row in rows} == {bookie.bookie_id}
     assert {row["scoped"] for row in rows} == {False}
 
@@ -97,7 +98,7 @@ def test_every_column_matches_the_record_reader(tmp_path: Path, digest_type: Dig
     rows = rows_of(EntryLogSource, path=tmp_path, borders=cuts(500, plain, scoped), **options)
     assert without_bookie(rows) == [*expected(plain, digest_type), *expected(scoped, digest_type)]
     assert rows[0]["bookieId"] is None
-    assert rows[-1]["ledgerId"] == str(2**63 + 9)
+    assert rows[-1]["ledgerId"] == 2**63 + 9
 
 
 def test_columns_on_request(tmp_path: Path) -> None:
@@ -139,7 +140,7 @@ def test_payload_with_records_is_not_searched(tmp_path: Path, size: int) -> None
     path = write(tmp_path / "0.log", *records, *write_ledgers_map({V1: 1}))
     planned = Planned(EntryLogSource, path=path, borders=cuts(size, path), columns="*,payload", digestType="CRC32C")
     rows = planned.rows()
-    assert [(row["ledgerId"], row["entryId"]) for row in rows] == [("5", at) for at in range(12)]
+    assert [(row["ledgerId"], row["entryId"]) for row in rows] == [(5, at) for at in range(12)]
     assert rows[0]["payload"] == inner
 
 
@@ -250,7 +251,7 @@ def test_fillers_are_rows_on_request_only(tmp_path: Path) -> None:
     assert [row["type"] for row in rows_of(EntryLogSource, path=path)] == ["entry"]
     rows = rows_of(EntryLogSource, path=path, types="ledgersMap,entry")
     assert [(row["type"], row["ledgerId"], row["entryId"]) for row in rows] == [
-        ("entry", "5", 0), ("ledgersMap", None, -2)
+        ("entry", 5, 0), ("ledgersMap", None, -2)
     ]  # fmt: skip
 
 
@@ -519,7 +520,7 @@ def test_log_deleted_during_plan_restarts_the_plan(tmp_path: Path, monkeypatch: 
         return found
 
     monkeypatch.setattr(EntryLogRecords, "list_places", compact_after_listing)
-    assert [(row["logId"], row["ledgerId"]) for row in rows_of(EntryLogSource, path=tmp_path)] == [(1, "5")]
+    assert [(row["logId"], row["ledgerId"]) for row in rows_of(EntryLogSource, path=tmp_path)] == [(1, 5)]
 
     def always_one_too_many(self: EntryLogRecords) -> Any:
         (place,) = listed(self)
@@ -577,7 +578,7 @@ def test_copies_in_two_places_are_two_bookies(tmp_path: Path) -> None:
 def test_ledger_sums_match_apache_shell(bookie: golden.GoldenBookie, size: int) -> None:
     sums: dict[tuple[str, str], list[int]] = {}
     for row in rows_of(EntryLogSource, path=bookie.ledger_dir, rows="ledgers", borders=cuts(size, *bookie.entry_logs)):
-        of_ledger = sums.setdefault((row["file"], row["ledgerId"]), [0, 0])
+        of_ledger = sums.setdefault((row["file"], str(row["ledgerId"])), [0, 0])
         of_ledger[0] += row["entryCount"]
         of_ledger[1] += row["size"]
         assert (row["bookieId"], row["scoped"]) == (bookie.bookie_id, False)
@@ -597,8 +598,8 @@ def test_ledger_sums_of_scoped_and_selected_ledgers(tmp_path: Path) -> None:
     assert {row["ledgerQualifiedName"]: row["size"] for row in rows} == wanted
     assert [row["entryCount"] for row in rows] == [66, 34]
     (row,) = rows_of(EntryLogSource, path=tmp_path, rows="ledgers", ledger=HUGE.qualified_name)
-    assert (row["ledgerId"], row["entryCount"]) == (str(HUGE.ledger_id), 34)
-    filters = [EqualTo(("ledgerScopeId",), "7"), IsNotNull(("ledgerScopeId",))]
+    assert (row["ledgerId"], row["entryCount"]) == (HUGE.ledger_id, 34)
+    filters = [EqualTo(("ledgerScopeId",), 7), IsNotNull(("ledgerScopeId",))]
     planned = Planned(EntryLogSource, filters, path=tmp_path, rows="ledgers", columns="entryCount")
     assert (planned.left, planned.rows()) == ([], [{"entryCount": 66}])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,8 @@ def keeps(each: Filter, row: dict[str, Any]) -> bool:
 
 
 numbers = st.one_of(st.integers(-2, 25), st.sampled_from([2**40, 2**63 - 1, -(2**63), 2**40 + 5]))
-halves = st.sampled_from(["0", "5", "6", "7", "05", "+5", "x", "", str(2**63 + 9), str(2**64 - 1), str(2**64), "-1"])
+whole = [0, 5, 6, 7, 2**63 + 9, 2**64 - 1, 2**64, -1]
+halves = st.sampled_from([*whole, *map(Decimal, whole)])
 names = st.sampled_from([ledger.qualified_name for ledger in LEDGERS] + ["0" * 32, "x" * 32, "5"])
 values = {
     "ledgerId": halves,
@@ -96,7 +98,7 @@ values = {
 def filters(draw: st.DrawFn) -> Filter:
     name = draw(st.sampled_from(sorted(values)))
     kinds: list[Any] = [EqualTo, EqualNullSafe, In, IsNotNull]
-    if name in ("entryId", "offset", "logId"):
+    if name in ("entryId", "offset", "logId", "ledgerId", "ledgerScopeId"):
         kinds += [GreaterThan, GreaterThanOrEqual, LessThan, LessThanOrEqual] * 2
     kind = draw(st.sampled_from(kinds))
     if kind is IsNotNull:
@@ -119,15 +121,17 @@ def test_filters_match_spark(bookie: Path, rows: list[dict[str, Any]], chosen: l
 
 def test_unsupported_filters_are_left_to_spark(bookie: Path) -> None:
     others: list[Filter] = [
-        Not(EqualTo(("ledgerId",), "5")),
+        Not(EqualTo(("ledgerId",), 5)),
         StringStartsWith(("ledgerId",), "5"),
-        GreaterThan(("ledgerId",), "5"),
-        EqualTo(("ledgerId", "field"), "5"),
+        GreaterThan(("ledgerQualifiedName",), "5"),
+        EqualTo(("ledgerId",), "5"),
+        EqualTo(("ledgerId",), Decimal("5.5")),
+        EqualTo(("ledgerId", "field"), 5),
         EqualTo(("recordSize",), 41),
         EqualTo(("entryId",), "5"),
         EqualTo(("entryId",), True),
         EqualNullSafe(("ledgerId",), None),
-        In(("ledgerId",), ("5", None)),
+        In(("ledgerId",), (5, None)),
         IsNotNull(("lastAddConfirmed",)),
     ]
     planned = Planned(EntryLogSource, others, path=bookie)
@@ -136,10 +140,10 @@ def test_unsupported_filters_are_left_to_spark(bookie: Path) -> None:
 
 
 def test_permissive_mode_leaves_all_filters_to_spark(bookie: Path) -> None:
-    chosen: list[Filter] = [IsNotNull(("ledgerId",)), EqualTo(("ledgerId",), "6")]
+    chosen: list[Filter] = [IsNotNull(("ledgerId",)), EqualTo(("ledgerId",), 6)]
     planned = Planned(EntryLogSource, chosen, path=bookie, mode="permissive")
     assert planned.left == chosen
-    assert {row["ledgerId"] for row in planned.rows()} == {"6"}
+    assert {row["ledgerId"] for row in planned.rows()} == {6}
 
 
 def test_files_that_a_filter_excludes_are_not_opened(bookie: Path, tmp_path: Path) -> None:
@@ -153,19 +157,24 @@ def test_files_that_a_filter_excludes_are_not_opened(bookie: Path, tmp_path: Pat
 def test_conditions_list_ledgers_if_finite() -> None:
     def conditions(*filters: Filter) -> Conditions:
         made = Conditions()
-        assert not list(made.push(filters, ("ledgerId", "ledgerScopeId", "ledgerQualifiedName"), ("entryId",)))
+        assert not list(made.push(filters, integers=("entryId",)))
         return made
 
     assert conditions().wanted_ledgers() is None
-    assert conditions(EqualTo(("ledgerId",), "5")).wanted_ledgers() is None
-    assert conditions(EqualTo(("ledgerId",), "5")).ledger_ids() == {5}
-    assert conditions(EqualTo(("ledgerScopeId",), "7")).scope_ids() == {7}
-    both = conditions(In(("ledgerScopeId",), ("7", "0")), EqualTo(("ledgerId",), "5"))
+    assert conditions(EqualTo(("ledgerId",), 5)).wanted_ledgers() is None
+    assert conditions(EqualTo(("ledgerId",), 5)).ledger_ids() == {5}
+    assert conditions(EqualTo(("ledgerScopeId",), 7)).scope_ids() == {7}
+    both = conditions(In(("ledgerScopeId",), (7, 0)), EqualTo(("ledgerId",), 5))
     assert both.wanted_ledgers() == [LedgerId(0, 5), LedgerId(7, 5)]
-    named = conditions(EqualTo(("ledgerQualifiedName",), LedgerId(7, 5).qualified_name), EqualTo(("ledgerId",), "5"))
+    named = conditions(EqualTo(("ledgerQualifiedName",), LedgerId(7, 5).qualified_name), EqualTo(("ledgerId",), 5))
     assert named.wanted_ledgers() == [LedgerId(7, 5)]
     assert (named.scope_ids(), named.ledger_ids()) == ({7}, {5})
-    assert conditions(EqualTo(("ledgerId",), "05"), EqualTo(("ledgerScopeId",), "0")).wanted_ledgers() == []
+    assert conditions(EqualTo(("ledgerId",), -1), EqualTo(("ledgerScopeId",), 0)).wanted_ledgers() == []
+    above = conditions(
+        GreaterThan(("ledgerId",), Decimal(5)), In(("ledgerId",), (5, 6)), EqualTo(("ledgerScopeId",), 0)
+    )
+    assert above.wanted_ledgers() == [LedgerId(0, 6)]
+    assert conditions(GreaterThan(("ledgerId",), 5)).about_ledgers
     assert conditions(GreaterThan(("entryId",), 4), LessThan(("entryId",), 9)).entry_range() == (5, 8)
     assert conditions(In(("entryId",), (9, 3))).entry_range() == (3, 9)
     first, last = conditions(EqualTo(("entryId",), 3), EqualTo(("entryId",), 4)).entry_range()

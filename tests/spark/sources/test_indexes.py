@@ -80,17 +80,17 @@ def test_index_matches_apache_shell(bookie: golden.GoldenBookie, size: str) -> N
         for entry_id, place in answer["locations"].items()
     }
     # The shell prints where the entry itself begins.
-    assert {(row["ledgerId"], row["entryId"]): (row["logId"], row["offset"] + 4) for row in rows} == locations
+    assert {(str(row["ledgerId"]), row["entryId"]): (row["logId"], row["offset"] + 4) for row in rows} == locations
     assert len(rows) == len(locations)
     assert {row["bookieId"] for row in rows} == {bookie.bookie_id}
     assert all(row["logIdHex"] == f"{row['logId']:x}" for row in rows)
     ledgers = rows_of(IndexSource, path=bookie.ledger_dir, rows="ledgers", maxPartitionBytes=size)
-    assert {row["ledgerId"]: row["entryCount"] for row in ledgers} == {
+    assert {str(row["ledgerId"]): row["entryCount"] for row in ledgers} == {
         ledger_id: len(answer["locations"]) for ledger_id, answer in bookie.indexes.items()
     }
     for row in ledgers:
         assert "masterKey" not in row
-        assert row["fenced"] == bookie.indexes[row["ledgerId"]].get("fenced", row["fenced"])
+        assert row["fenced"] == bookie.indexes[str(row["ledgerId"])].get("fenced", row["fenced"])
 
 
 @pytest.mark.parametrize("size", ["1", "100", "1m"])
@@ -102,10 +102,10 @@ def test_scoped_and_mixed_directories(tmp_path: Path, size: str) -> None:
     for place in ("files", "db"):
         rows = rows_of(IndexSource, path=tmp_path / place, maxPartitionBytes=size)
         assert of_rows(rows) == expected(tmp_path / place)
-        assert {row["scoped"] for row in rows if row["ledgerScopeId"] == "0"} == {False}
-        assert {row["scoped"] for row in rows if row["ledgerScopeId"] != "0"} == {True}
+        assert {row["scoped"] for row in rows if row["ledgerScopeId"] == 0} == {False}
+        assert {row["scoped"] for row in rows if row["ledgerScopeId"] != 0} == {True}
         ledgers = rows_of(IndexSource, path=tmp_path / place, rows="ledgers", columns="*,masterKey")
-        assert {row["ledgerId"] for row in ledgers} >= {"5", "1", str(2**63 + 9)}
+        assert {row["ledgerId"] for row in ledgers} >= {5, 1, 2**63 + 9}
         assert {row["masterKey"] for row in ledgers} == {master_key(b"")}
     assert {row["explicitLac"] for row in rows_of(IndexSource, path=tmp_path / "files", rows="ledgers")} == {3}
 
@@ -186,14 +186,14 @@ def test_index_filters_are_pushed_down(tmp_path: Path, place: str) -> None:
     path = tmp_path / place
     whole = rows_of(IndexSource, path=path)
     for filters, wanted in (
-        ([EqualTo(("ledgerId",), "1")], lambda row: row["ledgerId"] == "1"),
-        ([EqualTo(("ledgerScopeId",), "7"), EqualTo(("ledgerId",), "1")], lambda row: row["ledgerScopeId"] == "7"),
-        ([EqualTo(("ledgerQualifiedName",), HUGE.qualified_name)], lambda row: row["ledgerId"] == str(2**63 + 9)),
-        ([EqualTo(("ledgerId",), "5"), GreaterThanOrEqual(("entryId",), 4)],
-         lambda row: row["ledgerId"] == "5" and row["entryId"] >= 4),
+        ([EqualTo(("ledgerId",), 1)], lambda row: row["ledgerId"] == 1),
+        ([EqualTo(("ledgerScopeId",), 7), EqualTo(("ledgerId",), 1)], lambda row: row["ledgerScopeId"] == 7),
+        ([EqualTo(("ledgerQualifiedName",), HUGE.qualified_name)], lambda row: row["ledgerId"] == 2**63 + 9),
+        ([EqualTo(("ledgerId",), 5), GreaterThanOrEqual(("entryId",), 4)],
+         lambda row: row["ledgerId"] == 5 and row["entryId"] >= 4),
         ([EqualTo(("logId",), 1)], lambda row: row["logId"] == 1),
         ([EqualTo(("entryId",), 2)], lambda row: row["entryId"] == 2),
-        ([EqualTo(("ledgerId",), "99")], lambda row: False),
+        ([EqualTo(("ledgerId",), 99)], lambda row: False),
     ):  # fmt: skip
         planned = Planned(IndexSource, filters, path=path)
         assert planned.left == []

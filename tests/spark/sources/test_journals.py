@@ -26,6 +26,7 @@ from bkctl.formats.record import (
     write_ids,
 )
 from bkctl.ids import LedgerId
+from bkctl.spark.sources.columns import ledger_values
 from bkctl.spark.sources.journals import JournalSource
 from bkctl.spark.sources.places import bookie_id_at
 
@@ -68,7 +69,7 @@ def row_of(record: Record, reader: JournalReader) -> dict[str, Any]:
     lac = record.last_add_confirmed
     if record.type is RecordType.EXPLICIT_LAC:
         lac = read_lac_header(record.special_payload).last_add_confirmed
-    ids = dict.fromkeys(NO_LEDGER.to_json()) if record.ledger == NO_LEDGER else record.ledger.to_json()
+    ids = dict.fromkeys(NO_LEDGER.to_json()) if record.ledger == NO_LEDGER else ledger_values(record.ledger)
     return {
         **ids,
         "entryId": record.entry_id,
@@ -121,7 +122,7 @@ def test_journals_match_apache_shell(bookie: golden.GoldenBookie, size: int) -> 
     for row in rows:
         by_file[Path(row["file"])].append(tuple(row[name] for name in names))
     for path, (_, answer) in bookie.journals.items():
-        wanted = [(each["type"], str(each["ledgerId"]), *(each[name] for name in names[2:])) for each in answer]
+        wanted = [(each["type"], int(each["ledgerId"]), *(each[name] for name in names[2:])) for each in answer]
         assert by_file[path] == wanted
     assert {row["bookieId"] for row in rows} == {bookie.bookie_id}
 

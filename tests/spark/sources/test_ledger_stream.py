@@ -127,6 +127,50 @@ def test_stream_follows_ledgers_until_they_close(live: Live, stream: Any) -> Non
     assert one.ledger.qualified_name not in followed.offset["closed"]
 
 
+def test_offsets_fold_finished_ledgers(live: Live, stream: Any) -> None:
+    scope = SCOPE + 7
+    names = [LedgerId(scope, number).qualified_name for number in range(40)]
+
+    def write(first: int, last: int, **settings: Any) -> list[tuple[LedgerId, int]]:
+        written = [live.write(numbered(0, 1), LedgerId(scope, each), **settings) for each in range(first, last + 1)]
+        return [(ledger, number) for ledger in written for number in (0, 1)]
+
+    topic = {"custom_metadata": {"topic": b"a"}}
+    followed = stream(ledgerScopeId=scope, customMetadata="topic=a")
+    wanted = write(10, 14, **topic)
+    assert followed.batch() == wanted
+    assert followed.offset == {"open": {}, "closed": dict.fromkeys(names[10:15], 2)}
+    write(15, 15)  # Of another topic.
+    for first in (16, 18, 20):
+        followed.restart()
+        wanted = write(first, first + 1, **topic)
+        assert followed.batch() == wanted
+        assert followed.batch() == []
+    assert followed.offset["finished"] == [[names[10], names[19]]]
+    assert list(followed.offset["closed"]) == names[20:22]
+    # A gap stays open: its ids may be given yet.
+    wanted = write(30, 31, **topic)
+    assert followed.batch() == wanted
+    wanted = write(8, 8, **topic) + write(25, 25, **topic)
+    assert followed.batch() == wanted
+    growing = live.open(LedgerId(scope, 32), **topic)
+    growing.add(numbered(0, 2))
+    assert followed.batch() == [(growing.ledger, number) for number in range(3)]
+    assert followed.offset == {
+        "open": {names[32]: 3}, "closed": {},
+        "finished": [[names[8]] * 2, [names[10], names[21]], [names[25]] * 2, [names[30], names[31]]],
+    }  # fmt: skip
+    # Deleted ledgers leave the runs; nothing is read twice.
+    for number in (8, 10, 15):
+        live.client().cluster.ledgers.remove(LedgerId(scope, number))
+    growing.add(numbered(3, 3))
+    followed.restart()
+    assert followed.batch() == [(growing.ledger, 3)]
+    assert followed.offset["finished"][:2] == [[names[11], names[14]], [names[16], names[21]]]
+    followed.reader.prepareForTriggerAvailableNow()
+    assert followed.batch() == []
+
+
 def test_batches_respect_limits(live: Live, stream: Any) -> None:
     scope = SCOPE + 2
     contents = {live.write(numbered(0, count - 1), LedgerId(scope, count)): count for count in (1, 20, 50)}
@@ -139,6 +183,8 @@ def test_batches_respect_limits(live: Live, stream: Any) -> None:
             found += batch
         assert len(found) == len(wanted)
         assert set(found) == wanted
+    both = stream(ledgerScopeId=scope, maxEntriesPerTrigger=9, maxBytesPerTrigger=4)
+    assert [len(both.batch()), len(both.batch())] == [4, 4]
     unlimited = stream(ledgerScopeId=scope, maxEntriesPerTrigger=1)
     assert len(unlimited.batch(ALL)) == 71
     assert isinstance(unlimited.reader.getDefaultReadLimit(), ReadMaxRows)
@@ -203,7 +249,10 @@ def test_stream_starts_at_latest_offsets(live: Live, stream: Any) -> None:
     assert only.batch() == [(LedgerId(scope, 3), 0)]
 
 
-@pytest.mark.parametrize("text", ["latest", "[]", '{"open": {"x": 1}}', '{"open": {}, "more": {}}', '{"open": 5}'])
+@pytest.mark.parametrize(
+    "text",
+    ["latest", "[]", '{"finished": [["x", "y"]]}', '{"open": {"x": 1}}', '{"open": {}, "more": {}}', '{"open": 5}'],
+)
 def test_invalid_starting_offset_is_refused(live: Live, stream: Any, text: str) -> None:
     with pytest.raises(UsageError, match="offset"):
         stream(startingOffsets=text)

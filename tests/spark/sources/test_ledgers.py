@@ -14,6 +14,7 @@ from support.source_rows import Planned, rows_of
 from bkctl.errors import EntryNotFound, LedgerNotFound, UsageError
 from bkctl.formats.entry import DigestType
 from bkctl.ids import LedgerId
+from bkctl.spark.sources.columns import ledger_values
 from bkctl.spark.sources.ledger_source import LedgerSource
 from bkctl.spark.sources.ledgers import COLUMNS, EntryRange, cut
 
@@ -73,10 +74,10 @@ def test_rows_match_ledger_read(live: Live, ledgers: dict[LedgerId, list[bytes]]
     ledger = LedgerId(SCOPE, 1)
     rows = rows_of(LedgerSource, **live.options, ledger=f"{ledger},{LedgerId(SCOPE, 3).uuid}")
     assert list(rows[0]) == list(COLUMNS)
-    assert [row["ledgerId"] for row in rows] == ["1"] * 25 + ["3"] * 4
+    assert [row["ledgerId"] for row in rows] == [1] * 25 + [3] * 4
     first = {name: rows[24][name] for name in COLUMNS if name != "lastAddConfirmed"}
     assert first == {
-        **ledger.to_json(), "entryId": 24, "length": sum(map(len, ledgers[ledger])), "size": 8, "formatVersion": 2,
+        **ledger_values(ledger), "entryId": 24, "length": sum(map(len, ledgers[ledger])), "size": 8, "formatVersion": 2,
         "payload": b"entry 24",
     }  # fmt: skip
     assert all(-1 <= row["lastAddConfirmed"] < row["entryId"] for row in rows)
@@ -84,10 +85,10 @@ def test_rows_match_ledger_read(live: Live, ledgers: dict[LedgerId, list[bytes]]
 
 def test_filters_select_entries(live: Live, ledgers: dict[LedgerId, list[bytes]]) -> None:
     name = LedgerId(SCOPE, 1).qualified_name
-    scope = EqualTo(("ledgerScopeId",), str(SCOPE))
+    scope = EqualTo(("ledgerScopeId",), SCOPE)
     plan = Planned(
         LedgerSource,
-        [scope, EqualTo(("ledgerId",), "1"), GreaterThanOrEqual(("entryId",), 3), LessThan(("entryId",), 6)],
+        [scope, EqualTo(("ledgerId",), 1), GreaterThanOrEqual(("entryId",), 3), LessThan(("entryId",), 6)],
         **live.options,
     )
     assert (plan.left, [part.ranges for part in plan.parts]) == ([], [(EntryRange(LedgerId(SCOPE, 1).value, 3, 5),)])
@@ -97,13 +98,13 @@ def test_filters_select_entries(live: Live, ledgers: dict[LedgerId, list[bytes]]
     )
     assert [(each.first, each.last) for part in plan.parts for each in part.ranges] == [(1, 2), (9, 9), (24, 24)]
     assert [row["entryId"] for row in plan.rows()] == [1, 2, 9, 24]
-    rest = StringStartsWith(("ledgerId",), "1")
+    rest = StringStartsWith(("ledgerQualifiedName",), "0")
     assert Planned(LedgerSource, [scope, rest], **live.options).left == [rest]
-    for nothing in (EqualTo(("ledgerId",), "01"), EqualTo(("ledgerId",), "77"), LessThan(("entryId",), 0)):
+    for nothing in (EqualTo(("ledgerId",), -1), EqualTo(("ledgerId",), 77), LessThan(("entryId",), 0)):
         assert rows_of(LedgerSource, [scope, nothing], **live.options) == []
     assert rows_of(LedgerSource, **live.options, ledgerScopeId=SCOPE, customMetadata="k=other") == []
     some = rows_of(LedgerSource, **live.options, ledgerScopeId=SCOPE, customMetadata="k=v", columns="ledgerId")
-    assert some == [{"ledgerId": "1"}] * 25 + [{"ledgerId": str(2**64 - 1)}] * 5
+    assert some == [{"ledgerId": 1}] * 25 + [{"ledgerId": 2**64 - 1}] * 5
 
 
 def test_missing_ledgers_and_entries_are_reported(live: Live, tmp_path: Path) -> None:
@@ -131,7 +132,7 @@ def test_missing_ledgers_and_entries_are_reported(live: Live, tmp_path: Path) ->
     with pytest.raises(LedgerNotFound):
         rows_of(LedgerSource, **live.options, ledger=missing)
     (row,) = rows_of(LedgerSource, **live.options, ledger=missing, mode="permissive")
-    assert (row["ledgerId"], row["entryId"]) == ("6", None)
+    assert (row["ledgerId"], row["entryId"]) == (6, None)
     assert "No ledger" in row["damage"]["reason"]
     (tmp_path / "names").write_text(f"{real}\n{missing}\n")
     with pytest.raises(LedgerNotFound):
@@ -183,10 +184,12 @@ def test_partitions_hold_each_entry_once() -> None:
 def test_through_spark_with_filters_in_sql(
     spark: SparkSession, live: Live, ledgers: dict[LedgerId, list[bytes]]
 ) -> None:
-    frame = spark.read.format("bookkeeper.ledger").options(**live.options, entriesPerPartition="10").load()
+    frame = (
+        spark.read.format("bookkeeper.ledger").options(**live.options, entriesPerPartition="10", pushdown="true").load()
+    )
     frame.createOrReplaceTempView("entries")
     rows = spark.sql(
-        f"select ledgerQualifiedName, entryId, payload from entries where ledgerScopeId = '{SCOPE}' "
+        f"select ledgerQualifiedName, entryId, payload from entries where ledgerScopeId = {SCOPE} "
         "and entryId >= 2 and entryId < 1000 and size < 100 order by 1, 2"
     )
     assert "entryId >= 2" not in rows._jdf.queryExecution().optimizedPlan().toString()
@@ -207,7 +210,9 @@ def test_ledgers_of_apache_have_their_entries(
     frame = spark.read.format("bookkeeper.ledger").options(
         metadataUri=apache_cluster.metadata_uri, entriesPerPartition="2000", ledger=",".join({key[0] for key in wanted})
     ).load()  # fmt: skip
-    rows = frame.selectExpr("ledgerId", "entryId", "size", "length", "sha2(payload, 256) as sha256").collect()
+    rows = frame.selectExpr(
+        "string(ledgerId) as ledgerId", "entryId", "size", "length", "sha2(payload, 256) as sha256"
+    ).collect()
     assert len(rows) == len(wanted)
     assert {(row.ledgerId, row.entryId): (row.size, row.length, row.sha256) for row in rows} == wanted
     assert hashlib.sha256(b"").hexdigest() in {row.sha256 for row in rows}

@@ -18,6 +18,7 @@ from bkctl.ids import U64_MAX, LedgerId
 from bkctl.metadata.admin.dump import ClusterSource, export_to_file
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.ledger_json import ledger_object
+from bkctl.spark.sources.columns import ledger_values
 from bkctl.spark.sources.filters import LEDGER_COLUMNS
 from bkctl.spark.sources.metadata import COLUMNS, LedgerIds, MetadataSource
 
@@ -81,12 +82,12 @@ def check_ranges(uri: str) -> None:
     scoped = rows_of(MetadataSource, metadataUri=uri, columns=PLAIN, ledgerScopeId=7, ledgersPerPartition=3)
     assert names(scoped) == [ledger.qualified_name for ledger in IDS if ledger.scope_id == 7]
     some = rows_of(
-        MetadataSource, [In(("ledgerScopeId",), ("7", "8", "9")), EqualTo(("ledgerId",), "5")],
+        MetadataSource, [In(("ledgerScopeId",), (7, 8, 9)), EqualTo(("ledgerId",), 5)],
         metadataUri=uri, columns=PLAIN,
     )  # fmt: skip
     assert names(some) == [LedgerId(8, 5).qualified_name]
-    high = rows_of(MetadataSource, [EqualTo(("ledgerId",), "5")], metadataUri=uri, columns="ledgerScopeId")
-    assert [row["ledgerScopeId"] for row in high] == ["0", "8", str(2**63), str(U64_MAX)]
+    high = rows_of(MetadataSource, [EqualTo(("ledgerId",), 5)], metadataUri=uri, columns="ledgerScopeId")
+    assert [row["ledgerScopeId"] for row in high] == [0, 8, 2**63, U64_MAX]
 
 
 def test_ranges_of_sqlite_hold_every_ledger_once(sqlite: Cluster) -> None:
@@ -126,7 +127,7 @@ def test_missing_named_ledger_is_an_error(sqlite: Cluster) -> None:
     with pytest.raises(LedgerNotFound):
         rows_of(MetadataSource, ledger="7:9", **options)
     (row,) = rows_of(MetadataSource, ledger="7:9", mode="permissive", **options)
-    assert (row["ledgerId"], row["state"], row["damage"]["file"]) == ("9", None, None)
+    assert (row["ledgerId"], row["state"], row["damage"]["file"]) == (9, None, None)
     assert "No ledger" in row["damage"]["reason"]
     assert rows_of(MetadataSource, [EqualTo(("ledgerQualifiedName",), LedgerId(7, 9).qualified_name)], **options) == []
     assert rows_of(MetadataSource, ledgerScopeId=99, **options) == []
@@ -142,7 +143,7 @@ def test_damaged_metadata_is_an_error_or_row(sqlite: Cluster) -> None:
     rows = rows_of(MetadataSource, metadataUri=sqlite.uri, columns=PLAIN, mode="permissive")
     assert names(rows) == [ledger.qualified_name for ledger in IDS]
     (bad,) = [row for row in rows if row["damage"] is not None]
-    assert (bad["ledgerScopeId"], bad["ledgerId"], bad["state"]) == ("7", "0", None)
+    assert (bad["ledgerScopeId"], bad["ledgerId"], bad["state"]) == (7, 0, None)
 
 
 @pytest.fixture
@@ -191,11 +192,11 @@ def test_damage_without_ledger_is_kept_by_options_and_dropped_by_filters(spark: 
     at = next(at for at, line in enumerate(lines) if b'"kind":"ledger"' in line)
     lines[at] = lines[at].replace(b'"value":"', b'"value":"!', 1)
     export.write_bytes(b"".join(lines))
-    chosen = EqualTo(("ledgerScopeId",), "7")
+    chosen = EqualTo(("ledgerScopeId",), 7)
     assert Planned(MetadataSource, [chosen], path=export, columns=PLAIN, mode="permissive").left == [chosen]
     read = spark.read.format("bookkeeper.metadata").options(mode="permissive", columns="ledgerScopeId,state")
-    filtered = read.load(str(export)).filter("ledgerScopeId = '7'").collect()
-    assert {(row.ledgerScopeId, row.damage) for row in filtered} == {("7", None)}
+    filtered = read.load(str(export)).filter("ledgerScopeId = 7").collect()
+    assert {(row.ledgerScopeId, row.damage) for row in filtered} == {(7, None)}
     by_option = read.option("ledgerScopeId", "7").load(str(export)).collect()
     good = [row for row in by_option if row.damage is None]
     assert [row.ledgerScopeId for row in good] == [row.ledgerScopeId for row in filtered]
@@ -229,7 +230,10 @@ def test_all_columns_through_spark(spark: SparkSession, sqlite: Cluster, export:
         assert found["ctime"].isoformat(timespec="milliseconds") + "Z" == wanted["ctime"]
         assert PASSWORD.decode() not in str(found)
         others = set(COLUMNS) - {"customMetadata", "ensembles", "pulsar", "ctime"}
-        assert {name: found[name] for name in others} == {name: wanted[name] for name in others}
+        assert {name: found[name] for name in others} == {
+            **{name: wanted[name] for name in others},
+            **ledger_values(ledger),
+        }
     offline = spark.read.format("bookkeeper.metadata").load(str(export))
     assert offline.orderBy("ledgerQualifiedName").collect() == rows
-    assert live.filter("ledgerScopeId = '7' and state = 'CLOSED'").count() == 2
+    assert live.filter("ledgerScopeId = 7 and state = 'CLOSED'").count() == 2

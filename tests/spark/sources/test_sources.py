@@ -60,16 +60,83 @@ def test_ids_payloads_and_filters(spark: SparkSession, tmp_path: Path) -> None:
     reader = spark.read.format("bookkeeper.entrylog")
     frame = reader.option("columns", "*,payload").load(str(tmp_path))
     assert frame.rdd.getNumPartitions() == 2
-    wanted = frame.where(f"ledgerId = '{HUGE.ledger_id}' and ledgerScopeId = '{HUGE.scope_id}' and entryId in (7, 8)")
+    wanted = frame.where(f"ledgerId = {HUGE.ledger_id} and ledgerScopeId = {HUGE.scope_id} and entryId in (7, 8)")
     assert [(row.entryId, row.payload) for row in wanted.collect()] == [(7, b"payload 7"), (8, b"payload 8")]
-    assert frame.where("ledgerId = '99'").collect() == []
-    rows = frame.where("entryId >= 1000 and ledgerId like '9%'").groupBy("ledgerScopeId").count().collect()
-    assert [tuple(row) for row in rows] == [(str(HUGE.scope_id), 2000)]
+    assert frame.where("ledgerId = 99").collect() == []
+    rows = frame.where("entryId >= 1000 and ledgerId > 5").groupBy("ledgerScopeId").count().collect()
+    assert [tuple(row) for row in rows] == [(HUGE.scope_id, 2000)]
     sums = reader.option("rows", "ledgers").option("columns", "*").load(str(tmp_path))
     rows = sums.groupBy("ledgerQualifiedName").sum("entryCount").collect()
     assert sorted(tuple(row) for row in rows) == [
         (LedgerId(0, 5).qualified_name, 3000), (HUGE.qualified_name, 3000)
     ]  # fmt: skip
+
+
+def test_ids_are_numbers_beside_a_uuid(spark: SparkSession, tmp_path: Path) -> None:
+    uuid = LedgerId(0x0123456789ABCDEF, 0xFEDCBA9876543210)
+    for number, ledger in enumerate((LedgerId(0, 2), LedgerId(0, 10), LedgerId(7, 2))):
+        log(tmp_path / "current" / ("scoped" if ledger.is_scoped else "") / f"{number}.log", ledger, 20)
+    log(tmp_path / "current" / "scoped" / "9.log", uuid, 20)
+    reader = spark.read.format("bookkeeper.entrylog").options(columns="ledgerScopeId,ledgerId", pushdown="true")
+    assert reader.load(str(tmp_path)).schema.simpleString() == (
+        "struct<ledgerScopeId:decimal(20,0),ledgerId:decimal(20,0)>"
+    )
+    for condition, ledgers in (
+        ("ledgerId = 2", [(0, 2), (7, 2)]),
+        ("ledgerId in (2, 10) and ledgerScopeId = 0", [(0, 2), (0, 10)]),
+        ("ledgerId > 2 and ledgerId <= 10", [(0, 10)]),
+        (f"ledgerId = {uuid.ledger_id}", [(uuid.scope_id, uuid.ledger_id)]),
+        (f"ledgerScopeId >= {2**63}", []),
+        ("ledgerId < 0", []),
+    ):
+        found = reader.load(str(tmp_path)).where(condition).groupBy("ledgerScopeId", "ledgerId").count()
+        assert sorted(tuple(row) for row in found.collect()) == [(*ids, 20) for ids in ledgers]
+        # Spark has nothing left to filter.
+        assert "Filter (" not in found._jdf.queryExecution().optimizedPlan().toString()
+    ordered = reader.load(str(tmp_path)).select("ledgerId").distinct().orderBy("ledgerId").collect()
+    assert [row.ledgerId for row in ordered] == [2, 10, uuid.ledger_id]
+
+
+def test_plan_shows_pushed_filters_on_request(
+    spark: SparkSession, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    log(tmp_path / "current" / "0.log", LedgerId(0, 5), 20)
+    reader = spark.read.format("bookkeeper.entrylog")
+
+    def pushed() -> str:
+        frame = reader.load(str(tmp_path)).where("ledgerId = 5 and entryId < 7 and recordSize > 9")
+        assert frame.count() == 7
+        frame.explain("formatted")
+        return "".join(line for line in capsys.readouterr().out.splitlines() if line.startswith("PushedFilters: [I"))
+
+    assert pushed() == ""
+    reader.option("pushdown", "true")
+    line = pushed()
+    assert "EqualTo(ledgerId,5)" in line
+    assert "LessThan(entryId,7)" in line
+    assert "GreaterThan(recordSize" not in line
+
+
+def test_queries_of_one_frame_do_not_limit_each_other(spark: SparkSession, tmp_path: Path) -> None:
+    for number in range(3):
+        log(tmp_path / "current" / f"{number}.log", LedgerId(0, number), 10)
+    frame = spark.read.format("bookkeeper.entrylog").load(str(tmp_path))
+    frame.createOrReplaceTempView("same_records")
+    assert frame.where("ledgerId = 1").count() == 10
+    assert frame.count() == 30
+    assert frame.where("ledgerId = 1").union(frame.where("ledgerId = 2")).count() == 20
+    both = "select * from same_records where ledgerId = {} and entryId < {}"
+    assert spark.sql(f"{both.format(0, 3)} union all {both.format(2, 9)}").count() == 12
+    assert spark.table("same_records").count() == 30
+
+
+def test_sessions_without_pushdown_read_all_sources(spark: SparkSession, tmp_path: Path) -> None:
+    log(tmp_path / "current" / "0.log", LedgerId(0, 5), 20)
+    spark.conf.set(PUSHDOWN, "false")
+    try:
+        assert spark.read.format("bookkeeper.entrylog").load(str(tmp_path)).where("entryId < 3").count() == 3
+    finally:
+        spark.conf.set(PUSHDOWN, "true")
 
 
 def caught(frame: DataFrame) -> BkctlError | None:

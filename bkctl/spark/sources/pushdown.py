@@ -1,0 +1,47 @@
+"""The part that readers of tables share: conditions, mode, and filters that Spark pushes down on request.
+
+Spark (4.2, 4.3: PythonDataSourceV2.setReadInfo) keeps the plan of a Python data source with the DataFrame instead of
+the query. So filters that one query pushed down also limit later queries without filters, and other branches of the
+same query, which then lack rows. Therefore a source takes filters only with the option `pushdown` = `true`, for a
+DataFrame that answers one query. Without it Spark applies all filters itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, Final
+
+from pyspark.sql.datasource import DataSourceReader
+
+from bkctl.spark.sources.options import Mode
+
+if TYPE_CHECKING:
+    from pyspark.sql.datasource import Filter
+
+    from bkctl.spark.sources.filters import Conditions
+
+#: Options of every table.
+QUERY_OPTIONS: Final = ("mode", "columns", "ledger", "ledgerScopeId", "pushdown")
+
+
+class QueryReader(DataSourceReader):
+    """A reader of one query; a subclass names the columns whose filters it takes."""
+
+    #: String and integer columns beside those of ledgers, and columns of which no row of data has a null.
+    texts: Collection[str] = ()
+    integers: Collection[str] = ()
+    never_null: Collection[str] = ()
+
+    def __init__(self, conditions: Conditions, mode: Mode, *, pushdown: bool) -> None:
+        self._conditions, self._mode = conditions, mode
+        if pushdown:
+            # As a class's method it would need Spark's filterPushdown.enabled in every session.
+            self.pushFilters = self.take_filters  # type: ignore[method-assign]
+
+    def take_filters(self, filters: list[Filter]) -> Iterable[Filter]:
+        """Take the filters that the source can apply; return the filters that Spark must apply.
+
+        In mode permissive these are all: rows of damage have nulls, and Spark drops those that a filter excludes.
+        """
+        left = self._conditions.push(filters, self.texts, self.integers, self.never_null)
+        return list(filters) if self._mode is Mode.PERMISSIVE else left
