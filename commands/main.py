@@ -38,7 +38,7 @@ GROUPS: Final[dict[str, str]] = {
     "autorecovery": "Run and control the replication of lost ledgers.",
     "cluster": "Show, create and check whole clusters.",
     "local": "Run clusters of our own bookies on this machine.",
-    "pipeline": "Run Spark jobs over all files, metadata and ledgers.",
+    "pipeline": "Run jobs over all files, metadata and ledgers.",
     "api": "Call the REST API of bookies, or serve it.",
     "bench": "Measure adds and reads of a cluster.",
     "audit": "Show which commands changed what, when, and by whom.",
