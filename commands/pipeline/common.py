@@ -108,7 +108,8 @@ SparkOptions = Annotated[
                     typer.Option(
                         "--master", metavar="URL", rich_help_panel=_PANEL,
                         help="Where Spark runs: local[*] (this machine, all cores), local[N], "
-                        "spark://HOST:PORT, yarn, k8s://… (default: this machine).",
+                        "spark://HOST:PORT, yarn, k8s://… (default: this machine, "
+                        "and no Spark for jobs that only read files).",
                     ),
                 ],
             ),
