@@ -445,7 +445,7 @@ __bkctl 225 -l storage -x -a 'sorted interleaved db' -d 'Ledger storage of new b
 __bkctl 226 -l http -d 'Give new bookies an HTTP server (default: if bkctl[http] is installed).'
 __bkctl 227 -l autorecovery -d 'Run auto-recovery in new bookies, which replicates the ledgers of lost ones.'
 __bkctl 228 -l bookie -x -d 'Stop this bookie only; the cluster stays up.'
-__bkctl 229 -l master -x -d 'Where Spark runs: local[*] (this machine, all cores), local[N], spark://HOST:PORT, yarn, k8s://… (default: this machine).'
+__bkctl 229 -l master -x -d 'Where Spark runs: local[*] (this machine, all cores), local[N], spark://HOST:PORT, yarn, k8s://… (default: this machine, and no Spark for jobs that only read files).'
 __bkctl 230 -l spark-conf -x -d 'A setting of Spark, as spark.driver.memory=4g; repeatable.'
 __bkctl 231 -l archive -x -d 'Archive to unpack on every executor, as venv.tar.gz#environment; repeatable.'
 __bkctl 232 -l ship -d 'Send this package to the executors (default: unless Spark runs on this machine alone).'
