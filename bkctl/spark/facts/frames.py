@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, overload
 
+from bkctl.formats.index import ledger_of_index_path
 from bkctl.metadata.liveness import check_cookie
 from bkctl.spark import functions as F
 from bkctl.spark.facts.store import FactsStore, PartList
@@ -14,12 +16,14 @@ from bkctl.spark.local.session import LocalSession
 from bkctl.spark.sources.columns import DAMAGE, TYPES
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from pyspark.sql import Column, DataFrame, SparkSession
 
     from bkctl.ids import LedgerId
     from bkctl.metadata.cluster import Cluster
 
 _QUALIFIED_NAME: Final = "ledgerQualifiedName"
+_DAMAGES: Final = f"file string, bookieId string, {DAMAGE} {TYPES[DAMAGE]}"
 
 
 class ExtractedBookie(NamedTuple):
@@ -98,7 +102,10 @@ class Facts(Sequence[ExtractedBookie]):
         """Return the rows of `bookie_records.index_entries`."""
         names = ("file", "bookieId", _QUALIFIED_NAME, "entryId", "logId", "offset")
         found = _of_ledger(self.table(spark, "index"), ledger, scope_id).select(*names, _no_damage())
-        return found.unionByName(self._damages(spark, "index"), allowMissingColumns=True)
+        damages = self._damages(spark, "index")
+        if ledger is not None or scope_id is not None:
+            damages = damages.mapInArrow(partial(_of_wanted_files, ledger, scope_id), _DAMAGES)
+        return found.unionByName(damages, allowMissingColumns=True)
 
     def log_files(self, spark: SparkSession) -> DataFrame:
         """Return the rows of `inventory.log_files`."""
@@ -137,6 +144,20 @@ class Facts(Sequence[ExtractedBookie]):
     def _damages(self, spark: SparkSession, source: str) -> DataFrame:
         damage = F.struct("file", "offset", "reason").alias(DAMAGE)
         return self.table(spark, "damages").filter(F.col("source") == source).select("file", "bookieId", damage)
+
+
+def _of_wanted_files(
+    ledger: LedgerId | None, scope_id: int | None, batches: Iterable[pa.RecordBatch]
+) -> Iterator[pa.RecordBatch]:
+    """Yield the rows without index files of other ledgers, which their paths name; databases have any ledger."""
+    import pyarrow as pa
+
+    for batch in batches:
+        named = [ledger_of_index_path(file) for file in batch.column("file").to_pylist()]
+        wanted = [
+            found is None or (found.scope_id == scope_id if ledger is None else found == ledger) for found in named
+        ]
+        yield batch.filter(pa.array(wanted, pa.bool_()))
 
 
 def _no_damage() -> Column:
