@@ -9,6 +9,7 @@ Each measurement has a Spark of its own, on as many cores as it says: its proces
 Times are wall-clock without Spark's start: the session is there, and has scanned a small log before. The scans are
 `records` (every row with all columns that come without asking, thrown away: Spark's `noop`), `payloads` (the payloads
 too) and `sums` (the number and bytes of the entries of each ledger, counted in the tasks). Best of --runs.
+The inventory is measured as a command, too, with start-up and all: on one machine and on a local Spark.
 """
 
 from __future__ import annotations
@@ -221,15 +222,21 @@ class Bench:
                     reader.scan_ledgers()
             single.append(time.perf_counter() - start)
         command = [BKCTL, "pipeline", "inventory", "--by", "ledger", "-o", "ndjson", f"bookie={directory}"]
-        whole = []
-        for _ in range(self.runs):
-            start = time.perf_counter()
-            subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
-            whole.append(time.perf_counter() - start)
+        engines = {"on this machine": [], "on Spark (--master local[*])": ["--master", "local[*]"]}
+        whole: dict[str, float] = {}
+        for engine, words in engines.items():
+            seconds = []
+            for _ in range(self.runs):
+                start = time.perf_counter()
+                subprocess.run([*command, *words], stdout=subprocess.DEVNULL, check=True)
+                seconds.append(time.perf_counter() - start)
+            whole[engine] = min(seconds)
         print(f"\nInventory of {2 * mib:,} MiB in two logs, {count:,} entries")
         print(f"{'the job on two cores, Spark started':<58} {next(iter(job.values())):8.2f} s")
         print(f"{'one process: EntryLogReader.scan_ledgers':<58} {min(single):8.2f} s")
-        print(f"{'bkctl pipeline inventory, start-up and all':<58} {min(whole):8.2f} s")
+        local = whole["on this machine"]
+        for engine, best in whole.items():
+            print(f"{f'bkctl pipeline inventory {engine}, start-up and all':<70} {best:8.2f} s {best / local:6.2f}x")
 
 
 def main() -> None:

@@ -40,7 +40,7 @@ GROUPS: Final[dict[str, str]] = {
     "autorecovery": "Run and control the replication of lost ledgers.",
     "cluster": "Show, create and check whole clusters.",
     "local": "Run clusters of our own bookies on this machine.",
-    "pipeline": "Run Spark jobs over all files, metadata and ledgers.",
+    "pipeline": "Run jobs over all files, metadata and ledgers.",
     "api": "Call the REST API of bookies, or serve it.",
     "bench": "Measure adds and reads of a cluster.",
     "progress": "Show long work, pause it and change its rate.",

@@ -31,15 +31,13 @@ def plain_errors() -> Iterator[None]:
 
     PySpark ends an interrupted call with a last message to the JVM; if that fails, the interrupt still counts.
     """
-    from py4j.protocol import Py4JError
-    from pyspark.errors import PySparkException
-
     try:
         yield
     except Exception as error:
         if is_interrupt(error):
             raise KeyboardInterrupt from None
-        if isinstance(error, (PySparkException, Py4JError)):
+        # Nothing of PySpark is imported for this: the local engine may run without it.
+        if any(kind.__module__.partition(".")[0] in ("pyspark", "py4j") for kind in type(error).__mro__):
             raise plain_error(error) from error
         raise
 

@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from pyspark import SparkContext
     from pyspark.sql import SparkSession
-    from pyspark.sql.types import StructType
 
 
 def spark_home() -> Path:
@@ -66,10 +64,3 @@ def uri_exists(session: SparkSession, uri: str) -> bool:
     internal: Any = session
     path = internal._jvm.org.apache.hadoop.fs.Path(uri)
     return bool(path.getFileSystem(internal._jsparkSession.sessionState().newHadoopConf()).exists(path))
-
-
-def arrow_schema_of(schema: StructType, *, timezone: str | None = None) -> pa.Schema:
-    """Return Spark's schema as Arrow's, with timestamps of `timezone`."""
-    from pyspark.sql.pandas.types import to_arrow_schema
-
-    return to_arrow_schema(schema, timezone=timezone)

@@ -1,4 +1,4 @@
-"""`bkctl pipeline`: jobs on Spark over all bookies' files, the metadata store and ledgers."""
+"""`bkctl pipeline`: jobs over all bookies' files, the metadata store and ledgers."""
 
 from ..kit.command import group
 from . import extract, garbage, integrity, inventory, journals, ledgers, report

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
 
 import typer
 
@@ -15,6 +15,7 @@ from ..kit.ledger_options import SCAN_LEDGERS, ScanFilter
 from ..kit.options import Composite, parameter
 from ..kit.settings import SETTINGS, ValueType
 from ..kit.texts import counted
+from .saves import check_remote_saves, is_remote
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -73,10 +74,15 @@ LedgersToScan = Annotated[ScanFilter, SCAN_LEDGERS]
 class SparkSettings(NamedTuple):
     """The options of Spark for one job."""
 
-    master: str
+    master: str | None
     settings: dict[str, str]
     archives: list[str]
     ship: bool | None
+
+    @property
+    def are_default(self) -> bool:
+        """Return whether no option is given."""
+        return self == (None, {}, [], None)
 
 
 def _spark_settings(values: Mapping[str, Any]) -> SparkSettings:
@@ -98,14 +104,14 @@ SparkOptions = Annotated[
             parameter(
                 "master",
                 Annotated[
-                    str,
+                    str | None,
                     typer.Option(
                         "--master", metavar="URL", rich_help_panel=_PANEL,
                         help="Where Spark runs: local[*] (this machine, all cores), local[N], "
-                        "spark://HOST:PORT, yarn, k8s://…",
+                        "spark://HOST:PORT, yarn, k8s://… (default: this machine, "
+                        "and no Spark for jobs that only read files).",
                     ),
                 ],
-                "local[*]",
             ),
             parameter(
                 "spark_settings",
@@ -147,18 +153,36 @@ SparkOptions = Annotated[
 def spark_job(run: Run, spark: SparkSettings, label: str) -> Iterator[SparkSession]:
     """Yield a Spark session for the job `label`; its progress goes to stderr if that is a terminal."""
     from bkctl.spark.progress import report_progress
-    from bkctl.spark.session import spark_session
+    from bkctl.spark.session import LOCAL_MASTER, spark_session
 
     with run.working("Starting Spark") as activity, ExitStack() as stack:
         session = stack.enter_context(
             spark_session(
-                spark.master, settings=spark.settings, archives=spark.archives, ship=spark.ship,
+                spark.master or LOCAL_MASTER, settings=spark.settings, archives=spark.archives, ship=spark.ship,
                 app_name=f"bkctl {label}", verbose=run.verbose,
             )
         )  # fmt: skip
         activity.label, activity.unit = label.capitalize(), "tasks"
         stack.enter_context(report_progress(session, activity.update))
         yield session
+
+
+@contextmanager
+def read_job(run: Run, spark: SparkSettings, label: str, saves: Sequence[str]) -> Iterator[SparkSession]:
+    """Yield a session for a job that reads bookies' files: the local engine's, or Spark's where an option needs Spark.
+
+    Only Spark saves to URIs. Raises AlreadyExists for such a URI where something exists.
+    """
+    if not spark.are_default or any(map(is_remote, saves)):
+        with spark_job(run, spark, label) as session:
+            check_remote_saves(session, saves)
+            yield session
+        return
+    from bkctl.spark.local.session import local_session
+
+    with run.working(label.capitalize(), unit="parts") as activity, local_session(activity.update) as local:
+        # Jobs use the methods that both sessions have.
+        yield cast("SparkSession", local)
 
 
 def read_bookies(run: Run, given: GivenBookies) -> Bookies:

@@ -20,11 +20,11 @@ from .common import (
     check_cluster,
     connection_options,
     read_bookies,
-    spark_job,
+    read_job,
 )
 from .page import Bar, Section, Tables, bars, table, top_rows
 from .results import raise_problems, sums_of, write_pages  # _problems, write_pages
-from .saves import SaveOption, check_remote_saves, check_saves, frame_rows
+from .saves import SaveOption, check_saves, frame_rows
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -101,8 +101,7 @@ def garbage(
     bookies = read_bookies(run, places)
     limits = thresholds_of(run, thresholds)
     check_cluster(run)
-    with spark_job(run, spark, "garbage") as session:
-        check_remote_saves(session, saves)
+    with read_job(run, spark, "garbage", saves) as session:
         found = GarbageResult(session, bookies, connection, limits)
         frame_rows(run, found.rows(by), GARBAGE_COLUMNS[by], saves)
         run.note(f"bkctl: {found.summary()}")
@@ -141,8 +140,7 @@ class GarbageResult:
 
     def problems(self) -> list[BkctlError]:
         """Return why logs are incomplete or ledgers of unknown state."""
-        from pyspark.sql import functions as F
-
+        from bkctl.spark import functions as F
         from bkctl.spark.failures import error_named
 
         damaged = self._shares.filter(F.col("reason").isNotNull()).select("reason").distinct().collect()

@@ -19,11 +19,11 @@ from .common import (
     check_cluster,
     connection_options,
     read_bookies,
-    spark_job,
+    read_job,
 )
 from .page import Bar, Section, bars, table
 from .results import Sums, write_pages
-from .saves import SaveOption, check_remote_saves, check_saves, frame_rows
+from .saves import SaveOption, check_saves, frame_rows
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -72,8 +72,7 @@ def integrity(
     connection = connection_options(run)
     bookies = read_bookies(run, places)
     check_cluster(run)
-    with spark_job(run, spark, "integrity") as session:
-        check_remote_saves(session, saves)
+    with read_job(run, spark, "integrity", saves) as session:
         found = IntegrityResult(session, bookies, ledgers, connection, indexes=not no_indexes)
         sums = Sums()
         frame_rows(run, found.result.findings, INTEGRITY_COLUMNS, saves, sums.add)
@@ -118,7 +117,7 @@ class IntegrityResult:
 
 def _sections(findings: DataFrame, columns: Columns, notes: Sequence[str]) -> list[Section]:
     """Return the section for these findings."""
-    from pyspark.sql import functions as F
+    from bkctl.spark import functions as F
 
     counted = findings.groupBy("problem", "bookieId").agg(F.count("*").alias("found")).collect()
     by_bookie: dict[str, dict[str, int]] = {}

@@ -20,11 +20,11 @@ from .common import (
     check_cluster,
     connection_options,
     read_bookies,
-    spark_job,
+    read_job,
 )
 from .page import Bar, Section, Tables, bars, table, top_rows
 from .results import Sums, raise_problems, write_pages
-from .saves import SaveOption, check_remote_saves, check_saves, frame_rows
+from .saves import SaveOption, check_saves, frame_rows
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -96,8 +96,7 @@ def inventory(
     bookies = read_bookies(run, places)
     if connection is not None:
         check_cluster(run)
-    with spark_job(run, spark, "inventory") as session:
-        check_remote_saves(session, saves)
+    with read_job(run, spark, "inventory", saves) as session:
         found = InventoryResult(session, bookies, ledgers, connection)
         sums = Sums()
         frame_rows(run, found.totals(by), INVENTORY_COLUMNS[by], saves, sums.add)

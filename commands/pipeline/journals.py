@@ -20,11 +20,11 @@ from .common import (
     check_cluster,
     connection_options,
     read_bookies,
-    spark_job,
+    read_job,
 )
 from .page import Bar, Section, Tables, bars, table, top_rows
 from .results import sums_of, write_pages
-from .saves import SaveOption, check_remote_saves, check_saves, frame_rows
+from .saves import SaveOption, check_saves, frame_rows
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -107,8 +107,7 @@ def journal_audit(
     bookies = read_bookies(run, places)
     if connection is not None:
         check_cluster(run)
-    with spark_job(run, spark, "journal audit") as session:
-        check_remote_saves(session, saves)
+    with read_job(run, spark, "journal audit", saves) as session:
         found = JournalAuditResult(session, bookies, ledgers, connection)
         frame_rows(run, found.rows(by), AUDIT_COLUMNS[by], saves)
         run.note(f"bkctl: {found.summary()}")
@@ -163,7 +162,7 @@ class JournalAuditResult:
 
 def _sections(tables: Tables, summary: str) -> list[Section]:
     """Return the section for `tables`, which the words of --by name."""
-    from pyspark.sql import functions as F
+    from bkctl.spark import functions as F
 
     journals = tables["journal"][0].groupBy("bookieId").agg(F.sum("replaySize").alias("size")).orderBy("bookieId")
     replayed = [Bar(row.bookieId, {"bytes": row.size or 0}) for row in top_rows(journals)]

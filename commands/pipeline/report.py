@@ -17,7 +17,7 @@ from .common import (
     check_cluster,
     connection_options,
     read_bookies,
-    spark_job,
+    read_job,
 )
 from .garbage import GarbageResult
 from .integrity import IntegrityResult
@@ -68,7 +68,7 @@ def report(
     limits = thresholds_of(run, thresholds)
     everything = ScanFilter(None, None)
     check_cluster(run)
-    with spark_job(run, spark, "report") as session:
+    with read_job(run, spark, "report", saves) as session:
         from bkctl.spark.jobs.held_entries import held_entries
 
         # The files are read once, and after the metadata, which integrity reads first.

@@ -43,7 +43,7 @@ def check_saves(saves: Iterable[str] | None, forms: Sequence[str] = FORMS) -> li
     for path in found:
         if not path.lower().endswith(tuple(forms)):
             raise UsageError(f"--save {path}: not a name that ends in {' or '.join(forms)}")
-        if _REMOTE in path:
+        if is_remote(path):
             if path.lower().endswith(".html"):
                 raise UsageError(f"--save {path}: a page is written on this machine", hint="give the path of a file")
             continue
@@ -54,12 +54,17 @@ def check_saves(saves: Iterable[str] | None, forms: Sequence[str] = FORMS) -> li
     return found
 
 
+def is_remote(path: str) -> bool:
+    """Return whether a path of --save is a URI, which Spark writes."""
+    return _REMOTE in path
+
+
 def check_remote_saves(session: SparkSession, saves: Iterable[str]) -> None:
     """Raise AlreadyExists for a URI of --save where something exists, before the job."""
     from bkctl.spark.internals import uri_exists
 
     for path in saves:
-        if _REMOTE in path and uri_exists(session, path):
+        if is_remote(path) and uri_exists(session, path):
             raise AlreadyExists(f"{path} exists", hint="remove it, or give another name to --save")
 
 
@@ -76,13 +81,13 @@ def frame_rows(
     saves = list(saves)
     frame = frame.select(*columns.names())
     with ExitStack() as stack:
-        if any(_REMOTE in path for path in saves):
+        if any(map(is_remote, saves)):
             stack.callback(frame.persist().unpersist)
         files: list[_RowFile] = []
         for path in saves:
             if path.lower().endswith(".html"):
                 continue
-            if _REMOTE in path:
+            if is_remote(path):
                 with plain_errors():
                     frame.write.format(path.rpartition(".")[2].lower()).option("header", "true").save(path)
                 continue
@@ -124,7 +129,7 @@ class _RowFile:
         if self._form == ".parquet":
             import pyarrow.parquet
 
-            from bkctl.spark.internals import arrow_schema_of
+            from bkctl.spark.schemas import arrow_schema_of
 
             self._schema = arrow_schema_of(frame.schema)
             self._writer = pyarrow.parquet.ParquetWriter(self._file, self._schema)

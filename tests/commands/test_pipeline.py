@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from bkctl.commands.pipeline.common import connection_options
 from bkctl.spark.sources.connection import CONNECTION_OPTIONS
 
 GOLDEN = golden.GoldenBookie("4.18.0", "sorted")
+SPARK = ("--master", "local[*]")
 PLACE = f"bookie:3181={GOLDEN.ledger_dir}"
 
 
@@ -49,10 +51,10 @@ def runs_java(pid: int) -> bool:
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_inventory_needs_only_java_and_prints_only_rows(tmp_path: Path) -> None:
+def test_inventory_on_spark_needs_only_java_and_prints_only_rows(tmp_path: Path) -> None:
     find_java()
     with CommandLine(None).process(
-        "pipeline", "inventory", "--by", "entrylog", PLACE, "-o", "ndjson", cwd=tmp_path
+        "pipeline", "inventory", *SPARK, "--by", "entrylog", PLACE, "-o", "ndjson", cwd=tmp_path
     ) as run:
         out, err = run.communicate(timeout=800)
     assert run.returncode == 0, err
@@ -69,7 +71,7 @@ def test_inventory_needs_only_java_and_prints_only_rows(tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 def test_an_interrupt_ends_spark_with_its_exit_code(tmp_path: Path) -> None:
     find_java()
-    with CommandLine(None).process("pipeline", "inventory", PLACE, cwd=tmp_path) as run:
+    with CommandLine(None).process("pipeline", "inventory", *SPARK, PLACE, cwd=tmp_path) as run:
         found: list[int] = []
 
         def java_is_up() -> bool:
@@ -88,11 +90,11 @@ def test_an_interrupt_ends_spark_with_its_exit_code(tmp_path: Path) -> None:
     ("words", "python", "code", "problem"),
     [
         (["--archive", "nowhere.tar.gz#environment"], sys.executable, 4, "The archive nowhere.tar.gz does not exist"),
-        ([], "/nowhere/python", 1, "PYSPARK_PYTHON is /nowhere/python, which is not a program on this machine"),
+        (SPARK, "/nowhere/python", 1, "PYSPARK_PYTHON is /nowhere/python, which is not a program on this machine"),
     ],
 )
 def test_missing_archive_and_python_are_errors_before_spark_starts(
-    tmp_path: Path, words: list[str], python: str, code: int, problem: str
+    tmp_path: Path, words: Sequence[str], python: str, code: int, problem: str
 ) -> None:
     find_java()
     command = [sys.executable, "-m", "bkctl", "pipeline", "inventory", PLACE, *words]
@@ -109,7 +111,7 @@ def without_java(tmp_path: Path, **variables: str) -> str:
     """What the command says in an environment without Java but for `variables`."""
     environment = {name: value for name, value in os.environ.items() if name not in ("JAVA_HOME", "PATH")}
     environment |= {"PATH": str(tmp_path), **variables}
-    command = [sys.executable, "-m", "bkctl", "pipeline", "inventory", PLACE]
+    command = [sys.executable, "-m", "bkctl", "pipeline", "inventory", *SPARK, PLACE]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     (line,) = done.stderr.splitlines()
@@ -129,9 +131,25 @@ def test_missing_java_is_one_line_with_a_hint(tmp_path: Path) -> None:
 @pytest.mark.parametrize("package", ["pyspark", "pyarrow", "pandas"])
 def test_missing_packages_are_one_line_with_a_hint(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    answer = CommandLine(None)("pipeline", "inventory", PLACE)
+    answer = CommandLine(None)("pipeline", "inventory", *SPARK, PLACE)
     assert (answer.code, answer.out) == (1, b"")
     assert answer.problem == f"The pipeline runs on Spark, and {package} is not installed; pip install 'bkctl[spark]'"
+
+
+@pytest.mark.parametrize("package", ["duckdb", "pyarrow"])
+def test_missing_packages_of_the_local_engine_are_one_line(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    answer = CommandLine(None)("pipeline", "inventory", PLACE)
+    assert (answer.code, answer.out) == (1, b"")
+    words = f"The pipeline runs on DuckDB without --master, and {package} is not installed; pip install 'bkctl[local]'"
+    assert answer.problem.startswith(words)
+
+
+@pytest.mark.parametrize("words", [SPARK, ("--spark-conf", "spark.driver.memory=1g"), ("--no-ship",)])
+def test_options_of_spark_choose_spark(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyspark", None)
+    answer = CommandLine(None)("pipeline", "inventory", *words, PLACE)
+    assert (answer.code, answer.problem.partition(",")[0]) == (1, "The pipeline runs on Spark")
 
 
 def test_sources_get_every_connection_setting(tmp_path: Path) -> None:

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from support import servers
+from support.engines import Engine
 
 from bkctl.bookie.local import LocalCluster
+from bkctl.spark.local.session import local_session
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -53,6 +55,16 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
             del os.environ[name]
         else:
             os.environ[name] = value
+
+
+@pytest.fixture(params=["local", "spark"])
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """Each engine in turn: the one of this process, and Spark."""
+    if request.param == "spark":
+        yield Engine(request.getfixturevalue("spark"), ("--master", "local[2]"))
+        return
+    with local_session() as session:
+        yield Engine(session, ())
 
 
 @pytest.fixture(scope="session")

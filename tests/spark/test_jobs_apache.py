@@ -58,8 +58,11 @@ def copies(cluster: ApacheCluster, ledgers: Rows, directory: Path, *, crash: boo
 
 
 def pipeline(uri: str | None, *arguments: object, codes: tuple[int, ...] = (0,)) -> Rows:
+    """The rows of a job, which are the same on both engines."""
     answer = CommandLine(uri)("pipeline", *arguments, "-o", "ndjson")
     assert answer.code in codes, answer
+    on_spark = CommandLine(uri)("pipeline", *arguments, "--master", "local[2]", "-o", "ndjson")
+    assert (on_spark.code, on_spark.out) == (answer.code, answer.out), on_spark
     return [json.loads(line) for line in answer.out.splitlines()]
 
 

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, overload
 
+from bkctl.formats.index import ledger_of_index_path
 from bkctl.metadata.liveness import check_cookie
+from bkctl.spark import functions as F
 from bkctl.spark.facts.store import FactsStore, PartList
 from bkctl.spark.facts.tables import TABLES, spark_schema
+from bkctl.spark.local.session import LocalSession
 from bkctl.spark.sources.columns import DAMAGE, TYPES
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from pyspark.sql import Column, DataFrame, SparkSession
 
     from bkctl.ids import LedgerId
     from bkctl.metadata.cluster import Cluster
 
 _QUALIFIED_NAME: Final = "ledgerQualifiedName"
+_DAMAGES: Final = f"file string, bookieId string, {DAMAGE} {TYPES[DAMAGE]}"
 
 
 class ExtractedBookie(NamedTuple):
@@ -57,10 +63,12 @@ class Facts(Sequence[ExtractedBookie]):
 
     def table(self, spark: SparkSession, name: str) -> DataFrame:
         """Return the current rows of one of the TABLES."""
-        paths = [self._store.spark_path(part) for each in self._lists for part in each.parts(name)]
-        if not paths:
+        parts = [part for each in self._lists for part in each.parts(name)]
+        if not parts:
             return spark.createDataFrame([], spark_schema(name))
-        return spark.read.schema(spark_schema(name)).parquet(*paths)
+        if isinstance(spark, LocalSession):
+            return spark.of_dataset(self._store.dataset(name, parts))
+        return spark.read.schema(spark_schema(name)).parquet(*map(self._store.spark_path, parts))
 
     def create_views(self, spark: SparkSession) -> None:
         """Create a temporary view of each table, under its name."""
@@ -75,8 +83,6 @@ class Facts(Sequence[ExtractedBookie]):
         *, rows: str = "records",
     ) -> DataFrame:  # fmt: skip
         """Return the rows of `bookie_records.log_records`."""
-        from pyspark.sql import functions as F
-
         found = self.table(spark, "records" if rows == "records" else "ledgers")
         if rows != "records":
             found = found.filter(F.col("entryCount").isNotNull())
@@ -96,7 +102,10 @@ class Facts(Sequence[ExtractedBookie]):
         """Return the rows of `bookie_records.index_entries`."""
         names = ("file", "bookieId", _QUALIFIED_NAME, "entryId", "logId", "offset")
         found = _of_ledger(self.table(spark, "index"), ledger, scope_id).select(*names, _no_damage())
-        return found.unionByName(self._damages(spark, "index"), allowMissingColumns=True)
+        damages = self._damages(spark, "index")
+        if ledger is not None or scope_id is not None:
+            damages = damages.mapInArrow(partial(_of_wanted_files, ledger, scope_id), _DAMAGES)
+        return found.unionByName(damages, allowMissingColumns=True)
 
     def log_files(self, spark: SparkSession) -> DataFrame:
         """Return the rows of `inventory.log_files`."""
@@ -105,8 +114,6 @@ class Facts(Sequence[ExtractedBookie]):
 
     def log_shares(self, spark: SparkSession) -> DataFrame:
         """Return the rows of `garbage.log_shares`."""
-        from pyspark.sql import functions as F
-
         names = ("bookieId", "file", "logId", "scoped", _QUALIFIED_NAME)
         found = self.table(spark, "ledgers").filter(F.col("mapSize").isNotNull())
         return found.select(*names, F.col("mapSize").alias("size"), "fromLedgersMap", "complete", "reason")
@@ -117,7 +124,6 @@ class Facts(Sequence[ExtractedBookie]):
 
     def with_evidence(self, spark: SparkSession, looks: DataFrame) -> DataFrame:
         """Return the looks of `second_look` with `evidence`: the records that stand at their places."""
-        from pyspark.sql import functions as F
 
         def place(log_id: Column, scoped: Column) -> Column:
             log = F.concat_ws("/", scoped.cast("string"), log_id.cast("string"))
@@ -136,21 +142,29 @@ class Facts(Sequence[ExtractedBookie]):
         return found.join(logs.agg(F.lit(True).alias("isLog")), ["bookieId", "at"], "left").drop("at")
 
     def _damages(self, spark: SparkSession, source: str) -> DataFrame:
-        from pyspark.sql import functions as F
-
         damage = F.struct("file", "offset", "reason").alias(DAMAGE)
         return self.table(spark, "damages").filter(F.col("source") == source).select("file", "bookieId", damage)
 
 
-def _no_damage() -> Column:
-    from pyspark.sql import functions as F
+def _of_wanted_files(
+    ledger: LedgerId | None, scope_id: int | None, batches: Iterable[pa.RecordBatch]
+) -> Iterator[pa.RecordBatch]:
+    """Yield the rows without index files of other ledgers, which their paths name; databases have any ledger."""
+    import pyarrow as pa
 
+    for batch in batches:
+        named = [ledger_of_index_path(file) for file in batch.column("file").to_pylist()]
+        wanted = [
+            found is None or (found.scope_id == scope_id if ledger is None else found == ledger) for found in named
+        ]
+        yield batch.filter(pa.array(wanted, pa.bool_()))
+
+
+def _no_damage() -> Column:
     return F.lit(None).cast(TYPES[DAMAGE]).alias(DAMAGE)
 
 
 def _of_ledger(rows: DataFrame, ledger: LedgerId | None, scope_id: int | None) -> DataFrame:
-    from pyspark.sql import functions as F
-
     name: Any = F.col(_QUALIFIED_NAME)
     if ledger is not None:
         return rows.filter(name == ledger.qualified_name)

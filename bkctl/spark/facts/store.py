@@ -26,6 +26,7 @@ from bkctl.spark.facts.tables import ROW_GROUP_ROWS, VERSION, arrow_schema, conf
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from pyarrow.dataset import Dataset
 
 #: Bytes of rows that wait for a row group at most.
 _BUFFER_SIZE_BYTES: Final = 128 << 20
@@ -92,6 +93,14 @@ class FactsStore:
 
         with self._failures("read"):
             return pyarrow.parquet.read_table(f"{self._root}/{path}", columns=columns, filesystem=self._arrow)
+
+    def dataset(self, table: str, paths: Iterable[str]) -> Dataset:
+        """Return the rows of a table's Parquet files, to be read in parts. Raises NotFound."""
+        import pyarrow.dataset
+
+        files = [f"{self._root}/{path}" for path in paths]
+        with self._failures("read"):
+            return pyarrow.dataset.dataset(files, arrow_schema(table), format="parquet", filesystem=self._arrow)
 
     def exists(self, path: str) -> bool:
         """Return whether a file exists."""

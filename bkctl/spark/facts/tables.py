@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from bkctl.spark import schemas
+
 if TYPE_CHECKING:
     import pyarrow as pa
 
@@ -189,18 +191,7 @@ TABLES: Final[Mapping[str, Mapping[str, FactColumn]]] = {
 
 def arrow_schema(table: str) -> pa.Schema:
     """Return the columns of a table as an Arrow schema."""
-    import pyarrow as pa
-
-    types: dict[str, pa.DataType] = {
-        "string": pa.string(),
-        "bigint": pa.int64(),
-        "int": pa.int32(),
-        "boolean": pa.bool_(),
-        "binary": pa.binary(),
-        "decimal(20,0)": pa.decimal128(20, 0),
-        "timestamp": pa.timestamp("us", "UTC"),
-    }
-    return pa.schema([pa.field(name, types[column.type]) for name, column in TABLES[table].items()])
+    return schemas.arrow_schema(spark_schema(table))
 
 
 def spark_schema(table: str) -> str:

@@ -13,6 +13,7 @@ from bkctl.files.journals import files_after_marks
 from bkctl.formats.names import SCOPED_DIRECTORY
 from bkctl.formats.record import RecordType
 from bkctl.ids import LedgerId
+from bkctl.spark import functions as F
 from bkctl.spark.facts.frames import Facts
 from bkctl.spark.jobs.borders import borders
 from bkctl.spark.jobs.frames import QUALIFIED_NAME
@@ -37,8 +38,6 @@ def with_bookie(records: DataFrame, owners: Mapping[str, str]) -> DataFrame:
 
     The source takes bookieId from cookies; this corrects it where a cookie is missing or names another bookie.
     """
-    from pyspark.sql import functions as F
-
     owner = F.col("bookieId")
     for directory, bookie_id in owners.items():
         if bookie_id_at(Path(directory)) != bookie_id:
@@ -128,8 +127,6 @@ def journal_entries(
     `replayed`: a start of the bookie replays this record, so the bookie has the entry even if no entry log does. An
     entry that was written twice has two rows.
     """
-    from pyspark.sql import functions as F
-
     if isinstance(bookies, Facts):
         return bookies.journal_entries(spark, columns, ledger, scope_id)
     owners: dict[str, str] = {}

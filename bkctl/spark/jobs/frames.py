@@ -1,24 +1,18 @@
-"""Helpers for DataFrames that jobs share: rows made in tasks, schemas, ledger ids."""
+"""Helpers for DataFrames that jobs share: rows made in tasks, ledger ids."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
+
+from bkctl.spark import functions as F
+from bkctl.spark.schemas import arrow_schema
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import DataFrame, SparkSession
 
 QUALIFIED_NAME: Final = "ledgerQualifiedName"
-
-
-def arrow_schema(schema: str) -> pa.Schema:
-    """Return a schema in Spark's DDL as Arrow's. Only the driver can: Spark's parser is in the JVM."""
-    from pyspark.sql.types import StructType
-
-    from bkctl.spark.internals import arrow_schema_of
-
-    return arrow_schema_of(cast("StructType", StructType.fromDDL(schema)))
 
 
 def frame_of(spark: SparkSession, rows: Iterable[Sequence[Any]], schema: str) -> DataFrame:
@@ -47,8 +41,6 @@ def rows_in_tasks(spark: SparkSession, items: Sequence[Any], function: Any, sche
 
 def with_ledger_ids(frame: DataFrame) -> DataFrame:
     """Return `frame` with ledgerScopeId and ledgerId, computed from ledgerQualifiedName, as its first columns."""
-    from pyspark.sql import functions as F
-
     scope_id = F.conv(F.substring(QUALIFIED_NAME, 1, 16), 16, 10).alias("ledgerScopeId")
     ledger_id = F.conv(F.substring(QUALIFIED_NAME, 17, 16), 16, 10).alias("ledgerId")
     return frame.select(

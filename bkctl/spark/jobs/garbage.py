@@ -19,10 +19,12 @@ from bkctl.formats.entry_log import log_id_of
 from bkctl.formats.names import SCOPED_DIRECTORY
 from bkctl.ids import LedgerId
 from bkctl.model import LedgerLiveness
+from bkctl.spark import functions as F
 from bkctl.spark.facts.frames import Facts
 from bkctl.spark.jobs.bookies import check_clusters
-from bkctl.spark.jobs.frames import QUALIFIED_NAME, arrow_schema, rows_in_tasks, with_ledger_ids
+from bkctl.spark.jobs.frames import QUALIFIED_NAME, rows_in_tasks, with_ledger_ids
 from bkctl.spark.jobs.ledger_states import ledger_states
+from bkctl.spark.schemas import arrow_schema
 from bkctl.spark.sources.places import unseen
 
 if TYPE_CHECKING:
@@ -90,8 +92,6 @@ def garbage_shares(spark: SparkSession, bookies: Bookies, connection: Mapping[st
 
     Raises Conflict if a bookie belongs to another cluster.
     """
-    from pyspark.sql import functions as F
-
     check_clusters(bookies, connection)
     # Persisted: otherwise Spark reads the logs once for the question and again for the answer, and they may change.
     shares = log_shares(spark, bookies).persist()
@@ -106,7 +106,6 @@ def uses(shares: DataFrame, thresholds: Thresholds = _DEFAULT_THRESHOLDS) -> Dat
     As in `bkctl entrylog garbage`: `compaction` is delete, minor, major or null; it frees `reclaimableSize` bytes and
     copies `rewrittenSize` bytes.
     """
-    from pyspark.sql import functions as F
 
     def of(state: LedgerLiveness) -> tuple[Any, Any]:
         is_state = F.col("state") == state.value
@@ -149,8 +148,6 @@ def _judge(row: dict[str, Any], thresholds: Thresholds) -> dict[str, Any]:
 
 def by_bookie(uses: DataFrame) -> DataFrame:
     """Return the sums of `uses` for each bookie, most garbage first."""
-    from pyspark.sql import functions as F
-
     names = ("totalSize", "remainingSize", "garbageSize", "reclaimableSize", "rewrittenSize")
     logs = F.count("*").alias("logCount")
     compacted = F.count("compaction").alias("compactedCount")
@@ -161,12 +158,10 @@ def by_bookie(uses: DataFrame) -> DataFrame:
 
 def orphans(shares: DataFrame) -> DataFrame:
     """Return the ledgers in `garbage_shares` that the metadata store lacks: their bytes, bookies and logs."""
-    from pyspark.sql import functions as F
-
     dead = shares.filter(F.col("state") == LedgerLiveness.DEAD.value)
     found = dead.groupBy(QUALIFIED_NAME).agg(
-        F.countDistinct("bookieId").alias("bookieCount"),
-        F.countDistinct("bookieId", "file").alias("logCount"),
+        F.count_distinct("bookieId").alias("bookieCount"),
+        F.count_distinct("bookieId", "file").alias("logCount"),
         F.sum("size").alias("size"),
     )
     return with_ledger_ids(found).orderBy(F.desc("size"), QUALIFIED_NAME)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from bkctl.errors import NotFound
 from bkctl.formats.record import RECORD_SIZE
 from bkctl.ids import LedgerId
+from bkctl.spark import functions as F
 from bkctl.spark.jobs.bookie_records import index_entries, journal_entries, log_records
 from bkctl.spark.jobs.entry_problems import REPLICA, Problem
 from bkctl.spark.jobs.frames import QUALIFIED_NAME
@@ -47,8 +48,6 @@ def held_entries(
     of records whose digest matched, `anyLac` of all. Without `digests` no digest is checked. Raises NotFound if the
     bookies have no files.
     """
-    from pyspark.sql import functions as F
-
     traces = [
         _logged(spark, bookies, ledger, scope_id, digests=digests),
         _indexed(spark, bookies, ledger, scope_id) if indexes else None,
@@ -71,8 +70,6 @@ def held_entries(
 
 def shares_of(held: DataFrame) -> DataFrame:
     """Return the share of each ledger in each log of `held_entries`, as `inventory.shares` does."""
-    from pyspark.sql import functions as F
-
     copies = held.select("bookieId", QUALIFIED_NAME, F.explode("copies").alias("copy"))
     size = F.sum(F.col("copy.recordSize") + RECORD_SIZE.size).alias("size")
     counted = copies.groupBy("bookieId", F.col("copy.file").alias("file"), QUALIFIED_NAME).agg(
@@ -84,8 +81,6 @@ def shares_of(held: DataFrame) -> DataFrame:
 
 def log_damages(held: DataFrame) -> DataFrame:
     """Return the damages of entry logs in `held_entries`: bookieId, file, damage."""
-    from pyspark.sql import functions as F
-
     damages = held.select("bookieId", F.explode("damages").alias(DAMAGE))
     file = F.col(DAMAGE)["file"]
     return damages.withColumn("file", file).filter(file.endswith(".log"))
@@ -93,8 +88,6 @@ def log_damages(held: DataFrame) -> DataFrame:
 
 def unreadable_files(held: DataFrame) -> DataFrame:
     """Return the damages in `held_entries` as findings without a ledger."""
-    from pyspark.sql import functions as F
-
     return held.select("bookieId", F.explode("damages").alias(DAMAGE)).select(
         "bookieId",
         F.lit(Problem.UNREADABLE.value).alias("problem"),
@@ -106,8 +99,6 @@ def unreadable_files(held: DataFrame) -> DataFrame:
 
 def _trace(frame: DataFrame, **values: Column) -> DataFrame:
     """Return `frame` with REPLICA and the columns of _TRACE: `values`, else null."""
-    from pyspark.sql import functions as F
-
     rest = [F.lit(None).cast(kind).alias(name) for name, kind in _TRACE.items() if name not in values]
     return frame.select(*REPLICA, *(column.alias(name) for name, column in values.items()), *rest)
 
@@ -118,8 +109,6 @@ def _confirmed() -> dict[str, Column]:
     No entry confirms itself, so a damaged one with a digest that cannot be checked here (HMAC, DUMMY) promises nothing
     beyond itself.
     """
-    from pyspark.sql import functions as F
-
     lac = F.least("lastAddConfirmed", F.col("entryId") - 1)
     return {"lac": lac, "checked": F.col("digest").isNotNull()}
 
@@ -127,8 +116,6 @@ def _confirmed() -> dict[str, Column]:
 def _logged(
     spark: SparkSession, bookies: Bookies, ledger: LedgerId | None, scope_id: int | None, *, digests: bool
 ) -> DataFrame | None:
-    from pyspark.sql import functions as F
-
     wanted = [QUALIFIED_NAME, "entryId", "logId", "offset", "recordSize", "lastAddConfirmed"]
     try:
         records = log_records(
@@ -142,8 +129,6 @@ def _logged(
 
 
 def _indexed(spark: SparkSession, bookies: Bookies, ledger: LedgerId | None, scope_id: int | None) -> DataFrame | None:
-    from pyspark.sql import functions as F
-
     entries = index_entries(spark, bookies, ledger=ledger, scope_id=scope_id)
     if entries is None:
         return None
@@ -154,8 +139,6 @@ def _indexed(spark: SparkSession, bookies: Bookies, ledger: LedgerId | None, sco
 def _journaled(
     spark: SparkSession, bookies: Bookies, ledger: LedgerId | None, scope_id: int | None, *, digests: bool
 ) -> DataFrame | None:
-    from pyspark.sql import functions as F
-
     wanted = ["lastAddConfirmed", "digest"] if digests else ["lastAddConfirmed"]
     entries = journal_entries(spark, bookies, wanted, ledger=ledger, scope_id=scope_id)
     if entries is None:
@@ -168,6 +151,4 @@ def _journaled(
 
 def _with_digest(records: DataFrame) -> DataFrame:
     """Return `records` with the column `digest`: null where no digest was checked."""
-    from pyspark.sql import functions as F
-
     return records if "digest" in records.columns else records.withColumn("digest", F.lit(None).cast("string"))

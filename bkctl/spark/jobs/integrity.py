@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bkctl.ids import LedgerId
+from bkctl.spark import functions as F
 from bkctl.spark.jobs.bookies import check_clusters
 from bkctl.spark.jobs.entry_problems import REPLICA, Problem
 from bkctl.spark.jobs.frames import QUALIFIED_NAME, with_ledger_ids
@@ -74,8 +75,6 @@ def integrity(
     meanwhile do not count as missing. `held` is a result of `held_entries` to use, not computed yet. Raises Conflict if
     a bookie belongs to another cluster.
     """
-    from pyspark.sql import functions as F
-
     check_clusters(bookies, connection)
     metadata = read_metadata(spark, connection, ledger, scope_id).persist()
     metadata.count()
@@ -100,8 +99,6 @@ def integrity(
 
 def _absent(judged: DataFrame) -> DataFrame:
     """Return the replicas that are missing or not indexed, with a copy in an entry log if there is one."""
-    from pyspark.sql import functions as F
-
     copy = F.get("copies", F.lit(0))
     return judged.filter(F.col("verdict").isin(Problem.NOT_INDEXED.value, Problem.MISSING.value)).select(
         *REPLICA, "promised", F.col("verdict").alias("problem"), copy["file"].alias("file"),
@@ -111,8 +108,6 @@ def _absent(judged: DataFrame) -> DataFrame:
 
 def _decided(looked: DataFrame) -> DataFrame:
     """Return one row for each promised replica: without a problem if a look found it, else the problem in a log."""
-    from pyspark.sql import functions as F
-
     names = ("problem", "file", "offset", "detail")
     is_bad, is_journal = F.col("problem").isNotNull(), F.coalesce(F.col("file").endswith(".txn"), F.lit(False))
     best = F.min(F.struct(is_bad.alias("isBad"), is_journal.alias("isJournal"), *names)).alias("best")
@@ -124,8 +119,6 @@ def _decided(looked: DataFrame) -> DataFrame:
 
 def _with_intact_count(suspects: DataFrame, fragments: DataFrame, bookies: Bookies) -> DataFrame:
     """Return the suspects with a problem, and how many promised replicas of their entries are intact."""
-    from pyspark.sql import functions as F
-
     entry = [QUALIFIED_NAME, "entryId"]
     found = suspects.filter(F.col("problem").isNotNull())
     bad = found.groupBy(*entry).agg(F.count(F.when(F.col("promised"), 1)).alias("badCount"))

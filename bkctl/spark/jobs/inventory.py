@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 from bkctl.errors import UsageError
 from bkctl.formats.entry_log import log_id_of
 from bkctl.ids import LedgerId
+from bkctl.spark import functions as F
 from bkctl.spark.facts.frames import Facts
 from bkctl.spark.jobs.bookie_records import log_records
 from bkctl.spark.jobs.bookies import check_clusters
@@ -63,8 +64,6 @@ def shares(
     A row of damage has no ledger and no entries. Tasks count while they read, so there are few rows for each log; every
     inventory is made of them, so `persist` them. Raises NotFound if the bookies have no entry log.
     """
-    from pyspark.sql import functions as F
-
     counts = ("entryCount", "size")
     found = log_records(
         spark, bookies, [QUALIFIED_NAME, *counts], ledger=ledger, scope_id=scope_id, rows="ledgers"
@@ -75,8 +74,6 @@ def shares(
 
 def damages(shares: DataFrame) -> DataFrame:
     """Return the damages among `shares`: bookieId, file, offset, reason."""
-    from pyspark.sql import functions as F
-
     found = shares.filter(F.col(DAMAGE).isNotNull())
     return found.select("bookieId", f"{DAMAGE}.file", f"{DAMAGE}.offset", f"{DAMAGE}.reason").distinct()
 
@@ -93,12 +90,10 @@ def totals(
     Applications come from ledgers' custom metadata in the store of `connection` (Pulsar's `application`, `component`
     and `managedLedger`). Raises UsageError if they need a `connection`, Conflict if it is another cluster's.
     """
-    from pyspark.sql import functions as F
-
     found = shares.filter(F.col(DAMAGE).isNull())
-    ledgers = F.countDistinct(QUALIFIED_NAME).alias("ledgerCount")
-    logs = F.countDistinct("bookieId", "file").alias("logCount")
-    holders = F.countDistinct("bookieId").alias("bookieCount")
+    ledgers = F.count_distinct(QUALIFIED_NAME).alias("ledgerCount")
+    logs = F.count_distinct("bookieId", "file").alias("logCount")
+    holders = F.count_distinct("bookieId").alias("bookieCount")
     match grouping:
         case Grouping.BOOKIE | Grouping.ENTRY_LOG:
             key = ["bookieId"] if grouping is Grouping.BOOKIE else ["bookieId", "file"]
@@ -125,16 +120,12 @@ def totals(
 
 
 def _sums() -> tuple[Column, Column]:
-    from pyspark.sql import functions as F
-
     return F.sum("entryCount").alias("entryCount"), F.sum("size").alias("size")
 
 
 def _application_totals(
     spark: SparkSession, bookies: Bookies, shares: DataFrame, connection: Mapping[str, str] | None
 ) -> DataFrame:
-    from pyspark.sql import functions as F
-
     if connection is None:
         raise UsageError("Applications are known from a metadata store, and none is named", hint="add --metadata-uri")
     check_clusters(bookies, connection)
@@ -148,8 +139,6 @@ def applications(spark: SparkSession, connection: Mapping[str, str]) -> DataFram
 
     They come from Pulsar's custom metadata; other writers may keep an `application` there.
     """
-    from pyspark.sql import functions as F
-
     read = spark.read.format("bookkeeper.metadata").options(**connection)
     metadata = read.option("columns", f"{QUALIFIED_NAME},pulsar,customMetadata").load()
     own = F.decode(F.col("customMetadata")["application"], "UTF-8")

@@ -20,6 +20,7 @@ from bkctl.files.journal_check import JournalCheck, JournalState, check_journals
 from bkctl.formats.names import COOKIE_NAME
 from bkctl.formats.record import RecordType
 from bkctl.ids import LedgerId
+from bkctl.spark import functions as F
 from bkctl.spark.facts.frames import Facts
 from bkctl.spark.jobs.bookie_records import journal_entries, replay_starts
 from bkctl.spark.jobs.bookies import check_clusters
@@ -92,8 +93,6 @@ def audit(
     `connection` (the options of `bookkeeper.metadata`) the entries have the state of their ledgers. Raises Conflict if
     a bookie belongs to another cluster. `held` is a result of `held_entries` to use.
     """
-    from pyspark.sql import functions as F
-
     if connection is not None:
         check_clusters(bookies, connection)
     persisted = []
@@ -189,8 +188,6 @@ def unlogged(
     deleted, or the bookie lost the entries. With `connection`, `state` tells these apart (alive, dead, unknown). `held`
     is a result of `held_entries` to use. None without a journal.
     """
-    from pyspark.sql import functions as F
-
     if journal_entries(spark, bookies) is None:
         return None
     if held is None:
@@ -213,8 +210,6 @@ def unlogged(
 
 def _indexed_entries(absent: DataFrame, bookies: Bookies) -> DataFrame:
     """Return the entries of `absent` that their index finds behind damage in a log."""
-    from pyspark.sql import functions as F
-
     look = look_at("place", F.col("place"), decides=True)
     judged = absent.filter(F.col("place").isNotNull()).select(
         *REPLICA, F.lit(True).alias("promised"), F.lit(None).cast("string").alias("digestType"),

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 from bkctl.ids import LedgerId
+from bkctl.spark import functions as F
 from bkctl.spark.jobs.bookie_records import ledger_options
 from bkctl.spark.jobs.entry_problems import REPLICA
 from bkctl.spark.jobs.frames import QUALIFIED_NAME
@@ -40,19 +41,15 @@ def fragments_of(metadata: DataFrame, held: DataFrame) -> DataFrame:
 
 def promised_replicas(fragments: DataFrame, bookies: Bookies) -> DataFrame:
     """Return the promised replicas on `bookies`, with `promised`, which is true."""
-    from pyspark.sql import functions as F
-
     given = [bookie.bookie_id for bookie in bookies]
     return _replicas(fragments).filter(F.col("bookieId").isin(given)).withColumn("promised", F.lit(True))
 
 
 def absent_bookies(fragments: DataFrame, bookies: Bookies) -> DataFrame:
     """Return the bookies that ensembles name and that are not among `bookies`, with their ledger counts."""
-    from pyspark.sql import functions as F
-
     given = [bookie.bookie_id for bookie in bookies]
     named = fragments.select(QUALIFIED_NAME, F.explode("bookies").alias("bookieId"))
-    ledger_count = F.countDistinct(QUALIFIED_NAME).alias("ledgerCount")
+    ledger_count = F.count_distinct(QUALIFIED_NAME).alias("ledgerCount")
     return named.filter(~F.col("bookieId").isin(given)).groupBy("bookieId").agg(ledger_count).orderBy("bookieId")
 
 
@@ -61,8 +58,6 @@ def promise_counts(fragments: DataFrame, bookies: Bookies) -> DataFrame:
 
     Entries of a fragment whose ids have the same remainder by the ensemble's size are on the same bookies.
     """
-    from pyspark.sql import functions as F
-
     remainder = F.explode(F.sequence(F.lit(0), F.col("ensembleSize") - 1))
     by_remainder = fragments.withColumn("remainder", remainder)
     up_to_last = F.floor((F.col("last") - F.col("remainder")) / F.col("ensembleSize"))
@@ -74,7 +69,7 @@ def promise_counts(fragments: DataFrame, bookies: Bookies) -> DataFrame:
     ).filter("entries > 0 AND holders > 0")
     replicas = F.sum(F.col("entries") * F.col("holders"))
     return counted.agg(
-        F.countDistinct(QUALIFIED_NAME).alias("ledgerCount"),
+        F.count_distinct(QUALIFIED_NAME).alias("ledgerCount"),
         F.coalesce(F.sum("entries"), F.lit(0)).alias("entryCount"),
         F.coalesce(replicas, F.lit(0)).alias("replicaCount"),
     )
@@ -82,32 +77,24 @@ def promise_counts(fragments: DataFrame, bookies: Bookies) -> DataFrame:
 
 def with_holder_count(entries: DataFrame, fragments: DataFrame, bookies: Bookies) -> DataFrame:
     """Return distinct `entries` (ledger, entry id) with holderCount: how many of `bookies` should have the entry."""
-    from pyspark.sql import functions as F
-
     found = entries.join(fragments, QUALIFIED_NAME).filter("entryId BETWEEN first AND last")
     return found.select(QUALIFIED_NAME, "entryId", _holder_count(F.col("entryId"), bookies).alias("holderCount"))
 
 
 def _holder_count(entry_id: Column, bookies: Bookies) -> Column:
     """Return the number of `bookies` in the write set of an entry of a fragment."""
-    from pyspark.sql import functions as F
-
     given = [bookie.bookie_id for bookie in bookies]
     return F.size(F.filter(_write_set(entry_id), lambda bookie_id: bookie_id.isin(given)))
 
 
 def _write_set(entry_id: Column) -> Column:
     """Return the bookies of an entry of a fragment (RoundRobinDistributionSchedule)."""
-    from pyspark.sql import functions as F
-
     copies = F.sequence(F.lit(0), F.col("writeQuorumSize") - 1)
     return F.transform(copies, lambda copy: F.get("bookies", F.pmod(entry_id + copy, "ensembleSize").cast("int")))
 
 
 def _with_last_entry(metadata: DataFrame, held: DataFrame) -> DataFrame:
     """Return the ledgers with `last`, their last promised entry; an open ledger without entries has no row."""
-    from pyspark.sql import functions as F
-
     is_open = F.col("state") != "CLOSED"
     of_open = held.join(metadata.filter(is_open).select(QUALIFIED_NAME), QUALIFIED_NAME, "left_semi")
     # A damaged entry must not decide how far its ledger goes; entries whose digest cannot be checked here have to.
@@ -118,7 +105,6 @@ def _with_last_entry(metadata: DataFrame, held: DataFrame) -> DataFrame:
 
 def _fragments(ledgers: DataFrame) -> DataFrame:
     """Return one row a fragment: its entries `first` to `last`, and its bookies."""
-    from pyspark.sql import functions as F
 
     def fragment(ensemble: Column, index: Column) -> Column:
         next_first = F.get("ensembles", index + 1)["firstEntryId"]
@@ -135,8 +121,6 @@ def _fragments(ledgers: DataFrame) -> DataFrame:
 
 def _replicas(fragments: DataFrame) -> DataFrame:
     """Return one row for each entry and each bookie of its write set."""
-    from pyspark.sql import functions as F
-
     chunks = F.sequence("first", "last", F.lit(_CHUNK).cast("bigint"))
     entry_ids = F.sequence("chunk", F.least(F.col("chunk") + (_CHUNK - 1), "last"))
     return (

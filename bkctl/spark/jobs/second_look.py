@@ -13,10 +13,12 @@ from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.entry_log import log_id_of
 from bkctl.formats.record import RECORD_SIZE, RECORD_SIZE_BYTES_MAX
 from bkctl.ids import LedgerId
+from bkctl.spark import functions as F
 from bkctl.spark.facts.frames import Facts
 from bkctl.spark.jobs.bookies import open_store
 from bkctl.spark.jobs.entry_problems import REPLICA, Problem
-from bkctl.spark.jobs.frames import QUALIFIED_NAME, arrow_schema
+from bkctl.spark.jobs.frames import QUALIFIED_NAME
+from bkctl.spark.schemas import arrow_schema
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -34,8 +36,6 @@ _OPEN_LOGS_MAX: Final = 64
 
 def look_again(judged: DataFrame, bookies: Bookies, connection: Mapping[str, str]) -> DataFrame:
     """Return the result of every look of `judge_replicas`; `problem` is null where the entry is intact."""
-    from pyspark.sql import functions as F
-
     looks = judged.select(*REPLICA, "promised", "digestType", F.explode("looks").alias("look"))
     looks = looks.select(*REPLICA, "digestType", "look.*")
     looks = looks.repartition("file", "bookieId", "logId").sortWithinPartitions("file", "bookieId", "logId", "offset")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from bkctl.formats.entry import DigestType
+from bkctl.spark import functions as F
 from bkctl.spark.jobs.entry_problems import REPLICA, Problem
 from bkctl.spark.jobs.frames import QUALIFIED_NAME
 
@@ -23,8 +24,6 @@ def judge_replicas(promised: DataFrame, held: DataFrame, ledgers: DataFrame, *, 
     index names; without `indexes`, the newest copy. `looks` are the records to read: those that decide where the
     verdict is IN_DOUBT, and copies that no index names and whose columns do not match.
     """
-    from pyspark.sql import functions as F
-
     rows = promised.join(held.filter(F.col(QUALIFIED_NAME).isNotNull()), list(REPLICA), "full_outer")
     rows = rows.withColumn("promised", F.coalesce("promised", F.lit(False))).join(ledgers, QUALIFIED_NAME, "inner")
     rows = _with_served_copy(rows, indexes=indexes).withColumn("verdict", _verdict())
@@ -34,8 +33,6 @@ def judge_replicas(promised: DataFrame, held: DataFrame, ledgers: DataFrame, *, 
 
 
 def _with_served_copy(rows: DataFrame, *, indexes: bool) -> DataFrame:
-    from pyspark.sql import functions as F
-
     def is_at_place(copy: Column) -> Column:
         return (copy["logId"] == F.col("place.logId")) & (copy["offset"] == F.col("place.offset"))
 
@@ -49,8 +46,6 @@ def _with_served_copy(rows: DataFrame, *, indexes: bool) -> DataFrame:
 
 def _conditions() -> dict[str, Column]:
     """Return the named conditions of the table _VERDICTS."""
-    from pyspark.sql import functions as F
-
     served, journaled = F.col("served"), F.col("journaled")
     return {
         "notPromised": ~F.col("promised"),
@@ -75,8 +70,6 @@ _VERDICTS: Final[tuple[tuple[str, str | None], ...]] = (
 
 
 def _verdict() -> Column:
-    from pyspark.sql import functions as F
-
     conditions = _conditions()
     verdict = F.lit(Problem.MISSING.value)
     for name, value in reversed(_VERDICTS):
@@ -86,8 +79,6 @@ def _verdict() -> Column:
 
 def _matches(record: Column) -> Column:
     """Return whether `record` matches its ledger's digest type, or has no digest to check."""
-    from pyspark.sql import functions as F
-
     digest_type = F.col("digestType")
     return (
         digest_type.isNull() | (digest_type == DigestType.DUMMY.name) | record["digest"].eqNullSafe(digest_type)
@@ -96,8 +87,6 @@ def _matches(record: Column) -> Column:
 
 def _deciding_looks() -> Column:
     """Return the looks that decide about a replica in doubt: at the replayed copy, and at the copy in a log."""
-    from pyspark.sql import functions as F
-
     served, place, journaled = F.col("served"), F.col("place"), F.col("journaled")
     return F.array(
         F.when(journaled.isNotNull(), look_at("journal", journaled, decides=True)),
@@ -109,7 +98,6 @@ def _deciding_looks() -> Column:
 
 def _other_looks() -> Column:
     """Return the copies to check by their records: copies that are not served, and whose columns do not match."""
-    from pyspark.sql import functions as F
 
     def is_doubtful(copy: Column) -> Column:
         is_served = F.col("promised") & copy.eqNullSafe(F.col("served"))
@@ -120,8 +108,6 @@ def _other_looks() -> Column:
 
 def look_at(kind: str, record: Column, *, decides: bool) -> Column:
     """Return one look: at a `log` by its file, at a `place` by log id (its file is unknown), or at a `journal`."""
-    from pyspark.sql import functions as F
-
     return F.struct(
         F.lit(kind).alias("kind"),
         (F.lit(None).cast("string") if kind == "place" else record["file"]).alias("file"),

@@ -8,8 +8,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from pyspark.sql.datasource import InputPartition
-
 from bkctl.errors import BkctlError, NotFound, UsageError
 from bkctl.files.directories import BookieDirectories
 from bkctl.files.index import RELOCATION_SUFFIX, BookieIndexes, LedgerIndexReader
@@ -18,6 +16,7 @@ from bkctl.files.windows import FileReader
 from bkctl.formats.index import HEADER_SIZE, SLOT_SIZE, ledger_of_index_path
 from bkctl.formats.names import ROCKSDB_NAMES
 from bkctl.ids import LedgerId
+from bkctl.spark.sources.bases import InputPartition
 from bkctl.spark.sources.filters import Conditions
 from bkctl.spark.sources.options import Mode
 from bkctl.spark.sources.places import bookie_id_at, local_paths

@@ -16,11 +16,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from pyspark.sql.datasource import DataSource, InputPartition
-
 from bkctl.errors import BkctlError, Conflict, NotFound, UsageError
 from bkctl.files.index import LedgerIndexReader
 from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
+from bkctl.spark.schemas import arrow_schema_of
+from bkctl.spark.sources.bases import DataSource, InputPartition
 from bkctl.spark.sources.columns import DAMAGE, check_schema, damage_row, source_schema, where_and_why
 from bkctl.spark.sources.filters import LEDGER_COLUMNS, Conditions
 from bkctl.spark.sources.index_databases import DatabaseReader
@@ -186,8 +186,6 @@ class IndexReader(QueryReader):
                     yield from entry_rows(schema, entries, self._conditions, constants)
 
     def _schema(self) -> pa.Schema:
-        from bkctl.spark.internals import arrow_schema_of
-
         return arrow_schema_of(self._struct)
 
 

@@ -21,6 +21,7 @@ from bkctl.errors import BkctlError, LedgerNotFound, UsageError
 from bkctl.ids import LedgerId
 from bkctl.metadata.admin.overview import LedgerQuery
 from bkctl.metadata.ledgers import VersionedMetadata
+from bkctl.spark.schemas import arrow_schema_of
 from bkctl.spark.sources.columns import DAMAGE, constant, damage_row, ledger_values
 from bkctl.spark.sources.connection import Client, ClusterOptions
 from bkctl.spark.sources.filters import LEDGER_COLUMNS, Conditions
@@ -237,11 +238,9 @@ class EntryReader:
     """Reads the entries of partitions in a task. With `skip_deleted`, deleted ledgers have no rows."""
 
     def __init__(self, settings: LedgerQuerySettings, schema: StructType, *, skip_deleted: bool = False) -> None:
-        from bkctl.spark.internals import arrow_schema_of
-
         self._cluster = settings.cluster
         self._mode = settings.mode
-        self._schema: pa.Schema = arrow_schema_of(schema, timezone="UTC")
+        self._schema: pa.Schema = arrow_schema_of(schema)
         self._skip_deleted = skip_deleted
 
     def read(self, partition: LedgerEntries) -> Iterator[pa.RecordBatch]:

@@ -18,8 +18,6 @@ from itertools import islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from pyspark.sql.datasource import DataSource, InputPartition
-
 from bkctl.errors import BkctlError, LedgerNotFound, UsageError
 from bkctl.formats.metadata import LedgerMetadata
 from bkctl.ids import LedgerId
@@ -27,6 +25,8 @@ from bkctl.metadata.admin.dump import ExportFile, ExportSection
 from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.ledger_json import pulsar_object
 from bkctl.metadata.ledgers import RANGE_SIZE, VersionedMetadata
+from bkctl.spark.schemas import arrow_schema_of
+from bkctl.spark.sources.bases import DataSource, InputPartition
 from bkctl.spark.sources.columns import DAMAGE, ledger_values, source_schema, where_and_why
 from bkctl.spark.sources.connection import CONNECTION_OPTIONS, ClusterOptions
 from bkctl.spark.sources.filters import LEDGER_COLUMNS, Conditions
@@ -133,9 +133,7 @@ class MetadataReader(QueryReader):
     never_null = LEDGER_COLUMNS
 
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
-        from bkctl.spark.internals import arrow_schema_of
-
-        self._schema: pa.Schema = arrow_schema_of(schema, timezone="UTC")
+        self._schema: pa.Schema = arrow_schema_of(schema)
         self._export = options.text("path")
         self._cluster = None if self._export is not None else ClusterOptions(options)
         self._range_size = options.integer("ledgersPerPartition", RANGE_SIZE, 1)

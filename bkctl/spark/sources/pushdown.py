@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Final
 
-from pyspark.sql.datasource import DataSourceReader
-
+from bkctl.spark.sources.bases import DataSourceReader
 from bkctl.spark.sources.options import Mode
 
 if TYPE_CHECKING:

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final, NamedTuple
 
-from pyspark.sql.datasource import InputPartition
-
 from bkctl.errors import Conflict
 from bkctl.files.scan import RecordBatch
 from bkctl.files.windows import FileReader
 from bkctl.formats.record import RecordType
+from bkctl.spark.sources.bases import InputPartition
 from bkctl.spark.sources.places import Place
 
 #: Bytes of a header that never change: the magic and the version.

@@ -13,12 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from pyspark.sql.datasource import DataSource, InputPartition
-
 from bkctl.errors import BkctlError, Conflict, NotFound, UsageError
 from bkctl.files.scan import RecordBatch
 from bkctl.files.windows import FileReader
 from bkctl.formats.record import RecordType
+from bkctl.spark.schemas import arrow_schema_of
+from bkctl.spark.sources.bases import DataSource, InputPartition
 from bkctl.spark.sources.columns import DAMAGE, check_schema, damage_row, source_schema, where_and_why
 from bkctl.spark.sources.filters import LEDGER_COLUMNS, Conditions
 from bkctl.spark.sources.options import SourceOptions
@@ -161,8 +161,6 @@ class RecordReader(QueryReader):
         return all(self._conditions.accepts(name, value) for name, value in self._constants(place).items())
 
     def _rows_of(self, place: Place) -> RecordRows | LedgerSums:
-        from bkctl.spark.internals import arrow_schema_of
-
         schema, constants = arrow_schema_of(self._struct), self._constants(place)
         if self._rows is RecordRowKind.LEDGERS:
             return LedgerSums(schema, constants, self._selection())

@@ -7,7 +7,7 @@ import sqlite3
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from support import (
@@ -16,6 +16,7 @@ from support import (
 )
 from support.bookie_files import Files
 from support.command_line import CommandLine
+from support.engines import Engine
 
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.index import LedgerIndexReader
@@ -31,11 +32,13 @@ from bkctl.spark.jobs.garbage import by_bookie, garbage_shares, orphans, uses
 from bkctl.spark.jobs.integrity import integrity
 from bkctl.spark.jobs.inventory import Grouping, damages, shares, totals
 from bkctl.spark.jobs.journal_audit import audit
+from bkctl.spark.local.session import local_session
+from bkctl.spark.schemas import arrow_schema_of
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-pytestmark = [pytest.mark.usefixtures("spark"), pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 Job = Callable[["SparkSession", Bookies, str], list[list[str]]]
 
@@ -129,14 +132,16 @@ def extracted(files: Files, uri: str, *, named: bool = True, full: bool = False)
 
 
 def rows_of(frame: DataFrame) -> list[str]:
-    return sorted(repr(sorted(row.asDict(recursive=True).items())) for row in frame.collect())
+    """The columns with their types, and the rows in order."""
+    columns = sorted((field.name, str(field.type)) for field in arrow_schema_of(frame.schema))
+    return [repr(columns), *(repr(sorted(row.asDict(recursive=True).items())) for row in frame.collect())]
 
 
 def _inventory(spark: SparkSession, bookies: Bookies, uri: str) -> list[list[str]]:
     found = shares(spark, bookies)
     connection = {"metadataUri": uri}
     by = [rows_of(totals(spark, bookies, found, grouping, connection)) for grouping in Grouping]
-    return [rows_of(damages(found)), *by]
+    return [sorted(rows_of(damages(found))), *by]
 
 
 def _integrity(spark: SparkSession, bookies: Bookies, uri: str, **options: Any) -> list[list[str]]:
@@ -191,28 +196,35 @@ def facts(damaged: Files, tmp_path_factory: pytest.TempPathFactory) -> dict[bool
 @pytest.mark.long
 @pytest.mark.parametrize(("job", "named"), CASES, ids=lambda each: getattr(each, "__name__", str(each)).strip("_"))
 def test_jobs_give_the_same_rows_from_facts(
-    spark: SparkSession, damaged: Files, facts: dict[bool, Facts], job: Job, named: bool
+    engine: Engine, damaged: Files, facts: dict[bool, Facts], job: Job, named: bool
 ) -> None:
-    from_files = job(spark, find_bookies([damaged.directory]), damaged.uri)
-    assert any(from_files)
-    assert job(spark, facts[named], damaged.uri) == from_files
+    from_files = job(engine.session, find_bookies([damaged.directory]), damaged.uri)
+    assert sum(map(len, from_files)) > len(from_files)
+    assert job(engine.session, facts[named], damaged.uri) == from_files
 
 
-def test_commands_read_facts_of_bookies_whose_paths_are_the_same(intact: Files, tmp_path: Path) -> None:
+@pytest.mark.parametrize("job", dict.fromkeys(job for job, _ in CASES), ids=lambda job: job.__name__.strip("_"))
+def test_engines_give_the_same_rows_in_the_same_order(spark: SparkSession, damaged: Files, job: Job) -> None:
+    bookies = find_bookies([damaged.directory])
+    expected = job(spark, bookies, damaged.uri)
+    with local_session() as session:
+        assert job(cast("SparkSession", session), bookies, damaged.uri) == expected
+
+
+def test_commands_read_facts_of_bookies_whose_paths_are_the_same(engine: Engine, intact: Files, tmp_path: Path) -> None:
     uri, place = tmp_path / "facts", tmp_path / "bookie"
     for directory, bookie_id in zip(intact.places(), intact.bookies, strict=True):
         shutil.copytree(directory, place, ignore=shutil.ignore_patterns("*.log.lock"))
         (row,) = CommandLine(intact.uri)("pipeline", "extract", place, uri, "-o", "ndjson").rows
         assert row["bookieId"] == bookie_id
         shutil.rmtree(place)
-    command = CommandLine(None)
-    by_log = command("pipeline", "inventory", "--by", "entrylog", "--facts", uri, "-o", "ndjson").rows
-    expected = command("pipeline", "inventory", "--by", "entrylog", intact.directory, "-o", "ndjson").rows
+    by_log = engine.rows(None, "inventory", "--by", "entrylog", "--facts", uri)
+    expected = engine.rows(None, "inventory", "--by", "entrylog", intact.directory)
     names = ("bookieId", "logId", "scoped", "ledgerCount", "entryCount", "size", "fileSize")
     assert [[row[name] for name in names] for row in by_log] == [[row[name] for name in names] for row in expected]
-    both = command("pipeline", "inventory", intact.directory, "--facts", uri)
+    both = engine.run(None, "inventory", intact.directory, "--facts", uri)
     assert (both.code, both.out) == (2, b"")
     assert "Bookies' files and --facts are given" in both.problem
-    none = command("pipeline", "inventory", "--facts", tmp_path / "nothing")
+    none = engine.run(None, "inventory", "--facts", tmp_path / "nothing")
     assert (none.code, none.out) == (4, b"")
     assert "has no facts of version 1" in none.problem

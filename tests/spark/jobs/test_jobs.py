@@ -20,6 +20,7 @@ from support import (
 )
 from support.bookie_files import Files, Written
 from support.command_line import CommandLine
+from support.engines import Engine
 
 from bkctl.client.ensemble import RoundRobinDistributionSchedule
 from bkctl.commands.kit.columns import Column, Columns, Kind
@@ -40,7 +41,7 @@ from bkctl.spark.jobs.inventory import Grouping, damages, shares, totals
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-pytestmark = [pytest.mark.usefixtures("spark"), pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 Rows = list[dict[str, Any]]
 #: ledgerQualifiedName, entry id, bookie.
@@ -53,12 +54,6 @@ INTERLEAVED_BOOKIE: Final = 1
 def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     """The cluster's files; no test changes them."""
     return bookie_files.make(tmp_path_factory.mktemp("cluster"))
-
-
-def pipeline(uri: str | None, *arguments: object, code: int = 0) -> Rows:
-    answer = CommandLine(uri)("pipeline", *arguments, "-o", "ndjson")
-    assert answer.code == code, answer
-    return [json.loads(line) for line in answer.out.splitlines()]
 
 
 def copied(files: Files, directory: Path) -> Files:
@@ -98,8 +93,8 @@ def record_of(log: Path, ledger: LedgerId) -> tuple[int, int, int]:
 # --- inventory ------------------------------------------------------------------------------------------------------
 
 
-def test_inventory_matches_commands_for_one_bookie(spark: SparkSession, files: Files) -> None:
-    logs = {row["file"]: row for row in pipeline(None, "inventory", "--by", "entrylog", files.directory)}
+def test_inventory_matches_commands_for_one_bookie(engine: Engine, files: Files) -> None:
+    logs = {row["file"]: row for row in engine.rows(None, "inventory", "--by", "entrylog", files.directory)}
     sizes: Counter[tuple[str, str]] = Counter()
     entries: Counter[tuple[str, str]] = Counter()
     for number, place in enumerate(files.places()):
@@ -120,11 +115,11 @@ def test_inventory_matches_commands_for_one_bookie(spark: SparkSession, files: F
     assert sum(sizes.values()) > 0
 
     found = find_bookies(files.places())
-    counted = shares(spark, found).persist()
+    counted = shares(engine.session, found).persist()
     assert damages(counted).count() == 0
 
     def by(what: Grouping, connection: dict[str, str] | None = None) -> Rows:
-        return [row.asDict() for row in totals(spark, found, counted, what, connection).collect()]
+        return [row.asDict() for row in totals(engine.session, found, counted, what, connection).collect()]
 
     assert {row["bookieId"]: (row["entryCount"], row["size"]) for row in by(Grouping.BOOKIE)} == {
         bookie: tuple(sum(count for (owner, _), count in sums.items() if owner == bookie) for sums in (entries, sizes))
@@ -150,7 +145,7 @@ def test_inventory_matches_commands_for_one_bookie(spark: SparkSession, files: F
     assert set(named) == {"pulsar", None}
     assert named[None]["size"] == sum(sizes.values()) - pulsar["size"]
     counted.unpersist()
-    scoped = pipeline(None, "inventory", "--by", "ledger", "--ledger-scope-id", 7, files.directory)
+    scoped = engine.rows(None, "inventory", "--by", "ledger", "--ledger-scope-id", 7, files.directory)
     names = [row["ledgerQualifiedName"] for row in ledgers if row["ledgerScopeId"] == "7"]
     assert [row["ledgerQualifiedName"] for row in scoped] == names
 
@@ -158,14 +153,14 @@ def test_inventory_matches_commands_for_one_bookie(spark: SparkSession, files: F
 # --- integrity ------------------------------------------------------------------------------------------------------
 
 
-def check(spark: SparkSession, files: Files, **options: Any) -> tuple[Integrity, set[tuple[str | None, ...]]]:
-    result = integrity(spark, find_bookies([files.directory]), {"metadataUri": files.uri}, **options)
+def check(engine: Engine, files: Files, **options: Any) -> tuple[Integrity, set[tuple[str | None, ...]]]:
+    result = integrity(engine.session, find_bookies([files.directory]), {"metadataUri": files.uri}, **options)
     rows = result.findings.collect()
     return result, {(row.ledgerQualifiedName, row.entryId, row.bookieId, row.problem, row.intactCount) for row in rows}
 
 
-def test_integrity_finds_nothing_on_intact_files(spark: SparkSession, files: Files) -> None:
-    result, found = check(spark, files)
+def test_integrity_finds_nothing_on_intact_files(engine: Engine, files: Files) -> None:
+    result, found = check(engine, files)
     assert found == set()
     expected = promised(files, files.written)
     (checked,) = result.checked.collect()
@@ -176,7 +171,7 @@ def test_integrity_finds_nothing_on_intact_files(spark: SparkSession, files: Fil
     result.release()
 
 
-def test_integrity_finds_exactly_the_injected_problems(spark: SparkSession, files: Files, tmp_path: Path) -> None:
+def test_integrity_finds_exactly_the_injected_problems(engine: Engine, files: Files, tmp_path: Path) -> None:
     files = copied(files, tmp_path)
     logs = [Path(place, "ledgers", "current", "0.log") for place in files.places()]
     scoped_log = Path(files.places()[0], "ledgers", "current", "scoped", "0.log")
@@ -220,7 +215,7 @@ def test_integrity_finds_exactly_the_injected_problems(spark: SparkSession, file
         if key[2] == files.bookies[0] and key[0] in lost_there:
             expected[key] = "missing"
 
-    result, found = check(spark, files)
+    result, found = check(engine, files)
     bad = Counter((ledger, entry_id) for ledger, entry_id, _ in expected)
     copies = Counter((ledger, entry_id) for ledger, entry_id, _ in everything)
     assert {row for row in found if row[0] is not None} == {
@@ -229,13 +224,13 @@ def test_integrity_finds_exactly_the_injected_problems(spark: SparkSession, file
     assert {row[1:4] for row in found if row[0] is None} == {(None, files.bookies[2], "unreadable")}
     result.release()
     some = of_type(files, DigestType.CRC32C, 7).ledger
-    rows = pipeline(files.uri, "integrity", "--ledger", some, files.directory, code=3)
+    rows = engine.rows(files.uri, "integrity", "--ledger", some, files.directory, code=3)
     assert [(row["entryId"], row["problem"]) for row in rows if row["ledgerId"]] == [
         (entry_id, "damaged") for ledger, entry_id, _ in expected if ledger == some.qualified_name
     ]
 
 
-def test_damaged_entry_does_not_extend_open_ledger(files: Files, tmp_path: Path) -> None:
+def test_damaged_entry_does_not_extend_open_ledger(engine: Engine, files: Files, tmp_path: Path) -> None:
     files = copied(files, tmp_path)
     written = of_type(files, DigestType.HMAC, 0)
     with open_cluster(files.uri) as cluster:
@@ -247,15 +242,15 @@ def test_damaged_entry_does_not_extend_open_ledger(files: Files, tmp_path: Path)
     with open(log, "r+b") as file:
         file.seek(offset + 4 + 16)
         file.write(struct.pack(">q", 2**62))
-    (row,) = pipeline(files.uri, "integrity", "--ledger", written.ledger, files.directory, code=3)
+    (row,) = engine.rows(files.uri, "integrity", "--ledger", written.ledger, files.directory, code=3)
     assert (row["entryId"], row["bookieId"], row["problem"]) == (entry_id, files.bookies[0], "damaged")
 
 
-def test_missing_bookies_and_indexes_are_not_findings(files: Files, tmp_path: Path) -> None:
+def test_missing_bookies_and_indexes_are_not_findings(engine: Engine, files: Files, tmp_path: Path) -> None:
     files = copied(files, tmp_path)
     for index in Path(files.places()[INTERLEAVED_BOOKIE]).rglob("*.idx"):
         index.unlink()
-    answer = CommandLine(files.uri)("pipeline", "integrity", "--no-indexes", *files.places()[:2], "-o", "ndjson")
+    answer = engine.run(files.uri, "integrity", "--no-indexes", *files.places()[:2])
     assert (answer.code, answer.out) == (0, b"")
     assert f"their files are not given: {files.bookies[2]} ({len(files.written)} ledgers)" in answer.err
 
@@ -263,7 +258,7 @@ def test_missing_bookies_and_indexes_are_not_findings(files: Files, tmp_path: Pa
 # --- garbage --------------------------------------------------------------------------------------------------------
 
 
-def test_garbage_matches_command_for_one_bookie(spark: SparkSession, files: Files, tmp_path: Path) -> None:
+def test_garbage_matches_command_for_one_bookie(engine: Engine, files: Files, tmp_path: Path) -> None:
     files = copied(files, tmp_path)
     dead = [
         of_type(files, DigestType.CRC32, 0).ledger,
@@ -273,7 +268,7 @@ def test_garbage_matches_command_for_one_bookie(spark: SparkSession, files: File
         for ledger in dead:
             cluster.ledgers.remove(ledger)
     options = ("--minor-threshold", 0.1, "--major-threshold", 0.95)
-    rows = {row["file"]: row for row in pipeline(files.uri, "garbage", *options, files.directory)}
+    rows = {row["file"]: row for row in engine.rows(files.uri, "garbage", *options, files.directory)}
     sums: Counter[str] = Counter()
     for place, bookie in zip(files.places(), files.bookies, strict=True):
         single = CommandLine(files.uri)("entrylog", "garbage", "--dir", place, *options, "-o", "ndjson").rows
@@ -285,7 +280,7 @@ def test_garbage_matches_command_for_one_bookie(spark: SparkSession, files: File
             sums[bookie] += expected["garbageSize"]
     assert not rows
     assert sums.total() > 0
-    found = garbage_shares(spark, find_bookies([files.directory]), {"metadataUri": files.uri}).persist()
+    found = garbage_shares(engine.session, find_bookies([files.directory]), {"metadataUri": files.uri}).persist()
     assert {row.bookieId: row.garbageSize for row in by_bookie(uses(found)).collect()} == sums
     dead_rows = orphans(found).collect()
     assert {row.ledgerQualifiedName for row in dead_rows} == {ledger.qualified_name for ledger in dead}
@@ -293,23 +288,23 @@ def test_garbage_matches_command_for_one_bookie(spark: SparkSession, files: File
     found.unpersist()
 
 
-def test_metadata_of_another_cluster_is_refused(files: Files, tmp_path: Path) -> None:
+def test_metadata_of_another_cluster_is_refused(engine: Engine, files: Files, tmp_path: Path) -> None:
     other = f"sqlite://{tmp_path / 'other.db'}"
     with open_cluster(other, create=True):
         pass
     for job in ("garbage", "integrity"):
-        answer = CommandLine(other)("pipeline", job, files.directory)
+        answer = engine.run(other, job, files.directory)
         assert (answer.code, answer.out) == (5, b"")
         assert "every ledger would look dead" in answer.problem
     # Nor are ledgers somebody else's, or what is lost of them in order.
     for words in (("inventory", "--by", "application"), ("journal-audit",)):
-        answer = CommandLine(other)("pipeline", *words, files.directory)
+        answer = engine.run(other, *words, files.directory)
         assert (answer.code, answer.out) == (5, b"")
         assert "belongs to the cluster" in answer.problem
 
 
 def test_garbage_reads_each_log_once(
-    spark: SparkSession, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen, read = tmp_path / "seen", garbage.log_rows
 
@@ -320,7 +315,7 @@ def test_garbage_reads_each_log_once(
 
     monkeypatch.setattr(garbage, "log_rows", noted)
     bookies = find_bookies(files.places()[:1])
-    shares = garbage_shares(spark, bookies, {"metadataUri": files.uri})
+    shares = garbage_shares(engine.session, bookies, {"metadataUri": files.uri})
     assert {row.state for row in shares.collect()} == {"alive"}
     assert sorted(seen.read_text().splitlines()) == sorted(bookies[0].entry_logs())
 
@@ -328,11 +323,11 @@ def test_garbage_reads_each_log_once(
 # --- journals -------------------------------------------------------------------------------------------------------
 
 
-def test_audit_reports_replayed_hidden_and_unlogged_records(files: Files, tmp_path: Path) -> None:
+def test_audit_reports_replayed_hidden_and_unlogged_records(engine: Engine, files: Files, tmp_path: Path) -> None:
     files = copied(files, tmp_path)
     place = files.places()[0]
     everything = promised(files, [*files.journaled[:1], *files.journaled[2:]])
-    entries = pipeline(files.uri, "journal-audit", "--by", "entry", files.directory)
+    entries = engine.rows(files.uri, "journal-audit", "--by", "entry", files.directory)
     open_name = files.journaled[1].ledger.qualified_name
     unlogged = {(row["ledgerQualifiedName"], row["entryId"], row["bookieId"]) for row in entries}
     assert {key for key in unlogged if key[0] != open_name} == everything
@@ -344,7 +339,7 @@ def test_audit_reports_replayed_hidden_and_unlogged_records(files: Files, tmp_pa
     with open(journal, "r+b") as file:
         file.seek(second)
         file.write(struct.pack(">i", -7))
-    answer = CommandLine(files.uri)("pipeline", "journal-audit", files.directory, "-o", "ndjson")
+    answer = engine.run(files.uri, "journal-audit", files.directory)
     assert answer.code == 7
     assert str(journal) in answer.err.splitlines()[-1]
     rows = {row["file"]: row for row in map(json.loads, answer.out.splitlines())}
@@ -361,19 +356,19 @@ def test_audit_reports_replayed_hidden_and_unlogged_records(files: Files, tmp_pa
     assert not rows
     for mark in Path(place, "ledgers", "current").glob("lastMark*"):
         mark.write_bytes(struct.pack(">qq", int(journal.stem, 16) + 1, 0))
-    rows_after = pipeline(files.uri, "journal-audit", "--by", "entry", place, code=7)
+    rows_after = engine.rows(files.uri, "journal-audit", "--by", "entry", place, code=7)
     assert {(row["replayed"], row["state"]) for row in rows_after} == {(False, "alive")}
 
 
 # --- results that stay ----------------------------------------------------------------------------------------------
 
 
-def test_saved_files_appear_when_complete(files: Files, tmp_path: Path) -> None:
+def test_saved_files_appear_when_complete(engine: Engine, files: Files, tmp_path: Path) -> None:
     import pyarrow.parquet
 
     paths = {ending: tmp_path / f"ledgers.{ending}" for ending in ("parquet", "csv", "json", "html")}
     saves = [word for path in paths.values() for word in ("--save", path)]
-    printed = pipeline(files.uri, "inventory", "--by", "ledger", files.directory, *saves)
+    printed = engine.rows(files.uri, "inventory", "--by", "ledger", files.directory, *saves)
     assert json.loads(paths["json"].read_text()) == printed
     with open(paths["csv"], newline="") as file:
         assert list(csv.DictReader(file)) == [{name: str(value) for name, value in row.items()} for row in printed]
@@ -383,7 +378,7 @@ def test_saved_files_appear_when_complete(files: Files, tmp_path: Path) -> None:
     assert "<svg" in page
     assert "http" not in page.replace("http-equiv", "")
     assert sorted(tmp_path.iterdir()) == sorted(paths.values())
-    again = CommandLine(files.uri)("pipeline", "inventory", files.directory, "--save", paths["csv"])
+    again = engine.run(files.uri, "inventory", files.directory, "--save", paths["csv"])
     assert (again.code, again.out) == (5, b"")
     assert again.problem.startswith(f"{paths['csv']} exists")
 
@@ -416,6 +411,7 @@ def test_saved_uri_has_the_printed_columns_of_one_run(spark: SparkSession, tmp_p
         check_remote_saves(spark, uris[1:])
 
 
+@pytest.mark.usefixtures("spark")
 def test_existing_uri_is_refused_before_the_job(files: Files, tmp_path: Path) -> None:
     (tmp_path / "rows.parquet").mkdir()
     answer = CommandLine(None)("pipeline", "inventory", files.directory, "--save", f"file://{tmp_path}/rows.parquet")
@@ -423,18 +419,18 @@ def test_existing_uri_is_refused_before_the_job(files: Files, tmp_path: Path) ->
     assert "rows.parquet exists" in answer.problem
 
 
-def test_shares_of_held_entries_match_a_scan(spark: SparkSession, files: Files) -> None:
+def test_shares_of_held_entries_match_a_scan(engine: Engine, files: Files) -> None:
     bookies = find_bookies([files.directory])
-    held = held_entries(spark, bookies, None, None).persist()
+    held = held_entries(engine.session, bookies, None, None).persist()
     columns = ("bookieId", "file", "ledgerQualifiedName", "entryCount", "size")
-    expected = sorted(shares(spark, bookies).select(*columns).collect())
+    expected = sorted(shares(engine.session, bookies).select(*columns).collect())
     assert sorted(shares_of(held).select(*columns).collect()) == expected
     held.unpersist()
 
 
-def test_report_is_one_page_with_escaped_names(files: Files, tmp_path: Path) -> None:
+def test_report_is_one_page_with_escaped_names(engine: Engine, files: Files, tmp_path: Path) -> None:
     page = tmp_path / "report.html"
-    parts = pipeline(files.uri, "report", files.directory, "--save", page)
+    parts = engine.rows(files.uri, "report", files.directory, "--save", page)
     assert [part["job"] for part in parts] == ["inventory", "integrity", "garbage", "journal-audit"]
     assert sum(part["findings"] for part in parts) == 0
     text = page.read_text()

@@ -7,7 +7,7 @@ import sqlite3
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import pytest
 from support import (
@@ -15,6 +15,7 @@ from support import (
     source_rows,  # noqa: F401 (skips where there is no PySpark)
 )
 from support.bookie_files import Files
+from support.engines import Engine
 
 from bkctl.client.ensemble import RoundRobinDistributionSchedule
 from bkctl.metadata.cluster import open_cluster
@@ -24,9 +25,6 @@ from bkctl.spark.facts.store import FactsStore
 from bkctl.spark.jobs.bookies import Bookies, find_bookies
 from bkctl.spark.jobs.integrity import integrity
 from bkctl.spark.jobs.journal_audit import audit
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -122,7 +120,7 @@ def bookies_of(files: Files, places: list[str], reading: str, uri: Path) -> Book
 
 @pytest.mark.parametrize("reading", READINGS)
 def test_replayed_and_unindexed_copies_count_in_integrity(
-    spark: SparkSession, files: Files, tmp_path_factory: pytest.TempPathFactory, reading: str
+    engine: Engine, files: Files, tmp_path_factory: pytest.TempPathFactory, reading: str
 ) -> None:
     first, second, _ = files.places()
     # A start of the first bookie replays its journals: all that it has now.
@@ -141,7 +139,7 @@ def test_replayed_and_unindexed_copies_count_in_integrity(
     expected |= {(*entry, files.bookies[1], "notIndexed") for entry in of_ledger - replayed(second)}
     expected.add((name, 5, files.bookies[1], "damaged"))
     bookies = bookies_of(files, [str(files.directory)], reading, tmp_path_factory.mktemp("facts"))
-    result = integrity(spark, bookies, {"metadataUri": files.uri})
+    result = integrity(engine.session, bookies, {"metadataUri": files.uri})
     rows = result.findings.collect()
     assert {(row.ledgerQualifiedName, row.entryId, row.bookieId, row.problem) for row in rows} == expected
     assert len(rows) == len(expected)
@@ -150,7 +148,7 @@ def test_replayed_and_unindexed_copies_count_in_integrity(
 
 @pytest.mark.parametrize("reading", READINGS)
 def test_audit_finds_entries_behind_damage_by_their_index(
-    spark: SparkSession, files: Files, tmp_path_factory: pytest.TempPathFactory, reading: str
+    engine: Engine, files: Files, tmp_path_factory: pytest.TempPathFactory, reading: str
 ) -> None:
     expected = set()
     for place, bookie, is_indexed in zip(files.places()[:2], files.bookies, (True, False), strict=False):
@@ -173,7 +171,7 @@ def test_audit_finds_entries_behind_damage_by_their_index(
             expected |= {(*entry, bookie, "unknown") for entry in behind | lost}
         else:
             expected |= {(*entry, bookie, "no" if entry == found[at].entry else "unknown") for entry in lost}
-    result = audit(spark, bookies_of(files, files.places()[:2], reading, tmp_path_factory.mktemp("facts")))
+    result = audit(engine.session, bookies_of(files, files.places()[:2], reading, tmp_path_factory.mktemp("facts")))
     rows = result.unlogged.collect()
     assert {(row.ledgerQualifiedName, row.entryId, row.bookieId, row.logged) for row in rows} == expected
     assert len(rows) == len(expected)

@@ -1,0 +1,154 @@
+"""The database of the local engine: DuckDB in memory, which moves to the disk what memory does not hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from bkctl.errors import BkctlError
+from bkctl.spark.local.frames import Frame, empty
+from bkctl.spark.local.functions import quoted
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+#: Rows of a batch that leaves the database.
+_BATCH_ROWS: Final = 50_000
+
+
+class Query:
+    """One query, with the Arrow data that it reads."""
+
+    def __init__(self, cursor: Any) -> None:
+        self.cursor = cursor
+        #: The error of a source; DuckDB passes on its text only.
+        self.error: Exception | None = None
+        self._numbers = count()
+
+    def table(self, data: Any) -> str:
+        """Return the SQL name of a dataset or a stream of Arrow in this query."""
+        name = f"a{next(self._numbers)}"
+        self.cursor.register(name, data)
+        return name
+
+    def stream(self, schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> str:
+        """Return the SQL name of batches, which are read while the query runs."""
+        import pyarrow as pa
+
+        def noted() -> Iterator[pa.RecordBatch]:
+            try:
+                yield from batches
+            except Exception as error:
+                self.error = error
+                raise
+
+        return self.table(pa.RecordBatchReader.from_batches(schema, noted()))
+
+
+class LocalDatabase:
+    """A database that lives as long as a session; `directory` gets the rows for which memory is short."""
+
+    def __init__(self, directory: Path) -> None:
+        import duckdb
+
+        # A bookie may run on this machine, too.
+        settings: dict[str, Any] = {"temp_directory": str(directory), "memory_limit": "50%"}
+        self._connection = duckdb.connect(":memory:", config=settings)
+        self._numbers = count()
+        self._worker = ThreadPoolExecutor(1, "bkctl-duckdb")
+
+    def close(self) -> None:
+        """Free everything."""
+        self._worker.shutdown()
+        self._connection.close()
+
+    def run(self, write: Callable[[Query], str]) -> None:
+        """Run a statement."""
+        with self._query() as query:
+            self._execute(query, write(query))
+
+    def batches(self, write: Callable[[Query], str]) -> Iterator[pa.RecordBatch]:
+        """Yield the rows of a query."""
+        with self._query() as query:
+            rows = self._reader(query, write(query))
+            while (batch := self._wait(query, lambda: next(rows, None))) is not None:
+                yield batch
+
+    def schema_of(self, sql: str) -> pa.Schema:
+        """Return the columns of a query."""
+        with self._query() as query:
+            return self._reader(query, sql).schema
+
+    def frame_of(self, schema: pa.Schema, batches: Callable[[], Iterator[pa.RecordBatch]], *, is_stream: bool) -> Frame:
+        """Return rows that `batches` yields: to each query anew as a stream, else once, in this thread."""
+        if is_stream:
+            return Frame(
+                self,
+                lambda query: empty(schema) if query is None else f"SELECT * FROM {query.stream(schema, batches())}",
+            )
+        table = f"m{next(self._numbers)}"
+        exists = False
+
+        def write(query: Query | None) -> str:
+            nonlocal exists
+            if query is None:
+                return empty(schema)
+            if not exists:
+                self.run(lambda query: f"CREATE OR REPLACE TABLE {table} AS {empty(schema)}")
+                self._fill(table, schema, batches())
+                exists = True
+            return f"SELECT * FROM {table}"
+
+        return Frame(self, write)
+
+    def frame_of_dataset(self, schema: pa.Schema, dataset: Any) -> Frame:
+        """Return the rows of an Arrow dataset or table, which queries read in parts."""
+        names = ", ".join(map(quoted, schema.names))
+        return Frame(
+            self, lambda query: empty(schema) if query is None else f"SELECT {names} FROM {query.table(dataset)}"
+        )  # fmt: skip
+
+    def _fill(self, table: str, schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> None:
+        import pyarrow as pa
+
+        for batch in batches:
+            with self._query() as query:
+                name = query.table(pa.Table.from_batches([batch], schema))
+                self._execute(query, f"INSERT INTO {table} SELECT * FROM {name}")
+
+    def _execute(self, query: Query, sql: str) -> None:
+        self._wait(query, lambda: query.cursor.execute(sql).fetchall())
+
+    def _reader(self, query: Query, sql: str) -> Any:
+        return self._wait(query, lambda: query.cursor.sql(sql).to_arrow_reader(_BATCH_ROWS))
+
+    def _wait(self, query: Query, call_duckdb: Callable[[], Any]) -> Any:
+        """Return the result of a call, which an interrupt ends: this thread, which gets interrupts, only waits."""
+        call = self._worker.submit(call_duckdb)
+        try:
+            return call.result()
+        except KeyboardInterrupt:
+            query.cursor.interrupt()
+            wait([call])
+            raise
+
+    @contextmanager
+    def _query(self) -> Iterator[Query]:
+        """Yield a query of its own. Raises the error of a source, or a BkctlError that says why DuckDB failed."""
+        import duckdb
+        import pyarrow as pa
+
+        query = Query(self._connection.cursor())
+        try:
+            yield query
+        except (duckdb.Error, pa.ArrowException) as error:
+            if query.error is not None:
+                raise query.error from None
+            line = str(error).strip().partition("\n")[0]
+            raise BkctlError(f"DuckDB: {line}", hint="run the job on Spark: add --master local[*]") from error
+        finally:
+            query.cursor.close()
