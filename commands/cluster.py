@@ -171,6 +171,8 @@ HEALTH_COLUMNS = Columns(
     Column(None, "details", "details", Kind.NESTED, optional=True),
     key="code",
 )
+#: Our bookies' HTTP servers have so long, all together, to answer what they cannot serve.
+METRICS_WAIT_S: Final = 5.0
 #: Severity → the color of a finding's panel on a terminal.
 PANEL_STYLES: Final = {"error": "red", "warning": "yellow"}
 
@@ -198,7 +200,7 @@ def _findings(run: Run, cluster: Cluster, threshold: float, *, no_bookies: bool,
         async with run.bookkeeper(cluster) as bookkeeper:
             return await disk_findings(bookkeeper, cluster.bookies.list(include_down=False), threshold)
 
-    of_bookies = [] if no_bookies else run.complete(asked())
+    of_bookies = [] if no_bookies else [*run.complete(asked()), *_unserved_ledgers(run, cluster)]
     known = {(each.code, each.subject) for each in of_bookies}
     found = [each for each in health_findings(cluster) if (each.code, each.subject) not in known]
     bookies, rules = cluster.bookies.list(), run.rack_rules()
@@ -208,6 +210,17 @@ def _findings(run: Run, cluster: Cluster, threshold: float, *, no_bookies: bool,
         with run.working("Reading metadata", unit="ledgers") as activity:
             found += ledger_rack_findings(cluster, racks, rules, activity.advance)
     return sorted(found + of_bookies, key=lambda each: (each.severity, each.code, each.subject))
+
+
+def _unserved_ledgers(run: Run, cluster: Cluster) -> list[HealthFinding]:
+    from bkctl.http.bookie_health import unserved_ledgers_findings
+
+    addresses = run.bookie_addresses()
+    return unserved_ledgers_findings(
+        cluster.bookies.list(include_down=False), lambda url: run.http_client(url, is_registered=True),
+        wait_s=min(run.timeout_s, METRICS_WAIT_S),
+        host_of=lambda bookie_id: addresses[bookie_id][0] if bookie_id in addresses else None,
+    )  # fmt: skip
 
 
 @command(
@@ -221,9 +234,9 @@ def health(
 ) -> None:
     """Show what is wrong with the cluster, and what to do.
 
-    Covers bookies that are down, read-only, full or silent; cookies; under-replicated ledgers by scope and age;
-    auto-recovery; scopes; racks, where bookies have some. Muted findings are left out. Exit code 3 if there are
-    findings. `show` itself may be left out: 'bkctl cluster health'.
+    Covers bookies that are down, read-only, full or silent, or set ledgers aside; cookies; under-replicated ledgers
+    by scope and age; auto-recovery; scopes; racks, where bookies have some. Muted findings are left out. Exit code 3
+    if there are findings. `show` itself may be left out: 'bkctl cluster health'.
     """
     from bkctl.metadata.admin.health_mutes import HealthMutes
     from bkctl.metadata.underreplication import AuditorElection

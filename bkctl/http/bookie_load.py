@@ -12,7 +12,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from itertools import islice
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar
 
 from bkctl.errors import BkctlError, TimedOut, Unreachable
 from bkctl.http.bookie_client import BookieApi, DiskSpace, GarbageCollection
@@ -22,6 +22,8 @@ from bkctl.http.server_url import bookie_url
 if TYPE_CHECKING:
     from bkctl.http.client import ApiClient
     from bkctl.metadata.cluster import Cluster, RegisteredBookie
+
+T = TypeVar("T")
 
 #: Marks of under-replicated ledgers that one look reads.
 MARKS_MAX: Final = 1000
@@ -187,20 +189,19 @@ def _collection(found: GarbageCollection) -> str:
     return "suspended" if found.major_suspended and found.minor_suspended else "idle"
 
 
-class _Question(threading.Thread):
+class Question(threading.Thread, Generic[T]):
     """Reads one bookie in a thread of its own; a thread that hangs is left behind at the end of the process."""
 
-    def __init__(self, bookie_id: str, read: Callable[[], BookieReading]) -> None:
+    def __init__(self, bookie_id: str, read: Callable[[], T]) -> None:
         super().__init__(name=f"load of {bookie_id}", daemon=True)
         self._read = read
-        self.reading: BookieReading | None = None
+        self.answer: T | None = None
         self.problem: str | None = None
         self.start()
 
     def run(self) -> None:
         try:
-            self.reading = self._read()
-            self.problem = self.reading.problem
+            self.answer = self._read()
         except (BkctlError, OSError) as error:
             self.problem = str(error)
 
@@ -224,7 +225,7 @@ class LoadWatch:
         self._cluster, self._client_of, self._host_of = cluster, client_of, host_of
         self._wait_s = wait_s
         self._clients: dict[str, ApiClient] = {}
-        self._questions: dict[str, _Question] = {}
+        self._questions: dict[str, Question[BookieReading]] = {}
         self._last: dict[str, BookieReading] = {}
         self._is_cancelled = False
 
@@ -249,14 +250,14 @@ class LoadWatch:
         self._last |= {load.bookie.bookie_id: load.reading for load in loads if load.reading is not None}
         return ClusterLoad(loads, marked)
 
-    def _ask(self, bookie: RegisteredBookie) -> _Question:
+    def _ask(self, bookie: RegisteredBookie) -> Question[BookieReading]:
         def read() -> BookieReading:
             url = bookie_url(bookie, self._host_of(bookie.bookie_id))
             if url not in self._clients:
                 self._clients[url] = self._client_of(url)
             return read_bookie(BookieApi(self._clients[url]))
 
-        return _Question(bookie.bookie_id, read)
+        return Question(bookie.bookie_id, read)
 
     def _load(self, bookie: RegisteredBookie, missing: int, deadline_s: float) -> BookieLoad:
         question = self._questions.get(bookie.bookie_id)
@@ -266,9 +267,9 @@ class LoadWatch:
             question.join(min(left_s, 0.1))
         if question.is_alive():
             return BookieLoad(bookie, None, NO_COUNTS, missing, f"no answer within {self._wait_s:g} s")
-        reading = question.reading
+        reading = question.answer
         rates = _rates(self._last.get(bookie.bookie_id), reading)
-        return BookieLoad(bookie, reading, rates, missing, question.problem)
+        return BookieLoad(bookie, reading, rates, missing, reading.problem if reading else question.problem)
 
     def _missing_replicas(self) -> tuple[Counter[str], int]:
         """Return the number of under-replicated ledgers by bookie, and in all, of MARKS_MAX marks at most."""

@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from bkctl.bookie.bookie import Bookie
     from bkctl.http.service import BookieProxy
 
+#: Gauge of ledgers whose requests fail, because their own state could not be read at the start.
+SET_ASIDE_LEDGERS: Final = "bkctl_set_aside_ledgers"
+#: Gauge of ledgers that accept no entries, because the disk refused their index at the last checkpoint.
+REFUSED_LEDGERS: Final = "bkctl_refused_ledgers"
 _USAGE_STEP: Final = 10
 
 
@@ -27,6 +31,8 @@ def _measure(bookie: Bookie) -> dict[str, Any]:
         "writable": not bookie.read_only,
         "ledgers": len(bookie.storage.ledgers.handles),
         "clients": bookie.metrics.clients(),
+        "set_aside": len(bookie.storage.set_aside),
+        "refused": len(bookie.storage.ledgers.unwritten),
         "unwritten": bookie.storage.unwritten_bytes,
         "writable_directories": len(bookie.storage.writable),
         "directories": list(bookie.storage.ledger_directories),
@@ -53,6 +59,8 @@ def _render(local: BookieProxy, measured: dict[str, Any]) -> str:
     text.counter("bookie_WRITE_BYTES", metrics.add_entry_bytes.sum)
     text.counter("bookie_READ_BYTES", metrics.read_bytes)
     text.gauge("bookie_ledgers_count", measured["ledgers"])
+    text.gauge(SET_ASIDE_LEDGERS, measured["set_aside"])
+    text.gauge(REFUSED_LEDGERS, measured["refused"])
     text.gauge("bookie_write_cache_size", measured["unwritten"])
     text.latency("bookie_flush", metrics.flush)
     text.counter("bkctl_unexpected_errors_total", metrics.unexpected_errors)

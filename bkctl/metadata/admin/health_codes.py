@@ -18,6 +18,7 @@ class HealthCode(StrEnum):
     COOKIE_DAMAGED = "cookie-damaged"
     COOKIE_OF_ANOTHER_CLUSTER = "cookie-of-another-cluster"
     DISK_FULL = "disk-full"
+    LEDGERS_SET_ASIDE = "ledgers-set-aside"
     BOOKIE_WITHOUT_RACK = "bookie-without-rack"
     TOO_FEW_RACKS = "too-few-racks"
     LEDGERS_IN_FEW_RACKS = "ledgers-in-few-racks"

@@ -1,0 +1,71 @@
+"""Health findings of our bookies, from the metrics that their HTTP servers publish."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from bkctl.http.bookie_client import BookieApi
+from bkctl.http.bookie_load import Question
+from bkctl.http.bookie_metrics import REFUSED_LEDGERS, SET_ASIDE_LEDGERS
+from bkctl.http.prometheus import parse_metrics
+from bkctl.http.server_url import bookie_url
+
+if TYPE_CHECKING:
+    from bkctl.http.client import ApiClient
+    from bkctl.metadata.admin.health import HealthFinding
+    from bkctl.metadata.cluster import RegisteredBookie
+
+
+def unserved_ledgers_findings(
+    bookies: Iterable[RegisteredBookie],
+    client_of: Callable[[str], ApiClient],
+    *,
+    wait_s: float,
+    host_of: Callable[[str], str | None] = lambda bookie_id: None,
+) -> list[HealthFinding]:
+    """Ask our bookies, all at once, for ledgers that they cannot serve; return a finding for each bookie with some.
+
+    `client_of` and `host_of` as in LoadWatch. A bookie without HTTP server, or without an answer within `wait_s`
+    in all, has no finding: `disk_findings` reports bookies that do not answer.
+    """
+
+    def ask(bookie: RegisteredBookie) -> Question[dict[str, int]]:
+        def read() -> dict[str, int]:
+            api = BookieApi(client_of(bookie_url(bookie, host_of(bookie.bookie_id))))
+            names = (SET_ASIDE_LEDGERS, REFUSED_LEDGERS)
+            found = [each for each in parse_metrics(api.metrics()) if each.name in names]
+            return {each.name: int(each.value) for each in found if math.isfinite(each.value)}
+
+        return Question(bookie.bookie_id, read)
+
+    deadline_s = time.monotonic() + wait_s
+    # Apache's bookies register no version.
+    questions = [(each.bookie_id, ask(each)) for each in bookies if each.state != "down" and each.version is not None]
+    findings = []
+    for bookie_id, question in questions:
+        question.join(max(0.0, deadline_s - time.monotonic()))
+        counts = question.answer or {}
+        if any(counts.values()):
+            findings.append(_finding(bookie_id, counts.get(SET_ASIDE_LEDGERS, 0), counts.get(REFUSED_LEDGERS, 0)))
+    return findings
+
+
+def _finding(bookie_id: str, set_aside: int, refused: int) -> HealthFinding:
+    from bkctl.metadata.admin.health import HealthFinding, Severity
+    from bkctl.metadata.admin.health_codes import HealthCode
+
+    problems = []
+    if set_aside:
+        ledgers = "1 ledger is" if set_aside == 1 else f"{set_aside:,} ledgers are"
+        problems.append(f"{ledgers} set aside and answered with EIO: their state on disk cannot be read")
+    if refused:
+        ledgers = "1 ledger accepts" if refused == 1 else f"{refused:,} ledgers accept"
+        problems.append(f"{ledgers} no entries: the disk refuses their index")
+    return HealthFinding(
+        HealthCode.LEDGERS_SET_ASIDE, Severity.ERROR, bookie_id, "; ".join(problems),
+        "its log names them: check its disks, and have other bookies copy them ('bkctl autorecovery mark LEDGER')",
+        {"setAsideLedgerCount": set_aside, "refusedLedgerCount": refused},
+    )  # fmt: skip

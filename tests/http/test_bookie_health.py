@@ -1,0 +1,96 @@
+"""`bkctl cluster health` names bookies of ours that cannot serve some ledgers, by their metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.command_line import CommandLine
+from support.served_bookies import add, on_a_bookie, statuses
+from support.servers import INTERLEAVED, SORTED
+from support.simulated_disk import Fault, SimulatedFiles
+
+from bkctl.bookie.bookie import Bookie
+from bkctl.http.bookie_metrics import metrics_text
+from bkctl.http.service import BookieProxy
+from bkctl.ids import LedgerId
+from bkctl.metadata.cluster import open_cluster
+from bkctl.protocol.connection import BookieConnection
+from bkctl.protocol.messages import ReadRequest, Status
+
+ONE, TWO = LedgerId(0, 1), LedgerId(0, 2)
+
+
+def exchange(bookie: Any, *requests: Any) -> list[Status]:
+    async def main() -> list[Status]:
+        connection = await BookieConnection.open(*bookie.address, bookie_id=bookie.bookie_id, timeout_s=60)
+        try:
+            return await statuses(connection, *requests)
+        finally:
+            connection.close()
+
+    return asyncio.run(main())
+
+
+def findings(bookie: Any) -> dict[str, dict[str, Any]]:
+    cli = CommandLine(str(bookie.settings["metadataServiceUri"]))
+    answer = cli("cluster", "health", "-o", "ndjson", "--timeout", "60s")
+    assert answer.code in (0, 3), answer.err
+    return {row["code"]: row for row in map(json.loads, answer.out.splitlines())}
+
+
+@pytest.mark.parametrize("storage", [SORTED, INTERLEAVED], ids=["sorted", "interleaved"])
+def test_health_names_bookies_that_set_ledgers_aside(
+    http_bookie: Callable[..., Any], storage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bkctl.commands.cluster.METRICS_WAIT_S", 60.0)
+    bookie = http_bookie(ledgerStorageClass=storage, flushInterval=3_600_000)
+    bookie.start()
+    assert exchange(bookie, add(ONE, 0), add(TWO, 0)) == [Status.EOK] * 2
+    assert "ledgers-set-aside" not in findings(bookie)
+    bookie.stop()
+    bookie.start()
+    assert exchange(bookie, add(ONE, 1), add(TWO, 1)) == [Status.EOK] * 2
+    bookie.kill()
+    (index,) = bookie.ledger_dir.rglob("1.idx")
+    whole = index.read_bytes()
+    index.write_bytes(whole[:8] + b"\xff\xff\xff\xff" + whole[12:])
+    bookie.start()
+    assert exchange(bookie, ReadRequest(ONE, 0), ReadRequest(TWO, 1)) == [Status.EIO, Status.EOK]
+    found = findings(bookie)["ledgers-set-aside"]
+    assert (found["subject"], found["severity"]) == (bookie.bookie_id, "error")
+    assert found["message"] == "1 ledger is set aside and answered with EIO: their state on disk cannot be read"
+    assert "bkctl autorecovery mark" in found["advice"]
+    assert found["details"] == {"setAsideLedgerCount": 1, "refusedLedgerCount": 0}
+    index.write_bytes(whole)
+    bookie.kill()
+    bookie.start()
+    assert "ledgers-set-aside" not in findings(bookie)
+
+
+@pytest.mark.parametrize("storage", [SORTED, INTERLEAVED], ids=["sorted", "interleaved"])
+def test_metrics_count_ledgers_whose_index_the_disk_refuses(tmp_path: Path, storage: str) -> None:
+    files = SimulatedFiles(tmp_path)
+
+    async def body(bookie: Bookie, connection: BookieConnection) -> None:
+        async def counts() -> list[str]:
+            text = await metrics_text(BookieProxy(bookie, asyncio.get_running_loop()))
+            return [line for line in text.splitlines() if line.startswith(("bkctl_set_aside", "bkctl_refused"))]
+
+        assert await statuses(connection, add(ONE, 0), add(TWO, 0)) == [Status.EOK] * 2
+        await bookie.checkpoint()
+        assert await counts() == ["bkctl_set_aside_ledgers 0", "bkctl_refused_ledgers 0"]
+        files.faults.append(Fault("sync", "1.idx", errno.EIO, times=1))
+        assert await statuses(connection, add(ONE, 1), add(TWO, 1)) == [Status.EOK] * 2
+        await bookie.checkpoint()
+        assert await counts() == ["bkctl_set_aside_ledgers 0", "bkctl_refused_ledgers 1"]
+        await bookie.checkpoint()
+        assert await counts() == ["bkctl_set_aside_ledgers 0", "bkctl_refused_ledgers 0"]
+
+    with open_cluster(f"sqlite://{tmp_path}/metadata.db", create=True) as cluster:
+        on_a_bookie(tmp_path, cluster, body, files=files, ledger_storage_class=storage, flush_interval=3_600_000)
