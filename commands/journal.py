@@ -251,6 +251,7 @@ def verify(run: Run, names: JournalNames = None, directories: DirOption = None) 
     def rows() -> Iterator[JournalCheck]:
         nonlocal findings, sound_count, record_count
         for check in check_journals(given, files):
+            activity.advance()
             if check.error is not None:
                 errors.append(check.error)
             elif check.problem is not None:
@@ -262,7 +263,7 @@ def verify(run: Run, names: JournalNames = None, directories: DirOption = None) 
                     continue
             yield check
 
-    with run.working("Reading journals"):
+    with run.working("Reading journals", unit="journals") as activity:
         run.render(rows(), VERIFY_COLUMNS, findings=run.draws)
     if run.draws:
         sound = counted(sound_count, "journal is", "journals are")

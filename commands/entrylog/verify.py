@@ -110,6 +110,7 @@ def verify(
     def rows() -> Iterator[LogCheck]:
         nonlocal findings, sound_count, entry_count
         for check in check_entry_logs(logs, checker):
+            activity.advance()
             findings += check.finding_count
             if check.error is not None:
                 errors.append(check.error)
@@ -121,7 +122,7 @@ def verify(
             yield check
 
     digests = nullcontext() if no_digests else run.digest_checker(digest.digest_type, password, logs)
-    with digests as checker, run.working("Reading entry logs"):
+    with digests as checker, run.working("Reading entry logs", total=len(logs), unit="entry logs") as activity:
         run.render(_saying_more(run, rows()), CHECK_COLUMNS, findings=run.draws)
     if run.draws:
         sound = counted(sound_count, "entry log is", "entry logs are")
