@@ -121,7 +121,7 @@ class LocalReader:
 
 
 def _source(name: str) -> Any:
-    for module, kind in SOURCES[:4]:
+    for module, kind in SOURCES:
         found = getattr(import_module(f"bkctl.spark.sources.{module}"), kind)
         if found.name() == name:
             return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -143,6 +144,21 @@ def test_failure_of_the_engine_names_the_way_to_spark(session: LocalSession) -> 
     with pytest.raises(BkctlError, match=r"DuckDB: .*; run the job on Spark: add --master local\[\*\]"):
         numbers.select(F.col("nothing")).collect()
     assert numbers.count() == 3
+
+
+@pytest.mark.timeout(300)
+def test_interrupt_ends_a_query_that_reads(session: LocalSession) -> None:
+    import pyarrow as pa
+
+    def endless() -> Iterator[pa.RecordBatch]:
+        os.kill(os.getpid(), signal.SIGINT)
+        while True:
+            yield pa.record_batch({"id": pa.array(range(1000), pa.int64())})
+
+    frame = session.frame_of(arrow_schema("id bigint"), endless, is_stream=True)
+    with pytest.raises(KeyboardInterrupt):
+        frame.count()
+    assert session.range(0, 3).count() == 3
 
 
 def test_persisted_rows_are_read_once_and_freed(session: LocalSession) -> None:
