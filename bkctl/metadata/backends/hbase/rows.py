@@ -50,7 +50,7 @@ _ABSENT: Final = pb.Comparator(name=f"{_FILTERS}NullComparator", serialized_comp
 _DELETE_FAMILY: Final = 14
 
 
-class Row(NamedTuple):
+class HBaseRow(NamedTuple):
     """A ledger's row as read."""
 
     value: bytes
@@ -77,9 +77,9 @@ class Rows:
 
     # reads
 
-    def get(self, ledgers: Sequence[int]) -> list[Row | None]:
+    def get(self, ledgers: Sequence[int]) -> list[HBaseRow | None]:
         """Return the rows of these ledgers, None for each missing one. Raises TableMissing."""
-        found: list[Row | None] = [None] * len(ledgers)
+        found: list[HBaseRow | None] = [None] * len(ledgers)
         keys = [row_key(ledger) for ledger in ledgers]
         pending = list(range(len(keys)))
 
@@ -114,10 +114,10 @@ class Rows:
             self.table.attempt(work)
         return found
 
-    def get_many(self, ledgers: Iterable[int]) -> Iterator[Row | None]:
+    def get_many(self, ledgers: Iterable[int]) -> Iterator[HBaseRow | None]:
         """`get` each ledger in the order given, some batches ahead. Raises TableMissing."""
         ledgers = iter(ledgers)
-        under_way: deque[Future[list[Row | None]]] = deque()
+        under_way: deque[Future[list[HBaseRow | None]]] = deque()
         while True:
             while len(under_way) < _BATCHES_AHEAD and (batch := list(islice(ledgers, BATCH_SIZE))):
                 under_way.append(self._executor.submit(self.get, batch))
@@ -228,7 +228,7 @@ class Rows:
             raise NotFound("missing")
         raise MetadataVersionConflict(f"version {found.version}, expected {expected}", may_be_applied=repeated)
 
-    def _change(self, mutation: pb.MutationProto, version: int | None) -> tuple[bool, Row | None, bool]:
+    def _change(self, mutation: pb.MutationProto, version: int | None) -> tuple[bool, HBaseRow | None, bool]:
         """Apply the mutation if the row is in `version` (None: missing).
 
         Returns whether it was applied, the row after it, and whether an earlier attempt may have been.
@@ -241,7 +241,7 @@ class Rows:
             comparator=_ABSENT if version is None else _equal_to(_version_bytes(version)),
         )
 
-        def work(retries: Retries, repeated: bool) -> tuple[bool, Row | None, bool]:
+        def work(retries: Retries, repeated: bool) -> tuple[bool, HBaseRow | None, bool]:
             region = self.table.region(mutation.row, retries)
             request = pb.MultiRequest()
             change = request.regionAction.add(region=region.specifier, condition=condition)
@@ -367,7 +367,9 @@ def _refusal(exception: pb.NameBytesPair) -> CallRefused:
     return CallRefused(exception.name, exception.value.decode("utf-8", "replace"), is_final)
 
 
-def _row(result: pb.Result) -> Row | None:
+def _row(result: pb.Result) -> HBaseRow | None:
     values = {cell.qualifier: cell.value for cell in result.cell}
     version = values.get(_VERSION)
-    return None if version is None else Row(values.get(_DATA, b""), int.from_bytes(version), values.get(_WRITER, b""))
+    return (
+        None if version is None else HBaseRow(values.get(_DATA, b""), int.from_bytes(version), values.get(_WRITER, b""))
+    )

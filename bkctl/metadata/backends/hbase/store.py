@@ -17,7 +17,7 @@ from typing import Final
 
 from bkctl.errors import AlreadyExists, BkctlError, Conflict, MetadataVersionConflict, NotFound, Unsupported, UsageError
 from bkctl.metadata.backends.hbase.regions import HBaseTable, TableMissing
-from bkctl.metadata.backends.hbase.rows import Row, Rows
+from bkctl.metadata.backends.hbase.rows import HBaseRow, Rows
 from bkctl.metadata.backends.zookeeper.store import SESSION_TIMEOUT_S, ZooKeeperStore
 from bkctl.metadata.ledgers import LEDGERS
 from bkctl.metadata.store import (
@@ -330,7 +330,7 @@ def _first_from(name: str) -> int:
     return int((digits[0] if digits else "").ljust(32, "0"), 16)
 
 
-def _versioned(row: Row | None) -> Versioned[bytes] | None:
+def _versioned(row: HBaseRow | None) -> Versioned[bytes] | None:
     return None if row is None else Versioned(row.value, row.version, None)
 
 
