@@ -25,6 +25,7 @@ from support.servers import Server, fetch_s3a, find_java, free_port, require
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.formats.entry import DigestType
 from bkctl.ids import LedgerId
+from bkctl.spark.session import compiled_scanner
 
 JOB = Path(__file__).parent / "standalone_job.py"
 
@@ -99,6 +100,10 @@ def test_killed_executor_does_not_change_the_result(master: str, tmp_path: Path)
     assert found["again"], "no task ran twice"
     assert {Path(each).parent.parent.name for each in found["bkctl"]} == {"bkctl.zip"}
     assert found["sent"] == ["bkctl.zip"]
+    scanner = compiled_scanner()
+    if scanner is not None:
+        assert {Path(each).name for each in found["scanners"]} == {scanner.name}
+        assert str(scanner) not in found["scanners"]
     entries: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     for row in CommandLine(None)("entrylog", "read", *_logs(files.places()), "-o", "ndjson").rows:
