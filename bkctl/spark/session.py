@@ -43,6 +43,10 @@ _LOCAL_SETTINGS: Final = {
 }
 
 
+#: Added to `bkctl.files` in the zip: the directory of the zip is searched for compiled modules, too.
+_BESIDE_THE_ZIP: Final = "from pathlib import Path\n\n__path__.append(str(Path(__file__).parents[3]))\n"
+
+
 @contextmanager
 def spark_session(
     master: str = LOCAL_MASTER,
@@ -55,12 +59,12 @@ def spark_session(
 ) -> Iterator[SparkSession]:
     """Yield a Spark session with the data sources registered, stopped at the end; an active session is used and kept.
 
-    `settings` are Spark's own (`spark.executor.memory` …). `ship` sends this package to the executors as a zip (None:
-    unless `master` is local); `archives` are unpacked beside them (`venv.tar.gz#environment`). Spark's log is
-    discarded, or goes to stderr with `verbose`. Spark's processes authenticate to each other, except on a standalone
-    cluster without spark.authenticate.secret. Spark's files on this machine are in a directory that only this user
-    can read. An interrupt ends Spark's processes before it reaches the caller. Where PYSPARK_PYTHON is a relative path
-    into an archive, this Python stands in for it on this machine.
+    `settings` are Spark's own (`spark.executor.memory` …). `ship` sends this package to the executors as a zip, and its
+    compiled scanner beside it (None: unless `master` is local); `archives` are unpacked there
+    (`venv.tar.gz#environment`). Spark's log is discarded, or goes to stderr with `verbose`. Spark's processes
+    authenticate to each other, except on a standalone cluster without spark.authenticate.secret. Spark's files on this
+    machine are in a directory that only this user can read. An interrupt ends Spark's processes before it reaches the
+    caller. Where PYSPARK_PYTHON is a relative path into an archive, this Python stands in for it on this machine.
     Raises BkctlError if Spark cannot run or start, NotFound for a missing archive. Failures of Spark inside the block
     are raised as `plain_errors` says.
     """
@@ -82,6 +86,9 @@ def spark_session(
             # Executors fetch the zip when they start, so it must stay. It takes precedence over a bkctl installed
             # there, for sources that are registered from here on.
             session.sparkContext.addPyFile(str(package_zip(Path(directory))))
+            scanner = compiled_scanner()
+            if scanner is not None:
+                session.sparkContext.addFile(str(scanner))
         register(session)
         with plain_errors():
             yield session
@@ -112,7 +119,8 @@ def _archive(text: str) -> str:
 def package_zip(directory: Path) -> Path:
     """Write this package to a zip in `directory` and return its path: for `--py-files`, to executors that lack bkctl.
 
-    Compiled modules are left out, since Python cannot import them from a zip; Python code does the same instead.
+    Compiled modules are left out, since Python cannot import them from a zip; Python code does the same instead. The
+    scanner of `compiled_scanner` is found beside the zip, where Spark puts files that are sent.
     """
     import zipfile
 
@@ -122,6 +130,22 @@ def package_zip(directory: Path) -> Path:
     path = directory / "bkctl.zip"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for source in sorted(root.rglob("*.py")):
-            if "commands" not in source.relative_to(root).parts:
-                archive.write(source, f"bkctl/{source.relative_to(root)}")
+            name = source.relative_to(root)
+            if "commands" in name.parts:
+                continue
+            if name == Path("files/__init__.py"):
+                archive.writestr(f"bkctl/{name}", f"{source.read_text()}\n{_BESIDE_THE_ZIP}")
+            else:
+                archive.write(source, f"bkctl/{name}")
     return path
+
+
+def compiled_scanner() -> Path | None:
+    """Return the compiled scanner of this installation, which reads entry logs about four times as fast; None without.
+
+    Its file name says for which Python and platform it was made; others ignore it, and scan in Python.
+    """
+    from importlib.util import find_spec
+
+    spec = find_spec("bkctl.files._scan")
+    return None if spec is None or spec.origin is None else Path(spec.origin)

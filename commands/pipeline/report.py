@@ -1,4 +1,4 @@
-"""`bkctl pipeline report`: one HTML page of all jobs."""
+"""`bkctl pipeline report`: one HTML page of all jobs, and their totals for Prometheus."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from .common import (
     read_bookies,
     read_job,
 )
-from .garbage import GarbageResult
+from .garbage import GarbageBy, GarbageResult
 from .integrity import IntegrityResult
 from .inventory import InventoryBy, InventoryResult
 from .journals import JournalAuditResult
 from .page import write_page
 from .results import sums_of
 from .saves import SaveOption, check_saves
+from .textfile import TextfileOption, check_textfile, write_textfile
 
 app = group()
 
@@ -47,21 +48,32 @@ REPORT_COLUMNS = Columns(
 )
 
 
-@command(app, "report", connects=True, examples=("bkctl pipeline report --save report.html",))
+@command(
+    app,
+    "report",
+    connects=True,
+    examples=(
+        "bkctl pipeline report --save report.html",
+        "bkctl pipeline report --textfile /var/lib/node_exporter/bkctl.prom",
+    ),
+)
 def report(
     run: Run,
     thresholds: ThresholdOptions,
     spark: SparkOptions,
     places: Places,
     save: SaveOption = None,
+    textfile: TextfileOption = None,
 ) -> None:
     """Write the results of the jobs as one HTML page.
 
     The page has plots of inventory, integrity, garbage and journal-audit, and loads nothing from elsewhere. --save
-    names the file. The jobs' totals are printed too. Exit code 3: there are findings.
+    names the file. --textfile writes findings and totals by bookie for Prometheus, and may be all that is wanted. The
+    jobs' totals are printed too. Exit code 3: there are findings.
     """
     saves = check_saves(save, (".html",))
-    if not saves:
+    check_textfile(textfile)
+    if not saves and textfile is None:
         raise UsageError("The report has no file", hint="add --save report.html")
     connection = connection_options(run)
     bookies = read_bookies(run, places)
@@ -77,8 +89,10 @@ def report(
         counted = InventoryResult(session, bookies, everything, connection, held=held)
         wasted = GarbageResult(session, bookies, connection, limits)
         audited = JournalAuditResult(session, bookies, everything, connection, held=held)
-        sums = sums_of(counted.totals(InventoryBy.BOOKIE).collect())
-        sections = [*counted.sections(), *checked.sections(), *wasted.sections(), *audited.sections()]
+        inventory = counted.totals(InventoryBy.BOOKIE).collect()
+        sums = sums_of(inventory)
+        results = (counted, checked, wasted, audited)
+        sections = [section for result in results for section in result.sections()] if saves else []
         parts = [
             _Part(
                 "inventory", len(counted.damages),
@@ -88,6 +102,9 @@ def report(
             _Part("garbage", len(wasted.problems()), wasted.summary()),
             _Part("journal-audit", audited.finding_count(), audited.summary()),
         ]  # fmt: skip
+        if textfile is not None:
+            findings = {part.job: part.findings for part in parts}
+            write_textfile(textfile, findings, inventory, wasted.rows(GarbageBy.BOOKIE).collect())
     for path in saves:
         write_page(path, "Report", sections, [bookie.bookie_id for bookie in bookies])
     run.render(parts, REPORT_COLUMNS)

@@ -34,6 +34,7 @@ def gate(directory: str) -> Any:
         from pyspark import TaskContext
 
         import bkctl
+        from bkctl.files import scan
 
         context = TaskContext.get()
         assert context is not None
@@ -41,7 +42,7 @@ def gate(directory: str) -> Any:
         # The worker's parent is the daemon, and the daemon's the executor.
         parent = int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1])
         unfinished = note.with_suffix(".unfinished")
-        unfinished.write_text(json.dumps({"executor": parent, "bkctl": bkctl.__file__}))
+        unfinished.write_text(json.dumps({"executor": parent, "bkctl": bkctl.__file__, "scanner": scanner_of(scan)}))
         unfinished.rename(note)
         until = time.monotonic() + WAIT_S
         while not Path(directory, "open").exists():
@@ -50,6 +51,11 @@ def gate(directory: str) -> Any:
         yield from batches
 
     return wait
+
+
+def scanner_of(scan: Any) -> str | None:
+    """Return the file of the compiled scanner that the module `scan` uses."""
+    return getattr(sys.modules.get(f"{scan.__package__}._scan"), "__file__", None)
 
 
 def kill_one(directory: Path) -> None:
@@ -81,7 +87,7 @@ def main(master: str, place: str, directory: Path, archive: str) -> None:
     with spark_session(master, settings=settings, archives=[archive]) as spark:
         from pyspark.sql import functions as F
 
-        records = log_records(spark, bookies, [QUALIFIED_NAME, "recordSize"], maxPartitionBytes="20000")
+        records = log_records(spark, bookies, [QUALIFIED_NAME, "recordSize"])
         gated = records.mapInArrow(gate(str(directory)), records.schema)
         sums = gated.groupBy(QUALIFIED_NAME).agg(
             F.count("*").alias("entryCount"), F.sum(F.col("recordSize") + 4).alias("size")
@@ -99,6 +105,7 @@ def main(master: str, place: str, directory: Path, archive: str) -> None:
                     "rows": [row.asDict() for row in rows],
                     "again": sorted({note.name.partition("-")[0] for note in notes if not note.name.endswith("-0")}),
                     "bkctl": sorted({json.loads(note.read_text())["bkctl"] for note in notes}),
+                    "scanners": sorted({str(json.loads(note.read_text())["scanner"]) for note in notes}),
                     "sent": list(registered.lookupDataSource("bookkeeper.entrylog").dataSourceCls().pythonIncludes()),
                 }
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 from support import source_rows  # noqa: F401 (skips where there is no PySpark)
 from support.servers import find_java
+
+from bkctl.spark.session import compiled_scanner, package_zip
 
 #: Prints the settings, the directories of Spark's data below a directory, and the modes two levels above each.
 JOB = """
@@ -41,6 +44,35 @@ def run_job(directory: Path, **settings: str) -> dict[str, dict[str, Any]]:
     assert done.returncode == 0, done.stderr
     found: dict[str, dict[str, Any]] = json.loads(done.stdout)
     return found
+
+
+SCAN = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from bkctl.files import scan
+print(scan.__file__, getattr(sys.modules.get("bkctl.files._scan"), "__file__", None))
+"""
+
+
+def test_shipped_package_uses_the_scanner_of_its_platform_beside_it(tmp_path: Path) -> None:
+    scanner = compiled_scanner()
+    if scanner is None:
+        pytest.skip("this installation has no compiled scanner")
+
+    def used(name: str) -> list[str]:
+        directory = tmp_path / name
+        directory.mkdir()
+        shutil.copy(scanner, directory / name)
+        path = package_zip(directory)
+        done = subprocess.run(
+            [sys.executable, "-c", SCAN, path], capture_output=True, text=True, check=True, cwd=tmp_path
+        )  # fmt: skip
+        module, found = done.stdout.split()
+        assert module == f"{path}/bkctl/files/scan.py"
+        return [found]
+
+    assert used(scanner.name) == [str(tmp_path / scanner.name / scanner.name)]
+    assert used("_scan.cpython-39-s390x-linux-gnu.so") == ["None"]
 
 
 @pytest.mark.timeout(900)

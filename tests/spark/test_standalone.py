@@ -11,6 +11,7 @@ import sys
 import tarfile
 from collections import Counter
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -19,11 +20,12 @@ from support import (
     source_rows,  # noqa: F401 (skips where there is no PySpark)
 )
 from support.command_line import CommandLine
-from support.servers import Server, find_java, free_port
+from support.servers import Server, fetch_s3a, find_java, free_port, require
 
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.formats.entry import DigestType
 from bkctl.ids import LedgerId
+from bkctl.spark.session import compiled_scanner
 
 JOB = Path(__file__).parent / "standalone_job.py"
 
@@ -98,6 +100,10 @@ def test_killed_executor_does_not_change_the_result(master: str, tmp_path: Path)
     assert found["again"], "no task ran twice"
     assert {Path(each).parent.parent.name for each in found["bkctl"]} == {"bkctl.zip"}
     assert found["sent"] == ["bkctl.zip"]
+    scanner = compiled_scanner()
+    if scanner is not None:
+        assert {Path(each).name for each in found["scanners"]} == {scanner.name}
+        assert str(scanner) not in found["scanners"]
     entries: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     for row in CommandLine(None)("entrylog", "read", *_logs(files.places()), "-o", "ndjson").rows:
@@ -120,11 +126,49 @@ def _damage(log: Path, ledger: LedgerId) -> int:
     return record.entry_id
 
 
+@pytest.fixture
+def s3_port(tmp_path: Path) -> Iterator[int]:
+    """The port of a store that speaks S3, and nothing else that executors could see."""
+    if find_spec("moto") is None or find_spec("flask_cors") is None:
+        require("s3", "moto and its server are not installed: pip install 'bkctl[test]'")
+    port = free_port()
+    log = tmp_path / "s3.log"
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    server = Server("s3", log, lambda: command, lambda: "Running on" in log.read_text(errors="replace"))
+    try:
+        server.start()
+        yield port
+    finally:
+        server.kill()
+
+
+def _s3a_settings(port: int) -> dict[str, str]:
+    """Settings with which Spark reads `s3a://` from the store at `port`."""
+    import pyspark
+
+    (hadoop,) = (Path(pyspark.__file__).parent / "jars").glob("hadoop-client-api-*.jar")
+    jars = fetch_s3a(hadoop.stem.removeprefix("hadoop-client-api-"))
+    return {
+        "spark.jars": ",".join(str(jar) for jar in sorted(jars.glob("*.jar"))),
+        "spark.hadoop.fs.s3a.endpoint": f"http://127.0.0.1:{port}",
+        "spark.hadoop.fs.s3a.endpoint.region": "us-east-1",
+        "spark.hadoop.fs.s3a.path.style.access": "true",
+        "spark.hadoop.fs.s3a.access.key": "key",
+        "spark.hadoop.fs.s3a.secret.key": "secret",
+    }
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_integrity_from_facts_needs_no_bookies_directories(master: str, tmp_path: Path) -> None:
+def test_integrity_from_facts_in_s3_needs_no_bookies_directories(
+    master: str, s3_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("ACCESS_KEY_ID", "key"), ("SECRET_ACCESS_KEY", "secret"), ("EC2_METADATA_DISABLED", "true")):
+        monkeypatch.setenv(f"AWS_{name}", value)
     files = bookie_files.make(tmp_path / "cluster")
-    facts, place = tmp_path / "facts", tmp_path / "bookie"
+    place = tmp_path / "bookie"
+    query = f"scheme=http&endpoint_override=127.0.0.1:{s3_port}&region=us-east-1&allow_bucket_creation=true"
+    facts = f"s3://facts/of/bookies?{query}"
     expected = set()
     for directory, bookie_id in zip(files.places(), files.bookies, strict=True):
         # Each bookie has the same path, as on hosts of their own, and the path is gone when the job runs.
@@ -137,6 +181,7 @@ def test_integrity_from_facts_needs_no_bookies_directories(master: str, tmp_path
         assert [row["bookieId"] for row in extracted.rows] == [bookie_id]
         shutil.rmtree(place)
     settings = {
+        **_s3a_settings(s3_port),
         "spark.driver.host": "127.0.0.1",
         "spark.driver.bindAddress": "127.0.0.1",
         "spark.executor.memory": "512m",

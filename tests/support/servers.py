@@ -302,6 +302,12 @@ def fetch_hbase() -> Path:
     return _fetch(f"hbase-{HBASE_VERSION}", "Apache HBase", "hbase-pom.xml", f"-Dhbase.version={HBASE_VERSION}")
 
 
+def fetch_s3a(hadoop_version: str) -> Path:
+    """The directory that holds Hadoop's file system for S3, and what Spark lacks for it. As `fetch_jars`."""
+    name = f"s3a-{hadoop_version}"
+    return _fetch(name, "Hadoop's file system for S3", "s3a-pom.xml", f"-Dhadoop.version={hadoop_version}")
+
+
 def _fetch(name: str, what: str, pom: str, *arguments: str) -> Path:
     jars = CACHE / name
     with _locked(CACHE / f"{name}.lock"):

@@ -5,7 +5,7 @@
 The scope belongs to the query. Each task writes a ledger, with an id from (batch id + 1) << 32 on. A batch counts from
 the moment when its record is closed: the ledger whose id is the batch id, with an entry for each ledger of the batch,
 the qualified name. Spark repeats a batch that it does not know to be complete: if the record of that batch is closed,
-the ledgers of the repetition are deleted, else the ledgers of the attempt before. So the records name each row once,
+the ledgers of the repetition are deleted; else the ledgers of the attempt before are. So records name each row once,
 whatever ends when. A ledger without a record that names it may be deleted at any time.
 """
 
@@ -47,7 +47,7 @@ class BatchWritten(LedgerWritten):
 class LedgerStreamWriter(DataSourceStreamArrowWriter):
     """The sink of one micro-batch; Spark creates one for the tasks, and another one for `commit` or `abort`.
 
-    Options: LedgerWriter's without `names`; `ledgerScopeId` (not 0) is needed.
+    Options: as LedgerWriter has, without `names`; `ledgerScopeId` (not 0) is needed.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ QUERY_OPTIONS: Final = ("mode", "columns", "ledger", "ledgerScopeId", "pushdown"
 class QueryReader(DataSourceReader):
     """A reader of one query; a subclass names the columns whose filters it takes."""
 
-    #: String and integer columns beside LEDGER_COLUMNS, and columns of which no row of data has a null.
+    #: String and integer columns beside the ids of ledgers, and columns of which no row of data has a null.
     texts: Collection[str] = ()
     integers: Collection[str] = ()
     never_null: Collection[str] = ()

@@ -29,6 +29,7 @@ from bkctl.errors import AlreadyExists
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import LedgerState
+from bkctl.http.prometheus import parse_metrics
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
 from bkctl.spark.jobs import garbage
@@ -430,7 +431,9 @@ def test_shares_of_held_entries_match_a_scan(engine: Engine, files: Files) -> No
 
 def test_report_is_one_page_with_escaped_names(engine: Engine, files: Files, tmp_path: Path) -> None:
     page = tmp_path / "report.html"
-    parts = engine.rows(files.uri, "report", files.directory, "--save", page)
+    textfile = tmp_path / "bkctl.prom"
+    textfile.write_text("of an earlier report")
+    parts = engine.rows(files.uri, "report", files.directory, "--save", page, "--textfile", textfile)
     assert [part["job"] for part in parts] == ["inventory", "integrity", "garbage", "journal-audit"]
     assert sum(part["findings"] for part in parts) == 0
     text = page.read_text()
@@ -438,6 +441,16 @@ def test_report_is_one_page_with_escaped_names(engine: Engine, files: Files, tmp
         assert f"<h2>{title}</h2>" in text
     assert "<script" not in text
     assert "src=" not in text
+    samples: dict[str, dict[str, float]] = {}
+    for metric in parse_metrics(textfile.read_text()):
+        assert metric.type == "gauge"
+        samples.setdefault(metric.name, {})[metric.labels.get("job") or metric.labels.get("bookie", "")] = metric.value
+    assert samples["bkctl_report_findings"] == {part["job"]: part["findings"] for part in parts}
+    inventory = pipeline(files.uri, "inventory", "--by", "bookie", files.directory)
+    assert samples["bkctl_report_entry_bytes"] == {row["bookieId"]: row["size"] for row in inventory}
+    assert samples["bkctl_report_entries"] == {row["bookieId"]: row["entryCount"] for row in inventory}
+    assert set(samples["bkctl_report_garbage_bytes"]) == {row["bookieId"] for row in inventory}
+    assert samples["bkctl_report_timestamp_seconds"][""] >= page.stat().st_mtime - 3600
 
 
 @pytest.mark.parametrize(
@@ -449,6 +462,8 @@ def test_report_is_one_page_with_escaped_names(engine: Engine, files: Files, tmp
         (["inventory", "{place}", "--save", "s3a://bucket/page.html"], 2, "a page is written on this machine"),
         (["inventory", "{place}", "--save", "/nowhere/rows.csv"], 4, "the directory /nowhere does not exist"),
         (["report", "{place}"], 2, "add --save report.html"),
+        (["report", "{place}", "--textfile", "totals.txt"], 2, "not a name that ends in .prom"),
+        (["report", "{place}", "--textfile", "/nowhere/x.prom"], 4, "the directory /nowhere does not exist"),
         (["inventory", "{place}", "--spark-conf", "executor.memory"], 2, "not NAME=VALUE"),
         (["integrity", "{place}", "-u", "sqlite:///nowhere.db"], 4, "/nowhere.db"),
         (["migrate-scope", "--to-scope", "1"], 2, "name ledgers, or add --ledger-scope-id"),
