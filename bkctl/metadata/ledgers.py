@@ -8,10 +8,11 @@ from __future__ import annotations
 import re
 import threading
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import chain
 from typing import Final, Literal, NamedTuple
 
 from bkctl.errors import (
@@ -35,7 +36,9 @@ SCOPES: Final = "scopes"
 LEDGERS: Final = "ledgers"
 INSTANCE_ID: Final = "INSTANCEID"
 _QUALIFIED_NAME = re.compile(r"[0-9a-f]{32}", re.ASCII)
-_PAGE_SIZE: Final = 1000
+#: Names in the first page of a listing, of which many callers take one, and in the largest.
+_PAGE_SIZE_MIN: Final = 16
+_PAGE_SIZE_MAX: Final = 1024
 RANGE_SIZE: Final = 10_000
 
 ScopesState = Literal["absent", "ours", "foreign"]
@@ -244,18 +247,12 @@ class LedgerManager(ABC):
         """
         return chain.from_iterable(self.batches(scope_id, after))
 
+    @abstractmethod
     def batches(self, scope_id: int | None = 0, after: LedgerId | None = None) -> Iterator[list[LedgerId]]:
-        """Yield `ledgers` in non-empty lists: of one directory each, where the store has directories."""
-        if after is not None and scope_id is not None and after.scope_id != scope_id:
-            if after.scope_id > scope_id:
-                return
-            after = None
-        scopes = (scope_id,) if scope_id is not None else self._scopes_from(0 if after is None else after.scope_id)
-        for scope in scopes:
-            is_first = after is not None and scope == after.scope_id
-            found = self._ledgers_of_scope(scope, after.ledger_id if after is not None and is_first else -1)
-            while batch := list(islice(found, _PAGE_SIZE)):
-                yield batch
+        """Yield `ledgers` in non-empty lists: of one directory each, where the store has directories.
+
+        No list has ledgers of scope 0 and of another scope.
+        """
 
     def ranges(self, scope_id: int | None = 0, *, size: int = RANGE_SIZE) -> Iterator[LedgerRange]:
         """Cut the scope's ids (None: those in all scopes) into ranges of about `size` ledgers, in ascending order.
@@ -270,7 +267,7 @@ class LedgerManager(ABC):
             first, end = LedgerId(0, 0), LedgerId(U64_MAX if proven else 0, U64_MAX)
         else:
             if not proven:
-                next(self._ledgers_of_scope(scope_id, -1), None)  # raises where they are another cluster's
+                next(self.ledgers(scope_id), None)  # raises where they are another cluster's
                 return
             first, end = LedgerId(scope_id, 0), LedgerId(scope_id, U64_MAX)
         held: list[LedgerId] = []
@@ -325,7 +322,14 @@ class LedgerManager(ABC):
 
     def scopes(self) -> Iterator[int]:
         """Yield the scope ids that have a ledger, ascending; a `scopes` tree of another cluster is passed over."""
-        return (scope for scope in self._scopes_from(0) if next(self._ledgers_of_scope(scope, -1), None) is not None)
+        if next(self.ledgers(0), None) is not None:
+            yield 0
+        last = 0
+        # Scopes mostly have few ledgers, and a listing has many requests under way.
+        for scope_id, _ in self.ledgers(None, LedgerId(0, U64_MAX)):
+            if scope_id != last:
+                yield scope_id
+                last = scope_id
 
     def scopes_state(self) -> ScopesState:
         """Return the owner of the scopes ≠ 0 in this store, read again in each call.
@@ -388,14 +392,6 @@ class LedgerManager(ABC):
         """Return the path of the ledger's metadata, below the root. Raises UsageError for an id that does not fit."""
 
     @abstractmethod
-    def _ledgers_of_scope(self, scope_id: int, after: int) -> Iterator[LedgerId]:
-        """Yield the scope's ledgers after the ledger id `after`, ascending. Raises Conflict for a foreign scope."""
-
-    @abstractmethod
-    def _scopes_from(self, first: int) -> Iterator[int]:
-        """Yield the scopes from `first` on that may have ledgers, ascending."""
-
-    @abstractmethod
     def _new_default_id(self) -> int:
         """Return the next id of scope 0."""
 
@@ -448,8 +444,11 @@ class QualifiedNameLedgerManager(LedgerManager):
         """Return the ledger of a node with this name, None for other nodes."""
         return LedgerId.from_value(int(name, 16)) if _QUALIFIED_NAME.fullmatch(name) else None
 
-    def _ledgers_of_scope(self, scope_id: int, after: int) -> Iterator[LedgerId]:
+    def batches(self, scope_id: int | None = 0, after: LedgerId | None = None) -> Iterator[list[LedgerId]]:
+        """See LedgerManager.batches."""
+        first, end = LedgerId(scope_id or 0, 0), LedgerId(U64_MAX if scope_id is None else scope_id, U64_MAX)
         # A name without its last digit sorts just before the names that begin with it.
+<<<<<<< HEAD
         last = self._name(LedgerId(scope_id, 0))[:-1] if after < 0 else self._name(LedgerId(scope_id, after))
         while names := self.store.children(LEDGERS, after=last, limit=_PAGE_SIZE):
             for last in names:
@@ -467,6 +466,20 @@ class QualifiedNameLedgerManager(LedgerManager):
             if (ledger := self._ledger(last)) is not None:
                 yield ledger.scope_id
                 last = self._name(LedgerId(ledger.scope_id, U64_MAX))
+=======
+        last = self._name(first)[:-1] if after is None or after < first else self._name(after)
+        size = _PAGE_SIZE_MIN
+        while names := self.store.children("ledgers", after=last, limit=size):
+            last, size = names[-1], min(2 * size, _PAGE_SIZE_MAX)
+            found = [ledger for ledger in map(self._ledger, names) if ledger is not None]
+            if found and found[-1] > end:
+                found = [ledger for ledger in found if ledger <= end]
+                last = ""
+            default_count = bisect_left(found, LedgerId(1, 0))
+            yield from filter(None, (found[:default_count], found[default_count:]))
+            if not last:
+                return
+>>>>>>> scale
 
     def _new_default_id(self) -> int:
         return self.store.sequence("idgen")

@@ -14,7 +14,7 @@ from ..kit.lines import EncodedObject
 from ..kit.texts import GREEN, RED, YELLOW, base64_text, readable_text
 
 if TYPE_CHECKING:
-    from bkctl.formats.metadata import Fragment, LedgerMetadata
+    from bkctl.formats.metadata import LedgerMetadata
     from bkctl.metadata.ledgers import VersionedMetadata
 
 
@@ -25,33 +25,33 @@ class ListedLedger(NamedTuple):
 
 
 class LedgerRow(NamedTuple):
-    """A ledger and its metadata; `ctime` in ISO 8601, `custom` and `pulsar` as JSON objects."""
+    """A ledger and its metadata; `ctime` in ISO 8601, `ensembles`, `custom` and `pulsar` as JSON objects."""
 
     ledger: LedgerId
     metadata: LedgerMetadata
     ctime: str | None
+    ensembles: dict[str, list[str]]
     custom: EncodedObject
     pulsar: EncodedObject | None
 
 
 def ledger_rows(ledgers: Iterable[tuple[LedgerId, VersionedMetadata]]) -> Iterator[LedgerRow]:
     """Yield a row for each ledger. Lists have millions of them, so what their ledgers share is made once."""
-    from bkctl.metadata.ledger_json import iso8601
+    from bkctl.metadata.ledger_json import ensembles_object, iso8601
 
     for ledger, (metadata, _, ctime_ms) in ledgers:
         custom = tuple(metadata.custom_metadata.items())
         small = sum([len(value) for _, value in custom]) <= _SHARED_SIZE_BYTES_MAX
         objects = _custom_objects(custom) if small else _custom_objects.__wrapped__(custom)
-        yield LedgerRow(ledger, metadata, iso8601(ctime_ms), *objects)
+        yield LedgerRow(ledger, metadata, iso8601(ctime_ms), ensembles_object(metadata.ensembles), *objects)
 
 
 def ledger_row(ledger: LedgerId, found: VersionedMetadata) -> LedgerRow:
     return next(ledger_rows([(ledger, found)]))
 
 
-#: Larger custom metadata, or ensembles of more fragments, are not kept for the next ledgers.
+#: Larger custom metadata is not kept for the next ledgers.
 _SHARED_SIZE_BYTES_MAX = 4096
-_SHARED_FRAGMENTS_MAX = 8
 
 
 @lru_cache(maxsize=1024)
@@ -61,20 +61,6 @@ def _custom_objects(items: tuple[tuple[str, bytes], ...]) -> tuple[EncodedObject
     custom = dict(items)
     pulsar = pulsar_object(custom)
     return EncodedObject(custom_object(custom)), EncodedObject(pulsar) if pulsar else None
-
-
-def _ensembles(row: LedgerRow) -> EncodedObject:
-    ensembles = row.metadata.ensembles
-    if len(ensembles) > _SHARED_FRAGMENTS_MAX:
-        return _ensembles_object.__wrapped__(ensembles)
-    return _ensembles_object(ensembles)
-
-
-@lru_cache(maxsize=1024)
-def _ensembles_object(ensembles: tuple[Fragment, ...]) -> EncodedObject:
-    from bkctl.metadata.ledger_json import ensembles_object
-
-    return EncodedObject(ensembles_object(ensembles))
 
 
 def _digest_type(row: LedgerRow) -> str | None:
@@ -109,7 +95,7 @@ LEDGER_COLUMNS = Columns(
     Column("LAST ENTRY", "lastEntryId", "metadata.last_entry_id", Kind.INTEGER),
     Column("CREATED", "ctime", "ctime"),
     Column("CUSTOM METADATA", "customMetadata", "custom", Kind.NESTED, text=_custom_text),
-    Column("ENSEMBLES", "ensembles", _ensembles, Kind.NESTED),
+    Column("ENSEMBLES", "ensembles", "ensembles", Kind.NESTED),
     Column("PULSAR", "pulsar", "pulsar", Kind.NESTED, optional=True),
     key="ledger",
 )

@@ -85,7 +85,7 @@ def print_ledgers(
     """
     from itertools import islice
 
-    from bkctl.metadata.admin.overview import LedgerQuery, list_ledgers
+    from bkctl.metadata.admin.overview import NO_QUERY, LedgerQuery, list_ledgers
     from bkctl.metadata.pulsar_topics import TopicFilter
 
     if subscription is not None and topic is None:
@@ -100,6 +100,8 @@ def print_ledgers(
         custom_metadata=tuple(custom_metadata.items()),
         topic=None if topic is None else TopicFilter.parse(topic, subscription),
     )
+    if not query.needs_metadata:
+        query = NO_QUERY
     start = _first_ledger(after, scope_id)
     limit = run.limit_sorted(limit)
     prints_ids = run.output is Output.ID and run.selection == ALL

@@ -177,7 +177,7 @@ def list_ledgers(
             if unreadable is None:
                 raise found
             unreadable(ledger, found)
-        elif query.matches(found, now_ms):
+        elif query is NO_QUERY or query.matches(found, now_ms):
             yield ledger, found
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from collections.abc import Iterator
-from itertools import chain
 from typing import Final
 
 from bkctl.errors import Conflict, LedgerNotFound, NotFound, UsageError
@@ -62,14 +61,6 @@ class ZooKeeperLedgerManager(LedgerManager):
             yield from self._default_batches(-1 if after is None else after.ledger_id)
         if scope_id != 0:
             yield from self._scopes.batches(scope_id, after)
-
-    def _ledgers_of_scope(self, scope_id: int, after: int) -> Iterator[LedgerId]:
-        return chain.from_iterable(self.batches(scope_id, LedgerId(scope_id, after) if after >= 0 else None))
-
-    def _scopes_from(self, first: int) -> Iterator[int]:
-        if first == 0:
-            yield 0
-        yield from self._scopes.scope_ids(first)
 
     def _prepare_scopes(self) -> None:
         self._scopes.prepare()

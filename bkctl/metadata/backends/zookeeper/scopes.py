@@ -17,8 +17,6 @@ from bkctl.metadata.ledgers import INSTANCE_ID, SCOPES, ScopesState
 from bkctl.metadata.store import NEW, MetadataStore, walk_levels
 
 _LEAF: Final = re.compile(r"L([0-9a-f]{4})", re.ASCII)
-_HEX_4: Final = re.compile(r"[0-9a-f]{4}", re.ASCII)
-_HEX_12: Final = re.compile(r"[0-9a-f]{12}", re.ASCII)
 
 
 class ScopesTree:
@@ -83,14 +81,6 @@ class ScopesTree:
                 found = [ledger for ledger in found if ledger > after]
             if found:
                 yield found
-
-    def scope_ids(self, first: int) -> Iterator[int]:
-        """Yield the scope ids ≠ 0 from `first` on that may have ledgers, ascending."""
-        if self._is_ours or self.state() == "ours":
-            for _, high, names in walk_levels(self.store, SCOPES, (_HEX_4,), f"{first:016x}"[:4]):
-                for name in names:
-                    if _HEX_12.fullmatch(name) and (scope := int(high + name, 16)) >= max(first, 1):
-                        yield scope
 
 
 def scoped_ledger_path(ledger: LedgerId) -> str:

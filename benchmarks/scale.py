@@ -1,0 +1,394 @@
+"""Measure bkctl's commands and rounds on clusters of N ledgers: time, peak memory and requests, each against N.
+
+    python benchmarks/scale.py                                         ZooKeeper, etcd and SQLite; 1,000 to 100,000
+    python benchmarks/scale.py --stores sqlite --ledgers 100000 1000000
+    python benchmarks/scale.py --stores zookeeper --shapes scope0 --jobs list-ndjson check
+
+The last columns are exponents between the smallest and the largest N: 1 is linear, 0 does not grow. Memory is the peak
+resident size of the command's process, start-up included. Requests are packets to ZooKeeper, messages to etcd,
+statements of SQLite. On ZooKeeper, Apache's shell runs beside, which needs Java 17 and Maven, like the tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from metadata import METADATA, SHELL, create_all, server_counts
+from run import full_speed_java, servers
+
+from bkctl.formats.metadata import BookieServiceInfo, Cookie, Fragment, LedgerMetadata, LedgerState
+from bkctl.ids import LedgerId
+from bkctl.metadata.cluster import LEDGER_SCOPES_PROPERTY, Cluster, open_cluster
+from bkctl.metadata.store import NEW
+
+#: Ports at which nothing listens; one bookie in ten is lost: it has a cookie, and is not registered.
+BOOKIES = tuple(f"127.0.0.1:{port}" for port in range(2, 22))
+LOST = BOOKIES[:2]
+TOPICS = 500
+CREATES_MEASURED = 1_000
+CREATES_AT_ONCE = 8
+
+
+class Result(NamedTuple):
+    """One command: wall-clock and processor seconds, peak resident memory, requests (None: not counted)."""
+
+    seconds: float
+    cpu_s: float
+    rss_mib: float
+    requests: int | None
+
+
+class Job(NamedTuple):
+    """A command line of bkctl, or a function of a cluster; `exit_codes` are those without a failure."""
+
+    words: Sequence[str] = ()
+    function: Callable[[Cluster], object] | None = None
+    exit_codes: tuple[int, ...] = (0,)
+
+
+# --- jobs -----------------------------------------------------------------------------------------------------------
+
+
+def create(cluster: Cluster) -> None:
+    """Create some ledgers one by one, as clients do."""
+    cluster.ledgers.process(
+        lambda ledger: cluster.ledgers.create(ledger, metadata_of(0)),
+        ledgers=(LedgerId.random() for _ in range(CREATES_MEASURED)),
+        concurrency=CREATES_AT_ONCE,
+    )
+
+
+def collect(cluster: Cluster) -> None:
+    """List the ledgers in ranges, as a round of garbage collection does."""
+    for _ in cluster.ledgers.ranges(None):
+        pass
+
+
+def audit(cluster: Cluster, *, scoped: bool) -> None:
+    from bkctl.replication.marking import audit_bookies
+
+    audit_bookies(cluster, scoped=scoped)
+
+
+#: In this order: the export is compared with the store, and the audit marks the ledgers of the lost bookies.
+JOBS: dict[str, Job] = {
+    "start": Job(("cluster", "id")),
+    "list-id": Job(("ledger", "list", "--all-scopes", "-o", "id")),
+    "list-ndjson": Job(("ledger", "list", "--all-scopes", "-o", "ndjson")),
+    "list-filter": Job(("ledger", "list", "--all-scopes", "--state", "OPEN", "--bookie", BOOKIES[5], "-o", "ndjson")),
+    "check": Job(("metadata", "check")),
+    "scopes": Job(("metadata", "scopes", "-o", "ndjson")),
+    "export": Job(("metadata", "export", "-f", "{directory}/export", "--overwrite")),
+    "diff": Job(("metadata", "diff", "{directory}/export")),
+    "health": Job(("cluster", "health", "-o", "ndjson"), exit_codes=(0, 3)),
+    "recover-query": Job(("bookies", "recover", *LOST, "--query", "-o", "ndjson")),
+    "recover-dry-run": Job(("bookies", "recover", *LOST, "--dry-run", "-o", "ndjson"), exit_codes=(0, 3)),
+    "collect": Job(function=collect),
+    "audit-scope0": Job(function=partial(audit, scoped=False)),
+    "audit-scopes": Job(function=partial(audit, scoped=True)),
+    "marks": Job(("autorecovery", "list", "--all-scopes", "-o", "ndjson")),
+    "health-marks": Job(("cluster", "health", "-o", "ndjson"), exit_codes=(0, 3)),
+    "create-1000": Job(function=create),
+}
+
+
+def child(uri: str, name: str, directory: str, statements: str) -> None:
+    """Run a job in this process, and write SQLite's count of statements to the file `statements`."""
+    import sqlite3
+
+    count = 0
+
+    def trace(_: str) -> None:
+        nonlocal count
+        count += 1
+
+    connect = sqlite3.connect
+
+    def traced(*arguments: Any, **settings: Any) -> sqlite3.Connection:
+        connection = connect(*arguments, **settings)
+        connection.set_trace_callback(trace)
+        return connection
+
+    sqlite3.connect = traced  # type: ignore[assignment]
+    job = JOBS[name]
+    try:
+        if job.function is not None:
+            with open_cluster(uri, timeout_s=600) as cluster:
+                job.function(cluster)
+        else:
+            from bkctl.__main__ import main as bkctl
+
+            sys.argv = ["bkctl", "-u", uri, *(word.format(directory=directory) for word in job.words)]
+            bkctl()
+    finally:
+        Path(statements).write_text(str(count))
+
+
+# --- stores ---------------------------------------------------------------------------------------------------------
+
+
+class Store(ABC):
+    """A metadata store with clusters to measure."""
+
+    def __init__(self, directory: Path, java: servers.Java | None) -> None:
+        self.directory = directory
+        self.java = java
+        self.start()
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start its server."""
+
+    @abstractmethod
+    def new_uri(self) -> str:
+        """Return the URI of a place without a cluster."""
+
+    @abstractmethod
+    def requests(self) -> int | None:
+        """Return the number of requests until now, None if the server does not count them."""
+
+    def fill(self, cluster: Cluster, ledgers: Iterator[LedgerId]) -> None:
+        """Create many ledgers, fast."""
+        while batch := list(islice(ledgers, 100)):
+            cluster.store.put_all(
+                [(cluster.ledgers.path(ledger), metadata_of(ledger.value).serialize()) for ledger in batch]
+            )
+
+    def shell(self, uri: str) -> Sequence[tuple[str, Sequence[str]]]:
+        """Return the commands of Apache's shell to run beside ours, by name."""
+        return ()
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Stop its server."""
+
+
+class ZooKeeper(Store):
+    def start(self) -> None:
+        assert self.java is not None
+        with full_speed_java():
+            self.server = servers.ZooKeeperServer(self.java, self.directory / "zookeeper", heap_mb=3072)
+            self.server.start()
+
+    def new_uri(self) -> str:
+        return self.server.metadata_uri(self.server.new_root())
+
+    def requests(self) -> int:
+        return server_counts(self.server)["zk_packets_received"]
+
+    def fill(self, cluster: Cluster, ledgers: Iterator[LedgerId]) -> None:
+        create_all(cluster, ledgers, lambda ledger: metadata_of(ledger.value).serialize())
+
+    def shell(self, uri: str) -> Sequence[tuple[str, Sequence[str]]]:
+        assert self.java is not None
+        conf = servers.write_conf(self.directory / "shell.conf", {"metadataServiceUri": uri})
+        with full_speed_java():
+            command = self.java.command(SHELL, "-conf", conf, "listledgers")
+        return ("Apache: listledgers", command), ("Apache: listledgers -m", [*command, "-m"])
+
+    def stop(self) -> None:
+        self.server.kill()
+
+
+class Etcd(Store):
+    def start(self) -> None:
+        self.server = servers.EtcdServer(self.directory / "etcd", options=("--quota-backend-bytes", str(8 << 30)))
+        self.server.start()
+
+    def new_uri(self) -> str:
+        return self.server.metadata_uri(self.server.new_root())
+
+    def requests(self) -> int:
+        with urllib.request.urlopen(f"http://{self.server.connect_string}/metrics", timeout=60) as answer:
+            text = answer.read().decode()
+        counts = re.findall(r"^grpc_server_msg_received_total\{.*\} (\S+)$", text, re.MULTILINE)
+        return int(sum(map(float, counts)))
+
+    def stop(self) -> None:
+        self.server.kill()
+
+
+class Sqlite(Store):
+    def start(self) -> None:
+        self._count = 0
+
+    def new_uri(self) -> str:
+        self._count += 1
+        return f"sqlite://{self.directory}/metadata-{self._count}.db"
+
+    def requests(self) -> None:
+        return None
+
+    def stop(self) -> None:
+        pass
+
+
+STORES: dict[str, type[Store]] = {"zookeeper": ZooKeeper, "etcd": Etcd, "sqlite": Sqlite}
+
+
+# --- clusters -------------------------------------------------------------------------------------------------------
+
+
+def metadata_of(seed: int) -> LedgerMetadata:
+    """Return metadata as in a cluster of Pulsar's: sizes, times, ensembles and topics differ; one in 50 is open."""
+    random_numbers = random.Random(seed)
+    is_open = random_numbers.randrange(50) == 0
+    return replace(
+        METADATA,
+        ensembles=(Fragment(0, tuple(random_numbers.sample(BOOKIES, 3))),),
+        state=LedgerState.OPEN if is_open else LedgerState.CLOSED,
+        length=0 if is_open else random_numbers.randrange(1 << 32),
+        last_entry_id=-1 if is_open else random_numbers.randrange(1 << 10),
+        ctime_ms=1_700_000_000_000 + random_numbers.randrange(10**10),
+        custom_metadata={
+            **METADATA.custom_metadata,
+            "pulsar/managed-ledger": b"public/default/persistent/topic-%d" % random_numbers.randrange(TOPICS),
+        },
+    )
+
+
+def ledgers_of(shape: str, count: int) -> Iterator[LedgerId]:
+    """Yield the ledgers of a cluster: `scope0`, or `uuids`, one ledger a scope."""
+    random_numbers = random.Random(count)
+    for number in range(count):
+        yield LedgerId(0, number) if shape == "scope0" else LedgerId.from_value(random_numbers.getrandbits(128))
+
+
+def make(store: Store, uri: str, shape: str, count: int) -> None:
+    with open_cluster(uri, create=True, timeout_s=600) as cluster:
+        for bookie_id in BOOKIES:
+            cookie = Cookie(bookie_id, ("/j",), ("/l",), instance_id=cluster.instance_id())
+            cluster.cookies.write(bookie_id, cookie, NEW)
+        if shape != "scope0":  # the tree of the scopes
+            cluster.ledgers.create(LedgerId(1, 1), metadata_of(1))
+        store.fill(cluster, ledgers_of(shape, count))
+
+
+# --- measuring ------------------------------------------------------------------------------------------------------
+
+
+def measured(command: Sequence[str], directory: Path, exit_codes: Sequence[int]) -> Result:
+    with (directory / "output").open("wb") as output, (directory / "errors").open("wb") as errors:
+        start = time.perf_counter()
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors)
+        _, status, usage = os.wait4(process.pid, 0)
+        seconds = time.perf_counter() - start
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode not in exit_codes:
+        raise subprocess.CalledProcessError(process.returncode, command, stderr=(directory / "errors").read_text())
+    return Result(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024, None)
+
+
+def run_job(store: Store, uri: str, name: str) -> Result:
+    statements = store.directory / "statements"
+    before = store.requests()
+    result = measured(
+        [sys.executable, __file__, "--child", uri, name, str(store.directory), str(statements)],
+        store.directory, JOBS[name].exit_codes,
+    )  # fmt: skip
+    after = store.requests()
+    requests = int(statements.read_text()) if before is None or after is None else after - before
+    return result._replace(requests=requests)
+
+
+def measure(store: Store, shape: str, count: int, names: Sequence[str]) -> dict[str, Result]:
+    """Make a cluster of `count` ledgers, and run the jobs on it."""
+    uri = store.new_uri()
+    # In a process of its own: the memory of this one would count for the commands that it starts.
+    start = time.perf_counter()
+    maker = multiprocessing.get_context("fork").Process(target=make, args=(store, uri, shape, count))
+    maker.start()
+    maker.join()
+    if maker.exitcode:
+        sys.exit(f"{count} ledgers were not made")
+    print(f"# {count:,} ledgers made in {time.perf_counter() - start:.1f} s", file=sys.stderr)
+    results = {}
+    info = BookieServiceInfo((), {LEDGER_SCOPES_PROPERTY: "1"})
+    with open_cluster(uri, session_timeout_s=30) as cluster:
+        for bookie_id in BOOKIES[len(LOST) :]:
+            cluster.bookies.register(bookie_id, info)
+        for name in names:
+            results[name] = run_job(store, uri, name)
+            print(f"# {count:,} {name}: {results[name]}", file=sys.stderr)
+    if shape == "scope0":
+        for name, command in store.shell(uri):
+            results[name] = measured(command, store.directory, (0,))
+            print(f"# {count:,} {name}: {results[name]}", file=sys.stderr)
+    return results
+
+
+def exponent(first: float | None, last: float | None, factor: float) -> str:
+    if not first or not last or factor <= 1:
+        return "-"
+    return f"{math.log(last / first) / math.log(factor):.2f}"
+
+
+def print_table(title: str, results: dict[int, dict[str, Result]]) -> None:
+    """Print the results as Markdown: a row a job; time (of processors), memory and requests for each N; exponents."""
+    counts = sorted(results)
+    factor = counts[-1] / counts[0]
+    heads = [f"{count:,}" for count in counts]
+    print(f"\n| {title} | {' | '.join(heads)} | processor time ~ N^ | requests ~ N^ |")
+    print(f"| --- |{' --- |' * (len(counts) + 2)}")
+    for name in results[counts[0]]:
+        row = [results[count][name] for count in counts]
+        cells = [
+            f"{each.seconds:.1f} s ({each.cpu_s:.1f}), {each.rss_mib:.0f} MiB"
+            + ("" if each.requests is None else f", {each.requests:,}")
+            for each in row
+        ]
+        times = [each.cpu_s for each in row]
+        slopes = exponent(times[0], times[-1], factor), exponent(row[0].requests, row[-1].requests, factor)
+        print(f"| {name} | {' | '.join(cells)} | {' | '.join(slopes)} |")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--child"]:
+        child(*sys.argv[2:])
+        return
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--stores", nargs="+", choices=list(STORES), default=list(STORES))
+    parser.add_argument("--ledgers", nargs="+", type=int, default=[1_000, 10_000, 100_000], metavar="N")
+    parser.add_argument("--shapes", nargs="+", choices=["scope0", "uuids"], default=["scope0", "uuids"])
+    parser.add_argument("--jobs", nargs="+", choices=list(JOBS), default=list(JOBS))
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE, too")
+    arguments = parser.parse_args()
+    java = servers.Java() if "zookeeper" in arguments.stores else None
+    kept: dict[str, Any] = {}
+    for store_name in arguments.stores:
+        with tempfile.TemporaryDirectory(prefix="bkctl-scale-") as directory:
+            store = STORES[store_name](Path(directory), java)
+            try:
+                for shape in arguments.shapes:
+                    results = {count: measure(store, shape, count, arguments.jobs) for count in arguments.ledgers}
+                    title = f"{store_name}, {'scope 0' if shape == 'scope0' else 'one ledger a scope'}"
+                    print_table(title, results)
+                    for count, found in results.items():
+                        kept[f"{title}, {count}"] = {name: each._asdict() for name, each in found.items()}
+            finally:
+                store.stop()
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(kept, indent=1))
+
+
+if __name__ == "__main__":
+    main()
