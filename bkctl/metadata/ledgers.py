@@ -448,28 +448,9 @@ class QualifiedNameLedgerManager(LedgerManager):
         """See LedgerManager.batches."""
         first, end = LedgerId(scope_id or 0, 0), LedgerId(U64_MAX if scope_id is None else scope_id, U64_MAX)
         # A name without its last digit sorts just before the names that begin with it.
-<<<<<<< HEAD
-        last = self._name(LedgerId(scope_id, 0))[:-1] if after < 0 else self._name(LedgerId(scope_id, after))
-        while names := self.store.children(LEDGERS, after=last, limit=_PAGE_SIZE):
-            for last in names:
-                ledger = self._ledger(last)
-                if ledger is None:
-                    continue
-                if ledger.scope_id != scope_id:
-                    return
-                yield ledger
-
-    def _scopes_from(self, first: int) -> Iterator[int]:
-        last = self._name(LedgerId(first, 0))[:-1]
-        while names := self.store.children(LEDGERS, after=last, limit=1):
-            last = names[0]
-            if (ledger := self._ledger(last)) is not None:
-                yield ledger.scope_id
-                last = self._name(LedgerId(ledger.scope_id, U64_MAX))
-=======
         last = self._name(first)[:-1] if after is None or after < first else self._name(after)
         size = _PAGE_SIZE_MIN
-        while names := self.store.children("ledgers", after=last, limit=size):
+        while names := self.store.children(LEDGERS, after=last, limit=size):
             last, size = names[-1], min(2 * size, _PAGE_SIZE_MAX)
             found = [ledger for ledger in map(self._ledger, names) if ledger is not None]
             if found and found[-1] > end:
@@ -479,7 +460,6 @@ class QualifiedNameLedgerManager(LedgerManager):
             yield from filter(None, (found[:default_count], found[default_count:]))
             if not last:
                 return
->>>>>>> scale
 
     def _new_default_id(self) -> int:
         return self.store.sequence("idgen")

@@ -446,7 +446,7 @@ def test_report_is_one_page_with_escaped_names(engine: Engine, files: Files, tmp
         assert metric.type == "gauge"
         samples.setdefault(metric.name, {})[metric.labels.get("job") or metric.labels.get("bookie", "")] = metric.value
     assert samples["bkctl_report_findings"] == {part["job"]: part["findings"] for part in parts}
-    inventory = pipeline(files.uri, "inventory", "--by", "bookie", files.directory)
+    inventory = engine.rows(files.uri, "inventory", "--by", "bookie", files.directory)
     assert samples["bkctl_report_entry_bytes"] == {row["bookieId"]: row["size"] for row in inventory}
     assert samples["bkctl_report_entries"] == {row["bookieId"]: row["entryCount"] for row in inventory}
     assert set(samples["bkctl_report_garbage_bytes"]) == {row["bookieId"] for row in inventory}

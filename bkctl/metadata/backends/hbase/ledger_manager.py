@@ -30,16 +30,9 @@ class HBaseLedgerManager(QualifiedNameLedgerManager):
             while batch := list(islice(found, _BATCH_SIZE)):
                 yield batch
 
-    def _ledgers_of_scope(self, scope_id: int, after: int) -> Iterator[LedgerId]:
-        found = self.store.ledgers(LedgerId(scope_id, 0).value + after + 1, LedgerId(scope_id, U64_MAX).value)
-        return map(LedgerId.from_value, found)
-
     def scopes(self) -> Iterator[int]:
         """See LedgerManager.scopes."""
-        return self._scopes_from(0)
-
-    def _scopes_from(self, first: int) -> Iterator[int]:
-        start: int | None = LedgerId(first, 0).value
+        start: int | None = 0
         while start is not None:
             scope, passed = -1, 0
             found, start = self.store.ledgers(start, LedgerId(U64_MAX, U64_MAX).value), None
