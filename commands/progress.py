@@ -124,7 +124,7 @@ def show(
 ) -> None:
     """Show long work: running, and ended within the last hour.
 
-    Lists the commands of this user on this machine that work for longer than a second. 'bkctl progress' alone and
+    Lists the commands of this user on this machine that work for longer than two seconds. 'bkctl progress' alone and
     'bkctl progress ID' do the same.
     """
     if work_id is not None:

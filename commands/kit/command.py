@@ -72,7 +72,7 @@ _GC_THRESHOLDS: Final = (20_000, 20, 100)
 F = TypeVar("F", bound=Callable[..., None])
 T = TypeVar("T")
 #: A run that ends sooner is not listed by `bkctl progress`.
-LISTED_S: Final = 1.0
+LISTED_S: Final = 2.0
 #: What `--undo` takes for no file at all.
 NO_FILE: Final = "none"
 
