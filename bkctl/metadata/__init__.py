@@ -1,1 +1,1 @@
-"""Metadata stores (ZooKeeper, SQLite) and what a cluster keeps in them."""
+"""Metadata stores (ZooKeeper, etcd, HBase, SQLite) and what a cluster keeps in them."""
