@@ -273,9 +273,10 @@ class LedgerManager(ABC):
         held: list[LedgerId] = []
         for batch in self.batches(scope_id if proven else 0, None):
             held += batch
-            if len(held) >= size and held[-1] < end:
-                yield LedgerRange(first, held[-1], held)
-                first, held = LedgerId.from_value(held[-1].value + 1), []
+            while len(held) >= size and held[size - 1] < end:
+                cut, held = held[:size], held[size:]
+                yield LedgerRange(first, cut[-1], cut)
+                first = LedgerId.from_value(cut[-1].value + 1)
         yield LedgerRange(first, end, held)
 
     def process(

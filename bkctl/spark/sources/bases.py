@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 else:
     try:
         from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
-    except ImportError:
+    except ModuleNotFoundError:
 
         class DataSource:
             """A source with its options."""
