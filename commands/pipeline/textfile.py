@@ -61,5 +61,6 @@ def write_textfile(
 
 def _add_rows(text: PrometheusText, rows: Iterable[Any], names: Mapping[str, str]) -> None:
     for row in rows:
+        values = row.asDict()
         for column, name in names.items():
-            text.gauge(name, row[column], {"bookie": row["bookieId"]})
+            text.gauge(name, values[column], {"bookie": values["bookieId"]})
