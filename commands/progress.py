@@ -76,6 +76,7 @@ WORK_TABLE_COLUMNS = Columns(
     _SINCE,
     _COMMAND,
     key="id",
+    none="No command works for long now, or did within the last hour",
 )
 WORK_COLUMNS = Columns(
     Column("ID", "id", _field("id")),
@@ -131,8 +132,6 @@ def show(
         run.watch(watch, lambda: iter([_one(work_id)]), WORK_COLUMNS, single=True)
         return
     run.watch(watch, _all, run.table_columns(WORK_TABLE_COLUMNS, WORK_COLUMNS))
-    if watch is None and not _all():
-        run.note("No command works for long now, or did within the last hour")
 
 
 def _ask(run: Run, work_id: str, ask: Callable[[WorkRow], Callable[[Mapping[str, Any]], bool]]) -> None:

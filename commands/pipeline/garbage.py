@@ -11,7 +11,7 @@ from bkctl.errors import BkctlError, Corrupt
 from ..entrylog.garbage import ThresholdOptions, thresholds_of
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
-from ..kit.texts import GREEN, size_text
+from ..kit.texts import GREEN, counted, size_text
 from .columns import BOOKIE, BOOKIES, FILE, LEDGER, LOG, LOGS, SIZE
 from .common import (
     Places,
@@ -130,11 +130,12 @@ class GarbageResult:
     def summary(self) -> str:
         """Return the totals in one line."""
         sums = sums_of(self.rows(GarbageBy.BOOKIE).collect())
-        orphans = self.rows(GarbageBy.LEDGER).count()
+        orphans = counted(self.rows(GarbageBy.LEDGER).count(), "orphaned ledger", "orphaned ledgers")
         return (
-            f"{size_text(sums.of('totalSize'))} of entries in {sums.of('logCount'):,} logs, "
-            f"{size_text(sums.of('garbageSize'))} garbage of {orphans:,} orphaned ledgers; compaction of "
-            f"{sums.of('compactedCount'):,} logs frees {size_text(sums.of('reclaimableSize'))}, rewriting "
+            f"{size_text(sums.of('totalSize'))} of entries in {counted(sums.of('logCount'), 'log', 'logs')}, "
+            f"{size_text(sums.of('garbageSize'))} garbage of {orphans}; "
+            f"compaction of {counted(sums.of('compactedCount'), 'log', 'logs')} frees "
+            f"{size_text(sums.of('reclaimableSize'))}, rewriting "
             f"{size_text(sums.of('rewrittenSize'))}"
         )
 

@@ -46,6 +46,7 @@ INTEGRITY_COLUMNS = Columns(
     Column(None, "detail", "detail"),
     FILE,
     key="ledger",
+    none="No findings",
 )
 
 

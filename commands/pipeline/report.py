@@ -10,7 +10,7 @@ from ..entrylog.garbage import ThresholdOptions, thresholds_of
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import ScanFilter
-from ..kit.texts import size_text
+from ..kit.texts import counted, size_text
 from .common import (
     Places,
     SparkOptions,
@@ -86,17 +86,18 @@ def report(
         # The files are read once, and after the metadata, which integrity reads first.
         held = held_entries(session, bookies, None, None).persist()
         checked = IntegrityResult(session, bookies, everything, connection, held=held)
-        counted = InventoryResult(session, bookies, everything, connection, held=held)
+        sized = InventoryResult(session, bookies, everything, connection, held=held)
         wasted = GarbageResult(session, bookies, connection, limits)
         audited = JournalAuditResult(session, bookies, everything, connection, held=held)
-        inventory = counted.totals(InventoryBy.BOOKIE).collect()
+        inventory = sized.totals(InventoryBy.BOOKIE).collect()
         sums = sums_of(inventory)
-        results = (counted, checked, wasted, audited)
+        results = (sized, checked, wasted, audited)
         sections = [section for result in results for section in result.sections()] if saves else []
         parts = [
             _Part(
-                "inventory", len(counted.damages),
-                f"{size_text(sums.of('size'))} in {sums.of('entryCount'):,} entries on {len(bookies):,} bookies",
+                "inventory", len(sized.damages),
+                f"{size_text(sums.of('size'))} in {sums.of('entryCount'):,} entries on "
+                f"{counted(len(bookies), 'bookie', 'bookies')}",
             ),
             _Part("integrity", checked.result.findings.count(), "; ".join(checked.notes())),
             _Part("garbage", len(wasted.problems()), wasted.summary()),

@@ -27,11 +27,11 @@ _STREAMS: Final = ("bookkeeper.entrylog", "bookkeeper.journal", "bookkeeper.inde
 
 
 @contextmanager
-def local_session(progress: Callable[[int, int], None] = lambda done, known: None) -> Iterator[LocalSession]:
+def local_session(progress: Callable[[int], None] = lambda done: None) -> Iterator[LocalSession]:
     """Yield a session for jobs, which use its functions of columns inside the block.
 
-    `progress` gets the number of finished and of all parts of the source that is read. Raises BkctlError if DuckDB or
-    PyArrow is not installed.
+    `progress` gets the number of parts of sources that were read. Raises BkctlError if DuckDB or PyArrow is not
+    installed.
     """
     try:
         import duckdb  # noqa: F401
@@ -55,14 +55,19 @@ class LocalSession(LocalDatabase):
 
     sparkContext = SimpleNamespace(defaultParallelism=1)
 
-    def __init__(self, directory: Path, progress: Callable[[int, int], None]) -> None:
+    def __init__(self, directory: Path, progress: Callable[[int], None]) -> None:
         super().__init__(directory)
         self._progress = progress
+        self._parts_read = 0
+
+    def _part_read(self) -> None:
+        self._parts_read += 1
+        self._progress(self._parts_read)
 
     @property
     def read(self) -> LocalReader:
         """Return a reader of sources."""
-        return LocalReader(self, self._progress)
+        return LocalReader(self, self._part_read)
 
     def createDataFrame(self, rows: Any, schema: str) -> Frame:
         """Return an Arrow table, or no rows, as a frame."""
@@ -84,8 +89,8 @@ class LocalSession(LocalDatabase):
 class LocalReader:
     """Reads one of bkctl's sources with options."""
 
-    def __init__(self, database: LocalDatabase, progress: Callable[[int, int], None]) -> None:
-        self._database, self._progress = database, progress
+    def __init__(self, database: LocalDatabase, part_read: Callable[[], None]) -> None:
+        self._database, self._part_read = database, part_read
         self._name = ""
         self._options: dict[str, str] = {}
 
@@ -111,11 +116,9 @@ class LocalReader:
 
         def batches() -> Iterator[pa.RecordBatch]:
             reader = source.reader(schema)
-            parts = reader.partitions()
-            for number, part in enumerate(parts):
-                self._progress(number, len(parts))
+            for part in reader.partitions():
                 yield from reader.read(part)
-            self._progress(len(parts), len(parts))
+                self._part_read()
 
         return self._database.frame_of(arrow_schema_of(schema), batches, is_stream=self._name in _STREAMS)
 
