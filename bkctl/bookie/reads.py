@@ -41,6 +41,8 @@ READ_THREADS: Final = 4
 #: A batch read counts this much for the response itself, and 4 bytes an entry. Source: BatchedReadEntryProcessor.
 BATCH_READ_OVERHEAD_BYTES: Final = 36
 BATCH_READ_COUNT_MAX: Final = 10_000
+#: Entries of a batch read that are looked up together.
+BATCH_PART_ENTRIES_MAX: Final = 256
 #: A part of a run of reads ends with the entry that brings it to this size: then other requests have their turn.
 RUN_BYTES_MAX: Final = 1 << 20
 #: Reads that begin at most this many entries behind a run that a thread is reading wait for it, and find what it read
@@ -94,8 +96,7 @@ class EntryFetcher:
             absent()
             return
         if body is not None and not respond.is_congested:
-            self._metrics.reads_from_memory += 1
-            self._metrics.read_bytes += len(body)
+            self.count_from_memory((body,))
             take(body)
         else:
             self.in_thread(functools.partial(self._storage.read, handle, entry_id), request, respond, take, absent)
@@ -106,7 +107,7 @@ class EntryFetcher:
             respond.refuse(reads, Status.EIO)  # takes them out of flight
             return
         needs_lac = respond.carries_lac and not handle.lac_is_known and not handle.unknown
-        storage, metrics = self._storage, self._metrics
+        storage = self._storage
         if max(reads.entry_ids) > handle.last_entry:
             reads = self._refuse_absent(handle, reads, respond)
         while reads.entry_ids and not needs_lac and not respond.is_congested:
@@ -119,13 +120,17 @@ class EntryFetcher:
                 unread = part.part(missing)
                 part = part.part([number for number, body in enumerate(found) if body is not None])
             if bodies:
-                metrics.reads_from_memory += len(bodies)
-                metrics.read_bytes += sum(map(len, bodies))
+                self.count_from_memory(bodies)
                 respond.answer(part, bodies, handle.lac if handle.lac_is_known else None)
             if missing and not self._follows(handle, unread, respond):
                 self._run_in_thread(handle, unread, respond)
         if reads.entry_ids:
             self._run_in_thread(handle, reads, respond)
+
+    def count_from_memory(self, bodies: Sequence[Buffer]) -> None:
+        """Count entries that were read without a thread."""
+        self._metrics.reads_from_memory += len(bodies)
+        self._metrics.read_bytes += sum(map(len, bodies))
 
     def _follows(self, handle: LedgerHandle, reads: ReadRun, respond: ReadRunResponder) -> bool:
         """Return whether a run that a thread is reading now may read these ahead: they wait for its end then."""
@@ -455,33 +460,70 @@ class ReadHandler:
         first = self._entry_id(handle, request.entry_id)
         size_max = min(request.max_size, self._state.config.max_batch_read_size)
         count_max = min(request.max_count, BATCH_READ_COUNT_MAX) if request.max_count > 0 else BATCH_READ_COUNT_MAX
+        count_max = max(1, min(count_max, handle.last_entry - first + 1))
+
+        def answer(bodies: tuple[Buffer, ...]) -> None:
+            respond(BatchReadResponse(_EOK, request.ledger, request.entry_id, request.request_id, bodies))
+
+        if not respond.is_congested:
+            part = range(first, first + min(count_max, BATCH_PART_ENTRIES_MAX))
+            batch = _Batch(size_max, count_max)
+            if batch.take(self._storage.find_all(handle, part, min(batch.room, RUN_BYTES_MAX))) and batch.is_full:
+                self._reader.count_from_memory(batch.bodies)
+                answer(tuple(batch.bodies))
+                return
         self._reader.in_thread(
-            functools.partial(self._gather, handle, first, size_max, count_max),
-            request,
-            respond,
-            lambda bodies: respond(
-                BatchReadResponse(_EOK, request.ledger, request.entry_id, request.request_id, bodies)
-            ),
+            functools.partial(self._gather, handle, first, _Batch(size_max, count_max)), request, respond, answer
         )
 
-    def _gather(self, handle: LedgerHandle, first: int, size_max: int, count_max: int) -> tuple[Buffer, ...]:
-        """Return entries from `first` on, up to a count and a size, and at least one.
+    def _gather(self, handle: LedgerHandle, first: int, batch: _Batch) -> tuple[Buffer, ...]:
+        """Return the entries of `batch`, from `first` on and at least one; raise the first one's error."""
+        while not batch.is_full:
+            begin = first + len(batch.bodies)
+            part = range(begin, begin + min(batch.count_max - len(batch.bodies), BATCH_PART_ENTRIES_MAX))
+            found = self._storage.read_all(handle, part, min(batch.room, RUN_BYTES_MAX))
+            if not batch.take([None if isinstance(body, Exception) else body for body in found]):
+                if not batch.bodies and isinstance(found[0], Exception):
+                    raise found[0]
+                break
+        return tuple(batch.bodies)
 
-        The size of the first one stands for the others'. Source: BatchedReadEntryProcessor.
-        """
-        bodies: list[Buffer] = []
-        size = BATCH_READ_OVERHEAD_BYTES
-        while len(bodies) < count_max:
-            try:
-                body = self._storage.read(handle, first + len(bodies))
-            except (OSError, BkctlError):
-                if not bodies:
-                    raise
-                break
-            size += len(body) + 4
-            if not bodies:
-                count_max = min(count_max, 1 + max(0, size_max - size) // (len(body) + 4))
-            elif size > size_max:
-                break
-            bodies.append(body)
-        return tuple(bodies)
+
+class _Batch:
+    """Entries for the answer to one batch read, up to a count and a size in bytes, and at least one.
+
+    The size of the first one stands for the others'. Source: BatchedReadEntryProcessor.
+    """
+
+    def __init__(self, size_max: int, count_max: int) -> None:
+        self.bodies: list[Buffer] = []
+        self.count_max = count_max
+        self._size_max = size_max
+        self._size = BATCH_READ_OVERHEAD_BYTES
+        self._is_over = False
+
+    @property
+    def is_full(self) -> bool:
+        """True if the next entry has no place."""
+        return self._is_over or len(self.bodies) >= self.count_max
+
+    @property
+    def room(self) -> int:
+        """The bytes that are left, at least 1."""
+        return max(1, self._size_max - self._size)
+
+    def take(self, found: Sequence[Buffer | None]) -> bool:
+        """Append entries until the batch is full; return False at the first None."""
+        for body in found:
+            if self.is_full:
+                return True
+            if body is None:
+                return False
+            self._size += len(body) + 4
+            if not self.bodies:
+                self.count_max = min(self.count_max, 1 + max(0, self._size_max - self._size) // (len(body) + 4))
+            elif self._size > self._size_max:
+                self._is_over = True
+                return True
+            self.bodies.append(body)
+        return True

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from support.served_bookies import PLAIN, SCOPED, add, config_for, connected, digests, on_a_bookie, serving, statuses
+from support.servers import DB, INTERLEAVED, SORTED
 
 from bkctl.bookie.bookie import Bookie
 from bkctl.bookie.cookies import CookieMismatch
@@ -327,6 +328,39 @@ def test_batch_read_keeps_count_and_size(tmp_path: Path, cluster: Cluster) -> No
         assert status is Status.ENOENTRY
 
     on_a_bookie(tmp_path, cluster, body, Protocol.V2)
+
+
+@pytest.mark.parametrize("storage", [SORTED, INTERLEAVED, DB], ids=["sorted", "interleaved", "db"])
+def test_batch_read_of_entries_in_memory_and_in_files_cuts_where_apaches_does(
+    tmp_path: Path, cluster: Cluster, storage: str
+) -> None:
+    by = digests(PLAIN)
+    payloads = [bytes(1 + 37 * entry_id % 900) for entry_id in range(700)]
+    bodies = [by.seal(entry_id, -1, 0, payload) + payload for entry_id, payload in enumerate(payloads)]
+
+    def expected(first: int, count: int, size_max: int) -> int:
+        """Return how many entries BatchedReadEntryProcessor answers with."""
+        size = 36 + len(bodies[first]) + 4
+        count = min(count, 700 - first, 1 + max(0, size_max - size) // (len(bodies[first]) + 4))
+        found = 1
+        while found < count and (size := size + len(bodies[first + found]) + 4) <= size_max:
+            found += 1
+        return found
+
+    async def body(bookie: Bookie, connection: BookieConnection) -> None:
+        for half in range(0, 700, 350):
+            adds = [AddRequest(PLAIN, number, by.master_key, bodies[number]) for number in range(half, half + 350)]
+            assert set(await statuses(connection, *adds)) == {Status.EOK}
+            for first in (0, 3, 298, 340, 349, 360, 699):
+                for count, size_max in ((1, 1 << 20), (100, 1 << 20), (700, 1 << 20), (700, 9000), (300, 100_000)):
+                    if first >= half + 350:
+                        continue
+                    response = await connection.send(BatchReadRequest(PLAIN, first, 1, count, size_max))
+                    wanted = min(expected(first, count, size_max), half + 350 - first)
+                    assert [bytes(each) for each in response.bodies] == bodies[first : first + wanted]
+            await bookie.checkpoint()
+
+    on_a_bookie(tmp_path, cluster, body, Protocol.V2, ledger_storage_class=storage)
 
 
 def test_restart_after_stop_or_kill_restores_every_ledger(tmp_path: Path, cluster: Cluster) -> None:
