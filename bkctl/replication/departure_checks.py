@@ -125,6 +125,9 @@ class DepartureChecks:
             if bookie_id not in self.mover.leaving
         )
         where = f"; its other replicas were on {', '.join(others)}" if others else "; it has no other replicas"
+        where += self.mover.silent_text(
+            dict.fromkeys(bookie_id for fragment in held.fragments for bookie_id in fragment.ensemble)
+        )
         result, advice = (
             (StepResult.SKIPPED, None) if self.skip_unrecoverable else (StepResult.BLOCKED, UNRECOVERABLE_ADVICE)
         )
