@@ -72,7 +72,7 @@ async def test_move_empties_lost_bookie_in_every_scope(fake_cluster):
         on_it = {each for each in ledgers if "b0" in named(cluster, each)}
         found = plan(cluster, "b0")
         assert set(found.ledgers) == on_it
-        assert found.ledgers == sorted(found.ledgers)
+        assert list(found.ledgers) == sorted(found.ledgers)
         assert (found.crowded, found.damaged, found.open_count) == ({}, {}, 0)
         moved, mover = await move(cluster, client, "b0")
         assert {each.outcome for each in moved.values()} == {MoveOutcome.MOVED}
