@@ -94,6 +94,7 @@ JOBS: dict[str, Job] = {
     "list-id": Job(("ledger", "list", "--all-scopes", "-o", "id")),
     "list-ndjson": Job(("ledger", "list", "--all-scopes", "-o", "ndjson")),
     "list-filter": Job(("ledger", "list", "--all-scopes", "--state", "OPEN", "--bookie", BOOKIES[5], "-o", "ndjson")),
+    "list-sort": Job(("ledger", "list", "--all-scopes", "--sort=-length", "-o", "ndjson")),
     "check": Job(("metadata", "check")),
     "scopes": Job(("metadata", "scopes", "-o", "ndjson")),
     "export": Job(("metadata", "export", "-f", "{directory}/export", "--overwrite")),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Set
 from itertools import repeat
 from typing import Final, NamedTuple
 
@@ -135,6 +137,40 @@ class LedgerId(_LedgerIdFields):
 def ledger_ids(scope_id: int, numbers: Iterable[int]) -> list[LedgerId]:
     """Return the ledgers of one scope with these ids. Ids are not checked, since listings have millions of them."""
     return list(map(tuple.__new__, repeat(LedgerId), zip(repeat(scope_id), numbers)))
+
+
+class LedgerIdSet(Set[LedgerId]):
+    """A set of ledger ids in ascending order, in 16 bytes each."""
+
+    def __init__(self, ids: Iterable[LedgerId] = ()) -> None:
+        #: Scope and ledger id of each.
+        self._halves = array("Q")
+        for ledger in ids:
+            self.add(ledger)
+
+    def add(self, ledger: LedgerId) -> None:
+        """Add an id, fastest if it is among the greatest."""
+        if not self or self[-1] < ledger:
+            self._halves.extend(ledger)
+        elif ledger not in self:
+            at = 2 * bisect_left(self, ledger)
+            self._halves[at:at] = array("Q", ledger)
+
+    def __len__(self) -> int:
+        return len(self._halves) // 2
+
+    def __iter__(self) -> Iterator[LedgerId]:
+        halves = iter(self._halves)
+        return map(LedgerId, halves, halves)
+
+    def __contains__(self, ledger: object) -> bool:
+        at = bisect_left(self, ledger) if isinstance(ledger, LedgerId) else len(self)
+        return at < len(self) and self[at] == ledger
+
+    def __getitem__(self, index: int) -> LedgerId:
+        """Return the id at `index` in ascending order; negative from the end."""
+        at = 2 * range(len(self))[index]
+        return LedgerId(self._halves[at], self._halves[at + 1])
 
 
 def _parse_qualified(text: str) -> LedgerId | None:

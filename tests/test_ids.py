@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 import uuid
 
 import pytest
@@ -12,6 +13,7 @@ from bkctl.errors import UsageError
 from bkctl.ids import (
     U64_MAX,
     LedgerId,
+    LedgerIdSet,
     check_bookie_id,
     ledger_ids,
     parse_scope_id,
@@ -158,3 +160,30 @@ def test_many_ids_of_a_scope_are_the_same_as_each_made_alone() -> None:
     assert {type(ledger) for ledger in made} == {LedgerId}
     assert made[1].qualified_name == "00000000000000070000000000000001"
     assert ledger_ids(7, []) == []
+
+
+@given(st.lists(st.builds(LedgerId, u64 | st.integers(0, 3), u64 | st.integers(0, 3))), st.builds(LedgerId, u64, u64))
+def test_id_sets_are_sets_in_ascending_order(ids: list[LedgerId], other: LedgerId) -> None:
+    found = LedgerIdSet(ids)
+    assert list(found) == sorted(set(ids))
+    assert found == set(ids)
+    assert len(found) == len(set(ids))
+    assert all(ledger in found for ledger in ids)
+    assert (other in found) == (other in ids)
+    assert "x" not in found
+    assert [found[index] for index in range(-len(found), len(found))] == sorted(set(ids)) * 2
+    assert {type(each) for each in found} <= {LedgerId}
+    with pytest.raises(IndexError):
+        found[len(found)]
+
+
+def test_id_sets_take_16_bytes_an_id() -> None:
+    count = 50_000
+    tracemalloc.start()
+    try:
+        found = LedgerIdSet(LedgerId(U64_MAX - count + number, U64_MAX) for number in range(count))
+        size_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(found) == count
+    assert size_bytes < 20 * count

@@ -338,6 +338,18 @@ def _from_message(message: LedgerMetadataFormat, version: int, at: str) -> Ledge
     )
 
 
+def parse_custom_metadata(data: bytes) -> dict[str, bytes]:
+    """Return the custom metadata in fields `customMetadata` of a LedgerMetadataFormat. Raises Corrupt."""
+    message = _metadata_format()()
+    try:
+        message.ParseFromString(data)
+        custom_metadata = {item.key: item.value for item in message.customMetadata}
+        "".join(custom_metadata)
+    except (_decode_error(), UnicodeDecodeError, TypeError) as error:
+        raise Corrupt("Ledger metadata has malformed custom metadata") from error
+    return custom_metadata
+
+
 @dataclass(frozen=True, slots=True)
 class Cookie:
     """The cookie that ties a bookie's directories to its id: `VERSION` in each directory, a node in the store.

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any, Final
 
-from bkctl.formats.metadata import Fragment
+from bkctl.errors import Corrupt
+from bkctl.formats.metadata import Fragment, parse_custom_metadata
 from bkctl.formats.pulsar import read_message_id
 from bkctl.ids import LedgerId
 from bkctl.metadata.ledgers import VersionedMetadata
 from bkctl.metadata.pulsar_topics import topic_of
+from bkctl.metadata.store import Versioned
+
+#: Version of `_ledger_json` that fits; a module that was built from other sources is not used.
+COMPILED_API: Final = 1
+try:
+    from bkctl.metadata import _ledger_json as compiled
+except ImportError:  # installed without a compiler
+    compiled = None  # type: ignore[assignment]
+else:
+    if getattr(compiled, "API", None) != COMPILED_API:
+        compiled = None  # type: ignore[assignment]
 
 _DAY_MS: Final = 86_400_000
 #: Custom metadata that Pulsar writes as text, by its key without the prefix. Source: Pulsar's LedgerMetadataUtils.
@@ -51,6 +64,34 @@ def ledger_object(ledger: LedgerId, found: VersionedMetadata, show_secrets: bool
     if show_secrets:
         value["password"] = None if metadata.password is None else _base64(metadata.password)
     return value
+
+
+def ledger_line(ledger: LedgerId, found: VersionedMetadata) -> str:
+    """Return the JSON object of a ledger as a line of text."""
+    return _json(ledger_object(ledger, found)) + "\n"
+
+
+def usual_lines(found: list[tuple[LedgerId, Versioned[bytes] | None]], begin: int) -> tuple[str, int]:
+    """Return the lines of the ledgers from index `begin` of `found` on, and the index of the first one without a line.
+
+    A ledger that is deleted, or whose metadata is not in the usual form, gets none: see `ledger_line`.
+    """
+    return ("", begin) if compiled is None else compiled.lines(found, begin, _custom_texts)
+
+
+@lru_cache(maxsize=1024)  # Topics have many ledgers.
+def _custom_texts(fields: bytes) -> tuple[str, str] | None:
+    """Return the JSON of `customMetadata`, and `,"pulsar":…` or ""; None for malformed fields."""
+    try:
+        custom = parse_custom_metadata(fields)
+    except Corrupt:
+        return None
+    pulsar = pulsar_object(custom)
+    return _json(custom_object(custom)), f',"pulsar":{_json(pulsar)}' if pulsar else ""
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
 
 
 def custom_object(custom: Mapping[str, bytes]) -> dict[str, str]:

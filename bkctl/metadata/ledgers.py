@@ -365,6 +365,10 @@ class LedgerManager(ABC):
         for found in self.store.get_many(paths()):
             yield waiting.popleft(), found
 
+    def parse(self, ledger: LedgerId, value: Versioned[bytes]) -> VersionedMetadata:
+        """Return the metadata in a value of `values`. Raises Corrupt or Unsupported for bad bytes."""
+        return self._decode(ledger, self.path(ledger), value)
+
     def restore(self, ledger: LedgerId, value: bytes, expected: int) -> int:
         """Write the bytes of a ledger's metadata unchanged, as a new node (NEW) or in place of version `expected`.
 

@@ -121,6 +121,11 @@ class BookieMover:
         """Return the entries that no bookie of `up` has, as `LostEntryFinder.find`."""
         return await self._lost_entries.find(held, up)
 
+    def silent_text(self, bookie_ids: Iterable[str]) -> str:
+        """Return `; BOOKIE gives no answer` for bookies of `bookie_ids` that are not asked any more, "" for none."""
+        silent = self._lost_entries.silent(bookie_ids)
+        return f"; {', '.join(silent)} {'gives' if len(silent) == 1 else 'give'} no answer" if silent else ""
+
     async def planned(
         self, ids: Iterable[LedgerId] | None = None
     ) -> AsyncGenerator[PlannedFragment | LedgerMove, None]:
@@ -147,7 +152,7 @@ class BookieMover:
     async def _planned(self, held: HeldLedger, up: Collection[str]) -> list[PlannedFragment | LedgerMove]:
         closes = held.grows and self._fence
         try:
-            check = await self._checker.on_bookies(held.ledger, self.leaving, held.found)
+            check = await self._checker.on_bookies(held.ledger, self.leaving, held.found, asks=False)
             unreadable = await self.unreadable(held, up)
         except BkctlError as error:
             return [LedgerMove(held.ledger, MoveOutcome.FAILED, held.metadata.state, problem=error.message)]
@@ -159,7 +164,7 @@ class BookieMover:
                 continue
             targets: dict[int, str] = {}
             spans = unreadable.get(fragment.first_entry_id, ())
-            problem = f"No bookie has {spans_text(spans)}" if spans else None
+            problem = f"No bookie has {spans_text(spans)}{self.silent_text(fragment.ensemble)}" if spans else None
             try:
                 if (found := checked.get(fragment.first_entry_id)) is not None:
                     targets = await self._replicator.targets(found, exclude=self.leaving)

@@ -159,18 +159,26 @@ class LedgerChecker:
         return replace(alone, first_entry_id=fragment.first_entry_id, faults=faults)
 
     async def on_bookies(
-        self, ledger: LedgerId, bookies: Collection[str], found: VersionedMetadata | None = None
+        self,
+        ledger: LedgerId,
+        bookies: Collection[str],
+        found: VersionedMetadata | None = None,
+        *,
+        asks: bool = True,
     ) -> LedgerCheck:
         """Return every fragment that has one of `bookies` in its ensemble, with these as its faults; read no entry.
 
-        This serves bookies that are lost or leave, whatever they still hold. Raise as `check`.
+        This serves bookies that are lost or leave, whatever they still hold. With `asks` False, the bookies are not
+        asked for the last add confirmed of an open ledger, which stays −1. Raise as `check`.
         Source: BookKeeperAdmin.recoverLedger.
         """
         access, _ = await self._open(ledger, found, ())
         if not any(bookie_id in bookies for fragment in access.metadata.ensembles for bookie_id in fragment.bookies):
             last_entry_id = access.metadata.last_entry_id if access.metadata.is_closed else INVALID_ENTRY_ID
             return LedgerCheck(ledger, access.versioned, last_entry_id, ())
-        confirmed, problem = await _last_add_confirmed(access)
+        confirmed, problem = INVALID_ENTRY_ID, None
+        if asks or access.metadata.is_closed:
+            confirmed, problem = await _last_add_confirmed(access)
         bad = []
         for fragment in fragments_of(access, confirmed):
             faults = tuple(

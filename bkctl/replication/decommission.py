@@ -7,7 +7,7 @@ obstacles, and never deletes a cookie while the bookie has entries left.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Collection
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable
 from typing import TYPE_CHECKING
 
 from bkctl.client.bookies import in_thread
@@ -115,7 +115,7 @@ class Decommission:
         """
         await self._check_stopped()
         await self._mark()
-        ids = list(self._plan.ledgers)
+        ids: Iterable[LedgerId] = self._plan.ledgers
         for _ in range(PASS_COUNT_MAX):
             is_blocked = False
             async with contextlib.aclosing(self.mover.move(ids)) as moves:
@@ -156,7 +156,7 @@ class Decommission:
             )
 
     async def _auditor(self) -> Step:
-        kinds = {bool(scope) for scope in self._plan.scopes} or {False}
+        kinds = self._plan.kinds or {False}
         missing = [
             "the other scopes" if scoped else "scope 0"
             for scoped in sorted(kinds)

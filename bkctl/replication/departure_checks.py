@@ -43,9 +43,8 @@ class DepartureChecks:
         registered = await self.mover.registered()
         writable = Replacements(registered, self.mover.leaving).writable
         scoped_count = sum(bookie.ledger_scopes for bookie in writable)
-        with_scopes = any(plan.scopes[scope] for scope in plan.scopes if scope)
         text = f"{bookies_text(len(writable))} writable"
-        if with_scopes:
+        if True in plan.kinds:
             text += f", {scoped_count:,} of them for ledger scopes"
         if plan.crowded:
             text += f"; not enough for {ledgers_text(len(plan.crowded))}"
@@ -75,8 +74,8 @@ class DepartureChecks:
     def _summary(self, blocked_count: int) -> Step:
         plan = self.plan
         text = f"{ledgers_text(len(plan.ledgers))} to move"
-        if len(plan.scopes) > 1:
-            text += f", in {len(plan.scopes):,} scopes"
+        if plan.scope_count > 1:
+            text += f", in {plan.scope_count:,} scopes"
         if plan.open_count:
             text += f", {plan.open_count:,} not closed"
         if blocked_count:
@@ -125,6 +124,9 @@ class DepartureChecks:
             if bookie_id not in self.mover.leaving
         )
         where = f"; its other replicas were on {', '.join(others)}" if others else "; it has no other replicas"
+        where += self.mover.silent_text(
+            dict.fromkeys(bookie_id for fragment in held.fragments for bookie_id in fragment.ensemble)
+        )
         result, advice = (
             (StepResult.SKIPPED, None) if self.skip_unrecoverable else (StepResult.BLOCKED, UNRECOVERABLE_ADVICE)
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import TYPE_CHECKING, Final
 
 from bkctl.client.bookies import in_thread
@@ -26,6 +26,7 @@ from bkctl.replication.move_plan import MovePlan
 
 if TYPE_CHECKING:
     from bkctl.client.ledger import BookKeeper
+    from bkctl.ids import LedgerId
     from bkctl.metadata.cluster import RegisteredBookie
     from bkctl.pace import Pace
 
@@ -88,7 +89,7 @@ class Drain:
 
     async def run(self) -> AsyncGenerator[Step, None]:
         """Move all that is on the bookie; yield a step for each ledger, and one for the ledgers left."""
-        ids = self._plan.ledgers
+        ids: Iterable[LedgerId] = self._plan.ledgers
         for _ in range(PASS_COUNT_MAX):
             is_blocked = False
             async with contextlib.aclosing(self.mover.move(ids)) as moves:

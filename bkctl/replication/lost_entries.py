@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Container, Mapping
+import time
+from collections.abc import Collection, Container, Iterable, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from bkctl.client.bookies import in_thread
 from bkctl.client.ensemble import RoundRobinDistributionSchedule
-from bkctl.errors import BkctlError, BookieUnavailable
+from bkctl.errors import BkctlError, BookieUnavailable, TimedOut, Unreachable
 from bkctl.replication.fragments import UNREADABLE_NAMED_MAX, EntrySpan, LedgerFragment
 from bkctl.replication.holdings import HeldFragment, HeldLedger
+from bkctl.replication.replica_reads import MUTE_S
 
 if TYPE_CHECKING:
     from bkctl.client.ledger import BookKeeper
@@ -23,11 +25,22 @@ _READ_COUNT: Final = 500
 
 
 class LostEntryFinder:
-    """Asks bookies which entries of a ledger they have."""
+    """Asks bookies which entries of a ledger they have.
+
+    A bookie that leaves all reads of a ledger without an answer counts as one without entries for the next minutes, so
+    that its other ledgers do not wait for it, too; `silent` names such bookies.
+    """
 
     def __init__(self, bookkeeper: BookKeeper, replicas: ReplicaReader) -> None:
         self._bookkeeper = bookkeeper
         self._replicas = replicas
+        #: Bookies that gave no answer, and the monotonic time from which they are asked again.
+        self._silent_until: dict[str, float] = {}
+
+    def silent(self, bookie_ids: Iterable[str]) -> list[str]:
+        """Return the bookies of `bookie_ids` that are not asked at present, because they gave no answer."""
+        now = time.monotonic()
+        return [bookie_id for bookie_id in bookie_ids if self._silent_until.get(bookie_id, 0.0) > now]
 
     async def find(self, held: HeldLedger, up: Collection[str]) -> dict[int, tuple[EntrySpan, ...]]:
         """Return the entries that the leaving bookies should hold and no bookie of `up` has, by fragment's first entry.
@@ -37,6 +50,8 @@ class LostEntryFinder:
         """
         access = self._bookkeeper.access(held.ledger, held.found)
         bookies = sorted({bookie for fragment in held.fragments for bookie in fragment.ensemble if bookie in up})
+        for bookie_id in self.silent(bookies):
+            bookies.remove(bookie_id)
         lists = await asyncio.gather(*(self._listed(access, bookie_id) for bookie_id in bookies))
         listed = dict(zip(bookies, lists, strict=True))
         found = {}
@@ -77,17 +92,31 @@ class LostEntryFinder:
         ends = fragment.first_and_last_of(index)
         if ends is None:
             return ()
-        channel = access.pool.channel(held.ensemble[index])
-        if not any(await asyncio.gather(*(self._replicas.read(access, channel, end) for end in set(ends)))):
+        bookie_id = held.ensemble[index]
+        if not any(await self._errors(access, bookie_id, set(ends))):
             return range(ends[0], ends[1] + 1)
         present: set[int] = set()
         entries = fragment.entries_of(index)
-        while batch := list(islice(entries, _READ_COUNT)):
-            errors = await asyncio.gather(*(self._replicas.read(access, channel, entry_id) for entry_id in batch))
+        while not self.silent([bookie_id]) and (batch := list(islice(entries, _READ_COUNT))):
+            errors = await self._errors(access, bookie_id, batch)
             present.update(entry_id for entry_id, error in zip(batch, errors, strict=True) if error is None)
             if any(isinstance(error, BookieUnavailable) for error in errors):
                 break
         return present
+
+    async def _errors(
+        self, access: LedgerAccess, bookie_id: str, entry_ids: Collection[int]
+    ) -> list[BkctlError | None]:
+        """Read entries from the bookie; return the error of each, or None. Note whether the bookie gives no answer."""
+        channel = access.pool.channel(bookie_id)
+        suspect_until = channel.suspect_until
+        errors = await asyncio.gather(*(self._replicas.read(access, channel, entry_id) for entry_id in entry_ids))
+        if all(isinstance(error, Unreachable) for error in errors):
+            # A bookie that only lacks ledger scopes is connected, and answers for other ledgers.
+            has_failed_to_connect = channel.suspect_until > suspect_until
+            if has_failed_to_connect or any(isinstance(error, TimedOut) for error in errors):
+                self._silent_until[bookie_id] = time.monotonic() + MUTE_S
+        return errors
 
 
 def _lost(held: HeldLedger, fragment: HeldFragment, present: Mapping[str, Container[int]]) -> tuple[EntrySpan, ...]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from bkctl.errors import Conflict, Corrupt, Unsupported
-from bkctl.ids import LedgerId
+from bkctl.ids import LedgerId, LedgerIdSet
 
 FORMAT: Final = "bkctl-recovery"
 VERSION: Final = 1
@@ -42,7 +42,7 @@ class ResumeFile:
         """
         self.path = path
         #: Ledgers that earlier runs finished, and the entries and bytes that those copied.
-        self.done: set[LedgerId] = set()
+        self.done = LedgerIdSet()
         self.entry_count = 0
         self.size_bytes = 0
         self._synced = time.monotonic()

@@ -88,7 +88,8 @@ def entry_spans(spans: Any) -> list[dict[str, int]] | None:
 
 def ledger_width(plan: MovePlan) -> int:
     """Return the width of the plan's ledger names in a table; the names of scoped ledgers are longer, and come last."""
-    return max((len(str(each)) for each in (*plan.ledgers[-1:], *plan.damaged)), default=0)
+    last = [plan.ledgers[-1]] if plan.ledgers else []
+    return max((len(str(each)) for each in (*last, *plan.damaged)), default=0)
 
 
 def loss_text(

@@ -228,26 +228,29 @@ def _show_plan(
     from bkctl.replication.bookie_mover import BookieMover
     from bkctl.replication.move_plan import MoveOutcome, PlannedFragment
 
-    ledgers: set[LedgerId] = set()
-    problems: set[LedgerId] = set()
+    count = problem_count = 0
 
     async def work(writer: RowWriter) -> None:
+        nonlocal count, problem_count
+        last = last_problem = None  # The fragments of a ledger come together.
         async with run.bookkeeper(cluster) as bookkeeper:
             mover = BookieMover(bookkeeper, names, skip_open=skip_open)
             async with aclosing(mover.planned(ids)) as planned:
                 async for each in planned:
                     row = _planned_row(each)
                     writer.row(row)
-                    ledgers.add(row.ledger)
+                    count += row.ledger != last
+                    last = row.ledger
                     passed_over = skip and isinstance(each, PlannedFragment) and each.unreadable
                     asked_for = not isinstance(each, PlannedFragment) and each.outcome is MoveOutcome.OPEN
                     if row.problem is not None and not passed_over and not asked_for:
-                        problems.add(row.ledger)
+                        problem_count += row.ledger != last_problem
+                        last_problem = row.ledger
 
     with run.working("Asking the bookies"), run.rows(fragment_columns(names, planned=True)) as rows:
         run.complete(work(rows))
-    run.note(f"{counted(len(ledgers), 'ledger', 'ledgers')} on {', '.join(names)}; nothing was changed")
-    run.finish_with(len(problems), "ledger could not be moved", "ledgers could not be moved")
+    run.note(f"{counted(count, 'ledger', 'ledgers')} on {', '.join(names)}; nothing was changed")
+    run.finish_with(problem_count, "ledger could not be moved", "ledgers could not be moved")
 
 
 def _recover(

@@ -224,9 +224,13 @@ class Lines(_Fields):
             joined = join_rows(pieces, columns, count)
             if joined is not None:
                 return joined
-        template = "%s".join(piece.replace("%", "%%") for piece in pieces)
-        rows = zip(*columns, strict=True) if columns else repeat((), count)
-        return "".join([template % row for row in rows])
+        return "".join(_texts(pieces, columns, count))
+
+    def of_each(self, rows: Sequence[Any]) -> list[str]:
+        """Return the text of each of `rows`, one at least."""
+        values = self.columns(map(self.values, rows))
+        pieces, fields = self._layout(values)
+        return _texts(pieces, tuple(field.texts(values[field.column.name]) for field in fields), len(rows))
 
     def _layout(self, values: Mapping[str, Sequence[Any] | Constant]) -> tuple[tuple[str, ...], list[_Field]]:
         """Return the text before, between and behind the values that differ, and the fields of these."""
@@ -244,6 +248,12 @@ class Lines(_Fields):
             pieces[-1] += self._end
             layout = self._layouts[key] = tuple(pieces), varying
         return layout
+
+
+def _texts(pieces: Sequence[str], columns: Sequence[Sequence[Any]], count: int) -> list[str]:
+    template = "%s".join(piece.replace("%", "%%") for piece in pieces)
+    rows = zip(*columns, strict=True) if columns else repeat((), count)
+    return [template % row for row in rows]
 
 
 _AROUND: Final = {
@@ -290,6 +300,10 @@ class Cells(_Fields):
         """Yield the cells of each of `rows`, one at least."""
         values = list(map(self.values, rows))
         return self.of_columns(len(values), self.columns(values))
+
+    def of_each(self, rows: Sequence[Any]) -> list[tuple[str, ...]]:
+        """Return the cells of each of `rows`, one at least."""
+        return list(self.of_rows(rows))
 
     def of_columns(self, count: int, values: Mapping[str, Sequence[Any] | Constant]) -> Iterator[tuple[str, ...]]:
         """Yield the cells of `count` rows given as columns."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from operator import itemgetter
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 from .columns import ALL, Column, Columns, Constant, Kind, Output, RowOrder, RowSelection
 from .lines import Cells, Lines, cell_text, nested_text
@@ -22,6 +22,9 @@ from .yaml import yaml_items, yaml_text
 BATCH_CHARS: Final = 1 << 20
 BATCH_ROWS: Final = 512
 FIRST_BATCH_ROWS: Final = 16
+#: Rows that --sort keeps in memory, and rows of one read of its temporary file.
+SORTED_ROWS: Final = 10_000
+_BLOCK_ROWS: Final = 64
 #: The key of a row that is kept to be sorted, where none of its columns is the key.
 _KEY: Final = "\0key"
 
@@ -144,6 +147,17 @@ class RowWriter:
         if time.monotonic() - self._pushed > PATIENCE_S:
             self._push()
 
+    def lines(self, text: str) -> None:
+        """Print rows given as lines of ndjson with all columns, in their order; only for -o ndjson and -o json."""
+        assert self._output in (Output.NDJSON, Output.JSON)
+        self._flush()
+        if self._output is Output.JSON:
+            text = ("[\n" if self._first else ",\n") + text.removesuffix("\n").replace("\n", ",\n")
+        self._first = False
+        self._write(text)
+        if time.monotonic() - self._pushed > PATIENCE_S:
+            self._push()
+
     def _is_sampling(self) -> bool:
         """Return True while the table waits for more rows to choose its widths."""
         return self._table is not None and self._table.is_sampling
@@ -154,8 +168,12 @@ class RowWriter:
             self._print(len(rows), self._fields.columns(rows))
 
     def _print(self, count: int, values: Mapping[str, Sequence[Any] | Constant]) -> None:
-        if isinstance(self._fields, Lines):
-            text = self._fields.of_columns(count, values)
+        self._put(count, self._fields.of_columns(count, values))
+
+    def _put(self, count: int, made: str | Iterable[tuple[str, ...]]) -> None:
+        """Print `count` rows as `_fields` makes them: a text, or cells of the table."""
+        if isinstance(made, str):
+            text = made
             if self._first and self._output is Output.JSON:
                 text = "[\n" + text.removeprefix(",\n")
             elif self._first and self._output is Output.CSV:
@@ -164,8 +182,7 @@ class RowWriter:
                 text = yaml_items(text)
         else:
             assert self._table is not None
-            cells = self._fields.of_columns(count, values)
-            text = "".join(self._table.add(cells, now=self._live))
+            text = "".join(self._table.add(made, now=self._live))
         self._first = False
         if text:
             self._batch_rows = min(max(BATCH_CHARS * count // len(text), 1), BATCH_ROWS)
@@ -190,11 +207,18 @@ class RowWriter:
 
 
 class SortedWriter(RowWriter):
-    """A RowWriter that keeps all rows, and prints them in order at the end."""
+    """A RowWriter that prints all rows in order at the end.
+
+    It keeps up to SORTED_ROWS rows. More are written to a temporary file as they will be printed, in sorted runs, and
+    merged at the end; with a smaller limit, the rows beyond it are dropped.
+    """
 
     def __init__(self, columns: Columns, output: Output, order: RowOrder, **settings: Any) -> None:
         self._order = order
         self._kept: list[dict[str, Any]] = []
+        self._file: BinaryIO | None = None
+        #: The blocks of each run: offset and size of a pickled list of (key, row as it is printed).
+        self._runs: list[list[tuple[int, int]]] = []
         super().__init__(columns, output, **settings)
 
     def use(self, columns: Columns) -> None:
@@ -213,15 +237,23 @@ class SortedWriter(RowWriter):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None or not issubclass(kind, ClosedOutput):
-            self._kept.sort(key=lambda row: self._order.key(self._value(row)), reverse=self._order.reverse)
-            for row in self._kept[: self._selection.limit]:
-                super().row(row)
-        super().__exit__(kind, error, trace)
+        try:
+            if kind is None or not issubclass(kind, ClosedOutput):
+                if self._runs:
+                    self._spill()
+                    self._print_merged()
+                else:
+                    self._sort()
+                    for row in self._kept[: self._selection.limit]:
+                        super().row(row)
+            super().__exit__(kind, error, trace)
+        finally:
+            if self._file is not None:
+                self._file.close()
 
     def row(self, row: Any) -> None:
         """Keep one row."""
-        self._kept.append({name: get(row) for name, get in self._getters.items()})
+        self._keep({name: get(row) for name, get in self._getters.items()})
 
     def rows(self, rows: Iterable[Any]) -> None:
         """Keep rows."""
@@ -232,7 +264,58 @@ class SortedWriter(RowWriter):
         """Keep rows given as columns."""
         for at in range(count):
             given = {name: value.value if isinstance(value, Constant) else value[at] for name, value in values.items()}
-            self._kept.append(self._constants | given)
+            self._keep(self._constants | given)
+
+    def _keep(self, row: dict[str, Any]) -> None:
+        self._kept.append(row)
+        if len(self._kept) >= SORTED_ROWS:
+            limit = self._selection.limit
+            if limit is not None and limit <= SORTED_ROWS // 2:
+                self._sort()
+                del self._kept[limit:]
+            else:
+                self._spill()
+
+    def _key(self, row: dict[str, Any]) -> tuple[Any, ...]:
+        return self._order.key(self._value(row))
+
+    def _sort(self) -> None:
+        self._kept.sort(key=self._key, reverse=self._order.reverse)
+
+    def _spill(self) -> None:
+        """Write the kept rows to the temporary file as a run."""
+        import pickle
+        from tempfile import TemporaryFile
+
+        if self._file is None:
+            self._file = TemporaryFile(prefix="bkctl-sort-")  # noqa: SIM115 (closed by __exit__)
+        self._sort()
+        kept, self._kept = self._kept, []
+        blocks = []
+        for at in range(0, len(kept), _BLOCK_ROWS):
+            rows = kept[at : at + _BLOCK_ROWS]
+            data = pickle.dumps(list(zip(map(self._key, rows), self._fields.of_each(rows), strict=True)))
+            blocks.append((self._file.tell(), len(data)))
+            self._file.write(data)
+        self._runs.append(blocks)
+
+    def _print_merged(self) -> None:
+        """Print the rows of all runs."""
+        import heapq
+
+        assert self._file is not None
+        self._file.flush()
+        merged = heapq.merge(*map(self._read_run, self._runs), key=itemgetter(0), reverse=self._order.reverse)
+        rows = islice(map(itemgetter(1), merged), self._selection.limit)
+        while batch := list(islice(rows, self._batch_rows)):
+            self._put(len(batch), "".join(batch) if isinstance(batch[0], str) else batch)
+
+    def _read_run(self, blocks: list[tuple[int, int]]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+        import pickle
+
+        assert self._file is not None
+        for offset, size in blocks:
+            yield from pickle.loads(os.pread(self._file.fileno(), size, offset))
 
 
 def open_writer(columns: Columns, output: Output, selection: RowSelection, **settings: Any) -> RowWriter:

@@ -85,7 +85,7 @@ def print_ledgers(
     """
     from itertools import islice
 
-    from bkctl.metadata.admin.overview import NO_QUERY, LedgerQuery, list_ledgers
+    from bkctl.metadata.admin.overview import NO_QUERY, LedgerQuery, list_ledger_lines, list_ledgers
     from bkctl.metadata.pulsar_topics import TopicFilter
 
     if subscription is not None and topic is None:
@@ -105,6 +105,8 @@ def print_ledgers(
     start = _first_ledger(after, scope_id)
     limit = run.limit_sorted(limit)
     prints_ids = run.output is Output.ID and run.selection == ALL
+    is_plain = watch is None and limit is None and not query.needs_metadata
+    prints_lines = run.output in (Output.NDJSON, Output.JSON) and run.selection == ALL and not sys.stdout.isatty()
     unreadable: dict[LedgerId, str] = {}
     found_count = 0
 
@@ -137,8 +139,15 @@ def print_ledgers(
     ):
         if count:
             run.watch(watch, lambda: [sum(1 for _ in look())], COUNT_COLUMNS, single=True)
-        elif prints_ids and watch is None and limit is None and not query.needs_metadata:
+        elif prints_ids and is_plain:
             _print_ids(run, cluster, scope_id, start)
+        elif prints_lines and is_plain:
+            lines = list_ledger_lines(
+                cluster, scope_id, after=start, unreadable=skip if keep_going else None, progress=activity.update
+            )
+            with run.rows(LEDGER_COLUMNS) as writer:
+                for text in lines:
+                    writer.lines(text)
         else:
             run.watch(watch, look, list_columns(run))
         if query.needs_metadata and watch is None and limit is None and sys.stdout.isatty():

@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from support.command_line import CommandLine
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo, Cookie, Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
+from bkctl.metadata import ledger_json
 from bkctl.metadata.cluster import Cluster, open_cluster
 
 from .conftest import Cli
@@ -111,6 +113,34 @@ def test_ledger_list(cli: Cli, store: Cluster) -> None:
 def test_ledger_list_filters(cli: Cli, store: Cluster, arguments: list[str], ids: str) -> None:
     assert cli("ledger", "list", "-o", "id", *arguments).out.split() == [ids]
     assert [row["ledgerId"] for row in cli("ledger", "list", "-o", "ndjson", *arguments).rows] == [ids]
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+@pytest.mark.parametrize("output", ["ndjson", "json"])
+@pytest.mark.parametrize("damaged", [None, 0, 20, 41])
+def test_ledger_list_as_lines_is_the_list_as_rows(
+    cli: Cli, store: Cluster, monkeypatch: pytest.MonkeyPatch, output: str, damaged: int | None, is_compiled: bool
+) -> None:
+    """All ledgers go from metadata to text at once, --limit takes them one by one."""
+    if not is_compiled:
+        monkeypatch.setattr(ledger_json, "compiled", None)
+    for number in range(10, 50):
+        fragments = tuple(Fragment(first, BOOKIES[: number % 3 + 1]) for first in range(number % 4 + 1))
+        sizes = (number % 3 + 1, 1, 1)
+        metadata = LedgerMetadata(
+            *sizes, DigestType.CRC32, b"", fragments, format_version=number % 3 + 1, custom_metadata={"é": b"\xff"}
+        )
+        if number % 3 == 0:
+            metadata = replace(metadata, digest_type=None, password=None, custom_metadata={})
+        store.ledgers.create(LedgerId(0, number), metadata)
+    ids = list(store.ledgers.ledgers(0))
+    if damaged is not None:
+        store.store.put(store.ledgers.path(ids[damaged]), b"BookieMetadataFormatVersion\t3\n\x05x", None)
+    for options in ((), ("--keep-going",), ("--all-scopes", "--keep-going"), ("--after", "30"), ("--after", "999")):
+        lines = cli("ledger", "list", "-o", output, *options)
+        rows = cli("ledger", "list", "-o", output, *options, "--limit", "1000")
+        assert (lines.code, lines.out, lines.err) == (rows.code, rows.out, rows.err)
+    assert not lines.rows if output == "ndjson" else lines.json == []
 
 
 def test_filtered_lists_count_what_they_read_on_a_terminal(store: Cluster, tmp_path: Path) -> None:

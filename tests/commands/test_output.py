@@ -8,6 +8,7 @@ import math
 import pkgutil
 import sys
 import time
+import tracemalloc
 from array import array
 from enum import StrEnum
 from importlib.util import module_from_spec, spec_from_file_location
@@ -332,6 +333,58 @@ def test_rows_are_sorted_by_values_with_absent_ones_last() -> None:
     names = sorted_by("ledger", "ledgerQualifiedName")
     assert [each for each in names if each] == sorted(each for each in names if each)
     assert len(sorted_by("nested", "nested")) == len(JSON_ROWS)
+
+
+@pytest.mark.parametrize("output", [each for each in Output if each is not Output.ID])
+@pytest.mark.parametrize("order", ["ledgerid", "-ledgerid", "text", "-text"])
+@pytest.mark.parametrize("limit", [None, 0, 3, 5, 70])
+def test_many_rows_are_sorted_as_few_are(
+    monkeypatch: pytest.MonkeyPatch, output: Output, order: str, limit: int | None
+) -> None:
+    """Equal rows stay in the order in which they came."""
+    selection = RowSelection(None, RowOrder.parse(order), limit)
+    rows = [*JSON_ROWS, *ROWS, *reversed(JSON_ROWS)] * 4
+    numbered = Columns(*ODD_COLUMNS.columns, Column("PLACE", "place", lambda row: next(places), Kind.INTEGER))
+    texts = []
+    for count in (10_000, 7):
+        monkeypatch.setattr("bkctl.commands.kit.output.SORTED_ROWS", count)
+        monkeypatch.setattr("bkctl.commands.kit.output._BLOCK_ROWS", 3)
+        places = iter(range(len(rows)))
+        with open_writer(numbered, output, selection, stream=(stream := io.StringIO())) as writer:
+            writer.rows(rows)
+        texts.append(stream.getvalue())
+    assert texts[0] == texts[1]
+    assert output is not Output.NDJSON or texts[0].count("\n") == (
+        len(rows) if limit is None else min(limit, len(rows))
+    )
+
+
+def test_rows_given_as_columns_are_sorted_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    columns = Columns(
+        Column("NAME", "name", "name"), Column("NUMBER", "number", "number", Kind.INTEGER),
+        Column("KIND", "kind", Constant("x")), key="name",
+    )  # fmt: skip
+    monkeypatch.setattr("bkctl.commands.kit.output.SORTED_ROWS", 1000)
+
+    def peak(block_count: int) -> int:
+        selection = RowSelection(None, RowOrder.parse("-number"))
+        seen: list[int] = []
+        stream = io.StringIO()
+        monkeypatch.setattr(stream, "write", lambda text: seen.extend(map(int, text.split())) if text else None)
+        tracemalloc.start()
+        try:
+            with open_writer(columns, Output.ID, selection, stream=stream) as writer:
+                for block in range(block_count):
+                    numbers = [number * 7919 % 1000 + 1000 * block for number in range(1000)]
+                    writer.block(1000, {"name": [f"{number:0100}" for number in numbers], "number": numbers})
+                assert seen == []
+                _, peak_bytes = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert seen == list(reversed(range(1000 * block_count)))
+        return peak_bytes
+
+    assert peak(20) < peak(4) + (1 << 18)
 
 
 def test_sorted_rows_keep_the_columns_they_came_with() -> None:

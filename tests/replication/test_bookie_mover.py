@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+from client.fakes import Fault
 
 from bkctl.errors import Conflict, LedgerNotFound
 from bkctl.formats.metadata import BookieServiceInfo, Cookie, LedgerState
@@ -16,7 +17,7 @@ from bkctl.metadata.racks import BookieRacks
 from bkctl.metadata.store import NEW
 from bkctl.metadata.underreplication import LedgerLocks, LedgerMarks
 from bkctl.pace import Pace
-from bkctl.protocol.messages import AddRequest
+from bkctl.protocol.messages import AddRequest, ListEntriesRequest
 from bkctl.replication import move_queue
 from bkctl.replication.bookie_mover import BookieMover
 from bkctl.replication.checker import LedgerChecker
@@ -71,7 +72,7 @@ async def test_move_empties_lost_bookie_in_every_scope(fake_cluster):
         on_it = {each for each in ledgers if "b0" in named(cluster, each)}
         found = plan(cluster, "b0")
         assert set(found.ledgers) == on_it
-        assert found.ledgers == sorted(found.ledgers)
+        assert list(found.ledgers) == sorted(found.ledgers)
         assert (found.crowded, found.damaged, found.open_count) == ({}, {}, 0)
         moved, mover = await move(cluster, client, "b0")
         assert {each.outcome for each in moved.values()} == {MoveOutcome.MOVED}
@@ -161,6 +162,57 @@ async def test_move_names_lost_entries_and_moves_the_rest(fake_cluster):
         assert moved[good.ledger].outcome is MoveOutcome.MOVED
         assert await is_whole(client, good.ledger)
         assert {ledger for ledger, _ in await mover.left()} == {bad.ledger, single.ledger}
+
+
+@pytest.mark.parametrize("silence", ["no answers", "no connections"])
+@pytest.mark.parametrize("scope_id", [0, 7])
+async def test_planned_asks_silent_bookies_for_few_of_their_ledgers(fake_cluster, monkeypatch, scope_id, silence):
+    """Each entry of each ledger had a time-out of its own, and each open ledger one for its last add confirmed."""
+    monkeypatch.setattr("bkctl.replication.bookie_mover.PROBES_AT_ONCE", 4)
+    monkeypatch.setattr("bkctl.replication.replica_reads.LIST_TIMEOUT_S", 0.3)
+    ledgers = {}
+    async with fake_cluster(4) as cluster:
+        async with cluster.client(only=["b0", "b1", "b2"]) as writing:
+            for number in range(24):
+                writer = await write(writing, 6, close=number % 3 > 0, scope_id=scope_id)
+                ledgers[writer.ledger] = number % 3 > 0
+        await lose(cluster, "b0")
+        for name in ("b1", "b2"):
+            bookie = cluster.bookie(name)
+            bookie.received.clear()
+            bookie.fault = lambda request: Fault.SILENCE
+            if silence == "no connections":
+                await bookie.stop()
+        async with cluster.client(timeout_s=0.5) as client:
+            planned = [each async for each in BookieMover(client, ["b0"]).planned()]
+        for name in ("b1", "b2"):
+            # Of the ledgers in work at once: a list, two reads; and a probe for scopes.
+            assert len(cluster.bookie(name).received) <= 4 * 3 + 1
+    assert {each.held.ledger for each in planned} == set(ledgers)
+    closed = [each for each in planned if ledgers[each.held.ledger]]
+    assert all(each.problem.startswith("No bookie has entries ") for each in closed)
+    if scope_id == 0 and silence == "no answers":
+        assert closed[-1].problem.endswith("; b1, b2 give no answer")
+
+
+async def test_planned_asks_a_bookie_on_that_fails_single_entries(fake_cluster, monkeypatch):
+    monkeypatch.setattr("bkctl.replication.replica_reads.LIST_TIMEOUT_S", 0.3)
+    async with fake_cluster(4, scopes=False) as cluster:
+        async with cluster.client(only=["b0", "b1", "b2"]) as writing:
+            ledgers = [(await write(writing, 12)).ledger for _ in range(3)]
+        await lose(cluster, "b0")
+        for name in ("b1", "b2"):
+            cluster.bookie(name).fault = lambda request: (
+                Fault.SILENCE
+                if isinstance(request, ListEntriesRequest) or getattr(request, "entry_id", None) == 0
+                else None
+            )
+        async with cluster.client(timeout_s=0.5) as client:
+            planned = [each async for each in BookieMover(client, ["b0"]).planned()]
+    assert [each.held.ledger for each in planned] == ledgers
+    for each in planned:
+        assert each.unreadable == ((EntrySpan(0, 0, 1),) if "b0" in each.fragment.ensemble[:2] else ())
+        assert "no answer" not in str(each.problem)
 
 
 async def test_plan_and_move_report_too_few_bookies(fake_cluster):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
+from itertools import groupby
 from typing import Any, Final, NamedTuple
 
 from bkctl.errors import AlreadyExists, BkctlError, Corrupt, NotFound, Unreachable
@@ -16,6 +17,8 @@ from bkctl.metadata.underreplication import AuditorElection, AutoRecoveryState
 #: While this node exists, clients quarantine no bookie. Source: ZKMetadataDriverBase.disableHealthCheck.
 DISABLE_HEALTH_CHECK: Final = "disableHealthCheck"
 UNDERREPLICATED_AGE_S_MAX: Final = 3600
+#: Scopes with under-replicated ledgers that have a finding each, in order; one finding counts all further scopes.
+SCOPES_NAMED_MAX: Final = 10
 #: Ages by which under-replicated ledgers are counted, in seconds.
 AGES_S: Final = {"10m": 600, "1h": 3600, "1d": 86400}
 
@@ -146,7 +149,7 @@ def _of_scopes(cluster: Cluster, bookies: list[RegisteredBookie]) -> Iterator[He
 
 
 class _Marks:
-    """The marked ledgers of one scope, counted by age."""
+    """The marked ledgers of one scope, or of several, counted by age."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -179,53 +182,69 @@ def age_text(age_s: int) -> str:
 
 def _of_replication(cluster: Cluster, down: list[str]) -> Iterator[HealthFinding]:
     state = AutoRecoveryState(cluster.store)
-    now_ms = time.time_ns() // 1_000_000
-    marks: dict[int, _Marks] = {}
-    for ledger, found in state.marks.list(None):
-        if isinstance(found, BkctlError):
-            yield HealthFinding(
-                HealthCode.MARK_DAMAGED,
-                Severity.WARNING,
-                str(ledger),
-                str(found),
-                "'bkctl autorecovery unmark' removes it",
-            )
-            age_s = 0
-        else:
-            age_s = 0 if found.ctime_ms is None else max(0, now_ms - found.ctime_ms) // 1000
-        marks.setdefault(ledger.scope_id, _Marks()).add(age_s)
     enabled = state.settings.is_enabled()
-    for scope_id in sorted(marks):
-        scope_marks = marks[scope_id]
-        late = scope_marks.oldest_s > UNDERREPLICATED_AGE_S_MAX
-        yield HealthFinding(
-            HealthCode.UNDERREPLICATED, Severity.ERROR if late else Severity.WARNING, f"scope {scope_id}",
-            scope_marks.text(),
-            "'bkctl autorecovery list' shows them"
-            + ("; they stay so while auto-recovery is disabled" if not enabled else ""),
-            {
-                "ledgerScopeId": str(scope_id),
-                "ledgerCount": scope_marks.count,
-                "oldestSeconds": scope_marks.oldest_s,
-                "olderThan": scope_marks.older,
-            },
-        )  # fmt: skip
+    now_ms = time.time_ns() // 1_000_000
+    named_count = more_count = 0
+    more = _Marks()
+    has_scoped = False
+    # In the order of their scopes, so that one scope is held at a time.
+    for scope_id, marks in groupby(state.marks.list(None), key=lambda mark: mark[0].scope_id):
+        has_scoped |= scope_id != 0
+        named_count += 1
+        found = _Marks() if named_count <= SCOPES_NAMED_MAX else more
+        more_count += found is more
+        for ledger, mark in marks:
+            if isinstance(mark, BkctlError):
+                yield HealthFinding(
+                    HealthCode.MARK_DAMAGED,
+                    Severity.WARNING,
+                    str(ledger),
+                    str(mark),
+                    "'bkctl autorecovery unmark' removes it",
+                )
+                found.add(0)
+            else:
+                found.add(0 if mark.ctime_ms is None else max(0, now_ms - mark.ctime_ms) // 1000)
+        if found is not more:
+            yield _underreplicated(f"scope {scope_id}", {"ledgerScopeId": str(scope_id)}, found, enabled=enabled)
+    if more_count:
+        subject = f"{more_count:,} more {'scopes' if more_count > 1 else 'scope'}"
+        yield _underreplicated(subject, {"scopeCount": more_count}, more, enabled=enabled)
     if not enabled:
         yield HealthFinding(
             HealthCode.AUTORECOVERY_DISABLED, Severity.ERROR if down else Severity.WARNING, "",
             f"Auto-recovery is disabled{_unrepaired(down)}",
             "'bkctl autorecovery enable' when the maintenance is over",
         )  # fmt: skip
-    elif marks or down or state.election.was_held() or cluster.location.driver != "sqlite":
+    elif named_count or down or state.election.was_held() or cluster.location.driver != "sqlite":
         # A local cluster is healthy without auto-recovery, until it has had or needs one.
-        yield from _of_auditors(cluster, state.election, {scope_id for scope_id in marks if scope_id}, down)
+        yield from _of_auditors(cluster, state.election, has_scoped, down)
+
+
+def _underreplicated(subject: str, scopes: Mapping[str, Any], marks: _Marks, *, enabled: bool) -> HealthFinding:
+    late = marks.oldest_s > UNDERREPLICATED_AGE_S_MAX
+    return HealthFinding(
+        HealthCode.UNDERREPLICATED, Severity.ERROR if late else Severity.WARNING, subject, marks.text(),
+        "'bkctl autorecovery list' shows them"
+        + ("; they stay so while auto-recovery is disabled" if not enabled else ""),
+        {
+            **scopes,
+            "ledgerCount": marks.count,
+            "oldestSeconds": marks.oldest_s,
+            "olderThan": marks.older,
+        },
+    )  # fmt: skip
 
 
 def _of_auditors(
-    cluster: Cluster, election: AuditorElection, marked_scopes: Collection[int], down: list[str]
+    cluster: Cluster, election: AuditorElection, has_scoped_marks: bool, down: list[str]
 ) -> Iterator[HealthFinding]:
     for scoped in (False, True):
-        if scoped and not marked_scopes and next((scope for scope in cluster.ledgers.scopes() if scope), None) is None:
+        if (
+            scoped
+            and not has_scoped_marks
+            and next((scope for scope in cluster.ledgers.scopes() if scope), None) is None
+        ):
             continue
         try:
             auditor_id = election.auditor(scoped=scoped)

@@ -9,11 +9,12 @@ import pytest
 
 from bkctl.errors import NotFound
 from bkctl.formats.metadata import BookieServiceInfo, Cookie
-from bkctl.metadata.admin.health import Severity, health_findings
+from bkctl.ids import LedgerId
+from bkctl.metadata.admin.health import SCOPES_NAMED_MAX, Severity, health_findings
 from bkctl.metadata.admin.health_codes import HealthCode
 from bkctl.metadata.admin.health_mutes import MUTES, HealthMutes
 from bkctl.metadata.cluster import Cluster, open_cluster
-from bkctl.metadata.underreplication import AutoRecoverySettings
+from bkctl.metadata.underreplication import AutoRecoverySettings, LedgerMarks
 
 
 @pytest.fixture
@@ -36,6 +37,31 @@ def test_lost_bookies_that_nothing_repairs_are_an_error(cluster: Cluster) -> Non
     found = {finding.code: finding for finding in health_findings(cluster)}
     assert found[HealthCode.AUTORECOVERY_DISABLED].severity is Severity.ERROR
     assert "b2:1 and 1 more" in found[HealthCode.AUTORECOVERY_DISABLED].message
+
+
+@pytest.mark.parametrize("scope_count", [SCOPES_NAMED_MAX, SCOPES_NAMED_MAX + 1, 3 * SCOPES_NAMED_MAX])
+def test_scopes_beyond_the_first_with_marks_share_one_finding(cluster: Cluster, scope_count: int) -> None:
+    marks = LedgerMarks(cluster.store)
+    for scope_id in range(scope_count):
+        marks.add(LedgerId(scope_id, 1), ["b2:1"], now_ms=1 if scope_id == scope_count - 1 else None)
+        marks.add(LedgerId(scope_id, 2), ["b2:1"])
+    found = [each for each in health_findings(cluster) if each.code is HealthCode.UNDERREPLICATED]
+    named, rest = found[:SCOPES_NAMED_MAX], found[SCOPES_NAMED_MAX:]
+    assert [each.subject for each in named] == [f"scope {scope_id}" for scope_id in range(SCOPES_NAMED_MAX)]
+    assert {each.details["ledgerCount"] for each in named if each.details} == {2}
+    more_count = scope_count - SCOPES_NAMED_MAX
+    if not more_count:
+        assert rest == []
+        assert named[-1].severity is Severity.ERROR
+        return
+    [more] = rest
+    assert {each.severity for each in named} == {Severity.WARNING}
+    assert more.severity is Severity.ERROR
+    assert more.subject == ("1 more scope" if more_count == 1 else f"{more_count} more scopes")
+    assert f"{2 * more_count} ledgers are under-replicated, the oldest for " in more.message
+    assert more.details is not None
+    assert (more.details["scopeCount"], more.details["ledgerCount"]) == (more_count, 2 * more_count)
+    assert more.details["olderThan"] == {"10m": 1, "1h": 1, "1d": 1}
 
 
 def test_mutes_end_by_time_or_request(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
