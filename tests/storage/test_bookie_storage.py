@@ -538,3 +538,15 @@ def test_unfinished_conversion_stops_the_start(tmp_path: Path) -> None:
         open_storage(tmp_path)
     path.write_text(json.dumps({**state, "swapping": False}))
     open_storage(tmp_path).close()
+
+
+@pytest.mark.parametrize("ledger", [PLAIN, SCOPED], ids=str)
+def test_entries_that_no_index_file_can_have_are_not_live(tmp_path: Path, ledger: LedgerId) -> None:
+    """An entry log may have them, from DbLedgerStorage or by damage. Collection must go past them."""
+    storage = BookieStorage(config_for(tmp_path))
+    storage.open()
+    add(storage, ledger, 0)
+    storage.run_checkpoint()
+    entries = [(ledger, entry_id, 2000) for entry_id in ((1 << 40), (1 << 63) - 1, -1, -5, -(1 << 63))]
+    assert storage.ledgers.live(entries) == [False] * len(entries)
+    storage.close()
