@@ -92,7 +92,7 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
         while line := stream.readline(LINE_SIZE_BYTES_MAX):
             try:
                 fields = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(fields, dict) and isinstance(fields.get("id"), str):
                 yield fields

@@ -290,7 +290,10 @@ def run(arguments: list[str]) -> int:
     code = code if isinstance(code, int) else 0
     if code == interrupts.EXIT_CODE:
         interrupts.note_interrupt()
-        print("bkctl: Interrupted" + (f": {session.interrupted}" if session.interrupted else ""), file=sys.stderr)
+        print(
+            "bkctl: Interrupted" + (f": {one_line(session.interrupted)}" if session.interrupted else ""),
+            file=sys.stderr,
+        )
     _end_work(session, code)
     _end_audit(session, code, error)
     return code

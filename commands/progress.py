@@ -139,9 +139,9 @@ def _ask(run: Run, work_id: str, ask: Callable[[WorkRow], Callable[[Mapping[str,
     row = _one(work_id)
     if row.fields["state"] not in ("running", "paused"):
         raise Conflict(f"Work {row.fields['id']} does not run: {row.fields['state']}")
-    if not row.fields["isSteerable"]:
+    if not row.fields.get("isSteerable"):
         raise Conflict(
-            f"Work {row.fields['id']} ({row.fields['stage']}) cannot be paused, and has no rate",
+            f"Work {row.fields['id']} ({row.fields.get('stage')}) cannot be paused, and has no rate",
             hint="wait for its next stage, or stop it with Ctrl-C in its terminal",
         )
     is_followed = ask(row)
@@ -195,10 +195,10 @@ def rate(
     """
 
     def ask(row: WorkRow) -> Callable[[Mapping[str, Any]], bool]:
-        pace = None if limit == "none" else parse_pace(limit, "RATE", has_bytes=row.fields["hasBytes"])
+        pace = None if limit == "none" else parse_pace(limit, "RATE", has_bytes=bool(row.fields.get("hasBytes")))
         wanted = (None, None) if pace is None else (pace.bytes_per_s, pace.steps_per_s)
         size, steps = wanted
         ask_for_rate(progress_directory(os.environ), row.fields["id"], bytes_per_s=size, steps_per_s=steps)
-        return lambda fields: (fields["bytesPerSecondMax"], fields["stepsPerSecondMax"]) == wanted
+        return lambda fields: (fields.get("bytesPerSecondMax"), fields.get("stepsPerSecondMax")) == wanted
 
     _ask(run, work_id, ask)

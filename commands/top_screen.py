@@ -241,7 +241,10 @@ class Screen:
             footer = f"/{self._filter}_  (Enter keeps the filter, Esc drops it)"
         elif self._filter:
             footer = f"filter '{self._filter}' (Esc drops it)  {footer}"
-        head = [_line(self._title()), _line(Text(self._problem, style="red") if self._problem else self._sums(rows))]
+        head = [
+            _line(self._title()),
+            _line(Text(plain(self._problem), style="red") if self._problem else self._sums(rows)),
+        ]
         lines = [*console.render_lines(Group(*head, Text(""), *body), options.update(height=None), pad=False)]
         lines = lines[: max(height - 1, 1)]
         lines += [[]] * (height - 1 - len(lines))
@@ -361,7 +364,7 @@ class Screen:
         facts.add_row(
             "ledgers", f"{_or_dash(reading.ledger_count, str)}; under-replicated: {load.underreplicated_count}"
         )
-        facts.add_row("version", bookie.version or "-")
+        facts.add_row("version", Text(plain(bookie.version or "-")))
         yield facts
 
 

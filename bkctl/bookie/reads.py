@@ -458,6 +458,8 @@ class ReadHandler:
 
     def _read_batch(self, request: BatchReadRequest, respond: Responder, handle: LedgerHandle) -> None:
         first = self._entry_id(handle, request.entry_id)
+        if not 0 <= first <= handle.last_entry:
+            self._storage.find(handle, first)  # raises, without waiting for the disk
         size_max = min(request.max_size, self._state.config.max_batch_read_size)
         count_max = min(request.max_count, BATCH_READ_COUNT_MAX) if request.max_count > 0 else BATCH_READ_COUNT_MAX
         count_max = max(1, min(count_max, handle.last_entry - first + 1))

@@ -29,6 +29,7 @@ from bkctl.errors import (
 from bkctl.formats.entry import INVALID_ENTRY_ID
 from bkctl.replication.fragments import (
     ANSWERED,
+    UNREADABLE_NAMED_MAX,
     FaultReason,
     LedgerFragment,
     ReplicaFault,
@@ -249,6 +250,7 @@ class _FragmentChecker:
         channel = self._access.pool.channel(bookie_id)
         spans = SpanBuilder(fragment, index)
         first: BkctlError | None = None
+        missing_count = 0
         reads = in_order(
             self._entries_to_read(fragment, index),
             lambda entry_id: self._replicas.read(self._access, channel, entry_id),
@@ -263,11 +265,12 @@ class _FragmentChecker:
                     # The other answers are not awaited: the bookie counts as lacking everything.
                     return fault._replace(reason=reason, error=error)
                 first = first or error
+                if not self._every_entry or missing_count == UNREADABLE_NAMED_MAX:
+                    # No need to know the others, and damaged metadata may name more than can ever be read.
+                    return fault._replace(reason=reason_of(first), error=first)
                 spans.add(entry_id)
-        if first is None:
-            return None
-        missing = spans.finish() if self._every_entry else None
-        return fault._replace(reason=reason_of(first), missing=missing, error=first)
+                missing_count += 1
+        return None if first is None else fault._replace(reason=reason_of(first), missing=spans.finish(), error=first)
 
     def _entries_to_read(self, fragment: LedgerFragment, index: int) -> Iterable[int]:
         """Return the entries to read from the bookie at `index`. Source: LedgerChecker.verifyLedgerFragment."""

@@ -83,9 +83,7 @@ class BookieStorage:
         self._entry_id_max = self.ledgers.entry_id_max
         self._journals_entries = config.journal_write_data
         self.journals: list[JournalWriter] = []
-        self._open_ledgers = OpenLedgers(
-            self.ledgers, self.journals, len(self.journal_directories), FencedAndDeleted(clock_ms)
-        )
+        self._open_ledgers = OpenLedgers(self.ledgers, self.journals, len(self.journal_directories), FencedAndDeleted())
         self._last_marks = LastMarkFiles(self.files, self.ledger_directories, len(self.journal_directories))
         #: (entries, records skipped for want of a ledger key) of the replay at start.
         self.replayed = (0, 0)

@@ -28,6 +28,9 @@ ENTRY_SIZE_BYTES_MAX: Final = 1 << 30
 _READ_GUESS_BYTES: Final = 4096
 #: Entries that begin at most this many bytes after one another are read together, with what is between them.
 NEIGHBOURS_BYTES_MAX: Final = 1 << 15
+#: Entries that keep more than this many times their size in memory are copied: a batch of small ones far apart would
+#: keep whole reads, of which no limit counts more than the entries.
+KEPT_FACTOR_MAX: Final = 2
 #: A run leaves larger entries to `LocationReader.read`.
 RUN_ENTRY_BYTES_MAX: Final = 1 << 24
 _IDS_V1: Final = struct.Struct(">iQq")
@@ -126,7 +129,8 @@ class LocationReader:
             if data is None:
                 found += [None] * (last - first)
             else:
-                found += _entries_in(data, begin, ledger, entry_ids[first:last], locations[first:last])
+                entries = _entries_in(data, begin, ledger, entry_ids[first:last], locations[first:last])
+                found += _without_surplus(entries, len(data))
                 size += len(data)
         return found
 
@@ -171,7 +175,7 @@ class LocationReader:
                 break
             entries.append((entry_id, data[at + RECORD_SIZE.size : end]))
             at = end
-        if at < len(data) // 2:  # a cache of these entries must not keep the whole read in memory
+        if at * KEPT_FACTOR_MAX < len(data):  # a cache of these entries must not keep the whole read in memory
             entries = [(entry_id, memoryview(bytes(body))) for entry_id, body in entries]
         return entries
 
@@ -193,6 +197,13 @@ class LocationReader:
         """Close a log; call it after the log left `paths`, so that it cannot be opened again."""
         with self._lock:
             self._open.pop(log_id, None)
+
+
+def _without_surplus(entries: list[memoryview | None], kept: int) -> list[memoryview | None]:
+    """Return `entries`, which keep a read of `kept` bytes in memory; as copies where they are a small part of it."""
+    if kept <= KEPT_FACTOR_MAX * sum(len(body) for body in entries if body is not None):
+        return entries
+    return [None if body is None else memoryview(bytes(body)) for body in entries]
 
 
 def _entries_in(

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from bkctl.errors import BadRequest, BkctlError, Corrupt, LedgerNotFound, Unauthorized
@@ -18,30 +19,29 @@ from bkctl.storage.journal_writer import JournalWriter
 from bkctl.storage.ledger.ledger_storage import LedgerHandle, LedgerStorage, NeedsDisk
 
 #: A deleted ledger that was fenced refuses writes until a week after the last one; and how many such are kept.
-FENCED_AND_DELETED_MS: Final = 7 * 24 * 3_600_000
+FENCED_AND_DELETED_S: Final = 7 * 24 * 3600
 FENCED_AND_DELETED_MAX: Final = 100_000
 
 
 class FencedAndDeleted:
-    """Deleted ledgers whose fence still holds: their writers may not have noticed either. `clock_ms` is wall time."""
+    """Deleted ledgers whose fence still holds: their writers may not have noticed either."""
 
-    def __init__(self, clock_ms: Callable[[], int]) -> None:
-        self._clock_ms = clock_ms
-        #: When a write last arrived, the longest ago first.
-        self._last_write_ms: dict[LedgerId, int] = {}
+    def __init__(self) -> None:
+        #: When a write last arrived, the longest ago first; not wall time, which may leap and so lift a fence.
+        self._last_write_s: dict[LedgerId, float] = {}
 
     def add(self, ledger: LedgerId) -> None:
         """Refuse writes to `ledger` from now on."""
-        self._last_write_ms[ledger] = self._clock_ms()
-        if len(self._last_write_ms) > FENCED_AND_DELETED_MAX:
-            del self._last_write_ms[next(iter(self._last_write_ms))]
+        self._last_write_s[ledger] = time.monotonic()
+        if len(self._last_write_s) > FENCED_AND_DELETED_MAX:
+            del self._last_write_s[next(iter(self._last_write_s))]
 
     def refuses_write(self, ledger: LedgerId) -> bool:
         """Return whether a write to `ledger` is refused; if so, extend the refusal."""
-        last_ms = self._last_write_ms.pop(ledger, None)
-        if last_ms is None or self._clock_ms() - last_ms > FENCED_AND_DELETED_MS:
+        last_s = self._last_write_s.pop(ledger, None)
+        if last_s is None or time.monotonic() - last_s > FENCED_AND_DELETED_S:
             return False
-        self._last_write_ms[ledger] = self._clock_ms()
+        self._last_write_s[ledger] = time.monotonic()
         return True
 
 

@@ -15,7 +15,7 @@ from bkctl.errors import UsageError
 from ..bookie.server import BookieServerOption, server
 from ..kit.command import Run, command, group
 from ..kit.options import DryRun, size_option
-from ..kit.texts import plain
+from ..kit.texts import plain_lines
 
 app = group()
 
@@ -128,7 +128,7 @@ def _readable(chunks: Iterator[bytes]) -> Iterator[str]:
     for chunk in chunks:
         text = decoder.decode(chunk).replace("\r\n", "\n")
         if text:
-            yield "\n".join("\t".join(map(plain, line.split("\t"))) for line in text.split("\n"))
+            yield plain_lines(text)
             last = text[-1]
     if last != "\n":
         yield "\n"

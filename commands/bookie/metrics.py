@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +15,7 @@ from bkctl.errors import UsageError
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.options import WatchOption
+from ..kit.texts import plain_lines
 from .server import BookieServerOption, server
 
 if TYPE_CHECKING:
@@ -75,7 +77,8 @@ def metrics(
         raise UsageError("--raw prints all metrics, once", hint="drop --match and --watch")
     with server(run, which) as found:
         if raw:
-            run.text(found.api.metrics())
+            text = found.api.metrics()
+            run.text(plain_lines(text) if sys.stdout.isatty() else text)
             return
 
         def look() -> Iterator[Metric]:

@@ -15,6 +15,7 @@ import re
 import stat
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -73,7 +74,7 @@ class Audit:
 
     def __init__(self, path: Path, words: Sequence[str]) -> None:
         self.path = path
-        self._began = time.time()
+        self._began = time.monotonic()
         self._entry: dict[str, Any] = {
             "id": os.urandom(8).hex(),
             "user": user_name(),
@@ -118,7 +119,7 @@ class Audit:
         if error:
             # Errors repeat what they were given.
             outcome["error"] = without_secret_values(error, _HIDDEN)
-        self._write({**outcome, "seconds": round(time.time() - self._began, 3)})
+        self._write({**outcome, "seconds": round(time.monotonic() - self._began, 3)})
 
     def _write(self, fields: Mapping[str, Any]) -> None:
         import json
@@ -143,11 +144,22 @@ def _append(path: Path, line: bytes) -> None:
         status = os.fstat(file)
         if stat.S_ISREG(status.st_mode) and status.st_size >= SIZE_BYTES_MAX:
             file = _rotate(path, file, status)
+        elif stat.S_ISREG(status.st_mode) and not _ends_with_a_line(path):
+            line = b"\n" + line
         written = os.write(file, line)
         if written < len(line):
             raise OSError(errno.EIO, "Only part of a line could be written", str(path))
     finally:
         os.close(file)
+
+
+def _ends_with_a_line(path: Path) -> bool:
+    """Return False if a full disk cut the last line, which the next one must not join."""
+    with suppress(OSError), open(path, "rb") as log:
+        end = log.seek(0, os.SEEK_END)
+        log.seek(max(0, end - 1))
+        return log.read(1) in (b"", b"\n")
+    return True
 
 
 def _rotate(path: Path, file: int, status: os.stat_result) -> int:

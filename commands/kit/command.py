@@ -45,10 +45,11 @@ from .parser import Command, Group
 from .session import Session
 from .settings import GlobalOptions, global_parameters, read_environment, read_options
 from .terminal import emit, emit_bytes, wants_color
-from .texts import counted
+from .texts import counted, plain, plain_lines
 from .values import parse_number, parse_switch
 
 if TYPE_CHECKING:
+    import logging
     import ssl
 
     from bkctl.checks.digests import DigestChecker
@@ -357,9 +358,9 @@ class Run:
 
         level = logging.WARNING if self.quiet else logging.INFO
         logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-        for handler in logging.getLogger().handlers:
-            if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stderr:
-                handler.addFilter(RepeatLimit())
+        for handler in _handlers_of_stderr():
+            handler.addFilter(RepeatLimit())
+            handler.addFilter(_make_plain)
         logging.getLogger("kazoo").setLevel(logging.INFO if self.verbose else logging.CRITICAL)
 
     def _quiet_libraries(self) -> None:
@@ -369,6 +370,8 @@ class Run:
         logging.basicConfig(
             level=logging.INFO if self.verbose else logging.CRITICAL, format="%(name)s: %(message)s", stream=sys.stderr
         )
+        for handler in _handlers_of_stderr():
+            handler.addFilter(_make_plain)
 
     # --- output -------------------------------------------------------------------------------------------------
 
@@ -492,12 +495,12 @@ class Run:
         """Say something on stderr, unless --quiet."""
         if not self.quiet:
             self._clear_activity()
-            print(text, file=sys.stderr, flush=True)
+            print(plain_lines(text), file=sys.stderr, flush=True)
 
     def detail(self, text: str) -> None:
         """Say something on stderr with --verbose."""
         if self.verbose:
-            print(f"bkctl: {text}", file=sys.stderr, flush=True)
+            print(f"bkctl: {plain_lines(text)}", file=sys.stderr, flush=True)
 
     @property
     def color(self) -> bool:
@@ -592,7 +595,7 @@ class Run:
         question = "Go ahead? [y/N]" if typed is None else f"Type {typed} to go ahead:"
         if self._connection is not None:
             print(f"On {shown_uri(self._connection.uri)} ({self._connection.source}):", file=sys.stderr)
-        print(f"{loss}. {question} ", file=sys.stderr, end="", flush=True)
+        print(f"{plain_lines(loss)}. {plain(question)} ", file=sys.stderr, end="", flush=True)
         answer = sys.stdin.readline().strip()
         if answer != typed if typed is not None else answer.lower() not in ("y", "yes"):
             raise Declined("Declined; nothing was changed")
@@ -643,6 +646,20 @@ class Run:
         """Raise FindingsError (exit code 3) for `count` findings, if any; `one` and `many` as in `counted`."""
         if count:
             raise FindingsError(counted(count, one, many))
+
+
+def _handlers_of_stderr() -> list[logging.Handler]:
+    import logging
+
+    handlers = logging.getLogger().handlers
+    return [each for each in handlers if isinstance(each, logging.StreamHandler) and each.stream is sys.stderr]
+
+
+def _make_plain(record: logging.LogRecord) -> bool:
+    """Let a record be one line without control characters: messages name what the network sent."""
+    with suppress(Exception):  # logging reports a message that cannot be made
+        record.msg, record.args = plain(record.getMessage()), ()
+    return True
 
 
 def _interrupted_text(label: str, activity: Activity, left: str | None) -> str:

@@ -7,6 +7,7 @@ The scripts in completions/ know groups, commands and options themselves; for a 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 TIME_LIMIT_S: Final = 0.3
 CANDIDATES_MAX: Final = 200
+#: Bash puts a candidate into the command line as it is, and names of bookies and racks come from the metadata store.
+_WORD: Final = re.compile(r"(?!-)[\w./:@%+=,\[\]-]+")
 
 #: The options that say where candidates come from → their place in `_options`.
 _VALUES: Final = {"--dir": "dir"} | {
@@ -53,7 +56,7 @@ def complete(kind: str, words: list[str]) -> NoReturn:
 
 
 def candidates(kind: str, words: list[str]) -> Iterator[str]:
-    """Yield the completions of the last of `words`; `kind` is one of `_SOURCES`."""
+    """Yield the completions of the last of `words`, those that no shell expands; `kind` is one of `_SOURCES`."""
     prefix = words[-1] if words else ""
     if prefix.startswith("--"):
         prefix = prefix.partition("=")[2]
@@ -61,7 +64,9 @@ def candidates(kind: str, words: list[str]) -> Iterator[str]:
     source = _SOURCES.get(kind)
     if source is not None:
         given = set(words[:-1])
-        yield from (text for text in source(options) if text.startswith(prefix) and text not in given)
+        yield from (
+            text for text in source(options) if text.startswith(prefix) and text not in given and _WORD.fullmatch(text)
+        )
 
 
 def _options(words: list[str]) -> dict[str, list[str]]:

@@ -15,7 +15,7 @@ from .columns import ALL, Column, Columns, Constant, Kind, Output, RowOrder, Row
 from .lines import Cells, Lines, cell_text, nested_text
 from .table import PATIENCE_S, Table
 from .terminal import ClosedOutput, Terminal, emit, has_links, linked, output_error, terminal_width
-from .texts import BOLD, RESET, plain, size_text, wrapped
+from .texts import BOLD, RESET, plain, plain_lines, size_text, wrapped
 from .yaml import yaml_items, yaml_text
 
 #: A batch has as many rows as give about this much text, by the size of the batch before; 512 at most.
@@ -196,7 +196,7 @@ class RowWriter:
     def _write(self, text: str) -> None:
         if text:
             self._before_write()
-            emit(text, self._stream)
+            emit(plain_lines(text) if self._tty and self._output is Output.CSV else text, self._stream)
 
     def _push(self) -> None:
         self._pushed = time.monotonic()

@@ -14,7 +14,8 @@ YELLOW: Final = "\x1b[33m"
 RED: Final = "\x1b[31m"
 CYAN: Final = "\x1b[36m"
 RESET: Final = "\x1b[0m"
-_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+#: Control characters, line ends, and what lets a terminal show text in another order than it is written.
+_STEERING: Final = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 def iso_time(milliseconds: int) -> str:
@@ -100,7 +101,17 @@ def readable_text(data: bytes | bytearray | memoryview) -> str:
 
 def plain(text: str) -> str:
     """Return `text` with control characters as `\\xNN`, so that no value can steer the terminal or break a row."""
-    return text if text.isprintable() else _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+    return text if text.isprintable() else _STEERING.sub(_escape, text)
+
+
+def _escape(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+
+
+def plain_lines(text: str) -> str:
+    """Return `plain` of each line of `text`; tabs stay."""
+    return "\n".join("\t".join(map(plain, line.split("\t"))) for line in text.split("\n"))
 
 
 def width_of(text: str) -> int:

@@ -7,6 +7,7 @@ a directory works without an id.
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +23,15 @@ if TYPE_CHECKING:
 #: How long the state of work that ended, or was killed, is kept.
 KEPT_S: Final = 3600.0
 _STATE_SIZE_BYTES_MAX: Final = 1 << 20
+#: What a damaged file makes of reading it.
+_DAMAGE: Final = (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError)
+#: The fields that readers need, and their types.
+_FORM: Final = {
+    "id": str, "command": list, "host": str, "pid": int, "state": str, "began": int, "stage": str | None,
+    "done": int | None, "total": int | None, "unit": str | None, "percent": int | None, "rate": float | int | None,
+    "etaSeconds": int | None, "ended": int | None, "bytesPerSecondMax": float | int | None,
+    "stepsPerSecondMax": float | int | None,
+}  # fmt: skip
 
 
 def progress_directory(environment: Mapping[str, str]) -> Path:
@@ -78,7 +88,7 @@ class WorkFile:
         is_paused = os.path.exists(self._directory / f"{self.id}.pause")
         if is_paused != pace.is_paused:
             (pace.pause if is_paused else pace.resume)()
-        with suppress(OSError, ValueError, TypeError, AttributeError):
+        with suppress(*_DAMAGE, AttributeError):
             wanted = _read(self._directory / f"{self.id}.rate")
             if wanted != self._rate:
                 self._rate = wanted
@@ -99,9 +109,13 @@ def list_work(directory: Path) -> list[dict[str, Any]]:
     found = []
     ours = _identity()
     for path in _state_files(directory):
-        with suppress(OSError, ValueError, TypeError):
+        with suppress(*_DAMAGE):
             state = _decoded(_read(path))
-            if isinstance(state, dict) and all(state[name] == ours[name] for name in ("host", "namespace")):
+            if (
+                _is_whole(state)
+                and state["id"] == path.stem
+                and all(state[name] == ours[name] for name in ("host", "namespace"))
+            ):
                 if _is_running(state) and not _is_alive(state, ours):
                     state["state"] = "killed"
                 found.append(state)
@@ -130,6 +144,17 @@ def _identity() -> dict[str, Any]:
     return {"host": os.uname().nodename, "pid": pid, "start": start, "namespace": namespace, "bootId": boot_id}
 
 
+def _is_whole(state: Any) -> bool:
+    """Return whether a state has what every run writes, in its form: a full disk or a user may have cut it."""
+    return (
+        isinstance(state, dict)
+        and all(isinstance(state.get(name), kind) for name, kind in _FORM.items())
+        and all(isinstance(word, str) for word in state["command"])
+        # Not for NaN, nor for what json makes of 1e999.
+        and all(-(1 << 63) < each < 1 << 63 for each in state.values() if isinstance(each, int | float))
+    )
+
+
 def _is_running(state: Mapping[str, Any]) -> bool:
     return state["state"] in ("running", "paused")
 
@@ -152,7 +177,7 @@ def _remove_old(directory: Path) -> None:
     """Remove the files of work that ended KEPT_S ago, however it ended."""
     for path in _state_files(directory):
         # Running work replaces its file every second; a stopped process (Ctrl-Z) does not.
-        with suppress(OSError, ValueError, TypeError, KeyError):
+        with suppress(*_DAMAGE):
             if time.time() - path.stat().st_mtime > KEPT_S:
                 state = _decoded(_read(path))
                 if not _is_running(state) or not _is_alive(state, _identity()):
@@ -171,8 +196,12 @@ def _replace(path: Path, data: bytes) -> None:
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     file = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        os.write(file, data)
+        if os.write(file, data) < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         os.replace(unfinished, path)
+    except OSError:
+        unfinished.unlink(missing_ok=True)
+        raise
     finally:
         os.close(file)
 

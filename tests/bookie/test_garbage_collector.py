@@ -13,7 +13,7 @@ import pytest
 
 from bkctl.bookie.bookie import Bookie as RunningBookie
 from bkctl.bookie.checkpoints import CheckpointRunner, NoSpaceForCheckpoint
-from bkctl.bookie.compaction_schedule import ForcedRound
+from bkctl.bookie.compaction_schedule import CompactionSchedule, ForcedRound
 from bkctl.bookie.garbage_collector import GarbageCollectorThread
 from bkctl.client.ledger import BookKeeper
 from bkctl.config import BookieConfig
@@ -766,3 +766,20 @@ def test_bookie_refuses_impossible_compaction_settings(tmp_path: Path, store: Cl
 
     asyncio.run(run())
     assert not (tmp_path / "ledgers-0").exists()
+
+
+def test_clock_that_is_set_back_puts_no_compaction_off(zookeeper_cluster: Cluster) -> None:
+    bookie = Bookie(
+        zookeeper_cluster,
+        Storage(),
+        minor_compaction_interval=3600,
+        major_compaction_interval=86_400,
+        gc_wait_time=1000,
+    )
+    schedule = CompactionSchedule(bookie.collector._config, lambda: bookie.now_ms)
+    bookie.now_ms -= 365 * 86_400_000  # the clock had been a year ahead
+    assert schedule.due(None) is None
+    bookie.now_ms += 3_601_000
+    assert schedule.due(None) == "minor"
+    bookie.now_ms += 86_400_000
+    assert schedule.due(None) == "major"

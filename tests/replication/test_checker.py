@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from replication.recovering import bookies_of
@@ -70,6 +71,22 @@ async def test_percentage_bounds_sampled_entries(fake_cluster):
         assert counts[3] == 100
         with pytest.raises(UsageError):
             await checker.check(writer.ledger, percentage=101)
+
+
+async def test_metadata_that_promises_endless_entries_ends_a_check(fake_cluster, monkeypatch):
+    """Whoever closes a ledger writes its last entry into the metadata, and the auditor checks all ledgers."""
+    monkeypatch.setattr("bkctl.replication.checker.UNREADABLE_NAMED_MAX", 500)
+    async with fake_cluster(1) as cluster, cluster.client() as client:
+        writer = await write(client, 10, ensemble_size=1, write_quorum_size=1, ack_quorum_size=1)
+        ledgers = client.cluster.ledgers
+        found = ledgers.read(writer.ledger)
+        ledgers.write(writer.ledger, replace(found.metadata, last_entry_id=(1 << 62) - 1), found.version)
+        for options, count_max in (({"percentage": 50}, 200), ({"every_entry": True}, 800)):
+            cluster.bookies[0].received.clear()
+            (fragment,) = (await LedgerChecker(client).check(writer.ledger, **options)).fragments
+            (fault,) = fragment.faults
+            assert (fault.reason, fault.missing, fault.entry_count) == (FaultReason.NO_ENTRY, None, 1 << 62)
+            assert len(reads_of(cluster.bookies[0])) < count_max
 
 
 async def test_faults_have_distinct_reasons(fake_cluster):

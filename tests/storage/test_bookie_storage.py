@@ -6,6 +6,7 @@ import json
 import random
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.names import CONVERSION_NAME
 from bkctl.formats.record import RecordType, record_of
 from bkctl.ids import LedgerId
+from bkctl.storage import open_ledgers
 from bkctl.storage.bookie_storage import BookieStorage
 
 PLAIN, SCOPED = LedgerId(0, 0x1234), LedgerId(7, 0x1234)
@@ -392,9 +394,10 @@ def test_deleted_ledger_can_be_recreated(tmp_path: Path) -> None:
     assert bytes(storage.read_entry(PLAIN, 1)) == body_of(PLAIN, 1)
 
 
-def test_fenced_and_deleted_ledger_refuses_writes_for_a_week(tmp_path: Path) -> None:
-    now_ms = 1_700_000_000_000
-    storage = BookieStorage(config_for(tmp_path), clock_ms=lambda: now_ms)
+def test_fenced_and_deleted_ledger_refuses_writes_for_a_week(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, leap_ms = 1000.0, 0
+    monkeypatch.setattr(open_ledgers, "time", SimpleNamespace(monotonic=lambda: now_s))
+    storage = BookieStorage(config_for(tmp_path), clock_ms=lambda: 1_700_000_000_000 + leap_ms)
     storage.open()
     for ledger in (PLAIN, SCOPED):
         add(storage, ledger, 0)
@@ -402,9 +405,10 @@ def test_fenced_and_deleted_ledger_refuses_writes_for_a_week(tmp_path: Path) -> 
         flush_journals(storage)
         storage.run_checkpoint()
         storage.delete_ledger(ledger)
-    day = 24 * 3_600_000
+    day = 24 * 3600
+    leap_ms = 365 * day * 1000  # the clock on the wall, set right
     for days in (0, 6, 6):  # each that is refused makes it a week again
-        now_ms += days * day
+        now_s += days * day
         for ledger in (PLAIN, SCOPED):
             for recovery in (False, True):
                 with pytest.raises(LedgerFenced, match="deleted"):
@@ -416,7 +420,7 @@ def test_fenced_and_deleted_ledger_refuses_writes_for_a_week(tmp_path: Path) -> 
                 storage.write_lac(ledger, 0, key_of(ledger), by.seal_lac(0), lambda _: None)
             with pytest.raises(LedgerNotFound):
                 storage.read_entry(ledger, 0)
-    now_ms += 8 * day
+    now_s += 8 * day
     add(storage, PLAIN, 0)
     assert bytes(storage.read_entry(PLAIN, 0)) == body_of(PLAIN, 0)
     add(storage, LedgerId(0, 99), 0)
@@ -534,3 +538,15 @@ def test_unfinished_conversion_stops_the_start(tmp_path: Path) -> None:
         open_storage(tmp_path)
     path.write_text(json.dumps({**state, "swapping": False}))
     open_storage(tmp_path).close()
+
+
+@pytest.mark.parametrize("ledger", [PLAIN, SCOPED], ids=str)
+def test_entries_that_no_index_file_can_have_are_not_live(tmp_path: Path, ledger: LedgerId) -> None:
+    """An entry log may have them, from DbLedgerStorage or by damage. Collection must go past them."""
+    storage = BookieStorage(config_for(tmp_path))
+    storage.open()
+    add(storage, ledger, 0)
+    storage.run_checkpoint()
+    entries = [(ledger, entry_id, 2000) for entry_id in ((1 << 40), (1 << 63) - 1, -1, -5, -(1 << 63))]
+    assert storage.ledgers.live(entries) == [False] * len(entries)
+    storage.close()

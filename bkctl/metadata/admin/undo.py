@@ -6,8 +6,8 @@ An undo file is ndjson. The first line describes it, each other line is one chan
     {"path": "cookies/b:3181", "before": "<base64>", "after": null}
     {"file": "/data/current/VERSION", "before": null, "after": "<base64>"}
 
-`path` is a node below the cluster's root, `file` a small file of this host; `before` and `after` are its value, null
-where it does not exist. Each line is written before its change, so the last lines may describe changes that never
+`path` is a node below the cluster's root, `file` the file of a cookie on this host; `before` and `after` are its value,
+null where it does not exist. Each line is written before its change, so the last lines may describe changes that never
 happened. `{"void": PATH}` says that the last change of that node was refused.
 """
 
@@ -32,6 +32,8 @@ from bkctl.errors import (
     NotFound,
     Unsupported,
 )
+from bkctl.formats.metadata import Cookie
+from bkctl.formats.names import COOKIE_NAME
 from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.store import NEW, VALUE_SIZE_BYTES_MAX, MetadataStore, check_path
 
@@ -65,11 +67,8 @@ class UndoFile:
             self._record("path", path, before, after)
 
     def record_file(self, file: Path, after: bytes | None) -> None:
-        """Record a change of a file of this host, as `record`. Raises OSError."""
-        try:
-            before = file.read_bytes()
-        except FileNotFoundError:
-            before = None
+        """Record a change of a cookie's file on this host, as `record`. Raises OSError."""
+        before = _content(file)
         with self._lock:
             self._record("file", str(file.absolute()), before, after)
 
@@ -87,31 +86,46 @@ class UndoFile:
                 self._write({"void": path})
 
     def _record(self, kind: str, path: str, before: bytes | None, after: bytes | None) -> None:
+        if self.path is not None:
+            if self._file is None:
+                self._begin(self.path)
+            self._write({kind: path, "before": _encode(before), "after": _encode(after)})
         self.count += 1
-        if self.path is None:
-            return
-        if self._file is None:
-            make_private_directory(self.path.parent)
-            # Ledger metadata holds passwords.
-            self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            self._write(
-                {
-                    "format": FORMAT,
-                    "version": VERSION,
-                    "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-                    "host": os.uname().nodename,
-                    "command": self._command,
-                    "metadataUri": self._cluster.uri,
-                    "instanceId": self._cluster.instance_id(),
-                }
-            )
-        self._write({kind: path, "before": _encode(before), "after": _encode(after)})
+
+    def _begin(self, path: Path) -> None:
+        """Create the file with its first line, whole or not at all."""
+        header = {
+            "format": FORMAT,
+            "version": VERSION,
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "host": os.uname().nodename,
+            "command": self._command,
+            "metadataUri": self._cluster.uri,
+            "instanceId": self._cluster.instance_id(),
+        }
+        make_private_directory(path.parent)
+        # Ledger metadata holds passwords.
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            self._write(header)
+        except OSError:
+            os.close(self._file)
+            self._file = None
+            os.unlink(path)
+            raise
 
     def _write(self, fields: dict[str, Any]) -> None:
         assert self._file is not None
         data = json.dumps(fields, separators=(",", ":")).encode() + b"\n"
-        while data:
-            data = data[os.write(self._file, data) :]
+        start = os.lseek(self._file, 0, os.SEEK_CUR)
+        try:
+            while data:
+                data = data[os.write(self._file, data) :]
+        except OSError as error:
+            # The next line must not join the part of this one that had room.
+            os.ftruncate(self._file, start)
+            os.lseek(self._file, start, os.SEEK_SET)
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def close(self) -> None:
         """Sync the file to disk; a second call does nothing."""
@@ -119,6 +133,8 @@ class UndoFile:
             file, self._file = self._file, None
             try:
                 os.fsync(file)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(self.path)) from error
             finally:
                 os.close(file)
 
@@ -306,12 +322,12 @@ def _undo_file(fields: dict[str, Any], where: str, dry_run: bool, redo: UndoFile
     if not isinstance(name, str) or not os.path.isabs(name):
         raise Corrupt(f"{where} names no file")
     before, after = (_decode(fields, key, where) for key in ("before", "after"))
+    if os.path.basename(name) != COOKIE_NAME:
+        for value in (before, after):
+            if value is not None:  # who edits an undo file must not have other files written
+                Cookie.parse(value, f"{where}: {name}")
     file, size = Path(name), None if before is None else len(before)
-    try:
-        with open(file, "rb") as stream:
-            value: bytes | None = stream.read(VALUE_SIZE_BYTES_MAX + 1)
-    except FileNotFoundError:
-        value = None
+    value = _content(file)
     if value == before:
         return UndoneChange(name, "already", size)
     if value != after:
@@ -326,6 +342,16 @@ def _undo_file(fields: dict[str, Any], where: str, dry_run: bool, redo: UndoFile
         else:
             Files().replace(file, before)
     return UndoneChange(name, "restored", size)
+
+
+def _content(file: Path) -> bytes | None:
+    """Return the bytes of a small file, None for a missing one. Does not wait for a pipe's writer. Raises OSError."""
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    with open(descriptor, "rb") as stream:
+        return stream.read(VALUE_SIZE_BYTES_MAX + 1) or b""
 
 
 def _parse(line: bytes, where: str) -> dict[str, Any]:

@@ -317,7 +317,9 @@ class IndexPersistenceMgr:
 
     def read_page(self, ledger: LedgerId, number: int) -> array[int]:
         """Return one page of locations; 0 beyond the end of the file, or without a file. Raises OSError, Corrupt."""
-        file = self._file_of(ledger)
+        # An entry log, or a client, may name entries that no index file can have.
+        is_possible = 0 <= number * self._slots <= formats.ENTRY_ID_MAX
+        file = self._file_of(ledger) if is_possible else None
         page = array("Q") if file is None else self._page_in(file, number)
         page.frombytes(bytes(self._page_size - len(page) * 8))
         return page

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import base64
 import contextlib
+import errno
 import json
 import os
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,7 +76,9 @@ def test_undo_leaves_nodes_changed_since(cluster: Cluster, tmp_path: Path) -> No
 def test_undo_restores_files_only_on_their_host(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, old, new = tmp_path / "undo", tmp_path / "old", tmp_path / "new"
+    path, old, new = tmp_path / "undo", tmp_path / "old" / "VERSION", tmp_path / "new" / "VERSION"
+    for file in (old, new):
+        file.parent.mkdir()
     old.write_bytes(b"1")
     with UndoFile(path, cluster, []) as kept:
         kept.record_file(old, b"2")
@@ -106,6 +111,75 @@ def test_undo_file_without_path_writes_nothing(cluster: Cluster, tmp_path: Path)
         kept.record("a", None, b"1")
     assert kept.count == 1
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("before", [None, b"ssh-ed25519 AAAA"], ids=["deletes", "writes"])
+def test_undo_touches_no_file_but_cookies(cluster: Cluster, tmp_path: Path, before: bytes | None) -> None:
+    """An undo file may have been edited, or come from someone else."""
+    path, victim = tmp_path / "undo", tmp_path / "authorized_keys"
+    victim.write_bytes(b"ssh-rsa BBBB")
+    with UndoFile(path, cluster, []) as kept:
+        kept.record_file(tmp_path / "none", None)
+    header = path.read_text().splitlines(keepends=True)[0]
+    coded = [None if each is None else base64.b64encode(each).decode() for each in (before, b"ssh-rsa BBBB")]
+    path.write_text(header + json.dumps({"file": str(victim), "before": coded[0], "after": coded[1]}) + "\n")
+    with pytest.raises(Corrupt, match="authorized_keys: Cookie does not begin"):
+        outcomes(cluster, path)
+    assert victim.read_bytes() == b"ssh-rsa BBBB"
+
+
+def test_undo_does_not_wait_for_a_pipe(cluster: Cluster, tmp_path: Path) -> None:
+    path, pipe = tmp_path / "undo", tmp_path / "VERSION"
+    with UndoFile(path, cluster, []) as kept:
+        kept.record_file(pipe, b"1")
+    os.mkfifo(pipe)
+    assert outcomes(cluster, path) == [(str(pipe), "changed")]
+
+
+class FullDisk:
+    """os.write on a disk that has room for `room` more bytes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+        self.room, self._write = room, os.write
+        monkeypatch.setattr("bkctl.metadata.admin.undo.os.write", self.write)
+
+    def write(self, file: int, data: bytes) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        part = data[: self.room]
+        self.room -= len(part)
+        return self._write(file, part)
+
+
+def test_line_that_a_full_disk_cut_does_not_join_the_next(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "undo"
+    with UndoFile(path, cluster, ["bkctl"]) as kept:
+        kept.record("a", b"1", b"2")
+        disk = FullDisk(monkeypatch, 20)
+        with pytest.raises(OSError, match=re.escape(f"No space left on device: '{path}'")):
+            kept.record("b", b"1", b"2")
+        disk.room = 1 << 20
+        kept.record("c", b"1", b"2")
+        assert kept.count == 2
+    for name in "ac":
+        cluster.store.put(name, b"2", NEW)
+    assert outcomes(cluster, path) == [("c", "restored"), ("a", "restored")]
+
+
+def test_undo_file_without_room_for_its_first_line_is_none(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "undo"
+    disk = FullDisk(monkeypatch, 20)
+    with UndoFile(path, cluster, ["bkctl"]) as kept:
+        with pytest.raises(OSError, match="No space"):
+            kept.record("a", None, b"1")
+        assert (path.exists(), kept.count) == (False, 0)
+        disk.room = 1 << 20
+        kept.record("b", None, b"1")
+    assert outcomes(cluster, path) == [("b", "already")]
 
 
 def test_undo_skips_a_truncated_last_line(cluster: Cluster, tmp_path: Path) -> None:
@@ -182,7 +256,7 @@ def test_refused_changes_are_not_undone(cluster: Cluster, tmp_path: Path) -> Non
 
 
 def test_undoing_can_be_undone(cluster: Cluster, tmp_path: Path) -> None:
-    file = tmp_path / "file"
+    file = tmp_path / "VERSION"
     with UndoFile(tmp_path / "undo", cluster, []) as kept:
         kept.recorded().store.put("n", b"1", NEW)
         kept.record_file(file, b"new")

@@ -5,6 +5,7 @@ Source: ClientMetaTableAccessor, ZKConnectionRegistry, ConnectionUtils, HMaster.
 
 from __future__ import annotations
 
+import re
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from bkctl.metadata.backends.hbase import hbase_pb2 as pb
 from bkctl.metadata.backends.hbase.rpc import (
     CLIENT_SERVICE,
     MASTER_SERVICE,
+    REFUSAL_LENGTH_MAX,
     CallLost,
     CallRefused,
     RegionServer,
@@ -33,6 +35,9 @@ T = TypeVar("T")
 
 _META_REGION: Final = pb.RegionSpecifier(type=pb.RegionSpecifier.REGION_NAME, value=b"hbase:meta,,1")
 _META_PAGE_SIZE: Final = 1000
+#: More than any table has.
+_REGIONS_MAX: Final = 100_000
+_ADDRESS: Final = re.compile(r"(.+):([0-9]{1,5})", re.ASCII)
 _PROTOBUF_MAGIC: Final = b"PBUF"
 _ZNODE_MAGIC: Final = b"\xff"
 #: Exceptions that HBase marks as final although another attempt may succeed: elsewhere, or once a procedure is done.
@@ -112,6 +117,9 @@ class HBaseTable:
                 problem = error
             except CallLost as error:
                 repeated, problem = True, error
+            except IndexError as error:
+                repeated, problem = True, CallLost("an answer lacks what it must have")
+                problem.__cause__ = error
             except CallRefused as error:
                 if error.kind == "TableNotFoundException":
                     raise TableMissing from error
@@ -183,14 +191,18 @@ class HBaseTable:
                 except DecodeError:
                     continue
                 is_known = True
-                host, _, port = values.get(b"server", b"").decode("utf-8", "replace").rpartition(":")
-                if host and port.isdigit() and not (region.offline or region.split):
-                    found.append(
-                        Region(result.cell[0].row, region.start_key, region.end_key, RegionServer(host, int(port)))
-                    )
-            if not page.results or len(page.results) < _META_PAGE_SIZE:
+                server = _ADDRESS.fullmatch(values.get(b"server", b"").decode("utf-8", "replace"))
+                if server is not None and not (region.offline or region.split):
+                    place = RegionServer(server[1], int(server[2]))
+                    found.append(Region(result.cell[0].row, region.start_key, region.end_key, place))
+            if len(found) > _REGIONS_MAX:
+                raise Unsupported(f"Table {self.name} has more than {_REGIONS_MAX:,} regions")
+            if len(page.results) < _META_PAGE_SIZE:
                 break
-            scan.start_row = page.results[-1].cell[0].row + b"\0"
+            last = page.results[-1].cell[0].row
+            if last < scan.start_row:
+                raise CallLost(f"{meta} gave rows that were not asked for")
+            scan.start_row = last + b"\0"
         if not is_known:
             raise TableMissing
         if not found:
@@ -290,7 +302,7 @@ class HBaseTable:
             if problem.class_name.endswith(done):
                 return False
             raise BkctlError(
-                f"HBase at {self._zookeeper.hosts} failed {method} of table {self.name}: {problem.class_name}: "
-                f"{problem.message}"
+                f"HBase at {self._zookeeper.hosts} failed {method} of table {self.name}: "
+                f"{problem.class_name}: {problem.message}"[:REFUSAL_LENGTH_MAX]
             )
         return True

@@ -22,11 +22,11 @@ from concurrent.futures import Executor, Future
 from itertools import islice
 from typing import Final, NamedTuple
 
-from bkctl.errors import AlreadyExists, MetadataVersionConflict, NotFound
+from bkctl.errors import AlreadyExists, Corrupt, MetadataVersionConflict, NotFound
 from bkctl.ids import I64_MAX, U64_MAX
 from bkctl.metadata.backends.hbase import hbase_pb2 as pb
 from bkctl.metadata.backends.hbase.regions import HBaseTable, Region, RegionLost
-from bkctl.metadata.backends.hbase.rpc import CallRefused, RegionServer, Retries
+from bkctl.metadata.backends.hbase.rpc import CallLost, CallRefused, RegionServer, Retries
 from bkctl.metadata.store import NEW
 
 BUCKETS: Final = 16
@@ -39,6 +39,8 @@ _COUNTERS: Final = b"\xff"
 #: Fibonacci hashing: neighbours and multiples of any number are spread alike.
 _HASH_FACTOR: Final = 0x9E3779B97F4A7C15
 _BUCKET_SHIFT: Final = 60
+#: Attempts at a row that deletions by clocks ahead hide.
+_HIDDEN_MAX: Final = 10
 BATCH_SIZE: Final = 200
 _BATCHES_AHEAD: Final = 3
 _PAGE_SIZE_FIRST: Final = 64
@@ -168,6 +170,8 @@ class Rows:
                 request = pb.ScanRequest(region=region.specifier, scan=scan, number_of_rows=count, close_scanner=True)
                 answer = self.table.call(region.server, "Scan", request, pb.ScanResponse, retries)
                 rows = [result.cell[0].row for result in answer.results if result.cell]
+                if rows and not (row <= rows[0] and rows[-1] <= end and rows == sorted(rows)):
+                    raise CallLost(f"{region.server} gave rows that were not asked for")
                 is_region_done = not rows or (
                     answer.HasField("more_results_in_region") and not answer.more_results_in_region
                 )
@@ -184,12 +188,12 @@ class Rows:
     def put(self, ledger: int, value: bytes, expected: int) -> int:
         """Write the ledger's row, which must be missing (NEW) or in version `expected`; return its new version.
 
-        Raises AlreadyExists, NotFound, MetadataVersionConflict, TableMissing.
+        Raises AlreadyExists, NotFound, MetadataVersionConflict, Corrupt, TableMissing.
         """
         writer = os.urandom(8)
         key = row_key(ledger)
         version = max(time.time_ns() // 1_000_000, expected + 1)
-        while True:
+        for _ in range(_HIDDEN_MAX):
             mutation = pb.MutationProto(row=key, mutate_type=pb.MutationProto.PUT, timestamp=version)
             column = mutation.column_value.add(family=FAMILY)
             column.qualifier_value.add(qualifier=_DATA, value=value)
@@ -212,6 +216,7 @@ class Rows:
             raise MetadataVersionConflict(
                 f"version {found.version}, expected {expected}", may_be_applied=repeated and found.version > version
             )
+        raise MetadataVersionConflict(f"deletions hid {_HIDDEN_MAX} versions of it", may_be_applied=True)
 
     def delete(self, ledger: int, expected: int) -> None:
         """Delete the ledger's row in version `expected`. Raises NotFound, MetadataVersionConflict, TableMissing."""
@@ -279,6 +284,8 @@ class Rows:
                 cell.timestamp for result in answer.results for cell in result.cell if cell.cell_type == _DELETE_FAMILY
             ]
             latest = max(deletions, default=0)
+            if latest >= I64_MAX:
+                raise Corrupt(f"Row {key.hex()} is deleted for good, by a deletion at {latest} ms since 1970")
             return latest if latest >= version else None
 
         return self.table.attempt(work)
@@ -295,7 +302,7 @@ class Rows:
             region = self.table.region(key, retries)
             request = pb.MutateRequest(region=region.specifier, mutation=mutation)
             answer = self.table.call(region.server, "Mutate", request, pb.MutateResponse, retries)
-            return int.from_bytes(answer.result.cell[0].value) - 1
+            return _number(answer.result.cell[0]) - 1
 
         return self.table.attempt(work)
 
@@ -310,7 +317,7 @@ class Rows:
             answer = self.table.call(region.server, "Multi", request, pb.MultiResponse, retries)
             _check(answer.regionActionResult)
             cells = answer.regionActionResult[0].resultOrException[0].result.cell
-            return int.from_bytes(cells[0].value) if cells else 0
+            return _number(cells[0]) if cells else 0
 
         return self.table.attempt(work)
 
@@ -368,8 +375,18 @@ def _refusal(exception: pb.NameBytesPair) -> CallRefused:
 
 
 def _row(result: pb.Result) -> HBaseRow | None:
-    values = {cell.qualifier: cell.value for cell in result.cell}
-    version = values.get(_VERSION)
-    return (
-        None if version is None else HBaseRow(values.get(_DATA, b""), int.from_bytes(version), values.get(_WRITER, b""))
-    )
+    """Return the row that a server sent, None for a missing one. Raises Corrupt."""
+    cells = {cell.qualifier: cell for cell in result.cell}
+    version = cells.get(_VERSION)
+    if version is None:
+        return None
+    data, writer = cells.get(_DATA), cells.get(_WRITER)
+    return HBaseRow(b"" if data is None else data.value, _number(version), b"" if writer is None else writer.value)
+
+
+def _number(cell: pb.Cell) -> int:
+    """Return the number in a cell, from 0 to 2^63-2. Raises Corrupt for other values."""
+    number = int.from_bytes(cell.value[:9])
+    if len(cell.value) != 8 or number >= I64_MAX:
+        raise Corrupt(f"Row {cell.row.hex()} of HBase's table has {cell.value[:16].hex()} where a number has 8 bytes")
+    return number

@@ -33,6 +33,8 @@ _PREAMBLE: Final = b"HBas\x00\x50"
 #: HBase's own bound of an answer to many requests is 100 MB, behind which it gives errors (MultiActionResultTooLarge).
 _ANSWER_SIZE_BYTES_MAX: Final = 256 << 20
 _IDLE_MAX: Final = 16
+#: Characters of an exception of a server that messages have.
+REFUSAL_LENGTH_MAX: Final = 500
 #: The longest pause between two attempts; the first is a hundredth of it.
 _PAUSE_MAX_S: Final = 1.0
 
@@ -48,16 +50,16 @@ class RegionServer(NamedTuple):
 
 
 class CallLost(Exception):
-    """No answer came: the server is down, or may still execute the call."""
+    """No answer came, or one that cannot be used: the server is down, or may still execute the call."""
 
 
 class CallRefused(Exception):
     """The server answered by an exception of this Java class; `is_final`: it asks not to try again."""
 
     def __init__(self, java_class: str, text: str, is_final: bool) -> None:
-        self.kind = java_class.rpartition(".")[2]
+        self.kind = java_class[:REFUSAL_LENGTH_MAX].rpartition(".")[2]
         self.is_final = is_final
-        first_line = text.partition("\n")[0].removeprefix(f"{java_class}: ").strip()
+        first_line = text.partition("\n")[0].removeprefix(f"{java_class}: ").strip()[:REFUSAL_LENGTH_MAX]
         super().__init__(f"{self.kind}: {first_line}" if first_line else self.kind)
 
 
@@ -153,6 +155,8 @@ class _Connection:
             self._socket = socket.create_connection((server.host.strip("[]"), server.port), _remaining_s(deadline))
         except OSError as error:
             raise self._lost(error) from error
+        except (ValueError, OverflowError) as error:  # ZooKeeper or a table's directory names what no host can be
+            raise CallLost(f"{server}: not an address: {error}"[:REFUSAL_LENGTH_MAX]) from error
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             header = pb.ConnectionHeader(
@@ -165,16 +169,16 @@ class _Connection:
 
     def call(self, method: str, request: Message, answer: type[M], deadline: float) -> M:
         self._call_id += 1
-        header = pb.RequestHeader(
-            call_id=self._call_id,
-            method_name=method,
-            request_param=True,
-            timeout=max(int(_remaining_s(deadline) * 1000), 1),
-        )
-        body = io.BytesIO()
-        proto.serialize_length_prefixed(header, body)
-        proto.serialize_length_prefixed(request, body)
         try:
+            header = pb.RequestHeader(
+                call_id=self._call_id,
+                method_name=method,
+                request_param=True,
+                timeout=max(int(_remaining_s(deadline) * 1000), 1),
+            )
+            body = io.BytesIO()
+            proto.serialize_length_prefixed(header, body)
+            proto.serialize_length_prefixed(request, body)
             self._socket.settimeout(_remaining_s(deadline))
             self._socket.sendall(struct.pack(">I", body.tell()) + body.getvalue())
             (size,) = struct.unpack(">I", self._read(4, deadline))
@@ -220,7 +224,10 @@ class _Connection:
 
 
 def _remaining_s(deadline: float) -> float:
-    return max(deadline - time.monotonic(), 0.001)
+    """Return the seconds that are left. Raises TimeoutError at the end: 0 means no timeout to sockets."""
+    if (remaining_s := deadline - time.monotonic()) <= 0:
+        raise TimeoutError("timed out")
+    return remaining_s
 
 
 def _user_name() -> str:
