@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated, Final
+from collections.abc import Mapping
+from typing import Annotated, Any, Final
 
-from bkctl.errors import TimedOut
+from bkctl.errors import TimedOut, UsageError
 
-from ..kit.options import duration_option
+from ..kit.options import Composite, duration_option
 from .server import Server
 
 #: Between two looks at work that a bookie does in the background: at first, and at most.
@@ -15,9 +16,18 @@ POLL_S_MIN: Final = 0.05
 POLL_S_MAX: Final = 1.0
 #: However near a deadline is, an answer may take so long.
 ANSWER_S_MIN: Final = 5.0
-WaitDeadline = Annotated[
-    float | None, duration_option("--deadline", "With --wait: give up after this long (default: never; exit code 6).")
-]
+_DEADLINE: Final = duration_option("--deadline", "With --wait: give up after this long (default: never; exit code 6).")
+
+
+def _deadline(values: Mapping[str, Any]) -> float | None:
+    found: float | None = _DEADLINE.resolve(values)
+    if found is not None and not values["wait"]:
+        raise UsageError("--deadline requires --wait", hint="add --wait")
+    return found
+
+
+#: `--deadline` of a command with `--wait`, in seconds.
+WaitDeadline = Annotated[float | None, Composite(_DEADLINE.parameters, _deadline)]
 
 
 class Patience:

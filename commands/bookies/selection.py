@@ -14,7 +14,7 @@ from ..kit.ledger_options import LEDGERS_BY_OPTION
 from ..kit.options import (
     Composite,
     duration_option,
-    parameter,
+    option,
     watch_option,
 )
 
@@ -33,11 +33,8 @@ LedgersByOption = Annotated[
     Composite(
         (
             LEDGERS_BY_OPTION,
-            parameter(
-                "ledger_scope_id",
-                Annotated[
-                    str, typer.Option("--ledger-scope-id", metavar="SCOPE", help="Ledger scope id of a bare --ledger.")
-                ],
+            option(
+                "ledger_scope_id", str, "--ledger-scope-id", metavar="SCOPE", help="Ledger scope id of a bare --ledger."
             ),
         ),
         some_ledgers,
