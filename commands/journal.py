@@ -235,7 +235,7 @@ def verify(run: Run, names: JournalNames = None, directories: DirOption = None) 
     Shows where the intact part of each file ends, why, and what lies behind it. A bookie leaves the states `endOfFile`,
     `zeros` (allocated ahead) and `torn` (the last write was cut). With `damaged`, RESUMES is where plausible records
     begin again: 'journal read --from-pos' prints them. On a terminal a sentence counts the sound files. Exit code 7 for
-    damage; 3 for a journal that a last mark names, or that its neighbours show to be missing.
+    damage; 3 if a journal is missing that a last mark names, or whose id lies between those that are there.
     """
     from bkctl.files.journal_check import check_journals
 

@@ -545,7 +545,10 @@ class JournalReader(FileReader):
         return _head_pattern().match(head) is not None and size <= self.size() - at - 4
 
     def _is_end(self, at: int) -> bool:
-        """Return True if only zeros follow from `at`, where one was; False if a bookie has written there meanwhile."""
+        """Return True if only zeros follow the size 0 at byte `at`; False if a bookie has since written there.
+
+        Raises CorruptRecord for data behind the zeros.
+        """
         data = self.next_data(at)
         if data is None:
             return True

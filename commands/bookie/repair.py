@@ -32,7 +32,7 @@ app = group()
 
 @contextmanager
 def _held(run: Run, layout: BookieLayout, *, dry_run: bool) -> Iterator[None]:
-    """Yield the bookie's directories, for us alone; in a dry run, which only reads, for anybody."""
+    """Hold the bookie's directories for this process; not in a dry run, which only reads."""
     from bkctl.repair.holding import hold
 
     if dry_run:

@@ -127,7 +127,7 @@ def info(run: Run, which: BookieServerOption, watch: WatchOption) -> None:
 
 
 class Switch(StrEnum):
-    """On or off."""
+    """The states of a switch."""
 
     ON = "on"
     OFF = "off"

@@ -11,10 +11,10 @@ from bkctl.errors import TimedOut, UsageError
 from ..kit.options import Composite, duration_option
 from .server import Server
 
-#: Between two looks at work that a bookie does in the background: at first, and at most.
+#: The first and the longest pause between two looks at background work of a bookie.
 POLL_S_MIN: Final = 0.05
 POLL_S_MAX: Final = 1.0
-#: However near a deadline is, an answer may take so long.
+#: The shortest timeout of one answer, even if the deadline is nearer.
 ANSWER_S_MIN: Final = 5.0
 _DEADLINE: Final = duration_option("--deadline", "With --wait: give up after this long (default: never; exit code 6).")
 
@@ -39,7 +39,7 @@ class Patience:
         self._end = None if deadline_s is None else time.monotonic() + deadline_s
 
     def shorten(self, found: Server) -> None:
-        """Wait for one answer no longer than for all of them, and some seconds."""
+        """Lower the timeout of the server's client to the deadline, but not below ANSWER_S_MIN."""
         if self._deadline_s is not None:
             client = found.api.client
             client.timeout_s = min(client.timeout_s, max(self._deadline_s, ANSWER_S_MIN))

@@ -63,7 +63,7 @@ SkipUnrecoverable = Annotated[
 
 
 def bookie_ids(texts: Sequence[str]) -> list[str]:
-    """Return the bookies that were named; Apache's shell takes them with commas between, so these may be too."""
+    """Return the named bookies; commas separate several in one text, as in Apache's shell."""
     names = dict.fromkeys(name for text in texts for name in text.split(",") if name)
     if not names:
         raise UsageError("No bookie is named", hint="'bkctl bookies list' shows them")

@@ -136,7 +136,7 @@ def parse_pace(text: str, what: str = "--rate", *, has_bytes: bool = True) -> Pa
 
 
 def pace_option(help: str, *, has_bytes: bool = True) -> Composite:
-    """Return the option `--rate`, a Pace; without the option it has no limit yet."""
+    """Return the option `--rate`, a Pace; without the option a Pace without limits, which may get one while it runs."""
 
     def resolve(values: Mapping[str, Any]) -> Pace:
         text = values["rate_limit"]

@@ -75,7 +75,7 @@ class RecordOptions(NamedTuple):
         return self.body
 
     def filter(self) -> RecordFilter:
-        """Return the domain's filter."""
+        """Return the RecordFilter that these options ask for."""
         from bkctl.files.record_filter import RecordFilter
         from bkctl.formats.record import RecordType
 
