@@ -19,7 +19,8 @@ from .server import BookieServerOption, Server, server
 from .waiting import Patience, WaitDeadline
 
 if TYPE_CHECKING:
-    from bkctl.http.bookie_client import CollectorStatus, GarbageCollection
+    from bkctl.bookie.collector_stats import GarbageCollectionStatus
+    from bkctl.http.bookie_client import GarbageCollection
 
 app = group()
 
@@ -37,7 +38,7 @@ class CollectorRow(NamedTuple):
 
     number: int
     collection: GarbageCollection
-    status: CollectorStatus
+    status: GarbageCollectionStatus
 
 
 def _doing(running: str, suspended: str) -> Callable[[CollectorRow], str]:
