@@ -23,7 +23,7 @@ from .kit.options import (
     ProtocolOption,
     count_option,
     duration_option,
-    parameter,
+    option,
     size_option,
 )
 from .kit.terminal import terminal_width
@@ -112,10 +112,7 @@ class LedgersToMake(NamedTuple):
 
 _COUNT = count_option("--ledgers", "Ledgers to use at the same time.", default=1)
 _SIZE = size_option("--size", "Bytes of an entry.", default="1KiB")
-_SCOPE = parameter(
-    "ledger_scope_id",
-    Annotated[str, typer.Option("--ledger-scope-id", metavar="SCOPE", help="Scope of the ledgers (default 0).")],
-)
+_SCOPE = option("ledger_scope_id", str, "--ledger-scope-id", metavar="SCOPE", help="Scope of the ledgers (default 0).")
 
 
 def _ledgers_to_make(values: Mapping[str, Any]) -> LedgersToMake:

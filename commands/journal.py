@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from operator import itemgetter
 from pathlib import Path
@@ -15,7 +15,14 @@ from bkctl.errors import BkctlError, NotFound, UsageError
 from .kit.columns import Column, Columns, Kind, ledger_column
 from .kit.command import Run, command, group
 from .kit.options import count_option
-from .kit.records import DirOption, Records, ShowSecretsOption, print_records, raise_first
+from .kit.records import (
+    DirOption,
+    Records,
+    ShowSecretsOption,
+    directories_argument,
+    print_records,
+    raise_first,
+)
 from .kit.texts import GREEN, NULL, RED, YELLOW, counted, with_0x
 
 if TYPE_CHECKING:
@@ -24,6 +31,7 @@ if TYPE_CHECKING:
     from bkctl.files.journal_statistics import JournalStatistics
     from bkctl.files.journals import JournalSummary
     from bkctl.files.record_filter import RecordFilter
+    from bkctl.files.scan import RecordBatch
 
 app = group()
 
@@ -33,9 +41,6 @@ def file_key(file: BookieFile) -> str:
     return f"scoped/{file.id}" if file.scoped else str(file.id)
 
 
-PlacesArgument = Annotated[
-    list[Path] | None, typer.Argument(metavar="DIR", help="Journal directories (default: as in --conf).")
-]
 JournalNames = Annotated[
     list[str] | None,
     typer.Argument(
@@ -60,8 +65,7 @@ JOURNAL_COLUMNS = Columns(
 @command(app, "list", examples=("bkctl journal list --conf bk_server.conf",))
 def list_journals(
     run: Run,
-    places: PlacesArgument = None,
-    directories: DirOption = None,
+    directories: Annotated[Sequence[Path], directories_argument("Journal directories (default: as in --conf).")] = (),
 ) -> None:
     """List the journal files: id, version, size, last write."""
     from bkctl.files.journals import journal_summaries
@@ -69,7 +73,7 @@ def list_journals(
     errors: list[BkctlError] = []
 
     def rows() -> Iterator[JournalSummary]:
-        for summary in journal_summaries(run.directories([*(places or ()), *(directories or ())])):
+        for summary in journal_summaries(run.directories(directories)):
             if summary.error is not None:
                 errors.append(summary.error)
             yield summary
@@ -105,9 +109,7 @@ def read(
     if files is None:
         files = [file.path for file in given.journals()]
     starts = _starts(given, files) if after_lastmark else dict.fromkeys(files, 0)
-    batches = not records.wants_payloads
-    found = _files(starts, records.filter(), batches=batches)
-    print_records(run, found, "journalId", records, secrets=show_secrets, batches=batches)
+    print_records(run, _files(starts, records.filter()), "journalId", records, secrets=show_secrets)
 
 
 def _journals(
@@ -144,16 +146,14 @@ def _starts(given: BookieDirectories, files: list[Path]) -> dict[Path, int]:
     return files_after_marks(given, files)
 
 
-def _files(
-    starts: dict[Path, int], chosen: RecordFilter, *, batches: bool
-) -> Iterator[tuple[Path, int | None, Iterator[Any]]]:
+def _files(starts: dict[Path, int], chosen: RecordFilter) -> Iterator[tuple[Path, int | None, Iterator[RecordBatch]]]:
     from bkctl.formats.journal import journal_id_of
 
     for path, start in starts.items():
-        yield path, journal_id_of(path.name), _records(path, start, chosen, batches=batches)
+        yield path, journal_id_of(path.name), _records(path, start, chosen)
 
 
-def _records(path: Path, start: int, chosen: RecordFilter, *, batches: bool) -> Iterator[Any]:
+def _records(path: Path, start: int, chosen: RecordFilter) -> Iterator[RecordBatch]:
     from bkctl.files.journal import JournalReader
 
     try:
@@ -161,7 +161,7 @@ def _records(path: Path, start: int, chosen: RecordFilter, *, batches: bool) -> 
     except NotFound:
         return  # A running bookie deleted it meanwhile.
     with reader:
-        yield from chosen.batches_of_journal(reader, start) if batches else chosen.of_journal(reader, start)
+        yield from chosen.of_journal(reader, start)
 
 
 # --- lastmark -------------------------------------------------------------------------------------------------------
@@ -180,10 +180,7 @@ MARK_COLUMNS = Columns(
 @command(app, "lastmark", examples=("bkctl journal lastmark --conf bk_server.conf",))
 def lastmark(
     run: Run,
-    places: Annotated[
-        list[Path] | None, typer.Argument(metavar="DIR", help="Ledger directories (default: as in --conf).")
-    ] = None,
-    directories: DirOption = None,
+    directories: Annotated[Sequence[Path], directories_argument("Ledger directories (default: as in --conf).")] = (),
 ) -> None:
     """Show the last mark of each journal.
 
@@ -192,7 +189,7 @@ def lastmark(
     """
     from bkctl.files.journals import latest_marks
 
-    latest = latest_marks(run.directories([*(places or ()), *(directories or ())]))
+    latest = latest_marks(run.directories(directories))
     run.render(latest.marks, MARK_COLUMNS)
     raise_first(run, [error for _, error in latest.damaged])
 
@@ -238,7 +235,7 @@ def verify(run: Run, names: JournalNames = None, directories: DirOption = None) 
     Shows where the intact part of each file ends, why, and what lies behind it. A bookie leaves the states `endOfFile`,
     `zeros` (allocated ahead) and `torn` (the last write was cut). With `damaged`, RESUMES is where plausible records
     begin again: 'journal read --from-pos' prints them. On a terminal a sentence counts the sound files. Exit code 7 for
-    damage; 3 for a journal that a last mark names, or that its neighbours show to be missing.
+    damage; 3 if a journal is missing that a last mark names, or whose id lies between those that are there.
     """
     from bkctl.files.journal_check import check_journals
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from inspect import Parameter, Signature
 from io import TextIOWrapper
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import typer
 
@@ -21,7 +21,7 @@ from bkctl.errors import BkctlError, is_interrupt
 from .kit import interrupts
 from .kit.audit import run_result
 from .kit.columns import Columns, Output
-from .kit.options import parameter
+from .kit.options import option
 from .kit.parser import CONNECTION_LINE, HELP_FLAGS, Command, Group
 from .kit.session import Session
 from .kit.settings import global_parameters, read_options
@@ -120,7 +120,7 @@ def _version(value: bool) -> None:
 
 
 def _flag(name: str, *declarations: str, **settings: Any) -> Parameter:
-    return parameter(name, Annotated[bool, typer.Option(*declarations, **settings)], False)
+    return option(name, bool, *declarations, default=False, **settings)
 
 
 def _root(**values: Any) -> None:

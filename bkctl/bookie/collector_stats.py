@@ -10,7 +10,11 @@ USAGE_BUCKETS: Final = 10
 
 
 class GarbageCollectionStatus(NamedTuple):
-    """The state of a collector; times in ms since 1970, from the bookie's start on. Source: Apache's class."""
+    """The state of one garbage collector of a bookie; DbLedgerStorage has one for each ledger directory.
+
+    Times are milliseconds since 1970, of the last round; before the first round, of the bookie's start.
+    Source: GarbageCollectionStatus.
+    """
 
     force_compacting: bool
     major_compacting: bool
@@ -21,6 +25,8 @@ class GarbageCollectionStatus(NamedTuple):
     major_compaction_counter: int
     minor_compaction_counter: int
     entry_location_compaction_counter: int
+    #: The reason why the last round kept scoped ledgers that appear deleted; only our bookies report it.
+    scoped_deletes_held_back: str | None = None
 
 
 @dataclass(slots=True)

@@ -28,7 +28,7 @@ log: Final = logging.getLogger("bkctl.bookie")
 
 
 class EntryLogCollector:
-    """Removes and compacts the entry logs of one bookie, for one thread; `find_ledgers` first in each round.
+    """Removes and compacts the entry logs of one bookie, in one thread, which calls `find_ledgers` first in each round.
 
     `checkpoint` returns when a checkpoint that began after its call is on disk.
     """

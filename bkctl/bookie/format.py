@@ -110,7 +110,7 @@ def bookie_to_wipe(config: BookieConfig) -> str:
     configured = bookie_id_of(config)
     if found is not None and found != configured:
         raise CookieMismatch(
-            f"Directory {in_directories[found]} is bookie {found}'s, not {configured}'s", hint="check --conf"
+            f"Directory {in_directories[found]} belongs to bookie {found}, not to {configured}", hint="check --conf"
         )
     return configured
 

@@ -129,21 +129,13 @@ class GarbageCollectorThread:
         """True if a forced round is under way, or about to begin."""
         return self._forced is not None
 
-    def suspend_major(self) -> None:
-        """Begin no major compaction until `resume_major`."""
-        self._schedule.suspend(MAJOR)
+    def suspend(self, kind: str) -> None:
+        """Begin no compaction of this kind, MAJOR or MINOR, until `resume`."""
+        self._schedule.suspend(kind)
 
-    def resume_major(self) -> None:
-        """Allow major compaction again."""
-        self._schedule.resume(MAJOR)
-
-    def suspend_minor(self) -> None:
-        """Begin no minor compaction until `resume_minor`."""
-        self._schedule.suspend(MINOR)
-
-    def resume_minor(self) -> None:
-        """Allow minor compaction again."""
-        self._schedule.resume(MINOR)
+    def resume(self, kind: str) -> None:
+        """Allow compaction of this kind again."""
+        self._schedule.resume(kind)
 
     @property
     def is_major_suspended(self) -> bool:

@@ -14,7 +14,7 @@ STRETCH_S: Final = 60.0
 
 
 class RepeatLimit(logging.Filter):
-    """Drops records that one place logs too often; the next one that passes gives their number."""
+    """Drops records that one place logs too often; the next record that passes says how many were dropped."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()

@@ -174,7 +174,10 @@ def check_user(config: BookieConfig) -> None:
     user = pwd.getpwuid(os.geteuid()).pw_name
     permitted = config.permitted_startup_users
     if permitted and user not in permitted:
-        raise UsageError(f"permittedStartupUsers are {', '.join(permitted)}, and this is {user}")
+        raise UsageError(
+            f"User {user} may not start this bookie: permittedStartupUsers are {', '.join(permitted)}",
+            hint="start it as one of them",
+        )
 
 
 def check_authentication(config: BookieConfig) -> None:

@@ -88,7 +88,7 @@ class RegistrationManager:
                 self._is_move_unsure = False
 
     async def leave(self, timeout_s: float) -> None:
-        """Take the bookie off the lists; return when that is done, or after `timeout_s` seconds."""
+        """Remove the registration of the bookie; return once it is gone, or after `timeout_s` seconds."""
         if self._leaving is None:
             self._leaving = asyncio.get_running_loop().create_task(self._leave())
             self._leaving.add_done_callback(lambda done: done.cancelled() or done.exception())

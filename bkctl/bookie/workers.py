@@ -120,13 +120,13 @@ class JournalThread:
         return self._count >= self._count_max
 
     def put(self, batch: JournalBatch) -> None:
-        """Write `batch` behind the others; in the loop."""
+        """Queue `batch` for the thread. Called in the event loop."""
         self.metrics.waiting = self._count = self._count + batch.count
         batch.put_s = time.monotonic()
         self._queue.put(batch)
 
     def taken(self, batch: JournalBatch) -> None:
-        """Count `batch`, which was reported, as waiting no more; in the loop."""
+        """Stop counting `batch` as waiting: its outcome was reported. Called in the event loop."""
         self.metrics.waiting = self._count = self._count - batch.count
 
     def _run(self) -> None:

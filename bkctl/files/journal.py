@@ -8,11 +8,11 @@ from enum import StrEnum
 from functools import cache
 from pathlib import Path
 from struct import Struct
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple
 
 from bkctl.disk import SECTOR_SIZE_BYTES
 from bkctl.errors import BkctlError, Corrupt, CorruptRecord, Unsupported
-from bkctl.files.scan import ROW_SIZE_MAX, RecordBatch, end_of_padding, take_journal_entries
+from bkctl.files.scan import ROW_SIZE_MAX, RecordBatch, ScannedFile, take_entries
 from bkctl.files.windows import WINDOW_SIZE_BYTES, FileReader, WindowCursor
 from bkctl.formats.entry import OVERHEAD_SIZE_MAX
 from bkctl.formats.journal import (
@@ -57,7 +57,6 @@ _ROW_V2: Final = Struct(">iBQQqqq")
 _HEAD_SIZE: Final = _ROW_V2.size
 
 _PADDING_HEADER: Final = Struct(">ii")
-_Row = TypeVar("_Row", Record, RecordBatch)
 _Take = Callable[[bytes, int], tuple[Sequence[int], int]]
 
 
@@ -134,27 +133,10 @@ class JournalReader(FileReader):
         the bookie stopped writing there (see `_to_incomplete_group`). Raises CorruptRecord at anything else that is not
         a record, Unsupported at an entry of an unknown format version.
         """
-        return self._to_incomplete_group(self._records(start, padding=padding))
-
-    def _records(self, start: int, *, padding: bool) -> Iterator[Record]:
-        skips_padding = self.version >= VERSION_PADDING and not padding
-        read_size = RECORD_SIZE.unpack_from
-
-        def take(window: bytes, begin: int) -> tuple[Sequence[int], int]:
-            return _take_frames(window, begin, skips_padding)
-
-        for window, at, begins in self._runs(start, take):
-            for begin in begins:
-                (size,) = read_size(window, begin)
-                if size == PADDING_MASK:
-                    if padding:
-                        yield self._padding(window, begin, at + begin)
-                    continue
-                self.position = at + begin
-                record = self._record(window, begin, size, at + begin)
-                if record is None:
-                    return
-                self.position += 4 + size
+        for batch in self.batches(start, padding=padding):
+            for record in batch.records():
+                if batch.record is None:
+                    self.position = record.offset + 4 + record.record_size
                 yield record
 
     def batches(self, start: int = 0, end: int | None = None, *, padding: bool = False) -> Iterator[RecordBatch]:
@@ -167,6 +149,7 @@ class JournalReader(FileReader):
 
     def _batches(self, start: int, end: int | None, *, padding: bool) -> Iterator[RecordBatch]:
         skips_padding = self.version >= VERSION_PADDING and not padding
+        source = ScannedFile.JOURNAL_OVER_PADDING if skips_padding else ScannedFile.JOURNAL
         has_scoped = self.version >= VERSION_SCOPED
         flat: Sequence[int] = ()
         format_version = 1
@@ -174,7 +157,7 @@ class JournalReader(FileReader):
         def take(window: bytes, begin: int) -> tuple[Sequence[int], int]:
             nonlocal flat, format_version
             format_version = 2 if has_scoped and window[begin + 4 : begin + 5] >= b"\x80" else 1
-            begins, flat, stop = take_journal_entries(window, begin, format_version, skips_padding=skips_padding)
+            begins, flat, stop = take_entries(window, begin, format_version, source)
             return begins, stop
 
         for window, at, begins in self._runs(start, take):
@@ -200,13 +183,13 @@ class JournalReader(FileReader):
             self.position += 4 + size
             yield RecordBatch.of_record(record, window, begin)
 
-    def _to_incomplete_group(self, rows: Iterator[_Row]) -> Iterator[_Row]:
-        """Yield `rows`; end without an error at an incomplete last group.
+    def _to_incomplete_group(self, batches: Iterator[RecordBatch]) -> Iterator[RecordBatch]:
+        """Yield `batches`; end without an error at an incomplete last group.
 
         Raises CorruptRecord if the last records reach over later groups: one of their sizes is wrong.
         """
         try:
-            yield from rows
+            yield from batches
             if self.end is not JournalEnd.DAMAGED and self.version >= VERSION_PADDING:
                 self._check_last_group()
         except (CorruptRecord, Unsupported) as error:
@@ -562,7 +545,10 @@ class JournalReader(FileReader):
         return _head_pattern().match(head) is not None and size <= self.size() - at - 4
 
     def _is_end(self, at: int) -> bool:
-        """Return True if only zeros follow from `at`, where one was; False if a bookie has written there meanwhile."""
+        """Return True if only zeros follow the size 0 at byte `at`; False if a bookie has since written there.
+
+        Raises CorruptRecord for data behind the zeros.
+        """
         data = self.next_data(at)
         if data is None:
             return True
@@ -580,31 +566,6 @@ def _ends_group(tail: bytes) -> bool:
         return True
     # The last bytes of the count may be zeros, too.
     return any(tail.endswith(RECORD_SIZE.pack(count) + bytes(count)) for count in range(max(0, zeros - 4), zeros + 1))
-
-
-def _take_frames(window: bytes, begin: int, skips_padding: bool) -> tuple[list[int], int]:
-    """Return where records begin in `window` from byte `begin`, and the byte of the first cut or empty one.
-
-    `skips_padding` also skips padding of zeros.
-    """
-    begins: list[int] = []
-    add, read_size = begins.append, RECORD_SIZE.unpack_from
-    limit = len(window)
-    last = limit - PADDING_HEADER_SIZE
-    while begin <= last:
-        (size,) = read_size(window, begin)
-        end = begin + 4 + size
-        if size == PADDING_MASK and skips_padding:
-            behind = end_of_padding(window, begin)
-            if behind is None:
-                break
-            end = behind
-        elif size <= 0 or end > limit:
-            break
-        else:
-            add(begin)
-        begin = end
-    return begins, begin
 
 
 def read_last_mark(dirs: Iterable[Path | str], journal_index: int = 0, journal_count: int = 1) -> LogMark:

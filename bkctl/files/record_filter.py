@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bkctl.errors import CorruptRecord
 from bkctl.formats.entry_log import HEADER_SIZE
-from bkctl.formats.record import Record, RecordType
+from bkctl.formats.record import RecordType
 from bkctl.ids import LedgerId
 
 if TYPE_CHECKING:
@@ -33,31 +33,19 @@ class RecordFilter(NamedTuple):
     position_first: int = 0
     position_last: int | None = None
 
-    def of_journal(self, reader: JournalReader, start: int = 0) -> Iterator[Record]:
-        """Return the matching records of a journal, from byte `start` on."""
-        padding = self.types is not None and RecordType.PADDING in self.types
-        first = max(start, self._first(reader.header_size, reader.name))
-        return self._choose(reader.records(first, padding=padding))
-
-    def batches_of_journal(self, reader: JournalReader, start: int = 0) -> Iterator[RecordBatch]:
-        """Return the records of `of_journal` as columns."""
+    def of_journal(self, reader: JournalReader, start: int = 0) -> Iterator[RecordBatch]:
+        """Return the matching records of a journal as columns, from byte `start` on."""
         types, last = self.types, self.position_last
         padding = types is not None and RecordType.PADDING in types
         first = max(start, self._first(reader.header_size, reader.name))
-        return self._choose_batches(reader.batches(first, None if last is None else last + 1, padding=padding))
+        return self._choose(reader.batches(first, None if last is None else last + 1, padding=padding))
 
-    def of_entry_log(self, reader: EntryLogReader) -> Iterator[Record]:
-        """Return the matching records of an entry log."""
-        special = self.types is not None and any(filler in self.types for filler in FILLER_TYPES)
-        end = None if self.position_last is None else self.position_last + 1
-        return self._choose(reader.records(self._first(HEADER_SIZE, reader.name), end, special=special))
-
-    def batches_of_entry_log(self, reader: EntryLogReader) -> Iterator[RecordBatch]:
-        """Return the records of `of_entry_log` as columns."""
+    def of_entry_log(self, reader: EntryLogReader) -> Iterator[RecordBatch]:
+        """Return the matching records of an entry log as columns."""
         types, last = self.types, self.position_last
         special = types is not None and any(filler in types for filler in FILLER_TYPES)
         end = None if last is None else last + 1
-        return self._choose_batches(reader.batches(self._first(HEADER_SIZE, reader.name), end, special=special))
+        return self._choose(reader.batches(self._first(HEADER_SIZE, reader.name), end, special=special))
 
     def _first(self, header_size: int, name: str) -> int:
         if 0 < self.position_first < header_size:
@@ -65,7 +53,7 @@ class RecordFilter(NamedTuple):
             raise CorruptRecord("No record begins in the header", offset=self.position_first, where=name, hint=hint)
         return self.position_first
 
-    def _choose_batches(self, batches: Iterator[RecordBatch]) -> Iterator[RecordBatch]:
+    def _choose(self, batches: Iterator[RecordBatch]) -> Iterator[RecordBatch]:
         ledger, scope_id, entry_id, types, _, _ = self
         plain = types is None or RecordType.ENTRY in types
         for batch in batches:
@@ -73,21 +61,3 @@ class RecordFilter(NamedTuple):
                 chosen = batch.select(ledger, scope_id, entry_id)
                 if len(chosen):
                     yield chosen
-
-    def _choose(self, records: Iterator[Record]) -> Iterator[Record]:
-        if self._replace(position_first=0) == RecordFilter():
-            return records
-        return self._filter(records)
-
-    def _filter(self, records: Iterator[Record]) -> Iterator[Record]:
-        ledger, scope_id, entry_id, types, _, last = self
-        for record in records:
-            if last is not None and record.offset > last:
-                return
-            if (
-                (ledger is None or record.ledger == ledger)
-                and (scope_id is None or record.ledger.scope_id == scope_id)
-                and (entry_id is None or record.entry_id == entry_id)
-                and (types is None or record.type in types)
-            ):
-                yield record

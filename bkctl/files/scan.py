@@ -8,6 +8,7 @@ DefaultEntryLogger.scanEntryLog.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import IntEnum
 from struct import Struct
 from typing import Final, cast
 
@@ -37,6 +38,15 @@ else:
 _PLACES: Final = {"sizes": 0, "entry_ids": -3, "last_add_confirmed": -2, "lengths": -1}
 
 _new_ledger = LedgerId._make
+
+
+class ScannedFile(IntEnum):
+    """The kind of file that a scan reads, as `_scan` numbers them."""
+
+    ENTRY_LOG = 0
+    JOURNAL = 1
+    #: A journal whose padding of zeros is skipped.
+    JOURNAL_OVER_PADDING = 2
 
 
 class RecordBatch:
@@ -300,86 +310,30 @@ class RecordBatch:
         return column
 
 
-def take_entries(window: bytes, begin: int, format_version: int) -> tuple[Sequence[int], Sequence[int], int]:
+def take_entries(
+    window: bytes, begin: int, format_version: int, source: ScannedFile = ScannedFile.ENTRY_LOG
+) -> tuple[Sequence[int], Sequence[int], int]:
     """Take the plain entries of `format_version` in `window` from byte `begin` on.
 
     Returns the byte where each begins; their fields, record after record (size, ledger, entry, LAC, length; in version
     2 size, flags, scope, ledger, entry, LAC, length); and the byte of the first record that is not a plain entry: it is
-    cut, its size is absurd or more than its ledger's length, its header is cut, or its flags byte or entry id is
-    special. Ids from 2^63 may be negative here; RecordBatch returns them unsigned.
+    cut, its size is absurd or (in an entry log) more than its ledger's length, its header is cut, or its flags byte or
+    entry id is special. In a journal an entry of zeros ends it too, which the caller must examine: maybe only its size
+    reached the disk. Ids from 2^63 may be negative here; RecordBatch returns them unsigned.
     """
     if compiled is None:
-        return take_entries_plainly(window, begin, format_version)
-    begins, flat, stop = compiled.take_entries(window, begin, format_version)
+        return take_entries_plainly(window, begin, format_version, source)
+    begins, flat, stop = compiled.take_entries(window, begin, format_version, source)
     return memoryview(begins).cast("q"), memoryview(flat).cast("q"), stop
 
 
-def take_journal_entries(
-    window: bytes, begin: int, format_version: int, *, skips_padding: bool
-) -> tuple[Sequence[int], Sequence[int], int]:
-    """Take the plain entries of a journal as `take_entries` does; `skips_padding` skips padding of zeros.
-
-    Stops at an entry of zeros, which the caller must examine: maybe only its size reached the disk.
-    """
-    if compiled is None:
-        return take_journal_entries_plainly(window, begin, format_version, skips_padding=skips_padding)
-    begins, flat, stop = compiled.take_entries(window, begin, format_version, 2 if skips_padding else 1)
-    return memoryview(begins).cast("q"), memoryview(flat).cast("q"), stop
-
-
-def take_entries_plainly(window: bytes, begin: int, format_version: int) -> tuple[list[int], list[int], int]:
+def take_entries_plainly(
+    window: bytes, begin: int, format_version: int, source: ScannedFile = ScannedFile.ENTRY_LOG
+) -> tuple[list[int], list[int], int]:
     """Do the work of `take_entries` in Python."""
     begins: list[int] = []
     flat: list[int] = []
-    layout, size_min = (_ROW_V1, HEADER_SIZE_V1) if format_version == 1 else (_ROW_V2, HEADER_SIZE_V2)
-    add, extend, unpack = begins.append, flat.extend, layout.unpack_from
-    limit = len(window)
-    last = limit - layout.size
-    while begin <= last:
-        row = unpack(window, begin)
-        size = row[0]
-        end = begin + 4 + size
-        if size < size_min or end > limit or size - OVERHEAD_SIZE_MAX > max(row[-1], 0):
-            break
-        add(begin)
-        extend(row)
-        begin = end
-    if begins:
-        count = _plain_count(flat, format_version, len(begins))
-        if count < len(begins):
-            begin = begins[count]
-            del begins[count:], flat[count * (5 if format_version == 1 else 7) :]
-    return begins, flat, begin
-
-
-def _plain_count(flat: list[int], format_version: int, count: int) -> int:
-    """Return the number of rows before the first row that is not a plain entry."""
-    if format_version == 1:
-        ledgers, entries = flat[1::5], flat[2::5]
-        if max(ledgers) <= I64_MAX and min(entries) >= 0:
-            return count
-        return next(at for at in range(count) if ledgers[at] > I64_MAX or entries[at] < 0)
-    flags, entries = flat[1::7], flat[4::7]
-    if min(flags) >= 0xA0 and max(flags) <= 0xA4 and min(entries) >= 0:
-        return count
-    return next(at for at in range(count) if not 0xA0 <= flags[at] <= 0xA4 or entries[at] < 0)
-
-
-def end_of_padding(window: bytes, begin: int) -> int | None:
-    """Return the end in `window` of the padding at byte `begin`; None unless it is whole and all zeros."""
-    (count,) = RECORD_SIZE.unpack_from(window, begin + 4)
-    start = begin + PADDING_HEADER_SIZE
-    end = start + count
-    return end if start <= end <= len(window) and not window[start:end].strip(b"\0") else None
-
-
-def take_journal_entries_plainly(
-    window: bytes, begin: int, format_version: int, *, skips_padding: bool
-) -> tuple[list[int], list[int], int]:
-    """Do the work of `take_journal_entries` in Python."""
-    begins: list[int] = []
-    flat: list[int] = []
-    plain = format_version == 1
+    plain, in_log = format_version == 1, source is ScannedFile.ENTRY_LOG
     layout, size_min = (_ROW_V1, HEADER_SIZE_V1) if plain else (_ROW_V2, HEADER_SIZE_V2)
     add, extend, unpack = begins.append, flat.extend, layout.unpack_from
     limit = len(window)
@@ -388,19 +342,19 @@ def take_journal_entries_plainly(
         row = unpack(window, begin)
         size = row[0]
         if size < size_min:
-            if size != PADDING_MASK or not skips_padding:
+            if size != PADDING_MASK or source is not ScannedFile.JOURNAL_OVER_PADDING:
                 break
-            end = end_of_padding(window, begin)
-            if end is None:
+            padded = end_of_padding(window, begin)
+            if padded is None:
                 break
-            begin = end
+            begin = padded
             continue
         end = begin + 4 + size
-        if end > limit:
+        if end > limit or (in_log and size - OVERHEAD_SIZE_MAX > max(row[-1], 0)):
             break
         if plain:
             entry_id = row[2]
-            if entry_id < 0 or row[1] > I64_MAX or not (entry_id or any(row[1:])):
+            if entry_id < 0 or row[1] > I64_MAX or not (in_log or entry_id or any(row[1:])):
                 break
         elif row[4] < 0 or not 0xA0 <= row[1] <= 0xA4:
             break
@@ -408,3 +362,11 @@ def take_journal_entries_plainly(
         extend(row)
         begin = end
     return begins, flat, begin
+
+
+def end_of_padding(window: bytes, begin: int) -> int | None:
+    """Return the end in `window` of the padding at byte `begin`; None unless it is whole and all zeros."""
+    (count,) = RECORD_SIZE.unpack_from(window, begin + 4)
+    start = begin + PADDING_HEADER_SIZE
+    end = start + count
+    return end if start <= end <= len(window) and not window[start:end].strip(b"\0") else None

@@ -11,12 +11,8 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 
-from bkctl.errors import (
-    BkctlError,
-    NotFound,
-    ProtocolError,
-    Unsupported,
-)
+from bkctl.bookie.collector_stats import GarbageCollectionStatus
+from bkctl.errors import BkctlError, NotFound, ProtocolError, Unsupported
 from bkctl.http.client import ApiClient, ApiResponse, server_message, shortened
 
 T = TypeVar("T")
@@ -68,33 +64,13 @@ class Readiness(NamedTuple):
     message: str
 
 
-class CollectorStatus(NamedTuple):
-    """One garbage collector of a bookie; DbLedgerStorage has one for each ledger directory.
-
-    Times are milliseconds since 1970, of the last round; before the first round, of the bookie's start.
-    Source: GarbageCollectionStatus.
-    """
-
-    force_compacting: bool
-    major_compacting: bool
-    minor_compacting: bool
-    last_major_compaction_time: int
-    last_minor_compaction_time: int
-    last_entry_location_compaction_time: int
-    major_compaction_counter: int
-    minor_compaction_counter: int
-    entry_location_compaction_counter: int
-    #: The reason why the last round kept scoped ledgers that appear deleted; only our bookies report it.
-    scoped_deletes_held_back: str | None = None
-
-
 class GarbageCollection(NamedTuple):
     """The garbage collection of a bookie. Suspensions are None if the bookie's release cannot suspend."""
 
     in_force_gc: bool
     major_suspended: bool | None
     minor_suspended: bool | None
-    collectors: tuple[CollectorStatus, ...]
+    collectors: tuple[GarbageCollectionStatus, ...]
 
 
 class BookieApi:
@@ -162,13 +138,13 @@ class BookieApi:
             major, minor = suspended.boolean("isMajorGcSuspended"), suspended.boolean("isMinorGcSuspended")
         return GarbageCollection(forced, major, minor, tuple(self._collectors()))
 
-    def _collectors(self) -> Iterator[CollectorStatus]:
+    def _collectors(self) -> Iterator[GarbageCollectionStatus]:
         document, what = self._json("GET", "/bookie/gc_details")
         if not isinstance(document, list):
             raise _unexpected(what, "not a list", document)
         for item in document:
             fields = _Fields(item, what)
-            yield CollectorStatus(
+            yield GarbageCollectionStatus(
                 fields.boolean("forceCompacting"),
                 fields.boolean("majorCompacting"),
                 fields.boolean("minorCompacting"),

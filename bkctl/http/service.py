@@ -54,22 +54,16 @@ class BookieProxy:
     async def ask(self, question: Callable[[Bookie], T]) -> T:
         """Return the result of a short function, called in the bookie's event loop. Raise its errors, and TimedOut."""
 
-        async def answer() -> T:
-            return question(self.bookie)
+        async def answer(bookie: Bookie) -> T:
+            return question(bookie)
 
-        return await self._run(answer)
+        return await self.do(answer)
 
     async def do(self, work: Callable[[Bookie], Awaitable[T]]) -> T:
         """Return the result of asynchronous work in the bookie's event loop. Raise its errors, and TimedOut."""
 
         async def run() -> T:
             return await work(self.bookie)
-
-        return await self._run(run)
-
-    async def _run(self, work: Callable[[], Awaitable[T]]) -> T:
-        async def run() -> T:
-            return await work()
 
         coroutine = run()
         try:

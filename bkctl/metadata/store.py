@@ -68,7 +68,7 @@ def client_tls(
     import ssl
 
     if key is not None and certificate is None:
-        raise UsageError("A TLS key needs its certificate", hint="give both")
+        raise UsageError("A TLS key is given without its certificate", hint="give both")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = verify_hostname
     try:
@@ -134,9 +134,11 @@ class StoreSecurity:
 
     def __post_init__(self) -> None:
         if not self.tls and (self.ca or self.certificate or self.key):
-            raise UsageError("TLS files for a metadata store that is not reached by TLS", hint="ask for TLS too")
+            raise UsageError(
+                "TLS files are given for a metadata store that is not reached by TLS", hint="turn on TLS for it, too"
+            )
         if self.key is not None and self.certificate is None:
-            raise UsageError("A TLS key needs its certificate", hint="give both")
+            raise UsageError("A TLS key is given without its certificate", hint="give both")
         if (self.user is None) != (self.password is None):
             raise UsageError("A user of the metadata store needs a password, and a password its user")
         if self.user is None and self.sasl:

@@ -50,7 +50,7 @@ class _DatabasePairs:
         self._stack.__exit__(*error)
 
     def get(self, number: int, scoped: bool) -> tuple[LedgersDatabase, LocationsDatabase]:
-        """Return the pair, open."""
+        """Return the two databases of directory `number`; open them at the first call."""
         if (number, scoped) not in self.pairs:
             prefix = "scoped-" if scoped else ""
             ledgers = self._open(LedgersDatabase, self._path_of(number, f"{prefix}ledgers"), scoped)

@@ -25,7 +25,7 @@ LOOK_AGAIN_S: Final = 30.0
 class AuditorElector:
     """Takes part in one election while `run` runs, and runs `audit` whenever it wins.
 
-    `audit` is cancelled when our vote is gone, because the store's session ended or somebody deleted the vote; then the
+    `audit` is cancelled when our vote is gone, because the store's session ended or it was deleted; then the
     elector votes again. `scoped` selects the election for the scopes ≠ 0.
     """
 

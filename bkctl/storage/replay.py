@@ -299,9 +299,9 @@ def _is_better(old: bytes, new: bytes) -> bool:
 
 
 def _has_digest(data: bytes, size: int) -> bool:
-    """Return whether the CRC32 or CRC32C of the header of `size` bytes and the payload follows the header.
+    """Return True if the CRC32 or CRC32C of header and payload stands behind the header of `size` bytes.
 
-    Those are the digests that need no password. An entry and a LAC packet are alike here.
+    Both digests need no password. `data` is an entry or a LAC packet.
     """
     if data[size : size + 4] == _crc32c(data[:size] + data[size + 4 :]).to_bytes(4, "big"):
         return True

@@ -14,8 +14,8 @@ from bkctl.ids import LedgerId, parse_scope_id
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import LEDGERS_BY_OPTION
-from ..kit.options import Composite, DigestToCheck, LedgerPassword, ReadPace, number_option, parameter
-from ..kit.records import DirOption, PlacesArgument, raise_first
+from ..kit.options import Composite, DigestToCheck, LedgerPassword, ReadPace, number_option, option, text_option
+from ..kit.records import Directories, raise_first
 from ..kit.texts import counted, size_text, with_0x
 from .files import index_app
 
@@ -61,14 +61,12 @@ LedgersToCheck = Annotated[
     Composite(
         (
             LEDGERS_BY_OPTION,
-            parameter(
+            option(
                 "ledger_scope_id",
-                Annotated[
-                    str,
-                    typer.Option(
-                        "--ledger-scope-id", metavar="SCOPE", help="Only ledgers of this scope; the scope of bare ids."
-                    ),
-                ],
+                str,
+                "--ledger-scope-id",
+                metavar="SCOPE",
+                help="Only ledgers of this scope; the scope of bare ids.",
             ),
         ),
         _ledger_filter,
@@ -76,10 +74,7 @@ LedgersToCheck = Annotated[
 ]
 
 
-def _share(values: Mapping[str, Any]) -> float | None:
-    text = values["sample_share"]
-    if text is None:
-        return None
+def _share(text: str) -> float:
     match = re.fullmatch(r"([0-9]{1,3}(?:\.[0-9]{1,9})?)%|(0?\.[0-9]{1,9}|1)", text, re.ASCII)
     share = 0.0 if match is None else float(match[1]) / 100 if match[1] else float(match[2])
     if not 0 < share <= 1:
@@ -89,21 +84,12 @@ def _share(values: Mapping[str, Any]) -> float | None:
 
 Sample = Annotated[
     float | None,
-    Composite(
-        (
-            parameter(
-                "sample_share",
-                Annotated[
-                    str,
-                    typer.Option(
-                        "--sample",
-                        metavar="SHARE",
-                        help="Check only this share of the index's entries (1%, 0.01), without a search of the logs.",
-                    ),
-                ],
-            ),
-        ),
+    text_option(
+        "sample_share",
         _share,
+        "--sample",
+        metavar="SHARE",
+        help="Check only this share of the index's entries (1%, 0.01), without a search of the logs.",
     ),
 ]
 
@@ -125,8 +111,7 @@ def check(
     sample: Sample,
     seed: Annotated[int | None, number_option("--seed", "Seed of the choice of entries for --sample.")],
     pace: ReadPace,
-    places: PlacesArgument = None,
-    directories: DirOption = None,
+    directories: Directories = (),
 ) -> None:
     """Check a bookie's indexes against its entry logs.
 
@@ -139,7 +124,7 @@ def check(
 
     from bkctl.checks.check import IndexCheck
 
-    given = run.directories([*(places or ()), *(directories or ())])
+    given = run.directories(directories)
     logs = [file.path for file in given.entry_logs()] if digest.wanted else []
     checker = run.digest_checker(digest.digest_type, password, logs) if digest.wanted else nullcontext()
     with checker as digests, run.working("Checking", unit="bytes", pace=pace) as activity:
@@ -215,8 +200,7 @@ def check_index(
     run: Run,
     ledgers: Annotated[bool, typer.Option("--ledgers", help="Check only the records of ledgers.")] = False,
     locations: Annotated[bool, typer.Option("--locations", help="Check only the locations of entries.")] = False,
-    places: PlacesArgument = None,
-    directories: DirOption = None,
+    directories: Directories = (),
 ) -> None:
     """Check that a bookie's indexes are well-formed.
 
@@ -226,7 +210,7 @@ def check_index(
     from bkctl.checks.index_scan import IndexScan
 
     both = ledgers == locations
-    given = run.directories([*(places or ()), *(directories or ())])
+    given = run.directories(directories)
     job = IndexScan(given, ledgers=ledgers or both, locations=locations or both)
     with run.working("Reading indexes"):
         run.render(job.findings(), FINDING_COLUMNS, findings=True)

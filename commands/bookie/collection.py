@@ -19,7 +19,8 @@ from .server import BookieServerOption, Server, server
 from .waiting import Patience, WaitDeadline
 
 if TYPE_CHECKING:
-    from bkctl.http.bookie_client import CollectorStatus, GarbageCollection
+    from bkctl.bookie.collector_stats import GarbageCollectionStatus
+    from bkctl.http.bookie_client import GarbageCollection
 
 app = group()
 
@@ -37,7 +38,7 @@ class CollectorRow(NamedTuple):
 
     number: int
     collection: GarbageCollection
-    status: CollectorStatus
+    status: GarbageCollectionStatus
 
 
 def _doing(running: str, suspended: str) -> Callable[[CollectorRow], str]:
@@ -138,8 +139,12 @@ def gc(
     """  # fmt: skip
     switches = suspend is not None or resume is not None
     forces = not (switches or status)
-    _check_gc_options(forces=forces, switches=switches, status=status, wait=wait, deadline=deadline, watch=watch,
-                      others=major or minor or wait or accept_scoped_deletes)  # fmt: skip
+    if status and switches:
+        raise UsageError("--status and --suspend or --resume are given", hint="give one of them")
+    if not forces and (major or minor or wait or accept_scoped_deletes):
+        raise UsageError("--major, --minor, --wait and --accept-scoped-deletes apply only to a forced round")
+    if watch is not None and not status:
+        raise UsageError("--watch requires --status", hint="add --status")
     with server(run, which, changes=not status and not dry_run) as found:
         if accept_scoped_deletes and not dry_run:
             run.confirm(
@@ -171,19 +176,6 @@ def _show_collectors(run: Run, found: Server, watch: float | None) -> None:
     run.watch(watch, look, _collector_columns(run))
     for reason in _held_back(latest[0]):
         run.note(f"bkctl: {found.name} keeps ledgers of scopes that seem deleted: {reason}")
-
-
-def _check_gc_options(
-    *, forces: bool, switches: bool, status: bool, wait: bool, others: bool, deadline: float | None, watch: float | None
-) -> None:
-    if status and switches:
-        raise UsageError("--status and --suspend or --resume are given", hint="give one of them")
-    if not forces and others:
-        raise UsageError("--major, --minor, --wait and --accept-scoped-deletes apply only to a forced round")
-    if deadline is not None and not wait:
-        raise UsageError("--deadline requires --wait", hint="add --wait")
-    if watch is not None and not status:
-        raise UsageError("--watch requires --status", hint="add --status")
 
 
 def _switch_compactions(found: Server, suspend: Compactions | None, resume: Compactions | None) -> None:
@@ -287,8 +279,6 @@ def compact_locations(
     """
     if status and (wait or databases):
         raise UsageError("--status shows all databases, and changes nothing", hint="drop the other arguments")
-    if deadline is not None and not wait:
-        raise UsageError("--deadline requires --wait", hint="add --wait")
     with server(run, which, changes=not status and not dry_run) as found:
         known = found.api.location_compactions()
         if not known:

@@ -15,7 +15,7 @@ from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import MANY_LEDGERS
 from ..kit.options import Composite, number_option
-from ..kit.records import DirOption, PlacesArgument, ShowSecretsOption, raise_first
+from ..kit.records import Directories, DirOption, ShowSecretsOption, raise_first
 from ..kit.texts import iso_time, with_0x, words
 
 if TYPE_CHECKING:
@@ -126,8 +126,7 @@ FILE_TABLE_COLUMNS = Columns(
 )
 def files(
     run: Run,
-    places: PlacesArgument = None,
-    directories: DirOption = None,
+    directories: Directories = (),
     kind: Annotated[
         list[str] | None,
         typer.Option("--kind", metavar="KIND", help="journal, entryLog, index, rocksdb, cookie … or all; repeatable."),
@@ -140,7 +139,7 @@ def files(
     state. Damaged files are reported after the list (exit code 7).
     """
     kinds = _kinds(kind or [])
-    found = run.directories([*(places or ()), *(directories or ())]).files()
+    found = run.directories(directories).files()
     errors: list[BkctlError] = []
     columns = run.table_columns(FILE_TABLE_COLUMNS, FILE_COLUMNS)
     run.render((_file_row(file, errors) for file in found if not kinds or file.kind in kinds), columns)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from enum import StrEnum
 from pathlib import Path
@@ -16,8 +16,8 @@ from bkctl.errors import BkctlError, UsageError
 
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
-from ..kit.options import Composite, DryRun, LedgerPassword, YesReally, parameter
-from ..kit.records import DirOption, PlacesArgument
+from ..kit.options import Composite, DryRun, LedgerPassword, YesReally, option
+from ..kit.records import Directories, DirOption
 from ..kit.texts import NULL, counted, size_text
 from .files import AnyLedgers, index_app
 
@@ -32,7 +32,7 @@ app = group()
 
 @contextmanager
 def _held(run: Run, layout: BookieLayout, *, dry_run: bool) -> Iterator[None]:
-    """Yield the bookie's directories, for us alone; in a dry run, which only reads, for anybody."""
+    """Hold the bookie's directories for this process; not in a dry run, which only reads."""
     from bkctl.repair.holding import hold
 
     if dry_run:
@@ -51,7 +51,7 @@ def _held(run: Run, layout: BookieLayout, *, dry_run: bool) -> Iterator[None]:
             ) from error
 
 
-def _layout(run: Run, directories: list[Path] | None) -> BookieLayout:
+def _layout(run: Run, directories: Sequence[Path] | None) -> BookieLayout:
     from bkctl.repair.layout import find_layout
 
     return find_layout(run.directories(directories))
@@ -108,8 +108,7 @@ def rebuild_databases(
     run: Run,
     ledgers: Annotated[bool, typer.Option("--ledgers", help="Rebuild the databases of ledgers.")] = False,
     locations: Annotated[bool, typer.Option("--locations", help="Rebuild the databases of entry locations.")] = False,
-    places: PlacesArgument = None,
-    directories: DirOption = None,
+    directories: Directories = (),
     dry_run: DryRun = False,
 ) -> None:
     """Rebuild DbLedgerStorage's databases.
@@ -122,7 +121,7 @@ def rebuild_databases(
 
     if not (ledgers or locations):
         raise UsageError("Neither --ledgers nor --locations is given", hint="give one of them, or both")
-    layout = _layout(run, [*(places or ()), *(directories or ())])
+    layout = _layout(run, directories)
     with _held(run, layout, dry_run=dry_run), _metadata(run, layout) as metadata:
         size = size_to_read(layout, ledgers=ledgers, locations=locations)
         with run.working(
@@ -197,7 +196,7 @@ GivenPassword = Annotated[
     bytes | None,
     Composite(
         (
-            parameter("password", Annotated[str, typer.Option("--password", metavar="TEXT", help=_PASSWORD_HELP)]),
+            option("password", str, "--password", metavar="TEXT", help=_PASSWORD_HELP),
             *(each for each in get_args(LedgerPassword)[1].parameters if each.name != "password"),
         ),
         _password_if_given,
@@ -291,9 +290,7 @@ DOWNGRADED_COLUMNS = Columns(
 
 
 @command(app, "downgrade", changes=True, examples=("bkctl bookie downgrade --conf bk_server.conf --dry-run",))
-def downgrade_bookie(
-    run: Run, places: PlacesArgument = None, directories: DirOption = None, dry_run: DryRun = False
-) -> None:
+def downgrade_bookie(run: Run, directories: Directories = (), dry_run: DryRun = False) -> None:
     """Prepare a crashed bookie's files for Apache's bookie.
 
     The bookie must be down. Moves the entries of its journals into entry logs and indexes, as a clean stop does, and
@@ -303,8 +300,7 @@ def downgrade_bookie(
     """
     from bkctl.repair.downgrade import config_of, downgrade
 
-    given = [*(places or ()), *(directories or ())]
-    config = config_of(run.directories(given)) if given or run.conf is None else run.config()
+    config = config_of(run.directories(directories)) if directories or run.conf is None else run.config()
     with run.working("Stopping the bookie cleanly"):
         rows = downgrade(config, dry_run=dry_run)
     run.render(rows, DOWNGRADED_COLUMNS)
@@ -351,8 +347,7 @@ def convert_index(
             "--to", metavar="KIND", help="db: DbLedgerStorage; interleaved: index files (Sorted uses them too)."
         ),
     ],
-    places: PlacesArgument = None,
-    directories: DirOption = None,
+    directories: Directories = (),
     discard_old: Annotated[
         bool, typer.Option("--discard-old", help="Remove the old index instead of keeping a backup.")
     ] = False,
@@ -366,7 +361,7 @@ def convert_index(
     """
     from bkctl.repair.convert import convert
 
-    layout = _layout(run, [*(places or ()), *(directories or ())])
+    layout = _layout(run, directories)
     if discard_old and not dry_run:
         where = ", ".join(map(str, layout.index_dirs))
         run.confirm(f"The old index in {where} would be removed once the new one is verified")

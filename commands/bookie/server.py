@@ -7,13 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
-import typer
-
 from bkctl.errors import NotFound, UsageError
 
 from ..kit.columns import Column
 from ..kit.command import Run
-from ..kit.options import Composite, parameter
+from ..kit.options import Composite, option
 
 if TYPE_CHECKING:
     from bkctl.http.bookie_client import BookieApi
@@ -39,28 +37,20 @@ BookieServerOption = Annotated[
     ServerChoice,
     Composite(
         (
-            parameter(
+            option(
                 "bookie_of_server",
-                Annotated[
-                    str,
-                    typer.Option(
-                        "--bookie",
-                        metavar="BOOKIE",
-                        help="The bookie, whose registered HTTP server is used.",
-                    ),
-                ],
+                str,
+                "--bookie",
+                metavar="BOOKIE",
+                help="The bookie, whose registered HTTP server is used.",
             ),
-            parameter(
+            option(
                 "bookie_url",
-                Annotated[
-                    str,
-                    typer.Option(
-                        "--bookie-url",
-                        metavar="URL",
-                        help="The HTTP server, http[s]://HOST:PORT, also that of a gateway (then with --bookie); no "
-                        "cluster is needed. [BKCTL_BOOKIE_URL; its token: BKCTL_API_TOKEN]",
-                    ),
-                ],
+                str,
+                "--bookie-url",
+                metavar="URL",
+                help="The HTTP server, http[s]://HOST:PORT, also that of a gateway (then with --bookie); no "
+                "cluster is needed. [BKCTL_BOOKIE_URL; its token: BKCTL_API_TOKEN]",
             ),
         ),
         _bookie_server,

@@ -13,7 +13,7 @@ from bkctl.errors import NotFound, UsageError
 from ..kit.audit import shown_uri
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
-from ..kit.options import Composite, DryRun, parameter
+from ..kit.options import Composite, DryRun, option
 from .server import BookieServerOption, server
 
 app = group()
@@ -48,14 +48,12 @@ SettingsToSet = Annotated[
     dict[str, str],
     Composite(
         (
-            parameter(
+            option(
                 "settings_to_set",
-                Annotated[
-                    list[str],
-                    typer.Option(
-                        "--set", metavar="NAME=VALUE", help="Change this setting in the bookie's memory; repeatable."
-                    ),
-                ],
+                list[str],
+                "--set",
+                metavar="NAME=VALUE",
+                help="Change this setting in the bookie's memory; repeatable.",
             ),
         ),
         _settings,

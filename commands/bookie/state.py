@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from bkctl.errors import BkctlError, FindingsError, Unreachable, UsageError
+from bkctl.errors import BkctlError, FindingsError, Unreachable
 
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
@@ -72,8 +72,6 @@ def ready(
 
     Exit code 3 if the bookie is not ready.
     """
-    if deadline is not None and not wait:
-        raise UsageError("--deadline requires --wait", hint="add --wait")
     with finder(run, which) as find:
         with run.working("Waiting for the bookie", enabled=wait):
             patience = Patience(f"Bookie {which.bookie_id or which.url or run.conf} is not ready", deadline)
@@ -129,7 +127,7 @@ def info(run: Run, which: BookieServerOption, watch: WatchOption) -> None:
 
 
 class Switch(StrEnum):
-    """On or off."""
+    """The states of a switch."""
 
     ON = "on"
     OFF = "off"

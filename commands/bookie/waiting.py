@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated, Final
+from collections.abc import Mapping
+from typing import Annotated, Any, Final
 
-from bkctl.errors import TimedOut
+from bkctl.errors import TimedOut, UsageError
 
-from ..kit.options import duration_option
+from ..kit.options import Composite, duration_option
 from .server import Server
 
-#: Between two looks at work that a bookie does in the background: at first, and at most.
+#: The first and the longest pause between two looks at background work of a bookie.
 POLL_S_MIN: Final = 0.05
 POLL_S_MAX: Final = 1.0
-#: However near a deadline is, an answer may take so long.
+#: The shortest timeout of one answer, even if the deadline is nearer.
 ANSWER_S_MIN: Final = 5.0
-WaitDeadline = Annotated[
-    float | None, duration_option("--deadline", "With --wait: give up after this long (default: never; exit code 6).")
-]
+_DEADLINE: Final = duration_option("--deadline", "With --wait: give up after this long (default: never; exit code 6).")
+
+
+def _deadline(values: Mapping[str, Any]) -> float | None:
+    found: float | None = _DEADLINE.resolve(values)
+    if found is not None and not values["wait"]:
+        raise UsageError("--deadline requires --wait", hint="add --wait")
+    return found
+
+
+#: `--deadline` of a command with `--wait`, in seconds.
+WaitDeadline = Annotated[float | None, Composite(_DEADLINE.parameters, _deadline)]
 
 
 class Patience:
@@ -29,7 +39,7 @@ class Patience:
         self._end = None if deadline_s is None else time.monotonic() + deadline_s
 
     def shorten(self, found: Server) -> None:
-        """Wait for one answer no longer than for all of them, and some seconds."""
+        """Lower the timeout of the server's client to the deadline, but not below ANSWER_S_MIN."""
         if self._deadline_s is not None:
             client = found.api.client
             client.timeout_s = min(client.timeout_s, max(self._deadline_s, ANSWER_S_MIN))

@@ -119,7 +119,7 @@ def list_bookies(
 
 
 class BookieRow(NamedTuple):
-    """All that the metadata store knows of a bookie. `cookie` and `cookie_error` are None where it has none."""
+    """All that the metadata store knows of a bookie. `cookie` is None without one, `cookie_error` without damage."""
 
     bookie: RegisteredBookie
     cookie: Cookie | None

@@ -88,8 +88,8 @@ def list_racks(run: Run) -> None:
     """List the racks of bookies.
 
     Racks come from Pulsar's node `/bookies` in the metadata store, or from the script that --conf names
-    (networkTopologyScriptFileName), which counts first. Bookies without a rack are listed, too; clients treat them as
-    one rack, /default-rack.
+    (networkTopologyScriptFileName), which takes precedence. Bookies without a rack are listed, too; clients treat them
+    as one rack, /default-rack.
     """
     with run.cluster() as cluster:
         run.render(rack_rows(run, cluster, cluster.bookies.list()), RACK_COLUMNS)

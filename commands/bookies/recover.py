@@ -34,7 +34,10 @@ app = group()
 
 
 class FragmentRow(NamedTuple):
-    """One fragment that is on the bookies, of --query and --dry-run; all but the ledger is None where that is all."""
+    """A fragment on the bookies, for --query and --dry-run.
+
+    A ledger without readable metadata has None in all fields but `ledger` and `problem`.
+    """
 
     ledger: LedgerId
     state: str | None
@@ -152,7 +155,7 @@ def recover(
     """Copy the ledgers of lost bookies to other bookies.
 
     Copies from the remaining replicas, for ledgers of every scope. Needs no auto-recovery. Ledgers that are not closed
-    and have such a bookie in their last ensemble are fenced and closed first: their writers can add no more. A ledger
+    and have a lost bookie in their last ensemble are fenced and closed first: their writers can add no more. A ledger
     with entries that no bookie has is reported with them and left unchanged; all others are moved. Exit code 3 if any
     ledger was unrecoverable or failed. --dry-run shows each fragment with the ensemble that it would get, and asks the
     bookies which entries they have.

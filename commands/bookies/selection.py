@@ -14,7 +14,7 @@ from ..kit.ledger_options import LEDGERS_BY_OPTION
 from ..kit.options import (
     Composite,
     duration_option,
-    parameter,
+    option,
     watch_option,
 )
 
@@ -33,11 +33,8 @@ LedgersByOption = Annotated[
     Composite(
         (
             LEDGERS_BY_OPTION,
-            parameter(
-                "ledger_scope_id",
-                Annotated[
-                    str, typer.Option("--ledger-scope-id", metavar="SCOPE", help="Ledger scope id of a bare --ledger.")
-                ],
+            option(
+                "ledger_scope_id", str, "--ledger-scope-id", metavar="SCOPE", help="Ledger scope id of a bare --ledger."
             ),
         ),
         some_ledgers,
@@ -66,7 +63,7 @@ SkipUnrecoverable = Annotated[
 
 
 def bookie_ids(texts: Sequence[str]) -> list[str]:
-    """Return the bookies that were named; Apache's shell takes them with commas between, so these may be too."""
+    """Return the named bookies; commas separate several in one text, as in Apache's shell."""
     names = dict.fromkeys(name for text in texts for name in text.split(",") if name)
     if not names:
         raise UsageError("No bookie is named", hint="'bkctl bookies list' shows them")

@@ -18,9 +18,10 @@ from ..kit.columns import Column, Columns, Kind, Output
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import LEDGER_FORMS
 from ..kit.lines import Lines
-from ..kit.options import Composite, Entries, EntryIdRange, OldName, digest_type_option, parameter
+from ..kit.options import Composite, Entries, EntryIdRange, OldName, digest_type_option, option
 from ..kit.records import DirOption, raise_first
-from .logs import LogNames, find_logs, log_id_hex, logs_text
+from ..kit.texts import counted
+from .logs import LogNames, find_logs, log_id_hex
 
 if TYPE_CHECKING:
     from bkctl.formats.entry import DigestType
@@ -49,22 +50,21 @@ LedgerToExtract = Annotated[
     Any,
     Composite(
         (
-            parameter(
+            option(
                 "ledger_filter",
-                Annotated[
-                    str,
-                    typer.Option(
-                        "--ledger", OldName("--ledger-id"), metavar="LEDGER", help=f"The ledger: {LEDGER_FORMS}."
-                    ),
-                ],
-                Parameter.empty,
+                str,
+                "--ledger",
+                OldName("--ledger-id"),
+                metavar="LEDGER",
+                help=f"The ledger: {LEDGER_FORMS}.",
+                default=Parameter.empty,
             ),
-            parameter(
+            option(
                 "ledger_scope_id",
-                Annotated[
-                    str,
-                    typer.Option("--ledger-scope-id", metavar="SCOPE", help="Ledger scope id of a bare ledger id."),
-                ],
+                str,
+                "--ledger-scope-id",
+                metavar="SCOPE",
+                help="Ledger scope id of a bare ledger id.",
             ),
         ),
         _ledger_to_extract,
@@ -191,7 +191,7 @@ def _raise_nothing_found(run: Run, extraction: LedgerExtraction, entries: EntryI
     """Raise the first problem of the logs, else NotFound."""
     raise_first(run, extraction.problems)
     raise NotFound(
-        f"No entry {_range_text(entries)}of ledger {extraction.ledger} in {logs_text(log_count)}",
+        f"No entry {_range_text(entries)}of ledger {extraction.ledger} in {counted(log_count, 'log', 'logs')}",
         hint="--scan also reads logs whose ledgers map does not name it" if extraction.logs_skipped else None,
     )
 

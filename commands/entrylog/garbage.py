@@ -13,9 +13,9 @@ from bkctl.errors import BkctlError, UsageError
 
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
-from ..kit.options import Composite, parameter
+from ..kit.options import Composite, option
 from ..kit.records import DirOption, raise_first
-from ..kit.texts import GREEN, RED, YELLOW, size_text, with_0x
+from ..kit.texts import GREEN, RED, YELLOW, counted, size_text, with_0x
 from .logs import (
     AllOption,
     LogNames,
@@ -28,7 +28,6 @@ from .logs import (
     log_id_hex,
     log_key,
     log_order,
-    logs_text,
     open_liveness,
     ratio_text,
 )
@@ -147,12 +146,12 @@ GARBAGE_COLUMNS = Columns(
 
 
 def _threshold(flag: str, what: str, default: float) -> Any:
-    return parameter(
+    return option(
         flag.removeprefix("--").replace("-", "_"),
-        Annotated[
-            str,
-            typer.Option(flag, metavar="RATIO", help=f"{what} (default: that of --conf, else {default})."),
-        ],
+        str,
+        flag,
+        metavar="RATIO",
+        help=f"{what} (default: that of --conf, else {default}).",
     )
 
 
@@ -264,10 +263,11 @@ class _GarbageTotals:
             yield row
 
     def __str__(self) -> str:
-        parts = [f"{size_text(self.total)} of entries in {logs_text(self.count)}, {size_text(self.garbage)} garbage"]
+        logs_text = counted(self.count, "log", "logs")
+        parts = [f"{size_text(self.total)} of entries in {logs_text}, {size_text(self.garbage)} garbage"]
         for name, verb in (("delete", "deletion"), ("minor", "minor compaction"), ("major", "major compaction alone")):
             if name in self.wins:
                 logs, freed, rewritten = self.wins[name]
                 rewriting = f", rewriting {size_text(rewritten)}" if rewritten else ""
-                parts.append(f"{verb} of {logs_text(logs)} frees {size_text(freed)}{rewriting}")
+                parts.append(f"{verb} of {counted(logs, 'log', 'logs')} frees {size_text(freed)}{rewriting}")
         return "; ".join(parts)

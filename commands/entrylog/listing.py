@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
-
-import typer
 
 from bkctl.errors import BkctlError, NotFound
 
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
-from ..kit.records import DirOption, Records, print_records, raise_first
+from ..kit.records import DirOption, Records, directories_argument, print_records, raise_first
 from ..kit.texts import YELLOW, with_0x
 from .logs import (
     LogNames,
@@ -32,6 +30,7 @@ if TYPE_CHECKING:
     from bkctl.checks.garbage import LogUse
     from bkctl.files.listing import EntryLogSummary, LogContents
     from bkctl.files.record_filter import RecordFilter
+    from bkctl.files.scan import RecordBatch
     from bkctl.ids import LedgerId
 
 app = group()
@@ -82,10 +81,7 @@ LOG_GARBAGE_COLUMNS = LOG_COLUMNS.and_also(
 )
 def list_logs(
     run: Run,
-    places: Annotated[
-        list[Path] | None, typer.Argument(metavar="DIR", help="Ledger directories (default: as in --conf).")
-    ] = None,
-    directories: DirOption = None,
+    directories: Annotated[Sequence[Path], directories_argument("Ledger directories (default: as in --conf).")] = (),
     sort: SortOption = LogOrder.ID,
 ) -> None:
     """List the entry logs: id, version, state, ledgers, size.
@@ -97,7 +93,7 @@ def list_logs(
     from bkctl.files.listing import entry_log_summaries
 
     order = log_order(run, sort)
-    given = run.directories([*(places or ()), *(directories or ())])
+    given = run.directories(directories)
     errors: list[BkctlError] = []
 
     def summaries() -> Iterator[EntryLogSummary]:
@@ -195,21 +191,18 @@ def read(run: Run, records: Records, names: LogNames = None, directories: DirOpt
     The records before damage are printed, then the damage is reported (exit code 7).
     """
     with run.working("Reading entry logs"):
-        batches = not records.wants_payloads
-        files = _files(find_logs(run, names, directories), records.filter(), batches=batches)
-        print_records(run, files, "logId", records, batches=batches)
+        files = _files(find_logs(run, names, directories), records.filter())
+        print_records(run, files, "logId", records)
 
 
-def _files(
-    paths: list[Path], chosen: RecordFilter, *, batches: bool
-) -> Iterator[tuple[Path, int | None, Iterator[Any]]]:
+def _files(paths: list[Path], chosen: RecordFilter) -> Iterator[tuple[Path, int | None, Iterator[RecordBatch]]]:
     from bkctl.formats.entry_log import content_id_of
 
     for path in paths:
-        yield path, content_id_of(path.name), _records(path, chosen, batches=batches)
+        yield path, content_id_of(path.name), _records(path, chosen)
 
 
-def _records(path: Path, chosen: RecordFilter, *, batches: bool) -> Iterator[Any]:
+def _records(path: Path, chosen: RecordFilter) -> Iterator[RecordBatch]:
     from bkctl.files.entry_log import EntryLogReader
 
     try:
@@ -217,4 +210,4 @@ def _records(path: Path, chosen: RecordFilter, *, batches: bool) -> Iterator[Any
     except NotFound:
         return  # A running bookie deleted it meanwhile.
     with reader:
-        yield from chosen.batches_of_entry_log(reader) if batches else chosen.of_entry_log(reader)
+        yield from chosen.of_entry_log(reader)

@@ -101,10 +101,6 @@ def _logs_named(given: BookieDirectories, name: str) -> list[Path]:
 AllOption = Annotated[bool, typer.Option("--all", help="Read all logs of --dir or --conf, as without LOG.")]
 
 
-def logs_text(count: int) -> str:
-    return f"{count:,} log" + ("" if count == 1 else "s")
-
-
 def find_all_logs(run: Run, names: list[str] | None, directories: list[Path] | None, every: bool) -> list[Path]:
     if names and every:
         raise UsageError("--all and LOG are given", hint="give one of them")

@@ -92,8 +92,8 @@ def verify(
     """Check the records, maps and digests of entry logs.
 
     Shows where the intact part of a log ends, why, and what can be saved behind it. On a terminal a sentence counts the
-    sound logs. Exit code 7 if a log is damaged; 3
-    if entries do not match their digests, or a ledgers map contradicts the records.
+    sound logs. Exit code 7 if a log is damaged; 3 if entries do not match their digests, or a ledgers map contradicts
+    the records.
     """
     from contextlib import nullcontext
 

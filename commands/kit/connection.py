@@ -8,12 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
-import typer
-
 from bkctl.errors import NotFound, UsageError
 from bkctl.ids import parse_bookie_address
 
-from .options import Composite, parameter, read_password_file
+from .options import Composite, option, read_password_file
 from .settings import GlobalOptions
 
 if TYPE_CHECKING:
@@ -109,23 +107,19 @@ LoginOfTarget = Annotated[
     Login,
     Composite(
         (
-            parameter(
+            option(
                 "to_user",
-                Annotated[
-                    str | None,
-                    typer.Option("--to-user", metavar="NAME", help="Log in to the target; never with --metadata-user."),
-                ],
+                str | None,
+                "--to-user",
+                metavar="NAME",
+                help="Log in to the target; never with --metadata-user.",
             ),
-            parameter(
+            option(
                 "to_password_file",
-                Annotated[
-                    Path | None,
-                    typer.Option(
-                        "--to-password-file",
-                        metavar="FILE",
-                        help="File with that user's password. For TLS or SASL name a context: --to context:NAME.",
-                    ),
-                ],
+                Path | None,
+                "--to-password-file",
+                metavar="FILE",
+                help="File with that user's password. For TLS or SASL name a context: --to context:NAME.",
             ),
         ),
         lambda values: Login(values["to_user"], values["to_password_file"]),

@@ -6,32 +6,26 @@ from collections.abc import Callable, Mapping
 from inspect import Parameter
 from typing import Annotated, Any, Final, NamedTuple, TextIO
 
-import typer
-
 from bkctl.errors import UsageError
 from bkctl.ids import LedgerId, parse_scope_id, resolve_ledger
 
-from .options import Composite, OldName, parameter
+from .options import Composite, OldName, argument, option
 
 LEDGER_LINE_LENGTH_MAX: Final = 1 << 20
 LEDGER_FORMS: Final = "decimal, 0x hex, SCOPE:ID, 32 hex digits (qualified name) or UUID"
 
-_LEDGER_ID = parameter(
-    "ledger_id",
-    Annotated[
-        str, typer.Option("--ledger-id", metavar="ID", help="Ledger id; a negative decimal is two's complement.")
-    ],
+_LEDGER_ID = option(
+    "ledger_id", str, "--ledger-id", metavar="ID", help="Ledger id; a negative decimal is two's complement."
 )
-_LEDGER_SCOPE_ID = parameter(
-    "ledger_scope_id",
-    Annotated[str, typer.Option("--ledger-scope-id", metavar="SCOPE", help="Ledger scope id of a bare ledger id.")],
+_LEDGER_SCOPE_ID = option(
+    "ledger_scope_id", str, "--ledger-scope-id", metavar="SCOPE", help="Ledger scope id of a bare ledger id."
 )
-_LEDGER_QUALIFIED_NAME = parameter(
+_LEDGER_QUALIFIED_NAME = option(
     "ledger_qualified_name",
-    Annotated[
-        str,
-        typer.Option("--ledger-qualified-name", metavar="NAME", help="Ledger as 32 hex digits or UUID, scope first."),
-    ],
+    str,
+    "--ledger-qualified-name",
+    metavar="NAME",
+    help="Ledger as 32 hex digits or UUID, scope first.",
 )
 _LEDGER_PARAMETERS = (_LEDGER_ID, _LEDGER_SCOPE_ID, _LEDGER_QUALIFIED_NAME)
 
@@ -63,13 +57,7 @@ OneLedger = Annotated[
     LedgerId,
     Composite(
         (
-            parameter(
-                "ledger",
-                Annotated[
-                    str,
-                    typer.Argument(metavar="LEDGER", help=f"The ledger: {LEDGER_FORMS}.", show_default=False),
-                ],
-            ),
+            argument("ledger", str, metavar="LEDGER", help=f"The ledger: {LEDGER_FORMS}.", show_default=False),
             *_LEDGER_PARAMETERS,
         ),
         _one_ledger,
@@ -79,13 +67,7 @@ OneLedger = Annotated[
 #: The arguments and options that name ledgers.
 MANY_LEDGERS: Final = Composite(
     (
-        parameter(
-            "ledgers",
-            Annotated[
-                list[str],
-                typer.Argument(metavar="LEDGER", help=f"The ledgers: {LEDGER_FORMS}.", show_default=False),
-            ],
-        ),
+        argument("ledgers", list[str], metavar="LEDGER", help=f"The ledgers: {LEDGER_FORMS}.", show_default=False),
         *_LEDGER_PARAMETERS,
     ),
     _many_ledgers,
@@ -104,14 +86,12 @@ LedgersOfExport = Annotated[
     list[LedgerId],
     Composite(
         (
-            parameter(
+            argument(
                 "ledgers",
-                Annotated[
-                    list[str],
-                    typer.Argument(
-                        metavar="LEDGER", help=f"Only these ledgers: {LEDGER_FORMS} (default: all).", show_default=False
-                    ),
-                ],
+                list[str],
+                metavar="LEDGER",
+                help=f"Only these ledgers: {LEDGER_FORMS} (default: all).",
+                show_default=False,
             ),
             *_LEDGER_PARAMETERS,
         ),
@@ -178,23 +158,13 @@ LedgersOrFile = Annotated[
     list[LedgerId],
     Composite(
         (
-            parameter(
-                "ledgers",
-                Annotated[
-                    list[str],
-                    typer.Argument(metavar="LEDGER", help=f"The ledgers: {LEDGER_FORMS}.", show_default=False),
-                ],
-            ),
-            parameter(
+            argument("ledgers", list[str], metavar="LEDGER", help=f"The ledgers: {LEDGER_FORMS}.", show_default=False),
+            option(
                 "from_file",
-                Annotated[
-                    str,
-                    typer.Option(
-                        "--from-file",
-                        metavar="FILE",
-                        help="Read ledgers from this file (-: stdin), one per line, as 'ledger list -o id' prints.",
-                    ),
-                ],
+                str,
+                "--from-file",
+                metavar="FILE",
+                help="Read ledgers from this file (-: stdin), one per line, as 'ledger list -o id' prints.",
             ),
             *_LEDGER_PARAMETERS,
         ),
@@ -229,9 +199,7 @@ LedgerToCreate = Annotated[
     NewLedger,
     Composite(
         (
-            parameter(
-                "uuid", Annotated[bool, typer.Option("--uuid", help="Use a random UUID as the 128-bit id.")], False
-            ),
+            option("uuid", bool, "--uuid", help="Use a random UUID as the 128-bit id.", default=False),
             *_LEDGER_PARAMETERS,
         ),
         _new_ledger,
@@ -253,8 +221,8 @@ def _scope_filter(default: int | None) -> Callable[[Mapping[str, Any]], int | No
 
 def _scope_parameters(help: str) -> tuple[Parameter, ...]:
     return (
-        parameter("ledger_scope_id", Annotated[str, typer.Option("--ledger-scope-id", metavar="SCOPE", help=help)]),
-        parameter("all_scopes", Annotated[bool, typer.Option("--all-scopes", help="Ledgers of every scope.")], False),
+        option("ledger_scope_id", str, "--ledger-scope-id", metavar="SCOPE", help=help),
+        option("all_scopes", bool, "--all-scopes", help="Ledgers of every scope.", default=False),
     )
 
 
@@ -270,14 +238,13 @@ ScopeOfAny = Annotated[
 
 
 #: `--ledger`, repeatable, as a part of a Composite.
-LEDGERS_BY_OPTION: Final = parameter(
+LEDGERS_BY_OPTION: Final = option(
     "some_ledgers",
-    Annotated[
-        list[str],
-        typer.Option(
-            "--ledger", OldName("--ledger-id"), metavar="LEDGER", help=f"Only this ledger, repeatable: {LEDGER_FORMS}."
-        ),
-    ],
+    list[str],
+    "--ledger",
+    OldName("--ledger-id"),
+    metavar="LEDGER",
+    help=f"Only this ledger, repeatable: {LEDGER_FORMS}.",
 )
 
 
@@ -298,14 +265,13 @@ def _scan_filter(values: Mapping[str, Any]) -> ScanFilter:
 #: `--ledger`, `--ledger-scope-id`, `--all-scopes` of a scan, as a ScanFilter; a bare `--ledger` is in the scope given.
 SCAN_LEDGERS: Final = Composite(
     (
-        parameter(
+        option(
             "ledger_filter",
-            Annotated[
-                str,
-                typer.Option(
-                    "--ledger", OldName("--ledger-id"), metavar="LEDGER", help=f"Only this ledger: {LEDGER_FORMS}."
-                ),
-            ],
+            str,
+            "--ledger",
+            OldName("--ledger-id"),
+            metavar="LEDGER",
+            help=f"Only this ledger: {LEDGER_FORMS}.",
         ),
         *_scope_parameters("Only ledgers of this scope."),
     ),

@@ -44,59 +44,75 @@ def parameter(name: str, annotation: Any, default: Any = None) -> Parameter:
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-# --- numbers --------------------------------------------------------------------------------------------------------
+def option(name: str, kind: Any, *flags: str, default: Any = None, **settings: Any) -> Parameter:
+    """Return the option `flags` of type `kind`, as part of a Composite; `settings` go to `typer.Option`."""
+    return parameter(name, Annotated[kind, typer.Option(*flags, **settings)], default)
 
 
-def _converted(name: str, option: Any, convert: Callable[[str], Any], default: str | None = None) -> Composite:
-    """Return one option whose text `convert` reads."""
+def argument(name: str, kind: Any, **settings: Any) -> Parameter:
+    """Return an argument of type `kind`, as part of a Composite; `settings` go to `typer.Argument`."""
+    return parameter(name, Annotated[kind, typer.Argument(**settings)])
+
+
+def text_option(
+    name: str, convert: Callable[[str], Any], *flags: str, default: str | None = None, **settings: Any
+) -> Composite:
+    """Return one option whose text `convert` reads; None when absent."""
 
     def resolve(values: Mapping[str, Any]) -> Any:
         return None if values[name] is None else convert(values[name])
 
-    return Composite((parameter(name, Annotated[str, option], default),), resolve)
+    return Composite((option(name, str, *flags, default=default, **settings),), resolve)
 
 
-def _flags(short: str | None, flag: str) -> tuple[str, ...]:
-    return (flag,) if short is None else (short, flag)
+# --- numbers --------------------------------------------------------------------------------------------------------
+
+
+def _parsed_option(
+    kind: str,
+    convert: Callable[[str, str], Any],
+    flag: str,
+    *,
+    default: str | None = None,
+    short: str | None = None,
+    old: str | None = None,
+    **settings: Any,
+) -> Composite:
+    """Return the option `flag`, whose text `convert` reads; `old` is a former name of it, `kind` ends its parameter."""
+    name = f"{flag.removeprefix('--').replace('-', '_')}_{kind}"
+    flags = (*(() if short is None else (short,)), flag, *(() if old is None else (OldName(old),)))
+    shown = default is not None
+    return text_option(name, lambda text: convert(text, flag), *flags, default=default, show_default=shown, **settings)
 
 
 def number_option(flag: str, help: str) -> Composite:
     """Return an option for an entry id, a position or an offset: decimal or 0x; None when absent."""
-    name = flag.removeprefix("--").replace("-", "_")
-    return _converted(
-        f"{name}_number", typer.Option(flag, help=help, metavar="N"), lambda text: parse_number(text, flag)
-    )
+    return _parsed_option("number", parse_number, flag, help=help, metavar="N")
+
+
+def _parse_count(text: str, flag: str) -> int:
+    number = parse_number(text, flag)
+    if number < 1:
+        raise UsageError(f"{flag} {text}: must be 1 or more")
+    return number
 
 
 def count_option(
     flag: str, help: str, *, default: int | None = None, short: str | None = None, old: str | None = None
 ) -> Composite:
     """Return an option for a count that is 1 or more; `old` is a former name of it."""
-
-    def convert(text: str) -> int:
-        number = parse_number(text, flag)
-        if number < 1:
-            raise UsageError(f"{flag} {text}: must be 1 or more")
-        return number
-
-    name = flag.removeprefix("--").replace("-", "_")
-    flags = (*_flags(short, flag), *(() if old is None else (OldName(old),)))
-    option = typer.Option(*flags, help=help, metavar="N", show_default=default is not None)
-    return _converted(f"{name}_count", option, convert, None if default is None else str(default))
+    text = None if default is None else str(default)
+    return _parsed_option("count", _parse_count, flag, default=text, short=short, old=old, help=help, metavar="N")
 
 
 def size_option(flag: str, help: str, *, default: str | None = None) -> Composite:
     """Return an option for a size in bytes."""
-    name = flag.removeprefix("--").replace("-", "_")
-    option = typer.Option(flag, help=help, metavar="SIZE", show_default=default is not None)
-    return _converted(f"{name}_size", option, lambda text: parse_size(text, flag), default)
+    return _parsed_option("size", parse_size, flag, default=default, help=help, metavar="SIZE")
 
 
 def duration_option(flag: str, help: str, *, default: str | None = None, short: str | None = None) -> Composite:
     """Return an option for a duration, in seconds."""
-    name = flag.removeprefix("--").replace("-", "_")
-    option = typer.Option(*_flags(short, flag), help=help, metavar="DURATION", show_default=default is not None)
-    return _converted(f"{name}_duration", option, lambda text: parse_duration(text, flag), default)
+    return _parsed_option("duration", parse_duration, flag, default=default, short=short, help=help, metavar="DURATION")
 
 
 _STEPS_RATE: Final = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)(?: ?(?:entry|entries|ledgers?|records?))", re.ASCII)
@@ -120,14 +136,13 @@ def parse_pace(text: str, what: str = "--rate", *, has_bytes: bool = True) -> Pa
 
 
 def pace_option(help: str, *, has_bytes: bool = True) -> Composite:
-    """Return the option `--rate`, a Pace; without the option it has no limit yet."""
+    """Return the option `--rate`, a Pace; without the option a Pace without limits, which may get one while it runs."""
 
     def resolve(values: Mapping[str, Any]) -> Pace:
         text = values["rate_limit"]
         return Pace(has_bytes=has_bytes) if text is None else parse_pace(text, has_bytes=has_bytes)
 
-    option = typer.Option("--rate", metavar="RATE" if has_bytes else "N", help=help)
-    return Composite((parameter("rate_limit", Annotated[str, option]),), resolve)
+    return Composite((option("rate_limit", str, "--rate", metavar="RATE" if has_bytes else "N", help=help),), resolve)
 
 
 #: `--rate` of commands that copy entries, and of commands that read them.
@@ -171,13 +186,13 @@ ProtocolOption = Annotated[
     Any,
     Composite(
         (
-            parameter(
+            option(
                 "protocol_version",
-                Annotated[
-                    ProtocolVersion,
-                    typer.Option("--protocol", metavar="v2|v3", help="Wire protocol; v2 carries no ledger scope."),
-                ],
-                ProtocolVersion.V3,
+                ProtocolVersion,
+                "--protocol",
+                metavar="v2|v3",
+                help="Wire protocol; v2 carries no ledger scope.",
+                default=ProtocolVersion.V3,
             ),
         ),
         _protocol,
@@ -193,8 +208,9 @@ def _digest_type(text: str) -> Any:
 
 def digest_type_option(help: str) -> Composite:
     """Return the option `--digest-type TYPE` as a bkctl.formats.entry.DigestType."""
-    option = typer.Option("--digest-type", OldName("--digest"), metavar="TYPE", help=help)
-    return _converted("digest_type_name", option, _digest_type)
+    return text_option(
+        "digest_type_name", _digest_type, "--digest-type", OldName("--digest"), metavar="TYPE", help=help
+    )
 
 
 #: The value of `--digest` without a type, for commands that allow this: check digests.
@@ -223,18 +239,14 @@ DigestToCheck = Annotated[
     DigestCheck,
     Composite(
         (
-            parameter(
+            option(
                 "digest_type_name",
-                Annotated[
-                    str,
-                    typer.Option(
-                        "--digest",
-                        OldName("--digest-type"),
-                        metavar="[TYPE]",
-                        help="Check that each entry matches its digest; ledgers of scope 0 are of TYPE (CRC32C, CRC32, "
-                        "HMAC, DUMMY; default: found out ledger by ledger).",
-                    ),
-                ],
+                str,
+                "--digest",
+                OldName("--digest-type"),
+                metavar="[TYPE]",
+                help="Check that each entry matches its digest; ledgers of scope 0 are of TYPE (CRC32C, CRC32, "
+                "HMAC, DUMMY; default: found out ledger by ledger).",
             ),
         ),
         _digest_check,
@@ -268,14 +280,12 @@ CustomMetadata = Annotated[
     dict[str, bytes],
     Composite(
         (
-            parameter(
+            option(
                 "custom_metadata",
-                Annotated[
-                    list[str],
-                    typer.Option(
-                        "--custom-metadata", metavar="KEY=VALUE", help="Custom metadata of the ledger; repeatable."
-                    ),
-                ],
+                list[str],
+                "--custom-metadata",
+                metavar="KEY=VALUE",
+                help="Custom metadata of the ledger; repeatable.",
             ),
         ),
         _key_values,
@@ -288,16 +298,12 @@ CustomMetadataFilter = Annotated[
     dict[str, bytes | None],
     Composite(
         (
-            parameter(
+            option(
                 "custom_metadata",
-                Annotated[
-                    list[str],
-                    typer.Option(
-                        "--custom-metadata",
-                        metavar="KEY[=VALUE]",
-                        help="List only ledgers with this custom metadata, or with this key; repeatable.",
-                    ),
-                ],
+                list[str],
+                "--custom-metadata",
+                metavar="KEY[=VALUE]",
+                help="List only ledgers with this custom metadata, or with this key; repeatable.",
             ),
         ),
         _keys_and_values,
@@ -321,7 +327,7 @@ def _shape(values: Mapping[str, Any]) -> LedgerSizes:
 
 
 def _shape_size(name: str, flag: str, help: str, default: int) -> Parameter:
-    return parameter(name, Annotated[int, typer.Option(flag, metavar="N", help=help, show_default=True)], default)
+    return option(name, int, flag, metavar="N", help=help, show_default=True, default=default)
 
 
 #: Ensemble size, quorums and digest type of a ledger that is to be created.
@@ -332,15 +338,14 @@ LedgerShape = Annotated[
             _shape_size("ensemble_size", "--ensemble-size", "Number of bookies that store a fragment.", 3),
             _shape_size("write_quorum", "--write-quorum", "Number of bookies that store each entry.", 2),
             _shape_size("ack_quorum", "--ack-quorum", "Number of bookies that must acknowledge an entry.", 2),
-            parameter(
+            option(
                 "digest_type_name",
-                Annotated[
-                    str,
-                    typer.Option(
-                        "--digest-type", metavar="TYPE", help="CRC32C, CRC32, HMAC or DUMMY.", show_default=True
-                    ),
-                ],
-                "CRC32C",
+                str,
+                "--digest-type",
+                metavar="TYPE",
+                help="CRC32C, CRC32, HMAC or DUMMY.",
+                show_default=True,
+                default="CRC32C",
             ),
         ),
         _shape,
@@ -363,8 +368,8 @@ def file_argument(help: str) -> Composite:
 
     return Composite(
         (
-            parameter("file", Annotated[Path, typer.Argument(metavar="FILE", help=help, show_default=False)]),
-            parameter("file_option", Annotated[Path, typer.Option("--file", "-f", metavar="FILE", hidden=True)]),
+            argument("file", Path, metavar="FILE", help=help, show_default=False),
+            option("file_option", Path, "--file", "-f", metavar="FILE", hidden=True),
         ),
         resolve,
     )
@@ -408,7 +413,7 @@ def watch_option(help: str) -> Composite:
 
     Where the command takes arguments, seconds are given as `--watch=SECONDS`.
     """
-    return _converted("watch_interval", typer.Option("--watch", metavar="[SECONDS]", help=help), _watch_interval)
+    return text_option("watch_interval", _watch_interval, "--watch", metavar="[SECONDS]", help=help)
 
 
 #: `--watch` of a command that runs until the user ends it; see Run.watch.
@@ -445,25 +450,19 @@ LedgerPassword = Annotated[
     bytes,
     Composite(
         (
-            parameter(
+            option(
                 "password",
-                Annotated[
-                    str,
-                    typer.Option(
-                        "--password",
-                        metavar="TEXT",
-                        help="Ledger password (default empty; also BKCTL_LEDGER_PASSWORD). Visible in ps.",
-                    ),
-                ],
+                str,
+                "--password",
+                metavar="TEXT",
+                help="Ledger password (default empty; also BKCTL_LEDGER_PASSWORD). Visible in ps.",
             ),
-            parameter(
+            option(
                 "password_file",
-                Annotated[
-                    Path,
-                    typer.Option(
-                        "--password-file", metavar="FILE", help="File with the password; a final line end is ignored."
-                    ),
-                ],
+                Path,
+                "--password-file",
+                metavar="FILE",
+                help="File with the password; a final line end is ignored.",
             ),
         ),
         _password,
@@ -497,14 +496,8 @@ Entries = Annotated[
     EntryIdRange,
     Composite(
         (
-            parameter(
-                "range_from",
-                Annotated[str, typer.Option("--from", metavar="ENTRY", help="First entry id (default 0).")],
-            ),
-            parameter(
-                "range_to",
-                Annotated[str, typer.Option("--to", metavar="ENTRY", help="Last entry id, inclusive.")],
-            ),
+            option("range_from", str, "--from", metavar="ENTRY", help="First entry id (default 0)."),
+            option("range_to", str, "--to", metavar="ENTRY", help="Last entry id, inclusive."),
         ),
         _entry_range,
     ),

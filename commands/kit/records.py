@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -20,9 +20,11 @@ from .options import (
     BinaryFormat,
     BinaryFormatOption,
     Composite,
+    argument,
     count_option,
     digest_type_option,
     number_option,
+    option,
     parameter,
 )
 from .output import RowWriter
@@ -69,11 +71,11 @@ class RecordOptions(NamedTuple):
 
     @property
     def wants_payloads(self) -> bool:
-        """True if payloads are printed: records then cannot come in batches."""
+        """True if payloads are printed: rows are then written record by record."""
         return self.body
 
     def filter(self) -> RecordFilter:
-        """Return the domain's filter."""
+        """Return the RecordFilter that these options ask for."""
         from bkctl.files.record_filter import RecordFilter
         from bkctl.formats.record import RecordType
 
@@ -120,19 +122,13 @@ Records = Annotated[
             *_PARTS["entry"].parameters,
             *_PARTS["from"].parameters,
             *_PARTS["to"].parameters,
-            parameter(
-                "types",
-                Annotated[
-                    list[TypeName],
-                    typer.Option(
-                        "--type", metavar="TYPE",
-                        help=f"Only records of this type, repeatable: {', '.join(TypeName)} (default: all but padding "
-                        "and ledgersMap).",
-                    ),
-                ],
+            option(
+                "types", list[TypeName], "--type", metavar="TYPE",
+                help=f"Only records of this type, repeatable: {', '.join(TypeName)} (default: all but padding "
+                "and ledgersMap).",
             ),
             *_PARTS["limit"].parameters,
-            parameter("body", Annotated[bool, typer.Option("--body", help="Print the payloads, too.")], False),
+            option("body", bool, "--body", help="Print the payloads, too.", default=False),
             parameter("format", BinaryFormatOption),
             *_PARTS["digest"].parameters,
         ),
@@ -144,9 +140,19 @@ DirOption = Annotated[
     list[Path] | None,
     typer.Option("--dir", metavar="DIR", help="A directory of the bookie, with or without its current; repeatable."),
 ]
-PlacesArgument = Annotated[
-    list[Path] | None, typer.Argument(metavar="DIR", help="The bookie's directories (default: as in --conf).")
-]
+
+
+def directories_argument(help: str) -> Composite:
+    """Return the argument DIR, repeatable, and `--dir`, as one list of Paths."""
+    arguments = argument("places", list[Path] | None, metavar="DIR", help=help)
+    return Composite(
+        (arguments, parameter("directories", DirOption)),
+        lambda values: [*(values["places"] or ()), *(values["directories"] or ())],
+    )
+
+
+#: The bookie's directories.
+Directories = Annotated[Sequence[Path], directories_argument("The bookie's directories (default: as in --conf).")]
 ShowSecretsOption = Annotated[bool, typer.Option("--show-secrets", help="Print the master keys, too.")]
 
 
@@ -207,17 +213,15 @@ def _explicit_lac(record: Record) -> int | None:
 
 def print_records(
     run: Run,
-    files: Iterable[tuple[Path, int | None, Iterator[Record] | Iterator[RecordBatch]]],
+    files: Iterable[tuple[Path, int | None, Iterator[RecordBatch]]],
     id_name: str,
     options: RecordOptions,
     *,
     secrets: bool = False,
-    batches: bool = False,
 ) -> None:
     """Print the records of `files` (path, id, records), file by file; damage in one does not hide the next.
 
-    With `batches` they come as RecordBatch, where `options` want no payloads. Raises the error of the one damaged file,
-    or Corrupt naming how many there are.
+    Raises the error of the one damaged file, or Corrupt naming how many there are.
     """
     if options.format is BinaryFormat.RAW and run.output is not Output.TABLE:
         raise UsageError("--format raw prints payloads and nothing else", hint=f"leave -o {run.output.value} out")
@@ -225,20 +229,20 @@ def print_records(
     errors: list[BkctlError] = []
     with ExitStack() as stack:
         writer: RowWriter | None = None
-        for path, file_id, records in files:
+        for path, file_id, batches in files:
             try:
                 if options.format is BinaryFormat.RAW:
-                    for record in tally.watch(cast("Iterator[Record]", records)):
+                    for record in tally.records(batches):
                         run.raw(record.payload(options.digest_type) or b"")
                 else:
                     columns = record_columns(path, file_id, id_name, options, secrets=secrets)
                     writer = writer or stack.enter_context(run.rows(columns))
                     writer.use(columns)
-                    if batches:
-                        for batch in tally.watch_batches(cast("Iterator[RecordBatch]", records)):
-                            _write_batch(writer, batch, options.digest_type)
+                    if options.wants_payloads:
+                        writer.rows(tally.records(batches))
                     else:
-                        writer.rows(tally.watch(cast("Iterator[Record]", records)))
+                        for batch in tally.batches(batches):
+                            _write_batch(writer, batch, options.digest_type)
             except (Corrupt, Unsupported) as error:
                 errors.append(error)
             if tally.left == 0:
@@ -283,24 +287,15 @@ class _Tally:
         self.left = options.limit
         self.unknown = 0
 
-    def watch(self, records: Iterator[Record]) -> Iterator[Record]:
-        """Yield the records, as many as the limit leaves."""
-        if self.left is None and not self._options.body:
-            return records
-        return self._watch(records)
+    def records(self, batches: Iterator[RecordBatch]) -> Iterator[Record]:
+        """Yield the records one by one, as many as the limit leaves."""
+        for batch in self.batches(batches):
+            for record in batch.records():
+                if record.length is not None and record.payload_offset(self._options.digest_type) is None:
+                    self.unknown += 1
+                yield record
 
-    def _watch(self, records: Iterator[Record]) -> Iterator[Record]:
-        digest_type, body = self._options.digest_type, self._options.body
-        for record in records:
-            if body and record.length is not None and record.payload_offset(digest_type) is None:
-                self.unknown += 1
-            if self.left is not None:
-                self.left -= 1
-            yield record
-            if self.left == 0:
-                return
-
-    def watch_batches(self, batches: Iterator[RecordBatch]) -> Iterator[RecordBatch]:
+    def batches(self, batches: Iterator[RecordBatch]) -> Iterator[RecordBatch]:
         """Yield the batches, as many records as the limit leaves."""
         for batch in batches:
             if self.left is None:

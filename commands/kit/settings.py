@@ -157,12 +157,14 @@ def _names(text: str, flag: str) -> tuple[str, ...]:
     return names
 
 
-def _setting(flag: str, help: str, type: ValueType = ValueType.TEXT, **more: Any) -> dict[str, Any]:
-    """Return the metadata of a field of GlobalOptions: what Setting takes, but for the field's name."""
-    return {"flag": flag, "help": help, "type": type, **more}
+def _setting(flag: str, help: str, type: ValueType = ValueType.TEXT, **more: Any) -> Any:
+    """Declare a field of GlobalOptions by what Setting takes, but for the field's name."""
+    default: Any = {ValueType.SWITCH: False, ValueType.ADDRESSES: ()}.get(type)
+    metavar = {ValueType.FILE: "FILE", ValueType.DURATION: "DURATION"}.get(type)
+    return field(default=default, metadata={"flag": flag, "help": help, "type": type, "metavar": metavar, **more})
 
 
-def _login(flag: str, help: str, type: ValueType = ValueType.TEXT, **more: Any) -> dict[str, Any]:
+def _login(flag: str, help: str, type: ValueType = ValueType.TEXT, **more: Any) -> Any:
     """Declare a setting of the metadata store's login or TLS, which only the program's own help shows."""
     return _setting(flag, help, type, in_context=True, shown=Shown.PROGRAM, **more)
 
@@ -171,166 +173,101 @@ def _login(flag: str, help: str, type: ValueType = ValueType.TEXT, **more: Any) 
 class GlobalOptions:
     """The options that stand before the group or after the command; None, False or empty where not given."""
 
-    metadata_uri: str | None = field(
-        default=None,
-        metadata=_setting(
-            "--metadata-uri",
-            "Metadata store: zk://HOST:PORT/ledgers, etcd://HOST:PORT/SCOPE, sqlite:///FILE, or "
-            "hbase://HOST:PORT/PREFIX: HOST is HBase's ZooKeeper, which keeps all but the ledgers.",
-            short="-u",
-            metavar="URI",
-            in_context=True,
-        ),
+    metadata_uri: str | None = _setting(
+        "--metadata-uri",
+        "Metadata store: zk://HOST:PORT/ledgers, etcd://HOST:PORT/SCOPE, sqlite:///FILE, or "
+        "hbase://HOST:PORT/PREFIX: HOST is HBase's ZooKeeper, which keeps all but the ledgers.",
+        short="-u",
+        metavar="URI",
+        in_context=True,
     )
-    conf: Path | None = field(
-        default=None,
-        metadata=_setting(
-            "--conf",
-            "A bookie's bk_server.conf (or Pulsar's bookkeeper.conf): its cluster and directories.",
-            ValueType.FILE,
-            short="-c",
-            metavar="FILE",
-            shown=Shown.ALWAYS,
-        ),
+    conf: Path | None = _setting(
+        "--conf",
+        "A bookie's bk_server.conf (or Pulsar's bookkeeper.conf): its cluster and directories.",
+        ValueType.FILE,
+        short="-c",
+        shown=Shown.ALWAYS,
     )
-    context: str | None = field(
-        default=None,
-        metadata=_setting("--context", "A named connection of the configuration file.", short="-x", metavar="CONTEXT"),
+    context: str | None = _setting(
+        "--context", "A named connection of the configuration file.", short="-x", metavar="CONTEXT"
     )
-    bookie_addresses: tuple[str, ...] = field(
-        default=(),
-        metadata=_setting(
-            "--bookie-address",
-            "Reach bookie ID at HOST:PORT instead of its advertised address; repeatable.",
-            ValueType.ADDRESSES,
-            metavar="ID=HOST:PORT",
-            in_context=True,
-        ),
+    bookie_addresses: tuple[str, ...] = _setting(
+        "--bookie-address",
+        "Reach bookie ID at HOST:PORT instead of its advertised address; repeatable.",
+        ValueType.ADDRESSES,
+        metavar="ID=HOST:PORT",
+        in_context=True,
     )
-    tls_ca: Path | None = field(
-        default=None,
-        metadata=_setting(
-            "--tls-ca",
-            "Use TLS to bookies; PEM file of the authorities that sign their certificates.",
-            ValueType.FILE,
-            metavar="FILE",
-            in_context=True,
-        ),
+    tls_ca: Path | None = _setting(
+        "--tls-ca",
+        "Use TLS to bookies; PEM file of the authorities that sign their certificates.",
+        ValueType.FILE,
+        in_context=True,
     )
-    tls_certificate: Path | None = field(
-        default=None,
-        metadata=_setting(
-            "--tls-cert",
-            "Client certificate for bookies that require one (PEM, with --tls-ca).",
-            ValueType.FILE,
-            metavar="FILE",
-            in_context=True,
-        ),
+    tls_certificate: Path | None = _setting(
+        "--tls-cert",
+        "Client certificate for bookies that require one (PEM, with --tls-ca).",
+        ValueType.FILE,
+        in_context=True,
     )
-    tls_key: Path | None = field(
-        default=None,
-        metadata=_setting(
-            "--tls-key", "Private key of --tls-cert (PEM).", ValueType.FILE, metavar="FILE", in_context=True
-        ),
+    tls_key: Path | None = _setting("--tls-key", "Private key of --tls-cert (PEM).", ValueType.FILE, in_context=True)
+    metadata_tls: bool = _login("--metadata-tls", "Use TLS to the metadata store.", ValueType.SWITCH)
+    metadata_tls_ca: Path | None = _login(
+        "--metadata-tls-ca",
+        "Use TLS to the metadata store, with these authorities (PEM) instead of the system's.",
+        ValueType.FILE,
     )
-    metadata_tls: bool = field(
-        default=False, metadata=_login("--metadata-tls", "Use TLS to the metadata store.", ValueType.SWITCH)
+    metadata_tls_certificate: Path | None = _login(
+        "--metadata-tls-cert", "Client certificate for the metadata store (PEM).", ValueType.FILE
     )
-    metadata_tls_ca: Path | None = field(
-        default=None,
-        metadata=_login(
-            "--metadata-tls-ca",
-            "Use TLS to the metadata store, with these authorities (PEM) instead of the system's.",
-            ValueType.FILE,
-            metavar="FILE",
-        ),
+    metadata_tls_key: Path | None = _login(
+        "--metadata-tls-key", "Private key of --metadata-tls-cert (PEM).", ValueType.FILE
     )
-    metadata_tls_certificate: Path | None = field(
-        default=None,
-        metadata=_login(
-            "--metadata-tls-cert", "Client certificate for the metadata store (PEM).", ValueType.FILE, metavar="FILE"
-        ),
+    metadata_user: str | None = _login(
+        "--metadata-user", "Log in to the metadata store: etcd, or ZooKeeper's digest scheme.", metavar="NAME"
     )
-    metadata_tls_key: Path | None = field(
-        default=None,
-        metadata=_login(
-            "--metadata-tls-key", "Private key of --metadata-tls-cert (PEM).", ValueType.FILE, metavar="FILE"
-        ),
+    metadata_password_file: Path | None = _login(
+        "--metadata-password-file",
+        "File with that user's password; BKCTL_METADATA_PASSWORD holds the password itself.",
+        ValueType.FILE,
     )
-    metadata_user: str | None = field(
-        default=None,
-        metadata=_login(
-            "--metadata-user", "Log in to the metadata store: etcd, or ZooKeeper's digest scheme.", metavar="NAME"
-        ),
+    metadata_sasl: bool = _login(
+        "--metadata-sasl", "Log in to ZooKeeper by SASL (DIGEST-MD5) instead.", ValueType.SWITCH
     )
-    metadata_password_file: Path | None = field(
-        default=None,
-        metadata=_login(
-            "--metadata-password-file",
-            "File with that user's password; BKCTL_METADATA_PASSWORD holds the password itself.",
-            ValueType.FILE,
-            metavar="FILE",
-        ),
+    metadata_creator_acl: bool = _login(
+        "--metadata-creator-acl",
+        "Create ZooKeeper nodes for that user alone, as zkEnableSecurity in --conf.",
+        ValueType.SWITCH,
     )
-    metadata_sasl: bool = field(
-        default=False,
-        metadata=_login("--metadata-sasl", "Log in to ZooKeeper by SASL (DIGEST-MD5) instead.", ValueType.SWITCH),
+    timeout_s: float | None = _setting(
+        "--timeout", "Longest wait without progress from a server (default 30s).", ValueType.DURATION
     )
-    metadata_creator_acl: bool = field(
-        default=False,
-        metadata=_login(
-            "--metadata-creator-acl",
-            "Create ZooKeeper nodes for that user alone, as zkEnableSecurity in --conf.",
-            ValueType.SWITCH,
-        ),
+    output: Output | None = _setting(
+        "--output",
+        f"Form of output: {', '.join(Output)} (default table).",
+        ValueType.OUTPUT,
+        short="-o",
+        metavar="FORM",
+        shown=Shown.ALWAYS,
     )
-    timeout_s: float | None = field(
-        default=None,
-        metadata=_setting(
-            "--timeout",
-            "Longest wait without progress from a server (default 30s).",
-            ValueType.DURATION,
-            metavar="DURATION",
-        ),
+    columns: tuple[str, ...] | None = _setting(
+        "--columns",
+        "Print only these columns, in this order, by their titles or JSON names: state,length.",
+        ValueType.NAMES,
+        metavar="NAME,…",
+        shown=Shown.ALWAYS,
+        has_variable=False,
     )
-    output: Output | None = field(
-        default=None,
-        metadata=_setting(
-            "--output",
-            f"Form of output: {', '.join(Output)} (default table).",
-            ValueType.OUTPUT,
-            short="-o",
-            metavar="FORM",
-            shown=Shown.ALWAYS,
-        ),
+    sort: RowOrder | None = _setting(
+        "--sort",
+        "Sort the rows by this column; -COLUMN puts the largest first.",
+        ValueType.ORDER,
+        metavar="COLUMN",
+        shown=Shown.ALWAYS,
+        has_variable=False,
     )
-    columns: tuple[str, ...] | None = field(
-        default=None,
-        metadata=_setting(
-            "--columns",
-            "Print only these columns, in this order, by their titles or JSON names: state,length.",
-            ValueType.NAMES,
-            metavar="NAME,…",
-            shown=Shown.ALWAYS,
-            has_variable=False,
-        ),
-    )
-    sort: RowOrder | None = field(
-        default=None,
-        metadata=_setting(
-            "--sort",
-            "Sort the rows by this column; -COLUMN puts the largest first.",
-            ValueType.ORDER,
-            metavar="COLUMN",
-            shown=Shown.ALWAYS,
-            has_variable=False,
-        ),
-    )
-    yes: bool = field(
-        default=False,
-        metadata=_setting(
-            "--yes", "Do not ask before destroying.", ValueType.SWITCH, short="-y", shown=Shown.ASKS, has_variable=False
-        ),
+    yes: bool = _setting(
+        "--yes", "Do not ask before destroying.", ValueType.SWITCH, short="-y", shown=Shown.ASKS, has_variable=False
     )
 
     def over(self, defaults: GlobalOptions) -> GlobalOptions:

@@ -140,7 +140,7 @@ def _show_removals(
 
 
 def _show(run: Run, writer: RowWriter, row: Removal) -> bool:
-    """Print a removal, and its error as a note; return whether it failed."""
+    """Print a removal, and its error as a note; return True if it failed."""
     writer.row(row)
     if row.error is not None:
         run.note(f"bkctl: {row.error}")

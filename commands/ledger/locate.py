@@ -106,7 +106,7 @@ class PlacedRacks:
         self.columns = PLACE_RACK_COLUMNS if self._racks else ()
 
     def placed(self, row: PlaceRow, metadata: LedgerMetadata) -> PlaceRow:
-        """Return the row with the rack of its bookie, and whether entries on it have too few racks."""
+        """Return the row with the rack of its bookie, and True if entries on it have too few racks."""
         from bkctl.client.ensemble import RoundRobinDistributionSchedule
         from bkctl.client.placement import write_sets_in_few_racks
 

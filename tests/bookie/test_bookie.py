@@ -526,7 +526,7 @@ def test_unsupported_settings_are_refused_at_the_start(tmp_path: Path, cluster: 
         on_a_bookie(tmp_path, cluster, nothing, bookie_auth_provider_factory_class=provider)
     with pytest.raises(UsageError, match="tlsRequired needs tlsProviderFactoryClass"):
         on_a_bookie(tmp_path, cluster, nothing, tls_required=True)
-    with pytest.raises(UsageError, match="permittedStartupUsers are nobody-here, and this is "):
+    with pytest.raises(UsageError, match="may not start this bookie: permittedStartupUsers are nobody-here"):
         on_a_bookie(tmp_path, cluster, nothing, permitted_startup_users=("nobody-here",))
     assert not list(tmp_path.glob("journal"))
 

@@ -13,7 +13,7 @@ import pytest
 
 from bkctl.bookie.bookie import Bookie as RunningBookie
 from bkctl.bookie.checkpoints import CheckpointRunner, NoSpaceForCheckpoint
-from bkctl.bookie.compaction_schedule import CompactionSchedule, ForcedRound
+from bkctl.bookie.compaction_schedule import MAJOR, MINOR, CompactionSchedule, ForcedRound
 from bkctl.bookie.garbage_collector import GarbageCollectorThread
 from bkctl.client.ledger import BookKeeper
 from bkctl.config import BookieConfig
@@ -457,10 +457,10 @@ def test_compaction_runs_when_it_is_due_and_not_suspended(cluster: Cluster) -> N
     assert counts() == (0, 1)
     bookie.now_ms += 86_400_001
     assert counts() == (1, 1)
-    collector.suspend_major()
+    collector.suspend(MAJOR)
     bookie.now_ms += 86_400_001
     assert counts() == (1, 2)
-    collector.suspend_minor()
+    collector.suspend(MINOR)
     assert (collector.is_major_suspended, collector.is_minor_suspended) == (True, True)
     bookie.now_ms += 86_400_001
     assert counts() == (1, 2)
@@ -468,8 +468,8 @@ def test_compaction_runs_when_it_is_due_and_not_suspended(cluster: Cluster) -> N
     assert counts() == (1, 2)
     collector.run_round(ForcedRound(major=True))
     assert counts() == (2, 2)
-    collector.resume_minor()
-    collector.resume_major()
+    collector.resume(MINOR)
+    collector.resume(MAJOR)
     collector.run_round(ForcedRound(major=False, minor=False))
     assert counts() == (2, 2)
     collector.run_round(ForcedRound(major=False, minor=True))
@@ -504,7 +504,7 @@ def test_full_disks_suspend_compaction_major_first(cluster: Cluster) -> None:
     ):
         collector.disks_are(full=full, almost_full=almost_full)
         assert (collector.is_major_suspended, collector.is_minor_suspended) == (major, minor)
-    collector.suspend_minor()
+    collector.suspend(MINOR)
     collector.disks_are(full=False, almost_full=False)
     assert collector.is_minor_suspended, "what somebody suspended stays so"
     forcing = Bookie(cluster, Storage(), is_force_gc_allow_when_no_space=True).collector

@@ -363,7 +363,7 @@ def test_format_refuses_directories_of_another_bookie(cli: Cli, full: Path, tmp_
     full.write_text(full.read_text().replace("bookie-1", "bookie-2"))
     result = cli("bookie", "format", "--yes-really", "bookie-2", "--conf", full)
     assert result.code == 5
-    assert "is bookie bookie-1's, not bookie-2's" in result.err
+    assert "belongs to bookie bookie-1, not to bookie-2" in result.err
     assert (tmp_path / "journal" / "current" / "a.txn").exists()
 
 

@@ -22,10 +22,9 @@ from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.scan import (
     BATCH_ROWS_MAX,
     RecordBatch,
+    ScannedFile,
     take_entries,
     take_entries_plainly,
-    take_journal_entries,
-    take_journal_entries_plainly,
 )
 from bkctl.files.windows import WINDOW_SIZE_BYTES
 from bkctl.formats.entry import DigestManager, DigestType
@@ -88,8 +87,9 @@ journals = st.lists(st.one_of(entries, entries, whole_padding, padding, others),
 def test_the_compiled_loop_matches_the_plain_one_for_journals(
     window: bytes, begin: int, version: int, skips_padding: bool
 ) -> None:
-    begins, flat, stop = take_journal_entries(window, begin, version, skips_padding=skips_padding)
-    plain = take_journal_entries_plainly(window, begin, version, skips_padding=skips_padding)
+    source = ScannedFile.JOURNAL_OVER_PADDING if skips_padding else ScannedFile.JOURNAL
+    begins, flat, stop = take_entries(window, begin, version, source)
+    plain = take_entries_plainly(window, begin, version, source)
     assert (list(begins), stop) == (plain[0], plain[2])
     one, other = (RecordBatch(window, 512, begins, fields, version) for fields in (flat, plain[1]))
     for name in COLUMNS:

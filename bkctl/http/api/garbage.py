@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from starlette.responses import Response
 
+from bkctl.bookie.compaction_schedule import MAJOR, MINOR
 from bkctl.errors import UsageError
 from bkctl.http.endpoints import (
     BOOLEAN,
@@ -109,48 +110,36 @@ async def suspended(call: ApiCall) -> Response:
     return json_answer(await call.service.bookie.ask(look))
 
 
-@ENDPOINTS.put(
-    f"{PREFIX}/bookie/gc/suspend_compaction", "Suspend major or minor compactions.",
-    body=Body((
-        Value("suspendMajor", "No major compaction.", ValueKind.BOOLEAN),
-        Value("suspendMinor", "No minor compaction.", ValueKind.BOOLEAN),
-    ), needs_value=True),
-    answer=STRING,
-)  # fmt: skip
-async def suspend(call: ApiCall) -> Response:
-    return await _switch_compaction(call, "suspend")
+def _declare_switch(verb: str, major: str, minor: str) -> None:
+    """Declare the endpoint that suspends or resumes compactions: `suspendMajor`, `suspendMinor`."""
+
+    @ENDPOINTS.put(
+        f"{PREFIX}/bookie/gc/{verb}_compaction", f"{verb.capitalize()} major or minor compactions.",
+        body=Body((
+            Value(f"{verb}Major", major, ValueKind.BOOLEAN),
+            Value(f"{verb}Minor", minor, ValueKind.BOOLEAN),
+        ), needs_value=True),
+        answer=STRING,
+    )  # fmt: skip
+    async def switch_compaction(call: ApiCall) -> Response:
+        """Switch compactions, in Apache's words. Source: SuspendCompactionService, ResumeCompactionService."""
+        body = call.body or {}
+
+        def switch(bookie: Bookie) -> str:
+            collector = _collector(bookie)
+            server = f"Bookie Server listening on {bookie.address[0]}:{bookie.address[1]} with id {bookie.bookie_id}"
+            message = ""
+            for kind, before in ((MAJOR, ""), (MINOR, ", ")):
+                if body.get(f"{verb}{kind.capitalize()}"):
+                    (collector.suspend if verb == "suspend" else collector.resume)(kind)
+                    message += f"{before}{verb.capitalize()} {kind}GC on BookieServer: {server}"
+            return message
+
+        return json_answer(await call.service.bookie.ask(switch))
 
 
-@ENDPOINTS.put(
-    f"{PREFIX}/bookie/gc/resume_compaction", "Resume major or minor compactions.",
-    body=Body((
-        Value("resumeMajor", "Major compaction.", ValueKind.BOOLEAN),
-        Value("resumeMinor", "Minor compaction.", ValueKind.BOOLEAN),
-    ), needs_value=True),
-    answer=STRING,
-)  # fmt: skip
-async def resume(call: ApiCall) -> Response:
-    return await _switch_compaction(call, "resume")
-
-
-async def _switch_compaction(call: ApiCall, verb: str) -> Response:
-    """Switch compactions, and answer in Apache's words. Source: SuspendCompactionService, ResumeCompactionService."""
-    body = call.body or {}
-    major, minor = body.get(f"{verb}Major", False), body.get(f"{verb}Minor", False)
-
-    def switch(bookie: Bookie) -> str:
-        collector = _collector(bookie)
-        server = f"Bookie Server listening on {bookie.address[0]}:{bookie.address[1]} with id {bookie.bookie_id}"
-        message = ""
-        if major:
-            message = f"{verb.capitalize()} majorGC on BookieServer: {server}"
-            (collector.suspend_major if verb == "suspend" else collector.resume_major)()
-        if minor:
-            message += f", {verb.capitalize()} minorGC on BookieServer: {server}"
-            (collector.suspend_minor if verb == "suspend" else collector.resume_minor)()
-        return message
-
-    return json_answer(await call.service.bookie.ask(switch))
+_declare_switch("suspend", "No major compaction.", "No minor compaction.")
+_declare_switch("resume", "Major compaction.", "Minor compaction.")
 
 
 def _collector(bookie: Bookie) -> GarbageCollectorThread:

@@ -1,4 +1,4 @@
-"""ReadCache: what reads will ask for next, by ledger, in bounded memory: entries read ahead, pages of locations.
+"""ReadCache: entries read ahead, and pages of locations, by ledger, in bounded memory.
 
 Source: ReadCache.
 """
@@ -16,7 +16,7 @@ Item = TypeVar("Item", bound=Sized)
 
 
 class ReadCache(Generic[Item]):
-    """A cache of the newest entries (or other items with a number), `capacity` of their lengths. For any thread."""
+    """A cache of the entries (or other numbered items) added last, up to `capacity` bytes. For any thread."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity

@@ -343,9 +343,12 @@ def _tls_files(security: StoreSecurity) -> dict[str, str | None]:
     if not security.tls:
         return {}
     if security.key_password is not None:
-        raise UsageError("gRPC reads no TLS key that has a password", hint="give a key without one")
+        raise UsageError("gRPC cannot read a TLS key that has a password", hint="give a key without a password")
     if not security.verify_hostname:
-        raise UsageError("gRPC always checks the host name in an etcd server's certificate")
+        raise UsageError(
+            "The check of host names cannot be turned off for etcd: gRPC always checks them",
+            hint="give the server a certificate with its host name",
+        )
     security.tls_context()
     authorities = security.ca
     if authorities is None:
