@@ -293,6 +293,15 @@ class GlobalOptions:
             metavar="DURATION",
         ),
     )
+    connect_timeout_s: float | None = field(
+        default=None,
+        metadata=_setting(
+            "--connect-timeout",
+            "Longest wait for a connection to a server (default 10s, or --timeout if that is shorter).",
+            ValueType.DURATION,
+            metavar="DURATION",
+        ),
+    )
     output: Output | None = field(
         default=None,
         metadata=_setting(

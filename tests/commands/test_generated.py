@@ -10,7 +10,7 @@ from pathlib import Path
 import jsonschema_rs
 import pytest
 
-from bkctl.commands.documents import DOCUMENTS
+from bkctl.commands.documents import DOCUMENTS, DRY_RUNS, document_schema
 from bkctl.commands.generate import FILES as FILE_METAVARS
 from bkctl.commands.generate import Page, generated_files, read_pages
 from bkctl.commands.kit.columns import Output
@@ -41,6 +41,24 @@ def test_every_command_that_prints_rows_has_a_schema() -> None:
     commands = {page.name for page in PAGES if page.path and not page.children}
     texts = {"help", "version", "completion"}
     assert commands - set(DOCUMENTS) == {"api get", "api put", "api delete", *texts}
+
+
+def test_every_command_with_a_dry_run_says_whether_it_was_applied() -> None:
+    commands = {page.name for page in PAGES for option in page.options if "--dry-run" in option.names}
+    assert {"api put", "api delete"} == commands - DRY_RUNS, "they print the request instead of rows"
+    assert commands >= DRY_RUNS
+    for name in DRY_RUNS:
+        rows = [row for key, row in document_schema(name)["$defs"].items() if key != "row"]
+        assert all("applied" in row["properties"] for row in rows), name
+
+
+#: Commands whose dry run has fields of its own: the plan; and those with several forms of one change, or with lists.
+OTHER_FORMS = {"ledger recover", "bookies recover", "bookie init", "autorecovery audit", "metadata undo"}
+
+
+@pytest.mark.parametrize("name", sorted(DRY_RUNS - OTHER_FORMS))
+def test_a_dry_run_prints_the_fields_of_the_run(name: str) -> None:
+    assert set(document_schema(name)["$defs"]) == {"row", "row1"}
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.startswith("docs/schemas/")])
