@@ -131,6 +131,17 @@ class Setting(NamedTuple):
                 return Output(text)
         return text
 
+    def to_variable(self, value: Any) -> str:
+        """Return the text of the environment variable that gives this value; `from_variable` reads it."""
+        match self.type:
+            case ValueType.SWITCH:
+                return "1" if value else "0"
+            case ValueType.ADDRESSES:
+                return " ".join(value)
+            case ValueType.FILE:
+                return str(value.absolute())
+        return str(value)
+
     def from_toml(self, value: Any, where: str) -> Any:
         """Return the setting that a value of the configuration file stands for. Raises UsageError."""
         if self.type is ValueType.ADDRESSES:

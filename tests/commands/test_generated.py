@@ -13,6 +13,7 @@ import pytest
 from bkctl.commands.documents import DOCUMENTS, DRY_RUNS, document_schema
 from bkctl.commands.generate import FILES as FILE_METAVARS
 from bkctl.commands.generate import Page, generated_files, read_pages
+from bkctl.commands.kit import completion
 from bkctl.commands.kit.columns import Output
 from bkctl.commands.kit.settings import GLOBAL_PANEL
 from bkctl.errors import EXIT_CODES
@@ -315,6 +316,48 @@ def test_shells_complete_ids_and_file_names(
     assert completes(f"bkctl ledger list -u {uri} --ledger-scope-id=", "0", "7")
     assert completes(f"bkctl journal read --dir {tmp_path}/journal ", "a.txn", "b.txn")
     assert completes(f"bkctl entrylog read --dir {tmp_path}/ledgers ", "1f.log", "scoped/1f.log")
+
+
+def test_answers_of_a_cluster_are_kept_for_a_few_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bkctl.formats.entry import DigestType
+    from bkctl.formats.metadata import Fragment, LedgerMetadata
+    from bkctl.metadata.cluster import open_cluster
+
+    uri = f"sqlite://{tmp_path}/m.db"
+    words = ["ledger", "show", "-u", uri]
+
+    def create(*ids: int) -> None:
+        with open_cluster(uri, create=True) as cluster:
+            for ledger_id in ids:
+                metadata = LedgerMetadata(1, 1, 1, DigestType.CRC32C, b"", (Fragment(0, ("b:1",)),))
+                cluster.ledgers.create(LedgerId(0, ledger_id), metadata)
+
+    def offered(text: str) -> list[str]:
+        return list(completion.candidates("ledger", [*words, text]))
+
+    create(12, 13, 34)
+    assert offered("1") == ["12", "13"]
+    create(14)
+    assert offered("1") == offered("1") == ["12", "13"]
+    assert offered("13") == ["13"], "narrowed without the cluster"
+    assert offered("") == ["12", "13", "14", "34"]
+    (files,) = {path.parent for path in (tmp_path / "cache").rglob("*") if path.is_file()}
+    for path in files.iterdir():
+        assert path.stat().st_mode & 0o777 == 0o600
+        os.utime(path, (1, 1))
+    assert offered("1") == ["12", "13", "14"]
+    assert len(list(files.iterdir())) == 1, "old answers are removed"
+    monkeypatch.setattr(completion, "CANDIDATES_MAX", 2)
+    assert len(offered("")) == 2
+    create(35)
+    assert offered("3") == ["34", "35"], "kept answers that are not all do not answer for longer words"
+    files.chmod(0o500)
+    try:
+        create(36)
+        os.utime(next(files.iterdir()))
+        assert "36" in offered("36")
+    finally:
+        files.chmod(0o700)
 
 
 def test_completion_is_silent_and_ends_when_nothing_answers(tmp_path: Path) -> None:

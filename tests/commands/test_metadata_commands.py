@@ -14,6 +14,7 @@ from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo, Cookie, Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster, open_cluster
+from bkctl.metadata.store import NEW
 
 from .conftest import Cli, applied
 
@@ -270,6 +271,34 @@ def test_metadata_layout_get_tree(cli: Cli, store: Cluster) -> None:
     assert len(cli("metadata", "tree", "--depth", "1", "-o", "id").out.split()) < len(paths)
     assert "└─ " in cli("metadata", "tree").out
     assert cli("metadata", "tree", "nope").code == 4
+
+
+def test_tree_finds_nodes_by_name_and_value_and_sums_subtrees(cli: Cli, tmp_path: Path) -> None:
+    uri = f"sqlite://{tmp_path}/tree.db"
+    words = ("metadata", "tree", "-u", uri)
+    with open_cluster(uri, create=True) as cluster:
+        for path, value in (("a", b"12"), ("a/b", b"needle"), ("a/b/c", b"123"), ("a/bc", b""), ("z", b"needles")):
+            cluster.store.put(path, value, NEW)
+    assert cli(*words, "--match", "b*", "-o", "id").out.split() == ["a/b", "a/bc"]
+    assert cli(*words, "--match", "a/*", "-o", "id").out.split() == ["a/b", "a/b/c", "a/bc"]
+    assert cli(*words, "a", "--contains", "needle", "-o", "id").out.split() == ["a/b"]
+    assert cli(*words, "--match", "z", "--contains", "needle", "-o", "json").json[0]["size"] == 7
+    assert "└" not in cli(*words, "--contains", "needle").out
+    missing = cli(*words, "--contains", "haystack")
+    assert (missing.code, missing.out) == (4, "")
+    assert cli(*words, "--totals", "--match", "z").code == 2
+
+    totals = cli(*words, "a", "--totals", "--depth", "1", "-o", "ndjson").rows
+    assert [(row["path"], row["nodeCount"], row["totalSize"]) for row in totals] == [
+        ("a", 4, 11), ("a/b", 2, 9), ("a/bc", 1, 0),
+    ]  # fmt: skip
+    drawn = [line.split() for line in cli(*words, "a", "--totals").out.splitlines()]
+    assert drawn[1:3] == [["a", "4", "11", "B"], ["├─", "b", "2", "9", "B"]]
+    everything = cli(*words, "-o", "ndjson").rows
+    (root, *_) = cli(*words, "--totals", "--depth", "1", "-o", "ndjson").rows
+    assert (root["nodeCount"], root["totalSize"]) == (len(everything), sum(row["size"] for row in everything))
+    by_size = cli(*words, "a", "--totals", "--sort", "totalSize", "-o", "id").out.split()
+    assert by_size == ["a/bc", "a/b/c", "a/b", "a"]
 
 
 def test_conf_names_the_cluster(cli: Cli, store: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
