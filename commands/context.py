@@ -15,6 +15,7 @@ from .kit.columns import Column, Columns, Kind
 from .kit.command import Run, command, group
 from .kit.connection import LOCAL_CONTEXT, context_connection, local_uri
 from .kit.contexts import Contexts
+from .kit.options import OldName
 from .kit.settings import GlobalOptions, Setting, ValueType, context_settings
 from .kit.texts import GREEN
 
@@ -101,7 +102,9 @@ def show(
 def add(
     run: Run,
     name: ContextName,
-    overwrite: Annotated[bool, typer.Option("--replace", help="Replace the context of this name.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", OldName("--replace"), help="Replace the context of this name.")
+    ] = False,
     use: Annotated[bool, typer.Option("--use", help="Make the new context the current one.")] = False,
 ) -> None:
     """Save the connection options under a name.

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any, Final, NamedTuple
 
-from .kit.columns import LEDGER_FIELDS, Column, Columns, Kind
+from .kit.columns import LEDGER_FIELDS, Column, Columns, Kind, applied_column
 
 
 class DocumentSource(NamedTuple):
@@ -96,7 +96,7 @@ DOCUMENTS: Final[dict[str, tuple[DocumentSource, ...]]] = {
     "bookies racks set": _rows("bookies.racks:CHANGE_COLUMNS"),
     "bookies racks unset": _rows("bookies.racks:CHANGE_COLUMNS"),
     "bookies recover": _rows("documents:recover_columns"),
-    "bookies ok-to-stop": _rows("bookies.stop:RISK_COLUMNS"),
+    "bookies ok-to-stop": _rows("bookies.stop:RISK_COLUMNS", "bookies.stop:TOGETHER_COLUMNS"),
     "cluster info": _one("cluster:INFO_COLUMNS"),
     "cluster health show": _rows("cluster:HEALTH_COLUMNS"),
     "cluster health detail": _rows("cluster:DETAIL_COLUMNS"),
@@ -157,7 +157,7 @@ DOCUMENTS: Final[dict[str, tuple[DocumentSource, ...]]] = {
     "metadata import": _rows("metadata.imported:IMPORTED_COLUMNS"),
     "metadata layout": _one("metadata.nodes:LAYOUT_COLUMNS"),
     "metadata get": _one("metadata.nodes:NODE_COLUMNS"),
-    "metadata tree": _rows("metadata.nodes:TREE_COLUMNS"),
+    "metadata tree": _rows("metadata.nodes:TREE_COLUMNS", "metadata.nodes:TOTAL_COLUMNS"),
     "metadata undo": _rows("metadata.nodes:UNDONE_COLUMNS", "metadata.nodes:UNDO_FILE_COLUMNS"),
     "metadata replace-bookie": _rows("metadata.replacement:REPLACEMENT_COLUMNS"),
     "metadata scopes": _rows("metadata.scopes:SCOPE_COLUMNS"),
@@ -179,6 +179,17 @@ DOCUMENTS: Final[dict[str, tuple[DocumentSource, ...]]] = {
     "progress rate": _one("progress:WORK_COLUMNS"),
     "top": _rows("top:LOAD_COLUMNS"),
 }  # fmt: skip
+
+#: Commands with --dry-run. Their rows have `applied`: false in a dry run, true in a run that changes something.
+DRY_RUNS: Final = frozenset((
+    "autorecovery audit", "autorecovery delay", "autorecovery mark", "autorecovery unmark", "bookie compact-locations",
+    "bookie config", "bookie convert", "bookie downgrade", "bookie format", "bookie gc", "bookie index rebuild",
+    "bookie index regenerate", "bookie init", "bookie readonly", "bookies decommission", "bookies drain",
+    "bookies racks set", "bookies racks unset", "bookies recover", "cluster init", "cluster nuke", "cookie create",
+    "cookie delete", "cookie expand", "cookie rename", "cookie update", "ledger delete", "ledger recover",
+    "metadata import", "metadata migrate", "metadata orphans", "metadata replace-bookie", "metadata undo",
+    "pipeline import", "pipeline migrate-scope",
+))  # fmt: skip
 
 # --- columns that depend on options ---------------------------------------------------------------------------------
 
@@ -343,13 +354,18 @@ def row_schema(columns: Columns) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
+def _applied(name: str) -> tuple[Column, ...]:
+    """Return the column `applied` for a command with --dry-run."""
+    return (applied_column(is_applied=True),) if name in DRY_RUNS else ()
+
+
 def document_schema(name: str) -> dict[str, Any]:
     """Return the schema of what the command `name` prints with `-o json`."""
     rows: list[dict[str, Any]] = []
     forms: list[dict[str, Any]] = []
     for source in DOCUMENTS[name]:
         for columns in source.columns():
-            row = row_schema(columns)
+            row = row_schema(columns.and_also(*_applied(name)))
             if row not in rows:
                 rows.append(row)
             pointer = {"$ref": f"#/$defs/row{rows.index(row) + 1}"}
@@ -366,6 +382,7 @@ def document_schema(name: str) -> dict[str, Any]:
 def known_columns(name: str) -> Columns | None:
     """Return all columns that the command `name` may print; None for a command without rows."""
     found = [columns for source in DOCUMENTS.get(name, ()) for columns in source.columns()]
-    return (
-        Columns(*{column.name: column for columns in found for column in columns.columns}.values()) if found else None
-    )
+    if not found:
+        return None
+    every = (*(column for columns in found for column in columns.columns), *_applied(name))
+    return Columns(*{column.name: column for column in every}.values())

@@ -43,7 +43,7 @@ WORDS: Final = {
     "--digest-type": ("CRC32C", "CRC32", "HMAC", "DUMMY"),
     "--storage": tuple(STORAGE_CLASSES),
     "--kind": tuple(kind.value for kind in FileKind),
-    "COMMAND": (*GROUPS, "connection"),
+    "COMMAND": (*GROUPS, "connection", "exit-codes"),
 }
 #: A bar within a cell of a table.
 BAR: Final = "\\|"
@@ -244,6 +244,9 @@ A ledger is named by a decimal or 0x ledger id, by SCOPE:ID, by its qualified na
 
 Connection and output options stand before the group or after the command; the later one counts. Without any the \
 environment counts, then the current context of the configuration file, then the local cluster that is up.
+
+A program bkctl-NAME on the PATH is the command bkctl NAME, unless bkctl has a command of that name. It gets the words \
+behind the name, and options before it as BKCTL_ variables. Help lists such programs.
 
 Data goes to stdout, all else to stderr. -o json prints one document, ndjson one object a line, csv a header and \
 rows, id the keys alone. Ledger ids are strings in JSON, binary data is base64, times are ISO 8601 in UTC."""

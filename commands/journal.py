@@ -14,7 +14,7 @@ from bkctl.errors import BkctlError, NotFound, UsageError
 
 from .kit.columns import Column, Columns, Kind, ledger_column
 from .kit.command import Run, command, group
-from .kit.options import count_option
+from .kit.options import ReadPace, count_option
 from .kit.records import (
     DirOption,
     Records,
@@ -229,7 +229,7 @@ VERIFY_COLUMNS = Columns(
 
 
 @command(app, "verify", examples=("bkctl journal verify --conf bk_server.conf",))
-def verify(run: Run, names: JournalNames = None, directories: DirOption = None) -> None:
+def verify(run: Run, pace: ReadPace, names: JournalNames = None, directories: DirOption = None) -> None:
     """Check journal files, and what the last marks point at.
 
     Shows where the intact part of each file ends, why, and what lies behind it. A bookie leaves the states `endOfFile`,
@@ -247,7 +247,7 @@ def verify(run: Run, names: JournalNames = None, directories: DirOption = None) 
 
     def rows() -> Iterator[JournalCheck]:
         nonlocal findings, sound_count, record_count
-        for check in check_journals(given, files):
+        for check in check_journals(given, files, pace=pace):
             activity.advance()
             if check.error is not None:
                 errors.append(check.error)
@@ -260,7 +260,7 @@ def verify(run: Run, names: JournalNames = None, directories: DirOption = None) 
                     continue
             yield check
 
-    with run.working("Reading journals", unit="journals") as activity:
+    with run.working("Reading journals", unit="journals", pace=pace) as activity:
         run.render(rows(), VERIFY_COLUMNS, findings=run.draws)
     if run.draws:
         sound = counted(sound_count, "journal is", "journals are")

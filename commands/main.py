@@ -110,7 +110,25 @@ class RootGroup(Group):
             self.load(args[0])
         elif args and args[0] in PROGRAM:
             self.load_program()
+        elif args:
+            from .kit.plugins import Plugin, find_plugins
+
+            name, *words = args
+            if path := find_plugins(os.environ, name).get(name):
+                return name, Plugin(name, path), words
         return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the groups and commands, then the plugins."""
+        super().format_commands(ctx, formatter)
+        from .kit.plugins import find_plugins
+
+        found = {name: path for name, path in find_plugins(os.environ).items() if name not in self.commands}
+        if found:
+            width = max(map(len, found))
+            with formatter.section("Plugins"):
+                for name, path in found.items():  # Paths are not broken into lines.
+                    formatter.write(f"  {name.ljust(width)}  {path}\n")
 
 
 def _version(value: bool) -> None:
@@ -154,7 +172,7 @@ _root.__annotations__ = {}
 app = typer.Typer(name="bkctl", cls=RootGroup, add_completion=False, rich_markup_mode=None)
 app.callback(
     help="Administer Apache BookKeeper with 128-bit ledger ids.",
-    epilog=CONNECTION_LINE,
+    epilog=f"{CONNECTION_LINE} Exit codes: 'bkctl help exit-codes'.",
 )(_root)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -11,7 +11,7 @@ from bkctl import __version__
 
 from . import top
 from .kit.command import Run, command, group
-from .kit.parser import connection_help
+from .kit.parser import connection_help, exit_code_help
 
 app = group(parts=(top.app,))
 
@@ -24,20 +24,26 @@ class Shell(StrEnum):
     FISH = "fish"
 
 
-@app.command("help", epilog="bkctl help ledger list\nbkctl help connection")
+#: Topics of help that are not commands.
+_TOPICS: Final = {"connection": connection_help, "exit-codes": exit_code_help}
+
+
+@app.command("help", epilog="bkctl help ledger list\nbkctl help connection\nbkctl help exit-codes")
 def show_help(
     context: typer.Context,
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="COMMAND", help="A group or a command, or `connection`.")
+        list[str] | None, typer.Argument(metavar="COMMAND", help="A group or a command, `connection` or `exit-codes`.")
     ] = None,
 ) -> None:
     """Show the help of a command, or of the connection options.
 
-    'bkctl help connection' lists the options that every command takes before the group or after the command.
+    'bkctl help connection' lists the options that every command takes before the group or after the command, 'bkctl
+    help exit-codes' the codes with which commands end.
     """
     top = context.find_root()
-    if words == ["connection"]:
-        print(connection_help(top), end="")
+    topic = _TOPICS.get(" ".join(words or ()))
+    if topic is not None:
+        print(topic(top), end="")
         return
     program: Any = top.command
     program.main([*(words or ()), "--help"], prog_name="bkctl", standalone_mode=False, obj=top.obj)

@@ -20,6 +20,7 @@ from bkctl.formats.entry_log import content_id_of, log_id_of
 from bkctl.formats.names import SCOPED_DIRECTORY
 from bkctl.formats.record import NO_LEDGER, RecordType
 from bkctl.ids import LedgerId
+from bkctl.pace import Pace
 
 #: Mismatches of one log that are kept; all are counted.
 MISMATCHES_MAX: Final = 1000
@@ -92,17 +93,20 @@ class LogCheck:
         return mismatched + len(self.contradictions)
 
 
-def check_entry_logs(paths: Iterable[Path], checker: DigestChecker | None = None) -> Iterator[LogCheck]:
+def check_entry_logs(
+    paths: Iterable[Path], checker: DigestChecker | None = None, *, pace: Pace | None = None
+) -> Iterator[LogCheck]:
     """Yield the check of each log in the order of `paths`; without `checker` digests are not checked.
 
-    Skips logs that a running bookie deletes meanwhile.
+    Skips logs that a running bookie deletes meanwhile. `pace` bounds the bytes and entries read.
     """
     newest: dict[Path, int] = {}
     for path in paths:
         if path.parent not in newest:
             newest[path.parent] = _newest_log_id(path.parent)
         log_id = log_id_of(path.name)
-        check = check_entry_log(path, checker, is_newest=log_id is None or log_id >= newest[path.parent])
+        is_newest = log_id is None or log_id >= newest[path.parent]
+        check = check_entry_log(path, checker, is_newest=is_newest, pace=pace)
         if check is not None:
             yield check
 
@@ -122,7 +126,9 @@ def _newest_log_id(directory: Path) -> int:
     return found
 
 
-def check_entry_log(path: Path, checker: DigestChecker | None = None, *, is_newest: bool = True) -> LogCheck | None:
+def check_entry_log(
+    path: Path, checker: DigestChecker | None = None, *, is_newest: bool = True, pace: Pace | None = None
+) -> LogCheck | None:
     """Check one entry log; return None if it was just deleted.
 
     `is_newest`: a bookie may still write to the log, so its tail may be cut.
@@ -136,7 +142,7 @@ def check_entry_log(path: Path, checker: DigestChecker | None = None, *, is_newe
                 check.state, check.good_end = LogState.EMPTY, 0
                 return check
             check.version = reader.header.version
-            _check_records(reader, check, checker)
+            _check_records(reader, check, checker, pace or Pace())
             _check_end(reader, check, is_newest=is_newest)
     except NotFound:
         return None
@@ -164,11 +170,11 @@ def _keep(check: LogCheck, mismatch: DigestMismatchAt) -> None:
         check.mismatches.append(mismatch)
 
 
-def _check_records(reader: EntryLogReader, check: LogCheck, checker: DigestChecker | None) -> None:
+def _check_records(reader: EntryLogReader, check: LogCheck, checker: DigestChecker | None, pace: Pace) -> None:
     """Read the log to its end: count, check digests, compare with the ledgers map, look behind damage."""
     sizes: dict[tuple[int, int], int] = {}
     map_at: int | None = None
-    behind_map = 0
+    behind_map = position = 0
     try:
         for batch in reader.batches(special=True):
             if batch.record is not None and batch.record.ledger is NO_LEDGER:
@@ -182,6 +188,8 @@ def _check_records(reader: EntryLogReader, check: LogCheck, checker: DigestCheck
             if checker is not None:
                 for mismatch in checker.check_batch(batch, reader.name):
                     _keep(check, mismatch)
+            pace.take(reader.position - position, len(batch))
+            position = reader.position
     except (Corrupt, Unsupported) as error:
         check.error = error
     check.good_end, check.state = reader.position, LogState(reader.end.value)

@@ -131,7 +131,8 @@ class BookieChannel:
                 host, port = await self._pool.address(self.bookie_id)
                 connection = await BookieConnection.open(
                     host, port, bookie_id=self.bookie_id, protocol=self.protocol, tls=self._pool.tls,
-                    timeout_s=self._pool.timeout_s, frame_size_bytes_max=FRAME_SIZE_BYTES_MAX,
+                    timeout_s=self._pool.timeout_s, connect_timeout_s=self._pool.connect_timeout_s,
+                    frame_size_bytes_max=FRAME_SIZE_BYTES_MAX,
                 )  # fmt: skip
                 self._connection, self._scoped = connection, None
                 self._failures, self._error = 0, None
@@ -199,13 +200,14 @@ class BookiePool:
         tls: ssl.SSLContext | None,
         timeout_s: float,
         addresses: Mapping[str, tuple[str, int]],
+        connect_timeout_s: float | None = None,
         only: Collection[str] | None = None,
         rack_rules: RackRules = DEFAULT_RULES,
     ) -> None:
         self.cluster = cluster
         self.protocol = protocol
         self.tls = tls
-        self.timeout_s = timeout_s
+        self.timeout_s, self.connect_timeout_s = timeout_s, connect_timeout_s
         #: Set by `close`: the pool does not connect any more.
         self.closed = False
         self._overrides = dict(addresses)

@@ -63,10 +63,11 @@ _LAST_UNSCOPED: Final = LedgerId(0, I64_MAX)
 class BookKeeper:
     """A client of one cluster; belongs to the event loop that it is used in.
 
-    `cluster` is open; its owner closes it. `timeout_s` is the longest wait for a bookie without progress. `addresses`
-    overrides the addresses of bookies that advertise an unreachable one. `tls` turns on START_TLS (see `client_tls`).
-    `throttle_count` is the number of adds of one ledger in flight above which `ready` waits. New entries go to bookies
-    in `only` (None: all registered ones), by `rack_rules` and the racks of the cluster's bookies.
+    `cluster` is open; its owner closes it. `timeout_s` is the longest wait for a bookie without progress,
+    `connect_timeout_s` that for a connection (None: `timeout_s`). `addresses` overrides the addresses of bookies that
+    advertise an unreachable one. `tls` turns on START_TLS (see `client_tls`). `throttle_count` is the number of adds of
+    one ledger in flight above which `ready` waits. New entries go to bookies in `only` (None: all registered ones), by
+    `rack_rules` and the racks of the cluster's bookies.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class BookKeeper:
         protocol: Protocol = Protocol.V3,
         tls: ssl.SSLContext | None = None,
         timeout_s: float = TIMEOUT_S,
+        connect_timeout_s: float | None = None,
         addresses: Mapping[str, tuple[str, int]] = {},
         throttle_count: int = THROTTLE_COUNT,
         only: Collection[str] | None = None,
@@ -84,8 +86,8 @@ class BookKeeper:
         self.cluster = cluster
         self.protocol = protocol
         self.pool = BookiePool(
-            cluster, protocol=protocol, tls=tls, timeout_s=timeout_s, addresses=addresses, only=only,
-            rack_rules=rack_rules,
+            cluster, protocol=protocol, tls=tls, timeout_s=timeout_s, addresses=addresses,
+            connect_timeout_s=connect_timeout_s, only=only, rack_rules=rack_rules,
         )  # fmt: skip
         self._throttle_count = max(throttle_count, 1)
 

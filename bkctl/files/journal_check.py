@@ -20,6 +20,7 @@ from bkctl.files.journals import JournalMark, LastMarks, journal_indexes, latest
 from bkctl.formats.journal import ALIGNMENT_DEFAULT, VERSION_PADDING, file_name, journal_id_of
 from bkctl.formats.names import SCOPED_DIRECTORY
 from bkctl.formats.record import RecordType
+from bkctl.pace import Pace
 
 #: Larger gaps between ids are normal: bookies up to 4.1 named each journal by its time.
 _GAP_MAX: Final = 1000
@@ -63,11 +64,13 @@ class JournalCheck:
     error: BkctlError | None = None
 
 
-def check_journals(directories: BookieDirectories, files: Iterable[Path] | None = None) -> Iterator[JournalCheck]:
+def check_journals(
+    directories: BookieDirectories, files: Iterable[Path] | None = None, *, pace: Pace | None = None
+) -> Iterator[JournalCheck]:
     """Yield the check of each journal file (`files`, else all in the directories) and of each missing file.
 
     Each last mark must name an existing journal, and a place between two of its records. Missing files are reported
-    only without `files`. Raises NotFound for a missing directory.
+    only without `files`. `pace` bounds the bytes and records read. Raises NotFound for a missing directory.
     """
     chosen = [file.path for file in directories.journals()] if files is None else list(files)
     latest = LastMarks([], [])
@@ -85,7 +88,7 @@ def check_journals(directories: BookieDirectories, files: Iterable[Path] | None 
             yield from _missing_in(parent, paths, marks_here)
         for path in dict.fromkeys(paths):
             offsets = [mark.mark.offset for marked_path, mark in marks_here if marked_path.name == path.name]
-            check = check_journal(path, offsets)
+            check = check_journal(path, offsets, pace=pace)
             if check is not None:
                 yield check
 
@@ -127,17 +130,21 @@ def _missing_in(parent: Path, paths: list[Path], marks: list[tuple[Path, Journal
             yield JournalCheck(parent / names[0], before + 1, problem=problem)
 
 
-def check_journal(path: Path, marks: Iterable[int] = ()) -> JournalCheck | None:
+def check_journal(path: Path, marks: Iterable[int] = (), *, pace: Pace | None = None) -> JournalCheck | None:
     """Check one journal file; last marks point at its bytes `marks`. Return None if the file was just deleted."""
     check = JournalCheck(path, journal_id_of(path.name), scoped=path.parent.name == SCOPED_DIRECTORY)
     wanted = set(marks)
+    pace = pace or Pace()
     borders: set[int] = set()
     try:
         with JournalReader.open(path) as reader:
             check.version, check.size_bytes = reader.version, reader.size()
             borders.add(reader.header_size)
             try:
+                position = 0
                 for batch in reader.batches():
+                    pace.take(reader.position - position, len(batch))
+                    position = reader.position
                     check.record_count += len(batch)
                     if batch.types is None or batch.types[0] is RecordType.ENTRY:
                         check.entry_count += len(batch)

@@ -92,18 +92,26 @@ class ApiAnswer:
 class ApiClient:
     """A client of a bookie's or a gateway's HTTP server. Each request has its own connection.
 
-    `timeout_s` is the longest wait without progress. `token` is sent as a bearer token; a server on this machine that
-    created a token for this user gets that one instead. `tls` is the context for an `https` URL (None: the system's
-    authorities). Redirects are not followed, so that no other server gets the token. For a URL from the metadata store,
-    callers pass the token through `token_for_registered`.
+    `timeout_s` is the longest wait without progress, `connect_timeout_s` that for a connection (None: `timeout_s`).
+    `token` is sent as a bearer token; a server on this machine that created a token for this user gets that one
+    instead. `tls` is the context for an `https` URL (None: the system's authorities). Redirects are not followed, so
+    that no other server gets the token. For a URL from the metadata store, callers pass the token through
+    `token_for_registered`.
     """
 
     def __init__(
-        self, url: str, *, token: str | None = None, timeout_s: float = 30.0, tls: ssl.SSLContext | None = None
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        timeout_s: float = 30.0,
+        connect_timeout_s: float | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self.server = ServerUrl.parse(url)
         self.url = str(self.server)
         self.timeout_s = timeout_s
+        self._connect_timeout_s = timeout_s if connect_timeout_s is None else connect_timeout_s
         if token is not None and (not token or _NO_TOKEN.search(token)):
             raise UsageError("The token of the HTTP server is empty, or contains spaces or control characters")
         self.token = token
@@ -185,7 +193,13 @@ class ApiClient:
     def _connected(self) -> Iterator[socket.socket]:
         server = self.server
         with self.translated():
-            sock = socket.create_connection((server.host, server.port), self.timeout_s)
+            try:
+                sock = socket.create_connection((server.host, server.port), self._connect_timeout_s)
+            except TimeoutError as error:
+                raise TimedOut(
+                    f"{self.url}: no connection within {self._connect_timeout_s:g} s",
+                    hint="--connect-timeout allows longer waits",
+                ) from error
         try:
             if server.tls:
                 from bkctl.metadata.store import client_tls

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable
-from typing import Final, NamedTuple, Self
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple, Self
 
 from bkctl.errors import AlreadyExists, Corrupt, MetadataVersionConflict, NotFound, Unsupported, UsageError
 from bkctl.formats.metadata import BookieServiceInfo, Cookie, LedgerLayout
@@ -363,6 +363,7 @@ def open_cluster(
     uri: str,
     *,
     timeout_s: float = 30.0,
+    connect_timeout_s: float | None = None,
     create: bool = False,
     create_store: bool = False,
     session_timeout_s: float = 10.0,
@@ -370,15 +371,17 @@ def open_cluster(
 ) -> Cluster:
     """Connect to the metadata store that `uri` names.
 
-    `timeout_s` is the longest wait without progress, `session_timeout_s` the time for which ZooKeeper or etcd keeps the
-    ephemerals of a dead client (`zkTimeout`), `security` TLS and login (a SQLite file has file permissions only). With
+    `timeout_s` is the longest wait without progress, `connect_timeout_s` that for the connection (None: `timeout_s`),
+    `session_timeout_s` the time for which ZooKeeper or etcd keeps the ephemerals of a dead client (`zkTimeout`),
+    `security` TLS and login (a SQLite file has file permissions only). With
     `create`, a missing cluster is created as by `init_cluster`; with `create_store` only the SQLite file for one.
-    Raises UsageError or Unsupported for the URI, Unreachable within `timeout_s`, Unauthorized for a refused login,
-    NotFound for a missing SQLite file.
+    Raises UsageError or Unsupported for the URI, Unreachable within `connect_timeout_s`, Unauthorized for a refused
+    login, NotFound for a missing SQLite file.
     """
     location = parse_uri(uri)
     security = security.over(location.security)
-    store = _open_store(location, timeout_s, create or create_store, session_timeout_s, security)
+    times = {"timeout_s": timeout_s, "connect_timeout_s": connect_timeout_s, "session_timeout_s": session_timeout_s}
+    store = _open_store(location, times, create or create_store, security)
     try:
         cluster = Cluster(location, store)
         if create:
@@ -456,20 +459,18 @@ def new_layout(location: MetadataUri, *, long_long: bool = False) -> LedgerLayou
 
 
 def _open_store(
-    location: MetadataUri, timeout_s: float, create: bool, session_timeout_s: float, security: StoreSecurity
+    location: MetadataUri, times: Mapping[str, Any], create: bool, security: StoreSecurity
 ) -> MetadataStore:
     if location.driver == "sqlite":
         from bkctl.metadata.backends.sqlite import SqliteStore
 
-        return SqliteStore(location.path, timeout_s=timeout_s, create=create)
+        return SqliteStore(location.path, timeout_s=times["timeout_s"], create=create)
     if location.driver == "zk":
         from bkctl.metadata.backends.zookeeper.store import ZooKeeperStore
 
         # Pulsar's PATH is a chroot, with the root at `ledgers` in it; operators also write the path of the root.
         root = f"{location.path.rstrip('/')}/ledgers" if location.pulsar else location.path
-        store = ZooKeeperStore(
-            location.connect_string, root, timeout_s=timeout_s, session_timeout_s=session_timeout_s, security=security
-        )
+        store = ZooKeeperStore(location.connect_string, root, security=security, **times)
         if location.pulsar and location.path != "/" and store.get(INSTANCE_ID) is None:
             store.change_root(location.path)
         return store
@@ -480,15 +481,12 @@ def _open_store(
             location.connect_string,
             location.path[1:],
             znode=location.znode,
-            timeout_s=timeout_s,
-            session_timeout_s=session_timeout_s,
             security=security,
+            **times,
         )
     from bkctl.metadata.backends.etcd.store import EtcdStore
 
-    return EtcdStore(
-        location.hosts, location.path, timeout_s=timeout_s, session_timeout_s=session_timeout_s, security=security
-    )
+    return EtcdStore(location.hosts, location.path, security=security, **times)
 
 
 def _service_info(bookie_id: str, found: Versioned[bytes] | None) -> BookieServiceInfo | None:

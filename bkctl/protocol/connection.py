@@ -103,29 +103,31 @@ class BookieConnection(FramedProtocol):
         protocol: Protocol = Protocol.V3,
         tls: ssl.SSLContext | None = None,
         timeout_s: float = 5.0,
+        connect_timeout_s: float | None = None,
         frame_size_bytes_max: int = FRAME_SIZE_BYTES_MAX,
     ) -> BookieConnection:
         """Connect to the bookie at `host`:`port`, with START_TLS when `tls` is given.
 
-        `timeout_s` bounds connecting, and each request after it (a long poll: beside its own wait). `bookie_id` is the
-        name in errors. Raises BookieUnavailable when the bookie cannot be reached or refuses TLS, ProtocolError when
-        it answers START_TLS with another kind of response.
+        `timeout_s` bounds each request (a long poll: beside its own wait), and connecting where `connect_timeout_s` is
+        None. `bookie_id` is the name in errors. Raises BookieUnavailable when the bookie cannot be reached or refuses
+        TLS, ProtocolError when it answers START_TLS with another kind of response.
         """
         loop = asyncio.get_running_loop()
         where = f"Bookie {bookie_id}" if bookie_id == f"{host}:{port}" else f"Bookie {bookie_id} at {host}:{port}"
         made: list[BookieConnection] = []
+        limit_s = timeout_s if connect_timeout_s is None else connect_timeout_s
 
         def factory() -> BookieConnection:
             made.append(cls(bookie_id, protocol, timeout_s, frame_size_bytes_max))
             return made[-1]
 
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(limit_s):
                 _, connection = await loop.create_connection(factory, host, port)
                 if tls is not None:
                     await connection._start_tls(tls, host)
         except TimeoutError as error:
-            raise BookieUnavailable(f"{where} cannot be reached: no answer within {timeout_s:g} s") from error
+            raise BookieUnavailable(f"{where} cannot be reached: no answer within {limit_s:g} s") from error
         except OSError as error:
             is_tls = isinstance(error, ssl.SSLError)
             reason = error.strerror or str(error) or "the connection was closed"

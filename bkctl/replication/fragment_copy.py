@@ -75,8 +75,14 @@ class FragmentCopy:
     """A copy of one fragment's entries to `targets` (ensemble index → bookie)."""
 
     def __init__(
-        self, tools: CopyTools, access: LedgerAccess, fragment: LedgerFragment, targets: Mapping[int, str]
+        self,
+        tools: CopyTools,
+        access: LedgerAccess,
+        fragment: LedgerFragment,
+        targets: Mapping[int, str],
+        done_through: int = -1,
     ) -> None:
+        """`done_through` is that of an earlier copy to the same targets, which was cancelled."""
         self._tools = tools
         self._access = access
         self._fragment = fragment
@@ -89,12 +95,15 @@ class FragmentCopy:
         self._present: dict[str, Availability] = {}
         self._size_bytes_largest = 0
         self.entry_count = self.size_bytes = self.present_count = 0
+        #: All entries up to this one are at their targets; they are not read there again if the targets list them.
+        self.done_through = self._known_through = done_through
         self.unreadable: list[UnreadableEntries] = []
 
     async def run(self) -> None:
         """Copy all entries. Raise TargetFailed; entries that no replica returns are in `unreadable`."""
         for index, target in self._targets.items():
-            if target == self._fragment.ensemble[index] or self._fragment.entry_count(index) >= RESUME_COUNT_MIN:
+            is_long = self._fragment.entry_count(index) >= RESUME_COUNT_MIN
+            if target == self._fragment.ensemble[index] or is_long or self._known_through >= 0:
                 self._present[target] = await self._listed(target)
         await self._copy_all(self._wanted())
 
@@ -129,6 +138,8 @@ class FragmentCopy:
                     unreadable_count += 1
                     if unreadable_count >= UNREADABLE_NAMED_MAX:
                         return
+                elif not unreadable_count:
+                    self.done_through = max(self.done_through, entry_id)
 
     async def _listed(self, target: str) -> Availability:
         """Return the entries that the target lists; each one is read there before it counts as present."""
@@ -145,6 +156,9 @@ class FragmentCopy:
         for index in indexes:
             target = self._targets[index]
             if target in self._present and entry_id in self._present[target]:
+                if entry_id <= self._known_through:
+                    self.present_count += 1
+                    continue
                 found, _ = await self._read(entry_id, [access.pool.channel(target)])
                 if found is not None:
                     body = found

@@ -6,7 +6,8 @@ areEntriesOfLedgerStoredInTheBookie), RoundRobinDistributionSchedule.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,7 +17,7 @@ from bkctl.errors import BkctlError, UsageError
 from bkctl.formats.metadata import LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId, check_bookie_id
 from bkctl.metadata.ledgers import VersionedMetadata
-from bkctl.metadata.underreplication import LedgerMarks
+from bkctl.metadata.underreplication import LedgerMarks, UnderreplicatedLedger
 
 if TYPE_CHECKING:
     from bkctl.metadata.cluster import Cluster, RegisteredBookie
@@ -82,6 +83,26 @@ class HeldLedger:
         if not metadata.is_closed or metadata.last_entry_id < 0:
             return 0
         return metadata.length * self.entry_count // (metadata.last_entry_id + 1)
+
+    def stripes(self) -> Iterator[tuple[HeldFragment, tuple[int, ...], int, int | None]]:
+        """Yield each write set with entries on the wanted bookies: fragment, ensemble indexes, first and last entry.
+
+        The last entry is None where the fragment still grows.
+        """
+        schedule = RoundRobinDistributionSchedule.of(self.metadata)
+        size = schedule.ensemble_size
+        for fragment in self.fragments:
+            for at in range(size):
+                write_set = schedule.write_set(at)
+                if not any(index in fragment.indexes for index in write_set):
+                    continue
+                first = fragment.first_entry_id + (at - fragment.first_entry_id) % size
+                last = fragment.last_entry_id
+                if last is not None:
+                    if first > last:
+                        continue
+                    last -= (last - at) % size
+                yield fragment, write_set, first, last
 
 
 def held_ledger(ledger: LedgerId, found: VersionedMetadata, bookie_ids: Collection[str]) -> HeldLedger | None:
@@ -228,13 +249,7 @@ def ok_to_stop(
         if isinstance(held, BkctlError):
             yield StopProblem(ledger, Risk.UNREADABLE, held.message)
             continue
-        mark = mark_of(ledger)
-        missing = () if mark is None else mark.missing_replicas
-        live = {
-            bookie_id
-            for bookie_id, bookie in staying.items()
-            if bookie_id not in missing and (bookie.ledger_scopes or not ledger.is_scoped)
-        }
+        live = _live(staying, ledger, mark_of(ledger))
         yield from _replica_risks(held, live, replica_count_min or max(held.metadata.ack_quorum_size, 1))
         if held.grows:
             fragment = held.fragments[-1]
@@ -248,6 +263,83 @@ def ok_to_stop(
                     f"{'is' if available == 1 else 'are'} there",
                     held.metadata.state, fragment.first_entry_id, bookies=fragment.bookies,
                 )  # fmt: skip
+
+
+def _live(
+    staying: Mapping[str, RegisteredBookie], ledger: LedgerId, mark: UnderreplicatedLedger | None
+) -> frozenset[str]:
+    """Return the bookies of `staying` whose replicas of the ledger count."""
+    missing = () if mark is None else mark.missing_replicas
+    return frozenset(
+        bookie_id
+        for bookie_id, bookie in staying.items()
+        if bookie_id not in missing and (bookie.ledger_scopes or not ledger.is_scoped)
+    )
+
+
+class StopSets:
+    """The sets of bookies that may stop together, by the metadata of all ledgers, as `ok_to_stop` judges them.
+
+    `replica_count_min` is as for `ok_to_stop`. Memory: one item for each different write set. Raise the error of
+    metadata that is unreadable, NotFound without a cluster.
+    """
+
+    def __init__(self, cluster: Cluster, *, replica_count_min: int | None = None) -> None:
+        self._bookies = {bookie.bookie_id: bookie for bookie in cluster.bookies.list(include_down=False)}
+        #: For each write set with entries: its bookies, the ones whose replicas count, and how many must remain.
+        self._write_sets: set[tuple[frozenset[str], frozenset[str], int]] = set()
+        #: The ensembles that a writer may add to, and whether their ledgers are scoped.
+        self._growing: set[tuple[tuple[str, ...], bool]] = set()
+        mark_of = LedgerMarks(cluster.store).cursor()
+        for ledger, held in ledgers_on(cluster, self._bookies.keys()):
+            if isinstance(held, BkctlError):
+                raise held
+            live = _live(self._bookies, ledger, mark_of(ledger))
+            wanted = replica_count_min or max(held.metadata.ack_quorum_size, 1)
+            wanted = min(wanted, held.metadata.write_quorum_size)
+            for fragment, write_set, _, _ in held.stripes():
+                names = frozenset(fragment.ensemble[index] for index in write_set)
+                self._write_sets.add((names, names & live, wanted))
+            if held.grows:
+                self._growing.add((held.fragments[-1].ensemble, ledger.is_scoped))
+
+    def allows(self, stopping: Collection[str]) -> bool:
+        """Return True if these bookies may stop together, and a writable one remains."""
+        stopping = frozenset(stopping)
+        for names, live, wanted in self._write_sets:
+            if not names.isdisjoint(stopping) and len(live - stopping) < wanted:
+                return False
+        replacements = Replacements(self._bookies.values(), stopping)
+        for ensemble, scoped in self._growing:
+            if stopping.isdisjoint(ensemble):
+                continue
+            needed = sum(name in stopping or name not in self._bookies for name in ensemble)
+            if len(replacements.candidates(ensemble, scoped=scoped)) < needed:
+                return False
+        return bool(replacements.writable)
+
+    def largest(self, first: Collection[str], racks: Mapping[str, str]) -> list[str]:
+        """Return the largest set found that has `first` in it and may stop; to it, no bookie can be added.
+
+        Bookies of one rack are tried together, and the racks of `first` before others. Empty if `first` may not stop.
+        """
+        if first and not self.allows(first):
+            return []
+        near = {racks[name] for name in first if name in racks}
+        counts = Counter(name for names, _, _ in self._write_sets for name in names)
+        # Bookies of few write sets hinder few others.
+        others = sorted(
+            self._bookies.keys() - set(first), key=lambda name: (racks.get(name) not in near, counts[name], name)
+        )
+        best: list[str] = []
+        for rack in dict.fromkeys([None, *sorted(set(racks.values()))]):
+            added: list[str] = []
+            for name in sorted(others, key=lambda name: rack is not None and racks.get(name) != rack):
+                if self.allows([*first, *added, name]):
+                    added.append(name)
+            if len(added) > len(best):
+                best = added
+        return [*first, *sorted(best, key=lambda name: (racks.get(name, ""), name))]
 
 
 class _Tally:
@@ -287,30 +379,20 @@ def _replica_risks(held: HeldLedger, live: Collection[str], replica_count_min: i
     size = schedule.ensemble_size
     wanted = min(replica_count_min, schedule.write_quorum_size)
     tallies = {Risk.LOST: _Tally(), Risk.UNDER_QUORUM: _Tally()}
-    for fragment in held.fragments:
-        for at in range(size):
-            write_set = schedule.write_set(at)
-            if not any(index in fragment.indexes for index in write_set):
-                continue
-            first = fragment.first_entry_id + (at - fragment.first_entry_id) % size
-            last = fragment.last_entry_id
-            if last is not None:
-                if first > last:
-                    continue
-                last -= (last - at) % size
-            live_count = sum(fragment.ensemble[index] in live for index in write_set)
-            if live_count >= wanted:
-                continue
-            tally = tallies[Risk.UNDER_QUORUM if live_count else Risk.LOST]
-            tally.add(first, last, None if last is None else (last - first) // size + 1, live_count)
-            tally.bookies.update(
-                dict.fromkeys(fragment.ensemble[index] for index in write_set if index in fragment.indexes)
-            )
-            tally.unavailable.update(
-                (fragment.ensemble[index], None)
-                for index in write_set
-                if index not in fragment.indexes and fragment.ensemble[index] not in live
-            )
+    for fragment, write_set, first, last in held.stripes():
+        live_count = sum(fragment.ensemble[index] in live for index in write_set)
+        if live_count >= wanted:
+            continue
+        tally = tallies[Risk.UNDER_QUORUM if live_count else Risk.LOST]
+        tally.add(first, last, None if last is None else (last - first) // size + 1, live_count)
+        tally.bookies.update(
+            dict.fromkeys(fragment.ensemble[index] for index in write_set if index in fragment.indexes)
+        )
+        tally.unavailable.update(
+            (fragment.ensemble[index], None)
+            for index in write_set
+            if index not in fragment.indexes and fragment.ensemble[index] not in live
+        )
     for risk, tally in tallies.items():
         if tally.first is None:
             continue

@@ -13,6 +13,7 @@ error of each bookie. A bookie that is alive and cannot be replaced gets back th
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -116,6 +117,8 @@ class LedgerFragmentReplicator:
         self._tools = CopyTools(self.checker.replicas, CopyWindow(batch_size), pace or Pace(), progress)
         self._chooser = TargetChooser(bookkeeper)
         self._swapper = EnsembleSwapper(bookkeeper.cluster)
+        #: Copies that a pause cancelled, by ledger and first entry: their targets, and the last entry of all before it.
+        self._cancelled: dict[tuple[LedgerId, int], tuple[dict[int, str], int]] = {}
 
     async def targets(
         self, fragment: LedgerFragment, *, exclude: Collection[str] = (), in_place: bool | None = None
@@ -179,17 +182,26 @@ class LedgerFragmentReplicator:
         exclude: Collection[str],
         in_place: bool | None,
     ) -> tuple[dict[int, str], FragmentCopy]:
-        """Copy the fragment's entries; return the targets and the finished copy. Raise the error of the last target."""
+        """Copy the fragment's entries; return the targets and the finished copy. Raise the error of the last target.
+
+        A copy that was cancelled before continues where it was, if its targets still have what they got.
+        """
         access = self.bookkeeper.access(check.ledger, check.versioned)
         failed: set[str] = set()
+        key = (check.ledger, fragment.first_entry_id)
+        former, done_through = self._cancelled.pop(key, ({}, -1))
         while True:
             if targets is None:
                 chosen = await self.targets(fragment, exclude={*exclude, *failed}, in_place=in_place)
             else:
                 chosen = dict(targets)
-            copy = FragmentCopy(self._tools, access, fragment, chosen)
+            copy = FragmentCopy(self._tools, access, fragment, chosen, done_through if chosen == former else -1)
             try:
                 await copy.run()
+            except asyncio.CancelledError:
+                if copy.done_through >= 0:
+                    self._cancelled[key] = chosen, copy.done_through
+                raise
             except TargetFailed as failure:
                 failed.add(failure.bookie_id)
                 if targets is not None or len(failed) == _TARGET_ATTEMPTS_MAX:

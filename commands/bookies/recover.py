@@ -121,6 +121,7 @@ def move_columns(plan: MovePlan) -> Columns:
     connects=True,
     asks=True,
     changes=True,
+    unless="query",
     examples=(
         "bkctl bookies recover 10.0.0.1:3181 --query",
         "bkctl bookies recover 10.0.0.1:3181 --dry-run",

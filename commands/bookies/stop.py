@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from bkctl.errors import NotFound
+from bkctl.errors import NotFound, UsageError
 
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
@@ -16,10 +16,12 @@ from ..kit.options import (
     count_option,
 )
 from ..kit.texts import RED, YELLOW, counted
-from .selection import ManyBookies, bookie_ids
+from .racks import find_racks
+from .selection import bookie_ids
 
 if TYPE_CHECKING:
     from bkctl.ids import LedgerId
+    from bkctl.metadata.cluster import Cluster
     from bkctl.replication.holdings import StopProblem
 
 app = group()
@@ -43,6 +45,22 @@ RISK_COLUMNS = Columns(
 )  # fmt: skip
 
 
+class Together(NamedTuple):
+    """A bookie of a set that may stop together; `given`: the user named it."""
+
+    bookie_id: str
+    rack: str | None
+    given: bool
+
+
+TOGETHER_COLUMNS = Columns(
+    Column("BOOKIE", "bookieId", "bookie_id"),
+    Column("RACK", "rack", "rack"),
+    Column("GIVEN", "given", "given", Kind.BOOLEAN),
+    key="bookieId",
+)
+
+
 @command(
     app,
     "ok-to-stop",
@@ -50,18 +68,25 @@ RISK_COLUMNS = Columns(
     examples=(
         "bkctl bookies ok-to-stop 10.0.0.1:3181",
         "bkctl bookies ok-to-stop 10.0.0.1:3181 --for-good",
+        "bkctl bookies ok-to-stop --max -o id",
     ),
 )
 def show_stop_risks(
     run: Run,
-    bookies: ManyBookies,
     watch: WatchOption,
     min_replicas: Annotated[
         int | None,
         count_option("--min-replicas", "Replicas of each entry that must remain (default 1; --for-good: ack quorum)."),
     ],
+    bookies: Annotated[
+        list[str] | None, typer.Argument(metavar="BOOKIE", help="The bookies; with --max also none.")
+    ] = None,
     for_good: Annotated[
         bool, typer.Option("--for-good", help="Ask about bookies that would not return, rather than a restart.")
+    ] = False,
+    largest: Annotated[
+        bool,
+        typer.Option("--max", help="List the most bookies that may stop together with these, one rack's first."),
     ] = False,
 ) -> None:
     """Show which ledgers would suffer if bookies stopped now.
@@ -71,10 +96,15 @@ def show_stop_risks(
     remain), `unwritable` (the writer would find no replacement), `under-quorum` (fewer replicas than --min-replicas,
     or than the ledger's ack quorum with --for-good). Replicas on bookies that are down, or marked as missing by
     auto-recovery, do not count. Exit code 3 if there are any such ledgers.
+
+    With --max, adds bookies as long as every ledger stays as required and one writable bookie remains: the steps of a
+    rolling restart. If the given bookies may not stop, shows the risks.
     """
     from bkctl.replication.holdings import Risk, ok_to_stop
 
-    names = bookie_ids(bookies)
+    if largest and watch is not None:
+        raise UsageError("--max and --watch are given", hint="give one of them")
+    names = bookie_ids(bookies or ()) if bookies or not largest else []
     count = 0
     #: Ledgers that a restart leaves readable and writable, and the end of these bookies would leave under their quorum.
     under_quorum: set[LedgerId] = set()
@@ -95,6 +125,8 @@ def show_stop_risks(
         for name in names:
             if cluster.bookies.get(name) is None:
                 raise NotFound(f"No bookie {name}", hint="'bkctl bookies list' shows them")
+        if largest and _show_together(run, cluster, names, 1 if restarts else min_replicas):
+            return
         if watch is not None:
             run.watch(watch, look, RISK_COLUMNS, subscribe=cluster.bookies.watch)
         with run.working("Looking at the ledgers"):
@@ -113,3 +145,26 @@ def show_stop_risks(
             "quorum; --for-good lists them, and 'bkctl bookies drain' copies them first"
         )
     run.finish_with(count, f"finding: {who} may not stop now", f"findings: {who} may not stop now")
+
+
+def _show_together(run: Run, cluster: Cluster, names: list[str], replica_count_min: int | None) -> bool:
+    """Print the largest set with `names` in it that may stop; False if they may not, which needs their risks.
+
+    Raises FindingsError if no name is given, and no bookie may stop.
+    """
+    from bkctl.replication.holdings import StopSets
+
+    bookies = cluster.bookies.list()
+    racks = find_racks(run, cluster, bookies)
+    with run.working("Looking at the ledgers"):
+        found = StopSets(cluster, replica_count_min=replica_count_min).largest(names, racks)
+    if names and not found:
+        return False
+    run.render([Together(name, racks.get(name), name in names) for name in found], TOGETHER_COLUMNS, findings=True)
+    run.finish_with(not found, "finding: no bookie may stop now", "")
+    left = sum(each.state == "rw" and each.bookie_id not in found for each in bookies)
+    run.note(
+        f"{counted(len(found), 'bookie', 'bookies')} may stop together, and no other one with them; "
+        f"{counted(left, 'writable bookie', 'writable bookies')} would remain"
+    )
+    return True

@@ -11,7 +11,7 @@ from bkctl.errors import BkctlError, UsageError
 
 from ..kit.columns import Column, Columns, Kind, Output
 from ..kit.command import Run, command, group
-from ..kit.options import DigestToCheck, LedgerPassword
+from ..kit.options import DigestToCheck, LedgerPassword, ReadPace
 from ..kit.records import DirOption, raise_first
 from ..kit.texts import RED, YELLOW, counted, with_0x
 from .logs import LogNames, file_column, find_logs, log_id_hex, log_key
@@ -85,6 +85,7 @@ def verify(
     run: Run,
     digest: DigestToCheck,
     password: LedgerPassword,
+    pace: ReadPace,
     names: LogNames = None,
     directories: DirOption = None,
     no_digests: Annotated[bool, typer.Option("--no-digests", help="Check the structure only.")] = False,
@@ -109,7 +110,7 @@ def verify(
 
     def rows() -> Iterator[LogCheck]:
         nonlocal findings, sound_count, entry_count
-        for check in check_entry_logs(logs, checker):
+        for check in check_entry_logs(logs, checker, pace=pace):
             activity.advance()
             findings += check.finding_count
             if check.error is not None:
@@ -122,7 +123,10 @@ def verify(
             yield check
 
     digests = nullcontext() if no_digests else run.digest_checker(digest.digest_type, password, logs)
-    with digests as checker, run.working("Reading entry logs", total=len(logs), unit="entry logs") as activity:
+    with (
+        digests as checker,
+        run.working("Reading entry logs", total=len(logs), unit="entry logs", pace=pace) as activity,
+    ):
         run.render(_saying_more(run, rows()), CHECK_COLUMNS, findings=run.draws)
     if run.draws:
         sound = counted(sound_count, "entry log is", "entry logs are")

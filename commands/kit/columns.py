@@ -105,6 +105,11 @@ def ledger_column(source: str = "ledger") -> Column:
     return Column("LEDGER", "ledger", source, Kind.LEDGER)
 
 
+def applied_column(*, is_applied: bool) -> Column:
+    """Return the column of commands with --dry-run that says whether the run changes anything; not in tables."""
+    return Column(None, "applied", Constant(is_applied), Kind.BOOLEAN, optional=True)
+
+
 def payload_column(payload: Callable[[Any], bytes | None], form: str | None) -> Column:
     """Return the column of an entry's payload as `form` writes it; None: base64, in a table text where it is text."""
 

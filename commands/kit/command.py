@@ -27,8 +27,9 @@ from bkctl.errors import BkctlError, Conflict, FindingsError, UsageError, is_int
 from . import interrupts
 from .activity import Activity
 from .audit import Audit, audit_file, shown_uri, state_directory, without_secrets
-from .columns import ALL, Columns, Output, RowOrder, RowSelection
+from .columns import ALL, Columns, Output, RowOrder, RowSelection, applied_column
 from .connection import (
+    CONNECT_TIMEOUT_S_DEFAULT,
     NO_LOGIN,
     TIMEOUT_S_DEFAULT,
     Connection,
@@ -97,6 +98,8 @@ class Run:
         self.output = session.output = merged.output or Output.TABLE
         self.selection = RowSelection(merged.columns, merged.sort)
         self.timeout_s = merged.timeout_s if merged.timeout_s is not None else TIMEOUT_S_DEFAULT
+        connect_s = merged.connect_timeout_s
+        self.connect_timeout_s = min(CONNECT_TIMEOUT_S_DEFAULT, self.timeout_s) if connect_s is None else connect_s
         self.yes = merged.yes
         self.conf: Path | None = merged.conf
         parse_bookie_addresses(merged.bookie_addresses)
@@ -105,6 +108,10 @@ class Run:
         self.verbose, self.quiet = session.verbose, session.quiet
         self._no_color = session.no_color
         self._activity: Activity | None = None
+        #: The value of --dry-run, None for commands without it.
+        self._dry_run: bool | None = None
+        #: True once the run may change something.
+        self._changes = False
 
     # --- where --------------------------------------------------------------------------------------------------
 
@@ -162,6 +169,7 @@ class Run:
             cluster = open_cluster(
                 connection.uri,
                 timeout_s=self.timeout_s,
+                connect_timeout_s=self.connect_timeout_s,
                 create=create,
                 create_store=create_store,
                 security=security,
@@ -202,7 +210,10 @@ class Run:
             security = named.over(security)
         security = security.over(shared)
         with self.working(f"Connecting to {shown_uri(connection.uri)}", listed=False):
-            return open_cluster(connection.uri, timeout_s=self.timeout_s, create_store=create_store, security=security)
+            return open_cluster(
+                connection.uri, timeout_s=self.timeout_s, connect_timeout_s=self.connect_timeout_s,
+                create_store=create_store, security=security,
+            )  # fmt: skip
 
     @contextmanager
     def cluster(self) -> Iterator[Cluster]:
@@ -225,6 +236,7 @@ class Run:
             protocol=protocol or Protocol.V3,
             tls=self.bookie_tls(),
             timeout_s=self.timeout_s,
+            connect_timeout_s=self.connect_timeout_s,
             addresses=self.bookie_addresses(),
             only=only,
             rack_rules=self.rack_rules(),
@@ -283,7 +295,9 @@ class Run:
                     f"bkctl: Warning: the token does not go to {url}, which the metadata store names: "
                     "use https with --tls-ca, or give the server as --bookie-url"
                 )
-        client = ApiClient(url, token=token, timeout_s=self.timeout_s, tls=tls)
+        client = ApiClient(
+            url, token=token, timeout_s=self.timeout_s, connect_timeout_s=self.connect_timeout_s, tls=tls
+        )
         if token is not None and not client.server.is_private:
             self.note(f"bkctl: Warning: the token goes to {url} unencrypted; use https where the server has it")
         return client
@@ -423,7 +437,7 @@ class Run:
         if live and self.selection.order is not None:
             raise UsageError("--sort does not apply to rows that are printed as they come")
         with open_writer(
-            columns,
+            self._with_applied(columns),
             self.output,
             self.selection,
             color=self.color,
@@ -433,6 +447,12 @@ class Run:
             note=self.note,
         ) as writer:
             yield writer
+
+    def _with_applied(self, columns: Columns) -> Columns:
+        """Return the columns, with `applied` where the command has --dry-run and does more than to read."""
+        if self._dry_run is None or not (self._dry_run or self._changes):
+            return columns
+        return columns.and_also(applied_column(is_applied=not self._dry_run))
 
     @property
     def draws(self) -> bool:
@@ -479,7 +499,7 @@ class Run:
     def show(self, value: Any, columns: Columns) -> None:
         """Print one object."""
         self._clear_activity()
-        show(value, columns, self.output, color=self.color, selection=self.selection)
+        show(value, self._with_applied(columns), self.output, color=self.color, selection=self.selection)
 
     def text(self, text: str) -> None:
         """Print `text` on stdout as it is (no form of output applies)."""
@@ -553,8 +573,13 @@ class Run:
 
     # --- asking -------------------------------------------------------------------------------------------------
 
+    def note_dry_run(self, dry_run: bool | None) -> None:
+        """Note the value of --dry-run, None for commands without it: rows say whether the run was applied."""
+        self._dry_run = dry_run
+
     def start_audit(self, *, begun: bool) -> None:
         """Start the audit of a run that changes something: at once (`begun`), or once a cluster is open."""
+        self._changes = True
         path = audit_file(os.environ)
         if path is None:
             return
@@ -703,6 +728,7 @@ def command(
     connects: bool = False,
     asks: bool = False,
     changes: bool | str | tuple[str, ...] = False,
+    unless: str | None = None,
     hidden: bool = False,
     examples: tuple[str, ...] = (),
 ) -> Callable[[F], F]:
@@ -711,7 +737,8 @@ def command(
     The command fills in the parameter `run: Run` and parameters of composite types (see kit/options.py); Typer parses
     the others. `connects`: the command uses a cluster, so its help shows the connection options. `asks`: its help shows
     `--yes`. `changes`: the audit log records the command unless its parameter `dry_run` is set; a string, or several,
-    name the parameters that make the command change something. `examples` are whole command lines for its help.
+    name the parameters that make the command change something, and `unless` one that makes it read only. `examples` are
+    whole command lines for its help.
     """
 
     def register(function: F) -> F:
@@ -747,6 +774,9 @@ def command(
             arguments.update({key: value for key, value in values.items() if key not in taken})
             causes = (changes,) if isinstance(changes, str) else changes
             is_change = causes if isinstance(causes, bool) else any(arguments[name] for name in causes)
+            if unless is not None:
+                is_change = is_change and not arguments[unless]
+            run.note_dry_run(arguments.get("dry_run"))
             if is_change and not arguments.get("dry_run"):
                 run.start_audit(begun=not connects)
             with interrupts.raised():

@@ -1,5 +1,7 @@
 """Completions for the shells' scripts: ledger ids and file names, within 300 ms or not at all.
 
+What a cluster answers is kept for a few seconds in the user's cache directory, for the next press of the key.
+
 The scripts in completions/ know groups, commands and options themselves; for a value they run
 `_BKCTL_COMPLETE=KIND bkctl WORDS…`, where the last word is the one to complete.
 """
@@ -23,6 +25,8 @@ TIME_LIMIT_S: Final = 0.3
 CANDIDATES_MAX: Final = 200
 #: Bash puts a candidate into the command line as it is, and names of bookies and racks come from the metadata store.
 _WORD: Final = re.compile(r"(?!-)[\w./:@%+=,\[\]-]+")
+#: The age of answers of a cluster that are still offered.
+CACHE_S: Final = 10.0
 
 #: The options that say where candidates come from → their place in `_options`.
 _VALUES: Final = {"--dir": "dir"} | {
@@ -56,17 +60,19 @@ def complete(kind: str, words: list[str]) -> NoReturn:
 
 
 def candidates(kind: str, words: list[str]) -> Iterator[str]:
-    """Yield the completions of the last of `words`, those that no shell expands; `kind` is one of `_SOURCES`."""
+    """Yield completions of the last of `words` that no shell expands; `kind` is one of `_OF_CLUSTER` or `_SOURCES`."""
     prefix = words[-1] if words else ""
     if prefix.startswith("--"):
         prefix = prefix.partition("=")[2]
     options = _options(words[:-1])
-    source = _SOURCES.get(kind)
-    if source is not None:
-        given = set(words[:-1])
-        yield from (
-            text for text in source(options) if text.startswith(prefix) and text not in given and _WORD.fullmatch(text)
-        )
+    if kind in _OF_CLUSTER:
+        found: Iterator[str] = iter(_ask_cluster(kind, options, prefix))
+    elif kind in _SOURCES:
+        found = _SOURCES[kind](options)
+    else:
+        return
+    given = set(words[:-1])
+    yield from (text for text in found if text.startswith(prefix) and text not in given and _WORD.fullmatch(text))
 
 
 def _options(words: list[str]) -> dict[str, list[str]]:
@@ -81,29 +87,26 @@ def _options(words: list[str]) -> dict[str, list[str]]:
     return options
 
 
-def _ledgers(options: dict[str, list[str]]) -> Iterator[str]:
-    with _cluster(options) as cluster:
-        yield from map(str, cluster.ledgers.ledgers(None))
+def _ledgers(cluster: Cluster) -> Iterator[str]:
+    return map(str, cluster.ledgers.ledgers(None))
 
 
-def _scopes(options: dict[str, list[str]]) -> Iterator[str]:
-    with _cluster(options) as cluster:
-        yield from map(str, cluster.ledgers.scopes())
+def _scopes(cluster: Cluster) -> Iterator[str]:
+    return map(str, cluster.ledgers.scopes())
 
 
-def _bookies(options: dict[str, list[str]]) -> Iterator[str]:
-    with _cluster(options) as cluster:
-        yield from (bookie.bookie_id for bookie in cluster.bookies.list())
+def _bookies(cluster: Cluster) -> Iterator[str]:
+    return (bookie.bookie_id for bookie in cluster.bookies.list())
 
 
-def _racks(options: dict[str, list[str]]) -> Iterator[str]:
+def _racks(cluster: Cluster) -> Iterator[str]:
     from bkctl.metadata.racks import BookieRacks
 
-    with _cluster(options) as cluster:
-        yield from dict.fromkeys(each.rack for each in BookieRacks(cluster).all() if each.rack is not None)
+    return iter(dict.fromkeys(each.rack for each in BookieRacks(cluster).all() if each.rack is not None))
 
 
-def _cluster(options: dict[str, list[str]]) -> Cluster:
+def _ask_cluster(kind: str, options: dict[str, list[str]], prefix: str) -> list[str]:
+    """Return the first candidates that begin with `prefix`: kept ones that are complete, else the cluster's."""
     from bkctl.metadata.cluster import open_cluster
 
     from .connection import connect_to, store_security
@@ -113,8 +116,62 @@ def _cluster(options: dict[str, list[str]]) -> Cluster:
     after = GlobalOptions(**given, conf=None if conf is None else Path(conf))
     environment = read_environment(os.environ)
     connection = connect_to([("", after), (None, environment)], os.environ)
-    security = store_security(after.over(environment).over(connection.settings), os.environ)
-    return open_cluster(connection.uri, timeout_s=TIME_LIMIT_S, security=security)
+    settings = after.over(environment).over(connection.settings)
+    place = f"{kind} {settings.metadata_user or ''} {connection.uri}"
+    kept = _read_kept(place, prefix)
+    if kept is None:
+        security = store_security(settings, os.environ)
+        with open_cluster(connection.uri, timeout_s=TIME_LIMIT_S, security=security) as cluster:
+            fitting = (text for text in _OF_CLUSTER[kind](cluster) if text.startswith(prefix))
+            kept = list(islice(fitting, CANDIDATES_MAX))
+        _keep(place, prefix, kept)
+    return kept
+
+
+def _cache_file(place: str, prefix: str) -> Path:
+    from zlib import crc32
+
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base, "bkctl", "completion", f"{crc32(f'{place} {prefix}'.encode('utf-8', 'surrogateescape')):08x}")
+
+
+def _read_kept(place: str, prefix: str) -> list[str] | None:
+    """Return the candidates that were kept for `prefix`, or for a shorter one if these were all; None without any."""
+    import time
+
+    for size in range(len(prefix), -1, -1):
+        shorter = prefix[:size]
+        try:
+            with open(_cache_file(place, shorter), encoding="utf-8", errors="surrogateescape") as file:
+                if not 0 <= time.time() - os.fstat(file.fileno()).st_mtime <= CACHE_S:
+                    continue
+                head, *found = file.read().splitlines()
+        except (OSError, ValueError):
+            continue
+        if head == f"{place} {shorter}" and (size == len(prefix) or len(found) < CANDIDATES_MAX):
+            return found
+    return None
+
+
+def _keep(place: str, prefix: str, found: list[str]) -> None:
+    """Keep candidates for the next completions, and remove files that are too old. Failures leave no cache."""
+    import time
+
+    from bkctl.disk import make_private_directory
+
+    path = _cache_file(place, prefix)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        make_private_directory(path.parent)
+        for other in path.parent.iterdir():
+            if time.time() - other.stat().st_mtime > CACHE_S:
+                other.unlink()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        with open(os.open(unfinished, flags, 0o600), "w", encoding="utf-8", errors="surrogateescape") as file:
+            file.write("\n".join([f"{place} {prefix}", *found]))
+        os.replace(unfinished, path)
+    except OSError:
+        return
 
 
 def _journals(options: dict[str, list[str]]) -> Iterator[str]:
@@ -153,11 +210,13 @@ def _directories(options: dict[str, list[str]]) -> BookieDirectories:
     return BookieDirectories(config.journal_directories, config.ledger_directories, config.index_directories)
 
 
-_SOURCES: Final[dict[str, Callable[[dict[str, list[str]]], Iterator[str]]]] = {
+_OF_CLUSTER: Final[dict[str, Callable[[Cluster], Iterator[str]]]] = {
     "ledger": _ledgers,
     "bookie": _bookies,
     "scope": _scopes,
     "rack": _racks,
+}
+_SOURCES: Final[dict[str, Callable[[dict[str, list[str]]], Iterator[str]]]] = {
     "journal": _journals,
     "entrylog": _entry_logs,
     "context": _contexts,

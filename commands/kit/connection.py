@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from bkctl.metadata.store import StoreSecurity
 
 TIMEOUT_S_DEFAULT: Final = 30.0
+CONNECT_TIMEOUT_S_DEFAULT: Final = 10.0
 #: The context that is there without being added: the local cluster that is up.
 LOCAL_CONTEXT: Final = "local"
 

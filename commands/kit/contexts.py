@@ -102,7 +102,7 @@ class Contexts:
         _context(settings, f"context {name!r}")
         exists = name in self.names
         if exists and not replace:
-            raise AlreadyExists(f"Context {name!r} is in {self.path}", hint="add --replace, or give another name")
+            raise AlreadyExists(f"Context {name!r} is in {self.path}", hint="add --overwrite, or give another name")
         document = self._editable()
         contexts = document.setdefault("contexts", _table(is_super_table=True))
         if exists:

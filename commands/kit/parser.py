@@ -117,6 +117,21 @@ def connection_help(ctx: Any) -> str:
     return text
 
 
+def exit_code_help(ctx: Any) -> str:
+    """Return the help on exit codes, for `ctx` of the program."""
+    from bkctl.errors import EXIT_CODES
+
+    formatter = ctx.make_formatter()
+    formatter.write_text(
+        "The exit code says how a command ended; the help of a command says when it differs. With -o json, the error "
+        "on stderr has it too, as exitCode. A check that found something (3) has printed it all the same."
+    )
+    with formatter.section("Exit codes"):
+        formatter.write_dl([(str(code), meaning) for code, meaning in EXIT_CODES.items()])
+    text: str = formatter.getvalue()
+    return text
+
+
 def _is_global(param: Any) -> bool:
     return getattr(param, "rich_help_panel", None) == GLOBAL_PANEL
 

@@ -131,6 +131,17 @@ class Setting(NamedTuple):
                 return Output(text)
         return text
 
+    def to_variable(self, value: Any) -> str:
+        """Return the text of the environment variable that gives this value; `from_variable` reads it."""
+        match self.type:
+            case ValueType.SWITCH:
+                return "1" if value else "0"
+            case ValueType.ADDRESSES:
+                return " ".join(value)
+            case ValueType.FILE:
+                return str(value.absolute())
+        return str(value)
+
     def from_toml(self, value: Any, where: str) -> Any:
         """Return the setting that a value of the configuration file stands for. Raises UsageError."""
         if self.type is ValueType.ADDRESSES:
@@ -241,6 +252,11 @@ class GlobalOptions:
     )
     timeout_s: float | None = _setting(
         "--timeout", "Longest wait without progress from a server (default 30s).", ValueType.DURATION
+    )
+    connect_timeout_s: float | None = _setting(
+        "--connect-timeout",
+        "Longest wait for a connection to a server (default 10s, or --timeout if that is shorter).",
+        ValueType.DURATION,
     )
     output: Output | None = _setting(
         "--output",

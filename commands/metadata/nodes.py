@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+from collections.abc import Iterator
 from contextlib import nullcontext
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -17,6 +20,7 @@ from ..kit.options import BinaryFormat, BinaryFormatOption, DryRun, UndoOption, 
 from ..kit.texts import GREEN, RED, binary_text, counted, readable_text
 
 if TYPE_CHECKING:
+    from bkctl.metadata.admin.overview import Node
     from bkctl.metadata.cluster import Cluster
 
 app = group()
@@ -119,7 +123,8 @@ def _holds_password(value: bytes) -> bool:
         return True
 
 
-def _branch(node: Any) -> str:
+def _branch(row: Any) -> str:
+    node = getattr(row, "node", row)
     if not node.lasts:
         return node.path or "/"
     stems = "".join("   " if last else "│  " for last in node.lasts[:-1])
@@ -133,7 +138,17 @@ TREE_COLUMNS = Columns(
     Column("CREATED", "ctime", lambda node: (node.found and node.found.ctime_ms) or None, Kind.TIME),
     key="path",
 )
-TREE_TABLE_COLUMNS = Columns(Column("NODE", "path", _branch), *TREE_COLUMNS.columns[1:], key="path")
+TOTAL_COLUMNS = Columns(
+    Column("NODE", "path", "path"),
+    Column("NODES", "nodeCount", "node_count", Kind.INTEGER),
+    Column("SIZE", "totalSize", "size_bytes", Kind.SIZE),
+    key="path",
+)
+
+
+def _drawn(columns: Columns) -> Columns:
+    """Return the columns with branches before the names of the nodes."""
+    return Columns(Column("NODE", "path", _branch), *columns.columns[1:], key="path")
 
 
 @command(
@@ -142,20 +157,70 @@ TREE_TABLE_COLUMNS = Columns(Column("NODE", "path", _branch), *TREE_COLUMNS.colu
     connects=True,
     examples=(
         "bkctl metadata tree --depth 1",
-        "bkctl metadata tree cookies",
+        "bkctl metadata tree --totals --depth 1",
+        "bkctl metadata tree cookies --contains 10.0.0.1",
     ),
 )
 def tree(
     run: Run,
     depth: Annotated[int | None, count_option("--depth", "List only N levels below the start.")],
     path: Annotated[str, typer.Argument(help="Where to start (default: the root).", metavar="PATH")] = "",
+    match: Annotated[
+        str | None,
+        typer.Option(
+            "--match",
+            metavar="PATTERN",
+            help="Only nodes whose name, or path, matches; * and ? stand for any characters.",
+        ),
+    ] = None,
+    contains: Annotated[
+        str | None, typer.Option("--contains", metavar="TEXT", help="Only nodes whose value contains this text.")
+    ] = None,
+    totals: Annotated[
+        bool, typer.Option("--totals", help="Count the nodes and bytes of each subtree instead; all levels count.")
+    ] = False,
 ) -> None:
-    """List the nodes of the metadata store below a path."""
-    from bkctl.metadata.admin.overview import walk
+    """List the nodes of the metadata store below a path.
 
-    columns = TREE_TABLE_COLUMNS if run.output in (Output.TABLE, Output.WIDE) else TREE_COLUMNS
-    with run.cluster() as cluster, run.working("Reading the tree"):
-        run.render(walk(cluster.store, path.strip("/"), depth=depth), columns)
+    With --match or --contains, lists only the nodes that fit, by their whole paths; exit code 4 if none does. With
+    --totals, shows which parts of the tree are large.
+    """
+    from bkctl.metadata.admin.overview import subtree_totals, walk
+
+    filters = match is not None or contains is not None
+    if totals and filters:
+        raise UsageError("--totals counts all nodes", hint="drop --match and --contains")
+    place = path.strip("/")
+    draws = run.output in (Output.TABLE, Output.WIDE) and run.selection.order is None
+    with run.cluster() as cluster, run.working("Reading the tree", unit="nodes") as activity:
+        if totals:
+            columns = _drawn(TOTAL_COLUMNS) if draws else TOTAL_COLUMNS
+            run.render(subtree_totals(cluster.store, place, depth=depth, progress=activity.update), columns)
+            return
+        nodes = walk(cluster.store, place, depth=depth)
+        if not filters:
+            run.render(nodes, _drawn(TREE_COLUMNS) if draws else TREE_COLUMNS)
+            return
+        count = 0
+
+        def fitting() -> Iterator[Node]:
+            nonlocal count
+            for node in nodes:
+                activity.advance()
+                if _fits(node, match, contains):
+                    count += 1
+                    yield node
+
+        run.render(fitting(), TREE_COLUMNS, findings=True)
+        if not count:
+            raise NotFound(f"No node of {activity.done:,} fits", hint="'bkctl metadata tree' lists all")
+
+
+def _fits(node: Node, match: str | None, contains: str | None) -> bool:
+    """Return True if the node's name (or path) matches, and its value contains the text."""
+    if match is not None and not any(fnmatchcase(text, match) for text in (node.name, node.path)):
+        return False
+    return contains is None or (node.found is not None and os.fsencode(contains) in node.found.value)
 
 
 UNDONE_COLUMNS = Columns(

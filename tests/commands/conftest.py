@@ -13,7 +13,7 @@ import jsonschema_rs
 import pytest
 
 from bkctl.bookie.local import LocalCluster
-from bkctl.commands.documents import DOCUMENTS, ERROR_SCHEMA, document_schema
+from bkctl.commands.documents import DOCUMENTS, DRY_RUNS, ERROR_SCHEMA, document_schema
 from bkctl.commands.main import GROUPS, run
 
 
@@ -37,6 +37,11 @@ class Result(NamedTuple):
 Cli = Callable[..., Result]
 
 
+def applied(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of a dry run, as the run itself prints them."""
+    return [{**row, "applied": True} for row in rows]
+
+
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in [name for name in os.environ if name.startswith("BKCTL_")]:
@@ -45,6 +50,7 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture
@@ -76,8 +82,13 @@ def _check_schemas(words: list[str], out: str, err: str) -> None:
         schema = {"$ref": "#/$defs/row", "$defs": schema["$defs"]}
     validator = jsonschema_rs.validator_for(schema)
     for document in out.splitlines() if form == "ndjson" else [out]:
-        error = next(validator.iter_errors(json.loads(document)), None)
+        found = json.loads(document)
+        error = next(validator.iter_errors(found), None)
         assert error is None, f"{name} does not fit docs/schemas/{name.replace(' ', '-')}.json: {error}"
+        for row in found if isinstance(found, list) else [found]:
+            if name in DRY_RUNS and not row.get("removed"):
+                assert row.get("applied", True) is ("--dry-run" not in words), f"{name}: {row}"
+                assert "applied" in row or "--dry-run" not in words, f"{name}: {row}"
 
 
 @pytest.fixture(scope="session")

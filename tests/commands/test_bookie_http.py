@@ -21,7 +21,7 @@ from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo, Cookie
 from bkctl.metadata.cluster import open_cluster
 from bkctl.metadata.store import NEW
 
-from .conftest import Cli, Result
+from .conftest import Cli, Result, applied
 
 API = "/api/v1/bookie"
 STATE = {"running": True, "readOnly": False, "shuttingDown": False, "availableForHighPriorityWrites": True}
@@ -281,7 +281,7 @@ def test_databases_are_compacted_and_waited_for(cli: Cli, fake: FakeServer) -> N
     idle, busy = {"/d1/locations": False}, {"/d1/locations": True}
     fake.replies[f"GET {API}/entry_location_compact"] = Turns([idle, idle, busy, busy, idle])
     rows = cli("bookie", "compact-locations", "--wait", "-o", "ndjson").rows
-    assert rows == [{"path": "/d1/locations", "compacting": False}]
+    assert rows == [{"path": "/d1/locations", "compacting": False, "applied": True}]
     assert fake.bodies() == [{"entryLocationRocksDBCompact": True, "entryLocations": ""}]
 
 
@@ -369,7 +369,7 @@ def test_settings_are_changed_in_memory(cli: Cli, fake: FakeServer) -> None:
     answer = cli("bookie", "config", "--set", "bookiePort=3182", "--set", "a=b=c", "-o", "ndjson")
     assert answer.code == 0
     assert fake.bodies() == [{"bookiePort": "3182", "a": "b=c"}]
-    assert answer.rows == [{"name": "bookiePort", "value": "3181"}, {"name": "a", "value": None}]
+    assert answer.rows == applied([{"name": "bookiePort", "value": "3181"}, {"name": "a", "value": None}])
     assert "loses this change when it stops" in answer.err
 
 

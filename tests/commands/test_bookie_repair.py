@@ -61,7 +61,7 @@ def test_rebuild_reports_its_counts(cli: Cli, db: Path) -> None:
     assert (result.code, result.err) == (0, "")
     assert list(result.json[0]) == [
         "file", "logs", "ledgers", "ledgersBefore", "entries", "entriesBefore", "ledgersLeftOut", "entriesSaved",
-        "fencesGuessed", "withoutMasterKey", "backup",
+        "fencesGuessed", "withoutMasterKey", "backup", "applied",
     ]  # fmt: skip
     ledgers, locations = result.json
     assert ledgers["file"] == str(db / "current" / "ledgers")
@@ -218,7 +218,8 @@ def test_convert_there_and_back(cli: Cli, bookie: Path) -> None:
     show = ("bookie", "index", "show", "5", "7:5", "--dir", bookie / "ledgers", "-o", "ndjson")
     before = cli(*show).rows
     dry = cli("bookie", "convert", "--to", "db", "--dry-run", *place, "-o", "json")
-    assert dry.json == [{"directory": str(bookie / "ledgers/current"), "ledgers": 2, "entries": 6, "backups": []}]
+    expected = {"directory": str(bookie / "ledgers/current"), "ledgers": 2, "entries": 6, "backups": []}
+    assert dry.json == [expected | {"applied": False}]
     result = cli("bookie", "convert", "--to", "db", *place, "-o", "json")
     assert (result.code, result.json[0]["ledgers"], result.json[0]["entries"]) == (0, 2, 6)
     assert [Path(each).is_dir() for each in result.json[0]["backups"]] == [True]

@@ -12,7 +12,7 @@ from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
 from bkctl.metadata.store import NEW, RACKS
 
-from .conftest import Cli
+from .conftest import Cli, applied
 
 
 @pytest.fixture
@@ -36,7 +36,8 @@ def test_racks_are_set_unset_and_undone(cli: Cli, uri: str) -> None:
     assert (shown.code, [row["rack"] for row in shown.json]) == (0, ["/r1", "/r1"])
     assert set(racks(cli).values()) == {None}
     done = cli("bookies", "racks", "set", "b1:1", "b2:1", "--rack", "r1", "-o", "json")
-    assert done.json == shown.json
+    assert done.json == applied(shown.json)
+    assert [row["applied"] for row in shown.json] == [False, False]
     assert "Undo it with: bkctl metadata undo " in done.err
     assert racks(cli) == {"b1:1": "/r1", "b2:1": "/r1", "b3:1": None}
     removed = cli("bookies", "racks", "unset", "b2:1")

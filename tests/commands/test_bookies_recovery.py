@@ -182,6 +182,52 @@ def test_ok_to_stop_names_each_ledger_and_risk(cli: Cli, metadata: Cluster) -> N
         assert cli("bookies", "ok-to-stop", "a", "c", "-o", output).code == 3
 
 
+def test_ok_to_stop_proposes_the_largest_set(cli: Cli, metadata: Cluster) -> None:
+    """Two replicas of each entry on a, b, c and a, d, c: of neighbours one may stop, so b and d, or one of a and c."""
+
+    def together(*words: object) -> list[str]:
+        result = cli("bookies", "ok-to-stop", "--max", *words, "-o", "ndjson")
+        assert result.code == 0, result.err
+        return [row["bookieId"] for row in result.rows]
+
+    assert together() == ["b", "d"]
+    assert together("d") == ["d", "b"]
+    assert together("a") == ["a"]
+    for found in (["b", "d"], ["a"]):
+        assert cli("bookies", "ok-to-stop", *found).code == 0
+        for other in set("abcd") - set(found):
+            assert cli("bookies", "ok-to-stop", *found, other).code == 3
+    refused = cli("bookies", "ok-to-stop", "a", "b", "--max", "-o", "ndjson")
+    assert (refused.code, {row["risk"] for row in refused.rows}) == (3, {"lost"})
+    shown = cli("bookies", "ok-to-stop", "--max")
+    assert "2 bookies may stop together, and no other one with them; 2 writable bookies would remain" in shown.err
+    none = cli("bookies", "ok-to-stop", "--max", "--for-good", "-o", "ndjson")
+    assert (none.code, none.out) == (3, "")
+    assert cli("bookies", "ok-to-stop", "--max", "--watch").code == 2
+    assert cli("bookies", "ok-to-stop", "z", "--max").code == 4
+
+    # One rack after the other.
+    for scope in (0, 7):
+        metadata.ledgers.remove(LedgerId(scope, 5))
+    pair = LedgerMetadata(2, 2, 2, DigestType.CRC32C, b"", (Fragment(0, ("a", "c")),), LedgerState.CLOSED, 10, 9)
+    metadata.ledgers.create(LedgerId(0, 1), pair)
+    assert cli("bookies", "racks", "set", "c", "d", "--rack", "/r1").code == 0
+    assert together() == ["a", "b", "d"]
+    assert together("d") == ["d", "b", "c"]
+    (row,) = (row for row in cli("bookies", "ok-to-stop", "d", "--max", "-o", "ndjson").rows if row["given"])
+    assert row == {"bookieId": "d", "rack": "/r1", "given": True}
+
+
+def test_open_ledgers_keep_enough_bookies_to_write_to(cli: Cli, metadata: Cluster) -> None:
+    growing = LedgerMetadata(2, 2, 1, DigestType.CRC32C, b"", (Fragment(0, ("a", "b")),))
+    for scope in (0, 7):
+        metadata.ledgers.remove(LedgerId(scope, 5))
+    metadata.ledgers.create(LedgerId(7, 6), growing)
+    found = cli("bookies", "ok-to-stop", "--max", "-o", "id").out.split()
+    assert len(found) == 2
+    assert cli("bookies", "ok-to-stop", *found).code == 0
+
+
 def test_health_counts_underreplicated_ledgers_by_scope_and_age(cli: Cli, metadata: Cluster) -> None:
     marks = LedgerMarks(metadata.store)
     marks.add(LedgerId(0, 5), ["a"], now_ms=1)

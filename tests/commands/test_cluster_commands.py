@@ -19,7 +19,7 @@ from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.underreplication import AuditorElection
 
-from .conftest import Cli
+from .conftest import Cli, applied
 
 METADATA = LedgerMetadata(1, 1, 1, DigestType.CRC32C, b"secret", (Fragment(0, ("b0:1",)),))
 
@@ -51,7 +51,7 @@ def test_cluster_is_created_once_and_audited_before(
     assert not log.exists()
     made = cli("cluster", "init", "-o", "json").json
     assert cli("cluster", "id", "-o", "id").out == f"{made['instanceId']}\n"
-    assert cli("cluster", "id", "-o", "json").json == made
+    assert applied([cli("cluster", "id", "-o", "json").json]) == [made]
     for more in ([], ["--dry-run"]):
         again = cli("cluster", "init", *more)
         assert again.code == 5
@@ -101,7 +101,7 @@ def test_nuke_requires_the_instance_id_no_registered_bookie_and_yes(cli: Cli, st
     assert f"add --yes-really {instance_id} to go ahead" in bare.err
     assert cli("cluster", "nuke", "--yes-really", "other").code == 5
     assert cli("cluster", "nuke", "--instance-id", "other", "--yes").code == 5
-    plan = {"instanceId": instance_id, "ledgerCount": 2, "scopeCount": 1, "cookieCount": 1}
+    plan = {"instanceId": instance_id, "ledgerCount": 2, "scopeCount": 1, "cookieCount": 1, "applied": False}
     assert cli(*words, "--dry-run", "-o", "json").json == plan
     refused = cli(*words)
     assert refused.code == 2
@@ -117,7 +117,7 @@ def test_nuke_requires_the_instance_id_no_registered_bookie_and_yes(cli: Cli, st
     assert cli("ledger", "list", "--all-scopes", "--count", "-o", "json").json == {"count": 2}
     backup.unlink()
     before = {ledger: store.store.get(store.ledgers.path(ledger))[0] for ledger in store.ledgers.ledgers(None)}  # type: ignore[index]
-    assert cli(*words, "--yes", "--backup", backup, "-o", "json").json == plan
+    assert cli(*words, "--yes", "--backup", backup, "-o", "json").json == plan | {"applied": True}
     assert b"secret" not in backup.read_bytes()  # it is there, in base64
     assert cli("cluster", "id").code == 4
     assert store.store.children("") in (None, [])

@@ -10,9 +10,10 @@ from pathlib import Path
 import jsonschema_rs
 import pytest
 
-from bkctl.commands.documents import DOCUMENTS
+from bkctl.commands.documents import DOCUMENTS, DRY_RUNS, document_schema
 from bkctl.commands.generate import FILES as FILE_METAVARS
 from bkctl.commands.generate import Page, generated_files, read_pages
+from bkctl.commands.kit import completion
 from bkctl.commands.kit.columns import Output
 from bkctl.commands.kit.settings import GLOBAL_PANEL
 from bkctl.errors import EXIT_CODES
@@ -41,6 +42,24 @@ def test_every_command_that_prints_rows_has_a_schema() -> None:
     commands = {page.name for page in PAGES if page.path and not page.children}
     texts = {"help", "version", "completion"}
     assert commands - set(DOCUMENTS) == {"api get", "api put", "api delete", *texts}
+
+
+def test_every_command_with_a_dry_run_says_whether_it_was_applied() -> None:
+    commands = {page.name for page in PAGES for option in page.options if "--dry-run" in option.names}
+    assert {"api put", "api delete"} == commands - DRY_RUNS, "they print the request instead of rows"
+    assert commands >= DRY_RUNS
+    for name in DRY_RUNS:
+        rows = [row for key, row in document_schema(name)["$defs"].items() if key != "row"]
+        assert all("applied" in row["properties"] for row in rows), name
+
+
+#: Commands whose dry run has fields of its own: the plan; and those with several forms of one change, or with lists.
+OTHER_FORMS = {"ledger recover", "bookies recover", "bookie init", "autorecovery audit", "metadata undo"}
+
+
+@pytest.mark.parametrize("name", sorted(DRY_RUNS - OTHER_FORMS))
+def test_a_dry_run_prints_the_fields_of_the_run(name: str) -> None:
+    assert set(document_schema(name)["$defs"]) == {"row", "row1"}
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.startswith("docs/schemas/")])
@@ -297,6 +316,48 @@ def test_shells_complete_ids_and_file_names(
     assert completes(f"bkctl ledger list -u {uri} --ledger-scope-id=", "0", "7")
     assert completes(f"bkctl journal read --dir {tmp_path}/journal ", "a.txn", "b.txn")
     assert completes(f"bkctl entrylog read --dir {tmp_path}/ledgers ", "1f.log", "scoped/1f.log")
+
+
+def test_answers_of_a_cluster_are_kept_for_a_few_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bkctl.formats.entry import DigestType
+    from bkctl.formats.metadata import Fragment, LedgerMetadata
+    from bkctl.metadata.cluster import open_cluster
+
+    uri = f"sqlite://{tmp_path}/m.db"
+    words = ["ledger", "show", "-u", uri]
+
+    def create(*ids: int) -> None:
+        with open_cluster(uri, create=True) as cluster:
+            for ledger_id in ids:
+                metadata = LedgerMetadata(1, 1, 1, DigestType.CRC32C, b"", (Fragment(0, ("b:1",)),))
+                cluster.ledgers.create(LedgerId(0, ledger_id), metadata)
+
+    def offered(text: str) -> list[str]:
+        return list(completion.candidates("ledger", [*words, text]))
+
+    create(12, 13, 34)
+    assert offered("1") == ["12", "13"]
+    create(14)
+    assert offered("1") == offered("1") == ["12", "13"]
+    assert offered("13") == ["13"], "narrowed without the cluster"
+    assert offered("") == ["12", "13", "14", "34"]
+    (files,) = {path.parent for path in (tmp_path / "cache").rglob("*") if path.is_file()}
+    for path in files.iterdir():
+        assert path.stat().st_mode & 0o777 == 0o600
+        os.utime(path, (1, 1))
+    assert offered("1") == ["12", "13", "14"]
+    assert len(list(files.iterdir())) == 1, "old answers are removed"
+    monkeypatch.setattr(completion, "CANDIDATES_MAX", 2)
+    assert len(offered("")) == 2
+    create(35)
+    assert offered("3") == ["34", "35"], "kept answers that are not all do not answer for longer words"
+    files.chmod(0o500)
+    try:
+        create(36)
+        os.utime(next(files.iterdir()))
+        assert "36" in offered("36")
+    finally:
+        files.chmod(0o700)
 
 
 def test_completion_is_silent_and_ends_when_nothing_answers(tmp_path: Path) -> None:

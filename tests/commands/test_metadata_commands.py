@@ -16,8 +16,9 @@ from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo, Cookie, Fr
 from bkctl.ids import LedgerId
 from bkctl.metadata import ledger_json
 from bkctl.metadata.cluster import Cluster, open_cluster
+from bkctl.metadata.store import NEW
 
-from .conftest import Cli
+from .conftest import Cli, applied
 
 BOOKIES = ("b0:3181", "b1:3181", "b2:3181")
 LEDGER_NAMES = [
@@ -302,6 +303,34 @@ def test_metadata_layout_get_tree(cli: Cli, store: Cluster) -> None:
     assert cli("metadata", "tree", "nope").code == 4
 
 
+def test_tree_finds_nodes_by_name_and_value_and_sums_subtrees(cli: Cli, tmp_path: Path) -> None:
+    uri = f"sqlite://{tmp_path}/tree.db"
+    words = ("metadata", "tree", "-u", uri)
+    with open_cluster(uri, create=True) as cluster:
+        for path, value in (("a", b"12"), ("a/b", b"needle"), ("a/b/c", b"123"), ("a/bc", b""), ("z", b"needles")):
+            cluster.store.put(path, value, NEW)
+    assert cli(*words, "--match", "b*", "-o", "id").out.split() == ["a/b", "a/bc"]
+    assert cli(*words, "--match", "a/*", "-o", "id").out.split() == ["a/b", "a/b/c", "a/bc"]
+    assert cli(*words, "a", "--contains", "needle", "-o", "id").out.split() == ["a/b"]
+    assert cli(*words, "--match", "z", "--contains", "needle", "-o", "json").json[0]["size"] == 7
+    assert "└" not in cli(*words, "--contains", "needle").out
+    missing = cli(*words, "--contains", "haystack")
+    assert (missing.code, missing.out) == (4, "")
+    assert cli(*words, "--totals", "--match", "z").code == 2
+
+    totals = cli(*words, "a", "--totals", "--depth", "1", "-o", "ndjson").rows
+    assert [(row["path"], row["nodeCount"], row["totalSize"]) for row in totals] == [
+        ("a", 4, 11), ("a/b", 2, 9), ("a/bc", 1, 0),
+    ]  # fmt: skip
+    drawn = [line.split() for line in cli(*words, "a", "--totals").out.splitlines()]
+    assert drawn[1:3] == [["a", "4", "11", "B"], ["├─", "b", "2", "9", "B"]]
+    everything = cli(*words, "-o", "ndjson").rows
+    (root, *_) = cli(*words, "--totals", "--depth", "1", "-o", "ndjson").rows
+    assert (root["nodeCount"], root["totalSize"]) == (len(everything), sum(row["size"] for row in everything))
+    by_size = cli(*words, "a", "--totals", "--sort", "totalSize", "-o", "id").out.split()
+    assert by_size == ["a/bc", "a/b/c", "a/b", "a"]
+
+
 def test_conf_names_the_cluster(cli: Cli, store: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     uri = cli("metadata", "layout", "-o", "json").json["metadataUri"]
     monkeypatch.delenv("BKCTL_METADATA_URI")
@@ -347,7 +376,7 @@ def test_import_from_stdin_and_without_a_store(cli: Cli, export: Path, tmp_path:
     with CommandLine(target).process("metadata", "import", "-f", "-", "-o", "json") as process:
         out, err = process.communicate(export.read_bytes(), 60)
     assert process.returncode == 0, err
-    assert json.loads(out) == planned.json
+    assert json.loads(out) == applied(planned.json)
     assert cli("metadata", "diff", export, target, "-o", "json").json == []
 
 
@@ -440,7 +469,7 @@ def test_reading_a_missing_second_store_does_not_create_it(cli: Cli, store: Clus
     planned = cli("metadata", "migrate", "--to", target, "--live", "--dry-run", "-o", "ndjson")
     assert planned.code == 0
     assert not (tmp_path / "copy.db").exists()
-    assert cli("metadata", "migrate", "--to", target, "--live", "-o", "ndjson").rows == planned.rows
+    assert cli("metadata", "migrate", "--to", target, "--live", "-o", "ndjson").rows == applied(planned.rows)
     assert cli("metadata", "migrate", "--to", store.uri, "--live").code == 2
     assert cli("metadata", "migrate").code == 2
     assert cli("metadata", "diff", target, "-o", "json").json == []
@@ -509,7 +538,7 @@ def test_replace_bookie_refuses_data_loss_and_can_be_undone(cli: Cli, store: Clu
     planned = cli(*words, "--dry-run", "-o", "ndjson").rows
     assert [row["ledgerQualifiedName"][-1] + row["ledgerScopeId"] for row in planned] == ["50", "57"]
     assert cli(*words, "--limit", 1, "--yes", "--undo", undo, "-o", "id").out == "5\n"
-    assert cli(*words, "--rate", 100, "--yes", "--undo", "none", "-o", "ndjson").rows == planned[1:]
+    assert cli(*words, "--rate", 100, "--yes", "--undo", "none", "-o", "ndjson").rows == applied(planned[1:])
     assert cli("ledger", "list", "--all-scopes", "--bookie", old, "-o", "id").out == ""
     assert cli("metadata", "undo", undo, "--yes").code == 0
     assert cli("ledger", "list", "--all-scopes", "--bookie", old, "-o", "id").out == "5\n"

@@ -27,6 +27,7 @@ from bkctl.pace import Pace
 
 from ..support.command_line import CommandLine
 from .conftest import Cli
+from .files import make
 
 LEDGER_COUNT = 600
 BOOKIES = ("b1:1", "b2:1", "b3:1")
@@ -143,6 +144,28 @@ def test_asynchronous_work_is_paused_and_given_another_rate(
             if process.poll() is None:
                 process.kill()
     assert work_of(cli, state["id"])["state"] == "done"
+
+
+@pytest.mark.parametrize("words", [("journal", "verify"), ("entrylog", "verify", "--no-digests")])
+def test_verification_of_files_is_paused_and_given_another_rate(
+    cli: Cli, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    make(tmp_path)
+    place = tmp_path / ("journal" if words[0] == "journal" else "ledgers")
+    expected = cli(*words, "--dir", place, "-o", "json")
+    assert expected.json
+    with CommandLine(None).process(*words, "--dir", place, "--rate", "0.01 entries", "-o", "json") as process:
+        try:
+            state = wait_for(cli, lambda work: f"{words[0]} verify" in work["command"])
+            assert work_of(cli, "pause", state["id"])["state"] == "paused"
+            assert work_of(cli, "rate", state["id"], "none")["stepsPerSecondMax"] is None
+            assert process.poll() is None
+            work_of(cli, "resume", state["id"])
+            out, err = process.communicate(timeout=120)
+        finally:
+            if process.poll() is None:
+                process.kill()
+    assert (process.returncode, json.loads(out)) == (expected.code, expected.json), err
 
 
 def test_killed_work_is_recognised(cli: Cli, target: CommandLine, export: Path) -> None:

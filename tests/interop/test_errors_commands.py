@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.black_hole import black_hole_port
 from support.command_line import Answer, CommandLine
 from support.servers import ApacheCluster, free_port
 
@@ -69,17 +70,8 @@ def web_server() -> Iterator[int]:
 @pytest.fixture
 def black_hole() -> Iterator[int]:
     """A port that does not answer when one connects, as a host behind a firewall."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        server.listen(0)
-        waiting = []
-        for _ in range(4):  # more than its queue takes
-            waiting.append(socket.socket())
-            waiting[-1].setblocking(False)
-            waiting[-1].connect_ex(server.getsockname())
-        yield server.getsockname()[1]
-        for connection in waiting:
-            connection.close()
+    with black_hole_port() as port:
+        yield port
 
 
 def elsewhere(cluster: ApacheCluster, port: int) -> list[str]:
@@ -310,7 +302,7 @@ def test_no_zookeeper(silent: int, black_hole: int) -> None:
         check(answer, 6, f"No ZooKeeper at 127.0.0.1:{refusing}: connection refused; check the metadata URI")
     for port in (silent, black_hole):
         answer = cli("ledger", "list", "-u", f"zk://127.0.0.1:{port}/ledgers", "--timeout", "500ms")
-        check(answer, 6, f"ZooKeeper at 127.0.0.1:{port} gave no session within 0.5 s", "--timeout")
+        check(answer, 6, f"ZooKeeper at 127.0.0.1:{port} gave no session within 0.5 s", "--connect-timeout")
 
 
 @pytest.mark.parametrize("protocol", ["v3", "v2"])

@@ -17,7 +17,7 @@ from bkctl.metadata.racks import BookieRacks
 from bkctl.metadata.store import NEW
 from bkctl.metadata.underreplication import LedgerLocks, LedgerMarks
 from bkctl.pace import Pace
-from bkctl.protocol.messages import AddRequest, ListEntriesRequest
+from bkctl.protocol.messages import AddRequest, ListEntriesRequest, ReadRequest
 from bkctl.replication import move_queue
 from bkctl.replication.bookie_mover import BookieMover
 from bkctl.replication.checker import LedgerChecker
@@ -469,6 +469,38 @@ async def test_pause_releases_locks_and_resumed_moves_finish(fake_cluster):
             assert named(cluster, ledger) == {"b1", "b2", "b3"}
             assert await is_whole(client, ledger)
         assert list(locks.list()) == []
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+async def test_resumed_moves_continue_where_the_pause_ended_them(fake_cluster, keeps):
+    """Entries that the target got are neither read nor added again, unless the target collected them meanwhile."""
+    pace, count, copied = Pace(), 60, 40
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        async with cluster.client(only=["b0", "b1", "b2"]) as writing:
+            writer = await write(writing, count, write_quorum_size=3, ack_quorum_size=3)
+        await lose(cluster, "b0")
+        target = cluster.bookie("b3")
+        target.hold = lambda request: isinstance(request, AddRequest) and request.entry_id >= copied
+        task = asyncio.ensure_future(move(cluster, client, "b0", pace=pace))
+        while len(target.entries(writer.ledger)) < copied or not target.held:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)  # the answers
+        pace.pause()
+        while list(LedgerLocks(cluster.cluster.store).list()):
+            await asyncio.sleep(0.01)
+        if not keeps:
+            target.entries(writer.ledger).clear()
+        target.received.clear()
+        target.held.clear()
+        target.hold = lambda request: False
+        pace.resume()
+        rows, mover = await asyncio.wait_for(task, 60)
+        assert [each.outcome for each in rows.values()] == [MoveOutcome.MOVED]
+        added = sorted(each.entry_id for each in target.received if isinstance(each, AddRequest))
+        assert added == list(range(copied if keeps else 0, count))
+        assert not any(isinstance(each, ReadRequest) for each in target.received)
+        assert mover.progress.entry_count >= count
+        assert await is_whole(client, writer.ledger)
 
 
 async def test_delete_cookies_refuses_registered_bookies(fake_cluster):

@@ -21,7 +21,10 @@ from unittest import mock
 from bkctl.commands.main import run
 
 #: Variables that would change what a command does.
-_OURS = ("METADATA_URI", "CONF", "CONTEXT", "CONFIG", "OUTPUT", "TIMEOUT", "BOOKIE_ADDRESS", "LEDGER_PASSWORD")
+_OURS = (
+    "METADATA_URI", "CONF", "CONTEXT", "CONFIG", "OUTPUT", "TIMEOUT", "CONNECT_TIMEOUT", "BOOKIE_ADDRESS",
+    "LEDGER_PASSWORD",
+)  # fmt: skip
 
 
 class Answer(NamedTuple):

@@ -115,6 +115,43 @@ def _walk_below(store: MetadataStore, path: str, lasts: tuple[bool, ...], depth:
         yield from _walk_below(store, below, node.lasts, depth - 1)
 
 
+class SubtreeTotal(NamedTuple):
+    """A node, and the number and value bytes of the nodes from it downward."""
+
+    node: Node
+    node_count: int
+    size_bytes: int
+
+    @property
+    def path(self) -> str:
+        """The node's path."""
+        return self.node.path
+
+
+def subtree_totals(
+    store: MetadataStore, path: str = "", *, depth: int | None = None, progress: Callable[[int], None] = lambda _: None
+) -> Iterator[SubtreeTotal]:
+    """Yield the totals of the nodes that `walk` yields with `depth`, in the same order.
+
+    Memory: the nodes down to `depth`. `progress` gets the number of nodes read so far. Raises as `walk`.
+    """
+    totals: list[SubtreeTotal] = []
+    #: Places in `totals` of the last node and its ancestors, by level.
+    above: list[int] = []
+    for number, node in enumerate(walk(store, path), 1):
+        progress(number)
+        level = len(node.lasts)
+        del above[level:]
+        if depth is None or level <= depth:
+            above.append(len(totals))
+            totals.append(SubtreeTotal(node, 0, 0))
+        size_bytes = 0 if node.found is None else len(node.found.value)
+        for at in above:
+            total = totals[at]
+            totals[at] = SubtreeTotal(total.node, total.node_count + 1, total.size_bytes + size_bytes)
+    yield from totals
+
+
 class LedgerQuery(NamedTuple):
     """Conditions on ledgers; None: no condition. Ages are in seconds since the creation, where it is known.
 

@@ -79,10 +79,17 @@ class EtcdConnection:
     """
 
     def __init__(
-        self, hosts: Sequence[tuple[str, int]], root: str, *, timeout_s: float, security: StoreSecurity
+        self,
+        hosts: Sequence[tuple[str, int]],
+        root: str,
+        *,
+        timeout_s: float,
+        security: StoreSecurity,
+        connect_timeout_s: float | None = None,
     ) -> None:
         self.hosts = tuple(hosts)
         self.timeout_s = timeout_s
+        self._connect_timeout_s = timeout_s if connect_timeout_s is None else connect_timeout_s
         self.address = ",".join(f"{host}:{port}" for host, port in self.hosts)
         #: Set by `begin_close`; pauses wait on it.
         self.closed = threading.Event()
@@ -107,7 +114,12 @@ class EtcdConnection:
     def _attempt_s(self) -> float:
         """The time that one endpoint may stay silent before the next one is asked."""
         further = len(self.hosts) - 1
-        return min(_ATTEMPT_S, self.timeout_s / (further + 2)) if further else self.timeout_s
+        return min(_ATTEMPT_S, self._limit_s / (further + 2)) if further else self._limit_s
+
+    @property
+    def _limit_s(self) -> float:
+        """The longest wait for an answer; for the first one, that for a connection."""
+        return self.timeout_s if self._has_answered else self._connect_timeout_s
 
     def client(self) -> Any:
         """Return etcd3's client of the current endpoint. Raises Unreachable after `close`."""
@@ -141,7 +153,7 @@ class EtcdConnection:
         Raises as every `MetadataStore` method; RevisionCompacted and LeaseLost.
         """
         if deadline is None:
-            deadline = time.monotonic() + self.timeout_s
+            deadline = time.monotonic() + self._limit_s
         attempt_s = self._attempt_s
         pause_s = RETRY_PAUSE_S
         repeated = False
@@ -270,8 +282,8 @@ class EtcdConnection:
     def timed_out(self, details: str = "") -> TimedOut:
         """Return the error of a call without an answer in time."""
         more = f" ({shorten(details)})" if details else ""
-        hint = None if self._has_answered else "check the metadata URI, or give it more time with --timeout"
-        return TimedOut(f"etcd at {self.address} did not answer within {self.timeout_s:g} s{more}", hint=hint)
+        hint = None if self._has_answered else "check the metadata URI, or give it more time with --connect-timeout"
+        return TimedOut(f"etcd at {self.address} did not answer within {self._limit_s:g} s{more}", hint=hint)
 
     def _refusal(self, code: Any, details: str) -> Exception:
         if code is _Status.OUT_OF_RANGE and "compacted" in details:

@@ -51,8 +51,9 @@ TRANSACTION_SIZE_MAX: Final = 120
 class EtcdStore(MetadataStore):
     """`MetadataStore` on the etcd cluster whose `hosts` are (host, port) pairs, below the key `root` (`/ledgers`).
 
-    Raises Unreachable, naming the hosts: at once when each refuses or none resolves, else after `timeout_s`;
-    Unauthorized for a wrong user or password; UsageError for unreadable TLS files, and options that etcd lacks.
+    Raises Unreachable, naming the hosts: at once when each refuses or none resolves, else after `connect_timeout_s`
+    (None: `timeout_s`); Unauthorized for a wrong user or password; UsageError for unreadable TLS files, and options
+    that etcd lacks.
     """
 
     def __init__(
@@ -61,11 +62,14 @@ class EtcdStore(MetadataStore):
         root: str,
         *,
         timeout_s: float = 30.0,
+        connect_timeout_s: float | None = None,
         session_timeout_s: float = SESSION_TIMEOUT_S,
         security: StoreSecurity = NO_SECURITY,
     ) -> None:
         self.root = root
-        self._connection = EtcdConnection(hosts, root, timeout_s=timeout_s, security=security)
+        self._connection = EtcdConnection(
+            hosts, root, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s, security=security
+        )
         self.name = f"{root} of etcd at {self._connection.address}"
         self._nodes = EtcdNodes(self._connection, root, self.name)
         self._session = EtcdSession(

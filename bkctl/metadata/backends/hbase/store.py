@@ -54,6 +54,7 @@ class HBaseStore(ZooKeeperStore):
         *,
         znode: str = HBASE_ZNODE_DEFAULT,
         timeout_s: float = 30.0,
+        connect_timeout_s: float | None = None,
         session_timeout_s: float = SESSION_TIMEOUT_S,
         security: StoreSecurity = NO_SECURITY,
     ) -> None:
@@ -72,6 +73,7 @@ class HBaseStore(ZooKeeperStore):
             hosts,
             f"/bkctl/{prefix}/ledgers",
             timeout_s=timeout_s,
+            connect_timeout_s=connect_timeout_s,
             session_timeout_s=session_timeout_s,
             security=security,
         )

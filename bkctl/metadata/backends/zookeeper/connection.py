@@ -98,15 +98,24 @@ class _Handler(SequentialThreadingHandler):  # type: ignore[misc]
 class ZooKeeperConnection:
     """One session on the ensemble `hosts` (`HOST:PORT,HOST:PORT`), with paths below the node `root`.
 
-    Raises Unreachable, naming the hosts: at once when each refuses or none resolves, else after `timeout_s`.
+    Raises Unreachable, naming the hosts: at once when each refuses or none resolves, else after `connect_timeout_s`
+    (None: `timeout_s`).
     """
 
     def __init__(
-        self, hosts: str, root: str, *, timeout_s: float, session_timeout_s: float, security: StoreSecurity
+        self,
+        hosts: str,
+        root: str,
+        *,
+        timeout_s: float,
+        session_timeout_s: float,
+        security: StoreSecurity,
+        connect_timeout_s: float | None = None,
     ) -> None:
         self.hosts = hosts
         self.root = root
         self.timeout_s = timeout_s
+        self._connect_timeout_s = timeout_s if connect_timeout_s is None else connect_timeout_s
         self.session_timeout_s = session_timeout_s
         self.is_closed = False
         self.connected = threading.Event()
@@ -140,17 +149,18 @@ class ZooKeeperConnection:
 
     def open(self) -> None:
         """Wait for the session. Raises Unreachable, TimedOut."""
-        deadline = time.monotonic() + self.timeout_s
+        timeout_s = self._connect_timeout_s
+        deadline = time.monotonic() + timeout_s
         self.client.start_async()
-        if self.connected.wait(min(_FIRST_ANSWER_S, self.timeout_s)):
+        if self.connected.wait(min(_FIRST_ANSWER_S, timeout_s)):
             return
         if reasons := self._refusals(deadline):
             raise Unreachable(f"No ZooKeeper at {self.hosts}: {reasons}", hint="check the metadata URI")
         if not self.connected.wait(max(deadline - time.monotonic(), 0)):
             why = f": {self._handler.problem}" if self._handler.problem else ""
             raise TimedOut(
-                f"ZooKeeper at {self.hosts} gave no session within {self.timeout_s:g} s{why}",
-                hint="check the metadata URI, or give it more time with --timeout",
+                f"ZooKeeper at {self.hosts} gave no session within {timeout_s:g} s{why}",
+                hint="check the metadata URI, or give it more time with --connect-timeout",
             )
 
     def _refusals(self, deadline: float) -> str:

@@ -37,7 +37,8 @@ SESSION_TIMEOUT_S: Final = 10.0  # zkTimeout
 class ZooKeeperStore(MetadataStore):
     """`MetadataStore` on the ZooKeeper ensemble `hosts` (`HOST:PORT,HOST:PORT`) below the node `root` (`/ledgers`).
 
-    Raises Unreachable, naming the hosts: at once when each refuses or none resolves, else after `timeout_s`.
+    Raises Unreachable, naming the hosts: at once when each refuses or none resolves, else after `connect_timeout_s`
+    (None: `timeout_s`).
     """
 
     def __init__(
@@ -46,13 +47,15 @@ class ZooKeeperStore(MetadataStore):
         root: str,
         *,
         timeout_s: float = 30.0,
+        connect_timeout_s: float | None = None,
         session_timeout_s: float = SESSION_TIMEOUT_S,
         security: StoreSecurity = NO_SECURITY,
     ) -> None:
         self.hosts = hosts
         self._connection = ZooKeeperConnection(
-            hosts, root, timeout_s=timeout_s, session_timeout_s=session_timeout_s, security=security
-        )
+            hosts, root, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s,
+            session_timeout_s=session_timeout_s, security=security,
+        )  # fmt: skip
         self.name = self._connection.name
         self._nodes = ZooKeeperNodes(self._connection)
         self._reads = ZooKeeperReads(self._connection)
