@@ -110,7 +110,8 @@ def main(uri: str, read_scope: str, write_scope: str, directory: str) -> None:
         rows = rows.mapInArrow(dying_rows(uri, int(write_scope), directory), rows.schema)
         ledgers = write_ledgers(rows, {**options, "ledgerScopeId": write_scope})
         rows.explain(True)
-    print(json.dumps({"exported": [row.asDict() for row in exported], "ledgers": [each.uuid for each in ledgers]}))
+    counts = [[row.ledgerQualifiedName, row.entryCount] for row in exported]
+    print(json.dumps({"exported": counts, "ledgers": [each.uuid for each in ledgers]}))
 
 
 if __name__ == "__main__":

@@ -1,35 +1,23 @@
-"""The entries that bookies' files hold: copies in entry logs, places in indexes, records in journals."""
+"""The entries that bookies' files hold, as blocks: copies in entry logs, places in indexes, records in journals."""
 
 from __future__ import annotations
 
 from functools import reduce
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from bkctl.errors import NotFound
-from bkctl.formats.record import RECORD_SIZE
 from bkctl.ids import LedgerId
 from bkctl.spark import functions as F
 from bkctl.spark.jobs.bookie_records import index_entries, journal_entries, log_records
-from bkctl.spark.jobs.entry_problems import REPLICA, Problem
+from bkctl.spark.jobs.entry_blocks import INDEX, JOURNAL, LOG, fold
+from bkctl.spark.jobs.entry_problems import Problem
 from bkctl.spark.jobs.frames import QUALIFIED_NAME
 from bkctl.spark.sources.columns import DAMAGE, TYPES
 
 if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame, SparkSession
+    from pyspark.sql import DataFrame, SparkSession
 
     from bkctl.spark.jobs.bookies import Bookies
-
-#: Columns of one record or place of an entry; each row has some of them, or damage. Structs begin with the numbers that
-#: order them in time: the greatest is the newest.
-_TRACE: Final = {
-    "copy": "struct<logId:bigint,offset:bigint,file:string,digest:string,recordSize:bigint>",
-    "place": "struct<logId:bigint,offset:bigint>",
-    "journaled": "struct<journalId:bigint,offset:bigint,file:string,digest:string>",
-    "recorded": "struct<replayed:boolean,journalId:bigint,offset:bigint,file:string,recordSize:bigint>",
-    "lac": "bigint",
-    "checked": "boolean",
-    DAMAGE: TYPES[DAMAGE],
-}
 
 
 def held_entries(
@@ -41,54 +29,62 @@ def held_entries(
     indexes: bool = True,
     digests: bool = True,
 ) -> DataFrame:
-    """Return one row for each entry in the files of each bookie; rows without a ledger hold a bookie's `damages`.
+    """Return the entries in the files of each bookie as `entry_blocks.BLOCKS`, and a row for each damage.
 
-    `copies` are its records in entry logs, `place` its location in the index, `journaled` its last record that a start
-    replays from a journal, `recorded` its last record in any journal. `checkedLac` is the highest last add confirmed
-    of records whose digest matched, `anyLac` of all. Without `digests` no digest is checked. Raises NotFound if the
-    bookies have no files.
+    Without `digests` no digest is checked. Raises NotFound if the bookies have no files.
     """
-    traces = [
+    return _union(
         _logged(spark, bookies, ledger, scope_id, digests=digests),
         _indexed(spark, bookies, ledger, scope_id) if indexes else None,
-        _journaled(spark, bookies, ledger, scope_id, digests=digests),
-    ]
-    found = [trace for trace in traces if trace is not None]
-    if not found:
-        raise NotFound("The bookies given have no files to look at")
-    union = reduce(lambda left, right: left.unionByName(right), found)
-    return union.groupBy(*REPLICA).agg(
-        F.collect_list("copy").alias("copies"),
-        F.max("place").alias("place"),
-        F.max("journaled").alias("journaled"),
-        F.max("recorded").alias("recorded"),
-        F.max(F.when(F.col("checked"), F.col("lac"))).alias("checkedLac"),
-        F.max("lac").alias("anyLac"),
-        F.collect_set(DAMAGE).alias("damages"),
+        journaled_entries(spark, bookies, ledger, scope_id, digests=digests),
+    )
+
+
+def journaled_entries(
+    spark: SparkSession, bookies: Bookies, ledger: LedgerId | None, scope_id: int | None, *, digests: bool
+) -> DataFrame | None:
+    """Return the entries in the journals of each bookie as `entry_blocks.BLOCKS`; None without a journal."""
+    wanted = ["lastAddConfirmed", "digest"] if digests else ["lastAddConfirmed"]
+    entries = journal_entries(spark, bookies, wanted, ledger=ledger, scope_id=scope_id)
+    if entries is None:
+        return None
+    given = {name: F.col(name) for name in ("file", "recordSize", "replayed", "digest") if name in entries.columns}
+    lac = F.when(F.col("replayed"), F.col("lastAddConfirmed"))
+    return fold(entries, JOURNAL, "journalId", **given, lastAddConfirmed=lac)
+
+
+def held_of_journaled(
+    spark: SparkSession, bookies: Bookies, journaled: DataFrame, ledger: LedgerId | None, scope_id: int | None
+) -> DataFrame:
+    """Return `journaled` entries, and the entries of their ledgers in logs and indexes, without digests; damages too.
+
+    The result is as that of `held_entries`.
+    """
+    ledgers = journaled.select("bookieId", QUALIFIED_NAME).dropna().distinct()
+    return _union(
+        journaled,
+        _logged(spark, bookies, ledger, scope_id, digests=False, of=ledgers),
+        _indexed(spark, bookies, ledger, scope_id, of=ledgers),
     )
 
 
 def shares_of(held: DataFrame) -> DataFrame:
     """Return the share of each ledger in each log of `held_entries`, as `inventory.shares` does."""
-    copies = held.select("bookieId", QUALIFIED_NAME, F.explode("copies").alias("copy"))
-    size = F.sum(F.col("copy.recordSize") + RECORD_SIZE.size).alias("size")
-    counted = copies.groupBy("bookieId", F.col("copy.file").alias("file"), QUALIFIED_NAME).agg(
-        F.count("*").alias("entryCount"), size
-    )
+    sums = [F.sum(name).alias(name) for name in ("entryCount", "size")]
+    counted = held.filter(F.col("source") == LOG).groupBy("bookieId", "file", QUALIFIED_NAME).agg(*sums)
     counted = counted.withColumn(DAMAGE, F.lit(None).cast(TYPES[DAMAGE]))
     return counted.unionByName(log_damages(held), allowMissingColumns=True).fillna(0, ["entryCount", "size"])
 
 
 def log_damages(held: DataFrame) -> DataFrame:
     """Return the damages of entry logs in `held_entries`: bookieId, file, damage."""
-    damages = held.select("bookieId", F.explode("damages").alias(DAMAGE))
     file = F.col(DAMAGE)["file"]
-    return damages.withColumn("file", file).filter(file.endswith(".log"))
+    return _damages(held).withColumn("file", file).filter(file.endswith(".log"))
 
 
 def unreadable_files(held: DataFrame) -> DataFrame:
     """Return the damages in `held_entries` as findings without a ledger."""
-    return held.select("bookieId", F.explode("damages").alias(DAMAGE)).select(
+    return _damages(held).select(
         "bookieId",
         F.lit(Problem.UNREADABLE.value).alias("problem"),
         F.col(f"{DAMAGE}.file").alias("file"),
@@ -97,58 +93,43 @@ def unreadable_files(held: DataFrame) -> DataFrame:
     )
 
 
-def _trace(frame: DataFrame, **values: Column) -> DataFrame:
-    """Return `frame` with REPLICA and the columns of _TRACE: `values`, else null."""
-    rest = [F.lit(None).cast(kind).alias(name) for name, kind in _TRACE.items() if name not in values]
-    return frame.select(*REPLICA, *(column.alias(name) for name, column in values.items()), *rest)
+def _union(*blocks: DataFrame | None) -> DataFrame:
+    found = [each for each in blocks if each is not None]
+    if not found:
+        raise NotFound("The bookies given have no files to look at")
+    return reduce(lambda left, right: left.unionByName(right), found)
 
 
-def _confirmed() -> dict[str, Column]:
-    """Return the last add confirmed that a record may vouch for, and whether the record's digest matches.
-
-    No entry confirms itself, so a damaged one with a digest that cannot be checked here (HMAC, DUMMY) promises nothing
-    beyond itself.
-    """
-    lac = F.least("lastAddConfirmed", F.col("entryId") - 1)
-    return {"lac": lac, "checked": F.col("digest").isNotNull()}
+def _damages(held: DataFrame) -> DataFrame:
+    return held.filter(F.col(DAMAGE).isNotNull()).select("bookieId", DAMAGE).distinct()
 
 
 def _logged(
-    spark: SparkSession, bookies: Bookies, ledger: LedgerId | None, scope_id: int | None, *, digests: bool
-) -> DataFrame | None:
+    spark: SparkSession, bookies: Bookies, ledger: LedgerId | None, scope_id: int | None, *, digests: bool,
+    of: DataFrame | None = None,
+) -> DataFrame | None:  # fmt: skip
     wanted = [QUALIFIED_NAME, "entryId", "logId", "offset", "recordSize", "lastAddConfirmed"]
+    names = ["file", "recordSize", "lastAddConfirmed", *(["digest"] if digests else [])]
     try:
         records = log_records(
             spark, bookies, [*wanted, "digest"] if digests else wanted, ledger=ledger, scope_id=scope_id
         )
     except NotFound:
         return None  # These bookies have not written an entry log yet.
-    records = _with_digest(records)
-    copy = F.when(F.col(DAMAGE).isNull(), F.struct("logId", "offset", "file", "digest", "recordSize"))
-    return _trace(records, copy=copy, **_confirmed(), damage=F.col(DAMAGE))
+    return fold(_of_ledgers(records, of), LOG, "logId", **{name: F.col(name) for name in names})
 
 
-def _indexed(spark: SparkSession, bookies: Bookies, ledger: LedgerId | None, scope_id: int | None) -> DataFrame | None:
-    entries = index_entries(spark, bookies, ledger=ledger, scope_id=scope_id)
-    if entries is None:
-        return None
-    place = F.when(F.col(DAMAGE).isNull(), F.struct("logId", "offset"))
-    return _trace(entries, place=place, damage=F.col(DAMAGE))
-
-
-def _journaled(
-    spark: SparkSession, bookies: Bookies, ledger: LedgerId | None, scope_id: int | None, *, digests: bool
+def _indexed(
+    spark: SparkSession, bookies: Bookies, ledger: LedgerId | None, scope_id: int | None, *, of: DataFrame | None = None
 ) -> DataFrame | None:
-    wanted = ["lastAddConfirmed", "digest"] if digests else ["lastAddConfirmed"]
-    entries = journal_entries(spark, bookies, wanted, ledger=ledger, scope_id=scope_id)
-    if entries is None:
-        return None
-    journaled = F.when(F.col("replayed"), F.struct("journalId", "offset", "file", "digest"))
-    recorded = F.struct("replayed", "journalId", "offset", "file", "recordSize")
-    confirmed = {name: F.when(F.col("replayed"), column) for name, column in _confirmed().items()}
-    return _trace(_with_digest(entries), journaled=journaled, recorded=recorded, **confirmed)
+    entries = index_entries(spark, bookies, ledger=ledger, scope_id=scope_id)
+    return None if entries is None else fold(_of_ledgers(entries, of), INDEX, "logId")
 
 
-def _with_digest(records: DataFrame) -> DataFrame:
-    """Return `records` with the column `digest`: null where no digest was checked."""
-    return records if "digest" in records.columns else records.withColumn("digest", F.lit(None).cast("string"))
+def _of_ledgers(rows: DataFrame, ledgers: DataFrame | None) -> DataFrame:
+    """Return the rows of `ledgers` (bookieId, ledger), and the rows of damage."""
+    if ledgers is None:
+        return rows
+    wanted = F.broadcast(ledgers.withColumn("isWanted", F.lit(True)))
+    found = rows.join(wanted, ["bookieId", QUALIFIED_NAME], "left")
+    return found.filter(F.col("isWanted").isNotNull() | F.col(DAMAGE).isNotNull()).drop("isWanted")

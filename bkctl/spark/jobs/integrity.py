@@ -25,12 +25,12 @@ from bkctl.spark.jobs.promised_entries import (
     absent_bookies,
     fragments_of,
     promise_counts,
-    promised_replicas,
+    promised_blocks,
     read_metadata,
     with_holder_count,
 )
 from bkctl.spark.jobs.second_look import look_again
-from bkctl.spark.jobs.verdicts import INTACT, judge_replicas
+from bkctl.spark.jobs.verdicts import judge_replicas
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -84,9 +84,8 @@ def integrity(
         persisted.append(held)
     fragments = fragments_of(metadata, held).persist()
     ledgers = metadata.select(QUALIFIED_NAME, "digestType", F.col("state").alias("ledgerState"), "writeQuorumSize")
-    judged = judge_replicas(promised_replicas(fragments, bookies), held, ledgers, indexes=indexes)
     # What agrees ends here: all else is about the few other replicas.
-    doubtful = judged.filter((F.col("verdict") != INTACT) | (F.size("looks") > 0)).persist()
+    doubtful = judge_replicas(promised_blocks(fragments, bookies), held, ledgers, indexes=indexes).persist()
     suspects = _absent(doubtful).unionByName(_decided(look_again(doubtful, bookies, connection))).persist()
     findings = _with_intact_count(suspects, fragments, bookies).join(ledgers.drop("digestType"), QUALIFIED_NAME)
     findings = with_ledger_ids(findings).unionByName(unreadable_files(held), allowMissingColumns=True).drop("promised")
@@ -98,8 +97,8 @@ def integrity(
 
 
 def _absent(judged: DataFrame) -> DataFrame:
-    """Return the replicas that are missing or not indexed, with a copy in an entry log if there is one."""
-    copy = F.get("copies", F.lit(0))
+    """Return the replicas that are missing or not indexed, with the newest copy in an entry log if there is one."""
+    copy = F.array_max("copies")
     return judged.filter(F.col("verdict").isin(Problem.NOT_INDEXED.value, Problem.MISSING.value)).select(
         *REPLICA, "promised", F.col("verdict").alias("problem"), copy["file"].alias("file"),
         copy["offset"].alias("offset"), F.lit(None).cast("string").alias("detail"),

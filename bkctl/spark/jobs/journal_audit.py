@@ -22,20 +22,23 @@ from bkctl.formats.record import RecordType
 from bkctl.ids import LedgerId
 from bkctl.spark import functions as F
 from bkctl.spark.facts.frames import Facts
-from bkctl.spark.jobs.bookie_records import journal_entries, replay_starts
+from bkctl.spark.jobs.bookie_records import replay_starts
 from bkctl.spark.jobs.bookies import check_clusters
+from bkctl.spark.jobs.entry_blocks import Ids, unfold
 from bkctl.spark.jobs.entry_problems import REPLICA
 from bkctl.spark.jobs.frames import QUALIFIED_NAME, frame_of, rows_in_tasks, with_ledger_ids
-from bkctl.spark.jobs.held_entries import held_entries, log_damages
+from bkctl.spark.jobs.held_entries import held_of_journaled, journaled_entries, log_damages
 from bkctl.spark.jobs.ledger_states import ledger_states
 from bkctl.spark.jobs.second_look import look_again
 from bkctl.spark.jobs.verdicts import look_at
+from bkctl.spark.sources.columns import DAMAGE
 from bkctl.spark.sources.places import unseen
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
     from bkctl.spark.jobs.bookies import BookieFiles, Bookies
+    from bkctl.spark.jobs.entry_blocks import Mask
 
 
 class Logged(StrEnum):
@@ -96,11 +99,13 @@ def audit(
     if connection is not None:
         check_clusters(bookies, connection)
     persisted = []
-    if held is None and journal_entries(spark, bookies) is not None:
-        held = held_entries(spark, bookies, ledger, scope_id, digests=False).persist()
-        persisted.append(held)
-    found = unlogged(spark, bookies, connection, ledger=ledger, scope_id=scope_id, held=held)
-    entries = (frame_of(spark, [], _UNLOGGED) if found is None else found).persist()
+    if held is None:
+        journaled = journaled_entries(spark, bookies, ledger, scope_id, digests=False)
+        if journaled is not None:
+            persisted.append(journaled.persist())
+            held = held_of_journaled(spark, bookies, journaled, ledger, scope_id).persist()
+            persisted.append(held)
+    entries = (frame_of(spark, [], _UNLOGGED) if held is None else unlogged(held, bookies, connection)).persist()
     names = {Logged.NO: "unloggedCount", Logged.UNKNOWN: "unknownCount"}
     counts = [F.count(F.when(F.col("logged") == word.value, 1)).alias(name) for word, name in names.items()]
     counted = entries.groupBy("bookieId", "file").agg(*counts)
@@ -171,29 +176,18 @@ def _replay(path: Path, start: int) -> dict[str, int]:
     return {"replayRecordCount": records, "replayEntryCount": entries, "replaySize": size}
 
 
-def unlogged(
-    spark: SparkSession,
-    bookies: Bookies,
-    connection: Mapping[str, str] | None = None,
-    *,
-    ledger: LedgerId | None = None,
-    scope_id: int | None = None,
-    held: DataFrame | None = None,
-) -> DataFrame | None:
+def unlogged(held: DataFrame, bookies: Bookies, connection: Mapping[str, str] | None = None) -> DataFrame:
     """Return one row for each journaled entry that is not found in an entry log: its last record in a journal.
 
     Entries are looked up as `integrity` does: in the logs up to their first damage, then by the index behind it.
     `logged` is `no`, or `unknown` if a log of the bookie cannot be read to its end and no index names the entry.
     `replayed` entries reach an entry log at the next checkpoint or start. The others do not: their ledgers were
     deleted, or the bookie lost the entries. With `connection`, `state` tells these apart (alive, dead, unknown). `held`
-    is a result of `held_entries` to use. None without a journal.
+    is a result of `held_entries`.
     """
-    if journal_entries(spark, bookies) is None:
-        return None
-    if held is None:
-        held = held_entries(spark, bookies, ledger, scope_id, digests=False)
     unread = log_damages(held).select("bookieId").distinct()
-    absent = held.filter(F.col("recorded").isNotNull() & (F.size("copies") == 0))
+    blocks = held.filter(F.col(QUALIFIED_NAME).isNotNull()).drop(DAMAGE, "size", "lac")
+    absent = unfold(blocks.withColumn("matches", F.lit(True)), _is_unlogged)
     found = absent.join(_indexed_entries(absent, bookies), list(REPLICA), "left_anti")
     found = found.join(F.broadcast(unread.withColumn("unread", F.lit(True))), "bookieId", "left")
     is_unknown = F.col("unread").isNotNull() & F.col("place").isNull()
@@ -206,6 +200,10 @@ def unlogged(
     else:
         found = found.withColumn("state", F.lit(None).cast("string"))
     return with_ledger_ids(found).orderBy("bookieId", QUALIFIED_NAME, "entryId")
+
+
+def _is_unlogged(ids: Ids) -> Mask:
+    return ids.recorded & ~ids.logged
 
 
 def _indexed_entries(absent: DataFrame, bookies: Bookies) -> DataFrame:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from bkctl.ids import LedgerId
 from bkctl.spark import functions as F
 from bkctl.spark.jobs.bookie_records import ledger_options
-from bkctl.spark.jobs.entry_problems import REPLICA
+from bkctl.spark.jobs.entry_blocks import BLOCK_BITS, PROMISE
 from bkctl.spark.jobs.frames import QUALIFIED_NAME
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
 
     from bkctl.spark.jobs.bookies import Bookies
-
-#: Entry ids that one row of the plan unfolds into: limits the arrays that a large ledger makes.
-_CHUNK: Final = 8192
 
 
 def read_metadata(
@@ -39,10 +36,19 @@ def fragments_of(metadata: DataFrame, held: DataFrame) -> DataFrame:
     return _fragments(_with_last_entry(metadata, held)).filter("first <= last")
 
 
-def promised_replicas(fragments: DataFrame, bookies: Bookies) -> DataFrame:
-    """Return the promised replicas on `bookies`, with `promised`, which is true."""
+def promised_blocks(fragments: DataFrame, bookies: Bookies) -> DataFrame:
+    """Return the blocks of entries that each of `bookies` should have, as `entry_blocks.unfold` takes them."""
     given = [bookie.bookie_id for bookie in bookies]
-    return _replicas(fragments).filter(F.col("bookieId").isin(given)).withColumn("promised", F.lit(True))
+    members = F.transform("bookies", lambda bookie, at: F.struct(bookie.alias("bookieId"), at.alias("position")))
+    named = fragments.withColumn("member", F.explode(members))
+    named = named.filter(F.col("member.bookieId").isin(given) & (F.col("member.position") < F.col("ensembleSize")))
+    blocks = F.sequence(F.shiftright("first", BLOCK_BITS), F.shiftright("last", BLOCK_BITS))
+    return named.withColumn("block", F.explode(blocks)).select(
+        F.col("member.bookieId").alias("bookieId"), QUALIFIED_NAME, "block", F.lit(PROMISE).alias("source"),
+        F.lit(0).cast("bigint").alias("entryCount"), "first", "last",
+        *(F.col(name).cast("bigint").alias(name.rpartition(".")[2]) for name in
+          ("member.position", "ensembleSize", "writeQuorumSize")),
+    )  # fmt: skip
 
 
 def absent_bookies(fragments: DataFrame, bookies: Bookies) -> DataFrame:
@@ -98,7 +104,8 @@ def _with_last_entry(metadata: DataFrame, held: DataFrame) -> DataFrame:
     is_open = F.col("state") != "CLOSED"
     of_open = held.join(metadata.filter(is_open).select(QUALIFIED_NAME), QUALIFIED_NAME, "left_semi")
     # A damaged entry must not decide how far its ledger goes; entries whose digest cannot be checked here have to.
-    confirmed = of_open.groupBy(QUALIFIED_NAME).agg(F.coalesce(F.max("checkedLac"), F.max("anyLac")).alias("last"))
+    checked = F.max(F.when(F.col("digest").isNotNull(), F.col("lac")))
+    confirmed = of_open.groupBy(QUALIFIED_NAME).agg(F.coalesce(checked, F.max("lac")).alias("last"))
     open_ledgers = metadata.filter(is_open).join(confirmed, QUALIFIED_NAME)
     return metadata.filter(~is_open).withColumn("last", F.col("lastEntryId")).unionByName(open_ledgers)
 
@@ -117,15 +124,3 @@ def _fragments(ledgers: DataFrame) -> DataFrame:
     sizes = (QUALIFIED_NAME, "ensembleSize", "writeQuorumSize")
     fragments = ledgers.select(*sizes, F.explode(F.transform("ensembles", fragment)).alias("fragment"))
     return fragments.select(*sizes, "fragment.*")
-
-
-def _replicas(fragments: DataFrame) -> DataFrame:
-    """Return one row for each entry and each bookie of its write set."""
-    chunks = F.sequence("first", "last", F.lit(_CHUNK).cast("bigint"))
-    entry_ids = F.sequence("chunk", F.least(F.col("chunk") + (_CHUNK - 1), "last"))
-    return (
-        fragments.withColumn("chunk", F.explode(chunks))
-        .withColumn("entryId", F.explode(entry_ids))
-        .withColumn("bookieId", F.explode(_write_set(F.col("entryId"))))
-        .select(*REPLICA)
-    )

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from bkctl.formats.entry import DigestType
 from bkctl.spark import functions as F
-from bkctl.spark.jobs.entry_problems import REPLICA, Problem
+from bkctl.spark.jobs.entry_blocks import Ids, unfold
+from bkctl.spark.jobs.entry_problems import Problem
 from bkctl.spark.jobs.frames import QUALIFIED_NAME
+from bkctl.spark.sources.columns import DAMAGE
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
+
+    from bkctl.spark.jobs.entry_blocks import Mask
 
 INTACT: Final = "intact"
 #: Columns cannot decide: the replica is intact if one of the deciding `looks` finds it.
@@ -18,25 +23,33 @@ IN_DOUBT: Final = "look"
 
 
 def judge_replicas(promised: DataFrame, held: DataFrame, ledgers: DataFrame, *, indexes: bool) -> DataFrame:
-    """Return each replica that is promised or held, of existing `ledgers`, with `verdict`, `served` and `looks`.
+    """Return each replica, of existing `ledgers`, that is not intact by columns, with `verdict`, `served` and `looks`.
 
-    `verdict` of a promised replica is INTACT, IN_DOUBT, missing or notIndexed, else null. `served` is the copy that the
-    index names; without `indexes`, the newest copy. `looks` are the records to read: those that decide where the
-    verdict is IN_DOUBT, and copies that no index names and whose columns do not match.
+    `promised` and `held` are blocks; what agrees in them is not unfolded. `verdict` of a promised replica is INTACT,
+    IN_DOUBT, missing or notIndexed, else null. `served` is the copy that the index names; without `indexes`, the newest
+    copy. `looks` are the records to read: those that decide where the verdict is IN_DOUBT, and copies that no index
+    names and whose columns do not match.
     """
-    rows = promised.join(held.filter(F.col(QUALIFIED_NAME).isNotNull()), list(REPLICA), "full_outer")
-    rows = rows.withColumn("promised", F.coalesce("promised", F.lit(False))).join(ledgers, QUALIFIED_NAME, "inner")
+    of_ledgers = held.join(ledgers.select(QUALIFIED_NAME, "digestType"), QUALIFIED_NAME)
+    of_ledgers = of_ledgers.withColumn("matches", _matches(F.col("digest"))).drop("digestType", DAMAGE, "size", "lac")
+    blocks = promised.unionByName(of_ledgers, allowMissingColumns=True)
+    rows = unfold(blocks, partial(_is_doubtful, indexes)).join(ledgers, QUALIFIED_NAME)
     rows = _with_served_copy(rows, indexes=indexes).withColumn("verdict", _verdict())
     in_doubt = F.coalesce(F.col("verdict") == IN_DOUBT, F.lit(False))
     deciding = F.filter(_deciding_looks(), lambda look: in_doubt & look.isNotNull())
-    return rows.withColumn("looks", F.concat(deciding, _other_looks()))
+    judged = rows.withColumn("looks", F.concat(deciding, _other_looks()))
+    return judged.filter((F.col("verdict") != INTACT) | (F.size("looks") > 0))
+
+
+def _is_doubtful(indexes: bool, ids: Ids) -> Mask:
+    """Return the entries for which the table of verdicts says more than INTACT, or which have copies to look at."""
+    return ids.mismatched | (ids.promised & ~(ids.replayed | (ids.served if indexes else ids.logged)))
 
 
 def _with_served_copy(rows: DataFrame, *, indexes: bool) -> DataFrame:
     def is_at_place(copy: Column) -> Column:
         return (copy["logId"] == F.col("place.logId")) & (copy["offset"] == F.col("place.offset"))
 
-    rows = rows.withColumn("copies", F.coalesce("copies", F.array()))
     if indexes:
         return rows.withColumn("served", F.get(F.filter("copies", is_at_place), F.lit(0)))
     rows = rows.withColumn("served", F.array_max("copies"))
@@ -49,8 +62,8 @@ def _conditions() -> dict[str, Column]:
     served, journaled = F.col("served"), F.col("journaled")
     return {
         "notPromised": ~F.col("promised"),
-        "replayed": journaled.isNotNull() & _matches(journaled),
-        "served": served.isNotNull() & _matches(served),
+        "replayed": journaled.isNotNull() & _matches(journaled["digest"]),
+        "served": served.isNotNull() & _matches(served["digest"]),
         "replayInDoubt": journaled.isNotNull(),
         "indexed": F.col("place").isNotNull(),
         "logged": F.size("copies") > 0,
@@ -77,12 +90,10 @@ def _verdict() -> Column:
     return verdict
 
 
-def _matches(record: Column) -> Column:
-    """Return whether `record` matches its ledger's digest type, or has no digest to check."""
+def _matches(digest: Column) -> Column:
+    """Return whether a record's `digest` is its ledger's digest type, or the ledger has no digest to check."""
     digest_type = F.col("digestType")
-    return (
-        digest_type.isNull() | (digest_type == DigestType.DUMMY.name) | record["digest"].eqNullSafe(digest_type)
-    )  # fmt: skip
+    return digest_type.isNull() | (digest_type == DigestType.DUMMY.name) | digest.eqNullSafe(digest_type)
 
 
 def _deciding_looks() -> Column:
@@ -101,7 +112,7 @@ def _other_looks() -> Column:
 
     def is_doubtful(copy: Column) -> Column:
         is_served = F.col("promised") & copy.eqNullSafe(F.col("served"))
-        return ~is_served & ~_matches(copy)
+        return ~is_served & ~_matches(copy["digest"])
 
     return F.transform(F.filter("copies", is_doubtful), lambda copy: look_at("log", copy, decides=False))
 

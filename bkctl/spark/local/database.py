@@ -103,7 +103,7 @@ class LocalDatabase:
                 exists = True
             return f"SELECT * FROM {table}"
 
-        return Frame(self, write)
+        return Frame(self, write, is_stored=True)
 
     def frame_of_dataset(self, schema: pa.Schema, dataset: Any) -> Frame:
         """Return the rows of an Arrow dataset or table, which queries read in parts."""

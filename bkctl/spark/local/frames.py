@@ -47,8 +47,10 @@ class Row(tuple[Any, ...]):
 class Frame:
     """Rows of a query. `schema` and `columns` are known without reading rows."""
 
-    def __init__(self, database: LocalDatabase, write: _Writer) -> None:
+    def __init__(self, database: LocalDatabase, write: _Writer, *, is_stored: bool = False) -> None:
         self._database, self._write = database, write
+        #: The rows are in tables already.
+        self._is_stored = is_stored
         self._is_persisted = False
         self._table: str | None = None
 
@@ -79,7 +81,7 @@ class Frame:
 
     def persist(self) -> Frame:
         """Keep the rows from the next query on."""
-        self._is_persisted = True
+        self._is_persisted = not self._is_stored
         return self
 
     def unpersist(self) -> Frame:
@@ -172,7 +174,8 @@ class Frame:
         """Return the rows of both; a column that one of them lacks is null there."""
         assert allowMissingColumns or sorted(self.columns) == sorted(other.columns)
         return Frame(
-            self._database, lambda query: f"({self.sql(query)}) UNION ALL BY NAME ({other.sql(query)})"
+            self._database, lambda query: f"({self.sql(query)}) UNION ALL BY NAME ({other.sql(query)})",
+            is_stored=self._is_stored and other._is_stored,
         )  # fmt: skip
 
     def mapInArrow(

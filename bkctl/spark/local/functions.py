@@ -211,6 +211,10 @@ def floor(value: str | Expression) -> Expression:
     return Expression(f"CAST(FLOOR({_sql(value)}) AS BIGINT)")
 
 
+def shiftright(value: str | Expression, bits: int) -> Expression:
+    return Expression(f"({_sql(value)} >> {bits})")
+
+
 def pmod(value: str | Expression, divisor: str | Expression) -> Expression:
     by = _sql(divisor)
     return Expression(f"((({_sql(value)} % {by}) + {by}) % {by})")

@@ -1,0 +1,406 @@
+"""Blocks of entries: the records of 1,024 adjacent entry ids of a ledger in a file, in one row.
+
+Tasks fold records to blocks where they read them, so a shuffle moves blocks. The blocks of one bookie, ledger and range
+of entries meet in one task, which compares them as arrays and unfolds the entries that a job chooses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from bkctl.formats.record import RECORD_SIZE
+from bkctl.spark import functions as F
+from bkctl.spark.jobs.entry_problems import REPLICA
+from bkctl.spark.jobs.frames import QUALIFIED_NAME
+from bkctl.spark.schemas import arrow_schema
+from bkctl.spark.sources.columns import DAMAGE, TYPES
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    import pyarrow as pa
+    from pyspark.sql import Column, DataFrame
+
+    Numbers = npt.NDArray[np.int64]
+    Mask = npt.NDArray[np.bool_]
+
+#: A block has 2^BLOCK_BITS entry ids.
+BLOCK_BITS: Final = 10
+_BLOCK_SIZE: Final = 1 << BLOCK_BITS
+#: Values of the column `source`.
+LOG, INDEX, JOURNAL, PROMISE = "log", "index", "journal", "promise"
+
+#: One bookie, ledger and range of entries: their blocks are compared with each other.
+_PLACE: Final = ("bookieId", QUALIFIED_NAME, "block")
+_RECORD: Final = {
+    "file": "string", "fileId": "bigint", "offset": "bigint", "recordSize": "bigint", "lastAddConfirmed": "bigint",
+    "digest": "string", "replayed": "boolean", DAMAGE: TYPES[DAMAGE],
+}  # fmt: skip
+#: Columns in which all records of a block agree. `fileId` is the id of a log or journal.
+_SHARED: Final = {
+    "bookieId": "string", QUALIFIED_NAME: "string", "block": "bigint", "source": "string", "file": "string",
+    "fileId": "bigint", "digest": "string", "replayed": "boolean",
+}  # fmt: skip
+#: `size`: bytes of the records with their size fields. `lac`: the highest last add confirmed that a record vouches for.
+#: `packed`: entry ids in the block, offsets and, for journals, sizes of the records.
+BLOCKS: Final = {
+    **_SHARED, "entryCount": "bigint", "size": "bigint", "lac": "bigint", "packed": "binary", DAMAGE: TYPES[DAMAGE],
+}  # fmt: skip
+_UNFOLDED: Final = (
+    f"bookieId string, {QUALIFIED_NAME} string, entryId bigint, promised boolean, "
+    "copies array<struct<logId:bigint,offset:bigint,file:string,digest:string>>, "
+    "place struct<logId:bigint,offset:bigint>, "
+    "journaled struct<journalId:bigint,offset:bigint,file:string,digest:string>, "
+    "recorded struct<replayed:boolean,journalId:bigint,offset:bigint,file:string,recordSize:bigint>"
+)
+#: Records that are folded at once.
+_FOLD_ROWS: Final = 1 << 18
+#: Entries, and entry ids of blocks, that are compared at once, about.
+_COMPARE_ENTRIES: Final = 1 << 20
+
+
+def ddl_of(columns: dict[str, str]) -> str:
+    """Return columns and their types as Spark's DDL."""
+    return ", ".join(f"{name} {kind}" for name, kind in columns.items())
+
+
+# --- records to blocks ------------------------------------------------------------------------------------------------
+
+
+def fold(records: DataFrame, source: str, file_id: str, **values: Column) -> DataFrame:
+    """Return records or places (bookieId, ledger, entryId, offset, `damage`) as BLOCKS; a row of damage stays a row.
+
+    `file_id` is the column with the id of the log or journal; `values` are more columns of a record: file, recordSize,
+    lastAddConfirmed, digest, replayed.
+    """
+    given: dict[str, Column] = {name: F.col(name) for name in ("offset", DAMAGE) if name in records.columns}
+    given |= {"fileId": F.col(file_id), **values}
+    columns = [given.get(name, F.lit(None).cast(kind)).alias(name) for name, kind in _RECORD.items()]
+    chosen = records.select(*REPLICA, F.lit(source).alias("source"), *columns)
+    return chosen.mapInArrow(_fold_batches, ddl_of(BLOCKS))
+
+
+def _fold_batches(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    import pyarrow as pa
+
+    waiting: list[pa.RecordBatch] = []
+    count = 0
+    for batch in batches:
+        waiting.append(batch)
+        count += batch.num_rows
+        if count >= _FOLD_ROWS:
+            yield from _fold(pa.Table.from_batches(waiting))
+            waiting, count = [], 0
+    if count:
+        yield from _fold(pa.Table.from_batches(waiting))
+
+
+def _fold(records: pa.Table) -> Iterator[pa.RecordBatch]:
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    schema = arrow_schema(ddl_of(BLOCKS))
+    is_data = pc.is_null(records.column(DAMAGE))
+    if records.num_rows > pc.sum(is_data).as_py():
+        damages = records.filter(pc.invert(is_data)).select(["bookieId", DAMAGE])
+        yield from _conform({name: damages.column(name) for name in damages.column_names}, damages.num_rows, schema)
+        records = records.filter(is_data)
+    if not records.num_rows:
+        return
+    entry_ids = records.column("entryId").to_numpy()
+    # No entry confirms itself, so a damaged one with a digest that cannot be checked here (HMAC, DUMMY) promises
+    # nothing beyond itself.
+    before = pa.array(np.maximum(entry_ids, np.iinfo(np.int64).min + 1) - 1)
+    confirmed = records.column("lastAddConfirmed")
+    lac = pc.if_else(pc.is_valid(confirmed), pc.min_element_wise(confirmed, before), pa.scalar(None, pa.int64()))
+    sizes = pc.fill_null(records.column("recordSize"), 0)
+    packed_sizes = pc.if_else(pc.equal(records.column("source"), JOURNAL), sizes, pa.scalar(0, pa.int64()))
+    columns = {name: records.column(name) for name in _SHARED if name != "block"}
+    columns |= {
+        "block": pa.array(entry_ids >> BLOCK_BITS), "low": pa.array(entry_ids & (_BLOCK_SIZE - 1)),
+        "offset": records.column("offset"), "packedSize": packed_sizes, "size": sizes, "lac": lac,
+    }  # fmt: skip
+    lists = ("low", "offset", "packedSize")
+    grouped = pa.table(columns).group_by(list(_SHARED), use_threads=False)
+    found = grouped.aggregate([*((name, "list") for name in lists), ("size", "sum"), ("lac", "max")])
+    arrays = [found.column(f"{name}_list").combine_chunks() for name in lists]
+    borders = arrays[0].offsets.to_numpy()
+    counts, spans = np.diff(borders), zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True)
+    rows = np.stack([array.values.to_numpy() for array in arrays])
+    packed = [_pack(rows[:, first:last]) for first, last in spans]
+    blocks = {name: found.column(name) for name in _SHARED}
+    blocks |= {
+        "entryCount": pa.array(counts, pa.int64()), "packed": pa.array(packed, pa.binary()),
+        "size": pc.add(found.column("size_sum"), pa.array(counts * RECORD_SIZE.size, pa.int64())),
+        "lac": found.column("lac_max"),
+    }  # fmt: skip
+    yield from _conform(blocks, found.num_rows, schema)
+
+
+def _conform(columns: dict[str, Any], count: int, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    """Yield the columns of `schema`; those that `columns` lacks are null."""
+    import pyarrow as pa
+
+    arrays = [
+        columns[field.name].cast(field.type) if field.name in columns else pa.nulls(count, field.type)
+        for field in schema
+    ]
+    yield from pa.Table.from_arrays(arrays, schema=schema).to_batches()
+
+
+def _pack(rows: Numbers) -> bytes:
+    """Return numbers as the compressed differences from one to the next, which are few bytes for a run of records."""
+    import numpy as np
+
+    return bytes(_codec().compress(np.diff(rows, prepend=0).tobytes(), asbytes=True))
+
+
+def _unpack(packed: bytes, count: int) -> Numbers:
+    """Return the three rows of `count` numbers of `_pack`."""
+    import numpy as np
+
+    data = _codec().decompress(packed, 3 * count * 8)
+    found: Numbers = np.frombuffer(data, np.int64).reshape(3, count).cumsum(axis=1)
+    return found
+
+
+def _codec() -> pa.Codec:
+    import pyarrow as pa
+
+    return pa.Codec("zstd", compression_level=1)
+
+
+# --- blocks to entries ------------------------------------------------------------------------------------------------
+
+
+class Ids(NamedTuple):
+    """Masks of one length: facts about each entry id of some blocks."""
+
+    #: Metadata promises the entry on the bookie.
+    promised: Mask
+    #: An entry log has a copy.
+    logged: Mask
+    #: An entry log has a copy that does not match its ledger's digest type.
+    mismatched: Mask
+    #: The index names a copy.
+    served: Mask
+    #: The last record that a start replays matches its ledger's digest type.
+    replayed: Mask
+    #: A journal has a record.
+    recorded: Mask
+
+
+def unfold(blocks: DataFrame, choose: Callable[[Ids], Mask]) -> DataFrame:
+    """Return the entries that `choose` chooses, one row for each entry and bookie.
+
+    Columns: REPLICA, `promised`; `copies` in entry logs, from the oldest; `place`, the location in the index;
+    `journaled`, the last record that a start replays from a journal; `recorded`, the last record in any journal.
+    `blocks` have `matches` (their records match the digest type of their ledgers), and blocks of promises the `first`
+    and `last` entry of a fragment, the bookie's `position` in its ensemble, ensembleSize and writeQuorumSize.
+    """
+    together = blocks.repartition(*_PLACE).sortWithinPartitions(*_PLACE, "file")
+    return together.mapInArrow(partial(_unfold_batches, choose), _UNFOLDED)
+
+
+def _unfold_batches(choose: Callable[[Ids], Mask], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    for table in _together(batches):
+        yield from _Compared(table).rows(choose)
+
+
+def _together(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
+    """Yield the rows in tables of a bounded number of entries; no table ends between blocks of one place."""
+    import numpy as np
+    import pyarrow as pa
+
+    waiting: list[pa.RecordBatch] = []
+    previous: pa.RecordBatch | None = None
+    number = total = 0
+    for batch in batches:
+        if not batch.num_rows:
+            continue
+        begins = _begins(batch, previous)
+        previous = batch.slice(batch.num_rows - 1)
+        sizes = batch.column(batch.schema.get_field_index("entryCount")).to_numpy() + _BLOCK_SIZE * begins
+        before = total + np.cumsum(sizes) - sizes
+        total += int(sizes.sum())
+        starts = np.flatnonzero(begins)
+        numbers = before[starts] // _COMPARE_ENTRIES
+        cuts = starts[np.flatnonzero(np.diff(numbers, prepend=number))].tolist()
+        number = int(numbers[-1]) if len(numbers) else number
+        at = 0
+        for cut in cuts:
+            waiting.append(batch.slice(at, cut - at))
+            yield pa.Table.from_batches(waiting)
+            waiting, at = [], cut
+        waiting.append(batch.slice(at))
+    if waiting:
+        yield pa.Table.from_batches(waiting)
+
+
+def _begins(rows: pa.RecordBatch | pa.Table, previous: pa.RecordBatch | None = None) -> Mask:
+    """Return which rows are of another place than the row before; the first one is, without a `previous` row."""
+    import numpy as np
+    import pyarrow as pa
+
+    begins = np.zeros(rows.num_rows, np.bool_)
+    for name in _PLACE:
+        column: Any = rows.column(rows.schema.get_field_index(name))
+        column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+        if name != "block":
+            column = column.dictionary_encode().indices
+        values = column.to_numpy()
+        begins[1:] |= values[1:] != values[:-1]
+    first = [rows.column(rows.schema.get_field_index(name))[0].as_py() for name in _PLACE]
+    begins[0] = previous is None or first != [
+        previous.column(previous.schema.get_field_index(name))[0].as_py() for name in _PLACE
+    ]
+    return begins
+
+
+class _Records(NamedTuple):
+    """Records or places: the row of the block that has each, its slot, offset and size."""
+
+    rows: Numbers
+    slots: Numbers
+    offsets: Numbers
+    sizes: Numbers
+
+    def of(self, wanted: Any) -> _Records:
+        return _Records(*(values[wanted] for values in self))
+
+
+class _Compared:
+    """The blocks of a table. Each entry id of each of its places has a slot."""
+
+    def __init__(self, table: pa.Table) -> None:
+        import numpy as np
+
+        self._table = table = table.combine_chunks()
+        starts = _begins(table)
+        self._firsts = np.flatnonzero(starts)
+        places = np.cumsum(starts) - 1
+        self._source = np.array(table.column("source").to_pylist())
+        self._file_ids = self._numbers("fileId")
+        matches, replays = (self._flags(name) for name in ("matches", "replayed"))
+        count = len(self._firsts) << BLOCK_BITS
+        promised, logged, mismatched, served, replayed, recorded = (np.zeros(count, np.bool_) for _ in range(6))
+        promised[self._promised_slots(places)] = True
+        self._copies = copies = self._records(places, LOG)
+        logged[copies.slots] = True
+        mismatched[copies.slots[~matches[copies.rows]]] = True
+        indexed, records = self._records(places, INDEX), self._records(places, JOURNAL)
+        self._places = self._newest(count, indexed)
+        at = self._places.of(copies.slots)
+        is_served = (self._file_ids[at.rows] == self._file_ids[copies.rows]) & (at.offsets == copies.offsets)
+        served[copies.slots[is_served & (at.rows >= 0)]] = True
+        self._journaled = self._newest(count, records.of(replays[records.rows]))
+        replayed = (self._journaled.rows >= 0) & matches[self._journaled.rows]
+        self._replays = replays
+        self._recorded = self._newest(count, records, replays)
+        recorded[records.slots] = True
+        self._ids = Ids(promised, logged, mismatched, served, replayed, recorded)
+
+    def rows(self, choose: Callable[[Ids], Mask]) -> Iterator[pa.RecordBatch]:
+        """Yield the rows of `unfold`."""
+        import numpy as np
+        import pyarrow as pa
+
+        mask = choose(self._ids)
+        chosen = np.flatnonzero(mask)
+        if not len(chosen):
+            return
+        copies = self._copies.of(mask[self._copies.slots])
+        copies = copies.of(np.lexsort((copies.offsets, self._file_ids[copies.rows], copies.slots)))
+        borders = np.append(np.searchsorted(copies.slots, chosen), len(copies.slots)).astype(np.int32)
+        firsts = self._firsts[chosen >> BLOCK_BITS]
+        entry_ids = (self._numbers("block")[firsts] << BLOCK_BITS) | (chosen & (_BLOCK_SIZE - 1))
+        copy_structs = self._structs(copies, "logId", "offset", "file", "digest")
+        columns = {
+            "bookieId": self._take("bookieId", firsts),
+            QUALIFIED_NAME: self._take(QUALIFIED_NAME, firsts),
+            "entryId": pa.array(entry_ids),
+            "promised": pa.array(self._ids.promised[chosen]),
+            "copies": pa.ListArray.from_arrays(pa.array(borders), copy_structs),
+            "place": self._structs(self._places.of(chosen), "logId", "offset"),
+            "journaled": self._structs(self._journaled.of(chosen), "journalId", "offset", "file", "digest"),
+            "recorded": self._structs(
+                self._recorded.of(chosen), "replayed", "journalId", "offset", "file", "recordSize"
+            ),
+        }
+        yield from _conform(columns, len(chosen), arrow_schema(_UNFOLDED))
+
+    def _numbers(self, name: str) -> Numbers:
+        import pyarrow.compute as pc
+
+        found: Numbers = pc.fill_null(self._table.column(name), 0).to_numpy()
+        return found
+
+    def _flags(self, name: str) -> Mask:
+        import pyarrow.compute as pc
+
+        found: Mask = pc.fill_null(self._table.column(name), False).to_numpy()
+        return found
+
+    def _take(self, name: str, rows: Numbers) -> pa.Array:
+        import pyarrow as pa
+
+        return self._table.column(name).take(pa.array(rows, mask=rows < 0)).combine_chunks()
+
+    def _promised_slots(self, places: Numbers) -> Numbers:
+        import numpy as np
+
+        rows = np.flatnonzero(self._source == PROMISE)
+        if not len(rows):
+            return rows
+        names = ("first", "last", "block", "position", "ensembleSize", "writeQuorumSize")
+        first, last, block, position, size, quorum = (self._numbers(name)[rows] for name in names)
+        begin = block << BLOCK_BITS
+        first = np.maximum(first, begin)
+        counts = np.minimum(last, begin + (_BLOCK_SIZE - 1)) - first + 1
+        each = np.repeat(np.arange(len(rows)), counts)
+        entry_ids = first[each] + np.arange(len(each)) - np.repeat(np.cumsum(counts) - counts, counts)
+        # RoundRobinDistributionSchedule: the write set begins at the bookie `entry id % ensemble size`.
+        is_member = (position[each] - entry_ids % size[each]) % size[each] < quorum[each]
+        slots = (places[rows][each] << BLOCK_BITS) | (entry_ids & (_BLOCK_SIZE - 1))
+        found: Numbers = slots[is_member]
+        return found
+
+    def _records(self, places: Numbers, source: str) -> _Records:
+        import numpy as np
+
+        rows = np.flatnonzero(self._source == source)
+        counts = self._numbers("entryCount")[rows]
+        packed = self._table.column("packed").take(rows).to_pylist()
+        arrays = [_unpack(data, count) for data, count in zip(packed, counts.tolist(), strict=True)]
+        lows, offsets, sizes = np.concatenate(arrays, axis=1) if arrays else np.zeros((3, 0), np.int64)
+        of_rows = np.repeat(rows, counts)
+        return _Records(of_rows, (places[of_rows] << BLOCK_BITS) | lows, offsets, sizes)
+
+    def _newest(self, count: int, records: _Records, before: Any = None) -> _Records:
+        """Return each slot's last record by `before`, file id and offset; row -1 for a slot without one."""
+        import numpy as np
+
+        found = np.full(count, -1)
+        found[records.slots] = np.arange(len(records.slots))
+        if np.count_nonzero(found >= 0) < len(records.slots):
+            keys = [records.rows, records.offsets, self._file_ids[records.rows]]
+            order = np.lexsort(keys if before is None else [*keys, before[records.rows]])
+            found[records.slots[order]] = order
+        return _Records(*(np.append(values, -1)[found] for values in records))
+
+    def _structs(self, records: _Records, *names: str) -> pa.StructArray:
+        """Return a struct for each record, of the columns of its block and its own; null for row -1."""
+        import numpy as np
+        import pyarrow as pa
+
+        fields = {
+            "offset": lambda: pa.array(records.offsets),
+            "recordSize": lambda: pa.array(records.sizes),
+            "logId": lambda: self._take("fileId", records.rows),
+            "journalId": lambda: self._take("fileId", records.rows),
+        }
+        arrays = [fields[name]() if name in fields else self._take(name, records.rows) for name in names]
+        return pa.StructArray.from_arrays(arrays, list(names), mask=pa.array(np.asarray(records.rows < 0)))
