@@ -23,6 +23,7 @@ from bkctl.errors import BkctlError, ReadOnlyBookie
 from bkctl.storage.compaction import CompactionStopped, EntryLogCompactor, Throttler, TransactionalEntryLogCompactor
 from bkctl.storage.entry_log_metadata import EntryLogMetadata, EntryLogMetadataMap
 from bkctl.storage.ledger.ledger_storage import LedgerStorage
+from bkctl.storage.sorted_ledgers import SortedLedgers
 
 log: Final = logging.getLogger("bkctl.bookie")
 
@@ -69,7 +70,7 @@ class EntryLogCollector:
         """Find out which ledgers have entries in which log, and which of those the index knows."""
         self._logs.extract(_log_damage)
         # Listed after the logs: every ledger with entries in one of them is here, unless it was deleted.
-        indexed = set(self._storage.ledger_ids())
+        indexed = SortedLedgers(self._storage.ledger_ids())
         for entry_log in self._logs:
             entry_log.keep(indexed)
 

@@ -18,6 +18,7 @@ from bkctl.ids import LedgerId
 from bkctl.metadata.underreplication import LedgerLocks
 from bkctl.model import LedgerLiveness
 from bkctl.storage.ledger.ledger_storage import LedgerStorage
+from bkctl.storage.sorted_ledgers import SortedLedgers
 
 log: Final = logging.getLogger("bkctl.bookie")
 
@@ -54,7 +55,7 @@ class ScanAndCompareGarbageCollector:
         """
         metadata, stats = self._metadata, self._metadata.stats
         stats.scoped_held_back = "the round did not come so far"
-        local = list(self._storage.ledger_ids())
+        local = SortedLedgers(self._storage.ledger_ids())
         stats.active_ledgers = len(local)
         metadata.check_cluster()
         wait_ms = metadata.config.gc_overreplicated_ledger_wait_time
@@ -62,7 +63,7 @@ class ScanAndCompareGarbageCollector:
         self._last_overreplicated_ms = min(self._last_overreplicated_ms, self._clock_ms())
         if 0 < wait_ms < self._clock_ms() - self._last_overreplicated_ms:
             removed = self._collect_overreplicated(local)
-            local = [ledger for ledger in local if ledger not in removed]
+            local = SortedLedgers(ledger for ledger in local if ledger not in removed)
             self._last_overreplicated_ms = self._clock_ms()
         scoped_count = len(local) - bisect_left(local, LedgerId(1, 0))
         scoped_listed = False
@@ -118,7 +119,7 @@ class ScanAndCompareGarbageCollector:
         log.info("Deleted %d ledgers whose metadata is gone or names other bookies: %s", count, shown(ledgers))
         return count
 
-    def _collect_overreplicated(self, local: list[LedgerId]) -> set[LedgerId]:
+    def _collect_overreplicated(self, local: Sequence[LedgerId]) -> set[LedgerId]:
         """Delete the closed ledgers whose metadata names other bookies only; return them.
 
         Source: removeOverReplicatedledgers.
@@ -158,7 +159,7 @@ class ScanAndCompareGarbageCollector:
         return metadata.state is LedgerState.CLOSED and not self._metadata.names_bookie(metadata)
 
 
-def _missing(local: list[LedgerId], first: LedgerId, last: LedgerId, present: Iterable[LedgerId]) -> list[LedgerId]:
+def _missing(local: SortedLedgers, first: LedgerId, last: LedgerId, present: Iterable[LedgerId]) -> list[LedgerId]:
     """Return the ledgers of `local` from `first` to `last` that are not `present`."""
     found = set(present)
     between = local[bisect_left(local, first) : bisect_right(local, last)]

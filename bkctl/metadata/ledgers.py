@@ -369,15 +369,11 @@ class LedgerManager(ABC):
         """Return the metadata in a value of `values`. Raises Corrupt or Unsupported for bad bytes."""
         return self._decode(ledger, self.path(ledger), value)
 
-    def restore(self, ledger: LedgerId, value: bytes, expected: int) -> int:
-        """Write the bytes of a ledger's metadata unchanged, as a new node (NEW) or in place of version `expected`.
-
-        Returns the version. Raises AlreadyExists, NotFound, MetadataVersionConflict, and as `create`.
-        """
-        path = self.path(ledger)
+    def prepare_restore(self, ledger: LedgerId) -> str:
+        """Return the path at which bytes of the ledger's metadata may be written unchanged. Raises as `create`."""
         if ledger.is_scoped:
             self._prepare_scopes()
-        return self.store.put(path, value, expected)
+        return self.path(ledger)
 
     def id_position(self) -> int | None:
         """Return a position past every generated id of scope 0; None: unknown.

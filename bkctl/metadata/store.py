@@ -239,11 +239,11 @@ class MetadataStore(ABC):
         """
 
     def put_many(self, nodes: Sequence[tuple[str, bytes, int]]) -> list[int | BkctlError]:
-        """`put` each node in the given version, independently; a node's error comes in its place.
+        """`put` each node in the given version (NEW creates it), independently; a node's error comes in its place.
 
         Raises only Unreachable: some of the nodes may be written then.
         """
-        return _map(lambda node: self.put(*node), nodes)
+        return map_each(lambda node: self.put(*node), nodes)
 
     @abstractmethod
     def put_all(self, nodes: Sequence[tuple[str, bytes]]) -> None:
@@ -330,15 +330,15 @@ class MetadataStore(ABC):
 
     def claim_many(self, paths: Sequence[str], value: bytes) -> list[Claim | BkctlError]:
         """`claim` each path; AlreadyExists, or another error, comes in its place. Raises only Unreachable."""
-        return _map(lambda path: self.claim(path, value), paths)
+        return map_each(lambda path: self.claim(path, value), paths)
 
     def held_many(self, claims: Sequence[Claim]) -> list[bool]:
         """Return `is_held` of each claim. Raises Unreachable."""
-        return [_value(found) for found in _map(lambda claim: claim.is_held(), claims)]
+        return [_value(found) for found in map_each(lambda claim: claim.is_held(), claims)]
 
     def release_many(self, claims: Sequence[Claim]) -> None:
         """`release` each claim. Raises Unreachable: some may be left then."""
-        for found in _map(lambda claim: claim.release(), claims):
+        for found in map_each(lambda claim: claim.release(), claims):
             _value(found)
 
     @abstractmethod
@@ -361,7 +361,7 @@ class MetadataStore(ABC):
         self.close()
 
 
-def _map(call: Callable[[T], R], items: Sequence[T]) -> list[R | BkctlError]:
+def map_each(call: Callable[[T], R], items: Sequence[T]) -> list[R | BkctlError]:
     """Call `call` with each item, several at once; an error comes in its item's place. Raises only Unreachable."""
 
     def attempt(item: T) -> R | BkctlError:

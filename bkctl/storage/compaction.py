@@ -140,15 +140,16 @@ class EntryLogCompactor:
             self.flush()
         try:
             with EntryLogReader.open(log.path) as reader:
+                ledgers = frozenset(log.ledgers)
                 for batch in reader.batches():
-                    self._copy(log, batch)
+                    self._copy(log, ledgers, batch)
         except (OSError, CompactionStopped):
             self.abort()
             raise
         self._target_for(log, 0).sources.append(log)
 
-    def _copy(self, log: EntryLogMetadata, batch: RecordBatch) -> None:
-        ledgers, window, base = log.ledgers, batch.window, pack_location(log.log_id, 4)
+    def _copy(self, log: EntryLogMetadata, ledgers: frozenset[LedgerId], batch: RecordBatch) -> None:
+        window, base = batch.window, pack_location(log.log_id, 4)
         rows = [
             (ledger, entry_id, base + offset, begin + 4, size)
             for ledger, entry_id, offset, begin, size in zip(

@@ -5,7 +5,7 @@ Source: EntryLogMetadata, InMemoryEntryLogMetadataMap, GarbageCollectorThread.ex
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from bkctl.errors import BkctlError, NotFound
@@ -13,6 +13,7 @@ from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.listing import log_contents
 from bkctl.ids import LedgerId
 from bkctl.storage.entry_logger import EntryLogger
+from bkctl.storage.sorted_ledgers import SizesByLedger
 
 
 class EntryLogMetadata:
@@ -25,27 +26,28 @@ class EntryLogMetadata:
 
     __slots__ = ("ledgers", "log_id", "logger", "path", "remaining_size_bytes", "total_size_bytes", "unindexed")
 
-    def __init__(self, logger: EntryLogger, log_id: int, path: Path, ledgers: dict[LedgerId, int]) -> None:
+    def __init__(self, logger: EntryLogger, log_id: int, path: Path, ledgers: Mapping[LedgerId, int]) -> None:
         self.logger = logger
         self.log_id = log_id
         self.path = path
-        self.ledgers = ledgers
-        self.unindexed: dict[LedgerId, int] = {}
-        self.total_size_bytes = self.remaining_size_bytes = sum(ledgers.values())
+        self.ledgers = SizesByLedger(ledgers)
+        self.unindexed = SizesByLedger()
+        self.total_size_bytes = self.remaining_size_bytes = self.ledgers.total
 
     def keep(self, indexed: Container[LedgerId]) -> None:
         """Update which ledgers the index has: `indexed`."""
-        for ledger in [ledger for ledger in self.ledgers if ledger not in indexed]:
-            size = self.unindexed[ledger] = self.ledgers.pop(ledger)
-            self.remaining_size_bytes -= size
-        for ledger in [ledger for ledger in self.unindexed if ledger in indexed]:
-            size = self.ledgers[ledger] = self.unindexed.pop(ledger)
-            self.remaining_size_bytes += size
+        if all(ledger in indexed for ledger in self.ledgers) and not any(map(indexed.__contains__, self.unindexed)):
+            return
+        sizes = {**self.ledgers, **self.unindexed}
+        self.ledgers = SizesByLedger({ledger: size for ledger, size in sizes.items() if ledger in indexed})
+        self.unindexed = SizesByLedger({ledger: size for ledger, size in sizes.items() if ledger not in indexed})
+        self.remaining_size_bytes = self.ledgers.total
 
     def forget(self, garbage: Container[LedgerId]) -> None:
         """Forget the unindexed ledgers that are in `garbage`."""
-        for ledger in [ledger for ledger in self.unindexed if ledger in garbage]:
-            del self.unindexed[ledger]
+        if any(map(garbage.__contains__, self.unindexed)):
+            kept = {ledger: size for ledger, size in self.unindexed.items() if ledger not in garbage}
+            self.unindexed = SizesByLedger(kept)
 
     def usage(self, size_min: int = 0) -> float:
         """Return the live part of the log, 0.0 to 1.0; a log smaller than `size_min` counts as that large.

@@ -88,6 +88,7 @@ class OpenLedgers:
     def _adopt(self, handle: LedgerHandle) -> LedgerHandle:
         if handle.is_on_disk:
             self._assign_journal(handle)
+            self._storage.make_room()
             self.handles[handle.ledger] = handle
         return handle
 

@@ -95,6 +95,28 @@ def test_put_many_writes_each_node_on_its_own(store: MetadataStore) -> None:
     assert store.put_many([]) == []
 
 
+@pytest.mark.parametrize("directory", ["ledgers", "many"])
+def test_put_many_creates_new_nodes_and_leaves_existing_ones(store: MetadataStore, directory: str) -> None:
+    paths = [f"{directory}/{number:032x}" for number in range(300)]
+    there = store.put(paths[1], b"there", NEW)
+    created = store.put_many([(path, b"%d" % at, NEW) for at, path in enumerate(paths)])
+    assert isinstance(created[1], AlreadyExists)
+    assert all(isinstance(each, int) for at, each in enumerate(created) if at != 1)
+    found = list(store.get_many(paths))
+    assert [each and each[:2] for each in found] == [
+        (b"there", there) if at == 1 else (b"%d" % at, version) for at, version in enumerate(created)
+    ]
+    # All of them exist now, and one of a batch is changed while another is created.
+    assert {type(each) for each in store.put_many([(path, b"no", NEW) for path in paths])} == {AlreadyExists}
+    store.delete(paths[2])
+    assert isinstance(created[0], int)
+    mixed = store.put_many([(paths[0], b"changed", created[0]), (paths[2], b"new", NEW), (paths[3], b"no", 10**6)])
+    assert [type(each) for each in mixed] == [int, int, MetadataVersionConflict]
+    assert [each and each.value for each in store.get_many(paths[:4])] == [b"changed", b"there", b"new", b"3"]
+    large = b"2" * (VALUE_SIZE_BYTES_MAX + 1)
+    assert isinstance(store.put_many([(paths[0], large, NEW), (paths[1], b"", NEW)])[0], UsageError)
+
+
 def test_unconditional_put_creates_and_replaces(store: MetadataStore) -> None:
     first = store.put("a/node", b"0", None)
     assert store.get("a/node")[:2] == (b"0", first)  # type: ignore[index]

@@ -587,7 +587,7 @@ def test_lists_a_ledger_that_leaves_memory_meanwhile(tmp_path: Path, monkeypatch
     assert isinstance(storage.ledgers, InterleavedLedgerStorage)
     walk = storage.ledgers.persistence.ledgers
 
-    def walk_and_flush() -> set[LedgerId]:
+    def walk_and_flush() -> set[int]:
         found = walk()
         storage.run_checkpoint()
         return found

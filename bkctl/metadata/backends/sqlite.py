@@ -15,7 +15,8 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any, Final, NamedTuple
 
 from bkctl.disk import FILE_MODE
@@ -37,6 +38,8 @@ from bkctl.metadata.store import NEW, RACKS, VALUE_SIZE_BYTES_MAX, Claim, Metada
 HEARTBEAT_MS: Final = 2_000
 SESSION_EXPIRY_MS: Final = 6_000
 WATCH_POLL_MS: Final = 200
+#: Nodes that one statement reads: their values are in memory together.
+BATCH_SIZE: Final = 128
 _APPLICATION_ID: Final = 0x424B6374  # "BKct", marks our files among other programs' databases
 _SCHEMA_VERSION: Final = 1
 _SCHEMA: Final = (
@@ -194,30 +197,60 @@ class SqliteStore(MetadataStore):
         rows = self._rows("SELECT value, version, ctime_ms FROM node WHERE parent = ? AND name = ?", (parent, name))
         return Versioned(bytes(rows[0][0]), rows[0][1], rows[0][2]) if rows else None
 
+    def get_many(self, paths: Iterable[str]) -> Iterator[Versioned[bytes] | None]:
+        """See MetadataStore.get_many: a statement reads BATCH_SIZE nodes of one parent."""
+        remaining = iter(paths)
+        while batch := [_split(path) for path in islice(remaining, BATCH_SIZE)]:
+            self._end_dead_sessions()
+            found: dict[tuple[str, str], Versioned[bytes]] = {}
+            for parent in {parent for parent, _ in batch}:
+                names = [name for each, name in batch if each == parent]
+                rows = self._rows(
+                    "SELECT name, value, version, ctime_ms FROM node "
+                    f"WHERE parent = ? AND name IN ({', '.join('?' * len(names))})",
+                    (parent, *names),
+                )
+                found |= {(parent, row[0]): Versioned(bytes(row[1]), row[2], row[3]) for row in rows}
+            yield from map(found.get, batch)
+
     def put(self, path: str, value: bytes, expected: int | None) -> int:
         """See MetadataStore.put."""
-        parent, name = _split(path)
-        _check_size(path, value)
         self._end_dead_sessions()
         with self._transaction() as connection:
-            row = connection.execute(
-                "SELECT version FROM node WHERE parent = ? AND name = ?", (parent, name)
-            ).fetchone()
-            if row is None and expected not in (NEW, None):
-                raise NotFound(f"No {path} in {self.name}")
-            if row is not None and expected == NEW:
-                raise AlreadyExists(f"{path} exists in {self.name}")
-            if row is not None and expected not in (None, row[0]):
-                raise MetadataVersionConflict(f"{path} changed meanwhile: version {row[0]}, expected {expected}")
-            change = _next_change(connection)
-            if row is None:
-                _insert(connection, parent, name, value, None, change)
-                return 0
-            connection.execute(
-                "UPDATE node SET value = ?, version = version + 1, changed = ? WHERE parent = ? AND name = ?",
-                (value, change, parent, name),
-            )
-            return int(row[0]) + 1
+            return self._put(connection, path, value, expected)
+
+    def put_many(self, nodes: Sequence[tuple[str, bytes, int]]) -> list[int | BkctlError]:
+        """See MetadataStore.put_many: one transaction."""
+        results: list[int | BkctlError] = []
+        self._end_dead_sessions()
+        with self._transaction() as connection:
+            for node in nodes:
+                try:
+                    results.append(self._put(connection, *node))
+                except BkctlError as error:
+                    results.append(error)
+        return results
+
+    def _put(self, connection: sqlite3.Connection, path: str, value: bytes, expected: int | None) -> int:
+        """`put` within a transaction; what raises a BkctlError has changed nothing."""
+        parent, name = _split(path)
+        _check_size(path, value)
+        row = connection.execute("SELECT version FROM node WHERE parent = ? AND name = ?", (parent, name)).fetchone()
+        if row is None and expected not in (NEW, None):
+            raise NotFound(f"No {path} in {self.name}")
+        if row is not None and expected == NEW:
+            raise AlreadyExists(f"{path} exists in {self.name}")
+        if row is not None and expected not in (None, row[0]):
+            raise MetadataVersionConflict(f"{path} changed meanwhile: version {row[0]}, expected {expected}")
+        change = _next_change(connection)
+        if row is None:
+            _insert(connection, parent, name, value, None, change)
+            return 0
+        connection.execute(
+            "UPDATE node SET value = ?, version = version + 1, changed = ? WHERE parent = ? AND name = ?",
+            (value, change, parent, name),
+        )
+        return int(row[0]) + 1
 
     def put_all(self, nodes: Sequence[tuple[str, bytes]]) -> None:
         """See MetadataStore.put_all."""

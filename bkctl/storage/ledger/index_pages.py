@@ -241,7 +241,8 @@ class IndexInMemPageMgr:
         With `waits` False, raises NeedsDisk in place of reading the page from its file.
         """
         key = handle.ledger, number
-        page = array("Q") if number * self._slots > handle.indexed_last else None
+        is_new = number * self._slots > handle.indexed_last
+        page = array("Q") if is_new else None
         generation = self._generation
         while True:
             with self._lock:
@@ -258,7 +259,7 @@ class IndexInMemPageMgr:
                     self._evict()
                     return page
                 generation = self._generation
-            if page is None or len(page):
+            if not is_new:
                 if not waits:
                     raise NeedsDisk(handle.ledger, functools.partial(self._load, key))
                 page = self._persistence.read_page(*key)

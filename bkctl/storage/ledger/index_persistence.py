@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from bkctl.disk import DISK_FULL, Files, StorageFile
 from bkctl.errors import Corrupt
@@ -200,15 +200,16 @@ class IndexPersistenceMgr:
         del self._doomed[ledger]
         return changed
 
-    def ledgers(self) -> set[LedgerId]:
-        """Return every ledger with a file; reads the index directories.
+    def ledgers(self) -> set[int]:
+        """Return the 128-bit number of every ledger with a file; reads the index directories.
 
         Raises OSError, also if a directory is missing: its ledgers may still exist.
         """
-        found: set[LedgerId] = set()
+        found: set[int] = set()
         for directory in self.directories:
-            found.update(_ledgers_in(directory, depth=0))
-        return found.difference(list(self._doomed))
+            found.update(ledger.value for ledger in _ledgers_in(directory, depth=0))
+        found.difference_update(ledger.value for ledger in list(self._doomed))
+        return found
 
     def has_scoped_ledgers(self) -> bool:
         """Return whether any ledger of a scope other than 0 has an index file."""
@@ -316,13 +317,11 @@ class IndexPersistenceMgr:
         return range(first, last + 1)
 
     def read_page(self, ledger: LedgerId, number: int) -> array[int]:
-        """Return one page of locations; 0 beyond the end of the file, or without a file. Raises OSError, Corrupt."""
+        """Return one page of locations, up to its last one; empty without a file. Raises OSError, Corrupt."""
         # An entry log, or a client, may name entries that no index file can have.
         is_possible = 0 <= number * self._slots <= formats.ENTRY_ID_MAX
         file = self._file_of(ledger) if is_possible else None
-        page = array("Q") if file is None else self._page_in(file, number)
-        page.frombytes(bytes(self._page_size - len(page) * 8))
-        return page
+        return array("Q") if file is None else self._page_in(file, number)
 
     def pages_on_disk(self, ledger: LedgerId) -> Iterator[int]:
         """Yield the numbers of the pages that the ledger's file has, ascending, without its holes. Raises OSError."""
@@ -502,9 +501,11 @@ def _exists(path: str) -> bool:
     return True
 
 
-def _decode(data: Any) -> array[int]:
+def _decode(data: Buffer) -> array[int]:
+    """Return the locations in a page of a file, without the zeros at its end: many ledgers have few entries."""
     page = array("Q")
-    page.frombytes(data[: len(data) // 8 * 8])
+    used = len(bytes(data[: len(data) // 8 * 8]).rstrip(b"\0"))
+    page.frombytes(data[: -(-used // 8) * 8])
     if SWAP:
         page.byteswap()
     return page

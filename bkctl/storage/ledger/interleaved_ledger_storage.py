@@ -171,9 +171,11 @@ class InterleavedLedgerStorage(LedgerStorage[IndexedHandle]):
 
     def ledger_ids(self, scope: int | None = None) -> Iterator[LedgerId]:
         # In this order: a ledger that leaves memory meanwhile has its file by then.
-        found = {ledger for ledger, handle in list(self.handles.items()) if not handle.deleted}
+        found = {ledger.value for ledger, handle in list(self.handles.items()) if not handle.deleted}
         found |= self.persistence.ledgers()
-        return iter(sorted(ledger for ledger in found if scope is None or ledger.scope_id == scope))
+        if scope is not None:
+            found = {value for value in found if value >> 64 == scope}
+        return map(LedgerId.from_value, sorted(found))
 
     def has_scoped_ledgers(self) -> bool:
         return bool(self._scoped_logger.log_ids) or self.persistence.has_scoped_ledgers()

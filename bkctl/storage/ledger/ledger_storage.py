@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Final, Generic, TypeAlias, TypeVar
 
+from bkctl.config import BookieConfig
 from bkctl.disk import NO_SPACE
 from bkctl.errors import BkctlError
 from bkctl.formats.layout import Buffer
@@ -116,6 +117,9 @@ class LedgerStorage(ABC, Generic[Handle]):
     handles: dict[LedgerId, Handle]
     #: All id spaces of entry logs.
     entry_loggers: Sequence[EntryLogger]
+    config: BookieConfig
+    #: The handles that the last eviction by `make_room` left.
+    _handles_left = 0
 
     @abstractmethod
     def open(self) -> None:
@@ -152,6 +156,17 @@ class LedgerStorage(ABC, Generic[Handle]):
         handle.master_key = master_key
         self.handles[handle.ledger] = handle
         self.change_header(handle)
+
+    def make_room(self) -> None:
+        """Evict handles before another one comes, if many have come (E): a bookie that is only read has no flushes."""
+        limit = self.config.open_file_limit
+        if len(self.handles) > max(limit, self._handles_left) + limit // 4:
+            self._evict_handles()
+            self._handles_left = len(self.handles)
+
+    @abstractmethod
+    def _evict_handles(self) -> None:
+        """Evict the oldest handles beyond `openFileLimit` whose state is on disk (E)."""
 
     @abstractmethod
     def change_header(self, handle: Handle) -> None:

@@ -106,5 +106,8 @@ def test_pages_are_padded_when_written(tmp_path: Path, entry_ids: list[int]) -> 
     assert pages.location(LEDGER, SLOTS - 1) in (0, 100 + SLOTS - 1)
     flush(persistence, pages)
     assert handle.index_path.stat().st_size == HEADER_SIZE + PAGE_SIZE
-    expected = [100 + slot if slot in entry_ids else 0 for slot in range(SLOTS)]
-    assert list(open_index(tmp_path)[0].read_page(LEDGER, 0)) == expected
+    expected = [100 + slot if slot in entry_ids else 0 for slot in range(max(entry_ids) + 1)]
+    again, others = open_index(tmp_path)
+    assert list(again.read_page(LEDGER, 0)) == expected, "without the padding, which would fill memory"
+    assert [others.location(LEDGER, slot) for slot in range(SLOTS)][: len(expected)] == expected
+    assert others.location(LEDGER, SLOTS - 1) == (expected[SLOTS - 1] if len(expected) == SLOTS else 0)

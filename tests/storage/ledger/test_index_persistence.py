@@ -75,7 +75,7 @@ def test_locations_survive_a_flush(tmp_path: Path, ledger: LedgerId) -> None:
     again = open_index(tmp_path)[0].load(ledger)
     assert again is not None
     assert (again.last_entry, again.master_key, again.fenced) == (1000, b"key", False)
-    assert persistence.ledgers() == {ledger}
+    assert persistence.ledgers() == {ledger.value}
     assert persistence.has_scoped_ledgers() == ledger.is_scoped
 
 
@@ -186,7 +186,7 @@ def test_flush_removes_files_of_doomed_ledgers(tmp_path: Path) -> None:
     handle.deleted = True
     persistence.doom(PLAIN)
     pages.forget(PLAIN)
-    assert persistence.ledgers() == {SCOPED}
+    assert persistence.ledgers() == {SCOPED.value}
     assert persistence.load(PLAIN) is None
     assert pages.location(PLAIN, 0) == 0
     assert persistence.has_doomed
@@ -220,7 +220,7 @@ def test_missing_index_directory_is_an_error(tmp_path: Path) -> None:
         flush(persistence, pages)
     assert not (tmp_path / "b").exists()
     (tmp_path / "away").rename(tmp_path / "b")
-    assert again.ledgers() == {PLAIN}
+    assert again.ledgers() == {PLAIN.value}
     flush(persistence, pages)
     assert locations(tmp_path, PLAIN) == {0: 1, 1000: 1001}
 
@@ -231,7 +231,7 @@ def test_lists_a_ledger_whose_relocation_crashed(tmp_path: Path, ledger: LedgerI
     path = fill(persistence, pages, ledger, 0).index_path
     flush(persistence, pages)
     path.rename(path.with_name(f"{path.name}.rloc"))
-    assert open_index(tmp_path)[0].ledgers() == {ledger}
+    assert open_index(tmp_path)[0].ledgers() == {ledger.value}
     assert locations(tmp_path, ledger) == {0: 1}
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from bkctl.errors import AlreadyExists, Conflict, Corrupt, MetadataVersionConflict, NotFound
+from bkctl.errors import AlreadyExists, BkctlError, Conflict, Corrupt, MetadataVersionConflict, NotFound
 from bkctl.formats.metadata import LedgerLayout
 from bkctl.ids import I64_MAX, U64_MAX, LedgerId
 from bkctl.metadata.admin.dump.records import DumpHeader, DumpRecord, DumpSource
@@ -20,7 +20,9 @@ from bkctl.metadata.underreplication import mark_path
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-CONCURRENCY: Final = 32
+#: Batches that are written at once, and records in each.
+CONCURRENCY: Final = 8
+BATCH_SIZE: Final = 100
 
 
 @dataclass
@@ -108,7 +110,7 @@ def import_records(
     record_change: Callable[[str, bytes | None, bytes], None] = lambda *_: None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> ImportSummary:
-    """Write records into a cluster, several at once; skip records that exist with the same value.
+    """Write records into a cluster, many at once; skip records that exist with the same value.
 
     So a second run finishes an interrupted one. A record that exists with another value is a conflict and stays; with
     `overwrite` it is replaced, after `record_change(path, before, after)` (called from several threads). The store's
@@ -117,11 +119,9 @@ def import_records(
     from concurrent.futures import ThreadPoolExecutor
 
     result = ImportSummary()
-    under_way: deque[Future[tuple[DumpRecord, str]]] = deque()
+    under_way: deque[Future[list[_Write]]] = deque()
     waiting: deque[DumpRecord] = deque()
-
-    def write(record: DumpRecord, found: Versioned[bytes] | None) -> tuple[DumpRecord, str]:
-        return record, _write(record, found, target, overwrite, record_change)
+    batch: list[_Write] = []
 
     def count(record: DumpRecord, outcome: str) -> None:
         if outcome == "conflict":
@@ -131,19 +131,25 @@ def import_records(
         if not result.count % 100:
             progress(result.count)
 
+    def finish(left: int) -> None:
+        while len(under_way) > left:
+            for write in under_way.popleft().result():
+                count(write.record, write.outcome)
+
     with ThreadPoolExecutor(CONCURRENCY, thread_name_prefix="import") as executor:
         # Reads are batched, so that a second run is fast: it writes nothing.
         for found in target.store.get_many(_paths(records, target, dry_run, result, waiting)):
-            record = waiting.popleft()
-            outcome = _outcome(record, found, overwrite)
-            if dry_run or outcome in ("same", "conflict"):
-                count(record, outcome)
+            write = _Write(waiting.popleft(), found, overwrite)
+            if dry_run or not write.is_needed:
+                count(write.record, write.outcome)
                 continue
-            under_way.append(executor.submit(write, record, found))
-            if len(under_way) >= 2 * CONCURRENCY:
-                count(*under_way.popleft().result())
-        while under_way:
-            count(*under_way.popleft().result())
+            batch.append(write)
+            if len(batch) == BATCH_SIZE:
+                under_way.append(executor.submit(_write_all, batch, target, record_change))
+                batch = []
+                finish(CONCURRENCY)
+        under_way.append(executor.submit(_write_all, batch, target, record_change))
+        finish(0)
     return result
 
 
@@ -165,40 +171,52 @@ def _paths(
         yield _path(record, target)
 
 
-def _outcome(record: DumpRecord, found: Versioned[bytes] | None, overwrite: bool) -> str:
-    """Return the name of the field of ImportSummary that counts the record, or "conflict"."""
-    if found is None:
-        return "created"
-    if found.value == record.value:
-        return "same"
-    return "replaced" if overwrite else "conflict"
+class _Write:
+    """A record to write over the value that was `found`. `outcome` names its field of ImportSummary, or "conflict"."""
 
+    def __init__(self, record: DumpRecord, found: Versioned[bytes] | None, overwrite: bool) -> None:
+        self.record, self._overwrite = record, overwrite
+        self.learn(found)
 
-def _write(
-    record: DumpRecord,
-    found: Versioned[bytes] | None,
-    target: Cluster,
-    overwrite: bool,
-    record_change: Callable[[str, bytes | None, bytes], None],
-) -> str:
-    """Write the record over the `found` value, and again after a concurrent change; return the `_outcome`."""
-    path = _path(record, target)
-    while (outcome := _outcome(record, found, overwrite)) in ("created", "replaced"):
-        record_change(path, None if found is None else found.value, record.value)
-        try:
-            _put(record, target, path, NEW if found is None else found.version)
-        except (AlreadyExists, NotFound, MetadataVersionConflict):
-            found = target.store.get(path)  # Another client changed it since the read.
+    def learn(self, found: Versioned[bytes] | None) -> None:
+        """Decide the outcome over the value that is there now."""
+        self.found = found
+        if found is None:
+            self.outcome = "created"
+        elif found.value == self.record.value:
+            self.outcome = "same"
         else:
-            break
-    return outcome
+            self.outcome = "replaced" if self._overwrite else "conflict"
+
+    @property
+    def is_needed(self) -> bool:
+        return self.outcome in ("created", "replaced")
 
 
-def _put(record: DumpRecord, target: Cluster, path: str, expected: int) -> None:
-    if record.kind == "ledger":
-        target.ledgers.restore(record.ledger, record.value, expected)
-    else:
-        target.store.put(path, record.value, expected)
+def _write_all(
+    writes: list[_Write], target: Cluster, record_change: Callable[[str, bytes | None, bytes], None]
+) -> list[_Write]:
+    """Write the records over what was found, and again after concurrent changes; return them."""
+    needed = writes
+    while needed:
+        nodes = []
+        for write in needed:
+            path, found = _path_to_write(write.record, target), write.found
+            record_change(path, None if found is None else found.value, write.record.value)
+            nodes.append((path, write.record.value, NEW if found is None else found.version))
+        refused = []
+        for write, node, written in zip(needed, nodes, target.store.put_many(nodes), strict=True):
+            if isinstance(written, AlreadyExists | NotFound | MetadataVersionConflict):
+                write.learn(target.store.get(node[0]))  # Another client changed it since the read.
+                refused.append(write)
+            elif isinstance(written, BkctlError):
+                raise written
+        needed = [write for write in refused if write.is_needed]
+    return writes
+
+
+def _path_to_write(record: DumpRecord, target: Cluster) -> str:
+    return target.ledgers.prepare_restore(record.ledger) if record.kind == "ledger" else _path(record, target)
 
 
 def _path(record: DumpRecord, cluster: Cluster) -> str:

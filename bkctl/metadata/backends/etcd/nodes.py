@@ -33,11 +33,13 @@ class EtcdNodes:
         answer, _ = self._connection.transact((), [get_key(key, **options)])
         return first_key(answer.responses[0])
 
-    def create(self, path: str, value: bytes, lease_id: int = 0) -> int:
-        """Create the node, together with its missing parents; return its version. Raises AlreadyExists, LeaseLost."""
+    def create(self, path: str, value: bytes, lease_id: int = 0, *, repeated: bool = False) -> int:
+        """Create the node, together with its missing parents; return its version. Raises AlreadyExists, LeaseLost.
+
+        `repeated`: an earlier request of the caller may have created it.
+        """
         key, parents = self.key(path), self.parent_keys(path)
         deadline = time.monotonic() + self._connection.timeout_s
-        repeated = False
         missing: list[bytes] = []
         while True:
             present = [parent for parent in parents if parent not in missing]

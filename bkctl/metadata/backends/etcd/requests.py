@@ -13,6 +13,11 @@ def transaction(success: list[Any]) -> Any:
     return etcdrpc.TxnRequest(success=success)
 
 
+def nested(compare: list[Any], success: list[Any]) -> Any:
+    """Return the operation that is a transaction of its own: `success` where all of `compare` hold, else nothing."""
+    return etcdrpc.RequestOp(request_txn=etcdrpc.TxnRequest(compare=compare, success=success))
+
+
 def get_key(key: bytes, **options: Any) -> Any:
     """Return the operation that reads a key, or with `range_end` a range of keys."""
     return etcdrpc.RequestOp(request_range=etcdrpc.RangeRequest(key=key, **options))

@@ -10,6 +10,8 @@ Source: EtcdConstants, EtcdUtils, EtcdRegistrationManager, EtcdLedgerManager.
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Final
@@ -25,6 +27,7 @@ from bkctl.metadata.backends.etcd.requests import (
     has_no_children,
     is_absent,
     is_present,
+    nested,
     put_key,
     transaction,
     versioned,
@@ -39,6 +42,8 @@ from bkctl.metadata.store import (
     MetadataStore,
     StoreSecurity,
     Versioned,
+    check_path,
+    map_each,
 )
 
 SESSION_TIMEOUT_S: Final = 10.0  # zkTimeout, which Apache's driver takes for its leases too
@@ -46,6 +51,10 @@ PAGE_SIZE: Final = 1000
 DIRECTORY_BATCH_SIZE: Final = 8
 #: etcd's own bound (--max-txn-ops) is 128 of each kind.
 TRANSACTION_SIZE_MAX: Final = 120
+#: Nodes, and bytes of their values, in a request of `put_many`: the transaction of each counts among the 128 too, and
+#: a request has 1.5 MiB at most (--max-request-bytes).
+_PUTS_MAX: Final = 100
+_PUTS_SIZE_BYTES_MAX: Final = 1 << 20
 
 
 class EtcdStore(MetadataStore):
@@ -107,9 +116,13 @@ class EtcdStore(MetadataStore):
 
     def put(self, path: str, value: bytes, expected: int | None) -> int:
         """See MetadataStore.put."""
+        return self._put(path, value, expected)
+
+    def _put(self, path: str, value: bytes, expected: int | None, *, repeated: bool = False) -> int:
+        """`put`; `repeated`: an earlier request of ours may have written the value."""
         _check_size(path, value)
         if expected == NEW:
-            return self._nodes.create(path, value)
+            return self._nodes.create(path, value, repeated=repeated)
         key = self._nodes.key(path)
         while True:
             revision = expected
@@ -120,11 +133,12 @@ class EtcdStore(MetadataStore):
                         return self._nodes.create(path, value)
                     continue
                 revision = int(found.mod_revision)
-            answer, repeated = self._connection.transact(
+            answer, sent_twice = self._connection.transact(
                 [at_revision(key, revision)], [put_key(key, value, ignore_lease=True)], [get_key(key)]
             )
             if answer.succeeded:
                 return int(answer.header.revision)
+            repeated = repeated or sent_twice
             found = first_key(answer.responses[0])
             ours, is_unsure = self._find_own_write(found, revision, value) if repeated else (None, False)
             if ours is not None:
@@ -152,6 +166,54 @@ class EtcdStore(MetadataStore):
             f"{path} changed meanwhile: version {found.mod_revision}, expected {expected}",
             may_be_applied=may_be_applied,
         )
+
+    def put_many(self, nodes: Sequence[tuple[str, bytes, int]]) -> list[int | BkctlError]:
+        """See MetadataStore.put_many: transactions with one inside for each node; what those refuse, one by one."""
+        results: dict[int, int | BkctlError] = {}
+        refused: dict[bool, list[int]] = {False: [], True: []}
+        waiting: deque[int] = deque()
+        for at, (path, value, _) in enumerate(nodes):
+            try:
+                _check_size(path, value)
+                check_path(path)
+            except UsageError as error:
+                results[at] = error
+            else:
+                waiting.append(at)
+        while waiting:
+            places, operations = self._next_puts(nodes, waiting)
+            answer, repeated = self._connection.send("Txn", transaction(operations))
+            for at, response in zip(places, answer.responses, strict=True):
+                if response.response_txn.succeeded:
+                    results[at] = int(answer.header.revision)
+                else:
+                    refused[repeated].append(at)
+        for repeated, places in refused.items():
+            put = functools.partial(self._put, repeated=repeated)
+            found = map_each(lambda at, put=put: put(*nodes[at]), places)  # type: ignore[misc]
+            results |= zip(places, found, strict=True)
+        return [results[at] for at in range(len(nodes))]
+
+    def _next_puts(self, nodes: Sequence[tuple[str, bytes, int]], waiting: deque[int]) -> tuple[list[int], list[Any]]:
+        """Take from `waiting` the places of nodes that fit one request, with the operation of each."""
+        places: list[int] = []
+        operations: list[Any] = []
+        paths: set[str] = set()
+        size_bytes = 0
+        while waiting and len(places) < _PUTS_MAX:
+            path, value, expected = nodes[waiting[0]]
+            size_bytes += len(value)
+            if places and (path in paths or size_bytes > _PUTS_SIZE_BYTES_MAX):
+                break
+            key = self._nodes.key(path)
+            if expected == NEW:
+                compare = [is_absent(key), *map(is_present, self._nodes.parent_keys(path)[-1:])]
+            else:
+                compare = [at_revision(key, expected)]
+            paths.add(path)
+            places.append(waiting.popleft())
+            operations.append(nested(compare, [put_key(key, value, ignore_lease=expected != NEW)]))
+        return places, operations
 
     def put_all(self, nodes: Sequence[tuple[str, bytes]]) -> None:
         """See MetadataStore.put_all. Raises UsageError for more than TRANSACTION_SIZE_MAX nodes."""

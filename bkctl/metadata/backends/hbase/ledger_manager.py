@@ -32,7 +32,9 @@ class HBaseLedgerManager(QualifiedNameLedgerManager):
 
     def scopes(self) -> Iterator[int]:
         """See LedgerManager.scopes."""
-        start: int | None = 0
+        if next(self.store.ledgers(0, LedgerId(0, U64_MAX).value), None) is not None:  # passes over most ledgers
+            yield 0
+        start: int | None = LedgerId(1, 0).value
         while start is not None:
             scope, passed = -1, 0
             found, start = self.store.ledgers(start, LedgerId(U64_MAX, U64_MAX).value), None

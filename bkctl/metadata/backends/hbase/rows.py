@@ -22,7 +22,7 @@ from concurrent.futures import Executor, Future
 from itertools import islice
 from typing import Final, NamedTuple
 
-from bkctl.errors import AlreadyExists, Corrupt, MetadataVersionConflict, NotFound
+from bkctl.errors import AlreadyExists, BkctlError, Corrupt, MetadataVersionConflict, NotFound
 from bkctl.ids import I64_MAX, U64_MAX
 from bkctl.metadata.backends.hbase import hbase_pb2 as pb
 from bkctl.metadata.backends.hbase.regions import HBaseTable, Region, RegionLost
@@ -42,6 +42,8 @@ _BUCKET_SHIFT: Final = 60
 #: Attempts at a row that deletions by clocks ahead hide.
 _HIDDEN_MAX: Final = 10
 BATCH_SIZE: Final = 200
+#: Values that one request writes.
+_BATCH_SIZE_BYTES: Final = 4 << 20
 _BATCHES_AHEAD: Final = 3
 _PAGE_SIZE_FIRST: Final = 64
 _PAGE_SIZE_MAX: Final = 1000
@@ -64,6 +66,32 @@ def row_key(ledger: int) -> bytes:
     """Return the row of the ledger whose 128-bit number is `ledger`."""
     bucket = ((ledger >> 64 ^ ledger) * _HASH_FACTOR & U64_MAX) >> _BUCKET_SHIFT
     return bytes((bucket,)) + ledger.to_bytes(16)
+
+
+class _Write:
+    """A value for a row, to be written once the row is in version `expected`; see Rows.put."""
+
+    def __init__(self, ledger: int, value: bytes, expected: int) -> None:
+        self.key, self.value, self.expected = row_key(ledger), value, expected
+        self.writer = os.urandom(8)
+        self.version = max(time.time_ns() // 1_000_000, expected + 1)
+        self.hidden = 0  # times that a later deletion hid it
+
+    def mutation(self) -> pb.MutationProto:
+        mutation = pb.MutationProto(row=self.key, mutate_type=pb.MutationProto.PUT, timestamp=self.version)
+        column = mutation.column_value.add(family=FAMILY)
+        column.qualifier_value.add(qualifier=_DATA, value=self.value)
+        column.qualifier_value.add(qualifier=_VERSION, value=self.version.to_bytes(8))
+        column.qualifier_value.add(qualifier=_WRITER, value=self.writer)
+        return mutation
+
+
+class _Change(NamedTuple):
+    """The result of a change: if it was applied, the row after it, and if an earlier attempt may have been applied."""
+
+    processed: bool
+    found: HBaseRow | None
+    repeated: bool
 
 
 class Rows:
@@ -190,33 +218,52 @@ class Rows:
 
         Raises AlreadyExists, NotFound, MetadataVersionConflict, Corrupt, TableMissing.
         """
-        writer = os.urandom(8)
-        key = row_key(ledger)
-        version = max(time.time_ns() // 1_000_000, expected + 1)
-        for _ in range(_HIDDEN_MAX):
-            mutation = pb.MutationProto(row=key, mutate_type=pb.MutationProto.PUT, timestamp=version)
-            column = mutation.column_value.add(family=FAMILY)
-            column.qualifier_value.add(qualifier=_DATA, value=value)
-            column.qualifier_value.add(qualifier=_VERSION, value=version.to_bytes(8))
-            column.qualifier_value.add(qualifier=_WRITER, value=writer)
-            processed, found, repeated = self._change(mutation, None if expected == NEW else expected)
-            if found is not None and found.writer == writer:
-                return found.version
-            if processed and found is None and (hidden_by := self._hidden_by(key, version)) is not None:
-                version = max(version, hidden_by) + 1
-                expected = NEW
-                continue
-            if processed:
-                return version  # and another client has changed it since
-            if expected == NEW:
-                raise AlreadyExists("exists")
-            if found is None:
-                raise NotFound("missing")
-            # Each version is above the one before: ours was not between `expected` and a lower one.
-            raise MetadataVersionConflict(
-                f"version {found.version}, expected {expected}", may_be_applied=repeated and found.version > version
-            )
-        raise MetadataVersionConflict(f"deletions hid {_HIDDEN_MAX} versions of it", may_be_applied=True)
+        result = self.put_many([(ledger, value, expected)])[0]
+        if isinstance(result, BkctlError):
+            raise result
+        return result
+
+    def put_many(self, rows: Sequence[tuple[int, bytes, int]]) -> list[int | BkctlError]:
+        """`put` each row, independently, many in one request; a row's error comes in its place. Raises TableMissing."""
+        results: dict[int, int | BkctlError] = {}
+        waiting = deque((at, _Write(*row)) for at, row in enumerate(rows))
+        while waiting:
+            batch = [waiting.popleft()]
+            size_bytes = len(batch[0][1].value)
+            while waiting and len(batch) < BATCH_SIZE and size_bytes + len(waiting[0][1].value) <= _BATCH_SIZE_BYTES:
+                batch.append(waiting.popleft())
+                size_bytes += len(batch[-1][1].value)
+            changes = self._change([(write.mutation(), write.expected) for _, write in batch])
+            for (at, write), change in zip(batch, changes, strict=True):
+                result = self._result_of(write, change)
+                if result is None:
+                    waiting.append((at, write))
+                else:
+                    results[at] = result
+        return [results[at] for at in range(len(rows))]
+
+    def _result_of(self, write: _Write, change: _Change) -> int | BkctlError | None:
+        """Return the new version or the error; None where a later deletion hides the row: `write` is changed then."""
+        processed, found, repeated = change
+        if found is not None and found.writer == write.writer:
+            return found.version
+        if processed and found is None and (hidden_by := self._hidden_by(write.key, write.version)) is not None:
+            write.version, write.expected = max(write.version, hidden_by) + 1, NEW
+            write.hidden += 1
+            if write.hidden == _HIDDEN_MAX:
+                return MetadataVersionConflict(f"deletions hid {_HIDDEN_MAX} versions of it", may_be_applied=True)
+            return None
+        if processed:
+            return write.version  # and another client has changed it since
+        if write.expected == NEW:
+            return AlreadyExists("exists")
+        if found is None:
+            return NotFound("missing")
+        # Each version is above the one before: ours was not between `expected` and a lower one.
+        return MetadataVersionConflict(
+            f"version {found.version}, expected {write.expected}",
+            may_be_applied=repeated and found.version > write.version,
+        )
 
     def delete(self, ledger: int, expected: int) -> None:
         """Delete the ledger's row in version `expected`. Raises NotFound, MetadataVersionConflict, TableMissing."""
@@ -226,41 +273,55 @@ class Rows:
         mutation.column_value.add(family=FAMILY).qualifier_value.add(
             qualifier=b"", delete_type=pb.MutationProto.DELETE_FAMILY, timestamp=max(expected, 0)
         )
-        processed, found, repeated = self._change(mutation, expected)
+        ((processed, found, repeated),) = self._change([(mutation, max(expected, 0))])
         if processed or (found is None and repeated):
             return
         if found is None:
             raise NotFound("missing")
         raise MetadataVersionConflict(f"version {found.version}, expected {expected}", may_be_applied=repeated)
 
-    def _change(self, mutation: pb.MutationProto, version: int | None) -> tuple[bool, HBaseRow | None, bool]:
-        """Apply the mutation if the row is in `version` (None: missing).
+    def _change(self, changes: Sequence[tuple[pb.MutationProto, int]]) -> list[_Change]:
+        """Apply each mutation if its row is in the version beside it (NEW: missing), many in one request."""
+        done: dict[int, _Change] = {}
 
-        Returns whether it was applied, the row after it, and whether an earlier attempt may have been.
-        """
-        condition = pb.Condition(
-            row=mutation.row,
-            family=FAMILY,
-            qualifier=_VERSION,
-            compare_type=pb.EQUAL,
-            comparator=_ABSENT if version is None else _equal_to(_version_bytes(version)),
-        )
+        def work(retries: Retries, repeated: bool) -> None:
+            by_server: dict[RegionServer, list[tuple[int, Region]]] = defaultdict(list)
+            for at, (mutation, _) in enumerate(changes):
+                if at not in done:
+                    region = self.table.region(mutation.row, retries)
+                    by_server[region.server].append((at, region))
+            problem: CallRefused | None = None
+            for server, places in by_server.items():
+                request = pb.MultiRequest()
+                for at, region in places:
+                    mutation, version = changes[at]
+                    condition = pb.Condition(
+                        row=mutation.row,
+                        family=FAMILY,
+                        qualifier=_VERSION,
+                        compare_type=pb.EQUAL,
+                        comparator=_ABSENT if version == NEW else _equal_to(_version_bytes(version)),
+                    )
+                    change = request.regionAction.add(region=region.specifier, condition=condition)
+                    change.action.add(index=0, mutation=mutation)
+                    read = request.regionAction.add(region=region.specifier)
+                    read.action.add(index=0, get=pb.Get(row=mutation.row))
+                answer = self.table.call(server, "Multi", request, pb.MultiResponse, retries)
+                if len(answer.regionActionResult) != 2 * len(places):
+                    raise RegionLost(f"{server} answered part of a request")
+                results = iter(answer.regionActionResult)
+                for (at, _), changed, after in zip(places, results, results, strict=True):
+                    try:
+                        _check((changed, after))
+                    except CallRefused as error:
+                        problem = error
+                    else:
+                        done[at] = _Change(changed.processed, _row(after.resultOrException[0].result), repeated)
+            if problem is not None:
+                raise problem
 
-        def work(retries: Retries, repeated: bool) -> tuple[bool, HBaseRow | None, bool]:
-            region = self.table.region(mutation.row, retries)
-            request = pb.MultiRequest()
-            change = request.regionAction.add(region=region.specifier, condition=condition)
-            change.action.add(index=0, mutation=mutation)
-            read = request.regionAction.add(region=region.specifier)
-            read.action.add(index=0, get=pb.Get(row=mutation.row))
-            answer = self.table.call(region.server, "Multi", request, pb.MultiResponse, retries)
-            if len(answer.regionActionResult) != 2:
-                raise RegionLost(f"{region.server} answered half of a request")
-            changed, after = answer.regionActionResult
-            _check((changed, after))
-            return changed.processed, _row(after.resultOrException[0].result), repeated
-
-        return self.table.attempt(work)
+        self.table.attempt(work)
+        return [done[at] for at in range(len(changes))]
 
     def _hidden_by(self, key: bytes, version: int) -> int | None:
         """Return the timestamp of the deletion that hides the cells that we wrote in `version`; None: there is none.

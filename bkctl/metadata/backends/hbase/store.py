@@ -8,6 +8,7 @@ periodically. `ledgers` is the table as a node, `ledgers/<qualified name>` a row
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -133,10 +134,29 @@ class HBaseStore(ZooKeeperStore):
         return 0
 
     def put_many(self, nodes: Sequence[tuple[str, bytes, int]]) -> list[int | BkctlError]:
-        """See MetadataStore.put_many."""
-        if any(_is_row(path) for path, _, _ in nodes):
-            return MetadataStore.put_many(self, nodes)
-        return super().put_many(nodes)
+        """See MetadataStore.put_many: ledgers together, and the others together."""
+        results: dict[int, int | BkctlError] = {}
+        rows: list[tuple[int, bytes, int]] = []
+        places: list[int] = []
+        for at, (path, value, expected) in enumerate(nodes):
+            ledger = _ledger(path)
+            if ledger is None or len(value) > VALUE_SIZE_BYTES_MAX:
+                continue
+            places.append(at)
+            rows.append((ledger, value, expected))
+        try:
+            with self._missing_table():
+                written = self._rows.put_many(rows)
+        except NotFound as error:
+            results |= dict.fromkeys(places, error)
+        else:
+            for at, found in zip(places, written, strict=True):
+                results[at] = self._named(nodes[at][0], found) if isinstance(found, BkctlError) else found
+        others = [at for at in range(len(nodes)) if at not in results]
+        in_zookeeper = not any(_is_row(nodes[at][0]) for at in others)
+        put_many = super().put_many if in_zookeeper else functools.partial(MetadataStore.put_many, self)
+        results |= zip(others, put_many([nodes[at] for at in others]), strict=True)
+        return [results[at] for at in range(len(nodes))]
 
     def put_all(self, nodes: Sequence[tuple[str, bytes]]) -> None:
         """See MetadataStore.put_all. Raises UsageError for ledgers, which HBase cannot write together."""
@@ -186,19 +206,21 @@ class HBaseStore(ZooKeeperStore):
     @contextlib.contextmanager
     def _row_errors(self, path: str) -> Iterator[None]:
         """Say which node an error of a row is about."""
-        try:
-            with self._missing_table():
+        with self._missing_table():
+            try:
                 yield
-        except AlreadyExists as error:
-            raise AlreadyExists(f"{path} exists in {self.name}") from error
-        except MetadataVersionConflict as error:
-            raise MetadataVersionConflict(
+            except (AlreadyExists, MetadataVersionConflict, NotFound) as error:
+                raise self._named(path, error) from error
+
+    def _named(self, path: str, error: BkctlError) -> BkctlError:
+        """Return the error of a row as one of the node at `path`."""
+        if isinstance(error, AlreadyExists):
+            return AlreadyExists(f"{path} exists in {self.name}")
+        if isinstance(error, MetadataVersionConflict):
+            return MetadataVersionConflict(
                 f"{path} changed meanwhile: {error.message}", may_be_applied=error.may_be_applied
-            ) from error
-        except NotFound as error:
-            if isinstance(error.__cause__, TableMissing):
-                raise
-            raise NotFound(f"No {path} in {self.name}") from error
+            )
+        return NotFound(f"No {path} in {self.name}")
 
     # children
 

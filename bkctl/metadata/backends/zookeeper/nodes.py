@@ -68,7 +68,7 @@ class ZooKeeperNodes:
                 repeated=repeated,
             )
             try:
-                return str(connection.answer(call))
+                created: str | None = str(connection.answer(call))
             except NodeExistsError as error:
                 if call.repeated and self._is_ours(node):
                     return node.full
@@ -78,6 +78,7 @@ class ZooKeeperNodes:
             except NoNodeError:
                 created = self._create_with_parents(path, node)
             if created is not None:
+                self._note_existing(_parent(node.full))
                 return created
             if time.monotonic() > deadline:  # Other clients keep creating and removing the parents.
                 raise connection.timed_out()
@@ -134,12 +135,19 @@ class ZooKeeperNodes:
                 if path and root in parents[index:]:
                     raise NotFound(f"No BookKeeper cluster in {self._connection.name}", hint=NO_CLUSTER_HINT)
                 return parents[index:]
-            if len(self._existing) >= _EXISTING_MAX:
-                self._existing.clear()
-            self._existing.add(parents[index])
+            self._note_existing(parents[index])
         # A parent was deleted since it was seen: the next attempt looks at all of them.
         self._existing.difference_update(parents)
         return []
+
+    def _note_existing(self, full: str) -> None:
+        if len(self._existing) >= _EXISTING_MAX:
+            self._existing.clear()
+        self._existing.add(full)
+
+    def has_parent(self, path: str) -> bool:
+        """Return whether the parent of the node at `path` was seen to exist."""
+        return _parent(self._connection.full(path)) in self._existing
 
     def change_many(
         self,
@@ -206,6 +214,10 @@ def _chunks(items: Sequence[T], size: Callable[[T], int]) -> Sequence[list[T]]:
             chunk.append(waiting.popleft())
         chunks.append(chunk)
     return chunks
+
+
+def _parent(full: str) -> str:
+    return full.rpartition("/")[0]
 
 
 def is_problem(result: object) -> bool:

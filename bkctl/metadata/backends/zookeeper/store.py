@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Final
+from typing import Any, Final
 
 from kazoo.exceptions import (
     BadVersionError,
@@ -120,15 +120,35 @@ class ZooKeeperStore(MetadataStore):
             with contextlib.suppress(AlreadyExists):  # expected is None, and another client may create the node
                 self._nodes.create(path, value)
                 return 0
-        self._nodes.create(path, value)
+        self._nodes.create(path, value, repeated=repeated)
         return 0
 
     def put_many(self, nodes: Sequence[tuple[str, bytes, int]]) -> list[int | BkctlError]:
-        """See MetadataStore.put_many."""
+        """See MetadataStore.put_many; new nodes whose parents may be missing have requests of their own."""
+        apart = [
+            at for at, (path, _, version) in enumerate(nodes) if version == NEW and not self._nodes.has_parent(path)
+        ]
+        if apart:
+            results: dict[int, int | BkctlError] = dict(
+                zip(apart, MetadataStore.put_many(self, [nodes[at] for at in apart]), strict=True)
+            )
+            others = [at for at in range(len(nodes)) if at not in results]
+            results |= zip(others, self._put_many([nodes[at] for at in others]), strict=True)
+            return [results[at] for at in range(len(nodes))]
+        return self._put_many(nodes)
+
+    def _put_many(self, nodes: Sequence[tuple[str, bytes, int]]) -> list[int | BkctlError]:
+        def add(transaction: Any, node: tuple[str, bytes, int]) -> None:
+            path, value, expected = node
+            if expected == NEW:
+                transaction.create(self._connection.full(path), value)
+            else:
+                transaction.set_data(self._connection.full(path), value, expected)
+
         return self._nodes.change_many(
             nodes,
-            lambda transaction, node: transaction.set_data(self._connection.full(node[0]), node[1], node[2]),
-            lambda answer: int(answer.version),
+            add,
+            lambda answer: 0 if isinstance(answer, str) else int(answer.version),  # a create gives the path
             lambda node, repeated: self._put(*node, repeated=repeated),
             lambda node: len(node[1]),
         )

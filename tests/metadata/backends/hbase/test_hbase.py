@@ -111,6 +111,40 @@ def test_write_of_another_client_is_not_taken_for_ours(
             store.put(PATH, b"0", NEW)
 
 
+def test_many_rows_are_written_by_few_requests(store: HBaseStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    call = Rpc.call
+
+    def count(*arguments: Any) -> Any:
+        calls.append(arguments[3])
+        return call(*arguments)
+
+    paths = [f"ledgers/{number:032x}" for number in range(1000)]
+    store.get(paths[0])
+    monkeypatch.setattr(Rpc, "call", count)
+    versions = store.put_many([(path, b"0", NEW) for path in paths])
+    assert {type(version) for version in versions} == {int}
+    assert {type(each) for each in store.put_many([(path, b"1", NEW) for path in paths])} == {AlreadyExists}
+    store.put_many([(path, b"2", version) for path, version in zip(paths, versions, strict=True)])  # type: ignore[misc]
+    assert [found and found.value for found in store.get_many(paths)] == [b"2"] * len(paths)
+    assert len(calls) <= 20
+
+
+def test_many_rows_whose_answer_is_lost_are_recognised(store: HBaseStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [f"ledgers/{number:032x}" for number in range(10)]
+    there = store.put(paths[3], b"there", NEW)
+    lost = LostAnswers(monkeypatch, lambda: store.put(paths[4], b"later", None))
+    written = store.put_many([(path, b"0", NEW) for path in paths])
+    assert lost.lost == 1
+    # Another client has changed one since, whose creation is unknown then.
+    assert [type(each) for each in written] == [AlreadyExists if at in (3, 4) else int for at in range(10)]
+    found = [each and each[:2] for each in store.get_many(paths)]
+    assert found[3] == (b"there", there)
+    assert [each for at, each in enumerate(found) if at not in (3, 4)] == [
+        (b"0", version) for at, version in enumerate(written) if at not in (3, 4)
+    ]
+
+
 def test_deletion_by_a_clock_ahead_hides_no_later_row(store: HBaseStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """A deletion hides what has its timestamp or a lower one, also rows that are written after it."""
     now_ns = time.time_ns
@@ -125,6 +159,12 @@ def test_deletion_by_a_clock_ahead_hides_no_later_row(store: HBaseStore, monkeyp
     assert store.get(PATH) == (b"2", later, None)
     with pytest.raises(AlreadyExists):
         store.put(PATH, b"3", NEW)
+    store.delete(PATH, later)
+    many = store.put_many([(PATH, b"4", NEW), (f"{PATH[:-1]}6", b"5", NEW)])
+    assert [found and found[:2] for found in store.get_many([PATH, f"{PATH[:-1]}6"])] == [
+        (b"4", many[0]),
+        (b"5", many[1]),
+    ]
 
 
 def test_rows_of_consecutive_ledgers_fill_each_bucket_alike() -> None:
