@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Final
 
 from bkctl.bookie.commit_dispatcher import CommitDispatcher
@@ -47,8 +48,8 @@ class AddHandler:
             self._storage.add(ledger, entry_id, master_key, body, answer, recovery_add)
         self._commits.flush_soon()
 
-    def add_run(self, adds: AddRun, answer: AnswerAdds) -> None:
-        """Serve a run of plain adds: `answer` is called once for all of them.
+    def add_runs(self, runs: Sequence[AddRun], answer: AnswerAdds) -> None:
+        """Serve runs of plain adds; each gets one answer, together with others where they share a journal.
 
         Raises ReadOnlyBookie and TooManyRequests.
         """
@@ -56,27 +57,42 @@ class AddHandler:
             raise self._state.refuse_writes()
         if self._commits.is_behind:
             self._commits.check_pending()
-        ledger, master_key, entry_ids, records, size, last_add_confirmed, _ = adds
-        if self._waiting and ledger in self._waiting:
-            self._waiting[ledger].append(functools.partial(self._add_run_later, adds, answer))
+        count = len(self._storage.journals)
+        if count == 1 or len(runs) == 1:
+            self._add_to_journal(runs, answer)
             return
-        try:
-            self._storage.add_records(ledger, master_key, entry_ids, records, size, last_add_confirmed, answer)
-        except NeedsDisk as need:
-            self._requests.once_read(need, functools.partial(self._add_run_later, adds, answer))
-        except Exception as error:  # noqa: BLE001 - answered, logged and counted
-            answer(self._requests.status_after(AddRequest.__name__, error))
-        else:
+        for journal in range(count):
+            self._add_to_journal([run for run in runs if run.ledger.value % count == journal], answer)
+
+    def _add_to_journal(self, runs: Sequence[AddRun], answer: AnswerAdds) -> None:
+        """Add the entries of ledgers that share a journal, for which one token stands in its batch."""
+        add_records, waiting = self._storage.add_records, self._waiting
+        added: list[AddRun] = []
+        token = functools.partial(answer, added)
+        for run in runs:
+            ledger, master_key, entry_ids, records, size, last_add_confirmed, _ = run
+            if waiting and ledger in waiting:
+                waiting[ledger].append(functools.partial(self._add_run_later, run, answer))
+                continue
+            try:
+                add_records(ledger, master_key, entry_ids, records, size, last_add_confirmed, token)
+            except NeedsDisk as need:
+                self._requests.once_read(need, functools.partial(self._add_run_later, run, answer))
+            except Exception as error:  # noqa: BLE001 - answered, logged and counted
+                answer((run,), self._requests.status_after(AddRequest.__name__, error))
+            else:
+                added.append(run)
+        if added:
             self._commits.flush_soon()
 
-    def _add_run_later(self, adds: AddRun, answer: AnswerAdds, error: BaseException | None) -> None:
+    def _add_run_later(self, run: AddRun, answer: AnswerAdds, error: BaseException | None) -> None:
         """Serve a run of adds that waited for its ledger."""
         try:
             if error is not None:
                 raise error
-            self.add_run(adds, answer)
+            self.add_runs((run,), answer)
         except Exception as failure:  # noqa: BLE001 - answered, logged and counted
-            answer(self._requests.status_after(AddRequest.__name__, failure))
+            answer((run,), self._requests.status_after(AddRequest.__name__, failure))
 
 
 def _answer_add(respond: Responder, ledger: LedgerId, entry_id: int, status: Status) -> None:

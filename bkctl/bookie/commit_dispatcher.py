@@ -9,7 +9,7 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from bkctl.bookie.checkpoints import CheckpointRunner
@@ -19,7 +19,6 @@ from bkctl.bookie.state_manager import BookieStateManager
 from bkctl.bookie.workers import JournalThread, Worker, disk_failure
 from bkctl.disk import NO_SPACE
 from bkctl.errors import BkctlError, TooManyRequests
-from bkctl.protocol.add_runs import AnswerAdds
 from bkctl.protocol.messages import Status
 from bkctl.storage.bookie_storage import BookieStorage
 from bkctl.storage.group_commit import JournalBatch
@@ -185,7 +184,7 @@ class CommitDispatcher:
         """Give up: a journal's thread ended."""
         self._state.thread_died(error)
 
-    def _answer(self, answers: Iterable[AnswerAdds | None], status: Status) -> None:
+    def _answer(self, answers: Iterable[Callable[[Status], object] | None], status: Status) -> None:
         """Call every answer with `status`; one that fails is logged, and the next ones are called all the same."""
         for answer in answers:
             if answer is not None:

@@ -50,6 +50,7 @@ RUN_BYTES_MAX: Final = 1 << 20
 FOLLOWING_ENTRIES_MAX: Final = 256
 
 _EOK: Final = Status.EOK
+_NONE: Final = ReadRun(LedgerId(0, 0), (), ())
 
 
 class EntryFetcher:
@@ -108,11 +109,12 @@ class EntryFetcher:
             return
         needs_lac = respond.carries_lac and not handle.lac_is_known and not handle.unknown
         storage = self._storage
-        if max(reads.entry_ids) > handle.last_entry:
+        entry_ids = reads.entry_ids
+        if (entry_ids[0] if len(entry_ids) == 1 else max(entry_ids)) > handle.last_entry:
             reads = self._refuse_absent(handle, reads, respond)
         while reads.entry_ids and not needs_lac and not respond.is_congested:
             found = storage.find_all(handle, reads.entry_ids, RUN_BYTES_MAX)
-            part, reads = reads.split(len(found))
+            part, reads = (reads, _NONE) if len(found) == len(reads.entry_ids) else reads.split(len(found))
             bodies = [body for body in found if body is not None]
             missing = []
             if len(bodies) < len(found):

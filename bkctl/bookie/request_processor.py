@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from bkctl.bookie.adds import AddHandler
 from bkctl.bookie.commit_dispatcher import CommitDispatcher
@@ -69,10 +69,9 @@ class RequestProcessor:
             ListEntriesRequest: functools.partial(timed, "GET_LIST_OF_ENTRIES_OF_LEDGER", ledgers.list_entries),
             BookieInfoRequest: functools.partial(timed, "GET_BOOKIE_INFO", ledgers.bookie_info),
         }
-        # AddRunHandler's methods.
-        self.handle_adds: Callable[[AddRun, AnswerAdds], None] = adds.add_run
+        # RunHandler's methods.
+        self.handle_adds: Callable[[Sequence[AddRun], AnswerAdds], None] = adds.add_runs
         self.adds_at_once: Callable[[], int] = commits.adds_at_once
-        # ReadRunHandler's method.
         self.handle_reads: Callable[[ReadRun, ReadRunResponder], None] = self._reads.read_run
 
     def handle(self, request: Request, respond: Responder) -> None:

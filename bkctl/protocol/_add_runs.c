@@ -7,7 +7,7 @@
 #include "_wire.h"
 
 /* Version of the functions' arguments and results; add_runs.py accepts only its own. Raise both together. */
-#define API 2
+#define API 3
 
 enum {
     HEADER_V1 = 32, /* ledger, entry, LAC, length */
@@ -18,20 +18,24 @@ enum {
     V2_READ = 20, /* of a v2 read behind its length: header, ledger, entry */
     V2_READ_HEAD = 2 << 24 | 2 << 16,
     V3_READ_ANSWER_MAX = 128, /* of an answer to a read, beside its body */
+    OPERATION_AT = 5, /* of a v3 request, behind its length */
+    RUNS_MAX = 1024, /* of one call; a power of two */
+    TRIES_MAX = 32, /* slots that are tried for a run */
 };
 
 static const int64_t ENTRY_ID_MAX = ((int64_t)1 << 40) - 1;
 
-/* One add, as a frame says it; `body` points into the buffer. */
+/* One add or read, as a frame says it. `key` and `body` point into the buffer; of a read they are NULL. */
 typedef struct {
     uint64_t txn_id, scope, ledger;
     int64_t entry, lac;
     const unsigned char *key, *body;
     Py_ssize_t size;
-} Add;
+    Py_ssize_t next; /* the number of the next one of its run, 0 for none */
+} Request;
 
 /* Return 1, and read the LAC, if the body is the add's entry in the format of its scope. */
-static int fits(Add *add) {
+static int fits(Request *add) {
     const unsigned char *ids = add->body;
     if (add->entry < 0 || add->entry > ENTRY_ID_MAX) {
         return 0;
@@ -48,7 +52,7 @@ static int fits(Add *add) {
     return read_u64(ids) == add->ledger && (int64_t)read_u64(ids + 8) == add->entry;
 }
 
-static int read_v2(const unsigned char *at, Py_ssize_t size, Add *add) {
+static int read_v2(const unsigned char *at, Py_ssize_t size, Request *add) {
     if (size < V2_FRONT + HEADER_V1 || read_u32(at) != V2_HEAD) {
         return 0;
     }
@@ -78,7 +82,7 @@ static uint64_t take_head(Reader *in, const char *header, const char *field) {
 }
 
 /* The form is that of v3_hot.py's add request. */
-static int read_v3(const unsigned char *at, Py_ssize_t size, Add *add) {
+static int read_v3(const unsigned char *at, Py_ssize_t size, Request *add) {
     Reader in = {at, at + size, 0};
     add->txn_id = take_head(&in, "\x08\x03\x10\x02\x18", "\xaa\x06");
     take(&in, 1, "\x08", 1);
@@ -102,13 +106,13 @@ static int read_v3(const unsigned char *at, Py_ssize_t size, Add *add) {
     return !in.failed && in.at == in.end && fits(add);
 }
 
-static unsigned char *answer_v2(unsigned char *at, const Add *add) {
+static unsigned char *answer_v2(unsigned char *at, const Request *add) {
     at = write_u32(write_u32(write_u32(at, V2_ANSWER), V2_HEAD), 0);
     return write_u64(write_u64(at, add->ledger), (uint64_t)add->entry);
 }
 
 /* The form is that of v3_hot.py's add response. */
-static unsigned char *answer_v3(unsigned char *frame, const Add *add) {
+static unsigned char *answer_v3(unsigned char *frame, const Request *add) {
     unsigned char *at = frame + LENGTH;
     *at++ = 0x0A;
     unsigned char *header = at++;
@@ -131,7 +135,7 @@ static unsigned char *answer_v3(unsigned char *frame, const Add *add) {
     return at;
 }
 
-static PyObject *record_of(const Add *add) {
+static PyObject *record_of(const Request *add) {
     PyObject *record = PyBytes_FromStringAndSize(NULL, LENGTH + add->size);
     if (record != NULL) {
         unsigned char *at = (unsigned char *)PyBytes_AS_STRING(record);
@@ -140,82 +144,7 @@ static PyObject *record_of(const Add *add) {
     return record;
 }
 
-static PyObject *take_run(PyObject *args, int is_v2) {
-    Py_buffer buffer;
-    Py_ssize_t at, end, size_max, count_max;
-    if (!PyArg_ParseTuple(args, "y*nnnn", &buffer, &at, &end, &size_max, &count_max)) {
-        return NULL;
-    }
-    if (at < 0 || end > buffer.len) {
-        PyBuffer_Release(&buffer);
-        PyErr_SetString(PyExc_ValueError, "what is to be read is not in the buffer");
-        return NULL;
-    }
-    const unsigned char *bytes = buffer.buf;
-    Add first = {0}, add;
-    Py_ssize_t count = 0, size = 0, room = 0, answered = 0;
-    int64_t highest = -1;
-    PyObject *entries = NULL, *records = NULL, *found = NULL;
-    unsigned char *answers = NULL;
-    for (; count < count_max && end - at >= LENGTH; count++) {
-        const int64_t frame = (int32_t)read_u32(bytes + at);
-        if (frame < 0 || frame > size_max || frame > end - at - LENGTH) {
-            break;
-        }
-        if (!(is_v2 ? read_v2 : read_v3)(bytes + at + LENGTH, (Py_ssize_t)frame, &add)) {
-            break;
-        }
-        if (count == 0) {
-            first = add;
-            entries = PyList_New(0);
-            records = PyList_New(0);
-            if (entries == NULL || records == NULL) {
-                goto failed;
-            }
-        } else if (add.ledger != first.ledger || add.scope != first.scope || memcmp(add.key, first.key, KEY) != 0) {
-            break;
-        }
-        if (room - answered < V3_ANSWER_MAX) {
-            room = room ? 2 * room : 4096;
-            unsigned char *larger = PyMem_Realloc(answers, (size_t)room);
-            if (larger == NULL) {
-                PyErr_NoMemory();
-                goto failed;
-            }
-            answers = larger;
-        }
-        if (append(entries, PyLong_FromLongLong(add.entry)) < 0 || append(records, record_of(&add)) < 0) {
-            goto failed;
-        }
-        answered = (is_v2 ? answer_v2 : answer_v3)(answers + answered, &add) - answers;
-        if (add.lac > highest) {
-            highest = add.lac;
-        }
-        size += LENGTH + add.size;
-        at += LENGTH + (Py_ssize_t)frame;
-    }
-    if (count == 0) {
-        found = Py_NewRef(Py_None);
-    } else {
-        found = Py_BuildValue(
-            "n(KK)y#OOnLy#", at, (unsigned long long)first.scope, (unsigned long long)first.ledger, first.key,
-            (Py_ssize_t)KEY, entries, records, size, (long long)highest, answers, answered);
-    }
-failed:
-    PyMem_Free(answers);
-    Py_XDECREF(entries);
-    Py_XDECREF(records);
-    PyBuffer_Release(&buffer);
-    return found;
-}
-
-/* One read, as a frame says it. */
-typedef struct {
-    uint64_t txn_id, scope, ledger;
-    int64_t entry;
-} Read;
-
-static int read_v2_read(const unsigned char *at, Py_ssize_t size, Read *read) {
+static int read_v2_read(const unsigned char *at, Py_ssize_t size, Request *read) {
     if (size != V2_READ || read_u32(at) != V2_READ_HEAD) {
         return 0;
     }
@@ -226,7 +155,7 @@ static int read_v2_read(const unsigned char *at, Py_ssize_t size, Read *read) {
 }
 
 /* The form is that of v3_hot.py's read request. */
-static int read_v3_read(const unsigned char *at, Py_ssize_t size, Read *read) {
+static int read_v3_read(const unsigned char *at, Py_ssize_t size, Request *read) {
     Reader in = {at, at + size, 0};
     read->txn_id = take_head(&in, "\x08\x03\x10\x01\x18", "\xa2\x06");
     take(&in, 1, "\x08", 1);
@@ -241,59 +170,266 @@ static int read_v3_read(const unsigned char *at, Py_ssize_t size, Read *read) {
     return !in.failed && in.at == in.end && read->entry >= 0;
 }
 
-static PyObject *take_reads(PyObject *args, int is_v2) {
-    Py_buffer buffer;
-    Py_ssize_t at, end, size_max, count_max;
-    if (!PyArg_ParseTuple(args, "y*nnnn", &buffer, &at, &end, &size_max, &count_max)) {
-        return NULL;
+/* Requests of one ledger, and of adds with one master key; `first` and `last` are numbers of requests. */
+typedef struct {
+    Py_ssize_t first, last, count;
+} Run;
+
+/* The runs of one call; `slots` are numbers of runs plus 1 by the hash of their ledgers. */
+typedef struct {
+    Request *requests;
+    Py_ssize_t count, room;
+    Run runs[RUNS_MAX], *recent;
+    Py_ssize_t run_count, longest;
+    uint16_t slots[2 * RUNS_MAX];
+} Runs;
+
+static int is_of_run(const Request *one, const Request *other) {
+    return one->ledger == other->ledger && one->scope == other->scope && !one->key == !other->key
+        && (!one->key || memcmp(one->key, other->key, KEY) == 0);
+}
+
+/* Return the run of a request, a new one if need be; NULL where there is no place for one. */
+static Run *run_of(Runs *all, const Request *request) {
+    if (all->recent != NULL && is_of_run(&all->requests[all->recent->first], request)) {
+        return all->recent;
     }
-    if (at < 0 || end > buffer.len) {
-        PyBuffer_Release(&buffer);
-        PyErr_SetString(PyExc_ValueError, "what is to be read is not in the buffer");
-        return NULL;
-    }
-    const unsigned char *bytes = buffer.buf;
-    Read first = {0}, read;
-    Py_ssize_t count = 0;
-    PyObject *entries = NULL, *txns = NULL, *found = NULL;
-    for (; count < count_max && end - at >= LENGTH; count++) {
-        const int64_t frame = (int32_t)read_u32(bytes + at);
-        if (frame < 0 || frame > size_max || frame > end - at - LENGTH) {
-            break;
-        }
-        if (!(is_v2 ? read_v2_read : read_v3_read)(bytes + at + LENGTH, (Py_ssize_t)frame, &read)) {
-            break;
-        }
-        if (count == 0) {
-            first = read;
-            entries = PyList_New(0);
-            txns = PyList_New(0);
-            if (entries == NULL || txns == NULL) {
-                goto failed;
+    uint64_t hash = (request->ledger + 3 * request->scope + !request->key) * UINT64_C(0x9E3779B97F4A7C15);
+    for (int tries = 0; tries < TRIES_MAX; tries++) {
+        uint16_t *slot = &all->slots[(hash >> 32) + (uint64_t)tries & (2 * RUNS_MAX - 1)];
+        if (*slot == 0) {
+            if (all->run_count == RUNS_MAX) {
+                return NULL;
             }
-        } else if (read.ledger != first.ledger || read.scope != first.scope) {
+            Run *added = &all->runs[all->run_count++];
+            *slot = (uint16_t)all->run_count;
+            added->count = 0;
+            return added;
+        }
+        Run *run = &all->runs[*slot - 1];
+        if (is_of_run(&all->requests[run->first], request)) {
+            return run;
+        }
+    }
+    return NULL;
+}
+
+/* Add a request to its run. Return 0 where there is no place for it, -1 with an exception. */
+static int add_request(Runs *all, const Request *request) {
+    if (all->count == all->room) {
+        const Py_ssize_t room = all->room ? 2 * all->room : 64;
+        Request *larger = PyMem_Realloc(all->requests, (size_t)room * sizeof(Request));
+        if (larger == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        all->requests = larger;
+        all->room = room;
+    }
+    Run *run = run_of(all, request);
+    if (run == NULL) {
+        return 0;
+    }
+    all->recent = run;
+    const Py_ssize_t number = all->count++;
+    all->requests[number] = *request;
+    all->requests[number].next = 0;
+    if (run->count++ == 0) {
+        run->first = number;
+    } else {
+        all->requests[run->last].next = number;
+    }
+    run->last = number;
+    if (run->count > all->longest) {
+        all->longest = run->count;
+    }
+    return 1;
+}
+
+/* Return a tuple of a subclass of tuple, without its items. */
+static PyObject *new_tuple(PyObject *type, Py_ssize_t size) {
+    return ((PyTypeObject *)type)->tp_alloc((PyTypeObject *)type, size);
+}
+
+/* Set an item of a new tuple; return -1 if there is none. */
+static int set_item(PyObject *tuple, Py_ssize_t at, PyObject *item) {
+    if (item == NULL) {
+        return -1;
+    }
+    PyTuple_SET_ITEM(tuple, at, item);
+    return 0;
+}
+
+static PyObject *ledger_of(const Request *request, PyObject *type) {
+    PyObject *ledger = new_tuple(type, 2);
+    if (ledger != NULL
+        && (set_item(ledger, 0, PyLong_FromUnsignedLongLong(request->scope)) < 0
+            || set_item(ledger, 1, PyLong_FromUnsignedLongLong(request->ledger)) < 0)) {
+        Py_CLEAR(ledger);
+    }
+    return ledger;
+}
+
+/* Fill the lists of a run's fields; `others` NULL: of reads without transaction ids. */
+static int list_requests(const Runs *all, const Run *run, PyObject *entries, PyObject *others) {
+    Py_ssize_t number = run->first;
+    for (Py_ssize_t index = 0; index < run->count; index++) {
+        const Request *request = &all->requests[number];
+        PyObject *entry = PyLong_FromLongLong(request->entry);
+        if (entry == NULL) {
+            return -1;
+        }
+        PyList_SET_ITEM(entries, index, entry);
+        if (others != NULL) {
+            PyObject *other = request->key ? record_of(request) : PyLong_FromUnsignedLongLong(request->txn_id);
+            if (other == NULL) {
+                return -1;
+            }
+            PyList_SET_ITEM(others, index, other);
+        }
+        number = request->next;
+    }
+    return 0;
+}
+
+/* Return a run of adds as an AddRun; `answers` has room for those to the longest run. */
+static PyObject *add_run_of(
+    const Runs *all, const Run *run, int is_v2, PyObject *ledger_type, PyObject *type, unsigned char *answers) {
+    const Request *first = &all->requests[run->first];
+    unsigned char *at = answers;
+    int64_t highest = -1;
+    Py_ssize_t size = 0;
+    for (const Request *add = first;; add = &all->requests[add->next]) {
+        at = (is_v2 ? answer_v2 : answer_v3)(at, add);
+        highest = add->lac > highest ? add->lac : highest;
+        size += LENGTH + add->size;
+        if (add->next == 0) {
             break;
         }
-        if (append(entries, PyLong_FromLongLong(read.entry)) < 0
-            || (!is_v2 && append(txns, PyLong_FromUnsignedLongLong(read.txn_id)) < 0)) {
-            goto failed;
+    }
+    PyObject *adds = new_tuple(type, 7);
+    if (adds == NULL) {
+        return NULL;
+    }
+    if (set_item(adds, 0, ledger_of(first, ledger_type)) < 0
+        || set_item(adds, 1, PyBytes_FromStringAndSize((const char *)first->key, KEY)) < 0
+        || set_item(adds, 2, PyList_New(run->count)) < 0 || set_item(adds, 3, PyList_New(run->count)) < 0
+        || set_item(adds, 4, PyLong_FromSsize_t(size)) < 0 || set_item(adds, 5, PyLong_FromLongLong(highest)) < 0
+        || set_item(adds, 6, PyBytes_FromStringAndSize((const char *)answers, at - answers)) < 0
+        || list_requests(all, run, PyTuple_GET_ITEM(adds, 2), PyTuple_GET_ITEM(adds, 3)) < 0) {
+        Py_CLEAR(adds);
+    }
+    return adds;
+}
+
+static PyObject *read_run_of(const Runs *all, const Run *run, int is_v2, PyObject *ledger_type, PyObject *type) {
+    PyObject *reads = new_tuple(type, 3);
+    if (reads == NULL) {
+        return NULL;
+    }
+    if (set_item(reads, 0, ledger_of(&all->requests[run->first], ledger_type)) < 0
+        || set_item(reads, 1, PyList_New(run->count)) < 0
+        || set_item(reads, 2, PyList_New(is_v2 ? 0 : run->count)) < 0
+        || list_requests(all, run, PyTuple_GET_ITEM(reads, 1), is_v2 ? NULL : PyTuple_GET_ITEM(reads, 2)) < 0) {
+        Py_CLEAR(reads);
+    }
+    return reads;
+}
+
+static int is_tuple_type(PyObject *type) {
+    return PyType_Check(type) && PyType_IsSubtype((PyTypeObject *)type, &PyTuple_Type);
+}
+
+static PyObject *take_runs(PyObject *args, int is_v2) {
+    Py_buffer buffer;
+    Py_ssize_t at, end, size_max, adds_max, count_max;
+    PyObject *ledger_type, *add_type, *read_type;
+    if (!PyArg_ParseTuple(
+            args, "y*nnnnn(OOO)", &buffer, &at, &end, &size_max, &adds_max, &count_max, &ledger_type, &add_type,
+            &read_type)) {
+        return NULL;
+    }
+    PyObject *adds = NULL, *reads = NULL, *found = NULL;
+    unsigned char *answers = NULL;
+    Runs *all = NULL;
+    const unsigned char *bytes = buffer.buf;
+    if (at < 0 || end > buffer.len) {
+        PyErr_SetString(PyExc_ValueError, "what is to be read is not in the buffer");
+        goto done;
+    }
+    if (!is_tuple_type(ledger_type) || !is_tuple_type(add_type) || !is_tuple_type(read_type)) {
+        PyErr_SetString(PyExc_TypeError, "the types are not subclasses of tuple");
+        goto done;
+    }
+    while (end - at >= LENGTH) {
+        const int64_t frame = (int32_t)read_u32(bytes + at);
+        if (frame < 0 || frame > size_max || frame > end - at - LENGTH || count_max-- <= 0) {
+            break;
         }
+        const unsigned char *begin = bytes + at + LENGTH;
+        Request request = {0};
+        int is_add = frame > OPERATION_AT && begin[is_v2 ? 1 : OPERATION_AT] == (is_v2 ? 1 : 2);
+        if (is_add ? adds_max <= 0 || !(is_v2 ? read_v2 : read_v3)(begin, (Py_ssize_t)frame, &request)
+                   : !(is_v2 ? read_v2_read : read_v3_read)(begin, (Py_ssize_t)frame, &request)) {
+            break;
+        }
+        if (all == NULL) {
+            all = PyMem_Malloc(sizeof(Runs));
+            if (all == NULL) {
+                PyErr_NoMemory();
+                goto done;
+            }
+            all->requests = NULL;
+            all->recent = NULL;
+            all->count = all->room = all->run_count = all->longest = 0;
+            memset(all->slots, 0, sizeof(all->slots));
+        }
+        const int added = add_request(all, &request);
+        if (added < 0) {
+            goto done;
+        }
+        if (added == 0) {
+            break;
+        }
+        adds_max -= is_add;
         at += LENGTH + (Py_ssize_t)frame;
     }
-    if (count == 0) {
+    if (all == NULL) {
         found = Py_NewRef(Py_None);
-    } else {
-        found = Py_BuildValue(
-            "n(KK)OO", at, (unsigned long long)first.scope, (unsigned long long)first.ledger, entries, txns);
+        goto done;
     }
-failed:
-    Py_XDECREF(entries);
-    Py_XDECREF(txns);
+    adds = PyList_New(0);
+    reads = PyList_New(0);
+    answers = PyMem_Malloc((size_t)all->longest * V3_ANSWER_MAX);
+    if (adds == NULL || reads == NULL || answers == NULL) {
+        if (answers == NULL) {
+            PyErr_NoMemory();
+        }
+        goto done;
+    }
+    for (Py_ssize_t number = 0; number < all->run_count; number++) {
+        const Run *run = &all->runs[number];
+        const int is_adds = all->requests[run->first].key != NULL;
+        PyObject *item = is_adds ? add_run_of(all, run, is_v2, ledger_type, add_type, answers)
+                                 : read_run_of(all, run, is_v2, ledger_type, read_type);
+        if (append(is_adds ? adds : reads, item) < 0) {
+            goto done;
+        }
+    }
+    found = Py_BuildValue("nOO", at, adds, reads);
+done:
+    if (all != NULL) {
+        PyMem_Free(all->requests);
+    }
+    PyMem_Free(all);
+    PyMem_Free(answers);
+    Py_XDECREF(adds);
+    Py_XDECREF(reads);
     PyBuffer_Release(&buffer);
     return found;
 }
 
-static unsigned char *front_v2(unsigned char *at, const Read *read, Py_ssize_t size) {
+static unsigned char *front_v2(unsigned char *at, const Request *read, Py_ssize_t size) {
     at = write_u32(write_u32(write_u32(at, (uint32_t)(V2_ANSWER + size)), V2_READ_HEAD), 0);
     return write_u64(write_u64(at, read->ledger), (uint64_t)read->entry);
 }
@@ -312,7 +448,7 @@ static unsigned char *write_tail(unsigned char *at, uint64_t scope, const uint64
 }
 
 /* The form is that of v3_hot.py's read response. */
-static unsigned char *front_v3(unsigned char *frame, const Read *read, Py_ssize_t size, size_t tail) {
+static unsigned char *front_v3(unsigned char *frame, const Request *read, Py_ssize_t size, size_t tail) {
     unsigned char *at = frame + LENGTH;
     *at++ = 0x0A;
     unsigned char *header = at++;
@@ -369,7 +505,7 @@ static PyObject *answer_reads(
     }
     unsigned char *begin = (unsigned char *)PyBytes_AS_STRING(answers), *at = begin;
     for (Py_ssize_t index = 0; index < count; index++) {
-        Read read = {0, scope, ledger, PyLong_AsLongLong(PySequence_Fast_GET_ITEM(entry_list, index))};
+        Request read = {0, scope, ledger, PyLong_AsLongLong(PySequence_Fast_GET_ITEM(entry_list, index))};
         if (txns != NULL) {
             read.txn_id = PyLong_AsUnsignedLongLong(PySequence_Fast_GET_ITEM(txn_list, index));
         }
@@ -394,36 +530,20 @@ failed:
     return answers;
 }
 
-PyDoc_STRVAR(take_v2_doc,
-"take_v2(buffer, at, end, size_max, count_max)\n--\n\n"
-"Where the run of v2 adds that begins at `at` ends, and the fields of its AddRun; None where none begins there.");
+PyDoc_STRVAR(take_runs_v2_doc,
+"take_runs_v2(buffer, at, end, size_max, adds_max, count_max, types)\n--\n\n"
+"Where the v2 adds and reads that begin at `at` end, and their AddRuns and ReadRuns; None where none begins there.");
 
-static PyObject *take_v2(PyObject *module, PyObject *args) {
-    return take_run(args, 1);
+static PyObject *take_runs_v2(PyObject *module, PyObject *args) {
+    return take_runs(args, 1);
 }
 
-PyDoc_STRVAR(take_v3_doc,
-"take_v3(buffer, at, end, size_max, count_max)\n--\n\n"
-"take_v2 for frames of protocol v3.");
+PyDoc_STRVAR(take_runs_v3_doc,
+"take_runs_v3(buffer, at, end, size_max, adds_max, count_max, types)\n--\n\n"
+"take_runs_v2 for frames of protocol v3.");
 
-static PyObject *take_v3(PyObject *module, PyObject *args) {
-    return take_run(args, 0);
-}
-
-PyDoc_STRVAR(take_reads_v2_doc,
-"take_reads_v2(buffer, at, end, size_max, count_max)\n--\n\n"
-"Where the run of v2 reads that begins at `at` ends, and the fields of its ReadRun; None where none begins there.");
-
-static PyObject *take_reads_v2(PyObject *module, PyObject *args) {
-    return take_reads(args, 1);
-}
-
-PyDoc_STRVAR(take_reads_v3_doc,
-"take_reads_v3(buffer, at, end, size_max, count_max)\n--\n\n"
-"take_reads_v2 for frames of protocol v3.");
-
-static PyObject *take_reads_v3(PyObject *module, PyObject *args) {
-    return take_reads(args, 0);
+static PyObject *take_runs_v3(PyObject *module, PyObject *args) {
+    return take_runs(args, 0);
 }
 
 PyDoc_STRVAR(answers_v2_doc,
@@ -460,10 +580,8 @@ static PyObject *answers_v3(PyObject *module, PyObject *args) {
 }
 
 static PyMethodDef methods[] = {
-    {"take_v2", take_v2, METH_VARARGS, take_v2_doc},
-    {"take_v3", take_v3, METH_VARARGS, take_v3_doc},
-    {"take_reads_v2", take_reads_v2, METH_VARARGS, take_reads_v2_doc},
-    {"take_reads_v3", take_reads_v3, METH_VARARGS, take_reads_v3_doc},
+    {"take_runs_v2", take_runs_v2, METH_VARARGS, take_runs_v2_doc},
+    {"take_runs_v3", take_runs_v3, METH_VARARGS, take_runs_v3_doc},
     {"answers_v2", answers_v2, METH_VARARGS, answers_v2_doc},
     {"answers_v3", answers_v3, METH_VARARGS, answers_v3_doc},
     {NULL, NULL, 0, NULL},

@@ -1,4 +1,4 @@
-"""Runs of plain adds of one ledger, decoded from a bookie's connection at once, so that many adds share their cost.
+"""Runs of plain adds of one ledger, so that many adds share their cost. `request_runs.py` gathers them.
 
 A run is a sequence of adjacent frames of one ledger with one master key, without flags, each with an entry of that
 ledger in the format of its scope. `v2.py` and `v3.py` decode all other frames one by one, and entry ids that some
@@ -23,7 +23,7 @@ from bkctl.protocol import v2, v3, v3_hot
 from bkctl.protocol.messages import AddResponse, BytesLike, Status
 
 #: Version of `_add_runs` that fits; a module that was built from other sources is not used.
-COMPILED_API: Final = 2
+COMPILED_API: Final = 3
 try:
     from bkctl.protocol import _add_runs as compiled
 except ImportError:  # installed without a compiler
@@ -68,8 +68,8 @@ class AddRun(NamedTuple):
     answers: bytes
 
 
-#: Called once with the outcome of a run.
-AnswerAdds: TypeAlias = Callable[[Status], None]
+#: Called with runs and their outcome, until each run has had its own.
+AnswerAdds: TypeAlias = Callable[[Sequence[AddRun], Status], None]
 
 
 #: The offset behind a run, and the fields of its AddRun, the ledger as a plain tuple.
@@ -83,7 +83,7 @@ def take_run(
 
     A run has at most `count_max` frames of at most `size_max` bytes (by their length field), within `buffer[:end]`.
     """
-    found = (_take_v2 if is_v2 else _take_v3)(buffer, at, end, size_max, count_max)
+    found = (take_v2 if is_v2 else take_v3)(buffer, at, end, size_max, count_max)
     if found is None:
         return None
     stop, ledger, *fields = found
@@ -91,7 +91,7 @@ def take_run(
 
 
 def take_v2(buffer: memoryview, at: int, end: int, size_max: int, count_max: int) -> RunFields | None:
-    """Do what `take_run` does for protocol v2, in plain Python."""
+    """Do what `take_run` does for protocol v2."""
     unpack, pack_size, pack_answer = _V2_FRAME.unpack_from, _LENGTH.pack, _V2_ANSWER.pack
     entry_ids: list[int] = []
     records: list[bytes] = []
@@ -123,7 +123,7 @@ def take_v2(buffer: memoryview, at: int, end: int, size_max: int, count_max: int
 
 
 def take_v3(buffer: memoryview, at: int, end: int, size_max: int, count_max: int) -> RunFields | None:
-    """Do what `take_run` does for protocol v3, of any scope, in plain Python."""
+    """Do what `take_run` does for protocol v3, of any scope."""
     unpack_length, match_add, pack_size = _LENGTH.unpack_from, _V3_ADD.match, _LENGTH.pack
     entry_ids: list[int] = []
     records: list[bytes] = []
@@ -201,10 +201,6 @@ def _ids_of(body: memoryview, ledger: tuple[int, int]) -> tuple[int, int] | None
     except struct.error:
         return None
     return (entry_id, lac) if fits and 0 <= entry_id <= ENTRY_ID_MAX else None
-
-
-_take_v2 = take_v2 if compiled is None else compiled.take_v2
-_take_v3 = take_v3 if compiled is None else compiled.take_v3
 
 
 def refusals(adds: AddRun, status: Status, *, is_v2: bool) -> bytes:

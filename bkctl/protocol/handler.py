@@ -73,7 +73,7 @@ class Responder(functools.partial[None]):
 
 
 class ReadRunResponder:
-    """Sends the answers to a run of reads, part by part in any order. Every read of the run gets one answer.
+    """Sends the answers to runs of reads, part by part in any order. Every read of the runs gets one answer.
 
     Call it from the event loop's thread, at any time; its methods raise nothing.
     """
@@ -86,13 +86,15 @@ class ReadRunResponder:
 
     def answer(self, reads: ReadRun, bodies: Sequence[BytesLike], max_lac: int | None) -> None:
         """Answer `reads` with their entries, and with the bookie's LAC in v3."""
-        encode = functools.partial(read_runs.answers, reads, bodies, max_lac, is_v2=self._is_v2)
-        self._connection.settle_reads(len(reads.entry_ids), encode)
+        connection = self._connection
+        # Encoded only while the client is there.
+        frames = b"" if connection.is_lost else read_runs.answers(reads, bodies, max_lac, is_v2=self._is_v2)
+        connection.settle_reads(len(reads.entry_ids), frames)
 
     def refuse(self, reads: ReadRun, status: Status) -> None:
         """Answer `reads` with `status`."""
-        encode = functools.partial(read_runs.refusals, reads, status, is_v2=self._is_v2)
-        self._connection.settle_reads(len(reads.entry_ids), encode)
+        frames = read_runs.refusals(reads, status, is_v2=self._is_v2)
+        self._connection.settle_reads(len(reads.entry_ids), frames)
 
     @property
     def is_congested(self) -> bool:
@@ -117,7 +119,7 @@ class ReadRunResponder:
     def read(self, count: int, start: Callable[[], asyncio.Future[Any]]) -> bool:
         """Have `start` begin a read of the disk for `count` requests, at most `room`; see Responder.read."""
         connection = self._connection
-        return connection.reads.add(lambda _: connection.settle_reads(count, bytes), start, count)
+        return connection.reads.add(lambda _: connection.settle_reads(count, b""), start, count)
 
 
 def _answer_observed(
@@ -145,18 +147,17 @@ class RequestHandler(typing.Protocol):
         """
 
 
-class AddRunHandler(RequestHandler, typing.Protocol):
-    """A handler that takes many adds at once."""
+class RunHandler(RequestHandler, typing.Protocol):
+    """A handler that takes many adds and many reads at once."""
 
-    def handle_adds(self, adds: AddRun, answer: AnswerAdds) -> None:
-        """Serve a run of adds, and call `answer` once for all of them. Raises as `handle` does."""
+    def handle_adds(self, adds: Sequence[AddRun], answer: AnswerAdds) -> None:
+        """Serve runs of adds, and call `answer` once for each of them, alone or with others. Raises as `handle` does.
+
+        When it raises, it has answered none of them.
+        """
 
     def adds_at_once(self) -> int:
-        """Return the largest number of adds that a run may have now; 1 or more."""
-
-
-class ReadRunHandler(RequestHandler, typing.Protocol):
-    """A handler that takes many reads at once."""
+        """Return the largest number of adds that `handle_adds` may get now; 1 or more."""
 
     def handle_reads(self, reads: ReadRun, respond: ReadRunResponder) -> None:
         """Serve a run of plain reads. Raises as `handle` does, and then has answered none of them."""

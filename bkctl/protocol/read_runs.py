@@ -1,9 +1,9 @@
-"""Runs of plain reads of one ledger, decoded from a bookie's connection at once, and their answers, encoded at once.
+"""Runs of plain reads of one ledger, and their answers, encoded at once. `request_runs.py` gathers the runs.
 
 A run is a sequence of adjacent frames that read entries 0 … I64_MAX of one ledger, without flags or a master key.
 `v2.py` and `v3.py` decode all other frames one by one.
 
-`_add_runs.c` has the same loops, compiled. Both are tested against protobuf.
+`_add_runs.c` has the loops of the answers, compiled. Both are tested against protobuf.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def take_run(
 
     A run has at most `count_max` frames of at most `size_max` bytes (by their length field), within `buffer[:end]`.
     """
-    found = (_take_v2 if is_v2 else _take_v3)(buffer, at, end, size_max, count_max)
+    found = (take_v2 if is_v2 else take_v3)(buffer, at, end, size_max, count_max)
     if found is None:
         return None
     stop, ledger, entry_ids, txn_ids = found
@@ -75,7 +75,7 @@ def take_run(
 
 
 def take_v2(buffer: memoryview, at: int, end: int, size_max: int, count_max: int) -> RunFields | None:
-    """Do what `take_run` does for protocol v2, in plain Python."""
+    """Do what `take_run` does for protocol v2."""
     unpack = _V2_FRAME.unpack_from
     entry_ids: list[int] = []
     run_ledger = -1
@@ -94,7 +94,7 @@ def take_v2(buffer: memoryview, at: int, end: int, size_max: int, count_max: int
 
 
 def take_v3(buffer: memoryview, at: int, end: int, size_max: int, count_max: int) -> RunFields | None:
-    """Do what `take_run` does for protocol v3, of any scope, in plain Python."""
+    """Do what `take_run` does for protocol v3, of any scope."""
     unpack_length, match_read = _LENGTH.unpack_from, _V3_READ.fullmatch
     entry_ids: list[int] = []
     txn_ids: list[int] = []
@@ -166,7 +166,5 @@ def refusals(reads: ReadRun, status: Status, *, is_v2: bool) -> bytes:
 
 
 _loops: Any = add_runs.compiled  # type: ignore[attr-defined]
-_take_v2 = take_v2 if _loops is None else _loops.take_reads_v2
-_take_v3 = take_v3 if _loops is None else _loops.take_reads_v3
 _answers_v2: Callable[..., bytes] = answers_v2 if _loops is None else _loops.answers_v2
 _answers_v3: Callable[..., bytes] = answers_v3 if _loops is None else _loops.answers_v3

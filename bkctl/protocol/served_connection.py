@@ -9,16 +9,16 @@ import asyncio
 import functools
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, cast
 
 from bkctl.errors import BkctlError, IllegalOperation, Unauthorized
-from bkctl.protocol import add_runs, read_runs, v2, v3
+from bkctl.protocol import add_runs, v2, v3
 from bkctl.protocol.add_runs import AddRun
 from bkctl.protocol.backpressure import UNFINISHED_BYTES_MIN, ReadQueue
 from bkctl.protocol.deadlines import Deadlines
 from bkctl.protocol.framing import FramedProtocol
-from bkctl.protocol.handler import AddRunHandler, ReadRunHandler, ReadRunResponder, RequestHandler, Responder
+from bkctl.protocol.handler import ReadRunResponder, RequestHandler, Responder, RunHandler
 from bkctl.protocol.limits import ServerLimits
 from bkctl.protocol.messages import (
     AUTH_DISABLED_PLUGIN,
@@ -34,6 +34,8 @@ from bkctl.protocol.messages import (
     scope_of,
     status_of,
 )
+from bkctl.protocol.read_runs import ReadRun
+from bkctl.protocol.request_runs import take_runs
 from bkctl.protocol.start_tls import TlsUpgrade
 
 if TYPE_CHECKING:
@@ -154,51 +156,43 @@ class ServedConnection(FramedProtocol):
         """Return the function that takes adds and reads in runs; None if `handler` takes them one by one."""
         if not hasattr(handler, "handle_adds"):
             return None
-        take_adds = functools.partial(self._take_adds, cast("AddRunHandler", handler))
-        if not hasattr(handler, "handle_reads"):
-            return take_adds
-        take_reads = functools.partial(self._take_reads, cast("ReadRunHandler", handler))
+        return functools.partial(self._take_runs, cast("RunHandler", handler))
 
-        def take(buffer: memoryview, at: int, end: int) -> int:
-            stop = take_adds(buffer, at, end)
-            return stop if stop > at else take_reads(buffer, at, end)
-
-        return take
-
-    def _take_adds(self, handler: AddRunHandler, buffer: memoryview, at: int, end: int) -> int:
-        """Have `handler` serve the run of adds that begins at byte `at`, if one does; returns where it ends."""
-        count_max = min(handler.adds_at_once(), IN_FLIGHT_REQUESTS_MAX - self._in_flight)
-        found = add_runs.take_run(buffer, at, end, self._body_size_max, count_max, is_v2=self._is_v2)
+    def _take_runs(self, handler: RunHandler, buffer: memoryview, at: int, end: int) -> int:
+        """Have `handler` serve the adds and reads that begin at byte `at`, if one does; returns where they end."""
+        room = IN_FLIGHT_REQUESTS_MAX - self._in_flight
+        adds_max = min(handler.adds_at_once(), room)
+        is_v2 = self._is_v2
+        found = take_runs(buffer, at, end, self._body_size_max, adds_max, room, is_v2=is_v2)
         if found is None:
             return at
-        stop, adds = found
-        size = stop - at
-        self._start = stop
-        self._begin(len(adds.records), size)
+        self._start, adds, reads = found
+        if adds:
+            self._serve_adds(handler, adds, is_v2)
+        if reads:
+            respond = ReadRunResponder(self, is_v2)
+            for run in reads:
+                self._serve_reads(handler, run, respond)
+        return found[0]
+
+    def _serve_adds(self, handler: RunHandler, adds: list[AddRun], is_v2: bool) -> None:
+        self._begin(*_extent_of(adds))
         in_flight = self._in_flight
-        answer = functools.partial(self._answer_adds, adds, self._is_v2, size)
+        answer = functools.partial(self._answer_adds, is_v2)
         try:
             handler.handle_adds(adds, answer)
         except BkctlError as error:
-            answer(status_of(error))
+            answer(adds, status_of(error))
         except Exception:
-            if self._in_flight == in_flight:  # unanswered, so it would stay in flight for ever
-                answer(Status.EIO)
+            if self._in_flight == in_flight:  # unanswered, so they would stay in flight for ever
+                answer(adds, Status.EIO)
             self.abort()
             raise
-        return stop
 
-    def _take_reads(self, handler: ReadRunHandler, buffer: memoryview, at: int, end: int) -> int:
-        """Have `handler` serve the run of reads that begins at byte `at`, if one does; returns where it ends."""
-        count_max = IN_FLIGHT_REQUESTS_MAX - self._in_flight
-        found = read_runs.take_run(buffer, at, end, self._body_size_max, count_max, is_v2=self._is_v2)
-        if found is None:
-            return at
-        self._start, reads = found
-        count = len(reads.entry_ids)
+    def _serve_reads(self, handler: RunHandler, reads: ReadRun, respond: ReadRunResponder) -> None:
+        count = len(reads[1])
         self._begin(count, count * READ_REQUEST_BYTES)
         in_flight = self._in_flight
-        respond = ReadRunResponder(self, self._is_v2)
         try:
             handler.handle_reads(reads, respond)
         except BkctlError as error:
@@ -208,7 +202,6 @@ class ServedConnection(FramedProtocol):
                 respond.refuse(reads, Status.EIO)
             self.abort()
             raise
-        return found[0]
 
     def _begin(self, count: int, size: int) -> None:
         """Count `count` more requests of `size` bytes in flight, and halt when there are too many."""
@@ -313,30 +306,27 @@ class ServedConnection(FramedProtocol):
         if self._halted:
             self.unblock()
 
-    def _answer_adds(self, adds: AddRun, is_v2: bool, size: int, status: Status) -> None:
-        self._in_flight -= len(adds.records)
+    def _answer_adds(self, is_v2: bool, adds: Sequence[AddRun], status: Status) -> None:
+        """Send the answers to runs of adds."""
+        if status is Status.EOK:
+            answers = [run[6] for run in adds]
+        else:
+            answers = [add_runs.refusals(run, status, is_v2=is_v2) for run in adds]
+        self._settle(*_extent_of(adds), b"".join(answers))
+
+    def settle_reads(self, count: int, answers: bytes) -> None:
+        """Send the answers to `count` reads of a run."""
+        self._settle(count, count * READ_REQUEST_BYTES, answers)
+
+    def _settle(self, count: int, size: int, answers: bytes) -> None:
+        """Send the answers to `count` requests of `size` bytes."""
+        self._in_flight -= count
         self._in_flight_size -= size
         if self._lost:
             self._server.in_flight.count(self)
             return
-        answers = adds.answers
-        if status is not Status.EOK:
-            answers = add_runs.refusals(adds, status, is_v2=is_v2)
         self._out.append(answers)
         self._queued(len(answers))
-        if self._halted:
-            self.unblock()
-
-    def settle_reads(self, count: int, answers: Callable[[], bytes]) -> None:
-        """Send the answers to `count` reads of a run; they are encoded only while the client is there."""
-        self._in_flight -= count
-        self._in_flight_size -= count * READ_REQUEST_BYTES
-        if self._lost:
-            self._server.in_flight.count(self)
-            return
-        frames = answers()
-        self._out.append(frames)
-        self._queued(len(frames))
         if self._halted:
             self.unblock()
 
@@ -504,6 +494,13 @@ class ServedConnection(FramedProtocol):
 
 
 _answer: Final = ServedConnection.answer
+
+
+def _extent_of(adds: Sequence[AddRun]) -> tuple[int, int]:
+    """Return how many adds there are in runs, and the bytes that they count in flight."""
+    if len(adds) == 1:
+        return len(adds[0].records), adds[0].size
+    return sum([len(run[3]) for run in adds]), sum([run[4] for run in adds])
 
 
 class LimitedConnection(ServedConnection):

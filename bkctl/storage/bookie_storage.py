@@ -256,7 +256,8 @@ class BookieStorage:
     ) -> None:
         """Add entries, and queue them with `token` for their journal: `size` bytes in `records`, one an entry.
 
-        The caller has checked the bodies: they are these entries (0 … ENTRY_ID_MAX) of this ledger in the format of its
+        One `token` may stand for entries of several ledgers that share a journal, added one after the other. The
+        caller has checked the bodies: they are these entries (0 … ENTRY_ID_MAX) of this ledger in the format of its
         scope, and `last_add_confirmed` is their highest LAC. Raises what `add` raises for each of them.
         """
         handle = self._handles.get(ledger)
@@ -285,7 +286,8 @@ class BookieStorage:
             if ledger[0]:
                 batch.scoped = True
         # Last: a token in the batch gets the batch's outcome, so nothing may raise behind this.
-        batch.tokens.append(token)
+        if not batch.tokens or batch.tokens[-1] is not token:
+            batch.tokens.append(token)
         batch.count += len(records)
 
     def get(self, ledger: LedgerId) -> LedgerHandle | None:

@@ -1,15 +1,16 @@
-"""Runs of adds agree with the decoders frame by frame, compiled or not, and are answered as one."""
+"""Runs of adds agree with the decoders frame by frame, and are answered as one."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import struct
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from support.mutation import changed, changes
 
@@ -18,8 +19,8 @@ from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.index import ENTRY_ID_MAX
 from bkctl.formats.record import record_of
 from bkctl.ids import LedgerId
-from bkctl.protocol import add_runs, v2, v3
-from bkctl.protocol.add_runs import AddRun, refusals, take_run
+from bkctl.protocol import add_runs, served_connection, v2, v3
+from bkctl.protocol.add_runs import AddRun, AnswerAdds, refusals, take_run
 from bkctl.protocol.connection import BookieConnection
 from bkctl.protocol.messages import (
     FRAME_SIZE_BYTES_MAX,
@@ -33,6 +34,7 @@ from bkctl.protocol.messages import (
     Status,
     refusal,
 )
+from bkctl.protocol.request_runs import take_plain, take_runs
 from bkctl.protocol.server import BookieServer
 
 Runner = Callable[[Coroutine[Any, Any, None]], None]
@@ -161,41 +163,6 @@ def test_v3_run_equals_protobuf_decoding(data: bytes, where: list[tuple[int, int
     check(data, 0, run_of(data, is_v2=False), is_v2=False)
 
 
-def with_txn(varint: bytes) -> bytes:
-    """Three frames of v3, the last with a transaction id that is written in another way than the ones before."""
-    txn_id = 1 << 7 * (len(varint) - 1)
-    frames = [frame(add(PLAIN[1], entry_id), is_v2=False, txn_id=txn_id) for entry_id in range(3)]
-    return b"".join((*frames[:2], frames[2][:11] + varint + frames[2][11 + len(varint) :]))
-
-
-@needs_compiled
-@pytest.mark.parametrize("is_v2", [True, False], ids=["v2", "v3"])
-def test_compiled_and_plain_loop_agree(is_v2: bool) -> None:
-    compiled, plain = (add_runs.compiled.take_v2, add_runs.take_v2) if is_v2 else (
-        add_runs.compiled.take_v3, add_runs.take_v3
-    )  # fmt: skip
-
-    @given(
-        st.lists(st.one_of(v2_frames if is_v2 else v3_frames, st.binary(max_size=60)), max_size=10).map(b"".join),
-        changes,
-        st.integers(0, 30),
-        st.sampled_from((0, 1, 3, 10_000)),
-        st.sampled_from((60, 150, SIZE_MAX)),
-    )
-    @example(with_txn(b"\x85\x00"), [], 0, 5, SIZE_MAX)
-    @example(with_txn(b"\xff" * 9 + b"\x7f"), [], 0, 5, SIZE_MAX)
-    @example(b"", [], 0, 5, SIZE_MAX)
-    @example(b"\xff" * 100, [], 0, 5, SIZE_MAX)
-    def compare(data: bytes, where: list[tuple[int, int]], at: int, count_max: int, size_max: int) -> None:
-        buffer = memoryview(changed(data, where) + bytes(20))
-        arguments = (buffer, min(at, len(data)), len(data), size_max, count_max)
-        assert compiled(*arguments) == plain(*arguments)
-
-    compare()
-    with pytest.raises(ValueError, match="not in the buffer"):
-        add_runs.compiled.take_v2(memoryview(bytes(10)), 0, 11, 100, 100)
-
-
 @pytest.mark.parametrize("is_v2", [True, False], ids=["v2", "v3"])
 def test_run_ends_at_another_ledger_or_master_key(is_v2: bool) -> None:
     ledgers = (*PLAIN, *(() if is_v2 else SCOPED))
@@ -248,15 +215,6 @@ def test_request_other_than_plain_add_ends_run(is_v2: bool) -> None:
     assert run_of(data, is_v2=is_v2, size_max=len(plain[0]) - 5) is None
 
 
-def test_run_releases_receive_buffer() -> None:
-    buffer = bytearray(frame(add(PLAIN[1], 1, b"payload"), is_v2=True))
-    with memoryview(buffer) as view:
-        found = take_run(view, 0, len(buffer), SIZE_MAX, 10, is_v2=True)
-    buffer.clear()  # BufferError while a view is left
-    assert found is not None
-    assert found[1].records == [record_of(entry(PLAIN[1], 1, b"payload"))]
-
-
 class Bookie:
     """A handler that takes runs; it refuses those of ledger 0, and holds those of the others back."""
 
@@ -275,12 +233,16 @@ class Bookie:
     def adds_at_once(self) -> int:
         return 50
 
-    def handle_adds(self, adds: AddRun, answer: Callable[[Status], None]) -> None:
-        assert len(adds.records) <= 50
-        if adds.ledger == PLAIN[0]:
-            raise LedgerFenced(f"Ledger {adds.ledger} is fenced")
-        self.runs.append(adds)
-        self.answers.append(answer)
+    def handle_adds(self, adds: Sequence[AddRun], answer: AnswerAdds) -> None:
+        assert sum(len(run.records) for run in adds) <= 50
+        if all(run.ledger == PLAIN[0] for run in adds):
+            raise LedgerFenced(f"Ledger {adds[0].ledger} is fenced")
+        for run in adds:
+            if run.ledger == PLAIN[0]:
+                answer([run], Status.EFENCED)
+                continue
+            self.runs.append(run)
+            self.answers.append(functools.partial(answer, [run]))
 
 
 @pytest.mark.parametrize("compiled", [pytest.param(True, marks=needs_compiled), False], ids=["compiled", "plain"])
@@ -289,8 +251,7 @@ def test_a_bookie_serves_runs_and_each_add_has_its_answer(
     runner: Runner, protocol: Protocol, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not compiled:
-        monkeypatch.setattr(add_runs, "_take_v2", add_runs.take_v2)
-        monkeypatch.setattr(add_runs, "_take_v3", add_runs.take_v3)
+        monkeypatch.setattr(served_connection, "take_runs", take_plain)
     ledger = PLAIN[1] if protocol is Protocol.V2 else SCOPED[1]
 
     async def main() -> None:
@@ -315,7 +276,7 @@ def test_a_bookie_serves_runs_and_each_add_has_its_answer(
                     await asyncio.sleep(0.01)
             assert [entry_id for run in bookie.runs for entry_id in run.entry_ids] == expected
             assert len(bookie.requests) == 240 + 1 - len(expected)
-            assert server.in_flight_bytes > 239 * 41
+            assert server.in_flight_bytes > 239 * 36
             for run, answer in zip(bookie.runs, bookie.answers, strict=True):
                 answer(Status.EOK if run.entry_ids[0] < 300 else Status.EIO)
             assert [await each for each in sent] == [
@@ -357,16 +318,15 @@ def test_a_refused_run_is_refused_add_by_add(ledger: LedgerId, ids: list[tuple[i
 
 
 @pytest.mark.parametrize(
-    "take", [add_runs.take_v3, pytest.param(None, marks=needs_compiled)], ids=["python", "compiled"]
+    "take", [take_plain, pytest.param(take_runs, marks=needs_compiled)], ids=["python", "compiled"]
 )
 @pytest.mark.parametrize("size", [0, 1, 19, 21, 1000])
 def test_a_run_takes_no_master_key_that_is_not_20_bytes(size: int, take: Any) -> None:
     """Such a frame goes its own way, to be refused; it also ends the run before it."""
-    take = take or add_runs.compiled.take_v3  # type: ignore[union-attr]
     for ledger in (*PLAIN, *SCOPED):
         odd = frame(add(ledger, 1, b"payload", b"k" * size), is_v2=False)
         plain = frame(add(ledger, 0, b"payload"), is_v2=False)
-        assert take(memoryview(odd), 0, len(odd), SIZE_MAX, 10) is None
-        found = take(memoryview(plain + odd), 0, len(plain + odd), SIZE_MAX, 10)
+        assert take(memoryview(odd), 0, len(odd), SIZE_MAX, 10, 10, is_v2=False) is None
+        found = take(memoryview(plain + odd), 0, len(plain + odd), SIZE_MAX, 10, 10, is_v2=False)
         assert found is not None
-        assert (found[0], found[3]) == (len(plain), [0])
+        assert (found[0], [run.entry_ids for run in found[1]]) == (len(plain), [[0]])

@@ -8,7 +8,7 @@ import functools
 import socket
 import ssl
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +75,8 @@ class BookieOfRuns(Bookie):
     def adds_at_once(self) -> int:
         return 100
 
-    def handle_adds(self, adds: AddRun, answer: AnswerAdds) -> None:
-        answer(Status.EOK)
+    def handle_adds(self, adds: Sequence[AddRun], answer: AnswerAdds) -> None:
+        answer(adds, Status.EOK)
 
     def handle_reads(self, reads: ReadRun, respond: ReadRunResponder) -> None:
         answer = functools.partial(respond.answer, reads, [ENTRY] * len(reads.entry_ids), None)

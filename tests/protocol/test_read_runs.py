@@ -1,20 +1,21 @@
-"""Runs of reads: what they take is what the decoders say frame by frame, compiled or not; and how they are answered."""
+"""Runs of reads: what they take is what the decoders say frame by frame; and how they are answered."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from support.mutation import changed, changes
 
 from bkctl.errors import LedgerNotFound
 from bkctl.ids import I64_MAX, LedgerId
-from bkctl.protocol import add_runs, read_runs, v2, v3
+from bkctl.protocol import add_runs, read_runs, served_connection, v2, v3
+from bkctl.protocol.add_runs import AddRun, AnswerAdds
 from bkctl.protocol.connection import BookieConnection
 from bkctl.protocol.handler import ReadRunResponder
 from bkctl.protocol.messages import (
@@ -31,6 +32,7 @@ from bkctl.protocol.messages import (
     refusal,
 )
 from bkctl.protocol.read_runs import ReadRun, answers, refusals, take_run
+from bkctl.protocol.request_runs import take_plain
 from bkctl.protocol.server import BookieServer
 
 Runner = Callable[[Coroutine[Any, Any, None]], None]
@@ -118,41 +120,6 @@ def test_v2_run_equals_single_decoding(data: bytes, where: list[tuple[int, int]]
 def test_v3_run_equals_protobuf_decoding(data: bytes, where: list[tuple[int, int]], cut: int) -> None:
     data = changed(data, where)[: len(data) - cut if cut < 20 else None]
     check(data, 0, run_of(data, is_v2=False), is_v2=False)
-
-
-def with_txn(varint: bytes) -> bytes:
-    """Three frames of v3, the last with a transaction id that is written in another way than the ones before."""
-    txn_id = 1 << 7 * (len(varint) - 1)
-    frames = [frame(ReadRequest(PLAIN[1], entry_id), is_v2=False, txn_id=txn_id) for entry_id in range(3)]
-    return b"".join((*frames[:2], frames[2][:11] + varint + frames[2][11 + len(varint) :]))
-
-
-@needs_compiled
-@protocols
-def test_compiled_and_plain_decoding_agree(is_v2: bool) -> None:
-    compiled, plain = (add_runs.compiled.take_reads_v2, read_runs.take_v2) if is_v2 else (
-        add_runs.compiled.take_reads_v3, read_runs.take_v3
-    )  # fmt: skip
-
-    @given(
-        st.lists(st.one_of(v2_frames if is_v2 else v3_frames, st.binary(max_size=60)), max_size=10).map(b"".join),
-        changes,
-        st.integers(0, 30),
-        st.sampled_from((0, 1, 3, 10_000)),
-        st.sampled_from((19, 20, 30, SIZE_MAX)),
-    )
-    @example(with_txn(b"\x85\x00"), [], 0, 5, SIZE_MAX)
-    @example(with_txn(b"\xff" * 9 + b"\x7f"), [], 0, 5, SIZE_MAX)
-    @example(b"", [], 0, 5, SIZE_MAX)
-    @example(b"\xff" * 100, [], 0, 5, SIZE_MAX)
-    def compare(data: bytes, where: list[tuple[int, int]], at: int, count_max: int, size_max: int) -> None:
-        buffer = memoryview(changed(data, where) + bytes(20))
-        arguments = (buffer, min(at, len(data)), len(data), size_max, count_max)
-        assert compiled(*arguments) == plain(*arguments)
-
-    compare()
-    with pytest.raises(ValueError, match="not in the buffer"):
-        compiled(memoryview(bytes(10)), 0, 11, 100, 100)
 
 
 @protocols
@@ -273,8 +240,8 @@ class Bookie:
     def adds_at_once(self) -> int:
         return 1
 
-    def handle_adds(self, adds: Any, answer: Callable[[Status], None]) -> None:
-        answer(Status.EIO)
+    def handle_adds(self, adds: Sequence[AddRun], answer: AnswerAdds) -> None:
+        answer(adds, Status.EIO)
 
     def handle_reads(self, reads: ReadRun, respond: ReadRunResponder) -> None:
         if reads.ledger == PLAIN[0]:
@@ -296,7 +263,8 @@ def test_server_takes_runs_and_each_read_has_its_answer(
     runner: Runner, protocol: Protocol, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not compiled:
-        for name in ("take_v2", "take_v3", "answers_v2", "answers_v3"):
+        monkeypatch.setattr(served_connection, "take_runs", take_plain)
+        for name in ("answers_v2", "answers_v3"):
             monkeypatch.setattr(read_runs, f"_{name}", getattr(read_runs, name))
     ledger = PLAIN[1] if protocol is Protocol.V2 else SCOPED[1]
 

@@ -116,17 +116,20 @@ class WatchedRequests:
     def handle(self, request: Any, respond: Any) -> None:
         self._processor.handle(request, respond.observed(self._watch(request)))
 
-    def handle_adds(self, adds: AddRun, answer: AnswerAdds) -> None:
-        requests = [
-            AddRequest(adds.ledger, entry_id, adds.master_key, body_of(record))
-            for entry_id, record in zip(adds.entry_ids, adds.records, strict=True)
-        ]
-        watching = [self._watch(request) for request in requests]
+    def handle_adds(self, adds: Sequence[AddRun], answer: AnswerAdds) -> None:
+        watching: dict[int, list[tuple[AddRequest, Callable[[Any], None]]]] = {}
+        for run in adds:
+            requests = [
+                AddRequest(run.ledger, entry_id, run.master_key, body_of(record))
+                for entry_id, record in zip(run.entry_ids, run.records, strict=True)
+            ]
+            watching[id(run)] = [(request, self._watch(request)) for request in requests]
 
-        def answered(status: Status) -> None:
-            for request, seen in zip(requests, watching, strict=True):
-                seen(AddResponse(status, request.ledger, request.entry_id))
-            answer(status)
+        def answered(runs: Sequence[AddRun], status: Status) -> None:
+            for run in runs:
+                for request, seen in watching.pop(id(run)):
+                    seen(AddResponse(status, request.ledger, request.entry_id))
+            answer(runs, status)
 
         self._processor.handle_adds(adds, answered)
 

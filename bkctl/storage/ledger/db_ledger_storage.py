@@ -232,6 +232,26 @@ class SingleDirectoryDbLedgerStorage:
         self.read_cache.discard(ledger)
         self._location_cache.discard(ledger)
 
+    def _cache_written(self, ledger: LedgerId, entry_ids: array[int], locations: array[int]) -> None:
+        """Cache the new locations of entries, ascending: who tails the ledger asks for them next."""
+        self.read_cache.discard(ledger)
+        cache = self._location_cache
+        discards = cache.discards
+        first, last = entry_ids[0], entry_ids[-1]
+        begin, end = first >> PAGE_BITS, (last >> PAGE_BITS) + 1
+        if last - first + 1 != len(entry_ids) or len(entry_ids) > CACHED_LOCATIONS_MAX // 2:
+            cache.discard(ledger)
+            return
+        before, after = cache.get(ledger, begin), cache.get(ledger, end - 1) or _NO_LOCATIONS
+        located = (before or _NO_LOCATIONS)[: first & _IN_PAGE] + locations + after[(last & _IN_PAGE) + 1 :]
+        pages = [
+            (number, located[at : at + _IN_PAGE + 1])
+            for number, at in zip(range(begin, end), range(0, len(located), _IN_PAGE + 1), strict=True)
+        ]
+        if before is None and first & _IN_PAGE:
+            del pages[0]  # the database has more of it
+        cache.replace(ledger, pages, discards)
+
     def _cached_locations(self, handle: DbLedgerHandle, entry_ids: Sequence[int]) -> list[int]:
         """Return the locations of entries outside the write cache; 0 for an entry whose location is not in memory."""
         pages: dict[int, array[int] | None] = {}
@@ -477,8 +497,12 @@ class SingleDirectoryDbLedgerStorage:
         for scoped, located in changes.located.items():
             deleted = [ledger for ledger in changes.deleted if ledger.is_scoped == scoped]
             self.locations.write(located.runs, located.entry_ids, located.locations, deleted, scoped=scoped)
-            for ledger, _ in located.runs:
+            for ledger in deleted:
                 self.discard_cached(ledger)
+            end = 0
+            for ledger, count in located.runs:
+                begin, end = end, end + count
+                self._cache_written(ledger, located.entry_ids[begin:end], located.locations[begin:end])
         headers = {ledger: data for ledger, (handle, data) in changes.headers.items() if not handle.deleted}
         self.metadata.write(headers, changes.deleted)
 
@@ -579,7 +603,9 @@ class DbLedgerStorage(LedgerStorage[DbLedgerHandle]):
 
     def add(self, handle: DbLedgerHandle, entry_ids: Sequence[int], records: Sequence[bytes], size: int) -> None:
         handle.directory.cache.add(handle, entry_ids, records, size)
-        handle.last_entry = max(handle.last_entry, max(entry_ids))
+        last = entry_ids[0] if len(entry_ids) == 1 else max(entry_ids)
+        if last > handle.last_entry:
+            handle.last_entry = last
 
     def has(self, handle: DbLedgerHandle, entry_id: int) -> bool:
         if not 0 <= entry_id <= handle.last_entry:
@@ -675,6 +701,7 @@ class DbLedgerStorage(LedgerStorage[DbLedgerHandle]):
 
 
 _IN_PAGE: Final = (1 << PAGE_BITS) - 1
+_NO_LOCATIONS: Final = array("q", bytes(8 << PAGE_BITS))
 _REBUILD_HINT: Final = "'bkctl bookie index rebuild' rebuilds the databases from the entry logs"
 
 

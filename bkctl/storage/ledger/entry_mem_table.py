@@ -67,8 +67,12 @@ class EntryMemTable:
         if handle.table is not current:
             handle.table = current
             handle.entries = current.ledgers[handle] = {}
-        handle.entries.update(zip(entry_ids, records, strict=True))
-        current.size += size + ENTRY_OVERHEAD_BYTES * len(records)
+        if len(records) == 1:
+            handle.entries[entry_ids[0]] = records[0]
+            current.size += size + ENTRY_OVERHEAD_BYTES
+        else:
+            handle.entries.update(zip(entry_ids, records, strict=True))
+            current.size += size + ENTRY_OVERHEAD_BYTES * len(records)
 
     def find(self, handle: IndexedHandle, entry_id: int) -> bytes | None:
         """Return the record of the newest copy of the entry, None if it is not here."""

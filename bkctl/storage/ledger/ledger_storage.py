@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, Final, Generic, TypeAlias, TypeVar
+from typing import Any, Final, Generic, TypeAlias, TypeVar, cast
 
 from bkctl.config import BookieConfig
 from bkctl.disk import NO_SPACE
 from bkctl.errors import BkctlError
 from bkctl.formats.layout import Buffer
-from bkctl.formats.record import body_of
+from bkctl.formats.record import RECORD_SIZE, body_of
 from bkctl.ids import I64_MAX, LedgerId
 from bkctl.storage.entry_logger import EntryLogger, Move
 
@@ -23,6 +23,7 @@ from bkctl.storage.entry_logger import EntryLogger, Move
 CHUNK_SIZE_BYTES: Final = 1 << 20
 #: Entry bytes in memory at which the bookie pauses its connections, unless the storage class sets another limit.
 UNWRITTEN_BYTES_MAX: Final = 256 << 20
+_BODY_AT: Final = RECORD_SIZE.size
 
 
 #: Polled by long operations, which end once it returns False.
@@ -369,6 +370,8 @@ def merge_found(
     read: Callable[[Sequence[int], int], list[Buffer | None]],
 ) -> list[Buffer | None]:
     """Return the entries in `records`, and for None what `read` returns of these entries, up to `size_max` bytes."""
+    if None not in records and sum(map(len, cast("Sequence[bytes]", records))) <= size_max:
+        return [memoryview(record)[_BODY_AT:] for record in cast("Sequence[bytes]", records)]
     found: list[Buffer | None] = []
     size = 0
     for record in records:

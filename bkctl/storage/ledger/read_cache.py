@@ -53,17 +53,32 @@ class ReadCache(Generic[Item]):
 
         `discards`: the count before the entries were read; nothing is cached if it has changed.
         """
+        with self._lock:
+            if discards in (None, self.discards):
+                self._put(ledger, entries)
+
+    def replace(self, ledger: LedgerId, entries: Sequence[tuple[int, Item]], discards: int) -> None:
+        """Cache entries of one ledger that have just changed: what was read from disk before is not cached any more.
+
+        `discards`: the count before cached entries were read for them; the ledger's entries are removed if it has
+        changed.
+        """
+        with self._lock:
+            if discards == self.discards:
+                self._put(ledger, entries)
+            else:
+                self._ledgers.pop(ledger, None)
+            self.discards += 1
+
+    def _put(self, ledger: LedgerId, entries: Sequence[tuple[int, Item]]) -> None:
         size = sum(len(body) for _, body in entries)
         if not entries or size > self.capacity:
             return
-        with self._lock:
-            if discards not in (None, self.discards):
-                return
-            self._ledgers.setdefault(ledger, {}).update(entries)
-            self._batches.append((ledger, [entry_id for entry_id, _ in entries], size))
-            self.size += size
-            while self.size > self.capacity:
-                self._forget_oldest()
+        self._ledgers.setdefault(ledger, {}).update(entries)
+        self._batches.append((ledger, [entry_id for entry_id, _ in entries], size))
+        self.size += size
+        while self.size > self.capacity:
+            self._forget_oldest()
 
     def _forget_oldest(self) -> None:
         ledger, entry_ids, size = self._batches.popleft()

@@ -54,7 +54,9 @@ class SortedLedgerStorage(InterleavedLedgerStorage):
 
     def add(self, handle: IndexedHandle, entry_ids: Sequence[int], records: Sequence[bytes], size: int) -> None:
         self.table.add(handle, entry_ids, records, size)
-        handle.last_entry = max(handle.last_entry, max(entry_ids))
+        last = entry_ids[0] if len(entry_ids) == 1 else max(entry_ids)
+        if last > handle.last_entry:
+            handle.last_entry = last
 
     def has(self, handle: IndexedHandle, entry_id: int) -> bool:
         return self.table.find(handle, entry_id) is not None or super().has(handle, entry_id)

@@ -42,8 +42,12 @@ class WriteCache(Generic[Ledger]):
         entries = ledger.entries
         if not entries:
             self._ledgers.append(ledger)
-        entries.update(zip(entry_ids, records, strict=True))
-        self.size += size + ENTRY_OVERHEAD_BYTES * len(records)
+        if len(records) == 1:
+            entries[entry_ids[0]] = records[0]
+            self.size += size + ENTRY_OVERHEAD_BYTES
+        else:
+            entries.update(zip(entry_ids, records, strict=True))
+            self.size += size + ENTRY_OVERHEAD_BYTES * len(records)
 
     @staticmethod
     def find(ledger: CachedLedger, entry_id: int) -> bytes | None:

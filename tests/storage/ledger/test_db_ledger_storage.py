@@ -11,7 +11,7 @@ import sys
 from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from support.golden import VERSIONS, GoldenBookie
@@ -22,12 +22,21 @@ from support.simulated_disk import Fault, SimulatedFiles
 from bkctl.checks.check import IndexCheck
 from bkctl.config import BookieConfig
 from bkctl.disk import Files, StorageFile
-from bkctl.errors import BkctlError, Corrupt, DirectoryInUse, EntryNotFound, UnknownLedgerState, UsageError
+from bkctl.errors import (
+    BkctlError,
+    Corrupt,
+    DirectoryInUse,
+    EntryNotFound,
+    LedgerNotFound,
+    UnknownLedgerState,
+    UsageError,
+)
 from bkctl.files.directories import BookieDirectories
 from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.entry_log import unpack_location
 from bkctl.formats.index import NEEDS_INTEGRITY_CHECK, LedgerData
+from bkctl.formats.layout import Buffer
 from bkctl.formats.record import record_of
 from bkctl.ids import U64_MAX, LedgerId
 from bkctl.storage.bookie_storage import BookieStorage
@@ -501,6 +510,75 @@ def test_finds_neighbours_of_read_entries_in_the_page_cache(tmp_path: Path, ledg
     storage.close()
 
 
+@pytest.mark.parametrize("ledger", [PLAIN, SCOPED], ids=repr)
+def test_a_tailing_reader_finds_flushed_entries_without_the_database(tmp_path: Path, ledger: LedgerId) -> None:
+    other = LedgerId(ledger.scope_id, 77)
+
+    def opened() -> None:
+        """Have the log open, as it is once any entry of it was read."""
+        storage.read(storage.get(other), 0)
+
+    storage = open_storage(tmp_path)
+    for first, end in ((0, 19), (19, 25), (25, 52)):
+        add(storage, ledger, *range(first, end))
+        add(storage, other, 0)
+        storage.run_checkpoint()
+    opened()
+    handle = storage.get(ledger)
+    assert isinstance(handle, DbLedgerHandle)
+    with storage_without_locations(handle):
+        found = storage.find_all(handle, range(52), 1 << 20)
+        assert [bytes(body or b"") for body in found] == [body_of(ledger, entry_id) for entry_id in range(52)]
+    digests = digests_of(ledger)
+    copies = {entry_id: digests.seal(entry_id, entry_id - 1, 40, b"\1" * 9) + b"\1" * 9 for entry_id in (30, 31, 32)}
+    for entry_id, copy in copies.items():
+        storage.add(ledger, entry_id, digests.master_key, copy, None)
+    storage.run_checkpoint()
+    with storage_without_locations(handle):
+        assert [bytes(body or b"") for body in storage.find_all(handle, range(29, 34), 1 << 20)] == [
+            copies.get(entry_id, body_of(ledger, entry_id)) for entry_id in range(29, 34)
+        ]
+    storage.close()
+    storage = open_storage(tmp_path)
+    add(storage, ledger, *range(52, 90))
+    add(storage, other, 0)
+    storage.run_checkpoint()
+    opened()
+    handle = storage.get(ledger)
+    assert isinstance(handle, DbLedgerHandle)
+    with storage_without_locations(handle):  # the database knows more of the first page
+        found = storage.find_all(handle, (51, 52, 63, 64, 89), 1 << 20)
+        assert [body is None for body in found] == [True, True, True, False, False]
+    expected = [copies.get(entry_id, body_of(ledger, entry_id)) for entry_id in range(90)]
+    assert [bytes(cast("Buffer", body)) for body in storage.read_all(handle, range(90), 1 << 20)] == expected
+    storage.close()
+
+
+def test_locations_of_a_ledger_deleted_during_its_flush_are_forgotten(tmp_path: Path) -> None:
+    storage = open_storage(tmp_path)
+    add(storage, PLAIN, *range(40))
+    checkpoint = storage.begin_checkpoint()
+    assert checkpoint is not None
+    real = EntryLocationIndex.write
+
+    def write(self: EntryLocationIndex, *arguments: Any, **options: Any) -> None:
+        real(self, *arguments, **options)
+        storage.delete_ledger(PLAIN)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EntryLocationIndex, "write", write)
+        with contextlib.suppress(LedgerNotFound):  # it is written for each kind of ledgers
+            storage.checkpoint(checkpoint)
+    storage.end_checkpoint(checkpoint, written=False)
+    add(storage, PLAIN, 3, 39)
+    storage.run_checkpoint()
+    handle = storage.get(PLAIN)
+    assert handle is not None
+    found = storage.read_all(handle, range(40), 1 << 20)
+    assert [entry_id for entry_id, body in enumerate(found) if not isinstance(body, Exception)] == [3, 39]
+    storage.close()
+
+
 def test_locations_looked_up_before_a_flush_are_not_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread looks an entry up, a flush writes a newer copy of it, and then the thread caches what it found."""
     storage = open_storage(tmp_path)
@@ -508,6 +586,8 @@ def test_locations_looked_up_before_a_flush_are_not_cached(tmp_path: Path, monke
     add(storage, LedgerId(0, 5), 0)  # so that nothing of the ledger is read ahead
     storage.run_checkpoint()
     handle = storage.get(PLAIN)
+    assert isinstance(handle, DbLedgerHandle)
+    handle.directory.discard_cached(PLAIN)
     digests = digests_of(PLAIN)
     copy = digests.seal(0, -1, 40, b"\1" * 20) + b"\1" * 20
     real = EntryLocationIndex.locations_of

@@ -235,7 +235,10 @@ class Rows:
                 size_bytes += len(batch[-1][1].value)
             changes = self._change([(write.mutation(), write.expected) for _, write in batch])
             for (at, write), change in zip(batch, changes, strict=True):
-                result = self._result_of(write, change)
+                try:
+                    result = self._result_of(write, change)
+                except Corrupt as error:
+                    result = error
                 if result is None:
                     waiting.append((at, write))
                 else:

@@ -1,0 +1,164 @@
+"""Passes over what a connection received: compiled and plain loop agree, and runs are gathered by ledger, in order."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from protocol import test_add_runs, test_read_runs
+from protocol.test_add_runs import KEYS, PLAIN, SCOPED, SIZE_MAX, add, frame, needs_compiled
+from support.mutation import changed, changes
+
+from bkctl.ids import LedgerId
+from bkctl.protocol import add_runs
+from bkctl.protocol.add_runs import AddRun
+from bkctl.protocol.messages import LAST_ENTRY, AddRequest, ReadRequest, Request
+from bkctl.protocol.read_runs import ReadRun
+from bkctl.protocol.request_runs import RUNS_MAX, Taken, take_plain, take_runs
+
+protocols = pytest.mark.parametrize("is_v2", [True, False], ids=["v2", "v3"])
+loops = pytest.mark.parametrize(
+    "take", [take_plain, pytest.param(take_runs, marks=needs_compiled)], ids=["plain", "compiled"]
+)
+
+
+def frames_of(requests: list[Any], *, is_v2: bool) -> bytes:
+    return b"".join(frame(each, is_v2=is_v2, txn_id=number) for number, each in enumerate(requests))
+
+
+def taken(take: Any, data: bytes, *, is_v2: bool, adds_max: int = 10_000, count_max: int = 10_000) -> Taken | None:
+    # What arrived stands in the middle of a larger buffer.
+    buffer = memoryview(bytearray(b"\xee" * 5 + data + b"\xee" * 20))
+    found: Taken | None = take(buffer, 5, 5 + len(data), SIZE_MAX, adds_max, count_max, is_v2=is_v2)
+    return None if found is None else (found[0] - 5, *found[1:])
+
+
+def with_txn(request: Request, varint: bytes) -> bytes:
+    """Three frames of v3, the last with a transaction id that is written in another way than the ones before."""
+    txn_id = 1 << 7 * (len(varint) - 1)
+    one = frame(request, is_v2=False, txn_id=txn_id)
+    return one * 2 + one[:11] + varint + one[11 + len(varint) :]
+
+
+@needs_compiled
+@protocols
+def test_compiled_and_plain_loop_agree(is_v2: bool) -> None:
+    modules = (test_add_runs, test_read_runs)
+    frames = st.one_of(*(module.v2_frames if is_v2 else module.v3_frames for module in modules))
+
+    @given(
+        st.lists(st.one_of(frames, frames, st.binary(max_size=60)), max_size=14).map(b"".join),
+        changes,
+        st.integers(0, 30),
+        st.sampled_from((0, 1, 3, 10_000)),
+        st.sampled_from((0, 1, 5, 10_000)),
+        st.sampled_from((19, 20, 30, 60, 150, SIZE_MAX)),
+    )
+    @example(with_txn(add(PLAIN[1], 3), b"\x85\x00"), [], 0, 5, 5, SIZE_MAX)
+    @example(with_txn(add(PLAIN[1], 3), b"\xff" * 9 + b"\x7f"), [], 0, 5, 5, SIZE_MAX)
+    @example(with_txn(ReadRequest(PLAIN[1], 3), b"\x85\x00"), [], 0, 5, 5, SIZE_MAX)
+    @example(with_txn(ReadRequest(PLAIN[1], 3), b"\xff" * 9 + b"\x7f"), [], 0, 5, 5, SIZE_MAX)
+    @example(b"", [], 0, 5, 5, SIZE_MAX)
+    @example(b"\xff" * 100, [], 0, 5, 5, SIZE_MAX)
+    def compare(
+        data: bytes, where: list[tuple[int, int]], at: int, adds_max: int, count_max: int, size_max: int
+    ) -> None:
+        buffer = memoryview(changed(data, where) + bytes(20))
+        arguments = (buffer, min(at, len(data)), len(data), size_max, adds_max, count_max)
+        found = take_runs(*arguments, is_v2=is_v2)
+        assert found == take_plain(*arguments, is_v2=is_v2)
+        for run in () if found is None else (*found[1], *found[2]):
+            assert type(run.ledger) is LedgerId
+            assert type(run) is (AddRun if hasattr(run, "records") else ReadRun)
+
+    compare()
+
+
+@needs_compiled
+@protocols
+def test_compiled_loop_refuses_arguments_that_do_not_fit(is_v2: bool) -> None:
+    take = getattr(add_runs.compiled, "take_runs_v2" if is_v2 else "take_runs_v3")
+    types = (LedgerId, AddRun, ReadRun)
+    for at, end in ((0, 11), (-1, 5)):
+        with pytest.raises(ValueError, match="not in the buffer"):
+            take(memoryview(bytes(10)), at, end, 100, 100, 100, types)
+    for wrong in ((LedgerId, AddRun, list), (LedgerId, 1, ReadRun), (object, AddRun, ReadRun)):
+        with pytest.raises(TypeError):
+            take(memoryview(bytes(10)), 0, 10, 100, 100, 100, wrong)
+
+
+@loops
+@protocols
+def test_alternating_requests_are_runs_by_ledger_in_their_order(take: Any, is_v2: bool) -> None:
+    ledgers = (*PLAIN, *(() if is_v2 else SCOPED))
+    requests: list[Request] = []
+    for entry_id in (7, 3, 9):
+        for ledger in ledgers:
+            requests += [add(ledger, entry_id, b"p" * entry_id), ReadRequest(ledger, entry_id)]
+            requests += [add(ledger, entry_id, b"other key", KEYS[1])]
+    data = frames_of(requests, is_v2=is_v2)
+    found = taken(take, data, is_v2=is_v2)
+    assert found is not None
+    stop, adds, reads = found
+    assert stop == len(data)
+    assert [(run.ledger, run.master_key) for run in adds] == [(ledger, key) for ledger in ledgers for key in KEYS]
+    for run in adds:
+        expected = [each for each in requests if isinstance(each, AddRequest) and each.ledger == run.ledger]
+        expected = [each for each in expected if each.master_key == run.master_key]
+        assert run.entry_ids == [7, 3, 9]
+        assert [record[4:] for record in run.records] == [each.body for each in expected]
+        assert run.last_add_confirmed == 8
+    assert [(run.ledger, run.entry_ids) for run in reads] == [(ledger, [7, 3, 9]) for ledger in ledgers]
+    if not is_v2:
+        numbers = sorted(txn_id for run in reads for txn_id in run.txn_ids)
+        assert numbers == [number for number, each in enumerate(requests) if isinstance(each, ReadRequest)]
+
+
+@loops
+@protocols
+def test_pass_ends_at_its_limits_and_at_other_requests(take: Any, is_v2: bool) -> None:
+    requests: list[Request] = [add(PLAIN[1], 0), ReadRequest(PLAIN[1], 0), add(PLAIN[0], 1), ReadRequest(PLAIN[0], 1)]
+    size_of = [len(frame(each, is_v2=is_v2)) for each in requests]
+    data = frames_of(requests, is_v2=is_v2)
+    for adds_max, count_max, count in ((2, 4, 4), (9, 3, 3), (1, 9, 2), (9, 1, 1), (9, 0, 0), (0, 9, 0)):
+        found = taken(take, data, is_v2=is_v2, adds_max=adds_max, count_max=count_max)
+        assert (0 if found is None else found[0]) == sum(size_of[:count])
+    for odd in (add(PLAIN[1], 3, recovery_add=True), ReadRequest(PLAIN[1], LAST_ENTRY)):
+        found = taken(take, data + frame(odd, is_v2=is_v2) + data, is_v2=is_v2)
+        assert found is not None
+        assert found[0] == len(data)
+
+
+@loops
+@protocols
+def test_more_ledgers_than_a_pass_has_runs_take_several(take: Any, is_v2: bool) -> None:
+    """Ledger ids whose hashes meet end a pass of the compiled loop early; nothing is lost or taken twice."""
+    numbers = random.Random(5).sample(range(2**62), 1000)
+    numbers += [number << 45 for number in range(1500)] + list(range(1, 1500))
+    ledgers = [LedgerId(0, number) for number in dict.fromkeys(numbers)]
+    requests = [ReadRequest(ledger, 5) if at % 2 else add(ledger, 5) for at, ledger in enumerate(ledgers)]
+    data = frames_of(requests, is_v2=is_v2)
+    buffer, at, passes = memoryview(data), 0, 0
+    seen: list[LedgerId] = []
+    while at < len(data):
+        found = take(buffer, at, len(data), SIZE_MAX, 10_000, 10_000, is_v2=is_v2)
+        assert found is not None
+        at, adds, reads = found
+        assert 0 < len(adds) + len(reads) <= RUNS_MAX
+        seen += [run.ledger for run in (*adds, *reads)]
+        passes += 1
+    assert sorted(seen) == sorted(ledgers)
+    assert passes >= len(ledgers) / RUNS_MAX
+
+
+@loops
+def test_pass_keeps_no_view_of_the_receive_buffer(take: Any) -> None:
+    buffer = bytearray(frame(add(PLAIN[1], 1, b"payload"), is_v2=True) + frame(ReadRequest(PLAIN[1], 1), is_v2=True))
+    with memoryview(buffer) as view:
+        found = take(view, 0, len(buffer), SIZE_MAX, 10, 10, is_v2=True)
+    buffer.clear()  # BufferError while a view is left
+    assert found is not None
+    assert found[1][0].records[0].endswith(b"payload")
