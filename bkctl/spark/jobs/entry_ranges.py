@@ -27,7 +27,7 @@ def entry_ranges(
     """Return one row for each range of entries of a ledger that agree in the columns `same`.
 
     With `by` = `ledger` a range is of all bookies, with `bookie` of one, with `log` of one file of a bookie. Columns:
-    the ledger's ids, those of `by` and `same`, firstEntryId, lastEntryId, entryCount, findingCount (rows of
+    the ledger's ids, the columns of `by` and `same`, firstEntryId, lastEntryId, entryCount, findingCount (rows of
     `findings`), bookieCount, offset (the lowest). A row without an entry stays a row of its own.
 
     Entries of a range follow each other on a bookie: at most ensembleSize - writeQuorumSize + 1 apart, by the metadata
