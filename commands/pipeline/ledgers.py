@@ -106,7 +106,7 @@ COPY_COLUMNS = Columns(
     connects=True,
     examples=(
         "bkctl pipeline export ledgers.export 12 13",
-        "bkctl pipeline export s3a://lake/ledgers/2026-11-22 --since 's3a://lake/ledgers/*' --state CLOSED",
+        "bkctl pipeline export s3a://lake/day2 --since 's3a://lake/*' --state CLOSED",
     ),
 )
 def export(

@@ -110,7 +110,7 @@ SaveRows = Annotated[Saves, _save_options("Also save the rows: NAME.parquet, NAM
 
 
 def check_saves(saves: Saves, columns: Columns, forms: Sequence[str] = (*ROW_FORMS, PAGE)) -> None:
-    """Check the files of --save before any work, and `columns` against the columns of the rows to append to.
+    """Check the files of --save before any work, and `columns` against the rows to append to.
 
     Raises UsageError, AlreadyExists, NotFound (directory). `check_spark_saves` checks URIs and tables once Spark is up.
     """
