@@ -61,6 +61,25 @@ def forget_context() -> None:
 
 def uri_exists(session: SparkSession, uri: str) -> bool:
     """Return whether something exists at a URI of Hadoop's file systems."""
+    system, path = _of_hadoop(session, uri)
+    return bool(system.exists(path))
+
+
+def qualified_uri(session: SparkSession, uri: str) -> str:
+    """Return a URI or an absolute path as Hadoop's file systems write it."""
+    system, path = _of_hadoop(session, uri)
+    return str(system.makeQualified(path).toString())
+
+
+def matching_uris(session: SparkSession, pattern: str) -> list[str]:
+    """Return what exists at a URI with Hadoop's wildcards (`*`, `?`, `[…]`, `{…}`), in order."""
+    system, path = _of_hadoop(session, pattern)
+    # Null without wildcards, where nothing exists.
+    return sorted(str(status.getPath().toString()) for status in system.globStatus(path) or ())
+
+
+def _of_hadoop(session: SparkSession, uri: str) -> tuple[Any, Any]:
+    """Return the file system and path of a URI. Needs a session with a JVM of its own."""
     internal: Any = session
     path = internal._jvm.org.apache.hadoop.fs.Path(uri)
-    return bool(path.getFileSystem(internal._jsparkSession.sessionState().newHadoopConf()).exists(path))
+    return path.getFileSystem(internal._jsparkSession.sessionState().newHadoopConf()), path

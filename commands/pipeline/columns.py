@@ -23,6 +23,12 @@ LEDGERS = Column("LEDGERS", "ledgerCount", "ledgerCount", Kind.INTEGER)
 BOOKIES = Column("BOOKIES", "bookieCount", "bookieCount", Kind.INTEGER)
 LOGS = Column("LOGS", "logCount", "logCount", Kind.INTEGER)
 ENTRIES = Column("ENTRIES", "entryCount", "entryCount", Kind.INTEGER)
+RANGE = (
+    Column("FIRST", "firstEntryId", "firstEntryId", Kind.INTEGER),
+    Column("LAST", "lastEntryId", "lastEntryId", Kind.INTEGER),
+    ENTRIES,
+    Column("FINDINGS", "findingCount", "findingCount", Kind.INTEGER),
+)
 SIZE = Column("SIZE", "size", "size", Kind.SIZE)
 SUMS = (ENTRIES, SIZE)
 LOG = (

@@ -10,12 +10,13 @@ import typer
 
 from bkctl.errors import UsageError
 
+from ..kit.columns import Columns
 from ..kit.command import Run
 from ..kit.ledger_options import SCAN_LEDGERS, ScanFilter
 from ..kit.options import Composite, parameter
 from ..kit.settings import SETTINGS, ValueType
 from ..kit.texts import counted
-from .saves import check_remote_saves, is_remote
+from .saves import Saves, check_spark_saves
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -92,6 +93,11 @@ def _spark_settings(values: Mapping[str, Any]) -> SparkSettings:
         if not equals or not name.startswith("spark."):
             raise UsageError(f"--spark-conf {text!r}: not NAME=VALUE", hint="as spark.executor.memory=4g")
         settings[name] = value
+    if (values["master"] or "").startswith("sc://"):
+        raise UsageError(
+            f"--master {values['master']}: commands start Spark themselves, and a Spark Connect server runs already",
+            hint="call the jobs in Python there, or name the master of its cluster",
+        )
     return SparkSettings(values["master"], settings, list(values["archives"] or ()), values["ship"])
 
 
@@ -151,8 +157,13 @@ SparkOptions = Annotated[
 
 
 @contextmanager
-def spark_job(run: Run, spark: SparkSettings, label: str) -> Iterator[SparkSession]:
-    """Yield a Spark session for the job `label`; its progress goes to stderr if that is a terminal."""
+def spark_job(
+    run: Run, spark: SparkSettings, label: str, saves: Saves | None = None, columns: Columns | None = None
+) -> Iterator[SparkSession]:
+    """Yield a Spark session for the job `label`; its progress goes to stderr if that is a terminal.
+
+    Raises the errors of `check_spark_saves` for rows of `columns`.
+    """
     from bkctl.spark.progress import report_progress
     from bkctl.spark.session import LOCAL_MASTER, spark_session
 
@@ -163,20 +174,23 @@ def spark_job(run: Run, spark: SparkSettings, label: str) -> Iterator[SparkSessi
                 app_name=f"bkctl {label}", verbose=run.verbose,
             )
         )  # fmt: skip
+        if saves is not None and columns is not None:
+            check_spark_saves(session, saves, columns)
         activity.label, activity.unit = label.capitalize(), "tasks"
         stack.enter_context(report_progress(session, activity.update))
         yield session
 
 
 @contextmanager
-def read_job(run: Run, spark: SparkSettings, label: str, saves: Sequence[str]) -> Iterator[SparkSession]:
+def read_job(
+    run: Run, spark: SparkSettings, label: str, saves: Saves | None = None, columns: Columns | None = None
+) -> Iterator[SparkSession]:
     """Yield a session for a job that reads bookies' files: the local engine's, or Spark's where an option needs Spark.
 
-    Only Spark saves to URIs. Raises AlreadyExists for such a URI where something exists.
+    Only Spark saves to URIs and tables. Raises the errors of `check_spark_saves` for rows of `columns`.
     """
-    if not spark.are_default or any(map(is_remote, saves)):
-        with spark_job(run, spark, label) as session:
-            check_remote_saves(session, saves)
+    if not spark.are_default or (saves is not None and saves.need_spark):
+        with spark_job(run, spark, label, saves, columns) as session:
             yield session
         return
     from bkctl.spark.local.session import local_session

@@ -87,8 +87,8 @@ def garbage(
     thresholds: ThresholdOptions,
     spark: SparkOptions,
     places: Places,
+    saves: SaveOption,
     by: Annotated[GarbageBy, by_option("A row for each entrylog, bookie, or orphaned ledger.")] = GarbageBy.ENTRY_LOG,
-    save: SaveOption = None,
 ) -> None:
     """Show live and dead bytes in all bookies' entry logs.
 
@@ -96,12 +96,12 @@ def garbage(
     metadata store, as in 'entrylog garbage' for one bookie. Bytes of ledgers whose state is unknown remain. With --by
     ledger the rows are the dead ledgers.
     """
-    saves = check_saves(save)
+    check_saves(saves, GARBAGE_COLUMNS[by])
     connection = connection_options(run)
     bookies = read_bookies(run, places)
     limits = thresholds_of(run, thresholds)
     check_cluster(run)
-    with read_job(run, spark, "garbage", saves) as session:
+    with read_job(run, spark, "garbage", saves, GARBAGE_COLUMNS[by]) as session:
         found = GarbageResult(session, bookies, connection, limits)
         frame_rows(run, found.rows(by), GARBAGE_COLUMNS[by], saves)
         run.note(f"bkctl: {found.summary()}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,11 +12,12 @@ from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import ScanFilter
 from ..kit.texts import RED, YELLOW, counted
-from .columns import BOOKIE, FILE, LEDGER
+from .columns import BOOKIE, BOOKIES, FILE, LEDGER, RANGE
 from .common import (
     LedgersToScan,
     Places,
     SparkOptions,
+    by_option,
     check_cluster,
     connection_options,
     read_bookies,
@@ -34,20 +36,34 @@ app = group()
 
 _PROBLEM_STYLE = {"missing": RED, "damaged": RED, "misplaced": RED, "unreadable": RED, "notIndexed": YELLOW}
 
-INTEGRITY_COLUMNS = Columns(
-    LEDGER,
-    Column("ENTRY", "entryId", "entryId", Kind.INTEGER),
-    BOOKIE,
-    Column("PROBLEM", "problem", "problem", style=_PROBLEM_STYLE),
+
+class IntegrityBy(StrEnum):
+    """The words of `integrity --by`."""
+
+    ENTRY = "entry"
+    LEDGER = "ledger"
+    BOOKIE = "bookie"
+    LOG = "log"
+
+
+_PROBLEM = Column("PROBLEM", "problem", "problem", style=_PROBLEM_STYLE)
+_QUORUM = (
     Column("INTACT", "intactCount", "intactCount", Kind.INTEGER),
     Column("OF", "writeQuorumSize", "writeQuorumSize", Kind.INTEGER),
     Column("STATE", "ledgerState", "ledgerState"),
-    Column(None, "offset", "offset", Kind.INTEGER),
-    Column(None, "detail", "detail"),
-    FILE,
-    key="ledger",
-    none="No findings",
 )
+_DETAILS = (Column(None, "offset", "offset", Kind.INTEGER), Column(None, "detail", "detail"), FILE)
+_NONE = "No findings"
+
+INTEGRITY_COLUMNS = {
+    IntegrityBy.ENTRY: Columns(
+        LEDGER, Column("ENTRY", "entryId", "entryId", Kind.INTEGER), BOOKIE, _PROBLEM, *_QUORUM, *_DETAILS,
+        key="ledger", none=_NONE,
+    ),
+    IntegrityBy.LEDGER: Columns(LEDGER, *RANGE, BOOKIES, _PROBLEM, *_QUORUM, *_DETAILS, key="ledger", none=_NONE),
+    IntegrityBy.BOOKIE: Columns(BOOKIE, LEDGER, *RANGE, _PROBLEM, *_QUORUM, *_DETAILS, key="bookieId", none=_NONE),
+    IntegrityBy.LOG: Columns(BOOKIE, LEDGER, *RANGE, _PROBLEM, *_QUORUM, *_DETAILS, key="file", none=_NONE),
+}  # fmt: skip
 
 
 @command(app, "integrity", connects=True, examples=("bkctl pipeline integrity",))
@@ -56,10 +72,13 @@ def integrity(
     ledgers: LedgersToScan,
     spark: SparkOptions,
     places: Places,
+    saves: SaveOption,
     no_indexes: Annotated[
         bool, typer.Option("--no-indexes", help="Read entry logs and journals only: for copies without indexes.")
     ] = False,
-    save: SaveOption = None,
+    by: Annotated[
+        IntegrityBy, by_option("A row for each entry, or for each range of entries by ledger, bookie or log.")
+    ] = IntegrityBy.ENTRY,
 ) -> None:
     """Check that each bookie has its entries, undamaged.
 
@@ -67,20 +86,21 @@ def integrity(
     present if a bookie that starts on these files serves it: by its index from an entry log, or by a replay of the
     journal. Other entries are rows: missing, damaged, notIndexed or misplaced. So are files that are unreadable behind
     some byte. INTACT: the bookies that still serve the entry, OF its write quorum (0: lost). Exit code 3: there are
-    findings. Bookies whose files are not given are not checked.
+    findings. Bookies whose files are not given are not checked. --by ledger, bookie and log show ranges of entries with
+    the same problem and INTACT: of all bookies, of one, or of one file (entry log or journal).
     """
-    saves = check_saves(save)
+    check_saves(saves, INTEGRITY_COLUMNS[by])
     connection = connection_options(run)
     bookies = read_bookies(run, places)
     check_cluster(run)
-    with read_job(run, spark, "integrity", saves) as session:
+    with read_job(run, spark, "integrity", saves, INTEGRITY_COLUMNS[by]) as session:
         found = IntegrityResult(session, bookies, ledgers, connection, indexes=not no_indexes)
         sums = Sums()
-        frame_rows(run, found.result.findings, INTEGRITY_COLUMNS, saves, sums.add)
+        frame_rows(run, found.rows(by), INTEGRITY_COLUMNS[by], saves, sums.add)
         for line in found.notes():
             run.note(f"bkctl: {line}")
         write_pages(run, saves, "Integrity", found.sections, bookies)
-    run.finish_with(sums.count, "finding", "findings")
+    run.finish_with(sums.count if by is IntegrityBy.ENTRY else sums.of("findingCount"), "finding", "findings")
 
 
 class IntegrityResult:
@@ -95,7 +115,17 @@ class IntegrityResult:
         self.result = integrity(
             session, bookies, connection, ledger=ledgers.ledger, scope_id=ledgers.scope_id, indexes=indexes, held=held
         )
+        self._connection = connection
         self._notes: list[str] | None = None
+
+    def rows(self, by: IntegrityBy) -> DataFrame:
+        """Return the rows of `--by`."""
+        from bkctl.spark.jobs.entry_ranges import entry_ranges
+
+        if by is IntegrityBy.ENTRY:
+            return self.result.findings
+        same = ("problem", "intactCount", "writeQuorumSize", "ledgerState")
+        return entry_ranges(self.result.findings, by.value, same, self._connection)
 
     def notes(self) -> list[str]:
         """Return one line about the checked replicas, and one about the bookies that were not checked."""
@@ -113,7 +143,7 @@ class IntegrityResult:
 
     def sections(self) -> list[Section]:
         """Return the sections of the page."""
-        return _sections(self.result.findings, INTEGRITY_COLUMNS, self.notes())
+        return _sections(self.result.findings, INTEGRITY_COLUMNS[IntegrityBy.ENTRY], self.notes())
 
 
 def _sections(findings: DataFrame, columns: Columns, notes: Sequence[str]) -> list[Section]:

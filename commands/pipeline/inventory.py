@@ -79,10 +79,10 @@ def inventory(
     ledgers: LedgersToScan,
     spark: SparkOptions,
     places: Places,
+    saves: SaveOption,
     by: Annotated[
         InventoryBy, by_option("A row for each bookie, entrylog, scope, ledger or application.")
     ] = InventoryBy.BOOKIE,
-    save: SaveOption = None,
 ) -> None:
     """Count bytes and entries in all bookies' entry logs.
 
@@ -91,12 +91,12 @@ def inventory(
     --by application needs the cluster; all others need files only. Exit code 7: a log is damaged; entries before the
     damage are counted.
     """
-    saves = check_saves(save)
+    check_saves(saves, INVENTORY_COLUMNS[by])
     connection = connection_options(run) if by is InventoryBy.APPLICATION else None
     bookies = read_bookies(run, places)
     if connection is not None:
         check_cluster(run)
-    with read_job(run, spark, "inventory", saves) as session:
+    with read_job(run, spark, "inventory", saves, INVENTORY_COLUMNS[by]) as session:
         found = InventoryResult(session, bookies, ledgers, connection)
         sums = Sums()
         frame_rows(run, found.totals(by), INVENTORY_COLUMNS[by], saves, sums.add)

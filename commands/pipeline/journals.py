@@ -11,7 +11,7 @@ from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import ScanFilter
 from ..kit.texts import GREEN, RED, YELLOW, size_text, with_0x
-from .columns import BOOKIE, ENTRIES, FILE, LEDGER
+from .columns import BOOKIE, BOOKIES, ENTRIES, FILE, LEDGER, RANGE
 from .common import (
     LedgersToScan,
     Places,
@@ -39,7 +39,16 @@ class AuditBy(StrEnum):
 
     JOURNAL = "journal"
     ENTRY = "entry"
+    LEDGER = "ledger"
+    BOOKIE = "bookie"
+    LOG = "log"
 
+
+_STATES = (
+    Column("LOGGED", "logged", "logged", style={"no": RED, "unknown": YELLOW}),
+    Column("REPLAYED", "replayed", "replayed", Kind.BOOLEAN),
+    Column("LEDGER STATE", "state", "state", style={"alive": GREEN, "dead": RED, "unknown": YELLOW}),
+)
 
 AUDIT_COLUMNS = {
     AuditBy.JOURNAL: Columns(
@@ -70,14 +79,17 @@ AUDIT_COLUMNS = {
         LEDGER,
         Column("ENTRY", "entryId", "entryId", Kind.INTEGER),
         BOOKIE,
-        Column("LOGGED", "logged", "logged", style={"no": RED, "unknown": YELLOW}),
-        Column("REPLAYED", "replayed", "replayed", Kind.BOOLEAN),
-        Column("LEDGER STATE", "state", "state", style={"alive": GREEN, "dead": RED, "unknown": YELLOW}),
+        *_STATES,
         Column("JOURNAL", "journalId", "journalId", Kind.INTEGER),
         Column("OFFSET", "offset", "offset", Kind.INTEGER),
         Column(None, "recordSize", "recordSize", Kind.INTEGER),
         FILE,
         key="ledger",
+    ),
+    AuditBy.LEDGER: Columns(LEDGER, *RANGE, BOOKIES, *_STATES, key="ledger"),
+    AuditBy.BOOKIE: Columns(BOOKIE, LEDGER, *RANGE, *_STATES, key="bookieId"),
+    AuditBy.LOG: Columns(
+        BOOKIE, LEDGER, *RANGE, *_STATES, Column(None, "offset", "offset", Kind.INTEGER), FILE, key="file"
     ),
 }
 
@@ -88,10 +100,13 @@ def journal_audit(
     ledgers: LedgersToScan,
     spark: SparkOptions,
     places: Places,
+    saves: SaveOption,
     by: Annotated[
-        AuditBy, by_option("A row for each journal, or each entry that no entry log holds.")
+        AuditBy,
+        by_option(
+            "A row for each journal, each entry that no entry log holds, or their ranges by ledger, bookie or log."
+        ),
     ] = AuditBy.JOURNAL,
-    save: SaveOption = None,
 ) -> None:
     """Show records that only the bookies' journals hold.
 
@@ -99,15 +114,16 @@ def journal_audit(
     are before the byte where a replay begins, they are lost to the bookie. UNKNOWN: entries that may be in an entry log
     behind damage, where no index finds them. BEHIND: records behind a torn or damaged
     end. Exit code 7: a journal is damaged. 3: records are behind a torn end, or (if the cluster is named) an unlogged
-    entry that is not replayed belongs to a live ledger.
+    entry that is not replayed belongs to a live ledger. --by entry shows the unlogged entries; --by ledger, bookie and
+    log show their ranges: of all bookies, of one, or of one journal.
     """
-    saves = check_saves(save)
+    check_saves(saves, AUDIT_COLUMNS[by])
     local = places.are_default and run.conf is None
     connection = connection_options(run) if run.names_metadata or local else None
     bookies = read_bookies(run, places)
     if connection is not None:
         check_cluster(run)
-    with read_job(run, spark, "journal audit", saves) as session:
+    with read_job(run, spark, "journal audit", saves, AUDIT_COLUMNS[by]) as session:
         found = JournalAuditResult(session, bookies, ledgers, connection)
         frame_rows(run, found.rows(by), AUDIT_COLUMNS[by], saves)
         run.note(f"bkctl: {found.summary()}")
@@ -129,11 +145,18 @@ class JournalAuditResult:
     ) -> None:  # fmt: skip
         from bkctl.spark.jobs.journal_audit import audit
 
+        self._connection = connection
         self._found = audit(session, bookies, connection, ledger=ledgers.ledger, scope_id=ledgers.scope_id, held=held)
 
     def rows(self, by: AuditBy) -> DataFrame:
         """Return the rows of `--by`."""
-        return self._found.journals if by is AuditBy.JOURNAL else self._found.unlogged
+        from bkctl.spark.jobs.entry_ranges import entry_ranges
+
+        if by is AuditBy.JOURNAL:
+            return self._found.journals
+        if by is AuditBy.ENTRY:
+            return self._found.unlogged
+        return entry_ranges(self._found.unlogged, by.value, ("logged", "replayed", "state"), self._connection)
 
     def summary(self) -> str:
         """Return the totals in one line."""
@@ -157,7 +180,8 @@ class JournalAuditResult:
 
     def sections(self) -> list[Section]:
         """Return the sections of the page."""
-        return _sections({by.value: (self.rows(by), AUDIT_COLUMNS[by]) for by in AuditBy}, self.summary())
+        shown = (AuditBy.JOURNAL, AuditBy.ENTRY)
+        return _sections({by.value: (self.rows(by), AUDIT_COLUMNS[by]) for by in shown}, self.summary())
 
 
 def _sections(tables: Tables, summary: str) -> list[Section]:

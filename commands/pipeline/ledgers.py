@@ -16,23 +16,16 @@ from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import MANY_LEDGERS
 from ..kit.options import Composite, DryRun, parameter
-from ..kit.texts import GREEN, RED, YELLOW
+from ..kit.texts import GREEN, RED, YELLOW, counted
+from ..ledger.listing import parse_states
 from .columns import ledger_of
 from .common import SparkOptions, check_cluster, connection_options, spark_job
-from .saves import check_remote_saves, check_saves, frame_rows
+from .saves import ROW_FORMS, SaveRows, Saves, check_saves, frame_rows
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 app = group()
-
-
-#: Formats of saved rows; these jobs have no HTML page.
-_FORMS = (".parquet", ".csv", ".json")
-SaveRows = Annotated[
-    list[str] | None,
-    typer.Option("--save", metavar="PATH", help="Also save the rows: NAME.parquet, NAME.csv or NAME.json; repeatable."),
-]
 
 
 class LedgersToCopy(NamedTuple):
@@ -107,7 +100,15 @@ COPY_COLUMNS = Columns(
 )  # fmt: skip
 
 
-@command(app, "export", connects=True, examples=("bkctl pipeline export ledgers.export 12 13",))
+@command(
+    app,
+    "export",
+    connects=True,
+    examples=(
+        "bkctl pipeline export ledgers.export 12 13",
+        "bkctl pipeline export s3a://lake/day2 --since 's3a://lake/*' --state CLOSED",
+    ),
+)
 def export(
     run: Run,
     path: Annotated[
@@ -116,21 +117,34 @@ def export(
     ],
     ledgers: Annotated[LedgersToCopy, LEDGERS_TO_COPY],
     spark: SparkOptions,
+    saves: SaveRows,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing export.")] = False,
     flat: Annotated[
         bool,
         typer.Option("--flat", help="Do not create a directory for each scope (default with more than 1,000 scopes)."),
     ] = False,
-    save: SaveRows = None,
+    state: Annotated[
+        list[str] | None, typer.Option("--state", metavar="STATE", help="OPEN, IN_RECOVERY or CLOSED; repeatable.")
+    ] = None,
+    since: Annotated[
+        str | None,
+        typer.Option(
+            "--since",
+            metavar="PATH",
+            help="Leave out closed ledgers that a former export has; 'PATH/*' stands for all complete ones there.",
+        ),
+    ] = None,
 ) -> None:
     """Export the payloads of ledgers to Parquet.
 
     Exports the named ledgers, the ledgers of --ledger-scope-id, or all, partitioned by scope. Entries are read from the
     bookies and checked. Ledgers are not fenced or recovered; one that is not closed is exported up to its last add
     confirmed. Passwords are neither needed nor exported. At the end the entries in the files are counted and compared
-    with the metadata (exit code 7 if they differ).
+    with the metadata (exit code 7 if they differ). --since exports what is new since former exports: ledgers that they
+    lack, or have not closed, or that were created again.
     """
-    saves = check_saves(save, _FORMS)
+    check_saves(saves, EXPORT_COLUMNS, ROW_FORMS)
+    states = parse_states(state, "--state")
     options = connection_options(run)
     if ledgers.ledgers:
         options["ledger"] = ",".join(ledger.qualified_name for ledger in ledgers.ledgers)
@@ -139,11 +153,15 @@ def export(
     check_cluster(run)
     if not overwrite and "://" not in path and Path(path).exists():
         raise AlreadyExists(f"{path} exists", hint="choose another directory, or add --overwrite")
-    with spark_job(run, spark, "export") as session:
-        check_remote_saves(session, saves)
-        from bkctl.spark.jobs.archive import export_ledgers
+    with spark_job(run, spark, "export", saves, EXPORT_COLUMNS) as session:
+        from bkctl.spark.jobs.archive import export_ledgers, former_exports
 
-        rows = export_ledgers(session, _place(path), options, overwrite=overwrite, by_scope=not flat)
+        former = [] if since is None else former_exports(session, _place(since), _place(path))
+        if since is not None:
+            run.note(f"bkctl: Closed ledgers of {counted(len(former), 'former export', 'former exports')} are left out")
+        rows = export_ledgers(
+            session, _place(path), options, overwrite=overwrite, by_scope=not flat, states=states, since=former
+        )
         frame_rows(run, rows, EXPORT_COLUMNS, saves)
 
 
@@ -156,6 +174,7 @@ def import_(
     ],
     sizes: NewSizes,
     spark: SparkOptions,
+    saves: SaveRows,
     password_file: Annotated[
         Path | None,
         typer.Option(
@@ -165,7 +184,6 @@ def import_(
         ),
     ] = None,
     dry_run: DryRun = False,
-    save: SaveRows = None,
 ) -> None:
     """Create the ledgers of an export.
 
@@ -173,7 +191,7 @@ def import_(
     again to finish it: intact ledgers that this command created are skipped (present). Exit code 3: some ledgers were
     not created (failed).
     """
-    saves = check_saves(save, _FORMS)
+    check_saves(saves, COPY_COLUMNS, ROW_FORMS)
     options = {**connection_options(run), **sizes}
     if password_file is not None:
         options["ledgerPasswordFile"] = str(password_file.absolute())
@@ -182,8 +200,7 @@ def import_(
     check_cluster(run)
     if "://" not in path and not Path(path, "counts", "_SUCCESS").exists():
         raise NotFound(f"{path} is not a complete export", hint="create one with 'bkctl pipeline export'")
-    with spark_job(run, spark, "import") as session:
-        check_remote_saves(session, saves)
+    with spark_job(run, spark, "import", saves, COPY_COLUMNS) as session:
         from bkctl.spark.jobs.archive import import_ledgers
 
         rows = import_ledgers(session, _place(path), options, to_scope_id=to_scope_id, dry_run=dry_run)
@@ -197,8 +214,8 @@ def migrate_scope(
     to_scope_id: Annotated[int | None, _to_scope("The scope to copy into; the ledger ids stay.")],
     sizes: NewSizes,
     spark: SparkOptions,
+    saves: SaveRows,
     dry_run: DryRun = False,
-    save: SaveRows = None,
 ) -> None:
     """Copy ledgers to another scope, under the same ids.
 
@@ -207,15 +224,14 @@ def migrate_scope(
     copies are skipped (present). Exit code 3: some ledgers were not copied (failed), or are not closed (open; 'ledger
     recover' closes one).
     """
-    saves = check_saves(save, _FORMS)
+    check_saves(saves, COPY_COLUMNS, ROW_FORMS)
     if to_scope_id is None:
         raise UsageError("No scope to copy into is given", hint="add --to-scope SCOPE")
     if not ledgers.ledgers and ledgers.scope_id is None:
         raise UsageError("No ledgers to copy are given", hint="name ledgers, or add --ledger-scope-id SCOPE")
     options = {**connection_options(run), **sizes}
     check_cluster(run)
-    with spark_job(run, spark, "migrate-scope") as session:
-        check_remote_saves(session, saves)
+    with spark_job(run, spark, "migrate-scope", saves, COPY_COLUMNS) as session:
         from bkctl.spark.jobs import migration
 
         rows = migration.migrate_scope(
@@ -229,7 +245,7 @@ def migrate_scope(
         _show_copies(run, rows, saves)
 
 
-def _show_copies(run: Run, rows: DataFrame, saves: list[str]) -> None:
+def _show_copies(run: Run, rows: DataFrame, saves: Saves) -> None:
     failed = 0
 
     def count(row: Any) -> None:

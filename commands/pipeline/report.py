@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+import typer
 
 from bkctl.errors import UsageError
 
@@ -25,10 +28,15 @@ from .inventory import InventoryBy, InventoryResult
 from .journals import JournalAuditResult
 from .page import write_page
 from .results import sums_of
-from .saves import SaveOption, check_saves
+from .saves import PAGE, check_save
 from .textfile import TextfileOption, check_textfile, write_textfile
 
 app = group()
+
+PageOption = Annotated[
+    list[str] | None,
+    typer.Option("--save", metavar="PATH", help="Write the page: NAME.html; repeatable."),
+]
 
 
 @dataclass(frozen=True)
@@ -62,7 +70,7 @@ def report(
     thresholds: ThresholdOptions,
     spark: SparkOptions,
     places: Places,
-    save: SaveOption = None,
+    save: PageOption = None,
     textfile: TextfileOption = None,
 ) -> None:
     """Write the results of the jobs as one HTML page.
@@ -71,7 +79,9 @@ def report(
     names the file. --textfile writes findings and totals by bookie for Prometheus, and may be all that is wanted. The
     jobs' totals are printed too. Exit code 3: there are findings.
     """
-    saves = check_saves(save, (".html",))
+    saves = list(dict.fromkeys(save or ()))
+    for path in saves:
+        check_save(path, (PAGE,))
     check_textfile(textfile)
     if not saves and textfile is None:
         raise UsageError("The report has no file", hint="add --save report.html")
@@ -80,7 +90,7 @@ def report(
     limits = thresholds_of(run, thresholds)
     everything = ScanFilter(None, None)
     check_cluster(run)
-    with read_job(run, spark, "report", saves) as session:
+    with read_job(run, spark, "report") as session:
         from bkctl.spark.jobs.held_entries import held_entries
 
         # The files are read once, and after the metadata, which integrity reads first.

@@ -10,6 +10,7 @@ from bkctl.errors import BkctlError
 
 from ..kit.command import Run
 from .page import Section, write_page
+from .saves import Saves
 
 if TYPE_CHECKING:
     from bkctl.spark.jobs.bookies import Bookies
@@ -43,14 +44,13 @@ def sums_of(rows: Iterable[Any]) -> Sums:
 
 
 def write_pages(
-    run: Run, saves: Iterable[str], title: str, sections: Callable[[], list[Section]], bookies: Bookies
-) -> None:
+    run: Run, saves: Saves, title: str, sections: Callable[[], list[Section]], bookies: Bookies
+) -> None:  # fmt: skip
     """Write `sections` to each HTML file among `saves`; without one, `sections` is not called."""
-    pages = [path for path in saves if path.lower().endswith(".html")]
-    if not pages:
+    if not saves.pages:
         return
     content = sections()
-    for path in pages:
+    for path in saves.pages:
         write_page(path, title, content, [bookie.bookie_id for bookie in bookies])
 
 

@@ -1,11 +1,13 @@
-"""The option --save: rows of a result in files beside the output."""
+"""The options --save, --save-table and --append: rows of a result in files and tables beside the output."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final, NamedTuple
 
 import typer
 
@@ -14,6 +16,7 @@ from bkctl.errors import AlreadyExists, NotFound, UsageError
 from ..kit.columns import Columns, Output
 from ..kit.command import Run
 from ..kit.lines import Lines
+from ..kit.options import Composite, parameter
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -23,75 +26,195 @@ ROW_GROUP_ROWS = 50_000
 _REMOTE = "://"
 
 #: Formats of a saved result, by the suffix of its file's name.
-FORMS = (".parquet", ".csv", ".json", ".html")
+ROW_FORMS: Final = (".parquet", ".csv", ".json")
+PAGE: Final = ".html"
+#: The first column of appended rows: when their command began.
+RUN_AT: Final = "runAt"
+
+
+class Saves(NamedTuple):
+    """The places that get the rows of a result: files and URIs, and tables of Spark's catalog."""
+
+    paths: list[str]
+    tables: list[str]
+    append: bool
+    run_at: datetime
+
+    @property
+    def uris(self) -> list[str]:
+        """Return the paths that Spark writes."""
+        return [path for path in self.paths if _is_remote(path)]
+
+    @property
+    def need_spark(self) -> bool:
+        """Return whether Spark has to write some of them."""
+        return bool(self.tables or self.uris)
+
+    @property
+    def pages(self) -> list[str]:
+        """Return the paths of HTML pages."""
+        return [path for path in self.paths if path.lower().endswith(PAGE)]
+
+    @property
+    def row_files(self) -> list[str]:
+        """Return the paths of rows that this process writes."""
+        return [path for path in self.paths if not _is_remote(path) and path not in self.pages]
+
+
+def _saves(values: Mapping[str, Any]) -> Saves:
+    paths, tables = (list(dict.fromkeys(values[name] or ())) for name in ("save", "save_tables"))
+    return Saves(paths, tables, bool(values["append"]), datetime.now(UTC))
+
+
+def _save_options(save_help: str) -> Composite:
+    """Return the options, with this help of --save."""
+    return Composite(
+        (
+            parameter(
+                "save",
+                Annotated[list[str] | None, typer.Option("--save", metavar="PATH", help=f"{save_help} Repeatable.")],
+            ),
+            parameter(
+                "save_tables",
+                Annotated[
+                    list[str] | None,
+                    typer.Option(
+                        "--save-table", metavar="NAME",
+                        help="Also save the rows as a new table of Spark's catalog; runs on Spark. Repeatable.",
+                    ),
+                ],
+            ),
+            parameter(
+                "append",
+                Annotated[
+                    bool,
+                    typer.Option(
+                        "--append",
+                        help=f"Add the rows, dated by a column {RUN_AT}, to existing tables of --save-table, and to "
+                        "NAME.parquet of --save, a directory.",
+                    ),
+                ],
+                False,
+            ),
+        ),
+        _saves,
+    )  # fmt: skip
+
 
 SaveOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--save", metavar="PATH",
-        help="Also save the rows: NAME.parquet, NAME.csv or NAME.json; NAME.html: a page with plots. Repeatable.",
-    ),
-]  # fmt: skip
+    Saves,
+    _save_options("Also save the rows: NAME.parquet, NAME.csv or NAME.json; NAME.html: a page with plots."),
+]
+#: For jobs without an HTML page.
+SaveRows = Annotated[Saves, _save_options("Also save the rows: NAME.parquet, NAME.csv or NAME.json.")]
 
 
-def check_saves(saves: Iterable[str] | None, forms: Sequence[str] = FORMS) -> list[str]:
-    """Return the paths of --save, checked before any work. Raises UsageError, AlreadyExists, NotFound (directory).
+def check_saves(saves: Saves, columns: Columns, forms: Sequence[str] = (*ROW_FORMS, PAGE)) -> None:
+    """Check the files of --save before any work, and `columns` against the rows to append to.
 
-    `check_remote_saves` checks URIs once Spark is up.
+    Raises UsageError, AlreadyExists, NotFound (directory). `check_spark_saves` checks URIs and tables once Spark is up.
     """
-    found = list(dict.fromkeys(saves or ()))
-    for path in found:
-        if not path.lower().endswith(tuple(forms)):
-            raise UsageError(f"--save {path}: not a name that ends in {' or '.join(forms)}")
-        if is_remote(path):
-            if path.lower().endswith(".html"):
-                raise UsageError(f"--save {path}: a page is written on this machine", hint="give the path of a file")
-            continue
-        if Path(path).exists():
-            raise AlreadyExists(f"{path} exists", hint="remove it, or give another name to --save")
-        if not Path(path).absolute().parent.is_dir():
-            raise NotFound(f"--save {path}: the directory {Path(path).absolute().parent} does not exist")
-    return found
+    for path in saves.paths:
+        check_save(path, forms, is_directory=saves.append)
+        if saves.append and not _is_remote(path):
+            _check_columns(path, _columns_of_files(Path(path)), columns)
+    if saves.append and not (saves.paths or saves.tables):
+        raise UsageError("--append: no place is given", hint="add --save NAME.parquet or --save-table NAME")
 
 
-def is_remote(path: str) -> bool:
+def check_save(path: str, forms: Sequence[str], *, is_directory: bool = False) -> None:
+    """Check one path of --save: a new file, or with `is_directory` a directory of Parquet files to add one to.
+
+    Raises UsageError, AlreadyExists, NotFound (directory).
+    """
+    ending = path.lower()
+    if not ending.endswith(tuple(forms)):
+        raise UsageError(f"--save {path}: not a name that ends in {' or '.join(forms)}")
+    if is_directory and not ending.endswith(".parquet"):
+        raise UsageError(f"--save {path}: rows cannot be appended to it", hint="give --append a NAME.parquet")
+    if _is_remote(path):
+        if ending.endswith(PAGE):
+            raise UsageError(f"--save {path}: a page is written on this machine", hint="give the path of a file")
+        return
+    if Path(path).exists() and not (is_directory and Path(path).is_dir()):
+        raise AlreadyExists(f"{path} exists", hint="remove it, or give another name to --save")
+    if not Path(path).absolute().parent.is_dir():
+        raise NotFound(f"--save {path}: the directory {Path(path).absolute().parent} does not exist")
+
+
+def _is_remote(path: str) -> bool:
     """Return whether a path of --save is a URI, which Spark writes."""
     return _REMOTE in path
 
 
-def check_remote_saves(session: SparkSession, saves: Iterable[str]) -> None:
-    """Raise AlreadyExists for a URI of --save where something exists, before the job."""
+def check_spark_saves(session: SparkSession, saves: Saves, columns: Columns) -> None:
+    """Check URIs and tables before the job. Raises AlreadyExists where something exists that is not to be appended to.
+
+    Raises UsageError for a table in a catalog that ends with the job, and for other columns than those to append.
+    """
     from bkctl.spark.internals import uri_exists
 
-    for path in saves:
-        if is_remote(path) and uri_exists(session, path):
-            raise AlreadyExists(f"{path} exists", hint="remove it, or give another name to --save")
+    for uri in saves.uris:
+        if not uri_exists(session, uri):
+            continue
+        if not saves.append:
+            raise AlreadyExists(f"{uri} exists", hint="remove it, or give another name to --save")
+        _check_columns(uri, session.read.parquet(uri).columns, columns)
+    for table in saves.tables:
+        if _catalog_is_temporary(session, table):
+            raise UsageError(
+                f"--save-table {table}: Spark's catalog is in memory, and ends with the job",
+                hint="add --spark-conf spark.sql.catalogImplementation=hive, or settings of a catalog of your own",
+            )
+        if not session.catalog.tableExists(table):
+            continue
+        if not saves.append:
+            raise AlreadyExists(f"The table {table} exists", hint="add --append, or give another name to --save-table")
+        _check_columns(table, session.table(table).columns, columns)
+
+
+def _catalog_is_temporary(session: SparkSession, table: str) -> bool:
+    """Return whether the catalog of a table is Spark's own in memory."""
+    first, dot, _ = table.replace("`", "").partition(".")
+    named = first if dot and session.conf.get(f"spark.sql.catalog.{first}", None) else session.catalog.currentCatalog()
+    own = session.conf.get(f"spark.sql.catalog.{named}", None)
+    return own is None and session.conf.get("spark.sql.catalogImplementation", None) != "hive"
+
+
+def _columns_of_files(directory: Path) -> list[str]:
+    """Return the columns of the Parquet files in a directory; no columns without a file."""
+    import pyarrow.parquet
+
+    first = min(directory.glob("*.parquet"), default=None)
+    return [] if first is None else list(pyarrow.parquet.read_schema(first).names)
+
+
+def _check_columns(place: str, found: Sequence[str], columns: Columns) -> None:
+    """Raise UsageError if the rows at a place to append to have other columns."""
+    if found and set(found) != {RUN_AT, *columns.names()}:
+        differing = ", ".join(sorted(set(found) ^ {RUN_AT, *columns.names()}))
+        raise UsageError(
+            f"The rows in {place} have other columns than those to append: {differing}", hint="append them elsewhere"
+        )
 
 
 def frame_rows(
-    run: Run, frame: DataFrame, columns: Columns, saves: Iterable[str], seen: Callable[[Any], None] = lambda row: None
+    run: Run, frame: DataFrame, columns: Columns, saves: Saves, seen: Callable[[Any], None] = lambda row: None
 ) -> None:
     """Print the rows of `frame`, save them to `saves` (except HTML pages), and call `seen` with each row.
 
-    All have the same columns, and the plan of `frame` runs once. A file gets its name once it is complete. Spark itself
-    writes a URI (`s3a://…`), as a directory.
+    All have the same columns (appended rows RUN_AT, too), and the plan of `frame` runs once. A file gets its name once
+    it is complete. Spark itself writes tables, and URIs (`s3a://…`) as directories.
     """
     from bkctl.spark.failures import plain_errors
 
-    saves = list(saves)
     frame = frame.select(*columns.names())
     with ExitStack() as stack:
-        if any(map(is_remote, saves)):
+        if saves.need_spark:
             stack.callback(frame.persist().unpersist)
-        files: list[_RowFile] = []
-        for path in saves:
-            if path.lower().endswith(".html"):
-                continue
-            if is_remote(path):
-                with plain_errors():
-                    frame.write.format(path.rpartition(".")[2].lower()).option("header", "true").save(path)
-                continue
-            files.append(stack.enter_context(_new_row_file(Path(path), frame, columns)))
+            with plain_errors():
+                _write_with_spark(frame, saves)
+        files = [stack.enter_context(_new_row_file(Path(path), frame, columns, saves)) for path in saves.row_files]
 
         def rows() -> Iterator[Any]:
             with plain_errors():
@@ -104,14 +227,36 @@ def frame_rows(
         run.render(rows(), columns)
 
 
+def _write_with_spark(frame: DataFrame, saves: Saves) -> None:
+    """Write the URIs and tables of `saves`."""
+    from pyspark.sql import functions as F
+
+    mode = "errorifexists"
+    if saves.append:
+        mode = "append"
+        frame = frame.select(F.lit(saves.run_at).alias(RUN_AT), *frame.columns)
+    for uri in saves.uris:
+        frame.write.mode(mode).format(uri.rpartition(".")[2].lower()).option("header", "true").save(uri)
+    for table in saves.tables:
+        frame.write.mode(mode).saveAsTable(table)
+
+
 @contextmanager
-def _new_row_file(path: Path, frame: DataFrame, columns: Columns) -> Iterator[_RowFile]:
-    """Yield a file for rows that appears at `path` once the block ends. Raises AlreadyExists, OSError."""
+def _new_row_file(path: Path, frame: DataFrame, columns: Columns, saves: Saves) -> Iterator[_RowFile]:
+    """Yield a file for rows that appears at `path`, or to append in that directory, once the block ends.
+
+    Raises AlreadyExists, OSError.
+    """
     from bkctl.disk import atomic_write
 
+    run_at = None
+    if saves.append:
+        run_at = saves.run_at
+        path.mkdir(exist_ok=True)
+        path /= f"{run_at:%Y%m%dT%H%M%SZ}-{uuid.uuid4().hex[:8]}.parquet"
     try:
         with atomic_write(path, mode=0o666, overwrite=False) as stream:
-            file = _RowFile(stream, path.suffix.lower(), frame, columns)
+            file = _RowFile(stream, path.suffix.lower(), frame, columns, run_at)
             yield file
             file.finish()
     except FileExistsError as error:
@@ -121,8 +266,12 @@ def _new_row_file(path: Path, frame: DataFrame, columns: Columns) -> Iterator[_R
 class _RowFile:
     """Rows to write to a file, in the format that the suffix of its name says."""
 
-    def __init__(self, stream: BinaryIO, form: str, frame: DataFrame, columns: Columns) -> None:
+    def __init__(
+        self, stream: BinaryIO, form: str, frame: DataFrame, columns: Columns, run_at: datetime | None
+    ) -> None:
         self._file, self._form = stream, form
+        #: Values that each row begins with.
+        self._head: dict[str, Any] = {} if run_at is None else {RUN_AT: run_at}
         self._rows: list[Any] = []
         self._count = 0
         self._writer: Any = None
@@ -131,7 +280,8 @@ class _RowFile:
 
             from bkctl.spark.schemas import arrow_schema_of
 
-            self._schema = arrow_schema_of(frame.schema)
+            head = [pyarrow.field(name, pyarrow.timestamp("us", "UTC")) for name in self._head]
+            self._schema = pyarrow.schema([*head, *arrow_schema_of(frame.schema)])
             self._writer = pyarrow.parquet.ParquetWriter(self._file, self._schema)
         elif self._form == ".csv":
             self._lines = Lines(columns, Output.CSV)
@@ -160,9 +310,8 @@ class _RowFile:
         if self._writer is not None:
             import pyarrow
 
-            self._writer.write_table(
-                pyarrow.Table.from_pylist([row.asDict(recursive=True) for row in rows], self._schema)
-            )
+            values = [self._head | row.asDict(recursive=True) for row in rows]
+            self._writer.write_table(pyarrow.Table.from_pylist(values, self._schema))
         else:
             text = self._lines.of_rows(rows)
             if self._form == ".json" and not self._count:

@@ -68,6 +68,35 @@ def test_inventory_on_spark_needs_only_java_and_prints_only_rows(tmp_path: Path)
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_table_of_hive_gets_dated_rows_of_each_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pyarrow.parquet
+
+    find_java()
+    settings = {
+        "spark.sql.catalogImplementation": "hive",
+        "spark.sql.warehouse.dir": str(tmp_path / "warehouse"),
+        "spark.hadoop.javax.jdo.option.ConnectionURL": f"jdbc:derby:;databaseName={tmp_path / 'metastore'};create=true",
+        "spark.driver.extraJavaOptions": f"-Dderby.system.home={tmp_path} -XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+    }
+    (tmp_path / "spark-defaults.conf").write_text("".join(f"{name} {value}\n" for name, value in settings.items()))
+    monkeypatch.setenv("SPARK_CONF_DIR", str(tmp_path))
+
+    def saved(*words: str, code: int = 0) -> str:
+        command = ("pipeline", "inventory", PLACE, "--save-table", "inventory", *words, "-o", "ndjson")
+        with CommandLine(None).process(*command, cwd=tmp_path) as run:
+            out, err = run.communicate(timeout=800)
+        assert run.returncode == code, err
+        return out.decode() if code == 0 else err.decode()
+
+    printed = [json.loads(saved("--append")) for _ in range(2)]
+    assert "The table inventory exists; add --append" in saved(code=5)
+    rows = pyarrow.parquet.read_table(tmp_path / "warehouse" / "inventory").to_pylist()
+    assert len({row.pop("runAt") for row in rows}) == 2
+    assert rows == printed
+
+
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_an_interrupt_ends_spark_with_its_exit_code(tmp_path: Path) -> None:
     find_java()

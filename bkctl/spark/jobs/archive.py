@@ -10,13 +10,14 @@ With more scopes than SCOPES_MAX (one for each ledger, perhaps), or without `by_
 `ledgerScopeId` a column of its files.
 
 A ledger that is not closed is exported up to its last add confirmed. Without `counts/_SUCCESS` an export is incomplete.
+So `counts` is the manifest that a later export reads, which leaves out ledgers that this one has as they are closed.
 """
 
 from __future__ import annotations
 
 import json
 from base64 import b64decode
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Final
 from bkctl.errors import AlreadyExists, BkctlError, Corrupt, NotFound, Unreachable
 from bkctl.formats.entry import DigestType
 from bkctl.ids import LedgerId
+from bkctl.spark.internals import matching_uris, qualified_uri
 from bkctl.spark.jobs.copying import (
     FAILED,
     PLANNED,
@@ -52,8 +54,13 @@ METADATA_COLUMNS: Final = (
     *LEDGER_COLUMNS, "metadataFormatVersion", "state", "ensembleSize", "writeQuorumSize", "ackQuorumSize", "digestType",
     "length", "lastEntryId", "ctime", "customMetadata",
 )  # fmt: skip
+#: The manifest of an export; `ctime` tells a ledger from one that was created under its id again.
+COUNT_COLUMNS: Final = (*LEDGER_COLUMNS, "state", "lastEntryId", "entryCount", "size", "ctime")
 #: Scopes that get a directory each; more directories would be many and small.
 SCOPES_MAX: Final = 1000
+#: The file that an export has once it is complete.
+_COMPLETE: Final = "/counts/_SUCCESS"
+_WILDCARDS: Final = "*?[{"
 #: Entry id of the row that precedes a ledger's entries and describes the ledger.
 _HEAD: Final = -1
 _HEAD_FIELDS: Final = (*SHAPE_OPTIONS, "digestType", "customMetadata", "entryCount")
@@ -62,13 +69,33 @@ _HEAD_FIELDS: Final = (*SHAPE_OPTIONS, "digestType", "customMetadata", "entryCou
 # --- export ---------------------------------------------------------------------------------------------------------
 
 
-def export_ledgers(
-    spark: SparkSession, path: str, options: Mapping[str, str], *, overwrite: bool = False, by_scope: bool = True
-) -> DataFrame:
-    """Export ledgers to the directory `path`; one row a ledger: its ids, state, lastEntryId, entryCount, size.
+def former_exports(spark: SparkSession, pattern: str, path: str) -> list[str]:
+    """Return the complete exports that `pattern` matches (Hadoop's wildcards), without the one at `path`.
 
-    `options` are the connection's, and `ledger` or `ledgerScopeId` (default: all). With `by_scope` the entries of each
-    scope get a directory, unless there are more than SCOPES_MAX.
+    Raises NotFound if `pattern` has no wildcard and an incomplete export, or nothing, is there.
+    """
+    found = [uri.removesuffix(_COMPLETE) for uri in matching_uris(spark, f"{pattern.rstrip('/')}{_COMPLETE}")]
+    if not found and not any(sign in pattern for sign in _WILDCARDS):
+        raise NotFound(f"{pattern} is not a complete export", hint="name one that 'bkctl pipeline export' created")
+    return [uri for uri in found if uri != qualified_uri(spark, path)]
+
+
+def export_ledgers(
+    spark: SparkSession,
+    path: str,
+    options: Mapping[str, str],
+    *,
+    overwrite: bool = False,
+    by_scope: bool = True,
+    states: Collection[str] = (),
+    since: Sequence[str] = (),
+) -> DataFrame:
+    """Export ledgers to the directory `path`; one row a ledger: its ids, state, lastEntryId, entryCount, size, ctime.
+
+    `options` are the connection's, and `ledger` or `ledgerScopeId` (default: all), `states` the states of ledgers to
+    export (default: any). `since` are paths of complete exports: closed ledgers that one of them has are left out; such
+    as were not closed there, or were created again, are exported whole. With `by_scope` the entries of each scope get a
+    directory, unless there are more than SCOPES_MAX.
     Raises AlreadyExists for an existing directory, unless `overwrite`; the error of an entry that cannot be read;
     Corrupt if the number or length of entries differs from a closed ledger's metadata.
     """
@@ -79,6 +106,10 @@ def export_ledgers(
     mode = "overwrite" if overwrite else "errorifexists"
     connection = {name: value for name, value in options.items() if name not in ("ledger", "ledgerScopeId")}
     metadata = spark.read.format(metadata_source.NAME).options(**options, columns=",".join(METADATA_COLUMNS)).load()
+    if states:
+        metadata = metadata.filter(F.col("state").isin(*states))
+    if since:
+        metadata = _changed_since(spark, metadata, since)
     if overwrite:
         # From here on the export in this directory is incomplete.
         frame_of(spark, [], "entryCount bigint").write.mode(mode).parquet(f"{path}/counts")
@@ -90,6 +121,23 @@ def export_ledgers(
     counts = _checked_counts(spark, path, ledgers)
     counts.write.mode("overwrite").parquet(f"{path}/counts")
     return _counts(spark, path).sort(QUALIFIED_NAME)
+
+
+def _changed_since(spark: SparkSession, metadata: DataFrame, since: Sequence[str]) -> DataFrame:
+    """Return the ledgers of `metadata` that no export of `since` has as they are closed."""
+    from pyspark.sql import functions as F
+
+    counts = spark.read.schema(ddl(COUNT_COLUMNS)).parquet(*(f"{path}/counts" for path in since))
+    names = (QUALIFIED_NAME, "state", "lastEntryId", "size", "ctime")
+    known = counts.filter(F.col("state") == "CLOSED").select(*(F.col(name).alias(f"known_{name}") for name in names))
+    # Exports of earlier releases have no ctime.
+    created_then = F.col("known_ctime").isNull() | F.col("known_ctime").eqNullSafe(F.col("ctime"))
+    is_same = (
+        (F.col(QUALIFIED_NAME) == F.col(f"known_{QUALIFIED_NAME}")) & (F.col("state") == F.col("known_state"))
+        & (F.col("lastEntryId") == F.col("known_lastEntryId")) & (F.col("length") == F.col("known_size"))
+        & created_then
+    )  # fmt: skip
+    return metadata.join(known, is_same, "left_anti")
 
 
 def _write_entries(
@@ -121,7 +169,9 @@ def _checked_counts(spark: SparkSession, path: str, ledgers: DataFrame) -> DataF
 
     written = _entries(spark, path).groupBy(QUALIFIED_NAME)
     counted = written.agg(F.count("*").alias("entryCount"), F.sum("size").alias("size"), F.max("entryId").alias("last"))
-    counts = ledgers.select(*LEDGER_COLUMNS, "state", "lastEntryId", "length").join(counted, QUALIFIED_NAME, "left")
+    counts = ledgers.select(*LEDGER_COLUMNS, "state", "lastEntryId", "length", "ctime").join(
+        counted, QUALIFIED_NAME, "left"
+    )
     counts = counts.withColumns(
         {"entryCount": F.coalesce("entryCount", F.lit(0)), "size": F.coalesce("size", F.lit(0)),
          "last": F.coalesce("last", F.lit(-1))}
@@ -136,7 +186,7 @@ def _checked_counts(spark: SparkSession, path: str, ledgers: DataFrame) -> DataF
             f"Ledger {LedgerId.parse(first[QUALIFIED_NAME])} was exported with {first['entryCount']} entries "
             f"({first['size']} bytes); its metadata says {first['lastEntryId'] + 1} ({first['length']} bytes)"
         )
-    return counts.select(*LEDGER_COLUMNS, "state", F.col("last").alias("lastEntryId"), "entryCount", "size")
+    return counts.withColumn("lastEntryId", F.col("last")).select(*COUNT_COLUMNS)
 
 
 def _entries(spark: SparkSession, path: str) -> DataFrame:
@@ -144,8 +194,7 @@ def _entries(spark: SparkSession, path: str) -> DataFrame:
 
 
 def _counts(spark: SparkSession, path: str) -> DataFrame:
-    columns = (*LEDGER_COLUMNS, "state", "lastEntryId", "entryCount", "size")
-    return spark.read.schema(ddl(columns)).parquet(f"{path}/counts")
+    return spark.read.schema(ddl(COUNT_COLUMNS)).parquet(f"{path}/counts")
 
 
 # --- import ---------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from bkctl.errors import BkctlError
 from bkctl.files.directories import BookieFile, FileKind
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.journal import JournalReader
-from bkctl.spark.jobs.frames import rows_in_tasks
+from bkctl.spark.jobs.frames import rows_in_tasks, task_slots
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -28,7 +28,7 @@ def borders(spark: SparkSession, files: Iterable[BookieFile], size_bytes: int = 
     """
     found = list(files)
     large = [(str(file.path), file.kind is FileKind.JOURNAL) for file in found if file.size >= 2 * size_bytes]
-    if not large or len(found) >= spark.sparkContext.defaultParallelism:
+    if not large or len(found) >= task_slots(spark):
         return {}
     offsets: dict[str, list[int]] = {}
     for row in rows_in_tasks(spark, large, partial(find_borders, size_bytes), _BORDERS).collect():

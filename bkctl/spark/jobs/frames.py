@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 QUALIFIED_NAME: Final = "ledgerQualifiedName"
+_SLOTS_MAX: Final = 10_000
 
 
 def frame_of(spark: SparkSession, rows: Iterable[Sequence[Any]], schema: str) -> DataFrame:
@@ -23,6 +24,15 @@ def frame_of(spark: SparkSession, rows: Iterable[Sequence[Any]], schema: str) ->
     columns = list(zip(*rows, strict=True)) or [()] * len(arrow)
     arrays = [pa.array(values, field.type) for values, field in zip(columns, arrow, strict=True)]
     return spark.createDataFrame(pa.Table.from_arrays(arrays, schema=arrow), schema)
+
+
+def task_slots(spark: SparkSession) -> int:
+    """Return how many tasks run at a time, Spark's default parallelism."""
+    context = getattr(spark, "sparkContext", None)
+    if context is not None:
+        return int(context.defaultParallelism)
+    # A client of Spark Connect has no context. By default a range has as many partitions.
+    return spark.range(_SLOTS_MAX).select(F.spark_partition_id()).distinct().count()
 
 
 def rows_in_tasks(spark: SparkSession, items: Sequence[Any], function: Any, schema: str) -> DataFrame:

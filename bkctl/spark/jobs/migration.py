@@ -20,7 +20,7 @@ from bkctl.spark.jobs.copying import (
     copy_ledger,
     result_batch,
 )
-from bkctl.spark.jobs.frames import frame_of
+from bkctl.spark.jobs.frames import frame_of, task_slots
 from bkctl.spark.sources.connection import CONNECTION_OPTIONS, Client, ClusterOptions
 from bkctl.spark.sources.options import SourceOptions
 
@@ -63,7 +63,7 @@ def migrate_scope(
         results, work = _plan(cluster, listed, to_scope_id, named=bool(ledgers), dry_run=dry_run)
     rows = [result.row() for result in results]
     if work:
-        bins = _even_bins(work, task_count or spark.sparkContext.defaultParallelism * _TASKS_PER_CORE)
+        bins = _even_bins(work, task_count or task_slots(spark) * _TASKS_PER_CORE)
         tasks = spark.range(0, len(bins), 1, len(bins))
         copied = tasks.mapInArrow(partial(_copy_bins, checked, bins), RESULT_SCHEMA)
         rows += [tuple(row) for row in copied.collect()]

@@ -193,6 +193,11 @@ def lit(value: Any) -> Expression:
     return Expression("NULL" if value is None else str(value))
 
 
+def expr(sql: str) -> Expression:
+    """Return a column of SQL that both engines take."""
+    return Expression(f"({sql})")
+
+
 def when(condition: Expression, value: Any) -> Case:
     """Return `value` where the condition is met."""
     return Case("").when(condition, value)

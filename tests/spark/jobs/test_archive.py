@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pyarrow.parquet
 import pytest
 
 from bkctl.commands.main import run
@@ -145,3 +147,48 @@ def test_exports_of_empty_partial_and_missing_selections(
         export_ledgers(spark, str(tmp_path / "more"), {**live.options, "ledger": LedgerId(SCOPE + 60, 9).uuid})
     with pytest.raises(BkctlError):
         import_ledgers(spark, str(tmp_path / "more"), live.options)
+
+
+@pytest.mark.usefixtures("spark")
+def test_export_since_former_exports_has_what_is_new(
+    live: Live, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BKCTL_METADATA_URI", live.uri)
+    scope_id = SCOPE + 80
+    live.write([b"closed"], LedgerId(scope_id, 1))
+    created_again = live.write([], LedgerId(scope_id, 2))
+    growing = live.open(LedgerId(scope_id, 3))
+    growing.add([b"before"])
+    days = tmp_path / "days"
+    days.mkdir()
+
+    def exported(day: int, *options: object, since: object = days / "*") -> dict[int, int]:
+        """Run an export; return the entries of each ledger that it says and has."""
+        words = ("export", days / str(day), "--ledger-scope-id", scope_id, "--since", since, "-o", "ndjson", *options)
+        code, rows, err = cli(capfd, "pipeline", *words)
+        assert code == 0, err
+        counts = {int(row["ledgerId"]): row["entryCount"] for row in rows}
+        entries = pyarrow.parquet.read_table(days / str(day) / "entries", columns=["ledgerId"]) if counts else None
+        stored = Counter(map(int, entries.column(0).to_pylist() if entries else ()))
+        assert {ledger_id: count for ledger_id, count in counts.items() if count} == stored
+        return counts
+
+    assert exported(1) == {1: 1, 2: 0, 3: 1}
+    growing.add([b"after"] * 4)
+    growing.close()
+    live.client().cluster.ledgers.remove(created_again)
+    live.write([], created_again)
+    live.write([b"new"] * 2, LedgerId(scope_id, 4))
+    still_open = live.open(LedgerId(scope_id, 5))
+    still_open.add([b"open"])
+    for options in ((), ("--overwrite",)):
+        assert exported(2, *options) == {2: 0, 3: 5, 4: 2, 5: 1}
+    assert exported(3, since=days / "2") == {1: 1, 5: 1}
+    assert exported(4, "--state", "closed") == {}
+    # Without its mark of completeness an export does not count, nor does one that a pattern leaves out.
+    (days / "2" / "counts" / "_SUCCESS").unlink()
+    assert exported(5, "--state", "closed", since=days / "[2-3]") == {2: 0, 3: 5, 4: 2}
+    still_open.close()
+    code, rows, err = cli(capfd, "pipeline", "export", days / "6", "--since", days / "2", "-o", "ndjson")
+    assert (code, rows) == (4, [])
+    assert "days/2 is not a complete export" in err

@@ -10,6 +10,7 @@ import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,8 +25,9 @@ from support.engines import Engine
 
 from bkctl.client.ensemble import RoundRobinDistributionSchedule
 from bkctl.commands.kit.columns import Column, Columns, Kind
-from bkctl.commands.pipeline.saves import check_remote_saves, frame_rows
-from bkctl.errors import AlreadyExists
+from bkctl.commands.pipeline import saves
+from bkctl.commands.pipeline.saves import Saves, check_spark_saves, frame_rows
+from bkctl.errors import AlreadyExists, UsageError
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import LedgerState
@@ -49,6 +51,7 @@ Rows = list[dict[str, Any]]
 Key = tuple[str, int, str]
 #: Index files that each take the place of a whole ledger's.
 INTERLEAVED_BOOKIE: Final = 1
+RUN_AT: Final = datetime(2026, 3, 29, 1, 30, 0, 250_000, UTC)
 
 
 @pytest.fixture(scope="module")
@@ -231,6 +234,69 @@ def test_integrity_finds_exactly_the_injected_problems(engine: Engine, files: Fi
     ]
 
 
+def ranges_of(rows: Rows, keys: tuple[str, ...], step: int) -> Rows:
+    """The ranges of rows of entries that agree in `keys` and whose ids are at most `step` apart."""
+    found: dict[tuple[Any, ...], list[Rows]] = {}
+    for row in sorted((row for row in rows if row["entryId"] is not None), key=lambda row: row["entryId"]):
+        ranges = found.setdefault(tuple(row[key] for key in keys), [])
+        if ranges and row["entryId"] - ranges[-1][-1]["entryId"] <= step:
+            ranges[-1].append(row)
+        else:
+            ranges.append([row])
+    return [
+        dict(zip(keys, values, strict=True))
+        | {
+            "firstEntryId": each[0]["entryId"], "lastEntryId": each[-1]["entryId"], "findingCount": len(each),
+            "entryCount": len({row["entryId"] for row in each}),
+        }
+        for values, ranges in found.items() for each in ranges
+    ]  # fmt: skip
+
+
+def sorted_rows(rows: Rows) -> list[str]:
+    return sorted(json.dumps(row, sort_keys=True) for row in rows)
+
+
+@pytest.mark.timeout(1800)
+def test_integrity_shows_ranges_by_ledger_bookie_and_log(engine: Engine, files: Files, tmp_path: Path) -> None:
+    files = copied(files, tmp_path)
+    # Of each three entries of the ledger, the bookie has two: all are one range, but where another copy is damaged.
+    forgotten = of_type(files, DigestType.DUMMY, 0)
+    (index,) = Path(files.places()[INTERLEAVED_BOOKIE]).rglob(f"{forgotten.ledger.ledger_id:x}.idx")
+    index.unlink()
+    for journal in Path(files.places()[0], "journal", "current").glob("*.txn"):
+        journal.unlink()
+    log = Path(files.places()[0], "ledgers", "current", "0.log")
+    offset, _, _ = record_of(log, of_type(files, DigestType.CRC32, 0).ledger)
+    with open(log, "r+b") as file:
+        file.seek(offset)
+        file.write(struct.pack(">i", -7))
+    command = ("integrity", files.directory, "--by")
+    entries = engine.rows(files.uri, *command, "entry", code=3)
+    ledger = ("ledgerScopeId", "ledgerId", "ledgerQualifiedName")
+    same = (*ledger, "problem", "intactCount", "writeQuorumSize", "ledgerState")
+    keys = {"ledger": same, "bookie": ("bookieId", *same), "log": ("bookieId", "file", *same)}
+    answers = {by: engine.run(files.uri, *command, by) for by in keys}
+    found = {by: [json.loads(line) for line in answer.out.splitlines()] for by, answer in answers.items()}
+    for by, of_range in keys.items():
+        names = (*of_range, "firstEntryId", "lastEntryId", "findingCount", "entryCount")
+        rows = [{name: row[name] for name in names} for row in found[by] if row["ledgerId"] is not None]
+        # All ledgers of these files have two copies of each entry on three bookies, but the last, with three.
+        expected = ranges_of(entries, of_range, 2)
+        assert sorted_rows(rows) == sorted_rows(expected)
+        assert len(rows) < len(entries) / 4
+        (unreadable,) = [row for row in found[by] if row["ledgerId"] is None]
+        assert (unreadable["problem"], unreadable["file"], unreadable["findingCount"]) == ("unreadable", str(log), 1)
+        assert sum(row["findingCount"] for row in found[by]) == len(entries)
+        assert (answers[by].code, answers[by].err.splitlines()[-1]) == (3, f"bkctl: {len(entries)} findings")
+    (whole,) = [row for row in found["bookie"] if row["ledgerQualifiedName"] == forgotten.ledger.qualified_name]
+    held = {entry_id for _, entry_id, bookie in promised(files, [forgotten]) if bookie == whole["bookieId"]}
+    assert (whole["problem"], whole["firstEntryId"], whole["lastEntryId"], whole["entryCount"]) == (
+        "notIndexed", min(held), max(held), len(held),
+    )  # fmt: skip
+    assert {row["bookieCount"] for row in found["ledger"]} == {1}
+
+
 def test_damaged_entry_does_not_extend_open_ledger(engine: Engine, files: Files, tmp_path: Path) -> None:
     files = copied(files, tmp_path)
     written = of_type(files, DigestType.HMAC, 0)
@@ -324,6 +390,7 @@ def test_garbage_reads_each_log_once(
 # --- journals -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.timeout(1800)
 def test_audit_reports_replayed_hidden_and_unlogged_records(engine: Engine, files: Files, tmp_path: Path) -> None:
     files = copied(files, tmp_path)
     place = files.places()[0]
@@ -333,6 +400,14 @@ def test_audit_reports_replayed_hidden_and_unlogged_records(engine: Engine, file
     unlogged = {(row["ledgerQualifiedName"], row["entryId"], row["bookieId"]) for row in entries}
     assert {key for key in unlogged if key[0] != open_name} == everything
     assert {row["replayed"] for row in entries} == {True}
+    for by, keys in (("ledger", ()), ("log", ("bookieId", "file"))):
+        ranges = engine.rows(files.uri, "journal-audit", "--by", by, files.directory)
+        of_range = (*keys, "ledgerQualifiedName", "logged", "replayed", "state")
+        names = (*of_range, "firstEntryId", "lastEntryId", "findingCount", "entryCount")
+        assert sorted_rows([{name: row[name] for name in names} for row in ranges]) == sorted_rows(
+            ranges_of(entries, of_range, 2)
+        )
+        assert len(ranges) == len(files.journaled) * (3 if keys else 1)
     # A whole record behind damage, and a mark behind what is in no log yet.
     journal = max(Path(place, "journal", "current").glob("*.txn"))
     single = CommandLine(None)("journal", "read", journal, "-o", "ndjson").rows
@@ -384,32 +459,42 @@ def test_saved_files_appear_when_complete(engine: Engine, files: Files, tmp_path
     assert again.problem.startswith(f"{paths['csv']} exists")
 
 
+def saves_of(*paths: object, tables: tuple[str, ...] = (), append: bool = False) -> Saves:
+    return Saves([str(path) for path in paths], list(tables), append, RUN_AT)
+
+
+class Printing:
+    """A run that keeps the rows it prints."""
+
+    def __init__(self) -> None:
+        self.printed: Rows = []
+
+    def render(self, rows: Iterable[Any], columns: Columns) -> None:
+        self.printed.extend(row.asDict() for row in rows)
+
+
 def test_saved_uri_has_the_printed_columns_of_one_run(spark: SparkSession, tmp_path: Path) -> None:
     import pyarrow.parquet
 
-    seen, printed = tmp_path / "seen", []
+    seen = tmp_path / "seen"
 
     def noted(batches: Iterable[Any]) -> Iterator[Any]:
         with open(seen, "a") as file:
             file.write("run\n")
         yield from batches
 
-    class Printing:
-        def render(self, rows: Iterable[Any], columns: Columns) -> None:
-            printed.extend(row.asDict() for row in rows)
-
     frame = spark.range(0, 3, 1, 1).mapInArrow(noted, "id bigint").selectExpr("id AS offset", "'x' AS hidden")
     columns = Columns(Column("OFFSET", "offset", "offset", Kind.INTEGER))
     uris = [f"file://{tmp_path}/{name}.parquet" for name in ("one", "two")]
     run: Any = Printing()
-    frame_rows(run, frame, columns, uris)
+    frame_rows(run, frame, columns, saves_of(*uris))
     for name in ("one", "two"):
-        assert pyarrow.parquet.read_table(tmp_path / f"{name}.parquet").to_pylist() == printed
-    assert printed == [{"offset": number} for number in range(3)]
+        assert pyarrow.parquet.read_table(tmp_path / f"{name}.parquet").to_pylist() == run.printed
+    assert run.printed == [{"offset": number} for number in range(3)]
     assert seen.read_text() == "run\n"
-    check_remote_saves(spark, [f"file://{tmp_path}/three.parquet", "rows.csv"])
+    check_spark_saves(spark, saves_of(f"file://{tmp_path}/three.parquet", "rows.csv"), columns)
     with pytest.raises(AlreadyExists, match=r"two\.parquet exists"):
-        check_remote_saves(spark, uris[1:])
+        check_spark_saves(spark, saves_of(*uris[1:]), columns)
 
 
 @pytest.mark.usefixtures("spark")
@@ -418,6 +503,62 @@ def test_existing_uri_is_refused_before_the_job(files: Files, tmp_path: Path) ->
     answer = CommandLine(None)("pipeline", "inventory", files.directory, "--save", f"file://{tmp_path}/rows.parquet")
     assert (answer.code, answer.out) == (5, b"")
     assert "rows.parquet exists" in answer.problem
+
+
+def test_appended_rows_carry_the_time_of_their_run(engine: Engine, files: Files, tmp_path: Path) -> None:
+    import pyarrow.parquet
+
+    trend = tmp_path / "trend.parquet"
+    runs = []
+    for places in (files.places(), files.places()[:1]):
+        before = datetime.now(UTC)
+        runs.append(engine.rows(None, "inventory", *places, "--save", trend, "--append"))
+        assert len(list(trend.iterdir())) == len(runs)
+        times = set(pyarrow.parquet.read_table(trend).column("runAt").to_pylist())
+        assert len(times) == len(runs)
+        assert before <= max(times) <= datetime.now(UTC)
+    rows = pyarrow.parquet.read_table(trend).sort_by([("runAt", "ascending"), ("bookieId", "ascending")]).to_pylist()
+    assert [{name: value for name, value in row.items() if name != "runAt"} for row in rows] == [
+        row for rows in runs for row in sorted(rows, key=lambda row: row["bookieId"])
+    ]
+    answer = engine.run(None, "inventory", *files.places(), "--by", "scope", "--save", trend, "--append")
+    assert (answer.code, answer.out) == (2, b"")
+    assert f"The rows in {trend} have other columns than those to append: bookieCount, bookieId," in answer.problem
+    assert len(list(trend.iterdir())) == len(runs)
+
+
+@pytest.mark.timeout(1800)
+def test_uris_and_tables_get_new_or_dated_rows(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    columns = Columns(Column("OFFSET", "offset", "offset", Kind.INTEGER))
+    frame = spark.range(0, 3, 1, 1).selectExpr("id AS offset")
+    run: Any = Printing()
+    new = saves_of(tables=("findings",))
+    with pytest.raises(UsageError, match="Spark's catalog is in memory, and ends with the job"):
+        check_spark_saves(spark, new, columns)
+    # The session of tests has no lasting catalog, which another test has.
+    monkeypatch.setattr(saves, "_catalog_is_temporary", lambda session, table: False)
+    try:
+        check_spark_saves(spark, new, columns)
+        frame_rows(run, frame, columns, new)
+        assert sorted(tuple(row) for row in spark.table("findings").collect()) == [(0,), (1,), (2,)]
+        with pytest.raises(AlreadyExists, match="The table findings exists"):
+            check_spark_saves(spark, new, columns)
+        with pytest.raises(UsageError, match="other columns than those to append: runAt"):
+            check_spark_saves(spark, saves_of(tables=("findings",), append=True), columns)
+        uri = f"file://{tmp_path}/trend.parquet"
+        dated = saves_of(uri, tables=("trend",), append=True)
+        for _ in range(2):
+            check_spark_saves(spark, dated, columns)
+            frame_rows(run, frame, columns, dated)
+        for rows in (spark.table("trend"), spark.read.parquet(uri)):
+            found = rows.selectExpr("unix_micros(runAt)", "offset").collect()
+            moment = int(RUN_AT.timestamp()) * 1_000_000 + RUN_AT.microsecond
+            assert sorted(tuple(row) for row in found) == sorted(2 * [(moment, number) for number in range(3)])
+    finally:
+        for table in ("findings", "trend"):
+            spark.sql(f"DROP TABLE IF EXISTS {table}")
 
 
 def test_shares_of_held_entries_match_a_scan(engine: Engine, files: Files) -> None:
@@ -460,10 +601,15 @@ def test_report_is_one_page_with_escaped_names(engine: Engine, files: Files, tmp
         (["inventory", "/nowhere"], 4, "/nowhere does not exist"),
         (["inventory", "{place}", "--save", "rows.xlsx"], 2, "not a name that ends in .parquet"),
         (["inventory", "{place}", "--save", "s3a://bucket/page.html"], 2, "a page is written on this machine"),
+        (["inventory", "{place}", "--append"], 2, "add --save NAME.parquet or --save-table NAME"),
+        (["inventory", "{place}", "--append", "--save", "rows.csv"], 2, "rows cannot be appended to it"),
+        (["report", "{place}", "--save", "rows.csv"], 2, "not a name that ends in .html"),
+        (["export", "{place}/x", "--state", "CLOSING"], 2, "not a ledger state"),
         (["inventory", "{place}", "--save", "/nowhere/rows.csv"], 4, "the directory /nowhere does not exist"),
         (["report", "{place}"], 2, "add --save report.html"),
         (["report", "{place}", "--textfile", "totals.txt"], 2, "not a name that ends in .prom"),
         (["report", "{place}", "--textfile", "/nowhere/x.prom"], 4, "the directory /nowhere does not exist"),
+        (["inventory", "{place}", "--master", "sc://spark1:15002"], 2, "a Spark Connect server runs already"),
         (["inventory", "{place}", "--spark-conf", "executor.memory"], 2, "not NAME=VALUE"),
         (["integrity", "{place}", "-u", "sqlite:///nowhere.db"], 4, "/nowhere.db"),
         (["migrate-scope", "--to-scope", "1"], 2, "name ledgers, or add --ledger-scope-id"),
