@@ -88,19 +88,21 @@ class DepartureChecks:
         Only with `probe`, bookies are asked which entries they have. `open_stays`: open ledgers cannot be moved.
         """
         plan = self.plan
-        count = len(plan.crowded) + len(plan.damaged)
+        count = len(plan.damaged) if probe else len(plan.crowded) + len(plan.damaged)
         for ledger, problem in plan.damaged.items():
             yield Step(
                 StepKind.LEDGER, StepResult.BLOCKED, problem, "restore its metadata, or delete the ledger", ledger
             )  # fmt: skip
         if probe:
-            for ledger, problem in plan.crowded.items():
-                yield Step(StepKind.LEDGER, StepResult.BLOCKED, problem, "start more bookies", ledger)
-            up = {bookie.bookie_id for bookie in await self.mover.registered()}
+            registered = await self.mover.registered()
+            up = {bookie.bookie_id for bookie in registered}
+            replacements = Replacements(registered, self.mover.leaving)
 
             async def look(ledger: LedgerId, held: HeldLedger | BkctlError) -> Step | None:
-                if isinstance(held, BkctlError) or ledger in plan.crowded:
+                if isinstance(held, BkctlError):
                     return None
+                if (problem := replacements.problem(held)) is not None:
+                    return Step(StepKind.LEDGER, StepResult.BLOCKED, problem, "start more bookies", ledger)
                 return await self._obstacle(held, up, open_stays)
 
             async with contextlib.aclosing(self.mover.held_by(look, plan.ledgers)) as steps:

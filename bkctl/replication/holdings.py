@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bkctl.client.ensemble import RoundRobinDistributionSchedule
 from bkctl.errors import BkctlError, UsageError
@@ -159,6 +159,10 @@ def _naming(
             yield ledger, VersionedMetadata(metadata, value.version, metadata.ctime_ms or value.ctime_ms)
 
 
+#: Ensembles whose candidates are kept for the next ledgers.
+_CANDIDATES_MAX: Final = 1024
+
+
 class Replacements:
     """The bookies that can take over entries: the writable ones except `leaving`."""
 
@@ -170,6 +174,8 @@ class Replacements:
         """Return the bookies that could join the ensemble; with `scoped` only bookies that serve ledger scopes."""
         found = self._candidates.get((ensemble, scoped))
         if found is None:
+            if len(self._candidates) >= _CANDIDATES_MAX:
+                self._candidates.clear()
             found = self._candidates[ensemble, scoped] = tuple(
                 bookie.bookie_id
                 for bookie in self.writable

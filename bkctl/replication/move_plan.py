@@ -79,11 +79,11 @@ class PlannedFragment(NamedTuple):
 
 @dataclass
 class MovePlan:
-    """The ledgers to move, by the metadata alone. Memory: 16 bytes a ledger, and as many for a mark.
+    """The ledgers to move, by the metadata alone. Memory: 16 bytes for each id.
 
     `ledgers` include ledgers that name the bookies but hold nothing on them. Entries and
     bytes count each replica, of closed ledgers only. `crowded` are the ledgers with too few other bookies, `damaged`
-    the ones whose metadata names the bookies but is unreadable, each with the reason. `marked` are the ledgers that
+    the ones whose metadata names the bookies but is unreadable, with the reason of each. `marked` are the ledgers that
     auto-recovery has marked for the bookies.
     """
 
@@ -92,7 +92,7 @@ class MovePlan:
     open_count: int = 0
     entry_count: int = 0
     size_bytes: int = 0
-    crowded: dict[LedgerId, str] = field(default_factory=dict)
+    crowded: LedgerIdSet = field(default_factory=LedgerIdSet)
     damaged: dict[LedgerId, str] = field(default_factory=dict)
     marked: LedgerIdSet = field(default_factory=LedgerIdSet)
 
@@ -130,8 +130,8 @@ def plan_move(cluster: Cluster, leaving: Collection[str], ids: Iterable[LedgerId
             mark = mark_of(ledger)
             if mark is not None and not leaving.isdisjoint(mark.missing_replicas):
                 plan.marked.add(ledger)
-        if problem := replacements.problem(held):
-            plan.crowded[ledger] = problem
+        if replacements.problem(held) is not None:
+            plan.crowded.add(ledger)
     return plan
 
 

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from bkctl.commands.kit.columns import Output
-from bkctl.commands.kit.output import RowWriter
+from bkctl.commands.kit.columns import Output, RowOrder, RowSelection
+from bkctl.commands.kit.output import RowWriter, open_writer
 from bkctl.commands.ledger.columns import LEDGER_COLUMNS, ledger_rows
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import BookieServiceInfo, Cookie, Fragment, LedgerMetadata, LedgerState
@@ -26,13 +26,14 @@ from bkctl.ids import LedgerId
 from bkctl.metadata.admin.check import check_metadata
 from bkctl.metadata.admin.dump import ClusterSource, ExportFile, compare, export_to_file, import_records
 from bkctl.metadata.admin.health import health_findings
-from bkctl.metadata.admin.overview import LedgerQuery, count_ledgers_of_bookies, list_ledgers
+from bkctl.metadata.admin.overview import LedgerQuery, count_ledgers_of_bookies, list_ledger_lines, list_ledgers
 from bkctl.metadata.backends.hbase.rpc import Rpc
 from bkctl.metadata.backends.hbase.store import HBaseStore
 from bkctl.metadata.backends.zookeeper.store import ZooKeeperStore
 from bkctl.metadata.cluster import LEDGER_SCOPES_PROPERTY, Cluster, open_cluster
 from bkctl.metadata.store import NEW
 from bkctl.replication.marking import audit_bookies
+from bkctl.replication.move_plan import plan_move
 
 COUNTS = (5_000, 20_000)
 #: One ledger in ten has a scope of its own.
@@ -72,6 +73,15 @@ def print_rows(cluster: Cluster, directory: Path) -> None:
         writer.rows(ledger_rows(list_ledgers(cluster, None)))
 
 
+def print_sorted(cluster: Cluster, directory: Path) -> None:
+    selection = RowSelection(None, RowOrder.parse("-length"))
+    with (
+        open(os.devnull, "w") as stream,
+        open_writer(LEDGER_COLUMNS, Output.NDJSON, selection, stream=stream) as writer,
+    ):
+        writer.rows(ledger_rows(list_ledgers(cluster, None)))
+
+
 def compare_export(cluster: Cluster, directory: Path) -> None:
     with ExportFile(directory / "export") as file:
         assert list(compare(file.records(), ClusterSource(cluster).records())) == []
@@ -87,6 +97,8 @@ PASSES: dict[str, Callable[[Cluster, Path], object]] = {
     "ids": lambda cluster, _: drain(cluster.ledgers.ledgers(None)),
     "scopes": lambda cluster, _: drain(cluster.ledgers.scopes()),
     "rows": print_rows,
+    "sorted": print_sorted,
+    "lines": lambda cluster, _: drain(list_ledger_lines(cluster, None)),
     "filter": lambda cluster, _: drain(list_ledgers(cluster, None, query=LedgerQuery(bookie_id=BOOKIES[0]))),
     "check": lambda cluster, _: drain(check_metadata(cluster)),
     "export": lambda cluster, directory: export_to_file(ClusterSource(cluster), directory / "export", overwrite=True),
@@ -95,6 +107,7 @@ PASSES: dict[str, Callable[[Cluster, Path], object]] = {
     "collection": lambda cluster, _: drain(cluster.ledgers.ranges(None, size=1000)),
     "audit": lambda cluster, _: [audit_bookies(cluster, scoped=scoped) for scoped in (False, True)],
     "health": lambda cluster, _: drain(health_findings(cluster)),
+    "plan": lambda cluster, _: plan_move(cluster, BOOKIES),
     "counts": lambda cluster, _: count_ledgers_of_bookies(cluster, None),
 }
 
@@ -194,8 +207,9 @@ def place(
 
 
 def test_requests_are_linear_and_memory_is_flat_in_the_number_of_ledgers(
-    place: tuple[Callable[[], str], Callable[[], int]], tmp_path: Path
+    place: tuple[Callable[[], str], Callable[[], int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("bkctl.commands.kit.output.SORTED_ROWS", 2_000)
     new_uri, requests = place
     costs: dict[str, list[Cost]] = {name: [] for name in PASSES}
     for count in COUNTS:

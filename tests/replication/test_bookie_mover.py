@@ -21,6 +21,8 @@ from bkctl.protocol.messages import AddRequest, ListEntriesRequest, ReadRequest
 from bkctl.replication import move_queue
 from bkctl.replication.bookie_mover import BookieMover
 from bkctl.replication.checker import LedgerChecker
+from bkctl.replication.departure_checks import DepartureChecks
+from bkctl.replication.departure_steps import StepResult
 from bkctl.replication.fragments import EntrySpan, spans_text
 from bkctl.replication.move_plan import LedgerMove, MoveOutcome, PlannedFragment, plan_move
 from bkctl.replication.resume import ResumeFile
@@ -73,7 +75,7 @@ async def test_move_empties_lost_bookie_in_every_scope(fake_cluster):
         found = plan(cluster, "b0")
         assert set(found.ledgers) == on_it
         assert list(found.ledgers) == sorted(found.ledgers)
-        assert (found.crowded, found.damaged, found.open_count) == ({}, {}, 0)
+        assert (len(found.crowded), found.damaged, found.open_count) == (0, {}, 0)
         moved, mover = await move(cluster, client, "b0")
         assert {each.outcome for each in moved.values()} == {MoveOutcome.MOVED}
         assert set(moved) == on_it
@@ -224,7 +226,11 @@ async def test_plan_and_move_report_too_few_bookies(fake_cluster):
         await lose(cluster, "b0")
         found = plan(cluster, "b0")
         assert set(found.crowded) == {scoped.ledger}
-        assert "with ledger scopes" in found.crowded[scoped.ledger]
+        checks = DepartureChecks(BookieMover(client, ["b0"], found))
+        [step, total] = [each async for each in checks.obstacles(probe=True, open_stays=False)]
+        assert (step.ledger, step.result) == (scoped.ledger, StepResult.BLOCKED)
+        assert "with ledger scopes would be needed, 0 are there" in step.message
+        assert total.message.endswith("; 1 ledger cannot be moved")
         moved, _ = await move(cluster, client, "b0")
         assert moved[scoped.ledger].outcome is MoveOutcome.FAILED
         assert "b3" in str(moved[scoped.ledger].problem)

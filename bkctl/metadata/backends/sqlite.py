@@ -16,7 +16,8 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import groupby, islice
+from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
 from bkctl.disk import FILE_MODE
@@ -38,8 +39,10 @@ from bkctl.metadata.store import NEW, RACKS, VALUE_SIZE_BYTES_MAX, Claim, Metada
 HEARTBEAT_MS: Final = 2_000
 SESSION_EXPIRY_MS: Final = 6_000
 WATCH_POLL_MS: Final = 200
-#: Nodes that one statement reads: their values are in memory together.
-BATCH_SIZE: Final = 128
+#: Nodes that one statement reads: the first one, the largest, and the size of values from which it shrinks.
+_READS_MIN: Final = 16
+_READS_MAX: Final = 256
+_READ_SIZE_BYTES: Final = 1 << 21
 _APPLICATION_ID: Final = 0x424B6374  # "BKct", marks our files among other programs' databases
 _SCHEMA_VERSION: Final = 1
 _SCHEMA: Final = (
@@ -198,20 +201,20 @@ class SqliteStore(MetadataStore):
         return Versioned(bytes(rows[0][0]), rows[0][1], rows[0][2]) if rows else None
 
     def get_many(self, paths: Iterable[str]) -> Iterator[Versioned[bytes] | None]:
-        """See MetadataStore.get_many: a statement reads BATCH_SIZE nodes of one parent."""
-        remaining = iter(paths)
-        while batch := [_split(path) for path in islice(remaining, BATCH_SIZE)]:
+        """See MetadataStore.get_many. One statement reads many nodes, fewer where their values are large."""
+        remaining, size = iter(paths), _READS_MIN
+        while batch := list(map(_split, islice(remaining, size))):
             self._end_dead_sessions()
-            found: dict[tuple[str, str], Versioned[bytes]] = {}
-            for parent in {parent for parent, _ in batch}:
-                names = [name for each, name in batch if each == parent]
-                rows = self._rows(
-                    "SELECT name, value, version, ctime_ms FROM node "
-                    f"WHERE parent = ? AND name IN ({', '.join('?' * len(names))})",
-                    (parent, *names),
-                )
-                found |= {(parent, row[0]): Versioned(bytes(row[1]), row[2], row[3]) for row in rows}
-            yield from map(found.get, batch)
+            size_bytes = 0
+            for parent, group in groupby(batch, key=itemgetter(0)):
+                names = [name for _, name in group]
+                marks = ("?," * len(names))[:-1]
+                query = f"SELECT name, value, version, ctime_ms FROM node WHERE parent = ? AND name IN ({marks})"
+                rows = self._rows(query, (parent, *names))
+                found = {name: Versioned(bytes(value), version, ctime_ms) for name, value, version, ctime_ms in rows}
+                size_bytes += sum(len(each.value) for each in found.values())
+                yield from map(found.get, names)
+            size = max(size // 2, 1) if size_bytes > _READ_SIZE_BYTES else min(2 * size, _READS_MAX)
 
     def put(self, path: str, value: bytes, expected: int | None) -> int:
         """See MetadataStore.put."""

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -274,3 +275,31 @@ def test_a_closed_store_leaves_nothing_open(store: SqliteStore, file: str) -> No
     open_files = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
     assert not [name for name in open_files if name.startswith(file)]
     assert not [thread for thread in threading.enumerate() if thread.name == "metadata-store" and thread.is_alive()]
+
+
+def test_many_nodes_are_read_by_few_statements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with SqliteStore(str(tmp_path / "m.db"), create=True) as store:
+        store.put_all([("a", b""), ("b", b""), *((f"{'ab'[at % 2]}/{at}", b"%d" % at) for at in range(2000))])
+        paths = [f"{'ab'[at // 1000]}/{at % 1000 * 2 + at // 1000}" for at in range(2000)]
+        statements: list[str] = []
+        store._connection.set_trace_callback(statements.append)
+        found = list(store.get_many([*paths, "a/missing", "", paths[0]]))
+        store._connection.set_trace_callback(None)
+    assert [each and each.value for each in found] == [*(path[2:].encode() for path in paths), None, b"", b"0"]
+    assert len(statements) < 40
+
+
+def test_few_nodes_are_read_at_once_where_they_are_large(tmp_path: Path) -> None:
+    size_bytes = 1 << 18
+    with SqliteStore(str(tmp_path / "m.db"), create=True) as store:
+        for at in range(0, 120, 20):
+            store.put_all([(f"{number:03}", bytes(size_bytes)) for number in range(at, at + 20)])
+        tracemalloc.start()
+        try:
+            for found in store.get_many(f"{number:03}" for number in range(120)):
+                assert found is not None
+                assert len(found.value) == size_bytes
+            _, peak_bytes = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert peak_bytes < 60 * size_bytes
