@@ -244,6 +244,12 @@ def test_get_many_keeps_order_with_missing_nodes_in_place(store: MetadataStore) 
     assert listed[0] == store.children("many")
     assert listed[1:3] == [None, []]
     assert list(store.get_many([])) == []
+    paths = [f"tree/{number:02}" for number in range(60)]
+    for number in range(0, 60, 3):
+        for name in ("b", "a", "c/d"):
+            store.put(f"{paths[number]}/{name}", b"", NEW)
+        store.put(paths[number + 1], b"", NEW)
+    assert list(store.children_many(paths)) == [["a", "b", "c"], [], None] * 20
 
 
 def test_get_many_reads_a_bounded_number_ahead(store: MetadataStore) -> None:

@@ -43,6 +43,8 @@ WATCH_POLL_MS: Final = 200
 _READS_MIN: Final = 16
 _READS_MAX: Final = 256
 _READ_SIZE_BYTES: Final = 1 << 21
+#: Nodes whose children one statement reads.
+DIRECTORY_BATCH_SIZE: Final = 16
 _APPLICATION_ID: Final = 0x424B6374  # "BKct", marks our files among other programs' databases
 _SCHEMA_VERSION: Final = 1
 _SCHEMA: Final = (
@@ -302,6 +304,22 @@ class SqliteStore(MetadataStore):
         if not rows and not self._rows("SELECT 1 FROM node WHERE parent = ? AND name = ?", (parent, name)):
             return None
         return [row[0] for row in rows]
+
+    def children_many(self, paths: Iterable[str]) -> Iterator[list[str] | None]:
+        """See MetadataStore.children_many: a statement reads DIRECTORY_BATCH_SIZE nodes that have children."""
+        remaining = iter(paths)
+        while batch := [check_path(path) for path in islice(remaining, DIRECTORY_BATCH_SIZE)]:
+            self._end_dead_sessions()
+            rows = self._rows(
+                "SELECT parent, name FROM node "
+                f"WHERE parent IN ({', '.join('?' * len(batch))}) AND name > '' ORDER BY parent, name",
+                batch,
+            )
+            names: dict[str, list[str]] = {}
+            for parent, name in rows:
+                names.setdefault(parent, []).append(name)
+            for path in batch:
+                yield list(names[path]) if path in names else self.children(path)
 
     def sequence(self, path: str) -> int:
         """See MetadataStore.sequence."""

@@ -48,7 +48,8 @@ from bkctl.metadata.store import (
 
 SESSION_TIMEOUT_S: Final = 10.0  # zkTimeout, which Apache's driver takes for its leases too
 PAGE_SIZE: Final = 1000
-DIRECTORY_BATCH_SIZE: Final = 8
+#: Nodes whose children one request reads.
+DIRECTORY_BATCH_SIZE: Final = 16
 #: etcd's own bound (--max-txn-ops) is 128 of each kind.
 TRANSACTION_SIZE_MAX: Final = 120
 #: Nodes, and bytes of their values, in a request of `put_many`: the transaction of each counts among the 128 too, and
@@ -283,23 +284,28 @@ class EtcdStore(MetadataStore):
     def children(self, path: str, *, after: str = "", limit: int | None = None) -> list[str] | None:
         """See MetadataStore.children. All pages are of one revision, as long as etcd keeps it."""
         key = self._nodes.key(path)
-        answer, _ = self._connection.send("Txn", _first_page(key, after, limit))
-        return self._names(key, answer, limit)
+        answer, _ = self._connection.send("Txn", transaction(_first_page(key, after, limit)))
+        return self._names(key, answer.responses, int(answer.header.revision), limit)
 
     def children_many(self, paths: Iterable[str]) -> Iterator[list[str] | None]:
         """See MetadataStore.children_many."""
-        keys = map(self._nodes.key, paths)
-        for key, answer in self._connection.pipeline(keys, DIRECTORY_BATCH_SIZE, _first_page):
-            yield self._names(key, answer, None)
 
-    def _names(self, key: bytes, answer: Any, limit: int | None) -> list[str] | None:
-        """Return the names of the children, from the answer to `_first_page` and further pages."""
-        node, page = (response.response_range for response in answer.responses)
+        def request(batch: tuple[bytes, ...]) -> Any:
+            return transaction([operation for key in batch for operation in _first_page(key)])
+
+        keys = map(self._nodes.key, paths)
+        batches = iter(lambda: tuple(islice(keys, DIRECTORY_BATCH_SIZE)), ())
+        for batch, answer in self._connection.pipeline(batches, 2, request):
+            for at, key in enumerate(batch):
+                yield self._names(key, answer.responses[2 * at : 2 * at + 2], int(answer.header.revision), None)
+
+    def _names(self, key: bytes, responses: Sequence[Any], revision: int, limit: int | None) -> list[str] | None:
+        """Return the names of the children, from the answers to `_first_page` and further pages."""
+        node, page = (response.response_range for response in responses)
         if not node.count:
             return None
         if limit == 0:
             return []
-        revision = int(answer.header.revision)
         prefix, end = key + b"/", key + b"0"
         names: list[str] = []
         skipped_to = b""
@@ -370,13 +376,11 @@ class EtcdStore(MetadataStore):
         self._connection.close(self._session.lease_id)
 
 
-def _first_page(key: bytes, after: str = "", limit: int | None = None) -> Any:
-    """Return the transaction that counts the node and reads the first page below it, behind the child `after`."""
+def _first_page(key: bytes, after: str = "", limit: int | None = None) -> list[Any]:
+    """Return the operations that count the node and read the first page below it, behind the child `after`."""
     start = key + b"/" + (after.encode("utf-8", "surrogatepass") + b"\0" if after else b"")
     count = PAGE_SIZE if limit is None else min(max(limit, 1), PAGE_SIZE)
-    return transaction(
-        [get_key(key, count_only=True), get_key(start, range_end=key + b"0", limit=count, keys_only=True)]
-    )
+    return [get_key(key, count_only=True), get_key(start, range_end=key + b"0", limit=count, keys_only=True)]
 
 
 def _check_size(path: str, value: bytes) -> None:
