@@ -78,11 +78,10 @@ def fold(records: DataFrame, source: str, file_id: str, **values: Column) -> Dat
     given: dict[str, Column] = {name: F.col(name) for name in ("offset", DAMAGE) if name in records.columns}
     given |= {"fileId": F.col(file_id), **values}
     columns = [given.get(name, F.lit(None).cast(kind)).alias(name) for name, kind in _RECORD.items()]
-    chosen = records.select(*REPLICA, F.lit(source).alias("source"), *columns)
-    return chosen.mapInArrow(_fold_batches, ddl_of(BLOCKS))
+    return records.select(*REPLICA, *columns).mapInArrow(partial(_fold_batches, source), ddl_of(BLOCKS))
 
 
-def _fold_batches(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def _fold_batches(source: str, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     import pyarrow as pa
 
     waiting: list[pa.RecordBatch] = []
@@ -91,13 +90,13 @@ def _fold_batches(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]
         waiting.append(batch)
         count += batch.num_rows
         if count >= _FOLD_ROWS:
-            yield from _fold(pa.Table.from_batches(waiting))
+            yield from _fold(source, pa.Table.from_batches(waiting))
             waiting, count = [], 0
     if count:
-        yield from _fold(pa.Table.from_batches(waiting))
+        yield from _fold(source, pa.Table.from_batches(waiting))
 
 
-def _fold(records: pa.Table) -> Iterator[pa.RecordBatch]:
+def _fold(source: str, records: pa.Table) -> Iterator[pa.RecordBatch]:
     import numpy as np
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -117,25 +116,26 @@ def _fold(records: pa.Table) -> Iterator[pa.RecordBatch]:
     confirmed = records.column("lastAddConfirmed")
     lac = pc.if_else(pc.is_valid(confirmed), pc.min_element_wise(confirmed, before), pa.scalar(None, pa.int64()))
     sizes = pc.fill_null(records.column("recordSize"), 0)
-    packed_sizes = pc.if_else(pc.equal(records.column("source"), JOURNAL), sizes, pa.scalar(0, pa.int64()))
-    columns = {name: records.column(name) for name in _SHARED if name != "block"}
+    packed_sizes = sizes if source == JOURNAL else pa.array(np.zeros(len(sizes), np.int64))
+    keys = [name for name in _SHARED if name != "source"]
+    columns = {name: records.column(name) for name in keys if name != "block"}
     columns |= {
         "block": pa.array(entry_ids >> BLOCK_BITS), "low": pa.array(entry_ids & (_BLOCK_SIZE - 1)),
         "offset": records.column("offset"), "packedSize": packed_sizes, "size": sizes, "lac": lac,
     }  # fmt: skip
     lists = ("low", "offset", "packedSize")
-    grouped = pa.table(columns).group_by(list(_SHARED), use_threads=False)
+    grouped = pa.table(columns).group_by(keys, use_threads=False)
     found = grouped.aggregate([*((name, "list") for name in lists), ("size", "sum"), ("lac", "max")])
     arrays = [found.column(f"{name}_list").combine_chunks() for name in lists]
     borders = arrays[0].offsets.to_numpy()
     counts, spans = np.diff(borders), zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True)
     rows = np.stack([array.values.to_numpy() for array in arrays])
     packed = [_pack(rows[:, first:last]) for first, last in spans]
-    blocks = {name: found.column(name) for name in _SHARED}
+    blocks = {name: found.column(name) for name in keys}
     blocks |= {
         "entryCount": pa.array(counts, pa.int64()), "packed": pa.array(packed, pa.binary()),
         "size": pc.add(found.column("size_sum"), pa.array(counts * RECORD_SIZE.size, pa.int64())),
-        "lac": found.column("lac_max"),
+        "lac": found.column("lac_max"), "source": pa.repeat(source, found.num_rows),
     }  # fmt: skip
     yield from _conform(blocks, found.num_rows, schema)
 
