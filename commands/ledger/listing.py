@@ -139,6 +139,9 @@ def print_ledgers(
             run.watch(watch, lambda: [sum(1 for _ in look())], COUNT_COLUMNS, single=True)
         elif prints_ids and watch is None and limit is None and not query.needs_metadata:
             _print_ids(run, cluster, scope_id, start)
+        elif watch is None:
+            # A list without rows is a sentence on a terminal.
+            run.render(look(), list_columns(run), findings=run.draws)
         else:
             run.watch(watch, look, list_columns(run))
         if query.needs_metadata and watch is None and limit is None and sys.stdout.isatty():
