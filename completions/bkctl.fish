@@ -7,7 +7,7 @@ function __bkctl_path
         if test $skip = 1
             set skip 0
         else if string match -q -- '-*' $word
-            string match -qr -- '^(--ack-quorum|--after|--archive|--backup|--batch|--body|--bookie|--bookie-address|--bookie-token-file|--bookie-url|--bookies|--by|--client-ca|--columns|--conf|--context|--custom-metadata|--deadline|--delimiter|--depth|--digest|--digest-type|--dir|--duration|--ensemble-size|--entries|--entry|--facts|--file|--for|--format|--from|--from-file|--from-pos|--group|--host|--hostname|--id|--if-state|--in-flight|--index-dirs|--instance-id|--interval|--journal-dirs|--keep|--kind|--last|--ledger|--ledger-dirs|--ledger-id|--ledger-qualified-name|--ledger-scope-id|--ledgers|--limit|--major-threshold|--master|--match|--max-age|--max-size|--metadata-password-file|--metadata-tls-ca|--metadata-tls-cert|--metadata-tls-key|--metadata-uri|--metadata-user|--min-age|--min-replicas|--min-size|--minor-threshold|--missing|--not-missing|--older-than|--output|--password|--password-file|--port|--protocol|--rack|--rate|--read-only-token-file|--record-size|--reset-clock|--resume|--sample|--save|--seed|--server-cert|--server-key|--set|--since|--size|--sort|--spark-conf|--state|--storage|--subscription|--suspend|--template|--textfile|--threshold|--timeout|--tls-ca|--tls-cert|--tls-key|--to|--to-ledger-id|--to-password-file|--to-pos|--to-scope|--to-user|--token-file|--top|--topic|--type|--undo|--watch|--write-quorum|--yes-really|-c|-e|-f|-o|-t|-u|-x)$' $word; and set skip 1
+            string match -qr -- '^(--ack-quorum|--after|--archive|--backup|--batch|--body|--bookie|--bookie-address|--bookie-token-file|--bookie-url|--bookies|--by|--client-ca|--columns|--conf|--connect-timeout|--contains|--context|--custom-metadata|--deadline|--delimiter|--depth|--digest|--digest-type|--dir|--duration|--ensemble-size|--entries|--entry|--facts|--file|--for|--format|--from|--from-file|--from-pos|--group|--host|--hostname|--id|--if-state|--in-flight|--index-dirs|--instance-id|--interval|--journal-dirs|--keep|--kind|--last|--ledger|--ledger-dirs|--ledger-id|--ledger-qualified-name|--ledger-scope-id|--ledgers|--limit|--major-threshold|--master|--match|--max-age|--max-size|--metadata-password-file|--metadata-tls-ca|--metadata-tls-cert|--metadata-tls-key|--metadata-uri|--metadata-user|--min-age|--min-replicas|--min-size|--minor-threshold|--missing|--not-missing|--older-than|--output|--password|--password-file|--port|--protocol|--rack|--rate|--read-only-token-file|--record-size|--reset-clock|--resume|--sample|--save|--seed|--server-cert|--server-key|--set|--since|--size|--sort|--spark-conf|--state|--storage|--subscription|--suspend|--template|--textfile|--threshold|--timeout|--tls-ca|--tls-cert|--tls-key|--to|--to-ledger-id|--to-password-file|--to-pos|--to-scope|--to-user|--token-file|--top|--topic|--type|--undo|--watch|--write-quorum|--yes-really|-c|-e|-f|-o|-t|-u|-x)$' $word; and set skip 1
         else if test (count $path) -lt 2; or contains -- "$path" 'bookie index' 'bookies racks' 'cluster health' 'cluster healthcheck'
             set -a path $word
         end
@@ -19,166 +19,166 @@ function __bkctl_has
     set -l line (commandline -cp | string collect)
     if test "$line" != "$__bkctl_line"
         set -l ids
-    set -l end0 26
-    set -l end1 6 7 8 9 10 11 12 21 22 23 24 26
-    set -l end2 6 7 8 9 10 11 12 21 22 23 24 25 26
-    set -l end3 7 22 23 24 26
-    set -l end4 7 22 23 24 25 26
-    set -l end5 6 7 8 9 10 11 12 21 22 23 26
+    set -l end0 27
+    set -l end1 6 7 8 9 10 11 12 21 22 23 24 25 27
+    set -l end2 6 7 8 9 10 11 12 21 22 23 24 25 26 27
+    set -l end3 7 23 24 25 27
+    set -l end4 7 23 24 25 26 27
+    set -l end5 6 7 8 9 10 11 12 21 22 23 24 27
         switch (__bkctl_path)
-case ''; set ids commands 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26
+case ''; set ids commands 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27
 case 'ledger'; set ids commands $end0
-case 'ledger write'; set ids files 27 28 29 30 31 32 33 34 35 36 37 38 39 $end1
-case 'ledger list'; set ids 40 41 42 43 44 45 46 47 48 49 50 51 52 53 54 55 $end1
-case 'ledger show'; set ids ledger 28 29 30 48 56 $end1
-case 'ledger locate'; set ids ledger 28 29 30 57 39 58 59 $end1
-case 'ledger read'; set ids ledger 28 29 30 60 61 62 63 36 37 39 64 65 66 67 68 69 70 71 72 $end1
-case 'ledger tail'; set ids ledger 28 29 30 73 36 37 39 74 66 67 68 69 70 71 $end1
-case 'ledger delete'; set ids ledger 75 28 29 30 76 77 78 79 80 72 81 $end2
-case 'ledger recover'; set ids ledger 28 29 30 82 72 81 $end2
-case 'ledger verify'; set ids ledger 28 29 30 39 83 $end1
-case 'ledger test'; set ids 27 28 29 30 31 32 33 34 84 85 36 37 39 86 $end1
-case 'ledger copy'; set ids ledger 75 28 29 30 87 88 89 90 91 92 93 94 95 96 97 98 99 79 72 $end1
+case 'ledger write'; set ids files 28 29 30 31 32 33 34 35 36 37 38 39 40 $end1
+case 'ledger list'; set ids 41 42 43 44 45 46 47 48 49 50 51 52 53 54 55 56 $end1
+case 'ledger show'; set ids ledger 29 30 31 49 57 $end1
+case 'ledger locate'; set ids ledger 29 30 31 58 40 59 60 $end1
+case 'ledger read'; set ids ledger 29 30 31 61 62 63 64 37 38 40 65 66 67 68 69 70 71 72 73 $end1
+case 'ledger tail'; set ids ledger 29 30 31 74 37 38 40 75 67 68 69 70 71 72 $end1
+case 'ledger delete'; set ids ledger 76 29 30 31 77 78 79 80 81 73 82 $end2
+case 'ledger recover'; set ids ledger 29 30 31 83 73 82 $end2
+case 'ledger verify'; set ids ledger 29 30 31 40 84 $end1
+case 'ledger test'; set ids 28 29 30 31 32 33 34 35 85 86 37 38 40 87 $end1
+case 'ledger copy'; set ids ledger 76 29 30 31 88 89 90 91 92 93 94 95 96 97 98 99 100 80 73 $end1
 case 'bookie'; set ids commands $end0
 case 'bookie start'; set ids $end1
-case 'bookie files'; set ids files 100 101 $end3
-case 'bookie check'; set ids files 102 103 104 36 37 105 106 83 100 $end1
-case 'bookie state'; set ids 107 108 48 $end1
-case 'bookie ready'; set ids 107 108 109 110 $end1
-case 'bookie info'; set ids 107 108 48 $end1
-case 'bookie readonly'; set ids words-on-off 107 108 81 $end1
-case 'bookie gc'; set ids 107 108 109 48 111 112 113 114 115 116 117 81 $end2
-case 'bookie compact-locations'; set ids none 107 108 109 118 119 81 $end1
-case 'bookie sanity'; set ids 107 108 120 121 122 $end1
-case 'bookie config'; set ids none 107 108 123 124 81 $end1
-case 'bookie metrics'; set ids 107 108 48 125 126 $end1
-case 'bookie downgrade'; set ids files 100 81 $end3
-case 'bookie convert'; set ids files 127 100 128 81 $end4
-case 'bookie format'; set ids 129 130 81 $end1
-case 'bookie init'; set ids 131 81 $end1
+case 'bookie files'; set ids files 101 102 $end3
+case 'bookie check'; set ids files 103 104 105 37 38 106 107 84 101 $end1
+case 'bookie state'; set ids 108 109 49 $end1
+case 'bookie ready'; set ids 108 109 110 111 $end1
+case 'bookie info'; set ids 108 109 49 $end1
+case 'bookie readonly'; set ids words-on-off 108 109 82 $end1
+case 'bookie gc'; set ids 108 109 110 49 112 113 114 115 116 117 118 82 $end2
+case 'bookie compact-locations'; set ids none 108 109 110 119 120 82 $end1
+case 'bookie sanity'; set ids 108 109 121 122 123 $end1
+case 'bookie config'; set ids none 108 109 124 125 82 $end1
+case 'bookie metrics'; set ids 108 109 49 126 127 $end1
+case 'bookie downgrade'; set ids files 101 82 $end3
+case 'bookie convert'; set ids files 128 101 129 82 $end4
+case 'bookie format'; set ids 130 131 82 $end1
+case 'bookie init'; set ids 132 82 $end1
 case 'bookie index'; set ids commands $end0
-case 'bookie index show'; set ids ledger 28 29 30 132 100 133 134 135 $end3
-case 'bookie index check'; set ids files 136 137 100 $end3
-case 'bookie index rebuild'; set ids files 138 139 100 81 $end1
-case 'bookie index regenerate'; set ids ledger 28 29 30 140 37 100 141 81 $end1
+case 'bookie index show'; set ids ledger 29 30 31 133 101 134 135 136 $end3
+case 'bookie index check'; set ids files 137 138 101 $end3
+case 'bookie index rebuild'; set ids files 139 140 101 82 $end1
+case 'bookie index regenerate'; set ids ledger 29 30 31 141 38 101 142 82 $end1
 case 'bookies'; set ids commands $end0
-case 'bookies list'; set ids 48 142 $end1
-case 'bookies show'; set ids bookie 48 143 $end1
-case 'bookies usage'; set ids 144 145 $end5
-case 'bookies recover'; set ids bookie 102 146 92 147 148 149 150 151 152 72 81 $end2
-case 'bookies decommission'; set ids bookie 92 147 153 150 154 72 81 $end2
-case 'bookies drain'; set ids bookie 92 147 153 72 81 $end2
-case 'bookies ok-to-stop'; set ids bookie 48 155 156 $end1
+case 'bookies list'; set ids 49 143 $end1
+case 'bookies show'; set ids bookie 49 144 $end1
+case 'bookies usage'; set ids 145 146 $end5
+case 'bookies recover'; set ids bookie 103 147 93 148 149 150 151 152 153 73 82 $end2
+case 'bookies decommission'; set ids bookie 93 148 154 151 155 73 82 $end2
+case 'bookies drain'; set ids bookie 93 148 154 73 82 $end2
+case 'bookies ok-to-stop'; set ids bookie 49 156 157 158 $end1
 case 'bookies racks'; set ids commands $end0
 case 'bookies racks list'; set ids $end1
-case 'bookies racks set'; set ids bookie 157 158 159 72 81 $end1
-case 'bookies racks unset'; set ids bookie 72 81 $end1
+case 'bookies racks set'; set ids bookie 159 160 161 73 82 $end1
+case 'bookies racks unset'; set ids bookie 73 82 $end1
 case 'journal'; set ids commands $end0
-case 'journal list'; set ids files 100 $end3
-case 'journal read'; set ids journal 160 161 41 132 162 163 164 165 67 68 166 100 167 135 $end3
-case 'journal lastmark'; set ids files 100 $end3
-case 'journal verify'; set ids journal 100 $end3
-case 'journal stats'; set ids journal 168 100 169 $end3
+case 'journal list'; set ids files 101 $end3
+case 'journal read'; set ids journal 162 163 42 133 164 165 166 167 68 69 168 101 169 136 $end3
+case 'journal lastmark'; set ids files 101 $end3
+case 'journal verify'; set ids journal 84 101 $end3
+case 'journal stats'; set ids journal 170 101 171 $end3
 case 'entrylog'; set ids commands $end0
-case 'entrylog list'; set ids files 100 170 $end5
-case 'entrylog show'; set ids entrylog 100 $end3
-case 'entrylog read'; set ids entrylog 160 161 41 132 162 163 164 165 67 68 166 100 $end3
-case 'entrylog verify'; set ids entrylog 104 36 37 100 171 $end1
-case 'entrylog active'; set ids entrylog 100 172 173 $end1
-case 'entrylog garbage'; set ids entrylog 174 175 100 172 176 $end5
-case 'entrylog extract'; set ids entrylog 60 61 177 29 178 179 100 180 181 182 $end4
+case 'entrylog list'; set ids files 101 172 $end5
+case 'entrylog show'; set ids entrylog 101 $end3
+case 'entrylog read'; set ids entrylog 162 163 42 133 164 165 166 167 68 69 168 101 $end3
+case 'entrylog verify'; set ids entrylog 105 37 38 84 101 173 $end1
+case 'entrylog active'; set ids entrylog 101 174 175 $end1
+case 'entrylog garbage'; set ids entrylog 176 177 101 174 178 $end5
+case 'entrylog extract'; set ids entrylog 61 62 179 30 180 181 101 182 183 184 $end4
 case 'metadata'; set ids commands $end0
 case 'metadata layout'; set ids $end1
-case 'metadata get'; set ids none 68 183 $end1
-case 'metadata tree'; set ids none 184 $end1
-case 'metadata undo'; set ids files 185 186 72 81 $end2
-case 'metadata export'; set ids ledger 28 29 30 187 188 189 $end1
-case 'metadata import'; set ids files 187 190 72 81 $end2
-case 'metadata diff'; set ids none 187 $end1
-case 'metadata migrate'; set ids 191 93 94 187 190 192 72 81 $end2
-case 'metadata check'; set ids 193 41 187 $end1
-case 'metadata orphans'; set ids 194 72 81 $end2
+case 'metadata get'; set ids none 69 185 $end1
+case 'metadata tree'; set ids none 186 187 188 189 $end1
+case 'metadata undo'; set ids files 190 191 73 82 $end2
+case 'metadata export'; set ids ledger 29 30 31 192 193 194 $end1
+case 'metadata import'; set ids files 192 195 73 82 $end2
+case 'metadata diff'; set ids none 192 $end1
+case 'metadata migrate'; set ids 196 94 95 192 195 197 73 82 $end2
+case 'metadata check'; set ids 198 42 192 $end1
+case 'metadata orphans'; set ids 199 73 82 $end2
 case 'metadata scopes'; set ids $end1
-case 'metadata idgen'; set ids 195 196 197 $end1
-case 'metadata replace-bookie'; set ids 198 199 200 201 72 81 $end2
+case 'metadata idgen'; set ids 200 201 202 $end1
+case 'metadata replace-bookie'; set ids 203 204 205 206 73 82 $end2
 case 'cookie'; set ids commands $end0
 case 'cookie list'; set ids $end1
-case 'cookie show'; set ids bookie 100 68 $end1
-case 'cookie create'; set ids bookie 72 81 $end1
-case 'cookie update'; set ids bookie 72 81 $end2
-case 'cookie delete'; set ids bookie 100 72 81 $end2
-case 'cookie generate'; set ids bookie 202 203 204 205 206 $end1
-case 'cookie expand'; set ids 72 81 $end2
-case 'cookie rename'; set ids none 100 72 81 $end2
-case 'cookie verify'; set ids bookie 100 $end1
+case 'cookie show'; set ids bookie 101 69 $end1
+case 'cookie create'; set ids bookie 73 82 $end1
+case 'cookie update'; set ids bookie 73 82 $end2
+case 'cookie delete'; set ids bookie 101 73 82 $end2
+case 'cookie generate'; set ids bookie 207 208 209 210 211 $end1
+case 'cookie expand'; set ids 73 82 $end2
+case 'cookie rename'; set ids none 101 73 82 $end2
+case 'cookie verify'; set ids bookie 101 $end1
 case 'autorecovery'; set ids commands $end0
-case 'autorecovery run'; set ids 207 208 209 $end1
-case 'autorecovery status'; set ids 48 $end1
-case 'autorecovery enable'; set ids 72 $end1
-case 'autorecovery disable'; set ids 72 $end1
-case 'autorecovery list'; set ids 193 41 48 210 211 212 213 $end1
-case 'autorecovery workers'; set ids 193 41 48 $end1
-case 'autorecovery mark'; set ids ledger 75 28 29 30 214 72 81 $end1
-case 'autorecovery unmark'; set ids ledger 75 28 29 30 72 81 $end2
-case 'autorecovery auditor'; set ids 215 $end1
-case 'autorecovery audit'; set ids 216 72 81 $end1
-case 'autorecovery delay'; set ids none 72 81 $end1
+case 'autorecovery run'; set ids 212 213 214 $end1
+case 'autorecovery status'; set ids 49 $end1
+case 'autorecovery enable'; set ids 73 $end1
+case 'autorecovery disable'; set ids 73 $end1
+case 'autorecovery list'; set ids 198 42 49 215 216 217 218 $end1
+case 'autorecovery workers'; set ids 198 42 49 $end1
+case 'autorecovery mark'; set ids ledger 76 29 30 31 219 73 82 $end1
+case 'autorecovery unmark'; set ids ledger 76 29 30 31 73 82 $end2
+case 'autorecovery auditor'; set ids 220 $end1
+case 'autorecovery audit'; set ids 221 73 82 $end1
+case 'autorecovery delay'; set ids none 73 82 $end1
 case 'cluster'; set ids commands $end0
 case 'cluster info'; set ids $end1
-case 'cluster status'; set ids 217 218 $end1
+case 'cluster status'; set ids 222 223 $end1
 case 'cluster id'; set ids $end1
-case 'cluster init'; set ids 219 81 $end1
-case 'cluster nuke'; set ids 130 220 81 $end2
-case 'cluster health'; set ids commands 48 217 221 222 $end1
-case 'cluster health show'; set ids 48 217 221 222 $end1
-case 'cluster health detail'; set ids 217 221 222 $end1
-case 'cluster health mute'; set ids words-no-instance-id-no-writable-bookie-bookie-down-bookie-read-only-bookie-without-address-bookie-without-cookie-bookie-silent-cookie-damaged-cookie-of-another-cluster-disk-full-ledgers-set-aside-bookie-without-rack-too-few-racks-ledgers-in-few-racks-scopes-orphaned-no-bookie-for-scopes-mark-damaged-underreplicated-autorecovery-disabled-vote-damaged-no-auditor-no-auditor-of-scopes 223 72 $end1
-case 'cluster health unmute'; set ids words-no-instance-id-no-writable-bookie-bookie-down-bookie-read-only-bookie-without-address-bookie-without-cookie-bookie-silent-cookie-damaged-cookie-of-another-cluster-disk-full-ledgers-set-aside-bookie-without-rack-too-few-racks-ledgers-in-few-racks-scopes-orphaned-no-bookie-for-scopes-mark-damaged-underreplicated-autorecovery-disabled-vote-damaged-no-auditor-no-auditor-of-scopes 72 $end1
+case 'cluster init'; set ids 224 82 $end1
+case 'cluster nuke'; set ids 131 225 82 $end2
+case 'cluster health'; set ids commands 49 222 226 227 $end1
+case 'cluster health show'; set ids 49 222 226 227 $end1
+case 'cluster health detail'; set ids 222 226 227 $end1
+case 'cluster health mute'; set ids words-no-instance-id-no-writable-bookie-bookie-down-bookie-read-only-bookie-without-address-bookie-without-cookie-bookie-silent-cookie-damaged-cookie-of-another-cluster-disk-full-ledgers-set-aside-bookie-without-rack-too-few-racks-ledgers-in-few-racks-scopes-orphaned-no-bookie-for-scopes-mark-damaged-underreplicated-autorecovery-disabled-vote-damaged-no-auditor-no-auditor-of-scopes 228 73 $end1
+case 'cluster health unmute'; set ids words-no-instance-id-no-writable-bookie-bookie-down-bookie-read-only-bookie-without-address-bookie-without-cookie-bookie-silent-cookie-damaged-cookie-of-another-cluster-disk-full-ledgers-set-aside-bookie-without-rack-too-few-racks-ledgers-in-few-racks-scopes-orphaned-no-bookie-for-scopes-mark-damaged-underreplicated-autorecovery-disabled-vote-damaged-no-auditor-no-auditor-of-scopes 73 $end1
 case 'cluster health mutes'; set ids $end1
 case 'cluster healthcheck'; set ids commands $end0
 case 'cluster healthcheck status'; set ids $end1
-case 'cluster healthcheck enable'; set ids 72 $end1
-case 'cluster healthcheck disable'; set ids 72 $end1
+case 'cluster healthcheck enable'; set ids 73 $end1
+case 'cluster healthcheck disable'; set ids 73 $end1
 case 'local'; set ids commands $end0
-case 'local up'; set ids 224 225 226 227 228 $end3
-case 'local down'; set ids 224 229 $end3
-case 'local status'; set ids 224 $end3
+case 'local up'; set ids 229 230 231 232 233 $end3
+case 'local down'; set ids 229 234 $end3
+case 'local status'; set ids 229 $end3
 case 'pipeline'; set ids commands $end0
-case 'pipeline inventory'; set ids none 160 161 41 230 231 232 233 234 235 236 $end1
-case 'pipeline integrity'; set ids none 160 161 41 230 231 232 233 234 237 236 $end1
-case 'pipeline garbage'; set ids none 174 175 230 231 232 233 234 238 236 $end1
-case 'pipeline journal-audit'; set ids none 160 161 41 230 231 232 233 234 239 236 $end1
-case 'pipeline report'; set ids none 174 175 230 231 232 233 234 236 240 $end1
-case 'pipeline extract'; set ids none 241 242 $end1
-case 'pipeline export'; set ids none 28 29 30 230 231 232 233 243 244 245 $end1
-case 'pipeline import'; set ids none 246 247 248 249 230 231 232 233 250 81 245 $end1
-case 'pipeline migrate-scope'; set ids ledger 28 29 30 251 247 248 249 230 231 232 233 81 245 $end1
+case 'pipeline inventory'; set ids none 162 163 42 235 236 237 238 239 240 241 $end1
+case 'pipeline integrity'; set ids none 162 163 42 235 236 237 238 239 242 241 $end1
+case 'pipeline garbage'; set ids none 176 177 235 236 237 238 239 243 241 $end1
+case 'pipeline journal-audit'; set ids none 162 163 42 235 236 237 238 239 244 241 $end1
+case 'pipeline report'; set ids none 176 177 235 236 237 238 239 241 245 $end1
+case 'pipeline extract'; set ids none 246 247 $end1
+case 'pipeline export'; set ids none 29 30 31 235 236 237 238 248 249 250 $end1
+case 'pipeline import'; set ids none 251 252 253 254 235 236 237 238 255 82 250 $end1
+case 'pipeline migrate-scope'; set ids ledger 29 30 31 256 252 253 254 235 236 237 238 82 250 $end1
 case 'api'; set ids commands $end0
-case 'api serve'; set ids 252 253 254 255 256 257 258 259 $end1
-case 'api get'; set ids none 107 108 260 $end1
-case 'api put'; set ids none 107 108 260 261 81 $end1
-case 'api delete'; set ids none 107 108 260 81 $end2
+case 'api serve'; set ids 257 258 259 260 261 262 263 264 $end1
+case 'api get'; set ids none 108 109 265 $end1
+case 'api put'; set ids none 108 109 265 266 82 $end1
+case 'api delete'; set ids none 108 109 265 82 $end2
 case 'bench'; set ids commands $end0
-case 'bench adds'; set ids 262 263 264 31 32 33 34 265 266 267 268 269 39 $end1
-case 'bench reads'; set ids 262 263 264 31 32 33 34 265 266 267 268 269 39 270 $end1
-case 'bench mixed'; set ids 262 263 264 31 32 33 34 265 266 267 268 269 39 270 $end1
-case 'progress'; set ids commands 48 $end3
-case 'progress show'; set ids none 48 $end3
+case 'bench adds'; set ids 267 268 269 32 33 34 35 270 271 272 273 274 40 $end1
+case 'bench reads'; set ids 267 268 269 32 33 34 35 270 271 272 273 274 40 275 $end1
+case 'bench mixed'; set ids 267 268 269 32 33 34 35 270 271 272 273 274 40 275 $end1
+case 'progress'; set ids commands 49 $end3
+case 'progress show'; set ids none 49 $end3
 case 'progress pause'; set ids none $end3
 case 'progress resume'; set ids none $end3
 case 'progress rate'; set ids none $end3
 case 'audit'; set ids commands $end0
-case 'audit list'; set ids 271 272 273 $end3
+case 'audit list'; set ids 276 277 278 $end3
 case 'audit show'; set ids none $end3
 case 'context'; set ids commands $end0
 case 'context list'; set ids $end3
 case 'context show'; set ids context $end3
-case 'context add'; set ids context 274 275 $end1
+case 'context add'; set ids context 279 280 $end1
 case 'context use'; set ids context $end3
 case 'context rename'; set ids context $end3
 case 'context delete'; set ids context $end4
-case 'top'; set ids 276 277 $end1
-case 'help'; set ids words-ledger-bookie-bookies-journal-entrylog-metadata-cookie-autorecovery-cluster-local-pipeline-api-bench-progress-audit-context-connection $end0
+case 'top'; set ids 281 282 $end1
+case 'help'; set ids words-ledger-bookie-bookies-journal-entrylog-metadata-cookie-autorecovery-cluster-local-pipeline-api-bench-progress-audit-context-connection-exit-codes $end0
 case 'version'; set ids $end3
 case 'completion'; set ids words-bash-zsh-fish $end3
         end
@@ -245,262 +245,267 @@ __bkctl 18 -l metadata-password-file -r -F -d 'File with that user'\''s password
 __bkctl 19 -l metadata-sasl -d 'Log in to ZooKeeper by SASL (DIGEST-MD5) instead. [BKCTL_METADATA_SASL=1]'
 __bkctl 20 -l metadata-creator-acl -d 'Create ZooKeeper nodes for that user alone, as zkEnableSecurity in --conf. [BKCTL_METADATA_CREATOR_ACL=1]'
 __bkctl 21 -l timeout -x -d 'Longest wait without progress from a server (default 30s). [BKCTL_TIMEOUT]'
-__bkctl 22 -s o -l output -x -a 'table wide json ndjson yaml csv id' -d 'Form of output: table, wide, json, ndjson, yaml, csv, id (default table). [BKCTL_OUTPUT]'
-__bkctl 23 -l columns -x -d 'Print only these columns, in this order, by their titles or JSON names: state,length.'
-__bkctl 24 -l sort -x -d 'Sort the rows by this column; -COLUMN puts the largest first.'
-__bkctl 25 -s y -l yes -d 'Do not ask before destroying.'
-__bkctl 26 -s h -l help -d 'Show this message and exit.'
-__bkctl 27 -l uuid -d 'Use a random UUID as the 128-bit id.'
-__bkctl 28 -l ledger-id -x -d 'Ledger id; a negative decimal is two'\''s complement.'
-__bkctl 29 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Ledger scope id of a bare ledger id.'
-__bkctl 30 -l ledger-qualified-name -x -d 'Ledger as 32 hex digits or UUID, scope first.'
-__bkctl 31 -l ensemble-size -x -d 'Number of bookies that store a fragment. [default: 3]'
-__bkctl 32 -l write-quorum -x -d 'Number of bookies that store each entry. [default: 2]'
-__bkctl 33 -l ack-quorum -x -d 'Number of bookies that must acknowledge an entry. [default: 2]'
-__bkctl 34 -l digest-type -x -a 'CRC32C CRC32 HMAC DUMMY' -d 'CRC32C, CRC32, HMAC or DUMMY. [default: CRC32C]'
-__bkctl 35 -l custom-metadata -x -d 'Custom metadata of the ledger; repeatable.'
-__bkctl 36 -l password -x -d 'Ledger password (default empty; also BKCTL_LEDGER_PASSWORD). Visible in ps.'
-__bkctl 37 -l password-file -r -F -d 'File with the password; a final line end is ignored.'
-__bkctl 38 -l record-size -x -d 'Write entries of this size instead of lines.'
-__bkctl 39 -l protocol -x -a 'v2 v3' -d 'Wire protocol; v2 carries no ledger scope. [default: v3]'
-__bkctl 40 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Only ledgers of this scope (default 0).'
-__bkctl 41 -l all-scopes -d 'Ledgers of every scope.'
-__bkctl 42 -l min-age -x -d 'List only ledgers at least this old.'
-__bkctl 43 -l max-age -x -d 'List only ledgers at most this old.'
-__bkctl 44 -l min-size -x -d 'List only ledgers of at least this length.'
-__bkctl 45 -l max-size -x -d 'List only ledgers of at most this length.'
-__bkctl 46 -l custom-metadata -x -d 'List only ledgers with this custom metadata, or with this key; repeatable.'
-__bkctl 47 -l limit -x -d 'List at most N ledgers.'
-__bkctl 48 -l watch -x -d 'Show changes until Ctrl-C; --watch=SECONDS sets the interval (default 2).'
-__bkctl 49 -l bookie -x -a '(__bkctl_dynamic bookie)' -d 'List only ledgers with entries on this bookie.'
-__bkctl 50 -l state -x -a 'OPEN IN_RECOVERY CLOSED' -d 'OPEN, IN_RECOVERY or CLOSED; repeatable.'
-__bkctl 51 -l topic -x -d 'List only ledgers of this Pulsar topic, partitions included.'
-__bkctl 52 -l subscription -x -d 'List only ledgers of this subscription of --topic.'
-__bkctl 53 -l after -x -a '(__bkctl_dynamic ledger)' -d 'List only ledgers after this one.'
-__bkctl 54 -l count -d 'Print only the number of ledgers.'
-__bkctl 55 -l keep-going -d 'Skip metadata that cannot be read (exit code 3 then).'
-__bkctl 56 -l show-secrets -d 'Print the ledger'\''s password, too.'
-__bkctl 57 -l entry -x -d 'Only this entry.'
-__bkctl 58 -l check -d 'Ask each bookie for the first and last entry that it should have.'
-__bkctl 59 -l every-entry -d 'Ask each bookie for every entry, and print the missing ones.'
-__bkctl 60 -l from -x -d 'First entry id (default 0).'
-__bkctl 61 -l to -x -d 'Last entry id, inclusive.'
-__bkctl 62 -l limit -x -d 'Read at most N entries.'
-__bkctl 63 -l last -x -d 'Read the last N entries.'
-__bkctl 64 -l bookie -x -a '(__bkctl_dynamic bookie)' -d 'Read from this bookie only.'
-__bkctl 65 -l recover -d 'Fence and close the ledger first.'
-__bkctl 66 -l no-verify -d 'Do not check the entries'\'' digests.'
-__bkctl 67 -l body -d 'Print the payloads, too.'
-__bkctl 68 -l format -x -a 'base64 utf8 hex raw' -d 'Form of bytes: base64, utf8, hex, or raw (prints nothing else).'
-__bkctl 69 -l delimiter -x -d 'Write this after each payload of --format raw: '\''\n'\'', '\''\0'\''.'
-__bkctl 70 -s f -l template -x -d 'Print entries in this form: %e entry id, %s payload, %S its bytes, %x payload in hex, %b in base64, %l ledger, %c last add confirmed, %n ledger length so far, %% a percent sign, \n \t \0 \xHH.'
-__bkctl 71 -l as-admin -d 'Read with the password in the metadata, as Apache'\''s readledger does; in the audit log.'
-__bkctl 72 -l undo -r -F -d 'New file for '\''metadata undo'\'' (default: in the user'\''s state directory), or none.'
-__bkctl 73 -l last -x -d 'Begin with the last N entries (default 10).'
-__bkctl 74 -l from -x -d 'Begin with this entry. [x>=0]'
-__bkctl 75 -l from-file -r -F -d 'Read ledgers from this file (-: stdin), one per line, as '\''ledger list -o id'\'' prints.'
-__bkctl 76 -l rate -x -d 'Delete at most N ledgers per second.'
-__bkctl 77 -l if-state -x -a 'OPEN IN_RECOVERY CLOSED' -d 'Delete only ledgers in this state (else exit code 5); repeatable.'
-__bkctl 78 -l ignore-missing -d 'Skip ledgers that do not exist.'
-__bkctl 79 -l keep-going -d 'Continue after failures, and report them at the end (exit code 3).'
-__bkctl 80 -l backup -r -F -d 'Export the metadata first, to a new file or directory, for '\''metadata import'\''.'
-__bkctl 81 -l dry-run -d 'Show what would change, without changing it.'
-__bkctl 82 -l accept-loss -d 'Close a ledger even if no bookie has its last entry; asks first.'
-__bkctl 83 -l rate -x -d 'Read at most this much per second: 20MiB, or '\''5000 entries'\''.'
-__bkctl 84 -l entries -x -d 'Entries to write. [default: 1000]'
-__bkctl 85 -l size -x -d 'Bytes of an entry. [default: 100]'
-__bkctl 86 -l keep -d 'Keep the ledger.'
-__bkctl 87 -l to-ledger-id -x -d 'Ledger id of the copy (default: unchanged).'
-__bkctl 88 -l ensemble-size -x -d 'Ensemble size of the copy (default: unchanged).'
-__bkctl 89 -l write-quorum -x -d 'Write quorum of the copy (default: unchanged).'
-__bkctl 90 -l ack-quorum -x -d 'Ack quorum of the copy (default: unchanged).'
-__bkctl 91 -l digest-type -x -a 'CRC32C CRC32 HMAC DUMMY' -d 'Digest type of the copy: CRC32C, CRC32, HMAC or DUMMY (default: unchanged).'
-__bkctl 92 -l rate -x -d 'Copy at most this much per second: 50MB/s, 20MiB, or '\''5000 entries'\''.'
-__bkctl 93 -l to-user -x -d 'Log in to the target; never with --metadata-user.'
-__bkctl 94 -l to-password-file -r -F -d 'File with that user'\''s password. For TLS or SASL name a context: --to context:NAME.'
-__bkctl 95 -l to-scope -x -a '(__bkctl_dynamic scope)' -d 'Ledger scope id of the copy (default: unchanged).'
-__bkctl 96 -l to -x -d 'The cluster of the copy, by metadata URI or context:NAME (default: this one).'
-__bkctl 97 -l new-id -d 'Generate a ledger id for the copy.'
-__bkctl 98 -l recover -d 'Close an open ledger first; its writer can add no more.'
-__bkctl 99 -l open -d 'Copy an open ledger, too, up to its last confirmed entry.'
-__bkctl 100 -l dir -r -F -d 'A directory of the bookie, with or without its current; repeatable.'
-__bkctl 101 -l kind -x -a 'journal entryLog index rocksdb cookie lastMark lastId status dirty compaction relocation backup unfinished unknown' -d 'journal, entryLog, index, rocksdb, cookie … or all; repeatable.'
-__bkctl 102 -l ledger -x -a '(__bkctl_dynamic ledger)' -d 'Only this ledger, repeatable: decimal, 0x hex, SCOPE:ID, 32 hex digits (qualified name) or UUID.'
-__bkctl 103 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Only ledgers of this scope; the scope of bare ids.'
-__bkctl 104 -l digest -x -a 'CRC32C CRC32 HMAC DUMMY' -d 'Check that each entry matches its digest; ledgers of scope 0 are of TYPE (CRC32C, CRC32, HMAC, DUMMY; default: found out ledger by ledger).'
-__bkctl 105 -l sample -x -d 'Check only this share of the index'\''s entries (1%, 0.01), without a search of the logs.'
-__bkctl 106 -l seed -x -d 'Seed of the choice of entries for --sample.'
-__bkctl 107 -l bookie -x -a '(__bkctl_dynamic bookie)' -d 'The bookie, whose registered HTTP server is used.'
-__bkctl 108 -l bookie-url -x -d 'The HTTP server, http[s]://HOST:PORT, also that of a gateway (then with --bookie); no cluster is needed. [BKCTL_BOOKIE_URL; its token: BKCTL_API_TOKEN]'
-__bkctl 109 -l deadline -x -d 'With --wait: give up after this long (default: never; exit code 6).'
-__bkctl 110 -l wait -d 'Wait until the bookie is ready, also while it is down.'
-__bkctl 111 -l major -d 'Force a round with major compaction only, or with --minor both.'
-__bkctl 112 -l minor -d 'Force a round with minor compaction only, or with --major both.'
-__bkctl 113 -l wait -d 'Wait until the forced round is over.'
-__bkctl 114 -l accept-scoped-deletes -d 'Let this one round delete any number of scoped ledgers; otherwise a bookie of bkctl stops at more than half of them. Asks.'
-__bkctl 115 -l suspend -x -a 'major minor both' -d 'Suspend major or minor compaction (default: both).'
-__bkctl 116 -l resume -x -a 'major minor both' -d 'Resume major or minor compaction (default: both).'
-__bkctl 117 -l status -d 'Only show the state of the collectors.'
-__bkctl 118 -l wait -d 'Wait until compaction ends.'
-__bkctl 119 -l status -d 'Only show whether compaction runs.'
-__bkctl 120 -s e -l entries -x -d 'Entries to write. [default: 10]'
-__bkctl 121 -s t -l deadline -x -d 'Give up after this long (exit code 6).'
-__bkctl 122 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Scope of the ledger (default 0).'
-__bkctl 123 -l set -x -d 'Change this setting in the bookie'\''s memory; repeatable.'
-__bkctl 124 -l show-secrets -d 'Print passwords and tokens, too.'
-__bkctl 125 -l match -x -d 'Only metrics whose name contains this; with * or ?, it must match the whole name.'
-__bkctl 126 -l raw -d 'Print Prometheus'\'' text as the bookie sent it.'
-__bkctl 127 -l to -x -a 'db interleaved' -d 'db: DbLedgerStorage; interleaved: index files (Sorted uses them too). [required]'
-__bkctl 128 -l discard-old -d 'Remove the old index instead of keeping a backup.'
-__bkctl 129 -l delete-cookie -d 'Finally delete the bookie'\''s cookie in the metadata store, too.'
-__bkctl 130 -l yes-really -x -d 'Go ahead without a question; --yes alone is not enough.'
-__bkctl 131 -l check -d 'Only report what prevents it: directories with files, a registration, a cookie.'
-__bkctl 132 -l entry -x -d 'Only this entry id.'
-__bkctl 133 -l meta -d 'Show the ledger'\''s record in the index instead of its entries.'
-__bkctl 134 -l gaps -d 'Show missing entries that have later ones.'
-__bkctl 135 -l show-secrets -d 'Print the master keys, too.'
-__bkctl 136 -l ledgers -d 'Check only the records of ledgers.'
-__bkctl 137 -l locations -d 'Check only the locations of entries.'
-__bkctl 138 -l ledgers -d 'Rebuild the databases of ledgers.'
-__bkctl 139 -l locations -d 'Rebuild the databases of entry locations.'
-__bkctl 140 -l password -x -d 'Password of all these ledgers (also BKCTL_LEDGER_PASSWORD). Visible to other users in ps.'
-__bkctl 141 -l all -d 'Every ledger that has an index file, or entries in a log.'
-__bkctl 142 -l state -x -a 'rw ro down all' -d 'rw, ro, down (it has a cookie, but is not registered) or all. [default: all]'
-__bkctl 143 -l ledgers -d 'Count the ledgers on each bookie; reads the metadata of every ledger.'
-__bkctl 144 -l sort -x -a 'bookie used free' -d 'Order: bookie, used (fullest first) or free. [default: bookie]'
-__bkctl 145 -l threshold -x -d 'Exit with 3 if a bookie has used more than this.'
-__bkctl 146 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Ledger scope id of a bare --ledger.'
-__bkctl 147 -l deadline -x -d 'Give up after this long (default: never; exit code 6). Ledgers that were moved stay moved.'
-__bkctl 148 -l query -d 'Only show the ledgers on the bookies, from the metadata.'
-__bkctl 149 -l skip-open -d 'Skip ledgers that are OPEN.'
-__bkctl 150 -l skip-unrecoverable -d 'Report ledgers with entries that no bookie has, without counting them as failures.'
-__bkctl 151 -l delete-cookie -d 'Delete the bookies'\'' cookies once they hold no entries of any scope.'
-__bkctl 152 -l resume -r -F -d 'Record finished ledgers in this file, and skip those that an earlier run recorded.'
-__bkctl 153 -l watch -x -d 'Print the progress instead of each ledger; --watch=SECONDS sets the interval (default 2).'
-__bkctl 154 -l keep-cookie -d 'Keep the bookie'\''s cookie.'
-__bkctl 155 -l min-replicas -x -d 'Replicas of each entry that must remain (default 1; --for-good: ack quorum).'
-__bkctl 156 -l for-good -d 'Ask about bookies that would not return, rather than a restart.'
-__bkctl 157 -l rack -x -a '(__bkctl_dynamic rack)' -d 'The rack: /rack or /region/rack. [required]'
-__bkctl 158 -l group -x -d 'Isolation group, for Pulsar'\''s namespaces. [default: default]'
-__bkctl 159 -l hostname -x -d 'Host name to note (default: as it is).'
-__bkctl 160 -l ledger -x -a '(__bkctl_dynamic ledger)' -d 'Only this ledger: decimal, 0x hex, SCOPE:ID, 32 hex digits (qualified name) or UUID.'
-__bkctl 161 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Only ledgers of this scope.'
-__bkctl 162 -l from-pos -x -d 'Begin at this byte of the file; a record must begin there (0: all).'
-__bkctl 163 -l to-pos -x -d 'The last byte that a shown record may begin at.'
-__bkctl 164 -l type -x -a 'entry ledgerKey fence forceLedger explicitLac padding ledgersMap unknown' -d 'Only records of this type, repeatable: entry, ledgerKey, fence, forceLedger, explicitLac, padding, ledgersMap, unknown (default: all but padding and ledgersMap).'
-__bkctl 165 -l limit -x -d 'Print at most N records.'
-__bkctl 166 -l digest-type -x -a 'CRC32C CRC32 HMAC DUMMY' -d 'Digest type of the ledgers of scope 0; without it, the start of their payloads is unknown.'
-__bkctl 167 -l after-lastmark -d 'Print only records after the last mark, which a restart replays.'
-__bkctl 168 -l top -x -d 'Print only the N rows with the most bytes.'
-__bkctl 169 -l by -x -a 'file type ledger scope' -d 'A row for each file, type, ledger or scope. [default: file]'
-__bkctl 170 -l sort -x -a 'id size garbage age' -d 'By id, size (largest first), garbage (most first; asks the cluster), age, or a column as in other lists. [default: id]'
-__bkctl 171 -l no-digests -d 'Check the structure only.'
-__bkctl 172 -l all -d 'Read all logs of --dir or --conf, as without LOG.'
-__bkctl 173 -l state -x -a 'alive dead unknown' -d 'Only ledgers that are alive, dead or unknown; repeatable.'
-__bkctl 174 -l minor-threshold -x -d 'Usage below which minor compaction rewrites a log (default: that of --conf, else 0.2).'
-__bkctl 175 -l major-threshold -x -d 'Usage below which major compaction rewrites a log (default: that of --conf, else 0.8).'
-__bkctl 176 -l sort -x -a 'id size garbage age' -d 'By id, size (largest first), garbage (most first; asks the cluster), age, or a column as in other lists. [default: garbage]'
-__bkctl 177 -l ledger -x -a '(__bkctl_dynamic ledger)' -d 'The ledger: decimal, 0x hex, SCOPE:ID, 32 hex digits (qualified name) or UUID. [required]'
-__bkctl 178 -l digest-type -x -a 'CRC32C CRC32 HMAC DUMMY' -d 'Digest type of a ledger of scope 0, for ndjson and raw (default: found by trying).'
-__bkctl 179 -s f -l file -r -F -d 'The file to write; - is stdout. [required]'
-__bkctl 180 -l format -x -a 'log ndjson raw' -d 'log (an entry log, as bookies read it), ndjson (rows as '\''entrylog read --body'\'' prints them), or raw (the payloads, nothing between them). [default: log]'
-__bkctl 181 -l all-copies -d 'Write each copy of an entry, oldest first (default: the last).'
-__bkctl 182 -l scan -d 'Read every log, even if its ledgers map does not name the ledger.'
-__bkctl 183 -l show-secrets -d 'Print values that hold a ledger password, too.'
-__bkctl 184 -l depth -x -d 'List only N levels below the start.'
-__bkctl 185 -l last -d 'Undo the last command that changed this cluster.'
-__bkctl 186 -l list -d 'List the undo files, oldest first.'
-__bkctl 187 -l rate -x -d 'Process at most N records per second.'
-__bkctl 188 -s f -l file -r -F -d 'The file to write; - is stdout. It holds ledger passwords.'
-__bkctl 189 -l overwrite -d 'Replace FILE if it exists.'
-__bkctl 190 -l overwrite -d 'Replace records that have another value; the undo file keeps the old ones.'
-__bkctl 191 -l to -x -d 'The store to copy to: zk+…://, etcd://, hbase://, sqlite:///FILE, or context:NAME.'
-__bkctl 192 -l live -d 'Copy even while bookies are registered; changes made meanwhile are reported.'
-__bkctl 193 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Only ledgers of this scope (default: all).'
-__bkctl 194 -l delete -d 'Remove the orphans that are REMOVABLE, after asking.'
-__bkctl 195 -l limit -x -d 'Number of ids (default 1).'
-__bkctl 196 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Random ids of this scope.'
-__bkctl 197 -l sequence -d 'Take ids of scope 0 from the cluster'\''s generator, which gives no id twice.'
-__bkctl 198 -l limit -x -d 'Change at most N ledgers.'
-__bkctl 199 -l rate -x -d 'Change at most N ledgers per second.'
-__bkctl 200 -l from -x -a '(__bkctl_dynamic bookie)' -d 'The bookie id to replace.'
-__bkctl 201 -l to -x -a '(__bkctl_dynamic bookie)' -d 'The new bookie id.'
-__bkctl 202 -l journal-dirs -x -d 'The bookie'\''s journal directories, separated by commas.'
-__bkctl 203 -l ledger-dirs -x -d 'The bookie'\''s ledger directories, separated by commas.'
-__bkctl 204 -l index-dirs -x -d 'The bookie'\''s index directories, separated by commas.'
-__bkctl 205 -l instance-id -x -d 'The cluster'\''s instance id (default: read from the cluster).'
-__bkctl 206 -s f -l file -r -F -d 'The file to write (default: stdout).'
-__bkctl 207 -l scopes-only -d 'Ignore scope 0, which Apache'\''s auto-recovery serves.'
-__bkctl 208 -l scope-0-only -d 'Ignore all scopes but 0.'
-__bkctl 209 -l id -x -d 'Name in votes and locks (default: the bookie'\''s id, or this host).'
-__bkctl 210 -l older-than -x -d 'List only ledgers that were marked at least this long ago: 1h, 30m.'
-__bkctl 211 -l missing -x -a '(__bkctl_dynamic bookie)' -d 'List only ledgers that this bookie lacks; repeatable.'
-__bkctl 212 -l not-missing -x -a '(__bkctl_dynamic bookie)' -d 'List only ledgers that this bookie does not lack; repeatable.'
-__bkctl 213 -l count -d 'Print the number of ledgers only.'
-__bkctl 214 -l missing -x -a '(__bkctl_dynamic bookie)' -d 'A bookie of its ensembles that lacks entries; repeatable.'
-__bkctl 215 -l all -d 'Show candidates for auditor, too.'
-__bkctl 216 -l reset-clock -x -d 'Make these checks due instead (all-ledgers, placement, replicas); an auditor that starts runs them.'
-__bkctl 217 -l threshold -x -d 'Percentage of used disk space that is too much. [default: 90.0]'
-__bkctl 218 -l count-ledgers -d 'Count the ledgers on each bookie (default: in clusters of up to 10,000 ledgers).'
-__bkctl 219 -l long-long-layout -d 'Write BP-35'\''s own class into LAYOUT; Apache'\''s processes then refuse the cluster.'
-__bkctl 220 -l backup -r -F -d 'Export all metadata to this new file first.'
-__bkctl 221 -l no-bookies -d 'Read the metadata only, and ask no bookie.'
-__bkctl 222 -l ledgers -d 'Also find ledgers with replicas in too few racks; reads the metadata of every ledger.'
-__bkctl 223 -l for -x -d 'How long: 30m, 2h, 1d (default: until it is unmuted).'
-__bkctl 224 -l dir -r -F -d 'The local cluster'\''s directory (default: the one that is up).'
-__bkctl 225 -l bookies -x -d 'Number of bookies (default: 3, or as many as the cluster has).'
-__bkctl 226 -l storage -x -a 'sorted interleaved db' -d 'Ledger storage of new bookies: sorted, interleaved, db.'
-__bkctl 227 -l http -d 'Give new bookies an HTTP server (default: if bkctl[http] is installed).'
-__bkctl 228 -l autorecovery -d 'Run auto-recovery in new bookies, which replicates the ledgers of lost ones.'
-__bkctl 229 -l bookie -x -d 'Stop this bookie only; the cluster stays up.'
-__bkctl 230 -l master -x -d 'Where Spark runs: local[*] (this machine, all cores), local[N], spark://HOST:PORT, yarn, k8s://… (default: this machine, and no Spark for jobs that only read files).'
-__bkctl 231 -l spark-conf -x -d 'A setting of Spark, as spark.driver.memory=4g; repeatable.'
-__bkctl 232 -l archive -x -d 'Archive to unpack on every executor, as venv.tar.gz#environment; repeatable.'
-__bkctl 233 -l ship -d 'Send this package and its compiled scanner to the executors (default: unless Spark runs on this machine alone). Executors of another platform scan in Python, 4 times slower.'
-__bkctl 234 -l facts -x -d 'Read facts that '\''pipeline extract'\'' wrote, instead of bookies'\'' files.'
-__bkctl 235 -l by -x -a 'bookie entrylog scope ledger application' -d 'A row for each bookie, entrylog, scope, ledger or application. [default: bookie]'
-__bkctl 236 -l save -x -d 'Also save the rows: NAME.parquet, NAME.csv or NAME.json; NAME.html: a page with plots. Repeatable.'
-__bkctl 237 -l no-indexes -d 'Read entry logs and journals only: for copies without indexes.'
-__bkctl 238 -l by -x -a 'entrylog bookie ledger' -d 'A row for each entrylog, bookie, or orphaned ledger. [default: entrylog]'
-__bkctl 239 -l by -x -a 'journal entry' -d 'A row for each journal, or each entry that no entry log holds. [default: journal]'
-__bkctl 240 -l textfile -x -d 'Write findings and totals for the textfile collector of Prometheus'\'' node_exporter; replaces the file.'
-__bkctl 241 -l full -d 'Read logs again that were extracted before.'
-__bkctl 242 -l keep -x -d 'Keep superseded files this long, for jobs that read them. [default: 1h]'
-__bkctl 243 -l overwrite -d 'Replace an existing export.'
-__bkctl 244 -l flat -d 'Do not create a directory for each scope (default with more than 1,000 scopes).'
-__bkctl 245 -l save -x -d 'Also save the rows: NAME.parquet, NAME.csv or NAME.json; repeatable.'
-__bkctl 246 -l to-scope -x -a '(__bkctl_dynamic scope)' -d 'Create the ledgers in this scope, under their ledger ids (default: the scope of each).'
-__bkctl 247 -l ensemble-size -x -d 'Bookies that a fragment is spread over (default: as the source'\''s).'
-__bkctl 248 -l write-quorum -x -d 'Bookies that get each entry (default: as the source'\''s).'
-__bkctl 249 -l ack-quorum -x -d 'Bookies that must have an entry before it counts (default: as the source'\''s).'
-__bkctl 250 -l password-file -r -F -d 'File with the password of the new ledgers (else BKCTL_LEDGER_PASSWORD, else empty).'
-__bkctl 251 -l to-scope -x -a '(__bkctl_dynamic scope)' -d 'The scope to copy into; the ledger ids stay.'
-__bkctl 252 -l host -x -d 'The address to listen on. [default: 127.0.0.1]'
-__bkctl 253 -l port -x -d 'The port to listen on; 0: any. [default: 8080]'
-__bkctl 254 -l token-file -r -F -d 'Clients must send this token (else BKCTL_API_TOKEN).'
-__bkctl 255 -l bookie-token-file -r -F -d 'The token of the bookies'\'' servers (else none).'
-__bkctl 256 -l read-only-token-file -r -F -d 'Clients that send this token may read, without secrets.'
-__bkctl 257 -l server-cert -r -F -d 'Serve https with this PEM certificate.'
-__bkctl 258 -l server-key -r -F -d 'Private key of --server-cert, if not in the same file.'
-__bkctl 259 -l client-ca -r -F -d 'Accept clients whose certificate these authorities (PEM) signed.'
-__bkctl 260 -l max-size -x -d 'Refuse a larger response (exit code 7). [default: 64MiB]'
-__bkctl 261 -l body -x -d 'The JSON to send, or @FILE (@-: stdin).'
-__bkctl 262 -l ledgers -x -d 'Ledgers to use at the same time. [default: 1]'
-__bkctl 263 -l size -x -d 'Bytes of an entry. [default: 1KiB]'
-__bkctl 264 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Scope of the ledgers (default 0).'
-__bkctl 265 -l entries -x -d 'Entries in all ledgers together. [default: 10000]'
-__bkctl 266 -l duration -x -d 'Run for this long, instead of for --entries.'
-__bkctl 267 -l batch -x -d 'Entries to add or read at once; a latency is a batch'\''s. [default: 10]'
-__bkctl 268 -l in-flight -x -d 'Batches in flight for each ledger. [default: 10]'
-__bkctl 269 -l rate -x -d 'At most this many entries a second.'
-__bkctl 270 -l random -d 'Read at random positions instead of in order.'
-__bkctl 271 -l limit -x -d 'List only the last N runs (default 50).'
-__bkctl 272 -l since -x -d 'List only runs of this last time: 1h, 7d.'
-__bkctl 273 -l failed -d 'List only runs that did not end with exit code 0.'
-__bkctl 274 -l replace -d 'Replace the context of this name.'
-__bkctl 275 -l use -d 'Make the new context the current one.'
-__bkctl 276 -l interval -x -d 'The time between two looks: 500ms, 2s, 1m. [default: 2s]'
-__bkctl 277 -l once -d 'Print the numbers of one interval, and end.'
+__bkctl 22 -l connect-timeout -x -d 'Longest wait for a connection to a server (default 10s, or --timeout if that is shorter). [BKCTL_CONNECT_TIMEOUT]'
+__bkctl 23 -s o -l output -x -a 'table wide json ndjson yaml csv id' -d 'Form of output: table, wide, json, ndjson, yaml, csv, id (default table). [BKCTL_OUTPUT]'
+__bkctl 24 -l columns -x -d 'Print only these columns, in this order, by their titles or JSON names: state,length.'
+__bkctl 25 -l sort -x -d 'Sort the rows by this column; -COLUMN puts the largest first.'
+__bkctl 26 -s y -l yes -d 'Do not ask before destroying.'
+__bkctl 27 -s h -l help -d 'Show this message and exit.'
+__bkctl 28 -l uuid -d 'Use a random UUID as the 128-bit id.'
+__bkctl 29 -l ledger-id -x -d 'Ledger id; a negative decimal is two'\''s complement.'
+__bkctl 30 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Ledger scope id of a bare ledger id.'
+__bkctl 31 -l ledger-qualified-name -x -d 'Ledger as 32 hex digits or UUID, scope first.'
+__bkctl 32 -l ensemble-size -x -d 'Number of bookies that store a fragment. [default: 3]'
+__bkctl 33 -l write-quorum -x -d 'Number of bookies that store each entry. [default: 2]'
+__bkctl 34 -l ack-quorum -x -d 'Number of bookies that must acknowledge an entry. [default: 2]'
+__bkctl 35 -l digest-type -x -a 'CRC32C CRC32 HMAC DUMMY' -d 'CRC32C, CRC32, HMAC or DUMMY. [default: CRC32C]'
+__bkctl 36 -l custom-metadata -x -d 'Custom metadata of the ledger; repeatable.'
+__bkctl 37 -l password -x -d 'Ledger password (default empty; also BKCTL_LEDGER_PASSWORD). Visible in ps.'
+__bkctl 38 -l password-file -r -F -d 'File with the password; a final line end is ignored.'
+__bkctl 39 -l record-size -x -d 'Write entries of this size instead of lines.'
+__bkctl 40 -l protocol -x -a 'v2 v3' -d 'Wire protocol; v2 carries no ledger scope. [default: v3]'
+__bkctl 41 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Only ledgers of this scope (default 0).'
+__bkctl 42 -l all-scopes -d 'Ledgers of every scope.'
+__bkctl 43 -l min-age -x -d 'List only ledgers at least this old.'
+__bkctl 44 -l max-age -x -d 'List only ledgers at most this old.'
+__bkctl 45 -l min-size -x -d 'List only ledgers of at least this length.'
+__bkctl 46 -l max-size -x -d 'List only ledgers of at most this length.'
+__bkctl 47 -l custom-metadata -x -d 'List only ledgers with this custom metadata, or with this key; repeatable.'
+__bkctl 48 -l limit -x -d 'List at most N ledgers.'
+__bkctl 49 -l watch -x -d 'Show changes until Ctrl-C; --watch=SECONDS sets the interval (default 2).'
+__bkctl 50 -l bookie -x -a '(__bkctl_dynamic bookie)' -d 'List only ledgers with entries on this bookie.'
+__bkctl 51 -l state -x -a 'OPEN IN_RECOVERY CLOSED' -d 'OPEN, IN_RECOVERY or CLOSED; repeatable.'
+__bkctl 52 -l topic -x -d 'List only ledgers of this Pulsar topic, partitions included.'
+__bkctl 53 -l subscription -x -d 'List only ledgers of this subscription of --topic.'
+__bkctl 54 -l after -x -a '(__bkctl_dynamic ledger)' -d 'List only ledgers after this one.'
+__bkctl 55 -l count -d 'Print only the number of ledgers.'
+__bkctl 56 -l keep-going -d 'Skip metadata that cannot be read (exit code 3 then).'
+__bkctl 57 -l show-secrets -d 'Print the ledger'\''s password, too.'
+__bkctl 58 -l entry -x -d 'Only this entry.'
+__bkctl 59 -l check -d 'Ask each bookie for the first and last entry that it should have.'
+__bkctl 60 -l every-entry -d 'Ask each bookie for every entry, and print the missing ones.'
+__bkctl 61 -l from -x -d 'First entry id (default 0).'
+__bkctl 62 -l to -x -d 'Last entry id, inclusive.'
+__bkctl 63 -l limit -x -d 'Read at most N entries.'
+__bkctl 64 -l last -x -d 'Read the last N entries.'
+__bkctl 65 -l bookie -x -a '(__bkctl_dynamic bookie)' -d 'Read from this bookie only.'
+__bkctl 66 -l recover -d 'Fence and close the ledger first.'
+__bkctl 67 -l no-verify -d 'Do not check the entries'\'' digests.'
+__bkctl 68 -l body -d 'Print the payloads, too.'
+__bkctl 69 -l format -x -a 'base64 utf8 hex raw' -d 'Form of bytes: base64, utf8, hex, or raw (prints nothing else).'
+__bkctl 70 -l delimiter -x -d 'Write this after each payload of --format raw: '\''\n'\'', '\''\0'\''.'
+__bkctl 71 -s f -l template -x -d 'Print entries in this form: %e entry id, %s payload, %S its bytes, %x payload in hex, %b in base64, %l ledger, %c last add confirmed, %n ledger length so far, %% a percent sign, \n \t \0 \xHH.'
+__bkctl 72 -l as-admin -d 'Read with the password in the metadata, as Apache'\''s readledger does; in the audit log.'
+__bkctl 73 -l undo -r -F -d 'New file for '\''metadata undo'\'' (default: in the user'\''s state directory), or none.'
+__bkctl 74 -l last -x -d 'Begin with the last N entries (default 10).'
+__bkctl 75 -l from -x -d 'Begin with this entry. [x>=0]'
+__bkctl 76 -l from-file -r -F -d 'Read ledgers from this file (-: stdin), one per line, as '\''ledger list -o id'\'' prints.'
+__bkctl 77 -l rate -x -d 'Delete at most N ledgers per second.'
+__bkctl 78 -l if-state -x -a 'OPEN IN_RECOVERY CLOSED' -d 'Delete only ledgers in this state (else exit code 5); repeatable.'
+__bkctl 79 -l ignore-missing -d 'Skip ledgers that do not exist.'
+__bkctl 80 -l keep-going -d 'Continue after failures, and report them at the end (exit code 3).'
+__bkctl 81 -l backup -r -F -d 'Export the metadata first, to a new file or directory, for '\''metadata import'\''.'
+__bkctl 82 -l dry-run -d 'Show what would change, without changing it.'
+__bkctl 83 -l accept-loss -d 'Close a ledger even if no bookie has its last entry; asks first.'
+__bkctl 84 -l rate -x -d 'Read at most this much per second: 20MiB, or '\''5000 entries'\''.'
+__bkctl 85 -l entries -x -d 'Entries to write. [default: 1000]'
+__bkctl 86 -l size -x -d 'Bytes of an entry. [default: 100]'
+__bkctl 87 -l keep -d 'Keep the ledger.'
+__bkctl 88 -l to-ledger-id -x -d 'Ledger id of the copy (default: unchanged).'
+__bkctl 89 -l ensemble-size -x -d 'Ensemble size of the copy (default: unchanged).'
+__bkctl 90 -l write-quorum -x -d 'Write quorum of the copy (default: unchanged).'
+__bkctl 91 -l ack-quorum -x -d 'Ack quorum of the copy (default: unchanged).'
+__bkctl 92 -l digest-type -x -a 'CRC32C CRC32 HMAC DUMMY' -d 'Digest type of the copy: CRC32C, CRC32, HMAC or DUMMY (default: unchanged).'
+__bkctl 93 -l rate -x -d 'Copy at most this much per second: 50MB/s, 20MiB, or '\''5000 entries'\''.'
+__bkctl 94 -l to-user -x -d 'Log in to the target; never with --metadata-user.'
+__bkctl 95 -l to-password-file -r -F -d 'File with that user'\''s password. For TLS or SASL name a context: --to context:NAME.'
+__bkctl 96 -l to-scope -x -a '(__bkctl_dynamic scope)' -d 'Ledger scope id of the copy (default: unchanged).'
+__bkctl 97 -l to -x -d 'The cluster of the copy, by metadata URI or context:NAME (default: this one).'
+__bkctl 98 -l new-id -d 'Generate a ledger id for the copy.'
+__bkctl 99 -l recover -d 'Close an open ledger first; its writer can add no more.'
+__bkctl 100 -l open -d 'Copy an open ledger, too, up to its last confirmed entry.'
+__bkctl 101 -l dir -r -F -d 'A directory of the bookie, with or without its current; repeatable.'
+__bkctl 102 -l kind -x -a 'journal entryLog index rocksdb cookie lastMark lastId status dirty compaction relocation backup unfinished unknown' -d 'journal, entryLog, index, rocksdb, cookie … or all; repeatable.'
+__bkctl 103 -l ledger -x -a '(__bkctl_dynamic ledger)' -d 'Only this ledger, repeatable: decimal, 0x hex, SCOPE:ID, 32 hex digits (qualified name) or UUID.'
+__bkctl 104 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Only ledgers of this scope; the scope of bare ids.'
+__bkctl 105 -l digest -x -a 'CRC32C CRC32 HMAC DUMMY' -d 'Check that each entry matches its digest; ledgers of scope 0 are of TYPE (CRC32C, CRC32, HMAC, DUMMY; default: found out ledger by ledger).'
+__bkctl 106 -l sample -x -d 'Check only this share of the index'\''s entries (1%, 0.01), without a search of the logs.'
+__bkctl 107 -l seed -x -d 'Seed of the choice of entries for --sample.'
+__bkctl 108 -l bookie -x -a '(__bkctl_dynamic bookie)' -d 'The bookie, whose registered HTTP server is used.'
+__bkctl 109 -l bookie-url -x -d 'The HTTP server, http[s]://HOST:PORT, also that of a gateway (then with --bookie); no cluster is needed. [BKCTL_BOOKIE_URL; its token: BKCTL_API_TOKEN]'
+__bkctl 110 -l deadline -x -d 'With --wait: give up after this long (default: never; exit code 6).'
+__bkctl 111 -l wait -d 'Wait until the bookie is ready, also while it is down.'
+__bkctl 112 -l major -d 'Force a round with major compaction only, or with --minor both.'
+__bkctl 113 -l minor -d 'Force a round with minor compaction only, or with --major both.'
+__bkctl 114 -l wait -d 'Wait until the forced round is over.'
+__bkctl 115 -l accept-scoped-deletes -d 'Let this one round delete any number of scoped ledgers; otherwise a bookie of bkctl stops at more than half of them. Asks.'
+__bkctl 116 -l suspend -x -a 'major minor both' -d 'Suspend major or minor compaction (default: both).'
+__bkctl 117 -l resume -x -a 'major minor both' -d 'Resume major or minor compaction (default: both).'
+__bkctl 118 -l status -d 'Only show the state of the collectors.'
+__bkctl 119 -l wait -d 'Wait until compaction ends.'
+__bkctl 120 -l status -d 'Only show whether compaction runs.'
+__bkctl 121 -s e -l entries -x -d 'Entries to write. [default: 10]'
+__bkctl 122 -s t -l deadline -x -d 'Give up after this long (exit code 6).'
+__bkctl 123 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Scope of the ledger (default 0).'
+__bkctl 124 -l set -x -d 'Change this setting in the bookie'\''s memory; repeatable.'
+__bkctl 125 -l show-secrets -d 'Print passwords and tokens, too.'
+__bkctl 126 -l match -x -d 'Only metrics whose name contains this; with * or ?, it must match the whole name.'
+__bkctl 127 -l raw -d 'Print Prometheus'\'' text as the bookie sent it.'
+__bkctl 128 -l to -x -a 'db interleaved' -d 'db: DbLedgerStorage; interleaved: index files (Sorted uses them too). [required]'
+__bkctl 129 -l discard-old -d 'Remove the old index instead of keeping a backup.'
+__bkctl 130 -l delete-cookie -d 'Finally delete the bookie'\''s cookie in the metadata store, too.'
+__bkctl 131 -l yes-really -x -d 'Go ahead without a question; --yes alone is not enough.'
+__bkctl 132 -l check -d 'Only report what prevents it: directories with files, a registration, a cookie.'
+__bkctl 133 -l entry -x -d 'Only this entry id.'
+__bkctl 134 -l meta -d 'Show the ledger'\''s record in the index instead of its entries.'
+__bkctl 135 -l gaps -d 'Show missing entries that have later ones.'
+__bkctl 136 -l show-secrets -d 'Print the master keys, too.'
+__bkctl 137 -l ledgers -d 'Check only the records of ledgers.'
+__bkctl 138 -l locations -d 'Check only the locations of entries.'
+__bkctl 139 -l ledgers -d 'Rebuild the databases of ledgers.'
+__bkctl 140 -l locations -d 'Rebuild the databases of entry locations.'
+__bkctl 141 -l password -x -d 'Password of all these ledgers (also BKCTL_LEDGER_PASSWORD). Visible to other users in ps.'
+__bkctl 142 -l all -d 'Every ledger that has an index file, or entries in a log.'
+__bkctl 143 -l state -x -a 'rw ro down all' -d 'rw, ro, down (it has a cookie, but is not registered) or all. [default: all]'
+__bkctl 144 -l ledgers -d 'Count the ledgers on each bookie; reads the metadata of every ledger.'
+__bkctl 145 -l sort -x -a 'bookie used free' -d 'Order: bookie, used (fullest first) or free. [default: bookie]'
+__bkctl 146 -l threshold -x -d 'Exit with 3 if a bookie has used more than this.'
+__bkctl 147 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Ledger scope id of a bare --ledger.'
+__bkctl 148 -l deadline -x -d 'Give up after this long (default: never; exit code 6). Ledgers that were moved stay moved.'
+__bkctl 149 -l query -d 'Only show the ledgers on the bookies, from the metadata.'
+__bkctl 150 -l skip-open -d 'Skip ledgers that are OPEN.'
+__bkctl 151 -l skip-unrecoverable -d 'Report ledgers with entries that no bookie has, without counting them as failures.'
+__bkctl 152 -l delete-cookie -d 'Delete the bookies'\'' cookies once they hold no entries of any scope.'
+__bkctl 153 -l resume -r -F -d 'Record finished ledgers in this file, and skip those that an earlier run recorded.'
+__bkctl 154 -l watch -x -d 'Print the progress instead of each ledger; --watch=SECONDS sets the interval (default 2).'
+__bkctl 155 -l keep-cookie -d 'Keep the bookie'\''s cookie.'
+__bkctl 156 -l min-replicas -x -d 'Replicas of each entry that must remain (default 1; --for-good: ack quorum).'
+__bkctl 157 -l for-good -d 'Ask about bookies that would not return, rather than a restart.'
+__bkctl 158 -l max -d 'List the most bookies that may stop together with these, one rack'\''s first.'
+__bkctl 159 -l rack -x -a '(__bkctl_dynamic rack)' -d 'The rack: /rack or /region/rack. [required]'
+__bkctl 160 -l group -x -d 'Isolation group, for Pulsar'\''s namespaces. [default: default]'
+__bkctl 161 -l hostname -x -d 'Host name to note (default: as it is).'
+__bkctl 162 -l ledger -x -a '(__bkctl_dynamic ledger)' -d 'Only this ledger: decimal, 0x hex, SCOPE:ID, 32 hex digits (qualified name) or UUID.'
+__bkctl 163 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Only ledgers of this scope.'
+__bkctl 164 -l from-pos -x -d 'Begin at this byte of the file; a record must begin there (0: all).'
+__bkctl 165 -l to-pos -x -d 'The last byte that a shown record may begin at.'
+__bkctl 166 -l type -x -a 'entry ledgerKey fence forceLedger explicitLac padding ledgersMap unknown' -d 'Only records of this type, repeatable: entry, ledgerKey, fence, forceLedger, explicitLac, padding, ledgersMap, unknown (default: all but padding and ledgersMap).'
+__bkctl 167 -l limit -x -d 'Print at most N records.'
+__bkctl 168 -l digest-type -x -a 'CRC32C CRC32 HMAC DUMMY' -d 'Digest type of the ledgers of scope 0; without it, the start of their payloads is unknown.'
+__bkctl 169 -l after-lastmark -d 'Print only records after the last mark, which a restart replays.'
+__bkctl 170 -l top -x -d 'Print only the N rows with the most bytes.'
+__bkctl 171 -l by -x -a 'file type ledger scope' -d 'A row for each file, type, ledger or scope. [default: file]'
+__bkctl 172 -l sort -x -a 'id size garbage age' -d 'By id, size (largest first), garbage (most first; asks the cluster), age, or a column as in other lists. [default: id]'
+__bkctl 173 -l no-digests -d 'Check the structure only.'
+__bkctl 174 -l all -d 'Read all logs of --dir or --conf, as without LOG.'
+__bkctl 175 -l state -x -a 'alive dead unknown' -d 'Only ledgers that are alive, dead or unknown; repeatable.'
+__bkctl 176 -l minor-threshold -x -d 'Usage below which minor compaction rewrites a log (default: that of --conf, else 0.2).'
+__bkctl 177 -l major-threshold -x -d 'Usage below which major compaction rewrites a log (default: that of --conf, else 0.8).'
+__bkctl 178 -l sort -x -a 'id size garbage age' -d 'By id, size (largest first), garbage (most first; asks the cluster), age, or a column as in other lists. [default: garbage]'
+__bkctl 179 -l ledger -x -a '(__bkctl_dynamic ledger)' -d 'The ledger: decimal, 0x hex, SCOPE:ID, 32 hex digits (qualified name) or UUID. [required]'
+__bkctl 180 -l digest-type -x -a 'CRC32C CRC32 HMAC DUMMY' -d 'Digest type of a ledger of scope 0, for ndjson and raw (default: found by trying).'
+__bkctl 181 -s f -l file -r -F -d 'The file to write; - is stdout. [required]'
+__bkctl 182 -l format -x -a 'log ndjson raw' -d 'log (an entry log, as bookies read it), ndjson (rows as '\''entrylog read --body'\'' prints them), or raw (the payloads, nothing between them). [default: log]'
+__bkctl 183 -l all-copies -d 'Write each copy of an entry, oldest first (default: the last).'
+__bkctl 184 -l scan -d 'Read every log, even if its ledgers map does not name the ledger.'
+__bkctl 185 -l show-secrets -d 'Print values that hold a ledger password, too.'
+__bkctl 186 -l depth -x -d 'List only N levels below the start.'
+__bkctl 187 -l match -x -d 'Only nodes whose name, or path, matches; * and ? stand for any characters.'
+__bkctl 188 -l contains -x -d 'Only nodes whose value contains this text.'
+__bkctl 189 -l totals -d 'Count the nodes and bytes of each subtree instead; all levels count.'
+__bkctl 190 -l last -d 'Undo the last command that changed this cluster.'
+__bkctl 191 -l list -d 'List the undo files, oldest first.'
+__bkctl 192 -l rate -x -d 'Process at most N records per second.'
+__bkctl 193 -s f -l file -r -F -d 'The file to write; - is stdout. It holds ledger passwords.'
+__bkctl 194 -l overwrite -d 'Replace FILE if it exists.'
+__bkctl 195 -l overwrite -d 'Replace records that have another value; the undo file keeps the old ones.'
+__bkctl 196 -l to -x -d 'The store to copy to: zk+…://, etcd://, hbase://, sqlite:///FILE, or context:NAME.'
+__bkctl 197 -l live -d 'Copy even while bookies are registered; changes made meanwhile are reported.'
+__bkctl 198 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Only ledgers of this scope (default: all).'
+__bkctl 199 -l delete -d 'Remove the orphans that are REMOVABLE, after asking.'
+__bkctl 200 -l limit -x -d 'Number of ids (default 1).'
+__bkctl 201 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Random ids of this scope.'
+__bkctl 202 -l sequence -d 'Take ids of scope 0 from the cluster'\''s generator, which gives no id twice.'
+__bkctl 203 -l limit -x -d 'Change at most N ledgers.'
+__bkctl 204 -l rate -x -d 'Change at most N ledgers per second.'
+__bkctl 205 -l from -x -a '(__bkctl_dynamic bookie)' -d 'The bookie id to replace.'
+__bkctl 206 -l to -x -a '(__bkctl_dynamic bookie)' -d 'The new bookie id.'
+__bkctl 207 -l journal-dirs -x -d 'The bookie'\''s journal directories, separated by commas.'
+__bkctl 208 -l ledger-dirs -x -d 'The bookie'\''s ledger directories, separated by commas.'
+__bkctl 209 -l index-dirs -x -d 'The bookie'\''s index directories, separated by commas.'
+__bkctl 210 -l instance-id -x -d 'The cluster'\''s instance id (default: read from the cluster).'
+__bkctl 211 -s f -l file -r -F -d 'The file to write (default: stdout).'
+__bkctl 212 -l scopes-only -d 'Ignore scope 0, which Apache'\''s auto-recovery serves.'
+__bkctl 213 -l scope-0-only -d 'Ignore all scopes but 0.'
+__bkctl 214 -l id -x -d 'Name in votes and locks (default: the bookie'\''s id, or this host).'
+__bkctl 215 -l older-than -x -d 'List only ledgers that were marked at least this long ago: 1h, 30m.'
+__bkctl 216 -l missing -x -a '(__bkctl_dynamic bookie)' -d 'List only ledgers that this bookie lacks; repeatable.'
+__bkctl 217 -l not-missing -x -a '(__bkctl_dynamic bookie)' -d 'List only ledgers that this bookie does not lack; repeatable.'
+__bkctl 218 -l count -d 'Print the number of ledgers only.'
+__bkctl 219 -l missing -x -a '(__bkctl_dynamic bookie)' -d 'A bookie of its ensembles that lacks entries; repeatable.'
+__bkctl 220 -l all -d 'Show candidates for auditor, too.'
+__bkctl 221 -l reset-clock -x -d 'Make these checks due instead (all-ledgers, placement, replicas); an auditor that starts runs them.'
+__bkctl 222 -l threshold -x -d 'Percentage of used disk space that is too much. [default: 90.0]'
+__bkctl 223 -l count-ledgers -d 'Count the ledgers on each bookie (default: in clusters of up to 10,000 ledgers).'
+__bkctl 224 -l long-long-layout -d 'Write BP-35'\''s own class into LAYOUT; Apache'\''s processes then refuse the cluster.'
+__bkctl 225 -l backup -r -F -d 'Export all metadata to this new file first.'
+__bkctl 226 -l no-bookies -d 'Read the metadata only, and ask no bookie.'
+__bkctl 227 -l ledgers -d 'Also find ledgers with replicas in too few racks; reads the metadata of every ledger.'
+__bkctl 228 -l for -x -d 'How long: 30m, 2h, 1d (default: until it is unmuted).'
+__bkctl 229 -l dir -r -F -d 'The local cluster'\''s directory (default: the one that is up).'
+__bkctl 230 -l bookies -x -d 'Number of bookies (default: 3, or as many as the cluster has).'
+__bkctl 231 -l storage -x -a 'sorted interleaved db' -d 'Ledger storage of new bookies: sorted, interleaved, db.'
+__bkctl 232 -l http -d 'Give new bookies an HTTP server (default: if bkctl[http] is installed).'
+__bkctl 233 -l autorecovery -d 'Run auto-recovery in new bookies, which replicates the ledgers of lost ones.'
+__bkctl 234 -l bookie -x -d 'Stop this bookie only; the cluster stays up.'
+__bkctl 235 -l master -x -d 'Where Spark runs: local[*] (this machine, all cores), local[N], spark://HOST:PORT, yarn, k8s://… (default: this machine, and no Spark for jobs that only read files).'
+__bkctl 236 -l spark-conf -x -d 'A setting of Spark, as spark.driver.memory=4g; repeatable.'
+__bkctl 237 -l archive -x -d 'Archive to unpack on every executor, as venv.tar.gz#environment; repeatable.'
+__bkctl 238 -l ship -d 'Send this package and its compiled scanner to the executors (default: unless Spark runs on this machine alone). Executors of another platform scan in Python, 4 times slower.'
+__bkctl 239 -l facts -x -d 'Read facts that '\''pipeline extract'\'' wrote, instead of bookies'\'' files.'
+__bkctl 240 -l by -x -a 'bookie entrylog scope ledger application' -d 'A row for each bookie, entrylog, scope, ledger or application. [default: bookie]'
+__bkctl 241 -l save -x -d 'Also save the rows: NAME.parquet, NAME.csv or NAME.json; NAME.html: a page with plots. Repeatable.'
+__bkctl 242 -l no-indexes -d 'Read entry logs and journals only: for copies without indexes.'
+__bkctl 243 -l by -x -a 'entrylog bookie ledger' -d 'A row for each entrylog, bookie, or orphaned ledger. [default: entrylog]'
+__bkctl 244 -l by -x -a 'journal entry' -d 'A row for each journal, or each entry that no entry log holds. [default: journal]'
+__bkctl 245 -l textfile -x -d 'Write findings and totals for the textfile collector of Prometheus'\'' node_exporter; replaces the file.'
+__bkctl 246 -l full -d 'Read logs again that were extracted before.'
+__bkctl 247 -l keep -x -d 'Keep superseded files this long, for jobs that read them. [default: 1h]'
+__bkctl 248 -l overwrite -d 'Replace an existing export.'
+__bkctl 249 -l flat -d 'Do not create a directory for each scope (default with more than 1,000 scopes).'
+__bkctl 250 -l save -x -d 'Also save the rows: NAME.parquet, NAME.csv or NAME.json; repeatable.'
+__bkctl 251 -l to-scope -x -a '(__bkctl_dynamic scope)' -d 'Create the ledgers in this scope, under their ledger ids (default: the scope of each).'
+__bkctl 252 -l ensemble-size -x -d 'Bookies that a fragment is spread over (default: as the source'\''s).'
+__bkctl 253 -l write-quorum -x -d 'Bookies that get each entry (default: as the source'\''s).'
+__bkctl 254 -l ack-quorum -x -d 'Bookies that must have an entry before it counts (default: as the source'\''s).'
+__bkctl 255 -l password-file -r -F -d 'File with the password of the new ledgers (else BKCTL_LEDGER_PASSWORD, else empty).'
+__bkctl 256 -l to-scope -x -a '(__bkctl_dynamic scope)' -d 'The scope to copy into; the ledger ids stay.'
+__bkctl 257 -l host -x -d 'The address to listen on. [default: 127.0.0.1]'
+__bkctl 258 -l port -x -d 'The port to listen on; 0: any. [default: 8080]'
+__bkctl 259 -l token-file -r -F -d 'Clients must send this token (else BKCTL_API_TOKEN).'
+__bkctl 260 -l bookie-token-file -r -F -d 'The token of the bookies'\'' servers (else none).'
+__bkctl 261 -l read-only-token-file -r -F -d 'Clients that send this token may read, without secrets.'
+__bkctl 262 -l server-cert -r -F -d 'Serve https with this PEM certificate.'
+__bkctl 263 -l server-key -r -F -d 'Private key of --server-cert, if not in the same file.'
+__bkctl 264 -l client-ca -r -F -d 'Accept clients whose certificate these authorities (PEM) signed.'
+__bkctl 265 -l max-size -x -d 'Refuse a larger response (exit code 7). [default: 64MiB]'
+__bkctl 266 -l body -x -d 'The JSON to send, or @FILE (@-: stdin).'
+__bkctl 267 -l ledgers -x -d 'Ledgers to use at the same time. [default: 1]'
+__bkctl 268 -l size -x -d 'Bytes of an entry. [default: 1KiB]'
+__bkctl 269 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Scope of the ledgers (default 0).'
+__bkctl 270 -l entries -x -d 'Entries in all ledgers together. [default: 10000]'
+__bkctl 271 -l duration -x -d 'Run for this long, instead of for --entries.'
+__bkctl 272 -l batch -x -d 'Entries to add or read at once; a latency is a batch'\''s. [default: 10]'
+__bkctl 273 -l in-flight -x -d 'Batches in flight for each ledger. [default: 10]'
+__bkctl 274 -l rate -x -d 'At most this many entries a second.'
+__bkctl 275 -l random -d 'Read at random positions instead of in order.'
+__bkctl 276 -l limit -x -d 'List only the last N runs (default 50).'
+__bkctl 277 -l since -x -d 'List only runs of this last time: 1h, 7d.'
+__bkctl 278 -l failed -d 'List only runs that did not end with exit code 0.'
+__bkctl 279 -l overwrite -d 'Replace the context of this name.'
+__bkctl 280 -l use -d 'Make the new context the current one.'
+__bkctl 281 -l interval -x -d 'The time between two looks: 500ms, 2s, 1m. [default: 2s]'
+__bkctl 282 -l once -d 'Print the numbers of one interval, and end.'
 __bkctl files -F
 __bkctl ledger -f -a '(__bkctl_dynamic ledger)'
 __bkctl words-on-off -f -a 'on off'
@@ -510,6 +515,6 @@ __bkctl journal -f -a '(__bkctl_dynamic journal)'
 __bkctl entrylog -f -a '(__bkctl_dynamic entrylog)'
 __bkctl words-no-instance-id-no-writable-bookie-bookie-down-bookie-read-only-bookie-without-address-bookie-without-cookie-bookie-silent-cookie-damaged-cookie-of-another-cluster-disk-full-ledgers-set-aside-bookie-without-rack-too-few-racks-ledgers-in-few-racks-scopes-orphaned-no-bookie-for-scopes-mark-damaged-underreplicated-autorecovery-disabled-vote-damaged-no-auditor-no-auditor-of-scopes -f -a 'no-instance-id no-writable-bookie bookie-down bookie-read-only bookie-without-address bookie-without-cookie bookie-silent cookie-damaged cookie-of-another-cluster disk-full ledgers-set-aside bookie-without-rack too-few-racks ledgers-in-few-racks scopes-orphaned no-bookie-for-scopes mark-damaged underreplicated autorecovery-disabled vote-damaged no-auditor no-auditor-of-scopes'
 __bkctl context -f -a '(__bkctl_dynamic context)'
-__bkctl words-ledger-bookie-bookies-journal-entrylog-metadata-cookie-autorecovery-cluster-local-pipeline-api-bench-progress-audit-context-connection -f -a 'ledger bookie bookies journal entrylog metadata cookie autorecovery cluster local pipeline api bench progress audit context connection'
+__bkctl words-ledger-bookie-bookies-journal-entrylog-metadata-cookie-autorecovery-cluster-local-pipeline-api-bench-progress-audit-context-connection-exit-codes -f -a 'ledger bookie bookies journal entrylog metadata cookie autorecovery cluster local pipeline api bench progress audit context connection exit-codes'
 __bkctl words-bash-zsh-fish -f -a 'bash zsh fish'
 functions -e __bkctl
