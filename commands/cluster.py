@@ -142,7 +142,7 @@ def status(
             with run.working("Counting ledgers"):
                 counts = count_ledgers_of_bookies(cluster, None if count_ledgers else COUNTED_LEDGERS_MAX)
     rows = [MemberRow(space, None if counts is None else counts[space.bookie.bookie_id], threshold) for space in spaces]
-    run.render(rows, STATUS_COLUMNS)
+    run.render(rows, STATUS_COLUMNS, findings=run.draws)
     if counts is None and count_ledgers is None:
         run.note(f"More than {COUNTED_LEDGERS_MAX:,} ledgers, which are not counted: add --count-ledgers")
     problem_count = sum(row.problem is not None for row in rows)

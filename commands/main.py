@@ -242,7 +242,10 @@ def _parser_error(error: Any) -> tuple[str, str]:
     if unknown and (other := _other_command(path.split()[1:], unknown[1])):
         return f"No such command '{unknown[1]}'", other
     option = getattr(error, "option_name", "")
-    if type(error).__name__ == "NoSuchOption" and option[1:2].isdigit():
+    message, _, guess = message.partition(". Did you mean ")
+    if guess:
+        hint = f"did you mean {guess}"
+    elif type(error).__name__ == "NoSuchOption" and option[1:2].isdigit():
         hint = "put a negative id after -- or in --ledger-id"
     else:
         hint = f"try '{path} --help'"

@@ -94,6 +94,7 @@ LOAD_COLUMNS = Columns(
     Column(None, "clusterUnderreplicatedCount", "underreplicated_count", Kind.INTEGER),
     Column("PROBLEM", "problem", "load.problem"),
     key="bookieId",
+    none="No bookies",
 )
 
 

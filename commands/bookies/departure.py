@@ -94,19 +94,23 @@ STEP_COLUMNS = Columns(
 
 
 def _step_columns(run: Run, plan: MovePlan) -> Columns:
-    """Return columns as wide as later rows will need, since each step is printed at once."""
-    step = Column("STEP".ljust(_STEP_WIDTH), "step", "kind")
+    """Return columns as wide as later rows will need, since each step is printed at once.
+
+    In a table, steps of ledgers are named by the ledger.
+    """
     result = Column("RESULT".ljust(_STEP_WIDTH), "result", "result", style=_RESULT_STYLE)
     counts = (
         Column("ENTRIES", "entryCount", "entry_count", Kind.INTEGER),
         Column("SIZE".rjust(9), "size", "size_bytes", Kind.SIZE),
     )
     if run.output is Output.TABLE:
+        width = max(_STEP_WIDTH, ledger_width(plan))
         return Columns(
-            step, result, Column("LEDGER".ljust(ledger_width(plan)), "ledger", "ledger", Kind.LEDGER), *counts,
+            Column("STEP".ljust(width), "step", lambda row: row.kind if row.ledger is None else str(row.ledger)),
+            result, *counts,
             Column("WHAT", "message", lambda row: f"{row.message}; {row.advice}" if row.advice else row.message),
             key=_LEDGER,
-        )  # fmt: skip
+        ).with_hidden(STEP_COLUMNS)  # fmt: skip
     return STEP_COLUMNS
 
 

@@ -77,7 +77,7 @@ BOOKIE_COLUMNS = Columns(
         "ENDPOINTS", "endpoints", lambda row: _endpoints(row.bookie), Kind.NESTED, flexible=True, text=_endpoints_text
     ),
     key="bookieId",
-    none="No such bookies",
+    none="No bookies",
 )
 
 
@@ -269,7 +269,7 @@ def usage(
         rows.sort(key=lambda row: -(row.used_percent or 0))
     elif sort is UsageOrder.FREE:
         rows.sort(key=lambda row: row.free if row.free is not None else 0)
-    run.render(rows, USAGE_COLUMNS)
+    run.render(rows, USAGE_COLUMNS, findings=run.draws)
     total, free = (sum(getattr(row, name) or 0 for row in rows) for name in ("total", "free"))
     run.note(f"{size_text(free)} of {size_text(total)} free on {len(rows):,} bookies")
     silent = [row for row in rows if row.error is not None]

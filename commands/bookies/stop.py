@@ -165,6 +165,7 @@ def _show_together(run: Run, cluster: Cluster, names: list[str], replica_count_m
     left = sum(each.state == "rw" and each.bookie_id not in found for each in bookies)
     run.note(
         f"{counted(len(found), 'bookie', 'bookies')} may stop together, and no other one with them; "
-        f"{counted(left, 'writable bookie', 'writable bookies')} would remain"
+        f"{counted(left, 'writable bookie', 'writable bookies')} would remain, and ledgers with larger ensembles could "
+        "not be created"
     )
     return True

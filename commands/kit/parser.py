@@ -252,5 +252,16 @@ class Group(_PlainHelp, TyperGroup):
             args = ["--help"]
         return super().parse_args(ctx, args)
 
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands, each with the first line of its help, which wraps where it does not fit."""
+        rows = [
+            (name, (command.help or "").partition("\n")[0])
+            for name, command in self.commands.items()
+            if not command.hidden
+        ]
+        if rows:
+            with formatter.section("Commands"):
+                formatter.write_dl(rows)
+
     def _begins_default(self, word: str) -> bool:
         return word not in HELP_FLAGS if word.startswith("-") else self.takes_words and word not in self.commands

@@ -54,7 +54,7 @@ class Table:
     @property
     def left_out(self) -> list[str]:
         """The titles of the columns that did not fit and have a value in some row."""
-        return [self._columns[at].title or "" for at in self._full if at not in self._kept]
+        return [(self._columns[at].title or "").strip() for at in self._full if at not in self._kept]
 
     def add(self, rows: Iterable[tuple[str, ...]], *, now: bool) -> list[str]:
         """Add `rows`, and return the lines that can be printed now."""
@@ -156,6 +156,8 @@ class Table:
     def _least(self, at: int, column: Column, sample: list[tuple[str, ...]]) -> int:
         """Return the width that a column needs at least."""
         title = max(map(len, (column.title or "").split()), default=0)
+        if column.title != (column.title or "").strip():
+            title = len(column.title or "")  # Room for cells that come later.
         if self._flexible[at]:
             return max(title, min(self._widths[at], _NARROW))
         if self._is_rigid(at):

@@ -148,6 +148,9 @@ def print_ledgers(
             with run.rows(LEDGER_COLUMNS) as writer:
                 for text in lines:
                     writer.lines(text)
+        elif watch is None:
+            # A list without rows is a sentence on a terminal.
+            run.render(look(), list_columns(run), findings=run.draws)
         else:
             run.watch(watch, look, list_columns(run))
         if query.needs_metadata and watch is None and limit is None and sys.stdout.isatty():

@@ -148,7 +148,7 @@ TOTAL_COLUMNS = Columns(
 
 def _drawn(columns: Columns) -> Columns:
     """Return the columns with branches before the names of the nodes."""
-    return Columns(Column("NODE", "path", _branch), *columns.columns[1:], key="path")
+    return Columns(Column("NODE", "path", _branch, flexible=True), *columns.columns[1:], key="path")
 
 
 @command(

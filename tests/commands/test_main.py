@@ -59,7 +59,7 @@ def test_offline_commands_import_nothing_heavy(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (["nope"], "No such command 'nope'"),
-        (["jornal"], "Did you mean 'journal'"),
+        (["jornal"], "No such command 'jornal'; did you mean 'journal'?"),
         (["listledgers"], "No such command 'listledgers'; it is 'bkctl ledger list' here"),
         (["listledgers", "-m"], "it is 'bkctl ledger list' here"),
         (["updateBookieInLedger", "-sb", "a"], "it is 'bkctl metadata replace-bookie' here"),
@@ -74,7 +74,7 @@ def test_offline_commands_import_nothing_heavy(tmp_path: Path) -> None:
         (["metadata", "dump"], "did you mean 'bkctl metadata export'?"),
         (["decommission"], "did you mean 'bkctl bookies decommission'?"),
         (["ledger", "replace-bookie"], "did you mean 'bkctl metadata replace-bookie'?"),
-        (["journals", "list"], "Did you mean 'journal'"),
+        (["journals", "list"], "did you mean 'journal'"),
         (["bookie", "rebuild"], "did you mean 'bkctl bookie index rebuild'?"),
         (["-v"], "Missing command; try 'bkctl --help'"),
         (["journal", "read", "--nope"], "No such option: --nope"),
@@ -385,3 +385,4 @@ def test_help_on_a_terminal_of_60_columns_fits(cli: Cli) -> None:
         code, seen = CommandLine(None).terminal("--no-color", *words, columns=60)
         assert code == 0
         assert max(map(len, seen.splitlines())) <= 60, seen
+        assert not [line for line in seen.splitlines()[1:] if line.endswith("...")], "sentences are whole"

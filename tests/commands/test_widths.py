@@ -1,0 +1,134 @@
+"""Tables and empty lists on terminals of 60 to 200 columns."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.command_line import CommandLine
+
+from bkctl.bookie.local import LocalCluster
+from bkctl.commands.bookies.departure import _step_columns
+from bkctl.commands.bookies.recover import move_columns
+from bkctl.commands.generate import read_pages
+from bkctl.commands.kit.columns import Output
+from bkctl.commands.kit.output import RowWriter
+from bkctl.formats.metadata import LedgerState
+from bkctl.ids import LedgerId
+from bkctl.replication.departure_steps import Step, StepKind, StepResult
+from bkctl.replication.move_plan import LedgerMove, MoveOutcome, MovePlan
+
+WIDTHS = (60, 80, 100, 200)
+WIDE = LedgerId(0x94837F5F73304158, 0x9A61E0C2BD18FE35)
+
+
+class Screen(io.StringIO):
+    """A stream that is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(scope="module")
+def line(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandLine]:
+    """Commands on a cluster with a ledger in scope 0 and one under a UUID."""
+    line = CommandLine(cluster.metadata_uri)
+    file = tmp_path_factory.mktemp("lines") / "line"
+    file.write_text("x\n")
+    names = [line("ledger", "write", file, *more, "-o", "id").ids[0] for more in ((), ("--uuid",))]
+    yield line
+    line("ledger", "delete", *names, "--yes")
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("ledger", "list", "--all-scopes"), ("bookies", "list"), ("cluster", "status"), ("top", "--once"),
+        ("metadata", "tree", "--totals", "--depth", "2"), ("bookies", "ok-to-stop", "--max"),
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_tables_fit_the_terminal(line: CommandLine, words: tuple[str, ...], width: int) -> None:
+    code, seen = line.terminal("--no-color", *words, columns=width)
+    assert code in (0, 3), seen
+    notes = ("Left out for width", "may stop together", "bkctl: ")
+    table = [row for row in seen.splitlines() if not any(note in row for note in notes)]
+    assert table
+    assert max(map(len, table)) <= width, seen
+
+
+def test_lists_without_rows_are_sentences_on_a_terminal(tmp_path: Path) -> None:
+    line = CommandLine(f"sqlite://{tmp_path}/m.db")
+    assert line("cluster", "init").code == 0
+    for words, sentence in (
+        (("ledger", "list"), "No ledgers"),
+        (("bookies", "list"), "No bookies"),
+        (("bookies", "usage"), "0 B of 0 B free on 0 bookies"),
+        (("cluster", "status"), "No bookie is writable: nothing can be written"),
+        (("top", "--once"), "No bookies"),
+        (("cookie", "list"), "No bookie has a cookie"),
+        (("autorecovery", "list"), "No ledgers are marked as under-replicated"),
+    ):
+        _, seen = line.terminal("--no-color", *words)
+        assert seen.splitlines()[0] == sentence, words
+        assert line(*words).out, "a pipe has the header"
+
+
+def test_the_tree_keeps_its_indentation_on_a_terminal(line: CommandLine) -> None:
+    _, seen = line.terminal("--no-color", "metadata", "tree", "--totals", "--depth", "2")
+    last = seen.splitlines().index(next(row for row in seen.splitlines() if row.startswith("└─ ")))
+    below = seen.splitlines()[last + 1 :]
+    assert below
+    assert all(row.startswith("   ") for row in below), seen
+
+
+def _printed(columns: Any, rows: list[Any], width: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setenv("COLUMNS", str(width))
+    screen = Screen()
+    with RowWriter(columns, Output.TABLE, stream=screen, live=True) as writer:
+        for row in rows:
+            writer.row(row)
+    return screen.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("width", [80, 100, 200])
+def test_steps_of_a_drain_stay_in_their_columns(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ledgers come after steps with short cells, which settle the widths."""
+    ledgers = [LedgerId(0, 5), WIDE]
+    run: Any = SimpleNamespace(output=Output.TABLE)
+    steps = [
+        Step(StepKind.SPACE, StepResult.OK, "About 279.1 KiB to copy, 230.7 GiB free on 4 bookies"),
+        *(
+            Step(StepKind.LEDGER, StepResult.MOVED, "Copied, in 1 fragment", ledger=ledger, entry_count=1333)
+            for ledger in ledgers
+        ),
+    ]
+    printed = _printed(_step_columns(run, MovePlan(ledgers)), steps, width, monkeypatch)
+    header, *rows = printed
+    assert header.startswith("STEP")
+    at, entries = header.index("RESULT"), header.index("ENTRIES") + len("ENTRIES")
+    moved = [row for row in rows if " moved " in row]
+    assert [row.split()[0] for row in moved] == ["5", str(WIDE)]
+    for row in moved:
+        assert row.index("moved") == at
+        assert row[:entries].endswith(" 1333")
+    assert max(map(len, printed)) <= width
+
+
+def test_moves_of_a_recovery_stay_in_their_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    ledgers = [LedgerId(0, 5), WIDE]
+    moves = [LedgerMove(ledger, MoveOutcome.MOVED, LedgerState.CLOSED, 1, 2, 3) for ledger in ledgers]
+    header, *rows = _printed(move_columns(MovePlan(ledgers)), moves, 80, monkeypatch)
+    assert [row.index("moved") for row in rows] == [header.index("OUTCOME")] * 2
+
+
+def test_every_command_that_names_ledgers_takes_them_by_option() -> None:
+    names = {"--ledger-id", "--ledger-scope-id", "--ledger-qualified-name"}
+    for page in read_pages().walk():
+        if any(argument.metavar.strip("[].") == "LEDGER" for argument in page.arguments):
+            assert names <= {name for option in page.options for name in option.names}, page.name
