@@ -72,6 +72,7 @@ $(BIN)/python:
 	@touch $@
 
 .venv/.test: pyproject.toml $(EXTENSIONS) | $(BIN)/python
+	@echo "make: installing bkctl and what its tests need into .venv: some minutes at the first time"
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[test]'
 	@$(BIN)/python -m compileall -q bkctl commands
 	@touch $@ .venv/.bkctl

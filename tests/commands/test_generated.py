@@ -87,7 +87,7 @@ def test_every_command_has_help_and_stands_in_the_documents(cli: Cli, page: obje
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name or "bkctl")
 def test_help_begins_with_a_line_and_its_examples_are_commands(page: Page) -> None:
     summary = page.help.split("\n")[0]
-    assert len(summary) <= 60
+    assert len(summary) <= 60, "the help's first line has more than 60 characters: move some to the paragraph below it"
     assert summary.endswith(".")
     names = {name for option in page.options for name in option.names}
     for example in page.examples:
@@ -101,7 +101,8 @@ def test_help_fits_a_terminal_of_80_columns(page: Page, cli: Cli, monkeypatch: p
     monkeypatch.setenv("COLUMNS", "80")
     lines = cli(*page.path, "--help").out.splitlines()
     assert [line for line in lines if len(line) > 80] == []
-    assert [line for line in lines if line.endswith("...") and not line.startswith("Usage:")] == []
+    cut = [line for line in lines if line.endswith("...") and not line.startswith("Usage:")]
+    assert cut == [], "the first line of these commands' help is too long for the list of commands"
 
 
 def test_exit_codes_come_from_the_error_tree() -> None:
