@@ -65,6 +65,7 @@ class LedgerDeleter:
             except Exception as failure:  # noqa: BLE001 - raised by the future
                 deleted.set_exception(failure)
             else:
+                self._requests.unreadable.discard(ledger)
                 deleted.set_result(None)
 
         waiting = self._requests.by_ledger.get(ledger)

@@ -159,7 +159,9 @@ class EntryFetcher:
             try:
                 self._storage.find(handle, entry_id)
             except BkctlError as error:
-                respond.refuse(reads.part([number]), self._requests.status_after(ReadRequest.__name__, error))
+                respond.refuse(
+                    reads.part([number]), self._requests.status_after(ReadRequest.__name__, error, handle.ledger)
+                )
             else:
                 others.append(number)
         return reads.part(others)
@@ -189,7 +191,7 @@ class EntryFetcher:
             error = future.exception()
             if error is not None:
                 self._metrics.read_entry.observe(time.monotonic() - began_s, len(reads.entry_ids), ok=False)
-                respond.refuse(reads, self._requests.status_after(ReadRequest.__name__, error))
+                respond.refuse(reads, self._requests.status_after(ReadRequest.__name__, error, handle.ledger))
                 return
             found, lac = future.result()
             if lac is not None:
@@ -236,7 +238,7 @@ class EntryFetcher:
         for number in failed:
             error = found[number]
             assert isinstance(error, Exception)
-            respond.refuse(reads.part([number]), self._requests.status_after(ReadRequest.__name__, error))
+            respond.refuse(reads.part([number]), self._requests.status_after(ReadRequest.__name__, error, reads.ledger))
 
     def in_thread(
         self,
@@ -309,14 +311,14 @@ class ReadHandler:
         except NeedsDisk as need:
             self._requests.once_read(need, functools.partial(self._read_run_later, reads, respond))
         except Exception as error:  # noqa: BLE001 - answered, logged and counted
-            respond.refuse(reads, self._requests.status_after(ReadRequest.__name__, error))
+            respond.refuse(reads, self._requests.status_after(ReadRequest.__name__, error, reads.ledger))
         else:
             self._reader.read_run(handle, reads, respond)
 
     def _read_run_later(self, reads: ReadRun, respond: ReadRunResponder, error: BaseException | None) -> None:
         """Serve a run of reads that waited for its ledger."""
         if error is not None:
-            respond.refuse(reads, self._requests.status_after(ReadRequest.__name__, error))
+            respond.refuse(reads, self._requests.status_after(ReadRequest.__name__, error, reads.ledger))
         else:
             self.read_run(reads, respond)
 

@@ -17,6 +17,7 @@ from typing import Any, Final, TypeAlias
 
 from bkctl.bookie.metrics import BookieMetrics
 from bkctl.bookie.state_manager import BookieStateManager
+from bkctl.bookie.unreadable_ledgers import UnreadableLedgers
 from bkctl.errors import BkctlError
 from bkctl.ids import LedgerId
 from bkctl.protocol.handler import Responder
@@ -43,6 +44,7 @@ class WaitingRequests:
         self._state = state
         self._metrics = metrics
         self._openers = ThreadPoolExecutor(OPEN_THREADS, "open")
+        self.unreadable = UnreadableLedgers()
         #: By ledger that is being opened: its waiters in order.
         self.by_ledger: dict[LedgerId, list[Waiter]] = {}
 
@@ -127,13 +129,18 @@ class WaitingRequests:
 
     def refuse(self, request: Request, respond: Responder, error: BaseException) -> None:
         """Answer `request` with the status of `error`; log an error that is not a plain refusal."""
-        respond(refusal(request, self.status_after(type(request).__name__, error)))
+        respond(refusal(request, self.status_after(type(request).__name__, error, getattr(request, "ledger", None))))
 
-    def status_after(self, name: str, error: BaseException) -> Status:
-        """Return the status that answers `error`; log failures of the disk and unexpected errors of request `name`."""
+    def status_after(self, name: str, error: BaseException, ledger: LedgerId | None = None) -> Status:
+        """Return the status that answers `error`; log failures of the disk and unexpected errors of request `name`.
+
+        A `ledger` that cannot be read is counted, unless it is set aside.
+        """
         status = status_of(error)
         if not isinstance(error, (OSError, BkctlError)):
             self._metrics.note_unexpected(name, error)
         elif status is Status.EIO:
             log.warning("%s: %s", name, error)
+            if ledger is not None and ledger not in self._storage.set_aside:
+                self.unreadable.note(ledger, error)
         return status

@@ -214,8 +214,10 @@ class JournalReader(FileReader):
         start = max(0, self.position - _TAIL_SIZE)
         tail = self.read(start, self.position - start)
         at = tail.rfind(_PADDING_START)
+        # A payload may end like the start of padding.
+        is_whole = 0 <= at <= len(tail) - PADDING_HEADER_SIZE
         if self.position <= self.header_size or (
-            at >= 0 and _PADDING_HEADER.unpack_from(tail, at)[1] == len(tail) - at - PADDING_HEADER_SIZE
+            is_whole and _PADDING_HEADER.unpack_from(tail, at)[1] == len(tail) - at - PADDING_HEADER_SIZE
         ):
             return
         group = self._group_start(self.position)

@@ -106,7 +106,7 @@ class Availability:
 
     def __iter__(self) -> Iterator[int]:
         for first, last, size, period in self.groups:
-            for start in range(first, last + 1, period or 1):
+            for start in range(first, last + 1, period or 1) if size else ():
                 yield from range(start, start + size)
 
     def count(self) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from bkctl.http.bookie_client import BookieApi
 from bkctl.http.bookie_load import Question
-from bkctl.http.bookie_metrics import REFUSED_LEDGERS, SET_ASIDE_LEDGERS
+from bkctl.http.bookie_metrics import REFUSED_LEDGERS, SET_ASIDE_LEDGERS, UNREADABLE_LEDGERS
 from bkctl.http.prometheus import parse_metrics
 from bkctl.http.server_url import bookie_url
 
@@ -26,7 +26,7 @@ def unserved_ledgers_findings(
     wait_s: float,
     host_of: Callable[[str], str | None] = lambda bookie_id: None,
 ) -> list[HealthFinding]:
-    """Ask our bookies, all at once, for ledgers that they cannot serve; return a finding for each bookie with some.
+    """Ask our bookies, all at once, for ledgers that they cannot serve; return the findings of each bookie with some.
 
     `client_of` and `host_of` as in LoadWatch. A bookie without HTTP server, or without an answer within `wait_s`
     in all, has no finding: `disk_findings` reports bookies that do not answer.
@@ -35,7 +35,7 @@ def unserved_ledgers_findings(
     def ask(bookie: RegisteredBookie) -> Question[dict[str, int]]:
         def read() -> dict[str, int]:
             api = BookieApi(client_of(bookie_url(bookie, host_of(bookie.bookie_id))))
-            names = (SET_ASIDE_LEDGERS, REFUSED_LEDGERS)
+            names = (SET_ASIDE_LEDGERS, REFUSED_LEDGERS, UNREADABLE_LEDGERS)
             found = [each for each in parse_metrics(api.metrics()) if each.name in names]
             return {each.name: int(each.value) for each in found if math.isfinite(each.value)}
 
@@ -48,8 +48,11 @@ def unserved_ledgers_findings(
     for bookie_id, question in questions:
         question.join(max(0.0, deadline_s - time.monotonic()))
         counts = question.answer or {}
-        if any(counts.values()):
-            findings.append(_finding(bookie_id, counts.get(SET_ASIDE_LEDGERS, 0), counts.get(REFUSED_LEDGERS, 0)))
+        set_aside, refused = counts.get(SET_ASIDE_LEDGERS, 0), counts.get(REFUSED_LEDGERS, 0)
+        if set_aside or refused:
+            findings.append(_finding(bookie_id, set_aside, refused))
+        if unreadable := counts.get(UNREADABLE_LEDGERS, 0):
+            findings.append(_unreadable(bookie_id, unreadable))
     return findings
 
 
@@ -68,4 +71,17 @@ def _finding(bookie_id: str, set_aside: int, refused: int) -> HealthFinding:
         HealthCode.LEDGERS_SET_ASIDE, Severity.ERROR, bookie_id, "; ".join(problems),
         "its log names them: check its disks, and have other bookies copy them ('bkctl autorecovery mark LEDGER')",
         {"setAsideLedgerCount": set_aside, "refusedLedgerCount": refused},
+    )  # fmt: skip
+
+
+def _unreadable(bookie_id: str, count: int) -> HealthFinding:
+    from bkctl.metadata.admin.health import HealthFinding, Severity
+    from bkctl.metadata.admin.health_codes import HealthCode
+
+    return HealthFinding(
+        HealthCode.LEDGERS_UNREADABLE, Severity.ERROR, bookie_id,
+        f"Entries of {'1 ledger' if count == 1 else f'{count:,} ledgers'} could not be read within the last day",
+        "its log names them: check its disks, run 'bkctl bookie check' there, and have other bookies copy them "
+        "('bkctl autorecovery mark LEDGER')",
+        {"unreadableLedgerCount": count},
     )  # fmt: skip

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 SET_ASIDE_LEDGERS: Final = "bkctl_set_aside_ledgers"
 #: Gauge of ledgers that accept no entries, because the disk refused their index at the last checkpoint.
 REFUSED_LEDGERS: Final = "bkctl_refused_ledgers"
+#: Gauge of ledgers of which a read failed within the last day, for the disk or for damage; 1,000 at most.
+UNREADABLE_LEDGERS: Final = "bkctl_unreadable_ledgers"
 _USAGE_STEP: Final = 10
 
 
@@ -33,6 +35,7 @@ def _measure(bookie: Bookie) -> dict[str, Any]:
         "clients": bookie.metrics.clients(),
         "set_aside": len(bookie.storage.set_aside),
         "refused": len(bookie.storage.ledgers.unwritten),
+        "unreadable": bookie.processor.requests.unreadable.count(),
         "unwritten": bookie.storage.unwritten_bytes,
         "writable_directories": len(bookie.storage.writable),
         "directories": list(bookie.storage.ledger_directories),
@@ -61,6 +64,7 @@ def _render(local: BookieProxy, measured: dict[str, Any]) -> str:
     text.gauge("bookie_ledgers_count", measured["ledgers"])
     text.gauge(SET_ASIDE_LEDGERS, measured["set_aside"])
     text.gauge(REFUSED_LEDGERS, measured["refused"])
+    text.gauge(UNREADABLE_LEDGERS, measured["unreadable"])
     text.gauge("bookie_write_cache_size", measured["unwritten"])
     text.latency("bookie_flush", metrics.flush)
     text.counter("bkctl_unexpected_errors_total", metrics.unexpected_errors)

@@ -307,6 +307,17 @@ def test_start_logs_the_dropped_incomplete_group(tmp_path: Path, caplog: pytest.
     assert "1001.txn: dropped what follows byte" in caplog.text
 
 
+def test_start_serves_an_entry_that_ends_like_padding(tmp_path: Path) -> None:
+    path, whole = prepare(tmp_path, ORDERS[0])
+    by = DigestManager(LEDGERS[0], DigestType.CRC32C, b"secret")
+    payload = b"payload\xff\xff\xff\0"
+    body = by.seal(10_000, 9_999, 1 << 20, payload) + payload
+    path.write_bytes(path.read_bytes()[: whole.end] + record_of(body))
+    storage = start(tmp_path)
+    assert bytes(storage.read_entry(LEDGERS[0], 10_000)) == body
+    storage.close()
+
+
 def test_zeros_of_an_earlier_group_are_not_an_entry(tmp_path: Path) -> None:
     """A size that is 4 bytes too large makes an entry of the padding behind it."""
     path, whole = prepare(tmp_path, ORDERS[0])

@@ -181,6 +181,18 @@ def test_damaged_padding(read, count):
     assert f"length {count} at byte {len(data)}" in str(error)
 
 
+@pytest.mark.parametrize("lost", [b"", bytes(512)], ids=["cut", "zeros"])
+@pytest.mark.parametrize("behind", range(6))
+def test_payload_that_ends_like_padding_ends_a_journal_whose_padding_was_lost(read, behind, lost):
+    """A client chooses the last bytes of its entries, and a start must not fail for them."""
+    payload = b"x" * 30 + struct.pack(">i", journal.PADDING_MASK) + bytes(behind)
+    data = flushed(write_header(6), entry(0)) + entry(1, payload)
+    rows, error, position = read(data + lost)
+    assert error is None
+    assert [row.entry_id for row in rows] == [0, 1]
+    assert position == len(data)
+
+
 def test_padding_before_version_5_is_a_negative_length(read):
     _, error, _ = read(write_header(4) + entry(0) + struct.pack(">ii", -0x100, 0) + entry(1))
     assert isinstance(error, CorruptRecord)

@@ -86,3 +86,10 @@ def test_hostile_group_uses_bounded_memory():
     found = Availability.parse(listing(group(0, 2**62, 2**31 - 1, 1)))
     assert 2**61 in found
     assert found.groups == (SequenceGroup(0, 2**62, 2**31 - 1, 1),)
+
+
+def test_runs_without_entries_take_no_time() -> None:
+    """A bookie may say so: 2^62 runs of nothing."""
+    found = Availability([SequenceGroup(0, 1 << 62, 0, 1), SequenceGroup((1 << 62) + 1, (1 << 62) + 1, 1, 0)])
+    assert list(Availability.parse(found.serialize())) == [(1 << 62) + 1]
+    assert found.count() == 1

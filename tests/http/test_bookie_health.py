@@ -7,15 +7,19 @@ import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.command_line import CommandLine
 from support.served_bookies import add, on_a_bookie, statuses
-from support.servers import INTERLEAVED, SORTED
+from support.servers import DB, INTERLEAVED, SORTED
 from support.simulated_disk import Fault, SimulatedFiles
 
+from bkctl.bookie import unreadable_ledgers
 from bkctl.bookie.bookie import Bookie
+from bkctl.bookie.unreadable_ledgers import UnreadableLedgers
+from bkctl.errors import BkctlError, Corrupt, EntryNotFound
 from bkctl.http.bookie_metrics import metrics_text
 from bkctl.http.service import BookieProxy
 from bkctl.ids import LedgerId
@@ -71,6 +75,49 @@ def test_health_names_bookies_that_set_ledgers_aside(
     bookie.kill()
     bookie.start()
     assert "ledgers-set-aside" not in findings(bookie)
+
+
+@pytest.mark.parametrize("storage", [SORTED, INTERLEAVED, DB], ids=["sorted", "interleaved", "db"])
+def test_health_names_bookies_whose_disks_cannot_read_entries(
+    http_bookie: Callable[..., Any], storage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bkctl.commands.cluster.METRICS_WAIT_S", 60.0)
+    bookie = http_bookie(ledgerStorageClass=storage)
+    bookie.start()
+    assert exchange(bookie, add(ONE, 0), add(ONE, 1), add(TWO, 0)) == [Status.EOK] * 3
+    assert exchange(bookie, ReadRequest(ONE, 2), ReadRequest(LedgerId(0, 9), 0)) == [Status.ENOENTRY, Status.ENOLEDGER]
+    assert "ledgers-unreadable" not in findings(bookie)
+    bookie.stop()
+    damaged = add(ONE, 0).body
+    for path in bookie.ledger_dir.rglob("*.log"):
+        path.write_bytes(path.read_bytes().replace(damaged, b"\xff" + damaged[1:]))
+    bookie.start()
+    reads = (ReadRequest(ONE, 0), ReadRequest(ONE, 0), ReadRequest(ONE, 1), ReadRequest(TWO, 0))
+    assert exchange(bookie, *reads) == [Status.EIO, Status.EIO, Status.EOK, Status.EOK]
+    found = findings(bookie)["ledgers-unreadable"]
+    assert (found["subject"], found["severity"]) == (bookie.bookie_id, "error")
+    assert found["message"] == "Entries of 1 ledger could not be read within the last day"
+    assert "bkctl bookie check" in found["advice"]
+    assert found["details"] == {"unreadableLedgerCount": 1}
+
+
+def test_unreadable_ledgers_are_bounded_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(unreadable_ledgers, "time", SimpleNamespace(monotonic=lambda: now_s))
+    ledgers = UnreadableLedgers()
+    for number in range(3000):
+        ledgers.note(LedgerId(0, number % 2000), OSError(errno.EIO, "EIO"))
+    assert ledgers.count() == 1000
+    for error in (OSError(errno.EMFILE, ""), EntryNotFound(""), BkctlError("stops"), ValueError()):
+        ledgers.note(LedgerId(7, 7), error)
+    ledgers.discard(LedgerId(0, 999))
+    ledgers.discard(LedgerId(0, 999))
+    assert ledgers.count() == 999
+    now_s = 86_000.0
+    ledgers.note(LedgerId(7, 7), Corrupt(""))
+    assert ledgers.count() == 1000
+    now_s = 90_000.0
+    assert ledgers.count() == 1
 
 
 @pytest.mark.parametrize("storage", [SORTED, INTERLEAVED], ids=["sorted", "interleaved"])

@@ -19,6 +19,7 @@ class HealthCode(StrEnum):
     COOKIE_OF_ANOTHER_CLUSTER = "cookie-of-another-cluster"
     DISK_FULL = "disk-full"
     LEDGERS_SET_ASIDE = "ledgers-set-aside"
+    LEDGERS_UNREADABLE = "ledgers-unreadable"
     BOOKIE_WITHOUT_RACK = "bookie-without-rack"
     TOO_FEW_RACKS = "too-few-racks"
     LEDGERS_IN_FEW_RACKS = "ledgers-in-few-racks"
