@@ -1,12 +1,13 @@
 """Measure bkctl's commands and rounds on clusters of N ledgers: time, peak memory and requests, each against N.
 
-    python benchmarks/scale.py                                         ZooKeeper, etcd and SQLite; 1,000 to 100,000
+    python benchmarks/scale.py                                         every store; 1,000 to 100,000
     python benchmarks/scale.py --stores sqlite --ledgers 100000 1000000
     python benchmarks/scale.py --stores zookeeper --shapes scope0 --jobs list-ndjson check
 
 The last columns are exponents between the smallest and the largest N: 1 is linear, 0 does not grow. Memory is the peak
-resident size of the command's process, start-up included. Requests are packets to ZooKeeper, messages to etcd,
-statements of SQLite. On ZooKeeper, Apache's shell runs beside, which needs Java 17 and Maven, like the tests.
+resident size of the command's process, start-up included. Requests are packets to ZooKeeper, messages to etcd, calls to
+HBase's servers, statements of SQLite. On ZooKeeper, Apache's shell runs beside. ZooKeeper and HBase need Java 17 and
+Maven, like the tests. For a bookie's own files see scale_files.py.
 """
 
 from __future__ import annotations
@@ -112,23 +113,29 @@ JOBS: dict[str, Job] = {
 
 
 def child(uri: str, name: str, directory: str, statements: str) -> None:
-    """Run a job in this process, and write SQLite's count of statements to the file `statements`."""
-    import sqlite3
-
+    """Run a job in this process, and write its count of SQLite's statements, or HBase's calls, to `statements`."""
     count = 0
 
-    def trace(_: str) -> None:
+    def trace(*_: object) -> None:
         nonlocal count
         count += 1
 
-    connect = sqlite3.connect
+    if uri.startswith("hbase:"):
+        from bkctl.metadata.backends.hbase.rpc import Rpc
 
-    def traced(*arguments: Any, **settings: Any) -> sqlite3.Connection:
-        connection = connect(*arguments, **settings)
-        connection.set_trace_callback(trace)
-        return connection
+        call = Rpc.call
+        Rpc.call = lambda *arguments: trace() or call(*arguments)  # type: ignore[method-assign,misc,assignment]
+    else:
+        import sqlite3
 
-    sqlite3.connect = traced  # type: ignore[assignment]
+        connect = sqlite3.connect
+
+        def traced(*arguments: Any, **settings: Any) -> sqlite3.Connection:
+            connection = connect(*arguments, **settings)
+            connection.set_trace_callback(trace)
+            return connection
+
+        sqlite3.connect = traced  # type: ignore[assignment]
     job = JOBS[name]
     try:
         if job.function is not None:
@@ -168,10 +175,11 @@ class Store(ABC):
 
     def fill(self, cluster: Cluster, ledgers: Iterator[LedgerId]) -> None:
         """Create many ledgers, fast."""
-        while batch := list(islice(ledgers, 100)):
-            cluster.store.put_all(
-                [(cluster.ledgers.path(ledger), metadata_of(ledger.value).serialize()) for ledger in batch]
-            )
+        while batch := list(islice(ledgers, 500)):
+            nodes = [(cluster.ledgers.path(ledger), metadata_of(ledger.value).serialize(), NEW) for ledger in batch]
+            for result in cluster.store.put_many(nodes):
+                if isinstance(result, Exception):
+                    raise result
 
     def shell(self, uri: str) -> Sequence[tuple[str, Sequence[str]]]:
         """Return the commands of Apache's shell to run beside ours, by name."""
@@ -227,6 +235,22 @@ class Etcd(Store):
         self.server.kill()
 
 
+class HBase(Store):
+    def start(self) -> None:
+        with full_speed_java(heap_mb=2048):
+            self.server = servers.HBaseServer(self.directory / "hbase", heap_mb=2048)
+            self.server.start()
+
+    def new_uri(self) -> str:
+        return self.server.metadata_uri(self.server.new_root())
+
+    def requests(self) -> None:
+        return None
+
+    def stop(self) -> None:
+        self.server.kill()
+
+
 class Sqlite(Store):
     def start(self) -> None:
         self._count = 0
@@ -242,7 +266,7 @@ class Sqlite(Store):
         pass
 
 
-STORES: dict[str, type[Store]] = {"zookeeper": ZooKeeper, "etcd": Etcd, "sqlite": Sqlite}
+STORES: dict[str, type[Store]] = {"zookeeper": ZooKeeper, "etcd": Etcd, "hbase": HBase, "sqlite": Sqlite}
 
 
 # --- clusters -------------------------------------------------------------------------------------------------------

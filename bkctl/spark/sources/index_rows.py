@@ -42,9 +42,16 @@ class IndexRowsLedger(NamedTuple):
 
 
 def entry_rows(
-    schema: pa.Schema, entries: IndexedEntries, conditions: Conditions, constants: Mapping[str, Any]
+    schema: pa.Schema,
+    entries: IndexedEntries,
+    conditions: Conditions,
+    constants: Mapping[str, Any],
+    files: npt.NDArray[np.int64] | None = None,
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of the entries that meet the `conditions`, if any; `constants` are columns of the whole file."""
+    """Yield the rows of the entries that meet the `conditions`, if any.
+
+    `constants` are columns of the whole file; with `files`, the number of each entry's file, lists of a value a file.
+    """
     import numpy as np
     import pyarrow as pa
 
@@ -54,6 +61,7 @@ def entry_rows(
     if masks:
         wanted = np.logical_and.reduce(masks)
         entries, log_ids = entries.select(wanted), log_ids[wanted]
+        files = None if files is None else files[wanted]
     count = len(entries.entry_ids)
     if not count:
         return
@@ -73,6 +81,8 @@ def entry_rows(
         elif field.name == "logIdHex":
             logs = pa.array(log_ids).dictionary_encode()
             arrays.append(pa.array([f"{log_id:x}" for log_id in logs.dictionary.to_pylist()]).take(logs.indices))
+        elif files is not None and field.name in constants:
+            arrays.append(pa.array(constants[field.name], field.type).take(pa.array(files)))
         else:
             arrays.append(constant(constants.get(field.name), count, field.type))
     yield pa.RecordBatch.from_arrays(arrays, schema=schema)

@@ -31,12 +31,16 @@ from bkctl.spark.sources.places import unseen
 from bkctl.spark.sources.pushdown import QUERY_OPTIONS, QueryReader
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import pyarrow as pa
     from pyspark.sql.types import StructType
 
 OPTIONS: Final = (*QUERY_OPTIONS, "rows", "maxPartitionBytes")
 #: 2 million slots of index files.
 PARTITION_SIZE_BYTES: Final = 16 << 20
+#: Entries of small index files in one batch.
+_ROWS_GATHERED: Final = 8192
 _SOURCE: Final = "bookkeeper.index"
 _PLACE_COLUMNS: Final = ("file", "scoped", "bookieId")
 
@@ -111,8 +115,10 @@ class IndexReader(QueryReader):
         Raises Conflict if a file is shorter than planned, NotFound if it was deleted.
         """
         if isinstance(partition, IndexFiles):
+            gathered = _GatheredFiles()
             for slots in partition.slots:
-                yield from self._permitting(slots.path, slots.bookie_id, self._read_file(slots))
+                yield from self._permitting(slots.path, slots.bookie_id, self._read_file(slots, gathered))
+            yield from self._rows_of(gathered)
         elif isinstance(partition, DatabaseRange):
             path = str(partition.path("locations"))
             yield from self._permitting(path, partition.bookie_id, self._read_databases(partition))
@@ -131,7 +137,8 @@ class IndexReader(QueryReader):
             self._mode.check(error)
             yield damage_row(self._schema(), path, *where_and_why(error), bookieId=bookie_id)
 
-    def _read_file(self, slots: Slots) -> Iterator[pa.RecordBatch]:
+    def _read_file(self, slots: Slots, gathered: _GatheredFiles) -> Iterator[pa.RecordBatch]:
+        """Add the file's entries to `gathered`, and yield the rows of all of them when they are many."""
         constants = {"file": slots.path, "scoped": slots.ledger.is_scoped, "bookieId": slots.bookie_id}
         try:
             reader = LedgerIndexReader.open(slots.path)
@@ -142,7 +149,7 @@ class IndexReader(QueryReader):
             if self._rows is IndexRowKind.LEDGERS:
                 yield ledger_rows(self._schema(), [_ledger_of(slots, reader)], constants)
             else:
-                yield from self._slot_rows(slots, reader, constants)
+                yield from self._slot_rows(slots, reader, gathered)
             if reader.size() < slots.size_bytes:
                 raise Conflict(
                     f"{slots.path} was {slots.size_bytes} bytes long when the plan was made, now it has "
@@ -150,22 +157,23 @@ class IndexReader(QueryReader):
                 )  # fmt: skip
 
     def _slot_rows(
-        self, slots: Slots, reader: LedgerIndexReader, constants: dict[str, Any]
+        self, slots: Slots, reader: LedgerIndexReader, gathered: _GatheredFiles
     ) -> Iterator[pa.RecordBatch]:  # fmt: skip
         import numpy as np
 
-        schema = self._schema()
         first, last = self._conditions.entry_range()
         for entry_id, page in reader.pages(max(first, slots.first), min(last + 1, slots.end)):
             locations = np.frombuffer(page, np.int64)
             filled = np.flatnonzero(locations)
-            entries = IndexedEntries(
-                np.full(len(filled), slots.ledger.scope_id, np.uint64),
-                np.full(len(filled), slots.ledger.ledger_id, np.uint64),
-                filled + entry_id,
-                locations[filled],
-            )
-            yield from entry_rows(schema, entries, self._conditions, constants)
+            gathered.add(slots, filled + entry_id, locations[filled])
+            if gathered.count >= _ROWS_GATHERED:
+                yield from self._rows_of(gathered)
+
+    def _rows_of(self, gathered: _GatheredFiles) -> Iterator[pa.RecordBatch]:
+        """Yield the rows of the gathered entries, and forget them."""
+        if gathered.count:
+            entries, files, constants = gathered.take()
+            yield from entry_rows(self._schema(), entries, self._conditions, constants, files)
 
     def _read_databases(self, part: DatabaseRange) -> Iterator[pa.RecordBatch]:
         path = part.path("locations")
@@ -187,6 +195,37 @@ class IndexReader(QueryReader):
 
     def _schema(self) -> pa.Schema:
         return arrow_schema_of(self._struct)
+
+
+class _GatheredFiles:
+    """Entries of several index files: a batch for each of many small files would cost more than its rows."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._parts: list[tuple[Slots, npt.NDArray[np.int64], npt.NDArray[np.int64]]] = []
+
+    def add(self, slots: Slots, entry_ids: npt.NDArray[np.int64], locations: npt.NDArray[np.int64]) -> None:
+        if len(entry_ids):
+            self._parts.append((slots, entry_ids, locations))
+            self.count += len(entry_ids)
+
+    def take(self) -> tuple[IndexedEntries, npt.NDArray[np.int64], dict[str, list[Any]]]:
+        """Return the entries, the number of the part of each, and columns of the parts; there must be entries."""
+        import numpy as np
+
+        parts, self._parts, self.count = self._parts, [], 0
+        files = np.repeat(np.arange(len(parts)), [len(entry_ids) for _, entry_ids, _ in parts])
+        ids = np.array([slots.ledger for slots, _, _ in parts], np.uint64)[files]
+        entry_ids, locations = (np.concatenate([part[at] for part in parts]) for at in (1, 2))
+        return (
+            IndexedEntries(ids[:, 0], ids[:, 1], entry_ids, locations),
+            files,
+            {
+                "file": [slots.path for slots, _, _ in parts],
+                "scoped": [slots.ledger.is_scoped for slots, _, _ in parts],
+                "bookieId": [slots.bookie_id for slots, _, _ in parts],
+            },
+        )
 
 
 def _ledger_of(slots: Slots, reader: LedgerIndexReader) -> IndexRowsLedger:

@@ -128,6 +128,31 @@ def test_index_files_are_planned_by_listing_alone(tmp_path: Path, monkeypatch: p
     assert {(row["bookieId"], row["entryId"]) for row in planned.rows()} == {("b:3181", 0)}
 
 
+def test_many_small_index_files_share_batches(tmp_path: Path) -> None:
+    ledgers = [LedgerId(scope, number) for scope in (0, 7) for number in range(1, 151)]
+    for ledger in ledgers:
+        write_index(tmp_path, ledger, [0, pack_location(1, ledger.ledger_id + 8), pack_location(2, 4096)])
+    (damaged,) = [path for path in tmp_path.rglob("*.idx") if path.name == "64.idx" and "00000000" not in path.parts]
+    damaged.write_bytes(b"rubbish!" * 200)
+    planned = Planned(IndexSource, path=tmp_path, mode="permissive")
+    batches = [batch for part in planned.parts for batch in planned.reader.read(part)]
+    assert len(batches) <= 2 * len(planned.parts) + 2
+    rows = [row for batch in batches for row in batch.to_pylist()]
+    lost = LedgerId(0, 0x64)
+    assert [row["file"] for row in rows if row["damage"]] == [str(damaged)]
+    found = {
+        (row["ledgerScopeId"], row["ledgerId"], row["entryId"], row["logId"]): row for row in rows if not row["damage"]
+    }
+    assert found.keys() == {
+        (*ledger, entry_id, entry_id) for ledger in ledgers if ledger != lost for entry_id in (1, 2)
+    }
+    for (scope_id, ledger_id, _, _), row in found.items():
+        assert row["file"].endswith(index_path(LedgerId(int(scope_id), int(ledger_id))))
+        assert row["scoped"] == (scope_id != 0)
+    filtered = rows_of(IndexSource, [EqualTo(("logId",), 2)], path=tmp_path, mode="permissive")
+    assert {row["file"] for row in filtered if not row["damage"]} == {row["file"] for row in found.values()}
+
+
 def test_holes_of_index_files_are_no_partitions(tmp_path: Path) -> None:
     path = write_index(tmp_path, V1, [pack_location(3, 2000)] * 5)
     with open(path, "r+b") as file:
