@@ -175,7 +175,7 @@ class Reader:
         with self._lock:
             if self._lost:
                 raise ReaderLost("the connection broke")
-            if not self._under_way and time.monotonic() - self._used_at > self._idle_s_max:
+            if self.has_idled:
                 raise ReaderLost("unused for too long")
             first_xid = self._xid + 1
             self._xid += 2
@@ -198,6 +198,11 @@ class Reader:
                 self._lose()
                 raise ReaderLost("the connection broke") from error
             return batch
+
+    @property
+    def has_idled(self) -> bool:
+        """True after so long a time without a request that the server may have ended the session."""
+        return not self._under_way and time.monotonic() - self._used_at > self._idle_s_max
 
     def answers(self, batch: ReadBatch) -> list[Any]:
         """Return the batch's answers, in the order of its paths. Raises ReaderLost."""

@@ -118,6 +118,9 @@ class ZooKeeperReads:
 
     def _open_reader(self, connect: bool) -> Reader | None:
         with self._lock:
+            if self.reader is not None and self.reader.has_idled:  # No failure: another one may be opened at once.
+                self.reader.close()
+                self.reader = None
             may_connect = connect and self.reader is None and time.monotonic() >= self.no_reader_until_s
             if may_connect and not self._connection.is_closed:
                 try:

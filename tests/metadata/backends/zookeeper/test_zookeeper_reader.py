@@ -183,6 +183,22 @@ def test_store_reads_through_kazoo_without_multi_read(zookeeper: Any, monkeypatc
             assert (cluster.store._reads.reader is None) == (operation != 22)  # type: ignore[attr-defined]
 
 
+def test_idle_reader_is_replaced_without_a_pause(zookeeper: Any) -> None:
+    """A pause would read each node by a request of its own, as after a failure."""
+    with open_cluster(zookeeper.metadata_uri(zookeeper.new_root()), create=True) as cluster:
+        paths = [f"many/{number:04d}" for number in range(200)]
+        for path in paths:
+            cluster.store.put(path, path.encode(), NEW)
+        reads = cluster.store._reads  # type: ignore[attr-defined]
+        assert len(list(cluster.store.get_many(paths))) == len(paths)
+        idle = reads.reader
+        idle._used_at -= 1000
+        assert [found and found.value for found in cluster.store.get_many(paths)] == [path.encode() for path in paths]
+        assert reads.reader is not None
+        assert reads.reader is not idle
+        assert reads.no_reader_until_s < time.monotonic()
+
+
 def test_threads_share_one_reader(zookeeper: Any) -> None:
     with open_cluster(zookeeper.metadata_uri(zookeeper.new_root()), create=True) as cluster:
         paths = [f"many/{number:04d}" for number in range(300)]
