@@ -10,6 +10,13 @@ Times are wall-clock without Spark's start: the session is there, and has scanne
 `records` (every row with all columns that come without asking, thrown away: Spark's `noop`), `payloads` (the payloads
 too) and `sums` (the number and bytes of the entries of each ledger, counted in the tasks). Best of --runs.
 The inventory is measured as a command, too, with start-up and all: on one machine and on a local Spark.
+
+    python benchmarks/spark.py --only plan --entries 1000000 10000000 100000000      (12 GiB on the disk for 10^8)
+
+`plan` runs `integrity` over facts that are made, not extracted: so many entries on each of three bookies, in logs and
+indexes, of which one index lacks a few. It prints what Spark's event log says (jobs, tasks, bytes of shuffles, the
+longest task of a stage against its median one), and the peaks of memory of the driver, an executor's JVM and a Python
+worker, from /proc.
 """
 
 from __future__ import annotations
@@ -18,12 +25,16 @@ import argparse
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +52,7 @@ LEDGERS = [LedgerId(0, number) for number in range(16)]
 PAYLOAD_SIZE_BYTES = 1024
 WARM_UP_MIB = 16
 SCANS = ("records", "payloads", "sums")
-PARTS = ("speedup", "growth", "inventory")
+PARTS = ("speedup", "growth", "inventory", "plan")
 
 
 def write_log(path: Path, size_bytes: int) -> int:
@@ -143,14 +154,184 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+# --- made facts -------------------------------------------------------------------------------------------------------
+
+BOOKIES = ("bookie-0:3181", "bookie-1:3181", "bookie-2:3181")
+#: Ledgers of the made facts, and entries of each that a log has, one after the other, as sorted storage writes them.
+PLAN_LEDGERS, RUN_ENTRIES = 100, 10_000
+#: One of so many places is not in the second bookie's index.
+LOST_ONE_OF = 250_007
+_LEDGER_SQL = (
+    "printf('%032x', ledger) AS ledgerQualifiedName, 0::DECIMAL(20,0) AS ledgerScopeId, "
+    "ledger::DECIMAL(20,0) AS ledgerId, entry AS entryId"
+)
+
+
+def make_facts(directory: Path, entries: int) -> tuple[str, str, int]:
+    """Write facts and metadata of so many entries on each of three bookies; returns their URIs and the lost places."""
+    import duckdb
+
+    from bkctl.formats.metadata import Fragment, LedgerMetadata, LedgerState
+    from bkctl.metadata.cluster import open_cluster
+    from bkctl.spark.facts.store import FactsStore, directory_name, list_path
+    from bkctl.spark.facts.tables import ROW_GROUP_ROWS, TABLES
+
+    store, root = FactsStore(str(directory / "facts")), directory / "facts" / "v1"
+    of_ledger = entries // PLAN_LEDGERS
+    logs = max(1, of_ledger // RUN_ENTRIES)
+    run = of_ledger // logs
+    database = duckdb.connect()
+    types = {"bigint": "BIGINT", "int": "INTEGER", "string": "VARCHAR"}
+    started_at = datetime.now(UTC)
+
+    def write(table: str, part: str, query: str) -> None:
+        (root / part).parent.mkdir(parents=True, exist_ok=True)
+        given = {row[0] for row in database.sql(query).description}
+        shown = [f"'{part}' AS part" if name == "part" else f'"{name}"' if name in given else
+                 f"NULL::{types[column.type]} AS {name}" for name, column in TABLES[table].items()]  # fmt: skip
+        database.execute(
+            f"COPY (SELECT {', '.join(shown)} FROM ({query})) TO '{root / part}' "
+            f"(FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE {ROW_GROUP_ROWS})"
+        )
+        parts.append({"bookieId": bookie, "table": table, "part": part, "startedAt": started_at})
+
+    for number, bookie in enumerate(BOOKIES):
+        name = directory_name(bookie)
+        parts: list[dict[str, Any]] = []
+        for log in range(logs):
+            # Records of 100 to 699 bytes, with gaps between them in which others may be.
+            places = (
+                f"SELECT '{bookie}' AS bookieId, '/bookies/{number}/current/{log:x}.log' AS file, {log} AS logId, "
+                f"false AS scoped, range // {run} AS ledger, {log * run} + range % {run} AS entry, "
+                f'(1024 + range * 704 + hash(range + {log}) % 100)::BIGINT AS "offset", '
+                f"(100 + hash(range * 7 + {log}) % 500)::BIGINT AS recordSize FROM range({PLAN_LEDGERS * run})"
+            )
+            records = (
+                f"SELECT bookieId, file, logId, scoped, {_LEDGER_SQL}, entry - 1 AS lastAddConfirmed, "
+                f'500 * entry AS length, 1 AS formatVersion, "offset", recordSize, '
+                f"'entry' AS type, 'CRC32C' AS digest FROM ({places})"
+            )
+            write("records", f"records/{name}/{log}.parquet", records)
+            kept = f"entry % {LOST_ONE_OF} <> 7" if number == 1 else "true"
+            index = (
+                f"SELECT bookieId, '/bookies/{number}/current/locations' AS file, scoped, {_LEDGER_SQL}, logId, "
+                f'"offset" FROM ({places}) WHERE {kept}'
+            )
+            write("index", f"index/{name}/{log}.parquet", index)
+        with store.new_part("parts", list_path(name, 1)) as writer:
+            writer.add_rows(parts)
+    uri = f"sqlite://{directory / 'metadata.db'}"
+    with open_cluster(uri, create=True) as cluster:
+        for ledger in range(PLAN_LEDGERS):
+            turns = ((first, first % 3) for first in range(0, run * logs, 250_000))
+            fragments = tuple(Fragment(first, (*BOOKIES[at:], *BOOKIES[:at])) for first, at in turns)
+            cluster.ledgers.create(
+                LedgerId(0, ledger),
+                LedgerMetadata(
+                    3, 3, 2, DigestType.CRC32C, b"", fragments, LedgerState.CLOSED, 500 * run * logs, run * logs - 1
+                ),
+            )
+    return str(directory / "facts"), uri, PLAN_LEDGERS * sum(1 for _ in range(7, run * logs, LOST_ONE_OF))
+
+
+class Peaks(threading.Thread):
+    """Notes the peaks of memory of this process and those below it, by kind of process."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.peaks: Counter[str] = Counter()
+        self.done = threading.Event()
+
+    def run(self) -> None:
+        while not self.done.wait(0.3):
+            for kind, size in self._sizes():
+                self.peaks[kind] = max(self.peaks[kind], size)
+
+    def _sizes(self) -> Iterator[tuple[str, int]]:
+        below = {os.getpid()}
+        parents = {}
+        for path in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                parents[int(path.name)] = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+        for _ in range(6):
+            below |= {each for each, parent in parents.items() if parent in below}
+        for each in below:
+            with suppress(OSError):
+                words = Path(f"/proc/{each}/cmdline").read_bytes()
+                kind = (
+                    "driver, Python" if each == os.getpid()
+                    else "executor, JVM" if b"CoarseGrainedExecutorBackend" in words
+                    else "driver, JVM" if b"SparkSubmit" in words
+                    else "Python worker" if b"pyspark" in words else None
+                )  # fmt: skip
+                if kind is not None:
+                    yield kind, int(Path(f"/proc/{each}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def events(directory: Path) -> dict[str, Any]:
+    """Return the counts of Spark's event log in `directory`."""
+    jobs = tasks = written = 0
+    durations: dict[int, list[int]] = defaultdict(list)
+    for path in directory.rglob("events_*"):
+        with path.open() as file:
+            for event in map(json.loads, file):
+                if event["Event"] == "SparkListenerJobStart":
+                    jobs += 1
+                elif event["Event"] == "SparkListenerTaskEnd":
+                    tasks += 1
+                    written += event["Task Metrics"]["Shuffle Write Metrics"]["Shuffle Bytes Written"]
+                    info = event["Task Info"]
+                    durations[event["Stage ID"]].append(info["Finish Time"] - info["Launch Time"])
+    longest = max(durations.values(), key=sum)
+    skew = max(longest) / max(statistics.median(longest), 1)
+    return {"jobs": jobs, "tasks": tasks, "shuffled": written, "skew": skew, "of": len(longest)}
+
+
+def measure_plan(task: dict[str, Any]) -> dict[str, Any]:
+    """Run `integrity` over made facts in this process; returns what was counted."""
+    from bkctl.spark.facts.frames import Facts
+    from bkctl.spark.jobs.integrity import integrity
+    from bkctl.spark.local.session import local_session
+    from bkctl.spark.session import spark_session
+
+    directory = Path(task["directory"])
+    log = directory / "events"
+    shutil.rmtree(log, ignore_errors=True)
+    log.mkdir(parents=True)
+    os.environ["PYSPARK_PYTHON"] = sys.executable
+    settings = {
+        "spark.eventLog.enabled": "true", "spark.eventLog.dir": f"file://{log}", "spark.eventLog.compress": "false",
+        "spark.executor.memory": "2g", "spark.local.dir": str(directory / "local"),
+        "spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1",
+    }  # fmt: skip
+    peaks = Peaks()
+    peaks.start()
+    begin = time.perf_counter()
+    chosen: Any = spark_session(task["master"], settings=settings, ship=False) if task["master"] else local_session()
+    with chosen as spark:
+        found = integrity(spark, Facts(task["facts"]), {"metadataUri": task["metadata"]})
+        problems = Counter(row.problem for row in found.findings.collect())
+        (checked,) = found.checked.collect()
+        assert found.unchecked.collect() == []
+        found.release()
+    seconds = time.perf_counter() - begin
+    peaks.done.set()
+    assert problems == {"notIndexed": task["lost"]}, f"{problems}, {task['lost']} are lost"
+    assert checked.replicaCount == task["replicas"], checked
+    return {"seconds": seconds, "peaks": dict(peaks.peaks), **(events(log) if task["master"] else {})}
+
+
 # --- the benchmarks ---------------------------------------------------------------------------------------------------
 
 
 class Bench:
     """The logs, and measurements of them."""
 
-    def __init__(self, directory: Path, sizes_mib: Sequence[int], runs: int, profile: bool) -> None:
+    def __init__(
+        self, directory: Path, sizes_mib: Sequence[int], runs: int, profile: bool, entries: Sequence[int]
+    ) -> None:  # fmt: skip
         self.directory, self.sizes_mib, self.runs, self.profile = directory, sorted(sizes_mib), runs, profile
+        self.entries = entries
         self._counts: dict[Path, int] = {}
 
     def log(self, mib: int, name: str = "0") -> tuple[str, int]:
@@ -238,6 +419,33 @@ class Bench:
         for engine, best in whole.items():
             print(f"{f'bkctl pipeline inventory {engine}, start-up and all':<70} {best:8.2f} s {best / local:6.2f}x")
 
+    def plan(self) -> None:
+        """`integrity` over made facts of several sizes, on this machine and on a Spark of two executors."""
+        for entries in self.entries:
+            directory = self.directory / "plan"
+            facts, metadata, lost = make_facts(directory, entries)
+            for master in ("", "local-cluster[2,1,2048]"):
+                task = {"master": master, "facts": facts, "metadata": metadata, "lost": lost, "replicas": 3 * entries,
+                        "directory": str(directory)}  # fmt: skip
+                done = subprocess.run(
+                    [sys.executable, __file__, "--measure-plan", json.dumps(task)], stdout=subprocess.PIPE, text=True,
+                    check=False,
+                )  # fmt: skip
+                if done.returncode:
+                    sys.exit(f"The measurement failed with exit code {done.returncode}")
+                found = json.loads(done.stdout.splitlines()[-1])
+                engine = "Spark" if master else "this machine"
+                print(f"\nintegrity, 3 x {entries:,} entries, {engine}: {found['seconds']:.1f} s")
+                if master:
+                    print(
+                        f"  {found['jobs']} jobs, {found['tasks']} tasks, {found['shuffled'] / 1e6:,.1f} MB shuffled "
+                        f"({found['shuffled'] / entries / 3:.2f} bytes a replica), longest task "
+                        f"{found['skew']:.1f} times the median of {found['of']}"
+                    )
+                shown = (f"{kind} {size / 1e6:,.0f} MB" for kind, size in sorted(found["peaks"].items()))
+                print(f"  peaks: {', '.join(shown)}", flush=True)
+            shutil.rmtree(directory)
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -245,13 +453,18 @@ def main() -> None:
     parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--entries", type=int, nargs="+", default=[1_000_000, 10_000_000])
     parser.add_argument("--measure", help=argparse.SUPPRESS)
+    parser.add_argument("--measure-plan", help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.measure_plan:
+        print(json.dumps(measure_plan(json.loads(given.measure_plan))))
+        return
     if given.measure:
         print(json.dumps(measure(json.loads(given.measure))))
         return
     with tempfile.TemporaryDirectory(prefix="bkctl-spark-") as directory:
-        bench = Bench(Path(directory), given.mib, given.runs, given.profile)
+        bench = Bench(Path(directory), given.mib, given.runs, given.profile, given.entries)
         for part in given.only:
             getattr(bench, part)()
 

@@ -27,6 +27,8 @@ _SETTINGS: Final = {
     "spark.ui.showConsoleProgress": "false",
     "spark.sql.execution.arrow.pyspark.enabled": "true",
     "spark.sql.session.timeZone": "UTC",
+    # Kept results have as many partitions as their bytes need, not as many as shuffles have.
+    "spark.sql.optimizer.canChangeCachedPlanOutputPartitioning": "true",
 }
 #: Masters under which Spark creates a secret for each application. Applications of a standalone cluster share one.
 _AUTHENTICATION: Final = {"spark.authenticate": "true"}
