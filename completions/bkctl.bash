@@ -2,14 +2,14 @@
 
 _bkctl() {
   local IFS=$' \t\n' line current previous path='' words='' argument='none' kind='' word skip='' open=yes
-  local takers=' --ack-quorum --after --archive --backup --batch --body --bookie --bookie-address --bookie-token-file --bookie-url --bookies --by --client-ca --columns --conf --context --custom-metadata --deadline --delimiter --depth --digest --digest-type --dir --duration --ensemble-size --entries --entry --facts --file --for --format --from --from-file --from-pos --group --host --hostname --id --if-state --in-flight --index-dirs --instance-id --interval --journal-dirs --keep --kind --last --ledger --ledger-dirs --ledger-id --ledger-qualified-name --ledger-scope-id --ledgers --limit --major-threshold --master --match --max-age --max-size --metadata-password-file --metadata-tls-ca --metadata-tls-cert --metadata-tls-key --metadata-uri --metadata-user --min-age --min-replicas --min-size --minor-threshold --missing --not-missing --older-than --output --password --password-file --port --protocol --rack --rate --read-only-token-file --record-size --reset-clock --resume --sample --save --seed --server-cert --server-key --set --since --size --sort --spark-conf --state --storage --subscription --suspend --template --textfile --threshold --timeout --tls-ca --tls-cert --tls-key --to --to-ledger-id --to-password-file --to-pos --to-scope --to-user --token-file --top --topic --type --undo --watch --write-quorum --yes-really -c -e -f -o -t -u -x '
+  local takers=' --ack-quorum --after --archive --backup --batch --body --bookie --bookie-address --bookie-token-file --bookie-url --bookies --by --client-ca --columns --conf --context --custom-metadata --deadline --delimiter --depth --digest --digest-type --dir --duration --ensemble-size --entries --entry --facts --file --for --format --from --from-file --from-pos --group --host --hostname --id --if-state --in-flight --index-dirs --instance-id --interval --journal-dirs --keep --kind --last --ledger --ledger-dirs --ledger-id --ledger-qualified-name --ledger-scope-id --ledgers --limit --major-threshold --master --match --max-age --max-size --metadata-password-file --metadata-tls-ca --metadata-tls-cert --metadata-tls-key --metadata-uri --metadata-user --min-age --min-replicas --min-size --minor-threshold --missing --not-missing --older-than --output --password --password-file --port --protocol --rack --rate --read-only-token-file --record-size --reset-clock --resume --sample --save --save-table --seed --server-cert --server-key --set --since --size --sort --spark-conf --state --storage --subscription --suspend --template --textfile --threshold --timeout --tls-ca --tls-cert --tls-key --to --to-ledger-id --to-password-file --to-pos --to-scope --to-user --token-file --top --topic --type --undo --watch --write-quorum --yes-really -c -e -f -o -t -u -x '
   local -a typed
   line=${COMP_LINE:0:COMP_POINT}
   read -r -a typed <<< "$line"
   [[ $line == *' ' ]] && typed+=('')
   current=${typed[-1]}
   previous=${typed[-2]:-}
-  local value=$current repeatable=' --archive --bookie-address --custom-metadata --dir --if-state --kind --ledger --missing --not-missing --save --set --spark-conf --state --type '
+  local value=$current repeatable=' --archive --bookie-address --custom-metadata --dir --if-state --kind --ledger --missing --not-missing --save --save-table --set --spark-conf --state --type '
   if [[ $current == --*=* ]]; then previous=${current%%=*} value=${current#*=} argument=none; fi
   for word in "${typed[@]:1:${#typed[@]}-2}"; do
     if [[ -n $skip ]]; then skip=''; continue; fi
@@ -23,7 +23,7 @@ _bkctl() {
     esac
   done
   local at='' end0='25' end1='5 6 7 8 9 10 11 20 21 22 23 25' end2='5 6 7 8 9 10 11 20 21 22 23 24 25' end3='6 21 22 23 25' end4='6 21 22 23 24 25' end5='5 6 7 8 9 10 11 20 21 22 25'
-  local -a names=(--verbose --quiet --no-color --debug --version --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --metadata-tls --metadata-tls-ca --metadata-tls-cert --metadata-tls-key --metadata-user --metadata-password-file --metadata-sasl --metadata-creator-acl --timeout --output --columns --sort --yes --help --uuid --ledger-id --ledger-scope-id --ledger-qualified-name --ensemble-size --write-quorum --ack-quorum --digest-type --custom-metadata --password --password-file --record-size --protocol --all-scopes --min-age --max-age --min-size --max-size --limit --watch --bookie --state --topic --subscription --after --count --keep-going --show-secrets --entry --check --every-entry --from --to --last --recover --no-verify --body --format --delimiter --template --as-admin --undo --from-file --rate --if-state --ignore-missing --backup --dry-run --accept-loss --entries --size --keep --to-ledger-id --to-user --to-password-file --to-scope --new-id --open --dir --kind --ledger --digest --sample --seed --bookie-url --deadline --wait --major --minor --accept-scoped-deletes --suspend --resume --status --set --match --raw --discard-old --delete-cookie --yes-really --meta --gaps --ledgers --locations --all --threshold --query --skip-open --skip-unrecoverable --keep-cookie --min-replicas --for-good --rack --group --hostname --from-pos --to-pos --type --after-lastmark --top --by --no-digests --minor-threshold --major-threshold --file --all-copies --scan --depth --list --overwrite --live --delete --sequence --journal-dirs --ledger-dirs --index-dirs --instance-id --scopes-only --scope-0-only --id --older-than --missing --not-missing --reset-clock --count-ledgers --long-long-layout --no-bookies --for --bookies --storage --http --autorecovery --master --spark-conf --archive --ship --facts --save --no-indexes --textfile --full --flat --host --port --token-file --bookie-token-file --read-only-token-file --server-cert --server-key --client-ca --duration --batch --in-flight --random --since --failed --replace --use --interval --once)
+  local -a names=(--verbose --quiet --no-color --debug --version --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --metadata-tls --metadata-tls-ca --metadata-tls-cert --metadata-tls-key --metadata-user --metadata-password-file --metadata-sasl --metadata-creator-acl --timeout --output --columns --sort --yes --help --uuid --ledger-id --ledger-scope-id --ledger-qualified-name --ensemble-size --write-quorum --ack-quorum --digest-type --custom-metadata --password --password-file --record-size --protocol --all-scopes --min-age --max-age --min-size --max-size --limit --watch --bookie --state --topic --subscription --after --count --keep-going --show-secrets --entry --check --every-entry --from --to --last --recover --no-verify --body --format --delimiter --template --as-admin --undo --from-file --rate --if-state --ignore-missing --backup --dry-run --accept-loss --entries --size --keep --to-ledger-id --to-user --to-password-file --to-scope --new-id --open --dir --kind --ledger --digest --sample --seed --bookie-url --deadline --wait --major --minor --accept-scoped-deletes --suspend --resume --status --set --match --raw --discard-old --delete-cookie --yes-really --meta --gaps --ledgers --locations --all --threshold --query --skip-open --skip-unrecoverable --keep-cookie --min-replicas --for-good --rack --group --hostname --from-pos --to-pos --type --after-lastmark --top --by --no-digests --minor-threshold --major-threshold --file --all-copies --scan --depth --list --overwrite --live --delete --sequence --journal-dirs --ledger-dirs --index-dirs --instance-id --scopes-only --scope-0-only --id --older-than --missing --not-missing --reset-clock --count-ledgers --long-long-layout --no-bookies --for --bookies --storage --http --autorecovery --master --spark-conf --archive --ship --facts --save --save-table --append --no-indexes --textfile --full --flat --since --host --port --token-file --bookie-token-file --read-only-token-file --server-cert --server-key --client-ca --duration --batch --in-flight --random --failed --replace --use --interval --once)
   case $path in
 '') at="0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25" words='ledger bookie bookies journal entrylog metadata cookie autorecovery cluster local pipeline api bench progress audit context top help version completion' ;;
 'ledger') at="$end0" words='write list show locate read tail delete recover verify test copy' ;;
@@ -143,40 +143,40 @@ _bkctl() {
 'local down') at="84 46 $end3" ;;
 'local status') at="84 $end3" ;;
 'pipeline') at="$end0" words='inventory integrity garbage journal-audit report extract export import migrate-scope' ;;
-'pipeline inventory') at="86 28 39 157 158 159 160 161 125 162 $end1" argument='none' ;;
-'pipeline integrity') at="86 28 39 157 158 159 160 161 163 162 $end1" argument='none' ;;
-'pipeline garbage') at="127 128 157 158 159 160 161 125 162 $end1" argument='none' ;;
-'pipeline journal-audit') at="86 28 39 157 158 159 160 161 125 162 $end1" argument='none' ;;
-'pipeline report') at="127 128 157 158 159 160 161 162 164 $end1" argument='none' ;;
-'pipeline extract') at="165 77 $end1" argument='none' ;;
-'pipeline export') at="27 28 29 157 158 159 160 134 166 162 $end1" argument='none' ;;
-'pipeline import') at="81 30 31 32 157 158 159 160 36 73 162 $end1" argument='none' ;;
-'pipeline migrate-scope') at="27 28 29 81 30 31 32 157 158 159 160 73 162 $end1" argument='ledger' ;;
+'pipeline inventory') at="86 28 39 157 158 159 160 161 162 163 164 125 $end1" argument='none' ;;
+'pipeline integrity') at="86 28 39 157 158 159 160 161 162 163 164 165 125 $end1" argument='none' ;;
+'pipeline garbage') at="127 128 157 158 159 160 161 162 163 164 125 $end1" argument='none' ;;
+'pipeline journal-audit') at="86 28 39 157 158 159 160 161 162 163 164 125 $end1" argument='none' ;;
+'pipeline report') at="127 128 157 158 159 160 161 162 166 $end1" argument='none' ;;
+'pipeline extract') at="167 77 $end1" argument='none' ;;
+'pipeline export') at="27 28 29 157 158 159 160 162 163 164 134 168 47 169 $end1" argument='none' ;;
+'pipeline import') at="81 30 31 32 157 158 159 160 162 163 164 36 73 $end1" argument='none' ;;
+'pipeline migrate-scope') at="27 28 29 81 30 31 32 157 158 159 160 162 163 164 73 $end1" argument='ledger' ;;
 'api') at="$end0" words='serve get put delete' ;;
-'api serve') at="167 168 169 170 171 172 173 174 $end1" ;;
+'api serve') at="170 171 172 173 174 175 176 177 $end1" ;;
 'api get') at="46 90 43 $end1" argument='none' ;;
 'api put') at="46 90 43 62 73 $end1" argument='none' ;;
 'api delete') at="46 90 43 73 $end2" argument='none' ;;
 'bench') at="$end0" words='adds reads mixed' ;;
-'bench adds') at="107 76 28 30 31 32 33 75 175 176 177 69 38 $end1" ;;
-'bench reads') at="107 76 28 30 31 32 33 75 175 176 177 69 38 178 $end1" ;;
-'bench mixed') at="107 76 28 30 31 32 33 75 175 176 177 69 38 178 $end1" ;;
+'bench adds') at="107 76 28 30 31 32 33 75 178 179 180 69 38 $end1" ;;
+'bench reads') at="107 76 28 30 31 32 33 75 178 179 180 69 38 181 $end1" ;;
+'bench mixed') at="107 76 28 30 31 32 33 75 178 179 180 69 38 181 $end1" ;;
 'progress') at="45 $end3" words='show pause resume rate' ;;
 'progress show') at="45 $end3" argument='none' ;;
 'progress pause') at="$end3" argument='none' ;;
 'progress resume') at="$end3" argument='none' ;;
 'progress rate') at="$end3" argument='none' ;;
 'audit') at="$end0" words='list show' ;;
-'audit list') at="44 179 180 $end3" ;;
+'audit list') at="44 169 182 $end3" ;;
 'audit show') at="$end3" argument='none' ;;
 'context') at="$end0" words='list show add use rename delete' ;;
 'context list') at="$end3" ;;
 'context show') at="$end3" argument='context' ;;
-'context add') at="181 182 $end1" argument='context' ;;
+'context add') at="183 184 $end1" argument='context' ;;
 'context use') at="$end3" argument='context' ;;
 'context rename') at="$end3" argument='context' ;;
 'context delete') at="$end4" argument='context' ;;
-'top') at="183 184 $end1" ;;
+'top') at="185 186 $end1" ;;
 'help') at="$end0" argument='words ledger bookie bookies journal entrylog metadata cookie autorecovery cluster local pipeline api bench progress audit context connection' ;;
 'version') at="$end3" ;;
 'completion') at="$end3" argument='words bash zsh fish' ;;
@@ -196,8 +196,9 @@ _bkctl() {
 'metadata replace-bookie:--from'|'metadata replace-bookie:--to') kind='bookie' ;;
 'local down:--bookie'|'pipeline extract:--keep'|'api put:--body'|'bench adds:--ledgers'|'bench reads:--ledgers'|'bench mixed:--ledgers') kind='none' ;;
 'pipeline inventory:--by') kind='words bookie entrylog scope ledger application' ;;
+'pipeline integrity:--by') kind='words entry ledger bookie log' ;;
 'pipeline garbage:--by') kind='words entrylog bookie ledger' ;;
-'pipeline journal-audit:--by') kind='words journal entry' ;;
+'pipeline journal-audit:--by') kind='words journal entry ledger bookie log' ;;
 *:--conf|*:--tls-ca|*:--tls-cert|*:--tls-key|*:--metadata-tls-ca|*:--metadata-tls-cert|*:--metadata-tls-key|*:--metadata-password-file|*:--password-file|*:--undo|*:--from-file|*:--backup|*:--to-password-file|*:--dir|*:--file|*:--token-file|*:--bookie-token-file|*:--read-only-token-file|*:--server-cert|*:--server-key|*:--client-ca) kind='files' ;;
 *:--context) kind='context' ;;
 *:--output) kind='words table wide json ndjson yaml csv id' ;;

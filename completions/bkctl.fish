@@ -7,7 +7,7 @@ function __bkctl_path
         if test $skip = 1
             set skip 0
         else if string match -q -- '-*' $word
-            string match -qr -- '^(--ack-quorum|--after|--archive|--backup|--batch|--body|--bookie|--bookie-address|--bookie-token-file|--bookie-url|--bookies|--by|--client-ca|--columns|--conf|--context|--custom-metadata|--deadline|--delimiter|--depth|--digest|--digest-type|--dir|--duration|--ensemble-size|--entries|--entry|--facts|--file|--for|--format|--from|--from-file|--from-pos|--group|--host|--hostname|--id|--if-state|--in-flight|--index-dirs|--instance-id|--interval|--journal-dirs|--keep|--kind|--last|--ledger|--ledger-dirs|--ledger-id|--ledger-qualified-name|--ledger-scope-id|--ledgers|--limit|--major-threshold|--master|--match|--max-age|--max-size|--metadata-password-file|--metadata-tls-ca|--metadata-tls-cert|--metadata-tls-key|--metadata-uri|--metadata-user|--min-age|--min-replicas|--min-size|--minor-threshold|--missing|--not-missing|--older-than|--output|--password|--password-file|--port|--protocol|--rack|--rate|--read-only-token-file|--record-size|--reset-clock|--resume|--sample|--save|--seed|--server-cert|--server-key|--set|--since|--size|--sort|--spark-conf|--state|--storage|--subscription|--suspend|--template|--textfile|--threshold|--timeout|--tls-ca|--tls-cert|--tls-key|--to|--to-ledger-id|--to-password-file|--to-pos|--to-scope|--to-user|--token-file|--top|--topic|--type|--undo|--watch|--write-quorum|--yes-really|-c|-e|-f|-o|-t|-u|-x)$' $word; and set skip 1
+            string match -qr -- '^(--ack-quorum|--after|--archive|--backup|--batch|--body|--bookie|--bookie-address|--bookie-token-file|--bookie-url|--bookies|--by|--client-ca|--columns|--conf|--context|--custom-metadata|--deadline|--delimiter|--depth|--digest|--digest-type|--dir|--duration|--ensemble-size|--entries|--entry|--facts|--file|--for|--format|--from|--from-file|--from-pos|--group|--host|--hostname|--id|--if-state|--in-flight|--index-dirs|--instance-id|--interval|--journal-dirs|--keep|--kind|--last|--ledger|--ledger-dirs|--ledger-id|--ledger-qualified-name|--ledger-scope-id|--ledgers|--limit|--major-threshold|--master|--match|--max-age|--max-size|--metadata-password-file|--metadata-tls-ca|--metadata-tls-cert|--metadata-tls-key|--metadata-uri|--metadata-user|--min-age|--min-replicas|--min-size|--minor-threshold|--missing|--not-missing|--older-than|--output|--password|--password-file|--port|--protocol|--rack|--rate|--read-only-token-file|--record-size|--reset-clock|--resume|--sample|--save|--save-table|--seed|--server-cert|--server-key|--set|--since|--size|--sort|--spark-conf|--state|--storage|--subscription|--suspend|--template|--textfile|--threshold|--timeout|--tls-ca|--tls-cert|--tls-key|--to|--to-ledger-id|--to-password-file|--to-pos|--to-scope|--to-user|--token-file|--top|--topic|--type|--undo|--watch|--write-quorum|--yes-really|-c|-e|-f|-o|-t|-u|-x)$' $word; and set skip 1
         else if test (count $path) -lt 2; or contains -- "$path" 'bookie index' 'bookies racks' 'cluster health' 'cluster healthcheck'
             set -a path $word
         end
@@ -144,40 +144,40 @@ case 'local up'; set ids 224 225 226 227 228 $end3
 case 'local down'; set ids 224 229 $end3
 case 'local status'; set ids 224 $end3
 case 'pipeline'; set ids commands $end0
-case 'pipeline inventory'; set ids none 160 161 41 230 231 232 233 234 235 236 $end1
-case 'pipeline integrity'; set ids none 160 161 41 230 231 232 233 234 237 236 $end1
-case 'pipeline garbage'; set ids none 174 175 230 231 232 233 234 238 236 $end1
-case 'pipeline journal-audit'; set ids none 160 161 41 230 231 232 233 234 239 236 $end1
-case 'pipeline report'; set ids none 174 175 230 231 232 233 234 236 240 $end1
-case 'pipeline extract'; set ids none 241 242 $end1
-case 'pipeline export'; set ids none 28 29 30 230 231 232 233 243 244 245 $end1
-case 'pipeline import'; set ids none 246 247 248 249 230 231 232 233 250 81 245 $end1
-case 'pipeline migrate-scope'; set ids ledger 28 29 30 251 247 248 249 230 231 232 233 81 245 $end1
+case 'pipeline inventory'; set ids none 160 161 41 230 231 232 233 234 235 236 237 238 $end1
+case 'pipeline integrity'; set ids none 160 161 41 230 231 232 233 234 235 236 237 239 240 $end1
+case 'pipeline garbage'; set ids none 174 175 230 231 232 233 234 235 236 237 241 $end1
+case 'pipeline journal-audit'; set ids none 160 161 41 230 231 232 233 234 235 236 237 242 $end1
+case 'pipeline report'; set ids none 174 175 230 231 232 233 234 243 244 $end1
+case 'pipeline extract'; set ids none 245 246 $end1
+case 'pipeline export'; set ids none 28 29 30 230 231 232 233 247 236 237 248 249 50 250 $end1
+case 'pipeline import'; set ids none 251 252 253 254 230 231 232 233 247 236 237 255 81 $end1
+case 'pipeline migrate-scope'; set ids ledger 28 29 30 256 252 253 254 230 231 232 233 247 236 237 81 $end1
 case 'api'; set ids commands $end0
-case 'api serve'; set ids 252 253 254 255 256 257 258 259 $end1
-case 'api get'; set ids none 107 108 260 $end1
-case 'api put'; set ids none 107 108 260 261 81 $end1
-case 'api delete'; set ids none 107 108 260 81 $end2
+case 'api serve'; set ids 257 258 259 260 261 262 263 264 $end1
+case 'api get'; set ids none 107 108 265 $end1
+case 'api put'; set ids none 107 108 265 266 81 $end1
+case 'api delete'; set ids none 107 108 265 81 $end2
 case 'bench'; set ids commands $end0
-case 'bench adds'; set ids 262 263 264 31 32 33 34 265 266 267 268 269 39 $end1
-case 'bench reads'; set ids 262 263 264 31 32 33 34 265 266 267 268 269 39 270 $end1
-case 'bench mixed'; set ids 262 263 264 31 32 33 34 265 266 267 268 269 39 270 $end1
+case 'bench adds'; set ids 267 268 269 31 32 33 34 270 271 272 273 274 39 $end1
+case 'bench reads'; set ids 267 268 269 31 32 33 34 270 271 272 273 274 39 275 $end1
+case 'bench mixed'; set ids 267 268 269 31 32 33 34 270 271 272 273 274 39 275 $end1
 case 'progress'; set ids commands 48 $end3
 case 'progress show'; set ids none 48 $end3
 case 'progress pause'; set ids none $end3
 case 'progress resume'; set ids none $end3
 case 'progress rate'; set ids none $end3
 case 'audit'; set ids commands $end0
-case 'audit list'; set ids 271 272 273 $end3
+case 'audit list'; set ids 276 277 278 $end3
 case 'audit show'; set ids none $end3
 case 'context'; set ids commands $end0
 case 'context list'; set ids $end3
 case 'context show'; set ids context $end3
-case 'context add'; set ids context 274 275 $end1
+case 'context add'; set ids context 279 280 $end1
 case 'context use'; set ids context $end3
 case 'context rename'; set ids context $end3
 case 'context delete'; set ids context $end4
-case 'top'; set ids 276 277 $end1
+case 'top'; set ids 281 282 $end1
 case 'help'; set ids words-ledger-bookie-bookies-journal-entrylog-metadata-cookie-autorecovery-cluster-local-pipeline-api-bench-progress-audit-context-connection $end0
 case 'version'; set ids $end3
 case 'completion'; set ids words-bash-zsh-fish $end3
@@ -458,49 +458,54 @@ __bkctl 231 -l spark-conf -x -d 'A setting of Spark, as spark.driver.memory=4g; 
 __bkctl 232 -l archive -x -d 'Archive to unpack on every executor, as venv.tar.gz#environment; repeatable.'
 __bkctl 233 -l ship -d 'Send this package and its compiled scanner to the executors (default: unless Spark runs on this machine alone). Executors of another platform scan in Python, 4 times slower.'
 __bkctl 234 -l facts -x -d 'Read facts that '\''pipeline extract'\'' wrote, instead of bookies'\'' files.'
-__bkctl 235 -l by -x -a 'bookie entrylog scope ledger application' -d 'A row for each bookie, entrylog, scope, ledger or application. [default: bookie]'
-__bkctl 236 -l save -x -d 'Also save the rows: NAME.parquet, NAME.csv or NAME.json; NAME.html: a page with plots. Repeatable.'
-__bkctl 237 -l no-indexes -d 'Read entry logs and journals only: for copies without indexes.'
-__bkctl 238 -l by -x -a 'entrylog bookie ledger' -d 'A row for each entrylog, bookie, or orphaned ledger. [default: entrylog]'
-__bkctl 239 -l by -x -a 'journal entry' -d 'A row for each journal, or each entry that no entry log holds. [default: journal]'
-__bkctl 240 -l textfile -x -d 'Write findings and totals for the textfile collector of Prometheus'\'' node_exporter; replaces the file.'
-__bkctl 241 -l full -d 'Read logs again that were extracted before.'
-__bkctl 242 -l keep -x -d 'Keep superseded files this long, for jobs that read them. [default: 1h]'
-__bkctl 243 -l overwrite -d 'Replace an existing export.'
-__bkctl 244 -l flat -d 'Do not create a directory for each scope (default with more than 1,000 scopes).'
-__bkctl 245 -l save -x -d 'Also save the rows: NAME.parquet, NAME.csv or NAME.json; repeatable.'
-__bkctl 246 -l to-scope -x -a '(__bkctl_dynamic scope)' -d 'Create the ledgers in this scope, under their ledger ids (default: the scope of each).'
-__bkctl 247 -l ensemble-size -x -d 'Bookies that a fragment is spread over (default: as the source'\''s).'
-__bkctl 248 -l write-quorum -x -d 'Bookies that get each entry (default: as the source'\''s).'
-__bkctl 249 -l ack-quorum -x -d 'Bookies that must have an entry before it counts (default: as the source'\''s).'
-__bkctl 250 -l password-file -r -F -d 'File with the password of the new ledgers (else BKCTL_LEDGER_PASSWORD, else empty).'
-__bkctl 251 -l to-scope -x -a '(__bkctl_dynamic scope)' -d 'The scope to copy into; the ledger ids stay.'
-__bkctl 252 -l host -x -d 'The address to listen on. [default: 127.0.0.1]'
-__bkctl 253 -l port -x -d 'The port to listen on; 0: any. [default: 8080]'
-__bkctl 254 -l token-file -r -F -d 'Clients must send this token (else BKCTL_API_TOKEN).'
-__bkctl 255 -l bookie-token-file -r -F -d 'The token of the bookies'\'' servers (else none).'
-__bkctl 256 -l read-only-token-file -r -F -d 'Clients that send this token may read, without secrets.'
-__bkctl 257 -l server-cert -r -F -d 'Serve https with this PEM certificate.'
-__bkctl 258 -l server-key -r -F -d 'Private key of --server-cert, if not in the same file.'
-__bkctl 259 -l client-ca -r -F -d 'Accept clients whose certificate these authorities (PEM) signed.'
-__bkctl 260 -l max-size -x -d 'Refuse a larger response (exit code 7). [default: 64MiB]'
-__bkctl 261 -l body -x -d 'The JSON to send, or @FILE (@-: stdin).'
-__bkctl 262 -l ledgers -x -d 'Ledgers to use at the same time. [default: 1]'
-__bkctl 263 -l size -x -d 'Bytes of an entry. [default: 1KiB]'
-__bkctl 264 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Scope of the ledgers (default 0).'
-__bkctl 265 -l entries -x -d 'Entries in all ledgers together. [default: 10000]'
-__bkctl 266 -l duration -x -d 'Run for this long, instead of for --entries.'
-__bkctl 267 -l batch -x -d 'Entries to add or read at once; a latency is a batch'\''s. [default: 10]'
-__bkctl 268 -l in-flight -x -d 'Batches in flight for each ledger. [default: 10]'
-__bkctl 269 -l rate -x -d 'At most this many entries a second.'
-__bkctl 270 -l random -d 'Read at random positions instead of in order.'
-__bkctl 271 -l limit -x -d 'List only the last N runs (default 50).'
-__bkctl 272 -l since -x -d 'List only runs of this last time: 1h, 7d.'
-__bkctl 273 -l failed -d 'List only runs that did not end with exit code 0.'
-__bkctl 274 -l replace -d 'Replace the context of this name.'
-__bkctl 275 -l use -d 'Make the new context the current one.'
-__bkctl 276 -l interval -x -d 'The time between two looks: 500ms, 2s, 1m. [default: 2s]'
-__bkctl 277 -l once -d 'Print the numbers of one interval, and end.'
+__bkctl 235 -l save -x -d 'Also save the rows: NAME.parquet, NAME.csv or NAME.json; NAME.html: a page with plots. Repeatable.'
+__bkctl 236 -l save-table -x -d 'Also save the rows as a new table of Spark'\''s catalog; runs on Spark. Repeatable.'
+__bkctl 237 -l append -d 'Add the rows, dated by a column runAt, to existing tables of --save-table, and to NAME.parquet of --save, a directory.'
+__bkctl 238 -l by -x -a 'bookie entrylog scope ledger application' -d 'A row for each bookie, entrylog, scope, ledger or application. [default: bookie]'
+__bkctl 239 -l no-indexes -d 'Read entry logs and journals only: for copies without indexes.'
+__bkctl 240 -l by -x -a 'entry ledger bookie log' -d 'A row for each entry, or for each range of entries by ledger, bookie or log. [default: entry]'
+__bkctl 241 -l by -x -a 'entrylog bookie ledger' -d 'A row for each entrylog, bookie, or orphaned ledger. [default: entrylog]'
+__bkctl 242 -l by -x -a 'journal entry ledger bookie log' -d 'A row for each journal, each entry that no entry log holds, or their ranges by ledger, bookie or log. [default: journal]'
+__bkctl 243 -l save -x -d 'Write the page: NAME.html; repeatable.'
+__bkctl 244 -l textfile -x -d 'Write findings and totals for the textfile collector of Prometheus'\'' node_exporter; replaces the file.'
+__bkctl 245 -l full -d 'Read logs again that were extracted before.'
+__bkctl 246 -l keep -x -d 'Keep superseded files this long, for jobs that read them. [default: 1h]'
+__bkctl 247 -l save -x -d 'Also save the rows: NAME.parquet, NAME.csv or NAME.json. Repeatable.'
+__bkctl 248 -l overwrite -d 'Replace an existing export.'
+__bkctl 249 -l flat -d 'Do not create a directory for each scope (default with more than 1,000 scopes).'
+__bkctl 250 -l since -x -d 'Leave out closed ledgers that a former export has; '\''PATH/*'\'' stands for all complete ones there.'
+__bkctl 251 -l to-scope -x -a '(__bkctl_dynamic scope)' -d 'Create the ledgers in this scope, under their ledger ids (default: the scope of each).'
+__bkctl 252 -l ensemble-size -x -d 'Bookies that a fragment is spread over (default: as the source'\''s).'
+__bkctl 253 -l write-quorum -x -d 'Bookies that get each entry (default: as the source'\''s).'
+__bkctl 254 -l ack-quorum -x -d 'Bookies that must have an entry before it counts (default: as the source'\''s).'
+__bkctl 255 -l password-file -r -F -d 'File with the password of the new ledgers (else BKCTL_LEDGER_PASSWORD, else empty).'
+__bkctl 256 -l to-scope -x -a '(__bkctl_dynamic scope)' -d 'The scope to copy into; the ledger ids stay.'
+__bkctl 257 -l host -x -d 'The address to listen on. [default: 127.0.0.1]'
+__bkctl 258 -l port -x -d 'The port to listen on; 0: any. [default: 8080]'
+__bkctl 259 -l token-file -r -F -d 'Clients must send this token (else BKCTL_API_TOKEN).'
+__bkctl 260 -l bookie-token-file -r -F -d 'The token of the bookies'\'' servers (else none).'
+__bkctl 261 -l read-only-token-file -r -F -d 'Clients that send this token may read, without secrets.'
+__bkctl 262 -l server-cert -r -F -d 'Serve https with this PEM certificate.'
+__bkctl 263 -l server-key -r -F -d 'Private key of --server-cert, if not in the same file.'
+__bkctl 264 -l client-ca -r -F -d 'Accept clients whose certificate these authorities (PEM) signed.'
+__bkctl 265 -l max-size -x -d 'Refuse a larger response (exit code 7). [default: 64MiB]'
+__bkctl 266 -l body -x -d 'The JSON to send, or @FILE (@-: stdin).'
+__bkctl 267 -l ledgers -x -d 'Ledgers to use at the same time. [default: 1]'
+__bkctl 268 -l size -x -d 'Bytes of an entry. [default: 1KiB]'
+__bkctl 269 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Scope of the ledgers (default 0).'
+__bkctl 270 -l entries -x -d 'Entries in all ledgers together. [default: 10000]'
+__bkctl 271 -l duration -x -d 'Run for this long, instead of for --entries.'
+__bkctl 272 -l batch -x -d 'Entries to add or read at once; a latency is a batch'\''s. [default: 10]'
+__bkctl 273 -l in-flight -x -d 'Batches in flight for each ledger. [default: 10]'
+__bkctl 274 -l rate -x -d 'At most this many entries a second.'
+__bkctl 275 -l random -d 'Read at random positions instead of in order.'
+__bkctl 276 -l limit -x -d 'List only the last N runs (default 50).'
+__bkctl 277 -l since -x -d 'List only runs of this last time: 1h, 7d.'
+__bkctl 278 -l failed -d 'List only runs that did not end with exit code 0.'
+__bkctl 279 -l replace -d 'Replace the context of this name.'
+__bkctl 280 -l use -d 'Make the new context the current one.'
+__bkctl 281 -l interval -x -d 'The time between two looks: 500ms, 2s, 1m. [default: 2s]'
+__bkctl 282 -l once -d 'Print the numbers of one interval, and end.'
 __bkctl files -F
 __bkctl ledger -f -a '(__bkctl_dynamic ledger)'
 __bkctl words-on-off -f -a 'on off'
