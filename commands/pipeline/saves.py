@@ -183,10 +183,12 @@ def _catalog_is_temporary(session: SparkSession, table: str) -> bool:
 
 def _columns_of_files(directory: Path) -> list[str]:
     """Return the columns of the Parquet files in a directory; no columns without a file."""
+    first = min(directory.glob("*.parquet"), default=None)
+    if first is None:
+        return []
     import pyarrow.parquet
 
-    first = min(directory.glob("*.parquet"), default=None)
-    return [] if first is None else list(pyarrow.parquet.read_schema(first).names)
+    return list(pyarrow.parquet.read_schema(first).names)
 
 
 def _check_columns(place: str, found: Sequence[str], columns: Columns) -> None:
