@@ -82,7 +82,7 @@ def test_connect_server_gives_the_rows_of_the_local_engine(server: str, tmp_path
     found, expected = (job_rows(url, files.uri, str(files.directory)) for url in (server, "local"))
     assert expected["integrity"]
     assert {name: found[name] for name in expected} == expected
-    logs = [log for place in files.places() for log in Path(place).rglob("*.log")]
+    logs = [log for place in files.places() for log in Path(place, "ledgers").rglob("*.log")]
     records = CommandLine(None)("entrylog", "read", *logs, "-o", "ndjson").rows
     assert found["sql"] == [{"count": len(records)}]
     names = {each.ledger.qualified_name for each in files.written}
