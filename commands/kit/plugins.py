@@ -23,13 +23,13 @@ def find_plugins(environment: Mapping[str, str], wanted: str | None = None) -> d
     Of two programs with one name, the first on the PATH counts. Relative directories of the PATH are skipped.
     """
     found: dict[str, str] = {}
-    for directory in filter(os.path.isabs, environment.get("PATH", "").split(os.pathsep)):
+    for directory in dict.fromkeys(filter(os.path.isabs, environment.get("PATH", "").split(os.pathsep))):
         with suppress(OSError):
             files = os.listdir(directory) if wanted is None else [PREFIX + wanted]
-            for file in files:
+            for file in [file for file in files if file.startswith(PREFIX)]:
                 name = file.removeprefix(PREFIX)
                 path = os.path.join(directory, file)
-                if name != file and _NAME.fullmatch(name) and os.path.isfile(path) and os.access(path, os.X_OK):
+                if _NAME.fullmatch(name) and os.path.isfile(path) and os.access(path, os.X_OK):
                     found.setdefault(name, path)
     return dict(sorted(found.items()))
 
