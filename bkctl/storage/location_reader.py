@@ -8,12 +8,13 @@ from __future__ import annotations
 import struct
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from bkctl.disk import Files, StorageFile
 from bkctl.errors import CorruptRecord, TruncatedRecord, Unsupported
+from bkctl.files import scan
 from bkctl.formats import entry_log as formats
 from bkctl.formats.entry import ENTRY_FLAGS_V2, read_ledger
 from bkctl.formats.record import RECORD_SIZE
@@ -129,7 +130,7 @@ class LocationReader:
             if data is None:
                 found += [None] * (last - first)
             else:
-                entries = _entries_in(data, begin, ledger, entry_ids[first:last], locations[first:last])
+                entries = entries_in(data, begin, ledger, entry_ids[first:last], locations[first:last])
                 found += _without_surplus(entries, len(data))
                 size += len(data)
         return found
@@ -206,12 +207,12 @@ def _without_surplus(entries: list[memoryview | None], kept: int) -> list[memory
     return [None if body is None else memoryview(bytes(body)) for body in entries]
 
 
-def _entries_in(
+def entries_in_plain(
     data: memoryview, begin: int, ledger: LedgerId, entry_ids: Sequence[int], locations: Sequence[int]
 ) -> list[memoryview | None]:
     """Return entries of `ledger` from `data`, which begins with the record at location `begin`.
 
-    None for an entry that is not whole, or not the one at its location.
+    None for an entry that is not whole, or not the one at its location. `_scan.c` has the same loop, compiled.
     """
     found: list[memoryview | None] = []
     unpack = (_IDS_V2 if ledger[0] else _IDS_V1).unpack_from
@@ -234,3 +235,7 @@ def _entries_in(
                 body = data[at + RECORD_SIZE.size : end]
         found.append(body)
     return found
+
+
+_loops: Any = scan.compiled  # type: ignore[attr-defined]
+entries_in: Callable[..., list[memoryview | None]] = entries_in_plain if _loops is None else _loops.entries_at

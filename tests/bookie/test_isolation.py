@@ -29,6 +29,39 @@ def in_flight(bookie: Bookie) -> int:
     return bookie.server.in_flight_bytes + sum(each._in_flight for each in bookie.server.connections)
 
 
+@STORAGES
+@pytest.mark.parametrize("protocol", list(Protocol), ids=lambda each: each.name)
+@pytest.mark.parametrize("journals", [1, 3])
+def test_requests_taken_in_one_pass_are_refused_alone(
+    tmp_path: Path, cluster: Cluster, storage: str, protocol: Protocol, journals: int
+) -> None:
+    """Adds and reads of many ledgers arrive together: of a fenced one, with a wrong key, of a missing entry."""
+    ledgers = [LedgerId(0, number) for number in range(1, 8)]
+    fenced, keyed = ledgers[2], ledgers[3]
+    directories = tuple(str(tmp_path / f"j{number}") for number in range(journals))
+
+    async def body(bookie: Bookie, connection: BookieConnection) -> None:
+        assert set(await statuses(connection, *(add(each, 0) for each in ledgers))) == {Status.EOK}
+        fence = ReadRequest(fenced, 0, digests(fenced).master_key, fence=True)
+        assert await statuses(connection, fence) == [Status.EOK]
+        requests: list[Any] = []
+        expected: list[Status] = []
+        for entry_id in (1, 2):
+            for ledger in ledgers:
+                refused = Status.EFENCED if ledger == fenced else Status.EUA if ledger == keyed else Status.EOK
+                key = bytes(20) if ledger == keyed else digests(ledger).master_key
+                requests += [add(ledger, entry_id, master_key=key), ReadRequest(ledger, 0), ReadRequest(ledger, 9)]
+                expected += [refused, Status.EOK, Status.ENOENTRY]
+        assert await asyncio.wait_for(statuses(connection, *requests), 60) == expected
+        assert in_flight(bookie) == 0
+        reads = [ReadRequest(ledger, 2) for ledger in ledgers]
+        assert await statuses(connection, *reads) == [
+            Status.ENOENTRY if ledger in (fenced, keyed) else Status.EOK for ledger in ledgers
+        ]
+
+    on_a_bookie(tmp_path, cluster, body, protocol, ledger_storage_class=storage, journal_directories=directories)
+
+
 # --- master keys -----------------------------------------------------------------------------------------------------
 
 

@@ -254,14 +254,15 @@ class SingleDirectoryDbLedgerStorage:
 
     def _cached_locations(self, handle: DbLedgerHandle, entry_ids: Sequence[int]) -> list[int]:
         """Return the locations of entries outside the write cache; 0 for an entry whose location is not in memory."""
-        pages: dict[int, array[int] | None] = {}
+        if not handle.is_on_disk:
+            return [0] * len(entry_ids)
         locations: list[int] = []
-        get = self._location_cache.get
+        ledger, get = handle.ledger, self._location_cache.get
+        page, last = None, -1
         for entry_id in entry_ids:
             number = entry_id >> PAGE_BITS
-            if number not in pages:
-                pages[number] = get(handle.ledger, number) if handle.is_on_disk else None
-            page = pages[number]
+            if number != last:
+                page, last = get(ledger, number), number
             locations.append(0 if page is None else page[entry_id & _IN_PAGE])
         return locations
 
@@ -307,10 +308,10 @@ class SingleDirectoryDbLedgerStorage:
         """Do what `find_all` does with entries outside the write cache."""
         ledger = handle.ledger
         found = self.read_cache.get_all(ledger, entry_ids, size_max)
-        if None not in found:
-            return found
         missing = [number for number, body in enumerate(found) if body is None]
-        unread = [entry_ids[number] for number in missing]
+        if not missing:
+            return found
+        unread = entry_ids if len(missing) == len(entry_ids) else [entry_ids[number] for number in missing]
         locations = self._cached_locations(handle, unread)
         if any(locations):
             read = self.logger_of(scoped=ledger.is_scoped).read_run(ledger, unread, locations, size_max, cached=True)
