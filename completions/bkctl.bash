@@ -131,8 +131,8 @@ _bkctl() {
 'cluster health') at="46 111 155 108 $end1" words='show detail mute unmute mutes' ;;
 'cluster health show') at="46 111 155 108 $end1" ;;
 'cluster health detail') at="111 155 108 $end1" ;;
-'cluster health mute') at="156 68 $end1" argument='words no-instance-id no-writable-bookie bookie-down bookie-read-only bookie-without-address bookie-without-cookie bookie-silent cookie-damaged cookie-of-another-cluster disk-full ledgers-set-aside bookie-without-rack too-few-racks ledgers-in-few-racks scopes-orphaned no-bookie-for-scopes mark-damaged underreplicated autorecovery-disabled vote-damaged no-auditor no-auditor-of-scopes' ;;
-'cluster health unmute') at="68 $end1" argument='words no-instance-id no-writable-bookie bookie-down bookie-read-only bookie-without-address bookie-without-cookie bookie-silent cookie-damaged cookie-of-another-cluster disk-full ledgers-set-aside bookie-without-rack too-few-racks ledgers-in-few-racks scopes-orphaned no-bookie-for-scopes mark-damaged underreplicated autorecovery-disabled vote-damaged no-auditor no-auditor-of-scopes' ;;
+'cluster health mute') at="156 68 $end1" argument='words no-instance-id no-writable-bookie bookie-down bookie-read-only bookie-without-address bookie-without-cookie bookie-silent cookie-damaged cookie-of-another-cluster disk-full ledgers-set-aside ledgers-unreadable bookie-without-rack too-few-racks ledgers-in-few-racks scopes-orphaned no-bookie-for-scopes mark-damaged underreplicated autorecovery-disabled vote-damaged no-auditor no-auditor-of-scopes' ;;
+'cluster health unmute') at="68 $end1" argument='words no-instance-id no-writable-bookie bookie-down bookie-read-only bookie-without-address bookie-without-cookie bookie-silent cookie-damaged cookie-of-another-cluster disk-full ledgers-set-aside ledgers-unreadable bookie-without-rack too-few-racks ledgers-in-few-racks scopes-orphaned no-bookie-for-scopes mark-damaged underreplicated autorecovery-disabled vote-damaged no-auditor no-auditor-of-scopes' ;;
 'cluster health mutes') at="$end1" ;;
 'cluster healthcheck') at="$end0" words='status enable disable' ;;
 'cluster healthcheck status') at="$end1" ;;
