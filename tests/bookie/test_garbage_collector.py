@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -145,22 +146,23 @@ def test_scopes_tree_that_vanishes_during_the_round_proves_nothing(zookeeper_clu
     create(zookeeper_cluster, SCOPED[0])
     bookie = Bookie(zookeeper_cluster, Storage(*SCOPED))
     store = zookeeper_cluster.store
-    children = store.children
+    children_many = store.children_many
 
-    def vanish(path: str, **options: Any) -> list[str] | None:
-        found = children(path, **options)
-        if path == "scopes":
-            zookeeper_cluster.ledgers.remove(SCOPED[0])
-            if change == "gone":
-                store.delete("scopes")
-            else:
-                store.put("scopes", b"another instance", None)
-            store.children = children  # type: ignore[method-assign]
-        return found
+    def vanish(paths: Iterable[str]) -> Iterator[list[str] | None]:
+        asked, given = itertools.tee(paths)
+        for path, found in zip(asked, children_many(given), strict=True):
+            if path == "scopes":
+                zookeeper_cluster.ledgers.remove(SCOPED[0])
+                if change == "gone":
+                    store.delete("scopes")
+                else:
+                    store.put("scopes", b"another instance", None)
+                store.children_many = children_many  # type: ignore[method-assign]
+            yield found
 
-    store.children = vanish  # type: ignore[method-assign]
+    store.children_many = vanish  # type: ignore[method-assign]
     bookie.collector.run_round()
-    assert store.children is children, "the tree was never listed"
+    assert store.children_many is children_many, "the tree was never listed"
     assert bookie.storage.ledgers == set(SCOPED)
 
 

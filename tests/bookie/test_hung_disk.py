@@ -232,13 +232,13 @@ def test_deletion_keeps_its_place_among_the_requests_that_wait_for_the_ledger(
                 await asyncio.sleep(0.001)
             deletion = asyncio.ensure_future(bookie.deleter.delete_all([ledger]))
             await asyncio.sleep(0)
-            late = [
-                asyncio.ensure_future(connection.send(each))
-                for each in (ReadRequest(ledger, 0), add(ledger, 7), ReadRequest(ledger, 7), ReadRequest(ledger, 1))
-            ]
-            # Adjacent reads wait as one.
-            while len(bookie.processor.requests.by_ledger[ledger]) < 6:
-                await asyncio.sleep(0.001)
+            late = []
+            for each in (ReadRequest(ledger, 0), add(ledger, 7), ReadRequest(ledger, 7), ReadRequest(ledger, 1)):
+                # One after the other: a pass over the buffer takes adds before reads.
+                waiting = len(bookie.processor.requests.by_ledger[ledger])
+                late.append(asyncio.ensure_future(connection.send(each)))
+                while len(bookie.processor.requests.by_ledger[ledger]) == waiting:
+                    await asyncio.sleep(0.001)
             disk.free()
             assert [each.status for each in await asyncio.gather(*early)] == [Status.EOK, Status.EOK]
             assert await deletion == 1

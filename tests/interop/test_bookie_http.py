@@ -129,7 +129,7 @@ def test_compactions_are_suspended_and_resumed(place: Place) -> None:
 def test_databases_of_entry_locations_are_compacted(place: Place) -> None:
     plain = str(place.bookie.ledger_dir / "current" / "locations")
     row = place.row("bookie", "compact-locations", plain, "--wait", "--deadline", "120s")
-    assert row == {"path": plain, "compacting": False}
+    assert row == {"path": plain, "compacting": False, "applied": True}
     assert plain in [row["path"] for row in place.ask("bookie", "compact-locations", "--status").rows]
 
 
