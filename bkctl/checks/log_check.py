@@ -197,7 +197,8 @@ def _check_records(reader: EntryLogReader, check: LogCheck, checker: DigestCheck
         check.behind = look_behind(reader, reader.position)
         return
     if behind_map:
-        check.contradictions.append(f"{behind_map:,} entries follow the ledgers map at byte {map_at}")
+        follow = "entry follows" if behind_map == 1 else "entries follow"
+        check.contradictions.append(f"{behind_map:,} {follow} the ledgers map at byte {map_at}")
     _check_map(reader, check, map_at, {LedgerId(*key): size for key, size in sizes.items()})
 
 

@@ -20,6 +20,7 @@ from bkctl.formats.entry_log import (
     VERSION_SCOPED,
     VERSION_WITHOUT_MAP,
     EntryLogHeader,
+    is_ledgers_map,
     log_id_of,
     read_header,
     read_ledgers_map,
@@ -156,8 +157,9 @@ class EntryLogReader(FileReader):
         return read_record(self.read(offset, size), 0, size, offset - 4, self.name)
 
     def ledgers_map(self) -> dict[LedgerId, int] | None:
-        """Return each ledger's bytes in this log from the ledgers map at its end; None for a log without a map.
+        """Return each ledger's bytes in this log from the ledgers map at its end; None for a log without a map there.
 
+        Apache's SortedLedgerStorage may write entries behind a map, if a checkpoint closes the log meanwhile.
         A log that was closed without entries (Apache's SortedLedgerStorage may do that) has neither ledgers nor a map.
         Raises CorruptRecord if the map contradicts itself or the header.
         """
@@ -177,7 +179,10 @@ class EntryLogReader(FileReader):
                 break
             if size > min(_LEDGERS_MAP_SIZE_MAX, file_size - at - 4):
                 raise CorruptRecord(f"Ledgers map has length {size}", offset=at, where=self.name)
-            for ledger, ledger_size in read_ledgers_map(self.read(at + 4, size), header.version, at, self.name):
+            body = self.read(at + 4, size)
+            if sizes and len(sizes) == header.ledgers_count and not is_ledgers_map(body):
+                return None
+            for ledger, ledger_size in read_ledgers_map(body, header.version, at, self.name):
                 if ledger in sizes or ledger_size <= 0:
                     # Zeros after a crash before the map was synced: the log may have other ledgers.
                     raise CorruptRecord(f"Ledgers map says {ledger_size} bytes of {ledger}", offset=at, where=self.name)

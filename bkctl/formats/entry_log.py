@@ -90,6 +90,11 @@ def write_ledgers_map(sizes: Mapping[LedgerId, int], version: int = VERSION_CURR
         yield RECORD_SIZE.pack(len(body)) + body
 
 
+def is_ledgers_map(body: Buffer) -> bool:
+    """Return whether a record has the marks of the ledgers map in place of a ledger and an entry id."""
+    return len(body) >= IDS_V1.size and IDS_V1.unpack_from(body) == (U64_MAX, LEDGERS_MAP_ENTRY_ID)
+
+
 def read_ledgers_map(body: Buffer, version: int, offset: int = 0, where: str = "") -> list[tuple[LedgerId, int]]:
     """Return the ledgers and their bytes in one record of the ledgers map; `offset` is the record's, for messages.
 
@@ -98,8 +103,7 @@ def read_ledgers_map(body: Buffer, version: int, offset: int = 0, where: str = "
     item = _MAP_ITEM_V2 if version == VERSION_SCOPED else _MAP_ITEM_V1
     if len(body) < LEDGERS_MAP_HEADER_SIZE:
         raise CorruptRecord(f"Ledgers map of {len(body)} bytes is too short", offset=offset, where=where)
-    ledger_id, entry_id = IDS_V1.unpack_from(body)
-    if (ledger_id, entry_id) != (U64_MAX, LEDGERS_MAP_ENTRY_ID):
+    if not is_ledgers_map(body):
         raise CorruptRecord("Ledgers map does not begin with -1 and -2", offset=offset, where=where)
     (count,) = RECORD_SIZE.unpack_from(body, IDS_V1.size)
     if count < 0 or LEDGERS_MAP_HEADER_SIZE + count * item.size != len(body):

@@ -123,6 +123,15 @@ def test_a_log_closed_without_entries_is_sound(open_log):
             open_log(damaged).ledgers_map()
 
 
+def test_log_with_entries_behind_its_ledgers_map_is_counted_by_a_scan(open_log):
+    """Apache's SortedLedgerStorage wrote such logs when a checkpoint closed the log while its memtable was flushed."""
+    data = closed_log([entry(0)], {LedgerId(0, 1): len(entry(0))}) + entry(1)
+    reader = open_log(data)
+    assert reader.ledgers_map() is None
+    assert reader.ledgers() == reader.scan_ledgers()
+    assert sum(reader.ledgers().values()) == len(entry(0)) + len(entry(1))
+
+
 def test_a_ledgers_map_of_several_records(open_log):
     sizes = {LedgerId(0, number): number + 1 for number in range(25_000)}
     assert open_log(closed_log([entry(0)], sizes)).ledgers_map() == sizes
