@@ -109,14 +109,6 @@ def folded(session: Any, held: Held) -> Any:
     return blocks.unionByName(fold(frame(session, held.journals), JOURNAL, "fileId", **journaled))
 
 
-def anything(ids: Ids) -> Any:
-    return ids.promised | ids.logged | ids.recorded
-
-
-def differing(ids: Ids) -> Any:
-    return ids.mismatched | (ids.promised & ~(ids.replayed | ids.served))
-
-
 def key_of(row: Any) -> Key:
     values = row if isinstance(row, dict) else row.asDict()
     return values["bookieId"], values["ledgerQualifiedName"], values["entryId"]
@@ -154,6 +146,13 @@ def promises() -> tuple[list[dict[str, Any]], set[Key]]:
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_unfolded_entries_are_those_of_the_records(engine: Engine, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    # In the test, so that it travels to Spark by value: workers lack the tests' modules.
+    def anything(ids: Ids) -> Any:
+        return ids.promised | ids.logged | ids.recorded
+
+    def differing(ids: Ids) -> Any:
+        return ids.mismatched | (ids.promised & ~(ids.replayed | ids.served))
+
     # Small chunks: groups of records, and of blocks, end in the middle of ledgers.
     monkeypatch.setattr(entry_blocks, "_FOLD_ROWS", 50)
     monkeypatch.setattr(entry_blocks, "_COMPARE_ENTRIES", 3000)
