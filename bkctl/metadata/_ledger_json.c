@@ -5,10 +5,7 @@
  * tests/metadata/test_ledger_json.py holds that both print the same. Nothing is read outside a value.
  */
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <stdint.h>
-#include <string.h>
+#include "../_text.h"
 
 /* Version of the function's arguments and result; ledger_json.py accepts only its own. Raise both together. */
 #define API 1
@@ -282,26 +279,6 @@ static char *put_line(char *to, const uint64_t id[2], const Metadata *metadata, 
 
 /* --- ledgers ------------------------------------------------------------------------------------------------------ */
 
-typedef struct {
-    char *data;
-    size_t size, room;
-} Text;
-
-static int make_room(Text *text, size_t more) {
-    if (text->room - text->size >= more) {
-        return 0;
-    }
-    const size_t room = (text->room + more) * 2;
-    char *data = PyMem_Realloc(text->data, room);
-    if (data == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    text->data = data;
-    text->room = room;
-    return 0;
-}
-
 static int read_u64_object(PyObject *number, uint64_t *value) {
     *value = PyLong_Check(number) ? PyLong_AsUnsignedLongLong(number) : (uint64_t)-1;
     if (*value == (uint64_t)-1 && PyErr_Occurred()) {
@@ -421,10 +398,7 @@ static PyObject *lines(PyObject *module, PyObject *args) {
     }
     PyObject *result = NULL;
     if (outcome >= 0) {
-        PyObject *joined = PyUnicode_New((Py_ssize_t)text.size, 127);
-        if (joined != NULL && text.size != 0) {
-            memcpy(PyUnicode_DATA(joined), text.data, text.size);
-        }
+        PyObject *joined = text_object(&text);
         result = joined == NULL ? NULL : Py_BuildValue("Nn", joined, at);
     }
     PyMem_Free(text.data);

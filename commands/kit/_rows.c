@@ -4,33 +4,10 @@
  * that both print the same.
  */
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <stdint.h>
-#include <string.h>
+#include "../../bkctl/_text.h"
 
 /* What the functions take and return: _output.py uses a module with its own number only. Raise both together. */
 #define API 1
-
-typedef struct {
-    char *data;
-    size_t size, room;
-} Text;
-
-static int make_room(Text *text, size_t more) {
-    if (text->room - text->size >= more) {
-        return 0;
-    }
-    const size_t room = (text->room + more) * 2;
-    char *data = PyMem_Realloc(text->data, room);
-    if (data == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    text->data = data;
-    text->room = room;
-    return 0;
-}
 
 static int add(Text *text, const char *data, size_t size) {
     if (make_room(text, size) < 0) {
@@ -165,10 +142,7 @@ static PyObject *join_rows(PyObject *module, PyObject *args) {
     if (outcome == 1) {
         joined = Py_NewRef(Py_None);
     } else if (outcome == 0) {
-        joined = PyUnicode_New((Py_ssize_t)text.size, 127);
-        if (joined != NULL && text.size != 0) {
-            memcpy(PyUnicode_DATA(joined), text.data, text.size);
-        }
+        joined = text_object(&text);
     }
     for (Py_ssize_t index = 0; index < width; index++) {
         if (columns[index].numbers.obj != NULL) {

@@ -61,7 +61,7 @@ def server(tmp_path: Path) -> Iterator[str]:
 
 
 def job_rows(*arguments: str) -> dict[str, Any]:
-    """What the job prints."""
+    """Return the rows that the job prints."""
     done = subprocess.run(
         [sys.executable, JOB, *arguments], env={**os.environ, "PYSPARK_PYTHON": sys.executable},
         capture_output=True, text=True, timeout=1500, check=False,
