@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from support.waiting import eventually
 
 from bkctl.errors import AlreadyExists, Conflict, MetadataVersionConflict, NotFound, Unreachable, UsageError
 from bkctl.metadata.store import NEW, RACKS, VALUE_SIZE_BYTES_MAX, Claim, MetadataStore
@@ -31,13 +32,6 @@ def in_threads(count: int, work: Callable[[int], None]) -> None:
         thread.join()
     if problems:
         raise problems[0]
-
-
-def eventually(condition: Callable[[], object], timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen"
-        time.sleep(0.02)
 
 
 def test_a_created_node_is_read_back_with_its_version_and_its_parent(store: MetadataStore) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from kazoo.client import KazooClient, TransactionRequest
 from kazoo.exceptions import ConnectionLoss
+from support.waiting import LIMIT_S, eventually
 
 from bkctl.errors import AlreadyExists, BkctlError, LedgerExists, MetadataVersionConflict, TimedOut, Unreachable
 from bkctl.formats.entry import DigestType
@@ -23,13 +23,6 @@ from bkctl.metadata.store import NEW, Claim, MetadataStore
 
 METADATA = LedgerMetadata(1, 1, 1, DigestType.CRC32C, b"", (Fragment(0, ("127.0.0.1:3181",)),))
 INFO = BookieServiceInfo((BookieEndpoint("bookie", 3181, "127.0.0.1", "bookie-rpc"),), {"ledgerScopes": "1"})
-
-
-def eventually(condition: Callable[[], object], timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen"
-        time.sleep(0.02)
 
 
 def end_session(store: MetadataStore) -> None:
@@ -68,7 +61,7 @@ class Workers:
 def test_acknowledged_writes_survive_a_killed_server_once(metadata_server: Callable[[], Any]) -> None:
     server = metadata_server()
     uri = server.metadata_uri()
-    with open_cluster(uri, create=True) as cluster, open_cluster(uri) as other:
+    with open_cluster(uri, timeout_s=LIMIT_S, create=True) as cluster, open_cluster(uri, timeout_s=LIMIT_S) as other:
         cluster.store.put("counter", b"0", NEW)
         counted = [0, 0]
         unsure: list[MetadataVersionConflict] = []
@@ -129,7 +122,7 @@ def test_acknowledged_writes_survive_a_killed_server_once(metadata_server: Calla
 
 def test_listing_survives_a_killed_server(metadata_server: Callable[[], Any]) -> None:
     server = metadata_server()
-    with open_cluster(server.metadata_uri(), create=True) as cluster:
+    with open_cluster(server.metadata_uri(), timeout_s=LIMIT_S, create=True) as cluster:
         ids = [LedgerId(scope, number * 10_000) for scope in (0, 7) for number in range(30)]
         for ledger in ids:
             cluster.ledgers.create(ledger, METADATA)
@@ -378,7 +371,10 @@ def test_cancelled_watches_do_not_accumulate(zookeeper: Any) -> None:
 def test_registration_is_restored_after_an_outage(metadata_server: Callable[[], Any]) -> None:
     server = metadata_server()
     uri = server.metadata_uri()
-    with open_cluster(uri, create=True) as bookie, open_cluster(uri) as observer:
+    with (
+        open_cluster(uri, timeout_s=LIMIT_S, create=True) as bookie,
+        open_cluster(uri, timeout_s=LIMIT_S) as observer,
+    ):
         bookie.bookies.register("bookie-1", INFO)
         told: list[list[str]] = []
         observer.bookies.watch(lambda: told.append([one.bookie_id for one in observer.bookies.list()]))

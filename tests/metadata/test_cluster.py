@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.waiting import eventually
 
 from bkctl.errors import (
     AlreadyExists,
@@ -360,17 +360,10 @@ def test_a_bookie_that_stops_is_seen_by_a_watch(uri: str) -> None:
         observer.bookies.watch(lambda: states.append({one.bookie_id: one.state for one in observer.bookies.list()}))
         with open_cluster(uri) as bookie:
             bookie.bookies.register("bookie-1", INFO)
-            _eventually(lambda: states and states[-1] == {"bookie-1": "rw"})
+            eventually(lambda: states and states[-1] == {"bookie-1": "rw"})
             bookie.bookies.set_read_only("bookie-1", True, INFO)
-            _eventually(lambda: states[-1] == {"bookie-1": "ro"})
-        _eventually(lambda: states[-1] == {})
-
-
-def _eventually(condition: Any) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen"
-        time.sleep(0.02)
+            eventually(lambda: states[-1] == {"bookie-1": "ro"})
+        eventually(lambda: states[-1] == {})
 
 
 def test_cookie_for_a_missing_cluster_is_refused_with_the_reason(tmp_path: Path, zookeeper: Any) -> None:

@@ -8,11 +8,12 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from support.waiting import LIMIT_S
+
 from bkctl.config import BookieConfig
 from bkctl.ids import LedgerId
 from bkctl.metadata.underreplication import AutoRecoveryState
 
-LIMIT_S = 60.0
 #: No pauses: retries begin at once, and periodic checks never.
 CONFIG = BookieConfig(
     rw_rereplicate_backoff_ms=20,

@@ -8,12 +8,12 @@ import sqlite3
 import subprocess
 import sys
 import threading
-import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.waiting import eventually
 
 from bkctl.errors import AlreadyExists, Corrupt, NotFound, TimedOut, Unreachable, Unsupported
 from bkctl.metadata.backends import sqlite
@@ -57,13 +57,6 @@ def store(file: str) -> Iterator[SqliteStore]:
 
 def child(program: str, file: str) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", program, file], stdout=subprocess.PIPE, text=True)
-
-
-def eventually(condition: Callable[[], object], timeout_s: float = 30) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen"
-        time.sleep(0.02)
 
 
 def test_values_survive_reopening_the_file(file: str) -> None:

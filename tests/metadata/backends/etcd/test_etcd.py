@@ -21,6 +21,7 @@ import pytest
 from support.own_bookies import OwnBookie
 from support.own_cluster import start_all, stop_all
 from support.servers import EtcdServer, free_port
+from support.waiting import eventually
 
 from bkctl.client.ledger import BookKeeper
 from bkctl.errors import (
@@ -43,13 +44,6 @@ from bkctl.metadata.cluster import open_cluster
 from bkctl.metadata.store import NEW, StoreSecurity
 
 INFO = BookieServiceInfo((BookieEndpoint("bookie", 3181, "127.0.0.1", "bookie-rpc"),), {"ledgerScopes": "1"})
-
-
-def eventually(condition: Callable[[], object], timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen"
-        time.sleep(0.02)
 
 
 def open_store(*servers: EtcdServer, root: str = "/ledgers", **options: Any) -> EtcdStore:

@@ -15,6 +15,7 @@ import pytest
 from support.own_bookies import OwnBookie
 from support.own_cluster import start_all, stop_all
 from support.servers import HBaseServer, ZooKeeperServer
+from support.waiting import eventually
 
 from bkctl.client.ledger import BookKeeper
 from bkctl.errors import AlreadyExists, MetadataVersionConflict, NotFound, TimedOut, Unreachable, Unsupported
@@ -43,13 +44,6 @@ def cluster(hbase: HBaseServer) -> Iterator[Cluster]:
 def store(cluster: Cluster) -> HBaseStore:
     assert isinstance(cluster.store, HBaseStore)
     return cluster.store
-
-
-def eventually(condition: Callable[[], object], timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen"
-        time.sleep(0.02)
 
 
 class LostAnswers:
