@@ -31,7 +31,7 @@ def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cluster]
     else:
         server = request.getfixturevalue(request.param)
         uri = server.metadata_uri(server.new_root())
-    with open_cluster(uri, timeout_s=20, session_timeout_s=4, create=True) as opened:
+    with open_cluster(uri, timeout_s=120, session_timeout_s=4, create=True) as opened:
         yield opened
 
 

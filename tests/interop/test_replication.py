@@ -24,13 +24,13 @@ Ask = Callable[..., dict[str, Any]]
 @pytest.fixture
 def uri(zookeeper: Any) -> str:
     found: str = zookeeper.metadata_uri(zookeeper.new_root())
-    open_cluster(found, timeout_s=20, create=True).close()
+    open_cluster(found, timeout_s=120, create=True).close()
     return found
 
 
 @pytest.fixture
 def cluster(uri: str) -> Iterator[Cluster]:
-    with open_cluster(uri, timeout_s=20) as opened:
+    with open_cluster(uri, timeout_s=120) as opened:
         yield opened
 
 
@@ -223,7 +223,7 @@ def test_the_auditor_of_a_running_bookie_hears_us_and_passes_the_scopes_over(
     servers.format_cluster(java, uri, tmp_path)
     bookie = apache_bookie(uri, settings={"autoRecoveryDaemonEnabled": "true"})
     bookie.start()
-    with open_cluster(uri, timeout_s=20) as cluster:
+    with open_cluster(uri, timeout_s=120) as cluster:
         ours = AutoRecoveryState(cluster.store)
         ours.marks.add(LedgerId(7, 5), ["127.0.0.1:1"])
         servers.wait_for(lambda: ours.election.auditor() == bookie.bookie_id, "the election")

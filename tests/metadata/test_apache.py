@@ -38,13 +38,13 @@ def layout(request: pytest.FixtureRequest) -> str:
 def uri(zookeeper: Any, layout: str) -> str:
     """A root that we made, and Apache's classes work on."""
     found: str = zookeeper.metadata_uri(f"{zookeeper.new_root()}/ledgers", layout)
-    open_cluster(found, timeout_s=20, create=True).close()
+    open_cluster(found, timeout_s=120, create=True).close()
     return found
 
 
 @pytest.fixture
 def cluster(uri: str) -> Iterator[Cluster]:
-    with open_cluster(uri, timeout_s=20) as opened:
+    with open_cluster(uri, timeout_s=120) as opened:
         yield opened
 
 

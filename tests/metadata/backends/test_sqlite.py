@@ -51,7 +51,7 @@ def file(tmp_path: Path) -> str:
 
 @pytest.fixture
 def store(file: str) -> Iterator[SqliteStore]:
-    with SqliteStore(file, timeout_s=20, create=True) as opened:
+    with SqliteStore(file, timeout_s=120, create=True) as opened:
         yield opened
 
 

@@ -195,7 +195,7 @@ def test_transactions_above_etcds_limit_are_refused(store: EtcdStore) -> None:
 
 
 def test_a_missing_cluster_is_named(etcd: EtcdServer) -> None:
-    with open_cluster(etcd.metadata_uri("/nowhere"), timeout_s=20) as cluster:
+    with open_cluster(etcd.metadata_uri("/nowhere"), timeout_s=120) as cluster:
         for call in (cluster.layout, lambda: cluster.ledgers, lambda: cluster.store.put("a/b", b"", NEW)):
             with pytest.raises(NotFound) as caught:
                 call()
@@ -516,7 +516,7 @@ def test_tls_with_certificates_of_both_sides(
     server = etcd_server(tls=pem)
     ours = {"tls": True, "ca": str(pem), "certificate": str(pem)}
     uri = server.metadata_uri()
-    with open_cluster(uri, timeout_s=20, create=True, security=StoreSecurity(**ours)) as cluster:
+    with open_cluster(uri, timeout_s=120, create=True, security=StoreSecurity(**ours)) as cluster:
         cluster.bookies.register("bookie-1", INFO)
         assert [one.bookie_id for one in cluster.bookies.list()] == ["bookie-1"]
     refused = [
@@ -576,9 +576,9 @@ def test_login_with_user_and_password(etcd_server: Callable[..., EtcdServer]) ->
     uri = server.metadata_uri()
     operator = StoreSecurity(user="operator", password="operator's secret")
     # A server that asks nobody takes anybody.
-    with open_cluster(uri, timeout_s=20, create=True, security=operator) as early:
+    with open_cluster(uri, timeout_s=120, create=True, security=operator) as early:
         enable_users(server)
-        with open_cluster(uri, timeout_s=20, session_timeout_s=2, security=operator) as cluster:
+        with open_cluster(uri, timeout_s=120, session_timeout_s=2, security=operator) as cluster:
             cluster.bookies.register("bookie-1", INFO)
             ledger = cluster.ledgers.new_ledger_id()
             told: list[object] = []
@@ -601,13 +601,13 @@ def test_login_with_user_and_password(etcd_server: Callable[..., EtcdServer]) ->
         (None, None),
     ):
         with pytest.raises(Unauthorized) as caught:
-            open_cluster(uri, timeout_s=20, security=StoreSecurity(user=user, password=password))
+            open_cluster(uri, timeout_s=120, security=StoreSecurity(user=user, password=password))
         assert "secret" not in str(caught.value)
         assert server.connect_string in str(caught.value)
     with pytest.raises(Unauthorized):
-        open_cluster(server.metadata_uri("/elsewhere"), timeout_s=20, security=operator)
+        open_cluster(server.metadata_uri("/elsewhere"), timeout_s=120, security=operator)
     with_login = uri.replace("://", "://operator:operator%27s%20secret@")
-    with open_cluster(with_login, timeout_s=20) as cluster:
+    with open_cluster(with_login, timeout_s=120) as cluster:
         assert cluster.instance_id()
         assert "secret" not in cluster.uri
 
@@ -628,7 +628,7 @@ def test_commands_accept_tls_and_login(etcd_server: Callable[..., EtcdServer], p
     tls = StoreSecurity(tls=True, ca=str(pem), certificate=str(pem))
     operator = StoreSecurity(user="operator", password="operator's secret")
     for server, security in ((guarded, operator), (encrypted, tls)):
-        open_cluster(server.metadata_uri(), timeout_s=20, create=True, security=security).close()
+        open_cluster(server.metadata_uri(), timeout_s=120, create=True, security=security).close()
     secret = tmp_path / "secret"
     secret.write_text("operator's secret\n")
     secret.chmod(0o600)
@@ -653,12 +653,12 @@ def test_commands_accept_tls_and_login(etcd_server: Callable[..., EtcdServer], p
 def test_our_bookies_serve_ledgers_of_every_scope(etcd_server: Callable[..., EtcdServer], tmp_path: Path) -> None:
     server = etcd_server()
     uri = f"etcd+hierarchical://{server.connect_string}/ledgers"
-    open_cluster(uri, timeout_s=20, create=True).close()
+    open_cluster(uri, timeout_s=120, create=True).close()
     bookies = [OwnBookie(uri, tmp_path / f"bookie-{index}") for index in range(4)]
     payloads = [f"entry {number}".encode() for number in range(50)]
     try:
         start_all(bookies)
-        with open_cluster(uri, timeout_s=20) as cluster:
+        with open_cluster(uri, timeout_s=120) as cluster:
             assert {one.bookie_id for one in cluster.bookies.list() if one.ledger_scopes and one.state == "rw"} == {
                 bookie.bookie_id for bookie in bookies
             }

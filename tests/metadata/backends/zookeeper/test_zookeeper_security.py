@@ -108,7 +108,7 @@ def test_every_operation_works_on_a_server_with_tls_and_login(
     security = login
     if secure:
         security = tls(pem, user=login.user, password=login.password, sasl=login.sasl, creator_acl=login.creator_acl)
-    with open_cluster(f"zk://127.0.0.1:{port}{root}", create=True, timeout_s=20, security=security) as cluster:
+    with open_cluster(f"zk://127.0.0.1:{port}{root}", create=True, timeout_s=120, security=security) as cluster:
         work(cluster)
         if not login.sasl:
             expected = f"digest:{USER}:ALL" if login.user else "world:anyone:ALL"
@@ -116,11 +116,11 @@ def test_every_operation_works_on_a_server_with_tls_and_login(
     if login.user is None:
         return
     uri = guarded.metadata_uri(root)
-    with open_cluster(uri, timeout_s=20) as stranger, pytest.raises(Unauthorized) as caught:
+    with open_cluster(uri, timeout_s=120) as stranger, pytest.raises(Unauthorized) as caught:
         stranger.layout()
     assert caught.value.exit_code == 1
     assert str(guarded.port) in str(caught.value)
-    with open_cluster(uri, timeout_s=20, security=login) as again:
+    with open_cluster(uri, timeout_s=120, security=login) as again:
         assert len(list(again.ledgers.ledgers(None))) == LEDGERS - 1
 
 
@@ -177,7 +177,7 @@ def test_tls_failures_name_the_reason(guarded: Any, pem: Path, tmp_path: Path) -
     )
     named = uri.replace("127.0.0.1", "localhost")
     assert "localhost" in problem(named, tls(pem))
-    open_cluster(named, create=True, timeout_s=20, security=tls(pem, verify_hostname=False)).close()
+    open_cluster(named, create=True, timeout_s=120, security=tls(pem, verify_hostname=False)).close()
     plain_port = problem(guarded.metadata_uri(), tls(pem))
     assert str(guarded.port) in plain_port
     assert str(guarded.secure_port) in problem(uri, NO_SECURITY)
