@@ -260,7 +260,7 @@ class _Extract:
                 for piece in (self._piece(log, table) for log in logs):
                     if piece not in known:
                         continue
-                    rows = self._store.read(piece)
+                    rows = self._store.read(table, piece)
                     writer.add(rows)
                     if table == "ledgers":
                         records += sum(count or 0 for count in rows.column("entryCount").to_pylist())

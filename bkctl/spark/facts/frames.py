@@ -58,7 +58,7 @@ class Facts(Sequence[ExtractedBookie]):
         """Raise Conflict if a bookie's cookie names another cluster, in which all its ledgers would look dead."""
         for each in self._lists:
             for part in each.parts("cookies"):
-                for row in self._store.read(part, ["file", "instanceId"]).to_pylist():
+                for row in self._store.read("cookies", part, ["file", "instanceId"]).to_pylist():
                     check_cookie(cluster, f"{row['file']} of {each.bookie_id}", row["instanceId"])
 
     def table(self, spark: SparkSession, name: str) -> DataFrame:

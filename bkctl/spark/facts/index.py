@@ -146,7 +146,7 @@ class IndexExtract:
         """Return which entries have their record at their place in the log of `part`."""
         import numpy as np
 
-        table = self._store.read(part, ["offset", "ledgerScopeId", "ledgerId", "entryId"])
+        table = self._store.read("records", part, ["offset", "ledgerScopeId", "ledgerId", "entryId"])
         offsets = table.column("offset").to_numpy()
         if not len(offsets):
             return np.zeros(len(entries.entry_ids), np.bool_)

@@ -87,12 +87,11 @@ class FactsStore:
 
     # --- reading ------------------------------------------------------------------------------------------------
 
-    def read(self, path: str, columns: list[str] | None = None) -> pa.Table:
-        """Return the rows of one Parquet file. Raises NotFound."""
-        import pyarrow.parquet
-
+    def read(self, table: str, path: str, columns: list[str] | None = None) -> pa.Table:
+        """Return the rows of one Parquet file of `table`; columns that it lacks are null. Raises NotFound."""
+        found = self.dataset(table, [path])
         with self._failures("read"):
-            return pyarrow.parquet.read_table(f"{self._root}/{path}", columns=columns, filesystem=self._arrow)
+            return found.to_table(columns=columns)
 
     def dataset(self, table: str, paths: Iterable[str]) -> Dataset:
         """Return the rows of a table's Parquet files, to be read in parts. Raises NotFound."""
@@ -133,8 +132,15 @@ class FactsStore:
         return sorted(lists, key=lambda each: each.bookie_id)
 
     def part_list(self, bookie: str, number: int) -> PartList:
-        """Return one list of parts. Raises NotFound."""
-        return PartList(bookie, number, self.read(list_path(bookie, number)).to_pylist())
+        """Return one list of parts. Raises NotFound, and BkctlError for one that no extract can have written."""
+        path = list_path(bookie, number)
+        rows = self.read("parts", path).to_pylist()
+        if not rows or not all(_is_part_of(bookie, row) for row in rows):
+            raise BkctlError(
+                f"{self.uri}/v{VERSION}/{path} is not a list of the parts of one bookie",
+                hint="delete this file, and run 'bkctl pipeline extract' for the bookie again",
+            )
+        return PartList(bookie, number, rows)
 
     def numbers(self, bookie: str) -> list[int]:
         """Return the numbers of the bookie's lists of parts, in order."""
@@ -247,6 +253,15 @@ class PartWriter:
 def directory_name(bookie_id: str) -> str:
     """Return the name of a bookie's directories: its id with every byte but letters, digits, `.` and `-` escaped."""
     return "bookie-" + "".join(chr(byte) if byte in _PLAIN_BYTES else f"_{byte:02X}" for byte in bookie_id.encode())
+
+
+def _is_part_of(bookie: str, row: dict[str, Any]) -> bool:
+    """Return whether a row of `parts` is complete, and names a file of its table and this bookie."""
+    required = (row["bookieId"], row["table"], row["part"], row["startedAt"])
+    if None in required or directory_name(row["bookieId"]) != bookie:
+        return False
+    part: str = row["part"]
+    return part.startswith(f"{row['table']}/{bookie}/") and ".." not in part.split("/")
 
 
 def list_path(bookie: str, number: int) -> str:

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,6 +24,9 @@ from bkctl.metadata.cluster import open_cluster
 from bkctl.spark.facts.extraction import ExtractCounts, extract
 from bkctl.spark.facts.store import FactsStore, directory_name
 from bkctl.spark.jobs.bookies import find_bookies
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -72,7 +76,7 @@ def tables(store: FactsStore) -> dict[str, list[dict[str, object]]]:
     for each in store.part_lists():
         for row in each.rows:
             if row["supersededAt"] is None:
-                rows = store.read(row["part"]).drop(["part"]).to_pylist()
+                rows = store.read(row["table"], row["part"]).drop(["part"]).to_pylist()
                 found.setdefault(row["table"], []).extend(rows)
     return {table: sorted(rows, key=repr) for table, rows in found.items()}
 
@@ -183,6 +187,33 @@ def test_extract_prints_its_counts_and_refuses_what_it_cannot_use(place: Path, t
         FactsStore("gopher://host/facts")
     with pytest.raises(BkctlError, match="Cannot write facts"):
         extracted(place, FactsStore(str(tmp_path / "file")))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda rows: rows[:0],
+        lambda rows: rows.drop(["part"]),
+        lambda rows: rows.drop(["bookieId"]).append_column("bookieId", pa.array(["another"] * rows.num_rows)),
+        lambda rows: rows.drop(["startedAt"]).append_column("startedAt", pa.array(["soon"] * rows.num_rows)),
+        lambda rows: rows.drop(["part"]).append_column(
+            "part", pa.array([f"{table}/{'../' * 9}etc/passwd" for table in rows.column("table").to_pylist()])
+        ),
+    ],
+    ids=["empty", "incomplete", "another bookie", "wrong type", "outside"],
+)
+def test_list_that_no_extract_wrote_is_refused(
+    place: Path, tmp_path: Path, change: Callable[[pa.Table], pa.Table]
+) -> None:
+    command = CommandLine(None)
+    extracted(place, FactsStore(str(tmp_path / "facts")))
+    (found,) = (tmp_path / "facts/v1/parts").iterdir()
+    pq.write_table(change(pq.read_table(found)), found)
+    for arguments in (["inventory", "--facts", tmp_path / "facts"], ["extract", place, tmp_path / "facts"]):
+        refused = command("pipeline", *arguments)
+        assert refused.code == 1
+        assert str(tmp_path / "facts") in refused.problem
+        assert "Internal error" not in refused.problem
 
 
 def test_extract_needs_no_spark(place: Path, tmp_path: Path) -> None:
