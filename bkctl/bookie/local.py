@@ -304,6 +304,8 @@ class LocalCluster:
         return {"ports": ports}
 
     def _describe(self, bookie_count: int | None, storage: str | None, http: bool, auto_recovery: bool) -> None:
+        from bkctl.bookie.network import free_port
+
         ports: list[int] = self._description()["ports"] if self.exists() else []
         if bookie_count is not None and bookie_count < len(ports):
             raise UsageError(
@@ -317,7 +319,7 @@ class LocalCluster:
                 self._check_storage(directory, storage)
             else:  # The bookie is new, or its directory was removed after it left the cluster.
                 if index == len(ports):
-                    ports.append(_free_port())
+                    ports.append(free_port("127.0.0.1"))
                 self._write_conf(index, ports[index], storage or "interleaved", http, auto_recovery)
         target = self.directory / "cluster.json"
         from bkctl.disk import Files
@@ -336,6 +338,8 @@ class LocalCluster:
             )
 
     def _write_conf(self, index: int, port: int, storage: str, http: bool, auto_recovery: bool) -> None:
+        from bkctl.bookie.network import free_port
+
         directory = self.directory / f"bookie-{index}"
         directory.mkdir(_PRIVATE_MODE, parents=True, exist_ok=True)
         text = (
@@ -352,7 +356,11 @@ class LocalCluster:
             "diskUsageThreshold=0.99\n"
             "diskUsageWarnThreshold=0.98\n"
             + ("autoRecoveryDaemonEnabled=true\n" if auto_recovery else "")
-            + (f"httpServerEnabled=true\nhttpServerHost=127.0.0.1\nhttpServerPort={_free_port()}\n" if http else "")
+            + (
+                f"httpServerEnabled=true\nhttpServerHost=127.0.0.1\nhttpServerPort={free_port('127.0.0.1')}\n"
+                if http
+                else ""
+            )
         )
         from bkctl.disk import Files
 
@@ -415,14 +423,6 @@ def _open_private(path: str, flags: int) -> int:
     from bkctl.disk import FILE_MODE
 
     return os.open(path, flags, FILE_MODE)
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _start_time(pid: int) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pwd
+import random
 import resource
 import socket
 import ssl
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from bkctl.config import MEBIBYTE, BookieConfig
-from bkctl.errors import Unsupported, UsageError
+from bkctl.errors import BkctlError, Unsupported, UsageError
 from bkctl.formats.metadata import Cookie
 from bkctl.formats.names import CURRENT
 from bkctl.metadata.store import load_certificate
@@ -24,6 +25,8 @@ from bkctl.protocol.limits import ServerLimits
 
 #: Bytes of requests without an answer, of all clients, unless journalMaxMemorySizeMb says otherwise.
 IN_FLIGHT_BYTES_MAX: Final = 256 << 20
+#: Below the ports that systems choose for outgoing connections (from 32768 on by Linux, from 49152 on by macOS).
+_FREE_PORTS: Final = range(10_000, 15_000)
 _TLS_VERSIONS: Final = {"TLSv1.2": ssl.TLSVersion.TLSv1_2, "TLSv1.3": ssl.TLSVersion.TLSv1_3}
 #: The default of bookieAuthProviderFactoryClass in Apache's bookie.
 _NO_AUTH_CLASS: Final = "AuthenticationDisabledAuthProviderFactory"
@@ -122,11 +125,17 @@ def former_port(config: BookieConfig, host: str) -> int | None:
 
 
 def free_port(host: str) -> int:
-    """Return a port that is free at present."""
-    with socket.socket() as probe:
-        probe.bind((host if socket.gethostbyname(host).startswith("127.") else "", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Return a port that is free at present, for a server that keeps it.
+
+    One that the system chooses could become the port of an outgoing connection while the server is down.
+    """
+    address = host if socket.gethostbyname(host).startswith("127.") else ""
+    for port in (*random.sample(_FREE_PORTS, 100), 0):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((address, port))
+            chosen: int = probe.getsockname()[1]
+            return chosen
+    raise BkctlError(f"No port is free on {host}")
 
 
 def tls_context(config: BookieConfig) -> ssl.SSLContext | None:

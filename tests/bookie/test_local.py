@@ -40,6 +40,7 @@ def test_cluster_comes_up_serves_goes_down_and_comes_back_on_the_same_ports(clus
     assert [bookie.directory.name for bookie in first] == ["bookie-0", "bookie-1"]
     assert states(cluster) == ["rw", "rw"]
     assert "bookie-1 serves" in told
+    assert all(bookie.port < 32768 for bookie in first)  # No connection gets such a port while the cluster is down.
     with open_cluster(cluster.metadata_uri) as metadata:
         found = metadata.bookies.list()
         assert [bookie.bookie_id for bookie in found] == ["bookie-0", "bookie-1"]
