@@ -28,6 +28,7 @@ static const unsigned NEEDED = 1 << QUORUM | 1 << ENSEMBLE | 1 << LENGTH | 1 << 
                                1 << SEGMENT | 1 << DIGEST | 1 << PASSWORD | 1 << ACK;
 
 enum { VARINT = 0, BYTES = 2 }; /* wire types */
+enum { SIZE_VARINT_MAX = 5 }; /* bytes of the varint of a size: protobuf refuses more */
 
 static const char *const STATES[] = {NULL, "OPEN", "IN_RECOVERY", "CLOSED"};
 static const char *const DIGEST_TYPES[] = {NULL, "CRC32", "HMAC", "CRC32C", "DUMMY"};
@@ -58,8 +59,9 @@ static int read_varint(Span *from, uint64_t *value) {
 }
 
 static int read_bytes(Span *from, Span *found) {
+    const unsigned char *begin = from->at;
     uint64_t size;
-    if (!read_varint(from, &size) || size > (uint64_t)(from->end - from->at)) {
+    if (!read_varint(from, &size) || from->at - begin > SIZE_VARINT_MAX || size > (uint64_t)(from->end - from->at)) {
         return 0;
     }
     found->at = from->at;

@@ -45,6 +45,7 @@ _V3_ADD: Final = re.compile(
     rb"\x0a(.)\x08\x03\x10\x02\x18%b\xaa\x06%b\x08%b\x10%b\x1a\x14(.{20})\x22%b" % ((VARINT,) * 5), re.DOTALL
 )
 _V3_SCOPE: Final = re.compile(b"\x78" + VARINT)
+_SCOPE_MAX: Final = 11
 #: Frame length, header size, transaction id, nested size, nested message in three parts.
 _V3_ANSWER: Final = b"%b\x0a%c\x08\x03\x10\x02\x18%b\x10\x00\xaa\x06%c%b%b%b"
 _V2_ANSWER: Final = struct.Struct(">iIiQq")
@@ -142,7 +143,8 @@ def take_v3(buffer: memoryview, at: int, end: int, size_max: int, count_max: int
         body_at = found.end()
         body_size = number_of(body_field)
         body_end = body_at + body_size
-        scope_id = 0 if body_end == stop else _scope_of(bytes(buffer[body_end:stop]))
+        # `_scope_of` keeps what it is called with, so it gets no more bytes than the field may have.
+        scope_id = 0 if body_end == stop else _scope_of(bytes(buffer[body_end : min(stop, body_end + _SCOPE_MAX + 1)]))
         if header_size[0] != 5 + len(txn) or number_of(nested_size) != stop - found.end(3) or scope_id is None:
             break
         ledger = scope_id, number_of(ledger_field)

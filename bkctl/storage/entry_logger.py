@@ -473,19 +473,23 @@ class EntryLogger:
 
     def find(self, location: int) -> Buffer | None:
         """Return the entry at `location` if it is still in memory."""
+        record = self._record_at(location)
+        return None if record is None else body_of(record)
+
+    def find_all(self, locations: Sequence[int]) -> list[bytes | None] | None:
+        """Return the record of the entry that `find` returns of each location; None if no entry is in memory."""
+        if not self._recent and not self._unwritten:
+            return None
+        return [self._record_at(location) for location in locations]
+
+    def _record_at(self, location: int) -> bytes | None:
         record = self._recent.get(location)
         if record is None:
             for chunk in self._unwritten:
                 record = chunk.located.get(location)
                 if record is not None:
                     break
-        return None if record is None else body_of(record)
-
-    def find_all(self, locations: Sequence[int]) -> list[Buffer | None] | None:
-        """Return what `find` returns of each location; None if no entry is in memory."""
-        if not self._recent and not self._unwritten:
-            return None
-        return [self.find(location) for location in locations]
+        return record
 
 
 class CompactionLog:

@@ -6,7 +6,7 @@ import asyncio
 import random
 import struct
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
 from bkctl.protocol import v2, v3
 from bkctl.protocol.connection import BookieConnection
+from bkctl.protocol.handler import ReadRunResponder
 from bkctl.protocol.messages import (
     AddRequest,
     BytesLike,
@@ -31,6 +32,7 @@ from bkctl.protocol.messages import (
     Request,
     Status,
 )
+from bkctl.protocol.read_runs import ReadRun
 from bkctl.storage.ledger.ledger_storage import LedgerStorage
 
 COUNT = 120
@@ -99,6 +101,45 @@ def test_each_read_of_a_run_has_its_entry(
                 await check(connection, ledger, entry_ids)
 
     asyncio.run(run())
+
+
+@storage_classes
+@spoken
+def test_answers_to_many_reads_of_one_entry_in_memory_come_in_parts(
+    tmp_path: Path, cluster: Cluster, storage_class: str, protocol: Protocol, ledger: LedgerId,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A small request that names a large entry again and again must not multiply it in memory."""
+    count, large = 100, entry(ledger, 2)
+    size = len(large.body)
+    out: list[BytesLike] = []
+    for number in range(count):
+        if protocol is Protocol.V2:
+            v2.encode_request(ReadRequest(ledger, 2), out)
+        else:
+            v3.encode_request(number, ReadRequest(ledger, 2), out)
+    sent: list[int] = []
+    real = ReadRunResponder.answer
+
+    def answer(self: ReadRunResponder, run: ReadRun, bodies: Sequence[BytesLike], max_lac: int | None) -> None:
+        sent.append(sum(map(len, bodies)))
+        real(self, run, bodies, max_lac)
+
+    monkeypatch.setattr(ReadRunResponder, "answer", answer)
+
+    async def body(bookie: Bookie, connection: BookieConnection) -> None:
+        assert await statuses(connection, entry(ledger, 0), large) == [Status.EOK, Status.EOK]
+        reader, writer = await asyncio.open_connection(*bookie.address)
+        writer.write(b"".join(out))
+        for _ in range(count):
+            (frame_size,) = struct.unpack(">i", await reader.readexactly(4))
+            assert bytes(large.body) in await reader.readexactly(frame_size)  # type: ignore[arg-type]
+        writer.close()
+        await writer.wait_closed()
+        assert max(sent) > size, "no run had several reads"
+        assert max(sent) <= reads.RUN_BYTES_MAX + size
+
+    on_a_bookie(tmp_path, cluster, body, protocol, ledger_storage_class=storage_class)
 
 
 def on_damaged_logs(

@@ -156,6 +156,15 @@ def test_impossible_metadata_is_left_to_python(
     check((LedgerId(0, 5), Versioned(value_of(body), 0, None)))
 
 
+@needs_compiled
+@pytest.mark.parametrize("count", range(1, 11))
+def test_size_in_many_bytes_has_its_line_from_python_or_the_same(count: int) -> None:
+    """A size of more than 5 bytes is Corrupt to protobuf."""
+    body = message_of(replace(METADATA, password=b"")).SerializeToString()
+    longer = b"\x42" + b"\x80" * (count - 1) + b"\x00"  # the password again: the last one counts
+    check((LedgerId(0, 5), Versioned(value_of(body + longer), 0, None)))
+
+
 FIELDS = (
     "length", "lastEntryId", "digestType", "password", "ackQuorumSize", "ctime", "cToken", "segment", "customMetadata",
 )  # fmt: skip

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import itertools
 import struct
+import tracemalloc
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.index import ENTRY_ID_MAX
 from bkctl.formats.record import record_of
 from bkctl.ids import LedgerId
-from bkctl.protocol import add_runs, served_connection, v2, v3
+from bkctl.protocol import add_runs, served_connection, v2, v3, v3_hot
 from bkctl.protocol.add_runs import AddRun, AnswerAdds, refusals, take_run
 from bkctl.protocol.connection import BookieConnection
 from bkctl.protocol.messages import (
@@ -330,3 +331,23 @@ def test_a_run_takes_no_master_key_that_is_not_20_bytes(size: int, take: Any) ->
         found = take(memoryview(plain + odd), 0, len(plain + odd), SIZE_MAX, 10, 10, is_v2=False)
         assert found is not None
         assert (found[0], [run.entry_ids for run in found[1]]) == (len(plain), [[0]])
+
+
+@pytest.mark.parametrize(
+    "take", [take_plain, pytest.param(take_runs, marks=needs_compiled)], ids=["python", "compiled"]
+)
+def test_bytes_in_the_place_of_a_scope_are_not_kept(take: Any) -> None:
+    """Each frame has an empty entry, and much behind it."""
+    size, kept = 1 << 18, []
+    tracemalloc.start()
+    try:
+        for number in range(6):
+            nested = b"\x08\x05\x10\x01\x1a\x14" + KEYS[0] + b"\x22\x00\x78" + bytes([number]) * size
+            body = b"\x0a\x06\x08\x03\x10\x02\x18\x01\xaa\x06" + v3_hot.varint(len(nested)) + nested
+            data = memoryview(struct.pack(">i", len(body)) + body)
+            assert take(data, 0, len(data), SIZE_MAX, 10, 10, is_v2=False) is None
+            del nested, body, data
+            kept.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert kept[-1] - kept[0] < size

@@ -23,7 +23,7 @@ from bkctl.ids import LedgerId
 from bkctl.storage.entry_logger import EntryLogger, Move
 from bkctl.storage.ledger.index_pages import ChangedPages, IndexInMemPageMgr
 from bkctl.storage.ledger.index_persistence import IndexedHandle, IndexFileFailed, IndexPersistenceMgr
-from bkctl.storage.ledger.ledger_storage import CHUNK_SIZE_BYTES, IsWanted, LedgerStorage, always
+from bkctl.storage.ledger.ledger_storage import CHUNK_SIZE_BYTES, IsWanted, LedgerStorage, always, merge_found
 
 log: Final = logging.getLogger("bkctl.bookie")
 
@@ -267,12 +267,16 @@ class InterleavedLedgerStorage(LedgerStorage[IndexedHandle]):
         cached: bool = False,
     ) -> list[Buffer | None]:
         logger = self._scoped_logger if handle.ledger[0] else self._logger
-        recent = logger.find_all(locations)
-        if recent is None:
+        records = logger.find_all(locations)
+        if records is None:
             return [*logger.read_run(handle.ledger, entry_ids, locations, size_max, cached=cached)]
-        unread = [0 if body is not None else location for body, location in zip(recent, locations, strict=True)]
-        read = logger.read_run(handle.ledger, entry_ids, unread, size_max, cached=cached)
-        return [body if body is not None else found for body, found in zip(recent, read, strict=False)]
+
+        def read(unread: Sequence[int], size_max: int) -> list[Buffer | None]:
+            located = dict(zip(entry_ids, locations, strict=True))
+            places = [located[entry_id] for entry_id in unread]
+            return [*logger.read_run(handle.ledger, unread, places, size_max, cached=cached)]
+
+        return merge_found(records, entry_ids, size_max, read)
 
     def entry_ids(self, handle: IndexedHandle, is_wanted: IsWanted = always) -> Callable[[], Iterator[int]]:
         in_memory = self.pages.copy_of(handle.ledger)

@@ -235,8 +235,9 @@ class Rows:
                 size_bytes += len(batch[-1][1].value)
             changes = self._change([(write.mutation(), write.expected) for _, write in batch])
             for (at, write), change in zip(batch, changes, strict=True):
+                result: int | BkctlError | None
                 try:
-                    result = self._result_of(write, change)
+                    result = change if isinstance(change, Corrupt) else self._result_of(write, change)
                 except Corrupt as error:
                     result = error
                 if result is None:
@@ -276,16 +277,22 @@ class Rows:
         mutation.column_value.add(family=FAMILY).qualifier_value.add(
             qualifier=b"", delete_type=pb.MutationProto.DELETE_FAMILY, timestamp=max(expected, 0)
         )
-        ((processed, found, repeated),) = self._change([(mutation, max(expected, 0))])
+        (change,) = self._change([(mutation, max(expected, 0))])
+        if isinstance(change, Corrupt):
+            raise change
+        processed, found, repeated = change
         if processed or (found is None and repeated):
             return
         if found is None:
             raise NotFound("missing")
         raise MetadataVersionConflict(f"version {found.version}, expected {expected}", may_be_applied=repeated)
 
-    def _change(self, changes: Sequence[tuple[pb.MutationProto, int]]) -> list[_Change]:
-        """Apply each mutation if its row is in the version beside it (NEW: missing), many in one request."""
-        done: dict[int, _Change] = {}
+    def _change(self, changes: Sequence[tuple[pb.MutationProto, int]]) -> list[_Change | Corrupt]:
+        """Apply each mutation if its row is in the version beside it (NEW: missing), many in one request.
+
+        Returns Corrupt in place of the result where the row is malformed.
+        """
+        done: dict[int, _Change | Corrupt] = {}
 
         def work(retries: Retries, repeated: bool) -> None:
             by_server: dict[RegionServer, list[tuple[int, Region]]] = defaultdict(list)
@@ -316,10 +323,11 @@ class Rows:
                 for (at, _), changed, after in zip(places, results, results, strict=True):
                     try:
                         _check((changed, after))
+                        done[at] = _Change(changed.processed, _row(after.resultOrException[0].result), repeated)
                     except CallRefused as error:
                         problem = error
-                    else:
-                        done[at] = _Change(changed.processed, _row(after.resultOrException[0].result), repeated)
+                    except Corrupt as error:
+                        done[at] = error
             if problem is not None:
                 raise problem
 

@@ -220,7 +220,7 @@ class HBaseStore(ZooKeeperStore):
             return MetadataVersionConflict(
                 f"{path} changed meanwhile: {error.message}", may_be_applied=error.may_be_applied
             )
-        return NotFound(f"No {path} in {self.name}")
+        return NotFound(f"No {path} in {self.name}") if isinstance(error, NotFound) else error
 
     # children
 

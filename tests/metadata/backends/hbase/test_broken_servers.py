@@ -18,10 +18,12 @@ from google.protobuf import proto
 from google.protobuf.message import Message
 
 from bkctl.errors import BkctlError, Corrupt, MetadataVersionConflict, TimedOut
+from bkctl.ids import I64_MAX
 from bkctl.metadata.backends.hbase import hbase_pb2 as pb
 from bkctl.metadata.backends.hbase import regions
 from bkctl.metadata.backends.hbase.regions import HBaseTable
 from bkctl.metadata.backends.hbase.rows import Rows, row_key
+from bkctl.metadata.backends.hbase.store import HBaseStore
 from bkctl.metadata.store import NEW
 
 Answer = Callable[[str, Any], Message | bytes]
@@ -164,6 +166,44 @@ def test_version_that_is_no_number_is_corrupt(version: bytes) -> None:
             with pytest.raises(Corrupt, match=f"Row {FIRST.hex()} of HBase") as caught:
                 call()
             assert len(caught.value.message) < 200
+
+
+def writing(first: pb.Result) -> Answer:
+    """Apply each change, but give `first` as the row FIRST after it; deletions of that row are for good."""
+
+    def answer(method: str, request: Any) -> Message:
+        if method == "Meta":
+            return pb.ScanResponse()
+        if method == "Scan":
+            deletion = pb.Cell(row=FIRST, timestamp=I64_MAX, cell_type=14)
+            return pb.ScanResponse(results=[pb.Result(cell=[deletion])])
+        results = []
+        for action in request.regionAction[::2]:
+            mutation = action.action[0].mutation
+            (column,) = mutation.column_value
+            values = {each.qualifier.decode(): each.value for each in column.qualifier_value}
+            results += [pb.Result(), first if mutation.row == FIRST else result(mutation.row, **values)]
+        return multi(*results)
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("first", "problem"),
+    [(result(FIRST, v=b"\1", d=b"x"), "where a number has 8 bytes"), (pb.Result(), "deleted for good")],
+    ids=["malformed", "deleted"],
+)
+def test_corrupt_row_fails_alone_among_those_written_with_it(first: pb.Result, problem: str) -> None:
+    with rows_of(writing(first)) as rows:
+        store: Any = HBaseStore.__new__(HBaseStore)
+        store.name, store._rows = "test", rows
+        store._put_many = list  # of ZooKeeper's nodes: there are none
+        nodes = [(f"ledgers/{ledger:032x}", b"value", NEW) for ledger in (4, 5, 6)]
+        before, corrupt, after = store.put_many(nodes)
+    assert isinstance(corrupt, Corrupt)
+    assert problem in corrupt.message
+    assert isinstance(before, int)
+    assert isinstance(after, int)
 
 
 def test_counter_that_is_no_number_is_corrupt() -> None:
