@@ -109,6 +109,20 @@ class Availability:
             for start in range(first, last + 1, period or 1) if size else ():
                 yield from range(start, start + size)
 
+    def borders(self) -> Iterator[int]:
+        """Yield the entry ids, present or not, at which a group starts or ends."""
+        for first, last, size, _ in self.groups:
+            yield first
+            yield last + size
+
+    def period_at(self, entry_id: int) -> int:
+        """Return after how many entries `in` repeats itself from `entry_id` up to the next of `borders`."""
+        index = bisect_right(self._starts, entry_id)
+        if index == 0:
+            return 1
+        _, last, size, period = self.groups[index - 1]
+        return period if entry_id < last + size and 0 < size < period else 1
+
     def count(self) -> int:
         """Return the number of entries in the set, as Java counts them."""
         return sum(((last - first) // period + 1 if period else 1) * size for first, last, size, period in self.groups)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
-from itertools import islice
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Final
 
 from bkctl.errors import BkctlError, LedgerNotFound, Unreachable
@@ -22,18 +22,17 @@ from bkctl.replication.signals import cancel_and_wait
 from bkctl.replication.stats import AuditorStats
 
 if TYPE_CHECKING:
-    from collections.abc import Container
-
     from bkctl.client.ledger import BookKeeper
     from bkctl.config import BookieConfig
+    from bkctl.formats.availability import Availability
     from bkctl.ids import LedgerId
     from bkctl.metadata.ledgers import VersionedMetadata
     from bkctl.replication.fragments import LedgerFragment
 
 log: Final = logging.getLogger("bkctl.replication")
 
-#: Entries whose replicas are counted in one step.
-PART_COUNT: Final = 65_536
+#: Entries of one ledger that are compared, beyond one of each write set between borders of the bookies' lists.
+STEPS_MAX: Final = 1 << 22
 #: The largest number of ledgers that a check has open at once, whatever the configuration allows.
 CHECKS_AT_ONCE_MAX: Final = 32
 
@@ -115,7 +114,7 @@ class LedgerChecks:
         bookies = {bookie_id for fragment in found.metadata.ensembles for bookie_id in fragment.bookies}
         access = self._bookkeeper.access(ledger, found)
         fragments = (await self._checker.on_bookies(ledger, bookies, found)).fragments
-        listed: dict[str, Container[int]] = {}
+        listed: dict[str, Availability] = {}
         for bookie_id in sorted(bookies):
             try:
                 listed[bookie_id] = await self._checker.replicas.listed(access, bookie_id)
@@ -199,23 +198,36 @@ class LedgerChecks:
 
 
 def _worst_count(
-    fragments: Sequence[LedgerFragment], listed: Mapping[str, Container[int]], write_quorum_size: int
+    fragments: Sequence[LedgerFragment], listed: Mapping[str, Availability], write_quorum_size: int
 ) -> int:
-    """Return the largest number of bookies that lack one entry, by the lists of their entries."""
-    worst = 0
+    """Return the largest number of bookies that lack one entry, by the lists of their entries.
+
+    Between the borders of the lists' groups, presence repeats itself: one period is compared. Raises BkctlError for
+    lists whose periods have too large a common multiple.
+    """
+    worst, left = 0, STEPS_MAX
     for fragment in fragments:
-        lists = [(index, listed[bookie_id]) for index, bookie_id in enumerate(fragment.ensemble) if bookie_id in listed]
+        lists = {index: listed[bookie_id] for index, bookie_id in enumerate(fragment.ensemble) if bookie_id in listed}
+        first, end = fragment.first_entry_id, fragment.last_entry_id + 1
         limit = min(len(lists), write_quorum_size)
-        # In parts: a bookie that lost its disks lacks all entries.
-        for first in range(fragment.first_entry_id, fragment.last_entry_id + 1, PART_COUNT):
+        if first >= end or worst >= limit:
+            continue
+        borders = {border for present in lists.values() for border in present.borders() if first < border < end}
+        size = fragment.schedule.ensemble_size
+        for start, stop in pairwise([first, *sorted(borders), end]):
+            period = math.lcm(size, *(present.period_at(start) for present in lists.values()))
+            count = min(period, stop - start)
+            left -= max(count - size, 0)
+            if left < 0:
+                raise BkctlError(
+                    f"The bookies' lists of entries {start} to {stop - 1} have periods that cannot be compared"
+                )
+            for entry_id in range(start, start + count):
+                write_set = fragment.schedule.write_set(entry_id)
+                lacking = sum(index in lists and entry_id not in lists[index] for index in write_set)
+                worst = max(worst, lacking)
             if worst >= limit:
                 break
-            last = min(first + PART_COUNT - 1, fragment.last_entry_id)
-            part = replace(fragment, first_entry_id=first, last_entry_id=last)
-            lacking: Counter[int] = Counter()
-            for index, present in lists:
-                lacking.update(entry_id for entry_id in part.entries_of(index) if entry_id not in present)
-            worst = max(worst, max(lacking.values(), default=0))
     return worst
 
 

@@ -16,6 +16,8 @@ from bkctl.errors import BkctlError, is_interrupt
 
 #: A line of a traceback that names an error of bkctl.
 _BKCTL_ERROR: Final = re.compile(r"^\s*(?:\S+: )?bkctl\.errors\.(\w+): (.*)$", re.MULTILINE)
+#: Starts the text that a query raises to fail with a BkctlError: its message and a line feed follow.
+ERROR_START: Final = "\nbkctl.errors.BkctlError: "
 #: A line of a log or a Java stack trace that names an error.
 _JAVA_CAUSE: Final = re.compile(
     r"\s*(?::|Caused by:|Exception in thread \"[^\"]*\")?\s*(?:\w+\.)+(\w*(?:Exception|Error): .{1,500})"

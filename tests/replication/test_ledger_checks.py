@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import random
+
+import pytest
 from replication.recovering import CONFIG, bookies_of, eventually, marks, running, state_of, write
 
+from bkctl.client.ensemble import RoundRobinDistributionSchedule
+from bkctl.errors import BkctlError
+from bkctl.formats.availability import Availability, SequenceGroup
 from bkctl.ids import LedgerId
 from bkctl.metadata.racks import BookieRacks
 from bkctl.metadata.underreplication import AuditorCheck, AutoRecoverySettings
 from bkctl.replication.auditor import Auditor
+from bkctl.replication.fragments import LedgerFragment
+from bkctl.replication.ledger_checks import _worst_count
 
 HOUR_S = 3600
 
@@ -40,9 +48,7 @@ async def test_check_of_all_ledgers_marks_and_records_its_time(fake_cluster):
             await eventually(lambda: scoped.ledger in marks(cluster), "the scopes have their own schedule")
 
 
-async def test_replica_and_placement_checks_count_without_marking(fake_cluster, monkeypatch):
-    monkeypatch.setattr("bkctl.replication.ledger_checks.PART_COUNT", 2)
-
+async def test_replica_and_placement_checks_count_without_marking(fake_cluster):
     async with fake_cluster(3) as cluster, cluster.client() as client:
         shape = {"write_quorum_size": 3, "ack_quorum_size": 2}
         ledgers = [(await write(client, 4, **shape)).ledger for _ in range(4)]
@@ -100,3 +106,63 @@ async def test_placement_check_marks_ledgers_only_where_their_repair_is_enabled(
         assert marks(cluster) == {closed: set()}
         await Auditor(client, config, scoped=True).checks.check_placement_policy()
         assert marks(cluster) == {closed: set(), scoped: set()}
+
+
+def _fragment(first: int, last: int, ensemble_size: int = 3, write_quorum_size: int = 2) -> LedgerFragment:
+    schedule = RoundRobinDistributionSchedule(ensemble_size, write_quorum_size, 1)
+    ensemble = tuple(f"b{index}" for index in range(ensemble_size))
+    return LedgerFragment(LedgerId(0, 1), first, last, ensemble, True, schedule)
+
+
+def test_missing_replicas_are_counted_as_entry_by_entry():
+    chance = random.Random(7)
+
+    def group() -> SequenceGroup:
+        first, size, period = chance.randrange(40), chance.randrange(6), chance.randrange(8)
+        return SequenceGroup(first, first + period * chance.randrange(1, 6), size, period)
+
+    found = set()
+    for _ in range(3000):
+        size = chance.randrange(1, 5)
+        quorum = chance.randrange(1, size + 1)
+        fragments = []
+        for _ in range(chance.randrange(1, 3)):
+            first = chance.randrange(30)
+            fragments.append(_fragment(first, first + chance.randrange(-1, 60), size, quorum))
+        listed = {
+            f"b{index}": Availability(group() for _ in range(chance.randrange(4)))
+            for index in range(size)
+            if chance.random() < 0.8
+        }
+        counts = [
+            sum(
+                fragment.has(entry_id, index) and bookie_id in listed and entry_id not in listed[bookie_id]
+                for index, bookie_id in enumerate(fragment.ensemble)
+            )
+            for fragment in fragments
+            for entry_id in range(fragment.first_entry_id, fragment.last_entry_id + 1)
+        ]
+        expected = max(counts, default=0)
+        assert _worst_count(fragments, listed, quorum) == expected
+        found.add(expected)
+    assert found >= {0, 1, 2, 3}
+
+
+def test_missing_replicas_of_huge_fragments_are_counted_without_a_walk():
+    end = 1 << 62
+    whole = Availability([SequenceGroup(0, end - 3, 3, 3)])
+    striped = Availability([SequenceGroup(0, end - 6, 2, 6)])
+    fragment = _fragment(0, end - 1)
+    assert _worst_count([fragment], {"b0": whole, "b1": whole, "b2": whole}, 2) == 0
+    assert _worst_count([fragment], {"b0": whole, "b1": striped, "b2": whole}, 2) == 1
+    assert _worst_count([fragment], {"b0": whole, "b1": striped, "b2": striped}, 2) == 2
+
+
+def test_lists_with_large_coprime_periods_are_refused():
+    periods = (999_983, 999_979, 999_961)
+    listed = {
+        f"b{index}": Availability([SequenceGroup(0, period * 1_000_000_000_000, period - 1, period)])
+        for index, period in enumerate(periods)
+    }
+    with pytest.raises(BkctlError, match="cannot be compared"):
+        _worst_count([_fragment(0, 1 << 59)], listed, 2)

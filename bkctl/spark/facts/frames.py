@@ -11,7 +11,8 @@ from bkctl.formats.index import ledger_of_index_path
 from bkctl.metadata.liveness import check_cookie
 from bkctl.spark import functions as F
 from bkctl.spark.facts.store import FactsStore, PartList
-from bkctl.spark.facts.tables import TABLES, spark_schema
+from bkctl.spark.facts.tables import REQUIRED, TABLES, spark_schema
+from bkctl.spark.failures import ERROR_START
 from bkctl.spark.local.session import LocalSession
 from bkctl.spark.sources.columns import DAMAGE, TYPES
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from bkctl.metadata.cluster import Cluster
 
 _QUALIFIED_NAME: Final = "ledgerQualifiedName"
+#: As Java's and RE2's expressions have it.
+_HEX_NAME: Final = r"^[0-9a-f]{32}\z"
 _DAMAGES: Final = f"file string, bookieId string, {DAMAGE} {TYPES[DAMAGE]}"
 
 
@@ -62,13 +65,37 @@ class Facts(Sequence[ExtractedBookie]):
                     check_cookie(cluster, f"{row['file']} of {each.bookie_id}", row["instanceId"])
 
     def table(self, spark: SparkSession, name: str) -> DataFrame:
-        """Return the current rows of one of the TABLES."""
+        """Return the current rows of one of the TABLES; a query of rows that no extract writes raises BkctlError."""
         parts = [part for each in self._lists for part in each.parts(name)]
         if not parts:
             return spark.createDataFrame([], spark_schema(name))
         if isinstance(spark, LocalSession):
-            return spark.of_dataset(self._store.dataset(name, parts))
-        return spark.read.schema(spark_schema(name)).parquet(*map(self._store.spark_path, parts))
+            found: DataFrame = spark.of_dataset(self._store.dataset(name, parts))
+        else:
+            found = spark.read.schema(spark_schema(name)).parquet(*map(self._store.spark_path, parts))
+        return self._checked(found, name)
+
+    def _checked(self, rows: DataFrame, table: str) -> DataFrame:
+        """Return `rows` with a filter that fails at a row that no extract writes: jobs rely on ids and names."""
+        required = REQUIRED.get(table)
+        if required is None:
+            return rows
+        sound = F.lit(True)
+        for name in ("bookieId", "file", *required):
+            sound &= F.col(name).isNotNull()
+        if _QUALIFIED_NAME in TABLES[table]:
+            ledger = F.col(_QUALIFIED_NAME)
+            sound &= ledger.isNull() | ledger.rlike(_HEX_NAME)
+        if table == "evidence":
+            stands = F.col(_QUALIFIED_NAME).isNotNull() & F.col("entryId").isNotNull()
+            sound &= F.when(F.col("problem").isNull(), stands).otherwise(F.col("problem").isin("missing", "damaged"))
+        problem = (
+            f"Facts at {self._store.uri}: table {table} has a row that no extract writes; "
+            "run 'bkctl pipeline extract --full' again on bookie "
+        )
+        bookie = F.coalesce(F.col("bookieId"), F.lit("(unknown)"))
+        failure = F.raise_error(F.concat(F.lit(f"{ERROR_START}{problem}"), bookie, F.lit("\n")))
+        return rows.filter(F.when(sound, F.lit(True)).otherwise(failure.cast("boolean")))
 
     def create_views(self, spark: SparkSession) -> None:
         """Create a temporary view of each table, under its name."""

@@ -188,6 +188,17 @@ TABLES: Final[Mapping[str, Mapping[str, FactColumn]]] = {
     },
 }
 
+#: Columns in which every row of an extract has a value, beside bookieId and file, of the tables that jobs reckon with.
+REQUIRED: Final[Mapping[str, tuple[str, ...]]] = {
+    "records": ("logId", "entryId", "offset", "recordSize"),
+    "ledgers": ("logId", "scoped", "logIdHex", "fileSize"),
+    "damages": ("source",),
+    "index": ("ledgerQualifiedName", "entryId", "logId", "offset"),
+    "journals": (),
+    "journal_records": ("journalId", "offset", "recordSize", "ledgerQualifiedName", "entryId", "replayed"),
+    "evidence": ("offset",),
+}
+
 
 def arrow_schema(table: str) -> pa.Schema:
     """Return the columns of a table as an Arrow schema."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from bkctl.errors import BkctlError
+from bkctl.spark.failures import source_error
 from bkctl.spark.local.frames import Frame, empty
 from bkctl.spark.local.functions import quoted
 
@@ -148,6 +149,9 @@ class LocalDatabase:
         except (duckdb.Error, pa.ArrowException) as error:
             if query.error is not None:
                 raise query.error from None
+            own = source_error(error)
+            if own is not None:
+                raise own from None
             line = str(error).strip().partition("\n")[0]
             raise BkctlError(f"DuckDB: {line}", hint="run the job on Spark: add --master local[*]") from error
         finally:

@@ -65,6 +65,10 @@ class Expression:
         """Return whether texts end with another text."""
         return Expression(f"ends_with({self.sql}, {_value(other).sql})")
 
+    def rlike(self, pattern: str) -> Expression:
+        """Return whether a part of texts matches a regular expression."""
+        return Expression(f"regexp_matches({self.sql}, {text(pattern)})")
+
     def _with(self, operator: str, other: Any) -> Expression:
         return Expression(f"({self.sql} {operator} {_value(other).sql})")
 
@@ -205,6 +209,7 @@ def when(condition: Expression, value: Any) -> Case:
 
 coalesce = _same("COALESCE")
 least = _same("LEAST")
+raise_error = _same("ERROR")
 
 
 def floor(value: str | Expression) -> Expression:

@@ -38,6 +38,9 @@ from bkctl.spark.schemas import arrow_schema_of
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+
 pytestmark = pytest.mark.timeout(900)
 
 Job = Callable[["SparkSession", Bookies, str], list[list[str]]]
@@ -228,3 +231,53 @@ def test_commands_read_facts_of_bookies_whose_paths_are_the_same(engine: Engine,
     none = engine.run(None, "inventory", "--facts", tmp_path / "nothing")
     assert (none.code, none.out) == (4, b"")
     assert "has no facts of version 1" in none.problem
+
+
+def _without_values(rows: pa.Table) -> pa.Table:
+    return pa.table({field.name: pa.nulls(rows.num_rows, field.type) for field in rows.schema})
+
+
+def _without_columns(rows: pa.Table) -> pa.Table:
+    return rows.select(["part"])
+
+
+def _with_text(name: str, value: str) -> Callable[[pa.Table], pa.Table]:
+    def change(rows: pa.Table) -> pa.Table:
+        return rows.drop([name]).append_column(name, pa.array([value] * rows.num_rows))
+
+    return change
+
+
+_long_names = _with_text("ledgerQualifiedName", "0" * 32 + "\n")
+_other_names = _with_text("ledgerQualifiedName", "zz")
+
+#: A table, a change of its files, and a job that reads them.
+FOREIGN: list[tuple[str, Callable[[pa.Table], pa.Table], str]] = [
+    ("records", _without_values, "integrity"),
+    ("records", _without_columns, "integrity"),
+    ("ledgers", _long_names, "garbage"),
+    ("ledgers", _other_names, "inventory"),
+    ("index", _without_values, "integrity"),
+    ("index", _other_names, "integrity"),
+    ("journal_records", _without_columns, "journal-audit"),
+    ("journal_records", _other_names, "integrity"),
+    ("evidence", _other_names, "integrity"),
+    ("evidence", _with_text("problem", "unknown"), "integrity"),
+]
+
+
+def test_rows_that_no_extract_writes_are_refused_with_their_table(
+    engine: Engine, intact: Files, tmp_path: Path
+) -> None:
+    uri = tmp_path / "facts"
+    extracted(intact, str(uri), named=False)  # the records of HMAC and DUMMY are evidence
+    for table, change, job in FOREIGN:
+        shutil.copytree(uri, tmp_path / "foreign")
+        for file in (tmp_path / "foreign" / "v1" / table).rglob("*.parquet"):
+            pq.write_table(change(pq.read_table(file)), file)
+        answer = engine.run(intact.uri, job, "--facts", tmp_path / "foreign")
+        line = answer.err.splitlines()[-1]
+        assert answer.code == 1, (table, change, answer)
+        assert f"Facts at {tmp_path / 'foreign'}: table {table} has a row that no extract writes" in line, answer
+        assert "bkctl pipeline extract --full" in line
+        shutil.rmtree(tmp_path / "foreign")
