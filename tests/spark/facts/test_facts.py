@@ -38,8 +38,6 @@ from bkctl.spark.schemas import arrow_schema_of
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-pytestmark = pytest.mark.timeout(900)
-
 Job = Callable[["SparkSession", Bookies, str], list[list[str]]]
 
 #: The bookie with a file for each ledger's index.
