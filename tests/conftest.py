@@ -14,6 +14,14 @@ import pytest
 from support import servers
 from support.own_bookies import OwnBookie
 from support.servers import ApacheBookie, ApacheCluster, EtcdServer, HBaseServer, Java, JavaOnEtcd, ZooKeeperServer
+from support.waiting import LIMIT_S
+
+from bkctl.bookie.local import LocalCluster
+from bkctl.client.ledger import BookKeeper
+from bkctl.http.client import ApiClient
+from bkctl.metadata.backends import sqlite
+from bkctl.metadata.cluster import open_cluster
+from bkctl.protocol.connection import BookieConnection
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A run in the background of a script inherits that, and so would the programs that tests interrupt.
@@ -25,6 +33,18 @@ os.environ["BKCTL_AUDIT_LOG"] = "none"
 # Nor are their servers' tokens kept among the user's; removed at the end.
 _DATA = tempfile.TemporaryDirectory(prefix="bkctl-test-")
 os.environ["XDG_DATA_HOME"] = _DATA.name
+
+
+# What no test limits takes as long as a busy machine needs. Tests of time-outs name theirs.
+os.environ["BKCTL_TIMEOUT"] = f"{LIMIT_S}s"
+for function in (
+    open_cluster, sqlite.SqliteStore.__init__, BookKeeper.__init__, BookieConnection.open.__func__, ApiClient.__init__,
+    LocalCluster.up, LocalCluster.down,
+):  # fmt: skip
+    assert function.__kwdefaults__["timeout_s"]
+    function.__kwdefaults__["timeout_s"] = LIMIT_S
+# SQLite tells at once that a process of this machine is dead; one that is only slow is not taken for dead.
+sqlite.SESSION_EXPIRY_MS = int(LIMIT_S * 1000)  # type: ignore[misc]
 
 
 # The same examples in each run, and as much time as a busy machine takes; `--hypothesis-profile searching` for others.

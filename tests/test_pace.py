@@ -8,6 +8,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from support.waiting import LIMIT_S
 
 from bkctl import pace as pace_module
 from bkctl.pace import Pace
@@ -89,7 +90,7 @@ async def test_cancelled_work_leaves_its_turn_to_others() -> None:
     other = asyncio.ensure_future(pace.acquire(1))
     await asyncio.sleep(0)
     pace.limit()
-    await asyncio.wait_for(other, 60)
+    await asyncio.wait_for(other, LIMIT_S)
     assert waiting.cancelled()
 
 
@@ -102,4 +103,4 @@ async def test_another_thread_pauses_asynchronous_work() -> None:
     assert not work.done()
     assert not resumed.done()
     threading.Thread(target=pace.resume).start()
-    await asyncio.wait_for(asyncio.gather(work, resumed), 60)
+    await asyncio.wait_for(asyncio.gather(work, resumed), LIMIT_S)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.waiting import LIMIT_S
 
 ROOT = Path(__file__).parents[1]
 PROTOS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "bkctl").rglob("*.proto"))
@@ -17,7 +18,7 @@ def generated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("protos")
     protoc = [sys.executable, "-m", "grpc_tools.protoc", "-I."]
     outputs = [f"--python_out={directory}", f"--pyi_out={directory}"]
-    subprocess.run([*protoc, *outputs, *PROTOS], cwd=ROOT, check=True, timeout=120)
+    subprocess.run([*protoc, *outputs, *PROTOS], cwd=ROOT, check=True, timeout=LIMIT_S)
     return directory
 
 

@@ -51,7 +51,7 @@ def test_servers_end_with_a_test_run_that_is_killed(tmp_path: Path, number: sign
         assert is_running(pid)
         run.send_signal(number)
         run.wait()
-    wait_for(lambda: not is_running(pid), "the server's end", 30)
+    wait_for(lambda: not is_running(pid), "the server's end")
 
 
 def test_servers_end_with_a_test_run_that_forgets_them(tmp_path: Path) -> None:

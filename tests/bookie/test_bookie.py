@@ -600,7 +600,7 @@ async def test_bookie_serves_tls_with_pem_files(tmp_path: Path, cluster: Cluster
     async with serving(config, cluster) as bookie:
         context = ssl.create_default_context(cafile=str(tmp_path / "certificate.pem"))
         context.check_hostname = False
-        connection = await BookieConnection.open(*bookie.address, bookie_id=bookie.bookie_id, tls=context, timeout_s=60)
+        connection = await BookieConnection.open(*bookie.address, bookie_id=bookie.bookie_id, tls=context)
         assert await statuses(connection, add(PLAIN, 0), ReadRequest(PLAIN, 0)) == [Status.EOK, Status.EOK]
         connection.close()
         await connection.wait_closed()

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from support.served_bookies import PLAIN, SCOPED, add, config_for, connected, digests, on_a_bookie, serving, statuses
 from support.servers import DB, INTERLEAVED, SORTED
+from support.waiting import LIMIT_S
 
 from bkctl.bookie.bookie import Bookie
 from bkctl.client.ledger import BookKeeper
@@ -180,7 +181,7 @@ def test_time_of_entry_lists_grows_with_entries_not_with_ids(
     ids = [0, 1, 5_000, 1 << 33, ENTRY_ID_MAX - 1, ENTRY_ID_MAX]
 
     async def listed(connection: BookieConnection) -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             answer = await connection.send(ListEntriesRequest(ledger))
         assert list(Availability.parse(answer.availability)) == ids
         last = await connection.send(ReadRequest(ledger, LAST_ENTRY))
@@ -216,7 +217,7 @@ def test_entry_list_ends_when_its_client_is_gone(
         monkeypatch.setattr(IndexPersistenceMgr, "read_page", read_page)
         async with connected(bookie) as leaving:
             asking = leaving.send(ListEntriesRequest(PLAIN))
-            assert await asyncio.to_thread(begun.wait, 60)
+            assert await asyncio.to_thread(begun.wait, LIMIT_S)
         asking.cancel()
         while len(bookie.server.connections) > 1:
             await asyncio.sleep(0.001)
@@ -276,7 +277,7 @@ def test_replicator_reads_a_replica_whose_last_entry_is_damaged(
     async def write() -> LedgerId:
         async with contextlib.AsyncExitStack() as stack:
             await start(stack, *configs[:3])
-            client = await stack.enter_async_context(BookKeeper(cluster, timeout_s=60))
+            client = await stack.enter_async_context(BookKeeper(cluster))
             writer = await client.create_ledger_adv(
                 ensemble_size=3, write_quorum_size=2, ack_quorum_size=2, password=b"secret"
             )
@@ -290,7 +291,7 @@ def test_replicator_reads_a_replica_whose_last_entry_is_damaged(
     async def replicate(ledger: LedgerId, survivors: Sequence[str]) -> None:
         async with contextlib.AsyncExitStack() as stack:
             await start(stack, *(by_id[each] for each in survivors), *configs[3:])
-            client = await stack.enter_async_context(BookKeeper(cluster, timeout_s=60))
+            client = await stack.enter_async_context(BookKeeper(cluster))
             result = await LedgerFragmentReplicator(client).replicate_ledger(ledger)
             assert {each.outcome for each in result.fragments} == {Outcome.REPLICATED}
             assert result.done

@@ -27,9 +27,7 @@ def entry(by: DigestManager, entry_id: int, payload: bytes) -> AddRequest:
 
 
 async def connect(bookie: OwnBookie, protocol: Protocol) -> BookieConnection:
-    connection = await BookieConnection.open(
-        *bookie.address, bookie_id=bookie.bookie_id, protocol=protocol, timeout_s=60
-    )
+    connection = await BookieConnection.open(*bookie.address, bookie_id=bookie.bookie_id, protocol=protocol)
     if protocol is Protocol.V3:
         assert await connection.supports_scopes()
     return connection

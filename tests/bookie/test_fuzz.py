@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from support.mutation import mutated
+from support.waiting import LIMIT_S
 
 from bkctl.bookie.bookie import Bookie
 from bkctl.config import BookieConfig
@@ -152,8 +153,8 @@ def test_mutated_frames_harm_no_ledger(
 
     async def under_attack(bookie: Bookie) -> None:
         port = bookie.address[1]
-        v3_client = await BookieConnection.open(*bookie.address, bookie_id="b", timeout_s=60)
-        v2_client = await BookieConnection.open(*bookie.address, bookie_id="b", timeout_s=60, protocol=Protocol.V2)
+        v3_client = await BookieConnection.open(*bookie.address, bookie_id="b")
+        v2_client = await BookieConnection.open(*bookie.address, bookie_id="b", protocol=Protocol.V2)
         assert await v3_client.supports_scopes()
         for ledger in (PLAIN, SCOPED):
             assert (await v3_client.send(add(ledger, 0))).status is Status.EOK
@@ -180,7 +181,7 @@ def test_mutated_frames_harm_no_ledger(
             assert read.body == add(GOOD, entry_id).body  # type: ignore[union-attr]
         gc.collect()
         assert not before or resident_bytes() - before < RSS_GROWTH_BYTES_MAX
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             while len(bookie.server.connections) > 2 or bookie.server.in_flight_bytes:
                 await asyncio.sleep(0.01)  # long polls too are over
         v3_client.close()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.waiting import LIMIT_S
 
 from bkctl.bookie.bookie import Bookie as RunningBookie
 from bkctl.bookie.checkpoints import CheckpointRunner, NoSpaceForCheckpoint
@@ -402,14 +403,14 @@ def test_forced_round_runs_once_in_the_thread(cluster: Cluster) -> None:
 
     def hold() -> None:
         begun.set()
-        assert go_on.wait(60)
+        assert go_on.wait(LIMIT_S)
 
     storage.after_listing = hold
     collector.start()
     try:
         assert not collector.is_in_force_gc
         assert collector.force()
-        assert begun.wait(60)
+        assert begun.wait(LIMIT_S)
         assert collector.is_in_force_gc
         assert collector.statuses()[0].force_compacting
         assert not collector.force(), "one at a time"
@@ -740,7 +741,7 @@ async def test_ledgers_are_deleted_while_checkpoints_never_end(
         collector = bookie.garbage_collector
         assert collector is not None
         assert collector.force(major=False, minor=False)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             while not collector.stats.deleted_ledgers:
                 await asyncio.sleep(0.01)
         assert not running.done()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from support.served_bookies import add, config_for, connected, digests, serving, statuses
 from support.servers import DB, INTERLEAVED, SORTED
+from support.waiting import LIMIT_S
 
 from bkctl.bookie import workers
 from bkctl.bookie.reads import READ_THREADS
@@ -37,7 +38,7 @@ from bkctl.storage.ledger.db_indexes import EntryLocationIndex, LedgerMetadataIn
 from bkctl.storage.ledger.index_persistence import IndexPersistenceMgr
 
 #: A disk that hangs in the event loop's thread comes back after so long, so that the test fails and does not hang.
-GIVE_UP_S = 30
+GIVE_UP_S = LIMIT_S
 
 
 @pytest.fixture(params=[SORTED, INTERLEAVED, DB], ids=["sorted", "interleaved", "db"])

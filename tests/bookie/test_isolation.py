@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from bookie.test_bookie import add, config_for, connected, digests, on_a_bookie, serving, statuses
 from support.servers import DB, INTERLEAVED, SORTED
+from support.waiting import LIMIT_S
 
 from bkctl.bookie.bookie import Bookie
 from bkctl.disk import Files, StorageFile
@@ -52,7 +53,7 @@ def test_requests_taken_in_one_pass_are_refused_alone(
                 key = bytes(20) if ledger == keyed else digests(ledger).master_key
                 requests += [add(ledger, entry_id, master_key=key), ReadRequest(ledger, 0), ReadRequest(ledger, 9)]
                 expected += [refused, Status.EOK, Status.ENOENTRY]
-        assert await asyncio.wait_for(statuses(connection, *requests), 60) == expected
+        assert await asyncio.wait_for(statuses(connection, *requests), LIMIT_S) == expected
         assert in_flight(bookie) == 0
         reads = [ReadRequest(ledger, 2) for ledger in ledgers]
         assert await statuses(connection, *reads) == [
@@ -183,7 +184,7 @@ def test_flipped_byte_of_an_entry_stays_with_its_ledger(tmp_path: Path, cluster:
     async def read() -> None:
         async with serving(config, cluster) as bookie, connected(bookie) as connection:
             fence = ReadRequest(PLAIN, 0, digests(PLAIN).master_key, fence=True)
-            found = await asyncio.wait_for(statuses(connection, add(OTHER, 1), fence, add(OTHER, 2)), 60)
+            found = await asyncio.wait_for(statuses(connection, add(OTHER, 1), fence, add(OTHER, 2)), LIMIT_S)
             assert found == [Status.EOK, Status.EIO, Status.EOK]
             assert in_flight(bookie) == 0
 
@@ -209,7 +210,7 @@ def test_unexpected_exception_of_a_handler_is_answered_logged_and_counted(
 
     async def body(bookie: Bookie, connection: BookieConnection) -> None:
         monkeypatch.setattr(bookie.storage, "add_records", defect)
-        assert set(await asyncio.wait_for(statuses(connection, *(add(PLAIN, each) for each in range(9))), 60)) == {
+        assert set(await asyncio.wait_for(statuses(connection, *(add(PLAIN, each) for each in range(9))), LIMIT_S)) == {
             Status.EIO
         }
         monkeypatch.undo()
@@ -233,7 +234,7 @@ def test_exception_of_one_answer_leaves_the_other_answers(tmp_path: Path, cluste
         bookie.storage.force(OTHER, defect)
         bookie.storage.when_written(OTHER, defect)
         bookie.commits.flush_soon()
-        assert (await asyncio.wait_for(added, 60)).status is Status.EOK
+        assert (await asyncio.wait_for(added, LIMIT_S)).status is Status.EOK
         assert in_flight(bookie) == 0
 
     on_a_bookie(tmp_path, cluster, body)
@@ -307,7 +308,7 @@ def test_stopping_bookie_serves_until_it_has_left_the_list_of_bookies(
         monkeypatch.setattr(bookie.server, "close", close)
         monkeypatch.setattr("bkctl.bookie.bookie.STOP_GRACE_S", 60.0)
         stopping = asyncio.create_task(bookie.stop())
-        assert await asyncio.to_thread(is_leaving.wait, 60)
+        assert await asyncio.to_thread(is_leaving.wait, LIMIT_S)
         assert is_listed()
         assert await statuses(connection, add(PLAIN, 0), ReadRequest(PLAIN, 0)) == [Status.EOK] * 2
         may_leave.set()
@@ -357,7 +358,7 @@ async def test_stop_ends_in_bounded_time_while_a_disk_hangs(
         waiting = connection.send(add(PLAIN, 1)) if when == "at work" else None
         if waiting is not None:
             await asyncio.sleep(0.1)
-        await asyncio.wait_for(bookie.stop(), 60)
+        await asyncio.wait_for(bookie.stop(), LIMIT_S)
         assert bookie.failure is not None
         assert bookie.is_stuck
         if waiting is not None:
@@ -366,7 +367,7 @@ async def test_stop_ends_in_bounded_time_while_a_disk_hangs(
     files.go_on.set()
     for thread in threading.enumerate():
         if thread.name.startswith(("journal-", "stop-")):
-            await asyncio.to_thread(thread.join, 60)
+            await asyncio.to_thread(thread.join, LIMIT_S)
 
 
 @pytest.mark.parametrize("method", ["begin_checkpoint", "checkpoint", "end_checkpoint", "write_entries", "close"])
@@ -385,8 +386,8 @@ def test_failed_task_ends_every_wait_for_it(
             monkeypatch.setattr(bookie.storage, method, fail)
             if method == "write_entries":
                 bookie.commits.write_entries_soon()
-            await asyncio.wait_for(bookie.checkpoint(), 60)
-            await asyncio.wait_for(bookie.stop(), 60)
+            await asyncio.wait_for(bookie.checkpoint(), LIMIT_S)
+            await asyncio.wait_for(bookie.stop(), LIMIT_S)
         assert bookie.failure is not None
         assert not bookie.is_stuck
         monkeypatch.undo()
@@ -414,11 +415,11 @@ def test_bookie_stops_when_another_process_holds_its_registration_after_a_lost_s
         await bookie.start()
         with open_cluster(f"sqlite://{store.file}") as other:
             await asyncio.to_thread(usurp, other, bookie)
-            await asyncio.wait_for(bookie.stopped.wait(), 60)
+            await asyncio.wait_for(bookie.stopped.wait(), LIMIT_S)
             assert isinstance(bookie.failure, AlreadyExists)
             assert "lost its session" in str(bookie.failure)
             assert "this bookie stops in" in caplog.text
-            await asyncio.wait_for(bookie.stop(), 60)
+            await asyncio.wait_for(bookie.stop(), LIMIT_S)
             found = other.bookies.get(bookie.bookie_id)
             assert found is not None
             assert found.state == "rw", "the other process keeps what it holds"
@@ -446,7 +447,7 @@ def test_bookie_that_registered_again_after_a_lost_session_continues(tmp_path: P
 
     async def body(bookie: Bookie, connection: BookieConnection) -> None:
         lose()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             while (found := cluster.bookies.get(bookie.bookie_id)) is None or found.state != "rw":
                 await asyncio.sleep(0.05)
         bookie.registration.check_usurper()

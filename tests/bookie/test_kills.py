@@ -251,7 +251,7 @@ class Load:
 
     async def connect(self, protocol: Protocol) -> BookieConnection:
         connection = await BookieConnection.open(
-            *self.bookie.address, bookie_id=self.bookie.bookie_id, protocol=protocol, timeout_s=60
+            *self.bookie.address, bookie_id=self.bookie.bookie_id, protocol=protocol
         )
         if protocol is Protocol.V3:
             assert await connection.supports_scopes()
@@ -327,7 +327,7 @@ def scenario(body: Awaitable[Any]) -> Any:
     return asyncio.run(run())
 
 
-@pytest.mark.timeout(900 + 10 * KILLS)
+@pytest.mark.timeout(1800 + 10 * KILLS)
 @pytest.mark.parametrize("storage", [SORTED, INTERLEAVED, DB], ids=["sorted", "interleaved", "db"])
 def test_bookie_killed_at_random_points_loses_nothing_acknowledged(
     own_bookie: Callable[..., OwnBookie], cluster: Cluster, storage: str

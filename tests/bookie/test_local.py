@@ -6,11 +6,11 @@ import json
 import os
 import shutil
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.waiting import eventually
 
 from bkctl.bookie.local import LocalCluster, active_cluster
 from bkctl.errors import BkctlError, DirectoryInUse, NotFound, UsageError
@@ -79,9 +79,7 @@ def test_up_starts_stopped_bookies_and_adds_new_ones(cluster: LocalCluster) -> N
     killed = cluster.bookies()[1]
     assert killed.pid is not None
     os.kill(killed.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 30
-    while cluster.bookies()[1].pid is not None and time.monotonic() < deadline:
-        time.sleep(0.02)
+    eventually(lambda: cluster.bookies()[1].pid is None)
     assert states(cluster) == ["down", "down"]
     cluster.up()
     assert states(cluster) == ["rw", "rw"]
@@ -92,10 +90,7 @@ def test_bookies_with_auto_recovery_stand_for_auditor_until_they_stop(cluster: L
     cluster.up(1, auto_recovery=True)
     with open_cluster(cluster.metadata_uri) as metadata:
         election = AuditorElection(metadata.store)
-        deadline = time.monotonic() + 60
-        while {election.auditor(), election.auditor(scoped=True)} != {"bookie-0"}:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        eventually(lambda: {election.auditor(), election.auditor(scoped=True)} == {"bookie-0"})
         cluster.down()
         assert election.votes() == election.votes(scoped=True) == ()
 

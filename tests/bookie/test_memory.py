@@ -15,6 +15,7 @@ from support.own_bookies import OwnBookie
 from support.served_bookies import add as small_add
 from support.served_bookies import connected, digests, on_a_bookie, statuses
 from support.servers import DB, INTERLEAVED, SORTED
+from support.waiting import LIMIT_S
 
 from bkctl.bookie.bookie import Bookie
 from bkctl.formats.entry import DigestManager, DigestType
@@ -145,9 +146,7 @@ def test_memory_is_bounded_whatever_clients_do(slow_bookie: SlowBookie) -> None:
             for ledger in ledgers:
                 stack.callback(await ask_and_never_read(bookie, ledger))
             # Meanwhile somebody else is served, and is answered after them.
-            connection = await BookieConnection.open(
-                *bookie.address, bookie_id=bookie.bookie_id, protocol=Protocol.V3, timeout_s=60
-            )
+            connection = await BookieConnection.open(*bookie.address, bookie_id=bookie.bookie_id, protocol=Protocol.V3)
             for entry_id in range(200):
                 response = await connection.send(ReadRequest(ledgers[0], entry_id))
                 assert response.status is Status.EOK
@@ -196,7 +195,7 @@ def test_lost_clients_and_failed_reads_are_freed_at_once(
                     if waits:
                         await asyncio.gather(*sent[:9])
                     sent.clear()
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(LIMIT_S):
                 while made.alive or count_of("EntryNotFound") or bookie.server.in_flight_bytes:
                     await asyncio.sleep(0.01)
         assert len(made.made) == 2

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from support.descriptors import descriptors_used_up
 from support.servers import DB, INTERLEAVED, SORTED
+from support.waiting import LIMIT_S
 
 from bkctl.bookie.bookie import Bookie
 from bkctl.config import BookieConfig
@@ -81,7 +82,7 @@ def on_a_bookie(
 
     @contextlib.asynccontextmanager
     async def connected(bookie: Bookie) -> AsyncIterator[BookieConnection]:
-        connection = await BookieConnection.open(*bookie.address, bookie_id=bookie.bookie_id, timeout_s=60)
+        connection = await BookieConnection.open(*bookie.address, bookie_id=bookie.bookie_id)
         assert await connection.supports_scopes()
         yield connection
         connection.close()
@@ -252,7 +253,7 @@ def test_without_read_only_mode_a_bookie_with_full_disks_stops(tmp_path: Path, c
 
     async def body(bookie: Bookie, connection: BookieConnection) -> None:
         disks.used = 0.99
-        await asyncio.wait_for(bookie.stopped.wait(), 60)
+        await asyncio.wait_for(bookie.stopped.wait(), LIMIT_S)
         assert "read-only mode is not enabled" in str(bookie.failure)
 
     on_a_bookie(tmp_path, cluster, body, disks, read_only_mode_enabled=False)

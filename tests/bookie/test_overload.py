@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from support.servers import DB, INTERLEAVED, SORTED
+from support.waiting import LIMIT_S
 
 from bkctl.bookie import long_polls
 from bkctl.bookie.bookie import Bookie
@@ -57,7 +58,7 @@ async def test_held_adds_continue_without_another_request_or_checkpoint(
     async with BookKeeper(cluster) as bookkeeper:
         writer = await bookkeeper.create_ledger(ensemble_size=1, write_quorum_size=1, ack_quorum_size=1)
         for entry_id in range(3):
-            assert await asyncio.wait_for(writer.add(b"entry"), 60) == entry_id
+            assert await asyncio.wait_for(writer.add(b"entry"), LIMIT_S) == entry_id
         await writer.close()
     await bookie.stop()
 
@@ -113,7 +114,7 @@ async def test_bookie_that_cannot_look_after_its_disks_gives_up(cluster: Cluster
     bookie = bookie_of(cluster, tmp_path, files, disk_check_interval=10)
     await bookie.start()
     files.is_broken = True
-    await asyncio.wait_for(bookie.stopped.wait(), 60)
+    await asyncio.wait_for(bookie.stopped.wait(), LIMIT_S)
     assert "Input/output error" in str(bookie.failure)
     await bookie.stop()
 
@@ -144,7 +145,7 @@ async def test_bookie_gives_up_when_one_of_its_threads_dies(
     async with BookKeeper(cluster) as bookkeeper:
         writer = await bookkeeper.create_ledger(ensemble_size=1, write_quorum_size=1, ack_quorum_size=1)
         writer.add(b"entry")
-        await asyncio.wait_for(bookie.stopped.wait(), 60)
+        await asyncio.wait_for(bookie.stopped.wait(), LIMIT_S)
         assert f"a defect in {method}" in str(bookie.failure)
         await bookie.stop()
 
@@ -160,7 +161,7 @@ async def test_requests_to_a_failed_bookie_end(
 
     def defect(*_: object, **__: object) -> None:
         entered.set()
-        go_on.wait(60)
+        go_on.wait(LIMIT_S)
         raise ThreadEnd("a defect")
 
     bookie = bookie_of(cluster, tmp_path)
@@ -168,13 +169,13 @@ async def test_requests_to_a_failed_bookie_end(
     monkeypatch.setattr(bookie.storage, "commit", defect)
     client = await BookieConnection.open(*bookie.address, bookie_id=bookie.bookie_id, timeout_s=600)
     fence = client.send(ReadRequest(LedgerId(0, 1), -1, bytes(20), fence=True))
-    await asyncio.to_thread(entered.wait, 60)
+    await asyncio.to_thread(entered.wait, LIMIT_S)
     stopping = asyncio.create_task(bookie.stop()) if stops else None
     await asyncio.sleep(0.1)
     go_on.set()
     with pytest.raises(BookieUnavailable):
-        await asyncio.wait_for(fence, 60)
-    await asyncio.wait_for(stopping or bookie.stop(), 60)
+        await asyncio.wait_for(fence, LIMIT_S)
+    await asyncio.wait_for(stopping or bookie.stop(), LIMIT_S)
     assert "a defect" in str(bookie.failure)
 
 
@@ -213,7 +214,7 @@ async def test_stop_during_a_registration_leaves_no_ghost(
 
     def register(*arguments: Any, **named: Any) -> None:
         entered.set()
-        go_on.wait(60)
+        go_on.wait(LIMIT_S)
         plain_register(*arguments, **named)
         left.set()
 
@@ -222,12 +223,12 @@ async def test_stop_during_a_registration_leaves_no_ghost(
     monkeypatch.setattr(cluster.bookies, "register", register)
     bookie.state_manager.read_only = True
     bookie.registration.update_soon()
-    await asyncio.to_thread(entered.wait, 60)
+    await asyncio.to_thread(entered.wait, LIMIT_S)
     stopping = asyncio.create_task(bookie.stop())
     await asyncio.sleep(0.3)
     go_on.set()
     await stopping
-    await asyncio.to_thread(left.wait, 60)
+    await asyncio.to_thread(left.wait, LIMIT_S)
     found = cluster.bookies.get(bookie.bookie_id)
     assert found is not None
     assert found.state == "down"
@@ -239,7 +240,7 @@ async def test_finished_registrations_leave_no_tasks(cluster: Cluster, tmp_path:
     before = len(bookie.registration.tasks)
     for _ in range(20):
         bookie.registration.update_soon()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(LIMIT_S):
         while len(bookie.registration.tasks) > before:
             await asyncio.sleep(0.01)
     await bookie.stop()
@@ -359,7 +360,7 @@ async def test_memory_stays_bounded_when_a_client_never_reads_its_answers(
             pytest.fail("the bookie reads on")
         before = before or resident_bytes()
     assert resident_bytes() - before < 50 << 20
-    assert await asyncio.wait_for(pour(bookie.address[1], 2, 100, 1000), 60) == [0] * 100
+    assert await asyncio.wait_for(pour(bookie.address[1], 2, 100, 1000), LIMIT_S) == [0] * 100
     for writer in writers:
         writer.transport.abort()
     await bookie.stop()
@@ -379,7 +380,7 @@ async def test_adds_beyond_the_pending_limit_are_refused_and_earlier_ones_kept(
         commit(*batches, **named)
 
     monkeypatch.setattr(bookie.storage, "commit", slow)
-    client = await BookieConnection.open(*bookie.address, bookie_id=bookie.bookie_id, timeout_s=60)
+    client = await BookieConnection.open(*bookie.address, bookie_id=bookie.bookie_id)
 
     def add(entry_id: int, **flags: bool) -> asyncio.Future[Any]:
         body = ENTRY_V1.pack(5, entry_id, entry_id - 1, 1) + b"x"
@@ -430,7 +431,7 @@ def test_deferred_add_is_answered_before_the_sync_and_force_after_it(cluster: Cl
         bookies.append(bookie_of(cluster, tmp_path, HeldJournal()))
         bookie = bookies[0]
         await bookie.start()
-        client = await BookieConnection.open(*bookie.address, bookie_id=bookie.bookie_id, timeout_s=60)
+        client = await BookieConnection.open(*bookie.address, bookie_id=bookie.bookie_id)
         body = ENTRY_V1.pack(5, 0, -1, 1) + b"x"
         deferred = client.send(AddRequest(LedgerId(0, 5), 0, bytes(20), body, deferred_sync=True))
         assert (await deferred).status is Status.EOK
@@ -456,7 +457,7 @@ async def test_long_polls_are_bounded_in_number_and_end_with_their_clients(
     bookie = bookie_of(cluster, tmp_path)
     await bookie.start()
     poll = ReadRequest(LedgerId(0, 5), LAST_ENTRY, previous_lac=0, timeout_ms=HOUR_MS, piggyback=True)
-    clients = [await BookieConnection.open(*bookie.address, bookie_id=bookie.bookie_id, timeout_s=60) for _ in range(2)]
+    clients = [await BookieConnection.open(*bookie.address, bookie_id=bookie.bookie_id) for _ in range(2)]
     body = ENTRY_V1.pack(5, 0, -1, 1) + b"x"
     assert (await clients[0].send(AddRequest(LedgerId(0, 5), 0, bytes(20), body))).status is Status.EOK
     waiting = [clients[0].send(poll) for _ in range(5)]
@@ -466,7 +467,7 @@ async def test_long_polls_are_bounded_in_number_and_end_with_their_clients(
     for answer in waiting:
         answer.add_done_callback(lambda done: done.exception())
     clients[0].close()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(LIMIT_S):
         while len(bookie.processor.polls):
             await asyncio.sleep(0.01)
     assert not bookie.storage.ledgers.handles[LedgerId(0, 5)].watchers

@@ -9,6 +9,7 @@ from queue import Empty
 from typing import Any
 
 import pytest
+from support.waiting import LIMIT_S
 
 from bkctl.bookie.workers import JournalThread
 from bkctl.config import BookieConfig
@@ -25,7 +26,7 @@ class Storage:
 
     def commit(self, number: int, *group: JournalBatch, written: Callable[[], None] | None = None) -> None:
         self.entered.set()
-        self.go_on.wait(60)
+        self.go_on.wait(LIMIT_S)
         self.groups.append(list(group))
         if written is not None:
             written()
@@ -68,7 +69,7 @@ def groups_of(
     async def main() -> None:
         thread = JournalThread(storage, 0, BookieConfig(**settings), listener)  # type: ignore[arg-type]
         thread.put(batch(1 << 30, 1))
-        await asyncio.to_thread(storage.entered.wait, 60)
+        await asyncio.to_thread(storage.entered.wait, LIMIT_S)
         for each in batches:
             thread.put(each)
         storage.go_on.set()
@@ -106,7 +107,7 @@ def test_group_waits_no_longer_than_its_time() -> None:
         config = BookieConfig(journal_max_group_wait_msec=20)
         thread = JournalThread(storage, 0, config, listener)  # type: ignore[arg-type]
         thread.put(batch(100, 1))
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             while not listener.heard:
                 await asyncio.sleep(0.001)
         await asyncio.to_thread(thread.stop)
@@ -133,7 +134,7 @@ async def test_a_wait_for_more_batches_ends_however_short_it_is() -> None:
 
     waiting = threading.Thread(target=wait_often, daemon=True)
     waiting.start()
-    await asyncio.to_thread(waiting.join, 60)
+    await asyncio.to_thread(waiting.join, LIMIT_S)
     assert count == 20_000
 
 

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
+from support.waiting import LIMIT_S
+
 from bkctl.client.ledger import BookKeeper
 from bkctl.formats.availability import Availability
 from bkctl.formats.entry import read_entry_header, read_lac_header
@@ -262,7 +264,7 @@ class FakeCluster:
         self.cluster.bookies.unregister(bookie.bookie_id)
 
     def client(self, **options: Any) -> BookKeeper:
-        return BookKeeper(self.cluster, **{"timeout_s": 30.0, **options})
+        return BookKeeper(self.cluster, **{"connect_timeout_s": LIMIT_S, **options})
 
     def metadata(self, ledger: LedgerId) -> Any:
         return self.cluster.ledgers.read(ledger).metadata

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from support.waiting import LIMIT_S
 
 from bkctl.client.bookies import BookiePool, in_order
 from bkctl.errors import BookieUnavailable
@@ -22,10 +23,10 @@ from bkctl.protocol.messages import Protocol, ReadLacRequest
 )
 async def test_invalid_address_makes_bookie_unavailable(tmp_path: Path, address: tuple[str, int]) -> None:
     with open_cluster(f"sqlite://{tmp_path / 'metadata.db'}", create=True) as cluster:
-        pool = BookiePool(cluster, protocol=Protocol.V3, tls=None, timeout_s=30, addresses={"bookie-1": address})
+        pool = BookiePool(cluster, protocol=Protocol.V3, tls=None, timeout_s=LIMIT_S, addresses={"bookie-1": address})
         answer = pool.channel("bookie-1").send(ReadLacRequest(LedgerId(0, 1)))
         with pytest.raises(BookieUnavailable, match="bookie-1"):
-            await asyncio.wait_for(answer, 20)
+            await asyncio.wait_for(answer, LIMIT_S)
         await pool.close()
 
 

@@ -19,7 +19,7 @@ def test_a_read_only_bookie_with_room_on_its_disks_is_so_by_request(tmp_path: Pa
         async def work() -> None:
             async with (
                 serving(config_for(tmp_path, force_read_only_bookie=True), cluster) as bookie,
-                BookKeeper(cluster, timeout_s=60) as bookkeeper,
+                BookKeeper(cluster) as bookkeeper,
             ):
                 members = cluster.bookies.list()
                 (finding,) = await disk_findings(bookkeeper, members, 100)
@@ -41,7 +41,7 @@ def test_members_are_measured_except_those_that_are_down(tmp_path: Path) -> None
         async def work() -> None:
             async with (
                 serving(config_for(tmp_path), cluster),
-                BookKeeper(cluster, timeout_s=60) as bookkeeper,
+                BookKeeper(cluster) as bookkeeper,
             ):
                 up, down = sorted(
                     await member_space(bookkeeper, cluster.bookies.list()), key=lambda each: each.bookie.state == "down"

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 from client.fakes import Fault, turns
+from support.waiting import LIMIT_S
 
 from bkctl.client.placement import RackRules
 from bkctl.errors import (
@@ -417,7 +418,7 @@ async def test_a_bookie_that_is_nowhere_fails_at_once_and_is_tried_again_later(f
             with pytest.raises(BookieUnavailable):
                 await collect(reader.read(0, 50))
         await bookie.start()
-        async with asyncio.timeout(60):  # else it never connected again
+        async with asyncio.timeout(LIMIT_S):  # else it never connected again
             while True:
                 try:
                     assert len(await collect(reader.read(0, 50))) == 51
@@ -447,7 +448,7 @@ async def test_address_of_a_bookie_can_be_overridden(fake_cluster):
 @pytest.mark.parametrize("kind", ["EIO", "EREADONLY", "ETOOMANYREQUESTS", "disconnect", "down", "silence", "EBADREQ"])
 @pytest.mark.parametrize("scope_id", [0, 7])
 async def test_a_bookie_that_fails_is_replaced_and_nothing_is_lost(fake_cluster, kind, scope_id):
-    timeout_s = 2 if kind == "silence" else 30
+    timeout_s = 2 if kind == "silence" else LIMIT_S
     async with fake_cluster(5) as cluster, cluster.client(timeout_s=timeout_s) as client:
         writer = await client.create_ledger_adv(ledger_scope_id=scope_id)
         before = writer.metadata.last_fragment.bookies

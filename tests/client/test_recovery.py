@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 from client.fakes import FakeLedger, Fault
+from support.waiting import LIMIT_S
 
 from bkctl.client.ensemble import with_fragment
 from bkctl.client.recovery import RecoveryLoss
@@ -250,7 +251,7 @@ async def test_accept_loss_closes_a_ledger_whose_last_entry_no_bookie_gives(fake
         else:
             await lost.stop()
         options = {"ledger_scope_id": scope_id, "recovery": True}
-        async with cluster.client(protocol=protocol, timeout_s=2.0 if silent else 30.0) as client:
+        async with cluster.client(protocol=protocol, timeout_s=2.0 if silent else LIMIT_S) as client:
             versioned, loss = await client.find_recovery_loss(ledger)
             assert versioned.metadata.state is LedgerState.OPEN
             assert loss == RecoveryLoss(last_entry_id=1, readable_entry_id=0, length=3)

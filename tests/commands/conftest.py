@@ -44,7 +44,7 @@ def applied(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in [name for name in os.environ if name.startswith("BKCTL_")]:
+    for name in [name for name in os.environ if name.startswith("BKCTL_") and name != "BKCTL_TIMEOUT"]:
         monkeypatch.delenv(name)
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from support.command_line import CommandLine
 from support.fake_http import HEAD, FakeServer, Reply, Turns, drips, is_silent, misbehaving, sends, sends_for_ever
+from support.waiting import LIMIT_S
 
 from bkctl.bookie.local import LocalCluster
 from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo, Cookie
@@ -119,7 +120,7 @@ def test_ready_waits_for_a_bookie_to_register(cli: Cli, fake: FakeServer, tmp_pa
         assert cli(*command, "--wait", "--deadline", "10ms").code == 6
         with CommandLine(None).process(*command, "--wait") as waiting:
             there.bookies.register("b:1", BookieServiceInfo((BookieEndpoint("httpserver", port, "127.0.0.1", "http"),)))
-            out, err = waiting.communicate(timeout=120)
+            out, err = waiting.communicate(timeout=LIMIT_S)
     assert waiting.returncode == 0, err
     assert json.loads(out) == {"bookieId": "b:1", "url": fake.url, "ready": True, "message": "OK"}
 

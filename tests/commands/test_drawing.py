@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from support.bookie_load import register
 from support.command_line import CommandLine
+from support.waiting import LIMIT_S
 
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import Cookie, Fragment, LedgerMetadata, LedgerState
@@ -87,7 +88,7 @@ def test_pipes_load_no_rich(uri: str, words: list[str]) -> None:
         "try: main()\n"
         "except SystemExit: print('rich' in sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=True)
     assert done.stdout.splitlines()[-1] == "False"
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jsonschema_rs
 import pytest
+from support.waiting import LIMIT_S
 
 from bkctl.commands.documents import DOCUMENTS, DRY_RUNS, document_schema
 from bkctl.commands.generate import FILES as FILE_METAVARS
@@ -118,7 +119,7 @@ def test_man_pages_are_good_troff(name: str) -> None:
         ["groff", "-man", "-Tutf8", "-ww", "-z", str(ROOT / name)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LIMIT_S,
         check=True,
     )
     assert done.stderr == ""
@@ -138,7 +139,7 @@ def complete_bash(line: str, environment: dict[str, str]) -> list[str]:
     script = 'source "$1"; COMP_LINE=$2; COMP_POINT=${#2}; _bkctl; printf "%s\\n" "${COMPREPLY[@]}"'
     done = subprocess.run(
         ["bash", "--norc", "-c", script, "_", str(ROOT / "completions/bkctl.bash"), line],
-        capture_output=True, text=True, timeout=60, check=True, env=environment,
+        capture_output=True, text=True, timeout=LIMIT_S, check=True, env=environment,
     )  # fmt: skip
     assert done.stderr == ""
     return done.stdout.split()
@@ -148,7 +149,7 @@ def complete_fish(line: str, environment: dict[str, str]) -> list[str]:
     script = "source $argv[1]; complete -C $argv[2]"
     done = subprocess.run(
         ["fish", "--no-config", "-c", script, str(ROOT / "completions/bkctl.fish"), line],
-        capture_output=True, text=True, timeout=60, check=True, env=environment,
+        capture_output=True, text=True, timeout=LIMIT_S, check=True, env=environment,
     )  # fmt: skip
     assert done.stderr == ""
     return [each.split("\t")[0] for each in done.stdout.splitlines()]
@@ -184,7 +185,7 @@ zpty -d shell
 def complete_zsh(line: str, environment: dict[str, str]) -> list[str]:
     done = subprocess.run(
         ["zsh", "-f", "-c", CAPTURE_ZSH, "_", str(ROOT / "completions"), line],
-        capture_output=True, text=True, timeout=60, check=True, env=environment,
+        capture_output=True, text=True, timeout=LIMIT_S, check=True, env=environment,
     )  # fmt: skip
     assert done.stderr == ""
     return done.stdout.split()
@@ -276,7 +277,7 @@ def test_bash_offers_the_options_of_each_command() -> None:
                     expected[f"{prefix} {name} "] = ["files"]
     done = subprocess.run(
         ["bash", "--norc", "-c", script, "_", str(ROOT / "completions/bkctl.bash")],
-        capture_output=True, text=True, timeout=120, check=True, input="".join(f"{line}\n" for line in expected),
+        capture_output=True, text=True, timeout=LIMIT_S, check=True, input="".join(f"{line}\n" for line in expected),
     )  # fmt: skip
     assert done.stderr == ""
     found = dict(zip(expected, (sorted(line.split()) for line in done.stdout.splitlines()), strict=True))
@@ -366,6 +367,6 @@ def test_completion_is_silent_and_ends_when_nothing_answers(tmp_path: Path) -> N
     for uri in ("zk://127.0.0.1:1/ledgers", "nonsense", f"sqlite://{tmp_path}/none"):
         done = subprocess.run(
             [sys.executable, "-m", "bkctl", "ledger", "show", "-u", uri, ""],
-            capture_output=True, text=True, timeout=60, check=False, env=environment,
+            capture_output=True, text=True, timeout=LIMIT_S, check=False, env=environment,
         )  # fmt: skip
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

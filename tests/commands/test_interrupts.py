@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.waiting import LIMIT_S
 
 from bkctl.commands.kit.command import Run
 from bkctl.commands.main import GROUPS
@@ -99,7 +100,7 @@ def test_an_interrupt_that_a_finalizer_swallows_comes_again() -> None:
         "except KeyboardInterrupt:\n"
         "    print('interrupted')\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\n", "")
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.waiting import LIMIT_S
 
 from bkctl.bookie.local import LocalCluster
 from bkctl.client.ensemble import with_fragment
@@ -242,9 +243,9 @@ def test_lines_can_be_tailed_while_they_are_written(cluster: LocalCluster) -> No
             writer.stdin.write(line)
             writer.stdin.flush()
     assert seen == ["first", "second", "third"]
-    out, _ = writer.communicate(timeout=60)
+    out, _ = writer.communicate(timeout=LIMIT_S)
     assert out.decode().strip() == ledger
-    assert tail.communicate(timeout=60) == (b"", b"")
+    assert tail.communicate(timeout=LIMIT_S) == (b"", b"")
     assert (writer.returncode, tail.returncode) == (0, 0)
 
 

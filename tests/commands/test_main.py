@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from support.command_line import CommandLine
+from support.waiting import LIMIT_S
 
 from bkctl.commands.kit.connection import connect_to, parse_bookie_addresses
 from bkctl.commands.kit.settings import SETTINGS, GlobalOptions
@@ -27,7 +28,12 @@ HEAVY = ("kazoo", "grpc", "rocksdict", "pyspark", "asyncio", "google.protobuf", 
 
 def bkctl(*arguments: str, **settings: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "bkctl", *arguments], capture_output=True, text=True, timeout=60, check=False, **settings
+        [sys.executable, "-m", "bkctl", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+        **settings,
     )  # type: ignore[call-overload, no-any-return]
 
 
@@ -39,7 +45,7 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
         "try: main()\n"
         f"except SystemExit as e: print([m for m in {HEAVY!r} if m in sys.modules], e.code)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=True)
     assert done.stdout.splitlines()[-1] == "[] 0"
 
 
@@ -51,7 +57,7 @@ def test_offline_commands_import_nothing_heavy(tmp_path: Path) -> None:
         "try: main()\n"
         f"except SystemExit as e: print([m for m in {HEAVY!r} if m in sys.modules], e.code)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=True)
     assert done.stdout.splitlines()[-1] == "[] 0"
 
 
@@ -292,7 +298,7 @@ def test_a_reader_that_goes_ends_it_quietly(tmp_path: Path) -> None:
         [sys.executable, "-m", "bkctl", "journal", "list", str(tmp_path)], stdout=write, stderr=subprocess.PIPE
     )
     os.close(write)
-    assert process.communicate(timeout=60) == (None, b"")
+    assert process.communicate(timeout=LIMIT_S) == (None, b"")
     assert process.returncode == 0
 
 
@@ -302,7 +308,7 @@ def test_a_full_disk_is_an_error(tmp_path: Path) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "bkctl", "journal", "list", str(tmp_path)],
-            stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+            stdout=full, stderr=subprocess.PIPE, text=True, timeout=LIMIT_S, check=False,
         )  # fmt: skip
     assert (done.returncode, done.stderr) == (1, "bkctl: stdout: No space left on device\n")
 
@@ -318,7 +324,7 @@ def test_interrupted_exits_130(tmp_path: Path) -> None:
     writer = os.open(fifo, os.O_WRONLY)
     time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=LIMIT_S)
     os.close(writer)
     assert process.returncode == 130
     assert err == "bkctl: Interrupted\n"

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 from support import golden
+from support.waiting import eventually
 
 import bkctl.commands.kit
 from bkctl import commands
@@ -718,9 +719,7 @@ def test_activity_is_drawn_on_a_terminal_and_erased(monkeypatch: pytest.MonkeyPa
     stream = Terminal()
     with Activity("Reading", total=10, unit="entries", stream=stream) as activity:
         activity.update(5)
-        deadline = time.monotonic() + 20
-        while "50%" not in stream.getvalue() and time.monotonic() < deadline:
-            time.sleep(0.001)
+        eventually(lambda: "50%" in stream.getvalue())
     assert "Reading" in stream.getvalue()
     assert stream.getvalue().endswith("\r\x1b[K")
     silent = io.StringIO()

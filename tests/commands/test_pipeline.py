@@ -18,6 +18,7 @@ from support import (
 )
 from support.command_line import CommandLine
 from support.servers import find_java, wait_for
+from support.waiting import LIMIT_S
 
 from bkctl.commands.kit.command import Run
 from bkctl.commands.kit.session import Session
@@ -50,7 +51,6 @@ def runs_java(pid: int) -> bool:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
 def test_inventory_on_spark_needs_only_java_and_prints_only_rows(tmp_path: Path) -> None:
     find_java()
     with CommandLine(None).process(
@@ -68,7 +68,6 @@ def test_inventory_on_spark_needs_only_java_and_prints_only_rows(tmp_path: Path)
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1800)
 def test_table_of_hive_gets_dated_rows_of_each_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import pyarrow.parquet
 
@@ -97,7 +96,6 @@ def test_table_of_hive_gets_dated_rows_of_each_run(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
 def test_an_interrupt_ends_spark_with_its_exit_code(tmp_path: Path) -> None:
     find_java()
     with CommandLine(None).process("pipeline", "inventory", *SPARK, PLACE, cwd=tmp_path) as run:
@@ -112,7 +110,7 @@ def test_an_interrupt_ends_spark_with_its_exit_code(tmp_path: Path) -> None:
         _, err = run.communicate(timeout=400)
     assert run.returncode == 130, err
     assert err.decode().splitlines() == ["bkctl: Interrupted"]
-    wait_for(lambda: not runs_java(found[0]), "Spark goes on", 60)
+    wait_for(lambda: not runs_java(found[0]), "Spark goes on")
 
 
 @pytest.mark.parametrize(
@@ -129,7 +127,7 @@ def test_missing_archive_and_python_are_errors_before_spark_starts(
     command = [sys.executable, "-m", "bkctl", "pipeline", "inventory", PLACE, *words]
     done = subprocess.run(
         command, env={**os.environ, "PYSPARK_PYTHON": python}, cwd=tmp_path, capture_output=True, text=True,
-        timeout=120, check=False,
+        timeout=LIMIT_S, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (code, "")
     (line,) = done.stderr.splitlines()
@@ -141,7 +139,7 @@ def without_java(tmp_path: Path, **variables: str) -> str:
     environment = {name: value for name, value in os.environ.items() if name not in ("JAVA_HOME", "PATH")}
     environment |= {"PATH": str(tmp_path), **variables}
     command = [sys.executable, "-m", "bkctl", "pipeline", "inventory", *SPARK, PLACE]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     (line,) = done.stderr.splitlines()
     return line

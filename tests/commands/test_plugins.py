@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,11 @@ def add(directory: Path, name: str, text: str = "#!/bin/sh\n", mode: int = 0o755
     (directory / name).chmod(mode)
 
 
-def test_a_plugin_gets_the_words_and_the_options_before_it(directory: Path, tmp_path: Path) -> None:
+def test_a_plugin_gets_the_words_and_the_options_before_it(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("BKCTL_TIMEOUT")
+    monkeypatch.setattr(sys.modules[CommandLine.__module__], "_patience", lambda _: {})
     line = CommandLine(None)
     answer = line.run("hello", "--help", "-o", "json", "-v", "x y")
     assert (answer.code, answer.err) == (7, "")

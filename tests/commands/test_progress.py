@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.waiting import LIMIT_S, eventually
 
 from bkctl.bookie.local import LocalCluster
 from bkctl.commands.kit import work as work_module
@@ -74,23 +75,24 @@ def work_of(cli: Cli, *arguments: object) -> dict[str, Any]:
 
 def wait_for(cli: Cli, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
     """Return the state of the first work that fits, once there is one."""
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
+    fitting: list[dict[str, Any]] = []
+
+    def fits() -> list[dict[str, Any]]:
         done = cli("progress", "-o", "ndjson")
         assert done.code == 0, done.err
-        fitting = [row for row in done.rows if condition(row)]
-        if fitting:
-            return fitting[0]
-        time.sleep(0.1)
-    raise AssertionError(done.out)
+        fitting[:] = [row for row in done.rows if condition(row)]
+        return fitting
+
+    eventually(fits)
+    return fitting[0]
 
 
 def test_import_is_listed_paused_and_given_another_rate(cli: Cli, target: CommandLine, export: Path) -> None:
-    with importing(target, export, "20") as process:
+    with importing(target, export, "2") as process:
         state = wait_for(cli, lambda work: work["stage"] == "Importing")
         assert (state["state"], state["total"], state["unit"]) == ("running", LEDGER_COUNT + 1, "records")
         assert state["command"].startswith(f"bkctl metadata import {export}")
-        assert (state["stepsPerSecondMax"], state["bytesPerSecondMax"]) == (20.0, None)
+        assert (state["stepsPerSecondMax"], state["bytesPerSecondMax"]) == (2.0, None)
         name = state["id"]
         directory = Path(os.environ["XDG_STATE_HOME"]) / "bkctl" / "progress"
         assert stat.S_IMODE((directory / f"{name}.json").stat().st_mode) == 0o600
@@ -107,7 +109,7 @@ def test_import_is_listed_paused_and_given_another_rate(cli: Cli, target: Comman
         assert process.poll() is None
 
         work_of(cli, "resume", name)
-        _, err = process.communicate(timeout=120)
+        _, err = process.communicate(timeout=LIMIT_S)
         assert process.returncode == 0, err
     ended = work_of(cli, name)
     assert ended["state"] == "done"
@@ -126,11 +128,11 @@ def test_asynchronous_work_is_paused_and_given_another_rate(
     lines.write_text("".join(f"{number:01000}\n" for number in range(400)))
     line = CommandLine(cluster.metadata_uri)
     [ledger] = line("ledger", "write", lines, "-o", "id").ids
-    with line.process("ledger", *words, ledger, "--rate", "20 entries") as process:
+    with line.process("ledger", *words, ledger, "--rate", "2 entries") as process:
         try:
             state = wait_for(cli, lambda work: work["command"].startswith(f"bkctl ledger {words[0]}") and work["done"])
             paused = work_of(cli, "pause", state["id"])
-            assert (paused["state"], paused["stepsPerSecondMax"]) == ("paused", 20)
+            assert (paused["state"], paused["stepsPerSecondMax"]) == ("paused", 2)
             assert work_of(cli, "rate", state["id"], "none")["stepsPerSecondMax"] is None
             time.sleep(1.5)  # more than the work needs for the rest without a limit
             still = work_of(cli, state["id"])
@@ -138,7 +140,7 @@ def test_asynchronous_work_is_paused_and_given_another_rate(
             assert still["done"] <= paused["done"] + 1
             assert process.poll() is None
             work_of(cli, "resume", state["id"])
-            _, err = process.communicate(timeout=120)
+            _, err = process.communicate(timeout=LIMIT_S)
             assert process.returncode == 0, err
         finally:
             if process.poll() is None:
@@ -161,7 +163,7 @@ def test_verification_of_files_is_paused_and_given_another_rate(
             assert work_of(cli, "rate", state["id"], "none")["stepsPerSecondMax"] is None
             assert process.poll() is None
             work_of(cli, "resume", state["id"])
-            out, err = process.communicate(timeout=120)
+            out, err = process.communicate(timeout=LIMIT_S)
         finally:
             if process.poll() is None:
                 process.kill()
@@ -169,7 +171,7 @@ def test_verification_of_files_is_paused_and_given_another_rate(
 
 
 def test_killed_work_is_recognised(cli: Cli, target: CommandLine, export: Path) -> None:
-    with importing(target, export, "20") as process:
+    with importing(target, export, "2") as process:
         name = wait_for(cli, lambda work: work["stage"] == "Importing")["id"]
         process.kill()
         process.wait()
@@ -177,11 +179,11 @@ def test_killed_work_is_recognised(cli: Cli, target: CommandLine, export: Path) 
 
 
 def test_interrupted_work_says_so(cli: Cli, target: CommandLine, export: Path) -> None:
-    with importing(target, export, "20") as process:
+    with importing(target, export, "2") as process:
         name = wait_for(cli, lambda work: work["stage"] == "Importing")["id"]
         work_of(cli, "pause", name)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=120)
+        _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 130
     assert b"Importing" in err
     assert work_of(cli, name)["state"] == "interrupted"
@@ -195,7 +197,7 @@ def test_work_without_a_directory_works_without_an_id(
     blocked.write_text("")
     monkeypatch.setenv("XDG_STATE_HOME", str(blocked))
     with importing(target, export, "300") as process:
-        _, err = process.communicate(timeout=120)
+        _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, err
     assert cli("progress", "-o", "json").out.strip() == "[]"
 

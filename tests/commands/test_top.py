@@ -18,6 +18,7 @@ from rich.console import Console
 from support.bookie_load import metrics, register, replies
 from support.command_line import CommandLine
 from support.fake_http import FakeServer
+from support.waiting import LIMIT_S
 
 from bkctl.commands.kit.keys import keys
 from bkctl.commands.top_screen import Screen, spark
@@ -87,7 +88,7 @@ def test_once_loads_no_rich(uri: str) -> None:
         "try: main()\n"
         "except SystemExit as e: print('rich' in sys.modules, e.code)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=True)
     assert done.stdout.splitlines()[-1] == "False 0"
 
 

@@ -11,6 +11,7 @@ from typing import IO
 
 import pytest
 from support.command_line import CommandLine
+from support.waiting import LIMIT_S
 
 from bkctl.formats.metadata import Cookie
 from bkctl.metadata.cluster import open_cluster
@@ -41,7 +42,7 @@ def watching(uri: str) -> Iterator[object]:
     yield start
     for process in made:
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=LIMIT_S)
         assert (process.returncode, err) == (130, b"bkctl: Interrupted\n")
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.waiting import LIMIT_S
 
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.store import NEW, MetadataStore
@@ -34,20 +35,20 @@ def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Backend]
     if request.param == "sqlite":
         from bkctl.metadata.backends.sqlite import SqliteStore
 
-        made = Backend(lambda: SqliteStore(str(tmp_path / "metadata.db"), timeout_s=120, create=True))
+        made = Backend(lambda: SqliteStore(str(tmp_path / "metadata.db"), timeout_s=LIMIT_S, create=True))
     elif request.param == "etcd":
         from bkctl.metadata.backends.etcd.store import EtcdStore
 
         etcd = request.getfixturevalue("etcd")
         hosts, root = [("127.0.0.1", etcd.port)], etcd.new_root()
-        made = Backend(lambda: EtcdStore(hosts, root, timeout_s=120, session_timeout_s=20))
+        made = Backend(lambda: EtcdStore(hosts, root, timeout_s=LIMIT_S, session_timeout_s=20))
         made.open().put_all([("", b"")])
     elif request.param == "hbase":
         from bkctl.metadata.backends.hbase.store import HBaseStore
 
         hbase = request.getfixturevalue("hbase")
         prefix = hbase.new_root()[1:]
-        made = Backend(lambda: HBaseStore(hbase.connect_string, prefix, timeout_s=60, session_timeout_s=20))
+        made = Backend(lambda: HBaseStore(hbase.connect_string, prefix, timeout_s=LIMIT_S, session_timeout_s=20))
         made.open().put_all([("", b"")])
         made.open().put("ledgers", b"", NEW)
     else:
@@ -55,7 +56,7 @@ def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Backend]
 
         zookeeper = request.getfixturevalue("zookeeper")
         root = zookeeper.new_root()
-        made = Backend(lambda: ZooKeeperStore(zookeeper.connect_string, root, timeout_s=120, session_timeout_s=20))
+        made = Backend(lambda: ZooKeeperStore(zookeeper.connect_string, root, timeout_s=LIMIT_S, session_timeout_s=20))
         made.open().put_all([("", b"")])
     yield made
     made.close()
@@ -83,7 +84,7 @@ def cluster_uri(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     zookeeper = request.getfixturevalue("zookeeper")
     if request.param == "legacy":  # No URI names it, and nobody makes such clusters any more.
         legacy: str = zookeeper.metadata_uri(zookeeper.new_root(), "null")
-        with open_cluster(legacy, timeout_s=120, create=True) as made:
+        with open_cluster(legacy, create=True) as made:
             layout = b"2\norg.apache.bookkeeper.meta.LegacyHierarchicalLedgerManagerFactory:1"
             made.store.put("LAYOUT", layout, None)
         return legacy
@@ -93,7 +94,7 @@ def cluster_uri(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 def cluster(cluster_uri: str) -> Iterator[Cluster]:
-    with open_cluster(cluster_uri, timeout_s=120, create=True) as opened:
+    with open_cluster(cluster_uri, create=True) as opened:
         yield opened
 
 

@@ -16,6 +16,7 @@ import pytest
 from client.fakes import FakeCluster
 from contract.test_outage import end_session
 from replication.recovering import CONFIG, bookies_of, eventually, lose, running, write
+from support.waiting import LIMIT_S
 
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.underreplication import AuditorElection, AutoRecoveryState, LedgerLocks
@@ -31,7 +32,7 @@ def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cluster]
     else:
         server = request.getfixturevalue(request.param)
         uri = server.metadata_uri(server.new_root())
-    with open_cluster(uri, timeout_s=120, session_timeout_s=4, create=True) as opened:
+    with open_cluster(uri, session_timeout_s=20, create=True) as opened:
         yield opened
 
 
@@ -48,11 +49,11 @@ async def fakes_on(cluster: Cluster, count: int) -> Any:
 
 
 @contextlib.asynccontextmanager
-async def another(uri: str, name: str, **options: Any) -> Any:
+async def another(uri: str, name: str, *, session_timeout_s: float = 20, **options: Any) -> Any:
     """An auto-recovery with a store session of its own, running for the time of a block."""
-    opened = await asyncio.to_thread(open_cluster, uri, timeout_s=20, session_timeout_s=4)
+    opened = await asyncio.to_thread(open_cluster, uri, session_timeout_s=session_timeout_s)
     try:
-        made = AutoRecovery(opened, CONFIG, name, timeout_s=5, **options)
+        made = AutoRecovery(opened, CONFIG, name, **options)
         async with running(made.run()):
             yield made, opened
     finally:
@@ -96,7 +97,7 @@ async def test_lost_bookies_are_replicated_in_every_scope_across_auditors(cluste
 
 async def test_lost_session_ends_the_auditors_term(zookeeper: Any) -> None:
     uri = zookeeper.metadata_uri(zookeeper.new_root())
-    cluster = await asyncio.to_thread(open_cluster, uri, timeout_s=20, create=True)
+    cluster = await asyncio.to_thread(open_cluster, uri, create=True)
     state = AutoRecoveryState(cluster.store)
     async with fakes_on(cluster, 4) as fakes, fakes.client() as client:
         ledger = (await write(client, 10, scope_id=7)).ledger
@@ -128,11 +129,11 @@ async def test_lost_session_ends_the_auditors_term(zookeeper: Any) -> None:
 async def test_outage_longer_than_the_session_only_interrupts_auto_recovery(zookeeper_server: Any) -> None:
     server = zookeeper_server()
     uri = server.metadata_uri()
-    cluster = await asyncio.to_thread(open_cluster, uri, timeout_s=60, session_timeout_s=4, create=True)
+    cluster = await asyncio.to_thread(open_cluster, uri, session_timeout_s=4, create=True)
     state = AutoRecoveryState(cluster.store)
     async with fakes_on(cluster, 4) as fakes, fakes.client() as client:
         ledger = (await write(client, 10)).ledger
-        async with another(uri, "only:1"):
+        async with another(uri, "only:1", session_timeout_s=4):
             await eventually(lambda: state.election.auditor() == "only:1", "it is elected")
             await asyncio.to_thread(server.kill)
             await asyncio.to_thread(server.start)
@@ -177,7 +178,7 @@ async def test_next_process_finishes_a_killed_copy_and_stops_on_sigterm(
             dies = process("dies:1", "--scopes-only")
             try:
                 await lose(fakes, bookies_of(fakes, ledger)[0])
-                await asyncio.wait_for(copying.wait(), 60)
+                await asyncio.wait_for(copying.wait(), LIMIT_S)
                 assert [(lock.ledger, lock.owner) for lock in state.locks.list()] == [(ledger, "dies:1")]
                 assert (state.election.votes(), state.election.votes(scoped=True)) == ((), ("dies:1",))
             finally:
@@ -194,7 +195,7 @@ async def test_next_process_finishes_a_killed_copy_and_stops_on_sigterm(
                 await assert_whole(client, [ledger])
             finally:
                 finishes.send_signal(signal.SIGTERM)
-                assert await asyncio.to_thread(finishes.wait, 60) == 0, (tmp_path / "finishes.log").read_text()
+                assert await asyncio.to_thread(finishes.wait, LIMIT_S) == 0, (tmp_path / "finishes.log").read_text()
             assert (state.election.votes(), state.election.votes(scoped=True), list(state.locks.list())) == ((), (), [])
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import islice
 
 import pytest
+from support.waiting import LIMIT_S
 
 from bkctl.errors import (
     BkctlError,
@@ -291,7 +292,7 @@ def test_watch_reports_each_change_and_the_removal(cluster_uri: str) -> None:
 
         def wait_for_count(count: int) -> None:
             with heard:
-                assert heard.wait_for(lambda: len(told) >= count, timeout=60)
+                assert heard.wait_for(lambda: len(told) >= count, timeout=LIMIT_S)
 
         cancel = cluster.ledgers.watch(ledger, hear)
         assert [found.version for found in told if isinstance(found, VersionedMetadata)] == [version]

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from support import servers
+from support.waiting import LIMIT_S
 
 from bkctl.errors import BkctlError, Conflict, Corrupt, LedgerNotFound, TimedOut, Unreachable
 from bkctl.formats.entry import DigestType
@@ -257,9 +258,10 @@ def test_hanging_server_is_a_timeout_and_serves_again(
 ) -> None:
     server = metadata_server()
     ids = spread(100)
-    # A connection that is open already keeps the first timeout.
-    with open_cluster(server.metadata_uri(), create=True, timeout_s=6.0, session_timeout_s=30) as cluster:
+    with open_cluster(server.metadata_uri(), create=True) as cluster:
         create_all(cluster.ledgers, ids)
+    # A connection that is open already keeps the first timeout.
+    with open_cluster(server.metadata_uri(), timeout_s=6.0, session_timeout_s=30) as cluster:
         assert list(cluster.ledgers.ledgers(None)) == ids
         cluster.store._connection.timeout_s = 1.0  # type: ignore[attr-defined]
         os.kill(server.pid, signal.SIGSTOP)
@@ -281,7 +283,7 @@ def test_hanging_server_is_a_timeout_and_serves_again(
                 open_cluster(server.metadata_uri(), timeout_s=1)
         finally:
             os.kill(server.pid, signal.SIGCONT)
-        cluster.store._connection.timeout_s = 20.0  # type: ignore[attr-defined]
+        cluster.store._connection.timeout_s = LIMIT_S  # type: ignore[attr-defined]
         assert list(cluster.ledgers.ledgers(None)) in (ids, [LedgerId(0, 0), LedgerId(0, 1), *ids[1:]])
         assert all(not isinstance(found, BkctlError) for _, found in cluster.ledgers.read_many(ids))
 

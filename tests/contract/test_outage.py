@@ -29,7 +29,7 @@ def end_session(store: MetadataStore) -> None:
     """End the store's ZooKeeper session from elsewhere, as the server does after its timeout."""
     assert isinstance(store, ZooKeeperStore)
     twin = KazooClient(store.hosts, client_id=store._connection.client.client_id)
-    twin.start(timeout=20)
+    twin.start(timeout=LIMIT_S)
     twin.stop()
     twin.close()
 
@@ -61,7 +61,7 @@ class Workers:
 def test_acknowledged_writes_survive_a_killed_server_once(metadata_server: Callable[[], Any]) -> None:
     server = metadata_server()
     uri = server.metadata_uri()
-    with open_cluster(uri, timeout_s=LIMIT_S, create=True) as cluster, open_cluster(uri, timeout_s=LIMIT_S) as other:
+    with open_cluster(uri, create=True) as cluster, open_cluster(uri) as other:
         cluster.store.put("counter", b"0", NEW)
         counted = [0, 0]
         unsure: list[MetadataVersionConflict] = []
@@ -122,7 +122,7 @@ def test_acknowledged_writes_survive_a_killed_server_once(metadata_server: Calla
 
 def test_listing_survives_a_killed_server(metadata_server: Callable[[], Any]) -> None:
     server = metadata_server()
-    with open_cluster(server.metadata_uri(), timeout_s=LIMIT_S, create=True) as cluster:
+    with open_cluster(server.metadata_uri(), create=True) as cluster:
         ids = [LedgerId(scope, number * 10_000) for scope in (0, 7) for number in range(30)]
         for ledger in ids:
             cluster.ledgers.create(ledger, METADATA)
@@ -192,7 +192,7 @@ def test_usurped_registration_is_reported_after_a_lost_session(zookeeper: Any, m
         hold = bookie.store._session.put
 
         def hold_late(*arguments: Any) -> Any:
-            taken.wait(60)
+            taken.wait(LIMIT_S)
             return hold(*arguments)
 
         monkeypatch.setattr(bookie.store._session, "put", hold_late)
@@ -239,7 +239,7 @@ def test_transaction_of_claims_with_lost_answer_is_recognised(zookeeper: Any, mo
             answer = commit(transaction)
             if lost:
                 return answer
-            answer.get(timeout=60)
+            answer.get(timeout=LIMIT_S)
             lost.append(None)
             failed = store._connection.client.handler.async_result()
             failed.set_exception(ConnectionLoss())
@@ -270,7 +270,7 @@ def test_node_of_the_next_session_is_not_claimed_by_the_former_one(
         theirs: list[Claim | BkctlError] = []
 
         def answered_too_late(answer: Any) -> Any:
-            answer.get(timeout=60)
+            answer.get(timeout=LIMIT_S)
             if not theirs:
                 end_session(store)
                 eventually(lambda: other.store.children("locks") == [])
@@ -314,7 +314,7 @@ def test_release_with_lost_answer_leaves_the_next_claim(
         def applied_but_lost(answer: Any) -> Any:
             if theirs:
                 return answer
-            answer.get(timeout=60)
+            answer.get(timeout=LIMIT_S)
             theirs.extend(other.store.claim_many(paths, b"them"))
             failed = store._connection.client.handler.async_result()
             failed.set_exception(ConnectionLoss())
@@ -372,8 +372,8 @@ def test_registration_is_restored_after_an_outage(metadata_server: Callable[[], 
     server = metadata_server()
     uri = server.metadata_uri()
     with (
-        open_cluster(uri, timeout_s=LIMIT_S, create=True) as bookie,
-        open_cluster(uri, timeout_s=LIMIT_S) as observer,
+        open_cluster(uri, create=True) as bookie,
+        open_cluster(uri) as observer,
     ):
         bookie.bookies.register("bookie-1", INFO)
         told: list[list[str]] = []
@@ -426,7 +426,7 @@ def test_successor_waits_for_a_session_longer_than_its_own(zookeeper: Any) -> No
 
 def test_close_does_not_wait_for_a_server_that_is_down(zookeeper_server: Callable[[], Any]) -> None:
     server = zookeeper_server()
-    cluster = open_cluster(server.metadata_uri(), timeout_s=120, create=True)
+    cluster = open_cluster(server.metadata_uri(), create=True)
     cluster.bookies.register("bookie-1", INFO)
     server.kill()
     ended: list[Exception] = []
@@ -441,6 +441,6 @@ def test_close_does_not_wait_for_a_server_that_is_down(zookeeper_server: Callabl
     reader.start()
     eventually(lambda: not cluster.store._connection.connected.is_set())  # type: ignore[attr-defined]
     cluster.close()
-    reader.join(timeout=60)
+    reader.join(timeout=LIMIT_S / 2)
     assert not reader.is_alive()
     assert len(ended) == 1

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from support.waiting import LIMIT_S
 
 from bkctl.commands.kit.columns import Output, RowOrder, RowSelection
 from bkctl.commands.kit.output import RowWriter, open_writer
@@ -190,7 +191,7 @@ def place(
         return lambda: str(server.metadata_uri(server.new_root())), lambda: calls
 
     def messages() -> int:
-        with urllib.request.urlopen(f"http://{server.connect_string}/metrics", timeout=60) as answer:
+        with urllib.request.urlopen(f"http://{server.connect_string}/metrics", timeout=LIMIT_S) as answer:
             text = answer.read().decode()
         return int(sum(map(float, re.findall(r"^grpc_server_msg_received_total\{.*\} (\S+)$", text, re.MULTILINE))))
 

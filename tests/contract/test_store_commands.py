@@ -32,14 +32,14 @@ def metadata(ledger: LedgerId) -> LedgerMetadata:
 
 @pytest.fixture
 def cli(cluster_uri: str) -> CommandLine:
-    with open_cluster(cluster_uri, timeout_s=120, create=True) as cluster:
+    with open_cluster(cluster_uri, create=True) as cluster:
         for ledger in LEDGERS:
             cluster.ledgers.create(ledger, metadata(ledger))
     return CommandLine(cluster_uri)
 
 
 def values(cli: CommandLine) -> dict[LedgerId, bytes]:
-    with open_cluster(cli.settings["METADATA_URI"], timeout_s=120) as cluster:
+    with open_cluster(cli.settings["METADATA_URI"]) as cluster:
         paths = {ledger: cluster.ledgers.path(ledger) for ledger in cluster.ledgers.ledgers(None)}
         found = {ledger: cluster.store.get(path) for ledger, path in paths.items()}
     return {ledger: each.value for ledger, each in found.items() if each is not None}

@@ -64,7 +64,7 @@ def test_mute_connections_take_no_descriptors_from_the_bookies_files(
     web = http_port(bookie)
 
     async def body() -> None:
-        connection = await BookieConnection.open(*bookie.address, bookie_id="bookie", timeout_s=60)
+        connection = await BookieConnection.open(*bookie.address, bookie_id="bookie")
         assert (await connection.send(add(0))).status is Status.EOK
         with contextlib.ExitStack() as stack:
             for round_, hello in enumerate((b"", CLIENT_HELLO)):
@@ -98,7 +98,7 @@ def test_mute_connections_take_no_descriptors_from_the_bookies_files(
 async def until_served(bookie: OwnBookie) -> BookieConnection:
     """A connection that the bookie serves, as soon as it has a place for one."""
     while True:
-        connection = await BookieConnection.open(*bookie.address, bookie_id="bookie", timeout_s=60)
+        connection = await BookieConnection.open(*bookie.address, bookie_id="bookie")
         with contextlib.suppress(Exception):
             await connection.send(ReadRequest(LEDGER, 0))
             return connection

@@ -17,6 +17,7 @@ from support.command_line import CommandLine
 from support.fake_http import FakeServer, Reply
 from support.raw_http import Answer, call, local_authorization
 from support.servers import free_port
+from support.waiting import LIMIT_S
 
 from bkctl.client.ledger import BookKeeper
 from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo
@@ -421,7 +422,7 @@ def test_server_without_host_listens_on_loopback_and_logs_why(
     assert cli("bookie", "config", "--bookie", bookie.bookie_id).code == 0
     assert CommandLine(None)("bookie", "config", "--conf", bookie.conf).code == 0
     with pytest.raises(ConnectionRefusedError):  # no other address of this machine has it
-        socket.create_connection(("127.0.0.2", port), timeout=60).close()
+        socket.create_connection(("127.0.0.2", port), timeout=LIMIT_S).close()
 
 
 def test_server_with_token_and_no_host_listens_everywhere() -> None:

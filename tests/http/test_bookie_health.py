@@ -32,7 +32,7 @@ ONE, TWO = LedgerId(0, 1), LedgerId(0, 2)
 
 def exchange(bookie: Any, *requests: Any) -> list[Status]:
     async def main() -> list[Status]:
-        connection = await BookieConnection.open(*bookie.address, bookie_id=bookie.bookie_id, timeout_s=60)
+        connection = await BookieConnection.open(*bookie.address, bookie_id=bookie.bookie_id)
         try:
             return await statuses(connection, *requests)
         finally:

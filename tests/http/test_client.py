@@ -42,7 +42,7 @@ def fake() -> Iterator[FakeServer]:
 
 @pytest.fixture
 def api(fake: FakeServer) -> BookieApi:
-    return BookieApi(ApiClient(fake.url, timeout_s=30))
+    return BookieApi(ApiClient(fake.url))
 
 
 # --- where ----------------------------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ def test_stream_may_take_longer_than_answer_in_memory(fake: FakeServer, monkeypa
     clock = Clock()
     monkeypatch.setattr("bkctl.http.patient_socket.time", clock)
     fake.replies["GET /x"] = Reply(b"x" * (40 << 16))
-    client = ApiClient(fake.url, timeout_s=30)
+    client = ApiClient(fake.url)
     with client.exchange("GET", "/x", streams=True) as answer:
         clock.read_slowly(answer)
     assert clock.now == 4000

@@ -14,6 +14,7 @@ from typing import Any
 
 from support.raw_http import call, exchange, local_authorization
 from support.servers import DB, free_port
+from support.waiting import LIMIT_S
 
 from bkctl.client.ledger import BookKeeper
 from bkctl.metadata.cluster import open_cluster
@@ -114,7 +115,7 @@ def test_long_answer_streams(bookie: Any, gateway: Callable[..., Any]) -> None:
     path = f"{V1}/ledger/read?encoding=base64&ledger_id={ledger_id}"
     assert len(call(server.http_port, "GET", f"{path}&end_entry_id=9").json) == 10
     before = peak_memory(server.pid)
-    connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=LIMIT_S)
     connection.request("GET", path, headers=local_authorization(server.http_port))
     response = connection.getresponse()
     size = 0

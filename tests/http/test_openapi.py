@@ -16,6 +16,7 @@ from schemathesis.specs.openapi.checks import (
 )
 from support.raw_http import call, local_authorization
 from support.servers import REPOSITORY
+from support.waiting import LIMIT_S
 
 from bkctl.http.api import BOOKIE, CLUSTER
 from bkctl.http.api.settings import CHANGEABLE
@@ -90,7 +91,7 @@ def _fuzz(operation: Any, mode: GenerationMode) -> None:
         checks = [content_type_conformance, response_schema_conformance, status_code_conformance]
         if not case.path.endswith(ONE_AT_A_TIME):
             checks.append(not_a_server_error)
-        response = case.call(timeout=60)
+        response = case.call(timeout=LIMIT_S)
         assert response.status_code != 401
         case.validate_response(response, checks=checks)
 

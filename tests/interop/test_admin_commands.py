@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from support.command_line import CommandLine
 from support.servers import ApacheBookie, ApacheCluster, Java, ZooKeeperServer, format_cluster, free_port
+from support.waiting import LIMIT_S
 
 Ledgers = list[dict[str, Any]]
 
@@ -217,7 +218,9 @@ def rest(apache_cluster: ApacheCluster, apache_bookie: Callable[..., ApacheBooki
     )
 
     def get(path: str) -> Any:
-        with contextlib.closing(urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/{path}", timeout=60)) as answer:
+        with contextlib.closing(
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/{path}", timeout=LIMIT_S)
+        ) as answer:
             return json.loads(answer.read())
 
     try:

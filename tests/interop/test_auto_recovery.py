@@ -41,7 +41,7 @@ class Recovering:
         self.apache = servers.ApacheBookie(java, uri, directory / "apache")
         self.own = [OwnBookie(uri, directory / f"own-{index}") for index in range(4)]
         start_all([self.apache, *self.own])
-        self.cluster: Cluster = open_cluster(uri, timeout_s=30)
+        self.cluster: Cluster = open_cluster(uri)
         self.state = AutoRecoveryState(self.cluster.store)
         self.written: dict[LedgerId, int] = {}
 

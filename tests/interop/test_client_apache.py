@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from support.entries import described, read_all
 from support.servers import ApacheCluster, Java, ZooKeeperServer, read_ledgers, wait_for, write_ledgers
+from support.waiting import LIMIT_S
 
 from bkctl.client.ledger import BookKeeper
 from bkctl.client.read_handle import ReadHandle
@@ -207,7 +208,7 @@ def test_a_java_writer_in_full_flight_is_fenced(
         async def body() -> ReadHandle:
             async with BookKeeper(cluster, protocol=protocol) as client:
                 tail = await client.open_ledger(ledger.ledger_id)
-                confirmed = await tail.wait_for_lac(2000, 60)
+                confirmed = await tail.wait_for_lac(2000, LIMIT_S)
                 await tail.close()
                 reader = await client.open_ledger(ledger.ledger_id, recovery=True)
                 assert reader.last_add_confirmed >= confirmed > 2000

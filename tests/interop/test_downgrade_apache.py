@@ -17,6 +17,7 @@ import pytest
 from support.own_bookies import OwnBookie
 from support.own_cluster import STORAGES, OwnCluster, start_all, stop_all
 from support.servers import ApacheBookie, Java, free_port, read_ledgers, wait_for
+from support.waiting import LIMIT_S
 
 from bkctl.client.ledger import BookKeeper
 from bkctl.client.verify import verify_entries
@@ -154,7 +155,7 @@ class Collector:
 
     def _ask(self, method: str, body: bytes | None = None) -> str:
         request = urllib.request.Request(self._url, body, method=method)
-        with contextlib.closing(urllib.request.urlopen(request, timeout=60)) as answer:
+        with contextlib.closing(urllib.request.urlopen(request, timeout=LIMIT_S)) as answer:
             return str(answer.read().decode())
 
     def begin(self) -> None:

@@ -114,7 +114,7 @@ def test_bookies_remove_ledgers_that_javas_client_deleted_and_keep_the_rest(
     # What comes after completes the logs that were in use, so that no deleted entry is in one that nobody touches.
     kept += asyncio.run(write_ours(uri, [*(LedgerId(7, number) for number in range(50, 55)), *[None] * 5]))
     for bookie in cluster.bookies:
-        wait_for(lambda: not ledgers_in_logs(bookie) & deleted, f"{bookie.bookie_id} keeps deleted ledgers", 120)  # noqa: B023
+        wait_for(lambda: not ledgers_in_logs(bookie) & deleted, f"{bookie.bookie_id} keeps deleted ledgers")  # noqa: B023
         check_files(bookie)
 
     def check_all() -> None:

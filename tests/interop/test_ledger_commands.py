@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 from support.command_line import CommandLine
 from support.servers import INTERLEAVED, SORTED, ApacheBookie, ApacheCluster, Java, read_ledgers, wait_for
+from support.waiting import LIMIT_S
 
 Ledgers = list[dict[str, Any]]
 
@@ -366,7 +367,7 @@ def test_each_line_is_seen_by_tails_and_by_java_while_the_writer_is_at_work_and_
             (row,) = cli("ledger", "recover", ledger, "-o", "ndjson").rows
             assert (row["state"], row["lastEntryId"], row["length"]) == ("CLOSED", 3, 12)
             for tail in tails:  # the ledger is closed, so nothing more can come
-                assert tail.communicate(timeout=60) == (b"", b"")
+                assert tail.communicate(timeout=LIMIT_S) == (b"", b"")
                 assert tail.returncode == 0
         (row,) = cli("ledger", "recover", ledger, "-o", "ndjson").rows
         assert (row["state"], row["lastEntryId"], row["length"]) == ("CLOSED", 3, 12)
@@ -382,7 +383,7 @@ def test_interrupted_writer_closes_its_ledger_at_the_last_acknowledged_entry(cli
         read = lambda: cli("ledger", "read", ledger, "-o", "id").out  # noqa: E731
         wait_for(lambda: read() == b"0\n1\n", "two entries")
         writer.send_signal(signal.SIGINT)
-        out, err = writer.communicate(timeout=60)
+        out, err = writer.communicate(timeout=LIMIT_S)
         assert (writer.returncode, out, err) == (130, b"", b"bkctl: Interrupted\n")
     shown = json.loads(cli("ledger", "show", ledger, "-o", "json").out)
     assert (shown["state"], shown["lastEntryId"], shown["length"]) == ("CLOSED", 1, 6)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support.command_line import CommandLine
-from support.servers import ApacheBookie, Java, ZooKeeperServer, conversation, read_ledgers, wait_for, write_conf
+from support.servers import ApacheBookie, Java, ZooKeeperServer, conversation, read_ledgers, shell_conf, wait_for
 
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
@@ -37,7 +37,7 @@ def _state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def shell_of(java: Java, uri: str, directory: Path) -> Shell:
     """Apache's shell on a root: the lines that it answers, without the times of the store."""
-    conf = write_conf(directory / f"{uri.rpartition('/')[2]}.conf", {"metadataServiceUri": uri, "zkTimeout": 5000})
+    conf = shell_conf(directory / f"{uri.rpartition('/')[2]}.conf", uri)
 
     def shell(*words: object) -> list[str]:
         text = java.shell(conf, *words, check=True).stdout

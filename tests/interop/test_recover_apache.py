@@ -91,7 +91,7 @@ def verified(bkctl: CommandLine, ledgers: Iterable[LedgerId]) -> None:
 def test_recover_moves_the_same_fragments_as_apaches(cluster: ApacheCluster, java: Java) -> None:
     lost, *others = cluster.bookies
     bkctl = CommandLine(cluster.metadata_uri)
-    with open_cluster(cluster.metadata_uri, timeout_s=30) as opened:
+    with open_cluster(cluster.metadata_uri) as opened:
         # The same twice: one half for each.
         on_it = [lost.bookie_id, others[0].bookie_id, others[1].bookie_id]
         theirs, ours = [], []
@@ -130,7 +130,7 @@ def test_recover_moves_the_same_fragments_as_apaches(cluster: ApacheCluster, jav
 def test_a_decommission_that_cannot_be_finished_names_why_and_succeeds_later(cluster: ApacheCluster) -> None:
     lost, other, *rest = cluster.bookies
     bkctl = CommandLine(cluster.metadata_uri)
-    with open_cluster(cluster.metadata_uri, timeout_s=30) as opened:
+    with open_cluster(cluster.metadata_uri) as opened:
         # What is left are two bookies, and one of them can come in.
         write(opened, [lost.bookie_id, rest[0].bookie_id], [(2, 2, True, 25), (2, 2, False, 20)])
         [bad] = write(opened, [lost.bookie_id, other.bookie_id], [(2, 2, True, 12)])
@@ -173,7 +173,7 @@ def test_our_bookies_give_up_scoped_ledgers_too(own_cluster: Callable[..., OwnCl
     cluster.ensure_up()
     bkctl = CommandLine(cluster.metadata_uri)
     first, second, third, fourth = (each.bookie_id for each in cluster.bookies)
-    with open_cluster(cluster.metadata_uri, timeout_s=30) as opened:
+    with open_cluster(cluster.metadata_uri) as opened:
         ledgers = [
             ledger for scope in (0, 7, 1 << 63) for ledger in write(opened, [first, second, third], SHAPES, scope)
         ]  # fmt: skip

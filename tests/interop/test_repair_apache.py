@@ -83,11 +83,11 @@ def cluster(whole: ApacheCluster, ledgers: list[dict[str, Any]], tmp_path: Path)
     for bookie in whole.bookies:
         bookie.stop()
         shutil.copytree(bookie.directory, tmp_path / bookie.directory.name)
-    with open_cluster(whole.metadata_uri, timeout_s=60) as store:
+    with open_cluster(whole.metadata_uri) as store:
         known = [(ledger, store.ledgers.read(ledger).metadata) for ledger in store.ledgers.ledgers(None)]
     whole.ensure_up()
     yield whole
-    with open_cluster(whole.metadata_uri, timeout_s=60) as store:
+    with open_cluster(whole.metadata_uri) as store:
         for ledger, metadata in known:
             store.ledgers.write(ledger, metadata, store.ledgers.read(ledger).version)
     for bookie, (settings, storage) in zip(whole.bookies, before, strict=True):
@@ -180,7 +180,7 @@ async def answers_to_adds(
     found = []
     for bookie in bookies:
         connection = await BookieConnection.open(
-            "127.0.0.1", bookie.port, bookie_id=bookie.bookie_id, protocol=Protocol.V3, timeout_s=30
+            "127.0.0.1", bookie.port, bookie_id=bookie.bookie_id, protocol=Protocol.V3
         )
         answer = await connection.send(AddRequest(ledger, entry_id, digest.master_key, body))
         found.append(answer.status)

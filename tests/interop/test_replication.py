@@ -24,13 +24,13 @@ Ask = Callable[..., dict[str, Any]]
 @pytest.fixture
 def uri(zookeeper: Any) -> str:
     found: str = zookeeper.metadata_uri(zookeeper.new_root())
-    open_cluster(found, timeout_s=120, create=True).close()
+    open_cluster(found, create=True).close()
     return found
 
 
 @pytest.fixture
 def cluster(uri: str) -> Iterator[Cluster]:
-    with open_cluster(uri, timeout_s=120) as opened:
+    with open_cluster(uri) as opened:
         yield opened
 
 
@@ -187,7 +187,7 @@ def test_the_auditor_that_apache_elects_is_ours(apache: Ask, ours: AutoRecoveryS
 def test_apaches_shell_reads_and_changes_our_marks_and_switches(
     java: Any, uri: str, ours: AutoRecoveryState, tmp_path: Path
 ) -> None:
-    conf = servers.write_conf(tmp_path / "shell.conf", {"metadataServiceUri": uri})
+    conf = servers.shell_conf(tmp_path / "shell.conf", uri)
 
     def shell(*words: object) -> str:
         text: str = java.shell(conf, *words).stdout
@@ -223,7 +223,7 @@ def test_the_auditor_of_a_running_bookie_hears_us_and_passes_the_scopes_over(
     servers.format_cluster(java, uri, tmp_path)
     bookie = apache_bookie(uri, settings={"autoRecoveryDaemonEnabled": "true"})
     bookie.start()
-    with open_cluster(uri, timeout_s=120) as cluster:
+    with open_cluster(uri) as cluster:
         ours = AutoRecoveryState(cluster.store)
         ours.marks.add(LedgerId(7, 5), ["127.0.0.1:1"])
         servers.wait_for(lambda: ours.election.auditor() == bookie.bookie_id, "the election")

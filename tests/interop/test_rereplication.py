@@ -70,7 +70,7 @@ async def write_all(cluster: Cluster, scope_ids: tuple[int, ...], doomed: str) -
 
 
 async def replicate_all(cluster: Cluster, ledgers: list[LedgerId]) -> dict[LedgerId, LedgerReplication]:
-    async with BookKeeper(cluster, timeout_s=120) as client:
+    async with BookKeeper(cluster) as client:
         replicator = LedgerFragmentReplicator(client)
         return {ledger: await replicator.replicate_ledger(ledger) for ledger in ledgers}
 
@@ -78,7 +78,7 @@ async def replicate_all(cluster: Cluster, ledgers: list[LedgerId]) -> dict[Ledge
 async def problems_of(cluster: Cluster, ledgers: list[LedgerId]) -> list[Any]:
     """What an entry-for-entry check of every replica finds."""
     found: list[Any] = []
-    async with BookKeeper(cluster, timeout_s=120) as client:
+    async with BookKeeper(cluster) as client:
         for ledger in ledgers:
             handle = await client.open_ledger(ledger.ledger_id, ledger_scope_id=ledger.scope_id, password=None)
             async with handle:
@@ -140,7 +140,7 @@ def test_a_lost_bookie_of_four_of_apaches_is_healed_and_java_reads_everything(ja
     uri, bookies = apache_four
     dead = bookies[1]
     by_java = [one for one in write_ledgers(java, uri, "v3", small=True) if not one["deleted"]]
-    with open_cluster(uri, timeout_s=120) as cluster:
+    with open_cluster(uri) as cluster:
         ours, lost = asyncio.run(write_all(cluster, (0,), dead.bookie_id))
         lose(cluster, dead)
         only_copy = {LedgerId.parse(one["ledgerId"]) for one in by_java if one["name"] == "one-bookie"}
@@ -171,7 +171,7 @@ def own_four(request: pytest.FixtureRequest, tmp_path: Any) -> Iterator[tuple[st
     else:
         server = request.getfixturevalue(request.param)
         uri = server.metadata_uri(server.new_root())
-    open_cluster(uri, timeout_s=120, create=True).close()
+    open_cluster(uri, create=True).close()
     cluster = OwnCluster(uri, tmp_path, STORAGES)
     try:
         cluster.ensure_up()
@@ -183,7 +183,7 @@ def own_four(request: pytest.FixtureRequest, tmp_path: Any) -> Iterator[tuple[st
 def test_a_lost_bookie_of_four_of_ours_is_healed_in_every_scope(own_four: tuple[str, list[OwnBookie]]) -> None:
     uri, bookies = own_four
     dead = bookies[0]
-    with open_cluster(uri, timeout_s=120) as cluster:
+    with open_cluster(uri) as cluster:
         ledgers, lost = asyncio.run(write_all(cluster, (0, 7), dead.bookie_id))
         lose(cluster, dead)
         heal(cluster, ledgers, lost, dead.bookie_id)
@@ -193,7 +193,7 @@ def test_a_lost_bookie_of_four_of_ours_is_healed_in_every_scope(own_four: tuple[
         assert all(result.fragments == () for result in results.values())
 
         async def leave() -> list[LedgerReplication]:
-            async with BookKeeper(cluster, timeout_s=120) as client:
+            async with BookKeeper(cluster) as client:
                 replicator = LedgerFragmentReplicator(client)
                 return [await replicator.replicate_ledger(each, bookies={dead.bookie_id}) for each in lost]
 

@@ -19,6 +19,7 @@ from support.command_line import Answer, CommandLine
 from support.own_bookies import OwnBookie
 from support.own_cluster import OwnCluster, entry_log_bodies, journal_bodies, journal_version, start_all, stop_all
 from support.servers import SORTED, Java, format_cluster, read_ledgers, wait_for, write_ledgers
+from support.waiting import LIMIT_S
 
 from bkctl.ids import LedgerId
 
@@ -249,7 +250,7 @@ def test_a_scoped_ledger_is_tailed_while_it_is_written_and_recovered_when_its_wr
     assert place.cli("ledger", "delete", printed(ledger), "--yes").code == 0
 
 
-def read_for(stream: Any, size: int, timeout_s: float = 60) -> bytes:
+def read_for(stream: Any, size: int, timeout_s: float = LIMIT_S) -> bytes:
     """The next `size` bytes of a pipe."""
     found = b""
     deadline = time.monotonic() + timeout_s
@@ -428,7 +429,7 @@ def test_apaches_client_and_shell_work_beside_the_scopes(place: Place, java: Jav
         lines = [b"%d in %d" % (entry_id, ledger.scope_id) for entry_id in range(5)]
         write(place, tmp_path / "lines", "--ledger-qualified-name", ledger.qualified_name, lines=lines)
     known = write_ledgers(java, place.uri, "v3", small=True)
-    conf = servers.write_conf(tmp_path / "shell.conf", {"metadataServiceUri": place.uri, "zkTimeout": 5000})
+    conf = servers.shell_conf(tmp_path / "shell.conf", place.uri)
 
     listed = set(map(int, re.findall(r"ledgerI[dD][=:] ?(\d+)", java.shell(conf, "listledgers", check=True).stdout)))
     assert listed == set(map(int, place.ids()))

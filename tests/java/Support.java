@@ -21,7 +21,9 @@ final class Support {
         ClientConfiguration configuration = new ClientConfiguration();
         configuration.setMetadataServiceUri(metadataUri);
         configuration.setUseV2WireProtocol(v2);
-        configuration.setZkTimeout(10000);
+        configuration.setZkTimeout(60000);
+        configuration.setAddEntryTimeout(120);
+        configuration.setReadEntryTimeout(120);
         configuration.setThrottleValue(0);
         configuration.setNumWorkerThreads(2);
         configuration.setNumIOThreads(1);

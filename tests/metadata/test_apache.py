@@ -38,13 +38,13 @@ def layout(request: pytest.FixtureRequest) -> str:
 def uri(zookeeper: Any, layout: str) -> str:
     """A root that we made, and Apache's classes work on."""
     found: str = zookeeper.metadata_uri(f"{zookeeper.new_root()}/ledgers", layout)
-    open_cluster(found, timeout_s=120, create=True).close()
+    open_cluster(found, create=True).close()
     return found
 
 
 @pytest.fixture
 def cluster(uri: str) -> Iterator[Cluster]:
-    with open_cluster(uri, timeout_s=120) as opened:
+    with open_cluster(uri) as opened:
         yield opened
 
 
@@ -75,7 +75,7 @@ def test_apache_and_bkctl_read_each_others_ledgers_and_scopes_stay_hidden(
     names = [str(ledger_id) for ledger_id in EDGES]
     assert [str(ledger) for ledger in cluster.ledgers.ledgers()] == names
     assert sorted(apache("list")["ledgerIds"], key=int) == names
-    conf = servers.write_conf(tmp_path / "shell.conf", {"metadataServiceUri": uri})
+    conf = servers.shell_conf(tmp_path / "shell.conf", uri)
     shown = java.shell(conf, "listledgers").stdout
     assert sorted((int(word) for word in _ledger_ids(shown)), key=int) == EDGES
     assert list(cluster.ledgers.ledgers(None)) == [*(LedgerId(0, ledger_id) for ledger_id in EDGES), *SCOPED]
@@ -169,7 +169,7 @@ def test_apache_sees_registrations_of_bkctl(cluster: Cluster, apache: Ask, layou
 
 def test_bkctl_works_on_a_root_created_by_apache(zookeeper: Any, java: Any, layout: str, tmp_path: Path) -> None:
     uri = zookeeper.metadata_uri(zookeeper.new_root(), layout)
-    conf = servers.write_conf(tmp_path / "init.conf", {"metadataServiceUri": uri})
+    conf = servers.shell_conf(tmp_path / "init.conf", uri)
     java.shell(conf, "initnewcluster", check=True)
     with open_cluster(uri) as cluster:
         before = [cluster.store.get(path) for path in ("LAYOUT", "INSTANCEID")]
@@ -188,7 +188,7 @@ def test_apaches_format_leaves_an_orphaned_scopes_tree(
 ) -> None:
     cluster.ledgers.create(LedgerId(7, 1), METADATA)
     cluster.ledgers.create(LedgerId(0, 1), METADATA)
-    conf = servers.write_conf(tmp_path / "shell.conf", {"metadataServiceUri": uri})
+    conf = servers.shell_conf(tmp_path / "shell.conf", uri)
     java.shell(conf, "metaformat", "-nonInteractive", "-force", check=True)
     # Apache's format writes its default layout, whatever the URI says.
     with open_cluster(uri.replace(f"zk+{layout}:", "zk:")) as formatted:

@@ -367,7 +367,7 @@ def test_a_bookie_that_stops_is_seen_by_a_watch(uri: str) -> None:
 
 
 def test_cookie_for_a_missing_cluster_is_refused_with_the_reason(tmp_path: Path, zookeeper: Any) -> None:
-    with open_cluster(zookeeper.metadata_uri(zookeeper.new_root()), timeout_s=120) as cluster:
+    with open_cluster(zookeeper.metadata_uri(zookeeper.new_root())) as cluster:
         cookie = Cookie("bookie-1", ("/journal",), ("/ledgers",))
         for expected in (NEW, None):
             with pytest.raises(NotFound, match="No BookKeeper cluster"):

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import pytest
 from support.descriptors import descriptors_used_up
+from support.waiting import LIMIT_S
 
 from bkctl.protocol import acceptor as acceptor_module
 from bkctl.protocol.acceptor import Acceptor, share_of_descriptors
@@ -167,6 +168,7 @@ def test_connections_in_a_handshake_count_and_end_soon(
                     assert await reader.read() == b""
             await until(lambda: acceptor.open == 0)
             assert acceptor.ended["handshake"] == 4
+            acceptor._tls["ssl_handshake_timeout"] = LIMIT_S
             streams = await connect(acceptor, ssl.create_default_context(cafile=pem))
             assert await echoes(streams)
             for _, writer in (*mute, streams):

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.mutation import changed, changes
+from support.waiting import LIMIT_S
 
 from bkctl.errors import LedgerFenced
 from bkctl.formats.entry import DigestManager, DigestType
@@ -259,7 +260,7 @@ def test_a_bookie_serves_runs_and_each_add_has_its_answer(
         bookie = Bookie()
         server = BookieServer(bookie)
         await server.start("127.0.0.1")
-        client = await BookieConnection.open("127.0.0.1", server.port, bookie_id="b", protocol=protocol, timeout_s=60)
+        client = await BookieConnection.open("127.0.0.1", server.port, bookie_id="b", protocol=protocol)
         try:
             assert await client.supports_scopes() is (protocol is Protocol.V3)
             sent = [client.send(add(ledger, entry_id, bytes(500))) for entry_id in range(200)]
@@ -272,7 +273,7 @@ def test_a_bookie_serves_runs_and_each_add_has_its_answer(
             ]
             # A connection is taken for one of v3 until its first frame of v2, which therefore comes alone.
             expected = [*range(protocol is Protocol.V2, 200), *range(300, 340)]
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(LIMIT_S):
                 while sum(len(run.records) for run in bookie.runs) < len(expected):
                     await asyncio.sleep(0.01)
             assert [entry_id for run in bookie.runs for entry_id in run.entry_ids] == expected

@@ -218,7 +218,7 @@ async def test_each_request_of_a_run_gets_its_own_outcome(
         monkeypatch.setattr(client_runs, "compiled", None)
     server = BookieServer(Answering())  # type: ignore[arg-type]
     await server.start("127.0.0.1", 0)
-    connection = await BookieConnection.open("127.0.0.1", server.port, bookie_id="b", protocol=protocol, timeout_s=60)
+    connection = await BookieConnection.open("127.0.0.1", server.port, bookie_id="b", protocol=protocol)
     ledger = LedgerId(0, 5)
     entry = ledger.ledger_id.to_bytes(8, "big")
     requests: list[Any] = [

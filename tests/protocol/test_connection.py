@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.waiting import LIMIT_S
 
 from bkctl.errors import (
     BookieUnavailable,
@@ -132,7 +133,7 @@ async def serving(handler: RequestHandler, **options: Any) -> AsyncIterator[Book
 
 @contextlib.asynccontextmanager
 async def connected(port: int, protocol: Protocol = Protocol.V3, **options: Any) -> AsyncIterator[BookieConnection]:
-    options = {"timeout_s": 60, **options}
+    options = {"timeout_s": LIMIT_S, "connect_timeout_s": LIMIT_S, **options}
     connection = await BookieConnection.open(HOST, port, bookie_id="bookie-1", protocol=protocol, **options)
     try:
         yield connection
@@ -273,6 +274,7 @@ async def test_v2_late_plain_answer_does_not_answer_fencing_read(comes: bool) ->
         await asyncio.sleep(0.05)
         assert [request for request, _ in bookie.held] == [plain]
         if comes:
+            connection._tick_s = LIMIT_S
             bookie.held[0][1](ReadResponse(Status.EOK, LEDGER, -1, b"plain"))
             (await bookie.wait_for(2))[1][1](ReadResponse(Status.EOK, LEDGER, -1, b"fenced"))
             assert cast_read(await fenced).body == b"fenced"
@@ -373,6 +375,7 @@ async def test_no_answer_in_time_is_an_error_of_that_request_alone(protocol: Pro
             await late[0]
         with pytest.raises(TimedOut):
             await late[1]
+        connection._tick_s = LIMIT_S
         for request, respond in bookie.held:
             respond(entry(request))
         fresh = connection.send(ReadRequest(LEDGER, 4))
@@ -909,7 +912,7 @@ async def test_drain_waits_for_a_bookie_that_does_not_read() -> None:
             await asyncio.wait_for(fill(), 0.3)
         assert len(futures) < 50
         go.set()
-        await asyncio.wait_for(connection.drain(), 60)
+        await asyncio.wait_for(connection.drain(), LIMIT_S)
         connection.close()
         for future in futures:
             with pytest.raises(BookieUnavailable):
@@ -976,7 +979,7 @@ async def test_close_answers_requests_in_flight_and_reads_no_more(protocol: Prot
         await closing
         assert len(bookie.held) == 3
         with pytest.raises(BookieUnavailable):
-            await BookieConnection.open(HOST, await free_port(), bookie_id="b", timeout_s=60)
+            await BookieConnection.open(HOST, await free_port(), bookie_id="b")
 
 
 async def test_close_gives_up_after_its_grace() -> None:
@@ -1039,7 +1042,7 @@ def test_no_bytes_harm_the_bookie(chunks: list[bytes]) -> None:
                     await asyncio.sleep(0)
                 with contextlib.suppress(OSError):
                     writer.write_eof()
-                async with asyncio.timeout(60):
+                async with asyncio.timeout(LIMIT_S):
                     with contextlib.suppress(ConnectionError):
                         await reader.read()
             async with connected(server.port) as connection:
@@ -1060,6 +1063,6 @@ def test_no_bytes_harm_the_client(chunks: list[bytes], protocol: Protocol) -> No
     async def main() -> None:
         async with scripted(script) as port, connected(port, protocol) as connection:
             with pytest.raises((ProtocolError, BookieUnavailable)):
-                await asyncio.wait_for(connection.send(ReadRequest(LEDGER, 7)), 60)
+                await asyncio.wait_for(connection.send(ReadRequest(LEDGER, 7)), LIMIT_S)
 
     asyncio.run(main())

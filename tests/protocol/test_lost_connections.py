@@ -16,6 +16,7 @@ import pytest
 from protocol.conftest import HOST, Runner
 from protocol.test_tls import client_context, server_context
 from support.lifetimes import Lifetimes, count_of, without_cycle_collector
+from support.waiting import LIMIT_S
 
 from bkctl.ids import LedgerId
 from bkctl.protocol import v2, v3
@@ -117,7 +118,7 @@ SENT: dict[str, tuple[bytes, bool]] = {
 
 @contextlib.contextmanager
 def connected(port: int, *, resets: bool) -> Iterator[socket.socket]:
-    with socket.create_connection((HOST, port), timeout=60) as client:
+    with socket.create_connection((HOST, port), timeout=LIMIT_S) as client:
         if resets:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         yield client
@@ -142,7 +143,7 @@ def come_and_go(port: int, tls: ssl.SSLContext | None, data: bytes, *, waits: bo
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(LIMIT_S):
         while not condition():
             await asyncio.sleep(0.01)
 
@@ -256,7 +257,7 @@ def test_reads_behind_a_lost_connection_do_not_begin(runner: Runner, protocol: P
         bookie = Late()
         server = BookieServer(bookie)
         await server.start(HOST)
-        client = await BookieConnection.open(HOST, server.port, bookie_id="b", protocol=protocol, timeout_s=60)
+        client = await BookieConnection.open(HOST, server.port, bookie_id="b", protocol=protocol)
         for entry_id in range(5):
             client.send(ReadRequest(LEDGER, entry_id)).add_done_callback(lambda done: done.exception())
         await until(lambda: len(waiting) == 5)

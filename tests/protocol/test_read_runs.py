@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.mutation import changed, changes
+from support.waiting import LIMIT_S
 
 from bkctl.errors import LedgerNotFound
 from bkctl.ids import I64_MAX, LedgerId
@@ -272,7 +273,7 @@ def test_server_takes_runs_and_each_read_has_its_answer(
         bookie = Bookie()
         server = BookieServer(bookie)
         await server.start("127.0.0.1")
-        client = await BookieConnection.open("127.0.0.1", server.port, bookie_id="b", protocol=protocol, timeout_s=60)
+        client = await BookieConnection.open("127.0.0.1", server.port, bookie_id="b", protocol=protocol)
         try:
             assert await client.supports_scopes() is (protocol is Protocol.V3)
             before = len(bookie.requests)
@@ -285,7 +286,7 @@ def test_server_takes_runs_and_each_read_has_its_answer(
             assert [await each for each in missing] == [
                 ReadResponse(Status.ENOLEDGER, PLAIN[0], entry_id) for entry_id in range(3)
             ]
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(LIMIT_S):
                 while sum(len(run.entry_ids) for run in bookie.runs) < 200:
                     await asyncio.sleep(0.01)
             assert server.in_flight_bytes > 0

@@ -75,8 +75,7 @@ async def serving(handler: Any, **limits: Any) -> AsyncIterator[BookieServer]:
 @contextlib.asynccontextmanager
 async def clients(server: BookieServer, count: int, protocol: Protocol = Protocol.V3) -> AsyncIterator[list[Any]]:
     opened = [
-        await BookieConnection.open(HOST, server.port, bookie_id="bookie", protocol=protocol, timeout_s=60)
-        for _ in range(count)
+        await BookieConnection.open(HOST, server.port, bookie_id="bookie", protocol=protocol) for _ in range(count)
     ]
     try:
         yield opened

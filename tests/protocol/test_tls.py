@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.waiting import LIMIT_S
 
 from bkctl.errors import BookieUnavailable
 from bkctl.ids import LedgerId
@@ -64,7 +65,7 @@ async def test_requests_continue_in_tls(pem: Path, protocol: Protocol, check_hos
     server = BookieServer(Bookie(), tls=server_context(pem))
     await server.start(HOST)
     tls = client_context(pem, check_hostname=check_hostname)
-    connection = await BookieConnection.open(HOST, server.port, bookie_id="b", protocol=protocol, tls=tls, timeout_s=60)
+    connection = await BookieConnection.open(HOST, server.port, bookie_id="b", protocol=protocol, tls=tls)
     answers = await asyncio.gather(*(connection.send(ReadRequest(LEDGER, entry_id)) for entry_id in range(300)))
     for entry_id, answer in enumerate(answers):
         assert answer[:4] == (Status.EOK, LEDGER, entry_id, BODY)
@@ -78,7 +79,7 @@ async def test_requests_continue_in_tls(pem: Path, protocol: Protocol, check_hos
 async def test_a_bookie_with_tls_serves_clients_without(pem: Path) -> None:
     server = BookieServer(Bookie(), tls=server_context(pem))
     await server.start(HOST)
-    connection = await BookieConnection.open(HOST, server.port, bookie_id="b", timeout_s=60)
+    connection = await BookieConnection.open(HOST, server.port, bookie_id="b")
     assert (await connection.send(ReadRequest(LEDGER, 1))).status is Status.EOK
     connection.close()
     await connection.wait_closed()
@@ -90,9 +91,7 @@ async def test_required_tls_refuses_clients_in_clear(pem: Path, protocol: Protoc
     server = BookieServer(Bookie(), tls=server_context(pem), requires_tls=True)
     await server.start(HOST)
     for tls, status in ((None, Status.EUA), (client_context(pem), Status.EOK)):
-        connection = await BookieConnection.open(
-            HOST, server.port, bookie_id="b", protocol=protocol, tls=tls, timeout_s=60
-        )
+        connection = await BookieConnection.open(HOST, server.port, bookie_id="b", protocol=protocol, tls=tls)
         for entry_id in range(3):
             assert (await connection.send(ReadRequest(LEDGER, entry_id))).status is status
         connection.close()
@@ -104,7 +103,7 @@ async def test_a_bookie_without_tls_refuses_it(pem: Path) -> None:
     server = BookieServer(Bookie())
     await server.start(HOST)
     with pytest.raises(BookieUnavailable, match="Bookie b refuses TLS"):
-        await BookieConnection.open(HOST, server.port, bookie_id="b", tls=client_context(pem), timeout_s=60)
+        await BookieConnection.open(HOST, server.port, bookie_id="b", tls=client_context(pem))
     await server.close()
 
 
@@ -113,7 +112,7 @@ async def test_an_unknown_certificate_is_refused(pem: Path) -> None:
     await server.start(HOST)
     with pytest.raises(BookieUnavailable, match="do not agree on TLS"):
         await BookieConnection.open(HOST, server.port, bookie_id="b", tls=ssl.create_default_context())
-    trusted = await BookieConnection.open(HOST, server.port, bookie_id="b", tls=client_context(pem), timeout_s=60)
+    trusted = await BookieConnection.open(HOST, server.port, bookie_id="b", tls=client_context(pem))
     assert (await trusted.send(ReadRequest(LEDGER, 1))).status is Status.EOK
     trusted.close()
     await trusted.wait_closed()
@@ -139,7 +138,7 @@ async def test_requests_in_clear_behind_start_tls_are_not_served(pem: Path) -> N
     writer.write(start_tls_bytes() + read_bytes())
     received = b""
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             received = await reader.read()
     except ConnectionResetError:
         pass
@@ -162,7 +161,7 @@ async def test_answers_in_clear_behind_start_tls_are_ignored(pem: Path) -> None:
     server = await asyncio.start_server(serve, HOST, 0)
     port = server.sockets[0].getsockname()[1]
     with pytest.raises(BookieUnavailable, match="in clear"):
-        await BookieConnection.open(HOST, port, bookie_id="b", tls=client_context(pem), timeout_s=60)
+        await BookieConnection.open(HOST, port, bookie_id="b", tls=client_context(pem))
     server.close()
 
 
@@ -173,7 +172,7 @@ async def test_garbage_instead_of_a_handshake_ends_that_connection(pem: Path) ->
     writer.write(start_tls_bytes())
     assert await reader.readexactly(4)
     writer.write(b"\x00" * 600)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(LIMIT_S):
         with contextlib.suppress(ConnectionResetError):
             await reader.read()
     writer.close()
@@ -198,7 +197,7 @@ async def test_a_handshake_that_fails_leaves_no_connection_behind(pem: Path, end
     if end != "stop":
         while server.connections:
             await asyncio.sleep(0.01)
-    await asyncio.wait_for(server.close(0.1), 20)
+    await asyncio.wait_for(server.close(0.1), LIMIT_S)
     assert not server.connections
 
 
@@ -244,9 +243,7 @@ async def test_required_tls_bounds_frames_in_clear(pem: Path, monkeypatch: pytes
     writer.close()
     assert server.ended == {"plaintext": 1, "mute": 1}
 
-    connection = await BookieConnection.open(
-        HOST, server.port, bookie_id="bookie", tls=client_context(pem), timeout_s=60
-    )
+    connection = await BookieConnection.open(HOST, server.port, bookie_id="bookie", tls=client_context(pem))
     large = await connection.send(ReadRequest(LEDGER, 0))
     assert isinstance(large, ReadResponse)
     body = bytes(100_000)

@@ -6,6 +6,7 @@ import random
 
 import pytest
 from client.conftest import fake_cluster, nothing_left_behind, pytest_pycollect_makeitem, run
+from support.waiting import LIMIT_S
 
 __all__ = ["fake_cluster", "nothing_left_behind", "pytest_pycollect_makeitem", "run"]
 
@@ -19,6 +20,5 @@ def _ensembles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine no fake bookie's registration ends, which would mean that it is lost, and none seems mute."""
-    monkeypatch.setattr("bkctl.metadata.backends.sqlite.SESSION_EXPIRY_MS", 600_000)
-    monkeypatch.setattr("bkctl.replication.replica_reads.LIST_TIMEOUT_S", 60.0)
+    """On a busy machine no fake bookie seems mute."""
+    monkeypatch.setattr("bkctl.replication.replica_reads.LIST_TIMEOUT_S", LIMIT_S)

@@ -6,6 +6,7 @@ import asyncio
 import threading
 
 import pytest
+from support.waiting import LIMIT_S
 
 from bkctl.errors import Conflict, Unreachable
 from bkctl.replication.batching import BatchedCalls
@@ -17,7 +18,7 @@ async def test_waiting_items_share_one_call():
 
     def call(items):
         calls.append(items)
-        assert go_on.wait(60)
+        assert go_on.wait(LIMIT_S)
         return [Conflict(f"{item} is taken") if item == 3 else item * 10 for item in items]
 
     batched: BatchedCalls[int, int] = BatchedCalls(call)

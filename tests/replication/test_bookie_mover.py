@@ -8,6 +8,7 @@ import time
 
 import pytest
 from client.fakes import Fault
+from support.waiting import LIMIT_S
 
 from bkctl.errors import Conflict, LedgerNotFound
 from bkctl.formats.metadata import BookieServiceInfo, Cookie, LedgerState
@@ -412,7 +413,7 @@ async def test_cancelled_move_releases_lock_being_taken(fake_cluster, monkeypatc
 
     def slowly(*arguments):
         taking.set()
-        assert go_on.wait(60)
+        assert go_on.wait(LIMIT_S)
         return lock_many(*arguments)
 
     monkeypatch.setattr(LedgerLocks, "lock_many", slowly)
@@ -420,7 +421,7 @@ async def test_cancelled_move_releases_lock_being_taken(fake_cluster, monkeypatc
     async with fake_cluster(4) as cluster, cluster.client() as client:
         await write(client, 3, ensemble_size=4)
         task = asyncio.ensure_future(move(cluster, client, "b0"))
-        assert await asyncio.to_thread(taking.wait, 60)
+        assert await asyncio.to_thread(taking.wait, LIMIT_S)
         task.cancel()
         asyncio.get_running_loop().call_later(0.05, go_on.set)
         with pytest.raises(asyncio.CancelledError):
@@ -458,7 +459,7 @@ async def test_pause_releases_locks_and_resumed_moves_finish(fake_cluster):
 
         cluster.bookie("b3").hold = hold
         task = asyncio.ensure_future(move(cluster, client, "b0", pace=pace))
-        await asyncio.wait_for(copying.wait(), 60)
+        await asyncio.wait_for(copying.wait(), LIMIT_S)
         locks = LedgerLocks(cluster.cluster.store)
         assert list(locks.list())
         pace.pause()
@@ -469,7 +470,7 @@ async def test_pause_releases_locks_and_resumed_moves_finish(fake_cluster):
         assert not task.done()
         cluster.bookie("b3").release()
         pace.resume()
-        rows, _ = await asyncio.wait_for(task, 60)
+        rows, _ = await asyncio.wait_for(task, LIMIT_S)
         assert [(each.outcome, each.problem) for each in rows.values()] == [(MoveOutcome.MOVED, None)] * 3
         for ledger in rows:
             assert named(cluster, ledger) == {"b1", "b2", "b3"}
@@ -490,7 +491,9 @@ async def test_resumed_moves_continue_where_the_pause_ended_them(fake_cluster, k
         task = asyncio.ensure_future(move(cluster, client, "b0", pace=pace))
         while len(target.entries(writer.ledger)) < copied or not target.held:
             await asyncio.sleep(0.01)
-        await asyncio.sleep(0.1)  # the answers
+        # A later answer on the same connection: all before it have come.
+        await client.pool.channel("b3").send(ReadRequest(writer.ledger, 0))
+        await asyncio.sleep(0)
         pace.pause()
         while list(LedgerLocks(cluster.cluster.store).list()):
             await asyncio.sleep(0.01)
@@ -500,7 +503,7 @@ async def test_resumed_moves_continue_where_the_pause_ended_them(fake_cluster, k
         target.held.clear()
         target.hold = lambda request: False
         pace.resume()
-        rows, mover = await asyncio.wait_for(task, 60)
+        rows, mover = await asyncio.wait_for(task, LIMIT_S)
         assert [each.outcome for each in rows.values()] == [MoveOutcome.MOVED]
         added = sorted(each.entry_id for each in target.received if isinstance(each, AddRequest))
         assert added == list(range(copied if keeps else 0, count))

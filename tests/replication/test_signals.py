@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from support.waiting import LIMIT_S
 
 from bkctl.replication.signals import Signal
 
@@ -26,7 +27,7 @@ async def test_wait_cancelled_with_its_signal_is_cancelled(step_count: int) -> N
     for _ in range(step_count):
         await asyncio.sleep(0)
     task.cancel()
-    done, _ = await asyncio.wait([task], timeout=60)
+    done, _ = await asyncio.wait([task], timeout=LIMIT_S)
     ended.set()
     assert done
     assert task.cancelled()

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 from replication.recovering import CONFIG, bookies_of, come_back, eventually, lose, running, state_of, write
+from support.waiting import LIMIT_S
 
 from bkctl.client.placement import RackRules, rack_rules
 from bkctl.config import BookieConfig
@@ -317,7 +318,7 @@ async def test_next_worker_finishes_after_crash(fake_cluster):
         async with cluster.client() as dead_client:
             dead_client.cluster = dead
             async with running(ReplicationWorker(dead_client, CONFIG, "dies").run()):
-                await asyncio.wait_for(copying.wait(), 60)
+                await asyncio.wait_for(copying.wait(), LIMIT_S)
         dead.close()
         for bookie in cluster.bookies:
             bookie.hold = lambda request: False

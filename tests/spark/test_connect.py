@@ -72,7 +72,6 @@ def job_rows(*arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1800)
 def test_connect_server_gives_the_rows_of_the_local_engine(server: str, tmp_path: Path) -> None:
     files = bookie_files.make(tmp_path / "cluster")
     first = files.places()[0]

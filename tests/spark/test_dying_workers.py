@@ -22,7 +22,6 @@ METADATA_PASSWORD, LEDGER_PASSWORD, OTHER_PASSWORD = "hunter2-metadata", "hunter
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
 def test_dead_workers_change_no_result_and_leak_no_secret(live: Live, tmp_path: Path) -> None:
     pytest.importorskip("pyarrow.parquet")
     import pyarrow.parquet as parquet

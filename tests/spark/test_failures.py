@@ -69,7 +69,6 @@ def test_java_errors_name_their_last_cause() -> None:
     assert str(plain_error(ValueError())) == "Spark: ValueError; --verbose shows its log"
 
 
-@pytest.mark.timeout(900)
 def test_failing_task_names_its_cause(spark: SparkSession) -> None:
     def fail(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for batch in batches:

@@ -44,7 +44,6 @@ def test_error_during_an_interrupt_is_the_interrupt() -> None:
         interrupted()
 
 
-@pytest.mark.timeout(900)
 def test_interrupted_job_leaves_no_output_and_no_process(tmp_path: Path) -> None:
     find_java()
     note = tmp_path / "worker"

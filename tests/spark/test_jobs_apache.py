@@ -21,7 +21,7 @@ from bkctl.files.entry_log import EntryLogReader
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
 
-pytestmark = [pytest.mark.usefixtures("spark"), pytest.mark.java, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.usefixtures("spark"), pytest.mark.java, pytest.mark.long]
 
 Rows = list[dict[str, Any]]
 

@@ -86,7 +86,6 @@ def test_document_names_every_option_of_every_source() -> None:
     assert found == OPTIONS
 
 
-@pytest.mark.timeout(900)
 def test_streams_of_the_document_run(spark: SparkSession, live: Live, tmp_path: Path) -> None:
     section = TEXT.split("### Streams", 1)[1].split("\n### ", 1)[0]
     stream, committed = re.findall(r"```python\n(.*?)```", section, re.DOTALL)

@@ -75,7 +75,6 @@ def test_shipped_package_uses_the_scanner_of_its_platform_beside_it(tmp_path: Pa
     assert used("_scan.cpython-39-s390x-linux-gnu.so") == ["None"]
 
 
-@pytest.mark.timeout(900)
 def test_spark_authenticates_and_keeps_files_private(tmp_path: Path) -> None:
     found = run_job(tmp_path)
     assert found["settings"]["spark.authenticate"] == "true"
@@ -86,7 +85,6 @@ def test_spark_authenticates_and_keeps_files_private(tmp_path: Path) -> None:
     assert not Path(place).parent.parent.exists()  # nothing is left
 
 
-@pytest.mark.timeout(900)
 def test_user_settings_take_precedence(tmp_path: Path) -> None:
     wanted = tmp_path / "chosen"
     wanted.mkdir()

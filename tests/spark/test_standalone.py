@@ -79,7 +79,6 @@ def master(tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1200)
 def test_killed_executor_does_not_change_the_result(master: str, tmp_path: Path) -> None:
     files = bookie_files.make(tmp_path / "cluster")
     gate = tmp_path / "gate"
@@ -159,7 +158,6 @@ def _s3a_settings(port: int) -> dict[str, str]:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1200)
 def test_integrity_from_facts_in_s3_needs_no_bookies_directories(
     master: str, s3_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

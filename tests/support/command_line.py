@@ -14,16 +14,17 @@ import struct
 import subprocess
 import sys
 import termios
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 from unittest import mock
+
+from support.waiting import LIMIT_S
 
 from bkctl.commands.main import run
 
 #: Variables that would change what a command does.
 _OURS = (
-    "METADATA_URI", "CONF", "CONTEXT", "CONFIG", "OUTPUT", "TIMEOUT", "CONNECT_TIMEOUT", "BOOKIE_ADDRESS",
-    "LEDGER_PASSWORD",
+    "METADATA_URI", "CONF", "CONTEXT", "CONFIG", "OUTPUT", "CONNECT_TIMEOUT", "BOOKIE_ADDRESS", "LEDGER_PASSWORD",
 )  # fmt: skip
 
 
@@ -77,6 +78,11 @@ def _streams() -> Iterator[tuple[io.BytesIO, io.BytesIO]]:
         yield out, err
 
 
+def _patience(arguments: Iterable[object]) -> dict[str, str]:
+    """Let a command that names no time-out wait for connections, too, as long as a busy machine takes."""
+    return {} if "--timeout" in arguments else {"CONNECT_TIMEOUT": f"{LIMIT_S}s"}
+
+
 class CommandLine:
     """`bkctl` with a metadata URI (none where `uri` is None) and an otherwise empty environment."""
 
@@ -86,7 +92,7 @@ class CommandLine:
     def __call__(self, *arguments: object, **settings: str) -> Answer:
         """Run a command in this process."""
         with (
-            mock.patch.dict(os.environ, environment(**self.settings, **settings), clear=True),
+            mock.patch.dict(os.environ, environment(**_patience(arguments) | self.settings | settings), clear=True),
             _streams() as (out, err),
         ):
             code = run([str(argument) for argument in arguments])
@@ -96,19 +102,21 @@ class CommandLine:
         """Start a command as a process with pipes."""
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         return subprocess.Popen(
-            [sys.executable, "-m", "bkctl", *map(str, arguments)], env=environment(**self.settings), **pipes | settings
+            [sys.executable, "-m", "bkctl", *map(str, arguments)],
+            env=environment(**_patience(arguments), **self.settings),
+            **pipes | settings,
         )
 
     def run(self, *arguments: object, input: bytes = b"") -> Answer:
         """Run a command as a process, with `input` on stdin."""
         with self.process(*arguments) as process:
-            out, err = process.communicate(input, 120)
+            out, err = process.communicate(input, LIMIT_S)
         return Answer(process.returncode, out, err.decode())
 
     def shell(self, script: str) -> Answer:
         """Run a shell script, in which `$bkctl` is the command."""
         values: Mapping[str, str] = environment(**self.settings) | {"bkctl": f"{sys.executable} -m bkctl"}
-        done = subprocess.run(["bash", "-c", script], env=values, capture_output=True, timeout=120, check=False)
+        done = subprocess.run(["bash", "-c", script], env=values, capture_output=True, timeout=LIMIT_S, check=False)
         return Answer(done.returncode, done.stdout, done.stderr.decode())
 
     def terminal(
@@ -125,7 +133,7 @@ class CommandLine:
         """
         ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-        values = environment(**self.settings) | {"TERM": "xterm"}
+        values = environment(**_patience(arguments), **self.settings) | {"TERM": "xterm"}
         command = [sys.executable, "-m", "bkctl", *map(str, arguments)]
         with subprocess.Popen(
             command, stdin=theirs, stdout=theirs, stderr=theirs, env=values, start_new_session=True,
@@ -133,7 +141,7 @@ class CommandLine:
         ) as process:  # fmt: skip
             os.close(theirs)
             seen = b""
-            while select.select([ours], [], [], 60)[0]:
+            while select.select([ours], [], [], LIMIT_S)[0]:
                 try:
                     part = os.read(ours, 65536)
                 except OSError:  # the last one who wrote is gone

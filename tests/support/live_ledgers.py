@@ -7,6 +7,8 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from support.waiting import LIMIT_S
+
 from bkctl.client.write_handle import WriteHandle
 from bkctl.formats.entry import DigestType
 from bkctl.ids import LedgerId
@@ -24,8 +26,7 @@ class Live:
 
     def client(self) -> Client:
         """A client; closed with the cluster."""
-        # Bookies on a machine that is busy take their time.
-        options = {**self.options, "timeoutSeconds": "300"}
+        options = {**self.options, "timeoutSeconds": f"{LIMIT_S:.0f}"}
         self._clients.append(Client(ClusterOptions(SourceOptions("test", options, CONNECTION_OPTIONS))))
         return self._clients[-1]
 

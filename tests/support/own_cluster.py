@@ -11,6 +11,7 @@ from typing import Final
 
 from support.own_bookies import OwnBookie
 from support.servers import DB, INTERLEAVED, SORTED, Server
+from support.waiting import LIMIT_S
 
 #: Every storage class of ours, one for each of three bookies.
 STORAGES: Final = (SORTED, INTERLEAVED, DB)
@@ -153,7 +154,7 @@ class WireTap:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-        asyncio.run_coroutine_threadsafe(end(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(end(), self._loop).result(LIMIT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

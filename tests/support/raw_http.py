@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from support.servers import Server, wait_for
+from support.waiting import LIMIT_S
 
 from bkctl.http.local_token import find_local_token
 
@@ -46,7 +47,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def call(
-    port: int, method: str, path: str, body: object = None, *, headers: Mapping[str, str] = {}, timeout_s: float = 60.0
+    port: int,
+    method: str,
+    path: str,
+    body: object = None,
+    *,
+    headers: Mapping[str, str] = {},
+    timeout_s: float = LIMIT_S,
 ) -> Answer:
     """One request to 127.0.0.1. A `body` that is no text is sent as JSON.
 
@@ -69,7 +76,7 @@ def local_authorization(port: int) -> dict[str, str]:
     return {} if token is None else {"Authorization": f"Bearer {token}"}
 
 
-def exchange(port: int, data: bytes, *, timeout_s: float = 60.0) -> bytes:
+def exchange(port: int, data: bytes, *, timeout_s: float = LIMIT_S) -> bytes:
     """What comes back until the server closes, for bytes sent as they are; our side is closed after them."""
     with socket.create_connection(("127.0.0.1", port), timeout=timeout_s) as connection:
         received = bytearray()

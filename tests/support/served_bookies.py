@@ -46,9 +46,7 @@ async def serving(config: BookieConfig, cluster: Cluster, files: Files | None = 
 
 @contextlib.asynccontextmanager
 async def connected(bookie: Bookie, protocol: Protocol = Protocol.V3) -> AsyncIterator[BookieConnection]:
-    connection = await BookieConnection.open(
-        *bookie.address, bookie_id=bookie.bookie_id, protocol=protocol, timeout_s=60
-    )
+    connection = await BookieConnection.open(*bookie.address, bookie_id=bookie.bookie_id, protocol=protocol)
     if protocol is Protocol.V3:
         assert await connection.supports_scopes()
     try:

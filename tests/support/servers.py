@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final, NoReturn
 
 import pytest
+from support.waiting import LIMIT_S
 
 if TYPE_CHECKING:
     from kazoo.client import KazooClient
@@ -40,9 +41,6 @@ BOOKKEEPER_VERSION: Final = os.environ.get("BKCTL_TEST_BOOKKEEPER") or "4.18.0"
 #: The one release whose etcd driver is published.
 ETCD_DRIVER_VERSION: Final = "4.17.3"
 HBASE_VERSION: Final = "2.6.4-hadoop3"
-#: Nobody waits that long on a machine that has time; one that is busy must not fail for it.
-START_TIMEOUT_S: Final = 240.0
-STOP_TIMEOUT_S: Final = 120.0
 
 #: Cheap to start, small, and open where BookKeeper and Netty reflect.
 JVM_OPTIONS: Final = (
@@ -57,6 +55,8 @@ JVM_OPTIONS: Final = (
     "-Dlog4j2.disableJmx=true",
 )
 BOOKIE_OPTIONS: Final = ("-XX:MaxDirectMemorySize=256m",)
+#: How long Apache's clients wait for a bookie's answer; the default is 5 s, after which they choose another bookie.
+PATIENCE: Final = {"addEntryTimeoutSec": 120, "readEntryTimeoutSec": 120}
 
 SORTED: Final = "org.apache.bookkeeper.bookie.SortedLedgerStorage"
 INTERLEAVED: Final = "org.apache.bookkeeper.bookie.InterleavedLedgerStorage"
@@ -108,7 +108,7 @@ def free_port() -> int:
             return port
 
 
-def wait_for(condition: Callable[[], object], what: str, timeout_s: float = START_TIMEOUT_S) -> None:
+def wait_for(condition: Callable[[], object], what: str, timeout_s: float = LIMIT_S) -> None:
     """Poll `condition` until it is true. Raises TimeoutError naming `what`."""
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -255,7 +255,7 @@ class Server:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
             try:
-                self.process.wait(STOP_TIMEOUT_S)
+                self.process.wait(LIMIT_S)
             except subprocess.TimeoutExpired:
                 os.killpg(self.process.pid, signal.SIGKILL)
                 self.process.wait()
@@ -511,7 +511,7 @@ class Java:
         return self.run(Path(source).stem, *arguments, check=check, timeout_s=timeout_s)
 
     def shell(
-        self, conf: Path | ApacheBookie, *arguments: object, check: bool = False, timeout_s: float = 240.0
+        self, conf: Path | ApacheBookie, *arguments: object, check: bool = False, timeout_s: float = 480.0
     ) -> subprocess.CompletedProcess[str]:
         """Apache's shell (`bookkeeper shell …`): what it answers is on stdout, a message a line.
 
@@ -536,7 +536,7 @@ class Java:
     def end(self, process: subprocess.Popen[str]) -> None:
         """Wait a while for what `start` started, then kill it."""
         try:
-            process.wait(60)
+            process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -853,7 +853,7 @@ class HBaseServer(Server):
             # Small: many tables of few rows.
             "hbase.hregion.memstore.mslab.enabled": "false",
             "hbase.regionserver.handler.count": 10,
-            "hbase.master.start.timeout.localHBaseCluster": 240_000,
+            "hbase.master.start.timeout.localHBaseCluster": int(LIMIT_S * 1000),
         }  # fmt: skip
         configuration = self.directory / "configuration"
         configuration.mkdir(parents=True, exist_ok=True)
@@ -899,7 +899,8 @@ def apache_settings(
         "journalDirectory": directory / "journal",
         "ledgerDirectories": directory / "ledgers",
         "ledgerStorageClass": storage,
-        "zkTimeout": 5000,
+        "zkTimeout": 10_000,
+        **PATIENCE,
         "journalMaxSizeMB": 16,
         "journalPreAllocSizeMB": 1,
         "logSizeLimit": 4 * 1024 * 1024,
@@ -928,6 +929,11 @@ def write_conf(path: Path, settings: Mapping[str, object]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(f"{name}={value}\n" for name, value in settings.items()))
     return path
+
+
+def shell_conf(path: Path, metadata_uri: str, settings: Mapping[str, object] = {}) -> Path:
+    """Write a configuration of Apache's shell, which gives up its session of ZooKeeper as soon as it is done."""
+    return write_conf(path, {"metadataServiceUri": metadata_uri, "zkTimeout": 60_000, **PATIENCE, **settings})
 
 
 def offline_conf(path: Path, journal_dir: Path, ledger_dir: Path, storage: str = SORTED) -> Path:
@@ -978,7 +984,7 @@ class ApacheBookie(Server):
 
 def format_cluster(java: Java, metadata_uri: str, directory: Path) -> None:
     """Write the metadata of a new cluster (LAYOUT, INSTANCEID, available) as Apache's shell does."""
-    conf = write_conf(directory / "format.conf", {"metadataServiceUri": metadata_uri, "zkTimeout": 5000})
+    conf = shell_conf(directory / "format.conf", metadata_uri)
     java.shell(conf, "metaformat", "-nonInteractive", check=True)
 
 
@@ -1030,7 +1036,7 @@ class ApacheCluster:
             from kazoo.client import KazooClient
 
             self._registry = KazooClient(self.zookeeper.connect_string, timeout=60)
-            self._registry.start(60)
+            self._registry.start(LIMIT_S)
         return set(self._registry.retry(self._registry.get_children, f"{self.root}/available"))
 
     def by_id(self, bookie_id: str) -> ApacheBookie:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.waiting import eventually
+from support.waiting import LIMIT_S, eventually
 
 from bkctl.errors import AlreadyExists, Corrupt, NotFound, TimedOut, Unreachable, Unsupported
 from bkctl.metadata.backends import sqlite
@@ -47,6 +47,12 @@ time.sleep(600)
 @pytest.fixture
 def file(tmp_path: Path) -> str:
     return str(tmp_path / "metadata.db")
+
+
+@pytest.fixture(autouse=True)
+def _expiry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sessions end as soon as for users."""
+    monkeypatch.setattr(sqlite, "SESSION_EXPIRY_MS", 6_000)
 
 
 @pytest.fixture
@@ -119,7 +125,7 @@ def test_ephemerals_of_a_killed_process_vanish_at_once(
         store.watch("available", gone.set, children=True)
         holder.kill()
         holder.wait()
-        assert gone.wait(timeout=60)
+        assert gone.wait(LIMIT_S)
     store.ephemeral("available/bookie-1", b"successor", wait_s=0)
     assert store.get("available/bookie-1").value == b"successor"  # type: ignore[union-attr]
 

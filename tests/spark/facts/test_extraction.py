@@ -28,8 +28,6 @@ from bkctl.spark.jobs.bookies import find_bookies
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 
-pytestmark = pytest.mark.timeout(600)
-
 #: Extracts a bookie in a process that is killed once its logs are read.
 KILLED = """
 import os, signal, sys

@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 
-pytestmark = pytest.mark.timeout(900)
-
 Job = Callable[["SparkSession", Bookies, str], list[list[str]]]
 
 #: The bookie with a file for each ledger's index.

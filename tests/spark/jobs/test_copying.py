@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.waiting import LIMIT_S
 
 from bkctl.errors import BookieUnavailable, Conflict, Corrupt, UsageError
 from bkctl.formats.entry import DigestType
@@ -114,7 +115,7 @@ def test_unreachable_cluster_fails_the_job(live: Live, client: Client) -> None:
 
     async def unreachable() -> Any:
         await client.bookkeeper.close()
-        return await asyncio.wait_for(copy_ledger(client, source, LedgerId(SCOPE + 1, 6), NO_OPTIONS), 60)
+        return await asyncio.wait_for(copy_ledger(client, source, LedgerId(SCOPE + 1, 6), NO_OPTIONS), LIMIT_S)
 
     with pytest.raises(BookieUnavailable):
         client.run(unreachable())

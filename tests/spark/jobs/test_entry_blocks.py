@@ -21,8 +21,6 @@ from bkctl.spark.jobs.promised_entries import promised_blocks
 from bkctl.spark.schemas import arrow_schema
 from bkctl.spark.sources.columns import DAMAGE, TYPES
 
-pytestmark = pytest.mark.timeout(900)
-
 LAST = 2**63 - 1
 BOOKIES = ("a:1", "b:1", "c:1", "d:1")
 NAMES = [f"{number:032x}" for number in (0, 7, 2**64 + 1, 2**128 - 1)]

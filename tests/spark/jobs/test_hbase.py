@@ -6,7 +6,6 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 from support import (
     source_rows,  # noqa: F401 (skips where there is no PySpark)
 )
@@ -18,12 +17,10 @@ from support.servers import HBaseServer
 from bkctl.formats.entry import DigestType
 from bkctl.metadata.cluster import open_cluster
 
-pytestmark = pytest.mark.timeout(900)
-
 
 def test_jobs_read_metadata_from_hbase(engine: Engine, hbase: HBaseServer, tmp_path: Path) -> None:
     uri = hbase.metadata_uri(hbase.new_root())
-    with open_cluster(uri, timeout_s=60, create=True):
+    with open_cluster(uri, create=True):
         pass
     cluster = OwnCluster(uri, tmp_path, STORAGES, SETTINGS)
     try:
@@ -42,7 +39,7 @@ def test_jobs_read_metadata_from_hbase(engine: Engine, hbase: HBaseServer, tmp_p
     assert counted["entryCount"] == sum(each.entry_count * each.write_quorum_size for each in written)
 
     # A ledger that is removed promises nothing more; one that claims an entry too many lacks both copies of it.
-    with open_cluster(uri, timeout_s=60) as opened:
+    with open_cluster(uri) as opened:
         removed, longer = written[1].ledger, written[2].ledger
         opened.ledgers.remove(removed)
         found = opened.ledgers.read(longer)

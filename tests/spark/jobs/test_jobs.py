@@ -44,8 +44,6 @@ from bkctl.spark.jobs.inventory import Grouping, damages, shares, totals
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-pytestmark = pytest.mark.timeout(900)
-
 Rows = list[dict[str, Any]]
 #: ledgerQualifiedName, entry id, bookie.
 Key = tuple[str, int, str]
@@ -257,7 +255,6 @@ def sorted_rows(rows: Rows) -> list[str]:
     return sorted(json.dumps(row, sort_keys=True) for row in rows)
 
 
-@pytest.mark.timeout(1800)
 def test_integrity_shows_ranges_by_ledger_bookie_and_log(engine: Engine, files: Files, tmp_path: Path) -> None:
     files = copied(files, tmp_path)
     # Of each three entries of the ledger, the bookie has two: all are one range, but where another copy is damaged.
@@ -390,7 +387,6 @@ def test_garbage_reads_each_log_once(
 # --- journals -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(1800)
 def test_audit_reports_replayed_hidden_and_unlogged_records(engine: Engine, files: Files, tmp_path: Path) -> None:
     files = copied(files, tmp_path)
     place = files.places()[0]
@@ -527,7 +523,6 @@ def test_appended_rows_carry_the_time_of_their_run(engine: Engine, files: Files,
     assert len(list(trend.iterdir())) == len(runs)
 
 
-@pytest.mark.timeout(1800)
 def test_uris_and_tables_get_new_or_dated_rows(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

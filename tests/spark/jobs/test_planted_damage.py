@@ -26,8 +26,6 @@ from bkctl.spark.jobs.bookies import Bookies, find_bookies
 from bkctl.spark.jobs.integrity import integrity
 from bkctl.spark.jobs.journal_audit import audit
 
-pytestmark = pytest.mark.timeout(1800)
-
 #: Ways in which jobs read bookies' files.
 READINGS = ("directories", "facts")
 #: ledgerQualifiedName, entry id.

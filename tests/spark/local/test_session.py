@@ -146,7 +146,6 @@ def test_failure_of_the_engine_names_the_way_to_spark(session: LocalSession) -> 
     assert numbers.count() == 3
 
 
-@pytest.mark.timeout(300)
 def test_interrupt_ends_a_query_that_reads(session: LocalSession) -> None:
     import pyarrow as pa
 

@@ -299,7 +299,6 @@ writer.start(f"{directory}/out").awaitTermination()
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
 def test_killed_query_neither_loses_nor_repeats_entries(spark: SparkSession, live: Live, tmp_path: Path) -> None:
     scope = SCOPE + 6
     growing = live.open(LedgerId(scope, 1))

@@ -115,7 +115,6 @@ def test_invalid_options_are_refused(live: Live) -> None:
         LedgerSource(options(live, SCOPE)).streamWriter(struct_of("`a` binary"), False)
 
 
-@pytest.mark.timeout(900)
 def test_stream_is_written_once_through_spark(spark: SparkSession, live: Live, tmp_path: Path) -> None:
     source = live.open(scope_id=SCOPE + 4)
     source.add([b"%d" % number for number in range(25)])

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 #: The first one starts Spark, which takes long where much else runs.
-pytestmark = pytest.mark.timeout(900)
-
 GOLDEN = golden.GoldenBookie("4.18.0", "db")
 HUGE = LedgerId(2**64 - 1, 2**63 + 9)
 

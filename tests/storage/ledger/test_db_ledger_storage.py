@@ -18,6 +18,7 @@ from support.golden import VERSIONS, GoldenBookie
 from support.journals import flush_journals
 from support.servers import DB
 from support.simulated_disk import Fault, SimulatedFiles
+from support.waiting import LIMIT_S
 
 from bkctl.checks.check import IndexCheck
 from bkctl.config import BookieConfig
@@ -801,7 +802,7 @@ def test_second_process_cannot_open_the_directory(tmp_path: Path) -> None:
         "DbLedgerStorage(BookieConfig(ledger_directories=(sys.argv[1],)), Files()).open()\n"
     )
     directory = str(tmp_path / "ledgers-0")
-    run = subprocess.run([sys.executable, "-c", script, directory], capture_output=True, text=True, timeout=60)
+    run = subprocess.run([sys.executable, "-c", script, directory], capture_output=True, text=True, timeout=LIMIT_S)
     assert DirectoryInUse.__name__ in run.stderr.splitlines()[-1]
     storage.close()
 

@@ -21,7 +21,7 @@ import pytest
 from support.own_bookies import OwnBookie
 from support.own_cluster import start_all, stop_all
 from support.servers import EtcdServer, free_port
-from support.waiting import eventually
+from support.waiting import LIMIT_S, eventually
 
 from bkctl.client.ledger import BookKeeper
 from bkctl.errors import (
@@ -47,7 +47,7 @@ INFO = BookieServiceInfo((BookieEndpoint("bookie", 3181, "127.0.0.1", "bookie-rp
 
 
 def open_store(*servers: EtcdServer, root: str = "/ledgers", **options: Any) -> EtcdStore:
-    return EtcdStore([("127.0.0.1", server.port) for server in servers], root, **{"timeout_s": 20, **options})
+    return EtcdStore([("127.0.0.1", server.port) for server in servers], root, **{"timeout_s": LIMIT_S, **options})
 
 
 @pytest.fixture
@@ -195,7 +195,7 @@ def test_transactions_above_etcds_limit_are_refused(store: EtcdStore) -> None:
 
 
 def test_a_missing_cluster_is_named(etcd: EtcdServer) -> None:
-    with open_cluster(etcd.metadata_uri("/nowhere"), timeout_s=120) as cluster:
+    with open_cluster(etcd.metadata_uri("/nowhere")) as cluster:
         for call in (cluster.layout, lambda: cluster.ledgers, lambda: cluster.store.put("a/b", b"", NEW)):
             with pytest.raises(NotFound) as caught:
                 call()
@@ -318,7 +318,7 @@ def test_write_with_lost_answer_may_be_applied_after_compaction(
 
 def test_hanging_server_times_out_or_resumes(etcd_server: Callable[..., EtcdServer]) -> None:
     server = etcd_server()
-    with open_store(server) as store, open_store(server, timeout_s=60) as patient:
+    with open_store(server) as store, open_store(server) as patient:
         store.put_all([("", b""), ("node", b"0")])
         version = store.get("node").version  # type: ignore[union-attr]
         store._connection.timeout_s = 1.5
@@ -341,7 +341,7 @@ def test_hanging_server_times_out_or_resumes(etcd_server: Callable[..., EtcdServ
         waiting = threading.Thread(target=lambda: done.append(patient.children("")))
         waiting.start()
         server.resume()
-        waiting.join(60)
+        waiting.join(LIMIT_S)
         assert done == [["node"]]
         found = patient.get("node")
         assert found is not None
@@ -359,7 +359,7 @@ def test_absent_server_is_named_at_once() -> None:
 
 
 def test_requests_fail_over_when_a_member_is_killed_or_hangs(members: list[EtcdServer]) -> None:
-    with open_store(*members, timeout_s=60, session_timeout_s=20) as store, open_store(members[1]) as observer:
+    with open_store(*members, session_timeout_s=20) as store, open_store(members[1]) as observer:
         store.put_all([("", b"")])
         store.ephemeral("available/bookie-1", b"info")
         changes: list[int] = []
@@ -381,7 +381,7 @@ def test_requests_fail_over_when_a_member_is_killed_or_hangs(members: list[EtcdS
 
 
 def test_cluster_without_majority_times_out(members: list[EtcdServer]) -> None:
-    with open_store(*members, timeout_s=60) as store:
+    with open_store(*members) as store:
         store.put_all([("", b"")])
         store._connection.timeout_s = 2
         members[1].kill()
@@ -390,7 +390,7 @@ def test_cluster_without_majority_times_out(members: list[EtcdServer]) -> None:
             with pytest.raises(TimedOut):
                 call()
         members[1].start()
-        store._connection.timeout_s = 20
+        store._connection.timeout_s = LIMIT_S
         eventually(lambda: _succeeds(lambda: store.put("node", b"1", None)))
 
 
@@ -407,7 +407,7 @@ def _succeeds(call: Callable[[], object]) -> bool:
 
 def test_registrations_and_watches_outlive_a_lease(etcd: EtcdServer, root: str) -> None:
     uri = etcd.metadata_uri(root)
-    options: dict[str, Any] = {"timeout_s": 20, "session_timeout_s": 6}
+    options: dict[str, Any] = {"session_timeout_s": 6}
     with open_cluster(uri, create=True, **options) as bookie, open_cluster(uri, **options) as observer:
         bookie.bookies.register("bookie-1", INFO)
         bookie.bookies.register("bookie-2", INFO, read_only=True)
@@ -471,7 +471,8 @@ def test_successor_of_a_dead_bookie_registers_after_its_lease(etcd: EtcdServer, 
                 cluster.bookies.register("bookie-1", INFO, wait_s=0)
             dead.kill()
         cluster.bookies.register("bookie-1", INFO)
-        assert cluster.bookies.get("bookie-1").info == INFO  # type: ignore[union-attr]
+        # So short a lease may end on a busy machine; the registration comes back.
+        eventually(lambda: (found := cluster.bookies.get("bookie-1")) is not None and found.info == INFO)
 
 
 def test_replaced_ephemeral_keeps_its_lease(store: EtcdStore, etcd: EtcdServer, root: str) -> None:
@@ -484,7 +485,7 @@ def test_replaced_ephemeral_keeps_its_lease(store: EtcdStore, etcd: EtcdServer, 
 
 def test_close_does_not_wait_for_a_server_that_is_down(etcd_server: Callable[..., EtcdServer]) -> None:
     server = etcd_server()
-    store = open_store(server, timeout_s=120)
+    store = open_store(server)
     store.put_all([("", b"")])
     store.ephemeral("node", b"")
     store.watch("node", lambda: None)
@@ -500,7 +501,7 @@ def test_close_does_not_wait_for_a_server_that_is_down(etcd_server: Callable[...
     reader = threading.Thread(target=read)
     reader.start()
     store.close()
-    reader.join(timeout=60)
+    reader.join(timeout=LIMIT_S / 2)
     assert not reader.is_alive()
     assert len(ended) == 1
     eventually(lambda: not any(thread.name.startswith("metadata-store") for thread in store._connection.threads.values()
@@ -516,7 +517,7 @@ def test_tls_with_certificates_of_both_sides(
     server = etcd_server(tls=pem)
     ours = {"tls": True, "ca": str(pem), "certificate": str(pem)}
     uri = server.metadata_uri()
-    with open_cluster(uri, timeout_s=120, create=True, security=StoreSecurity(**ours)) as cluster:
+    with open_cluster(uri, create=True, security=StoreSecurity(**ours)) as cluster:
         cluster.bookies.register("bookie-1", INFO)
         assert [one.bookie_id for one in cluster.bookies.list()] == ["bookie-1"]
     refused = [
@@ -576,9 +577,9 @@ def test_login_with_user_and_password(etcd_server: Callable[..., EtcdServer]) ->
     uri = server.metadata_uri()
     operator = StoreSecurity(user="operator", password="operator's secret")
     # A server that asks nobody takes anybody.
-    with open_cluster(uri, timeout_s=120, create=True, security=operator) as early:
+    with open_cluster(uri, create=True, security=operator) as early:
         enable_users(server)
-        with open_cluster(uri, timeout_s=120, session_timeout_s=2, security=operator) as cluster:
+        with open_cluster(uri, session_timeout_s=2, security=operator) as cluster:
             cluster.bookies.register("bookie-1", INFO)
             ledger = cluster.ledgers.new_ledger_id()
             told: list[object] = []
@@ -601,13 +602,13 @@ def test_login_with_user_and_password(etcd_server: Callable[..., EtcdServer]) ->
         (None, None),
     ):
         with pytest.raises(Unauthorized) as caught:
-            open_cluster(uri, timeout_s=120, security=StoreSecurity(user=user, password=password))
+            open_cluster(uri, security=StoreSecurity(user=user, password=password))
         assert "secret" not in str(caught.value)
         assert server.connect_string in str(caught.value)
     with pytest.raises(Unauthorized):
-        open_cluster(server.metadata_uri("/elsewhere"), timeout_s=120, security=operator)
+        open_cluster(server.metadata_uri("/elsewhere"), security=operator)
     with_login = uri.replace("://", "://operator:operator%27s%20secret@")
-    with open_cluster(with_login, timeout_s=120) as cluster:
+    with open_cluster(with_login) as cluster:
         assert cluster.instance_id()
         assert "secret" not in cluster.uri
 
@@ -619,7 +620,7 @@ def test_commands_accept_tls_and_login(etcd_server: Callable[..., EtcdServer], p
     def bkctl(server: EtcdServer, *options: object, **environment: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "bkctl", "cluster", "id", "-o", "json", "-u", server.metadata_uri()]
         return subprocess.run(
-            [*command, "--timeout", "20s", *map(str, options)],
+            [*command, "--connect-timeout", "5m", *map(str, options)],
             capture_output=True, text=True, check=False, env={**os.environ, **environment},
         )  # fmt: skip
 
@@ -628,7 +629,7 @@ def test_commands_accept_tls_and_login(etcd_server: Callable[..., EtcdServer], p
     tls = StoreSecurity(tls=True, ca=str(pem), certificate=str(pem))
     operator = StoreSecurity(user="operator", password="operator's secret")
     for server, security in ((guarded, operator), (encrypted, tls)):
-        open_cluster(server.metadata_uri(), timeout_s=120, create=True, security=security).close()
+        open_cluster(server.metadata_uri(), create=True, security=security).close()
     secret = tmp_path / "secret"
     secret.write_text("operator's secret\n")
     secret.chmod(0o600)
@@ -642,7 +643,7 @@ def test_commands_accept_tls_and_login(etcd_server: Callable[..., EtcdServer], p
     for done, code in (
         (bkctl(guarded), 1),
         (bkctl(guarded, "--metadata-user", "operator", BKCTL_METADATA_PASSWORD="a wrong secret"), 1),
-        (bkctl(encrypted, "--timeout", "1s"), 6),
+        (bkctl(encrypted, "--connect-timeout", "1s", "--timeout", "1s"), 6),
     ):
         assert (done.returncode, done.stdout) == (code, "")
         assert "secret" not in done.stderr
@@ -653,12 +654,12 @@ def test_commands_accept_tls_and_login(etcd_server: Callable[..., EtcdServer], p
 def test_our_bookies_serve_ledgers_of_every_scope(etcd_server: Callable[..., EtcdServer], tmp_path: Path) -> None:
     server = etcd_server()
     uri = f"etcd+hierarchical://{server.connect_string}/ledgers"
-    open_cluster(uri, timeout_s=120, create=True).close()
+    open_cluster(uri, create=True).close()
     bookies = [OwnBookie(uri, tmp_path / f"bookie-{index}") for index in range(4)]
     payloads = [f"entry {number}".encode() for number in range(50)]
     try:
         start_all(bookies)
-        with open_cluster(uri, timeout_s=120) as cluster:
+        with open_cluster(uri) as cluster:
             assert {one.bookie_id for one in cluster.bookies.list() if one.ledger_scopes and one.state == "rw"} == {
                 bookie.bookie_id for bookie in bookies
             }

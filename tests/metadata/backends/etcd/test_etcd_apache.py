@@ -51,13 +51,13 @@ def root(etcd: Any) -> str:
 def uri(etcd: Any, root: str) -> str:
     """A root that we made, and Apache's classes work on."""
     found: str = etcd.metadata_uri(root)
-    open_cluster(found, timeout_s=120, create=True).close()
+    open_cluster(found, create=True).close()
     return found
 
 
 @pytest.fixture
 def cluster(uri: str) -> Iterator[Cluster]:
-    with open_cluster(uri, timeout_s=120) as opened:
+    with open_cluster(uri) as opened:
         yield opened
 
 
@@ -89,14 +89,14 @@ def test_new_cluster_has_the_keys_of_apaches_driver(
 ) -> None:
     theirs = etcd.new_root()
     there = f"etcd+hierarchical://{etcd.connect_string}{theirs}"
-    conf = servers.write_conf(tmp_path / "shell.conf", {"metadataServiceUri": there})
+    conf = servers.shell_conf(tmp_path / "shell.conf", there)
     java_on_etcd.shell(conf, "initnewcluster", check=True)
     made = {key.removeprefix(theirs): value for key, value in raw(etcd, theirs).items()}
     ours = {key.removeprefix(root): value for key, value in raw(etcd, root).items()}
     assert len(made.pop("/instanceid")) == len(ours.pop("/instanceid")) == 36
     assert made == ours
     assert len(ours) == 9
-    with open_cluster(etcd.metadata_uri(theirs), timeout_s=120) as opened:
+    with open_cluster(etcd.metadata_uri(theirs)) as opened:
         assert opened.instance_id() == raw(etcd, theirs)[f"{theirs}/instanceid"].decode()
         assert opened.layout().manager_version == 0
         assert list(opened.ledgers.ledgers(None)) == []

@@ -15,7 +15,7 @@ import pytest
 from support.own_bookies import OwnBookie
 from support.own_cluster import start_all, stop_all
 from support.servers import HBaseServer, ZooKeeperServer
-from support.waiting import eventually
+from support.waiting import LIMIT_S, eventually
 
 from bkctl.client.ledger import BookKeeper
 from bkctl.errors import AlreadyExists, MetadataVersionConflict, NotFound, TimedOut, Unreachable, Unsupported
@@ -36,7 +36,7 @@ PATH = f"ledgers/{5:032x}"
 
 @pytest.fixture
 def cluster(hbase: HBaseServer) -> Iterator[Cluster]:
-    with open_cluster(hbase.metadata_uri(hbase.new_root()), timeout_s=60, create=True) as opened:
+    with open_cluster(hbase.metadata_uri(hbase.new_root()), create=True) as opened:
         yield opened
 
 
@@ -86,7 +86,7 @@ def test_changes_whose_answer_is_lost_are_recognised(store: HBaseStore, monkeypa
 def test_write_of_another_client_is_not_taken_for_ours(
     store: HBaseStore, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with open_cluster(cluster.uri, timeout_s=60) as other:
+    with open_cluster(cluster.uri) as other:
         version = store.put(PATH, b"0", NEW)
 
         def write_later() -> None:
@@ -184,7 +184,7 @@ def test_listing_crosses_pages_buckets_and_the_last_id(cluster: Cluster) -> None
 
 def test_listing_crosses_regions_that_were_split(hbase: HBaseServer) -> None:
     uri = hbase.metadata_uri(hbase.new_root())
-    with open_cluster(uri, timeout_s=60) as cluster:
+    with open_cluster(uri) as cluster:
         store: Any = cluster.store
         splits = [bytes((bucket,)) + ledger.to_bytes(16) for bucket in (0, 5, 15) for ledger in (100, 101, 7 << 64)]
         assert store._rows.table.create(b"m", splits)
@@ -334,7 +334,7 @@ def test_close_ends_the_calls_under_way(cluster: Cluster, store: HBaseStore, hba
         connection, _ = silent.accept()
         with connection:
             cluster.close()
-            reader.join(timeout=50)  # below the store's timeout
+            reader.join(timeout=LIMIT_S / 2)  # below the store's timeout
         assert not reader.is_alive()
     assert len(errors) == 1
     assert not isinstance(errors[0], TimedOut)
@@ -343,12 +343,12 @@ def test_close_ends_the_calls_under_way(cluster: Cluster, store: HBaseStore, hba
 def test_our_bookies_serve_ledgers_of_every_scope(hbase_server: Callable[[], HBaseServer], tmp_path: Path) -> None:
     server = hbase_server()
     uri = server.metadata_uri()
-    open_cluster(uri, timeout_s=60, create=True).close()
+    open_cluster(uri, create=True).close()
     bookies = [OwnBookie(uri, tmp_path / f"bookie-{index}") for index in range(4)]
     payloads = [f"entry {number}".encode() for number in range(50)]
     try:
         start_all(bookies)
-        with open_cluster(uri, timeout_s=120) as cluster:
+        with open_cluster(uri) as cluster:
 
             async def write(scope_id: int) -> LedgerId:
                 async with BookKeeper(cluster) as client:

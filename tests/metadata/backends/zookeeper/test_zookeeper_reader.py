@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.waiting import LIMIT_S
 
 from bkctl.metadata.backends.zookeeper.reader import NO_ANSWER, Reader, ReaderLost
 from bkctl.metadata.cluster import open_cluster
@@ -51,7 +52,9 @@ def names(*values: bytes) -> bytes:
 
 
 @contextlib.contextmanager
-def talking(*answers: bytes, closing: bool = True, timeout_s: float = 5.0) -> Iterator[tuple[Reader, socket.socket]]:
+def talking(
+    *answers: bytes, closing: bool = True, timeout_s: float = LIMIT_S
+) -> Iterator[tuple[Reader, socket.socket]]:
     """A reader whose server says `answers`, whatever it is asked, and closes the connection."""
     ours, theirs = socket.socketpair()
     theirs.sendall(SESSION + b"".join(answers))
