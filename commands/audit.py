@@ -66,7 +66,7 @@ _REST = (
     _field("HOST", "host"),
     _field("PID", "pid", Kind.INTEGER),
 )
-_COMMAND = Column("COMMAND", "command", _command, flexible=True)
+_COMMAND = Column("COMMAND", "command", _command, flexible=True, wraps=True)
 AUDIT_COLUMNS = Columns(*_HEAD, _COMMAND, *_REST, key="id", none="The audit log has no such command")
 AUDIT_TABLE_COLUMNS = Columns(*_HEAD, _COMMAND, key="id", none="The audit log has no such command")
 

@@ -478,7 +478,7 @@ def auditor(
             if at == 0 or all_votes
         ]
     if not rows:
-        raise NotFound("No auditor is elected", hint="start auto-recovery on a bookie")
+        raise NotFound("No auditor is elected", hint="'bkctl autorecovery run' starts auto-recovery")
     run.render(rows, VOTE_COLUMNS)
 
 
@@ -555,7 +555,7 @@ def audit(
                     raise Conflict("Auto-recovery is disabled", hint="enable it first")
                 auditor_id = state.election.auditor() or state.election.auditor(scoped=True)
                 if auditor_id is None:
-                    raise NotFound("No auditor is elected", hint="start auto-recovery on a bookie")
+                    raise NotFound("No auditor is elected", hint="'bkctl autorecovery run' starts auto-recovery")
             else:
                 auditor_id = state.trigger_audit()
             run.show(Audited(auditor_id), AUDITED_COLUMNS)

@@ -270,14 +270,19 @@ def health(
             f"{counted(len(muted), 'finding is', 'findings are')} muted ({codes}): 'bkctl cluster health detail' shows "
             "everything"
         )
-    elif unguarded:
-        run.note(
-            "No findings, but auto-recovery does not run: lost bookies would go unnoticed. 'bkctl autorecovery run' "
-            "starts it"
-        )
     elif not findings:
-        run.note("The cluster is healthy")
+        _note_health(run, unguarded)
     run.finish_with(len(findings), "finding", "findings")
+
+
+def _note_health(run: Run, unguarded: bool) -> None:
+    """Say that a cluster has no findings; `unguarded`: no auditor watches it."""
+    run.note(
+        "No findings, but auto-recovery does not run: lost bookies would go unnoticed. 'bkctl autorecovery run' starts "
+        "it"
+        if unguarded
+        else "The cluster is healthy"
+    )
 
 
 class FindingDetail(NamedTuple):
@@ -311,11 +316,13 @@ def health_detail(
     Exit code 3 if there are findings that are not muted.
     """
     from bkctl.metadata.admin.health_mutes import HealthMutes
+    from bkctl.metadata.underreplication import AuditorElection
 
     _check_percentage(threshold)
     with run.cluster() as cluster, run.working("Asking the bookies"):
         mutes = {mute.code: mute for mute in HealthMutes(cluster).active()}
         found = _findings(run, cluster, threshold, no_bookies=no_bookies, ledgers=ledgers)
+        unguarded = not found and AuditorElection(cluster.store).auditor() is None
     rows = [FindingDetail(each, mutes.get(each.code)) for each in found]
     if run.output is Output.TABLE:
         for index, row in enumerate(rows):
@@ -323,6 +330,8 @@ def health_detail(
             run.show(row, DETAIL_COLUMNS)
     else:
         run.render(rows, DETAIL_COLUMNS)
+    if not found:
+        _note_health(run, unguarded)
     run.finish_with(sum(row.mute is None for row in rows), "finding", "findings")
 
 

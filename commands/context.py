@@ -97,6 +97,7 @@ def show(
     "add",
     connects=True,
     changes=True,
+    opens=False,
     examples=("bkctl context add prod --metadata-uri zk://zk1:2181/ledgers --use",),
 )
 def add(

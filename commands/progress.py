@@ -63,7 +63,7 @@ _STATE = Column(
 _PERCENT = Column("PERCENT", "percent", _field("percent"), Kind.INTEGER, text=lambda value: f"{value}%")
 _ETA = Column("TIME LEFT", "etaSeconds", _field("etaSeconds"), Kind.INTEGER, text=duration_text)
 _SINCE = Column("SINCE", "since", _field("began"), Kind.TIME)
-_COMMAND = Column("COMMAND", "command", "command", flexible=True)
+_COMMAND = Column("COMMAND", "command", "command", flexible=True, wraps=True)
 WORK_TABLE_COLUMNS = Columns(
     Column("ID", "id", _field("id")),
     _STATE,
@@ -109,7 +109,7 @@ def _one(work_id: str) -> WorkRow:
     """Return the work whose id begins with `work_id`. Raises NotFound, UsageError if several do."""
     found = [row for row in _all() if row.fields["id"].startswith(work_id)]
     if not found:
-        raise NotFound(f"No work {work_id}", hint="'bkctl progress' lists running work")
+        raise NotFound(f"No work has the id {work_id}", hint="'bkctl progress' lists running work")
     if len(found) > 1:
         raise UsageError(f"{counted(len(found), 'id', 'ids')} begin with {work_id}", hint="give more of the id")
     return found[0]

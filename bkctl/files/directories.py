@@ -201,6 +201,9 @@ class BookieDirectories:
                 raise NotFound(
                     f"There is no {what} {text} (decimal)", hint=f"{in_hex} is {subdirectory}{slash}0x{rest}"
                 )
+            scoped = [current / SCOPED_DIRECTORY / name_of(number) for current in currents]
+            if not subdirectory and is_missing and any(path.is_file() for path in scoped):
+                raise NotFound(f"There is no {what} {text} of scope 0", hint=f"give {SCOPED_DIRECTORY}/{text}")
         elif subdirectory in ("", SCOPED_DIRECTORY) and id_of(rest) is not None:
             places = [current / subdirectory for current in currents]
             if not subdirectory:
@@ -255,7 +258,10 @@ def _only(paths: list[Path], name: str, what: str, directories: Iterable[Path]) 
         listed = ", ".join(map(str, paths))
         raise UsageError(f"{len(paths)} files fit {what} {name}: {listed}", hint="give the path of one of them")
     where = ", ".join(map(str, directories))
-    raise NotFound(f"There is no {what} {name}" + (f" in {where}" if where else ""))
+    raise NotFound(
+        f"There is no {what} {name}" + (f" in {where}" if where else ""),
+        hint="'bkctl bookie files' lists the existing ones",
+    )
 
 
 def _parse_id(text: str) -> int | None:

@@ -105,7 +105,8 @@ class Drain:
             yield Step(
                 StepKind.LEDGERS, StepResult.BLOCKED,
                 f"{ledgers_text(len(left))} {'is' if len(left) == 1 else 'are'} left on {self.bookie_id}",
-                "remove the obstacles and run it again; moved ledgers stay moved",
+                f"remove the obstacles and run it again; moved ledgers stay moved, and {self.bookie_id} read-only "
+                f"until 'bkctl bookie readonly off --bookie {self.bookie_id}'",
             )  # fmt: skip
         else:
             yield Step(

@@ -74,7 +74,13 @@ BOOKIE_COLUMNS = Columns(
     Column("RACK", "rack", "rack"),
     Column("SCOPES", "ledgerScopes", "bookie.ledger_scopes", Kind.BOOLEAN),
     Column(
-        "ENDPOINTS", "endpoints", lambda row: _endpoints(row.bookie), Kind.NESTED, flexible=True, text=_endpoints_text
+        "ENDPOINTS",
+        "endpoints",
+        lambda row: _endpoints(row.bookie),
+        Kind.NESTED,
+        flexible=True,
+        wraps=True,
+        text=_endpoints_text,
     ),
     key="bookieId",
     none="No bookies",

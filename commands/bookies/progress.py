@@ -98,6 +98,8 @@ def loss_text(
     text = f"{counted(len(plan.ledgers), 'ledger', 'ledgers')} on {', '.join(names)} would be copied to other bookies"
     if plan.size_bytes:
         text += f", about {size_text(plan.size_bytes)}"
+    if plan.crowded:
+        text += f"; {len(plan.crowded):,} of them cannot be moved, since too few other bookies are writable"
     if plan.open_count and not skip_open:
         text += f"; of {plan.open_count:,} that are not closed, those with an end there would be closed"
     if up:

@@ -148,3 +148,6 @@ def unset_racks(run: Run, bookies: ManyBookies, undo: UndoOption = None, dry_run
     with run.cluster() as cluster, run.recorded(cluster, undo) as recorded:
         rows = BookieRacks(recorded).unset(names, dry_run=dry_run)
     run.render(rows, CHANGE_COLUMNS)
+    if not dry_run:
+        has = "has" if len(rows) == 1 else "have"
+        run.note(f"{', '.join(row.bookie_id for row in rows)} {has} no rack now; the table shows the former one")

@@ -101,22 +101,22 @@ def _last_id(row: ExtractReport) -> int:
 
 
 REPORT_COLUMNS = Columns(
-    Column("Ledger", "ledger", "extraction.ledger", Kind.LEDGER),
-    Column("Entries", "entryCount", "extraction.entries_count", Kind.INTEGER),
-    Column("First entry", "firstEntryId", _first_id, Kind.INTEGER),
-    Column("Last entry", "lastEntryId", _last_id, Kind.INTEGER),
-    Column("Copies written", "copiesCount", lambda row: len(row.extraction), Kind.INTEGER),
-    Column("Copies found", "copiesFoundCount", "extraction.copies_count", Kind.INTEGER),
-    Column("Missing", "missingCount", "missing_count", Kind.INTEGER),
+    Column("LEDGER", "ledger", "extraction.ledger", Kind.LEDGER),
+    Column("ENTRIES", "entryCount", "extraction.entries_count", Kind.INTEGER),
+    Column("FIRST ENTRY", "firstEntryId", _first_id, Kind.INTEGER),
+    Column("LAST ENTRY", "lastEntryId", _last_id, Kind.INTEGER),
+    Column("COPIES WRITTEN", "copiesCount", lambda row: len(row.extraction), Kind.INTEGER),
+    Column("COPIES FOUND", "copiesFoundCount", "extraction.copies_count", Kind.INTEGER),
+    Column("MISSING", "missingCount", "missing_count", Kind.INTEGER),
     Column(
-        "Missing entries", "missing",
+        "MISSING ENTRIES", "missing",
         lambda row: [{"firstEntryId": first, "lastEntryId": last} for first, last in row.gaps] or None,
         Kind.NESTED,
         text=lambda value: _gap_text([(each["firstEntryId"], each["lastEntryId"]) for each in value]),
     ),
-    Column("Digest type", "digestType", lambda row: None if row.digest_type is None else row.digest_type.name),
-    Column("Logs", "logs", lambda row: list(map(str, row.extraction.log_paths)), Kind.NESTED),
-    Column("File", "file", lambda row: str(row.file)),
+    Column("DIGEST TYPE", "digestType", lambda row: None if row.digest_type is None else row.digest_type.name),
+    Column("LOGS", "logs", lambda row: list(map(str, row.extraction.log_paths)), Kind.NESTED),
+    Column("FILE", "file", lambda row: str(row.file)),
     key="ledger",
 )  # fmt: skip
 

@@ -53,12 +53,12 @@ class Column:
 
     `source` is the origin of the value: an attribute path (`header.size`), a function of the row, or a Constant.
     `title` is the table's (None: not in the table), `name` the JSON name. An `optional` field is left out of JSON (and
-    of an object's table) where it is None. `flexible` cells are cut when the terminal is too narrow, which suits places
-    and payloads, and never sentences. `text` overrides how a table shows the value; `style` gives the ANSI colour of a
-    cell's text.
+    of an object's table) where it is None. `flexible` cells are cut when the terminal is too narrow, which suits
+    places and payloads, and never sentences; `wraps` breaks them at spaces first. `text` overrides how a table
+    shows the value; `style` gives the ANSI colour of a cell's text.
     """
 
-    __slots__ = ("flexible", "kind", "name", "optional", "source", "style", "text", "title")
+    __slots__ = ("flexible", "kind", "name", "optional", "source", "style", "text", "title", "wraps")
 
     def __init__(
         self,
@@ -68,12 +68,14 @@ class Column:
         kind: Kind = Kind.TEXT,
         *,
         flexible: bool = False,
+        wraps: bool = False,
         optional: bool = False,
         text: Callable[[Any], str] | None = None,
         style: Mapping[str, str] | None = None,
     ) -> None:
         self.title, self.name, self.source, self.kind = title, name, source, kind
-        self.flexible, self.optional, self.text, self.style = flexible, optional, text, style
+        self.flexible, self.wraps, self.optional = flexible, wraps, optional
+        self.text, self.style = text, style
 
     @property
     def is_file(self) -> bool:
@@ -82,7 +84,7 @@ class Column:
 
     def replaced(self, **changes: Any) -> Column:
         """Return this column with other settings."""
-        names = ("title", "name", "source", "kind", "flexible", "optional", "text", "style")
+        names = ("title", "name", "source", "kind", "flexible", "wraps", "optional", "text", "style")
         return Column(**{name: getattr(self, name) for name in names} | changes)
 
     def titled(self) -> Column:

@@ -726,6 +726,7 @@ def command(
     name: str,
     *,
     connects: bool = False,
+    opens: bool = True,
     asks: bool = False,
     changes: bool | str | tuple[str, ...] = False,
     unless: str | None = None,
@@ -735,7 +736,8 @@ def command(
     """Register a function as the command `name` of `app`.
 
     The command fills in the parameter `run: Run` and parameters of composite types (see kit/options.py); Typer parses
-    the others. `connects`: the command uses a cluster, so its help shows the connection options. `asks`: its help shows
+    the others. `connects`: the command uses a cluster, so its help shows the connection options; not `opens`:
+    it only saves them. `asks`: its help shows
     `--yes`. `changes`: the audit log records the command unless its parameter `dry_run` is set; a string, or several,
     name the parameters that make the command change something, and `unless` one that makes it read only. `examples` are
     whole command lines for its help.
@@ -778,7 +780,7 @@ def command(
                 is_change = is_change and not arguments[unless]
             run.note_dry_run(arguments.get("dry_run"))
             if is_change and not arguments.get("dry_run"):
-                run.start_audit(begun=not connects)
+                run.start_audit(begun=not (connects and opens))
             with interrupts.raised():
                 function(run, **arguments)
 

@@ -1,8 +1,8 @@
 """A table whose widths come from its first rows, and that fits the terminal.
 
-Columns that are too wide together shrink in this order: paths and payloads (`flexible`) are cut, texts wrap at words,
-titles wrap. Where that is not enough, columns are left out: first those without a value in any row, then the last ones,
-which `left_out` names; never the first column, and no sentence.
+Columns that are too wide together shrink in this order: paths and payloads (`flexible`) are cut (commands wrap first),
+texts wrap at words, titles wrap. Where that is not enough, columns are left out: first those without a value in any
+row, then the last ones, which `left_out` names; never the first column, and no sentence.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class Table:
             return [cell]
         column = self._columns[at]
         if self._flexible[at] and not header:
-            return [cut(cell, width)]
+            return [cut(line, width) for line in (wrapped(cell, width) if column.wraps else [cell])]
         return wrapped(cell, width) if header or column.kind in _WRAPPING else [cell]
 
     def _line(self, parts: Sequence[str], cells: Sequence[str], header: bool) -> str:

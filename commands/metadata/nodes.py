@@ -233,7 +233,7 @@ UNDONE_COLUMNS = Columns(
 
 UNDO_FILE_COLUMNS = Columns(
     Column("TIME", "time", "time"),
-    Column("COMMAND", "command", lambda row: shlex.join(row.command), flexible=True),
+    Column("COMMAND", "command", lambda row: shlex.join(row.command), flexible=True, wraps=True),
     Column("CHANGES", "changeCount", "change_count", Kind.INTEGER),
     Column("CLUSTER", "metadataUri", "metadata_uri", flexible=True),
     Column(None, "instanceId", "instance_id"),
@@ -281,6 +281,8 @@ def undo_command(
         return
     with run.cluster() as cluster:
         path = file or _last_undo_file(run, cluster)
+        if not path.exists():
+            raise NotFound(f"No undo file {path}", hint="'bkctl metadata undo --list -o id' lists their paths")
         if not dry_run:
             run.confirm(f"The changes in {path} would be undone in {cluster.uri}")
         changed = 0

@@ -42,6 +42,7 @@ def test_racks_are_set_unset_and_undone(cli: Cli, uri: str) -> None:
     assert racks(cli) == {"b1:1": "/r1", "b2:1": "/r1", "b3:1": None}
     removed = cli("bookies", "racks", "unset", "b2:1")
     assert removed.code == 0
+    assert "b2:1 has no rack now; the table shows the former one" in removed.err
     assert racks(cli) == {"b1:1": "/r1", "b2:1": None, "b3:1": None}
     for expected in ({"b1:1": "/r1", "b2:1": "/r1", "b3:1": None}, {"b1:1": None, "b2:1": None, "b3:1": None}):
         file = cli("metadata", "undo", "--list", "-o", "id").out.split()[-1 if expected["b1:1"] else 0]

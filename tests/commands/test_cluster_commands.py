@@ -263,6 +263,9 @@ def test_a_cluster_without_an_auditor_is_not_called_healthy(cli: Cli, store: Clu
         result = cli("cluster", "health", "--no-bookies")
         assert (result.code, result.out) == (0, "")
         assert "auto-recovery does not run" in result.err
+        detail = cli("cluster", "health", "detail", "--no-bookies")
+        assert (detail.code, detail.out, detail.err) == (0, "", result.err)
         AuditorElection(bookie.store).vote("b0:1")
         AuditorElection(bookie.store).vote("b0:1", scoped=True)
-        assert cli("cluster", "health", "--no-bookies").err == "The cluster is healthy\n"
+        for words in ((), ("detail",)):
+            assert cli("cluster", "health", *words, "--no-bookies").err == "The cluster is healthy\n"

@@ -44,6 +44,12 @@ def contexts(file: Path) -> Contexts:
     return Contexts.read({"BKCTL_CONFIG": str(file)})
 
 
+def test_new_contexts_are_in_the_audit_log(cli: Cli) -> None:
+    assert cli("context", "add", "prod", "-u", "zk://h1/ledgers").code == 0
+    (added,) = cli("audit", "list", "-o", "json").json
+    assert (added["result"], added["command"]) == ("done", "bkctl context add prod -u zk://h1/ledgers")
+
+
 def test_add_use_list_show_and_delete(cli: Cli, tmp_path: Path) -> None:
     assert cli("context", "list", "-o", "json").json == []
     assert cli("context", "show").code == 2

@@ -13,12 +13,14 @@ from support.command_line import CommandLine
 
 from bkctl.bookie.local import LocalCluster
 from bkctl.commands.bookies.departure import _step_columns
+from bkctl.commands.bookies.progress import loss_text
 from bkctl.commands.bookies.recover import move_columns
 from bkctl.commands.generate import read_pages
-from bkctl.commands.kit.columns import Output
+from bkctl.commands.kit.columns import Column, Columns, Output
 from bkctl.commands.kit.output import RowWriter
+from bkctl.commands.kit.table import Table
 from bkctl.formats.metadata import LedgerState
-from bkctl.ids import LedgerId
+from bkctl.ids import LedgerId, LedgerIdSet
 from bkctl.replication.departure_steps import Step, StepKind, StepResult
 from bkctl.replication.move_plan import LedgerMove, MoveOutcome, MovePlan
 
@@ -60,6 +62,27 @@ def test_tables_fit_the_terminal(line: CommandLine, words: tuple[str, ...], widt
     table = [row for row in seen.splitlines() if not any(note in row for note in notes)]
     assert table
     assert max(map(len, table)) <= width, seen
+
+
+def test_audited_commands_wrap_at_words(line: CommandLine) -> None:
+    assert line("cookie", "delete", "absent-bookie:3181", "--undo", "none", "--yes").code == 4
+    _, seen = line.terminal("--no-color", "audit", "list", columns=80)
+    assert "…" not in seen, seen
+    assert max(map(len, seen.splitlines())) <= 80, seen
+    for word in ("bkctl cookie", "absent-bookie:3181", "--undo none", "--yes"):
+        assert word in " ".join(seen.split()), seen
+
+
+def test_words_that_are_longer_than_a_wrapped_column_are_cut() -> None:
+    column = Column("COMMAND", "command", "command", flexible=True, wraps=True)
+    out = Screen()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "30")
+        table = Table(Columns(column), out, False)
+        shown = table.add([("bkctl context add p -u zk://" + "h" * 40,)], now=True)
+    assert [line.rstrip() for text in shown for line in text.splitlines()] == [
+        "COMMAND", "bkctl context add p -u", "zk://" + "h" * 24 + "…",
+    ]  # fmt: skip
 
 
 def test_lists_without_rows_are_sentences_on_a_terminal(tmp_path: Path) -> None:
@@ -132,3 +155,11 @@ def test_every_command_that_names_ledgers_takes_them_by_option() -> None:
     for page in read_pages().walk():
         if any(argument.metavar.strip("[].") == "LEDGER" for argument in page.arguments):
             assert names <= {name for option in page.options for name in option.names}, page.name
+
+
+def test_a_question_about_a_move_says_how_many_ledgers_cannot_be_moved() -> None:
+    plan = MovePlan(ledgers=LedgerIdSet(LedgerId(0, each) for each in (1, 2)), crowded=LedgerIdSet([LedgerId(0, 2)]))
+    assert loss_text(plan, ["b1"], (), skip_open=True, delete_cookie=False) == (
+        "2 ledgers on b1 would be copied to other bookies; 1 of them cannot be moved, since too few other bookies are "
+        "writable"
+    )

@@ -93,6 +93,18 @@ def test_entry_logs_in_every_form(bookie, directories):
     assert directories.resolve_journal("b.txn") == bookie / "journal/current/scoped/b.txn"
 
 
+@pytest.mark.parametrize("text", ["11", "0xb"])
+def test_an_id_that_only_a_scoped_file_has_is_refused_with_its_name(directories, text):
+    with pytest.raises(NotFound, match=rf"no journal {text} of scope 0; give scoped/{text}$"):
+        directories.resolve_journal(text)
+    assert directories.resolve_journal(f"scoped/{text}").name == "b.txn"
+
+
+def test_a_missing_file_is_refused_with_the_command_that_lists_files(directories):
+    with pytest.raises(NotFound, match=r"There is no journal 77 in .*; 'bkctl bookie files' lists the existing ones$"):
+        directories.resolve_journal("77")
+
+
 def test_digits_are_decimal_and_hex_is_named_where_only_that_exists(bookie, directories):
     (bookie / "journal/current/99.txn").write_bytes(b"")
     with pytest.raises(NotFound, match=r"no journal 99 \(decimal\); 99.txn is 0x99$"):

@@ -274,6 +274,7 @@ async def test_drain_leaves_entries_of_active_writer(fake_cluster):
                 writer.ledger: StepResult.OPEN, StepKind.LEDGERS: StepResult.BLOCKED,
             }  # fmt: skip
             assert {key: value for key, value in results(done).items() if key != single} == expected
+            assert "b0 read-only until 'bkctl bookie readonly off --bookie b0'" in (done[-1].advice or "")
             assert cluster.metadata(writer.ledger).state is LedgerState.OPEN
             assert not cluster.bookie("b0").ledgers[writer.ledger].fenced
             await writer.close()

@@ -34,6 +34,6 @@ class AutoRecoveryState:
             raise Conflict("Auto-recovery is disabled", hint="enable it first")
         auditor = self.election.auditor() or self.election.auditor(scoped=True)
         if auditor is None:
-            raise NotFound("No auditor is elected", hint="start auto-recovery on some bookie")
+            raise NotFound("No auditor is elected", hint="'bkctl autorecovery run' starts auto-recovery")
         self.settings.set_lost_bookie_recovery_delay_s(self.settings.lost_bookie_recovery_delay_s() or 0)
         return auditor
