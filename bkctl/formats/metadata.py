@@ -29,6 +29,8 @@ M = TypeVar("M", bound="Message")
 
 #: Above the value size limit of every metadata store; larger values are refused before they are parsed.
 METADATA_SIZE_BYTES_MAX: Final = 64 << 20
+#: Larger messages are refused without the names of all the fields that they lack: one name for every 2 bytes.
+_NAMED_SIZE_BYTES_MAX: Final = 4096
 METADATA_FORMAT_VERSION_MAX: Final = 3
 COOKIE_LAYOUT_VERSION: Final = 5
 LAYOUT_FORMAT_VERSION: Final = 2
@@ -551,7 +553,7 @@ def parse_message(kind: type[M], data: bytes, what: str, *, texts_are_read: bool
         message.ParseFromString(bytes(data))
     except _decode_error() as error:
         raise Corrupt(f"{what} is not a protobuf message of that kind") from error
-    return _complete(message, what, texts_are_read=texts_are_read)
+    return _complete(message, what, len(data), texts_are_read=texts_are_read)
 
 
 def parse_text(kind: str, data: bytes, what: str) -> Any:
@@ -568,11 +570,13 @@ def parse_text(kind: str, data: bytes, what: str) -> Any:
     except (text_format.ParseError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         raise Corrupt(f"{what} is not a text of that kind: {reason}") from error
-    return _complete(message, what)
+    return _complete(message, what, len(data))
 
 
-def _complete(message: M, what: str, *, texts_are_read: bool = False) -> M:
+def _complete(message: M, what: str, size_bytes: int, *, texts_are_read: bool = False) -> M:
     if not message.IsInitialized():
+        if size_bytes > _NAMED_SIZE_BYTES_MAX:
+            raise Corrupt(f"{what} lacks required fields")
         missing: list[str] = []
         message.IsInitialized(missing)  # type: ignore[call-arg]
         raise Corrupt(f"{what} lacks {', '.join(missing)}")

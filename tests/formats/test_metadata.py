@@ -414,3 +414,10 @@ def test_generated_module_works_with_the_oldest_protobuf():
     (required,) = [each for each in project["dependencies"] if re.match(r"protobuf\W", each)]
     floor = tuple(map(int, re.search(r">=([\d.]+)", required)[1].split(".")))
     assert generated <= (*floor, 0, 0)[:3]
+
+
+def test_many_missing_fields_are_not_listed() -> None:
+    body = bytes.fromhex("0801100118002801") + b"\x32\0" * 100_000
+    data = b"BookieMetadataFormatVersion\t3\n" + b"\xc8\x9a\x0c" + body
+    with pytest.raises(Corrupt, match="lacks required fields"):
+        LedgerMetadata.parse(data)

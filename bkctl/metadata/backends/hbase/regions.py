@@ -190,6 +190,8 @@ class HBaseTable:
                     region = pb.RegionInfo.FromString(info.removeprefix(_PROTOBUF_MAGIC))
                 except DecodeError:
                     continue
+                if not region.HasField("table_name"):  # not checked by the parser
+                    continue
                 is_known = True
                 server = _ADDRESS.fullmatch(values.get(b"server", b"").decode("utf-8", "replace"))
                 if server is not None and not (region.offline or region.split):
@@ -226,6 +228,8 @@ class HBaseTable:
             data = data[5 + int.from_bytes(data[1:5]) :]
         try:
             server = pb.ServerNode.FromString(data.removeprefix(_PROTOBUF_MAGIC)).server
+            if not server.host_name or not server.port:
+                raise DecodeError("no host and port")
         except DecodeError as error:
             raise Unsupported(f"{path} in ZooKeeper at {zookeeper.hosts} names no server of HBase") from error
         return RegionServer(server.host_name, server.port)
@@ -292,11 +296,15 @@ class HBaseTable:
             if isinstance(error.__cause__, CallRefused) and error.__cause__.kind == done:
                 return False
             raise
+        if not procedure.HasField("proc_id"):
+            raise self._incomplete(method)
         retries = Retries(self.timeout_s)
         question = pb.GetProcedureResultRequest(proc_id=procedure.proc_id)
         while (result := call("getProcedureResult", question, pb.GetProcedureResultResponse)).state == result.RUNNING:
             if not retries.pause():
                 raise TimedOut(f"HBase at {self._zookeeper.hosts} did not end {method} within {self.timeout_s:g} s")
+        if not result.HasField("state"):
+            raise self._incomplete(method)
         if result.HasField("exception"):
             problem = result.exception.generic_exception
             if problem.class_name.endswith(done):
@@ -306,3 +314,9 @@ class HBaseTable:
                 f"{problem.class_name}: {problem.message}"[:REFUSAL_LENGTH_MAX]
             )
         return True
+
+    def _incomplete(self, method: str) -> BkctlError:
+        return BkctlError(
+            f"HBase at {self._zookeeper.hosts} answered {method} of table {self.name} without the procedure's state",
+            hint="look for the table in HBase's shell, and try again",
+        )

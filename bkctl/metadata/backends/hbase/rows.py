@@ -22,7 +22,7 @@ from concurrent.futures import Executor, Future
 from itertools import islice
 from typing import Final, NamedTuple
 
-from bkctl.errors import AlreadyExists, BkctlError, Corrupt, MetadataVersionConflict, NotFound
+from bkctl.errors import AlreadyExists, BkctlError, Corrupt, MetadataVersionConflict, NotFound, TimedOut
 from bkctl.ids import I64_MAX, U64_MAX
 from bkctl.metadata.backends.hbase import hbase_pb2 as pb
 from bkctl.metadata.backends.hbase.regions import HBaseTable, Region, RegionLost
@@ -323,6 +323,8 @@ class Rows:
                 for (at, _), changed, after in zip(places, results, results, strict=True):
                     try:
                         _check((changed, after))
+                        if not changed.HasField("processed"):
+                            raise RegionLost(f"{server} does not say if it changed a row")
                         done[at] = _Change(changed.processed, _row(after.resultOrException[0].result), repeated)
                     except CallRefused as error:
                         problem = error
@@ -396,7 +398,15 @@ class Rows:
     def advance(self, name: str, position: int) -> None:
         """Make `next_number` give `position` or more from now on."""
         key = _COUNTERS + name.encode()
+        retries: Retries | None = None
         while (found := self.position(name)) < position:
+            if retries is None:
+                retries = Retries(self.table.timeout_s)
+            elif not retries.pause():
+                raise TimedOut(
+                    f"HBase left counter {name} of table {self.table.name} at {found} for {self.table.timeout_s:g} s, "
+                    f"below {position}"
+                )
             mutation = pb.MutationProto(row=key, mutate_type=pb.MutationProto.PUT)
             mutation.column_value.add(family=FAMILY).qualifier_value.add(qualifier=_COUNTER, value=position.to_bytes(8))
             condition = pb.Condition(

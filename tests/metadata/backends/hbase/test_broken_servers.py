@@ -17,11 +17,11 @@ import pytest
 from google.protobuf import proto
 from google.protobuf.message import Message
 
-from bkctl.errors import BkctlError, Corrupt, MetadataVersionConflict, TimedOut
+from bkctl.errors import BkctlError, Corrupt, MetadataVersionConflict, TimedOut, Unsupported
 from bkctl.ids import I64_MAX
 from bkctl.metadata.backends.hbase import hbase_pb2 as pb
 from bkctl.metadata.backends.hbase import regions
-from bkctl.metadata.backends.hbase.regions import HBaseTable
+from bkctl.metadata.backends.hbase.regions import HBaseTable, TableMissing
 from bkctl.metadata.backends.hbase.rows import Rows, row_key
 from bkctl.metadata.backends.hbase.store import HBaseStore
 from bkctl.metadata.store import NEW
@@ -75,8 +75,12 @@ class RegionServer:
                 data = io.BytesIO(stream.read(*struct.unpack(">I", stream.read(4))))
                 header = proto.parse_length_prefixed(pb.RequestHeader, data)
                 assert header is not None
-                kind = {"Scan": pb.ScanRequest, "Multi": pb.MultiRequest, "Mutate": pb.MutateRequest}
-                request = proto.parse_length_prefixed(kind[header.method_name], data)
+                kind: dict[str, type[Message]] = {
+                    "Scan": pb.ScanRequest, "Multi": pb.MultiRequest, "Mutate": pb.MutateRequest,
+                    "CreateTable": pb.CreateTableRequest, "DisableTable": pb.TableRequest,
+                    "DeleteTable": pb.TableRequest, "getProcedureResult": pb.GetProcedureResultRequest,
+                }  # fmt: skip
+                request: Any = proto.parse_length_prefixed(kind[header.method_name], data)
                 self.calls += 1
                 is_of_meta = header.method_name == "Scan" and request.region.value.startswith(b"hbase:meta")
                 answer = self._answer("Meta" if is_of_meta else header.method_name, request)
@@ -142,6 +146,49 @@ def test_answers_without_their_parts_end_in_a_timeout(call: str) -> None:
     ):
         CALLS[call](rows)
     assert caught.value.exit_code == 6
+
+
+def test_counter_that_stays_below_its_position_ends_in_a_timeout() -> None:
+    answers: dict[str, Message] = {"Multi": multi(pb.Result()), "Mutate": pb.MutateResponse(processed=True)}
+    with (
+        rows_of(lambda method, _: answers.get(method, pb.ScanResponse())) as rows,
+        pytest.raises(TimedOut, match="HBase left counter n of table t at 0 for 1 s, below 7"),
+    ):
+        rows.advance("n", 7)
+
+
+@pytest.mark.parametrize("node", [b"", b"PBUF", pb.ServerNode(server=pb.ServerName(host_name="h")).SerializeToString()])
+def test_node_without_host_or_port_is_refused(node: bytes) -> None:
+    with rows_of(to_all(pb.ScanResponse())) as rows:
+        zookeeper: Any = rows.table._zookeeper
+        zookeeper.run = lambda call, wait_s: (node, None)
+        with pytest.raises(Unsupported, match="names no server of HBase"):
+            rows.get([5])
+
+
+def test_directory_without_its_regions_is_a_missing_table() -> None:
+    answer = pb.ScanResponse(results=[pb.Result(), result(b"t,,1", regioninfo=b"PBUF", server=b"127.0.0.1:1")])
+    with rows_of(lambda *_: answer) as rows, pytest.raises(TableMissing):
+        rows.get([5])
+
+
+def test_change_without_its_outcome_ends_in_a_timeout() -> None:
+    after = pb.RegionActionResult(resultOrException=[pb.ResultOrException(index=0, result=pb.Result())])
+    answer = pb.MultiResponse(regionActionResult=[pb.RegionActionResult(), after])
+    for call in ("put", "delete"):
+        with rows_of(to_all(answer)) as rows, pytest.raises(TimedOut, match="does not say if it changed a row"):
+            CALLS[call](rows)
+
+
+@pytest.mark.parametrize("answer", [pb.ProcedureResponse(), pb.ProcedureResponse(proc_id=3)])
+@pytest.mark.parametrize("change", [Rows.create_table, lambda rows: rows.table.drop()], ids=["create", "drop"])
+def test_procedures_without_their_state_are_refused(answer: Message, change: Callable[[Rows], Any]) -> None:
+    nothing = pb.ProcedureResponse()  # its bytes are those of an answer without a state
+    with (
+        rows_of(lambda method, _: nothing if method == "getProcedureResult" else answer) as rows,
+        pytest.raises(BkctlError, match="without the procedure's state"),
+    ):
+        change(rows)
 
 
 @pytest.mark.parametrize(
