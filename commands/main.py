@@ -242,6 +242,13 @@ def _parser_error(error: Any) -> tuple[str, str]:
     if unknown and (other := _other_command(path.split()[1:], unknown[1])):
         return f"No such command '{unknown[1]}'", other
     option = getattr(error, "option_name", "")
+    choice = re.match(r"(.*: '([^']+)' is not one of )(.+)", message)
+    if choice:
+        from difflib import get_close_matches
+
+        known = choice[3].split(", ")
+        if near := get_close_matches(choice[2], known, 1):
+            return choice[1] + (choice[3] if len(known) < 10 else f"{len(known)} values"), f"did you mean '{near[0]}'?"
     message, _, guess = message.partition(". Did you mean ")
     if guess:
         hint = f"did you mean {guess}"
