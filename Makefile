@@ -49,7 +49,7 @@ bench: .venv/.test
 	$(BIN)/python benchmarks/run.py $(BENCH)
 
 servers: .venv/.test
-	$(BIN)/python tests/support/servers.py
+	PYTHONPATH=tests $(BIN)/python -m support.servers
 
 clean:
 	rm -rf .venv .cache build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
