@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from bkctl.errors import AlreadyExists, BkctlError, Conflict, Corrupt, NotFound, UsageError
+from bkctl.errors import AlreadyExists, BkctlError, Corrupt, NotFound, UsageError
 from bkctl.ids import LedgerId
 
 from .kit.columns import Column, Columns, Kind
@@ -550,14 +550,7 @@ def audit(
     with run.cluster() as cluster:
         state = _state(cluster)
         if not clocks:
-            if dry_run:
-                if not state.settings.is_enabled():
-                    raise Conflict("Auto-recovery is disabled", hint="enable it first")
-                auditor_id = state.election.auditor() or state.election.auditor(scoped=True)
-                if auditor_id is None:
-                    raise NotFound("No auditor is elected", hint="'bkctl autorecovery run' starts auto-recovery")
-            else:
-                auditor_id = state.trigger_audit()
+            auditor_id = state.trigger_audit(dry_run=dry_run)
             run.show(Audited(auditor_id), AUDITED_COLUMNS)
             return
         after_ms = time.time_ns() // 1_000_000 - _SPAN_OF_NO_CHECK_MS

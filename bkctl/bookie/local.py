@@ -320,7 +320,8 @@ class LocalCluster:
             else:  # The bookie is new, or its directory was removed after it left the cluster.
                 if index == len(ports):
                     ports.append(free_port("127.0.0.1"))
-                self._write_conf(index, ports[index], storage or "interleaved", http, auto_recovery)
+                http_port = free_port("127.0.0.1") if http else None
+                self._write_conf(index, ports[index], storage or "interleaved", http_port, auto_recovery)
         target = self.directory / "cluster.json"
         from bkctl.disk import Files
 
@@ -337,9 +338,7 @@ class LocalCluster:
                 hint="leave --storage out, or give another --dir",
             )
 
-    def _write_conf(self, index: int, port: int, storage: str, http: bool, auto_recovery: bool) -> None:
-        from bkctl.bookie.network import free_port
-
+    def _write_conf(self, index: int, port: int, storage: str, http_port: int | None, auto_recovery: bool) -> None:
         directory = self.directory / f"bookie-{index}"
         directory.mkdir(_PRIVATE_MODE, parents=True, exist_ok=True)
         text = (
@@ -356,11 +355,7 @@ class LocalCluster:
             "diskUsageThreshold=0.99\n"
             "diskUsageWarnThreshold=0.98\n"
             + ("autoRecoveryDaemonEnabled=true\n" if auto_recovery else "")
-            + (
-                f"httpServerEnabled=true\nhttpServerHost=127.0.0.1\nhttpServerPort={free_port('127.0.0.1')}\n"
-                if http
-                else ""
-            )
+            + (f"httpServerEnabled=true\nhttpServerHost=127.0.0.1\nhttpServerPort={http_port}\n" if http_port else "")
         )
         from bkctl.disk import Files
 

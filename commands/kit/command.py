@@ -736,11 +736,10 @@ def command(
     """Register a function as the command `name` of `app`.
 
     The command fills in the parameter `run: Run` and parameters of composite types (see kit/options.py); Typer parses
-    the others. `connects`: the command uses a cluster, so its help shows the connection options; not `opens`:
-    it only saves them. `asks`: its help shows
-    `--yes`. `changes`: the audit log records the command unless its parameter `dry_run` is set; a string, or several,
-    name the parameters that make the command change something, and `unless` one that makes it read only. `examples` are
-    whole command lines for its help.
+    the others. `connects`: the command uses a cluster, so its help shows the connection options; not `opens`: it only
+    saves them. `asks`: its help shows `--yes`. `changes`: the audit log records the command unless its parameter
+    `dry_run` is set; a string, or several, name the parameters that make the command change something, and `unless` one
+    that makes it read only. `examples` are whole command lines for its help.
     """
 
     def register(function: F) -> F:

@@ -110,7 +110,7 @@ def test_an_interrupt_ends_spark_with_its_exit_code(tmp_path: Path) -> None:
         _, err = run.communicate(timeout=400)
     assert run.returncode == 130, err
     assert err.decode().splitlines() == ["bkctl: Interrupted"]
-    wait_for(lambda: not runs_java(found[0]), "Spark goes on")
+    wait_for(lambda: not runs_java(found[0]), "Spark works on")
 
 
 @pytest.mark.parametrize(

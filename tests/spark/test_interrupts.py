@@ -1,4 +1,4 @@
-"""An interrupt of a running job ends it without a word of PySpark's, and nothing of Spark goes on."""
+"""An interrupt of a running job ends it without a word of PySpark's, and ends all of Spark."""
 
 from __future__ import annotations
 
@@ -61,4 +61,4 @@ def test_interrupted_job_leaves_no_output_and_no_process(tmp_path: Path) -> None
         finally:
             run.kill()
     for pid in (java, worker):
-        wait_for(lambda pid=pid: not is_running(pid), "Spark goes on", 400)
+        wait_for(lambda pid=pid: not is_running(pid), "Spark works on", 400)

@@ -24,16 +24,19 @@ class AutoRecoveryState:
         self.settings = AutoRecoverySettings(store, layout)
         self.election = AuditorElection(store, layout)
 
-    def trigger_audit(self) -> str:
+    def trigger_audit(self, *, dry_run: bool = False) -> str:
         """Make the auditors look for lost bookies now; return the id of scope 0's auditor, else of the scopes' one.
 
-        Auditors wake at every write of the delay, also of an equal value, as in Apache's shell. Raises Conflict when
-        auto-recovery is disabled, NotFound without an auditor. Source: BookKeeperAdmin.triggerAudit.
+        Auditors wake at every write of the delay, also of an equal value, as in Apache's shell; with `dry_run` nothing
+        is written. Raises Conflict when auto-recovery is disabled, NotFound without an auditor.
+        Source: BookKeeperAdmin.triggerAudit.
         """
         if not self.settings.is_enabled():
             raise Conflict("Auto-recovery is disabled", hint="enable it first")
         auditor = self.election.auditor() or self.election.auditor(scoped=True)
         if auditor is None:
             raise NotFound("No auditor is elected", hint="'bkctl autorecovery run' starts auto-recovery")
+        if dry_run:
+            return auditor
         self.settings.set_lost_bookie_recovery_delay_s(self.settings.lost_bookie_recovery_delay_s() or 0)
         return auditor
