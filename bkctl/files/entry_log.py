@@ -159,17 +159,26 @@ class EntryLogReader(FileReader):
     def ledgers_map(self) -> dict[LedgerId, int] | None:
         """Return each ledger's bytes in this log from the ledgers map at its end; None for a log without a map there.
 
-        Apache's SortedLedgerStorage may write entries behind a map, if a checkpoint closes the log meanwhile.
-        A log that was closed without entries (Apache's SortedLedgerStorage may do that) has neither ledgers nor a map.
+        Apache's SortedLedgerStorage may add entries while another thread writes the map: entries stand behind it, or at
+        the place that the header gives. Neither map is used, as in Apache's getEntryLogMetadata. A log that was closed
+        without entries (Apache's SortedLedgerStorage may do that) has neither ledgers nor a map.
         Raises CorruptRecord if the map contradicts itself or the header.
         """
         header = self.header
         if header is None or header.version == VERSION_WITHOUT_MAP or header.ledgers_map_offset == 0:
             return None
+        if self._is_closed_empty(header) and self.size() == HEADER_SIZE:
+            return {}
+        try:
+            return self._read_ledgers_map(header)
+        except CorruptRecord:
+            if self._is_map_behind_entries(header.ledgers_map_offset):
+                return None
+            raise
+
+    def _read_ledgers_map(self, header: EntryLogHeader) -> dict[LedgerId, int] | None:
         at = header.ledgers_map_offset
         file_size = self.size()
-        if self._is_closed_empty(header) and file_size == HEADER_SIZE:
-            return {}
         if not HEADER_SIZE <= at < file_size:
             raise CorruptRecord(f"Ledgers map is said to be at byte {at} of {file_size}", offset=8, where=self.name)
         sizes: dict[LedgerId, int] = {}
@@ -195,6 +204,20 @@ class EntryLogReader(FileReader):
                 where=self.name,
             )
         return sizes
+
+    def _is_map_behind_entries(self, at: int) -> bool:
+        """Return whether sound entries begin at byte `at` and a ledgers map follows them."""
+        if at < HEADER_SIZE:
+            return False
+        entries = 0
+        try:
+            for batch in self.batches(at, special=True, complete=False):
+                if batch.record is not None and batch.record.type is RecordType.LEDGERS_MAP:
+                    return entries > 0
+                entries += len(batch)
+        except (Corrupt, Unsupported):
+            pass
+        return False
 
     def _is_closed_empty(self, header: EntryLogHeader) -> bool:
         return header.ledgers_map_offset == HEADER_SIZE and header.ledgers_count == 0

@@ -249,6 +249,12 @@ def test_a_map_that_the_header_lacks_or_misplaces(verify) -> None:
     followed = verify(data + entry(99))
     assert followed.contradictions == [f"1 entry follows the ledgers map at byte {len(data) - 56}"]
     assert followed.error is None
+    map_at = len(data) - 56
+    misplaced = verify(data[:8] + struct.pack(">q", 1024) + data[16:])
+    assert misplaced.contradictions == [
+        f"The header says the ledgers map is at byte 1024, the first one is at {map_at}"
+    ]
+    assert misplaced.error is None
 
 
 def test_a_closed_log_that_was_cut(verify) -> None:

@@ -132,6 +132,17 @@ def test_log_with_entries_behind_its_ledgers_map_is_counted_by_a_scan(open_log):
     assert sum(reader.ledgers().values()) == len(entry(0)) + len(entry(1))
 
 
+def test_log_whose_header_points_at_entries_before_its_ledgers_map_is_counted_by_a_scan(open_log):
+    """Apache's SortedLedgerStorage wrote such a log: another thread added while it was closed."""
+    sizes = {LedgerId(0, 1): len(entry(0))}
+    late = [entry(number, bytes(200_000)) for number in (1, 2)]
+    data = bytearray(closed_log([entry(0), *late], sizes))
+    data[8:16] = struct.pack(">q", 1024 + len(entry(0)))
+    reader = open_log(bytes(data))
+    assert reader.ledgers_map() is None
+    assert sum(reader.ledgers().values()) == len(entry(0)) + sum(map(len, late))
+
+
 def test_a_ledgers_map_of_several_records(open_log):
     sizes = {LedgerId(0, number): number + 1 for number in range(25_000)}
     assert open_log(closed_log([entry(0)], sizes)).ledgers_map() == sizes

@@ -7,13 +7,14 @@ import random
 import re
 import shutil
 import signal
+import struct
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from support import apache_shell
+from support import apache_shell, golden
 from support.command_line import CommandLine
 from support.servers import (
     DB,
@@ -27,6 +28,8 @@ from support.servers import (
     offline_conf,
     wait_for,
 )
+
+from bkctl.files.entry_log import EntryLogReader
 
 Rows = list[dict[str, Any]]
 
@@ -394,3 +397,26 @@ def test_apache_reads_extracted_entry_logs(place: Any, java: Java, tmp_path: Pat
     conf = offline_conf(tmp_path / "bk_server.conf", tmp_path / "journal", current.parent)
     assert compare_with_shell(java, conf, target) == ENTRIES
     assert sizes(cli("show", target)).keys() == {ledger}
+
+
+def test_log_with_a_ledgers_map_behind_the_place_in_its_header(java: Java, tmp_path: Path) -> None:
+    """SortedLedgerStorage writes such a log when it adds an entry while another thread appends the map."""
+    (tmp_path / "ledgers" / "current").mkdir(parents=True)
+    log = tmp_path / "ledgers" / "current" / "1.log"
+    data = bytearray(closed_golden_log().read_bytes())
+    with EntryLogReader.open(closed_golden_log()) as reader:
+        *_, before_last, _ = reader.records()
+    data[8:16] = struct.pack(">q", before_last.offset)
+    log.write_bytes(data)
+    conf = offline_conf(tmp_path / "bk_server.conf", tmp_path / "journal", tmp_path / "ledgers", SORTED)
+    assert compare_with_shell(java, conf, log) > 10
+
+
+def closed_golden_log() -> Path:
+    """A log that an Apache bookie closed, with its ledgers map."""
+    for bookie in golden.bookies():
+        for path in sorted((bookie.ledger_dir / "current").glob("*.log")):
+            with EntryLogReader.open(path) as reader:
+                if reader.ledgers_map():
+                    return path
+    raise AssertionError("no golden log has a ledgers map")

@@ -905,7 +905,9 @@ def apache_settings(
         "journalPreAllocSizeMB": 1,
         "logSizeLimit": 4 * 1024 * 1024,
         "flushInterval": 1000,
-        "skipListSizeLimit": 4 * 1024 * 1024,
+        # More than the tests write between two checkpoints: a memtable that is full is flushed by a thread of its own,
+        # which may write the ledgers map of a log among the entries of the checkpoint's thread.
+        "skipListSizeLimit": 32 * 1024 * 1024,
         "diskUsageThreshold": 0.99,
         "diskUsageWarnThreshold": 0.985,
         "dbStorage_writeCacheMaxSizeMb": 16,
