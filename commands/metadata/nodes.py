@@ -232,13 +232,14 @@ UNDONE_COLUMNS = Columns(
 
 
 UNDO_FILE_COLUMNS = Columns(
-    Column("TIME", "time", "time"),
-    Column("COMMAND", "command", lambda row: shlex.join(row.command), flexible=True, wraps=True),
+    # Its name begins with the time.
+    Column("FILE", "file", lambda row: str(row.path), text=lambda path: Path(path).name),
     Column("CHANGES", "changeCount", "change_count", Kind.INTEGER),
+    Column("COMMAND", "command", lambda row: shlex.join(row.command), flexible=True, wraps=True),
     Column("CLUSTER", "metadataUri", "metadata_uri", flexible=True),
+    Column(None, "time", "time"),
     Column(None, "instanceId", "instance_id"),
     Column(None, "host", "host"),
-    Column("FILE", "file", lambda row: str(row.path), flexible=True),
     key="file",
     none="No undo files",
 )
@@ -255,7 +256,12 @@ UNDO_FILE_COLUMNS = Columns(
 def undo_command(
     run: Run,
     file: Annotated[
-        Path | None, typer.Argument(help="The undo file that a command wrote.", metavar="FILE", show_default=False)
+        Path | None,
+        typer.Argument(
+            help="The undo file that a command wrote: its name in --list, or a path.",
+            metavar="FILE",
+            show_default=False,
+        ),
     ] = None,
     last: Annotated[bool, typer.Option("--last", help="Undo the last command that changed this cluster.")] = False,
     list_files: Annotated[bool, typer.Option("--list", help="List the undo files, oldest first.")] = False,
@@ -280,9 +286,12 @@ def undo_command(
         run.render(list_undo_files(run.undo_directory), UNDO_FILE_COLUMNS)
         return
     with run.cluster() as cluster:
-        path = file or _last_undo_file(run, cluster)
+        path = _last_undo_file(run, cluster) if file is None else file
         if not path.exists():
-            raise NotFound(f"No undo file {path}", hint="'bkctl metadata undo --list -o id' lists their paths")
+            # A path wins; a name alone is looked up where commands keep the files.
+            path = run.undo_directory / path
+        if not path.exists():
+            raise NotFound(f"No undo file {file}", hint="'bkctl metadata undo --list' lists them")
         if not dry_run:
             run.confirm(f"The changes in {path} would be undone in {cluster.uri}")
         changed = 0

@@ -104,7 +104,7 @@ def test_on_a_terminal_wide_tables_are_not_cut_and_chosen_columns_are_in_order(c
 
 
 def test_undo_lists_files_and_asks_for_one(cli: Cli, store: Cluster, tmp_path: Path) -> None:
-    assert cli("metadata", "undo", "--list").out.split() == ["TIME", "COMMAND", "CHANGES", "CLUSTER", "FILE"]
+    assert cli("metadata", "undo", "--list").out.split() == ["FILE", "CHANGES", "COMMAND", "CLUSTER"]
     assert cli("metadata", "undo", "--last", "--yes").code == 4
     assert cli("metadata", "undo").code == 2
     assert cli("metadata", "undo", "file", "--last").code == 2
@@ -115,7 +115,11 @@ def test_undo_lists_files_and_asks_for_one(cli: Cli, store: Cluster, tmp_path: P
         assert cli("metadata", "undo", "--last", "--yes", "-u", f"sqlite://{tmp_path}/other.db").code == 4
     [row] = cli("metadata", "undo", "--list", "-o", "ndjson").rows
     assert (row["command"], row["instanceId"]) == ("bkctl autorecovery delay 5", store.instance_id())
-    assert cli("metadata", "undo", row["file"], "--yes").code == 0
+    assert cli("metadata", "undo", row["file"], "--dry-run").code == 0
+    name = Path(row["file"]).name
+    _, table = CommandLine(store.uri).terminal("--no-color", "metadata", "undo", "--list", columns=80)
+    assert name in table
+    assert cli("metadata", "undo", name, "--yes").code == 0
 
 
 def test_ledgers_of_every_scope_are_marked_listed_and_unmarked(
