@@ -194,7 +194,7 @@ class ZooKeeper(Store):
     def start(self) -> None:
         assert self.java is not None
         with full_speed_java():
-            self.server = servers.ZooKeeperServer(self.java, self.directory / "zookeeper", heap_mb=3072)
+            self.server = servers.ZooKeeperServer(self.java, self.directory / "zookeeper", heap_mb=8192)
             self.server.start()
 
     def new_uri(self) -> str:
@@ -334,16 +334,28 @@ def run_job(store: Store, uri: str, name: str) -> Result:
     return result._replace(requests=requests)
 
 
-def measure(store: Store, shape: str, count: int, names: Sequence[str]) -> dict[str, Result]:
+def apart(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function in a process of its own; returns its result.
+
+    The memory of this process would count for the commands that it starts, and one that has used gRPC cannot fork.
+    """
+    context = multiprocessing.get_context("fork")
+    receive, send = context.Pipe(duplex=False)
+    process = context.Process(target=lambda: send.send(function(*arguments)))
+    process.start()
+    send.close()
+    try:
+        return receive.recv()
+    except EOFError:
+        sys.exit(f"{function.__name__} failed")
+    finally:
+        process.join()
+
+
+def measure(store: Store, uri: str, shape: str, count: int, names: Sequence[str]) -> dict[str, Result]:
     """Make a cluster of `count` ledgers, and run the jobs on it."""
-    uri = store.new_uri()
-    # In a process of its own: the memory of this one would count for the commands that it starts.
     start = time.perf_counter()
-    maker = multiprocessing.get_context("fork").Process(target=make, args=(store, uri, shape, count))
-    maker.start()
-    maker.join()
-    if maker.exitcode:
-        sys.exit(f"{count} ledgers were not made")
+    apart(make, store, uri, shape, count)
     print(f"# {count:,} ledgers made in {time.perf_counter() - start:.1f} s", file=sys.stderr)
     results = {}
     info = BookieServiceInfo((), {LEDGER_SCOPES_PROPERTY: "1"})
@@ -404,7 +416,10 @@ def main() -> None:
             store = STORES[store_name](Path(directory), java)
             try:
                 for shape in arguments.shapes:
-                    results = {count: measure(store, shape, count, arguments.jobs) for count in arguments.ledgers}
+                    results = {
+                        count: apart(measure, store, store.new_uri(), shape, count, arguments.jobs)
+                        for count in arguments.ledgers
+                    }
                     title = f"{store_name}, {'scope 0' if shape == 'scope0' else 'one ledger a scope'}"
                     print_table(title, results)
                     for count, found in results.items():
