@@ -45,12 +45,17 @@ def is_present(key: bytes) -> Any:
 
 def has_no_children(key: bytes) -> Any:
     """Return the comparison: the node at `key` has no child."""
+    return has_no_keys(key + b"/", key + b"0")
+
+
+def has_no_keys(start: bytes, end: bytes) -> Any:
+    """Return the comparison: no key is from `start` to before `end`. It takes etcd a time linear in such keys."""
     return etcdrpc.Compare(
-        key=key + b"/",
-        range_end=key + b"0",
+        key=start,
         target=etcdrpc.Compare.CREATE,
         result=etcdrpc.Compare.EQUAL,
         create_revision=0,
+        range_end=end,
     )
 
 

@@ -19,12 +19,14 @@ from typing import Any, Final
 from bkctl.errors import AlreadyExists, BkctlError, Conflict, MetadataVersionConflict, NotFound, UsageError
 from bkctl.metadata.backends.etcd.connection import BATCH_SIZE, EtcdConnection, RevisionCompacted
 from bkctl.metadata.backends.etcd.nodes import EtcdNodes
+from bkctl.metadata.backends.etcd.pages import PageRange
 from bkctl.metadata.backends.etcd.requests import (
     at_revision,
     delete_key,
     first_key,
     get_key,
     has_no_children,
+    has_no_keys,
     is_absent,
     is_present,
     nested,
@@ -91,6 +93,8 @@ class EtcdStore(MetadataStore):
             delete=self.delete,
         )
         self._watches = EtcdWatches(self._connection)
+        #: The directory that was listed last, and how far apart its keys are: the next call continues there.
+        self._last_width = (b"", 0)
         try:
             self._nodes.read(self._nodes.key(""), count_only=True)
         except BaseException:
@@ -245,13 +249,18 @@ class EtcdStore(MetadataStore):
         if not path:
             raise UsageError("The root of the metadata store cannot be deleted")
         self._delete_node(path, expected)
+        child = self._nodes.key(path)
         for key in self._nodes.parent_keys(path)[:0:-1][:prune]:
+            # Children with almost the same name come first: etcd stops at the first comparison that fails.
+            near = key + child[len(key) : -2].ljust(1, b"/")
+            empty = [is_present(key), has_no_keys(near, near + b"\xff"), has_no_children(key)]
             try:
-                answer, _ = self._connection.transact([is_present(key), has_no_children(key)], [delete_key(key)])
+                answer, _ = self._connection.transact(empty, [delete_key(key)])
             except BkctlError:
                 break
             if not answer.succeeded:
                 break
+            child = key
 
     def delete_root(self) -> None:
         """See MetadataStore.delete_root."""
@@ -284,49 +293,65 @@ class EtcdStore(MetadataStore):
     def children(self, path: str, *, after: str = "", limit: int | None = None) -> list[str] | None:
         """See MetadataStore.children. All pages are of one revision, as long as etcd keeps it."""
         key = self._nodes.key(path)
-        answer, _ = self._connection.send("Txn", transaction(_first_page(key, after, limit)))
-        return self._names(key, answer.responses, int(answer.header.revision), limit)
+        prefix, width = self._last_width
+        pages = PageRange(key + b"/", key + b"0", width if prefix == key + b"/" else 0)
+        start = pages.prefix + (after.encode("utf-8", "surrogatepass") + b"\0" if after else b"")
+        answer, _ = self._connection.send("Txn", transaction(_first_page(key, pages, start, limit)))
+        names = self._names(start, pages, answer.responses, int(answer.header.revision), limit)
+        self._last_width = pages.prefix, pages.width
+        return names
 
     def children_many(self, paths: Iterable[str]) -> Iterator[list[str] | None]:
         """See MetadataStore.children_many."""
 
         def request(batch: tuple[bytes, ...]) -> Any:
-            return transaction([operation for key in batch for operation in _first_page(key)])
+            return transaction([operation for key in batch for operation in _first_page(key, *_whole(key))])
 
         keys = map(self._nodes.key, paths)
         batches = iter(lambda: tuple(islice(keys, DIRECTORY_BATCH_SIZE)), ())
         for batch, answer in self._connection.pipeline(batches, 2, request):
             for at, key in enumerate(batch):
-                yield self._names(key, answer.responses[2 * at : 2 * at + 2], int(answer.header.revision), None)
+                pages, start = _whole(key)
+                responses = answer.responses[2 * at : 2 * at + 2]
+                yield self._names(start, pages, responses, int(answer.header.revision), None)
 
-    def _names(self, key: bytes, responses: Sequence[Any], revision: int, limit: int | None) -> list[str] | None:
+    def _names(
+        self, start: bytes, pages: PageRange, responses: Sequence[Any], revision: int, limit: int | None
+    ) -> list[str] | None:
         """Return the names of the children, from the answers to `_first_page` and further pages."""
         node, page = (response.response_range for response in responses)
         if not node.count:
             return None
         if limit == 0:
             return []
-        prefix, end = key + b"/", key + b"0"
         names: list[str] = []
         skipped_to = b""
         while True:
             for kv in page.kvs:
                 if kv.key < skipped_to:
                     continue
-                name, slash, _ = kv.key[len(prefix) :].partition(b"/")
+                name, slash, _ = kv.key[len(pages.prefix) :].partition(b"/")
                 if slash:
-                    skipped_to = prefix + name + b"0"  # Keys below that child end here.
+                    skipped_to = pages.prefix + name + b"0"  # Keys below that child end here.
                     continue
                 with contextlib.suppress(UnicodeDecodeError):  # no path can name this node
                     names.append(name.decode())
                 if len(names) == limit:
-                    return names
-            if not page.more:
+                    break
+            if page.more:
+                pages.was_full(page.kvs[0].key, page.kvs[-1].key)
+                start = page.kvs[-1].key + b"\0"
+            else:
+                start = pages.end_from(start)
+            start = max(start, skipped_to)
+            if len(names) == limit or start >= pages.end:
                 return names
-            page, revision = self._next_page(max(page.kvs[-1].key + b"\0", skipped_to), end, revision)
+            if not page.more:
+                pages.was_short()
+            page, revision = self._next_page(start, pages, revision)
 
-    def _next_page(self, start: bytes, end: bytes, revision: int) -> tuple[Any, int]:
-        options: dict[str, Any] = {"range_end": end, "limit": PAGE_SIZE, "keys_only": True}
+    def _next_page(self, start: bytes, pages: PageRange, revision: int) -> tuple[Any, int]:
+        options: dict[str, Any] = {"range_end": pages.end_from(start), "limit": PAGE_SIZE, "keys_only": True}
         try:
             answer, _ = self._connection.transact((), [get_key(start, revision=revision, **options)])
         except RevisionCompacted:
@@ -376,11 +401,16 @@ class EtcdStore(MetadataStore):
         self._connection.close(self._session.lease_id)
 
 
-def _first_page(key: bytes, after: str = "", limit: int | None = None) -> list[Any]:
-    """Return the operations that count the node and read the first page below it, behind the child `after`."""
-    start = key + b"/" + (after.encode("utf-8", "surrogatepass") + b"\0" if after else b"")
+def _whole(key: bytes) -> tuple[PageRange, bytes]:
+    """Return the range of all keys below a node, and its start."""
+    return PageRange(key + b"/", key + b"0"), key + b"/"
+
+
+def _first_page(key: bytes, pages: PageRange, start: bytes, limit: int | None = None) -> list[Any]:
+    """Return the operations that count the node and read a page of the keys below it, from `start` on."""
     count = PAGE_SIZE if limit is None else min(max(limit, 1), PAGE_SIZE)
-    return [get_key(key, count_only=True), get_key(start, range_end=key + b"0", limit=count, keys_only=True)]
+    page = get_key(start, range_end=pages.end_from(start), limit=count, keys_only=True)
+    return [get_key(key, count_only=True), page]
 
 
 def _check_size(path: str, value: bytes) -> None:

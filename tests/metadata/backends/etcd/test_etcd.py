@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
 import threading
 import time
 import urllib.request
+import uuid
 from base64 import b64encode
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,6 +41,7 @@ from bkctl.ids import LedgerId
 from bkctl.metadata.backends.etcd import etcdrpc
 from bkctl.metadata.backends.etcd.connection import EtcdConnection, etcd3
 from bkctl.metadata.backends.etcd.etcdrpc import kv_pb2
+from bkctl.metadata.backends.etcd.requests import put_key
 from bkctl.metadata.backends.etcd.store import TRANSACTION_SIZE_MAX, EtcdStore
 from bkctl.metadata.cluster import open_cluster
 from bkctl.metadata.store import NEW, StoreSecurity
@@ -148,6 +151,51 @@ def test_children_are_listed_across_pages_without_grandchildren(
         assert store.children("directory", after="007-x24", limit=2) == ["008", "009"]
         assert store.children("directory", limit=0) == []
         assert next(store.children_many(["directory/007/below"])) == sorted(map(str, range(25)))
+
+
+def test_etcd_counts_each_key_of_a_listing_a_few_times_only(store: EtcdStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts all keys of a range, also those behind the limit."""
+    random_numbers = random.Random(5)
+    ledgers = [*map(LedgerId.from_value, range(4000)), *(LedgerId.random() for _ in range(2000))]
+    ledgers += [LedgerId(7, random_numbers.getrandbits(40)) for _ in range(500)]
+    names = sorted(str(uuid.UUID(ledger.qualified_name)) for ledger in ledgers)
+    store.put("ledgers", b"", NEW)
+    key = store._nodes.key("ledgers")
+    for start in range(0, len(names), TRANSACTION_SIZE_MAX):
+        keys = [key + f"/{name}".encode() for name in names[start : start + TRANSACTION_SIZE_MAX]]
+        store._connection.transact((), [put_key(each, b"") for each in keys])
+    monkeypatch.setattr("bkctl.metadata.backends.etcd.store.PAGE_SIZE", 20)
+    send, counts = store._connection.send, []
+
+    def counted(method: str, request: Any, *more: Any) -> Any:
+        answer = send(method, request, *more)
+        counts.append(sum(response.response_range.count for response in answer[0].responses))
+        return answer
+
+    monkeypatch.setattr(store._connection, "send", counted)
+    assert store.children("ledgers") == names
+    pages = len(names) / 20
+    assert len(counts) < 2 * pages
+    assert sum(counts) < 20 * len(names)  # half of pages x names, were each page's range to reach to the end
+    counts.clear()
+    found = store.children("ledgers", limit=20) or []
+    while more := store.children("ledgers", after=found[-1], limit=20):
+        found += more
+    assert found == names
+    assert len(counts) < 2 * pages
+    assert sum(counts) < 20 * len(names)
+
+
+def test_directory_is_pruned_with_its_last_child_whatever_the_length_of_its_name(store: EtcdStore) -> None:
+    for names in (("x", "y"), ("xy", "zz"), ("0001", "0002"), ("0001", "9999")):
+        for name in names:
+            store.put(f"top/of/{name}", b"", NEW)
+        store.put("top/of-another", b"", NEW)
+        for last, name in enumerate(reversed(names)):
+            store.delete(f"top/of/{name}", prune=2)
+            assert store.children("top") == (["of-another"] if last else ["of", "of-another"])
+        store.delete("top/of-another", prune=2)
+        assert store.children("") == []
 
 
 def test_a_listing_survives_the_compaction_of_its_revision(
