@@ -52,6 +52,8 @@ LEDGERS = [LedgerId(0, number) for number in range(16)]
 PAYLOAD_SIZE_BYTES = 1024
 WARM_UP_MIB = 16
 SCANS = ("records", "payloads", "sums")
+#: The engines of `plan`; Spark has two executors.
+MASTERS = {"local": "", "spark": "local-cluster[2,1,2048]"}
 PARTS = ("speedup", "growth", "inventory", "plan")
 
 
@@ -328,10 +330,11 @@ class Bench:
     """The logs, and measurements of them."""
 
     def __init__(
-        self, directory: Path, sizes_mib: Sequence[int], runs: int, profile: bool, entries: Sequence[int]
+        self, directory: Path, sizes_mib: Sequence[int], runs: int, profile: bool, entries: Sequence[int],
+        engines: Sequence[str],
     ) -> None:  # fmt: skip
         self.directory, self.sizes_mib, self.runs, self.profile = directory, sorted(sizes_mib), runs, profile
-        self.entries = entries
+        self.entries, self.engines = entries, engines
         self._counts: dict[Path, int] = {}
 
     def log(self, mib: int, name: str = "0") -> tuple[str, int]:
@@ -424,7 +427,7 @@ class Bench:
         for entries in self.entries:
             directory = self.directory / "plan"
             facts, metadata, lost = make_facts(directory, entries)
-            for master in ("", "local-cluster[2,1,2048]"):
+            for master in (MASTERS[engine] for engine in self.engines):
                 task = {"master": master, "facts": facts, "metadata": metadata, "lost": lost, "replicas": 3 * entries,
                         "directory": str(directory)}  # fmt: skip
                 done = subprocess.run(
@@ -454,6 +457,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--entries", type=int, nargs="+", default=[1_000_000, 10_000_000])
+    parser.add_argument("--engines", choices=list(MASTERS), nargs="+", default=list(MASTERS), help="of plan")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     parser.add_argument("--measure-plan", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -464,7 +468,7 @@ def main() -> None:
         print(json.dumps(measure(json.loads(given.measure))))
         return
     with tempfile.TemporaryDirectory(prefix="bkctl-spark-") as directory:
-        bench = Bench(Path(directory), given.mib, given.runs, given.profile, given.entries)
+        bench = Bench(Path(directory), given.mib, given.runs, given.profile, given.entries, given.engines)
         for part in given.only:
             getattr(bench, part)()
 
