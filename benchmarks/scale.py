@@ -193,8 +193,8 @@ class Store(ABC):
 class ZooKeeper(Store):
     def start(self) -> None:
         assert self.java is not None
-        with full_speed_java():
-            self.server = servers.ZooKeeperServer(self.java, self.directory / "zookeeper", heap_mb=8192)
+        with full_speed_java(heap_mb=8192):
+            self.server = servers.ZooKeeperServer(self.java, self.directory / "zookeeper")
             self.server.start()
 
     def new_uri(self) -> str:
@@ -238,7 +238,7 @@ class Etcd(Store):
 class HBase(Store):
     def start(self) -> None:
         with full_speed_java(heap_mb=2048):
-            self.server = servers.HBaseServer(self.directory / "hbase", heap_mb=2048)
+            self.server = servers.HBaseServer(self.directory / "hbase")
             self.server.start()
 
     def new_uri(self) -> str:
