@@ -14,9 +14,9 @@ The inventory is measured as a command, too, with start-up and all: on one machi
     python benchmarks/spark.py --only plan --entries 1000000 10000000 100000000      (12 GiB on the disk for 10^8)
 
 `plan` runs `integrity` over facts that are made, not extracted: so many entries on each of three bookies, in logs and
-indexes, of which one index lacks a few. It prints what Spark's event log says (jobs, tasks, bytes of shuffles, the
-longest task of a stage against its median one), and the peaks of memory of the driver, an executor's JVM and a Python
-worker, from /proc.
+indexes, of which one index lacks a few. It prints what Spark's event log says (jobs, tasks, bytes of shuffles, how
+even the rows are among the tasks of the longest stage), and the peaks of memory of the driver, an executor's JVM and a
+Python worker, from /proc.
 """
 
 from __future__ import annotations
@@ -273,7 +273,8 @@ class Peaks(threading.Thread):
 def events(directory: Path) -> dict[str, Any]:
     """Return the counts of Spark's event log in `directory`."""
     jobs = tasks = written = 0
-    durations: dict[int, list[int]] = defaultdict(list)
+    durations: Counter[int] = Counter()
+    rows: dict[int, list[int]] = defaultdict(list)
     for path in directory.rglob("events_*"):
         with path.open() as file:
             for event in map(json.loads, file):
@@ -281,12 +282,19 @@ def events(directory: Path) -> dict[str, Any]:
                     jobs += 1
                 elif event["Event"] == "SparkListenerTaskEnd":
                     tasks += 1
-                    written += event["Task Metrics"]["Shuffle Write Metrics"]["Shuffle Bytes Written"]
-                    info = event["Task Info"]
-                    durations[event["Stage ID"]].append(info["Finish Time"] - info["Launch Time"])
-    longest = max(durations.values(), key=sum)
-    skew = max(longest) / max(statistics.median(longest), 1)
-    return {"jobs": jobs, "tasks": tasks, "shuffled": written, "skew": skew, "of": len(longest)}
+                    metrics, info, stage = event["Task Metrics"], event["Task Info"], event["Stage ID"]
+                    written += metrics["Shuffle Write Metrics"]["Shuffle Bytes Written"]
+                    durations[stage] += info["Finish Time"] - info["Launch Time"]
+                    read = (
+                        metrics["Shuffle Read Metrics"]["Total Records Read"] + metrics["Input Metrics"]["Records Read"]
+                    )
+                    if read:
+                        rows[stage].append(read)
+    longest = rows[durations.most_common(1)[0][0]]
+    return {
+        "jobs": jobs, "tasks": tasks, "shuffled": written,
+        "skew": max(longest) / statistics.mean(longest), "of": len(longest),
+    }  # fmt: skip
 
 
 def measure_plan(task: dict[str, Any]) -> dict[str, Any]:
@@ -442,8 +450,8 @@ class Bench:
                 if master:
                     print(
                         f"  {found['jobs']} jobs, {found['tasks']} tasks, {found['shuffled'] / 1e6:,.1f} MB shuffled "
-                        f"({found['shuffled'] / entries / 3:.2f} bytes a replica), longest task "
-                        f"{found['skew']:.1f} times the median of {found['of']}"
+                        f"({found['shuffled'] / entries / 3:.2f} bytes a replica); of the {found['of']} tasks that "
+                        f"read rows in the longest stage, one has {found['skew']:.2f} times the mean"
                     )
                 shown = (f"{kind} {size / 1e6:,.0f} MB" for kind, size in sorted(found["peaks"].items()))
                 print(f"  peaks: {', '.join(shown)}", flush=True)

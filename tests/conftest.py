@@ -57,13 +57,25 @@ hypothesis.settings.load_profile("steady")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the long tests out, unless BKCTL_TEST_LONG asks for them."""
-    if os.environ.get("BKCTL_TEST_LONG"):
-        return
+    """Leave the long tests out, unless BKCTL_TEST_LONG asks for them, and put those of slow servers first."""
     left_out = [item for item in items if item.get_closest_marker("long")]
-    if left_out:
+    if left_out and not os.environ.get("BKCTL_TEST_LONG"):
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("long")]
+    items[:] = _slow_servers_first(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+
+
+def _slow_servers_first(items: list[pytest.Item], processes: int) -> list[pytest.Item]:
+    """Order tests so that the first process begins with Spark and the second with HBase.
+
+    Each process has an equal part of the tests in this order, and takes others from the ends of what is left. So one
+    Spark and one HBase serve most of their tests, and none of them is the last.
+    """
+    spark, hbase, others = [], [], []
+    for item in items:
+        (spark if "tests/spark/" in item.nodeid else hbase if "hbase" in item.nodeid else others).append(item)
+    rest_of_first = max(0, len(items) // processes - len(spark))
+    return [*spark, *others[:rest_of_first], *hbase, *others[rest_of_first:]]
 
 
 @pytest.fixture
