@@ -7,6 +7,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -66,16 +67,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _slow_servers_first(items: list[pytest.Item], processes: int) -> list[pytest.Item]:
-    """Order tests so that the first process begins with Spark and the second with HBase.
+    """Order tests so that two processes begin with Spark, and one between them with HBase.
 
-    Each process has an equal part of the tests in this order, and takes others from the ends of what is left. So one
-    Spark and one HBase serve most of their tests, and none of them is the last.
+    Each process has an equal part of the tests in this order, and takes others from the ends of what is left. So few
+    servers serve most of the slow tests, and none of these is the last.
     """
     spark, hbase, others = [], [], []
     for item in items:
         (spark if "tests/spark/" in item.nodeid else hbase if "hbase" in item.nodeid else others).append(item)
-    rest_of_first = max(0, len(items) // processes - len(spark))
-    return [*spark, *others[:rest_of_first], *hbase, *others[rest_of_first:]]
+    half, share, rest = len(spark) // 2, len(items) // processes, iter(others)
+    ordered: list[pytest.Item] = []
+    for number, group in enumerate((spark[:half], hbase, spark[half:]), 1):
+        ordered += group
+        ordered += islice(rest, max(0, number * share - len(ordered)))
+    return [*ordered, *rest]
 
 
 @pytest.fixture
