@@ -8,6 +8,7 @@ Source: FileInfo, LedgerEntryPage, IndexPersistenceMgr, LedgerCommand.
 from __future__ import annotations
 
 import sys
+import time
 from array import array
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -35,6 +36,8 @@ from bkctl.ids import LedgerId
 #: Suffix of the leftover of a relocation; it is the index itself if the ledger has no other index file.
 RELOCATION_SUFFIX: Final = ".rloc"
 
+_NEW_FILE_S: Final = 2.0
+_NEW_FILE_PAUSE_S: Final = 0.02
 _SLOTS_PER_READ: Final = 1024
 _SLOT: Final = Struct(">q")
 
@@ -48,11 +51,22 @@ class LedgerIndexReader(FileReader):
     def __init__(self, path: Path | str) -> None:
         super().__init__(path)
         try:
-            self.header = read_header(self.read(0, HEADER_SIZE), self.name)
+            self.header = read_header(self.read(0, HEADER_SIZE) or self._header_of_new_file(), self.name)
         except BkctlError:
             self.close()
             raise
         self.ledger = ledger_of_index_path(str(self.path.absolute()).removesuffix(RELOCATION_SUFFIX))
+
+    def _header_of_new_file(self) -> bytes:
+        """Return the header of a file that was empty, as soon as its bookie has written it; empty without one.
+
+        A running bookie creates the file before it writes the header; nothing waits for an older file.
+        """
+        start = b""
+        while not start and abs(time.time() - self.path.stat().st_mtime) < _NEW_FILE_S:
+            time.sleep(_NEW_FILE_PAUSE_S)
+            start = self.read(0, HEADER_SIZE)
+        return start
 
     @classmethod
     def open(cls, path: Path | str) -> LedgerIndexReader:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+import threading
 
 import pytest
 
@@ -101,3 +102,15 @@ def test_other_files_do_not_open_as_indexes(index, tmp_path):
 def test_an_index_outside_its_place_has_no_ledger(tmp_path):
     (tmp_path / "copy.idx").write_bytes(write_header(KEY))
     assert LedgerIndexReader.open(tmp_path / "copy.idx").ledger is None
+
+
+def test_header_of_a_new_empty_file_is_awaited(tmp_path):
+    """A running bookie creates an index file before it writes the header; a real one was read in between."""
+    path = tmp_path / "new.idx"
+    path.touch()
+    writer = threading.Timer(0.1, path.write_bytes, [write_header(KEY)])
+    writer.start()
+    try:
+        assert LedgerIndexReader.open(path).header.master_key == KEY
+    finally:
+        writer.join()
