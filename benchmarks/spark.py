@@ -11,7 +11,7 @@ Times are wall-clock without Spark's start: the session is there, and has scanne
 too) and `sums` (the number and bytes of the entries of each ledger, counted in the tasks). Best of --runs.
 The inventory is measured as a command, too, with start-up and all: on one machine and on a local Spark.
 
-    python benchmarks/spark.py --only plan --entries 1000000 10000000 100000000      (12 GiB on the disk for 10^8)
+    python benchmarks/spark.py --only plan --entries 1000000 10000000 100000000      (2 GiB on the disk for 10^8)
 
 `plan` runs `integrity` over facts that are made, not extracted: so many entries on each of three bookies, in logs and
 indexes, of which one index lacks a few. It prints what Spark's event log says (jobs, tasks, bytes of shuffles, how

@@ -59,8 +59,8 @@ hypothesis.settings.load_profile("steady")
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave the long tests out, unless BKCTL_TEST_LONG asks for them, and put those of slow servers first."""
-    left_out = [item for item in items if item.get_closest_marker("long")]
-    if left_out and not os.environ.get("BKCTL_TEST_LONG"):
+    if not os.environ.get("BKCTL_TEST_LONG"):
+        left_out = [item for item in items if item.get_closest_marker("long")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("long")]
     items[:] = _slow_servers_first(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))

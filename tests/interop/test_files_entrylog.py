@@ -403,8 +403,9 @@ def test_log_with_a_ledgers_map_behind_the_place_in_its_header(java: Java, tmp_p
     """SortedLedgerStorage writes such a log when it adds an entry while another thread appends the map."""
     (tmp_path / "ledgers" / "current").mkdir(parents=True)
     log = tmp_path / "ledgers" / "current" / "1.log"
-    data = bytearray(closed_golden_log().read_bytes())
-    with EntryLogReader.open(closed_golden_log()) as reader:
+    source = closed_golden_log()
+    data = bytearray(source.read_bytes())
+    with EntryLogReader.open(source) as reader:
         *_, before_last, _ = reader.records()
     data[8:16] = struct.pack(">q", before_last.offset)
     log.write_bytes(data)

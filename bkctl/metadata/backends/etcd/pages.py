@@ -12,15 +12,16 @@ _FIRST_GROWTH_BITS: Final = 8
 
 
 class PageRange:
-    """The width of the next page of the keys from `prefix` to `end`.
+    """The width of the next page of the keys below the node at `key`.
 
     etcd visits every key of a range to count it, also those behind the limit, so pages that reach to the end of a
     directory take it a time quadratic in the number of keys. A range is as wide as some pages were, and widens where
     there are fewer keys; `width` is a distance of keys as numbers, 0 without one: to the end.
     """
 
-    def __init__(self, prefix: bytes, end: bytes, width: int = 0) -> None:
-        self.prefix, self.end, self.width = prefix, end, width
+    def __init__(self, key: bytes, width: int = 0) -> None:
+        self.key, self.width = key, width
+        self.prefix, self.end = key + b"/", key + b"0"
         self._growth_bits = _FIRST_GROWTH_BITS
 
     def end_from(self, start: bytes) -> bytes:

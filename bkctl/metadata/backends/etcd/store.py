@@ -93,8 +93,8 @@ class EtcdStore(MetadataStore):
             delete=self.delete,
         )
         self._watches = EtcdWatches(self._connection)
-        #: The directory that was listed last, and how far apart its keys are: the next call continues there.
-        self._last_width = (b"", 0)
+        #: Of the directory that was listed last: the next call continues there.
+        self._last_pages = PageRange(b"")
         try:
             self._nodes.read(self._nodes.key(""), count_only=True)
         except BaseException:
@@ -293,27 +293,26 @@ class EtcdStore(MetadataStore):
     def children(self, path: str, *, after: str = "", limit: int | None = None) -> list[str] | None:
         """See MetadataStore.children. All pages are of one revision, as long as etcd keeps it."""
         key = self._nodes.key(path)
-        prefix, width = self._last_width
-        pages = PageRange(key + b"/", key + b"0", width if prefix == key + b"/" else 0)
+        last = self._last_pages
+        pages = PageRange(key, last.width if last.key == key else 0)
         start = pages.prefix + (after.encode("utf-8", "surrogatepass") + b"\0" if after else b"")
-        answer, _ = self._connection.send("Txn", transaction(_first_page(key, pages, start, limit)))
+        answer, _ = self._connection.send("Txn", transaction(_first_page(pages, start, limit)))
         names = self._names(start, pages, answer.responses, int(answer.header.revision), limit)
-        self._last_width = pages.prefix, pages.width
+        self._last_pages = pages
         return names
 
     def children_many(self, paths: Iterable[str]) -> Iterator[list[str] | None]:
         """See MetadataStore.children_many."""
 
-        def request(batch: tuple[bytes, ...]) -> Any:
-            return transaction([operation for key in batch for operation in _first_page(key, *_whole(key))])
+        def request(batch: tuple[PageRange, ...]) -> Any:
+            return transaction([operation for pages in batch for operation in _first_page(pages, pages.prefix)])
 
-        keys = map(self._nodes.key, paths)
-        batches = iter(lambda: tuple(islice(keys, DIRECTORY_BATCH_SIZE)), ())
+        directories = (PageRange(self._nodes.key(path)) for path in paths)
+        batches = iter(lambda: tuple(islice(directories, DIRECTORY_BATCH_SIZE)), ())
         for batch, answer in self._connection.pipeline(batches, 2, request):
-            for at, key in enumerate(batch):
-                pages, start = _whole(key)
+            for at, pages in enumerate(batch):
                 responses = answer.responses[2 * at : 2 * at + 2]
-                yield self._names(start, pages, responses, int(answer.header.revision), None)
+                yield self._names(pages.prefix, pages, responses, int(answer.header.revision), None)
 
     def _names(
         self, start: bytes, pages: PageRange, responses: Sequence[Any], revision: int, limit: int | None
@@ -401,16 +400,11 @@ class EtcdStore(MetadataStore):
         self._connection.close(self._session.lease_id)
 
 
-def _whole(key: bytes) -> tuple[PageRange, bytes]:
-    """Return the range of all keys below a node, and its start."""
-    return PageRange(key + b"/", key + b"0"), key + b"/"
-
-
-def _first_page(key: bytes, pages: PageRange, start: bytes, limit: int | None = None) -> list[Any]:
+def _first_page(pages: PageRange, start: bytes, limit: int | None = None) -> list[Any]:
     """Return the operations that count the node and read a page of the keys below it, from `start` on."""
     count = PAGE_SIZE if limit is None else min(max(limit, 1), PAGE_SIZE)
     page = get_key(start, range_end=pages.end_from(start), limit=count, keys_only=True)
-    return [get_key(key, count_only=True), page]
+    return [get_key(pages.key, count_only=True), page]
 
 
 def _check_size(path: str, value: bytes) -> None:
