@@ -213,7 +213,7 @@ def _check_map(reader: EntryLogReader, check: LogCheck, map_at: int | None, coun
     assert header is not None
     if map_at is not None and header.ledgers_map_offset == 0:
         check.contradictions.append(f"The header does not know of the ledgers map at byte {map_at}")
-    elif map_at is not None and map_at != header.ledgers_map_offset:
+    elif (mapped or map_at is not None) and map_at != header.ledgers_map_offset:
         check.contradictions.append(
             f"The header says the ledgers map is at byte {header.ledgers_map_offset}, the first one is at {map_at}"
         )

@@ -63,7 +63,7 @@ class LedgerIndexReader(FileReader):
         A running bookie creates the file before it writes the header; nothing waits for an older file.
         """
         start = b""
-        while not start and abs(time.time() - self.path.stat().st_mtime) < _NEW_FILE_S:
+        while not start and abs(time.time() - self.stat().st_mtime) < _NEW_FILE_S:
             time.sleep(_NEW_FILE_PAUSE_S)
             start = self.read(0, HEADER_SIZE)
         return start
