@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 #: Rows of a batch that leaves the database.
 _BATCH_ROWS: Final = 50_000
+#: How late an interrupt may be seen.
+_INTERRUPT_S: Final = 0.5
 
 
 class Query:
@@ -128,13 +130,21 @@ class LocalDatabase:
         return self._wait(query, lambda: query.cursor.sql(sql).to_arrow_reader(_BATCH_ROWS))
 
     def _wait(self, query: Query, call_duckdb: Callable[[], Any]) -> Any:
-        """Return the result of a call, which an interrupt ends: this thread, which gets interrupts, only waits."""
-        call = self._worker.submit(call_duckdb)
+        """Return the result of a call, which an interrupt ends: this thread, which gets interrupts, only waits.
+
+        Python wakes no wait for an interrupt that comes just before it, or to another thread: so waits are short. And
+        DuckDB forgets an interrupt that comes before the query, so it gets one until the worker has nothing to do.
+        """
         try:
+            call = self._worker.submit(call_duckdb)
+            while not wait([call], _INTERRUPT_S).done:
+                pass
             return call.result()
         except KeyboardInterrupt:
+            end = self._worker.submit(int)
             query.cursor.interrupt()
-            wait([call])
+            while not wait([end], _INTERRUPT_S).done:
+                query.cursor.interrupt()
             raise
 
     @contextmanager

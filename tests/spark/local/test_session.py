@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -146,11 +147,15 @@ def test_failure_of_the_engine_names_the_way_to_spark(session: LocalSession) -> 
     assert numbers.count() == 3
 
 
-def test_interrupt_ends_a_query_that_reads(session: LocalSession) -> None:
+@pytest.mark.parametrize("reaches", ["the process", "the thread that reads"])
+def test_interrupt_ends_a_query_that_reads(session: LocalSession, reaches: str) -> None:
     import pyarrow as pa
 
     def endless() -> Iterator[pa.RecordBatch]:
-        os.kill(os.getpid(), signal.SIGINT)
+        if reaches == "the process":
+            os.kill(os.getpid(), signal.SIGINT)
+        else:  # the waiting thread is not woken, as for an interrupt that comes just before it waits
+            signal.pthread_kill(threading.get_ident(), signal.SIGINT)
         while True:
             yield pa.record_batch({"id": pa.array(range(1000), pa.int64())})
 
