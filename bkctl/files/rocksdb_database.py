@@ -242,15 +242,15 @@ class Database:
         with rocksdb_errors(self.path, "cannot be written"):
             self._database.flush(True)
 
-    def write(self, batch: Any) -> None:
-        """Write one batch (rocksdict's WriteBatch) atomically and sync it to disk.
+    def write(self, batch: Any, *, sync: bool = True) -> None:
+        """Write one batch (rocksdict's WriteBatch) atomically; `sync`: with all batches before it to the disk.
 
         Any thread may call it. Raises BkctlError.
         """
         from rocksdict import WriteOptions
 
         options = WriteOptions()
-        options.sync = True
+        options.sync = sync
         with rocksdb_errors(self.path, "cannot be written"):
             self._database.write(batch, options)
 

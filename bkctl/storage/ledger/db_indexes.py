@@ -1,7 +1,7 @@
 """LedgerMetadataIndex and EntryLocationIndex: the indexes of one ledger directory of DbLedgerStorage, in RocksDBs.
 
 `ledgers` and `locations` hold scope 0, as Apache's bookie has them. The first scoped ledger creates `scoped-ledgers`
-and `scoped-locations`. Every change is one synced batch.
+and `scoped-locations`. Every change is one batch, synced; the locations of a flush are several, synced together.
 Source: LedgerMetadataIndex, EntryLocationIndex; BP-35.
 """
 
@@ -15,6 +15,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import islice, starmap
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
@@ -120,13 +121,13 @@ class _Index(Generic[Database]):
             with _as_os_errors():
                 self._open(scoped=True)
 
-    def _write(self, scoped: bool, batch: Any) -> None:
+    def _write(self, scoped: bool, batch: Any, *, sync: bool = True) -> None:
         if scoped in self._failed:
             self._reopen(scoped=scoped)
         database = self._databases[scoped]
         try:
             with _as_os_errors():
-                database.write(batch)
+                database.write(batch, sync=sync)
         except OSError:
             self._failed.add(scoped)
             raise
@@ -247,10 +248,15 @@ class EntryLocationIndex(_Index[LocationsDatabase]):
         """
         if not runs and not (deleted and scoped in self._databases):
             return
-        batch = LocationsDatabase.batch_without(deleted)
-        keys = location_keys(runs, entry_ids, scoped=scoped)
-        deque(map(batch.put, keys, location_values(locations)), maxlen=0)
+        items = zip(location_keys(runs, entry_ids, scoped=scoped), location_values(locations), strict=True)
         with self._lock:
+            batch = LocationsDatabase.batch_without(deleted)
+            # rocksdict keeps other threads waiting while it writes a batch: 0.4 µs an item.
+            for left in range(len(entry_ids), 0, -BATCH_OPERATIONS):
+                deque(starmap(batch.put, islice(items, BATCH_OPERATIONS)), maxlen=0)
+                if left > BATCH_OPERATIONS:
+                    self._write(scoped, batch, sync=False)
+                    batch = LocationsDatabase.batch_without(())
             self._write(scoped, batch)
 
     def move(self, moves: Iterable[Move]) -> None:

@@ -1,7 +1,7 @@
 """DbLedgerStorage: entries in entry logs, ledger by ledger, and their locations in RocksDBs, apart in each directory.
 
     add      to the write cache, readable at once
-    flush    write cache → entry log, synced → locations, one synced batch → ledgers, one synced batch
+    flush    write cache → entry log, synced → locations, in batches synced together → ledgers, one synced batch
     read     write cache → read-ahead cache → locations → entry log, with read-ahead for sequential readers
 
 The event loop answers reads from both caches, and from the page cache where it knows the location: a look-up in the

@@ -308,7 +308,9 @@ def test_flush_removes_deleted_ledgers_from_the_databases(tmp_path: Path, ledger
     assert all(locations(tmp_path, each).keys() == {0, 1} for each in others)
 
 
-def test_recreated_ledger_has_no_old_entries(tmp_path: Path) -> None:
+@pytest.mark.parametrize("batch", [1, 2, 10_000])
+def test_recreated_ledger_has_no_old_entries(tmp_path: Path, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bkctl.storage.ledger.db_indexes.BATCH_OPERATIONS", batch)
     storage = open_storage(tmp_path)
     add(storage, PLAIN, 0, 1, 2)
     storage.run_checkpoint()
@@ -409,7 +411,7 @@ def test_reopens_a_database_once_the_disk_has_space(tmp_path: Path, monkeypatch:
     index = storage.ledgers.directories[0].locations
     broken = index._databases[False]
 
-    def refuse(batch: Any) -> None:
+    def refuse(batch: Any, *, sync: bool) -> None:
         raise BkctlError(f"cannot be written: IO error: {os.strerror(errno.ENOSPC)}")
 
     monkeypatch.setattr(broken, "write", refuse)
