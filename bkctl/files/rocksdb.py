@@ -143,11 +143,11 @@ class LocationsDatabase(Database):
         """Yield the items of one ledger, in lists of at most `count`."""
         return self.batches(location_key(ledger, 0, scoped=self.scoped), self._end(ledger, None), count=count)
 
-    def get(self, ledger: LedgerId, entry_id: int) -> int:
-        """Return the location of an entry; 0 if it is missing. Raises Corrupt."""
+    def get(self, ledger: LedgerId, entry_id: int, *, cached: bool = False) -> int:
+        """Return the location of an entry; 0 if it is missing, or with `cached` not in memory. Raises Corrupt."""
         if ledger.is_scoped != self.scoped or not 0 <= entry_id < 1 << 63:
             return 0
-        value = self.value_of(location_key(ledger, entry_id))
+        value = (self.cached_value_of if cached else self.value_of)(location_key(ledger, entry_id))
         return 0 if value is None else read_location(value, self._name)
 
     def last_entry_id(self, ledger: LedgerId) -> int:

@@ -201,6 +201,12 @@ class Database:
             value: bytes | None = self._database.get(key)
         return value
 
+    def cached_value_of(self, key: bytes) -> bytes | None:
+        """Return the value of a key if it is in memory, so without waiting for the disk; else None."""
+        with self._reading():
+            value: bytes | None = self._database.key_may_exist(key, fetch=True)[1]
+        return value
+
     def values_of(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """Return the values of many keys in their order; None for a missing key."""
         self._write_pending()

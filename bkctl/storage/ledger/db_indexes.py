@@ -201,6 +201,11 @@ class EntryLocationIndex(_Index[LocationsDatabase]):
         """Return the location of an entry, 0 if it is not here. Raises Corrupt."""
         return self._read(ledger, lambda database: database.get(ledger, entry_id), 0)
 
+    def cached_location(self, ledger: LedgerId, entry_id: int) -> int:
+        """Return the location of an entry if RocksDB has it in memory, else 0; never wait. Raises Corrupt."""
+        database = self._databases.get(ledger.is_scoped)
+        return 0 if database is None else database.get(ledger, entry_id, cached=True)
+
     def locations(self, entries: Sequence[tuple[LedgerId, int]]) -> list[int]:
         """Return the locations of many entries, in their order; 0 for an entry that is not here. Raises Corrupt."""
         found = [0] * len(entries)

@@ -4,8 +4,8 @@
     flush    write cache → entry log, synced → locations, in batches synced together → ledgers, one synced batch
     read     write cache → read-ahead cache → locations → entry log, with read-ahead for sequential readers
 
-The event loop answers reads from both caches, and from the page cache where it knows the location: a look-up in the
-database, which may wait for the disk, caches the locations of neighbours as well.
+The event loop answers reads from both caches, and from the page cache where it knows the location, or RocksDB has it
+in memory (single reads only). Another look-up may wait for the disk: a thread does it, and caches neighbours as well.
 
 The databases only point into synced entry logs, so that the journals restore everything that a crash loses. A ledger's
 directory is its 128-bit number modulo the number of directories. The next flush removes deleted ledgers from both
@@ -313,6 +313,9 @@ class SingleDirectoryDbLedgerStorage:
             return found
         unread = entry_ids if len(missing) == len(entry_ids) else [entry_ids[number] for number in missing]
         locations = self._cached_locations(handle, unread)
+        if len(unread) == 1 and not locations[0] and handle.is_on_disk:
+            with contextlib.suppress(BkctlError):  # the thread that looks it up raises it
+                locations = [self.locations.cached_location(ledger, unread[0])]
         if any(locations):
             read = self.logger_of(scoped=ledger.is_scoped).read_run(ledger, unread, locations, size_max, cached=True)
             _fill(found, missing, read)

@@ -11,6 +11,7 @@ import sys
 from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -71,10 +72,10 @@ def abandon(storage: BookieStorage) -> None:
 
 @contextlib.contextmanager
 def storage_without_locations(handle: DbLedgerHandle) -> Iterator[None]:
-    """Let every look-up in the locations of the ledger's directory fail the test."""
+    """Let every look-up in the locations of the ledger's directory fail the test: RocksDB has nothing in memory."""
     directory = handle.directory
     locations = directory.locations
-    directory.locations = None  # type: ignore[assignment]
+    directory.locations = SimpleNamespace(cached_location=lambda *_: 0)  # type: ignore[assignment]
     yield
     directory.locations = locations
 
@@ -493,13 +494,16 @@ def test_reads_ahead_for_sequential_reads_only(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("ledger", [PLAIN, SCOPED], ids=repr)
-def test_finds_neighbours_of_read_entries_in_the_page_cache(tmp_path: Path, ledger: LedgerId) -> None:
+def test_finds_neighbours_of_read_entries_in_the_page_cache(
+    tmp_path: Path, ledger: LedgerId, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The event loop needs neither a thread nor the database for entries whose locations were looked up."""
     storage = open_storage(tmp_path)
     add(storage, ledger, *range(0, 40, 2))
     storage.run_checkpoint()
     handle = storage.get(ledger)
     assert isinstance(handle, DbLedgerHandle)
+    monkeypatch.setattr(handle.directory.locations, "cached_location", lambda *_: 0)
     assert storage.find(handle, 20) is None
     storage.read(handle, 20)
     with storage_without_locations(handle):
@@ -510,6 +514,26 @@ def test_finds_neighbours_of_read_entries_in_the_page_cache(tmp_path: Path, ledg
     with storage_without_locations(handle):
         assert None not in storage.find_all(handle, range(0, 39, 2), 1 << 20)
         assert storage.find_all(handle, [1, 2, 3], 1 << 20)[::2] == [None, None]
+    storage.close()
+
+
+@pytest.mark.parametrize("ledger", [PLAIN, SCOPED], ids=repr)
+def test_finds_single_entries_whose_locations_rocksdb_has_in_memory(tmp_path: Path, ledger: LedgerId) -> None:
+    storage = open_storage(tmp_path)
+    add(storage, ledger, *range(0, 40, 2))
+    storage.close()
+    storage = open_storage(tmp_path)
+    handle = storage.get(ledger)
+    assert isinstance(handle, DbLedgerHandle)
+    assert storage.find(handle, 20) is None, "its table was not read yet"
+    assert bytes(storage.read(handle, 38)) == body_of(ledger, 38)
+    assert bytes(storage.find(handle, 4) or b"") == body_of(ledger, 4)
+    assert storage.find(handle, 5) is None
+    storage.ledgers.delete_ledger(handle)
+    handle = storage.ledgers.load(ledger)
+    storage.ledgers.create(handle, b"another key")
+    keep(storage, handle, 38, body_of(ledger, 38, 99))
+    assert storage.ledgers.find(handle, 4) is None, "the next flush deletes it"
     storage.close()
 
 
@@ -682,6 +706,7 @@ def test_read_retries_when_compaction_moves_the_entry(tmp_path: Path, monkeypatc
     add(storage, LedgerId(0, 5), 0)  # the log goes on
     assert isinstance(storage.ledgers, DbLedgerStorage)
     (directory,) = storage.ledgers.directories
+    monkeypatch.setattr(directory.locations, "cached_location", lambda *_: 0)
     old = directory.locations.location(PLAIN, 0)
     read = directory.logger.read
 
