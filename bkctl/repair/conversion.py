@@ -45,8 +45,7 @@ class ConvertedDirectory:
 class Conversion:
     """The result of a conversion. `resumed`: a killed conversion was continued. `done` is False after a dry run."""
 
-    to: str
-    directories: list[ConvertedDirectory] = field(default_factory=list)
+    directories: list[ConvertedDirectory]
     resumed: bool = False
     done: bool = False
 
@@ -84,7 +83,7 @@ class IndexConverter(ABC):
     def __init__(self, layout: BookieLayout, files: Files, progress: Progress) -> None:
         self._files, self._progress = files, progress
         self.storages = layout.storages()
-        self.result = Conversion(self.to, [ConvertedDirectory(storage.index_dir) for storage in self.storages])
+        self.result = Conversion([ConvertedDirectory(storage.index_dir) for storage in self.storages])
         self._directories = BookieDirectories(index_dirs=layout.index_dirs)
 
     @abstractmethod

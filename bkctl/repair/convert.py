@@ -18,8 +18,7 @@ import shutil
 
 from bkctl.disk import Files
 from bkctl.errors import Conflict
-from bkctl.files.conversion import DB, INTERLEAVED, ConversionState
-from bkctl.formats.index import PAGE_SIZE_DEFAULT, VERSION_CURRENT
+from bkctl.files.conversion import DB, ConversionState
 from bkctl.formats.names import CONVERSION_NAME
 from bkctl.repair.conversion import DATABASE_NAMES, Conversion, IndexConverter
 from bkctl.repair.convert_to_databases import DatabaseConverter
@@ -29,15 +28,11 @@ from bkctl.repair.layout import BookieLayout
 from bkctl.repair.regenerate import INDEX
 from bkctl.repair.replacement import time_stamp
 
-__all__ = ["DB", "INTERLEAVED", "Conversion", "convert"]
-
 
 def convert(
     layout: BookieLayout,
     to: str,
     *,
-    page_size: int = PAGE_SIZE_DEFAULT,
-    version: int = VERSION_CURRENT,
     discard_old: bool = False,
     dry_run: bool = False,
     files: Files | None = None,
@@ -50,25 +45,25 @@ def convert(
     Unsupported if the other storage class cannot have these logs or ledgers, Corrupt for a damaged index, OSError.
     """
     files = files or Files()
-    converter: IndexConverter
-    if to == DB:
-        converter = DatabaseConverter(layout, files, progress)
-    else:
-        converter = IndexFileConverter(layout, files, progress, page_size=page_size, version=version)
+    converter = (DatabaseConverter if to == DB else IndexFileConverter)(layout, files, progress)
     run = _ConversionRun(layout, converter, files)
     run.refuse_conflicts()
     if not run.is_swapping:
         converter.check()
     if dry_run:
         if not run.is_swapping:
-            run.count_entries(progress)
+            for source in converter.read_old():  # This counts the ledgers and entries of the result.
+                progress(sum(1 for _ in source.places))
         return converter.result
     if not run.is_swapping:
         run.start()
         run.build()
     run.swap()
     if discard_old:
-        run.discard_backups()
+        for row in converter.result.directories:
+            for backup in row.backups:
+                shutil.rmtree(backup)
+            row.backups = []
     return converter.result
 
 
@@ -111,11 +106,6 @@ class _ConversionRun:
                 hint=f"move that part back by hand, then remove the file {CONVERSION_NAME}",
             )
 
-    def count_entries(self, progress: Progress) -> None:
-        """Read the old index, so that the result of a dry run has its ledgers and entries."""
-        for source in self._converter.read_old():
-            progress(sum(1 for _ in source.places))
-
     def start(self) -> None:
         """Start a conversion, unless one can be resumed: the files of the bookie must be unchanged since it began."""
         if self._state is None or self._state.fingerprint != self._fingerprint:
@@ -142,13 +132,6 @@ class _ConversionRun:
         self._files.remove(self._path)
         self._files.sync_directory(self._path.parent)
         result.done = True
-
-    def discard_backups(self) -> None:
-        """Remove the old index."""
-        for row in self._converter.result.directories:
-            for backup in row.backups:
-                shutil.rmtree(backup)
-            row.backups = []
 
 
 def _free_stamp(layout: BookieLayout) -> str:

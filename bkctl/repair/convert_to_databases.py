@@ -35,29 +35,22 @@ from bkctl.repair.regenerate import INDEX
 from bkctl.repair.replacement import backup_name, prepare_building, sync_tree
 
 
-class _DatabasePairs:
+class _DatabasePairs(ExitStack):
     """Pairs of (ledgers, locations) databases by directory number and scope, opened at first use."""
 
     def __init__(self, path_of: Callable[[int, str], Path], open_database: Callable[[Any, Path, bool], Any]) -> None:
+        super().__init__()
         self._path_of, self._open = path_of, open_database
-        self._stack = ExitStack()
         self.pairs: dict[tuple[int, bool], tuple[LedgersDatabase, LocationsDatabase]] = {}
-
-    def __enter__(self) -> _DatabasePairs:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
 
     def get(self, number: int, scoped: bool) -> tuple[LedgersDatabase, LocationsDatabase]:
         """Return the two databases of directory `number`; open them at the first call."""
         if (number, scoped) not in self.pairs:
             prefix = "scoped-" if scoped else ""
-            ledgers = self._open(LedgersDatabase, self._path_of(number, f"{prefix}ledgers"), scoped)
-            self._stack.enter_context(ledgers)
-            locations = self._open(LocationsDatabase, self._path_of(number, f"{prefix}locations"), scoped)
-            self._stack.enter_context(locations)
-            self.pairs[number, scoped] = ledgers, locations
+            self.pairs[number, scoped] = (
+                self.enter_context(self._open(LedgersDatabase, self._path_of(number, f"{prefix}ledgers"), scoped)),
+                self.enter_context(self._open(LocationsDatabase, self._path_of(number, f"{prefix}locations"), scoped)),
+            )
         return self.pairs[number, scoped]
 
     def flush(self) -> None:

@@ -90,8 +90,7 @@ def _refuse(directories: Sequence[Path]) -> None:
     if found:
         first = found[0]
         others = f" and {len(found) - 1} others" if len(found) > 1 else ""
-        where = first.path
-        raise DirectoryInUse(f"{where} is in use by {first}{others}", hint=_HINT)
+        raise DirectoryInUse(f"{first.path} is in use by {first}{others}", hint=_HINT)
 
 
 def _siblings(currents: Sequence[Path]) -> list[Path]:

@@ -57,7 +57,7 @@ class DamagedLogs:
     """
 
     def __init__(self, damage: Iterable[DamagedFile]) -> None:
-        self._readers: dict[tuple[bool, int], FileReader | None] = {}
+        self._readers: dict[tuple[bool, int], FileReader] = {}
         for path, _ in damage:
             log_id = log_id_of(path.name)
             if log_id is not None:
@@ -73,8 +73,7 @@ class DamagedLogs:
 
     def __exit__(self, *_: object) -> None:
         for reader in self._readers.values():
-            if reader is not None:
-                reader.close()
+            reader.close()
 
     def has(self, ledger: LedgerId, entry_id: int, location: int) -> bool:
         """Return True if one of these logs has the whole entry at `location`."""
