@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from bkctl.checks.findings import Counts
 
 app = group()
-
-# --- check ----------------------------------------------------------------------------------------------------------
 
 FINDING_COLUMNS = Columns(
     Column("KIND", "kind", lambda row: row.kind.value, Kind.WORD),
@@ -120,8 +119,6 @@ def check(
     count as findings. A killed bookie may leave entries in its log that are in no index and were never acknowledged;
     they are findings (`notIndexed`), since lost entries look the same.
     """
-    from contextlib import nullcontext
-
     from bkctl.checks.check import IndexCheck
 
     given = run.directories(directories)
@@ -190,9 +187,6 @@ def _finish(run: Run, counts: Counts) -> None:
         )
     raise_first(run, counts.errors)
     run.finish_with(counts.findings, "finding", "findings")
-
-
-# --- index check ----------------------------------------------------------------------------------------------------
 
 
 @command(index_app, "check", examples=("bkctl bookie index check --conf bk_server.conf",))

@@ -19,15 +19,13 @@ from ..kit.records import Directories, DirOption, ShowSecretsOption, raise_first
 from ..kit.texts import iso_time, with_0x, words
 
 if TYPE_CHECKING:
-    from bkctl.files.directories import BookieDirectories, BookieFile
+    from bkctl.files.directories import BookieFile
     from bkctl.files.index import BookieIndexes, EntryLocation, Gap, LedgerIndex
 
 app = group()
 index_app = group("Show, check and rebuild the ledger indexes of a bookie.")
 app.add_typer(index_app, name="index")
 
-
-# --- start ----------------------------------------------------------------------------------------------------------
 
 STARTED_COLUMNS = Columns(
     Column("BOOKIE", "bookieId", "bookie_id"),
@@ -59,14 +57,11 @@ def start(run: Run) -> None:
         daemon.close()
 
 
-# --- files ----------------------------------------------------------------------------------------------------------
-
-
 class FileRow(NamedTuple):
     """A file of a bookie, and a summary of its contents."""
 
     file: BookieFile
-    detail: dict[str, Any] | None
+    detail: Mapping[str, Any] | None
 
 
 def _number(row: FileRow) -> int | None:
@@ -149,19 +144,16 @@ def files(
 def _file_row(file: BookieFile, errors: list[BkctlError]) -> FileRow:
     from bkctl.files.status import read_detail
 
+    detail = None
     try:
         detail = read_detail(file)
     except NotFound:
-        return FileRow(file, None)  # A running bookie deleted it meanwhile.
+        pass  # A running bookie deleted it meanwhile.
     except BkctlError as error:
         errors.append(error)
-        return FileRow(file, None)
-    if detail is None:
-        return FileRow(file, None)
-    shown = dict(detail)
-    if isinstance(updated := shown.get("updated"), int):
-        shown["updated"] = iso_time(updated)
-    return FileRow(file, shown)
+    if detail is not None and isinstance(updated := detail.get("updated"), int):
+        detail = {**detail, "updated": iso_time(updated)}
+    return FileRow(file, detail)
 
 
 def _kinds(texts: list[str]) -> frozenset[Any]:
@@ -176,9 +168,6 @@ def _kinds(texts: list[str]) -> frozenset[Any]:
             raise UsageError(f"--kind {text!r}: no such kind", hint=f"one of {', '.join(FileKind)}, all")
         chosen.add(known[text.lower()])
     return frozenset(chosen)
-
-
-# --- index show -----------------------------------------------------------------------------------------------------
 
 
 class LocationRow(NamedTuple):
@@ -277,11 +266,13 @@ def show(
     Reads index files and the databases of DbLedgerStorage. --meta without a ledger shows all ledgers that the bookie
     has.
     """
+    from bkctl.files.index import BookieIndexes
+
     if meta and gaps:
         raise UsageError("--meta and --gaps are given", hint="give one of them")
     if which.ledgers is None and not meta:
         raise UsageError("No ledger is given", hint="name ledgers, or add --meta to see all that the bookie has")
-    with _indexes(run.directories(directories)) as indexes:
+    with BookieIndexes(run.directories(directories)) as indexes:
         if meta:
             ledgers = indexes.ledgers(which.scope_id) if which.ledgers is None else which.ledgers
             columns = META_COLUMNS.and_also(MASTER_KEY) if show_secrets else META_COLUMNS
@@ -292,12 +283,6 @@ def show(
             run.render(_gaps(indexes, which.ledgers or []), GAP_COLUMNS)
         else:
             run.render(_locations(indexes, which.ledgers or [], entry), LOCATION_COLUMNS)
-
-
-def _indexes(given: BookieDirectories) -> BookieIndexes:
-    from bkctl.files.index import BookieIndexes
-
-    return BookieIndexes(given)
 
 
 def _locations(indexes: BookieIndexes, ledgers: list[LedgerId], entry_id: int | None) -> Iterator[LocationRow]:

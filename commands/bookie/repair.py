@@ -79,8 +79,6 @@ def _report(run: Run, findings: RepairFindings) -> None:
         run.note(f"bkctl: {damage.error}")
 
 
-# --- index rebuild --------------------------------------------------------------------------------------------------
-
 REBUILT_COLUMNS = Columns(
     Column("DATABASE", "file", lambda row: str(row.path), flexible=True),
     Column("LOGS", "logs", "logs", Kind.INTEGER),
@@ -166,8 +164,6 @@ def _report_guesses(run: Run, row: RebuiltDatabase) -> None:
             "old database"
         )
 
-
-# --- index regenerate -----------------------------------------------------------------------------------------------
 
 REGENERATED_COLUMNS = Columns(
     Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
@@ -276,8 +272,6 @@ def _some(values: list[Any]) -> str:
     return f"{shown} …" if len(values) > 10 else shown
 
 
-# --- downgrade ------------------------------------------------------------------------------------------------------
-
 DOWNGRADED_COLUMNS = Columns(
     Column("JOURNAL DIRECTORY", "directory", lambda row: str(row.path.parent), flexible=True),
     Column("VERSION 7", "journalCount", lambda row: len(row.journal_ids), Kind.INTEGER),
@@ -310,8 +304,6 @@ def downgrade_bookie(run: Run, directories: Directories = (), dry_run: DryRun = 
         if row.error is not None:
             run.note(f"bkctl: {row.error}")
 
-
-# --- convert --------------------------------------------------------------------------------------------------------
 
 CONVERTED_COLUMNS = Columns(
     Column("DIRECTORY", "directory", lambda row: str(row.path), flexible=True),
@@ -379,8 +371,6 @@ def convert_index(
         )
         run.note(f"Set ledgerStorageClass=org.apache.bookkeeper.bookie.{name} before the bookie starts")
 
-
-# --- format and init ------------------------------------------------------------------------------------------------
 
 CONTENTS_COLUMNS = Columns(
     Column("DIRECTORY", "directory", lambda row: str(row.path), flexible=True),

@@ -121,9 +121,6 @@ def list_bookies(
         run.watch(watch, look, BOOKIE_COLUMNS, subscribe=cluster.bookies.watch)
 
 
-# --- show -----------------------------------------------------------------------------------------------------------
-
-
 class BookieRow(NamedTuple):
     """All that the metadata store knows of a bookie. `cookie` is None without one, `cookie_error` without damage."""
 
@@ -214,9 +211,6 @@ def show(
     with run.cluster() as cluster, run.working("Counting ledgers", enabled=ledgers and watch is None):
         columns = SHOW_COLUMNS if single else run.table_columns(SHOW_TABLE_COLUMNS, SHOW_COLUMNS)
         run.watch(watch, look, columns, subscribe=cluster.bookies.watch, single=single)
-
-
-# --- usage ----------------------------------------------------------------------------------------------------------
 
 
 class UsageOrder(StrEnum):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from binascii import a2b_base64
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
@@ -77,8 +78,6 @@ STATE_STYLE = {"OPEN": YELLOW, "IN_RECOVERY": RED, "CLOSED": GREEN}
 
 
 def _custom_text(custom_metadata: dict[str, str]) -> str:
-    from binascii import a2b_base64
-
     return "\n".join(f"{key} = {readable_text(a2b_base64(value))}" for key, value in custom_metadata.items()) or "-"
 
 
@@ -118,8 +117,6 @@ def _custom_line(row: LedgerRow) -> str | None:
         managed_ledger = shown.pop("managedLedger", "")
         words = [shown.pop("application"), shown.pop("component", ""), shown.pop("topic", managed_ledger)]
         return " ".join([*filter(None, words), *(f"{name}={text}" for name, text in shown.items())])
-    from binascii import a2b_base64
-
     return ", ".join(f"{key}={readable_text(a2b_base64(value))}" for key, value in row.custom.items()) or None
 
 
