@@ -13,7 +13,7 @@ from typing import Any
 
 from bkctl.disk import Files
 from bkctl.errors import Conflict, Corrupt, NotFound, Unsupported, UsageError
-from bkctl.files.conversion import DB, ConversionState
+from bkctl.files.conversion import ConversionState
 from bkctl.files.index import BookieIndexes, LedgerIndexReader
 from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
 from bkctl.formats.entry_log import log_id_of, unpack_location
@@ -63,12 +63,10 @@ class _DatabasePairs(ExitStack):
 class DatabaseConverter(IndexConverter):
     """Converts index files to databases."""
 
-    to = DB
-
     def __init__(self, layout: BookieLayout, files: Files, progress: Progress) -> None:
         super().__init__(layout, files, progress)
         self._paths: dict[LedgerId, Path] | None = None
-        self._new = _DatabasePairs(self._building, _open_to_read)
+        self._new = _DatabasePairs(self._building, lambda kind, path, scoped: kind.open(path, scoped=scoped))
 
     @property
     def paths(self) -> dict[LedgerId, Path]:
@@ -190,10 +188,6 @@ class DatabaseConverter(IndexConverter):
             for level in levels_in(current):
                 self.rename(current / level, backup / level)
             row.backups.append(backup)
-
-
-def _open_to_read(kind: Any, path: Path, scoped: bool) -> Any:
-    return kind.open(path, scoped=scoped)
 
 
 def _open_to_write(kind: Any, path: Path, scoped: bool) -> Any:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from bkctl.disk import DIRECTORY_MODE
 from bkctl.errors import Conflict, Corrupt, NotFound, Unsupported, UsageError
-from bkctl.files.conversion import INTERLEAVED, ConversionState
+from bkctl.files.conversion import ConversionState
 from bkctl.files.directories import BookieDirectories
 from bkctl.files.index import BookieIndexes, LedgerIndexReader
 from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
@@ -35,8 +35,6 @@ _BUILDING_NAME = f"{INDEX}{UNFINISHED_SUFFIX}"
 
 class IndexFileConverter(IndexConverter):
     """Converts databases to index files."""
-
-    to = INTERLEAVED
 
     def check(self) -> None:
         file = next(BookieIndexes(self._directories).files(), None)

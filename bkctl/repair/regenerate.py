@@ -24,10 +24,10 @@ from bkctl.files.index import RELOCATION_SUFFIX, BookieIndexes, LedgerIndexReade
 from bkctl.formats.index import ENTRY_ID_MAX, PAGE_SIZE_DEFAULT, VERSION_CURRENT, LedgerData, index_path
 from bkctl.formats.names import UNFINISHED_SUFFIX
 from bkctl.ids import LedgerId
-from bkctl.model import LedgerFacts, LedgerFactsLookup, LedgerLiveness
+from bkctl.model import LedgerFactsLookup, LedgerLiveness
 from bkctl.repair.findings import Progress, RepairFindings
 from bkctl.repair.layout import BookieLayout
-from bkctl.repair.ledger_facts import JournalFacts, decide_ledger_data, read_journals
+from bkctl.repair.ledger_facts import decide_ledger_data, read_journals
 from bkctl.repair.log_entries import DamagedLogs, read_log_entries, read_log_ledgers
 from bkctl.repair.replacement import backup_name, replace_with_backup, sync_tree, time_stamp
 from bkctl.storage.ledger.index_pages import IndexInMemPageMgr
@@ -134,8 +134,8 @@ class _RegenerationRun:
         self._old: dict[LedgerId, Path] = {}
 
     def choose(self, ledgers: Collection[LedgerId] | None, scope_id: int | None, master_key: bytes | None) -> None:
-        """Choose the ledgers that get a new index, and their headers."""
-        result = self.result
+        """Choose the ledgers that get a new index, and their headers; leave out dead ones, and ones without a key."""
+        result, directories = self.result, self._layout.index_dirs
         facts = read_journals(self._layout.journal_dirs, result.findings, self._progress)
         paths = self._index_files()
         in_logs = self._ledgers_in_logs() if ledgers is None or not paths.keys() >= set(ledgers) else set()
@@ -152,38 +152,29 @@ class _RegenerationRun:
         for ledger in chosen:
             if ledger not in paths and ledger not in in_logs and ledger not in facts:
                 raise NotFound(f"Ledger {ledger} has neither an index file nor entries in this bookie")
-            self._add(ledger, paths.get(ledger), facts.get(ledger), stored.get(ledger), master_key)
+            known = stored.get(ledger)
+            if known is not None and known.liveness is LedgerLiveness.DEAD:
+                result.dead.append(ledger)
+                continue
+            old_path = paths.get(ledger)
+            path = old_path or directories[ledger.value % len(directories)] / index_path(ledger)
+            row = RegeneratedIndex(ledger, path.with_name(path.name.removesuffix(RELOCATION_SUFFIX)))
+            old = None if old_path is None else self._old_header(row, path)
+            data, row.fence_guessed = decide_ledger_data(old, facts.get(ledger), known, old_is_complete=False)
+            row.fenced = data.fenced
+            key = master_key if master_key is not None else data.master_key
+            if not key:
+                result.without_key.append(ledger)
+                continue
+            self._data[ledger] = LedgerData(True, data.fenced, key, data.explicit_lac)
+            self._rows[ledger] = row
+            result.indexes.append(row)
         if ledgers is not None and result.without_key:
             named = ", ".join(map(str, result.without_key))
             raise UsageError(
                 f"The master key of ledger {named} is unknown",
                 hint="give its password with --password-file, or --metadata-uri",
             )
-
-    def _add(
-        self,
-        ledger: LedgerId,
-        old_path: Path | None,
-        journal: JournalFacts | None,
-        stored: LedgerFacts | None,
-        master_key: bytes | None,
-    ) -> None:
-        """Decide the header of a ledger's new index; leave out a dead ledger, and one without a master key."""
-        if stored is not None and stored.liveness is LedgerLiveness.DEAD:
-            self.result.dead.append(ledger)
-            return
-        path = old_path or self._new_path(ledger)
-        row = RegeneratedIndex(ledger, path.with_name(path.name.removesuffix(RELOCATION_SUFFIX)))
-        old = None if old_path is None else self._old_header(row, path)
-        data, row.fence_guessed = decide_ledger_data(old, journal, stored, old_is_complete=False)
-        row.fenced = data.fenced
-        key = master_key if master_key is not None else data.master_key
-        if not key:
-            self.result.without_key.append(ledger)
-            return
-        self._data[ledger] = LedgerData(True, data.fenced, key, data.explicit_lac)
-        self._rows[ledger] = row
-        self.result.indexes.append(row)
 
     def _index_files(self) -> dict[LedgerId, Path]:
         found: dict[LedgerId, Path] = {}
@@ -199,10 +190,6 @@ class _RegenerationRun:
             for log in self._layout.logs(scoped=scoped):
                 found |= read_log_ledgers(log, RepairFindings())
         return found
-
-    def _new_path(self, ledger: LedgerId) -> Path:
-        directories = self._layout.index_dirs
-        return directories[ledger.value % len(directories)] / index_path(ledger)
 
     def _old_header(self, row: RegeneratedIndex, path: Path) -> LedgerData | None:
         try:
