@@ -68,14 +68,6 @@ def _number(row: FileRow) -> int | None:
     return row.file.id if isinstance(row.file.id, int) else None
 
 
-def _ledger(row: FileRow) -> LedgerId | None:
-    return row.file.id if isinstance(row.file.id, LedgerId) else None
-
-
-def _id_text(row: FileRow) -> str | None:
-    return None if row.file.id is None else str(row.file.id)
-
-
 def _hex(row: FileRow) -> str | None:
     number = _number(row)
     return None if number is None else f"{number:x}"
@@ -97,7 +89,7 @@ FILE_COLUMNS = Columns(
     Column("KIND", "kind", lambda row: row.file.kind.value, Kind.WORD),
     Column("ID", "id", _number, Kind.INTEGER),
     Column("HEX", "idHex", _hex, text=with_0x),
-    Column(None, "ledger", _ledger, Kind.LEDGER),
+    Column(None, "ledger", lambda row: row.file.id if isinstance(row.file.id, LedgerId) else None, Kind.LEDGER),
     Column("SCOPED", "scoped", "file.scoped", Kind.BOOLEAN),
     Column("SIZE", "size", "file.size", Kind.SIZE),
     Column("MODIFIED", "mtime", "file.mtime_ms", Kind.TIME),
@@ -107,7 +99,10 @@ FILE_COLUMNS = Columns(
 )
 # An index file's id is a ledger, which JSON has in its own fields and a table in the column of ids.
 FILE_TABLE_COLUMNS = Columns(
-    FILE_COLUMNS.columns[0], Column("ID", "id", _id_text), *FILE_COLUMNS.columns[2:], key="file"
+    FILE_COLUMNS.columns[0],
+    Column("ID", "id", lambda row: None if row.file.id is None else str(row.file.id)),
+    *FILE_COLUMNS.columns[2:],
+    key="file",
 )
 
 

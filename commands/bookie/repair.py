@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Final, get_args
 
 import typer
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from bkctl.metadata.stored_ledgers import StoredLedgers
     from bkctl.repair.findings import RepairFindings
     from bkctl.repair.layout import BookieLayout
-    from bkctl.repair.rebuild import RebuiltDatabase
 
 app = group()
 
@@ -95,6 +94,17 @@ REBUILT_COLUMNS = Columns(
 )
 
 
+#: Notes on a rebuilt database, each with the count that it is about.
+_GUESSES: Final = (
+    ("guessed_fences", "ledger was", "ledgers were", "{} fenced, since their state is unknown"),
+    (
+        "without_key", "ledger", "ledgers",
+        "the master key of {} is unknown; the bookie will accept that of the next writer",
+    ),
+    ("entries_saved", "entry", "entries", "{} behind damage taken over from the old database"),
+)  # fmt: skip
+
+
 @command(
     index_app,
     "rebuild",
@@ -139,30 +149,14 @@ def rebuild_databases(
     run.render(done.databases, REBUILT_COLUMNS)
     _report(run, done.findings)
     for row in done.databases:
-        _report_guesses(run, row)
+        for name, one, many, text in _GUESSES:
+            if count := getattr(row, name):
+                run.note(f"bkctl: {row.path}: {text.format(counted(count, one, many))}")
     run.finish_with(
         len(done.findings.damage),
         "damaged file; the records before the damage were used",
         "damaged files; the records before the damage were used",
     )
-
-
-def _report_guesses(run: Run, row: RebuiltDatabase) -> None:
-    if row.guessed_fences:
-        run.note(
-            f"bkctl: {row.path}: {counted(row.guessed_fences, 'ledger was', 'ledgers were')} fenced, "
-            "since their state is unknown"
-        )
-    if row.without_key:
-        run.note(
-            f"bkctl: {row.path}: the master key of {counted(row.without_key, 'ledger', 'ledgers')} is unknown; "
-            "the bookie will accept that of the next writer"
-        )
-    if row.entries_saved:
-        run.note(
-            f"bkctl: {row.path}: {counted(row.entries_saved, 'entry', 'entries')} behind damage taken over from the "
-            "old database"
-        )
 
 
 REGENERATED_COLUMNS = Columns(

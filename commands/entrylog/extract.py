@@ -186,8 +186,11 @@ def extract(
 def _raise_nothing_found(run: Run, extraction: LedgerExtraction, entries: EntryIdRange, log_count: int) -> NoReturn:
     """Raise the first problem of the logs, else NotFound."""
     raise_first(run, extraction.problems)
+    wanted = ""
+    if entries != (None, None):
+        wanted = f"from {entries.first or 0} to {'the last' if entries.last is None else entries.last} "
     raise NotFound(
-        f"No entry {_range_text(entries)}of ledger {extraction.ledger} in {counted(log_count, 'log', 'logs')}",
+        f"No entry {wanted}of ledger {extraction.ledger} in {counted(log_count, 'log', 'logs')}",
         hint="--scan also reads logs whose ledgers map does not name it" if extraction.logs_skipped else None,
     )
 
@@ -221,13 +224,6 @@ def _find_gaps(extraction: LedgerExtraction) -> tuple[list[tuple[int, int]], int
         if len(gaps) < GAPS_SHOWN_MAX:
             gaps.append((gap.first_entry_id, gap.last_entry_id))
     return gaps, missing
-
-
-def _range_text(entries: EntryIdRange) -> str:
-    if entries.first is None and entries.last is None:
-        return ""
-    last = "the last" if entries.last is None else entries.last
-    return f"from {entries.first or 0} to {last} "
 
 
 def _digest_of(extraction: LedgerExtraction, given: DigestType | None, form: ExtractFormat) -> DigestType | None:

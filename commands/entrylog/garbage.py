@@ -105,20 +105,11 @@ def active(
 
 
 class UseRow(NamedTuple):
-    """The live and dead bytes of a log, and what compaction does about them."""
+    """The live and dead bytes of a log, the compaction that it needs (None: none), and the bytes that this frees."""
 
     use: LogUse
-    thresholds: Thresholds
-
-    @property
-    def compaction(self) -> str | None:
-        """The compaction's name; None if compaction leaves the log alone."""
-        return self.use.compaction(self.thresholds)
-
-    @property
-    def reclaimable_size_bytes(self) -> int:
-        """The bytes that compaction frees."""
-        return self.use.reclaimable_size_bytes(self.thresholds)
+    compaction: str | None
+    reclaimable_size_bytes: int
 
 
 def _count_column(state: str) -> Column:
@@ -205,7 +196,10 @@ def garbage(
     sums = _GarbageTotals()
     rows: Iterable[UseRow]
     with open_liveness(run, paths, errors) as liveness, run.working("Reading entry logs"):
-        rows = (UseRow(use, limits) for use in collect_errors(log_uses(paths, liveness.states), errors))
+        rows = (
+            UseRow(use, use.compaction(limits), use.reclaimable_size_bytes(limits))
+            for use in collect_errors(log_uses(paths, liveness.states), errors)
+        )
         rows = sums.watch(rows)
         if order is not LogOrder.ID:
             rows = sorted(rows, key=_USE_KEYS[order])

@@ -106,10 +106,6 @@ def _quorums(row: LedgerRow) -> str:
     return f"{metadata.ensemble_size}/{metadata.write_quorum_size}/{metadata.ack_quorum_size}"
 
 
-def _short_time(text: str | None) -> str:
-    return "-" if text is None else f"{text[:19]}Z"
-
-
 def _custom_line(row: LedgerRow) -> str | None:
     """Return custom metadata for the table of a list: Pulsar's in its own words, else keys and values."""
     if pulsar := row.pulsar:
@@ -127,7 +123,7 @@ LEDGER_TABLE_COLUMNS = Columns(
     Column("DIGEST", "digestType", _digest_type),
     Column("LENGTH", "length", "metadata.length", Kind.SIZE),
     Column("LAST ENTRY", "lastEntryId", "metadata.last_entry_id", Kind.INTEGER),
-    Column("CREATED", "ctime", "ctime", text=_short_time),
+    Column("CREATED", "ctime", "ctime", text=lambda text: f"{text[:19]}Z"),
     Column("CUSTOM METADATA", "customMetadata", _custom_line, flexible=True),
     key="ledger",
 )
