@@ -83,8 +83,12 @@ def rebuild(
     directories of another storage class, OSError and BkctlError; after an error nothing has changed.
     """
     storages = layout.storages()
-    if not any((storage.index_dir / name).is_dir() for storage in storages for name in (LEDGERS, LOCATIONS)):
-        _check_storage_class(layout)
+    has_database = any((storage.index_dir / name).is_dir() for storage in storages for name in (LEDGERS, LOCATIONS))
+    if not has_database and next(BookieDirectories(index_dirs=layout.index_dirs).indexes(), None) is not None:
+        raise UsageError(
+            f"{layout.index_dirs[0]} has index files but no database: its bookie does not use DbLedgerStorage",
+            hint="'bkctl bookie index regenerate' rebuilds index files",
+        )
     run = _RebuildRun(storages, files or Files(), metadata, progress, dry_run)
     try:
         if ledgers:
@@ -101,15 +105,7 @@ def rebuild(
 def size_to_read(layout: BookieLayout, *, ledgers: bool, locations: bool) -> int:
     """Return about how many bytes `rebuild` reads, for its progress."""
     logs = [path for scoped in (False, True) for storage in layout.storages() for path in storage.logs(scoped=scoped)]
-    return sum(path.stat().st_size for path in logs) * (ledgers + locations) + layout.journal_size() * ledgers
-
-
-def _check_storage_class(layout: BookieLayout) -> None:
-    if next(BookieDirectories(index_dirs=layout.index_dirs).indexes(), None) is not None:
-        raise UsageError(
-            f"{layout.index_dirs[0]} has index files but no database: its bookie does not use DbLedgerStorage",
-            hint="'bkctl bookie index regenerate' rebuilds index files",
-        )
+    return sum(path.stat().st_size for path in logs) * (ledgers + locations) + (layout.journal_size() if ledgers else 0)
 
 
 class _RebuildRun:

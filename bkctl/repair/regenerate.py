@@ -92,7 +92,12 @@ def regenerate(
     Raises NotFound for a ledger without index and entries, UsageError if `ledgers` has one with an unknown key, OSError
     and BkctlError. After an error before the swap nothing has changed; in the swap each ledger has its old or new file.
     """
-    _check_storage_class(layout)
+    for current in layout.index_dirs:
+        if (current / "ledgers").is_dir() and (current / "locations").is_dir():
+            raise UsageError(
+                f"{current} has the databases of DbLedgerStorage, which has no index files",
+                hint="'bkctl bookie index rebuild' rebuilds them",
+            )
     run = _RegenerationRun(layout, files or Files(), metadata, progress)
     try:
         run.choose(ledgers, scope_id, master_key)
@@ -108,15 +113,6 @@ def size_to_read(layout: BookieLayout) -> int:
     """Return about how many bytes `regenerate` reads, for its progress."""
     logs = [*layout.logs(scoped=False), *layout.logs(scoped=True)]
     return sum(path.stat().st_size for path in logs) + layout.journal_size()
-
-
-def _check_storage_class(layout: BookieLayout) -> None:
-    for current in layout.index_dirs:
-        if (current / "ledgers").is_dir() and (current / "locations").is_dir():
-            raise UsageError(
-                f"{current} has the databases of DbLedgerStorage, which has no index files",
-                hint="'bkctl bookie index rebuild' rebuilds them",
-            )
 
 
 class _RegenerationRun:
