@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -80,7 +81,7 @@ def integrity(
         found = IntegrityResult(job, ledgers, indexes=not no_indexes)
         sums = Sums()
         frame_rows(run, found.rows(by), INTEGRITY_COLUMNS[by], saves, sums.add)
-        for line in found.notes():
+        for line in found.notes:
             run.note(f"bkctl: {line}")
         write_pages(saves.pages, "Integrity", found.sections, job.bookies)
     run.finish_with(sums.count if by is IntegrityBy.ENTRY else sums["findingCount"], "finding", "findings")
@@ -100,7 +101,6 @@ class IntegrityResult:
             job.session, job.bookies, job.connection, ledger=ledgers.ledger, scope_id=ledgers.scope_id,
             indexes=indexes, held=held,
         )  # fmt: skip
-        self._notes: list[str] | None = None
 
     def rows(self, by: IntegrityBy) -> DataFrame:
         """Return the rows of `--by`."""
@@ -111,19 +111,19 @@ class IntegrityResult:
         same = ("problem", "intactCount", "writeQuorumSize", "ledgerState")
         return entry_ranges(self.result.findings, by.value, same, self._connection)
 
+    @cached_property
     def notes(self) -> list[str]:
         """Return one line about the checked replicas, and one about the bookies that were not checked."""
-        if self._notes is None:
-            (checked,) = self.result.checked.collect()
-            self._notes = [
-                f"{checked.replicaCount:,} replicas of {checked.entryCount:,} entries in {checked.ledgerCount:,} "
-                "ledgers were checked"
-            ]
-            absent = self.result.unchecked.collect()
-            if absent:
-                names = ", ".join(f"{row.bookieId} ({counted(row.ledgerCount, 'ledger', 'ledgers')})" for row in absent)
-                self._notes.append(f"Not checked, since their files are not given: {names}")
-        return self._notes
+        (checked,) = self.result.checked.collect()
+        notes = [
+            f"{checked.replicaCount:,} replicas of {checked.entryCount:,} entries in {checked.ledgerCount:,} "
+            "ledgers were checked"
+        ]
+        absent = self.result.unchecked.collect()
+        if absent:
+            names = ", ".join(f"{row.bookieId} ({counted(row.ledgerCount, 'ledger', 'ledgers')})" for row in absent)
+            notes.append(f"Not checked, since their files are not given: {names}")
+        return notes
 
     def sections(self) -> list[Section]:
         """Return the sections of the page."""
@@ -137,4 +137,4 @@ class IntegrityResult:
         plot = bars("Findings by bookie", [Bar(name, parts) for name, parts in by_bookie.items()], unit="")
         columns = INTEGRITY_COLUMNS[IntegrityBy.ENTRY]
         found = table(findings, columns) if counts else '<p class="good">No findings.</p>'
-        return [Section("Integrity", ". ".join(self.notes()), [plot, found])]
+        return [Section("Integrity", ". ".join(self.notes), [plot, found])]

@@ -6,16 +6,16 @@ import os
 from collections.abc import Mapping
 from inspect import Parameter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from bkctl.errors import AlreadyExists, NotFound, UsageError
 from bkctl.ids import LedgerId, parse_scope_id
 
-from ..bookie.files import AnyLedgers
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
+from ..kit.ledger_options import MANY_LEDGERS
 from ..kit.options import Composite, DryRun, option, text_option
 from ..kit.texts import GREEN, RED, YELLOW, counted
 from ..ledger.listing import parse_states
@@ -27,6 +27,22 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 app = group()
+
+
+class LedgersToCopy(NamedTuple):
+    """The named ledgers; without names, all ledgers of `scope_id` (None: of every scope)."""
+
+    ledgers: list[LedgerId]
+    scope_id: int | None
+
+
+def _ledgers_to_copy(values: Mapping[str, Any]) -> LedgersToCopy:
+    scope_id = None if values["ledger_scope_id"] is None else parse_scope_id(values["ledger_scope_id"])
+    is_named = values["ledgers"] or values["ledger_id"] is not None or values["ledger_qualified_name"] is not None
+    return LedgersToCopy(MANY_LEDGERS.resolve(values) if is_named else [], scope_id)
+
+
+WhichLedgers = Annotated[LedgersToCopy, Composite(MANY_LEDGERS.parameters, _ledgers_to_copy)]
 
 
 def _to_scope(help: str) -> Composite:
@@ -93,7 +109,7 @@ def export(
         str,
         typer.Argument(metavar="PATH", help="Directory to create: a local path, or a URI that Spark writes to."),
     ],
-    which: AnyLedgers,
+    which: WhichLedgers,
     spark: SparkOptions,
     saves: SaveRows,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing export.")] = False,
@@ -124,7 +140,7 @@ def export(
     check_saves(saves, EXPORT_COLUMNS, ROW_FORMS)
     states = parse_states(state, "--state")
     options = connection_options(run)
-    if which.ledgers is not None:
+    if which.ledgers:
         options["ledger"] = ",".join(ledger.qualified_name for ledger in which.ledgers)
     elif which.scope_id is not None:
         options["ledgerScopeId"] = str(which.scope_id)
@@ -188,7 +204,7 @@ def import_(
 @command(app, "migrate-scope", connects=True, changes=True, examples=("bkctl pipeline migrate-scope 12 --to-scope 7",))
 def migrate_scope(
     run: Run,
-    which: AnyLedgers,
+    which: WhichLedgers,
     to_scope_id: Annotated[int | None, _to_scope("The scope to copy into; the ledger ids stay.")],
     sizes: NewSizes,
     spark: SparkOptions,
@@ -205,7 +221,7 @@ def migrate_scope(
     check_saves(saves, COPY_COLUMNS, ROW_FORMS)
     if to_scope_id is None:
         raise UsageError("No scope to copy into is given", hint="add --to-scope SCOPE")
-    if which.ledgers is None and which.scope_id is None:
+    if not which.ledgers and which.scope_id is None:
         raise UsageError("No ledgers to copy are given", hint="name ledgers, or add --ledger-scope-id SCOPE")
     options = {**connection_options(run), **sizes}
     check_cluster(run)
@@ -213,7 +229,7 @@ def migrate_scope(
         from bkctl.spark.jobs import migration
 
         rows = migration.migrate_scope(
-            session, options, to_scope_id, from_scope_id=which.scope_id, ledgers=which.ledgers or (), dry_run=dry_run
+            session, options, to_scope_id, from_scope_id=which.scope_id, ledgers=which.ledgers, dry_run=dry_run
         )
         _show_copies(run, rows, saves)
 

@@ -113,7 +113,7 @@ def report(
                 f"{size_text(sums['size'])} in {sums['entryCount']:,} entries on "
                 f"{counted(len(job.bookies), 'bookie', 'bookies')}",
             ),
-            _Part("integrity", checked.result.findings.count(), "; ".join(checked.notes())),
+            _Part("integrity", checked.result.findings.count(), "; ".join(checked.notes)),
             _Part("garbage", len(wasted.problems()), wasted.summary()),
             _Part("journal-audit", audited.finding_count(), audited.summary()),
         ]  # fmt: skip
