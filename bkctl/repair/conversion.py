@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
-from typing import ClassVar, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from bkctl.disk import Files
 from bkctl.errors import Corrupt
@@ -45,8 +45,7 @@ class ConvertedDirectory:
 class Conversion:
     """The result of a conversion. `resumed`: a killed conversion was continued. `done` is False after a dry run."""
 
-    to: str
-    directories: list[ConvertedDirectory] = field(default_factory=list)
+    directories: list[ConvertedDirectory]
     resumed: bool = False
     done: bool = False
 
@@ -79,12 +78,10 @@ class CheckpointInterval:
 class IndexConverter(ABC):
     """One direction of a conversion. `result` counts ledgers and entries while they are read."""
 
-    to: ClassVar[str]
-
     def __init__(self, layout: BookieLayout, files: Files, progress: Progress) -> None:
         self._files, self._progress = files, progress
         self.storages = layout.storages()
-        self.result = Conversion(self.to, [ConvertedDirectory(storage.index_dir) for storage in self.storages])
+        self.result = Conversion([ConvertedDirectory(storage.index_dir) for storage in self.storages])
         self._directories = BookieDirectories(index_dirs=layout.index_dirs)
 
     @abstractmethod
@@ -117,7 +114,7 @@ class IndexConverter(ABC):
             row.ledgers = row.entries = 0
         for source in self.read_old():
             found = self.read_new(source.ledger, source.number)
-            if found is None or not _is_equal(found[0], source.data):
+            if found is None or _shared_facts(found[0]) != _shared_facts(source.data):
                 raise _difference(source.ledger, "its header")
             count = 0
             for old, new in zip_longest(source.places, found[1]):
@@ -142,13 +139,9 @@ class IndexConverter(ABC):
             self._files.sync_directory(source.parent)
 
 
-def _is_equal(old: LedgerData, new: LedgerData) -> bool:
-    """Return True if the fields are equal that both kinds of index have."""
-    return (old.master_key, old.fenced, old.explicit_lac or None) == (
-        new.master_key,
-        new.fenced,
-        new.explicit_lac or None,
-    )
+def _shared_facts(data: LedgerData) -> tuple[bytes, bool, bytes | None]:
+    """Return the fields that both kinds of index have."""
+    return data.master_key, data.fenced, data.explicit_lac or None
 
 
 def _difference(ledger: LedgerId, part: str) -> Corrupt:

@@ -15,13 +15,13 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+from pathlib import Path
 
 from bkctl.disk import Files
 from bkctl.errors import Conflict
-from bkctl.files.conversion import DB, INTERLEAVED, ConversionState
-from bkctl.formats.index import PAGE_SIZE_DEFAULT, VERSION_CURRENT
+from bkctl.files.conversion import DB, ConversionState
 from bkctl.formats.names import CONVERSION_NAME
-from bkctl.repair.conversion import DATABASE_NAMES, Conversion, IndexConverter
+from bkctl.repair.conversion import DATABASE_NAMES, Conversion
 from bkctl.repair.convert_to_databases import DatabaseConverter
 from bkctl.repair.convert_to_index_files import IndexFileConverter
 from bkctl.repair.findings import Progress
@@ -29,15 +29,11 @@ from bkctl.repair.layout import BookieLayout
 from bkctl.repair.regenerate import INDEX
 from bkctl.repair.replacement import time_stamp
 
-__all__ = ["DB", "INTERLEAVED", "Conversion", "convert"]
-
 
 def convert(
     layout: BookieLayout,
     to: str,
     *,
-    page_size: int = PAGE_SIZE_DEFAULT,
-    version: int = VERSION_CURRENT,
     discard_old: bool = False,
     dry_run: bool = False,
     files: Files | None = None,
@@ -50,105 +46,62 @@ def convert(
     Unsupported if the other storage class cannot have these logs or ledgers, Corrupt for a damaged index, OSError.
     """
     files = files or Files()
-    converter: IndexConverter
-    if to == DB:
-        converter = DatabaseConverter(layout, files, progress)
-    else:
-        converter = IndexFileConverter(layout, files, progress, page_size=page_size, version=version)
-    run = _ConversionRun(layout, converter, files)
-    run.refuse_conflicts()
-    if not run.is_swapping:
+    converter = (DatabaseConverter if to == DB else IndexFileConverter)(layout, files, progress)
+    path, fingerprint = layout.index_dirs[0] / CONVERSION_NAME, _fingerprint(layout)
+    state, result = ConversionState.read(path), converter.result
+    result.resumed = state is not None and state.fingerprint == fingerprint
+    if state is not None:
+        _refuse_conflicts(state, path, to, len(result.directories), fingerprint)
+    if state is None or not state.swapping:
         converter.check()
-    if dry_run:
-        if not run.is_swapping:
-            run.count_entries(progress)
-        return converter.result
-    if not run.is_swapping:
-        run.start()
-        run.build()
-    run.swap()
+        if dry_run:
+            for source in converter.read_old():  # This counts the ledgers and entries of the result.
+                progress(sum(1 for _ in source.places))
+            return result
+        # Resume only if the files of the bookie are unchanged since the conversion began.
+        if state is None or state.fingerprint != fingerprint:
+            state = ConversionState(to, _free_stamp(layout), fingerprint)
+            converter.clear()
+            state.write(path, files)
+        state = converter.build(state, path)
+        converter.verify()
+        counts = tuple((row.ledgers, row.entries) for row in result.directories)
+        state = state._replace(swapping=True, counts=counts)
+        state.write(path, files)
+    elif dry_run:
+        return result
+    for row, (ledgers, entries) in zip(result.directories, state.counts, strict=True):
+        row.ledgers, row.entries = ledgers, entries
+    converter.swap(state.stamp)
+    files.remove(path)
+    files.sync_directory(path.parent)
+    result.done = True
     if discard_old:
-        run.discard_backups()
-    return converter.result
-
-
-class _ConversionRun:
-    """One call of `convert`: takes the conversion through the states of its progress file."""
-
-    def __init__(self, layout: BookieLayout, converter: IndexConverter, files: Files) -> None:
-        self._layout, self._converter, self._files = layout, converter, files
-        self._path = layout.index_dirs[0] / CONVERSION_NAME
-        self._state = ConversionState.read(self._path)
-        self._fingerprint = _fingerprint(layout)
-        converter.result.resumed = self._state is not None and self._state.fingerprint == self._fingerprint
-
-    @property
-    def is_swapping(self) -> bool:
-        """Return True if the new index is complete and verified."""
-        return self._state is not None and self._state.swapping
-
-    def refuse_conflicts(self) -> None:
-        """Raise Conflict if the progress file belongs to another conversion, or a bookie ran during the swap."""
-        state, current = self._state, self._path.parent
-        if state is None:
-            return
-        if state.to != self._converter.to:
-            raise Conflict(
-                f"A conversion to {state.to} is unfinished in {current}", hint=f"finish it with --to {state.to}"
-            )
-        if not state.swapping:
-            return
-        given = len(self._converter.result.directories)
-        if len(state.counts) != given:
-            raise Conflict(
-                f"{self._path} names {len(state.counts)} index directories, but {given} are given",
-                hint="give the directories with which the conversion started",
-            )
-        if state.fingerprint != self._fingerprint:
-            raise Conflict(
-                f"A bookie ran in {current} during the last step of a conversion: "
-                f"part of its index is in index.backup-{state.stamp}",
-                hint=f"move that part back by hand, then remove the file {CONVERSION_NAME}",
-            )
-
-    def count_entries(self, progress: Progress) -> None:
-        """Read the old index, so that the result of a dry run has its ledgers and entries."""
-        for source in self._converter.read_old():
-            progress(sum(1 for _ in source.places))
-
-    def start(self) -> None:
-        """Start a conversion, unless one can be resumed: the files of the bookie must be unchanged since it began."""
-        if self._state is None or self._state.fingerprint != self._fingerprint:
-            self._state = ConversionState(self._converter.to, _free_stamp(self._layout), self._fingerprint)
-            self._converter.clear()
-            self._state.write(self._path, self._files)
-
-    def build(self) -> None:
-        """Build and verify the new index, then enter the state `swapping`."""
-        assert self._state is not None
-        state = self._converter.build(self._state, self._path)
-        self._converter.verify()
-        counts = tuple((row.ledgers, row.entries) for row in self._converter.result.directories)
-        self._state = state._replace(swapping=True, counts=counts)
-        self._state.write(self._path, self._files)
-
-    def swap(self) -> None:
-        """Swap the indexes and remove the progress file."""
-        assert self._state is not None
-        result = self._converter.result
-        for row, (ledgers, entries) in zip(result.directories, self._state.counts, strict=True):
-            row.ledgers, row.entries = ledgers, entries
-        self._converter.swap(self._state.stamp)
-        self._files.remove(self._path)
-        self._files.sync_directory(self._path.parent)
-        result.done = True
-
-    def discard_backups(self) -> None:
-        """Remove the old index."""
-        for row in self._converter.result.directories:
+        for row in result.directories:
             for backup in row.backups:
                 shutil.rmtree(backup)
             row.backups = []
+    return result
+
+
+def _refuse_conflicts(state: ConversionState, path: Path, to: str, directory_count: int, fingerprint: str) -> None:
+    """Raise Conflict if the progress file belongs to another conversion, or a bookie ran during the swap."""
+    current = path.parent
+    if state.to != to:
+        raise Conflict(f"A conversion to {state.to} is unfinished in {current}", hint=f"finish it with --to {state.to}")
+    if not state.swapping:
+        return
+    if len(state.counts) != directory_count:
+        raise Conflict(
+            f"{path} names {len(state.counts)} index directories, but {directory_count} are given",
+            hint="give the directories with which the conversion started",
+        )
+    if state.fingerprint != fingerprint:
+        raise Conflict(
+            f"A bookie ran in {current} during the last step of a conversion: "
+            f"part of its index is in index.backup-{state.stamp}",
+            hint=f"move that part back by hand, then remove the file {CONVERSION_NAME}",
+        )
 
 
 def _free_stamp(layout: BookieLayout) -> str:

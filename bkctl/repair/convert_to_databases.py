@@ -13,7 +13,7 @@ from typing import Any
 
 from bkctl.disk import Files
 from bkctl.errors import Conflict, Corrupt, NotFound, Unsupported, UsageError
-from bkctl.files.conversion import DB, ConversionState
+from bkctl.files.conversion import ConversionState
 from bkctl.files.index import BookieIndexes, LedgerIndexReader
 from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
 from bkctl.formats.entry_log import log_id_of, unpack_location
@@ -35,29 +35,22 @@ from bkctl.repair.regenerate import INDEX
 from bkctl.repair.replacement import backup_name, prepare_building, sync_tree
 
 
-class _DatabasePairs:
+class _DatabasePairs(ExitStack):
     """Pairs of (ledgers, locations) databases by directory number and scope, opened at first use."""
 
     def __init__(self, path_of: Callable[[int, str], Path], open_database: Callable[[Any, Path, bool], Any]) -> None:
+        super().__init__()
         self._path_of, self._open = path_of, open_database
-        self._stack = ExitStack()
         self.pairs: dict[tuple[int, bool], tuple[LedgersDatabase, LocationsDatabase]] = {}
-
-    def __enter__(self) -> _DatabasePairs:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
 
     def get(self, number: int, scoped: bool) -> tuple[LedgersDatabase, LocationsDatabase]:
         """Return the two databases of directory `number`; open them at the first call."""
         if (number, scoped) not in self.pairs:
             prefix = "scoped-" if scoped else ""
-            ledgers = self._open(LedgersDatabase, self._path_of(number, f"{prefix}ledgers"), scoped)
-            self._stack.enter_context(ledgers)
-            locations = self._open(LocationsDatabase, self._path_of(number, f"{prefix}locations"), scoped)
-            self._stack.enter_context(locations)
-            self.pairs[number, scoped] = ledgers, locations
+            self.pairs[number, scoped] = (
+                self.enter_context(self._open(LedgersDatabase, self._path_of(number, f"{prefix}ledgers"), scoped)),
+                self.enter_context(self._open(LocationsDatabase, self._path_of(number, f"{prefix}locations"), scoped)),
+            )
         return self.pairs[number, scoped]
 
     def flush(self) -> None:
@@ -70,12 +63,10 @@ class _DatabasePairs:
 class DatabaseConverter(IndexConverter):
     """Converts index files to databases."""
 
-    to = DB
-
     def __init__(self, layout: BookieLayout, files: Files, progress: Progress) -> None:
         super().__init__(layout, files, progress)
         self._paths: dict[LedgerId, Path] | None = None
-        self._new = _DatabasePairs(self._building, _open_to_read)
+        self._new = _DatabasePairs(self._building, lambda kind, path, scoped: kind.open(path, scoped=scoped))
 
     @property
     def paths(self) -> dict[LedgerId, Path]:
@@ -197,10 +188,6 @@ class DatabaseConverter(IndexConverter):
             for level in levels_in(current):
                 self.rename(current / level, backup / level)
             row.backups.append(backup)
-
-
-def _open_to_read(kind: Any, path: Path, scoped: bool) -> Any:
-    return kind.open(path, scoped=scoped)
 
 
 def _open_to_write(kind: Any, path: Path, scoped: bool) -> Any:

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-from bkctl.disk import DIRECTORY_MODE, Files
+from bkctl.disk import DIRECTORY_MODE
 from bkctl.errors import Conflict, Corrupt, NotFound, Unsupported, UsageError
-from bkctl.files.conversion import INTERLEAVED, ConversionState
+from bkctl.files.conversion import ConversionState
 from bkctl.files.directories import BookieDirectories
 from bkctl.files.index import BookieIndexes, LedgerIndexReader
 from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
@@ -27,8 +27,6 @@ from bkctl.repair.conversion import (
     IndexedLedger,
     levels_in,
 )
-from bkctl.repair.findings import Progress
-from bkctl.repair.layout import BookieLayout
 from bkctl.repair.regenerate import INDEX, IndexFileBuilder
 from bkctl.repair.replacement import prepare_building, sync_tree
 
@@ -36,13 +34,7 @@ _BUILDING_NAME = f"{INDEX}{UNFINISHED_SUFFIX}"
 
 
 class IndexFileConverter(IndexConverter):
-    """Converts databases to index files of format `version`, with pages of `page_size` bytes."""
-
-    to = INTERLEAVED
-
-    def __init__(self, layout: BookieLayout, files: Files, progress: Progress, *, page_size: int, version: int) -> None:
-        super().__init__(layout, files, progress)
-        self._page_size, self._version = page_size, version
+    """Converts databases to index files."""
 
     def check(self) -> None:
         file = next(BookieIndexes(self._directories).files(), None)
@@ -101,7 +93,7 @@ class IndexFileConverter(IndexConverter):
         directories = [self._building(storage.number) for storage in self.storages]
         for directory in directories:
             directory.mkdir(DIRECTORY_MODE, exist_ok=True)
-        builder = IndexFileBuilder(directories, self._page_size, self._version)
+        builder = IndexFileBuilder(directories)
         interval = CheckpointInterval()
         unsynced: list[Path] = []
         for source in self.read_old(state):

@@ -113,11 +113,6 @@ class LedgerExtraction:
         """Return the logs with entries of the ledger, oldest first."""
         return list(self._paths)
 
-    @property
-    def size_bytes(self) -> int:
-        """Return the bytes of the taken records with their size fields."""
-        return sum(4 + self._sizes[index] for index in self._order)
-
     def gaps(self) -> Iterator[Gap]:
         """Yield the missing entries from `first` on: up to `last` if given, else before the last entry."""
         expected = self.first

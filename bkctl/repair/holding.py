@@ -90,8 +90,7 @@ def _refuse(directories: Sequence[Path]) -> None:
     if found:
         first = found[0]
         others = f" and {len(found) - 1} others" if len(found) > 1 else ""
-        where = first.path
-        raise DirectoryInUse(f"{where} is in use by {first}{others}", hint=_HINT)
+        raise DirectoryInUse(f"{first.path} is in use by {first}{others}", hint=_HINT)
 
 
 def _siblings(currents: Sequence[Path]) -> list[Path]:
@@ -185,8 +184,8 @@ def _flocks(roots: Sequence[Path]) -> Iterator[tuple[Path, int]]:
 
 
 def _by_open_files(roots: Sequence[Path]) -> Iterator[Holder]:
-    prefixes = tuple(str(root) for root in roots)
-    inodes: frozenset[tuple[int, int]] | None = None
+    prefixes = tuple(f"{root}/" for root in roots)
+    inodes: set[tuple[int, int] | None] | None = None
     namespace = _link(_PROC / "self/ns/mnt")
     for process in _names(_PROC):
         if not process.isdecimal() or int(process) == os.getpid():
@@ -199,32 +198,27 @@ def _by_open_files(roots: Sequence[Path]) -> Iterator[Holder]:
             if target is None or not target.startswith("/"):
                 continue
             target = target.removesuffix(_DELETED)
-            if target.startswith(prefixes) and _is_below(target, prefixes):
+            is_held = f"{target}/".startswith(prefixes)
+            if is_elsewhere and not is_held:
+                if inodes is None:
+                    inodes = _inodes(roots)
+                is_held = _inode(directory / name) in inodes
+            if is_held:
                 yield _holder(int(process), Path(target))
                 break
-            if is_elsewhere:
-                if inodes is None:
-                    inodes = frozenset(_inodes(roots))
-                try:
-                    status = os.stat(directory / name)
-                except OSError:
-                    continue
-                if (status.st_dev, status.st_ino) in inodes:
-                    yield _holder(int(process), Path(target))
-                    break
 
 
-def _is_below(path: str, roots: Sequence[str]) -> bool:
-    return any(path == root or path.startswith(f"{root}/") for root in roots)
+def _inodes(roots: Sequence[Path]) -> set[tuple[int, int] | None]:
+    places = [place for root in roots for place in os.walk(root)]
+    return {_inode(Path(directory, name)) for directory, _, names in places for name in ("", *names)} - {None}
 
 
-def _inodes(roots: Sequence[Path]) -> Iterator[tuple[int, int]]:
-    for root in roots:
-        for directory, _, names in os.walk(root):
-            for path in [directory, *(os.path.join(directory, name) for name in names)]:
-                with contextlib.suppress(OSError):
-                    status = os.stat(path)
-                    yield status.st_dev, status.st_ino
+def _inode(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _names(directory: Path) -> list[str]:

@@ -58,6 +58,10 @@ class BookieLayout(NamedTuple):
         found = [path for current in self.ledger_dirs for path in Storage(0, current, current).logs(scoped=scoped)]
         return sorted(found, key=lambda path: log_id_of(path.name) or 0)
 
+    def journal_size(self) -> int:
+        """Return the bytes of all journals."""
+        return sum(path.stat().st_size for directory in self.journal_dirs for path in directory.glob("**/*.txn"))
+
 
 def find_layout(directories: BookieDirectories) -> BookieLayout:
     """Return the directories of a bookie by role: in the order of the configuration, else of the cookie.

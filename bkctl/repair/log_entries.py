@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported
@@ -50,31 +50,25 @@ def read_log_ledgers(path: Path, findings: RepairFindings) -> set[LedgerId]:
     return {ledger for ledger in found if is_ledger(ledger)}
 
 
-class DamagedLogs:
+class DamagedLogs(ExitStack):
     """Logs that a scan could not read to their end: confirms entries of an old index behind the damage.
 
     Created from the damage found so far. Use as a context manager.
     """
 
     def __init__(self, damage: Iterable[DamagedFile]) -> None:
-        self._readers: dict[tuple[bool, int], FileReader | None] = {}
+        super().__init__()
+        self._readers: dict[tuple[bool, int], FileReader] = {}
         for path, _ in damage:
             log_id = log_id_of(path.name)
             if log_id is not None:
                 scoped = path.parent.name == SCOPED_DIRECTORY
                 with suppress(BkctlError):
-                    self._readers[scoped, log_id] = FileReader(path)
+                    reader = self._readers[scoped, log_id] = FileReader(path)
+                    self.callback(reader.close)
 
     def __bool__(self) -> bool:
         return bool(self._readers)
-
-    def __enter__(self) -> DamagedLogs:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for reader in self._readers.values():
-            if reader is not None:
-                reader.close()
 
     def has(self, ledger: LedgerId, entry_id: int, location: int) -> bool:
         """Return True if one of these logs has the whole entry at `location`."""

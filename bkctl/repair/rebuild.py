@@ -16,6 +16,7 @@ from typing import Final, TypeVar
 
 from bkctl.disk import Files
 from bkctl.errors import Corrupt, NotFound, UsageError
+from bkctl.files.directories import BookieDirectories
 from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
 from bkctl.formats.index import LedgerData
 from bkctl.ids import LedgerId
@@ -30,8 +31,6 @@ LEDGERS: Final = "ledgers"
 LOCATIONS: Final = "locations"
 SCOPED_PREFIX: Final = "scoped-"
 _SCOPES: Final = ((False, ""), (True, SCOPED_PREFIX))
-#: Ledgers in one request to the metadata store.
-_ASK_MAX: Final = 1000
 _D = TypeVar("_D", LedgersDatabase, LocationsDatabase)
 
 
@@ -84,8 +83,12 @@ def rebuild(
     directories of another storage class, OSError and BkctlError; after an error nothing has changed.
     """
     storages = layout.storages()
-    if not any((storage.index_dir / name).is_dir() for storage in storages for name in (LEDGERS, LOCATIONS)):
-        _check_storage_class(layout)
+    has_database = any((storage.index_dir / name).is_dir() for storage in storages for name in (LEDGERS, LOCATIONS))
+    if not has_database and next(BookieDirectories(index_dirs=layout.index_dirs).indexes(), None) is not None:
+        raise UsageError(
+            f"{layout.index_dirs[0]} has index files but no database: its bookie does not use DbLedgerStorage",
+            hint="'bkctl bookie index regenerate' rebuilds index files",
+        )
     run = _RebuildRun(storages, files or Files(), metadata, progress, dry_run)
     try:
         if ledgers:
@@ -102,20 +105,7 @@ def rebuild(
 def size_to_read(layout: BookieLayout, *, ledgers: bool, locations: bool) -> int:
     """Return about how many bytes `rebuild` reads, for its progress."""
     logs = [path for scoped in (False, True) for storage in layout.storages() for path in storage.logs(scoped=scoped)]
-    size = sum(path.stat().st_size for path in logs) * (ledgers + locations)
-    if ledgers:
-        size += sum(path.stat().st_size for directory in layout.journal_dirs for path in directory.glob("**/*.txn"))
-    return size
-
-
-def _check_storage_class(layout: BookieLayout) -> None:
-    from bkctl.files.directories import BookieDirectories
-
-    if next(BookieDirectories(index_dirs=layout.index_dirs).indexes(), None) is not None:
-        raise UsageError(
-            f"{layout.index_dirs[0]} has index files but no database: its bookie does not use DbLedgerStorage",
-            hint="'bkctl bookie index regenerate' rebuilds index files",
-        )
+    return sum(path.stat().st_size for path in logs) * (ledgers + locations) + (layout.journal_size() if ledgers else 0)
 
 
 class _RebuildRun:
@@ -136,8 +126,6 @@ class _RebuildRun:
         #: The ledgers of the databases that were rebuilt, by path.
         self._ledgers: dict[Path, set[LedgerId]] = {}
         self._built: list[tuple[RebuiltDatabase, Path]] = []
-
-    # --- ledgers ----------------------------------------------------------------------------------------------------
 
     def build_ledgers(self, journal_dirs: Iterable[Path]) -> None:
         findings = self.result.findings
@@ -202,8 +190,6 @@ class _RebuildRun:
             return old, False, flags
         row.ledgers_before = len(old)
         return old, True, flags
-
-    # --- locations --------------------------------------------------------------------------------------------------
 
     def build_locations(self) -> None:
         for storage in self._storages:
@@ -278,22 +264,16 @@ class _RebuildRun:
             return
         row.entries_before = count
 
-    # --- the metadata store -----------------------------------------------------------------------------------------
-
     def _ask(self, ledger: LedgerId, batch: Iterable[LedgerId] = ()) -> LedgerFacts | None:
         if self._metadata is None:
             return None
         if ledger not in self._known:
-            self._ask_many([ledger, *(other for other in batch if other not in self._known)])
+            self._ask_many([ledger, *batch])
         return self._known[ledger]
 
     def _ask_many(self, ledgers: Iterable[LedgerId]) -> None:
         assert self._metadata is not None
-        missing = sorted({ledger for ledger in ledgers if ledger not in self._known})
-        for start in range(0, len(missing), _ASK_MAX):
-            self._known.update(self._metadata(missing[start : start + _ASK_MAX]))
-
-    # --- building and swapping --------------------------------------------------------------------------------------
+        self._known.update(self._metadata(sorted({ledger for ledger in ledgers if ledger not in self._known})))
 
     def _create(self, kind: type[_D], row: RebuiltDatabase, scoped: bool) -> AbstractContextManager[_D | None]:
         """Return the new database to fill; None in a dry run."""

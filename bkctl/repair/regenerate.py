@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections import defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
@@ -23,10 +24,10 @@ from bkctl.files.index import RELOCATION_SUFFIX, BookieIndexes, LedgerIndexReade
 from bkctl.formats.index import ENTRY_ID_MAX, PAGE_SIZE_DEFAULT, VERSION_CURRENT, LedgerData, index_path
 from bkctl.formats.names import UNFINISHED_SUFFIX
 from bkctl.ids import LedgerId
-from bkctl.model import LedgerFacts, LedgerFactsLookup, LedgerLiveness
+from bkctl.model import LedgerFactsLookup, LedgerLiveness
 from bkctl.repair.findings import Progress, RepairFindings
 from bkctl.repair.layout import BookieLayout
-from bkctl.repair.ledger_facts import JournalFacts, decide_ledger_data, is_ledger, read_journals
+from bkctl.repair.ledger_facts import decide_ledger_data, read_journals
 from bkctl.repair.log_entries import DamagedLogs, read_log_entries, read_log_ledgers
 from bkctl.repair.replacement import backup_name, replace_with_backup, sync_tree, time_stamp
 from bkctl.storage.ledger.index_pages import IndexInMemPageMgr
@@ -34,7 +35,6 @@ from bkctl.storage.ledger.index_persistence import IndexedHandle, IndexPersisten
 
 #: Directory below `current` for unfinished index files and, with a time, for backups of old ones.
 INDEX: Final = "index"
-_ASK_MAX: Final = 1000
 #: Ledgers and changed pages (usually 8 KiB each) in memory during a build.
 _HANDLES_MAX: Final = 20_000
 _CHANGED_PAGES_MAX: Final = 4096
@@ -82,8 +82,6 @@ def regenerate(
     scope_id: int | None = None,
     master_key: bytes | None = None,
     metadata: LedgerFactsLookup | None = None,
-    page_size: int = PAGE_SIZE_DEFAULT,
-    version: int = VERSION_CURRENT,
     dry_run: bool = False,
     files: Files | None = None,
     progress: Progress = lambda _: None,
@@ -94,11 +92,16 @@ def regenerate(
     Raises NotFound for a ledger without index and entries, UsageError if `ledgers` has one with an unknown key, OSError
     and BkctlError. After an error before the swap nothing has changed; in the swap each ledger has its old or new file.
     """
-    _check_storage_class(layout)
+    for current in layout.index_dirs:
+        if (current / "ledgers").is_dir() and (current / "locations").is_dir():
+            raise UsageError(
+                f"{current} has the databases of DbLedgerStorage, which has no index files",
+                hint="'bkctl bookie index rebuild' rebuilds them",
+            )
     run = _RegenerationRun(layout, files or Files(), metadata, progress)
     try:
         run.choose(ledgers, scope_id, master_key)
-        run.build(page_size, version, dry_run=dry_run)
+        run.build(dry_run=dry_run)
         if not dry_run:
             run.swap()
     finally:
@@ -109,17 +112,7 @@ def regenerate(
 def size_to_read(layout: BookieLayout) -> int:
     """Return about how many bytes `regenerate` reads, for its progress."""
     logs = [*layout.logs(scoped=False), *layout.logs(scoped=True)]
-    journals = [path for directory in layout.journal_dirs for path in directory.glob("**/*.txn")]
-    return sum(path.stat().st_size for path in (*logs, *journals))
-
-
-def _check_storage_class(layout: BookieLayout) -> None:
-    for current in layout.index_dirs:
-        if (current / "ledgers").is_dir() and (current / "locations").is_dir():
-            raise UsageError(
-                f"{current} has the databases of DbLedgerStorage, which has no index files",
-                hint="'bkctl bookie index rebuild' rebuilds them",
-            )
+    return sum(path.stat().st_size for path in logs) + layout.journal_size()
 
 
 class _RegenerationRun:
@@ -136,14 +129,12 @@ class _RegenerationRun:
         #: Readable old index files; they differ from `path` after an interrupted relocation.
         self._old: dict[LedgerId, Path] = {}
 
-    # --- which ledgers ----------------------------------------------------------------------------------------------
-
     def choose(self, ledgers: Collection[LedgerId] | None, scope_id: int | None, master_key: bytes | None) -> None:
-        """Choose the ledgers that get a new index, and their headers."""
-        result = self.result
+        """Choose the ledgers that get a new index, and their headers; leave out dead ones, and ones without a key."""
+        result, directories = self.result, self._layout.index_dirs
         facts = read_journals(self._layout.journal_dirs, result.findings, self._progress)
         paths = self._index_files()
-        in_logs = self._ledgers_in_logs() if ledgers is None or self._any_is_new(ledgers, paths) else set()
+        in_logs = self._ledgers_in_logs() if ledgers is None or not paths.keys() >= set(ledgers) else set()
         if scope_id is not None:
             paths = {ledger: path for ledger, path in paths.items() if ledger.scope_id == scope_id}
             in_logs = {ledger for ledger in in_logs if ledger.scope_id == scope_id}
@@ -153,42 +144,33 @@ class _RegenerationRun:
                 f"{len(unlisted)} ledgers in the logs have no index file: some may be deleted "
                 "(--metadata-uri leaves deleted ledgers out)"
             )
-        stored = self._ask(chosen)
+        stored = {} if self._metadata is None else self._metadata(chosen)
         for ledger in chosen:
             if ledger not in paths and ledger not in in_logs and ledger not in facts:
                 raise NotFound(f"Ledger {ledger} has neither an index file nor entries in this bookie")
-            self._add(ledger, paths.get(ledger), facts.get(ledger), stored.get(ledger), master_key)
+            known = stored.get(ledger)
+            if known is not None and known.liveness is LedgerLiveness.DEAD:
+                result.dead.append(ledger)
+                continue
+            old_path = paths.get(ledger)
+            path = old_path or directories[ledger.value % len(directories)] / index_path(ledger)
+            row = RegeneratedIndex(ledger, path.with_name(path.name.removesuffix(RELOCATION_SUFFIX)))
+            old = None if old_path is None else self._old_header(row, path)
+            data, row.fence_guessed = decide_ledger_data(old, facts.get(ledger), known, old_is_complete=False)
+            row.fenced = data.fenced
+            key = master_key if master_key is not None else data.master_key
+            if not key:
+                result.without_key.append(ledger)
+                continue
+            self._data[ledger] = LedgerData(True, data.fenced, key, data.explicit_lac)
+            self._rows[ledger] = row
+            result.indexes.append(row)
         if ledgers is not None and result.without_key:
             named = ", ".join(map(str, result.without_key))
             raise UsageError(
                 f"The master key of ledger {named} is unknown",
                 hint="give its password with --password-file, or --metadata-uri",
             )
-
-    def _add(
-        self,
-        ledger: LedgerId,
-        old_path: Path | None,
-        journal: JournalFacts | None,
-        stored: LedgerFacts | None,
-        master_key: bytes | None,
-    ) -> None:
-        """Decide the header of a ledger's new index; leave out a dead ledger, and one without a master key."""
-        if stored is not None and stored.liveness is LedgerLiveness.DEAD:
-            self.result.dead.append(ledger)
-            return
-        path = old_path or self._new_path(ledger)
-        row = RegeneratedIndex(ledger, path.with_name(path.name.removesuffix(RELOCATION_SUFFIX)))
-        old = None if old_path is None else self._old_header(row, path)
-        data, row.fence_guessed = decide_ledger_data(old, journal, stored, old_is_complete=False)
-        row.fenced = data.fenced
-        key = master_key if master_key is not None else data.master_key
-        if not key:
-            self.result.without_key.append(ledger)
-            return
-        self._data[ledger] = LedgerData(True, data.fenced, key, data.explicit_lac)
-        self._rows[ledger] = row
-        self.result.indexes.append(row)
 
     def _index_files(self) -> dict[LedgerId, Path]:
         found: dict[LedgerId, Path] = {}
@@ -198,26 +180,12 @@ class _RegenerationRun:
                     found.setdefault(file.id, file.path)
         return found
 
-    def _any_is_new(self, ledgers: Iterable[LedgerId], paths: dict[LedgerId, Path]) -> bool:
-        return any(ledger not in paths for ledger in ledgers)
-
     def _ledgers_in_logs(self) -> set[LedgerId]:
         found: set[LedgerId] = set()
         for scoped in (False, True):
             for log in self._layout.logs(scoped=scoped):
                 found |= read_log_ledgers(log, RepairFindings())
-        return {ledger for ledger in found if is_ledger(ledger)}
-
-    def _new_path(self, ledger: LedgerId) -> Path:
-        directories = self._layout.index_dirs
-        return directories[ledger.value % len(directories)] / index_path(ledger)
-
-    def _ask(self, ledgers: list[LedgerId]) -> dict[LedgerId, LedgerFacts]:
-        known: dict[LedgerId, LedgerFacts] = {}
-        if self._metadata is not None:
-            for start in range(0, len(ledgers), _ASK_MAX):
-                known.update(self._metadata(ledgers[start : start + _ASK_MAX]))
-        return known
+        return found
 
     def _old_header(self, row: RegeneratedIndex, path: Path) -> LedgerData | None:
         try:
@@ -230,9 +198,7 @@ class _RegenerationRun:
         self._old[row.ledger] = path
         return LedgerData(True, header.fenced, header.master_key, header.explicit_lac)
 
-    # --- building ---------------------------------------------------------------------------------------------------
-
-    def build(self, page_size: int, version: int, *, dry_run: bool) -> None:
+    def build(self, *, dry_run: bool) -> None:
         """Read the logs and build the index files beside the old ones; in a dry run only count."""
         findings = self.result.findings
         self.clean_up()
@@ -240,18 +206,19 @@ class _RegenerationRun:
             places = [self._building(current) for current in self._layout.index_dirs]
             for place in places:
                 place.mkdir(DIRECTORY_MODE)
-            self._builder = IndexFileBuilder(places, page_size, version)
+            self._builder = IndexFileBuilder(places)
             for ledger, data in self._data.items():
                 self._builder.add(ledger, data, self._number_of(self._rows[ledger].path))
         for scoped in (False, True):
             wanted = {ledger for ledger in self._rows if ledger.is_scoped == scoped}
             damaged_before = len(findings.damage)
             for log in self._layout.logs(scoped=scoped):
-                for ledgers, entry_ids, locations in read_log_entries(log, findings) if wanted else ():
-                    chosen = wanted.intersection(ledgers)
-                    for ledger in chosen:
-                        places_of = _of_ledger(ledger, ledgers, entry_ids, locations, alone=len(set(ledgers)) == 1)
-                        self._put(self._rows[ledger], places_of)
+                for batch in read_log_entries(log, findings) if wanted else ():
+                    by_ledger: dict[LedgerId, list[tuple[int, int]]] = defaultdict(list)
+                    for ledger, entry_id, location in zip(*batch, strict=True):
+                        by_ledger[ledger].append((entry_id, location))
+                    for ledger in wanted.intersection(by_ledger):
+                        self._put(self._rows[ledger], by_ledger[ledger])
                 self._progress(log.stat().st_size if log.exists() else 0)
             with DamagedLogs(findings.damage[damaged_before:]) as damaged:
                 for ledger in sorted(wanted & self._old.keys()) if damaged else ():
@@ -293,8 +260,6 @@ class _RegenerationRun:
     def _building(self, current: Path) -> Path:
         return current / f"{INDEX}{UNFINISHED_SUFFIX}"
 
-    # --- swapping ---------------------------------------------------------------------------------------------------
-
     def swap(self) -> None:
         """Move the new index files into place, and the old ones to the backups."""
         stamp = time_stamp()
@@ -327,15 +292,6 @@ class _RegenerationRun:
             shutil.rmtree(self._building(current), ignore_errors=True)
 
 
-def _of_ledger(
-    ledger: LedgerId, ledgers: list[LedgerId], entry_ids: list[int], locations: list[int], *, alone: bool
-) -> list[tuple[int, int]]:
-    pairs = zip(entry_ids, locations, strict=True)
-    if alone:
-        return list(pairs)
-    return [pair for owner, pair in zip(ledgers, pairs, strict=True) if owner == ledger]
-
-
 # --- index files, built ---------------------------------------------------------------------------------------------
 
 
@@ -361,18 +317,18 @@ class IndexFileBuilder:
     The caller syncs the directories. `refused` counts entries with ids too high for an index file.
     """
 
-    def __init__(self, directories: list[Path], page_size: int, version: int) -> None:
+    def __init__(self, directories: list[Path]) -> None:
         self.refused = 0
         self._directory = 0
         self._files = IndexPersistenceMgr(
             directories,
             _UnsyncedFiles(),
-            page_size=page_size,
+            page_size=PAGE_SIZE_DEFAULT,
             open_file_limit=_HANDLES_MAX,
-            version=version,
+            version=VERSION_CURRENT,
             pick_directory=lambda: self._directory,
         )
-        self._pages = IndexInMemPageMgr(self._files, page_size=page_size, page_limit=-1)
+        self._pages = IndexInMemPageMgr(self._files, page_size=PAGE_SIZE_DEFAULT, page_limit=-1)
         self._handles: dict[LedgerId, IndexedHandle] = {}
 
     def add(self, ledger: LedgerId, data: LedgerData, directory: int) -> None:

@@ -64,10 +64,7 @@ def put(
     HTTP API, describe what each path accepts.
     """
     data = None if body is None else _body(body)
-    if dry_run:
-        _say(run, which, "PUT", path, data)
-        return
-    _call(run, which, "PUT", path, data, size_max, changes=True)
+    _call(run, which, "PUT", path, data, size_max, changes=True, dry_run=dry_run)
 
 
 @command(
@@ -82,10 +79,7 @@ def delete(run: Run, path: PathArgument, which: BookieServerOption, size_max: Ma
 
     For example /api/v1/ledger/delete?ledger_id=5. Asks on a terminal; elsewhere --yes is required.
     """
-    if dry_run:
-        _say(run, which, "DELETE", path, None)
-        return
-    _call(run, which, "DELETE", path, None, size_max, changes=True)
+    _call(run, which, "DELETE", path, None, size_max, changes=True, dry_run=dry_run)
 
 
 def _full(path: str) -> str:
@@ -100,11 +94,17 @@ def _full(path: str) -> str:
 
 
 def _call(
-    run: Run, which: Any, method: str, path: str, body: bytes | None, size_max: int, *, changes: bool = False
-) -> None:
+    run: Run, which: Any, method: str, path: str, body: bytes | None, size_max: int,
+    *, changes: bool = False, dry_run: bool = False,
+) -> None:  # fmt: skip
     path = _full(path)
-    with server(run, which, changes=changes) as found:
+    with server(run, which, changes=changes and not dry_run) as found:
         client = found.api.client
+        if dry_run:
+            size = "" if body is None else f" with a body of {len(body):,} bytes"
+            target = client.target(path, found.api.query)
+            run.note(f"bkctl: Dry run: {method} {target}{size} would go to {found.url}")
+            return
         client.target(path)  # An invalid path is refused before the user is asked.
         if method == "DELETE":
             run.confirm(f"{client.url}{path} would be deleted")
@@ -132,13 +132,6 @@ def _readable(chunks: Iterator[bytes]) -> Iterator[str]:
             last = text[-1]
     if last != "\n":
         yield "\n"
-
-
-def _say(run: Run, which: Any, method: str, path: str, body: bytes | None) -> None:
-    with server(run, which) as found:
-        target = found.api.client.target(_full(path), found.api.query)
-        size = "" if body is None else f" with a body of {len(body):,} bytes"
-        run.note(f"bkctl: Dry run: {method} {target}{size} would go to {found.url}")
 
 
 def _body(text: str) -> bytes:

@@ -80,10 +80,23 @@ def serve(
     with --tls-ca. --tls-ca, --tls-cert and --tls-key apply to connections to bookies. /openapi.json describes the API.
     """
     from bkctl.http import load_server
-    from bkctl.http.server_settings import read_token
+    from bkctl.http.server_settings import HttpSettings, read_token, tls_context
 
     http = load_server()
-    settings = _settings(host, port, token_file, read_only_token_file, server_certificate, server_key, client_ca)
+    number = parse_number(port, "--port")
+    if not 0 <= number <= 65535:
+        raise UsageError(f"--port {port}: ports are 0 to 65535")
+    if server_certificate is None and (server_key or client_ca):
+        raise UsageError("--server-key and --client-ca require --server-cert", hint="add the server's certificate")
+    token = read_token(token_file) if token_file is not None else os.environ.get("BKCTL_API_TOKEN") or None
+    server_tls = None
+    if server_certificate is not None:
+        paths = (None if path is None else str(path) for path in (client_ca, server_key))
+        server_tls = tls_context(str(server_certificate), None, *paths)
+    read_only_token = None if read_only_token_file is None else read_token(read_only_token_file)
+    settings = HttpSettings(host, number, token, server_tls, read_only_token).checked(
+        "give --token-file, or --server-cert with --client-ca, or --host 127.0.0.1"
+    )
     connection = run.connection()
     security = run.security(connection)
     bookie_token = None if bookie_token_file is None else read_token(bookie_token_file)
@@ -117,34 +130,6 @@ def _stop_signal() -> threading.Event:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
     return stopped
-
-
-def _settings(
-    host: str,
-    port: str,
-    token_file: Path | None,
-    read_only_token_file: Path | None,
-    certificate: Path | None,
-    key: Path | None,
-    client_ca: Path | None,
-) -> HttpSettings:
-    from bkctl.http.server_settings import HttpSettings, read_token, tls_context
-
-    number = parse_number(port, "--port")
-    if not 0 <= number <= 65535:
-        raise UsageError(f"--port {port}: ports are 0 to 65535")
-    if certificate is None and (key or client_ca):
-        raise UsageError("--server-key and --client-ca require --server-cert", hint="add the server's certificate")
-    token = read_token(token_file) if token_file is not None else os.environ.get("BKCTL_API_TOKEN") or None
-    tls = None
-    if certificate is not None:
-        tls = tls_context(
-            str(certificate), None, None if client_ca is None else str(client_ca), None if key is None else str(key)
-        )
-    read_only_token = None if read_only_token_file is None else read_token(read_only_token_file)
-    return HttpSettings(host, number, token, tls, read_only_token).checked(
-        "give --token-file, or --server-cert with --client-ca, or --host 127.0.0.1"
-    )
 
 
 def _authentication(settings: HttpSettings, token_file: Path | None) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,15 +18,13 @@ from ..kit.ledger_options import LEDGERS_BY_OPTION
 from ..kit.options import Composite, DigestToCheck, LedgerPassword, ReadPace, number_option, option, text_option
 from ..kit.records import Directories, raise_first
 from ..kit.texts import counted, size_text, with_0x
-from .files import index_app
+from .files import LedgersOrAll, index_app
 
 if TYPE_CHECKING:
     from bkctl.checks.digests import DigestChecker
     from bkctl.checks.findings import Counts
 
 app = group()
-
-# --- check ----------------------------------------------------------------------------------------------------------
 
 FINDING_COLUMNS = Columns(
     Column("KIND", "kind", lambda row: row.kind.value, Kind.WORD),
@@ -42,22 +41,15 @@ FINDING_COLUMNS = Columns(
 )
 
 
-class LedgerFilter(NamedTuple):
-    """The ledgers to check (None: all), in one scope or (None) in every scope."""
-
-    ledgers: list[LedgerId] | None
-    scope_id: int | None
-
-
-def _ledger_filter(values: Mapping[str, Any]) -> LedgerFilter:
+def _ledger_filter(values: Mapping[str, Any]) -> LedgersOrAll:
     scope = values["ledger_scope_id"]
     scope_id = None if scope is None else parse_scope_id(scope)
     texts = values["some_ledgers"]
-    return LedgerFilter([LedgerId.parse(text, scope_id) for text in texts] if texts else None, scope_id)
+    return LedgersOrAll([LedgerId.parse(text, scope_id) for text in texts] if texts else None, scope_id)
 
 
 LedgersToCheck = Annotated[
-    LedgerFilter,
+    LedgersOrAll,
     Composite(
         (
             LEDGERS_BY_OPTION,
@@ -120,8 +112,6 @@ def check(
     count as findings. A killed bookie may leave entries in its log that are in no index and were never acknowledged;
     they are findings (`notIndexed`), since lost entries look the same.
     """
-    from contextlib import nullcontext
-
     from bkctl.checks.check import IndexCheck
 
     given = run.directories(directories)
@@ -190,9 +180,6 @@ def _finish(run: Run, counts: Counts) -> None:
         )
     raise_first(run, counts.errors)
     run.finish_with(counts.findings, "finding", "findings")
-
-
-# --- index check ----------------------------------------------------------------------------------------------------
 
 
 @command(index_app, "check", examples=("bkctl bookie index check --conf bk_server.conf",))

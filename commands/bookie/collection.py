@@ -15,8 +15,7 @@ from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.options import BOTH_COMPACTIONS, DryRun, WatchOption
 from ..kit.texts import GREEN, YELLOW, iso_time
-from .server import BookieServerOption, Server, server
-from .waiting import Patience, WaitDeadline
+from .server import BookieServerOption, Patience, Server, WaitDeadline, server
 
 if TYPE_CHECKING:
     from bkctl.bookie.collector_stats import GarbageCollectionStatus
@@ -163,7 +162,11 @@ def gc(
         after = found.api.garbage_collection()
         run.render(_collector_rows(after), _collector_columns(run))
         if forces and wait:
-            _raise_held_back(found, after)
+            for reason in _held_back(after):
+                raise FindingsError(
+                    f"{found.name} kept ledgers of scopes that seem deleted: {reason}",
+                    hint="check that; 'bookie gc --accept-scoped-deletes' lets one round delete them",
+                )
 
 
 def _show_collectors(run: Run, found: Server, watch: float | None) -> None:
@@ -221,14 +224,6 @@ def _force_gc(
 def _held_back(collection: GarbageCollection) -> list[str]:
     """Return the reasons for which collectors deleted no scoped ledgers in their last round."""
     return [each.scoped_deletes_held_back for each in collection.collectors if each.scoped_deletes_held_back]
-
-
-def _raise_held_back(found: Server, collection: GarbageCollection) -> None:
-    for reason in _held_back(collection):
-        raise FindingsError(
-            f"{found.name} kept ledgers of scopes that seem deleted: {reason}",
-            hint="check that; 'bookie gc --accept-scoped-deletes' lets one round delete them",
-        )
 
 
 def _collector_rows(collection: GarbageCollection) -> Iterator[CollectorRow]:

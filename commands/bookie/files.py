@@ -19,15 +19,13 @@ from ..kit.records import Directories, DirOption, ShowSecretsOption, raise_first
 from ..kit.texts import iso_time, with_0x, words
 
 if TYPE_CHECKING:
-    from bkctl.files.directories import BookieDirectories, BookieFile
+    from bkctl.files.directories import BookieFile
     from bkctl.files.index import BookieIndexes, EntryLocation, Gap, LedgerIndex
 
 app = group()
 index_app = group("Show, check and rebuild the ledger indexes of a bookie.")
 app.add_typer(index_app, name="index")
 
-
-# --- start ----------------------------------------------------------------------------------------------------------
 
 STARTED_COLUMNS = Columns(
     Column("BOOKIE", "bookieId", "bookie_id"),
@@ -59,26 +57,15 @@ def start(run: Run) -> None:
         daemon.close()
 
 
-# --- files ----------------------------------------------------------------------------------------------------------
-
-
 class FileRow(NamedTuple):
     """A file of a bookie, and a summary of its contents."""
 
     file: BookieFile
-    detail: dict[str, Any] | None
+    detail: Mapping[str, Any] | None
 
 
 def _number(row: FileRow) -> int | None:
     return row.file.id if isinstance(row.file.id, int) else None
-
-
-def _ledger(row: FileRow) -> LedgerId | None:
-    return row.file.id if isinstance(row.file.id, LedgerId) else None
-
-
-def _id_text(row: FileRow) -> str | None:
-    return None if row.file.id is None else str(row.file.id)
 
 
 def _hex(row: FileRow) -> str | None:
@@ -102,7 +89,7 @@ FILE_COLUMNS = Columns(
     Column("KIND", "kind", lambda row: row.file.kind.value, Kind.WORD),
     Column("ID", "id", _number, Kind.INTEGER),
     Column("HEX", "idHex", _hex, text=with_0x),
-    Column(None, "ledger", _ledger, Kind.LEDGER),
+    Column(None, "ledger", lambda row: row.file.id if isinstance(row.file.id, LedgerId) else None, Kind.LEDGER),
     Column("SCOPED", "scoped", "file.scoped", Kind.BOOLEAN),
     Column("SIZE", "size", "file.size", Kind.SIZE),
     Column("MODIFIED", "mtime", "file.mtime_ms", Kind.TIME),
@@ -112,7 +99,10 @@ FILE_COLUMNS = Columns(
 )
 # An index file's id is a ledger, which JSON has in its own fields and a table in the column of ids.
 FILE_TABLE_COLUMNS = Columns(
-    FILE_COLUMNS.columns[0], Column("ID", "id", _id_text), *FILE_COLUMNS.columns[2:], key="file"
+    FILE_COLUMNS.columns[0],
+    Column("ID", "id", lambda row: None if row.file.id is None else str(row.file.id)),
+    *FILE_COLUMNS.columns[2:],
+    key="file",
 )
 
 
@@ -149,19 +139,16 @@ def files(
 def _file_row(file: BookieFile, errors: list[BkctlError]) -> FileRow:
     from bkctl.files.status import read_detail
 
+    detail = None
     try:
         detail = read_detail(file)
     except NotFound:
-        return FileRow(file, None)  # A running bookie deleted it meanwhile.
+        pass  # A running bookie deleted it meanwhile.
     except BkctlError as error:
         errors.append(error)
-        return FileRow(file, None)
-    if detail is None:
-        return FileRow(file, None)
-    shown = dict(detail)
-    if isinstance(updated := shown.get("updated"), int):
-        shown["updated"] = iso_time(updated)
-    return FileRow(file, shown)
+    if detail is not None and isinstance(updated := detail.get("updated"), int):
+        detail = {**detail, "updated": iso_time(updated)}
+    return FileRow(file, detail)
 
 
 def _kinds(texts: list[str]) -> frozenset[Any]:
@@ -176,9 +163,6 @@ def _kinds(texts: list[str]) -> frozenset[Any]:
             raise UsageError(f"--kind {text!r}: no such kind", hint=f"one of {', '.join(FileKind)}, all")
         chosen.add(known[text.lower()])
     return frozenset(chosen)
-
-
-# --- index show -----------------------------------------------------------------------------------------------------
 
 
 class LocationRow(NamedTuple):
@@ -277,11 +261,13 @@ def show(
     Reads index files and the databases of DbLedgerStorage. --meta without a ledger shows all ledgers that the bookie
     has.
     """
+    from bkctl.files.index import BookieIndexes
+
     if meta and gaps:
         raise UsageError("--meta and --gaps are given", hint="give one of them")
     if which.ledgers is None and not meta:
         raise UsageError("No ledger is given", hint="name ledgers, or add --meta to see all that the bookie has")
-    with _indexes(run.directories(directories)) as indexes:
+    with BookieIndexes(run.directories(directories)) as indexes:
         if meta:
             ledgers = indexes.ledgers(which.scope_id) if which.ledgers is None else which.ledgers
             columns = META_COLUMNS.and_also(MASTER_KEY) if show_secrets else META_COLUMNS
@@ -292,12 +278,6 @@ def show(
             run.render(_gaps(indexes, which.ledgers or []), GAP_COLUMNS)
         else:
             run.render(_locations(indexes, which.ledgers or [], entry), LOCATION_COLUMNS)
-
-
-def _indexes(given: BookieDirectories) -> BookieIndexes:
-    from bkctl.files.index import BookieIndexes
-
-    return BookieIndexes(given)
 
 
 def _locations(indexes: BookieIndexes, ledgers: list[LedgerId], entry_id: int | None) -> Iterator[LocationRow]:

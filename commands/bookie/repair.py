@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Final, get_args
 
 import typer
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from bkctl.metadata.stored_ledgers import StoredLedgers
     from bkctl.repair.findings import RepairFindings
     from bkctl.repair.layout import BookieLayout
-    from bkctl.repair.rebuild import RebuiltDatabase
 
 app = group()
 
@@ -79,8 +78,6 @@ def _report(run: Run, findings: RepairFindings) -> None:
         run.note(f"bkctl: {damage.error}")
 
 
-# --- index rebuild --------------------------------------------------------------------------------------------------
-
 REBUILT_COLUMNS = Columns(
     Column("DATABASE", "file", lambda row: str(row.path), flexible=True),
     Column("LOGS", "logs", "logs", Kind.INTEGER),
@@ -95,6 +92,17 @@ REBUILT_COLUMNS = Columns(
     Column("BACKUP", "backup", lambda row: None if row.backup is None else str(row.backup), flexible=True),
     key="file",
 )
+
+
+#: Notes on a rebuilt database, each with the count that it is about.
+_GUESSES: Final = (
+    ("guessed_fences", "ledger was", "ledgers were", "{} fenced, since their state is unknown"),
+    (
+        "without_key", "ledger", "ledgers",
+        "the master key of {} is unknown; the bookie will accept that of the next writer",
+    ),
+    ("entries_saved", "entry", "entries", "{} behind damage taken over from the old database"),
+)  # fmt: skip
 
 
 @command(
@@ -141,33 +149,15 @@ def rebuild_databases(
     run.render(done.databases, REBUILT_COLUMNS)
     _report(run, done.findings)
     for row in done.databases:
-        _report_guesses(run, row)
+        for name, one, many, text in _GUESSES:
+            if count := getattr(row, name):
+                run.note(f"bkctl: {row.path}: {text.format(counted(count, one, many))}")
     run.finish_with(
         len(done.findings.damage),
         "damaged file; the records before the damage were used",
         "damaged files; the records before the damage were used",
     )
 
-
-def _report_guesses(run: Run, row: RebuiltDatabase) -> None:
-    if row.guessed_fences:
-        run.note(
-            f"bkctl: {row.path}: {counted(row.guessed_fences, 'ledger was', 'ledgers were')} fenced, "
-            "since their state is unknown"
-        )
-    if row.without_key:
-        run.note(
-            f"bkctl: {row.path}: the master key of {counted(row.without_key, 'ledger', 'ledgers')} is unknown; "
-            "the bookie will accept that of the next writer"
-        )
-    if row.entries_saved:
-        run.note(
-            f"bkctl: {row.path}: {counted(row.entries_saved, 'entry', 'entries')} behind damage taken over from the "
-            "old database"
-        )
-
-
-# --- index regenerate -----------------------------------------------------------------------------------------------
 
 REGENERATED_COLUMNS = Columns(
     Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
@@ -276,8 +266,6 @@ def _some(values: list[Any]) -> str:
     return f"{shown} …" if len(values) > 10 else shown
 
 
-# --- downgrade ------------------------------------------------------------------------------------------------------
-
 DOWNGRADED_COLUMNS = Columns(
     Column("JOURNAL DIRECTORY", "directory", lambda row: str(row.path.parent), flexible=True),
     Column("VERSION 7", "journalCount", lambda row: len(row.journal_ids), Kind.INTEGER),
@@ -310,8 +298,6 @@ def downgrade_bookie(run: Run, directories: Directories = (), dry_run: DryRun = 
         if row.error is not None:
             run.note(f"bkctl: {row.error}")
 
-
-# --- convert --------------------------------------------------------------------------------------------------------
 
 CONVERTED_COLUMNS = Columns(
     Column("DIRECTORY", "directory", lambda row: str(row.path), flexible=True),
@@ -379,8 +365,6 @@ def convert_index(
         )
         run.note(f"Set ledgerStorageClass=org.apache.bookkeeper.bookie.{name} before the bookie starts")
 
-
-# --- format and init ------------------------------------------------------------------------------------------------
 
 CONTENTS_COLUMNS = Columns(
     Column("DIRECTORY", "directory", lambda row: str(row.path), flexible=True),

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
-import typer
-
 from bkctl.errors import FindingsError, TimedOut, Unreachable, UsageError
 from bkctl.ids import parse_scope_id
 
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
-from ..kit.options import count_option, duration_option
+from ..kit.options import count_option, duration_option, text_option
 from ..kit.texts import GREEN, RED, YELLOW
 from .server import BookieServerOption, registered_bookie, server
 
@@ -64,10 +62,16 @@ def sanity(
     deadline: Annotated[
         float | None, duration_option("--deadline", "Give up after this long (exit code 6).", short="-t")
     ],
-    scope: Annotated[
-        str | None,
-        typer.Option("--ledger-scope-id", metavar="SCOPE", help="Scope of the ledger (default 0)."),
-    ] = None,
+    scope_id: Annotated[
+        int | None,
+        text_option(
+            "ledger_scope_id",
+            parse_scope_id,
+            "--ledger-scope-id",
+            metavar="SCOPE",
+            help="Scope of the ledger (default 0).",
+        ),
+    ],
 ) -> None:
     """Test a bookie with a temporary ledger.
 
@@ -76,15 +80,13 @@ def sanity(
     the bookie did not pass, or is read-only and so accepts no entries.
     """
     if which.bookie_id is None:
-        if scope is not None:
+        if scope_id is not None:
             raise UsageError("--ledger-scope-id requires --bookie", hint="a bookie tests itself in scope 0")
         with server(run, which) as found, run.working("The bookie tests itself"):
             answer = found.api.sanity()
         row = SanityRow(None, found.url, answer.passed, answer.read_only, None)
     else:
-        row = _sanity_over_the_wire(
-            run, which.bookie_id, count, 0 if scope is None else parse_scope_id(scope), deadline
-        )
+        row = _sanity_over_the_wire(run, which.bookie_id, count, scope_id or 0, deadline)
     run.show(row, SANITY_COLUMNS)
     if not row.passed:
         name = f"Bookie {row.bookie_id}" if row.bookie_id else f"The bookie at {row.url}"

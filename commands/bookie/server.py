@@ -1,17 +1,18 @@
-"""The running bookie that a command addresses, and its HTTP server."""
+"""The running bookie that a command addresses, its HTTP server, and waiting for it."""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
-from bkctl.errors import NotFound, UsageError
+from bkctl.errors import NotFound, TimedOut, UsageError
 
 from ..kit.columns import Column
 from ..kit.command import Run
-from ..kit.options import Composite, option
+from ..kit.options import Composite, duration_option, option
 
 if TYPE_CHECKING:
     from bkctl.http.bookie_client import BookieApi
@@ -160,3 +161,47 @@ class BookieAnswer(NamedTuple):
 
 BOOKIE: Final = Column("BOOKIE", "bookieId", "server.bookie_id")
 URL: Final = Column("URL", "url", "server.url")
+
+#: The first and the longest pause between two looks at background work of a bookie.
+POLL_S_MIN: Final = 0.05
+POLL_S_MAX: Final = 1.0
+#: The shortest timeout of one answer, even if the deadline is nearer.
+ANSWER_S_MIN: Final = 5.0
+_DEADLINE: Final = duration_option("--deadline", "With --wait: give up after this long (default: never; exit code 6).")
+
+
+def _deadline(values: Mapping[str, Any]) -> float | None:
+    found: float | None = _DEADLINE.resolve(values)
+    if found is not None and not values["wait"]:
+        raise UsageError("--deadline requires --wait", hint="add --wait")
+    return found
+
+
+#: `--deadline` of a command with `--wait`, in seconds.
+WaitDeadline = Annotated[float | None, Composite(_DEADLINE.parameters, _deadline)]
+
+
+class Patience:
+    """Grows the pauses between two attempts; raises TimedOut with the text `what` at the deadline."""
+
+    def __init__(self, what: str, deadline_s: float | None) -> None:
+        self._what, self._deadline_s = what, deadline_s
+        self._pause_s = POLL_S_MIN
+        self._end = None if deadline_s is None else time.monotonic() + deadline_s
+
+    def shorten(self, found: Server) -> None:
+        """Lower the timeout of the server's client to the deadline, but not below ANSWER_S_MIN."""
+        if self._deadline_s is not None:
+            client = found.api.client
+            client.timeout_s = min(client.timeout_s, max(self._deadline_s, ANSWER_S_MIN))
+
+    def wait(self) -> None:
+        """Sleep until the next request is due. Raises TimedOut after the deadline."""
+        pause = self._pause_s
+        if self._end is not None:
+            left = self._end - time.monotonic()
+            if left <= 0:
+                raise TimedOut(f"{self._what} after {self._deadline_s:g} s", hint="--deadline allows longer waits")
+            pause = min(pause, left)
+        time.sleep(pause)
+        self._pause_s = min(self._pause_s * 1.5, POLL_S_MAX)

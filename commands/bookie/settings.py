@@ -90,16 +90,13 @@ def config(
         raise UsageError("NAME and --set are given", hint="--set prints the settings that it changed")
     with server(run, which, changes=bool(changed) and not dry_run) as found:
         settings = found.api.config()
-        if changed:
-            rows = [BookieSetting(name, settings.get(name)) for name in changed]
-            if dry_run:
-                run.note(f"bkctl: Dry run: {found.name} would set {', '.join(changed)}; now it has")
-            else:
-                run.detail(found.api.set_config(changed))
-                settings = found.api.config()
-                rows = [BookieSetting(name, settings.get(name)) for name in changed]
-        else:
-            rows = [BookieSetting(name, settings[name]) for name in sorted(settings) if _is_asked_for(name, names)]
+        if changed and dry_run:
+            run.note(f"bkctl: Dry run: {found.name} would set {', '.join(changed)}; now it has")
+        elif changed:
+            run.detail(found.api.set_config(changed))
+            settings = found.api.config()
+        shown = changed or sorted(name for name in settings if _is_asked_for(name, names))
+        rows = [BookieSetting(name, settings.get(name)) for name in shown]
         run.render((each if show_secrets else _without_secret(each) for each in rows), SETTING_COLUMNS)
         missing = [name for name in names or () if not any(_is_asked_for(each, [name]) for each in settings)]
         if missing:

@@ -14,8 +14,7 @@ from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.options import DryRun, WatchOption
 from ..kit.texts import GREEN, RED, YELLOW
-from .server import BOOKIE, URL, BookieAnswer, BookieServerOption, Server, finder, server
-from .waiting import Patience, WaitDeadline
+from .server import BOOKIE, URL, BookieAnswer, BookieServerOption, Patience, Server, WaitDeadline, finder, server
 
 if TYPE_CHECKING:
     from bkctl.http.bookie_client import BookieState, DiskSpace

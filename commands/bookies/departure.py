@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import typer
@@ -25,7 +27,8 @@ from .progress import entry_spans, ledger_width, loss_text, progress_text, run_w
 from .selection import Deadline, OneBookie, ProgressOption, SkipUnrecoverable
 
 if TYPE_CHECKING:
-    from bkctl.metadata.cluster import Cluster, RegisteredBookie
+    from bkctl.metadata.cluster import RegisteredBookie
+    from bkctl.pace import Pace
     from bkctl.replication.decommission import Decommission
     from bkctl.replication.departure_steps import Step
     from bkctl.replication.drain import Drain
@@ -159,23 +162,61 @@ class _StepPrinter:
             await asyncio.gather(task, return_exceptions=True)
 
 
-@contextmanager
-def _steps(run: Run, plan: MovePlan, watch_s: float | None) -> Iterator[_StepPrinter]:
-    with run.rows(_step_columns(run, plan), live=True) as writer:
-        yield _StepPrinter(run, writer, watch_s)
+class _Texts(NamedTuple):
+    """The texts of one kind of departure; `left` describes the state that an interrupted one leaves."""
+
+    noun: str
+    doing: str
+    done: str
+    question: Callable[[MovePlan], str]
+    left: str
 
 
-async def _checked(departure: Decommission | Drain, steps: _StepPrinter, *, probe: bool) -> None:
-    async with aclosing(departure.check(probe=probe)) as found:
-        async for step in found:
-            steps.take(step)
-
-
-def _plan(run: Run, cluster: Cluster, bookie: str) -> MovePlan:
+def _depart(
+    run: Run, bookie: str, create: Callable[..., Decommission | Drain], texts: _Texts,
+    *, pace: Pace, deadline_s: float | None, watch_s: float | None, undo: Path | None, dry_run: bool,
+) -> None:  # fmt: skip
+    """Check a departure, which `create` returns for a BookKeeper, a bookie and a plan; unless `dry_run`, run it."""
+    from bkctl.replication.drain import Drain
     from bkctl.replication.move_plan import plan_move
 
-    with run.working("Looking at the ledgers"):
-        return plan_move(cluster, [bookie])
+    check_bookie_id(bookie)
+    with run.cluster() as cluster:
+        with run.working("Looking at the ledgers"):
+            plan = plan_move(cluster, [bookie])
+        with run.rows(_step_columns(run, plan), live=True) as writer:
+            steps = _StepPrinter(run, writer, watch_s)
+
+            async def look() -> bool:
+                async with run.bookkeeper(cluster) as bookkeeper:
+                    departure = create(bookkeeper, bookie, plan)
+                    async with aclosing(departure.check(probe=dry_run)) as found:
+                        async for step in found:
+                            steps.take(step)
+                    return not isinstance(departure, Drain) and departure.forbidden
+
+            async def work() -> None:
+                async with run.bookkeeper(recorded) as bookkeeper:
+                    departure = create(bookkeeper, bookie, plan, pace=pace, note=run.note)
+                    if isinstance(departure, Drain):
+                        steps.take(await departure.set_read_only(partial(_set_read_only, run), run.timeout_s))
+                    progress = departure.mover.progress
+                    async with shown_progress(activity, progress), aclosing(departure.run()) as found:
+                        await steps.follow(found, progress)
+
+            with run.working("Asking the bookies"):
+                stays = run.complete(look()) or dry_run
+            if not stays:
+                run.confirm(texts.question(plan))
+                steps.finding_count = 0
+                total = len(plan.ledgers) or None
+                with (
+                    run.recorded(cluster, undo) as recorded,
+                    run.working(texts.doing, total=total, unit="ledgers", pace=pace, left=texts.left) as activity,
+                ):
+                    run_within(run, work(), deadline_s, f"The {texts.noun} of {bookie}")
+    what = f"{bookie} {'cannot be' if stays else 'is not'} {texts.done}"
+    run.finish_with(steps.finding_count, f"finding: {what}", f"findings: {what}")
 
 
 @command(
@@ -209,50 +250,17 @@ def decommission(
     """
     from bkctl.replication.decommission import Decommission
 
-    check_bookie_id(bookie)
-    with run.cluster() as cluster:
-        plan = _plan(run, cluster, bookie)
-        with _steps(run, plan, watch) as steps:
+    def question(plan: MovePlan) -> str:
+        kept = "" if keep_cookie else ", and its cookie deleted"
+        return loss_text(plan, [bookie], (), skip_open=False, delete_cookie=False) + kept
 
-            async def look() -> bool:
-                async with run.bookkeeper(cluster) as bookkeeper:
-                    departure = Decommission(
-                        bookkeeper, bookie, plan, skip_unrecoverable=skip_unrecoverable, keep_cookie=keep_cookie
-                    )
-                    await _checked(departure, steps, probe=dry_run)
-                    return departure.forbidden
-
-            with run.working("Asking the bookies"):
-                forbidden = run.complete(look())
-            if not dry_run and not forbidden:
-                kept = "" if keep_cookie else ", and its cookie deleted"
-                run.confirm(f"{loss_text(plan, [bookie], (), skip_open=False, delete_cookie=False)}{kept}")
-                steps.finding_count = 0
-
-                async def work() -> None:
-                    async with run.bookkeeper(recorded) as bookkeeper:
-                        departure = Decommission(
-                            bookkeeper, bookie, plan, skip_unrecoverable=skip_unrecoverable, keep_cookie=keep_cookie,
-                            pace=pace, note=run.note,
-                        )  # fmt: skip
-                        progress = departure.mover.progress
-                        async with shown_progress(activity, progress), aclosing(departure.run()) as found:
-                            await steps.follow(found, progress)
-
-                with (
-                    run.recorded(cluster, undo) as recorded,
-                    run.working(
-                        "Decommissioning",
-                        total=len(plan.ledgers) or None,
-                        unit="ledgers",
-                        pace=pace,
-                        left=f"moved ledgers stay moved, and {bookie} keeps its cookie: run the command again to "
-                        "continue, or start the bookie to go back",
-                    ) as activity,
-                ):
-                    run_within(run, work(), deadline, f"The decommission of {bookie}")
-    what = f"{bookie} cannot be decommissioned" if dry_run or forbidden else f"{bookie} is not decommissioned"
-    run.finish_with(steps.finding_count, f"finding: {what}", f"findings: {what}")
+    texts = _Texts(
+        "decommission", "Decommissioning", "decommissioned", question,
+        f"moved ledgers stay moved, and {bookie} keeps its cookie: run the command again to continue, or start the "
+        "bookie to go back",
+    )  # fmt: skip
+    create = partial(Decommission, skip_unrecoverable=skip_unrecoverable, keep_cookie=keep_cookie)
+    _depart(run, bookie, create, texts, pace=pace, deadline_s=deadline, watch_s=watch, undo=undo, dry_run=dry_run)
 
 
 @command(
@@ -276,50 +284,16 @@ def drain(
     """
     from bkctl.replication.drain import Drain
 
-    check_bookie_id(bookie)
-    with run.cluster() as cluster:
-        plan = _plan(run, cluster, bookie)
-        with _steps(run, plan, watch) as steps:
+    def question(plan: MovePlan) -> str:
+        loss = loss_text(plan, [bookie], (), skip_open=True, delete_cookie=False)
+        return f"{bookie} would take no more entries, and {loss}"
 
-            async def look() -> None:
-                async with run.bookkeeper(cluster) as bookkeeper:
-                    await _checked(Drain(bookkeeper, bookie, plan), steps, probe=dry_run)
-
-            with run.working("Asking the bookies"):
-                run.complete(look())
-            if not dry_run:
-                run.confirm(
-                    f"{bookie} would take no more entries, and "
-                    + loss_text(plan, [bookie], (), skip_open=True, delete_cookie=False)
-                )
-                steps.finding_count = 0
-
-                async def work() -> None:
-                    async with run.bookkeeper(recorded) as bookkeeper:
-                        departure = Drain(
-                            bookkeeper, bookie, plan, pace=pace, note=run.note
-                        )  # fmt: skip
-                        steps.take(
-                            await departure.set_read_only(lambda found: _set_read_only(run, found), run.timeout_s)
-                        )
-                        progress = departure.mover.progress
-                        async with shown_progress(activity, progress), aclosing(departure.run()) as found:
-                            await steps.follow(found, progress)
-
-                with (
-                    run.recorded(cluster, undo) as recorded,
-                    run.working(
-                        "Draining",
-                        total=len(plan.ledgers) or None,
-                        unit="ledgers",
-                        pace=pace,
-                        left=f"{bookie} stays read-only, and moved ledgers stay moved: run the command again to "
-                        f"continue, or 'bkctl bookie readonly off --bookie {bookie}' to go back",
-                    ) as activity,
-                ):
-                    run_within(run, work(), deadline, f"The drain of {bookie}")
-    what = f"{bookie} cannot be drained" if dry_run else f"{bookie} is not drained"
-    run.finish_with(steps.finding_count, f"finding: {what}", f"findings: {what}")
+    texts = _Texts(
+        "drain", "Draining", "drained", question,
+        f"{bookie} stays read-only, and moved ledgers stay moved: run the command again to continue, or 'bkctl bookie "
+        f"readonly off --bookie {bookie}' to go back",
+    )  # fmt: skip
+    _depart(run, bookie, Drain, texts, pace=pace, deadline_s=deadline, watch_s=watch, undo=undo, dry_run=dry_run)
 
 
 def _set_read_only(run: Run, bookie: RegisteredBookie) -> None:

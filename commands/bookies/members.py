@@ -43,17 +43,9 @@ def _address(bookie: Any) -> str | None:
 
 
 def _endpoints(bookie: Any) -> list[dict[str, Any]]:
-    return [
-        {
-            "id": endpoint.id,
-            "protocol": endpoint.protocol,
-            "host": endpoint.host,
-            "port": endpoint.port,
-            "auth": list(endpoint.auth),
-            "extensions": list(endpoint.extensions),
-        }
-        for endpoint in (bookie.info.endpoints if bookie.info is not None else ())
-    ]
+    names = ("id", "protocol", "host", "port", "auth", "extensions")
+    endpoints = () if bookie.info is None else bookie.info.endpoints
+    return [{name: getattr(endpoint, name) for name in names} for endpoint in endpoints]
 
 
 def _endpoints_text(endpoints: list[dict[str, Any]]) -> str:
@@ -119,9 +111,6 @@ def list_bookies(
 
     with run.cluster() as cluster:
         run.watch(watch, look, BOOKIE_COLUMNS, subscribe=cluster.bookies.watch)
-
-
-# --- show -----------------------------------------------------------------------------------------------------------
 
 
 class BookieRow(NamedTuple):
@@ -216,9 +205,6 @@ def show(
         run.watch(watch, look, columns, subscribe=cluster.bookies.watch, single=single)
 
 
-# --- usage ----------------------------------------------------------------------------------------------------------
-
-
 class UsageOrder(StrEnum):
     """The order of `bookies usage`."""
 
@@ -227,17 +213,13 @@ class UsageOrder(StrEnum):
     FREE = "free"
 
 
-def _percent(value: float) -> str:
-    return f"{value:.1f}%"
-
-
 USAGE_COLUMNS = Columns(
     Column("BOOKIE", "bookieId", "bookie.bookie_id"),
     Column("STATE", "state", "bookie.state", style={"rw": GREEN, "ro": YELLOW}),
     Column("TOTAL", "totalSpace", "total", Kind.SIZE),
     Column("FREE", "freeSpace", "free", Kind.SIZE),
     Column("USED", "usedSpace", "used", Kind.SIZE),
-    Column("USED %", "usedPercent", "used_percent", Kind.INTEGER, text=_percent),
+    Column("USED %", "usedPercent", "used_percent", Kind.INTEGER, text=lambda value: f"{value:.1f}%"),
     Column("PROBLEM", "error", lambda row: row.error and row.error.message),
     key="bookieId",
 )

@@ -41,13 +41,7 @@ RACK_COLUMNS = Columns(
     key="bookieId",
     none="No bookie has a rack",
 )
-CHANGE_COLUMNS = Columns(
-    Column("BOOKIE", "bookieId", "bookie_id"),
-    Column("RACK", "rack", "rack"),
-    Column("GROUP", "group", "group"),
-    Column("HOST NAME", "hostname", "hostname"),
-    key="bookieId",
-)
+CHANGE_COLUMNS = Columns(*RACK_COLUMNS.columns[:-1], key="bookieId")
 
 
 def rack_rows(run: Run, cluster: Cluster, bookies: list[RegisteredBookie]) -> list[RackRow]:

@@ -26,7 +26,6 @@ from .selection import Deadline, LedgersByOption, ManyBookies, SkipUnrecoverable
 
 if TYPE_CHECKING:
     from bkctl.metadata.cluster import Cluster
-    from bkctl.pace import Pace
     from bkctl.replication.holdings import HeldFragment, HeldLedger
     from bkctl.replication.move_plan import LedgerMove, MovePlan, MoveProgress, PlannedFragment
 
@@ -40,12 +39,12 @@ class FragmentRow(NamedTuple):
     """
 
     ledger: LedgerId
-    state: str | None
-    first_entry_id: int | None
-    last_entry_id: int | None
-    ensemble: tuple[str, ...] | None
-    bookies: tuple[str, ...] | None
-    entry_count: int | None
+    state: str | None = None
+    first_entry_id: int | None = None
+    last_entry_id: int | None = None
+    ensemble: tuple[str, ...] | None = None
+    bookies: tuple[str, ...] | None = None
+    entry_count: int | None = None
     new_ensemble: tuple[str, ...] | None = None
     closes: bool | None = None
     unreadable: Any = ()
@@ -88,7 +87,7 @@ def _planned_row(planned: PlannedFragment | LedgerMove) -> FragmentRow:
 
     if not isinstance(planned, PlannedFragment):
         state = None if planned.state is None else planned.state.name
-        return FragmentRow(planned.ledger, state, None, None, None, None, None, problem=planned.problem)
+        return FragmentRow(planned.ledger, state, problem=planned.problem)
     return _held_row(
         planned.held, planned.fragment, new_ensemble=planned.new_ensemble if planned.targets else None,
         closes=planned.closes, unreadable=planned.unreadable, problem=planned.problem,
@@ -173,7 +172,9 @@ def recover(
         if dry_run:
             _show_plan(run, cluster, names, ledgers or None, skip_open, skip_unrecoverable)
             return
-        from bkctl.replication.move_plan import check_scopes_known, plan_move
+        from bkctl.replication.bookie_mover import BookieMover
+        from bkctl.replication.move_plan import MoveOutcome, check_scopes_known, plan_move
+        from bkctl.replication.resume import ResumeFile
 
         with run.working("Looking at the ledgers"):
             plan = plan_move(cluster, names, ledgers or None)
@@ -188,7 +189,47 @@ def recover(
         _check_known(cluster, names, plan)
         if plan.ledgers or delete_cookie:
             run.confirm(loss_text(plan, names, up, skip_open=skip_open, delete_cookie=delete_cookie))
-        _recover(run, cluster, names, plan, pace, deadline, skip_open, skip_unrecoverable, delete_cookie, resume, undo)
+        outcomes: dict[MoveOutcome, int] = dict.fromkeys(MoveOutcome, 0)
+        skipped: set[LedgerId] = set()
+        kept = 0
+        notes: list[str] = []
+
+        async def work(writer: RowWriter) -> None:
+            nonlocal kept
+            async with run.bookkeeper(recorded) as bookkeeper:
+                mover = BookieMover(bookkeeper, names, plan, pace=pace, skip_open=skip_open, note=run.note)
+                async with (
+                    shown_progress(activity, mover.progress),
+                    aclosing(mover.move(plan.ledgers, resume=done)) as moves,
+                ):
+                    async for move in moves:
+                        writer.row(move)
+                        outcomes[move.outcome] += 1
+                        if move.outcome is MoveOutcome.UNRECOVERABLE and skip_unrecoverable:
+                            skipped.add(move.ledger)
+                if delete_cookie:
+                    kept = len({ledger for ledger, _ in await mover.left()} - skipped)
+                    if not kept:
+                        notes.extend(f"The cookie of {name} is deleted" for name in await mover.delete_cookies())
+                notes.insert(0, _moved_text(outcomes[MoveOutcome.MOVED], mover.progress))
+
+        file = nullcontext() if resume is None else ResumeFile(resume, instance_id=cluster.instance_id(), bookies=names)
+        with (
+            file as done,
+            run.recorded(cluster, undo) as recorded,
+            run.working(
+                "Recovering", total=len(plan.ledgers) or None, unit="ledgers", pace=pace,
+                left="moved ledgers stay moved: run the command again to continue",
+            ) as activity,
+        ):  # fmt: skip
+            if done is not None and done.done:
+                run.note(f"{resume}: {counted(len(done.done), 'ledger was', 'ledgers were')} done before")
+            with run.rows(move_columns(plan)) as rows:
+                run_within(run, work(rows), deadline, "The recovery")
+        for note in notes:
+            run.note(note)
+        unrecoverable = outcomes[MoveOutcome.UNRECOVERABLE] - len(skipped)
+        _finish(run, plan, unrecoverable, outcomes[MoveOutcome.FAILED], kept, len(names))
 
 
 def _check_known(cluster: Cluster, names: Sequence[str], plan: MovePlan) -> None:
@@ -213,7 +254,7 @@ def _show_held(run: Run, cluster: Cluster, names: Sequence[str], ids: list[Ledge
                 if ids is not None:
                     raise held
                 damaged += 1
-                yield FragmentRow(ledger, None, None, None, None, None, None, problem=held.message)
+                yield FragmentRow(ledger, problem=held.message)
             else:
                 for fragment in held.fragments:
                     yield _held_row(held, fragment)
@@ -255,66 +296,6 @@ def _show_plan(
         run.complete(work(rows))
     run.note(f"{counted(count, 'ledger', 'ledgers')} on {', '.join(names)}; nothing was changed")
     run.finish_with(problem_count, "ledger could not be moved", "ledgers could not be moved")
-
-
-def _recover(
-    run: Run,
-    cluster: Cluster,
-    names: Sequence[str],
-    plan: MovePlan,
-    pace: Pace,
-    deadline_s: float | None,
-    skip_open: bool,
-    skip_unrecoverable: bool,
-    delete_cookie: bool,
-    resume: Path | None,
-    undo: Path | None,
-) -> None:
-    from bkctl.replication.bookie_mover import BookieMover
-    from bkctl.replication.move_plan import MoveOutcome
-    from bkctl.replication.resume import ResumeFile
-
-    outcomes: dict[MoveOutcome, int] = dict.fromkeys(MoveOutcome, 0)
-    skipped: set[LedgerId] = set()
-    kept = 0
-    notes: list[str] = []
-
-    async def work(writer: RowWriter) -> None:
-        nonlocal kept
-        async with run.bookkeeper(recorded) as bookkeeper:
-            mover = BookieMover(bookkeeper, names, plan, pace=pace, skip_open=skip_open, note=run.note)
-            async with (
-                shown_progress(activity, mover.progress),
-                aclosing(mover.move(plan.ledgers, resume=done)) as moves,
-            ):
-                async for move in moves:
-                    writer.row(move)
-                    outcomes[move.outcome] += 1
-                    if move.outcome is MoveOutcome.UNRECOVERABLE and skip_unrecoverable:
-                        skipped.add(move.ledger)
-            if delete_cookie:
-                kept = len({ledger for ledger, _ in await mover.left()} - skipped)
-                if not kept:
-                    notes.extend(f"The cookie of {name} is deleted" for name in await mover.delete_cookies())
-            notes.insert(0, _moved_text(outcomes[MoveOutcome.MOVED], mover.progress))
-
-    file = nullcontext() if resume is None else ResumeFile(resume, instance_id=cluster.instance_id(), bookies=names)
-    with (
-        file as done,
-        run.recorded(cluster, undo) as recorded,
-        run.working(
-            "Recovering", total=len(plan.ledgers) or None, unit="ledgers", pace=pace,
-            left="moved ledgers stay moved: run the command again to continue",
-        ) as activity,
-    ):  # fmt: skip
-        if done is not None and done.done:
-            run.note(f"{resume}: {counted(len(done.done), 'ledger was', 'ledgers were')} done before")
-        with run.rows(move_columns(plan)) as rows:
-            run_within(run, work(rows), deadline_s, "The recovery")
-    for note in notes:
-        run.note(note)
-    unrecoverable = outcomes[MoveOutcome.UNRECOVERABLE] - len(skipped)
-    _finish(run, plan, unrecoverable, outcomes[MoveOutcome.FAILED], kept, len(names))
 
 
 def _moved_text(moved_count: int, progress: MoveProgress) -> str:

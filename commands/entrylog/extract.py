@@ -92,19 +92,11 @@ def _gap_text(gaps: list[tuple[int, int]]) -> str:
     return ", ".join(shown) + (f", … ({len(gaps)} ranges)" if len(gaps) > 10 else "")
 
 
-def _first_id(row: ExtractReport) -> int:
-    return next(row.extraction.entry_ids)
-
-
-def _last_id(row: ExtractReport) -> int:
-    return row.extraction.last_entry_id
-
-
 REPORT_COLUMNS = Columns(
     Column("LEDGER", "ledger", "extraction.ledger", Kind.LEDGER),
     Column("ENTRIES", "entryCount", "extraction.entries_count", Kind.INTEGER),
-    Column("FIRST ENTRY", "firstEntryId", _first_id, Kind.INTEGER),
-    Column("LAST ENTRY", "lastEntryId", _last_id, Kind.INTEGER),
+    Column("FIRST ENTRY", "firstEntryId", lambda row: next(row.extraction.entry_ids), Kind.INTEGER),
+    Column("LAST ENTRY", "lastEntryId", "extraction.last_entry_id", Kind.INTEGER),
     Column("COPIES WRITTEN", "copiesCount", lambda row: len(row.extraction), Kind.INTEGER),
     Column("COPIES FOUND", "copiesFoundCount", "extraction.copies_count", Kind.INTEGER),
     Column("MISSING", "missingCount", "missing_count", Kind.INTEGER),
@@ -183,23 +175,23 @@ def extract(
             run.note(f"bkctl: Missing entries ({missing:,}): {_gap_text(gaps)}")
         problems = list(extraction.problems)
     if left is not None:
-        problems.insert(0, _full(file, left))
+        full = BkctlError(
+            f"{file} is full at 2 GiB: entries from {left} on are missing",
+            hint=f"write them to another file with --from {left}",
+        )
+        problems.insert(0, full)
     raise_first(run, problems)
 
 
 def _raise_nothing_found(run: Run, extraction: LedgerExtraction, entries: EntryIdRange, log_count: int) -> NoReturn:
     """Raise the first problem of the logs, else NotFound."""
     raise_first(run, extraction.problems)
+    wanted = ""
+    if entries != (None, None):
+        wanted = f"from {entries.first or 0} to {'the last' if entries.last is None else entries.last} "
     raise NotFound(
-        f"No entry {_range_text(entries)}of ledger {extraction.ledger} in {counted(log_count, 'log', 'logs')}",
+        f"No entry {wanted}of ledger {extraction.ledger} in {counted(log_count, 'log', 'logs')}",
         hint="--scan also reads logs whose ledgers map does not name it" if extraction.logs_skipped else None,
-    )
-
-
-def _full(file: Path, left: int) -> BkctlError:
-    return BkctlError(
-        f"{file} is full at 2 GiB: entries from {left} on are missing",
-        hint=f"write them to another file with --from {left}",
     )
 
 
@@ -232,13 +224,6 @@ def _find_gaps(extraction: LedgerExtraction) -> tuple[list[tuple[int, int]], int
         if len(gaps) < GAPS_SHOWN_MAX:
             gaps.append((gap.first_entry_id, gap.last_entry_id))
     return gaps, missing
-
-
-def _range_text(entries: EntryIdRange) -> str:
-    if entries.first is None and entries.last is None:
-        return ""
-    last = "the last" if entries.last is None else entries.last
-    return f"from {entries.first or 0} to {last} "
 
 
 def _digest_of(extraction: LedgerExtraction, given: DigestType | None, form: ExtractFormat) -> DigestType | None:

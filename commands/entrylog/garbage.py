@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from enum import StrEnum
@@ -104,20 +105,11 @@ def active(
 
 
 class UseRow(NamedTuple):
-    """The live and dead bytes of a log, and what compaction does about them."""
+    """The live and dead bytes of a log, the compaction that it needs (None: none), and the bytes that this frees."""
 
     use: LogUse
-    thresholds: Thresholds
-
-    @property
-    def compaction(self) -> str | None:
-        """The compaction's name; None if compaction leaves the log alone."""
-        return self.use.compaction(self.thresholds)
-
-    @property
-    def reclaimable_size_bytes(self) -> int:
-        """The bytes that compaction frees."""
-        return self.use.reclaimable_size_bytes(self.thresholds)
+    compaction: str | None
+    reclaimable_size_bytes: int
 
 
 def _count_column(state: str) -> Column:
@@ -204,7 +196,10 @@ def garbage(
     sums = _GarbageTotals()
     rows: Iterable[UseRow]
     with open_liveness(run, paths, errors) as liveness, run.working("Reading entry logs"):
-        rows = (UseRow(use, limits) for use in collect_errors(log_uses(paths, liveness.states), errors))
+        rows = (
+            UseRow(use, use.compaction(limits), use.reclaimable_size_bytes(limits))
+            for use in collect_errors(log_uses(paths, liveness.states), errors)
+        )
         rows = sums.watch(rows)
         if order is not LogOrder.ID:
             rows = sorted(rows, key=_USE_KEYS[order])
@@ -244,8 +239,8 @@ class _GarbageTotals:
 
     def __init__(self) -> None:
         self.count = self.total = self.garbage = 0
-        #: By compaction: logs, bytes freed, bytes rewritten.
-        self.wins: dict[str, tuple[int, int, int]] = {}
+        #: By compaction.
+        self.logs, self.freed, self.rewritten = Counter[str](), Counter[str](), Counter[str]()
 
     def watch(self, rows: Iterable[UseRow]) -> Iterator[UseRow]:
         """Yield the rows, counted."""
@@ -254,20 +249,17 @@ class _GarbageTotals:
             self.total += row.use.total_size_bytes
             self.garbage += row.use.garbage_size_bytes
             if row.compaction is not None:
-                logs, freed, rewritten = self.wins.get(row.compaction, (0, 0, 0))
-                self.wins[row.compaction] = (
-                    logs + 1,
-                    freed + row.reclaimable_size_bytes,
-                    rewritten + row.use.remaining_size_bytes,
-                )
+                self.logs[row.compaction] += 1
+                self.freed[row.compaction] += row.reclaimable_size_bytes
+                self.rewritten[row.compaction] += row.use.remaining_size_bytes
             yield row
 
     def __str__(self) -> str:
-        logs_text = counted(self.count, "log", "logs")
-        parts = [f"{size_text(self.total)} of entries in {logs_text}, {size_text(self.garbage)} garbage"]
+        logs = counted(self.count, "log", "logs")
+        parts = [f"{size_text(self.total)} of entries in {logs}, {size_text(self.garbage)} garbage"]
         for name, verb in (("delete", "deletion"), ("minor", "minor compaction"), ("major", "major compaction alone")):
-            if name in self.wins:
-                logs, freed, rewritten = self.wins[name]
-                rewriting = f", rewriting {size_text(rewritten)}" if rewritten else ""
-                parts.append(f"{verb} of {counted(logs, 'log', 'logs')} frees {size_text(freed)}{rewriting}")
+            if name in self.logs:
+                rewriting = f", rewriting {size_text(self.rewritten[name])}" if self.rewritten[name] else ""
+                logs = counted(self.logs[name], "log", "logs")
+                parts.append(f"{verb} of {logs} frees {size_text(self.freed[name])}{rewriting}")
         return "; ".join(parts)

@@ -95,17 +95,11 @@ def list_logs(
     order = log_order(run, sort)
     given = run.directories(directories)
     errors: list[BkctlError] = []
-
-    def summaries() -> Iterator[EntryLogSummary]:
-        for summary in entry_log_summaries(given):
-            if summary.error is not None:
-                errors.append(summary.error)
-            yield summary
-
+    summaries = collect_errors(entry_log_summaries(given), errors)
     if order is LogOrder.GARBAGE:
         from bkctl.checks.garbage import log_uses
 
-        found = {summary.file.path: summary for summary in summaries()}
+        found = {summary.file.path: summary for summary in summaries}
         good = [path for path, summary in found.items() if summary.error is None]
         with open_liveness(run, good, errors) as liveness, run.working("Reading entry logs"):
             uses = {use.path: use for use in collect_errors(log_uses(good, liveness.states), errors)}
@@ -113,11 +107,9 @@ def list_logs(
         rows.sort(key=lambda row: 0 if row.use is None else -row.use.garbage_size_bytes)
         run.render(rows, LOG_GARBAGE_COLUMNS)
     elif order is LogOrder.ID:
-        run.render(map(LogRow, summaries()), LOG_COLUMNS)
+        run.render(map(LogRow, summaries), LOG_COLUMNS)
     else:
-        ordered = sorted(
-            summaries(), key=lambda each: -each.file.size if order is LogOrder.SIZE else each.file.mtime_ms
-        )
+        ordered = sorted(summaries, key=lambda each: -each.file.size if order is LogOrder.SIZE else each.file.mtime_ms)
         run.render(map(LogRow, ordered), LOG_COLUMNS)
     raise_first(run, errors)
 

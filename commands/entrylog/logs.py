@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -18,7 +18,10 @@ from ..kit.command import Run
 if TYPE_CHECKING:
     from bkctl.checks.garbage import LogUse
     from bkctl.files.directories import BookieDirectories
+    from bkctl.files.listing import EntryLogSummary
     from bkctl.metadata.liveness import Liveness
+
+R = TypeVar("R", "LogUse", "EntryLogSummary")
 
 LogNames = Annotated[
     list[str] | None,
@@ -119,8 +122,9 @@ def open_liveness(run: Run, paths: list[Path], errors: list[BkctlError]) -> Iter
         errors.extend(liveness.problems)
 
 
-def collect_errors(uses: Iterable[LogUse], errors: list[BkctlError]) -> Iterator[LogUse]:
-    for use in uses:
-        if use.error is not None:
-            errors.append(use.error)
-        yield use
+def collect_errors(rows: Iterable[R], errors: list[BkctlError]) -> Iterator[R]:
+    """Yield the rows, and add their errors to `errors`."""
+    for row in rows:
+        if row.error is not None:
+            errors.append(row.error)
+        yield row

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -96,8 +97,6 @@ def verify(
     sound logs. Exit code 7 if a log is damaged; 3 if entries do not match their digests, or a ledgers map contradicts
     the records.
     """
-    from contextlib import nullcontext
-
     from bkctl.checks.log_check import check_entry_logs
 
     if no_digests and digest.wanted:

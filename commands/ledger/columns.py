@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from binascii import a2b_base64
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
@@ -77,8 +78,6 @@ STATE_STYLE = {"OPEN": YELLOW, "IN_RECOVERY": RED, "CLOSED": GREEN}
 
 
 def _custom_text(custom_metadata: dict[str, str]) -> str:
-    from binascii import a2b_base64
-
     return "\n".join(f"{key} = {readable_text(a2b_base64(value))}" for key, value in custom_metadata.items()) or "-"
 
 
@@ -107,10 +106,6 @@ def _quorums(row: LedgerRow) -> str:
     return f"{metadata.ensemble_size}/{metadata.write_quorum_size}/{metadata.ack_quorum_size}"
 
 
-def _short_time(text: str | None) -> str:
-    return "-" if text is None else f"{text[:19]}Z"
-
-
 def _custom_line(row: LedgerRow) -> str | None:
     """Return custom metadata for the table of a list: Pulsar's in its own words, else keys and values."""
     if pulsar := row.pulsar:
@@ -118,8 +113,6 @@ def _custom_line(row: LedgerRow) -> str | None:
         managed_ledger = shown.pop("managedLedger", "")
         words = [shown.pop("application"), shown.pop("component", ""), shown.pop("topic", managed_ledger)]
         return " ".join([*filter(None, words), *(f"{name}={text}" for name, text in shown.items())])
-    from binascii import a2b_base64
-
     return ", ".join(f"{key}={readable_text(a2b_base64(value))}" for key, value in row.custom.items()) or None
 
 
@@ -130,7 +123,7 @@ LEDGER_TABLE_COLUMNS = Columns(
     Column("DIGEST", "digestType", _digest_type),
     Column("LENGTH", "length", "metadata.length", Kind.SIZE),
     Column("LAST ENTRY", "lastEntryId", "metadata.last_entry_id", Kind.INTEGER),
-    Column("CREATED", "ctime", "ctime", text=_short_time),
+    Column("CREATED", "ctime", "ctime", text=lambda text: f"{text[:19]}Z"),
     Column("CUSTOM METADATA", "customMetadata", _custom_line, flexible=True),
     key="ledger",
 )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
 from contextlib import ExitStack
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,13 +14,9 @@ from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.connection import LoginOfTarget
 from ..kit.ledger_options import LedgersOrFile
-from ..kit.options import CopyPace, KeepGoing, UndoOption, count_option, digest_type_option, number_option
-from ..kit.output import RowWriter
+from ..kit.options import CopyPace, KeepGoing, UndoOption, count_option, digest_type_option, number_option, text_option
 
 if TYPE_CHECKING:
-    from bkctl.client.ledger import BookKeeper
-    from bkctl.ids import LedgerId
-    from bkctl.metadata.cluster import Cluster
     from bkctl.replication.copy import CopiedLedger
 
 app = group()
@@ -76,10 +70,16 @@ def copy(
     ],
     pace: CopyPace,
     login: LoginOfTarget,
-    to_scope: Annotated[
-        str | None,
-        typer.Option("--to-scope", metavar="SCOPE", help="Ledger scope id of the copy (default: unchanged)."),
-    ] = None,
+    to_scope_id: Annotated[
+        int | None,
+        text_option(
+            "to_scope",
+            parse_scope_id,
+            "--to-scope",
+            metavar="SCOPE",
+            help="Ledger scope id of the copy (default: unchanged).",
+        ),
+    ],
     to: Annotated[
         str | None,
         typer.Option(
@@ -104,8 +104,36 @@ def copy(
     """
     from bkctl.replication.copy import CopyShape, copy_ledger
 
-    scope_id = None if to_scope is None else parse_scope_id(to_scope)
-    _check_copy_id(to_ledger_id, len(ledgers))
+    if to_ledger_id is not None:
+        if len(ledgers) > 1:
+            raise UsageError(
+                f"--to-ledger-id names one copy, but {len(ledgers)} ledgers are given", hint="use --new-id"
+            )
+        if to_ledger_id < 0:
+            raise UsageError(f"--to-ledger-id {to_ledger_id}: must be 0 or more")
+    failures = 0
+
+    async def work() -> None:
+        nonlocal failures
+        async with run.bookkeeper(source) as reading, run.bookkeeper(target) as writing:
+            for ledger in ledgers:
+                try:
+                    row = await copy_ledger(
+                        reading, writing, ledger, ledger_scope_id=to_scope_id, ledger_id=to_ledger_id, new_id=new_id,
+                        shape=CopyShape(ensemble_size, write_quorum, ack_quorum, digest_type), recovery=recover,
+                        allow_open=open_ledgers, pace=pace, progress=activity.advance,
+                    )  # fmt: skip
+                except BkctlError as error:
+                    if not keep_going:
+                        raise
+                    failures += 1
+                    run.note(f"Ledger {ledger} was not copied:")
+                    run.note(f"bkctl: {error}")
+                    continue
+                if row.source_open:
+                    run.note(f"Ledger {ledger} is open: its copy ends at entry {row.entry_count - 1}")
+                writer.row(row)
+
     with ExitStack() as stack:
         connected = stack.enter_context(run.cluster())
         source = stack.enter_context(run.recorded(connected, undo)) if recover else connected
@@ -118,55 +146,6 @@ def copy(
                 left="printed copies stay, the unfinished one is removed: run the command again for the other ledgers",
             )
         )
-        copy_one = partial(
-            copy_ledger,
-            ledger_scope_id=scope_id,
-            ledger_id=to_ledger_id,
-            new_id=new_id,
-            shape=CopyShape(ensemble_size, write_quorum, ack_quorum, digest_type),
-            recovery=recover,
-            allow_open=open_ledgers,
-            pace=pace,
-            progress=activity.advance,
-        )
         writer = stack.enter_context(run.rows(COPY_COLUMNS))
-        failures = run.complete(_copy_all(run, source, target, ledgers, copy_one, writer, keep_going))
+        run.complete(work())
     run.finish_with(failures, "ledger was not copied", "ledgers were not copied")
-
-
-def _check_copy_id(to_ledger_id: int | None, ledger_count: int) -> None:
-    """Raise UsageError if --to-ledger-id cannot name the copies."""
-    if to_ledger_id is None:
-        return
-    if ledger_count > 1:
-        raise UsageError(f"--to-ledger-id names one copy, but {ledger_count} ledgers are given", hint="use --new-id")
-    if to_ledger_id < 0:
-        raise UsageError(f"--to-ledger-id {to_ledger_id}: must be 0 or more")
-
-
-async def _copy_all(
-    run: Run,
-    source: Cluster,
-    target: Cluster,
-    ledgers: Iterable[LedgerId],
-    copy_one: Callable[[BookKeeper, BookKeeper, LedgerId], Awaitable[CopiedLedger]],
-    writer: RowWriter,
-    keep_going: bool,
-) -> int:
-    """Copy the ledgers one after the other and print each copy; return the number that failed (`keep_going`)."""
-    failures = 0
-    async with run.bookkeeper(source) as reading, run.bookkeeper(target) as writing:
-        for ledger in ledgers:
-            try:
-                row = await copy_one(reading, writing, ledger)
-            except BkctlError as error:
-                if not keep_going:
-                    raise
-                failures += 1
-                run.note(f"Ledger {ledger} was not copied:")
-                run.note(f"bkctl: {error}")
-                continue
-            if row.source_open:
-                run.note(f"Ledger {ledger} is open: its copy ends at entry {row.entry_count - 1}")
-            writer.row(row)
-    return failures

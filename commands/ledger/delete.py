@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,6 +24,7 @@ from ..kit.options import (
     pace_option,
 )
 from ..kit.output import RowWriter
+from ..kit.texts import counted, size_text
 from .columns import STATE_STYLE
 from .listing import parse_states
 
@@ -111,8 +113,12 @@ def delete(
             run.confirm(_loss(plan, first))
             if backup is not None:
                 _export(run, cluster, plan.ledgers, backup)
-            with run.undo(cluster, undo) as kept:
-                removals = remove_ledgers(
+            total, left = len(plan.ledgers), "deleted ledgers stay deleted: run the command again for the rest"
+            with (
+                run.undo(cluster, undo) as kept,
+                run.working("Deleting", total=total, unit="ledgers", left=left, pace=pace) as activity,
+            ):
+                for row in remove_ledgers(
                     cluster,
                     plan.ledgers,
                     states=states,
@@ -120,23 +126,11 @@ def delete(
                     keep_missing=ignore_missing,
                     keep_going=keep_going,
                     pace=pace,
-                )
-                failures += _show_removals(run, writer, removals, len(plan.ledgers), pace, keep_going=keep_going)
+                ):
+                    activity.advance()
+                    if row.error is None or keep_going:  # Else it is raised.
+                        failures += _show(run, writer, row)
     run.finish_with(failures, "ledger was not deleted", "ledgers were not deleted")
-
-
-def _show_removals(
-    run: Run, writer: RowWriter, removals: Iterator[Removal], count: int, pace: Pace, *, keep_going: bool
-) -> int:
-    """Print the removals as they happen; return the number of failed ones (`keep_going`; else the first is raised)."""
-    left = "deleted ledgers stay deleted: run the command again for the rest"
-    failures = 0
-    with run.working("Deleting", total=count, unit="ledgers", left=left, pace=pace) as activity:
-        for row in removals:
-            activity.advance()
-            if row.error is None or keep_going:
-                failures += _show(run, writer, row)
-    return failures
 
 
 def _show(run: Run, writer: RowWriter, row: Removal) -> bool:
@@ -152,8 +146,6 @@ def _export(run: Run, cluster: Cluster, ledgers: list[LedgerId], target: Path) -
     from bkctl.metadata.admin.dump import ClusterSource, write_export
 
     if target.is_dir():
-        import time
-
         target /= f"ledgers-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}.ndjson"
     # Ledger metadata holds passwords.
     file = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -165,8 +157,6 @@ def _export(run: Run, cluster: Cluster, ledgers: list[LedgerId], target: Path) -
 
 
 def _loss(plan: RemovalPlan, first: list[Removal]) -> str:
-    from ..kit.texts import counted, size_text
-
     if len(plan.ledgers) == 1:
         metadata = first[0].metadata
         assert metadata is not None

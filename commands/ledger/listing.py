@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from itertools import islice
+from operator import itemgetter
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -83,8 +86,6 @@ def print_ledgers(
     Prints the metadata of each ledger; -o id prints the ids alone, which is much faster. --topic goes by the names that
     Pulsar writes into the metadata of ledgers: of a topic's messages, of its subscriptions, and of compacted messages.
     """
-    from itertools import islice
-
     from bkctl.metadata.admin.overview import NO_QUERY, LedgerQuery, list_ledger_lines, list_ledgers
     from bkctl.metadata.pulsar_topics import TopicFilter
 
@@ -176,8 +177,6 @@ def _refuse_unknown_bookie(
 
 def _print_ids(run: Run, cluster: Cluster, scope_id: int | None, start: LedgerId | None) -> None:
     """Print hundreds of thousands of ids: a directory at a time, not a row each."""
-    from operator import itemgetter
-
     for batch in cluster.ledgers.batches(scope_id, start):
         # In order, so that all are of scope 0 where the last is.
         names = batch if batch[-1].is_scoped else map(itemgetter(1), batch)
@@ -186,8 +185,6 @@ def _print_ids(run: Run, cluster: Cluster, scope_id: int | None, start: LedgerId
 
 def _note_other_scopes(run: Run, cluster: Cluster, scope_id: int | None) -> None:
     """Say that a scope has no ledgers, and how many others have; None: that no scope has any."""
-    from itertools import islice
-
     scopes = sum(1 for scope in islice(cluster.ledgers.scopes(), OTHERS_COUNTED_MAX) if scope != scope_id)
     ledgers = sum(1 for _ in islice(cluster.ledgers.ledgers(None), OTHERS_COUNTED_MAX))
     if not ledgers:
@@ -249,13 +246,10 @@ def show(
             yield ledger_row(ledger, found)
 
     def subscribe(changed: Callable[[], None]) -> Callable[[], None]:
-        cancels = [cluster.ledgers.watch(ledger, lambda _: changed()) for ledger in ledgers]
-
-        def cancel() -> None:
-            for each in cancels:
-                each()
-
-        return cancel
+        cancels = ExitStack()
+        for ledger in ledgers:
+            cancels.callback(cluster.ledgers.watch(ledger, lambda _: changed()))
+        return cancels.close
 
     with run.cluster() as cluster:
         columns = SECRET_COLUMNS if show_secrets else LEDGER_COLUMNS if single else list_columns(run)

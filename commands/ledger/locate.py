@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import typer
 
@@ -16,7 +16,6 @@ from ..kit.options import (
     ProtocolOption,
     number_option,
 )
-from ..kit.output import RowWriter
 from ..kit.texts import GREEN, RED, YELLOW
 
 if TYPE_CHECKING:
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from bkctl.metadata.cluster import Cluster, RegisteredBookie
     from bkctl.replication.fragments import ReplicaFault
 
-    from ..kit.drawing import TreeWriter
 
 app = group()
 
@@ -190,51 +188,37 @@ def locate_ledgers(
                         for place in locate(ledger, found.metadata, bookies, entry)
                     )
         return
+
+    async def check_places() -> int:
+        """Write the rows; return how many of them are not ok."""
+        from asyncio import to_thread
+
+        from bkctl.replication.checker import LedgerChecker
+
+        findings = 0
+        async with run.bookkeeper(cluster, protocol) as bookkeeper:
+            checker = LedgerChecker(bookkeeper)
+            for ledger in ledgers:
+                bookies = await to_thread(cluster.bookies.list)
+                up = {bookie.bookie_id for bookie in bookies if bookie.state != "down"}
+                found = await to_thread(cluster.ledgers.read, ledger)
+                places = list(locate(ledger, found.metadata, bookies, entry))
+                if entry is None:
+                    fragments = (await checker.check(ledger, found, every_entry=every_entry, up=up)).fragments
+                else:
+                    fragments = (await checker.check_entry(ledger, entry, found, up=up),)
+                faults = {
+                    (each.first_entry_id, fault.ensemble_index): fault for each in fragments for fault in each.faults
+                }
+                for place in places:
+                    row = PlaceRow(ledger, entry, place, faults.get((place.first_entry_id, place.ensemble_index)))
+                    findings += row.fault is not None
+                    writer.row(racks.placed(row, found.metadata))
+        return findings
+
     columns = columns.and_also(*ANSWER_COLUMNS, *((MISSING_COLUMN,) if every_entry else ()))
     with run.cluster() as cluster, run.working("Asking the bookies"):
         racks = PlacedRacks(run, cluster, cluster.bookies.list())
         with run.tree(columns.and_also(*racks.columns), LEVELS) as writer:
-            findings = run.complete(_check_places(run, cluster, ledgers, entry, every_entry, protocol, writer, racks))
+            findings = run.complete(check_places())
     run.finish_with(findings, "replica is not ok", "replicas are not ok")
-
-
-async def _check_places(
-    run: Run,
-    cluster: Cluster,
-    ledgers: list[LedgerId],
-    entry: int | None,
-    every_entry: bool,
-    protocol: Any,
-    writer: RowWriter | TreeWriter,
-    racks: PlacedRacks,
-) -> int:
-    """Write the rows of `locate --check`; returns how many of them are not ok."""
-    from asyncio import to_thread
-
-    from bkctl.client.ensemble import locate
-    from bkctl.replication.checker import LedgerChecker
-
-    findings = 0
-    async with run.bookkeeper(cluster, protocol) as bookkeeper:
-        checker = LedgerChecker(bookkeeper)
-        for ledger in ledgers:
-            bookies = await to_thread(cluster.bookies.list)
-            up = {bookie.bookie_id for bookie in bookies if bookie.state != "down"}
-            found = await to_thread(cluster.ledgers.read, ledger)
-            places = list(locate(ledger, found.metadata, bookies, entry))
-            if entry is None:
-                checked = await checker.check(ledger, found, every_entry=every_entry, up=up)
-                faults = {
-                    (fragment.first_entry_id, fault.ensemble_index): fault
-                    for fragment in checked.fragments
-                    for fault in fragment.faults
-                }
-            else:
-                fragment = await checker.check_entry(ledger, entry, found, up=up)
-                faults = {(fragment.first_entry_id, fault.ensemble_index): fault for fault in fragment.faults}
-            for place in places:
-                row = PlaceRow(ledger, entry, place, faults.get((place.first_entry_id, place.ensemble_index)))
-                row = racks.placed(row, found.metadata)
-                findings += row.fault is not None
-                writer.row(row)
-    return findings

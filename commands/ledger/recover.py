@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
@@ -82,6 +82,20 @@ def recover(
     --dry-run fences nothing and shows what would be given up.
     """
     losses: dict[LedgerId, RecoveryLoss] = {}
+
+    async def close(writer: RowWriter) -> None:
+        """Recover and close the ledgers, each with the loss that the operator accepted, and print them."""
+        from asyncio import to_thread
+
+        async with run.bookkeeper(recorded) as bookkeeper:
+            for ledger in ledgers:
+                scope_id, ledger_id = ledger
+                handle = await bookkeeper.open_ledger(
+                    ledger_id, ledger_scope_id=scope_id, password=None, recovery=True, accept_loss=losses.get(ledger)
+                )
+                await handle.close()
+                writer.row(ledger_row(ledger, await to_thread(recorded.ledgers.read, ledger)))
+
     with run.cluster() as cluster:
         if dry_run:
             with run.working("Looking at the ledgers"), run.rows(RECOVERY_PLAN_COLUMNS) as rows:
@@ -97,7 +111,7 @@ def recover(
             run.working("Recovering", left="fenced ledgers stay fenced: run the command again to close them"),
             run.rows(list_columns(run)) as rows,
         ):
-            run.complete(_close(run, recorded, ledgers, losses, rows))
+            run.complete(close(rows))
         for ledger, loss in losses.items():
             run.note(f"Given up: {_recovery_loss_text(ledger, loss)}")
 
@@ -115,25 +129,6 @@ async def _find_losses(
             if writer is not None:
                 writer.row(RecoveryPlanRow(ledger, found.metadata.state.name, loss))
     return losses
-
-
-async def _close(
-    run: Run, cluster: Cluster, ledgers: Iterable[LedgerId], losses: Mapping[LedgerId, RecoveryLoss], writer: RowWriter
-) -> None:
-    """Recover and close the ledgers, each with the loss that the operator accepted, and print them."""
-    from asyncio import to_thread
-
-    async with run.bookkeeper(cluster) as bookkeeper:
-        for ledger in ledgers:
-            handle = await bookkeeper.open_ledger(
-                ledger.ledger_id,
-                ledger_scope_id=ledger.scope_id,
-                password=None,
-                recovery=True,
-                accept_loss=losses.get(ledger),
-            )
-            await handle.close()
-            writer.row(ledger_row(ledger, await to_thread(cluster.ledgers.read, ledger)))
 
 
 def _recovery_loss_text(ledger: LedgerId, loss: RecoveryLoss) -> str:

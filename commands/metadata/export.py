@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,10 +17,9 @@ from ..kit.command import Run, command, group
 from ..kit.ledger_options import LedgersOfExport
 from ..kit.options import DryRun, RecordPace, UndoOption, file_argument
 from ..kit.texts import counted
-from .imported import Overwrite, note_ids, note_layout, say_conflicts, show_imported, show_planned
 
 if TYPE_CHECKING:
-    from bkctl.metadata.admin.dump import ExportSummary
+    from bkctl.metadata.admin.dump import DumpHeader, ExportSummary, ImportSummary, TargetPlan
 
 app = group()
 
@@ -60,8 +60,6 @@ def export(
     The file has the ledgers of all scopes, cookies, under-replicated marks and switches; if ledgers are named, their
     metadata only. The file is ndjson and ends with its SHA-256; 'metadata import' reads it. It holds ledger passwords.
     """
-    import sys
-
     from bkctl.metadata.admin.dump import ClusterSource, export_to_file, write_export
 
     if file is None:
@@ -76,6 +74,57 @@ def export(
             return
         exported = export_to_file(source, Path(file), overwrite=overwrite, progress=activity.step)
     run.show(ExportRow(file, source.header.instance_id, exported), EXPORTED_COLUMNS)
+
+
+class ImportRow(NamedTuple):
+    """The outcome for the records of one kind."""
+
+    kind: str
+    created: int
+    replaced: int
+    same: int
+
+
+IMPORTED_COLUMNS = Columns(
+    Column("KIND", "kind", "kind"),
+    Column("CREATED", "created", "created", Kind.INTEGER),
+    Column("REPLACED", "replaced", "replaced", Kind.INTEGER),
+    Column("THERE ALREADY", "same", "same", Kind.INTEGER),
+    key="kind",
+)
+NAMES_SHOWN_MAX = 10
+#: Kinds of records but how far the ids got, which has no node of its own.
+_SHOWN_KINDS = ("node", "cookie", "mark", "ledger")
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace records that have another value; the undo file keeps the old ones.")
+]
+
+
+def show_imported(run: Run, imported: ImportSummary) -> None:
+    """Print the counts of imported records by kind."""
+    run.render(
+        (
+            ImportRow(kind, imported.created[kind], imported.replaced[kind], imported.same[kind])
+            for kind in _SHOWN_KINDS
+        ),
+        IMPORTED_COLUMNS,
+    )
+    if imported.unskipped_position is not None:
+        run.note(
+            f"Ids below {imported.unskipped_position:,} may be generated again there, also for deleted ledgers whose "
+            "entries bookies still hold"
+        )
+
+
+def note_layout(run: Run, header: DumpHeader, plan: TargetPlan) -> None:
+    """Say that the target has another ledger manager than the source."""
+    from bkctl.formats.metadata import LedgerLayout
+
+    if header.layout is None:
+        return
+    names = [each.factory_class.rpartition(".")[2] for each in (LedgerLayout.parse(header.layout), plan.layout)]
+    if names[0] != names[1]:
+        run.note(f"The layout of ledgers changes from {names[0]} to {names[1]}")
 
 
 @command(
@@ -101,7 +150,7 @@ def import_(
     Records that exist with the same value are skipped, so a second run finishes an interrupted one. Exit code 5 if a
     record exists with another value; --overwrite replaces it.
     """
-    from bkctl.metadata.admin.dump import ExportFile, import_records, prepare_target
+    from bkctl.metadata.admin.dump import ExportFile, ImportSummary, import_records, prepare_target
     from bkctl.metadata.uri import parse_uri
 
     with _import_file(path) as kept, ExportFile(kept) as source:
@@ -121,7 +170,7 @@ def import_(
                     raise
                 is_new = True  # no SQLite file yet
             if is_new and dry_run:
-                show_planned(run, counts)
+                show_imported(run, ImportSummary(counts))
                 return
             total = counts.total()
             with (
@@ -136,9 +185,9 @@ def import_(
                     record_change=(lambda *_: None) if is_new else record.record, progress=activity.step,
                 )  # fmt: skip
     show_imported(run, imported)
-    note_ids(run, imported)
     if imported.conflicts:
-        say_conflicts(run, imported)
+        for name in imported.conflicts[:NAMES_SHOWN_MAX]:
+            run.note(f"{name} exists with another value, and was left unchanged")
         raise Conflict(
             f"{counted(len(imported.conflicts), 'record exists', 'records exist')} with another value",
             hint="--overwrite replaces them",
@@ -152,7 +201,6 @@ def _import_file(path: Path) -> Iterator[Path]:
         yield path
         return
     import shutil
-    import sys
     from tempfile import NamedTemporaryFile
 
     with NamedTemporaryFile(prefix="bkctl-import-") as kept:

@@ -8,11 +8,11 @@ from typing import Annotated, NamedTuple
 import typer
 
 from bkctl.errors import UsageError
-from bkctl.ids import LedgerId
+from bkctl.ids import LedgerId, parse_scope_id, random_u64
 
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
-from ..kit.options import count_option
+from ..kit.options import count_option, text_option
 from ..kit.texts import with_0x
 
 app = group()
@@ -55,13 +55,7 @@ def scopes(run: Run) -> None:
         run.render(rows(), SCOPE_COLUMNS)
 
 
-class NewId(NamedTuple):
-    """An id that was generated."""
-
-    ledger: LedgerId
-
-
-NEW_ID_COLUMNS = Columns(Column("LEDGER", "ledger", "ledger", Kind.LEDGER), key="ledger")
+NEW_ID_COLUMNS = Columns(Column("LEDGER", "ledger", lambda ledger: ledger, Kind.LEDGER), key="ledger")
 
 
 @command(
@@ -77,9 +71,12 @@ NEW_ID_COLUMNS = Columns(Column("LEDGER", "ledger", "ledger", Kind.LEDGER), key=
 def idgen(
     run: Run,
     limit: Annotated[int | None, count_option("--limit", "Number of ids (default 1).", old="--count")],
-    scope_id: Annotated[
-        str | None, typer.Option("--ledger-scope-id", metavar="SCOPE", help="Random ids of this scope.")
-    ] = None,
+    scope: Annotated[
+        int | None,
+        text_option(
+            "ledger_scope_id", parse_scope_id, "--ledger-scope-id", metavar="SCOPE", help="Random ids of this scope."
+        ),
+    ],
     sequence: Annotated[
         bool,
         typer.Option("--sequence", help="Take ids of scope 0 from the cluster's generator, which gives no id twice."),
@@ -90,23 +87,16 @@ def idgen(
     Without options, prints UUIDs, whose high half is the scope. --ledger-scope-id prints random ids of one scope.
     --sequence takes ids from the cluster's generator; only that needs a cluster.
     """
-    from bkctl.ids import parse_scope_id, random_u64
-
-    if sequence and scope_id is not None and parse_scope_id(scope_id) != 0:
+    if sequence and scope:
         raise UsageError("--sequence applies to scope 0; ids of other scopes are random")
     if not sequence:
         import uuid
 
-        scope = None if scope_id is None else parse_scope_id(scope_id)
         if scope == 0:
             raise UsageError("Ids of scope 0 come from the cluster's generator", hint="add --sequence")
 
-        def random_ids() -> Iterator[NewId]:
-            for _ in range(limit or 1):
-                value = uuid.uuid4().int if scope is None else scope << 64 | random_u64()
-                yield NewId(LedgerId.from_value(value))
-
-        run.render(random_ids(), NEW_ID_COLUMNS)
+        values = (uuid.uuid4().int if scope is None else scope << 64 | random_u64() for _ in range(limit or 1))
+        run.render(map(LedgerId.from_value, values), NEW_ID_COLUMNS)
         return
     with run.cluster() as cluster:
-        run.render((NewId(cluster.ledgers.new_ledger_id()) for _ in range(limit or 1)), NEW_ID_COLUMNS)
+        run.render((cluster.ledgers.new_ledger_id() for _ in range(limit or 1)), NEW_ID_COLUMNS)

@@ -16,7 +16,7 @@ from ..kit.command import Run, command, group
 from ..kit.connection import LoginOfTarget
 from ..kit.options import DryRun, RecordPace, UndoOption
 from ..kit.texts import GREEN, RED, YELLOW, counted
-from .imported import NAMES_SHOWN_MAX, Overwrite, note_ids, note_layout, show_imported, show_planned
+from .export import NAMES_SHOWN_MAX, Overwrite, note_layout, show_imported
 
 if TYPE_CHECKING:
     from bkctl.metadata.admin.dump import ClusterSource, DumpSource
@@ -129,7 +129,7 @@ def migrate(
             if not dry_run:
                 raise
             _refuse_registered(source_cluster, live)
-            show_planned(run, _counted(run, source))  # no SQLite file yet
+            _show_planned(run, source)  # no SQLite file yet
             return
         if source_cluster.location._replace(manager_type="") == target.location._replace(manager_type=""):
             raise UsageError(f"{target.uri} is the same store", hint="name another root: a layout changes by a copy")
@@ -138,7 +138,7 @@ def migrate(
             _refuse_registered(cluster, live)
         note_layout(run, source.header, plan)
         if dry_run and plan.is_new:
-            show_planned(run, _counted(run, source))
+            _show_planned(run, source)
             return
         if overwrite and not dry_run and not plan.is_new:
             run.confirm(f"Metadata in {target.uri} would be replaced with that in {source_cluster.uri}")
@@ -158,7 +158,6 @@ def migrate(
             )  # fmt: skip
         differences = 0 if dry_run else _note_differences(run, source, ClusterSource(target), pace)
     show_imported(run, imported)
-    note_ids(run, imported)
     between = f"between {source_cluster.uri} and {target.uri}"
     run.finish_with(differences, f"difference {between}", f"differences {between}")
 
@@ -186,9 +185,12 @@ def _refuse_registered(cluster: Cluster, live: bool) -> None:
         )
 
 
-def _counted(run: Run, source: ClusterSource) -> Counter[str]:
+def _show_planned(run: Run, source: ClusterSource) -> None:
+    from bkctl.metadata.admin.dump import ImportSummary
+
     with run.working("Counting"):
-        return Counter(record.kind for record in source.records())
+        counts = Counter(record.kind for record in source.records())
+    show_imported(run, ImportSummary(counts))
 
 
 _WHERE = {

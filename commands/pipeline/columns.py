@@ -1,7 +1,9 @@
-"""Columns that several commands of `bkctl pipeline` print."""
+"""Columns that several commands of `bkctl pipeline` print, and sums of columns."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from bkctl.ids import LedgerId
@@ -36,3 +38,22 @@ LOG = (
     Column("HEX", "logIdHex", "logIdHex", text=with_0x),
     Column("SCOPED", "scoped", "scoped", Kind.BOOLEAN),
 )
+
+
+class Sums(Counter[str]):
+    """Sums of the integer columns of rows by name, and in `count` the number of rows."""
+
+    count = 0
+
+    def add(self, row: Any) -> None:
+        """Add a row to the sums."""
+        self.count += 1
+        self.update({name: value for name, value in row.asDict().items() if type(value) is int})
+
+
+def sums_of(rows: Iterable[Any]) -> Sums:
+    """Return the sums of `rows`."""
+    sums = Sums()
+    for row in rows:
+        sums.add(row)
+    return sums

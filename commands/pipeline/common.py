@@ -1,4 +1,4 @@
-"""Options that commands of `bkctl pipeline` share: Spark, places of bookies' files, the connection to a cluster."""
+"""Options and sessions that commands of `bkctl pipeline` share: Spark, bookies' files, the connection to a cluster."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from bkctl.errors import UsageError
 from ..kit.columns import Columns
 from ..kit.command import Run
 from ..kit.ledger_options import SCAN_LEDGERS, ScanFilter
-from ..kit.options import Composite, parameter
+from ..kit.options import Composite, option, parameter
 from ..kit.settings import SETTINGS, ValueType
 from ..kit.texts import counted
-from .saves import Saves, check_spark_saves
+from .saves import Saves, check_saves, check_spark_saves
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -54,15 +54,9 @@ Places = Annotated[
     Composite(
         (
             parameter("places", Annotated[list[str] | None, PLACES]),
-            parameter(
-                "facts",
-                Annotated[
-                    str | None,
-                    typer.Option(
-                        "--facts", metavar="URI",
-                        help="Read facts that 'pipeline extract' wrote, instead of bookies' files.",
-                    ),
-                ],
+            option(
+                "facts", str, "--facts", metavar="URI",
+                help="Read facts that 'pipeline extract' wrote, instead of bookies' files.",
             ),
         ),
         _given_bookies,
@@ -107,48 +101,23 @@ SparkOptions = Annotated[
     SparkSettings,
     Composite(
         (
-            parameter(
-                "master",
-                Annotated[
-                    str | None,
-                    typer.Option(
-                        "--master", metavar="URL", rich_help_panel=_PANEL,
-                        help="Where Spark runs: local[*] (this machine, all cores), local[N], "
-                        "spark://HOST:PORT, yarn, k8s://… (default: this machine, "
-                        "and no Spark for jobs that only read files).",
-                    ),
-                ],
+            option(
+                "master", str, "--master", metavar="URL", rich_help_panel=_PANEL,
+                help="Where Spark runs: local[*] (this machine, all cores), local[N], spark://HOST:PORT, yarn, k8s://… "
+                "(default: this machine, and no Spark for jobs that only read files).",
             ),
-            parameter(
-                "spark_settings",
-                Annotated[
-                    list[str],
-                    typer.Option(
-                        "--spark-conf", metavar="NAME=VALUE", rich_help_panel=_PANEL,
-                        help="A setting of Spark, as spark.driver.memory=4g; repeatable.",
-                    ),
-                ],
+            option(
+                "spark_settings", list[str], "--spark-conf", metavar="NAME=VALUE", rich_help_panel=_PANEL,
+                help="A setting of Spark, as spark.driver.memory=4g; repeatable.",
             ),
-            parameter(
-                "archives",
-                Annotated[
-                    list[str],
-                    typer.Option(
-                        "--archive", metavar="FILE[#NAME]", rich_help_panel=_PANEL,
-                        help="Archive to unpack on every executor, as venv.tar.gz#environment; repeatable.",
-                    ),
-                ],
+            option(
+                "archives", list[str], "--archive", metavar="FILE[#NAME]", rich_help_panel=_PANEL,
+                help="Archive to unpack on every executor, as venv.tar.gz#environment; repeatable.",
             ),
-            parameter(
-                "ship",
-                Annotated[
-                    bool | None,
-                    typer.Option(
-                        "--ship/--no-ship", rich_help_panel=_PANEL,
-                        help="Send this package and its compiled scanner to the executors (default: unless Spark runs "
-                        "on this machine alone). Executors of another platform scan in Python, 4 times slower.",
-                    ),
-                ],
+            option(
+                "ship", bool | None, "--ship/--no-ship", rich_help_panel=_PANEL,
+                help="Send this package and its compiled scanner to the executors (default: unless Spark runs "
+                "on this machine alone). Executors of another platform scan in Python, 4 times slower.",
             ),
         ),
         _spark_settings,
@@ -181,23 +150,39 @@ def spark_job(
         yield session
 
 
+class Job(NamedTuple):
+    """A job over the files of `bookies`. `connection` has the options of their cluster, None if the job needs none."""
+
+    session: SparkSession
+    bookies: Bookies
+    connection: dict[str, str] | None
+
+
 @contextmanager
 def read_job(
-    run: Run, spark: SparkSettings, label: str, saves: Saves | None = None, columns: Columns | None = None
-) -> Iterator[SparkSession]:
-    """Yield a session for a job that reads bookies' files: the local engine's, or Spark's where an option needs Spark.
+    run: Run, spark: SparkSettings, label: str, places: GivenBookies, saves: Saves | None = None,
+    columns: Columns | None = None, *, connects: bool = True,
+) -> Iterator[Job]:  # fmt: skip
+    """Yield a job that reads bookies' files: on the local engine, or on Spark where an option needs Spark.
 
-    Only Spark saves to URIs and tables. Raises the errors of `check_spark_saves` for rows of `columns`.
+    Only Spark saves to URIs and tables. Raises the errors of `check_saves` and `check_spark_saves` for rows of
+    `columns`, and errors of the connection to the cluster if the job `connects`.
     """
+    if saves is not None and columns is not None:
+        check_saves(saves, columns)
+    connection = connection_options(run) if connects else None
+    bookies = read_bookies(run, places)
+    if connects:
+        check_cluster(run)
     if not spark.are_default or (saves is not None and saves.need_spark):
         with spark_job(run, spark, label, saves, columns) as session:
-            yield session
+            yield Job(session, bookies, connection)
         return
     from bkctl.spark.local.session import local_session
 
     with run.working(label.capitalize(), unit="parts") as activity, local_session(activity.update) as local:
         # Jobs use the methods that both sessions have.
-        yield cast("SparkSession", local)
+        yield Job(cast("SparkSession", local), bookies, connection)
 
 
 def read_bookies(run: Run, given: GivenBookies) -> Bookies:

@@ -9,33 +9,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 from bkctl.errors import BkctlError, Corrupt
 
 from ..entrylog.garbage import ThresholdOptions, thresholds_of
+from ..entrylog.logs import ratio_text
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
+from ..kit.records import raise_first
 from ..kit.texts import GREEN, counted, size_text
-from .columns import BOOKIE, BOOKIES, FILE, LEDGER, LOG, LOGS, SIZE
-from .common import (
-    Places,
-    SparkOptions,
-    by_option,
-    check_cluster,
-    connection_options,
-    read_bookies,
-    read_job,
-)
-from .page import Bar, Section, Tables, bars, table, top_rows
-from .results import raise_problems, sums_of, write_pages  # _problems, write_pages
-from .saves import SaveOption, check_saves, frame_rows
+from .columns import BOOKIE, BOOKIES, FILE, LEDGER, LOG, LOGS, SIZE, sums_of
+from .common import Job, Places, SparkOptions, by_option, read_job
+from .page import Bar, Section, bars, table, top_rows, write_pages
+from .saves import SaveOption, frame_rows
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
-
-    from bkctl.spark.jobs.bookies import Bookies
+    from pyspark.sql import DataFrame
 
 app = group()
-
-
-def _ratio(value: float) -> str:
-    return f"{value:.1%}"
 
 
 class GarbageBy(StrEnum):
@@ -59,7 +46,7 @@ GARBAGE_COLUMNS = {
         Column("DEAD", "deadCount", "deadCount", Kind.INTEGER),
         Column("UNKNOWN", "unknownCount", "unknownCount", Kind.INTEGER),
         *_USE,
-        Column("USAGE", "usage", "usage", Kind.INTEGER, text=_ratio),
+        Column("USAGE", "usage", "usage", Kind.INTEGER, text=ratio_text),
         Column("COMPACTION", "compaction", "compaction", style={"delete": GREEN}),
         Column(None, "reclaimableSize", "reclaimableSize", Kind.INTEGER),
         Column(None, "rewrittenSize", "rewrittenSize", Kind.INTEGER),
@@ -96,27 +83,24 @@ def garbage(
     metadata store, as in 'entrylog garbage' for one bookie. Bytes of ledgers whose state is unknown remain. With --by
     ledger the rows are the dead ledgers.
     """
-    check_saves(saves, GARBAGE_COLUMNS[by])
-    connection = connection_options(run)
-    bookies = read_bookies(run, places)
     limits = thresholds_of(run, thresholds)
-    check_cluster(run)
-    with read_job(run, spark, "garbage", saves, GARBAGE_COLUMNS[by]) as session:
-        found = GarbageResult(session, bookies, connection, limits)
+    with read_job(run, spark, "garbage", places, saves, GARBAGE_COLUMNS[by]) as job:
+        found = GarbageResult(job, limits)
         frame_rows(run, found.rows(by), GARBAGE_COLUMNS[by], saves)
         run.note(f"bkctl: {found.summary()}")
-        write_pages(run, saves, "Garbage", found.sections, bookies)
+        write_pages(saves.pages, "Garbage", found.sections, job.bookies)
         problems = found.problems()
-    raise_problems(run, problems)
+    raise_first(run, problems)
 
 
 class GarbageResult:
     """The garbage of some bookies, read once for rows and page."""
 
-    def __init__(self, session: SparkSession, bookies: Bookies, connection: dict[str, str], thresholds: Any) -> None:
+    def __init__(self, job: Job, thresholds: Any) -> None:
         from bkctl.spark.jobs.garbage import garbage_shares, uses
 
-        self._shares = garbage_shares(session, bookies, connection).persist()
+        assert job.connection is not None
+        self._shares = garbage_shares(job.session, job.bookies, job.connection).persist()
         self._uses = uses(self._shares, thresholds).persist()
 
     def rows(self, by: GarbageBy) -> DataFrame:
@@ -132,11 +116,11 @@ class GarbageResult:
         sums = sums_of(self.rows(GarbageBy.BOOKIE).collect())
         orphans = counted(self.rows(GarbageBy.LEDGER).count(), "orphaned ledger", "orphaned ledgers")
         return (
-            f"{size_text(sums.of('totalSize'))} of entries in {counted(sums.of('logCount'), 'log', 'logs')}, "
-            f"{size_text(sums.of('garbageSize'))} garbage of {orphans}; "
-            f"compaction of {counted(sums.of('compactedCount'), 'log', 'logs')} frees "
-            f"{size_text(sums.of('reclaimableSize'))}, rewriting "
-            f"{size_text(sums.of('rewrittenSize'))}"
+            f"{size_text(sums['totalSize'])} of entries in {counted(sums['logCount'], 'log', 'logs')}, "
+            f"{size_text(sums['garbageSize'])} garbage of {orphans}; "
+            f"compaction of {counted(sums['compactedCount'], 'log', 'logs')} frees "
+            f"{size_text(sums['reclaimableSize'])}, rewriting "
+            f"{size_text(sums['rewrittenSize'])}"
         )
 
     def problems(self) -> list[BkctlError]:
@@ -153,27 +137,23 @@ class GarbageResult:
 
     def sections(self) -> list[Section]:
         """Return the sections of the page."""
-        return _sections({by.value: (self.rows(by), GARBAGE_COLUMNS[by]) for by in GarbageBy}, self.summary())
+        tables = {by: (self.rows(by), GARBAGE_COLUMNS[by]) for by in GarbageBy}
+        bookies, logs = tables[GarbageBy.BOOKIE], tables[GarbageBy.ENTRY_LOG]
+        of_bookies = [Bar(row.bookieId, _parts(row)) for row in top_rows(bookies[0])]
+        of_logs = [Bar(f"{row.bookieId} {_log_text(row)}", _parts(row)) for row in top_rows(logs[0])]
+        blocks = [
+            bars("Remaining and dead bytes by bookie", of_bookies),
+            table(*bookies),
+            bars("Logs with the most garbage", [each for each in of_logs if each.parts["garbage"]]),
+            table(*logs),
+            "<h3>Orphaned ledgers</h3>",
+            table(*tables[GarbageBy.LEDGER]),
+        ]
+        return [Section("Garbage", self.summary(), blocks)]
 
 
-def _sections(tables: Tables, summary: str) -> list[Section]:
-    """Return the section for `tables`, which the words of --by name."""
-    names = (("remaining", "remainingSize"), ("garbage", "garbageSize"))
-
-    def parts(row: Any) -> dict[str, int]:
-        return {name: getattr(row, column) for name, column in names}
-
-    bookies = [Bar(row.bookieId, parts(row)) for row in top_rows(tables["bookie"][0])]
-    logs = [Bar(f"{row.bookieId} {_log_text(row)}", parts(row)) for row in top_rows(tables["entrylog"][0])]
-    blocks = [
-        bars("Remaining and dead bytes by bookie", bookies),
-        table(*tables["bookie"]),
-        bars("Logs with the most garbage", [each for each in logs if each.parts["garbage"]]),
-        table(*tables["entrylog"]),
-        "<h3>Orphaned ledgers</h3>",
-        table(*tables["ledger"]),
-    ]
-    return [Section("Garbage", summary, blocks)]
+def _parts(row: Any) -> dict[str, int]:
+    return {"remaining": row.remainingSize, "garbage": row.garbageSize}
 
 
 def _log_text(row: Any) -> str:

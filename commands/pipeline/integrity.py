@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import StrEnum
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,25 +12,13 @@ from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import ScanFilter
 from ..kit.texts import RED, YELLOW, counted
-from .columns import BOOKIE, BOOKIES, FILE, LEDGER, RANGE
-from .common import (
-    LedgersToScan,
-    Places,
-    SparkOptions,
-    by_option,
-    check_cluster,
-    connection_options,
-    read_bookies,
-    read_job,
-)
-from .page import Bar, Section, bars, table
-from .results import Sums, write_pages
-from .saves import SaveOption, check_saves, frame_rows
+from .columns import BOOKIE, BOOKIES, FILE, LEDGER, RANGE, Sums
+from .common import Job, LedgersToScan, Places, SparkOptions, by_option, read_job
+from .page import Bar, Section, bars, table, write_pages
+from .saves import SaveOption, frame_rows
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
-
-    from bkctl.spark.jobs.bookies import Bookies
+    from pyspark.sql import DataFrame
 
 app = group()
 
@@ -89,34 +77,30 @@ def integrity(
     findings. Bookies whose files are not given are not checked. --by ledger, bookie and log show ranges of entries with
     the same problem and INTACT: of all bookies, of one, or of one file (entry log or journal).
     """
-    check_saves(saves, INTEGRITY_COLUMNS[by])
-    connection = connection_options(run)
-    bookies = read_bookies(run, places)
-    check_cluster(run)
-    with read_job(run, spark, "integrity", saves, INTEGRITY_COLUMNS[by]) as session:
-        found = IntegrityResult(session, bookies, ledgers, connection, indexes=not no_indexes)
+    with read_job(run, spark, "integrity", places, saves, INTEGRITY_COLUMNS[by]) as job:
+        found = IntegrityResult(job, ledgers, indexes=not no_indexes)
         sums = Sums()
         frame_rows(run, found.rows(by), INTEGRITY_COLUMNS[by], saves, sums.add)
-        for line in found.notes():
+        for line in found.notes:
             run.note(f"bkctl: {line}")
-        write_pages(run, saves, "Integrity", found.sections, bookies)
-    run.finish_with(sums.count if by is IntegrityBy.ENTRY else sums.of("findingCount"), "finding", "findings")
+        write_pages(saves.pages, "Integrity", found.sections, job.bookies)
+    run.finish_with(sums.count if by is IntegrityBy.ENTRY else sums["findingCount"], "finding", "findings")
 
 
 class IntegrityResult:
     """The findings of one run."""
 
     def __init__(
-        self, session: SparkSession, bookies: Bookies, ledgers: ScanFilter, connection: dict[str, str],
-        *, indexes: bool = True, held: DataFrame | None = None,
+        self, job: Job, ledgers: ScanFilter, *, indexes: bool = True, held: DataFrame | None = None
     ) -> None:  # fmt: skip
         from bkctl.spark.jobs.integrity import integrity
 
+        assert job.connection is not None
+        self._connection = job.connection
         self.result = integrity(
-            session, bookies, connection, ledger=ledgers.ledger, scope_id=ledgers.scope_id, indexes=indexes, held=held
-        )
-        self._connection = connection
-        self._notes: list[str] | None = None
+            job.session, job.bookies, job.connection, ledger=ledgers.ledger, scope_id=ledgers.scope_id,
+            indexes=indexes, held=held,
+        )  # fmt: skip
 
     def rows(self, by: IntegrityBy) -> DataFrame:
         """Return the rows of `--by`."""
@@ -127,33 +111,30 @@ class IntegrityResult:
         same = ("problem", "intactCount", "writeQuorumSize", "ledgerState")
         return entry_ranges(self.result.findings, by.value, same, self._connection)
 
+    @cached_property
     def notes(self) -> list[str]:
         """Return one line about the checked replicas, and one about the bookies that were not checked."""
-        if self._notes is None:
-            (checked,) = self.result.checked.collect()
-            self._notes = [
-                f"{checked.replicaCount:,} replicas of {checked.entryCount:,} entries in {checked.ledgerCount:,} "
-                "ledgers were checked"
-            ]
-            absent = self.result.unchecked.collect()
-            if absent:
-                names = ", ".join(f"{row.bookieId} ({counted(row.ledgerCount, 'ledger', 'ledgers')})" for row in absent)
-                self._notes.append(f"Not checked, since their files are not given: {names}")
-        return self._notes
+        (checked,) = self.result.checked.collect()
+        notes = [
+            f"{checked.replicaCount:,} replicas of {checked.entryCount:,} entries in {checked.ledgerCount:,} "
+            "ledgers were checked"
+        ]
+        absent = self.result.unchecked.collect()
+        if absent:
+            names = ", ".join(f"{row.bookieId} ({counted(row.ledgerCount, 'ledger', 'ledgers')})" for row in absent)
+            notes.append(f"Not checked, since their files are not given: {names}")
+        return notes
 
     def sections(self) -> list[Section]:
         """Return the sections of the page."""
-        return _sections(self.result.findings, INTEGRITY_COLUMNS[IntegrityBy.ENTRY], self.notes())
+        from bkctl.spark import functions as F
 
-
-def _sections(findings: DataFrame, columns: Columns, notes: Sequence[str]) -> list[Section]:
-    """Return the section for these findings."""
-    from bkctl.spark import functions as F
-
-    counted = findings.groupBy("problem", "bookieId").agg(F.count("*").alias("found")).collect()
-    by_bookie: dict[str, dict[str, int]] = {}
-    for row in sorted(counted, key=lambda each: (each.bookieId, each.problem)):
-        by_bookie.setdefault(row.bookieId, {})[row.problem] = row.found
-    plot = bars("Findings by bookie", [Bar(name, parts) for name, parts in by_bookie.items()], unit="")
-    found = table(findings, columns) if counted else '<p class="good">No findings.</p>'
-    return [Section("Integrity", ". ".join(notes), [plot, found])]
+        findings = self.result.findings
+        counts = findings.groupBy("problem", "bookieId").agg(F.count("*").alias("found")).collect()
+        by_bookie: dict[str, dict[str, int]] = {}
+        for row in sorted(counts, key=lambda each: (each.bookieId, each.problem)):
+            by_bookie.setdefault(row.bookieId, {})[row.problem] = row.found
+        plot = bars("Findings by bookie", [Bar(name, parts) for name, parts in by_bookie.items()], unit="")
+        columns = INTEGRITY_COLUMNS[IntegrityBy.ENTRY]
+        found = table(findings, columns) if counts else '<p class="good">No findings.</p>'
+        return [Section("Integrity", ". ".join(self.notes), [plot, found])]

@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from bkctl.errors import Corrupt
 
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import ScanFilter
+from ..kit.records import raise_first
 from ..kit.texts import counted, size_text
-from .columns import BOOKIE, BOOKIES, FILE, LEDGER, LEDGERS, LOG, LOGS, SUMS
-from .common import (
-    LedgersToScan,
-    Places,
-    SparkOptions,
-    by_option,
-    check_cluster,
-    connection_options,
-    read_bookies,
-    read_job,
-)
-from .page import Bar, Section, Tables, bars, table, top_rows
-from .results import Sums, raise_problems, write_pages
-from .saves import SaveOption, check_saves, frame_rows
+from .columns import BOOKIE, BOOKIES, FILE, LEDGER, LEDGERS, LOG, LOGS, SUMS, Sums
+from .common import Job, LedgersToScan, Places, SparkOptions, by_option, read_job
+from .page import Bar, Section, bars, table, top_rows, write_pages
+from .saves import SaveOption, frame_rows
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
-
-    from bkctl.spark.jobs.bookies import Bookies
+    from pyspark.sql import DataFrame
 
 app = group()
 
@@ -91,33 +81,26 @@ def inventory(
     --by application needs the cluster; all others need files only. Exit code 7: a log is damaged; entries before the
     damage are counted.
     """
-    check_saves(saves, INVENTORY_COLUMNS[by])
-    connection = connection_options(run) if by is InventoryBy.APPLICATION else None
-    bookies = read_bookies(run, places)
-    if connection is not None:
-        check_cluster(run)
-    with read_job(run, spark, "inventory", saves, INVENTORY_COLUMNS[by]) as session:
-        found = InventoryResult(session, bookies, ledgers, connection)
+    columns, connects = INVENTORY_COLUMNS[by], by is InventoryBy.APPLICATION
+    with read_job(run, spark, "inventory", places, saves, columns, connects=connects) as job:
+        found = InventoryResult(job, ledgers)
         sums = Sums()
-        frame_rows(run, found.totals(by), INVENTORY_COLUMNS[by], saves, sums.add)
-        run.note(f"bkctl: {size_text(sums.of('size'))} in {counted(sums.of('entryCount'), 'entry', 'entries')}")
-        write_pages(run, saves, "Inventory", found.sections, bookies)
-    raise_problems(run, [Corrupt(row.reason) for row in found.damages])
+        frame_rows(run, found.totals(by), columns, saves, sums.add)
+        run.note(f"bkctl: {size_text(sums['size'])} in {counted(sums['entryCount'], 'entry', 'entries')}")
+        write_pages(saves.pages, "Inventory", found.sections, job.bookies)
+    raise_first(run, [Corrupt(row.reason) for row in found.damages])
 
 
 class InventoryResult:
     """The inventory of some bookies, scanned once for rows and page."""
 
-    def __init__(
-        self, session: SparkSession, bookies: Bookies, ledgers: ScanFilter,
-        connection: dict[str, str] | None, *, held: DataFrame | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, job: Job, ledgers: ScanFilter, *, held: DataFrame | None = None) -> None:
         from bkctl.spark.jobs.held_entries import shares_of
         from bkctl.spark.jobs.inventory import damages, shares
 
-        self._session, self._bookies, self._connection = session, bookies, connection
+        self._job = job
         if held is None:
-            found = shares(session, bookies, ledger=ledgers.ledger, scope_id=ledgers.scope_id)
+            found = shares(job.session, job.bookies, ledger=ledgers.ledger, scope_id=ledgers.scope_id)
         else:
             found = shares_of(held)
         self._shares = found.persist()
@@ -127,35 +110,35 @@ class InventoryResult:
         """Return the rows of `--by`."""
         from bkctl.spark.jobs.inventory import Grouping, totals
 
-        return totals(self._session, self._bookies, self._shares, Grouping(by.value), self._connection)
+        job = self._job
+        return totals(job.session, job.bookies, self._shares, Grouping(by.value), job.connection)
 
     def sections(self) -> list[Section]:
         """Return the sections of the page."""
-        shown = [by for by in InventoryBy if by is not InventoryBy.APPLICATION or self._connection is not None]
-        return _sections({by.value: (self.totals(by), INVENTORY_COLUMNS[by]) for by in shown})
+        blocks = []
+        for title, by, name_of in _PLOTS:
+            if by is InventoryBy.APPLICATION and self._job.connection is None:
+                continue
+            frame = self.totals(by)
+            blocks.append(bars(title, [Bar(name_of(row), {"bytes": row.size}) for row in top_rows(frame)]))
+            blocks.append(table(frame, INVENTORY_COLUMNS[by]))
+        by = InventoryBy.ENTRY_LOG
+        blocks.append(table(self.totals(by), INVENTORY_COLUMNS[by]))
+        return [Section("Inventory", "Bytes and entries in the entry logs; every copy of an entry counts.", blocks)]
 
 
-def _sections(tables: Tables) -> list[Section]:
-    """Return the sections for `tables`, which the words of --by name."""
-    bookies = top_rows(tables["bookie"][0])
-    scopes = top_rows(tables["scope"][0])
-    blocks = [
-        bars("Bytes of entries by bookie", [Bar(row.bookieId, {"bytes": row.size}) for row in bookies]),
-        table(*tables["bookie"]),
-        bars("Bytes by ledger scope", [Bar(f"scope {row.ledgerScopeId}", {"bytes": row.size}) for row in scopes]),
-        table(*tables["scope"]),
-    ]
-    if "application" in tables:
-        frame, columns = tables["application"]
-        named = [
-            Bar(row.managedLedger or row.component or row.application or "(none)", {"bytes": row.size})
-            for row in top_rows(frame)
-        ]
-        blocks += [bars("Bytes by application", named), table(frame, columns)]
-    ledgers = [Bar(_ledger_text(row), {"bytes": row.size}) for row in top_rows(tables["ledger"][0])]
-    blocks += [bars("The largest ledgers", ledgers), table(*tables["ledger"]), table(*tables["entrylog"])]
-    return [Section("Inventory", "Bytes and entries in the entry logs; every copy of an entry counts.", blocks)]
+def _application_name(row: Any) -> str:
+    return str(row.managedLedger or row.component or row.application or "(none)")
 
 
-def _ledger_text(row: Any) -> str:
+def _ledger_name(row: Any) -> str:
     return str(row.ledgerId if row.ledgerScopeId == "0" else row.ledgerQualifiedName)
+
+
+#: The plots of the page, each above its table: title, rows, name of a row.
+_PLOTS: Final[tuple[tuple[str, InventoryBy, Callable[[Any], str]], ...]] = (
+    ("Bytes of entries by bookie", InventoryBy.BOOKIE, lambda row: row.bookieId),
+    ("Bytes by ledger scope", InventoryBy.SCOPE, lambda row: f"scope {row.ledgerScopeId}"),
+    ("Bytes by application", InventoryBy.APPLICATION, _application_name),
+    ("The largest ledgers", InventoryBy.LEDGER, _ledger_name),
+)

@@ -5,31 +5,20 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
-from bkctl.errors import Corrupt
+from bkctl.errors import BkctlError, Corrupt
 
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import ScanFilter
+from ..kit.records import raise_first
 from ..kit.texts import GREEN, RED, YELLOW, size_text, with_0x
-from .columns import BOOKIE, BOOKIES, ENTRIES, FILE, LEDGER, RANGE
-from .common import (
-    LedgersToScan,
-    Places,
-    SparkOptions,
-    by_option,
-    check_cluster,
-    connection_options,
-    read_bookies,
-    read_job,
-)
-from .page import Bar, Section, Tables, bars, table, top_rows
-from .results import sums_of, write_pages
-from .saves import SaveOption, check_saves, frame_rows
+from .columns import BOOKIE, BOOKIES, ENTRIES, FILE, LEDGER, RANGE, sums_of
+from .common import Job, LedgersToScan, Places, SparkOptions, by_option, read_job
+from .page import Bar, Section, bars, table, top_rows, write_pages
+from .saves import SaveOption, frame_rows
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
-
-    from bkctl.spark.jobs.bookies import Bookies
+    from pyspark.sql import DataFrame
 
 app = group()
 
@@ -117,36 +106,27 @@ def journal_audit(
     entry that is not replayed belongs to a live ledger. --by entry shows the unlogged entries; --by ledger, bookie and
     log show their ranges: of all bookies, of one, or of one journal.
     """
-    check_saves(saves, AUDIT_COLUMNS[by])
-    local = places.are_default and run.conf is None
-    connection = connection_options(run) if run.names_metadata or local else None
-    bookies = read_bookies(run, places)
-    if connection is not None:
-        check_cluster(run)
-    with read_job(run, spark, "journal audit", saves, AUDIT_COLUMNS[by]) as session:
-        found = JournalAuditResult(session, bookies, ledgers, connection)
+    connects = run.names_metadata or (places.are_default and run.conf is None)
+    with read_job(run, spark, "journal audit", places, saves, AUDIT_COLUMNS[by], connects=connects) as job:
+        found = JournalAuditResult(job, ledgers)
         frame_rows(run, found.rows(by), AUDIT_COLUMNS[by], saves)
         run.note(f"bkctl: {found.summary()}")
-        write_pages(run, saves, "Journals", found.sections, bookies)
+        write_pages(saves.pages, "Journals", found.sections, job.bookies)
         damaged, findings = found.damaged(), found.finding_count()
-    for line in damaged[1:]:
-        run.note(f"bkctl: {line}")
-    if damaged:
-        raise Corrupt(damaged[0])
+    raise_first(run, damaged)
     run.finish_with(findings, "finding", "findings")
 
 
 class JournalAuditResult:
     """The journals of some bookies, read once for rows and page."""
 
-    def __init__(
-        self, session: SparkSession, bookies: Bookies, ledgers: ScanFilter,
-        connection: dict[str, str] | None, *, held: DataFrame | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, job: Job, ledgers: ScanFilter, *, held: DataFrame | None = None) -> None:
         from bkctl.spark.jobs.journal_audit import audit
 
-        self._connection = connection
-        self._found = audit(session, bookies, connection, ledger=ledgers.ledger, scope_id=ledgers.scope_id, held=held)
+        self._connection = job.connection
+        self._found = audit(
+            job.session, job.bookies, job.connection, ledger=ledgers.ledger, scope_id=ledgers.scope_id, held=held
+        )
 
     def rows(self, by: AuditBy) -> DataFrame:
         """Return the rows of `--by`."""
@@ -162,16 +142,16 @@ class JournalAuditResult:
         """Return the totals in one line."""
         sums = sums_of(self._found.journals.collect())
         return (
-            f"A crash now would replay {sums.of('replayRecordCount'):,} records "
-            f"({size_text(sums.of('replaySize'))}) of {sums.count:,} journals; {sums.of('unloggedCount'):,} entries "
-            f"are in no entry log, {sums.of('unknownCount'):,} may be behind damage in a log; "
-            f"{sums.of('recordsBehind'):,} records lie behind an end"
+            f"A crash now would replay {sums['replayRecordCount']:,} records "
+            f"({size_text(sums['replaySize'])}) of {sums.count:,} journals; {sums['unloggedCount']:,} entries "
+            f"are in no entry log, {sums['unknownCount']:,} may be behind damage in a log; "
+            f"{sums['recordsBehind']:,} records lie behind an end"
         )
 
-    def damaged(self) -> list[str]:
-        """Return one line for each damaged journal: its file and the damage."""
+    def damaged(self) -> list[BkctlError]:
+        """Return an error for each damaged journal: its file and the damage."""
         rows = self._found.journals.filter("damaged").select("file", "problem").collect()
-        return [f"{row.file}: {row.problem}" for row in rows]
+        return [Corrupt(f"{row.file}: {row.problem}") for row in rows]
 
     def finding_count(self) -> int:
         """Return the number of findings: journals with a problem or records behind their end, and lost live entries."""
@@ -180,20 +160,17 @@ class JournalAuditResult:
 
     def sections(self) -> list[Section]:
         """Return the sections of the page."""
-        shown = (AuditBy.JOURNAL, AuditBy.ENTRY)
-        return _sections({by.value: (self.rows(by), AUDIT_COLUMNS[by]) for by in shown}, self.summary())
+        from bkctl.spark import functions as F
 
-
-def _sections(tables: Tables, summary: str) -> list[Section]:
-    """Return the section for `tables`, which the words of --by name."""
-    from bkctl.spark import functions as F
-
-    journals = tables["journal"][0].groupBy("bookieId").agg(F.sum("replaySize").alias("size")).orderBy("bookieId")
-    replayed = [Bar(row.bookieId, {"bytes": row.size or 0}) for row in top_rows(journals)]
-    blocks = [
-        bars("What a crash now would replay", replayed),
-        table(*tables["journal"]),
-        "<h3>Entries that no entry log holds</h3>",
-        table(*tables["entry"]),
-    ]
-    return [Section("Journals", summary, blocks)]
+        journals = self._found.journals
+        sizes = journals.groupBy("bookieId").agg(F.sum("replaySize").alias("size")).orderBy("bookieId")
+        blocks = [
+            bars(
+                "What a crash now would replay",
+                [Bar(row.bookieId, {"bytes": row.size or 0}) for row in top_rows(sizes)],
+            ),
+            table(journals, AUDIT_COLUMNS[AuditBy.JOURNAL]),
+            "<h3>Entries that no entry log holds</h3>",
+            table(self._found.unlogged, AUDIT_COLUMNS[AuditBy.ENTRY]),
+        ]
+        return [Section("Journals", self.summary(), blocks)]

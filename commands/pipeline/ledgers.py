@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from inspect import Parameter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -15,7 +16,7 @@ from bkctl.ids import LedgerId, parse_scope_id
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import MANY_LEDGERS
-from ..kit.options import Composite, DryRun, parameter
+from ..kit.options import Composite, DryRun, option, text_option
 from ..kit.texts import GREEN, RED, YELLOW, counted
 from ..ledger.listing import parse_states
 from .columns import ledger_of
@@ -37,22 +38,15 @@ class LedgersToCopy(NamedTuple):
 
 def _ledgers_to_copy(values: Mapping[str, Any]) -> LedgersToCopy:
     scope_id = None if values["ledger_scope_id"] is None else parse_scope_id(values["ledger_scope_id"])
-    if values["ledgers"] or values["ledger_id"] is not None or values["ledger_qualified_name"] is not None:
-        return LedgersToCopy(MANY_LEDGERS.resolve(values), scope_id)
-    return LedgersToCopy([], scope_id)
+    is_named = values["ledgers"] or values["ledger_id"] is not None or values["ledger_qualified_name"] is not None
+    return LedgersToCopy(MANY_LEDGERS.resolve(values) if is_named else [], scope_id)
 
 
-LEDGERS_TO_COPY = Composite(MANY_LEDGERS.parameters, _ledgers_to_copy)
-
-
-def _target_scope(values: Mapping[str, Any]) -> int | None:
-    text = values["to_scope"]
-    return None if text is None else parse_scope_id(text)
+WhichLedgers = Annotated[LedgersToCopy, Composite(MANY_LEDGERS.parameters, _ledgers_to_copy)]
 
 
 def _to_scope(help: str) -> Composite:
-    option = typer.Option("--to-scope", metavar="SCOPE", help=help)
-    return Composite((parameter("to_scope", Annotated[str, option]),), _target_scope)
+    return text_option("to_scope", parse_scope_id, "--to-scope", metavar="SCOPE", help=help)
 
 
 def _sizes(values: Mapping[str, Any]) -> dict[str, str]:
@@ -60,8 +54,8 @@ def _sizes(values: Mapping[str, Any]) -> dict[str, str]:
     return {name: str(values[key]) for key, name in names.items() if values[key] is not None}
 
 
-def _size(name: str, flag: str, help: str) -> Any:
-    return parameter(name, Annotated[int, typer.Option(flag, metavar="N", help=f"{help} (default: as the source's).")])
+def _size(name: str, flag: str, help: str) -> Parameter:
+    return option(name, int, flag, metavar="N", help=f"{help} (default: as the source's).")
 
 
 #: Sizes of new ledgers in place of their sources', as options of the jobs.
@@ -115,7 +109,7 @@ def export(
         str,
         typer.Argument(metavar="PATH", help="Directory to create: a local path, or a URI that Spark writes to."),
     ],
-    ledgers: Annotated[LedgersToCopy, LEDGERS_TO_COPY],
+    which: WhichLedgers,
     spark: SparkOptions,
     saves: SaveRows,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing export.")] = False,
@@ -146,10 +140,10 @@ def export(
     check_saves(saves, EXPORT_COLUMNS, ROW_FORMS)
     states = parse_states(state, "--state")
     options = connection_options(run)
-    if ledgers.ledgers:
-        options["ledger"] = ",".join(ledger.qualified_name for ledger in ledgers.ledgers)
-    elif ledgers.scope_id is not None:
-        options["ledgerScopeId"] = str(ledgers.scope_id)
+    if which.ledgers:
+        options["ledger"] = ",".join(ledger.qualified_name for ledger in which.ledgers)
+    elif which.scope_id is not None:
+        options["ledgerScopeId"] = str(which.scope_id)
     check_cluster(run)
     if not overwrite and "://" not in path and Path(path).exists():
         raise AlreadyExists(f"{path} exists", hint="choose another directory, or add --overwrite")
@@ -210,7 +204,7 @@ def import_(
 @command(app, "migrate-scope", connects=True, changes=True, examples=("bkctl pipeline migrate-scope 12 --to-scope 7",))
 def migrate_scope(
     run: Run,
-    ledgers: Annotated[LedgersToCopy, LEDGERS_TO_COPY],
+    which: WhichLedgers,
     to_scope_id: Annotated[int | None, _to_scope("The scope to copy into; the ledger ids stay.")],
     sizes: NewSizes,
     spark: SparkOptions,
@@ -227,7 +221,7 @@ def migrate_scope(
     check_saves(saves, COPY_COLUMNS, ROW_FORMS)
     if to_scope_id is None:
         raise UsageError("No scope to copy into is given", hint="add --to-scope SCOPE")
-    if not ledgers.ledgers and ledgers.scope_id is None:
+    if not which.ledgers and which.scope_id is None:
         raise UsageError("No ledgers to copy are given", hint="name ledgers, or add --ledger-scope-id SCOPE")
     options = {**connection_options(run), **sizes}
     check_cluster(run)
@@ -235,12 +229,7 @@ def migrate_scope(
         from bkctl.spark.jobs import migration
 
         rows = migration.migrate_scope(
-            session,
-            options,
-            to_scope_id,
-            from_scope_id=ledgers.scope_id,
-            ledgers=ledgers.ledgers,
-            dry_run=dry_run,
+            session, options, to_scope_id, from_scope_id=which.scope_id, ledgers=which.ledgers, dry_run=dry_run
         )
         _show_copies(run, rows, saves)
 

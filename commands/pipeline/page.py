@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,12 +18,11 @@ from ..kit.texts import size_text
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
+    from bkctl.spark.jobs.bookies import Bookies
+
 #: Limits of a table and of a plot; the page shows the number of all rows.
 TABLE_ROWS_MAX = 200
 BARS_MAX = 25
-
-#: The tables of one job by name: rows and columns.
-Tables = Mapping[str, "tuple[DataFrame, Columns]"]
 
 
 class Bar(NamedTuple):
@@ -155,12 +154,19 @@ def page(title: str, sections: Sequence[Section], bookies: Sequence[str]) -> str
     )
 
 
-def write_page(path: str, title: str, sections: Sequence[Section], bookies: Sequence[str]) -> None:
-    """Write the page to a new file. Raises AlreadyExists, OSError."""
-    try:
-        with open(path, "x", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(page(title, sections, bookies))
-            file.flush()
-            os.fsync(file.fileno())
-    except FileExistsError as error:
-        raise AlreadyExists(f"{path} exists", hint="remove it, or give another name to --save") from error
+def write_pages(paths: Sequence[str], title: str, sections: Callable[[], Sequence[Section]], bookies: Bookies) -> None:
+    """Write the page to a new file at each of `paths`; without one, `sections` is not called.
+
+    Raises AlreadyExists, OSError.
+    """
+    if not paths:
+        return
+    text = page(title, sections(), [bookie.bookie_id for bookie in bookies])
+    for path in paths:
+        try:
+            with open(path, "x", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+        except FileExistsError as error:
+            raise AlreadyExists(f"{path} exists", hint="remove it, or give another name to --save") from error

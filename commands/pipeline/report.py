@@ -2,45 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, NamedTuple
 
 import typer
 
-from bkctl.errors import UsageError
+from bkctl.errors import NotFound, UsageError
 
 from ..entrylog.garbage import ThresholdOptions, thresholds_of
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import ScanFilter
 from ..kit.texts import counted, size_text
-from .common import (
-    Places,
-    SparkOptions,
-    check_cluster,
-    connection_options,
-    read_bookies,
-    read_job,
-)
+from .columns import sums_of
+from .common import Places, SparkOptions, read_job
 from .garbage import GarbageBy, GarbageResult
 from .integrity import IntegrityResult
 from .inventory import InventoryBy, InventoryResult
 from .journals import JournalAuditResult
-from .page import write_page
-from .results import sums_of
+from .page import write_pages
 from .saves import PAGE, check_save
-from .textfile import TextfileOption, check_textfile, write_textfile
 
 app = group()
 
-PageOption = Annotated[
-    list[str] | None,
-    typer.Option("--save", metavar="PATH", help="Write the page: NAME.html; repeatable."),
-]
+_SUFFIX: Final = ".prom"
+#: Column of the rows by bookie → name of its metric.
+_INVENTORY: Final = {"size": "bkctl_report_entry_bytes", "entryCount": "bkctl_report_entries"}
+_GARBAGE: Final = {
+    "remainingSize": "bkctl_report_remaining_bytes",
+    "garbageSize": "bkctl_report_garbage_bytes",
+    "reclaimableSize": "bkctl_report_reclaimable_bytes",
+}
 
 
-@dataclass(frozen=True)
-class _Part:
+class _Part(NamedTuple):
     """The result of one job of a report."""
 
     job: str
@@ -70,8 +67,18 @@ def report(
     thresholds: ThresholdOptions,
     spark: SparkOptions,
     places: Places,
-    save: PageOption = None,
-    textfile: TextfileOption = None,
+    save: Annotated[
+        list[str] | None, typer.Option("--save", metavar="PATH", help="Write the page: NAME.html; repeatable.")
+    ] = None,
+    textfile: Annotated[
+        Path | None,
+        typer.Option(
+            "--textfile",
+            metavar=f"NAME{_SUFFIX}",
+            help="Write findings and totals for the textfile collector of Prometheus' node_exporter; replaces the "
+            "file.",
+        ),
+    ] = None,
 ) -> None:
     """Write the results of the jobs as one HTML page.
 
@@ -82,23 +89,20 @@ def report(
     saves = list(dict.fromkeys(save or ()))
     for path in saves:
         check_save(path, (PAGE,))
-    check_textfile(textfile)
+    _check_textfile(textfile)
     if not saves and textfile is None:
         raise UsageError("The report has no file", hint="add --save report.html")
-    connection = connection_options(run)
-    bookies = read_bookies(run, places)
     limits = thresholds_of(run, thresholds)
     everything = ScanFilter(None, None)
-    check_cluster(run)
-    with read_job(run, spark, "report") as session:
+    with read_job(run, spark, "report", places) as job:
         from bkctl.spark.jobs.held_entries import held_entries
 
         # The files are read once, and after the metadata, which integrity reads first.
-        held = held_entries(session, bookies, None, None).persist()
-        checked = IntegrityResult(session, bookies, everything, connection, held=held)
-        sized = InventoryResult(session, bookies, everything, connection, held=held)
-        wasted = GarbageResult(session, bookies, connection, limits)
-        audited = JournalAuditResult(session, bookies, everything, connection, held=held)
+        held = held_entries(job.session, job.bookies, None, None).persist()
+        checked = IntegrityResult(job, everything, held=held)
+        sized = InventoryResult(job, everything, held=held)
+        wasted = GarbageResult(job, limits)
+        audited = JournalAuditResult(job, everything, held=held)
         inventory = sized.totals(InventoryBy.BOOKIE).collect()
         sums = sums_of(inventory)
         results = (sized, checked, wasted, audited)
@@ -106,17 +110,46 @@ def report(
         parts = [
             _Part(
                 "inventory", len(sized.damages),
-                f"{size_text(sums.of('size'))} in {sums.of('entryCount'):,} entries on "
-                f"{counted(len(bookies), 'bookie', 'bookies')}",
+                f"{size_text(sums['size'])} in {sums['entryCount']:,} entries on "
+                f"{counted(len(job.bookies), 'bookie', 'bookies')}",
             ),
-            _Part("integrity", checked.result.findings.count(), "; ".join(checked.notes())),
+            _Part("integrity", checked.result.findings.count(), "; ".join(checked.notes)),
             _Part("garbage", len(wasted.problems()), wasted.summary()),
             _Part("journal-audit", audited.finding_count(), audited.summary()),
         ]  # fmt: skip
         if textfile is not None:
             findings = {part.job: part.findings for part in parts}
-            write_textfile(textfile, findings, inventory, wasted.rows(GarbageBy.BOOKIE).collect())
-    for path in saves:
-        write_page(path, "Report", sections, [bookie.bookie_id for bookie in bookies])
+            _write_textfile(textfile, findings, inventory, wasted.rows(GarbageBy.BOOKIE).collect())
+    write_pages(saves, "Report", lambda: sections, job.bookies)
     run.render(parts, REPORT_COLUMNS)
     run.finish_with(sum(part.findings for part in parts), "finding", "findings")
+
+
+def _check_textfile(path: Path | None) -> None:
+    """Raise UsageError or NotFound (directory) for a file that the collector or this machine would not take."""
+    if path is None:
+        return
+    if path.suffix != _SUFFIX:
+        raise UsageError(f"--textfile {path}: not a name that ends in {_SUFFIX}", hint="the collector reads no others")
+    if not path.absolute().parent.is_dir():
+        raise NotFound(f"--textfile {path}: the directory {path.absolute().parent} does not exist")
+
+
+def _write_textfile(
+    path: Path, findings: Mapping[str, int], inventory: Iterable[Any], garbage: Iterable[Any]
+) -> None:  # fmt: skip
+    """Write the findings of each job, rows of inventory and garbage by bookie, and the time. Raises OSError."""
+    from bkctl.bookie.metrics import PrometheusText
+    from bkctl.disk import atomic_write
+
+    text = PrometheusText()
+    text.gauge("bkctl_report_timestamp_seconds", int(time.time()))
+    for job, count in findings.items():
+        text.gauge("bkctl_report_findings", count, {"job": job})
+    for rows, names in ((inventory, _INVENTORY), (garbage, _GARBAGE)):
+        for row in rows:
+            values = row.asDict()
+            for column, name in names.items():
+                text.gauge(name, values[column], {"bookie": values["bookieId"]})
+    with atomic_write(path, mode=0o644) as file:
+        file.write(text.text().encode())

@@ -9,21 +9,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final, NamedTuple
 
-import typer
-
 from bkctl.errors import AlreadyExists, NotFound, UsageError
 
 from ..kit.columns import Columns, Output
 from ..kit.command import Run
 from ..kit.lines import Lines
-from ..kit.options import Composite, parameter
+from ..kit.options import Composite, option
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 #: Rows of a result that are written to a Parquet file at once.
 ROW_GROUP_ROWS = 50_000
-_REMOTE = "://"
 
 #: Formats of a saved result, by the suffix of its file's name.
 ROW_FORMS: Final = (".parquet", ".csv", ".json")
@@ -70,31 +67,15 @@ def _save_options(save_help: str) -> Composite:
     """Return the options, with this help of --save."""
     return Composite(
         (
-            parameter(
-                "save",
-                Annotated[list[str] | None, typer.Option("--save", metavar="PATH", help=f"{save_help} Repeatable.")],
+            option("save", list[str], "--save", metavar="PATH", help=f"{save_help} Repeatable."),
+            option(
+                "save_tables", list[str], "--save-table", metavar="NAME",
+                help="Also save the rows as a new table of Spark's catalog; runs on Spark. Repeatable.",
             ),
-            parameter(
-                "save_tables",
-                Annotated[
-                    list[str] | None,
-                    typer.Option(
-                        "--save-table", metavar="NAME",
-                        help="Also save the rows as a new table of Spark's catalog; runs on Spark. Repeatable.",
-                    ),
-                ],
-            ),
-            parameter(
-                "append",
-                Annotated[
-                    bool,
-                    typer.Option(
-                        "--append",
-                        help=f"Add the rows, dated by a column {RUN_AT}, to existing tables of --save-table, and to "
-                        "NAME.parquet of --save, a directory.",
-                    ),
-                ],
-                False,
+            option(
+                "append", bool, "--append", default=False,
+                help=f"Add the rows, dated by a column {RUN_AT}, to existing tables of --save-table, and to "
+                "NAME.parquet of --save, a directory.",
             ),
         ),
         _saves,
@@ -144,7 +125,7 @@ def check_save(path: str, forms: Sequence[str], *, is_directory: bool = False) -
 
 def _is_remote(path: str) -> bool:
     """Return whether a path of --save is a URI, which Spark writes."""
-    return _REMOTE in path
+    return "://" in path
 
 
 def check_spark_saves(session: SparkSession, saves: Saves, columns: Columns) -> None:
