@@ -21,7 +21,7 @@ from bkctl.disk import Files
 from bkctl.errors import Conflict
 from bkctl.files.conversion import DB, ConversionState
 from bkctl.formats.names import CONVERSION_NAME
-from bkctl.repair.conversion import DATABASE_NAMES, Conversion
+from bkctl.repair.conversion import DATABASE_NAMES, Conversion, IndexConverter
 from bkctl.repair.convert_to_databases import DatabaseConverter
 from bkctl.repair.convert_to_index_files import IndexFileConverter
 from bkctl.repair.findings import Progress
@@ -52,24 +52,20 @@ def convert(
     result.resumed = state is not None and state.fingerprint == fingerprint
     if state is not None:
         _refuse_conflicts(state, path, to, len(result.directories), fingerprint)
-    if state is None or not state.swapping:
+    is_built = state is not None and state.swapping
+    if not is_built:
         converter.check()
-        if dry_run:
-            for source in converter.read_old():  # This counts the ledgers and entries of the result.
-                progress(sum(1 for _ in source.places))
-            return result
+    if dry_run:
+        for source in () if is_built else converter.read_old():  # counts the ledgers and entries of the result
+            progress(sum(1 for _ in source.places))
+        return result
+    if state is None or not is_built:
         # Resume only if the files of the bookie are unchanged since the conversion began.
         if state is None or state.fingerprint != fingerprint:
             state = ConversionState(to, _free_stamp(layout), fingerprint)
             converter.clear()
             state.write(path, files)
-        state = converter.build(state, path)
-        converter.verify()
-        counts = tuple((row.ledgers, row.entries) for row in result.directories)
-        state = state._replace(swapping=True, counts=counts)
-        state.write(path, files)
-    elif dry_run:
-        return result
+        state = _build(converter, state, path, files)
     for row, (ledgers, entries) in zip(result.directories, state.counts, strict=True):
         row.ledgers, row.entries = ledgers, entries
     converter.swap(state.stamp)
@@ -82,6 +78,16 @@ def convert(
                 shutil.rmtree(backup)
             row.backups = []
     return result
+
+
+def _build(converter: IndexConverter, state: ConversionState, path: Path, files: Files) -> ConversionState:
+    """Build and verify the new index; return the state from which it is swapped, written to `path`."""
+    state = converter.build(state, path)
+    converter.verify()
+    counts = tuple((row.ledgers, row.entries) for row in converter.result.directories)
+    state = state._replace(swapping=True, counts=counts)
+    state.write(path, files)
+    return state
 
 
 def _refuse_conflicts(state: ConversionState, path: Path, to: str, directory_count: int, fingerprint: str) -> None:
