@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
-from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import typer
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from bkctl.config import BookieConfig
     from bkctl.metadata.cluster import Cluster
-    from bkctl.metadata.underreplication import AutoRecoveryState, UnderreplicatedLedger
+    from bkctl.metadata.underreplication import AuditorCheck, AutoRecoveryState, UnderreplicatedLedger
 
 app = group()
 
@@ -77,8 +77,6 @@ def run_auto_recovery(
     rates and the rules of racks are those in `--conf bk_server.conf`, else Apache's defaults. Prints a row once it
     runs; logs go to stderr.
     """
-    import os
-
     from bkctl.config import BookieConfig
     from bkctl.replication.daemon import AutoRecovery, serve
 
@@ -100,7 +98,6 @@ def run_auto_recovery(
 
 def _own_id(config: BookieConfig) -> str:
     """Return the id of the bookie that the configuration is of, as Apache's has it; without one, this process."""
-    import os
     import socket
 
     from bkctl.bookie.network import advertised_host
@@ -232,7 +229,7 @@ MARK_COLUMNS = Columns(
     key="ledger",
     none="No ledgers are marked as under-replicated",
 )
-COUNT_COLUMNS = Columns(Column("LEDGERS", "count", "ledger_count", Kind.INTEGER), key=None)
+COUNT_COLUMNS = Columns(Column("LEDGERS", "count", int, Kind.INTEGER), key=None)
 
 
 class MarkRow(NamedTuple):
@@ -242,12 +239,6 @@ class MarkRow(NamedTuple):
     missing_replicas: tuple[str, ...]
     ctime_ms: int | None
     worker: str | None
-
-
-class Count(NamedTuple):
-    """A number of ledgers."""
-
-    ledger_count: int
 
 
 @command(app, "list", connects=True, examples=("bkctl autorecovery list",))
@@ -298,7 +289,7 @@ def list_marked(
     with run.cluster() as cluster, run.working("Listing under-replicated ledgers", enabled=watch is None):
         state = _state(cluster)
         if count:
-            run.watch(watch, lambda: iter([Count(sum(1 for _ in look()))]), COUNT_COLUMNS, single=True)
+            run.watch(watch, lambda: iter([sum(1 for _ in look())]), COUNT_COLUMNS, single=True)
         else:
             run.watch(watch, look, MARK_COLUMNS)
     if problems:
@@ -482,12 +473,8 @@ def auditor(
     run.render(rows, VOTE_COLUMNS)
 
 
-class Clock(StrEnum):
-    """The auditor's periodic checks."""
-
-    ALL_LEDGERS = "all-ledgers"
-    PLACEMENT = "placement"
-    REPLICAS = "replicas"
+#: The auditor's periodic checks as --reset-clock names them → their names in AuditorCheck.
+CHECKS: Final = {"all-ledgers": "ALL_LEDGERS", "placement": "PLACEMENT_POLICY", "replicas": "REPLICAS"}
 
 
 class ClockRow(NamedTuple):
@@ -498,13 +485,8 @@ class ClockRow(NamedTuple):
     after_ms: int
 
 
-class Audited(NamedTuple):
-    """The auditor that was asked to audit."""
-
-    auditor_id: str
-
-
-AUDITED_COLUMNS = Columns(Column("AUDITOR", "auditorId", "auditor_id"), key="auditorId")
+#: The id of the auditor that was asked to audit.
+AUDITED_COLUMNS = Columns(Column("AUDITOR", "auditorId", str), key="auditorId")
 CLOCK_COLUMNS = Columns(
     Column("CHECK", "check", "check"),
     Column("RAN LAST", "before", "before_ms", Kind.TIME),
@@ -513,12 +495,14 @@ CLOCK_COLUMNS = Columns(
 )
 
 
-def _clocks(texts: str) -> list[Clock]:
+def _checks(texts: str) -> dict[str, AuditorCheck]:
+    """Return the checks that `texts` names, by these names."""
+    from bkctl.metadata.underreplication import AuditorCheck
+
     try:
-        return list(dict.fromkeys(Clock(text.strip()) for text in texts.split(",")))
-    except ValueError:
-        names = ", ".join(each.value for each in Clock)
-        raise UsageError(f"--reset-clock {texts}: not a list of {names}") from None
+        return {name: AuditorCheck[CHECKS[name]] for name in map(str.strip, texts.split(","))}
+    except KeyError:
+        raise UsageError(f"--reset-clock {texts}: not a list of {', '.join(CHECKS)}") from None
 
 
 @command(app, "audit", connects=True, changes=True, examples=("bkctl autorecovery audit",))
@@ -539,27 +523,19 @@ def audit(
 
     Without options, the auditor looks for lost bookies.
     """
-    from bkctl.metadata.underreplication import AuditorCheck
-
-    checks = {
-        Clock.ALL_LEDGERS: AuditorCheck.ALL_LEDGERS,
-        Clock.PLACEMENT: AuditorCheck.PLACEMENT_POLICY,
-        Clock.REPLICAS: AuditorCheck.REPLICAS,
-    }
-    clocks = [] if reset_clock is None else _clocks(reset_clock)
+    checks = {} if reset_clock is None else _checks(reset_clock)
     with run.cluster() as cluster:
         state = _state(cluster)
-        if not clocks:
-            auditor_id = state.trigger_audit(dry_run=dry_run)
-            run.show(Audited(auditor_id), AUDITED_COLUMNS)
+        if not checks:
+            run.show(state.trigger_audit(dry_run=dry_run), AUDITED_COLUMNS)
             return
         after_ms = time.time_ns() // 1_000_000 - _SPAN_OF_NO_CHECK_MS
-        rows = [ClockRow(clock.value, state.settings.check_ctime_ms(checks[clock]), after_ms) for clock in clocks]
+        rows = [ClockRow(name, state.settings.check_ctime_ms(check), after_ms) for name, check in checks.items()]
         if not dry_run:
             with run.recorded(cluster, undo) as recorded:
-                for clock in clocks:
+                for check in checks.values():
                     for scoped in (False, True):
-                        _state(recorded).settings.set_check_ctime_ms(checks[clock], after_ms, scoped=scoped)
+                        _state(recorded).settings.set_check_ctime_ms(check, after_ms, scoped=scoped)
     run.render(rows, CLOCK_COLUMNS)
     run.note("The checks run when an auditor starts next; restart the auditor to have them now")
 

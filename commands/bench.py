@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -17,14 +17,14 @@ from .kit.columns import Column, Columns, Kind, Output
 from .kit.command import Run, command, group
 from .kit.ledger_options import NewLedger
 from .kit.options import (
-    Composite,
     LedgerShape,
     LedgerSizes,
     ProtocolOption,
+    combined,
     count_option,
     duration_option,
-    option,
     size_option,
+    text_option,
 )
 from .kit.terminal import terminal_width
 from .kit.texts import CYAN, RESET, counted
@@ -110,37 +110,38 @@ class LedgersToMake(NamedTuple):
     entry_size: int
 
 
-_COUNT = count_option("--ledgers", "Ledgers to use at the same time.", default=1)
-_SIZE = size_option("--size", "Bytes of an entry.", default="1KiB")
-_SCOPE = option("ledger_scope_id", str, "--ledger-scope-id", metavar="SCOPE", help="Scope of the ledgers (default 0).")
-
-
-def _ledgers_to_make(values: Mapping[str, Any]) -> LedgersToMake:
+def _ledgers_to_make(ledger_count: int, entry_size: int, scope_id: int | None) -> LedgersToMake:
     from bkctl.client.streams import check_entry_size
 
-    scope, size = values["ledger_scope_id"], _SIZE.resolve(values)
-    check_entry_size(size, "--size")
-    return LedgersToMake(_COUNT.resolve(values), 0 if scope is None else parse_scope_id(scope), size)
+    check_entry_size(entry_size, "--size")
+    return LedgersToMake(ledger_count, scope_id or 0, entry_size)
 
 
-_ENTRIES = count_option("--entries", "Entries in all ledgers together.", default=10_000)
-_DURATION = duration_option("--duration", "Run for this long, instead of for --entries.")
-_BATCH = count_option("--batch", "Entries to add or read at once; a latency is a batch's.", default=10)
-_IN_FLIGHT = count_option("--in-flight", "Batches in flight for each ledger.", default=10)
-_RATE = count_option("--rate", "At most this many entries a second.")
-
-
-def _load(values: Mapping[str, Any]) -> Load:
+def _load(*settings: Any) -> Load:
     from bkctl.client.benchmark import Load
 
-    return Load(*(option.resolve(values) for option in (_ENTRIES, _DURATION, _BATCH, _IN_FLIGHT, _RATE)))
+    return Load(*settings)
 
 
-Ledgers = Annotated[LedgersToMake, Composite((*_COUNT.parameters, *_SIZE.parameters, _SCOPE), _ledgers_to_make)]
+_SCOPE_HELP = "Scope of the ledgers (default 0)."
+Ledgers = Annotated[
+    LedgersToMake,
+    combined(
+        _ledgers_to_make,
+        count_option("--ledgers", "Ledgers to use at the same time.", default=1),
+        size_option("--size", "Bytes of an entry.", default="1KiB"),
+        text_option("ledger_scope_id", parse_scope_id, "--ledger-scope-id", metavar="SCOPE", help=_SCOPE_HELP),
+    ),
+]
 LoadOption = Annotated[
     Any,
-    Composite(
-        tuple(each for option in (_ENTRIES, _DURATION, _BATCH, _IN_FLIGHT, _RATE) for each in option.parameters), _load
+    combined(
+        _load,
+        count_option("--entries", "Entries in all ledgers together.", default=10_000),
+        duration_option("--duration", "Run for this long, instead of for --entries."),
+        count_option("--batch", "Entries to add or read at once; a latency is a batch's.", default=10),
+        count_option("--in-flight", "Batches in flight for each ledger.", default=10),
+        count_option("--rate", "At most this many entries a second."),
     ),
 ]
 InRandomOrder = Annotated[bool, typer.Option("--random", help="Read at random positions instead of in order.")]

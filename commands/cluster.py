@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
@@ -149,10 +150,8 @@ def status(
     if not any(row.space.bookie.state == "rw" for row in rows):
         problem_count += 1
         run.note("No bookie is writable: nothing can be written")
-    run.finish_with(
-        problem_count, "problem; 'bkctl cluster health' says what to do",
-        "problems; 'bkctl cluster health' says what to do",
-    )  # fmt: skip
+    advice = "'bkctl cluster health' says what to do"
+    run.finish_with(problem_count, f"problem; {advice}", f"problems; {advice}")
 
 
 def _check_percentage(threshold: float) -> None:
@@ -250,7 +249,6 @@ def health(
         muted[:] = [each for each in found if each.code in codes]
         return [each for each in found if each.code not in codes]
 
-    findings: list[HealthFinding] = []
     with run.cluster() as cluster:
         if watch is not None:
             run.watch(watch, look, HEALTH_COLUMNS)
@@ -497,17 +495,14 @@ def init(
     location = parse_uri(run.connection().uri)
     layout = new_layout(location, long_long=long_long_layout)
     if not dry_run:
-        with run.open_cluster(create_store=True) as cluster:
+        with run.cluster(create_store=True) as cluster:
             if not init_cluster(cluster, layout=layout):
                 refuse(cluster)
             run.show(Identity(cluster.uri, cluster.instance_id(), cluster.layout().factory_class), ID_COLUMNS)
         return
-    try:
-        with run.cluster() as cluster:
-            if cluster.store.get(cluster.places.layout) is not None:
-                refuse(cluster)
-    except NotFound:
-        pass  # No file yet.
+    with suppress(NotFound), run.cluster() as cluster:  # NotFound: the file is created later.
+        if cluster.store.get(cluster.places.layout) is not None:
+            refuse(cluster)
     run.show(Identity(location.text, "", layout.factory_class), ID_COLUMNS)
 
 

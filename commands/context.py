@@ -13,7 +13,7 @@ from bkctl.errors import UsageError
 
 from .kit.columns import Column, Columns, Kind
 from .kit.command import Run, command, group
-from .kit.connection import LOCAL_CONTEXT, context_connection, local_uri
+from .kit.connection import context_connection, context_names
 from .kit.contexts import Contexts
 from .kit.options import OldName
 from .kit.settings import GlobalOptions, Setting, ValueType, context_settings
@@ -63,12 +63,6 @@ def _row(contexts: Contexts, name: str) -> ContextRow:
     return ContextRow(name, replace(found.settings, metadata_uri=found.uri), name == contexts.current)
 
 
-def _names(contexts: Contexts) -> list[str]:
-    """Return the contexts of the file, and the local cluster's if one is up."""
-    names = contexts.names
-    return [*names, LOCAL_CONTEXT] if LOCAL_CONTEXT not in names and local_uri() is not None else names
-
-
 @command(app, "list", examples=("bkctl context list",))
 def list_contexts(run: Run) -> None:
     """List the contexts of the configuration file.
@@ -76,7 +70,7 @@ def list_contexts(run: Run) -> None:
     A local cluster that is up is the context `local`, unless the file has one of this name.
     """
     contexts = Contexts.read(os.environ)
-    run.render([_row(contexts, name) for name in _names(contexts)], LIST_COLUMNS)
+    run.render([_row(contexts, name) for name in context_names(contexts)], LIST_COLUMNS)
 
 
 @command(app, "show", examples=("bkctl context show prod",))
@@ -114,26 +108,23 @@ def add(
     absolute path. Does not connect. Passwords stay in their own files, see --metadata-password-file.
     """
     options = run.given_options()
-    uri = run.given_connection().uri
     from bkctl.metadata.uri import parse_uri
 
-    location = parse_uri(uri)
+    location = parse_uri(run.given_connection().uri)
     if location.security is not None:
         raise UsageError(
             "A context keeps no login or TLS in its URI",
             hint="give --metadata-user and --metadata-password-file, --metadata-tls-ca …",
         )
-    kept = {setting.field: _kept(getattr(options, setting.field)) for setting in context_settings()}
+    given = {setting.field: getattr(options, setting.field) for setting in context_settings()}
+    kept: dict[str, Any] = {
+        name: value.absolute() if isinstance(value, Path) else value for name, value in given.items()
+    }
     context = GlobalOptions(**{**kept, "metadata_uri": location.text})
     contexts = Contexts.read(os.environ).add(name, context, replace=overwrite)
     if use:
         contexts = contexts.use(name)
     run.show(_row(contexts, name), CONTEXT_COLUMNS)
-
-
-def _kept(value: Any) -> Any:
-    """Return a setting as a context keeps it: files by their absolute path."""
-    return value.absolute() if isinstance(value, Path) else value
 
 
 @command(app, "use", changes=True, examples=("bkctl context use prod",))

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from bkctl.errors import BkctlError, NotFound, Unreachable, UsageError
+from bkctl.errors import AlreadyExists, BkctlError, NotFound, Unreachable, UsageError
+from bkctl.ids import check_bookie_id
 
 from .kit.columns import Column, Columns, Kind
 from .kit.command import Run, command, group
-from .kit.options import BinaryFormat, BinaryFormatOption, DryRun, UndoOption, file_argument
+from .kit.options import BinaryFormat, BinaryFormatOption, Composite, DryRun, UndoOption, file_argument, text_option
 from .kit.records import DirOption
 from .kit.texts import RED, counted
 
@@ -25,6 +26,9 @@ app = group()
 _FILE_SIZE_BYTES_MAX = 1 << 20
 
 BookieArgument = Annotated[str, typer.Argument(metavar="BOOKIE", help="The bookie's id.")]
+BookieOrConf = Annotated[
+    str | None, typer.Argument(metavar="BOOKIE", help="The bookie's id (default: the one of --conf).")
+]
 FileArgument = Annotated[Path, file_argument("The cookie, as 'cookie generate' writes it.")]
 
 
@@ -70,7 +74,7 @@ COOKIE_COLUMNS = Columns(
     key="bookieId",
 )
 LIST_COLUMNS = Columns(
-    *(column for column in COOKIE_COLUMNS.columns if column.name not in ("directory",)),
+    *(column for column in COOKIE_COLUMNS.columns if column.name != "directory"),
     key="bookieId",
     none="No bookie has a cookie",
 )
@@ -196,7 +200,6 @@ def create(
     The file's bytes are stored unchanged. Exit code 5 if the bookie has a cookie already.
     """
     from bkctl.bookie.cookies import cookie_path
-    from bkctl.errors import AlreadyExists
     from bkctl.metadata.store import NEW
 
     data, cookie = _cookie_in(file, bookie)
@@ -236,6 +239,7 @@ def update(
     Prints the fields that change. Asks on a terminal; elsewhere --yes is required.
     """
     from bkctl.bookie.cookies import CookieFinding, cookie_path, verify
+    from bkctl.formats.metadata import Cookie
 
     data, cookie = _cookie_in(file, bookie)
     with run.cluster() as cluster:
@@ -243,17 +247,11 @@ def update(
         found = cluster.store.get(path)
         if found is None:
             raise NotFound(f"Bookie {bookie} has no cookie", hint="'bkctl cookie create' creates one")
-        from bkctl.formats.metadata import Cookie
-
-        before: Cookie | BkctlError
         try:
-            before = Cookie.parse(found.value, f"cookie of {bookie} in {cluster.store.name}")
-        except BkctlError as error:
-            before = error
-        changes = list(verify(cookie, before, {}))
-        if isinstance(before, BkctlError):
+            changes = list(verify(cookie, Cookie.parse(found.value), {}))
+        except BkctlError:
             changes = [CookieFinding("", "cookie", "readable", "unreadable", "")]
-        elif not changes and found.value != data:
+        if not changes and found.value != data:
             changes = [CookieFinding("", "bytes", f"{len(data)} bytes", f"{len(found.value)} bytes", "")]
         if changes and not dry_run:
             names = ", ".join(change.field for change in changes)
@@ -291,7 +289,7 @@ def delete(
             if found is None:
                 raise NotFound(f"Bookie {bookie} has no cookie", hint="'bkctl cookie list' shows the cookies")
             nodes.append((bookie, found))
-            rows.append(_row_of(bookie, None, found.value, found.version))
+            rows.append(_row_of(bookie, found.value, found.version))
         check_not_registered(cluster, bookies)
         files = []
         for path in map(_version_file, dir or ()):
@@ -319,33 +317,32 @@ def delete(
         run.render(rows, COOKIE_COLUMNS)
 
 
-def _row_of(bookie: str, place: str | None, data: bytes, version: int | None) -> CookieRow:
+def _row_of(bookie: str, data: bytes, version: int | None) -> CookieRow:
     from bkctl.formats.metadata import Cookie
 
     try:
-        return CookieRow(bookie, place, Cookie.parse(data), version, None)
+        return CookieRow(bookie, None, Cookie.parse(data), version, None)
     except BkctlError as error:
-        return CookieRow(bookie, place, None, version, str(error))
+        return CookieRow(bookie, None, None, version, str(error))
+
+
+def _directories_option(kind: str) -> Composite:
+    return text_option(
+        f"{kind}_dirs",
+        lambda text: tuple(filter(None, text.split(","))),
+        f"--{kind}-dirs",
+        metavar="DIRS",
+        help=f"The bookie's {kind} directories, separated by commas.",
+    )
 
 
 @command(app, "generate", connects=True, examples=("bkctl cookie generate --conf bk_server.conf --file cookie",))
 def generate(
     run: Run,
-    bookie: Annotated[
-        str | None, typer.Argument(metavar="BOOKIE", help="The bookie's id (default: the one of --conf).")
-    ] = None,
-    journal_dirs: Annotated[
-        str | None,
-        typer.Option("--journal-dirs", metavar="DIRS", help="The bookie's journal directories, separated by commas."),
-    ] = None,
-    ledger_dirs: Annotated[
-        str | None,
-        typer.Option("--ledger-dirs", metavar="DIRS", help="The bookie's ledger directories, separated by commas."),
-    ] = None,
-    index_dirs: Annotated[
-        str | None,
-        typer.Option("--index-dirs", metavar="DIRS", help="The bookie's index directories, separated by commas."),
-    ] = None,
+    journals: Annotated[tuple[str, ...] | None, _directories_option("journal")],
+    ledgers: Annotated[tuple[str, ...] | None, _directories_option("ledger")],
+    indexes: Annotated[tuple[str, ...] | None, _directories_option("index")],
+    bookie: BookieOrConf = None,
     instance_id: Annotated[
         str | None,
         typer.Option("--instance-id", metavar="ID", help="The cluster's instance id (default: read from the cluster)."),
@@ -361,12 +358,11 @@ def generate(
     from bkctl.formats.metadata import Cookie
 
     config = run.config() if run.conf is not None else None
-    if config is None and (bookie is None or journal_dirs is None or ledger_dirs is None):
+    if config is None and (bookie is None or journals is None or ledgers is None):
         raise UsageError("A cookie needs the bookie, --journal-dirs and --ledger-dirs", hint="or --conf bk_server.conf")
     if instance_id is None:
         with run.cluster() as cluster:
             instance_id = cluster.instance_id()
-    journals, ledgers, indexes = _directories(journal_dirs), _directories(ledger_dirs), _directories(index_dirs)
     if config is not None:
         from bkctl.bookie.cookies import bookie_id_of
 
@@ -374,10 +370,8 @@ def generate(
         journals = journals or config.journal_directories
         if not ledgers:
             ledgers, indexes = config.ledger_directories, indexes or config.index_directories
-    from bkctl.ids import check_bookie_id
-
     assert bookie is not None
-    cookie = Cookie(check_bookie_id(bookie), journals, ledgers, instance_id or None, indexes or None)
+    cookie = Cookie(check_bookie_id(bookie), journals or (), ledgers or (), instance_id or None, indexes or None)
     data = cookie.serialize()
     if file is None:
         run.raw(data)
@@ -385,10 +379,6 @@ def generate(
     with open(file, "xb") as stream:
         stream.write(data)
     run.show(CookieRow(bookie, str(file), cookie, None, None), COOKIE_COLUMNS)
-
-
-def _directories(text: str | None) -> tuple[str, ...]:
-    return () if text is None else tuple(each for each in text.split(",") if each)
 
 
 class ExpandedRow(NamedTuple):
@@ -475,7 +465,6 @@ def rename_bookie(
     """
     from bkctl.bookie.cookies import STORE, configured_directories, rename
     from bkctl.disk import Files
-    from bkctl.ids import check_bookie_id
     from bkctl.repair.holding import hold
 
     if check_bookie_id(old) == check_bookie_id(new):
@@ -510,9 +499,7 @@ FINDING_COLUMNS = Columns(
 @command(app, "verify", connects=True, examples=("bkctl cookie verify --conf bk_server.conf",))
 def verify_cookies(
     run: Run,
-    bookie: Annotated[
-        str | None, typer.Argument(metavar="BOOKIE", help="The bookie's id (default: the one of --conf).")
-    ] = None,
+    bookie: BookieOrConf = None,
     dir: DirOption = None,
 ) -> None:
     """Compare a bookie's cookies.

@@ -13,18 +13,18 @@ from .kit.columns import LEDGER_FIELDS, Column, Columns, Kind, applied_column
 
 
 class DocumentSource(NamedTuple):
-    """The columns of a document: a name in a module below this package.
+    """The columns of a document; `place` is a module below this package, a colon and a name in it.
 
     `is_list`: the document is an array of such rows, else one of them.
     """
 
-    module: str
-    name: str
+    place: str
     is_list: bool
 
     def columns(self) -> list[Columns]:
         """Return the columns: of each value where the source is a mapping, else of what it is or returns."""
-        found: Any = getattr(import_module(f".{self.module}", __package__), self.name)
+        module, _, name = self.place.partition(":")
+        found: Any = getattr(import_module(f".{module}", __package__), name)
         if isinstance(found, Mapping):
             return list(found.values())
         if isinstance(found, Columns):
@@ -33,17 +33,12 @@ class DocumentSource(NamedTuple):
         return made
 
 
-def _source(place: str, *, is_list: bool) -> DocumentSource:
-    module, _, name = place.partition(":")
-    return DocumentSource(module, name, is_list)
-
-
 def _rows(*places: str) -> tuple[DocumentSource, ...]:
-    return tuple(_source(place, is_list=True) for place in places)
+    return tuple(DocumentSource(place, is_list=True) for place in places)
 
 
 def _one(*places: str) -> tuple[DocumentSource, ...]:
-    return tuple(_source(place, is_list=False) for place in places)
+    return tuple(DocumentSource(place, is_list=False) for place in places)
 
 
 #: Command → the documents that it may print. `api get`, `put` and `delete` print what the server answers.

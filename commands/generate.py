@@ -10,10 +10,11 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from bkctl import __version__
 from bkctl.bookie.local import STORAGE_CLASSES
 from bkctl.errors import EXIT_CODES
 from bkctl.files.directories import FileKind
@@ -105,6 +106,11 @@ class Page(NamedTuple):
     def name(self) -> str:
         """The words of the command, without `bkctl`."""
         return " ".join(self.path)
+
+    @property
+    def commands(self) -> Iterator[Page]:
+        """The commands below this page, in order."""
+        return (each for each in self.walk() if not each.children)
 
     def walk(self) -> Iterator[Page]:
         """Yield this page and all below it, in order."""
@@ -219,9 +225,7 @@ def man_page(tree: Page, group: Page | None, version: str) -> str:
             lines.append(f".TP\n\\fB{_troff(variable)}\\fR\n{_troff(text)}")
     else:
         lines.append(".SH COMMANDS")
-        for leaf in group.walk():
-            if leaf.children:
-                continue
+        for leaf in group.commands:
             lines.extend(_man_command(leaf))
         lines.append(".SH OPTIONS")
         lines.append(
@@ -288,9 +292,8 @@ def markdown(tree: Page) -> str:
         lines += _markdown_command(leaf)
     for group in tree.groups:
         lines += [f"## {group.name}", "", group.help, ""]
-        for leaf in group.walk():
-            if not leaf.children:
-                lines += _markdown_command(leaf)
+        for leaf in group.commands:
+            lines += _markdown_command(leaf)
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -339,18 +342,13 @@ def _value_kind(option: Option) -> str:
     return "none"
 
 
+def _option_names(tree: Page, is_wanted: Callable[[Option], bool]) -> list[str]:
+    """Return the names of the options that are wanted, sorted."""
+    return sorted({name for page in tree.walk() for option in filter(is_wanted, page.options) for name in option.names})
+
+
 def _value_takers(tree: Page) -> list[str]:
-    """Return the names of the options that take a value, sorted."""
-    return sorted(
-        {name for page in tree.walk() for option in page.options if not option.is_flag for name in option.names}
-    )
-
-
-def _repeatable(tree: Page) -> list[str]:
-    """Return the long names of the options that may be given several times, sorted."""
-    return sorted(
-        {name for page in tree.walk() for option in page.options if option.repeatable for name in option.names}
-    )
+    return _option_names(tree, lambda option: not option.is_flag)
 
 
 def _sh(text: str) -> str:
@@ -380,7 +378,7 @@ def bash_completion(tree: Page) -> str:
         .replace("@SHORTS@", " ".join(f"{short}) previous={long} ;;" for short, long in shorts.items()))
         .replace("@KINDS@", "\n".join(_bash_kinds(tree)))
         .replace("@TAKERS@", " ".join(_value_takers(tree)))
-        .replace("@REPEATABLE@", " ".join(_repeatable(tree)))
+        .replace("@REPEATABLE@", " ".join(_option_names(tree, lambda option: option.repeatable)))
         .replace("@GROUPS@", "|".join(_sh(page.name) for page in tree.walk() if page.children and page.path))
     )
 
@@ -391,18 +389,20 @@ def _long_names(option: Option) -> str:
 
 def _bash_kinds(tree: Page) -> Iterator[str]:
     """Yield the cases that choose what completes the value of an option: exceptions of commands, then the rule."""
+    options = [
+        (page.name, name, "" if option.is_flag else _value_kind(option))
+        for page in tree.walk()
+        for option in page.options
+        for name in filter(_is_long, option.names)
+    ]
     kinds: dict[str, Counter[str]] = {}
-    for page in tree.walk():
-        for option in page.options:
-            for name in filter(_is_long, option.names):
-                kinds.setdefault(name, Counter())[_kind_or_flag(option)] += 1
+    for _, name, kind in options:
+        kinds.setdefault(name, Counter())[kind] += 1
     rules = {name: counts.most_common(1)[0][0] for name, counts in kinds.items()}
     exceptions: dict[str, list[str]] = {}
-    for page in tree.walk():
-        for option in page.options:
-            for name in filter(_is_long, option.names):
-                if (kind := _kind_or_flag(option)) != rules[name]:
-                    exceptions.setdefault(kind, []).append(_sh(f"{page.name}:{name}"))
+    for page_name, name, kind in options:
+        if kind != rules[name]:
+            exceptions.setdefault(kind, []).append(_sh(f"{page_name}:{name}"))
     for kind, places in exceptions.items():
         yield f"{'|'.join(places)}) kind={_sh(kind)} ;;"
     by_kind: dict[str, list[str]] = {}
@@ -416,10 +416,6 @@ def _bash_kinds(tree: Page) -> Iterator[str]:
 
 def _is_long(name: str) -> bool:
     return name.startswith("--")
-
-
-def _kind_or_flag(option: Option) -> str:
-    return "" if option.is_flag else _value_kind(option)
 
 
 _BASH: Final = r"""# bash completion for bkctl; generated by python -m bkctl.commands.generate
@@ -702,8 +698,6 @@ def completion_script(shell: str) -> str:
 
 def generated_files() -> dict[str, str]:
     """Return the generated files: path below the repository's root → content."""
-    from bkctl import __version__
-
     tree = read_pages()
     files = {
         "completions/bkctl.bash": bash_completion(tree),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
+from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -23,7 +25,7 @@ from .kit.records import (
     print_records,
     raise_first,
 )
-from .kit.texts import GREEN, NULL, RED, YELLOW, counted, with_0x
+from .kit.texts import GREEN, RED, YELLOW, counted, with_0x
 
 if TYPE_CHECKING:
     from bkctl.files.directories import BookieDirectories, BookieFile
@@ -105,11 +107,17 @@ def read(
     Records are entries, ledger keys, fences and explicit LACs. The records before damage are printed, then the damage
     is reported (exit code 7).
     """
-    given, files = _journals(run, names, directories)
-    if files is None:
-        files = [file.path for file in given.journals()]
-    starts = _starts(given, files) if after_lastmark else dict.fromkeys(files, 0)
-    print_records(run, _files(starts, records.filter()), "journalId", records, secrets=show_secrets)
+    from bkctl.files.journals import files_after_marks
+    from bkctl.formats.journal import journal_id_of
+
+    given, named = _journals(run, names, directories)
+    files = [file.path for file in given.journals()] if named is None else named
+    if after_lastmark and not given.ledger_dirs:
+        raise UsageError("--after-lastmark needs the ledger directories", hint="add --conf, or --dir for each")
+    starts = files_after_marks(given, files) if after_lastmark else dict.fromkeys(files, 0)
+    chosen = records.filter()
+    found = ((path, journal_id_of(path.name), _records(path, start, chosen)) for path, start in starts.items())
+    print_records(run, found, "journalId", records, secrets=show_secrets)
 
 
 def _journals(
@@ -135,22 +143,6 @@ def _journals_named(given: BookieDirectories, name: str) -> list[Path]:
     if Path(name).is_dir():
         return [file.path for file in BookieDirectories.at(name).of_a_bookie().journals()]
     return [given.resolve_journal(name)]
-
-
-def _starts(given: BookieDirectories, files: list[Path]) -> dict[Path, int]:
-    """Return the files from the marked one on, with the position to begin at in each."""
-    from bkctl.files.journals import files_after_marks
-
-    if not given.ledger_dirs:
-        raise UsageError("--after-lastmark needs the ledger directories", hint="add --conf, or --dir for each")
-    return files_after_marks(given, files)
-
-
-def _files(starts: dict[Path, int], chosen: RecordFilter) -> Iterator[tuple[Path, int | None, Iterator[RecordBatch]]]:
-    from bkctl.formats.journal import journal_id_of
-
-    for path, start in starts.items():
-        yield path, journal_id_of(path.name), _records(path, start, chosen)
 
 
 def _records(path: Path, start: int, chosen: RecordFilter) -> Iterator[RecordBatch]:
@@ -294,10 +286,6 @@ def _decimal(value: float | None) -> float | None:
     return None if value is None else round(value, 3)
 
 
-def _percent(value: float | None) -> str:
-    return NULL if value is None else f"{value:.1%}"
-
-
 STATS_COLUMNS = Columns(
     Column("JOURNAL", "journalId", "file.id", Kind.INTEGER),
     Column("HEX", "journalIdHex", lambda row: f"{row.file.id:x}", text=with_0x),
@@ -312,7 +300,7 @@ STATS_COLUMNS = Columns(
     Column("LACS", "explicitLacCount", _count_of("explicitLac"), Kind.INTEGER),
     Column("LEDGERS", "ledgerCount", lambda row: len(row.ledgers), Kind.INTEGER),
     Column(None, "paddingSize", "padding_bytes", Kind.SIZE),
-    Column("PADDING", "paddingRatio", lambda row: _decimal(row.padding_ratio), Kind.NESTED, text=_percent),
+    Column("PADDING", "paddingRatio", lambda row: _decimal(row.padding_ratio), Kind.NESTED, text="{:.1%}".format),
     Column("GROUPS", "groupCount", "group_count", Kind.INTEGER),
     Column("PER GROUP", "recordsPerGroup", lambda row: _decimal(row.records_per_group), Kind.NESTED),
     Column(None, "groupSizeMax", "group_bytes_max", Kind.SIZE),
@@ -395,8 +383,6 @@ def _statistics(files: list[Path], errors: list[BkctlError]) -> Iterator[Journal
 
 
 def _sums(files: Iterable[JournalStatistics], by: JournalGrouping) -> list[Sum]:
-    from collections import Counter
-
     records: Counter[Any] = Counter()
     sizes: Counter[Any] = Counter()
     for found in files:
@@ -405,14 +391,11 @@ def _sums(files: Iterable[JournalStatistics], by: JournalGrouping) -> list[Sum]:
         if by is JournalGrouping.TYPE and found.padding_bytes:
             records["padding"] += found.padding_count
             sizes["padding"] += found.padding_bytes
+    sums = [Sum(key, records[key], sizes[key]) for key in sorted(sizes)]
     if by is not JournalGrouping.SCOPE:
-        return [Sum(key, records[key], sizes[key]) for key in sorted(sizes)]
+        return sums
+    scopes = [(scope_id, list(found)) for scope_id, found in groupby(sums, lambda each: each.key.scope_id)]
     return [
-        Sum(
-            scope_id,
-            sum(count for ledger, count in records.items() if ledger.scope_id == scope_id),
-            sum(size for ledger, size in sizes.items() if ledger.scope_id == scope_id),
-            sum(ledger.scope_id == scope_id for ledger in sizes),
-        )
-        for scope_id in sorted({ledger.scope_id for ledger in sizes})
+        Sum(scope_id, sum(each.record_count for each in found), sum(each.size_bytes for each in found), len(found))
+        for scope_id, found in scopes
     ]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from bkctl.bookie.local import LocalCluster, active_cluster
 from bkctl.errors import BkctlError, UsageError
+from bkctl.http import has_server, load_server
 
 from .kit.audit import shown_uri
 from .kit.columns import Column, Columns, Kind
@@ -16,9 +18,6 @@ from .kit.command import Run, command, group
 from .kit.connection import LOCAL_CONTEXT
 from .kit.contexts import Contexts
 from .kit.texts import GREEN, RED, YELLOW
-
-if TYPE_CHECKING:
-    from bkctl.bookie.local import LocalCluster
 
 app = group()
 
@@ -44,8 +43,6 @@ LocalDirectory = Annotated[
 
 def _local(run: Run, directory: Path | None) -> LocalCluster:
     """Return the local cluster in `directory`, else the one that is up. Raises UsageError for another named cluster."""
-    from bkctl.bookie.local import LocalCluster, active_cluster
-
     given = run.given_options()
     if given.metadata_uri is not None or given.conf is not None or given.context not in (None, LOCAL_CONTEXT):
         raise UsageError(
@@ -87,8 +84,6 @@ def up(
     Commands use it until 'local down', unless the environment or a context names another cluster: the last line says
     which cluster they use. '-x local' is this cluster in any case.
     """
-    from bkctl.http import has_server, load_server
-
     if http:
         load_server()
     http = has_server() if http is None else http

@@ -7,7 +7,9 @@ import functools
 import os
 import re
 import sys
+import traceback
 from collections.abc import Iterator
+from difflib import get_close_matches
 from importlib import import_module
 from inspect import Parameter, Signature
 from io import TextIOWrapper
@@ -23,9 +25,11 @@ from .kit.audit import run_result
 from .kit.columns import Columns, Output
 from .kit.options import option
 from .kit.parser import CONNECTION_LINE, HELP_FLAGS, Command, Group
+from .kit.plugins import Plugin, find_plugins
 from .kit.session import Session
 from .kit.settings import global_parameters, read_options
 from .kit.terminal import ClosedOutput, output_error
+from .kit.texts import plain
 from .kit.values import parse_switch
 
 #: Group → its help; the module of the same name (with `app`) is imported when the group is used.
@@ -58,17 +62,11 @@ PROGRAM: Final[dict[str, str]] = {
 
 #: What an operating system error means for the exit code.
 OS_ERROR_EXIT_CODES: Final[dict[int, int]] = {
-    errno.ENOENT: 4,
-    errno.ENOTDIR: 4,
+    **dict.fromkeys((errno.ENOENT, errno.ENOTDIR), 4),
     errno.EISDIR: 2,
     errno.EEXIST: 5,
-    errno.ECONNREFUSED: 6,
-    errno.ECONNRESET: 6,
-    errno.ECONNABORTED: 6,
-    errno.EHOSTUNREACH: 6,
-    errno.EHOSTDOWN: 6,
-    errno.ENETUNREACH: 6,
-    errno.ETIMEDOUT: 6,
+    **dict.fromkeys((errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.ETIMEDOUT), 6),
+    **dict.fromkeys((errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH), 6),
 }
 
 # typer.BadParameter → … → ClickException: the base of every usage error of the parser.
@@ -111,8 +109,6 @@ class RootGroup(Group):
         elif args and args[0] in PROGRAM:
             self.load_program()
         elif args:
-            from .kit.plugins import Plugin, find_plugins
-
             name, *words = args
             if path := find_plugins(os.environ, name).get(name):
                 return name, Plugin(name, path), words
@@ -121,8 +117,6 @@ class RootGroup(Group):
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the groups and commands, then the plugins."""
         super().format_commands(ctx, formatter)
-        from .kit.plugins import find_plugins
-
         found = {name: path for name, path in find_plugins(os.environ).items() if name not in self.commands}
         if found:
             width = max(map(len, found))
@@ -234,9 +228,7 @@ def os_error_exit_code(error: OSError) -> int:
 def _parser_error(error: Any) -> tuple[str, str]:
     """Return message and hint of an error of the parser."""
     context = getattr(error, "ctx", None)
-    message = error.format_message()
-    if type(error).__name__ == "NoArgsIsHelpError":
-        message = "Missing command"
+    message = "Missing command" if type(error).__name__ == "NoArgsIsHelpError" else error.format_message()
     path = context.command_path if context is not None else "bkctl"
     unknown = re.match(r"No such command '([^']+)'", message)
     if unknown and (other := _other_command(path.split()[1:], unknown[1])):
@@ -244,8 +236,6 @@ def _parser_error(error: Any) -> tuple[str, str]:
     option = getattr(error, "option_name", "")
     choice = re.match(r"(.*: '([^']+)' is not one of )(.+)", message)
     if choice:
-        from difflib import get_close_matches
-
         known = choice[3].split(", ")
         if near := get_close_matches(choice[2], known, 1):
             return choice[1] + (choice[3] if len(known) < 10 else f"{len(known)} values"), f"did you mean '{near[0]}'?"
@@ -284,8 +274,6 @@ def _command_names(group: Group, path: tuple[str, ...]) -> Iterator[str]:
 
 def one_line(text: str) -> str:
     """Return `text` without line breaks and control characters."""
-    from .kit.texts import plain
-
     return plain(" ".join(text.split()))
 
 
@@ -312,8 +300,7 @@ def run(arguments: list[str]) -> int:
             error = problem
             code = _report(error, session)
         else:
-            _end_work(session, 1)
-            _end_audit(session, 1, problem)
+            _end_run(session, 1, problem)
             raise
     code = code if isinstance(code, int) else 0
     if code == interrupts.EXIT_CODE:
@@ -322,8 +309,7 @@ def run(arguments: list[str]) -> int:
             "bkctl: Interrupted" + (f": {one_line(session.interrupted)}" if session.interrupted else ""),
             file=sys.stderr,
         )
-    _end_work(session, code)
-    _end_audit(session, code, error)
+    _end_run(session, code, error)
     return code
 
 
@@ -334,19 +320,15 @@ def _columns_of(name: str) -> Columns | None:
     return known_columns(name)
 
 
-def _end_work(session: Session, code: int) -> None:
-    if session.work is not None:
-        with interrupts.ignored():
-            session.work.end(run_result(code))
-
-
-def _end_audit(session: Session, code: int, error: BaseException | None) -> None:
+def _end_run(session: Session, code: int, error: BaseException | None) -> None:
+    """Write the end of the run to the state that `bkctl progress` shows, and to the audit log."""
     audit = session.audit
-    if audit is None:
-        return
     with interrupts.ignored():
-        audit.end(code, None if error is None else error_report(error).line)
-    if audit.problem is not None and not session.quiet:
+        if session.work is not None:
+            session.work.end(run_result(code))
+        if audit is not None:
+            audit.end(code, None if error is None else error_report(error).line)
+    if audit is not None and audit.problem is not None and not session.quiet:
         reason = audit.problem.strerror or str(audit.problem)
         print(
             f"bkctl: Warning: the audit log {audit.path} cannot be written: {reason}; "
@@ -359,16 +341,10 @@ def _report(error: BaseException, session: Session) -> int:
     report = error_report(error)
     _drop_output()
     if session.debug or "--debug" in session.words:
-        import traceback
-
         traceback.print_exception(error)
-    _print_error(report, session)
-    return report.exit_code
-
-
-def _print_error(report: ErrorReport, session: Session) -> None:
     as_json = (session.output or _given_output(session.words)) is Output.JSON
     print(report.json() if as_json else f"bkctl: {report.line}", file=sys.stderr)
+    return report.exit_code
 
 
 def _given_output(words: list[str]) -> Output | None:

@@ -35,8 +35,8 @@ class WorkRow(NamedTuple):
         return shlex.join(self.fields["command"])
 
 
-def _field(name: str) -> Callable[[WorkRow], Any]:
-    return lambda row: row.fields.get(name)
+def _field(title: str | None, name: str, kind: Kind = Kind.TEXT, **settings: Any) -> Column:
+    return Column(title, name, lambda row: row.fields.get(name), kind, **settings)
 
 
 def _in_units(name: str) -> Callable[[WorkRow], str | None]:
@@ -56,18 +56,20 @@ def _limit(row: WorkRow) -> str | None:
     return None if steps is None else f"{steps:g}/s"
 
 
-_STATE = Column(
-    "STATE", "state", _field("state"),
+_ID = _field("ID", "id")
+_STATE = _field(
+    "STATE", "state",
     style={"running": GREEN, "done": GREEN, "failed": RED, "killed": RED, "paused": YELLOW, "interrupted": YELLOW},
 )  # fmt: skip
-_PERCENT = Column("PERCENT", "percent", _field("percent"), Kind.INTEGER, text=lambda value: f"{value}%")
-_ETA = Column("TIME LEFT", "etaSeconds", _field("etaSeconds"), Kind.INTEGER, text=duration_text)
-_SINCE = Column("SINCE", "since", _field("began"), Kind.TIME)
+_STAGE = _field("STAGE", "stage")
+_PERCENT = _field("PERCENT", "percent", Kind.INTEGER, text=lambda value: f"{value}%")
+_ETA = _field("TIME LEFT", "etaSeconds", Kind.INTEGER, text=duration_text)
+_SINCE = Column("SINCE", "since", lambda row: row.fields.get("began"), Kind.TIME)
 _COMMAND = Column("COMMAND", "command", "command", flexible=True, wraps=True)
 WORK_TABLE_COLUMNS = Columns(
-    Column("ID", "id", _field("id")),
+    _ID,
     _STATE,
-    Column("STAGE", "stage", _field("stage")),
+    _STAGE,
     Column("DONE", "done", _in_units("done")),
     Column("TOTAL", "total", _in_units("total")),
     _PERCENT,
@@ -79,22 +81,22 @@ WORK_TABLE_COLUMNS = Columns(
     none="No command works for long now, or did within the last hour",
 )
 WORK_COLUMNS = Columns(
-    Column("ID", "id", _field("id")),
+    _ID,
     _STATE,
-    Column("STAGE", "stage", _field("stage")),
-    Column("DONE", "done", _field("done"), Kind.INTEGER),
-    Column("TOTAL", "total", _field("total"), Kind.INTEGER),
-    Column("UNIT", "unit", _field("unit")),
+    _STAGE,
+    _field("DONE", "done", Kind.INTEGER),
+    _field("TOTAL", "total", Kind.INTEGER),
+    _field("UNIT", "unit"),
     _PERCENT,
-    Column("RATE", "rate", _field("rate"), Kind.NESTED),
+    _field("RATE", "rate", Kind.NESTED),
     _ETA,
     _SINCE,
-    Column("ENDED", "ended", _field("ended"), Kind.TIME),
+    _field("ENDED", "ended", Kind.TIME),
     Column("LIMIT", "limit", _limit),
-    Column(None, "bytesPerSecondMax", _field("bytesPerSecondMax"), Kind.NESTED),
-    Column(None, "stepsPerSecondMax", _field("stepsPerSecondMax"), Kind.NESTED),
-    Column("CAN BE PAUSED", "steerable", _field("isSteerable"), Kind.BOOLEAN),
-    Column("PID", "pid", _field("pid"), Kind.INTEGER),
+    _field(None, "bytesPerSecondMax", Kind.NESTED),
+    _field(None, "stepsPerSecondMax", Kind.NESTED),
+    Column("CAN BE PAUSED", "steerable", lambda row: row.fields.get("isSteerable"), Kind.BOOLEAN),
+    _field("PID", "pid", Kind.INTEGER),
     _COMMAND,
     key="id",
 )
@@ -134,8 +136,8 @@ def show(
     run.watch(watch, _all, run.table_columns(WORK_TABLE_COLUMNS, WORK_COLUMNS))
 
 
-def _ask(run: Run, work_id: str, ask: Callable[[WorkRow], Callable[[Mapping[str, Any]], bool]]) -> None:
-    """Let `ask` leave a request for the work, wait until the state shows it, and print the state."""
+def _steerable(work_id: str) -> WorkRow:
+    """Return running work that can be paused. Raises Conflict for other work, and as `_one`."""
     row = _one(work_id)
     if row.fields["state"] not in ("running", "paused"):
         raise Conflict(f"Work {row.fields['id']} does not run: {row.fields['state']}")
@@ -144,7 +146,11 @@ def _ask(run: Run, work_id: str, ask: Callable[[WorkRow], Callable[[Mapping[str,
             f"Work {row.fields['id']} ({row.fields.get('stage')}) cannot be paused, and has no rate",
             hint="wait for its next stage, or stop it with Ctrl-C in its terminal",
         )
-    is_followed = ask(row)
+    return row
+
+
+def _show_followed(run: Run, row: WorkRow, is_followed: Callable[[Mapping[str, Any]], bool]) -> None:
+    """Wait until the state of the work shows that it follows a request, and print the state."""
     deadline = time.monotonic() + _ANSWER_S
     while not is_followed(row.fields) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -160,23 +166,17 @@ def pause(run: Run, work_id: WorkId) -> None:
 
     A paused command keeps its place and holds no locks of ledgers; 'bkctl progress resume' continues it.
     """
-
-    def ask(row: WorkRow) -> Callable[[Mapping[str, Any]], bool]:
-        ask_to_pause(progress_directory(os.environ), row.fields["id"], pause=True)
-        return lambda fields: fields["state"] != "running"
-
-    _ask(run, work_id, ask)
+    row = _steerable(work_id)
+    ask_to_pause(progress_directory(os.environ), row.fields["id"], pause=True)
+    _show_followed(run, row, lambda fields: fields["state"] != "running")
 
 
 @command(app, "resume", examples=("bkctl progress resume 3f2a9c",))
 def resume(run: Run, work_id: WorkId) -> None:
     """Continue paused work."""
-
-    def ask(row: WorkRow) -> Callable[[Mapping[str, Any]], bool]:
-        ask_to_pause(progress_directory(os.environ), row.fields["id"], pause=False)
-        return lambda fields: fields["state"] != "paused"
-
-    _ask(run, work_id, ask)
+    row = _steerable(work_id)
+    ask_to_pause(progress_directory(os.environ), row.fields["id"], pause=False)
+    _show_followed(run, row, lambda fields: fields["state"] != "paused")
 
 
 @command(app, "rate", examples=("bkctl progress rate 3f2a9c 20MiB", "bkctl progress rate 3f2a9c none"))
@@ -193,12 +193,11 @@ def rate(
     The new rate replaces --rate. A bare number is bytes where the command copies or reads entries, else ledgers or
     records.
     """
-
-    def ask(row: WorkRow) -> Callable[[Mapping[str, Any]], bool]:
-        pace = None if limit == "none" else parse_pace(limit, "RATE", has_bytes=bool(row.fields.get("hasBytes")))
-        wanted = (None, None) if pace is None else (pace.bytes_per_s, pace.steps_per_s)
-        size, steps = wanted
-        ask_for_rate(progress_directory(os.environ), row.fields["id"], bytes_per_s=size, steps_per_s=steps)
-        return lambda fields: (fields.get("bytesPerSecondMax"), fields.get("stepsPerSecondMax")) == wanted
-
-    _ask(run, work_id, ask)
+    row = _steerable(work_id)
+    pace = None if limit == "none" else parse_pace(limit, "RATE", has_bytes=bool(row.fields.get("hasBytes")))
+    wanted = (None, None) if pace is None else (pace.bytes_per_s, pace.steps_per_s)
+    size, steps = wanted
+    ask_for_rate(progress_directory(os.environ), row.fields["id"], bytes_per_s=size, steps_per_s=steps)
+    _show_followed(
+        run, row, lambda fields: (fields.get("bytesPerSecondMax"), fields.get("stepsPerSecondMax")) == wanted
+    )

@@ -50,23 +50,15 @@ def _read(path: str) -> Callable[[LoadRow], Any]:
     return value
 
 
-def _whole_text(value: float) -> str:
-    return f"{value:,.0f}"
-
-
-def _milliseconds_text(value: float) -> str:
-    return f"{value:.1f} ms"
-
-
 def _latency(title: str | None, name: str, path: str) -> Column:
-    return Column(title, name, _read(path), Kind.INTEGER, text=_milliseconds_text)
+    return Column(title, name, _read(path), Kind.INTEGER, text="{:.1f} ms".format)
 
 
 LOAD_COLUMNS = Columns(
     Column("BOOKIE", "bookieId", "load.bookie.bookie_id"),
     Column("STATE", "state", "load.bookie.state", style={"rw": GREEN, "ro": YELLOW, "down": RED}),
-    Column("ADDS/S", "addsPerSecond", "load.per_second.adds", Kind.INTEGER, text=_whole_text),
-    Column("READS/S", "readsPerSecond", "load.per_second.reads", Kind.INTEGER, text=_whole_text),
+    Column("ADDS/S", "addsPerSecond", "load.per_second.adds", Kind.INTEGER, text="{:,.0f}".format),
+    Column("READS/S", "readsPerSecond", "load.per_second.reads", Kind.INTEGER, text="{:,.0f}".format),
     Column(None, "addedBytesPerSecond", "load.per_second.added_bytes", Kind.INTEGER),
     Column(None, "readBytesPerSecond", "load.per_second.read_bytes", Kind.INTEGER),
     _latency(None, "addP50Ms", "add.p50_ms"),

@@ -53,10 +53,6 @@ def _number_text(value: float) -> str:
     return f"{value:.0f}T"
 
 
-def _percent_text(value: float) -> str:
-    return f"{value:.0f}%"
-
-
 def _of_reading(path: str) -> Callable[[BookieLoad], Any]:
     def value(load: BookieLoad) -> Any:
         found: Any = load.reading
@@ -77,7 +73,7 @@ _FIELDS: Final = (
     _Field("ADD99", 4, _of_reading("add.p99_ms"), _number_text),
     _Field("READ99", 5, _of_reading("read.p99_ms"), _number_text),
     _Field("SYNC99", 6, _of_reading("journal_sync.p99_ms"), _number_text),
-    _Field("DISK", 7, _of_reading("disk.used_percent"), _percent_text),
+    _Field("DISK", 7, _of_reading("disk.used_percent"), "{:.0f}%".format),
     _Field("GC", 8, _of_reading("collection"), str),
     _Field("LEDGERS", 10, _of_reading("ledger_count"), _number_text),
     _Field("UNDER", 9, lambda load: load.underreplicated_count, _number_text),
@@ -266,9 +262,9 @@ class Screen:
         for state, count in states:
             if count:
                 text.append(f" {count} {state}", _STATE_STYLES[state])
-        for name, verb in (("adds", "adds"), ("reads", "reads")):
+        for name in ("adds", "reads"):
             known = [value for each in every if (value := getattr(each.per_second, name)) is not None]
-            text.append(f"  {verb} {_number_text(sum(known)) if known else '-'}/s")
+            text.append(f"  {name} {_number_text(sum(known)) if known else '-'}/s")
         if self._load.underreplicated_count:
             text.append(f"  {self._load.underreplication}", "red")
         if len(rows) < len(every):
@@ -326,12 +322,9 @@ class Screen:
             yield Text(plain(load.problem), style="yellow")
         room = max(min(width - 34, HISTORY_LENGTH), SPARK_WIDTH_MIN)
         grid = Table.grid(padding=(0, 2))
-        for label, rate, size, name in (
-            ("adds", rates.adds, rates.added_bytes, "adds"),
-            ("reads", rates.reads, rates.read_bytes, "reads"),
-        ):
+        for name, rate, size in (("adds", rates.adds, rates.added_bytes), ("reads", rates.reads, rates.read_bytes)):
             grid.add_row(
-                label, _or_dash(rate, lambda value: f"{_number_text(value)}/s"), _bytes_text(size),
+                name, _or_dash(rate, lambda value: f"{_number_text(value)}/s"), _bytes_text(size),
                 Text(spark(lines[name], room, self._bars), style="cyan"),
             )  # fmt: skip
         yield grid

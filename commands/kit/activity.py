@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable
 from math import inf
-from typing import TYPE_CHECKING, Any, Final, TextIO
+from typing import TYPE_CHECKING, Final, TextIO
 
 from .texts import size_text, time_text
 
@@ -57,7 +58,7 @@ class Activity:
         #: True while another stage runs within this one, and shows itself.
         self.is_covered = False
         self._shown = False
-        self._thread: Any = None
+        self._thread: threading.Thread | None = None
 
     def begin(self, label: str, total: int | None = None) -> None:
         """Begin another stage: nothing of it is done."""
@@ -68,8 +69,6 @@ class Activity:
 
     def __enter__(self) -> Activity:
         if self._draws or self._work is not None:
-            import threading
-
             self._stopped = threading.Event()
             self._lock = threading.Lock()
             self._began = self._printed = time.monotonic()

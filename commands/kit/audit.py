@@ -10,7 +10,9 @@ Passwords on the command line are written as `***`. At 8 MiB the file becomes `a
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import pwd
 import re
 import stat
 import time
@@ -164,8 +166,6 @@ def _ends_with_a_line(path: Path) -> bool:
 
 def _rotate(path: Path, file: int, status: os.stat_result) -> int:
     """Put the full file aside; the file to write to, which is the full one where that cannot be done."""
-    import fcntl
-
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.path.samestat(os.stat(path), status):
@@ -184,8 +184,6 @@ def run_result(exit_code: int | None) -> str:
 
 def user_name() -> str:
     """Return the user; under sudo both users: `alice as root`."""
-    import pwd
-
     uid = os.getuid()
     try:
         name = pwd.getpwuid(uid).pw_name

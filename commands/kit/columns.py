@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass, replace
 from enum import Enum, StrEnum
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
@@ -48,6 +49,7 @@ class Constant(NamedTuple):
 Source = str | Constant | Callable[[Any], Any]
 
 
+@dataclass(slots=True, eq=False)
 class Column:
     """One field of a row.
 
@@ -58,24 +60,16 @@ class Column:
     shows the value; `style` gives the ANSI colour of a cell's text.
     """
 
-    __slots__ = ("flexible", "kind", "name", "optional", "source", "style", "text", "title", "wraps")
-
-    def __init__(
-        self,
-        title: str | None,
-        name: str,
-        source: Source,
-        kind: Kind = Kind.TEXT,
-        *,
-        flexible: bool = False,
-        wraps: bool = False,
-        optional: bool = False,
-        text: Callable[[Any], str] | None = None,
-        style: Mapping[str, str] | None = None,
-    ) -> None:
-        self.title, self.name, self.source, self.kind = title, name, source, kind
-        self.flexible, self.wraps, self.optional = flexible, wraps, optional
-        self.text, self.style = text, style
+    title: str | None
+    name: str
+    source: Source
+    kind: Kind = Kind.TEXT
+    _: KW_ONLY
+    flexible: bool = False
+    wraps: bool = False
+    optional: bool = False
+    text: Callable[[Any], str] | None = None
+    style: Mapping[str, str] | None = None
 
     @property
     def is_file(self) -> bool:
@@ -84,8 +78,7 @@ class Column:
 
     def replaced(self, **changes: Any) -> Column:
         """Return this column with other settings."""
-        names = ("title", "name", "source", "kind", "flexible", "wraps", "optional", "text", "style")
-        return Column(**{name: getattr(self, name) for name in names} | changes)
+        return replace(self, **changes)
 
     def titled(self) -> Column:
         """Return this column with a title: its own, or one from its JSON name (`lastEntryId`: LAST ENTRY ID)."""
@@ -140,30 +133,28 @@ class Columns:
         else:
             self.key = key
 
+    def _with(self, columns: Iterable[Column]) -> Columns:
+        """Return other columns with this key and sentence."""
+        return Columns(*columns, key=self.key, none=self.none)
+
     def and_also(self, *more: Column) -> Columns:
         """Return these columns with `more` behind them."""
-        return Columns(*self.columns, *more, key=self.key, none=self.none)
+        return self._with((*self.columns, *more))
 
     def with_hidden(self, others: Columns) -> Columns:
         """Return these columns of a table, and `others` that it shows only on request."""
         names = {column.name for column in self.columns}
-        hidden = (column.replaced(title=None) for column in others.columns if column.name not in names)
-        return Columns(*self.columns, *hidden, key=self.key, none=self.none)
+        return self.and_also(*(column.replaced(title=None) for column in others.columns if column.name not in names))
 
     def widened(self) -> Columns:
         """Return these columns, all with titles and none cut."""
-        return Columns(
-            *(column.titled().replaced(flexible=False) for column in self.columns), key=self.key, none=self.none
-        )
+        return self._with(column.titled().replaced(flexible=False) for column in self.columns)
 
     def find(self, text: str, flag: str) -> Column:
         """Return the column that `text` names by JSON name or title, in any case. Raises UsageError naming `flag`."""
         wanted = _plain_name(text)
-        for column in self.columns:
-            if wanted == _plain_name(column.name) or (column.title and wanted == _plain_name(column.title)):
-                return column
-        for column in self._ledger_fields():
-            if wanted == _plain_name(column.name):
+        for column in (*self.columns, *self._ledger_fields()):
+            if wanted in (_plain_name(column.name), _plain_name(column.title or column.name)):
                 return column
         names = ", ".join(column.name for column in self.columns)
         raise UsageError(f"{flag} {text!r}: not a column of this command", hint=f"name some of {names}")
@@ -179,7 +170,7 @@ class Columns:
     def chosen(self, texts: tuple[str, ...]) -> Columns:
         """Return the columns that `texts` name, in that order. Raises UsageError."""
         found = {column.name: column for column in (self.find(text, "--columns") for text in texts)}
-        return Columns(*(column.titled() for column in found.values()), key=self.key, none=self.none)
+        return self._with(column.titled() for column in found.values())
 
     def names(self) -> list[str]:
         """Return the JSON names in order."""

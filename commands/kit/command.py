@@ -14,6 +14,7 @@ import gc
 import inspect
 import os
 import sys
+import time
 from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -108,8 +109,8 @@ class Run:
         self.verbose, self.quiet = session.verbose, session.quiet
         self._no_color = session.no_color
         self._activity: Activity | None = None
-        #: The value of --dry-run, None for commands without it.
-        self._dry_run: bool | None = None
+        #: The value of --dry-run, None for commands without it: rows say whether the run was applied.
+        self.dry_run: bool | None = None
         #: True once the run may change something.
         self._changes = False
 
@@ -154,11 +155,8 @@ class Run:
             return False
         return True
 
-    def open_cluster(self, *, create: bool = False, create_store: bool = False) -> Cluster:
-        """Return the cluster that the options name, for the caller to close; `create` creates a missing one.
-
-        `create_store` creates only the SQLite file for it.
-        """
+    def cluster(self, *, create_store: bool = False) -> Cluster:
+        """Return the cluster that the options name, a context manager; `create_store` creates its SQLite file."""
         from bkctl.metadata.cluster import open_cluster
 
         connection = self.connection()
@@ -170,7 +168,6 @@ class Run:
                 connection.uri,
                 timeout_s=self.timeout_s,
                 connect_timeout_s=self.connect_timeout_s,
-                create=create,
                 create_store=create_store,
                 security=security,
             )
@@ -214,12 +211,6 @@ class Run:
                 connection.uri, timeout_s=self.timeout_s, connect_timeout_s=self.connect_timeout_s,
                 create_store=create_store, security=security,
             )  # fmt: skip
-
-    @contextmanager
-    def cluster(self) -> Iterator[Cluster]:
-        """Yield the cluster that the options name, open until the end of the block."""
-        with self.open_cluster() as cluster:
-            yield cluster
 
     def bookkeeper(
         self, cluster: Cluster, protocol: Protocol | None = None, *, only: Collection[str] | None = None
@@ -371,21 +362,14 @@ class Run:
         from bkctl.bookie.log_limit import RepeatLimit
 
         level = logging.WARNING if self.quiet else logging.INFO
-        logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-        for handler in _handlers_of_stderr():
-            handler.addFilter(RepeatLimit())
-            handler.addFilter(_make_plain)
+        _log_to_stderr(level, "%(asctime)s %(levelname)s %(message)s", RepeatLimit())
         logging.getLogger("kazoo").setLevel(logging.INFO if self.verbose else logging.CRITICAL)
 
     def _quiet_libraries(self) -> None:
         """Let libraries log to stderr only with --verbose; failures are reported as one error."""
         import logging
 
-        logging.basicConfig(
-            level=logging.INFO if self.verbose else logging.CRITICAL, format="%(name)s: %(message)s", stream=sys.stderr
-        )
-        for handler in _handlers_of_stderr():
-            handler.addFilter(_make_plain)
+        _log_to_stderr(logging.INFO if self.verbose else logging.CRITICAL, "%(name)s: %(message)s")
 
     # --- output -------------------------------------------------------------------------------------------------
 
@@ -428,15 +412,15 @@ class Run:
             selection=self.selection,
         )  # fmt: skip
 
-    @contextmanager
-    def rows(self, columns: Columns, *, live: bool = False, findings: bool = False) -> Iterator[RowWriter]:
-        """Yield a writer to give rows to one by one; `live` prints each at once, so that --sort does not apply.
+    def rows(self, columns: Columns, *, live: bool = False, findings: bool = False) -> RowWriter:
+        """Return a writer to give rows to one by one, a context manager.
 
-        A table of `findings` has no header without rows; the command says in a sentence that all is well.
+        `live` prints each row at once, so that --sort does not apply. A table of `findings` has no header without rows:
+        the command says in a sentence that all is well.
         """
         if live and self.selection.order is not None:
             raise UsageError("--sort does not apply to rows that are printed as they come")
-        with open_writer(
+        return open_writer(
             self._with_applied(columns),
             self.output,
             self.selection,
@@ -445,14 +429,13 @@ class Run:
             before_write=self._clear_activity,
             findings=findings,
             note=self.note,
-        ) as writer:
-            yield writer
+        )
 
     def _with_applied(self, columns: Columns) -> Columns:
         """Return the columns, with `applied` where the command has --dry-run and does more than to read."""
-        if self._dry_run is None or not (self._dry_run or self._changes):
+        if self.dry_run is None or not (self.dry_run or self._changes):
             return columns
-        return columns.and_also(applied_column(is_applied=not self._dry_run))
+        return columns.and_also(applied_column(is_applied=not self.dry_run))
 
     @property
     def draws(self) -> bool:
@@ -460,20 +443,16 @@ class Run:
         is_chosen = self.output is Output.TABLE and self.selection == ALL
         return is_chosen and sys.stdout.isatty() and "utf" in (sys.stdout.encoding or "").lower()
 
-    @contextmanager
-    def tree(self, columns: Columns, levels: Sequence[Sequence[str]]) -> Iterator[RowWriter | TreeWriter]:
-        """Yield a writer to give rows to, as `rows`; on a terminal it prints them as trees.
+    def tree(self, columns: Columns, levels: Sequence[Sequence[str]]) -> RowWriter | TreeWriter:
+        """Return a writer to give rows to, as `rows`; on a terminal it prints them as trees.
 
         `levels` are the JSON names of the columns of each level, the root first.
         """
         if not self.draws:
-            with self.rows(columns) as writer:
-                yield writer
-            return
+            return self.rows(columns)
         from .drawing import TreeWriter
 
-        with TreeWriter(columns, levels, color=self.color, before_write=self._clear_activity) as trees:
-            yield trees
+        return TreeWriter(columns, levels, color=self.color, before_write=self._clear_activity)
 
     def panel(self, title: str, paragraphs: Iterable[str], style: str) -> None:
         """Print paragraphs in a frame in the color `style`, such as `red`."""
@@ -560,7 +539,9 @@ class Run:
                 yield activity
             except BaseException as error:
                 if self._session.interrupted is None and is_interrupt(error):
-                    self._session.interrupted = _interrupted_text(label, activity, left)
+                    amount = activity.amount()
+                    stage = f"{label}, {amount}" if amount else label
+                    self._session.interrupted = "; ".join(filter(None, [stage, left]))
                 raise
             finally:
                 self._activity = outer
@@ -572,10 +553,6 @@ class Run:
             self._activity.clear()
 
     # --- asking -------------------------------------------------------------------------------------------------
-
-    def note_dry_run(self, dry_run: bool | None) -> None:
-        """Note the value of --dry-run, None for commands without it: rows say whether the run was applied."""
-        self._dry_run = dry_run
 
     def start_audit(self, *, begun: bool) -> None:
         """Start the audit of a run that changes something: at once (`begun`), or once a cluster is open."""
@@ -661,8 +638,6 @@ class Run:
         return state_directory(os.environ) / "undo"
 
     def _new_undo_file(self) -> Path:
-        import time
-
         name = "-".join(word for word in self._session.words[:2] if word.isalpha())
         moment = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
         return self.undo_directory / f"{moment}-{name or 'bkctl'}-{os.urandom(3).hex()}.ndjson"
@@ -673,11 +648,15 @@ class Run:
             raise FindingsError(counted(count, one, many))
 
 
-def _handlers_of_stderr() -> list[logging.Handler]:
+def _log_to_stderr(level: int, form: str, *filters: logging.Filter) -> None:
     import logging
 
-    handlers = logging.getLogger().handlers
-    return [each for each in handlers if isinstance(each, logging.StreamHandler) and each.stream is sys.stderr]
+    logging.basicConfig(level=level, format=form, stream=sys.stderr)
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stderr:
+            for each in filters:
+                handler.addFilter(each)
+            handler.addFilter(_make_plain)
 
 
 def _make_plain(record: logging.LogRecord) -> bool:
@@ -685,11 +664,6 @@ def _make_plain(record: logging.LogRecord) -> bool:
     with suppress(Exception):  # logging reports a message that cannot be made
         record.msg, record.args = plain(record.getMessage()), ()
     return True
-
-
-def _interrupted_text(label: str, activity: Activity, left: str | None) -> str:
-    amount = activity.amount()
-    return "; ".join(filter(None, [f"{label}, {amount}" if amount else label, left]))
 
 
 def _same_servers(uri: str, other: str) -> bool:
@@ -748,12 +722,14 @@ def command(
         for param in inspect.signature(function, eval_str=True).parameters.values():
             if param.annotation is Run:
                 continue
-            composite = _composite(param.annotation)
+            metadata = getattr(param.annotation, "__metadata__", ())
+            composite = next((item for item in metadata if isinstance(item, Composite)), None)
             if composite is None:
                 own.append(param.replace(kind=inspect.Parameter.KEYWORD_ONLY))
             else:
                 composites[param.name] = composite
                 own.extend(composite.parameters)
+        taken = {param.name for composite in composites.values() for param in composite.parameters}
         global_options = global_parameters(connects=connects, asks=asks, besides=own)
 
         def invoke(**values: Any) -> None:
@@ -768,17 +744,14 @@ def command(
                 found = session.columns_of(context.command_path.partition(" ")[2])
                 if found is not None:
                     run.selection.of(found, Output.TABLE)
-            arguments: dict[str, Any] = {}
-            for composite_name, composite in composites.items():
-                arguments[composite_name] = composite.resolve(values)
-            taken = {param.name for composite in composites.values() for param in composite.parameters}
+            arguments = {name: composite.resolve(values) for name, composite in composites.items()}
             arguments.update({key: value for key, value in values.items() if key not in taken})
             causes = (changes,) if isinstance(changes, str) else changes
             is_change = causes if isinstance(causes, bool) else any(arguments[name] for name in causes)
             if unless is not None:
                 is_change = is_change and not arguments[unless]
-            run.note_dry_run(arguments.get("dry_run"))
-            if is_change and not arguments.get("dry_run"):
+            run.dry_run = arguments.get("dry_run")
+            if is_change and not run.dry_run:
                 run.start_audit(begun=not (connects and opens))
             with interrupts.raised():
                 function(run, **arguments)
@@ -792,10 +765,3 @@ def command(
         return function
 
     return register
-
-
-def _composite(annotation: Any) -> Composite | None:
-    for item in getattr(annotation, "__metadata__", ()):
-        if isinstance(item, Composite):
-            return item
-    return None

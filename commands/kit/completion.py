@@ -10,11 +10,17 @@ from __future__ import annotations
 
 import os
 import re
+import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
+from zlib import crc32
 
+from .connection import connect_to, context_names, store_security
+from .contexts import Contexts
 from .settings import SETTINGS, GlobalOptions, read_environment
 
 if TYPE_CHECKING:
@@ -42,8 +48,6 @@ def complete(kind: str, words: list[str]) -> NoReturn:
 
     After the time limit, and on any error, nothing is printed: messages would disturb a shell's prompt.
     """
-    import threading
-
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     found: list[str] = []
 
@@ -87,18 +91,6 @@ def _options(words: list[str]) -> dict[str, list[str]]:
     return options
 
 
-def _ledgers(cluster: Cluster) -> Iterator[str]:
-    return map(str, cluster.ledgers.ledgers(None))
-
-
-def _scopes(cluster: Cluster) -> Iterator[str]:
-    return map(str, cluster.ledgers.scopes())
-
-
-def _bookies(cluster: Cluster) -> Iterator[str]:
-    return (bookie.bookie_id for bookie in cluster.bookies.list())
-
-
 def _racks(cluster: Cluster) -> Iterator[str]:
     from bkctl.metadata.racks import BookieRacks
 
@@ -108,8 +100,6 @@ def _racks(cluster: Cluster) -> Iterator[str]:
 def _ask_cluster(kind: str, options: dict[str, list[str]], prefix: str) -> list[str]:
     """Return the first candidates that begin with `prefix`: kept ones that are complete, else the cluster's."""
     from bkctl.metadata.cluster import open_cluster
-
-    from .connection import connect_to, store_security
 
     given: dict[str, Any] = {each.field: options[each.field][-1] for each in SETTINGS if each.field in options}
     conf = given.pop("conf", None)
@@ -129,16 +119,12 @@ def _ask_cluster(kind: str, options: dict[str, list[str]], prefix: str) -> list[
 
 
 def _cache_file(place: str, prefix: str) -> Path:
-    from zlib import crc32
-
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base, "bkctl", "completion", f"{crc32(f'{place} {prefix}'.encode('utf-8', 'surrogateescape')):08x}")
 
 
 def _read_kept(place: str, prefix: str) -> list[str] | None:
     """Return the candidates that were kept for `prefix`, or for a shorter one if these were all; None without any."""
-    import time
-
     for size in range(len(prefix), -1, -1):
         shorter = prefix[:size]
         try:
@@ -155,41 +141,17 @@ def _read_kept(place: str, prefix: str) -> list[str] | None:
 
 def _keep(place: str, prefix: str, found: list[str]) -> None:
     """Keep candidates for the next completions, and remove files that are too old. Failures leave no cache."""
-    import time
-
     from bkctl.disk import make_private_directory
 
+    from .work import replace_file
+
     path = _cache_file(place, prefix)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
+    with suppress(OSError):
         make_private_directory(path.parent)
         for other in path.parent.iterdir():
             if time.time() - other.stat().st_mtime > CACHE_S:
                 other.unlink()
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-        with open(os.open(unfinished, flags, 0o600), "w", encoding="utf-8", errors="surrogateescape") as file:
-            file.write("\n".join([f"{place} {prefix}", *found]))
-        os.replace(unfinished, path)
-    except OSError:
-        return
-
-
-def _journals(options: dict[str, list[str]]) -> Iterator[str]:
-    return map(_file_name, _directories(options).journals())
-
-
-def _entry_logs(options: dict[str, list[str]]) -> Iterator[str]:
-    return map(_file_name, _directories(options).entry_logs())
-
-
-def _contexts(options: dict[str, list[str]]) -> Iterator[str]:
-    from .connection import LOCAL_CONTEXT, local_uri
-    from .contexts import Contexts
-
-    names = Contexts.read(os.environ).names
-    yield from names
-    if LOCAL_CONTEXT not in names and local_uri() is not None:
-        yield LOCAL_CONTEXT
+        replace_file(path, "\n".join([f"{place} {prefix}", *found]).encode("utf-8", "surrogateescape"))
 
 
 def _file_name(file: BookieFile) -> str:
@@ -211,13 +173,13 @@ def _directories(options: dict[str, list[str]]) -> BookieDirectories:
 
 
 _OF_CLUSTER: Final[dict[str, Callable[[Cluster], Iterator[str]]]] = {
-    "ledger": _ledgers,
-    "bookie": _bookies,
-    "scope": _scopes,
+    "ledger": lambda cluster: map(str, cluster.ledgers.ledgers(None)),
+    "bookie": lambda cluster: (bookie.bookie_id for bookie in cluster.bookies.list()),
+    "scope": lambda cluster: map(str, cluster.ledgers.scopes()),
     "rack": _racks,
 }
 _SOURCES: Final[dict[str, Callable[[dict[str, list[str]]], Iterator[str]]]] = {
-    "journal": _journals,
-    "entrylog": _entry_logs,
-    "context": _contexts,
+    "journal": lambda options: map(_file_name, _directories(options).journals()),
+    "entrylog": lambda options: map(_file_name, _directories(options).entry_logs()),
+    "context": lambda _: iter(context_names(Contexts.read(os.environ))),
 }

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 from bkctl.errors import NotFound, UsageError
 from bkctl.ids import parse_bookie_address
 
-from .options import Composite, option, read_password_file
+from .contexts import Contexts
+from .options import combined, option, read_password_file
 from .settings import GlobalOptions
 
 if TYPE_CHECKING:
@@ -68,8 +69,6 @@ def connect_to(levels: list[tuple[str | None, GlobalOptions]], environment: Mapp
         raise NoClusterNamed(
             f"{without} names no cluster: no metadataServiceUri and no zkServers", hint="add --metadata-uri URI"
         )
-    from .contexts import Contexts
-
     current = Contexts.read(environment).current
     if current is not None:
         return context_connection(current, environment)
@@ -106,32 +105,28 @@ NO_LOGIN: Final = Login(None, None)
 #: The login of the store that --to names.
 LoginOfTarget = Annotated[
     Login,
-    Composite(
-        (
-            option(
-                "to_user",
-                str | None,
-                "--to-user",
-                metavar="NAME",
-                help="Log in to the target; never with --metadata-user.",
-            ),
-            option(
-                "to_password_file",
-                Path | None,
-                "--to-password-file",
-                metavar="FILE",
-                help="File with that user's password. For TLS or SASL name a context: --to context:NAME.",
-            ),
+    combined(
+        Login,
+        option(
+            "to_user",
+            str | None,
+            "--to-user",
+            metavar="NAME",
+            help="Log in to the target; never with --metadata-user.",
         ),
-        lambda values: Login(values["to_user"], values["to_password_file"]),
+        option(
+            "to_password_file",
+            Path | None,
+            "--to-password-file",
+            metavar="FILE",
+            help="File with that user's password. For TLS or SASL name a context: --to context:NAME.",
+        ),
     ),
 ]
 
 
 def context_connection(name: str, environment: Mapping[str, str]) -> Connection:
     """Return the connection of a context: one of the configuration file, or the local cluster. Raises NotFound."""
-    from .contexts import Contexts
-
     contexts = Contexts.read(environment)
     if name == LOCAL_CONTEXT and name not in contexts.names:
         local = local_uri()
@@ -143,17 +138,22 @@ def context_connection(name: str, environment: Mapping[str, str]) -> Connection:
     return Connection(settings.metadata_uri, f"context {name}", name, replace(settings, metadata_uri=None))
 
 
+def context_names(contexts: Contexts) -> list[str]:
+    """Return the contexts of the file, and the local cluster's if one is up."""
+    names = contexts.names
+    return [*names, LOCAL_CONTEXT] if LOCAL_CONTEXT not in names and local_uri() is not None else names
+
+
 def store_security(options: GlobalOptions, environment: Mapping[str, str]) -> StoreSecurity:
     """Return TLS and login of the metadata store as `options` give them. Raises UsageError, OSError (password file)."""
-    from bkctl.metadata.store import NO_SECURITY, StoreSecurity
+    from bkctl.metadata.store import StoreSecurity
 
     password: bytes | None = None
     if options.metadata_password_file is not None:
         password = read_password_file(options.metadata_password_file)
     elif options.metadata_user is not None and "BKCTL_METADATA_PASSWORD" in environment:
         password = os.fsencode(environment["BKCTL_METADATA_PASSWORD"])
-    creator_acl = options.metadata_creator_acl or _zk_enable_security(options.conf)
-    given = StoreSecurity(
+    return StoreSecurity(
         tls=options.metadata_tls or options.metadata_tls_ca is not None,
         ca=_text(options.metadata_tls_ca),
         certificate=_text(options.metadata_tls_certificate),
@@ -161,9 +161,8 @@ def store_security(options: GlobalOptions, environment: Mapping[str, str]) -> St
         user=options.metadata_user,
         password=None if password is None else password.decode("utf-8", "surrogateescape"),
         sasl=options.metadata_sasl,
-        creator_acl=creator_acl,
+        creator_acl=options.metadata_creator_acl or _zk_enable_security(options.conf),
     )
-    return NO_SECURITY if given == NO_SECURITY else given
 
 
 def _zk_enable_security(conf: Path | None) -> bool:

@@ -103,8 +103,10 @@ class Contexts:
         exists = name in self.names
         if exists and not replace:
             raise AlreadyExists(f"Context {name!r} is in {self.path}", hint="add --overwrite, or give another name")
+        import tomlkit
+
         document = self._editable()
-        contexts = document.setdefault("contexts", _table(is_super_table=True))
+        contexts = document.setdefault("contexts", tomlkit.table(is_super_table=True))
         if exists:
             table = contexts[name]
             for key in [key for key in table if key not in settings]:
@@ -185,12 +187,6 @@ class Contexts:
             os.fchmod(stream.fileno(), mode)
             stream.write((changed._text or "").encode())
         return changed
-
-
-def _table(**settings: bool) -> Any:
-    import tomlkit
-
-    return tomlkit.table(**settings)
 
 
 def _comments_behind(table: Any, before: list[Any]) -> list[Any]:

@@ -7,12 +7,13 @@ in place before anything else of bkctl is.
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Final
 
 EXIT_CODE: Final = 130
@@ -53,18 +54,14 @@ def _exit_if_interrupted() -> None:
         os._exit(EXIT_CODE)
 
 
-@contextmanager
-def raised() -> Iterator[None]:
+def raised() -> AbstractContextManager[None]:
     """Raise KeyboardInterrupt for a SIGINT in the block, in a process that called `end_at_once`."""
-    with _handled_by(signal.default_int_handler):
-        yield
+    return _handled_by(signal.default_int_handler)
 
 
-@contextmanager
-def ignored() -> Iterator[None]:
+def ignored() -> AbstractContextManager[None]:
     """Ignore SIGINT in the block, which must be short, in a process that called `end_at_once`."""
-    with _handled_by(signal.SIG_IGN):
-        yield
+    return _handled_by(signal.SIG_IGN)
 
 
 @contextmanager
@@ -82,8 +79,6 @@ def _handled_by(handler: Any) -> Iterator[None]:
 def _raise_again(unraisable: sys.UnraisableHookArgs) -> None:
     """Raise KeyboardInterrupt again, after a finalizer or a callback from C swallowed it."""
     if unraisable.exc_type is KeyboardInterrupt:
-        import _thread
-
         # From another thread: here it would only be swallowed once more. This is the main thread.
         _thread.start_new_thread(signal.pthread_kill, (_thread.get_ident(), signal.SIGINT))
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import sys
@@ -16,16 +17,20 @@ from typing import Final
 #: The rest of a key's escape sequence follows its first byte within this time; a lone Escape key has none.
 ESCAPE_WAIT_S: Final = 0.05
 _SEQUENCES: Final = {
-    "[A": "up",
-    "[B": "down",
-    "[C": "right",
-    "[D": "left",
-    "[5~": "page-up",
-    "[6~": "page-down",
-    "[H": "home",
-    "[F": "end",
+    "A": "up",
+    "B": "down",
+    "C": "right",
+    "D": "left",
+    "5~": "page-up",
+    "6~": "page-down",
+    "H": "home",
+    "F": "end",
 }
-_CONTROLS: Final = {"\r": "enter", "\n": "enter", "\x7f": "backspace", "\x08": "backspace", "\x04": "end-of-input"}
+_CONTROLS: Final = {
+    "\r": "enter", "\n": "enter", "\x7f": "backspace", "\x08": "backspace", "\x04": "end-of-input", "\x1b": "escape"
+}  # fmt: skip
+#: One key: an escape sequence with what follows its `[` or `O`, or one character.
+_KEY: Final = re.compile(r"\x1b[\[O]([^@-~]*[@-~]?)|.", re.DOTALL)
 
 
 class Keys:
@@ -55,25 +60,10 @@ class Keys:
 
 def _split(text: str) -> Iterator[str]:
     """Yield the keys in `text`; an unknown escape sequence yields nothing."""
-    at = 0
-    while at < len(text):
-        char = text[at]
-        at += 1
-        if char != "\x1b":
-            name = _CONTROLS.get(char, char)
-            if len(name) > 1 or name.isprintable():
-                yield name
-            continue
-        if text[at : at + 1] not in ("[", "O"):
-            yield "escape"
-            continue
-        end = at + 1
-        while end < len(text) and not "@" <= text[end] <= "~":
-            end += 1
-        known = _SEQUENCES.get("[" + text[at + 1 : end + 1])
-        at = end + 1
-        if known is not None:
-            yield known
+    for key in _KEY.finditer(text):
+        name = _CONTROLS.get(key[0], key[0]) if key[1] is None else _SEQUENCES.get(key[1], "")
+        if name and (len(name) > 1 or name.isprintable()):
+            yield name
 
 
 @contextmanager

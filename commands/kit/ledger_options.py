@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable, Mapping
 from inspect import Parameter
 from typing import Annotated, Any, Final, NamedTuple, TextIO
@@ -14,20 +16,17 @@ from .options import Composite, OldName, argument, option
 LEDGER_LINE_LENGTH_MAX: Final = 1 << 20
 LEDGER_FORMS: Final = "decimal, 0x hex, SCOPE:ID, 32 hex digits (qualified name) or UUID"
 
-_LEDGER_ID = option(
-    "ledger_id", str, "--ledger-id", metavar="ID", help="Ledger id; a negative decimal is two's complement."
+_LEDGER_PARAMETERS = (
+    option("ledger_id", str, "--ledger-id", metavar="ID", help="Ledger id; a negative decimal is two's complement."),
+    option("ledger_scope_id", str, "--ledger-scope-id", metavar="SCOPE", help="Ledger scope id of a bare ledger id."),
+    option(
+        "ledger_qualified_name",
+        str,
+        "--ledger-qualified-name",
+        metavar="NAME",
+        help="Ledger as 32 hex digits or UUID, scope first.",
+    ),
 )
-_LEDGER_SCOPE_ID = option(
-    "ledger_scope_id", str, "--ledger-scope-id", metavar="SCOPE", help="Ledger scope id of a bare ledger id."
-)
-_LEDGER_QUALIFIED_NAME = option(
-    "ledger_qualified_name",
-    str,
-    "--ledger-qualified-name",
-    metavar="NAME",
-    help="Ledger as 32 hex digits or UUID, scope first.",
-)
-_LEDGER_PARAMETERS = (_LEDGER_ID, _LEDGER_SCOPE_ID, _LEDGER_QUALIFIED_NAME)
 
 
 def _one_ledger(values: Mapping[str, Any]) -> LedgerId:
@@ -64,14 +63,14 @@ OneLedger = Annotated[
     ),
 ]
 
+
+def _ledgers_argument(help: str) -> Parameter:
+    return argument("ledgers", list[str], metavar="LEDGER", help=help, show_default=False)
+
+
+_THE_LEDGERS = _ledgers_argument(f"The ledgers: {LEDGER_FORMS}.")
 #: The arguments and options that name ledgers.
-MANY_LEDGERS: Final = Composite(
-    (
-        argument("ledgers", list[str], metavar="LEDGER", help=f"The ledgers: {LEDGER_FORMS}.", show_default=False),
-        *_LEDGER_PARAMETERS,
-    ),
-    _many_ledgers,
-)
+MANY_LEDGERS: Final = Composite((_THE_LEDGERS, *_LEDGER_PARAMETERS), _many_ledgers)
 #: One ledger or more.
 ManyLedgers = Annotated[list[LedgerId], MANY_LEDGERS]
 
@@ -85,17 +84,7 @@ def _any_ledgers(values: Mapping[str, Any]) -> list[LedgerId]:
 LedgersOfExport = Annotated[
     list[LedgerId],
     Composite(
-        (
-            argument(
-                "ledgers",
-                list[str],
-                metavar="LEDGER",
-                help=f"Only these ledgers: {LEDGER_FORMS} (default: all).",
-                show_default=False,
-            ),
-            *_LEDGER_PARAMETERS,
-        ),
-        _any_ledgers,
+        (_ledgers_argument(f"Only these ledgers: {LEDGER_FORMS} (default: all)."), *_LEDGER_PARAMETERS), _any_ledgers
     ),
 ]
 
@@ -112,8 +101,6 @@ def _ledgers_or_file(values: Mapping[str, Any]) -> list[LedgerId]:
 
 def _read_ledgers(file: str, scope_id: int | None) -> list[LedgerId]:
     """Return the ledgers in a file: one per line, in any text form or as ndjson; skip empty lines and # comments."""
-    import sys
-
     if file == "-":
         if sys.stdin is None:
             raise UsageError("stdin is closed, so no ledgers can be read")
@@ -130,18 +117,15 @@ def _ledgers_in(lines: TextIO, where: str, scope_id: int | None) -> list[LedgerI
         if len(line) == LEDGER_LINE_LENGTH_MAX:
             raise UsageError(f"{where} line {number}: longer than {LEDGER_LINE_LENGTH_MAX} characters")
         text = line.strip()
-        if not text or text.startswith("#"):
-            continue
-        try:
-            ledgers.append(LedgerId.parse(_ledger_in_json(text) if text.startswith("{") else text, scope_id))
-        except UsageError as error:
-            raise UsageError(f"{where} line {number}: {error.message}", hint=error.hint) from error
+        if text and not text.startswith("#"):
+            try:
+                ledgers.append(LedgerId.parse(_ledger_in_json(text) if text.startswith("{") else text, scope_id))
+            except UsageError as error:
+                raise UsageError(f"{where} line {number}: {error.message}", hint=error.hint) from error
     return ledgers
 
 
 def _ledger_in_json(text: str) -> str:
-    import json
-
     try:
         name = json.loads(text).get("ledgerQualifiedName")
     except (ValueError, RecursionError):
@@ -158,7 +142,7 @@ LedgersOrFile = Annotated[
     list[LedgerId],
     Composite(
         (
-            argument("ledgers", list[str], metavar="LEDGER", help=f"The ledgers: {LEDGER_FORMS}.", show_default=False),
+            _THE_LEDGERS,
             option(
                 "from_file",
                 str,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import repeat
 from json.encoder import JSONEncoder
 from json.encoder import encode_basestring_ascii as quote
@@ -38,10 +39,6 @@ def _ledger_json(ledger: LedgerId) -> str:
     return f'"ledgerScopeId":"{scope_id}","ledgerId":"{ledger_id}","ledgerQualifiedName":"{name}"'
 
 
-def _ledger_csv(ledger: LedgerId) -> str:
-    return ",".join(ledger.to_json().values())
-
-
 def _json_default(value: Any) -> Any:
     if isinstance(value, bytes | bytearray | memoryview):
         return base64_text(value)
@@ -64,16 +61,10 @@ def _encode(value: Any) -> str:
 class EncodedObject(dict[str, Any]):
     """A JSON object that many rows share: its JSON is made once. Its values are set before it is printed."""
 
-    __slots__ = ("_text",)
-
-    @property
+    @cached_property
     def text(self) -> str:
         """Its JSON."""
-        try:
-            return self._text
-        except AttributeError:
-            self._text: str = _encode(self)
-            return self._text
+        return _encode(self)
 
 
 def _nested_json(value: Any) -> str:
@@ -115,7 +106,7 @@ _JSON_TEXTS: Final[Mapping[Kind, _Text]] = {
     Kind.NESTED: _nested_json,
 }
 _CSV_TEXTS: Final[Mapping[Kind, _Text]] = {
-    Kind.LEDGER: _ledger_csv,
+    Kind.LEDGER: lambda ledger: ",".join(ledger.to_json().values()),
     Kind.INTEGER: None,
     Kind.SIZE: None,
     Kind.TEXT: csv_cell,

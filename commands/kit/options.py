@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from inspect import Parameter
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple
 
@@ -55,14 +56,23 @@ def argument(name: str, kind: Any, **settings: Any) -> Parameter:
 
 
 def text_option(
-    name: str, convert: Callable[[str], Any], *flags: str, default: str | None = None, **settings: Any
+    name: str, convert: Callable[[Any], Any], *flags: str, kind: Any = str, default: Any = None, **settings: Any
 ) -> Composite:
-    """Return one option whose text `convert` reads; None when absent."""
+    """Return one option whose text, or value of another `kind`, `convert` reads; None when absent."""
 
     def resolve(values: Mapping[str, Any]) -> Any:
         return None if values[name] is None else convert(values[name])
 
-    return Composite((option(name, str, *flags, default=default, **settings),), resolve)
+    return Composite((option(name, kind, *flags, default=default, **settings),), resolve)
+
+
+def combined(make: Callable[..., Any], *parts: Composite | Parameter) -> Composite:
+    """Return the parameters of `parts` as one value, which `make` returns for the values of the parts, in order."""
+    found = [part if isinstance(part, Composite) else Composite((part,), itemgetter(part.name)) for part in parts]
+    return Composite(
+        tuple(each for part in found for each in part.parameters),
+        lambda values: make(*(part.resolve(values) for part in found)),
+    )
 
 
 # --- numbers --------------------------------------------------------------------------------------------------------
@@ -168,10 +178,10 @@ BinaryFormatOption = Annotated[
 ]
 
 
-def _protocol(values: Mapping[str, Any]) -> Any:
+def _protocol(version: ProtocolVersion) -> Any:
     from bkctl.protocol.messages import Protocol
 
-    return Protocol.V2 if values["protocol_version"] is ProtocolVersion.V2 else Protocol.V3
+    return Protocol.V2 if version is ProtocolVersion.V2 else Protocol.V3
 
 
 class ProtocolVersion(StrEnum):
@@ -184,18 +194,14 @@ class ProtocolVersion(StrEnum):
 #: `--protocol` as a bkctl.protocol.messages.Protocol.
 ProtocolOption = Annotated[
     Any,
-    Composite(
-        (
-            option(
-                "protocol_version",
-                ProtocolVersion,
-                "--protocol",
-                metavar="v2|v3",
-                help="Wire protocol; v2 carries no ledger scope.",
-                default=ProtocolVersion.V3,
-            ),
-        ),
+    text_option(
+        "protocol_version",
         _protocol,
+        "--protocol",
+        kind=ProtocolVersion,
+        default=ProtocolVersion.V3,
+        metavar="v2|v3",
+        help="Wire protocol; v2 carries no ledger scope.",
     ),
 ]
 
@@ -229,43 +235,40 @@ class DigestCheck(NamedTuple):
     digest_type: Any
 
 
-def _digest_check(values: Mapping[str, Any]) -> DigestCheck:
-    name = values["digest_type_name"]
+def _digest_check(name: str | None) -> DigestCheck:
     return DigestCheck(name is not None, None if name in (None, ANY_DIGEST) else _digest_type(name))
 
 
 #: `--digest [TYPE]`, also `--digest-type TYPE`.
 DigestToCheck = Annotated[
     DigestCheck,
-    Composite(
-        (
-            option(
-                "digest_type_name",
-                str,
-                "--digest",
-                OldName("--digest-type"),
-                metavar="[TYPE]",
-                help="Check that each entry matches its digest; ledgers of scope 0 are of TYPE (CRC32C, CRC32, "
-                "HMAC, DUMMY; default: found out ledger by ledger).",
-            ),
-        ),
+    combined(
         _digest_check,
+        option(
+            "digest_type_name",
+            str,
+            "--digest",
+            OldName("--digest-type"),
+            metavar="[TYPE]",
+            help="Check that each entry matches its digest; ledgers of scope 0 are of TYPE (CRC32C, CRC32, "
+            "HMAC, DUMMY; default: found out ledger by ledger).",
+        ),
     ),
 ]
 
 
-def _key_values(values: Mapping[str, Any]) -> dict[str, bytes]:
+def _key_values(texts: Sequence[str] | None) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
-    for key, value in _keys_and_values(values).items():
+    for key, value in _keys_and_values(texts).items():
         if value is None:
             raise UsageError(f"--custom-metadata {key!r}: not KEY=VALUE")
         found[key] = value
     return found
 
 
-def _keys_and_values(values: Mapping[str, Any]) -> dict[str, bytes | None]:
+def _keys_and_values(texts: Sequence[str] | None) -> dict[str, bytes | None]:
     found: dict[str, bytes | None] = {}
-    for text in values["custom_metadata"] or ():
+    for text in texts or ():
         key, equals, value = text.partition("=")
         if not key:
             raise UsageError(f"--custom-metadata {text!r}: names no key")
@@ -275,38 +278,22 @@ def _keys_and_values(values: Mapping[str, Any]) -> dict[str, bytes | None]:
     return found
 
 
+def _custom_metadata(metavar: str, help: str) -> Parameter:
+    return option("custom_metadata", list[str], "--custom-metadata", metavar=metavar, help=help)
+
+
 #: `--custom-metadata KEY=VALUE`, repeatable.
 CustomMetadata = Annotated[
     dict[str, bytes],
-    Composite(
-        (
-            option(
-                "custom_metadata",
-                list[str],
-                "--custom-metadata",
-                metavar="KEY=VALUE",
-                help="Custom metadata of the ledger; repeatable.",
-            ),
-        ),
-        _key_values,
-    ),
+    combined(_key_values, _custom_metadata("KEY=VALUE", "Custom metadata of the ledger; repeatable.")),
 ]
-
 
 #: `--custom-metadata KEY[=VALUE]` of a filter, repeatable: the value is None where the key alone is given.
 CustomMetadataFilter = Annotated[
     dict[str, bytes | None],
-    Composite(
-        (
-            option(
-                "custom_metadata",
-                list[str],
-                "--custom-metadata",
-                metavar="KEY[=VALUE]",
-                help="List only ledgers with this custom metadata, or with this key; repeatable.",
-            ),
-        ),
+    combined(
         _keys_and_values,
+        _custom_metadata("KEY[=VALUE]", "List only ledgers with this custom metadata, or with this key; repeatable."),
     ),
 ]
 
@@ -320,12 +307,6 @@ class LedgerSizes(NamedTuple):
     digest_type: Any
 
 
-def _shape(values: Mapping[str, Any]) -> LedgerSizes:
-    return LedgerSizes(
-        values["ensemble_size"], values["write_quorum"], values["ack_quorum"], _digest_type(values["digest_type_name"])
-    )
-
-
 def _shape_size(name: str, flag: str, help: str, default: int) -> Parameter:
     return option(name, int, flag, metavar="N", help=help, show_default=True, default=default)
 
@@ -333,22 +314,20 @@ def _shape_size(name: str, flag: str, help: str, default: int) -> Parameter:
 #: Ensemble size, quorums and digest type of a ledger that is to be created.
 LedgerShape = Annotated[
     LedgerSizes,
-    Composite(
-        (
-            _shape_size("ensemble_size", "--ensemble-size", "Number of bookies that store a fragment.", 3),
-            _shape_size("write_quorum", "--write-quorum", "Number of bookies that store each entry.", 2),
-            _shape_size("ack_quorum", "--ack-quorum", "Number of bookies that must acknowledge an entry.", 2),
-            option(
-                "digest_type_name",
-                str,
-                "--digest-type",
-                metavar="TYPE",
-                help="CRC32C, CRC32, HMAC or DUMMY.",
-                show_default=True,
-                default="CRC32C",
-            ),
+    combined(
+        LedgerSizes,
+        _shape_size("ensemble_size", "--ensemble-size", "Number of bookies that store a fragment.", 3),
+        _shape_size("write_quorum", "--write-quorum", "Number of bookies that store each entry.", 2),
+        _shape_size("ack_quorum", "--ack-quorum", "Number of bookies that must acknowledge an entry.", 2),
+        text_option(
+            "digest_type_name",
+            _digest_type,
+            "--digest-type",
+            metavar="TYPE",
+            help="CRC32C, CRC32, HMAC or DUMMY.",
+            show_default=True,
+            default="CRC32C",
         ),
-        _shape,
     ),
 ]
 
@@ -356,22 +335,18 @@ LedgerShape = Annotated[
 def file_argument(help: str) -> Composite:
     """Return the argument FILE, formerly `--file FILE` and `-f FILE`, as a Path."""
 
-    def resolve(values: Mapping[str, Any]) -> Path:
-        argument: Path | None = values["file"]
-        option: Path | None = values["file_option"]
-        if argument is not None and option is not None:
-            raise UsageError(f"{argument} and --file {option} are given", hint="give one of them")
-        file = argument or option
+    def one_file(named: Path | None, by_option: Path | None) -> Path:
+        if named is not None and by_option is not None:
+            raise UsageError(f"{named} and --file {by_option} are given", hint="give one of them")
+        file = named or by_option
         if file is None:
             raise UsageError("No file is named", hint="give it as FILE")
         return file
 
-    return Composite(
-        (
-            argument("file", Path, metavar="FILE", help=help, show_default=False),
-            option("file_option", Path, "--file", "-f", metavar="FILE", hidden=True),
-        ),
-        resolve,
+    return combined(
+        one_file,
+        argument("file", Path, metavar="FILE", help=help, show_default=False),
+        option("file_option", Path, "--file", "-f", metavar="FILE", hidden=True),
     )
 
 
@@ -434,8 +409,7 @@ def read_password_file(path: Path) -> bytes:
     return content.removesuffix(b"\n").removesuffix(b"\r")
 
 
-def _password(values: Mapping[str, Any]) -> bytes:
-    text, file = values["password"], values["password_file"]
+def _password(text: str | None, file: Path | None) -> bytes:
     if text is not None and file is not None:
         raise UsageError("--password and --password-file are given", hint="give one of them")
     if file is not None:
@@ -448,24 +422,22 @@ def _password(values: Mapping[str, Any]) -> bytes:
 #: The ledger's password as bytes; empty when none is given.
 LedgerPassword = Annotated[
     bytes,
-    Composite(
-        (
-            option(
-                "password",
-                str,
-                "--password",
-                metavar="TEXT",
-                help="Ledger password (default empty; also BKCTL_LEDGER_PASSWORD). Visible in ps.",
-            ),
-            option(
-                "password_file",
-                Path,
-                "--password-file",
-                metavar="FILE",
-                help="File with the password; a final line end is ignored.",
-            ),
-        ),
+    combined(
         _password,
+        option(
+            "password",
+            str,
+            "--password",
+            metavar="TEXT",
+            help="Ledger password (default empty; also BKCTL_LEDGER_PASSWORD). Visible in ps.",
+        ),
+        option(
+            "password_file",
+            Path,
+            "--password-file",
+            metavar="FILE",
+            help="File with the password; a final line end is ignored.",
+        ),
     ),
 ]
 
@@ -477,15 +449,14 @@ class EntryIdRange(NamedTuple):
     last: int | None
 
 
-def _entry_range(values: Mapping[str, Any]) -> EntryIdRange:
-    bounds: list[int | None] = []
-    for name, flag in (("range_from", "--from"), ("range_to", "--to")):
-        text = values[name]
-        number = None if text is None else parse_number(text, flag)
-        if number is not None and not 0 <= number < 1 << 63:
-            raise UsageError(f"{flag} {text}: entry ids are 0 or more, below 2^63")
-        bounds.append(number)
-    first, last = bounds
+def _parse_entry_id(text: str, flag: str) -> int:
+    number = parse_number(text, flag)
+    if not 0 <= number < 1 << 63:
+        raise UsageError(f"{flag} {text}: entry ids are 0 or more, below 2^63")
+    return number
+
+
+def _entry_range(first: int | None, last: int | None) -> EntryIdRange:
     if first is not None and last is not None and first > last:
         raise UsageError(f"--from {first} is after --to {last}")
     return EntryIdRange(first, last)
@@ -494,11 +465,9 @@ def _entry_range(values: Mapping[str, Any]) -> EntryIdRange:
 #: `--from` and `--to` of entry ids.
 Entries = Annotated[
     EntryIdRange,
-    Composite(
-        (
-            option("range_from", str, "--from", metavar="ENTRY", help="First entry id (default 0)."),
-            option("range_to", str, "--to", metavar="ENTRY", help="Last entry id, inclusive."),
-        ),
+    combined(
         _entry_range,
+        _parsed_option("entry", _parse_entry_id, "--from", metavar="ENTRY", help="First entry id (default 0)."),
+        _parsed_option("entry", _parse_entry_id, "--to", metavar="ENTRY", help="Last entry id, inclusive."),
     ),
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+import json
 import os
 import sys
 import time
@@ -301,8 +303,6 @@ class SortedWriter(RowWriter):
 
     def _print_merged(self) -> None:
         """Print the rows of all runs."""
-        import heapq
-
         assert self._file is not None
         self._file.flush()
         merged = heapq.merge(*map(self._read_run, self._runs), key=itemgetter(0), reverse=self._order.reverse)
@@ -347,8 +347,6 @@ def show(
             lines.extend(_field_lines(column, item, width, color, room))
         emit("\n".join(lines) + "\n", target)
     elif output in (Output.JSON, Output.YAML):
-        import json
-
         document = json.loads(Lines(columns, Output.NDJSON).of_rows([value]))
         emit(json.dumps(document, indent=2) + "\n" if output is Output.JSON else yaml_text(document), target)
     else:

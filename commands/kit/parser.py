@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from enum import Enum
 from pathlib import Path
 from typing import Any, Final, get_args, get_origin
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+
+from bkctl.errors import EXIT_CODES
 
 from .options import ANY_DIGEST, BOTH_COMPACTIONS, COMPACTIONS, DIGEST_NAMES, WATCH_S_DEFAULT, OldName
 from .session import SESSION_FLAGS, Session
@@ -113,14 +115,11 @@ def connection_help(ctx: Any) -> str:
     records = [help_record(param, ctx) for param in ctx.command.get_params(ctx) if _is_global(param)]
     with formatter.section(GLOBAL_PANEL):
         formatter.write_dl([record for record in records if record is not None])
-    text: str = formatter.getvalue()
-    return text
+    return str(formatter.getvalue())
 
 
 def exit_code_help(ctx: Any) -> str:
     """Return the help on exit codes, for `ctx` of the program."""
-    from bkctl.errors import EXIT_CODES
-
     formatter = ctx.make_formatter()
     formatter.write_text(
         "The exit code says how a command ended; the help of a command says when it differs. With -o json, the error "
@@ -128,8 +127,7 @@ def exit_code_help(ctx: Any) -> str:
     )
     with formatter.section("Exit codes"):
         formatter.write_dl([(str(code), meaning) for code, meaning in EXIT_CODES.items()])
-    text: str = formatter.getvalue()
-    return text
+    return str(formatter.getvalue())
 
 
 def _is_global(param: Any) -> bool:
@@ -197,11 +195,14 @@ class Command(_PlainHelp, TyperCommand):
         """Parse `args`, where `--watch` and some commands' `--digest` may stand without their values."""
         args = take_session_flags(ctx, self.params, args)
         if any("--watch" in param.opts for param in self.params):
-            args = self._with_watch_seconds(args)
+            has_arguments = any(param.param_type_name == "argument" for param in self.params)
+            is_interval = (lambda _: False) if has_arguments else is_duration
+            args = _with_value(args, ("--watch",), is_interval, str(WATCH_S_DEFAULT))
         if any("--digest" in param.opts and param.metavar == "[TYPE]" for param in self.params):
-            args = _with_value(args, ("--digest",), DIGEST_NAMES, ANY_DIGEST)
+            args = _with_value(args, ("--digest",), lambda word: word.upper() in DIGEST_NAMES, ANY_DIGEST)
         if any("--suspend" in param.opts for param in self.params):
-            args = _with_value(args, ("--suspend", "--resume"), COMPACTIONS, BOTH_COMPACTIONS)
+            flags = ("--suspend", "--resume")
+            args = _with_value(args, flags, lambda word: word.upper() in COMPACTIONS, BOTH_COMPACTIONS)
         return super().parse_args(ctx, args)
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
@@ -215,20 +216,11 @@ class Command(_PlainHelp, TyperCommand):
             formatter.write_paragraph()
             formatter.write_text(CONNECTION_LINE)
 
-    def _with_watch_seconds(self, args: list[str]) -> list[str]:
-        has_arguments = any(param.param_type_name == "argument" for param in self.params)
-        end = args.index("--") if "--" in args else len(args)
-        shown = list(args)
-        for at in range(end):
-            if args[at] == "--watch" and (has_arguments or at + 1 >= end or not is_duration(args[at + 1])):
-                shown[at] = f"--watch={WATCH_S_DEFAULT}"
-        return shown
 
-
-def _with_value(args: list[str], flags: Collection[str], values: Collection[str], absent: str) -> list[str]:
-    """Return the words, where a flag that none of `values` (in capitals) follows has the value `absent`."""
+def _with_value(args: list[str], flags: Collection[str], is_value: Callable[[str], bool], absent: str) -> list[str]:
+    """Return the words, where a flag without a value behind it has the value `absent`."""
     end = args.index("--") if "--" in args else len(args)
-    alone = [at for at in range(end) if args[at] in flags and (at + 1 >= end or args[at + 1].upper() not in values)]
+    alone = [at for at in range(end) if args[at] in flags and (at + 1 >= end or not is_value(args[at + 1]))]
     return [f"{arg}={absent}" if at in alone else arg for at, arg in enumerate(args)]
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -15,12 +15,13 @@ from bkctl.ids import LedgerId
 
 from .columns import Column, Columns, Constant, Kind, Output, payload_column
 from .command import Run
-from .ledger_options import SCAN_LEDGERS
+from .ledger_options import SCAN_LEDGERS, ScanFilter
 from .options import (
     BinaryFormat,
     BinaryFormatOption,
     Composite,
     argument,
+    combined,
     count_option,
     digest_type_option,
     number_option,
@@ -69,11 +70,6 @@ class RecordOptions(NamedTuple):
     format: BinaryFormat | None
     digest_type: DigestType | None
 
-    @property
-    def wants_payloads(self) -> bool:
-        """True if payloads are printed: rows are then written record by record."""
-        return self.body
-
     def filter(self) -> RecordFilter:
         """Return the RecordFilter that these options ask for."""
         from bkctl.files.record_filter import RecordFilter
@@ -83,56 +79,43 @@ class RecordOptions(NamedTuple):
         return RecordFilter(self.ledger, self.scope_id, self.entry_id, types, self.position_first, self.position_last)
 
 
-_PARTS: dict[str, Composite] = {
-    "ledgers": SCAN_LEDGERS,
-    "entry": number_option("--entry", "Only this entry id."),
-    "from": number_option("--from-pos", "Begin at this byte of the file; a record must begin there (0: all)."),
-    "to": number_option("--to-pos", "The last byte that a shown record may begin at."),
-    "limit": count_option("--limit", "Print at most N records."),
-    "digest": digest_type_option(
-        "Digest type of the ledgers of scope 0; without it, the start of their payloads is unknown."
-    ),
-}
-
-
-def _record_options(values: Mapping[str, Any]) -> RecordOptions:
-    part = {name: composite.resolve(values) for name, composite in _PARTS.items()}
-    for name, flag in (("from", "--from-pos"), ("to", "--to-pos")):
-        if part[name] is not None and part[name] < 0:
-            raise UsageError(f"{flag} {part[name]}: a position is 0 or more")
-    return RecordOptions(
-        part["ledgers"].ledger,
-        part["ledgers"].scope_id,
-        part["entry"],
-        values["types"],
-        part["from"] or 0,
-        part["to"],
-        part["limit"],
-        values["body"] or values["format"] is not None,
-        values["format"],
-        part["digest"],
-    )
+def _record_options(
+    ledgers: ScanFilter,
+    entry_id: int | None,
+    first: int | None,
+    last: int | None,
+    types: list[TypeName] | None,
+    limit: int | None,
+    body: bool,
+    format: BinaryFormat | None,
+    digest_type: DigestType | None,
+) -> RecordOptions:
+    for position, flag in ((first, "--from-pos"), (last, "--to-pos")):
+        if position is not None and position < 0:
+            raise UsageError(f"{flag} {position}: a position is 0 or more")
+    body = body or format is not None
+    return RecordOptions(*ledgers, entry_id, types, first or 0, last, limit, body, format, digest_type)
 
 
 Records = Annotated[
     RecordOptions,
-    Composite(
-        (
-            *_PARTS["ledgers"].parameters,
-            *_PARTS["entry"].parameters,
-            *_PARTS["from"].parameters,
-            *_PARTS["to"].parameters,
-            option(
-                "types", list[TypeName], "--type", metavar="TYPE",
-                help=f"Only records of this type, repeatable: {', '.join(TypeName)} (default: all but padding "
-                "and ledgersMap).",
-            ),
-            *_PARTS["limit"].parameters,
-            option("body", bool, "--body", help="Print the payloads, too.", default=False),
-            parameter("format", BinaryFormatOption),
-            *_PARTS["digest"].parameters,
-        ),
+    combined(
         _record_options,
+        SCAN_LEDGERS,
+        number_option("--entry", "Only this entry id."),
+        number_option("--from-pos", "Begin at this byte of the file; a record must begin there (0: all)."),
+        number_option("--to-pos", "The last byte that a shown record may begin at."),
+        option(
+            "types", list[TypeName], "--type", metavar="TYPE",
+            help=f"Only records of this type, repeatable: {', '.join(TypeName)} (default: all but padding "
+            "and ledgersMap).",
+        ),
+        count_option("--limit", "Print at most N records."),
+        option("body", bool, "--body", help="Print the payloads, too.", default=False),
+        parameter("format", BinaryFormatOption),
+        digest_type_option(
+            "Digest type of the ledgers of scope 0; without it, the start of their payloads is unknown."
+        ),
     ),
 ]  # fmt: skip
 
@@ -144,10 +127,10 @@ DirOption = Annotated[
 
 def directories_argument(help: str) -> Composite:
     """Return the argument DIR, repeatable, and `--dir`, as one list of Paths."""
-    arguments = argument("places", list[Path] | None, metavar="DIR", help=help)
-    return Composite(
-        (arguments, parameter("directories", DirOption)),
-        lambda values: [*(values["places"] or ()), *(values["directories"] or ())],
+    return combined(
+        lambda places, directories: [*(places or ()), *(directories or ())],
+        argument("places", list[Path] | None, metavar="DIR", help=help),
+        parameter("directories", DirOption),
     )
 
 
@@ -238,7 +221,7 @@ def print_records(
                     columns = record_columns(path, file_id, id_name, options, secrets=secrets)
                     writer = writer or stack.enter_context(run.rows(columns))
                     writer.use(columns)
-                    if options.wants_payloads:
+                    if options.body:
                         writer.rows(tally.records(batches))
                     else:
                         for batch in tally.batches(batches):

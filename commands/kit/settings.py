@@ -47,15 +47,12 @@ class Shown(Enum):
     PROGRAM = auto()
 
 
+#: The types of options that are not texts.
 _OPTION_TYPES: Final[dict[ValueType, Any]] = {
-    ValueType.TEXT: str,
     ValueType.FILE: Path,
     ValueType.SWITCH: bool,
     ValueType.ADDRESSES: list[str],
-    ValueType.DURATION: str,
     ValueType.OUTPUT: Output,
-    ValueType.NAMES: str,
-    ValueType.ORDER: str,
 }
 
 
@@ -95,7 +92,7 @@ class Setting(NamedTuple):
         option = typer.Option(
             *flags, metavar=self.metavar, hidden=hidden, help=self.help + variable, rich_help_panel=GLOBAL_PANEL
         )
-        plain_type: Any = _OPTION_TYPES[self.type]
+        plain_type: Any = _OPTION_TYPES.get(self.type, str)
         return Parameter(
             self.parameter_name,
             Parameter.KEYWORD_ONLY,

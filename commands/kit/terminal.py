@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from shutil import get_terminal_size
 from typing import Final, Protocol
+from urllib.parse import quote
 
 #: The first release of VTE (GNOME's terminals) whose links do not crash.
 _VTE_VERSION_MIN: Final = 5000
@@ -50,8 +52,6 @@ def emit_bytes(data: bytes | bytearray | memoryview) -> None:
 
 def terminal_width() -> int:
     """Return the width of the terminal on stdout, or COLUMNS; 80 if both are unknown."""
-    from shutil import get_terminal_size
-
     return max(get_terminal_size((80, 24)).columns, 20)
 
 
@@ -74,8 +74,6 @@ def has_links(environment: Mapping[str, str]) -> bool:
 
 def linked(path: str, text: str) -> str:
     """Return `text` as a link to a file of this host."""
-    from urllib.parse import quote
-
     place = f"file://{os.uname().nodename}{quote(os.fsencode(path))}"
     return f"\x1b]8;;{place}\x1b\\{text}\x1b]8;;\x1b\\"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import binascii
 import functools
 import re
 from datetime import UTC, datetime
@@ -76,8 +77,6 @@ def with_0x(digits: str) -> str:
 
 def base64_text(data: bytes | bytearray | memoryview) -> str:
     """Return standard base64 without line breaks."""
-    import binascii
-
     return binascii.b2a_base64(data, newline=False).decode("ascii")
 
 

@@ -6,6 +6,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from io import StringIO
+from shutil import get_terminal_size
 from typing import Any, Final
 
 from bkctl.errors import UsageError
@@ -54,18 +56,8 @@ def watch(
             cancel()
 
 
-class _Page:
+class _Page(StringIO):
     """A buffer in which a table is laid out before it is printed; as wide as the terminal on stdout."""
-
-    def __init__(self) -> None:
-        self.parts: list[str] = []
-
-    def write(self, text: str) -> int:
-        self.parts.append(text)
-        return len(text)
-
-    def flush(self) -> None:
-        pass
 
     def isatty(self) -> bool:
         return sys.stdout.isatty()
@@ -91,10 +83,10 @@ class _Pages:
         else:
             with open_writer(
                 self._columns, self._output, self._selection, stream=page, color=self._color,
-                note=lambda text: page.parts.append(f"{text}\n"),
+                note=lambda text: print(text, file=page),
             ) as writer:  # fmt: skip
                 writer.rows(rows)
-        text = "".join(page.parts)
+        text = page.getvalue()
         if text == self._last:
             return
         if not sys.stdout.isatty():
@@ -105,8 +97,6 @@ class _Pages:
         sys.stdout.flush()
 
     def _draw(self, text: str) -> None:
-        from shutil import get_terminal_size
-
         moment = iso_time(time.time_ns() // 1_000_000)[11:19]
         title = f"{moment}Z, every {self._seconds:g} s; Ctrl-C ends it"[: terminal_width()]
         lines = [f"{BOLD}{title}{RESET}" if self._color else title, *text.splitlines()]

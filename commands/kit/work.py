@@ -8,12 +8,16 @@ a directory works without an id.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+
+from bkctl.disk import make_private_directory
+from bkctl.metadata.backends.processes import may_live, process_identity, process_start
 
 from .audit import state_directory, without_secrets
 
@@ -50,12 +54,9 @@ class WorkFile:
         self._state: dict[str, Any] = {}
         self._identity: dict[str, Any] = {}
         self._rate: bytes | None = None
-        self._is_published = self._has_failed = False
-
-    @property
-    def is_published(self) -> bool:
-        """True once other terminals see the work."""
-        return self._is_published
+        self._has_failed = False
+        #: True once other terminals see the work.
+        self.is_published = False
 
     def publish(self, **fields: Any) -> None:
         """Write the state of the work."""
@@ -70,20 +71,18 @@ class WorkFile:
             }
         self._state = {**self._identity, **fields, "updated": round(time.time() * 1000)}
         try:
-            if not self._is_published:
-                from bkctl.disk import make_private_directory
-
+            if not self.is_published:
                 make_private_directory(self._directory)
                 _remove_old(self._directory)
-            _replace(self._directory / f"{self.id}.json", _encoded(self._state))
+            replace_file(self._directory / f"{self.id}.json", json.dumps(self._state).encode())
         except OSError:
             self._has_failed = True
         else:
-            self._is_published = True
+            self.is_published = True
 
     def steer(self, pace: Pace) -> None:
         """Apply to `pace` what `ask_to_pause` and `ask_for_rate` left for this work."""
-        if not self._is_published:
+        if not self.is_published:
             return
         is_paused = os.path.exists(self._directory / f"{self.id}.pause")
         if is_paused != pace.is_paused:
@@ -92,12 +91,12 @@ class WorkFile:
             wanted = _read(self._directory / f"{self.id}.rate")
             if wanted != self._rate:
                 self._rate = wanted
-                limits = _decoded(wanted)
+                limits = json.loads(wanted)
                 pace.limit(bytes_per_s=limits.get("bytesPerSecond"), steps_per_s=limits.get("stepsPerSecond"))
 
     def end(self, state: str) -> None:
         """Write how the work ended."""
-        if self._is_published:
+        if self.is_published:
             fields = {name: value for name, value in self._state.items() if name not in ("etaSeconds", "rate")}
             self.publish(**fields | {"state": state, "ended": round(time.time() * 1000)})
             _remove_requests(self._directory, self.id)
@@ -110,7 +109,7 @@ def list_work(directory: Path) -> list[dict[str, Any]]:
     ours = _identity()
     for path in _state_files(directory):
         with suppress(*_DAMAGE):
-            state = _decoded(_read(path))
+            state = json.loads(_read(path))
             if (
                 _is_whole(state)
                 and state["id"] == path.stem
@@ -126,7 +125,7 @@ def ask_to_pause(directory: Path, work_id: str, *, pause: bool) -> None:
     """Let the work pause at its next step, or continue. Raises OSError."""
     path = directory / f"{work_id}.pause"
     if pause:
-        _replace(path, b"")
+        replace_file(path, b"")
     else:
         path.unlink(missing_ok=True)
 
@@ -134,12 +133,10 @@ def ask_to_pause(directory: Path, work_id: str, *, pause: bool) -> None:
 def ask_for_rate(directory: Path, work_id: str, *, bytes_per_s: float | None, steps_per_s: float | None) -> None:
     """Let the work go at another rate; None for both removes its limit. Raises OSError."""
     limits = {"bytesPerSecond": bytes_per_s, "stepsPerSecond": steps_per_s}
-    _replace(directory / f"{work_id}.rate", _encoded(limits))
+    replace_file(directory / f"{work_id}.rate", json.dumps(limits).encode())
 
 
 def _identity() -> dict[str, Any]:
-    from bkctl.metadata.backends.processes import process_identity
-
     pid, start, namespace, boot_id = process_identity()
     return {"host": os.uname().nodename, "pid": pid, "start": start, "namespace": namespace, "bootId": boot_id}
 
@@ -160,8 +157,6 @@ def _is_running(state: Mapping[str, Any]) -> bool:
 
 
 def _is_alive(state: Mapping[str, Any], ours: Mapping[str, Any]) -> bool:
-    from bkctl.metadata.backends.processes import may_live, process_start
-
     if state["bootId"] != ours["bootId"]:
         return False
     start = process_start(state["pid"])
@@ -179,7 +174,7 @@ def _remove_old(directory: Path) -> None:
         # Running work replaces its file every second; a stopped process (Ctrl-Z) does not.
         with suppress(*_DAMAGE):
             if time.time() - path.stat().st_mtime > KEPT_S:
-                state = _decoded(_read(path))
+                state = json.loads(_read(path))
                 if not _is_running(state) or not _is_alive(state, _identity()):
                     _remove_requests(directory, path.stem)
                     path.unlink(missing_ok=True)
@@ -191,7 +186,7 @@ def _remove_requests(directory: Path, work_id: str) -> None:
             (directory / f"{work_id}.{suffix}").unlink(missing_ok=True)
 
 
-def _replace(path: Path, data: bytes) -> None:
+def replace_file(path: Path, data: bytes) -> None:
     """Replace a file of the private directory, which need not survive a crash of the machine. Raises OSError."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     file = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -212,15 +207,3 @@ def _read(path: Path) -> bytes:
         return os.read(file, _STATE_SIZE_BYTES_MAX)
     finally:
         os.close(file)
-
-
-def _encoded(value: Any) -> bytes:
-    import json
-
-    return json.dumps(value).encode("ascii")
-
-
-def _decoded(data: bytes) -> Any:
-    import json
-
-    return json.loads(data)

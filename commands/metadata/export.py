@@ -161,7 +161,7 @@ def import_(
             run.confirm(f"Metadata in {place} would be replaced with that in {path}")
         with ExitStack() as stack:
             try:
-                target = stack.enter_context(run.open_cluster(create_store=not dry_run))
+                target = stack.enter_context(run.cluster(create_store=not dry_run))
                 plan = prepare_target(target, source, dry_run=dry_run)
                 note_layout(run, source.header, plan)
                 is_new = plan.is_new
