@@ -9,7 +9,6 @@ from contextlib import aclosing
 from itertools import islice
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from bkctl.bookie.metrics import BookieMetrics
 from bkctl.client.ledger import BookKeeper
 from bkctl.client.placement import DEFAULT_RULES, RackRules
 from bkctl.errors import BkctlError, TimedOut
@@ -45,11 +44,6 @@ class BookieProxy:
     def bookie_id(self) -> str:
         """The bookie's id."""
         return self.bookie.bookie_id
-
-    @property
-    def metrics(self) -> BookieMetrics:
-        """The bookie's counters: plain numbers, which any thread may read."""
-        return self.bookie.metrics
 
     async def ask(self, question: Callable[[Bookie], T]) -> T:
         """Return the result of a short function, called in the bookie's event loop. Raise its errors, and TimedOut."""
@@ -146,11 +140,8 @@ class Service:
             rack_rules=self._rules,
         )  # fmt: skip
 
-    def in_background(self, work: Callable[[], None]) -> None:
-        """Run long work in a thread. Raise ServiceUnavailable while other background work runs."""
-        self._begin(lambda: asyncio.to_thread(work))
-
-    def _begin(self, work: Callable[[], Awaitable[None]]) -> None:
+    def in_background(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Run long work. Raise ServiceUnavailable while other background work runs."""
         if self._background is not None and not self._background.done():
             raise ServiceUnavailable("Another background request is still running", hint="try again later")
 
@@ -206,7 +197,7 @@ class Service:
             async with self._client(await self.cluster()) as bookkeeper:
                 await work(bookkeeper)
 
-        self._begin(run)
+        self.in_background(run)
 
     async def close(self) -> None:
         """Cancel background work, and close the client and the cluster."""
