@@ -17,7 +17,7 @@ from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.store import NO_SECURITY, StoreSecurity
 from bkctl.replication.bookie_mover import BookieMover
 from bkctl.replication.decommission import Decommission
-from bkctl.replication.departure_steps import BLOCKING_RESULTS
+from bkctl.replication.departure import BLOCKING_RESULTS
 from bkctl.replication.move_plan import plan_move
 
 if TYPE_CHECKING:

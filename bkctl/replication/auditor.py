@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from bkctl.errors import BkctlError
@@ -64,13 +65,11 @@ class Auditor:
         *,
         scoped: bool,
         stats: AuditorStats | None = None,
-        back_off_s: float = BACK_OFF_S,
     ) -> None:
         self._cluster = bookkeeper.cluster
         self._config = config
         self._scoped = scoped
         self.stats = stats or AuditorStats()
-        self._back_off_s = back_off_s
         self._settings = AutoRecoverySettings(self._cluster.store)
         self.checks = LedgerChecks(bookkeeper, config, scoped=scoped, stats=self.stats)
         self._lost = LostBookies((), 0)
@@ -96,8 +95,8 @@ class Auditor:
                     try:
                         wait_s = await self._step()
                     except BkctlError as error:
-                        log.warning("The auditor of %s retries in %g s: %s", self._what, self._back_off_s, error)
-                        wait_s = self._back_off_s
+                        log.warning("The auditor of %s retries in %g s: %s", self._what, BACK_OFF_S, error)
+                        wait_s = BACK_OFF_S
                     await changed.wait(min(wait_s, LOOK_AGAIN_S))
         finally:
             self._is_over = True
@@ -108,8 +107,14 @@ class Auditor:
         """Read the state that the first step needs, and schedule the periodic checks."""
 
         def look() -> tuple[set[str], int, int | None]:
+            """Return the registered bookies and the ones with a cookie, as BookKeeperAdmin.getAllBookies."""
             delay_s = self._settings.initialize_lost_bookie_recovery_delay_s(self._config.lost_bookie_recovery_delay)
-            return self._known_bookies(), delay_s, self._settings.delay_version()
+            known = {
+                bookie.bookie_id
+                for bookie in self._cluster.bookies.list()
+                if bookie.ledger_scopes or bookie.state == "down" or not self._scoped
+            }
+            return known, delay_s, self._settings.delay_version()
 
         known, delay_s, self._delay_version = await asyncio.to_thread(look)
         self._lost = LostBookies(known, delay_s)
@@ -125,14 +130,7 @@ class Auditor:
             if interval_s > 0:
                 ctime_ms = await asyncio.to_thread(self._settings.check_ctime_ms, check, scoped=self._scoped)
                 delay = first_delay_s(interval_s, ctime_ms, now_ms())
-                self._periodic.append(_PeriodicCheck(self._in_background(run), interval_s, time.monotonic() + delay))
-
-    def _known_bookies(self) -> set[str]:
-        """Return the registered bookies and those with a cookie. Source: BookKeeperAdmin.getAllBookies."""
-        bookies = self._cluster.bookies.list()
-        return {
-            bookie.bookie_id for bookie in bookies if bookie.ledger_scopes or bookie.state == "down" or not self._scoped
-        }
+                self._periodic.append(_PeriodicCheck(partial(self._start, run), interval_s, time.monotonic() + delay))
 
     async def _step(self) -> float:
         """Handle changes and run due work; return the seconds until more work may be due."""
@@ -214,8 +212,8 @@ class Auditor:
         self.stats.audit_count += 1
         self._audit_is_due = not is_whole
 
-    def _in_background(self, check: Callable[[], Awaitable[None]]) -> Callable[[], Awaitable[None]]:
-        """Return a function that starts `check` as a task: checks take long, and bookies may be lost meanwhile."""
+    async def _start(self, check: Callable[[], Awaitable[None]]) -> None:
+        """Start `check` as a task: checks take long, and bookies may be lost meanwhile."""
 
         async def run() -> None:
             try:
@@ -225,7 +223,4 @@ class Auditor:
             finally:
                 self._changed.set()
 
-        async def begin() -> None:
-            self._check = asyncio.create_task(run())
-
-        return begin
+        self._check = asyncio.create_task(run())

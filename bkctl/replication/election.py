@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from bkctl.errors import BkctlError, Unreachable
 from bkctl.metadata.underreplication import AuditorElection
-from bkctl.replication.signals import Signal, cancel_and_wait, run_to_end, watching
+from bkctl.replication.signals import Signal, cancel_and_wait, opened, watching
 
 if TYPE_CHECKING:
     from bkctl.metadata.store import Claim
@@ -61,16 +61,12 @@ class AuditorElector:
     async def _term(self) -> None:
         """Run from one vote of ours to its end."""
         self.attempt_count += 1
-        voting = asyncio.ensure_future(asyncio.to_thread(self._election.vote, self._bookie_id, scoped=self._scoped))
-        try:
-            vote = await asyncio.shield(voting)
+        async with opened(lambda: self._election.vote(self._bookie_id, scoped=self._scoped), _withdraw) as vote:
             changed = Signal()
             directory = vote.path.rpartition("/")[0]
             async with watching(self._election.store.watch, directory, changed.set, children=True):
                 if await self._won(vote, changed):
                     await self._be_auditor(vote, changed)
-        finally:
-            await run_to_end(_withdraw(voting))
 
     async def _won(self, vote: Claim, changed: Signal) -> bool:
         """Wait until our vote is the first one; return False if it is gone."""
@@ -116,8 +112,6 @@ class AuditorElector:
         return False
 
 
-async def _withdraw(voting: asyncio.Future[Claim]) -> None:
-    await asyncio.wait([voting])
-    if voting.exception() is None:
-        with contextlib.suppress(BkctlError):  # the end of the session withdraws it
-            await asyncio.to_thread(voting.result().release)
+def _withdraw(vote: Claim) -> None:
+    with contextlib.suppress(BkctlError):  # the end of the session withdraws it
+        vote.release()

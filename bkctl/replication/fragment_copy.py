@@ -7,13 +7,13 @@ import contextlib
 import heapq
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bkctl.client.bookies import BookieChannel, failure, in_order
-from bkctl.client.reader import SPECULATIVE_READ_S, LedgerAccess, restate
+from bkctl.client.reader import SPECULATIVE_READ_S, WINDOW_BYTES, LedgerAccess, restate
 from bkctl.errors import BkctlError, NotFound, ProtocolError
 from bkctl.formats.availability import Availability
 from bkctl.protocol.messages import AddRequest, BytesLike, ReadRequest, ReadResponse, Response
@@ -21,11 +21,15 @@ from bkctl.replication.fragments import ANSWERED, UNREADABLE_NAMED_MAX, LedgerFr
 
 if TYPE_CHECKING:
     from bkctl.pace import Pace
-    from bkctl.replication.copy_limits import CopyWindow
     from bkctl.replication.replica_reads import ReplicaReader
 
 #: A target with at least this many entries to get is asked first which of them it has.
 RESUME_COUNT_MIN: Final = 100
+#: Entries of a fragment on their way at once. Apache's rereplicationEntryBatchSize (10) serves the same purpose.
+BATCH_SIZE: Final = 100
+#: Fragments whose entries are on their way at once, and the approximate bytes of those entries together.
+COPIES_AT_ONCE: Final = 64
+WINDOWS_BYTES: Final = 256 << 20
 
 
 class UnreadableEntries(NamedTuple):
@@ -62,6 +66,33 @@ class TargetFailed(Exception):
         self.error = error
 
 
+class CopyWindow:
+    """Bounds the entries on their way: `batch_size` and about 16 MiB of one fragment, about 256 MiB of all fragments.
+
+    Entries of at most 64 fragments are on their way at once, and at least two entries of each.
+    """
+
+    def __init__(self, batch_size: int) -> None:
+        self.batch_size = max(batch_size, 1)
+        self._copying_count = 0
+        self._permits = asyncio.Semaphore(COPIES_AT_ONCE)
+
+    @contextlib.asynccontextmanager
+    async def copying(self) -> AsyncIterator[None]:
+        """Hold a permit while entries of a fragment are on their way; wait for one first."""
+        async with self._permits:
+            self._copying_count += 1
+            try:
+                yield
+            finally:
+                self._copying_count -= 1
+
+    def entry_count(self, size_bytes: int) -> int:
+        """Return how many entries of that size (0: unknown) one fragment may have on their way now."""
+        window_bytes = min(WINDOW_BYTES, WINDOWS_BYTES // self._copying_count)
+        return min(max(window_bytes // (size_bytes or WINDOW_BYTES // 16), 2), self.batch_size)
+
+
 class CopyTools(NamedTuple):
     """Parts that all copies of a replicator share. `progress` gets the entries and bytes of each write."""
 
@@ -94,7 +125,7 @@ class FragmentCopy:
         ]
         self._present: dict[str, Availability] = {}
         self._size_bytes_largest = 0
-        self.entry_count = self.size_bytes = self.present_count = 0
+        self.entry_count = self.size_bytes = 0
         #: All entries up to this one are at their targets; they are not read there again if the targets list them.
         self.done_through = self._known_through = done_through
         self.unreadable: list[UnreadableEntries] = []
@@ -107,10 +138,9 @@ class FragmentCopy:
                 self._present[target] = await self._listed(target)
         await self._copy_all(self._wanted())
 
-    async def try_reading(self, entry_ids: list[int] | None) -> None:
-        """Read entries (None: all) and write none; entries that no replica returns are in `unreadable`."""
-        wanted = (entry_id for entry_id, _ in self._wanted()) if entry_ids is None else iter(entry_ids)
-        await self._copy_all((entry_id, []) for entry_id in wanted)
+    async def try_reading(self, entry_ids: Iterable[int]) -> None:
+        """Read entries, ascending, and write none; entries that no replica returns are in `unreadable`."""
+        await self._copy_all((entry_id, []) for entry_id in entry_ids)
 
     def _wanted(self) -> Iterator[tuple[int, list[int]]]:
         """Yield each entry to copy, ascending, with the ensemble indexes of its targets."""
@@ -157,12 +187,10 @@ class FragmentCopy:
             target = self._targets[index]
             if target in self._present and entry_id in self._present[target]:
                 if entry_id <= self._known_through:
-                    self.present_count += 1
                     continue
                 found, _ = await self._read(entry_id, [access.pool.channel(target)])
                 if found is not None:
                     body = found
-                    self.present_count += 1
                     continue
             lacking.append(target)
         if indexes and not lacking:

@@ -52,13 +52,12 @@ class LedgerMover:
         *,
         skip_open: bool,
         fence: bool,
-        locks: bool,
     ) -> None:
         self._cluster = cluster
         self._replicator = replicator
         self._leaving = leaving
         self._marked = marked
-        self._skip_open, self._fence, self._locks = skip_open, fence, locks
+        self._skip_open, self._fence = skip_open, fence
         self._state = AutoRecoveryState(cluster.store)
         owner = f"{os.uname().nodename}:{os.getpid()}"
         self._lock: BatchedCalls[LedgerId, Claim] = BatchedCalls(lambda ids: self._state.locks.lock_many(ids, owner))
@@ -71,11 +70,9 @@ class LedgerMover:
 
         `found` is its metadata (None: read now). Raise errors of the store.
         """
-        if not self._locks:
-            return await self._move(ledger, found)
         is_locked_by_another = False
+        lock: Claim | None = None
         try:
-            lock: Claim | None = None
             try:
                 lock = await run_to_end(self._lock(ledger))
             except Conflict:
@@ -87,9 +84,7 @@ class LedgerMover:
             if not is_locked_by_another:
                 await run_to_end(self._unlock(ledger))
 
-    async def _move(
-        self, ledger: LedgerId, found: VersionedMetadata | None = None, lock: Claim | None = None
-    ) -> LedgerMove:
+    async def _move(self, ledger: LedgerId, found: VersionedMetadata | None, lock: Claim | None) -> LedgerMove:
         state = None
         try:
             for _ in range(_ATTEMPT_COUNT_MAX):
@@ -99,7 +94,7 @@ class LedgerMover:
                 if self._skip_open and found.metadata.state is LedgerState.OPEN:
                     return LedgerMove(ledger, MoveOutcome.OPEN, state, problem="It is open")
                 replication = await self._replicator.replicate_ledger(
-                    ledger, found, bookies=self._leaving, fence=self._fence, exclude=self._leaving, lock=lock
+                    ledger, found, bookies=self._leaving, fence=self._fence, lock=lock
                 )
                 found = None
                 if not any(fragment.outcome is Outcome.SUPERSEDED for fragment in replication.fragments):
@@ -147,10 +142,7 @@ def _result_of(ledger: LedgerId, before: LedgerState | None, replication: Ledger
         sum(fragment.size_bytes for fragment in replication.fragments),
     )
     if replication.unreadable:
-        spans = tuple(
-            EntrySpan(entries.first_entry_id, entries.last_entry_id, entries.entry_count)
-            for entries in replication.unreadable
-        )
+        spans = tuple(EntrySpan(*entries[:3]) for entries in replication.unreadable)
         problem = f"No bookie gives {spans_text(spans)} ({replication.unreadable[0].answers})"
         return LedgerMove(ledger, MoveOutcome.UNRECOVERABLE, *counts, spans, problem)
     if replication.errors:

@@ -13,9 +13,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bkctl.client.bookies import in_thread
 from bkctl.errors import BkctlError
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from bkctl.ids import LedgerId
     from bkctl.metadata.ledgers import LedgerManager, VersionedMetadata
     from bkctl.pace import Pace
+    from bkctl.replication.ledger_mover import LedgerMover
     from bkctl.replication.move_plan import LedgerMove, MoveProgress
 
 #: Ledgers that are moved at once; so many wait for the metadata store together.
@@ -36,17 +37,6 @@ LOCK_PATIENCE_S: Final = 15.0
 _LOCK_POLL_S: Final = 0.5
 #: The time between looks for a pause.
 _PAUSE_POLL_S: Final = 1.0
-
-_MetadataBatch: TypeAlias = "list[tuple[LedgerId, VersionedMetadata | BkctlError]]"
-
-
-class MoveFunction(Protocol):
-    """Moves one ledger, as LedgerMover.move."""
-
-    def __call__(
-        self, ledger: LedgerId, found: VersionedMetadata | None, *, waits_for_lock: bool
-    ) -> Awaitable[LedgerMove | None]:
-        """Return the result; None if `waits_for_lock` and another worker has the ledger locked."""
 
 
 class _Attempt(NamedTuple):
@@ -71,14 +61,14 @@ class MoveQueue:
         self,
         ids: Iterator[LedgerId],
         ledgers: LedgerManager,
-        move: MoveFunction,
+        mover: LedgerMover,
         progress: MoveProgress,
         pace: Pace,
         report: Callable[[str], None],
     ) -> None:
         self._waiting = ids
         self._ledgers = ledgers
-        self._move = move
+        self._mover = mover
         self._progress = progress
         self._pace = pace
         self._report = report
@@ -116,7 +106,7 @@ class MoveQueue:
         finally:
             await cancel_and_wait(ahead, *self._running)
 
-    def _read_ahead(self) -> asyncio.Task[_MetadataBatch]:
+    def _read_ahead(self) -> asyncio.Task[list[tuple[LedgerId, VersionedMetadata | BkctlError]]]:
         batch = list(islice(self._waiting, CONCURRENCY))
         return asyncio.create_task(in_thread(lambda: list(self._ledgers.read_many(batch))))
 
@@ -139,7 +129,7 @@ class MoveQueue:
         self._progress.paused(time.monotonic() - began)
 
     def _start(self, attempt: _Attempt, found: VersionedMetadata | None) -> None:
-        task = asyncio.ensure_future(self._move(attempt.ledger, found, waits_for_lock=attempt.patience_s > 0))
+        task = asyncio.ensure_future(self._mover.move(attempt.ledger, found, waits_for_lock=attempt.patience_s > 0))
         self._running[task] = attempt
         task.add_done_callback(self._ended.put_nowait)
 

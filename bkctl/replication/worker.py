@@ -13,9 +13,8 @@ import asyncio
 import contextlib
 import logging
 import random
-import time
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from enum import Enum
 from functools import partial
@@ -33,7 +32,7 @@ from bkctl.errors import (
 )
 from bkctl.metadata.underreplication import AutoRecoveryState, UnderreplicatedLedger
 from bkctl.pace import Pace
-from bkctl.replication.checker import LedgerCheck, LedgerChecker
+from bkctl.replication.checker import LedgerCheck
 from bkctl.replication.ensemble_swap import LockLost, lock_lost
 from bkctl.replication.fragments import LedgerFragment
 from bkctl.replication.replicator import FragmentReplication, LedgerFragmentReplicator, Outcome
@@ -105,24 +104,19 @@ class ReplicationWorker:
         *,
         scopes: Collection[bool] = (False, True),
         stats: WorkerStats | None = None,
-        checker: LedgerChecker | None = None,
-        replicator: LedgerFragmentReplicator | None = None,
-        rng: random.Random | None = None,
     ) -> None:
         self.stats = stats or WorkerStats()
         self._config = config
         self._name = name
         self._scopes = tuple(scopes)
         self._state = AutoRecoveryState(bookkeeper.cluster.store)
-        self._checker = checker or LedgerChecker(bookkeeper)
-        self._replicator = replicator or LedgerFragmentReplicator(
+        self._replicator = LedgerFragmentReplicator(
             bookkeeper,
-            checker=self._checker,
             batch_size=config.rereplication_entry_batch_size,
             pace=Pace(bytes_per_s=config.replication_rate_by_bytes),
             progress=self._written,
         )
-        self._rng = rng or random.Random()
+        self._rng = random.Random()
         self._deferred: dict[LedgerId, asyncio.Task[None]] = {}
         #: The failures of a ledger and its unreadable entries, most recent ledger last.
         self._failed: OrderedDict[LedgerId, tuple[int, frozenset[int]]] = OrderedDict()
@@ -224,7 +218,6 @@ class ReplicationWorker:
                 log.warning("The mark of ledger %s cannot be used: %s", ledger, error)
                 self._damaged.add(ledger)
             return LedgerOutcome.SKIPPED
-        began_s = time.monotonic()
         outcome = LedgerOutcome.FAILED
         try:
             outcome = await self._replicate_locked(ledger, lock)
@@ -242,7 +235,6 @@ class ReplicationWorker:
             if outcome is not LedgerOutcome.SKIPPED:
                 self.stats.rereplicate_count += 1
                 self.stats.rereplicate_failed_count += outcome is not LedgerOutcome.DONE
-                self.stats.rereplicate_s += time.monotonic() - began_s
         return outcome
 
     async def _store_answers(self) -> bool:
@@ -287,27 +279,36 @@ class ReplicationWorker:
         return LedgerOutcome.LATER
 
     async def _look(self, ledger: LedgerId) -> LedgerCheck:
-        return await self._checker.check(ledger, percentage=self._config.auditor_ledger_verification_percentage)
+        percentage = self._config.auditor_ledger_verification_percentage
+        return await self._replicator.checker.check(ledger, percentage=percentage)
 
     async def _replicate_fragments(self, check: LedgerCheck, lock: Claim) -> None:
-        """Replicate the closed fragments. Errors are logged: the next check finds the fragment again."""
+        """Replicate the closed fragments."""
         ledger, replicated = check.ledger, False
         for fragment in check.fragments:
             if not fragment.closed or await self._is_unreadable(check, fragment):
                 continue
-            try:
-                result = await self._replicator.replicate(check, fragment, lock=lock)
-            except (LedgerNotFound, LockLost):
-                raise
-            except BkctlError as error:
-                log.warning("Ledger %s from entry %d: %s", ledger, fragment.first_entry_id, error)
-                self.stats.exceptions[type(error).__name__] += 1
+            result = await self._replicate_fragment(check, fragment, lock)
+            if result is None:
                 continue
             check = replace(check, versioned=result.versioned)
             if result.unreadable:
                 self._record_unreadable(ledger, result)
             replicated = replicated or bool(result.replaced or result.repaired)
         self.stats.num_full_or_partial_ledgers_replicated += replicated
+
+    async def _replicate_fragment(
+        self, check: LedgerCheck, fragment: LedgerFragment, lock: Claim, targets: Mapping[int, str] | None = None
+    ) -> FragmentReplication | None:
+        """Return None after an error, which is logged: the next check finds the fragment again."""
+        try:
+            return await self._replicator.replicate(check, fragment, targets=targets, lock=lock)
+        except (LedgerNotFound, LockLost):
+            raise
+        except BkctlError as error:
+            log.warning("Ledger %s from entry %d: %s", check.ledger, fragment.first_entry_id, error)
+            self.stats.exceptions[type(error).__name__] += 1
+            return None
 
     async def _mend_placement(self, check: LedgerCheck, lock: Claim) -> bool:
         """Move replicas of a closed ledger from write quorums in too few racks to other racks, if that is asked for.
@@ -327,13 +328,8 @@ class ReplicationWorker:
                     check.ledger, fragment.fragment.first_entry_id,
                 )  # fmt: skip
                 continue
-            try:
-                result = await self._replicator.replicate(check, fragment.fragment, targets=fragment.targets, lock=lock)
-            except (LedgerNotFound, LockLost):
-                raise
-            except BkctlError as error:
-                log.warning("Ledger %s from entry %d: %s", check.ledger, fragment.fragment.first_entry_id, error)
-                self.stats.exceptions[type(error).__name__] += 1
+            result = await self._replicate_fragment(check, fragment.fragment, lock, fragment.targets)
+            if result is None:
                 is_done = False
                 continue
             check = replace(check, versioned=result.versioned)
