@@ -182,7 +182,7 @@ class BookieHttpServer:
         local = BookieProxy(bookie, loop)
         rules = rack_rules(config)
         self.server.start(
-            lambda: Service(uri, security=security, timeout_s=timeout_s, tls=tls, bookie=local, rules=rules)
+            lambda: Service(uri, security=security, timeout_s=timeout_s, tls=tls, local_bookie=local, rules=rules)
         )
 
     def stop(self) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -33,12 +34,12 @@ log: Final = logging.getLogger("bkctl.http")
 BOOKIE_TIMEOUT_S: Final = 30.0
 
 
+@dataclass(eq=False)
 class BookieProxy:
     """A proxy of a bookie in this process: calls run in the bookie's own event loop, and no thread waits for them."""
 
-    def __init__(self, bookie: Bookie, loop: asyncio.AbstractEventLoop) -> None:
-        self.bookie = bookie
-        self._loop = loop
+    bookie: Bookie
+    loop: asyncio.AbstractEventLoop
 
     @property
     def bookie_id(self) -> str:
@@ -61,7 +62,7 @@ class BookieProxy:
 
         coroutine = run()
         try:
-            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+            future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         except RuntimeError:  # the loop is closed: the bookie has stopped
             coroutine.close()
             raise TimedOut(f"Bookie {self.bookie_id} is stopping") from None
@@ -72,54 +73,44 @@ class BookieProxy:
             raise TimedOut(f"Bookie {self.bookie_id} did not answer within {BOOKIE_TIMEOUT_S:g} s") from error
 
 
+@dataclass(eq=False)
 class Service:
     """A cluster's metadata and a client, opened when first needed, and the bookie of a bookie's own server.
 
     `tls`, `addresses` and `rules` (of racks) are as for BookKeeper. The service belongs to the event loop that uses it.
     """
 
-    def __init__(
-        self,
-        metadata_uri: str,
-        *,
-        security: StoreSecurity = NO_SECURITY,
-        timeout_s: float = 30.0,
-        tls: ssl.SSLContext | None = None,
-        addresses: Mapping[str, tuple[str, int]] = {},
-        bookie: BookieProxy | None = None,
-        rules: RackRules = DEFAULT_RULES,
-    ) -> None:
-        self.metadata_uri = metadata_uri
-        self.timeout_s = timeout_s
-        self._security = security
-        self._tls = tls
-        self.addresses = addresses
-        self._bookie = bookie
-        self._rules = rules
-        self._opening = asyncio.Lock()
-        self._cluster: Cluster | None = None
-        self._bookkeeper: BookKeeper | None = None
-        #: Held during a sanity test: only one runs at a time.
-        self.sanity = asyncio.Lock()
-        self._background: asyncio.Task[None] | None = None
+    metadata_uri: str
+    security: StoreSecurity = NO_SECURITY
+    timeout_s: float = 30.0
+    tls: ssl.SSLContext | None = None
+    addresses: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    local_bookie: BookieProxy | None = None
+    rules: RackRules = DEFAULT_RULES
+    #: Held during a sanity test: only one runs at a time.
+    sanity: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _opening: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _cluster: Cluster | None = None
+    _bookkeeper: BookKeeper | None = None
+    _background: asyncio.Task[None] | None = None
 
     @property
     def has_bookie(self) -> bool:
         """True on a bookie's own server."""
-        return self._bookie is not None
+        return self.local_bookie is not None
 
     @property
     def bookie(self) -> BookieProxy:
         """The bookie of this server."""
-        assert self._bookie is not None
-        return self._bookie
+        assert self.local_bookie is not None
+        return self.local_bookie
 
     async def cluster(self) -> Cluster:
         """Return the cluster's metadata. Raise as `open_cluster`."""
         async with self._opening:
             if self._cluster is None:
                 self._cluster = await asyncio.to_thread(
-                    open_cluster, self.metadata_uri, timeout_s=self.timeout_s, security=self._security
+                    open_cluster, self.metadata_uri, timeout_s=self.timeout_s, security=self.security
                 )
             return self._cluster
 
@@ -136,8 +127,8 @@ class Service:
 
     def _client(self, cluster: Cluster, only: list[str] | None = None) -> BookKeeper:
         return BookKeeper(
-            cluster, timeout_s=self.timeout_s, tls=self._tls, addresses=self.addresses, only=only,
-            rack_rules=self._rules,
+            cluster, timeout_s=self.timeout_s, tls=self.tls, addresses=self.addresses, only=only,
+            rack_rules=self.rules,
         )  # fmt: skip
 
     def in_background(self, work: Callable[[], Awaitable[None]]) -> None:

@@ -30,10 +30,11 @@ from bkctl.formats.entry import INVALID_ENTRY_ID
 from bkctl.replication.fragments import (
     ANSWERED,
     UNREADABLE_NAMED_MAX,
+    EntrySpan,
     FaultReason,
     LedgerFragment,
     ReplicaFault,
-    SpanBuilder,
+    add_to_spans,
     fragments_of,
     reason_of,
 )
@@ -223,9 +224,9 @@ class _FragmentChecker(NamedTuple):
         if bookie_id not in self.up:
             return fault._replace(error=BookieUnavailable(f"Bookie {bookie_id} is not registered"))
         channel = self.access.pool.channel(bookie_id)
-        spans = SpanBuilder(fragment, index)
+        spans: list[EntrySpan] = []
         first: BkctlError | None = None
-        missing_count = 0
+        missing_count, is_adjoining = 0, False
         reads = in_order(
             self._entries_to_read(fragment, index),
             lambda entry_id: self.replicas.read(self.access, channel, entry_id),
@@ -234,6 +235,7 @@ class _FragmentChecker(NamedTuple):
         async with contextlib.aclosing(reads):
             async for entry_id, error in reads:
                 if error is None:
+                    is_adjoining = False
                     continue
                 reason = reason_of(error)
                 if reason not in ANSWERED:
@@ -243,9 +245,9 @@ class _FragmentChecker(NamedTuple):
                 if not self.every_entry or missing_count == UNREADABLE_NAMED_MAX:
                     # No need to know the others, and damaged metadata may name more than can ever be read.
                     return fault._replace(reason=reason_of(first), error=first)
-                spans.add(entry_id)
-                missing_count += 1
-        return None if first is None else fault._replace(reason=reason_of(first), missing=spans.finish(), error=first)
+                add_to_spans(spans, entry_id, adjoins=is_adjoining)
+                missing_count, is_adjoining = missing_count + 1, True
+        return None if first is None else fault._replace(reason=reason_of(first), missing=tuple(spans), error=first)
 
     def _entries_to_read(self, fragment: LedgerFragment, index: int) -> Iterable[int]:
         """Return the entries to read from the bookie at `index`. Source: LedgerChecker.verifyLedgerFragment."""

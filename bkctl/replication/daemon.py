@@ -12,6 +12,7 @@ import logging
 import signal
 import threading
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -42,6 +43,7 @@ _RESTART_PAUSE_S: Final = 2.0
 _RESTART_PAUSE_S_MAX: Final = 60.0
 
 
+@dataclass(eq=False)
 class AutoRecovery:
     """Auto-recovery of one cluster. The caller closes the cluster after `run`, so that no lock remains.
 
@@ -49,38 +51,30 @@ class AutoRecovery:
     `tls` and `addresses` are as for `BookKeeper`.
     """
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        config: BookieConfig,
-        bookie_id: str,
-        *,
-        scopes: Collection[bool] = BOTH,
-        tls: ssl.SSLContext | None = None,
-        addresses: Mapping[str, tuple[str, int]] = {},
-        timeout_s: float = TIMEOUT_S,
-    ) -> None:
-        self.bookie_id = check_bookie_id(bookie_id)
-        self.scopes = tuple(sorted(set(scopes)))
-        self.auditor_stats = {scoped: AuditorStats() for scoped in self.scopes}
+    cluster: Cluster
+    config: BookieConfig
+    bookie_id: str
+    scopes: Collection[bool] = BOTH
+    tls: ssl.SSLContext | None = None
+    addresses: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    timeout_s: float = TIMEOUT_S
+
+    def __post_init__(self) -> None:
+        check_bookie_id(self.bookie_id)
+        self.auditor_stats = {scoped: AuditorStats() for scoped in sorted(set(self.scopes))}
         self.worker_stats = WorkerStats()
-        self._cluster = cluster
-        self._config = config
-        self._tls = tls
-        self._addresses = addresses
-        self._timeout_s = timeout_s
         self._electors: dict[bool, AuditorElector] = {}
 
     async def run(self) -> None:
         """Work until cancelled. Raise Unsupported or Corrupt if the cluster's marks cannot be used."""
-        await asyncio.to_thread(UnderreplicationLayout(self._cluster.store).prepare)
+        await asyncio.to_thread(UnderreplicationLayout(self.cluster.store).prepare)
         async with BookKeeper(
-            self._cluster, tls=self._tls, timeout_s=self._timeout_s, addresses=self._addresses,
-            rack_rules=rack_rules(self._config),
+            self.cluster, tls=self.tls, timeout_s=self.timeout_s, addresses=self.addresses,
+            rack_rules=rack_rules(self.config),
         ) as bookkeeper:  # fmt: skip
             parts: list[Coroutine[Any, Any, None]] = [self._work(bookkeeper)]
-            for scoped in self.scopes:
-                election = AuditorElection(self._cluster.store)
+            for scoped in self.auditor_stats:
+                election = AuditorElection(self.cluster.store)
                 audit = partial(self._audit, bookkeeper, scoped)
                 self._electors[scoped] = AuditorElector(election, self.bookie_id, audit, scoped=scoped)
                 parts.append(self._electors[scoped].run())
@@ -92,13 +86,13 @@ class AutoRecovery:
                 await cancel_and_wait(*tasks)
 
     async def _audit(self, bookkeeper: BookKeeper, scoped: bool) -> None:
-        await Auditor(bookkeeper, self._config, scoped=scoped, stats=self.auditor_stats[scoped]).run()
+        await Auditor(bookkeeper, self.config, scoped=scoped, stats=self.auditor_stats[scoped]).run()
 
     async def _work(self, bookkeeper: BookKeeper) -> None:
         while True:
             worker = ReplicationWorker(
-                bookkeeper, self._config, self.bookie_id,
-                scopes=self.scopes, stats=self.worker_stats,
+                bookkeeper, self.config, self.bookie_id,
+                scopes=self.auditor_stats.keys(), stats=self.worker_stats,
             )  # fmt: skip
             try:
                 await worker.run()

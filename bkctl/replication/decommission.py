@@ -12,14 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 from bkctl.client.bookies import in_thread
 from bkctl.errors import Conflict, NotFound
 from bkctl.metadata.underreplication import AutoRecoveryState
-from bkctl.replication.departure import (
-    UNRECOVERABLE_ADVICE,
-    Departure,
-    Step,
-    StepKind,
-    StepResult,
-    counted,
-)
+from bkctl.replication.departure import UNRECOVERABLE_ADVICE, Departure, Step, StepKind, StepResult, counted
 from bkctl.replication.marking import mark_ledgers
 from bkctl.replication.move_plan import MovePlan, check_scopes_known
 

@@ -160,26 +160,13 @@ class LedgerFragment:
         return [self.has(remainder, index) for remainder in range(self.schedule.ensemble_size)]
 
 
-class SpanBuilder:
-    """Collects ascending entries that the bookie at ensemble index `index` of `fragment` should hold, as spans."""
-
-    def __init__(self, fragment: LedgerFragment, index: int) -> None:
-        self._fragment = fragment
-        self._indexes = (index,)
-        self._spans: list[EntrySpan] = []
-
-    def add(self, entry_id: int) -> None:
-        """Add an entry; its id is larger than the ids added before."""
-        if self._spans:
-            first, last, count = self._spans[-1]
-            if self._fragment.next_of(last, self._indexes) == entry_id:
-                self._spans[-1] = EntrySpan(first, entry_id, count + 1)
-                return
-        self._spans.append(EntrySpan(entry_id, entry_id, 1))
-
-    def finish(self) -> tuple[EntrySpan, ...]:
-        """Return all spans, in order."""
-        return tuple(self._spans)
+def add_to_spans(spans: list[EntrySpan], entry_id: int, *, adjoins: bool) -> None:
+    """Add an entry to the last span if it `adjoins` the entries there, else as a new span."""
+    if adjoins:
+        last = spans[-1]
+        spans[-1] = EntrySpan(last.first_entry_id, entry_id, last.entry_count + 1)
+    else:
+        spans.append(EntrySpan(entry_id, entry_id, 1))
 
 
 def fragments_of(access: LedgerAccess, last_add_confirmed: int) -> list[LedgerFragment]:

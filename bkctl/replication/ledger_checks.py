@@ -76,8 +76,7 @@ class LedgerChecks:
                 await asyncio.to_thread(self._marks.add, ledger, bookies)
             self._stats.num_ledgers_checked += 1
 
-        if await self._for_each_ledger(check):
-            await self._record(AuditorCheck.ALL_LEDGERS)
+        await self._for_each_ledger(AuditorCheck.ALL_LEDGERS, check)
 
     async def check_replicas(self) -> None:
         """Ask the bookies which entries they have of every closed, unmarked ledger; count ledgers that lack replicas.
@@ -103,8 +102,7 @@ class LedgerChecks:
             if missing:
                 log.error("Ledger %s: an entry has %d replicas of %d", ledger, left, metadata.write_quorum_size)
 
-        if await self._for_each_ledger(check):
-            await self._record(AuditorCheck.REPLICAS)
+        await self._for_each_ledger(AuditorCheck.REPLICAS, check)
         self._stats.num_ledgers_having_no_replica_of_an_entry = counts["no"]
         self._stats.num_ledgers_having_less_than_aq_replicas_of_an_entry = counts["aq"]
         self._stats.num_ledgers_having_less_than_wq_replicas_of_an_entry = counts["wq"]
@@ -148,8 +146,7 @@ class LedgerChecks:
             if self._config.repaired_placement_policy_not_adhering_bookie_enabled:
                 await asyncio.to_thread(self._marks.add, ledger, ())
 
-        if await self._for_each_ledger(check):
-            await self._record(AuditorCheck.PLACEMENT_POLICY)
+        await self._for_each_ledger(AuditorCheck.PLACEMENT_POLICY, check)
         self._stats.num_ledgers_not_adhering_to_placement_policy = count
 
     def _old_mark_count(self, before_ms: int) -> int:
@@ -159,10 +156,13 @@ class LedgerChecks:
                 count += mark.ctime_ms is not None and mark.ctime_ms < before_ms
         return count
 
-    async def _for_each_ledger(self, work: Callable[[LedgerId, VersionedMetadata, set[str]], Awaitable[None]]) -> bool:
-        """Call `work` with every ledger and the registered bookies, several at once.
+    async def _for_each_ledger(
+        self, check: AuditorCheck, work: Callable[[LedgerId, VersionedMetadata, set[str]], Awaitable[None]]
+    ) -> None:
+        """Call `work` with every ledger and the registered bookies, several at once, and record the check as done.
 
-        Return False if auto-recovery was disabled meanwhile. Errors of single ledgers are logged. Raise Unreachable.
+        Stop without a record if auto-recovery is disabled meanwhile. Errors of single ledgers are logged. Raise
+        Unreachable.
         """
         at_once = min(self._config.auditor_max_number_of_concurrent_open_ledger_operations, CHECKS_AT_ONCE_MAX)
         permits = asyncio.Semaphore(at_once)
@@ -183,18 +183,15 @@ class LedgerChecks:
         remaining = iter(self._cluster.ledgers.read_many(ledgers_of(self._cluster, scoped=self._scoped)))
         while step := await asyncio.to_thread(lambda: list(islice(remaining, STEP_COUNT // 4))):
             if not await asyncio.to_thread(self._settings.is_enabled):
-                return False
+                return
             up = await asyncio.to_thread(available_bookies, self._cluster, scoped=False)
             tasks = [asyncio.ensure_future(check_one(ledger, found, up)) for ledger, found in step]
             try:
                 await asyncio.gather(*tasks)
             finally:
                 await cancel_and_wait(*tasks)
-        return await asyncio.to_thread(self._settings.is_enabled)
-
-    async def _record(self, check: AuditorCheck) -> None:
-        """Record in the store that the check has run now."""
-        await asyncio.to_thread(self._settings.set_check_ctime_ms, check, now_ms(), scoped=self._scoped)
+        if await asyncio.to_thread(self._settings.is_enabled):
+            await asyncio.to_thread(self._settings.set_check_ctime_ms, check, now_ms(), scoped=self._scoped)
 
 
 def _worst_count(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from bkctl.client.bookies import in_thread
 from bkctl.client.ensemble import RoundRobinDistributionSchedule
 from bkctl.errors import BkctlError, BookieUnavailable, TimedOut, Unreachable
-from bkctl.replication.fragments import UNREADABLE_NAMED_MAX, EntrySpan, LedgerFragment
+from bkctl.replication.fragments import UNREADABLE_NAMED_MAX, EntrySpan, LedgerFragment, add_to_spans
 from bkctl.replication.holdings import HeldFragment, HeldLedger
 from bkctl.replication.replica_reads import MUTE_S
 
@@ -139,11 +139,7 @@ def _lost(held: HeldLedger, fragment: HeldFragment, present: Mapping[str, Contai
         count += not is_present
         if count > UNREADABLE_NAMED_MAX:
             break
-        if is_present:
-            is_adjoining = False
-        elif is_adjoining:
-            spans[-1] = EntrySpan(spans[-1].first_entry_id, entry_id, spans[-1].entry_count + 1)
-        else:
-            spans.append(EntrySpan(entry_id, entry_id, 1))
-            is_adjoining = True
+        if not is_present:
+            add_to_spans(spans, entry_id, adjoins=is_adjoining)
+        is_adjoining = not is_present
     return tuple(spans)
