@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -52,34 +52,30 @@ class _PeriodicCheck:
             self.due_s += self.interval_s
 
 
+@dataclass(eq=False)
 class Auditor:
     """The elected auditor of scope 0 (`scoped`: of all other scopes), working until `run` is cancelled.
 
     Errors of the store are logged, and the interrupted work is retried.
     """
 
-    def __init__(
-        self,
-        bookkeeper: BookKeeper,
-        config: BookieConfig,
-        *,
-        scoped: bool,
-        stats: AuditorStats | None = None,
-    ) -> None:
-        self._cluster = bookkeeper.cluster
-        self._config = config
-        self._scoped = scoped
-        self.stats = stats or AuditorStats()
+    bookkeeper: BookKeeper
+    config: BookieConfig
+    scoped: bool
+    stats: AuditorStats = field(default_factory=AuditorStats)
+    _delay_version: int | None = None
+    _audit_at_s: float | None = None
+    _audit_is_due: bool = False
+    _periodic: list[_PeriodicCheck] = field(default_factory=list)
+    _check: asyncio.Task[None] | None = None
+    _is_over: bool = False
+
+    def __post_init__(self) -> None:
+        self._cluster = self.bookkeeper.cluster
         self._settings = AutoRecoverySettings(self._cluster.store)
-        self.checks = LedgerChecks(bookkeeper, config, scoped=scoped, stats=self.stats)
+        self.checks = LedgerChecks(self.bookkeeper, self.config, self.scoped, self.stats)
         self._lost = LostBookies((), 0)
-        self._delay_version: int | None = None
-        self._audit_at_s: float | None = None
-        self._audit_is_due = False
-        self._periodic: list[_PeriodicCheck] = []
-        self._check: asyncio.Task[None] | None = None
-        self._is_over = False
-        self._what = "the scopes" if scoped else "scope 0"
+        self._what = "the scopes" if self.scoped else "scope 0"
 
     async def run(self) -> None:
         """Audit until cancelled. Raise BkctlError if the auditor cannot begin."""
@@ -108,17 +104,17 @@ class Auditor:
 
         def look() -> tuple[set[str], int, int | None]:
             """Return the registered bookies and the ones with a cookie, as BookKeeperAdmin.getAllBookies."""
-            delay_s = self._settings.initialize_lost_bookie_recovery_delay_s(self._config.lost_bookie_recovery_delay)
+            delay_s = self._settings.initialize_lost_bookie_recovery_delay_s(self.config.lost_bookie_recovery_delay)
             known = {
                 bookie.bookie_id
                 for bookie in self._cluster.bookies.list()
-                if bookie.ledger_scopes or bookie.state == "down" or not self._scoped
+                if bookie.ledger_scopes or bookie.state == "down" or not self.scoped
             }
             return known, delay_s, self._settings.delay_version()
 
         known, delay_s, self._delay_version = await asyncio.to_thread(look)
         self._lost = LostBookies(known, delay_s)
-        config, checks = self._config, self.checks
+        config, checks = self.config, self.checks
         interval_s = config.auditor_periodic_bookie_check_interval
         self._periodic = [_PeriodicCheck(self._check_bookies, interval_s, time.monotonic())]
         placement_interval_s = config.auditor_periodic_placement_policy_check_interval
@@ -128,7 +124,7 @@ class Auditor:
             (AuditorCheck.REPLICAS, config.auditor_replicas_check_interval, checks.check_replicas),
         ):
             if interval_s > 0:
-                ctime_ms = await asyncio.to_thread(self._settings.check_ctime_ms, check, scoped=self._scoped)
+                ctime_ms = await asyncio.to_thread(self._settings.check_ctime_ms, check, scoped=self.scoped)
                 delay = first_delay_s(interval_s, ctime_ms, now_ms())
                 self._periodic.append(_PeriodicCheck(partial(self._start, run), interval_s, time.monotonic() + delay))
 
@@ -140,7 +136,7 @@ class Auditor:
         def look() -> tuple[set[str], int, int | None]:
             version = self._settings.delay_version()
             delay_s = self._settings.lost_bookie_recovery_delay_s() or 0
-            return available_bookies(self._cluster, scoped=self._scoped), delay_s, version
+            return available_bookies(self._cluster, scoped=self.scoped), delay_s, version
 
         available, delay_s, version = await asyncio.to_thread(look)
         if version != self._delay_version:
@@ -200,7 +196,7 @@ class Auditor:
 
         try:
             counts = await asyncio.to_thread(
-                audit_bookies, self._cluster, scoped=self._scoped, may_continue=may_continue
+                audit_bookies, self._cluster, scoped=self.scoped, may_continue=may_continue
             )
         except BkctlError:
             self.stats.audit_failed_count += 1

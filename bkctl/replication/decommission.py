@@ -6,7 +6,8 @@ obstacles, and never deletes a cookie while the bookie has entries left.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from bkctl.client.bookies import in_thread
@@ -14,14 +15,13 @@ from bkctl.errors import Conflict, NotFound
 from bkctl.metadata.underreplication import AutoRecoveryState
 from bkctl.replication.departure import UNRECOVERABLE_ADVICE, Departure, Step, StepKind, StepResult, counted
 from bkctl.replication.marking import mark_ledgers
-from bkctl.replication.move_plan import MovePlan, check_scopes_known
+from bkctl.replication.move_plan import check_scopes_known
 
 if TYPE_CHECKING:
-    from bkctl.client.ledger import BookKeeper
     from bkctl.ids import LedgerId
-    from bkctl.pace import Pace
 
 
+@dataclass(eq=False)
 class Decommission(Departure):
     """The decommission of a stopped bookie: `check`, then `run`, which also deletes its cookie.
 
@@ -34,22 +34,13 @@ class Decommission(Departure):
 
     advice: ClassVar = {StepResult.UNRECOVERABLE: UNRECOVERABLE_ADVICE}
 
-    def __init__(
-        self,
-        bookkeeper: BookKeeper,
-        bookie_id: str,
-        plan: MovePlan,
-        *,
-        skip_unrecoverable: bool = False,
-        keep_cookie: bool = False,
-        pace: Pace | None = None,
-        note: Callable[[str], None] = lambda _: None,
-    ) -> None:
-        super().__init__(bookkeeper, bookie_id, plan, skip_unrecoverable=skip_unrecoverable, pace=pace, note=note)
-        self._keep_cookie = keep_cookie
+    keep_cookie: bool = False
+    #: True after a check found that nothing may be moved.
+    forbidden: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._state = AutoRecoveryState(self._cluster.store)
-        #: True after a check found that nothing may be moved.
-        self.forbidden = False
 
     async def check(self, *, probe: bool) -> AsyncGenerator[Step, None]:
         """Yield the obstacles to the decommission, and change nothing.
@@ -58,7 +49,7 @@ class Decommission(Departure):
         neither registered nor named by a ledger, and errors of the store.
         """
         found = await in_thread(self._cluster.bookies.get, self.bookie_id)
-        if found is None and not self._plan.ledgers and not self._plan.damaged:
+        if found is None and not self.plan.ledgers and not self.plan.damaged:
             raise NotFound(
                 f"No bookie {self.bookie_id}, and no ledger names it: it was decommissioned, or never belonged "
                 "to this cluster",
@@ -80,7 +71,7 @@ class Decommission(Departure):
                 StepKind.AUTO_RECOVERY, StepResult.BLOCKED, "Auto-recovery is disabled, so nothing is to be moved now",
                 "'bkctl autorecovery enable'; 'bkctl bookies recover' works without",
             )  # fmt: skip
-        if not self._keep_cookie:
+        if not self.keep_cookie:
             try:
                 await in_thread(check_scopes_known, self._cluster)
             except Conflict as error:
@@ -104,14 +95,14 @@ class Decommission(Departure):
                 f"on {self.bookie_id}: {named}",
                 "remove the obstacles and run it again; moved ledgers stay moved",
             )  # fmt: skip
-        if self._keep_cookie:
+        if self.keep_cookie:
             return Step(StepKind.COOKIE, StepResult.KEPT, f"The cookie of {self.bookie_id} is kept{given_up}")
         if await self.mover.delete_cookies():
             return Step(StepKind.COOKIE, StepResult.DELETED, f"The cookie of {self.bookie_id} is deleted{given_up}")
         return Step(StepKind.COOKIE, StepResult.OK, f"{self.bookie_id} has no cookie")
 
     async def _auditor(self) -> Step:
-        kinds = self._plan.kinds or {False}
+        kinds = self.plan.kinds or {False}
         missing = [
             "the other scopes" if scoped else "scope 0"
             for scoped in sorted(kinds)
@@ -146,4 +137,4 @@ class Decommission(Departure):
         else:
             return
         for marked in mark_ledgers(self._cluster, [self.bookie_id], scope_id=scope_id):
-            self._plan.marked.add(marked.ledger)
+            self.plan.marked.add(marked.ledger)

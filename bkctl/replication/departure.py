@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
@@ -80,6 +81,7 @@ class Step(NamedTuple):
     unreadable: tuple[EntrySpan, ...] = ()
 
 
+@dataclass(eq=False)
 class Departure:
     """The departure of one bookie, whose ledgers move to other bookies. `plan` is the result of `plan_move` for it.
 
@@ -91,27 +93,24 @@ class Departure:
     #: The advice for results of moves.
     advice: ClassVar[Mapping[StepResult, str]] = {}
 
-    def __init__(
-        self,
-        bookkeeper: BookKeeper,
-        bookie_id: str,
-        plan: MovePlan,
-        *,
-        skip_unrecoverable: bool = False,
-        pace: Pace | None = None,
-        note: Callable[[str], None] = lambda _: None,
-    ) -> None:
-        self.mover = BookieMover(bookkeeper, [bookie_id], plan, pace=pace, fence=self.fence, note=note)
-        self.bookie_id = bookie_id
-        self._plan = plan
-        self._skip_unrecoverable = skip_unrecoverable
-        self._skipped: set[LedgerId] = set()
-        self._cluster = bookkeeper.cluster
+    bookkeeper: BookKeeper
+    bookie_id: str
+    plan: MovePlan
+    skip_unrecoverable: bool = False
+    pace: Pace | None = None
+    note: Callable[[str], None] = lambda _: None
+    _skipped: set[LedgerId] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.mover = BookieMover(
+            self.bookkeeper, [self.bookie_id], self.plan, pace=self.pace, fence=self.fence, note=self.note
+        )
+        self._cluster = self.bookkeeper.cluster
 
     async def run(self) -> AsyncGenerator[Step, None]:
         """Move all that is on the bookie; yield a step for each ledger, and one for the end."""
         await self._begin()
-        ids: Iterable[LedgerId] = self._plan.ledgers
+        ids: Iterable[LedgerId] = self.plan.ledgers
         for _ in range(PASS_COUNT_MAX):
             is_blocked = False
             async with contextlib.aclosing(self.mover.move(ids)) as moves:
@@ -129,7 +128,7 @@ class Departure:
         """Return the step for the result of one ledger's move."""
         result = StepResult(move.outcome.value)
         advice = self.advice.get(result)
-        if result is StepResult.UNRECOVERABLE and self._skip_unrecoverable:
+        if result is StepResult.UNRECOVERABLE and self.skip_unrecoverable:
             self._skipped.add(move.ledger)
             result, advice = StepResult.SKIPPED, None
         if move.problem is not None:
@@ -151,7 +150,7 @@ class Departure:
 
     async def capacity(self) -> AsyncGenerator[Step, None]:
         """Yield two steps: enough writable bookies, and enough space on them."""
-        plan = self._plan
+        plan = self.plan
         registered = await self.mover.registered()
         writable = Replacements(registered, self.mover.leaving).writable
         scoped_count = sum(bookie.ledger_scopes for bookie in writable)
@@ -172,7 +171,7 @@ class Departure:
                 silent.append(space.bookie.bookie_id)
             else:
                 free += space.free
-        needed = self._plan.size_bytes
+        needed = self.plan.size_bytes
         answered = counted(len(writable) - len(silent), "bookie")
         text = f"About {amount_text(needed)} to copy, {amount_text(free)} free on {answered}"
         if silent:
@@ -184,7 +183,7 @@ class Departure:
         return Step(StepKind.SPACE, StepResult.OK, text)
 
     def _summary(self, blocked_count: int) -> Step:
-        plan = self._plan
+        plan = self.plan
         text = f"{counted(len(plan.ledgers), 'ledger')} to move"
         if plan.scope_count > 1:
             text += f", in {plan.scope_count:,} scopes"
@@ -199,7 +198,7 @@ class Departure:
 
         Only with `probe`, bookies are asked which entries they have.
         """
-        plan = self._plan
+        plan = self.plan
         count = len(plan.damaged) if probe else len(plan.crowded) + len(plan.damaged)
         for ledger, problem in plan.damaged.items():
             yield Step(
@@ -242,7 +241,7 @@ class Departure:
             dict.fromkeys(bookie_id for fragment in held.fragments for bookie_id in fragment.ensemble)
         )
         result, advice = (
-            (StepResult.SKIPPED, None) if self._skip_unrecoverable else (StepResult.BLOCKED, UNRECOVERABLE_ADVICE)
+            (StepResult.SKIPPED, None) if self.skip_unrecoverable else (StepResult.BLOCKED, UNRECOVERABLE_ADVICE)
         )
         return Step(
             StepKind.LEDGER, result, f"No bookie that is up has {spans_text(spans)}{where}", advice, held.ledger,

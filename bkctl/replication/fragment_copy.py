@@ -8,6 +8,7 @@ import heapq
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -102,39 +103,38 @@ class CopyTools(NamedTuple):
     progress: Callable[[int, int], None]
 
 
+@dataclass(eq=False)
 class FragmentCopy:
-    """A copy of one fragment's entries to `targets` (ensemble index → bookie)."""
+    """A copy of one fragment's entries to `targets` (ensemble index → bookie).
 
-    def __init__(
-        self,
-        tools: CopyTools,
-        access: LedgerAccess,
-        fragment: LedgerFragment,
-        targets: Mapping[int, str],
-        done_through: int = -1,
-    ) -> None:
-        """`done_through` is that of an earlier copy to the same targets, which was cancelled."""
-        self._tools = tools
-        self._access = access
-        self._fragment = fragment
-        self._targets = targets
+    All entries up to `done_through` are at their targets, at first by an earlier copy to these, which was cancelled.
+    They are not read there again if the targets list them.
+    """
+
+    tools: CopyTools
+    access: LedgerAccess
+    fragment: LedgerFragment
+    targets: Mapping[int, str]
+    done_through: int = -1
+    entry_count: int = 0
+    size_bytes: int = 0
+    unreadable: list[UnreadableEntries] = field(default_factory=list)
+    _present: dict[str, Availability] = field(default_factory=dict)
+    _size_bytes_largest: int = 0
+
+    def __post_init__(self) -> None:
         #: Each bookie of the fragment, and True for a bad one.
         self._bookies = [
-            (index in fragment.bookie_indexes, access.pool.channel(bookie_id))
-            for index, bookie_id in enumerate(fragment.ensemble)
+            (index in self.fragment.bookie_indexes, self.access.pool.channel(bookie_id))
+            for index, bookie_id in enumerate(self.fragment.ensemble)
         ]
-        self._present: dict[str, Availability] = {}
-        self._size_bytes_largest = 0
-        self.entry_count = self.size_bytes = 0
-        #: All entries up to this one are at their targets; they are not read there again if the targets list them.
-        self.done_through = self._known_through = done_through
-        self.unreadable: list[UnreadableEntries] = []
+        self._known_through = self.done_through
 
     async def run(self) -> None:
         """Copy all entries. Raise TargetFailed; entries that no replica returns are in `unreadable`."""
-        for index, target in self._targets.items():
-            is_long = self._fragment.entry_count(index) >= RESUME_COUNT_MIN
-            if target == self._fragment.ensemble[index] or is_long or self._known_through >= 0:
+        for index, target in self.targets.items():
+            is_long = self.fragment.entry_count(index) >= RESUME_COUNT_MIN
+            if target == self.fragment.ensemble[index] or is_long or self._known_through >= 0:
                 self._present[target] = await self._listed(target)
         await self._copy_all(self._wanted())
 
@@ -144,20 +144,20 @@ class FragmentCopy:
 
     def _wanted(self) -> Iterator[tuple[int, list[int]]]:
         """Yield each entry to copy, ascending, with the ensemble indexes of its targets."""
-        merged = heapq.merge(*(self._wanted_of(index) for index in self._targets))
+        merged = heapq.merge(*(self._wanted_of(index) for index in self.targets))
         return ((entry_id, [index for _, index in pairs]) for entry_id, pairs in groupby(merged, key=itemgetter(0)))
 
     def _wanted_of(self, index: int) -> Iterator[tuple[int, int]]:
         """Yield the entries for one target, ascending, each with `index`."""
-        fragment = self._fragment
+        fragment = self.fragment
         fault = next((fault for fault in fragment.faults if fault.ensemble_index == index), None)
-        if fault is None or fault.missing is None or self._targets[index] != fragment.ensemble[index]:
+        if fault is None or fault.missing is None or self.targets[index] != fragment.ensemble[index]:
             return ((entry_id, index) for entry_id in fragment.entries_of(index))
         return ((entry_id, index) for entry_id in _missing(fragment, fault))
 
     async def _copy_all(self, wanted: Iterator[tuple[int, list[int]]]) -> None:
         unreadable_count = 0
-        window = self._tools.window
+        window = self.tools.window
         copies = in_order(
             wanted, lambda entry: self._copy(*entry), lambda: window.entry_count(self._size_bytes_largest)
         )
@@ -174,17 +174,17 @@ class FragmentCopy:
     async def _listed(self, target: str) -> Availability:
         """Return the entries that the target lists; each one is read there before it counts as present."""
         try:
-            return await self._tools.replicas.listed(self._access, target)
+            return await self.tools.replicas.listed(self.access, target)
         except BkctlError:  # an old bookie cannot list: all is copied
             return Availability(())
 
     async def _copy(self, entry_id: int, indexes: list[int]) -> list[tuple[str, BkctlError]]:
         """Bring one entry to the targets at `indexes`; return each bookie's error if no bookie returns the entry."""
-        access = self._access
+        access = self.access
         body: BytesLike | None = None
         lacking = []
         for index in indexes:
-            target = self._targets[index]
+            target = self.targets[index]
             if target in self._present and entry_id in self._present[target]:
                 if entry_id <= self._known_through:
                     continue
@@ -201,7 +201,7 @@ class FragmentCopy:
                 return problems
         size = len(body)
         self._size_bytes_largest = max(self._size_bytes_largest * 15 // 16, size)
-        await self._tools.pace.acquire(size * max(len(lacking), 1))
+        await self.tools.pace.acquire(size * max(len(lacking), 1))
         if lacking and not self.unreadable:
             await self._write(entry_id, body, lacking)
         return []
@@ -209,7 +209,7 @@ class FragmentCopy:
     def _sources(self, entry_id: int) -> list[BookieChannel]:
         """Return the bookies that should have the entry: good ones first, suspects after others."""
         now = time.monotonic()
-        bookies = [self._bookies[index] for index in self._access.schedule.write_set(entry_id)]
+        bookies = [self._bookies[index] for index in self.access.schedule.write_set(entry_id)]
         bookies.sort(key=lambda bookie: (bookie[0], bookie[1].suspect_until > now))
         return [channel for _, channel in bookies]
 
@@ -220,7 +220,7 @@ class FragmentCopy:
 
         While a bookie is silent for SPECULATIVE_READ_S, the next one is asked too.
         """
-        access = self._access
+        access = self.access
         untried = deque(channels)
         pending: dict[asyncio.Future[Response], BookieChannel] = {}
         problems: list[tuple[str, BkctlError]] = []
@@ -248,17 +248,17 @@ class FragmentCopy:
 
     def _body(self, future: asyncio.Future[Response], entry_id: int, bookie_id: str) -> BytesLike:
         """Return the entry in a bookie's answer. Raise the answer's error, or DigestMismatch."""
-        error = failure(future, self._access.ledger, entry_id, bookie_id)
+        error = failure(future, self.access.ledger, entry_id, bookie_id)
         if error is not None:
             raise error
         response = future.result()
         if not isinstance(response, ReadResponse) or response.body is None:
             raise ProtocolError(f"Bookie {bookie_id} answered a read of entry {entry_id} without an entry")
-        self._access.digest.open(response.body, entry_id)
+        self.access.digest.open(response.body, entry_id)
         return response.body
 
     async def _write(self, entry_id: int, body: BytesLike, targets: list[str]) -> None:
-        access = self._access
+        access = self.access
         request = AddRequest(access.ledger, entry_id, access.digest.master_key, body, True, True)
         sent = {access.pool.channel(target).send(request, access.scoped): target for target in targets}
         await asyncio.wait(sent)
@@ -270,13 +270,13 @@ class FragmentCopy:
                 raise TargetFailed(target, restate(error, message))
             self.entry_count += 1
             self.size_bytes += len(body)
-            self._tools.progress(1, len(body))
+            self.tools.progress(1, len(body))
 
     def _add_unreadable(self, entry_id: int, problems: list[tuple[str, BkctlError]]) -> None:
         """Add an entry to `unreadable`: to its last span, or as a new one."""
         lost = all(reason_of(error) in ANSWERED for _, error in problems)
         last = self.unreadable[-1] if self.unreadable else None
-        adjoins = last and self._fragment.next_of(last.last_entry_id, self._fragment.bookie_indexes) == entry_id
+        adjoins = last and self.fragment.next_of(last.last_entry_id, self.fragment.bookie_indexes) == entry_id
         if last and adjoins and last.lost == lost:
             self.unreadable[-1] = last._replace(last_entry_id=entry_id, entry_count=last.entry_count + 1)
         else:
