@@ -18,7 +18,7 @@ from bkctl.client.reader import SPECULATIVE_READ_S, WINDOW_BYTES, LedgerAccess, 
 from bkctl.errors import BkctlError, NotFound, ProtocolError
 from bkctl.formats.availability import Availability
 from bkctl.protocol.messages import AddRequest, BytesLike, ReadRequest, ReadResponse, Response
-from bkctl.replication.fragments import ANSWERED, UNREADABLE_NAMED_MAX, LedgerFragment, ReplicaFault, reason_of
+from bkctl.replication.fragments import ANSWERED, UNREADABLE_NAMED_MAX, LedgerFragment, reason_of
 
 if TYPE_CHECKING:
     from bkctl.pace import Pace
@@ -153,7 +153,12 @@ class FragmentCopy:
         fault = next((fault for fault in fragment.faults if fault.ensemble_index == index), None)
         if fault is None or fault.missing is None or self.targets[index] != fragment.ensemble[index]:
             return ((entry_id, index) for entry_id in fragment.entries_of(index))
-        return ((entry_id, index) for entry_id in _missing(fragment, fault))
+        return (
+            (entry_id, index)
+            for first, last, _ in fault.missing
+            for entry_id in range(first, last + 1)
+            if fragment.has(entry_id, index)
+        )
 
     async def _copy_all(self, wanted: Iterator[tuple[int, list[int]]]) -> None:
         unreadable_count = 0
@@ -281,10 +286,3 @@ class FragmentCopy:
             self.unreadable[-1] = last._replace(last_entry_id=entry_id, entry_count=last.entry_count + 1)
         else:
             self.unreadable.append(UnreadableEntries(entry_id, entry_id, 1, tuple(problems), lost))
-
-
-def _missing(fragment: LedgerFragment, fault: ReplicaFault) -> Iterator[int]:
-    for span in fault.missing or ():
-        for entry_id in range(span.first_entry_id, span.last_entry_id + 1):
-            if fragment.has(entry_id, fault.ensemble_index):
-                yield entry_id
