@@ -25,10 +25,8 @@ Swapped: TypeAlias = "tuple[VersionedMetadata, dict[str, str]]"
 class LockLost(Conflict):
     """The lock under which a ledger was replicated is lost; another worker may hold it."""
 
-
-def lock_lost(ledger: LedgerId) -> LockLost:
-    """Return the error for a ledger whose lock is lost."""
-    return LockLost(f"The lock of ledger {ledger} is lost", hint="the metadata store ended our session")
+    def __init__(self, ledger: LedgerId) -> None:
+        super().__init__(f"The lock of ledger {ledger} is lost", hint="the metadata store ended our session")
 
 
 class EnsembleSwap(NamedTuple):
@@ -135,7 +133,7 @@ class EnsembleSwapper:
         locks = {change.number: lock for change in changes if (lock := swaps[change.number].lock) is not None}
         for number, is_held in zip(locks, self._cluster.store.held_many(list(locks.values())), strict=True):
             if not is_held:
-                results[number] = lock_lost(swaps[number].ledger)
+                results[number] = LockLost(swaps[number].ledger)
         return [change for change in changes if change.number not in results]
 
     def _write(

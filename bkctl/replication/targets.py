@@ -6,7 +6,7 @@ import contextlib
 import random
 import time
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from bkctl.client.bookies import in_thread
 from bkctl.client.placement import Placement, choose_replacements, mend_placement
@@ -23,18 +23,14 @@ if TYPE_CHECKING:
 REGISTERED_AGE_S: Final = 1.0
 
 
-class MisplacedFragment(NamedTuple):
-    """A fragment with write quorums in too few racks, and the targets that mend it, by ensemble index; {} without any.
+async def misplaced_fragments(
+    bookkeeper: BookKeeper, check: LedgerCheck
+) -> list[tuple[LedgerFragment, dict[int, str]]]:
+    """Return the fragments of a closed ledger that have write quorums in too few racks, each with targets.
 
-    Its faults are the bookies that should leave.
+    The faults of a fragment are the bookies that should leave; the targets, by ensemble index, are empty if no usable
+    bookies can mend it.
     """
-
-    fragment: LedgerFragment
-    targets: dict[int, str]
-
-
-async def misplaced_fragments(bookkeeper: BookKeeper, check: LedgerCheck) -> list[MisplacedFragment]:
-    """Return the fragments of a closed ledger that have write quorums in too few racks."""
     pool, metadata = bookkeeper.pool, check.metadata
     registered = await in_thread(pool.registered)
     placement = await in_thread(pool.placement, registered, *(fragment.bookies for fragment in metadata.ensembles))
@@ -46,7 +42,7 @@ async def misplaced_fragments(bookkeeper: BookKeeper, check: LedgerCheck) -> lis
             fragment.ensemble, metadata.write_quorum_size, registered, placement,
             scoped=check.ledger.is_scoped, avoid=pool.suspects(), rng=_rng(fragment),
         )  # fmt: skip
-        found.append(MisplacedFragment(fragment.given(sorted(targets)), targets))
+        found.append((fragment.given(sorted(targets)), targets))
     return found
 
 

@@ -33,7 +33,7 @@ from bkctl.errors import (
 from bkctl.metadata.underreplication import AutoRecoveryState, UnderreplicatedLedger
 from bkctl.pace import Pace
 from bkctl.replication.checker import LedgerCheck
-from bkctl.replication.ensemble_swap import LockLost, lock_lost
+from bkctl.replication.ensemble_swap import LockLost
 from bkctl.replication.fragments import LedgerFragment
 from bkctl.replication.replicator import FragmentReplication, LedgerFragmentReplicator, Outcome
 from bkctl.replication.signals import Signal, cancel_and_wait, run_to_end, watching
@@ -316,14 +316,14 @@ class ReplicationWorker:
         if not (self.config.repaired_placement_policy_not_adhering_bookie_enabled and check.metadata.is_closed):
             return True
         is_done, moved = True, False
-        for fragment in await misplaced_fragments(self.bookkeeper, check):
-            if not fragment.targets:
+        for fragment, targets in await misplaced_fragments(self.bookkeeper, check):
+            if not targets:
                 log.warning(
                     "Ledger %s from entry %d has entries in too few racks, and no writable bookies of other racks",
-                    check.ledger, fragment.fragment.first_entry_id,
+                    check.ledger, fragment.first_entry_id,
                 )  # fmt: skip
                 continue
-            result = await self._replicate_fragment(check, fragment.fragment, lock, fragment.targets)
+            result = await self._replicate_fragment(check, fragment, lock, targets)
             if result is None:
                 is_done = False
                 continue
@@ -433,4 +433,4 @@ def _is_healthy(check: LedgerCheck) -> bool:
 def _check_held(lock: Claim, ledger: LedgerId) -> None:
     """Raise LockLost if the lock is lost, and errors of the store."""
     if not lock.is_held():
-        raise lock_lost(ledger)
+        raise LockLost(ledger)
