@@ -6,6 +6,7 @@ obstacles, and never deletes a cookie while the bookie has entries left.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -23,10 +24,8 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Decommission(Departure):
-    """The decommission of a stopped bookie: `check`, then `run`, which also deletes its cookie.
+    """The decommission of a stopped bookie: `check`, then `run`.
 
-    The cookie stays while the bookie has entries left in any scope, except of ledgers that were skipped as
-    unrecoverable. `run` raises Conflict if the bookie is registered.
     `plan` is the result of `plan_move` for the bookie. `skip_unrecoverable` names and skips ledgers with unreadable
     entries; auto-recovery keeps their marks, as Apache's does, and retries until they are unmarked. `keep_cookie` keeps
     the cookie at the end. `pace` and `note` are BookieMover's.
@@ -116,10 +115,11 @@ class Decommission(Departure):
             )  # fmt: skip
         return Step(StepKind.AUDITOR, StepResult.OK, "An auditor is elected")
 
-    async def _begin(self) -> None:
-        """Mark the ledgers of scopes with an auditor, so that workers help; without workers, marks would remain.
+    async def run(self) -> AsyncGenerator[Step, None]:
+        """Move all that is on the bookie, then delete its cookie; yield a step for each ledger and one for the cookie.
 
-        Raise Conflict if the bookie is registered.
+        The cookie stays while the bookie has entries left in any scope, except of ledgers that were skipped as
+        unrecoverable. Raise Conflict if the bookie is registered.
         """
         found = await in_thread(self._cluster.bookies.get, self.bookie_id)
         if found is not None and found.state != "down":
@@ -128,8 +128,12 @@ class Decommission(Departure):
                 hint=f"stop it first; 'bkctl bookies drain {self.bookie_id}' moves its ledgers while it serves",
             )
         await in_thread(self._mark)
+        async with contextlib.aclosing(super().run()) as steps:
+            async for step in steps:
+                yield step
 
     def _mark(self) -> None:
+        """Mark the ledgers of scopes with an auditor, so that workers help; without workers, marks would remain."""
         if self._state.election.auditor(scoped=True) is not None:
             scope_id = None
         elif self._state.election.auditor() is not None:

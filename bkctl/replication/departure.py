@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -82,7 +83,7 @@ class Step(NamedTuple):
 
 
 @dataclass(eq=False)
-class Departure:
+class Departure(ABC):
     """The departure of one bookie, whose ledgers move to other bookies. `plan` is the result of `plan_move` for it.
 
     `skip_unrecoverable`: unrecoverable ledgers do not block. `pace` and `note` are BookieMover's.
@@ -109,7 +110,6 @@ class Departure:
 
     async def run(self) -> AsyncGenerator[Step, None]:
         """Move all that is on the bookie; yield a step for each ledger, and one for the end."""
-        await self._begin()
         ids: Iterable[LedgerId] = self.plan.ledgers
         for _ in range(PASS_COUNT_MAX):
             is_blocked = False
@@ -141,12 +141,9 @@ class Departure:
             StepKind.LEDGER, result, message, advice, move.ledger, move.entry_count, move.size_bytes, move.unreadable
         )
 
-    async def _begin(self) -> None:
-        """Prepare the moves."""
-
+    @abstractmethod
     async def _finish(self, left: Sequence[LedgerId]) -> Step:
         """End the departure; `left` are the ledgers that still have entries on the bookie, in order."""
-        raise NotImplementedError
 
     async def capacity(self) -> AsyncGenerator[Step, None]:
         """Yield two steps: enough writable bookies, and enough space on them."""

@@ -22,7 +22,8 @@ from bkctl.protocol.messages import AddRequest, ListEntriesRequest, ReadRequest
 from bkctl.replication import move_queue
 from bkctl.replication.bookie_mover import BookieMover
 from bkctl.replication.checker import LedgerChecker
-from bkctl.replication.departure import Departure, StepResult
+from bkctl.replication.decommission import Decommission
+from bkctl.replication.departure import StepResult
 from bkctl.replication.fragments import EntrySpan, spans_text
 from bkctl.replication.move_plan import LedgerMove, MoveOutcome, PlannedFragment, plan_move
 from bkctl.replication.resume import ResumeFile
@@ -226,7 +227,7 @@ async def test_plan_and_move_report_too_few_bookies(fake_cluster):
         await lose(cluster, "b0")
         found = plan(cluster, "b0")
         assert set(found.crowded) == {scoped.ledger}
-        checks = Departure(client, "b0", found)
+        checks = Decommission(client, "b0", found)
         [step, total] = [each async for each in checks.obstacles(probe=True)]
         assert (step.ledger, step.result) == (scoped.ledger, StepResult.BLOCKED)
         assert "with ledger scopes would be needed, 0 are there" in step.message
