@@ -87,7 +87,7 @@ class BookieDaemon:
             bookie.metrics.auto_recovery = self._recovery.samples
             self._recovery.start()
         if self._http is not None:
-            self._http.start(bookie, self._security)
+            self._http.serve(bookie, self._security)
 
     def close(self) -> None:
         """Stop auto-recovery and the HTTP server, which answer until the bookie has stopped."""

@@ -28,7 +28,7 @@ from bkctl.errors import (
     Unreachable,
     UsageError,
 )
-from bkctl.http.api import BOOKIE, CLUSTER
+from bkctl.http.api import ENDPOINTS
 from bkctl.http.endpoints import (
     TEXT,
     ApiCall,
@@ -62,6 +62,7 @@ SHOW_SECRETS: Final = "show_secrets"
 _CLOSE: Final = {"Connection": "close"}
 
 _STATUS: Final[tuple[tuple[type[BkctlError], int], ...]] = (
+    (ProtocolError, 502),
     (UsageError, 400),
     (NotFound, 404),
     (Conflict, 409),
@@ -102,8 +103,7 @@ class Api:
                 "GET", "/heartbeat", "Whether the server is there.", self._heartbeat, TEXT, any_method=True, probe=True
             ),
             ApiEndpoint("GET", OPENAPI_PATH, "This document.", self._document, {"type": "object"}),
-            *BOOKIE,
-            *CLUSTER,
+            *ENDPOINTS,
         )
         self._routes = _routes(self.endpoints)
 
@@ -119,14 +119,21 @@ class Api:
         """Answer one HTTP request (ASGI)."""
         if scope["type"] != "http":
             return
-        exchange = _Exchange(send)
+
+        async def send_bounded(message: Message) -> None:
+            """Send a part of the answer, and give up on a client that does not read it."""
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-content-type-options", b"nosniff")]
+            async with asyncio.timeout(SEND_TIMEOUT_S):
+                await send(message)
+
         try:
             request = Request(scope, receive)
             response = await self._answer(request)
             if request.method in ("PUT", "DELETE") and scope["path"] in self._routes and response.status_code != 401:
                 who = request.client.host if request.client is not None else "?"
                 log.info("%s %s from %s: %d", request.method, scope["path"], who, response.status_code)
-            await response(scope, receive, exchange.send)
+            await response(scope, receive, send_bounded)
         except ClientDisconnect:
             return
         except TimeoutError:
@@ -193,7 +200,7 @@ class Api:
         )
         if has_secrets and not sees_secrets:
             return error_answer(403, "The token is read-only, without secrets", "send the full token", _CLOSE)
-        parsed = endpoint.body.parse(body) if endpoint.body is not None else None
+        parsed = endpoint.body.parse(body) if endpoint.body is not None else {}
         if is_forwarded:
             assert self._upstream is not None
             return await forward(self.service, self._upstream, endpoint, request, body)
@@ -241,19 +248,6 @@ class Api:
         return None
 
 
-class _Exchange:
-    """Sends an answer, and gives up on a client that does not read it."""
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-
-    async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            message["headers"] = [*message["headers"], (b"x-content-type-options", b"nosniff")]
-        async with asyncio.timeout(SEND_TIMEOUT_S):
-            await self._send(message)
-
-
 def _routes(endpoints: Iterable[ApiEndpoint]) -> Mapping[str, Mapping[str, ApiEndpoint]]:
     routes: dict[str, dict[str, ApiEndpoint]] = {}
     for endpoint in endpoints:
@@ -299,7 +293,5 @@ async def _read_body(request: Request) -> bytes | None:
 
 def _refusal(error: BkctlError) -> Response:
     status = next((code for kind, code in _STATUS if isinstance(error, kind)), 500)
-    if isinstance(error, ProtocolError):
-        status = 502
     headers = {"Retry-After": "1"} if isinstance(error, ServiceUnavailable) else None
     return error_answer(status, error.message, error.hint, headers)

@@ -180,7 +180,7 @@ class BookieApi:
     def location_compactions(self) -> dict[str, bool]:
         """Return the paths of the entry location databases, with True for each that is being compacted."""
         fields = self._object("GET", "/bookie/entry_location_compact")
-        return {name: fields.boolean(name) for name in fields.names()}
+        return {name: fields.boolean(name) for name in fields.values}
 
     def compact_locations(self, paths: Sequence[str] = ()) -> str:
         """Compact entry location databases (no path: all of them); return the bookie's message.
@@ -240,9 +240,6 @@ class _Fields:
             raise _unexpected(what, "not an object", document)
         self.values: dict[str, Any] = document
         self._what = what
-
-    def names(self) -> list[str]:
-        return list(self.values)
 
     def boolean(self, name: str) -> bool:
         """Return a boolean, which Apache's server sends as a string in some answers."""

@@ -31,6 +31,8 @@ def unserved_ledgers_findings(
     `client_of` and `host_of` as in LoadWatch. A bookie without HTTP server, or without an answer within `wait_s`
     in all, has no finding: `disk_findings` reports bookies that do not answer.
     """
+    from bkctl.metadata.admin.health import HealthFinding, Severity
+    from bkctl.metadata.admin.health_codes import HealthCode
 
     def ask(bookie: RegisteredBookie) -> Question[dict[str, int]]:
         def read() -> dict[str, int]:
@@ -49,39 +51,27 @@ def unserved_ledgers_findings(
         question.join(max(0.0, deadline_s - time.monotonic()))
         counts = question.answer or {}
         set_aside, refused = counts.get(SET_ASIDE_LEDGERS, 0), counts.get(REFUSED_LEDGERS, 0)
-        if set_aside or refused:
-            findings.append(_finding(bookie_id, set_aside, refused))
+        problems = []
+        if set_aside:
+            ledgers = "1 ledger is" if set_aside == 1 else f"{set_aside:,} ledgers are"
+            problems.append(f"{ledgers} set aside and answered with EIO: their state on disk cannot be read")
+        if refused:
+            ledgers = "1 ledger accepts" if refused == 1 else f"{refused:,} ledgers accept"
+            problems.append(f"{ledgers} no entries: the disk refuses their index")
+        if problems:
+            findings.append(HealthFinding(
+                HealthCode.LEDGERS_SET_ASIDE, Severity.ERROR, bookie_id, "; ".join(problems),
+                "its log names them: check its disks, and have other bookies copy them "
+                "('bkctl autorecovery mark LEDGER')",
+                {"setAsideLedgerCount": set_aside, "refusedLedgerCount": refused},
+            ))  # fmt: skip
         if unreadable := counts.get(UNREADABLE_LEDGERS, 0):
-            findings.append(_unreadable(bookie_id, unreadable))
+            ledgers = "1 ledger" if unreadable == 1 else f"{unreadable:,} ledgers"
+            findings.append(HealthFinding(
+                HealthCode.LEDGERS_UNREADABLE, Severity.ERROR, bookie_id,
+                f"Entries of {ledgers} could not be read within the last day",
+                "its log names them: check its disks, run 'bkctl bookie check' there, and have other bookies copy them "
+                "('bkctl autorecovery mark LEDGER')",
+                {"unreadableLedgerCount": unreadable},
+            ))  # fmt: skip
     return findings
-
-
-def _finding(bookie_id: str, set_aside: int, refused: int) -> HealthFinding:
-    from bkctl.metadata.admin.health import HealthFinding, Severity
-    from bkctl.metadata.admin.health_codes import HealthCode
-
-    problems = []
-    if set_aside:
-        ledgers = "1 ledger is" if set_aside == 1 else f"{set_aside:,} ledgers are"
-        problems.append(f"{ledgers} set aside and answered with EIO: their state on disk cannot be read")
-    if refused:
-        ledgers = "1 ledger accepts" if refused == 1 else f"{refused:,} ledgers accept"
-        problems.append(f"{ledgers} no entries: the disk refuses their index")
-    return HealthFinding(
-        HealthCode.LEDGERS_SET_ASIDE, Severity.ERROR, bookie_id, "; ".join(problems),
-        "its log names them: check its disks, and have other bookies copy them ('bkctl autorecovery mark LEDGER')",
-        {"setAsideLedgerCount": set_aside, "refusedLedgerCount": refused},
-    )  # fmt: skip
-
-
-def _unreadable(bookie_id: str, count: int) -> HealthFinding:
-    from bkctl.metadata.admin.health import HealthFinding, Severity
-    from bkctl.metadata.admin.health_codes import HealthCode
-
-    return HealthFinding(
-        HealthCode.LEDGERS_UNREADABLE, Severity.ERROR, bookie_id,
-        f"Entries of {'1 ledger' if count == 1 else f'{count:,} ledgers'} could not be read within the last day",
-        "its log names them: check its disks, run 'bkctl bookie check' there, and have other bookies copy them "
-        "('bkctl autorecovery mark LEDGER')",
-        {"unreadableLedgerCount": count},
-    )  # fmt: skip

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar
 
@@ -206,6 +207,7 @@ class Question(threading.Thread, Generic[T]):
             self.problem = str(error)
 
 
+@dataclass(eq=False)
 class LoadWatch:
     """Reads the load of a cluster again and again, all bookies at once.
 
@@ -214,20 +216,14 @@ class LoadWatch:
     answered or failed.
     """
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        client_of: Callable[[str], ApiClient],
-        *,
-        wait_s: float,
-        host_of: Callable[[str], str | None] = lambda bookie_id: None,
-    ) -> None:
-        self._cluster, self._client_of, self._host_of = cluster, client_of, host_of
-        self._wait_s = wait_s
-        self._clients: dict[str, ApiClient] = {}
-        self._questions: dict[str, Question[BookieReading]] = {}
-        self._last: dict[str, BookieReading] = {}
-        self._is_cancelled = False
+    cluster: Cluster
+    client_of: Callable[[str], ApiClient]
+    wait_s: float
+    host_of: Callable[[str], str | None] = lambda bookie_id: None
+    _clients: dict[str, ApiClient] = field(default_factory=dict)
+    _questions: dict[str, Question[BookieReading]] = field(default_factory=dict)
+    _last: dict[str, BookieReading] = field(default_factory=dict)
+    _is_cancelled: bool = False
 
     def cancel(self) -> None:
         """End the waiting of a look in another thread. Its bookies have no answer then."""
@@ -235,8 +231,8 @@ class LoadWatch:
 
     def look(self) -> ClusterLoad:
         """Return the load now. Raise as `MetadataStore` if the metadata cannot be read."""
-        bookies = self._cluster.bookies.list()
-        deadline_s = time.monotonic() + self._wait_s
+        bookies = self.cluster.bookies.list()
+        deadline_s = time.monotonic() + self.wait_s
         running = {bookie_id: each for bookie_id, each in self._questions.items() if each.is_alive()}
         self._questions = {
             bookie.bookie_id: running.get(bookie.bookie_id) or self._ask(bookie)
@@ -252,9 +248,9 @@ class LoadWatch:
 
     def _ask(self, bookie: RegisteredBookie) -> Question[BookieReading]:
         def read() -> BookieReading:
-            url = bookie_url(bookie, self._host_of(bookie.bookie_id))
+            url = bookie_url(bookie, self.host_of(bookie.bookie_id))
             if url not in self._clients:
-                self._clients[url] = self._client_of(url)
+                self._clients[url] = self.client_of(url)
             return read_bookie(BookieApi(self._clients[url]))
 
         return Question(bookie.bookie_id, read)
@@ -266,7 +262,7 @@ class LoadWatch:
         while question.is_alive() and not self._is_cancelled and (left_s := deadline_s - time.monotonic()) > 0:
             question.join(min(left_s, 0.1))
         if question.is_alive():
-            return BookieLoad(bookie, None, NO_COUNTS, missing, f"no answer within {self._wait_s:g} s")
+            return BookieLoad(bookie, None, NO_COUNTS, missing, f"no answer within {self.wait_s:g} s")
         reading = question.answer
         rates = _rates(self._last.get(bookie.bookie_id), reading)
         return BookieLoad(bookie, reading, rates, missing, reading.problem if reading else question.problem)
@@ -277,7 +273,7 @@ class LoadWatch:
 
         by_bookie: Counter[str] = Counter()
         count = 0
-        for _, mark in islice(LedgerMarks(self._cluster.store).list(None), MARKS_MAX):
+        for _, mark in islice(LedgerMarks(self.cluster.store).list(None), MARKS_MAX):
             count += 1
             if not isinstance(mark, BkctlError):
                 by_bookie.update(set(mark.missing_replicas))

@@ -23,7 +23,7 @@ _USAGE_STEP: Final = 10
 async def metrics_text(local: BookieProxy) -> str:
     """Return all metrics of the bookie in Prometheus' text format."""
     measured = await local.ask(_measure)
-    return await asyncio.to_thread(_render, local, measured)
+    return await asyncio.to_thread(_render, local.bookie, measured)
 
 
 def _measure(bookie: Bookie) -> dict[str, Any]:
@@ -46,9 +46,9 @@ def _measure(bookie: Bookie) -> dict[str, Any]:
     }
 
 
-def _render(local: BookieProxy, measured: dict[str, Any]) -> str:
+def _render(bookie: Bookie, measured: dict[str, Any]) -> str:
     text = PrometheusText()
-    metrics = local.metrics
+    metrics = bookie.metrics  # plain numbers, which any thread may read
     text.gauge("bookie_SERVER_STATUS", int(measured["writable"]))
     text.latency("bookkeeper_server_ADD_ENTRY_REQUEST", metrics.add_entry)
     text.latency("bookkeeper_server_ADD_ENTRY", metrics.add_entry)
@@ -74,8 +74,8 @@ def _render(local: BookieProxy, measured: dict[str, Any]) -> str:
     for server, reasons in metrics.ended_connections.items():
         for reason, count in sorted(dict(reasons).items()):
             text.counter("bkctl_server_ended_connections_total", count, {"server": server, "reason": reason})
-    _journals(text, local, measured)
-    _directories(text, local, measured)
+    _journals(text, bookie, measured)
+    _directories(text, bookie, measured)
     _collector(text, measured)
     for name, kind, value, labels in metrics.auto_recovery():
         text.number(name, kind, value, labels)
@@ -84,9 +84,9 @@ def _render(local: BookieProxy, measured: dict[str, Any]) -> str:
     return text.text()
 
 
-def _journals(text: PrometheusText, local: BookieProxy, measured: dict[str, Any]) -> None:
+def _journals(text: PrometheusText, bookie: Bookie, measured: dict[str, Any]) -> None:
     text.gauge("bookie_JOURNAL_DIRS", measured["journals"])
-    for index, journal in enumerate(local.metrics.journals):
+    for index, journal in enumerate(bookie.metrics.journals):
         labels = {"journalIndex": str(index)}
         text.gauge("bookie_journal_JOURNAL_QUEUE_SIZE", journal.waiting, labels)
         text.latency("bookie_journal_JOURNAL_SYNC", journal.sync, labels)
@@ -96,14 +96,14 @@ def _journals(text: PrometheusText, local: BookieProxy, measured: dict[str, Any]
         text.counter("bookie_journal_JOURNAL_WRITE_BYTES", journal.written_bytes, labels)
 
 
-def _directories(text: PrometheusText, local: BookieProxy, measured: dict[str, Any]) -> None:
+def _directories(text: PrometheusText, bookie: Bookie, measured: dict[str, Any]) -> None:
     directories = measured["directories"]
     text.gauge("bookie_ledger_num_dirs", len(directories))
     text.gauge("bookie_ledger_writable_dirs", measured["writable_directories"])
     for directory in directories:
         name = metric_name(str(directory.parent if directory.name == "current" else directory))
         try:
-            usage = local.bookie.files.disk_usage(directory)
+            usage = bookie.files.disk_usage(directory)
         except OSError:
             continue
         text.gauge(f"bookie_ledger_dir_{name}_usage", round(100 * usage.ratio, 3))

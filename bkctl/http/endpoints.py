@@ -33,6 +33,7 @@ Schema: TypeAlias = Mapping[str, Any]
 BOOLEAN: Final[Schema] = {"type": "boolean"}
 INTEGER: Final[Schema] = {"type": "integer", "format": "int64"}
 STRING: Final[Schema] = {"type": "string"}
+STRING_OR_NULL: Final[Schema] = {"type": ["string", "null"]}
 
 
 def object_of(**properties: Schema) -> Schema:
@@ -48,11 +49,6 @@ def map_of(value: Schema) -> Schema:
 def list_of(item: Schema) -> Schema:
     """Return the schema of an array."""
     return {"type": "array", "items": dict(item)}
-
-
-def nullable(kind: str) -> Schema:
-    """Return the schema of a value of this type or null."""
-    return {"type": [kind, "null"]}
 
 
 class ValueKind(Enum):
@@ -148,12 +144,12 @@ class Body:
     needs_value: bool = False
     open_values: str = ""
 
-    def parse(self, data: bytes) -> dict[str, Any] | None:
-        """Return the object in `data` with checked values; None for an empty body. Raise UsageError."""
+    def parse(self, data: bytes) -> dict[str, Any]:
+        """Return the object in `data` with checked values; {} for an empty body. Raise UsageError."""
         if not data.strip():
             if self.needed:
                 raise UsageError("The request has no body", hint=f"send a JSON object with {self._names()}")
-            return None
+            return {}
         try:
             found = json.loads(data, parse_constant=_refuse_constant)
         except (ValueError, RecursionError):
@@ -169,7 +165,7 @@ class Body:
             raise UsageError(message[:MESSAGE_LENGTH_MAX], hint=f"known values: {self._names()}")
         for value in self.values:
             if value.required and value.name not in found:
-                raise UsageError(f"The body lacks {value.name}: {_phrase(value.help)}")
+                raise UsageError(f"The body lacks {value.name}: {value.help.removesuffix('.')}")
         if self.needs_value and not found:
             raise UsageError(f"The body lacks {' or '.join(known)}")
         return {name: known[name].of_body(given) for name, given in found.items()}
@@ -195,22 +191,17 @@ class Body:
         return schema
 
 
-def _phrase(sentence: str) -> str:
-    """Return a sentence without its full stop, as part of a message."""
-    return sentence.removesuffix(".")
-
-
 def _refuse_constant(text: str) -> Any:
     raise ValueError(text)
 
 
 @dataclass(frozen=True, slots=True)
 class ApiCall:
-    """A checked request: the values of its query and of its body (None: no body), and the service."""
+    """A checked request: the values of its query and of its body (none without a body), and the service."""
 
     service: Service
     values: Mapping[str, Any]
-    body: Mapping[str, Any] | None
+    body: Mapping[str, Any]
     #: False for a client with the read-only token: its answers contain no passwords.
     sees_secrets: bool = True
 
@@ -270,7 +261,7 @@ class ApiEndpoint:
             if value.name in query:
                 values[value.name] = value.of_query(query[value.name])
             elif value.required:
-                raise UsageError(f"{value.name} is missing: {_phrase(value.help)}")
+                raise UsageError(f"{value.name} is missing: {value.help.removesuffix('.')}")
         return values
 
 

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Final
 
 from bkctl import __version__
-from bkctl.http.endpoints import JSON, TEXT, ApiEndpoint, Schema, ValueKind, error_codes
+from bkctl.http.bookie_client import BOOKIE_PARAMETER
+from bkctl.http.endpoints import JSON, STRING, STRING_OR_NULL, TEXT, ApiEndpoint, Value, error_codes, object_of
 
-_ERROR: Final[Schema] = {
-    "type": "object",
-    "properties": {"error": {"type": "string"}, "hint": {"type": ["string", "null"]}},
-    "required": ["error", "hint"],
-}
-_BOOKIE_PARAMETER: Final = {
-    "name": "bookie",
-    "in": "query",
-    "description": "The bookie to ask; the gateway forwards the request to its HTTP server.",
-    "required": True,
-    "schema": {"type": "string"},
-}
+_ERROR: Final = object_of(error=STRING, hint=STRING_OR_NULL)
+_BOOKIE: Final = Value(
+    BOOKIE_PARAMETER, "The bookie to ask; the gateway forwards the request to its HTTP server.", required=True
+)
 
 
 def document(endpoints: Iterable[ApiEndpoint], *, gateway: bool, needs_token: bool) -> dict[str, Any]:
@@ -52,18 +45,16 @@ def _operation(endpoint: ApiEndpoint, method: str, gateway: bool) -> dict[str, A
         "summary": endpoint.summary,
         "responses": _responses(endpoint, gateway),
     }
-    parameters: list[Mapping[str, Any]] = [
+    parameters = [
         {
             "name": value.name,
             "in": "query",
             "description": value.help,
             "required": value.required,
-            "schema": {"type": "string"} if value.kind is ValueKind.FLAG else value.schema(in_body=False),
+            "schema": value.schema(in_body=False),
         }
-        for value in endpoint.values
+        for value in (*endpoint.values, *([_BOOKIE] if gateway and endpoint.of_bookie else []))
     ]
-    if gateway and endpoint.of_bookie:
-        parameters.append(_BOOKIE_PARAMETER)
     if parameters:
         operation["parameters"] = parameters
     if endpoint.body is not None:
@@ -76,11 +67,11 @@ def _operation(endpoint: ApiEndpoint, method: str, gateway: bool) -> dict[str, A
 
 def _responses(endpoint: ApiEndpoint, gateway: bool) -> dict[str, Any]:
     if isinstance(endpoint.answer, str):
-        content: dict[str, Any] = {endpoint.answer: {"schema": {"type": "string"}}}
+        content: dict[str, Any] = {endpoint.answer: {"schema": STRING}}
     else:
         content = {JSON: {"schema": endpoint.answer}}
     if endpoint.text_too:
-        content[TEXT] = {"schema": {"type": "string"}}
+        content[TEXT] = {"schema": STRING}
     responses: dict[str, Any] = {"200": {"description": "Done", "content": content}}
     codes = dict(error_codes(endpoint))
     if gateway and endpoint.of_bookie:

@@ -13,7 +13,7 @@ ANSWER_TIMEOUTS_MAX: Final = 4
 CHUNK_SIZE_BYTES: Final = 1 << 16
 
 
-class PatientSocket:
+class PatientSocket(io.RawIOBase):
     """A socket as http.client uses it: one wait lasts at most `timeout_s`, all waits ANSWER_TIMEOUTS_MAX as long."""
 
     def __init__(self, sock: socket.socket, timeout_s: float) -> None:
@@ -35,23 +35,15 @@ class PatientSocket:
         self._sock.settimeout(self.patience())
         self._sock.sendall(data)
 
-    def recv_into(self, buffer: bytearray | memoryview) -> int:
-        self._sock.settimeout(self.patience())
-        return self._sock.recv_into(buffer)
-
-    def makefile(self, *_: Any) -> io.BufferedReader:
-        return io.BufferedReader(_Incoming(self), CHUNK_SIZE_BYTES)
-
-    def close(self) -> None:
-        """Do nothing: the opener of the socket closes it."""
-
-
-class _Incoming(io.RawIOBase):
-    def __init__(self, sock: PatientSocket) -> None:
-        self._sock = sock
-
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
+        self._sock.settimeout(self.patience())
         return self._sock.recv_into(buffer)
+
+    def makefile(self, *_: Any) -> io.BufferedReader:
+        return io.BufferedReader(self, CHUNK_SIZE_BYTES)
+
+    def close(self) -> None:
+        """Do nothing: the opener of the socket closes it."""

@@ -5,15 +5,10 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
-from bkctl.errors import (
-    ProtocolError,
-)
+from bkctl.errors import ProtocolError
 from bkctl.http.client import shortened
-
-if TYPE_CHECKING:
-    pass
 
 _SAMPLE: Final = re.compile(
     r"([a-zA-Z_:][\w:.-]*)[ \t]*(?:\{(.*)\}[ \t]*|[ \t])([^\s{}]+)(?:[ \t]+-?\d+)?[ \t]*", re.ASCII

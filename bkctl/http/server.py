@@ -158,19 +158,18 @@ class HttpServer:
             self._socket = None
 
 
-class BookieHttpServer:
+class BookieHttpServer(HttpServer):
     """A bookie's own HTTP server, created before the bookie starts, so that the bookie can register its port."""
 
     def __init__(self, config: BookieConfig) -> None:
         """Listen on the address in `config`. Raise UsageError, BkctlError."""
-        self.server = HttpServer(HttpSettings.of(config))
-        port = self.server.bind()
+        super().__init__(HttpSettings.of(config))
+        port = self.bind()
         #: The configuration with the actual address and port.
-        self.config = config.with_changes(http_server_host=self.server.settings.host, http_server_port=port)
+        self.config = config.with_changes(http_server_host=self.settings.host, http_server_port=port)
 
-    def start(self, bookie: Bookie, security: StoreSecurity = NO_SECURITY) -> None:
+    def serve(self, bookie: Bookie, security: StoreSecurity = NO_SECURITY) -> None:
         """Serve for the bookie; call this in the bookie's event loop. Raise BkctlError."""
-        loop = asyncio.get_running_loop()
         config = bookie.config
         uri = config.metadata_service_uri
         assert uri is not None
@@ -178,13 +177,9 @@ class BookieHttpServer:
         if config.tls_provider_factory_class and config.tls_trust_store:
             tls = client_tls(config.tls_trust_store, config.tls_certificate_path, config.tls_key_store)
         timeout_s = config.zk_timeout / 1000 * 3
-        bookie.metrics.ended_connections["http"] = self.server.ended
-        local = BookieProxy(bookie, loop)
+        bookie.metrics.ended_connections["http"] = self.ended
+        local = BookieProxy(bookie, asyncio.get_running_loop())
         rules = rack_rules(config)
-        self.server.start(
-            lambda: Service(uri, security=security, timeout_s=timeout_s, tls=tls, bookie=local, rules=rules)
+        self.start(
+            lambda: Service(uri, security=security, timeout_s=timeout_s, tls=tls, local_bookie=local, rules=rules)
         )
-
-    def stop(self) -> None:
-        """Stop the server."""
-        self.server.stop()

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import socket
 import ssl
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from bkctl.config import BookieConfig
 from bkctl.errors import UsageError
+from bkctl.http.server_url import is_loopback_address
 from bkctl.metadata.store import load_certificate
-
-if TYPE_CHECKING:
-    pass
-
 
 log: Final = logging.getLogger("bkctl.http")
 
@@ -134,11 +130,7 @@ def tls_context(
 def is_loopback(host: str) -> bool:
     """Return True if only this machine can reach a server on `host`."""
     try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        pass
-    try:
-        found = socket.getaddrinfo(host or "0.0.0.0", None)
+        found = socket.getaddrinfo(host.strip("[]") or "0.0.0.0", None)
     except OSError:
         return False
-    return all(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found)
+    return all(is_loopback_address(str(address[0]).partition("%")[0]) for *_, address in found)

@@ -8,11 +8,7 @@ import socket
 import urllib.parse
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from bkctl.errors import (
-    BookieUnavailable,
-    NotFound,
-    UsageError,
-)
+from bkctl.errors import BookieUnavailable, NotFound, UsageError
 
 if TYPE_CHECKING:
     from bkctl.metadata.cluster import RegisteredBookie

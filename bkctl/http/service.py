@@ -6,10 +6,10 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from bkctl.bookie.metrics import BookieMetrics
 from bkctl.client.ledger import BookKeeper
 from bkctl.client.placement import DEFAULT_RULES, RackRules
 from bkctl.errors import BkctlError, TimedOut
@@ -18,7 +18,7 @@ from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.store import NO_SECURITY, StoreSecurity
 from bkctl.replication.bookie_mover import BookieMover
 from bkctl.replication.decommission import Decommission
-from bkctl.replication.departure_steps import BLOCKING_RESULTS
+from bkctl.replication.departure import BLOCKING_RESULTS
 from bkctl.replication.move_plan import plan_move
 
 if TYPE_CHECKING:
@@ -34,22 +34,17 @@ log: Final = logging.getLogger("bkctl.http")
 BOOKIE_TIMEOUT_S: Final = 30.0
 
 
+@dataclass(eq=False)
 class BookieProxy:
     """A proxy of a bookie in this process: calls run in the bookie's own event loop, and no thread waits for them."""
 
-    def __init__(self, bookie: Bookie, loop: asyncio.AbstractEventLoop) -> None:
-        self.bookie = bookie
-        self._loop = loop
+    bookie: Bookie
+    loop: asyncio.AbstractEventLoop
 
     @property
     def bookie_id(self) -> str:
         """The bookie's id."""
         return self.bookie.bookie_id
-
-    @property
-    def metrics(self) -> BookieMetrics:
-        """The bookie's counters: plain numbers, which any thread may read."""
-        return self.bookie.metrics
 
     async def ask(self, question: Callable[[Bookie], T]) -> T:
         """Return the result of a short function, called in the bookie's event loop. Raise its errors, and TimedOut."""
@@ -67,7 +62,7 @@ class BookieProxy:
 
         coroutine = run()
         try:
-            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+            future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         except RuntimeError:  # the loop is closed: the bookie has stopped
             coroutine.close()
             raise TimedOut(f"Bookie {self.bookie_id} is stopping") from None
@@ -78,54 +73,44 @@ class BookieProxy:
             raise TimedOut(f"Bookie {self.bookie_id} did not answer within {BOOKIE_TIMEOUT_S:g} s") from error
 
 
+@dataclass(eq=False)
 class Service:
     """A cluster's metadata and a client, opened when first needed, and the bookie of a bookie's own server.
 
     `tls`, `addresses` and `rules` (of racks) are as for BookKeeper. The service belongs to the event loop that uses it.
     """
 
-    def __init__(
-        self,
-        metadata_uri: str,
-        *,
-        security: StoreSecurity = NO_SECURITY,
-        timeout_s: float = 30.0,
-        tls: ssl.SSLContext | None = None,
-        addresses: Mapping[str, tuple[str, int]] = {},
-        bookie: BookieProxy | None = None,
-        rules: RackRules = DEFAULT_RULES,
-    ) -> None:
-        self.metadata_uri = metadata_uri
-        self.timeout_s = timeout_s
-        self._security = security
-        self._tls = tls
-        self.addresses = addresses
-        self._bookie = bookie
-        self._rules = rules
-        self._opening = asyncio.Lock()
-        self._cluster: Cluster | None = None
-        self._bookkeeper: BookKeeper | None = None
-        #: Held during a sanity test: only one runs at a time.
-        self.sanity = asyncio.Lock()
-        self._background: asyncio.Task[None] | None = None
+    metadata_uri: str
+    security: StoreSecurity = NO_SECURITY
+    timeout_s: float = 30.0
+    tls: ssl.SSLContext | None = None
+    addresses: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    local_bookie: BookieProxy | None = None
+    rules: RackRules = DEFAULT_RULES
+    #: Held during a sanity test: only one runs at a time.
+    sanity: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _opening: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _cluster: Cluster | None = None
+    _bookkeeper: BookKeeper | None = None
+    _background: asyncio.Task[None] | None = None
 
     @property
     def has_bookie(self) -> bool:
         """True on a bookie's own server."""
-        return self._bookie is not None
+        return self.local_bookie is not None
 
     @property
     def bookie(self) -> BookieProxy:
         """The bookie of this server."""
-        assert self._bookie is not None
-        return self._bookie
+        assert self.local_bookie is not None
+        return self.local_bookie
 
     async def cluster(self) -> Cluster:
         """Return the cluster's metadata. Raise as `open_cluster`."""
         async with self._opening:
             if self._cluster is None:
                 self._cluster = await asyncio.to_thread(
-                    open_cluster, self.metadata_uri, timeout_s=self.timeout_s, security=self._security
+                    open_cluster, self.metadata_uri, timeout_s=self.timeout_s, security=self.security
                 )
             return self._cluster
 
@@ -142,15 +127,12 @@ class Service:
 
     def _client(self, cluster: Cluster, only: list[str] | None = None) -> BookKeeper:
         return BookKeeper(
-            cluster, timeout_s=self.timeout_s, tls=self._tls, addresses=self.addresses, only=only,
-            rack_rules=self._rules,
+            cluster, timeout_s=self.timeout_s, tls=self.tls, addresses=self.addresses, only=only,
+            rack_rules=self.rules,
         )  # fmt: skip
 
-    def in_background(self, work: Callable[[], None]) -> None:
-        """Run long work in a thread. Raise ServiceUnavailable while other background work runs."""
-        self._begin(lambda: asyncio.to_thread(work))
-
-    def _begin(self, work: Callable[[], Awaitable[None]]) -> None:
+    def in_background(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Run long work. Raise ServiceUnavailable while other background work runs."""
         if self._background is not None and not self._background.done():
             raise ServiceUnavailable("Another background request is still running", hint="try again later")
 
@@ -206,7 +188,7 @@ class Service:
             async with self._client(await self.cluster()) as bookkeeper:
                 await work(bookkeeper)
 
-        self._begin(run)
+        self.in_background(run)
 
     async def close(self) -> None:
         """Cancel background work, and close the client and the cluster."""

@@ -8,7 +8,7 @@ import logging
 import socket
 import sys
 from collections import Counter
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
 import h11
 import uvicorn
@@ -16,10 +16,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from bkctl.http.endpoints import JSON, json_text
 from bkctl.protocol.acceptor import Acceptor, release, share_of_descriptors
-
-if TYPE_CHECKING:
-    pass
-
 
 log: Final = logging.getLogger("bkctl.http")
 

@@ -11,7 +11,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from bkctl.errors import BkctlError
@@ -51,36 +52,30 @@ class _PeriodicCheck:
             self.due_s += self.interval_s
 
 
+@dataclass(eq=False)
 class Auditor:
     """The elected auditor of scope 0 (`scoped`: of all other scopes), working until `run` is cancelled.
 
     Errors of the store are logged, and the interrupted work is retried.
     """
 
-    def __init__(
-        self,
-        bookkeeper: BookKeeper,
-        config: BookieConfig,
-        *,
-        scoped: bool,
-        stats: AuditorStats | None = None,
-        back_off_s: float = BACK_OFF_S,
-    ) -> None:
-        self._cluster = bookkeeper.cluster
-        self._config = config
-        self._scoped = scoped
-        self.stats = stats or AuditorStats()
-        self._back_off_s = back_off_s
+    bookkeeper: BookKeeper
+    config: BookieConfig
+    scoped: bool
+    stats: AuditorStats = field(default_factory=AuditorStats)
+    _delay_version: int | None = None
+    _audit_at_s: float | None = None
+    _audit_is_due: bool = False
+    _periodic: list[_PeriodicCheck] = field(default_factory=list)
+    _check: asyncio.Task[None] | None = None
+    _is_over: bool = False
+
+    def __post_init__(self) -> None:
+        self._cluster = self.bookkeeper.cluster
         self._settings = AutoRecoverySettings(self._cluster.store)
-        self.checks = LedgerChecks(bookkeeper, config, scoped=scoped, stats=self.stats)
+        self.checks = LedgerChecks(self.bookkeeper, self.config, self.scoped, self.stats)
         self._lost = LostBookies((), 0)
-        self._delay_version: int | None = None
-        self._audit_at_s: float | None = None
-        self._audit_is_due = False
-        self._periodic: list[_PeriodicCheck] = []
-        self._check: asyncio.Task[None] | None = None
-        self._is_over = False
-        self._what = "the scopes" if scoped else "scope 0"
+        self._what = "the scopes" if self.scoped else "scope 0"
 
     async def run(self) -> None:
         """Audit until cancelled. Raise BkctlError if the auditor cannot begin."""
@@ -96,8 +91,8 @@ class Auditor:
                     try:
                         wait_s = await self._step()
                     except BkctlError as error:
-                        log.warning("The auditor of %s retries in %g s: %s", self._what, self._back_off_s, error)
-                        wait_s = self._back_off_s
+                        log.warning("The auditor of %s retries in %g s: %s", self._what, BACK_OFF_S, error)
+                        wait_s = BACK_OFF_S
                     await changed.wait(min(wait_s, LOOK_AGAIN_S))
         finally:
             self._is_over = True
@@ -108,12 +103,18 @@ class Auditor:
         """Read the state that the first step needs, and schedule the periodic checks."""
 
         def look() -> tuple[set[str], int, int | None]:
-            delay_s = self._settings.initialize_lost_bookie_recovery_delay_s(self._config.lost_bookie_recovery_delay)
-            return self._known_bookies(), delay_s, self._settings.delay_version()
+            """Return the registered bookies and the ones with a cookie, as BookKeeperAdmin.getAllBookies."""
+            delay_s = self._settings.initialize_lost_bookie_recovery_delay_s(self.config.lost_bookie_recovery_delay)
+            known = {
+                bookie.bookie_id
+                for bookie in self._cluster.bookies.list()
+                if bookie.ledger_scopes or bookie.state == "down" or not self.scoped
+            }
+            return known, delay_s, self._settings.delay_version()
 
         known, delay_s, self._delay_version = await asyncio.to_thread(look)
         self._lost = LostBookies(known, delay_s)
-        config, checks = self._config, self.checks
+        config, checks = self.config, self.checks
         interval_s = config.auditor_periodic_bookie_check_interval
         self._periodic = [_PeriodicCheck(self._check_bookies, interval_s, time.monotonic())]
         placement_interval_s = config.auditor_periodic_placement_policy_check_interval
@@ -123,16 +124,9 @@ class Auditor:
             (AuditorCheck.REPLICAS, config.auditor_replicas_check_interval, checks.check_replicas),
         ):
             if interval_s > 0:
-                ctime_ms = await asyncio.to_thread(self._settings.check_ctime_ms, check, scoped=self._scoped)
+                ctime_ms = await asyncio.to_thread(self._settings.check_ctime_ms, check, scoped=self.scoped)
                 delay = first_delay_s(interval_s, ctime_ms, now_ms())
-                self._periodic.append(_PeriodicCheck(self._in_background(run), interval_s, time.monotonic() + delay))
-
-    def _known_bookies(self) -> set[str]:
-        """Return the registered bookies and those with a cookie. Source: BookKeeperAdmin.getAllBookies."""
-        bookies = self._cluster.bookies.list()
-        return {
-            bookie.bookie_id for bookie in bookies if bookie.ledger_scopes or bookie.state == "down" or not self._scoped
-        }
+                self._periodic.append(_PeriodicCheck(partial(self._start, run), interval_s, time.monotonic() + delay))
 
     async def _step(self) -> float:
         """Handle changes and run due work; return the seconds until more work may be due."""
@@ -142,7 +136,7 @@ class Auditor:
         def look() -> tuple[set[str], int, int | None]:
             version = self._settings.delay_version()
             delay_s = self._settings.lost_bookie_recovery_delay_s() or 0
-            return available_bookies(self._cluster, scoped=self._scoped), delay_s, version
+            return available_bookies(self._cluster, scoped=self.scoped), delay_s, version
 
         available, delay_s, version = await asyncio.to_thread(look)
         if version != self._delay_version:
@@ -202,7 +196,7 @@ class Auditor:
 
         try:
             counts = await asyncio.to_thread(
-                audit_bookies, self._cluster, scoped=self._scoped, may_continue=may_continue
+                audit_bookies, self._cluster, scoped=self.scoped, may_continue=may_continue
             )
         except BkctlError:
             self.stats.audit_failed_count += 1
@@ -214,8 +208,8 @@ class Auditor:
         self.stats.audit_count += 1
         self._audit_is_due = not is_whole
 
-    def _in_background(self, check: Callable[[], Awaitable[None]]) -> Callable[[], Awaitable[None]]:
-        """Return a function that starts `check` as a task: checks take long, and bookies may be lost meanwhile."""
+    async def _start(self, check: Callable[[], Awaitable[None]]) -> None:
+        """Start `check` as a task: checks take long, and bookies may be lost meanwhile."""
 
         async def run() -> None:
             try:
@@ -225,7 +219,4 @@ class Auditor:
             finally:
                 self._changed.set()
 
-        async def begin() -> None:
-            self._check = asyncio.create_task(run())
-
-        return begin
+        self._check = asyncio.create_task(run())

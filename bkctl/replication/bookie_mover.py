@@ -17,8 +17,7 @@ from bkctl.errors import BkctlError, Conflict, LedgerNotFound, NotEnoughBookies
 from bkctl.formats.metadata import LedgerState
 from bkctl.metadata.cluster import COOKIES
 from bkctl.pace import Pace
-from bkctl.replication.checker import LedgerChecker
-from bkctl.replication.fragments import EntrySpan, spans_text
+from bkctl.replication.fragments import spans_text
 from bkctl.replication.holdings import HeldLedger, ledgers_on
 from bkctl.replication.ledger_mover import LedgerMover
 from bkctl.replication.lost_entries import LostEntryFinder
@@ -53,7 +52,7 @@ class BookieMover:
 
     `pace` bounds the bytes copied, of all ledgers together, and may pause the moves. `skip_open` leaves OPEN ledgers
     alone. `fence` False leaves only the last fragment of a ledger that a writer may add to; with `fence` such a ledger
-    is fenced and closed first. `locks` takes the locks of auto-recovery: its workers do not repeat the work, and no
+    is fenced and closed first. The locks of auto-recovery are taken: its workers do not repeat the work, and no
     bookie collects the copies as garbage before the metadata names it (removeOverReplicatedledgers). `plan` is the
     total that `progress` counts against, `note` gets messages about waiting. The mover belongs to the event loop of
     `bookkeeper`.
@@ -68,7 +67,6 @@ class BookieMover:
         pace: Pace | None = None,
         skip_open: bool = False,
         fence: bool = True,
-        locks: bool = True,
         note: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.bookkeeper = bookkeeper
@@ -78,14 +76,8 @@ class BookieMover:
         self._skip_open, self._fence = skip_open, fence
         self._note = note
         self._pace = pace or Pace()
-        self._checker = LedgerChecker(bookkeeper)
-        self._replicator = LedgerFragmentReplicator(
-            bookkeeper,
-            checker=self._checker,
-            pace=self._pace,
-            progress=self.progress.copied,
-        )
-        self._lost_entries = LostEntryFinder(bookkeeper, self._checker.replicas)
+        self._replicator = LedgerFragmentReplicator(bookkeeper, pace=self._pace, progress=self.progress.copied)
+        self.lost_entries = LostEntryFinder(bookkeeper, self._replicator.checker.replicas)
         self._mover = LedgerMover(
             self._cluster,
             self._replicator,
@@ -93,7 +85,6 @@ class BookieMover:
             self.progress.plan.marked,
             skip_open=skip_open,
             fence=fence,
-            locks=locks,
         )
 
     async def held(
@@ -116,15 +107,6 @@ class BookieMover:
             async with contextlib.aclosing(looks):
                 async for _, found in looks:
                     yield found
-
-    async def unreadable(self, held: HeldLedger, up: Collection[str]) -> dict[int, tuple[EntrySpan, ...]]:
-        """Return the entries that no bookie of `up` has, as `LostEntryFinder.find`."""
-        return await self._lost_entries.find(held, up)
-
-    def silent_text(self, bookie_ids: Iterable[str]) -> str:
-        """Return `; BOOKIE gives no answer` for bookies of `bookie_ids` that are not asked any more, "" for none."""
-        silent = self._lost_entries.silent(bookie_ids)
-        return f"; {', '.join(silent)} {'gives' if len(silent) == 1 else 'give'} no answer" if silent else ""
 
     async def planned(
         self, ids: Iterable[LedgerId] | None = None
@@ -152,11 +134,9 @@ class BookieMover:
     async def _planned(self, held: HeldLedger, up: Collection[str]) -> list[PlannedFragment | LedgerMove]:
         closes = held.grows and self._fence
         try:
-            check = await self._checker.on_bookies(held.ledger, self.leaving, held.found, asks=False)
-            unreadable = await self.unreadable(held, up)
+            unreadable = await self.lost_entries.find(held, up)
         except BkctlError as error:
             return [LedgerMove(held.ledger, MoveOutcome.FAILED, held.metadata.state, problem=error.message)]
-        checked = {fragment.first_entry_id: fragment for fragment in check.fragments}
         planned: list[PlannedFragment | LedgerMove] = []
         for fragment in held.fragments:
             if fragment.last_entry_id is None and not closes:
@@ -164,10 +144,10 @@ class BookieMover:
                 continue
             targets: dict[int, str] = {}
             spans = unreadable.get(fragment.first_entry_id, ())
-            problem = f"No bookie has {spans_text(spans)}{self.silent_text(fragment.ensemble)}" if spans else None
+            silent = self.lost_entries.silent_text(fragment.ensemble)
+            problem = f"No bookie has {spans_text(spans)}{silent}" if spans else None
             try:
-                if (found := checked.get(fragment.first_entry_id)) is not None:
-                    targets = await self._replicator.targets(found, exclude=self.leaving)
+                targets = await self._replicator.targets(held.bad_fragment(fragment), exclude=self.leaving)
             except NotEnoughBookies as error:
                 if fragment.entry_count != 0:
                     problem = error.message
@@ -183,7 +163,7 @@ class BookieMover:
         store; a ledger's own error is in its result.
         """
         remaining = iter(ids) if resume is None else self._not_done(ids, resume)
-        queue = MoveQueue(remaining, self._cluster.ledgers, self._mover.move, self.progress, self._pace, self._note)
+        queue = MoveQueue(remaining, self._cluster.ledgers, self._mover, self.progress, self._pace, self._note)
         async with contextlib.aclosing(queue.results()) as results:
             async for result in results:
                 self.progress.ledger_count += 1
@@ -222,17 +202,18 @@ class BookieMover:
 
         Raise Conflict if one of them is registered, since it needs its cookie to restart, and as `check_scopes_known`.
         """
-        return await in_thread(self._delete_cookies)
 
-    def _delete_cookies(self) -> tuple[str, ...]:
-        deleted = []
-        check_scopes_known(self._cluster)
-        up = {bookie.bookie_id for bookie in self._cluster.bookies.list(include_down=False)}
-        for bookie_id in sorted(self.leaving):
-            if bookie_id in up:
-                raise Conflict(f"Bookie {bookie_id} is up, and needs its cookie", hint="stop it first")
-            found = self._cluster.store.get(f"{COOKIES}/{bookie_id}")
-            if found is not None:
-                self._cluster.cookies.remove(bookie_id, found.version)
-                deleted.append(bookie_id)
-        return tuple(deleted)
+        def delete() -> tuple[str, ...]:
+            deleted = []
+            check_scopes_known(self._cluster)
+            up = {bookie.bookie_id for bookie in self._cluster.bookies.list(include_down=False)}
+            for bookie_id in sorted(self.leaving):
+                if bookie_id in up:
+                    raise Conflict(f"Bookie {bookie_id} is up, and needs its cookie", hint="stop it first")
+                found = self._cluster.store.get(f"{COOKIES}/{bookie_id}")
+                if found is not None:
+                    self._cluster.cookies.remove(bookie_id, found.version)
+                    deleted.append(bookie_id)
+            return tuple(deleted)
+
+        return await in_thread(delete)

@@ -13,7 +13,7 @@ import contextlib
 import random
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bkctl.client.bookies import in_order, in_thread
 from bkctl.client.ledger import BookKeeper
@@ -30,10 +30,11 @@ from bkctl.formats.entry import INVALID_ENTRY_ID
 from bkctl.replication.fragments import (
     ANSWERED,
     UNREADABLE_NAMED_MAX,
+    EntrySpan,
     FaultReason,
     LedgerFragment,
     ReplicaFault,
-    SpanBuilder,
+    add_to_spans,
     fragments_of,
     reason_of,
 )
@@ -102,12 +103,11 @@ class LedgerChecker:
         ledger: LedgerId,
         found: VersionedMetadata | None = None,
         *,
-        bookies: Collection[str] | None = None,
         percentage: int = 0,
         every_entry: bool = False,
         up: Collection[str] | None = None,
     ) -> LedgerCheck:
-        """Check the replicas of the ledger on `bookies` (None: on all).
+        """Check the replicas of the ledger.
 
         `found` is the ledger's metadata (None: read now), `up` the ids of the registered bookies (None: read now). Of
         the entries that a bookie should hold of a fragment, the first and the last one are read, and `percentage` of
@@ -130,13 +130,14 @@ class LedgerChecker:
             and not await self._may_exist(access, last, registered)
         ):
             fragments.pop()
+        percentage = 100 if every_entry else percentage
         checker = _FragmentChecker(self.replicas, access, registered, percentage, every_entry, self._rng)
         bad = []
         for fragment in fragments:
-            faults = await checker.faults(fragment, bookies)
+            faults = await checker.faults(fragment, fragment.ensemble)
             if faults:
                 bad.append(replace(fragment, faults=faults))
-        gone = _gone_at_end(access.metadata, confirmed, registered) if bookies is None else ()
+        gone = _gone_at_end(access.metadata, confirmed, registered)
         return LedgerCheck(ledger, access.versioned, confirmed, tuple(bad), gone, problem)
 
     async def check_entry(
@@ -160,35 +161,23 @@ class LedgerChecker:
         return replace(alone, first_entry_id=fragment.first_entry_id, faults=faults)
 
     async def on_bookies(
-        self,
-        ledger: LedgerId,
-        bookies: Collection[str],
-        found: VersionedMetadata | None = None,
-        *,
-        asks: bool = True,
+        self, ledger: LedgerId, bookies: Collection[str], found: VersionedMetadata | None = None
     ) -> LedgerCheck:
         """Return every fragment that has one of `bookies` in its ensemble, with these as its faults; read no entry.
 
-        This serves bookies that are lost or leave, whatever they still hold. With `asks` False, the bookies are not
-        asked for the last add confirmed of an open ledger, which stays −1. Raise as `check`.
+        This serves bookies that are lost or leave, whatever they still hold. Raise as `check`.
         Source: BookKeeperAdmin.recoverLedger.
         """
         access, _ = await self._open(ledger, found, ())
         if not any(bookie_id in bookies for fragment in access.metadata.ensembles for bookie_id in fragment.bookies):
             last_entry_id = access.metadata.last_entry_id if access.metadata.is_closed else INVALID_ENTRY_ID
             return LedgerCheck(ledger, access.versioned, last_entry_id, ())
-        confirmed, problem = INVALID_ENTRY_ID, None
-        if asks or access.metadata.is_closed:
-            confirmed, problem = await _last_add_confirmed(access)
+        confirmed, problem = await _last_add_confirmed(access)
         bad = []
         for fragment in fragments_of(access, confirmed):
-            faults = tuple(
-                ReplicaFault(index, bookie_id, FaultReason.GIVEN, fragment.entry_count(index))
-                for index, bookie_id in enumerate(fragment.ensemble)
-                if bookie_id in bookies
-            )
-            if faults:
-                bad.append(replace(fragment, faults=faults))
+            indexes = [index for index, bookie_id in enumerate(fragment.ensemble) if bookie_id in bookies]
+            if indexes:
+                bad.append(fragment.given(indexes))
         return LedgerCheck(ledger, access.versioned, confirmed, tuple(bad), (), problem)
 
     async def _open(
@@ -212,65 +201,53 @@ class LedgerChecker:
         return any(not isinstance(error, (EntryNotFound, LedgerNotFound)) for error in await asyncio.gather(*reads))
 
 
-class _FragmentChecker:
-    """Checks the bookies of fragments of one ledger."""
+class _FragmentChecker(NamedTuple):
+    """Checks the bookies of fragments of one ledger; the options are those that LedgerChecker.check has."""
 
-    def __init__(
-        self,
-        replicas: ReplicaReader,
-        access: LedgerAccess,
-        up: Collection[str],
-        percentage: int,
-        every_entry: bool,
-        rng: random.Random,
-    ) -> None:
-        self._replicas = replicas
-        self._access = access
-        self._up = up
-        self._percentage = 100 if every_entry else percentage
-        self._every_entry = every_entry
-        self._rng = rng
+    replicas: ReplicaReader
+    access: LedgerAccess
+    up: Collection[str]
+    percentage: int
+    every_entry: bool
+    rng: random.Random
 
-    async def faults(self, fragment: LedgerFragment, bookies: Collection[str] | None) -> tuple[ReplicaFault, ...]:
-        """Return the faults of the fragment's replicas on `bookies` (None: on all), by ensemble index."""
+    async def faults(self, fragment: LedgerFragment, bookies: Collection[str]) -> tuple[ReplicaFault, ...]:
+        """Return the faults of the fragment's replicas on `bookies`, by ensemble index."""
         found = await asyncio.gather(
-            *(
-                self._fault(fragment, index)
-                for index, bookie_id in enumerate(fragment.ensemble)
-                if bookies is None or bookie_id in bookies
-            )
+            *(self._fault(fragment, index) for index, name in enumerate(fragment.ensemble) if name in bookies)
         )
         return tuple(fault for fault in found if fault is not None)
 
     async def _fault(self, fragment: LedgerFragment, index: int) -> ReplicaFault | None:
         bookie_id = fragment.ensemble[index]
         fault = ReplicaFault(index, bookie_id, FaultReason.GONE, fragment.entry_count(index))
-        if bookie_id not in self._up:
+        if bookie_id not in self.up:
             return fault._replace(error=BookieUnavailable(f"Bookie {bookie_id} is not registered"))
-        channel = self._access.pool.channel(bookie_id)
-        spans = SpanBuilder(fragment, index)
+        channel = self.access.pool.channel(bookie_id)
+        spans: list[EntrySpan] = []
         first: BkctlError | None = None
-        missing_count = 0
+        missing_count, is_adjoining = 0, False
         reads = in_order(
             self._entries_to_read(fragment, index),
-            lambda entry_id: self._replicas.read(self._access, channel, entry_id),
+            lambda entry_id: self.replicas.read(self.access, channel, entry_id),
             lambda: IN_FLIGHT_COUNT_MAX,
         )
         async with contextlib.aclosing(reads):
             async for entry_id, error in reads:
                 if error is None:
+                    is_adjoining = False
                     continue
                 reason = reason_of(error)
                 if reason not in ANSWERED:
                     # The other answers are not awaited: the bookie counts as lacking everything.
                     return fault._replace(reason=reason, error=error)
                 first = first or error
-                if not self._every_entry or missing_count == UNREADABLE_NAMED_MAX:
+                if not self.every_entry or missing_count == UNREADABLE_NAMED_MAX:
                     # No need to know the others, and damaged metadata may name more than can ever be read.
                     return fault._replace(reason=reason_of(first), error=first)
-                spans.add(entry_id)
-                missing_count += 1
-        return None if first is None else fault._replace(reason=reason_of(first), missing=spans.finish(), error=first)
+                add_to_spans(spans, entry_id, adjoins=is_adjoining)
+                missing_count, is_adjoining = missing_count + 1, True
+        return None if first is None else fault._replace(reason=reason_of(first), missing=tuple(spans), error=first)
 
     def _entries_to_read(self, fragment: LedgerFragment, index: int) -> Iterable[int]:
         """Return the entries to read from the bookie at `index`. Source: LedgerChecker.verifyLedgerFragment."""
@@ -279,7 +256,7 @@ class _FragmentChecker:
             return ()
         first, last = ends
         count = last - first + 1
-        sample_count = count * self._percentage // 100
+        sample_count = count * self.percentage // 100
         if sample_count >= count:
             return fragment.entries_of(index)
         return self._sampled(fragment, index, (first, last), count // sample_count if sample_count > 0 else 0)
@@ -289,7 +266,7 @@ class _FragmentChecker:
         first, last = ends
         yield first
         for start in range(first, last - bucket - 1, bucket) if bucket else ():
-            picked = start + self._rng.randrange(bucket)
+            picked = start + self.rng.randrange(bucket)
             if first < picked < last and fragment.has(picked, index):
                 yield picked
         if last > first:

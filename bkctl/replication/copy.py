@@ -90,40 +90,28 @@ async def copy_ledger(
                 f"Ledger {ledger} is open: a copy would end at entry {reader.last_add_confirmed}",
                 hint="close it first (--recover), or copy the confirmed entries (--open)",
             )
-        return await _copy(source, target, reader, scope_id, to, shape, pace or Pace(), progress)
+        pace = pace or Pace()
+        origin = f"{await in_thread(source.cluster.instance_id)} {reader.ledger.qualified_name}"
+        token = f"{origin} {uuid.uuid4()}".encode()
+        writer = await _create(target, reader.metadata, scope_id, to, shape, token, origin.encode())
+        try:
+            async with writer:
+                copied = await _content(reader, pace, progress, writer)
+            copy = await target.open_ledger(writer.ledger_id, ledger_scope_id=writer.scope_id, password=None)
+            async with copy:
+                if (copy.length, await _content(copy, pace, progress)) != (copied.length, copied):
+                    raise Corrupt(f"Ledger {writer.ledger} differs from its source, ledger {reader.ledger}")
 
+            def finish(metadata: LedgerMetadata) -> LedgerMetadata | None:
+                return replace(metadata, custom_metadata=_custom(reader.metadata))
 
-async def _copy(
-    source: BookKeeper,
-    target: BookKeeper,
-    reader: ReadHandle,
-    scope_id: int,
-    to: LedgerId | None,
-    shape: CopyShape,
-    pace: Pace,
-    progress: Callable[[int], None],
-) -> CopiedLedger:
-    origin = f"{await in_thread(source.cluster.instance_id)} {reader.ledger.qualified_name}"
-    token = f"{origin} {uuid.uuid4()}".encode()
-    writer = await _create(target, reader.metadata, scope_id, to, shape, token, origin.encode())
-    try:
-        async with writer:
-            copied = await _content(reader, pace, progress, writer)
-        copy = await target.open_ledger(writer.ledger_id, ledger_scope_id=writer.scope_id, password=None)
-        async with copy:
-            if (copy.length, await _content(copy, pace, progress)) != (copied.length, copied):
-                raise Corrupt(f"Ledger {writer.ledger} differs from its source, ledger {reader.ledger}")
-
-        def finish(metadata: LedgerMetadata) -> LedgerMetadata | None:
-            return replace(metadata, custom_metadata=_custom(reader.metadata))
-
-        ledgers = target.cluster.ledgers
-        await in_thread(update_metadata, ledgers, writer.ledger, copy.versioned_metadata, finish)
-    except BaseException:
-        with contextlib.suppress(BkctlError):  # the first error is the one to report
-            await in_thread(_remove, target, writer.ledger, token)
-        raise
-    return CopiedLedger(reader.ledger, writer.ledger, copied.entry_count, copied.length, not reader.is_closed)
+            ledgers = target.cluster.ledgers
+            await in_thread(update_metadata, ledgers, writer.ledger, copy.versioned_metadata, finish)
+        except BaseException:
+            with contextlib.suppress(BkctlError):  # the first error is the one to report
+                await in_thread(_remove, target, writer.ledger, token)
+            raise
+        return CopiedLedger(reader.ledger, writer.ledger, copied.entry_count, copied.length, not reader.is_closed)
 
 
 class _Content(NamedTuple):

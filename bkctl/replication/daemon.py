@@ -12,6 +12,8 @@ import logging
 import signal
 import threading
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from bkctl.client.ledger import TIMEOUT_S, BookKeeper
@@ -23,7 +25,7 @@ from bkctl.metadata.store import NO_SECURITY, StoreSecurity
 from bkctl.metadata.underreplication import AuditorElection, UnderreplicationLayout
 from bkctl.replication.auditor import Auditor
 from bkctl.replication.election import AuditorElector
-from bkctl.replication.signals import Signal, cancel_and_wait
+from bkctl.replication.signals import Signal, cancel_and_wait, opened
 from bkctl.replication.stats import AuditorStats, Sample, WorkerStats, auditor_samples, worker_samples
 from bkctl.replication.worker import ReplicationWorker
 
@@ -41,6 +43,7 @@ _RESTART_PAUSE_S: Final = 2.0
 _RESTART_PAUSE_S_MAX: Final = 60.0
 
 
+@dataclass(eq=False)
 class AutoRecovery:
     """Auto-recovery of one cluster. The caller closes the cluster after `run`, so that no lock remains.
 
@@ -48,38 +51,32 @@ class AutoRecovery:
     `tls` and `addresses` are as for `BookKeeper`.
     """
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        config: BookieConfig,
-        bookie_id: str,
-        *,
-        scopes: Collection[bool] = BOTH,
-        tls: ssl.SSLContext | None = None,
-        addresses: Mapping[str, tuple[str, int]] = {},
-        timeout_s: float = TIMEOUT_S,
-    ) -> None:
-        self.bookie_id = check_bookie_id(bookie_id)
-        self.scopes = tuple(sorted(set(scopes)))
-        self.auditor_stats = {scoped: AuditorStats() for scoped in self.scopes}
+    cluster: Cluster
+    config: BookieConfig
+    bookie_id: str
+    scopes: Collection[bool] = BOTH
+    tls: ssl.SSLContext | None = None
+    addresses: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    timeout_s: float = TIMEOUT_S
+
+    def __post_init__(self) -> None:
+        check_bookie_id(self.bookie_id)
+        self.auditor_stats = {scoped: AuditorStats() for scoped in sorted(set(self.scopes))}
         self.worker_stats = WorkerStats()
-        self._cluster = cluster
-        self._config = config
-        self._tls = tls
-        self._addresses = addresses
-        self._timeout_s = timeout_s
         self._electors: dict[bool, AuditorElector] = {}
 
     async def run(self) -> None:
         """Work until cancelled. Raise Unsupported or Corrupt if the cluster's marks cannot be used."""
-        await asyncio.to_thread(UnderreplicationLayout(self._cluster.store).prepare)
+        await asyncio.to_thread(UnderreplicationLayout(self.cluster.store).prepare)
         async with BookKeeper(
-            self._cluster, tls=self._tls, timeout_s=self._timeout_s, addresses=self._addresses,
-            rack_rules=rack_rules(self._config),
+            self.cluster, tls=self.tls, timeout_s=self.timeout_s, addresses=self.addresses,
+            rack_rules=rack_rules(self.config),
         ) as bookkeeper:  # fmt: skip
             parts: list[Coroutine[Any, Any, None]] = [self._work(bookkeeper)]
-            for scoped in self.scopes:
-                self._electors[scoped] = self._elector(bookkeeper, scoped)
+            for scoped in self.auditor_stats:
+                election = AuditorElection(self.cluster.store)
+                audit = partial(self._audit, bookkeeper, scoped)
+                self._electors[scoped] = AuditorElector(election, self.bookie_id, audit, scoped=scoped)
                 parts.append(self._electors[scoped].run())
             tasks = [asyncio.ensure_future(part) for part in parts]
             try:
@@ -88,19 +85,14 @@ class AutoRecovery:
             finally:
                 await cancel_and_wait(*tasks)
 
-    def _elector(self, bookkeeper: BookKeeper, scoped: bool) -> AuditorElector:
-        async def audit() -> None:
-            stats = self.auditor_stats[scoped]
-            await Auditor(bookkeeper, self._config, scoped=scoped, stats=stats).run()
-
-        election = AuditorElection(self._cluster.store)
-        return AuditorElector(election, self.bookie_id, audit, scoped=scoped)
+    async def _audit(self, bookkeeper: BookKeeper, scoped: bool) -> None:
+        await Auditor(bookkeeper, self.config, scoped=scoped, stats=self.auditor_stats[scoped]).run()
 
     async def _work(self, bookkeeper: BookKeeper) -> None:
         while True:
             worker = ReplicationWorker(
-                bookkeeper, self._config, self.bookie_id,
-                scopes=self.scopes, stats=self.worker_stats,
+                bookkeeper, self.config, self.bookie_id,
+                scopes=self.auditor_stats.keys(), stats=self.worker_stats,
             )  # fmt: skip
             try:
                 await worker.run()
@@ -167,7 +159,7 @@ class AutoRecoveryThread:
         self._tls = tls
         self._stop: Signal | None = None
         self._ready = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="auto-recovery", daemon=True)
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="auto-recovery", daemon=True)
         self._auto_recovery: AutoRecovery | None = None
 
     def start(self) -> None:
@@ -187,9 +179,6 @@ class AutoRecoveryThread:
         """Yield samples, as AutoRecovery.samples; none before the first session."""
         return iter(()) if self._auto_recovery is None else self._auto_recovery.samples()
 
-    def _run(self) -> None:
-        asyncio.run(self._serve())
-
     async def _serve(self) -> None:
         self._stop = Signal()
         self._ready.set()
@@ -207,21 +196,19 @@ class AutoRecoveryThread:
 
     async def _session(self) -> None:
         config = self._config
-        opening = asyncio.ensure_future(
-            asyncio.to_thread(
-                open_cluster,
+
+        def connect() -> Cluster:
+            return open_cluster(
                 config.metadata_service_uri or "",
                 timeout_s=config.zk_timeout / 1000 * 3,
                 session_timeout_s=config.zk_timeout / 1000,
                 security=self._security,
             )
-        )
-        try:
-            cluster = await asyncio.shield(opening)
+
+        def disconnect(cluster: Cluster) -> None:
+            with contextlib.suppress(BkctlError):
+                cluster.close()
+
+        async with opened(connect, disconnect) as cluster:
             self._auto_recovery = AutoRecovery(cluster, config, self._bookie_id, tls=self._tls)
             await self._auto_recovery.run()
-        finally:
-            await asyncio.wait([opening])
-            if opening.exception() is None:
-                with contextlib.suppress(BkctlError):
-                    await asyncio.to_thread(opening.result().close)

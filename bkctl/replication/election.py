@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from bkctl.errors import BkctlError, Unreachable
 from bkctl.metadata.underreplication import AuditorElection
-from bkctl.replication.signals import Signal, cancel_and_wait, run_to_end, watching
+from bkctl.replication.signals import Signal, cancel_and_wait, opened, watching
 
 if TYPE_CHECKING:
     from bkctl.metadata.store import Claim
@@ -22,6 +23,7 @@ BACK_OFF_S: Final = 2.0
 LOOK_AGAIN_S: Final = 30.0
 
 
+@dataclass(eq=False)
 class AuditorElector:
     """Takes part in one election while `run` runs, and runs `audit` whenever it wins.
 
@@ -29,25 +31,18 @@ class AuditorElector:
     elector votes again. `scoped` selects the election for the scopes ≠ 0.
     """
 
-    def __init__(
-        self,
-        election: AuditorElection,
-        bookie_id: str,
-        audit: Callable[[], Awaitable[None]],
-        *,
-        scoped: bool,
-        back_off_s: float = BACK_OFF_S,
-    ) -> None:
-        self._election = election
-        self._bookie_id = bookie_id
-        self._audit = audit
-        self._scoped = scoped
-        self._back_off_s = back_off_s
-        self._what = "the scopes" if scoped else "scope 0"
-        #: True while we are the auditor.
-        self.elected = False
-        #: The number of our votes.
-        self.attempt_count = 0
+    election: AuditorElection
+    bookie_id: str
+    audit: Callable[[], Awaitable[None]]
+    scoped: bool
+    back_off_s: float = BACK_OFF_S
+    #: True while we are the auditor.
+    elected: bool = False
+    #: The number of our votes.
+    attempt_count: int = 0
+
+    def __post_init__(self) -> None:
+        self._what = "the scopes" if self.scoped else "scope 0"
 
     async def run(self) -> None:
         """Vote, wait and audit in turns until cancelled, and withdraw the vote then."""
@@ -56,27 +51,23 @@ class AuditorElector:
                 await self._term()
             except BkctlError as error:
                 log.warning("The election of the auditor of %s is interrupted: %s", self._what, error)
-            await asyncio.sleep(self._back_off_s)
+            await asyncio.sleep(self.back_off_s)
 
     async def _term(self) -> None:
         """Run from one vote of ours to its end."""
         self.attempt_count += 1
-        voting = asyncio.ensure_future(asyncio.to_thread(self._election.vote, self._bookie_id, scoped=self._scoped))
-        try:
-            vote = await asyncio.shield(voting)
+        async with opened(lambda: self.election.vote(self.bookie_id, scoped=self.scoped), _withdraw) as vote:
             changed = Signal()
             directory = vote.path.rpartition("/")[0]
-            async with watching(self._election.store.watch, directory, changed.set, children=True):
+            async with watching(self.election.store.watch, directory, changed.set, children=True):
                 if await self._won(vote, changed):
                     await self._be_auditor(vote, changed)
-        finally:
-            await run_to_end(_withdraw(voting))
 
     async def _won(self, vote: Claim, changed: Signal) -> bool:
         """Wait until our vote is the first one; return False if it is gone."""
         while True:
             changed.clear()
-            paths = await asyncio.to_thread(self._election.vote_paths, scoped=self._scoped)
+            paths = await asyncio.to_thread(self.election.vote_paths, scoped=self.scoped)
             if vote.path not in paths:
                 return False
             if paths[0] == vote.path:
@@ -84,10 +75,10 @@ class AuditorElector:
             await changed.wait(LOOK_AGAIN_S)
 
     async def _be_auditor(self, vote: Claim, changed: Signal) -> None:
-        await asyncio.to_thread(self._election.announce, self._bookie_id, scoped=self._scoped)
-        log.info("%s is the auditor of %s", self._bookie_id, self._what)
+        await asyncio.to_thread(self.election.announce, self.bookie_id, scoped=self.scoped)
+        log.info("%s is the auditor of %s", self.bookie_id, self._what)
         self.elected = True
-        auditing = asyncio.ensure_future(self._audit())
+        auditing = asyncio.ensure_future(self.audit())
         try:
             while await self._holds(vote, changed):
                 waiting = asyncio.ensure_future(changed.wait(LOOK_AGAIN_S))
@@ -112,12 +103,10 @@ class AuditorElector:
             # No other auditor is elected before our session ends, and nothing can be marked without the store.
             log.warning("The auditor of %s cannot reach the metadata store: %s", self._what, error)
             return True
-        log.warning("%s is no longer the auditor of %s: its vote is gone", self._bookie_id, self._what)
+        log.warning("%s is no longer the auditor of %s: its vote is gone", self.bookie_id, self._what)
         return False
 
 
-async def _withdraw(voting: asyncio.Future[Claim]) -> None:
-    await asyncio.wait([voting])
-    if voting.exception() is None:
-        with contextlib.suppress(BkctlError):  # the end of the session withdraws it
-            await asyncio.to_thread(voting.result().release)
+def _withdraw(vote: Claim) -> None:
+    with contextlib.suppress(BkctlError):  # the end of the session withdraws it
+        vote.release()

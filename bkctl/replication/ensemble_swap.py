@@ -25,10 +25,8 @@ Swapped: TypeAlias = "tuple[VersionedMetadata, dict[str, str]]"
 class LockLost(Conflict):
     """The lock under which a ledger was replicated is lost; another worker may hold it."""
 
-
-def lock_lost(ledger: LedgerId) -> LockLost:
-    """Return the error for a ledger whose lock is lost."""
-    return LockLost(f"The lock of ledger {ledger} is lost", hint="the metadata store ended our session")
+    def __init__(self, ledger: LedgerId) -> None:
+        super().__init__(f"The lock of ledger {ledger} is lost", hint="the metadata store ended our session")
 
 
 class EnsembleSwap(NamedTuple):
@@ -62,8 +60,11 @@ class EnsembleSwap(NamedTuple):
             return metadata, {}  # The fragment has entries now that were not copied.
         moved = {at: target for at, target in self.moved.items() if present[at] == fragment.ensemble[at]}
         # A target may be in the ensemble only at an index that it leaves in the same swap.
-        while taken := [at for at, target in moved.items() if target in _others(present, moved)]:
-            moved = {at: target for at, target in moved.items() if at not in taken}
+        while True:
+            staying = {bookie_id for at, bookie_id in enumerate(present) if at not in moved}
+            if staying.isdisjoint(moved.values()):
+                break
+            moved = {at: target for at, target in moved.items() if target not in staying}
         bookies = [moved.get(at, bookie_id) for at, bookie_id in enumerate(present)]
         replaced = {present[at]: target for at, target in moved.items()}
         changed = Fragment(fragment.first_entry_id, tuple(bookies))
@@ -88,14 +89,9 @@ class EnsembleSwapper:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._swap: BatchedCalls[EnsembleSwap, Swapped] = BatchedCalls(self._swap_many)
-
-    async def swap(self, swap: EnsembleSwap) -> Swapped:
-        """Replace the bookies that are still in the fragment; replace none if the fragment has changed.
-
-        Raise UnclosedFragment, LockLost, LedgerNotFound, MetadataVersionConflict, and errors of the store.
-        """
-        return await self._swap(swap)
+        #: Replaces the bookies that are still in the fragment, and none if the fragment has changed. Raises
+        #: UnclosedFragment, LockLost, LedgerNotFound, MetadataVersionConflict, and errors of the store.
+        self.swap: BatchedCalls[EnsembleSwap, Swapped] = BatchedCalls(self._swap_many)
 
     def _swap_many(self, swaps: Sequence[EnsembleSwap]) -> list[Swapped | BkctlError]:
         results: dict[int, Swapped | BkctlError] = {}
@@ -105,9 +101,14 @@ class EnsembleSwapper:
                 break
             changes = self._changes(swaps, waiting, results)
             self._write(swaps, changes, results)
-        return [
-            results[number] if number in results else _keeps_changing(swap.ledger) for number, swap in enumerate(swaps)
-        ]
+        for number in range(len(swaps)):
+            if number not in results:
+                results[number] = MetadataVersionConflict(
+                    f"Metadata of ledger {swaps[number].ledger} changed {UPDATE_ATTEMPTS_MAX} times while it was being "
+                    "written",
+                    hint="try again",
+                )
+        return [results[number] for number in range(len(swaps))]
 
     def _changes(
         self, swaps: Sequence[EnsembleSwap], waiting: Sequence[int], results: dict[int, Swapped | BkctlError]
@@ -118,24 +119,21 @@ class EnsembleSwapper:
         # metadata of the version that was checked.
         present = self._cluster.ledgers.read_many([swaps[number].ledger for number in waiting])
         for number, (_, found) in zip(waiting, present, strict=True):
-            if isinstance(found, BkctlError):
-                results[number] = found
-                continue
             try:
+                if isinstance(found, BkctlError):
+                    raise found
                 metadata, replaced = swaps[number].applied_to(found)
-            except UnclosedFragment as error:
+            except BkctlError as error:
                 results[number] = error
                 continue
             if replaced:
                 changes.append(_Change(number, found, metadata, replaced))
             else:
                 results[number] = found, {}
-        lost = self._lost_locks([swaps[change.number] for change in changes])
-        results.update(
-            (change.number, lost_lock)
-            for change in changes
-            if (lost_lock := lost.get(swaps[change.number].ledger)) is not None
-        )
+        locks = {change.number: lock for change in changes if (lock := swaps[change.number].lock) is not None}
+        for number, is_held in zip(locks, self._cluster.store.held_many(list(locks.values())), strict=True):
+            if not is_held:
+                results[number] = LockLost(swaps[number].ledger)
         return [change for change in changes if change.number not in results]
 
     def _write(
@@ -155,12 +153,6 @@ class EnsembleSwapper:
             token = None if metadata.c_token is None else 0
             results[number] = found._replace(metadata=replace(metadata, c_token=token), version=version), replaced
 
-    def _lost_locks(self, swaps: Sequence[EnsembleSwap]) -> dict[LedgerId, LockLost]:
-        """Return the errors of the ledgers whose locks are lost."""
-        locks = {swap.ledger: swap.lock for swap in swaps if swap.lock is not None}
-        held = self._cluster.store.held_many(list(locks.values()))
-        return {ledger: lock_lost(ledger) for ledger, is_held in zip(locks, held, strict=True) if not is_held}
-
 
 def _is_same_ledger(found: VersionedMetadata, before: VersionedMetadata) -> bool:
     """Return False if the ledger was deleted, and another one created under its id."""
@@ -172,17 +164,6 @@ def _is_same_ledger(found: VersionedMetadata, before: VersionedMetadata) -> bool
         and now.ensemble_size == then.ensemble_size
         and now.write_quorum_size == then.write_quorum_size
     )
-
-
-def _keeps_changing(ledger: LedgerId) -> MetadataVersionConflict:
-    return MetadataVersionConflict(
-        f"Metadata of ledger {ledger} changed {UPDATE_ATTEMPTS_MAX} times while it was being written", hint="try again"
-    )
-
-
-def _others(present: Sequence[str], moved: Mapping[int, str]) -> set[str]:
-    """Return the bookies of an ensemble at indexes that are not in `moved`."""
-    return {bookie_id for at, bookie_id in enumerate(present) if at not in moved}
 
 
 def _end_of(metadata: LedgerMetadata, first_entry_id: int) -> int:

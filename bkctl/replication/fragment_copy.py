@@ -7,25 +7,30 @@ import contextlib
 import heapq
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bkctl.client.bookies import BookieChannel, failure, in_order
-from bkctl.client.reader import SPECULATIVE_READ_S, LedgerAccess, restate
+from bkctl.client.reader import SPECULATIVE_READ_S, WINDOW_BYTES, LedgerAccess, restate
 from bkctl.errors import BkctlError, NotFound, ProtocolError
 from bkctl.formats.availability import Availability
 from bkctl.protocol.messages import AddRequest, BytesLike, ReadRequest, ReadResponse, Response
-from bkctl.replication.fragments import ANSWERED, UNREADABLE_NAMED_MAX, LedgerFragment, ReplicaFault, reason_of
+from bkctl.replication.fragments import ANSWERED, UNREADABLE_NAMED_MAX, LedgerFragment, reason_of
 
 if TYPE_CHECKING:
     from bkctl.pace import Pace
-    from bkctl.replication.copy_limits import CopyWindow
     from bkctl.replication.replica_reads import ReplicaReader
 
 #: A target with at least this many entries to get is asked first which of them it has.
 RESUME_COUNT_MIN: Final = 100
+#: Entries of a fragment on their way at once. Apache's rereplicationEntryBatchSize (10) serves the same purpose.
+BATCH_SIZE: Final = 100
+#: Fragments whose entries are on their way at once, and the approximate bytes of those entries together.
+COPIES_AT_ONCE: Final = 64
+WINDOWS_BYTES: Final = 256 << 20
 
 
 class UnreadableEntries(NamedTuple):
@@ -62,6 +67,33 @@ class TargetFailed(Exception):
         self.error = error
 
 
+class CopyWindow:
+    """Bounds the entries on their way: `batch_size` and about 16 MiB of one fragment, about 256 MiB of all fragments.
+
+    Entries of at most 64 fragments are on their way at once, and at least two entries of each.
+    """
+
+    def __init__(self, batch_size: int) -> None:
+        self.batch_size = max(batch_size, 1)
+        self._copying_count = 0
+        self._permits = asyncio.Semaphore(COPIES_AT_ONCE)
+
+    @contextlib.asynccontextmanager
+    async def copying(self) -> AsyncIterator[None]:
+        """Hold a permit while entries of a fragment are on their way; wait for one first."""
+        async with self._permits:
+            self._copying_count += 1
+            try:
+                yield
+            finally:
+                self._copying_count -= 1
+
+    def entry_count(self, size_bytes: int) -> int:
+        """Return how many entries of that size (0: unknown) one fragment may have on their way now."""
+        window_bytes = min(WINDOW_BYTES, WINDOWS_BYTES // self._copying_count)
+        return min(max(window_bytes // (size_bytes or WINDOW_BYTES // 16), 2), self.batch_size)
+
+
 class CopyTools(NamedTuple):
     """Parts that all copies of a replicator share. `progress` gets the entries and bytes of each write."""
 
@@ -71,63 +103,66 @@ class CopyTools(NamedTuple):
     progress: Callable[[int, int], None]
 
 
+@dataclass(eq=False)
 class FragmentCopy:
-    """A copy of one fragment's entries to `targets` (ensemble index → bookie)."""
+    """A copy of one fragment's entries to `targets` (ensemble index → bookie).
 
-    def __init__(
-        self,
-        tools: CopyTools,
-        access: LedgerAccess,
-        fragment: LedgerFragment,
-        targets: Mapping[int, str],
-        done_through: int = -1,
-    ) -> None:
-        """`done_through` is that of an earlier copy to the same targets, which was cancelled."""
-        self._tools = tools
-        self._access = access
-        self._fragment = fragment
-        self._targets = targets
+    All entries up to `done_through` are at their targets, at first by an earlier copy to these, which was cancelled.
+    They are not read there again if the targets list them.
+    """
+
+    tools: CopyTools
+    access: LedgerAccess
+    fragment: LedgerFragment
+    targets: Mapping[int, str]
+    done_through: int = -1
+    entry_count: int = 0
+    size_bytes: int = 0
+    unreadable: list[UnreadableEntries] = field(default_factory=list)
+    _present: dict[str, Availability] = field(default_factory=dict)
+    _size_bytes_largest: int = 0
+
+    def __post_init__(self) -> None:
         #: Each bookie of the fragment, and True for a bad one.
         self._bookies = [
-            (index in fragment.bookie_indexes, access.pool.channel(bookie_id))
-            for index, bookie_id in enumerate(fragment.ensemble)
+            (index in self.fragment.bookie_indexes, self.access.pool.channel(bookie_id))
+            for index, bookie_id in enumerate(self.fragment.ensemble)
         ]
-        self._present: dict[str, Availability] = {}
-        self._size_bytes_largest = 0
-        self.entry_count = self.size_bytes = self.present_count = 0
-        #: All entries up to this one are at their targets; they are not read there again if the targets list them.
-        self.done_through = self._known_through = done_through
-        self.unreadable: list[UnreadableEntries] = []
+        self._known_through = self.done_through
 
     async def run(self) -> None:
         """Copy all entries. Raise TargetFailed; entries that no replica returns are in `unreadable`."""
-        for index, target in self._targets.items():
-            is_long = self._fragment.entry_count(index) >= RESUME_COUNT_MIN
-            if target == self._fragment.ensemble[index] or is_long or self._known_through >= 0:
+        for index, target in self.targets.items():
+            is_long = self.fragment.entry_count(index) >= RESUME_COUNT_MIN
+            if target == self.fragment.ensemble[index] or is_long or self._known_through >= 0:
                 self._present[target] = await self._listed(target)
         await self._copy_all(self._wanted())
 
-    async def try_reading(self, entry_ids: list[int] | None) -> None:
-        """Read entries (None: all) and write none; entries that no replica returns are in `unreadable`."""
-        wanted = (entry_id for entry_id, _ in self._wanted()) if entry_ids is None else iter(entry_ids)
-        await self._copy_all((entry_id, []) for entry_id in wanted)
+    async def try_reading(self, entry_ids: Iterable[int]) -> None:
+        """Read entries, ascending, and write none; entries that no replica returns are in `unreadable`."""
+        await self._copy_all((entry_id, []) for entry_id in entry_ids)
 
     def _wanted(self) -> Iterator[tuple[int, list[int]]]:
         """Yield each entry to copy, ascending, with the ensemble indexes of its targets."""
-        merged = heapq.merge(*(self._wanted_of(index) for index in self._targets))
+        merged = heapq.merge(*(self._wanted_of(index) for index in self.targets))
         return ((entry_id, [index for _, index in pairs]) for entry_id, pairs in groupby(merged, key=itemgetter(0)))
 
     def _wanted_of(self, index: int) -> Iterator[tuple[int, int]]:
         """Yield the entries for one target, ascending, each with `index`."""
-        fragment = self._fragment
+        fragment = self.fragment
         fault = next((fault for fault in fragment.faults if fault.ensemble_index == index), None)
-        if fault is None or fault.missing is None or self._targets[index] != fragment.ensemble[index]:
+        if fault is None or fault.missing is None or self.targets[index] != fragment.ensemble[index]:
             return ((entry_id, index) for entry_id in fragment.entries_of(index))
-        return ((entry_id, index) for entry_id in _missing(fragment, fault))
+        return (
+            (entry_id, index)
+            for first, last, _ in fault.missing
+            for entry_id in range(first, last + 1)
+            if fragment.has(entry_id, index)
+        )
 
     async def _copy_all(self, wanted: Iterator[tuple[int, list[int]]]) -> None:
         unreadable_count = 0
-        window = self._tools.window
+        window = self.tools.window
         copies = in_order(
             wanted, lambda entry: self._copy(*entry), lambda: window.entry_count(self._size_bytes_largest)
         )
@@ -144,25 +179,23 @@ class FragmentCopy:
     async def _listed(self, target: str) -> Availability:
         """Return the entries that the target lists; each one is read there before it counts as present."""
         try:
-            return await self._tools.replicas.listed(self._access, target)
+            return await self.tools.replicas.listed(self.access, target)
         except BkctlError:  # an old bookie cannot list: all is copied
             return Availability(())
 
     async def _copy(self, entry_id: int, indexes: list[int]) -> list[tuple[str, BkctlError]]:
         """Bring one entry to the targets at `indexes`; return each bookie's error if no bookie returns the entry."""
-        access = self._access
+        access = self.access
         body: BytesLike | None = None
         lacking = []
         for index in indexes:
-            target = self._targets[index]
+            target = self.targets[index]
             if target in self._present and entry_id in self._present[target]:
                 if entry_id <= self._known_through:
-                    self.present_count += 1
                     continue
                 found, _ = await self._read(entry_id, [access.pool.channel(target)])
                 if found is not None:
                     body = found
-                    self.present_count += 1
                     continue
             lacking.append(target)
         if indexes and not lacking:
@@ -173,7 +206,7 @@ class FragmentCopy:
                 return problems
         size = len(body)
         self._size_bytes_largest = max(self._size_bytes_largest * 15 // 16, size)
-        await self._tools.pace.acquire(size * max(len(lacking), 1))
+        await self.tools.pace.acquire(size * max(len(lacking), 1))
         if lacking and not self.unreadable:
             await self._write(entry_id, body, lacking)
         return []
@@ -181,7 +214,7 @@ class FragmentCopy:
     def _sources(self, entry_id: int) -> list[BookieChannel]:
         """Return the bookies that should have the entry: good ones first, suspects after others."""
         now = time.monotonic()
-        bookies = [self._bookies[index] for index in self._access.schedule.write_set(entry_id)]
+        bookies = [self._bookies[index] for index in self.access.schedule.write_set(entry_id)]
         bookies.sort(key=lambda bookie: (bookie[0], bookie[1].suspect_until > now))
         return [channel for _, channel in bookies]
 
@@ -192,7 +225,7 @@ class FragmentCopy:
 
         While a bookie is silent for SPECULATIVE_READ_S, the next one is asked too.
         """
-        access = self._access
+        access = self.access
         untried = deque(channels)
         pending: dict[asyncio.Future[Response], BookieChannel] = {}
         problems: list[tuple[str, BkctlError]] = []
@@ -220,17 +253,17 @@ class FragmentCopy:
 
     def _body(self, future: asyncio.Future[Response], entry_id: int, bookie_id: str) -> BytesLike:
         """Return the entry in a bookie's answer. Raise the answer's error, or DigestMismatch."""
-        error = failure(future, self._access.ledger, entry_id, bookie_id)
+        error = failure(future, self.access.ledger, entry_id, bookie_id)
         if error is not None:
             raise error
         response = future.result()
         if not isinstance(response, ReadResponse) or response.body is None:
             raise ProtocolError(f"Bookie {bookie_id} answered a read of entry {entry_id} without an entry")
-        self._access.digest.open(response.body, entry_id)
+        self.access.digest.open(response.body, entry_id)
         return response.body
 
     async def _write(self, entry_id: int, body: BytesLike, targets: list[str]) -> None:
-        access = self._access
+        access = self.access
         request = AddRequest(access.ledger, entry_id, access.digest.master_key, body, True, True)
         sent = {access.pool.channel(target).send(request, access.scoped): target for target in targets}
         await asyncio.wait(sent)
@@ -242,21 +275,14 @@ class FragmentCopy:
                 raise TargetFailed(target, restate(error, message))
             self.entry_count += 1
             self.size_bytes += len(body)
-            self._tools.progress(1, len(body))
+            self.tools.progress(1, len(body))
 
     def _add_unreadable(self, entry_id: int, problems: list[tuple[str, BkctlError]]) -> None:
         """Add an entry to `unreadable`: to its last span, or as a new one."""
         lost = all(reason_of(error) in ANSWERED for _, error in problems)
         last = self.unreadable[-1] if self.unreadable else None
-        adjoins = last and self._fragment.next_of(last.last_entry_id, self._fragment.bookie_indexes) == entry_id
+        adjoins = last and self.fragment.next_of(last.last_entry_id, self.fragment.bookie_indexes) == entry_id
         if last and adjoins and last.lost == lost:
             self.unreadable[-1] = last._replace(last_entry_id=entry_id, entry_count=last.entry_count + 1)
         else:
             self.unreadable.append(UnreadableEntries(entry_id, entry_id, 1, tuple(problems), lost))
-
-
-def _missing(fragment: LedgerFragment, fault: ReplicaFault) -> Iterator[int]:
-    for span in fault.missing or ():
-        for entry_id in range(span.first_entry_id, span.last_entry_id + 1):
-            if fragment.has(entry_id, fault.ensemble_index):
-                yield entry_id

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -115,6 +115,16 @@ class LedgerFragment:
         """The ids of the bad bookies."""
         return tuple(fault.bookie_id for fault in self.faults)
 
+    def given(self, indexes: Iterable[int]) -> LedgerFragment:
+        """Return the fragment with the bookies at these ensemble indexes as bad ones, whatever they hold."""
+        return replace(
+            self,
+            faults=tuple(
+                ReplicaFault(index, self.ensemble[index], FaultReason.GIVEN, self.entry_count(index))
+                for index in indexes
+            ),
+        )
+
     def entry_count(self, index: int) -> int:
         """Return the number of entries that the bookie at ensemble index `index` should hold."""
         return self.schedule.entry_count(index, self.first_entry_id, self.last_entry_id)
@@ -132,11 +142,8 @@ class LedgerFragment:
         """
         stored, size = self._stored(index), self.schedule.ensemble_size
         first, last = self.first_entry_id, self.last_entry_id
-        from_start = (entry_id for entry_id in range(first, min(first + size - 1, last) + 1) if stored[entry_id % size])
-        from_end = (
-            entry_id for entry_id in range(last, max(last - size + 1, first) - 1, -1) if stored[entry_id % size]
-        )
-        start, end = next(from_start, None), next(from_end, None)
+        start = next((at for at in range(first, min(first + size, last + 1)) if stored[at % size]), None)
+        end = next((at for at in range(last, max(last - size, first - 1), -1) if stored[at % size]), None)
         return None if start is None or end is None else (start, end)
 
     def has(self, entry_id: int, index: int) -> bool:
@@ -153,26 +160,13 @@ class LedgerFragment:
         return [self.has(remainder, index) for remainder in range(self.schedule.ensemble_size)]
 
 
-class SpanBuilder:
-    """Collects ascending entries that the bookie at ensemble index `index` of `fragment` should hold, as spans."""
-
-    def __init__(self, fragment: LedgerFragment, index: int) -> None:
-        self._fragment = fragment
-        self._indexes = (index,)
-        self._spans: list[EntrySpan] = []
-
-    def add(self, entry_id: int) -> None:
-        """Add an entry; its id is larger than the ids added before."""
-        if self._spans:
-            first, last, count = self._spans[-1]
-            if self._fragment.next_of(last, self._indexes) == entry_id:
-                self._spans[-1] = EntrySpan(first, entry_id, count + 1)
-                return
-        self._spans.append(EntrySpan(entry_id, entry_id, 1))
-
-    def finish(self) -> tuple[EntrySpan, ...]:
-        """Return all spans, in order."""
-        return tuple(self._spans)
+def add_to_spans(spans: list[EntrySpan], entry_id: int, *, adjoins: bool) -> None:
+    """Add an entry to the last span if it `adjoins` the entries there, else as a new span."""
+    if adjoins:
+        last = spans[-1]
+        spans[-1] = EntrySpan(last.first_entry_id, entry_id, last.entry_count + 1)
+    else:
+        spans.append(EntrySpan(entry_id, entry_id, 1))
 
 
 def fragments_of(access: LedgerAccess, last_add_confirmed: int) -> list[LedgerFragment]:

@@ -18,6 +18,7 @@ from bkctl.formats.metadata import LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId, check_bookie_id
 from bkctl.metadata.ledgers import VersionedMetadata
 from bkctl.metadata.underreplication import LedgerMarks, UnderreplicatedLedger
+from bkctl.replication.fragments import LedgerFragment
 
 if TYPE_CHECKING:
     from bkctl.metadata.cluster import Cluster, RegisteredBookie
@@ -83,6 +84,15 @@ class HeldLedger:
         if not metadata.is_closed or metadata.last_entry_id < 0:
             return 0
         return metadata.length * self.entry_count // (metadata.last_entry_id + 1)
+
+    def bad_fragment(self, fragment: HeldFragment) -> LedgerFragment:
+        """Return the fragment with the wanted bookies as bad ones; it has no entries while it grows."""
+        schedule = RoundRobinDistributionSchedule.of(self.metadata)
+        first, last = fragment.first_entry_id, fragment.last_entry_id
+        found = LedgerFragment(
+            self.ledger, first, first - 1 if last is None else last, fragment.ensemble, last is not None, schedule
+        )
+        return found.given(fragment.indexes)
 
     def stripes(self) -> Iterator[tuple[HeldFragment, tuple[int, ...], int, int | None]]:
         """Yield each write set with entries on the wanted bookies: fragment, ensemble indexes, first and last entry.

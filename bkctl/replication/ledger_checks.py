@@ -11,12 +11,13 @@ import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Final
 
 from bkctl.errors import BkctlError, LedgerNotFound, Unreachable
 from bkctl.metadata.underreplication import AuditorCheck, AutoRecoveryState
-from bkctl.replication.checker import LedgerChecker
+from bkctl.replication.checker import IN_FLIGHT_COUNT_MAX, LedgerChecker
 from bkctl.replication.marking import STEP_COUNT, available_bookies, ledgers_of
 from bkctl.replication.signals import cancel_and_wait
 from bkctl.replication.stats import AuditorStats
@@ -37,29 +38,24 @@ STEPS_MAX: Final = 1 << 22
 CHECKS_AT_ONCE_MAX: Final = 32
 
 
+@dataclass(eq=False)
 class LedgerChecks:
     """Checks all ledgers of scope 0 (`scoped`: of all other scopes), and counts the results in `stats`.
 
     The checks stop while auto-recovery is disabled.
     """
 
-    def __init__(
-        self,
-        bookkeeper: BookKeeper,
-        config: BookieConfig,
-        *,
-        scoped: bool,
-        stats: AuditorStats,
-    ) -> None:
-        self._bookkeeper = bookkeeper
-        self._cluster = bookkeeper.cluster
-        self._config = config
+    bookkeeper: BookKeeper
+    config: BookieConfig
+    scoped: bool
+    stats: AuditorStats
+
+    def __post_init__(self) -> None:
+        self._cluster = self.bookkeeper.cluster
         state = AutoRecoveryState(self._cluster.store)
         self._marks, self._settings = state.marks, state.settings
-        self._scoped = scoped
-        self._stats = stats
-        count = config.in_flight_read_entry_num_in_ledger_checker
-        self._checker = LedgerChecker(bookkeeper, in_flight_count_max=count) if count > 0 else LedgerChecker(bookkeeper)
+        count = self.config.in_flight_read_entry_num_in_ledger_checker
+        self._checker = LedgerChecker(self.bookkeeper, in_flight_count_max=count if count > 0 else IN_FLIGHT_COUNT_MAX)
 
     async def check_all_ledgers(self) -> None:
         """Read some entries of every fragment of every ledger, and mark ledgers that lack entries.
@@ -68,16 +64,15 @@ class LedgerChecks:
         """
 
         async def check(ledger: LedgerId, found: VersionedMetadata, up: set[str]) -> None:
-            percentage = self._config.auditor_ledger_verification_percentage
+            percentage = self.config.auditor_ledger_verification_percentage
             result = await self._checker.check(ledger, found, percentage=percentage, up=up)
             bookies = sorted({bookie_id for fragment in result.fragments for bookie_id in fragment.bookies})
             if bookies:
                 log.info("Ledger %s lacks entries on %s", ledger, ", ".join(bookies))
                 await asyncio.to_thread(self._marks.add, ledger, bookies)
-            self._stats.num_ledgers_checked += 1
+            self.stats.num_ledgers_checked += 1
 
-        if await self._for_each_ledger(check):
-            await self._record(AuditorCheck.ALL_LEDGERS)
+        await self._for_each_ledger(AuditorCheck.ALL_LEDGERS, check)
 
     async def check_replicas(self) -> None:
         """Ask the bookies which entries they have of every closed, unmarked ledger; count ledgers that lack replicas.
@@ -103,16 +98,15 @@ class LedgerChecks:
             if missing:
                 log.error("Ledger %s: an entry has %d replicas of %d", ledger, left, metadata.write_quorum_size)
 
-        if await self._for_each_ledger(check):
-            await self._record(AuditorCheck.REPLICAS)
-        self._stats.num_ledgers_having_no_replica_of_an_entry = counts["no"]
-        self._stats.num_ledgers_having_less_than_aq_replicas_of_an_entry = counts["aq"]
-        self._stats.num_ledgers_having_less_than_wq_replicas_of_an_entry = counts["wq"]
+        await self._for_each_ledger(AuditorCheck.REPLICAS, check)
+        self.stats.num_ledgers_having_no_replica_of_an_entry = counts["no"]
+        self.stats.num_ledgers_having_less_than_aq_replicas_of_an_entry = counts["aq"]
+        self.stats.num_ledgers_having_less_than_wq_replicas_of_an_entry = counts["wq"]
 
     async def _missing_replica_count(self, ledger: LedgerId, found: VersionedMetadata) -> int:
         """Return the largest number of missing replicas of one entry; a silent bookie counts as complete."""
         bookies = {bookie_id for fragment in found.metadata.ensembles for bookie_id in fragment.bookies}
-        access = self._bookkeeper.access(ledger, found)
+        access = self.bookkeeper.access(ledger, found)
         fragments = (await self._checker.on_bookies(ledger, bookies, found)).fragments
         listed: dict[str, Availability] = {}
         for bookie_id in sorted(bookies):
@@ -128,12 +122,12 @@ class LedgerChecks:
         Without known racks no ledger is counted. With repairedPlacementPolicyNotAdheringBookieEnabled, the ledgers are
         marked: a replication worker moves replicas to other racks. Source: AuditorPlacementPolicyCheckTask.
         """
-        grace_ms = self._config.underreplicated_ledger_recovery_grace_period * 1000
+        grace_ms = self.config.underreplicated_ledger_recovery_grace_period * 1000
         if grace_ms > 0:
-            self._stats.num_underreplicated_ledgers_elapsed_recovery_grace_period = await asyncio.to_thread(
+            self.stats.num_underreplicated_ledgers_elapsed_recovery_grace_period = await asyncio.to_thread(
                 self._old_mark_count, now_ms() - grace_ms
             )
-        pool = self._bookkeeper.pool
+        pool = self.bookkeeper.pool
         placement = await asyncio.to_thread(lambda: pool.placement(self._cluster.bookies.list()))
         count = 0
 
@@ -145,26 +139,28 @@ class LedgerChecks:
                 return
             log.warning("Ledger %s has entries in too few racks", ledger)
             count += 1
-            if self._config.repaired_placement_policy_not_adhering_bookie_enabled:
+            if self.config.repaired_placement_policy_not_adhering_bookie_enabled:
                 await asyncio.to_thread(self._marks.add, ledger, ())
 
-        if await self._for_each_ledger(check):
-            await self._record(AuditorCheck.PLACEMENT_POLICY)
-        self._stats.num_ledgers_not_adhering_to_placement_policy = count
+        await self._for_each_ledger(AuditorCheck.PLACEMENT_POLICY, check)
+        self.stats.num_ledgers_not_adhering_to_placement_policy = count
 
     def _old_mark_count(self, before_ms: int) -> int:
         count = 0
-        for ledger, mark in self._marks.list(None if self._scoped else 0):
-            if ledger.is_scoped == self._scoped and not isinstance(mark, BkctlError):
+        for ledger, mark in self._marks.list(None if self.scoped else 0):
+            if ledger.is_scoped == self.scoped and not isinstance(mark, BkctlError):
                 count += mark.ctime_ms is not None and mark.ctime_ms < before_ms
         return count
 
-    async def _for_each_ledger(self, work: Callable[[LedgerId, VersionedMetadata, set[str]], Awaitable[None]]) -> bool:
-        """Call `work` with every ledger and the registered bookies, several at once.
+    async def _for_each_ledger(
+        self, check: AuditorCheck, work: Callable[[LedgerId, VersionedMetadata, set[str]], Awaitable[None]]
+    ) -> None:
+        """Call `work` with every ledger and the registered bookies, several at once, and record the check as done.
 
-        Return False if auto-recovery was disabled meanwhile. Errors of single ledgers are logged. Raise Unreachable.
+        Stop without a record if auto-recovery is disabled meanwhile. Errors of single ledgers are logged. Raise
+        Unreachable.
         """
-        at_once = min(self._config.auditor_max_number_of_concurrent_open_ledger_operations, CHECKS_AT_ONCE_MAX)
+        at_once = min(self.config.auditor_max_number_of_concurrent_open_ledger_operations, CHECKS_AT_ONCE_MAX)
         permits = asyncio.Semaphore(at_once)
 
         async def check_one(ledger: LedgerId, found: VersionedMetadata | BkctlError, up: set[str]) -> None:
@@ -180,21 +176,18 @@ class LedgerChecks:
             except BkctlError as error:
                 log.warning("Ledger %s is not checked: %s", ledger, error)
 
-        remaining = iter(self._cluster.ledgers.read_many(ledgers_of(self._cluster, scoped=self._scoped)))
+        remaining = iter(self._cluster.ledgers.read_many(ledgers_of(self._cluster, scoped=self.scoped)))
         while step := await asyncio.to_thread(lambda: list(islice(remaining, STEP_COUNT // 4))):
             if not await asyncio.to_thread(self._settings.is_enabled):
-                return False
+                return
             up = await asyncio.to_thread(available_bookies, self._cluster, scoped=False)
             tasks = [asyncio.ensure_future(check_one(ledger, found, up)) for ledger, found in step]
             try:
                 await asyncio.gather(*tasks)
             finally:
                 await cancel_and_wait(*tasks)
-        return await asyncio.to_thread(self._settings.is_enabled)
-
-    async def _record(self, check: AuditorCheck) -> None:
-        """Record in the store that the check has run now."""
-        await asyncio.to_thread(self._settings.set_check_ctime_ms, check, now_ms(), scoped=self._scoped)
+        if await asyncio.to_thread(self._settings.is_enabled):
+            await asyncio.to_thread(self._settings.set_check_ctime_ms, check, now_ms(), scoped=self.scoped)
 
 
 def _worst_count(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from bkctl.client.bookies import in_thread
@@ -40,26 +41,19 @@ if TYPE_CHECKING:
 _ATTEMPT_COUNT_MAX: Final = 3
 
 
+@dataclass(eq=False)
 class LedgerMover:
     """Moves single ledgers off the bookies `leaving`; the options are BookieMover's."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        replicator: LedgerFragmentReplicator,
-        leaving: frozenset[str],
-        marked: Collection[LedgerId],
-        *,
-        skip_open: bool,
-        fence: bool,
-        locks: bool,
-    ) -> None:
-        self._cluster = cluster
-        self._replicator = replicator
-        self._leaving = leaving
-        self._marked = marked
-        self._skip_open, self._fence, self._locks = skip_open, fence, locks
-        self._state = AutoRecoveryState(cluster.store)
+    cluster: Cluster
+    replicator: LedgerFragmentReplicator
+    leaving: frozenset[str]
+    marked: Collection[LedgerId]
+    skip_open: bool
+    fence: bool
+
+    def __post_init__(self) -> None:
+        self._state = AutoRecoveryState(self.cluster.store)
         owner = f"{os.uname().nodename}:{os.getpid()}"
         self._lock: BatchedCalls[LedgerId, Claim] = BatchedCalls(lambda ids: self._state.locks.lock_many(ids, owner))
         self._unlock: BatchedCalls[LedgerId, None] = BatchedCalls(self._unlock_many)
@@ -71,11 +65,9 @@ class LedgerMover:
 
         `found` is its metadata (None: read now). Raise errors of the store.
         """
-        if not self._locks:
-            return await self._move(ledger, found)
         is_locked_by_another = False
+        lock: Claim | None = None
         try:
-            lock: Claim | None = None
             try:
                 lock = await run_to_end(self._lock(ledger))
             except Conflict:
@@ -87,19 +79,17 @@ class LedgerMover:
             if not is_locked_by_another:
                 await run_to_end(self._unlock(ledger))
 
-    async def _move(
-        self, ledger: LedgerId, found: VersionedMetadata | None = None, lock: Claim | None = None
-    ) -> LedgerMove:
+    async def _move(self, ledger: LedgerId, found: VersionedMetadata | None, lock: Claim | None) -> LedgerMove:
         state = None
         try:
             for _ in range(_ATTEMPT_COUNT_MAX):
                 if found is None:
-                    found = await in_thread(self._cluster.ledgers.read, ledger)
+                    found = await in_thread(self.cluster.ledgers.read, ledger)
                 state = state or found.metadata.state
-                if self._skip_open and found.metadata.state is LedgerState.OPEN:
+                if self.skip_open and found.metadata.state is LedgerState.OPEN:
                     return LedgerMove(ledger, MoveOutcome.OPEN, state, problem="It is open")
-                replication = await self._replicator.replicate_ledger(
-                    ledger, found, bookies=self._leaving, fence=self._fence, exclude=self._leaving, lock=lock
+                replication = await self.replicator.replicate_ledger(
+                    ledger, found, bookies=self.leaving, fence=self.fence, lock=lock
                 )
                 found = None
                 if not any(fragment.outcome is Outcome.SUPERSEDED for fragment in replication.fragments):
@@ -114,14 +104,14 @@ class LedgerMover:
             # No bookie can tell the last entry.
             return LedgerMove(ledger, MoveOutcome.UNRECOVERABLE, state, problem=error.message)
         except TimedOut as error:
-            await in_thread(self._cluster.instance_id)  # Raises if the silent server is the store.
+            await in_thread(self.cluster.instance_id)  # Raises if the silent server is the store.
             return LedgerMove(ledger, MoveOutcome.FAILED, state, problem=error.message)
         except Unreachable:
             raise
         except BkctlError as error:
             return LedgerMove(ledger, MoveOutcome.FAILED, state, problem=error.message)
         moved = _result_of(ledger, state, replication)
-        if moved.outcome is MoveOutcome.MOVED and ledger in self._marked:
+        if moved.outcome is MoveOutcome.MOVED and ledger in self.marked:
             await in_thread(self._unmark, ledger)
         return moved
 
@@ -133,7 +123,7 @@ class LedgerMover:
         """Delete the ledger's mark if it names leaving bookies only; otherwise a worker replicates the other ones."""
         with contextlib.suppress(NotFound, MetadataVersionConflict, Corrupt):
             mark = self._state.marks.get(ledger)
-            if mark is not None and self._leaving.issuperset(mark.missing_replicas):
+            if mark is not None and self.leaving.issuperset(mark.missing_replicas):
                 self._state.marks.remove(ledger, mark.version)
 
 
@@ -147,10 +137,7 @@ def _result_of(ledger: LedgerId, before: LedgerState | None, replication: Ledger
         sum(fragment.size_bytes for fragment in replication.fragments),
     )
     if replication.unreadable:
-        spans = tuple(
-            EntrySpan(entries.first_entry_id, entries.last_entry_id, entries.entry_count)
-            for entries in replication.unreadable
-        )
+        spans = tuple(EntrySpan(*entries[:3]) for entries in replication.unreadable)
         problem = f"No bookie gives {spans_text(spans)} ({replication.unreadable[0].answers})"
         return LedgerMove(ledger, MoveOutcome.UNRECOVERABLE, *counts, spans, problem)
     if replication.errors:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from bkctl.client.bookies import in_thread
 from bkctl.client.ensemble import RoundRobinDistributionSchedule
 from bkctl.errors import BkctlError, BookieUnavailable, TimedOut, Unreachable
-from bkctl.replication.fragments import UNREADABLE_NAMED_MAX, EntrySpan, LedgerFragment
+from bkctl.replication.fragments import UNREADABLE_NAMED_MAX, EntrySpan, LedgerFragment, add_to_spans
 from bkctl.replication.holdings import HeldFragment, HeldLedger
 from bkctl.replication.replica_reads import MUTE_S
 
@@ -42,6 +42,11 @@ class LostEntryFinder:
         now = time.monotonic()
         return [bookie_id for bookie_id in bookie_ids if self._silent_until.get(bookie_id, 0.0) > now]
 
+    def silent_text(self, bookie_ids: Iterable[str]) -> str:
+        """Return `; BOOKIE gives no answer` for the silent bookies of `bookie_ids`, "" for none."""
+        silent = self.silent(bookie_ids)
+        return f"; {', '.join(silent)} {'gives' if len(silent) == 1 else 'give'} no answer" if silent else ""
+
     async def find(self, held: HeldLedger, up: Collection[str]) -> dict[int, tuple[EntrySpan, ...]]:
         """Return the entries that the leaving bookies should hold and no bookie of `up` has, by fragment's first entry.
 
@@ -62,7 +67,9 @@ class LostEntryFinder:
             for index, bookie_id in enumerate(fragment.ensemble):
                 if bookie_id in listed:
                     entries = listed[bookie_id]
-                    present[bookie_id] = await self._read(access, fragment, index) if entries is None else entries
+                    if entries is None:
+                        entries = await self._read(access, held.bad_fragment(fragment), index)
+                    present[bookie_id] = entries
             spans = await in_thread(_lost, held, fragment, present)
             if spans:
                 found[fragment.first_entry_id] = spans
@@ -80,19 +87,15 @@ class LostEntryFinder:
         except BkctlError:
             return None
 
-    async def _read(self, access: LedgerAccess, held: HeldFragment, index: int) -> Container[int]:
+    async def _read(self, access: LedgerAccess, fragment: LedgerFragment, index: int) -> Container[int]:
         """Return the entries of the fragment that the bookie at ensemble index `index` returns.
 
         If it returns its first and its last entry, the entries between are taken as present.
         """
-        assert held.last_entry_id is not None
-        fragment = LedgerFragment(
-            access.ledger, held.first_entry_id, held.last_entry_id, held.ensemble, True, access.schedule
-        )
         ends = fragment.first_and_last_of(index)
         if ends is None:
             return ()
-        bookie_id = held.ensemble[index]
+        bookie_id = fragment.ensemble[index]
         if not any(await self._errors(access, bookie_id, set(ends))):
             return range(ends[0], ends[1] + 1)
         present: set[int] = set()
@@ -136,11 +139,7 @@ def _lost(held: HeldLedger, fragment: HeldFragment, present: Mapping[str, Contai
         count += not is_present
         if count > UNREADABLE_NAMED_MAX:
             break
-        if is_present:
-            is_adjoining = False
-        elif is_adjoining:
-            spans[-1] = EntrySpan(spans[-1].first_entry_id, entry_id, spans[-1].entry_count + 1)
-        else:
-            spans.append(EntrySpan(entry_id, entry_id, 1))
-            is_adjoining = True
+        if not is_present:
+            add_to_spans(spans, entry_id, adjoins=is_adjoining)
+        is_adjoining = not is_present
     return tuple(spans)

@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
+from itertools import compress, islice
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bkctl.errors import BkctlError, Corrupt, LedgerNotFound, Unreachable, UsageError
@@ -25,19 +25,10 @@ MARKS_AT_ONCE: Final = 16
 
 
 class MarkedLedger(NamedTuple):
-    """A ledger with replicas on lost bookies, and those bookies. `changed`: its mark is new, or names more bookies."""
+    """A marked ledger, and the lost bookies that have replicas of it."""
 
     ledger: LedgerId
     bookies: tuple[str, ...]
-    changed: bool
-
-
-class MarkProgress(NamedTuple):
-    """The progress: ledgers examined, ledgers with replicas on lost bookies, and ledgers whose mark changed."""
-
-    ledger_count: int
-    affected_count: int
-    changed_count: int
 
 
 def ledgers_of(cluster: Cluster, *, scoped: bool) -> Iterator[LedgerId]:
@@ -50,32 +41,17 @@ def available_bookies(cluster: Cluster, *, scoped: bool) -> set[str]:
     return {bookie.bookie_id for bookie in cluster.bookies.list(False) if bookie.ledger_scopes or not scoped}
 
 
-def mark_ledgers(
-    cluster: Cluster,
-    bookies: Collection[str],
-    *,
-    scope_id: int | None = None,
-    dry_run: bool = False,
-    progress: Callable[[MarkProgress], None] = lambda _: None,
-) -> Iterator[MarkedLedger]:
+def mark_ledgers(cluster: Cluster, bookies: Collection[str], *, scope_id: int | None = None) -> Iterator[MarkedLedger]:
     """Mark every ledger of the scope (None: of every scope) that has replicas on `bookies`; yield them in order.
 
-    The bookies may be registered. A `dry_run` marks nothing; `changed` says then which marks would change. `progress`
-    is called after every step. A ledger whose metadata or mark is unreadable is logged and skipped.
+    The bookies may be registered. A ledger whose metadata or mark is unreadable is logged and skipped.
     Raise UsageError for an invalid bookie id, Unreachable. Source: Auditor, BookKeeperAdmin.triggerAudit.
     """
     wanted = set(map(check_bookie_id, bookies))
-    ids = cluster.ledgers.ledgers(scope_id)
-    yield from _mark(cluster, ids, lambda named: named & wanted, lambda: True, dry_run=dry_run, progress=progress)
+    yield from _mark(cluster, cluster.ledgers.ledgers(scope_id), lambda named: named & wanted)
 
 
-def audit_bookies(
-    cluster: Cluster,
-    *,
-    scoped: bool,
-    may_continue: Callable[[], bool] = lambda: True,
-    progress: Callable[[MarkProgress], None] = lambda _: None,
-) -> Counter[str]:
+def audit_bookies(cluster: Cluster, *, scoped: bool, may_continue: Callable[[], bool] = lambda: True) -> Counter[str]:
     """Mark every ledger of scope 0 (`scoped`: of all other scopes) that names an unregistered bookie.
 
     Return the number of ledgers of each such bookie. `may_continue` is asked before every step; False ends the audit.
@@ -92,7 +68,7 @@ def audit_bookies(
         return named - available
 
     counts: Counter[str] = Counter()
-    for marked in _mark(cluster, ledgers_of(cluster, scoped=scoped), lost, may_continue, progress=progress):
+    for marked in _mark(cluster, ledgers_of(cluster, scoped=scoped), lost, may_continue):
         counts.update(marked.bookies)
     return counts
 
@@ -101,39 +77,30 @@ def _mark(
     cluster: Cluster,
     ids: Iterable[LedgerId],
     lost: Callable[[set[str]], set[str]],
-    may_continue: Callable[[], bool],
-    *,
-    dry_run: bool = False,
-    progress: Callable[[MarkProgress], None],
+    may_continue: Callable[[], bool] = lambda: True,
 ) -> Iterator[MarkedLedger]:
     """Mark the ledgers with replicas on lost bookies; `lost` returns the lost ones of a set of bookies."""
     marks = LedgerMarks(cluster.store)
-    ledger_count = affected_count = changed_count = 0
     remaining = iter(cluster.ledgers.read_many(ids))
     with ThreadPoolExecutor(MARKS_AT_ONCE, thread_name_prefix="mark-ledgers") as executor:
         while may_continue() and (step := list(islice(remaining, STEP_COUNT))):
             named = list(_named_bookies(step))
             gone = lost(set().union(*(bookies for _, bookies in named)))
-            affected = [(ledger, tuple(sorted(bookies & gone))) for ledger, bookies in named if bookies & gone]
-            for marked in executor.map(lambda pair: _mark_one(marks, *pair, dry_run=dry_run), affected):
-                if marked is not None:
-                    changed_count += marked.changed
-                    yield marked
-            ledger_count += len(step)
-            affected_count += len(affected)
-            progress(MarkProgress(ledger_count, affected_count, changed_count))
+            affected = [
+                MarkedLedger(ledger, tuple(sorted(bookies & gone))) for ledger, bookies in named if bookies & gone
+            ]
+            is_marked = executor.map(lambda marked: _mark_one(marks, *marked), affected)
+            yield from compress(affected, is_marked)
 
 
-def _mark_one(marks: LedgerMarks, ledger: LedgerId, missing: tuple[str, ...], *, dry_run: bool) -> MarkedLedger | None:
+def _mark_one(marks: LedgerMarks, ledger: LedgerId, missing: tuple[str, ...]) -> bool:
+    """Return False if the ledger cannot be marked: its mark is damaged, or it names an invalid bookie id."""
     try:
-        if not dry_run:
-            return MarkedLedger(ledger, missing, marks.add(ledger, missing))
-        present = marks.get(ledger)
+        marks.add(ledger, missing)
     except (Corrupt, UsageError) as error:
-        # The mark is damaged, or the ledger names an invalid bookie id: the next ledgers must not wait for it.
         log.error("Ledger %s cannot be marked: %s", ledger, error)
-        return None
-    return MarkedLedger(ledger, missing, present is None or not set(missing) <= set(present.missing_replicas))
+        return False
+    return True
 
 
 def _named_bookies(

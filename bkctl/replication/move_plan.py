@@ -147,17 +147,17 @@ def check_scopes_known(cluster: Cluster) -> None:
         )
 
 
+@dataclass
 class MoveProgress:
     """The progress of a move, updated while it runs. Times in seconds."""
 
-    def __init__(self, plan: MovePlan) -> None:
-        self.plan = plan
-        self.ledger_count = 0
-        self.entry_count = 0
-        self.size_bytes = 0
-        #: Ledgers that other workers have locked, and that are retried later.
-        self.locked_count = 0
-        self._began = time.monotonic()
+    plan: MovePlan
+    ledger_count: int = 0
+    entry_count: int = 0
+    size_bytes: int = 0
+    #: Ledgers that other workers have locked, and that are retried later.
+    locked_count: int = 0
+    _began: float = field(default_factory=time.monotonic)
 
     def copied(self, entry_count: int, size_bytes: int) -> None:
         """Add copied entries."""

@@ -13,9 +13,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bkctl.client.bookies import in_thread
 from bkctl.errors import BkctlError
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from bkctl.ids import LedgerId
     from bkctl.metadata.ledgers import LedgerManager, VersionedMetadata
     from bkctl.pace import Pace
+    from bkctl.replication.ledger_mover import LedgerMover
     from bkctl.replication.move_plan import LedgerMove, MoveProgress
 
 #: Ledgers that are moved at once; so many wait for the metadata store together.
@@ -36,17 +38,6 @@ LOCK_PATIENCE_S: Final = 15.0
 _LOCK_POLL_S: Final = 0.5
 #: The time between looks for a pause.
 _PAUSE_POLL_S: Final = 1.0
-
-_MetadataBatch: TypeAlias = "list[tuple[LedgerId, VersionedMetadata | BkctlError]]"
-
-
-class MoveFunction(Protocol):
-    """Moves one ledger, as LedgerMover.move."""
-
-    def __call__(
-        self, ledger: LedgerId, found: VersionedMetadata | None, *, waits_for_lock: bool
-    ) -> Awaitable[LedgerMove | None]:
-        """Return the result; None if `waits_for_lock` and another worker has the ledger locked."""
 
 
 class _Attempt(NamedTuple):
@@ -61,41 +52,33 @@ class _Attempt(NamedTuple):
         return self.since_s + LOCK_PATIENCE_S - time.monotonic()
 
 
+@dataclass(eq=False)
 class MoveQueue:
     """Moves ledgers, up to CONCURRENCY at once, unless `pace` is paused.
 
     `report` gets a message when only locked ledgers are left.
     """
 
-    def __init__(
-        self,
-        ids: Iterator[LedgerId],
-        ledgers: LedgerManager,
-        move: MoveFunction,
-        progress: MoveProgress,
-        pace: Pace,
-        report: Callable[[str], None],
-    ) -> None:
-        self._waiting = ids
-        self._ledgers = ledgers
-        self._move = move
-        self._progress = progress
-        self._pace = pace
-        self._report = report
-        self._read: deque[tuple[LedgerId, VersionedMetadata | BkctlError | None]] = deque()
-        self._locked: deque[_Attempt] = deque()
-        self._running: dict[asyncio.Task[LedgerMove | None], _Attempt] = {}
-        self._ended: asyncio.Queue[asyncio.Task[LedgerMove | None]] = asyncio.Queue()
-        #: True after a wait for nothing but locked ledgers: they are retried at once.
-        self._is_idle = False
-        self._has_reported = False
+    waiting: Iterator[LedgerId]
+    ledgers: LedgerManager
+    mover: LedgerMover
+    progress: MoveProgress
+    pace: Pace
+    report: Callable[[str], None]
+    _read: deque[tuple[LedgerId, VersionedMetadata | BkctlError | None]] = field(default_factory=deque)
+    _locked: deque[_Attempt] = field(default_factory=deque)
+    _running: dict[asyncio.Task[LedgerMove | None], _Attempt] = field(default_factory=dict)
+    _ended: asyncio.Queue[asyncio.Task[LedgerMove | None]] = field(default_factory=asyncio.Queue)
+    #: True after a wait for nothing but locked ledgers: they are retried at once.
+    _is_idle: bool = False
+    _has_reported: bool = False
 
     async def results(self) -> AsyncGenerator[LedgerMove, None]:
         """Yield the result of each ledger as its move ends. Raise errors of the store."""
         ahead = self._read_ahead()
         try:
             while True:
-                if self._pace.is_paused:
+                if self.pace.is_paused:
                     await self._pause()
                 self._retry_locked()
                 while len(self._running) < CONCURRENCY:
@@ -107,7 +90,7 @@ class MoveQueue:
                     ledger, found = self._read.popleft()
                     known = None if isinstance(found, BkctlError) else found
                     self._start(_Attempt(ledger, time.monotonic()), known)
-                self._progress.locked_count = len(self._locked)
+                self.progress.locked_count = len(self._locked)
                 if not self._running and not self._locked:
                     return
                 result = await self._next_result()
@@ -116,9 +99,9 @@ class MoveQueue:
         finally:
             await cancel_and_wait(ahead, *self._running)
 
-    def _read_ahead(self) -> asyncio.Task[_MetadataBatch]:
-        batch = list(islice(self._waiting, CONCURRENCY))
-        return asyncio.create_task(in_thread(lambda: list(self._ledgers.read_many(batch))))
+    def _read_ahead(self) -> asyncio.Task[list[tuple[LedgerId, VersionedMetadata | BkctlError]]]:
+        batch = list(islice(self.waiting, CONCURRENCY))
+        return asyncio.create_task(in_thread(lambda: list(self.ledgers.read_many(batch))))
 
     def _retry_locked(self) -> None:
         """Start the locked ledgers whose time is over, or all if there is nothing else to do."""
@@ -135,11 +118,11 @@ class MoveQueue:
             if task.cancelled():
                 del self._running[task]
                 self._read.appendleft((attempt.ledger, None))
-        await self._pace.resumed()
-        self._progress.paused(time.monotonic() - began)
+        await self.pace.resumed()
+        self.progress.paused(time.monotonic() - began)
 
     def _start(self, attempt: _Attempt, found: VersionedMetadata | None) -> None:
-        task = asyncio.ensure_future(self._move(attempt.ledger, found, waits_for_lock=attempt.patience_s > 0))
+        task = asyncio.ensure_future(self.mover.move(attempt.ledger, found, waits_for_lock=attempt.patience_s > 0))
         self._running[task] = attempt
         task.add_done_callback(self._ended.put_nowait)
 
@@ -170,7 +153,7 @@ class MoveQueue:
         if not self._has_reported:
             self._has_reported = True
             names = ", ".join(map(str, locked[:5])) + (f" and {len(locked) - 5:,} more" if len(locked) > 5 else "")
-            self._report(
+            self.report(
                 f"{'Ledger' if len(locked) == 1 else 'Ledgers'} {names}: locked by other workers, such as "
                 f"auto-recovery's; waiting up to {LOCK_PATIENCE_S:g} s for them"
             )

@@ -10,7 +10,7 @@ from bkctl.client.bookies import BookieChannel, failure
 from bkctl.client.read_handle import entry_of
 from bkctl.errors import BkctlError, EntryNotFound, LedgerNotFound, ProtocolError, TimedOut
 from bkctl.formats.availability import Availability
-from bkctl.protocol.messages import ListEntriesRequest, ListEntriesResponse, Protocol, ReadRequest, Response
+from bkctl.protocol.messages import ListEntriesRequest, ListEntriesResponse, Protocol, ReadRequest
 
 if TYPE_CHECKING:
     from bkctl.client.reader import LedgerAccess
@@ -34,7 +34,11 @@ class ReplicaReader:
         future = channel.send(ReadRequest(access.ledger, entry_id), access.scoped)
         future.add_done_callback(lambda _: self._permits.release())
         await asyncio.wait([future])
-        return _error_of(future, access, entry_id, channel.bookie_id)
+        try:
+            entry_of(future, access, entry_id, channel.bookie_id)
+        except BkctlError as error:
+            return error
+        return None
 
     async def listed(self, access: LedgerAccess, bookie_id: str) -> Availability:
         """Return the entries of the ledger that the bookie lists from its index, which does not prove their presence.
@@ -61,13 +65,3 @@ class ReplicaReader:
         if not isinstance(response, ListEntriesResponse) or response.availability is None:
             raise ProtocolError(f"Bookie {bookie_id} answered without a list of entries")
         return Availability.parse(response.availability, f"bookie {bookie_id}")
-
-
-def _error_of(
-    future: asyncio.Future[Response], access: LedgerAccess, entry_id: int, bookie_id: str
-) -> BkctlError | None:
-    try:
-        entry_of(future, access, entry_id, bookie_id)
-    except BkctlError as error:
-        return error
-    return None

@@ -24,9 +24,15 @@ from bkctl.client.ledger import BookKeeper
 from bkctl.errors import BkctlError, LedgerNotFound, UnclosedFragment
 from bkctl.pace import Pace
 from bkctl.replication.checker import LedgerCheck, LedgerChecker
-from bkctl.replication.copy_limits import BATCH_SIZE, CopyWindow
 from bkctl.replication.ensemble_swap import EnsembleSwap, EnsembleSwapper, ensemble_at
-from bkctl.replication.fragment_copy import CopyTools, FragmentCopy, TargetFailed, UnreadableEntries
+from bkctl.replication.fragment_copy import (
+    BATCH_SIZE,
+    CopyTools,
+    CopyWindow,
+    FragmentCopy,
+    TargetFailed,
+    UnreadableEntries,
+)
 from bkctl.replication.fragments import LedgerFragment
 from bkctl.replication.targets import TargetChooser
 
@@ -58,7 +64,7 @@ class FragmentReplication:
 
     `versioned` is the ledger's metadata afterwards. `replaced` maps bookies that left the ensemble to their
     replacements, `repaired` are the bookies that got back what they lacked. `entry_count` and `size_bytes` (headers and
-    digests included) were written, `present_count` entries were found at their targets.
+    digests included) were written.
     """
 
     fragment: LedgerFragment
@@ -68,7 +74,6 @@ class FragmentReplication:
     repaired: tuple[str, ...] = ()
     entry_count: int = 0
     size_bytes: int = 0
-    present_count: int = 0
     unreadable: tuple[UnreadableEntries, ...] = ()
 
 
@@ -107,24 +112,18 @@ class LedgerFragmentReplicator:
         self,
         bookkeeper: BookKeeper,
         *,
-        checker: LedgerChecker | None = None,
         batch_size: int = BATCH_SIZE,
         pace: Pace | None = None,
         progress: Callable[[int, int], None] = lambda entries, size: None,
     ) -> None:
         self.bookkeeper = bookkeeper
-        self.checker = checker or LedgerChecker(bookkeeper)
+        self.checker = LedgerChecker(bookkeeper)
         self._tools = CopyTools(self.checker.replicas, CopyWindow(batch_size), pace or Pace(), progress)
-        self._chooser = TargetChooser(bookkeeper)
+        #: Returns the target of each bad bookie of a fragment.
+        self.targets = TargetChooser(bookkeeper).targets
         self._swapper = EnsembleSwapper(bookkeeper.cluster)
         #: Copies that a pause cancelled, by ledger and first entry: their targets, and the last entry of all before it.
         self._cancelled: dict[tuple[LedgerId, int], tuple[dict[int, str], int]] = {}
-
-    async def targets(
-        self, fragment: LedgerFragment, *, exclude: Collection[str] = (), in_place: bool | None = None
-    ) -> dict[int, str]:
-        """Return the target of each bad bookie of the fragment, as `TargetChooser.targets`."""
-        return await self._chooser.targets(fragment, exclude=exclude, in_place=in_place)
 
     async def replicate(
         self,
@@ -133,7 +132,6 @@ class LedgerFragmentReplicator:
         *,
         targets: Mapping[int, str] | None = None,
         exclude: Collection[str] = (),
-        in_place: bool | None = None,
         lock: Claim | None = None,
     ) -> FragmentReplication:
         """Copy the entries of the fragment's bad bookies to `targets` (None: as `targets()` chooses), and swap them.
@@ -149,7 +147,7 @@ class LedgerFragmentReplicator:
                 f"The fragment of ledger {check.ledger} from entry {fragment.first_entry_id} may still grow",
                 hint="recover the ledger first",
             )
-        chosen, copy = await self._copy(check, fragment, targets, exclude, in_place)
+        chosen, copy = await self._copy(check, fragment, targets, exclude)
         result = FragmentReplication(
             fragment,
             Outcome.UNRECOVERABLE,
@@ -158,7 +156,6 @@ class LedgerFragmentReplicator:
             (),
             copy.entry_count,
             copy.size_bytes,
-            copy.present_count,
             tuple(copy.unreadable),
         )
         if result.unreadable:
@@ -180,7 +177,6 @@ class LedgerFragmentReplicator:
         fragment: LedgerFragment,
         targets: Mapping[int, str] | None,
         exclude: Collection[str],
-        in_place: bool | None,
     ) -> tuple[dict[int, str], FragmentCopy]:
         """Copy the fragment's entries; return the targets and the finished copy. Raise the error of the last target.
 
@@ -192,7 +188,7 @@ class LedgerFragmentReplicator:
         former, done_through = self._cancelled.pop(key, ({}, -1))
         while True:
             if targets is None:
-                chosen = await self.targets(fragment, exclude={*exclude, *failed}, in_place=in_place)
+                chosen = await self.targets(fragment, exclude={*exclude, *failed})
             else:
                 chosen = dict(targets)
             copy = FragmentCopy(self._tools, access, fragment, chosen, done_through if chosen == former else -1)
@@ -226,23 +222,19 @@ class LedgerFragmentReplicator:
         *,
         bookies: Collection[str] | None = None,
         fence: bool = True,
-        percentage: int = 0,
-        every_entry: bool = False,
-        exclude: Collection[str] = (),
-        in_place: bool | None = None,
         lock: Claim | None = None,
     ) -> LedgerReplication:
         """Check a ledger and replicate its bad fragments. With `bookies`, replicate all that it has on these instead.
 
         With `fence`, an open ledger whose last fragment is bad is fenced and closed first; without, that fragment
-        remains. Bookies in `bookies` and `exclude` are never targets. Unreadable entries, and fragments that cannot be
-        replicated now, are in the result. Raise LedgerNotFound, LedgerRecoveryFailed, and errors of the store.
+        remains. Bookies in `bookies` are never targets. Unreadable entries, and fragments that cannot be replicated
+        now, are in the result. Raise LedgerNotFound, LedgerRecoveryFailed, and errors of the store.
         """
 
         async def look(known: VersionedMetadata | None) -> LedgerCheck:
             if bookies is not None:
                 return await self.checker.on_bookies(ledger, bookies, known)
-            return await self.checker.check(ledger, known, percentage=percentage, every_entry=every_entry)
+            return await self.checker.check(ledger, known)
 
         check = await look(found)
         if check.needs_recovery and fence:
@@ -251,13 +243,12 @@ class LedgerFragmentReplicator:
         results: list[FragmentReplication] = []
         errors: list[tuple[LedgerFragment, BkctlError]] = []
         left_open = check.needs_recovery
-        excluded = {*exclude, *(bookies or ())}
         for fragment in check.fragments:
             if not fragment.closed:
                 left_open = True
                 continue
             try:
-                result = await self.replicate(check, fragment, exclude=excluded, in_place=in_place, lock=lock)
+                result = await self.replicate(check, fragment, exclude=bookies or (), lock=lock)
             except LedgerNotFound:
                 raise
             except BkctlError as error:
@@ -268,15 +259,13 @@ class LedgerFragmentReplicator:
         return LedgerReplication(check, tuple(results), tuple(errors), left_open)
 
     async def unreadable(
-        self, check: LedgerCheck, fragment: LedgerFragment, entry_ids: Collection[int] | None = None
+        self, check: LedgerCheck, fragment: LedgerFragment, entry_ids: Collection[int]
     ) -> list[UnreadableEntries]:
         """Return the entries among `entry_ids` that no replica returns: a quick look before another attempt.
 
-        None stands for all entries that the fragment's bad bookies should hold, which takes as long as copying them.
         Source: ReplicationWorker.tryReadingFaultyEntries.
         """
         access = self.bookkeeper.access(check.ledger, check.versioned)
-        targets = {index: fragment.ensemble[index] for index in fragment.bookie_indexes}
-        copy = FragmentCopy(self._tools, access, fragment, targets)
-        await copy.try_reading(None if entry_ids is None else sorted(entry_ids))
+        copy = FragmentCopy(self._tools, access, fragment, {})
+        await copy.try_reading(sorted(entry_ids))
         return copy.unreadable

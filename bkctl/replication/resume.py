@@ -20,6 +20,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Final, Self
 
+from bkctl.disk import Files
 from bkctl.errors import Conflict, Corrupt, Unsupported
 from bkctl.ids import LedgerId, LedgerIdSet
 
@@ -61,7 +62,7 @@ class ResumeFile:
             if not self._read(header):
                 self._append(header)
                 self._sync()
-                self._sync_directory()
+                Files().sync_directory(path.absolute().parent)
         except BaseException:
             os.close(self._file)
             raise
@@ -172,10 +173,3 @@ class ResumeFile:
     def _sync(self) -> None:
         os.fsync(self._file)
         self._synced, self._dirty = time.monotonic(), False
-
-    def _sync_directory(self) -> None:
-        directory = os.open(self.path.absolute().parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class Signal:
@@ -33,20 +35,29 @@ class Signal:
 
 
 @contextlib.asynccontextmanager
-async def watching(watch: Callable[..., Callable[[], None]], *arguments: Any, **options: Any) -> AsyncIterator[None]:
-    """Watch for the duration of a block: call `watch(*arguments)` in a thread, and its result to cancel the watch."""
-    beginning = asyncio.ensure_future(asyncio.to_thread(watch, *arguments, **options))
+async def opened(make: Callable[[], T], close: Callable[[T], None]) -> AsyncIterator[T]:
+    """Provide what `make` returns for the duration of a block, and `close` it then; both run in threads.
+
+    What `make` returns is closed too if the caller is cancelled meanwhile.
+    """
+    making = asyncio.ensure_future(asyncio.to_thread(make))
+
+    async def end() -> None:
+        await asyncio.wait([making])
+        if making.exception() is None:
+            await asyncio.to_thread(close, making.result())
+
     try:
-        await asyncio.shield(beginning)
-        yield
+        yield await asyncio.shield(making)
     finally:
-        await run_to_end(_cancel(beginning))
+        await run_to_end(end())
 
 
-async def _cancel(beginning: asyncio.Future[Callable[[], None]]) -> None:
-    await asyncio.wait([beginning])
-    if beginning.exception() is None:
-        await asyncio.to_thread(beginning.result())
+def watching(
+    watch: Callable[..., Callable[[], None]], *arguments: Any, **options: Any
+) -> contextlib.AbstractAsyncContextManager[object]:
+    """Watch for the duration of a block: call `watch(*arguments)` in a thread, and its result to cancel the watch."""
+    return opened(lambda: watch(*arguments, **options), lambda cancel: cancel())
 
 
 async def run_to_end(work: Any) -> Any:

@@ -48,10 +48,9 @@ class WorkerStats:
     num_bytes_written: int = 0
     num_defer_ledger_lock_release_of_failed_ledger: int = 0
     num_entries_unable_to_read_for_replication: int = 0
-    #: Ledgers that were locked and worked on, the failed ones among them, and the time spent.
+    #: Ledgers that were locked and worked on, and the failed ones among them.
     rereplicate_count: int = 0
     rereplicate_failed_count: int = 0
-    rereplicate_s: float = 0.0
     exceptions: Counter[str] = field(default_factory=Counter)
 
 

@@ -6,14 +6,13 @@ import contextlib
 import random
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from bkctl.client.bookies import in_thread
 from bkctl.client.placement import Placement, choose_replacements, mend_placement
 from bkctl.errors import NotEnoughBookies
 from bkctl.replication.batching import BatchedCalls
-from bkctl.replication.fragments import ANSWERED, FaultReason, LedgerFragment, ReplicaFault, fragments_of
+from bkctl.replication.fragments import ANSWERED, LedgerFragment, fragments_of
 
 if TYPE_CHECKING:
     from bkctl.client.ledger import BookKeeper
@@ -24,18 +23,14 @@ if TYPE_CHECKING:
 REGISTERED_AGE_S: Final = 1.0
 
 
-class MisplacedFragment(NamedTuple):
-    """A fragment with write quorums in too few racks, and the targets that mend it, by ensemble index; {} without any.
+async def misplaced_fragments(
+    bookkeeper: BookKeeper, check: LedgerCheck
+) -> list[tuple[LedgerFragment, dict[int, str]]]:
+    """Return the fragments of a closed ledger that have write quorums in too few racks, each with targets.
 
-    Its faults are the bookies that should leave.
+    The faults of a fragment are the bookies that should leave; the targets, by ensemble index, are empty if no usable
+    bookies can mend it.
     """
-
-    fragment: LedgerFragment
-    targets: dict[int, str]
-
-
-async def misplaced_fragments(bookkeeper: BookKeeper, check: LedgerCheck) -> list[MisplacedFragment]:
-    """Return the fragments of a closed ledger that have write quorums in too few racks."""
     pool, metadata = bookkeeper.pool, check.metadata
     registered = await in_thread(pool.registered)
     placement = await in_thread(pool.placement, registered, *(fragment.bookies for fragment in metadata.ensembles))
@@ -47,11 +42,7 @@ async def misplaced_fragments(bookkeeper: BookKeeper, check: LedgerCheck) -> lis
             fragment.ensemble, metadata.write_quorum_size, registered, placement,
             scoped=check.ledger.is_scoped, avoid=pool.suspects(), rng=_rng(fragment),
         )  # fmt: skip
-        faults = tuple(
-            ReplicaFault(index, fragment.ensemble[index], FaultReason.GIVEN, fragment.entry_count(index))
-            for index in sorted(targets)
-        )
-        found.append(MisplacedFragment(replace(fragment, faults=faults), targets))
+        found.append((fragment.given(sorted(targets)), targets))
     return found
 
 
@@ -73,18 +64,16 @@ class TargetChooser:
             lambda asking: [bookkeeper.pool.registered()] * len(asking)
         )
 
-    async def targets(
-        self, fragment: LedgerFragment, *, exclude: Collection[str] = (), in_place: bool | None = None
-    ) -> dict[int, str]:
+    async def targets(self, fragment: LedgerFragment, *, exclude: Collection[str] = ()) -> dict[int, str]:
         """Return the target of each bad bookie of the fragment, by ensemble index.
 
         As in Apache's, a bookie that lacks entries is replaced even if it is alive. If no bookie can replace it, and it
-        reported itself what it lacks, it is its own target and gets the missing entries back. `in_place` True prefers
-        this, False forbids it. Bookies in `exclude` are never targets. Raise NotEnoughBookies.
+        reported itself what it lacks, it is its own target and gets the missing entries back. Bookies in `exclude` are
+        never targets. Raise NotEnoughBookies.
         """
         repairable = {fault.ensemble_index for fault in fragment.faults if fault.reason in ANSWERED}
         own = {index: fragment.ensemble[index] for index in repairable if fragment.ensemble[index] not in exclude}
-        moving = [index for index in fragment.bookie_indexes if not (in_place and index in own)]
+        moving = fragment.bookie_indexes
         if time.monotonic() - self._registered_s < REGISTERED_AGE_S:
             with contextlib.suppress(NotEnoughBookies):
                 return await self._targets(fragment, own, moving, exclude)
@@ -93,7 +82,7 @@ class TargetChooser:
         try:
             return await self._targets(fragment, own, moving, exclude)
         except NotEnoughBookies:
-            if in_place is False or not any(index in own for index in moving):
+            if not own:
                 raise
         return await self._targets(fragment, own, [index for index in moving if index not in own], exclude)
 

@@ -13,10 +13,9 @@ import asyncio
 import contextlib
 import logging
 import random
-import time
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Iterator
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from itertools import islice
@@ -33,8 +32,8 @@ from bkctl.errors import (
 )
 from bkctl.metadata.underreplication import AutoRecoveryState, UnderreplicatedLedger
 from bkctl.pace import Pace
-from bkctl.replication.checker import LedgerCheck, LedgerChecker
-from bkctl.replication.ensemble_swap import LockLost, lock_lost
+from bkctl.replication.checker import LedgerCheck
+from bkctl.replication.ensemble_swap import LockLost
 from bkctl.replication.fragments import LedgerFragment
 from bkctl.replication.replicator import FragmentReplication, LedgerFragmentReplicator, Outcome
 from bkctl.replication.signals import Signal, cancel_and_wait, run_to_end, watching
@@ -90,6 +89,7 @@ def retry_delay_ms(grace_period_ms: int, failure_count: int) -> int:
     return (grace_period_ms >> DOUBLINGS) << failure_count
 
 
+@dataclass(eq=False)
 class ReplicationWorker:
     """Replicates marked ledgers of scope 0, of the other scopes, or both, until `run` is cancelled.
 
@@ -97,45 +97,34 @@ class ReplicationWorker:
     may remain until the store is closed.
     """
 
-    def __init__(
-        self,
-        bookkeeper: BookKeeper,
-        config: BookieConfig,
-        name: str,
-        *,
-        scopes: Collection[bool] = (False, True),
-        stats: WorkerStats | None = None,
-        checker: LedgerChecker | None = None,
-        replicator: LedgerFragmentReplicator | None = None,
-        rng: random.Random | None = None,
-    ) -> None:
-        self.stats = stats or WorkerStats()
-        self._config = config
-        self._name = name
-        self._scopes = tuple(scopes)
-        self._state = AutoRecoveryState(bookkeeper.cluster.store)
-        self._checker = checker or LedgerChecker(bookkeeper)
-        self._replicator = replicator or LedgerFragmentReplicator(
-            bookkeeper,
-            checker=self._checker,
-            batch_size=config.rereplication_entry_batch_size,
-            pace=Pace(bytes_per_s=config.replication_rate_by_bytes),
+    bookkeeper: BookKeeper
+    config: BookieConfig
+    name: str
+    scopes: Collection[bool] = (False, True)
+    stats: WorkerStats = field(default_factory=WorkerStats)
+    _rng: random.Random = field(default_factory=random.Random)
+    _deferred: dict[LedgerId, asyncio.Task[None]] = field(default_factory=dict)
+    #: The failures of a ledger and its unreadable entries, most recent ledger last.
+    _failed: OrderedDict[LedgerId, tuple[int, frozenset[int]]] = field(default_factory=OrderedDict)
+    _damaged: set[LedgerId] = field(default_factory=set)
+    _is_over: bool = False
+    _wake: Signal | None = None
+
+    def __post_init__(self) -> None:
+        self._state = AutoRecoveryState(self.bookkeeper.cluster.store)
+        self._replicator = LedgerFragmentReplicator(
+            self.bookkeeper,
+            batch_size=self.config.rereplication_entry_batch_size,
+            pace=Pace(bytes_per_s=self.config.replication_rate_by_bytes),
             progress=self._written,
         )
-        self._rng = rng or random.Random()
-        self._deferred: dict[LedgerId, asyncio.Task[None]] = {}
-        #: The failures of a ledger and its unreadable entries, most recent ledger last.
-        self._failed: OrderedDict[LedgerId, tuple[int, frozenset[int]]] = OrderedDict()
-        self._damaged: set[LedgerId] = set()
-        self._is_over = False
-        self._wake: Signal | None = None
 
     async def run(self) -> None:
         """Work until cancelled. Raise BkctlError if the worker cannot begin; later errors are logged."""
         self._wake = wake = Signal()
         try:
             async with contextlib.AsyncExitStack() as watches:
-                for scoped in self._scopes:
+                for scoped in self.scopes:
                     await watches.enter_async_context(watching(self._state.marks.watch_work, wake.set, scoped=scoped))
                 while True:
                     wake.clear()
@@ -156,7 +145,7 @@ class ReplicationWorker:
 
     @property
     def _back_off_s(self) -> float:
-        return max(self._config.rw_rereplicate_backoff_ms / 1000, 0.01)
+        return max(self.config.rw_rereplicate_backoff_ms / 1000, 0.01)
 
     async def work_once(self) -> float:
         """Try every marked ledger that is not locked, once; return the seconds until the next look.
@@ -196,7 +185,7 @@ class ReplicationWorker:
 
     def _free_ledgers(self) -> Iterator[list[LedgerId]]:
         """Yield the marked ledgers without a lock, in batches and random order, so that workers seldom collide."""
-        for scoped in self._rng.sample(self._scopes, len(self._scopes)):
+        for scoped in self._rng.sample(tuple(self.scopes), len(self.scopes)):
             marked = self._state.marks.ids(scoped=scoped)
             while batch := list(islice(marked, STEP_COUNT)):
                 locked = self._state.locks.ledgers()
@@ -214,7 +203,7 @@ class ReplicationWorker:
             # Read first, so that no lock is created for a ledger that another worker has just finished.
             if await asyncio.to_thread(state.marks.get, ledger) is None:
                 return LedgerOutcome.SKIPPED
-            lock = await run_to_end(asyncio.to_thread(state.locks.lock, ledger, self._name))
+            lock = await run_to_end(asyncio.to_thread(state.locks.lock, ledger, self.name))
         except Unreachable:
             raise
         except Conflict:
@@ -224,7 +213,6 @@ class ReplicationWorker:
                 log.warning("The mark of ledger %s cannot be used: %s", ledger, error)
                 self._damaged.add(ledger)
             return LedgerOutcome.SKIPPED
-        began_s = time.monotonic()
         outcome = LedgerOutcome.FAILED
         try:
             outcome = await self._replicate_locked(ledger, lock)
@@ -242,7 +230,6 @@ class ReplicationWorker:
             if outcome is not LedgerOutcome.SKIPPED:
                 self.stats.rereplicate_count += 1
                 self.stats.rereplicate_failed_count += outcome is not LedgerOutcome.DONE
-                self.stats.rereplicate_s += time.monotonic() - began_s
         return outcome
 
     async def _store_answers(self) -> bool:
@@ -266,7 +253,7 @@ class ReplicationWorker:
                 await self._replicate_fragments(check, lock)
                 if check.needs_recovery:
                     # An active writer may replace the bookies by itself.
-                    self._defer(ledger, self._config.open_ledger_rereplication_grace_period, partial(self._fence, lock))
+                    self._defer(ledger, self.config.open_ledger_rereplication_grace_period, partial(self._fence, lock))
                     return LedgerOutcome.LATER
                 check = await self._look(ledger)
                 if _is_healthy(check):
@@ -280,34 +267,43 @@ class ReplicationWorker:
             return LedgerOutcome.DONE
         count, unreadable = self._failed.get(ledger, (0, frozenset()))
         self._remember_failure(ledger, count + 1, unreadable)
-        delay_ms = retry_delay_ms(self._config.lock_release_of_failed_ledger_grace_period, count)
+        delay_ms = retry_delay_ms(self.config.lock_release_of_failed_ledger_grace_period, count)
         log.warning("Ledger %s still lacks replicas: retrying in %g s", ledger, delay_ms / 1000)
         self.stats.num_defer_ledger_lock_release_of_failed_ledger += 1
         self._defer(ledger, delay_ms)
         return LedgerOutcome.LATER
 
     async def _look(self, ledger: LedgerId) -> LedgerCheck:
-        return await self._checker.check(ledger, percentage=self._config.auditor_ledger_verification_percentage)
+        percentage = self.config.auditor_ledger_verification_percentage
+        return await self._replicator.checker.check(ledger, percentage=percentage)
 
     async def _replicate_fragments(self, check: LedgerCheck, lock: Claim) -> None:
-        """Replicate the closed fragments. Errors are logged: the next check finds the fragment again."""
+        """Replicate the closed fragments."""
         ledger, replicated = check.ledger, False
         for fragment in check.fragments:
             if not fragment.closed or await self._is_unreadable(check, fragment):
                 continue
-            try:
-                result = await self._replicator.replicate(check, fragment, lock=lock)
-            except (LedgerNotFound, LockLost):
-                raise
-            except BkctlError as error:
-                log.warning("Ledger %s from entry %d: %s", ledger, fragment.first_entry_id, error)
-                self.stats.exceptions[type(error).__name__] += 1
+            result = await self._replicate_fragment(check, fragment, lock)
+            if result is None:
                 continue
             check = replace(check, versioned=result.versioned)
             if result.unreadable:
                 self._record_unreadable(ledger, result)
             replicated = replicated or bool(result.replaced or result.repaired)
         self.stats.num_full_or_partial_ledgers_replicated += replicated
+
+    async def _replicate_fragment(
+        self, check: LedgerCheck, fragment: LedgerFragment, lock: Claim, targets: Mapping[int, str] | None = None
+    ) -> FragmentReplication | None:
+        """Return None after an error, which is logged: the next check finds the fragment again."""
+        try:
+            return await self._replicator.replicate(check, fragment, targets=targets, lock=lock)
+        except (LedgerNotFound, LockLost):
+            raise
+        except BkctlError as error:
+            log.warning("Ledger %s from entry %d: %s", check.ledger, fragment.first_entry_id, error)
+            self.stats.exceptions[type(error).__name__] += 1
+            return None
 
     async def _mend_placement(self, check: LedgerCheck, lock: Claim) -> bool:
         """Move replicas of a closed ledger from write quorums in too few racks to other racks, if that is asked for.
@@ -317,23 +313,18 @@ class ReplicationWorker:
         ReplicationWorker.getNeedRepairedPlacementNotAdheringFragments,
         BookKeeperAdmin.replaceNotAdheringPlacementPolicyBookie.
         """
-        if not (self._config.repaired_placement_policy_not_adhering_bookie_enabled and check.metadata.is_closed):
+        if not (self.config.repaired_placement_policy_not_adhering_bookie_enabled and check.metadata.is_closed):
             return True
         is_done, moved = True, False
-        for fragment in await misplaced_fragments(self._replicator.bookkeeper, check):
-            if not fragment.targets:
+        for fragment, targets in await misplaced_fragments(self.bookkeeper, check):
+            if not targets:
                 log.warning(
                     "Ledger %s from entry %d has entries in too few racks, and no writable bookies of other racks",
-                    check.ledger, fragment.fragment.first_entry_id,
+                    check.ledger, fragment.first_entry_id,
                 )  # fmt: skip
                 continue
-            try:
-                result = await self._replicator.replicate(check, fragment.fragment, targets=fragment.targets, lock=lock)
-            except (LedgerNotFound, LockLost):
-                raise
-            except BkctlError as error:
-                log.warning("Ledger %s from entry %d: %s", check.ledger, fragment.fragment.first_entry_id, error)
-                self.stats.exceptions[type(error).__name__] += 1
+            result = await self._replicate_fragment(check, fragment, lock, targets)
+            if result is None:
                 is_done = False
                 continue
             check = replace(check, versioned=result.versioned)
@@ -442,4 +433,4 @@ def _is_healthy(check: LedgerCheck) -> bool:
 def _check_held(lock: Claim, ledger: LedgerId) -> None:
     """Raise LockLost if the lock is lost, and errors of the store."""
     if not lock.is_held():
-        raise lock_lost(ledger)
+        raise LockLost(ledger)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from bkctl.metadata.cluster import RegisteredBookie
     from bkctl.pace import Pace
     from bkctl.replication.decommission import Decommission
-    from bkctl.replication.departure_steps import Step
+    from bkctl.replication.departure import Step
     from bkctl.replication.drain import Drain
     from bkctl.replication.move_plan import MovePlan, MoveProgress
 
@@ -129,7 +129,7 @@ class _StepPrinter:
             self._writer.row(step)
 
     def take(self, step: Step) -> None:
-        from bkctl.replication.departure_steps import BLOCKING_RESULTS, StepResult
+        from bkctl.replication.departure import BLOCKING_RESULTS, StepResult
 
         self.finding_count += step.result in BLOCKING_RESULTS
         if self._watch_s is None or step.result not in (StepResult.MOVED, StepResult.GONE):

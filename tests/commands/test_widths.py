@@ -21,7 +21,7 @@ from bkctl.commands.kit.output import RowWriter
 from bkctl.commands.kit.table import Table
 from bkctl.formats.metadata import LedgerState
 from bkctl.ids import LedgerId, LedgerIdSet
-from bkctl.replication.departure_steps import Step, StepKind, StepResult
+from bkctl.replication.departure import Step, StepKind, StepResult
 from bkctl.replication.move_plan import LedgerMove, MoveOutcome, MovePlan
 
 WIDTHS = (60, 80, 100, 200)

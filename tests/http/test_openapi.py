@@ -18,7 +18,7 @@ from support.raw_http import call, local_authorization
 from support.servers import REPOSITORY
 from support.waiting import LIMIT_S
 
-from bkctl.http.api import BOOKIE, CLUSTER
+from bkctl.http.api import ENDPOINTS
 from bkctl.http.api.settings import CHANGEABLE
 from bkctl.http.app import OPENAPI_PATH
 from bkctl.http.openapi import document
@@ -46,8 +46,8 @@ def test_manual_names_every_endpoint_and_changeable_setting() -> None:
     text = (REPOSITORY / "docs" / "rest.md").read_text()
     named = re.findall(r"^\| (B|) *\| (any|[A-Z]+) `([^`]+)`", text, re.MULTILINE)
     assert {(mark == "B", method, path.replace("P/", "/api/v1/", 1)) for mark, method, path in named} == {
-        (True, each.method, each.path) for each in BOOKIE
-    } | {(False, each.method, each.path) for each in CLUSTER} | {
+        (each.of_bookie, each.method, each.path) for each in ENDPOINTS
+    } | {
         (False, "any", "/heartbeat"), (False, "GET", OPENAPI_PATH),
     }  # fmt: skip
     settings = text.partition("## Settings that can be changed")[2].partition("##")[0]
@@ -55,7 +55,7 @@ def test_manual_names_every_endpoint_and_changeable_setting() -> None:
 
 
 def test_gateway_document_requires_bookie_parameter() -> None:
-    found = document([*BOOKIE, *CLUSTER], gateway=True, needs_token=True)
+    found = document(ENDPOINTS, gateway=True, needs_token=True)
     state = found["paths"]["/api/v1/bookie/state"]["get"]
     assert [each["name"] for each in state["parameters"] if each["required"]] == ["bookie"]
     assert "parameters" not in found["paths"]["/api/v1/bookie/cluster_info"]["get"]

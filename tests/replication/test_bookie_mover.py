@@ -22,8 +22,8 @@ from bkctl.protocol.messages import AddRequest, ListEntriesRequest, ReadRequest
 from bkctl.replication import move_queue
 from bkctl.replication.bookie_mover import BookieMover
 from bkctl.replication.checker import LedgerChecker
-from bkctl.replication.departure_checks import DepartureChecks
-from bkctl.replication.departure_steps import StepResult
+from bkctl.replication.decommission import Decommission
+from bkctl.replication.departure import StepResult
 from bkctl.replication.fragments import EntrySpan, spans_text
 from bkctl.replication.move_plan import LedgerMove, MoveOutcome, PlannedFragment, plan_move
 from bkctl.replication.resume import ResumeFile
@@ -227,8 +227,8 @@ async def test_plan_and_move_report_too_few_bookies(fake_cluster):
         await lose(cluster, "b0")
         found = plan(cluster, "b0")
         assert set(found.crowded) == {scoped.ledger}
-        checks = DepartureChecks(BookieMover(client, ["b0"], found))
-        [step, total] = [each async for each in checks.obstacles(probe=True, open_stays=False)]
+        checks = Decommission(client, "b0", found)
+        [step, total] = [each async for each in checks.obstacles(probe=True)]
         assert (step.ledger, step.result) == (scoped.ledger, StepResult.BLOCKED)
         assert "with ledger scopes would be needed, 0 are there" in step.message
         assert total.message.endswith("; 1 ledger cannot be moved")
@@ -361,7 +361,7 @@ async def test_move_waits_for_locked_ledger_with_limit(fake_cluster, monkeypatch
                 bookie.hold = lambda request: isinstance(request, AddRequest) and request.ledger == ledgers[1]
         with open_cluster(cluster.cluster.uri) as other:
             LedgerLocks(other.store).lock(ledgers[0], "a worker")
-            mover = BookieMover(client, [gone], plan(cluster, gone), locks=True, note=note)
+            mover = BookieMover(client, [gone], plan(cluster, gone), note=note)
             rows = []
             async for row in mover.move(mover.progress.plan.ledgers):
                 rows.append(row)
@@ -545,7 +545,7 @@ async def test_cancelled_move_leaves_no_task_or_lock(fake_cluster):
         for bookie in cluster.bookies[1:]:
             bookie.hold = lambda request: True
         found = plan(cluster, "b0")
-        mover = BookieMover(client, ["b0"], found, locks=True)
+        mover = BookieMover(client, ["b0"], found)
 
         async def work():
             async for _ in mover.move(found.ledgers):
@@ -557,7 +557,7 @@ async def test_cancelled_move_leaves_no_task_or_lock(fake_cluster):
         for bookie in cluster.bookies[1:]:
             bookie.release()
         assert list(LedgerLocks(cluster.cluster.store).list()) == []
-        moved, _ = await move(cluster, client, "b0", locks=True)
+        moved, _ = await move(cluster, client, "b0")
         assert {each.outcome for each in moved.values()} == {MoveOutcome.MOVED}
 
 

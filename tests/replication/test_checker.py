@@ -121,10 +121,10 @@ async def test_silent_bookie_is_timed_out(fake_cluster):
         writer = await write(client, 3)
         silent = bookies_of(cluster, writer.ledger)[1]
         silent.fault = lambda request: Fault.SILENCE
-        check = await LedgerChecker(hasty).check(writer.ledger, every_entry=True, bookies=[silent.bookie_id])
+        check = await LedgerChecker(hasty).check(writer.ledger, every_entry=True)
         (fragment,) = check.fragments
-        (fault,) = fragment.faults
-        assert (fault.bookie_id, fault.reason, fault.missing) == (silent.bookie_id, FaultReason.TIMED_OUT, None)
+        fault = next(fault for fault in fragment.faults if fault.bookie_id == silent.bookie_id)
+        assert (fault.reason, fault.missing) == (FaultReason.TIMED_OUT, None)
 
 
 async def test_disk_failure_is_not_a_missing_entry(fake_cluster):
@@ -154,9 +154,6 @@ async def test_every_entry_check_lists_missing_entries(fake_cluster):
         assert len(third) == 200
         # The ends are there, so probes see nothing.
         assert (await LedgerChecker(client).check(writer.ledger)).fragments == ()
-        # Of the bookies that were asked for only.
-        only = await LedgerChecker(client).check(writer.ledger, every_entry=True, bookies=[held[1].bookie_id])
-        assert [fault.bookie_id for each in only.fragments for fault in each.faults] == [held[1].bookie_id]
 
 
 async def test_empty_closed_ledger_is_bad_for_gone_bookies_only(fake_cluster):

@@ -10,7 +10,7 @@ from bkctl.metadata.store import NEW
 from bkctl.metadata.underreplication import AutoRecoverySettings, AutoRecoveryState, LedgerMarks
 from bkctl.replication.checker import LedgerChecker
 from bkctl.replication.decommission import Decommission
-from bkctl.replication.departure_steps import BLOCKING_RESULTS, StepKind, StepResult
+from bkctl.replication.departure import BLOCKING_RESULTS, StepKind, StepResult
 from bkctl.replication.drain import Drain
 from bkctl.replication.move_plan import plan_move
 

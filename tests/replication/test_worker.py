@@ -122,7 +122,7 @@ async def test_deleted_and_healthy_ledgers_are_unmarked(fake_cluster):
         assert cluster.cluster.ledgers.read(whole.ledger) == before
 
 
-async def test_new_mark_is_kept(fake_cluster):
+async def test_new_mark_is_kept(fake_cluster, monkeypatch):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         ledger, _ = await lost_ledger(cluster, client)
         state = state_of(cluster)
@@ -134,7 +134,8 @@ async def test_new_mark_is_kept(fake_cluster):
                     state.marks.add(ledger, ["b-again"])
                 return found
 
-        worker = ReplicationWorker(client, CONFIG, "worker", checker=Checker(client))
+        monkeypatch.setattr("bkctl.replication.replicator.LedgerChecker", Checker)
+        worker = ReplicationWorker(client, CONFIG, "worker")
         assert await worker.replicate(ledger) is LedgerOutcome.DONE
         mark = state.marks.get(ledger)
         assert mark is not None
@@ -169,7 +170,7 @@ async def test_worker_without_lock_swaps_and_unmarks_nothing(fake_cluster):
         assert await is_whole(client, ledger)
 
 
-async def test_lock_lost_before_unmarking_keeps_mark(fake_cluster):
+async def test_lock_lost_before_unmarking_keeps_mark(fake_cluster, monkeypatch):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         ledger, _ = await lost_ledger(cluster, client)
         marks = LedgerMarks(cluster.cluster.store)
@@ -181,7 +182,8 @@ async def test_lock_lost_before_unmarking_keeps_mark(fake_cluster):
                     cluster.cluster.store.delete(f"underreplication/locks/urL{ledger.ledger_id:010d}")
                 return found
 
-        worker = ReplicationWorker(client, CONFIG, "worker", checker=Checker(client))
+        monkeypatch.setattr("bkctl.replication.replicator.LedgerChecker", Checker)
+        worker = ReplicationWorker(client, CONFIG, "worker")
         assert await worker.replicate(ledger) is LedgerOutcome.FAILED
         assert marks.get(ledger) is not None
 

@@ -7,11 +7,8 @@ from typing import Final
 from bkctl.http.api import bookies, files, garbage, ledgers, recovery, settings, state
 from bkctl.http.endpoints import ApiEndpoint
 
-BOOKIE: Final[tuple[ApiEndpoint, ...]] = (
-    *settings.ENDPOINTS,
-    *state.ENDPOINTS,
-    *files.ENDPOINTS,
-    *garbage.ENDPOINTS,
+ENDPOINTS: Final[tuple[ApiEndpoint, ...]] = tuple(
+    endpoint
+    for module in (settings, state, files, garbage, ledgers, bookies, recovery)
+    for endpoint in module.ENDPOINTS
 )
-#: Every bookie answers these, and a gateway.
-CLUSTER: Final[tuple[ApiEndpoint, ...]] = (*ledgers.ENDPOINTS, *bookies.ENDPOINTS, *recovery.ENDPOINTS)

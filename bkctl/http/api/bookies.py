@@ -15,13 +15,13 @@ from bkctl.http.endpoints import (
     INTEGER,
     PREFIX,
     STRING,
+    STRING_OR_NULL,
     ApiCall,
     Endpoints,
     Value,
     ValueKind,
     json_answer,
     map_of,
-    nullable,
     object_of,
 )
 from bkctl.metadata.admin.overview import cluster_info
@@ -40,7 +40,7 @@ async def _registered(cluster: Cluster) -> list[RegisteredBookie]:
         Value("type", "ro: read-only bookies; anything else: writable ones."),
         Value("print_hostnames", "With the host of each bookie.", ValueKind.BOOLEAN),
     ),
-    answer=map_of(nullable("string")),
+    answer=map_of(STRING_OR_NULL),
 )  # fmt: skip
 async def list_bookies(call: ApiCall) -> Response:
     """List the bookies of one state. Source: ListBookiesService."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any, Final
 
 from starlette.responses import Response
@@ -54,13 +55,12 @@ async def gc_state(call: ApiCall) -> Response:
 )  # fmt: skip
 async def trigger_gc(call: ApiCall) -> Response:
     """Start a garbage collection. Source: TriggerGCService."""
-    body = call.body or {}
 
     def force(bookie: Bookie) -> None:
         _collector(bookie).force(
-            major=body.get("forceMajor"),
-            minor=body.get("forceMinor"),
-            accept_scoped_deletes=body.get("acceptScopedDeletes", False),
+            major=call.body.get("forceMajor"),
+            minor=call.body.get("forceMinor"),
+            accept_scoped_deletes=call.body.get("acceptScopedDeletes", False),
         )
 
     await call.service.bookie.ask(force)
@@ -123,14 +123,13 @@ def _declare_switch(verb: str, major: str, minor: str) -> None:
     )  # fmt: skip
     async def switch_compaction(call: ApiCall) -> Response:
         """Switch compactions, in Apache's words. Source: SuspendCompactionService, ResumeCompactionService."""
-        body = call.body or {}
 
         def switch(bookie: Bookie) -> str:
             collector = _collector(bookie)
             server = f"Bookie Server listening on {bookie.address[0]}:{bookie.address[1]} with id {bookie.bookie_id}"
             message = ""
             for kind, before in ((MAJOR, ""), (MINOR, ", ")):
-                if body.get(f"{verb}{kind.capitalize()}"):
+                if call.body.get(f"{verb}{kind.capitalize()}"):
                     (collector.suspend if verb == "suspend" else collector.resume)(kind)
                     message += f"{before}{verb.capitalize()} {kind}GC on BookieServer: {server}"
             return message
@@ -168,11 +167,10 @@ async def location_compactions(call: ApiCall) -> Response:
 )  # fmt: skip
 async def compact_locations(call: ApiCall) -> Response:
     """Compact databases, and answer in Apache's words. Source: TriggerLocationCompactService."""
-    body = call.body or {}
-    if not body.get("entryLocationRocksDBCompact", False):
+    if not call.body.get("entryLocationRocksDBCompact", False):
         return text_answer("Not trigger Entry Location RocksDB compact.")
     bookie_id = call.service.bookie.bookie_id
-    wanted = body.get("entryLocations", "").strip()
+    wanted = call.body.get("entryLocations", "").strip()
     paths = await call.service.bookie.ask(lambda bookie: list(bookie.storage.ledgers.location_compactions()))
     chosen = wanted.split(",") if wanted else paths
     if unknown := [path for path in chosen if path not in paths]:
@@ -181,7 +179,7 @@ async def compact_locations(call: ApiCall) -> Response:
             hint=f"this bookie's databases of entry locations: {', '.join(paths) or 'none'}",
         )
     ledgers = await call.service.bookie.ask(lambda bookie: bookie.storage.ledgers)
-    call.service.in_background(lambda: ledgers.compact_locations(chosen))
+    call.service.in_background(lambda: asyncio.to_thread(ledgers.compact_locations, chosen))
     if wanted:
         return json_answer(f"Triggered entry Location RocksDB: {wanted} compact on bookie:{bookie_id}.")
     return json_answer(f"Triggered entry Location RocksDB compact on bookie:{bookie_id}")

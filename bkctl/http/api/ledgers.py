@@ -24,6 +24,7 @@ from bkctl.http.endpoints import (
     INTEGER,
     PREFIX,
     STRING,
+    STRING_OR_NULL,
     ApiCall,
     Endpoints,
     Value,
@@ -32,7 +33,6 @@ from bkctl.http.endpoints import (
     json_text,
     list_of,
     map_of,
-    nullable,
     object_of,
     streamed_object,
 )
@@ -65,7 +65,7 @@ _METADATA: Final = object_of(
     length=INTEGER,
     lastEntryId=INTEGER,
     ctime=INTEGER,
-    digestType=nullable("string"),
+    digestType=STRING_OR_NULL,
     password=STRING,
     customMetadata=map_of(STRING),
     closed=BOOLEAN,
@@ -93,6 +93,7 @@ def metadata_object(ledger: LedgerId, found: VersionedMetadata, *, with_password
     import base64
 
     metadata = found.metadata
+    digest_type = None if metadata.digest_type is None else metadata.digest_type.name
     return {
         "ledgerId": str(ledger.ledger_id) if ledger.is_scoped else to_signed(ledger.ledger_id),
         "metadataFormatVersion": metadata.format_version,
@@ -103,7 +104,7 @@ def metadata_object(ledger: LedgerId, found: VersionedMetadata, *, with_password
         "length": metadata.length,
         "lastEntryId": metadata.last_entry_id,
         "ctime": -1 if found.ctime_ms is None else found.ctime_ms,
-        "digestType": None if metadata.digest_type is None else _digest_name(metadata.digest_type.name),
+        "digestType": "MAC" if digest_type == "HMAC" else digest_type,  # source: DigestType
         "password": base64.b64encode((metadata.password or b"") if with_password else b"").decode(),
         "customMetadata": {
             key: base64.b64encode(metadata.custom_metadata[key]).decode() for key in sorted(metadata.custom_metadata)
@@ -116,11 +117,6 @@ def metadata_object(ledger: LedgerId, found: VersionedMetadata, *, with_password
         "ledgerScopeId": str(ledger.scope_id),
         "ledgerQualifiedName": ledger.qualified_name,
     }
-
-
-def _digest_name(name: str) -> str:
-    """Return the digest's name in Java's API. Source: DigestType."""
-    return "MAC" if name == "HMAC" else name
 
 
 @ENDPOINTS.delete(

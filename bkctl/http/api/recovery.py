@@ -75,7 +75,6 @@ async def switch_recovery(call: ApiCall) -> Response:
 )  # fmt: skip
 async def recover_bookie(call: ApiCall) -> Response:
     """Recover all of the bookies. Source: RecoveryBookieService, which recovers only the first one."""
-    assert call.body is not None
     bookies = [check_bookie_id(each) for each in call.body["bookie_src"]]
     if not bookies:
         raise UsageError("bookie_src names no bookie", hint='send {"bookie_src": ["HOST:PORT"]}')
@@ -169,7 +168,6 @@ async def recovery_delay(call: ApiCall) -> Response:
     body=Body((Value("delay_seconds", "Seconds.", ValueKind.INTEGER, required=True, most=DELAY_S_MAX),)), answer=TEXT,
 )  # fmt: skip
 async def set_recovery_delay(call: ApiCall) -> Response:
-    assert call.body is not None
     delay_s = call.body["delay_seconds"]
     state = await _state(call)
     await asyncio.to_thread(state.settings.set_lost_bookie_recovery_delay_s, delay_s)
@@ -186,7 +184,6 @@ async def set_recovery_delay(call: ApiCall) -> Response:
 )  # fmt: skip
 async def decommission(call: ApiCall) -> Response:
     """Start a decommission. Source: DecommissionService."""
-    assert call.body is not None
     bookie_id = check_bookie_id(call.body["bookie_src"])
     await _check_stopped(await call.service.cluster(), bookie_id)
     state = await _state(call)

@@ -57,9 +57,7 @@ CHANGEABLE: Final = frozenset(
 
 @ENDPOINTS.get("/metrics", "The bookie's metrics, Prometheus text 0.0.4.", answer=CONTENT_TYPE, probe=True)
 async def metrics(call: ApiCall) -> Response:
-    bookie = call.service.bookie
-    text = await metrics_text(bookie)
-    return Response(text, media_type=CONTENT_TYPE)
+    return Response(await metrics_text(call.service.bookie), media_type=CONTENT_TYPE)
 
 
 @ENDPOINTS.get(
@@ -124,7 +122,7 @@ def _masked(name: str, value: str) -> str:
 async def set_server_config(call: ApiCall) -> Response:
     """Change settings that take effect at once. Source: ConfigurationService, which accepts any name without effect."""
     settings = {}
-    for name, value in (call.body or {}).items():
+    for name, value in call.body.items():
         if name not in CHANGEABLE:
             raise UsageError(
                 f"{name} cannot be changed while the bookie runs",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from starlette.responses import Response
 
@@ -61,7 +61,6 @@ async def read_only(call: ApiCall) -> Response:
 )  # fmt: skip
 async def set_read_only(call: ApiCall) -> Response:
     """Switch read-only mode; answer 400 if it is forced or disabled. Source: BookieStateReadOnlyService."""
-    assert call.body is not None
     wanted = call.body["readOnly"]
 
     async def switch(bookie: Bookie) -> bool:
@@ -88,19 +87,12 @@ async def is_ready(call: ApiCall) -> Response:
     answer=object_of(freeSpace=INTEGER, totalSpace=INTEGER),
 )  # fmt: skip
 async def info(call: ApiCall) -> Response:
-    directories = await call.service.bookie.ask(_usage)
-    usages = await asyncio.to_thread(directories)
-    return json_answer({"freeSpace": usages[0], "totalSpace": usages[1]})
-
-
-def _usage(bookie: Bookie) -> Any:
-    directories, files = list(bookie.storage.ledger_directories), bookie.files
-
-    def look() -> tuple[int, int]:
-        disks = {usage.device: usage for usage in map(files.disk_usage, directories)}
-        return sum(each.free for each in disks.values()), sum(each.total for each in disks.values())
-
-    return look
+    directories, files = await call.service.bookie.ask(
+        lambda bookie: (list(bookie.storage.ledger_directories), bookie.files)
+    )
+    usages = await asyncio.to_thread(lambda: list(map(files.disk_usage, directories)))
+    disks = {usage.device: usage for usage in usages}.values()
+    return json_answer({"freeSpace": sum(each.free for each in disks), "totalSpace": sum(each.total for each in disks)})
 
 
 @ENDPOINTS.get(
