@@ -8,10 +8,10 @@ from enum import StrEnum
 from itertools import groupby
 from typing import Any, Final, NamedTuple
 
-from bkctl.errors import AlreadyExists, BkctlError, Corrupt, NotFound, Unreachable
+from bkctl.errors import BkctlError, Corrupt
 from bkctl.metadata.admin.health_codes import HealthCode
 from bkctl.metadata.cluster import Cluster, RegisteredBookie
-from bkctl.metadata.store import NEW
+from bkctl.metadata.store import attempt, create_if_missing, delete_if_present
 from bkctl.metadata.underreplication import AuditorElection, AutoRecoveryState
 
 #: While this node exists, clients quarantine no bookie. Source: ZKMetadataDriverBase.disableHealthCheck.
@@ -113,17 +113,13 @@ def _of_cookies(cluster: Cluster, bookies: list[RegisteredBookie], instance_id: 
                 "another bookie could take its place with empty disks: 'bkctl cookie verify'",
             )  # fmt: skip
             continue
-        try:
-            found = cluster.cookies.read(bookie.bookie_id)
-        except Unreachable:
-            raise
-        except BkctlError as error:
+        found = attempt(cluster.cookies.read, bookie.bookie_id)
+        if isinstance(found, BkctlError):
             yield HealthFinding(
-                HealthCode.COOKIE_DAMAGED, Severity.ERROR, bookie.bookie_id, str(error),
+                HealthCode.COOKIE_DAMAGED, Severity.ERROR, bookie.bookie_id, str(found),
                 "it cannot start again: rewrite its cookie with 'bkctl cookie update'",
             )  # fmt: skip
-            continue
-        if found is not None and found.value.instance_id and found.value.instance_id != instance_id:
+        elif found is not None and found.value.instance_id and found.value.instance_id != instance_id:
             yield HealthFinding(
                 HealthCode.COOKIE_OF_ANOTHER_CLUSTER, Severity.ERROR, bookie.bookie_id,
                 f"Its cookie names the instance id {found.value.instance_id}, the cluster is {instance_id}",
@@ -295,11 +291,6 @@ class HealthCheckSwitch:
 
     def set(self, enabled: bool) -> bool:
         """Set the switch; return False when it was set so already."""
-        try:
-            if enabled:
-                self._store.delete(DISABLE_HEALTH_CHECK)
-            else:
-                self._store.put(DISABLE_HEALTH_CHECK, b"", NEW)
-        except (AlreadyExists, NotFound):
-            return False
-        return True
+        if not enabled:
+            return create_if_missing(self._store, DISABLE_HEALTH_CHECK, b"")
+        return delete_if_present(self._store, DISABLE_HEALTH_CHECK)

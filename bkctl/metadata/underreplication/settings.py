@@ -9,14 +9,8 @@ from typing import Final
 
 from bkctl.errors import AlreadyExists, Corrupt, NotFound, UsageError
 from bkctl.formats.metadata import parse_message
-from bkctl.metadata.store import NEW, MetadataStore, cancel_all
-from bkctl.metadata.underreplication.layout import (
-    DISABLE,
-    UNDERREPLICATION,
-    UnderreplicationLayout,
-    base_path,
-    create_if_missing,
-)
+from bkctl.metadata.store import NEW, MetadataStore, cancel_all, create_if_missing
+from bkctl.metadata.underreplication.layout import DISABLE, UNDERREPLICATION, UnderreplicationLayout, base_path
 
 _DELAY: Final = f"{UNDERREPLICATION}/lostBookieRecoveryDelay"
 _DELAY_S_MAX: Final = (1 << 31) - 1
