@@ -48,13 +48,7 @@ _RETRY_PAUSE_S: Final = 0.02
 _CLOSE_S: Final = 2.0
 _READER_CONNECT_S: Final = 2.0
 #: Errors that leave open whether ZooKeeper executed the request: it is sent again.
-LOST: Final = (
-    ConnectionLoss,
-    ConnectionClosedError,
-    OperationTimeoutError,
-    SessionExpiredError,
-    SessionMovedError,
-)
+LOST: Final = (ConnectionLoss, ConnectionClosedError, OperationTimeoutError, SessionExpiredError, SessionMovedError)
 #: Refusals that callers translate, each with its own words.
 _ANSWERS: Final = (BadVersionError, NoChildrenForEphemeralsError, NodeExistsError, NoNodeError, NotEmptyError)
 _UNAUTHORIZED: Final = (NoAuthError, AuthFailedError, InvalidACLError)

@@ -17,9 +17,9 @@ from kazoo.exceptions import (
     RuntimeInconsistency,
 )
 
-from bkctl.errors import AlreadyExists, BkctlError, Conflict, NotFound, Unreachable
+from bkctl.errors import AlreadyExists, BkctlError, Conflict, NotFound
 from bkctl.metadata.backends.zookeeper.connection import LOST, ZooKeeperCall, ZooKeeperConnection
-from bkctl.metadata.store import NO_CLUSTER_HINT
+from bkctl.metadata.store import NO_CLUSTER_HINT, attempt
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -173,13 +173,7 @@ class ZooKeeperNodes:
                 if answers is not None:
                     results += map(result, answers)
                     continue
-            for item in chunk:
-                try:
-                    results.append(change_one(item, repeated))
-                except Unreachable:
-                    raise
-                except BkctlError as error:
-                    results.append(error)
+            results += [attempt(change_one, item, repeated) for item in chunk]
         return results
 
     def _transact(
