@@ -30,6 +30,7 @@ from bkctl.metadata.store import (
     StoreSecurity,
     Versioned,
     check_path,
+    check_size,
 )
 from bkctl.metadata.uri import HBASE_ZNODE_DEFAULT
 
@@ -109,8 +110,7 @@ class HBaseStore(ZooKeeperStore):
         """See MetadataStore.put. `ledgers` itself is created with its table; a ledger needs it: NotFound else."""
         if not _is_row(path):
             return super().put(path, value, expected)
-        if len(value) > VALUE_SIZE_BYTES_MAX:
-            raise UsageError(f"{path}: a value of {len(value)} bytes is above the store's {VALUE_SIZE_BYTES_MAX}")
+        check_size(path, value)
         ledger = _ledger(path)
         if ledger is None:
             return self._create_table(path, expected)
@@ -136,22 +136,18 @@ class HBaseStore(ZooKeeperStore):
     def put_many(self, nodes: Sequence[tuple[str, bytes, int]]) -> list[int | BkctlError]:
         """See MetadataStore.put_many: ledgers together, and the others together."""
         results: dict[int, int | BkctlError] = {}
-        rows: list[tuple[int, bytes, int]] = []
-        places: list[int] = []
-        for at, (path, value, expected) in enumerate(nodes):
-            ledger = _ledger(path)
-            if ledger is None or len(value) > VALUE_SIZE_BYTES_MAX:
-                continue
-            places.append(at)
-            rows.append((ledger, value, expected))
+        rows = {
+            at: (ledger, value, expected)
+            for at, (path, value, expected) in enumerate(nodes)
+            if (ledger := _ledger(path)) is not None and len(value) <= VALUE_SIZE_BYTES_MAX
+        }
         try:
             with self._missing_table():
-                written = self._rows.put_many(rows)
-        except NotFound as error:
-            results |= dict.fromkeys(places, error)
-        else:
-            for at, found in zip(places, written, strict=True):
+                written = self._rows.put_many(list(rows.values()))
+            for at, found in zip(rows, written, strict=True):
                 results[at] = self._named(nodes[at][0], found) if isinstance(found, BkctlError) else found
+        except NotFound as error:
+            results |= dict.fromkeys(rows, error)
         others = [at for at in range(len(nodes)) if at not in results]
         in_zookeeper = not any(_is_row(nodes[at][0]) for at in others)
         put_many = super().put_many if in_zookeeper else functools.partial(MetadataStore.put_many, self)
