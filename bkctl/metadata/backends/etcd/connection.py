@@ -53,12 +53,7 @@ _OPTIONS: Final = (
 )
 #: Metadata of a stream: a server that loses its leader ends the stream, instead of staying silent.
 REQUIRE_LEADER: Final = (("hasleader", "true"),)
-_STUBS: Final = {
-    "Txn": "kvstub",
-    "LeaseGrant": "leasestub",
-    "LeaseRevoke": "leasestub",
-    "LeaseTimeToLive": "leasestub",
-}
+_STUBS: Final = {"Txn": "kvstub", "LeaseGrant": "leasestub", "LeaseTimeToLive": "leasestub"}
 _Status: Final = grpc.StatusCode
 #: Codes that leave open whether etcd executed the request: it is sent again.
 _LOST: Final = (_Status.UNAVAILABLE, _Status.DEADLINE_EXCEEDED, _Status.CANCELLED, _Status.INTERNAL, _Status.UNKNOWN)
