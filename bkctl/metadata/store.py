@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final, Generic, NamedTuple, ParamSpec, Self, T
 from bkctl.errors import AlreadyExists, BkctlError, NotFound, Unreachable, UsageError
 
 if TYPE_CHECKING:
+    import socket
     import ssl
 
 T = TypeVar("T")
@@ -83,6 +84,31 @@ def client_tls(
         names = ", ".join(name for name in (ca, certificate, key) if name)
         raise UsageError(f"TLS files {names}: {error.strerror or error}", hint="PEM files are needed") from error
     return context
+
+
+def refusals(hosts: Iterable[tuple[str, int]], connect: Callable[[str, int], socket.socket]) -> str:
+    """Return the reasons why no host accepts connections; "" when one accepts, or may: it did not answer in time."""
+    import socket
+
+    reasons = []
+    for host, port in hosts:
+        try:
+            connect(host, port).close()
+        except TimeoutError:
+            return ""
+        except socket.gaierror:
+            reasons.append(f"the name {host} does not resolve")
+        except OSError as error:
+            reasons.append(failure_reason(error))
+        else:
+            return ""
+    return ", ".join(dict.fromkeys(reasons))
+
+
+def failure_reason(error: OSError) -> str:
+    """Return the reason of a failed connection, for a message."""
+    reason = getattr(error, "verify_message", "") or getattr(error, "reason", "")
+    return f"TLS failed: {reason}" if reason else (error.strerror or str(error)).lower()
 
 
 def load_certificate(context: ssl.SSLContext, certificate: str, key: str | None, password: str | None) -> None:

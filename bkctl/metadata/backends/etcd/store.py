@@ -100,8 +100,6 @@ class EtcdStore(MetadataStore):
             self.close()
             raise
 
-    # values
-
     def get(self, path: str) -> Versioned[bytes] | None:
         """See MetadataStore.get."""
         return versioned(self._nodes.read(self._nodes.key(path)))
@@ -282,8 +280,6 @@ class EtcdStore(MetadataStore):
                 raise Conflict(f"{path} has children in {self.name}")
             # The node changed between the comparison and the read: try again.
 
-    # children
-
     def children(self, path: str, *, after: str = "", limit: int | None = None) -> list[str] | None:
         """See MetadataStore.children. All pages are of one revision, as long as etcd keeps it."""
         key = self._nodes.key(path)
@@ -352,8 +348,6 @@ class EtcdStore(MetadataStore):
             revision = int(answer.header.revision)
         return answer.responses[0].response_range, revision
 
-    # sequences
-
     def sequence(self, path: str) -> int:
         """See MetadataStore.sequence: the number of writes of the node. Source: Etcd64bitIdGenerator."""
         key, parents = self._nodes.key(path), self._nodes.parent_keys(path)
@@ -368,8 +362,6 @@ class EtcdStore(MetadataStore):
         """See MetadataStore.sequence_position."""
         found = self._nodes.read(self._nodes.key(path))
         return 0 if found is None else int(found.version)
-
-    # ephemerals and watches
 
     def ephemeral(self, path: str, value: bytes, *, wait_s: float | None = None) -> None:
         """See MetadataStore.ephemeral."""

@@ -203,8 +203,6 @@ class EtcdWatches:
         del self._watches[watch_id]
         watch.answered.set()
 
-    # callbacks
-
     def _call_back(self) -> None:
         """Call the callbacks of watches that changed, one at a time (thread `metadata-store-events`)."""
         failed: set[int] = set()

@@ -103,13 +103,19 @@ class ZooKeeperNodes:
     def transaction(self, nodes: Sequence[NewNode]) -> ZooKeeperCall:
         """Return the call that creates all these nodes, or none."""
 
+        def add(request: Any, node: NewNode) -> None:
+            request.create(node.full, node.value, ephemeral=node.ephemeral, sequence=node.sequence)
+
+        return self._transaction(nodes, add)
+
+    def _transaction(self, items: Sequence[T], add: Callable[[Any, T], object], *, once: bool = False) -> ZooKeeperCall:
         def request() -> Any:
             transaction = self._connection.client.transaction()
-            for full, value, ephemeral, sequence in nodes:
-                transaction.create(full, value, ephemeral=ephemeral, sequence=sequence)
+            for item in items:
+                add(transaction, item)
             return transaction.commit_async()
 
-        return ZooKeeperCall(request)
+        return ZooKeeperCall(request, once=once)
 
     def _is_ours(self, node: NewNode) -> bool:
         """Return whether an earlier request of ours, whose answer was lost, created the present node."""
@@ -180,14 +186,7 @@ class ZooKeeperNodes:
         self, chunk: list[T], add: Callable[[Any, T], object], once: bool
     ) -> tuple[Sequence[Any] | None, bool]:
         """Return the answers to one transaction, None when it failed; and whether it may have been executed."""
-
-        def request() -> Any:
-            transaction = self._connection.client.transaction()
-            for item in chunk:
-                add(transaction, item)
-            return transaction.commit_async()
-
-        call = ZooKeeperCall(request, once=once)
+        call = self._transaction(chunk, add, once=once)
         try:
             answers = self._connection.answer(call)
         except LOST:

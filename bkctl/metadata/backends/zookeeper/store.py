@@ -60,8 +60,6 @@ class ZooKeeperStore(MetadataStore):
         self._connection.root = root
         self.name = self._connection.name
 
-    # values
-
     def get(self, path: str) -> Versioned[bytes] | None:
         """See MetadataStore.get."""
         return self._reads.get(path)
@@ -176,8 +174,6 @@ class ZooKeeperStore(MetadataStore):
         except NotEmptyError as error:
             raise Conflict(f"{path} has children in {self.name}") from error
 
-    # children
-
     def children(self, path: str, *, after: str = "", limit: int | None = None) -> list[str] | None:
         """See MetadataStore.children."""
         names = self._reads.children(path)
@@ -189,8 +185,6 @@ class ZooKeeperStore(MetadataStore):
     def children_many(self, paths: Iterable[str]) -> Iterator[list[str] | None]:
         """See MetadataStore.children_many."""
         return self._reads.children_many(paths)
-
-    # sequences
 
     def sequence(self, path: str) -> int:
         """See MetadataStore.sequence. Source: ZkLedgerIdGenerator."""
@@ -215,8 +209,6 @@ class ZooKeeperStore(MetadataStore):
             return 0
         # `cversion` is 32 bits wide, and twice the creations less the present children.
         return ((int(stat.cversion) + int(stat.numChildren)) & 0xFFFFFFFF) >> 1
-
-    # ephemerals and watches
 
     def ephemeral(self, path: str, value: bytes, *, wait_s: float | None = None) -> None:
         """See MetadataStore.ephemeral."""

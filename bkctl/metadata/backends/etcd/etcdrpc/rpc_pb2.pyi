@@ -8,16 +8,10 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ResponseHeader(_message.Message):
-    __slots__ = ("cluster_id", "member_id", "revision", "raft_term")
-    CLUSTER_ID_FIELD_NUMBER: _ClassVar[int]
-    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("revision",)
     REVISION_FIELD_NUMBER: _ClassVar[int]
-    RAFT_TERM_FIELD_NUMBER: _ClassVar[int]
-    cluster_id: int
-    member_id: int
     revision: int
-    raft_term: int
-    def __init__(self, cluster_id: _Optional[int] = ..., member_id: _Optional[int] = ..., revision: _Optional[int] = ..., raft_term: _Optional[int] = ...) -> None: ...
+    def __init__(self, revision: _Optional[int] = ...) -> None: ...
 
 class KeyValue(_message.Message):
     __slots__ = ("key", "create_revision", "mod_revision", "version", "value", "lease")
@@ -174,7 +168,7 @@ class ResponseOp(_message.Message):
     def __init__(self, response_range: _Optional[_Union[RangeResponse, _Mapping]] = ..., response_put: _Optional[_Union[PutResponse, _Mapping]] = ..., response_delete_range: _Optional[_Union[DeleteRangeResponse, _Mapping]] = ..., response_txn: _Optional[_Union[TxnResponse, _Mapping]] = ...) -> None: ...
 
 class Compare(_message.Message):
-    __slots__ = ("result", "target", "key", "version", "create_revision", "mod_revision", "value", "lease", "range_end")
+    __slots__ = ("result", "target", "key", "version", "create_revision", "mod_revision", "value", "range_end")
     class CompareResult(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         EQUAL: _ClassVar[Compare.CompareResult]
@@ -191,12 +185,10 @@ class Compare(_message.Message):
         CREATE: _ClassVar[Compare.CompareTarget]
         MOD: _ClassVar[Compare.CompareTarget]
         VALUE: _ClassVar[Compare.CompareTarget]
-        LEASE: _ClassVar[Compare.CompareTarget]
     VERSION: Compare.CompareTarget
     CREATE: Compare.CompareTarget
     MOD: Compare.CompareTarget
     VALUE: Compare.CompareTarget
-    LEASE: Compare.CompareTarget
     RESULT_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
@@ -204,7 +196,6 @@ class Compare(_message.Message):
     CREATE_REVISION_FIELD_NUMBER: _ClassVar[int]
     MOD_REVISION_FIELD_NUMBER: _ClassVar[int]
     VALUE_FIELD_NUMBER: _ClassVar[int]
-    LEASE_FIELD_NUMBER: _ClassVar[int]
     RANGE_END_FIELD_NUMBER: _ClassVar[int]
     result: Compare.CompareResult
     target: Compare.CompareTarget
@@ -213,9 +204,8 @@ class Compare(_message.Message):
     create_revision: int
     mod_revision: int
     value: bytes
-    lease: int
     range_end: bytes
-    def __init__(self, result: _Optional[_Union[Compare.CompareResult, str]] = ..., target: _Optional[_Union[Compare.CompareTarget, str]] = ..., key: _Optional[bytes] = ..., version: _Optional[int] = ..., create_revision: _Optional[int] = ..., mod_revision: _Optional[int] = ..., value: _Optional[bytes] = ..., lease: _Optional[int] = ..., range_end: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, result: _Optional[_Union[Compare.CompareResult, str]] = ..., target: _Optional[_Union[Compare.CompareTarget, str]] = ..., key: _Optional[bytes] = ..., version: _Optional[int] = ..., create_revision: _Optional[int] = ..., mod_revision: _Optional[int] = ..., value: _Optional[bytes] = ..., range_end: _Optional[bytes] = ...) -> None: ...
 
 class TxnRequest(_message.Message):
     __slots__ = ("compare", "success", "failure")
@@ -302,16 +292,14 @@ class LeaseGrantRequest(_message.Message):
     def __init__(self, TTL: _Optional[int] = ..., ID: _Optional[int] = ...) -> None: ...
 
 class LeaseGrantResponse(_message.Message):
-    __slots__ = ("header", "ID", "TTL", "error")
+    __slots__ = ("header", "ID", "TTL")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     TTL_FIELD_NUMBER: _ClassVar[int]
-    ERROR_FIELD_NUMBER: _ClassVar[int]
     header: ResponseHeader
     ID: int
     TTL: int
-    error: str
-    def __init__(self, header: _Optional[_Union[ResponseHeader, _Mapping]] = ..., ID: _Optional[int] = ..., TTL: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+    def __init__(self, header: _Optional[_Union[ResponseHeader, _Mapping]] = ..., ID: _Optional[int] = ..., TTL: _Optional[int] = ...) -> None: ...
 
 class LeaseRevokeRequest(_message.Message):
     __slots__ = ("ID",)
