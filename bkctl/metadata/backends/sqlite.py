@@ -200,8 +200,6 @@ class SqliteStore(MetadataStore):
         """Return these columns of a node, None for a missing node."""
         return next(iter(self._rows(_NODE.format(columns), _split(path))), None)
 
-    # values
-
     def get(self, path: str) -> Versioned[bytes] | None:
         """See MetadataStore.get."""
         self._end_dead_sessions()
@@ -328,8 +326,6 @@ class SqliteStore(MetadataStore):
                 )
         return True
 
-    # sessions and ephemerals
-
     def ephemeral(self, path: str, value: bytes, *, wait_s: float | None = None) -> None:
         """See MetadataStore.ephemeral."""
         check_size(path, value)
@@ -402,8 +398,6 @@ class SqliteStore(MetadataStore):
                 row = connection.execute("SELECT * FROM session WHERE id = ?", (session_id,)).fetchone()
                 if row is not None and _is_dead(row):
                     _end_session(connection, session_id)
-
-    # watches
 
     def watch(self, path: str, callback: Callable[[], None], *, children: bool = False) -> Callable[[], None]:
         """See MetadataStore.watch."""

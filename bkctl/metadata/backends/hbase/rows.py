@@ -355,8 +355,6 @@ class Rows:
 
         return self.table.attempt(work)
 
-    # counters
-
     def next_number(self, name: str) -> int:
         """Return the counter's value, 0 at first, and count on; a number whose answer is lost is passed over."""
         key = _COUNTERS + name.encode()

@@ -83,8 +83,6 @@ class HBaseStore(ZooKeeperStore):
         self._table = HBaseTable(self._connection, znode, f"{prefix}_{LEDGERS}")
         self._rows = Rows(self._table, self._executor)
 
-    # values
-
     def get(self, path: str) -> Versioned[bytes] | None:
         """See MetadataStore.get. Raises NotFound for a ledger where HBase has no table."""
         if not _is_row(path):
@@ -218,8 +216,6 @@ class HBaseStore(ZooKeeperStore):
             )
         return NotFound(f"No {path} in {self.name}") if isinstance(error, NotFound) else error
 
-    # children
-
     def children(self, path: str, *, after: str = "", limit: int | None = None) -> list[str] | None:
         """See MetadataStore.children."""
         if not _is_row(path):
@@ -262,8 +258,6 @@ class HBaseStore(ZooKeeperStore):
         with self._missing_table():
             yield from self._rows.ledgers(first, last)
 
-    # sequences
-
     def sequence(self, path: str) -> int:
         """See MetadataStore.sequence: an atomic increment."""
         with self._missing_table():
@@ -279,8 +273,6 @@ class HBaseStore(ZooKeeperStore):
         with self._missing_table():
             self._rows.advance(check_path(path), position)
         return True
-
-    # watches
 
     def watch(self, path: str, callback: Callable[[], None], *, children: bool = False) -> Callable[[], None]:
         """See MetadataStore.watch; a ledger is read every WATCH_POLL_S. Raises Unsupported for the set of ledgers."""
