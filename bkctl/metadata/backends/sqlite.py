@@ -16,6 +16,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import groupby, islice
 from operator import itemgetter
 from typing import Any, Final
@@ -485,6 +486,7 @@ class _SqliteClaim(Claim):
                 _remove(connection, self.path, _next_change(connection))
 
 
+@lru_cache(maxsize=1024)  # A change asks several times for the parent of one path.
 def _split(path: str) -> tuple[str, str]:
     parent, _, name = "bookies".rpartition("/") if path == RACKS else check_path(path).rpartition("/")
     return parent, name
