@@ -29,6 +29,7 @@ from bkctl.formats.metadata import Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.backends.zookeeper.store import ZooKeeperStore
 from bkctl.metadata.cluster import Cluster, open_cluster
+from bkctl.metadata.store import map_each, value_of
 
 CREATES_AT_ONCE = 250
 #: So many ledgers are made one by one, as a client makes them; the rest in transactions, to spare the time.
@@ -104,8 +105,8 @@ def create_all(
                 parent = "/".join(parts[:count])
                 if parent not in made:
                     made.add(parent)
-                    transaction.create(f"{store.root}/{parent}", b"")
-            transaction.create(f"{store.root}/{path}", value_of(ledger))
+                    transaction.create(store._connection.full(parent), b"")
+            transaction.create(store._connection.full(path), value_of(ledger))
         under_way.append(transaction.commit_async())
         if len(under_way) > 4:
             _check(under_way.pop(0))
@@ -215,11 +216,9 @@ def uuids(zookeeper: servers.ZooKeeperServer, directory: Path, count: int) -> No
         def create() -> int:
             metadata = replace(METADATA, c_token=None)
             made = min(count, CREATES_MEASURED)
-            cluster.ledgers.process(
-                lambda ledger: cluster.ledgers.create(ledger, metadata),
-                ledgers=(LedgerId.random() for _ in range(made)),
-                concurrency=8,
-            )
+            ids = [LedgerId.random() for _ in range(made)]
+            for found in map_each(lambda ledger: cluster.ledgers.create(ledger, metadata), ids):
+                value_of(found)
             return made
 
         nodes = before["zk_znode_count"]

@@ -38,14 +38,13 @@ from run import full_speed_java, servers
 from bkctl.formats.metadata import BookieServiceInfo, Cookie, Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import LEDGER_SCOPES_PROPERTY, Cluster, open_cluster
-from bkctl.metadata.store import NEW
+from bkctl.metadata.store import NEW, map_each, value_of
 
 #: Ports at which nothing listens; one bookie in ten is lost: it has a cookie, and is not registered.
 BOOKIES = tuple(f"127.0.0.1:{port}" for port in range(2, 22))
 LOST = BOOKIES[:2]
 TOPICS = 500
 CREATES_MEASURED = 1_000
-CREATES_AT_ONCE = 8
 
 
 class Result(NamedTuple):
@@ -70,11 +69,9 @@ class Job(NamedTuple):
 
 def create(cluster: Cluster) -> None:
     """Create some ledgers one by one, as clients do."""
-    cluster.ledgers.process(
-        lambda ledger: cluster.ledgers.create(ledger, metadata_of(0)),
-        ledgers=(LedgerId.random() for _ in range(CREATES_MEASURED)),
-        concurrency=CREATES_AT_ONCE,
-    )
+    ids = [LedgerId.random() for _ in range(CREATES_MEASURED)]
+    for found in map_each(lambda ledger: cluster.ledgers.create(ledger, metadata_of(0)), ids):
+        value_of(found)
 
 
 def collect(cluster: Cluster) -> None:

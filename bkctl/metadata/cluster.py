@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple
 
 from bkctl.errors import AlreadyExists, Corrupt, MetadataVersionConflict, NotFound, Unsupported, UsageError
 from bkctl.formats.metadata import BookieServiceInfo, Cookie, LedgerLayout
@@ -24,10 +24,13 @@ from bkctl.metadata.store import (
     NEW,
     NO_CLUSTER_HINT,
     NO_SECURITY,
+    Closing,
     MetadataStore,
     StoreSecurity,
     Versioned,
     cancel_all,
+    create_if_missing,
+    delete_if_present,
 )
 from bkctl.metadata.uri import MetadataUri, parse_uri
 
@@ -177,6 +180,7 @@ class Registration:
     ) -> None:
         """Register the bookie as writable or read-only, until `unregister` or `close`; again after a lost session.
 
+        A registered bookie moves to read-only or back: the new node is created, then the old one is deleted.
         While another process holds the registration, wait `wait_s` seconds (None: until the session of a dead process
         is over), then raise AlreadyExists: a bookie of this id is running.
         """
@@ -188,11 +192,7 @@ class Registration:
                 f"Bookie {bookie_id} is registered by another process",
                 hint="stop that bookie, or give this one another id",
             ) from error
-        self._delete(other)
-
-    def set_read_only(self, bookie_id: str, read_only: bool, info: BookieServiceInfo) -> None:
-        """Move a registered bookie to read-only or back: create the new node, then delete the old one."""
-        self.register(bookie_id, info, read_only)
+        delete_if_present(self.store, other)
 
     def usurped_s(self, bookie_id: str, read_only: bool = False) -> float:
         """Return the seconds since another process was first seen with the registration that we lost; else 0."""
@@ -201,31 +201,25 @@ class Registration:
     def unregister(self, bookie_id: str) -> None:
         """Delete the bookie's registrations; do nothing without one."""
         for read_only in (False, True):
-            self._delete(self._path(bookie_id, read_only))
+            delete_if_present(self.store, self._path(bookie_id, read_only))
 
     def list(self, include_down: bool = True) -> list[RegisteredBookie]:
         """Return all bookies by id; with `include_down` also bookies that have a cookie and are not registered."""
-        lists = (self._places.writable, self._places.read_only)
-        writable, read_only, cookies = self.store.children_many((*lists, COOKIES if include_down else lists[1]))
+        lists = {"rw": self._places.writable, "ro": self._places.read_only}
+        paths = (*lists.values(), COOKIES if include_down else lists["ro"])
+        writable, read_only, cookies = self.store.children_many(paths)
         states = dict.fromkeys(cookies or () if include_down else (), "down")
         states.update(dict.fromkeys(read_only or (), "ro"))
         states.update((name, "rw") for name in writable or () if name != "readonly")
-        names = sorted(states)
-        up = [name for name in names if states[name] != "down"]
-        infos = dict(
-            zip(
-                up,
-                self.store.get_many(f"{lists[0] if states[name] == 'rw' else lists[1]}/{name}" for name in up),
-                strict=True,
-            )
-        )
+        up = sorted(name for name in states if states[name] != "down")
+        infos = dict(zip(up, self.store.get_many(f"{lists[states[name]]}/{name}" for name in up), strict=True))
         bookies = []
-        for name in names:
+        for name in sorted(states):
             state, found = states[name], infos.get(name)
             if state != "down" and found is None:
                 # Between the two steps it left, or became read-only or writable: do not report it as lost.
                 state = "ro" if state == "rw" else "rw"
-                found = self.store.get(f"{lists[0] if state == 'rw' else lists[1]}/{name}")
+                found = self.store.get(f"{lists[state]}/{name}")
             if state != "down" and found is None:
                 if not include_down or name not in (cookies or ()):
                     continue
@@ -253,14 +247,8 @@ class Registration:
     def _path(self, bookie_id: str, read_only: bool) -> str:
         return f"{self._places.read_only if read_only else self._places.writable}/{check_bookie_id(bookie_id)}"
 
-    def _delete(self, path: str) -> None:
-        try:
-            self.store.delete(path)
-        except NotFound:
-            return
 
-
-class Cluster:
+class Cluster(Closing):
     """One cluster's metadata, open until `close`; a context manager. Created by `open_cluster`."""
 
     def __init__(self, location: MetadataUri, store: MetadataStore) -> None:
@@ -352,12 +340,6 @@ class Cluster:
         """End the store's session; a second call does nothing."""
         self.store.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def open_cluster(
     uri: str,
@@ -413,29 +395,21 @@ def init_cluster(cluster: Cluster, *, instance_id: str | None = None, layout: Le
     # On etcd Apache's processes take a root without further nodes for a whole cluster, so create all in one step.
     in_one_step = cluster.location.driver == "etcd"
     if cluster.location.driver == "hbase":
-        _put_new(store, LEDGERS, b"")  # the table; without HBase nothing is created
+        create_if_missing(store, LEDGERS, b"")  # the table; without HBase nothing is created
     try:
         store.put_all([*root, *nodes, *([last] if in_one_step else [])])
         if in_one_step:
             return True
     except AlreadyExists:
         for path, value in nodes:
-            _put_new(store, path, value)
-    return _put_new(store, *last)
+            create_if_missing(store, path, value)
+    return create_if_missing(store, *last)
 
 
 def _simple_name(layout: LedgerLayout) -> str:
     """Return the simple name of an Apache class, also of one shaded into another package; else the whole name."""
     match = _APACHE_CLASS.fullmatch(layout.factory_class)
     return match[1] if match else layout.factory_class
-
-
-def _put_new(store: MetadataStore, path: str, value: bytes) -> bool:
-    try:
-        store.put(path, value, NEW)
-    except AlreadyExists:
-        return False
-    return True
 
 
 def new_layout(location: MetadataUri, *, long_long: bool = False) -> LedgerLayout:
@@ -477,13 +451,8 @@ def _open_store(
     if location.driver == "hbase":
         from bkctl.metadata.backends.hbase.store import HBaseStore
 
-        return HBaseStore(
-            location.connect_string,
-            location.path[1:],
-            znode=location.znode,
-            security=security,
-            **times,
-        )
+        prefix = location.path[1:]
+        return HBaseStore(location.connect_string, prefix, znode=location.znode, security=security, **times)
     from bkctl.metadata.backends.etcd.store import EtcdStore
 
     return EtcdStore(location.hosts, location.path, security=security, **times)

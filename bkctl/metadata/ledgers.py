@@ -9,10 +9,9 @@ import re
 import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, tee
 from typing import Final, Literal, NamedTuple
 
 from bkctl.errors import (
@@ -29,7 +28,7 @@ from bkctl.errors import (
 )
 from bkctl.formats.metadata import LedgerMetadata
 from bkctl.ids import I64_MAX, U64_MAX, LedgerId, random_u64
-from bkctl.metadata.store import NEW, MetadataStore, Versioned
+from bkctl.metadata.store import NEW, MetadataStore, Versioned, attempt, value_of
 
 SCOPES: Final = "scopes"
 #: The node with the ledgers of a store that keeps them side by side.
@@ -58,13 +57,6 @@ class LedgerRange(NamedTuple):
     first: LedgerId
     last: LedgerId
     ledgers: list[LedgerId]
-
-
-class ProcessedLedgers(NamedTuple):
-    """The number of ledgers `seen`, and the failed ones with their errors, in the order in which they failed."""
-
-    seen: int
-    failures: list[tuple[LedgerId, BkctlError]]
 
 
 class LedgerManager(ABC):
@@ -118,63 +110,34 @@ class LedgerManager(ABC):
 
         `ids` is consumed a bounded number ahead. Raises only Unreachable.
         """
-        waiting: deque[tuple[LedgerId, str, BkctlError | None]] = deque()
-
-        def paths() -> Iterator[str]:
-            for ledger in ids:
-                try:
-                    path = self._path_to_read(ledger)
-                except Unreachable:
-                    raise
-                except BkctlError as error:
-                    waiting.append((ledger, "", error))
-                else:
-                    waiting.append((ledger, path, None))
-                    yield path
-
-        def errors_ahead() -> Iterator[tuple[LedgerId, BkctlError]]:
-            while waiting and (problem := waiting[0][2]) is not None:
-                yield waiting.popleft()[0], problem
-
-        for value in self.store.get_many(paths()):
-            yield from errors_ahead()
-            ledger, path, _ = waiting.popleft()
-            try:
-                found = self._decode(ledger, path, value)
-            except BkctlError as error:
-                yield ledger, error
-            else:
-                yield ledger, found
-        yield from errors_ahead()
+        places, asked = tee((ledger, attempt(self._path_to_read, ledger)) for ledger in ids)
+        values = self.store.get_many(path for _, path in asked if isinstance(path, str))
+        for ledger, path in places:
+            yield ledger, attempt(self._decode, ledger, path, next(values)) if isinstance(path, str) else path
 
     def write(self, ledger: LedgerId, metadata: LedgerMetadata, version: int) -> int:
         """Replace the metadata that was read in `version`; return the new version.
 
         Raises MetadataVersionConflict, LedgerNotFound. Source: AbstractZkLedgerManager.writeLedgerMetadata.
         """
-        found = self.write_many([(ledger, metadata, version)])[0]
-        if isinstance(found, BkctlError):
-            raise found
-        return found
+        return value_of(self.write_many([(ledger, metadata, version)])[0])
 
     def write_many(self, ledgers: Sequence[tuple[LedgerId, LedgerMetadata, int]]) -> list[int | BkctlError]:
         """`write` each ledger, with the version it was read in; a ledger's error comes in its place.
 
         Raises only Unreachable.
         """
+        paths = [attempt(self._path_to_read, ledger) for ledger, _, _ in ledgers]
         nodes = []
-        errors: dict[int, BkctlError] = {}
-        for at, (ledger, metadata, version) in enumerate(ledgers):
+        for path, (_, metadata, version) in zip(paths, ledgers, strict=True):
             if metadata.format_version > 2:
                 metadata = replace(metadata, c_token=0)  # Only the create carries a token.
-            try:
-                nodes.append((self._path_to_read(ledger), metadata.serialize(), version))
-            except LedgerNotFound as error:
-                errors[at] = error
+            if isinstance(path, str):
+                nodes.append((path, metadata.serialize(), version))
         written = iter(self.store.put_many(nodes))
         return [
-            errors[at] if at in errors else self._write_result(ledger, version, next(written))
-            for at, (ledger, _, version) in enumerate(ledgers)
+            self._write_result(ledger, version, next(written)) if isinstance(path, str) else path
+            for path, (ledger, _, version) in zip(paths, ledgers, strict=True)
         ]
 
     def _write_result(self, ledger: LedgerId, version: int, found: int | BkctlError) -> int | BkctlError:
@@ -279,48 +242,6 @@ class LedgerManager(ABC):
                 first = LedgerId.from_value(cut[-1].value + 1)
         yield LedgerRange(first, end, held)
 
-    def process(
-        self,
-        processor: Callable[[LedgerId], object],
-        scope_id: int | None = 0,
-        *,
-        ledgers: Iterable[LedgerId] | None = None,
-        concurrency: int = 1,
-        keep_going: bool = False,
-    ) -> ProcessedLedgers:
-        """Call `processor` with each ledger of the scope (None: of all), or of `ledgers` where they are given.
-
-        At most `concurrency` calls run at once, each in a thread of its own. After the first BkctlError no further call
-        starts, and the error is raised once the calls under way end. With `keep_going` such errors are collected, and
-        returned with their ledgers. Any other exception ends the iteration. Source: asyncProcessLedgers.
-        """
-        from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-
-        count = 0
-        failures: list[tuple[LedgerId, BkctlError]] = []
-        under_way: dict[Future[object], LedgerId] = {}
-
-        def collect(done: Iterable[Future[object]]) -> None:
-            nonlocal count
-            for future in done:
-                ledger = under_way.pop(future)
-                count += 1
-                try:
-                    future.result()
-                except BkctlError as error:
-                    if not keep_going:
-                        raise
-                    failures.append((ledger, error))
-
-        with ThreadPoolExecutor(max(concurrency, 1), thread_name_prefix="process-ledgers") as executor:
-            for ledger in self.ledgers(scope_id) if ledgers is None else ledgers:
-                if len(under_way) >= max(concurrency, 1):
-                    collect(wait(under_way, return_when=FIRST_COMPLETED).done)
-                under_way[executor.submit(processor, ledger)] = ledger
-            while under_way:
-                collect(wait(under_way, return_when=FIRST_COMPLETED).done)
-        return ProcessedLedgers(count, failures)
-
     def scopes(self) -> Iterator[int]:
         """Yield the scope ids that have a ledger, ascending; a `scopes` tree of another cluster is passed over."""
         if next(self.ledgers(0), None) is not None:
@@ -355,15 +276,8 @@ class LedgerManager(ABC):
 
     def values(self, ids: Iterable[LedgerId]) -> Iterator[tuple[LedgerId, Versioned[bytes] | None]]:
         """Yield each ledger with the bytes of its metadata (None: deleted), in order, several requests under way."""
-        waiting: deque[LedgerId] = deque()
-
-        def paths() -> Iterator[str]:
-            for ledger in ids:
-                waiting.append(ledger)
-                yield self._path_to_read(ledger)
-
-        for found in self.store.get_many(paths()):
-            yield waiting.popleft(), found
+        ledgers, asked = tee(ids)
+        return zip(ledgers, self.store.get_many(map(self._path_to_read, asked)), strict=True)
 
     def parse(self, ledger: LedgerId, value: Versioned[bytes]) -> VersionedMetadata:
         """Return the metadata in a value of `values`. Raises Corrupt or Unsupported for bad bytes."""

@@ -9,18 +9,20 @@ from __future__ import annotations
 import re
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final, Generic, NamedTuple, Self, TypeVar
+from itertools import tee
+from typing import TYPE_CHECKING, Final, Generic, NamedTuple, ParamSpec, Self, TypeVar
 
-from bkctl.errors import BkctlError, Unreachable, UsageError
+from bkctl.errors import AlreadyExists, BkctlError, NotFound, Unreachable, UsageError
 
 if TYPE_CHECKING:
+    import socket
     import ssl
 
 T = TypeVar("T")
 R = TypeVar("R")
+P = ParamSpec("P")
 
 #: As `expected` version: the node must not exist yet.
 NEW: Final = -1
@@ -82,6 +84,31 @@ def client_tls(
         names = ", ".join(name for name in (ca, certificate, key) if name)
         raise UsageError(f"TLS files {names}: {error.strerror or error}", hint="PEM files are needed") from error
     return context
+
+
+def refusals(hosts: Iterable[tuple[str, int]], connect: Callable[[str, int], socket.socket]) -> str:
+    """Return the reasons why no host accepts connections; "" when one accepts, or may: it did not answer in time."""
+    import socket
+
+    reasons = []
+    for host, port in hosts:
+        try:
+            connect(host, port).close()
+        except TimeoutError:
+            return ""
+        except socket.gaierror:
+            reasons.append(f"the name {host} does not resolve")
+        except OSError as error:
+            reasons.append(failure_reason(error))
+        else:
+            return ""
+    return ", ".join(dict.fromkeys(reasons))
+
+
+def failure_reason(error: OSError) -> str:
+    """Return the reason of a failed connection, for a message."""
+    reason = getattr(error, "verify_message", "") or getattr(error, "reason", "")
+    return f"TLS failed: {reason}" if reason else (error.strerror or str(error)).lower()
 
 
 def load_certificate(context: ssl.SSLContext, certificate: str, key: str | None, password: str | None) -> None:
@@ -189,6 +216,12 @@ def full_path(root: str, path: str) -> str:
     return f"{root}/{check_path(path)}" if path else root
 
 
+def check_size(path: str, value: bytes, owner: str = "the store") -> None:
+    """Raise UsageError for a value that a node of `owner`, a kind of store, cannot hold."""
+    if len(value) > VALUE_SIZE_BYTES_MAX:
+        raise UsageError(f"{path}: a value of {len(value)} bytes is above {owner}'s {VALUE_SIZE_BYTES_MAX}")
+
+
 class Claim(ABC):
     """A node that `MetadataStore.claim` created, and that ends with our session; a lost claim never becomes ours again.
 
@@ -206,7 +239,21 @@ class Claim(ABC):
         """Delete the node that we created, but no later node at its path. Raises Unreachable."""
 
 
-class MetadataStore(ABC):
+class Closing(ABC):
+    """A context manager that ends with `close`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what it holds; a second call does nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class MetadataStore(Closing):
     """One metadata store, from the cluster's root down. Paths are relative to it, with no leading "/"; "" is the root.
 
     Every method raises Unreachable when the store cannot be reached and TimedOut (an Unreachable) when it did not
@@ -334,12 +381,12 @@ class MetadataStore(ABC):
 
     def held_many(self, claims: Sequence[Claim]) -> list[bool]:
         """Return `is_held` of each claim. Raises Unreachable."""
-        return [_value(found) for found in map_each(lambda claim: claim.is_held(), claims)]
+        return [value_of(found) for found in map_each(lambda claim: claim.is_held(), claims)]
 
     def release_many(self, claims: Sequence[Claim]) -> None:
         """`release` each claim. Raises Unreachable: some may be left then."""
         for found in map_each(lambda claim: claim.release(), claims):
-            _value(found)
+            value_of(found)
 
     @abstractmethod
     def watch(self, path: str, callback: Callable[[], None], *, children: bool = False) -> Callable[[], None]:
@@ -354,36 +401,50 @@ class MetadataStore(ABC):
     def close(self) -> None:
         """End the session: our ephemerals vanish at once, watches end. A second call does nothing."""
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def map_each(call: Callable[[T], R], items: Sequence[T]) -> list[R | BkctlError]:
     """Call `call` with each item, several at once; an error comes in its item's place. Raises only Unreachable."""
-
-    def attempt(item: T) -> R | BkctlError:
-        try:
-            return call(item)
-        except Unreachable:
-            raise
-        except BkctlError as error:
-            return error
-
     if len(items) < 2:
-        return [attempt(item) for item in items]
+        return [attempt(call, item) for item in items]
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(min(len(items), _CONCURRENCY), thread_name_prefix="change-many") as executor:
-        return list(executor.map(attempt, items))
+        return list(executor.map(lambda item: attempt(call, item), items))
 
 
-def _value(found: R | BkctlError) -> R:
+def attempt(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | BkctlError:
+    """Return what `call` returns, or the BkctlError that it raises. Raises only Unreachable."""
+    try:
+        return call(*args, **kwargs)
+    except Unreachable:
+        raise
+    except BkctlError as error:
+        return error
+
+
+def value_of(found: R | BkctlError) -> R:
+    """Return the result of `attempt`, or raise its error."""
     if isinstance(found, BkctlError):
         raise found
     return found
+
+
+def create_if_missing(store: MetadataStore, path: str, value: bytes) -> bool:
+    """Create the node with this value; leave an existing node unchanged, and return False."""
+    try:
+        store.put(path, value, NEW)
+    except AlreadyExists:
+        return False
+    return True
+
+
+def delete_if_present(store: MetadataStore, path: str) -> bool:
+    """Delete the node; return False for a missing one."""
+    try:
+        store.delete(path)
+    except NotFound:
+        return False
+    return True
 
 
 def cancel_all(*cancels: Callable[[], None]) -> Callable[[], None]:
@@ -422,14 +483,7 @@ def _directories_below(
 
 
 def _children_of(store: MetadataStore, directories: Iterator[tuple[str, str]]) -> Iterator[tuple[str, str, list[str]]]:
-    waiting: deque[tuple[str, str]] = deque()
-
-    def paths() -> Iterator[str]:
-        for directory in directories:
-            waiting.append(directory)
-            yield directory[0]
-
-    for names in store.children_many(paths()):
-        path, digits = waiting.popleft()
+    directories, asked = tee(directories)
+    for (path, digits), names in zip(directories, store.children_many(path for path, _ in asked), strict=True):
         if names:
             yield path, digits, names

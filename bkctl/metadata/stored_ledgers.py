@@ -11,6 +11,7 @@ from bkctl.formats.metadata import LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.liveness import Liveness, check_instance
+from bkctl.metadata.store import attempt
 from bkctl.model import LedgerFacts, LedgerLiveness
 
 
@@ -36,13 +37,11 @@ class StoredDigests:
 
     def _read(self, ledger: LedgerId) -> tuple[LedgerId, DigestType | None, bytes | None]:
         if self._last is None or self._last[0] != ledger:
-            try:
-                metadata = self._cluster.ledgers.read(ledger).metadata
-                self._last = ledger, metadata.digest_type, metadata.password
-            except Unreachable:
-                raise
-            except BkctlError:
+            found = attempt(self._cluster.ledgers.read, ledger)
+            if isinstance(found, BkctlError):
                 self._last = ledger, None, None
+            else:
+                self._last = ledger, found.metadata.digest_type, found.metadata.password
         return self._last
 
 

@@ -27,6 +27,8 @@ HBASE_PREFIX_DEFAULT: Final = "/bookkeeper"
 HBASE_ZNODE_DEFAULT: Final = "/hbase"
 ETCD_PORT_DEFAULT: Final = 2379
 LEDGER_MANAGER_TYPES: Final = ("hierarchical", "longhierarchical", "longlonghierarchical", "flat", "null")
+#: The types that a URI of these stores may name; ZooKeeper's are in parse_uri.
+_TYPES: Final = {"etcd": LEDGER_MANAGER_TYPES, "sqlite": (), "hbase": ()}
 FORMS_HINT: Final = (
     "write it as zk+hierarchical://HOST:2181/ledgers, etcd://HOST:2379/ledgers, hbase://HOST:2181/PREFIX "
     "or sqlite:///FILE"
@@ -95,8 +97,10 @@ def parse_uri(text: str) -> MetadataUri:
         has_scheme = re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", text)
         raise _bad(text, "its scheme is not followed by '://'" if has_scheme else "it has no scheme")
     driver, kind, rest = match[1].lower(), match[2], match[3]
+    if kind is not None and driver in _TYPES and kind.lower() not in _TYPES[driver]:
+        raise _bad(text, f"{driver} has no ledger manager type {kind!r}")
     if driver == "sqlite":
-        return _parse_sqlite(text, kind, rest)
+        return _parse_sqlite(text, rest)
     if driver == "zk":
         manager_type = "null" if kind is None else kind.lower()
         if manager_type not in LEDGER_MANAGER_TYPES:
@@ -107,13 +111,11 @@ def parse_uri(text: str) -> MetadataUri:
         authority, path = _split_authority(text, rest)
         return MetadataUri("zk", manager_type, _parse_hosts(text, authority, ZOOKEEPER_PORT_DEFAULT), path)
     if driver == "etcd":
-        if kind is not None and kind.lower() not in LEDGER_MANAGER_TYPES:
-            raise _bad(text, f"etcd has no ledger manager type {kind!r}")
         rest, security = _split_security(text, rest)
         authority, path = _split_authority(text, rest)
         return MetadataUri("etcd", "null", _parse_hosts(text, authority, ETCD_PORT_DEFAULT), path, security=security)
     if driver == "hbase":
-        return _parse_hbase(text, kind, rest)
+        return _parse_hbase(text, rest)
     raise Unsupported(
         f"Metadata URI {_shown(text)!r} names the store {match[1]!r}, which bkctl does not support", hint=FORMS_HINT
     )
@@ -128,9 +130,7 @@ def _shown(text: str) -> str:
     return without_user_info(text, "…")
 
 
-def _parse_sqlite(text: str, kind: str | None, rest: str) -> MetadataUri:
-    if kind is not None:
-        raise _bad(text, f"sqlite has no ledger manager type {kind!r}")
+def _parse_sqlite(text: str, rest: str) -> MetadataUri:
     if not rest.startswith("/"):
         raise _bad(text, "the file must be absolute, as in sqlite:///var/lib/bkctl/metadata.db")
     if rest.endswith("/"):
@@ -139,9 +139,7 @@ def _parse_sqlite(text: str, kind: str | None, rest: str) -> MetadataUri:
     return MetadataUri("sqlite", "null", (), "/" + rest.lstrip("/"))
 
 
-def _parse_hbase(text: str, kind: str | None, rest: str) -> MetadataUri:
-    if kind is not None:
-        raise _bad(text, f"hbase has no ledger manager type {kind!r}")
+def _parse_hbase(text: str, rest: str) -> MetadataUri:
     rest, question, query = rest.partition("?")
     name, _, znode = query.partition("=")
     if question and name != "znode":

@@ -1,4 +1,4 @@
-"""Many ledgers at once: ranges that collection can rely on, processing with bounds, servers that go and hang."""
+"""Many ledgers at once: ranges that collection can rely on, servers that go and hang."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ import pytest
 from support import servers
 from support.waiting import LIMIT_S
 
-from bkctl.errors import BkctlError, Conflict, Corrupt, LedgerNotFound, TimedOut, Unreachable
+from bkctl.errors import BkctlError, Conflict, TimedOut, Unreachable
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import Fragment, LedgerMetadata
 from bkctl.ids import U64_MAX, LedgerId
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.ledgers import LedgerManager, LedgerRange
-from bkctl.metadata.store import NEW
+from bkctl.metadata.store import NEW, map_each, value_of
 
 METADATA = LedgerMetadata(1, 1, 1, DigestType.CRC32C, b"", (Fragment(0, ("bookie-1",)),))
 FIRST, LAST = LedgerId(0, 0), LedgerId(U64_MAX, U64_MAX)
 
 
 def create_all(ledgers: LedgerManager, ids: list[LedgerId]) -> None:
-    ledgers.process(lambda ledger: ledgers.create(ledger, METADATA), ledgers=ids, concurrency=8)
+    for found in map_each(lambda ledger: ledgers.create(ledger, METADATA), ids):
+        value_of(found)
 
 
 def assert_tiled(ranges: list[LedgerRange], first: LedgerId, last: LedgerId) -> None:
@@ -141,73 +142,6 @@ def test_ranges_leave_out_scopes_of_another_cluster(zookeeper: Any) -> None:
             list(cluster.ledgers.ranges(7))
 
 
-# --- process --------------------------------------------------------------------------------------------------------
-
-
-def test_each_ledger_is_processed_once_by_a_bounded_number_at_once(cluster: Cluster) -> None:
-    ids = [LedgerId(scope, number * 3_000) for scope in (0, 7) for number in range(25)]
-    create_all(cluster.ledgers, ids)
-    lock = threading.Lock()
-    done: list[LedgerId] = []
-    at_once = [0, 0]
-
-    def processor(ledger: LedgerId) -> None:
-        with lock:
-            at_once[0] += 1
-            at_once[1] = max(at_once)
-        time.sleep(0.002)
-        with lock:
-            at_once[0] -= 1
-            done.append(ledger)
-
-    assert cluster.ledgers.process(processor, None, concurrency=4) == (50, [])
-    assert sorted(done) == ids
-    assert 1 < at_once[1] <= 4
-    done.clear()
-    cluster.ledgers.process(processor, 7)
-    assert done == ids[25:]
-
-
-def test_the_first_failure_ends_the_processing_and_is_raised(cluster: Cluster) -> None:
-    ids = [LedgerId(0, number) for number in range(40)]
-    create_all(cluster.ledgers, ids)
-    done: list[LedgerId] = []
-
-    def processor(ledger: LedgerId) -> None:
-        done.append(ledger)
-        if ledger.ledger_id >= 5:
-            raise Corrupt(f"ledger {ledger} is bad")
-
-    with pytest.raises(Corrupt, match="ledger 5 is bad"):
-        cluster.ledgers.process(processor)
-    assert done == ids[:6]
-    done.clear()
-    with pytest.raises(Corrupt):
-        cluster.ledgers.process(processor, concurrency=3)
-    assert len(done) < 15
-
-
-def test_keep_going_processes_all_and_returns_failures(cluster: Cluster) -> None:
-    ids = [LedgerId(0, number) for number in range(20)]
-    create_all(cluster.ledgers, ids)
-
-    def processor(ledger: LedgerId) -> None:
-        if ledger.ledger_id % 7 == 3:
-            raise LedgerNotFound(f"no {ledger}")
-
-    seen, failures = cluster.ledgers.process(processor, concurrency=3, keep_going=True)
-    assert seen == 20
-    assert sorted((ledger, str(error)) for ledger, error in failures) == [
-        (LedgerId(0, number), f"no {number}") for number in (3, 10, 17)
-    ]
-
-    def mistake(ledger: LedgerId) -> None:
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        cluster.ledgers.process(mistake, keep_going=True)
-
-
 # --- servers that go away -------------------------------------------------------------------------------------------
 
 
@@ -222,7 +156,7 @@ def is_stopped(pid: int) -> bool:
     return set(states) == {"T"}
 
 
-def test_listing_and_processing_survive_a_killed_server(metadata_server: Callable[[], Any]) -> None:
+def test_listing_and_removing_survive_a_killed_server(metadata_server: Callable[[], Any]) -> None:
     server = metadata_server()
     ids = spread(300)
 
@@ -247,7 +181,7 @@ def test_listing_and_processing_survive_a_killed_server(metadata_server: Callabl
         outage = threading.Timer(0.1, restart)
         outage.start()
         # A removal whose answer was lost counts as done, and is not told as LedgerNotFound.
-        assert cluster.ledgers.process(remove, None, concurrency=8, keep_going=True) == (len(ids), [])
+        assert map_each(remove, list(cluster.ledgers.ledgers(None))) == [None] * len(ids)
         outage.join()
         assert sorted(removed) == ids
         assert list(cluster.ledgers.ledgers(None)) == []
@@ -273,7 +207,7 @@ def test_hanging_server_is_a_timeout_and_serves_again(
                 lambda: list(cluster.ledgers.ledgers(None)),
                 lambda: list(cluster.ledgers.read_many(ids)),
                 lambda: list(cluster.ledgers.ranges(None)),
-                lambda: cluster.ledgers.process(cluster.ledgers.read, ledgers=ids, concurrency=4, keep_going=False),
+                lambda: map_each(cluster.ledgers.read, ids),
             ]
             for call in calls:
                 with pytest.raises(TimedOut) as caught:

@@ -161,8 +161,8 @@ def test_apache_sees_registrations_of_bkctl(cluster: Cluster, apache: Ask, layou
     answer = apache("bookies")
     assert (answer["rw"], answer["ro"]) == (["127.0.0.1:3182", "bookie-1"], ["bookie-2"])
     assert answer["endpoints"]["bookie-1"] == ["bookie-rpc://10.0.0.1:3181"]
-    cluster.bookies.set_read_only("bookie-1", True, info)
-    cluster.bookies.set_read_only("bookie-2", False, info)
+    cluster.bookies.register("bookie-1", info, True)
+    cluster.bookies.register("bookie-2", info, False)
     answer = apache("bookies")
     assert (answer["rw"], answer["ro"]) == (["127.0.0.1:3182", "bookie-2"], ["bookie-1"])
 

@@ -207,10 +207,10 @@ def test_registration_follows_bookies_and_their_state(uri: str) -> None:
             bookie.bookies.register("bookie-1", INFO)
             assert observer.bookies.list() == [RegisteredBookie("bookie-1", "rw", INFO)]
             assert observer.bookies.get("bookie-1") == RegisteredBookie("bookie-1", "rw", INFO)
-            bookie.bookies.set_read_only("bookie-1", True, INFO)
+            bookie.bookies.register("bookie-1", INFO, True)
             assert observer.bookies.list() == [RegisteredBookie("bookie-1", "ro", INFO)]
             assert observer.store.children("available") == ["readonly"]
-            bookie.bookies.set_read_only("bookie-1", False, INFO)
+            bookie.bookies.register("bookie-1", INFO, False)
             assert observer.bookies.get("bookie-1") == RegisteredBookie("bookie-1", "rw", INFO)
             assert observer.store.children("available/readonly") == []
             bookie.cookies.write("bookie-1", cookie, NEW)
@@ -249,7 +249,7 @@ def test_bookie_changing_state_during_a_listing_is_not_lost(tmp_path: Path, monk
 
         bookies.register("bookie-1", INFO)
         for read_only, state in ((True, "ro"), (False, "rw")):
-            then(lambda read_only=read_only: bookies.set_read_only("bookie-1", read_only, INFO))
+            then(lambda read_only=read_only: bookies.register("bookie-1", INFO, read_only))
             assert bookies.list(include_down=False) == [RegisteredBookie("bookie-1", state, INFO)]
         then(lambda: bookies.unregister("bookie-1"))
         assert bookies.list(include_down=False) == []
@@ -361,7 +361,7 @@ def test_a_bookie_that_stops_is_seen_by_a_watch(uri: str) -> None:
         with open_cluster(uri) as bookie:
             bookie.bookies.register("bookie-1", INFO)
             eventually(lambda: states and states[-1] == {"bookie-1": "rw"})
-            bookie.bookies.set_read_only("bookie-1", True, INFO)
+            bookie.bookies.register("bookie-1", INFO, True)
             eventually(lambda: states[-1] == {"bookie-1": "ro"})
         eventually(lambda: states[-1] == {})
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import pairwise
+from itertools import pairwise, tee
 from typing import Final, NamedTuple
 
-from bkctl.errors import BkctlError, LedgerNotFound, Unreachable
+from bkctl.errors import BkctlError, LedgerNotFound
 from bkctl.formats.metadata import LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.ledgers import SCOPES, VersionedMetadata
+from bkctl.metadata.store import attempt
 from bkctl.metadata.underreplication import LedgerMarks, mark_path
 
 #: Older ledgers in recovery count as stuck.
@@ -118,14 +118,10 @@ def impossibilities(metadata: LedgerMetadata) -> Iterator[str]:
 def _check_cookies(cluster: Cluster) -> Iterator[MetadataFinding]:
     instance_id = cluster.instance_id()
     for bookie_id in cluster.cookies.list():
-        try:
-            found = cluster.cookies.read(bookie_id)
-        except Unreachable:
-            raise
-        except BkctlError as error:
-            yield MetadataFinding("unparsable-cookie", f"cookies/{bookie_id}", None, str(error))
-            continue
-        if found is not None and found.value.instance_id and found.value.instance_id != instance_id:
+        found = attempt(cluster.cookies.read, bookie_id)
+        if isinstance(found, BkctlError):
+            yield MetadataFinding("unparsable-cookie", f"cookies/{bookie_id}", None, str(found))
+        elif found is not None and found.value.instance_id and found.value.instance_id != instance_id:
             yield MetadataFinding(
                 "cookie-of-another-cluster", f"cookies/{bookie_id}", None,
                 f"It names the instance id {found.value.instance_id}, the cluster is {instance_id}",
@@ -133,18 +129,10 @@ def _check_cookies(cluster: Cluster) -> Iterator[MetadataFinding]:
 
 
 def _check_marks(cluster: Cluster, scope_id: int | None) -> Iterator[MetadataFinding]:
-    unparsable: deque[MetadataFinding] = deque()
-
-    def marked() -> Iterator[LedgerId]:
-        for ledger, found in LedgerMarks(cluster.store).list(scope_id):
-            if isinstance(found, BkctlError):
-                unparsable.append(MetadataFinding("unparsable-mark", mark_path(ledger), ledger, str(found)))
-            else:
-                yield ledger
-
-    for ledger, found in cluster.ledgers.read_many(marked()):
-        while unparsable:
-            yield unparsable.popleft()
-        if isinstance(found, LedgerNotFound):  # other damage is reported with the ledger itself
+    marks, asked = tee(LedgerMarks(cluster.store).list(scope_id))
+    ledgers = cluster.ledgers.read_many(ledger for ledger, mark in asked if not isinstance(mark, BkctlError))
+    for ledger, mark in marks:
+        if isinstance(mark, BkctlError):
+            yield MetadataFinding("unparsable-mark", mark_path(ledger), ledger, str(mark))
+        elif isinstance(next(ledgers)[1], LedgerNotFound):  # other damage is reported with the ledger itself
             yield MetadataFinding("orphaned-mark", mark_path(ledger), ledger, "Marked as under-replicated, but deleted")
-    yield from unparsable

@@ -8,10 +8,10 @@ from enum import StrEnum
 from itertools import groupby
 from typing import Any, Final, NamedTuple
 
-from bkctl.errors import AlreadyExists, BkctlError, Corrupt, NotFound, Unreachable
+from bkctl.errors import BkctlError, Corrupt
 from bkctl.metadata.admin.health_codes import HealthCode
 from bkctl.metadata.cluster import Cluster, RegisteredBookie
-from bkctl.metadata.store import NEW
+from bkctl.metadata.store import attempt, create_if_missing, delete_if_present
 from bkctl.metadata.underreplication import AuditorElection, AutoRecoveryState
 
 #: While this node exists, clients quarantine no bookie. Source: ZKMetadataDriverBase.disableHealthCheck.
@@ -42,6 +42,25 @@ class HealthFinding(NamedTuple):
     details: Mapping[str, Any] | None = None
 
 
+#: Advice by code, where it is the same for every subject.
+_ADVICE: Final = {
+    HealthCode.NO_INSTANCE_ID: "bookies will not start; restore it from a cookie or a backup of the metadata",
+    HealthCode.NO_WRITABLE_BOOKIE: "start bookies, or free their disks: nothing can be written",
+    HealthCode.BOOKIE_WITHOUT_ADDRESS: "clients cannot reach it: check its advertised address",
+    HealthCode.BOOKIE_WITHOUT_COOKIE: "another bookie could take its place with empty disks: 'bkctl cookie verify'",
+    HealthCode.COOKIE_DAMAGED: "it cannot start again: rewrite its cookie with 'bkctl cookie update'",
+    HealthCode.COOKIE_OF_ANOTHER_CLUSTER: "see 'bkctl cookie verify' before it is started again",
+    HealthCode.SCOPES_ORPHANED: "'bkctl metadata orphans' shows them",
+    HealthCode.NO_BOOKIE_FOR_SCOPES: "start bookies that do: scoped ledgers cannot be written",
+    HealthCode.MARK_DAMAGED: "'bkctl autorecovery unmark' removes it",
+    HealthCode.VOTE_DAMAGED: "restart auto-recovery on the bookie that cast it",
+}
+
+
+def _finding(code: HealthCode, subject: str, message: str, severity: Severity = Severity.ERROR) -> HealthFinding:
+    return HealthFinding(code, severity, subject, message, _ADVICE[code])
+
+
 def health_findings(cluster: Cluster) -> Iterator[HealthFinding]:
     """Yield the problems in the metadata store: bookies, cookies, scopes, under-replication, auto-recovery.
 
@@ -50,10 +69,7 @@ def health_findings(cluster: Cluster) -> Iterator[HealthFinding]:
     cluster.layout()
     instance_id = cluster.instance_id()
     if not instance_id:
-        yield HealthFinding(
-            HealthCode.NO_INSTANCE_ID, Severity.ERROR, "", "The cluster has no instance id",
-            "bookies will not start; restore it from a cookie or a backup of the metadata",
-        )  # fmt: skip
+        yield _finding(HealthCode.NO_INSTANCE_ID, "", "The cluster has no instance id")
     bookies = cluster.bookies.list()
     yield from _of_bookies(bookies)
     yield from _of_cookies(cluster, bookies, instance_id)
@@ -83,10 +99,7 @@ def read_only_finding(bookie_id: str, used_percent: float | None, percent_max: f
 
 def _of_bookies(bookies: list[RegisteredBookie]) -> Iterator[HealthFinding]:
     if not any(bookie.state == "rw" for bookie in bookies):
-        yield HealthFinding(
-            HealthCode.NO_WRITABLE_BOOKIE, Severity.ERROR, "", f"None of {len(bookies):,} bookies is writable",
-            "start bookies, or free their disks: nothing can be written",
-        )  # fmt: skip
+        yield _finding(HealthCode.NO_WRITABLE_BOOKIE, "", f"None of {len(bookies):,} bookies is writable")
     for bookie in bookies:
         if bookie.state == "down":
             yield HealthFinding(
@@ -96,56 +109,35 @@ def _of_bookies(bookies: list[RegisteredBookie]) -> Iterator[HealthFinding]:
         elif bookie.state == "ro":
             yield read_only_finding(bookie.bookie_id, None, 0)
         if bookie.state != "down" and bookie.address is None:
-            yield HealthFinding(
-                HealthCode.BOOKIE_WITHOUT_ADDRESS, Severity.ERROR, bookie.bookie_id,
-                "Its registration names no bookie-rpc address",
-                "clients cannot reach it: check its advertised address",
-            )  # fmt: skip
+            problem = "Its registration names no bookie-rpc address"
+            yield _finding(HealthCode.BOOKIE_WITHOUT_ADDRESS, bookie.bookie_id, problem)
 
 
 def _of_cookies(cluster: Cluster, bookies: list[RegisteredBookie], instance_id: str) -> Iterator[HealthFinding]:
     with_cookie = set(cluster.cookies.list())
     for bookie in bookies:
         if bookie.bookie_id not in with_cookie:
-            yield HealthFinding(
-                HealthCode.BOOKIE_WITHOUT_COOKIE, Severity.WARNING, bookie.bookie_id,
-                "It is registered, but has no cookie",
-                "another bookie could take its place with empty disks: 'bkctl cookie verify'",
-            )  # fmt: skip
+            problem = "It is registered, but has no cookie"
+            yield _finding(HealthCode.BOOKIE_WITHOUT_COOKIE, bookie.bookie_id, problem, Severity.WARNING)
             continue
-        try:
-            found = cluster.cookies.read(bookie.bookie_id)
-        except Unreachable:
-            raise
-        except BkctlError as error:
-            yield HealthFinding(
-                HealthCode.COOKIE_DAMAGED, Severity.ERROR, bookie.bookie_id, str(error),
-                "it cannot start again: rewrite its cookie with 'bkctl cookie update'",
-            )  # fmt: skip
-            continue
-        if found is not None and found.value.instance_id and found.value.instance_id != instance_id:
-            yield HealthFinding(
-                HealthCode.COOKIE_OF_ANOTHER_CLUSTER, Severity.ERROR, bookie.bookie_id,
-                f"Its cookie names the instance id {found.value.instance_id}, the cluster is {instance_id}",
-                "see 'bkctl cookie verify' before it is started again",
-            )  # fmt: skip
+        found = attempt(cluster.cookies.read, bookie.bookie_id)
+        if isinstance(found, BkctlError):
+            yield _finding(HealthCode.COOKIE_DAMAGED, bookie.bookie_id, str(found))
+        elif found is not None and found.value.instance_id and found.value.instance_id != instance_id:
+            problem = f"Its cookie names the instance id {found.value.instance_id}, the cluster is {instance_id}"
+            yield _finding(HealthCode.COOKIE_OF_ANOTHER_CLUSTER, bookie.bookie_id, problem)
 
 
 def _of_scopes(cluster: Cluster, bookies: list[RegisteredBookie]) -> Iterator[HealthFinding]:
     state = cluster.ledgers.scopes_state()
     if state == "foreign":
-        yield HealthFinding(
-            HealthCode.SCOPES_ORPHANED, Severity.ERROR, "", "The scoped ledgers belong to a cluster that was formatted",
-            "'bkctl metadata orphans' shows them",
-        )  # fmt: skip
+        problem = "The scoped ledgers belong to a cluster that was formatted"
+        yield _finding(HealthCode.SCOPES_ORPHANED, "", problem)
     if state == "ours" and next((scope for scope in cluster.ledgers.scopes() if scope), None) is not None:
         capable = [bookie for bookie in bookies if bookie.state == "rw" and bookie.ledger_scopes]
         if not capable:
-            yield HealthFinding(
-                HealthCode.NO_BOOKIE_FOR_SCOPES, Severity.ERROR, "",
-                "There are scoped ledgers, and no writable bookie that knows ledger scopes",
-                "start bookies that do: scoped ledgers cannot be written",
-            )  # fmt: skip
+            problem = "There are scoped ledgers, and no writable bookie that knows ledger scopes"
+            yield _finding(HealthCode.NO_BOOKIE_FOR_SCOPES, "", problem)
 
 
 class _Marks:
@@ -195,13 +187,7 @@ def _of_replication(cluster: Cluster, down: list[str]) -> Iterator[HealthFinding
         more_count += found is more
         for ledger, mark in marks:
             if isinstance(mark, BkctlError):
-                yield HealthFinding(
-                    HealthCode.MARK_DAMAGED,
-                    Severity.WARNING,
-                    str(ledger),
-                    str(mark),
-                    "'bkctl autorecovery unmark' removes it",
-                )
+                yield _finding(HealthCode.MARK_DAMAGED, str(ledger), str(mark), Severity.WARNING)
                 found.add(0)
             else:
                 found.add(0 if mark.ctime_ms is None else max(0, now_ms - mark.ctime_ms) // 1000)
@@ -249,13 +235,7 @@ def _of_auditors(
         try:
             auditor_id = election.auditor(scoped=scoped)
         except Corrupt as error:
-            yield HealthFinding(
-                HealthCode.VOTE_DAMAGED,
-                Severity.ERROR,
-                "",
-                str(error),
-                "restart auto-recovery on the bookie that cast it",
-            )
+            yield _finding(HealthCode.VOTE_DAMAGED, "", str(error))
             continue
         if auditor_id is None and scoped:
             yield HealthFinding(
@@ -295,11 +275,6 @@ class HealthCheckSwitch:
 
     def set(self, enabled: bool) -> bool:
         """Set the switch; return False when it was set so already."""
-        try:
-            if enabled:
-                self._store.delete(DISABLE_HEALTH_CHECK)
-            else:
-                self._store.put(DISABLE_HEALTH_CHECK, b"", NEW)
-        except (AlreadyExists, NotFound):
-            return False
-        return True
+        if not enabled:
+            return create_if_missing(self._store, DISABLE_HEALTH_CHECK, b"")
+        return delete_if_present(self._store, DISABLE_HEALTH_CHECK)

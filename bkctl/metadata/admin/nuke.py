@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bkctl.errors import Conflict, NotFound
 from bkctl.metadata.cluster import Cluster
-from bkctl.metadata.store import MetadataStore
+from bkctl.metadata.store import MetadataStore, delete_if_present
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -98,10 +100,8 @@ def nuke(cluster: Cluster, *, progress: Callable[[int], None] = lambda _: None) 
         remover = _Remover(cluster.store, executor, progress)
         for name in [name for name in names if name not in last] + [name for name in last if name in names]:
             remover.remove(name)
-    try:
+    with suppress(NotFound):
         cluster.store.delete_root()
-    except NotFound:
-        return remover.count
     return remover.count
 
 
@@ -126,15 +126,8 @@ class _Remover:
 
     def delete(self, *paths: str) -> None:
         """Delete nodes that have no children."""
-        self.count += sum(self._executor.map(self._delete, paths))
+        self.count += sum(self._executor.map(partial(delete_if_present, self._store), paths))
         self._progress(self.count)
-
-    def _delete(self, path: str) -> bool:
-        try:
-            self._store.delete(path)
-        except NotFound:
-            return False
-        return True
 
 
 def _shorten(names: list[str]) -> str:

@@ -101,7 +101,6 @@ def remove_ledgers(
     """
     from concurrent.futures import ThreadPoolExecutor
 
-    remover = _LedgerRemover(cluster, states, record, keep_missing)
     under_way: deque[Future[Removal]] = deque()
     failure: BkctlError | None = None
 
@@ -114,7 +113,7 @@ def remove_ledgers(
 
     with ThreadPoolExecutor(CONCURRENCY, thread_name_prefix="remove-ledgers") as executor:
         for ledger, found in _values(cluster, ids, pace):
-            under_way.append(executor.submit(remover.remove, ledger, found))
+            under_way.append(executor.submit(_remove, cluster, ledger, found, states, record, keep_missing))
             if len(under_way) >= CONCURRENCY or (pace.steps_per_s is not None and under_way[0].done()):
                 yield next_done()
             if failure is not None:
@@ -136,36 +135,27 @@ def _values(
         yield from cluster.ledgers.values(batch)
 
 
-class _LedgerRemover:
-    """Removes one ledger at a time; see `remove_ledgers`."""
-
-    def __init__(
-        self,
-        cluster: Cluster,
-        states: Collection[str],
-        record: Callable[[LedgerId, str, bytes], None],
-        keep_missing: bool,
-    ) -> None:
-        self._cluster = cluster
-        self._states = states
-        self._record = record
-        self._keep_missing = keep_missing
-
-    def remove(self, ledger: LedgerId, found: Versioned[bytes] | None) -> Removal:
-        """Remove the ledger whose metadata was `found`; every error is in the result."""
-        cluster = self._cluster
-        metadata: LedgerMetadata | None = None
-        try:
-            path = cluster.ledgers.path(ledger)
-            if found is None:
-                cluster.ledgers.read(ledger)  # raises LedgerNotFound
-                raise Conflict(f"Ledger {ledger} was created just now")
-            metadata = LedgerMetadata.parse(found.value, f"ledger {ledger} at {path} in {cluster.store.name}")
-            check_state(ledger, metadata, self._states)
-            self._record(ledger, path, found.value)
-            cluster.ledgers.remove(ledger, found.version)
-        except LedgerNotFound as error:
-            return Removal(ledger, metadata, False, None if self._keep_missing else error)
-        except BkctlError as error:
-            return Removal(ledger, metadata, False, error)
-        return Removal(ledger, metadata, True)
+def _remove(
+    cluster: Cluster,
+    ledger: LedgerId,
+    found: Versioned[bytes] | None,
+    states: Collection[str],
+    record: Callable[[LedgerId, str, bytes], None],
+    keep_missing: bool,
+) -> Removal:
+    """Remove the ledger whose metadata was `found`; every error is in the result."""
+    metadata: LedgerMetadata | None = None
+    try:
+        path = cluster.ledgers.path(ledger)
+        if found is None:
+            cluster.ledgers.read(ledger)  # raises LedgerNotFound
+            raise Conflict(f"Ledger {ledger} was created just now")
+        metadata = LedgerMetadata.parse(found.value, f"ledger {ledger} at {path} in {cluster.store.name}")
+        check_state(ledger, metadata, states)
+        record(ledger, path, found.value)
+        cluster.ledgers.remove(ledger, found.version)
+    except LedgerNotFound as error:
+        return Removal(ledger, metadata, False, None if keep_missing else error)
+    except BkctlError as error:
+        return Removal(ledger, metadata, False, error)
+    return Removal(ledger, metadata, True)

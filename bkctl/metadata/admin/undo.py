@@ -22,20 +22,14 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Self, cast
+from typing import Any, Final, NamedTuple, cast
 
 from bkctl.disk import make_private_directory
-from bkctl.errors import (
-    BkctlError,
-    Conflict,
-    Corrupt,
-    NotFound,
-    Unsupported,
-)
+from bkctl.errors import BkctlError, Conflict, Corrupt, NotFound, Unsupported
 from bkctl.formats.metadata import Cookie
 from bkctl.formats.names import COOKIE_NAME
 from bkctl.metadata.cluster import Cluster
-from bkctl.metadata.store import NEW, VALUE_SIZE_BYTES_MAX, MetadataStore, check_path
+from bkctl.metadata.store import NEW, VALUE_SIZE_BYTES_MAX, Closing, MetadataStore, check_path
 
 FORMAT: Final = "bkctl-undo"
 VERSION: Final = 1
@@ -43,7 +37,7 @@ VERSION: Final = 1
 LINE_SIZE_BYTES_MAX: Final = 3 * VALUE_SIZE_BYTES_MAX
 
 
-class UndoFile:
+class UndoFile(Closing):
     """Writes an undo file; a context manager. The first `record` creates the file.
 
     `path` None: nothing is written.
@@ -137,12 +131,6 @@ class UndoFile:
                 raise OSError(error.errno, error.strerror, str(self.path)) from error
             finally:
                 os.close(file)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class _RecordedStore:
@@ -298,14 +286,10 @@ def _undo_node(store: MetadataStore, fields: dict[str, Any], where: str, dry_run
     if not isinstance(name, str) or not name:
         raise Corrupt(f"{where} names no node")
     before, after = (_decode(fields, key, where) for key in ("before", "after"))
-    place, size = check_path(name), None if before is None else len(before)
+    place = check_path(name)
     found = store.get(place)
-    value = None if found is None else found.value
-    if value == before:
-        return UndoneChange(place, "already", size)
-    if value != after:
-        return UndoneChange(place, "changed", size)
-    if not dry_run:
+    outcome = _outcome(None if found is None else found.value, before, after)
+    if outcome == "restored" and not dry_run:
         try:
             if before is None:
                 assert found is not None
@@ -313,8 +297,8 @@ def _undo_node(store: MetadataStore, fields: dict[str, Any], where: str, dry_run
             else:
                 store.put(place, before, NEW if found is None else found.version)
         except (Conflict, NotFound):  # Changed meanwhile, or has children since.
-            return UndoneChange(place, "changed", size)
-    return UndoneChange(place, "restored", size)
+            outcome = "changed"
+    return UndoneChange(place, outcome, None if before is None else len(before))
 
 
 def _undo_file(fields: dict[str, Any], where: str, dry_run: bool, redo: UndoFile | None) -> UndoneChange:
@@ -326,13 +310,9 @@ def _undo_file(fields: dict[str, Any], where: str, dry_run: bool, redo: UndoFile
         for value in (before, after):
             if value is not None:  # who edits an undo file must not have other files written
                 Cookie.parse(value, f"{where}: {name}")
-    file, size = Path(name), None if before is None else len(before)
-    value = _content(file)
-    if value == before:
-        return UndoneChange(name, "already", size)
-    if value != after:
-        return UndoneChange(name, "changed", size)
-    if not dry_run:
+    file = Path(name)
+    outcome = _outcome(_content(file), before, after)
+    if outcome == "restored" and not dry_run:
         from bkctl.disk import Files
 
         if redo is not None:
@@ -341,7 +321,11 @@ def _undo_file(fields: dict[str, Any], where: str, dry_run: bool, redo: UndoFile
             Files().remove(file)
         else:
             Files().replace(file, before)
-    return UndoneChange(name, "restored", size)
+    return UndoneChange(name, outcome, None if before is None else len(before))
+
+
+def _outcome(value: bytes | None, before: bytes | None, after: bytes | None) -> str:
+    return "already" if value == before else "restored" if value == after else "changed"
 
 
 def _content(file: Path) -> bytes | None:
@@ -357,10 +341,10 @@ def _content(file: Path) -> bytes | None:
 def _parse(line: bytes, where: str) -> dict[str, Any]:
     try:
         value = json.loads(line)
+        if not isinstance(value, dict):
+            raise ValueError(value)
     except (ValueError, RecursionError) as error:
         raise Corrupt(f"{where} is not a JSON object") from error
-    if not isinstance(value, dict):
-        raise Corrupt(f"{where} is not a JSON object")
     return value
 
 

@@ -16,9 +16,10 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import groupby, islice
 from operator import itemgetter
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from bkctl.disk import FILE_MODE
 from bkctl.errors import (
@@ -33,8 +34,9 @@ from bkctl.errors import (
     Unsupported,
     UsageError,
 )
+from bkctl.metadata.backends.ephemerals import Ephemerals
 from bkctl.metadata.backends.processes import may_live, process_identity, process_start
-from bkctl.metadata.store import NEW, RACKS, VALUE_SIZE_BYTES_MAX, Claim, MetadataStore, Versioned, check_path
+from bkctl.metadata.store import NEW, RACKS, Claim, MetadataStore, Versioned, attempt, check_path, check_size
 
 HEARTBEAT_MS: Final = 2_000
 SESSION_EXPIRY_MS: Final = 6_000
@@ -62,12 +64,15 @@ _SCHEMA: Final = (
     "INSERT INTO counter VALUES('change', 0)",
     "INSERT INTO node VALUES('', '', x'', 0, 0, 0, 0, NULL)",
 )
+_NODE: Final = "SELECT {} FROM node WHERE parent = ? AND name = ?"
 
 
-class _Watch(NamedTuple):
-    path: str
-    children: bool
-    callback: Callable[[], None]
+class _Watch:
+    """A callback for a node that was last seen as changed, or with its children changed, at `seen` (None: missing)."""
+
+    def __init__(self, path: str, children: bool, callback: Callable[[], None]) -> None:
+        self.path, self.children, self.callback = path, children, callback
+        self.seen: int | None = None
 
 
 class SqliteStore(MetadataStore):
@@ -84,11 +89,10 @@ class SqliteStore(MetadataStore):
         self._lock = threading.RLock()
         self._closed = False
         self._session: int | None = None
-        self._ephemerals: dict[str, bytes] = {}
+        self._ephemerals = Ephemerals(self._put_ephemeral, self._note_owner, self.delete)
         #: Some ephemerals were lost, and must be created again.
         self._has_lost = False
-        self._watches: dict[int, tuple[_Watch, int | None]] = {}
-        self._watch_id = 0
+        self._watches: dict[int, _Watch] = {}
         self._sessions_checked_at = float("-inf")
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
@@ -193,14 +197,15 @@ class SqliteStore(MetadataStore):
                 raise Unreachable(f"{self.name} is closed")
             return self._connection.execute(query, values).fetchall()
 
-    # values
+    def _node(self, columns: str, path: str) -> Any:
+        """Return these columns of a node, None for a missing node."""
+        return next(iter(self._rows(_NODE.format(columns), _split(path))), None)
 
     def get(self, path: str) -> Versioned[bytes] | None:
         """See MetadataStore.get."""
-        parent, name = _split(path)
         self._end_dead_sessions()
-        rows = self._rows("SELECT value, version, ctime_ms FROM node WHERE parent = ? AND name = ?", (parent, name))
-        return Versioned(bytes(rows[0][0]), rows[0][1], rows[0][2]) if rows else None
+        row = self._node("value, version, ctime_ms", path)
+        return None if row is None else Versioned(bytes(row[0]), row[1], row[2])
 
     def get_many(self, paths: Iterable[str]) -> Iterator[Versioned[bytes] | None]:
         """See MetadataStore.get_many. One statement reads many nodes, fewer where their values are large."""
@@ -226,58 +231,40 @@ class SqliteStore(MetadataStore):
 
     def put_many(self, nodes: Sequence[tuple[str, bytes, int]]) -> list[int | BkctlError]:
         """See MetadataStore.put_many: one transaction."""
-        results: list[int | BkctlError] = []
         self._end_dead_sessions()
         with self._transaction() as connection:
-            for node in nodes:
-                try:
-                    results.append(self._put(connection, *node))
-                except BkctlError as error:
-                    results.append(error)
-        return results
+            return [attempt(self._put, connection, *node) for node in nodes]
 
     def _put(self, connection: sqlite3.Connection, path: str, value: bytes, expected: int | None) -> int:
         """`put` within a transaction; what raises a BkctlError has changed nothing."""
-        parent, name = _split(path)
-        _check_size(path, value)
-        row = connection.execute("SELECT version FROM node WHERE parent = ? AND name = ?", (parent, name)).fetchone()
+        check_size(path, value)
+        row = _row(connection, "version", path)
         if row is None and expected not in (NEW, None):
             raise NotFound(f"No {path} in {self.name}")
         if row is not None and expected == NEW:
-            raise AlreadyExists(f"{path} exists in {self.name}")
+            raise AlreadyExists(f"{path or 'The root'} exists in {self.name}")
         if row is not None and expected not in (None, row[0]):
             raise MetadataVersionConflict(f"{path} changed meanwhile: version {row[0]}, expected {expected}")
         change = _next_change(connection)
         if row is None:
-            _insert(connection, parent, name, value, None, change)
+            _insert(connection, path, value, None, change)
             return 0
-        connection.execute(
-            "UPDATE node SET value = ?, version = version + 1, changed = ? WHERE parent = ? AND name = ?",
-            (value, change, parent, name),
-        )
+        _update(connection, path, value, change)
         return int(row[0]) + 1
 
     def put_all(self, nodes: Sequence[tuple[str, bytes]]) -> None:
         """See MetadataStore.put_all."""
         with self._transaction() as connection:
-            change = _next_change(connection)
             for path, value in nodes:
-                parent, name = _split(path)
-                _check_size(path, value)
-                if _exists(connection, parent, name):
-                    raise AlreadyExists(f"{path or 'The root'} exists in {self.name}")
-                _insert(connection, parent, name, value, None, change)
+                self._put(connection, path, value, NEW)
 
     def delete(self, path: str, expected: int | None = None, *, prune: int = 0) -> None:
         """See MetadataStore.delete."""
-        parent, name = _split(path)
         if not path:
             raise UsageError("The root of the metadata store cannot be deleted")
         with self._transaction() as connection:
-            self._ephemerals.pop(path, None)
-            row = connection.execute(
-                "SELECT version FROM node WHERE parent = ? AND name = ?", (parent, name)
-            ).fetchone()
+            self._ephemerals.forget(path)
+            row = _row(connection, "version", path)
             if row is None:
                 raise NotFound(f"No {path} in {self.name}")
             if expected is not None and row[0] != expected:
@@ -285,23 +272,21 @@ class SqliteStore(MetadataStore):
             if _has_children(connection, path):
                 raise Conflict(f"{path} has children in {self.name}")
             change = _next_change(connection)
-            _remove(connection, parent, name, change)
+            _remove(connection, path, change)
             for _ in range(prune):
-                path = parent
+                path = _split(path)[0]
                 if not path or _has_children(connection, path):
                     break
-                parent, name = _split(path)
-                _remove(connection, parent, name, change)
+                _remove(connection, path, change)
 
     def children(self, path: str, *, after: str = "", limit: int | None = None) -> list[str] | None:
         """See MetadataStore.children."""
-        parent, name = _split(path)
         self._end_dead_sessions()
         rows = self._rows(
             "SELECT name FROM node WHERE parent = ? AND name > ? ORDER BY name LIMIT ?",
-            (path, after, -1 if limit is None else limit),
+            (check_path(path), after, -1 if limit is None else limit),
         )
-        if not rows and not self._rows("SELECT 1 FROM node WHERE parent = ? AND name = ?", (parent, name)):
+        if not rows and self._node("1", path) is None:
             return None
         return [row[0] for row in rows]
 
@@ -342,31 +327,29 @@ class SqliteStore(MetadataStore):
                 )
         return True
 
-    # sessions and ephemerals
-
     def ephemeral(self, path: str, value: bytes, *, wait_s: float | None = None) -> None:
         """See MetadataStore.ephemeral."""
-        _check_size(path, value)
+        check_size(path, value)
         deadline = time.monotonic() + (SESSION_EXPIRY_MS / 1000 if wait_s is None else wait_s)
-        while not self._put_ephemeral(path, value):
-            if time.monotonic() >= deadline:
-                raise AlreadyExists(f"{path} is held by another process in {self.name}")
-            time.sleep(WATCH_POLL_MS / 4000)
+        with self._ephemerals.adding(path, value):
+            while not self._put_ephemeral(path, value):
+                if time.monotonic() >= deadline:
+                    raise AlreadyExists(f"{path} is held by another process in {self.name}")
+                time.sleep(WATCH_POLL_MS / 4000)
         self._start_thread()
 
     def claim(self, path: str, value: bytes, *, numbered: bool = False) -> Claim:
         """See MetadataStore.claim."""
-        _check_size(path, value)
+        check_size(path, value)
         self._end_dead_sessions(at_once=True)
         with self._transaction() as connection:
             self._make_session(connection)
             if numbered:
                 path += f"{_next_number(connection, path):010d}"
-            parent, name = _split(path)
-            if _exists(connection, parent, name):
+            if _row(connection, "1", path) is not None:
                 raise AlreadyExists(f"{path} exists in {self.name}")
             change = _next_change(connection)
-            _insert(connection, parent, name, value, self._session, change)
+            _insert(connection, path, value, self._session, change)
         self._start_thread()
         return _SqliteClaim(self, path, change)
 
@@ -379,23 +362,16 @@ class SqliteStore(MetadataStore):
             self._session = connection.execute("INSERT INTO session VALUES(NULL, ?, ?, ?, ?, ?, ?)", identity).lastrowid
 
     def _put_ephemeral(self, path: str, value: bytes) -> bool:
-        parent, name = _split(path)
         self._end_dead_sessions(at_once=True)
         with self._transaction() as connection:
             self._make_session(connection)
-            row = connection.execute(
-                "SELECT owner, value FROM node WHERE parent = ? AND name = ?", (parent, name)
-            ).fetchone()
+            row = _row(connection, "owner, value", path)
             if row is not None and row[0] != self._session:
                 return False
             if row is None:
-                _insert(connection, parent, name, value, self._session, _next_change(connection))
+                _insert(connection, path, value, self._session, _next_change(connection))
             elif bytes(row[1]) != value:
-                connection.execute(
-                    "UPDATE node SET value = ?, version = version + 1, changed = ? WHERE parent = ? AND name = ?",
-                    (value, _next_change(connection), parent, name),
-                )
-            self._ephemerals[path] = value
+                _update(connection, path, value, _next_change(connection))
             return True
 
     def _beat(self) -> None:
@@ -407,14 +383,7 @@ class SqliteStore(MetadataStore):
         if alive and not self._has_lost:
             return
         self._has_lost = True
-        all_ours = True
-        for path in list(self._ephemerals):
-            with self._lock:  # A node deleted meanwhile must not come back.
-                if path in self._ephemerals:
-                    is_ours = self._put_ephemeral(path, self._ephemerals[path])
-                    self._note_owner(path, is_ours=is_ours)
-                    all_ours = all_ours and is_ours
-        self._has_lost = not all_ours
+        self._has_lost = not self._ephemerals.restore()
 
     def _end_dead_sessions(self, *, at_once: bool = False) -> None:
         """Delete the ephemerals of dead sessions; without `at_once` at most once every poll interval."""
@@ -431,28 +400,23 @@ class SqliteStore(MetadataStore):
                 if row is not None and _is_dead(row):
                     _end_session(connection, session_id)
 
-    # watches
-
     def watch(self, path: str, callback: Callable[[], None], *, children: bool = False) -> Callable[[], None]:
         """See MetadataStore.watch."""
         watch = _Watch(check_path(path), children, callback)
-        seen = self._state(watch)
+        watch.seen = self._state(watch)
         with self._lock:
-            self._watch_id += 1
-            watch_id = self._watch_id
-            self._watches[watch_id] = (watch, seen)
+            self._watches[id(watch)] = watch
         self._start_thread()
 
         def cancel() -> None:
             with self._lock:
-                self._watches.pop(watch_id, None)
+                self._watches.pop(id(watch), None)
 
         return cancel
 
     def _state(self, watch: _Watch) -> int | None:
-        column = "children_changed" if watch.children else "changed"
-        rows = self._rows(f"SELECT {column} FROM node WHERE parent = ? AND name = ?", _split(watch.path))
-        return rows[0][0] if rows else None
+        row = self._node("children_changed" if watch.children else "changed", watch.path)
+        return None if row is None else row[0]
 
     def _start_thread(self) -> None:
         with self._lock:
@@ -478,18 +442,15 @@ class SqliteStore(MetadataStore):
     def _call_watches(self) -> bool:
         """Call the callbacks of changed nodes; return False when one failed, and must be called again."""
         done = True
-        for watch_id, (watch, seen) in list(self._watches.items()):
+        for watch in list(self._watches.values()):
             state = self._state(watch)
-            if state == seen or watch_id not in self._watches:
+            if state == watch.seen or id(watch) not in self._watches:
                 continue
             try:
                 watch.callback()
+                watch.seen = state
             except BkctlError:
                 done = False
-                continue
-            with self._lock:
-                if watch_id in self._watches:
-                    self._watches[watch_id] = (watch, state)
         return done
 
     def close(self) -> None:
@@ -517,30 +478,18 @@ class _SqliteClaim(Claim):
         self._change = change
 
     def is_held(self) -> bool:
-        return bool(
-            self._store._rows(
-                "SELECT 1 FROM node WHERE parent = ? AND name = ? AND changed = ?", (*_split(self.path), self._change)
-            )
-        )
+        return bool(self._store._node("changed", self.path) == (self._change,))
 
     def release(self) -> None:
         with self._store._transaction() as connection:
-            parent, name = _split(self.path)
-            row = connection.execute(
-                "SELECT 1 FROM node WHERE parent = ? AND name = ? AND changed = ?", (parent, name, self._change)
-            ).fetchone()
-            if row is not None:
-                _remove(connection, parent, name, _next_change(connection))
+            if _row(connection, "changed", self.path) == (self._change,):
+                _remove(connection, self.path, _next_change(connection))
 
 
+@lru_cache(maxsize=1024)  # A change asks several times for the parent of one path.
 def _split(path: str) -> tuple[str, str]:
     parent, _, name = "bookies".rpartition("/") if path == RACKS else check_path(path).rpartition("/")
     return parent, name
-
-
-def _check_size(path: str, value: bytes) -> None:
-    if len(value) > VALUE_SIZE_BYTES_MAX:
-        raise UsageError(f"{path}: a value of {len(value)} bytes is above the store's {VALUE_SIZE_BYTES_MAX}")
 
 
 def _is_busy(error: sqlite3.Error) -> bool:
@@ -560,9 +509,9 @@ def _next_number(connection: sqlite3.Connection, path: str) -> int:
     return int(rows[0][0])
 
 
-def _exists(connection: sqlite3.Connection, parent: str, name: str) -> bool:
-    row = connection.execute("SELECT 1 FROM node WHERE parent = ? AND name = ?", (parent, name)).fetchone()
-    return row is not None
+def _row(connection: sqlite3.Connection, columns: str, path: str) -> Any:
+    """Return these columns of a node, None for a missing node."""
+    return connection.execute(_NODE.format(columns), _split(path)).fetchone()
 
 
 def _has_children(connection: sqlite3.Connection, path: str) -> bool:
@@ -570,34 +519,35 @@ def _has_children(connection: sqlite3.Connection, path: str) -> bool:
     return row is not None
 
 
-def _insert(
-    connection: sqlite3.Connection,
-    parent: str,
-    name: str,
-    value: bytes,
-    owner: int | None,
-    change: int,
-    ctime_ms: int | None = None,
-) -> None:
-    ctime_ms = _wall_ms() if ctime_ms is None else ctime_ms  # Parents created with it get the same time.
-    if parent:
-        grand_parent, parent_name = _split(parent)
-        row = connection.execute(
-            "SELECT owner FROM node WHERE parent = ? AND name = ?", (grand_parent, parent_name)
-        ).fetchone()
+def _insert(connection: sqlite3.Connection, path: str, value: bytes, owner: int | None, change: int) -> None:
+    """Create the node and its missing parents, all with the same time."""
+    nodes = [(path, value, owner)]
+    while parent := _split(nodes[-1][0])[0]:
+        row = _row(connection, "owner", parent)
         if row is None:
-            _insert(connection, grand_parent, parent_name, b"", None, change, ctime_ms)
-        elif row[0] is not None:
+            nodes.append((parent, b"", None))
+        elif row[0] is None:
+            break
+        else:
             raise Conflict(f"{parent} is ephemeral and cannot have children")
+    ctime_ms = _wall_ms()
+    for path, value, owner in reversed(nodes):
+        connection.execute(
+            "INSERT INTO node VALUES(?, ?, ?, 0, ?, ?, ?, ?)", (*_split(path), value, ctime_ms, change, change, owner)
+        )
+        _mark_children_changed(connection, _split(path)[0], change)
+
+
+def _update(connection: sqlite3.Connection, path: str, value: bytes, change: int) -> None:
     connection.execute(
-        "INSERT INTO node VALUES(?, ?, ?, 0, ?, ?, ?, ?)", (parent, name, value, ctime_ms, change, change, owner)
+        "UPDATE node SET value = ?, version = version + 1, changed = ? WHERE parent = ? AND name = ?",
+        (value, change, *_split(path)),
     )
-    _mark_children_changed(connection, parent, change)
 
 
-def _remove(connection: sqlite3.Connection, parent: str, name: str, change: int) -> None:
-    connection.execute("DELETE FROM node WHERE parent = ? AND name = ?", (parent, name))
-    _mark_children_changed(connection, parent, change)
+def _remove(connection: sqlite3.Connection, path: str, change: int) -> None:
+    connection.execute("DELETE FROM node WHERE parent = ? AND name = ?", _split(path))
+    _mark_children_changed(connection, _split(path)[0], change)
 
 
 def _mark_children_changed(connection: sqlite3.Connection, path: str, change: int) -> None:
@@ -608,7 +558,7 @@ def _end_session(connection: sqlite3.Connection, session_id: int) -> None:
     owned = connection.execute("SELECT parent, name FROM node WHERE owner = ?", (session_id,)).fetchall()
     change = _next_change(connection)
     for parent, name in owned:
-        _remove(connection, parent, name, change)
+        _remove(connection, f"{parent}/{name}" if parent else name, change)
     connection.execute("DELETE FROM session WHERE id = ?", (session_id,))
 
 

@@ -15,26 +15,17 @@ Every byte in scope 0 is Apache's. Source: ZkLedgerUnderreplicationManager, ZkLe
 from __future__ import annotations
 
 from bkctl.metadata.underreplication.election import AuditorElection
-from bkctl.metadata.underreplication.layout import (
-    LAYOUT_TYPE,
-    LAYOUT_VERSION,
-    UNDERREPLICATION,
-    UnderreplicationLayout,
-    mark_path,
-)
-from bkctl.metadata.underreplication.locks import LedgerLock, LedgerLocks
+from bkctl.metadata.underreplication.layout import UNDERREPLICATION, UnderreplicationLayout, mark_path
+from bkctl.metadata.underreplication.locks import LedgerLocks
 from bkctl.metadata.underreplication.marks import LedgerMarks, UnderreplicatedLedger, parse_mark
 from bkctl.metadata.underreplication.settings import AuditorCheck, AutoRecoverySettings
 from bkctl.metadata.underreplication.state import AutoRecoveryState
 
 __all__ = [
-    "LAYOUT_TYPE",
-    "LAYOUT_VERSION",
     "UNDERREPLICATION",
     "AuditorCheck",
     "AuditorElection",
     "AutoRecoverySettings",
-    "LedgerLock",
     "LedgerLocks",
     "LedgerMarks",
     "AutoRecoveryState",

@@ -6,8 +6,8 @@ import re
 from typing import Final
 
 from bkctl.formats.metadata import parse_text, print_text
-from bkctl.metadata.store import Claim, MetadataStore
-from bkctl.metadata.underreplication.layout import UnderreplicationLayout, base_path, create_if_missing
+from bkctl.metadata.store import Claim, MetadataStore, create_if_missing
+from bkctl.metadata.underreplication.layout import UnderreplicationLayout, base_path
 
 _VOTE: Final = re.compile("V_(-?[0-9]{9,10})", re.ASCII)
 

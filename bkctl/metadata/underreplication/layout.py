@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from bkctl.errors import AlreadyExists, Unsupported, UsageError
+from bkctl.errors import Unsupported, UsageError
 from bkctl.formats.metadata import parse_text, print_text
 from bkctl.ids import I64_MAX, LedgerId
-from bkctl.metadata.store import NEW, MetadataStore
+from bkctl.metadata.store import MetadataStore, create_if_missing
 
 UNDERREPLICATION: Final = "underreplication"
 SCOPED: Final = f"{UNDERREPLICATION}/scopes"
@@ -53,14 +53,6 @@ class UnderreplicationLayout:
         for path in (f"{UNDERREPLICATION}/ledgers", f"{UNDERREPLICATION}/locks"):
             create_if_missing(self.store, path, b"")
         self._prepared = True
-
-
-def create_if_missing(store: MetadataStore, path: str, value: bytes) -> None:
-    """Create the node with this value; leave an existing node unchanged."""
-    try:
-        store.put(path, value, NEW)
-    except AlreadyExists:
-        return
 
 
 def base_path(scoped: bool) -> str:

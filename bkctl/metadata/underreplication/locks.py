@@ -9,7 +9,7 @@ from typing import NamedTuple
 from bkctl.errors import AlreadyExists, BkctlError, Conflict, Corrupt
 from bkctl.formats.metadata import parse_text, print_text
 from bkctl.ids import LedgerId
-from bkctl.metadata.store import Claim, MetadataStore, Versioned
+from bkctl.metadata.store import Claim, MetadataStore, Versioned, value_of
 from bkctl.metadata.underreplication.layout import SCOPED, UNDERREPLICATION, UnderreplicationLayout, lock_path
 from bkctl.metadata.underreplication.marks import DEFAULT_NODE, SCOPED_NODE
 
@@ -58,10 +58,7 @@ class LedgerLocks:
         The session may end during the replication: the returned claim says whether the lock is still held. Raises
         Conflict, naming the owner, for a locked ledger. Source: acquireUnderreplicatedLedger.
         """
-        found = self.lock_many([ledger], owner)[0]
-        if isinstance(found, BkctlError):
-            raise found
-        return found
+        return value_of(self.lock_many([ledger], owner)[0])
 
     def lock_many(self, ledgers: Sequence[LedgerId], owner: str) -> Sequence[Claim | BkctlError]:
         """`lock` each ledger on its own; a ledger that fails has its error in its place. Raises only Unreachable."""

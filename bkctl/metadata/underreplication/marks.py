@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterator
+from itertools import tee
 from typing import Final, NamedTuple
 
 from bkctl.errors import AlreadyExists, BkctlError, MetadataVersionConflict, NotFound
 from bkctl.formats.metadata import parse_text, print_text
 from bkctl.ids import I64_MAX, LedgerId, check_bookie_id
-from bkctl.metadata.store import NEW, MetadataStore, Versioned, cancel_all, walk_levels
+from bkctl.metadata.store import NEW, MetadataStore, Versioned, attempt, cancel_all, walk_levels
 from bkctl.metadata.underreplication.layout import (
     DISABLE,
     SCOPED,
@@ -54,22 +54,10 @@ class LedgerMarks:
         Raises Unsupported for a later layout.
         """
         self._layout.check()
-        waiting: deque[tuple[LedgerId, str]] = deque()
-
-        def paths() -> Iterator[str]:
-            for path, ledger in self._places(scope_id):
-                waiting.append((ledger, path))
-                yield path
-
-        for found in self.store.get_many(paths()):
-            ledger, path = waiting.popleft()
+        places, asked = tee(self._places(scope_id))
+        for (path, ledger), found in zip(places, self.store.get_many(path for path, _ in asked), strict=True):
             if found is not None:
-                try:
-                    mark = self._parse(ledger, path, found)
-                except BkctlError as error:
-                    yield ledger, error
-                else:
-                    yield ledger, mark
+                yield ledger, attempt(self._parse, ledger, path, found)
 
     def cursor(self) -> Callable[[LedgerId], UnderreplicatedLedger | None]:
         """Return a function that gives a ledger's mark, or None; callers ask for ledgers in ascending order.

@@ -7,16 +7,10 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Final
 
-from bkctl.errors import AlreadyExists, Corrupt, NotFound, UsageError
+from bkctl.errors import AlreadyExists, Corrupt, UsageError
 from bkctl.formats.metadata import parse_message
-from bkctl.metadata.store import NEW, MetadataStore, cancel_all
-from bkctl.metadata.underreplication.layout import (
-    DISABLE,
-    UNDERREPLICATION,
-    UnderreplicationLayout,
-    base_path,
-    create_if_missing,
-)
+from bkctl.metadata.store import MetadataStore, cancel_all, create_if_missing, delete_if_present
+from bkctl.metadata.underreplication.layout import DISABLE, UNDERREPLICATION, UnderreplicationLayout, base_path
 
 _DELAY: Final = f"{UNDERREPLICATION}/lostBookieRecoveryDelay"
 _DELAY_S_MAX: Final = (1 << 31) - 1
@@ -45,17 +39,13 @@ class AutoRecoverySettings:
     def disable(self) -> None:
         """Switch auto-recovery off. Raises AlreadyExists when it is off."""
         self._layout.prepare()
-        try:
-            self.store.put(DISABLE, b"", NEW)
-        except AlreadyExists as error:
-            raise AlreadyExists("Auto-recovery is disabled already") from error
+        if not create_if_missing(self.store, DISABLE, b""):
+            raise AlreadyExists("Auto-recovery is disabled already")
 
     def enable(self) -> None:
         """Switch auto-recovery on. Raises AlreadyExists when it is on."""
-        try:
-            self.store.delete(DISABLE)
-        except NotFound as error:
-            raise AlreadyExists("Auto-recovery is enabled already") from error
+        if not delete_if_present(self.store, DISABLE):
+            raise AlreadyExists("Auto-recovery is enabled already")
 
     def lost_bookie_recovery_delay_s(self) -> int | None:
         """Return the seconds that the auditor waits before a missing bookie counts as lost.

@@ -164,7 +164,7 @@ def test_bookie_is_replaced_in_every_scope_unless_ensembles_clash(cluster: Clust
 
 def test_health_reports_bookies_and_replication(cluster: Cluster, tmp_path: Path) -> None:
     cluster.bookies.unregister("b0:3181")
-    cluster.bookies.set_read_only("b1:3181", True, INFO)
+    cluster.bookies.register("b1:3181", INFO, True)
     cluster.cookies.remove("b2:3181", None)
     state = AutoRecoveryState(cluster.store)
     state.marks.add(LedgerId(0, 5), ["b0:3181"], now_ms=1)

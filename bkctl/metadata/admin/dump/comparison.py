@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby, repeat
 from typing import NamedTuple
 
 from bkctl.errors import Corrupt, Unsupported
@@ -39,26 +41,22 @@ def compare(
     first: Iterable[DumpRecord], second: Iterable[DumpRecord], *, progress: Callable[[int], None] = lambda _: None
 ) -> Iterator[Difference]:
     """Yield the differences between two streams of records, in order. Positions of ledger ids are not compared."""
-    lefts, rights = iter(first), iter(second)
-    left, right = next(lefts, None), next(rights, None)
-    count = 0
-    while left is not None or right is not None:
-        count += 1
+    sides = (zip(repeat("onlyInFirst"), first), zip(repeat("onlyInSecond"), second))
+    by_place = groupby(heapq.merge(*sides, key=_place), _place)
+    for count, (_, records) in enumerate(by_place, 1):
         if not count % 1000:
             progress(count)
-        if right is None or (left is not None and left.place < right.place):
-            assert left is not None
-            if left.kind != "sequence":
-                yield Difference(left.kind, left.key, "onlyInFirst")
-            left = next(lefts, None)
-        elif left is None or right.place < left.place:
-            if right.kind != "sequence":
-                yield Difference(right.kind, right.key, "onlyInSecond")
-            right = next(rights, None)
-        else:
-            if left.value != right.value and left.kind != "sequence":
-                yield Difference(left.kind, left.key, "differs", _differing_fields(left, right))
-            left, right = next(lefts, None), next(rights, None)
+        (side, record), *others = records
+        if record.kind == "sequence":
+            continue
+        if not others:
+            yield Difference(record.kind, record.key, side)
+        elif record.value != others[0][1].value:
+            yield Difference(record.kind, record.key, "differs", _differing_fields(record, others[0][1]))
+
+
+def _place(record: tuple[str, DumpRecord]) -> tuple[int, str]:
+    return record[1].place
 
 
 def _differing_fields(first: DumpRecord, second: DumpRecord) -> tuple[str, ...]:

@@ -47,9 +47,7 @@ class ExportFile(DumpSource):
                 )
             layout, uri, instance_id = fields.get("layout"), fields.get("metadataUri"), fields.get("instanceId")
             if not isinstance(uri, str) or not isinstance(instance_id, str):
-                raise CorruptRecord(
-                    "The export's first line lacks metadataUri or instanceId", offset=0, where=self.name
-                )
+                raise self._damaged("The export's first line lacks metadataUri or instanceId", 0)
             self.header = DumpHeader(
                 uri, instance_id, None if layout is None else self._value(layout, 0), str(fields.get("time"))
             )
@@ -82,11 +80,11 @@ class ExportFile(DumpSource):
                 if fields.get("records") != count or fields.get("sha256") != digest.hexdigest():
                     raise self._changed(at)
                 if self._file.read(1):
-                    raise CorruptRecord("Data follows the export's last line", offset=at + len(line), where=self.name)
+                    raise self._damaged("Data follows the export's last line", at + len(line))
                 return
             record = self._record(fields, at)
             if last is not None and record.place <= last:
-                raise CorruptRecord("The export's records are out of order", offset=at, where=self.name)
+                raise self._damaged("The export's records are out of order", at)
             last = record.place
             yield record
             digest.update(line)
@@ -157,43 +155,40 @@ class ExportFile(DumpSource):
             raise self._changed(at)
 
     def _cut_short(self, at: int) -> CorruptRecord:
-        return CorruptRecord(
-            "The export is cut short: its last line is missing", offset=at, where=self.name,
-            hint="export again: an incomplete export cannot be imported",
-        )  # fmt: skip
+        hint = "export again: an incomplete export cannot be imported"
+        return self._damaged("The export is cut short: its last line is missing", at, hint)
 
     def _changed(self, at: int) -> CorruptRecord:
-        return CorruptRecord(
-            "The export's lines do not match its hash: the file was changed or damaged", offset=at, where=self.name
-        )
+        return self._damaged("The export's lines do not match its hash: the file was changed or damaged", at)
+
+    def _damaged(self, problem: str, at: int, hint: str | None = None) -> CorruptRecord:
+        return CorruptRecord(problem, offset=at, where=self.name, hint=hint)
 
     def _record(self, fields: dict[str, Any], at: int) -> DumpRecord:
         kind, key, ctime_ms = fields.get("kind"), fields.get("key"), fields.get("ctime")
         if kind not in KINDS or not isinstance(key, str) or not (ctime_ms is None or isinstance(ctime_ms, int)):
-            raise CorruptRecord("Not a record of a metadata export", offset=at, where=self.name)
+            raise self._damaged("Not a record of a metadata export", at)
         if (kind in ("ledger", "mark")) and (len(key) != 32 or key.strip("0123456789abcdef")):
-            raise CorruptRecord(f"{key[:40]!r} is not a ledger's qualified name", offset=at, where=self.name)
+            raise self._damaged(f"{key[:40]!r} is not a ledger's qualified name", at)
         if kind == "node" and key not in NODE_PATHS:
-            raise CorruptRecord(f"{key[:80]!r} is not a node that exports hold", offset=at, where=self.name)
+            raise self._damaged(f"{key[:80]!r} is not a node that exports hold", at)
         if kind in ("ledger", "mark") and I64_MAX < int(key, 16) <= U64_MAX:
-            raise CorruptRecord(f"{key} is not an id of scope 0: it is 2^63 or more", offset=at, where=self.name)
+            raise self._damaged(f"{key} is not an id of scope 0: it is 2^63 or more", at)
         if kind == "cookie" and ("/" in key or key in ("", ".", "..") or not key.isprintable()):
-            raise CorruptRecord(f"{key[:80]!r} is not a bookie id", offset=at, where=self.name)
+            raise self._damaged(f"{key[:80]!r} is not a bookie id", at)
         return DumpRecord(kind, key, self._value(fields.get("value"), at), ctime_ms)
 
     def _fields(self, line: bytes, at: int) -> dict[str, Any]:
         if not line.endswith(b"\n"):
             long = len(line) == LINE_SIZE_BYTES_MAX
             what = f"The line is longer than {LINE_SIZE_BYTES_MAX:,} bytes" if long else "The export is cut short"
-            raise CorruptRecord(what, offset=at, where=self.name)
+            raise self._damaged(what, at)
         try:
             fields = json.loads(line)
+            if not isinstance(fields, dict):
+                raise ValueError(fields)
         except (ValueError, RecursionError) as error:
-            raise CorruptRecord(
-                "Not a metadata export: the line is not a JSON record", offset=at, where=self.name
-            ) from error
-        if not isinstance(fields, dict):
-            raise CorruptRecord("Not a metadata export: the line is not a JSON record", offset=at, where=self.name)
+            raise self._damaged("Not a metadata export: the line is not a JSON record", at) from error
         return fields
 
     def _value(self, text: object, at: int) -> bytes:
@@ -202,7 +197,7 @@ class ExportFile(DumpSource):
                 raise ValueError(text)
             return a2b_base64(text, strict_mode=True)
         except (ValueError, Base64Error) as error:
-            raise CorruptRecord("The value is not base64", offset=at, where=self.name) from error
+            raise self._damaged("The value is not base64", at) from error
 
     def close(self) -> None:
         """See DumpSource.close."""

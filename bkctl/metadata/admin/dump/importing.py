@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import takewhile, tee
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bkctl.errors import AlreadyExists, BkctlError, Conflict, Corrupt, MetadataVersionConflict, NotFound
@@ -120,7 +120,6 @@ def import_records(
 
     result = ImportSummary()
     under_way: deque[Future[list[_Write]]] = deque()
-    waiting: deque[DumpRecord] = deque()
     batch: list[_Write] = []
 
     def count(record: DumpRecord, outcome: str) -> None:
@@ -138,8 +137,10 @@ def import_records(
 
     with ThreadPoolExecutor(CONCURRENCY, thread_name_prefix="import") as executor:
         # Reads are batched, so that a second run is fast: it writes nothing.
-        for found in target.store.get_many(_paths(records, target, dry_run, result, waiting)):
-            write = _Write(waiting.popleft(), found, overwrite)
+        nodes, asked = tee(_without_sequences(records, target, dry_run, result))
+        paths = (_path(record, target) for record in asked)
+        for record, found in zip(nodes, target.store.get_many(paths), strict=True):
+            write = _Write(record, found, overwrite)
             if dry_run or not write.is_needed:
                 count(write.record, write.outcome)
                 continue
@@ -153,10 +154,10 @@ def import_records(
     return result
 
 
-def _paths(
-    records: Iterable[DumpRecord], target: Cluster, dry_run: bool, result: ImportSummary, waiting: deque[DumpRecord]
-) -> Iterator[str]:
-    """Yield the path of each record and append the record to `waiting`; a "sequence" advances the target's ids."""
+def _without_sequences(
+    records: Iterable[DumpRecord], target: Cluster, dry_run: bool, result: ImportSummary
+) -> Iterator[DumpRecord]:
+    """Yield the records except sequences, which advance the ids of the target instead."""
     scopes_checked = False
     for record in records:
         if record.kind == "sequence":
@@ -167,8 +168,7 @@ def _paths(
         if record.kind == "ledger" and not scopes_checked and record.ledger.is_scoped:
             next(target.ledgers.ledgers(record.ledger.scope_id), None)  # Raises Conflict for another cluster's scopes.
             scopes_checked = True
-        waiting.append(record)
-        yield _path(record, target)
+        yield record
 
 
 class _Write:

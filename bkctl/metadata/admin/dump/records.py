@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
-from typing import Final, NamedTuple, Self
+from typing import Final, NamedTuple
 
 from bkctl.ids import LedgerId
 from bkctl.metadata.admin.health import DISABLE_HEALTH_CHECK
+from bkctl.metadata.store import Closing
 from bkctl.metadata.underreplication import UNDERREPLICATION, AuditorCheck
 
 FORMAT: Final = "bkctl-metadata"
@@ -60,7 +61,7 @@ class DumpHeader(NamedTuple):
     time: str
 
 
-class DumpSource(ABC):
+class DumpSource(Closing):
     """A cluster or an export that gives records in order. A context manager."""
 
     #: Name of the source in messages.
@@ -74,13 +75,3 @@ class DumpSource(ABC):
     @abstractmethod
     def ledgers_after(self, ledger: LedgerId) -> Iterator[LedgerId]:
         """Yield the ids of the ledgers after `ledger`, in ascending order."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release its resources; a second call does nothing."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import tee
 from pathlib import Path
 
 from bkctl.errors import UsageError
@@ -41,9 +41,8 @@ class ClusterSource(DumpSource):
             if found is not None:
                 yield DumpRecord("node", path, found.value)
         bookies = cluster.cookies.list()
-        for bookie_id, found in zip(
-            bookies, store.get_many(f"cookies/{bookie_id}" for bookie_id in bookies), strict=True
-        ):
+        cookies = store.get_many(f"cookies/{bookie_id}" for bookie_id in bookies)
+        for bookie_id, found in zip(bookies, cookies, strict=True):
             if found is not None:
                 yield DumpRecord("cookie", bookie_id, found.value)
         position = cluster.ledgers.id_position()
@@ -60,15 +59,8 @@ class ClusterSource(DumpSource):
 
     def _marks(self) -> Iterator[DumpRecord]:
         store = self._cluster.store
-        waiting: deque[LedgerId] = deque()
-
-        def paths() -> Iterator[str]:
-            for ledger, _ in LedgerMarks(store).list(None):
-                waiting.append(ledger)
-                yield mark_path(ledger)
-
-        for found in store.get_many(paths()):
-            ledger = waiting.popleft()
+        ledgers, asked = tee(ledger for ledger, _ in LedgerMarks(store).list(None))
+        for ledger, found in zip(ledgers, store.get_many(map(mark_path, asked)), strict=True):
             if found is not None:
                 yield DumpRecord("mark", ledger.qualified_name, found.value)
 

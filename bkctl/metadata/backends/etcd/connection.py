@@ -24,7 +24,7 @@ import grpc
 
 from bkctl.errors import BkctlError, TimedOut, Unauthorized, Unreachable, UsageError
 from bkctl.metadata.backends.etcd import etcdrpc
-from bkctl.metadata.store import VALUE_SIZE_BYTES_MAX, StoreSecurity
+from bkctl.metadata.store import VALUE_SIZE_BYTES_MAX, StoreSecurity, refusals
 
 sys.modules.setdefault("etcd3.etcdrpc", etcdrpc)
 import etcd3  # noqa: E402 - it imports etcd3.etcdrpc
@@ -53,12 +53,7 @@ _OPTIONS: Final = (
 )
 #: Metadata of a stream: a server that loses its leader ends the stream, instead of staying silent.
 REQUIRE_LEADER: Final = (("hasleader", "true"),)
-_STUBS: Final = {
-    "Txn": "kvstub",
-    "LeaseGrant": "leasestub",
-    "LeaseRevoke": "leasestub",
-    "LeaseTimeToLive": "leasestub",
-}
+_STUBS: Final = {"Txn": "kvstub", "LeaseGrant": "leasestub", "LeaseTimeToLive": "leasestub"}
 _Status: Final = grpc.StatusCode
 #: Codes that leave open whether etcd executed the request: it is sent again.
 _LOST: Final = (_Status.UNAVAILABLE, _Status.DEADLINE_EXCEEDED, _Status.CANCELLED, _Status.INTERNAL, _Status.UNKNOWN)
@@ -265,19 +260,12 @@ class EtcdConnection:
                 f"No TLS connection to etcd at {self.address}: {shorten(details)}",
                 hint="check the TLS files, and whether the server speaks TLS",
             )
-        reasons = []
-        for host, port in self.hosts:
-            try:
-                with socket.create_connection((host.strip("[]"), port), timeout=max(deadline - time.monotonic(), 0.01)):
-                    return
-            except TimeoutError:
-                return
-            except socket.gaierror:
-                reasons.append(f"the name {host} does not resolve")
-            except OSError as error:
-                reasons.append((error.strerror or str(error)).lower())
-        text = ", ".join(dict.fromkeys(reasons))
-        raise Unreachable(f"No etcd at {self.address}: {text}", hint="check the metadata URI")
+
+        def connect(host: str, port: int) -> socket.socket:
+            return socket.create_connection((host.strip("[]"), port), max(deadline - time.monotonic(), 0.01))
+
+        if reasons := refusals(self.hosts, connect):
+            raise Unreachable(f"No etcd at {self.address}: {reasons}", hint="check the metadata URI")
 
     def timed_out(self, details: str = "") -> TimedOut:
         """Return the error of a call without an answer in time."""

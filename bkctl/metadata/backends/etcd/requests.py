@@ -50,24 +50,16 @@ def has_no_children(key: bytes) -> Any:
 
 def has_no_keys(start: bytes, end: bytes) -> Any:
     """Return the comparison: no key is from `start` to before `end`. It takes etcd a time linear in such keys."""
-    return etcdrpc.Compare(
-        key=start,
-        target=etcdrpc.Compare.CREATE,
-        result=etcdrpc.Compare.EQUAL,
-        create_revision=0,
-        range_end=end,
-    )
+    compare = is_absent(start)
+    compare.range_end = end
+    return compare
 
 
 def at_revision(key: bytes, revision: int) -> Any:
     """Return the comparison: the last write of the key was at `revision`."""
     # The mod revision of a missing key is 0, so ask for -1 instead: no key has it.
-    return etcdrpc.Compare(
-        key=key,
-        target=etcdrpc.Compare.MOD,
-        result=etcdrpc.Compare.EQUAL,
-        mod_revision=revision if revision > 0 else -1,
-    )
+    asked = revision if revision > 0 else -1
+    return etcdrpc.Compare(key=key, target=etcdrpc.Compare.MOD, result=etcdrpc.Compare.EQUAL, mod_revision=asked)
 
 
 def first_key(response: Any) -> Any:

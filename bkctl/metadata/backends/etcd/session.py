@@ -58,8 +58,6 @@ class EtcdSession:
         self._ttl_s = timeout_s
         self._lease_lock = threading.Lock()
 
-    # ephemerals
-
     def hold(self, path: str, value: bytes, wait_s: float | None) -> None:
         """See MetadataStore.ephemeral."""
         begin = time.monotonic()
@@ -99,8 +97,6 @@ class EtcdSession:
             answer, _ = self._connection.send("LeaseTimeToLive", etcdrpc.LeaseTimeToLiveRequest(ID=lease_id))
             granted_s = max(granted_s, answer.grantedTTL)
         return granted_s + _EXPIRY_SLACK_S
-
-    # claims
 
     def claim(self, path: str, value: bytes, numbered: bool) -> Claim:
         """See MetadataStore.claim. The number is the count of writes of the parent, which each claim writes once."""

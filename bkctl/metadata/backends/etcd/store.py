@@ -39,12 +39,12 @@ from bkctl.metadata.backends.etcd.watches import EtcdWatches
 from bkctl.metadata.store import (
     NEW,
     NO_SECURITY,
-    VALUE_SIZE_BYTES_MAX,
     Claim,
     MetadataStore,
     StoreSecurity,
     Versioned,
     check_path,
+    check_size,
     map_each,
 )
 
@@ -78,7 +78,6 @@ class EtcdStore(MetadataStore):
         session_timeout_s: float = SESSION_TIMEOUT_S,
         security: StoreSecurity = NO_SECURITY,
     ) -> None:
-        self.root = root
         self._connection = EtcdConnection(
             hosts, root, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s, security=security
         )
@@ -101,8 +100,6 @@ class EtcdStore(MetadataStore):
             self.close()
             raise
 
-    # values
-
     def get(self, path: str) -> Versioned[bytes] | None:
         """See MetadataStore.get."""
         return versioned(self._nodes.read(self._nodes.key(path)))
@@ -119,13 +116,9 @@ class EtcdStore(MetadataStore):
             for response in answer.responses:
                 yield versioned(first_key(response))
 
-    def put(self, path: str, value: bytes, expected: int | None) -> int:
-        """See MetadataStore.put."""
-        return self._put(path, value, expected)
-
-    def _put(self, path: str, value: bytes, expected: int | None, *, repeated: bool = False) -> int:
-        """`put`; `repeated`: an earlier request of ours may have written the value."""
-        _check_size(path, value)
+    def put(self, path: str, value: bytes, expected: int | None, *, repeated: bool = False) -> int:
+        """See MetadataStore.put. `repeated`: an earlier request of ours may have written the value."""
+        check_size(path, value, "etcd")
         if expected == NEW:
             return self._nodes.create(path, value, repeated=repeated)
         key = self._nodes.key(path)
@@ -179,12 +172,11 @@ class EtcdStore(MetadataStore):
         waiting: deque[int] = deque()
         for at, (path, value, _) in enumerate(nodes):
             try:
-                _check_size(path, value)
+                check_size(path, value, "etcd")
                 check_path(path)
+                waiting.append(at)
             except UsageError as error:
                 results[at] = error
-            else:
-                waiting.append(at)
         while waiting:
             places, operations = self._next_puts(nodes, waiting)
             answer, repeated = self._connection.send("Txn", transaction(operations))
@@ -194,7 +186,7 @@ class EtcdStore(MetadataStore):
                 else:
                     refused[repeated].append(at)
         for repeated, places in refused.items():
-            put = functools.partial(self._put, repeated=repeated)
+            put = functools.partial(self.put, repeated=repeated)
             found = map_each(lambda at, put=put: put(*nodes[at]), places)  # type: ignore[misc]
             results |= zip(places, found, strict=True)
         return [results[at] for at in range(len(nodes))]
@@ -225,7 +217,7 @@ class EtcdStore(MetadataStore):
         if len(nodes) > TRANSACTION_SIZE_MAX:
             raise UsageError(f"{len(nodes)} nodes at once: etcd takes {TRANSACTION_SIZE_MAX} in one step")
         for path, value in nodes:
-            _check_size(path, value)
+            check_size(path, value, "etcd")
         values = {self._nodes.key(path): value for path, value in nodes}
         parents = dict.fromkeys(above[-1] for path, _ in nodes if (above := self._nodes.parent_keys(path)))
         outside = [key for key in parents if key not in values]
@@ -287,8 +279,6 @@ class EtcdStore(MetadataStore):
             if answer.responses[1].response_range.count:
                 raise Conflict(f"{path} has children in {self.name}")
             # The node changed between the comparison and the read: try again.
-
-    # children
 
     def children(self, path: str, *, after: str = "", limit: int | None = None) -> list[str] | None:
         """See MetadataStore.children. All pages are of one revision, as long as etcd keeps it."""
@@ -358,8 +348,6 @@ class EtcdStore(MetadataStore):
             revision = int(answer.header.revision)
         return answer.responses[0].response_range, revision
 
-    # sequences
-
     def sequence(self, path: str) -> int:
         """See MetadataStore.sequence: the number of writes of the node. Source: Etcd64bitIdGenerator."""
         key, parents = self._nodes.key(path), self._nodes.parent_keys(path)
@@ -375,16 +363,14 @@ class EtcdStore(MetadataStore):
         found = self._nodes.read(self._nodes.key(path))
         return 0 if found is None else int(found.version)
 
-    # ephemerals and watches
-
     def ephemeral(self, path: str, value: bytes, *, wait_s: float | None = None) -> None:
         """See MetadataStore.ephemeral."""
-        _check_size(path, value)
+        check_size(path, value, "etcd")
         self._session.hold(path, value, wait_s)
 
     def claim(self, path: str, value: bytes, *, numbered: bool = False) -> Claim:
         """See MetadataStore.claim."""
-        _check_size(path, value)
+        check_size(path, value, "etcd")
         return self._session.claim(path, value, numbered)
 
     def watch(self, path: str, callback: Callable[[], None], *, children: bool = False) -> Callable[[], None]:
@@ -405,8 +391,3 @@ def _first_page(pages: PageRange, start: bytes, limit: int | None = None) -> lis
     count = PAGE_SIZE if limit is None else min(max(limit, 1), PAGE_SIZE)
     page = get_key(start, range_end=pages.end_from(start), limit=count, keys_only=True)
     return [get_key(pages.key, count_only=True), page]
-
-
-def _check_size(path: str, value: bytes) -> None:
-    if len(value) > VALUE_SIZE_BYTES_MAX:
-        raise UsageError(f"{path}: a value of {len(value)} bytes is above etcd's {VALUE_SIZE_BYTES_MAX}")

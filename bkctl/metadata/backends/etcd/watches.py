@@ -24,7 +24,6 @@ from bkctl.metadata.backends.etcd.connection import (
     shorten,
     status_of,
 )
-from bkctl.metadata.backends.etcd.etcdrpc import kv_pb2
 
 _RESTORE_PAUSE_S: Final = 0.5
 
@@ -41,7 +40,7 @@ class _Watch(NamedTuple):
         if not self.children:
             return True
         below = b"/" in event.kv.key[len(self.key) + 1 :]
-        return not below and (event.type == kv_pb2.Event.DELETE or event.kv.version == 1)
+        return not below and (event.type == etcdrpc.Event.DELETE or event.kv.version == 1)
 
 
 class EtcdWatches:
@@ -203,8 +202,6 @@ class EtcdWatches:
         self._problem = reason
         del self._watches[watch_id]
         watch.answered.set()
-
-    # callbacks
 
     def _call_back(self) -> None:
         """Call the callbacks of watches that changed, one at a time (thread `metadata-store-events`)."""

@@ -9,20 +9,8 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 class CompareType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
-    LESS: _ClassVar[CompareType]
-    LESS_OR_EQUAL: _ClassVar[CompareType]
     EQUAL: _ClassVar[CompareType]
-    NOT_EQUAL: _ClassVar[CompareType]
-    GREATER_OR_EQUAL: _ClassVar[CompareType]
-    GREATER: _ClassVar[CompareType]
-    NO_OP: _ClassVar[CompareType]
-LESS: CompareType
-LESS_OR_EQUAL: CompareType
 EQUAL: CompareType
-NOT_EQUAL: CompareType
-GREATER_OR_EQUAL: CompareType
-GREATER: CompareType
-NO_OP: CompareType
 
 class UserInformation(_message.Message):
     __slots__ = ("effective_user",)
@@ -117,41 +105,35 @@ class ColumnFamilySchema(_message.Message):
     def __init__(self, name: _Optional[bytes] = ..., attributes: _Optional[_Iterable[_Union[BytesBytesPair, _Mapping]]] = ...) -> None: ...
 
 class TableSchema(_message.Message):
-    __slots__ = ("table_name", "attributes", "column_families")
+    __slots__ = ("table_name", "column_families")
     TABLE_NAME_FIELD_NUMBER: _ClassVar[int]
-    ATTRIBUTES_FIELD_NUMBER: _ClassVar[int]
     COLUMN_FAMILIES_FIELD_NUMBER: _ClassVar[int]
     table_name: TableName
-    attributes: _containers.RepeatedCompositeFieldContainer[BytesBytesPair]
     column_families: _containers.RepeatedCompositeFieldContainer[ColumnFamilySchema]
-    def __init__(self, table_name: _Optional[_Union[TableName, _Mapping]] = ..., attributes: _Optional[_Iterable[_Union[BytesBytesPair, _Mapping]]] = ..., column_families: _Optional[_Iterable[_Union[ColumnFamilySchema, _Mapping]]] = ...) -> None: ...
+    def __init__(self, table_name: _Optional[_Union[TableName, _Mapping]] = ..., column_families: _Optional[_Iterable[_Union[ColumnFamilySchema, _Mapping]]] = ...) -> None: ...
 
 class RegionInfo(_message.Message):
-    __slots__ = ("region_id", "table_name", "start_key", "end_key", "offline", "split", "replica_id")
+    __slots__ = ("region_id", "table_name", "start_key", "end_key", "offline", "split")
     REGION_ID_FIELD_NUMBER: _ClassVar[int]
     TABLE_NAME_FIELD_NUMBER: _ClassVar[int]
     START_KEY_FIELD_NUMBER: _ClassVar[int]
     END_KEY_FIELD_NUMBER: _ClassVar[int]
     OFFLINE_FIELD_NUMBER: _ClassVar[int]
     SPLIT_FIELD_NUMBER: _ClassVar[int]
-    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     region_id: int
     table_name: TableName
     start_key: bytes
     end_key: bytes
     offline: bool
     split: bool
-    replica_id: int
-    def __init__(self, region_id: _Optional[int] = ..., table_name: _Optional[_Union[TableName, _Mapping]] = ..., start_key: _Optional[bytes] = ..., end_key: _Optional[bytes] = ..., offline: _Optional[bool] = ..., split: _Optional[bool] = ..., replica_id: _Optional[int] = ...) -> None: ...
+    def __init__(self, region_id: _Optional[int] = ..., table_name: _Optional[_Union[TableName, _Mapping]] = ..., start_key: _Optional[bytes] = ..., end_key: _Optional[bytes] = ..., offline: _Optional[bool] = ..., split: _Optional[bool] = ...) -> None: ...
 
 class RegionSpecifier(_message.Message):
     __slots__ = ("type", "value")
     class RegionSpecifierType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         REGION_NAME: _ClassVar[RegionSpecifier.RegionSpecifierType]
-        ENCODED_REGION_NAME: _ClassVar[RegionSpecifier.RegionSpecifierType]
     REGION_NAME: RegionSpecifier.RegionSpecifierType
-    ENCODED_REGION_NAME: RegionSpecifier.RegionSpecifierType
     TYPE_FIELD_NUMBER: _ClassVar[int]
     VALUE_FIELD_NUMBER: _ClassVar[int]
     type: RegionSpecifier.RegionSpecifierType
@@ -183,12 +165,10 @@ class Column(_message.Message):
     def __init__(self, family: _Optional[bytes] = ..., qualifier: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Get(_message.Message):
-    __slots__ = ("row", "column")
+    __slots__ = ("row",)
     ROW_FIELD_NUMBER: _ClassVar[int]
-    COLUMN_FIELD_NUMBER: _ClassVar[int]
     row: bytes
-    column: _containers.RepeatedCompositeFieldContainer[Column]
-    def __init__(self, row: _Optional[bytes] = ..., column: _Optional[_Iterable[_Union[Column, _Mapping]]] = ...) -> None: ...
+    def __init__(self, row: _Optional[bytes] = ...) -> None: ...
 
 class Result(_message.Message):
     __slots__ = ("cell",)
@@ -234,24 +214,16 @@ class MutationProto(_message.Message):
     __slots__ = ("row", "mutate_type", "column_value", "timestamp")
     class MutationType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
-        APPEND: _ClassVar[MutationProto.MutationType]
         INCREMENT: _ClassVar[MutationProto.MutationType]
         PUT: _ClassVar[MutationProto.MutationType]
         DELETE: _ClassVar[MutationProto.MutationType]
-    APPEND: MutationProto.MutationType
     INCREMENT: MutationProto.MutationType
     PUT: MutationProto.MutationType
     DELETE: MutationProto.MutationType
     class DeleteType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
-        DELETE_ONE_VERSION: _ClassVar[MutationProto.DeleteType]
-        DELETE_MULTIPLE_VERSIONS: _ClassVar[MutationProto.DeleteType]
         DELETE_FAMILY: _ClassVar[MutationProto.DeleteType]
-        DELETE_FAMILY_VERSION: _ClassVar[MutationProto.DeleteType]
-    DELETE_ONE_VERSION: MutationProto.DeleteType
-    DELETE_MULTIPLE_VERSIONS: MutationProto.DeleteType
     DELETE_FAMILY: MutationProto.DeleteType
-    DELETE_FAMILY_VERSION: MutationProto.DeleteType
     class ColumnValue(_message.Message):
         __slots__ = ("family", "qualifier_value")
         class QualifierValue(_message.Message):
@@ -309,16 +281,14 @@ class Action(_message.Message):
     def __init__(self, index: _Optional[int] = ..., mutation: _Optional[_Union[MutationProto, _Mapping]] = ..., get: _Optional[_Union[Get, _Mapping]] = ...) -> None: ...
 
 class RegionAction(_message.Message):
-    __slots__ = ("region", "atomic", "action", "condition")
+    __slots__ = ("region", "action", "condition")
     REGION_FIELD_NUMBER: _ClassVar[int]
-    ATOMIC_FIELD_NUMBER: _ClassVar[int]
     ACTION_FIELD_NUMBER: _ClassVar[int]
     CONDITION_FIELD_NUMBER: _ClassVar[int]
     region: RegionSpecifier
-    atomic: bool
     action: _containers.RepeatedCompositeFieldContainer[Action]
     condition: Condition
-    def __init__(self, region: _Optional[_Union[RegionSpecifier, _Mapping]] = ..., atomic: _Optional[bool] = ..., action: _Optional[_Iterable[_Union[Action, _Mapping]]] = ..., condition: _Optional[_Union[Condition, _Mapping]] = ...) -> None: ...
+    def __init__(self, region: _Optional[_Union[RegionSpecifier, _Mapping]] = ..., action: _Optional[_Iterable[_Union[Action, _Mapping]]] = ..., condition: _Optional[_Union[Condition, _Mapping]] = ...) -> None: ...
 
 class ResultOrException(_message.Message):
     __slots__ = ("index", "result", "exception")
@@ -353,13 +323,12 @@ class MultiResponse(_message.Message):
     def __init__(self, regionActionResult: _Optional[_Iterable[_Union[RegionActionResult, _Mapping]]] = ...) -> None: ...
 
 class Scan(_message.Message):
-    __slots__ = ("column", "attribute", "start_row", "stop_row", "max_versions", "max_result_size", "caching", "include_stop_row")
+    __slots__ = ("column", "attribute", "start_row", "stop_row", "max_versions", "caching", "include_stop_row")
     COLUMN_FIELD_NUMBER: _ClassVar[int]
     ATTRIBUTE_FIELD_NUMBER: _ClassVar[int]
     START_ROW_FIELD_NUMBER: _ClassVar[int]
     STOP_ROW_FIELD_NUMBER: _ClassVar[int]
     MAX_VERSIONS_FIELD_NUMBER: _ClassVar[int]
-    MAX_RESULT_SIZE_FIELD_NUMBER: _ClassVar[int]
     CACHING_FIELD_NUMBER: _ClassVar[int]
     INCLUDE_STOP_ROW_FIELD_NUMBER: _ClassVar[int]
     column: _containers.RepeatedCompositeFieldContainer[Column]
@@ -367,10 +336,9 @@ class Scan(_message.Message):
     start_row: bytes
     stop_row: bytes
     max_versions: int
-    max_result_size: int
     caching: int
     include_stop_row: bool
-    def __init__(self, column: _Optional[_Iterable[_Union[Column, _Mapping]]] = ..., attribute: _Optional[_Iterable[_Union[NameBytesPair, _Mapping]]] = ..., start_row: _Optional[bytes] = ..., stop_row: _Optional[bytes] = ..., max_versions: _Optional[int] = ..., max_result_size: _Optional[int] = ..., caching: _Optional[int] = ..., include_stop_row: _Optional[bool] = ...) -> None: ...
+    def __init__(self, column: _Optional[_Iterable[_Union[Column, _Mapping]]] = ..., attribute: _Optional[_Iterable[_Union[NameBytesPair, _Mapping]]] = ..., start_row: _Optional[bytes] = ..., stop_row: _Optional[bytes] = ..., max_versions: _Optional[int] = ..., caching: _Optional[int] = ..., include_stop_row: _Optional[bool] = ...) -> None: ...
 
 class ScanRequest(_message.Message):
     __slots__ = ("region", "scan", "number_of_rows", "close_scanner")
@@ -385,14 +353,12 @@ class ScanRequest(_message.Message):
     def __init__(self, region: _Optional[_Union[RegionSpecifier, _Mapping]] = ..., scan: _Optional[_Union[Scan, _Mapping]] = ..., number_of_rows: _Optional[int] = ..., close_scanner: _Optional[bool] = ...) -> None: ...
 
 class ScanResponse(_message.Message):
-    __slots__ = ("more_results", "results", "more_results_in_region")
-    MORE_RESULTS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("results", "more_results_in_region")
     RESULTS_FIELD_NUMBER: _ClassVar[int]
     MORE_RESULTS_IN_REGION_FIELD_NUMBER: _ClassVar[int]
-    more_results: bool
     results: _containers.RepeatedCompositeFieldContainer[Result]
     more_results_in_region: bool
-    def __init__(self, more_results: _Optional[bool] = ..., results: _Optional[_Iterable[_Union[Result, _Mapping]]] = ..., more_results_in_region: _Optional[bool] = ...) -> None: ...
+    def __init__(self, results: _Optional[_Iterable[_Union[Result, _Mapping]]] = ..., more_results_in_region: _Optional[bool] = ...) -> None: ...
 
 class CreateTableRequest(_message.Message):
     __slots__ = ("table_schema", "split_keys")
@@ -429,12 +395,10 @@ class GenericExceptionMessage(_message.Message):
     def __init__(self, class_name: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class ForeignExceptionMessage(_message.Message):
-    __slots__ = ("source", "generic_exception")
-    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("generic_exception",)
     GENERIC_EXCEPTION_FIELD_NUMBER: _ClassVar[int]
-    source: str
     generic_exception: GenericExceptionMessage
-    def __init__(self, source: _Optional[str] = ..., generic_exception: _Optional[_Union[GenericExceptionMessage, _Mapping]] = ...) -> None: ...
+    def __init__(self, generic_exception: _Optional[_Union[GenericExceptionMessage, _Mapping]] = ...) -> None: ...
 
 class GetProcedureResultResponse(_message.Message):
     __slots__ = ("state", "exception")

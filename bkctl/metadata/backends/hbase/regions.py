@@ -147,8 +147,6 @@ class HBaseTable:
         """Return a region server's answer. Raises CallLost, CallRefused."""
         return self._rpc.call(server, CLIENT_SERVICE, method, request, answer, retries.remaining_s)
 
-    # regions
-
     def forget(self) -> None:
         """Look the regions up again at the next use."""
         with self._lock:

@@ -17,17 +17,19 @@ import heapq
 import os
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from itertools import islice
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 from bkctl.errors import AlreadyExists, BkctlError, Corrupt, MetadataVersionConflict, NotFound, TimedOut
 from bkctl.ids import I64_MAX, U64_MAX
 from bkctl.metadata.backends.hbase import hbase_pb2 as pb
 from bkctl.metadata.backends.hbase.regions import HBaseTable, Region, RegionLost
 from bkctl.metadata.backends.hbase.rpc import CallLost, CallRefused, RegionServer, Retries
-from bkctl.metadata.store import NEW
+from bkctl.metadata.store import NEW, value_of
+
+T = TypeVar("T")
 
 BUCKETS: Final = 16
 FAMILY: Final = b"m"
@@ -48,8 +50,6 @@ _BATCHES_AHEAD: Final = 3
 _PAGE_SIZE_FIRST: Final = 64
 _PAGE_SIZE_MAX: Final = 1000
 _VALUE_MAX: Final = (1 << 128) - 1
-_FILTERS: Final = "org.apache.hadoop.hbase.filter."
-_ABSENT: Final = pb.Comparator(name=f"{_FILTERS}NullComparator", serialized_comparator=b"")
 #: The cell type of a deletion of all that a family has up to its timestamp.
 _DELETE_FAMILY: Final = 14
 
@@ -218,10 +218,7 @@ class Rows:
 
         Raises AlreadyExists, NotFound, MetadataVersionConflict, Corrupt, TableMissing.
         """
-        result = self.put_many([(ledger, value, expected)])[0]
-        if isinstance(result, BkctlError):
-            raise result
-        return result
+        return value_of(self.put_many([(ledger, value, expected)])[0])
 
     def put_many(self, rows: Sequence[tuple[int, bytes, int]]) -> list[int | BkctlError]:
         """`put` each row, independently, many in one request; a row's error comes in its place. Raises TableMissing."""
@@ -305,13 +302,7 @@ class Rows:
                 request = pb.MultiRequest()
                 for at, region in places:
                     mutation, version = changes[at]
-                    condition = pb.Condition(
-                        row=mutation.row,
-                        family=FAMILY,
-                        qualifier=_VERSION,
-                        compare_type=pb.EQUAL,
-                        comparator=_ABSENT if version == NEW else _equal_to(_version_bytes(version)),
-                    )
+                    condition = _holds(mutation.row, _VERSION, None if version == NEW else _version_bytes(version))
                     change = request.regionAction.add(region=region.specifier, condition=condition)
                     change.action.add(index=0, mutation=mutation)
                     read = request.regionAction.add(region=region.specifier)
@@ -364,19 +355,23 @@ class Rows:
 
         return self.table.attempt(work)
 
-    # counters
-
     def next_number(self, name: str) -> int:
         """Return the counter's value, 0 at first, and count on; a number whose answer is lost is passed over."""
         key = _COUNTERS + name.encode()
         mutation = pb.MutationProto(row=key, mutate_type=pb.MutationProto.INCREMENT)
         mutation.column_value.add(family=FAMILY).qualifier_value.add(qualifier=_COUNTER, value=(1).to_bytes(8))
 
-        def work(retries: Retries, _: bool) -> int:
-            region = self.table.region(key, retries)
-            request = pb.MutateRequest(region=region.specifier, mutation=mutation)
-            answer = self.table.call(region.server, "Mutate", request, pb.MutateResponse, retries)
-            return _number(answer.result.cell[0]) - 1
+        return self._mutate(mutation, None, lambda answer: _number(answer.result.cell[0]) - 1)
+
+    def _mutate(
+        self, mutation: pb.MutationProto, condition: pb.Condition | None, result: Callable[[pb.MutateResponse], T]
+    ) -> T:
+        """Apply a counter's mutation where the condition holds; return the `result` of the answer."""
+
+        def work(retries: Retries, _: bool) -> T:
+            region = self.table.region(mutation.row, retries)
+            request = pb.MutateRequest(region=region.specifier, mutation=mutation, condition=condition)
+            return result(self.table.call(region.server, "Mutate", request, pb.MutateResponse, retries))
 
         return self.table.attempt(work)
 
@@ -409,34 +404,21 @@ class Rows:
                 )
             mutation = pb.MutationProto(row=key, mutate_type=pb.MutationProto.PUT)
             mutation.column_value.add(family=FAMILY).qualifier_value.add(qualifier=_COUNTER, value=position.to_bytes(8))
-            condition = pb.Condition(
-                row=key,
-                family=FAMILY,
-                qualifier=_COUNTER,
-                compare_type=pb.EQUAL,
-                comparator=_equal_to(found.to_bytes(8)) if found else _ABSENT,
-            )
-
-            def work(
-                retries: Retries,
-                _: bool,
-                mutation: pb.MutationProto = mutation,
-                condition: pb.Condition = condition,
-            ) -> None:
-                region = self.table.region(key, retries)
-                request = pb.MutateRequest(region=region.specifier, mutation=mutation, condition=condition)
-                self.table.call(region.server, "Mutate", request, pb.MutateResponse, retries)
-
-            self.table.attempt(work)
+            self._mutate(mutation, _holds(key, _COUNTER, found.to_bytes(8) if found else None), lambda _: None)
 
 
 def _version_bytes(version: int) -> bytes:
     return version.to_bytes(8) if 0 <= version <= I64_MAX else b"\xff" * 8  # no row has it
 
 
-def _equal_to(value: bytes) -> pb.Comparator:
-    message = pb.BinaryComparator(comparable=pb.ByteArrayComparable(value=value))
-    return pb.Comparator(name=f"{_FILTERS}BinaryComparator", serialized_comparator=message.SerializeToString())
+def _holds(row: bytes, qualifier: bytes, value: bytes | None) -> pb.Condition:
+    """Return the condition that the row's cell has this value; None: that the cell is missing."""
+    kind, data = "NullComparator", b""
+    if value is not None:
+        message = pb.BinaryComparator(comparable=pb.ByteArrayComparable(value=value))
+        kind, data = "BinaryComparator", message.SerializeToString()
+    comparator = pb.Comparator(name=f"org.apache.hadoop.hbase.filter.{kind}", serialized_comparator=data)
+    return pb.Condition(row=row, family=FAMILY, qualifier=qualifier, compare_type=pb.EQUAL, comparator=comparator)
 
 
 def _check(results: Iterable[pb.RegionActionResult]) -> None:

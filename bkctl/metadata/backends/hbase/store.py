@@ -30,6 +30,7 @@ from bkctl.metadata.store import (
     StoreSecurity,
     Versioned,
     check_path,
+    check_size,
 )
 from bkctl.metadata.uri import HBASE_ZNODE_DEFAULT
 
@@ -82,8 +83,6 @@ class HBaseStore(ZooKeeperStore):
         self._table = HBaseTable(self._connection, znode, f"{prefix}_{LEDGERS}")
         self._rows = Rows(self._table, self._executor)
 
-    # values
-
     def get(self, path: str) -> Versioned[bytes] | None:
         """See MetadataStore.get. Raises NotFound for a ledger where HBase has no table."""
         if not _is_row(path):
@@ -109,8 +108,7 @@ class HBaseStore(ZooKeeperStore):
         """See MetadataStore.put. `ledgers` itself is created with its table; a ledger needs it: NotFound else."""
         if not _is_row(path):
             return super().put(path, value, expected)
-        if len(value) > VALUE_SIZE_BYTES_MAX:
-            raise UsageError(f"{path}: a value of {len(value)} bytes is above the store's {VALUE_SIZE_BYTES_MAX}")
+        check_size(path, value)
         ledger = _ledger(path)
         if ledger is None:
             return self._create_table(path, expected)
@@ -136,22 +134,18 @@ class HBaseStore(ZooKeeperStore):
     def put_many(self, nodes: Sequence[tuple[str, bytes, int]]) -> list[int | BkctlError]:
         """See MetadataStore.put_many: ledgers together, and the others together."""
         results: dict[int, int | BkctlError] = {}
-        rows: list[tuple[int, bytes, int]] = []
-        places: list[int] = []
-        for at, (path, value, expected) in enumerate(nodes):
-            ledger = _ledger(path)
-            if ledger is None or len(value) > VALUE_SIZE_BYTES_MAX:
-                continue
-            places.append(at)
-            rows.append((ledger, value, expected))
+        rows = {
+            at: (ledger, value, expected)
+            for at, (path, value, expected) in enumerate(nodes)
+            if (ledger := _ledger(path)) is not None and len(value) <= VALUE_SIZE_BYTES_MAX
+        }
         try:
             with self._missing_table():
-                written = self._rows.put_many(rows)
-        except NotFound as error:
-            results |= dict.fromkeys(places, error)
-        else:
-            for at, found in zip(places, written, strict=True):
+                written = self._rows.put_many(list(rows.values()))
+            for at, found in zip(rows, written, strict=True):
                 results[at] = self._named(nodes[at][0], found) if isinstance(found, BkctlError) else found
+        except NotFound as error:
+            results |= dict.fromkeys(rows, error)
         others = [at for at in range(len(nodes)) if at not in results]
         in_zookeeper = not any(_is_row(nodes[at][0]) for at in others)
         put_many = super().put_many if in_zookeeper else functools.partial(MetadataStore.put_many, self)
@@ -222,8 +216,6 @@ class HBaseStore(ZooKeeperStore):
             )
         return NotFound(f"No {path} in {self.name}") if isinstance(error, NotFound) else error
 
-    # children
-
     def children(self, path: str, *, after: str = "", limit: int | None = None) -> list[str] | None:
         """See MetadataStore.children."""
         if not _is_row(path):
@@ -266,8 +258,6 @@ class HBaseStore(ZooKeeperStore):
         with self._missing_table():
             yield from self._rows.ledgers(first, last)
 
-    # sequences
-
     def sequence(self, path: str) -> int:
         """See MetadataStore.sequence: an atomic increment."""
         with self._missing_table():
@@ -283,8 +273,6 @@ class HBaseStore(ZooKeeperStore):
         with self._missing_table():
             self._rows.advance(check_path(path), position)
         return True
-
-    # watches
 
     def watch(self, path: str, callback: Callable[[], None], *, children: bool = False) -> Callable[[], None]:
         """See MetadataStore.watch; a ledger is read every WATCH_POLL_S. Raises Unsupported for the set of ledgers."""

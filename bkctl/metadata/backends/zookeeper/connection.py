@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from kazoo.client import KazooClient
@@ -38,7 +39,7 @@ from kazoo.security import CREATOR_ALL_ACL
 
 from bkctl.errors import BkctlError, TimedOut, Unauthorized, Unreachable
 from bkctl.metadata.backends.zookeeper.reader import Reader
-from bkctl.metadata.store import StoreSecurity, full_path
+from bkctl.metadata.store import StoreSecurity, failure_reason, full_path, refusals
 
 if TYPE_CHECKING:
     import ssl
@@ -48,28 +49,22 @@ _RETRY_PAUSE_S: Final = 0.02
 _CLOSE_S: Final = 2.0
 _READER_CONNECT_S: Final = 2.0
 #: Errors that leave open whether ZooKeeper executed the request: it is sent again.
-LOST: Final = (
-    ConnectionLoss,
-    ConnectionClosedError,
-    OperationTimeoutError,
-    SessionExpiredError,
-    SessionMovedError,
-)
+LOST: Final = (ConnectionLoss, ConnectionClosedError, OperationTimeoutError, SessionExpiredError, SessionMovedError)
 #: Refusals that callers translate, each with its own words.
 _ANSWERS: Final = (BadVersionError, NoChildrenForEphemeralsError, NodeExistsError, NoNodeError, NotEmptyError)
 _UNAUTHORIZED: Final = (NoAuthError, AuthFailedError, InvalidACLError)
 
 
+@dataclass
 class ZooKeeperCall:
     """One operation, which may take several requests; `repeated`: an earlier one may have been executed.
 
     With `once` a request whose answer is lost is not sent again: the caller gets kazoo's error (one of LOST).
     """
 
-    def __init__(self, request: Callable[[], Any], *, repeated: bool = False, once: bool = False) -> None:
-        self.request = request
-        self.repeated = repeated
-        self.once = once
+    request: Callable[[], Any]
+    repeated: bool = field(default=False, kw_only=True)
+    once: bool = field(default=False, kw_only=True)
 
 
 class _Handler(SequentialThreadingHandler):  # type: ignore[misc]
@@ -88,7 +83,7 @@ class _Handler(SequentialThreadingHandler):  # type: ignore[misc]
         try:
             connection = _connect(address, hostname, timeout, self.tls)
         except OSError as error:
-            self.problem = _reason(error)
+            self.problem = failure_reason(error)
             raise
         self.problem = ""
         self.peer = hostname, address[1]
@@ -154,7 +149,12 @@ class ZooKeeperConnection:
         self.client.start_async()
         if self.connected.wait(min(_FIRST_ANSWER_S, timeout_s)):
             return
-        if reasons := self._refusals(deadline):
+
+        def connect(host: str, port: int) -> socket.socket:
+            remaining_s = max(deadline - time.monotonic(), 0.01)
+            return _connect((host.strip("[]"), port), host, remaining_s, self._handler.tls)
+
+        if reasons := refusals(self.client.hosts, connect):
             raise Unreachable(f"No ZooKeeper at {self.hosts}: {reasons}", hint="check the metadata URI")
         if not self.connected.wait(max(deadline - time.monotonic(), 0)):
             why = f": {self._handler.problem}" if self._handler.problem else ""
@@ -162,23 +162,6 @@ class ZooKeeperConnection:
                 f"ZooKeeper at {self.hosts} gave no session within {timeout_s:g} s{why}",
                 hint="check the metadata URI, or give it more time with --connect-timeout",
             )
-
-    def _refusals(self, deadline: float) -> str:
-        """Return the reasons why no host accepts connections; "" when one accepts, or may."""
-        reasons = []
-        for host, port in self.client.hosts:
-            remaining_s = max(deadline - time.monotonic(), 0.01)
-            try:
-                _connect((host.strip("[]"), port), host, remaining_s, self._handler.tls).close()
-            except TimeoutError:
-                return ""
-            except socket.gaierror:
-                reasons.append(f"the name {host} does not resolve")
-            except OSError as error:
-                reasons.append(_reason(error))
-            else:
-                return ""
-        return ", ".join(dict.fromkeys(reasons))
 
     def _on_state(self, state: str) -> None:
         """Note the state of the session; on kazoo's connection thread, so this never blocks."""
@@ -305,13 +288,6 @@ def _connect(address: tuple[str, int], hostname: str, timeout_s: float, tls: ssl
         connection.close()
         raise
     return connection
-
-
-def _reason(error: OSError) -> str:
-    reason = getattr(error, "verify_message", "") or getattr(error, "reason", "")
-    if reason:
-        return f"TLS failed: {reason}"
-    return (error.strerror or str(error)).lower()
 
 
 def _sasl_options(security: StoreSecurity) -> dict[str, Any] | None:

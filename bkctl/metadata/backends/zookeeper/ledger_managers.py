@@ -12,12 +12,7 @@ from typing import Final
 
 from bkctl.errors import Conflict, LedgerNotFound, NotFound, UsageError
 from bkctl.ids import I64_MAX, LedgerId, ledger_ids
-from bkctl.metadata.backends.zookeeper.id_generators import (
-    SHORT_ID_END,
-    IdGenerator,
-    LongIdGenerator,
-    ShortIdGenerator,
-)
+from bkctl.metadata.backends.zookeeper.id_generators import SHORT_ID_END, LongIdGenerator, ShortIdGenerator
 from bkctl.metadata.backends.zookeeper.scopes import ScopesTree, scoped_ledger_path
 from bkctl.metadata.ledgers import LedgerManager, ScopesState
 from bkctl.metadata.store import NO_CLUSTER_HINT, MetadataStore, walk_levels
@@ -29,23 +24,29 @@ _TEN_DIGITS_MAX: Final = 10**10 - 1
 
 
 class ZooKeeperLedgerManager(LedgerManager):
-    """A tree of directories for scope 0, a generator of its ids, and the tree of the scopes ≠ 0."""
+    """Trees of directories for scope 0, a generator of its ids, and the tree of the scopes ≠ 0."""
+
+    #: Of each tree, in the order of their ids: the widths of its directories' names, its first id, the end of its ids.
+    _trees: tuple[tuple[tuple[int, ...], int, int], ...] = ()
+    _generator: type[ShortIdGenerator] = LongIdGenerator
+    #: The path of the generator's first sequence.
+    _sequence: str = "idgen"
 
     def __init__(self, store: MetadataStore) -> None:
         super().__init__(store)
         self._scopes = ScopesTree(store)
-        self._ids = self._id_generator()
-
-    def _id_generator(self) -> IdGenerator:
-        return LongIdGenerator(self.store)
+        self._ids = self._generator(store, self._sequence)
 
     @abstractmethod
     def _default_path(self, ledger_id: int) -> str:
         """Return the path of a ledger of scope 0. Raises UsageError for an id that does not fit."""
 
-    @abstractmethod
     def _default_batches(self, after: int) -> Iterator[list[LedgerId]]:
         """Yield scope 0's ledgers after the id `after`, ascending, one directory at a time."""
+        if self.store.get("") is None:
+            raise NotFound(f"No BookKeeper cluster in {self.store.name}", hint=NO_CLUSTER_HINT)
+        for widths, first, end in self._trees:
+            yield from self._walk_default(widths, first, end, after)
 
     def path(self, ledger: LedgerId) -> str:
         """See LedgerManager.path."""
@@ -93,10 +94,6 @@ class ZooKeeperLedgerManager(LedgerManager):
             if ids:
                 yield ledger_ids(0, ids)
 
-    def _check_root(self) -> None:
-        if self.store.get("") is None:
-            raise NotFound(f"No BookKeeper cluster in {self.store.name}", hint=NO_CLUSTER_HINT)
-
     def _new_default_id(self) -> int:
         return self._ids.next_id()
 
@@ -112,42 +109,32 @@ class ZooKeeperLedgerManager(LedgerManager):
 class HierarchicalLedgerManager(ZooKeeperLedgerManager):
     """Ids below 2^31−1 as `00/1234/L5678`, the others as 19 digits. Source: HierarchicalLedgerManager."""
 
+    _trees = (((2, 4), 0, SHORT_ID_END), ((3, 4, 4, 4), SHORT_ID_END, 1 << 63))
+
     def _default_path(self, ledger_id: int) -> str:
         return _short_path(ledger_id) if ledger_id < SHORT_ID_END else _long_path(ledger_id)
-
-    def _default_batches(self, after: int) -> Iterator[list[LedgerId]]:
-        self._check_root()
-        yield from self._walk_default((2, 4), 0, SHORT_ID_END, after)
-        yield from self._walk_default((3, 4, 4, 4), SHORT_ID_END, 1 << 63, after)
 
 
 class LegacyHierarchicalLedgerManager(ZooKeeperLedgerManager):
     """All ids as `00/1234/L5678`, so of up to 10 digits. Source: LegacyHierarchicalLedgerManager."""
 
     id_max = _TEN_DIGITS_MAX
-
-    def _id_generator(self) -> IdGenerator:
-        return ShortIdGenerator(self.store, "idgen")
+    _trees = (((2, 4), 0, _TEN_DIGITS_MAX + 1),)
+    _generator = ShortIdGenerator
 
     def _default_path(self, ledger_id: int) -> str:
         if ledger_id > self.id_max:
             raise UsageError(f"Ledger id {ledger_id} has more than the 10 digits of a LegacyHierarchical layout")
         return _short_path(ledger_id)
 
-    def _default_batches(self, after: int) -> Iterator[list[LedgerId]]:
-        self._check_root()
-        yield from self._walk_default((2, 4), 0, self.id_max + 1, after)
-
 
 class LongHierarchicalLedgerManager(ZooKeeperLedgerManager):
     """All ids as `000/0000/0000/1234/L5678`; LongLong too. Source: LongHierarchicalLedgerManager."""
 
+    _trees = (((3, 4, 4, 4), 0, 1 << 63),)
+
     def _default_path(self, ledger_id: int) -> str:
         return _long_path(ledger_id)
-
-    def _default_batches(self, after: int) -> Iterator[list[LedgerId]]:
-        self._check_root()
-        yield from self._walk_default((3, 4, 4, 4), 0, 1 << 63, after)
 
 
 class FlatLedgerManager(ZooKeeperLedgerManager):
@@ -157,9 +144,8 @@ class FlatLedgerManager(ZooKeeperLedgerManager):
     """
 
     id_max = _TEN_DIGITS_MAX
-
-    def _id_generator(self) -> IdGenerator:
-        return ShortIdGenerator(self.store, "")
+    _generator = ShortIdGenerator
+    _sequence = ""
 
     def _default_path(self, ledger_id: int) -> str:
         return f"L{ledger_id:010d}"

@@ -17,9 +17,9 @@ from kazoo.exceptions import (
     RuntimeInconsistency,
 )
 
-from bkctl.errors import AlreadyExists, BkctlError, Conflict, NotFound, Unreachable
+from bkctl.errors import AlreadyExists, BkctlError, Conflict, NotFound
 from bkctl.metadata.backends.zookeeper.connection import LOST, ZooKeeperCall, ZooKeeperConnection
-from bkctl.metadata.store import NO_CLUSTER_HINT
+from bkctl.metadata.store import NO_CLUSTER_HINT, attempt
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -103,13 +103,19 @@ class ZooKeeperNodes:
     def transaction(self, nodes: Sequence[NewNode]) -> ZooKeeperCall:
         """Return the call that creates all these nodes, or none."""
 
+        def add(request: Any, node: NewNode) -> None:
+            request.create(node.full, node.value, ephemeral=node.ephemeral, sequence=node.sequence)
+
+        return self._transaction(nodes, add)
+
+    def _transaction(self, items: Sequence[T], add: Callable[[Any, T], object], *, once: bool = False) -> ZooKeeperCall:
         def request() -> Any:
             transaction = self._connection.client.transaction()
-            for full, value, ephemeral, sequence in nodes:
-                transaction.create(full, value, ephemeral=ephemeral, sequence=sequence)
+            for item in items:
+                add(transaction, item)
             return transaction.commit_async()
 
-        return ZooKeeperCall(request)
+        return ZooKeeperCall(request, once=once)
 
     def _is_ours(self, node: NewNode) -> bool:
         """Return whether an earlier request of ours, whose answer was lost, created the present node."""
@@ -173,27 +179,14 @@ class ZooKeeperNodes:
                 if answers is not None:
                     results += map(result, answers)
                     continue
-            for item in chunk:
-                try:
-                    results.append(change_one(item, repeated))
-                except Unreachable:
-                    raise
-                except BkctlError as error:
-                    results.append(error)
+            results += [attempt(change_one, item, repeated) for item in chunk]
         return results
 
     def _transact(
         self, chunk: list[T], add: Callable[[Any, T], object], once: bool
     ) -> tuple[Sequence[Any] | None, bool]:
         """Return the answers to one transaction, None when it failed; and whether it may have been executed."""
-
-        def request() -> Any:
-            transaction = self._connection.client.transaction()
-            for item in chunk:
-                add(transaction, item)
-            return transaction.commit_async()
-
-        call = ZooKeeperCall(request, once=once)
+        call = self._transaction(chunk, add, once=once)
         try:
             answers = self._connection.answer(call)
         except LOST:

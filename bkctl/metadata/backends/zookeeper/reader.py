@@ -20,6 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from bkctl.metadata.store import Versioned
@@ -67,24 +68,19 @@ class ReaderLost(Exception):
         self.waited_s = waited_s
 
 
-class _NoAnswer:
-    """The server answered this read with an error other than a missing node: read it through kazoo."""
+#: The server answered this read with an error other than a missing node: read it through kazoo.
+NO_ANSWER: Final = object()
 
 
-NO_ANSWER: Final = _NoAnswer()
-
-
+@dataclass(slots=True)
 class ReadBatch:
     """Requests sent together, and their answers."""
 
-    __slots__ = ("answers", "count", "first_xid", "operation", "parse")
-
-    def __init__(self, operation: int, parse: _Parse, first_xid: int, count: int) -> None:
-        self.operation = operation
-        self.parse = parse
-        self.first_xid = first_xid
-        self.count = count
-        self.answers: list[Any] = []
+    operation: int
+    parse: _Parse
+    first_xid: int
+    count: int
+    answers: list[Any] = field(default_factory=list)
 
 
 class Reader:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import islice
-from typing import Any, Final
+from typing import Any, Final, TypeAlias, cast
 
 from kazoo.exceptions import AuthFailedError, KazooException, NoNodeError
 from kazoo.handlers.threading import KazooTimeoutError
@@ -24,6 +24,9 @@ _READER_COUNT_MIN: Final = 8
 #: After a failed connection of a Reader, kazoo reads for this long.
 _READER_PAUSE_S: Final = 5.0
 _POLL_S: Final = 0.1
+#: For each path of a batch a Versioned, sorted names or an Origin, None for a missing node, or NO_ANSWER; and the time
+#: without an answer, after which the batch was given up.
+_Finish: TypeAlias = Callable[[], tuple[list[Any], float]]
 
 
 class ZooKeeperReads:
@@ -35,38 +38,25 @@ class ZooKeeperReads:
         self.reader: Reader | None = None
         self.no_reader_until_s = float("-inf")
 
-    def get(self, path: str, timeout_s: float | None = None) -> Versioned[bytes] | None:
+    def get(self, path: str) -> Versioned[bytes] | None:
         """See MetadataStore.get."""
-        try:
-            return _versioned(self._connection.run(lambda: self._connection.get_async(path), timeout_s))
-        except NoNodeError:
-            return None
+        return cast(Versioned[bytes] | None, self._read_one("get", path))
 
-    def children(self, path: str, timeout_s: float | None = None) -> list[str] | None:
+    def children(self, path: str) -> list[str] | None:
         """Return the names of the node's children, ascending; None for a missing node."""
-        try:
-            return sorted(self._connection.run(lambda: self._connection.children_async(path), timeout_s))
-        except NoNodeError:
-            return None
-
-    def origin(self, path: str, timeout_s: float | None = None) -> Origin | None:
-        """Return the origin of the node, None for a missing node."""
-        try:
-            return _origin(self._connection.run(lambda: self._connection.get_async(path), timeout_s))
-        except NoNodeError:
-            return None
+        return cast(list[str] | None, self._read_one("children", path))
 
     def get_many(self, paths: Iterable[str]) -> Iterator[Versioned[bytes] | None]:
         """See MetadataStore.get_many."""
-        return self._pipeline("get", paths, self.get)
+        return self._pipeline("get", paths)
 
     def children_many(self, paths: Iterable[str]) -> Iterator[list[str] | None]:
         """See MetadataStore.children_many."""
-        return self._pipeline("children", paths, self.children)
+        return self._pipeline("children", paths)
 
     def origins(self, paths: Iterable[str]) -> Iterator[Origin | None]:
-        """Yield the `origin` of each node, in the order given."""
-        return self._pipeline("origin", paths, self.origin)
+        """Yield the Origin of each node, None for a missing node, in the order given."""
+        return self._pipeline("origin", paths)
 
     def close(self) -> None:
         """End the Reader's session, after the connection is closed."""
@@ -75,21 +65,33 @@ class ZooKeeperReads:
         if reader is not None:
             reader.close()
 
-    def _pipeline(self, operation: str, paths: Iterable[str], read_one: Callable[[str, float], Any]) -> Iterator[Any]:
-        """Yield the answers in order; `read_one` repeats a read that gave no answer, and raises its error.
+    def _read_one(self, operation: str, path: str, timeout_s: float | None = None) -> Any:
+        try:
+            return _CONVERTED[operation](self._connection.run(lambda: self._request(operation, path), timeout_s))
+        except NoNodeError:
+            return None
+
+    def _request(self, operation: str, path: str) -> Any:
+        """Send a read through kazoo, and return its result."""
+        connection = self._connection
+        return connection.children_async(path) if operation == "children" else connection.get_async(path)
+
+    def _pipeline(self, operation: str, paths: Iterable[str]) -> Iterator[Any]:
+        """Yield the answers in order. A read that gave no answer is repeated alone, and raises its error.
 
         Two batches are under way. A batch grows while its answers are small, and shrinks when they are large.
         """
         size, grow_below, shrink_above = _BATCHES[operation]
         remaining = iter(paths)
-        batch = self._begin(operation, list(islice(remaining, size)), size)
-        while batch.paths:
+        paths, finish = self._begin(operation, list(islice(remaining, size)), size)
+        while paths:
             ahead = self._begin(operation, list(islice(remaining, size)), size)
             weight = 0
-            for path, answer in zip(batch.paths, batch.finish(), strict=True):
+            answers, waited_s = finish()
+            for path, answer in zip(paths, answers, strict=True):
                 if answer is NO_ANSWER:
-                    found = read_one(path, self._connection.timeout_s - batch.waited_s)
-                    batch.waited_s = 0.0
+                    found = self._read_one(operation, path, self._connection.timeout_s - waited_s)
+                    waited_s = 0.0
                 else:
                     found = answer
                 if isinstance(found, Versioned):
@@ -101,9 +103,10 @@ class ZooKeeperReads:
                 size = max(size // 2, 1)
             elif weight < grow_below and size < _BATCH_SIZE_MAX:
                 size *= 2
-            batch = ahead
+            paths, finish = ahead
 
-    def _begin(self, operation: str, paths: list[str], size: int) -> _Batch:
+    def _begin(self, operation: str, paths: list[str], size: int) -> tuple[list[str], _Finish]:
+        """Ask for the nodes at `paths`; return these, and the function that waits for the answers."""
         # A full batch promises more to come, which is worth a connection of its own.
         is_full = len(paths) == size
         if (is_full or len(paths) >= _READER_COUNT_MIN) and (reader := self._open_reader(is_full)) is not None:
@@ -113,8 +116,30 @@ class ZooKeeperReads:
             except ReaderLost:
                 self._drop_reader(reader)
             else:
-                return _ReaderBatch(self._drop_reader, reader, asked, paths)
-        return _KazooBatch(self._connection, operation, paths)
+                return paths, partial(self._finish_in_reader, reader, asked)
+        return paths, partial(self._finish_in_kazoo, operation, [self._request(operation, path) for path in paths])
+
+    def _finish_in_reader(self, reader: Reader, asked: ReadBatch) -> tuple[list[Any], float]:
+        try:
+            return reader.answers(asked), 0.0
+        except ReaderLost as error:
+            self._drop_reader(reader)
+            return [NO_ANSWER] * asked.count, error.waited_s
+
+    def _finish_in_kazoo(self, operation: str, results: list[Any]) -> tuple[list[Any], float]:
+        # Waiting for the last answer instead of for each takes one change of threads, not one an answer.
+        results[-1].wait(self._connection.timeout_s)
+        answers: list[Any] = []
+        for result in results:
+            try:
+                found = result.get(timeout=_POLL_S)
+            except KazooTimeoutError as error:
+                raise self._connection.timed_out() from error
+            except KazooException:
+                answers.append(NO_ANSWER)
+            else:
+                answers.append(_CONVERTED[operation](found))
+        return answers, 0.0
 
     def _open_reader(self, connect: bool) -> Reader | None:
         with self._lock:
@@ -135,57 +160,6 @@ class ZooKeeperReads:
                 self.reader = None
                 self.no_reader_until_s = time.monotonic() + _READER_PAUSE_S
         reader.close()
-
-
-class _Batch(ABC):
-    """Reads under way, one for each of `paths`; `waited_s`: the time without an answer, after which it gave up."""
-
-    paths: list[str]
-    waited_s: float = 0.0
-
-    @abstractmethod
-    def finish(self) -> list[Any]:
-        """Return for each path a Versioned, sorted names or an Origin; None for a missing node; else NO_ANSWER."""
-
-
-class _KazooBatch(_Batch):
-    def __init__(self, connection: ZooKeeperConnection, operation: str, paths: list[str]) -> None:
-        self.paths = paths
-        self._connection = connection
-        self._operation = operation
-        request = connection.children_async if operation == "children" else connection.get_async
-        self._results = [request(path) for path in paths]
-
-    def finish(self) -> list[Any]:
-        # Waiting for the last answer instead of for each takes one change of threads, not one an answer.
-        self._results[-1].wait(self._connection.timeout_s)
-        answers: list[Any] = []
-        for result in self._results:
-            try:
-                found = result.get(timeout=_POLL_S)
-            except KazooTimeoutError as error:
-                raise self._connection.timed_out() from error
-            except KazooException:
-                answers.append(NO_ANSWER)
-            else:
-                answers.append(_CONVERTED[self._operation](found))
-        return answers
-
-
-class _ReaderBatch(_Batch):
-    def __init__(self, drop: Callable[[Reader], None], reader: Reader, asked: ReadBatch, paths: list[str]) -> None:
-        self.paths = paths
-        self._drop = drop
-        self._reader = reader
-        self._asked = asked
-
-    def finish(self) -> list[Any]:
-        try:
-            return self._reader.answers(self._asked)
-        except ReaderLost as error:
-            self._drop(self._reader)
-            self.waited_s = error.waited_s
-            return [NO_ANSWER] * len(self.paths)
 
 
 def _versioned(answer: tuple[bytes, Any]) -> Versioned[bytes]:

@@ -43,8 +43,6 @@ class ZooKeeperSession:
         self._reads = reads
         self.ephemerals = Ephemerals(lambda path, value: self.put(path, value), note_owner, delete)
 
-    # ephemerals
-
     def hold(self, path: str, value: bytes, wait_s: float | None) -> None:
         """See MetadataStore.ephemeral."""
         expiry_s = self._connection.session_timeout_s + _EXPIRY_SLACK_S
@@ -71,8 +69,6 @@ class ZooKeeperSession:
             except NoNodeError:
                 return False
         return True
-
-    # claims
 
     def claim(self, path: str, value: bytes, numbered: bool) -> Claim:
         """See MetadataStore.claim."""

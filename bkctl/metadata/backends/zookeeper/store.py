@@ -6,13 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
-from kazoo.exceptions import (
-    BadVersionError,
-    KazooException,
-    NodeExistsError,
-    NoNodeError,
-    NotEmptyError,
-)
+from kazoo.exceptions import BadVersionError, KazooException, NodeExistsError, NoNodeError, NotEmptyError
 from kazoo.handlers.threading import KazooTimeoutError
 
 from bkctl.errors import AlreadyExists, BkctlError, Conflict, MetadataVersionConflict, NotFound, UsageError
@@ -21,15 +15,7 @@ from bkctl.metadata.backends.zookeeper.nodes import NewNode, ZooKeeperNodes, is_
 from bkctl.metadata.backends.zookeeper.reads import ZooKeeperReads
 from bkctl.metadata.backends.zookeeper.session import ZooKeeperSession
 from bkctl.metadata.backends.zookeeper.watches import ZooKeeperWatches
-from bkctl.metadata.store import (
-    NEW,
-    NO_SECURITY,
-    VALUE_SIZE_BYTES_MAX,
-    Claim,
-    MetadataStore,
-    StoreSecurity,
-    Versioned,
-)
+from bkctl.metadata.store import NEW, NO_SECURITY, Claim, MetadataStore, StoreSecurity, Versioned, check_size
 
 SESSION_TIMEOUT_S: Final = 10.0  # zkTimeout
 
@@ -69,17 +55,10 @@ class ZooKeeperStore(MetadataStore):
             self.close()
             raise
 
-    @property
-    def root(self) -> str:
-        """The full path of the root."""
-        return self._connection.root
-
     def change_root(self, root: str) -> None:
         """Use the tree below the node `root` from now on."""
         self._connection.root = root
         self.name = self._connection.name
-
-    # values
 
     def get(self, path: str) -> Versioned[bytes] | None:
         """See MetadataStore.get."""
@@ -96,8 +75,7 @@ class ZooKeeperStore(MetadataStore):
     def _put(self, path: str, value: bytes, expected: int | None, *, repeated: bool = False) -> int:
         """`put`; `repeated`: an earlier request of ours may have written the value."""
         full = self._connection.full(path)
-        if len(value) > VALUE_SIZE_BYTES_MAX:
-            raise UsageError(f"{path}: a value of {len(value)} bytes is above ZooKeeper's {VALUE_SIZE_BYTES_MAX}")
+        check_size(path, value, "ZooKeeper")
         client = self._connection.client
         while expected != NEW:
             call = ZooKeeperCall(
@@ -125,17 +103,11 @@ class ZooKeeperStore(MetadataStore):
 
     def put_many(self, nodes: Sequence[tuple[str, bytes, int]]) -> list[int | BkctlError]:
         """See MetadataStore.put_many; new nodes whose parents may be missing have requests of their own."""
-        apart = [
-            at for at, (path, _, version) in enumerate(nodes) if version == NEW and not self._nodes.has_parent(path)
-        ]
-        if apart:
-            results: dict[int, int | BkctlError] = dict(
-                zip(apart, MetadataStore.put_many(self, [nodes[at] for at in apart]), strict=True)
-            )
-            others = [at for at in range(len(nodes)) if at not in results]
-            results |= zip(others, self._put_many([nodes[at] for at in others]), strict=True)
-            return [results[at] for at in range(len(nodes))]
-        return self._put_many(nodes)
+        is_apart = [version == NEW and not self._nodes.has_parent(path) for path, _, version in nodes]
+        apart = [node for node, alone in zip(nodes, is_apart, strict=True) if alone]
+        others = [node for node, alone in zip(nodes, is_apart, strict=True) if not alone]
+        written, written_together = iter(super().put_many(apart)), iter(self._put_many(others))
+        return [next(written if alone else written_together) for alone in is_apart]
 
     def _put_many(self, nodes: Sequence[tuple[str, bytes, int]]) -> list[int | BkctlError]:
         def add(transaction: Any, node: tuple[str, bytes, int]) -> None:
@@ -202,8 +174,6 @@ class ZooKeeperStore(MetadataStore):
         except NotEmptyError as error:
             raise Conflict(f"{path} has children in {self.name}") from error
 
-    # children
-
     def children(self, path: str, *, after: str = "", limit: int | None = None) -> list[str] | None:
         """See MetadataStore.children."""
         names = self._reads.children(path)
@@ -215,8 +185,6 @@ class ZooKeeperStore(MetadataStore):
     def children_many(self, paths: Iterable[str]) -> Iterator[list[str] | None]:
         """See MetadataStore.children_many."""
         return self._reads.children_many(paths)
-
-    # sequences
 
     def sequence(self, path: str) -> int:
         """See MetadataStore.sequence. Source: ZkLedgerIdGenerator."""
@@ -241,8 +209,6 @@ class ZooKeeperStore(MetadataStore):
             return 0
         # `cversion` is 32 bits wide, and twice the creations less the present children.
         return ((int(stat.cversion) + int(stat.numChildren)) & 0xFFFFFFFF) >> 1
-
-    # ephemerals and watches
 
     def ephemeral(self, path: str, value: bytes, *, wait_s: float | None = None) -> None:
         """See MetadataStore.ephemeral."""

@@ -32,7 +32,7 @@ class ZooKeeperWatches:
 
     def __init__(self, connection: ZooKeeperConnection, restore: Callable[[], bool]) -> None:
         self._connection = connection
-        connection.on_new_session = self._request_restore
+        connection.on_new_session = lambda: self._events.put(None)
         self._restore = restore
         self._lock = threading.RLock()
         self._watches: dict[int, _Watch] = {}
@@ -61,9 +61,6 @@ class ZooKeeperWatches:
             cancel()
             raise
         return cancel
-
-    def _request_restore(self) -> None:
-        self._events.put(None)
 
     def _arm(self, watch_id: int) -> None:
         watch = self._watches.get(watch_id)

@@ -40,7 +40,6 @@ from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo
 from bkctl.ids import LedgerId
 from bkctl.metadata.backends.etcd import etcdrpc
 from bkctl.metadata.backends.etcd.connection import EtcdConnection, etcd3
-from bkctl.metadata.backends.etcd.etcdrpc import kv_pb2
 from bkctl.metadata.backends.etcd.requests import put_key
 from bkctl.metadata.backends.etcd.store import TRANSACTION_SIZE_MAX, EtcdStore
 from bkctl.metadata.cluster import open_cluster
@@ -83,20 +82,19 @@ def test_generated_protobuf_modules_are_current(tmp_path: Path) -> None:
     pytest.importorskip("grpc_tools")
     directory = Path(etcdrpc.__file__).parent
     repository = directory.parents[4]
-    protos = [f"bkctl/metadata/backends/etcd/etcdrpc/{name}.proto" for name in ("kv", "rpc")]
-    for proto in protos:
-        output = tmp_path / "descriptor"
-        command = [sys.executable, "-m", "grpc_tools.protoc", "-I.", f"--descriptor_set_out={output}", proto]
-        subprocess.run(command, cwd=repository, check=True)
-        from google.protobuf import descriptor_pb2
+    output = tmp_path / "descriptor"
+    proto = "bkctl/metadata/backends/etcd/etcdrpc/rpc.proto"
+    command = [sys.executable, "-m", "grpc_tools.protoc", "-I.", f"--descriptor_set_out={output}", proto]
+    subprocess.run(command, cwd=repository, check=True)
+    from google.protobuf import descriptor_pb2
 
-        made = descriptor_pb2.FileDescriptorSet.FromString(output.read_bytes()).file[0]
-        loaded = descriptor_pb2.FileDescriptorProto()
-        (etcdrpc.rpc_pb2 if "rpc.proto" in proto else kv_pb2).DESCRIPTOR.CopyToProto(loaded)
-        for message in (message for file in (made, loaded) for message in file.message_type):
-            for field in message.field:
-                field.ClearField("json_name")
-        assert loaded == made
+    made = descriptor_pb2.FileDescriptorSet.FromString(output.read_bytes()).file[0]
+    loaded = descriptor_pb2.FileDescriptorProto()
+    etcdrpc.rpc_pb2.DESCRIPTOR.CopyToProto(loaded)
+    for message in (message for file in (made, loaded) for message in file.message_type):
+        for field in message.field:
+            field.ClearField("json_name")
+    assert loaded == made
 
 
 def test_etcd3_works_with_the_regenerated_stubs(etcd: EtcdServer, root: str) -> None:
@@ -474,7 +472,7 @@ def test_registrations_and_watches_outlive_a_lease(etcd: EtcdServer, root: str) 
                        == {"bookie-1": "rw", "bookie-2": "ro"})  # fmt: skip
             eventually(lambda: seen[-1] == {"bookie-1", "bookie-2"})
             assert observer.bookies.get("bookie-1").info == INFO  # type: ignore[union-attr]
-        bookie.bookies.set_read_only("bookie-1", True, INFO)
+        bookie.bookies.register("bookie-1", INFO, True)
         assert {one.state for one in observer.bookies.list()} == {"ro"}
         with etcd3.client(port=etcd.port) as client:
             assert client.get(f"{root}/bookies/readonly/bookie-1")[0] == INFO.serialize()

@@ -28,7 +28,7 @@ from bkctl.metadata.backends.hbase.rows import BUCKETS, row_key
 from bkctl.metadata.backends.hbase.rpc import CLIENT_SERVICE, CallLost, RegionServer, Rpc
 from bkctl.metadata.backends.hbase.store import HBaseStore
 from bkctl.metadata.cluster import Cluster, init_cluster, open_cluster
-from bkctl.metadata.store import NEW, StoreSecurity
+from bkctl.metadata.store import NEW, StoreSecurity, map_each, value_of
 
 METADATA = LedgerMetadata(1, 1, 1, DigestType.CRC32C, b"", (Fragment(0, ("127.0.0.1:3181",)),))
 PATH = f"ledgers/{5:032x}"
@@ -172,7 +172,8 @@ def test_rows_of_consecutive_ledgers_fill_each_bucket_alike() -> None:
 
 def test_listing_crosses_pages_buckets_and_the_last_id(cluster: Cluster) -> None:
     ids = [LedgerId(0, number) for number in range(3000)] + [LedgerId(9, 1), LedgerId(U64_MAX, U64_MAX)]
-    cluster.ledgers.process(lambda ledger: cluster.ledgers.create(ledger, METADATA), ledgers=ids, concurrency=8)
+    for found in map_each(lambda ledger: cluster.ledgers.create(ledger, METADATA), ids):
+        value_of(found)
     assert list(cluster.ledgers.ledgers(None)) == ids
     assert list(cluster.ledgers.ledgers(0, LedgerId(0, 2990))) == ids[2991:3000]
     assert list(cluster.ledgers.scopes()) == [0, 9, U64_MAX]
@@ -190,7 +191,8 @@ def test_listing_crosses_regions_that_were_split(hbase: HBaseServer) -> None:
         assert store._rows.table.create(b"m", splits)
         init_cluster(cluster)
         ids = [LedgerId(scope, number) for scope in (0, 7) for number in range(300)]
-        cluster.ledgers.process(lambda ledger: cluster.ledgers.create(ledger, METADATA), ledgers=ids, concurrency=8)
+        for found in map_each(lambda ledger: cluster.ledgers.create(ledger, METADATA), ids):
+            value_of(found)
         assert list(cluster.ledgers.ledgers(None)) == ids
         assert list(cluster.ledgers.ledgers(7)) == ids[300:]
         assert [ledger for ledger, found in cluster.ledgers.read_many(ids) if not isinstance(found, Exception)] == ids

@@ -18,7 +18,7 @@ from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import BookieServiceInfo, Fragment, LedgerMetadata
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster, open_cluster
-from bkctl.metadata.store import NO_SECURITY, StoreSecurity
+from bkctl.metadata.store import NO_SECURITY, StoreSecurity, map_each, value_of
 from bkctl.metadata.underreplication import LedgerMarks
 
 METADATA = LedgerMetadata(1, 1, 1, DigestType.CRC32C, b"", (Fragment(0, ("bookie-1",)),))
@@ -63,7 +63,8 @@ def tls(pem: Path, **others: Any) -> StoreSecurity:
 def work(cluster: Cluster) -> None:
     """Everything that goes over the wire: writes, listings, many reads at once, ephemerals, watches."""
     ids = [LedgerId(scope, number * 10_000) for scope in (0, 7) for number in range(LEDGERS // 2)]
-    cluster.ledgers.process(lambda ledger: cluster.ledgers.create(ledger, METADATA), ledgers=ids, concurrency=8)
+    for found in map_each(lambda ledger: cluster.ledgers.create(ledger, METADATA), ids):
+        value_of(found)
     assert [ledger for ledger, found in cluster.ledgers.read_many(cluster.ledgers.ledgers(None))] == ids
     assert cluster.store._reads.reader is not None  # type: ignore[attr-defined]
     cluster.bookies.register("bookie-1", BookieServiceInfo())
