@@ -464,7 +464,7 @@ def test_compaction_runs_when_it_is_due_and_not_suspended(cluster: Cluster) -> N
     bookie.now_ms += 86_400_001
     assert counts() == (1, 2)
     collector.suspend(MINOR)
-    assert (collector.is_major_suspended, collector.is_minor_suspended) == (True, True)
+    assert (collector.is_suspended(MAJOR), collector.is_suspended(MINOR)) == (True, True)
     bookie.now_ms += 86_400_001
     assert counts() == (1, 2)
     collector.run_round(ForcedRound())
@@ -506,14 +506,14 @@ def test_full_disks_suspend_compaction_major_first(cluster: Cluster) -> None:
         (False, False, False, False),
     ):
         collector.disks_are(full=full, almost_full=almost_full)
-        assert (collector.is_major_suspended, collector.is_minor_suspended) == (major, minor)
+        assert (collector.is_suspended(MAJOR), collector.is_suspended(MINOR)) == (major, minor)
     collector.suspend(MINOR)
     collector.disks_are(full=False, almost_full=False)
-    assert collector.is_minor_suspended, "what somebody suspended stays so"
+    assert collector.is_suspended(MINOR), "what somebody suspended stays so"
     forcing = Bookie(cluster, Storage(), is_force_gc_allow_when_no_space=True).collector
     forcing.disks_are(full=True, almost_full=True)
     assert forcing.is_in_force_gc
-    assert not forcing.is_major_suspended
+    assert not forcing.is_suspended(MAJOR)
 
 
 def test_databases_of_locations_are_compacted_at_their_own_interval(cluster: Cluster) -> None:
