@@ -107,12 +107,7 @@ class WaitingRequests:
 
     def resume(self, request: Request, respond: Responder, take: Callable[[Any], None], found: Any) -> None:
         """Give `found` to `take` after a wait; errors that it raises are answered to this request alone."""
-        try:
-            take(found)
-        except NeedsDisk as need:
-            self.serve_later(need, lambda *_: take(found), request, respond)
-        except Exception as error:  # noqa: BLE001 - answered, logged and counted
-            self.refuse(request, respond, error)
+        self.serve(lambda *_: take(found), request, respond)
 
     def serve_timed(self, name: str, handler: Handler, request: Request, respond: Responder) -> None:
         """Give the request to `handler`, and observe as `name` how long its answer takes."""
