@@ -212,7 +212,7 @@ class Bookie:
         except OSError as error:
             raise BkctlError(f"Bookie {self.bookie_id} cannot open its directories: {error}") from error
         self.commits.start()
-        self.storage.serve_from_memory()
+        self.storage.ledgers.waits_for_disk = False
         collector = self._create_collector(cluster)
         self._report_damage()
         self.space.check()

@@ -51,17 +51,11 @@ class OpenLedgers:
     `journals` are the bookie's; the list is empty while the journals are replayed.
     """
 
-    def __init__(
-        self,
-        storage: LedgerStorage[Any],
-        journals: Sequence[JournalWriter],
-        journal_count: int,
-        fenced_and_deleted: FencedAndDeleted,
-    ) -> None:
+    def __init__(self, storage: LedgerStorage[Any], journals: Sequence[JournalWriter], journal_count: int) -> None:
         self._storage = storage
         self._journals = journals
         self._journal_count = journal_count
-        self._fenced_and_deleted = fenced_and_deleted
+        self._fenced_and_deleted = FencedAndDeleted()
         self.handles: dict[LedgerId, LedgerHandle] = storage.handles
         #: Ledgers that `supplied` did not find on disk, with the handles to create them from.
         self._blanks: dict[LedgerId, LedgerHandle] = {}
