@@ -14,13 +14,7 @@ from typing import Any, Final
 
 from bkctl.bookie.collector_metadata import CollectorMetadata
 from bkctl.bookie.collector_stats import GarbageCollectionStatus, GarbageCollectorStats
-from bkctl.bookie.compaction_schedule import (
-    MAJOR,
-    MINOR,
-    CompactionSchedule,
-    ForcedRound,
-    check_compaction_settings,
-)
+from bkctl.bookie.compaction_schedule import MAJOR, MINOR, CompactionSchedule, ForcedRound
 from bkctl.bookie.entry_log_collection import EntryLogCollector
 from bkctl.bookie.scan_and_compare import ScanAndCompareGarbageCollector
 from bkctl.bookie.unindexed_ledgers import UnindexedLedgers
@@ -41,7 +35,6 @@ class GarbageCollectorThread:
     `delete` deletes ledgers from the bookie's storage and returns how many were there. `checkpoint` returns when a
     checkpoint that began after its call is on disk (NoSpaceForCheckpoint: it has to wait). Both wait for the event
     loop, and raise BkctlError or OSError when the bookie gives up.
-    Raises UsageError for settings with which Apache's bookie does not start.
     """
 
     def __init__(
@@ -57,7 +50,6 @@ class GarbageCollectorThread:
         files: Files | None = None,
         clock_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
     ) -> None:
-        check_compaction_settings(config)
         self.stats = GarbageCollectorStats()
         self._config = config
         self._storage = storage

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import random
 import struct
 import time
@@ -164,11 +165,9 @@ class BookieStorage:
 
     def _checkpoint_replayed(self) -> None:
         """Run the first checkpoint, unless the disks have no space for it: `no_space` has the reason then."""
-        full = self.ledgers.write_where_space(self.run_checkpoint)
-        if full is not None:
-            self.no_space = full
+        self.no_space = self.ledgers.write_where_space(self.run_checkpoint)
+        if self.no_space is not None:
             return
-        self.no_space = None
         for journal in self.journals:
             if not journal.is_open:  # old files may have made room
                 journal.open()
@@ -186,7 +185,7 @@ class BookieStorage:
         held = self._checkpointer.held
         for number, journal in enumerate(self.journals):
             if number not in held:
-                journal.make_downgradable(lambda mark, number=number: self._last_marks.write(number, mark))  # type: ignore[misc]
+                journal.make_downgradable(functools.partial(self._last_marks.write, number))
             journal.close()
         self.ledgers.close()
 

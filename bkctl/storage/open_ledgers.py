@@ -81,13 +81,10 @@ class OpenLedgers:
 
     def _adopt(self, handle: LedgerHandle) -> LedgerHandle:
         if handle.is_on_disk:
-            self._assign_journal(handle)
+            handle.journal = handle.ledger.value % self._journal_count
             self._storage.make_room()
             self.handles[handle.ledger] = handle
         return handle
-
-    def _assign_journal(self, handle: LedgerHandle) -> None:
-        handle.journal = handle.ledger.value % self._journal_count
 
     @contextlib.contextmanager
     def supplied(self, found: object) -> Iterator[None]:
@@ -134,7 +131,7 @@ class OpenLedgers:
         ledger = handle.ledger
         self._blanks.pop(ledger, None)
         self._storage.create(handle, master_key)
-        self._assign_journal(handle)
+        handle.journal = ledger.value % self._journal_count
         if ledger.is_scoped and not self.has_scoped:
             self.has_scoped = True
             for journal in self._journals:

@@ -130,12 +130,7 @@ class IndexPersistenceMgr:
         Only its pages may be written; the header stays unchanged.
         """
         path = self._find(ledger)
-        if path is None:
-            return None
-        handle = IndexedHandle(ledger, b"", path)
-        handle.is_on_disk = True
-        handle.header_changed = False
-        return handle
+        return None if path is None else IndexedHandle(ledger, b"", path, header_changed=False, is_on_disk=True)
 
     def create(self, ledger: LedgerId, master_key: bytes = b"") -> IndexedHandle:
         """Return a handle for a ledger that has no file, or one without a header.
