@@ -327,7 +327,6 @@ class Bookie:
         task.add_done_callback(end)
 
     async def _watch_disks(self) -> None:
-        """Look at disks and registration every diskCheckInterval."""
         while True:
             await asyncio.sleep(self.config.disk_check_interval / 1000)
             if self.state_manager.lacks_space and await asyncio.to_thread(self.space.journals_have_space):

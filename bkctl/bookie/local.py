@@ -142,17 +142,13 @@ class LocalCluster:
         with open_cluster(self.metadata_uri, timeout_s=timeout_s) as cluster:
             registered = {found.bookie_id: found.state for found in cluster.bookies.list(include_down=False)}
             departed = self._departed(cluster)
-        return [
-            ClusterBookieState(
-                bookie,
-                "left"
-                if bookie.bookie_id in departed
-                else "down"
-                if bookie.pid is None
-                else registered.get(bookie.bookie_id, "starting"),
-            )
-            for bookie in bookies
-        ]
+
+        def state_of(bookie: ClusterBookie) -> str:
+            if bookie.bookie_id in departed:
+                return "left"
+            return "down" if bookie.pid is None else registered.get(bookie.bookie_id, "starting")
+
+        return [ClusterBookieState(bookie, state_of(bookie)) for bookie in bookies]
 
     def _departed(self, cluster: Cluster) -> set[str]:
         """Return the stopped bookies that left the cluster: they have a cookie on disk, and none in the metadata."""
