@@ -86,7 +86,6 @@ class AddHandler:
             self._commits.flush_soon()
 
     def _add_run_later(self, run: AddRun, answer: AnswerAdds, error: BaseException | None) -> None:
-        """Serve a run of adds that waited for its ledger."""
         try:
             if error is not None:
                 raise error

@@ -212,7 +212,7 @@ class Bookie:
         except OSError as error:
             raise BkctlError(f"Bookie {self.bookie_id} cannot open its directories: {error}") from error
         self.commits.start()
-        self.storage.serve_from_memory()
+        self.storage.ledgers.waits_for_disk = False
         collector = self._create_collector(cluster)
         self._report_damage()
         self.space.check()
@@ -327,7 +327,6 @@ class Bookie:
         task.add_done_callback(end)
 
     async def _watch_disks(self) -> None:
-        """Look at disks and registration every diskCheckInterval."""
         while True:
             await asyncio.sleep(self.config.disk_check_interval / 1000)
             if self.state_manager.lacks_space and await asyncio.to_thread(self.space.journals_have_space):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from bkctl.bookie.disk_space import DiskSpaceMonitor
 from bkctl.bookie.metrics import BookieMetrics
@@ -19,31 +20,22 @@ class NoSpaceForCheckpoint(BkctlError):
     """A checkpoint failed for want of space; its entries stay in memory and in the journal."""
 
 
+@dataclass(eq=False)
 class CheckpointRunner:
     """Runs one checkpoint at a time, between `start` and `stop`.
 
-    `failed` is called with the error of one that could not be written, `ended` after each; both in the event loop.
+    `_failed` is called with the error of one that could not be written, `_ended` after each; both in the event loop.
     """
 
-    def __init__(
-        self,
-        storage: BookieStorage,
-        state: BookieStateManager,
-        metrics: BookieMetrics,
-        space: DiskSpaceMonitor,
-        *,
-        failed: Callable[[OSError], None],
-        ended: Callable[[], None],
-    ) -> None:
-        self._storage = storage
-        self._state = state
-        self._metrics = metrics
-        self._space = space
-        self._failed = failed
-        self._ended = ended
-        self._worker: Worker | None = None
-        #: True once the checkpoint under way is written, False if it failed or the bookie gave up.
-        self._running: asyncio.Future[bool] | None = None
+    _storage: BookieStorage
+    _state: BookieStateManager
+    _metrics: BookieMetrics
+    _space: DiskSpaceMonitor
+    _failed: Callable[[OSError], None]
+    _ended: Callable[[], None]
+    _worker: Worker | None = None
+    #: True once the checkpoint under way is written, False if it failed or the bookie gave up.
+    _running: asyncio.Future[bool] | None = None
 
     def start(self) -> None:
         """Start the thread."""

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Final
 
 from bkctl.bookie.collector_stats import GarbageCollectorStats
@@ -24,32 +25,24 @@ log: Final = logging.getLogger("bkctl.bookie")
 BATCH_SIZE: Final = 100
 
 
+@dataclass
 class CollectorMetadata:
     """The cluster as the collectors of one bookie see it, for one thread.
 
     `instance_id` is the one in the bookie's cookie. Every method raises BkctlError where the store fails.
     """
 
-    def __init__(
-        self,
-        config: BookieConfig,
-        cluster: Cluster,
-        *,
-        bookie_id: str,
-        instance_id: str,
-        stats: GarbageCollectorStats,
-        stopped: threading.Event,
-    ) -> None:
-        self.config = config
-        self.cluster = cluster
-        self.bookie_id = bookie_id
-        self.instance_id = instance_id
-        self.stats = stats
-        self._stopped = stopped
+    config: BookieConfig
+    cluster: Cluster
+    _: KW_ONLY
+    bookie_id: str
+    instance_id: str
+    stats: GarbageCollectorStats
+    stopped: threading.Event
 
     def check_running(self) -> None:
         """Raise CompactionStopped when the bookie stops."""
-        if self._stopped.is_set():
+        if self.stopped.is_set():
             raise CompactionStopped("The bookie stops")
 
     def check_cluster(self) -> None:
@@ -71,7 +64,7 @@ class CollectorMetadata:
             yield batch
             due_s = len(batch) / self.config.gc_metadata_op_rate_limit - (time.monotonic() - began_s)
             if due_s > 0:
-                self._stopped.wait(due_s)
+                self.stopped.wait(due_s)
 
     def states(self, ledgers: Sequence[LedgerId], warning: str) -> dict[LedgerId, LedgerLiveness]:
         """Return whether ledgers exist; log `warning` for each problem that leaves some unknown."""

@@ -39,9 +39,8 @@ class CommitDispatcher:
         self._state = state
         self._metrics = metrics
         self._space = space
-        self.checkpoints = CheckpointRunner(
-            storage, state, metrics, space, failed=self.storage_failed, ended=self._resume
-        )
+        self.thread_died = state.thread_died
+        self.checkpoints = CheckpointRunner(storage, state, metrics, space, self.storage_failed, self._resume)
         self.journals: list[JournalThread] = []
         self._entries: Worker | None = None
         self._flush_due = False
@@ -87,7 +86,8 @@ class CommitDispatcher:
         """Hand the adds of this turn of the loop to the journals' threads."""
         self._flush_due = False
         storage, state = self._storage, self._state
-        is_full = storage.unwritten_bytes > storage.ledgers.unwritten_bytes_max
+        ledgers = storage.ledgers
+        is_full = ledgers.unwritten_bytes > ledgers.unwritten_bytes_max
         if is_full and not (state.is_stopping or state.lacks_space or state.failure):
             self._hold_back()
             return
@@ -102,7 +102,7 @@ class CommitDispatcher:
         self.is_behind = self._waits_for_entries or self._waits_for_journals
         if storage.seal_entries():
             self.write_entries_soon()
-        if storage.is_checkpoint_due and not self.checkpoints.is_running:
+        if ledgers.is_flush_due and not self.checkpoints.is_running:
             self.checkpoints.begin()
 
     def _hold_back(self) -> None:
@@ -157,7 +157,7 @@ class CommitDispatcher:
                 f"Bookie {self._state.bookie_id} cannot write as fast as clients add: its disks are behind"
             )
 
-    # --- from the threads to the loop: JournalListener ---------------------------------------------------------------
+    # --- from the threads to the loop ---------------------------------------------------------------------------------
 
     def written(self, group: list[JournalBatch]) -> None:
         """Answer the adds of `group` that wait for no sync (deferred sync)."""
@@ -180,10 +180,6 @@ class CommitDispatcher:
         if self._waits_for_journals:
             self.flush_soon()
 
-    def thread_died(self, error: BaseException) -> None:
-        """Give up: a journal's thread ended."""
-        self._state.thread_died(error)
-
     def _answer(self, answers: Iterable[Callable[[Status], object] | None], status: Status) -> None:
         """Call every answer with `status`; one that fails is logged, and the next ones are called all the same."""
         for answer in answers:
@@ -204,7 +200,7 @@ class CommitDispatcher:
 
     def storage_failed(self, error: OSError) -> None:
         """Go to another ledger directory, wait for space, or give up, after ledger storage could not be written."""
-        if error.errno in NO_SPACE and self._storage.leave_full_disk():
+        if error.errno in NO_SPACE and self._storage.ledgers.leave_full_disk():
             log.warning(
                 "%s accepts no more writes (%s): its entries go to another ledger directory",
                 error.filename or "A disk",

@@ -66,16 +66,14 @@ def check_compaction_settings(config: BookieConfig) -> None:
         raise UsageError(f"{where}: entryLocationCompactionInterval of {interval} s {too_short}")
     if not minor.is_enabled or not major.is_enabled:
         return
-    if minor.threshold >= major.threshold:
-        raise UsageError(
-            f"{where}: minorCompactionThreshold {minor.threshold} is not below "
-            f"majorCompactionThreshold {major.threshold}"
-        )
-    if minor.interval >= major.interval:
-        raise UsageError(
-            f"{where}: minorCompactionInterval {minor.interval} s is not below "
-            f"majorCompactionInterval {major.interval} s"
-        )
+    for name, low, high, unit in (
+        ("Threshold", minor.threshold, major.threshold, ""),
+        ("Interval", minor.interval, major.interval, " s"),
+    ):
+        if low >= high:
+            raise UsageError(
+                f"{where}: minorCompaction{name} {low}{unit} is not below majorCompaction{name} {high}{unit}"
+            )
 
 
 class CompactionSchedule:
@@ -84,10 +82,9 @@ class CompactionSchedule:
     Times are in ms since 1970, and begin with the schedule's creation.
     """
 
-    def __init__(self, config: BookieConfig, clock_ms: Callable[[], int], chance: random.Random | None = None) -> None:
+    def __init__(self, config: BookieConfig, clock_ms: Callable[[], int]) -> None:
         self._config = config
         self._clock_ms = clock_ms
-        self._chance = chance or random.Random()
         self._suspended: set[str] = set()
         self._suspended_by_disks: set[str] = set()
         now_ms = clock_ms()
@@ -154,4 +151,4 @@ class CompactionSchedule:
     def _new_locations_delay(self) -> int:
         """Return a random delay: bookies that started together do not all compact their databases at once."""
         interval_ms = self._config.entry_location_compaction_interval * 1000
-        return self._chance.randrange(interval_ms) if interval_ms > 0 else 0
+        return random.randrange(interval_ms) if interval_ms > 0 else 0

@@ -274,7 +274,7 @@ def rename(
     cookie = replace(stored.value, bookie_id=new)
     if there is not None and there.value != cookie:
         raise AlreadyExists(f"Bookie {new} already has a cookie", hint="choose another id")
-    changed = []
+    changed: dict[str, Cookie] = {}
     for directory in dict.fromkeys(directories):
         local = read_directory(directory)
         if local is None:
@@ -282,22 +282,20 @@ def rename(
         if local.bookie_id not in (old, new):
             raise CookieMismatch(f"Directory {directory} is bookie {local.bookie_id}'s, not {old}'s")
         if local.bookie_id == old:
-            changed.append(directory)
+            changed[directory] = local
     if undo is None:
-        return changed
+        return list(changed)
     raw = cluster.store.get(cookie_path(old))
     if there is None:
         undo.record(cookie_path(new), None, cookie.serialize())
         cluster.cookies.write(new, cookie, NEW)
-    for directory in changed:
-        local = read_directory(directory)
-        assert local is not None
+    for directory, local in changed.items():
         data = replace(local, bookie_id=new).serialize()
         undo.record_file(version_file(directory), data)
         files.replace(version_file(directory), data)
     undo.record(cookie_path(old), None if raw is None else raw.value, None)
     cluster.cookies.remove(old, stored.version)
-    return changed
+    return list(changed)
 
 
 def read_local(directories: Iterable[str]) -> dict[str, Cookie | BkctlError | None]:

@@ -1,6 +1,6 @@
-"""The space on a bookie's disks: read-only mode while there is none, and writes again once there is some.
+"""The space on a bookie's disks: the directories that take new files, and whether the bookie takes entries.
 
-Source: LedgerDirsMonitor.
+Source: LedgerDirsMonitor, LedgerDirsManager, DiskChecker.
 """
 
 from __future__ import annotations
@@ -8,20 +8,133 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from bkctl.bookie.disk_watch import DiskState, DiskWatch
 from bkctl.bookie.registration import RegistrationManager
 from bkctl.bookie.state_manager import BookieStateManager
 from bkctl.config import MEBIBYTE, BookieConfig
-from bkctl.disk import Files
-from bkctl.errors import BkctlError
+from bkctl.disk import DiskUsage, Files
+from bkctl.errors import BkctlError, UsageError
 from bkctl.storage.bookie_storage import BookieStorage
 
 if TYPE_CHECKING:
     from bkctl.bookie.garbage_collector import GarbageCollectorThread
 
 log: Final = logging.getLogger("bkctl.bookie")
+
+
+class DiskState(NamedTuple):
+    """The result of a look at the disks. Directories are given by their numbers in the configuration.
+
+    `writable` and `index_writable` take new files: the directories below the threshold, else those with a minimum of
+    space, if any. `full`: the bookie takes no entries, with `allows_high_priority` only recoveries' entries.
+    """
+
+    writable: list[int]
+    index_writable: list[int]
+    full: bool
+    any_full: bool
+    almost_full: bool
+    allows_high_priority: bool
+
+
+class DiskWatch:
+    """Looks at a bookie's disks, and remembers which directories were full. Raises UsageError for its thresholds."""
+
+    def __init__(
+        self, config: BookieConfig, files: Files, ledger_directories: Sequence[Path], index_directories: Sequence[Path]
+    ) -> None:
+        self._ledgers = _Directories(files, ledger_directories)
+        self._indexes = self._ledgers
+        if list(index_directories) != list(ledger_directories):
+            self._indexes = _Directories(files, index_directories)
+        self.use(config)
+
+    def use(self, config: BookieConfig) -> None:
+        """Take the thresholds of `config` from now on. Raises UsageError where they contradict each other."""
+        resume = config.disk_usage_lwm_threshold
+        if resume is not None and resume > config.disk_usage_threshold:
+            raise UsageError(
+                f"diskUsageLwmThreshold {resume} is above diskUsageThreshold {config.disk_usage_threshold}",
+                hint="a full disk is used again below the first; a disk counts as full above the second",
+            )
+        for_log = config.min_usable_size_for_entry_log_creation
+        for_log = config.log_size_limit if for_log is None else for_log
+        for_priority = config.min_usable_size_for_high_priority_writes
+        self._for_log = for_log
+        self._for_index = config.min_usable_size_for_index_file_creation
+        self._for_priority = for_log if for_priority is None else for_priority
+        self._any_full_is_enough = config.read_only_mode_on_any_disk_full_enabled
+        for directories in (self._ledgers, self._indexes):
+            directories.use(config)
+
+    def look(self) -> DiskState:
+        """Look at all disks. Raises OSError."""
+        sets = (self._ledgers,) if self._indexes is self._ledgers else (self._ledgers, self._indexes)
+        for directories in sets:
+            directories.look()
+        any_full = any(directories.any_full for directories in sets)
+        return DiskState(
+            self._ledgers.writable or self._ledgers.with_more_than(self._for_log),
+            self._indexes.writable or self._indexes.with_more_than(self._for_index),
+            any(not directories.writable for directories in sets) or (any_full and self._any_full_is_enough),
+            any_full,
+            any(directories.almost_full for directories in sets),
+            all(directories.writable or directories.with_more_than(self._for_priority) for directories in sets),
+        )
+
+
+class _Directories:
+    """Directories of one kind."""
+
+    def __init__(self, files: Files, directories: Sequence[Path]) -> None:
+        self._files = files
+        self._directories = directories
+        self._usages: list[DiskUsage] = []
+        self.writable = list(range(len(directories)))
+        self.almost_full = False
+
+    def use(self, config: BookieConfig) -> None:
+        resume = config.disk_usage_lwm_threshold
+        self._threshold = config.disk_usage_threshold
+        self._resume = self._threshold if resume is None else resume
+        self._warn = config.disk_usage_warn_threshold
+
+    @property
+    def any_full(self) -> bool:
+        return len(self.writable) < len(self._directories)
+
+    def look(self) -> None:
+        """Look at the disks: a directory is full above the threshold, and takes files again below it.
+
+        Where all are full, they take files again once their disks together are used less than the low water mark.
+        """
+        usages = self._usages = [self._files.disk_usage(path) for path in self._directories]
+        below = [number for number, usage in enumerate(usages) if usage.ratio <= self._threshold]
+        writable = [number for number in below if number in self.writable]
+        if writable or total_usage(usages).ratio < self._resume:
+            writable = below
+        almost_full = any(self._warn < usages[number].ratio for number in writable)
+        for number, directory in enumerate(self._directories):
+            if (number in writable) != (number in self.writable):
+                state = "takes new files again" if number in writable else "is full and takes no new files"
+                log.warning("Directory %s %s: %.1f %% are used", directory, state, usages[number].ratio * 100)
+        if almost_full and not self.almost_full:
+            log.warning(
+                "Directories are almost full: %s", ", ".join(str(self._directories[number]) for number in writable)
+            )
+        self.writable, self.almost_full = writable, almost_full
+
+    def with_more_than(self, size: int) -> list[int]:
+        return [number for number, usage in enumerate(self._usages) if usage.free > size]
+
+
+def total_usage(usages: Iterable[DiskUsage]) -> DiskUsage:
+    """Return the sum of all disks, each counted once. Source: DiskChecker.getTotalDiskUsage."""
+    disks = {usage.device: usage for usage in usages}
+    return DiskUsage(sum(disk.total for disk in disks.values()), sum(disk.free for disk in disks.values()), 0)
 
 
 class DiskSpaceMonitor:
@@ -56,7 +169,7 @@ class DiskSpaceMonitor:
     def _apply(self, disks: DiskState) -> None:
         state = self._state
         self._storage.set_writable(disks.writable)
-        self._storage.set_index_writable(disks.index_writable)
+        self._storage.ledgers.set_index_writable(disks.index_writable)
         state.has_room_for_recovery = disks.allows_high_priority
         state.disks_full = disks.full
         if self.garbage_collector is not None:

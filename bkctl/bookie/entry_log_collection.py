@@ -7,7 +7,6 @@ Source: GarbageCollectorThread.doGcEntryLogs, doCompactEntryLogs.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -20,7 +19,7 @@ from bkctl.bookie.unindexed_ledgers import UnindexedLedgers
 from bkctl.config import BookieConfig
 from bkctl.disk import Files
 from bkctl.errors import BkctlError, ReadOnlyBookie
-from bkctl.storage.compaction import CompactionStopped, EntryLogCompactor, Throttler, TransactionalEntryLogCompactor
+from bkctl.storage.compaction import CompactionStopped, EntryLogCompactor, Throttler
 from bkctl.storage.entry_log_metadata import EntryLogMetadata, EntryLogMetadataMap
 from bkctl.storage.ledger.ledger_storage import LedgerStorage
 from bkctl.storage.sorted_ledgers import SortedLedgers
@@ -42,7 +41,6 @@ class EntryLogCollector:
         files: Files,
         *,
         checkpoint: Callable[[], None],
-        stopped: threading.Event,
         clock_ms: Callable[[], int],
     ) -> None:
         config = metadata.config
@@ -53,13 +51,12 @@ class EntryLogCollector:
         self._checkpoint = checkpoint
         self._clock_ms = clock_ms
         self._logs = EntryLogMetadataMap(storage.entry_loggers)
-        kind = TransactionalEntryLogCompactor if config.use_transactional_compaction else EntryLogCompactor
-        self._compactor = kind(
+        self._compactor = EntryLogCompactor(
             config,
             storage,
             files,
             checkpoint=checkpoint,
-            throttler=Throttler(config, stopped),
+            throttler=Throttler(config, metadata.stopped),
             removed=self._remove_compacted,
         )
         self._compacted_count = 0

@@ -7,7 +7,6 @@ A round deletes ledgers (`scan_and_compare`), removes and compacts entry logs (`
 from __future__ import annotations
 
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,13 +14,7 @@ from typing import Any, Final
 
 from bkctl.bookie.collector_metadata import CollectorMetadata
 from bkctl.bookie.collector_stats import GarbageCollectionStatus, GarbageCollectorStats
-from bkctl.bookie.compaction_schedule import (
-    MAJOR,
-    MINOR,
-    CompactionSchedule,
-    ForcedRound,
-    check_compaction_settings,
-)
+from bkctl.bookie.compaction_schedule import MAJOR, MINOR, CompactionSchedule, ForcedRound
 from bkctl.bookie.entry_log_collection import EntryLogCollector
 from bkctl.bookie.scan_and_compare import ScanAndCompareGarbageCollector
 from bkctl.bookie.unindexed_ledgers import UnindexedLedgers
@@ -42,7 +35,6 @@ class GarbageCollectorThread:
     `delete` deletes ledgers from the bookie's storage and returns how many were there. `checkpoint` returns when a
     checkpoint that began after its call is on disk (NoSpaceForCheckpoint: it has to wait). Both wait for the event
     loop, and raise BkctlError or OSError when the bookie gives up.
-    Raises UsageError for settings with which Apache's bookie does not start.
     """
 
     def __init__(
@@ -57,14 +49,13 @@ class GarbageCollectorThread:
         checkpoint: Callable[[], None],
         files: Files | None = None,
         clock_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
-        chance: random.Random | None = None,
     ) -> None:
-        check_compaction_settings(config)
         self.stats = GarbageCollectorStats()
         self._config = config
         self._storage = storage
         self._stopped = threading.Event()
-        self._schedule = CompactionSchedule(config, clock_ms, chance)
+        schedule = self._schedule = CompactionSchedule(config, clock_ms)
+        self.suspend, self.resume, self.is_suspended = schedule.suspend, schedule.resume, schedule.is_suspended
         metadata = CollectorMetadata(
             config, cluster, bookie_id=bookie_id, instance_id=instance_id, stats=self.stats, stopped=self._stopped
         )
@@ -78,7 +69,6 @@ class GarbageCollectorThread:
             self.unindexed,
             files or Files(),
             checkpoint=checkpoint,
-            stopped=self._stopped,
             clock_ms=clock_ms,
         )
         self._changed = threading.Condition()
@@ -128,24 +118,6 @@ class GarbageCollectorThread:
     def is_in_force_gc(self) -> bool:
         """True if a forced round is under way, or about to begin."""
         return self._forced is not None
-
-    def suspend(self, kind: str) -> None:
-        """Begin no compaction of this kind, MAJOR or MINOR, until `resume`."""
-        self._schedule.suspend(kind)
-
-    def resume(self, kind: str) -> None:
-        """Allow compaction of this kind again."""
-        self._schedule.resume(kind)
-
-    @property
-    def is_major_suspended(self) -> bool:
-        """True if an operator or full disks suspend major compaction."""
-        return self._schedule.is_suspended(MAJOR)
-
-    @property
-    def is_minor_suspended(self) -> bool:
-        """True if an operator or full disks suspend minor compaction."""
-        return self._schedule.is_suspended(MINOR)
 
     def disks_are(self, *, full: bool, almost_full: bool) -> None:
         """Suspend compaction while a ledger directory is above a threshold.

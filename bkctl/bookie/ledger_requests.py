@@ -6,8 +6,10 @@ GetBookieInfoProcessorV3.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from bkctl.bookie.commit_dispatcher import CommitDispatcher
-from bkctl.bookie.disk_watch import total_usage
+from bkctl.bookie.disk_space import total_usage
 from bkctl.bookie.reads import EntryFetcher
 from bkctl.bookie.state_manager import BookieStateManager
 from bkctl.disk import DiskUsage, Files
@@ -30,22 +32,15 @@ from bkctl.protocol.messages import (
 from bkctl.storage.bookie_storage import BookieStorage
 
 
+@dataclass(eq=False)
 class LedgerRequestHandler:
     """Serves the requests that are rare beside adds and reads. Every method raises BkctlError for a refusal."""
 
-    def __init__(
-        self,
-        files: Files,
-        storage: BookieStorage,
-        state: BookieStateManager,
-        commits: CommitDispatcher,
-        reader: EntryFetcher,
-    ) -> None:
-        self._files = files
-        self._storage = storage
-        self._state = state
-        self._commits = commits
-        self._reader = reader
+    _files: Files
+    _storage: BookieStorage
+    _state: BookieStateManager
+    _commits: CommitDispatcher
+    _reader: EntryFetcher
 
     def write_lac(self, request: WriteLacRequest, respond: Responder) -> None:
         """Keep an explicit LAC; answer once it is on disk."""

@@ -24,7 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from bkctl.disk import FILE_MODE, Files, atomic_write, make_private_directory
 from bkctl.errors import BkctlError, Conflict, DirectoryInUse, NotFound, TimedOut, UsageError
+from bkctl.formats.names import COOKIE_NAME
+from bkctl.metadata.backends.processes import may_live, process_start
 
 if TYPE_CHECKING:
     import subprocess
@@ -125,13 +128,10 @@ class LocalCluster:
 
     def bookies(self) -> list[ClusterBookie]:
         """Return the cluster's bookies by index, running or not. Raises NotFound without a cluster here."""
-        described = self._description()
         found = []
-        for index, port in enumerate(described["ports"]):
+        for index, port in enumerate(self._ports()):
             directory = self.directory / f"bookie-{index}"
-            found.append(
-                ClusterBookie(index, f"bookie-{index}", directory, port, _running_pid(directory / "bookie.pid"))
-            )
+            found.append(ClusterBookie(index, directory.name, directory, port, _running_pid(directory / "bookie.pid")))
         return found
 
     def status(self, timeout_s: float = 30.0) -> list[ClusterBookieState]:
@@ -142,22 +142,16 @@ class LocalCluster:
         with open_cluster(self.metadata_uri, timeout_s=timeout_s) as cluster:
             registered = {found.bookie_id: found.state for found in cluster.bookies.list(include_down=False)}
             departed = self._departed(cluster)
-        return [
-            ClusterBookieState(
-                bookie,
-                "left"
-                if bookie.bookie_id in departed
-                else "down"
-                if bookie.pid is None
-                else registered.get(bookie.bookie_id, "starting"),
-            )
-            for bookie in bookies
-        ]
+
+        def state_of(bookie: ClusterBookie) -> str:
+            if bookie.bookie_id in departed:
+                return "left"
+            return "down" if bookie.pid is None else registered.get(bookie.bookie_id, "starting")
+
+        return [ClusterBookieState(bookie, state_of(bookie)) for bookie in bookies]
 
     def _departed(self, cluster: Cluster) -> set[str]:
         """Return the stopped bookies that left the cluster: they have a cookie on disk, and none in the metadata."""
-        from bkctl.formats.names import COOKIE_NAME
-
         known = set(cluster.cookies.list())
         return {
             bookie.bookie_id
@@ -276,8 +270,8 @@ class LocalCluster:
                         )
                     time.sleep(_POLL_S)
                 bookie.pid_file.unlink(missing_ok=True)
-            if bookie_id is None:
-                self._drop_active()
+            if bookie_id is None and self.is_active():
+                (data_directory() / "local-cluster").unlink(missing_ok=True)
         return stopping
 
     def _make_directory(self) -> None:
@@ -290,23 +284,22 @@ class LocalCluster:
             with contextlib.suppress(PermissionError):  # it belongs to another user, who lets us write there
                 self.directory.chmod(_PRIVATE_MODE)
 
-    def _description(self) -> dict[str, list[int]]:
+    def _ports(self) -> list[int]:
         path = self.directory / "cluster.json"
         try:
-            described = json.loads(path.read_text())
-            ports = described["ports"]
+            ports: list[int] = json.loads(path.read_text())["ports"]
             if not isinstance(ports, list) or not all(isinstance(port, int) for port in ports):
                 raise ValueError("ports")
         except FileNotFoundError:
             raise NotFound(f"No local cluster at {self.directory}", hint="'bkctl local up' starts one") from None
         except (ValueError, KeyError, TypeError) as error:
             raise BkctlError(f"{path} is not the description of a local cluster", hint="remove it") from error
-        return {"ports": ports}
+        return ports
 
     def _describe(self, bookie_count: int | None, storage: str | None, http: bool, auto_recovery: bool) -> None:
         from bkctl.bookie.network import free_port
 
-        ports: list[int] = self._description()["ports"] if self.exists() else []
+        ports = self._ports() if self.exists() else []
         if bookie_count is not None and bookie_count < len(ports):
             raise UsageError(
                 f"The local cluster at {self.directory} has {len(ports)} bookies, not {bookie_count}",
@@ -322,11 +315,8 @@ class LocalCluster:
                     ports.append(free_port("127.0.0.1"))
                 http_port = free_port("127.0.0.1") if http else None
                 self._write_conf(index, ports[index], storage or "interleaved", http_port, auto_recovery)
-        target = self.directory / "cluster.json"
-        from bkctl.disk import Files
-
         description = json.dumps({"metadataUri": self.metadata_uri, "ports": ports}, indent=2) + "\n"
-        Files().replace(target, description.encode())
+        Files().replace(self.directory / "cluster.json", description.encode())
 
     def _check_storage(self, directory: Path, storage: str | None) -> None:
         if storage is None:
@@ -357,8 +347,6 @@ class LocalCluster:
             + ("autoRecoveryDaemonEnabled=true\n" if auto_recovery else "")
             + (f"httpServerEnabled=true\nhttpServerHost=127.0.0.1\nhttpServerPort={http_port}\n" if http_port else "")
         )
-        from bkctl.disk import Files
-
         Files().replace(directory / "bk_server.conf", text.encode())
 
     def _start(self, bookie: ClusterBookie) -> subprocess.Popen[bytes]:
@@ -376,7 +364,8 @@ class LocalCluster:
                 start_new_session=True,
             )
         with open(bookie.pid_file, "w", opener=_open_private) as file:
-            file.write(f"{process.pid} {_start_time(process.pid)}\n")
+            # The start time tells whether another process got the id.
+            file.write(f"{process.pid} {process_start(process.pid) or '-'}\n")
         return process
 
     def _died(self, bookie: ClusterBookie, code: int) -> BkctlError:
@@ -388,16 +377,10 @@ class LocalCluster:
         return BkctlError(f"{bookie.bookie_id} stopped with exit code {code}: {last}", hint=f"read {path}")
 
     def _make_active(self) -> None:
-        from bkctl.disk import atomic_write, make_private_directory
-
         pointer = data_directory() / "local-cluster"
         make_private_directory(pointer.parent)
         with atomic_write(pointer) as file:
             file.write(os.fsencode(self.directory) + b"\n")
-
-    def _drop_active(self) -> None:
-        if self.is_active():
-            (data_directory() / "local-cluster").unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def _lock(self) -> Iterator[None]:
@@ -415,19 +398,7 @@ class LocalCluster:
 
 
 def _open_private(path: str, flags: int) -> int:
-    from bkctl.disk import FILE_MODE
-
     return os.open(path, flags, FILE_MODE)
-
-
-def _start_time(pid: int) -> str:
-    """Return the start time of a process, so that a reused process id is noticed; `-` if it cannot be read."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return "-"
-    fields = stat.rpartition(")")[2].split()
-    return "-" if fields[0] == "Z" else fields[19]
 
 
 def _running_pid(path: Path) -> int | None:
@@ -437,9 +408,5 @@ def _running_pid(path: Path) -> int | None:
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
     if os.path.isdir("/proc/self"):
-        return pid if started != "-" and _start_time(pid) == started else None
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return None
-    return pid
+        return pid if started and process_start(pid) == started else None
+    return pid if may_live(pid) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import typing
 from typing import Final
 
@@ -61,7 +62,7 @@ class LongPoll:
         self._on_lost = respond.on_lost
         self._on_lost[self._abandon] = None
         timeout_s = min(request.timeout_ms or 0, LONG_POLL_MS_MAX) / 1000
-        self._timer = self._loop.call_later(timeout_s, self._finish_late)
+        self._timer = self._loop.call_later(timeout_s, functools.partial(self.finish, updated=False))
         handle.watchers[self._wake] = None
 
     def _wake(self) -> None:
@@ -76,9 +77,6 @@ class LongPoll:
         handle = self._handle
         if not self._is_over and (handle.lac > previous or handle.fenced or handle.deleted):
             self.finish(updated=handle.lac > previous and not handle.deleted)
-
-    def _finish_late(self) -> None:
-        self.finish(updated=False)
 
     def _abandon(self) -> None:
         if self._end():

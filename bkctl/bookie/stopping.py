@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import threading
 import time
@@ -41,20 +42,14 @@ class StopDeadline:
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
 
-        def end(error: BaseException | None) -> None:
-            if error is None:
-                done.set_result(None)
-            else:
-                done.set_exception(error)
-
         def run() -> None:
-            error: BaseException | None = None
+            end = functools.partial(done.set_result, None)
             try:
                 step()
-            except Exception as failure:  # noqa: BLE001 - raised by the future
-                error = failure
+            except Exception as error:  # noqa: BLE001 - raised by the future
+                end = functools.partial(done.set_exception, error)
             with contextlib.suppress(RuntimeError):  # the loop is closed: the deadline is over
-                loop.call_soon_threadsafe(end, error)
+                loop.call_soon_threadsafe(end)
 
         threading.Thread(target=run, name=f"stop-{name}", daemon=True).start()
         await asyncio.wait([done], timeout=max(1.0, self.remaining_s))

@@ -44,7 +44,7 @@ class UnindexedLedgers:
         They have no metadata, or it names other bookies only; a ledger whose state is unknown is not among them. Each
         is asked for once in a round. Their entries must have been in entry logs before the call.
         """
-        asked = sorted(ledger for ledger in set(ledgers) if ledger not in self._garbage and ledger not in self._spared)
+        asked = sorted(set(ledgers) - self._garbage - self._spared.keys())
         try:
             if asked:
                 self._metadata.check_running()
@@ -55,7 +55,7 @@ class UnindexedLedgers:
             raise
         except BkctlError as error:
             log.warning("%s: %s", _LOGS_STAY, error)
-        return {ledger for ledger in ledgers if ledger in self._garbage}
+        return self._garbage.intersection(ledgers)
 
     def _ask(self, ledgers: Sequence[LedgerId]) -> None:
         states = self._metadata.states(ledgers, _LOGS_STAY)
@@ -69,8 +69,8 @@ class UnindexedLedgers:
             if isinstance(found, LedgerNotFound):
                 self._garbage.add(ledger)
             elif not isinstance(found, BkctlError):
-                is_here = self._spared[ledger] = self._metadata.names_bookie(found.metadata)
-                if not is_here:
+                self._spared[ledger] = self._metadata.names_bookie(found.metadata)
+                if not self._spared[ledger]:
                     self._garbage.add(ledger)
 
     def report(self) -> None:

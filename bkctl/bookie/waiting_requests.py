@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import logging
 import time
@@ -17,8 +18,8 @@ from typing import Any, Final, TypeAlias
 
 from bkctl.bookie.metrics import BookieMetrics
 from bkctl.bookie.state_manager import BookieStateManager
-from bkctl.bookie.unreadable_ledgers import UnreadableLedgers
-from bkctl.errors import BkctlError
+from bkctl.disk import NO_SPACE
+from bkctl.errors import BkctlError, Corrupt
 from bkctl.ids import LedgerId
 from bkctl.protocol.handler import Responder
 from bkctl.protocol.messages import AddRequest, ForceLedgerRequest, Request, Status, refusal, status_of
@@ -29,11 +30,43 @@ log: Final = logging.getLogger("bkctl.bookie")
 
 #: Threads that open ledgers, beside those that read entries: while one disk hangs, ledgers open on others.
 OPEN_THREADS: Final = 4
+#: Ledgers with failed reads that are counted, and how long after the last failed read.
+LEDGERS_MAX: Final = 1000
+KEPT_S: Final = 24 * 3600.0
+#: Errors of the system for want of something else than a sound disk.
+_PASSING: Final = NO_SPACE | {errno.ENOMEM, errno.EINTR}
 
 #: Called with None once the ledger or page is in memory, or with the error of reading it.
 Waiter: TypeAlias = Callable[[BaseException | None], None]
 #: Serves one request: calls `respond` now or later, or raises the error to answer.
 Handler: TypeAlias = Callable[[Any, Responder], None]
+
+
+class UnreadableLedgers:
+    """Counts ledgers whose entries or index could not be read. Belongs to the event loop."""
+
+    def __init__(self) -> None:
+        #: When a read failed last, the longest ago first.
+        self._failed_s: dict[LedgerId, float] = {}
+
+    def note(self, ledger: LedgerId, error: BaseException) -> None:
+        """Count the ledger if `error`, of a read, is of the disk or of damage."""
+        if isinstance(error, Corrupt) or (isinstance(error, OSError) and error.errno not in _PASSING):
+            self._failed_s.pop(ledger, None)
+            self._failed_s[ledger] = time.monotonic()
+            if len(self._failed_s) > LEDGERS_MAX:
+                del self._failed_s[next(iter(self._failed_s))]
+
+    def discard(self, ledger: LedgerId) -> None:
+        """Forget a ledger that was deleted."""
+        self._failed_s.pop(ledger, None)
+
+    def count(self) -> int:
+        """Return the number of ledgers of which a read failed within KEPT_S, LEDGERS_MAX at most."""
+        begin_s = time.monotonic() - KEPT_S
+        while self._failed_s and self._failed_s[next(iter(self._failed_s))] < begin_s:
+            del self._failed_s[next(iter(self._failed_s))]
+        return len(self._failed_s)
 
 
 class WaitingRequests:
@@ -107,12 +140,7 @@ class WaitingRequests:
 
     def resume(self, request: Request, respond: Responder, take: Callable[[Any], None], found: Any) -> None:
         """Give `found` to `take` after a wait; errors that it raises are answered to this request alone."""
-        try:
-            take(found)
-        except NeedsDisk as need:
-            self.serve_later(need, lambda *_: take(found), request, respond)
-        except Exception as error:  # noqa: BLE001 - answered, logged and counted
-            self.refuse(request, respond, error)
+        self.serve(lambda *_: take(found), request, respond)
 
     def serve_timed(self, name: str, handler: Handler, request: Request, respond: Responder) -> None:
         """Give the request to `handler`, and observe as `name` how long its answer takes."""

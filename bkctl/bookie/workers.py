@@ -15,13 +15,16 @@ import threading
 import time
 from collections.abc import Callable
 from queue import Empty, Queue, SimpleQueue
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from bkctl.bookie.metrics import JournalMetrics
 from bkctl.config import BookieConfig
 from bkctl.errors import BkctlError
 from bkctl.storage.bookie_storage import BookieStorage
 from bkctl.storage.group_commit import JournalBatch
+
+if TYPE_CHECKING:
+    from bkctl.bookie.commit_dispatcher import CommitDispatcher
 
 log: Final = logging.getLogger("bkctl.bookie")
 
@@ -74,19 +77,6 @@ class Worker:
         self._thread.join()
 
 
-class JournalListener(Protocol):
-    """Receives the reports of journal threads, in the event loop."""
-
-    def written(self, group: list[JournalBatch]) -> None:
-        """The group is written and not synced yet; some of its adds wait for no more (deferred sync)."""
-
-    def committed(self, number: int, group: list[JournalBatch], error: OSError | None) -> None:
-        """The group is on disk, or failed."""
-
-    def thread_died(self, error: BaseException) -> None:
-        """The journal's thread ended, through a fault of this program."""
-
-
 class JournalThread:
     """Writes one journal: takes the batches that are there as one group, and reports them to the loop once on disk.
 
@@ -94,7 +84,7 @@ class JournalThread:
     journalFlushWhenQueueEmpty, when no batch waits. A disk that is slow, or hangs, is logged. Source: Journal.run.
     """
 
-    def __init__(self, storage: BookieStorage, number: int, config: BookieConfig, listener: JournalListener) -> None:
+    def __init__(self, storage: BookieStorage, number: int, config: BookieConfig, listener: CommitDispatcher) -> None:
         self._storage = storage
         self._number = number
         self._listener = listener

@@ -36,7 +36,7 @@ def _measure(bookie: Bookie) -> dict[str, Any]:
         "set_aside": len(bookie.storage.set_aside),
         "refused": len(bookie.storage.ledgers.unwritten),
         "unreadable": bookie.processor.requests.unreadable.count(),
-        "unwritten": bookie.storage.unwritten_bytes,
+        "unwritten": bookie.storage.ledgers.unwritten_bytes,
         "writable_directories": len(bookie.storage.writable),
         "directories": list(bookie.storage.ledger_directories),
         "journals": len(bookie.storage.journals),

@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import random
 import struct
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Final
 
-from bkctl.config import MEBIBYTE, BookieConfig
+from bkctl.config import BookieConfig
 from bkctl.disk import Files
 from bkctl.errors import (
     BadRequest,
@@ -42,12 +42,12 @@ from bkctl.formats.layout import Buffer
 from bkctl.formats.names import CURRENT
 from bkctl.formats.record import record_of
 from bkctl.ids import I64_MAX, LedgerId
-from bkctl.storage.checkpoints import Checkpoint, Checkpointer, LastMarkFiles
+from bkctl.storage.checkpoints import Checkpointer, LastMarkFiles
 from bkctl.storage.group_commit import Done, GroupCommit, JournalBatch
 from bkctl.storage.journal_writer import JournalWriter
 from bkctl.storage.ledger.factory import check_index, open_ledger_storage
-from bkctl.storage.ledger.ledger_storage import CHUNK_SIZE_BYTES, IsWanted, LedgerHandle, always
-from bkctl.storage.open_ledgers import FencedAndDeleted, OpenLedgers
+from bkctl.storage.ledger.ledger_storage import IsWanted, LedgerHandle, always
+from bkctl.storage.open_ledgers import OpenLedgers
 from bkctl.storage.replay import JournalReplay
 
 LAC_PACKET_SIZE_BYTES_MAX: Final = 256
@@ -76,14 +76,20 @@ class BookieStorage:
         self.ledger_directories = [Path(directory) / CURRENT for directory in config.ledger_directories]
         index_directories = config.index_directories or config.ledger_directories
         self.index_directories = [Path(directory) / CURRENT for directory in index_directories]
-        self._writable = list(range(len(self.ledger_directories)))
+        #: The indexes of the ledger directories that take new files.
+        self.writable = list(range(len(self.ledger_directories)))
         self._clock_ms = clock_ms
         self.ledgers = open_ledger_storage(config, self.files, chance=chance)
+        # LedgerStorage describes these.
+        self.find, self.find_all = self.ledgers.find, self.ledgers.find_all
+        self.read, self.read_all = self.ledgers.read, self.ledgers.read_all
+        self.seal_entries, self.write_entries = self.ledgers.seal_entries, self.ledgers.write_entries
         self._handles = self.ledgers.handles
         self._entry_id_max = self.ledgers.entry_id_max
         self._journals_entries = config.journal_write_data
         self.journals: list[JournalWriter] = []
-        self._open_ledgers = OpenLedgers(self.ledgers, self.journals, len(self.journal_directories), FencedAndDeleted())
+        self._open_ledgers = OpenLedgers(self.ledgers, self.journals, len(self.journal_directories))
+        self.supplied = self._open_ledgers.supplied
         self._last_marks = LastMarkFiles(self.files, self.ledger_directories, len(self.journal_directories))
         #: (entries, records skipped for want of a ledger key) of the replay at start.
         self.replayed = (0, 0)
@@ -94,30 +100,14 @@ class BookieStorage:
         #: Why `open` left replayed entries in memory, and perhaps a journal without a file: a disk is full.
         self.no_space: OSError | None = None
 
-    @property
-    def writable(self) -> list[int]:
-        """Return the indexes of the ledger directories that take new files."""
-        return self._writable
-
     def set_writable(self, numbers: list[int]) -> None:
         """Let only these ledger directories take new files; an open entry log in another one is completed there.
 
         Without any, all files stay in place. Source: EntryLogManagerForSingleEntryLog.
         """
-        if numbers != self._writable:
-            self._writable = numbers
+        if numbers != self.writable:
+            self.writable = numbers
             self.ledgers.set_writable(numbers)
-
-    def leave_full_disk(self) -> bool:
-        """Send entries to other directories after a write failed for want of space; return whether one has room.
-
-        If so, `write_entries` may be called again, unless a checkpoint is running.
-        """
-        return self.ledgers.leave_full_disk()
-
-    def set_index_writable(self, numbers: list[int]) -> None:
-        """Let only these index directories take new files, while there are any."""
-        self.ledgers.set_index_writable(numbers)
 
     # --- start and stop ----------------------------------------------------------------------------------------------
 
@@ -141,7 +131,9 @@ class BookieStorage:
         try:
             marks = self._replay()
             self._open_journals()
-            self._checkpointer = Checkpointer(self.ledgers, self.journals, self._last_marks, marks, self._pins)
+            checkpoints = Checkpointer(self.ledgers, self.journals, self._last_marks, marks, self._pins)
+            self._checkpointer, self.begin_checkpoint = checkpoints, checkpoints.begin
+            self.checkpoint, self.end_checkpoint = checkpoints.write, checkpoints.end
             self._checkpoint_replayed()
         except BaseException:
             with contextlib.suppress(OSError, BkctlError):  # the failure on its way tells more
@@ -162,34 +154,20 @@ class BookieStorage:
         return marks
 
     def _open_journals(self) -> None:
-        config = self.config
+        scoped = self._open_ledgers.has_scoped
         for directory in self.journal_directories:
-            journal = JournalWriter(
-                directory,
-                self.files,
-                clock_ms=self._clock_ms,
-                size_max=config.journal_max_size_mb * MEBIBYTE,
-                allocation_size=config.journal_pre_alloc_size_mb * MEBIBYTE,
-                alignment=config.journal_alignment_size,
-                backups=config.journal_max_backups,
-                version=config.journal_format_version_to_write,
-                scoped=self._open_ledgers.has_scoped,
-                sync_data=config.journal_sync_data,
-                sync_interval_ms=config.journal_page_cache_flush_interval_msec,
-                forgets_cache=config.journal_remove_from_page_cache,
-            )
+            journal = JournalWriter(directory, self.files, self.config, clock_ms=self._clock_ms, scoped=scoped)
             journal.open()
             self.journals.append(journal)
-        self._group_commit = GroupCommit(self.journals)
-        self.batches = self._group_commit.batches
+        commits = GroupCommit(self.journals, self._handles)
+        self.batches, self.take_batch = commits.batches, commits.take_batch
+        self.commit, self.settle = commits.commit, commits.settle
 
     def _checkpoint_replayed(self) -> None:
         """Run the first checkpoint, unless the disks have no space for it: `no_space` has the reason then."""
-        full = self.ledgers.write_where_space(self.run_checkpoint)
-        if full is not None:
-            self.no_space = full
+        self.no_space = self.ledgers.write_where_space(self.run_checkpoint)
+        if self.no_space is not None:
             return
-        self.no_space = None
         for journal in self.journals:
             if not journal.is_open:  # old files may have made room
                 journal.open()
@@ -207,7 +185,7 @@ class BookieStorage:
         held = self._checkpointer.held
         for number, journal in enumerate(self.journals):
             if number not in held:
-                journal.make_downgradable(lambda mark, number=number: self._last_marks.write(number, mark))  # type: ignore[misc]
+                journal.make_downgradable(functools.partial(self._last_marks.write, number))
             journal.close()
         self.ledgers.close()
 
@@ -298,14 +276,6 @@ class BookieStorage:
             handle = self._handles.get(ledger)
         return handle
 
-    def serve_from_memory(self) -> None:
-        """Raise NeedsDisk from now on in place of waiting for the disk in the thread that takes requests."""
-        self.ledgers.waits_for_disk = False
-
-    def supplied(self, found: object) -> AbstractContextManager[None]:
-        """Serve within, from memory, the requests that waited for the result `found` of NeedsDisk.read."""
-        return self._open_ledgers.supplied(found)
-
     def missing(self, ledger: LedgerId) -> BkctlError:
         """Return the error for a ledger that is not here: LedgerNotFound, or UnknownLedgerState if it may be lost."""
         if self.ledgers.needs_integrity_check:
@@ -388,43 +358,7 @@ class BookieStorage:
         if self.set_aside.pop(ledger, None) is not None and not self.set_aside:
             self._pins.clear()
 
-    # --- journals ----------------------------------------------------------------------------------------------------
-
-    def take_batch(self, number: int) -> JournalBatch | None:
-        """Return the batch gathered for journal `number`, for `commit` and then `settle`; None for an empty one."""
-        return self._group_commit.take_batch(number)
-
-    def commit(
-        self, number: int, batch: JournalBatch, *more: JournalBatch, written: Callable[[], object] | None = None
-    ) -> None:
-        """Write batches of journal `number` as one group; see GroupCommit.commit. Raises OSError."""
-        self._group_commit.commit(number, batch, *more, written=written)
-
-    def settle(self, number: int, batch: JournalBatch, error: OSError | None) -> JournalBatch | None:
-        """Report the outcome of `commit` to its callers; return the batch that fails too; see GroupCommit."""
-        return self._group_commit.settle(number, batch, error, self._handles.values())
-
     # --- reads -------------------------------------------------------------------------------------------------------
-
-    def has(self, handle: LedgerHandle, entry_id: int) -> bool:
-        """Return whether the entry is here. Raises OSError, Corrupt."""
-        return self.ledgers.has(handle, entry_id)
-
-    def find(self, handle: LedgerHandle, entry_id: int) -> Buffer | None:
-        """Return the entry if it is in memory, else None: then `read` it. Raises EntryNotFound, OSError, Corrupt."""
-        return self.ledgers.find(handle, entry_id)
-
-    def read(self, handle: LedgerHandle, entry_id: int) -> Buffer:
-        """Return the entry; for any thread. Raises EntryNotFound, OSError; Corrupt if the index is wrong."""
-        return self.ledgers.read(handle, entry_id)
-
-    def find_all(self, handle: LedgerHandle, entry_ids: Sequence[int], size_max: int) -> list[Buffer | None]:
-        """Return entries that are in memory, in order, None for others; the list may end early. See LedgerStorage."""
-        return self.ledgers.find_all(handle, entry_ids, size_max)
-
-    def read_all(self, handle: LedgerHandle, entry_ids: Sequence[int], size_max: int) -> list[Buffer | Exception]:
-        """Return entries in order, or the error of each; the list may end early. For any thread. See LedgerStorage."""
-        return self.ledgers.read_all(handle, entry_ids, size_max)
 
     def read_entry(self, ledger: LedgerId, entry_id: int) -> Buffer:
         """Return the whole entry; −1 reads the last one. Raises LedgerNotFound, EntryNotFound, OSError, Corrupt."""
@@ -440,15 +374,6 @@ class BookieStorage:
                 f"Ledger {handle.ledger} awaits a data integrity check: its last entry may be lost"
             )
         return handle.last_entry
-
-    def last_add_confirmed(self, handle: LedgerHandle) -> int:
-        """Return the highest LAC in any entry or explicit LAC of the ledger here, −1 for none.
-
-        Raises what `read_lac` raises.
-        """
-        if not handle.lac_is_known:
-            self.learn_lac(handle, self.read_lac(handle))
-        return handle.lac
 
     def read_lac(self, handle: LedgerHandle) -> int:
         """Return the LAC of the ledger's last entry and explicit LAC, for `learn_lac`; for any thread.
@@ -477,36 +402,6 @@ class BookieStorage:
         return lambda: Availability.of(entry_ids())
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
-
-    @property
-    def unwritten_bytes(self) -> int:
-        """Return the entry bytes in memory that no entry log file has yet."""
-        return self.ledgers.unwritten_bytes
-
-    def seal_entries(self, least: int = CHUNK_SIZE_BYTES) -> bool:
-        """Prepare the entries in memory for `write_entries` if they are `least` bytes or more; return whether."""
-        return self.ledgers.seal_entries(least)
-
-    def write_entries(self) -> None:
-        """Write the sealed entries. Raises OSError; nothing is lost then, the next call tries again."""
-        self.ledgers.write_entries()
-
-    @property
-    def is_checkpoint_due(self) -> bool:
-        """Return whether memory fills up, so that a checkpoint should not wait for the flush interval."""
-        return self.ledgers.is_flush_due
-
-    def begin_checkpoint(self) -> Checkpoint | None:
-        """Return the work of a checkpoint of this moment; None when nothing changed. `end_checkpoint` must follow."""
-        return self._checkpointer.begin()
-
-    def checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Write `checkpoint` in the order that a crash at any moment needs. Raises OSError."""
-        self._checkpointer.write(checkpoint)
-
-    def end_checkpoint(self, checkpoint: Checkpoint, *, written: bool) -> None:
-        """Record that `checkpoint` is on disk, or failed: then the next one writes everything again."""
-        self._checkpointer.end(checkpoint, written=written)
 
     def run_checkpoint(self) -> None:
         """Run a whole checkpoint in the calling thread. Raises OSError."""

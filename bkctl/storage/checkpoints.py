@@ -68,26 +68,19 @@ class Checkpoint:
     flush: object | None
 
 
+@dataclass(eq=False)
 class Checkpointer:
     """Runs the checkpoints of one bookie.
 
-    `marks` are in the `lastMark` files at present. A journal in `pins` keeps its mark there, for records that the last
-    start could not replay; so does a journal with records of a ledger that the last flush could not write.
+    `_marks_written` are in the `lastMark` files at present. A journal in `_pins` keeps its mark there, for records that
+    the last start could not replay; so does a journal with records of a ledger that the last flush could not write.
     """
 
-    def __init__(
-        self,
-        storage: LedgerStorage[Any],
-        journals: Sequence[JournalWriter],
-        last_marks: LastMarkFiles,
-        marks: tuple[LogMark, ...],
-        pins: Mapping[int, LogMark],
-    ) -> None:
-        self._storage = storage
-        self._journals = journals
-        self._last_marks = last_marks
-        self._marks_written = marks
-        self._pins = pins
+    _storage: LedgerStorage[Any]
+    _journals: Sequence[JournalWriter]
+    _last_marks: LastMarkFiles
+    _marks_written: tuple[LogMark, ...]
+    _pins: Mapping[int, LogMark]
 
     @property
     def held(self) -> set[int]:

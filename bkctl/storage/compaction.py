@@ -100,11 +100,12 @@ class _Target:
 
 
 class EntryLogCompactor:
-    """Plain compaction: copies the live entries of several logs to one, up to the size of an entry log.
+    """Copies the live entries of several logs to one, up to the size of an entry log.
 
-    Java's appends to the log that the bookie is writing; ours writes logs of its own, so that the index needs no flush
-    before they are complete. `checkpoint` returns when a checkpoint that began after its call is on disk; `removed`
-    gets each removed log. Logs of different id spaces never mix.
+    With useTransactionalCompaction, copies each log to one of its own, and removes it before the next begins.
+    Java's plain compaction appends to the log that the bookie is writing; ours writes logs of its own, so that the
+    index needs no flush before they are complete. `checkpoint` returns when a checkpoint that began after its call is
+    on disk; `removed` gets each removed log. Logs of different id spaces never mix.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class EntryLogCompactor:
         self._size_limit = config.log_size_limit
         self._moves_at_once = min(config.compaction_max_outstanding_requests, MOVES_AT_ONCE_MAX)
         self._ignores_space = config.force_allow_compaction
+        self._is_transactional = config.use_transactional_compaction
         self._target: _Target | None = None
         #: Entries copied so far.
         self.entry_count = 0
@@ -147,6 +149,8 @@ class EntryLogCompactor:
             self.abort()
             raise
         self._target_for(log, 0).sources.append(log)
+        if self._is_transactional:
+            self.flush()
 
     def _copy(self, log: EntryLogMetadata, ledgers: frozenset[LedgerId], batch: RecordBatch) -> None:
         window, base = batch.window, pack_location(log.log_id, 4)
@@ -220,12 +224,3 @@ class EntryLogCompactor:
         target, self._target = self._target, None
         if target is not None and target.log is not None:
             target.log.abort()
-
-
-class TransactionalEntryLogCompactor(EntryLogCompactor):
-    """Compacts each log into one of its own, and removes it before the next begins."""
-
-    def compact(self, log: EntryLogMetadata) -> None:
-        """Compact `log` and remove it. Raises what EntryLogCompactor.compact and flush raise."""
-        super().compact(log)
-        self.flush()

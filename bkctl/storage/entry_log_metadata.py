@@ -93,17 +93,14 @@ class EntryLogMetadataMap:
                 try:
                     with EntryLogReader.open(path) as reader:
                         contents = log_contents(reader)
+                    if not contents.complete:
+                        raise contents.error or BkctlError(f"{path} cannot be read to its end")
+                    logs[log_id] = EntryLogMetadata(logger, log_id, path, contents.sizes)
                 except NotFound:
                     continue
                 except BkctlError as error:
                     self.leave_out(path)
                     problem(path, error)
-                    continue
-                if contents.complete:
-                    logs[log_id] = EntryLogMetadata(logger, log_id, path, contents.sizes)
-                else:
-                    self.leave_out(path)
-                    problem(path, contents.error or BkctlError(f"{path} cannot be read to its end"))
 
     def leave_out(self, path: Path) -> None:
         """Ignore this damaged log from now on."""

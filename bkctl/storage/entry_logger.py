@@ -14,6 +14,7 @@ import threading
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
@@ -65,21 +66,19 @@ class OpenLog:
         self.is_complete = False
 
 
+@dataclass(slots=True, eq=False)
 class Chunk:
     """Consecutive records of one log, on their way to the disk; `located` has the ones that `find` returns.
 
     `totals` is the ledgers map of a log that ends with the chunk, else None.
     """
 
-    __slots__ = ("located", "log", "records", "size", "start", "totals")
-
-    def __init__(self, log: OpenLog, start: int, records: list[bytes], located: dict[int, bytes]) -> None:
-        self.log = log
-        self.start = start
-        self.size = log.position - start
-        self.records = records
-        self.located = located
-        self.totals: dict[LedgerId, int] | None = None
+    log: OpenLog
+    start: int
+    size: int
+    records: list[bytes]
+    located: dict[int, bytes]
+    totals: dict[LedgerId, int] | None
 
 
 class EntryLogger:
@@ -120,7 +119,8 @@ class EntryLogger:
         self.path_of, self.read = self._reader.path_of, self._reader.read
         self.read_following, self.read_run = self._reader.read_following, self._reader.read_run
         self._unsynced: dict[int, OpenLog] = {}
-        self._full: Path | None = None
+        #: The directory that had no space for the last `write`; None if it succeeded.
+        self.full_directory: Path | None = None
         self._failed: OSError | None = None
         for directory in self.directories:
             self._settle_compactions(directory)
@@ -279,8 +279,7 @@ class EntryLogger:
         log = self._log
         if log is None or (not self._records and totals is None):
             return
-        chunk = Chunk(log, self._chunk_start, self._records, self._recent)
-        chunk.totals = totals
+        chunk = Chunk(log, self._chunk_start, self.buffered_bytes, self._records, self._recent, totals)
         with self._lock:
             self._unwritten = (*self._unwritten, chunk)
         self._records, self._recent, self._chunk_start = [], {}, log.position
@@ -294,7 +293,7 @@ class EntryLogger:
                     self._write_chunk(chunk)
                 except OSError as error:
                     if error.errno in DISK_FULL:
-                        self._full = chunk.log.path.parent
+                        self.full_directory = chunk.log.path.parent
                     raise
                 with self._lock:
                     self._unwritten = self._unwritten[1:]
@@ -358,11 +357,6 @@ class EntryLogger:
                     if error.errno not in NO_SPACE:
                         raise
 
-    @property
-    def full_directory(self) -> Path | None:
-        """Return the directory that had no space for the last `write`; None if it succeeded."""
-        return self._full
-
     def relocate(self, moved: Callable[[list[Move]], None]) -> bool:
         """Move the entries that a full disk refused to a log in the directory that `pick_directory` returns now.
 
@@ -370,7 +364,7 @@ class EntryLogger:
         are on no disk. The log in the full directory ends where it is. Raises what `moved` raises.
         """
         with self._write_lock:
-            full, self._full = self._full, None
+            full, self.full_directory = self.full_directory, None
             if full is None or self.directories[self._pick_directory()] == full:
                 return False
             self.seal()

@@ -7,7 +7,7 @@ Source: Journal (QueueEntry, ForceWriteRequest).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from bkctl.ids import LedgerId
@@ -65,10 +65,14 @@ def _call(done: Done, error: BaseException | None) -> None:
 
 
 class GroupCommit:
-    """The journals of one bookie; `batches` has the batch of each that gathers records now."""
+    """The journals of one bookie; `batches` has the batch of each that gathers records now.
 
-    def __init__(self, journals: list[JournalWriter]) -> None:
+    `handles` are the ledgers in memory.
+    """
+
+    def __init__(self, journals: Sequence[JournalWriter], handles: Mapping[LedgerId, LedgerHandle]) -> None:
         self.journals = journals
+        self._handles = handles
         self.batches = [JournalBatch() for _ in journals]
         self._failed_epochs = [-1] * len(journals)
 
@@ -103,19 +107,17 @@ class GroupCommit:
             self._failed_epochs[number] = last_epoch
             raise
 
-    def settle(
-        self, number: int, batch: JournalBatch, error: OSError | None, handles: Iterable[LedgerHandle]
-    ) -> JournalBatch | None:
+    def settle(self, number: int, batch: JournalBatch, error: OSError | None) -> JournalBatch | None:
         """Report the outcome of `commit` to the batch's `calls`; the caller reports it to the `tokens`.
 
         After a failure the batch gathered meanwhile fails too, since its records depend on the lost ones (a ledger
-        key): its calls get the error, and it is returned for its tokens. `handles` are the ledgers in memory.
+        key): its calls get the error, and it is returned for its tokens.
         """
         doomed = None
         if error is not None and batch.epoch == self.batches[number].epoch:
             doomed = self.batches[number]
             self.batches[number] = JournalBatch(batch.epoch + 1)
-            for handle in handles:
+            for handle in self._handles.values():
                 if handle.journal == number:
                     handle.key_recorded = False
                     handle.fence_recorded = False

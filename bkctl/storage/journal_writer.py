@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from bkctl.config import MEBIBYTE, BookieConfig
 from bkctl.disk import NO_SPACE, Files, StorageFile
 from bkctl.errors import BookieIOError
 from bkctl.formats import journal as formats
@@ -24,41 +25,26 @@ from bkctl.formats.names import SCOPED_DIRECTORY
 class JournalWriter:
     """Writes one journal directory (its `current`). Everything but `mark` belongs to one thread at a time.
 
+    `scoped`: every file is of version 7, because the bookie has scoped ledgers. `allocation_size`: bytes to reserve at
+    once, 0 for none.
     `failed` is set when written data is uncertain (a sync failed): the writer refuses all further groups, and the
     bookie has to stop; the next start replays the journal.
     """
 
     def __init__(
-        self,
-        directory: Path,
-        files: Files,
-        *,
-        clock_ms: Callable[[], int],
-        size_max: int,
-        allocation_size: int,
-        alignment: int,
-        backups: int,
-        version: int = formats.VERSION_CURRENT,
-        scoped: bool = False,
-        sync_data: bool = True,
-        sync_interval_ms: int = 1000,
-        forgets_cache: bool = True,
+        self, directory: Path, files: Files, config: BookieConfig, *, clock_ms: Callable[[], int], scoped: bool = False
     ) -> None:
         self.directory = directory
         self._files = files
+        self._config = config
         self._clock_ms = clock_ms
-        self._size_max = size_max
-        self._allocation_size = allocation_size
-        self._alignment = alignment
-        self._backups = backups
-        self._plain_version = version
+        self._size_max = config.journal_max_size_mb * MEBIBYTE
+        self.allocation_size = config.journal_pre_alloc_size_mb * MEBIBYTE
+        self._version = self._plain_version = config.journal_format_version_to_write
         self._scoped = scoped
-        self._sync_data = sync_data
-        self._sync_interval_ms = sync_interval_ms
+        self._sync_data = config.journal_sync_data
         self._synced_ms = 0
-        self._forgets_cache = forgets_cache
         self._file: StorageFile | None = None
-        self._version = version
         self._journal_id = 0
         self._position = 0
         self._allocated = 0
@@ -144,7 +130,7 @@ class JournalWriter:
         if self._version >= formats.VERSION_PADDING:
             # Apache's writer omits the padding where the records end at the alignment. After a crash it proves that the
             # group before the last one was synced.
-            padding = formats.write_padding(end, self._alignment, always=True)
+            padding = formats.write_padding(end, self._config.journal_alignment_size, always=True)
             records.append(padding)
             end += len(padding)
         self._allocate(file, end)
@@ -175,20 +161,20 @@ class JournalWriter:
 
     def _is_sync_due(self) -> bool:
         now_ms = self._clock_ms()
-        due = now_ms - self._synced_ms >= self._sync_interval_ms
+        due = now_ms - self._synced_ms >= self._config.journal_page_cache_flush_interval_msec
         if due:
             self._synced_ms = now_ms
         return due
 
     def _allocate(self, file: StorageFile, end: int) -> None:
         """Reserve space in steps, so that a full disk is found before a byte of the group is written."""
-        if end <= self._allocated or self._allocation_size == 0:
+        if end <= self._allocated or self.allocation_size == 0:
             return
-        steps = -(-(end - self._allocated) // self._allocation_size)
-        target = self._allocated + steps * self._allocation_size
+        steps = -(-(end - self._allocated) // self.allocation_size)
+        target = self._allocated + steps * self.allocation_size
         file.allocate(target)
         self._allocated = target
-        if self._forgets_cache:
+        if self._config.journal_remove_from_page_cache:
             # Only a bookie that starts reads a journal. Source: journalRemoveFromPageCache.
             file.forget_cache(self._position)
 
@@ -206,7 +192,7 @@ class JournalWriter:
         """Delete files before the mark's, except the newest `journalMaxBackups`. Source: Journal.checkpointComplete."""
         for directory in (self.directory, self.directory / SCOPED_DIRECTORY):
             done = [journal_id for journal_id in journal_ids(directory) if journal_id < mark.journal_id]
-            surplus = done[: max(0, len(done) - self._backups)]
+            surplus = done[: max(0, len(done) - self._config.journal_max_backups)]
             for journal_id in surplus:
                 self._files.remove(directory / formats.file_name(journal_id))
 

@@ -51,17 +51,11 @@ class OpenLedgers:
     `journals` are the bookie's; the list is empty while the journals are replayed.
     """
 
-    def __init__(
-        self,
-        storage: LedgerStorage[Any],
-        journals: Sequence[JournalWriter],
-        journal_count: int,
-        fenced_and_deleted: FencedAndDeleted,
-    ) -> None:
+    def __init__(self, storage: LedgerStorage[Any], journals: Sequence[JournalWriter], journal_count: int) -> None:
         self._storage = storage
         self._journals = journals
         self._journal_count = journal_count
-        self._fenced_and_deleted = fenced_and_deleted
+        self._fenced_and_deleted = FencedAndDeleted()
         self.handles: dict[LedgerId, LedgerHandle] = storage.handles
         #: Ledgers that `supplied` did not find on disk, with the handles to create them from.
         self._blanks: dict[LedgerId, LedgerHandle] = {}
@@ -87,13 +81,10 @@ class OpenLedgers:
 
     def _adopt(self, handle: LedgerHandle) -> LedgerHandle:
         if handle.is_on_disk:
-            self._assign_journal(handle)
+            handle.journal = handle.ledger.value % self._journal_count
             self._storage.make_room()
             self.handles[handle.ledger] = handle
         return handle
-
-    def _assign_journal(self, handle: LedgerHandle) -> None:
-        handle.journal = handle.ledger.value % self._journal_count
 
     @contextlib.contextmanager
     def supplied(self, found: object) -> Iterator[None]:
@@ -140,7 +131,7 @@ class OpenLedgers:
         ledger = handle.ledger
         self._blanks.pop(ledger, None)
         self._storage.create(handle, master_key)
-        self._assign_journal(handle)
+        handle.journal = ledger.value % self._journal_count
         if ledger.is_scoped and not self.has_scoped:
             self.has_scoped = True
             for journal in self._journals:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
@@ -131,24 +131,17 @@ class JournalReplay:
         storage = self._storage
         if self.no_space is None:
             if storage.seal_entries():
-                self._try(storage.write_entries)
+                self.no_space = storage.write_where_space(storage.write_entries)
             if storage.is_flush_due:
-                self._try(storage.run_flush)
+                self.no_space = storage.write_where_space(storage.run_flush) or self.no_space
         elif storage.unwritten_bytes > storage.unwritten_bytes_max:
-            full = self.no_space
-            self.no_space = None
-            self._try(storage.run_flush)
-            if self.no_space is not None:
+            if storage.write_where_space(storage.run_flush) is not None:
                 raise BkctlError(
                     f"The journals hold more than {storage.unwritten_bytes_max >> 20} MiB that ledger storage has no "
-                    f"space for ({full.filename or full})",
+                    f"space for ({self.no_space.filename or self.no_space})",
                     hint="make space on the disks of the ledger and index directories; nothing is lost until then",
                 )
-
-    def _try(self, write: Callable[[], object]) -> None:
-        error = self._storage.write_where_space(write)
-        if error is not None:
-            self.no_space = error
+            self.no_space = None
 
     # --- records -----------------------------------------------------------------------------------------------------
 

@@ -72,9 +72,6 @@ class SizesByLedger(Mapping[LedgerId, int]):
             raise KeyError(ledger)
         return self._sizes[at]
 
-    def __contains__(self, ledger: object) -> bool:
-        return ledger in self._ledgers
-
     @property
     def total(self) -> int:
         """Return the bytes of all ledgers."""

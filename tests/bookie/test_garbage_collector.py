@@ -15,7 +15,13 @@ from support.waiting import LIMIT_S
 
 from bkctl.bookie.bookie import Bookie as RunningBookie
 from bkctl.bookie.checkpoints import CheckpointRunner, NoSpaceForCheckpoint
-from bkctl.bookie.compaction_schedule import MAJOR, MINOR, CompactionSchedule, ForcedRound
+from bkctl.bookie.compaction_schedule import (
+    MAJOR,
+    MINOR,
+    CompactionSchedule,
+    ForcedRound,
+    check_compaction_settings,
+)
 from bkctl.bookie.garbage_collector import GarbageCollectorThread
 from bkctl.client.ledger import BookKeeper
 from bkctl.config import BookieConfig
@@ -384,14 +390,14 @@ def test_ledger_replicated_back_before_the_lock_stays(cluster: Cluster, monkeypa
         ({"minor_compaction_interval": 86_400}, "minorCompactionInterval 86400 s is not below"),
     ],
 )
-def test_settings_that_apache_refuses_are_refused(cluster: Cluster, settings: dict[str, Any], words: str) -> None:
+def test_settings_that_apache_refuses_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        Bookie(cluster, Storage(), **settings)
+        check_compaction_settings(BookieConfig(**settings))
 
 
-def test_settings_of_a_disabled_compaction_are_ignored(cluster: Cluster) -> None:
-    Bookie(cluster, Storage(), minor_compaction_interval=0, minor_compaction_threshold=0.9)
-    Bookie(cluster, Storage(), major_compaction_threshold=0.0, major_compaction_interval=1)
+def test_settings_of_a_disabled_compaction_are_ignored() -> None:
+    check_compaction_settings(BookieConfig(minor_compaction_interval=0, minor_compaction_threshold=0.9))
+    check_compaction_settings(BookieConfig(major_compaction_threshold=0.0, major_compaction_interval=1))
 
 
 def test_forced_round_runs_once_in_the_thread(cluster: Cluster) -> None:
@@ -464,7 +470,7 @@ def test_compaction_runs_when_it_is_due_and_not_suspended(cluster: Cluster) -> N
     bookie.now_ms += 86_400_001
     assert counts() == (1, 2)
     collector.suspend(MINOR)
-    assert (collector.is_major_suspended, collector.is_minor_suspended) == (True, True)
+    assert (collector.is_suspended(MAJOR), collector.is_suspended(MINOR)) == (True, True)
     bookie.now_ms += 86_400_001
     assert counts() == (1, 2)
     collector.run_round(ForcedRound())
@@ -506,14 +512,14 @@ def test_full_disks_suspend_compaction_major_first(cluster: Cluster) -> None:
         (False, False, False, False),
     ):
         collector.disks_are(full=full, almost_full=almost_full)
-        assert (collector.is_major_suspended, collector.is_minor_suspended) == (major, minor)
+        assert (collector.is_suspended(MAJOR), collector.is_suspended(MINOR)) == (major, minor)
     collector.suspend(MINOR)
     collector.disks_are(full=False, almost_full=False)
-    assert collector.is_minor_suspended, "what somebody suspended stays so"
+    assert collector.is_suspended(MINOR), "what somebody suspended stays so"
     forcing = Bookie(cluster, Storage(), is_force_gc_allow_when_no_space=True).collector
     forcing.disks_are(full=True, almost_full=True)
     assert forcing.is_in_force_gc
-    assert not forcing.is_major_suspended
+    assert not forcing.is_suspended(MAJOR)
 
 
 def test_databases_of_locations_are_compacted_at_their_own_interval(cluster: Cluster) -> None:

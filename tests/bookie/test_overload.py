@@ -322,7 +322,7 @@ def test_memory_stays_bounded_when_clients_write_faster_than_the_disk(
             # One receive buffer beyond the bound for each connection.
             assert bookie.server.in_flight_bytes <= (8 << 20) + clients * (512 << 10)
             # What came in one turn of the loop more than its bound, from all connections.
-            assert bookie.storage.unwritten_bytes <= (8 << 20) + (8 << 20) + clients * (512 << 10)
+            assert bookie.storage.ledgers.unwritten_bytes <= (8 << 20) + (8 << 20) + clients * (512 << 10)
             await asyncio.sleep(0.01)
         assert {code for codes in await pouring for code in codes} == {0}
         await bookie.stop()

@@ -72,10 +72,8 @@ def write_journal(root: Path, shapes: tuple[str, ...], *, allocation_size: int =
     chance = random.Random(repr(shapes))
     next_ids = dict.fromkeys(LEDGERS, 0)
     lengths = dict.fromkeys(LEDGERS, 10_000)
-    writer = JournalWriter(
-        root, Files(), clock_ms=lambda: 0x1000, size_max=1 << 30, allocation_size=allocation_size, alignment=512,
-        backups=5, scoped=True,
-    )  # fmt: skip
+    writer = JournalWriter(root, Files(), BookieConfig(), clock_ms=lambda: 0x1000, scoped=True)
+    writer.allocation_size = allocation_size
     writer.open()
 
     def entry(size: int, ledger: LedgerId | None = None) -> bytes:

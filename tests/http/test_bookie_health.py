@@ -16,9 +16,9 @@ from support.served_bookies import add, on_a_bookie, statuses
 from support.servers import DB, INTERLEAVED, SORTED
 from support.simulated_disk import Fault, SimulatedFiles
 
-from bkctl.bookie import unreadable_ledgers
+from bkctl.bookie import waiting_requests
 from bkctl.bookie.bookie import Bookie
-from bkctl.bookie.unreadable_ledgers import UnreadableLedgers
+from bkctl.bookie.waiting_requests import UnreadableLedgers
 from bkctl.errors import BkctlError, Corrupt, EntryNotFound
 from bkctl.http.bookie_metrics import metrics_text
 from bkctl.http.service import BookieProxy
@@ -103,7 +103,7 @@ def test_health_names_bookies_whose_disks_cannot_read_entries(
 
 def test_unreadable_ledgers_are_bounded_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
-    monkeypatch.setattr(unreadable_ledgers, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(waiting_requests, "time", SimpleNamespace(monotonic=lambda: now_s))
     ledgers = UnreadableLedgers()
     for number in range(3000):
         ledgers.note(LedgerId(0, number % 2000), OSError(errno.EIO, "EIO"))

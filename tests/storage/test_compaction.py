@@ -29,7 +29,6 @@ from bkctl.storage.compaction import (
     CompactionStopped,
     EntryLogCompactor,
     Throttler,
-    TransactionalEntryLogCompactor,
 )
 from bkctl.storage.entry_log_metadata import EntryLogMetadata, EntryLogMetadataMap
 from bkctl.storage.entry_logger import Move
@@ -49,7 +48,6 @@ ENTRIES = 30
 STRIDE = int(os.environ.get("BKCTL_TEST_STRIDE", "9"))
 #: Enough for two logs of either kind.
 CRASH_ENTRIES = 12
-KINDS = [EntryLogCompactor, TransactionalEntryLogCompactor]
 
 
 def config_for(root: Path, storage_class: str = "interleaved", **changes: Any) -> BookieConfig:
@@ -118,12 +116,12 @@ def _no_problem(path: Path, error: BkctlError) -> None:
 
 def compactor_for(
     storage: BookieStorage,
-    kind: type[EntryLogCompactor] = EntryLogCompactor,
+    transactional: bool = False,
     checkpoint: Callable[[], None] | None = None,
     removed: Callable[[EntryLogMetadata], None] = lambda log: None,
 ) -> EntryLogCompactor:
-    return kind(
-        storage.config,
+    return EntryLogCompactor(
+        storage.config.with_changes(use_transactional_compaction=transactional),
         storage.ledgers,
         storage.files,
         checkpoint=checkpoint or storage.run_checkpoint,
@@ -132,10 +130,10 @@ def compactor_for(
     )
 
 
-def compact(storage: BookieStorage, kind: type[EntryLogCompactor] = EntryLogCompactor, **options: Any) -> list[Path]:
+def compact(storage: BookieStorage, transactional: bool = False, **options: Any) -> list[Path]:
     """Compact every log with garbage; the logs that were removed."""
     gone: list[Path] = []
-    compactor = compactor_for(storage, kind, removed=lambda log: gone.append(log.path), **options)
+    compactor = compactor_for(storage, transactional, removed=lambda log: gone.append(log.path), **options)
     for log in logs_of(storage):
         if log.usage() < 1:
             compactor.compact(log)
@@ -173,15 +171,13 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BookieSt
     opened.close()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_compaction_shrinks_logs_to_live_entries(
-    storage: BookieStorage, tmp_path: Path, kind: type[EntryLogCompactor]
-) -> None:
+@pytest.mark.parametrize("transactional", [False, True])
+def test_compaction_shrinks_logs_to_live_entries(storage: BookieStorage, tmp_path: Path, transactional: bool) -> None:
     delete_dead(storage)
     before = {each.path: each for each in logs_of(storage) if each.usage() < 1}
     assert {each.logger.version for each in before.values()} == {1, 2}
     in_use = set(entry_logs(tmp_path)) - {each.path for each in logs_of(storage)}
-    assert sorted(compact(storage, kind)) == sorted(before)
+    assert sorted(compact(storage, transactional)) == sorted(before)
     assert not any(path.exists() for path in before)
     assert all(path.exists() for path in in_use), "the logs in use are left alone"
     check_alive(storage)
@@ -193,9 +189,9 @@ def test_compaction_shrinks_logs_to_live_entries(
     stored(tmp_path)
     new = {each.path for each in logs} - in_use
     assert all(path.stat().st_size <= storage.config.log_size_limit + 4096 for path in new)
-    if kind is EntryLogCompactor and len({each.logger for each in before.values()}) == 2:
+    if not transactional and len({each.logger for each in before.values()}) == 2:
         assert len(new) < len(before), "several logs become one"
-    assert compact(storage, kind) == []
+    assert compact(storage, transactional) == []
 
 
 def _entries(path: Path) -> list[tuple[LedgerId, int]]:
@@ -347,11 +343,11 @@ def test_running_checkpoint_keeps_moved_locations(tmp_path: Path, storage_class:
 
 
 @pytest.mark.parametrize(
-    ("storage_class", "kind"),
-    [*((each, EntryLogCompactor) for each in STORAGE_CLASSES), ("interleaved", TransactionalEntryLogCompactor)],
+    ("storage_class", "transactional"),
+    [*((each, False) for each in STORAGE_CLASSES), ("interleaved", True)],
 )
 def test_crash_at_any_step_of_compaction_loses_no_entry(
-    tmp_path: Path, storage_class: str, kind: type[EntryLogCompactor]
+    tmp_path: Path, storage_class: str, transactional: bool
 ) -> None:
     """Of what was not synced nothing, a part or everything is on the disk, in turn."""
     (tmp_path / "filled").mkdir()
@@ -368,7 +364,7 @@ def test_crash_at_any_step_of_compaction_loses_no_entry(
         storage = open_storage(config_for(base, storage_class), files, clock=0x9000)
         files.crash_at = files.operations + step
         try:
-            compact(storage, kind)
+            compact(storage, transactional)
             crashed = False
         except SimulatedCrash:
             pass
@@ -378,7 +374,7 @@ def test_crash_at_any_step_of_compaction_loses_no_entry(
         check_alive(again, CRASH_ENTRIES)
         assert not [path for path in after.rglob("*") if compaction_of(path.name)], "left-overs are settled"
         if step // STRIDE % 4 == 0:
-            compact(again, kind)
+            compact(again, transactional)
             check_alive(again, CRASH_ENTRIES)
             assert all(log.usage() == 1.0 for log in logs_of(again))
         again.close()
@@ -633,7 +629,7 @@ def test_index_pages_of_many_small_ledgers_use_bounded_memory(tmp_path: Path, mo
     for ledger in alive:
         add(storage, ledger, 0)
         add(storage, DEAD[0], ledger.ledger_id)
-        if storage.is_checkpoint_due:
+        if storage.ledgers.is_flush_due:
             storage.run_checkpoint()
     storage.delete_ledger(DEAD[0])
     storage.run_checkpoint()

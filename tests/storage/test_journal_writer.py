@@ -55,8 +55,9 @@ class _RecordedFile(StorageFile):
 
 
 def writer(directory: Path, files: Files, clock: list[int], **settings: Any) -> JournalWriter:
-    options: dict[str, Any] = {"size_max": 1 << 20, "allocation_size": 0, "alignment": 512, "backups": 5}
-    journal = JournalWriter(directory, files, clock_ms=lambda: clock[0], **(options | settings))
+    options: dict[str, Any] = {"journal_max_size_mb": 1, "journal_pre_alloc_size_mb": 0}
+    config = BookieConfig(**(options | settings))
+    journal = JournalWriter(directory, files, config, clock_ms=lambda: clock[0])
     journal.open()
     return journal
 
@@ -74,7 +75,8 @@ def test_group_is_written_reported_then_synced(tmp_path: Path) -> None:
 
 def test_unsynced_journal_is_synced_at_intervals_and_when_it_rolls(tmp_path: Path) -> None:
     files, clock = Recorded(), [5000]
-    journal = writer(tmp_path, files, clock, sync_data=False, sync_interval_ms=1000, size_max=2000)
+    settings = {"journal_sync_data": False, "journal_page_cache_flush_interval_msec": 1000}
+    journal = writer(tmp_path, files, clock, **settings)
 
     def commit() -> list[str]:
         files.steps.clear()
@@ -97,7 +99,7 @@ def test_journal_leaves_the_page_cache_unless_configured_otherwise(tmp_path: Pat
         files = Recorded()
         directory = tmp_path / str(forgets)
         directory.mkdir()
-        journal = writer(directory, files, [0], allocation_size=4096, forgets_cache=forgets)
+        journal = writer(directory, files, [0], journal_pre_alloc_size_mb=1, journal_remove_from_page_cache=forgets)
         for _ in range(20):
             journal.commit([b"x" * 1000], 1000)
         assert ("forget" in files.steps) is forgets
@@ -136,7 +138,7 @@ def test_keeps_the_newest_old_journals(tmp_path: Path, backups: int, count: int)
     for directory in (tmp_path, tmp_path / "scoped"):
         for journal_id in range(1, count + 1):
             (directory / file_name(journal_id)).write_bytes(write_header(6))
-    journal = writer(tmp_path, Files(), [0x100], backups=backups)
+    journal = writer(tmp_path, Files(), [0x100], journal_max_backups=backups)
     journal.forget_before(journal.mark)
     kept = list(range(1, count + 1))[max(0, count - backups) :]
     assert journal_ids(tmp_path) == [*kept, journal.mark.journal_id]

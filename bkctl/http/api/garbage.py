@@ -103,8 +103,8 @@ async def suspended(call: ApiCall) -> Response:
     def look(bookie: Bookie) -> dict[str, str]:
         collector = _collector(bookie)
         return {
-            "isMinorGcSuspended": str(collector.is_minor_suspended).lower(),
-            "isMajorGcSuspended": str(collector.is_major_suspended).lower(),
+            "isMinorGcSuspended": str(collector.is_suspended(MINOR)).lower(),
+            "isMajorGcSuspended": str(collector.is_suspended(MAJOR)).lower(),
         }
 
     return json_answer(await call.service.bookie.ask(look))

@@ -679,9 +679,6 @@ class DbLedgerStorage(LedgerStorage[DbLedgerHandle]):
             for ledger in {move.ledger for move in directory_moves}:
                 self.directories[number].discard_cached(ledger)
 
-    def has_entry_at(self, ledger: LedgerId, entry_id: int, location: int) -> bool:
-        return self.live([(ledger, entry_id, location)])[0]
-
     def live(self, entries: Sequence[tuple[LedgerId, int, int]]) -> list[bool]:
         if self._count == 1:
             return self.directories[0].live(entries)

@@ -1,14 +1,15 @@
 """EntryMemTable: the newest entries, in memory until they are written.
 
-Source: EntryMemTable, EntryKey; BP-35.
+Source: EntryMemTable; BP-35.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
 
 from bkctl.storage.ledger.index_persistence import IndexedHandle
 
@@ -16,36 +17,20 @@ from bkctl.storage.ledger.index_persistence import IndexedHandle
 ENTRY_OVERHEAD_BYTES: Final = 256
 
 
-class EntryKey(NamedTuple):
-    """The sort key of entries."""
-
-    scope_id: int
-    ledger_id: int
-    entry_id: int
-
-
+@dataclass(slots=True, eq=False)
 class Snapshot:
     """The entries of one memtable, current or being written: records by entry id, by ledger."""
 
-    __slots__ = ("is_sorted", "ledgers", "placed", "size", "todo", "unplaced")
-
-    def __init__(self) -> None:
-        self.ledgers: dict[IndexedHandle, dict[int, bytes]] = {}
-        #: Bytes of memory.
-        self.size = 0
-        self.is_sorted = False
-        #: Runs of entry ids of one ledger that are still to be written, in reverse order.
-        self.todo: list[tuple[IndexedHandle, list[int]]] = []
-        #: Runs that the entry loggers have, perhaps not in files yet.
-        self.placed: list[tuple[IndexedHandle, list[int]]] = []
-        #: Runs whose index page the disk refuses; the next write tries them again.
-        self.unplaced: list[tuple[IndexedHandle, list[int]]] = []
-
-    def keys(self) -> Iterator[EntryKey]:
-        """Yield the keys of all entries, in order."""
-        for handle in sorted(self.ledgers, key=lambda handle: handle.ledger):
-            for entry_id in sorted(self.ledgers[handle]):
-                yield EntryKey(*handle.ledger, entry_id)
+    ledgers: dict[IndexedHandle, dict[int, bytes]] = field(default_factory=dict)
+    #: Bytes of memory.
+    size: int = 0
+    is_sorted: bool = False
+    #: Runs of entry ids of one ledger that are still to be written, in reverse order.
+    todo: list[tuple[IndexedHandle, list[int]]] = field(default_factory=list)
+    #: Runs that the entry loggers have, perhaps not in files yet.
+    placed: list[tuple[IndexedHandle, list[int]]] = field(default_factory=list)
+    #: Runs whose index page the disk refuses; the next write tries them again.
+    unplaced: list[tuple[IndexedHandle, list[int]]] = field(default_factory=list)
 
 
 class EntryMemTable:

@@ -60,13 +60,8 @@ class IndexInMemPageMgr:
 
     @property
     def changed_count(self) -> int:
-        """Return the number of pages that the next flush has to write."""
-        return len(self._changed)
-
-    @property
-    def kept_count(self) -> int:
-        """Return the number of pages that the last flush could not write. They make no flush due."""
-        return len(self._kept)
+        """Return the number of changed pages. Those that the last flush could not write make no flush due."""
+        return len(self._changed) - len(self._kept)
 
     @property
     def is_clean(self) -> bool:
@@ -82,7 +77,7 @@ class IndexInMemPageMgr:
     @property
     def is_flush_due(self) -> bool:
         """Return whether a flush should begin, so that it ends before `is_full`."""
-        return len(self._changed) - len(self._kept) >= max(1, self.limit // 4)
+        return self.changed_count >= max(1, self.limit // 4)
 
     @property
     def surplus_bytes(self) -> int:

@@ -16,6 +16,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -41,6 +42,7 @@ class IndexFileFailed(OSError):
     """The disk refuses the content of one index file (EIO); other files of its directory may be writable."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class IndexedHandle(LedgerHandle):
     """A ledger whose index file is, or will be, at `index_path`. `indexed_last` is the highest entry id in its pages.
 
@@ -48,29 +50,15 @@ class IndexedHandle(LedgerHandle):
     ledger's entries in the memtable `table`, `log_bytes` its bytes in the open entry log `log`.
     """
 
-    __slots__ = (
-        "entries",
-        "header_changed",
-        "index_path",
-        "indexed_last",
-        "log",
-        "log_bytes",
-        "page",
-        "page_number",
-        "table",
-    )
-
-    def __init__(self, ledger: LedgerId, master_key: bytes, index_path: Path) -> None:
-        super().__init__(ledger, master_key)
-        self.index_path = index_path
-        self.header_changed = True
-        self.indexed_last = -1
-        self.page: array[int] = array("Q")
-        self.page_number = -1
-        self.table: object = None
-        self.entries: dict[int, bytes] = {}
-        self.log: OpenLog | None = None
-        self.log_bytes = 0
+    index_path: Path
+    header_changed: bool = True
+    indexed_last: int = -1
+    page: array[int] = field(default_factory=lambda: array("Q"))
+    page_number: int = -1
+    table: object = None
+    entries: dict[int, bytes] = field(default_factory=dict)
+    log: OpenLog | None = None
+    log_bytes: int = 0
 
 
 class IndexPersistenceMgr:
@@ -142,22 +130,15 @@ class IndexPersistenceMgr:
         Only its pages may be written; the header stays unchanged.
         """
         path = self._find(ledger)
-        if path is None:
-            return None
-        handle = IndexedHandle(ledger, b"", path)
-        handle.is_on_disk = True
-        handle.header_changed = False
-        return handle
+        return None if path is None else IndexedHandle(ledger, b"", path, header_changed=False, is_on_disk=True)
 
     def create(self, ledger: LedgerId, master_key: bytes = b"") -> IndexedHandle:
         """Return a handle for a ledger that has no file, or one without a header.
 
         The first `write` creates the file. Raises OSError.
         """
-        if ledger in self._doomed:  # checked without the lock first: most creations need not wait for it
-            with self._names_lock:
-                changed = self._remove(ledger) if ledger in self._doomed else set()
-            for directory in changed:
+        if ledger in self._doomed:  # most creations need not wait for the lock
+            for directory in self._remove(ledger):
                 self._files.sync_directory(directory)
         path = self._find(ledger) or Path(self._prefixes[self._pick_directory()] + formats.index_path(ledger))
         return IndexedHandle(ledger, master_key, path)
@@ -181,23 +162,24 @@ class IndexPersistenceMgr:
         """Delete the files of doomed ledgers, durably. Raises OSError; the next call deletes the rest."""
         changed: set[Path] = set()
         for ledger in list(self._doomed):
-            with self._names_lock:
-                if ledger in self._doomed:
-                    changed |= self._remove(ledger)
+            changed |= self._remove(ledger)
         for directory in changed:
             with suppress(FileNotFoundError):
                 self._files.sync_directory(directory)
 
     def _remove(self, ledger: LedgerId) -> set[Path]:
-        self._forget(ledger)
+        """Delete the files of a ledger that is still doomed; return the directories to sync."""
         changed = set()
-        for directory in self.directories:
-            path = directory / formats.index_path(ledger)
-            for file in (path, path.with_name(f"{path.name}{_RELOCATED}")):
-                if file.exists():
-                    self._files.remove(file)
-                    changed.add(file.parent)
-        del self._doomed[ledger]
+        with self._names_lock:
+            if ledger in self._doomed:
+                self._forget(ledger)
+                for directory in self.directories:
+                    path = directory / formats.index_path(ledger)
+                    for file in (path, path.with_name(f"{path.name}{_RELOCATED}")):
+                        if file.exists():
+                            self._files.remove(file)
+                            changed.add(file.parent)
+                del self._doomed[ledger]
         return changed
 
     def ledgers(self) -> set[int]:
@@ -302,15 +284,6 @@ class IndexPersistenceMgr:
         slots = (slot for slot in range(len(page) - 1, -1, -1) if page[slot])
         return next((number * self._slots + slot for slot in slots), -1)
 
-    def _pages_of(self, file: StorageFile) -> Iterator[int]:
-        """Yield the numbers of the pages outside the file's holes, ascending."""
-        last = -1
-        for begin, end in file.data(formats.HEADER_SIZE):
-            for number in self._pages_between(begin, end):
-                if number > last:
-                    yield number
-                    last = number
-
     def _pages_between(self, begin: int, end: int) -> range:
         """Return the numbers of the pages with bytes in `begin` … `end` of an index file."""
         first, last = ((at - formats.HEADER_SIZE) // self._page_size for at in (begin, end - 1))
@@ -326,7 +299,12 @@ class IndexPersistenceMgr:
     def pages_on_disk(self, ledger: LedgerId) -> Iterator[int]:
         """Yield the numbers of the pages that the ledger's file has, ascending, without its holes. Raises OSError."""
         file = self._file_of(ledger)
-        return iter(()) if file is None else self._pages_of(file)
+        last = -1
+        for begin, end in () if file is None else file.data(formats.HEADER_SIZE):
+            for number in self._pages_between(begin, end):
+                if number > last:
+                    yield number
+                    last = number
 
     def _page_in(self, file: StorageFile, number: int) -> array[int]:
         return _decode(_read(file, formats.HEADER_SIZE + number * self._page_size, self._page_size))

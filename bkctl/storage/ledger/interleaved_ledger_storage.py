@@ -89,10 +89,6 @@ class InterleavedLedgerStorage(LedgerStorage[IndexedHandle]):
         return self._chance.choice([number for number in writable if number not in self._refused] or writable)
 
     def set_writable(self, numbers: list[int]) -> None:
-        """Let only these ledger directories take new files; an open entry log in another one is completed there.
-
-        Without any, all files stay in place. Source: EntryLogManagerForSingleEntryLog.
-        """
         self._writable = numbers
         self._refused.clear()
         if numbers:
@@ -298,9 +294,6 @@ class InterleavedLedgerStorage(LedgerStorage[IndexedHandle]):
                 self._borrowed[ledger] = handle
             self.pages.move(handle, ledger_moves)
 
-    def has_entry_at(self, ledger: LedgerId, entry_id: int, location: int) -> bool:
-        return self.pages.location(ledger, entry_id) == location
-
     def live(self, entries: Sequence[tuple[LedgerId, int, int]]) -> list[bool]:
         return self.pages.live(entries)
 
@@ -312,7 +305,7 @@ class InterleavedLedgerStorage(LedgerStorage[IndexedHandle]):
 
     @property
     def is_flush_due(self) -> bool:
-        return self.pages.changed_count - self.pages.kept_count >= CHANGED_PAGES_MAX or self.pages.is_full
+        return self.pages.changed_count >= CHANGED_PAGES_MAX or self.pages.is_full
 
     def seal_entries(self, least: int = CHUNK_SIZE_BYTES) -> bool:
         sealed = False
@@ -328,10 +321,13 @@ class InterleavedLedgerStorage(LedgerStorage[IndexedHandle]):
 
     def begin_flush(self) -> IndexFlush | None:
         self.seal_entries(1)
-        if not self._changed_headers and not self.pages.changed_count and not self.persistence.has_doomed:
+        if not self._has_changes():
             return None
         self._is_flushing = True
         return IndexFlush(self._take_headers(), self.pages.take_changes())
+
+    def _has_changes(self) -> bool:
+        return bool(self._changed_headers) or not self.pages.is_clean or self.persistence.has_doomed
 
     def _take_headers(self) -> dict[IndexedHandle, bytes]:
         taken = {handle: self.persistence.header_of(handle) for handle in self._changed_headers}

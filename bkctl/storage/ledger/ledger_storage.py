@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Final, Generic, TypeAlias, TypeVar, cast
 
 from bkctl.config import BookieConfig
@@ -47,48 +48,31 @@ class NeedsDisk(Exception):
         self.read = read
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class LedgerHandle:
     """The state of one ledger in memory. `last_entry` is the highest entry id here, −1 for none."""
 
-    __slots__ = (
-        "deleted",
-        "explicit_lac",
-        "fence_recorded",
-        "fenced",
-        "index_error",
-        "is_on_disk",
-        "journal",
-        "key_recorded",
-        "lac",
-        "lac_is_known",
-        "last_entry",
-        "ledger",
-        "master_key",
-        "unknown",
-        "watchers",
-    )
-
-    def __init__(self, ledger: LedgerId, master_key: bytes) -> None:
-        self.ledger = ledger
-        self.master_key = master_key
-        #: The storage has the master key on disk, so that no key record need precede a fence in the journal.
-        self.is_on_disk = False
-        self.fenced = False
-        #: The bookie may have lost entries or the fence, so that it must not deny having an entry.
-        self.unknown = False
-        self.explicit_lac = b""
-        #: Why the disk refuses the ledger's index: entries are refused until a flush has written it.
-        self.index_error: Exception | None = None
-        self.last_entry = -1
-        #: Highest LAC seen; unless `lac_is_known`, entries on disk may have a higher one.
-        self.lac = -1
-        self.lac_is_known = True
-        #: The journal got the master key, and the fence, since this bookie started.
-        self.key_recorded = False
-        self.fence_recorded = False
-        self.journal = 0
-        self.watchers: dict[Callable[[], None], None] = {}
-        self.deleted = False
+    ledger: LedgerId
+    master_key: bytes
+    _: KW_ONLY
+    #: The storage has the master key on disk, so that no key record need precede a fence in the journal.
+    is_on_disk: bool = False
+    fenced: bool = False
+    #: The bookie may have lost entries or the fence, so that it must not deny having an entry.
+    unknown: bool = False
+    explicit_lac: bytes = b""
+    #: Why the disk refuses the ledger's index: entries are refused until a flush has written it.
+    index_error: Exception | None = None
+    last_entry: int = -1
+    #: Highest LAC seen; unless `lac_is_known`, entries on disk may have a higher one.
+    lac: int = -1
+    lac_is_known: bool = True
+    #: The journal got the master key, and the fence, since this bookie started.
+    key_recorded: bool = False
+    fence_recorded: bool = False
+    journal: int = 0
+    watchers: dict[Callable[[], None], None] = field(default_factory=dict)
+    deleted: bool = False
 
     def wake(self) -> None:
         """Call, once, each watcher of the ledger's LAC."""
@@ -142,15 +126,6 @@ class LedgerStorage(ABC, Generic[Handle]):
     @abstractmethod
     def blank(self, ledger: LedgerId) -> Handle:
         """Return a new handle without any state, to delete a ledger whose index is damaged."""
-
-    def get(self, ledger: LedgerId) -> Handle | None:
-        """Return the ledger's handle, None when it is not here (E). Raises OSError, Corrupt, Unsupported."""
-        handle = self.handles.get(ledger)
-        if handle is None:
-            loaded = self.load(ledger)
-            if loaded.is_on_disk:
-                handle = self.handles[ledger] = loaded
-        return handle
 
     def create(self, handle: Handle, master_key: bytes) -> None:
         """Create a ledger that `load` did not find, with the handle it returned (E); the next flush writes it."""
@@ -347,12 +322,11 @@ class LedgerStorage(ABC, Generic[Handle]):
         """Point the index to `new` where it still points to `old` (G), on disk with the next flush. Raises OSError."""
 
     @abstractmethod
-    def has_entry_at(self, ledger: LedgerId, entry_id: int, location: int) -> bool:
-        """Return whether the index has the entry at `location` (G). Raises OSError, Corrupt."""
-
     def live(self, entries: Sequence[tuple[LedgerId, int, int]]) -> list[bool]:
-        """Return `has_entry_at` of each (ledger, entry id, location) of one log (G). Raises OSError, Corrupt."""
-        return [self.has_entry_at(*entry) for entry in entries]
+        """Return of each (ledger, entry id, location) of one log whether the index has it (G).
+
+        Raises OSError, Corrupt.
+        """
 
     def compact_locations(self, paths: Collection[str] = ()) -> None:
         """Compact the location databases at `paths`, all without `paths`; for any thread."""

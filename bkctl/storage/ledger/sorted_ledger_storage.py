@@ -24,6 +24,7 @@ from bkctl.formats.record import body_of
 from bkctl.ids import LedgerId
 from bkctl.storage.entry_logger import EntryLogger, Move
 from bkctl.storage.ledger.entry_mem_table import EntryMemTable, Snapshot
+from bkctl.storage.ledger.index_pages import ChangedPages
 from bkctl.storage.ledger.index_persistence import IndexedHandle
 from bkctl.storage.ledger.interleaved_ledger_storage import IndexFlush, InterleavedLedgerStorage
 from bkctl.storage.ledger.ledger_storage import (
@@ -162,9 +163,7 @@ class SortedLedgerStorage(InterleavedLedgerStorage):
     ) -> bool:
         """Add entries of one page to the log and the index; return False if the disk refuses that page."""
         if self.pages.is_full:
-            self._write_logs()
-            self._sync_logs()
-            self._write_pages()
+            self._write_changed_pages()
         try:
             self.pages.prepare(handle, entry_ids, waits=True)
         except (OSError, BkctlError) as error:
@@ -191,14 +190,20 @@ class SortedLedgerStorage(InterleavedLedgerStorage):
             else:
                 return
 
-    def _write_pages(self) -> None:
-        """Write the changed index pages; all their entries must be in synced logs."""
+    def _write_changed_pages(self) -> None:
+        self._write_logs()
         with self._index_lock:
-            failed: dict[LedgerId, Exception] | None = None
-            try:
-                failed = self._write_index({}, self.pages.take_changes())
-            finally:
-                self.pages.finish(written=failed is not None, failed=failed or ())
+            self._write_taken({}, self.pages.take_changes())
+
+    def _write_taken(self, headers: dict[IndexedHandle, bytes], pages: ChangedPages) -> dict[LedgerId, Exception]:
+        """Do what `_write_index` does once the entries of `pages`, which the logs have, are synced."""
+        failed: dict[LedgerId, Exception] | None = None
+        try:
+            self._sync_logs()
+            failed = self._write_index(headers, pages)
+        finally:
+            self.pages.finish(written=failed is not None, failed=failed or ())
+        return failed
 
     def _stay_in(self, numbers: list[int]) -> None:
         self._directories_to_stay_in = numbers
@@ -210,9 +215,7 @@ class SortedLedgerStorage(InterleavedLedgerStorage):
         super().update_locations(moves)
         if self.pages.is_full and self._place_lock.acquire(blocking=False):
             try:
-                self._write_logs()
-                self._sync_logs()
-                self._write_pages()
+                self._write_changed_pages()
             finally:
                 self._place_lock.release()
 
@@ -224,8 +227,7 @@ class SortedLedgerStorage(InterleavedLedgerStorage):
 
     def begin_flush(self) -> IndexFlush | None:
         self.table.snapshot()
-        is_clean = not self.table.snapshots and not self._changed_headers and self.pages.is_clean
-        if is_clean and not self.persistence.has_doomed:
+        if not self.table.snapshots and not self._has_changes():
             return None
         return IndexFlush(self._take_headers(), {})
 
@@ -235,13 +237,9 @@ class SortedLedgerStorage(InterleavedLedgerStorage):
             unplaced = {handle.ledger for snapshot in self.table.snapshots for handle, _ in snapshot.unplaced}
             self._index_lock.acquire()
             pages = self.pages.take_changes()
-        failed: dict[LedgerId, Exception] | None = None
         try:
-            self._sync_logs()
-            failed = self._write_index(flush.headers, pages)
-            self._note_unwritten(unplaced.union(failed))
+            self._note_unwritten(unplaced.union(self._write_taken(flush.headers, pages)))
         finally:
-            self.pages.finish(written=failed is not None, failed=failed or ())
             self._index_lock.release()
 
     def end_flush(self, flush: IndexFlush, *, written: bool) -> None:

@@ -141,7 +141,7 @@ def test_entries_are_readable_in_every_state(tmp_path: Path, ledger: LedgerId) -
     storage.end_checkpoint(checkpoint, written=True)
     expect(0, 1, 3, 5, 9)
     storage.run_checkpoint()
-    assert storage.unwritten_bytes == 0
+    assert storage.ledgers.unwritten_bytes == 0
     expect(0, 1, 3, 5, 9)
     add(storage, ledger, 2)
     expect(0, 1, 2, 3, 5, 9)
@@ -225,7 +225,7 @@ def test_fences_explicit_lacs_and_keys_outlive_a_restart(tmp_path: Path) -> None
         assert (handle.fenced, handle.last_entry) == (True, -1)
         assert handle.explicit_lac == digests_of(ledger).seal_lac(8)
         assert handle.master_key == digests_of(ledger).master_key
-        assert storage.last_add_confirmed(handle) == 8
+        assert storage.read_lac(handle) == 8
         with pytest.raises(EntryNotFound):
             storage.read_entry(ledger, -1)
     storage.close()
@@ -245,7 +245,7 @@ def test_keeps_the_state_of_apaches_integrity_check(tmp_path: Path) -> None:
         with pytest.raises(UnknownLedgerState):
             storage.read_entry(PLAIN, entry_id)
     with pytest.raises(UnknownLedgerState):
-        storage.last_add_confirmed(storage.get(PLAIN))
+        storage.read_lac(storage.get(PLAIN))
     with pytest.raises(UnknownLedgerState):  # its fence may be lost
         add(storage, PLAIN, 1)
     storage.fence(PLAIN, digests_of(PLAIN).master_key, lambda error: None)
@@ -296,7 +296,7 @@ def test_flush_removes_deleted_ledgers_from_the_databases(tmp_path: Path, ledger
     storage.delete_ledger(ledger)
     assert storage.get(ledger) is None
     assert list(storage.ledgers.ledger_ids()) == others
-    assert storage.unwritten_bytes == 0
+    assert storage.ledgers.unwritten_bytes == 0
     checkpoint = storage.begin_checkpoint()
     assert checkpoint is not None
     assert storage.get(ledger) is None
@@ -374,12 +374,12 @@ def test_next_flush_completes_a_failed_one(tmp_path: Path, kind: str, path: str)
     for ledger in (PLAIN, SCOPED):
         add(storage, ledger, 0, 1)
     flush_journals(storage)
-    before = storage.unwritten_bytes
+    before = storage.ledgers.unwritten_bytes
     files.faults.append(Fault(kind, path, errno.ENOSPC))
     with pytest.raises(OSError, match="No space left"):
         storage.run_checkpoint()
     assert not files.faults
-    assert storage.unwritten_bytes == before
+    assert storage.ledgers.unwritten_bytes == before
     if kind == "sync":
         with pytest.raises(OSError, match="not in the index yet"):
             storage.ledgers.live([(PLAIN, 0, 1 << 32 | 1028)])
@@ -389,7 +389,7 @@ def test_next_flush_completes_a_failed_one(tmp_path: Path, kind: str, path: str)
         for entry_id in range(3):
             assert bytes(storage.read_entry(ledger, entry_id)) == body_of(ledger, entry_id)
     storage.run_checkpoint()
-    assert storage.unwritten_bytes == 0
+    assert storage.ledgers.unwritten_bytes == 0
     image = files.crash(tmp_path / "image")
     abandon(storage)
     again = open_storage(image)
@@ -440,19 +440,19 @@ def test_reopens_a_database_once_the_disk_has_space(tmp_path: Path, monkeypatch:
 def test_full_write_cache_makes_a_flush_due(tmp_path: Path) -> None:
     storage = open_storage(tmp_path, directories=2, db_storage_write_cache_max_size_mb=1)
     entry_id = 0
-    while not storage.is_checkpoint_due:
+    while not storage.ledgers.is_flush_due:
         add(storage, PLAIN, entry_id, size=10_000)
         entry_id += 1
-    assert 1 << 17 < storage.unwritten_bytes <= storage.ledgers.unwritten_bytes_max == 1 << 20
+    assert 1 << 17 < storage.ledgers.unwritten_bytes <= storage.ledgers.unwritten_bytes_max == 1 << 20
     checkpoint = storage.begin_checkpoint()
     assert checkpoint is not None
-    assert not storage.is_checkpoint_due
-    taken = storage.unwritten_bytes
+    assert not storage.ledgers.is_flush_due
+    taken = storage.ledgers.unwritten_bytes
     add(storage, PLAIN, entry_id, size=10_000)
-    assert storage.unwritten_bytes > taken, "what is being flushed is in memory still"
+    assert storage.ledgers.unwritten_bytes > taken, "what is being flushed is in memory still"
     storage.checkpoint(checkpoint)
     storage.end_checkpoint(checkpoint, written=True)
-    assert storage.unwritten_bytes < taken
+    assert storage.ledgers.unwritten_bytes < taken
     storage.close()
 
 
@@ -689,8 +689,7 @@ def test_reads_moved_entries(tmp_path: Path, ledger: LedgerId) -> None:
     )
     asked = [(ledger, 0, new[0]), (ledger, 0, old[0]), (ledger, 1, old[1]), (ledger, 2, old[2]), (other, 7, new[0])]
     assert storage.ledgers.live(asked) == [True, False, True, True, False]
-    assert storage.ledgers.has_entry_at(ledger, 1, old[1])
-    assert not storage.ledgers.has_entry_at(ledger, 1, new[1])
+    assert storage.ledgers.live([(ledger, 1, old[1]), (ledger, 1, new[1])]) == [True, False]
     for entry_id in range(3):
         assert bytes(storage.read_entry(ledger, entry_id)) == body_of(ledger, entry_id)
     storage.close()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bkctl.bookie.disk_watch import DiskState, DiskWatch
+from bkctl.bookie.disk_space import DiskState, DiskWatch
 from bkctl.config import BookieConfig
 from bkctl.disk import DiskUsage, Files
 from bkctl.errors import UsageError
