@@ -7,7 +7,9 @@ DefaultEntryLogger.scanEntryLog, extractEntryLogMetadataFromIndex.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -30,7 +32,7 @@ _READS_MIN_BYTES: Final = 256 << 20
 
 
 class LogState(StrEnum):
-    """The state of an entry log; the values are the words of every output. Four are the values of LogEnd."""
+    """The state of an entry log; the values are the words of every output. Four are the values of ScanEnd."""
 
     END_OF_FILE = "endOfFile"
     ZEROS = "zeros"
@@ -152,11 +154,8 @@ def check_entry_log(
         for mismatch in checker.late_findings():
             _keep(check, mismatch)
         after = checker.counts()
-        matched = {
-            digest_type: count - before.matched.get(digest_type, 0) for digest_type, count in after.matched.items()
-        }
         check.digests = DigestCounts(
-            {digest_type: count for digest_type, count in matched.items() if count},
+            dict(Counter(after.matched) - Counter(before.matched)),
             after.mismatched - before.mismatched,
             after.unprotected - before.unprotected,
             max(0, after.unknown - before.unknown),
@@ -172,7 +171,7 @@ def _keep(check: LogCheck, mismatch: DigestMismatchAt) -> None:
 
 def _check_records(reader: EntryLogReader, check: LogCheck, checker: DigestChecker | None, pace: Pace) -> None:
     """Read the log to its end: count, check digests, compare with the ledgers map, look behind damage."""
-    sizes: dict[tuple[int, int], int] = {}
+    sizes: Counter[tuple[int, int]] = Counter()
     map_at: int | None = None
     behind_map = position = 0
     try:
@@ -183,8 +182,7 @@ def _check_records(reader: EntryLogReader, check: LogCheck, checker: DigestCheck
                 continue
             check.entry_count += len(batch)
             behind_map += len(batch) if map_at is not None else 0
-            for key, size in batch.sizes_by_ledger().items():
-                sizes[key] = sizes.get(key, 0) + size
+            sizes.update(batch.sizes_by_ledger())
             if checker is not None:
                 for mismatch in checker.check_batch(batch, reader.name):
                     _keep(check, mismatch)
@@ -276,12 +274,8 @@ def look_behind(reader: EntryLogReader, start: int) -> Salvage:
 def _count_on(reader: EntryLogReader, at: int) -> tuple[int, int, int]:
     """Return the entries that follow each other from byte `at`: their number, their bytes, and their end."""
     count = size = 0
-    stop = at
-    try:
+    with suppress(Corrupt, Unsupported):
         for batch in reader.batches(at, complete=False):
             count += len(batch)
             size += sum(batch.sizes) + 4 * len(batch)
-    except (Corrupt, Unsupported):
-        pass
-    stop = reader.position
-    return count, size, stop
+    return count, size, reader.position

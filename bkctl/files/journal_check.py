@@ -15,8 +15,9 @@ from typing import Final
 
 from bkctl.errors import BkctlError, Corrupt, CorruptRecord, NotFound, Unsupported
 from bkctl.files.directories import BookieDirectories, current_of
-from bkctl.files.journal import Behind, JournalEnd, JournalReader
+from bkctl.files.journal import Behind, JournalReader
 from bkctl.files.journals import JournalMark, LastMarks, journal_indexes, latest_marks
+from bkctl.files.scan import ScanEnd
 from bkctl.formats.journal import ALIGNMENT_DEFAULT, VERSION_PADDING, file_name, journal_id_of
 from bkctl.formats.names import SCOPED_DIRECTORY
 from bkctl.formats.record import RecordType
@@ -28,7 +29,7 @@ _REUSED_HINT: Final = "or the file was reused (journalReuseFiles), and the bytes
 
 
 class JournalState(StrEnum):
-    """The state of a journal; the values are the words of every output. The first four are the values of JournalEnd."""
+    """The state of a journal; the values are the words of every output. The first four are the values of ScanEnd."""
 
     END_OF_FILE = "endOfFile"
     ZEROS = "zeros"
@@ -160,7 +161,7 @@ def check_journal(path: Path, marks: Iterable[int] = (), *, pace: Pace | None = 
                 check.behind = reader.look_behind(reader.position)
                 if reader.version >= VERSION_PADDING and reader.position % ALIGNMENT_DEFAULT == 0 < check.record_count:
                     check.problem += f"; {_REUSED_HINT}"
-            elif reader.end is JournalEnd.TORN:
+            elif reader.end is ScanEnd.TORN:
                 check.behind = Behind(max(0, check.size_bytes - reader.position))
             for offset in sorted(wanted):
                 check.mark = offset

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from bkctl.files.rocksdb_database import BATCH_OPERATIONS, Database
+from bkctl.files.rocksdb_database import BATCH_OPERATIONS, Database, new_batch
 from bkctl.formats.index import (
     STORAGE_FLAGS_KEY,
     LedgerData,
@@ -75,11 +75,12 @@ class LedgersDatabase(Database):
     @staticmethod
     def batch_of(changes: Mapping[LedgerId, LedgerData], deleted: Iterable[LedgerId]) -> Any:
         """Return a batch for `write` that removes the `deleted` ledgers, then puts the `changes`."""
-        from rocksdict import WriteBatch
-
-        batch = WriteBatch(raw_mode=True)
+        batch = new_batch()
         for ledger in deleted:
-            _delete_ledger(batch, ledger)
+            key = ledger_key(ledger)
+            batch.delete(key)
+            if not ledger.is_scoped:
+                batch.delete(key + bytes(8))
         for ledger, data in changes.items():
             _put_ledger(batch, ledger, data)
         return batch
@@ -93,11 +94,6 @@ class LedgersDatabase(Database):
         """Write the storage flags."""
         self._batch().put(STORAGE_FLAGS_KEY, write_storage_flags(flags))
 
-    def delete(self, ledger: LedgerId) -> None:
-        """Remove a ledger."""
-        assert ledger.is_scoped == self.scoped, f"ledger {ledger} is kept elsewhere"
-        _delete_ledger(self._batch(), ledger)
-
     def _parse(self, ledger: LedgerId, value: bytes) -> LedgerData:
         return LedgerData.parse(value, f"ledger {ledger} in {self.path}")
 
@@ -107,19 +103,11 @@ class LocationsDatabase(Database):
 
     _is_for_locations = True
 
-    def locations(
-        self, ledger: LedgerId | None = None, first: int = 0, last: int | None = None
-    ) -> Iterator[tuple[LedgerId, int, int]]:
-        """Yield (ledger, entry id, location) in order: of all ledgers, or the entries `first` to `last` of one.
-
-        Raises Corrupt.
-        """
-        if ledger is None:
-            items = self.items()
-        elif ledger.is_scoped != self.scoped:
+    def locations(self, ledger: LedgerId | None = None) -> Iterator[tuple[LedgerId, int, int]]:
+        """Yield (ledger, entry id, location) in order, of all ledgers or of one. Raises Corrupt."""
+        if ledger is not None and ledger.is_scoped != self.scoped:
             return
-        else:
-            items = self.items(location_key(ledger, max(first, 0)), self._end(ledger, last))
+        items = self.items() if ledger is None else self.items(*_keys_of(ledger))
         name, scoped = self._name, self.scoped
         for key, value in items:
             found, entry_id = read_location_key(key, name, scoped=scoped)
@@ -141,7 +129,7 @@ class LocationsDatabase(Database):
 
     def batches_of(self, ledger: LedgerId, *, count: int = BATCH_OPERATIONS) -> Iterator[list[tuple[bytes, bytes]]]:
         """Yield the items of one ledger, in lists of at most `count`."""
-        return self.batches(location_key(ledger, 0, scoped=self.scoped), self._end(ledger, None), count=count)
+        return self.batches(*_keys_of(ledger), count=count)
 
     def get(self, ledger: LedgerId, entry_id: int) -> int:
         """Return the location of an entry; 0 if it is missing. Raises Corrupt."""
@@ -154,17 +142,15 @@ class LocationsDatabase(Database):
         """Return the highest entry id of a ledger; -1 without entries. Raises Corrupt."""
         if ledger.is_scoped != self.scoped:
             return -1
-        found = self.last_item(location_key(ledger, 0), _after(ledger_key(ledger)))
+        found = self.last_item(*_keys_of(ledger))
         return -1 if found is None else read_location_key(found[0], self._name, scoped=self.scoped)[1]
 
     @staticmethod
     def batch_without(deleted: Iterable[LedgerId]) -> Any:
         """Return a batch for `write` that removes all entries of the `deleted` ledgers; callers may add puts to it."""
-        from rocksdict import WriteBatch
-
-        batch = WriteBatch(raw_mode=True)
+        batch = new_batch()
         for ledger in deleted:
-            batch.delete_range(location_key(ledger, 0), _after(ledger_key(ledger)))
+            batch.delete_range(*_keys_of(ledger))
         return batch
 
     def put(self, ledger: LedgerId, entry_id: int, location: int) -> None:
@@ -183,10 +169,10 @@ class LocationsDatabase(Database):
             count += len(batch)
         return count
 
-    def _end(self, ledger: LedgerId, last: int | None) -> bytes:
-        if last is None or last + 1 >= 1 << 63:
-            return _after(ledger_key(ledger, scoped=self.scoped))
-        return location_key(ledger, last + 1, scoped=self.scoped)
+
+def _keys_of(ledger: LedgerId) -> tuple[bytes, bytes]:
+    """Return the first key of a ledger's entries, and the first key behind them."""
+    return location_key(ledger, 0), _after(ledger_key(ledger))
 
 
 def _put_ledger(batch: Any, ledger: LedgerId, data: LedgerData) -> None:
@@ -194,13 +180,6 @@ def _put_ledger(batch: Any, ledger: LedgerId, data: LedgerData) -> None:
     batch.put(key, data.serialize())
     if not ledger.is_scoped:
         batch.delete(key + bytes(8))  # Apache's rebuild leaves this key, which would win.
-
-
-def _delete_ledger(batch: Any, ledger: LedgerId) -> None:
-    key = ledger_key(ledger)
-    batch.delete(key)
-    if not ledger.is_scoped:
-        batch.delete(key + bytes(8))
 
 
 def _after(key: bytes) -> bytes:
