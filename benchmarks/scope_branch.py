@@ -13,7 +13,6 @@ import argparse
 import ast
 import inspect
 import random
-import sys
 import tempfile
 import textwrap
 import time
@@ -21,9 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-
-from support import servers
+from run import ENTRY_SIZE_BYTES, STORAGES, servers
 
 from bkctl.config import BookieConfig
 from bkctl.formats.entry import DigestManager, DigestType
@@ -31,8 +28,6 @@ from bkctl.formats.record import record_of
 from bkctl.ids import LedgerId
 from bkctl.storage.bookie_storage import BookieStorage
 
-STORAGES = {"sorted": servers.SORTED, "interleaved": servers.INTERLEAVED, "db": servers.DB}
-ENTRY_SIZE_BYTES = 1024
 COUNT = 20_000
 CUT = "scope 0, without the branches"
 
