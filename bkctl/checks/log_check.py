@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from bkctl.checks.digests import DigestChecker, DigestCounts, DigestMismatchAt
 from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported
 from bkctl.files.entry_log import EntryLogReader
+from bkctl.files.scan import ScanState
 from bkctl.formats.entry_log import content_id_of, log_id_of
 from bkctl.formats.names import SCOPED_DIRECTORY
 from bkctl.formats.record import NO_LEDGER, RecordType
@@ -29,19 +29,6 @@ MISMATCHES_MAX: Final = 1000
 #: Reads of the rest of a damaged log at most, as multiples of its size and in bytes.
 _READS_MAX: Final = 4
 _READS_MIN_BYTES: Final = 256 << 20
-
-
-class LogState(StrEnum):
-    """The state of an entry log; the values are the words of every output. Four are the values of ScanEnd."""
-
-    END_OF_FILE = "endOfFile"
-    ZEROS = "zeros"
-    TORN = "torn"
-    DAMAGED = "damaged"
-    #: Allocated and still unwritten.
-    EMPTY = "empty"
-    #: Its header is unknown or unreadable.
-    UNREADABLE = "unreadable"
 
 
 class Salvage(NamedTuple):
@@ -72,7 +59,7 @@ class LogCheck:
     scoped: bool = False
     version: int | None = None
     size_bytes: int | None = None
-    state: LogState = LogState.UNREADABLE
+    state: ScanState = ScanState.UNREADABLE
     good_end: int | None = None
     entry_count: int = 0
     behind: Salvage = field(default_factory=Salvage)
@@ -141,7 +128,7 @@ def check_entry_log(
         with EntryLogReader.open(path) as reader:
             check.size_bytes = reader.size()
             if reader.header is None:
-                check.state, check.good_end = LogState.EMPTY, 0
+                check.state, check.good_end = ScanState.EMPTY, 0
                 return check
             check.version = reader.header.version
             _check_records(reader, check, checker, pace or Pace())
@@ -149,7 +136,7 @@ def check_entry_log(
     except NotFound:
         return None
     except BkctlError as error:
-        check.state, check.error = LogState.UNREADABLE, error
+        check.state, check.error = ScanState.UNREADABLE, error
     if checker is not None and before is not None:
         for mismatch in checker.late_findings():
             _keep(check, mismatch)
@@ -190,7 +177,7 @@ def _check_records(reader: EntryLogReader, check: LogCheck, checker: DigestCheck
             position = reader.position
     except (Corrupt, Unsupported) as error:
         check.error = error
-    check.good_end, check.state = reader.position, LogState(reader.end.value)
+    check.good_end, check.state = reader.position, reader.end
     if check.error is not None:
         check.behind = look_behind(reader, reader.position)
         return
@@ -236,7 +223,7 @@ def _compare(mapped: dict[LedgerId, int], counted: dict[LedgerId, int]) -> list[
 
 def _check_end(reader: EntryLogReader, check: LogCheck, *, is_newest: bool) -> None:
     """Note a cut tail that no bookie will complete."""
-    if check.state is not LogState.TORN:
+    if check.state is not ScanState.TORN:
         return
     size_bytes = max(0, reader.size() - reader.position)
     check.behind = Salvage(size_bytes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from bkctl.errors import BkctlError, Corrupt, CorruptRecord, EntryNotFound, Unsupported
-from bkctl.files.scan import ENTRY_NUMBERS, RECORD_START, ROW_SIZE_MAX, RecordBatch, ScanEnd, take_entries
+from bkctl.files.scan import ROW_SIZE_MAX, RecordBatch, ScanState, record_start, take_entries
 from bkctl.files.windows import FileReader, WindowCursor
 from bkctl.formats.entry import HEADER_SIZE_V1, HEADER_SIZE_V2, OVERHEAD_SIZE_MAX, DigestType
 from bkctl.formats.entry_log import (
@@ -43,8 +42,6 @@ _HINT: Final = "the records before it are undamaged"
 _PROOF_SIZE_BYTES_MAX: Final = 64 << 20
 _CANDIDATE_COST_BYTES: Final = 4096
 
-_HEAD: Final = re.compile(RECORD_START + rb"(?P<numbers>" + ENTRY_NUMBERS + rb")", re.DOTALL)
-
 
 class EntryLogReader(FileReader):
     """One entry log file, written by the default or the direct I/O logger, header version 0 to 2.
@@ -60,7 +57,7 @@ class EntryLogReader(FileReader):
     def __init__(self, path: Path | str) -> None:
         super().__init__(path)
         self.position = HEADER_SIZE
-        self.end = ScanEnd.END_OF_FILE
+        self.end = ScanState.END_OF_FILE
         try:
             start = self.read(0, HEADER_SIZE)
             self.header: EntryLogHeader | None = read_header(start, self.name) if start else None
@@ -93,7 +90,7 @@ class EntryLogReader(FileReader):
             return
         version = 2 if self.header.version == VERSION_SCOPED else 1
         cursor = WindowCursor(self.window, max(start, HEADER_SIZE))
-        self.end = ScanEnd.DAMAGED
+        self.end = ScanState.DAMAGED
         while True:
             self.position = cursor.offset
             begins, fields, cursor.begin = take_entries(cursor.window, cursor.begin, version)
@@ -121,7 +118,7 @@ class EntryLogReader(FileReader):
         if complete:
             self._check_map_is_reached(self.header, cursor)
         is_at_end = cursor.at >= self.size()
-        self.end = ScanEnd.TORN if cursor.limit else ScanEnd.END_OF_FILE if is_at_end else ScanEnd.ZEROS
+        self.end = ScanState.TORN if cursor.limit else ScanState.END_OF_FILE if is_at_end else ScanState.ZEROS
 
     def entry_at(self, offset: int) -> Record:
         """Return the record of the entry at byte `offset`, the offset part of its location.
@@ -280,7 +277,7 @@ class EntryLogReader(FileReader):
                 budget -= len(window)
                 if not window:
                     break
-            match = _HEAD.search(window, begin)
+            match = record_start(special=False).search(window, begin)
             if match is None:
                 if at + len(window) >= end:
                     break
@@ -299,12 +296,12 @@ class EntryLogReader(FileReader):
         """Return True if a plausible entry begins at byte `at`, with a plausible record behind it."""
         try:
             head = self.read(at, ROW_SIZE_MAX)
-            match = _HEAD.match(head)
+            match = record_start(special=False).match(head)
             if match is None:
                 return False
             (size,) = RECORD_SIZE.unpack_from(head)
             next_at = at + 4 + size
-            length = int.from_bytes(match["numbers"][-8:], "big")
+            length = int.from_bytes(match["entry"][-8:], "big")
             if not BODY_SIZE_MIN <= size <= RECORD_SIZE_BYTES_MAX or next_at > self.size():
                 return False
             if size - OVERHEAD_SIZE_MAX > length:
@@ -314,7 +311,7 @@ class EntryLogReader(FileReader):
             return False
         if not behind.strip(b"\0") or behind[0] == DIRECT_PADDING_BYTE or behind[4:12] == b"\xff" * 8:
             return True
-        return _HEAD.match(behind) is not None
+        return record_start(special=False).match(behind) is not None
 
     def _check_size(self, at: int, size: int) -> None:
         rest = self.size() - at - 4

@@ -25,6 +25,7 @@ from bkctl.formats.entry_log import unpack_location
 from bkctl.formats.index import (
     HEADER_SIZE,
     SLOT_SIZE,
+    IndexHeader,
     LedgerData,
     index_path,
     ledger_of_index_path,
@@ -155,12 +156,11 @@ class Gap(NamedTuple):
 class LedgerIndex:
     """The index of one ledger. Use as a context manager. Created by `BookieIndexes`."""
 
-    ledger: LedgerId
-    #: The index file, or the directory of the locations database.
-    path: Path
-    fenced: bool
-    master_key: bytes
-    _explicit_lac_packet: bytes | None
+    def __init__(self, ledger: LedgerId, path: Path, facts: IndexHeader | LedgerData) -> None:
+        self.ledger = ledger
+        #: The index file, or the directory of the locations database.
+        self.path = path
+        self.fenced, self.master_key, self._explicit_lac_packet = facts.fenced, facts.master_key, facts.explicit_lac
 
     def locations(self) -> Iterator[EntryLocation]:
         """Yield the present entries, in order. Raises Corrupt."""
@@ -203,9 +203,7 @@ class LedgerIndex:
 class _FileIndex(LedgerIndex):
     def __init__(self, ledger: LedgerId, path: Path) -> None:
         self._reader = LedgerIndexReader.open(path)
-        self.ledger, self.path = ledger, path
-        header = self._reader.header
-        self.fenced, self.master_key, self._explicit_lac_packet = header.fenced, header.master_key, header.explicit_lac
+        super().__init__(ledger, path, self._reader.header)
 
     def locations(self) -> Iterator[EntryLocation]:
         return map(EntryLocation._make, self._reader.locations())
@@ -226,8 +224,8 @@ class _FileIndex(LedgerIndex):
 
 class _DatabaseIndex(LedgerIndex):
     def __init__(self, ledger: LedgerId, data: LedgerData, locations: LocationsDatabase) -> None:
-        self.ledger, self.path, self._locations = ledger, locations.path, locations
-        self.fenced, self.master_key, self._explicit_lac_packet = data.fenced, data.master_key, data.explicit_lac
+        super().__init__(ledger, locations.path, data)
+        self._locations = locations
 
     def locations(self) -> Iterator[EntryLocation]:
         for _, entry_id, location in self._locations.locations(self.ledger):

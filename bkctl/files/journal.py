@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
-from functools import cache
 from pathlib import Path
 from struct import Struct
 from typing import Final, NamedTuple
 
 from bkctl.disk import SECTOR_SIZE_BYTES
 from bkctl.errors import BkctlError, Corrupt, CorruptRecord, Unsupported
-from bkctl.files.scan import ENTRY_NUMBERS, RECORD_START, ROW_SIZE_MAX, RecordBatch, ScanEnd, ScannedFile, take_entries
+from bkctl.files.scan import ROW_SIZE_MAX, RecordBatch, ScannedFile, ScanState, record_start, take_entries
 from bkctl.files.windows import WINDOW_SIZE_BYTES, FileReader, WindowCursor
 from bkctl.formats.entry import OVERHEAD_SIZE_MAX
 from bkctl.formats.journal import (
@@ -54,14 +52,6 @@ _GAP_HINT: Final = (
 _PADDING_HEADER: Final = Struct(">ii")
 
 
-@cache
-def _head_pattern() -> re.Pattern[bytes]:
-    """Return the common start of all records, to search behind damage."""
-    return re.compile(
-        RECORD_START + rb"(?:(?P<entry>" + ENTRY_NUMBERS + rb")|\xff{6}[\x80\xc0\xe0\xf0]\x00)", re.DOTALL
-    )
-
-
 class Behind(NamedTuple):
     """The bytes behind the end of a journal's records.
 
@@ -93,7 +83,7 @@ class JournalReader(FileReader):
         self.journal_id = journal_id_of(self.path.name)
         self.header_size = header_size(self.version)
         self.position = self.header_size
-        self.end = ScanEnd.DAMAGED
+        self.end = ScanState.DAMAGED
         #: Offsets of the scan's windows; each is between two records.
         self._window_starts: list[int] = []
         #: Start of the group that `_group_start` found last.
@@ -124,13 +114,13 @@ class JournalReader(FileReader):
         skips_padding = self.version >= VERSION_PADDING and not padding
         source = ScannedFile.JOURNAL_OVER_PADDING if skips_padding else ScannedFile.JOURNAL
         has_scoped = self.version >= VERSION_SCOPED
-        self.position, self.end = max(start, self.header_size), ScanEnd.DAMAGED
+        self.position, self.end = max(start, self.header_size), ScanState.DAMAGED
         self._window_starts.clear()
         self._known_group = self.position
         cursor = WindowCursor(self._still_window, self.position)
         if self.size() < (self.header_size or HEADER.size):
             # Too short for a record; maybe the first bytes of a header.
-            self.end = ScanEnd.TORN if self.size() else ScanEnd.END_OF_FILE
+            self.end = ScanState.TORN if self.size() else ScanState.END_OF_FILE
             return
         while True:
             window, begin = cursor.window, cursor.begin
@@ -146,7 +136,7 @@ class JournalReader(FileReader):
             self.position = cursor.offset
             if cursor.begin + 4 > cursor.limit:
                 if cursor.begin == 0:
-                    self.end = ScanEnd.TORN if cursor.limit else ScanEnd.END_OF_FILE
+                    self.end = ScanState.TORN if cursor.limit else ScanState.END_OF_FILE
                     return
                 cursor.reload()
                 continue
@@ -176,14 +166,14 @@ class JournalReader(FileReader):
         """
         try:
             yield from batches
-            if self.end is not ScanEnd.DAMAGED and self.version >= VERSION_PADDING:
+            if self.end is not ScanState.DAMAGED and self.version >= VERSION_PADDING:
                 self._check_last_group()
         except (CorruptRecord, Unsupported) as error:
             group = self._group_start(self.position)
             if self.version < VERSION_PADDING or not self._has_lost_field(group, self.position):
                 raise
             if self.find_later_group(group) is None:
-                self.end = ScanEnd.TORN
+                self.end = ScanState.TORN
                 return
             error.hint = _GAP_HINT
             raise
@@ -209,7 +199,7 @@ class JournalReader(FileReader):
         group = self._group_start(self.position)
         border = self.find_later_group(group) if group < self.position else None
         if border is not None:
-            self.end, self.position = ScanEnd.DAMAGED, group
+            self.end, self.position = ScanState.DAMAGED, group
             raise CorruptRecord(
                 f"Records that begin here overlap others, which begin at byte {border}",
                 offset=group, where=self.name, hint=_READ_ON_HINT,
@@ -309,7 +299,7 @@ class JournalReader(FileReader):
         """
         for begin in range(-at % SECTOR_SIZE_BYTES, len(window), SECTOR_SIZE_BYTES):
             border = at + begin
-            if border - SECTOR_SIZE_BYTES < start or not _head_pattern().match(window, begin):
+            if border - SECTOR_SIZE_BYTES < start or not record_start(special=True).match(window, begin):
                 continue
             (size,) = RECORD_SIZE.unpack_from(window, begin)
             if size <= self.size() - border - 4 and _ends_group(self.read(border - _TAIL_SIZE, _TAIL_SIZE)):
@@ -327,7 +317,7 @@ class JournalReader(FileReader):
         if record.format_version == 2 and self.version < VERSION_SCOPED:
             raise CorruptRecord(f"Scoped record in a journal of version {self.version}", offset=offset, where=self.name)
         if record.last_add_confirmed == 0 and not any(record.body) and self.next_data(offset + 4) is None:
-            self.end = ScanEnd.TORN
+            self.end = ScanState.TORN
             return None
         return record
 
@@ -346,11 +336,11 @@ class JournalReader(FileReader):
                 cursor.reload(4 + size)
                 if cursor.limit >= 4 + size:
                     return 0
-            self.end = ScanEnd.TORN
+            self.end = ScanState.TORN
             return None
         if size == 0:
             if self._is_end(cursor.offset):
-                self.end = ScanEnd.ZEROS
+                self.end = ScanState.ZEROS
                 return None
             cursor.reload()
             return 0
@@ -366,7 +356,7 @@ class JournalReader(FileReader):
             stop = cursor.begin + PADDING_HEADER_SIZE + count
             if stop <= cursor.limit or cursor.at + stop <= self.size():
                 return stop
-        self.end = ScanEnd.TORN
+        self.end = ScanState.TORN
         return None
 
     def _still_window(self, at: int, needed: int = 0) -> bytes:
@@ -411,7 +401,7 @@ class JournalReader(FileReader):
                 if window and not filled and at + len(window) < self.size():
                     begin = len(window)
                     continue
-            match = _head_pattern().search(window, begin)
+            match = record_start(special=True).search(window, begin)
             if match is None:
                 if not window or at + len(window) >= self.size():
                     return Behind(data_end - start, record_count, entry_count, resumes_at)
@@ -450,7 +440,7 @@ class JournalReader(FileReader):
                 ended = True
                 at += PADDING_HEADER_SIZE + count
                 continue
-            match = _head_pattern().match(head)
+            match = record_start(special=True).match(head)
             if match is None or at + 4 + size > size_bytes:
                 if not ended:
                     rest = self.read(at, ALIGNMENT_DEFAULT)
@@ -492,7 +482,7 @@ class JournalReader(FileReader):
         if size == 0:
             is_flushed = self.version < VERSION_PADDING or at % ALIGNMENT_DEFAULT == 0
             return is_flushed and self.read(at - 1, 1) != b"\0" and self.next_data(at) is None
-        return _head_pattern().match(head) is not None and size <= self.size() - at - 4
+        return record_start(special=True).match(head) is not None and size <= self.size() - at - 4
 
     def _is_end(self, at: int) -> bool:
         """Return True if only zeros follow the size 0 at byte `at`; False if a bookie has since written there.

@@ -7,9 +7,11 @@ DefaultEntryLogger.scanEntryLog.
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum, StrEnum
+from functools import cache
 from struct import Struct
 from typing import Final, cast
 
@@ -25,10 +27,6 @@ _ROW_V1: Final = Struct(">iQqqq")
 _ROW_V2: Final = Struct(">iBQQqqq")
 #: Bytes of a record's fields at most, its size field included.
 ROW_SIZE_MAX: Final = _ROW_V2.size
-#: Patterns to search records behind damage: the start of any record (a size from 16 bytes to 256 MiB, a ledger id below
-#: plausible limits), and the numbers that follow in an entry (entry id, LAC and length below plausible limits).
-RECORD_START: Final = rb"(?!\x00{3}[\x00-\x0f])[\x00-\x0f].{3}(?:[\x00-\x7f].{7}|[\xa0-\xa4].{16})"
-ENTRY_NUMBERS: Final = rb"\x00\x00.{6}(?:\x00\x00.{6}|\xff{8})\x00\x00.{6}"
 #: The version that `_scan` must have: a module built from other sources is not used.
 COMPILED_API: Final = 5
 try:
@@ -45,8 +43,25 @@ _PLACES: Final = {"sizes": 0, "entry_ids": -3, "last_add_confirmed": -2, "length
 _new_ledger = LedgerId._make
 
 
-class ScanEnd(StrEnum):
-    """The reason why the records of a file end; the values are the words of every output."""
+@cache
+def record_start(*, special: bool) -> re.Pattern[bytes]:
+    """Return the common start of all entries (with `special`, of all records), to search behind damage.
+
+    A size from 16 bytes to 256 MiB, ids below plausible limits, and for entries LAC and length (group `entry`).
+    """
+    return re.compile(
+        rb"(?!\x00{3}[\x00-\x0f])[\x00-\x0f].{3}(?:[\x00-\x7f].{7}|[\xa0-\xa4].{16})"
+        rb"(?:(?P<entry>\x00\x00.{6}(?:\x00\x00.{6}|\xff{8})\x00\x00.{6})"
+        + (rb"|\xff{6}[\x80\xc0\xe0\xf0]\x00)" if special else b")"),
+        re.DOTALL,
+    )
+
+
+class ScanState(StrEnum):
+    """The state of a journal or an entry log; the values are the words of every output.
+
+    The first four are reasons why the records end, as a reader's `end` has it.
+    """
 
     #: The file ends behind a whole record.
     END_OF_FILE = "endOfFile"
@@ -56,6 +71,12 @@ class ScanEnd(StrEnum):
     TORN = "torn"
     #: The next bytes are not a record, and a crash cannot explain them, or acknowledged records may follow.
     DAMAGED = "damaged"
+    #: An entry log that is allocated and still unwritten.
+    EMPTY = "empty"
+    #: Of an unknown version, or with an unreadable header.
+    UNREADABLE = "unreadable"
+    #: A journal is missing, although a mark or the neighbouring ids show that it must exist.
+    MISSING = "missing"
 
 
 class ScannedFile(IntEnum):

@@ -11,8 +11,9 @@ from damage import matrix
 from support import golden
 from support.command_line import CommandLine
 
-from bkctl.files.journal_check import JournalState, check_journal
+from bkctl.files.journal_check import check_journal
 from bkctl.files.journal_statistics import journal_statistics
+from bkctl.files.scan import ScanState
 from bkctl.formats import journal
 from bkctl.formats.entry import DigestManager, DigestType, master_key
 from bkctl.formats.journal import write_padding
@@ -111,7 +112,7 @@ def test_a_damaged_journal(sample: Sample, damage: matrix.Damage, tmp_path: Path
         assert (0 if error is None else error.exit_code) == answer.code
     if answer.code in (0, 7):
         assert check.record_count == counted.record_count == len(rows)
-        assert (check.state is JournalState.DAMAGED) == (answer.code == 7)
+        assert (check.state is ScanState.DAMAGED) == (answer.code == 7)
         assert check.good_end is not None
         assert check.good_end >= (rows[-1]["offset"] + 4 + rows[-1]["recordSize"] if rows else 0)
 
