@@ -42,19 +42,14 @@ class WithoutScopes(ast.NodeTransformer):
     def _asks(test: ast.expr) -> bool:
         return ast.unparse(test) in ("ledger[0]", "handle.ledger[0]", "ledger.is_scoped", "handle.ledger.is_scoped")
 
-    def visit_If(self, node: ast.If) -> Any:
+    def _visit(self, node: ast.If | ast.IfExp) -> Any:
         self.generic_visit(node)
         if not self._asks(node.test):
             return node
         self.cut += 1
         return node.orelse or None
 
-    def visit_IfExp(self, node: ast.IfExp) -> Any:
-        self.generic_visit(node)
-        if not self._asks(node.test):
-            return node
-        self.cut += 1
-        return node.orelse
+    visit_If = visit_IfExp = _visit
 
 
 def without_scopes(method: Callable[..., Any]) -> tuple[Callable[..., Any], int]:

@@ -7,8 +7,10 @@ Source: LedgerMetadataIndex, EntryLocationIndex; BP-35.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
+from itertools import groupby, islice
+from operator import itemgetter
 from typing import Any
 
 from bkctl.files.rocksdb_database import BATCH_OPERATIONS, Database, new_batch
@@ -38,26 +40,21 @@ class LedgersDatabase(Database):
         If a ledger has two keys (Apache's rebuild leaves keys of 16 bytes in scope 0), the later one counts, as in
         Apache's bookie.
         """
-        pending: tuple[LedgerId, bytes] | None = None
-        for key, value in self.items(b"" if first is None else ledger_key(first, scoped=self.scoped)):
-            ledger = read_ledger_key(key, self._name, scoped=self.scoped)
-            if ledger is None:
-                continue
-            if pending is not None and pending[0] != ledger:
-                yield pending[0], self._parse(*pending)
-            pending = ledger, value
-        if pending is not None:
-            yield pending[0], self._parse(*pending)
+        for ledger, items in groupby(self._ledger_items(first), itemgetter(0)):
+            ((_, value),) = deque(items, maxlen=1)
+            yield ledger, self._parse(ledger, value)
 
     def ledger_ids(self, first: LedgerId | None = None, end: LedgerId | None = None) -> Iterator[LedgerId]:
         """Yield the ids of the ledgers from `first` on and before `end`, in order. Raises Corrupt."""
-        last: LedgerId | None = None
-        begin = b"" if first is None else ledger_key(first, scoped=self.scoped)
-        for key, _ in self.items(begin, None if end is None else ledger_key(end, scoped=self.scoped)):
+        for ledger, _ in groupby(self._ledger_items(first, end), itemgetter(0)):
+            yield ledger
+
+    def _ledger_items(self, first: LedgerId | None, end: LedgerId | None = None) -> Iterator[tuple[LedgerId, bytes]]:
+        begin, stop = (None if ledger is None else ledger_key(ledger, scoped=self.scoped) for ledger in (first, end))
+        for key, value in self.items(begin or b"", stop):
             ledger = read_ledger_key(key, self._name, scoped=self.scoped)
-            if ledger is not None and ledger != last:
-                yield ledger
-                last = ledger
+            if ledger is not None:
+                yield ledger, value
 
     def get(self, ledger: LedgerId) -> LedgerData | None:
         """Return the data of a ledger; None if the database lacks the ledger. Raises Corrupt."""
