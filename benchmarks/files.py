@@ -7,69 +7,36 @@ asked for; the index is of an Apache bookie. See README.md for the command and w
 from __future__ import annotations
 
 import random
-import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from support import servers
+from measuring import BKCTL, SHELL, Run, measured
 
 from bkctl.formats.entry import DigestManager, DigestType, master_key
 from bkctl.formats.entry_log import HEADER_SIZE, write_ledgers_map
 from bkctl.formats.entry_log import write_header as log_header
-from bkctl.formats.journal import ledger_key_record, write_padding, write_record
+from bkctl.formats.journal import ledger_key_record, write_padding
 from bkctl.formats.journal import write_header as journal_header
+from bkctl.formats.record import record_of
 from bkctl.ids import LedgerId
 
-BKCTL = str(Path(sys.executable).with_name("bkctl"))
 LEDGERS = 4
 #: A bookie's group commit under load, roughly.
 GROUP_SIZE_BYTES = 128 << 10
 
-#: Starts a command from a process that is smaller than any command: Linux counts the starter's memory, too.
-_MEASURE = """
-import os, sys, time
-null = os.open(os.devnull, os.O_RDWR)
-start = time.perf_counter()
-pid = os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ, file_actions=[
-    (os.POSIX_SPAWN_DUP2, null, 0), (os.POSIX_SPAWN_DUP2, null, 1), (os.POSIX_SPAWN_DUP2, null, 2)])
-_, status, usage = os.wait4(pid, 0)
-print(time.perf_counter() - start, usage.ru_utime + usage.ru_stime, usage.ru_maxrss, os.waitstatus_to_exitcode(status))
-"""
 
-
-class Measured(NamedTuple):
-    """The best wall-clock and processor seconds of a command's runs, and the most memory that any of them took."""
-
-    seconds: float = float("inf")
-    processor_s: float = float("inf")
-    peak_mib: float = 0
-
-
-def measure(*commands: Sequence[str], runs: int) -> list[Measured]:
-    """Run each command `runs` times, one after the other in turn, their output thrown away."""
-    best = [Measured() for _ in commands]
-    for _ in range(runs):
-        for index, command in enumerate(commands):
-            program = shutil.which(command[0]) or command[0]
-            done = subprocess.run(
-                [sys.executable, "-S", "-E", "-c", _MEASURE, program, *command[1:]],
-                capture_output=True, text=True, check=True,
-            )  # fmt: skip
-            seconds, processor_s, peak_kib, code = done.stdout.split()
-            if code != "0":
-                raise SystemExit(f"{' '.join(command)} ended with {code}")
-            known = best[index]
-            best[index] = Measured(
-                min(known.seconds, float(seconds)),
-                min(known.processor_s, float(processor_s)),
-                max(known.peak_mib, int(peak_kib) / 1024),
-            )
-    return best
+def measure(*commands: Sequence[str], runs: int) -> list[Run]:
+    """Run each command `runs` times in turn, output thrown away; return the best times and the most memory of each."""
+    rounds = [[measured(command) for command in commands] for _ in range(runs)]
+    return [
+        Run(min(run.seconds for run in done), min(run.cpu_s for run in done), max(run.rss_mib for run in done))
+        for done in zip(*rounds, strict=True)
+    ]
 
 
 def sealed_entries(payload_size: Callable[[random.Random], int]) -> Iterator[tuple[LedgerId, bytes]]:
@@ -97,7 +64,7 @@ def write_entry_log(
     with path.open("wb", buffering=1 << 20) as file:
         file.write(log_header())
         for ledger, body in sealed_entries(payload_size):
-            record = len(body).to_bytes(4, "big") + body
+            record = record_of(body)
             file.write(record)
             sizes[ledger] = sizes.get(ledger, 0) + len(record)
             at, count = at + len(record), count + 1
@@ -117,10 +84,10 @@ def write_journal(path: Path, size_bytes: int, payload_size: Callable[[random.Ra
         at, group = file.write(journal_header(6)), 0
         keyed: set[LedgerId] = set()
         for count, (ledger, body) in enumerate(sealed_entries(payload_size), 1):
-            records = [write_record(body)]
+            records = [record_of(body)]
             if ledger not in keyed:
                 keyed.add(ledger)
-                records.insert(0, write_record(ledger_key_record(ledger, master_key(b""))))
+                records.insert(0, ledger_key_record(ledger, master_key(b"")))
             for record in records:
                 at += file.write(record)
                 group += len(record)
@@ -135,6 +102,8 @@ def compare(
     bench: Any, sizes_mib: Sequence[int], full_speed: Callable[[], AbstractContextManager[None]]
 ) -> Iterator[str]:
     """Yield the lines of the table: what, ours, the peer, the ratios (above 1: bkctl needs less)."""
+    from support import servers
+
     # As an installed package has it: a checkout that was edited would be compiled again in each run.
     root = Path(__file__).resolve().parent.parent
     subprocess.run([sys.executable, "-m", "compileall", "-q", str(root / "bkctl"), str(root / "commands")], check=True)
@@ -143,21 +112,21 @@ def compare(
         (each / "current").mkdir(parents=True)
     conf = servers.offline_conf(bench.directory / "files.conf", journal_dir, ledger_dir)
     with full_speed():
-        shell = [*bench.java.command("org.apache.bookkeeper.bookie.BookieShell"), "-conf", str(conf)]
+        shell = bench.java.command(SHELL, "-conf", conf)
 
     def lines(what: str, command: Sequence[str], peers: dict[str, Sequence[str]], runs: int) -> Iterator[str]:
         ours, *others = measure(command, *peers.values(), runs=runs)
         for name, peer in zip(peers, others, strict=True):
             yield (
                 f"{what:<48} {_shown(ours)}  {_shown(peer)}  {peer.seconds / ours.seconds:>7.2f}x "
-                f"{peer.processor_s / max(ours.processor_s, 1e-3):>7.2f}x  {name}"
+                f"{peer.cpu_s / max(ours.cpu_s, 1e-3):>7.2f}x  {name}"
             )
 
     def against(what: str, command: Sequence[str], java: Sequence[str] | None, path: Path, many: bool) -> Iterator[str]:
         peers: dict[str, Sequence[str]] = {"cat": ["cat", str(path)]}
         if java is not None:
             peers = {f"shell {java[0]}": [*shell, *java], **peers}
-        yield from lines(what, [BKCTL, *command], peers, 5 if many else 2)
+        yield from lines(what, [*BKCTL, *command], peers, 5 if many else 2)
 
     titles = f"{'wall':>9} {'cpu':>9} {'peak':>9}"
     yield f"{'':<48} {titles}  {titles}  {'wall':>8} {'cpu':>8}  peer"
@@ -196,8 +165,8 @@ def compare(
         bookie = cluster.bookies[0]
         bookie.stop()
         with full_speed():
-            shell = [*bench.java.command("org.apache.bookkeeper.bookie.BookieShell"), "-conf", str(bookie.conf)]
-        show = [BKCTL, "bookie", "index", "show", ledger, "--conf", str(bookie.conf), "-o", "ndjson"]
+            shell = bench.java.command(SHELL, "-conf", bookie.conf)
+        show = [*BKCTL, "bookie", "index", "show", ledger, "--conf", str(bookie.conf), "-o", "ndjson"]
         yield from lines(f"bookie index show ({entries:,})", show, {"shell ledger": [*shell, "ledger", ledger]}, 3)
     yield from library_rates(bench.directory)
 
@@ -241,5 +210,5 @@ def library_rates(directory: Path) -> Iterator[str]:
     path.unlink()
 
 
-def _shown(measured: Measured) -> str:
-    return f"{measured.seconds:>7.3f} s {measured.processor_s:>7.3f} s {measured.peak_mib:>5.0f} MiB"
+def _shown(run: Run) -> str:
+    return f"{run.seconds:>7.3f} s {run.cpu_s:>7.3f} s {run.rss_mib:>5.0f} MiB"

@@ -10,8 +10,6 @@ A ratio above 1 means that bkctl is faster. Needs Java 17 and Maven, like the te
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
 import subprocess
 import sys
 import tempfile
@@ -22,7 +20,8 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from run import BKCTL, full_speed_java, servers
+from measuring import BKCTL, SHELL, Run, measured
+from run import full_speed_java, servers
 
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import Fragment, LedgerMetadata, LedgerState
@@ -34,7 +33,6 @@ from bkctl.metadata.store import map_each, value_of
 CREATES_AT_ONCE = 250
 #: So many ledgers are made one by one, as a client makes them; the rest in transactions, to spare the time.
 CREATES_MEASURED = 2_000
-SHELL = "org.apache.bookkeeper.bookie.BookieShell"
 METADATA = LedgerMetadata(
     ensemble_size=3,
     write_quorum_size=2,
@@ -53,37 +51,22 @@ METADATA = LedgerMetadata(
 VALUE = METADATA.serialize()
 
 
-class Run(NamedTuple):
-    """One command: wall-clock seconds, peak resident memory, lines it printed."""
+class Best(NamedTuple):
+    """The fastest run of a command: what else happens on the machine only ever adds time. `lines` it printed."""
 
-    seconds: float
-    rss_mib: float
+    run: Run
     lines: int
 
-
-def measured(command: Sequence[str], directory: Path) -> Run:
-    """Run a command with its output into a file. Raises CalledProcessError."""
-    output = directory / "output"
-    with output.open("wb") as file, (directory / "errors").open("wb") as errors:
-        start = time.perf_counter()
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=errors)
-        _, status, usage = os.wait4(process.pid, 0)
-        seconds = time.perf_counter() - start
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode != 0:
-        raise subprocess.CalledProcessError(process.returncode, command, stderr=(directory / "errors").read_text())
-    with output.open("rb") as file:
-        return Run(seconds, usage.ru_maxrss / 1024, sum(1 for _ in file))
+    def line(self, what: str, peer: Best | None = None) -> str:
+        ratio = "" if peer is None else f"{peer.run.seconds / self.run.seconds:>8.2f}x"
+        return f"{what:<52} {self.run.seconds:>8.2f} s {self.run.rss_mib:>8.0f} MiB {self.lines:>9} lines{ratio}"
 
 
-def best(command: Sequence[str], directory: Path, runs: int) -> Run:
-    """The fastest of some runs: what else happens on the machine only ever adds time."""
-    return min(measured(command, directory) for _ in range(runs))
-
-
-def line(what: str, run: Run, peer: Run | None = None) -> str:
-    ratio = "" if peer is None else f"{peer.seconds / run.seconds:>8.2f}x"
-    return f"{what:<52} {run.seconds:>8.2f} s {run.rss_mib:>8.0f} MiB {run.lines:>9} lines{ratio}"
+def best(command: Sequence[str], directory: Path, runs: int) -> Best:
+    """Run a command some times. Raises CalledProcessError."""
+    run = min(measured(command, directory) for _ in range(runs))
+    with (directory / "output").open("rb") as file:
+        return Best(run, sum(1 for _ in file))
 
 
 def create_all(
@@ -115,18 +98,7 @@ def create_all(
 
 
 def fill(uri: str, first: int, count: int) -> None:
-    """Make `count` ledgers: those from `first` on in scope 0, or of UUIDs where that is negative.
-
-    In a process of its own: what this one holds in memory would count for the commands that it starts.
-    """
-    maker = multiprocessing.get_context("spawn").Process(target=_fill, args=(uri, first, count))
-    maker.start()
-    maker.join()
-    if maker.exitcode:
-        sys.exit(maker.exitcode)
-
-
-def _fill(uri: str, first: int, count: int) -> None:
+    """Make `count` ledgers: those from `first` on in scope 0, or of UUIDs where that is negative."""
     ids = (LedgerId.random() if first < 0 else LedgerId(0, first + number) for number in range(count))
     with open_cluster(uri) as cluster:
         create_all(cluster, ids)
@@ -168,30 +140,30 @@ def listing(zookeeper: servers.ZooKeeperServer, java: servers.Java, directory: P
     with full_speed_java():
         shell = java.command(SHELL, "-conf", conf, "listledgers")
     ids = best(shell, directory, runs)
-    print(line("Apache: listledgers", ids))
+    print(ids.line("Apache: listledgers"))
     # The shell prints by its logger; the tests give it plain settings, its own jars say more of each line.
     own_log = [word for word in shell if not word.startswith("-Dlog4j2.configurationFile=")]
     logged = best(own_log, directory, runs)
-    print(line("Apache: listledgers, log settings of its jars", logged))
+    print(logged.line("Apache: listledgers, log settings of its jars"))
     ours = [*BKCTL, "-u", uri]
     listed = best([*ours, "ledger", "list", "-o", "id"], directory, runs)
-    print(line("ledger list -o id", listed, ids))
-    print(line("ledger list -o id, beside the second", listed, logged))
+    print(listed.line("ledger list -o id", ids))
+    print(listed.line("ledger list -o id, beside the second", logged))
     full = best([*shell, "-m"], directory, runs)
-    print(line("Apache: listledgers -m", full))
-    print(line("ledger list -o ndjson", best([*ours, "ledger", "list", "-o", "ndjson"], directory, runs), full))
-    print(line("ledger list --count", best([*ours, "ledger", "list", "--count"], directory, runs), ids))
+    print(full.line("Apache: listledgers -m"))
+    print(best([*ours, "ledger", "list", "-o", "ndjson"], directory, runs).line("ledger list -o ndjson", full))
+    print(best([*ours, "ledger", "list", "--count"], directory, runs).line("ledger list --count", ids))
     export = [*ours, "metadata", "export", "-f", str(directory / "export")]
     try:
-        print(line("metadata export", best(export, directory, 1), full))
+        print(best(export, directory, 1).line("metadata export", full))
     except subprocess.CalledProcessError as error:
         print(f"metadata export: exit {error.returncode}: {error.stderr.strip()}")
     show = [*ours, "ledger", "show", "7"]
     with full_speed_java():
         shell = java.command(SHELL, "-conf", conf, "ledgermetadata", "-ledgerid", 7)
     peer = best(shell, directory, 3)
-    print(line("Apache: ledgermetadata", peer))
-    print(line("ledger show", best(show, directory, 5), peer))
+    print(peer.line("Apache: ledgermetadata"))
+    print(best(show, directory, 5).line("ledger show", peer))
 
 
 def uuids(zookeeper: servers.ZooKeeperServer, directory: Path, count: int) -> None:
@@ -227,7 +199,7 @@ def uuids(zookeeper: servers.ZooKeeperServer, directory: Path, count: int) -> No
         before.update(server_counts(zookeeper))
         print(f"{'znodes a ledger':<52} {(before['zk_znode_count'] - nodes) / count:>8.2f}")
         run = best([*BKCTL, "-u", uri, "ledger", "list", "--all-scopes", "-o", "id"], directory, 1)
-        print(line("ledger list --all-scopes -o id", run))
+        print(run.line("ledger list --all-scopes -o id"))
         before.update(server_counts(zookeeper))
         counted("collection round: ranges of all scopes",
                 lambda: sum(len(each.ledgers) for each in cluster.ledgers.ranges(None)))  # fmt: skip

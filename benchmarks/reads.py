@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+from measuring import processor_seconds
 from support import servers
 from support.own_cluster import OwnCluster, start_all, stop_all
 
@@ -37,9 +38,9 @@ class Spent(NamedTuple):
     def by(bookies: Sequence[servers.Server]) -> Spent:
         seconds, read, calls = 0.0, 0, 0
         for bookie in bookies:
-            fields = Path(f"/proc/{bookie.pid}/stat").read_text().rpartition(")")[2].split()
-            seconds += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-            counts = dict(line.split(": ") for line in Path(f"/proc/{bookie.pid}/io").read_text().splitlines())
+            process = Path(f"/proc/{bookie.pid}")
+            seconds += processor_seconds(process)
+            counts = dict(line.split(": ") for line in (process / "io").read_text().splitlines())
             read, calls = read + int(counts["read_bytes"]), calls + int(counts["syscr"])
         return Spent(seconds, read, calls)
 

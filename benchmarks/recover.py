@@ -23,14 +23,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from run import BKCTL, Bench, full_speed_java, servers
+from measuring import BKCTL, SHELL
+from run import Bench, full_speed_java, servers
 
 from bkctl.client.ledger import BookKeeper
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
 from bkctl.protocol.connection import run
 
-SHELL = "org.apache.bookkeeper.bookie.BookieShell"
 ENTRY_COUNT = 3
 ENTRY_SIZE_BYTES = 100
 WRITERS = 64

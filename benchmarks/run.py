@@ -34,10 +34,10 @@ sys.path.insert(0, str(PROJECT / "tests"))
 
 import reads as read_cases  # noqa: E402
 from files import compare as compare_files  # noqa: E402
+from measuring import BKCTL, SHELL, Run, measured, processor_seconds  # noqa: E402
 from support import servers  # noqa: E402
 from support.own_cluster import OwnCluster, start_all, stop_all  # noqa: E402
 
-BKCTL = [str(Path(sys.executable).with_name("bkctl"))]
 ENTRY_SIZE_BYTES = 1024
 STORAGES = {"sorted": servers.SORTED, "interleaved": servers.INTERLEAVED, "db": servers.DB}
 #: Functions that a profile names of each thread.
@@ -61,14 +61,7 @@ class Figure(NamedTuple):
 
 def timed(command: Sequence[str], runs: int = 5) -> float:
     """The median wall-clock seconds of a command, its output thrown away."""
-    seconds = []
-    for _ in range(runs):
-        start = time.perf_counter()
-        subprocess.run(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, check=True
-        )
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
+    return statistics.median(measured(command).seconds for _ in range(runs))
 
 
 class Bench:
@@ -218,7 +211,7 @@ def startup(bench: Bench) -> Iterator[Figure]:
     python = timed([sys.executable, "-c", "pass"], 9)
     conf = bench.directory / "shell.conf"
     servers.write_conf(conf, {"journalDirectory": bench.directory, "ledgerDirectories": bench.directory})
-    shell = [*bench.java.command("org.apache.bookkeeper.bookie.BookieShell"), "-conf", str(conf)]
+    shell = bench.java.command(SHELL, "-conf", conf)
     shell_help = timed([*shell, "help"], 3)
     yield Figure("bkctl --help", timed([*BKCTL, "--help"], 9), python, "python -c pass")
     yield Figure("bkctl --help", timed([*BKCTL, "--help"], 9), shell_help, "shell help")
@@ -227,7 +220,7 @@ def startup(bench: Bench) -> Iterator[Figure]:
         ledger = ledger_of(bench, cluster.metadata_uri, 100)
         bookie = cluster.bookies[0]
         journal = sorted((bookie.journal_dir / "current").glob("*.txn"))[0]
-        shell = [*bench.java.command("org.apache.bookkeeper.bookie.BookieShell"), "-conf", str(bookie.conf)]
+        shell = bench.java.command(SHELL, "-conf", bookie.conf)
         for output in ("ndjson", "table"):
             yield Figure(
                 f"journal read FILE -o {output} (100 entries)",
@@ -245,7 +238,7 @@ def ledger_read(bench: Bench) -> Iterator[Figure]:
     """`ledger read` of 10,000 entries of 1 KiB against the shell's `readledger`."""
     with bench.apache(1) as cluster:
         ledger = ledger_of(bench, cluster.metadata_uri, 10_000)
-        shell = [*bench.java.command("org.apache.bookkeeper.bookie.BookieShell"), "-conf", str(cluster.bookies[0].conf)]
+        shell = bench.java.command(SHELL, "-conf", cluster.bookies[0].conf)
         peer = timed([*shell, "readledger", "-l", ledger, "-m"], 3)
         for protocol in ("v3", "v2"):
             command = [*BKCTL, "-u", cluster.metadata_uri, "ledger", "read", ledger, "-o", "ndjson", "--body"]
@@ -290,52 +283,33 @@ def commands(bench: Bench) -> Iterator[Figure | str]:
     with bench.apache(3) as cluster:
         uri = cluster.metadata_uri
         for protocol in ("v3", "v2"):
-            write = [
-                *BKCTL,
-                "-u",
-                uri,
-                "ledger",
-                "write",
-                "--record-size",
-                str(ENTRY_SIZE_BYTES),
-                "-o",
-                "id",
-                str(data),
-            ]
+            words = f"-u {uri} ledger write --record-size {ENTRY_SIZE_BYTES} -o id".split()
+            write = [*BKCTL, *words, str(data)]
             # Once to warm the bookies up; then in turn, and the median of all runs counts.
             bench.java_rate(uri, protocol, "add", count, ENTRY_SIZE_BYTES, 3, 2, 2)
             java, ours = [], []
             for _ in range(bench.runs):
                 java.append(bench.java_rate(uri, protocol, "add", count, ENTRY_SIZE_BYTES, 3, 2, 2))
-                ours.append(spent_by([*write, "--protocol", protocol]))
+                ours.append(measured([*write, "--protocol", protocol]))
             yield from whole_command(f"ledger write, {protocol}", count, ours, java)
             ledger = java[-1]["ledgerId"]
             read = [*BKCTL, "-u", uri, "ledger", "read", ledger, "-o", "ndjson", "--protocol", protocol]
             java, ours = [], []
             for _ in range(bench.runs):
                 java.append(bench.java_rate(uri, protocol, "read", ledger))
-                ours.append(spent_by(read))
+                ours.append(measured(read))
             yield from whole_command(f"ledger read -o ndjson, {protocol}", count, ours, java)
     data.unlink()
 
 
-def spent_by(command: Sequence[str]) -> tuple[float, float]:
-    """The wall-clock and processor seconds of a command, its output thrown away."""
-    start, before = time.perf_counter(), os.times()
-    subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, check=True)
-    seconds, after = time.perf_counter() - start, os.times()
-    spent = after.children_user + after.children_system - before.children_user - before.children_system
-    return seconds, spent
-
-
 def whole_command(
-    what: str, count: int, ours: Sequence[tuple[float, float]], java: Sequence[Mapping[str, Any]]
+    what: str, count: int, ours: Sequence[Run], java: Sequence[Mapping[str, Any]]
 ) -> Iterator[Figure | str]:
     """Compare the medians of a command's runs and a Java loop's, and say the processor time an entry of both."""
-    rate = count / statistics.median(seconds for seconds, _ in ours)
+    rate = count / statistics.median(run.seconds for run in ours)
     peer = statistics.median(done["perSecond"] for done in java)
     yield Figure(f"{what}, {count:,} × 1 KiB", rate, peer, "Java client's loop", rate=True)
-    spent = statistics.median(seconds for _, seconds in ours), statistics.median(done["spent"] for done in java)
+    spent = statistics.median(run.cpu_s for run in ours), statistics.median(done["spent"] for done in java)
     yield "  processor time an entry, start included: " + ", ".join(
         f"{name} {seconds / count * 1e6:.1f} µs" for name, seconds in zip(("ours", "Java's"), spent, strict=True)
     )
@@ -347,13 +321,13 @@ def adds(bench: Bench, protocol: str) -> Iterator[Figure | str]:
     arguments = (protocol, "add", amount, ENTRY_SIZE_BYTES, 3, 2, 2)
     for _ in range(bench.runs):
         with bench.apache(3, bench.storage) as theirs:
-            before = processor_seconds(theirs.bookies)
+            before = seconds_of(theirs.bookies)
             peer = bench.java_rate(theirs.metadata_uri, *arguments)
-            peer_seconds = processor_seconds(theirs.bookies) - before
+            peer_seconds = seconds_of(theirs.bookies) - before
         with bench.ours(3, bench.storage) as cluster, profile(bench, cluster.bookies[0]) as lines:
-            before = processor_seconds(cluster.bookies)
+            before = seconds_of(cluster.bookies)
             ours = bench.java_rate(cluster.metadata_uri, *arguments)
-            our_seconds = processor_seconds(cluster.bookies) - before
+            our_seconds = seconds_of(cluster.bookies) - before
         what = f"Java client adds to 3 bookies, {protocol}, E3 Wq2 Aq2, {amount}, {bench.storage}"
         yield Figure(what, ours["perSecond"], peer["perSecond"], "Apache bookies", rate=True)
         spent = [
@@ -376,14 +350,9 @@ def reads(bench: Bench) -> Iterator[Figure | str]:
                     yield f"    {peer.line}"
 
 
-def processor_seconds(bookies: Sequence[servers.Server]) -> float:
+def seconds_of(bookies: Sequence[servers.Server]) -> float:
     """User and system time of these processes so far."""
-    return sum(stat_seconds(Path(f"/proc/{bookie.pid}/stat")) for bookie in bookies)
-
-
-def stat_seconds(stat: Path) -> float:
-    fields = stat.read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return sum(processor_seconds(Path(f"/proc/{bookie.pid}")) for bookie in bookies)
 
 
 # --- what bounds ours -----------------------------------------------------------------------------------------------
@@ -424,7 +393,7 @@ def profile(bench: Bench, bookie: servers.Server) -> Iterator[list[str]]:
 
 def thread_seconds(bookie: servers.Server) -> dict[int, float]:
     """User and system time of each thread of a process so far, by its native id."""
-    return {int(task.name): stat_seconds(task / "stat") for task in Path(f"/proc/{bookie.pid}/task").iterdir()}
+    return {int(task.name): processor_seconds(task) for task in Path(f"/proc/{bookie.pid}/task").iterdir()}
 
 
 def profile_lines(raw: str, spent: Mapping[int, float]) -> list[str]:

@@ -15,11 +15,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import multiprocessing
-import os
 import random
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,7 +29,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from metadata import METADATA, SHELL, create_all, server_counts
+from measuring import SHELL, measured
+from metadata import METADATA, create_all, server_counts
 from run import full_speed_java, servers
 
 from bkctl.formats.metadata import BookieServiceInfo, Cookie, Fragment, LedgerMetadata, LedgerState
@@ -48,12 +46,12 @@ CREATES_MEASURED = 1_000
 
 
 class Result(NamedTuple):
-    """One command: wall-clock and processor seconds, peak resident memory, requests (None: not counted)."""
+    """One command: as `Run`, and its requests (None: not counted)."""
 
     seconds: float
     cpu_s: float
     rss_mib: float
-    requests: int | None
+    requests: int | None = None
 
 
 class Job(NamedTuple):
@@ -153,6 +151,8 @@ def child(uri: str, name: str, directory: str, statements: str) -> None:
 class Store(ABC):
     """A metadata store with clusters to measure."""
 
+    server: Any
+
     def __init__(self, directory: Path, java: servers.Java | None) -> None:
         self.directory = directory
         self.java = java
@@ -162,13 +162,14 @@ class Store(ABC):
     def start(self) -> None:
         """Start its server."""
 
-    @abstractmethod
     def new_uri(self) -> str:
         """Return the URI of a place without a cluster."""
+        uri: str = self.server.metadata_uri(self.server.new_root())
+        return uri
 
-    @abstractmethod
     def requests(self) -> int | None:
         """Return the number of requests until now, None if the server does not count them."""
+        return None
 
     def fill(self, cluster: Cluster, ledgers: Iterator[LedgerId]) -> None:
         """Create many ledgers, fast."""
@@ -182,9 +183,9 @@ class Store(ABC):
         """Return the commands of Apache's shell to run beside ours, by name."""
         return ()
 
-    @abstractmethod
     def stop(self) -> None:
         """Stop its server."""
+        self.server.kill()
 
 
 class ZooKeeper(Store):
@@ -193,9 +194,6 @@ class ZooKeeper(Store):
         with full_speed_java(heap_mb=8192):
             self.server = servers.ZooKeeperServer(self.java, self.directory / "zookeeper")
             self.server.start()
-
-    def new_uri(self) -> str:
-        return self.server.metadata_uri(self.server.new_root())
 
     def requests(self) -> int:
         return server_counts(self.server)["zk_packets_received"]
@@ -210,17 +208,11 @@ class ZooKeeper(Store):
             command = self.java.command(SHELL, "-conf", conf, "listledgers")
         return ("Apache: listledgers", command), ("Apache: listledgers -m", [*command, "-m"])
 
-    def stop(self) -> None:
-        self.server.kill()
-
 
 class Etcd(Store):
     def start(self) -> None:
         self.server = servers.EtcdServer(self.directory / "etcd", options=("--quota-backend-bytes", str(8 << 30)))
         self.server.start()
-
-    def new_uri(self) -> str:
-        return self.server.metadata_uri(self.server.new_root())
 
     def requests(self) -> int:
         with urllib.request.urlopen(f"http://{self.server.connect_string}/metrics", timeout=60) as answer:
@@ -228,24 +220,12 @@ class Etcd(Store):
         counts = re.findall(r"^grpc_server_msg_received_total\{.*\} (\S+)$", text, re.MULTILINE)
         return int(sum(map(float, counts)))
 
-    def stop(self) -> None:
-        self.server.kill()
-
 
 class HBase(Store):
     def start(self) -> None:
         with full_speed_java(heap_mb=2048):
             self.server = servers.HBaseServer(self.directory / "hbase")
             self.server.start()
-
-    def new_uri(self) -> str:
-        return self.server.metadata_uri(self.server.new_root())
-
-    def requests(self) -> None:
-        return None
-
-    def stop(self) -> None:
-        self.server.kill()
 
 
 class Sqlite(Store):
@@ -255,9 +235,6 @@ class Sqlite(Store):
     def new_uri(self) -> str:
         self._count += 1
         return f"sqlite://{self.directory}/metadata-{self._count}.db"
-
-    def requests(self) -> None:
-        return None
 
     def stop(self) -> None:
         pass
@@ -307,52 +284,20 @@ def make(store: Store, uri: str, shape: str, count: int) -> None:
 # --- measuring ------------------------------------------------------------------------------------------------------
 
 
-def measured(command: Sequence[str], directory: Path, exit_codes: Sequence[int]) -> Result:
-    with (directory / "output").open("wb") as output, (directory / "errors").open("wb") as errors:
-        start = time.perf_counter()
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors)
-        _, status, usage = os.wait4(process.pid, 0)
-        seconds = time.perf_counter() - start
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode not in exit_codes:
-        raise subprocess.CalledProcessError(process.returncode, command, stderr=(directory / "errors").read_text())
-    return Result(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024, None)
-
-
 def run_job(store: Store, uri: str, name: str) -> Result:
     statements = store.directory / "statements"
     before = store.requests()
-    result = measured(
-        [sys.executable, __file__, "--child", uri, name, str(store.directory), str(statements)],
-        store.directory, JOBS[name].exit_codes,
-    )  # fmt: skip
+    command = [sys.executable, __file__, "--child", uri, name, str(store.directory), str(statements)]
+    run = measured(command, store.directory, JOBS[name].exit_codes)
     after = store.requests()
     requests = int(statements.read_text()) if before is None or after is None else after - before
-    return result._replace(requests=requests)
-
-
-def apart(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function in a process of its own; returns its result.
-
-    The memory of this process would count for the commands that it starts, and one that has used gRPC cannot fork.
-    """
-    context = multiprocessing.get_context("fork")
-    receive, send = context.Pipe(duplex=False)
-    process = context.Process(target=lambda: send.send(function(*arguments)))
-    process.start()
-    send.close()
-    try:
-        return receive.recv()
-    except EOFError:
-        sys.exit(f"{function.__name__} failed")
-    finally:
-        process.join()
+    return Result(*run, requests)
 
 
 def measure(store: Store, uri: str, shape: str, count: int, names: Sequence[str]) -> dict[str, Result]:
     """Make a cluster of `count` ledgers, and run the jobs on it."""
     start = time.perf_counter()
-    apart(make, store, uri, shape, count)
+    make(store, uri, shape, count)
     print(f"# {count:,} ledgers made in {time.perf_counter() - start:.1f} s", file=sys.stderr)
     results = {}
     info = BookieServiceInfo((), {LEDGER_SCOPES_PROPERTY: "1"})
@@ -364,7 +309,7 @@ def measure(store: Store, uri: str, shape: str, count: int, names: Sequence[str]
             print(f"# {count:,} {name}: {results[name]}", file=sys.stderr)
     if shape == "scope0":
         for name, command in store.shell(uri):
-            results[name] = measured(command, store.directory, (0,))
+            results[name] = Result(*measured(command, store.directory))
             print(f"# {count:,} {name}: {results[name]}", file=sys.stderr)
     return results
 
@@ -414,7 +359,7 @@ def main() -> None:
             try:
                 for shape in arguments.shapes:
                     results = {
-                        count: apart(measure, store, store.new_uri(), shape, count, arguments.jobs)
+                        count: measure(store, store.new_uri(), shape, count, arguments.jobs)
                         for count in arguments.ledgers
                     }
                     title = f"{store_name}, {'scope 0' if shape == 'scope0' else 'one ledger a scope'}"

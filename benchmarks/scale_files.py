@@ -15,20 +15,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import multiprocessing
-import os
 import random
 import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from run import BKCTL, STORAGES
-from scale import measured
+from measuring import BKCTL, measured, processor_seconds
+from run import STORAGES
+from scale import ledgers_of
 from support.own_bookies import OwnBookie
 from support.servers import free_port
 
@@ -82,15 +81,6 @@ class Row(NamedTuple):
 # --- files ----------------------------------------------------------------------------------------------------------
 
 
-def ledgers_of(shape: str, count: int) -> Iterator[LedgerId]:
-    """Yield ledgers, ascending, of scope 0, or one a scope."""
-    if shape == "scope0":
-        yield from (LedgerId(0, number) for number in range(count))
-    else:
-        numbers = random.Random(count)
-        yield from sorted(LedgerId.from_value(numbers.getrandbits(128) | 1 << 64) for _ in range(count))
-
-
 def make(bookie: OwnBookie, uri: str, shape: str, count: int) -> None:
     """Fill the bookie's directories and the metadata store, without waiting for the disk."""
     StorageFile.sync = lambda self: None  # type: ignore[method-assign]
@@ -103,14 +93,15 @@ def make(bookie: OwnBookie, uri: str, shape: str, count: int) -> None:
     key = master_key(PASSWORD)
     with open_cluster(uri, create=True) as cluster:
         stamp_or_verify(config, bookie.bookie_id, cluster, Files())
-        waiting = ledgers_of(shape, count)
+        ledgers = sorted(ledgers_of(shape, count))
+        waiting = iter(ledgers)
         while batch := list(islice(waiting, 1000)):
             nodes = [(cluster.ledgers.prepare_restore(ledger), metadata, NEW) for ledger in batch]
             assert all(isinstance(result, int) for result in cluster.store.put_many(nodes))
     storage = open_ledger_storage(config, Files())
     storage.open()
     for entry_id in range(ENTRIES):
-        for number, ledger in enumerate(ledgers_of(shape, count), 1):
+        for number, ledger in enumerate(ledgers, 1):
             handle = storage.get(ledger)
             if handle is None:
                 handle = storage.load(ledger)
@@ -136,9 +127,9 @@ class Meter:
         self._at, self._cpu = time.perf_counter(), 0.0
 
     def row(self, began: float) -> Row:
-        fields = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()
-        cpu = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-        status = Path(f"/proc/{self._pid}/status").read_text()
+        process = Path(f"/proc/{self._pid}")
+        cpu = processor_seconds(process)
+        status = (process / "status").read_text()
         rss, peak = (int(re.search(rf"{name}:\s+(\d+)", status)[1]) / 1024 for name in ("VmRSS", "VmHWM"))  # type: ignore[index]
         spent, self._cpu = cpu - self._cpu, cpu
         return Row(time.perf_counter() - began, spent, rss, peak)
@@ -171,7 +162,7 @@ def measure_bookie(bookie: OwnBookie, uri: str, shape: str, count: int) -> dict[
         check=True, stdout=subprocess.DEVNULL,
     )  # fmt: skip
     rows["a round of garbage collection"] = meter.row(began)
-    chosen = random.Random(1).sample(list(ledgers_of(shape, count)), min(READ_LEDGERS, count))
+    chosen = random.Random(1).sample(sorted(ledgers_of(shape, count)), min(READ_LEDGERS, count))
     began = time.perf_counter()
     asyncio.run(read_some(uri, chosen))
     rows[f"reads of {READ_LEDGERS:,} ledgers"] = meter.row(began)
@@ -184,7 +175,7 @@ def measure_pipeline(bookie: OwnBookie, uri: str, directory: Path, *, spark: boo
     for name, words in JOBS.items():
         more = ["--master", "local[2]"] if spark else []
         command = [*BKCTL, "-u", uri, "pipeline", *words, str(bookie.directory), *more, "-o", "ndjson"]
-        found = measured(command, directory, (0,))
+        found = measured(command, directory)
         rows[f"{name}{' --master local[2]' if spark else ''}"] = Row(found.seconds, found.cpu_s, None, found.rss_mib)
     return rows
 

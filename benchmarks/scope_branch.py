@@ -13,7 +13,6 @@ import argparse
 import ast
 import inspect
 import random
-import sys
 import tempfile
 import textwrap
 import time
@@ -21,9 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-
-from support import servers
+from run import ENTRY_SIZE_BYTES, STORAGES, servers
 
 from bkctl.config import BookieConfig
 from bkctl.formats.entry import DigestManager, DigestType
@@ -31,8 +28,6 @@ from bkctl.formats.record import record_of
 from bkctl.ids import LedgerId
 from bkctl.storage.bookie_storage import BookieStorage
 
-STORAGES = {"sorted": servers.SORTED, "interleaved": servers.INTERLEAVED, "db": servers.DB}
-ENTRY_SIZE_BYTES = 1024
 COUNT = 20_000
 CUT = "scope 0, without the branches"
 
@@ -47,19 +42,14 @@ class WithoutScopes(ast.NodeTransformer):
     def _asks(test: ast.expr) -> bool:
         return ast.unparse(test) in ("ledger[0]", "handle.ledger[0]", "ledger.is_scoped", "handle.ledger.is_scoped")
 
-    def visit_If(self, node: ast.If) -> Any:
+    def _visit(self, node: ast.If | ast.IfExp) -> Any:
         self.generic_visit(node)
         if not self._asks(node.test):
             return node
         self.cut += 1
         return node.orelse or None
 
-    def visit_IfExp(self, node: ast.IfExp) -> Any:
-        self.generic_visit(node)
-        if not self._asks(node.test):
-            return node
-        self.cut += 1
-        return node.orelse
+    visit_If = visit_IfExp = _visit
 
 
 def without_scopes(method: Callable[..., Any]) -> tuple[Callable[..., Any], int]:

@@ -38,46 +38,22 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from files import write_entry_log
+from measuring import BKCTL
+
 from bkctl.files.entry_log import EntryLogReader
-from bkctl.formats.entry import DigestManager, DigestType
-from bkctl.formats.entry_log import HEADER_SIZE, write_header, write_ledgers_map
-from bkctl.formats.record import RECORD_SIZE
+from bkctl.formats.entry import DigestType
 from bkctl.ids import LedgerId
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-BKCTL = str(Path(sys.executable).with_name("bkctl"))
-LEDGERS = [LedgerId(0, number) for number in range(16)]
 PAYLOAD_SIZE_BYTES = 1024
 WARM_UP_MIB = 16
 SCANS = ("records", "payloads", "sums")
 #: The engines of `plan`; Spark has two executors.
 MASTERS = {"local": "", "spark": "local-cluster[2,1,2048]"}
 PARTS = ("speedup", "growth", "inventory", "plan")
-
-
-def write_log(path: Path, size_bytes: int) -> int:
-    """An entry log of that size with entries of 1 KiB, closed with its map; returns how many they are."""
-    managers = [DigestManager(ledger, DigestType.CRC32C) for ledger in LEDGERS]
-    sizes = dict.fromkeys(LEDGERS, 0)
-    payload = os.urandom(PAYLOAD_SIZE_BYTES)
-    count = position = 0
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb", buffering=1 << 20) as file:
-        position = file.write(write_header())
-        while position < size_bytes:
-            manager = managers[count % len(managers)]
-            entry_id = count // len(managers)
-            sealed = manager.seal(entry_id, entry_id - 1, (entry_id + 1) * PAYLOAD_SIZE_BYTES, payload)
-            size = len(sealed) + len(payload)
-            position += file.write(RECORD_SIZE.pack(size) + sealed + payload)
-            sizes[manager.ledger] += size + RECORD_SIZE.size
-            count += 1
-        file.write(b"".join(write_ledgers_map(sizes)))
-        file.seek(0)
-        file.write(write_header(1, position, len(LEDGERS)).ljust(HEADER_SIZE, b"\0"))
-    return count
 
 
 # --- in a process of its own: one Spark -------------------------------------------------------------------------------
@@ -349,7 +325,8 @@ class Bench:
         """A log of that size, alone in the directory of a bookie, and how many entries it has; made once."""
         path = self.directory / f"{mib}-mib" / "current" / f"{name}.log"
         if path not in self._counts:
-            self._counts[path] = write_log(path, mib << 20)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._counts[path] = write_entry_log(path, mib << 20, lambda _: PAYLOAD_SIZE_BYTES)
         # So that no measurement pays for the disk.
         with path.open("rb") as file:
             while file.read(1 << 22):
@@ -413,7 +390,7 @@ class Bench:
                 with EntryLogReader.open(path) as reader:
                     reader.scan_ledgers()
             single.append(time.perf_counter() - start)
-        command = [BKCTL, "pipeline", "inventory", "--by", "ledger", "-o", "ndjson", f"bookie={directory}"]
+        command = [*BKCTL, "pipeline", "inventory", "--by", "ledger", "-o", "ndjson", f"bookie={directory}"]
         engines = {"on this machine": [], "on Spark (--master local[*])": ["--master", "local[*]"]}
         whole: dict[str, float] = {}
         for engine, words in engines.items():

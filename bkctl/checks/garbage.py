@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported
 from bkctl.files.entry_log import EntryLogReader
@@ -17,10 +17,6 @@ from bkctl.files.listing import log_contents
 from bkctl.formats.entry_log import content_id_of
 from bkctl.ids import LedgerId
 from bkctl.model import LedgerLiveness, LivenessLookup
-
-#: Logs with a usage below these are compacted every hour (minor) or every day (major). Source: ServerConfiguration.
-MINOR_COMPACTION_THRESHOLD: Final = 0.2
-MAJOR_COMPACTION_THRESHOLD: Final = 0.8
 
 
 class Compaction(StrEnum):
@@ -34,10 +30,13 @@ class Compaction(StrEnum):
 
 
 class Thresholds(NamedTuple):
-    """The usage below which a log is compacted; 0 or less: never."""
+    """The usage below which a log is compacted every hour (minor) or every day (major); 0 or less: never.
 
-    minor: float = MINOR_COMPACTION_THRESHOLD
-    major: float = MAJOR_COMPACTION_THRESHOLD
+    Source: ServerConfiguration.
+    """
+
+    minor: float = 0.2
+    major: float = 0.8
 
 
 class LedgerUse(NamedTuple):

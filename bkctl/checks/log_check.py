@@ -7,15 +7,17 @@ DefaultEntryLogger.scanEntryLog, extractEntryLogMetadataFromIndex.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from bkctl.checks.digests import DigestChecker, DigestCounts, DigestMismatchAt
 from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported
 from bkctl.files.entry_log import EntryLogReader
+from bkctl.files.scan import ScanState
 from bkctl.formats.entry_log import content_id_of, log_id_of
 from bkctl.formats.names import SCOPED_DIRECTORY
 from bkctl.formats.record import NO_LEDGER, RecordType
@@ -27,19 +29,6 @@ MISMATCHES_MAX: Final = 1000
 #: Reads of the rest of a damaged log at most, as multiples of its size and in bytes.
 _READS_MAX: Final = 4
 _READS_MIN_BYTES: Final = 256 << 20
-
-
-class LogState(StrEnum):
-    """The state of an entry log; the values are the words of every output. Four are the values of LogEnd."""
-
-    END_OF_FILE = "endOfFile"
-    ZEROS = "zeros"
-    TORN = "torn"
-    DAMAGED = "damaged"
-    #: Allocated and still unwritten.
-    EMPTY = "empty"
-    #: Its header is unknown or unreadable.
-    UNREADABLE = "unreadable"
 
 
 class Salvage(NamedTuple):
@@ -70,7 +59,7 @@ class LogCheck:
     scoped: bool = False
     version: int | None = None
     size_bytes: int | None = None
-    state: LogState = LogState.UNREADABLE
+    state: ScanState = ScanState.UNREADABLE
     good_end: int | None = None
     entry_count: int = 0
     behind: Salvage = field(default_factory=Salvage)
@@ -139,7 +128,7 @@ def check_entry_log(
         with EntryLogReader.open(path) as reader:
             check.size_bytes = reader.size()
             if reader.header is None:
-                check.state, check.good_end = LogState.EMPTY, 0
+                check.state, check.good_end = ScanState.EMPTY, 0
                 return check
             check.version = reader.header.version
             _check_records(reader, check, checker, pace or Pace())
@@ -147,16 +136,13 @@ def check_entry_log(
     except NotFound:
         return None
     except BkctlError as error:
-        check.state, check.error = LogState.UNREADABLE, error
+        check.state, check.error = ScanState.UNREADABLE, error
     if checker is not None and before is not None:
         for mismatch in checker.late_findings():
             _keep(check, mismatch)
         after = checker.counts()
-        matched = {
-            digest_type: count - before.matched.get(digest_type, 0) for digest_type, count in after.matched.items()
-        }
         check.digests = DigestCounts(
-            {digest_type: count for digest_type, count in matched.items() if count},
+            dict(Counter(after.matched) - Counter(before.matched)),
             after.mismatched - before.mismatched,
             after.unprotected - before.unprotected,
             max(0, after.unknown - before.unknown),
@@ -172,7 +158,7 @@ def _keep(check: LogCheck, mismatch: DigestMismatchAt) -> None:
 
 def _check_records(reader: EntryLogReader, check: LogCheck, checker: DigestChecker | None, pace: Pace) -> None:
     """Read the log to its end: count, check digests, compare with the ledgers map, look behind damage."""
-    sizes: dict[tuple[int, int], int] = {}
+    sizes: Counter[tuple[int, int]] = Counter()
     map_at: int | None = None
     behind_map = position = 0
     try:
@@ -183,8 +169,7 @@ def _check_records(reader: EntryLogReader, check: LogCheck, checker: DigestCheck
                 continue
             check.entry_count += len(batch)
             behind_map += len(batch) if map_at is not None else 0
-            for key, size in batch.sizes_by_ledger().items():
-                sizes[key] = sizes.get(key, 0) + size
+            sizes.update(batch.sizes_by_ledger())
             if checker is not None:
                 for mismatch in checker.check_batch(batch, reader.name):
                     _keep(check, mismatch)
@@ -192,7 +177,7 @@ def _check_records(reader: EntryLogReader, check: LogCheck, checker: DigestCheck
             position = reader.position
     except (Corrupt, Unsupported) as error:
         check.error = error
-    check.good_end, check.state = reader.position, LogState(reader.end.value)
+    check.good_end, check.state = reader.position, reader.end
     if check.error is not None:
         check.behind = look_behind(reader, reader.position)
         return
@@ -238,7 +223,7 @@ def _compare(mapped: dict[LedgerId, int], counted: dict[LedgerId, int]) -> list[
 
 def _check_end(reader: EntryLogReader, check: LogCheck, *, is_newest: bool) -> None:
     """Note a cut tail that no bookie will complete."""
-    if check.state is not LogState.TORN:
+    if check.state is not ScanState.TORN:
         return
     size_bytes = max(0, reader.size() - reader.position)
     check.behind = Salvage(size_bytes)
@@ -276,12 +261,8 @@ def look_behind(reader: EntryLogReader, start: int) -> Salvage:
 def _count_on(reader: EntryLogReader, at: int) -> tuple[int, int, int]:
     """Return the entries that follow each other from byte `at`: their number, their bytes, and their end."""
     count = size = 0
-    stop = at
-    try:
+    with suppress(Corrupt, Unsupported):
         for batch in reader.batches(at, complete=False):
             count += len(batch)
             size += sum(batch.sizes) + 4 * len(batch)
-    except (Corrupt, Unsupported):
-        pass
-    stop = reader.position
-    return count, size, stop
+    return count, size, reader.position

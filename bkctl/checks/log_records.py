@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from bkctl.checks.digests import DigestChecker, DigestMismatchAt
 from bkctl.checks.findings import Finding, FindingKind
@@ -13,7 +13,7 @@ from bkctl.errors import BkctlError, EntryNotFound, NotFound
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.scan import RecordBatch
 from bkctl.formats.entry_log import unpack_location
-from bkctl.formats.record import Record, RecordType
+from bkctl.formats.record import RecordType
 from bkctl.ids import U64_MAX, LedgerId
 
 if TYPE_CHECKING:
@@ -28,18 +28,6 @@ _UNKNOWN_LEDGER: Final = U64_MAX
 def digest_reason(mismatch: DigestMismatchAt) -> str:
     """Return the reason of a finding about a digest."""
     return f"the entry does not match its {mismatch.digest_type.name} digest"
-
-
-class RecordProblem(NamedTuple):
-    """The contradiction between an index and the record that it points at."""
-
-    kind: FindingKind
-    path: Path
-    reason: str
-
-    def as_finding(self, ledger: LedgerId, entry_id: int, location: int) -> Finding:
-        """Return the finding about an entry of the index."""
-        return Finding(self.kind, ledger, entry_id, location, self.path, self.reason)
 
 
 class RecordLookup:
@@ -58,38 +46,39 @@ class RecordLookup:
         if self._reader is not None:
             self._reader.close()
 
-    def check(self, ledger: LedgerId, entry_id: int, location: int) -> tuple[RecordProblem | None, int]:
+    def check(self, ledger: LedgerId, entry_id: int, location: int) -> tuple[Finding | None, int]:
         """Compare the record at `location` with the entry that the index has there.
 
-        Returns the problem (None if the record is that entry) and the bytes read.
+        Returns the contradiction (None if the record is that entry) and the bytes read.
         """
+
+        def finding(kind: FindingKind, path: Path, reason: str) -> Finding:
+            return Finding(kind, ledger, entry_id, location, path, reason)
+
         log_id, offset = unpack_location(location)
         path = self._paths.get(log_id)
         missing = f"entry log {log_id} (0x{log_id:x}) does not exist"
         if path is None:
-            return RecordProblem(FindingKind.LOG_MISSING, self._logs.missing_path(log_id), missing), 0
+            return finding(FindingKind.LOG_MISSING, self._logs.missing_path(log_id), missing), 0
         try:
             record = self._open(log_id, path).entry_at(offset)
         except EntryNotFound:
-            return RecordProblem(FindingKind.NO_RECORD, path, "the log ends before"), 0
+            return finding(FindingKind.NO_RECORD, path, "the log ends before"), 0
         except NotFound:
-            return RecordProblem(FindingKind.LOG_MISSING, path, missing), 0
+            return finding(FindingKind.LOG_MISSING, path, missing), 0
         except BkctlError as error:
-            return RecordProblem(FindingKind.NO_RECORD, path, getattr(error, "problem", str(error))), 0
-        return self._problem(record, ledger, entry_id, path), record.record_size + 4
-
-    def _problem(self, record: Record, ledger: LedgerId, entry_id: int, path: Path) -> RecordProblem | None:
+            return finding(FindingKind.NO_RECORD, path, getattr(error, "problem", str(error))), 0
+        found: Finding | None = None
         if record.type is not RecordType.ENTRY:
-            return RecordProblem(FindingKind.WRONG_ENTRY, path, f"a record of type {record.type} is there")
-        if (record.ledger, record.entry_id) != (ledger, entry_id):
+            found = finding(FindingKind.WRONG_ENTRY, path, f"a record of type {record.type} is there")
+        elif (record.ledger, record.entry_id) != (ledger, entry_id):
             reason = f"entry {record.entry_id} of ledger {record.ledger} is there"
-            return RecordProblem(FindingKind.WRONG_ENTRY, path, reason)
-        if record.length is None:
-            reason = f"{record.record_size} bytes are too few for an entry"
-            return RecordProblem(FindingKind.NO_RECORD, path, reason)
-        if self._digests is not None and (mismatch := self._digests.check(record, str(path))) is not None:
-            return RecordProblem(FindingKind.DIGEST, path, digest_reason(mismatch))
-        return None
+            found = finding(FindingKind.WRONG_ENTRY, path, reason)
+        elif record.length is None:
+            found = finding(FindingKind.NO_RECORD, path, f"{record.record_size} bytes are too few for an entry")
+        elif self._digests is not None and (mismatch := self._digests.check(record, str(path))) is not None:
+            found = finding(FindingKind.DIGEST, path, digest_reason(mismatch))
+        return found, record.record_size + 4
 
     def _open(self, log_id: int, path: Path) -> EntryLogReader:
         if self._reader is None or self._log_id != log_id:

@@ -18,7 +18,7 @@ from bkctl.errors import BkctlError
 from bkctl.files.directories import BookieDirectories
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.index import BookieIndexes, LedgerIndex
-from bkctl.ids import U64_MAX, LedgerId
+from bkctl.ids import LedgerId
 
 #: Entries that are looked up together.
 RETRY_ENTRIES: Final = 4096
@@ -63,9 +63,9 @@ class Recheck:
         with BookieIndexes(self._directories) as indexes, RecordLookup(logs, self._digests) as records:
             for (ledger, entry_id), location in _current_locations(indexes, entries):
                 if location:
-                    problem, _ = records.check(ledger, entry_id, location & U64_MAX)
+                    problem, _ = records.check(ledger, entry_id, location)
                     if problem is not None:
-                        problems[ledger, entry_id] = problem.as_finding(ledger, entry_id, location)
+                        problems[ledger, entry_id] = problem
         return problems
 
     def _flushed(self, findings: dict[EntryKey, Finding]) -> dict[EntryKey, Finding]:

@@ -147,16 +147,6 @@ class BookieDirectories:
                 if file.kind in (FileKind.INDEX, FileKind.RELOCATION):
                     yield file
 
-    def index_of(self, ledger: LedgerId) -> BookieFile:
-        """Return the index file of `ledger`. Raises NotFound; UsageError if several directories have one."""
-        currents = dict.fromkeys(map(current_of, self.index_dirs))
-        paths = [path for current in currents if (path := current / index.index_path(ledger)).is_file()]
-        path = _only(paths, f"of ledger {ledger}", "index file", self.index_dirs)
-        found = describe(FileKind.INDEX, ledger, path, scoped=ledger.is_scoped)
-        if found is None:
-            raise NotFound(f"{path} does not exist")
-        return found
-
     def resolve_journal(self, text: str) -> Path:
         """Return the journal file that `text` names: decimal or hex id, `scoped/ID`, file name, or path.
 

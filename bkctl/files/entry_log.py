@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Sequence
-from enum import StrEnum
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 from bkctl.errors import BkctlError, Corrupt, CorruptRecord, EntryNotFound, Unsupported
-from bkctl.files.scan import ROW_SIZE_MAX, RecordBatch, take_entries
+from bkctl.files.scan import ROW_SIZE_MAX, RecordBatch, ScanState, record_start, take_entries
 from bkctl.files.windows import FileReader, WindowCursor
 from bkctl.formats.entry import HEADER_SIZE_V1, HEADER_SIZE_V2, OVERHEAD_SIZE_MAX, DigestType
 from bkctl.formats.entry_log import (
@@ -18,7 +18,6 @@ from bkctl.formats.entry_log import (
     HEADER_SIZE,
     LEDGERS_MAP_ITEMS_MAX,
     VERSION_SCOPED,
-    VERSION_WITHOUT_MAP,
     EntryLogHeader,
     is_ledgers_map,
     log_id_of,
@@ -43,29 +42,6 @@ _HINT: Final = "the records before it are undamaged"
 _PROOF_SIZE_BYTES_MAX: Final = 64 << 20
 _CANDIDATE_COST_BYTES: Final = 4096
 
-_HEAD_SIZE: Final = 45
-#: The common start of all entries: a size from 16 bytes to 256 MiB, then ids, LAC and length below plausible limits.
-_HEAD: Final = re.compile(
-    rb"(?!\x00{3}[\x00-\x0f])[\x00-\x0f].{3}(?:[\x00-\x7f].{7}|[\xa0-\xa4].{16})"
-    rb"(?P<numbers>\x00\x00.{6}(?:\x00\x00.{6}|\xff{8})\x00\x00.{6})",
-    re.DOTALL,
-)
-
-_Take = Callable[[bytes, int], tuple[Sequence[int], int]]
-
-
-class LogEnd(StrEnum):
-    """The reason why the records of an entry log end; the values are the words of every output."""
-
-    #: The file ends behind a whole record.
-    END_OF_FILE = "endOfFile"
-    #: Only zeros follow: space that was allocated ahead.
-    ZEROS = "zeros"
-    #: The last record is cut: the bookie stopped while it wrote, or still writes.
-    TORN = "torn"
-    #: The next bytes are not a record.
-    DAMAGED = "damaged"
-
 
 class EntryLogReader(FileReader):
     """One entry log file, written by the default or the direct I/O logger, header version 0 to 2.
@@ -73,12 +49,15 @@ class EntryLogReader(FileReader):
     `header` is None for an empty file: a log that is allocated but still unwritten. `log_id` comes from the file's name
     (None for another name). After a scan, `position` is the offset behind the last record and `end` the reason why it
     ended.
+
+    Raises NotFound, UsageError (a directory), CorruptRecord (not an entry log), TruncatedRecord (part of a header),
+    Unsupported (an unknown version).
     """
 
     def __init__(self, path: Path | str) -> None:
         super().__init__(path)
         self.position = HEADER_SIZE
-        self.end = LogEnd.END_OF_FILE
+        self.end = ScanState.END_OF_FILE
         try:
             start = self.read(0, HEADER_SIZE)
             self.header: EntryLogHeader | None = read_header(start, self.name) if start else None
@@ -86,15 +65,6 @@ class EntryLogReader(FileReader):
             self.close()
             raise
         self.log_id = log_id_of(self.path.name)
-
-    @classmethod
-    def open(cls, path: Path | str) -> EntryLogReader:
-        """Open an entry log file.
-
-        Raises NotFound, UsageError (a directory), CorruptRecord (not an entry log), TruncatedRecord (part of a header),
-        Unsupported (an unknown version).
-        """
-        return cls(path)
 
     def records(self, start: int = 0, end: int | None = None, *, special: bool = False) -> Iterator[Record]:
         """Yield the entries in file order whose size field is at byte `start` or later (0: all) and before `end`.
@@ -116,30 +86,39 @@ class EntryLogReader(FileReader):
         All records before damage are in the batches before the error. Without `complete` a log may end before the
         ledgers map that its header promises.
         """
-        version = 2 if self.header is not None and self.header.version == VERSION_SCOPED else 1
-        flat: Sequence[int] = ()
-
-        def take(window: bytes, begin: int) -> tuple[Sequence[int], int]:
-            nonlocal flat
-            begins, flat, stop = take_entries(window, begin, version)
-            return begins, stop
-
-        for window, at, begins, alone in self._runs(start, take, end, complete=complete):
-            if not alone:
-                batch = RecordBatch(window, at, begins, flat, version)
-            else:
-                begin = begins[0]
-                (size,) = RECORD_SIZE.unpack_from(window, begin)
-                if end is None or at + begin < end:
-                    record = read_record(window, begin + 4, size, at + begin, self.name)
-                    if not special and record.ledger is NO_LEDGER:
-                        continue
-                    batch = RecordBatch.of_record(record, window, begin)
-            if end is not None and at + begins[-1] >= end:
-                if at + begins[0] < end:
-                    yield from batch.before(end).parts()
+        if self.header is None:
+            return
+        version = 2 if self.header.version == VERSION_SCOPED else 1
+        cursor = WindowCursor(self.window, max(start, HEADER_SIZE))
+        self.end = ScanState.DAMAGED
+        while True:
+            self.position = cursor.offset
+            begins, fields, cursor.begin = take_entries(cursor.window, cursor.begin, version)
+            if begins:
+                self.position = cursor.offset
+                batch = RecordBatch(cursor.window, cursor.at, begins, fields, version)
+                yield from (batch if end is None else batch.before(end)).parts()
+            if end is not None and cursor.offset >= end:
                 return
-            yield from batch.parts()
+            if cursor.begin + 4 > cursor.limit:
+                if cursor.begin == 0:
+                    break
+                cursor.reload()
+                continue
+            stop = self._end_of_single(cursor)
+            if stop is None:
+                break
+            if stop:
+                window, begin = cursor.window, cursor.begin
+                record = read_record(window, begin + 4, stop - begin - 4, cursor.offset, self.name)
+                if special or record.ledger is not NO_LEDGER:
+                    yield RecordBatch.of_record(record, window, begin)
+                cursor.begin = stop
+                self.position = cursor.offset
+        if complete:
+            self._check_map_is_reached(self.header, cursor)
+        is_at_end = cursor.at >= self.size()
+        self.end = ScanState.TORN if cursor.limit else ScanState.END_OF_FILE if is_at_end else ScanState.ZEROS
 
     def entry_at(self, offset: int) -> Record:
         """Return the record of the entry at byte `offset`, the offset part of its location.
@@ -165,7 +144,7 @@ class EntryLogReader(FileReader):
         Raises CorruptRecord if the map contradicts itself or the header.
         """
         header = self.header
-        if header is None or header.version == VERSION_WITHOUT_MAP or header.ledgers_map_offset == 0:
+        if header is None or not header.has_map:
             return None
         if self._is_closed_empty(header) and self.size() == HEADER_SIZE:
             return {}
@@ -210,74 +189,30 @@ class EntryLogReader(FileReader):
         if at < HEADER_SIZE:
             return False
         entries = 0
-        try:
+        with suppress(Corrupt, Unsupported):
             for batch in self.batches(at, special=True, complete=False):
                 if batch.record is not None and batch.record.type is RecordType.LEDGERS_MAP:
                     return entries > 0
                 entries += len(batch)
-        except (Corrupt, Unsupported):
-            pass
         return False
 
     def _is_closed_empty(self, header: EntryLogHeader) -> bool:
         return header.ledgers_map_offset == HEADER_SIZE and header.ledgers_count == 0
 
-    def scan_ledgers(self, *, complete: bool = True) -> dict[LedgerId, int]:
-        """Return each ledger's bytes in this log (entries and their size fields), counted from the records.
+    def scan_ledgers(self, *, complete: bool = True) -> tuple[dict[LedgerId, int], BkctlError | None]:
+        """Return each ledger's bytes in this log (entries and their size fields), from its records, in id order.
 
-        Raises as `records` does, but without `complete` a log may end before its ledgers map.
+        The second value is the damage behind those records, None at the end of the log. Without `complete` a log may
+        end before its ledgers map.
         """
-        sums: dict[tuple[int, int], int] = {}
-        for batch in self.batches(complete=complete):
-            for key, size in batch.sizes_by_ledger().items():
-                sums[key] = sums.get(key, 0) + size
-        return {LedgerId(*key): size for key, size in sums.items()}
-
-    def ledgers(self) -> dict[LedgerId, int]:
-        """Return each ledger's bytes in this log: from a sound ledgers map, else by a scan, as Apache does."""
+        sums: Counter[tuple[int, int]] = Counter()
+        damage: BkctlError | None = None
         try:
-            sizes = self.ledgers_map()
-        except CorruptRecord:
-            return self.scan_ledgers(complete=False)
-        return self.scan_ledgers() if sizes is None else sizes
-
-    def _runs(
-        self, start: int, take: _Take, end: int | None = None, *, complete: bool = True
-    ) -> Iterator[tuple[bytes, int, Sequence[int], bool]]:
-        """Yield (window, its file offset, where records begin in it, is single) over the log from byte `start` on.
-
-        `take` returns the records of a window that belong together, and the byte of the next record: that record is
-        yielded as a single one, whatever it is. Ends at a record that begins at byte `end` or later. With `complete` a
-        log must reach the ledgers map that its header promises.
-        """
-        if self.header is None:
-            return
-        cursor = WindowCursor(self.window, max(start, HEADER_SIZE))
-        self.end = LogEnd.DAMAGED
-        while True:
-            self.position = cursor.offset
-            begins, cursor.begin = take(cursor.window, cursor.begin)
-            if begins:
-                self.position = cursor.offset
-                yield cursor.window, cursor.at, begins, False
-            if end is not None and cursor.offset >= end:
-                return
-            if cursor.begin + 4 > cursor.limit:
-                if cursor.begin == 0:
-                    break
-                cursor.reload()
-                continue
-            stop = self._end_of_single(cursor)
-            if stop is None:
-                break
-            if stop:
-                yield cursor.window, cursor.at, (cursor.begin,), True
-                cursor.begin = stop
-                self.position = cursor.offset
-        if complete:
-            self._check_map_is_reached(self.header, cursor)
-        is_at_end = cursor.at >= self.size()
-        self.end = LogEnd.TORN if cursor.limit else LogEnd.END_OF_FILE if is_at_end else LogEnd.ZEROS
+            for batch in self.batches(complete=complete):
+                sums.update(batch.sizes_by_ledger())
+        except (Corrupt, Unsupported) as error:
+            damage = error
+        return {LedgerId(*key): sums[key] for key in sorted(sums)}, damage
 
     def _end_of_single(self, cursor: WindowCursor) -> int | None:
         """Return where the record at the cursor ends in the window.
@@ -290,7 +225,7 @@ class EntryLogReader(FileReader):
             if stop <= cursor.limit and (cursor.begin == 0 or cursor.begin + ROW_SIZE_MAX <= cursor.limit):
                 self._check_size(cursor.offset, size)
                 return stop
-            # The record crosses the end of the window, or is too near to it for `take`.
+            # The record crosses the end of the window, or is too near to it for `take_entries`.
             if stop > cursor.limit:
                 self._check_size(cursor.offset, size)
             cursor.reload(4 + size)
@@ -310,7 +245,7 @@ class EntryLogReader(FileReader):
 
     def _check_map_is_reached(self, header: EntryLogHeader, cursor: WindowCursor) -> None:
         """Raise CorruptRecord if the records end before the ledgers map that the header promises."""
-        if header.version == VERSION_WITHOUT_MAP or self._is_closed_empty(header) or not header.ledgers_map_offset:
+        if not header.has_map or self._is_closed_empty(header):
             return
         if cursor.limit or cursor.at <= header.ledgers_map_offset:
             raise CorruptRecord(
@@ -336,17 +271,17 @@ class EntryLogReader(FileReader):
         """
         window, begin = b"", 0
         while budget > 0:
-            if begin + _HEAD_SIZE > len(window):
+            if begin + ROW_SIZE_MAX > len(window):
                 at, window = self.next_window(at + begin)
                 begin = 0
                 budget -= len(window)
                 if not window:
                     break
-            match = _HEAD.search(window, begin)
+            match = record_start(special=False).search(window, begin)
             if match is None:
                 if at + len(window) >= end:
                     break
-                begin = max(begin + 1, len(window) - _HEAD_SIZE + 1)
+                begin = max(begin + 1, len(window) - ROW_SIZE_MAX + 1)
                 continue
             begin = match.start()
             if at + begin >= end:
@@ -360,23 +295,23 @@ class EntryLogReader(FileReader):
     def _is_entry(self, at: int) -> bool:
         """Return True if a plausible entry begins at byte `at`, with a plausible record behind it."""
         try:
-            head = self.read(at, _HEAD_SIZE)
-            match = _HEAD.match(head)
+            head = self.read(at, ROW_SIZE_MAX)
+            match = record_start(special=False).match(head)
             if match is None:
                 return False
             (size,) = RECORD_SIZE.unpack_from(head)
             next_at = at + 4 + size
-            length = int.from_bytes(match["numbers"][-8:], "big")
+            length = int.from_bytes(match["entry"][-8:], "big")
             if not BODY_SIZE_MIN <= size <= RECORD_SIZE_BYTES_MAX or next_at > self.size():
                 return False
             if size - OVERHEAD_SIZE_MAX > length:
                 return False
-            behind = self.read(next_at, _HEAD_SIZE)
+            behind = self.read(next_at, ROW_SIZE_MAX)
         except Corrupt:  # The disk failed.
             return False
         if not behind.strip(b"\0") or behind[0] == DIRECT_PADDING_BYTE or behind[4:12] == b"\xff" * 8:
             return True
-        return _HEAD.match(behind) is not None
+        return record_start(special=False).match(behind) is not None
 
     def _check_size(self, at: int, size: int) -> None:
         rest = self.size() - at - 4

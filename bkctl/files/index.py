@@ -25,6 +25,7 @@ from bkctl.formats.entry_log import unpack_location
 from bkctl.formats.index import (
     HEADER_SIZE,
     SLOT_SIZE,
+    IndexHeader,
     LedgerData,
     index_path,
     ledger_of_index_path,
@@ -38,7 +39,6 @@ RELOCATION_SUFFIX: Final = ".rloc"
 
 _NEW_FILE_S: Final = 2.0
 _NEW_FILE_PAUSE_S: Final = 0.02
-_SLOTS_PER_READ: Final = 1024
 _SLOT: Final = Struct(">q")
 
 
@@ -46,6 +46,7 @@ class LedgerIndexReader(FileReader):
     """The index file of one ledger: `header` (master key, fenced, explicit LAC packet) and the locations of entries.
 
     `ledger` is the ledger of the file's place below `current`; None for a file elsewhere.
+    Raises NotFound, UsageError (a directory), CorruptRecord and TruncatedRecord (the header), Unsupported.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -68,51 +69,20 @@ class LedgerIndexReader(FileReader):
             start = self.read(0, HEADER_SIZE)
         return start
 
-    @classmethod
-    def open(cls, path: Path | str) -> LedgerIndexReader:
-        """Open an index file.
-
-        Raises NotFound, UsageError (a directory), CorruptRecord and TruncatedRecord (the header), Unsupported.
-        """
-        return cls(path)
-
     @property
     def slot_count(self) -> int:
         """Return the number of whole slots in the file, one for each entry id."""
         return max(0, self.size() - HEADER_SIZE) // SLOT_SIZE
 
-    def locations(
-        self, first: int = 0, last: int | None = None, *, skip_absent: bool = False
-    ) -> Iterator[tuple[int, int]]:
-        """Yield (entry id, location) in order for the entries `first` to `last` (None: to the file's end).
+    def locations(self) -> Iterator[tuple[int, int]]:
+        """Yield (entry id, location) of the present entries in order.
 
-        A location is the log id and the offset of the entry (`entry_log.unpack_location`); 0 marks a missing entry,
-        which `skip_absent` leaves out.
+        A location is the log id and the offset of the entry (`entry_log.unpack_location`).
         """
-        end = self.slot_count if last is None else min(self.slot_count, last + 1)
-        entry_id = max(first, 0)
-        while entry_id < end:
-            at = slot_offset(entry_id)
-            if skip_absent:
-                data = self.skip_hole(at)
-                if data is None:
-                    return
-                entry_id = max(entry_id, (data - HEADER_SIZE) // SLOT_SIZE)
-                at = slot_offset(entry_id)
-            window = self.window(at)
-            count = min(len(window) // SLOT_SIZE, end - entry_id)
-            if count == 0:
-                return
-            for base in range(0, count, _SLOTS_PER_READ):
-                slots = min(_SLOTS_PER_READ, count - base)
-                begin = base * SLOT_SIZE
-                page = window[begin : begin + slots * SLOT_SIZE]
-                if skip_absent and not page.strip(b"\0"):
-                    continue
-                for number, (location,) in enumerate(_SLOT.iter_unpack(page), entry_id + base):
-                    if location or not skip_absent:
-                        yield number, location
-            entry_id += count
+        for first, page in self.pages():
+            for entry_id, location in enumerate(page, first):
+                if location:
+                    yield entry_id, location
 
     def pages(self, first: int = 0, end: int | None = None) -> Iterator[tuple[int, array[int]]]:
         """Yield (first entry id, locations) in order, a window of slots at a time; skip holes of the file.
@@ -186,12 +156,11 @@ class Gap(NamedTuple):
 class LedgerIndex:
     """The index of one ledger. Use as a context manager. Created by `BookieIndexes`."""
 
-    ledger: LedgerId
-    #: The index file, or the directory of the locations database.
-    path: Path
-    fenced: bool
-    master_key: bytes
-    _explicit_lac_packet: bytes | None
+    def __init__(self, ledger: LedgerId, path: Path, facts: IndexHeader | LedgerData) -> None:
+        self.ledger = ledger
+        #: The index file, or the directory of the locations database.
+        self.path = path
+        self.fenced, self.master_key, self._explicit_lac_packet = facts.fenced, facts.master_key, facts.explicit_lac
 
     def locations(self) -> Iterator[EntryLocation]:
         """Yield the present entries, in order. Raises Corrupt."""
@@ -234,13 +203,10 @@ class LedgerIndex:
 class _FileIndex(LedgerIndex):
     def __init__(self, ledger: LedgerId, path: Path) -> None:
         self._reader = LedgerIndexReader.open(path)
-        self.ledger, self.path = ledger, path
-        header = self._reader.header
-        self.fenced, self.master_key, self._explicit_lac_packet = header.fenced, header.master_key, header.explicit_lac
+        super().__init__(ledger, path, self._reader.header)
 
     def locations(self) -> Iterator[EntryLocation]:
-        for entry_id, location in self._reader.locations(skip_absent=True):
-            yield EntryLocation(entry_id, location)
+        return map(EntryLocation._make, self._reader.locations())
 
     def location_of(self, entry_id: int) -> int:
         return self._reader.location_of(entry_id)
@@ -258,8 +224,8 @@ class _FileIndex(LedgerIndex):
 
 class _DatabaseIndex(LedgerIndex):
     def __init__(self, ledger: LedgerId, data: LedgerData, locations: LocationsDatabase) -> None:
-        self.ledger, self.path, self._locations = ledger, locations.path, locations
-        self.fenced, self.master_key, self._explicit_lac_packet = data.fenced, data.master_key, data.explicit_lac
+        super().__init__(ledger, locations.path, data)
+        self._locations = locations
 
     def locations(self) -> Iterator[EntryLocation]:
         for _, entry_id, location in self._locations.locations(self.ledger):

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from enum import StrEnum
-from functools import cache
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from struct import Struct
 from typing import Final, NamedTuple
 
 from bkctl.disk import SECTOR_SIZE_BYTES
 from bkctl.errors import BkctlError, Corrupt, CorruptRecord, Unsupported
-from bkctl.files.scan import ROW_SIZE_MAX, RecordBatch, ScannedFile, take_entries
+from bkctl.files.scan import ROW_SIZE_MAX, RecordBatch, ScannedFile, ScanState, record_start, take_entries
 from bkctl.files.windows import WINDOW_SIZE_BYTES, FileReader, WindowCursor
 from bkctl.formats.entry import OVERHEAD_SIZE_MAX
 from bkctl.formats.journal import (
@@ -52,37 +49,7 @@ _GAP_HINT: Final = (
     "a gap after a power failure"
 )
 
-_ROW_V1: Final = Struct(">iQqqq")
-_ROW_V2: Final = Struct(">iBQQqqq")
-_HEAD_SIZE: Final = _ROW_V2.size
-
 _PADDING_HEADER: Final = Struct(">ii")
-_Take = Callable[[bytes, int], tuple[Sequence[int], int]]
-
-
-@cache
-def _head_pattern() -> re.Pattern[bytes]:
-    """Return the common start of all records, to search behind damage: a size from 16 bytes to 256 MiB, ids below
-    plausible limits, an entry's LAC and length."""
-    return re.compile(
-        rb"(?!\x00{3}[\x00-\x0f])[\x00-\x0f].{3}"
-        rb"(?:[\x00-\x7f].{7}|[\xa0-\xa4].{16})"
-        rb"(?:(?P<entry>\x00\x00.{6}(?:\x00\x00.{6}|\xff{8})\x00\x00.{6})|\xff{6}[\x80\xc0\xe0\xf0]\x00)",
-        re.DOTALL,
-    )
-
-
-class JournalEnd(StrEnum):
-    """The reason why a journal's records end; the values are the words of every output."""
-
-    #: The file ends behind a whole record.
-    END_OF_FILE = "endOfFile"
-    #: Only zeros follow: space that was allocated ahead.
-    ZEROS = "zeros"
-    #: The header or the last group of records is incomplete: the bookie stopped before that group was synced.
-    TORN = "torn"
-    #: The next bytes are not a record, and a crash cannot explain them, or acknowledged records may follow.
-    DAMAGED = "damaged"
 
 
 class Behind(NamedTuple):
@@ -103,6 +70,7 @@ class JournalReader(FileReader):
 
     `version` is the file's; `journal_id` comes from its name (None for another name). `position` is the offset after
     the last record that was read, as a last mark has it. Once `records` or `batches` ended, `end` has the reason.
+    Raises NotFound, UsageError (a directory), Unsupported (an unknown version).
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -115,16 +83,11 @@ class JournalReader(FileReader):
         self.journal_id = journal_id_of(self.path.name)
         self.header_size = header_size(self.version)
         self.position = self.header_size
-        self.end = JournalEnd.DAMAGED
+        self.end = ScanState.DAMAGED
         #: Offsets of the scan's windows; each is between two records.
         self._window_starts: list[int] = []
         #: Start of the group that `_group_start` found last.
         self._known_group = self.header_size
-
-    @classmethod
-    def open(cls, path: Path | str) -> JournalReader:
-        """Open a journal file. Raises NotFound, UsageError (a directory), Unsupported (an unknown version)."""
-        return cls(path)
 
     def records(self, start: int = 0, *, padding: bool = False) -> Iterator[Record]:
         """Yield records in file order from byte `start` (0: just after the header), padding only if asked for.
@@ -151,37 +114,50 @@ class JournalReader(FileReader):
         skips_padding = self.version >= VERSION_PADDING and not padding
         source = ScannedFile.JOURNAL_OVER_PADDING if skips_padding else ScannedFile.JOURNAL
         has_scoped = self.version >= VERSION_SCOPED
-        flat: Sequence[int] = ()
-        format_version = 1
-
-        def take(window: bytes, begin: int) -> tuple[Sequence[int], int]:
-            nonlocal flat, format_version
+        self.position, self.end = max(start, self.header_size), ScanState.DAMAGED
+        self._window_starts.clear()
+        self._known_group = self.position
+        cursor = WindowCursor(self._still_window, self.position)
+        if self.size() < (self.header_size or HEADER.size):
+            # Too short for a record; maybe the first bytes of a header.
+            self.end = ScanState.TORN if self.size() else ScanState.END_OF_FILE
+            return
+        while True:
+            window, begin = cursor.window, cursor.begin
             format_version = 2 if has_scoped and window[begin + 4 : begin + 5] >= b"\x80" else 1
-            begins, flat, stop = take_entries(window, begin, format_version, source)
-            return begins, stop
-
-        for window, at, begins in self._runs(start, take):
-            if end is not None and at + begins[-1] >= end:
-                if len(flat) and at + begins[0] < end:
-                    yield from RecordBatch(window, at, begins, flat, format_version).before(end).parts()
-                return
-            if len(flat):
-                batch, flat = RecordBatch(window, at, begins, flat, format_version), ()
-                self.position = at + begins[-1] + 4 + batch.numbers("sizes")[-1]
+            begins, fields, cursor.begin = take_entries(window, begin, format_version, source)
+            if begins:
+                batch = RecordBatch(window, cursor.at, begins, fields, format_version)
+                if end is not None and cursor.at + begins[-1] >= end:
+                    yield from batch.before(end).parts()
+                    return
+                self.position = cursor.at + begins[-1] + 4 + batch.numbers("sizes")[-1]
                 yield from batch.parts()
+            self.position = cursor.offset
+            if cursor.begin + 4 > cursor.limit:
+                if cursor.begin == 0:
+                    self.end = ScanState.TORN if cursor.limit else ScanState.END_OF_FILE
+                    return
+                cursor.reload()
                 continue
-            begin = begins[0]
-            (size,) = RECORD_SIZE.unpack_from(window, begin)
-            if size == PADDING_MASK:
-                if padding:
-                    yield RecordBatch.of_record(self._padding(window, begin, at + begin), window, begin)
-                continue
-            self.position = at + begin
-            record = self._record(window, begin, size, at + begin)
-            if record is None:
+            stop = self._end_of_single(cursor)
+            if stop is None or (stop and end is not None and cursor.offset >= end):
                 return
-            self.position += 4 + size
-            yield RecordBatch.of_record(record, window, begin)
+            if not stop:
+                continue
+            window, begin = cursor.window, cursor.begin
+            (size,) = RECORD_SIZE.unpack_from(window, begin)
+            if size != PADDING_MASK:
+                record = self._record(window, begin, size, cursor.offset)
+                if record is None:
+                    return
+                self.position += 4 + size
+                yield RecordBatch.of_record(record, window, begin)
+            elif padding:
+                yield RecordBatch.of_record(self._padding(window, begin, cursor.offset), window, begin)
+            cursor.begin = stop
+            if stop > cursor.limit:
+                cursor.reload()
 
     def _to_incomplete_group(self, batches: Iterator[RecordBatch]) -> Iterator[RecordBatch]:
         """Yield `batches`; end without an error at an incomplete last group.
@@ -190,14 +166,14 @@ class JournalReader(FileReader):
         """
         try:
             yield from batches
-            if self.end is not JournalEnd.DAMAGED and self.version >= VERSION_PADDING:
+            if self.end is not ScanState.DAMAGED and self.version >= VERSION_PADDING:
                 self._check_last_group()
         except (CorruptRecord, Unsupported) as error:
             group = self._group_start(self.position)
             if self.version < VERSION_PADDING or not self._has_lost_field(group, self.position):
                 raise
             if self.find_later_group(group) is None:
-                self.end = JournalEnd.TORN
+                self.end = ScanState.TORN
                 return
             error.hint = _GAP_HINT
             raise
@@ -223,7 +199,7 @@ class JournalReader(FileReader):
         group = self._group_start(self.position)
         border = self.find_later_group(group) if group < self.position else None
         if border is not None:
-            self.end, self.position = JournalEnd.DAMAGED, group
+            self.end, self.position = ScanState.DAMAGED, group
             raise CorruptRecord(
                 f"Records that begin here overlap others, which begin at byte {border}",
                 offset=group, where=self.name, hint=_READ_ON_HINT,
@@ -323,7 +299,7 @@ class JournalReader(FileReader):
         """
         for begin in range(-at % SECTOR_SIZE_BYTES, len(window), SECTOR_SIZE_BYTES):
             border = at + begin
-            if border - SECTOR_SIZE_BYTES < start or not _head_pattern().match(window, begin):
+            if border - SECTOR_SIZE_BYTES < start or not record_start(special=True).match(window, begin):
                 continue
             (size,) = RECORD_SIZE.unpack_from(window, begin)
             if size <= self.size() - border - 4 and _ends_group(self.read(border - _TAIL_SIZE, _TAIL_SIZE)):
@@ -341,43 +317,9 @@ class JournalReader(FileReader):
         if record.format_version == 2 and self.version < VERSION_SCOPED:
             raise CorruptRecord(f"Scoped record in a journal of version {self.version}", offset=offset, where=self.name)
         if record.last_add_confirmed == 0 and not any(record.body) and self.next_data(offset + 4) is None:
-            self.end = JournalEnd.TORN
+            self.end = ScanState.TORN
             return None
         return record
-
-    def _runs(self, start: int, take: _Take) -> Iterator[tuple[bytes, int, Sequence[int]]]:
-        """Yield (window, its file offset, where records begin in it) over the journal from byte `start` on.
-
-        `take` returns the records of a window that belong together, and the byte of the next record: that record (or
-        padding) is yielded alone. Raises as `records` does, and sets `end` to the reason why the records end.
-        """
-        self.position, self.end = max(start, self.header_size), JournalEnd.DAMAGED
-        self._window_starts.clear()
-        self._known_group = self.position
-        cursor = WindowCursor(self._still_window, self.position)
-        if self.size() < (self.header_size or HEADER.size):
-            # Too short for a record; maybe the first bytes of a header.
-            self.end = JournalEnd.TORN if self.size() else JournalEnd.END_OF_FILE
-            return
-        while True:
-            begins, cursor.begin = take(cursor.window, cursor.begin)
-            if begins:
-                yield cursor.window, cursor.at, begins
-            self.position = cursor.offset
-            if cursor.begin + 4 > cursor.limit:
-                if cursor.begin == 0:
-                    self.end = JournalEnd.TORN if cursor.limit else JournalEnd.END_OF_FILE
-                    return
-                cursor.reload()
-                continue
-            stop = self._end_of_single(cursor)
-            if stop is None:
-                return
-            if stop:
-                yield cursor.window, cursor.at, (cursor.begin,)
-                cursor.begin = stop
-                if stop > cursor.limit:
-                    cursor.reload()
 
     def _end_of_single(self, cursor: WindowCursor) -> int | None:
         """Return where the record or padding at the cursor ends in the window.
@@ -389,18 +331,16 @@ class JournalReader(FileReader):
             stop: int = cursor.begin + 4 + size
             if stop <= cursor.limit and (cursor.begin == 0 or cursor.begin + ROW_SIZE_MAX <= cursor.limit):
                 return stop
-            # The record crosses the end of the window, or is too near to it for `take`.
-            is_torn = stop > cursor.limit and self._is_torn(cursor.offset, size)
-            if not is_torn:
+            # The record crosses the end of the window, or is too near to it for `take_entries`.
+            if stop <= cursor.limit or not self._is_torn(cursor.offset, size):
                 cursor.reload(4 + size)
-                is_torn = cursor.limit < 4 + size
-            if not is_torn:
-                return 0
-            self.end = JournalEnd.TORN
+                if cursor.limit >= 4 + size:
+                    return 0
+            self.end = ScanState.TORN
             return None
         if size == 0:
             if self._is_end(cursor.offset):
-                self.end = JournalEnd.ZEROS
+                self.end = ScanState.ZEROS
                 return None
             cursor.reload()
             return 0
@@ -416,7 +356,7 @@ class JournalReader(FileReader):
             stop = cursor.begin + PADDING_HEADER_SIZE + count
             if stop <= cursor.limit or cursor.at + stop <= self.size():
                 return stop
-        self.end = JournalEnd.TORN
+        self.end = ScanState.TORN
         return None
 
     def _still_window(self, at: int, needed: int = 0) -> bytes:
@@ -453,7 +393,7 @@ class JournalReader(FileReader):
         data_end, resumes_at = start, None
         at, begin, window = start, 0, b""
         while True:
-            if begin + _HEAD_SIZE > len(window):
+            if begin + ROW_SIZE_MAX > len(window):
                 at, begin = at + begin, 0
                 at, window = self.next_window(at)
                 filled = len(window.rstrip(b"\0"))
@@ -461,11 +401,11 @@ class JournalReader(FileReader):
                 if window and not filled and at + len(window) < self.size():
                     begin = len(window)
                     continue
-            match = _head_pattern().search(window, begin)
+            match = record_start(special=True).search(window, begin)
             if match is None:
                 if not window or at + len(window) >= self.size():
                     return Behind(data_end - start, record_count, entry_count, resumes_at)
-                begin = max(begin + 1, len(window) - _HEAD_SIZE + 1)
+                begin = max(begin + 1, len(window) - ROW_SIZE_MAX + 1)
                 continue
             begin = match.start()
             end, records, entries = self._chain(at + begin)
@@ -489,7 +429,7 @@ class JournalReader(FileReader):
         ended = False
         while True:
             try:
-                head = self.read(at, _HEAD_SIZE)
+                head = self.read(at, ROW_SIZE_MAX)
             except Corrupt:  # The disk failed.
                 break
             size = RECORD_SIZE.unpack_from(head)[0] if len(head) >= 4 else 0
@@ -500,7 +440,7 @@ class JournalReader(FileReader):
                 ended = True
                 at += PADDING_HEADER_SIZE + count
                 continue
-            match = _head_pattern().match(head)
+            match = record_start(special=True).match(head)
             if match is None or at + 4 + size > size_bytes:
                 if not ended:
                     rest = self.read(at, ALIGNMENT_DEFAULT)
@@ -524,9 +464,7 @@ class JournalReader(FileReader):
         # A client may have sent a wrong ledger length; then another record begins where this one ends.
         if rest >= size and (not contradiction or self._is_boundary(at + 4 + size)):
             return False
-        if contradiction or (
-            self.version >= VERSION_PADDING and self.find_later_group(self._group_start(at)) is not None
-        ):
+        if contradiction or not self.is_in_last_group(at):
             raise CorruptRecord(
                 f"Record has length {size}, {rest} bytes follow", offset=at, where=self.name, hint=_READ_ON_HINT
             )
@@ -534,7 +472,7 @@ class JournalReader(FileReader):
 
     def _is_boundary(self, at: int) -> bool:
         """Return True if a record may end before byte `at`: at a record, at padding, or at the file's end."""
-        head = self.read(at, _HEAD_SIZE)
+        head = self.read(at, ROW_SIZE_MAX)
         if len(head) < PADDING_HEADER_SIZE:
             return not any(head)
         size = int.from_bytes(head[:4], "big", signed=True)
@@ -544,7 +482,7 @@ class JournalReader(FileReader):
         if size == 0:
             is_flushed = self.version < VERSION_PADDING or at % ALIGNMENT_DEFAULT == 0
             return is_flushed and self.read(at - 1, 1) != b"\0" and self.next_data(at) is None
-        return _head_pattern().match(head) is not None and size <= self.size() - at - 4
+        return record_start(special=True).match(head) is not None and size <= self.size() - at - 4
 
     def _is_end(self, at: int) -> bool:
         """Return True if only zeros follow the size 0 at byte `at`; False if a bookie has since written there.

@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
 from bkctl.errors import BkctlError, Corrupt, CorruptRecord, NotFound, Unsupported
 from bkctl.files.directories import BookieDirectories, current_of
-from bkctl.files.journal import Behind, JournalEnd, JournalReader
+from bkctl.files.journal import Behind, JournalReader
 from bkctl.files.journals import JournalMark, LastMarks, journal_indexes, latest_marks
+from bkctl.files.scan import ScanState
 from bkctl.formats.journal import ALIGNMENT_DEFAULT, VERSION_PADDING, file_name, journal_id_of
 from bkctl.formats.names import SCOPED_DIRECTORY
 from bkctl.formats.record import RecordType
@@ -25,19 +25,6 @@ from bkctl.pace import Pace
 #: Larger gaps between ids are normal: bookies up to 4.1 named each journal by its time.
 _GAP_MAX: Final = 1000
 _REUSED_HINT: Final = "or the file was reused (journalReuseFiles), and the bytes behind are from its earlier use"
-
-
-class JournalState(StrEnum):
-    """The state of a journal; the values are the words of every output. The first four are the values of JournalEnd."""
-
-    END_OF_FILE = "endOfFile"
-    ZEROS = "zeros"
-    TORN = "torn"
-    DAMAGED = "damaged"
-    #: Of an unknown version, or with an unreadable header.
-    UNREADABLE = "unreadable"
-    #: Missing, although a mark or the neighbouring ids show that it must exist.
-    MISSING = "missing"
 
 
 @dataclass
@@ -54,7 +41,7 @@ class JournalCheck:
     scoped: bool = False
     version: int | None = None
     size_bytes: int | None = None
-    state: JournalState = JournalState.MISSING
+    state: ScanState = ScanState.MISSING
     good_end: int | None = None
     record_count: int = 0
     entry_count: int = 0
@@ -77,7 +64,7 @@ def check_journals(
     with suppress(NotFound):
         latest = latest_marks(directories)
     for damaged, error in latest.damaged:
-        yield JournalCheck(damaged, None, state=JournalState.UNREADABLE, problem=_problem(error), error=error)
+        yield JournalCheck(damaged, None, state=ScanState.UNREADABLE, problem=_problem(error), error=error)
     marked = [(path, mark) for mark in latest.marks if (path := _marked_file(directories, mark)) is not None]
     by_directory: dict[Path, list[Path]] = {}
     for path in [*chosen, *(path for path, _ in marked if files is None)]:
@@ -153,14 +140,14 @@ def check_journal(path: Path, marks: Iterable[int] = (), *, pace: Pace | None = 
                         borders.add(reader.position)
             except (Corrupt, Unsupported) as error:
                 check.error = error
-            check.good_end, check.state = reader.position, JournalState(reader.end.value)
+            check.good_end, check.state = reader.position, reader.end
             borders.add(reader.position)
             if check.error is not None:
                 check.problem = _problem(check.error)
                 check.behind = reader.look_behind(reader.position)
                 if reader.version >= VERSION_PADDING and reader.position % ALIGNMENT_DEFAULT == 0 < check.record_count:
                     check.problem += f"; {_REUSED_HINT}"
-            elif reader.end is JournalEnd.TORN:
+            elif reader.end is ScanState.TORN:
                 check.behind = Behind(max(0, check.size_bytes - reader.position))
             for offset in sorted(wanted):
                 check.mark = offset
@@ -170,7 +157,7 @@ def check_journal(path: Path, marks: Iterable[int] = (), *, pace: Pace | None = 
     except NotFound:
         return None
     except BkctlError as error:
-        check.state, check.error, check.problem = JournalState.UNREADABLE, error, _problem(error)
+        check.state, check.error, check.problem = ScanState.UNREADABLE, error, _problem(error)
         check.mark = next(iter(wanted), None)
     return check
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from enum import StrEnum
 from typing import NamedTuple
 
-from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported
+from bkctl.errors import BkctlError, Corrupt, NotFound
 from bkctl.files.directories import BookieDirectories, BookieFile
 from bkctl.files.entry_log import EntryLogReader
-from bkctl.formats.entry_log import VERSION_WITHOUT_MAP, compaction_of
+from bkctl.formats.entry_log import compaction_of
 from bkctl.ids import LedgerId
 
 
@@ -69,12 +68,8 @@ def entry_log_summaries(directories: BookieDirectories) -> Iterator[EntryLogSumm
         elif header is None:
             state = LogStage.EMPTY
         else:
-            closed = header.ledgers_map_offset and header.version != VERSION_WITHOUT_MAP
-            state = LogStage.CLOSED if closed else LogStage.OPEN
-        if header is not None and header.ledgers_map_offset and header.version != VERSION_WITHOUT_MAP:
-            counts: tuple[int | None, int | None] = header.ledgers_map_offset, header.ledgers_count
-        else:
-            counts = None, None
+            state = LogStage.CLOSED if header.has_map else LogStage.OPEN
+        counts = (header.ledgers_map_offset, header.ledgers_count) if header and header.has_map else (None, None)
         yield EntryLogSummary(file, None if header is None else header.version, state, *counts)
 
 
@@ -103,21 +98,9 @@ def log_contents(reader: EntryLogReader) -> LogContents:
     """
     damage: BkctlError | None = None
     try:
-        sizes = reader.ledgers_map()
+        if (mapped := reader.ledgers_map()) is not None:
+            return LogContents(dict(sorted(mapped.items())), from_map=True)
     except Corrupt as error:
-        sizes, damage = None, error
-    if sizes is not None:
-        return LogContents({ledger: sizes[ledger] for ledger in sorted(sizes)}, from_map=True)
-    try:
-        sizes = reader.scan_ledgers(complete=damage is None)
-    except (Corrupt, Unsupported) as error:
-        return LogContents(_sizes_before_damage(reader), from_map=False, complete=False, error=error)
-    return LogContents({ledger: sizes[ledger] for ledger in sorted(sizes)}, from_map=False, error=damage)
-
-
-def _sizes_before_damage(reader: EntryLogReader) -> dict[LedgerId, int]:
-    sizes: dict[LedgerId, int] = {}
-    with suppress(Corrupt, Unsupported):
-        for record in reader.records():
-            sizes[record.ledger] = sizes.get(record.ledger, 0) + record.record_size + 4
-    return {ledger: sizes[ledger] for ledger in sorted(sizes)}
+        damage = error
+    sizes, scan_damage = reader.scan_ledgers(complete=damage is None)
+    return LogContents(sizes, from_map=False, complete=scan_damage is None, error=scan_damage or damage)

@@ -7,11 +7,13 @@ Source: LedgerMetadataIndex, EntryLocationIndex; BP-35.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
+from itertools import groupby, islice
+from operator import itemgetter
 from typing import Any
 
-from bkctl.files.rocksdb_database import BATCH_OPERATIONS, Database
+from bkctl.files.rocksdb_database import BATCH_OPERATIONS, Database, new_batch
 from bkctl.formats.index import (
     STORAGE_FLAGS_KEY,
     LedgerData,
@@ -38,26 +40,21 @@ class LedgersDatabase(Database):
         If a ledger has two keys (Apache's rebuild leaves keys of 16 bytes in scope 0), the later one counts, as in
         Apache's bookie.
         """
-        pending: tuple[LedgerId, bytes] | None = None
-        for key, value in self.items(b"" if first is None else ledger_key(first, scoped=self.scoped)):
-            ledger = read_ledger_key(key, self._name, scoped=self.scoped)
-            if ledger is None:
-                continue
-            if pending is not None and pending[0] != ledger:
-                yield pending[0], self._parse(*pending)
-            pending = ledger, value
-        if pending is not None:
-            yield pending[0], self._parse(*pending)
+        for ledger, items in groupby(self._ledger_items(first), itemgetter(0)):
+            ((_, value),) = deque(items, maxlen=1)
+            yield ledger, self._parse(ledger, value)
 
     def ledger_ids(self, first: LedgerId | None = None, end: LedgerId | None = None) -> Iterator[LedgerId]:
         """Yield the ids of the ledgers from `first` on and before `end`, in order. Raises Corrupt."""
-        last: LedgerId | None = None
-        begin = b"" if first is None else ledger_key(first, scoped=self.scoped)
-        for key, _ in self.items(begin, None if end is None else ledger_key(end, scoped=self.scoped)):
+        for ledger, _ in groupby(self._ledger_items(first, end), itemgetter(0)):
+            yield ledger
+
+    def _ledger_items(self, first: LedgerId | None, end: LedgerId | None = None) -> Iterator[tuple[LedgerId, bytes]]:
+        begin, stop = (None if ledger is None else ledger_key(ledger, scoped=self.scoped) for ledger in (first, end))
+        for key, value in self.items(begin or b"", stop):
             ledger = read_ledger_key(key, self._name, scoped=self.scoped)
-            if ledger is not None and ledger != last:
-                yield ledger
-                last = ledger
+            if ledger is not None:
+                yield ledger, value
 
     def get(self, ledger: LedgerId) -> LedgerData | None:
         """Return the data of a ledger; None if the database lacks the ledger. Raises Corrupt."""
@@ -75,11 +72,12 @@ class LedgersDatabase(Database):
     @staticmethod
     def batch_of(changes: Mapping[LedgerId, LedgerData], deleted: Iterable[LedgerId]) -> Any:
         """Return a batch for `write` that removes the `deleted` ledgers, then puts the `changes`."""
-        from rocksdict import WriteBatch
-
-        batch = WriteBatch(raw_mode=True)
+        batch = new_batch()
         for ledger in deleted:
-            _delete_ledger(batch, ledger)
+            key = ledger_key(ledger)
+            batch.delete(key)
+            if not ledger.is_scoped:
+                batch.delete(key + bytes(8))
         for ledger, data in changes.items():
             _put_ledger(batch, ledger, data)
         return batch
@@ -93,11 +91,6 @@ class LedgersDatabase(Database):
         """Write the storage flags."""
         self._batch().put(STORAGE_FLAGS_KEY, write_storage_flags(flags))
 
-    def delete(self, ledger: LedgerId) -> None:
-        """Remove a ledger."""
-        assert ledger.is_scoped == self.scoped, f"ledger {ledger} is kept elsewhere"
-        _delete_ledger(self._batch(), ledger)
-
     def _parse(self, ledger: LedgerId, value: bytes) -> LedgerData:
         return LedgerData.parse(value, f"ledger {ledger} in {self.path}")
 
@@ -107,19 +100,11 @@ class LocationsDatabase(Database):
 
     _is_for_locations = True
 
-    def locations(
-        self, ledger: LedgerId | None = None, first: int = 0, last: int | None = None
-    ) -> Iterator[tuple[LedgerId, int, int]]:
-        """Yield (ledger, entry id, location) in order: of all ledgers, or the entries `first` to `last` of one.
-
-        Raises Corrupt.
-        """
-        if ledger is None:
-            items = self.items()
-        elif ledger.is_scoped != self.scoped:
+    def locations(self, ledger: LedgerId | None = None) -> Iterator[tuple[LedgerId, int, int]]:
+        """Yield (ledger, entry id, location) in order, of all ledgers or of one. Raises Corrupt."""
+        if ledger is not None and ledger.is_scoped != self.scoped:
             return
-        else:
-            items = self.items(location_key(ledger, max(first, 0)), self._end(ledger, last))
+        items = self.items() if ledger is None else self.items(*_keys_of(ledger))
         name, scoped = self._name, self.scoped
         for key, value in items:
             found, entry_id = read_location_key(key, name, scoped=scoped)
@@ -141,7 +126,7 @@ class LocationsDatabase(Database):
 
     def batches_of(self, ledger: LedgerId, *, count: int = BATCH_OPERATIONS) -> Iterator[list[tuple[bytes, bytes]]]:
         """Yield the items of one ledger, in lists of at most `count`."""
-        return self.batches(location_key(ledger, 0, scoped=self.scoped), self._end(ledger, None), count=count)
+        return self.batches(*_keys_of(ledger), count=count)
 
     def get(self, ledger: LedgerId, entry_id: int, *, cached: bool = False) -> int:
         """Return the location of an entry; 0 if it is missing, or with `cached` not in memory. Raises Corrupt."""
@@ -154,17 +139,15 @@ class LocationsDatabase(Database):
         """Return the highest entry id of a ledger; -1 without entries. Raises Corrupt."""
         if ledger.is_scoped != self.scoped:
             return -1
-        found = self.last_item(location_key(ledger, 0), _after(ledger_key(ledger)))
+        found = self.last_item(*_keys_of(ledger))
         return -1 if found is None else read_location_key(found[0], self._name, scoped=self.scoped)[1]
 
     @staticmethod
     def batch_without(deleted: Iterable[LedgerId]) -> Any:
         """Return a batch for `write` that removes all entries of the `deleted` ledgers; callers may add puts to it."""
-        from rocksdict import WriteBatch
-
-        batch = WriteBatch(raw_mode=True)
+        batch = new_batch()
         for ledger in deleted:
-            batch.delete_range(location_key(ledger, 0), _after(ledger_key(ledger)))
+            batch.delete_range(*_keys_of(ledger))
         return batch
 
     def put(self, ledger: LedgerId, entry_id: int, location: int) -> None:
@@ -183,10 +166,10 @@ class LocationsDatabase(Database):
             count += len(batch)
         return count
 
-    def _end(self, ledger: LedgerId, last: int | None) -> bytes:
-        if last is None or last + 1 >= 1 << 63:
-            return _after(ledger_key(ledger, scoped=self.scoped))
-        return location_key(ledger, last + 1, scoped=self.scoped)
+
+def _keys_of(ledger: LedgerId) -> tuple[bytes, bytes]:
+    """Return the first key of a ledger's entries, and the first key behind them."""
+    return location_key(ledger, 0), _after(ledger_key(ledger))
 
 
 def _put_ledger(batch: Any, ledger: LedgerId, data: LedgerData) -> None:
@@ -194,13 +177,6 @@ def _put_ledger(batch: Any, ledger: LedgerId, data: LedgerData) -> None:
     batch.put(key, data.serialize())
     if not ledger.is_scoped:
         batch.delete(key + bytes(8))  # Apache's rebuild leaves this key, which would win.
-
-
-def _delete_ledger(batch: Any, ledger: LedgerId) -> None:
-    key = ledger_key(ledger)
-    batch.delete(key)
-    if not ledger.is_scoped:
-        batch.delete(key + bytes(8))
 
 
 def _after(key: bytes) -> bytes:

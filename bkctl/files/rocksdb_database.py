@@ -31,6 +31,13 @@ _OPEN_PAUSE_S: Final = 0.05
 _BINDING_FILE: Final = "rocksdict-config.json"
 
 
+def new_batch() -> Any:
+    """Return an empty batch for `Database.write`."""
+    from rocksdict import WriteBatch
+
+    return WriteBatch(raw_mode=True)
+
+
 class Database:
     """A RocksDB in the directory `path`; `scoped` if its keys are of scoped ledgers. Use as a context manager."""
 
@@ -269,9 +276,7 @@ class Database:
 
     def _batch(self) -> Any:
         if self._pending is None:
-            from rocksdict import WriteBatch
-
-            self._pending = WriteBatch(raw_mode=True)
+            self._pending = new_batch()
         elif len(self._pending) >= BATCH_OPERATIONS:
             self._write_pending()
             return self._batch()

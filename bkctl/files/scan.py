@@ -7,8 +7,11 @@ DefaultEntryLogger.scanEntryLog.
 
 from __future__ import annotations
 
+import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from enum import IntEnum
+from enum import IntEnum, StrEnum
+from functools import cache
 from struct import Struct
 from typing import Final, cast
 
@@ -40,6 +43,42 @@ _PLACES: Final = {"sizes": 0, "entry_ids": -3, "last_add_confirmed": -2, "length
 _new_ledger = LedgerId._make
 
 
+@cache
+def record_start(*, special: bool) -> re.Pattern[bytes]:
+    """Return the common start of all entries (with `special`, of all records), to search behind damage.
+
+    A size from 16 bytes to 256 MiB, ids below plausible limits, and for entries LAC and length (group `entry`).
+    """
+    return re.compile(
+        rb"(?!\x00{3}[\x00-\x0f])[\x00-\x0f].{3}(?:[\x00-\x7f].{7}|[\xa0-\xa4].{16})"
+        rb"(?:(?P<entry>\x00\x00.{6}(?:\x00\x00.{6}|\xff{8})\x00\x00.{6})"
+        + (rb"|\xff{6}[\x80\xc0\xe0\xf0]\x00)" if special else b")"),
+        re.DOTALL,
+    )
+
+
+class ScanState(StrEnum):
+    """The state of a journal or an entry log; the values are the words of every output.
+
+    The first four are reasons why the records end, as a reader's `end` has it.
+    """
+
+    #: The file ends behind a whole record.
+    END_OF_FILE = "endOfFile"
+    #: Only zeros follow: space that was allocated ahead.
+    ZEROS = "zeros"
+    #: The last record, or the last group of a journal, is cut: the bookie stopped while it wrote, or still writes.
+    TORN = "torn"
+    #: The next bytes are not a record, and a crash cannot explain them, or acknowledged records may follow.
+    DAMAGED = "damaged"
+    #: An entry log that is allocated and still unwritten.
+    EMPTY = "empty"
+    #: Of an unknown version, or with an unreadable header.
+    UNREADABLE = "unreadable"
+    #: A journal is missing, although a mark or the neighbouring ids show that it must exist.
+    MISSING = "missing"
+
+
 class ScannedFile(IntEnum):
     """The kind of file that a scan reads, as `_scan` numbers them."""
 
@@ -56,20 +95,25 @@ class RecordBatch:
     short for its header) comes in a batch of its own; its `last_add_confirmed` and `lengths` are None if it has none,
     as in the Record of `EntryLogReader.records`.
 
+    `window` is the part of the file that has these records, `window_offset` its file offset; `begins` are the offsets
+    of the size fields in it. `fields` are the fields of all records in a row, as `take_entries` returns them (a
+    memoryview of int64 if the compiled loop built it), empty for a single `record`.
+
     `offsets` are the file offsets of the size fields (an entry's location is 4 more), `sizes` the size fields,
     `format_version` is 1 or 2 for all records. `scope_ids` and `ledger_ids` are unsigned; `ledgers` has both as
     LedgerId.
     """
 
-    __slots__ = ("_at", "_begins", "_columns", "_flat", "_ledgers", "_record", "_width", "_window", "format_version")
+    __slots__ = ("_columns", "_ledgers", "_width", "begins", "fields", "format_version", "record", "window",
+                 "window_offset")  # fmt: skip
 
     def __init__(
-        self, window: bytes, at: int, begins: Sequence[int], flat: Sequence[int], format_version: int,
+        self, window: bytes, window_offset: int, begins: Sequence[int], fields: Sequence[int], format_version: int,
         record: Record | None = None,
     ) -> None:  # fmt: skip
-        self._window, self._at, self._begins, self._flat = window, at, begins, flat
+        self.window, self.window_offset, self.begins, self.fields = window, window_offset, begins, fields
         self._width = 5 if format_version == 1 else 7
-        self._record = record
+        self.record = record
         self._columns: dict[str, list[int]] = {}
         self._ledgers: list[LedgerId] | None = None
         self.format_version = format_version
@@ -80,46 +124,18 @@ class RecordBatch:
         return cls(window, record.offset - begin, [begin], (), record.format_version, record)
 
     def __len__(self) -> int:
-        return len(self._begins)
-
-    @property
-    def window(self) -> bytes:
-        """Return the part of the file that has these records."""
-        return self._window
-
-    @property
-    def window_offset(self) -> int:
-        """Return the file offset of `window`."""
-        return self._at
-
-    @property
-    def begins(self) -> Sequence[int]:
-        """Return the offsets of the size fields in `window`."""
-        return self._begins
-
-    @property
-    def fields(self) -> Sequence[int]:
-        """Return the fields of all records in a row, as `take_entries` does; empty for a single `record`.
-
-        A memoryview of int64 if the compiled loop built it.
-        """
-        return self._flat
-
-    @property
-    def record(self) -> Record | None:
-        """Return the record of a batch without plain entries; None if all are plain entries."""
-        return self._record
+        return len(self.begins)
 
     @property
     def types(self) -> list[RecordType] | None:
         """Return the records' types; None if all are entries with a whole header."""
-        return None if self._record is None else [self._record.type]
+        return None if self.record is None else [self.record.type]
 
     @property
     def offsets(self) -> list[int]:
         """Return the file offsets of the size fields."""
-        at = self._at
-        return self._column("offsets", lambda: [at + begin for begin in self._begins])
+        at = self.window_offset
+        return self._column("offsets", lambda: [at + begin for begin in self.begins])
 
     @property
     def sizes(self) -> list[int]:
@@ -143,7 +159,7 @@ class RecordBatch:
         """Return the ledger of each record; NO_LEDGER for a record without one."""
         if self._ledgers is None:
             ids = self.ledger_ids
-            if self.format_version == 1 and self._record is None:
+            if self.format_version == 1 and self.record is None:
                 by_id = {ledger_id: _new_ledger((0, ledger_id)) for ledger_id in set(ids)}
                 self._ledgers = list(map(by_id.__getitem__, ids))
             else:
@@ -160,14 +176,14 @@ class RecordBatch:
     @property
     def last_add_confirmed(self) -> list[int] | list[None]:
         """Return each entry's last add confirmed; None for a record without it."""
-        if self._record is not None and self._record.last_add_confirmed is None:
+        if self.record is not None and self.record.last_add_confirmed is None:
             return [None]
         return self._field("lacs", self._width - 2, lambda record: record.last_add_confirmed or 0)
 
     @property
     def lengths(self) -> list[int] | list[None]:
         """Return the ledger's length after each entry, in payload bytes, as the entry has it; None without it."""
-        if self._record is not None and self._record.length is None:
+        if self.record is not None and self.record.length is None:
             return [None]
         return self._field("lengths", self._width - 1, lambda record: record.length or 0)
 
@@ -176,25 +192,25 @@ class RecordBatch:
 
         A memoryview of int64 where that costs less than a list.
         """
-        flat = self._flat
-        if self._record is not None or not isinstance(flat, memoryview):
+        flat = self.fields
+        if self.record is not None or not isinstance(flat, memoryview):
             return cast("Sequence[int]", getattr(self, name))
         return flat[_PLACES[name] % self._width :: self._width]
 
     @property
     def digest_types(self) -> list[DigestType | None]:
         """Return the digest type in each record; None for all in format version 1."""
-        if self._record is not None:
-            return [self._record.digest_type]
+        if self.record is not None:
+            return [self.record.digest_type]
         if self.format_version == 1:
             return [None] * len(self)
-        window = self._window
-        return [digest_of_flags(window[begin + 4]) for begin in self._begins]
+        window = self.window
+        return [digest_of_flags(window[begin + 4]) for begin in self.begins]
 
     def payload_sizes(self, digest_type: DigestType | None = None) -> list[int | None] | None:
         """Return each record's payload size as Record.payload_size does; None if it is None for all."""
-        if self._record is not None:
-            return [self._record.payload_size(digest_type)]
+        if self.record is not None:
+            return [self.record.payload_size(digest_type)]
         if self.format_version == 1:
             if digest_type is None:
                 return None
@@ -204,16 +220,16 @@ class RecordBatch:
             0xA0: HEADER_SIZE_V2,
             **{0xA0 | digest_type: HEADER_SIZE_V2 + digest_type.code_length for digest_type in DigestType},
         }
-        needed = map(overheads.__getitem__, self._flat[1 :: self._width])
+        needed = map(overheads.__getitem__, self.fields[1 :: self._width])
         return [size - over if size >= over else None for size, over in zip(self.sizes, needed, strict=True)]
 
     def records(self) -> Iterator[Record]:
         """Return the records as Record objects."""
-        if self._record is not None:
-            yield self._record
+        if self.record is not None:
+            yield self.record
             return
-        window, at = self._window, self._at
-        for begin, size in zip(self._begins, self.sizes, strict=True):
+        window, at = self.window, self.window_offset
+        for begin, size in zip(self.begins, self.sizes, strict=True):
             yield read_record(window, begin + 4, size, at + begin)
 
     def select(
@@ -225,7 +241,7 @@ class RecordBatch:
             scope_id = ledger.scope_id
             ids, wanted = self.ledger_ids, ledger.ledger_id
             chosen = [index for index in chosen if ids[index] == wanted]
-        if scope_id is not None and (self.format_version == 2 or scope_id != 0 or self._record is not None):
+        if scope_id is not None and (self.format_version == 2 or scope_id != 0 or self.record is not None):
             scopes = self.scope_ids
             chosen = [index for index in chosen if scopes[index] == scope_id]
         if entry_id is not None:
@@ -234,26 +250,21 @@ class RecordBatch:
         chosen = list(chosen)
         if len(chosen) == len(self):
             return self
-        begins, flat, width = self._begins, self._flat, self._width
+        begins, flat, width = self.begins, self.fields, self._width
         rows = [value for index in chosen for value in flat[index * width : (index + 1) * width]]
         return RecordBatch(
-            self._window, self._at, [begins[index] for index in chosen], rows, self.format_version, self._record
+            self.window, self.window_offset, [begins[index] for index in chosen], rows, self.format_version, self.record
         )
-
-    def body(self, index: int) -> bytes:
-        """Return record `index` without its size field."""
-        begin = self._begins[index] + 4
-        return self._window[begin : begin + self.sizes[index]]
 
     def bodies(self) -> list[bytes]:
         """Return all records without their size fields."""
-        window = self._window
-        return [window[at + 4 : at + 4 + size] for at, size in zip(self._begins, self.sizes, strict=True)]
+        window = self.window
+        return [window[at + 4 : at + 4 + size] for at, size in zip(self.begins, self.sizes, strict=True)]
 
     def sizes_by_ledger(self) -> dict[tuple[int, int], int]:
         """Return (scope id, ledger id) → bytes of its records in the batch, size fields included."""
-        if compiled is not None and isinstance(self._flat, memoryview) and self._record is None:
-            return compiled.sizes_by_ledger(self._flat, self.format_version)
+        if compiled is not None and isinstance(self.fields, memoryview) and self.record is None:
+            return compiled.sizes_by_ledger(self.fields, self.format_version)
         sums: dict[tuple[int, int], int] = {}
         if self.format_version == 1:
             by_id: dict[int, int] = {}
@@ -267,34 +278,32 @@ class RecordBatch:
 
     def before(self, end: int) -> RecordBatch:
         """Return the records that begin before file offset `end`."""
-        from bisect import bisect_left
-
-        return self.first(bisect_left(self._begins, end - self._at))
+        return self.first(bisect_left(self.begins, end - self.window_offset))
 
     def first(self, count: int) -> RecordBatch:
         """Return the first `count` records."""
-        return self if count >= len(self) else self.part(0, count)
+        return self._part(0, count)
 
     def parts(self) -> list[RecordBatch]:
-        """Return the records as batches of at most BATCH_ROWS_MAX."""
-        count = len(self)
-        if count <= BATCH_ROWS_MAX:
-            return [self]
-        return [self.part(first, first + BATCH_ROWS_MAX) for first in range(0, count, BATCH_ROWS_MAX)]
+        """Return the records as batches of at most BATCH_ROWS_MAX; none without records."""
+        return [self._part(first, first + BATCH_ROWS_MAX) for first in range(0, len(self), BATCH_ROWS_MAX)]
 
-    def part(self, first: int, last: int) -> RecordBatch:
-        """Return the records from index `first` on and before `last`."""
-        flat = self._flat[first * self._width : last * self._width]
-        return RecordBatch(self._window, self._at, self._begins[first:last], flat, self.format_version, self._record)
+    def _part(self, first: int, last: int) -> RecordBatch:
+        if first == 0 and last >= len(self):
+            return self
+        fields = self.fields[first * self._width : last * self._width]
+        return RecordBatch(
+            self.window, self.window_offset, self.begins[first:last], fields, self.format_version, self.record
+        )
 
     def _field(self, name: str, place: int, of_record: Callable[[Record], int]) -> list[int]:
-        record = self._record
+        record = self.record
         if record is not None:
             return [of_record(record)]
         return self._column(name, lambda: self._values(place))
 
     def _values(self, place: int) -> list[int]:
-        flat = self._flat
+        flat = self.fields
         values = (
             flat[place :: self._width].tolist() if isinstance(flat, memoryview) else list(flat[place :: self._width])
         )

@@ -46,6 +46,11 @@ class FileReader:
                 f"{name} is a directory, a file is needed" if stat.S_ISDIR(mode) else f"{name} is not a regular file"
             )
 
+    @classmethod
+    def open(cls, path: Path | str) -> Self:
+        """Open a file, as the constructor does."""
+        return cls(path)
+
     def __enter__(self) -> Self:
         return self
 

@@ -99,12 +99,6 @@ class EntryHeader(NamedTuple):
     digest_type: DigestType | None
     size: int
 
-    def payload_offset(self, digest_type: DigestType | None = None) -> int | None:
-        """Return the bytes before the payload; None for V1 without the ledger's `digest_type`."""
-        if self.format_version == 2:
-            return self.size + (0 if self.digest_type is None else self.digest_type.code_length)
-        return None if digest_type is None else self.size + digest_type.code_length
-
 
 class LacHeader(NamedTuple):
     """The header before a LAC packet's digest; `size` is 16 (V1) or 25 (V2) bytes."""

@@ -52,6 +52,11 @@ class EntryLogHeader(NamedTuple):
     ledgers_map_offset: Annotated[int, "q"] = 0
     ledgers_count: Annotated[int, "i"] = 0
 
+    @property
+    def has_map(self) -> bool:
+        """Return True if the log was closed with a ledgers map."""
+        return self.ledgers_map_offset != 0 and self.version != VERSION_WITHOUT_MAP
+
 
 HEADER: Final = Layout(EntryLogHeader, size=HEADER_SIZE)
 _MAP_ITEM_V1: Final = Struct(">Qq")

@@ -209,10 +209,7 @@ def location_key(ledger: LedgerId, entry_id: int, *, scoped: bool | None = None)
 
 def location_keys(runs: Sequence[tuple[LedgerId, int]], entry_ids: array[int], *, scoped: bool) -> list[bytes]:
     """Return the keys of many entries: `runs` has the number of `entry_ids` of each ledger, in order."""
-    ids = entry_ids[:]
-    if sys.byteorder == "little":
-        ids.byteswap()
-    tails = ids.tobytes()
+    tails = _big_endian(entry_ids)
     keys: list[bytes] = []
     begin = 0
     for ledger, count in runs:
@@ -226,11 +223,15 @@ def location_keys(runs: Sequence[tuple[LedgerId, int]], entry_ids: array[int], *
 
 def location_values(locations: array[int]) -> list[bytes]:
     """Return the values of many entries."""
-    values = locations[:]
-    if sys.byteorder == "little":
-        values.byteswap()
-    data = values.tobytes()
+    data = _big_endian(locations)
     return [data[at : at + _LONG.size] for at in range(0, len(data), _LONG.size)]
+
+
+def _big_endian(numbers: array[int]) -> bytes:
+    swapped = numbers[:]
+    if sys.byteorder == "little":
+        swapped.byteswap()
+    return swapped.tobytes()
 
 
 def read_ledger_key(key: bytes, where: str = "", *, scoped: bool = False) -> LedgerId | None:

@@ -21,6 +21,7 @@ from bkctl.formats.record import (
     FENCE_ENTRY_ID,
     LEDGER_KEY_ENTRY_ID,
     RECORD_SIZE,
+    record_of,
     write_ids,
 )
 from bkctl.ids import LedgerId
@@ -30,9 +31,7 @@ VERSION_MIN: Final = 1
 #: The versions that a bookie writes without scoped ledgers, and with them.
 VERSION_CURRENT: Final = 6
 VERSION_SCOPED: Final = 7
-#: The first versions that may hold each kind of record.
-VERSION_LEDGER_KEY: Final = 3
-VERSION_FENCE: Final = 4
+#: The first versions that may hold padding, and explicit LACs.
 VERSION_PADDING: Final = 5
 VERSION_EXPLICIT_LAC: Final = 6
 
@@ -81,11 +80,6 @@ def read_header(start: Buffer, where: str = "") -> int:
     return version
 
 
-def write_record(body: bytes) -> bytes:
-    """Return a record: the size, then `body`."""
-    return RECORD_SIZE.pack(len(body)) + body
-
-
 def write_padding(position: int, alignment: int = ALIGNMENT_DEFAULT, *, always: bool = False) -> bytes:
     """Return the record that pads a file of `position` bytes to a multiple of `alignment`; empty if it is one.
 
@@ -104,17 +98,17 @@ def write_padding(position: int, alignment: int = ALIGNMENT_DEFAULT, *, always: 
 
 def ledger_key_record(ledger: LedgerId, master_key: bytes) -> bytes:
     """Return the record of a ledger's master key, which precedes its first entry; 44 bytes in scope 0, else 53."""
-    return write_record(write_ids(ledger, LEDGER_KEY_ENTRY_ID) + RECORD_SIZE.pack(len(master_key)) + master_key)
+    return record_of(write_ids(ledger, LEDGER_KEY_ENTRY_ID) + RECORD_SIZE.pack(len(master_key)) + master_key)
 
 
 def fence_record(ledger: LedgerId) -> bytes:
     """Return the record that fences a ledger; 20 bytes in scope 0, else 29."""
-    return write_record(write_ids(ledger, FENCE_ENTRY_ID))
+    return record_of(write_ids(ledger, FENCE_ENTRY_ID))
 
 
 def explicit_lac_record(ledger: LedgerId, packet: bytes) -> bytes:
     """Return the record that keeps a ledger's explicit LAC; `packet` is the whole LAC packet."""
-    return write_record(write_ids(ledger, EXPLICIT_LAC_ENTRY_ID) + RECORD_SIZE.pack(len(packet)) + packet)
+    return record_of(write_ids(ledger, EXPLICIT_LAC_ENTRY_ID) + RECORD_SIZE.pack(len(packet)) + packet)
 
 
 def file_name(journal_id: int) -> str:

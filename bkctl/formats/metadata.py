@@ -190,9 +190,7 @@ class LedgerMetadata:
         return "\n".join(lines).encode()
 
     def _to_message(self, closed: bool) -> LedgerMetadataFormat:
-        from bkctl.formats.data_formats_pb2 import LedgerMetadataFormat
-
-        message = LedgerMetadataFormat(
+        message = _metadata_format()(
             quorumSize=self.write_quorum_size,
             ensembleSize=self.ensemble_size,
             length=self.length if closed else 0,
@@ -303,11 +301,9 @@ def _check_no_unknown_digest_type(message: LedgerMetadataFormat, at: str) -> Non
     """Refuse an unknown digest type: protobuf drops unknown numbers, so it would pass for an absent one."""
     from google.protobuf.unknown_fields import UnknownFieldSet
 
-    from bkctl.formats.data_formats_pb2 import LedgerMetadataFormat
-
     unknown = UnknownFieldSet(message)
     for index in range(len(unknown)):
-        if unknown[index].field_number == LedgerMetadataFormat.DIGESTTYPE_FIELD_NUMBER:
+        if unknown[index].field_number == message.DIGESTTYPE_FIELD_NUMBER:
             raise Unsupported(f"{at}Ledger metadata names the unknown digest type {unknown[index].data}")
 
 

@@ -125,7 +125,14 @@ class Record(NamedTuple):
 
         Raises CorruptRecord when its length field does not fit.
         """
-        return special_payload(self.body, self.offset)
+        body, offset = self.body, self.offset
+        at = IDS_V1.size if body[:1] < b"\x80" else IDS_V2.size
+        if len(body) < at + 4:
+            raise CorruptRecord(f"Record of {len(body)} bytes ends before its key or packet", offset=offset)
+        (size,) = RECORD_SIZE.unpack_from(body, at)
+        if not 0 <= size <= len(body) - at - 4:
+            raise CorruptRecord(f"Record says {size} bytes of key or packet", offset=offset)
+        return body[at + 4 : at + 4 + size]
 
 
 _new_record = tuple.__new__
@@ -180,20 +187,6 @@ def write_ids(ledger: LedgerId, entry_id: int) -> bytes:
     if ledger.is_scoped:
         return IDS_V2.pack(0xA0, ledger.scope_id, ledger.ledger_id, entry_id)
     return IDS_V1.pack(ledger.ledger_id, entry_id)
-
-
-def special_payload(body: bytes, offset: int = 0, where: str = "") -> bytes:
-    """Return the master key in a ledgerKey record, or the LAC packet in an explicitLac record.
-
-    `offset` is the record's, for messages. Raises CorruptRecord when the length field does not fit the record.
-    """
-    at = IDS_V1.size if body[:1] < b"\x80" else IDS_V2.size
-    if len(body) < at + 4:
-        raise CorruptRecord(f"Record of {len(body)} bytes ends before its key or packet", offset=offset, where=where)
-    (size,) = RECORD_SIZE.unpack_from(body, at)
-    if not 0 <= size <= len(body) - at - 4:
-        raise CorruptRecord(f"Record says {size} bytes of key or packet", offset=offset, where=where)
-    return body[at + 4 : at + 4 + size]
 
 
 def contradicts_size(start: bytes, size: int) -> bool:

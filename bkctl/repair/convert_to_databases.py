@@ -106,7 +106,7 @@ class DatabaseConverter(IndexConverter):
         for ledger, path in self.paths.items():
             home = self._number_of(ledger)
             with LedgerIndexReader.open(path) as reader:
-                for entry_id, location in reader.locations(skip_absent=True):
+                for entry_id, location in reader.locations():
                     log_id = unpack_location(location)[0]
                     number = numbers.get((ledger.is_scoped, log_id), home)
                     if number != home:
@@ -128,7 +128,7 @@ class DatabaseConverter(IndexConverter):
             with LedgerIndexReader.open(path) as reader:
                 header = reader.header
                 data = LedgerData(True, header.fenced, header.master_key, header.explicit_lac)
-                yield IndexedLedger(ledger, number, data, self.count(number, reader.locations(skip_absent=True)))
+                yield IndexedLedger(ledger, number, data, self.count(number, reader.locations()))
 
     def clear(self) -> None:
         for storage in self.storages:

@@ -138,7 +138,7 @@ class IndexFileConverter(IndexConverter):
             return None
         header = reader.header
         data = LedgerData(True, header.fenced, header.master_key, header.explicit_lac)
-        return data, reader.locations(skip_absent=True)
+        return data, reader.locations()
 
     def swap(self, stamp: str) -> None:
         for row, storage in zip(self.result.directories, self.storages, strict=True):

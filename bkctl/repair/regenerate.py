@@ -191,7 +191,7 @@ class _RegenerationRun:
         try:
             with LedgerIndexReader.open(path) as reader:
                 header = reader.header
-                row.entries_before = sum(1 for _ in reader.locations(skip_absent=True))
+                row.entries_before = sum(1 for _ in reader.locations())
         except (Corrupt, TruncatedRecord, Unsupported) as error:
             self.result.findings.notes.append(str(error))
             return None
@@ -242,13 +242,13 @@ class _RegenerationRun:
     def _count(self, row: RegeneratedIndex) -> None:
         current = self._layout.index_dirs[self._number_of(row.path)]
         with LedgerIndexReader.open(self._building(current) / index_path(row.ledger)) as reader:
-            row.entries = sum(1 for _ in reader.locations(skip_absent=True))
+            row.entries = sum(1 for _ in reader.locations())
             row.last_entry_id = reader.last_entry_id
 
     def _save(self, row: RegeneratedIndex, damaged: DamagedLogs) -> None:
         """Copy entries behind damage from the old index."""
         with LedgerIndexReader.open(self._old[row.ledger]) as old:
-            for entry_id, location in old.locations(skip_absent=True):
+            for entry_id, location in old.locations():
                 is_there = self._builder is not None and self._builder.location(row.ledger, entry_id)
                 if not is_there and damaged.has(row.ledger, entry_id, location):
                     self._put(row, [(entry_id, location)])

@@ -18,7 +18,8 @@ from google_crc32c import value as _crc32c
 from bkctl.config import BookieConfig
 from bkctl.disk import SECTOR_SIZE_BYTES
 from bkctl.errors import BkctlError, Corrupt, CorruptRecord, TruncatedRecord, Unsupported
-from bkctl.files.journal import JournalEnd, JournalReader
+from bkctl.files.journal import JournalReader
+from bkctl.files.scan import ScanState
 from bkctl.formats import journal as journal_formats
 from bkctl.formats.entry import ENTRY_V1, MASTER_KEY_SIZE, read_entry_header, read_lac_header
 from bkctl.formats.journal import LogMark, file_name
@@ -253,7 +254,7 @@ class JournalReplay:
 
 def _log_incomplete_group(reader: JournalReader) -> None:
     """Log which bytes of a journal were not replayed because their group was never synced."""
-    if reader.end is JournalEnd.TORN:
+    if reader.end is ScanState.TORN:
         log.warning(
             "%s: dropped what follows byte %d, up to byte %d: a crash left the last group of records incomplete, "
             "and nothing in it was acknowledged", reader.name, reader.position, reader.size(),

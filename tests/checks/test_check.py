@@ -27,6 +27,7 @@ from bkctl.formats import entry_log, index, journal
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.entry_log import pack_location
 from bkctl.formats.index import LedgerData, index_path, location_key, slot_offset, write_location
+from bkctl.formats.record import record_of
 from bkctl.ids import LedgerId
 
 KEY = b"k" * 20
@@ -122,7 +123,7 @@ class Bookie:
             (self.current / index_path(ledger)).unlink()
             return
         with LedgersDatabase.edit(self.current / "ledgers") as ledgers:
-            ledgers.delete(ledger)
+            ledgers.write(ledgers.batch_of({}, [ledger]))
         with LocationsDatabase.edit(self.current / "locations") as locations:
             locations.write(LocationsDatabase.batch_without([ledger]))
 
@@ -319,7 +320,7 @@ def test_locations_without_their_ledger_are_a_note(tmp_path: Path) -> None:
     bookie.log(0, [(PLAIN, 0), (PLAIN, 1)])
     bookie.write_index()
     with LedgersDatabase.edit(bookie.current / "ledgers") as ledgers:
-        ledgers.delete(PLAIN)
+        ledgers.write(ledgers.batch_of({}, [PLAIN]))
     findings, _ = bookie.check()
     assert kinds(findings)[0] == (FindingKind.NO_LEDGER, PLAIN, None)
     assert "2 locations" in findings[0].reason
@@ -379,7 +380,7 @@ def test_an_unreadable_log_is_a_finding(bookie: Bookie, obstacle: str, monkeypat
 def test_entries_that_a_restart_would_replay_count_as_not_flushed(bookie: Bookie) -> None:
     bookie.log(2, [(PLAIN, 10), (PLAIN, 11), (SCOPED, 10)])
     records = b"".join(
-        journal.write_record(DigestManager(ledger, DigestType.CRC32C).seal(entry_id, -1, 0, b""))
+        record_of(DigestManager(ledger, DigestType.CRC32C).seal(entry_id, -1, 0, b""))
         for ledger, entry_id in ((PLAIN, 10), (PLAIN, 11), (PLAIN, 12))
     )
     start = len(journal.write_header(6))

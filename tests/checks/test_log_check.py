@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from support import golden
 
 from bkctl.checks.digests import DigestChecker
-from bkctl.checks.log_check import LogState, Salvage, check_entry_log, check_entry_logs, look_behind
+from bkctl.checks.log_check import Salvage, check_entry_log, check_entry_logs, look_behind
 from bkctl.errors import Corrupt, Unsupported
 from bkctl.files.entry_log import EntryLogReader
+from bkctl.files.scan import ScanState
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.entry_log import write_header, write_ledgers_map
 from bkctl.ids import LedgerId
@@ -61,7 +62,7 @@ def verify(tmp_path: Path):
 def test_a_sound_log(verify, ledgers, closed) -> None:
     data, _ = log(ledgers, closed=closed)
     check = verify(data)
-    assert (check.log_id, check.version, check.state) == (0x1F, 2 if ledgers == SCOPED else 1, LogState.END_OF_FILE)
+    assert (check.log_id, check.version, check.state) == (0x1F, 2 if ledgers == SCOPED else 1, ScanState.END_OF_FILE)
     assert (check.entry_count, check.good_end, check.size_bytes) == (COUNT, len(data), len(data))
     assert (check.behind, check.problem, check.finding_count, check.error) == (Salvage(), None, 0, None)
     assert check.digests is not None
@@ -72,13 +73,13 @@ def test_a_sound_log(verify, ledgers, closed) -> None:
 def test_zeros_behind_the_records_are_space_allocated_ahead(verify) -> None:
     data, _ = log(closed=False)
     check = verify(data + bytes(9000))
-    assert (check.state, check.good_end, check.problem) == (LogState.ZEROS, len(data), None)
+    assert (check.state, check.good_end, check.problem) == (ScanState.ZEROS, len(data), None)
 
 
 def test_an_allocated_log_is_empty_and_another_file_unreadable(verify) -> None:
-    assert (verify(b"").state, verify(b"").problem) == (LogState.EMPTY, None)
+    assert (verify(b"").state, verify(b"").problem) == (ScanState.EMPTY, None)
     check = verify(b"BKLO")
-    assert (check.state, check.good_end) == (LogState.UNREADABLE, None)
+    assert (check.state, check.good_end) == (ScanState.UNREADABLE, None)
     assert isinstance(check.error, Corrupt)
     assert isinstance(verify(b"BKLO\0\0\0\x09" + bytes(1016)).error, Unsupported)
 
@@ -88,10 +89,10 @@ def test_a_torn_tail_is_a_finding_only_where_newer_logs_follow(verify, keep) -> 
     data, offsets = log(closed=False)
     cut = data[: offsets[-1] + keep]
     check = verify(cut)
-    assert (check.state, check.good_end, check.entry_count) == (LogState.TORN, offsets[-1], COUNT - 1)
+    assert (check.state, check.good_end, check.entry_count) == (ScanState.TORN, offsets[-1], COUNT - 1)
     assert (check.behind, check.finding_count, check.error) == (Salvage(keep), 0, None)
     older = verify(cut, is_newest=False)
-    assert (older.state, older.finding_count) == (LogState.TORN, 1)
+    assert (older.state, older.finding_count) == (ScanState.TORN, 1)
     assert f"byte {offsets[-1]}, {keep} bytes of it are here" in str(older.problem)
 
 
@@ -112,7 +113,7 @@ def test_a_size_beyond_the_end_is_damage_if_records_follow(verify, ledger, numbe
     at = 1024 + number * len(records[0])
     struct.pack_into(">i", data, at, 1 << 27)
     check = verify(data)
-    assert (check.state, check.good_end, check.entry_count) == (LogState.DAMAGED, at, number)
+    assert (check.state, check.good_end, check.entry_count) == (ScanState.DAMAGED, at, number)
     assert f"length {1 << 27}" in str(check.problem)
     assert (check.behind.resumes_at, check.behind.entry_count) == (at + len(records[0]), COUNT - number - 1)
 
@@ -127,15 +128,15 @@ def test_a_torn_tail_whose_payload_is_an_entry_log_is_torn(verify, ledger, entry
     data = write_header(2 if ledger.is_scoped else 1) + b"".join(before) + last
     for keep in (1, len(inner) // 2):
         check = verify(data[:-keep])
-        assert (check.state, check.entry_count, check.error) == (LogState.TORN, entry_id, None)
-    assert verify(data).state is LogState.END_OF_FILE
+        assert (check.state, check.entry_count, check.error) == (ScanState.TORN, entry_id, None)
+    assert verify(data).state is ScanState.END_OF_FILE
 
 
 def test_a_torn_record_must_begin_like_a_record(verify) -> None:
     """Where a size is broken the scan may come to any bytes at all."""
     data, _ = log(closed=False)
     check = verify(bytes(data) + struct.pack(">i", 5000) + b"\x41" * 200)
-    assert (check.state, check.good_end) == (LogState.DAMAGED, len(data))
+    assert (check.state, check.good_end) == (ScanState.DAMAGED, len(data))
 
 
 def test_newest_log_of_a_directory_may_end_torn(tmp_path: Path) -> None:
@@ -145,7 +146,7 @@ def test_newest_log_of_a_directory_may_end_torn(tmp_path: Path) -> None:
     (tmp_path / "b.log").write_bytes(b"")
     (tmp_path / "other.txt").write_bytes(b"x")
     older, newest, allocated = check_entry_logs([tmp_path / name for name in ("1.log", "a.log", "b.log")])
-    assert (older.finding_count, newest.finding_count, allocated.state) == (1, 0, LogState.EMPTY)
+    assert (older.finding_count, newest.finding_count, allocated.state) == (1, 0, ScanState.EMPTY)
     (tmp_path / "1.log").unlink()
     assert [check.path.name for check in check_entry_logs([tmp_path / "1.log", tmp_path / "a.log"])] == ["a.log"]
 
@@ -158,7 +159,7 @@ def test_records_behind_a_damaged_size_are_found(verify, ledgers, size) -> None:
     data, offsets = log(ledgers)
     struct.pack_into(">i", data, offsets[10], size)
     check = verify(data)
-    assert (check.state, check.good_end, check.entry_count) == (LogState.DAMAGED, offsets[10], 10)
+    assert (check.state, check.good_end, check.entry_count) == (ScanState.DAMAGED, offsets[10], 10)
     assert isinstance(check.error, Corrupt)
     assert f"byte {offsets[10]}" in str(check.problem)
     assert check.behind.size_bytes == len(data) - offsets[10]
@@ -205,7 +206,7 @@ def test_digest_mismatches_are_findings_with_their_offset(verify) -> None:
     for number in (0, 12):
         data[offsets[number] + 4 + 40] ^= 1
     check = verify(data)
-    assert (check.error, check.state, check.finding_count) == (None, LogState.END_OF_FILE, 2)
+    assert (check.error, check.state, check.finding_count) == (None, ScanState.END_OF_FILE, 2)
     assert sorted((each.entry_id, each.offset) for each in check.mismatches) == [(0, offsets[0]), (6, offsets[12])]
     assert {each.ledger for each in check.mismatches} == {LEDGERS[0]}
     assert check.digests is not None
@@ -231,7 +232,7 @@ def test_a_ledgers_map_that_contradicts_the_records(verify, said, problem) -> No
 
 def test_a_log_closed_without_entries_is_sound(verify) -> None:
     check = verify(write_header(1, 1024, 0))
-    assert (check.error, check.state, check.problem) == (None, LogState.END_OF_FILE, None)
+    assert (check.error, check.state, check.problem) == (None, ScanState.END_OF_FILE, None)
 
 
 def test_a_damaged_ledgers_map_is_damage(verify) -> None:
@@ -296,5 +297,5 @@ def test_any_damage_gives_one_answer(
 def test_apaches_logs_are_sound(bookie) -> None:
     for check in check_entry_logs(bookie.entry_logs, DigestChecker()):
         assert (check.problem, check.finding_count) == (None, 0)
-        assert check.state in (LogState.END_OF_FILE, LogState.ZEROS, LogState.EMPTY)
+        assert check.state in (ScanState.END_OF_FILE, ScanState.ZEROS, ScanState.EMPTY)
         assert check.entry_count == len(bookie.entry_logs[check.path][0])

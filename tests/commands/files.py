@@ -7,6 +7,7 @@ from typing import Final
 
 from bkctl.formats import entry_log, index, journal
 from bkctl.formats.entry import DigestManager, DigestType, master_key
+from bkctl.formats.record import record_of
 from bkctl.ids import LedgerId
 
 PLAIN: Final = LedgerId(0, 5)
@@ -31,7 +32,7 @@ def lac_packet(ledger: LedgerId) -> bytes:
 def journal_bytes(version: int, ledger: LedgerId) -> bytes:
     data = journal.write_header(version) + journal.ledger_key_record(ledger, KEY)
     for entry in entries(ledger):
-        data += journal.write_record(entry)
+        data += record_of(entry)
     data += journal.write_padding(len(data))
     return data + journal.fence_record(ledger) + journal.explicit_lac_record(ledger, lac_packet(ledger))
 

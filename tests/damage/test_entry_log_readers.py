@@ -18,8 +18,9 @@ from bkctl.config import BookieConfig
 from bkctl.disk import Files
 from bkctl.errors import BkctlError
 from bkctl.files import scan
-from bkctl.files.entry_log import EntryLogReader, LogEnd
+from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.listing import log_contents
+from bkctl.files.scan import ScanState
 from bkctl.files.windows import WINDOW_SIZE_BYTES
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.entry_log import write_header, write_ledgers_map
@@ -147,7 +148,7 @@ def by_reader(path: Path, read: Callable[[EntryLogReader], Iterator[int]]) -> Se
             offsets.extend(read(reader))
         except BkctlError as caught:
             error = str(caught)
-        assert (reader.end is LogEnd.DAMAGED) == (error is not None)
+        assert (reader.end is ScanState.DAMAGED) == (error is not None)
         return Seen(offsets, reader.position, error)
 
 

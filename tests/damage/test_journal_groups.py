@@ -20,8 +20,9 @@ from support.servers import DB, INTERLEAVED, SORTED
 from bkctl.config import BookieConfig
 from bkctl.disk import SECTOR_SIZE_BYTES, Files
 from bkctl.errors import BkctlError, Corrupt
-from bkctl.files.journal import JournalEnd, JournalReader
-from bkctl.files.journal_check import JournalState, check_journal
+from bkctl.files.journal import JournalReader
+from bkctl.files.journal_check import check_journal
+from bkctl.files.scan import ScanState
 from bkctl.formats import journal
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.record import Record, RecordType, record_of
@@ -110,11 +111,11 @@ def write_journal(root: Path, shapes: tuple[str, ...], *, allocation_size: int =
     (path,) = root.glob("*.txn")
     with JournalReader.open(path) as reader:
         found = list(reader.records())
-        assert reader.end is (JournalEnd.ZEROS if allocation_size else JournalEnd.END_OF_FILE)
+        assert reader.end is (ScanState.ZEROS if allocation_size else ScanState.END_OF_FILE)
     return path, Journal(path.read_bytes(), found, groups, end)
 
 
-def read(path: Path) -> tuple[list[Record], BkctlError | None, JournalEnd]:
+def read(path: Path) -> tuple[list[Record], BkctlError | None, ScanState]:
     """Read the journal in both ways and by `verify`, which must agree."""
     rows: list[Record] = []
     error = batches_error = None
@@ -134,7 +135,7 @@ def read(path: Path) -> tuple[list[Record], BkctlError | None, JournalEnd]:
         assert (reader.position, reader.end) == (position, end)
     check = check_journal(path)
     assert check is not None
-    assert (check.good_end, check.state, str(check.error)) == (position, JournalState(end.value), str(error))
+    assert (check.good_end, check.state, str(check.error)) == (position, end, str(error))
     return rows, error, end
 
 
@@ -144,7 +145,7 @@ def check_outcome(path: Path, whole: Journal, first: int, last: int) -> str:
     if error is not None:
         assert isinstance(error, Corrupt) or error.exit_code == 8
         return "refused"
-    assert end is not JournalEnd.DAMAGED
+    assert end is not ScanState.DAMAGED
     found = {each.offset: each for each in rows}
     own = whole.overlapped(first, last)
     missing = []
@@ -217,7 +218,7 @@ def test_truncated_journal_gives_the_records_before_the_cut(tmp_path: Path, shap
         rows, error, end = read(path)
         assert error is None, f"cut to {length} bytes"
         assert rows == [each for each in whole.records if each.offset + 4 + each.record_size <= length]
-        assert end is not JournalEnd.DAMAGED
+        assert end is not ScanState.DAMAGED
 
 
 @pytest.mark.parametrize("shapes", ORDERS, ids=" then ".join)

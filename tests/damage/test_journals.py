@@ -11,11 +11,13 @@ from damage import matrix
 from support import golden
 from support.command_line import CommandLine
 
-from bkctl.files.journal_check import JournalState, check_journal
+from bkctl.files.journal_check import check_journal
 from bkctl.files.journal_statistics import journal_statistics
+from bkctl.files.scan import ScanState
 from bkctl.formats import journal
 from bkctl.formats.entry import DigestManager, DigestType, master_key
-from bkctl.formats.journal import write_padding, write_record
+from bkctl.formats.journal import write_padding
+from bkctl.formats.record import record_of
 from bkctl.ids import LedgerId
 
 SIZE_MAX = 10_000
@@ -38,7 +40,7 @@ def scoped_journal() -> bytes:
         records = [journal.ledger_key_record(ledger, key)]
         for entry_id in range(10):
             payload = bytes((entry_id,)) * (50 * entry_id)
-            records.append(write_record(digest.seal(entry_id, entry_id - 1, entry_id * 100, payload) + payload))
+            records.append(record_of(digest.seal(entry_id, entry_id - 1, entry_id * 100, payload) + payload))
         records += [journal.fence_record(ledger), journal.explicit_lac_record(ledger, digest.seal_lac(5))]
         data += b"".join(records)
         data += write_padding(len(data))
@@ -110,7 +112,7 @@ def test_a_damaged_journal(sample: Sample, damage: matrix.Damage, tmp_path: Path
         assert (0 if error is None else error.exit_code) == answer.code
     if answer.code in (0, 7):
         assert check.record_count == counted.record_count == len(rows)
-        assert (check.state is JournalState.DAMAGED) == (answer.code == 7)
+        assert (check.state is ScanState.DAMAGED) == (answer.code == 7)
         assert check.good_end is not None
         assert check.good_end >= (rows[-1]["offset"] + 4 + rows[-1]["recordSize"] if rows else 0)
 

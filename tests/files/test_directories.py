@@ -146,19 +146,6 @@ def test_a_file_in_the_working_directory_is_itself(bookie, directories, monkeypa
     assert BookieDirectories().resolve_entry_log("1f.log").resolve() == bookie / "l1/current/1f.log"
 
 
-def test_index_files_of_a_ledger(bookie, directories):
-    for ledger in LEDGERS:
-        assert directories.index_of(ledger).path.is_relative_to(bookie)
-        assert directories.index_of(ledger).id == ledger
-    with pytest.raises(NotFound, match="no index file of ledger 99"):
-        directories.index_of(LedgerId(0, 99))
-    double = bookie / "l2/current" / index_path(LEDGERS[0])
-    double.parent.mkdir(parents=True)
-    double.write_bytes(b"")
-    with pytest.raises(UsageError, match="2 files fit"):
-        directories.index_of(LEDGERS[0])
-
-
 def test_missing_directories_are_refused(bookie):
     with pytest.raises(NotFound):
         list(BookieDirectories.at(bookie / "none").files())

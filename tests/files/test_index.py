@@ -46,11 +46,9 @@ def test_an_index_file_returns_header_and_locations(index, ledger, version):
     assert (reader.header.master_key, reader.header.fenced, reader.header.version) == (KEY, True, version)
     assert reader.header.explicit_lac == (packet if version else None)
     assert (reader.slot_count, reader.last_entry_id) == (1024, 2)
-    assert list(reader.locations(skip_absent=True)) == [(0, 0x404), (2, 0x500)]
-    assert list(reader.locations())[:4] == [(0, 0x404), (1, 0), (2, 0x500), (3, 0)]
-    assert len(list(reader.locations())) == 1024
-    assert list(reader.locations(1, 2)) == [(1, 0), (2, 0x500)]
-    assert list(reader.locations(1, 2, skip_absent=True)) == [(2, 0x500)]
+    assert list(reader.locations()) == [(0, 0x404), (2, 0x500)]
+    assert [(first, [*page]) for first, page in reader.pages()] == [(0, [0x404, 0, 0x500, *[0] * 1021])]
+    assert [(first, [*page]) for first, page in reader.pages(1, 3)] == [(1, [0, 0x500])]
     assert [reader.location_of(entry_id) for entry_id in (-1, 0, 1, 2, 1023, 1024, 2**63)] == [
         0, 0x404, 0, 0x500, 0, 0, 0
     ]  # fmt: skip
@@ -59,7 +57,8 @@ def test_an_index_file_returns_header_and_locations(index, ledger, version):
 def test_a_header_alone_and_a_part_of_a_slot(index):
     for tail, count in ((b"", 0), (b"\1" * 7, 0), (slots(5) + b"\1\1", 1)):
         reader = index(write_header(KEY) + tail)
-        assert reader.slot_count == len(list(reader.locations())) == count
+        counts = reader.slot_count, len(list(reader.locations())), sum(len(page) for _, page in reader.pages())
+        assert counts == (count, count, count)
         assert reader.last_entry_id == count - 1
     short = index(write_header(KEY)[:40])
     assert (short.slot_count, list(short.locations()), short.last_entry_id) == (0, [], -1)
@@ -75,8 +74,8 @@ def test_sparse_files_are_read_without_their_holes(index):
         file.write(slots(0x999))
     assert os.stat(path).st_blocks < 1000
     with LedgerIndexReader.open(path) as reader:
-        assert list(reader.locations(skip_absent=True)) == [(5, 0x404), (last, 0x999)]
-        assert list(reader.locations(6, skip_absent=True)) == [(last, 0x999)]
+        assert list(reader.locations()) == [(5, 0x404), (last, 0x999)]
+        assert [location for _, page in reader.pages(6) for location in page if location] == [0x999]
         assert reader.last_entry_id == last
 
 
@@ -84,9 +83,9 @@ def test_more_slots_than_a_window(index):
     count = 2 * WINDOW_SIZE_BYTES // 8 + 77
     locations = [number % 3 for number in range(count)]
     reader = index(write_header(KEY) + slots(*locations))
-    assert list(reader.locations()) == list(enumerate(locations))
+    assert [location for _, page in reader.pages() for location in page] == locations
     present = [(number, location) for number, location in enumerate(locations) if location]
-    assert list(reader.locations(skip_absent=True)) == present
+    assert list(reader.locations()) == present
     assert reader.last_entry_id == present[-1][0]
 
 

@@ -16,19 +16,19 @@ from bkctl.files.journal import JournalReader, read_last_mark
 from bkctl.files.windows import WINDOW_SIZE_BYTES
 from bkctl.formats import journal
 from bkctl.formats.entry import DigestManager, DigestType, master_key
-from bkctl.formats.journal import LogMark, write_header, write_padding, write_record
-from bkctl.formats.record import FORCE_LEDGER_ENTRY_ID, NO_LEDGER, RecordType, write_ids
+from bkctl.formats.journal import LogMark, write_header, write_padding
+from bkctl.formats.record import FORCE_LEDGER_ENTRY_ID, NO_LEDGER, RecordType, record_of, write_ids
 from bkctl.ids import LedgerId
 
 V1, V2 = LedgerId(0, 1), LedgerId(7, 1)
 KEY = master_key(b"")
 #: The record that Apache's bookie queues to sync a ledger's entries; its journals have none.
-FORCE_LEDGER = journal.write_record(write_ids(V1, FORCE_LEDGER_ENTRY_ID))
+FORCE_LEDGER = record_of(write_ids(V1, FORCE_LEDGER_ENTRY_ID))
 
 
 def entry(entry_id: int, payload: bytes = b"hello", ledger: LedgerId = V1) -> bytes:
     manager = DigestManager(ledger, DigestType.CRC32C)
-    return write_record(manager.seal(entry_id, entry_id - 1, (entry_id + 1) * len(payload), payload) + payload)
+    return record_of(manager.seal(entry_id, entry_id - 1, (entry_id + 1) * len(payload), payload) + payload)
 
 
 def flushed(data: bytes, *records: bytes) -> bytes:
@@ -264,7 +264,7 @@ def test_entries_with_a_wrong_ledger_length_do_not_end_the_journal(read):
     def lying(entry_id: int, size: int) -> bytes:
         manager = DigestManager(V1, DigestType.CRC32C)
         payload = bytes((1,)) * size
-        return write_record(manager.seal(entry_id, entry_id - 1, 1, payload) + payload)
+        return record_of(manager.seal(entry_id, entry_id - 1, 1, payload) + payload)
 
     size = WINDOW_SIZE_BYTES // 2 + 100
     data = write_header(6)
@@ -383,7 +383,7 @@ def test_batches_of_both_formats_up_to_a_byte(tmp_path):
     data = flushed(write_header(7), *(entry(number, ledger=(V1, V2)[number // 3 % 2]) for number in range(12)))
     data = flushed(data, journal.ledger_key_record(V2, KEY), entry(12, ledger=V2), journal.fence_record(V1), entry(12))
     path = tmp_path / "1.txn"
-    path.write_bytes(data + write_record(bytes(40)) + bytes(100))
+    path.write_bytes(data + record_of(bytes(40)) + bytes(100))
     check_batches(path)
     with JournalReader.open(path) as reader:
         offsets = [record.offset for record in reader.records()]

@@ -15,7 +15,6 @@ from bkctl.formats.record import (
     RecordType,
     contradicts_size,
     read_record,
-    special_payload,
     write_ids,
 )
 from bkctl.ids import LedgerId
@@ -99,11 +98,11 @@ def test_entries_shorter_than_their_header_have_no_payload():
 @pytest.mark.parametrize("ledger", [V1, V2])
 def test_special_payloads(ledger):
     ids = write_ids(ledger, -0x1000)
-    assert special_payload(ids + b"\0\0\0\3keyxx") == b"key"
-    assert read(ids + b"\0\0\0\3key").special_payload == b"key"
+    for tail in (b"", b"xx"):
+        assert read(ids + b"\0\0\0\3key" + tail).special_payload == b"key"
     for damaged in (ids, ids + b"\0\0\0", ids + b"\0\0\0\4key", ids + b"\xff\xff\xff\xffkey"):
         with pytest.raises(CorruptRecord):
-            special_payload(damaged)
+            assert read(damaged).special_payload
 
 
 def test_contradicts_size_of_an_entry_larger_than_its_ledger():

@@ -15,6 +15,7 @@ from support.golden import GoldenBookie
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.index import LedgerIndexReader
 from bkctl.files.journal import JournalReader, read_last_mark
+from bkctl.files.listing import log_contents
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.entry_log import unpack_location
 from bkctl.formats.index import index_path
@@ -59,7 +60,7 @@ def test_entry_logs_have_the_records_that_readlog_lists(bookie: GoldenBookie) ->
     for path, (rows, ledgers) in bookie.entry_logs.items():
         with EntryLogReader.open(path) as reader:
             assert [row(record) for record in reader.records()] == rows
-            assert {str(ledger.ledger_id): size for ledger, size in reader.ledgers().items()} == ledgers
+            assert {str(ledger.ledger_id): size for ledger, size in log_contents(reader).sizes.items()} == ledgers
 
 
 def test_ledgers_maps_match_readlogmetadata() -> None:
@@ -86,7 +87,7 @@ def test_index_files_have_the_locations_that_ledger_lists(bookie: GoldenBookie) 
             assert reader.ledger == ledger
             assert reader.header.master_key.hex() == answer["masterKey"]
             assert reader.header.fenced == answer["fenced"]
-            found = {entry_id: unpack_location(location) for entry_id, location in reader.locations(skip_absent=True)}
+            found = {entry_id: unpack_location(location) for entry_id, location in reader.locations()}
             assert found == answer["locations"]
 
 

@@ -49,7 +49,7 @@ def file_index(current: Path) -> Index:
         assert isinstance(file.id, LedgerId)
         with LedgerIndexReader.open(file.path) as reader:
             header = reader.header
-            places = dict(reader.locations(skip_absent=True))
+            places = dict(reader.locations())
             found[file.id] = header.master_key, header.fenced, header.explicit_lac, places
     return found
 

@@ -96,7 +96,7 @@ def test_the_written_log_is_valid(logs: list[Path], tmp_path: Path, all_copies: 
     path.write_bytes(stream.getvalue())
     with EntryLogReader.open(path) as reader:
         assert [record.payload(DigestType.CRC32C) for record in reader.records()] == expected
-        assert reader.ledgers_map() == reader.scan_ledgers() == {ONE: size}
+        assert (reader.ledgers_map(), None) == reader.scan_ledgers() == ({ONE: size}, None)
         assert reader.header is not None
         assert reader.header.version == 1
 
@@ -125,7 +125,7 @@ def test_a_log_that_would_be_too_large_returns_the_first_missing_entry(
     (tmp_path / "0.log").write_bytes(stream.getvalue())
     with EntryLogReader.open(tmp_path / "0.log") as reader:
         assert [record.entry_id for record in reader.records()] == [0, 2]
-        assert reader.ledgers_map() == reader.scan_ledgers()
+        assert (reader.ledgers_map(), None) == reader.scan_ledgers()
 
 
 def test_damaged_logs_give_the_entries_before_the_damage(logs: list[Path]) -> None:

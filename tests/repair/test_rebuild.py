@@ -20,6 +20,7 @@ from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
 from bkctl.formats import entry_log, journal
 from bkctl.formats.entry import DigestManager, DigestType, master_key
 from bkctl.formats.index import LedgerData
+from bkctl.formats.record import record_of
 from bkctl.ids import LedgerId
 from bkctl.model import LedgerFacts, LedgerLiveness
 from bkctl.repair.layout import BookieLayout, find_layout
@@ -216,7 +217,7 @@ def test_facts_of_a_ledger_come_from_the_journal(bookie: Bookie) -> None:
     bookie.journal(
         1,
         journal.ledger_key_record(A, KEY),
-        journal.write_record(entry(A, 0)),
+        record_of(entry(A, 0)),
         journal.ledger_key_record(B, KEY),
         journal.explicit_lac_record(B, packet),
         journal.fence_record(B),

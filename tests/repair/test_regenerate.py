@@ -41,7 +41,7 @@ class Said(NamedTuple):
 def said(path: Path) -> Said:
     with LedgerIndexReader.open(path) as reader:
         header = reader.header
-        return Said(header.master_key, header.fenced, header.explicit_lac, dict(reader.locations(skip_absent=True)))
+        return Said(header.master_key, header.fenced, header.explicit_lac, dict(reader.locations()))
 
 
 def all_said(current: Path) -> dict[LedgerId, Said]:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from bkctl.errors import Corrupt, NotFound, Unsupported
 from bkctl.files.journal import JournalReader
-from bkctl.files.journal_check import JournalCheck, JournalState, check_journals
+from bkctl.files.journal_check import JournalCheck, check_journals
+from bkctl.files.scan import ScanState
 from bkctl.formats.names import COOKIE_NAME
 from bkctl.formats.record import RecordType
 from bkctl.ids import LedgerId
@@ -134,7 +135,7 @@ def check_rows(bookie: BookieFiles) -> Iterator[dict[str, Any]]:
     for check in check_journals(bookie.directories):
         start = starts.get(str(check.path))
         row = _check_row(bookie.bookie_id, check)
-        if start is not None and check.state not in (JournalState.MISSING, JournalState.UNREADABLE):
+        if start is not None and check.state not in (ScanState.MISSING, ScanState.UNREADABLE):
             row |= {"replayFrom": start, **_replay(check.path, start)}
         yield row
 

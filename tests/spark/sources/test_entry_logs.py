@@ -593,7 +593,7 @@ def test_ledger_sums_of_scoped_and_selected_ledgers(tmp_path: Path) -> None:
     records = [record(V2 if at % 3 else HUGE, at, bytes(at)) for at in range(100)]
     path = write(tmp_path / "current" / "scoped" / "0.log", *records, *write_ledgers_map({V2: 1}, 2), version=2)
     with EntryLogReader.open(path) as reader:
-        wanted = {ledger.qualified_name: size for ledger, size in reader.scan_ledgers().items()}
+        wanted = {ledger.qualified_name: size for ledger, size in reader.scan_ledgers()[0].items()}
     rows = rows_of(EntryLogSource, path=tmp_path, rows="ledgers")
     assert {row["ledgerQualifiedName"]: row["size"] for row in rows} == wanted
     assert [row["entryCount"] for row in rows] == [66, 34]

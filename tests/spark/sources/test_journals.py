@@ -15,7 +15,7 @@ from support.source_rows import Planned, cuts, rows_of
 from bkctl.errors import BkctlError, Conflict, CorruptRecord, NotFound
 from bkctl.files.journal import JournalReader
 from bkctl.formats.entry import DigestManager, DigestType, master_key, read_lac_header
-from bkctl.formats.journal import write_header, write_padding, write_record
+from bkctl.formats.journal import write_header, write_padding
 from bkctl.formats.record import (
     EXPLICIT_LAC_ENTRY_ID,
     FENCE_ENTRY_ID,
@@ -23,6 +23,7 @@ from bkctl.formats.record import (
     NO_LEDGER,
     Record,
     RecordType,
+    record_of,
     write_ids,
 )
 from bkctl.ids import LedgerId
@@ -37,12 +38,12 @@ SETS = golden.journals()
 
 def entry(ledger: LedgerId, entry_id: int, payload: bytes = b"hello") -> bytes:
     manager = DigestManager(ledger, DigestType.CRC32C)
-    return write_record(manager.seal(entry_id, entry_id - 1, (entry_id + 1) * len(payload), payload) + payload)
+    return record_of(manager.seal(entry_id, entry_id - 1, (entry_id + 1) * len(payload), payload) + payload)
 
 
 def special(ledger: LedgerId, entry_id: int, content: bytes | None = None) -> bytes:
     body = write_ids(ledger, entry_id)
-    return write_record(body if content is None else body + struct.pack(">i", len(content)) + content)
+    return record_of(body if content is None else body + struct.pack(">i", len(content)) + content)
 
 
 def journal(version: int, *groups: list[bytes]) -> bytes:

@@ -354,9 +354,7 @@ def test_start_removes_leftovers_of_a_deletion(tmp_path: Path) -> None:
     gone = [ledger for ledger in ledgers if ledger.ledger_id in (0, 3, 4)]
     for name in ("ledgers", "scoped-ledgers"):
         with LedgersDatabase.edit(current / name) as database:
-            for ledger in gone:
-                if ledger.is_scoped == database.scoped:
-                    database.delete(ledger)
+            database.write(database.batch_of({}, [ledger for ledger in gone if ledger.is_scoped == database.scoped]))
     open_storage(tmp_path).close()
     for ledger in ledgers:
         assert locations(tmp_path, ledger).keys() == (set() if ledger in gone else {0, 1})
