@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
 from bkctl.errors import BkctlError, Corrupt, LedgerNotFound, Unsupported, UsageError
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.ids import LedgerId
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-
     from bkctl.metadata.cluster import Cluster
 
 #: Ledgers whose digests are kept in memory.
@@ -53,13 +55,9 @@ class LedgerDigests:
 
         `read(offset, size)` reads the file of the records.
         """
-        import numpy as np
-        import pyarrow as pa
-        import pyarrow.compute
-
         digests = records.column("digest")
         ledgers = records.column("ledgerQualifiedName")
-        doubtful = pyarrow.compute.and_(digests.is_null(), ledgers.is_valid())
+        doubtful = pc.and_(digests.is_null(), ledgers.is_valid())
         places = np.flatnonzero(doubtful.to_numpy(zero_copy_only=False))
         chosen = records.take(pa.array(places))
         found: dict[int, str] = {}
@@ -82,9 +80,7 @@ class LedgerDigests:
                 values[place] = digest
             records = records.set_column(records.schema.get_field_index("digest"), "digest", pa.array(values))
         evidence = chosen.take(pa.array(kept, pa.int64())).select(["offset", "ledgerQualifiedName", "entryId"])
-        return records, pa.RecordBatch.from_arrays(
-            [*evidence.columns, pa.array(bodies, pa.binary())], names=[*evidence.schema.names, "record"]
-        )
+        return records, evidence.append_column("record", pa.array(bodies, pa.binary()))
 
     def _digest_of(self, cluster: Cluster, ledger: LedgerId) -> DigestManager | BkctlError | None:
         try:

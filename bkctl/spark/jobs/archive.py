@@ -23,6 +23,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
+import pyarrow as pa
+
 from bkctl.errors import AlreadyExists, BkctlError, Corrupt, NotFound, Unreachable
 from bkctl.formats.entry import DigestType
 from bkctl.ids import LedgerId
@@ -46,7 +48,6 @@ from bkctl.spark.sources.filters import LEDGER_COLUMNS
 from bkctl.spark.sources.options import SourceOptions
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from pyspark.sql import DataFrame, SparkSession
 
 ENTRY_COLUMNS: Final = (*LEDGER_COLUMNS, "entryId", "size", "payload")
@@ -143,7 +144,6 @@ def _changed_since(spark: SparkSession, metadata: DataFrame, since: Sequence[str
 def _write_entries(
     spark: SparkSession, path: str, ledgers: DataFrame, connection: Mapping[str, str], *, mode: str, by_scope: bool
 ) -> None:
-    """Write the entries of `ledgers` to the export."""
     with TemporaryDirectory(prefix="bkctl-") as directory:
         names = Path(directory, "ledgers")
         scope_count, scope = 0, ""
@@ -249,7 +249,6 @@ def import_ledgers(
 
 
 def _planned(ledgers: DataFrame, to_scope_id: int | None) -> list[tuple[Any, ...]]:
-    """Return the rows of a dry run."""
     rows = []
     for row in ledgers.sort(QUALIFIED_NAME).select(QUALIFIED_NAME, "entryCount", "size").toLocalIterator():
         source = LedgerId.parse(row[QUALIFIED_NAME])

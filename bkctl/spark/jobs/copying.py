@@ -11,7 +11,9 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
+
+import pyarrow as pa
 
 from bkctl.client.ensemble import update_metadata
 from bkctl.client.reader import read_entries
@@ -22,11 +24,9 @@ from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.ledgers import VersionedMetadata
+from bkctl.spark.schemas import arrow_schema
 from bkctl.spark.sources.connection import Client
 from bkctl.spark.sources.options import SourceOptions
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 #: Custom metadata of a copy: the qualified name of its source; and the hash of its entries, once it is verified.
 SOURCE_KEY: Final = "bkctl-copy-of"
@@ -243,10 +243,5 @@ async def copy_ledger(client: Client, source: LedgerId, target: LedgerId, option
 
 def result_batch(results: Sequence[CopyResult]) -> pa.RecordBatch:
     """Return the results as rows of RESULT_SCHEMA."""
-    import pyarrow as pa
-
-    schema = pa.schema([(name, pa.int64() if name in _NUMBERS else pa.string()) for name in RESULT_COLUMNS])
-    columns = zip(*(result.row() for result in results), strict=True)
-    return pa.RecordBatch.from_arrays(
-        [pa.array(values, field.type) for values, field in zip(columns, schema, strict=True)], schema=schema
-    )
+    rows = [dict(zip(RESULT_COLUMNS, result.row(), strict=True)) for result in results]
+    return pa.RecordBatch.from_pylist(rows, schema=arrow_schema(RESULT_SCHEMA))

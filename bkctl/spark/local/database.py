@@ -106,12 +106,13 @@ class LocalDatabase:
 
         return Frame(self, write, is_stored=True)
 
-    def frame_of_dataset(self, schema: pa.Schema, dataset: Any) -> Frame:
+    def of_dataset(self, dataset: Any) -> Frame:
         """Return the rows of an Arrow dataset or table, which queries read in parts."""
-        names = ", ".join(map(quoted, schema.names))
+        names = ", ".join(map(quoted, dataset.schema.names))
         return Frame(
-            self, lambda query: empty(schema) if query is None else f"SELECT {names} FROM {query.table(dataset)}"
-        )  # fmt: skip
+            self,
+            lambda query: empty(dataset.schema) if query is None else f"SELECT {names} FROM {query.table(dataset)}",
+        )
 
     def _fill(self, table: str, schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> None:
         import pyarrow as pa

@@ -75,11 +75,7 @@ class LocalSession(LocalDatabase):
 
         wanted = arrow_schema(schema)
         table = rows.cast(wanted) if isinstance(rows, pa.Table) else pa.Table.from_pylist(rows, wanted)
-        return self.frame_of_dataset(wanted, table)
-
-    def of_dataset(self, dataset: Any) -> Frame:
-        """Return the rows of an Arrow dataset."""
-        return self.frame_of_dataset(dataset.schema, dataset)
+        return self.of_dataset(table)
 
     def range(self, start: int, end: int, step: int = 1, partitions: int = 1) -> Frame:
         """Return numbers as the column `id`."""
@@ -111,7 +107,8 @@ class LocalReader:
     def load(self, paths: Sequence[str] | None = None) -> Frame:
         """Return the rows of the source. Queries plan and read it, in order of its partitions."""
         options = self._options if paths is None else {**self._options, "paths": json.dumps(list(paths))}
-        source = _source(self._name)(options)
+        module, kind = SOURCES[self._name]
+        source = getattr(import_module(f"bkctl.spark.sources.{module}"), kind)(options)
         schema = DdlSchema(source.schema())
 
         def batches() -> Iterator[pa.RecordBatch]:
@@ -121,11 +118,3 @@ class LocalReader:
                 self._part_read()
 
         return self._database.frame_of(arrow_schema_of(schema), batches, is_stream=self._name in _STREAMS)
-
-
-def _source(name: str) -> Any:
-    for module, kind in SOURCES:
-        found = getattr(import_module(f"bkctl.spark.sources.{module}"), kind)
-        if found.name() == name:
-            return found
-    raise AssertionError(name)

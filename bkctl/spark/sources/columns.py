@@ -113,6 +113,11 @@ class LedgerColumns:
             values = pa.array(scope_ids if name == "ledgerScopeId" else ledger_ids).cast(kind)
         return values.take(rows)
 
+    def columns(self, schema: pa.Schema) -> dict[str, pa.Array]:
+        """Return the id columns of `schema` by name."""
+        names = ("ledgerScopeId", "ledgerId", "ledgerQualifiedName")
+        return {name: self.column(name) for name in names if name in schema.names}
+
     def distinct(self) -> tuple[pa.Array, npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
         """Return the index of each row's ledger among the distinct ledgers, and their scope ids and ledger ids."""
         import numpy as np
@@ -160,6 +165,22 @@ def constant(value: Any, count: int, kind: pa.DataType) -> pa.Array:
     import pyarrow as pa
 
     return pa.nulls(count, kind) if value is None else pa.repeat(pa.scalar(value, kind), count)
+
+
+def table_of(
+    schema: pa.Schema, columns: Mapping[str, Any], count: int, constants: Mapping[str, Any] | None = None
+) -> pa.Table:
+    """Return the columns of `schema`: from `columns`, else `count` times a constant, else null."""
+    import pyarrow as pa
+
+    values = constants or {}
+    arrays = [
+        columns[field.name].cast(field.type)
+        if field.name in columns
+        else constant(values.get(field.name), count, field.type)
+        for field in schema
+    ]
+    return pa.Table.from_arrays(arrays, schema=schema)
 
 
 def where_and_why(error: BkctlError, offset: int | None = None) -> tuple[int | None, str]:

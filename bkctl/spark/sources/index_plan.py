@@ -50,8 +50,8 @@ class DatabaseRange(InputPartition):
     directory: str
     scoped: bool
     bookie_id: str | None
-    first: bytes | None
-    end: bytes | None
+    first: bytes | None = None
+    end: bytes | None = None
 
     def path(self, name: str) -> Path:
         """Return the path of the database `ledgers` or `locations`."""
@@ -155,7 +155,7 @@ class IndexPlanner:
 
     def _database(self, directory: Path, scoped: bool) -> Iterator[DatabaseRange | DamagedIndex]:
         bookie_id = self._bookie_id_at(directory)
-        whole = DatabaseRange(str(directory), scoped, bookie_id, None, None)
+        whole = DatabaseRange(str(directory), scoped, bookie_id)
         locations = whole.path("locations")
         if self._is_planned(locations) or not self._accepts(locations, bookie_id):
             return

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
 
 from bkctl.formats.entry import read_lac_header
 from bkctl.ids import LedgerId
-from bkctl.spark.sources.columns import LedgerColumns, constant
-from bkctl.spark.sources.filters import LEDGER_COLUMNS, Conditions
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-    import pyarrow as pa
+from bkctl.spark.sources.columns import LedgerColumns, table_of
+from bkctl.spark.sources.filters import Conditions
 
 
 class IndexedEntries(NamedTuple):
@@ -52,9 +51,6 @@ def entry_rows(
 
     `constants` are columns of the whole file; with `files`, the number of each entry's file, lists of a value a file.
     """
-    import numpy as np
-    import pyarrow as pa
-
     log_ids = entries.locations >> 32 & 0xFFFFFFFF
     given = (conditions.number_mask("entryId", entries.entry_ids), conditions.number_mask("logId", log_ids))
     masks = [mask for mask in given if mask is not None]
@@ -65,35 +61,27 @@ def entry_rows(
     count = len(entries.entry_ids)
     if not count:
         return
-    ids = LedgerColumns(entries.scope_ids, entries.ledger_ids)
     numbers = {
         "entryId": entries.entry_ids,
         "logId": log_ids,
         "offset": (entries.locations & 0xFFFFFFFF) - 4,
         "location": entries.locations,
     }
-    arrays = []
-    for field in schema:
-        if field.name in LEDGER_COLUMNS:
-            arrays.append(ids.column(field.name))
-        elif field.name in numbers:
-            arrays.append(pa.array(np.ascontiguousarray(numbers[field.name])))
-        elif field.name == "logIdHex":
-            logs = pa.array(log_ids).dictionary_encode()
-            arrays.append(pa.array([f"{log_id:x}" for log_id in logs.dictionary.to_pylist()]).take(logs.indices))
-        elif files is not None and field.name in constants:
-            arrays.append(pa.array(constants[field.name], field.type).take(pa.array(files)))
-        else:
-            arrays.append(constant(constants.get(field.name), count, field.type))
-    yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+    columns = LedgerColumns(entries.scope_ids, entries.ledger_ids).columns(schema)
+    columns |= {name: pa.array(np.ascontiguousarray(column)) for name, column in numbers.items()}
+    if "logIdHex" in schema.names:
+        logs = columns["logId"].dictionary_encode()
+        columns["logIdHex"] = pa.array([f"{log_id:x}" for log_id in logs.dictionary.to_pylist()]).take(logs.indices)
+    if files is not None:
+        of_files = [field for field in schema if field.name in constants]
+        columns |= {each.name: pa.array(constants[each.name], each.type).take(pa.array(files)) for each in of_files}
+    yield from table_of(schema, columns, count, constants).to_batches()
 
 
 def ledger_rows(
     schema: pa.Schema, ledgers: Sequence[IndexRowsLedger], constants: Mapping[str, Any]
 ) -> pa.RecordBatch:  # fmt: skip
     """Return one row a ledger; `constants` are columns of the whole file."""
-    import pyarrow as pa
-
     lac_packets = [row.explicit_lac for row in ledgers]
     values: dict[str, list[Any]] = {
         "ledgerScopeId": [row.ledger.scope_id for row in ledgers],
@@ -105,10 +93,5 @@ def ledger_rows(
         "lastEntryId": [row.last_entry_id for row in ledgers],
         "masterKey": [row.master_key for row in ledgers],
     }
-    arrays = [
-        pa.array(values[field.name], field.type)
-        if field.name in values
-        else constant(constants.get(field.name), len(ledgers), field.type)
-        for field in schema
-    ]
-    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+    columns = {field.name: pa.array(values[field.name], field.type) for field in schema if field.name in values}
+    return table_of(schema, columns, len(ledgers), constants).to_batches()[0]

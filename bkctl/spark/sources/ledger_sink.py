@@ -18,6 +18,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import pyarrow as pa
 from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 
 from bkctl.client.ensemble import check_quorums
@@ -31,7 +32,6 @@ from bkctl.spark.sources.ledgers import NAME, LedgerQuerySettings
 from bkctl.spark.sources.options import SourceOptions
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from pyspark.sql import DataFrame
     from pyspark.sql.types import StructType
 
@@ -133,8 +133,6 @@ class LedgerWriter(DataSourceArrowWriter):
         raise LedgerExists(f"{_ID_ATTEMPTS_MAX} generated ledger ids exist already in scope {self._scope_id}")
 
     def _payloads(self, batch: pa.RecordBatch) -> list[bytes]:
-        import pyarrow as pa
-
         column = batch.column(self._column)
         if column.null_count:
             raise UsageError(f"{NAME}: {column.null_count} rows have no {PAYLOAD}; an entry may be empty, but not null")
