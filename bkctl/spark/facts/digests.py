@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -25,8 +26,7 @@ class LedgerDigests:
 
     def __init__(self, cluster: Cluster | None) -> None:
         self._cluster = cluster
-        #: None: the ledger has nothing to check, or no longer exists. An error: its metadata cannot be used.
-        self._known: dict[str, DigestManager | BkctlError | None] = {}
+        self._known = lru_cache(_LEDGERS_MAX)(self._digest_of)
 
     def of_record(self, ledger: str, entry_id: int, body: bytes) -> tuple[str | None, bool]:
         """Return the digest type that a record matches (None: none, or unknown), and whether its bytes are evidence.
@@ -35,11 +35,7 @@ class LedgerDigests:
         """
         if self._cluster is None:
             return None, True
-        if ledger not in self._known:
-            if len(self._known) >= _LEDGERS_MAX:
-                self._known.clear()
-            self._known[ledger] = self._digest_of(self._cluster, LedgerId.from_value(int(ledger, 16)))
-        manager = self._known[ledger]
+        manager = self._known(self._cluster, ledger)
         if not isinstance(manager, DigestManager):
             return None, manager is not None
         try:
@@ -82,7 +78,10 @@ class LedgerDigests:
         evidence = chosen.take(pa.array(kept, pa.int64())).select(["offset", "ledgerQualifiedName", "entryId"])
         return records, evidence.append_column("record", pa.array(bodies, pa.binary()))
 
-    def _digest_of(self, cluster: Cluster, ledger: LedgerId) -> DigestManager | BkctlError | None:
+    @staticmethod
+    def _digest_of(cluster: Cluster, name: str) -> DigestManager | BkctlError | None:
+        """Return None if there is nothing to check, or no ledger any more; an error: its metadata cannot be used."""
+        ledger = LedgerId.from_value(int(name, 16))
         try:
             metadata = cluster.ledgers.read(ledger).metadata
             if metadata.digest_type in (None, DigestType.DUMMY):

@@ -60,14 +60,15 @@ class LocalSession(LocalDatabase):
         self._progress = progress
         self._parts_read = 0
 
-    def _part_read(self) -> None:
+    def part_read(self) -> None:
+        """Count a part of a source that was read."""
         self._parts_read += 1
         self._progress(self._parts_read)
 
     @property
     def read(self) -> LocalReader:
         """Return a reader of sources."""
-        return LocalReader(self, self._part_read)
+        return LocalReader(self)
 
     def createDataFrame(self, rows: Any, schema: str) -> Frame:
         """Return an Arrow table, or no rows, as a frame."""
@@ -85,8 +86,8 @@ class LocalSession(LocalDatabase):
 class LocalReader:
     """Reads one of bkctl's sources with options."""
 
-    def __init__(self, database: LocalDatabase, part_read: Callable[[], None]) -> None:
-        self._database, self._part_read = database, part_read
+    def __init__(self, session: LocalSession) -> None:
+        self._session = session
         self._name = ""
         self._options: dict[str, str] = {}
 
@@ -115,6 +116,6 @@ class LocalReader:
             reader = source.reader(schema)
             for part in reader.partitions():
                 yield from reader.read(part)
-                self._part_read()
+                self._session.part_read()
 
-        return self._database.frame_of(arrow_schema_of(schema), batches, is_stream=self._name in _STREAMS)
+        return self._session.frame_of(arrow_schema_of(schema), batches, is_stream=self._name in _STREAMS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +14,7 @@ from bkctl.formats.index import SLOT_SIZE, location_key, read_location, read_loc
 from bkctl.ids import LedgerId
 from bkctl.spark.sources.filters import Conditions
 from bkctl.spark.sources.index_plan import DatabaseRange
-from bkctl.spark.sources.index_rows import IndexedEntries, IndexRowsLedger
+from bkctl.spark.sources.index_rows import IndexedEntries, ledger_row
 from bkctl.spark.sources.record_rows import BATCH_ROWS
 
 
@@ -47,16 +48,16 @@ class DatabaseReader:
             mask = _mask_of_ledgers(ids_by_scope, entries)
             yield entries if mask.all() else entries.select(mask)
 
-    def ledgers(self) -> Iterator[list[IndexRowsLedger]]:
-        """Yield the ledgers of the range with the numbers of their entries, batch by batch."""
-        rows: list[IndexRowsLedger] = []
+    def ledgers(self) -> Iterator[list[dict[str, Any]]]:
+        """Yield the rows of the ledgers of the range, batch by batch."""
+        rows: list[dict[str, Any]] = []
         for ledger in self._ids:
             data = self._ledgers.get(ledger)
             if data is None:
                 continue
             count = sum(len(items) for items in self._locations.batches_of(ledger))
             last = self._locations.last_entry_id(ledger)
-            rows.append(IndexRowsLedger(ledger, data.fenced, data.explicit_lac, count, last, data.master_key))
+            rows.append(ledger_row(ledger, data, count, last))
             if len(rows) >= BATCH_ROWS:
                 yield rows
                 rows = []

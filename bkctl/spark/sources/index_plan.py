@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -97,7 +98,7 @@ class IndexPlanner:
         self._conditions, self._mode = conditions, mode
         self._size_bytes, self._cuts_files = size_bytes, cuts_files
         self._planned: set[Path] = set()
-        self._bookie_ids: dict[Path, str | None] = {}
+        self._bookie_id_at = cache(bookie_id_at)
 
     def parts(self, paths: Iterable[str]) -> Iterator[Slots | DatabaseRange | DamagedIndex]:
         """Yield the parts at files, directories and patterns, each file and database once."""
@@ -180,11 +181,6 @@ class IndexPlanner:
                 yield border
                 count, last = 0, border
             count += item_count
-
-    def _bookie_id_at(self, directory: Path) -> str | None:
-        if directory not in self._bookie_ids:
-            self._bookie_ids[directory] = bookie_id_at(directory)
-        return self._bookie_ids[directory]
 
     def _is_planned(self, path: Path) -> bool:
         resolved = path.resolve()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,8 +10,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from bkctl.formats.entry import read_lac_header
+from bkctl.formats.index import IndexHeader, LedgerData
 from bkctl.ids import LedgerId
-from bkctl.spark.sources.columns import LedgerColumns, table_of
+from bkctl.spark.sources.columns import LedgerColumns, ledger_values, table_of
 from bkctl.spark.sources.filters import Conditions
 
 
@@ -27,17 +28,6 @@ class IndexedEntries(NamedTuple):
         """Return the entries where `mask` is true."""
         scope_ids, ledger_ids, entry_ids, locations = self
         return IndexedEntries(scope_ids[mask], ledger_ids[mask], entry_ids[mask], locations[mask])
-
-
-class IndexRowsLedger(NamedTuple):
-    """One ledger in an index; `explicit_lac` is a packet as bookies store it."""
-
-    ledger: LedgerId
-    fenced: bool
-    explicit_lac: bytes | None
-    entry_count: int
-    last_entry_id: int
-    master_key: bytes
 
 
 def entry_rows(
@@ -78,20 +68,21 @@ def entry_rows(
     yield from table_of(schema, columns, count, constants).to_batches()
 
 
-def ledger_rows(
-    schema: pa.Schema, ledgers: Sequence[IndexRowsLedger], constants: Mapping[str, Any]
-) -> pa.RecordBatch:  # fmt: skip
-    """Return one row a ledger; `constants` are columns of the whole file."""
-    lac_packets = [row.explicit_lac for row in ledgers]
-    values: dict[str, list[Any]] = {
-        "ledgerScopeId": [row.ledger.scope_id for row in ledgers],
-        "ledgerId": [row.ledger.ledger_id for row in ledgers],
-        "ledgerQualifiedName": [row.ledger.qualified_name for row in ledgers],
-        "fenced": [row.fenced for row in ledgers],
-        "explicitLac": [None if lac is None else read_lac_header(lac).last_add_confirmed for lac in lac_packets],
-        "entryCount": [row.entry_count for row in ledgers],
-        "lastEntryId": [row.last_entry_id for row in ledgers],
-        "masterKey": [row.master_key for row in ledgers],
+def ledger_row(
+    ledger: LedgerId, header: IndexHeader | LedgerData, entry_count: int, last_entry_id: int
+) -> dict[str, Any]:
+    """Return the columns of one ledger in an index."""
+    lac = header.explicit_lac
+    return {
+        **ledger_values(ledger),
+        "fenced": header.fenced,
+        "explicitLac": None if lac is None else read_lac_header(lac).last_add_confirmed,
+        "entryCount": entry_count,
+        "lastEntryId": last_entry_id,
+        "masterKey": header.master_key,
     }
-    columns = {field.name: pa.array(values[field.name], field.type) for field in schema if field.name in values}
-    return table_of(schema, columns, len(ledgers), constants).to_batches()[0]
+
+
+def ledger_rows(schema: pa.Schema, rows: Iterable[dict[str, Any]], constants: Mapping[str, Any]) -> pa.RecordBatch:
+    """Return a batch of rows of `ledger_row`; `constants` are columns of the whole file."""
+    return pa.RecordBatch.from_pylist([{**constants, **row} for row in rows], schema=schema)

@@ -29,7 +29,7 @@ from bkctl.spark.sources.columns import damage_row, where_and_why
 from bkctl.spark.sources.filters import LEDGER_COLUMNS
 from bkctl.spark.sources.index_databases import DatabaseReader
 from bkctl.spark.sources.index_plan import DamagedIndex, DatabaseRange, IndexFiles, IndexPlanner, Slots, group_files
-from bkctl.spark.sources.index_rows import IndexedEntries, IndexRowsLedger, entry_rows, ledger_rows
+from bkctl.spark.sources.index_rows import IndexedEntries, entry_rows, ledger_row, ledger_rows
 from bkctl.spark.sources.options import SourceOptions
 from bkctl.spark.sources.places import unseen
 from bkctl.spark.sources.pushdown import QUERY_OPTIONS, PathReader, PathSource
@@ -126,7 +126,9 @@ class IndexReader(PathReader):
             raise unseen(slots.path, current) from error
         with reader:
             if self._rows is IndexRowKind.LEDGERS:
-                yield ledger_rows(self._schema(), [_ledger_of(slots, reader)], constants)
+                count = sum(len(page) - page.count(0) for _, page in reader.pages())
+                row = ledger_row(slots.ledger, reader.header, count, reader.last_entry_id)
+                yield ledger_rows(self._schema(), [row], constants)
             else:
                 yield from self._slot_rows(slots, reader, gathered)
             if reader.size() < slots.size_bytes:
@@ -207,11 +209,3 @@ class _GatheredFiles:
                 "bookieId": [slots.bookie_id for slots, _, _ in parts],
             },
         )
-
-
-def _ledger_of(slots: Slots, reader: LedgerIndexReader) -> IndexRowsLedger:
-    count = sum(len(page) - page.count(0) for _, page in reader.pages())
-    header = reader.header
-    return IndexRowsLedger(
-        slots.ledger, header.fenced, header.explicit_lac, count, reader.last_entry_id, header.master_key
-    )

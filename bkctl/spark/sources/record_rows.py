@@ -194,7 +194,7 @@ class LedgerSums:
         mask = self._selection.mask(batch, fields)
         if mask is not None:
             fields = fields[mask]
-        rows, scope_ids, ledger_ids = LedgerColumns(*ids_of(fields)).distinct()
+        rows, scope_ids, ledger_ids = LedgerColumns(*ids_of(fields)).distinct
         places = rows.to_numpy()
         counts = np.bincount(places, minlength=len(ledger_ids)).tolist()
         sizes = np.zeros(len(ledger_ids), np.int64)

@@ -110,7 +110,7 @@ class RecordReader(PathReader):
                     return [part for ranges in planners.map(self._plan, places) for part in ranges]
             except _Vanished as error:
                 # Compaction moved its entries to a log that may not have been listed: list again.
-                gone = error.place.path
+                gone = error.args[0]
         raise Conflict(
             f"{gone} was deleted while it was read", hint="the bookie deletes many files now; try again later"
         )
@@ -158,7 +158,7 @@ class RecordReader(PathReader):
             return ranges_of(place, FileState.of(place.path), self._borders.get(place.path, ()))
         except NotFound as error:
             if place.found:
-                raise _Vanished(place) from error
+                raise _Vanished(place.path) from error
             raise
         except UsageError:
             raise
@@ -202,8 +202,4 @@ class RecordReader(PathReader):
 
 
 class _Vanished(Exception):
-    """A listed file was deleted."""
-
-    def __init__(self, place: Place) -> None:
-        super().__init__(place.path)
-        self.place = place
+    """A listed file was deleted; its argument is the path."""
