@@ -10,7 +10,7 @@ from __future__ import annotations
 import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -218,17 +218,12 @@ class _Extract:
             self._store.new_part("damages", self._piece(log, "damages"), if_empty=False) as damages,
             self._store.new_part("ledgers", self._piece(log, "ledgers")) as ledgers,
         ):
-            try:
-                with EntryLogReader.open(path) as reader:
-                    for batch in _record_rows("records", constants).of(_before_damage(reader.batches(), damage)):
-                        found, doubtful = self._digests.judge(batch, reader.read)
-                        writer.add(found)
-                        evidence.add(_with_constants(doubtful, **constants))
-                        _add_sums(sums, batch)
-            except (NotFound, UsageError):
-                raise
-            except BkctlError as error:
-                damage.append(error)
+            with _noting(damage), EntryLogReader.open(path) as reader:
+                for batch in _record_rows("records", constants).of(_before_damage(reader.batches(), damage)):
+                    found, doubtful = self._digests.judge(batch, reader.read)
+                    writer.add(found)
+                    evidence.add(_with_constants(doubtful, **constants))
+                    _add_sums(sums, batch)
             damages.add_rows(_damage_row(bookie_id, "entryLog", path, *where_and_why(error)) for error in damage)
             ledgers.add_rows(_ledger_rows(log, bookie_id, sums))
 
@@ -321,8 +316,15 @@ def _record_rows(table: str, constants: dict[str, Any]) -> RecordRows:
 
 def _before_damage(batches: Iterable[RecordBatch], damage: list[BkctlError]) -> Iterator[RecordBatch]:
     """Yield the records before damage, which is added to `damage`."""
-    try:
+    with _noting(damage):
         yield from batches
+
+
+@contextmanager
+def _noting(damage: list[BkctlError]) -> Iterator[None]:
+    """Add the error that ends the block to `damage`; a file that is missing, and wrong use, are raised."""
+    try:
+        yield
     except (NotFound, UsageError):
         raise
     except BkctlError as error:

@@ -207,7 +207,6 @@ def import_ledgers(
     *,
     to_scope_id: int | None = None,
     dry_run: bool = False,
-    task_count: int | None = None,
 ) -> DataFrame:
     """Create the ledgers of the export at `path`, under their ids or in the scope `to_scope_id`; one row a ledger.
 
@@ -240,7 +239,7 @@ def import_ledgers(
         F.lit(_HEAD).cast("bigint").alias("entryId"),
         F.to_json(F.struct(*_HEAD_FIELDS)).cast("binary").alias("payload"),
     )
-    count = task_count or int(spark.conf.get("spark.sql.shuffle.partitions") or 0) or 1
+    count = int(spark.conf.get("spark.sql.shuffle.partitions") or 1)
     rows = heads.unionByName(entries.select(QUALIFIED_NAME, "entryId", "payload"))
     rows = rows.repartition(count, QUALIFIED_NAME).sortWithinPartitions(QUALIFIED_NAME, "entryId")
     made = rows.mapInArrow(partial(_import_rows, checked, to_scope_id), RESULT_SCHEMA)

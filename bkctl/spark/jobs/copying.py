@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
@@ -195,16 +194,15 @@ class LedgerCopy:
             known = read.hex.encode()
         if known != hash.hex.encode():
             raise Corrupt(f"Ledger {self.target} differs from its source, ledger {self.source}")
-        marked = partial(_with_hash, value=known)
+
+        def marked(metadata: LedgerMetadata) -> LedgerMetadata | None:
+            if metadata.custom_metadata.get(HASH_KEY) == known:
+                return None
+            return replace(metadata, custom_metadata={**metadata.custom_metadata, HASH_KEY: known})
+
         update_metadata(self._client.cluster.ledgers, self.target, found, marked)
         state = COPIED if self._handle is not None else PRESENT
         return CopyResult(self.source, self.target, state, hash.entry_count, hash.length, hash.hex)
-
-
-def _with_hash(metadata: LedgerMetadata, value: bytes) -> LedgerMetadata | None:
-    if metadata.custom_metadata.get(HASH_KEY) == value:
-        return None
-    return replace(metadata, custom_metadata={**metadata.custom_metadata, HASH_KEY: value})
 
 
 async def copy_ledger(client: Client, source: LedgerId, target: LedgerId, options: SourceOptions) -> CopyResult:

@@ -200,7 +200,7 @@ def _together(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
             continue
         begins = _begins(batch, previous)
         previous = batch.slice(batch.num_rows - 1)
-        sizes = batch.column(batch.schema.get_field_index("entryCount")).to_numpy() + _BLOCK_SIZE * begins
+        sizes = batch.column("entryCount").to_numpy() + _BLOCK_SIZE * begins
         before = total + np.cumsum(sizes) - sizes
         total += int(sizes.sum())
         starts = np.flatnonzero(begins)
@@ -221,16 +221,13 @@ def _begins(rows: pa.RecordBatch | pa.Table, previous: pa.RecordBatch | None = N
     """Return which rows are of another place than the row before; the first one is, without a `previous` row."""
     begins = np.zeros(rows.num_rows, np.bool_)
     for name in _PLACE:
-        column: Any = rows.column(rows.schema.get_field_index(name))
+        column: Any = rows.column(name)
         column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
         if name != "block":
             column = column.dictionary_encode().indices
         values = column.to_numpy()
         begins[1:] |= values[1:] != values[:-1]
-    first = [rows.column(rows.schema.get_field_index(name))[0].as_py() for name in _PLACE]
-    begins[0] = previous is None or first != [
-        previous.column(previous.schema.get_field_index(name))[0].as_py() for name in _PLACE
-    ]
+    begins[0] = previous is None or any(rows.column(name)[0] != previous.column(name)[0] for name in _PLACE)
     return begins
 
 
@@ -256,7 +253,7 @@ class _Compared:
         places = np.cumsum(starts) - 1
         self._source = np.array(table.column("source").to_pylist())
         self._file_ids = self._numbers("fileId")
-        matches, replays = (self._flags(name) for name in ("matches", "replayed"))
+        matches, replays = (self._numbers(name, False) for name in ("matches", "replayed"))
         count = len(self._firsts) << BLOCK_BITS
         promised, logged, mismatched, served, replayed, recorded = (np.zeros(count, np.bool_) for _ in range(6))
         promised[self._promised_slots(places)] = True
@@ -300,13 +297,8 @@ class _Compared:
         }
         yield from table_of(arrow_schema(_UNFOLDED), columns, len(chosen)).to_batches()
 
-    def _numbers(self, name: str) -> Numbers:
-        found: Numbers = pc.fill_null(self._table.column(name), 0).to_numpy()
-        return found
-
-    def _flags(self, name: str) -> Mask:
-        found: Mask = pc.fill_null(self._table.column(name), False).to_numpy()
-        return found
+    def _numbers(self, name: str, missing: Any = 0) -> Any:
+        return pc.fill_null(self._table.column(name), missing).to_numpy()
 
     def _take(self, name: str, rows: Numbers) -> pa.Array:
         return self._table.column(name).take(pa.array(rows, mask=rows < 0)).combine_chunks()
