@@ -57,12 +57,11 @@ def plain_error(error: BaseException) -> BkctlError:
 
 def source_error(error: BaseException) -> BkctlError | None:
     """Return the error of a source or job that made Spark fail, with its class and message; None if there is none."""
-    found = None
-    for found in _BKCTL_ERROR.finditer(str(error)):  # noqa: B007 (the last counts: earlier ones are its causes)
-        pass
-    if found is None:
+    found = _BKCTL_ERROR.findall(str(error))
+    if not found:
         return None
-    return error_named(found[1], found[2].strip())
+    name, message = found[-1]  # Earlier ones are its causes.
+    return error_named(name, message.strip())
 
 
 def error_named(name: str, message: str) -> BkctlError | None:

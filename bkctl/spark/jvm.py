@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from bkctl.errors import BkctlError, Unreachable, is_interrupt
 from bkctl.spark.failures import java_causes
@@ -41,7 +41,7 @@ class JvmProcess:
     def __init__(self, settings: Mapping[str, str], directory: Path, *, verbose: bool) -> None:
         self._settings, self._directory, self._verbose = settings, directory, verbose
         self._process: subprocess.Popen[bytes] | None = None
-        self._log: IO[bytes] | None = None
+        self._log = tempfile.TemporaryFile("a+b")  # noqa: SIM115 (`close` closes it)
 
     def launch(self) -> Any:
         """Start the JVM and return py4j's gateway to it. Raises BkctlError.
@@ -49,7 +49,6 @@ class JvmProcess:
         Follows PySpark's launch_gateway, but keeps the process. The JVM has a process session of its own, so an
         interrupt at the terminal reaches only this process; the JVM ends when this process does.
         """
-        self._log = tempfile.TemporaryFile("a+b")  # noqa: SIM115 (`close` closes it)
         connection = self._directory / "connection"
         self._process = self._start(connection)
         while not connection.is_file():
@@ -82,9 +81,7 @@ class JvmProcess:
 
     def close(self) -> None:
         """Delete the log."""
-        log, self._log = self._log, None
-        if log is not None:
-            log.close()
+        self._log.close()
 
     def failure(self, error: BaseException) -> BkctlError:
         """Return the error that the JVM's log and `error` stand for."""
@@ -135,8 +132,6 @@ class JvmProcess:
         return self._directory
 
     def _logged(self) -> str:
-        if self._log is None:
-            return ""
         self._log.seek(0)
         return self._log.read().decode("utf-8", "replace")
 

@@ -58,10 +58,11 @@ def extract(
     once it is complete. HMAC digests need the cluster (--conf names it): without one, records with HMAC or DUMMY
     digests are copied whole.
     """
-    from bkctl.spark.facts.extraction import extract
     from bkctl.spark.facts.store import FactsStore
 
-    store = FactsStore(uri)
+    store = FactsStore(uri)  # It says what is not installed.
+    from bkctl.spark.facts.extraction import extract
+
     bookies = bookies_at(run, places)
     with ExitStack() as stack:
         is_named = run.names_metadata or run.conf is not None or not places

@@ -42,9 +42,9 @@ SOURCES: Final[dict[str, Any]] = {
 }
 FILES: Final = ("path", "paths")
 OPTIONS: Final = {
-    "entrylog": {*FILES, *records.OPTIONS},
-    "journal": {*FILES, *records.OPTIONS},
-    "index": {*FILES, *indexes.OPTIONS},
+    "entrylog": {*FILES, *records.RecordReader.options},
+    "journal": {*FILES, *records.RecordReader.options},
+    "index": {*FILES, *indexes.IndexReader.options},
     "metadata": {"path", *metadata._OPTIONS},
     "ledger": set(ledger_source._OPTIONS),
 }

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from bkctl.errors import BkctlError, Corrupt, LedgerNotFound, Unsupported, UsageError
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.ids import LedgerId
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-
     from bkctl.metadata.cluster import Cluster
 
 #: Ledgers whose digests are kept in memory.
@@ -23,8 +26,7 @@ class LedgerDigests:
 
     def __init__(self, cluster: Cluster | None) -> None:
         self._cluster = cluster
-        #: None: the ledger has nothing to check, or no longer exists. An error: its metadata cannot be used.
-        self._known: dict[str, DigestManager | BkctlError | None] = {}
+        self._known = lru_cache(_LEDGERS_MAX)(self._digest_of)
 
     def of_record(self, ledger: str, entry_id: int, body: bytes) -> tuple[str | None, bool]:
         """Return the digest type that a record matches (None: none, or unknown), and whether its bytes are evidence.
@@ -33,11 +35,7 @@ class LedgerDigests:
         """
         if self._cluster is None:
             return None, True
-        if ledger not in self._known:
-            if len(self._known) >= _LEDGERS_MAX:
-                self._known.clear()
-            self._known[ledger] = self._digest_of(self._cluster, LedgerId.from_value(int(ledger, 16)))
-        manager = self._known[ledger]
+        manager = self._known(self._cluster, ledger)
         if not isinstance(manager, DigestManager):
             return None, manager is not None
         try:
@@ -53,13 +51,9 @@ class LedgerDigests:
 
         `read(offset, size)` reads the file of the records.
         """
-        import numpy as np
-        import pyarrow as pa
-        import pyarrow.compute
-
         digests = records.column("digest")
         ledgers = records.column("ledgerQualifiedName")
-        doubtful = pyarrow.compute.and_(digests.is_null(), ledgers.is_valid())
+        doubtful = pc.and_(digests.is_null(), ledgers.is_valid())
         places = np.flatnonzero(doubtful.to_numpy(zero_copy_only=False))
         chosen = records.take(pa.array(places))
         found: dict[int, str] = {}
@@ -82,11 +76,12 @@ class LedgerDigests:
                 values[place] = digest
             records = records.set_column(records.schema.get_field_index("digest"), "digest", pa.array(values))
         evidence = chosen.take(pa.array(kept, pa.int64())).select(["offset", "ledgerQualifiedName", "entryId"])
-        return records, pa.RecordBatch.from_arrays(
-            [*evidence.columns, pa.array(bodies, pa.binary())], names=[*evidence.schema.names, "record"]
-        )
+        return records, evidence.append_column("record", pa.array(bodies, pa.binary()))
 
-    def _digest_of(self, cluster: Cluster, ledger: LedgerId) -> DigestManager | BkctlError | None:
+    @staticmethod
+    def _digest_of(cluster: Cluster, name: str) -> DigestManager | BkctlError | None:
+        """Return None if there is nothing to check, or no ledger any more; an error: its metadata cannot be used."""
+        ledger = LedgerId.from_value(int(name, 16))
         try:
             metadata = cluster.ledgers.read(ledger).metadata
             if metadata.digest_type in (None, DigestType.DUMMY):

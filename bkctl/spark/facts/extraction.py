@@ -10,10 +10,13 @@ from __future__ import annotations
 import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
-from datetime import datetime, timedelta
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from bkctl.errors import BkctlError, Conflict, NotFound, UsageError
 from bkctl.files.directories import BookieFile
@@ -22,21 +25,20 @@ from bkctl.files.journal import JournalReader
 from bkctl.files.scan import RecordBatch
 from bkctl.formats.metadata import Cookie
 from bkctl.formats.names import COOKIE_NAME
+from bkctl.ids import I64_MAX, LedgerId
 from bkctl.spark.facts.digests import LedgerDigests
 from bkctl.spark.facts.index import IndexExtract
-from bkctl.spark.facts.store import FactsStore, PartList, directory_name, list_path, now
-from bkctl.spark.facts.tables import TABLES
+from bkctl.spark.facts.store import FactsStore, directory_name, list_path
+from bkctl.spark.facts.tables import TABLES, arrow_schema
 from bkctl.spark.jobs.bookie_records import replay_starts
 from bkctl.spark.jobs.garbage import log_rows
 from bkctl.spark.jobs.journal_audit import check_rows
-from bkctl.spark.sources.columns import where_and_why
+from bkctl.spark.sources.columns import ledger_values, where_and_why
 from bkctl.spark.sources.filters import Conditions
 from bkctl.spark.sources.record_rows import RecordRows
 from bkctl.spark.sources.selection import Selection
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-
     from bkctl.metadata.cluster import Cluster
     from bkctl.spark.jobs.bookies import BookieFiles
 
@@ -86,7 +88,7 @@ class _Extract:
         self._bookie, self._store, self._digests = bookie, store, digests
         self._full, self._keep, self._progress = full, keep, progress
         self._directory = directory_name(bookie.bookie_id)
-        self._started_at = now()
+        self._started_at = datetime.now(UTC)
         self._number = max(store.numbers(self._directory), default=0) + 1
         self._run_id = uuid.uuid4().hex[:8]
         self._parts: list[tuple[str, str]] = []
@@ -120,18 +122,16 @@ class _Extract:
         for role, directories in roles:
             for directory in directories:
                 path = Path(directory, COOKIE_NAME)
-                row: dict[str, Any] = {
-                    "bookieId": bookie.bookie_id, "file": str(path), "role": role, "cookieBookieId": None,
-                    "instanceId": None, "layoutVersion": None, "problem": None,
-                }  # fmt: skip
+                row = {"bookieId": bookie.bookie_id, "file": str(path), "role": role}
                 try:
                     cookie = Cookie.parse(path.read_bytes(), str(path))
                 except (OSError, BkctlError) as error:
-                    row["problem"] = str(error)
+                    yield {**row, "problem": str(error)}
                 else:
-                    row |= {"cookieBookieId": cookie.bookie_id, "instanceId": cookie.instance_id}
-                    row["layoutVersion"] = cookie.layout_version
-                yield row
+                    yield {
+                        **row, "cookieBookieId": cookie.bookie_id, "instanceId": cookie.instance_id,
+                        "layoutVersion": cookie.layout_version,
+                    }  # fmt: skip
 
     def _marks(self) -> Iterator[dict[str, Any]]:
         from bkctl.files.journals import latest_marks
@@ -141,13 +141,10 @@ class _Extract:
             for each in marks.marks:
                 yield {
                     "bookieId": self._bookie.bookie_id, "file": str(each.file.path), "journalIndex": each.journal_index,
-                    "journalId": each.mark.journal_id, "offset": each.mark.offset, "problem": None,
+                    "journalId": each.mark.journal_id, "offset": each.mark.offset,
                 }  # fmt: skip
             for path, error in marks.damaged:
-                yield {
-                    "bookieId": self._bookie.bookie_id, "file": str(path), "journalIndex": None, "journalId": None,
-                    "offset": None, "problem": str(error),
-                }  # fmt: skip
+                yield {"bookieId": self._bookie.bookie_id, "file": str(path), "problem": str(error)}
 
     def _write_journals(self) -> None:
         self._write("journals", check_rows(self._bookie))
@@ -158,11 +155,11 @@ class _Extract:
                     constants = {"file": path, "bookieId": self._bookie.bookie_id, "journalId": reader.journal_id}
                     rows = _record_rows("journal_records", constants)
                     # A journal that the bookie created after the listing is behind every mark.
-                    start = starts.get(path) if path in listed else 0
+                    start = starts.get(path, I64_MAX) if path in listed else 0
                     for batch in rows.of(_before_damage(reader.batches(), [])):
-                        entries = batch.filter(_equal(batch, "type", "entry"))
+                        entries = batch.filter(pc.equal(batch.column("type"), "entry"))
                         found, proofs = self._digests.judge(entries, reader.read)
-                        writer.add(_with(found, "replayed", _at_least(found, "offset", start)))
+                        writer.add(found.append_column("replayed", pc.greater_equal(found.column("offset"), start)))
                         evidence.add(_with_constants(proofs, file=path, bookieId=self._bookie.bookie_id))
 
     # --- entry logs ---------------------------------------------------------------------------------------------
@@ -221,17 +218,12 @@ class _Extract:
             self._store.new_part("damages", self._piece(log, "damages"), if_empty=False) as damages,
             self._store.new_part("ledgers", self._piece(log, "ledgers")) as ledgers,
         ):
-            try:
-                with EntryLogReader.open(path) as reader:
-                    for batch in _record_rows("records", constants).of(_before_damage(reader.batches(), damage)):
-                        found, doubtful = self._digests.judge(batch, reader.read)
-                        writer.add(found)
-                        evidence.add(_with_constants(doubtful, **constants))
-                        _add_sums(sums, batch)
-            except (NotFound, UsageError):
-                raise
-            except BkctlError as error:
-                damage.append(error)
+            with _noting(damage), EntryLogReader.open(path) as reader:
+                for batch in _record_rows("records", constants).of(_before_damage(reader.batches(), damage)):
+                    found, doubtful = self._digests.judge(batch, reader.read)
+                    writer.add(found)
+                    evidence.add(_with_constants(doubtful, **constants))
+                    _add_sums(sums, batch)
             damages.add_rows(_damage_row(bookie_id, "entryLog", path, *where_and_why(error)) for error in damage)
             ledgers.add_rows(_ledger_rows(log, bookie_id, sums))
 
@@ -283,13 +275,10 @@ class _Extract:
         """Write the list of parts, from which on these facts count."""
         current = {part for _, part in self._parts}
         rows = [
-            {
-                "bookieId": self._bookie.bookie_id, "table": table, "part": part, "startedAt": self._started_at,
-                "supersededAt": None,
-            }
+            {"bookieId": self._bookie.bookie_id, "table": table, "part": part, "startedAt": self._started_at}
             for table, part in self._parts
-        ]  # fmt: skip
-        for row in self._last_list().rows if self._number > 1 else ():
+        ]
+        for row in self._store.part_list(self._directory, self._number - 1).rows if self._number > 1 else ():
             superseded_at = row["supersededAt"] or self._started_at
             if row["part"] in current:
                 continue
@@ -300,9 +289,6 @@ class _Extract:
         with self._store.new_part("parts", list_path(self._directory, self._number)) as writer:
             writer.add_rows(rows)
         self._listed = {str(row["part"]) for row in rows}
-
-    def _last_list(self) -> PartList:
-        return self._store.part_list(self._directory, self._number - 1)
 
     def _clean(self) -> None:
         """Delete older lists, parts that were superseded long ago, and what killed extracts left."""
@@ -321,10 +307,6 @@ class _Extract:
 
 def _record_rows(table: str, constants: dict[str, Any]) -> RecordRows:
     """Return what makes rows of `table` from records."""
-    import pyarrow as pa
-
-    from bkctl.spark.facts.tables import arrow_schema
-
     schema = arrow_schema(table)
     fields = [field for field in schema if field.name not in ("part", "replayed")]
     if "type" not in schema.names:
@@ -334,41 +316,24 @@ def _record_rows(table: str, constants: dict[str, Any]) -> RecordRows:
 
 def _before_damage(batches: Iterable[RecordBatch], damage: list[BkctlError]) -> Iterator[RecordBatch]:
     """Yield the records before damage, which is added to `damage`."""
-    try:
+    with _noting(damage):
         yield from batches
+
+
+@contextmanager
+def _noting(damage: list[BkctlError]) -> Iterator[None]:
+    """Add the error that ends the block to `damage`; a file that is missing, and wrong use, are raised."""
+    try:
+        yield
     except (NotFound, UsageError):
         raise
     except BkctlError as error:
         damage.append(error)
 
 
-def _equal(batch: pa.RecordBatch, name: str, value: Any) -> pa.Array:
-    import pyarrow.compute
-
-    return pyarrow.compute.equal(batch.column(name), value)
-
-
-def _at_least(batch: pa.RecordBatch, name: str, least: int | None) -> pa.Array:
-    """Return which values of a column are at least `least`; None: no value is."""
-    import pyarrow as pa
-    import pyarrow.compute
-
-    if least is None:
-        return pa.repeat(pa.scalar(False), batch.num_rows)
-    return pyarrow.compute.greater_equal(batch.column(name), least)
-
-
-def _with(batch: pa.RecordBatch, name: str, column: pa.Array) -> pa.RecordBatch:
-    import pyarrow as pa
-
-    return pa.RecordBatch.from_arrays([*batch.columns, column], names=[*batch.schema.names, name])
-
-
 def _with_constants(batch: pa.RecordBatch, **constants: Any) -> pa.RecordBatch:
-    import pyarrow as pa
-
     for name, value in constants.items():
-        batch = _with(batch, name, pa.repeat(pa.scalar(value), batch.num_rows))
+        batch = batch.append_column(name, pa.repeat(value, batch.num_rows))
     return batch
 
 
@@ -378,8 +343,6 @@ def _damage_row(bookie_id: str, source: str, path: str, offset: int | None, reas
 
 def _add_sums(sums: dict[str, tuple[int, int]], batch: pa.RecordBatch) -> None:
     """Add the records of each ledger, and their bytes with size fields, to `sums`."""
-    import pyarrow as pa
-
     rows = pa.table({"ledger": batch.column("ledgerQualifiedName"), "size": batch.column("recordSize")})
     for row in rows.group_by("ledger").aggregate([("size", "sum"), ("size", "count")]).to_pylist():
         if row["ledger"] is not None:
@@ -400,10 +363,9 @@ def _ledger_rows(log: BookieFile, bookie_id: str, sums: dict[str, tuple[int, int
         rows.append(
             {
                 "bookieId": bookie_id, "file": str(log.path), "logId": log.id, "scoped": log.scoped,
-                "logIdHex": f"{log.id:x}", "fileSize": log.size, "ledgerQualifiedName": name,
-                "ledgerScopeId": None if name is None else int(name[:16], 16),
-                "ledgerId": None if name is None else int(name[16:], 16), "entryCount": count, "size": size,
+                "logIdHex": f"{log.id:x}", "fileSize": log.size, "entryCount": count, "size": size,
                 "mapSize": sizes.get(name), **of_log,
+                **({} if name is None else ledger_values(LedgerId.from_value(int(name, 16)))),
             }
         )  # fmt: skip
     return rows

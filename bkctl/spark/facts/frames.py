@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from bkctl.formats.index import ledger_of_index_path
 from bkctl.metadata.liveness import check_cookie
@@ -36,8 +36,8 @@ class ExtractedBookie(NamedTuple):
     started_at: datetime
 
 
-class Facts(Sequence[ExtractedBookie]):
-    """The newest facts of all bookies at `uri`, as they are when this is created; a sequence of its bookies.
+class Facts(list[ExtractedBookie]):
+    """The newest facts of all bookies at `uri`, as they are when this is created; the list of its bookies.
 
     Jobs take it instead of bookies' directories. Raises NotFound without facts at `uri`.
     """
@@ -45,17 +45,7 @@ class Facts(Sequence[ExtractedBookie]):
     def __init__(self, uri: str) -> None:
         self._store = FactsStore(uri)
         self._lists: list[PartList] = self._store.part_lists()
-        self._bookies = [ExtractedBookie(each.bookie_id, each.started_at) for each in self._lists]
-
-    def __len__(self) -> int:
-        return len(self._bookies)
-
-    @overload
-    def __getitem__(self, index: int) -> ExtractedBookie: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[ExtractedBookie]: ...
-    def __getitem__(self, index: int | slice) -> ExtractedBookie | list[ExtractedBookie]:
-        return self._bookies[index]
+        super().__init__(ExtractedBookie(each.bookie_id, each.started_at) for each in self._lists)
 
     def check_cluster(self, cluster: Cluster) -> None:
         """Raise Conflict if a bookie's cookie names another cluster, in which all its ledgers would look dead."""

@@ -7,14 +7,15 @@ a place is read here, since jobs cannot.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
-from pathlib import Path
+from contextlib import closing
 from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
 
 from bkctl.errors import BkctlError, NotFound, UsageError
 from bkctl.files.directories import BookieDirectories
-from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.index import BookieIndexes, LedgerIndexReader
 from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
 from bkctl.ids import LedgerId
@@ -22,35 +23,19 @@ from bkctl.spark.facts.digests import LedgerDigests
 from bkctl.spark.facts.store import FactsStore, PartWriter
 from bkctl.spark.facts.tables import arrow_schema
 from bkctl.spark.sources.columns import where_and_why
+from bkctl.spark.sources.entry_logs import OpenLogs
 from bkctl.spark.sources.filters import Conditions
 from bkctl.spark.sources.index_databases import DatabaseReader
+from bkctl.spark.sources.index_plan import DatabaseRange
 from bkctl.spark.sources.index_rows import IndexedEntries, entry_rows
 from bkctl.spark.sources.record_values import digest_of_v1, digest_of_v2
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-    import pyarrow as pa
-
     from bkctl.spark.jobs.bookies import BookieFiles
 
 #: Entries of the index that are compared with the logs at once.
 _CHUNK_ROWS: Final = 1 << 22
-_OPEN_LOGS_MAX: Final = 64
 _Damage = tuple[str, int | None, str]
-
-
-@dataclass
-class _WholeDatabase:
-    """A pair of databases, in the form that DatabaseReader takes."""
-
-    directory: str
-    scoped: bool
-    first: bytes | None = None
-    end: bytes | None = None
-
-    def path(self, name: str) -> Path:
-        return Path(self.directory) / (f"scoped-{name}" if self.scoped else name)
 
 
 class IndexExtract:
@@ -64,13 +49,12 @@ class IndexExtract:
         self._schema = arrow_schema("index")
         self._chunk: list[IndexedEntries] = []
         self._count = 0
-        self._readers: dict[str, EntryLogReader] = {}
+        self._logs = OpenLogs()
         self._damages: list[_Damage] = []
 
     def write(self, writer: PartWriter, evidence: PartWriter) -> Iterator[_Damage]:
         """Write the entries and the evidence; yield the path, offset and reason of each damage."""
-        with ExitStack() as stack:
-            stack.callback(self._close_readers)
+        with closing(self._logs):
             for directory in self._bookie.index_dirs:
                 for path, scoped, entries in self._sources(BookieDirectories((), (), [directory])):
                     try:
@@ -100,7 +84,7 @@ class IndexExtract:
         for database in directories.rocksdbs():
             if database.path.name not in ("ledgers", "scoped-ledgers"):
                 continue
-            part = _WholeDatabase(str(database.path.parent), database.scoped)
+            part = DatabaseRange(str(database.path.parent), database.scoped, self._bookie.bookie_id)
             path = part.path("locations")
             try:
                 with LedgersDatabase.open(part.path("ledgers"), scoped=part.scoped) as ledgers:
@@ -123,8 +107,6 @@ class IndexExtract:
 
     def _compare(self, evidence: PartWriter) -> None:
         """Write the evidence for the places of the current chunk that are not records of their entries."""
-        import numpy as np
-
         chunk, self._chunk, self._count = self._chunk, [], 0
         if not chunk:
             return
@@ -144,8 +126,6 @@ class IndexExtract:
 
     def _stands_in(self, part: str, entries: IndexedEntries) -> npt.NDArray[np.bool_]:
         """Return which entries have their record at their place in the log of `part`."""
-        import numpy as np
-
         table = self._store.read("records", part, ["offset", "ledgerScopeId", "ledgerId", "entryId"])
         offsets = table.column("offset").to_numpy()
         if not len(offsets):
@@ -175,16 +155,13 @@ class IndexExtract:
                 }  # fmt: skip
 
     def _record_at(self, path: str, offset: int, ledger: LedgerId, entry_id: int) -> dict[str, Any]:
-        found: dict[str, Any] = dict.fromkeys(
-            ("ledgerQualifiedName", "entryId", "digest", "record", "problem", "detail")
-        )
         try:
-            record = self._reader(path).entry_at(offset + 4)
+            record = self._logs.reader(path).entry_at(offset + 4)
         except NotFound as error:
-            return found | {"problem": "missing", "detail": str(error)}
+            return {"problem": "missing", "detail": str(error)}
         except BkctlError as error:
-            return found | {"problem": "damaged", "detail": str(error)}
-        found |= {"ledgerQualifiedName": record.ledger.qualified_name, "entryId": record.entry_id}
+            return {"problem": "damaged", "detail": str(error)}
+        found: dict[str, Any] = {"ledgerQualifiedName": record.ledger.qualified_name, "entryId": record.entry_id}
         if (record.ledger, record.entry_id) == (ledger, entry_id):
             check = digest_of_v1 if record.format_version == 1 else digest_of_v2
             found["digest"], is_evidence = check(record.body, 0, record.record_size), False
@@ -193,22 +170,8 @@ class IndexExtract:
             found["record"] = record.body if is_evidence else None
         return found
 
-    def _reader(self, path: str) -> EntryLogReader:
-        reader = self._readers.get(path)
-        if reader is None:
-            if len(self._readers) >= _OPEN_LOGS_MAX:
-                self._readers.pop(next(iter(self._readers))).close()
-            reader = self._readers[path] = EntryLogReader.open(path)
-        return reader
-
-    def _close_readers(self) -> None:
-        for reader in self._readers.values():
-            reader.close()
-
 
 def _entries_of_file(reader: LedgerIndexReader) -> Iterator[IndexedEntries]:
-    import numpy as np
-
     ledger = reader.ledger
     assert ledger is not None, reader.name  # BookieIndexes lists files whose path names their ledger.
     for entry_id, page in reader.pages():
@@ -222,16 +185,13 @@ def _entries_of_file(reader: LedgerIndexReader) -> Iterator[IndexedEntries]:
         )
 
 
-def _entries_of_database(part: _WholeDatabase, ledgers: LedgersDatabase) -> Iterator[IndexedEntries]:
+def _entries_of_database(part: DatabaseRange, ledgers: LedgersDatabase) -> Iterator[IndexedEntries]:
     with LocationsDatabase.open(part.path("locations"), scoped=part.scoped) as locations:
         yield from DatabaseReader(part, ledgers, locations, Conditions()).entries()
 
 
 def _unsigned(column: pa.ChunkedArray) -> npt.NDArray[np.uint64]:
     """Return ids as numbers. Records without a ledger have any: their entry ids match no entry of an index."""
-    import numpy as np
-    import pyarrow as pa
-
     encoded = column.combine_chunks().dictionary_encode()
     if isinstance(encoded, pa.ChunkedArray):
         encoded = encoded.combine_chunks()

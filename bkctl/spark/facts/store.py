@@ -15,7 +15,7 @@ import re
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from string import ascii_letters, digits
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -43,10 +43,8 @@ class StoredFile(NamedTuple):
 
 
 class PartList(NamedTuple):
-    """The parts of one bookie: `bookie` is its directory name; rows of the table `parts`."""
+    """The parts of one bookie: rows of the table `parts`."""
 
-    bookie: str
-    number: int
     rows: list[dict[str, Any]]
 
     @property
@@ -101,13 +99,6 @@ class FactsStore:
         with self._failures("read"):
             return pyarrow.dataset.dataset(files, arrow_schema(table), format="parquet", filesystem=self._arrow)
 
-    def exists(self, path: str) -> bool:
-        """Return whether a file exists."""
-        from pyarrow.fs import FileType
-
-        with self._failures("read"):
-            return bool(self._arrow.get_file_info(f"{self._root}/{path}").type != FileType.NotFound)
-
     def files(self, directory: str) -> list[StoredFile]:
         """Return the files in a directory and below it; none if it does not exist."""
         from pyarrow.fs import FileSelector, FileType
@@ -140,7 +131,7 @@ class FactsStore:
                 f"{self.uri}/v{VERSION}/{path} is not a list of the parts of one bookie",
                 hint="delete this file, and run 'bkctl pipeline extract' for the bookie again",
             )
-        return PartList(bookie, number, rows)
+        return PartList(rows)
 
     def numbers(self, bookie: str) -> list[int]:
         """Return the numbers of the bookie's lists of parts, in order."""
@@ -267,11 +258,6 @@ def _is_part_of(bookie: str, row: dict[str, Any]) -> bool:
 def list_path(bookie: str, number: int) -> str:
     """Return the path of a bookie's list of parts."""
     return f"parts/{bookie}-{number:09d}.parquet"
-
-
-def now() -> datetime:
-    """Return the time as the tables have it: microseconds, UTC."""
-    return datetime.now(UTC)
 
 
 def _file_system(uri: str) -> tuple[Any, str]:

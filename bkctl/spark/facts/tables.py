@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bkctl.spark import schemas
+from bkctl.spark.sources.columns import table_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -212,15 +213,6 @@ def spark_schema(table: str) -> str:
 
 def conform(rows: pa.RecordBatch | pa.Table, table: str, part: str) -> pa.Table:
     """Return `rows` with the columns and types of `table`; columns that `rows` lacks are null, `part` is constant."""
-    import pyarrow as pa
-
-    schema = arrow_schema(table)
-    columns = []
-    for field in schema:
-        if field.name == "part" and table != "parts":
-            columns.append(pa.repeat(pa.scalar(part), rows.num_rows))
-        elif field.name not in rows.schema.names:
-            columns.append(pa.nulls(rows.num_rows, field.type))
-        else:
-            columns.append(rows.column(field.name).cast(field.type))
-    return pa.Table.from_arrays(columns, schema=schema)
+    is_list = table == "parts"
+    columns = {name: rows.column(name) for name in rows.schema.names if is_list or name != "part"}
+    return table_of(arrow_schema(table), columns, rows.num_rows, {} if is_list else {"part": part})

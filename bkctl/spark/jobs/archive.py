@@ -23,6 +23,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
+import pyarrow as pa
+
 from bkctl.errors import AlreadyExists, BkctlError, Corrupt, NotFound, Unreachable
 from bkctl.formats.entry import DigestType
 from bkctl.ids import LedgerId
@@ -46,7 +48,6 @@ from bkctl.spark.sources.filters import LEDGER_COLUMNS
 from bkctl.spark.sources.options import SourceOptions
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from pyspark.sql import DataFrame, SparkSession
 
 ENTRY_COLUMNS: Final = (*LEDGER_COLUMNS, "entryId", "size", "payload")
@@ -143,7 +144,6 @@ def _changed_since(spark: SparkSession, metadata: DataFrame, since: Sequence[str
 def _write_entries(
     spark: SparkSession, path: str, ledgers: DataFrame, connection: Mapping[str, str], *, mode: str, by_scope: bool
 ) -> None:
-    """Write the entries of `ledgers` to the export."""
     with TemporaryDirectory(prefix="bkctl-") as directory:
         names = Path(directory, "ledgers")
         scope_count, scope = 0, ""
@@ -207,7 +207,6 @@ def import_ledgers(
     *,
     to_scope_id: int | None = None,
     dry_run: bool = False,
-    task_count: int | None = None,
 ) -> DataFrame:
     """Create the ledgers of the export at `path`, under their ids or in the scope `to_scope_id`; one row a ledger.
 
@@ -240,7 +239,7 @@ def import_ledgers(
         F.lit(_HEAD).cast("bigint").alias("entryId"),
         F.to_json(F.struct(*_HEAD_FIELDS)).cast("binary").alias("payload"),
     )
-    count = task_count or int(spark.conf.get("spark.sql.shuffle.partitions") or 0) or 1
+    count = int(spark.conf.get("spark.sql.shuffle.partitions") or 1)
     rows = heads.unionByName(entries.select(QUALIFIED_NAME, "entryId", "payload"))
     rows = rows.repartition(count, QUALIFIED_NAME).sortWithinPartitions(QUALIFIED_NAME, "entryId")
     made = rows.mapInArrow(partial(_import_rows, checked, to_scope_id), RESULT_SCHEMA)
@@ -249,7 +248,6 @@ def import_ledgers(
 
 
 def _planned(ledgers: DataFrame, to_scope_id: int | None) -> list[tuple[Any, ...]]:
-    """Return the rows of a dry run."""
     rows = []
     for row in ledgers.sort(QUALIFIED_NAME).select(QUALIFIED_NAME, "entryCount", "size").toLocalIterator():
         source = LedgerId.parse(row[QUALIFIED_NAME])

@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
+
+import pyarrow as pa
 
 from bkctl.client.ensemble import update_metadata
 from bkctl.client.reader import read_entries
@@ -22,11 +23,9 @@ from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.ledgers import VersionedMetadata
+from bkctl.spark.schemas import arrow_schema
 from bkctl.spark.sources.connection import Client
 from bkctl.spark.sources.options import SourceOptions
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 #: Custom metadata of a copy: the qualified name of its source; and the hash of its entries, once it is verified.
 SOURCE_KEY: Final = "bkctl-copy-of"
@@ -195,16 +194,15 @@ class LedgerCopy:
             known = read.hex.encode()
         if known != hash.hex.encode():
             raise Corrupt(f"Ledger {self.target} differs from its source, ledger {self.source}")
-        marked = partial(_with_hash, value=known)
+
+        def marked(metadata: LedgerMetadata) -> LedgerMetadata | None:
+            if metadata.custom_metadata.get(HASH_KEY) == known:
+                return None
+            return replace(metadata, custom_metadata={**metadata.custom_metadata, HASH_KEY: known})
+
         update_metadata(self._client.cluster.ledgers, self.target, found, marked)
         state = COPIED if self._handle is not None else PRESENT
         return CopyResult(self.source, self.target, state, hash.entry_count, hash.length, hash.hex)
-
-
-def _with_hash(metadata: LedgerMetadata, value: bytes) -> LedgerMetadata | None:
-    if metadata.custom_metadata.get(HASH_KEY) == value:
-        return None
-    return replace(metadata, custom_metadata={**metadata.custom_metadata, HASH_KEY: value})
 
 
 async def copy_ledger(client: Client, source: LedgerId, target: LedgerId, options: SourceOptions) -> CopyResult:
@@ -243,10 +241,5 @@ async def copy_ledger(client: Client, source: LedgerId, target: LedgerId, option
 
 def result_batch(results: Sequence[CopyResult]) -> pa.RecordBatch:
     """Return the results as rows of RESULT_SCHEMA."""
-    import pyarrow as pa
-
-    schema = pa.schema([(name, pa.int64() if name in _NUMBERS else pa.string()) for name in RESULT_COLUMNS])
-    columns = zip(*(result.row() for result in results), strict=True)
-    return pa.RecordBatch.from_arrays(
-        [pa.array(values, field.type) for values, field in zip(columns, schema, strict=True)], schema=schema
-    )
+    rows = [dict(zip(RESULT_COLUMNS, result.row(), strict=True)) for result in results]
+    return pa.RecordBatch.from_pylist(rows, schema=arrow_schema(RESULT_SCHEMA))

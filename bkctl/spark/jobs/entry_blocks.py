@@ -10,17 +10,19 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
 from bkctl.formats.record import RECORD_SIZE
 from bkctl.spark import functions as F
 from bkctl.spark.jobs.entry_problems import REPLICA
 from bkctl.spark.jobs.frames import QUALIFIED_NAME
 from bkctl.spark.schemas import arrow_schema
-from bkctl.spark.sources.columns import DAMAGE, TYPES
+from bkctl.spark.sources.columns import DAMAGE, TYPES, table_of
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-    import pyarrow as pa
     from pyspark.sql import Column, DataFrame
 
     Numbers = npt.NDArray[np.int64]
@@ -82,8 +84,6 @@ def fold(records: DataFrame, source: str, file_id: str, **values: Column) -> Dat
 
 
 def _fold_batches(source: str, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    import pyarrow as pa
-
     waiting: list[pa.RecordBatch] = []
     count = 0
     for batch in batches:
@@ -97,15 +97,12 @@ def _fold_batches(source: str, batches: Iterable[pa.RecordBatch]) -> Iterator[pa
 
 
 def _fold(source: str, records: pa.Table) -> Iterator[pa.RecordBatch]:
-    import numpy as np
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     schema = arrow_schema(ddl_of(BLOCKS))
     is_data = pc.is_null(records.column(DAMAGE))
     if records.num_rows > pc.sum(is_data).as_py():
-        damages = records.filter(pc.invert(is_data)).select(["bookieId", DAMAGE])
-        yield from _conform({name: damages.column(name) for name in damages.column_names}, damages.num_rows, schema)
+        damaged = records.filter(pc.invert(is_data))
+        columns = {name: damaged.column(name) for name in ("bookieId", DAMAGE)}
+        yield from table_of(schema, columns, damaged.num_rows).to_batches()
         records = records.filter(is_data)
     if not records.num_rows:
         return
@@ -137,39 +134,22 @@ def _fold(source: str, records: pa.Table) -> Iterator[pa.RecordBatch]:
         "size": pc.add(found.column("size_sum"), pa.array(counts * RECORD_SIZE.size, pa.int64())),
         "lac": found.column("lac_max"), "source": pa.repeat(source, found.num_rows),
     }  # fmt: skip
-    yield from _conform(blocks, found.num_rows, schema)
-
-
-def _conform(columns: dict[str, Any], count: int, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    """Yield the columns of `schema`; those that `columns` lacks are null."""
-    import pyarrow as pa
-
-    arrays = [
-        columns[field.name].cast(field.type) if field.name in columns else pa.nulls(count, field.type)
-        for field in schema
-    ]
-    yield from pa.Table.from_arrays(arrays, schema=schema).to_batches()
+    yield from table_of(schema, blocks, found.num_rows).to_batches()
 
 
 def _pack(rows: Numbers) -> bytes:
     """Return numbers as the compressed differences from one to the next, which are few bytes for a run of records."""
-    import numpy as np
-
     return bytes(_codec().compress(np.diff(rows, prepend=0).tobytes(), asbytes=True))
 
 
 def _unpack(packed: bytes, count: int) -> Numbers:
     """Return the three rows of `count` numbers of `_pack`."""
-    import numpy as np
-
     data = _codec().decompress(packed, 3 * count * 8)
     found: Numbers = np.frombuffer(data, np.int64).reshape(3, count).cumsum(axis=1)
     return found
 
 
 def _codec() -> pa.Codec:
-    import pyarrow as pa
-
     return pa.Codec("zstd", compression_level=1)
 
 
@@ -212,9 +192,6 @@ def _unfold_batches(choose: Callable[[Ids], Mask], batches: Iterable[pa.RecordBa
 
 def _together(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
     """Yield the rows in tables of a bounded number of entries; no table ends between blocks of one place."""
-    import numpy as np
-    import pyarrow as pa
-
     waiting: list[pa.RecordBatch] = []
     previous: pa.RecordBatch | None = None
     number = total = 0
@@ -223,7 +200,7 @@ def _together(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
             continue
         begins = _begins(batch, previous)
         previous = batch.slice(batch.num_rows - 1)
-        sizes = batch.column(batch.schema.get_field_index("entryCount")).to_numpy() + _BLOCK_SIZE * begins
+        sizes = batch.column("entryCount").to_numpy() + _BLOCK_SIZE * begins
         before = total + np.cumsum(sizes) - sizes
         total += int(sizes.sum())
         starts = np.flatnonzero(begins)
@@ -242,21 +219,15 @@ def _together(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
 
 def _begins(rows: pa.RecordBatch | pa.Table, previous: pa.RecordBatch | None = None) -> Mask:
     """Return which rows are of another place than the row before; the first one is, without a `previous` row."""
-    import numpy as np
-    import pyarrow as pa
-
     begins = np.zeros(rows.num_rows, np.bool_)
     for name in _PLACE:
-        column: Any = rows.column(rows.schema.get_field_index(name))
+        column: Any = rows.column(name)
         column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
         if name != "block":
             column = column.dictionary_encode().indices
         values = column.to_numpy()
         begins[1:] |= values[1:] != values[:-1]
-    first = [rows.column(rows.schema.get_field_index(name))[0].as_py() for name in _PLACE]
-    begins[0] = previous is None or first != [
-        previous.column(previous.schema.get_field_index(name))[0].as_py() for name in _PLACE
-    ]
+    begins[0] = previous is None or any(rows.column(name)[0] != previous.column(name)[0] for name in _PLACE)
     return begins
 
 
@@ -276,15 +247,13 @@ class _Compared:
     """The blocks of a table. Each entry id of each of its places has a slot."""
 
     def __init__(self, table: pa.Table) -> None:
-        import numpy as np
-
         self._table = table = table.combine_chunks()
         starts = _begins(table)
         self._firsts = np.flatnonzero(starts)
         places = np.cumsum(starts) - 1
         self._source = np.array(table.column("source").to_pylist())
         self._file_ids = self._numbers("fileId")
-        matches, replays = (self._flags(name) for name in ("matches", "replayed"))
+        matches, replays = (self._numbers(name, False) for name in ("matches", "replayed"))
         count = len(self._firsts) << BLOCK_BITS
         promised, logged, mismatched, served, replayed, recorded = (np.zeros(count, np.bool_) for _ in range(6))
         promised[self._promised_slots(places)] = True
@@ -298,16 +267,12 @@ class _Compared:
         served[copies.slots[is_served & (at.rows >= 0)]] = True
         self._journaled = self._newest(count, records.of(replays[records.rows]))
         replayed = (self._journaled.rows >= 0) & matches[self._journaled.rows]
-        self._replays = replays
         self._recorded = self._newest(count, records, replays)
         recorded[records.slots] = True
         self._ids = Ids(promised, logged, mismatched, served, replayed, recorded)
 
     def rows(self, choose: Callable[[Ids], Mask]) -> Iterator[pa.RecordBatch]:
         """Yield the rows of `unfold`."""
-        import numpy as np
-        import pyarrow as pa
-
         mask = choose(self._ids)
         chosen = np.flatnonzero(mask)
         if not len(chosen):
@@ -330,28 +295,15 @@ class _Compared:
                 self._recorded.of(chosen), "replayed", "journalId", "offset", "file", "recordSize"
             ),
         }
-        yield from _conform(columns, len(chosen), arrow_schema(_UNFOLDED))
+        yield from table_of(arrow_schema(_UNFOLDED), columns, len(chosen)).to_batches()
 
-    def _numbers(self, name: str) -> Numbers:
-        import pyarrow.compute as pc
-
-        found: Numbers = pc.fill_null(self._table.column(name), 0).to_numpy()
-        return found
-
-    def _flags(self, name: str) -> Mask:
-        import pyarrow.compute as pc
-
-        found: Mask = pc.fill_null(self._table.column(name), False).to_numpy()
-        return found
+    def _numbers(self, name: str, missing: Any = 0) -> Any:
+        return pc.fill_null(self._table.column(name), missing).to_numpy()
 
     def _take(self, name: str, rows: Numbers) -> pa.Array:
-        import pyarrow as pa
-
         return self._table.column(name).take(pa.array(rows, mask=rows < 0)).combine_chunks()
 
     def _promised_slots(self, places: Numbers) -> Numbers:
-        import numpy as np
-
         rows = np.flatnonzero(self._source == PROMISE)
         if not len(rows):
             return rows
@@ -369,8 +321,6 @@ class _Compared:
         return found
 
     def _records(self, places: Numbers, source: str) -> _Records:
-        import numpy as np
-
         rows = np.flatnonzero(self._source == source)
         counts = self._numbers("entryCount")[rows]
         packed = self._table.column("packed").take(rows).to_pylist()
@@ -381,8 +331,6 @@ class _Compared:
 
     def _newest(self, count: int, records: _Records, before: Any = None) -> _Records:
         """Return each slot's last record by `before`, file id and offset; row -1 for a slot without one."""
-        import numpy as np
-
         found = np.full(count, -1)
         found[records.slots] = np.arange(len(records.slots))
         if np.count_nonzero(found >= 0) < len(records.slots):
@@ -393,9 +341,6 @@ class _Compared:
 
     def _structs(self, records: _Records, *names: str) -> pa.StructArray:
         """Return a struct for each record, of the columns of its block and its own; null for row -1."""
-        import numpy as np
-        import pyarrow as pa
-
         fields = {
             "offset": lambda: pa.array(records.offsets),
             "recordSize": lambda: pa.array(records.sizes),

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
+import pyarrow as pa
+
 from bkctl.errors import BkctlError
 from bkctl.ids import LedgerId
 from bkctl.spark import functions as F
 from bkctl.spark.jobs.bookies import open_store
 from bkctl.spark.jobs.frames import QUALIFIED_NAME
+from bkctl.spark.schemas import arrow_schema
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from pyspark.sql import DataFrame
 
 #: What the entries of a range share beside their ledger, by the words of `--by`.
@@ -63,19 +65,15 @@ def _steps(entries: DataFrame, connection: Mapping[str, str]) -> DataFrame:
     """Return the ledgers of `entries` with `step`: how far apart entries are that follow each other on a bookie."""
 
     def steps_of(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        import pyarrow as pa
-
         with open_store(connection) as cluster:
             for batch in batches:
                 names = batch.column(0).to_pylist()
                 found = cluster.ledgers.read_many(LedgerId.from_value(int(name, 16)) for name in names)
-                steps = [
-                    None if isinstance(read, BkctlError)
-                    else read.metadata.ensemble_size - read.metadata.write_quorum_size + 1
-                    for _, read in found
-                ]  # fmt: skip
-                yield pa.RecordBatch.from_arrays(
-                    [pa.array(names, pa.string()), pa.array(steps, pa.int64())], names=[QUALIFIED_NAME, "step"]
-                )
+                rows = [
+                    {QUALIFIED_NAME: name, "step": each.metadata.ensemble_size - each.metadata.write_quorum_size + 1}
+                    for name, (_, each) in zip(names, found, strict=True)
+                    if not isinstance(each, BkctlError)
+                ]
+                yield pa.RecordBatch.from_pylist(rows, schema=arrow_schema(_STEPS))
 
     return entries.select(QUALIFIED_NAME).distinct().mapInArrow(steps_of, _STEPS)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+import pyarrow as pa
+
 from bkctl.spark import functions as F
 from bkctl.spark.schemas import arrow_schema
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from pyspark.sql import DataFrame, SparkSession
 
 QUALIFIED_NAME: Final = "ledgerQualifiedName"
@@ -18,8 +19,6 @@ _SLOTS_MAX: Final = 10_000
 
 def frame_of(spark: SparkSession, rows: Iterable[Sequence[Any]], schema: str) -> DataFrame:
     """Return rows of this process as a DataFrame; unlike `createDataFrame` of a list, it takes no job of tasks."""
-    import pyarrow as pa
-
     arrow = arrow_schema(schema)
     columns = list(zip(*rows, strict=True)) or [()] * len(arrow)
     arrays = [pa.array(values, field.type) for values, field in zip(columns, arrow, strict=True)]
@@ -40,8 +39,6 @@ def rows_in_tasks(spark: SparkSession, items: Sequence[Any], function: Any, sche
     count, arrow = len(items), arrow_schema(schema)
 
     def rows_of(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        import pyarrow as pa
-
         for batch in batches:
             for number in batch.column(0).to_pylist():
                 yield pa.RecordBatch.from_pylist(list(function(items[number])), schema=arrow)

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import pyarrow as pa
+
 from bkctl.checks.garbage import LedgerUse, LogUse, Thresholds
 from bkctl.errors import BkctlError, NotFound
 from bkctl.files.entry_log import EntryLogReader
@@ -28,7 +30,6 @@ from bkctl.spark.schemas import arrow_schema
 from bkctl.spark.sources.places import unseen
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from pyspark.sql import DataFrame, SparkSession
 
     from bkctl.spark.jobs.bookies import Bookies
@@ -119,8 +120,6 @@ def uses(shares: DataFrame, thresholds: Thresholds = _DEFAULT_THRESHOLDS) -> Dat
     arrow = arrow_schema(_USES)
 
     def judge(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        import pyarrow as pa
-
         for batch in batches:
             rows = [_judge(row, thresholds) for row in batch.to_pylist()]
             yield pa.RecordBatch.from_pylist(rows, schema=arrow)

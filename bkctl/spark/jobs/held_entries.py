@@ -27,16 +27,15 @@ def held_entries(
     scope_id: int | None,
     *,
     indexes: bool = True,
-    digests: bool = True,
 ) -> DataFrame:
     """Return the entries in the files of each bookie as `entry_blocks.BLOCKS`, and a row for each damage.
 
-    Without `digests` no digest is checked. Raises NotFound if the bookies have no files.
+    Raises NotFound if the bookies have no files.
     """
     return _union(
-        _logged(spark, bookies, ledger, scope_id, digests=digests),
+        _logged(spark, bookies, ledger, scope_id, digests=True),
         _indexed(spark, bookies, ledger, scope_id) if indexes else None,
-        journaled_entries(spark, bookies, ledger, scope_id, digests=digests),
+        journaled_entries(spark, bookies, ledger, scope_id, digests=True),
     )
 
 

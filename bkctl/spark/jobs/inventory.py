@@ -139,8 +139,8 @@ def applications(spark: SparkSession, connection: Mapping[str, str]) -> DataFram
 
     They come from Pulsar's custom metadata; other writers may keep an `application` there.
     """
-    read = spark.read.format("bookkeeper.metadata").options(**connection)
-    metadata = read.option("columns", f"{QUALIFIED_NAME},pulsar,customMetadata").load()
+    options = {**connection, "columns": f"{QUALIFIED_NAME},pulsar,customMetadata"}
+    metadata = spark.read.format("bookkeeper.metadata").options(**options).load()
     own = F.decode(F.col("customMetadata")["application"], "UTF-8")
     return metadata.select(
         QUALIFIED_NAME,

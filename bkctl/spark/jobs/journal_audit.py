@@ -23,6 +23,7 @@ from bkctl.formats.record import RecordType
 from bkctl.ids import LedgerId
 from bkctl.spark import functions as F
 from bkctl.spark.facts.frames import Facts
+from bkctl.spark.facts.tables import spark_schema
 from bkctl.spark.jobs.bookie_records import replay_starts
 from bkctl.spark.jobs.bookies import check_clusters
 from bkctl.spark.jobs.entry_blocks import Ids, unfold
@@ -74,12 +75,6 @@ _UNLOGGED: Final = (
     "bookieId string, ledgerQualifiedName string, entryId bigint, logged string, replayed boolean, journalId bigint, "
     "offset bigint, file string, recordSize bigint, state string, ledgerScopeId string, ledgerId string"
 )
-_CHECKS: Final = (
-    "bookieId string, journalId bigint, journalIdHex string, file string, version int, state string, size bigint, "
-    "goodEnd bigint, mark bigint, replayFrom bigint, recordCount bigint, entryCount bigint, replayRecordCount bigint, "
-    "replayEntryCount bigint, replaySize bigint, sizeBehind bigint, recordsBehind bigint, entriesBehind bigint, "
-    "resumesAt bigint, problem string, damaged boolean"
-)
 
 
 def audit(
@@ -123,7 +118,7 @@ def checks(spark: SparkSession, bookies: Bookies) -> DataFrame:
     """
     if isinstance(bookies, Facts):
         return bookies.journal_checks(spark)
-    return rows_in_tasks(spark, list(bookies), check_rows, _CHECKS)
+    return rows_in_tasks(spark, list(bookies), check_rows, spark_schema("journals")).drop("part")
 
 
 def check_rows(bookie: BookieFiles) -> Iterator[dict[str, Any]]:

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Final
 
+import pyarrow as pa
+
 from bkctl.errors import Unreachable
 from bkctl.ids import LedgerId
 from bkctl.metadata.liveness import Liveness
 from bkctl.model import LedgerLiveness
 from bkctl.spark.jobs.bookies import open_store
 from bkctl.spark.jobs.frames import QUALIFIED_NAME
+from bkctl.spark.schemas import arrow_schema
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from pyspark.sql import DataFrame
 
 _STATES: Final = f"{QUALIFIED_NAME} string, state string, problem string, problemType string"
@@ -40,22 +42,14 @@ def ledger_states(ledgers: DataFrame, connection: Mapping[str, str]) -> DataFram
 
 
 def _states(liveness: Liveness, names: list[str]) -> pa.RecordBatch:
-    import pyarrow as pa
-
     by_name = {name: LedgerId.from_value(int(name, 16)) for name in names}
     states = liveness.states(by_name.values())
     for problem in liveness.problems:
         if isinstance(problem, Unreachable):
             raise problem
-    reason = next(((str(problem), type(problem).__name__) for problem in liveness.problems), (None, None))
-    found = [states[by_name[name]] for name in names]
-    reasons = [reason if state is LedgerLiveness.UNKNOWN else (None, None) for state in found]
-    return pa.RecordBatch.from_arrays(
-        [
-            pa.array(names, pa.string()),
-            pa.array([state.value for state in found], pa.string()),
-            pa.array([text for text, _ in reasons], pa.string()),
-            pa.array([kind for _, kind in reasons], pa.string()),
-        ],
-        names=[QUALIFIED_NAME, "state", "problem", "problemType"],
-    )
+    reason = next(({"problem": str(each), "problemType": type(each).__name__} for each in liveness.problems), {})
+    rows = []
+    for name, ledger in by_name.items():
+        unknown = states[ledger] is LedgerLiveness.UNKNOWN
+        rows.append({QUALIFIED_NAME: name, "state": states[ledger].value, **(reason if unknown else {})})
+    return pa.RecordBatch.from_pylist(rows, schema=arrow_schema(_STATES))

@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+import pyarrow as pa
+
 from bkctl.errors import BkctlError, LedgerNotFound, Unreachable, UsageError
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
@@ -25,7 +27,6 @@ from bkctl.spark.sources.connection import CONNECTION_OPTIONS, Client, ClusterOp
 from bkctl.spark.sources.options import SourceOptions
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from pyspark.sql import DataFrame, SparkSession
 
 #: Partitions for each core of the executors: more than one, so that the longest ledgers delay the job less.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any, Final
 
+import pyarrow as pa
+
 from bkctl.errors import BkctlError, NotFound
-from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.journal import JournalReader
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.entry_log import log_id_of
@@ -19,9 +20,9 @@ from bkctl.spark.jobs.bookies import open_store
 from bkctl.spark.jobs.entry_problems import REPLICA, Problem
 from bkctl.spark.jobs.frames import QUALIFIED_NAME
 from bkctl.spark.schemas import arrow_schema
+from bkctl.spark.sources.entry_logs import OpenLogs
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from pyspark.sql import DataFrame
 
     from bkctl.metadata.cluster import Cluster
@@ -31,7 +32,6 @@ _RESULT: Final = (
     f"bookieId string, {QUALIFIED_NAME} string, entryId bigint, promised boolean, problem string, file string, "
     "offset bigint, detail string"
 )
-_OPEN_LOGS_MAX: Final = 64
 
 
 def look_again(judged: DataFrame, bookies: Bookies, connection: Mapping[str, str]) -> DataFrame:
@@ -51,8 +51,6 @@ def look_again(judged: DataFrame, bookies: Bookies, connection: Mapping[str, str
     arrow = arrow_schema(_RESULT)
 
     def results(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        import pyarrow as pa
-
         with looker(logs, connection) as second:
             for batch in batches:
                 rows = [second.look(row) for row in batch.to_pylist()]
@@ -69,23 +67,15 @@ class _ProblemFound(Exception):
         self.problem, self.detail = problem, detail
 
 
-class _SecondLook:
+class _SecondLook(ExitStack):
     """Reads single records and checks them against their ledgers' digests; a context manager that closes the files."""
 
     def __init__(self, logs: Mapping[tuple[str, int, bool], list[str]], connection: Mapping[str, str]) -> None:
+        super().__init__()
         self._logs, self._connection = logs, connection
         self._cluster: Cluster | None = None
         self._managers: dict[LedgerId, DigestManager] = {}
-        self._readers: dict[str, EntryLogReader] = {}
-        self._stack = ExitStack()
-
-    def __enter__(self) -> _SecondLook:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for reader in self._readers.values():
-            reader.close()
-        self._stack.close()
+        self._open_logs = self.enter_context(closing(OpenLogs()))
 
     def look(self, row: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the result of one look; None for an intact copy that is not served."""
@@ -109,7 +99,7 @@ class _SecondLook:
         problem = _missing_log(row)
         for path in paths:
             try:
-                record = self._reader(path).entry_at(row["offset"] + 4)
+                record = self._open_logs.reader(path).entry_at(row["offset"] + 4)
                 if (record.ledger, record.entry_id) != (ledger, row["entryId"]):
                     raise _misplaced(record.ledger, record.entry_id, record.offset, path)
                 self._check(ledger, row, record.body)
@@ -143,16 +133,8 @@ class _SecondLook:
     def _password(self, ledger: LedgerId) -> bytes:
         """Return the ledger's password from the metadata store. Raises BkctlError."""
         if self._cluster is None:
-            self._cluster = self._stack.enter_context(open_store(self._connection))
+            self._cluster = self.enter_context(open_store(self._connection))
         return self._cluster.ledgers.read(ledger).metadata.password or b""
-
-    def _reader(self, path: str) -> EntryLogReader:
-        reader = self._readers.get(path)
-        if reader is None:
-            if len(self._readers) >= _OPEN_LOGS_MAX:
-                self._readers.pop(next(iter(self._readers))).close()
-            reader = self._readers[path] = EntryLogReader.open(path)
-        return reader
 
 
 class _SecondLookAtFacts(_SecondLook):

@@ -57,37 +57,21 @@ def _with_served_copy(rows: DataFrame, *, indexes: bool) -> DataFrame:
     return rows.withColumn("place", F.when(F.col("served").isNotNull(), place))
 
 
-def _conditions() -> dict[str, Column]:
-    """Return the named conditions of the table _VERDICTS."""
-    served, journaled = F.col("served"), F.col("journaled")
-    return {
-        "notPromised": ~F.col("promised"),
-        "replayed": journaled.isNotNull() & _matches(journaled["digest"]),
-        "served": served.isNotNull() & _matches(served["digest"]),
-        "replayInDoubt": journaled.isNotNull(),
-        "indexed": F.col("place").isNotNull(),
-        "logged": F.size("copies") > 0,
-    }
-
-
-#: The first condition that a replica meets gives its verdict; a replica that meets none is missing. A replayed copy
-#: comes first, since a start writes it to a new log and indexes it there.
-_VERDICTS: Final[tuple[tuple[str, str | None], ...]] = (
-    ("notPromised", None),
-    ("replayed", INTACT),
-    ("served", INTACT),
-    ("replayInDoubt", IN_DOUBT),
-    ("indexed", IN_DOUBT),
-    ("logged", Problem.NOT_INDEXED.value),
-)
-
-
 def _verdict() -> Column:
-    conditions = _conditions()
-    verdict = F.lit(Problem.MISSING.value)
-    for name, value in reversed(_VERDICTS):
-        verdict = F.when(conditions[name], F.lit(value)).otherwise(verdict)
-    return verdict
+    """Return the verdict of the first condition that a replica meets, null for one that is not promised.
+
+    A replayed copy comes first, since a start writes it to a new log and indexes it there.
+    """
+    served, journaled = F.col("served"), F.col("journaled")
+    return (
+        F.when(~F.col("promised"), None)
+        .when(journaled.isNotNull() & _matches(journaled["digest"]), INTACT)
+        .when(served.isNotNull() & _matches(served["digest"]), INTACT)
+        .when(journaled.isNotNull(), IN_DOUBT)
+        .when(F.col("place").isNotNull(), IN_DOUBT)
+        .when(F.size("copies") > 0, Problem.NOT_INDEXED.value)
+        .otherwise(Problem.MISSING.value)
+    )
 
 
 def _matches(digest: Column) -> Column:

@@ -72,7 +72,8 @@ class LocalDatabase:
     def run(self, write: Callable[[Query], str]) -> None:
         """Run a statement."""
         with self._query() as query:
-            self._execute(query, write(query))
+            sql = write(query)
+            self._wait(query, lambda: query.cursor.execute(sql).fetchall())
 
     def batches(self, write: Callable[[Query], str]) -> Iterator[pa.RecordBatch]:
         """Yield the rows of a query."""
@@ -102,29 +103,26 @@ class LocalDatabase:
                 return empty(schema)
             if not exists:
                 self.run(lambda query: f"CREATE OR REPLACE TABLE {table} AS {empty(schema)}")
-                self._fill(table, schema, batches())
+                for batch in batches():
+                    self._insert(table, schema, batch)
                 exists = True
             return f"SELECT * FROM {table}"
 
         return Frame(self, write, is_stored=True)
 
-    def frame_of_dataset(self, schema: pa.Schema, dataset: Any) -> Frame:
+    def of_dataset(self, dataset: Any) -> Frame:
         """Return the rows of an Arrow dataset or table, which queries read in parts."""
-        names = ", ".join(map(quoted, schema.names))
+        names = ", ".join(map(quoted, dataset.schema.names))
         return Frame(
-            self, lambda query: empty(schema) if query is None else f"SELECT {names} FROM {query.table(dataset)}"
-        )  # fmt: skip
+            self,
+            lambda query: empty(dataset.schema) if query is None else f"SELECT {names} FROM {query.table(dataset)}",
+        )
 
-    def _fill(self, table: str, schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> None:
+    def _insert(self, table: str, schema: pa.Schema, batch: pa.RecordBatch) -> None:
         import pyarrow as pa
 
-        for batch in batches:
-            with self._query() as query:
-                name = query.table(pa.Table.from_batches([batch], schema))
-                self._execute(query, f"INSERT INTO {table} SELECT * FROM {name}")
-
-    def _execute(self, query: Query, sql: str) -> None:
-        self._wait(query, lambda: query.cursor.execute(sql).fetchall())
+        rows = pa.Table.from_batches([batch], schema)
+        self.run(lambda query: f"INSERT INTO {table} SELECT * FROM {query.table(rows)}")
 
     def _reader(self, query: Query, sql: str) -> Any:
         return self._wait(query, lambda: query.cursor.sql(sql).to_arrow_reader(_BATCH_ROWS))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partialmethod
 from inspect import signature
 from itertools import count as counter
 from typing import TYPE_CHECKING, Any
@@ -72,46 +73,22 @@ class Expression:
     def _with(self, operator: str, other: Any) -> Expression:
         return Expression(f"({self.sql} {operator} {_value(other).sql})")
 
-    def __eq__(self, other: object) -> Expression:  # type: ignore[override]
-        return self._with("=", other)
-
-    def __ne__(self, other: object) -> Expression:  # type: ignore[override]
-        return self._with("<>", other)
-
+    __eq__ = partialmethod(_with, "=")
+    __ne__ = partialmethod(_with, "<>")
+    __lt__ = partialmethod(_with, "<")
+    __le__ = partialmethod(_with, "<=")
+    __gt__ = partialmethod(_with, ">")
+    __ge__ = partialmethod(_with, ">=")
+    __add__ = partialmethod(_with, "+")
+    __sub__ = partialmethod(_with, "-")
+    __mul__ = partialmethod(_with, "*")
+    __truediv__ = partialmethod(_with, "/")
+    __and__ = partialmethod(_with, "AND")
+    __or__ = partialmethod(_with, "OR")
     __hash__ = None  # type: ignore[assignment]
 
     def __bool__(self) -> bool:
         raise TypeError("A column has no truth value; use & | ~ instead of and, or, not")
-
-    def __lt__(self, other: Any) -> Expression:
-        return self._with("<", other)
-
-    def __le__(self, other: Any) -> Expression:
-        return self._with("<=", other)
-
-    def __gt__(self, other: Any) -> Expression:
-        return self._with(">", other)
-
-    def __ge__(self, other: Any) -> Expression:
-        return self._with(">=", other)
-
-    def __add__(self, other: Any) -> Expression:
-        return self._with("+", other)
-
-    def __sub__(self, other: Any) -> Expression:
-        return self._with("-", other)
-
-    def __mul__(self, other: Any) -> Expression:
-        return self._with("*", other)
-
-    def __truediv__(self, other: Any) -> Expression:
-        return self._with("/", other)
-
-    def __and__(self, other: Any) -> Expression:
-        return self._with("AND", other)
-
-    def __or__(self, other: Any) -> Expression:
-        return self._with("OR", other)
 
     def __invert__(self) -> Expression:
         return Expression(f"(NOT {self.sql})")
@@ -172,13 +149,18 @@ def _value(value: Any) -> Expression:
     return value if isinstance(value, Expression) else lit(value)
 
 
-def _sql(*values: str | Expression) -> str:
-    return ", ".join(column(value).sql for value in values)
+def _sql(*values: str | int | Expression) -> str:
+    return ", ".join(str(value) if isinstance(value, int) else column(value).sql for value in values)
 
 
 def _same(name: str) -> Callable[..., Expression]:
     """Return the function of DuckDB with this name, which does the same as Spark's."""
     return lambda *values: Expression(f"{name}({_sql(*values)})")
+
+
+def _as(form: str) -> Callable[..., Expression]:
+    """Return a function that puts its values into the braces of `form`."""
+    return lambda *values: Expression(form.format(*map(_sql, values)))
 
 
 # --- as in pyspark.sql.functions: texts are names of columns ----------------------------------------------------------
@@ -210,29 +192,16 @@ def when(condition: Expression, value: Any) -> Case:
 coalesce = _same("COALESCE")
 least = _same("LEAST")
 raise_error = _same("ERROR")
-
-
-def floor(value: str | Expression) -> Expression:
-    return Expression(f"CAST(FLOOR({_sql(value)}) AS BIGINT)")
-
-
-def shiftright(value: str | Expression, bits: int) -> Expression:
-    return Expression(f"({_sql(value)} >> {bits})")
-
-
-def pmod(value: str | Expression, divisor: str | Expression) -> Expression:
-    by = _sql(divisor)
-    return Expression(f"((({_sql(value)} % {by}) + {by}) % {by})")
+substring = _same("SUBSTRING")
+floor = _as("CAST(FLOOR({}) AS BIGINT)")
+shiftright = _as("({} >> {})")
+pmod = _as("((({0} % {1}) + {1}) % {1})")
 
 
 def conv(value: str | Expression, from_base: int, to_base: int) -> Expression:
     """Return a hexadecimal text as a decimal one."""
     assert (from_base, to_base) == (16, 10)
     return Expression(f"CAST(CAST('0x' || {_sql(value)} AS UBIGINT) AS VARCHAR)")
-
-
-def substring(value: str | Expression, first: int, size: int) -> Expression:
-    return Expression(f"SUBSTRING({_sql(value)}, {first}, {size})")
 
 
 def lpad(value: str | Expression, size: int, filler: str) -> Expression:
@@ -264,15 +233,13 @@ def array(*values: str | Expression) -> Expression:
     return Expression(f"[{_sql(*values)}]")
 
 
+#: An item of an array, null behind its end; the value of a key of a map.
+get = _as("({})[{} + 1]")
+element_at = _as("{}[{}]")
 size = _same("LEN")
 array_max = _same("LIST_MAX")
 sequence = _same("GENERATE_SERIES")
 explode = _same("UNNEST")
-
-
-def get(value: str | Expression, index: Expression) -> Expression:
-    """Return an item of an array; null behind its end."""
-    return Expression(f"({_sql(value)})[{index.sql} + 1]")
 
 
 def concat(*values: str | Expression) -> Expression:
@@ -298,10 +265,6 @@ def create_map(*values: Expression) -> Expression:
     return Expression(f"MAP([{_sql(*values[::2])}], [{_sql(*values[1::2])}])")
 
 
-def element_at(value: Expression, key: Expression) -> Expression:
-    return Expression(f"{value.sql}[{key.sql}]")
-
-
 # --- aggregates -------------------------------------------------------------------------------------------------------
 
 
@@ -315,10 +278,8 @@ def count_distinct(*values: str | Expression) -> Expression:
     return Expression(f"COUNT(DISTINCT {struct(*values).sql}) FILTER (WHERE {given})")
 
 
-def sum(value: str | Expression) -> Expression:
-    return Expression(f"CAST(SUM({_sql(value)}) AS BIGINT)")
-
-
+sum = _as("CAST(SUM({}) AS BIGINT)")
+collect_set = _as("COALESCE(LIST(DISTINCT {0}) FILTER (WHERE {0} IS NOT NULL), [])")
 # Nulls in structs sort last here and first in Spark: structs of jobs begin with fields that decide without these.
 max = _same("MAX")
 min = _same("MIN")
@@ -328,14 +289,6 @@ def first(value: str | Expression, ignorenulls: bool) -> Expression:
     """Return a value that is not null, if there is one."""
     assert ignorenulls
     return Expression(f"ANY_VALUE({_sql(value)})")
-
-
-def collect_list(value: str | Expression) -> Expression:
-    return Expression(f"COALESCE(LIST({_sql(value)}) FILTER (WHERE {_sql(value)} IS NOT NULL), [])")
-
-
-def collect_set(value: str | Expression) -> Expression:
-    return Expression(f"COALESCE(LIST(DISTINCT {_sql(value)}) FILTER (WHERE {_sql(value)} IS NOT NULL), [])")
 
 
 def broadcast(frame: Any) -> Any:

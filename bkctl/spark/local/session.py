@@ -60,14 +60,15 @@ class LocalSession(LocalDatabase):
         self._progress = progress
         self._parts_read = 0
 
-    def _part_read(self) -> None:
+    def part_read(self) -> None:
+        """Count a part of a source that was read."""
         self._parts_read += 1
         self._progress(self._parts_read)
 
     @property
     def read(self) -> LocalReader:
         """Return a reader of sources."""
-        return LocalReader(self, self._part_read)
+        return LocalReader(self)
 
     def createDataFrame(self, rows: Any, schema: str) -> Frame:
         """Return an Arrow table, or no rows, as a frame."""
@@ -75,11 +76,7 @@ class LocalSession(LocalDatabase):
 
         wanted = arrow_schema(schema)
         table = rows.cast(wanted) if isinstance(rows, pa.Table) else pa.Table.from_pylist(rows, wanted)
-        return self.frame_of_dataset(wanted, table)
-
-    def of_dataset(self, dataset: Any) -> Frame:
-        """Return the rows of an Arrow dataset."""
-        return self.frame_of_dataset(dataset.schema, dataset)
+        return self.of_dataset(table)
 
     def range(self, start: int, end: int, step: int = 1, partitions: int = 1) -> Frame:
         """Return numbers as the column `id`."""
@@ -89,8 +86,8 @@ class LocalSession(LocalDatabase):
 class LocalReader:
     """Reads one of bkctl's sources with options."""
 
-    def __init__(self, database: LocalDatabase, part_read: Callable[[], None]) -> None:
-        self._database, self._part_read = database, part_read
+    def __init__(self, session: LocalSession) -> None:
+        self._session = session
         self._name = ""
         self._options: dict[str, str] = {}
 
@@ -111,21 +108,14 @@ class LocalReader:
     def load(self, paths: Sequence[str] | None = None) -> Frame:
         """Return the rows of the source. Queries plan and read it, in order of its partitions."""
         options = self._options if paths is None else {**self._options, "paths": json.dumps(list(paths))}
-        source = _source(self._name)(options)
+        module, kind = SOURCES[self._name]
+        source = getattr(import_module(f"bkctl.spark.sources.{module}"), kind)(options)
         schema = DdlSchema(source.schema())
 
         def batches() -> Iterator[pa.RecordBatch]:
             reader = source.reader(schema)
             for part in reader.partitions():
                 yield from reader.read(part)
-                self._part_read()
+                self._session.part_read()
 
-        return self._database.frame_of(arrow_schema_of(schema), batches, is_stream=self._name in _STREAMS)
-
-
-def _source(name: str) -> Any:
-    for module, kind in SOURCES:
-        found = getattr(import_module(f"bkctl.spark.sources.{module}"), kind)
-        if found.name() == name:
-            return found
-    raise AssertionError(name)
+        return self._session.frame_of(arrow_schema_of(schema), batches, is_stream=self._name in _STREAMS)

@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-#: Module of this package and class of each source.
-SOURCES: Final = (
-    ("entry_logs", "EntryLogSource"),
-    ("journals", "JournalSource"),
-    ("indexes", "IndexSource"),
-    ("metadata", "MetadataSource"),
-    ("ledger_source", "LedgerSource"),
-)
+#: Name of each source → its module of this package, and its class.
+SOURCES: Final = {
+    "bookkeeper.entrylog": ("entry_logs", "EntryLogSource"),
+    "bookkeeper.journal": ("journals", "JournalSource"),
+    "bookkeeper.index": ("indexes", "IndexSource"),
+    "bookkeeper.metadata": ("metadata", "MetadataSource"),
+    "bookkeeper.ledger": ("ledger_source", "LedgerSource"),
+}
 #: Off by default in PySpark, which then refuses sources that take filters.
 PUSHDOWN: Final = "spark.sql.python.filterPushdown.enabled"
 
@@ -36,6 +36,6 @@ def register(spark: SparkSession) -> None:
 
     Where bkctl is installed beside PySpark, Spark finds the sources without this (`bkctl.spark.discovery`).
     """
-    for module, name in SOURCES:
+    for module, name in SOURCES.values():
         spark.dataSource.register(getattr(import_module(f"{__name__}.{module}"), name))
     spark.conf.set(PUSHDOWN, "true")

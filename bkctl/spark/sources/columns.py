@@ -7,6 +7,7 @@ Names are the same as in the commands' JSON objects. Ids of scopes and ledgers c
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 from bkctl.errors import BkctlError, CorruptRecord, TruncatedRecord, UsageError
@@ -94,7 +95,6 @@ class LedgerColumns:
         self, scope_ids: npt.NDArray[np.uint64] | None, ledger_ids: npt.NDArray[np.uint64], *, no_ledger: bool = False
     ) -> None:
         self._scope_ids, self._ledger_ids, self._no_ledger = scope_ids, ledger_ids, no_ledger
-        self._found: tuple[Any, Any, Any] | None = None
 
     def column(self, name: str) -> pa.Array:
         """Return the column `ledgerScopeId`, `ledgerId` or `ledgerQualifiedName`."""
@@ -104,7 +104,7 @@ class LedgerColumns:
         kind = pa.string() if name == "ledgerQualifiedName" else pa.decimal128(20, 0)
         if self._no_ledger:
             return pa.nulls(len(self._ledger_ids), kind)
-        rows, scope_ids, ledger_ids = self.distinct()
+        rows, scope_ids, ledger_ids = self.distinct
         if name == "ledgerQualifiedName":
             halves = np.empty((len(ledger_ids), 2), ">u8")
             halves[:, 0], halves[:, 1] = scope_ids, ledger_ids
@@ -113,26 +113,28 @@ class LedgerColumns:
             values = pa.array(scope_ids if name == "ledgerScopeId" else ledger_ids).cast(kind)
         return values.take(rows)
 
+    def columns(self, schema: pa.Schema) -> dict[str, pa.Array]:
+        """Return the id columns of `schema` by name."""
+        names = ("ledgerScopeId", "ledgerId", "ledgerQualifiedName")
+        return {name: self.column(name) for name in names if name in schema.names}
+
+    @cached_property
     def distinct(self) -> tuple[pa.Array, npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
         """Return the index of each row's ledger among the distinct ledgers, and their scope ids and ledger ids."""
         import numpy as np
         import pyarrow as pa
 
-        if self._found is None:
-            if self._scope_ids is None:
-                encoded = pa.array(self._ledger_ids).dictionary_encode()
-                ledger_ids = encoded.dictionary.to_numpy()
-                self._found = encoded.indices, np.zeros(len(ledger_ids), np.uint64), ledger_ids
-            else:
-                pairs = np.empty((len(self._ledger_ids), 2), np.uint64)
-                pairs[:, 0], pairs[:, 1] = self._scope_ids, self._ledger_ids
-                kind = pa.binary(16)
-                keys = pa.FixedSizeBinaryArray.from_buffers(kind, len(pairs), [None, pa.py_buffer(pairs)])
-                encoded = keys.dictionary_encode()
-                data = encoded.dictionary.buffers()[1]
-                distinct = np.frombuffer(data, np.uint64, 2 * len(encoded.dictionary)).reshape(-1, 2)
-                self._found = encoded.indices, distinct[:, 0], distinct[:, 1]
-        return self._found
+        if self._scope_ids is None:
+            encoded = pa.array(self._ledger_ids).dictionary_encode()
+            ledger_ids = encoded.dictionary.to_numpy()
+            return encoded.indices, np.zeros(len(ledger_ids), np.uint64), ledger_ids
+        pairs = np.empty((len(self._ledger_ids), 2), np.uint64)
+        pairs[:, 0], pairs[:, 1] = self._scope_ids, self._ledger_ids
+        keys = pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), len(pairs), [None, pa.py_buffer(pairs)])
+        encoded = keys.dictionary_encode()
+        data = encoded.dictionary.buffers()[1]
+        distinct = np.frombuffer(data, np.uint64, 2 * len(encoded.dictionary)).reshape(-1, 2)
+        return encoded.indices, distinct[:, 0], distinct[:, 1]
 
 
 def hex_texts(rows: npt.NDArray[np.uint8]) -> pa.Array:
@@ -160,6 +162,22 @@ def constant(value: Any, count: int, kind: pa.DataType) -> pa.Array:
     import pyarrow as pa
 
     return pa.nulls(count, kind) if value is None else pa.repeat(pa.scalar(value, kind), count)
+
+
+def table_of(
+    schema: pa.Schema, columns: Mapping[str, Any], count: int, constants: Mapping[str, Any] | None = None
+) -> pa.Table:
+    """Return the columns of `schema`: from `columns`, else `count` times a constant, else null."""
+    import pyarrow as pa
+
+    values = constants or {}
+    arrays = [
+        columns[field.name].cast(field.type)
+        if field.name in columns
+        else constant(values.get(field.name), count, field.type)
+        for field in schema
+    ]
+    return pa.Table.from_arrays(arrays, schema=schema)
 
 
 def where_and_why(error: BkctlError, offset: int | None = None) -> tuple[int | None, str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 from bkctl.errors import UsageError
@@ -128,9 +127,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
 

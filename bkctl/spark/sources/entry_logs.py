@@ -25,13 +25,15 @@ from bkctl.formats.entry import HEADER_SIZE_V1, HEADER_SIZE_V2, OVERHEAD_SIZE_MA
 from bkctl.formats.entry_log import HEADER_SIZE, content_id_of
 from bkctl.formats.record import RECORD_SIZE_BYTES_MAX
 from bkctl.spark.sources.places import Place, resolve
+from bkctl.spark.sources.pushdown import PathSource
 from bkctl.spark.sources.ranges import end_of
-from bkctl.spark.sources.records import RecordReader, RecordSource
+from bkctl.spark.sources.records import RecordReader
 
 #: Average size from which reading single headers costs less than reading whole records.
 _HOP_SIZE_BYTES: Final = 64 << 10
 #: Records of one batch that are read by their headers.
 _HOPS: Final = 1024
+_OPEN_LOGS_MAX: Final = 64
 
 
 class EntryLogRecords(RecordReader):
@@ -57,10 +59,31 @@ class EntryLogRecords(RecordReader):
         return sizes is None or any(map(self._conditions.accepts_ledger, sizes))
 
 
-class EntryLogSource(RecordSource):
+class OpenLogs:
+    """Readers of entry logs, of which the latest stay open until `close`."""
+
+    def __init__(self) -> None:
+        self._readers: dict[str, EntryLogReader] = {}
+
+    def reader(self, path: str) -> EntryLogReader:
+        """Return the reader of a log. Raises as `EntryLogReader.open`."""
+        reader = self._readers.get(path)
+        if reader is None:
+            if len(self._readers) >= _OPEN_LOGS_MAX:
+                self._readers.pop(next(iter(self._readers))).close()
+            reader = self._readers[path] = EntryLogReader.open(path)
+        return reader
+
+    def close(self) -> None:
+        """Close all of them."""
+        for reader in self._readers.values():
+            reader.close()
+
+
+class EntryLogSource(PathSource):
     """The records of entry logs. See the module."""
 
-    records = EntryLogRecords
+    reads = EntryLogRecords
 
 
 def _batches(reader: EntryLogReader, start: int, end: int | None, *, content: bool) -> Iterator[RecordBatch]:

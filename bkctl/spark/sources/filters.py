@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+import numpy.typing as npt
+
 from bkctl.ids import I64_MAX, U64_MAX, LedgerId
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
     from pyspark.sql.datasource import Filter
 
     from bkctl.spark.sources.options import SourceOptions
@@ -57,39 +58,30 @@ class Conditions:
 
         `IS NOT NULL` is taken for the columns `never_null`.
         """
-        from pyspark.sql.datasource import (
-            EqualNullSafe,
-            EqualTo,
-            GreaterThan,
-            GreaterThanOrEqual,
-            In,
-            IsNotNull,
-            LessThan,
-            LessThanOrEqual,
-        )
+        from pyspark.sql import datasource as ds
 
         texts, integers = (*texts, LEDGER_COLUMNS[2]), (*integers, *_IDS)
         left: list[Filter] = []
         for each in filters:
             path: tuple[str, ...] = getattr(each, "attribute", ())
             name = path[0] if len(path) == 1 else ""
-            if isinstance(each, IsNotNull) and name in never_null:
+            if isinstance(each, ds.IsNotNull) and name in never_null:
                 continue
             value: Any = getattr(each, "value", None)
-            values = list(value) if isinstance(each, In) else [value]
+            values = list(value) if isinstance(each, ds.In) else [value]
             if name in integers:
                 values = [_integer(value) for value in values]
             elif name not in texts or not all(isinstance(value, str) for value in values):
                 values = [None]
             if not values or None in values:
                 left.append(each)
-            elif isinstance(each, EqualTo | EqualNullSafe | In):
+            elif isinstance(each, ds.EqualTo | ds.EqualNullSafe | ds.In):
                 self._among(name, values)
-            elif name in integers and isinstance(each, GreaterThan | GreaterThanOrEqual):
-                low = values[0] + isinstance(each, GreaterThan)
+            elif name in integers and isinstance(each, ds.GreaterThan | ds.GreaterThanOrEqual):
+                low = values[0] + isinstance(each, ds.GreaterThan)
                 self.first[name] = max(low, self.first.get(name, low))
-            elif name in integers and isinstance(each, LessThan | LessThanOrEqual):
-                high = values[0] - isinstance(each, LessThan)
+            elif name in integers and isinstance(each, ds.LessThan | ds.LessThanOrEqual):
+                high = values[0] - isinstance(each, ds.LessThan)
                 self.last[name] = min(high, self.last.get(name, high))
             else:
                 left.append(each)
@@ -123,18 +115,14 @@ class Conditions:
         return self.ledgers is not None or not given.isdisjoint(LEDGER_COLUMNS)
 
     def scope_ids(self) -> frozenset[int] | None:
-        """Return the scopes that meet the conditions; None: all."""
-        return self._halves(lambda ledger: ledger.scope_id, self._ids_of("ledgerScopeId"))
-
-    def ledger_ids(self) -> frozenset[int] | None:
-        """Return the ledger ids that meet the conditions in any scope; None: all."""
-        return self._halves(lambda ledger: ledger.ledger_id, self._ids_of("ledgerId"))
+        """Return the scopes that meet the conditions on scope ids; None: all."""
+        return self._ids_of("ledgerScopeId")
 
     def wanted_ledgers(self) -> list[LedgerId] | None:
         """The ledgers that rows may be of, in order, where they can be counted; None where they cannot."""
         named = self._named()
         if named is None:
-            scopes, ids = self._ids_of("ledgerScopeId"), self._ids_of("ledgerId")
+            scopes, ids = self.scope_ids(), self._ids_of("ledgerId")
             if scopes is None or ids is None:
                 return None
             named = frozenset(LedgerId(scope_id, ledger_id) for scope_id in scopes for ledger_id in ids)
@@ -152,8 +140,6 @@ class Conditions:
         self, scope_ids: npt.NDArray[np.uint64] | None, ledger_ids: npt.NDArray[np.uint64]
     ) -> npt.NDArray[np.bool_] | None:
         """Return which rows belong to an accepted ledger (`scope_ids` None: all in scope 0); None: all rows."""
-        import numpy as np
-
         if not self.about_ledgers:
             return None
         wanted = self.wanted_ledgers()
@@ -175,8 +161,6 @@ class Conditions:
 
     def number_mask(self, name: str, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_] | None:
         """Return which values of the integer column `name` are accepted; None: all."""
-        import numpy as np
-
         masks = []
         if name in self.values:
             masks.append(np.isin(numbers, [each for each in self.values[name] if -I64_MAX <= each <= I64_MAX]))
@@ -189,8 +173,6 @@ class Conditions:
 
     def _id_mask(self, name: str, numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
         """Return which ids meet the conditions on the column `name`."""
-        import numpy as np
-
         ids, first, last = self._ids_of(name), self.first.get(name, 0), self.last.get(name, U64_MAX)
         if ids is not None:
             return _isin(numbers, sorted(ids))
@@ -213,13 +195,6 @@ class Conditions:
         found = frozenset(LedgerId.from_value(int(name, 16)) for name in names if _NAME.fullmatch(name))
         return found if self.ledgers is None else found & self.ledgers
 
-    def _halves(self, half: Any, numbers: frozenset[int] | None) -> frozenset[int] | None:
-        named = self._named()
-        if named is None:
-            return numbers
-        found = frozenset(map(half, named))
-        return found if numbers is None else found & numbers
-
 
 def _integer(value: object) -> int | None:
     """Return the integer that a filter names, which may be a decimal; None for any other value."""
@@ -229,8 +204,6 @@ def _integer(value: object) -> int | None:
 
 
 def _isin(numbers: npt.NDArray[np.uint64], wanted: Sequence[int]) -> npt.NDArray[np.bool_]:
-    import numpy as np
-
     if len(wanted) == 1:
         equal: npt.NDArray[np.bool_] = numbers == np.uint64(wanted[0])
         return equal
@@ -238,8 +211,6 @@ def _isin(numbers: npt.NDArray[np.uint64], wanted: Sequence[int]) -> npt.NDArray
 
 
 def _at_least(numbers: npt.NDArray[np.int64], low: int) -> npt.NDArray[np.bool_]:
-    import numpy as np
-
     if low > I64_MAX:
         return np.zeros(len(numbers), np.bool_)
     return numbers >= np.int64(max(low, -I64_MAX - 1))

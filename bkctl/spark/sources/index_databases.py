@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from bkctl.errors import Corrupt
 from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
 from bkctl.formats.index import SLOT_SIZE, location_key, read_location, read_location_key
 from bkctl.ids import LedgerId
 from bkctl.spark.sources.filters import Conditions
-from bkctl.spark.sources.index_rows import IndexedEntries, IndexRowsLedger
+from bkctl.spark.sources.index_plan import DatabaseRange
+from bkctl.spark.sources.index_rows import IndexedEntries, ledger_row
 from bkctl.spark.sources.record_rows import BATCH_ROWS
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-
-class LedgerBounds(Protocol):
-    """The entries between two keys of a database of locations: `first` (None: all) and `end` (excluded; None: all)."""
-
-    scoped: bool
-    first: bytes | None
-    end: bytes | None
-
-    def path(self, name: str) -> Path:
-        """Return the path of the database `ledgers` or `locations`."""
 
 
 class DatabaseReader:
@@ -37,7 +25,7 @@ class DatabaseReader:
     """
 
     def __init__(
-        self, part: LedgerBounds, ledgers: LedgersDatabase, locations: LocationsDatabase, conditions: Conditions
+        self, part: DatabaseRange, ledgers: LedgersDatabase, locations: LocationsDatabase, conditions: Conditions
     ) -> None:
         self._part, self._ledgers, self._locations, self._conditions = part, ledgers, locations, conditions
         self._ids = [ledger for ledger in _ledgers_of(part, ledgers) if conditions.accepts_ledger(ledger)]
@@ -60,16 +48,16 @@ class DatabaseReader:
             mask = _mask_of_ledgers(ids_by_scope, entries)
             yield entries if mask.all() else entries.select(mask)
 
-    def ledgers(self) -> Iterator[list[IndexRowsLedger]]:
-        """Yield the ledgers of the range with the numbers of their entries, batch by batch."""
-        rows: list[IndexRowsLedger] = []
+    def ledgers(self) -> Iterator[list[dict[str, Any]]]:
+        """Yield the rows of the ledgers of the range, batch by batch."""
+        rows: list[dict[str, Any]] = []
         for ledger in self._ids:
             data = self._ledgers.get(ledger)
             if data is None:
                 continue
             count = sum(len(items) for items in self._locations.batches_of(ledger))
             last = self._locations.last_entry_id(ledger)
-            rows.append(IndexRowsLedger(ledger, data.fenced, data.explicit_lac, count, last, data.master_key))
+            rows.append(ledger_row(ledger, data, count, last))
             if len(rows) >= BATCH_ROWS:
                 yield rows
                 rows = []
@@ -77,7 +65,7 @@ class DatabaseReader:
             yield rows
 
 
-def _ledgers_of(part: LedgerBounds, ledgers: LedgersDatabase) -> Iterator[LedgerId]:
+def _ledgers_of(part: DatabaseRange, ledgers: LedgersDatabase) -> Iterator[LedgerId]:
     """Yield the ledgers of a range; one that a border cuts belongs to the ranges at both sides."""
     size = 16 if part.scoped else 8
 
@@ -92,10 +80,8 @@ def _ledgers_of(part: LedgerBounds, ledgers: LedgersDatabase) -> Iterator[Ledger
         yield ledger
 
 
-def _entries_of(items: Sequence[tuple[bytes, bytes]], part: LedgerBounds) -> IndexedEntries:
+def _entries_of(items: Sequence[tuple[bytes, bytes]], part: DatabaseRange) -> IndexedEntries:
     """Return items of a database of locations as columns. Raises Corrupt for a key or value that is not valid."""
-    import numpy as np
-
     keys, values = zip(*items, strict=True)
     width = 24 if part.scoped else 16
     if set(map(len, keys)) != {width} or set(map(len, values)) != {SLOT_SIZE}:
@@ -110,7 +96,7 @@ def _entries_of(items: Sequence[tuple[bytes, bytes]], part: LedgerBounds) -> Ind
     return IndexedEntries(scope_ids, ledger_ids, entry_ids, locations)
 
 
-def _raise_invalid(items: Iterable[tuple[bytes, bytes]], part: LedgerBounds) -> None:
+def _raise_invalid(items: Iterable[tuple[bytes, bytes]], part: DatabaseRange) -> None:
     """Raise Corrupt for the first key or value that does not belong into a database of locations."""
     name = str(part.path("locations"))
     for key, value in items:
@@ -121,8 +107,6 @@ def _raise_invalid(items: Iterable[tuple[bytes, bytes]], part: LedgerBounds) -> 
 
 def _ids_by_scope(ledgers: Iterable[LedgerId]) -> dict[int, npt.NDArray[np.uint64]]:
     """Return the ledger ids of each scope id."""
-    import numpy as np
-
     found: dict[int, list[int]] = {}
     for ledger in ledgers:
         found.setdefault(ledger.scope_id, []).append(ledger.ledger_id)
@@ -133,8 +117,6 @@ def _mask_of_ledgers(
     ids_by_scope: dict[int, npt.NDArray[np.uint64]], entries: IndexedEntries
 ) -> npt.NDArray[np.bool_]:  # fmt: skip
     """Return which entries belong to the ledgers of `ids_by_scope`."""
-    import numpy as np
-
     mask = np.zeros(len(entries.ledger_ids), np.bool_)
     for scope_id in np.unique(entries.scope_ids).tolist():
         if scope_id in ids_by_scope:

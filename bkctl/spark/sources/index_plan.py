@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -50,8 +51,8 @@ class DatabaseRange(InputPartition):
     directory: str
     scoped: bool
     bookie_id: str | None
-    first: bytes | None
-    end: bytes | None
+    first: bytes | None = None
+    end: bytes | None = None
 
     def path(self, name: str) -> Path:
         """Return the path of the database `ledgers` or `locations`."""
@@ -97,7 +98,7 @@ class IndexPlanner:
         self._conditions, self._mode = conditions, mode
         self._size_bytes, self._cuts_files = size_bytes, cuts_files
         self._planned: set[Path] = set()
-        self._bookie_ids: dict[Path, str | None] = {}
+        self._bookie_id_at = cache(bookie_id_at)
 
     def parts(self, paths: Iterable[str]) -> Iterator[Slots | DatabaseRange | DamagedIndex]:
         """Yield the parts at files, directories and patterns, each file and database once."""
@@ -155,7 +156,7 @@ class IndexPlanner:
 
     def _database(self, directory: Path, scoped: bool) -> Iterator[DatabaseRange | DamagedIndex]:
         bookie_id = self._bookie_id_at(directory)
-        whole = DatabaseRange(str(directory), scoped, bookie_id, None, None)
+        whole = DatabaseRange(str(directory), scoped, bookie_id)
         locations = whole.path("locations")
         if self._is_planned(locations) or not self._accepts(locations, bookie_id):
             return
@@ -180,11 +181,6 @@ class IndexPlanner:
                 yield border
                 count, last = 0, border
             count += item_count
-
-    def _bookie_id_at(self, directory: Path) -> str | None:
-        if directory not in self._bookie_ids:
-            self._bookie_ids[directory] = bookie_id_at(directory)
-        return self._bookie_ids[directory]
 
     def _is_planned(self, path: Path) -> bool:
         resolved = path.resolve()

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
 
 from bkctl.formats.entry import read_lac_header
+from bkctl.formats.index import IndexHeader, LedgerData
 from bkctl.ids import LedgerId
-from bkctl.spark.sources.columns import LedgerColumns, constant
-from bkctl.spark.sources.filters import LEDGER_COLUMNS, Conditions
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-    import pyarrow as pa
+from bkctl.spark.sources.columns import LedgerColumns, ledger_values, table_of
+from bkctl.spark.sources.filters import Conditions
 
 
 class IndexedEntries(NamedTuple):
@@ -30,17 +30,6 @@ class IndexedEntries(NamedTuple):
         return IndexedEntries(scope_ids[mask], ledger_ids[mask], entry_ids[mask], locations[mask])
 
 
-class IndexRowsLedger(NamedTuple):
-    """One ledger in an index; `explicit_lac` is a packet as bookies store it."""
-
-    ledger: LedgerId
-    fenced: bool
-    explicit_lac: bytes | None
-    entry_count: int
-    last_entry_id: int
-    master_key: bytes
-
-
 def entry_rows(
     schema: pa.Schema,
     entries: IndexedEntries,
@@ -52,9 +41,6 @@ def entry_rows(
 
     `constants` are columns of the whole file; with `files`, the number of each entry's file, lists of a value a file.
     """
-    import numpy as np
-    import pyarrow as pa
-
     log_ids = entries.locations >> 32 & 0xFFFFFFFF
     given = (conditions.number_mask("entryId", entries.entry_ids), conditions.number_mask("logId", log_ids))
     masks = [mask for mask in given if mask is not None]
@@ -65,50 +51,38 @@ def entry_rows(
     count = len(entries.entry_ids)
     if not count:
         return
-    ids = LedgerColumns(entries.scope_ids, entries.ledger_ids)
     numbers = {
         "entryId": entries.entry_ids,
         "logId": log_ids,
         "offset": (entries.locations & 0xFFFFFFFF) - 4,
         "location": entries.locations,
     }
-    arrays = []
-    for field in schema:
-        if field.name in LEDGER_COLUMNS:
-            arrays.append(ids.column(field.name))
-        elif field.name in numbers:
-            arrays.append(pa.array(np.ascontiguousarray(numbers[field.name])))
-        elif field.name == "logIdHex":
-            logs = pa.array(log_ids).dictionary_encode()
-            arrays.append(pa.array([f"{log_id:x}" for log_id in logs.dictionary.to_pylist()]).take(logs.indices))
-        elif files is not None and field.name in constants:
-            arrays.append(pa.array(constants[field.name], field.type).take(pa.array(files)))
-        else:
-            arrays.append(constant(constants.get(field.name), count, field.type))
-    yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+    columns = LedgerColumns(entries.scope_ids, entries.ledger_ids).columns(schema)
+    columns |= {name: pa.array(np.ascontiguousarray(column)) for name, column in numbers.items()}
+    if "logIdHex" in schema.names:
+        logs = columns["logId"].dictionary_encode()
+        columns["logIdHex"] = pa.array([f"{log_id:x}" for log_id in logs.dictionary.to_pylist()]).take(logs.indices)
+    if files is not None:
+        of_files = [field for field in schema if field.name in constants]
+        columns |= {each.name: pa.array(constants[each.name], each.type).take(pa.array(files)) for each in of_files}
+    yield from table_of(schema, columns, count, constants).to_batches()
 
 
-def ledger_rows(
-    schema: pa.Schema, ledgers: Sequence[IndexRowsLedger], constants: Mapping[str, Any]
-) -> pa.RecordBatch:  # fmt: skip
-    """Return one row a ledger; `constants` are columns of the whole file."""
-    import pyarrow as pa
-
-    lac_packets = [row.explicit_lac for row in ledgers]
-    values: dict[str, list[Any]] = {
-        "ledgerScopeId": [row.ledger.scope_id for row in ledgers],
-        "ledgerId": [row.ledger.ledger_id for row in ledgers],
-        "ledgerQualifiedName": [row.ledger.qualified_name for row in ledgers],
-        "fenced": [row.fenced for row in ledgers],
-        "explicitLac": [None if lac is None else read_lac_header(lac).last_add_confirmed for lac in lac_packets],
-        "entryCount": [row.entry_count for row in ledgers],
-        "lastEntryId": [row.last_entry_id for row in ledgers],
-        "masterKey": [row.master_key for row in ledgers],
+def ledger_row(
+    ledger: LedgerId, header: IndexHeader | LedgerData, entry_count: int, last_entry_id: int
+) -> dict[str, Any]:
+    """Return the columns of one ledger in an index."""
+    lac = header.explicit_lac
+    return {
+        **ledger_values(ledger),
+        "fenced": header.fenced,
+        "explicitLac": None if lac is None else read_lac_header(lac).last_add_confirmed,
+        "entryCount": entry_count,
+        "lastEntryId": last_entry_id,
+        "masterKey": header.master_key,
     }
-    arrays = [
-        pa.array(values[field.name], field.type)
-        if field.name in values
-        else constant(constants.get(field.name), len(ledgers), field.type)
-        for field in schema
-    ]
-    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def ledger_rows(schema: pa.Schema, rows: Iterable[dict[str, Any]], constants: Mapping[str, Any]) -> pa.RecordBatch:
+    """Return a batch of rows of `ledger_row`; `constants` are columns of the whole file."""
+    return pa.RecordBatch.from_pylist([{**constants, **row} for row in rows], schema=schema)

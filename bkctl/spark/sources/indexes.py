@@ -11,38 +11,37 @@ as it is when its task starts, since a running bookie changes it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
 
 from bkctl.errors import BkctlError, Conflict, NotFound, UsageError
 from bkctl.files.index import LedgerIndexReader
 from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
 from bkctl.spark.schemas import arrow_schema_of
-from bkctl.spark.sources.bases import DataSource, InputPartition
-from bkctl.spark.sources.columns import DAMAGE, check_schema, damage_row, source_schema, where_and_why
-from bkctl.spark.sources.filters import LEDGER_COLUMNS, Conditions
+from bkctl.spark.sources.bases import InputPartition
+from bkctl.spark.sources.columns import damage_row, where_and_why
+from bkctl.spark.sources.filters import LEDGER_COLUMNS
 from bkctl.spark.sources.index_databases import DatabaseReader
 from bkctl.spark.sources.index_plan import DamagedIndex, DatabaseRange, IndexFiles, IndexPlanner, Slots, group_files
-from bkctl.spark.sources.index_rows import IndexedEntries, IndexRowsLedger, entry_rows, ledger_rows
+from bkctl.spark.sources.index_rows import IndexedEntries, entry_rows, ledger_row, ledger_rows
 from bkctl.spark.sources.options import SourceOptions
 from bkctl.spark.sources.places import unseen
-from bkctl.spark.sources.pushdown import QUERY_OPTIONS, QueryReader
+from bkctl.spark.sources.pushdown import QUERY_OPTIONS, PathReader, PathSource
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-    import pyarrow as pa
     from pyspark.sql.types import StructType
 
-OPTIONS: Final = (*QUERY_OPTIONS, "rows", "maxPartitionBytes")
 #: 2 million slots of index files.
 PARTITION_SIZE_BYTES: Final = 16 << 20
 #: Entries of small index files in one batch.
 _ROWS_GATHERED: Final = 8192
-_SOURCE: Final = "bookkeeper.index"
-_PLACE_COLUMNS: Final = ("file", "scoped", "bookieId")
+_OF_FILE: Final = ("file", "scoped", "bookieId")
 
 
 class IndexRowKind(StrEnum):
@@ -52,52 +51,32 @@ class IndexRowKind(StrEnum):
     LEDGERS = "ledgers"
 
 
+#: The default columns of each kind of rows, and those on request.
 _COLUMNS: Final = {
-    IndexRowKind.ENTRIES: (*LEDGER_COLUMNS, "entryId", "logId", "logIdHex", "offset", "location", *_PLACE_COLUMNS),
-    IndexRowKind.LEDGERS: (*LEDGER_COLUMNS, "fenced", "explicitLac", "entryCount", "lastEntryId", *_PLACE_COLUMNS),
-}
-_ON_REQUEST: Final[dict[IndexRowKind, tuple[str, ...]]] = {
-    IndexRowKind.ENTRIES: (),
-    IndexRowKind.LEDGERS: ("masterKey",),
-}
+    IndexRowKind.ENTRIES: ((*LEDGER_COLUMNS, "entryId", "logId", "logIdHex", "offset", "location", *_OF_FILE), ()),
+    IndexRowKind.LEDGERS: (
+        (*LEDGER_COLUMNS, "fenced", "explicitLac", "entryCount", "lastEntryId", *_OF_FILE), ("masterKey",),
+    ),
+}  # fmt: skip
 
 
-class IndexSource(DataSource):
-    """The data source; see the module."""
-
-    @classmethod
-    def name(cls) -> str:
-        """Return the name for `spark.read.format`."""
-        return _SOURCE
-
-    def schema(self) -> str:
-        """Return the schema that the options ask for. Raises UsageError for options that do not parse."""
-        options = self._parsed()
-        kind = options.choice("rows", IndexRowKind.ENTRIES)
-        return source_schema(options, _COLUMNS[kind], _ON_REQUEST[kind])
-
-    def reader(self, schema: StructType) -> IndexReader:
-        """Return the reader of the columns of `schema`."""
-        return IndexReader(self._parsed(), schema)
-
-    def _parsed(self) -> SourceOptions:
-        return SourceOptions(_SOURCE, self.options, OPTIONS)
-
-
-class IndexReader(QueryReader):
+class IndexReader(PathReader):
     """Plans and reads indexes."""
 
+    source = "bookkeeper.index"
+    options = (*QUERY_OPTIONS, "rows", "maxPartitionBytes")
     texts = ("file", "bookieId")
 
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
-        super().__init__(Conditions.of(options), options.mode(), pushdown=options.flag("pushdown"))
-        self._paths = options.paths()
+        super().__init__(options, schema)
         self._rows = options.choice("rows", IndexRowKind.ENTRIES)
         self._size_bytes = options.size_bytes("maxPartitionBytes", PARTITION_SIZE_BYTES)
-        self._struct = schema
         self.integers = ("entryId", "logId") if self._rows is IndexRowKind.ENTRIES else ()
         self.never_null = (*LEDGER_COLUMNS, "file", "scoped", *self.integers)
-        check_schema(_SOURCE, schema, (*_COLUMNS[self._rows], *_ON_REQUEST[self._rows], DAMAGE))
+
+    @classmethod
+    def columns(cls, options: SourceOptions) -> tuple[Sequence[str], Sequence[str]]:
+        return _COLUMNS[options.choice("rows", IndexRowKind.ENTRIES)]
 
     def partitions(self) -> list[InputPartition]:
         """Return files in groups, large files in parts, and databases by their ledgers.
@@ -147,7 +126,9 @@ class IndexReader(QueryReader):
             raise unseen(slots.path, current) from error
         with reader:
             if self._rows is IndexRowKind.LEDGERS:
-                yield ledger_rows(self._schema(), [_ledger_of(slots, reader)], constants)
+                count = sum(len(page) - page.count(0) for _, page in reader.pages())
+                row = ledger_row(slots.ledger, reader.header, count, reader.last_entry_id)
+                yield ledger_rows(self._schema(), [row], constants)
             else:
                 yield from self._slot_rows(slots, reader, gathered)
             if reader.size() < slots.size_bytes:
@@ -159,8 +140,6 @@ class IndexReader(QueryReader):
     def _slot_rows(
         self, slots: Slots, reader: LedgerIndexReader, gathered: _GatheredFiles
     ) -> Iterator[pa.RecordBatch]:  # fmt: skip
-        import numpy as np
-
         first, last = self._conditions.entry_range()
         for entry_id, page in reader.pages(max(first, slots.first), min(last + 1, slots.end)):
             locations = np.frombuffer(page, np.int64)
@@ -197,6 +176,12 @@ class IndexReader(QueryReader):
         return arrow_schema_of(self._struct)
 
 
+class IndexSource(PathSource):
+    """The data source; see the module."""
+
+    reads = IndexReader
+
+
 class _GatheredFiles:
     """Entries of several index files: a batch for each of many small files would cost more than its rows."""
 
@@ -211,8 +196,6 @@ class _GatheredFiles:
 
     def take(self) -> tuple[IndexedEntries, npt.NDArray[np.int64], dict[str, list[Any]]]:
         """Return the entries, the number of the part of each, and columns of the parts; there must be entries."""
-        import numpy as np
-
         parts, self._parts, self.count = self._parts, [], 0
         files = np.repeat(np.arange(len(parts)), [len(entry_ids) for _, entry_ids, _ in parts])
         ids = np.array([slots.ledger for slots, _, _ in parts], np.uint64)[files]
@@ -226,11 +209,3 @@ class _GatheredFiles:
                 "bookieId": [slots.bookie_id for slots, _, _ in parts],
             },
         )
-
-
-def _ledger_of(slots: Slots, reader: LedgerIndexReader) -> IndexRowsLedger:
-    count = sum(len(page) - page.count(0) for _, page in reader.pages())
-    header = reader.header
-    return IndexRowsLedger(
-        slots.ledger, header.fenced, header.explicit_lac, count, reader.last_entry_id, header.master_key
-    )

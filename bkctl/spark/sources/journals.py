@@ -14,7 +14,8 @@ from bkctl.files.scan import RecordBatch
 from bkctl.formats.journal import journal_id_of
 from bkctl.formats.record import RecordType
 from bkctl.spark.sources.places import Place, resolve
-from bkctl.spark.sources.records import RecordReader, RecordSource
+from bkctl.spark.sources.pushdown import PathSource
+from bkctl.spark.sources.records import RecordReader
 
 
 class JournalRecords(RecordReader):
@@ -30,13 +31,10 @@ class JournalRecords(RecordReader):
 
     def read_range(self, path: str, start: int, end: int | None, *, content: bool) -> Iterator[RecordBatch]:
         with JournalReader.open(path) as reader:
-            yield from reader.batches(start, end, padding=self._wants_padding())
-
-    def _wants_padding(self) -> bool:
-        return self._types is not None and RecordType.PADDING.value in self._types
+            yield from reader.batches(start, end, padding=RecordType.PADDING.value in (self._types or ()))
 
 
-class JournalSource(RecordSource):
+class JournalSource(PathSource):
     """The records of journals. See the module."""
 
-    records = JournalRecords
+    reads = JournalRecords

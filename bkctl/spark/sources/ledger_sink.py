@@ -18,6 +18,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import pyarrow as pa
 from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 
 from bkctl.client.ensemble import check_quorums
@@ -31,7 +32,6 @@ from bkctl.spark.sources.ledgers import NAME, LedgerQuerySettings
 from bkctl.spark.sources.options import SourceOptions
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from pyspark.sql import DataFrame
     from pyspark.sql.types import StructType
 
@@ -70,12 +70,12 @@ class LedgerWriter(DataSourceArrowWriter):
         self._first_id = low >> _LOW_BITS << _LOW_BITS if batch is None else batch + 1 << _LOW_BITS
         self._mark = job.hex if batch is None else f"batch-{batch}"
         self._column = _payload_column(schema)
-        self._shape = (
-            options.integer("ensembleSize", 3, 1),
-            options.integer("writeQuorumSize", 2, 1),
-            options.integer("ackQuorumSize", 2, 1),
-        )
-        check_quorums(*self._shape)
+        self._shape = {
+            "ensemble_size": options.integer("ensembleSize", 3, 1),
+            "write_quorum_size": options.integer("writeQuorumSize", 2, 1),
+            "ack_quorum_size": options.integer("ackQuorumSize", 2, 1),
+        }
+        check_quorums(*self._shape.values())
         self._digest_type = options.digest_type() or DigestType.CRC32C
         self._names = None if options.text("names") is None else Path(options.needed("names")).absolute()
         if self._names is not None:
@@ -116,7 +116,7 @@ class LedgerWriter(DataSourceArrowWriter):
     def ledger_settings(self, mark: str) -> dict[str, Any]:
         """Return the settings of a new ledger whose custom metadata has `mark`."""
         return {
-            **dict(zip(("ensemble_size", "write_quorum_size", "ack_quorum_size"), self._shape, strict=True)),
+            **self._shape,
             "digest_type": self._digest_type,
             "password": self._options.secret("ledgerPassword") or b"",
             "custom_metadata": {**self._settings.custom_metadata, JOB_KEY: mark.encode()},
@@ -133,8 +133,6 @@ class LedgerWriter(DataSourceArrowWriter):
         raise LedgerExists(f"{_ID_ATTEMPTS_MAX} generated ledger ids exist already in scope {self._scope_id}")
 
     def _payloads(self, batch: pa.RecordBatch) -> list[bytes]:
-        import pyarrow as pa
-
         column = batch.column(self._column)
         if column.null_count:
             raise UsageError(f"{NAME}: {column.null_count} rows have no {PAYLOAD}; an entry may be empty, but not null")

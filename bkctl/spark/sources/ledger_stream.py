@@ -15,6 +15,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import pyarrow as pa
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import (
     ReadAllAvailable,
@@ -26,7 +27,6 @@ from pyspark.sql.streaming.datasource import (
 
 from bkctl.errors import BkctlError, LedgerNotFound, UsageError
 from bkctl.ids import LedgerId
-from bkctl.metadata.ledgers import VersionedMetadata
 from bkctl.spark.sources.connection import Client
 from bkctl.spark.sources.ledgers import (
     NAME,
@@ -41,13 +41,11 @@ from bkctl.spark.sources.ledgers import (
 from bkctl.spark.sources.options import SourceOptions
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from pyspark.sql.types import StructType
 
 #: Ledgers in an offset, which Spark saves at each batch.
 LEDGERS_MAX: Final = 100_000
 EARLIEST: Final = "earliest"
-_ASKED_AT_ONCE: Final = 64
 
 
 class Offset(NamedTuple):
@@ -148,7 +146,6 @@ class _Look:
         Ledgers without entries are left out. Raises the error of a ledger that cannot be read.
         """
         found: dict[str, Extent] = {}
-        held: list[tuple[LedgerId, VersionedMetadata]] = []
         self._listed = []
 
         def asked() -> Iterator[LedgerId]:
@@ -157,28 +154,13 @@ class _Look:
                 if not known.is_done(ledger.qualified_name) and ledger not in self._passed_over:
                     yield ledger
 
-        def ask() -> None:
-            for (ledger, _), extent in zip(held, client.run(extents(client, held)), strict=True):
-                if isinstance(extent, BkctlError):
-                    raise extent
-                if extent.next_entry_id:
-                    found[ledger.qualified_name] = extent
-                elif extent.closed:
-                    self._passed_over.add(ledger)
-            held.clear()
-
-        for ledger, versioned in client.cluster.ledgers.read_many(asked()):
-            if isinstance(versioned, LedgerNotFound) and not self._needed:
-                continue  # Deleted since it was listed.
-            if isinstance(versioned, BkctlError):
-                raise versioned
-            if not self._settings.query.matches(versioned, 0):
+        for ledger, extent in extents(client, self._settings, asked(), needed=self._needed):
+            if isinstance(extent, BkctlError):
+                raise extent
+            if extent is None or (extent.closed and not extent.next_entry_id):
                 self._passed_over.add(ledger)
-                continue
-            held.append((ledger, versioned))
-            if len(held) >= _ASKED_AT_ONCE:
-                ask()
-        ask()
+            elif extent.next_entry_id:
+                found[ledger.qualified_name] = extent
         return found
 
 

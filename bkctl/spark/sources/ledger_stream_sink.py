@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import pyarrow as pa
 from pyspark.sql.datasource import DataSourceStreamArrowWriter, WriterCommitMessage
 
 from bkctl.client.reader import read_entries
@@ -25,7 +26,6 @@ from bkctl.spark.sources.ledgers import NAME, LedgerQuerySettings
 from bkctl.spark.sources.options import SourceOptions
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from pyspark.sql.types import StructType
 
 #: Batch ids are below 2^31: data ledgers of a batch take 2^32 ids.

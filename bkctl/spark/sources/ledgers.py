@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import aclosing
-from itertools import chain
+from dataclasses import dataclass
+from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import pyarrow as pa
 from pyspark.sql.datasource import InputPartition
 
 from bkctl.client.reader import LedgerAccess, LedgerEntry, read_entries, read_last_confirmed
@@ -29,7 +31,6 @@ from bkctl.spark.sources.options import SourceOptions
 from bkctl.spark.sources.pushdown import QueryReader
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from pyspark.sql.types import StructType
 
 
@@ -54,12 +55,12 @@ class EntryRange(NamedTuple):
     last: int
 
 
+@dataclass
 class LedgerEntries(InputPartition):
     """Ranges of existing entries that one task reads; `problems` are unreadable ledgers, with the reasons."""
 
-    def __init__(self, ranges: Sequence[EntryRange], problems: Sequence[tuple[int, str]] = ()) -> None:
-        super().__init__(None)
-        self.ranges, self.problems = tuple(ranges), tuple(problems)
+    ranges: Sequence[EntryRange]
+    problems: Sequence[tuple[int, str]] = ()
 
 
 class LedgerQuerySettings:
@@ -113,24 +114,41 @@ class Extent(NamedTuple):
     entry_size: int
 
 
-async def extents(client: Client, found: Sequence[tuple[LedgerId, VersionedMetadata]]) -> list[Extent | BkctlError]:
-    """Return the extents of these ledgers: from metadata of closed ones, from the bookies of all others.
+def extents(
+    client: Client, settings: LedgerQuerySettings, ledgers: Iterable[LedgerId], *, needed: bool
+) -> Iterator[tuple[LedgerId, Extent | BkctlError | None]]:
+    """Yield the ledgers with their extents: from metadata of closed ones, from the bookies of all others.
 
-    An error of the bookies takes the place of its ledger's extent.
+    An error of a ledger takes the place of its extent, None stands for a ledger outside the query. Ledgers that do not
+    exist are left out unless they are `needed`.
     """
 
-    async def extent(ledger: LedgerId, versioned: VersionedMetadata) -> Extent | BkctlError:
-        metadata = versioned.metadata
-        if metadata.is_closed:
-            last, length = metadata.last_entry_id, metadata.length
-        else:
+    async def extent(ledger: LedgerId, found: VersionedMetadata | BkctlError) -> Extent | BkctlError:
+        if isinstance(found, BkctlError):
+            return found
+        last, length = found.metadata.last_entry_id, found.metadata.length
+        if not found.metadata.is_closed:
             try:
-                last, length = await read_last_confirmed(client.bookkeeper.access(ledger, versioned))
+                last, length = await read_last_confirmed(client.bookkeeper.access(ledger, found))
             except BkctlError as error:
                 return error
-        return Extent(last + 1, metadata.is_closed, length // (last + 1) if last >= 0 else 0)
+        return Extent(last + 1, found.metadata.is_closed, length // (last + 1) if last >= 0 else 0)
 
-    return list(await asyncio.gather(*(extent(*each) for each in found)))
+    async def asked() -> list[Extent | BkctlError]:
+        return await asyncio.gather(*(extent(*each) for each in held))
+
+    held: list[tuple[LedgerId, VersionedMetadata | BkctlError]] = []
+    for ledger, found in client.cluster.ledgers.read_many(ledgers):
+        if isinstance(found, LedgerNotFound) and not needed:
+            continue  # Deleted since it was listed, or only a filter names it.
+        if isinstance(found, VersionedMetadata) and not settings.query.matches(found, 0):
+            yield ledger, None
+            continue
+        held.append((ledger, found))
+        if len(held) >= _ASKED_AT_ONCE:
+            yield from zip([each for each, _ in held], client.run(asked()), strict=True)
+            held.clear()
+    yield from zip([each for each, _ in held], client.run(asked()), strict=True)
 
 
 def cut(spans: Iterable[tuple[EntryRange, int]], size_max: int, count_max: int) -> Iterator[list[EntryRange]]:
@@ -186,29 +204,14 @@ class LedgerReader(QueryReader):
         return self._entries.read(partition)
 
     def _spans(self, client: Client, problems: list[tuple[int, str]]) -> Iterator[tuple[EntryRange, int]]:
-        held: list[tuple[LedgerId, VersionedMetadata]] = []
-        named = self._settings.are_named
-        for ledger, found in client.cluster.ledgers.read_many(self._settings.listed(client, self._conditions)):
-            if isinstance(found, LedgerNotFound) and not named:
-                continue  # Deleted since it was listed, or only a filter names it.
-            if isinstance(found, BkctlError):
-                self._failed(ledger, found, problems)
-            elif self._settings.query.matches(found, 0):
-                held.append((ledger, found))
-            if len(held) >= _ASKED_AT_ONCE:
-                yield from self._spans_of(client, held, problems)
-                held = []
-        yield from self._spans_of(client, held, problems)
-
-    def _spans_of(
-        self, client: Client, found: list[tuple[LedgerId, VersionedMetadata]], problems: list[tuple[int, str]]
-    ) -> Iterator[tuple[EntryRange, int]]:
-        for (ledger, _), extent in zip(found, client.run(extents(client, found)), strict=True):
+        listed = self._settings.listed(client, self._conditions)
+        for ledger, extent in extents(client, self._settings, listed, needed=self._settings.are_named):
             if isinstance(extent, BkctlError):
-                self._failed(ledger, extent, problems)
-                continue
-            for first, last in self._wanted(extent.next_entry_id - 1):
-                yield EntryRange(ledger.value, first, last), extent.entry_size
+                self._settings.mode.check(extent)
+                problems.append((ledger.value, str(extent)))
+            elif extent is not None:
+                for first, last in self._wanted(extent.next_entry_id - 1):
+                    yield EntryRange(ledger.value, first, last), extent.entry_size
 
     def _wanted(self, end: int) -> Iterator[tuple[int, int]]:
         """Yield the ranges of entry ids up to `end` that meet the conditions."""
@@ -219,19 +222,11 @@ class LedgerReader(QueryReader):
             if first <= last:
                 yield first, last
             return
-        run: list[int] = []
-        for entry_id in sorted(ids):
-            if first <= entry_id <= last:
-                if run and entry_id != run[1] + 1:
-                    yield run[0], run[1]
-                    run = []
-                run = [run[0] if run else entry_id, entry_id]
-        if run:
-            yield run[0], run[1]
-
-    def _failed(self, ledger: LedgerId, error: BkctlError, problems: list[tuple[int, str]]) -> None:
-        self._settings.mode.check(error)
-        problems.append((ledger.value, str(error)))
+        wanted = enumerate(entry_id for entry_id in sorted(ids) if first <= entry_id <= last)
+        # Adjacent entry ids have the same distance from their numbers.
+        for _, run in groupby(wanted, key=lambda each: each[1] - each[0]):
+            entry_ids = [entry_id for _, entry_id in run]
+            yield entry_ids[0], entry_ids[-1]
 
 
 class EntryReader:
@@ -333,16 +328,12 @@ class _Batch:
 
     def finish(self) -> Iterator[pa.RecordBatch]:
         """Yield the added entries, if any, as one batch, and empty this one."""
-        import pyarrow as pa
-
         if self._entries:
             arrays = [self._column(field.name, field.type) for field in self._schema]
             self._entries, self._runs, self._size = [], [], 0
             yield pa.RecordBatch.from_arrays(arrays, schema=self._schema)
 
     def _column(self, name: str, kind: pa.DataType) -> pa.Array:
-        import pyarrow as pa
-
         if name == DAMAGE:
             return pa.nulls(len(self._entries), kind)
         if name in LEDGER_COLUMNS:

@@ -14,9 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from itertools import islice, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import pyarrow as pa
 
 from bkctl.errors import BkctlError, LedgerNotFound, UsageError
 from bkctl.formats.metadata import LedgerMetadata
@@ -34,7 +37,6 @@ from bkctl.spark.sources.options import SourceOptions
 from bkctl.spark.sources.pushdown import QUERY_OPTIONS, QueryReader
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from pyspark.sql.types import StructType
 
 NAME: Final = "bookkeeper.metadata"
@@ -68,36 +70,43 @@ _OPTIONS: Final = (
 )  # fmt: skip
 
 
+@dataclass
 class LedgerIds(InputPartition):
     """All existing ledgers from `first` to `last`, both included, as unsigned 128-bit numbers."""
 
-    def __init__(self, first: int, last: int) -> None:
-        super().__init__(None)
-        self.first, self.last = first, last
+    first: int
+    last: int
 
 
+@dataclass
 class NamedLedgers(InputPartition):
     """Ledgers by their 128-bit numbers; with `needed` a missing one is an error."""
 
-    def __init__(self, ledgers: Sequence[int], needed: bool) -> None:
-        super().__init__(None)
-        self.ledgers, self.needed = tuple(ledgers), needed
+    ledgers: Sequence[int]
+    needed: bool
 
 
+@dataclass
 class ExportLines(InputPartition):
     """A section of the lines of an export."""
 
-    def __init__(self, section: ExportSection) -> None:
-        super().__init__(None)
-        self.section = section
+    section: ExportSection
 
 
+@dataclass
 class ExportDamage(InputPartition):
     """Damage of an export as a whole; one row in mode permissive."""
 
-    def __init__(self, offset: int, reason: str) -> None:
-        super().__init__(None)
-        self.offset, self.reason = offset, reason
+    offset: int
+    reason: str
+
+
+class _Damage(NamedTuple):
+    """The value of the column `damage` of one row."""
+
+    file: str | None
+    offset: int | None
+    reason: str
 
 
 class MetadataSource(DataSource):
@@ -240,22 +249,13 @@ class MetadataReader(QueryReader):
         return _Damage(self._export, *where_and_why(error, offset))
 
     def _batch(self, rows: list[tuple[LedgerId | None, VersionedMetadata | _Damage]]) -> pa.RecordBatch:
-        import pyarrow as pa
-
         arrays = [pa.array([_value(field.name, *row) for row in rows], field.type) for field in self._schema]
         return pa.RecordBatch.from_arrays(arrays, schema=self._schema)
 
 
-class _Damage:
-    """The value of the column `damage` of one row."""
-
-    def __init__(self, file: str | None, offset: int | None, reason: str) -> None:
-        self.value = {"file": file, "offset": offset, "reason": reason}
-
-
 def _value(column: str, ledger: LedgerId | None, found: VersionedMetadata | _Damage) -> Any:
     if column == DAMAGE:
-        return found.value if isinstance(found, _Damage) else None
+        return found._asdict() if isinstance(found, _Damage) else None
     if not isinstance(found, _Damage):
         assert ledger is not None
         return COLUMNS[column](ledger, found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from glob import glob, has_magic
 from pathlib import Path
 from socket import gethostname
@@ -37,13 +38,11 @@ def resolve(
     is not `file://`.
     """
     places: dict[Path, Place] = {}
-    cookies: dict[Path, str | None] = {}
+    bookie_at = cache(bookie_id_at)
 
     def add(path: Path, file_id: int | None, scoped: bool, found: bool) -> None:
         home = path.parent.parent if scoped else path.parent
-        if home not in cookies:
-            cookies[home] = bookie_id_at(home)
-        places.setdefault(path.resolve(), Place(str(path), file_id, scoped, cookies[home], found))
+        places.setdefault(path.resolve(), Place(str(path), file_id, scoped, bookie_at(home), found))
 
     for text in texts:
         for path, exact in local_paths(text):

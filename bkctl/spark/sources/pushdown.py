@@ -1,4 +1,4 @@
-"""The part that readers of tables share: conditions, mode, and filters that Spark pushes down on request.
+"""The part that sources of tables share: conditions, mode, and filters that Spark pushes down on request.
 
 Spark (4.2, 4.3: PythonDataSourceV2.setReadInfo) keeps the plan of a Python data source with the DataFrame instead of
 the query. So filters that one query pushed down also limit later queries without filters, and other branches of the
@@ -8,16 +8,17 @@ DataFrame that answers one query. Without it Spark applies all filters itself.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Final
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, ClassVar, Final
 
-from bkctl.spark.sources.bases import DataSourceReader
-from bkctl.spark.sources.options import Mode
+from bkctl.spark.sources.bases import DataSource, DataSourceReader
+from bkctl.spark.sources.columns import DAMAGE, check_schema, source_schema
+from bkctl.spark.sources.filters import Conditions
+from bkctl.spark.sources.options import Mode, SourceOptions
 
 if TYPE_CHECKING:
     from pyspark.sql.datasource import Filter
-
-    from bkctl.spark.sources.filters import Conditions
+    from pyspark.sql.types import StructType
 
 #: Options of every table.
 QUERY_OPTIONS: Final = ("mode", "columns", "ledger", "ledgerScopeId", "pushdown")
@@ -44,3 +45,46 @@ class QueryReader(DataSourceReader):
         """
         left = self._conditions.push(filters, self.texts, self.integers, self.never_null)
         return list(filters) if self._mode is Mode.PERMISSIVE else left
+
+
+class PathReader(QueryReader):
+    """A reader of bookies' files at the paths that the options name, with the columns of `schema`."""
+
+    #: The name for `spark.read.format`, and the options beside `path` and `paths`.
+    source: str
+    options: Collection[str]
+
+    def __init__(self, options: SourceOptions, schema: StructType) -> None:
+        super().__init__(Conditions.of(options), options.mode(), pushdown=options.flag("pushdown"))
+        self._paths = options.paths()
+        self._struct = schema
+        default, on_request = self.columns(options)
+        check_schema(self.source, schema, (*default, *on_request, DAMAGE))
+
+    @classmethod
+    def columns(cls, options: SourceOptions) -> tuple[Sequence[str], Sequence[str]]:
+        """Return the default columns, and the columns that come only when the option `columns` names them."""
+        raise AssertionError
+
+
+class PathSource(DataSource):
+    """The data source of a PathReader."""
+
+    reads: ClassVar[type[PathReader]]
+
+    @classmethod
+    def name(cls) -> str:
+        """Return the name for `spark.read.format`."""
+        return cls.reads.source
+
+    def schema(self) -> str:
+        """Return the schema that the options ask for. Raises UsageError for options that do not parse."""
+        options = self._parsed()
+        return source_schema(options, *self.reads.columns(options))
+
+    def reader(self, schema: StructType) -> PathReader:
+        """Return the reader of the columns of `schema`."""
+        return self.reads(self._parsed(), schema)
+
+    def _parsed(self) -> SourceOptions:
+        return SourceOptions(self.name(), self.options, self.reads.options)

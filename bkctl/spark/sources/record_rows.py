@@ -7,20 +7,19 @@ few entries, are handled one by one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
 
 from bkctl.files.scan import RecordBatch
 from bkctl.formats.entry import HEADER_SIZE_V1, HEADER_SIZE_V2, DigestType
 from bkctl.formats.record import NO_LEDGER, RECORD_SIZE, Record, RecordType
-from bkctl.spark.sources.columns import LedgerColumns, constant
+from bkctl.spark.sources.columns import LedgerColumns, constant, table_of
 from bkctl.spark.sources.filters import LEDGER_COLUMNS
 from bkctl.spark.sources.record_values import VALUES, digest_of_v1, digest_of_v2
 from bkctl.spark.sources.selection import Selection, fields_of, ids_of, offsets_of
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-    import pyarrow as pa
 
 #: Rows of one Arrow batch, about.
 BATCH_ROWS: Final = 32_768
@@ -70,8 +69,6 @@ class RecordRows:
             yield self._flush()
 
     def _add(self, batch: RecordBatch) -> None:
-        import numpy as np
-
         if not self._selection.wants_entries():
             return
         fields, offsets, begins = fields_of(batch), offsets_of(batch), np.asarray(batch.begins, np.int64)
@@ -88,9 +85,6 @@ class RecordRows:
             self._contents.append([self._content_of(name, batch.window, fields, begins) for name in self._content])
 
     def _flush(self) -> pa.RecordBatch:
-        import numpy as np
-        import pyarrow as pa
-
         if self._records:
             records, self._records = self._records, []
             arrays = [
@@ -115,9 +109,6 @@ class RecordRows:
     def _column(
         self, field: pa.Field, fields: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64], ids: LedgerColumns
     ) -> pa.Array:
-        import numpy as np
-        import pyarrow as pa
-
         name, count = field.name, len(fields)
         if name in self._constants:
             return constant(self._constants[name], count, field.type)
@@ -140,8 +131,6 @@ class RecordRows:
 
     def _overheads(self, fields: npt.NDArray[np.int64]) -> Any:
         """Return the bytes before the payload of each entry; None if unknown (version 1 without a digest type)."""
-        import numpy as np
-
         if self._version == 2:
             lengths = [0, *(each.code_length for each in DigestType)]
             return HEADER_SIZE_V2 + np.array(lengths, np.int64)[fields[:, 1] & 0x0F]
@@ -150,9 +139,6 @@ class RecordRows:
     def _content_of(
         self, name: str, window: bytes, fields: npt.NDArray[np.int64], begins: npt.NDArray[np.int64]
     ) -> pa.Array:
-        import numpy as np
-        import pyarrow as pa
-
         count = len(fields)
         if name == "digest":
             rows = zip(begins.tolist(), fields[:, 0].tolist(), strict=True)
@@ -187,9 +173,6 @@ class LedgerSums:
 
     def of(self, batches: Iterable[RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Yield one row a ledger of all these records, in order of scope and ledger id."""
-        import numpy as np
-        import pyarrow as pa
-
         for batch in batches:
             if _is_read_singly(batch):
                 for record in filter(self._selection.wants, batch.records()):
@@ -201,26 +184,17 @@ class LedgerSums:
         for first in range(0, len(ids), BATCH_ROWS):
             chosen = ids[first : first + BATCH_ROWS]
             halves = np.array(chosen, np.uint64)
-            columns = LedgerColumns(halves[:, 0], halves[:, 1])
-            arrays = []
-            for field in self.schema:
-                if field.name in LEDGER_COLUMNS:
-                    arrays.append(columns.column(field.name))
-                elif field.name in ("entryCount", "size"):
-                    place = ("entryCount", "size").index(field.name)
-                    arrays.append(pa.array([self._sums[each][place] for each in chosen], field.type))
-                else:
-                    arrays.append(constant(self._constants.get(field.name), len(chosen), field.type))
-            yield pa.RecordBatch.from_arrays(arrays, schema=self.schema)
+            columns = LedgerColumns(halves[:, 0], halves[:, 1]).columns(self.schema)
+            sums = zip(*(self._sums[each] for each in chosen), strict=True)
+            columns |= {name: pa.array(values) for name, values in zip(("entryCount", "size"), sums, strict=True)}
+            yield from table_of(self.schema, columns, len(chosen), self._constants).to_batches()
 
     def _add_all(self, batch: RecordBatch) -> None:
-        import numpy as np
-
         fields = fields_of(batch)
         mask = self._selection.mask(batch, fields)
         if mask is not None:
             fields = fields[mask]
-        rows, scope_ids, ledger_ids = LedgerColumns(*ids_of(fields)).distinct()
+        rows, scope_ids, ledger_ids = LedgerColumns(*ids_of(fields)).distinct
         places = rows.to_numpy()
         counts = np.bincount(places, minlength=len(ledger_ids)).tolist()
         sizes = np.zeros(len(ledger_ids), np.int64)

@@ -8,31 +8,31 @@ because records are not searched for: each follows the one before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, Final
+
+import pyarrow as pa
 
 from bkctl.errors import BkctlError, Conflict, NotFound, UsageError
 from bkctl.files.scan import RecordBatch
 from bkctl.files.windows import FileReader
 from bkctl.formats.record import RecordType
 from bkctl.spark.schemas import arrow_schema_of
-from bkctl.spark.sources.bases import DataSource, InputPartition
-from bkctl.spark.sources.columns import DAMAGE, check_schema, damage_row, source_schema, where_and_why
-from bkctl.spark.sources.filters import LEDGER_COLUMNS, Conditions
+from bkctl.spark.sources.bases import InputPartition
+from bkctl.spark.sources.columns import damage_row, where_and_why
+from bkctl.spark.sources.filters import LEDGER_COLUMNS
 from bkctl.spark.sources.options import SourceOptions
 from bkctl.spark.sources.places import Place, unseen
-from bkctl.spark.sources.pushdown import QUERY_OPTIONS, QueryReader
+from bkctl.spark.sources.pushdown import QUERY_OPTIONS, PathReader
 from bkctl.spark.sources.ranges import FileState, Range, end_of, ranges_of
 from bkctl.spark.sources.record_rows import BODY_COLUMNS, LedgerSums, RecordRows
 from bkctl.spark.sources.selection import Selection
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from pyspark.sql.types import StructType
 
-OPTIONS: Final = (*QUERY_OPTIONS, "rows", "digestType", "types", "borders")
 #: Plans to try where a listed file is deleted while the plan is made.
 _PLANS_MAX: Final = 5
 _PLANNERS_MAX: Final = 4
@@ -52,50 +52,36 @@ class RecordRowKind(StrEnum):
     LEDGERS = "ledgers"
 
 
-class RecordReader(QueryReader):
+class RecordReader(PathReader):
     """Plans and reads the files of one source; a subclass opens one kind of file."""
 
     #: The column of the file's id: `logId` or `journalId`.
     id_name: str
-    source: str
+    options = (*QUERY_OPTIONS, "rows", "digestType", "types", "borders")
     #: A running bookie writes into space that is allocated ahead.
     is_written_in_place = False
     on_request: tuple[str, ...] = ("payload", "record", "digestType", "digest")
 
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
-        super().__init__(Conditions.of(options), options.mode(), pushdown=options.flag("pushdown"))
-        self._options = options
-        self._paths = options.paths()
+        super().__init__(options, schema)
         self._digest_type = options.digest_type()
         self._borders = options.offsets("borders")
         self._rows = options.choice("rows", RecordRowKind.RECORDS)
-        self._types = self._record_types()
-        self._struct = schema
+        self._types = self._record_types(options)
         self.texts = ("type", "file", f"{self.id_name}Hex", "bookieId")
         self.integers = ("entryId", "offset", self.id_name)
         of_ledgers = LEDGER_COLUMNS if self._types is None else ()
         self.never_null = (
             "entryId", "offset", "recordSize", "type", "file", "formatVersion", "scoped", "entryCount", *of_ledgers,
         )  # fmt: skip
-        check_schema(self.source, schema, (*self.columns(options), *self.columns_on_request(options), DAMAGE))
 
     @classmethod
-    def columns(cls, options: SourceOptions) -> tuple[str, ...]:
-        """Return the default columns; of records the same as of the command that reads such files."""
+    def columns(cls, options: SourceOptions) -> tuple[Sequence[str], Sequence[str]]:
+        """Return the columns; of records the default ones are the same as of the command that reads such files."""
         of_file = (cls.id_name, f"{cls.id_name}Hex")
         if options.choice("rows", RecordRowKind.RECORDS) is RecordRowKind.LEDGERS:
-            return (*LEDGER_COLUMNS, "entryCount", "size", *of_file, *_PLACE_COLUMNS)
-        return (*_COMMON_COLUMNS, *of_file, "offset", "recordSize", "type", *_PLACE_COLUMNS)
-
-    @classmethod
-    def columns_on_request(cls, options: SourceOptions) -> tuple[str, ...]:
-        """Return the columns that come only when the option `columns` names them."""
-        return () if options.choice("rows", RecordRowKind.RECORDS) is RecordRowKind.LEDGERS else cls.on_request
-
-    @classmethod
-    def ddl(cls, options: SourceOptions) -> str:
-        """Return the schema that the options ask for."""
-        return source_schema(options, cls.columns(options), cls.columns_on_request(options))
+            return (*LEDGER_COLUMNS, "entryCount", "size", *of_file, *_PLACE_COLUMNS), ()
+        return (*_COMMON_COLUMNS, *of_file, "offset", "recordSize", "type", *_PLACE_COLUMNS), cls.on_request
 
     # Subclasses implement:
 
@@ -124,7 +110,7 @@ class RecordReader(QueryReader):
                     return [part for ranges in planners.map(self._plan, places) for part in ranges]
             except _Vanished as error:
                 # Compaction moved its entries to a log that may not have been listed: list again.
-                gone = error.place.path
+                gone = error.args[0]
         raise Conflict(
             f"{gone} was deleted while it was read", hint="the bookie deletes many files now; try again later"
         )
@@ -139,8 +125,8 @@ class RecordReader(QueryReader):
             return self._read(partition)
         return iter(())
 
-    def _record_types(self) -> frozenset[str] | None:
-        types = frozenset(self._options.words("types"))
+    def _record_types(self, options: SourceOptions) -> frozenset[str] | None:
+        types = frozenset(options.words("types"))
         known = [kind.value for kind in RecordType]
         for name in types:
             if name not in known:
@@ -162,19 +148,17 @@ class RecordReader(QueryReader):
 
     def _rows_of(self, place: Place) -> RecordRows | LedgerSums:
         schema, constants = arrow_schema_of(self._struct), self._constants(place)
+        selection = Selection(self._conditions, self._types)
         if self._rows is RecordRowKind.LEDGERS:
-            return LedgerSums(schema, constants, self._selection())
-        return RecordRows(schema, constants, self._selection(), self._digest_type)
-
-    def _selection(self) -> Selection:
-        return Selection(self._conditions, self._types)
+            return LedgerSums(schema, constants, selection)
+        return RecordRows(schema, constants, selection, self._digest_type)
 
     def _plan(self, place: Place) -> list[Range]:
         try:
             return ranges_of(place, FileState.of(place.path), self._borders.get(place.path, ()))
         except NotFound as error:
             if place.found:
-                raise _Vanished(place) from error
+                raise _Vanished(place.path) from error
             raise
         except UsageError:
             raise
@@ -217,31 +201,5 @@ class RecordReader(QueryReader):
             raise unseen(path) from error
 
 
-class RecordSource(DataSource):
-    """The data source of a RecordReader."""
-
-    records: ClassVar[type[RecordReader]]
-
-    @classmethod
-    def name(cls) -> str:
-        """Return the name for `spark.read.format`."""
-        return cls.records.source
-
-    def schema(self) -> str:
-        """Return the schema that the options ask for. Raises UsageError for options that do not parse."""
-        return self.records.ddl(self._parsed())
-
-    def reader(self, schema: StructType) -> RecordReader:
-        """Return the reader of the columns of `schema`."""
-        return self.records(self._parsed(), schema)
-
-    def _parsed(self) -> SourceOptions:
-        return SourceOptions(self.name(), self.options, OPTIONS)
-
-
 class _Vanished(Exception):
-    """A listed file was deleted."""
-
-    def __init__(self, place: Place) -> None:
-        super().__init__(place.path)
-        self.place = place
+    """A listed file was deleted; its argument is the path."""

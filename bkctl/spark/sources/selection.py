@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from bkctl.files.record_filter import FILLER_TYPES
 from bkctl.files.scan import RecordBatch
@@ -11,15 +14,9 @@ from bkctl.formats.record import NO_LEDGER, Record, RecordType
 from bkctl.ids import to_signed
 from bkctl.spark.sources.filters import Conditions
 
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
 
 def fields_of(batch: RecordBatch) -> npt.NDArray[np.int64]:
     """Return the header fields of the plain entries in `batch`, one row an entry."""
-    import numpy as np
-
     width = 5 if batch.format_version == 1 else 7
     fields = batch.fields
     if isinstance(fields, memoryview):
@@ -36,16 +33,12 @@ def ids_of(
     fields: npt.NDArray[np.int64],
 ) -> tuple[npt.NDArray[np.uint64] | None, npt.NDArray[np.uint64]]:
     """Return the scope ids (None: all 0) and ledger ids in the rows of `fields_of`."""
-    import numpy as np
-
     ledger_ids = np.ascontiguousarray(fields[:, -4]).view(np.uint64)
     return (None if fields.shape[1] == 5 else np.ascontiguousarray(fields[:, 2]).view(np.uint64)), ledger_ids
 
 
 def offsets_of(batch: RecordBatch) -> npt.NDArray[np.int64]:
     """Return the offset of each record in its file."""
-    import numpy as np
-
     return np.asarray(batch.begins, np.int64) + batch.window_offset
 
 
@@ -75,8 +68,6 @@ class Selection(NamedTuple):
 
     def mask(self, batch: RecordBatch, fields: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_] | None:
         """Return which plain entries of `batch`, whose header fields are `fields`, are selected; None: all."""
-        import numpy as np
-
         conditions = self.conditions
         if not (conditions.values or conditions.first or conditions.last or conditions.ledgers is not None):
             return None
@@ -89,12 +80,3 @@ class Selection(NamedTuple):
         given = [mask for mask in masks if mask is not None]
         found: npt.NDArray[np.bool_] = np.logical_and.reduce(given) if given else np.ones(len(fields), np.bool_)
         return None if found.all() else found
-
-    def count(self, batch: RecordBatch) -> int:
-        """Return the number of selected records in `batch`."""
-        if batch.record is not None:
-            return int(self.wants(batch.record))
-        if not self.wants_entries():
-            return 0
-        mask = self.mask(batch, fields_of(batch))
-        return len(batch) if mask is None else int(mask.sum())

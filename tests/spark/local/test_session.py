@@ -93,7 +93,7 @@ def test_expressions_give_the_same_values_on_both_engines(engine: Engine) -> Non
     ]  # fmt: skip
     grouped = frame.groupBy("k").agg(
         F.sum("n").alias("sum"), F.count("m").alias("count"), F.count_distinct("k", "n").alias("distinct"),
-        F.size(F.collect_list("s")).cast("bigint").alias("structs"), F.max("s").alias("newest"),
+        F.size(F.collect_set("s")).cast("bigint").alias("structs"), F.max("s").alias("newest"),
         F.first("m", ignorenulls=True).alias("first"),
     )  # fmt: skip
     names = ("k", "sum", "count", "distinct", "structs", "first")

@@ -162,13 +162,11 @@ def test_conditions_list_ledgers_if_finite() -> None:
 
     assert conditions().wanted_ledgers() is None
     assert conditions(EqualTo(("ledgerId",), 5)).wanted_ledgers() is None
-    assert conditions(EqualTo(("ledgerId",), 5)).ledger_ids() == {5}
     assert conditions(EqualTo(("ledgerScopeId",), 7)).scope_ids() == {7}
     both = conditions(In(("ledgerScopeId",), (7, 0)), EqualTo(("ledgerId",), 5))
     assert both.wanted_ledgers() == [LedgerId(0, 5), LedgerId(7, 5)]
     named = conditions(EqualTo(("ledgerQualifiedName",), LedgerId(7, 5).qualified_name), EqualTo(("ledgerId",), 5))
     assert named.wanted_ledgers() == [LedgerId(7, 5)]
-    assert (named.scope_ids(), named.ledger_ids()) == ({7}, {5})
     assert conditions(EqualTo(("ledgerId",), -1), EqualTo(("ledgerScopeId",), 0)).wanted_ledgers() == []
     above = conditions(
         GreaterThan(("ledgerId",), Decimal(5)), In(("ledgerId",), (5, 6)), EqualTo(("ledgerScopeId",), 0)

@@ -91,7 +91,7 @@ def test_filters_select_entries(live: Live, ledgers: dict[LedgerId, list[bytes]]
         [scope, EqualTo(("ledgerId",), 1), GreaterThanOrEqual(("entryId",), 3), LessThan(("entryId",), 6)],
         **live.options,
     )
-    assert (plan.left, [part.ranges for part in plan.parts]) == ([], [(EntryRange(LedgerId(SCOPE, 1).value, 3, 5),)])
+    assert (plan.left, [part.ranges for part in plan.parts]) == ([], [[EntryRange(LedgerId(SCOPE, 1).value, 3, 5)]])
     assert [row["entryId"] for row in plan.rows()] == [3, 4, 5]
     plan = Planned(
         LedgerSource, [EqualTo(("ledgerQualifiedName",), name), In(("entryId",), (1, 2, 9, 24, 25, -1))], **live.options
