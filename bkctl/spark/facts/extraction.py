@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from bkctl.errors import BkctlError, Conflict, NotFound, UsageError
+from bkctl.errors import BkctlError, Conflict, NotFound, Unauthorized, Unreachable, UsageError
 from bkctl.files.directories import BookieFile
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.journal import JournalReader
@@ -151,7 +151,7 @@ class _Extract:
         listed, starts = set(self._bookie.journals()), replay_starts(self._bookie)
         with self._new_part("journal_records") as writer, self._new_part("evidence", "journals") as evidence:
             for path in self._bookie.journals():
-                with suppress(BkctlError), JournalReader.open(path) as reader:
+                with suppress(NotFound, UsageError), _noting([]), JournalReader.open(path) as reader:
                     constants = {"file": path, "bookieId": self._bookie.bookie_id, "journalId": reader.journal_id}
                     rows = _record_rows("journal_records", constants)
                     # A journal that the bookie created after the listing is behind every mark.
@@ -322,10 +322,10 @@ def _before_damage(batches: Iterable[RecordBatch], damage: list[BkctlError]) -> 
 
 @contextmanager
 def _noting(damage: list[BkctlError]) -> Iterator[None]:
-    """Add the error that ends the block to `damage`; a file that is missing, and wrong use, are raised."""
+    """Add the error that ends the block to `damage`; raise those that say nothing about the file's content."""
     try:
         yield
-    except (NotFound, UsageError):
+    except (NotFound, UsageError, Unreachable, Unauthorized):
         raise
     except BkctlError as error:
         damage.append(error)

@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from string import ascii_letters, digits
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -152,8 +153,8 @@ class FactsStore:
         with self._failures("write"):
             self._arrow.create_dir(directory, recursive=True)
             stream = self._arrow.open_output_stream(temporary)
+        writer = PartWriter(stream, table, path)
         try:
-            writer = PartWriter(stream, table, path)
             yield writer
             with self._failures("write"):
                 writer.close()
@@ -164,10 +165,9 @@ class FactsStore:
                 else:
                     self._arrow.delete_file(temporary)
         except BaseException:
-            with suppress(Exception):
-                stream.close()
-            with suppress(Exception):
-                self._arrow.delete_file(temporary)
+            for end in (writer.close, stream.close, partial(self._arrow.delete_file, temporary)):
+                with suppress(Exception):
+                    end()
             raise
 
     def delete(self, path: str) -> None:

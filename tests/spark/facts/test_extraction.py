@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import (
@@ -19,7 +20,8 @@ from support import (
 from support.bookie_files import Files
 from support.command_line import CommandLine
 
-from bkctl.errors import BkctlError, NotFound, UsageError
+from bkctl.errors import BkctlError, NotFound, Unreachable, UsageError
+from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
 from bkctl.spark.facts.extraction import ExtractCounts, extract
 from bkctl.spark.facts.store import FactsStore, directory_name
@@ -166,6 +168,35 @@ def test_digests_of_hmac_come_from_the_cluster_else_records_are_evidence(
         data = Path(str(row["file"])).read_bytes()
         begin = int(str(row["offset"])) + 4
         assert data[begin : begin + int(str(row["recordSize"]))] == record
+
+
+@pytest.mark.parametrize("calls", [0, 1, 2])
+def test_metadata_store_that_fails_is_not_noted_as_damage(
+    files: Files, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: int
+) -> None:
+    """Else the next extract would take over the part of the log that this one did not read."""
+    (bookie,) = find_bookies([place])
+    left = calls
+
+    with open_cluster(files.uri) as cluster:
+        read = cluster.ledgers.read
+
+        def failing(ledger: LedgerId) -> Any:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise Unreachable("The metadata store does not answer")
+            return read(ledger)
+
+        monkeypatch.setattr(cluster.ledgers, "read", failing)
+        store = FactsStore(str(tmp_path / "facts"))
+        with pytest.raises(Unreachable, match="does not answer"):
+            extract(bookie, store, cluster)
+        monkeypatch.undo()
+        extract(bookie, store, cluster)
+    found = tables(store)
+    assert not found.get("damages")
+    assert "HMAC" in {row["digest"] for row in found["records"]}
 
 
 def test_extract_prints_its_counts_and_refuses_what_it_cannot_use(place: Path, tmp_path: Path) -> None:
