@@ -269,24 +269,6 @@ static int read_v3(const unsigned char *at, Py_ssize_t size, Answer *answer) {
     return !in.failed && in.at == in.end;
 }
 
-/* Create a tuple of `kind`, a subclass of tuple, with `count` items, which are taken over; NULL if one of them is. */
-static PyObject *tuple_of(PyObject *kind, Py_ssize_t count, PyObject **items) {
-    PyTypeObject *type = (PyTypeObject *)kind;
-    int failed = 0;
-    for (Py_ssize_t index = 0; index < count; index++) {
-        failed |= items[index] == NULL;
-    }
-    PyObject *made = failed ? NULL : type->tp_alloc(type, count);
-    for (Py_ssize_t index = 0; index < count; index++) {
-        if (made == NULL) {
-            Py_XDECREF(items[index]);
-        } else {
-            PyTuple_SET_ITEM(made, index, items[index]);
-        }
-    }
-    return made;
-}
-
 /* Return the answer's AddResponse or ReadResponse. */
 static PyObject *response_of(const Answer *answer, PyObject *kinds, PyObject *ledger) {
     PyObject *items[6] = {

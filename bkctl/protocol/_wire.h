@@ -88,4 +88,22 @@ static inline int append(PyObject *list, PyObject *item) {
     return failed ? -1 : 0;
 }
 
+/* Create a tuple of `kind`, a subclass of tuple, with `count` items, which are taken over; NULL if one of them is. */
+static inline PyObject *tuple_of(PyObject *kind, Py_ssize_t count, PyObject **items) {
+    PyTypeObject *type = (PyTypeObject *)kind;
+    int failed = 0;
+    for (Py_ssize_t index = 0; index < count; index++) {
+        failed |= items[index] == NULL;
+    }
+    PyObject *made = failed ? NULL : type->tp_alloc(type, count);
+    for (Py_ssize_t index = 0; index < count; index++) {
+        if (made == NULL) {
+            Py_XDECREF(items[index]);
+        } else {
+            PyTuple_SET_ITEM(made, index, items[index]);
+        }
+    }
+    return made;
+}
+
 #endif
