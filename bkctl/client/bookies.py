@@ -83,17 +83,10 @@ class BookieChannel:
         errors of its future.
         """
         connection = self._connection
-        if connection is not None and not connection.closed:
+        if connection is not None and not connection.closed and (not scoped or self._scoped is not None):
             # The hot path.
-            if not scoped or self._scoped:
-                try:
-                    connection.send_run(requests, answered)
-                except BkctlError as error:
-                    _refuse(requests, answered, error)
-                return
-            if self._scoped is False:
-                _refuse(requests, answered, self._no_scopes())
-                return
+            self._forward(connection, requests, scoped, answered)
+            return
         if self._pool.closed:
             closed = BookieUnavailable(f"The client is closed, so bookie {self.bookie_id} is not asked")
             _refuse(requests, answered, closed)
@@ -167,17 +160,14 @@ class BookieChannel:
         self, connection: BookieConnection, requests: Sequence[Request], scoped: bool, answered: Answered
     ) -> None:
         if scoped and not self._scoped:
-            _refuse(requests, answered, self._no_scopes())
+            problem = f"Bookie {self.bookie_id} does not serve ledger scopes"
+            hint = "it needs a bookie that implements BP-35"
+            _refuse(requests, answered, BookieUnavailable(problem, hint=hint))
             return
         try:
             connection.send_run(requests, answered)
         except BkctlError as error:
             _refuse(requests, answered, error)
-
-    def _no_scopes(self) -> BookieUnavailable:
-        return BookieUnavailable(
-            f"Bookie {self.bookie_id} does not serve ledger scopes", hint="it needs a bookie that implements BP-35"
-        )
 
     def _fail_waiting(self, error: BkctlError) -> None:
         waiting, self._waiting = self._waiting, []

@@ -13,11 +13,7 @@ from itertools import islice
 from typing import Final
 
 from bkctl.client.bookies import BookieChannel, error_of, fail, in_thread
-from bkctl.client.ensemble import (
-    changed_indexes,
-    update_metadata,
-    with_fragment,
-)
+from bkctl.client.ensemble import update_metadata, with_fragment
 from bkctl.client.placement import replace_bookies
 from bkctl.client.reader import LedgerAccess, restate
 from bkctl.errors import (
@@ -29,6 +25,7 @@ from bkctl.errors import (
     NotEnoughBookies,
     Unauthorized,
     UsageError,
+    restated,
 )
 from bkctl.formats.layout import Buffer
 from bkctl.formats.metadata import LedgerMetadata, LedgerState
@@ -311,7 +308,7 @@ class AddPipeline:
         self._changing = None
         if self.error is not None:
             return
-        changed = changed_indexes(before, self.ensemble)
+        changed = [index for index, bookie_id in enumerate(self.ensemble) if bookie_id != before[index]]
         self._connect()
         kept = ~sum(1 << index for index in changed)
         for add in self._pending.values():
@@ -391,12 +388,3 @@ class RecoveryPipeline(AddPipeline):
         for first_entry_id, ensemble in sorted(self._fragments.items()):
             metadata = with_fragment(metadata, first_entry_id, ensemble)
         return metadata
-
-
-def restated(error: BkctlError) -> BkctlError:
-    """Return a new error of the class of `error` to raise at another place, so that tracebacks do not pile up."""
-    if type(error).__init__ is BkctlError.__init__:
-        copy = type(error)(error.message, hint=error.hint)
-        copy.__cause__ = error.__cause__
-        return copy
-    return error

@@ -98,14 +98,10 @@ def encode_request(request: Request, out: list[BytesLike]) -> tuple[Key, int]:
         if len(master_key) != MASTER_KEY_SIZE_BYTES:
             _checked_key(master_key)
         head = _ADD_HEAD | recovery_add << 1 | high_priority << 2
-        if isinstance(body, tuple):
-            size = 24 + sum(map(len, body))
-            out.append(_ADD_REQUEST.pack(size, head, master_key))
-            out += body
-        else:
-            size = 24 + len(body)
-            out.append(_ADD_REQUEST.pack(size, head, master_key))
-            out.append(body)
+        pieces = body if isinstance(body, tuple) else (body,)
+        size = 24 + sum(map(len, pieces))
+        out.append(_ADD_REQUEST.pack(size, head, master_key))
+        out += pieces
         return (ADD_ENTRY, ledger_id, entry_id), size + 4
     if isinstance(request, BatchReadRequest):
         if request.ledger[0]:
@@ -165,13 +161,12 @@ def decode_response(buffer: memoryview, at: int, end: int) -> tuple[Key, Respons
 
 
 def _decode_other_response(buffer: memoryview, at: int, end: int) -> tuple[Key, Response]:
-    if end - at >= 4:
-        (head,) = _U32.unpack_from(buffer, at)
-        if head >> 16 & 0xFF == AUTH:
-            message = v3.decode_auth(buffer[at + 4 : end])
-            return _AUTH_KEY, AuthResponse(_EOK, message.plugin_name, message.payload)
-        raise ProtocolError(f"a v2 response of {end - at} bytes with opcode {head >> 16 & 0xFF}")
-    raise ProtocolError(f"a v2 response of {end - at} bytes")
+    if end - at < 4:
+        raise ProtocolError(f"a v2 response of {end - at} bytes")
+    opcode = buffer[at + 1]
+    if opcode != AUTH:
+        raise ProtocolError(f"a v2 response of {end - at} bytes with opcode {opcode}")
+    return _AUTH_KEY, AuthResponse(_EOK, *v3.decode_auth(buffer[at + 4 : end]))
 
 
 def _status(code: int) -> Status:
@@ -200,11 +195,6 @@ class Packet(NamedTuple):
 
     head: int
     request: Request
-
-    @property
-    def version(self) -> int:
-        """The client's protocol version; above 2 the answer is EBADVERSION."""
-        return self.head >> 24
 
 
 def decode_request(buffer: memoryview, at: int, end: int) -> Packet:
@@ -256,22 +246,11 @@ def decode_request(buffer: memoryview, at: int, end: int) -> Packet:
     if opcode == BATCH_READ_ENTRY:
         if end - at < 36:
             raise ProtocolError(f"a batch read request of {end - at + 4} bytes")
-        ledger_id, entry_id, request_id, max_count, max_size = _BATCH_FIELDS.unpack_from(buffer, at)
+        ledger_id, *ids_and_limits = _BATCH_FIELDS.unpack_from(buffer, at)
         fence = flags & DO_FENCING != 0
         batch_key = _fencing_key(buffer, at + 36, end, version) if fence else None
-        return Packet(
-            head,
-            BatchReadRequest(
-                LedgerId(0, ledger_id),
-                entry_id,
-                request_id,
-                max_count,
-                max_size,
-                batch_key,
-                fence,
-                flags & HIGH_PRIORITY != 0,
-            ),
-        )
+        batch_fields = (LedgerId(0, ledger_id), *ids_and_limits, batch_key, fence, flags & HIGH_PRIORITY != 0)
+        return Packet(head, _new(BatchReadRequest, batch_fields))
     if opcode == AUTH:
         return Packet(head, v3.decode_auth(buffer[at:end]))
     raise ProtocolError(f"a v2 request with opcode {opcode}")
@@ -306,14 +285,10 @@ def encode_response(head: int, response: Response, out: list[BytesLike]) -> int:
     if isinstance(response, BatchReadResponse):
         bodies: Sequence[BytesLike] = response.bodies if response.status is _EOK else ()
         size = 32 + sum(map(len, bodies)) + 4 * len(bodies)
-        out.append(
-            _BATCH_RESPONSE.pack(
-                size, head, response.status.v2, response.ledger[1], response.entry_id, response.request_id
-            )
-        )
+        fields = (response.status.v2, response.ledger[1], response.entry_id, response.request_id)
+        out.append(_BATCH_RESPONSE.pack(size, head, *fields))
         for entry in bodies:
-            out.append(_SIZE.pack(len(entry)))
-            out.append(entry)
+            out += (_SIZE.pack(len(entry)), entry)
         return 4 + size
     if isinstance(response, AuthResponse):
         message = v3.encode_auth(AuthMessage(response.plugin_name, response.payload))
