@@ -65,26 +65,10 @@ static int read_v2(const unsigned char *at, Py_ssize_t size, Request *add) {
     return fits(add);
 }
 
-/* Read the 5 bytes of `header`, the transaction id that follows, and the 2 bytes of `field`; return the id. */
-static uint64_t take_head(Reader *in, const char *header, const char *field) {
-    take(in, 1, "\x0a", 1);
-    const unsigned char *header_size = take(in, 1, "", 0);
-    take(in, 5, header, 5);
-    if (in->failed) {
-        return 0;
-    }
-    const uint64_t txn_id = take_varint(in);
-    const int fits = in->at == header_size + 1 + *header_size;
-    take(in, 2, field, 2);
-    const uint64_t nested = take_varint(in);
-    in->failed |= !fits || nested != (uint64_t)(in->end - in->at);
-    return txn_id;
-}
-
 /* The form is that of v3_hot.py's add request. */
 static int read_v3(const unsigned char *at, Py_ssize_t size, Request *add) {
     Reader in = {at, at + size, 0};
-    add->txn_id = take_head(&in, "\x08\x03\x10\x02\x18", "\xaa\x06");
+    add->txn_id = take_head(&in, "\x08\x03\x10\x02\x18", "\xaa\x06", 2);
     take(&in, 1, "\x08", 1);
     add->ledger = take_varint(&in);
     take(&in, 1, "\x10", 1);
@@ -157,7 +141,7 @@ static int read_v2_read(const unsigned char *at, Py_ssize_t size, Request *read)
 /* The form is that of v3_hot.py's read request. */
 static int read_v3_read(const unsigned char *at, Py_ssize_t size, Request *read) {
     Reader in = {at, at + size, 0};
-    read->txn_id = take_head(&in, "\x08\x03\x10\x01\x18", "\xa2\x06");
+    read->txn_id = take_head(&in, "\x08\x03\x10\x01\x18", "\xa2\x06", 2);
     take(&in, 1, "\x08", 1);
     read->ledger = take_varint(&in);
     take(&in, 1, "\x10", 1);

@@ -82,6 +82,22 @@ static inline const unsigned char *take(Reader *in, Py_ssize_t count, const char
     return begin;
 }
 
+/* Read the 5 bytes of `header`, the transaction id that follows, and the bytes of `field`; return the id. */
+static inline uint64_t take_head(Reader *in, const char *header, const char *field, size_t field_size) {
+    take(in, 1, "\x0a", 1);
+    const unsigned char *header_size = take(in, 1, "", 0);
+    take(in, 5, header, 5);
+    if (in->failed) {
+        return 0;
+    }
+    const uint64_t txn_id = take_varint(in);
+    const int fits = in->at == header_size + 1 + *header_size;
+    take(in, (Py_ssize_t)field_size, field, field_size);
+    const uint64_t nested = take_varint(in);
+    in->failed |= !fits || nested != (uint64_t)(in->end - in->at);
+    return txn_id;
+}
+
 static inline int append(PyObject *list, PyObject *item) {
     const int failed = item == NULL || PyList_Append(list, item) < 0;
     Py_XDECREF(item);

@@ -25,7 +25,6 @@ else:
     if getattr(compiled, "API", None) != COMPILED_API:
         compiled = None  # type: ignore[assignment]
 
-_V2_HEAD: Final = v2.VERSION << 24 | v2.ADD_ENTRY << 16
 _LENGTH: Final = struct.Struct(">i")
 
 
@@ -53,7 +52,7 @@ def refusals(adds: AddRun, status: Status, *, is_v2: bool) -> bytes:
     out: list[BytesLike] = []
     if is_v2:
         for entry_id in adds.entry_ids:
-            v2.encode_response(_V2_HEAD, AddResponse(status, adds.ledger, entry_id), out)
+            v2.encode_response(v2.ADD_HEAD, AddResponse(status, adds.ledger, entry_id), out)
         return b"".join(out)
     answers = memoryview(adds.answers)
     at = 0

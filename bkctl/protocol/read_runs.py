@@ -7,7 +7,6 @@ A run is a sequence of reads of entries 0 … I64_MAX of one ledger, without fla
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -15,9 +14,6 @@ from bkctl.ids import LedgerId
 from bkctl.protocol import add_runs, v2, v3, v3_hot
 from bkctl.protocol.messages import BytesLike, ReadResponse, Status
 
-_V2_HEAD: Final = v2.VERSION << 24 | v2.READ_ENTRY << 16
-#: Frame length, header, code, ledger, entry.
-_V2_ANSWER: Final = struct.Struct(">iIiQq")
 _EOK: Final = Status.EOK
 _new = tuple.__new__
 
@@ -47,9 +43,9 @@ class ReadRun(NamedTuple):
 
 def answers_v2(ledger_id: int, entry_ids: Sequence[int], bodies: Sequence[BytesLike]) -> bytes:
     """Return the response frames of v2 with these entries, in plain Python."""
-    pack, out = _V2_ANSWER.pack, list[BytesLike]()
+    pack, out = v2.RESPONSE.pack, list[BytesLike]()
     for entry_id, body in zip(entry_ids, bodies, strict=True):
-        out += (pack(24 + len(body), _V2_HEAD, 0, ledger_id, entry_id), body)
+        out += (pack(24 + len(body), v2.READ_HEAD, 0, ledger_id, entry_id), body)
     return b"".join(out)
 
 
@@ -80,7 +76,7 @@ def refusals(reads: ReadRun, status: Status, *, is_v2: bool) -> bytes:
     out: list[BytesLike] = []
     if is_v2:
         for entry_id in reads.entry_ids:
-            v2.encode_response(_V2_HEAD, ReadResponse(status, reads.ledger, entry_id), out)
+            v2.encode_response(v2.READ_HEAD, ReadResponse(status, reads.ledger, entry_id), out)
         return b"".join(out)
     for entry_id, txn_id in zip(reads.entry_ids, reads.txn_ids, strict=True):
         header = v3.Header(txn_id, v3.READ_ENTRY, v3.VERSION, 0)

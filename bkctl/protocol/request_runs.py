@@ -29,15 +29,10 @@ Taken: TypeAlias = tuple[int, list[AddRun], list[ReadRun]]
 
 _TYPES: Final = (LedgerId, AddRun, ReadRun)
 _LENGTH: Final = struct.Struct(">i")
-_ADD_HEAD: Final = v2.VERSION << 24 | v2.ADD_ENTRY << 16
-_READ_HEAD: Final = v2.VERSION << 24 | v2.READ_ENTRY << 16
 #: Header, master key, ledger and entry of an add; header, ledger and entry of a read.
 _V2_ADD: Final = struct.Struct(">I20sQq")
 _V2_READ: Final = struct.Struct(">IQq")
 _V2_BODY_AT: Final = 24
-#: Frame length, header, code, ledger, entry.
-_V2_ANSWER: Final = struct.Struct(">iIiQq")
-
 _EOK: Final = Status.EOK
 _new = tuple.__new__
 
@@ -88,7 +83,7 @@ def take_plain(
             run[1].append(_LENGTH.pack(len(body)) + body)
             run[2].append(lac)
             if is_v2:
-                run[3].append(_V2_ANSWER.pack(24, _ADD_HEAD, 0, ledger[1], entry_id))
+                run[3].append(v2.RESPONSE.pack(24, v2.ADD_HEAD, 0, ledger[1], entry_id))
             else:
                 v3_hot.encode_add_response(txn_id, _new(AddResponse, (_EOK, ledger, entry_id)), ledger[0], run[3])
         count_max -= 1
@@ -107,12 +102,12 @@ def _decode_v2(buffer: memoryview, at: int, end: int) -> tuple[int, int, AddRequ
     size = end - at
     if size == _V2_READ.size:
         head, ledger_id, entry_id = _V2_READ.unpack_from(buffer, at)
-        if head == _READ_HEAD and entry_id >= 0:
+        if head == v2.READ_HEAD and entry_id >= 0:
             ledger = _new(LedgerId, (0, ledger_id))
             return 0, v2.READ_ENTRY, _new(ReadRequest, (ledger, entry_id, None, False, False, None, None, False))
     elif size >= _V2_BODY_AT + HEADER_SIZE_V1:
         head, key, ledger_id, entry_id = _V2_ADD.unpack_from(buffer, at)
-        if head == _ADD_HEAD:
+        if head == v2.ADD_HEAD:
             ledger, body = _new(LedgerId, (0, ledger_id)), buffer[at + _V2_BODY_AT : end]
             return 0, v2.ADD_ENTRY, _new(AddRequest, (ledger, entry_id, key, body, False, False, False))
     return None

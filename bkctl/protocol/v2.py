@@ -47,8 +47,11 @@ DO_FENCING, RECOVERY_ADD, HIGH_PRIORITY = 0x0001, 0x0002, 0x0004
 #: Key that a request shares with its response, because v2 has no transaction id: operation, then two ids.
 Key: TypeAlias = tuple[int, int, int]
 
-_ADD_HEAD: Final = VERSION << 24 | ADD_ENTRY << 16
-_READ_HEAD: Final = VERSION << 24 | READ_ENTRY << 16
+#: The headers of plain adds and reads, and of their responses.
+ADD_HEAD: Final = VERSION << 24 | ADD_ENTRY << 16
+READ_HEAD: Final = VERSION << 24 | READ_ENTRY << 16
+#: Frame length, header, code, ledger, entry.
+RESPONSE: Final = struct.Struct(">iIiQq")
 _BATCH_HEAD: Final = VERSION << 24 | BATCH_READ_ENTRY << 16
 _AUTH_HEAD: Final = VERSION << 24 | AUTH << 16
 _AUTH_KEY: Final = (AUTH, 0, 0)
@@ -60,7 +63,6 @@ _READ_REQUEST: Final = struct.Struct(">iIQq")
 _BATCH_REQUEST: Final = struct.Struct(">iIQqqiq")
 _IDS: Final = struct.Struct(">Qq")
 _BATCH_FIELDS: Final = struct.Struct(">Qqqiq")
-_RESPONSE: Final = struct.Struct(">iIiQq")  # frame length, header, code, ledger, entry
 _RESPONSE_FIELDS: Final = struct.Struct(">IiQq")
 _BATCH_RESPONSE: Final = struct.Struct(">iIiQqq")
 _I64: Final = struct.Struct(">q")
@@ -84,10 +86,10 @@ def encode_request(request: Request, out: list[BytesLike]) -> tuple[Key, int]:
         if previous_lac is not None or piggyback:
             raise IllegalOperation("Protocol v2 has no long poll", hint="use v3")
         if not fence:
-            out.append(_READ_REQUEST.pack(20, _READ_HEAD | high_priority << 2, ledger_id, entry_id))
+            out.append(_READ_REQUEST.pack(20, READ_HEAD | high_priority << 2, ledger_id, entry_id))
             return (READ_ENTRY, ledger_id, entry_id), 24
         key = _checked_key(master_key)
-        out.append(_READ_REQUEST.pack(40, _READ_HEAD | high_priority << 2 | DO_FENCING, ledger_id, entry_id) + key)
+        out.append(_READ_REQUEST.pack(40, READ_HEAD | high_priority << 2 | DO_FENCING, ledger_id, entry_id) + key)
         return (READ_ENTRY, ledger_id, entry_id), 44
     if isinstance(request, AddRequest):
         (scope_id, ledger_id), entry_id, master_key, body, recovery_add, high_priority, deferred_sync = request
@@ -97,7 +99,7 @@ def encode_request(request: Request, out: list[BytesLike]) -> tuple[Key, int]:
             raise IllegalOperation("Protocol v2 has no deferred sync", hint="use v3")
         if len(master_key) != MASTER_KEY_SIZE_BYTES:
             _checked_key(master_key)
-        head = _ADD_HEAD | recovery_add << 1 | high_priority << 2
+        head = ADD_HEAD | recovery_add << 1 | high_priority << 2
         pieces = body if isinstance(body, tuple) else (body,)
         size = 24 + sum(map(len, pieces))
         out.append(_ADD_REQUEST.pack(size, head, master_key))
@@ -271,16 +273,16 @@ def encode_response(head: int, response: Response, out: list[BytesLike]) -> int:
     """
     if isinstance(response, AddResponse):
         status, ledger, entry_id = response
-        out.append(_RESPONSE.pack(24, head, 0 if status is _EOK else status.v2, ledger[1], entry_id))
+        out.append(RESPONSE.pack(24, head, 0 if status is _EOK else status.v2, ledger[1], entry_id))
         return 28
     if isinstance(response, ReadResponse):
         status, ledger, entry_id, body, _, _ = response
         if status is _EOK and body is not None:
             size = len(body)
-            out.append(_RESPONSE.pack(24 + size, head, 0, ledger[1], entry_id))
+            out.append(RESPONSE.pack(24 + size, head, 0, ledger[1], entry_id))
             out.append(body)
             return 28 + size
-        out.append(_RESPONSE.pack(24, head, status.v2, ledger[1], entry_id))
+        out.append(RESPONSE.pack(24, head, status.v2, ledger[1], entry_id))
         return 28
     if isinstance(response, BatchReadResponse):
         bodies: Sequence[BytesLike] = response.bodies if response.status is _EOK else ()
