@@ -18,7 +18,6 @@ from bkctl.metadata.cluster import RegisteredBookie
 from bkctl.metadata.racks import KnownRacks
 from bkctl.protocol.connection import BookieConnection
 from bkctl.protocol.messages import (
-    FRAME_SIZE_BYTES_MAX,
     Protocol,
     Request,
     Response,
@@ -125,7 +124,6 @@ class BookieChannel:
                 connection = await BookieConnection.open(
                     host, port, bookie_id=self.bookie_id, protocol=self.protocol, tls=self._pool.tls,
                     timeout_s=self._pool.timeout_s, connect_timeout_s=self._pool.connect_timeout_s,
-                    frame_size_bytes_max=FRAME_SIZE_BYTES_MAX,
                 )  # fmt: skip
                 self._connection, self._scoped = connection, None
                 self._failures, self._error = 0, None

@@ -329,17 +329,23 @@ class AddPipeline:
             ensemble = metadata.last_fragment.bookies
             if not any(ensemble[index] == bookie_id for index, bookie_id in failed.items()):
                 return None
-            registered = access.pool.registered()
-            replaced = replace_bookies(
-                ensemble, failed, metadata.write_quorum_size, registered, access.pool.placement(registered, ensemble),
-                scoped=access.scoped, exclude=excluded, avoid=suspects,
-            )  # fmt: skip
-            return with_fragment(metadata, first_entry_id, replaced)
+            return with_fragment(metadata, first_entry_id, self._replaced(ensemble, failed, excluded, suspects))
 
         access.versioned = await in_thread(
             update_metadata, access.pool.cluster.ledgers, access.ledger, access.versioned, change
         )
         return access.metadata.last_fragment.bookies
+
+    def _replaced(
+        self, ensemble: tuple[str, ...], failed: Mapping[int, str], excluded: set[str], suspects: set[str]
+    ) -> tuple[str, ...]:
+        """Return `ensemble` with other bookies in place of `failed`. Blocks."""
+        access = self.access
+        registered = access.pool.registered()
+        return replace_bookies(
+            ensemble, failed, access.metadata.write_quorum_size, registered,
+            access.pool.placement(registered, ensemble), scoped=access.scoped, exclude=excluded, avoid=suspects,
+        )  # fmt: skip
 
     def _end(self, error: BkctlError) -> None:
         """End the pipeline: pending adds fail with `error`, and no more are accepted."""
@@ -373,13 +379,8 @@ class RecoveryPipeline(AddPipeline):
         self._fragments: dict[int, tuple[str, ...]] = {}
 
     async def _commit(self, failed: Mapping[int, str]) -> tuple[str, ...]:
-        excluded, pool = set(self._failed_since_progress), self.access.pool
-        registered = await in_thread(pool.registered)
-        placement = await in_thread(pool.placement, registered, self.ensemble)
-        ensemble = replace_bookies(
-            self.ensemble, failed, self.access.metadata.write_quorum_size, registered, placement,
-            scoped=self.access.scoped, exclude=excluded, avoid=pool.suspects(),
-        )  # fmt: skip
+        excluded, suspects = set(self._failed_since_progress), self.access.pool.suspects()
+        ensemble = await in_thread(self._replaced, self.ensemble, failed, excluded, suspects)
         self._fragments[self.last_add_confirmed + 1] = ensemble
         return ensemble
 

@@ -74,13 +74,11 @@ class BookieConnection(FramedProtocol):
     entry (batch reads by request id; see PendingPackets). Late answers are dropped.
     """
 
-    def __init__(self, bookie_id: str, protocol: Protocol, timeout_s: float, frame_size_bytes_max: int) -> None:
-        super().__init__(frame_size_bytes_max)
+    def __init__(self, bookie_id: str, timeout_s: float) -> None:
+        super().__init__(FRAME_SIZE_BYTES_MAX)
         self.bookie_id = bookie_id
-        self.protocol = protocol
         self._is_v2 = False  # until START_TLS, which is v3 even with Protocol.V2, is over
         self._upgrading = False
-        self._frame_size_max = frame_size_bytes_max
         self._timeout_s = timeout_s
         self._tick_s = timeout_s / _TICKS_PER_TIMEOUT
         self._tick = 0
@@ -103,7 +101,6 @@ class BookieConnection(FramedProtocol):
         tls: ssl.SSLContext | None = None,
         timeout_s: float = 5.0,
         connect_timeout_s: float | None = None,
-        frame_size_bytes_max: int = FRAME_SIZE_BYTES_MAX,
     ) -> BookieConnection:
         """Connect to the bookie at `host`:`port`, with START_TLS when `tls` is given.
 
@@ -117,7 +114,7 @@ class BookieConnection(FramedProtocol):
         limit_s = timeout_s if connect_timeout_s is None else connect_timeout_s
 
         def factory() -> BookieConnection:
-            made.append(cls(bookie_id, protocol, timeout_s, frame_size_bytes_max))
+            made.append(cls(bookie_id, timeout_s))
             return made[-1]
 
         try:
@@ -246,7 +243,7 @@ class BookieConnection(FramedProtocol):
         for request in requests:
             count = len(out)
             key, size = v2.encode_request(request, out)
-            if size > self._frame_size_max:
+            if size > FRAME_SIZE_BYTES_MAX:
                 self._take_back(count, size)
             if (key in sent or owed) and packets.must_hold(key, request):
                 del out[count:]
@@ -261,7 +258,7 @@ class BookieConnection(FramedProtocol):
             count = len(out)
             txn_id = self._txn_id + 1
             size = v3.encode_request(txn_id, request, out)
-            if size > self._frame_size_max:
+            if size > FRAME_SIZE_BYTES_MAX:
                 self._take_back(count, size)
             self._out_size += size
             self._txn_id = txn_id
@@ -274,7 +271,7 @@ class BookieConnection(FramedProtocol):
     def _take_back(self, count: int, size: int) -> None:
         """Drop the frame behind `count` pieces, and raise UsageError, because `size` bytes are too large."""
         del self._out[count:]
-        raise UsageError(f"A request of {size} bytes does not fit in a frame of {self._frame_size_max}")
+        raise UsageError(f"A request of {size} bytes does not fit in a frame of {FRAME_SIZE_BYTES_MAX}")
 
     def _no_scopes(self, request: Request) -> BookieUnavailable:
         ledger = cast("ReadRequest", request).ledger
