@@ -24,7 +24,10 @@ _INTERPOLATION_DEPTH_MAX: Final = 16
 _ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|[0-7]{1,3}|.)", re.DOTALL)
 _ESCAPES: Final = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "b": "\b"}
 _VARIABLE = re.compile(r"\$\{([^${}]+)\}")
-_SEPARATORS: Final = "=:"
+_PROPERTY = re.compile(r"((?:[^\\=:\s]++|\\.)*+)\s*[=:]?\s*(.*)", re.DOTALL)
+_ESCAPED = re.compile(r"\\(.)", re.DOTALL)
+#: An item of a list with the comma behind it; a backslash makes a comma part of the item.
+_LIST_ITEM = re.compile(r"((?:[^\\,]++|\\.)*+),", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,40 +149,13 @@ def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
 
 def _split_property(line: str) -> tuple[str, str]:
     """Return key and raw value: the key ends at the first `=`, `:` or white space that no backslash precedes."""
-    key: list[str] = []
-    at = 0
-    while at < len(line):
-        char = line[at]
-        if char == "\\" and at + 1 < len(line):
-            key.append(line[at + 1])
-            at += 2
-            continue
-        if char in _SEPARATORS or char.isspace():
-            break
-        key.append(char)
-        at += 1
-    rest = line[at:].lstrip()
-    if rest and rest[0] in _SEPARATORS:
-        rest = rest[1:].lstrip()
-    return "".join(key), rest
+    found = _PROPERTY.fullmatch(line)
+    assert found is not None
+    return _ESCAPED.sub(r"\1", found[1]), found[2]
 
 
 def _split_list(value: str) -> list[str]:
-    parts, part, at = [], "", 0
-    while at < len(value):
-        char = value[at]
-        if char == "\\" and at + 1 < len(value):
-            part += "," if value[at + 1] == "," else value[at : at + 2]
-            at += 2
-            continue
-        if char == ",":
-            parts.append(part.strip())
-            part = ""
-        else:
-            part += char
-        at += 1
-    parts.append(part.strip())
-    return parts
+    return [part.replace("\\,", ",").strip() for part in _LIST_ITEM.findall(value + ",")]
 
 
 def _unescape(value: str) -> str:

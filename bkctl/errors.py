@@ -26,8 +26,6 @@ class BkctlError(Exception):
     """Failed."""
 
     exit_code: ClassVar[int] = 1
-    #: BookKeeper's client-side code (BKException.Code), where there is one.
-    client_code: ClassVar[int | None] = None
     #: BookieProtocol (v2) and StatusCode (v3) numbers that a bookie sends for this error.
     v2_code: ClassVar[int | None] = None
     v3_code: ClassVar[int | None] = None
@@ -67,23 +65,28 @@ def is_interrupt(error: BaseException | None) -> bool:
     return False
 
 
+def restated(error: BkctlError) -> BkctlError:
+    """Return a new error like `error` to raise at another place, so that tracebacks do not pile up."""
+    if type(error).__init__ is not BkctlError.__init__:
+        return error
+    copy = type(error)(error.message, hint=error.hint)
+    copy.__cause__ = error.__cause__
+    return copy
+
+
 class UsageError(BkctlError):
     """The request does not make sense."""
 
     exit_code = 2
-    client_code = -14
 
 
 class IllegalOperation(UsageError):
     """The protocol or the ledger cannot do this (BKIllegalOpException)."""
 
-    client_code = -100
-
 
 class Unauthorized(BkctlError):
     """Wrong ledger password, master key or login."""
 
-    client_code = -102
     v2_code = 102
     v3_code = 502
 
@@ -105,7 +108,6 @@ class BookieIOError(BkctlError):
 class ReadOnlyBookie(BkctlError):
     """The bookie accepts no writes at present."""
 
-    client_code = -104
     v2_code = 105
     v3_code = 505
 
@@ -113,7 +115,6 @@ class ReadOnlyBookie(BkctlError):
 class TooManyRequests(BkctlError):
     """The bookie is overloaded."""
 
-    client_code = -105
     v2_code = 106
     v3_code = 506
 
@@ -121,7 +122,6 @@ class TooManyRequests(BkctlError):
 class UnknownLedgerState(BkctlError):
     """The bookie may have lost data of this ledger, and so gives no negative answer."""
 
-    client_code = -108
     v2_code = 107
     v3_code = 507
 
@@ -141,7 +141,6 @@ class NotFound(BkctlError):
 class LedgerNotFound(NotFound):
     """No such ledger (NoSuchLedgerExistsException)."""
 
-    client_code = -7
     v2_code = 1
     v3_code = 402
 
@@ -149,7 +148,6 @@ class LedgerNotFound(NotFound):
 class EntryNotFound(NotFound):
     """No such entry (NoSuchEntryException)."""
 
-    client_code = -13
     v2_code = 2
     v3_code = 403
 
@@ -167,8 +165,6 @@ class MetadataVersionConflict(Conflict):
     that it is unknown if our write came before.
     """
 
-    client_code = -17
-
     def __init__(self, message: str, *, hint: str | None = None, may_be_applied: bool = False) -> None:
         super().__init__(message, hint=hint)
         self.may_be_applied = may_be_applied
@@ -181,13 +177,10 @@ class AlreadyExists(Conflict):
 class LedgerExists(AlreadyExists):
     """A ledger of this id exists (LedgerExistException)."""
 
-    client_code = -20
-
 
 class LedgerFenced(Conflict):
     """The ledger is fenced: another client recovers or recovered it."""
 
-    client_code = -101
     v2_code = 104
     v3_code = 504
 
@@ -195,19 +188,13 @@ class LedgerFenced(Conflict):
 class LedgerClosed(Conflict):
     """The ledger is closed."""
 
-    client_code = -11
-
 
 class UnclosedFragment(Conflict):
     """Its writer may still change this fragment, so it is not replicated (UnclosedFragmentException)."""
 
-    client_code = -103
-
 
 class DuplicateEntryId(Conflict):
     """The entry id was added before (DuplicateEntryIdException)."""
-
-    client_code = -22
 
 
 class DirectoryInUse(Conflict):
@@ -223,25 +210,17 @@ class Unreachable(BkctlError):
 class TimedOut(Unreachable):
     """No progress within the timeout."""
 
-    client_code = -23
-
 
 class BookieUnavailable(Unreachable):
     """A bookie cannot be reached, or cannot serve this ledger."""
-
-    client_code = -8
 
 
 class NotEnoughBookies(Unreachable):
     """Too few bookies for the ensemble."""
 
-    client_code = -6
-
 
 class LedgerRecoveryFailed(Unreachable):
     """Too few bookies helped to decide where the ledger ends; it stays IN_RECOVERY and can be tried again."""
-
-    client_code = -10
 
 
 class LedgerLengthUnknown(LedgerRecoveryFailed):
@@ -275,8 +254,6 @@ class CorruptRecord(Corrupt):
 class DigestMismatch(Corrupt):
     """An entry that does not match its digest, or is not the requested one."""
 
-    client_code = -5
-
 
 class ProtocolError(Corrupt):
     """The peer sent what the protocol does not allow."""
@@ -291,6 +268,5 @@ class Unsupported(BkctlError):
 class BadVersion(Unsupported):
     """The bookie does not speak this protocol version."""
 
-    client_code = -16
     v2_code = 103
     v3_code = 503

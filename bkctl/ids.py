@@ -99,11 +99,6 @@ class LedgerId(_LedgerIdFields):
         return self[0] << 64 | self[1]
 
     @property
-    def signed(self) -> tuple[int, int]:
-        """Scope and ledger id as int64 (two's complement), as protobuf and files carry them."""
-        return to_signed(self[0]), to_signed(self[1])
-
-    @property
     def qualified_name(self) -> str:
         """`ledgerQualifiedName`: 32 lower-case hex digits, scope first."""
         return f"{self[0]:016x}{self[1]:016x}"

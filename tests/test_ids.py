@@ -70,7 +70,7 @@ def test_every_printed_form_reads_back(scope: int, ledger: int) -> None:
     name = LedgerId(scope, ledger)
     for text in (str(name), name.qualified_name, name.uuid, f"{scope}:{ledger}", "0x" + name.qualified_name):
         assert LedgerId.parse(text) == name
-    assert LedgerId(*(half & U64_MAX for half in name.signed)) == name
+    assert LedgerId(*(half & U64_MAX for half in map(to_signed, name))) == name
     assert LedgerId.from_value(name.value) == name
     assert uuid.UUID(name.uuid).int == name.value
     fields = name.to_json()

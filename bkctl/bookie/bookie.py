@@ -94,7 +94,7 @@ class Bookie:
         self.processor = RequestProcessor(self.files, self.storage, self.state_manager, self.commits, self.metrics)
         self.garbage_collector: GarbageCollectorThread | None = None
         server = self.server = self.processor.server
-        self.metrics.clients = lambda: (len(server.connections), server.unfinished_bytes)
+        self.metrics.clients = lambda: (len(server.connections), server.unfinished.bytes)
         self.metrics.ended_connections["bookie"] = server.ended
         self._tasks: list[asyncio.Task[None]] = []
         self._deadline = StopDeadline(self.state_manager)

@@ -18,7 +18,6 @@ from bkctl.metadata.cluster import RegisteredBookie
 from bkctl.metadata.racks import KnownRacks
 from bkctl.protocol.connection import BookieConnection
 from bkctl.protocol.messages import (
-    FRAME_SIZE_BYTES_MAX,
     Protocol,
     Request,
     Response,
@@ -83,17 +82,10 @@ class BookieChannel:
         errors of its future.
         """
         connection = self._connection
-        if connection is not None and not connection.closed:
+        if connection is not None and not connection.closed and (not scoped or self._scoped is not None):
             # The hot path.
-            if not scoped or self._scoped:
-                try:
-                    connection.send_run(requests, answered)
-                except BkctlError as error:
-                    _refuse(requests, answered, error)
-                return
-            if self._scoped is False:
-                _refuse(requests, answered, self._no_scopes())
-                return
+            self._forward(connection, requests, scoped, answered)
+            return
         if self._pool.closed:
             closed = BookieUnavailable(f"The client is closed, so bookie {self.bookie_id} is not asked")
             _refuse(requests, answered, closed)
@@ -132,7 +124,6 @@ class BookieChannel:
                 connection = await BookieConnection.open(
                     host, port, bookie_id=self.bookie_id, protocol=self.protocol, tls=self._pool.tls,
                     timeout_s=self._pool.timeout_s, connect_timeout_s=self._pool.connect_timeout_s,
-                    frame_size_bytes_max=FRAME_SIZE_BYTES_MAX,
                 )  # fmt: skip
                 self._connection, self._scoped = connection, None
                 self._failures, self._error = 0, None
@@ -167,17 +158,14 @@ class BookieChannel:
         self, connection: BookieConnection, requests: Sequence[Request], scoped: bool, answered: Answered
     ) -> None:
         if scoped and not self._scoped:
-            _refuse(requests, answered, self._no_scopes())
+            problem = f"Bookie {self.bookie_id} does not serve ledger scopes"
+            hint = "it needs a bookie that implements BP-35"
+            _refuse(requests, answered, BookieUnavailable(problem, hint=hint))
             return
         try:
             connection.send_run(requests, answered)
         except BkctlError as error:
             _refuse(requests, answered, error)
-
-    def _no_scopes(self) -> BookieUnavailable:
-        return BookieUnavailable(
-            f"Bookie {self.bookie_id} does not serve ledger scopes", hint="it needs a bookie that implements BP-35"
-        )
 
     def _fail_waiting(self, error: BkctlError) -> None:
         waiting, self._waiting = self._waiting, []

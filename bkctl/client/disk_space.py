@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bkctl.client.ledger import BookKeeper
 from bkctl.errors import BkctlError, ProtocolError
@@ -20,6 +21,9 @@ from bkctl.protocol.messages import (
 if TYPE_CHECKING:
     from bkctl.metadata.admin.health import HealthFinding
     from bkctl.metadata.cluster import RegisteredBookie
+
+
+_REQUEST: Final = BookieInfoRequest(BookieInfoFlags.TOTAL_DISK_CAPACITY | BookieInfoFlags.FREE_DISK_SPACE)
 
 
 class BookieSpace(NamedTuple):
@@ -48,34 +52,33 @@ async def disk_space(bookkeeper: BookKeeper, bookies: Iterable[RegisteredBookie]
 
     Source: BookieInfoReader.
     """
-    request = BookieInfoRequest(BookieInfoFlags.TOTAL_DISK_CAPACITY | BookieInfoFlags.FREE_DISK_SPACE)
-    asked = [(bookie, bookkeeper.pool.channel(bookie.bookie_id, Protocol.V3).send(request)) for bookie in list(bookies)]
-    for bookie, answer in asked:
-        try:
-            response = await answer
-        except BkctlError as error:
-            yield BookieSpace(bookie, None, None, error)
-            continue
-        if response.status is not Status.EOK or not isinstance(response, BookieInfoResponse):
-            text = f"Bookie {bookie.bookie_id} answered {response.status.name}"
-            problem = ProtocolError(text) if response.status is Status.EOK else error_for(response.status, text)
-            yield BookieSpace(bookie, None, None, problem)
-            continue
-        yield BookieSpace(bookie, response.total_disk_capacity, response.free_disk_space, None)
+    for asked in [asyncio.ensure_future(_ask(bookkeeper, bookie)) for bookie in bookies]:
+        yield await asked
+
+
+async def _ask(bookkeeper: BookKeeper, bookie: RegisteredBookie) -> BookieSpace:
+    try:
+        response = await bookkeeper.pool.channel(bookie.bookie_id, Protocol.V3).send(_REQUEST)
+    except BkctlError as error:
+        return BookieSpace(bookie, None, None, error)
+    if response.status is Status.EOK and isinstance(response, BookieInfoResponse):
+        return BookieSpace(bookie, response.total_disk_capacity, response.free_disk_space, None)
+    text = f"Bookie {bookie.bookie_id} answered {response.status.name}"
+    problem = ProtocolError(text) if response.status is Status.EOK else error_for(response.status, text)
+    return BookieSpace(bookie, None, None, problem)
 
 
 async def member_space(bookkeeper: BookKeeper, bookies: Iterable[RegisteredBookie]) -> list[BookieSpace]:
     """Return the disk space and the latency of bookies in their order, without numbers for those that are down."""
-    import asyncio
 
     async def ask(bookie: RegisteredBookie) -> BookieSpace:
         if bookie.state == "down":
             return BookieSpace(bookie, None, None, None)
-        (space,) = [found async for found in disk_space(bookkeeper, [bookie])]
+        space = await _ask(bookkeeper, bookie)
         if space.error is not None:
             return space
         began = time.perf_counter()
-        (space,) = [found async for found in disk_space(bookkeeper, [bookie])]
+        space = await _ask(bookkeeper, bookie)
         return space._replace(latency_ms=round(1000 * (time.perf_counter() - began), 1))
 
     return await asyncio.gather(*map(ask, bookies))

@@ -188,11 +188,6 @@ def _names(bookie_ids: Sequence[str], count_max: int = 10) -> str:
     return f"{shown}, and {len(bookie_ids) - count_max} more" if len(bookie_ids) > count_max else shown
 
 
-def changed_indexes(before: Sequence[str], after: Sequence[str]) -> list[int]:
-    """Return the indexes at which two ensembles of one size differ."""
-    return [index for index, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
-
-
 def with_fragment(metadata: LedgerMetadata, first_entry_id: int, ensemble: tuple[str, ...]) -> LedgerMetadata:
     """Return `metadata` with the entries from `first_entry_id` on `ensemble`.
 

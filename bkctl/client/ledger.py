@@ -115,9 +115,10 @@ class BookKeeper:
 
         Raises UsageError for quorums that do not fit, NotEnoughBookies. Source: LedgerCreateOp.
         """
-        return await self._create(
-            0, None, ensemble_size, write_quorum_size, ack_quorum_size, digest_type, password, custom_metadata, False
-        )
+        return await self.create_ledger_adv(
+            ensemble_size=ensemble_size, write_quorum_size=write_quorum_size, ack_quorum_size=ack_quorum_size,
+            digest_type=digest_type, password=password, custom_metadata=custom_metadata, own_entry_ids=False,
+        )  # fmt: skip
 
     async def create_ledger_adv(
         self,
@@ -130,18 +131,36 @@ class BookKeeper:
         digest_type: DigestType = DigestType.CRC32C,
         password: bytes = b"",
         custom_metadata: Mapping[str, bytes] = {},
+        own_entry_ids: bool = True,
     ) -> WriteHandle:
         """Create a ledger under `ledger_id` (None: a generated id) of scope `ledger_scope_id`, and open it for writing.
 
-        Raises LedgerExists for an existing id, UsageError for quorums that do not fit, a scope-0 id of 2^63 or more, or
-        2^63 − 1 while Apache's bookies are up (that id makes them delete all ledgers), IllegalOperation for a scope in
-        protocol v2, NotEnoughBookies (for a scope: bookies that serve scopes).
+        With `own_entry_ids` the caller may choose entry ids. Raises LedgerExists for an existing id, UsageError for
+        quorums that do not fit, a scope-0 id of 2^63 or more, or 2^63 − 1 while Apache's bookies are up (that id makes
+        them delete all ledgers), IllegalOperation for a scope in protocol v2, NotEnoughBookies (for a scope: bookies
+        that serve scopes).
         Source: BP-35 (CreateAdvBuilder.withLedgerScopeId).
         """
-        return await self._create(
-            ledger_scope_id, ledger_id, ensemble_size, write_quorum_size, ack_quorum_size, digest_type, password,
-            custom_metadata, True,
-        )  # fmt: skip
+        self._check_scope(ledger_scope_id)
+        check_quorums(ensemble_size, write_quorum_size, ack_quorum_size)
+        if ledger_id is not None and ledger_scope_id == 0 and ledger_id > I64_MAX:
+            raise UsageError(
+                f"Ledger id {ledger_id} is 2^63 or more, which no ledger of scope 0 can have",
+                hint="give a smaller id, or a ledger scope id",
+            )
+        given = None if ledger_id is None else LedgerId(ledger_scope_id, ledger_id)
+        metadata = LedgerMetadata(
+            ensemble_size=ensemble_size,
+            write_quorum_size=write_quorum_size,
+            ack_quorum_size=ack_quorum_size,
+            digest_type=digest_type,
+            password=password,
+            ensembles=(),
+            custom_metadata=dict(custom_metadata),
+        )
+        ledger, versioned = await in_thread(self._register, ledger_scope_id, given, metadata, self.pool.suspects())
+        access = LedgerAccess(self.pool, ledger, DigestManager(ledger, digest_type, password), versioned)
+        return WriteHandle(access, throttle_count=self._throttle_count, own_entry_ids=own_entry_ids)
 
     async def open_ledger(
         self,
@@ -227,39 +246,6 @@ class BookKeeper:
             raise IllegalOperation(
                 f"Protocol v2 cannot carry a ledger scope, and scope {scope_id} was given", hint="use v3"
             )
-
-    async def _create(
-        self,
-        scope_id: int,
-        ledger_id: int | None,
-        ensemble_size: int,
-        write_quorum_size: int,
-        ack_quorum_size: int,
-        digest_type: DigestType,
-        password: bytes,
-        custom_metadata: Mapping[str, bytes],
-        advanced: bool,
-    ) -> WriteHandle:
-        self._check_scope(scope_id)
-        check_quorums(ensemble_size, write_quorum_size, ack_quorum_size)
-        if ledger_id is not None and scope_id == 0 and ledger_id > I64_MAX:
-            raise UsageError(
-                f"Ledger id {ledger_id} is 2^63 or more, which no ledger of scope 0 can have",
-                hint="give a smaller id, or a ledger scope id",
-            )
-        given = None if ledger_id is None else LedgerId(scope_id, ledger_id)
-        metadata = LedgerMetadata(
-            ensemble_size=ensemble_size,
-            write_quorum_size=write_quorum_size,
-            ack_quorum_size=ack_quorum_size,
-            digest_type=digest_type,
-            password=password,
-            ensembles=(),
-            custom_metadata=dict(custom_metadata),
-        )
-        ledger, versioned = await in_thread(self._register, scope_id, given, metadata, self.pool.suspects())
-        access = LedgerAccess(self.pool, ledger, DigestManager(ledger, digest_type, password), versioned)
-        return WriteHandle(access, throttle_count=self._throttle_count, own_entry_ids=advanced)
 
     def _register(
         self, scope_id: int, given: LedgerId | None, metadata: LedgerMetadata, suspects: Collection[str]

@@ -200,7 +200,7 @@ def mend_placement(
         for moving in ((), [ensemble[index] for index in free if ensemble[index] in usable]):
             striping = _Striping(kept, write_quorum_size, needed)
             shelf = _Shelf((*spare, *moving), placement)
-            found = None if striping.is_broken else _search(striping, sorted(free), shelf, {}, rng)
+            found = None if striping.broken_count else _search(striping, sorted(free), shelf, {}, rng)
             if found is not None:
                 staying = {index: ensemble[index] for index, rack in found.items() if moving and rack == racks[index]}
                 found = {index: rack for index, rack in found.items() if index not in staying}
@@ -286,10 +286,6 @@ class _Striping:
     def broken_count(self) -> int:
         """The number of write quorums that have too few racks, or cannot get enough any more."""
         return sum(spare < 0 for spare in self._spare)
-
-    @property
-    def is_broken(self) -> bool:
-        return self.broken_count > 0
 
     def refused(self, index: int) -> set[str] | None:
         """Return the racks that would leave a write quorum of the index with too few; None if any rack would."""

@@ -21,11 +21,11 @@ from bkctl.client.reader import (
     read_last_confirmed,
     read_runs,
 )
-from bkctl.client.writer import restated
 from bkctl.errors import (
     BkctlError,
     ProtocolError,
     UsageError,
+    restated,
 )
 from bkctl.formats.metadata import LedgerMetadata
 from bkctl.ids import I64_MAX, LedgerId

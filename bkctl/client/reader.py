@@ -99,6 +99,14 @@ class LedgerAccess:
         """Format of the ledger's entries: 1 in scope 0, else 2."""
         return 2 if self.scoped else 1
 
+    @property
+    def entry_size_bytes(self) -> int:
+        """Payload bytes of the average entry of a closed ledger, else a guess."""
+        metadata = self.metadata
+        if metadata.is_closed and metadata.last_entry_id >= 0:
+            return metadata.length // (metadata.last_entry_id + 1)
+        return ENTRY_SIZE_BYTES_GUESS
+
     def replicas(self, bookies: Sequence[str]) -> list[tuple[BookieChannel, ...]]:
         """Return the channels of each write set in the order of asking, by entry id modulo the ensemble size."""
         channels = [self.pool.channel(bookie_id) for bookie_id in bookies]
@@ -184,23 +192,10 @@ class _RangeReader:
         self._waiter: asyncio.Future[None] | None = None
         self._fragment_end = first  # the first entry after the fragment of `_replicas`
         self._replicas: list[tuple[BookieChannel, ...]] = []
-        metadata = access.metadata
-        if metadata.is_closed and metadata.last_entry_id >= 0:
-            self._entry_size = metadata.length // (metadata.last_entry_id + 1)
-        else:
-            self._entry_size = ENTRY_SIZE_BYTES_GUESS
+        self._entry_size = access.entry_size_bytes
         self._size_seen = self._count_seen = 0
 
-    async def entries(self) -> AsyncIterator[LedgerEntry]:
-        while run := await self._next_run():
-            for entry in run:
-                yield entry
-
-    async def runs(self) -> AsyncIterator[list[LedgerEntry]]:
-        while run := await self._next_run():
-            yield run
-
-    async def _next_run(self) -> list[LedgerEntry]:
+    async def next_run(self) -> list[LedgerEntry]:
         """Return the next entries, as many as are there (at least one, at most about RUN_BYTES); none at the end."""
         window = self._window
         while True:
@@ -376,18 +371,27 @@ class _RangeReader:
         )
 
 
-def read_entries(access: LedgerAccess, first: int, last: int, *, verify: bool = True) -> AsyncIterator[LedgerEntry]:
+async def read_entries(
+    access: LedgerAccess, first: int, last: int, *, verify: bool = True
+) -> AsyncIterator[LedgerEntry]:
     """Yield the entries `first` to `last` (inclusive) in order, each from the first replica that gives it intact.
 
     Reads are pipelined within a bounded window, which advances as the caller takes entries. When no replica returns an
     entry, the entries before it are yielded, then the gravest error is raised.
     """
-    return _RangeReader(access, first, last, verify).entries()
+    reader = _RangeReader(access, first, last, verify)
+    while run := await reader.next_run():
+        for entry in run:
+            yield entry
 
 
-def read_runs(access: LedgerAccess, first: int, last: int, *, verify: bool = True) -> AsyncIterator[list[LedgerEntry]]:
+async def read_runs(
+    access: LedgerAccess, first: int, last: int, *, verify: bool = True
+) -> AsyncIterator[list[LedgerEntry]]:
     """Yield the entries of `read_entries` in runs: as many as have arrived, with about RUN_BYTES of payload at most."""
-    return _RangeReader(access, first, last, verify).runs()
+    reader = _RangeReader(access, first, last, verify)
+    while run := await reader.next_run():
+        yield run
 
 
 class LastConfirmed(NamedTuple):

@@ -15,8 +15,9 @@ from collections import deque
 from dataclasses import replace
 from typing import Final, NamedTuple
 
-from bkctl.client.bookies import BookieChannel, failure, in_thread
+from bkctl.client.bookies import BookieChannel, in_thread
 from bkctl.client.ensemble import closed, update_metadata
+from bkctl.client.read_handle import entry_of
 from bkctl.client.reader import LedgerAccess, LedgerEntry, read_entries, read_last_confirmed, restate
 from bkctl.client.writer import RecoveryPipeline
 from bkctl.errors import (
@@ -26,16 +27,17 @@ from bkctl.errors import (
     LedgerNotFound,
     LedgerRecoveryFailed,
     MetadataVersionConflict,
-    ProtocolError,
     TimedOut,
     Unauthorized,
 )
 from bkctl.formats.entry import INVALID_ENTRY_ID
 from bkctl.formats.metadata import LedgerMetadata, LedgerState
-from bkctl.protocol.messages import ReadRequest, ReadResponse, Response
+from bkctl.protocol.messages import ReadRequest, Response
 
 #: Recovery reads in flight ahead of the entry being decided. Java reads one at a time (recoveryReadBatchSize).
 RECOVERY_READ_AHEAD: Final = 16
+
+_HINT: Final = "it stays IN_RECOVERY; try again when its bookies are back"
 
 
 class RecoveryLoss(NamedTuple):
@@ -158,8 +160,7 @@ async def _make_safe(access: LedgerAccess, accept_loss: RecoveryLoss | None) -> 
         raise
     except BkctlError as error:
         raise LedgerRecoveryFailed(
-            f"Ledger {access.ledger} cannot be recovered: {error.message}",
-            hint="it stays IN_RECOVERY; try again when its bookies are back",
+            f"Ledger {access.ledger} cannot be recovered: {error.message}", hint=_HINT
         ) from error
 
 
@@ -223,7 +224,7 @@ class _Tail:
             for future in done:
                 channel = pending.pop(future)
                 try:
-                    return self._entry(future, entry_id, channel)
+                    return entry_of(future, access, entry_id, channel.bookie_id)
                 except (EntryNotFound, LedgerNotFound):
                     missing_count += 1
                 except BkctlError as error:
@@ -236,18 +237,6 @@ class _Tail:
             f"Ledger {access.ledger} cannot be recovered: whether entry {entry_id} was acknowledged is not known "
             f"({'; '.join(problems)})"
         )
-        hint = "it stays IN_RECOVERY; try again when its bookies are back"
-        raise (
-            LedgerRecoveryFailed(message, hint=hint)
-            if decisive_error is None
-            else restate(decisive_error, message, hint)
-        )
-
-    def _entry(self, future: asyncio.Future[Response], entry_id: int, channel: BookieChannel) -> LedgerEntry:
-        error = failure(future, self._access.ledger, entry_id, channel.bookie_id)
-        if error is not None:
-            raise error
-        response = future.result()
-        if not isinstance(response, ReadResponse):
-            raise ProtocolError(f"Bookie {channel.bookie_id} answered a read with another kind of response")
-        return self._access.open_entry(response.body, entry_id)
+        if decisive_error is not None:
+            raise restate(decisive_error, message, _HINT)
+        raise LedgerRecoveryFailed(message, hint=_HINT)

@@ -7,7 +7,7 @@ import os
 import select
 import stat
 from collections.abc import AsyncIterator, Callable
-from typing import Final, Protocol
+from typing import Final
 
 from bkctl.client.read_handle import ReadHandle
 from bkctl.client.reader import LedgerEntry
@@ -22,16 +22,6 @@ CHUNK_SIZE_BYTES: Final = 1 << 18
 ENTRY_SIZE_BYTES_MAX: Final = FRAME_SIZE_BYTES_MAX - 256
 #: A tail asks the metadata store and the bookies at least this often.
 TAIL_POLL_S: Final = 30.0
-
-
-class Splitter(Protocol):
-    """Cuts a stream of bytes into the payloads of entries."""
-
-    def feed(self, chunk: bytes) -> list[bytes]:
-        """Return the payloads that `chunk` completes."""
-
-    def finish(self) -> list[bytes]:
-        """Return the payload that the end of the stream completes, if any."""
 
 
 def check_entry_size(size_bytes: int, what: str) -> None:
@@ -99,7 +89,10 @@ class RecordSplitter:
 
 
 async def write_stream(
-    handle: WriteHandle, file: int, splitter: Splitter, progress: Callable[[int], None] = lambda _: None
+    handle: WriteHandle,
+    file: int,
+    splitter: LineSplitter | RecordSplitter,
+    progress: Callable[[int], None] = lambda _: None,
 ) -> None:
     """Add the content of the open file descriptor `file`, pipelined, until its end.
 

@@ -7,7 +7,7 @@ import functools
 import os
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from bkctl.client.ledger import BookKeeper
 from bkctl.client.read_handle import ReadHandle
@@ -83,13 +83,10 @@ async def sanity_test(
     `bookkeeper` has `only` that bookie. Raises the errors of creating, writing and reading: NotEnoughBookies for a
     bookie that takes no entries. Source: SanityTestCommand.
     """
-    shape: dict[str, Any] = {
-        "ensemble_size": 1, "write_quorum_size": 1, "ack_quorum_size": 1, "digest_type": DigestType.HMAC,
-    }  # fmt: skip
-    if ledger_scope_id == 0:
-        handle = await bookkeeper.create_ledger(**shape)
-    else:
-        handle = await bookkeeper.create_ledger_adv(ledger_scope_id=ledger_scope_id, **shape)
+    handle = await bookkeeper.create_ledger_adv(
+        ledger_scope_id=ledger_scope_id, ensemble_size=1, write_quorum_size=1, ack_quorum_size=1,
+        digest_type=DigestType.HMAC,
+    )  # fmt: skip
     ledger = handle.ledger
     delete = functools.partial(bookkeeper.delete_ledger, ledger.ledger_id, ledger_scope_id=ledger.scope_id)
     try:

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 from bkctl.client.bookies import BookieChannel, in_order
 from bkctl.client.read_handle import ReadHandle, entry_of
-from bkctl.client.reader import ENTRY_SIZE_BYTES_GUESS, WINDOW_BYTES, LedgerEntry
+from bkctl.client.reader import WINDOW_BYTES, LedgerEntry
 from bkctl.errors import (
     BkctlError,
     CorruptRecord,
@@ -88,9 +88,7 @@ async def verify_entries(handle: ReadHandle, first: int = 0, last: int | None = 
     metadata = access.metadata
     fragments = deque(metadata.ensembles)
     replicas: list[tuple[BookieChannel, ...]] = []
-    size = ENTRY_SIZE_BYTES_GUESS
-    if metadata.is_closed and metadata.last_entry_id >= 0:
-        size = metadata.length // (metadata.last_entry_id + 1)
+    size = access.entry_size_bytes
     largest, next_id = size, first
     while next_id <= last or window:
         count_max = min(max(WINDOW_BYTES // ((max(size, largest) + 64) * write_quorum_size), 2), WINDOW_COUNT_MAX)
@@ -226,17 +224,10 @@ async def read_replica(
 
 def _entries_at(handle: ReadHandle, bookie_id: str, first: int, last: int) -> Iterator[int]:
     """Yield the ids among `first` to `last` whose write sets contain the bookie."""
-    fragments = handle.metadata.ensembles
+    fragments, write_set = handle.metadata.ensembles, handle._access.schedule.write_set
     ends = [fragment.first_entry_id for fragment in fragments[1:]]
     for fragment, end in zip(fragments, (*ends, last + 1), strict=True):
         if bookie_id in fragment.bookies:
             for entry_id in range(max(first, fragment.first_entry_id), min(last + 1, end)):
-                if bookie_id in replicas_of(handle, entry_id):
+                if any(fragment.bookies[index] == bookie_id for index in write_set(entry_id)):
                     yield entry_id
-
-
-def replicas_of(handle: ReadHandle, entry_id: int) -> tuple[str, ...]:
-    """Return the bookies of the entry's write set by the metadata, in order."""
-    metadata = handle.metadata
-    bookies = metadata.fragment_of(entry_id).bookies
-    return tuple(bookies[(entry_id + index) % metadata.ensemble_size] for index in range(metadata.write_quorum_size))

@@ -17,13 +17,14 @@ from bkctl.client.reader import (
     LedgerAccess,
     restate,
 )
-from bkctl.client.writer import AddPipeline, restated
+from bkctl.client.writer import AddPipeline
 from bkctl.errors import (
     BkctlError,
     IllegalOperation,
     LedgerClosed,
     LedgerFenced,
     MetadataVersionConflict,
+    restated,
 )
 from bkctl.formats.layout import Buffer
 from bkctl.formats.metadata import LedgerMetadata

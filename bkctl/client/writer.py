@@ -13,11 +13,7 @@ from itertools import islice
 from typing import Final
 
 from bkctl.client.bookies import BookieChannel, error_of, fail, in_thread
-from bkctl.client.ensemble import (
-    changed_indexes,
-    update_metadata,
-    with_fragment,
-)
+from bkctl.client.ensemble import update_metadata, with_fragment
 from bkctl.client.placement import replace_bookies
 from bkctl.client.reader import LedgerAccess, restate
 from bkctl.errors import (
@@ -29,6 +25,7 @@ from bkctl.errors import (
     NotEnoughBookies,
     Unauthorized,
     UsageError,
+    restated,
 )
 from bkctl.formats.layout import Buffer
 from bkctl.formats.metadata import LedgerMetadata, LedgerState
@@ -311,7 +308,7 @@ class AddPipeline:
         self._changing = None
         if self.error is not None:
             return
-        changed = changed_indexes(before, self.ensemble)
+        changed = [index for index, bookie_id in enumerate(self.ensemble) if bookie_id != before[index]]
         self._connect()
         kept = ~sum(1 << index for index in changed)
         for add in self._pending.values():
@@ -332,17 +329,23 @@ class AddPipeline:
             ensemble = metadata.last_fragment.bookies
             if not any(ensemble[index] == bookie_id for index, bookie_id in failed.items()):
                 return None
-            registered = access.pool.registered()
-            replaced = replace_bookies(
-                ensemble, failed, metadata.write_quorum_size, registered, access.pool.placement(registered, ensemble),
-                scoped=access.scoped, exclude=excluded, avoid=suspects,
-            )  # fmt: skip
-            return with_fragment(metadata, first_entry_id, replaced)
+            return with_fragment(metadata, first_entry_id, self._replaced(ensemble, failed, excluded, suspects))
 
         access.versioned = await in_thread(
             update_metadata, access.pool.cluster.ledgers, access.ledger, access.versioned, change
         )
         return access.metadata.last_fragment.bookies
+
+    def _replaced(
+        self, ensemble: tuple[str, ...], failed: Mapping[int, str], excluded: set[str], suspects: set[str]
+    ) -> tuple[str, ...]:
+        """Return `ensemble` with other bookies in place of `failed`. Blocks."""
+        access = self.access
+        registered = access.pool.registered()
+        return replace_bookies(
+            ensemble, failed, access.metadata.write_quorum_size, registered,
+            access.pool.placement(registered, ensemble), scoped=access.scoped, exclude=excluded, avoid=suspects,
+        )  # fmt: skip
 
     def _end(self, error: BkctlError) -> None:
         """End the pipeline: pending adds fail with `error`, and no more are accepted."""
@@ -376,13 +379,8 @@ class RecoveryPipeline(AddPipeline):
         self._fragments: dict[int, tuple[str, ...]] = {}
 
     async def _commit(self, failed: Mapping[int, str]) -> tuple[str, ...]:
-        excluded, pool = set(self._failed_since_progress), self.access.pool
-        registered = await in_thread(pool.registered)
-        placement = await in_thread(pool.placement, registered, self.ensemble)
-        ensemble = replace_bookies(
-            self.ensemble, failed, self.access.metadata.write_quorum_size, registered, placement,
-            scoped=self.access.scoped, exclude=excluded, avoid=pool.suspects(),
-        )  # fmt: skip
+        excluded, suspects = set(self._failed_since_progress), self.access.pool.suspects()
+        ensemble = await in_thread(self._replaced, self.ensemble, failed, excluded, suspects)
         self._fragments[self.last_add_confirmed + 1] = ensemble
         return ensemble
 
@@ -391,12 +389,3 @@ class RecoveryPipeline(AddPipeline):
         for first_entry_id, ensemble in sorted(self._fragments.items()):
             metadata = with_fragment(metadata, first_entry_id, ensemble)
         return metadata
-
-
-def restated(error: BkctlError) -> BkctlError:
-    """Return a new error of the class of `error` to raise at another place, so that tracebacks do not pile up."""
-    if type(error).__init__ is BkctlError.__init__:
-        copy = type(error)(error.message, hint=error.hint)
-        copy.__cause__ = error.__cause__
-        return copy
-    return error

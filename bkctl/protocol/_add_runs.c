@@ -1,6 +1,6 @@
-/* The inner loops of add_runs.py and read_runs.py, compiled: the same results, several times as fast.
+/* The inner loops of request_runs.py and read_runs.py, compiled: the same results, several times as fast.
  *
- * Optional: without a compiler at installation, those modules' own loops do the work. tests/protocol/test_add_runs.py and
+ * Optional: without a compiler at installation, those modules' own loops do the work. tests/protocol/test_request_runs.py and
  * test_read_runs.py compare both with protobuf on arbitrary bytes. Nothing is read outside the given part of the buffer.
  */
 
@@ -65,26 +65,10 @@ static int read_v2(const unsigned char *at, Py_ssize_t size, Request *add) {
     return fits(add);
 }
 
-/* Read the 5 bytes of `header`, the transaction id that follows, and the 2 bytes of `field`; return the id. */
-static uint64_t take_head(Reader *in, const char *header, const char *field) {
-    take(in, 1, "\x0a", 1);
-    const unsigned char *header_size = take(in, 1, "", 0);
-    take(in, 5, header, 5);
-    if (in->failed) {
-        return 0;
-    }
-    const uint64_t txn_id = take_varint(in);
-    const int fits = in->at == header_size + 1 + *header_size;
-    take(in, 2, field, 2);
-    const uint64_t nested = take_varint(in);
-    in->failed |= !fits || nested != (uint64_t)(in->end - in->at);
-    return txn_id;
-}
-
 /* The form is that of v3_hot.py's add request. */
 static int read_v3(const unsigned char *at, Py_ssize_t size, Request *add) {
     Reader in = {at, at + size, 0};
-    add->txn_id = take_head(&in, "\x08\x03\x10\x02\x18", "\xaa\x06");
+    add->txn_id = take_head(&in, "\x08\x03\x10\x02\x18", "\xaa\x06", 2);
     take(&in, 1, "\x08", 1);
     add->ledger = take_varint(&in);
     take(&in, 1, "\x10", 1);
@@ -157,7 +141,7 @@ static int read_v2_read(const unsigned char *at, Py_ssize_t size, Request *read)
 /* The form is that of v3_hot.py's read request. */
 static int read_v3_read(const unsigned char *at, Py_ssize_t size, Request *read) {
     Reader in = {at, at + size, 0};
-    read->txn_id = take_head(&in, "\x08\x03\x10\x01\x18", "\xa2\x06");
+    read->txn_id = take_head(&in, "\x08\x03\x10\x01\x18", "\xa2\x06", 2);
     take(&in, 1, "\x08", 1);
     read->ledger = take_varint(&in);
     take(&in, 1, "\x10", 1);
@@ -246,28 +230,9 @@ static int add_request(Runs *all, const Request *request) {
     return 1;
 }
 
-/* Return a tuple of a subclass of tuple, without its items. */
-static PyObject *new_tuple(PyObject *type, Py_ssize_t size) {
-    return ((PyTypeObject *)type)->tp_alloc((PyTypeObject *)type, size);
-}
-
-/* Set an item of a new tuple; return -1 if there is none. */
-static int set_item(PyObject *tuple, Py_ssize_t at, PyObject *item) {
-    if (item == NULL) {
-        return -1;
-    }
-    PyTuple_SET_ITEM(tuple, at, item);
-    return 0;
-}
-
 static PyObject *ledger_of(const Request *request, PyObject *type) {
-    PyObject *ledger = new_tuple(type, 2);
-    if (ledger != NULL
-        && (set_item(ledger, 0, PyLong_FromUnsignedLongLong(request->scope)) < 0
-            || set_item(ledger, 1, PyLong_FromUnsignedLongLong(request->ledger)) < 0)) {
-        Py_CLEAR(ledger);
-    }
-    return ledger;
+    PyObject *items[2] = {PyLong_FromUnsignedLongLong(request->scope), PyLong_FromUnsignedLongLong(request->ledger)};
+    return tuple_of(type, 2, items);
 }
 
 /* Fill the lists of a run's fields; `others` NULL: of reads without transaction ids. */
@@ -307,30 +272,25 @@ static PyObject *add_run_of(
             break;
         }
     }
-    PyObject *adds = new_tuple(type, 7);
-    if (adds == NULL) {
-        return NULL;
-    }
-    if (set_item(adds, 0, ledger_of(first, ledger_type)) < 0
-        || set_item(adds, 1, PyBytes_FromStringAndSize((const char *)first->key, KEY)) < 0
-        || set_item(adds, 2, PyList_New(run->count)) < 0 || set_item(adds, 3, PyList_New(run->count)) < 0
-        || set_item(adds, 4, PyLong_FromSsize_t(size)) < 0 || set_item(adds, 5, PyLong_FromLongLong(highest)) < 0
-        || set_item(adds, 6, PyBytes_FromStringAndSize((const char *)answers, at - answers)) < 0
-        || list_requests(all, run, PyTuple_GET_ITEM(adds, 2), PyTuple_GET_ITEM(adds, 3)) < 0) {
+    PyObject *items[7] = {
+        ledger_of(first, ledger_type), PyBytes_FromStringAndSize((const char *)first->key, KEY),
+        PyList_New(run->count), PyList_New(run->count), PyLong_FromSsize_t(size), PyLong_FromLongLong(highest),
+        PyBytes_FromStringAndSize((const char *)answers, at - answers),
+    };
+    PyObject *adds = tuple_of(type, 7, items);
+    if (adds != NULL && list_requests(all, run, PyTuple_GET_ITEM(adds, 2), PyTuple_GET_ITEM(adds, 3)) < 0) {
         Py_CLEAR(adds);
     }
     return adds;
 }
 
 static PyObject *read_run_of(const Runs *all, const Run *run, int is_v2, PyObject *ledger_type, PyObject *type) {
-    PyObject *reads = new_tuple(type, 3);
-    if (reads == NULL) {
-        return NULL;
-    }
-    if (set_item(reads, 0, ledger_of(&all->requests[run->first], ledger_type)) < 0
-        || set_item(reads, 1, PyList_New(run->count)) < 0
-        || set_item(reads, 2, PyList_New(is_v2 ? 0 : run->count)) < 0
-        || list_requests(all, run, PyTuple_GET_ITEM(reads, 1), is_v2 ? NULL : PyTuple_GET_ITEM(reads, 2)) < 0) {
+    PyObject *items[3] = {
+        ledger_of(&all->requests[run->first], ledger_type), PyList_New(run->count), PyList_New(is_v2 ? 0 : run->count),
+    };
+    PyObject *reads = tuple_of(type, 3, items);
+    if (reads != NULL
+        && list_requests(all, run, PyTuple_GET_ITEM(reads, 1), is_v2 ? NULL : PyTuple_GET_ITEM(reads, 2)) < 0) {
         Py_CLEAR(reads);
     }
     return reads;
@@ -588,7 +548,7 @@ static PyMethodDef methods[] = {
 };
 
 static struct PyModuleDef module_definition = {
-    PyModuleDef_HEAD_INIT, "bkctl.protocol._add_runs", "The inner loops of add_runs.py and read_runs.py, compiled.", 0, methods,
+    PyModuleDef_HEAD_INIT, "bkctl.protocol._add_runs", "The inner loops of request_runs.py and read_runs.py, compiled.", 0, methods,
     NULL, NULL, NULL, NULL,
 };
 

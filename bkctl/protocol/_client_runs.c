@@ -222,20 +222,10 @@ static int read_v3(const unsigned char *at, Py_ssize_t size, Answer *answer) {
         return 0;
     }
     answer->operation = at[5];
-    const unsigned char *header_end = at + 2 + at[1];
-    if (at[0] != 0x0A || memcmp(at + 2, "\x08\x03\x10", 3) != 0 || at[6] != 0x18 ||
-        (answer->operation != READ && answer->operation != ADD)) {
-        return 0;
-    }
-    in.at += 7;
-    answer->txn_id = take_varint(&in);
-    if (in.failed || in.at != header_end) {
-        return 0;
-    }
-    take(&in, 4, answer->operation == ADD ? "\x10\x00\xaa\x06" : "\x10\x00\xa2\x06", 4);
-    const uint64_t nested = take_varint(&in);
-    if (in.failed || nested != (uint64_t)(in.end - in.at)) {
-        return 0;
+    if (answer->operation == ADD) {
+        answer->txn_id = take_head(&in, "\x08\x03\x10\x02\x18", "\x10\x00\xaa\x06", 4);
+    } else {
+        answer->txn_id = take_head(&in, "\x08\x03\x10\x01\x18", "\x10\x00\xa2\x06", 4);
     }
     take(&in, 3, "\x08\x00\x10", 3);
     answer->ledger = take_varint(&in);
@@ -267,24 +257,6 @@ static int read_v3(const unsigned char *at, Py_ssize_t size, Answer *answer) {
         answer->scope = take_varint(&in);
     }
     return !in.failed && in.at == in.end;
-}
-
-/* Create a tuple of `kind`, a subclass of tuple, with `count` items, which are taken over; NULL if one of them is. */
-static PyObject *tuple_of(PyObject *kind, Py_ssize_t count, PyObject **items) {
-    PyTypeObject *type = (PyTypeObject *)kind;
-    int failed = 0;
-    for (Py_ssize_t index = 0; index < count; index++) {
-        failed |= items[index] == NULL;
-    }
-    PyObject *made = failed ? NULL : type->tp_alloc(type, count);
-    for (Py_ssize_t index = 0; index < count; index++) {
-        if (made == NULL) {
-            Py_XDECREF(items[index]);
-        } else {
-            PyTuple_SET_ITEM(made, index, items[index]);
-        }
-    }
-    return made;
 }
 
 /* Return the answer's AddResponse or ReadResponse. */

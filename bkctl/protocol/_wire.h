@@ -82,10 +82,44 @@ static inline const unsigned char *take(Reader *in, Py_ssize_t count, const char
     return begin;
 }
 
+/* Read the 5 bytes of `header`, the transaction id that follows, and the bytes of `field`; return the id. */
+static inline uint64_t take_head(Reader *in, const char *header, const char *field, size_t field_size) {
+    take(in, 1, "\x0a", 1);
+    const unsigned char *header_size = take(in, 1, "", 0);
+    take(in, 5, header, 5);
+    if (in->failed) {
+        return 0;
+    }
+    const uint64_t txn_id = take_varint(in);
+    const int fits = in->at == header_size + 1 + *header_size;
+    take(in, (Py_ssize_t)field_size, field, field_size);
+    const uint64_t nested = take_varint(in);
+    in->failed |= !fits || nested != (uint64_t)(in->end - in->at);
+    return txn_id;
+}
+
 static inline int append(PyObject *list, PyObject *item) {
     const int failed = item == NULL || PyList_Append(list, item) < 0;
     Py_XDECREF(item);
     return failed ? -1 : 0;
+}
+
+/* Create a tuple of `kind`, a subclass of tuple, with `count` items, which are taken over; NULL if one of them is. */
+static inline PyObject *tuple_of(PyObject *kind, Py_ssize_t count, PyObject **items) {
+    PyTypeObject *type = (PyTypeObject *)kind;
+    int failed = 0;
+    for (Py_ssize_t index = 0; index < count; index++) {
+        failed |= items[index] == NULL;
+    }
+    PyObject *made = failed ? NULL : type->tp_alloc(type, count);
+    for (Py_ssize_t index = 0; index < count; index++) {
+        if (made == NULL) {
+            Py_XDECREF(items[index]);
+        } else {
+            PyTuple_SET_ITEM(made, index, items[index]);
+        }
+    }
+    return made;
 }
 
 #endif

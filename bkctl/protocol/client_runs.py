@@ -25,6 +25,8 @@ else:
 
 #: The offset behind a run of answers, the key of each (v3: transaction id; v2: `v2.Key`), and its response.
 Answers: TypeAlias = tuple[int, list[Any], list[AddResponse | ReadResponse]]
+#: The function (buffer, at, end) → the answers that begin at byte `at`; None if the first frame has another form.
+AnswerTaker: TypeAlias = Callable[[memoryview, int, int], Answers | None]
 #: The classes that `compiled.take` creates, and the status of all its responses.
 Kinds: TypeAlias = tuple[type[AddResponse], type[ReadResponse], type[LedgerId], Status]
 
@@ -46,11 +48,10 @@ def encode_run(is_v2: bool, first_txn_id: int, requests: Sequence[Request], size
     return compiled.encode(is_v2, v3.OPERATIONS[kind], first_txn_id, requests, size_max)
 
 
-def answer_taker(is_v2: bool, size_max: int) -> Callable[[memoryview, int, int], Answers | None] | None:
-    """Return the function (buffer, at, end) → the answers that begin at byte `at`; None where it is not compiled.
+def answer_taker(is_v2: bool, size_max: int) -> AnswerTaker | None:
+    """Return a function that takes answers and keeps no view of the buffer; None where it is not compiled.
 
-    The function returns None if the first frame has another form, and keeps no view of the buffer. `size_max` is the
-    largest size of a frame by its length field.
+    `size_max` is the largest size of a frame by its length field.
     """
     if compiled is None:
         return None

@@ -12,14 +12,15 @@ import math
 import os
 import re
 import ssl
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
+from functools import partial
 from typing import Any, Final, TypeVar, cast
 
-from bkctl.errors import BkctlError, BookieUnavailable, ProtocolError, TimedOut, UsageError
+from bkctl.errors import BkctlError, BookieUnavailable, ProtocolError, TimedOut, UsageError, restated
 from bkctl.ids import I64_MAX, LedgerId
 from bkctl.protocol import v2, v3
-from bkctl.protocol.client_runs import RESPONSES, V2_OPCODES, Answers, answer_taker, encode_run
-from bkctl.protocol.framing import WRITE_BUFFER_BYTES_MAX, FramedProtocol
+from bkctl.protocol.client_runs import RESPONSES, V2_OPCODES, AnswerTaker, answer_taker, encode_run
+from bkctl.protocol.framing import FramedProtocol
 from bkctl.protocol.messages import (
     FRAME_SIZE_BYTES_MAX,
     LAST_ENTRY,
@@ -73,13 +74,11 @@ class BookieConnection(FramedProtocol):
     entry (batch reads by request id; see PendingPackets). Late answers are dropped.
     """
 
-    def __init__(self, bookie_id: str, protocol: Protocol, timeout_s: float, frame_size_bytes_max: int) -> None:
-        super().__init__(frame_size_bytes_max)
+    def __init__(self, bookie_id: str, timeout_s: float) -> None:
+        super().__init__(FRAME_SIZE_BYTES_MAX)
         self.bookie_id = bookie_id
-        self.protocol = protocol
         self._is_v2 = False  # until START_TLS, which is v3 even with Protocol.V2, is over
         self._upgrading = False
-        self._frame_size_max = frame_size_bytes_max
         self._timeout_s = timeout_s
         self._tick_s = timeout_s / _TICKS_PER_TIMEOUT
         self._tick = 0
@@ -87,11 +86,9 @@ class BookieConnection(FramedProtocol):
         self._txn_id = 0
         self._calls: dict[int, PendingRequest] = {}
         self._packets = PendingPackets(lambda request: self._queued(v2.encode_request(request, self._out)[1]))
-        self._take_run: Callable[[memoryview, int, int], Answers | None] | None = None
         self._scopes: bool | None = None
         self._probe: asyncio.Future[Response] | None = None
         self._failure: BkctlError | None = None
-        self._writable: asyncio.Future[None] | None = None
 
     @classmethod
     async def open(
@@ -104,7 +101,6 @@ class BookieConnection(FramedProtocol):
         tls: ssl.SSLContext | None = None,
         timeout_s: float = 5.0,
         connect_timeout_s: float | None = None,
-        frame_size_bytes_max: int = FRAME_SIZE_BYTES_MAX,
     ) -> BookieConnection:
         """Connect to the bookie at `host`:`port`, with START_TLS when `tls` is given.
 
@@ -118,7 +114,7 @@ class BookieConnection(FramedProtocol):
         limit_s = timeout_s if connect_timeout_s is None else connect_timeout_s
 
         def factory() -> BookieConnection:
-            made.append(cls(bookie_id, protocol, timeout_s, frame_size_bytes_max))
+            made.append(cls(bookie_id, timeout_s))
             return made[-1]
 
         try:
@@ -164,9 +160,9 @@ class BookieConnection(FramedProtocol):
     def _use_runs(self, is_v2: bool) -> None:
         """Use the client's protocol from now on, and take answers in runs."""
         self._is_v2 = is_v2
-        self._take_run = answer_taker(is_v2, self._body_size_max)
-        if self._take_run is not None:
-            self._take_frames = self._take_v2 if is_v2 else self._take_v3
+        take = answer_taker(is_v2, self._body_size_max)
+        if take is not None:
+            self._take_frames = partial(self._take_v2 if is_v2 else self._take_v3, take)
 
     # Requests.
 
@@ -199,7 +195,7 @@ class BookieConnection(FramedProtocol):
             problem = None if requests[0] is _PROBE else self._no_scopes(requests[0])
         if problem is not None:
             for request in requests:
-                answered(request, _copy(problem))
+                answered(request, restated(problem))
             return
         if not self._queue_run(requests, answered):
             unsent = iter(requests)
@@ -210,7 +206,7 @@ class BookieConnection(FramedProtocol):
                 if not sent_count:
                     raise
                 for request in requests[sent_count:]:
-                    answered(request, _copy(error))
+                    answered(request, restated(error))
         if self._ticker is None:
             self._ticker = self._loop.call_later(self._tick_s, self._expire)
         self._queued(0)
@@ -247,7 +243,7 @@ class BookieConnection(FramedProtocol):
         for request in requests:
             count = len(out)
             key, size = v2.encode_request(request, out)
-            if size > self._frame_size_max:
+            if size > FRAME_SIZE_BYTES_MAX:
                 self._take_back(count, size)
             if (key in sent or owed) and packets.must_hold(key, request):
                 del out[count:]
@@ -262,7 +258,7 @@ class BookieConnection(FramedProtocol):
             count = len(out)
             txn_id = self._txn_id + 1
             size = v3.encode_request(txn_id, request, out)
-            if size > self._frame_size_max:
+            if size > FRAME_SIZE_BYTES_MAX:
                 self._take_back(count, size)
             self._out_size += size
             self._txn_id = txn_id
@@ -275,22 +271,11 @@ class BookieConnection(FramedProtocol):
     def _take_back(self, count: int, size: int) -> None:
         """Drop the frame behind `count` pieces, and raise UsageError, because `size` bytes are too large."""
         del self._out[count:]
-        raise UsageError(f"A request of {size} bytes does not fit in a frame of {self._frame_size_max}")
+        raise UsageError(f"A request of {size} bytes does not fit in a frame of {FRAME_SIZE_BYTES_MAX}")
 
     def _no_scopes(self, request: Request) -> BookieUnavailable:
         ledger = cast("ReadRequest", request).ledger
         return BookieUnavailable(f"Bookie {self.bookie_id} cannot serve scopes, so not ledger {ledger}")
-
-    async def drain(self) -> None:
-        """Wait while more is queued than the bookie takes. Raises BookieUnavailable when the connection is lost."""
-        if self._out_size > WRITE_BUFFER_BYTES_MAX // 2:
-            self._flush()
-        while self._write_paused and self._failure is None:
-            if self._writable is None:
-                self._writable = self._loop.create_future()
-            await asyncio.shield(self._writable)
-        if self._failure is not None:
-            raise _copy(self._failure)
 
     async def supports_scopes(self) -> bool:
         """Return True if the bookie serves scopes other than 0; asked once per connection (READ_LAC of SCOPE_PROBE).
@@ -317,9 +302,8 @@ class BookieConnection(FramedProtocol):
 
     # Answers.
 
-    def _take_v2(self, buffer: memoryview, at: int, end: int) -> int:
-        assert self._take_run is not None
-        found = self._take_run(buffer, at, end)
+    def _take_v2(self, take: AnswerTaker, buffer: memoryview, at: int, end: int) -> int:
+        found = take(buffer, at, end)
         if found is None:
             return at
         stop, keys, responses = found
@@ -328,9 +312,8 @@ class BookieConnection(FramedProtocol):
             deliver(key, response)
         return stop
 
-    def _take_v3(self, buffer: memoryview, at: int, end: int) -> int:
-        assert self._take_run is not None
-        found = self._take_run(buffer, at, end)
+    def _take_v3(self, take: AnswerTaker, buffer: memoryview, at: int, end: int) -> int:
+        found = take(buffer, at, end)
         if found is None:
             return at
         stop, txn_ids, responses = found
@@ -410,15 +393,6 @@ class BookieConnection(FramedProtocol):
 
     # Life.
 
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self._wake_writers()
-
-    def _wake_writers(self) -> None:
-        if self._writable is not None and not self._writable.done():
-            self._writable.set_result(None)
-        self._writable = None
-
     def _broken(self, problem: str) -> None:
         self._fail(ProtocolError(f"Bookie {self.bookie_id} sent {problem}"))
         self._abort()
@@ -438,8 +412,7 @@ class BookieConnection(FramedProtocol):
         unanswered = [*self._calls.values(), *self._packets.clear()]
         self._calls.clear()
         for answered, request, _ in unanswered:
-            answered(request, _copy(failure))
-        self._wake_writers()
+            answered(request, restated(failure))
 
     def _abort(self) -> None:
         if self._transport is not None:
@@ -453,10 +426,6 @@ class BookieConnection(FramedProtocol):
         if self._transport is not None:
             self._transport.close()
 
-    async def wait_closed(self) -> None:
-        """Wait until the socket is closed."""
-        await asyncio.shield(self._gone)
-
 
 def _described(request: Request) -> str:
     """Return `request` in an operator's words."""
@@ -467,8 +436,3 @@ def _described(request: Request) -> str:
     if isinstance(request, AddRequest | ReadRequest | BatchReadRequest):
         what += ", the last entry" if request.entry_id == LAST_ENTRY else f", entry {request.entry_id}"
     return what
-
-
-def _copy(error: BkctlError) -> BkctlError:
-    """Return a new error like `error`, because each raise extends an error's traceback."""
-    return type(error)(error.message, hint=error.hint)

@@ -14,7 +14,7 @@ from typing import Final, cast
 from bkctl.errors import ProtocolError
 from bkctl.protocol.messages import BytesLike
 
-#: Bytes that may wait for a slow reader before its connection is no longer read (server) or `drain` waits (client).
+#: Bytes that may wait for a slow reader before a server reads its connection no longer.
 WRITE_BUFFER_BYTES_MAX: Final = 1 << 20
 #: Receive buffers grow with the traffic of their connection, so a small entry keeps a small buffer alive.
 _RECEIVE_BYTES_MIN: Final = 1 << 12
@@ -38,8 +38,10 @@ class FramedProtocol(asyncio.BufferedProtocol):
         self._out: list[BytesLike] = []
         self._out_size = 0
         self._flush_due = False
-        self._write_paused = False
-        self._lost = False
+        #: True while the peer reads more slowly than it is sent to.
+        self.is_congested = False
+        #: True once the connection is closed.
+        self.is_lost = False
         self._gone: asyncio.Future[None] = self._loop.create_future()
 
     # The two ends override these.
@@ -138,17 +140,17 @@ class FramedProtocol(asyncio.BufferedProtocol):
 
     def _flush(self) -> None:
         self._flush_due = False
-        if self._out and self._transport is not None and not self._lost:
+        if self._out and self._transport is not None and not self.is_lost:
             out = b"".join(self._out)
             self._out.clear()
             self._out_size = 0
             self._transport.write(out)
 
     def pause_writing(self) -> None:
-        self._write_paused = True
+        self.is_congested = True
 
     def resume_writing(self) -> None:
-        self._write_paused = False
+        self.is_congested = False
 
     # Life.
 
@@ -164,10 +166,14 @@ class FramedProtocol(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Let go of everything that refers to this connection: it is freed at once, not by a rare collection."""
-        self._lost = self._halted = True
+        self.is_lost = self._halted = True
         self._transport = None
         self._take_frames = None
         self._out.clear()
         self._buffer, self._start, self._end = memoryview(b""), 0, 0
         if not self._gone.done():
             self._gone.set_result(None)
+
+    async def wait_closed(self) -> None:
+        """Wait until the socket is closed."""
+        await asyncio.shield(self._gone)

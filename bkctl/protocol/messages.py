@@ -61,10 +61,9 @@ class Status(IntEnum):
         return _BY_V2_CODE.get(code)
 
 
-_V2_CODES: Final[dict[Status, int]] = {Status.EOK: 0}
-for _status in Status:
-    if _status and (_code := BY_V3_CODE[_status].v2_code) is not None:
-        _V2_CODES[_status] = _code
+_V2_CODES: Final = {Status.EOK: 0} | {
+    Status(code): error.v2_code for code, error in BY_V3_CODE.items() if error.v2_code is not None
+}
 _BY_V2_CODE: Final[dict[int, Status]] = {code: status for status, code in _V2_CODES.items()}
 
 
@@ -307,27 +306,25 @@ def scope_of(request: Request) -> int:
     return request[0][0] if type(request) in LEDGER_REQUESTS else 0  # type: ignore[misc, index, return-value]
 
 
+#: The response to each request, and how many of the request's first fields it repeats behind its status.
+_REFUSALS: Final[dict[type, tuple[Callable[..., Response], int]]] = {
+    AddRequest: (AddResponse, 2),
+    ReadRequest: (ReadResponse, 2),
+    BatchReadRequest: (BatchReadResponse, 3),
+    WriteLacRequest: (WriteLacResponse, 1),
+    ReadLacRequest: (ReadLacResponse, 1),
+    ForceLedgerRequest: (ForceLedgerResponse, 1),
+    ListEntriesRequest: (ListEntriesResponse, 1),
+    BookieInfoRequest: (BookieInfoResponse, 0),
+    AuthMessage: (BareResponse, 0),
+    StartTlsRequest: (BareResponse, 0),
+}
+
+
 def refusal(request: Request, status: Status) -> Response:
     """Return the response of `request`'s operation that carries `status` (not EOK) and nothing else."""
-    match request:
-        case AddRequest():
-            return AddResponse(status, request.ledger, request.entry_id)
-        case ReadRequest():
-            return ReadResponse(status, request.ledger, request.entry_id)
-        case BatchReadRequest():
-            return BatchReadResponse(status, request.ledger, request.entry_id, request.request_id)
-        case WriteLacRequest():
-            return WriteLacResponse(status, request.ledger)
-        case ReadLacRequest():
-            return ReadLacResponse(status, request.ledger)
-        case ForceLedgerRequest():
-            return ForceLedgerResponse(status, request.ledger)
-        case ListEntriesRequest():
-            return ListEntriesResponse(status, request.ledger)
-        case BookieInfoRequest():
-            return BookieInfoResponse(status)
-        case AuthMessage() | StartTlsRequest():
-            return BareResponse(status)
+    kind, count = _REFUSALS[type(request)]
+    return kind(status, *request[:count])
 
 
 #: Sends the one answer to a request. Called once, from the event loop's thread, at any time and in any order.

@@ -10,11 +10,11 @@ import functools
 import logging
 import socket
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 from bkctl.errors import BkctlError, IllegalOperation, Unauthorized
 from bkctl.protocol import add_runs, v2, v3
-from bkctl.protocol.add_runs import AddRun
+from bkctl.protocol.add_runs import AddRun, AnswerAdds
 from bkctl.protocol.backpressure import UNFINISHED_BYTES_MIN, ReadQueue
 from bkctl.protocol.deadlines import Deadlines
 from bkctl.protocol.framing import FramedProtocol
@@ -34,7 +34,6 @@ from bkctl.protocol.messages import (
     scope_of,
     status_of,
 )
-from bkctl.protocol.read_runs import ReadRun
 from bkctl.protocol.request_runs import take_runs
 from bkctl.protocol.start_tls import TlsUpgrade
 
@@ -50,6 +49,9 @@ READ_REQUEST_BYTES: Final = 32
 PLAIN_FRAME_BYTES_MAX: Final = 1 << 12
 #: A client that broke the protocol has this long to read the answers to its earlier requests.
 BROKEN_GRACE_S: Final = 5.0
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
 
 log: Final = logging.getLogger("bkctl.protocol")
 
@@ -168,47 +170,43 @@ class ServedConnection(FramedProtocol):
             return at
         self._start, adds, reads = found
         if adds:
-            self._serve_adds(handler, adds, is_v2)
+            answer = functools.partial(self._answer_adds, is_v2)
+            self._serve(handler.handle_adds, adds, answer, _answer_all, *_extent_of(adds))
         if reads:
             respond = ReadRunResponder(self, is_v2)
             for run in reads:
-                self._serve_reads(handler, run, respond)
+                count = len(run[1])
+                self._serve(
+                    handler.handle_reads, run, respond, ReadRunResponder.refuse, count, count * READ_REQUEST_BYTES
+                )
         return found[0]
 
-    def _serve_adds(self, handler: RunHandler, adds: list[AddRun], is_v2: bool) -> None:
-        self._begin(*_extent_of(adds))
-        in_flight = self._in_flight
-        answer = functools.partial(self._answer_adds, is_v2)
+    def _serve(
+        self,
+        handle: Callable[[_T, _R], None],
+        requests: _T,
+        respond: _R,
+        refuse: Callable[[_R, _T, Status], None],
+        count: int,
+        size: int,
+    ) -> None:
+        """Have `handle` serve `count` requests of `size` bytes; halt when too many are in flight.
+
+        `refuse` answers them where `handle` raises.
+        """
+        self._in_flight = in_flight = self._in_flight + count
+        self._in_flight_size += size
+        if in_flight >= IN_FLIGHT_REQUESTS_MAX or self._in_flight_size >= IN_FLIGHT_BYTES_MAX:
+            self.halt()
         try:
-            handler.handle_adds(adds, answer)
+            handle(requests, respond)
         except BkctlError as error:
-            answer(adds, status_of(error))
+            refuse(respond, requests, status_of(error))
         except Exception:
             if self._in_flight == in_flight:  # unanswered, so they would stay in flight for ever
-                answer(adds, Status.EIO)
+                refuse(respond, requests, Status.EIO)
             self.abort()
             raise
-
-    def _serve_reads(self, handler: RunHandler, reads: ReadRun, respond: ReadRunResponder) -> None:
-        count = len(reads[1])
-        self._begin(count, count * READ_REQUEST_BYTES)
-        in_flight = self._in_flight
-        try:
-            handler.handle_reads(reads, respond)
-        except BkctlError as error:
-            respond.refuse(reads, status_of(error))
-        except Exception:
-            if self._in_flight == in_flight:
-                respond.refuse(reads, Status.EIO)
-            self.abort()
-            raise
-
-    def _begin(self, count: int, size: int) -> None:
-        """Count `count` more requests of `size` bytes in flight, and halt when there are too many."""
-        self._in_flight += count
-        self._in_flight_size += size
-        if self._in_flight >= IN_FLIGHT_REQUESTS_MAX or self._in_flight_size >= IN_FLIGHT_BYTES_MAX:
-            self.halt()
 
     def _frame(self, buffer: memoryview, at: int, end: int) -> None:
         request: Request | None
@@ -234,17 +232,7 @@ class ServedConnection(FramedProtocol):
             self._dispatch(request, Responder(_answer, self, head, 0, size), size)
 
     def _dispatch(self, request: Request, respond: Responder, size: int) -> None:
-        self._begin(1, size)
-        in_flight = self._in_flight
-        try:
-            self._handler.handle(request, respond)
-        except BkctlError as error:
-            respond(refusal(request, status_of(error)))
-        except Exception:
-            if self._in_flight == in_flight:
-                respond(refusal(request, Status.EIO))
-            self.abort()
-            raise
+        self._serve(self._handler.handle, request, respond, _refuse, 1, size)
 
     def _answer_itself(self, header: v3.Header, request: Request | None) -> None:
         """Answer a v3 request that does not go to the bookie: authentication, START_TLS, and unknown ones."""
@@ -258,7 +246,7 @@ class ServedConnection(FramedProtocol):
             self._queued(v3.encode_response(header, StartTlsResponse(Status.EOK), 0, self._out))
             self._flush()
             self.halt()
-            self._tls.begin(self, self._loop, self._transport)
+            self._tls.begin(self, self._transport)
             return
         else:
             response = BareResponse(Status.EBADREQ)
@@ -286,7 +274,7 @@ class ServedConnection(FramedProtocol):
         """Send `response` to a request of `size` bytes with `header`; a Responder has these arguments."""
         self._in_flight -= 1
         self._in_flight_size -= size
-        if self._lost:
+        if self.is_lost:
             self._server.in_flight.count(self)
             return
         try:
@@ -322,7 +310,7 @@ class ServedConnection(FramedProtocol):
         """Send the answers to `count` requests of `size` bytes."""
         self._in_flight -= count
         self._in_flight_size -= size
-        if self._lost:
+        if self.is_lost:
             self._server.in_flight.count(self)
             return
         self._out.append(answers)
@@ -335,7 +323,7 @@ class ServedConnection(FramedProtocol):
             self._out.clear()
             self._out_size = 0
         super()._flush()
-        if self._write_paused and not self._lost:
+        if self.is_congested and not self.is_lost:
             self._server.unread.update(self, self.unsent_bytes)
         self._server.in_flight.count(self)
 
@@ -350,17 +338,7 @@ class ServedConnection(FramedProtocol):
     @property
     def is_held_back(self) -> bool:
         """True if the bookie does not read for its own reasons, while the client reads its answers."""
-        return self._halted and not self._write_paused
-
-    @property
-    def is_lost(self) -> bool:
-        """True once the connection is closed."""
-        return self._lost
-
-    @property
-    def is_congested(self) -> bool:
-        """True while the client reads its answers more slowly than they come."""
-        return self._write_paused
+        return self._halted and not self.is_congested
 
     @property
     def lacks_memory(self) -> bool:
@@ -370,7 +348,7 @@ class ServedConnection(FramedProtocol):
     @property
     def unsent_bytes(self) -> int:
         """Bytes of answers that the client has not read; 0 unless it is behind."""
-        return 0 if self._transport is None or not self._write_paused else self._transport.get_write_buffer_size()
+        return 0 if self._transport is None or not self.is_congested else self._transport.get_write_buffer_size()
 
     def halt(self) -> None:
         """Take no more requests for now."""
@@ -390,7 +368,7 @@ class ServedConnection(FramedProtocol):
 
     def _continue(self) -> None:
         self._continue_due = False
-        if not self._halted or self._lost or self._finishing or self._write_paused or self._tls.is_running:
+        if not self._halted or self.is_lost or self._finishing or self.is_congested or self._tls.is_running:
             return
         if self._in_flight > IN_FLIGHT_REQUESTS_MAX // 2 or self._in_flight_size > IN_FLIGHT_BYTES_MAX // 2:
             return
@@ -431,13 +409,13 @@ class ServedConnection(FramedProtocol):
 
     def look(self, now_s: float) -> None:
         """Free room that the client does not fill, and close a connection that is past a deadline."""
-        if self._tls.is_running or self._lost or self._finishing:
+        if self._tls.is_running or self.is_lost or self._finishing:
             return
         self._trim()
         if self._halted:
             self._deadlines.excuse(now_s)
             return
-        is_busy = self._in_flight > 0 or self._write_paused
+        is_busy = self._in_flight > 0 or self.is_congested
         missed = self._deadlines.missed(now_s, self._end - self._start, is_shut=self._is_shut, is_busy=is_busy)
         if missed is not None:
             reason, problem = missed
@@ -475,7 +453,7 @@ class ServedConnection(FramedProtocol):
     def _close(self) -> None:
         self._halted = True
         self._flush()
-        self._lost = True
+        self.is_lost = True
         if self._transport is not None:
             self._transport.close()
 
@@ -488,12 +466,16 @@ class ServedConnection(FramedProtocol):
             self._tls.cancel()
             self._loop.call_soon(self.connection_lost, None)
 
-    async def wait_closed(self) -> None:
-        """Wait until the socket is closed."""
-        await asyncio.shield(self._gone)
-
 
 _answer: Final = ServedConnection.answer
+
+
+def _refuse(respond: Responder, request: Request, status: Status) -> None:
+    respond(refusal(request, status))
+
+
+def _answer_all(answer: AnswerAdds, adds: Sequence[AddRun], status: Status) -> None:
+    answer(adds, status)
 
 
 def _extent_of(adds: Sequence[AddRun]) -> tuple[int, int]:

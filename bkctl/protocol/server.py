@@ -58,21 +58,6 @@ class BookieServer:
         self._next_look: asyncio.TimerHandle | None = None
         self._acceptor: Acceptor | None = None
 
-    @property
-    def unfinished_bytes(self) -> int:
-        """Bytes that unfinished requests hold in memory."""
-        return self.unfinished.bytes
-
-    @property
-    def in_flight_bytes(self) -> int:
-        """Bytes of requests that are not answered yet."""
-        return self.in_flight.bytes
-
-    @property
-    def reads_waiting(self) -> int:
-        """Number of reads that are not begun yet."""
-        return self.reads.count
-
     def lost(self, connection: ServedConnection) -> None:
         """Forget a connection that is closed."""
         self.connections.discard(connection)

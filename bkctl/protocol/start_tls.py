@@ -33,22 +33,18 @@ class TlsUpgrade:
         """True during the handshake, and after a failed one."""
         return self._task is not None
 
-    def begin(
-        self, connection: ServedConnection, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport
-    ) -> None:
+    def begin(self, connection: ServedConnection, transport: asyncio.Transport) -> None:
         """Shake hands on `transport` in the background; the connection's `secured` or `tls_failed` follows."""
-        self._task = loop.create_task(self._run(connection, loop, transport))
+        self._task = asyncio.get_running_loop().create_task(self._run(connection, transport))
 
-    async def _run(
-        self, connection: ServedConnection, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport
-    ) -> None:
+    async def _run(self, connection: ServedConnection, transport: asyncio.Transport) -> None:
         assert self._context is not None
         if connection.has_input:
             # Requests in clear text behind START_TLS would be taken for authenticated ones.
             transport.abort()
             return
         try:
-            secured = await loop.start_tls(
+            secured = await asyncio.get_running_loop().start_tls(
                 transport,
                 connection,
                 self._context,

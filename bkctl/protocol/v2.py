@@ -47,8 +47,11 @@ DO_FENCING, RECOVERY_ADD, HIGH_PRIORITY = 0x0001, 0x0002, 0x0004
 #: Key that a request shares with its response, because v2 has no transaction id: operation, then two ids.
 Key: TypeAlias = tuple[int, int, int]
 
-_ADD_HEAD: Final = VERSION << 24 | ADD_ENTRY << 16
-_READ_HEAD: Final = VERSION << 24 | READ_ENTRY << 16
+#: The headers of plain adds and reads, and of their responses.
+ADD_HEAD: Final = VERSION << 24 | ADD_ENTRY << 16
+READ_HEAD: Final = VERSION << 24 | READ_ENTRY << 16
+#: Frame length, header, code, ledger, entry.
+RESPONSE: Final = struct.Struct(">iIiQq")
 _BATCH_HEAD: Final = VERSION << 24 | BATCH_READ_ENTRY << 16
 _AUTH_HEAD: Final = VERSION << 24 | AUTH << 16
 _AUTH_KEY: Final = (AUTH, 0, 0)
@@ -60,7 +63,6 @@ _READ_REQUEST: Final = struct.Struct(">iIQq")
 _BATCH_REQUEST: Final = struct.Struct(">iIQqqiq")
 _IDS: Final = struct.Struct(">Qq")
 _BATCH_FIELDS: Final = struct.Struct(">Qqqiq")
-_RESPONSE: Final = struct.Struct(">iIiQq")  # frame length, header, code, ledger, entry
 _RESPONSE_FIELDS: Final = struct.Struct(">IiQq")
 _BATCH_RESPONSE: Final = struct.Struct(">iIiQqq")
 _I64: Final = struct.Struct(">q")
@@ -84,10 +86,10 @@ def encode_request(request: Request, out: list[BytesLike]) -> tuple[Key, int]:
         if previous_lac is not None or piggyback:
             raise IllegalOperation("Protocol v2 has no long poll", hint="use v3")
         if not fence:
-            out.append(_READ_REQUEST.pack(20, _READ_HEAD | high_priority << 2, ledger_id, entry_id))
+            out.append(_READ_REQUEST.pack(20, READ_HEAD | high_priority << 2, ledger_id, entry_id))
             return (READ_ENTRY, ledger_id, entry_id), 24
         key = _checked_key(master_key)
-        out.append(_READ_REQUEST.pack(40, _READ_HEAD | high_priority << 2 | DO_FENCING, ledger_id, entry_id) + key)
+        out.append(_READ_REQUEST.pack(40, READ_HEAD | high_priority << 2 | DO_FENCING, ledger_id, entry_id) + key)
         return (READ_ENTRY, ledger_id, entry_id), 44
     if isinstance(request, AddRequest):
         (scope_id, ledger_id), entry_id, master_key, body, recovery_add, high_priority, deferred_sync = request
@@ -97,15 +99,11 @@ def encode_request(request: Request, out: list[BytesLike]) -> tuple[Key, int]:
             raise IllegalOperation("Protocol v2 has no deferred sync", hint="use v3")
         if len(master_key) != MASTER_KEY_SIZE_BYTES:
             _checked_key(master_key)
-        head = _ADD_HEAD | recovery_add << 1 | high_priority << 2
-        if isinstance(body, tuple):
-            size = 24 + sum(map(len, body))
-            out.append(_ADD_REQUEST.pack(size, head, master_key))
-            out += body
-        else:
-            size = 24 + len(body)
-            out.append(_ADD_REQUEST.pack(size, head, master_key))
-            out.append(body)
+        head = ADD_HEAD | recovery_add << 1 | high_priority << 2
+        pieces = body if isinstance(body, tuple) else (body,)
+        size = 24 + sum(map(len, pieces))
+        out.append(_ADD_REQUEST.pack(size, head, master_key))
+        out += pieces
         return (ADD_ENTRY, ledger_id, entry_id), size + 4
     if isinstance(request, BatchReadRequest):
         if request.ledger[0]:
@@ -165,13 +163,12 @@ def decode_response(buffer: memoryview, at: int, end: int) -> tuple[Key, Respons
 
 
 def _decode_other_response(buffer: memoryview, at: int, end: int) -> tuple[Key, Response]:
-    if end - at >= 4:
-        (head,) = _U32.unpack_from(buffer, at)
-        if head >> 16 & 0xFF == AUTH:
-            message = v3.decode_auth(buffer[at + 4 : end])
-            return _AUTH_KEY, AuthResponse(_EOK, message.plugin_name, message.payload)
-        raise ProtocolError(f"a v2 response of {end - at} bytes with opcode {head >> 16 & 0xFF}")
-    raise ProtocolError(f"a v2 response of {end - at} bytes")
+    if end - at < 4:
+        raise ProtocolError(f"a v2 response of {end - at} bytes")
+    opcode = buffer[at + 1]
+    if opcode != AUTH:
+        raise ProtocolError(f"a v2 response of {end - at} bytes with opcode {opcode}")
+    return _AUTH_KEY, AuthResponse(_EOK, *v3.decode_auth(buffer[at + 4 : end]))
 
 
 def _status(code: int) -> Status:
@@ -200,11 +197,6 @@ class Packet(NamedTuple):
 
     head: int
     request: Request
-
-    @property
-    def version(self) -> int:
-        """The client's protocol version; above 2 the answer is EBADVERSION."""
-        return self.head >> 24
 
 
 def decode_request(buffer: memoryview, at: int, end: int) -> Packet:
@@ -256,22 +248,11 @@ def decode_request(buffer: memoryview, at: int, end: int) -> Packet:
     if opcode == BATCH_READ_ENTRY:
         if end - at < 36:
             raise ProtocolError(f"a batch read request of {end - at + 4} bytes")
-        ledger_id, entry_id, request_id, max_count, max_size = _BATCH_FIELDS.unpack_from(buffer, at)
+        ledger_id, *ids_and_limits = _BATCH_FIELDS.unpack_from(buffer, at)
         fence = flags & DO_FENCING != 0
         batch_key = _fencing_key(buffer, at + 36, end, version) if fence else None
-        return Packet(
-            head,
-            BatchReadRequest(
-                LedgerId(0, ledger_id),
-                entry_id,
-                request_id,
-                max_count,
-                max_size,
-                batch_key,
-                fence,
-                flags & HIGH_PRIORITY != 0,
-            ),
-        )
+        batch_fields = (LedgerId(0, ledger_id), *ids_and_limits, batch_key, fence, flags & HIGH_PRIORITY != 0)
+        return Packet(head, _new(BatchReadRequest, batch_fields))
     if opcode == AUTH:
         return Packet(head, v3.decode_auth(buffer[at:end]))
     raise ProtocolError(f"a v2 request with opcode {opcode}")
@@ -292,28 +273,24 @@ def encode_response(head: int, response: Response, out: list[BytesLike]) -> int:
     """
     if isinstance(response, AddResponse):
         status, ledger, entry_id = response
-        out.append(_RESPONSE.pack(24, head, 0 if status is _EOK else status.v2, ledger[1], entry_id))
+        out.append(RESPONSE.pack(24, head, 0 if status is _EOK else status.v2, ledger[1], entry_id))
         return 28
     if isinstance(response, ReadResponse):
         status, ledger, entry_id, body, _, _ = response
         if status is _EOK and body is not None:
             size = len(body)
-            out.append(_RESPONSE.pack(24 + size, head, 0, ledger[1], entry_id))
+            out.append(RESPONSE.pack(24 + size, head, 0, ledger[1], entry_id))
             out.append(body)
             return 28 + size
-        out.append(_RESPONSE.pack(24, head, status.v2, ledger[1], entry_id))
+        out.append(RESPONSE.pack(24, head, status.v2, ledger[1], entry_id))
         return 28
     if isinstance(response, BatchReadResponse):
         bodies: Sequence[BytesLike] = response.bodies if response.status is _EOK else ()
         size = 32 + sum(map(len, bodies)) + 4 * len(bodies)
-        out.append(
-            _BATCH_RESPONSE.pack(
-                size, head, response.status.v2, response.ledger[1], response.entry_id, response.request_id
-            )
-        )
+        fields = (response.status.v2, response.ledger[1], response.entry_id, response.request_id)
+        out.append(_BATCH_RESPONSE.pack(size, head, *fields))
         for entry in bodies:
-            out.append(_SIZE.pack(len(entry)))
-            out.append(entry)
+            out += (_SIZE.pack(len(entry)), entry)
         return 4 + size
     if isinstance(response, AuthResponse):
         message = v3.encode_auth(AuthMessage(response.plugin_name, response.payload))

@@ -33,7 +33,6 @@ from bkctl.protocol.messages import (
 )
 
 _LENGTH: Final = struct.Struct(">i")
-_WORD: Final = struct.Struct("<Q")
 _ALL_CONTINUED: Final = 0x8080808080808080
 _HEAD: Final = struct.Struct(">BBIB")  # 0A, header size, 08 03 10 operation, 18
 _HEAD_REQUIRED: Final = 0x08031000
@@ -83,7 +82,7 @@ def _gather(word: int) -> int:
 def read_varint(buffer: memoryview, at: int) -> tuple[int, int]:
     """Return the varint at `at` (below 2^64) and the offset behind it.
 
-    Raises ValueError for one of more than 64 bits, IndexError or struct.error at the end of `buffer`.
+    Raises ValueError for one of more than 64 bits, IndexError at the end of `buffer`.
     """
     first = buffer[at]
     if first < 128:
@@ -97,7 +96,7 @@ def read_varint(buffer: memoryview, at: int) -> tuple[int, int]:
     fourth = buffer[at + 3]
     if fourth < 128:
         return first & 127 | (second & 127) << 7 | (third & 127) << 14 | fourth << 21, at + 4
-    (word,) = _WORD.unpack_from(buffer, at)
+    word = int.from_bytes(buffer[at : at + 8], "little")
     if word & _ALL_CONTINUED == _ALL_CONTINUED:
         word = _gather(word)
         ninth = buffer[at + 8]

@@ -12,7 +12,7 @@ import hashlib
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from bkctl.client.bookies import in_thread
 from bkctl.client.ensemble import check_quorums, update_metadata
@@ -152,7 +152,7 @@ async def _create(
     origin: bytes,
 ) -> WriteHandle:
     """Create the empty copy. Delete an interrupted copy of the same origin first; raise LedgerExists for any other."""
-    sizes = {
+    sizes: dict[str, Any] = {
         "ensemble_size": shape.ensemble_size or metadata.ensemble_size,
         "write_quorum_size": shape.write_quorum_size or metadata.write_quorum_size,
         # Apache's old createLedger accepted an ack quorum of 0.

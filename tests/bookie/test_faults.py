@@ -312,8 +312,8 @@ def counts(bookie: Bookie) -> dict[str, int]:
     """Return the counts of requests under way, by name."""
     server = bookie.server
     return {
-        "bytes in flight": server.in_flight_bytes,
-        "reads waiting": server.reads_waiting,
+        "bytes in flight": server.in_flight.bytes,
+        "reads waiting": server.reads.count,
         "requests in flight": sum(each._in_flight for each in server.connections),
         "reads in progress": server.reads.in_progress_count,
         "entries of journals": sum(each._count for each in bookie.commits.journals),
@@ -354,8 +354,8 @@ async def run(root: Path, storage: str, seams: Seams, patch: pytest.MonkeyPatch)
             seams.is_armed = False
             if bookie.is_stuck:
                 return "the stop left a thread behind"
-        if bookie.server.in_flight_bytes:
-            return f"{bookie.server.in_flight_bytes} bytes are in flight behind the stop"
+        if bookie.server.in_flight.bytes:
+            return f"{bookie.server.in_flight.bytes} bytes are in flight behind the stop"
         tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         if tasks:
             return f"tasks are left: {tasks}"

@@ -182,7 +182,7 @@ def test_mutated_frames_harm_no_ledger(
         gc.collect()
         assert not before or resident_bytes() - before < RSS_GROWTH_BYTES_MAX
         async with asyncio.timeout(LIMIT_S):
-            while len(bookie.server.connections) > 2 or bookie.server.in_flight_bytes:
+            while len(bookie.server.connections) > 2 or bookie.server.in_flight.bytes:
                 await asyncio.sleep(0.01)  # long polls too are over
         v3_client.close()
         v2_client.close()

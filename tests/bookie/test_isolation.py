@@ -27,7 +27,7 @@ STORAGES = pytest.mark.parametrize("storage", [SORTED, INTERLEAVED, DB], ids=["s
 
 
 def in_flight(bookie: Bookie) -> int:
-    return bookie.server.in_flight_bytes + sum(each._in_flight for each in bookie.server.connections)
+    return bookie.server.in_flight.bytes + sum(each._in_flight for each in bookie.server.connections)
 
 
 @STORAGES

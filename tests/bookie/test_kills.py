@@ -179,7 +179,7 @@ class Load:
 
         with contextlib.suppress(Unreachable):
             connection = await self.connect(protocol)
-            while ledgers and self.bookie.running and not until():
+            while ledgers and self.bookie.running and not connection.closed and not until():
                 ledger = chance.choice(ledgers)
                 if ledger.deleted:
                     ledgers.remove(ledger)
@@ -194,7 +194,6 @@ class Load:
                     self._fence(send, ledger)
                 elif what > 0.99 and len(self.alive) > OPEN_LEDGERS // 2:
                     self.delete(ledger)
-                await connection.drain()
                 if len(waiting) > IN_FLIGHT_MAX:
                     await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 await asyncio.sleep(0.002)

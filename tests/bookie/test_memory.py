@@ -196,7 +196,7 @@ def test_lost_clients_and_failed_reads_are_freed_at_once(
                         await asyncio.gather(*sent[:9])
                     sent.clear()
             async with asyncio.timeout(LIMIT_S):
-                while made.alive or count_of("EntryNotFound") or bookie.server.in_flight_bytes:
+                while made.alive or count_of("EntryNotFound") or bookie.server.in_flight.bytes:
                     await asyncio.sleep(0.01)
         assert len(made.made) == 2
         assert not len(bookie.processor.polls)

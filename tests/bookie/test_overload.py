@@ -320,7 +320,7 @@ def test_memory_stays_bounded_when_clients_write_faster_than_the_disk(
         while not pouring.done():
             most = max(most, resident_bytes() - before)
             # One receive buffer beyond the bound for each connection.
-            assert bookie.server.in_flight_bytes <= (8 << 20) + clients * (512 << 10)
+            assert bookie.server.in_flight.bytes <= (8 << 20) + clients * (512 << 10)
             # What came in one turn of the loop more than its bound, from all connections.
             assert bookie.storage.ledgers.unwritten_bytes <= (8 << 20) + (8 << 20) + clients * (512 << 10)
             await asyncio.sleep(0.01)
@@ -387,9 +387,9 @@ async def test_adds_beyond_the_pending_limit_are_refused_and_earlier_ones_kept(
         return client.send(AddRequest(LedgerId(0, 5), entry_id, bytes(20), body, **flags))
 
     async def turn() -> None:
-        seen = bookie.server.in_flight_bytes
+        seen = bookie.server.in_flight.bytes
         await client.send(ReadRequest(LedgerId(0, 99), 0))
-        assert bookie.server.in_flight_bytes >= seen
+        assert bookie.server.in_flight.bytes >= seen
 
     kept = []
     for entry_id in range(10):

@@ -352,7 +352,7 @@ def test_runs_that_follow_one_on_a_slow_disk_are_answered_with_it(
                     expected = Status.EIO if fails else Status.EOK
                     assert {answer.status for answer in await asyncio.gather(*answers)} == {expected}
                 await asyncio.gather(*sent[1], return_exceptions=True)
-                while bookie.processor.server.in_flight_bytes or bookie.processor.server.reads.count:
+                while bookie.processor.server.in_flight.bytes or bookie.processor.server.reads.count:
                     await asyncio.sleep(0.01)
                 assert not bookie.processor.reader._following
 

@@ -419,8 +419,6 @@ async def test_lost_connection_fails_requests_in_flight_and_later_ones(protocol:
         assert connection.closed
         with pytest.raises(BookieUnavailable, match="bookie-1"):
             await connection.send(ReadRequest(LEDGER, 1))
-        with pytest.raises(BookieUnavailable, match="bookie-1"):
-            await connection.drain()
         with contextlib.suppress(BookieUnavailable):
             assert not await connection.supports_scopes()
 
@@ -889,34 +887,6 @@ async def test_bytes_in_flight_are_bounded_too(monkeypatch: pytest.MonkeyPatch) 
             request, respond = (await bookie.wait_for(number + 1))[number]
             respond(entry(request))
         assert len(await asyncio.gather(*adds)) == 50
-
-
-async def test_drain_waits_for_a_bookie_that_does_not_read() -> None:
-    go = asyncio.Event()
-
-    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await go.wait()
-        while await reader.read(1 << 20):
-            pass
-
-    async with scripted(script) as port, connected(port) as connection:
-        add = AddRequest(LEDGER, 0, KEY, bytes(1_000_000))
-        futures = []
-
-        async def fill() -> None:
-            for _ in range(100):
-                futures.append(connection.send(add))
-                await connection.drain()
-
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(fill(), 0.3)
-        assert len(futures) < 50
-        go.set()
-        await asyncio.wait_for(connection.drain(), LIMIT_S)
-        connection.close()
-        for future in futures:
-            with pytest.raises(BookieUnavailable):
-                await future
 
 
 async def test_partial_frame_holds_only_received_bytes() -> None:

@@ -161,7 +161,7 @@ async def check_freed(server: BookieServer, bookie: Bookie, connections: Lifetim
     await until(have_left)
     bookie.finish_reads()
     await until(lambda: connections.alive == 0 and count_of("SSLProtocol") == 0)
-    assert server.in_flight_bytes == server.reads_waiting == 0
+    assert server.in_flight.bytes == server.reads.count == 0
 
 
 @pytest.mark.parametrize("has_tls", [False, True], ids=["plain", "tls"])
@@ -263,11 +263,11 @@ def test_reads_behind_a_lost_connection_do_not_begin(runner: Runner, protocol: P
         await until(lambda: len(waiting) == 5)
         client.close()
         await until(lambda: not server.connections)
-        assert server.in_flight_bytes > 0
+        assert server.in_flight.bytes > 0
         for each in waiting:
             each()
         assert not bookie.disk
-        assert server.in_flight_bytes == server.reads_waiting == 0
+        assert server.in_flight.bytes == server.reads.count == 0
         await server.close(0)
 
     waiting: list[Callable[[], None]] = []

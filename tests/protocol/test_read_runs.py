@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.mutation import changed, changes
 from support.waiting import LIMIT_S
 
 from bkctl.errors import LedgerNotFound
@@ -32,12 +31,11 @@ from bkctl.protocol.messages import (
     Status,
     refusal,
 )
-from bkctl.protocol.read_runs import ReadRun, answers, refusals, take_run
+from bkctl.protocol.read_runs import ReadRun, answers, refusals
 from bkctl.protocol.request_runs import take_plain
 from bkctl.protocol.server import BookieServer
 
 Runner = Callable[[Coroutine[Any, Any, None]], None]
-Taken = tuple[int, ReadRun] | None
 
 PLAIN = (LedgerId(0, 0), LedgerId(0, 5), LedgerId(0, 2**63 - 1))
 SCOPED = (LedgerId(7, 1), LedgerId(2**64 - 1, 2**64 - 1))
@@ -54,38 +52,6 @@ def frame(request: Request, *, is_v2: bool, txn_id: int = 0) -> bytes:
     else:
         v3.encode_request(txn_id, request, out)
     return b"".join(out)
-
-
-def run_of(data: bytes, *, is_v2: bool, at: int = 0, count_max: int = 10_000, size_max: int = SIZE_MAX) -> Taken:
-    # What arrived stands in the middle of a larger buffer.
-    buffer = memoryview(bytearray(b"\xee" * 5 + data + b"\xee" * 20))
-    found = take_run(buffer, 5 + at, 5 + len(data), size_max, count_max, is_v2=is_v2)
-    return None if found is None else (found[0] - 5, found[1])
-
-
-def check(data: bytes, at: int, found: Taken, *, is_v2: bool) -> int:
-    """Assert that a run agrees with the decoders on each of its frames; return the number of frames."""
-    if found is None:
-        return 0
-    stop, run = found
-    assert len(run.txn_ids) == (0 if is_v2 else len(run.entry_ids))
-    begin = at
-    for number, entry_id in enumerate(run.entry_ids):
-        end = begin + 4 + int.from_bytes(data[begin : begin + 4], "big")
-        if is_v2:
-            head, request = v2.decode_request(memoryview(data), begin + 4, end)
-            assert head == v2.VERSION << 24 | v2.READ_ENTRY << 16
-        else:
-            call = v3.decode_request_protobuf(memoryview(data), begin + 4, end)
-            assert call is not None
-            header, decoded = call
-            assert decoded is not None
-            request = decoded
-            assert (header.txn_id, header.operation, header.version) == (run.txn_ids[number], v3.READ_ENTRY, v3.VERSION)
-        assert request == ReadRequest(run.ledger, entry_id)
-        begin = end
-    assert begin == stop
-    return len(run.entry_ids)
 
 
 entry_ids = st.one_of(st.integers(0, 300), st.integers(0, I64_MAX))
@@ -109,53 +75,6 @@ v3_frames = st.builds(
     st.one_of(reads, reads, scoped_reads, st.sampled_from((*ODD, *ODD_V3))),
     txn_ids,
 )
-
-
-@given(st.lists(v2_frames, max_size=12).map(b"".join), changes, st.integers(0, 40))
-def test_v2_run_equals_single_decoding(data: bytes, where: list[tuple[int, int]], cut: int) -> None:
-    data = changed(data, where)[: len(data) - cut if cut < 20 else None]
-    check(data, 0, run_of(data, is_v2=True), is_v2=True)
-
-
-@given(st.lists(v3_frames, max_size=12).map(b"".join), changes, st.integers(0, 40))
-def test_v3_run_equals_protobuf_decoding(data: bytes, where: list[tuple[int, int]], cut: int) -> None:
-    data = changed(data, where)[: len(data) - cut if cut < 20 else None]
-    check(data, 0, run_of(data, is_v2=False), is_v2=False)
-
-
-@protocols
-def test_run_ends_at_another_ledger(is_v2: bool) -> None:
-    ledgers = (*PLAIN, *(() if is_v2 else SCOPED))
-    requests = [ReadRequest(ledger, entry_id) for ledger in ledgers for entry_id in (0, 9, 3, I64_MAX)]
-    data = b"".join(frame(each, is_v2=is_v2, txn_id=2**63 + number) for number, each in enumerate(requests))
-    at = 0
-    for ledger in ledgers:
-        found = run_of(data, is_v2=is_v2, at=at)
-        assert found is not None
-        assert (found[1].ledger, found[1].entry_ids) == (ledger, [0, 9, 3, I64_MAX])
-        assert check(data, at, found, is_v2=is_v2) == 4
-        at = found[0]
-    assert at == len(data)
-
-
-@protocols
-def test_request_other_than_plain_read_ends_run(is_v2: bool) -> None:
-    plain = [frame(ReadRequest(PLAIN[1], entry_id), is_v2=is_v2) for entry_id in range(3)]
-    for request in (*ODD, *(() if is_v2 else ODD_V3)):
-        data = b"".join((*plain[:2], frame(request, is_v2=is_v2), plain[2]))
-        found = run_of(data, is_v2=is_v2)
-        assert found is not None
-        assert found[1].entry_ids == [0, 1]
-        assert run_of(data, is_v2=is_v2, at=found[0]) is None
-    data = b"".join(plain)
-    for end in range(len(data)):
-        found = run_of(data[:end], is_v2=is_v2)
-        assert (0 if found is None else len(found[1].entry_ids)) == end // len(plain[0])
-    found = run_of(data, is_v2=is_v2, count_max=2)
-    assert found is not None
-    assert found[1].entry_ids == [0, 1]
-    assert run_of(data, is_v2=is_v2, count_max=0) is None
-    assert run_of(data, is_v2=is_v2, size_max=len(plain[0]) - 5) is None
 
 
 runs = st.builds(
@@ -289,7 +208,7 @@ def test_server_takes_runs_and_each_read_has_its_answer(
             async with asyncio.timeout(LIMIT_S):
                 while sum(len(run.entry_ids) for run in bookie.runs) < 200:
                     await asyncio.sleep(0.01)
-            assert server.in_flight_bytes > 0
+            assert server.in_flight.bytes > 0
             assert len(bookie.requests) == before
             bookie.answer()
             for entry_id, each in enumerate(sent):
@@ -302,7 +221,7 @@ def test_server_takes_runs_and_each_read_has_its_answer(
                     assert bytes(response.body or b"") == b"entry %d" % entry_id
                     assert response.max_lac == (None if protocol is Protocol.V2 else 17)
             await asyncio.sleep(0)
-            assert server.in_flight_bytes == 0
+            assert server.in_flight.bytes == 0
         finally:
             client.close()
             await client.wait_closed()

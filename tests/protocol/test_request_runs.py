@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import random
+import struct
 from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from protocol import test_add_runs, test_read_runs
-from protocol.test_add_runs import KEYS, PLAIN, SCOPED, SIZE_MAX, add, frame, needs_compiled
+from protocol.test_add_runs import KEYS, PLAIN, SCOPED, SIZE_MAX, add, entry, frame, needs_compiled
 from support.mutation import changed, changes
 
+from bkctl.formats.index import ENTRY_ID_MAX
+from bkctl.formats.record import record_of
 from bkctl.ids import LedgerId
-from bkctl.protocol import add_runs
+from bkctl.protocol import add_runs, v2, v3
 from bkctl.protocol.add_runs import AddRun
-from bkctl.protocol.messages import LAST_ENTRY, AddRequest, ReadRequest, Request
+from bkctl.protocol.messages import (
+    LAST_ENTRY,
+    AddRequest,
+    AddResponse,
+    BytesLike,
+    ReadRequest,
+    Request,
+    Status,
+)
 from bkctl.protocol.read_runs import ReadRun
 from bkctl.protocol.request_runs import RUNS_MAX, Taken, take_plain, take_runs
 
@@ -29,11 +40,73 @@ def frames_of(requests: list[Any], *, is_v2: bool) -> bytes:
     return b"".join(frame(each, is_v2=is_v2, txn_id=number) for number, each in enumerate(requests))
 
 
-def taken(take: Any, data: bytes, *, is_v2: bool, adds_max: int = 10_000, count_max: int = 10_000) -> Taken | None:
+def taken(
+    take: Any, data: bytes, *, is_v2: bool, size_max: int = SIZE_MAX, adds_max: int = 10_000, count_max: int = 10_000
+) -> Taken | None:
     # What arrived stands in the middle of a larger buffer.
     buffer = memoryview(bytearray(b"\xee" * 5 + data + b"\xee" * 20))
-    found: Taken | None = take(buffer, 5, 5 + len(data), SIZE_MAX, adds_max, count_max, is_v2=is_v2)
+    found: Taken | None = take(buffer, 5, 5 + len(data), size_max, adds_max, count_max, is_v2=is_v2)
     return None if found is None else (found[0] - 5, *found[1:])
+
+
+def single(data: bytes, begin: int, stop: int, *, is_v2: bool) -> list[tuple[int, Request, bytes]]:
+    """The requests between two offsets by the decoders: transaction id, request, and the frame of an add's answer."""
+    found = []
+    while begin < stop:
+        end = begin + 4 + int.from_bytes(data[begin : begin + 4], "big")
+        out: list[BytesLike] = []
+        request: Any
+        txn_id = 0
+        if is_v2:
+            head, request = v2.decode_request(memoryview(data), begin + 4, end)
+            assert head in (v2.VERSION << 24 | v2.READ_ENTRY << 16, v2.VERSION << 24 | v2.ADD_ENTRY << 16)
+        else:
+            call = v3.decode_request_protobuf(memoryview(data), begin + 4, end)
+            assert call is not None
+            header, request = call
+            assert header == v3.Header(header.txn_id, v3.OPERATIONS[type(request)])
+            txn_id = header.txn_id
+        if isinstance(request, AddRequest):
+            response = AddResponse(Status.EOK, request.ledger, request.entry_id)
+            if is_v2:
+                v2.encode_response(head, response, out)
+            else:
+                v3.encode_response_protobuf(header, response, request.ledger[0], out)
+        found.append((txn_id, request, b"".join(out)))
+        begin = end
+    assert begin == stop
+    return found
+
+
+def check(data: bytes, found: Taken | None, *, is_v2: bool) -> None:
+    """Assert that a pass agrees with the decoders on each of its frames."""
+    if found is None:
+        return
+    stop, adds, reads = found
+    frames = single(data, 0, stop, is_v2=is_v2)
+    for run in adds:
+        expected: list[Any] = [
+            AddRequest(run.ledger, entry_id, run.master_key, record[4:])
+            for entry_id, record in zip(run.entry_ids, run.records, strict=True)
+        ]
+        mine = [each for each in frames if isinstance(each[1], AddRequest) and each[1].ledger == run.ledger]
+        mine = [each for each in mine if each[1][2] == run.master_key]  # type: ignore[misc]
+        assert [request for _, request, _ in mine] == expected
+        assert [record_of(request.body) for request in expected] == run.records
+        assert run.answers == b"".join(answer for _, _, answer in mine)
+        assert run.size == sum(map(len, run.records))
+        lac_at = 25 if run.ledger.is_scoped else 16
+        lacs = [int.from_bytes(request.body[lac_at : lac_at + 8], "big", signed=True) for request in expected]
+        assert run.last_add_confirmed == max(-1, *lacs)
+        for request in expected:
+            assert request.body[0] >= 0xA0 if run.ledger.is_scoped else request.body[0] < 0x80
+            ids = struct.unpack_from(">Qq", request.body, 9 if run.ledger.is_scoped else 0)
+            assert ids == (run.ledger.ledger_id, request.entry_id)
+    for asked in reads:
+        of_run = [each for each in frames if isinstance(each[1], ReadRequest) and each[1].ledger == asked.ledger]
+        assert [request for _, request, _ in of_run] == [ReadRequest(asked.ledger, each) for each in asked.entry_ids]
+        assert asked.txn_ids == ([] if is_v2 else [txn_id for txn_id, _, _ in of_run])
+    assert sum(len(run.entry_ids) for run in (*adds, *reads)) == len(frames)
 
 
 def with_txn(request: Request, varint: bytes) -> bytes:
@@ -41,6 +114,56 @@ def with_txn(request: Request, varint: bytes) -> bytes:
     txn_id = 1 << 7 * (len(varint) - 1)
     one = frame(request, is_v2=False, txn_id=txn_id)
     return one * 2 + one[:11] + varint + one[11 + len(varint) :]
+
+
+@loops
+@protocols
+def test_pass_equals_single_decoding(take: Any, is_v2: bool) -> None:
+    modules = (test_add_runs, test_read_runs)
+    frames = st.one_of(*(module.v2_frames if is_v2 else module.v3_frames for module in modules))
+
+    @given(st.lists(frames, max_size=12).map(b"".join), changes, st.integers(0, 40))
+    def compare(data: bytes, where: list[tuple[int, int]], cut: int) -> None:
+        data = changed(data, where)[: len(data) - cut if cut < 20 else None]
+        check(data, taken(take, data, is_v2=is_v2), is_v2=is_v2)
+
+    compare()
+
+
+@loops
+@protocols
+def test_request_that_is_not_plain_ends_a_pass(take: Any, is_v2: bool) -> None:
+    plain = [frame(each(PLAIN[1], number), is_v2=is_v2) for number in range(3) for each in (add, ReadRequest)]
+    odd: list[Request] = [
+        add(PLAIN[1], 3, recovery_add=True),
+        add(PLAIN[1], 3, high_priority=True),
+        add(PLAIN[1], ENTRY_ID_MAX + 1),
+        AddRequest(PLAIN[1], 3, KEYS[0], entry(PLAIN[1], 3)[:31]),
+        *test_read_runs.ODD[:3],
+    ]
+    if not is_v2:
+        odd += [
+            add(PLAIN[1], 3, deferred_sync=True),
+            AddRequest(PLAIN[1], 4, KEYS[0], entry(PLAIN[1], 3)),
+            AddRequest(PLAIN[1], 3, KEYS[0], entry(SCOPED[0], 3)),
+            *test_read_runs.ODD[3:],
+            *test_read_runs.ODD_V3,
+        ]
+    for request in odd:
+        between = frame(request, is_v2=is_v2)
+        found = taken(take, b"".join((*plain[:4], between, *plain[4:])), is_v2=is_v2)
+        assert found is not None
+        assert (found[0], [run.entry_ids for run in (*found[1], *found[2])]) == (len(b"".join(plain[:4])), [[0, 1]] * 2)
+        assert taken(take, between + plain[0], is_v2=is_v2) is None
+    data = b"".join(plain)
+    for end in range(len(data)):
+        found = taken(take, data[:end], is_v2=is_v2)
+        assert (0 if found is None else found[0]) == max(
+            size for size in (len(b"".join(plain[:count])) for count in range(6)) if size <= end
+        )
+    for size_max, count in ((len(plain[0]) - 5, 0), (len(plain[0]) - 4, 6)):
+        found = taken(take, data, is_v2=is_v2, size_max=size_max)
+        assert (0 if found is None else found[0]) == len(b"".join(plain[:count]))
 
 
 @needs_compiled

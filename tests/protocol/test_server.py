@@ -109,11 +109,11 @@ async def test_requests_in_flight_are_bounded_over_all_clients() -> None:
         most = limit + 8 * (256 + 2 * 100) * KIB
         assert await settled(lambda: len(bookie.held)) * 100 * KIB < most
         while any(not future.done() for future in sent):
-            assert server.in_flight_bytes < most
+            assert server.in_flight.bytes < most
             bookie.answer(1 + len(bookie.held) // 2)
             await asyncio.sleep(0)
         assert {(await future).status for future in sent} == {Status.EOK}
-        assert server.in_flight_bytes == 0
+        assert server.in_flight.bytes == 0
 
 
 class Prompt:
@@ -147,7 +147,7 @@ async def test_unfinished_requests_are_bounded_and_do_not_block_other_clients(
         assert {each.status for each in await asyncio.gather(*adds(client, 1))} == {Status.EOK}
         (served,) = server.connections
         writers = await begin_requests(server, count, 5_000_000, 4_900_000)
-        assert limit < await settled(lambda: server.unfinished_bytes) < most, "not 118 MB"
+        assert limit < await settled(lambda: server.unfinished.bytes) < most, "not 118 MB"
         assert len(server.connections) == count + 1, "nobody was ended yet"
         small = await asyncio.gather(*adds(client, 200))
         assert {each.status for each in small} == {Status.EOK}, "small requests go on in any case"
@@ -155,7 +155,7 @@ async def test_unfinished_requests_are_bounded_and_do_not_block_other_clients(
         while not large.done():
             if server.unfinished.is_halted(served):
                 clock.now_s += 2 * backpressure.STALLED_FRAME_S
-            assert server.unfinished_bytes < most
+            assert server.unfinished.bytes < most
             await asyncio.sleep(0.01)
         assert {each.status for each in await large} == {Status.EOK}
         assert len(server.connections) < count + 1
@@ -163,7 +163,7 @@ async def test_unfinished_requests_are_bounded_and_do_not_block_other_clients(
             writer.close()
         while len(server.connections) > 1:
             await asyncio.sleep(0.01)
-        assert server.unfinished_bytes == 0
+        assert server.unfinished.bytes == 0
 
 
 async def test_unfinished_requests_of_any_size_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,16 +174,16 @@ async def test_unfinished_requests_of_any_size_are_bounded(monkeypatch: pytest.M
 
     async with serving(Prompt(), unfinished_bytes=limit, request_ms=0, first_request_ms=0) as server:
         writers = await begin_requests(server, count, 250 * KIB, sent)
-        while len(server.connections) < count or server.unfinished_bytes <= limit:
+        while len(server.connections) < count or server.unfinished.bytes <= limit:
             await asyncio.sleep(0.01)
-        await settled(lambda: server.unfinished_bytes)
+        await settled(lambda: server.unfinished.bytes)
         held = sum(len(each._buffer) for each in server.connections)
         assert held < limit + 2 * sent + count * 12 * KIB, f"{held} bytes of {count * sent}"
         for writer in writers:
             writer.close()
         while server.connections:
             await asyncio.sleep(0.01)
-        assert server.unfinished_bytes == 0
+        assert server.unfinished.bytes == 0
 
 
 async def test_a_connection_that_is_quiet_keeps_no_large_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,7 +296,7 @@ async def test_large_requests_of_many_clients_wait_their_turn(monkeypatch: pytes
     async with serving(Prompt(), unfinished_bytes=1 << 20) as server, clients(server, 12) as opened:
         sent = [future for client in opened for future in adds(client, 6, 1_500_000)]
         assert {(await future).status for future in sent} == {Status.EOK}
-        assert server.unfinished_bytes == 0
+        assert server.unfinished.bytes == 0
         assert len(server.connections) == len(opened)
 
 
@@ -332,7 +332,7 @@ async def test_requests_of_clients_that_left_count_until_they_are_answered() -> 
         while server.connections:
             await asyncio.sleep(0.01)
         before = len(bookie.held)
-        assert server.in_flight_bytes >= 900 * KIB
+        assert server.in_flight.bytes >= 900 * KIB
         async with clients(server, 1) as (client,):
             sent = adds(client, 20, 100 * KIB)
             first = await settled(lambda: len(bookie.held)) - before
@@ -340,7 +340,7 @@ async def test_requests_of_clients_that_left_count_until_they_are_answered() -> 
             while any(not future.done() for future in sent):
                 bookie.answer(len(bookie.held))
                 await asyncio.sleep(0)
-        assert server.in_flight_bytes == 0
+        assert server.in_flight.bytes == 0
 
 
 @pytest.mark.parametrize("protocol", list(Protocol), ids=lambda each: each.name)
@@ -471,7 +471,7 @@ def test_unread_answers_to_all_clients_have_a_bound(
             while peak <= peak_max and (not server.ended["unread"] or server.unread.is_full):
                 await asyncio.sleep(0.01)
             assert peak <= peak_max
-        assert server.unread.bytes == server.reads_waiting == 0
+        assert server.unread.bytes == server.reads.count == 0
 
     server: Any = None
     runner(main())
@@ -502,11 +502,11 @@ def test_reads_beyond_those_that_may_wait_are_refused(runner: Runner, monkeypatc
             async with clients(server, 1) as (leaves,):
                 for entry_id in range(10):
                     leaves.send(ReadRequest(LEDGER, entry_id)).add_done_callback(lambda done: done.exception())
-                await settled(lambda: server.reads_waiting)
-                assert server.reads_waiting == 5
+                await settled(lambda: server.reads.count)
+                assert server.reads.count == 5
             while server.connections:
                 await asyncio.sleep(0.01)
-            assert server.reads_waiting == 0, "of clients that left"
+            assert server.reads.count == 0, "of clients that left"
             for future in disk.futures:  # the disk works on them all the same
                 future.set_result(b"")
             disk.futures.clear()

@@ -242,7 +242,7 @@ def test_version_0_has_its_opcode_in_the_lowest_byte() -> None:
 
 def test_later_version_is_decoded_with_its_number() -> None:
     packet = decode_request(bytes.fromhex("00000014 05020000 0000000000000001 0000000000000002"))
-    assert packet.version == 5
+    assert packet.head >> 24 == 5
 
 
 def test_an_add_whose_body_is_of_a_scoped_entry_stays_in_scope_0() -> None:
