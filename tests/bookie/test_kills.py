@@ -103,6 +103,14 @@ class Ledger:
         payload = payload_of(entry_id)
         return self.by.seal(entry_id, entry_id - 1, len(payload) * (entry_id + 1), payload) + payload
 
+    def is_cut(self, entry_id: int, body: bytes) -> bool:
+        """Return whether zeros follow a part of the entry: a kill can cut a write to a preallocated journal short.
+
+        A journal has no checksums, so a bookie replays such a record, as Apache's does; it never acknowledged it.
+        """
+        whole = self.body(entry_id)
+        return len(body) == len(whole) and whole.startswith(body.rstrip(b"\0"))
+
     def add(self, *, recovery: bool = False, deferred: bool = False) -> AddRequest:
         entry_id, self.given = self.given, self.given + 1
         self.unknown.add(entry_id)
@@ -274,6 +282,8 @@ class Load:
         for entry_id, response in zip(ids, answers, strict=True):
             where = f"{ledger.ledger} entry {entry_id}"
             if response.status is Status.EOK:
+                if entry_id in ledger.unknown and ledger.is_cut(entry_id, bytes(response.body)):
+                    continue
                 assert bytes(ledger.by.open(bytes(response.body), entry_id).payload) == payload_of(entry_id), where
             else:
                 # A deleted ledger may be collected, and its entry logs removed, while it is read.
@@ -361,8 +371,8 @@ def test_bookie_killed_at_random_points_loses_nothing_acknowledged(
         )
         acknowledged = {each.ledger.qualified_name: each.acknowledged for each in load.alive}
         for row in map(json.loads, done.out.splitlines()):
-            # What was only on its way to the journal may have reached the entry log.
-            is_left_over = row["kind"] == "notIndexed" and row["entryId"] not in acknowledged.get(
+            # What was only on its way to the journal may have reached the entry log, in part too: see `is_cut`.
+            is_left_over = row["kind"] in ("notIndexed", "digest") and row["entryId"] not in acknowledged.get(
                 row["ledgerQualifiedName"], ()
             )
             assert row["kind"] == "unindexed" or is_left_over, row
