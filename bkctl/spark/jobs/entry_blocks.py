@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -57,6 +58,8 @@ _UNFOLDED: Final = (
     "journaled struct<journalId:bigint,offset:bigint,file:string,digest:string>, "
     "recorded struct<replayed:boolean,journalId:bigint,offset:bigint,file:string,recordSize:bigint>"
 )
+#: Blocks of so few entries are not compressed.
+_PLAIN_ENTRIES_MAX: Final = 8
 #: Records that are folded at once.
 _FOLD_ROWS: Final = 1 << 18
 #: Entries, and entry ids of blocks, that are compared at once, about.
@@ -125,9 +128,8 @@ def _fold(source: str, records: pa.Table) -> Iterator[pa.RecordBatch]:
     found = grouped.aggregate([*((name, "list") for name in lists), ("size", "sum"), ("lac", "max")])
     arrays = [found.column(f"{name}_list").combine_chunks() for name in lists]
     borders = arrays[0].offsets.to_numpy()
-    counts, spans = np.diff(borders), zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True)
-    rows = np.stack([array.values.to_numpy() for array in arrays])
-    packed = [_pack(rows[:, first:last]) for first, last in spans]
+    counts = np.diff(borders)
+    packed = _pack(np.stack([array.values.to_numpy() for array in arrays]), borders)
     blocks = {name: found.column(name) for name in keys}
     blocks |= {
         "entryCount": pa.array(counts, pa.int64()), "packed": pa.array(packed, pa.binary()),
@@ -137,16 +139,35 @@ def _fold(source: str, records: pa.Table) -> Iterator[pa.RecordBatch]:
     yield from table_of(schema, blocks, found.num_rows).to_batches()
 
 
-def _pack(rows: Numbers) -> bytes:
-    """Return numbers as the compressed differences from one to the next, which are few bytes for a run of records."""
-    return bytes(_codec().compress(np.diff(rows, prepend=0).tobytes(), asbytes=True))
+def _pack(rows: Numbers, borders: Numbers) -> list[bytes]:
+    """Return the three rows of numbers of each block, which end at `borders`: the differences from one to the next.
+
+    Compressed, they are few bytes for a run of records.
+    """
+    differences = np.diff(rows, prepend=0)
+    differences[:, borders[:-1]] = rows[:, borders[:-1]]
+    codec = _codec()
+    packed = []
+    for first, last in pairwise(borders.tolist()):
+        data = differences[:, first:last].tobytes()
+        packed.append(data if last - first <= _PLAIN_ENTRIES_MAX else bytes(codec.compress(data, asbytes=True)))
+    return packed
 
 
-def _unpack(packed: bytes, count: int) -> Numbers:
-    """Return the three rows of `count` numbers of `_pack`."""
-    data = _codec().decompress(packed, 3 * count * 8)
-    found: Numbers = np.frombuffer(data, np.int64).reshape(3, count).cumsum(axis=1)
-    return found
+def _unpack(packed: Iterable[bytes], counts: Numbers) -> Numbers:
+    """Return the three rows of numbers of `_pack`, one block after the other, which have `counts` numbers."""
+    codec = _codec()
+    data = [
+        each if count <= _PLAIN_ENTRIES_MAX else codec.decompress(each, 3 * count * 8)
+        for each, count in zip(packed, counts.tolist(), strict=True)
+    ]
+    if not data:
+        return np.zeros((3, 0), np.int64)
+    blocks = [np.frombuffer(each, np.int64).reshape(3, -1) for each in data]
+    sums: Numbers = np.concatenate(blocks, axis=1).cumsum(axis=1)
+    before = np.append(0, counts.cumsum()[:-1])
+    sums -= np.repeat(np.where(before > 0, sums[:, before - 1], 0), counts, axis=1)
+    return sums
 
 
 def _codec() -> pa.Codec:
@@ -232,7 +253,7 @@ def _begins(rows: pa.RecordBatch | pa.Table, previous: pa.RecordBatch | None = N
 
 
 class _Records(NamedTuple):
-    """Records or places: the row of the block that has each, its slot, offset and size."""
+    """Records or places: the row of the block that has each, its slot (at first its id in the block), offset, size."""
 
     rows: Numbers
     slots: Numbers
@@ -244,7 +265,7 @@ class _Records(NamedTuple):
 
 
 class _Compared:
-    """The blocks of a table. Each entry id of each of its places has a slot."""
+    """The blocks of a table. Each entry id of each of its places, up to the last that any block has, has a slot."""
 
     def __init__(self, table: pa.Table) -> None:
         self._table = table = table.combine_chunks()
@@ -254,13 +275,20 @@ class _Compared:
         self._source = np.array(table.column("source").to_pylist())
         self._file_ids = self._numbers("fileId")
         matches, replays = (self._numbers(name, False) for name in ("matches", "replayed"))
-        count = len(self._firsts) << BLOCK_BITS
+        found = [self._promises(), *(self._records(source) for source in (LOG, INDEX, JOURNAL))]
+        widths = np.zeros(len(self._firsts), np.int64)
+        for each in found:
+            np.maximum.at(widths, places[each.rows], each.slots + 1)
+        #: The first slot of each place.
+        self._begins = np.cumsum(widths) - widths
+        found = [each._replace(slots=self._begins[places[each.rows]] + each.slots) for each in found]
+        promises, copies, indexed, records = found
+        self._copies = copies
+        count = int(widths.sum())
         promised, logged, mismatched, served, replayed, recorded = (np.zeros(count, np.bool_) for _ in range(6))
-        promised[self._promised_slots(places)] = True
-        self._copies = copies = self._records(places, LOG)
+        promised[promises.slots] = True
         logged[copies.slots] = True
         mismatched[copies.slots[~matches[copies.rows]]] = True
-        indexed, records = self._records(places, INDEX), self._records(places, JOURNAL)
         self._places = self._newest(count, indexed)
         at = self._places.of(copies.slots)
         is_served = (self._file_ids[at.rows] == self._file_ids[copies.rows]) & (at.offsets == copies.offsets)
@@ -280,8 +308,9 @@ class _Compared:
         copies = self._copies.of(mask[self._copies.slots])
         copies = copies.of(np.lexsort((copies.offsets, self._file_ids[copies.rows], copies.slots)))
         borders = np.append(np.searchsorted(copies.slots, chosen), len(copies.slots)).astype(np.int32)
-        firsts = self._firsts[chosen >> BLOCK_BITS]
-        entry_ids = (self._numbers("block")[firsts] << BLOCK_BITS) | (chosen & (_BLOCK_SIZE - 1))
+        places = np.searchsorted(self._begins, chosen, side="right") - 1
+        firsts = self._firsts[places]
+        entry_ids = (self._numbers("block")[firsts] << BLOCK_BITS) | (chosen - self._begins[places])
         copy_structs = self._structs(copies, "logId", "offset", "file", "digest")
         columns = {
             "bookieId": self._take("bookieId", firsts),
@@ -303,10 +332,11 @@ class _Compared:
     def _take(self, name: str, rows: Numbers) -> pa.Array:
         return self._table.column(name).take(pa.array(rows, mask=rows < 0)).combine_chunks()
 
-    def _promised_slots(self, places: Numbers) -> Numbers:
+    def _promises(self) -> _Records:
+        """Return the entries that metadata promises on the bookies, without offsets and sizes."""
         rows = np.flatnonzero(self._source == PROMISE)
         if not len(rows):
-            return rows
+            return _Records(rows, rows, rows, rows)
         names = ("first", "last", "block", "position", "ensembleSize", "writeQuorumSize")
         first, last, block, position, size, quorum = (self._numbers(name)[rows] for name in names)
         begin = block << BLOCK_BITS
@@ -316,18 +346,14 @@ class _Compared:
         entry_ids = first[each] + np.arange(len(each)) - np.repeat(np.cumsum(counts) - counts, counts)
         # RoundRobinDistributionSchedule: the write set begins at the bookie `entry id % ensemble size`.
         is_member = (position[each] - entry_ids % size[each]) % size[each] < quorum[each]
-        slots = (places[rows][each] << BLOCK_BITS) | (entry_ids & (_BLOCK_SIZE - 1))
-        found: Numbers = slots[is_member]
-        return found
+        ids = entry_ids[is_member]
+        return _Records(rows[each[is_member]], ids & (_BLOCK_SIZE - 1), ids, ids)
 
-    def _records(self, places: Numbers, source: str) -> _Records:
+    def _records(self, source: str) -> _Records:
         rows = np.flatnonzero(self._source == source)
         counts = self._numbers("entryCount")[rows]
         packed = self._table.column("packed").take(rows).to_pylist()
-        arrays = [_unpack(data, count) for data, count in zip(packed, counts.tolist(), strict=True)]
-        lows, offsets, sizes = np.concatenate(arrays, axis=1) if arrays else np.zeros((3, 0), np.int64)
-        of_rows = np.repeat(rows, counts)
-        return _Records(of_rows, (places[of_rows] << BLOCK_BITS) | lows, offsets, sizes)
+        return _Records(np.repeat(rows, counts), *_unpack(packed, counts))
 
     def _newest(self, count: int, records: _Records, before: Any = None) -> _Records:
         """Return each slot's last record by `before`, file id and offset; row -1 for a slot without one."""
