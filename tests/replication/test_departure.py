@@ -265,7 +265,7 @@ async def test_drain_leaves_entries_of_active_writer(fake_cluster):
             cluster.register(cluster.bookie("b0"))
 
             def switch(found):
-                cluster.cluster.bookies.set_read_only(found.bookie_id, True, found.info)
+                cluster.cluster.bookies.register(found.bookie_id, found.info, read_only=True)
 
             assert (await drain().set_read_only(switch, 30)).result is StepResult.OK
             assert cluster.cluster.bookies.get("b0").state == "ro"
