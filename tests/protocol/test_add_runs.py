@@ -182,6 +182,47 @@ def test_a_bookie_serves_runs_and_each_add_has_its_answer(
     runner(main())
 
 
+@pytest.mark.parametrize("gather_s", [3600, served_connection.GATHER_S])
+def test_small_pieces_of_input_are_gathered_while_many_adds_are_in_flight(
+    runner: Runner, gather_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served_connection, "GATHER_S", gather_s)
+
+    async def main() -> None:
+        bookie = Bookie()
+        server = BookieServer(bookie)
+        await server.start("127.0.0.1")
+        client = await BookieConnection.open("127.0.0.1", server.port, bookie_id="b", protocol=Protocol.V3)
+
+        async def served(count: int) -> None:
+            async with asyncio.timeout(LIMIT_S):
+                while sum(len(run.records) for run in bookie.runs) < count:
+                    await asyncio.sleep(0.01)
+
+        try:
+            assert await client.supports_scopes()
+            sent = [client.send(add(PLAIN[1], entry_id, bytes(1000))) for entry_id in range(100)]
+            await served(100)
+            for entry_id in range(100, 103):
+                sent.append(client.send(add(PLAIN[1], entry_id)))
+                await asyncio.sleep(0.05)
+            if gather_s < 1:
+                await served(103)
+            sent.append(client.send(add(PLAIN[1], 103, bytes(served_connection.GATHERED_BYTES_MAX))))
+            await served(104)
+            if gather_s > 1:
+                assert bookie.runs[-1].entry_ids == [100, 101, 102, 103]
+            for answer in bookie.answers:
+                answer(Status.EOK)
+            assert [(await each).status for each in sent] == [Status.EOK] * 104
+        finally:
+            client.close()
+            await client.wait_closed()
+            await server.close(grace_s=0.1)
+
+    runner(main())
+
+
 @given(
     st.sampled_from((*PLAIN, *SCOPED)), st.lists(st.tuples(st.integers(0, 2**40 - 1), txn_ids), min_size=1, max_size=9)
 )
