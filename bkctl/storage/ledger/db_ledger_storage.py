@@ -43,6 +43,7 @@ from bkctl.storage.ledger.ledger_storage import (
     LedgerHandle,
     LedgerStorage,
     always,
+    fill,
     merge_found,
 )
 from bkctl.storage.ledger.read_cache import ReadCache
@@ -318,7 +319,7 @@ class SingleDirectoryDbLedgerStorage:
                 locations = [self.locations.cached_location(ledger, unread[0])]
         if any(locations):
             read = self.logger_of(scoped=ledger.is_scoped).read_run(ledger, unread, locations, size_max, cached=True)
-            _fill(found, missing, read)
+            fill(found, missing, read)
         return found
 
     def read(self, handle: DbLedgerHandle, entry_id: int) -> Buffer:
@@ -357,7 +358,7 @@ class SingleDirectoryDbLedgerStorage:
         found = self.find_all(handle, entry_ids, size_max)
         missing = [number for number, body in enumerate(found) if body is None]
         if len(missing) > 1 and handle.is_on_disk:
-            _fill(found, missing, self._read_run(handle, [entry_ids[number] for number in missing], size_max))
+            fill(found, missing, self._read_run(handle, [entry_ids[number] for number in missing], size_max))
         return found
 
     def _read_run(self, handle: DbLedgerHandle, entry_ids: Sequence[int], size_max: int) -> list[memoryview | None]:
@@ -714,14 +715,6 @@ def _data_of(handle: DbLedgerHandle) -> LedgerData:
         explicit_lac=handle.explicit_lac or None,
         limbo=handle.limbo,
     )
-
-
-def _fill(found: list[Buffer | None], missing: Sequence[int], read: Sequence[Buffer | None]) -> None:
-    """Put what was read at the places `missing` of `found`, which ends before the first place that was not read."""
-    for number, body in zip(missing, read, strict=False):
-        found[number] = body
-    if len(read) < len(missing):
-        del found[missing[len(read)] :]
 
 
 def _absent(handle: DbLedgerHandle, entry_id: int) -> BkctlError:

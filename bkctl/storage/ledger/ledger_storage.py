@@ -355,9 +355,13 @@ def merge_found(
         size += 0 if record is None else len(record)
     missing = [number for number, body in enumerate(found) if body is None]
     if missing:
-        others = read([entry_ids[number] for number in missing], size_max)
-        for number, body in zip(missing, others, strict=False):
-            found[number] = body
-        if len(others) < len(missing):
-            del found[missing[len(others)] :]
+        fill(found, missing, read([entry_ids[number] for number in missing], size_max))
     return found
+
+
+def fill(found: list[Buffer | None], missing: Sequence[int], read: Sequence[Buffer | None]) -> None:
+    """Put what was read at the places `missing` of `found`, which ends before the first place that was not read."""
+    for number, body in zip(missing, read, strict=False):
+        found[number] = body
+    if len(read) < len(missing):
+        del found[missing[len(read)] :]
