@@ -27,8 +27,8 @@ from bkctl.bookie.network import (
     check_authentication,
     check_user,
     former_port,
-    free_port,
     listening_host,
+    reserved_port,
 )
 from bkctl.bookie.registration import RegistrationManager
 from bkctl.bookie.request_processor import RequestProcessor
@@ -204,7 +204,7 @@ class Bookie:
         if self._cluster is None:
             self._cluster = await asyncio.to_thread(self._open_cluster)
         cluster = self._cluster
-        port = config.bookie_port or former_port(config, host) or free_port(host)
+        port = config.bookie_port or former_port(config, host) or self._held.enter_context(reserved_port(host))
         self.state_manager.bookie_id = check_bookie_id(config.bookie_id or f"{host}:{port}")
         self.address = (host, port)
         try:

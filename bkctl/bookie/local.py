@@ -187,8 +187,12 @@ class LocalCluster:
         if storage is not None and storage not in STORAGE_CLASSES:
             raise UsageError(f"Unknown ledger storage {storage!r}", hint=f"one of {', '.join(STORAGE_CLASSES)}")
         self._make_directory()
-        with self._lock(), open_cluster(self.metadata_uri, timeout_s=timeout_s, create=True) as cluster:
-            self._describe(bookie_count, storage, http, auto_recovery)
+        with (
+            self._lock(),
+            open_cluster(self.metadata_uri, timeout_s=timeout_s, create=True) as cluster,
+            contextlib.ExitStack() as reserved,
+        ):
+            self._describe(bookie_count, storage, http, auto_recovery, reserved)
             started: dict[str, subprocess.Popen[bytes]] = {}
             departed = self._departed(cluster)
             if len(departed) == len(self.bookies()):
@@ -296,8 +300,16 @@ class LocalCluster:
             raise BkctlError(f"{path} is not the description of a local cluster", hint="remove it") from error
         return ports
 
-    def _describe(self, bookie_count: int | None, storage: str | None, http: bool, auto_recovery: bool) -> None:
-        from bkctl.bookie.network import free_port
+    def _describe(
+        self,
+        bookie_count: int | None,
+        storage: str | None,
+        http: bool,
+        auto_recovery: bool,
+        reserved: contextlib.ExitStack,
+    ) -> None:
+        """Write the settings of the bookies that are new. `reserved` keeps the ports that they got."""
+        from bkctl.bookie.network import reserved_port
 
         ports = self._ports() if self.exists() else []
         if bookie_count is not None and bookie_count < len(ports):
@@ -312,8 +324,8 @@ class LocalCluster:
                 self._check_storage(directory, storage)
             else:  # The bookie is new, or its directory was removed after it left the cluster.
                 if index == len(ports):
-                    ports.append(free_port("127.0.0.1"))
-                http_port = free_port("127.0.0.1") if http else None
+                    ports.append(reserved.enter_context(reserved_port("127.0.0.1")))
+                http_port = reserved.enter_context(reserved_port("127.0.0.1")) if http else None
                 self._write_conf(index, ports[index], storage or "interleaved", http_port, auto_recovery)
         description = json.dumps({"metadataUri": self.metadata_uri, "ports": ports}, indent=2) + "\n"
         Files().replace(self.directory / "cluster.json", description.encode())

@@ -12,6 +12,8 @@ import random
 import resource
 import socket
 import ssl
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -124,18 +126,27 @@ def former_port(config: BookieConfig, host: str) -> int | None:
     return int(port) if name == host and port.isdecimal() else None
 
 
-def free_port(host: str) -> int:
-    """Return a port that is free at present, for a server that keeps it.
+@contextlib.contextmanager
+def reserved_port(host: str) -> Iterator[int]:
+    """Yield a free port for a server that keeps it: no other caller gets the port while the block runs.
 
-    One that the system chooses could become the port of an outgoing connection while the server is down.
+    One that the system chooses could become the port of an outgoing connection while the server is down. Only on Linux
+    can a server listen beside the reservation; elsewhere it ends at once. Raises BkctlError if no port is free.
     """
     address = host if socket.gethostbyname(host).startswith("127.") else ""
-    for port in (*random.sample(_FREE_PORTS, 100), 0):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind((address, port))
-            chosen: int = probe.getsockname()[1]
-            return chosen
-    raise BkctlError(f"No port is free on {host}")
+    with socket.socket() as holder:
+        for port in (*random.sample(_FREE_PORTS, min(100, len(_FREE_PORTS))), 0):
+            with contextlib.suppress(OSError):
+                holder.bind((address, port))
+                break
+        else:
+            raise BkctlError(f"No port is free on {host}")
+        chosen: int = holder.getsockname()[1]
+        if sys.platform == "linux":
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        else:
+            holder.close()
+        yield chosen
 
 
 def tls_context(config: BookieConfig) -> ssl.SSLContext | None:
