@@ -35,7 +35,9 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
         "spark.ui.enabled": "false",
         "spark.ui.showConsoleProgress": "false",
         "spark.log.level": "OFF",
-        "spark.driver.memory": "768m",
+        "spark.driver.memory": "1g",
+        # Of a small table in a join a page stays in memory, of 8 MiB if Spark chooses its size.
+        "spark.buffer.pageSize": "256k",
         "spark.driver.host": "127.0.0.1",
         "spark.driver.bindAddress": "127.0.0.1",
         "spark.sql.shuffle.partitions": "2",
@@ -61,7 +63,10 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     """Each engine in turn: the one of this process, and Spark."""
     if request.param == "spark":
-        yield Engine(request.getfixturevalue("spark"), ("--master", "local[2]"))
+        session = request.getfixturevalue("spark")
+        yield Engine(session, ("--master", "local[2]"))
+        # What jobs keep for their results fills the JVM, whose collections then take longer than the tests.
+        session.catalog.clearCache()
         return
     with local_session() as session:
         yield Engine(session, ())
