@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from support.golden import DATA, bookies
 
+from bkctl.config import BookieConfig
 from bkctl.errors import AlreadyExists, BkctlError, Corrupt, DirectoryInUse, NotFound
 from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
 from bkctl.files.rocksdb_files import check_write_ahead_logs
@@ -97,6 +98,22 @@ def test_written_locations_are_read_back(tmp_path: Path, scope_id: int) -> None:
     with LocationsDatabase.open(path) as locations:
         assert locations.last_entry_id(one) == -1
         assert locations.last_entry_id(two) == 24_999
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="this system does not count what a process reads")
+def test_look_ups_keep_the_filter_of_a_large_table_in_memory(tmp_path: Path) -> None:
+    def read_bytes() -> int:
+        counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+        return int(counts["rchar"])
+
+    ledger, filter_bytes = LedgerId(0, 7), 625_000  # 10 bits an entry
+    with LocationsDatabase.serve(tmp_path / "locations", BookieConfig()) as locations:
+        assert locations.put_all((ledger, entry_id, entry_id + 1) for entry_id in range(500_000)) == 500_000
+        locations.flush()
+        assert locations.get(ledger, 1) == 2
+        before = read_bytes()
+        assert [locations.get(ledger, entry_id) for entry_id in range(100)] == list(range(1, 101))
+        assert read_bytes() - before < filter_bytes
 
 
 @pytest.mark.parametrize("scope_id", [0, 7])
