@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -122,10 +122,12 @@ def compare(
 
 
 @contextlib.contextmanager
-def both_sides(bench: Any, storage: str, protocol: str) -> Iterator[tuple[Side, Side]]:
+def both_sides(
+    bench: Any, storage: str, protocol: str, settings: Mapping[str, object] | None = None
+) -> Iterator[tuple[Side, Side]]:
     """Our bookies and Apache's, up at the same time, each with a client of its own."""
     with contextlib.ExitStack() as stack:
-        clusters = stack.enter_context(bench.ours(3, storage)), stack.enter_context(bench.apache(3, storage))
+        clusters = [stack.enter_context(start(3, storage, settings)) for start in (bench.ours, bench.apache)]
         asks = [
             stack.enter_context(servers.conversation(bench.java, "ReadBench", cluster.metadata_uri, protocol))
             for cluster in clusters

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 PROJECT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(PROJECT / "tests"))
 
+import compaction as compaction_cases  # noqa: E402
 import reads as read_cases  # noqa: E402
 from files import compare as compare_files  # noqa: E402
 from measuring import BKCTL, SHELL, Run, measured, processor_seconds  # noqa: E402
@@ -96,11 +97,13 @@ class Bench:
         return self._zookeeper
 
     @contextlib.contextmanager
-    def apache(self, count: int, storage: str = "sorted") -> Iterator[servers.ApacheCluster]:
+    def apache(
+        self, count: int, storage: str = "sorted", settings: Mapping[str, object] | None = None
+    ) -> Iterator[servers.ApacheCluster]:
         """Apache bookies of one storage class, with its default sizes and a fully optimising JVM."""
         cluster = servers.ApacheCluster(
             self.java, self.zookeeper, self.directory / f"apache-{time.time_ns()}", root=self.zookeeper.new_root(),
-            storages=(STORAGES[storage],) * count, settings=server_settings(),
+            storages=(STORAGES[storage],) * count, settings=server_settings(settings),
         )  # fmt: skip
         with full_speed_java(heap_mb=1024):
             cluster.start()
@@ -111,13 +114,15 @@ class Bench:
                 cluster.stop()
 
     @contextlib.contextmanager
-    def ours(self, count: int, storage: str = "sorted") -> Iterator[OwnCluster]:
+    def ours(
+        self, count: int, storage: str = "sorted", settings: Mapping[str, object] | None = None
+    ) -> Iterator[OwnCluster]:
         """Our bookies as processes on the same ZooKeeper."""
         root = self.zookeeper.new_root()
         uri = self.zookeeper.metadata_uri(root)
         directory = self.directory / f"ours-{time.time_ns()}"
         servers.format_cluster(self.java, uri, directory)
-        cluster = OwnCluster(uri, directory, (STORAGES[storage],) * count, server_settings())
+        cluster = OwnCluster(uri, directory, (STORAGES[storage],) * count, server_settings(settings))
         with self.logs_of(cluster.bookies), removed_afterwards(directory):
             try:
                 start_all(cluster.bookies)
@@ -163,7 +168,7 @@ def removed_afterwards(directory: Path) -> Iterator[None]:
         os.sync()
 
 
-def server_settings() -> dict[str, object]:
+def server_settings(changes: Mapping[str, object] | None = None) -> dict[str, object]:
     """Both kinds of bookie run with these: Apache's own defaults where the tests' small ones would throttle.
 
     Garbage collection looks around several times a run, at ledgers that are all there.
@@ -182,6 +187,7 @@ def server_settings() -> dict[str, object]:
         "dbStorage_readAheadCacheMaxSizeMb": 256,
         "dbStorage_rocksDB_blockCacheSize": 64 * 1024 * 1024,
         "dbStorage_rocksDB_writeBufferSizeMB": 64,
+        **(changes or {}),
     }
 
 
@@ -350,6 +356,16 @@ def reads(bench: Bench) -> Iterator[Figure | str]:
                     yield f"    {peer.line}"
 
 
+def compaction(bench: Bench) -> Iterator[Figure | str]:
+    """The same adds by a Java client without compaction and with it; no ratio, since both sides get the same rate."""
+    for protocol in bench.protocols:
+        for size in bench.sizes:
+            settings = compaction_cases.SETTINGS
+            with full_speed_java(), read_cases.both_sides(bench, bench.storage, protocol, settings) as (ours, theirs):
+                yield f"Java client adds to 3 bookies, {protocol}, E2 Wq2 Aq2, {size:,} bytes, {bench.storage}"
+                yield from compaction_cases.compare(ours, theirs, size, bench.seconds)
+
+
 def seconds_of(bookies: Sequence[servers.Server]) -> float:
     """User and system time of these processes so far."""
     return sum(processor_seconds(Path(f"/proc/{bookie.pid}")) for bookie in bookies)
@@ -428,6 +444,7 @@ BENCHMARKS: dict[str, Callable[[Bench], Iterator[Figure | str]]] = {
     "adds-v2": lambda bench: adds(bench, "v2"),
     "adds-v3": lambda bench: adds(bench, "v3"),
     "reads": reads,
+    "compaction": compaction,
 }
 
 

@@ -25,11 +25,12 @@ import org.apache.bookkeeper.conf.ClientConfiguration;
  * Rates and latencies of reads, ensembles and quorums of two bookies. One client runs many commands, so that its JVM stays warm.
  *
  * <p>ReadBench METADATA-URI v2|v3: runs the commands on stdin, and prints a line for each: {"entries", "perSecond", "p50Ms",
- * "p99Ms" (of a read), "addsPerSecond", "addP99Ms" (of the adds beside it)}.
+ * "p99Ms" (of a read), "added", "addsPerSecond", "addP50Ms", "addP99Ms", "addP999Ms" (of the adds beside it)}.
  *
  * <pre>
  * write LEDGERS ENTRIES SIZE              new ledgers, which the other commands read; closed
  * add SECONDS SIZE RATE                   adds alone; RATE 0: as fast as they go
+ * delete EACH                             deletes the ledgers of `write`, but one of EACH
  * read KIND READERS SECONDS RATE SIZE     KIND: ledgers (whole, 100 entries a call), batch (the same by batchRead), random
  *                                         (single entries); SECONDS 0: each ledger once. RATE adds a second beside it
  * tail LEDGERS SECONDS SIZE               new ledgers, each with a writer and a reader that gets each entry once it is
@@ -77,6 +78,8 @@ public final class ReadBench {
             Adds adds = new Adds(Double.parseDouble(words[3]), Integer.parseInt(words[2]));
             Thread.sleep(Long.parseLong(words[1]) * 1000);
             return adds.end(new LinkedHashMap<>());
+        } else if (words[0].equals("delete")) {
+            return delete(Integer.parseInt(words[1]));
         } else if (words[0].equals("read")) {
             return read(words[1], Integer.parseInt(words[2]), Double.parseDouble(words[3]), Double.parseDouble(words[4]),
                     Integer.parseInt(words[5]));
@@ -172,6 +175,20 @@ public final class ReadBench {
         return result((long) count * entries, nanoseconds, new Latencies());
     }
 
+    private Map<String, Object> delete(int each) throws Exception {
+        List<Long> kept = new ArrayList<>();
+        for (int index = 0; index < ledgers.size(); index++) {
+            if (index % each == 0) {
+                kept.add(ledgers.get(index));
+            } else {
+                client.deleteLedger(ledgers.get(index));
+            }
+        }
+        int deleted = ledgers.size() - kept.size();
+        ledgers.retainAll(kept);
+        return new LinkedHashMap<>(Map.of("deleted", deleted));
+    }
+
     /** Adds to one ledger in a thread of its own, until `end`. */
     private final class Adds {
         private final Latencies latencies = new Latencies();
@@ -215,7 +232,9 @@ public final class ReadBench {
             }
             line.put("added", count);
             line.put("addsPerSecond", count / (nanoseconds / 1e9));
+            line.put("addP50Ms", latencies.quantile(0.5));
             line.put("addP99Ms", latencies.quantile(0.99));
+            line.put("addP999Ms", latencies.quantile(0.999));
             return line;
         }
     }
