@@ -1,4 +1,4 @@
-"""What compaction costs adds: the same steady adds by a Java client without it and beside it, to ours and Apache's.
+"""Measure what compaction costs: a Java client adds at one rate without it and beside it, to ours and to Apache's.
 
 See README.md for how it is measured.
 """
@@ -50,6 +50,6 @@ def _figures(found: dict[str, Any], spent_s: float) -> str:
 
 def _logs(bookies: Sequence[servers.Server]) -> set[Path]:
     """Return the entry logs that the bookies have now."""
-    # Each bookie writes its output below its directory, or beside it. A RocksDB's logs are in directories of its own.
+    # Not RocksDB's logs, which are one level below.
     directories = {bookie.log.parent for bookie in bookies}
     return {path for directory in directories for path in directory.rglob("current/*.log")}

@@ -71,9 +71,9 @@ def _set_location_options(options: Any, table: Any, config: BookieConfig) -> Non
 def _block_cache(capacity_bytes: int, block_bytes: int) -> Any:
     """Return a block cache that can keep the filter of a large table.
 
-    RocksDB's LRUCache has up to 64 shards. Below 1 GiB a shard is too small for the filter of a table of some million
-    entries, so that each look-up reads it from its file, in 0.3 ms. Shards of HyperClockCache have 32 MiB or more; its
-    table takes memory by its capacity at once.
+    RocksDB's LRUCache divides its capacity among up to 64 shards. A filter that fits none is never cached, so each
+    look-up reads it from its file; of 64 MiB, that is the filter of a table with 800,000 entries. HyperClockCache has
+    shards of 32 MiB or more, but allocates its index at once, by the capacity: too much for large ones.
     """
     from rocksdict import Cache
 
