@@ -93,32 +93,33 @@ class Side:
 
 
 def compare(
-    ours: Side, theirs: Side, protocol: str, size: int, seconds: float
+    ours: Side, theirs: Side, protocol: str, size: int, seconds: float, part: str = ""
 ) -> Iterator[tuple[str, Outcome, Outcome]]:
-    """Yield what was measured, ours and Apache's."""
+    """Yield what was measured, ours and Apache's, in the cases whose name has `part`."""
     entries = max(1, min(ENTRIES_MAX, LEDGER_BYTES_MAX // size))
     sides = (theirs, ours)
 
-    def case(what: str, *words: object, is_cold: bool = False) -> tuple[str, Outcome, Outcome]:
-        peer, own = (side.measure(*words, is_cold=is_cold) for side in sides)
-        return what, own, peer
+    def case(what: str, *words: object, is_cold: bool = False) -> Iterator[tuple[str, Outcome, Outcome]]:
+        if part in what:
+            peer, own = (side.measure(*words, is_cold=is_cold) for side in sides)
+            yield what, own, peer
 
     for side in sides:
         side.ask("write", LEDGERS, entries, size)
-    yield case(f"catch-up, {READERS} readers, just written", "read", "ledgers", READERS, 0, 0, size)
+    yield from case(f"catch-up, {READERS} readers, just written", "read", "ledgers", READERS, 0, 0, size)
     for side in sides:
         side.restart()
-    yield case(f"catch-up, {READERS} readers, cold", "read", "ledgers", READERS, 0, 0, size, is_cold=True)
-    yield case(f"catch-up, {READERS} readers, warm", "read", "ledgers", READERS, seconds, 0, size)
-    yield case(f"catch-up, {LEDGERS} readers, warm", "read", "ledgers", LEDGERS, seconds, 0, size)
-    yield case(f"random entries, {READERS} readers", "read", "random", READERS, seconds, 0, size)
+    yield from case(f"catch-up, {READERS} readers, cold", "read", "ledgers", READERS, 0, 0, size, is_cold=True)
+    yield from case(f"catch-up, {READERS} readers, warm", "read", "ledgers", READERS, seconds, 0, size)
+    yield from case(f"catch-up, {LEDGERS} readers, warm", "read", "ledgers", LEDGERS, seconds, 0, size)
+    yield from case(f"random entries, {READERS} readers", "read", "random", READERS, seconds, 0, size)
     if protocol == "v2":
-        yield case(f"batch read, {READERS} readers", "read", "batch", READERS, seconds, 0, size)
+        yield from case(f"batch read, {READERS} readers", "read", "batch", READERS, seconds, 0, size)
     rate = theirs.ask("add", ADDS_S, size, 0)["addsPerSecond"] // 2
-    yield case(f"catch-up, {READERS} readers, beside adds", "read", "ledgers", READERS, seconds, rate, size)
-    yield case(f"random entries, {READERS} readers, beside adds", "read", "random", READERS, seconds, rate, size)
-    yield case("1 ledger written and tailed", "tail", 1, seconds, size)
-    yield case(f"{LEDGERS} ledgers written and tailed", "tail", LEDGERS, seconds, size)
+    yield from case(f"catch-up, {READERS} readers, beside adds", "read", "ledgers", READERS, seconds, rate, size)
+    yield from case(f"random entries, {READERS} readers, beside adds", "read", "random", READERS, seconds, rate, size)
+    yield from case("1 ledger written and tailed", "tail", 1, seconds, size)
+    yield from case(f"{LEDGERS} ledgers written and tailed", "tail", LEDGERS, seconds, size)
 
 
 @contextlib.contextmanager

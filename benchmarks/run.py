@@ -77,6 +77,7 @@ class Bench:
         profile: bool = False,
         protocols: Sequence[str] = ("v2", "v3"),
         sizes: Sequence[int] = (ENTRY_SIZE_BYTES,),
+        part: str = "",
     ) -> None:
         self.directory = directory
         self.seconds = seconds
@@ -84,7 +85,7 @@ class Bench:
         self.runs = runs
         self.profiler = find_profiler() if profile else None
         #: What the reads are measured with.
-        self.protocols, self.sizes = protocols, sizes
+        self.protocols, self.sizes, self.part = protocols, sizes, part
         self.java = servers.Java()
         self._zookeeper: servers.ZooKeeperServer | None = None
         self._apache: dict[int, servers.ApacheCluster] = {}
@@ -350,7 +351,7 @@ def reads(bench: Bench) -> Iterator[Figure | str]:
         for size in bench.sizes:
             with full_speed_java(), read_cases.both_sides(bench, bench.storage, protocol) as (ours, theirs):
                 yield f"Java client reads from 3 bookies, {protocol}, E2 Wq2 Aq2, {size:,} bytes, {bench.storage}"
-                for what, own, peer in read_cases.compare(ours, theirs, protocol, size, bench.seconds):
+                for what, own, peer in read_cases.compare(ours, theirs, protocol, size, bench.seconds, bench.part):
                     yield Figure(f"  {what}", own.rate, peer.rate, "Apache bookies", rate=True)
                     yield f"    {own.line}"
                     yield f"    {peer.line}"
@@ -498,6 +499,7 @@ def main() -> None:
     parser.add_argument(
         "--size", type=int, nargs="+", default=[ENTRY_SIZE_BYTES], help="bytes of the entries read (1024)"
     )
+    parser.add_argument("--cases", default="", metavar="PART", help="only the reads with PART in their names: tailed")
     parser.add_argument("--runs", type=int, default=1, help="how often adds and commands run (1)")
     parser.add_argument("--profile", action="store_true", help="show what one of our bookies does during the adds")
     parser.add_argument("--mib", type=int, nargs="+", default=[64, 1024], help="sizes of the files (64 1024)")
@@ -509,7 +511,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="bkctl-bench-") as directory:
         bench = Bench(
             Path(directory), arguments.seconds, arguments.storage, arguments.runs, arguments.profile,
-            arguments.protocol, arguments.size,
+            arguments.protocol, arguments.size, arguments.cases,
         )  # fmt: skip
         try:
             if "files" in arguments.names or not arguments.names:
