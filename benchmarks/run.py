@@ -108,7 +108,7 @@ class Bench:
         )  # fmt: skip
         with full_speed_java(heap_mb=1024):
             cluster.start()
-        with self.logs_of(cluster.bookies), removed_afterwards(cluster.directory):
+        with removed_afterwards(cluster.directory), self.logs_of(cluster.bookies):
             try:
                 yield cluster
             finally:
@@ -124,7 +124,7 @@ class Bench:
         directory = self.directory / f"ours-{time.time_ns()}"
         servers.format_cluster(self.java, uri, directory)
         cluster = OwnCluster(uri, directory, (STORAGES[storage],) * count, server_settings(settings))
-        with self.logs_of(cluster.bookies), removed_afterwards(directory):
+        with removed_afterwards(directory), self.logs_of(cluster.bookies):
             try:
                 start_all(cluster.bookies)
                 yield cluster
@@ -176,6 +176,7 @@ def server_settings(changes: Mapping[str, object] | None = None) -> dict[str, ob
     """
     return {
         "journalMaxSizeMB": 2048,
+        "journalMaxBackups": 1,  # six journals of 2 GiB on each of six bookies fill a disk up to diskUsageThreshold
         "journalPreAllocSizeMB": 16,
         "logSizeLimit": 1024 * 1024 * 1024,
         "flushInterval": 10000,

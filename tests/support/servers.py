@@ -543,6 +543,11 @@ class Java:
         _reaper.tell("-", process.pid)
 
 
+def _without_middle(text: str) -> str:
+    """Return the beginning and the end of a long text: the cause comes first, and a stack trace last."""
+    return text if len(text) <= 12_000 else f"{text[:6000]}\n...\n{text[-6000:]}"
+
+
 @contextlib.contextmanager
 def conversation(java: Java, main_class: str, *arguments: object) -> Iterator[Callable[..., dict[str, Any]]]:
     """Run a program of tests/java that answers each line on its stdin by a JSON line: `ask("read", 5)`.
@@ -559,7 +564,7 @@ def conversation(java: Java, main_class: str, *arguments: object) -> Iterator[Ca
             line = program.stdout.readline()
             if not line:
                 errors.seek(0)
-                raise JavaFailed(errors.read()[-6000:])
+                raise JavaFailed(_without_middle(errors.read()))
             answer: dict[str, Any] = json.loads(line)
             return answer
 
