@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from bkctl.errors import BkctlError
-from bkctl.ids import parse_scope_id
 
 from .kit.columns import Column, Columns, Kind, Output
 from .kit.command import Run, command, group
-from .kit.ledger_options import NewLedger
+from .kit.ledger_options import NewLedger, scope_option
 from .kit.options import (
     LedgerShape,
     LedgerSizes,
@@ -24,7 +23,6 @@ from .kit.options import (
     count_option,
     duration_option,
     size_option,
-    text_option,
 )
 from .kit.terminal import terminal_width
 from .kit.texts import CYAN, RESET, counted
@@ -123,14 +121,13 @@ def _load(*settings: Any) -> Load:
     return Load(*settings)
 
 
-_SCOPE_HELP = "Scope of the ledgers (default 0)."
 Ledgers = Annotated[
     LedgersToMake,
     combined(
         _ledgers_to_make,
         count_option("--ledgers", "Ledgers to use at the same time.", default=1),
         size_option("--size", "Bytes of an entry.", default="1KiB"),
-        text_option("ledger_scope_id", parse_scope_id, "--ledger-scope-id", metavar="SCOPE", help=_SCOPE_HELP),
+        scope_option("Scope of the ledgers (default 0)."),
     ),
 ]
 LoadOption = Annotated[

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from bkctl.errors import UsageError
-from bkctl.ids import LedgerId, parse_scope_id
+from bkctl.ids import LedgerId
 
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
-from ..kit.ledger_options import LEDGERS_BY_OPTION
-from ..kit.options import Composite, DigestToCheck, LedgerPassword, ReadPace, number_option, option, text_option
+from ..kit.ledger_options import LEDGERS_BY_OPTION, LedgersOrAll, scope_option
+from ..kit.options import DigestToCheck, LedgerPassword, ReadPace, combined, number_option, text_option
 from ..kit.records import Directories, raise_first
 from ..kit.texts import counted, size_text, with_0x
-from .files import LedgersOrAll, index_app
+from .files import index_app
 
 if TYPE_CHECKING:
     from bkctl.checks.digests import DigestChecker
@@ -41,28 +40,13 @@ FINDING_COLUMNS = Columns(
 )
 
 
-def _ledger_filter(values: Mapping[str, Any]) -> LedgersOrAll:
-    scope = values["ledger_scope_id"]
-    scope_id = None if scope is None else parse_scope_id(scope)
-    texts = values["some_ledgers"]
+def _ledger_filter(texts: list[str] | None, scope_id: int | None) -> LedgersOrAll:
     return LedgersOrAll([LedgerId.parse(text, scope_id) for text in texts] if texts else None, scope_id)
 
 
 LedgersToCheck = Annotated[
     LedgersOrAll,
-    Composite(
-        (
-            LEDGERS_BY_OPTION,
-            option(
-                "ledger_scope_id",
-                str,
-                "--ledger-scope-id",
-                metavar="SCOPE",
-                help="Only ledgers of this scope; the scope of bare ids.",
-            ),
-        ),
-        _ledger_filter,
-    ),
+    combined(_ledger_filter, LEDGERS_BY_OPTION, scope_option("Only ledgers of this scope; the scope of bare ids.")),
 ]
 
 

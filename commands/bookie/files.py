@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported, UsageError
-from bkctl.ids import LedgerId, parse_scope_id
+from bkctl.ids import LedgerId
 
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
-from ..kit.ledger_options import MANY_LEDGERS
-from ..kit.options import Composite, number_option
+from ..kit.ledger_options import AnyLedgers
+from ..kit.options import number_option
 from ..kit.records import Directories, DirOption, ShowSecretsOption, raise_first
 from ..kit.texts import iso_time, with_0x, words
 
@@ -218,23 +218,6 @@ META_COLUMNS = Columns(
     key="ledger",
 )
 MASTER_KEY = Column("MASTER KEY", "masterKey", "source.master_key", Kind.BINARY, text=bytes.hex)
-
-
-class LedgersOrAll(NamedTuple):
-    """The named ledgers; None: all ledgers, or with `scope_id` all of that scope."""
-
-    ledgers: list[LedgerId] | None
-    scope_id: int | None
-
-
-def _ledgers_or_all(values: Mapping[str, Any]) -> LedgersOrAll:
-    if values["ledgers"] or values["ledger_id"] is not None or values["ledger_qualified_name"] is not None:
-        return LedgersOrAll(MANY_LEDGERS.resolve(values), None)
-    scope = values["ledger_scope_id"]
-    return LedgersOrAll(None, None if scope is None else parse_scope_id(scope))
-
-
-AnyLedgers = Annotated[LedgersOrAll, Composite(MANY_LEDGERS.parameters, _ledgers_or_all)]
 
 
 @command(

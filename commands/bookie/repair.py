@@ -16,10 +16,11 @@ from bkctl.errors import BkctlError, UsageError
 
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
+from ..kit.ledger_options import AnyLedgers
 from ..kit.options import Composite, DryRun, LedgerPassword, YesReally, option
 from ..kit.records import Directories, DirOption
 from ..kit.texts import NULL, counted, size_text
-from .files import AnyLedgers, index_app
+from .files import index_app
 
 if TYPE_CHECKING:
     from bkctl.metadata.stored_ledgers import StoredLedgers

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from bkctl.errors import FindingsError, TimedOut, Unreachable, UsageError
-from bkctl.ids import parse_scope_id
 
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
-from ..kit.options import count_option, duration_option, text_option
+from ..kit.ledger_options import scope_option
+from ..kit.options import count_option, duration_option
 from ..kit.texts import GREEN, RED, YELLOW
 from .server import BookieServerOption, registered_bookie, server
 
@@ -62,16 +62,7 @@ def sanity(
     deadline: Annotated[
         float | None, duration_option("--deadline", "Give up after this long (exit code 6).", short="-t")
     ],
-    scope_id: Annotated[
-        int | None,
-        text_option(
-            "ledger_scope_id",
-            parse_scope_id,
-            "--ledger-scope-id",
-            metavar="SCOPE",
-            help="Scope of the ledger (default 0).",
-        ),
-    ],
+    scope_id: Annotated[int | None, scope_option("Scope of the ledger (default 0).")],
 ) -> None:
     """Test a bookie with a temporary ledger.
 

@@ -2,43 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated
 
 import typer
 
 from bkctl.errors import UsageError
-from bkctl.ids import LedgerId, check_bookie_id, parse_scope_id
+from bkctl.ids import LedgerId, check_bookie_id
 
-from ..kit.ledger_options import LEDGERS_BY_OPTION
-from ..kit.options import (
-    Composite,
-    duration_option,
-    option,
-    watch_option,
-)
+from ..kit.ledger_options import LEDGERS_BY_OPTION, scope_option
+from ..kit.options import combined, duration_option, watch_option
 
 
-def some_ledgers(values: Mapping[str, Any]) -> list[LedgerId]:
-    scope = None if values["ledger_scope_id"] is None else parse_scope_id(values["ledger_scope_id"])
-    texts = values["some_ledgers"] or []
+def _some_ledgers(texts: list[str] | None, scope: int | None) -> list[LedgerId]:
     if scope is not None and not texts:
         raise UsageError("--ledger-scope-id applies to --ledger, but no ledger is given", hint="add --ledger LEDGER")
-    return list(dict.fromkeys(LedgerId.parse(text, scope) for text in texts))
+    return list(dict.fromkeys(LedgerId.parse(text, scope) for text in texts or ()))
 
 
 #: `--ledger`, repeatable; none given: an empty list.
 LedgersByOption = Annotated[
     list[LedgerId],
-    Composite(
-        (
-            LEDGERS_BY_OPTION,
-            option(
-                "ledger_scope_id", str, "--ledger-scope-id", metavar="SCOPE", help="Ledger scope id of a bare --ledger."
-            ),
-        ),
-        some_ledgers,
-    ),
+    combined(_some_ledgers, LEDGERS_BY_OPTION, scope_option("Ledger scope id of a bare --ledger.")),
 ]
 #: `--watch` of commands that end by themselves.
 ProgressOption = Annotated[

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from inspect import Parameter
@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn
 import typer
 
 from bkctl.errors import BkctlError, NotFound, UsageError
+from bkctl.ids import LedgerId
 
 from ..kit.columns import Column, Columns, Kind, Output
 from ..kit.command import Run, command, group
-from ..kit.ledger_options import LEDGER_FORMS
+from ..kit.ledger_options import LEDGER_FORMS, scope_option
 from ..kit.lines import Lines
-from ..kit.options import Composite, Entries, EntryIdRange, OldName, digest_type_option, option
+from ..kit.options import Entries, EntryIdRange, OldName, combined, digest_type_option, option
 from ..kit.records import DirOption, raise_first
 from ..kit.texts import counted
 from .logs import LogNames, find_logs, log_id_hex
 
 if TYPE_CHECKING:
     from bkctl.formats.entry import DigestType
-    from bkctl.ids import LedgerId
     from bkctl.repair.extraction import LedgerExtraction
 
 app = group()
@@ -39,35 +39,20 @@ class ExtractFormat(StrEnum):
     RAW = "raw"
 
 
-def _ledger_to_extract(values: Mapping[str, Any]) -> LedgerId:
-    from bkctl.ids import LedgerId, parse_scope_id
-
-    scope = values["ledger_scope_id"]
-    return LedgerId.parse(values["ledger_filter"], None if scope is None else parse_scope_id(scope))
-
-
 LedgerToExtract = Annotated[
-    Any,
-    Composite(
-        (
-            option(
-                "ledger_filter",
-                str,
-                "--ledger",
-                OldName("--ledger-id"),
-                metavar="LEDGER",
-                help=f"The ledger: {LEDGER_FORMS}.",
-                default=Parameter.empty,
-            ),
-            option(
-                "ledger_scope_id",
-                str,
-                "--ledger-scope-id",
-                metavar="SCOPE",
-                help="Ledger scope id of a bare ledger id.",
-            ),
+    LedgerId,
+    combined(
+        LedgerId.parse,
+        option(
+            "ledger_filter",
+            str,
+            "--ledger",
+            OldName("--ledger-id"),
+            metavar="LEDGER",
+            help=f"The ledger: {LEDGER_FORMS}.",
+            default=Parameter.empty,
         ),
-        _ledger_to_extract,
+        scope_option("Ledger scope id of a bare ledger id."),
     ),
 ]
 

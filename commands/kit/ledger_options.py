@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, NamedTuple, TextIO
 from bkctl.errors import UsageError
 from bkctl.ids import LedgerId, parse_scope_id, resolve_ledger
 
-from .options import Composite, OldName, argument, option
+from .options import Composite, OldName, argument, option, text_option
 
 LEDGER_LINE_LENGTH_MAX: Final = 1 << 20
 LEDGER_FORMS: Final = "decimal, 0x hex, SCOPE:ID, 32 hex digits (qualified name) or UUID"
@@ -27,6 +27,16 @@ _LEDGER_PARAMETERS = (
         help="Ledger as 32 hex digits or UUID, scope first.",
     ),
 )
+
+
+def scope_option(help: str) -> Composite:
+    """Return the option `--ledger-scope-id`, a scope id; None when absent."""
+    return text_option("ledger_scope_id", parse_scope_id, "--ledger-scope-id", metavar="SCOPE", help=help)
+
+
+def to_scope_option(help: str) -> Composite:
+    """Return the option `--to-scope`, a scope id; None when absent."""
+    return text_option("to_scope", parse_scope_id, "--to-scope", metavar="SCOPE", help=help)
 
 
 def _one_ledger(values: Mapping[str, Any]) -> LedgerId:
@@ -87,6 +97,21 @@ LedgersOfExport = Annotated[
         (_ledgers_argument(f"Only these ledgers: {LEDGER_FORMS} (default: all)."), *_LEDGER_PARAMETERS), _any_ledgers
     ),
 ]
+
+
+class LedgersOrAll(NamedTuple):
+    """The named ledgers; None: all ledgers, or with `scope_id` all of that scope."""
+
+    ledgers: list[LedgerId] | None
+    scope_id: int | None
+
+
+def _ledgers_or_all(values: Mapping[str, Any]) -> LedgersOrAll:
+    ledgers, scope = _any_ledgers(values), values["ledger_scope_id"]
+    return LedgersOrAll(ledgers or None, None if ledgers or scope is None else parse_scope_id(scope))
+
+
+AnyLedgers = Annotated[LedgersOrAll, Composite(MANY_LEDGERS.parameters, _ledgers_or_all)]
 
 
 def _ledgers_or_file(values: Mapping[str, Any]) -> list[LedgerId]:

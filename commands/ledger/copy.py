@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from bkctl.errors import BkctlError, UsageError
-from bkctl.ids import parse_scope_id
 
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.connection import LoginOfTarget
-from ..kit.ledger_options import LedgersOrFile
-from ..kit.options import CopyPace, KeepGoing, UndoOption, count_option, digest_type_option, number_option, text_option
+from ..kit.ledger_options import LedgersOrFile, to_scope_option
+from ..kit.options import CopyPace, KeepGoing, UndoOption, count_option, digest_type_option, number_option
 
 if TYPE_CHECKING:
     from bkctl.replication.copy import CopiedLedger
@@ -70,16 +69,7 @@ def copy(
     ],
     pace: CopyPace,
     login: LoginOfTarget,
-    to_scope_id: Annotated[
-        int | None,
-        text_option(
-            "to_scope",
-            parse_scope_id,
-            "--to-scope",
-            metavar="SCOPE",
-            help="Ledger scope id of the copy (default: unchanged).",
-        ),
-    ],
+    to_scope_id: Annotated[int | None, to_scope_option("Ledger scope id of the copy (default: unchanged).")],
     to: Annotated[
         str | None,
         typer.Option(

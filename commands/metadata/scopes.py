@@ -8,11 +8,12 @@ from typing import Annotated, NamedTuple
 import typer
 
 from bkctl.errors import UsageError
-from bkctl.ids import LedgerId, parse_scope_id, random_u64
+from bkctl.ids import LedgerId, random_u64
 
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
-from ..kit.options import count_option, text_option
+from ..kit.ledger_options import scope_option
+from ..kit.options import count_option
 from ..kit.texts import with_0x
 
 app = group()
@@ -71,12 +72,7 @@ NEW_ID_COLUMNS = Columns(Column("LEDGER", "ledger", lambda ledger: ledger, Kind.
 def idgen(
     run: Run,
     limit: Annotated[int | None, count_option("--limit", "Number of ids (default 1).", old="--count")],
-    scope: Annotated[
-        int | None,
-        text_option(
-            "ledger_scope_id", parse_scope_id, "--ledger-scope-id", metavar="SCOPE", help="Random ids of this scope."
-        ),
-    ],
+    scope: Annotated[int | None, scope_option("Random ids of this scope.")],
     sequence: Annotated[
         bool,
         typer.Option("--sequence", help="Take ids of scope 0 from the cluster's generator, which gives no id twice."),

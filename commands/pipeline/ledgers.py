@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from inspect import Parameter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from bkctl.errors import AlreadyExists, NotFound, UsageError
-from bkctl.ids import LedgerId, parse_scope_id
+from bkctl.ids import LedgerId
 
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
-from ..kit.ledger_options import MANY_LEDGERS
-from ..kit.options import Composite, DryRun, option, text_option
+from ..kit.ledger_options import AnyLedgers, to_scope_option
+from ..kit.options import DryRun, combined, option
 from ..kit.texts import GREEN, RED, YELLOW, counted
 from ..ledger.listing import parse_states
 from .columns import ledger_of
@@ -29,29 +28,9 @@ if TYPE_CHECKING:
 app = group()
 
 
-class LedgersToCopy(NamedTuple):
-    """The named ledgers; without names, all ledgers of `scope_id` (None: of every scope)."""
-
-    ledgers: list[LedgerId]
-    scope_id: int | None
-
-
-def _ledgers_to_copy(values: Mapping[str, Any]) -> LedgersToCopy:
-    scope_id = None if values["ledger_scope_id"] is None else parse_scope_id(values["ledger_scope_id"])
-    is_named = values["ledgers"] or values["ledger_id"] is not None or values["ledger_qualified_name"] is not None
-    return LedgersToCopy(MANY_LEDGERS.resolve(values) if is_named else [], scope_id)
-
-
-WhichLedgers = Annotated[LedgersToCopy, Composite(MANY_LEDGERS.parameters, _ledgers_to_copy)]
-
-
-def _to_scope(help: str) -> Composite:
-    return text_option("to_scope", parse_scope_id, "--to-scope", metavar="SCOPE", help=help)
-
-
-def _sizes(values: Mapping[str, Any]) -> dict[str, str]:
-    names = {"ensemble_size": "ensembleSize", "write_quorum": "writeQuorumSize", "ack_quorum": "ackQuorumSize"}
-    return {name: str(values[key]) for key, name in names.items() if values[key] is not None}
+def _sizes(*sizes: int | None) -> dict[str, str]:
+    names = ("ensembleSize", "writeQuorumSize", "ackQuorumSize")
+    return {name: str(size) for name, size in zip(names, sizes, strict=True) if size is not None}
 
 
 def _size(name: str, flag: str, help: str) -> Parameter:
@@ -61,13 +40,11 @@ def _size(name: str, flag: str, help: str) -> Parameter:
 #: Sizes of new ledgers in place of their sources', as options of the jobs.
 NewSizes = Annotated[
     dict[str, str],
-    Composite(
-        (
-            _size("ensemble_size", "--ensemble-size", "Bookies that a fragment is spread over"),
-            _size("write_quorum", "--write-quorum", "Bookies that get each entry"),
-            _size("ack_quorum", "--ack-quorum", "Bookies that must have an entry before it counts"),
-        ),
+    combined(
         _sizes,
+        _size("ensemble_size", "--ensemble-size", "Bookies that a fragment is spread over"),
+        _size("write_quorum", "--write-quorum", "Bookies that get each entry"),
+        _size("ack_quorum", "--ack-quorum", "Bookies that must have an entry before it counts"),
     ),
 ]
 
@@ -109,7 +86,7 @@ def export(
         str,
         typer.Argument(metavar="PATH", help="Directory to create: a local path, or a URI that Spark writes to."),
     ],
-    which: WhichLedgers,
+    which: AnyLedgers,
     spark: SparkOptions,
     saves: SaveRows,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing export.")] = False,
@@ -164,7 +141,8 @@ def import_(
     run: Run,
     path: Annotated[str, typer.Argument(metavar="PATH", help="A directory that 'pipeline export' created.")],
     to_scope_id: Annotated[
-        int | None, _to_scope("Create the ledgers in this scope, under their ledger ids (default: the scope of each).")
+        int | None,
+        to_scope_option("Create the ledgers in this scope, under their ledger ids (default: the scope of each)."),
     ],
     sizes: NewSizes,
     spark: SparkOptions,
@@ -204,8 +182,8 @@ def import_(
 @command(app, "migrate-scope", connects=True, changes=True, examples=("bkctl pipeline migrate-scope 12 --to-scope 7",))
 def migrate_scope(
     run: Run,
-    which: WhichLedgers,
-    to_scope_id: Annotated[int | None, _to_scope("The scope to copy into; the ledger ids stay.")],
+    which: AnyLedgers,
+    to_scope_id: Annotated[int | None, to_scope_option("The scope to copy into; the ledger ids stay.")],
     sizes: NewSizes,
     spark: SparkOptions,
     saves: SaveRows,
@@ -229,7 +207,7 @@ def migrate_scope(
         from bkctl.spark.jobs import migration
 
         rows = migration.migrate_scope(
-            session, options, to_scope_id, from_scope_id=which.scope_id, ledgers=which.ledgers, dry_run=dry_run
+            session, options, to_scope_id, from_scope_id=which.scope_id, ledgers=which.ledgers or (), dry_run=dry_run
         )
         _show_copies(run, rows, saves)
 
