@@ -12,7 +12,7 @@ from bkctl.errors import NotFound, TimedOut, UsageError
 
 from ..kit.columns import Column
 from ..kit.command import Run
-from ..kit.options import Composite, duration_option, option
+from ..kit.options import Composite, combined, duration_option, option
 
 if TYPE_CHECKING:
     from bkctl.http.bookie_client import BookieApi
@@ -26,8 +26,7 @@ class ServerChoice(NamedTuple):
     url: str | None
 
 
-def _bookie_server(values: Mapping[str, Any]) -> ServerChoice:
-    bookie_id, url = values["bookie_of_server"], values["bookie_url"]
+def _bookie_server(bookie_id: str | None, url: str | None) -> ServerChoice:
     if bookie_id is None and url is None:
         url = os.environ.get("BKCTL_BOOKIE_URL") or None
     return ServerChoice(bookie_id, url)
@@ -36,25 +35,23 @@ def _bookie_server(values: Mapping[str, Any]) -> ServerChoice:
 #: `--bookie` and `--bookie-url`; `server` turns them into a BookieApi.
 BookieServerOption = Annotated[
     ServerChoice,
-    Composite(
-        (
-            option(
-                "bookie_of_server",
-                str,
-                "--bookie",
-                metavar="BOOKIE",
-                help="The bookie, whose registered HTTP server is used.",
-            ),
-            option(
-                "bookie_url",
-                str,
-                "--bookie-url",
-                metavar="URL",
-                help="The HTTP server, http[s]://HOST:PORT, also that of a gateway (then with --bookie); no "
-                "cluster is needed. [BKCTL_BOOKIE_URL; its token: BKCTL_API_TOKEN]",
-            ),
-        ),
+    combined(
         _bookie_server,
+        option(
+            "bookie_of_server",
+            str,
+            "--bookie",
+            metavar="BOOKIE",
+            help="The bookie, whose registered HTTP server is used.",
+        ),
+        option(
+            "bookie_url",
+            str,
+            "--bookie-url",
+            metavar="URL",
+            help="The HTTP server, http[s]://HOST:PORT, also that of a gateway (then with --bookie); no cluster is "
+            "needed. [BKCTL_BOOKIE_URL; its token: BKCTL_API_TOKEN]",
+        ),
     ),
 ]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Final, NamedTuple
 
@@ -13,7 +12,7 @@ from bkctl.errors import NotFound, UsageError
 from ..kit.audit import shown_uri
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
-from ..kit.options import Composite, DryRun, option
+from ..kit.options import DryRun, combined, option
 from .server import BookieServerOption, server
 
 app = group()
@@ -32,9 +31,9 @@ SETTING_COLUMNS = Columns(
 HIDDEN: Final = "***"
 
 
-def _settings(values: Mapping[str, Any]) -> dict[str, str]:
+def _settings(texts: list[str] | None) -> dict[str, str]:
     found: dict[str, str] = {}
-    for text in values["settings_to_set"] or ():
+    for text in texts or ():
         name, equals, value = text.partition("=")
         if not equals or not name:
             raise UsageError(f"--set {text!r}: not NAME=VALUE")
@@ -46,17 +45,15 @@ def _settings(values: Mapping[str, Any]) -> dict[str, str]:
 
 SettingsToSet = Annotated[
     dict[str, str],
-    Composite(
-        (
-            option(
-                "settings_to_set",
-                list[str],
-                "--set",
-                metavar="NAME=VALUE",
-                help="Change this setting in the bookie's memory; repeatable.",
-            ),
-        ),
+    combined(
         _settings,
+        option(
+            "settings_to_set",
+            list[str],
+            "--set",
+            metavar="NAME=VALUE",
+            help="Change this setting in the bookie's memory; repeatable.",
+        ),
     ),
 ]
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -14,7 +14,7 @@ from bkctl.errors import BkctlError, UsageError
 
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
-from ..kit.options import Composite, option
+from ..kit.options import Composite, combined, text_option
 from ..kit.records import DirOption, raise_first
 from ..kit.texts import GREEN, RED, YELLOW, counted, size_text, with_0x
 from .logs import (
@@ -137,39 +137,22 @@ GARBAGE_COLUMNS = Columns(
 )
 
 
-def _threshold(flag: str, what: str, default: float) -> Any:
-    return option(
-        flag.removeprefix("--").replace("-", "_"),
-        str,
-        flag,
-        metavar="RATIO",
-        help=f"{what} (default: that of --conf, else {default}).",
-    )
+def _threshold(kind: str, default: float) -> Composite:
+    flag = f"--{kind}-threshold"
 
+    def ratio(text: str) -> float:
+        with suppress(ValueError):
+            if 0 <= (value := float(text)) <= 1:
+                return value
+        raise UsageError(f"{flag} {text}: not a ratio from 0 to 1")
 
-def _given_thresholds(values: Mapping[str, Any]) -> tuple[float | None, float | None]:
-    found: list[float | None] = []
-    for name in ("minor_threshold", "major_threshold"):
-        text = values[name]
-        value = None
-        if text is not None:
-            with suppress(ValueError):
-                value = float(text)
-            if value is None or not 0 <= value <= 1:
-                raise UsageError(f"--{name.replace('_', '-')} {text}: not a ratio from 0 to 1")
-        found.append(value)
-    return found[0], found[1]
+    help = f"Usage below which {kind} compaction rewrites a log (default: that of --conf, else {default})."
+    return text_option(f"{kind}_threshold", ratio, flag, metavar="RATIO", help=help)
 
 
 ThresholdOptions = Annotated[
     tuple[float | None, float | None],
-    Composite(
-        (
-            _threshold("--minor-threshold", "Usage below which minor compaction rewrites a log", 0.2),
-            _threshold("--major-threshold", "Usage below which major compaction rewrites a log", 0.8),
-        ),
-        _given_thresholds,
-    ),
+    combined(lambda *thresholds: thresholds, _threshold("minor", 0.2), _threshold("major", 0.8)),
 ]
 
 

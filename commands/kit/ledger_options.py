@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from inspect import Parameter
 from typing import Annotated, Any, Final, NamedTuple, TextIO
 
 from bkctl.errors import UsageError
 from bkctl.ids import LedgerId, parse_scope_id, resolve_ledger
 
-from .options import Composite, OldName, argument, option, text_option
+from .options import Composite, OldName, argument, combined, option, text_option
 
 LEDGER_LINE_LENGTH_MAX: Final = 1 << 20
 LEDGER_FORMS: Final = "decimal, 0x hex, SCOPE:ID, 32 hex digits (qualified name) or UUID"
@@ -189,9 +189,8 @@ class NewLedger(NamedTuple):
     scope_id: int
 
 
-def _new_ledger(values: Mapping[str, Any]) -> NewLedger:
-    scope_text, name, id_text = values["ledger_scope_id"], values["ledger_qualified_name"], values["ledger_id"]
-    if values["uuid"]:
+def _new_ledger(is_random: bool, id_text: str | None, scope_text: str | None, name: str | None) -> NewLedger:
+    if is_random:
         if (id_text, name, scope_text) != (None, None, None):
             raise UsageError("--uuid generates an id, but another option gives one", hint="drop one of the two")
         ledger = LedgerId.random()
@@ -206,17 +205,17 @@ def _new_ledger(values: Mapping[str, Any]) -> NewLedger:
 #: The id of a ledger that is to be created.
 LedgerToCreate = Annotated[
     NewLedger,
-    Composite(
-        (
-            option("uuid", bool, "--uuid", help="Use a random UUID as the 128-bit id.", default=False),
-            *_LEDGER_PARAMETERS,
-        ),
+    combined(
         _new_ledger,
+        option("uuid", bool, "--uuid", help="Use a random UUID as the 128-bit id.", default=False),
+        *_LEDGER_PARAMETERS,
     ),
 ]
 
 
-def _scope_filter(default: int | None) -> Callable[[Mapping[str, Any]], int | None]:
+def _scope(help: str, *, default: int | None) -> Composite:
+    """Return `--ledger-scope-id` and `--all-scopes` as one scope (None: all); `default` where none is named."""
+
     def resolve(values: Mapping[str, Any]) -> int | None:
         text = values["ledger_scope_id"]
         if values["all_scopes"]:
@@ -225,25 +224,15 @@ def _scope_filter(default: int | None) -> Callable[[Mapping[str, Any]], int | No
             return None
         return default if text is None else parse_scope_id(text)
 
-    return resolve
-
-
-def _scope_parameters(help: str) -> tuple[Parameter, ...]:
-    return (
-        option("ledger_scope_id", str, "--ledger-scope-id", metavar="SCOPE", help=help),
-        option("all_scopes", bool, "--all-scopes", help="Ledgers of every scope.", default=False),
-    )
+    all_scopes = option("all_scopes", bool, "--all-scopes", help="Ledgers of every scope.", default=False)
+    return Composite((*scope_option(help).parameters, all_scopes), resolve)
 
 
 #: The scope that a command lists (scope 0 when none is named); None: all scopes.
-ScopeToList = Annotated[
-    int | None, Composite(_scope_parameters("Only ledgers of this scope (default 0)."), _scope_filter(0))
-]
+ScopeToList = Annotated[int | None, _scope("Only ledgers of this scope (default 0).", default=0)]
 
 #: The scope that a command looks at (None: all scopes, as when none is named).
-ScopeOfAny = Annotated[
-    int | None, Composite(_scope_parameters("Only ledgers of this scope (default: all)."), _scope_filter(None))
-]
+ScopeOfAny = Annotated[int | None, _scope("Only ledgers of this scope (default: all).", default=None)]
 
 
 #: `--ledger`, repeatable, as a part of a Composite.
@@ -264,25 +253,20 @@ class ScanFilter(NamedTuple):
     scope_id: int | None
 
 
-def _scan_filter(values: Mapping[str, Any]) -> ScanFilter:
-    scope = _scope_filter(None)(values)
-    if values["ledger_filter"] is None:
-        return ScanFilter(None, scope)
-    return ScanFilter(LedgerId.parse(values["ledger_filter"], scope), scope)
+def _scan_filter(text: str | None, scope: int | None) -> ScanFilter:
+    return ScanFilter(None if text is None else LedgerId.parse(text, scope), scope)
 
 
 #: `--ledger`, `--ledger-scope-id`, `--all-scopes` of a scan, as a ScanFilter; a bare `--ledger` is in the scope given.
-SCAN_LEDGERS: Final = Composite(
-    (
-        option(
-            "ledger_filter",
-            str,
-            "--ledger",
-            OldName("--ledger-id"),
-            metavar="LEDGER",
-            help=f"Only this ledger: {LEDGER_FORMS}.",
-        ),
-        *_scope_parameters("Only ledgers of this scope."),
-    ),
+SCAN_LEDGERS: Final = combined(
     _scan_filter,
+    option(
+        "ledger_filter",
+        str,
+        "--ledger",
+        OldName("--ledger-id"),
+        metavar="LEDGER",
+        help=f"Only this ledger: {LEDGER_FORMS}.",
+    ),
+    _scope("Only ledgers of this scope.", default=None),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
 
@@ -13,7 +13,7 @@ from bkctl.errors import UsageError
 from ..kit.columns import Columns
 from ..kit.command import Run
 from ..kit.ledger_options import SCAN_LEDGERS, ScanFilter
-from ..kit.options import Composite, option, parameter
+from ..kit.options import combined, option, parameter
 from ..kit.settings import SETTINGS, ValueType
 from ..kit.texts import counted
 from .saves import Saves, check_saves, check_spark_saves
@@ -42,24 +42,21 @@ class GivenBookies(NamedTuple):
         return not self.places and self.facts is None
 
 
-def _given_bookies(values: Mapping[str, Any]) -> GivenBookies:
-    given = GivenBookies(list(values["places"] or ()), values["facts"])
-    if given.places and given.facts is not None:
+def _given_bookies(places: list[str] | None, facts: str | None) -> GivenBookies:
+    if places and facts is not None:
         raise UsageError("Bookies' files and --facts are given", hint="give one of them")
-    return given
+    return GivenBookies(places or [], facts)
 
 
 Places = Annotated[
     GivenBookies,
-    Composite(
-        (
-            parameter("places", Annotated[list[str] | None, PLACES]),
-            option(
-                "facts", str, "--facts", metavar="URI",
-                help="Read facts that 'pipeline extract' wrote, instead of bookies' files.",
-            ),
-        ),
+    combined(
         _given_bookies,
+        parameter("places", Annotated[list[str] | None, PLACES]),
+        option(
+            "facts", str, "--facts", metavar="URI",
+            help="Read facts that 'pipeline extract' wrote, instead of bookies' files.",
+        ),
     ),
 ]  # fmt: skip
 
@@ -80,47 +77,47 @@ class SparkSettings(NamedTuple):
         return self == (None, {}, [], None)
 
 
-def _spark_settings(values: Mapping[str, Any]) -> SparkSettings:
+def _spark_settings(
+    master: str | None, texts: list[str] | None, archives: list[str] | None, ship: bool | None
+) -> SparkSettings:
     settings: dict[str, str] = {}
-    for text in values["spark_settings"] or ():
+    for text in texts or ():
         name, equals, value = text.partition("=")
         if not equals or not name.startswith("spark."):
             raise UsageError(f"--spark-conf {text!r}: not NAME=VALUE", hint="as spark.executor.memory=4g")
         settings[name] = value
-    if (values["master"] or "").startswith("sc://"):
+    if (master or "").startswith("sc://"):
         raise UsageError(
-            f"--master {values['master']}: commands start Spark themselves, and a Spark Connect server runs already",
+            f"--master {master}: commands start Spark themselves, and a Spark Connect server runs already",
             hint="call the jobs in Python there, or name the master of its cluster",
         )
-    return SparkSettings(values["master"], settings, list(values["archives"] or ()), values["ship"])
+    return SparkSettings(master, settings, archives or [], ship)
 
 
 _PANEL = "Spark options"
 
 SparkOptions = Annotated[
     SparkSettings,
-    Composite(
-        (
-            option(
-                "master", str, "--master", metavar="URL", rich_help_panel=_PANEL,
-                help="Where Spark runs: local[*] (this machine, all cores), local[N], spark://HOST:PORT, yarn, k8s://… "
-                "(default: this machine, and no Spark for jobs that only read files).",
-            ),
-            option(
-                "spark_settings", list[str], "--spark-conf", metavar="NAME=VALUE", rich_help_panel=_PANEL,
-                help="A setting of Spark, as spark.driver.memory=4g; repeatable.",
-            ),
-            option(
-                "archives", list[str], "--archive", metavar="FILE[#NAME]", rich_help_panel=_PANEL,
-                help="Archive to unpack on every executor, as venv.tar.gz#environment; repeatable.",
-            ),
-            option(
-                "ship", bool | None, "--ship/--no-ship", rich_help_panel=_PANEL,
-                help="Send this package and its compiled scanner to the executors (default: unless Spark runs "
-                "on this machine alone). Executors of another platform scan in Python, 4 times slower.",
-            ),
-        ),
+    combined(
         _spark_settings,
+        option(
+            "master", str, "--master", metavar="URL", rich_help_panel=_PANEL,
+            help="Where Spark runs: local[*] (this machine, all cores), local[N], spark://HOST:PORT, yarn, k8s://… "
+            "(default: this machine, and no Spark for jobs that only read files).",
+        ),
+        option(
+            "spark_settings", list[str], "--spark-conf", metavar="NAME=VALUE", rich_help_panel=_PANEL,
+            help="A setting of Spark, as spark.driver.memory=4g; repeatable.",
+        ),
+        option(
+            "archives", list[str], "--archive", metavar="FILE[#NAME]", rich_help_panel=_PANEL,
+            help="Archive to unpack on every executor, as venv.tar.gz#environment; repeatable.",
+        ),
+        option(
+            "ship", bool | None, "--ship/--no-ship", rich_help_panel=_PANEL,
+            help="Send this package and its compiled scanner to the executors (default: unless Spark runs "
+            "on this machine alone). Executors of another platform scan in Python, 4 times slower.",
+        ),
     ),
 ]  # fmt: skip
 

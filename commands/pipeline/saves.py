@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,7 +14,7 @@ from bkctl.errors import AlreadyExists, NotFound, UsageError
 from ..kit.columns import Columns, Output
 from ..kit.command import Run
 from ..kit.lines import Lines
-from ..kit.options import Composite, option
+from ..kit.options import Composite, combined, option
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -58,27 +58,24 @@ class Saves(NamedTuple):
         return [path for path in self.paths if not _is_remote(path) and path not in self.pages]
 
 
-def _saves(values: Mapping[str, Any]) -> Saves:
-    paths, tables = (list(dict.fromkeys(values[name] or ())) for name in ("save", "save_tables"))
-    return Saves(paths, tables, bool(values["append"]), datetime.now(UTC))
+def _saves(paths: list[str] | None, tables: list[str] | None, append: bool) -> Saves:
+    return Saves(list(dict.fromkeys(paths or ())), list(dict.fromkeys(tables or ())), append, datetime.now(UTC))
 
 
 def _save_options(save_help: str) -> Composite:
     """Return the options, with this help of --save."""
-    return Composite(
-        (
-            option("save", list[str], "--save", metavar="PATH", help=f"{save_help} Repeatable."),
-            option(
-                "save_tables", list[str], "--save-table", metavar="NAME",
-                help="Also save the rows as a new table of Spark's catalog; runs on Spark. Repeatable.",
-            ),
-            option(
-                "append", bool, "--append", default=False,
-                help=f"Add the rows, dated by a column {RUN_AT}, to existing tables of --save-table, and to "
-                "NAME.parquet of --save, a directory.",
-            ),
-        ),
+    return combined(
         _saves,
+        option("save", list[str], "--save", metavar="PATH", help=f"{save_help} Repeatable."),
+        option(
+            "save_tables", list[str], "--save-table", metavar="NAME",
+            help="Also save the rows as a new table of Spark's catalog; runs on Spark. Repeatable.",
+        ),
+        option(
+            "append", bool, "--append", default=False,
+            help=f"Add the rows, dated by a column {RUN_AT}, to existing tables of --save-table, and to "
+            "NAME.parquet of --save, a directory.",
+        ),
     )  # fmt: skip
 
 
