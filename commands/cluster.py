@@ -12,7 +12,7 @@ from bkctl.errors import AlreadyExists, Conflict, NotFound, UsageError
 from bkctl.metadata.admin.health_codes import HealthCode
 
 from .kit.audit import user_name
-from .kit.columns import Column, Columns, Kind, Output
+from .kit.columns import Column, Columns, Kind, Output, value_at
 from .kit.command import Run, command, group
 from .kit.options import DryRun, UndoOption, WatchOption, YesReally, duration_option
 from .kit.texts import GREEN, RED, YELLOW, counted
@@ -299,8 +299,8 @@ DETAIL_COLUMNS = Columns(
     Column("WHAT", "message", "finding.message"),
     Column("ADVICE", "advice", "finding.advice"),
     Column("DETAILS", "details", "finding.details", Kind.NESTED, optional=True),
-    Column("MUTED BY", "mutedBy", lambda row: row.mute and row.mute.user, optional=True),
-    Column("MUTED UNTIL", "mutedUntil", lambda row: row.mute and row.mute.until_ms, Kind.TIME, optional=True),
+    Column("MUTED BY", "mutedBy", value_at("mute.user"), optional=True),
+    Column("MUTED UNTIL", "mutedUntil", value_at("mute.until_ms"), Kind.TIME, optional=True),
     key="code",
 )  # fmt: skip
 

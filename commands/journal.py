@@ -14,7 +14,7 @@ import typer
 
 from bkctl.errors import BkctlError, NotFound, UsageError
 
-from .kit.columns import Column, Columns, Kind, ledger_column
+from .kit.columns import Column, Columns, Kind
 from .kit.command import Run, command, group
 from .kit.options import ReadPace, count_option
 from .kit.records import (
@@ -326,7 +326,7 @@ _SUMS = (
     Column("SIZE", "size", "size_bytes", Kind.SIZE),
 )
 TYPE_COLUMNS = Columns(Column("TYPE", "type", lambda row: str(row.key), Kind.WORD), *_SUMS, key="type")
-LEDGER_COLUMNS = Columns(ledger_column("key"), *_SUMS, key="ledger")
+LEDGER_COLUMNS = Columns(Column("LEDGER", "ledger", "key", Kind.LEDGER), *_SUMS, key="ledger")
 SCOPE_COLUMNS = Columns(
     Column("SCOPE", "ledgerScopeId", lambda row: str(row.key)),
     Column("LEDGERS", "ledgerCount", "ledger_count", Kind.INTEGER),

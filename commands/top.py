@@ -12,7 +12,7 @@ import typer
 
 from bkctl.errors import UsageError
 
-from .kit.columns import Column, Columns, Kind, Output
+from .kit.columns import Column, Columns, Kind, Output, value_at
 from .kit.command import Run, command, group
 from .kit.options import duration_option
 from .kit.texts import GREEN, RED, YELLOW
@@ -38,13 +38,10 @@ class LoadRow(NamedTuple):
 
 def _read(path: str) -> Callable[[LoadRow], Any]:
     """Return a function row → the value at `path` in the bookie's reading; None without a reading."""
+    read = value_at(f"load.reading.{path}")
 
     def value(row: LoadRow) -> Any:
-        found: Any = row.load.reading
-        for name in path.split("."):
-            if found is None:
-                return None
-            found = getattr(found, name)
+        found = read(row)
         return round(found, 3) if isinstance(found, float) else found
 
     return value

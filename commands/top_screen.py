@@ -17,6 +17,7 @@ from rich.text import Text
 
 from bkctl.errors import BkctlError
 
+from .kit.columns import value_at
 from .kit.keys import keys
 from .kit.texts import counted, iso_time, plain, size_text
 
@@ -53,29 +54,17 @@ def _number_text(value: float) -> str:
     return f"{value:.0f}T"
 
 
-def _of_reading(path: str) -> Callable[[BookieLoad], Any]:
-    def value(load: BookieLoad) -> Any:
-        found: Any = load.reading
-        for name in path.split("."):
-            if found is None:
-                return None
-            found = getattr(found, name)
-        return found
-
-    return value
-
-
 _FIELDS: Final = (
     _Field("BOOKIE", 0, lambda load: load.bookie.bookie_id, plain),
     _Field("ST", 1, lambda load: load.bookie.state, str),
     _Field("ADD/S", 2, lambda load: load.per_second.adds, _number_text),
     _Field("READ/S", 3, lambda load: load.per_second.reads, _number_text),
-    _Field("ADD99", 4, _of_reading("add.p99_ms"), _number_text),
-    _Field("READ99", 5, _of_reading("read.p99_ms"), _number_text),
-    _Field("SYNC99", 6, _of_reading("journal_sync.p99_ms"), _number_text),
-    _Field("DISK", 7, _of_reading("disk.used_percent"), "{:.0f}%".format),
-    _Field("GC", 8, _of_reading("collection"), str),
-    _Field("LEDGERS", 10, _of_reading("ledger_count"), _number_text),
+    _Field("ADD99", 4, value_at("reading.add.p99_ms"), _number_text),
+    _Field("READ99", 5, value_at("reading.read.p99_ms"), _number_text),
+    _Field("SYNC99", 6, value_at("reading.journal_sync.p99_ms"), _number_text),
+    _Field("DISK", 7, value_at("reading.disk.used_percent"), "{:.0f}%".format),
+    _Field("GC", 8, value_at("reading.collection"), str),
+    _Field("LEDGERS", 10, value_at("reading.ledger_count"), _number_text),
     _Field("UNDER", 9, lambda load: load.underreplicated_count, _number_text),
 )
 _TEXT_FIELDS: Final = ("BOOKIE", "ST", "GC")

@@ -14,7 +14,7 @@ import typer
 
 from bkctl.errors import BkctlError, UsageError
 
-from ..kit.columns import Column, Columns, Kind
+from ..kit.columns import Column, Columns, Kind, value_at
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import AnyLedgers
 from ..kit.options import Composite, DryRun, LedgerPassword, YesReally, option
@@ -272,8 +272,8 @@ DOWNGRADED_COLUMNS = Columns(
     Column("VERSION 7", "journalCount", lambda row: len(row.journal_ids), Kind.INTEGER),
     Column(None, "journalIds", "journal_ids", Kind.NESTED),
     Column("TO REPLAY", "recordCount", "record_count", Kind.INTEGER),
-    Column("MARK", "lastMarkJournalId", lambda row: None if row.mark is None else row.mark.journal_id, Kind.INTEGER),
-    Column(None, "lastMarkOffset", lambda row: None if row.mark is None else row.mark.offset, Kind.INTEGER),
+    Column("MARK", "lastMarkJournalId", value_at("mark.journal_id"), Kind.INTEGER),
+    Column(None, "lastMarkOffset", value_at("mark.offset"), Kind.INTEGER),
     key="directory",
 )
 

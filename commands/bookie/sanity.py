@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from bkctl.errors import FindingsError, TimedOut, Unreachable, UsageError
 
-from ..kit.columns import Column, Columns, Kind
+from ..kit.columns import Column, Columns, Kind, value_at
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import scope_option
 from ..kit.options import count_option, duration_option
@@ -29,25 +29,19 @@ class SanityRow(NamedTuple):
     result: RoundTrip | None
 
 
-def _ms(milliseconds: int) -> str:
-    return f"{milliseconds:,} ms"
-
-
 SANITY_COLUMNS = Columns(
     Column("BOOKIE", "bookieId", "bookie_id"),
     Column("URL", "url", "url"),
     Column("PASSED", "passed", "passed", Kind.BOOLEAN, style={"yes": GREEN, "no": RED}),
     Column("READ ONLY", "readOnly", "read_only", Kind.BOOLEAN, style={"yes": YELLOW}),
-    Column(
-        "ENTRIES", "entryCount", lambda row: row.result and row.result.entry_count, Kind.INTEGER, optional=True
-    ),
+    Column("ENTRIES", "entryCount", value_at("result.entry_count"), Kind.INTEGER, optional=True),
     Column(
         "WRITTEN IN", "writeMilliseconds", lambda row: row.result and round(row.result.write_s * 1000), Kind.INTEGER,
-        optional=True, text=_ms,
+        optional=True, text="{:,} ms".format,
     ),
     Column(
         "READ IN", "readMilliseconds", lambda row: row.result and round(row.result.read_s * 1000), Kind.INTEGER,
-        optional=True, text=_ms,
+        optional=True, text="{:,} ms".format,
     ),
 )  # fmt: skip
 

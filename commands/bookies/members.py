@@ -10,7 +10,7 @@ import typer
 
 from bkctl.errors import BkctlError, NotFound, Unreachable, UsageError
 
-from ..kit.columns import Column, Columns, Kind
+from ..kit.columns import Column, Columns, Kind, value_at
 from ..kit.command import Run, command, group
 from ..kit.options import WatchOption
 from ..kit.texts import GREEN, RED, YELLOW, size_text
@@ -145,19 +145,14 @@ SHOW_COLUMNS = Columns(
     ),
     Column("COOKIE", "cookie", _cookie_object, Kind.NESTED),
     Column("COOKIE PROBLEM", "cookieError", "cookie_error", optional=True),
-    Column(
-        "LEDGERS", "ledgerCount", lambda row: row.ledgers and row.ledgers.ledger_count, Kind.INTEGER, optional=True
-    ),
-    Column(
-        "  NOT CLOSED", "openLedgerCount", lambda row: row.ledgers and row.ledgers.open_count, Kind.INTEGER,
-        optional=True,
-    ),
+    Column("LEDGERS", "ledgerCount", value_at("ledgers.ledger_count"), Kind.INTEGER, optional=True),
+    Column("  NOT CLOSED", "openLedgerCount", value_at("ledgers.open_count"), Kind.INTEGER, optional=True),
     key="bookieId",
 )  # fmt: skip
 SHOW_TABLE_COLUMNS = Columns(
     *(column for column in SHOW_COLUMNS.columns if column.name in ("bookieId", "state", "address", "ledgerScopes")),
     Column("COOKIE", "cookie", lambda row: row.cookie is not None or None, Kind.BOOLEAN),
-    Column("LEDGERS", "ledgerCount", lambda row: row.ledgers and row.ledgers.ledger_count, Kind.INTEGER),
+    Column("LEDGERS", "ledgerCount", value_at("ledgers.ledger_count"), Kind.INTEGER),
     key="bookieId",
 )
 
@@ -220,7 +215,7 @@ USAGE_COLUMNS = Columns(
     Column("FREE", "freeSpace", "free", Kind.SIZE),
     Column("USED", "usedSpace", "used", Kind.SIZE),
     Column("USED %", "usedPercent", "used_percent", Kind.INTEGER, text=lambda value: f"{value:.1f}%"),
-    Column("PROBLEM", "error", lambda row: row.error and row.error.message),
+    Column("PROBLEM", "error", value_at("error.message")),
     key="bookieId",
 )
 

@@ -15,7 +15,7 @@ import typer
 from bkctl.errors import BkctlError, NotFound, UsageError
 from bkctl.ids import LedgerId
 
-from ..kit.columns import Column, Columns, Kind, Output
+from ..kit.columns import Column, Columns, Kind, Output, value_at
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import LEDGER_FORMS, scope_option
 from ..kit.lines import Lines
@@ -91,7 +91,7 @@ REPORT_COLUMNS = Columns(
         Kind.NESTED,
         text=lambda value: _gap_text([(each["firstEntryId"], each["lastEntryId"]) for each in value]),
     ),
-    Column("DIGEST TYPE", "digestType", lambda row: None if row.digest_type is None else row.digest_type.name),
+    Column("DIGEST TYPE", "digestType", value_at("digest_type.name")),
     Column("LOGS", "logs", lambda row: list(map(str, row.extraction.log_paths)), Kind.NESTED),
     Column("FILE", "file", lambda row: str(row.file)),
     key="ledger",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from bkctl.errors import BkctlError, NotFound
 
-from ..kit.columns import Column, Columns, Kind
+from ..kit.columns import Column, Columns, Kind, value_at
 from ..kit.command import Run, command, group
 from ..kit.records import DirOption, Records, directories_argument, print_records, raise_first
 from ..kit.texts import YELLOW, with_0x
@@ -59,14 +59,10 @@ LOG_COLUMNS = Columns(
 )
 
 
-def _of_use(name: str) -> Callable[[Any], Any]:
-    return lambda row: None if row.use is None else getattr(row.use, name)
-
-
 LOG_GARBAGE_COLUMNS = LOG_COLUMNS.and_also(
-    Column("REMAINING", "remainingSize", _of_use("remaining_size_bytes"), Kind.SIZE),
-    Column("GARBAGE", "garbageSize", _of_use("garbage_size_bytes"), Kind.SIZE),
-    Column("USAGE", "usage", _of_use("usage"), Kind.INTEGER, text=ratio_text),
+    Column("REMAINING", "remainingSize", value_at("use.remaining_size_bytes"), Kind.SIZE),
+    Column("GARBAGE", "garbageSize", value_at("use.garbage_size_bytes"), Kind.SIZE),
+    Column("USAGE", "usage", value_at("use.usage"), Kind.INTEGER, text=ratio_text),
 )
 
 

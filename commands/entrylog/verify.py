@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +10,7 @@ import typer
 
 from bkctl.errors import BkctlError, UsageError
 
-from ..kit.columns import Column, Columns, Kind, Output
+from ..kit.columns import Column, Columns, Kind, Output, value_at
 from ..kit.command import Run, command, group
 from ..kit.options import DigestToCheck, LedgerPassword, ReadPace
 from ..kit.records import DirOption, raise_first
@@ -30,10 +30,6 @@ STATE_STYLE_OF_LOG = {"damaged": RED, "unreadable": RED, "torn": YELLOW}
 
 def _matched(row: LogCheck) -> dict[str, int] | None:
     return None if row.digests is None else {each.name: count for each, count in row.digests.matched.items()}
-
-
-def _of_digests(name: str) -> Callable[[LogCheck], int | None]:
-    return lambda row: None if row.digests is None else getattr(row.digests, name)
 
 
 def _log_findings(row: LogCheck) -> list[dict[str, Any]]:
@@ -62,10 +58,10 @@ CHECK_COLUMNS = Columns(
     Column(None, "entriesBehindSize", "behind.entries_size_bytes", Kind.INTEGER),
     Column("RESUMES AT", "resumesAt", "behind.resumes_at", Kind.INTEGER),
     Column("MATCHED", "digests", _matched, Kind.NESTED),
-    Column("MISMATCHED", "mismatchedCount", _of_digests("mismatched"), Kind.INTEGER),
-    Column("UNKNOWN", "unknownCount", _of_digests("unknown"), Kind.INTEGER),
-    Column(None, "unprotectedCount", _of_digests("unprotected"), Kind.INTEGER),
-    Column(None, "withoutPasswordCount", _of_digests("without_password"), Kind.INTEGER),
+    Column("MISMATCHED", "mismatchedCount", value_at("digests.mismatched"), Kind.INTEGER),
+    Column("UNKNOWN", "unknownCount", value_at("digests.unknown"), Kind.INTEGER),
+    Column(None, "unprotectedCount", value_at("digests.unprotected"), Kind.INTEGER),
+    Column(None, "withoutPasswordCount", value_at("digests.without_password"), Kind.INTEGER),
     Column("PROBLEM", "problem", "problem"),
     Column(None, "findings", _log_findings, Kind.NESTED),
     file_column(lambda row: row.path),

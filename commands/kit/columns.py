@@ -95,9 +95,17 @@ class Column:
         return attrgetter(source) if isinstance(source, str) else source
 
 
-def ledger_column(source: str = "ledger") -> Column:
-    """Return the column of a LedgerId: three id fields in JSON and csv, decimal or qualified name in a table."""
-    return Column("LEDGER", "ledger", source, Kind.LEDGER)
+def value_at(path: str) -> Callable[[Any], Any]:
+    """Return the function row → value at an attribute path; None where anything on the way is None."""
+
+    def value(row: Any) -> Any:
+        for name in path.split("."):
+            if row is None:
+                return None
+            row = getattr(row, name)
+        return row
+
+    return value
 
 
 def applied_column(*, is_applied: bool) -> Column:

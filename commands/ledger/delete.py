@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,7 +13,7 @@ from bkctl.errors import Conflict
 from bkctl.ids import LedgerId
 from bkctl.pace import Pace
 
-from ..kit.columns import Column, Columns, Kind
+from ..kit.columns import Column, Columns, Kind, value_at
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import LedgersOrFile
 from ..kit.options import (
@@ -35,17 +34,13 @@ if TYPE_CHECKING:
 app = group()
 
 
-def _known(name: str) -> Callable[[Removal], Any]:
-    return lambda row: None if row.metadata is None else getattr(row.metadata, name)
-
-
 DELETED_COLUMNS = Columns(
     Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
-    Column("STATE", "state", lambda row: row.metadata and row.metadata.state.name, style=STATE_STYLE),
-    Column("LENGTH", "length", _known("length"), Kind.SIZE),
-    Column("LAST ENTRY", "lastEntryId", _known("last_entry_id"), Kind.INTEGER),
+    Column("STATE", "state", value_at("metadata.state.name"), style=STATE_STYLE),
+    Column("LENGTH", "length", value_at("metadata.length"), Kind.SIZE),
+    Column("LAST ENTRY", "lastEntryId", value_at("metadata.last_entry_id"), Kind.INTEGER),
     Column("DELETED", "deleted", "removed", Kind.BOOLEAN),
-    Column(None, "error", lambda row: row.error and row.error.message, optional=True),
+    Column(None, "error", value_at("error.message"), optional=True),
     key="ledger",
 )
 

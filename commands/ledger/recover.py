@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from bkctl.ids import LedgerId
 
-from ..kit.columns import Column, Columns, Kind
+from ..kit.columns import Column, Columns, Kind, value_at
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import ManyLedgers
 from ..kit.options import DryRun, UndoOption
@@ -32,17 +32,13 @@ class RecoveryPlanRow(NamedTuple):
     loss: RecoveryLoss | None
 
 
-def _given_up(name: str) -> Callable[[RecoveryPlanRow], Any]:
-    return lambda row: None if row.loss is None else getattr(row.loss, name)
-
-
 RECOVERY_PLAN_COLUMNS = Columns(
     Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
     Column("STATE", "state", "state", style=STATE_STYLE),
     Column("LOSS", "loss", lambda row: row.loss is not None, Kind.BOOLEAN),
-    Column("LAST ENTRY", "lastEntryId", _given_up("last_entry_id"), Kind.INTEGER),
-    Column("LAST READABLE", "lastReadableEntryId", _given_up("readable_entry_id"), Kind.INTEGER),
-    Column("LENGTH", "length", _given_up("length"), Kind.SIZE),
+    Column("LAST ENTRY", "lastEntryId", value_at("loss.last_entry_id"), Kind.INTEGER),
+    Column("LAST READABLE", "lastReadableEntryId", value_at("loss.readable_entry_id"), Kind.INTEGER),
+    Column("LENGTH", "length", value_at("loss.length"), Kind.SIZE),
     key="ledger",
 )
 

@@ -14,7 +14,7 @@ import typer
 
 from bkctl.errors import NotFound, UsageError
 
-from ..kit.columns import Column, Columns, Kind, Output
+from ..kit.columns import Column, Columns, Kind, Output, value_at
 from ..kit.command import Run, command, group
 from ..kit.options import BinaryFormat, BinaryFormatOption, DryRun, UndoOption, count_option
 from ..kit.texts import GREEN, RED, binary_text, counted, readable_text
@@ -133,7 +133,7 @@ def _branch(row: Any) -> str:
 
 TREE_COLUMNS = Columns(
     Column("NODE", "path", "path"),
-    Column("VERSION", "version", lambda node: node.found and node.found.version, Kind.INTEGER),
+    Column("VERSION", "version", value_at("found.version"), Kind.INTEGER),
     Column("SIZE", "size", lambda node: node.found and len(node.found.value), Kind.SIZE),
     Column("CREATED", "ctime", lambda node: (node.found and node.found.ctime_ms) or None, Kind.TIME),
     key="path",
