@@ -12,6 +12,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partialmethod
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from starlette.responses import Response, StreamingResponse
@@ -272,24 +273,18 @@ class Endpoints(list[ApiEndpoint]):
         super().__init__()
         self._of_bookie = of_bookie
 
-    def get(self, path: str, summary: str, **settings: Any) -> Callable[[Handler], Handler]:
-        """Declare the decorated handler for GET."""
-        return self._declare("GET", path, summary, settings)
+    def _declare(self, method: str, path: str, summary: str, **settings: Any) -> Callable[[Handler], Handler]:
+        """Declare the decorated handler; `settings` are fields of ApiEndpoint."""
 
-    def put(self, path: str, summary: str, **settings: Any) -> Callable[[Handler], Handler]:
-        """Declare the decorated handler for PUT."""
-        return self._declare("PUT", path, summary, settings)
-
-    def delete(self, path: str, summary: str, **settings: Any) -> Callable[[Handler], Handler]:
-        """Declare the decorated handler for DELETE."""
-        return self._declare("DELETE", path, summary, settings)
-
-    def _declare(self, method: str, path: str, summary: str, settings: dict[str, Any]) -> Callable[[Handler], Handler]:
         def declare(handler: Handler) -> Handler:
             self.append(ApiEndpoint(method, path, summary, handler, of_bookie=self._of_bookie, **settings))
             return handler
 
         return declare
+
+    get: partialmethod[Callable[[Handler], Handler]] = partialmethod(_declare, "GET")
+    put: partialmethod[Callable[[Handler], Handler]] = partialmethod(_declare, "PUT")
+    delete: partialmethod[Callable[[Handler], Handler]] = partialmethod(_declare, "DELETE")
 
 
 class ServiceUnavailable(BkctlError):

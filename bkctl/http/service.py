@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from bkctl.client.ledger import BookKeeper
 from bkctl.client.placement import DEFAULT_RULES, RackRules
@@ -54,13 +54,9 @@ class BookieProxy:
 
         return await self.do(answer)
 
-    async def do(self, work: Callable[[Bookie], Awaitable[T]]) -> T:
+    async def do(self, work: Callable[[Bookie], Coroutine[Any, Any, T]]) -> T:
         """Return the result of asynchronous work in the bookie's event loop. Raise its errors, and TimedOut."""
-
-        async def run() -> T:
-            return await work(self.bookie)
-
-        coroutine = run()
+        coroutine = work(self.bookie)
         try:
             future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         except RuntimeError:  # the loop is closed: the bookie has stopped
