@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -15,18 +15,7 @@ from ..kit.connection import LoginOfTarget
 from ..kit.ledger_options import LedgersOrFile, to_scope_option
 from ..kit.options import CopyPace, KeepGoing, UndoOption, count_option, digest_type_option, number_option
 
-if TYPE_CHECKING:
-    from bkctl.replication.copy import CopiedLedger
-
 app = group()
-
-
-def _copy_id(row: CopiedLedger) -> dict[str, str]:
-    return {
-        "ledgerScopeId": str(row.copy.scope_id),
-        "ledgerId": str(row.copy.ledger_id),
-        "ledgerQualifiedName": row.copy.qualified_name,
-    }
 
 
 def _copy_text(copy: dict[str, str]) -> str:
@@ -35,7 +24,7 @@ def _copy_text(copy: dict[str, str]) -> str:
 
 COPY_COLUMNS = Columns(
     Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
-    Column("COPY", "copy", _copy_id, Kind.NESTED, text=_copy_text),
+    Column("COPY", "copy", lambda row: row.copy.to_json(), Kind.NESTED, text=_copy_text),
     Column("ENTRIES", "entryCount", "entry_count", Kind.INTEGER),
     Column("LENGTH", "length", "length", Kind.SIZE),
     Column("SOURCE OPEN", "sourceOpen", "source_open", Kind.BOOLEAN),
