@@ -137,7 +137,7 @@ def _flag(name: str, *declarations: str, **settings: Any) -> Parameter:
 
 def _root(**values: Any) -> None:
     context: typer.Context = values["context"]
-    session = context.obj = context.obj if isinstance(context.obj, Session) else Session()
+    session: Session = context.obj
     session.globals = read_options(values)
     for name in ("verbose", "quiet", "no_color", "debug"):
         setattr(session, name, getattr(session, name) or values[name] or _is_set(name))

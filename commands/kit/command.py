@@ -734,10 +734,8 @@ def command(
 
         def invoke(**values: Any) -> None:
             context: typer.Context = values.pop("typer_context")
-            session = context.find_root().obj
+            session: Session = context.find_root().obj
             global_values = {param.name: values.pop(param.name) for param in global_options}
-            if not isinstance(session, Session):
-                session = Session()
             run = Run(session, read_options(global_values))
             if changes and run.selection != ALL:
                 # Before anything is changed.

@@ -90,9 +90,9 @@ def help_record(param: Any, ctx: Any) -> tuple[str, str] | None:
 
 def take_session_flags(ctx: Any, params: Iterable[Any], args: list[str]) -> list[str]:
     """Return `args` without -v, -q, --no-color and --debug, which count for the session wherever they stand."""
-    session = ctx.find_root().obj
+    session: Session = ctx.find_root().obj
     end = args.index("--") if "--" in args else len(args)
-    if not isinstance(session, Session) or SESSION_FLAGS.keys().isdisjoint(args[:end]):
+    if SESSION_FLAGS.keys().isdisjoint(args[:end]):
         return args
     takers = {name for param in params if not getattr(param, "is_flag", False) for name in param.opts}
     left: list[str] = []
@@ -146,9 +146,8 @@ class _PlainHelp:
     def get_help(self, ctx: Any) -> str:
         """Return the help text, with colours where stdout takes them."""
         text: str = super().get_help(ctx)  # type: ignore[misc]
-        session = ctx.find_root().obj
-        no_color = session.no_color if isinstance(session, Session) else "--no-color" in sys.argv
-        if not wants_color(sys.stdout, no_color=no_color):
+        session: Session = ctx.find_root().obj
+        if not wants_color(sys.stdout, no_color=session.no_color):
             return text
         text = re.sub(r"(?m)^(\w[\w ]*:)", f"{BOLD}\\1{RESET}", text)
         # Options, and the names of commands before their help; never a word of a paragraph.

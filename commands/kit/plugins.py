@@ -51,10 +51,7 @@ class Plugin(Command):
 
     def invoke(self, ctx: Any) -> Any:
         """Replace this process with the program. Raises OSError."""
-        session = ctx.find_root().obj
-        environment = dict(os.environ)
-        if isinstance(session, Session):
-            environment |= _variables(session)
+        environment = os.environ | _variables(ctx.find_root().obj)
         sys.stdout.flush()
         sys.stderr.flush()
         os.execve(self._path, [self._path, *ctx.args], environment)
