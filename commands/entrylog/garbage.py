@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from bkctl.errors import BkctlError, UsageError
+from bkctl.model import LedgerLiveness
 
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
@@ -42,14 +42,6 @@ app = group()
 STATE_STYLE = {"alive": GREEN, "dead": RED, "unknown": YELLOW}
 
 
-class StateName(StrEnum):
-    """The states of ledgers, by the names in Liveness (which is not imported to show help)."""
-
-    ALIVE = "alive"
-    DEAD = "dead"
-    UNKNOWN = "unknown"
-
-
 class ActiveRow(NamedTuple):
     """A ledger's share of one log, and the ledger's state."""
 
@@ -77,7 +69,7 @@ def active(
     directories: DirOption = None,
     every: AllOption = False,
     states: Annotated[
-        list[StateName] | None,
+        list[LedgerLiveness] | None,
         typer.Option("--state", metavar="STATE", help="Only ledgers that are alive, dead or unknown; repeatable."),
     ] = None,
 ) -> None:
@@ -89,7 +81,7 @@ def active(
     from bkctl.checks.garbage import log_uses
 
     paths = find_all_logs(run, names, directories, every)
-    wanted = set(states or StateName)
+    wanted = set(states or LedgerLiveness)
     errors: list[BkctlError] = []
     with open_liveness(run, paths, errors) as liveness, run.working("Reading entry logs"):
         run.render(
@@ -97,7 +89,7 @@ def active(
                 ActiveRow(use, each)
                 for use in collect_errors(log_uses(paths, liveness.states), errors)
                 for each in use.ledgers
-                if each.state.value in wanted
+                if each.state in wanted
             ),
             ACTIVE_COLUMNS,
         )
@@ -112,9 +104,9 @@ class UseRow(NamedTuple):
     reclaimable_size_bytes: int
 
 
-def _count_column(state: str) -> Column:
+def _count_column(state: LedgerLiveness) -> Column:
     def count(row: UseRow) -> int:
-        return sum(each.state.value == state for each in row.use.ledgers)
+        return sum(each.state is state for each in row.use.ledgers)
 
     return Column(state.upper(), f"{state}Count", count, Kind.INTEGER)
 
@@ -123,7 +115,7 @@ GARBAGE_COLUMNS = Columns(
     Column("LOG", "logId", "use.log_id", Kind.INTEGER),
     Column("HEX", "logIdHex", lambda row: log_id_hex(row.use.log_id), text=with_0x),
     Column("SCOPED", "scoped", lambda row: is_scoped(row.use.path), Kind.BOOLEAN),
-    *map(_count_column, StateName),
+    *map(_count_column, LedgerLiveness),
     Column("TOTAL", "totalSize", "use.total_size_bytes", Kind.SIZE),
     Column("REMAINING", "remainingSize", "use.remaining_size_bytes", Kind.SIZE),
     Column("GARBAGE", "garbageSize", "use.garbage_size_bytes", Kind.SIZE),
