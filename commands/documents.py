@@ -134,7 +134,7 @@ DOCUMENTS: Final[dict[str, tuple[DocumentSource, ...]]] = {
     "journal read": _rows("documents:journal_record_columns"),
     "journal lastmark": _rows("journal:MARK_COLUMNS"),
     "journal verify": _rows("journal:VERIFY_COLUMNS"),
-    "journal stats": _rows("journal:STATS_COLUMNS", "documents:journal_sum_columns"),
+    "journal stats": _rows("journal:STATS_COLUMNS", "journal:SUM_COLUMNS"),
     "ledger copy": _rows("ledger.copy:COPY_COLUMNS"),
     "ledger delete": _rows("ledger.delete:DELETED_COLUMNS"),
     "ledger list": _rows("ledger.columns:LEDGER_COLUMNS") + _one("ledger.listing:COUNT_COLUMNS"),
@@ -264,13 +264,6 @@ def log_record_columns() -> list[Columns]:
 def journal_record_columns() -> list[Columns]:
     """Return the columns of `journal read`, with and without --body and --show-secrets."""
     return _record_columns("journalId")
-
-
-def journal_sum_columns() -> list[Columns]:
-    """Return the columns of `journal stats --by`, for each grouping."""
-    from .journal import LEDGER_COLUMNS, SCOPE_COLUMNS, TYPE_COLUMNS
-
-    return [TYPE_COLUMNS, LEDGER_COLUMNS, SCOPE_COLUMNS]
 
 
 # --- schemas --------------------------------------------------------------------------------------------------------

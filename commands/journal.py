@@ -325,14 +325,16 @@ _SUMS = (
     Column("RECORDS", "recordCount", "record_count", Kind.INTEGER),
     Column("SIZE", "size", "size_bytes", Kind.SIZE),
 )
-TYPE_COLUMNS = Columns(Column("TYPE", "type", lambda row: str(row.key), Kind.WORD), *_SUMS, key="type")
-LEDGER_COLUMNS = Columns(Column("LEDGER", "ledger", "key", Kind.LEDGER), *_SUMS, key="ledger")
-SCOPE_COLUMNS = Columns(
-    Column("SCOPE", "ledgerScopeId", lambda row: str(row.key)),
-    Column("LEDGERS", "ledgerCount", "ledger_count", Kind.INTEGER),
-    *_SUMS,
-    key="ledgerScopeId",
-)
+SUM_COLUMNS = {
+    JournalGrouping.TYPE: Columns(Column("TYPE", "type", lambda row: str(row.key), Kind.WORD), *_SUMS, key="type"),
+    JournalGrouping.LEDGER: Columns(Column("LEDGER", "ledger", "key", Kind.LEDGER), *_SUMS, key="ledger"),
+    JournalGrouping.SCOPE: Columns(
+        Column("SCOPE", "ledgerScopeId", lambda row: str(row.key)),
+        Column("LEDGERS", "ledgerCount", "ledger_count", Kind.INTEGER),
+        *_SUMS,
+        key="ledgerScopeId",
+    ),
+}
 
 
 @command(app, "stats", examples=("bkctl journal stats --conf bk_server.conf",))
@@ -360,14 +362,9 @@ def stats(
                 rows = sorted(rows, key=lambda row: row.record_bytes, reverse=True)[:top]
             run.render(rows, STATS_COLUMNS)
         else:
-            columns = {
-                JournalGrouping.TYPE: TYPE_COLUMNS,
-                JournalGrouping.LEDGER: LEDGER_COLUMNS,
-                JournalGrouping.SCOPE: SCOPE_COLUMNS,
-            }[by]
             sums = _sums(_statistics(files, errors), by)
             sums.sort(key=itemgetter(2), reverse=True)
-            run.render(sums if top is None else sums[:top], columns)
+            run.render(sums if top is None else sums[:top], SUM_COLUMNS[by])
     raise_first(run, errors)
 
 
