@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Final
+from collections.abc import Callable
+from typing import Final, TypeVar
 
 from starlette.responses import Response
 
@@ -30,6 +31,8 @@ from bkctl.ids import LedgerId, check_bookie_id, to_signed
 from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.underreplication import AutoRecoveryState, UnderreplicatedLedger
 
+T = TypeVar("T")
+
 ENDPOINTS: Final = Endpoints(of_bookie=False)
 
 DELAY_S_MAX: Final = (1 << 31) - 1
@@ -39,14 +42,15 @@ _ENABLED: Final = object_of(enabled=BOOLEAN)
 _BUSY: Final = "Another background request is running"
 
 
-async def _state(call: ApiCall) -> AutoRecoveryState:
-    return AutoRecoveryState((await call.service.cluster()).store)
+async def _ask(call: ApiCall, question: Callable[[AutoRecoveryState], T]) -> T:
+    """Return the result of a function of auto-recovery's state, called in a thread."""
+    cluster = await call.service.cluster()
+    return await asyncio.to_thread(question, AutoRecoveryState(cluster.store))
 
 
 @ENDPOINTS.get(f"{PREFIX}/autorecovery/status", "Whether auto-recovery is on.", answer=_ENABLED)
 async def recovery_status(call: ApiCall) -> Response:
-    state = await _state(call)
-    return json_answer({"enabled": await asyncio.to_thread(state.settings.is_enabled)})
+    return json_answer({"enabled": await _ask(call, lambda state: state.settings.is_enabled())})
 
 
 @ENDPOINTS.put(
@@ -54,15 +58,14 @@ async def recovery_status(call: ApiCall) -> Response:
     values=(Value("enabled", "true or false.", ValueKind.BOOLEAN, required=True),), answer=_ENABLED,
 )  # fmt: skip
 async def switch_recovery(call: ApiCall) -> Response:
-    state = await _state(call)
     wanted = call.values["enabled"]
 
-    def switch() -> bool:
+    def switch(state: AutoRecoveryState) -> bool:
         if state.settings.is_enabled() != wanted:
             (state.settings.enable if wanted else state.settings.disable)()
         return state.settings.is_enabled()
 
-    return json_answer({"enabled": await asyncio.to_thread(switch)})
+    return json_answer({"enabled": await _ask(call, switch)})
 
 
 @ENDPOINTS.put(
@@ -107,8 +110,7 @@ async def _check_stopped(cluster: Cluster, bookie_id: str) -> None:
 async def list_underreplicated(call: ApiCall) -> Response:
     """List the marked ledgers. Source: ListUnderReplicatedLedgerService."""
     missing, excluded = (call.values.get(name, "").strip() for name in ("missingreplica", "excludingmissingreplica"))
-    state = await _state(call)
-    marks = await asyncio.to_thread(state.marks.list, scope_of(call))
+    marks = await _ask(call, lambda state: state.marks.list(scope_of(call)))
 
     def fits(mark: UnderreplicatedLedger | BkctlError) -> bool:
         if isinstance(mark, BkctlError):
@@ -134,8 +136,7 @@ async def list_underreplicated(call: ApiCall) -> Response:
     f"{PREFIX}/autorecovery/who_is_auditor", "The auditor.", answer=TEXT, errors={404: "No auditor is elected"}
 )
 async def who_is_auditor(call: ApiCall) -> Response:
-    state = await _state(call)
-    auditor = await asyncio.to_thread(state.election.auditor)
+    auditor = await _ask(call, lambda state: state.election.auditor())
     if auditor is None:
         raise NotFound("No auditor elected", hint="start auto-recovery on some bookie")
     return text_answer(f"Auditor: {auditor}")
@@ -146,8 +147,7 @@ async def who_is_auditor(call: ApiCall) -> Response:
     errors={404: "No auditor is elected", 409: "Auto-recovery is disabled"},
 )  # fmt: skip
 async def trigger_audit(call: ApiCall) -> Response:
-    state = await _state(call)
-    await asyncio.to_thread(state.trigger_audit)
+    await _ask(call, lambda state: state.trigger_audit())
     return text_answer("Success trigger audit.")
 
 
@@ -156,8 +156,7 @@ async def trigger_audit(call: ApiCall) -> Response:
     answer=TEXT, errors={404: "No delay is stored: the auditor's default applies"},
 )  # fmt: skip
 async def recovery_delay(call: ApiCall) -> Response:
-    state = await _state(call)
-    delay_s = await asyncio.to_thread(state.settings.lost_bookie_recovery_delay_s)
+    delay_s = await _ask(call, lambda state: state.settings.lost_bookie_recovery_delay_s())
     if delay_s is None:
         raise NotFound("No lostBookieRecoveryDelay is stored", hint="the auditor's default applies: 0 seconds")
     return text_answer(f"lostBookieRecoveryDelay value: {delay_s}")
@@ -169,8 +168,7 @@ async def recovery_delay(call: ApiCall) -> Response:
 )  # fmt: skip
 async def set_recovery_delay(call: ApiCall) -> Response:
     delay_s = call.body["delay_seconds"]
-    state = await _state(call)
-    await asyncio.to_thread(state.settings.set_lost_bookie_recovery_delay_s, delay_s)
+    await _ask(call, lambda state: state.settings.set_lost_bookie_recovery_delay_s(delay_s))
     return text_answer(f"Success set lostBookieRecoveryDelay to {delay_s}")
 
 
@@ -186,8 +184,7 @@ async def decommission(call: ApiCall) -> Response:
     """Start a decommission. Source: DecommissionService."""
     bookie_id = check_bookie_id(call.body["bookie_src"])
     await _check_stopped(await call.service.cluster(), bookie_id)
-    state = await _state(call)
-    if not await asyncio.to_thread(state.settings.is_enabled):
+    if not await _ask(call, lambda state: state.settings.is_enabled()):
         raise Conflict("Auto-recovery is disabled", hint="enable it first")
     call.service.decommission_in_background(bookie_id, delete_cookie=call.body.get("delete_cookie", False))
     return text_answer(f"Success send decommission Bookie command {bookie_id}")
