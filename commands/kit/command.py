@@ -157,20 +157,9 @@ class Run:
 
     def cluster(self, *, create_store: bool = False) -> Cluster:
         """Return the cluster that the options name, a context manager; `create_store` creates its SQLite file."""
-        from bkctl.metadata.cluster import open_cluster
-
         connection = self.connection()
         self.detail(f"cluster {shown_uri(connection.uri)} ({connection.source})")
-        self._quiet_libraries()
-        security = self.security(connection)
-        with self.working(f"Connecting to {shown_uri(connection.uri)}", listed=False):
-            cluster = open_cluster(
-                connection.uri,
-                timeout_s=self.timeout_s,
-                connect_timeout_s=self.connect_timeout_s,
-                create_store=create_store,
-                security=security,
-            )
+        cluster = self._open(connection.uri, self.security(connection), create_store=create_store)
         if self._session.audit is not None:
             self._session.audit.connected(connection.uri, connection.source)
             self._session.audit.begin()
@@ -187,7 +176,6 @@ class Run:
         servers of the connection only. With `create_store` a SQLite file is made where there is none; a cluster in it
         is not.
         """
-        from bkctl.metadata.cluster import open_cluster
         from bkctl.metadata.uri import parse_uri
 
         connection = other_connection(text, os.environ)
@@ -201,14 +189,18 @@ class Run:
             environment = dict(os.environ) if login == NO_LOGIN else {}
             if connection.context is None:
                 options, shared = self._options.over(own.settings), parse_uri(own.uri).security
-        self._quiet_libraries()
         security = store_security(login.over(options), environment)
         if named is not None and login == NO_LOGIN:
             security = named.over(security)
-        security = security.over(shared)
-        with self.working(f"Connecting to {shown_uri(connection.uri)}", listed=False):
+        return self._open(connection.uri, security.over(shared), create_store=create_store)
+
+    def _open(self, uri: str, security: StoreSecurity, *, create_store: bool) -> Cluster:
+        from bkctl.metadata.cluster import open_cluster
+
+        self._quiet_libraries()
+        with self.working(f"Connecting to {shown_uri(uri)}", listed=False):
             return open_cluster(
-                connection.uri, timeout_s=self.timeout_s, connect_timeout_s=self.connect_timeout_s,
+                uri, timeout_s=self.timeout_s, connect_timeout_s=self.connect_timeout_s,
                 create_store=create_store, security=security,
             )  # fmt: skip
 
@@ -253,14 +245,14 @@ class Run:
         """Return the TLS settings for connections to bookies, None without --tls-ca."""
         from bkctl.metadata.store import client_tls
 
-        ca, certificate, key = self._options.over(self.connection().settings).tls_files()
+        ca, certificate, key = self.connection_settings().tls_files()
         if ca is None and (certificate or key):
             raise UsageError("--tls-cert and --tls-key require --tls-ca", hint="add the authorities' PEM file")
         return None if ca is None else client_tls(ca, certificate, key)
 
     def bookie_addresses(self) -> dict[str, tuple[str, int]]:
         """Return the addresses in --bookie-address: bookie id → host and port."""
-        return parse_bookie_addresses(self._options.over(self.connection().settings).bookie_addresses)
+        return parse_bookie_addresses(self.connection_settings().bookie_addresses)
 
     def http_client(self, url: str, *, is_registered: bool = False) -> ApiClient:
         """Return a client of the HTTP server at `url`, with timeout and TLS of the options and BKCTL_API_TOKEN.
