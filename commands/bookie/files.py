@@ -165,36 +165,27 @@ def _kinds(texts: list[str]) -> frozenset[Any]:
     return frozenset(chosen)
 
 
-class LocationRow(NamedTuple):
-    """An entry's place."""
+class IndexRow(NamedTuple):
+    """The place of an entry of a ledger in an index, or a run of entries that are not here."""
 
     ledger: LedgerId
-    entry: EntryLocation
+    found: EntryLocation | Gap
 
 
 LOCATION_COLUMNS = Columns(
     Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
-    Column("ENTRY", "entryId", "entry.entry_id", Kind.INTEGER),
-    Column("LOG", "logId", "entry.log_id", Kind.INTEGER),
-    Column("HEX", "logIdHex", lambda row: f"{row.entry.log_id:x}", text=with_0x),
-    Column("OFFSET", "offset", "entry.offset", Kind.INTEGER),
-    Column(None, "location", "entry.location", Kind.INTEGER),
+    Column("ENTRY", "entryId", "found.entry_id", Kind.INTEGER),
+    Column("LOG", "logId", "found.log_id", Kind.INTEGER),
+    Column("HEX", "logIdHex", lambda row: f"{row.found.log_id:x}", text=with_0x),
+    Column("OFFSET", "offset", "found.offset", Kind.INTEGER),
+    Column(None, "location", "found.location", Kind.INTEGER),
     key="entryId",
 )
-
-
-class GapRow(NamedTuple):
-    """A run of entries that are not here."""
-
-    ledger: LedgerId
-    gap: Gap
-
-
 GAP_COLUMNS = Columns(
     Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
-    Column("FIRST ENTRY", "firstEntryId", "gap.first_entry_id", Kind.INTEGER),
-    Column("LAST ENTRY", "lastEntryId", "gap.last_entry_id", Kind.INTEGER),
-    Column("ENTRIES", "entryCount", lambda row: row.gap.last_entry_id - row.gap.first_entry_id + 1, Kind.INTEGER),
+    Column("FIRST ENTRY", "firstEntryId", "found.first_entry_id", Kind.INTEGER),
+    Column("LAST ENTRY", "lastEntryId", "found.last_entry_id", Kind.INTEGER),
+    Column("ENTRIES", "entryCount", lambda row: row.found.last_entry_id - row.found.first_entry_id + 1, Kind.INTEGER),
     key="firstEntryId",
 )
 
@@ -263,23 +254,23 @@ def show(
             run.render(_locations(indexes, which.ledgers or [], entry), LOCATION_COLUMNS)
 
 
-def _locations(indexes: BookieIndexes, ledgers: list[LedgerId], entry_id: int | None) -> Iterator[LocationRow]:
+def _locations(indexes: BookieIndexes, ledgers: list[LedgerId], entry_id: int | None) -> Iterator[IndexRow]:
     from bkctl.files.index import EntryLocation
 
     for ledger in ledgers:
         with indexes.open(ledger) as index:
             if entry_id is None:
                 for each in index.locations():
-                    yield LocationRow(ledger, each)
+                    yield IndexRow(ledger, each)
             elif location := index.location_of(entry_id):
-                yield LocationRow(ledger, EntryLocation(entry_id, location))
+                yield IndexRow(ledger, EntryLocation(entry_id, location))
 
 
-def _gaps(indexes: BookieIndexes, ledgers: list[LedgerId]) -> Iterator[GapRow]:
+def _gaps(indexes: BookieIndexes, ledgers: list[LedgerId]) -> Iterator[IndexRow]:
     for ledger in ledgers:
         with indexes.open(ledger) as index:
             for gap in index.gaps():
-                yield GapRow(ledger, gap)
+                yield IndexRow(ledger, gap)
 
 
 def _metas(
