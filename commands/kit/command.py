@@ -365,13 +365,14 @@ class Run:
 
     # --- output -------------------------------------------------------------------------------------------------
 
-    def render(self, rows: Iterable[Any], columns: Columns, *, findings: bool = False) -> None:
-        """Print `rows` as they come. What came before an error is printed, then the error is raised.
+    def render(self, rows: Iterable[Any], columns: Columns, *, findings: bool = False) -> int:
+        """Print `rows` as they come, and return their number. What came before an error is printed, then it is raised.
 
         `findings`: as for `rows`.
         """
         with self.rows(columns, findings=findings) as writer:
             writer.rows(rows)
+        return writer.count
 
     def watch(
         self,

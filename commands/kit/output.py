@@ -65,6 +65,8 @@ class RowWriter:
         self._names = shown.names()
         #: The values of rows that are not printed yet.
         self._rows: list[tuple[Any, ...]] = []
+        #: Rows that are printed; rows given to `lines` do not count.
+        self.count = 0
         self._first = True
         self._batch_rows = FIRST_BATCH_ROWS
         self._pushed = time.monotonic()
@@ -186,6 +188,7 @@ class RowWriter:
             assert self._table is not None
             text = "".join(self._table.add(made, now=self._live))
         self._first = False
+        self.count += count
         if text:
             self._batch_rows = min(max(BATCH_CHARS * count // len(text), 1), BATCH_ROWS)
         self._write(text)

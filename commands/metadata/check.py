@@ -33,15 +33,8 @@ def check(run: Run, scope: ScopeOfAny, pace: RecordPace) -> None:
     """
     from bkctl.metadata.admin.check import check_metadata
 
-    count = 0
-    with (
-        run.cluster() as cluster,
-        run.working("Checking metadata", unit="ledgers", pace=pace) as activity,
-        run.rows(FINDING_COLUMNS, findings=True) as writer,
-    ):
-        for finding in check_metadata(cluster, scope, progress=activity.step):
-            count += 1
-            writer.row(finding)
+    with run.cluster() as cluster, run.working("Checking metadata", unit="ledgers", pace=pace) as activity:
+        count = run.render(check_metadata(cluster, scope, progress=activity.step), FINDING_COLUMNS, findings=True)
     if not count:
         run.note("The metadata is sound")
     run.finish_with(count, "finding", "findings")

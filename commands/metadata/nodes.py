@@ -201,18 +201,14 @@ def tree(
         if not filters:
             run.render(nodes, _drawn(TREE_COLUMNS) if draws else TREE_COLUMNS)
             return
-        count = 0
 
         def fitting() -> Iterator[Node]:
-            nonlocal count
             for node in nodes:
                 activity.advance()
                 if _fits(node, match, contains):
-                    count += 1
                     yield node
 
-        run.render(fitting(), TREE_COLUMNS, findings=True)
-        if not count:
+        if not run.render(fitting(), TREE_COLUMNS, findings=True):
             raise NotFound(f"No node of {activity.done:,} fits", hint="'bkctl metadata tree' lists all")
 
 

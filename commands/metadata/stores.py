@@ -53,7 +53,6 @@ def diff(
     """
     from bkctl.metadata.admin.dump import ClusterSource, compare, compare_headers, open_source
 
-    found: Counter[str] = Counter()
     with ExitStack() as stack:
         sources: list[DumpSource] = []
         for text in (first, second):
@@ -67,17 +66,13 @@ def diff(
         left, right = sources
         if left.header.instance_id != right.header.instance_id:
             run.note(f"Different clusters: {left.header.instance_id} and {right.header.instance_id}")
-        with (
-            run.working("Comparing", unit="records", pace=pace) as activity,
-            run.rows(DIFFERENCE_COLUMNS, findings=True) as writer,
-        ):
+        with run.working("Comparing", unit="records", pace=pace) as activity:
             differences = compare(left.records(), right.records(), progress=activity.step)
-            for difference in chain(compare_headers(left.header, right.header), differences):
-                found[difference.what] += 1
-                writer.row(difference)
-    if not found:
+            rows = chain(compare_headers(left.header, right.header), differences)
+            count = run.render(rows, DIFFERENCE_COLUMNS, findings=True)
+    if not count:
         run.note("No differences")
-    run.finish_with(found.total(), "difference", "differences")
+    run.finish_with(count, "difference", "differences")
 
 
 @command(
