@@ -214,11 +214,9 @@ def _findings(run: Run, cluster: Cluster, threshold: float, *, no_bookies: bool,
 def _unserved_ledgers(run: Run, cluster: Cluster) -> list[HealthFinding]:
     from bkctl.http.bookie_health import unserved_ledgers_findings
 
-    addresses = run.bookie_addresses()
     return unserved_ledgers_findings(
         cluster.bookies.list(include_down=False), lambda url: run.http_client(url, is_registered=True),
-        wait_s=min(run.timeout_s, METRICS_WAIT_S),
-        host_of=lambda bookie_id: addresses[bookie_id][0] if bookie_id in addresses else None,
+        wait_s=min(run.timeout_s, METRICS_WAIT_S), host_of=run.bookie_host,
     )  # fmt: skip
 
 

@@ -140,7 +140,6 @@ def top(
 def _load_watch(run: Run, cluster: Cluster) -> LoadWatch:
     from bkctl.http.bookie_load import LoadWatch
 
-    addresses = run.bookie_addresses()
     wait_s = min(run.timeout_s, WAIT_S)
 
     def client_of(url: str) -> ApiClient:
@@ -148,7 +147,4 @@ def _load_watch(run: Run, cluster: Cluster) -> LoadWatch:
         client.timeout_s = wait_s
         return client
 
-    return LoadWatch(
-        cluster, client_of, wait_s=wait_s,
-        host_of=lambda bookie_id: addresses[bookie_id][0] if bookie_id in addresses else None,
-    )  # fmt: skip
+    return LoadWatch(cluster, client_of, wait_s=wait_s, host_of=run.bookie_host)

@@ -107,7 +107,7 @@ def finder(run: Run, which: ServerChoice, *, changes: bool = False) -> Iterator[
     found: dict[str, Server] = {}
 
     def find() -> Server:
-        there = bookie_url(registered_bookie(cluster, bookie_id), run.bookie_addresses().get(bookie_id, (None, 0))[0])
+        there = bookie_url(registered_bookie(cluster, bookie_id), run.bookie_host(bookie_id))
         if there not in found:
             found[there] = Server(BookieApi(run.http_client(there, is_registered=True)), bookie_id, cluster)
         return found[there]

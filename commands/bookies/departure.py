@@ -303,7 +303,7 @@ def _set_read_only(run: Run, bookie: RegisteredBookie) -> None:
 
     name = bookie.bookie_id
     try:
-        url = bookie_url(bookie, run.bookie_addresses().get(name, (None, 0))[0])
+        url = bookie_url(bookie, run.bookie_host(name))
     except NotFound as error:
         raise Conflict(
             f"Bookie {name} is writable, and has no HTTP server that could make it read-only",

@@ -254,6 +254,10 @@ class Run:
         """Return the addresses in --bookie-address: bookie id → host and port."""
         return parse_bookie_addresses(self.connection_settings().bookie_addresses)
 
+    def bookie_host(self, bookie_id: str) -> str | None:
+        """Return the host of a bookie in --bookie-address, None without one."""
+        return self.bookie_addresses().get(bookie_id, (None, 0))[0]
+
     def http_client(self, url: str, *, is_registered: bool = False) -> ApiClient:
         """Return a client of the HTTP server at `url`, with timeout and TLS of the options and BKCTL_API_TOKEN.
 
