@@ -6,6 +6,7 @@ A ledger of scope 0 is named by its decimal id, as in Apache's answers; a ledger
 from __future__ import annotations
 
 import asyncio
+import base64
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
 from contextlib import aclosing
@@ -49,10 +50,11 @@ ENTRIES_A_PAGE: Final = 1000
 BATCH_SIZE_BYTES: Final = 1 << 20
 _SURROGATE: Final = re.compile(rb"\xed[\xa0-\xbf][\x80-\xbf]?")
 
-_LEDGER_ID = Value("ledger_id", "The ledger's id, in any text form.")
-_SCOPE_ID = Value("ledger_scope_id", "The ledger's scope (BP-35); default 0.")
-_QUALIFIED_NAME = Value("ledger_qualified_name", "Scope and id in one: 32 hex digits, or a UUID. Instead of ledger_id.")
-_ONE_LEDGER = (_LEDGER_ID, _SCOPE_ID, _QUALIFIED_NAME)
+_ONE_LEDGER = (
+    Value("ledger_id", "The ledger's id, in any text form."),
+    Value("ledger_scope_id", "The ledger's scope (BP-35); default 0."),
+    Value("ledger_qualified_name", "Scope and id in one: 32 hex digits, or a UUID. Instead of ledger_id."),
+)
 _NO_LEDGER = {404: "The ledger does not exist"}
 
 _METADATA: Final = object_of(
@@ -77,8 +79,7 @@ _METADATA: Final = object_of(
 
 
 def _ledger(call: ApiCall) -> LedgerId:
-    given = {name: call.values.get(name) for name in ("ledger_id", "ledger_scope_id", "ledger_qualified_name")}
-    ledger = resolve_ledger(**given)
+    ledger = resolve_ledger(**{value.name: call.values.get(value.name) for value in _ONE_LEDGER})
     if ledger is None:
         raise UsageError("No ledger is named", hint="add ledger_id or ledger_qualified_name")
     return ledger
@@ -90,8 +91,6 @@ def metadata_object(ledger: LedgerId, found: VersionedMetadata, *, with_password
     The password is empty without `with_password`. An id of a scope ≠ 0 is a string, since JSON readers may lose digits
     of a large number. Source: LedgerMetadataImpl.
     """
-    import base64
-
     metadata = found.metadata
     digest_type = None if metadata.digest_type is None else metadata.digest_type.name
     return {
@@ -216,8 +215,6 @@ async def ledger_metadata(call: ApiCall) -> Response:
 )  # fmt: skip
 async def read_ledger(call: ApiCall) -> Response:
     """Stream the entries. Source: ReadLedgerEntryService."""
-    import base64
-
     values = call.values
     ledger = _ledger(call)
     first, last = values.get("start_entry_id", 0), values.get("end_entry_id", -1)
