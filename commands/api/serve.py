@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -15,8 +17,6 @@ from ..kit.command import Run, command, group
 from ..kit.values import parse_number
 
 if TYPE_CHECKING:
-    import threading
-
     from bkctl.http.server_settings import HttpSettings
 
 app = group()
@@ -123,9 +123,6 @@ def serve(
 
 def _stop_signal() -> threading.Event:
     """Return an event that SIGTERM or Ctrl-C sets."""
-    import signal
-    import threading
-
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())

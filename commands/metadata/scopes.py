@@ -86,13 +86,10 @@ def idgen(
     if sequence and scope:
         raise UsageError("--sequence applies to scope 0; ids of other scopes are random")
     if not sequence:
-        import uuid
-
         if scope == 0:
             raise UsageError("Ids of scope 0 come from the cluster's generator", hint="add --sequence")
-
-        values = (uuid.uuid4().int if scope is None else scope << 64 | random_u64() for _ in range(limit or 1))
-        run.render(map(LedgerId.from_value, values), NEW_ID_COLUMNS)
+        ids = (LedgerId.random() if scope is None else LedgerId(scope, random_u64()) for _ in range(limit or 1))
+        run.render(ids, NEW_ID_COLUMNS)
         return
     with run.cluster() as cluster:
         run.render((cluster.ledgers.new_ledger_id() for _ in range(limit or 1)), NEW_ID_COLUMNS)
