@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -17,7 +17,7 @@ from bkctl.errors import BkctlError, UsageError
 from ..kit.columns import Column, Columns, Kind, value_at
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import AnyLedgers
-from ..kit.options import Composite, DryRun, LedgerPassword, YesReally, option
+from ..kit.options import PASSWORD_FILE, DryRun, YesReally, combined, ledger_password, option
 from ..kit.records import Directories, DirOption
 from ..kit.texts import NULL, counted, size_text
 from .files import index_app
@@ -173,24 +173,19 @@ REGENERATED_COLUMNS = Columns(
     key="ledger",
 )
 
+
+def _password_if_given(text: str | None, file: Path | None) -> bytes | None:
+    named = text, file, os.environ.get("BKCTL_LEDGER_PASSWORD")
+    return None if all(each is None for each in named) else ledger_password(text, file)
+
+
 _PASSWORD_HELP = "Password of all these ledgers (also BKCTL_LEDGER_PASSWORD). Visible to other users in ps."
-
-
-def _password_if_given(values: Mapping[str, Any]) -> bytes | None:
-    named = values["password"], values["password_file"], os.environ.get("BKCTL_LEDGER_PASSWORD")
-    composite: Composite = get_args(LedgerPassword)[1]
-    password: bytes | None = None if all(each is None for each in named) else composite.resolve(values)
-    return password
-
-
 GivenPassword = Annotated[
     bytes | None,
-    Composite(
-        (
-            option("password", str, "--password", metavar="TEXT", help=_PASSWORD_HELP),
-            *(each for each in get_args(LedgerPassword)[1].parameters if each.name != "password"),
-        ),
+    combined(
         _password_if_given,
+        option("password", str, "--password", metavar="TEXT", help=_PASSWORD_HELP),
+        PASSWORD_FILE,
     ),
 ]
 

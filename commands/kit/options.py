@@ -409,7 +409,8 @@ def read_password_file(path: Path) -> bytes:
     return content.removesuffix(b"\n").removesuffix(b"\r")
 
 
-def _password(text: str | None, file: Path | None) -> bytes:
+def ledger_password(text: str | None, file: Path | None) -> bytes:
+    """Return the password of --password or --password-file, else that of the environment, else an empty one."""
     if text is not None and file is not None:
         raise UsageError("--password and --password-file are given", hint="give one of them")
     if file is not None:
@@ -419,11 +420,18 @@ def _password(text: str | None, file: Path | None) -> bytes:
     return os.fsencode(text)
 
 
+PASSWORD_FILE: Final = option(
+    "password_file",
+    Path,
+    "--password-file",
+    metavar="FILE",
+    help="File with the password; a final line end is ignored.",
+)
 #: The ledger's password as bytes; empty when none is given.
 LedgerPassword = Annotated[
     bytes,
     combined(
-        _password,
+        ledger_password,
         option(
             "password",
             str,
@@ -431,13 +439,7 @@ LedgerPassword = Annotated[
             metavar="TEXT",
             help="Ledger password (default empty; also BKCTL_LEDGER_PASSWORD). Visible in ps.",
         ),
-        option(
-            "password_file",
-            Path,
-            "--password-file",
-            metavar="FILE",
-            help="File with the password; a final line end is ignored.",
-        ),
+        PASSWORD_FILE,
     ),
 ]
 
