@@ -9,7 +9,7 @@ import typer
 from bkctl.errors import BkctlError, UsageError
 from bkctl.ids import LedgerId
 
-from ..kit.columns import Column, Columns, Kind
+from ..kit.columns import Column, Columns, Kind, value_at
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import ManyLedgers
 from ..kit.options import (
@@ -45,11 +45,6 @@ class PlaceRow(NamedTuple):
     def answer(self) -> str:
         """The result of the bookie's answers, in a word."""
         return "ok" if self.fault is None else self.fault.reason.value
-
-    @property
-    def problem(self) -> str | None:
-        """The bookie's error, None if all is well."""
-        return None if self.fault is None or self.fault.error is None else self.fault.error.message
 
     @property
     def missing(self) -> list[dict[str, int]] | None:
@@ -89,7 +84,7 @@ PLACE_RACK_COLUMNS = (
 ANSWER_COLUMNS = (
     Column("ANSWER", "answer", "answer", style={"ok": GREEN, "gone": RED, "no-entry": RED, "no-ledger": RED,
                                                 "damaged": RED, "timed-out": YELLOW, "unavailable": YELLOW}),
-    Column("PROBLEM", "problem", "problem"),
+    Column("PROBLEM", "problem", value_at("fault.error.message")),
 )  # fmt: skip
 
 
