@@ -6,7 +6,7 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -24,24 +24,17 @@ app = group(default="show", takes_words=True)
 _ANSWER_S: Final = 5.0
 
 
-class WorkRow(NamedTuple):
-    """One run of a command that works for long."""
-
-    fields: Mapping[str, Any]
-
-    @property
-    def command(self) -> str:
-        """The command line, without secrets."""
-        return shlex.join(self.fields["command"])
+#: The state of one run of a command that works for long.
+Work = dict[str, Any]
 
 
 def _field(title: str | None, name: str, kind: Kind = Kind.TEXT, **settings: Any) -> Column:
-    return Column(title, name, lambda row: row.fields.get(name), kind, **settings)
+    return Column(title, name, lambda row: row.get(name), kind, **settings)
 
 
-def _in_units(name: str) -> Callable[[WorkRow], str | None]:
-    def text(row: WorkRow) -> str | None:
-        number, unit = row.fields.get(name), row.fields.get("unit")
+def _in_units(name: str) -> Callable[[Work], str | None]:
+    def text(row: Work) -> str | None:
+        number, unit = row.get(name), row.get("unit")
         if number is None:
             return None
         return size_text(int(number)) if unit == "bytes" else f"{number:,.0f}"
@@ -49,8 +42,8 @@ def _in_units(name: str) -> Callable[[WorkRow], str | None]:
     return text
 
 
-def _limit(row: WorkRow) -> str | None:
-    size, steps = row.fields.get("bytesPerSecondMax"), row.fields.get("stepsPerSecondMax")
+def _limit(row: Work) -> str | None:
+    size, steps = row.get("bytesPerSecondMax"), row.get("stepsPerSecondMax")
     if size is not None:
         return f"{size_text(int(size))}/s"
     return None if steps is None else f"{steps:g}/s"
@@ -64,8 +57,8 @@ _STATE = _field(
 _STAGE = _field("STAGE", "stage")
 _PERCENT = _field("PERCENT", "percent", Kind.INTEGER, text=lambda value: f"{value}%")
 _ETA = _field("TIME LEFT", "etaSeconds", Kind.INTEGER, text=duration_text)
-_SINCE = Column("SINCE", "since", lambda row: row.fields.get("began"), Kind.TIME)
-_COMMAND = Column("COMMAND", "command", "command", flexible=True, wraps=True)
+_SINCE = Column("SINCE", "since", lambda row: row.get("began"), Kind.TIME)
+_COMMAND = Column("COMMAND", "command", lambda row: shlex.join(row["command"]), flexible=True, wraps=True)
 WORK_TABLE_COLUMNS = Columns(
     _ID,
     _STATE,
@@ -95,7 +88,7 @@ WORK_COLUMNS = Columns(
     Column("LIMIT", "limit", _limit),
     _field(None, "bytesPerSecondMax", Kind.NESTED),
     _field(None, "stepsPerSecondMax", Kind.NESTED),
-    Column("CAN BE PAUSED", "steerable", lambda row: row.fields.get("isSteerable"), Kind.BOOLEAN),
+    Column("CAN BE PAUSED", "steerable", lambda row: row.get("isSteerable"), Kind.BOOLEAN),
     _field("PID", "pid", Kind.INTEGER),
     _COMMAND,
     key="id",
@@ -103,13 +96,13 @@ WORK_COLUMNS = Columns(
 WorkId = Annotated[str, typer.Argument(metavar="ID", help="The id of the work, or its first digits.")]
 
 
-def _all() -> list[WorkRow]:
-    return [WorkRow(state) for state in list_work(progress_directory(os.environ))]
+def _all() -> list[Work]:
+    return list_work(progress_directory(os.environ))
 
 
-def _one(work_id: str) -> WorkRow:
+def _one(work_id: str) -> Work:
     """Return the work whose id begins with `work_id`. Raises NotFound, UsageError if several do."""
-    found = [row for row in _all() if row.fields["id"].startswith(work_id)]
+    found = [row for row in _all() if row["id"].startswith(work_id)]
     if not found:
         raise NotFound(f"No work has the id {work_id}", hint="'bkctl progress' lists running work")
     if len(found) > 1:
@@ -136,28 +129,28 @@ def show(
     run.watch(watch, _all, run.table_columns(WORK_TABLE_COLUMNS, WORK_COLUMNS))
 
 
-def _steerable(work_id: str) -> WorkRow:
+def _steerable(work_id: str) -> Work:
     """Return running work that can be paused. Raises Conflict for other work, and as `_one`."""
     row = _one(work_id)
-    if row.fields["state"] not in ("running", "paused"):
-        raise Conflict(f"Work {row.fields['id']} does not run: {row.fields['state']}")
-    if not row.fields.get("isSteerable"):
+    if row["state"] not in ("running", "paused"):
+        raise Conflict(f"Work {row['id']} does not run: {row['state']}")
+    if not row.get("isSteerable"):
         raise Conflict(
-            f"Work {row.fields['id']} ({row.fields.get('stage')}) cannot be paused, and has no rate",
+            f"Work {row['id']} ({row.get('stage')}) cannot be paused, and has no rate",
             hint="wait for its next stage, or stop it with Ctrl-C in its terminal",
         )
     return row
 
 
-def _show_followed(run: Run, row: WorkRow, is_followed: Callable[[Mapping[str, Any]], bool]) -> None:
+def _show_followed(run: Run, row: Work, is_followed: Callable[[Mapping[str, Any]], bool]) -> None:
     """Wait until the state of the work shows that it follows a request, and print the state."""
     deadline = time.monotonic() + _ANSWER_S
-    while not is_followed(row.fields) and time.monotonic() < deadline:
+    while not is_followed(row) and time.monotonic() < deadline:
         time.sleep(0.1)
-        row = _one(row.fields["id"])
+        row = _one(row["id"])
     run.show(row, WORK_COLUMNS)
-    if not is_followed(row.fields):
-        run.note(f"Work {row.fields['id']} has not followed yet: it will at its next step")
+    if not is_followed(row):
+        run.note(f"Work {row['id']} has not followed yet: it will at its next step")
 
 
 @command(app, "pause", examples=("bkctl progress pause 3f2a9c",))
@@ -167,7 +160,7 @@ def pause(run: Run, work_id: WorkId) -> None:
     A paused command keeps its place and holds no locks of ledgers; 'bkctl progress resume' continues it.
     """
     row = _steerable(work_id)
-    ask_to_pause(progress_directory(os.environ), row.fields["id"], pause=True)
+    ask_to_pause(progress_directory(os.environ), row["id"], pause=True)
     _show_followed(run, row, lambda fields: fields["state"] != "running")
 
 
@@ -175,7 +168,7 @@ def pause(run: Run, work_id: WorkId) -> None:
 def resume(run: Run, work_id: WorkId) -> None:
     """Continue paused work."""
     row = _steerable(work_id)
-    ask_to_pause(progress_directory(os.environ), row.fields["id"], pause=False)
+    ask_to_pause(progress_directory(os.environ), row["id"], pause=False)
     _show_followed(run, row, lambda fields: fields["state"] != "paused")
 
 
@@ -194,10 +187,10 @@ def rate(
     records.
     """
     row = _steerable(work_id)
-    pace = None if limit == "none" else parse_pace(limit, "RATE", has_bytes=bool(row.fields.get("hasBytes")))
+    pace = None if limit == "none" else parse_pace(limit, "RATE", has_bytes=bool(row.get("hasBytes")))
     wanted = (None, None) if pace is None else (pace.bytes_per_s, pace.steps_per_s)
     size, steps = wanted
-    ask_for_rate(progress_directory(os.environ), row.fields["id"], bytes_per_s=size, steps_per_s=steps)
+    ask_for_rate(progress_directory(os.environ), row["id"], bytes_per_s=size, steps_per_s=steps)
     _show_followed(
         run, row, lambda fields: (fields.get("bytesPerSecondMax"), fields.get("stepsPerSecondMax")) == wanted
     )
