@@ -450,7 +450,7 @@ class BookieConfig:
         given: dict[str, Any] = {"conf_path": properties.path}
         for declared in fields(cls):
             key: str = declared.metadata.get("key", "")
-            if key in properties and not (_optional(declared) and properties[key] == ""):
+            if key in properties and not ("None" in str(declared.type) and properties[key] == ""):
                 given[declared.name] = _parse(declared, properties[key], f"{properties.where(key)}: {key}")
         given["metadata_service_uri"] = properties.metadata_service_uri
         journals = properties.list("journalDirectories") or properties.list("journalDirectory")[:1]
@@ -513,10 +513,6 @@ class BookieConfig:
                 f"Unknown ledgerStorageClass {self.ledger_storage_class}", hint=f"one of {', '.join(_STORAGE_NAMES)}"
             )
         return name
-
-
-def _optional(declared: Field[Any]) -> bool:
-    return "None" in str(declared.type)
 
 
 def _parse(declared: Field[Any], text: str, what: str) -> Any:
