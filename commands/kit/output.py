@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from operator import itemgetter
 from types import TracebackType
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, TextIO
 
 from .columns import ALL, Column, Columns, Constant, Kind, Output, RowOrder, RowSelection
 from .lines import Cells, Lines, cell_text, nested_text
 from .table import PATIENCE_S, Table
-from .terminal import ClosedOutput, Terminal, emit, has_links, linked, output_error, terminal_width
+from .terminal import ClosedOutput, emit, has_links, linked, output_error, terminal_width
 from .texts import BOLD, RESET, plain, plain_lines, size_text, wrapped
 from .yaml import yaml_items, yaml_text
 
@@ -42,7 +42,7 @@ class RowWriter:
         columns: Columns,
         output: Output,
         *,
-        stream: Terminal | None = None,
+        stream: TextIO | None = None,
         color: bool = False,
         live: bool = False,
         before_write: Callable[[], None] = lambda: None,
@@ -56,7 +56,7 @@ class RowWriter:
         """
         self._findings, self._none = findings, columns.none
         self._output, self._selection = output, selection
-        self._stream: Terminal = stream or sys.stdout
+        self._stream = stream or sys.stdout
         self._tty = self._stream.isatty()
         is_table = output in (Output.TABLE, Output.WIDE)
         self._live = live or (self._tty and not is_table)
@@ -333,12 +333,12 @@ def show(
     columns: Columns,
     output: Output,
     *,
-    stream: Terminal | None = None,
+    stream: TextIO | None = None,
     color: bool = False,
     selection: RowSelection = ALL,
 ) -> None:
     """Print one object: name and value a line as a table, one indented document as json or yaml."""
-    target: Terminal = stream or sys.stdout
+    target = stream or sys.stdout
     columns = selection.of(columns, output)
     if output in (Output.TABLE, Output.WIDE):
         fields = [(column, column.getter()(value)) for column in columns.columns if column.title is not None]

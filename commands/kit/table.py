@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Final, TextIO
 
 from .columns import Column, Columns, Kind
-from .terminal import Terminal, has_links, linked, terminal_width
+from .terminal import has_links, linked, terminal_width
 from .texts import BOLD, NULL, RESET, cut, width_of, wrapped
 
 SAMPLE_ROWS: Final = 100
@@ -29,7 +29,7 @@ _WRAPPING: Final = frozenset((Kind.TEXT, Kind.NESTED))
 class Table:
     """A table whose widths come from its first rows; later rows stream into them."""
 
-    def __init__(self, columns: Columns, stream: Terminal, color: bool, *, fits: bool = True) -> None:
+    def __init__(self, columns: Columns, stream: TextIO, color: bool, *, fits: bool = True) -> None:
         """A table on a terminal fits its width, unless `fits` is False."""
         self._columns = [column for column in columns.columns if column.title is not None]
         self._right = [column.kind in (Kind.INTEGER, Kind.SIZE) for column in self._columns]

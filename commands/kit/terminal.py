@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Mapping
 from shutil import get_terminal_size
-from typing import Final, Protocol
+from typing import Final, TextIO
 from urllib.parse import quote
 
 #: The first release of VTE (GNOME's terminals) whose links do not crash.
@@ -18,15 +18,7 @@ class ClosedOutput(Exception):
     """The reader of stdout is gone (`| head`), so the command ends without an error."""
 
 
-class Terminal(Protocol):
-    """The output stream, as the output layer uses it; replaced in tests."""
-
-    def write(self, text: str, /) -> int: ...
-    def flush(self) -> None: ...
-    def isatty(self) -> bool: ...
-
-
-def emit(text: str, stream: Terminal | None = None) -> None:
+def emit(text: str, stream: TextIO | None = None) -> None:
     """Write `text` to stdout. Raises ClosedOutput if the reader of stdout is gone."""
     try:
         (stream or sys.stdout).write(text)
@@ -78,6 +70,6 @@ def linked(path: str, text: str) -> str:
     return f"\x1b]8;;{place}\x1b\\{text}\x1b]8;;\x1b\\"
 
 
-def wants_color(stream: Terminal, *, no_color: bool) -> bool:
+def wants_color(stream: TextIO, *, no_color: bool) -> bool:
     """Return True for terminals, unless they are dumb or NO_COLOR is set to a non-empty value."""
     return not no_color and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb" and stream.isatty()
