@@ -42,17 +42,6 @@ class CookieRow(NamedTuple):
     error: str | None
 
 
-def cookie_object(cookie: Cookie) -> dict[str, Any]:
-    """Return the JSON object of a cookie."""
-    return {
-        "layoutVersion": cookie.layout_version,
-        "journalDirs": list(cookie.journal_dirs),
-        "ledgerDirs": list(cookie.ledger_dirs),
-        "indexDirs": None if cookie.index_dirs is None else list(cookie.index_dirs),
-        "instanceId": cookie.instance_id,
-    }
-
-
 def _part(title: str, name: str, attribute: str, kind: Kind = Kind.TEXT, **settings: Any) -> Column:
     def get(row: CookieRow) -> Any:
         value = None if row.cookie is None else getattr(row.cookie, attribute)

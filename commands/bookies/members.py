@@ -123,11 +123,16 @@ class BookieRow(NamedTuple):
 
 
 def _cookie_object(row: BookieRow) -> dict[str, Any] | None:
-    if row.cookie is None:
+    cookie = row.cookie
+    if cookie is None:
         return None
-    from ..cookie import cookie_object
-
-    return cookie_object(row.cookie)
+    return {
+        "layoutVersion": cookie.layout_version,
+        "journalDirs": list(cookie.journal_dirs),
+        "ledgerDirs": list(cookie.ledger_dirs),
+        "indexDirs": None if cookie.index_dirs is None else list(cookie.index_dirs),
+        "instanceId": cookie.instance_id,
+    }
 
 
 SHOW_COLUMNS = Columns(
