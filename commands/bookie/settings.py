@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final, NamedTuple
 import typer
 
 from bkctl.errors import NotFound, UsageError
+from bkctl.redaction import is_secret_name
 
 from ..kit.audit import shown_uri
 from ..kit.columns import Column, Columns, Kind
@@ -112,8 +113,6 @@ def _is_asked_for(name: str, patterns: list[str] | None) -> bool:
 
 def _without_secret(setting: BookieSetting) -> BookieSetting:
     """Return the setting as it may be printed: a password as `***`, and one within a URI."""
-    from bkctl.redaction import is_secret_name
-
     if isinstance(setting.value, str):
         if is_secret_name(setting.name) and setting.value:
             return setting._replace(value=HIDDEN)

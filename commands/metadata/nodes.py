@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from bkctl.errors import NotFound, UsageError
+from bkctl.errors import Corrupt, NotFound, Unsupported, UsageError
 
 from ..kit.columns import Column, Columns, Kind, Output, value_at
 from ..kit.command import Run, command, group
@@ -111,7 +111,6 @@ def get(
 
 
 def _holds_password(value: bytes) -> bool:
-    from bkctl.errors import Corrupt, Unsupported
     from bkctl.formats.metadata import LedgerMetadata
 
     if not value.startswith(b"BookieMetadataFormatVersion"):
