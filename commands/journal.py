@@ -233,9 +233,7 @@ def verify(run: Run, pace: ReadPace, names: JournalNames = None, directories: Di
 
     given, files = _journals(run, names, directories)
     errors: list[BkctlError] = []
-    findings = 0
-
-    sound_count = record_count = 0
+    findings = sound_count = record_count = 0
 
     def rows() -> Iterator[JournalCheck]:
         nonlocal findings, sound_count, record_count

@@ -113,8 +113,7 @@ def _is_asked_for(name: str, patterns: list[str] | None) -> bool:
 
 def _without_secret(setting: BookieSetting) -> BookieSetting:
     """Return the setting as it may be printed: a password as `***`, and one within a URI."""
-    if isinstance(setting.value, str):
-        if is_secret_name(setting.name) and setting.value:
-            return setting._replace(value=HIDDEN)
-        return setting._replace(value=shown_uri(setting.value))
-    return setting
+    if not isinstance(setting.value, str):
+        return setting
+    is_secret = is_secret_name(setting.name) and setting.value
+    return setting._replace(value=HIDDEN if is_secret else shown_uri(setting.value))

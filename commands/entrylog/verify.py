@@ -99,9 +99,7 @@ def verify(
         raise UsageError("--no-digests and --digest are given", hint="give one of them")
     logs = find_logs(run, names, directories)
     errors: list[BkctlError] = []
-    findings = 0
-
-    sound_count = entry_count = 0
+    findings = sound_count = entry_count = 0
 
     def rows() -> Iterator[LogCheck]:
         nonlocal findings, sound_count, entry_count

@@ -118,10 +118,8 @@ def _ledgers_or_file(values: Mapping[str, Any]) -> list[LedgerId]:
     file: str | None = values["from_file"]
     if file is None:
         return _many_ledgers(values)
-    ledgers = _any_ledgers(values)
     scope = None if values["ledger_scope_id"] is None else parse_scope_id(values["ledger_scope_id"])
-    ledgers.extend(_read_ledgers(file, scope))
-    return ledgers
+    return [*_any_ledgers(values), *_read_ledgers(file, scope)]
 
 
 def _read_ledgers(file: str, scope_id: int | None) -> list[LedgerId]:
