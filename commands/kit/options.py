@@ -59,11 +59,10 @@ def text_option(
     name: str, convert: Callable[[Any], Any], *flags: str, kind: Any = str, default: Any = None, **settings: Any
 ) -> Composite:
     """Return one option whose text, or value of another `kind`, `convert` reads; None when absent."""
-
-    def resolve(values: Mapping[str, Any]) -> Any:
-        return None if values[name] is None else convert(values[name])
-
-    return Composite((option(name, kind, *flags, default=default, **settings),), resolve)
+    return combined(
+        lambda value: None if value is None else convert(value),
+        option(name, kind, *flags, default=default, **settings),
+    )
 
 
 def combined(make: Callable[..., Any], *parts: Composite | Parameter) -> Composite:
@@ -147,12 +146,10 @@ def parse_pace(text: str, what: str = "--rate", *, has_bytes: bool = True) -> Pa
 
 def pace_option(help: str, *, has_bytes: bool = True) -> Composite:
     """Return the option `--rate`, a Pace; without the option a Pace without limits, which may get one while it runs."""
-
-    def resolve(values: Mapping[str, Any]) -> Pace:
-        text = values["rate_limit"]
-        return Pace(has_bytes=has_bytes) if text is None else parse_pace(text, has_bytes=has_bytes)
-
-    return Composite((option("rate_limit", str, "--rate", metavar="RATE" if has_bytes else "N", help=help),), resolve)
+    return combined(
+        lambda text: Pace(has_bytes=has_bytes) if text is None else parse_pace(text, has_bytes=has_bytes),
+        option("rate_limit", str, "--rate", metavar="RATE" if has_bytes else "N", help=help),
+    )
 
 
 #: `--rate` of commands that copy entries, and of commands that read them.
