@@ -348,7 +348,6 @@ class QualifiedNameLedgerManager(LedgerManager):
     """Every ledger at `ledgers/<name>`, for stores that list a range of names cheaply. SQLite: the qualified name."""
 
     def path(self, ledger: LedgerId) -> str:
-        """See LedgerManager.path."""
         return f"{LEDGERS}/{self._name(ledger)}"
 
     def _name(self, ledger: LedgerId) -> str:
@@ -360,7 +359,6 @@ class QualifiedNameLedgerManager(LedgerManager):
         return LedgerId.from_value(int(name, 16)) if _QUALIFIED_NAME.fullmatch(name) else None
 
     def batches(self, scope_id: int | None = 0, after: LedgerId | None = None) -> Iterator[list[LedgerId]]:
-        """See LedgerManager.batches."""
         first, end = LedgerId(scope_id or 0, 0), LedgerId(U64_MAX if scope_id is None else scope_id, U64_MAX)
         # A name without its last digit sorts just before the names that begin with it.
         last = self._name(first)[:-1] if after is None or after < first else self._name(after)
@@ -380,9 +378,7 @@ class QualifiedNameLedgerManager(LedgerManager):
         return self.store.sequence("idgen")
 
     def id_position(self) -> int | None:
-        """See LedgerManager.id_position."""
         return self.store.sequence_position("idgen")
 
     def skip_ids(self, position: int) -> bool:
-        """See LedgerManager.skip_ids."""
         return self.store.advance_sequence("idgen", position)

@@ -202,7 +202,6 @@ class SqliteStore(MetadataStore):
         return next(iter(self._rows(_NODE.format(columns), _split(path))), None)
 
     def get(self, path: str) -> Versioned[bytes] | None:
-        """See MetadataStore.get."""
         self._end_dead_sessions()
         row = self._node("value, version, ctime_ms", path)
         return None if row is None else Versioned(bytes(row[0]), row[1], row[2])
@@ -224,7 +223,6 @@ class SqliteStore(MetadataStore):
             size = max(size // 2, 1) if size_bytes > _READ_SIZE_BYTES else min(2 * size, _READS_MAX)
 
     def put(self, path: str, value: bytes, expected: int | None) -> int:
-        """See MetadataStore.put."""
         self._end_dead_sessions()
         with self._transaction() as connection:
             return self._put(connection, path, value, expected)
@@ -253,13 +251,11 @@ class SqliteStore(MetadataStore):
         return int(row[0]) + 1
 
     def put_all(self, nodes: Sequence[tuple[str, bytes]]) -> None:
-        """See MetadataStore.put_all."""
         with self._transaction() as connection:
             for path, value in nodes:
                 self._put(connection, path, value, NEW)
 
     def delete(self, path: str, expected: int | None = None, *, prune: int = 0) -> None:
-        """See MetadataStore.delete."""
         if not path:
             raise UsageError("The root of the metadata store cannot be deleted")
         with self._transaction() as connection:
@@ -280,7 +276,6 @@ class SqliteStore(MetadataStore):
                 _remove(connection, path, change)
 
     def children(self, path: str, *, after: str = "", limit: int | None = None) -> list[str] | None:
-        """See MetadataStore.children."""
         self._end_dead_sessions()
         rows = self._rows(
             "SELECT name FROM node WHERE parent = ? AND name > ? ORDER BY name LIMIT ?",
@@ -307,17 +302,14 @@ class SqliteStore(MetadataStore):
                 yield list(names[path]) if path in names else self.children(path)
 
     def sequence(self, path: str) -> int:
-        """See MetadataStore.sequence."""
         with self._transaction() as connection:
             return _next_number(connection, path)
 
     def sequence_position(self, path: str) -> int:
-        """See MetadataStore.sequence_position."""
         rows = self._rows("SELECT value FROM counter WHERE name = ?", (f"sequence {check_path(path)}",))
         return int(rows[0][0]) + 1 if rows else 0
 
     def advance_sequence(self, path: str, position: int) -> bool:
-        """See MetadataStore.advance_sequence."""
         if position > 0:
             with self._transaction() as connection:
                 connection.execute(
@@ -328,7 +320,6 @@ class SqliteStore(MetadataStore):
         return True
 
     def ephemeral(self, path: str, value: bytes, *, wait_s: float | None = None) -> None:
-        """See MetadataStore.ephemeral."""
         check_size(path, value)
         deadline = time.monotonic() + (SESSION_EXPIRY_MS / 1000 if wait_s is None else wait_s)
         with self._ephemerals.adding(path, value):
@@ -339,7 +330,6 @@ class SqliteStore(MetadataStore):
         self._start_thread()
 
     def claim(self, path: str, value: bytes, *, numbered: bool = False) -> Claim:
-        """See MetadataStore.claim."""
         check_size(path, value)
         self._end_dead_sessions(at_once=True)
         with self._transaction() as connection:
@@ -401,7 +391,6 @@ class SqliteStore(MetadataStore):
                     _end_session(connection, session_id)
 
     def watch(self, path: str, callback: Callable[[], None], *, children: bool = False) -> Callable[[], None]:
-        """See MetadataStore.watch."""
         watch = _Watch(check_path(path), children, callback)
         watch.seen = self._state(watch)
         with self._lock:
@@ -454,7 +443,6 @@ class SqliteStore(MetadataStore):
         return done
 
     def close(self) -> None:
-        """See MetadataStore.close."""
         with self._lock:
             if self._closed:
                 return

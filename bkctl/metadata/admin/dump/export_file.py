@@ -200,5 +200,4 @@ class ExportFile(DumpSource):
             raise self._damaged("The value is not base64", at) from error
 
     def close(self) -> None:
-        """See DumpSource.close."""
         self._file.close()

@@ -52,7 +52,6 @@ class ClusterSource(DumpSource):
         yield from self._of_ledgers(cluster.ledgers.ledgers(None))
 
     def ledgers_after(self, ledger: LedgerId) -> Iterator[LedgerId]:
-        """See DumpSource.ledgers_after."""
         if self._ledgers is not None:
             return (each for each in self._ledgers if each > ledger)
         return self._cluster.ledgers.ledgers(None, ledger)

@@ -48,7 +48,6 @@ class EtcdLedgerManager(QualifiedNameLedgerManager):
         return 0 if highest is None else highest << _BUCKET_SHIFT | max(counts.values()) + 1
 
     def skip_ids(self, position: int) -> bool:
-        """See LedgerManager.skip_ids."""
         if position <= 1:
             return True
         highest, count = position >> _BUCKET_SHIFT, position & ((1 << _BUCKET_SHIFT) - 1)

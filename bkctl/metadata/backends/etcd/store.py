@@ -101,11 +101,9 @@ class EtcdStore(MetadataStore):
             raise
 
     def get(self, path: str) -> Versioned[bytes] | None:
-        """See MetadataStore.get."""
         return versioned(self._nodes.read(self._nodes.key(path)))
 
     def get_many(self, paths: Iterable[str]) -> Iterator[Versioned[bytes] | None]:
-        """See MetadataStore.get_many."""
 
         def request(batch: tuple[bytes, ...]) -> Any:
             return transaction([get_key(key) for key in batch])
@@ -237,7 +235,6 @@ class EtcdStore(MetadataStore):
         raise AlreadyExists(f"{found[0].key.decode()} exists in {self.name}")
 
     def delete(self, path: str, expected: int | None = None, *, prune: int = 0) -> None:
-        """See MetadataStore.delete."""
         if not path:
             raise UsageError("The root of the metadata store cannot be deleted")
         self._delete_node(path, expected)
@@ -255,7 +252,6 @@ class EtcdStore(MetadataStore):
             child = key
 
     def delete_root(self) -> None:
-        """See MetadataStore.delete_root."""
         self._delete_node("", None)
 
     def _delete_node(self, path: str, expected: int | None) -> None:
@@ -292,7 +288,6 @@ class EtcdStore(MetadataStore):
         return names
 
     def children_many(self, paths: Iterable[str]) -> Iterator[list[str] | None]:
-        """See MetadataStore.children_many."""
 
         def request(batch: tuple[PageRange, ...]) -> Any:
             return transaction([operation for pages in batch for operation in _first_page(pages, pages.prefix)])
@@ -359,26 +354,21 @@ class EtcdStore(MetadataStore):
                 self._nodes.create(path.rpartition("/")[0], b"")
 
     def sequence_position(self, path: str) -> int:
-        """See MetadataStore.sequence_position."""
         found = self._nodes.read(self._nodes.key(path))
         return 0 if found is None else int(found.version)
 
     def ephemeral(self, path: str, value: bytes, *, wait_s: float | None = None) -> None:
-        """See MetadataStore.ephemeral."""
         check_size(path, value, "etcd")
         self._session.hold(path, value, wait_s)
 
     def claim(self, path: str, value: bytes, *, numbered: bool = False) -> Claim:
-        """See MetadataStore.claim."""
         check_size(path, value, "etcd")
         return self._session.claim(path, value, numbered)
 
     def watch(self, path: str, callback: Callable[[], None], *, children: bool = False) -> Callable[[], None]:
-        """See MetadataStore.watch."""
         return self._watches.add(path, self._nodes.key(path), callback, children)
 
     def close(self) -> None:
-        """See MetadataStore.close."""
         if not self._connection.begin_close():
             return
         self._session.ephemerals.clear()

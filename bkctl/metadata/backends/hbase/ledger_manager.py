@@ -31,7 +31,6 @@ class HBaseLedgerManager(QualifiedNameLedgerManager):
                 yield batch
 
     def scopes(self) -> Iterator[int]:
-        """See LedgerManager.scopes."""
         if next(self.store.ledgers(0, LedgerId(0, U64_MAX).value), None) is not None:  # passes over most ledgers
             yield 0
         start: int | None = LedgerId(1, 0).value

@@ -217,7 +217,6 @@ class HBaseStore(ZooKeeperStore):
         return NotFound(f"No {path} in {self.name}") if isinstance(error, NotFound) else error
 
     def children(self, path: str, *, after: str = "", limit: int | None = None) -> list[str] | None:
-        """See MetadataStore.children."""
         if not _is_row(path):
             names = super().children(path)
             if names is None:
@@ -237,7 +236,6 @@ class HBaseStore(ZooKeeperStore):
             return None
 
     def children_many(self, paths: Iterable[str]) -> Iterator[list[str] | None]:
-        """See MetadataStore.children_many."""
         rest = iter(paths)
         while batch := list(islice(rest, 1000)):
             if any(_is_row(path) or path == "" for path in batch):
@@ -264,12 +262,10 @@ class HBaseStore(ZooKeeperStore):
             return self._rows.next_number(check_path(path))
 
     def sequence_position(self, path: str) -> int:
-        """See MetadataStore.sequence_position."""
         with self._missing_table():
             return self._rows.position(check_path(path))
 
     def advance_sequence(self, path: str, position: int) -> bool:
-        """See MetadataStore.advance_sequence."""
         with self._missing_table():
             self._rows.advance(check_path(path), position)
         return True
@@ -310,7 +306,6 @@ class HBaseStore(ZooKeeperStore):
                         watch.seen = version
 
     def close(self) -> None:
-        """See MetadataStore.close."""
         self._stop.set()
         if self._table is not None:
             self._table.close()

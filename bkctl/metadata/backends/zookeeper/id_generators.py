@@ -44,7 +44,6 @@ class LongIdGenerator(ShortIdGenerator):
     """31-bit ids first, then 63-bit ids: directory << 32 | sequence in it. Source: LongZkLedgerIdGenerator."""
 
     def next_id(self) -> int:
-        """See ShortIdGenerator.next_id."""
         if self.store.get(_LONG) is None:
             with suppress(IllegalOperation):
                 return super().next_id()
@@ -66,7 +65,6 @@ class LongIdGenerator(ShortIdGenerator):
             create_if_missing(self.store, _directory_path(high + 1), b"")
 
     def position(self) -> int:
-        """See LedgerManager.id_position."""
         if self.store.get(_LONG) is None:
             return super().position()
         # Without a directory the generator starts with number 1.

@@ -49,15 +49,12 @@ class ZooKeeperLedgerManager(LedgerManager):
             yield from self._walk_default(widths, first, end, after)
 
     def path(self, ledger: LedgerId) -> str:
-        """See LedgerManager.path."""
         return scoped_ledger_path(ledger) if ledger.is_scoped else self._default_path(ledger.ledger_id)
 
     def scopes_state(self) -> ScopesState:
-        """See LedgerManager.scopes_state."""
         return self._scopes.state()
 
     def batches(self, scope_id: int | None = 0, after: LedgerId | None = None) -> Iterator[list[LedgerId]]:
-        """See LedgerManager.batches."""
         if scope_id in (None, 0) and (after is None or not after.is_scoped):
             yield from self._default_batches(-1 if after is None else after.ledger_id)
         if scope_id != 0:
@@ -98,11 +95,9 @@ class ZooKeeperLedgerManager(LedgerManager):
         return self._ids.next_id()
 
     def id_position(self) -> int:
-        """See LedgerManager.id_position."""
         return self._ids.position()
 
     def skip_ids(self, position: int) -> bool:
-        """See LedgerManager.skip_ids."""
         return self._ids.skip_to(position)
 
 

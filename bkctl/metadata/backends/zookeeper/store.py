@@ -61,15 +61,12 @@ class ZooKeeperStore(MetadataStore):
         self.name = self._connection.name
 
     def get(self, path: str) -> Versioned[bytes] | None:
-        """See MetadataStore.get."""
         return self._reads.get(path)
 
     def get_many(self, paths: Iterable[str]) -> Iterator[Versioned[bytes] | None]:
-        """See MetadataStore.get_many."""
         return self._reads.get_many(paths)
 
     def put(self, path: str, value: bytes, expected: int | None) -> int:
-        """See MetadataStore.put."""
         return self._put(path, value, expected)
 
     def _put(self, path: str, value: bytes, expected: int | None, *, repeated: bool = False) -> int:
@@ -126,7 +123,6 @@ class ZooKeeperStore(MetadataStore):
         )
 
     def put_all(self, nodes: Sequence[tuple[str, bytes]]) -> None:
-        """See MetadataStore.put_all."""
         new_nodes = [NewNode(self._connection.full(path), value) for path, value in nodes]
         if any(not path for path, _ in nodes):
             new_nodes = [*(NewNode(parent, b"") for parent in self._nodes.missing_parents("")), *new_nodes]
@@ -140,7 +136,6 @@ class ZooKeeperStore(MetadataStore):
                 raise BkctlError(f"{node.full} cannot be created in {self.name}: {result!r}") from result
 
     def delete(self, path: str, expected: int | None = None, *, prune: int = 0) -> None:
-        """See MetadataStore.delete."""
         if not path:
             raise UsageError("The root of the metadata store cannot be deleted")
         self._delete_node(path, expected)
@@ -155,7 +150,6 @@ class ZooKeeperStore(MetadataStore):
                 break
 
     def delete_root(self) -> None:
-        """See MetadataStore.delete_root."""
         self._delete_node("", None)
 
     def _delete_node(self, path: str, expected: int | None) -> None:
@@ -175,7 +169,6 @@ class ZooKeeperStore(MetadataStore):
             raise Conflict(f"{path} has children in {self.name}") from error
 
     def children(self, path: str, *, after: str = "", limit: int | None = None) -> list[str] | None:
-        """See MetadataStore.children."""
         names = self._reads.children(path)
         if names is None or (not after and limit is None):
             return names
@@ -183,7 +176,6 @@ class ZooKeeperStore(MetadataStore):
         return names if limit is None else names[:limit]
 
     def children_many(self, paths: Iterable[str]) -> Iterator[list[str] | None]:
-        """See MetadataStore.children_many."""
         return self._reads.children_many(paths)
 
     def sequence(self, path: str) -> int:
@@ -211,32 +203,25 @@ class ZooKeeperStore(MetadataStore):
         return ((int(stat.cversion) + int(stat.numChildren)) & 0xFFFFFFFF) >> 1
 
     def ephemeral(self, path: str, value: bytes, *, wait_s: float | None = None) -> None:
-        """See MetadataStore.ephemeral."""
         self._watches.start_thread()
         self._session.hold(path, value, wait_s)
 
     def claim(self, path: str, value: bytes, *, numbered: bool = False) -> Claim:
-        """See MetadataStore.claim."""
         return self._session.claim(path, value, numbered)
 
     def claim_many(self, paths: Sequence[str], value: bytes) -> list[Claim | BkctlError]:
-        """See MetadataStore.claim_many."""
         return self._session.claim_many(paths, value)
 
     def held_many(self, claims: Sequence[Claim]) -> list[bool]:
-        """See MetadataStore.held_many."""
         return self._session.held_many(claims)
 
     def release_many(self, claims: Sequence[Claim]) -> None:
-        """See MetadataStore.release_many."""
         self._session.release_many(claims)
 
     def watch(self, path: str, callback: Callable[[], None], *, children: bool = False) -> Callable[[], None]:
-        """See MetadataStore.watch."""
         return self._watches.add(path, callback, children)
 
     def close(self) -> None:
-        """See MetadataStore.close."""
         if not self._connection.begin_close():
             return
         self._session.ephemerals.clear()
