@@ -20,11 +20,7 @@ from bkctl.client.bookies import BookiePool, in_thread
 from bkctl.client.ensemble import check_quorums
 from bkctl.client.placement import DEFAULT_RULES, RackRules, choose_ensemble
 from bkctl.client.read_handle import ReadHandle
-from bkctl.client.reader import (
-    LedgerAccess,
-    LedgerEntry,
-    read_last_confirmed,
-)
+from bkctl.client.reader import LedgerAccess, read_last_confirmed
 from bkctl.client.recovery import RecoveryLoss, find_loss, recover
 from bkctl.client.write_handle import WriteHandle
 from bkctl.client.writer import THROTTLE_COUNT
@@ -39,23 +35,16 @@ from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.metadata import Fragment, LedgerMetadata
 from bkctl.ids import I64_MAX, LedgerId
 from bkctl.metadata.ledgers import VersionedMetadata
-from bkctl.metadata.store import client_tls
-from bkctl.protocol.messages import (
-    Protocol,
-)
+from bkctl.protocol.messages import Protocol
 
 if TYPE_CHECKING:
     import ssl
 
     from bkctl.metadata.cluster import Cluster
 
-__all__ = ["BookKeeper", "LedgerEntry", "ReadHandle", "WriteHandle", "client_tls"]
-
 TIMEOUT_S: Final = 30.0
 #: Generated ledger ids to try; all of them exist only in a broken store.
 _CREATE_ATTEMPTS_MAX: Final = 20
-
-
 #: The last id of scope 0.
 _LAST_UNSCOPED: Final = LedgerId(0, I64_MAX)
 

@@ -12,15 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Self
 
 from bkctl.client.bookies import failure, in_thread
-from bkctl.client.reader import (
-    LONG_POLL_S_MAX,
-    LedgerAccess,
-    LedgerEntry,
-    long_poll,
-    read_entries,
-    read_last_confirmed,
-    read_runs,
-)
+from bkctl.client.reader import LONG_POLL_S_MAX, LedgerAccess, LedgerEntry, long_poll, read_entries, read_runs
 from bkctl.errors import (
     BkctlError,
     ProtocolError,
@@ -161,17 +153,6 @@ class ReadHandle(LedgerHandleBase):
         """Payload bytes: all bytes of a closed ledger, else about the bytes up to the last add confirmed."""
         return self._length
 
-    async def read_last_confirmed(self) -> int:
-        """Read the metadata again, ask the bookies of an open ledger again, and return the last add confirmed.
-
-        Raises LedgerNotFound for a deleted ledger, and BookieUnavailable, … when too few bookies answer.
-        """
-        self._use(await in_thread(self._access.pool.cluster.ledgers.read, self.ledger))
-        if not self.is_closed:
-            confirmed = await read_last_confirmed(self._access)
-            self._advance(confirmed.last_add_confirmed, confirmed.length)
-        return self._last_add_confirmed
-
     async def wait_for_lac(self, previous: int, timeout_s: float) -> int:
         """Wait until the last add confirmed exceeds `previous`, the ledger is closed, or `timeout_s` is over.
 
@@ -193,7 +174,7 @@ class ReadHandle(LedgerHandleBase):
             slice_s = min(left_s, LONG_POLL_S_MAX)
             confirmed = await long_poll(self._access, self._last_add_confirmed, slice_s, self._changed)
             if confirmed is not None:
-                self._advance(confirmed, 0)
+                self._last_add_confirmed = max(self._last_add_confirmed, confirmed)
 
     async def close(self) -> None:
         """Stop watching the ledger. The ledger itself is untouched."""
@@ -228,7 +209,3 @@ class ReadHandle(LedgerHandleBase):
         self._access.versioned = found
         if found.metadata.is_closed:
             self._last_add_confirmed, self._length = found.metadata.last_entry_id, found.metadata.length
-
-    def _advance(self, last_add_confirmed: int, length: int) -> None:
-        self._last_add_confirmed = max(self._last_add_confirmed, last_add_confirmed)
-        self._length = max(self._length, length)

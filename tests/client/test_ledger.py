@@ -200,9 +200,9 @@ async def test_reads_beyond_the_last_add_confirmed_are_refused_unless_asked_for(
         got = await collect_until(EntryNotFound, reader.read_unconfirmed(1, 9))
         assert [entry.payload for entry in got] == [b"two", b"three"]
         await writer.write_lac()
-        assert await reader.read_last_confirmed() == 2
+        assert await reader.wait_for_lac(1, 5) == 2
         await writer.close()
-        assert await reader.read_last_confirmed() == 2
+        assert await reader.wait_for_lac(2, 5) == 2
         assert reader.is_closed
 
 
