@@ -226,7 +226,7 @@ class BookiePool:
         found = self._overrides.get(bookie_id) or self._addresses.get(bookie_id)
         if found is None:
             registered = await in_thread(self.cluster.bookies.get, bookie_id)
-            found = (registered.address if registered is not None else None) or _parsed_address(bookie_id)
+            found = (registered or RegisteredBookie(bookie_id, "down", None)).address
             if found is None:
                 raise BookieUnavailable(
                     f"Bookie {bookie_id} is not registered, and its id is not HOST:PORT",
@@ -262,11 +262,6 @@ class BookiePool:
         channels = list(self._channels.values())
         self._channels.clear()
         await asyncio.gather(*(channel.close() for channel in channels))
-
-
-def _parsed_address(bookie_id: str) -> tuple[str, int] | None:
-    host, _, port = bookie_id.rpartition(":")
-    return (host, int(port)) if host and port.isascii() and port.isdecimal() and int(port) <= 0xFFFF else None
 
 
 async def in_thread(call: Callable[..., T], *arguments: Any) -> T:
