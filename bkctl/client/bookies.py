@@ -225,7 +225,7 @@ class BookiePool:
         """
         found = self._overrides.get(bookie_id) or self._addresses.get(bookie_id)
         if found is None:
-            registered = await in_thread(self.cluster.bookies.get, bookie_id)
+            registered = await asyncio.to_thread(self.cluster.bookies.get, bookie_id)
             found = (registered or RegisteredBookie(bookie_id, "down", None)).address
             if found is None:
                 raise BookieUnavailable(
@@ -262,11 +262,6 @@ class BookiePool:
         channels = list(self._channels.values())
         self._channels.clear()
         await asyncio.gather(*(channel.close() for channel in channels))
-
-
-async def in_thread(call: Callable[..., T], *arguments: Any) -> T:
-    """Run a blocking call (metadata) in a thread."""
-    return await asyncio.to_thread(call, *arguments)
 
 
 async def in_order(

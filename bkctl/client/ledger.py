@@ -12,11 +12,12 @@ Source: BookKeeper, LedgerCreateOp, LedgerOpenOp, LedgerDeleteOp, LedgerHandle, 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Self
 
-from bkctl.client.bookies import BookiePool, in_thread
+from bkctl.client.bookies import BookiePool
 from bkctl.client.ensemble import check_quorums
 from bkctl.client.placement import DEFAULT_RULES, RackRules, choose_ensemble
 from bkctl.client.read_handle import ReadHandle
@@ -147,7 +148,9 @@ class BookKeeper:
             ensembles=(),
             custom_metadata=dict(custom_metadata),
         )
-        ledger, versioned = await in_thread(self._register, ledger_scope_id, given, metadata, self.pool.suspects())
+        ledger, versioned = await asyncio.to_thread(
+            self._register, ledger_scope_id, given, metadata, self.pool.suspects()
+        )
         access = LedgerAccess(self.pool, ledger, DigestManager(ledger, digest_type, password), versioned)
         return WriteHandle(access, throttle_count=self._throttle_count, own_entry_ids=own_entry_ids)
 
@@ -171,7 +174,7 @@ class BookKeeper:
         Source: LedgerOpenOp; BP-35 (OpenBuilder.withLedgerScopeId).
         """
         ledger = self._ledger(ledger_scope_id, ledger_id)
-        versioned = await in_thread(self.cluster.ledgers.read, ledger)
+        versioned = await asyncio.to_thread(self.cluster.ledgers.read, ledger)
         metadata = versioned.metadata
         if metadata.password is not None and password is not None and password != metadata.password:
             problem = f"Wrong password for ledger {ledger}" if password else f"Ledger {ledger} has a password"
@@ -194,7 +197,7 @@ class BookKeeper:
 
         Raises LedgerNotFound, and the errors of `bkctl.client.recovery.find_loss`.
         """
-        versioned = await in_thread(self.cluster.ledgers.read, self._ledger(ledger.scope_id, ledger.ledger_id))
+        versioned = await asyncio.to_thread(self.cluster.ledgers.read, self._ledger(ledger.scope_id, ledger.ledger_id))
         return versioned, await find_loss(self.access(ledger, versioned))
 
     def access(
@@ -224,7 +227,7 @@ class BookKeeper:
         Raises LedgerNotFound, IllegalOperation for a scope in protocol v2.
         Source: BP-35 (DeleteBuilder.withLedgerScopeId).
         """
-        await in_thread(self.cluster.ledgers.remove, self._ledger(ledger_scope_id, ledger_id))
+        await asyncio.to_thread(self.cluster.ledgers.remove, self._ledger(ledger_scope_id, ledger_id))
 
     def _ledger(self, scope_id: int, ledger_id: int) -> LedgerId:
         self._check_scope(scope_id)

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Self
 
-from bkctl.client.bookies import failure, in_thread
+from bkctl.client.bookies import failure
 from bkctl.client.reader import LONG_POLL_S_MAX, LedgerAccess, LedgerEntry, long_poll, read_entries, read_runs
 from bkctl.errors import (
     BkctlError,
@@ -180,7 +180,7 @@ class ReadHandle(LedgerHandleBase):
         """Stop watching the ledger. The ledger itself is untouched."""
         cancel, self._cancel_watch = self._cancel_watch, None
         if cancel is not None:
-            await in_thread(cancel)
+            await asyncio.to_thread(cancel)
 
     async def __aenter__(self) -> Self:
         return self
@@ -197,7 +197,7 @@ class ReadHandle(LedgerHandleBase):
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(self._report, found)
 
-        self._cancel_watch = await in_thread(self._access.pool.cluster.ledgers.watch, self.ledger, report)
+        self._cancel_watch = await asyncio.to_thread(self._access.pool.cluster.ledgers.watch, self.ledger, report)
         # Let the first report arrive, which that thread scheduled before it returned.
         await asyncio.sleep(0)
 

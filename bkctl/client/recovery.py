@@ -15,7 +15,7 @@ from collections import deque
 from dataclasses import replace
 from typing import Final, NamedTuple
 
-from bkctl.client.bookies import BookieChannel, in_thread
+from bkctl.client.bookies import BookieChannel
 from bkctl.client.ensemble import closed, update_metadata
 from bkctl.client.read_handle import entry_of
 from bkctl.client.reader import LedgerAccess, LedgerEntry, read_entries, read_last_confirmed, restate
@@ -69,7 +69,7 @@ async def recover(access: LedgerAccess, *, accept_loss: RecoveryLoss | None = No
             return None
         return replace(metadata, state=LedgerState.IN_RECOVERY, length=0, last_entry_id=-1)
 
-    access.versioned = await in_thread(update_metadata, ledgers, ledger, access.versioned, begin)
+    access.versioned = await asyncio.to_thread(update_metadata, ledgers, ledger, access.versioned, begin)
     if access.metadata.is_closed:
         return
     pipeline, length = await _make_safe(access, accept_loss)
@@ -80,7 +80,7 @@ async def recover(access: LedgerAccess, *, accept_loss: RecoveryLoss | None = No
             return None
         return closed(pipeline.with_fragments(metadata), last_entry_id, length)
 
-    access.versioned = await in_thread(update_metadata, ledgers, ledger, access.versioned, finish)
+    access.versioned = await asyncio.to_thread(update_metadata, ledgers, ledger, access.versioned, finish)
     if not access.metadata.is_closed:
         raise MetadataVersionConflict(
             f"Ledger {ledger} was set to {access.metadata.state.name} while it was recovered", hint="recover it again"

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Sequence
 from typing import Self
 
-from bkctl.client.bookies import failure, in_thread
+from bkctl.client.bookies import failure
 from bkctl.client.ensemble import closed, update_metadata
 from bkctl.client.read_handle import LedgerHandleBase
 from bkctl.client.reader import (
@@ -155,7 +155,7 @@ class WriteHandle(LedgerHandleBase):
             self._pipeline.error, _ClosedByUs
         ):
             # The client that fenced the ledger closes it.
-            access.versioned = await in_thread(ledgers.read, self.ledger)
+            access.versioned = await asyncio.to_thread(ledgers.read, self.ledger)
             return
 
         def change(metadata: LedgerMetadata) -> LedgerMetadata | None:
@@ -168,7 +168,7 @@ class WriteHandle(LedgerHandleBase):
                 f"({metadata.length} bytes), not at {last_entry_id} ({length} bytes)"
             )
 
-        access.versioned = await in_thread(update_metadata, ledgers, self.ledger, access.versioned, change)
+        access.versioned = await asyncio.to_thread(update_metadata, ledgers, self.ledger, access.versioned, change)
 
     async def _ask(self, request: Request, indexes: tuple[int, ...] | range, needed: int, what: str) -> None:
         """Send `request` to the bookies at `indexes` over v3, and wait until `needed` of them succeed."""

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import islice
 from typing import Final
 
-from bkctl.client.bookies import BookieChannel, error_of, fail, in_thread
+from bkctl.client.bookies import BookieChannel, error_of, fail
 from bkctl.client.ensemble import update_metadata, with_fragment
 from bkctl.client.placement import replace_bookies
 from bkctl.client.reader import LedgerAccess, restate
@@ -331,7 +331,7 @@ class AddPipeline:
                 return None
             return with_fragment(metadata, first_entry_id, self._replaced(ensemble, failed, excluded, suspects))
 
-        access.versioned = await in_thread(
+        access.versioned = await asyncio.to_thread(
             update_metadata, access.pool.cluster.ledgers, access.ledger, access.versioned, change
         )
         return access.metadata.last_fragment.bookies
@@ -380,7 +380,7 @@ class RecoveryPipeline(AddPipeline):
 
     async def _commit(self, failed: Mapping[int, str]) -> tuple[str, ...]:
         excluded, suspects = set(self._failed_since_progress), self.access.pool.suspects()
-        ensemble = await in_thread(self._replaced, self.ensemble, failed, excluded, suspects)
+        ensemble = await asyncio.to_thread(self._replaced, self.ensemble, failed, excluded, suspects)
         self._fragments[self.last_add_confirmed + 1] = ensemble
         return ensemble
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Final, Generic, TypeVar
 
-from bkctl.client.bookies import fail, in_thread
+from bkctl.client.bookies import fail
 from bkctl.errors import BkctlError
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ class BatchedCalls(Generic[T, R]):
         try:
             while self._waiting:
                 batch, self._waiting = self._waiting[:BATCH_COUNT_MAX], self._waiting[BATCH_COUNT_MAX:]
-                calling = in_thread(self._call, [item for item, _ in batch])
+                calling = asyncio.to_thread(self._call, [item for item, _ in batch])
                 outcome = (await asyncio.gather(calling, return_exceptions=True))[0]
                 results = [outcome] * len(batch) if isinstance(outcome, BaseException) else outcome
                 for (_, future), result in zip(batch, results, strict=True):

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Ite
 from itertools import islice
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from bkctl.client.bookies import in_order, in_thread
+from bkctl.client.bookies import in_order
 from bkctl.errors import BkctlError, Conflict, LedgerNotFound, NotEnoughBookies
 from bkctl.formats.metadata import LedgerState
 from bkctl.metadata.cluster import COOKIES
@@ -195,7 +195,7 @@ class BookieMover:
 
     async def registered(self) -> list[RegisteredBookie]:
         """Return the registered bookies."""
-        return await in_thread(self._cluster.bookies.list, False)
+        return await asyncio.to_thread(self._cluster.bookies.list, False)
 
     async def delete_cookies(self) -> tuple[str, ...]:
         """Delete the cookies of the leaving bookies; return the bookies that had one.
@@ -216,4 +216,4 @@ class BookieMover:
                     deleted.append(bookie_id)
             return tuple(deleted)
 
-        return await in_thread(delete)
+        return await asyncio.to_thread(delete)

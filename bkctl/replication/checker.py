@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from bkctl.client.bookies import in_order, in_thread
+from bkctl.client.bookies import in_order
 from bkctl.client.ledger import BookKeeper
 from bkctl.client.reader import LedgerAccess, read_last_confirmed
 from bkctl.errors import (
@@ -186,9 +186,9 @@ class LedgerChecker:
         """Return access to the ledger and the ids of the registered bookies; None stands for `read it now`."""
         cluster = self.bookkeeper.cluster
         if found is None:
-            found = await in_thread(cluster.ledgers.read, ledger)
+            found = await asyncio.to_thread(cluster.ledgers.read, ledger)
         if up is None:
-            up = {bookie.bookie_id for bookie in await in_thread(cluster.bookies.list, False)}
+            up = {bookie.bookie_id for bookie in await asyncio.to_thread(cluster.bookies.list, False)}
         return self.bookkeeper.access(ledger, found), up
 
     async def _may_exist(self, access: LedgerAccess, fragment: LedgerFragment, up: Collection[str]) -> bool:

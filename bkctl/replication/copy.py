@@ -7,6 +7,7 @@ ledger to the same place deletes it.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import uuid
@@ -14,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
-from bkctl.client.bookies import in_thread
 from bkctl.client.ensemble import check_quorums, update_metadata
 from bkctl.client.ledger import BookKeeper
 from bkctl.client.read_handle import ReadHandle
@@ -91,7 +91,7 @@ async def copy_ledger(
                 hint="close it first (--recover), or copy the confirmed entries (--open)",
             )
         pace = pace or Pace()
-        origin = f"{await in_thread(source.cluster.instance_id)} {reader.ledger.qualified_name}"
+        origin = f"{await asyncio.to_thread(source.cluster.instance_id)} {reader.ledger.qualified_name}"
         token = f"{origin} {uuid.uuid4()}".encode()
         writer = await _create(target, reader.metadata, scope_id, to, shape, token, origin.encode())
         try:
@@ -106,10 +106,10 @@ async def copy_ledger(
                 return replace(metadata, custom_metadata=_custom(reader.metadata))
 
             ledgers = target.cluster.ledgers
-            await in_thread(update_metadata, ledgers, writer.ledger, copy.versioned_metadata, finish)
+            await asyncio.to_thread(update_metadata, ledgers, writer.ledger, copy.versioned_metadata, finish)
         except BaseException:
             with contextlib.suppress(BkctlError):  # the first error is the one to report
-                await in_thread(_remove, target, writer.ledger, token)
+                await asyncio.to_thread(_remove, target, writer.ledger, token)
             raise
         return CopiedLedger(reader.ledger, writer.ledger, copied.entry_count, copied.length, not reader.is_closed)
 
@@ -170,7 +170,7 @@ async def _create(
                 custom_metadata={**_custom(metadata), COPY_OF: token},
             )
         except LedgerExists:
-            if to is None or not tries_left or not await in_thread(_remove, target, to, origin):
+            if to is None or not tries_left or not await asyncio.to_thread(_remove, target, to, origin):
                 raise
     raise AssertionError
 

@@ -6,12 +6,12 @@ obstacles, and never deletes a cookie while the bookie has entries left.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from bkctl.client.bookies import in_thread
 from bkctl.errors import Conflict, NotFound
 from bkctl.metadata.underreplication import AutoRecoveryState
 from bkctl.replication.departure import UNRECOVERABLE_ADVICE, Departure, Step, StepKind, StepResult, counted
@@ -47,7 +47,7 @@ class Decommission(Departure):
         With `probe`, bookies are asked which entries they have, ledger by ledger. Raise NotFound for a bookie that is
         neither registered nor named by a ledger, and errors of the store.
         """
-        found = await in_thread(self._cluster.bookies.get, self.bookie_id)
+        found = await asyncio.to_thread(self._cluster.bookies.get, self.bookie_id)
         if found is None and not self.plan.ledgers and not self.plan.damaged:
             raise NotFound(
                 f"No bookie {self.bookie_id}, and no ledger names it: it was decommissioned, or never belonged "
@@ -62,7 +62,7 @@ class Decommission(Departure):
             )  # fmt: skip
         else:
             yield Step(StepKind.STOPPED, StepResult.OK, f"{self.bookie_id} is not registered")
-        if await in_thread(self._state.settings.is_enabled):
+        if await asyncio.to_thread(self._state.settings.is_enabled):
             yield Step(StepKind.AUTO_RECOVERY, StepResult.OK, "Auto-recovery is on")
         else:
             self.forbidden = True
@@ -72,7 +72,7 @@ class Decommission(Departure):
             )  # fmt: skip
         if not self.keep_cookie:
             try:
-                await in_thread(check_scopes_known, self._cluster)
+                await asyncio.to_thread(check_scopes_known, self._cluster)
             except Conflict as error:
                 self.forbidden = True
                 yield Step(StepKind.COOKIE, StepResult.BLOCKED, error.message, error.hint)
@@ -105,7 +105,7 @@ class Decommission(Departure):
         missing = [
             "the other scopes" if scoped else "scope 0"
             for scoped in sorted(kinds)
-            if await in_thread(lambda scoped=scoped: self._state.election.auditor(scoped=scoped)) is None
+            if await asyncio.to_thread(self._state.election.auditor, scoped=scoped) is None
         ]
         if missing:
             return Step(
@@ -121,13 +121,13 @@ class Decommission(Departure):
         The cookie stays while the bookie has entries left in any scope, except of ledgers that were skipped as
         unrecoverable. Raise Conflict if the bookie is registered.
         """
-        found = await in_thread(self._cluster.bookies.get, self.bookie_id)
+        found = await asyncio.to_thread(self._cluster.bookies.get, self.bookie_id)
         if found is not None and found.state != "down":
             raise Conflict(
                 f"Bookie {self.bookie_id} is registered ({found.state}), so it is not stopped",
                 hint=f"stop it first; 'bkctl bookies drain {self.bookie_id}' moves its ledgers while it serves",
             )
-        await in_thread(self._mark)
+        await asyncio.to_thread(self._mark)
         async with contextlib.aclosing(super().run()) as steps:
             async for step in steps:
                 yield step

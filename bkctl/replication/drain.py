@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from bkctl.client.bookies import in_thread
 from bkctl.errors import Conflict, NotFound, TimedOut
 from bkctl.replication.departure import OPEN_ADVICE, Departure, Step, StepKind, StepResult, counted
 
@@ -52,7 +51,7 @@ class Drain(Departure):
         found = await self._up()
         if found.state == "ro":
             return Step(StepKind.READ_ONLY, StepResult.OK, f"{self.bookie_id} is read-only already")
-        await in_thread(switch, found)
+        await asyncio.to_thread(switch, found)
         deadline = time.monotonic() + timeout_s
         while (await self._up()).state != "ro":
             if time.monotonic() > deadline:
@@ -75,7 +74,7 @@ class Drain(Departure):
         )  # fmt: skip
 
     async def _up(self) -> RegisteredBookie:
-        found = await in_thread(self._cluster.bookies.get, self.bookie_id)
+        found = await asyncio.to_thread(self._cluster.bookies.get, self.bookie_id)
         if found is None:
             raise NotFound(f"No bookie {self.bookie_id}", hint="'bkctl bookies list' shows them")
         if found.state == "down":

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from bkctl.client.bookies import in_thread
 from bkctl.errors import (
     BkctlError,
     BookieUnavailable,
@@ -84,7 +84,7 @@ class LedgerMover:
         try:
             for _ in range(_ATTEMPT_COUNT_MAX):
                 if found is None:
-                    found = await in_thread(self.cluster.ledgers.read, ledger)
+                    found = await asyncio.to_thread(self.cluster.ledgers.read, ledger)
                 state = state or found.metadata.state
                 if self.skip_open and found.metadata.state is LedgerState.OPEN:
                     return LedgerMove(ledger, MoveOutcome.OPEN, state, problem="It is open")
@@ -104,7 +104,7 @@ class LedgerMover:
             # No bookie can tell the last entry.
             return LedgerMove(ledger, MoveOutcome.UNRECOVERABLE, state, problem=error.message)
         except TimedOut as error:
-            await in_thread(self.cluster.instance_id)  # Raises if the silent server is the store.
+            await asyncio.to_thread(self.cluster.instance_id)  # Raises if the silent server is the store.
             return LedgerMove(ledger, MoveOutcome.FAILED, state, problem=error.message)
         except Unreachable:
             raise
@@ -112,7 +112,7 @@ class LedgerMover:
             return LedgerMove(ledger, MoveOutcome.FAILED, state, problem=error.message)
         moved = _result_of(ledger, state, replication)
         if moved.outcome is MoveOutcome.MOVED and ledger in self.marked:
-            await in_thread(self._unmark, ledger)
+            await asyncio.to_thread(self._unmark, ledger)
         return moved
 
     def _unlock_many(self, ledgers: list[LedgerId]) -> list[None]:

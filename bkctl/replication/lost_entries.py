@@ -8,7 +8,6 @@ from collections.abc import Collection, Container, Iterable, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
-from bkctl.client.bookies import in_thread
 from bkctl.client.ensemble import RoundRobinDistributionSchedule
 from bkctl.errors import BkctlError, BookieUnavailable, TimedOut, Unreachable
 from bkctl.replication.fragments import UNREADABLE_NAMED_MAX, EntrySpan, LedgerFragment, add_to_spans
@@ -70,7 +69,7 @@ class LostEntryFinder:
                     if entries is None:
                         entries = await self._read(access, held.bad_fragment(fragment), index)
                     present[bookie_id] = entries
-            spans = await in_thread(_lost, held, fragment, present)
+            spans = await asyncio.to_thread(_lost, held, fragment, present)
             if spans:
                 found[fragment.first_entry_id] = spans
         return found

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from bkctl.client.bookies import in_thread
 from bkctl.errors import BkctlError
 from bkctl.replication.signals import cancel_and_wait
 
@@ -101,7 +100,7 @@ class MoveQueue:
 
     def _read_ahead(self) -> asyncio.Task[list[tuple[LedgerId, VersionedMetadata | BkctlError]]]:
         batch = list(islice(self.waiting, CONCURRENCY))
-        return asyncio.create_task(in_thread(lambda: list(self.ledgers.read_many(batch))))
+        return asyncio.create_task(asyncio.to_thread(lambda: list(self.ledgers.read_many(batch))))
 
     def _retry_locked(self) -> None:
         """Start the locked ledgers whose time is over, or all if there is nothing else to do."""

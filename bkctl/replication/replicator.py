@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Final
 
-from bkctl.client.bookies import in_thread
 from bkctl.client.ledger import BookKeeper
 from bkctl.errors import BkctlError, LedgerNotFound, UnclosedFragment
 from bkctl.pace import Pace
@@ -160,7 +159,7 @@ class LedgerFragmentReplicator:
         )
         if result.unreadable:
             # Entries of a deleted ledger, or of moved replicas, are unreadable too.
-            found = await in_thread(self.bookkeeper.cluster.ledgers.read, check.ledger)
+            found = await asyncio.to_thread(self.bookkeeper.cluster.ledgers.read, check.ledger)
             same = ensemble_at(found.metadata, fragment.first_entry_id) == fragment.ensemble
             return replace(result, outcome=result.outcome if same else Outcome.SUPERSEDED, versioned=found)
         moved = {index: target for index, target in chosen.items() if target != fragment.ensemble[index]}

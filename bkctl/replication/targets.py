@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import random
 import time
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Final
 
-from bkctl.client.bookies import in_thread
 from bkctl.client.placement import Placement, choose_replacements, mend_placement
 from bkctl.errors import NotEnoughBookies
 from bkctl.replication.batching import BatchedCalls
@@ -32,8 +32,10 @@ async def misplaced_fragments(
     bookies can mend it.
     """
     pool, metadata = bookkeeper.pool, check.metadata
-    registered = await in_thread(pool.registered)
-    placement = await in_thread(pool.placement, registered, *(fragment.bookies for fragment in metadata.ensembles))
+    registered = await asyncio.to_thread(pool.registered)
+    placement = await asyncio.to_thread(
+        pool.placement, registered, *(fragment.bookies for fragment in metadata.ensembles)
+    )
     found = []
     for fragment in fragments_of(bookkeeper.access(check.ledger, check.versioned), check.last_add_confirmed):
         if placement.adheres(metadata, fragment.ensemble):
@@ -93,7 +95,7 @@ class TargetChooser:
         registered, placement, pool = self._registered, self._placement, self._bookkeeper.pool
         if moving and not self._placed.issuperset(fragment.ensemble):
             placed = self._placed.union(fragment.ensemble)
-            placement = await in_thread(pool.placement, registered, placed)
+            placement = await asyncio.to_thread(pool.placement, registered, placed)
             if registered is self._registered:  # Not read again meanwhile.
                 self._placement, self._placed = placement, placed
         chosen = choose_replacements(
