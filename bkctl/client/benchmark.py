@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from itertools import accumulate
 from typing import Final, NamedTuple
 
+from bkctl.client.bookies import run_together
 from bkctl.client.read_handle import ReadHandle
 from bkctl.client.write_handle import WriteHandle
 
@@ -162,13 +163,7 @@ async def _apply(actions: Sequence[Callable[[int], Awaitable[int]]], load: Load,
             size_bytes += size
             progress(count)
 
-    tasks = [asyncio.create_task(work(action)) for _ in range(load.in_flight_count) for action in actions]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    await run_together(work(action) for _ in range(load.in_flight_count) for action in actions)
     return LoadResult(entry_count, size_bytes, time.perf_counter() - began, latencies)
 
 

@@ -106,8 +106,7 @@ class BookieChannel:
     async def close(self) -> None:
         """Close the connection; requests that wait for it fail with BookieUnavailable."""
         if self._attempt is not None:
-            self._attempt.cancel()
-            await asyncio.gather(self._attempt, return_exceptions=True)
+            await cancel_and_wait(self._attempt)
             self._attempt = None
         self._fail_waiting(BookieUnavailable(f"Connection to bookie {self.bookie_id} was closed"))
         if self._connection is not None:
@@ -282,14 +281,28 @@ async def in_order(
             first, task = window.popleft()
             yield first, await task
     finally:
-        for _, task in window:
-            task.cancel()
-        await asyncio.gather(*(task for _, task in window), return_exceptions=True)
+        await cancel_and_wait(*(task for _, task in window))
 
 
 async def _asynchronous(items: Iterable[T]) -> AsyncGenerator[T, None]:
     for item in items:
         yield item
+
+
+async def run_together(works: Iterable[Awaitable[T]]) -> list[T]:
+    """Return the results of `works`, which run at once; if one raises, cancel the others and wait for their ends."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await cancel_and_wait(*tasks)
+
+
+async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel the tasks and wait for their ends; their errors are dropped."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def fail(future: asyncio.Future[Any], error: BaseException) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from bkctl.client.bookies import cancel_and_wait, run_together
 from bkctl.client.ledger import TIMEOUT_S, BookKeeper
 from bkctl.client.placement import rack_rules
 from bkctl.errors import BkctlError
@@ -25,7 +26,7 @@ from bkctl.metadata.store import NO_SECURITY, StoreSecurity
 from bkctl.metadata.underreplication import AuditorElection, UnderreplicationLayout
 from bkctl.replication.auditor import Auditor
 from bkctl.replication.election import AuditorElector
-from bkctl.replication.signals import Signal, cancel_and_wait, opened
+from bkctl.replication.signals import Signal, opened
 from bkctl.replication.stats import AuditorStats, Sample, WorkerStats, auditor_samples, worker_samples
 from bkctl.replication.worker import ReplicationWorker
 
@@ -78,12 +79,7 @@ class AutoRecovery:
                 audit = partial(self._audit, bookkeeper, scoped)
                 self._electors[scoped] = AuditorElector(election, self.bookie_id, audit, scoped=scoped)
                 parts.append(self._electors[scoped].run())
-            tasks = [asyncio.ensure_future(part) for part in parts]
-            try:
-                # No part ends by itself; a failed one ends the others.
-                await asyncio.gather(*tasks)
-            finally:
-                await cancel_and_wait(*tasks)
+            await run_together(parts)  # No part ends by itself; a failed one ends the others.
 
     async def _audit(self, bookkeeper: BookKeeper, scoped: bool) -> None:
         await Auditor(bookkeeper, self.config, scoped=scoped, stats=self.auditor_stats[scoped]).run()

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Final
 
+from bkctl.client.bookies import run_together
 from bkctl.errors import BkctlError, LedgerNotFound, Unreachable
 from bkctl.metadata.underreplication import AuditorCheck, AutoRecoveryState
 from bkctl.replication.checker import IN_FLIGHT_COUNT_MAX, LedgerChecker
 from bkctl.replication.marking import STEP_COUNT, available_bookies, ledgers_of
-from bkctl.replication.signals import cancel_and_wait
 from bkctl.replication.stats import AuditorStats
 
 if TYPE_CHECKING:
@@ -181,11 +181,7 @@ class LedgerChecks:
             if not await asyncio.to_thread(self._settings.is_enabled):
                 return
             up = await asyncio.to_thread(available_bookies, self._cluster, scoped=False)
-            tasks = [asyncio.ensure_future(check_one(ledger, found, up)) for ledger, found in step]
-            try:
-                await asyncio.gather(*tasks)
-            finally:
-                await cancel_and_wait(*tasks)
+            await run_together(check_one(ledger, found, up) for ledger, found in step)
         if await asyncio.to_thread(self._settings.is_enabled):
             await asyncio.to_thread(self._settings.set_check_ctime_ms, check, now_ms(), scoped=self.scoped)
 

@@ -68,10 +68,3 @@ async def run_to_end(work: Any) -> Any:
     except asyncio.CancelledError:
         await asyncio.wait([task])
         raise
-
-
-async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel the tasks and wait for their ends; their errors are dropped."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

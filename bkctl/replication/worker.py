@@ -21,6 +21,7 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
+from bkctl.client.bookies import cancel_and_wait, run_together
 from bkctl.errors import (
     BkctlError,
     Conflict,
@@ -36,7 +37,7 @@ from bkctl.replication.checker import LedgerCheck
 from bkctl.replication.ensemble_swap import LockLost
 from bkctl.replication.fragments import LedgerFragment
 from bkctl.replication.replicator import FragmentReplication, LedgerFragmentReplicator, Outcome
-from bkctl.replication.signals import Signal, cancel_and_wait, run_to_end, watching
+from bkctl.replication.signals import Signal, run_to_end, watching
 from bkctl.replication.stats import WorkerStats
 from bkctl.replication.targets import misplaced_fragments
 
@@ -174,11 +175,7 @@ class ReplicationWorker:
                     return
                 outcomes[await self.replicate(ledger)] += 1
 
-        tasks = [asyncio.ensure_future(replicate_next()) for _ in range(LEDGERS_AT_ONCE)]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            await cancel_and_wait(*tasks)
+        await run_together(replicate_next() for _ in range(LEDGERS_AT_ONCE))
         if outcomes[LedgerOutcome.FAILED]:
             await asyncio.sleep(self._back_off_s)
         return 0.0 if outcomes[LedgerOutcome.DONE] else LOOK_AGAIN_S
