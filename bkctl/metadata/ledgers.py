@@ -102,8 +102,7 @@ class LedgerManager(ABC):
 
     def read(self, ledger: LedgerId) -> VersionedMetadata:
         """Return the ledger's metadata. Raises LedgerNotFound; Corrupt or Unsupported for bad bytes."""
-        path = self._path_to_read(ledger)
-        return self._decode(ledger, path, self.store.get(path))
+        return self.parse(ledger, self.store.get(self._path_to_read(ledger)))
 
     def read_many(self, ids: Iterable[LedgerId]) -> Iterator[tuple[LedgerId, VersionedMetadata | BkctlError]]:
         """`read` each ledger in the order given, several requests under way; a ledger's error comes in its place.
@@ -113,7 +112,7 @@ class LedgerManager(ABC):
         places, asked = tee((ledger, attempt(self._path_to_read, ledger)) for ledger in ids)
         values = self.store.get_many(path for _, path in asked if isinstance(path, str))
         for ledger, path in places:
-            yield ledger, attempt(self._decode, ledger, path, next(values)) if isinstance(path, str) else path
+            yield ledger, attempt(self.parse, ledger, next(values)) if isinstance(path, str) else path
 
     def write(self, ledger: LedgerId, metadata: LedgerMetadata, version: int) -> int:
         """Replace the metadata that was read in `version`; return the new version.
@@ -279,9 +278,16 @@ class LedgerManager(ABC):
         ledgers, asked = tee(ids)
         return zip(ledgers, self.store.get_many(map(self._path_to_read, asked)), strict=True)
 
-    def parse(self, ledger: LedgerId, value: Versioned[bytes]) -> VersionedMetadata:
-        """Return the metadata in a value of `values`. Raises Corrupt or Unsupported for bad bytes."""
-        return self._decode(ledger, self.path(ledger), value)
+    def parse(self, ledger: LedgerId, found: Versioned[bytes] | None) -> VersionedMetadata:
+        """Return the metadata in a value of `values`. Raises as `read`."""
+        if found is None:
+            raise self._no_ledger(ledger)
+        try:
+            metadata = LedgerMetadata.parse(found.value)
+        except (Corrupt, Unsupported):  # Again, to name the ledger: the name takes long to make for millions.
+            metadata = LedgerMetadata.parse(found.value, f"ledger {ledger} at {self.path(ledger)} in {self.store.name}")
+        ctime_ms = found.ctime_ms if metadata.ctime_ms is None else metadata.ctime_ms
+        return VersionedMetadata(metadata, found.version, ctime_ms)
 
     def prepare_restore(self, ledger: LedgerId) -> str:
         """Return the path at which bytes of the ledger's metadata may be written unchanged. Raises as `create`."""
@@ -332,16 +338,6 @@ class LedgerManager(ABC):
         return LedgerNotFound(
             f"No ledger {ledger} in {self.store.name}", hint=f"'bkctl ledger list{where}' lists the existing ones"
         )
-
-    def _decode(self, ledger: LedgerId, path: str, found: Versioned[bytes] | None) -> VersionedMetadata:
-        if found is None:
-            raise self._no_ledger(ledger)
-        try:
-            metadata = LedgerMetadata.parse(found.value)
-        except (Corrupt, Unsupported):  # Again, to name the ledger: the name takes long to make for millions.
-            metadata = LedgerMetadata.parse(found.value, f"ledger {ledger} at {path} in {self.store.name}")
-        ctime_ms = found.ctime_ms if metadata.ctime_ms is None else metadata.ctime_ms
-        return VersionedMetadata(metadata, found.version, ctime_ms)
 
 
 class QualifiedNameLedgerManager(LedgerManager):
