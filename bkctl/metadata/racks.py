@@ -183,12 +183,8 @@ class Topology:
     The script gets each host once. Not thread-safe.
     """
 
-    def __init__(
-        self, script: str, *, argument_count_max: int = SCRIPT_ARGUMENT_COUNT_MAX, timeout_s: float = SCRIPT_TIMEOUT_S
-    ) -> None:
+    def __init__(self, script: str) -> None:
         self.script = script
-        self._argument_count_max = max(argument_count_max, 1)
-        self._timeout_s = timeout_s
         self._racks: dict[str, str] = {}
         #: Bookies without a valid host, which were logged once.
         self._refused: set[str] = set()
@@ -209,8 +205,8 @@ class Topology:
                 self._refused.add(bookie.bookie_id)
                 log.warning("Bookie %s registered no valid host: its rack is unknown", bookie.bookie_id)
         unknown = sorted({host for host in hosts.values() if host not in self._racks})
-        for at in range(0, len(unknown), self._argument_count_max):
-            batch = unknown[at : at + self._argument_count_max]
+        for at in range(0, len(unknown), SCRIPT_ARGUMENT_COUNT_MAX):
+            batch = unknown[at : at + SCRIPT_ARGUMENT_COUNT_MAX]
             self._racks.update(zip(batch, self._run(batch), strict=True))
         return {bookie_id: self._racks[host] for bookie_id, host in hosts.items()}
 
@@ -221,7 +217,7 @@ class Topology:
                 [self.script, *hosts],
                 capture_output=True,
                 text=True,
-                timeout=self._timeout_s,
+                timeout=SCRIPT_TIMEOUT_S,
                 check=False,
                 stdin=subprocess.DEVNULL,
             )

@@ -111,10 +111,11 @@ def script(tmp_path: Path, text: str) -> str:
     return str(path)
 
 
-def test_script_gets_each_host_once(tmp_path: Path) -> None:
+def test_script_gets_each_host_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bkctl.metadata.racks.SCRIPT_ARGUMENT_COUNT_MAX", 2)
     log = tmp_path / "calls"
     tell = script(tmp_path, f'echo "$@" >> {log}\nfor host in "$@"; do echo "/rack-$host"; done')
-    topology = Topology(tell, argument_count_max=2)
+    topology = Topology(tell)
     bookies = [bookie("a", host="h1"), bookie("b", host="h2"), bookie("c", host="h3"), bookie("d", host="h1")]
     assert topology.racks(bookies) == {"a": "/rack-h1", "b": "/rack-h2", "c": "/rack-h3", "d": "/rack-h1"}
     assert log.read_text().split("\n") == ["h1 h2", "h3", ""]
