@@ -202,9 +202,7 @@ class SqliteStore(MetadataStore):
         return next(iter(self._rows(_NODE.format(columns), _split(path))), None)
 
     def get(self, path: str) -> Versioned[bytes] | None:
-        self._end_dead_sessions()
-        row = self._node("value, version, ctime_ms", path)
-        return None if row is None else Versioned(bytes(row[0]), row[1], row[2])
+        return next(self.get_many((path,)))
 
     def get_many(self, paths: Iterable[str]) -> Iterator[Versioned[bytes] | None]:
         """See MetadataStore.get_many. One statement reads many nodes, fewer where their values are large."""
