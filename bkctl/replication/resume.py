@@ -18,11 +18,12 @@ import re
 import time
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from bkctl.disk import Files
 from bkctl.errors import Conflict, Corrupt, Unsupported
 from bkctl.ids import LedgerId, LedgerIdSet
+from bkctl.metadata.store import Closing
 
 FORMAT: Final = "bkctl-recovery"
 VERSION: Final = 1
@@ -32,7 +33,7 @@ SYNC_S: Final = 1.0
 _NAME: Final = re.compile(r"[0-9a-f]{32}")
 
 
-class ResumeFile:
+class ResumeFile(Closing):
     """The resume file of one recovery, read and then appended to; a context manager."""
 
     def __init__(self, path: Path, *, instance_id: str, bookies: Collection[str]) -> None:
@@ -83,12 +84,6 @@ class ResumeFile:
                     os.fsync(file)
             finally:
                 os.close(file)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _lock(self) -> None:
         try:
