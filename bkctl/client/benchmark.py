@@ -47,7 +47,6 @@ class Latencies:
         self._counts: Counter[tuple[int, int]] = Counter()
 
     def observe(self, seconds: float) -> None:
-        """Add a duration."""
         self.count += 1
         self.max_s = max(self.max_s, seconds)
         microseconds = max(int(seconds * 1e6), 0)

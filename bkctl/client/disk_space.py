@@ -38,7 +38,6 @@ class BookieSpace(NamedTuple):
 
     @property
     def used(self) -> int | None:
-        """Used bytes."""
         return None if self.total is None or self.free is None else self.total - self.free
 
     @property

@@ -71,7 +71,6 @@ class Placement(NamedTuple):
         return bool(self.racks) or self.rules.is_enforced
 
     def rack(self, bookie_id: str) -> str:
-        """Return the rack of a bookie."""
         return self.racks.get(bookie_id, DEFAULT_RACK)
 
     def adheres(self, metadata: LedgerMetadata, bookies: Sequence[str]) -> bool:

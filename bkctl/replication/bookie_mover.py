@@ -194,7 +194,6 @@ class BookieMover:
         return left
 
     async def registered(self) -> list[RegisteredBookie]:
-        """Return the registered bookies."""
         return await asyncio.to_thread(self._cluster.bookies.list, False)
 
     async def delete_cookies(self) -> tuple[str, ...]:

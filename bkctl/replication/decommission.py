@@ -84,7 +84,6 @@ class Decommission(Departure):
             yield step
 
     async def _finish(self, left: Sequence[LedgerId]) -> Step:
-        """Delete the cookie if nothing has to keep it."""
         given_up = f"; {counted(len(self._skipped), 'ledger')} given up" if self._skipped else ""
         if left:
             named = ", ".join(map(str, left[:5])) + (f" and {len(left) - 5:,} more" if len(left) > 5 else "")

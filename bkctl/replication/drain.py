@@ -60,7 +60,6 @@ class Drain(Departure):
         return Step(StepKind.READ_ONLY, StepResult.OK, f"{self.bookie_id} accepts no more entries, and serves reads")
 
     async def _finish(self, left: Sequence[LedgerId]) -> Step:
-        """Report the ledgers left."""
         if left:
             return Step(
                 StepKind.LEDGERS, StepResult.BLOCKED,

@@ -42,7 +42,6 @@ class EnsembleSwap(NamedTuple):
 
     @property
     def ledger(self) -> LedgerId:
-        """The fragment's ledger."""
         return self.fragment.ledger
 
     def applied_to(self, found: VersionedMetadata) -> tuple[LedgerMetadata, dict[str, str]]:

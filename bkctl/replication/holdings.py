@@ -56,7 +56,6 @@ class HeldLedger:
 
     @property
     def metadata(self) -> LedgerMetadata:
-        """The ledger's metadata."""
         return self.found.metadata
 
     @property

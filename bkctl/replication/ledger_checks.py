@@ -221,5 +221,4 @@ def _worst_count(
 
 
 def now_ms() -> int:
-    """Return the milliseconds since 1970."""
     return time.time_ns() // 1_000_000

@@ -160,7 +160,6 @@ class MoveProgress:
     _began: float = field(default_factory=time.monotonic)
 
     def copied(self, entry_count: int, size_bytes: int) -> None:
-        """Add copied entries."""
         self.entry_count += entry_count
         self.size_bytes += size_bytes
 

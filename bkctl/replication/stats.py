@@ -74,7 +74,6 @@ def auditor_samples(stats: AuditorStats, *, scoped: bool, attempt_count: int, el
 
 
 def worker_samples(stats: WorkerStats) -> Iterator[Sample]:
-    """Yield the samples of a worker."""
     for name, value in vars(stats).items():
         if name.startswith("num_"):
             yield Sample(f"replication_worker_{name.upper()}", "counter", value, {})

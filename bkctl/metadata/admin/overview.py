@@ -43,7 +43,6 @@ class ClusterInfo(NamedTuple):
 
     @property
     def auditor_elected(self) -> bool:
-        """True if an auditor is elected."""
         return self.auditor_id is not None
 
 
@@ -124,7 +123,6 @@ class SubtreeTotal(NamedTuple):
 
     @property
     def path(self) -> str:
-        """The node's path."""
         return self.node.path
 
 

@@ -235,7 +235,6 @@ class HBaseTable:
     # the table itself
 
     def exists(self) -> bool:
-        """Return whether the table exists."""
         try:
             self.attempt(lambda retries, _: self.regions(retries))
         except TableMissing:
