@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, repeat
 from operator import itemgetter
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -144,21 +144,8 @@ class FragmentCopy:
 
     def _wanted(self) -> Iterator[tuple[int, list[int]]]:
         """Yield each entry to copy, ascending, with the ensemble indexes of its targets."""
-        merged = heapq.merge(*(self._wanted_of(index) for index in self.targets))
+        merged = heapq.merge(*(zip(self.fragment.entries_of(index), repeat(index)) for index in self.targets))
         return ((entry_id, [index for _, index in pairs]) for entry_id, pairs in groupby(merged, key=itemgetter(0)))
-
-    def _wanted_of(self, index: int) -> Iterator[tuple[int, int]]:
-        """Yield the entries for one target, ascending, each with `index`."""
-        fragment = self.fragment
-        fault = next((fault for fault in fragment.faults if fault.ensemble_index == index), None)
-        if fault is None or fault.missing is None or self.targets[index] != fragment.ensemble[index]:
-            return ((entry_id, index) for entry_id in fragment.entries_of(index))
-        return (
-            (entry_id, index)
-            for first, last, _ in fault.missing
-            for entry_id in range(first, last + 1)
-            if fragment.has(entry_id, index)
-        )
 
     async def _copy_all(self, wanted: Iterator[tuple[int, list[int]]]) -> None:
         unreadable_count = 0
