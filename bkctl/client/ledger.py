@@ -24,7 +24,6 @@ from bkctl.client.read_handle import ReadHandle
 from bkctl.client.reader import LedgerAccess, read_last_confirmed
 from bkctl.client.recovery import RecoveryLoss, find_loss, recover
 from bkctl.client.write_handle import WriteHandle
-from bkctl.client.writer import THROTTLE_COUNT
 from bkctl.errors import (
     DigestMismatch,
     IllegalOperation,
@@ -55,9 +54,8 @@ class BookKeeper:
 
     `cluster` is open; its owner closes it. `timeout_s` is the longest wait for a bookie without progress,
     `connect_timeout_s` that for a connection (None: `timeout_s`). `addresses` overrides the addresses of bookies that
-    advertise an unreachable one. `tls` turns on START_TLS (see `client_tls`). `throttle_count` is the number of adds of
-    one ledger in flight above which `ready` waits. New entries go to bookies in `only` (None: all registered ones), by
-    `rack_rules` and the racks of the cluster's bookies.
+    advertise an unreachable one. `tls` turns on START_TLS (see `client_tls`). New entries go to bookies in `only`
+    (None: all registered ones), by `rack_rules` and the racks of the cluster's bookies.
     """
 
     def __init__(
@@ -69,7 +67,6 @@ class BookKeeper:
         timeout_s: float = TIMEOUT_S,
         connect_timeout_s: float | None = None,
         addresses: Mapping[str, tuple[str, int]] = {},
-        throttle_count: int = THROTTLE_COUNT,
         only: Collection[str] | None = None,
         rack_rules: RackRules = DEFAULT_RULES,
     ) -> None:
@@ -79,7 +76,6 @@ class BookKeeper:
             cluster, protocol=protocol, tls=tls, timeout_s=timeout_s, addresses=addresses,
             connect_timeout_s=connect_timeout_s, only=only, rack_rules=rack_rules,
         )  # fmt: skip
-        self._throttle_count = max(throttle_count, 1)
 
     async def __aenter__(self) -> Self:
         return self
@@ -152,7 +148,7 @@ class BookKeeper:
             self._register, ledger_scope_id, given, metadata, self.pool.suspects()
         )
         access = LedgerAccess(self.pool, ledger, DigestManager(ledger, digest_type, password), versioned)
-        return WriteHandle(access, throttle_count=self._throttle_count, own_entry_ids=own_entry_ids)
+        return WriteHandle(access, own_entry_ids=own_entry_ids)
 
     async def open_ledger(
         self,

@@ -39,10 +39,10 @@ from bkctl.protocol.messages import (
 class WriteHandle(LedgerHandleBase):
     """A ledger that this client writes, from `BookKeeper.create_ledger` until `close`."""
 
-    def __init__(self, access: LedgerAccess, *, throttle_count: int, own_entry_ids: bool) -> None:
+    def __init__(self, access: LedgerAccess, *, own_entry_ids: bool) -> None:
         super().__init__(access)
         self._own_entry_ids = own_entry_ids
-        self._pipeline = AddPipeline(access, throttle_count=throttle_count, on_end=self._ended)
+        self._pipeline = AddPipeline(access, on_end=self._ended)
         self._closing: asyncio.Task[None] | None = None
 
     @property

@@ -67,7 +67,6 @@ class AddPipeline:
         *,
         last_add_confirmed: int = -1,
         length: int = 0,
-        throttle_count: int = THROTTLE_COUNT,
         recovery: bool = False,
         on_end: Callable[[BkctlError], None] | None = None,
     ) -> None:
@@ -79,7 +78,6 @@ class AddPipeline:
         self.error: BkctlError | None = None
         self.ensemble: tuple[str, ...] = access.metadata.last_fragment.bookies
         self._next_id = last_add_confirmed + 1
-        self._throttle_count = throttle_count
         self._recovery = recovery
         self._on_end = on_end
         self._pending: dict[int, _PendingAdd] = {}
@@ -140,7 +138,7 @@ class AddPipeline:
             await self.ready()
             run: list[_PendingAdd] = []
             try:
-                for payload in islice(rest, self._throttle_count - len(self._pending)):
+                for payload in islice(rest, THROTTLE_COUNT - len(self._pending)):
                     run.append(self._seal(self._next_id, payload))
                     if self._pending_bytes >= PENDING_BYTES_MAX:
                         break
@@ -254,8 +252,8 @@ class AddPipeline:
 
     async def ready(self) -> None:
         """Wait until another add may be sent. Raises the error that ended the pipeline."""
-        if len(self._pending) >= self._throttle_count or self._pending_bytes >= PENDING_BYTES_MAX:
-            await self._wait_below(self._throttle_count // 2)
+        if len(self._pending) >= THROTTLE_COUNT or self._pending_bytes >= PENDING_BYTES_MAX:
+            await self._wait_below(THROTTLE_COUNT // 2)
         if self.error is not None:
             raise restated(self.error)
 

@@ -262,8 +262,9 @@ async def test_adds_complete_in_order_whatever_order_the_bookies_answer_in(fake_
         assert writer.last_add_confirmed == 49
 
 
-async def test_ready_waits_while_too_much_is_in_flight(fake_cluster):
-    async with fake_cluster(3) as cluster, cluster.client(throttle_count=10) as client:
+async def test_ready_waits_while_too_much_is_in_flight(fake_cluster, monkeypatch):
+    monkeypatch.setattr("bkctl.client.writer.THROTTLE_COUNT", 10)
+    async with fake_cluster(3) as cluster, cluster.client() as client:
         writer = await client.create_ledger()
         for bookie in cluster.bookies:
             bookie.hold = lambda request: isinstance(request, AddRequest)
@@ -298,8 +299,9 @@ async def test_caller_chosen_entry_ids(fake_cluster):
             plain.add(b"x", entry_id=0)
 
 
-async def test_gap_in_caller_entry_ids_does_not_block(fake_cluster):
-    async with fake_cluster(3) as cluster, cluster.client(throttle_count=5) as client:
+async def test_gap_in_caller_entry_ids_does_not_block(fake_cluster, monkeypatch):
+    monkeypatch.setattr("bkctl.client.writer.THROTTLE_COUNT", 5)
+    async with fake_cluster(3) as cluster, cluster.client() as client:
         writer = await client.create_ledger_adv(78)
         await writer.add(b"ab", entry_id=0)
         beyond = [writer.add(b"cd", entry_id=entry_id) for entry_id in range(2, 12)]

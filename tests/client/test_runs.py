@@ -142,8 +142,11 @@ async def test_run_without_spare_bookies_closes_the_ledger_where_it_is_acknowled
         assert await read_all(client, writer) == PAYLOADS[: metadata.last_entry_id + 1]
 
 
-async def test_runs_wait_while_too_much_is_in_flight(fake_cluster: Callable[..., Any]) -> None:
-    async with fake_cluster(3) as cluster, cluster.client(throttle_count=10) as client:
+async def test_runs_wait_while_too_much_is_in_flight(
+    fake_cluster: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bkctl.client.writer.THROTTLE_COUNT", 10)
+    async with fake_cluster(3) as cluster, cluster.client() as client:
         writer = await client.create_ledger()
         for bookie in cluster.bookies:
             bookie.hold = lambda request: isinstance(request, AddRequest)

@@ -17,7 +17,6 @@ import pyarrow as pa
 from bkctl.client.ensemble import update_metadata
 from bkctl.client.reader import read_entries
 from bkctl.client.write_handle import WriteHandle
-from bkctl.client.writer import THROTTLE_COUNT
 from bkctl.errors import Conflict, Corrupt, LedgerNotFound
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import LedgerMetadata, LedgerState
@@ -153,7 +152,7 @@ class LedgerCopy:
             raise Conflict(f"Ledger {target}, an unfinished copy, is being recovered", hint="try again later")
         # The run before wrote the same entries, so adding them again is safe.
         access = bookkeeper.access(target, found)
-        self._handle = WriteHandle(access, throttle_count=THROTTLE_COUNT, own_entry_ids=False)
+        self._handle = WriteHandle(access, own_entry_ids=False)
         return True
 
     async def add(self, payloads: Iterable[bytes]) -> None:
