@@ -72,24 +72,19 @@ class EntryCheck(NamedTuple):
         return all(replica.state is ReplicaState.OK for replica in self.replicas)
 
 
-async def verify_entries(handle: ReadHandle, first: int = 0, last: int | None = None) -> AsyncIterator[EntryCheck]:
-    """Read the entries `first` to `last` (None: the last add confirmed) from every bookie of their write sets.
+async def verify_entries(handle: ReadHandle) -> AsyncIterator[EntryCheck]:
+    """Read the entries up to the last add confirmed from every bookie of their write sets.
 
-    Yields one check per entry, in order. Reads are pipelined within a bounded window. Raises UsageError for an invalid
-    range; failures of bookies are in the checks.
+    Yields one check per entry, in order. Reads are pipelined within a bounded window. Failures of bookies are in the
+    checks.
     """
-    if last is None:
-        last = handle.last_add_confirmed
-    if first < 0 or last > handle.last_add_confirmed:
-        raise UsageError(f"Entries {first} to {last} are not all within 0 to {handle.last_add_confirmed}")
-    access = handle._access
+    access, last = handle._access, handle.last_add_confirmed
     ensemble_size, write_quorum_size = access.schedule.ensemble_size, access.schedule.write_quorum_size
     window: deque[tuple[int, list[tuple[BookieChannel, asyncio.Future[Response]]]]] = deque()
-    metadata = access.metadata
-    fragments = deque(metadata.ensembles)
+    fragments = deque(access.metadata.ensembles)
     replicas: list[tuple[BookieChannel, ...]] = []
     size = access.entry_size_bytes
-    largest, next_id = size, first
+    largest, next_id = size, 0
     while next_id <= last or window:
         count_max = min(max(WINDOW_BYTES // ((max(size, largest) + 64) * write_quorum_size), 2), WINDOW_COUNT_MAX)
         while next_id <= last and len(window) < count_max:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bkctl.client.verify import ReplicaState, verify_entries
-from bkctl.errors import DigestMismatch, UsageError
+from bkctl.errors import DigestMismatch
 
 
 @pytest.mark.parametrize("scope_id", [0, 7])
@@ -32,7 +32,7 @@ async def test_verify_reports_every_replica_of_every_entry(fake_cluster, scope_i
         held[3][7] = held[3][11]
         digest = reader._access.digest
         held[0][8] = digest.seal(8, 7, 10_000, b"another") + b"another"
-        found = {check.entry_id: check async for check in verify_entries(reader, 4, 9)}
+        found = {check.entry_id: check async for check in verify_entries(reader)}
         bad = {
             (entry_id, replica.bookie_id): (replica.state, type(replica.error))
             for entry_id, check in found.items()
@@ -45,17 +45,15 @@ async def test_verify_reports_every_replica_of_every_entry(fake_cluster, scope_i
         different = [name for (entry_id, name), (state, _) in bad.items() if entry_id == 8]
         assert len(different) == 2  # the first replica is the reference: who is right is not known
         assert {bad[8, name][0] for name in different} == {ReplicaState.DIFFERENT}
-        assert set(found) == {4, 5, 6, 7, 8, 9}
         assert found[4].ok
         assert found[9].ok
 
         await cluster.bookie(names[1]).stop()
-        async for check in verify_entries(reader, 20, 40):
+        async for check in verify_entries(reader):
             states = {replica.bookie_id: replica.state for replica in check.replicas}
             assert states.pop(names[1], ReplicaState.UNAVAILABLE) is ReplicaState.UNAVAILABLE
-            assert set(states.values()) == {ReplicaState.OK}
-        with pytest.raises(UsageError):
-            await anext(verify_entries(reader, 0, 300))
+            if check.entry_id > 9:
+                assert set(states.values()) == {ReplicaState.OK}
 
 
 async def test_an_empty_ledger_has_nothing_to_verify(fake_cluster):

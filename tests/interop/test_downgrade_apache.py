@@ -93,7 +93,7 @@ class Ledgers:
                 is_closed = recover or ledger in self.closed
                 # An open ledger's last entry is confirmed by nothing but its recovery.
                 assert reader.last_add_confirmed == (count - 1 if is_closed else count - 2), ledger
-                async for check in verify_entries(reader, 0, reader.last_add_confirmed):
+                async for check in verify_entries(reader):
                     assert check.ok, (ledger, check)
                 async for entry in reader.read(0, reader.last_add_confirmed):
                     assert entry.payload == payload_of(ledger, entry.entry_id), (ledger, entry.entry_id)

@@ -80,7 +80,7 @@ async def check_ours(uri: str, ledgers: Collection[LedgerId]) -> None:
                 reader = await client.open_ledger(ledger.ledger_id, ledger_scope_id=ledger.scope_id, password=b"pw")
                 assert reader.last_add_confirmed == ENTRIES - 1
                 count = 0
-                async for check in verify_entries(reader, 0, reader.last_add_confirmed):
+                async for check in verify_entries(reader):
                     assert check.ok, f"ledger {ledger}: {check}"
                     count += 1
                 assert count == ENTRIES

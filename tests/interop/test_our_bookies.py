@@ -109,10 +109,10 @@ def payload_of(ledger: LedgerId | int | str, entry_id: int) -> bytes:
     return (word * (size // len(word) + 1))[:size]
 
 
-async def check_replicas(reader: ReadHandle, count: int | None = None) -> int:
-    """Every entry (the first `count`) is whole on every bookie that should have it; how many were read."""
+async def check_replicas(reader: ReadHandle) -> int:
+    """Every entry is whole on every bookie that should have it; how many were read."""
     checked = 0
-    async for check in verify_entries(reader, 0, reader.last_add_confirmed if count is None else count - 1):
+    async for check in verify_entries(reader):
         assert check.ok, f"ledger {reader.ledger}: {check}"
         checked += 1
     return checked
