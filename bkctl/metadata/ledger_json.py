@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterable, Mapping
+from datetime import datetime, timedelta
 from functools import lru_cache
 from typing import Any, Final
 
@@ -26,7 +27,7 @@ else:
     if getattr(compiled, "API", None) != COMPILED_API:
         compiled = None  # type: ignore[assignment]
 
-_DAY_MS: Final = 86_400_000
+_EPOCH: Final = datetime(1970, 1, 1)
 #: Custom metadata that Pulsar writes as text, by its key without the prefix. Source: Pulsar's LedgerMetadataUtils.
 _PULSAR_NAMES: Final = {
     "managed-ledger": "managedLedger",
@@ -137,18 +138,8 @@ def iso8601(time_ms: int | None) -> str | None:
     """Return a time in UTC with milliseconds; None for no time, and for one out of the calendar's range."""
     if time_ms is None:
         return None
-    day, rest_ms = divmod(time_ms, _DAY_MS)
-    if (date := _date(day)) is None:
-        return None
-    seconds, ms = divmod(rest_ms, 1000)
-    return f"{date}T{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}.{ms:03}Z"
-
-
-@lru_cache(maxsize=4096)  # Millions of ledgers are of few days.
-def _date(day: int) -> str | None:
-    from datetime import date, timedelta
-
     try:
-        return (date(1970, 1, 1) + timedelta(days=day)).isoformat()
+        moment = _EPOCH + timedelta(milliseconds=time_ms)
     except OverflowError:
         return None
+    return moment.isoformat(timespec="milliseconds") + "Z"
