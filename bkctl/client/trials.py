@@ -6,12 +6,11 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from bkctl.client.ledger import BookKeeper
 from bkctl.client.read_handle import ReadHandle
-from bkctl.client.reader import LedgerEntry
 from bkctl.client.write_handle import WriteHandle
 from bkctl.errors import BkctlError, Corrupt
 from bkctl.formats.entry import DigestType
@@ -63,11 +62,9 @@ async def round_trip(
         # v2 does not carry an explicit LAC, so its reader does not see the last entries of an open ledger as confirmed.
         sees_lac = closed or bookkeeper.protocol is Protocol.V3
         last = reader.last_add_confirmed if sees_lac else handle.last_add_confirmed
-        async with reader, contextlib.aclosing(_compared(reader, payloads, last)) as entries:
+        async with reader:
             started = time.perf_counter()
-            count = 0
-            async for _ in entries:
-                count += 1
+            count = await _compare(reader, payloads, last)
             reads = time.perf_counter() - started
         if count != entry_count:
             state = "closed" if closed else "open"
@@ -102,10 +99,12 @@ async def sanity_test(
     return result
 
 
-async def _compared(reader: ReadHandle, payloads: Sequence[bytes], last: int) -> AsyncGenerator[LedgerEntry, None]:
-    if last < 0:
-        return
-    async for entry in reader.read_unconfirmed(0, last):
-        if entry.payload != payloads[entry.entry_id % len(payloads)]:
-            raise Corrupt(f"Ledger {reader.ledger}: entry {entry.entry_id} is not what was written")
-        yield entry
+async def _compare(reader: ReadHandle, payloads: Sequence[bytes], last: int) -> int:
+    """Return the number of entries up to `last`. Raises Corrupt for one that is not as written."""
+    count = 0
+    if last >= 0:
+        async for entry in reader.read_unconfirmed(0, last):
+            if entry.payload != payloads[entry.entry_id % len(payloads)]:
+                raise Corrupt(f"Ledger {reader.ledger}: entry {entry.entry_id} is not what was written")
+            count += 1
+    return count
