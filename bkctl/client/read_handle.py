@@ -35,6 +35,9 @@ class LedgerHandleBase:
     def __init__(self, access: LedgerAccess) -> None:
         self._access = access
 
+    async def __aenter__(self) -> Self:
+        return self
+
     @property
     def ledger(self) -> LedgerId:
         """The 128-bit id."""
@@ -181,9 +184,6 @@ class ReadHandle(LedgerHandleBase):
         cancel, self._cancel_watch = self._cancel_watch, None
         if cancel is not None:
             await asyncio.to_thread(cancel)
-
-    async def __aenter__(self) -> Self:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()

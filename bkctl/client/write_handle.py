@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Sequence
-from typing import Self
 
 from bkctl.client.bookies import failure
 from bkctl.client.ensemble import closed, update_metadata
@@ -130,9 +129,6 @@ class WriteHandle(LedgerHandleBase):
         error = self._pipeline.error
         if error is not None and not isinstance(error, _ClosedByUs):
             raise restated(error)
-
-    async def __aenter__(self) -> Self:
-        return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
