@@ -14,12 +14,12 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby, islice
-from typing import Final
+from typing import Any, Final
 
 from bkctl.errors import AlreadyExists, BkctlError, Conflict, MetadataVersionConflict, NotFound, Unsupported, UsageError
 from bkctl.metadata.backends.hbase.regions import HBaseTable, TableMissing
 from bkctl.metadata.backends.hbase.rows import HBaseRow, Rows
-from bkctl.metadata.backends.zookeeper.store import SESSION_TIMEOUT_S, ZooKeeperStore
+from bkctl.metadata.backends.zookeeper.store import ZooKeeperStore
 from bkctl.metadata.ledgers import LEDGERS
 from bkctl.metadata.store import (
     NEW,
@@ -45,8 +45,8 @@ class HBaseStore(ZooKeeperStore):
     """`MetadataStore` on the HBase of the ZooKeeper ensemble `hosts`, in the table `PREFIX_ledgers`.
 
     Nodes beside the ledgers are below `/bkctl/PREFIX/ledgers` there. `znode` is HBase's `zookeeper.znode.parent`.
-    `security` logs in to ZooKeeper. Raises as `ZooKeeperStore`, and Unsupported for TLS; HBase itself is asked once a
-    ledger is needed.
+    `security` logs in to ZooKeeper, `times` are the timeouts of `ZooKeeperStore`. Raises as that, and Unsupported for
+    TLS; HBase itself is asked once a ledger is needed.
     """
 
     def __init__(
@@ -55,10 +55,8 @@ class HBaseStore(ZooKeeperStore):
         prefix: str,
         *,
         znode: str = HBASE_ZNODE_DEFAULT,
-        timeout_s: float = 30.0,
-        connect_timeout_s: float | None = None,
-        session_timeout_s: float = SESSION_TIMEOUT_S,
         security: StoreSecurity = NO_SECURITY,
+        **times: Any,
     ) -> None:
         if security.tls:
             raise Unsupported(
@@ -71,14 +69,7 @@ class HBaseStore(ZooKeeperStore):
         self._watch_lock = threading.Lock()
         self._watch_thread: threading.Thread | None = None
         self._stop = threading.Event()
-        super().__init__(
-            hosts,
-            f"/bkctl/{prefix}/ledgers",
-            timeout_s=timeout_s,
-            connect_timeout_s=connect_timeout_s,
-            session_timeout_s=session_timeout_s,
-            security=security,
-        )
+        super().__init__(hosts, f"/bkctl/{prefix}/ledgers", security=security, **times)
         self.name = f"{prefix} of HBase at {hosts}"
         self._table = HBaseTable(self._connection, znode, f"{prefix}_{LEDGERS}")
         self._rows = Rows(self._table, self._executor)
