@@ -224,16 +224,6 @@ class ZooKeeperConnection:
         """Return the full path of the node at `path` below the root."""
         return full_path(self.root, path)
 
-    def get_async(self, path: str) -> Any:
-        """Ask for the node's value and stat."""
-        return self.client.get_async(self.full(path))
-
-    def children_async(self, path: str) -> Any:
-        """Ask for the names of the node's children, after a `sync`: earlier acknowledged changes are included."""
-        full = self.full(path)
-        self.client.sync_async(full)  # Answered in order, so the answer to the next request implies it.
-        return self.client.get_children_async(full)
-
     def connect_reader(self) -> Reader:
         """Open a Reader on the server that kazoo is connected to. Raises ReaderLost, OSError, AuthFailedError."""
         sasl_client = None

@@ -72,9 +72,12 @@ class ZooKeeperReads:
             return None
 
     def _request(self, operation: str, path: str) -> Any:
-        """Send a read through kazoo, and return its result."""
-        connection = self._connection
-        return connection.children_async(path) if operation == "children" else connection.get_async(path)
+        """Send a read through kazoo, and return its result; children include earlier acknowledged changes."""
+        client, full = self._connection.client, self._connection.full(path)
+        if operation != "children":
+            return client.get_async(full)
+        client.sync_async(full)  # Answered in order, so the answer to the next request implies it.
+        return client.get_children_async(full)
 
     def _pipeline(self, operation: str, paths: Iterable[str]) -> Iterator[Any]:
         """Yield the answers in order. A read that gave no answer is repeated alone, and raises its error.

@@ -196,7 +196,7 @@ class ZooKeeperStore(MetadataStore):
         Source: DataNode.copyStat, PrepRequestProcessor.
         """
         try:
-            _, stat = self._connection.run(lambda: self._connection.get_async(path))
+            _, stat = self._connection.run(lambda: self._connection.client.get_async(self._connection.full(path)))
         except NoNodeError:
             return 0
         # `cversion` is 32 bits wide, and twice the creations less the present children.
