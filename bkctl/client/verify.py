@@ -51,12 +51,11 @@ class ReplicaState(Enum):
 
 
 class Replica(NamedTuple):
-    """One replica of one entry; `error` is None for OK. Intact replicas may differ in `last_add_confirmed`."""
+    """One replica of one entry; `error` is None for OK. Intact replicas may differ in their last add confirmed."""
 
     bookie_id: str
     state: ReplicaState
     size_bytes: int | None = None
-    last_add_confirmed: int | None = None
     error: BkctlError | None = None
 
 
@@ -123,7 +122,7 @@ def _check(
                 reference = entry
             elif (entry.length, entry.payload) != (reference.length, reference.payload):
                 state = ReplicaState.DIFFERENT
-            found.append(Replica(channel.bookie_id, state, len(entry.payload), entry.last_add_confirmed))
+            found.append(Replica(channel.bookie_id, state, len(entry.payload)))
     return EntryCheck(entry_id, tuple(found))
 
 

@@ -66,7 +66,6 @@ class FragmentReplication:
     digests included) were written.
     """
 
-    fragment: LedgerFragment
     outcome: Outcome
     versioned: VersionedMetadata
     replaced: Mapping[str, str]
@@ -148,14 +147,7 @@ class LedgerFragmentReplicator:
             )
         chosen, copy = await self._copy(check, fragment, targets, exclude)
         result = FragmentReplication(
-            fragment,
-            Outcome.UNRECOVERABLE,
-            check.versioned,
-            {},
-            (),
-            copy.entry_count,
-            copy.size_bytes,
-            tuple(copy.unreadable),
+            Outcome.UNRECOVERABLE, check.versioned, {}, (), copy.entry_count, copy.size_bytes, tuple(copy.unreadable)
         )
         if result.unreadable:
             # Entries of a deleted ledger, or of moved replicas, are unreadable too.

@@ -189,7 +189,7 @@ async def test_unreadable_entries_are_named_and_nothing_changes(fake_cluster):
         assert all(each.lost for each in result.unreadable)
         assert held[1].bookie_id in str(result.unreadable[0])
         assert ensembles(cluster, writer.ledger) == before
-        fragment, check = result.fragments[0].fragment, result.check
+        fragment, check = result.check.fragments[0], result.check
         again = await LedgerFragmentReplicator(client).unreadable(check, fragment, [31, 30, 7])
         assert [each.first_entry_id for each in again] == [7, 31]
 
