@@ -25,7 +25,6 @@ from bkctl.client.reader import LedgerAccess, read_last_confirmed
 from bkctl.client.recovery import RecoveryLoss, find_loss, recover
 from bkctl.client.write_handle import WriteHandle
 from bkctl.errors import (
-    DigestMismatch,
     IllegalOperation,
     LedgerExists,
     Unauthorized,
@@ -158,15 +157,12 @@ class BookKeeper:
         password: bytes | None = b"",
         recovery: bool = False,
         accept_loss: RecoveryLoss | None = None,
-        digest_type: DigestType | None = None,
     ) -> ReadHandle:
         """Open a ledger for reading; with `recovery` fence and close an open ledger first.
 
         `accept_loss` is the loss from `find_recovery_loss` that the recovery may cause. `password` None opens
-        administratively, with the metadata's own password. `digest_type` applies if the metadata has none (None:
-        CRC32). Raises LedgerNotFound, Unauthorized for a wrong password, DigestMismatch for another digest type than
-        the metadata's, IllegalOperation for a scope in protocol v2, and the errors of `read_last_confirmed` and
-        `recover`.
+        administratively, with the metadata's own password. Raises LedgerNotFound, Unauthorized for a wrong password,
+        IllegalOperation for a scope in protocol v2, and the errors of `read_last_confirmed` and `recover`.
         Source: LedgerOpenOp; BP-35 (OpenBuilder.withLedgerScopeId).
         """
         ledger = self._ledger(ledger_scope_id, ledger_id)
@@ -178,9 +174,7 @@ class BookKeeper:
                 problem,
                 hint="give it with --password-file or --password; administrators can read without it: --as-admin",
             )
-        if metadata.digest_type is not None and digest_type not in (None, metadata.digest_type):
-            raise DigestMismatch(f"Ledger {ledger} has digest type {metadata.digest_type.name}")
-        access = self.access(ledger, versioned, digest_type=digest_type, password=password)
+        access = self.access(ledger, versioned, password=password)
         if recovery:
             await recover(access, accept_loss=accept_loss)
         if access.metadata.is_closed:
@@ -196,23 +190,17 @@ class BookKeeper:
         versioned = await asyncio.to_thread(self.cluster.ledgers.read, self._ledger(ledger.scope_id, ledger.ledger_id))
         return versioned, await find_loss(self.access(ledger, versioned))
 
-    def access(
-        self,
-        ledger: LedgerId,
-        versioned: VersionedMetadata,
-        *,
-        digest_type: DigestType | None = None,
-        password: bytes | None = None,
-    ) -> LedgerAccess:
+    def access(self, ledger: LedgerId, versioned: VersionedMetadata, *, password: bytes | None = None) -> LedgerAccess:
         """Return the access to a ledger by its metadata alone, without asking a bookie or checking a password.
 
-        `digest_type` and `password` apply if the metadata has none. Raises IllegalOperation as `open_ledger`.
+        Where the metadata has none, the digest type is CRC32, and `password` applies. Raises IllegalOperation as
+        `open_ledger`.
         """
         self._check_scope(ledger.scope_id)
         metadata = versioned.metadata
         digest = DigestManager(
             ledger,
-            metadata.digest_type or digest_type or DigestType.CRC32,
+            metadata.digest_type or DigestType.CRC32,
             metadata.password if metadata.password is not None else password or b"",
         )
         return LedgerAccess(self.pool, ledger, digest, versioned)
