@@ -40,10 +40,10 @@ _PULSAR_NAMES: Final = {
 }
 
 
-def ledger_object(ledger: LedgerId, found: VersionedMetadata, show_secrets: bool = False) -> dict[str, Any]:
+def ledger_object(ledger: LedgerId, found: VersionedMetadata) -> dict[str, Any]:
     """Return the JSON object of a ledger: ids, metadata in camelCase, binary as base64, `ctime` in ISO 8601 UTC.
 
-    `pulsar` is present for Pulsar's custom metadata, the password only with `show_secrets`.
+    `pulsar` is present for Pulsar's custom metadata; the password is left out.
     """
     metadata = found.metadata
     value: dict[str, Any] = {
@@ -62,8 +62,6 @@ def ledger_object(ledger: LedgerId, found: VersionedMetadata, show_secrets: bool
     }
     if pulsar := pulsar_object(metadata.custom_metadata):
         value["pulsar"] = pulsar
-    if show_secrets:
-        value["password"] = None if metadata.password is None else _base64(metadata.password)
     return value
 
 
