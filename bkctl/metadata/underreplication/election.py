@@ -29,7 +29,11 @@ class AuditorElection:
         """
         paths = self.vote_paths(scoped=scoped)
         found = zip(paths, self.store.get_many(paths), strict=True)
-        return tuple(self._voter(path, vote.value) for path, vote in found if vote is not None)
+        return tuple(
+            str(parse_text("AuditorVoteFormat", vote.value, f"{path} in {self.store.name}: Vote").bookieId)
+            for path, vote in found
+            if vote is not None
+        )
 
     def auditor(self, *, scoped: bool = False) -> str | None:
         """Return the id of the bookie that is auditor now, None without one. Source: getCurrentAuditor."""
@@ -57,10 +61,6 @@ class AuditorElection:
     def was_held(self) -> bool:
         """Return whether this cluster ever had an election of either auditor."""
         return any(self.store.get(_election_path(scoped)) is not None for scoped in (False, True))
-
-    def _voter(self, path: str, value: bytes) -> str:
-        message = parse_text("AuditorVoteFormat", value, f"{path} in {self.store.name}: Vote")
-        return str(message.bookieId)
 
 
 def _vote_value(bookie_id: str) -> bytes:

@@ -201,9 +201,10 @@ def _write_all(
     while needed:
         nodes = []
         for write in needed:
-            path, found = _path_to_write(write.record, target), write.found
-            record_change(path, None if found is None else found.value, write.record.value)
-            nodes.append((path, write.record.value, NEW if found is None else found.version))
+            record, found = write.record, write.found
+            path = target.ledgers.prepare_restore(record.ledger) if record.kind == "ledger" else _path(record, target)
+            record_change(path, None if found is None else found.value, record.value)
+            nodes.append((path, record.value, NEW if found is None else found.version))
         refused = []
         for write, node, written in zip(needed, nodes, target.store.put_many(nodes), strict=True):
             if isinstance(written, AlreadyExists | NotFound | MetadataVersionConflict):
@@ -213,10 +214,6 @@ def _write_all(
                 raise written
         needed = [write for write in refused if write.is_needed]
     return writes
-
-
-def _path_to_write(record: DumpRecord, target: Cluster) -> str:
-    return target.ledgers.prepare_restore(record.ledger) if record.kind == "ledger" else _path(record, target)
 
 
 def _path(record: DumpRecord, cluster: Cluster) -> str:

@@ -27,7 +27,8 @@ class ClusterSource(DumpSource):
         cluster.layout()
         stored = cluster.store.get(cluster.places.layout)
         self.name = cluster.uri
-        self.header = DumpHeader(cluster.uri, cluster.instance_id(), None if stored is None else stored.value, _now())
+        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        self.header = DumpHeader(cluster.uri, cluster.instance_id(), None if stored is None else stored.value, now)
 
     def records(self) -> Iterator[DumpRecord]:
         """See DumpSource.records. Raises LedgerNotFound for a missing one of `ledgers`."""
@@ -87,7 +88,3 @@ def open_source(text: str, open_cluster: Callable[[str], Cluster]) -> tuple[Dump
     if not text:
         raise UsageError("An export file, or a metadata URI, is needed")
     return ExportFile(Path(text)), None
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
