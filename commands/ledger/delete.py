@@ -138,7 +138,8 @@ def _show(run: Run, writer: RowWriter, row: Removal) -> bool:
 
 def _export(run: Run, cluster: Cluster, ledgers: list[LedgerId], target: Path) -> None:
     """Export the ledgers' metadata to a new file `target`, or one in that directory, and sync it."""
-    from bkctl.metadata.admin.dump import ClusterSource, write_export
+    from bkctl.metadata.admin.dump.export import write_export
+    from bkctl.metadata.admin.dump.sources import ClusterSource
 
     if target.is_dir():
         target /= f"ledgers-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}.ndjson"

@@ -19,7 +19,9 @@ from ..kit.options import DryRun, RecordPace, UndoOption, file_argument
 from ..kit.texts import counted
 
 if TYPE_CHECKING:
-    from bkctl.metadata.admin.dump import DumpHeader, ExportSummary, ImportSummary, TargetPlan
+    from bkctl.metadata.admin.dump.export import ExportSummary
+    from bkctl.metadata.admin.dump.importing import ImportSummary, TargetPlan
+    from bkctl.metadata.admin.dump.records import DumpHeader
 
 app = group()
 
@@ -60,7 +62,8 @@ def export(
     The file has the ledgers of all scopes, cookies, under-replicated marks and switches; if ledgers are named, their
     metadata only. The file is ndjson and ends with its SHA-256; 'metadata import' reads it. It holds ledger passwords.
     """
-    from bkctl.metadata.admin.dump import ClusterSource, export_to_file, write_export
+    from bkctl.metadata.admin.dump.export import export_to_file, write_export
+    from bkctl.metadata.admin.dump.sources import ClusterSource
 
     if file is None:
         raise UsageError("No file is named", hint="add -f FILE, or -f - for stdout")
@@ -150,7 +153,8 @@ def import_(
     Records that exist with the same value are skipped, so a second run finishes an interrupted one. Exit code 5 if a
     record exists with another value; --overwrite replaces it.
     """
-    from bkctl.metadata.admin.dump import ExportFile, ImportSummary, import_records, prepare_target
+    from bkctl.metadata.admin.dump.export_file import ExportFile
+    from bkctl.metadata.admin.dump.importing import ImportSummary, import_records, prepare_target
     from bkctl.metadata.uri import parse_uri
 
     with _import_file(path) as kept, ExportFile(kept) as source:

@@ -19,7 +19,8 @@ from ..kit.texts import GREEN, RED, YELLOW, counted
 from .export import NAMES_SHOWN_MAX, Overwrite, note_layout, show_imported
 
 if TYPE_CHECKING:
-    from bkctl.metadata.admin.dump import ClusterSource, DumpSource
+    from bkctl.metadata.admin.dump.records import DumpSource
+    from bkctl.metadata.admin.dump.sources import ClusterSource
     from bkctl.metadata.cluster import Cluster
     from bkctl.pace import Pace
 
@@ -51,7 +52,8 @@ def diff(
     Compares byte for byte; exit code 3 if they differ. The login in --metadata-… options is sent only to the
     connection's servers: name a store with another login as context:NAME.
     """
-    from bkctl.metadata.admin.dump import ClusterSource, compare, compare_headers, open_source
+    from bkctl.metadata.admin.dump.comparison import compare, compare_headers
+    from bkctl.metadata.admin.dump.sources import ClusterSource, open_source
 
     with ExitStack() as stack:
         sources: list[DumpSource] = []
@@ -112,7 +114,8 @@ def migrate(
     an interrupted one. Refused while bookies are registered on either side, since their clients would continue to
     change the first store.
     """
-    from bkctl.metadata.admin.dump import ClusterSource, import_records, prepare_target
+    from bkctl.metadata.admin.dump.importing import import_records, prepare_target
+    from bkctl.metadata.admin.dump.sources import ClusterSource
 
     if to is None:
         raise UsageError("No target is named", hint="add --to URI")
@@ -159,7 +162,7 @@ def migrate(
 
 def _note_differences(run: Run, source: ClusterSource, target: ClusterSource, pace: Pace) -> int:
     """Compare both stores and print the first differences; return the number of all."""
-    from bkctl.metadata.admin.dump import compare
+    from bkctl.metadata.admin.dump.comparison import compare
 
     count = 0
     with run.working("Comparing", unit="records", pace=pace) as activity:
@@ -181,7 +184,7 @@ def _refuse_registered(cluster: Cluster, live: bool) -> None:
 
 
 def _show_planned(run: Run, source: ClusterSource) -> None:
-    from bkctl.metadata.admin.dump import ImportSummary
+    from bkctl.metadata.admin.dump.importing import ImportSummary
 
     with run.working("Counting"):
         counts = Counter(record.kind for record in source.records())

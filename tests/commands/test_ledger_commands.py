@@ -524,7 +524,7 @@ def test_a_file_of_ledgers_is_read_with_care(cli: Cli, tmp_path: Path, content: 
 
 
 def test_a_backup_is_an_export_that_import_takes(cli: Cli, three: list[str], tmp_path: Path) -> None:
-    from bkctl.metadata.admin.dump import ExportFile
+    from bkctl.metadata.admin.dump.export_file import ExportFile
 
     (tmp_path / "backups").mkdir()
     for target in (tmp_path / "backup", tmp_path / "backups"):

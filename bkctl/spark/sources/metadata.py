@@ -24,7 +24,7 @@ import pyarrow as pa
 from bkctl.errors import BkctlError, LedgerNotFound, UsageError
 from bkctl.formats.metadata import LedgerMetadata
 from bkctl.ids import LedgerId
-from bkctl.metadata.admin.dump import ExportFile, ExportSection
+from bkctl.metadata.admin.dump.export_file import ExportFile, ExportSection
 from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.ledger_json import pulsar_object
 from bkctl.metadata.ledgers import RANGE_SIZE, VersionedMetadata

@@ -15,7 +15,8 @@ from bkctl.errors import Corrupt, CorruptRecord, LedgerNotFound, UsageError
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import U64_MAX, LedgerId
-from bkctl.metadata.admin.dump import ClusterSource, export_to_file
+from bkctl.metadata.admin.dump.export import export_to_file
+from bkctl.metadata.admin.dump.sources import ClusterSource
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.ledger_json import ledger_object
 from bkctl.spark.sources.columns import ledger_values

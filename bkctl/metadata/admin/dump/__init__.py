@@ -13,32 +13,3 @@ An export is ndjson, in the order below, so that two exports are compared record
 Values are the bytes that the store holds, including ledger passwords. Nodes of sessions (registrations, locks, votes)
 are not exported. An export without its last line is incomplete.
 """
-
-from __future__ import annotations
-
-from bkctl.metadata.admin.dump.comparison import Difference, compare, compare_headers
-from bkctl.metadata.admin.dump.export import ExportSummary, export_to_file, write_export
-from bkctl.metadata.admin.dump.export_file import ExportFile, ExportSection
-from bkctl.metadata.admin.dump.importing import ImportSummary, TargetPlan, import_records, prepare_target
-from bkctl.metadata.admin.dump.records import DumpHeader, DumpRecord, DumpSource
-from bkctl.metadata.admin.dump.sources import ClusterSource, open_source
-
-__all__ = [
-    "ClusterSource",
-    "Difference",
-    "DumpHeader",
-    "DumpRecord",
-    "ExportFile",
-    "ExportSection",
-    "ExportSummary",
-    "ImportSummary",
-    "DumpSource",
-    "TargetPlan",
-    "compare",
-    "compare_headers",
-    "export_to_file",
-    "import_records",
-    "open_source",
-    "prepare_target",
-    "write_export",
-]
