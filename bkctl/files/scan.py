@@ -31,11 +31,11 @@ ROW_SIZE_MAX: Final = _ROW_V2.size
 COMPILED_API: Final = 5
 try:
     from bkctl.files import _scan as compiled
-except ImportError:  # installed without a compiler
-    compiled = None  # type: ignore[assignment]
-else:
+
     if getattr(compiled, "API", None) != COMPILED_API:
-        compiled = None  # type: ignore[assignment]
+        raise ImportError
+except ImportError:  # installed without a compiler, or built from other sources
+    compiled = None  # type: ignore[assignment]
 
 #: Positions in a row of the fields that every version has; negative: from its end.
 _PLACES: Final = {"sizes": 0, "entry_ids": -3, "last_add_confirmed": -2, "lengths": -1}

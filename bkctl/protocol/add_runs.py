@@ -19,11 +19,11 @@ from bkctl.protocol.messages import AddResponse, BytesLike, Status
 COMPILED_API: Final = 3
 try:
     from bkctl.protocol import _add_runs as compiled
-except ImportError:  # installed without a compiler
-    compiled = None  # type: ignore[assignment]
-else:
+
     if getattr(compiled, "API", None) != COMPILED_API:
-        compiled = None  # type: ignore[assignment]
+        raise ImportError
+except ImportError:  # installed without a compiler, or built from other sources
+    compiled = None  # type: ignore[assignment]
 
 _LENGTH: Final = struct.Struct(">i")
 

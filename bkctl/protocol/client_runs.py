@@ -17,11 +17,11 @@ from bkctl.protocol.messages import AddRequest, AddResponse, ReadRequest, ReadRe
 COMPILED_API: Final = 1
 try:
     from bkctl.protocol import _client_runs as compiled
-except ImportError:  # installed without a compiler
-    compiled = None  # type: ignore[assignment]
-else:
+
     if getattr(compiled, "API", None) != COMPILED_API:
-        compiled = None  # type: ignore[assignment]
+        raise ImportError
+except ImportError:  # installed without a compiler, or built from other sources
+    compiled = None  # type: ignore[assignment]
 
 #: The offset behind a run of answers, the key of each (v3: transaction id; v2: `v2.Key`), and its response.
 Answers: TypeAlias = tuple[int, list[Any], list[AddResponse | ReadResponse]]
