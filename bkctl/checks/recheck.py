@@ -80,14 +80,10 @@ class Recheck:
         """Yield the findings about records (entry, location) of the log `path` that the index of now does not have."""
         for batch in _batches(records):
             findings = self._not_indexed(path, dict(batch))
-            if not findings:
-                continue
-            reason = _NOT_INDEXED
-            if _is_incomplete(path):
-                # A lost entry looks the same: the journal is gone, and neither index nor log has the time of a write.
-                reason += _MAYBE_UNACKNOWLEDGED
+            # A lost entry looks the same: the journal is gone, and neither index nor log has the time of a write.
+            doubt = _MAYBE_UNACKNOWLEDGED if findings and _is_incomplete(path) else ""
             for finding in findings.values():
-                yield finding._replace(reason=reason)
+                yield finding._replace(reason=finding.reason + doubt)
 
     def _not_indexed(self, path: Path, records: dict[EntryKey, int]) -> dict[EntryKey, Finding]:
         # Two passes: an entry that reaches the index after the look there and before the look at the journals is in
