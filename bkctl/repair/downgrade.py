@@ -20,11 +20,10 @@ from bkctl.files.directories import BookieDirectories, FileKind
 from bkctl.files.journal import JournalReader, read_last_mark
 from bkctl.files.journals import files_after_marks
 from bkctl.formats.journal import VERSION_SCOPED, LogMark
-from bkctl.formats.names import COOKIE_NAME, CURRENT
+from bkctl.formats.names import COOKIE_NAME, CURRENT, DIRTY_NAME
 from bkctl.repair.holding import hold
 from bkctl.storage.bookie_storage import BookieStorage
 
-_DIRTY = "DIRTY"
 _DB_CLASS: Final = "org.apache.bookkeeper.bookie.storage.ldb.DbLedgerStorage"
 
 
@@ -145,7 +144,7 @@ def _stop_cleanly(config: BookieConfig, rows: list[Downgraded]) -> None:
         )
     storage.close()
     for directory in storage.ledger_directories:
-        files.remove(directory / _DIRTY)
+        files.remove(directory / DIRTY_NAME)
         files.sync_directory(directory)
     count = len(rows)
     for index, row in enumerate(rows):
