@@ -53,10 +53,11 @@ def list_indexed_logs(directories: BookieDirectories, indexes: BookieIndexes, co
     for error in indexes.problems:
         counts.note_error(error)
     found = [
-        IndexedLogs([_log_directory(directories, pair, pairs)], scoped=pair.scoped, databases=pair) for pair in pairs
+        IndexedLogs([_log_directory(directories, pair, pairs)], scoped=pair.ledgers.scoped, databases=pair)
+        for pair in pairs
     ]
     for scoped in (False, True):
-        searched = not indexes.problems and not any(pair.scoped == scoped for pair in pairs)
+        searched = not indexes.problems and not any(pair.ledgers.scoped == scoped for pair in pairs)
         found.append(IndexedLogs(currents, scoped=scoped, databases=None, searched=searched))
     return found
 

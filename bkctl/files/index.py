@@ -241,11 +241,6 @@ class IndexDatabases(NamedTuple):
     ledgers: LedgersDatabase
     locations: LocationsDatabase
 
-    @property
-    def scoped(self) -> bool:
-        """Return True if the databases are for scoped ledgers."""
-        return self.ledgers.scoped
-
 
 class BookieIndexes:
     """All ledger indexes in a bookie's index directories, as they are now. Use as a context manager.
@@ -267,7 +262,6 @@ class BookieIndexes:
         self.close()
 
     def close(self) -> None:
-        """Close the databases."""
         self._databases = None
         self._stack.close()
 
