@@ -1,13 +1,11 @@
-"""Conversion of index files (Interleaved, Sorted) to the databases of DbLedgerStorage.
-
-Source: ConvertToDBStorageCommand.
-"""
+"""Conversion of index files (Interleaved, Sorted) to DbLedgerStorage's databases. Source: ConvertToDBStorageCommand."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -65,24 +63,21 @@ class DatabaseConverter(IndexConverter):
 
     def __init__(self, layout: BookieLayout, files: Files, progress: Progress) -> None:
         super().__init__(layout, files, progress)
-        self._paths: dict[LedgerId, Path] | None = None
         self._new = _DatabasePairs(self._building, lambda kind, path, scoped: kind.open(path, scoped=scoped))
 
-    @property
+    @cached_property
     def paths(self) -> dict[LedgerId, Path]:
         """Return the index file of every ledger, in id order. Raises Conflict if a ledger has two."""
-        if self._paths is None:
-            found: dict[LedgerId, Path] = {}
-            for file in BookieIndexes(self._directories).files():
-                if isinstance(file.id, LedgerId):
-                    first = found.setdefault(file.id, file.path)
-                    if first != file.path:
-                        raise Conflict(
-                            f"{first} and {file.path} are both the index of ledger {file.id}",
-                            hint="'bkctl bookie index regenerate' merges them",
-                        )
-            self._paths = {ledger: found[ledger] for ledger in sorted(found)}
-        return self._paths
+        found: dict[LedgerId, Path] = {}
+        for file in BookieIndexes(self._directories).files():
+            if isinstance(file.id, LedgerId):
+                first = found.setdefault(file.id, file.path)
+                if first != file.path:
+                    raise Conflict(
+                        f"{first} and {file.path} are both the index of ledger {file.id}",
+                        hint="'bkctl bookie index regenerate' merges them",
+                    )
+        return dict(sorted(found.items()))
 
     def check(self) -> None:
         if not self.paths:
