@@ -10,9 +10,9 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from itertools import islice, pairwise
+from itertools import groupby, islice, pairwise
 from pathlib import Path
-from typing import Final, NamedTuple, Self
+from typing import Final, NamedTuple
 
 from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported
 from bkctl.files.entry_log import EntryLogReader
@@ -22,6 +22,7 @@ from bkctl.formats import entry_log
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.record import RECORD_SIZE, Record, RecordType
 from bkctl.ids import I64_MAX, LedgerId
+from bkctl.metadata.store import Closing
 
 #: Locations are 31 bits wide in Apache's logs. Source: DefaultEntryLogger (logSizeLimit's hard limit).
 LOG_SIZE_BYTES_MAX: Final = (1 << 31) - 1
@@ -38,7 +39,7 @@ class Extracted(NamedTuple):
     record: Record
 
 
-class LedgerExtraction:
+class LedgerExtraction(Closing):
     """The entries `first` to `last` (None: all) of `ledger` in the given logs, in order of their ids.
 
     Of several copies of an entry the last is taken; with `all_copies` every copy, oldest first. The constructor scans
@@ -63,9 +64,10 @@ class LedgerExtraction:
         self.problems: list[BkctlError] = []
         self.logs_skipped = 0
         self._trust_maps = trust_maps
-        self._paths: list[Path] = []
+        #: The logs with entries of the ledger, oldest first.
+        self.log_paths: list[Path] = []
         self._readers: OrderedDict[int, EntryLogReader] = OrderedDict()
-        #: For each copy: entry id, index in `_paths`, offset of the size field, size.
+        #: For each copy: entry id, index in `log_paths`, offset of the size field, size.
         self._entry_ids, self._logs, self._offsets, self._sizes = array("q"), array("q"), array("q"), array("i")
         try:
             for path in sorted(paths, key=_age):
@@ -76,14 +78,7 @@ class LedgerExtraction:
         self.copies_count = len(self._entry_ids)
         self._order = self._sorted(all_copies=all_copies)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
-        """Close the files."""
         while self._readers:
             self._readers.popitem()[1].close()
 
@@ -99,19 +94,12 @@ class LedgerExtraction:
     @property
     def entries_count(self) -> int:
         """Return the number of distinct entries."""
-        if not self._order:
-            return 0
-        return 1 + sum(one != other for one, other in pairwise(self.entry_ids))
+        return sum(1 for _ in groupby(self.entry_ids))
 
     @property
     def last_entry_id(self) -> int:
         """Return the last entry's id; -1 without entries."""
         return self._entry_ids[self._order[-1]] if self._order else -1
-
-    @property
-    def log_paths(self) -> list[Path]:
-        """Return the logs with entries of the ledger, oldest first."""
-        return list(self._paths)
 
     def gaps(self) -> Iterator[Gap]:
         """Yield the missing entries from `first` on: up to `last` if given, else before the last entry."""
@@ -124,11 +112,8 @@ class LedgerExtraction:
             yield Gap(expected, self.last)
 
     def entries(self) -> Iterator[Extracted]:
-        """Yield the taken copies in order of entry ids.
-
-        Raises Corrupt or NotFound if a log changed since the scan.
-        """
-        ids = [entry_log.content_id_of(path.name) for path in self._paths]
+        """Yield the taken copies in order of entry ids. Raises Corrupt or NotFound if a log changed since the scan."""
+        ids = [entry_log.content_id_of(path.name) for path in self.log_paths]
         for index in self._order:
             log = self._logs[index]
             reader = self._reader(log)
@@ -136,8 +121,8 @@ class LedgerExtraction:
             if (record.ledger, record.entry_id, record.record_size) != (
                 self.ledger, self._entry_ids[index], self._sizes[index],
             ):  # fmt: skip
-                raise Corrupt(f"{self._paths[log]}: Entry log changed while it was read, at byte {record.offset}")
-            yield Extracted(self._paths[log], ids[log], record)
+                raise Corrupt(f"{self.log_paths[log]}: Entry log changed while it was read, at byte {record.offset}")
+            yield Extracted(self.log_paths[log], ids[log], record)
 
     def find_digest_type(self) -> DigestType | None:
         """Return the digest type without a key (CRC32C, CRC32) that the first entries match; None without one."""
@@ -194,15 +179,15 @@ class LedgerExtraction:
                 self.logs_skipped += 1
                 return
             before = len(self._entry_ids)
-            self._paths.append(path)
-            log = len(self._paths) - 1
+            self.log_paths.append(path)
+            log = len(self.log_paths) - 1
             try:
                 for batch in reader.batches():
                     self._take(batch, log)
             except (Corrupt, Unsupported) as error:
                 self.problems.append(error)
             if len(self._entry_ids) == before:
-                self._paths.pop()
+                self.log_paths.pop()
             else:
                 stack.pop_all()
                 self._keep(log, reader)
@@ -239,10 +224,10 @@ class LedgerExtraction:
         reader = self._readers.get(log)
         if reader is None:
             try:
-                reader = EntryLogReader.open(self._paths[log])
+                reader = EntryLogReader.open(self.log_paths[log])
             except NotFound as error:
                 raise NotFound(
-                    f"{self._paths[log]} was deleted while it was read", hint="the bookie is running: try again"
+                    f"{self.log_paths[log]} was deleted while it was read", hint="the bookie is running: try again"
                 ) from error
             self._keep(log, reader)
         else:
