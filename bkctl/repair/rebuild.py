@@ -108,20 +108,18 @@ def size_to_read(layout: BookieLayout, *, ledgers: bool, locations: bool) -> int
     return sum(path.stat().st_size for path in logs) * (ledgers + locations) + (layout.journal_size() if ledgers else 0)
 
 
+@dataclass
 class _RebuildRun:
     """One rebuild: the databases built so far, and their sources."""
 
-    def __init__(
-        self,
-        storages: list[Storage],
-        files: Files,
-        metadata: LedgerFactsLookup | None,
-        progress: Progress,
-        dry_run: bool,
-    ) -> None:
+    _storages: list[Storage]
+    _files: Files
+    _metadata: LedgerFactsLookup | None
+    _progress: Progress
+    _dry_run: bool
+
+    def __post_init__(self) -> None:
         self.result = Rebuild()
-        self._storages, self._files, self._metadata = storages, files, metadata
-        self._progress, self._dry_run = progress, dry_run
         self._known: dict[LedgerId, LedgerFacts] = {}
         #: The ledgers of the databases that were rebuilt, by path.
         self._ledgers: dict[Path, set[LedgerId]] = {}
