@@ -109,10 +109,6 @@ class Latency:
         """Add a duration that `count` operations took."""
         (self.success if ok else self.failure).observe(int(seconds * 1_000_000), count)
 
-    def answered(self, seconds: float, ok: bool) -> None:
-        """Add one request's duration."""
-        self.observe(seconds, ok=ok)
-
 
 class JournalMetrics:
     """Counters of one journal, written by its thread: groups, their contents, and the time to write and sync them."""

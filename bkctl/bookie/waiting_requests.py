@@ -146,7 +146,9 @@ class WaitingRequests:
         """Give the request to `handler`, and observe as `name` how long its answer takes."""
         latency = self._metrics.requests[name]
         began_s = time.monotonic()
-        timed = respond.timed(latency.answered)
+        timed = respond.observed(
+            lambda response: latency.observe(time.monotonic() - began_s, ok=response.status is Status.EOK)
+        )
         try:
             handler(request, timed)
         except NeedsDisk as need:

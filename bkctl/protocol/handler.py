@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import time
 import typing
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -65,11 +64,6 @@ class Responder(functools.partial[None]):
     def observed(self, observe: Callable[[Response], None]) -> Responder:
         """Return a responder to the same request that passes the response to `observe` before it is sent."""
         return Responder(_answer_observed, *self.args[:4], self, observe)
-
-    def timed(self, observe: Callable[[float, bool], None]) -> Responder:
-        """Return a responder to the same request that reports the seconds until the answer, and if that is EOK."""
-        began_s = time.monotonic()
-        return self.observed(lambda response: observe(time.monotonic() - began_s, response.status is Status.EOK))
 
 
 class ReadRunResponder:
