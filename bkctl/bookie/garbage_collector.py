@@ -60,9 +60,7 @@ class GarbageCollectorThread:
             config, cluster, bookie_id=bookie_id, instance_id=instance_id, stats=self.stats, stopped=self._stopped
         )
         self.unindexed = UnindexedLedgers(metadata)
-        self._ledgers = ScanAndCompareGarbageCollector(
-            metadata, storage, self.unindexed, delete=delete, clock_ms=clock_ms
-        )
+        self._ledgers = ScanAndCompareGarbageCollector(metadata, storage, self.unindexed, delete, clock_ms)
         self._logs = EntryLogCollector(
             metadata,
             storage,

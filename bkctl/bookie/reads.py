@@ -11,6 +11,7 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Final, cast
 
 from bkctl.bookie.commit_dispatcher import CommitDispatcher
@@ -273,22 +274,17 @@ class EntryFetcher:
             respond(refusal(request, Status.ETOOMANYREQUESTS))
 
 
+@dataclass(eq=False)
 class ReadHandler:
     """Serves reads; `polls` are the long polls that wait."""
 
-    def __init__(
-        self,
-        storage: BookieStorage,
-        state: BookieStateManager,
-        commits: CommitDispatcher,
-        requests: WaitingRequests,
-        reader: EntryFetcher,
-    ) -> None:
-        self._storage = storage
-        self._state = state
-        self._commits = commits
-        self._requests = requests
-        self._reader = reader
+    _storage: BookieStorage
+    _state: BookieStateManager
+    _commits: CommitDispatcher
+    _requests: WaitingRequests
+    _reader: EntryFetcher
+
+    def __post_init__(self) -> None:
         self.polls = LongPolls(self._finish_poll)
 
     def read(self, request: ReadRequest, respond: Responder) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from bkctl.bookie.collector_metadata import CollectorMetadata, shown
@@ -23,27 +24,21 @@ from bkctl.storage.sorted_ledgers import SortedLedgers
 log: Final = logging.getLogger("bkctl.bookie")
 
 
+@dataclass(eq=False)
 class ScanAndCompareGarbageCollector:
     """Deletes the ledgers of this bookie that the metadata store says do not exist, and never by guess.
 
-    `delete` deletes ledgers from the bookie's storage and returns how many were there. For one thread.
+    `_delete_from_storage` deletes ledgers from the bookie's storage and returns how many were there. For one thread.
     """
 
-    def __init__(
-        self,
-        metadata: CollectorMetadata,
-        storage: LedgerStorage[Any],
-        unindexed: UnindexedLedgers,
-        *,
-        delete: Callable[[Sequence[LedgerId]], int],
-        clock_ms: Callable[[], int],
-    ) -> None:
-        self._metadata = metadata
-        self._storage = storage
-        self._unindexed = unindexed
-        self._delete_from_storage = delete
-        self._clock_ms = clock_ms
-        self._last_overreplicated_ms = clock_ms()
+    _metadata: CollectorMetadata
+    _storage: LedgerStorage[Any]
+    _unindexed: UnindexedLedgers
+    _delete_from_storage: Callable[[Sequence[LedgerId]], int]
+    _clock_ms: Callable[[], int]
+
+    def __post_init__(self) -> None:
+        self._last_overreplicated_ms = self._clock_ms()
 
     def collect(self, *, accept_scoped_deletes: bool = False) -> None:
         """Delete over-replicated ledgers where that is due, then the ledgers that no longer exist.
