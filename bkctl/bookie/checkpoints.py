@@ -38,7 +38,6 @@ class CheckpointRunner:
     _running: asyncio.Future[bool] | None = None
 
     def start(self) -> None:
-        """Start the thread."""
         self._loop = asyncio.get_running_loop()
         self._worker = Worker("checkpoints", self._state.thread_died)
 

@@ -56,7 +56,6 @@ class CommitDispatcher:
         )
 
     def start(self) -> None:
-        """Start the threads."""
         self._loop = asyncio.get_running_loop()
         storage, config = self._storage, self._state.config
         self.journals = [JournalThread(storage, number, config, self) for number in range(len(storage.journals))]

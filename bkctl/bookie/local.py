@@ -114,7 +114,6 @@ class LocalCluster:
 
     @property
     def metadata_uri(self) -> str:
-        """The URI of the metadata store."""
         return f"sqlite://{self.directory / 'metadata.db'}"
 
     def exists(self) -> bool:

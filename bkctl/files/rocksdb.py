@@ -88,7 +88,6 @@ class LedgersDatabase(Database):
         _put_ledger(self._batch(), ledger, data)
 
     def put_storage_flags(self, flags: int) -> None:
-        """Write the storage flags."""
         self._batch().put(STORAGE_FLAGS_KEY, write_storage_flags(flags))
 
     def _parse(self, ledger: LedgerId, value: bytes) -> LedgerData:

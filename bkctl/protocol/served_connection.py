@@ -318,7 +318,6 @@ class ServedConnection(FramedProtocol):
             self.unblock()
 
     def _answer_adds(self, is_v2: bool, adds: Sequence[AddRun], status: Status) -> None:
-        """Send the answers to runs of adds."""
         if status is Status.EOK:
             answers = [run[6] for run in adds]
         else:

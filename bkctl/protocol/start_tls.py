@@ -62,7 +62,6 @@ class TlsUpgrade:
         connection.secured(secured)
 
     def cancel(self) -> None:
-        """Cancel the handshake."""
         if self._task is not None:
             self._task.cancel()
 
