@@ -1,7 +1,4 @@
-"""Checks of journal files and of the last marks that point into them.
-
-Source: Journal.scanJournal, Journal.replay.
-"""
+"""Checks of journal files and of the last marks that point into them. Source: Journal.scanJournal, Journal.replay."""
 
 from __future__ import annotations
 

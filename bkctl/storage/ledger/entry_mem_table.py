@@ -1,7 +1,4 @@
-"""EntryMemTable: the newest entries, in memory until they are written.
-
-Source: EntryMemTable; BP-35.
-"""
+"""EntryMemTable: the newest entries, in memory until they are written. Source: EntryMemTable; BP-35."""
 
 from __future__ import annotations
 

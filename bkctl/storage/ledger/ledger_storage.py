@@ -150,10 +150,7 @@ class LedgerStorage(ABC, Generic[Handle]):
 
     @abstractmethod
     def delete_ledger(self, handle: Handle) -> None:
-        """Delete the ledger (E): its index now or with the next flush; its entries stay in the entry logs.
-
-        Raises OSError.
-        """
+        """Delete the ledger (E), its index now or with the next flush, but no entry in a log. Raises OSError."""
 
     @abstractmethod
     def ledger_ids(self, scope: int | None = None) -> Iterator[LedgerId]:
@@ -323,10 +320,7 @@ class LedgerStorage(ABC, Generic[Handle]):
 
     @abstractmethod
     def live(self, entries: Sequence[tuple[LedgerId, int, int]]) -> list[bool]:
-        """Return of each (ledger, entry id, location) of one log whether the index has it (G).
-
-        Raises OSError, Corrupt.
-        """
+        """Return of each (ledger, entry id, location) of a log if the index has it (G). Raises OSError, Corrupt."""
 
     def compact_locations(self, paths: Collection[str] = ()) -> None:
         """Compact the location databases at `paths`, all without `paths`; for any thread."""

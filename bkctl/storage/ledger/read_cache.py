@@ -1,7 +1,4 @@
-"""ReadCache: entries read ahead, and pages of locations, by ledger, in bounded memory.
-
-Source: ReadCache.
-"""
+"""ReadCache: entries read ahead, and pages of locations, by ledger, in bounded memory. Source: ReadCache."""
 
 from __future__ import annotations
 
