@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from bkctl.metadata.cluster import open_cluster
 from bkctl.spark.jobs.archive import export_ledgers
 from bkctl.spark.session import spark_session
-from bkctl.spark.sources.ledger_sink import write_ledgers
 from bkctl.spark.sources.ledger_source import LedgerSource
 from bkctl.spark.sources.ledgers import LedgerReader
 
@@ -108,10 +107,12 @@ def main(uri: str, read_scope: str, write_scope: str, directory: str) -> None:
         frame.explain(True)
         rows = spark.range(0, 2000, 1, 2).selectExpr("lpad(cast(id as string), 1000, '.') as payload")
         rows = rows.mapInArrow(dying_rows(uri, int(write_scope), directory), rows.schema)
-        ledgers = write_ledgers(rows, {**options, "ledgerScopeId": write_scope})
+        names = Path(directory, "names")
+        written = rows.write.format("bookkeeper.ledger").mode("append")
+        written.options(**options, ledgerScopeId=write_scope, names=str(names)).save()
         rows.explain(True)
     counts = [[row.ledgerQualifiedName, row.entryCount] for row in exported]
-    print(json.dumps({"exported": counts, "ledgers": [each.uuid for each in ledgers]}))
+    print(json.dumps({"exported": counts, "ledgers": names.read_text().split()}))
 
 
 if __name__ == "__main__":

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import tempfile
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -32,7 +31,6 @@ from bkctl.spark.sources.ledgers import NAME, LedgerQuerySettings
 from bkctl.spark.sources.options import SourceOptions
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
     from pyspark.sql.types import StructType
 
 PAYLOAD: Final = "payload"
@@ -198,14 +196,3 @@ def _payload_column(schema: StructType) -> int:
                 raise UsageError(f"{NAME}: column {PAYLOAD} is {field.dataType.simpleString()}, not binary or string")
             return at
     raise UsageError(f"{NAME}: the rows have no column {PAYLOAD}", hint=f"rename the one to write to {PAYLOAD}")
-
-
-def write_ledgers(rows: DataFrame, options: Mapping[str, str]) -> list[LedgerId]:
-    """Write the column `payload` of `rows` to new ledgers, one a partition; return them in the partitions' order.
-
-    `options` are the sink's, without `names`. Raises the error of the write, whose ledgers are then deleted.
-    """
-    with tempfile.TemporaryDirectory(prefix="bkctl-") as directory:
-        names = Path(directory, "names")
-        rows.write.format(NAME).mode("append").options(**options, names=str(names)).save()
-        return [LedgerId.parse(line) for line in names.read_text().split()]

@@ -16,11 +16,11 @@ from support.source_rows import struct_of
 from bkctl.errors import AlreadyExists, Unauthorized, UsageError
 from bkctl.formats.entry import DigestType
 from bkctl.ids import LedgerId
-from bkctl.spark.sources.ledger_sink import JOB_KEY, LedgerWriter, LedgerWritten, write_ledgers
+from bkctl.spark.sources.ledger_sink import JOB_KEY, LedgerWriter, LedgerWritten
 from bkctl.spark.sources.ledger_source import LedgerSource
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    from pyspark.sql import DataFrame, SparkSession
     from support.live_ledgers import Live
 
 import pyarrow as pa
@@ -141,16 +141,23 @@ def test_names_file_is_replaced_only_with_overwrite(live: Live, tmp_path: Path) 
         writer(live, ensembleSize=2, writeQuorumSize=3)
 
 
-def test_frame_is_written_to_ledgers_through_spark(spark: SparkSession, live: Live) -> None:
+def test_frame_is_written_to_ledgers_through_spark(spark: SparkSession, live: Live, tmp_path: Path) -> None:
+    def write(frame: DataFrame, scope_id: int) -> None:
+        options = {**live.options, "ledgerScopeId": str(scope_id), "ensembleSize": "2", "names": str(names)}
+        frame.write.format("bookkeeper.ledger").mode("append").options(**options).save()
+
+    names = tmp_path / "names"
     rows = spark.createDataFrame([(f"row {number}",) for number in range(50)], "payload string").repartition(3)
-    ledgers = write_ledgers(rows, {**live.options, "ledgerScopeId": str(SCOPE + 4), "ensembleSize": "2"})
+    write(rows, SCOPE + 4)
+    ledgers = [LedgerId.parse(line) for line in names.read_text().split()]
+    names.unlink()
     assert len(ledgers) == 3
     assert set(ledgers) == live.ledgers(SCOPE + 4)
     parts = [live.read(ledger) for ledger in ledgers]
     assert sorted(payload for part in parts for payload in part) == sorted(b"row %d" % number for number in range(50))
     bad = rows.selectExpr("case when payload = 'row 7' then null else payload end as payload")
     with pytest.raises(Exception, match="1 rows have no payload"):
-        write_ledgers(bad, {**live.options, "ledgerScopeId": str(SCOPE + 5), "ensembleSize": "2"})
+        write(bad, SCOPE + 5)
     assert live.ledgers(SCOPE + 5) == set()
 
 
