@@ -114,7 +114,7 @@ class CopyResult(NamedTuple):
 class LedgerCopy:
     """A copy of `source` at `target` in progress: `begin`, then `add` every payload, then `finish`.
 
-    If `begin` returns False, the copy is closed already: `add` and `finish` compare it and write nothing.
+    If `begin` finds the copy `closed`, `add` and `finish` compare it and write nothing.
     """
 
     def __init__(self, client: Client, source: LedgerId, target: LedgerId, shape: Shape, password: bytes) -> None:
@@ -125,35 +125,32 @@ class LedgerCopy:
         self.closed: VersionedMetadata | None = None
         self.hash = EntryHash()
 
-    async def begin(self) -> bool:
-        """Create the copy, or resume an unfinished one; return False if it is closed already.
+    async def begin(self) -> None:
+        """Create the copy, or resume an unfinished one, unless it is closed already.
 
         Raises Conflict if another ledger has the id, or the copy is in recovery; NotEnoughBookies, ….
         """
-        bookkeeper, target, shape = self._client.bookkeeper, self.target, self._shape
+        bookkeeper, target = self._client.bookkeeper, self.target
+        marked = {**self._shape.custom_metadata, SOURCE_KEY: self.source.qualified_name.encode()}
         try:
             found = self._client.cluster.ledgers.read(target)
         except LedgerNotFound:
             self._handle = await bookkeeper.create_ledger_adv(
                 target.ledger_id, ledger_scope_id=target.scope_id, password=self._password,
-                **{
-                    **shape._asdict(),
-                    "custom_metadata": {**shape.custom_metadata, SOURCE_KEY: self.source.qualified_name.encode()},
-                },
+                **self._shape._replace(custom_metadata=marked)._asdict(),
             )  # fmt: skip
-            return True
+            return
         custom = found.metadata.custom_metadata
-        if custom.get(SOURCE_KEY) != self.source.qualified_name.encode():
+        if custom.get(SOURCE_KEY) != marked[SOURCE_KEY]:
             raise Conflict(f"Ledger {target} exists, and is not a copy of ledger {self.source}")
         if found.metadata.is_closed:
             self.closed = found
-            return False
+            return
         if found.metadata.state is not LedgerState.OPEN:
             raise Conflict(f"Ledger {target}, an unfinished copy, is being recovered", hint="try again later")
         # The run before wrote the same entries, so adding them again is safe.
         access = bookkeeper.access(target, found)
         self._handle = WriteHandle(access, own_entry_ids=False)
-        return True
 
     async def add(self, payloads: Iterable[bytes]) -> None:
         """Add the next entries; all are acknowledged when this returns."""
@@ -214,8 +211,8 @@ async def copy_ledger(client: Client, source: LedgerId, target: LedgerId, option
     if not metadata.is_closed:
         return CopyResult(source, target, OPEN, message=f"Ledger {source} is not closed")
     copy = LedgerCopy(client, source, target, Shape.of(metadata).over(options), metadata.password or b"")
-    begun = await copy.begin()
-    if not begun and copy.closed is not None and HASH_KEY in copy.closed.metadata.custom_metadata:
+    await copy.begin()
+    if copy.closed is not None and HASH_KEY in copy.closed.metadata.custom_metadata:
         present = copy.closed.metadata
         if (present.last_entry_id, present.length) == (metadata.last_entry_id, metadata.length):
             sha256 = present.custom_metadata[HASH_KEY].decode("ascii", "replace")

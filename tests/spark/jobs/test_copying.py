@@ -77,7 +77,7 @@ def test_unfinished_copy_is_resumed(live: Live, client: Client) -> None:
     half = LedgerCopy(dying, source, target, shape, b"")
 
     async def begin() -> None:
-        assert await half.begin()
+        await half.begin()
         await half.add(PAYLOADS[:700])
 
     dying.run(begin())
