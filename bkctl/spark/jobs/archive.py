@@ -28,6 +28,7 @@ import pyarrow as pa
 from bkctl.errors import AlreadyExists, BkctlError, Corrupt, NotFound, Unreachable
 from bkctl.formats.entry import DigestType
 from bkctl.ids import LedgerId
+from bkctl.spark import functions as F
 from bkctl.spark.internals import matching_uris, qualified_uri
 from bkctl.spark.jobs.copying import (
     FAILED,
@@ -100,8 +101,6 @@ def export_ledgers(
     Raises AlreadyExists for an existing directory, unless `overwrite`; the error of an entry that cannot be read;
     Corrupt if the number or length of entries differs from a closed ledger's metadata.
     """
-    from pyspark.sql import functions as F
-
     if not overwrite and "://" not in path and Path(path).exists():
         raise AlreadyExists(f"{path} exists", hint="choose another directory, or add --overwrite")
     mode = "overwrite" if overwrite else "errorifexists"
@@ -126,11 +125,9 @@ def export_ledgers(
 
 def _changed_since(spark: SparkSession, metadata: DataFrame, since: Sequence[str]) -> DataFrame:
     """Return the ledgers of `metadata` that no export of `since` has as they are closed."""
-    from pyspark.sql import functions as F
-
-    counts = spark.read.schema(ddl(COUNT_COLUMNS)).parquet(*(f"{path}/counts" for path in since))
     names = (QUALIFIED_NAME, "state", "lastEntryId", "size", "ctime")
-    known = counts.filter(F.col("state") == "CLOSED").select(*(F.col(name).alias(f"known_{name}") for name in names))
+    closed = _counts(spark, *since).filter(F.col("state") == "CLOSED")
+    known = closed.select(*(F.col(name).alias(f"known_{name}") for name in names))
     # Exports of earlier releases have no ctime.
     created_then = F.col("known_ctime").isNull() | F.col("known_ctime").eqNullSafe(F.col("ctime"))
     is_same = (
@@ -165,8 +162,6 @@ def _write_entries(
 
 def _checked_counts(spark: SparkSession, path: str, ledgers: DataFrame) -> DataFrame:
     """Return the counts of written entries. Raises Corrupt if a ledger's counts differ from its metadata."""
-    from pyspark.sql import functions as F
-
     written = _entries(spark, path).groupBy(QUALIFIED_NAME)
     counted = written.agg(F.count("*").alias("entryCount"), F.sum("size").alias("size"), F.max("entryId").alias("last"))
     counts = ledgers.select(*LEDGER_COLUMNS, "state", "lastEntryId", "length", "ctime").join(
@@ -193,8 +188,8 @@ def _entries(spark: SparkSession, path: str) -> DataFrame:
     return spark.read.schema(ddl(ENTRY_COLUMNS)).parquet(f"{path}/entries")
 
 
-def _counts(spark: SparkSession, path: str) -> DataFrame:
-    return spark.read.schema(ddl(COUNT_COLUMNS)).parquet(f"{path}/counts")
+def _counts(spark: SparkSession, *paths: str) -> DataFrame:
+    return spark.read.schema(ddl(COUNT_COLUMNS)).parquet(*(f"{path}/counts" for path in paths))
 
 
 # --- import ---------------------------------------------------------------------------------------------------------
@@ -216,7 +211,6 @@ def import_ledgers(
     Raises NotFound without a complete export at `path`.
     """
     from pyspark.errors import AnalysisException
-    from pyspark.sql import functions as F
 
     checked = SourceOptions(
         "import", options, (*CONNECTION_OPTIONS, *SHAPE_OPTIONS, "ledgerPasswordFile", "ledgerPasswordEnv")
