@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from bkctl.errors import UsageError
 from bkctl.ids import parse_bookie_address
 from bkctl.metadata.cluster import Cluster, open_cluster
-from bkctl.metadata.store import NO_SECURITY, StoreSecurity, client_tls
+from bkctl.metadata.store import NO_SECURITY, Closing, StoreSecurity, client_tls
 from bkctl.metadata.uri import parse_uri
 from bkctl.spark.sources.options import SourceOptions
 
@@ -97,7 +97,7 @@ class ClusterOptions:
         return BookKeeper(cluster, tls=tls, timeout_s=self.timeout_s, addresses=self.bookie_addresses)
 
 
-class Client:
+class Client(Closing):
     """A cluster and its client, open until `close`; a context manager. `run` runs a coroutine to its end.
 
     The event loop runs only inside `run`, so a coroutine should leave no request in flight.
@@ -117,18 +117,11 @@ class Client:
         return self._runner.run(work)
 
     def close(self) -> None:
-        """Close the connections."""
         try:
             self._runner.run(self.bookkeeper.close())
         finally:
             self._runner.close()
             self.cluster.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 def _loop_factory() -> Any:
