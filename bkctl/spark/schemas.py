@@ -15,7 +15,6 @@ class DdlType(str):
     __slots__ = ()
 
     def simpleString(self) -> str:
-        """Return the text."""
         return str(self)
 
 
@@ -35,7 +34,6 @@ class DdlSchema:
 
     @property
     def names(self) -> list[str]:
-        """Return the names of the columns."""
         return [field.name for field in self.fields]
 
 

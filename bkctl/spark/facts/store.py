@@ -50,7 +50,6 @@ class PartList(NamedTuple):
 
     @property
     def bookie_id(self) -> str:
-        """Return the bookie's id."""
         return str(self.rows[0]["bookieId"])
 
     @property

@@ -70,7 +70,6 @@ class LocalDatabase:
         self._connection.close()
 
     def run(self, write: Callable[[Query], str]) -> None:
-        """Run a statement."""
         with self._query() as query:
             sql = write(query)
             self._wait(query, lambda: query.cursor.execute(sql).fetchall())

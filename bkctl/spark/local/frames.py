@@ -40,7 +40,6 @@ class Row(tuple[Any, ...]):
         raise AttributeError(name)
 
     def asDict(self, recursive: bool = False) -> dict[str, Any]:
-        """Return the values by name."""
         return dict(zip(self._names, self, strict=True))
 
 
@@ -66,7 +65,6 @@ class Frame:
 
     @property
     def sparkSession(self) -> LocalDatabase:
-        """Return the session of the frame."""
         return self._database
 
     @cached_property
@@ -76,7 +74,6 @@ class Frame:
 
     @property
     def columns(self) -> list[str]:
-        """Return the names of the columns."""
         return list(self.schema.names)
 
     def persist(self) -> Frame:
@@ -192,13 +189,11 @@ class Frame:
     # --- rows ---------------------------------------------------------------------------------------------------
 
     def toLocalIterator(self, prefetchPartitions: bool = False) -> Iterator[Any]:
-        """Yield the rows."""
         kind = type("Row", (Row,), {"__slots__": (), "_names": tuple(self.columns)})
         for batch in self._database.batches(self.sql):
             yield from map(kind, zip(*(values.to_pylist() for values in batch.columns), strict=True))
 
     def collect(self) -> list[Any]:
-        """Return the rows."""
         return list(self.toLocalIterator())
 
     def first(self) -> Any:
@@ -206,7 +201,6 @@ class Frame:
         return next(iter(self.limit(1).collect()), None)
 
     def count(self) -> int:
-        """Return the number of rows."""
         return int(self._from("SELECT COUNT(*) FROM").collect()[0][0])
 
 

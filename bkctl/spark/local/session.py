@@ -67,7 +67,6 @@ class LocalSession(LocalDatabase):
 
     @property
     def read(self) -> LocalReader:
-        """Return a reader of sources."""
         return LocalReader(self)
 
     def createDataFrame(self, rows: Any, schema: str) -> Frame:
@@ -97,11 +96,9 @@ class LocalReader:
         return self
 
     def option(self, name: str, value: str) -> LocalReader:
-        """Set an option."""
         return self.options(**{name: value})
 
     def options(self, **options: str) -> LocalReader:
-        """Set options."""
         self._options |= options
         return self
 

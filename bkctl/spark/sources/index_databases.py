@@ -106,7 +106,6 @@ def _raise_invalid(items: Iterable[tuple[bytes, bytes]], part: DatabaseRange) ->
 
 
 def _ids_by_scope(ledgers: Iterable[LedgerId]) -> dict[int, npt.NDArray[np.uint64]]:
-    """Return the ledger ids of each scope id."""
     found: dict[int, list[int]] = {}
     for ledger in ledgers:
         found.setdefault(ledger.scope_id, []).append(ledger.ledger_id)

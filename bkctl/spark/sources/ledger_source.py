@@ -60,11 +60,9 @@ class LedgerSource(DataSource):
         return source_schema(self._checked, COLUMNS)
 
     def reader(self, schema: StructType) -> LedgerReader:
-        """Return the reader of one query."""
         return LedgerReader(self._settings, schema)
 
     def streamReader(self, schema: StructType) -> LedgerStreamReader:
-        """Return the reader of a stream."""
         return LedgerStreamReader(self._checked, self._settings, schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> LedgerWriter:

@@ -132,7 +132,6 @@ class MetadataSource(DataSource):
         return source_schema(self._checked, list(COLUMNS))
 
     def reader(self, schema: StructType) -> MetadataReader:
-        """Return the reader of one query."""
         return MetadataReader(self._checked, schema)
 
 
