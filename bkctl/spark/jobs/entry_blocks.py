@@ -18,8 +18,7 @@ import pyarrow.compute as pc
 
 from bkctl.formats.record import RECORD_SIZE
 from bkctl.spark import functions as F
-from bkctl.spark.jobs.entry_problems import REPLICA
-from bkctl.spark.jobs.frames import QUALIFIED_NAME
+from bkctl.spark.jobs.frames import QUALIFIED_NAME, REPLICA
 from bkctl.spark.schemas import arrow_schema
 from bkctl.spark.sources.columns import DAMAGE, TYPES, table_of
 

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 QUALIFIED_NAME: Final = "ledgerQualifiedName"
+#: One entry on one bookie.
+REPLICA: Final = ("bookieId", QUALIFIED_NAME, "entryId")
 _SLOTS_MAX: Final = 10_000
 
 

@@ -10,8 +10,8 @@ from bkctl.ids import LedgerId
 from bkctl.spark import functions as F
 from bkctl.spark.jobs.bookie_records import index_entries, journal_entries, log_records
 from bkctl.spark.jobs.entry_blocks import INDEX, JOURNAL, LOG, fold
-from bkctl.spark.jobs.entry_problems import Problem
 from bkctl.spark.jobs.frames import QUALIFIED_NAME
+from bkctl.spark.jobs.verdicts import Problem
 from bkctl.spark.sources.columns import DAMAGE, TYPES
 
 if TYPE_CHECKING:

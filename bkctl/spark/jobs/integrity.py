@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 from bkctl.ids import LedgerId
 from bkctl.spark import functions as F
 from bkctl.spark.jobs.bookies import check_clusters
-from bkctl.spark.jobs.entry_problems import REPLICA, Problem
-from bkctl.spark.jobs.frames import QUALIFIED_NAME, with_ledger_ids
+from bkctl.spark.jobs.frames import QUALIFIED_NAME, REPLICA, with_ledger_ids
 from bkctl.spark.jobs.held_entries import held_entries, unreadable_files
 from bkctl.spark.jobs.promised_entries import (
     absent_bookies,
@@ -30,7 +29,7 @@ from bkctl.spark.jobs.promised_entries import (
     with_holder_count,
 )
 from bkctl.spark.jobs.second_look import look_again
-from bkctl.spark.jobs.verdicts import judge_replicas
+from bkctl.spark.jobs.verdicts import Problem, judge_replicas
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

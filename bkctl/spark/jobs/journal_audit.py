@@ -27,8 +27,7 @@ from bkctl.spark.facts.tables import spark_schema
 from bkctl.spark.jobs.bookie_records import replay_starts
 from bkctl.spark.jobs.bookies import check_clusters
 from bkctl.spark.jobs.entry_blocks import Ids, unfold
-from bkctl.spark.jobs.entry_problems import REPLICA
-from bkctl.spark.jobs.frames import QUALIFIED_NAME, frame_of, rows_in_tasks, with_ledger_ids
+from bkctl.spark.jobs.frames import QUALIFIED_NAME, REPLICA, frame_of, rows_in_tasks, with_ledger_ids
 from bkctl.spark.jobs.held_entries import held_of_journaled, journaled_entries, log_damages
 from bkctl.spark.jobs.ledger_states import ledger_states
 from bkctl.spark.jobs.second_look import look_again

@@ -17,8 +17,8 @@ from bkctl.ids import LedgerId
 from bkctl.spark import functions as F
 from bkctl.spark.facts.frames import Facts
 from bkctl.spark.jobs.bookies import open_store
-from bkctl.spark.jobs.entry_problems import REPLICA, Problem
-from bkctl.spark.jobs.frames import QUALIFIED_NAME
+from bkctl.spark.jobs.frames import QUALIFIED_NAME, REPLICA
+from bkctl.spark.jobs.verdicts import Problem
 from bkctl.spark.schemas import arrow_schema
 from bkctl.spark.sources.entry_logs import OpenLogs
 
@@ -114,7 +114,16 @@ class _SecondLook(ExitStack):
 
     def _check_journal(self, ledger: LedgerId, row: Mapping[str, Any]) -> None:
         """Raise _ProblemFound unless the journal has the entry, undamaged."""
-        self._check(ledger, row, _journal_record(row["file"], row["offset"]))
+        path, offset = row["file"], row["offset"]
+        try:
+            with JournalReader.open(path) as reader:
+                (size,) = RECORD_SIZE.unpack(reader.read(offset, RECORD_SIZE.size).ljust(RECORD_SIZE.size, b"\0"))
+                body = reader.read(offset + RECORD_SIZE.size, min(max(size, 0), RECORD_SIZE_BYTES_MAX))
+        except BkctlError as error:
+            raise _ProblemFound(Problem.DAMAGED, str(error)) from error
+        if not 0 < size == len(body):
+            raise _ProblemFound(Problem.MISSING, f"{path} has no record at byte {offset}")
+        self._check(ledger, row, body)
 
     def _check(self, ledger: LedgerId, row: Mapping[str, Any], body: bytes) -> None:
         """Raise _ProblemFound unless the record `body` is this entry and matches its digest."""
@@ -191,16 +200,3 @@ def _misplaced(ledger: LedgerId, entry_id: int, offset: int, path: str) -> _Prob
 
 def _no_evidence(row: Mapping[str, Any]) -> _ProblemFound:
     return _ProblemFound(Problem.DAMAGED, f"it matches another digest than its ledger's {row['digestType']}")
-
-
-def _journal_record(path: str, offset: int) -> bytes:
-    """Return the record of a journal at `offset`. Raises _ProblemFound."""
-    try:
-        with JournalReader.open(path) as reader:
-            (size,) = RECORD_SIZE.unpack(reader.read(offset, RECORD_SIZE.size).ljust(RECORD_SIZE.size, b"\0"))
-            body = reader.read(offset + RECORD_SIZE.size, min(max(size, 0), RECORD_SIZE_BYTES_MAX))
-    except BkctlError as error:
-        raise _ProblemFound(Problem.DAMAGED, str(error)) from error
-    if not 0 < size == len(body):
-        raise _ProblemFound(Problem.MISSING, f"{path} has no record at byte {offset}")
-    return body

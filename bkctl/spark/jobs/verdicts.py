@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from bkctl.formats.entry import DigestType
 from bkctl.spark import functions as F
 from bkctl.spark.jobs.entry_blocks import Ids, unfold
-from bkctl.spark.jobs.entry_problems import Problem
 from bkctl.spark.jobs.frames import QUALIFIED_NAME
 from bkctl.spark.sources.columns import DAMAGE
 
@@ -20,6 +20,21 @@ if TYPE_CHECKING:
 INTACT: Final = "intact"
 #: Columns cannot decide: the replica is intact if one of the deciding `looks` finds it.
 IN_DOUBT: Final = "look"
+
+
+class Problem(StrEnum):
+    """Problems of a replica or file; the values are the words of every output."""
+
+    #: The bookie has the entry nowhere, although metadata says that it should.
+    MISSING = "missing"
+    #: The bytes do not match the entry's digest, or cannot be read.
+    DAMAGED = "damaged"
+    #: An entry log has the entry, but the bookie's index does not, so the bookie does not serve it.
+    NOT_INDEXED = "notIndexed"
+    #: The index points to another entry.
+    MISPLACED = "misplaced"
+    #: A file ends in damage: entries behind the damage are found by the index alone, if at all.
+    UNREADABLE = "unreadable"
 
 
 def judge_replicas(promised: DataFrame, held: DataFrame, ledgers: DataFrame, *, indexes: bool) -> DataFrame:
