@@ -33,7 +33,19 @@ def fragments_of(metadata: DataFrame, held: DataFrame) -> DataFrame:
 
     `held` gives the last entries of ledgers that are not closed.
     """
-    return _fragments(_with_last_entry(metadata, held)).filter("first <= last")
+
+    def fragment(ensemble: Column, index: Column) -> Column:
+        next_first = F.get("ensembles", index + 1)["firstEntryId"]
+        return F.struct(
+            ensemble["firstEntryId"].alias("first"),
+            F.least(F.coalesce(next_first - 1, "last"), "last").alias("last"),
+            ensemble["bookies"].alias("bookies"),
+        )
+
+    sizes = (QUALIFIED_NAME, "ensembleSize", "writeQuorumSize")
+    fragments = F.explode(F.transform("ensembles", fragment)).alias("fragment")
+    ledgers = _with_last_entry(metadata, held).select(*sizes, fragments)
+    return ledgers.select(*sizes, "fragment.*").filter("first <= last")
 
 
 def promised_blocks(fragments: DataFrame, bookies: Bookies) -> DataFrame:
@@ -88,15 +100,11 @@ def with_holder_count(entries: DataFrame, fragments: DataFrame, bookies: Bookies
 
 
 def _holder_count(entry_id: Column, bookies: Bookies) -> Column:
-    """Return the number of `bookies` in the write set of an entry of a fragment."""
+    """Return the number of `bookies` in the write set (RoundRobinDistributionSchedule) of an entry of a fragment."""
     given = [bookie.bookie_id for bookie in bookies]
-    return F.size(F.filter(_write_set(entry_id), lambda bookie_id: bookie_id.isin(given)))
-
-
-def _write_set(entry_id: Column) -> Column:
-    """Return the bookies of an entry of a fragment (RoundRobinDistributionSchedule)."""
     copies = F.sequence(F.lit(0), F.col("writeQuorumSize") - 1)
-    return F.transform(copies, lambda copy: F.get("bookies", F.pmod(entry_id + copy, "ensembleSize").cast("int")))
+    write_set = F.transform(copies, lambda copy: F.get("bookies", F.pmod(entry_id + copy, "ensembleSize").cast("int")))
+    return F.size(F.filter(write_set, lambda bookie_id: bookie_id.isin(given)))
 
 
 def _with_last_entry(metadata: DataFrame, held: DataFrame) -> DataFrame:
@@ -108,19 +116,3 @@ def _with_last_entry(metadata: DataFrame, held: DataFrame) -> DataFrame:
     confirmed = of_open.groupBy(QUALIFIED_NAME).agg(F.coalesce(checked, F.max("lac")).alias("last"))
     open_ledgers = metadata.filter(is_open).join(confirmed, QUALIFIED_NAME)
     return metadata.filter(~is_open).withColumn("last", F.col("lastEntryId")).unionByName(open_ledgers)
-
-
-def _fragments(ledgers: DataFrame) -> DataFrame:
-    """Return one row a fragment: its entries `first` to `last`, and its bookies."""
-
-    def fragment(ensemble: Column, index: Column) -> Column:
-        next_first = F.get("ensembles", index + 1)["firstEntryId"]
-        return F.struct(
-            ensemble["firstEntryId"].alias("first"),
-            F.least(F.coalesce(next_first - 1, "last"), "last").alias("last"),
-            ensemble["bookies"].alias("bookies"),
-        )
-
-    sizes = (QUALIFIED_NAME, "ensembleSize", "writeQuorumSize")
-    fragments = ledgers.select(*sizes, F.explode(F.transform("ensembles", fragment)).alias("fragment"))
-    return fragments.select(*sizes, "fragment.*")
