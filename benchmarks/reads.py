@@ -69,7 +69,8 @@ class Side:
         after = Spent.by(self.bookies)
         entries = max(1, found["entries"] + found.get("added", 0))
         line = (
-            f"{self.name}: {(after.processor_s - before.processor_s) / entries * 1e6:.1f} µs, "
+            f"{self.name}: {(after.processor_s - before.processor_s) / entries * 1e6:.1f} µs "
+            f"(client {found['clientSeconds'] / entries * 1e6:.1f} µs), "
             f"{(after.read_calls - before.read_calls) / entries:.2f} read calls, "
             f"{(after.disk_bytes - before.disk_bytes) / entries:,.0f} bytes from disk an entry; "
             f"p50 {found['p50Ms']:.1f} ms, p99 {found['p99Ms']:.1f} ms"

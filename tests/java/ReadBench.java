@@ -1,5 +1,6 @@
 import java.io.BufferedReader;
 import java.io.InputStreamReader;
+import java.time.Duration;
 import java.util.ArrayList;
 import java.util.Arrays;
 import java.util.LinkedHashMap;
@@ -25,7 +26,8 @@ import org.apache.bookkeeper.conf.ClientConfiguration;
  * Rates and latencies of reads, ensembles and quorums of two bookies. One client runs many commands, so that its JVM stays warm.
  *
  * <p>ReadBench METADATA-URI v2|v3: runs the commands on stdin, and prints a line for each: {"entries", "perSecond", "p50Ms",
- * "p99Ms" (of a read), "added", "addsPerSecond", "addP50Ms", "addP99Ms", "addP999Ms" (of the adds beside it)}.
+ * "p99Ms" (of a read), "added", "addsPerSecond", "addP50Ms", "addP99Ms", "addP999Ms" (of the adds beside it), "clientSeconds"
+ * (processor time of this process)}.
  *
  * <pre>
  * write LEDGERS ENTRIES SIZE              new ledgers, which the other commands read; closed
@@ -66,9 +68,16 @@ public final class ReadBench {
             ReadBench bench = new ReadBench(new BookKeeper(configuration), v2);
             BufferedReader lines = new BufferedReader(new InputStreamReader(System.in));
             for (String line = lines.readLine(); line != null; line = lines.readLine()) {
-                Support.print(bench.run(line.split(" ")));
+                Duration before = processorTime();
+                Map<String, Object> answer = bench.run(line.split(" "));
+                answer.put("clientSeconds", processorTime().minus(before).toNanos() / 1e9);
+                Support.print(answer);
             }
         });
+    }
+
+    private static Duration processorTime() {
+        return ProcessHandle.current().info().totalCpuDuration().orElse(Duration.ZERO);
     }
 
     private Map<String, Object> run(String[] words) throws Exception {
