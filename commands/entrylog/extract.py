@@ -17,9 +17,9 @@ from bkctl.ids import LedgerId
 
 from ..kit.columns import Column, Columns, Kind, Output, value_at
 from ..kit.command import Run, command, group
-from ..kit.ledger_options import LEDGER_FORMS, scope_option
+from ..kit.ledger_options import ledger_option, scope_option
 from ..kit.lines import Lines
-from ..kit.options import Entries, EntryIdRange, OldName, combined, digest_type_option, option
+from ..kit.options import Entries, EntryIdRange, combined, digest_type_option
 from ..kit.records import DirOption, raise_first
 from ..kit.texts import counted
 from .logs import LogNames, find_logs, log_id_hex
@@ -43,15 +43,7 @@ LedgerToExtract = Annotated[
     LedgerId,
     combined(
         LedgerId.parse,
-        option(
-            "ledger_filter",
-            str,
-            "--ledger",
-            OldName("--ledger-id"),
-            metavar="LEDGER",
-            help=f"The ledger: {LEDGER_FORMS}.",
-            default=Parameter.empty,
-        ),
+        ledger_option("The ledger", Parameter.empty),
         scope_option("Ledger scope id of a bare ledger id."),
     ),
 ]

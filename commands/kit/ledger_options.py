@@ -34,6 +34,19 @@ def scope_option(help: str) -> Composite:
     return text_option("ledger_scope_id", parse_scope_id, "--ledger-scope-id", metavar="SCOPE", help=help)
 
 
+def ledger_option(help: str, default: Any = None) -> Parameter:
+    """Return the option `--ledger`, the text of one ledger, whose forms follow `help`."""
+    return option(
+        "ledger_filter",
+        str,
+        "--ledger",
+        OldName("--ledger-id"),
+        metavar="LEDGER",
+        help=f"{help}: {LEDGER_FORMS}.",
+        default=default,
+    )
+
+
 def to_scope_option(help: str) -> Composite:
     """Return the option `--to-scope`, a scope id; None when absent."""
     return text_option("to_scope", parse_scope_id, "--to-scope", metavar="SCOPE", help=help)
@@ -258,13 +271,6 @@ def _scan_filter(text: str | None, scope: int | None) -> ScanFilter:
 #: `--ledger`, `--ledger-scope-id`, `--all-scopes` of a scan, as a ScanFilter; a bare `--ledger` is in the scope given.
 SCAN_LEDGERS: Final = combined(
     _scan_filter,
-    option(
-        "ledger_filter",
-        str,
-        "--ledger",
-        OldName("--ledger-id"),
-        metavar="LEDGER",
-        help=f"Only this ledger: {LEDGER_FORMS}.",
-    ),
+    ledger_option("Only this ledger"),
     _scope("Only ledgers of this scope.", default=None),
 )
