@@ -49,6 +49,16 @@ class WriteHandle(LedgerHandleBase):
         """Id of the last acknowledged entry; -1: none."""
         return self._pipeline.last_add_confirmed
 
+    @property
+    def length(self) -> int:
+        """Payload bytes added, including unacknowledged ones."""
+        return self._pipeline.length
+
+    @property
+    def pending_count(self) -> int:
+        """Number of unacknowledged entries."""
+        return self._pipeline.pending_count
+
     def add(self, payload: Buffer, *, entry_id: int | None = None) -> asyncio.Future[int]:
         """Add an entry without waiting; the future gives its id once the ack quorum has it and all entries before it.
 

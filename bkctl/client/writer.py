@@ -104,6 +104,11 @@ class AddPipeline:
 
     # Adding.
 
+    @property
+    def pending_count(self) -> int:
+        """Number of unacknowledged entries."""
+        return len(self._pending)
+
     def add(self, payload: Buffer, *, entry_id: int | None = None, length: int | None = None) -> asyncio.Future[int]:
         """Send the next entry; the future gives its id once it and all entries before it are acknowledged.
 

@@ -277,7 +277,7 @@ async def test_ready_waits_while_too_much_is_in_flight(fake_cluster, monkeypatch
             bookie.release()
             bookie.hold = lambda request: False
         await waiting
-        assert len(writer._pipeline._pending) <= 5
+        assert writer.pending_count <= 5
 
 
 async def test_caller_chosen_entry_ids(fake_cluster):

@@ -58,8 +58,8 @@ async def test_entries_of_runs_are_those_of_single_adds(
         await writer.add_all([])
         await writer.add_all([memoryview(payload) for payload in PAYLOADS[101:]])
         await writer.flush()
-        assert (writer.last_add_confirmed, len(writer._pipeline._pending)) == (len(PAYLOADS) - 1, 0)
-        assert writer._pipeline.length == sum(map(len, PAYLOADS))
+        assert (writer.last_add_confirmed, writer.pending_count) == (len(PAYLOADS) - 1, 0)
+        assert writer.length == sum(map(len, PAYLOADS))
         await writer.close()
         assert cluster.metadata(writer.ledger).length == sum(map(len, PAYLOADS))
         assert await read_all(client, writer) == PAYLOADS
@@ -117,7 +117,7 @@ async def test_fence_inside_a_run_ends_the_writes(fake_cluster: Callable[..., An
         with pytest.raises(LedgerFenced):
             await writer.add_all([b"more"])
         assert writer.last_add_confirmed <= 149
-        assert len(writer._pipeline._pending) == 0
+        assert writer.pending_count == 0
         assert cluster.metadata(writer.ledger).state is LedgerState.OPEN
 
 
@@ -153,7 +153,7 @@ async def test_runs_wait_while_too_much_is_in_flight(
         writing = asyncio.create_task(writer.add_all(PAYLOADS))
         while sum(len(bookie.held) for bookie in cluster.bookies) < 20:
             await asyncio.sleep(0.001)
-        assert (len(writer._pipeline._pending), writing.done()) == (10, False)
+        assert (writer.pending_count, writing.done()) == (10, False)
         for bookie in cluster.bookies:
             bookie.release()
         await writing
