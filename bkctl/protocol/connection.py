@@ -51,8 +51,9 @@ _PROBE: Final = ReadLacRequest(SCOPE_PROBE)
 #: Keys of timed-out v2 requests with answers still to come, above which the connection is given up.
 OWED_MAX: Final = 10_000
 
-#: Time that a closing client waits for the bookie's own TLS closure, which Apache's never sends.
-TLS_FAREWELL_S: Final = 0.5
+#: Time that a closing client waits until the bookie has received what is queued, and for the bookie's own TLS closure,
+#: which Apache's never sends.
+FAREWELL_S: Final = 0.5
 
 
 def run(coroutine: Coroutine[Any, Any, _T]) -> _T:
@@ -82,6 +83,7 @@ class BookieConnection(FramedProtocol):
         self._timeout_s = timeout_s
         self._tick_s = timeout_s / _TICKS_PER_TIMEOUT
         self._tick = 0
+        #: Runs the next `_expire`, or after `close` the `_abort`.
         self._ticker: asyncio.TimerHandle | None = None
         self._txn_id = 0
         self._calls: dict[int, PendingRequest] = {}
@@ -150,7 +152,7 @@ class BookieConnection(FramedProtocol):
             raise BookieUnavailable(f"Bookie {self.bookie_id} sent more in clear after it had agreed on TLS")
         server_name = host if context.check_hostname else None
         transport = self._transport and await self._loop.start_tls(
-            self._transport, self, context, server_hostname=server_name, ssl_shutdown_timeout=TLS_FAREWELL_S
+            self._transport, self, context, server_hostname=server_name, ssl_shutdown_timeout=FAREWELL_S
         )
         if transport is None:
             raise BookieUnavailable(f"Bookie {self.bookie_id} closed the connection in the TLS handshake")
@@ -403,12 +405,12 @@ class BookieConnection(FramedProtocol):
         self._fail(BookieUnavailable(f"Bookie {self.bookie_id} is unavailable, the connection is lost{reason}"))
 
     def _fail(self, failure: BkctlError) -> None:
-        if self._failure is not None:
-            return
-        self._failure = failure
         if self._ticker is not None:
             self._ticker.cancel()
             self._ticker = None
+        if self._failure is not None:
+            return
+        self._failure = failure
         unanswered = [*self._calls.values(), *self._packets.clear()]
         self._calls.clear()
         for answered, request, _ in unanswered:
@@ -419,12 +421,13 @@ class BookieConnection(FramedProtocol):
             self._transport.abort()
 
     def close(self) -> None:
-        """Close once what is queued was sent; requests in flight fail with BookieUnavailable."""
+        """Close once what is queued was sent, or after FAREWELL_S; requests in flight fail with BookieUnavailable."""
         self._halted = True
         self._fail(BookieUnavailable(f"The connection to bookie {self.bookie_id} is closed"))
         self._flush()
         if self._transport is not None:
             self._transport.close()
+            self._ticker = self._loop.call_later(FAREWELL_S, self._abort)
 
 
 def _described(request: Request) -> str:

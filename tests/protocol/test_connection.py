@@ -434,6 +434,23 @@ async def test_close_fails_requests_in_flight() -> None:
         assert connection.closed
 
 
+async def test_close_gives_up_on_a_bookie_that_reads_nothing() -> None:
+    ended = asyncio.Event()
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await ended.wait()
+
+    async with scripted(script) as port, connected(port) as connection:
+        while not connection.is_congested:
+            connection.send(AddRequest(LEDGER, 1, KEY, bytes(4 << 20)))
+            await turns()
+        connection.close()
+        try:
+            await asyncio.wait_for(connection.wait_closed(), LIMIT_S)
+        finally:
+            ended.set()
+
+
 async def test_refused_connection_is_unavailable_bookie() -> None:
     with socket.create_server((HOST, 0)) as listener:
         port = listener.getsockname()[1]
