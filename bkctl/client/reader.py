@@ -6,6 +6,7 @@ Source: PendingReadOp, ReadLastConfirmedOp, PendingReadLacOp, ReadLastConfirmedA
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Sequence
@@ -86,8 +87,8 @@ class LedgerAccess:
         self.versioned = versioned
         self.scoped = ledger.is_scoped
         self.schedule = RoundRobinDistributionSchedule.of(versioned.metadata)
-        #: Id and bytes of an entry that came with a long poll's answer.
-        self.piggybacked: tuple[int, BytesLike] | None = None
+        #: An intact entry that came with a long poll's answer.
+        self.piggybacked: LedgerEntry | None = None
 
     @property
     def metadata(self) -> LedgerMetadata:
@@ -197,7 +198,11 @@ class _RangeReader:
 
     async def next_run(self) -> list[LedgerEntry]:
         """Return the next entries, as many as are there (at least one, at most about RUN_BYTES); none at the end."""
-        window = self._window
+        window, piggybacked = self._window, self._access.piggybacked
+        if piggybacked is not None and not window and piggybacked.entry_id == self._next_id <= self._last:
+            self._access.piggybacked = None
+            self._next_id += 1
+            return [piggybacked]
         while True:
             if len(window) <= self._refill_at and self._next_id <= self._last:
                 self._refill_at = self._fill() // 2
@@ -234,13 +239,8 @@ class _RangeReader:
                 channel = next((replica for replica in replicas if replica.suspect_until <= now), channel)
             read = self._reads[entry_id] = _Read(entry_id, replicas, channel)
             window.append(read)
-            if access.piggybacked is not None and access.piggybacked[0] == entry_id:
-                read.response = ReadResponse(Status.EOK, ledger, entry_id, access.piggybacked[1])
-                read.asked_count = 0
-                access.piggybacked = None
-            else:
-                request = _new(ReadRequest, (ledger, entry_id, None, False, False, None, None, False))
-                runs[channel].append(request)
+            request = _new(ReadRequest, (ledger, entry_id, None, False, False, None, None, False))
+            runs[channel].append(request)
             entry_id += 1
         self._next_id = entry_id
         for channel, run in runs.items():
@@ -488,7 +488,7 @@ async def long_poll(access: LedgerAccess, previous: int, timeout_s: float, chang
     """Ask all bookies of the last fragment to answer when their last add confirmed exceeds `previous`.
 
     Returns the first such answer; None after about `timeout_s`, or as soon as `changed` is set. If entry `previous` + 1
-    comes with it, the next read uses that entry. Always over v3. Source: ReadLastConfirmedAndEntryOp.
+    comes with it intact, the next read uses that entry. Always over v3. Source: ReadLastConfirmedAndEntryOp.
     """
     request = ReadRequest(
         access.ledger, LAST_ENTRY, previous_lac=previous, timeout_ms=max(int(timeout_s * 1000), 1), piggyback=True
@@ -514,8 +514,11 @@ async def long_poll(access: LedgerAccess, previous: int, timeout_s: float, chang
                     continue
                 waited = True
                 if response.max_lac is not None and response.max_lac > previous:
-                    if response.body is not None and response.entry_id == previous + 1:
-                        access.piggybacked = (response.entry_id, response.body)
+                    if response.entry_id == previous + 1:
+                        # A damaged entry is dropped: any bookie of the ensemble may have sent it, and a read asks the
+                        # bookies of its write set.
+                        with contextlib.suppress(BkctlError):
+                            access.piggybacked = access.open_entry(response.body, previous + 1)
                     return response.max_lac
         if not changed.is_set() and (not waited or time.monotonic() < deadline):
             pause_s = min(LONG_POLL_PAUSE_S, max(deadline - time.monotonic(), 0))

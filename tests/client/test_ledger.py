@@ -34,7 +34,15 @@ from bkctl.formats.metadata import LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.racks import BookieRacks
 from bkctl.metadata.store import RACKS
-from bkctl.protocol.messages import AddRequest, Protocol, ReadLacRequest, ReadRequest, Status, WriteLacRequest
+from bkctl.protocol.messages import (
+    AddRequest,
+    Protocol,
+    ReadLacRequest,
+    ReadRequest,
+    ReadResponse,
+    Status,
+    WriteLacRequest,
+)
 
 PAYLOADS = [b"", b"a", b"hello", bytes(1000), *(f"entry {i}".encode() * i for i in range(4, 60))]
 
@@ -752,6 +760,28 @@ async def test_a_tail_follows_the_ensemble(fake_cluster):
                 await writer.add(b"%d" % i)
             assert not set(first) & set(writer.metadata.last_fragment.bookies)
             assert await waiting >= 3
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+async def test_entry_of_a_long_poll_is_used_only_if_intact(fake_cluster, monkeypatch, is_damaged):
+    """Any bookie of the ensemble may answer a long poll, also with an entry of which it has no replica."""
+
+    def answer(request, respond):
+        entry = owner.entries(writer.ledger)[0]
+        body = entry[:-1] + b"?" if is_damaged else entry
+        respond(ReadResponse(Status.EOK, request.ledger, 0, body, 0))
+
+    async with fake_cluster(2) as cluster, cluster.client() as client:
+        writer = await client.create_ledger(ensemble_size=2, write_quorum_size=1, ack_quorum_size=1)
+        owner, other = map(cluster.bookie, writer.metadata.last_fragment.bookies)
+        monkeypatch.setattr(other, "_ReadRequest", answer)
+        async with await client.open_ledger(writer.ledger_id) as reader:
+            await writer.add(b"sound")
+            assert await reader.wait_for_lac(-1, LIMIT_S) == 0
+            assert [entry.payload for entry in await collect(reader.read(0, 0))] == [b"sound"]
+        reads = [request for request in owner.received if type(request) is ReadRequest and request.entry_id == 0]
+        assert len(reads) == is_damaged
+        assert not client.pool.suspects()
 
 
 # Scopes and bookies without them.
