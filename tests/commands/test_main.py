@@ -16,7 +16,7 @@ from support.waiting import LIMIT_S
 
 from bkctl.commands.kit.connection import connect_to, parse_bookie_addresses
 from bkctl.commands.kit.settings import SETTINGS, GlobalOptions
-from bkctl.commands.kit.values import parse_duration, parse_size
+from bkctl.commands.kit.values import parse_duration, parse_number, parse_size
 from bkctl.commands.main import error_report, os_error_exit_code
 from bkctl.errors import EXIT_CODES, Corrupt, NotFound, UsageError
 from bkctl.metadata.cluster import open_cluster
@@ -286,6 +286,14 @@ def test_numbers_with_units() -> None:
             parse_size(text, "x")
         with pytest.raises(UsageError):
             parse_duration(text, "x")
+
+
+@pytest.mark.parametrize("number", [-(1 << 63), 0, (1 << 64) - 1])
+def test_numbers_have_64_bits(number: int) -> None:
+    assert parse_number(str(number), "x") == number
+    for text in (str(-(1 << 63) - 1), str(1 << 64), "1" * 21, hex(1 << 64)):
+        with pytest.raises(UsageError, match="at most 64 bits"):
+            parse_number(text, "x")
 
 
 def test_bookie_addresses() -> None:
