@@ -27,6 +27,7 @@ from bkctl.errors import AlreadyExists, Conflict, NotFound, UsageError
 from .settings import GlobalOptions, context_settings
 
 CURRENT: Final = "current-context"
+_KEYS: Final = (CURRENT, "contexts")
 _FILE_SIZE_BYTES_MAX: Final = 1 << 20
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 _SECRET: Final = re.compile(r"(?:.*[-_])?(?:password|passwd|secret|token|master-key)", re.IGNORECASE)
@@ -50,7 +51,10 @@ class Contexts:
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> Contexts:
-        """Return the user's file; one without contexts if there is none. Raises UsageError if it is not TOML."""
+        """Return the user's file; one without contexts if there is none.
+
+        Raises UsageError if it is not TOML, or has unknown keys.
+        """
         path = config_file(environment)
         try:
             with open(path, "rb") as file:
@@ -207,9 +211,13 @@ def _parse(path: Path, text: str) -> dict[str, Any]:
     import tomllib
 
     try:
-        return tomllib.loads(text)
+        document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{path}: not TOML: {error}") from error
+    for key in document:
+        if key not in _KEYS:
+            raise UsageError(f"{path}: unknown setting {key!r}", hint=f"known settings: {', '.join(_KEYS)}")
+    return document
 
 
 def _context(values: Mapping[str, Any], where: str) -> GlobalOptions:

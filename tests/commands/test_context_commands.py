@@ -171,8 +171,8 @@ def test_deleting_a_context_keeps_the_comments_of_the_next(file: Path) -> None:
         '[contexts]\na = { metadata-uri = "zk://a:1/x" } # inline\n',
         'contexts.a.metadata-uri = "zk://a:1/x"\n',
         "[contexts.\"a\"]\r\nmetadata-uri = 'zk://a:1/x'\r\n# the end\r\n",
-        'title = "x"\n[contexts.a]\nmetadata-uri = "zk://a:1/x"\n[other]\nk = [1, 2] # two\n',
-        '[contexts.a]\nmetadata-uri = "zk://a:1/x"\n[other]\nk = 1\n[contexts.z]\nmetadata-uri = "zk://z:1/x"\n',
+        'current-context = "z"\n[contexts.a]\nmetadata-uri = "zk://a:1/x"\n[contexts.z]\nk = [1, 2] # two\n',
+        '[contexts.z]\nmetadata-uri = "zk://z:1/x"\n[contexts.a]\nmetadata-uri = "zk://a:1/x"\n[contexts.y]\n',
         '[contexts]\n[contexts.a]\nmetadata-uri = """zk://a:1/x""" # no end of line',
     ],
 )
@@ -230,6 +230,15 @@ def test_secrets_and_unknown_settings_are_refused(file: Path, setting: str, word
     file.write_text(f'[contexts.a]\nmetadata-uri = "zk://a:1/x"\n{setting}\n')
     with pytest.raises(UsageError, match=words):
         contexts(file).get("a")
+
+
+@pytest.mark.parametrize("key", ["current_context", "context", "metadata-uri"])
+def test_unknown_keys_beside_the_contexts_are_refused(cli: Cli, file: Path, key: str) -> None:
+    file.write_text(f'{key} = "prod"\n[contexts.prod]\nmetadata-uri = "zk://p:1/ledgers"\n')
+    refused = f"bkctl: {file}: unknown setting '{key}'; known settings: current-context, contexts\n"
+    for words in (("context", "list"), ("cluster", "id")):
+        done = cli(*words)
+        assert (done.code, done.out, done.err) == (2, "", refused)
 
 
 def test_a_user_in_the_uri_is_refused(file: Path) -> None:
