@@ -208,6 +208,8 @@ def print_records(
     """
     if options.format is BinaryFormat.RAW and run.output is not Output.TABLE:
         raise UsageError("--format raw prints payloads and nothing else", hint=f"leave -o {run.output.value} out")
+    if options.format is not BinaryFormat.RAW:
+        options = options._replace(limit=run.limit_sorted(options.limit))
     tally = _Tally(options)
     errors: list[BkctlError] = []
     with ExitStack() as stack:

@@ -168,6 +168,8 @@ def test_read_filters_take_every_form_of_an_id(cli: Cli, bookie: Path, ledger: s
         (["--ledger", "5", "--from-pos", "1067", "--to-pos", "0x453"], [1067, 1107]),
         (["--from-pos", "1067", "--to-pos", "1106", "--ledger", "5"], [1067]),
         (["--limit", "2"], [1024, 1067]),
+        (["--limit", "2", "--sort=-recordSize"], [1125, 1024]),
+        (["--limit", "2", "--sort=-recordSize", "--body"], [1125, 1024]),
         (["--type", "ledgersMap"], [1157]),
     ],
 )
