@@ -277,7 +277,7 @@ async def temporary_ledgers(run: Run, bookkeeper: BookKeeper) -> AsyncIterator[l
         if len(made) > len(left):
             run.note(f"Deleted {counted(len(made) - len(left), 'temporary ledger', 'temporary ledgers')}")
         for line in left:
-            run.note(f"bkctl: Warning: {line}")
+            run.error(f"bkctl: {line}")
 
 
 async def _create(

@@ -159,7 +159,7 @@ def _note_digests(run: Run, digests: DigestChecker) -> None:
 def _finish(run: Run, counts: Counts) -> None:
     """End with exit code 7 if an index could not be read, else with 3 if there are findings."""
     if counts.error_count > len(counts.errors):
-        run.note(
+        run.error(
             f"bkctl: {counted(counts.error_count - len(counts.errors), 'more index is', 'more indexes are')} damaged"
         )
     raise_first(run, counts.errors)

@@ -69,14 +69,14 @@ def _metadata(run: Run, layout: BookieLayout) -> Iterator[StoredLedgers | None]:
         stored = StoredLedgers(cluster, layout.all)
         yield stored
         for problem in stored.problems:
-            run.note(f"bkctl: {problem}")
+            run.error(f"bkctl: {problem}")
 
 
 def _report(run: Run, findings: RepairFindings) -> None:
     for note in findings.notes:
         run.note(f"bkctl: {note}")
     for damage in findings.damage:
-        run.note(f"bkctl: {damage.error}")
+        run.error(f"bkctl: {damage.error}")
 
 
 REBUILT_COLUMNS = Columns(
@@ -247,7 +247,7 @@ def regenerate_files(
     if done.dead:
         run.note(f"bkctl: {counted(len(done.dead), 'ledger was', 'ledgers were')} left unchanged, without metadata")
     if done.without_key:
-        run.note(
+        run.error(
             f"bkctl: The master key of {counted(len(done.without_key), 'ledger', 'ledgers')} is unknown: "
             f"{_some(done.without_key)}"
         )
@@ -292,7 +292,7 @@ def downgrade_bookie(run: Run, directories: Directories = (), dry_run: DryRun = 
         run.note("bkctl: Nothing to do: no journal has scoped records, so Apache's bookie can start")
     for row in rows:
         if row.error is not None:
-            run.note(f"bkctl: {row.error}")
+            run.error(f"bkctl: {row.error}")
 
 
 CONVERTED_COLUMNS = Columns(

@@ -490,8 +490,12 @@ class Run:
     def note(self, text: str) -> None:
         """Say something on stderr, unless --quiet."""
         if not self.quiet:
-            self._clear_activity()
-            print(plain_lines(text), file=sys.stderr, flush=True)
+            self.error(text)
+
+    def error(self, text: str) -> None:
+        """Report an error on stderr that does not end the run."""
+        self._clear_activity()
+        print(plain_lines(text), file=sys.stderr, flush=True)
 
     def detail(self, text: str) -> None:
         """Say something on stderr with --verbose."""

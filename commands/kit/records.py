@@ -296,6 +296,6 @@ class _Tally:
 def raise_first(run: Run, errors: list[BkctlError]) -> None:
     """Print all errors but the first, which is raised."""
     for error in errors[1:]:
-        run.note(f"bkctl: {error}")
+        run.error(f"bkctl: {error}")
     if errors:
         raise errors[0]

@@ -129,10 +129,10 @@ def delete(
 
 
 def _show(run: Run, writer: RowWriter, row: Removal) -> bool:
-    """Print a removal, and its error as a note; return True if it failed."""
+    """Print a removal, and its error; return True if it failed."""
     writer.row(row)
     if row.error is not None:
-        run.note(f"bkctl: {row.error}")
+        run.error(f"bkctl: {row.error}")
     return row.error is not None
 
 

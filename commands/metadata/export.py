@@ -191,7 +191,7 @@ def import_(
     show_imported(run, imported)
     if imported.conflicts:
         for name in imported.conflicts[:NAMES_SHOWN_MAX]:
-            run.note(f"{name} exists with another value, and was left unchanged")
+            run.error(f"{name} exists with another value, and was left unchanged")
         raise Conflict(
             f"{counted(len(imported.conflicts), 'record exists', 'records exist')} with another value",
             hint="--overwrite replaces them",

@@ -170,7 +170,7 @@ def _note_differences(run: Run, source: ClusterSource, target: ClusterSource, pa
             count += 1
             if count <= NAMES_SHOWN_MAX:
                 name = difference.key if difference.ledger is None else str(difference.ledger)
-                run.note(f"{difference.kind} {name}: {_WHERE[difference.what]}")
+                run.error(f"{difference.kind} {name}: {_WHERE[difference.what]}")
     return count
 
 

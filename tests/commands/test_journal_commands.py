@@ -120,6 +120,16 @@ def test_verify_reports_damage_and_the_records_behind_it(cli: Cli, bookie: Path)
     assert (result.code, result.json[0]["state"]) == (7, "unreadable")
 
 
+@pytest.mark.parametrize("quiet", [(), ("-q",)])
+def test_every_unreadable_journal_is_named(cli: Cli, bookie: Path, quiet: tuple[str, ...]) -> None:
+    paths = [bookie / "journal/current" / name for name in ("a.txn", "b.txn")]
+    for path in paths:
+        path.write_bytes(b"BKLG\xff\xff\xff\xff" + bytes(504))
+    result = cli(*quiet, "journal", "list", bookie / "journal")
+    assert (result.code, result.err.count("\n")) == (8, 2)
+    assert all(str(path) in result.err for path in paths)
+
+
 def test_stats(cli: Cli, bookie: Path) -> None:
     rows = cli("journal", "stats", bookie / "journal", "-o", "ndjson").rows
     first = rows[0]

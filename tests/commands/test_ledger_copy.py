@@ -111,6 +111,8 @@ def test_refused_copy_is_reported_in_one_line(cli: Cli, written: str) -> None:
     (failure,) = [line for line in done.err.splitlines() if line.startswith("bkctl: ") and "0194" in line]
     assert failure.count("0194") == 1
     assert cli("ledger", "delete", done.out.strip(), "--yes").code == 0
+    quiet = cli("-q", "ledger", "copy", "7:404", "--to-scope", "9", "--keep-going")
+    assert (quiet.code, quiet.err.splitlines()[-2]) == (3, failure)
 
 
 def test_an_open_ledger_is_copied_only_with_open_or_recover(cli: Cli, cluster: LocalCluster) -> None:
