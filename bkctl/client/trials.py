@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Final, NamedTuple
 
 from bkctl.client.ledger import BookKeeper
@@ -14,6 +13,7 @@ from bkctl.client.read_handle import ReadHandle
 from bkctl.client.write_handle import WriteHandle
 from bkctl.errors import BkctlError, Corrupt
 from bkctl.formats.entry import DigestType
+from bkctl.ids import LedgerId
 from bkctl.protocol.messages import Protocol
 
 #: Payload of the entries of `sanity_test`.
@@ -72,10 +72,34 @@ async def round_trip(
     return RoundTrip(entry_count, entry_size_bytes, handle.last_add_confirmed, wrote - began, reads)
 
 
+@contextlib.asynccontextmanager
+async def temporary(bookkeeper: BookKeeper, ledger: LedgerId, report: Callable[[str], None]) -> AsyncIterator[None]:
+    """Delete `ledger` after the block, also after an error or interrupt.
+
+    A deletion that fails goes to `report`, and its error is raised unless the block raised one.
+    """
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        try:
+            await bookkeeper.delete_ledger(ledger.ledger_id, ledger_scope_id=ledger.scope_id)
+        except BkctlError as error:
+            report(f"Ledger {ledger} is not deleted: {error.message}; use 'bkctl ledger delete {ledger}'")
+            if not failed:
+                raise
+
+
 async def sanity_test(
-    bookkeeper: BookKeeper, *, ledger_scope_id: int, entry_count: int, progress: Callable[[int], None] = lambda _: None
+    bookkeeper: BookKeeper,
+    *,
+    ledger_scope_id: int,
+    entry_count: int,
+    progress: Callable[[int], None] = lambda _: None,
+    report: Callable[[str], None] = lambda _: None,
 ) -> RoundTrip:
-    """Run `round_trip` on a new ledger of one bookie, and delete the ledger in any case.
+    """Run `round_trip` on a new ledger of one bookie, and delete the ledger in any case, as `temporary` does.
 
     `bookkeeper` has `only` that bookie. Raises the errors of creating, writing and reading: NotEnoughBookies for a
     bookie that takes no entries. Source: SanityTestCommand.
@@ -84,19 +108,10 @@ async def sanity_test(
         ledger_scope_id=ledger_scope_id, ensemble_size=1, write_quorum_size=1, ack_quorum_size=1,
         digest_type=DigestType.HMAC,
     )  # fmt: skip
-    ledger = handle.ledger
-    delete = functools.partial(bookkeeper.delete_ledger, ledger.ledger_id, ledger_scope_id=ledger.scope_id)
-    try:
-        async with handle:
-            result = await round_trip(
-                bookkeeper, handle, entry_count=entry_count, entry_size_bytes=SANITY_ENTRY_SIZE_BYTES, progress=progress
-            )
-    except BaseException:
-        with contextlib.suppress(BkctlError):  # the first error is the cause
-            await delete()
-        raise
-    await delete()
-    return result
+    async with temporary(bookkeeper, handle.ledger, report), handle:
+        return await round_trip(
+            bookkeeper, handle, entry_count=entry_count, entry_size_bytes=SANITY_ENTRY_SIZE_BYTES, progress=progress
+        )
 
 
 async def _compare(reader: ReadHandle, payloads: Sequence[bytes], last: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
@@ -137,10 +138,11 @@ def try_out(
 ) -> None:
     """Test the cluster with a temporary ledger.
 
-    Creates a ledger, writes random entries, reads them before and after closing, and deletes the ledger.
+    Creates a ledger, writes random entries, reads them before and after closing, and deletes the ledger, also after a
+    failure or Ctrl-C.
     """
     from bkctl.client.streams import check_entry_size
-    from bkctl.client.trials import round_trip
+    from bkctl.client.trials import round_trip, temporary
 
     check_entry_size(size, "--size")
 
@@ -149,13 +151,12 @@ def try_out(
             handle = await create_ledger(bookkeeper, target, shape, password, {})
             ledger = handle.ledger
             run.note(f"Ledger {ledger}")
-            async with handle:
+            deletion = temporary(bookkeeper, ledger, lambda problem: run.error(f"bkctl: {problem}"))
+            async with nullcontext() if keep else deletion, handle:
                 result = await round_trip(
                     bookkeeper, handle, entry_count=count, entry_size_bytes=size, password=password,
                     progress=activity.update,
                 )  # fmt: skip
-            if not keep:
-                await bookkeeper.delete_ledger(ledger.ledger_id, ledger_scope_id=ledger.scope_id)
             return TrialRow(ledger, result, not keep)
 
     with run.cluster() as cluster, run.working("Writing and reading", total=count, unit="entries") as activity:

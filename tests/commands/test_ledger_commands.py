@@ -3,6 +3,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from support.waiting import LIMIT_S
 from bkctl.bookie.local import LocalCluster
 from bkctl.client.ensemble import with_fragment
 from bkctl.commands.kit.audit import audit_file
+from bkctl.errors import Corrupt, Unreachable
 from bkctl.formats.metadata import LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
@@ -363,6 +365,39 @@ def test_test_leaves_nothing_behind(cli: Cli) -> None:
     assert cli("ledger", "list", "--all-scopes", "-o", "id").out == before
     kept = cli("ledger", "test", "--count", "2", "--keep", "-o", "id").out.strip()
     assert len(payloads(cli, kept)) == 2
+
+
+def test_a_test_that_fails_deletes_its_ledger_or_names_it(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(*_: object, **__: object) -> None:
+        raise Corrupt("Not what was written")
+
+    async def keep(*_: object, **__: object) -> None:
+        raise Unreachable("No store")
+
+    before = set(cli("ledger", "list", "--all-scopes", "-o", "id").out.split())
+    monkeypatch.setattr("bkctl.client.trials.round_trip", fail)
+    failed = cli("-q", "ledger", "test")
+    assert (failed.code, failed.err) == (7, "bkctl: Not what was written\n")
+    assert set(cli("ledger", "list", "--all-scopes", "-o", "id").out.split()) == before
+    monkeypatch.setattr("bkctl.client.ledger.BookKeeper.delete_ledger", keep)
+    failed = cli("-q", "ledger", "test")
+    (left,) = set(cli("ledger", "list", "--all-scopes", "-o", "id").out.split()) - before
+    named = f"bkctl: Ledger {left} is not deleted: No store; use 'bkctl ledger delete {left}'\n"
+    assert (failed.code, failed.err) == (7, f"{named}bkctl: Not what was written\n")
+    assert cli("ledger", "delete", left, "--yes").code == 0
+
+
+def test_an_interrupted_test_deletes_its_ledger(cli: Cli) -> None:
+    before = cli("ledger", "list", "--all-scopes", "-o", "id").out
+    command = [sys.executable, "-m", "bkctl", "ledger", "test", "--entries", "1000000000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("Ledger ")
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, out) == (130, "")
+    assert err.startswith("bkctl: Interrupted: Writing and reading")
+    assert cli("ledger", "list", "--all-scopes", "-o", "id").out == before
 
 
 def test_not_enough_bookies(cli: Cli, tmp_path: Path) -> None:
