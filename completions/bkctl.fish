@@ -344,7 +344,7 @@ __bkctl 117 -l resume -x -a 'major minor both' -d 'Resume major or minor compact
 __bkctl 118 -l status -d 'Only show the state of the collectors.'
 __bkctl 119 -l wait -d 'Wait until compaction ends.'
 __bkctl 120 -l status -d 'Only show whether compaction runs.'
-__bkctl 121 -s e -l entries -x -d 'Entries to write. [default: 10]'
+__bkctl 121 -s e -l entries -x -d 'Entries to write (default 10).'
 __bkctl 122 -s t -l deadline -x -d 'Give up after this long (exit code 6).'
 __bkctl 123 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Scope of the ledger (default 0).'
 __bkctl 124 -l set -x -d 'Change this setting in the bookie'\''s memory; repeatable.'

@@ -11,7 +11,7 @@ from ..kit.command import Run, command, group
 from ..kit.ledger_options import scope_option
 from ..kit.options import count_option, duration_option
 from ..kit.texts import GREEN, RED, YELLOW
-from .server import BookieServerOption, registered_bookie, server
+from .server import BookieServerOption, ServerChoice, registered_bookie, server
 
 if TYPE_CHECKING:
     from bkctl.client.trials import RoundTrip
@@ -52,7 +52,7 @@ SANITY_COLUMNS = Columns(
 def sanity(
     run: Run,
     which: BookieServerOption,
-    count: Annotated[int, count_option("--entries", "Entries to write.", default=10, short="-e")],
+    count: Annotated[int | None, count_option("--entries", "Entries to write (default 10).", short="-e")],
     deadline: Annotated[
         float | None, duration_option("--deadline", "Give up after this long (exit code 6).", short="-t")
     ],
@@ -61,23 +61,38 @@ def sanity(
     """Test a bookie with a temporary ledger.
 
     Writes a ledger on this bookie alone, reads it open and closed, compares, and deletes it. With --bookie the test
-    runs over the wire. With --bookie-url alone the bookie tests itself, as Apache's bookies can, too. Exit code 3 if
-    the bookie did not pass, or is read-only and so accepts no entries.
+    runs over the wire. With --bookie-url, or --conf alone, the bookie tests itself, as Apache's bookies can, too: 10
+    entries in scope 0. Exit code 3 if the bookie did not pass, or is read-only and so accepts no entries.
     """
-    if which.bookie_id is None:
-        if scope_id is not None:
-            raise UsageError("--ledger-scope-id requires --bookie", hint="a bookie tests itself in scope 0")
-        with server(run, which) as found, run.working("The bookie tests itself"):
-            answer = found.api.sanity()
-        row = SanityRow(None, found.url, answer.passed, answer.read_only, None)
+    if which.bookie_id is None or which.url is not None:
+        for flag, given in (("--entries", count), ("--ledger-scope-id", scope_id)):
+            if given is not None:
+                raise UsageError(
+                    f"{flag} requires --bookie without --bookie-url",
+                    hint="a bookie tests itself with 10 entries in scope 0",
+                )
+        row = _sanity_of_itself(run, which, deadline)
     else:
-        row = _sanity_over_the_wire(run, which.bookie_id, count, scope_id or 0, deadline)
+        row = _sanity_over_the_wire(run, which.bookie_id, count or 10, scope_id or 0, deadline)
     run.show(row, SANITY_COLUMNS)
     if not row.passed:
         name = f"Bookie {row.bookie_id}" if row.bookie_id else f"The bookie at {row.url}"
         if row.read_only:
             raise FindingsError(f"{name} is read-only, so no entry was written")
         raise FindingsError(f"{name} did not pass its test", hint="its log says why")
+
+
+def _sanity_of_itself(run: Run, which: ServerChoice, deadline: float | None) -> SanityRow:
+    if deadline is not None:
+        run.timeout_s, run.connect_timeout_s = deadline, min(run.connect_timeout_s, deadline)
+    with server(run, which) as found, run.working("The bookie tests itself"):
+        try:
+            answer = found.api.sanity()
+        except TimedOut as error:
+            if deadline is None:
+                raise
+            raise TimedOut(f"{found.name} did not end its test within {deadline:g} s") from error
+    return SanityRow(which.bookie_id, found.url, answer.passed, answer.read_only, None)
 
 
 def _sanity_over_the_wire(run: Run, bookie_id: str, count: int, scope_id: int, deadline: float | None) -> SanityRow:

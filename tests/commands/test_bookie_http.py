@@ -316,6 +316,21 @@ def test_a_bookie_by_its_url_tests_itself(
     assert text in answer.err
 
 
+def test_a_bookie_behind_a_gateway_tests_itself(cli: Cli, fake: FakeServer) -> None:
+    answer = cli("bookie", "sanity", "--bookie", "b:1", "--bookie-url", fake.url, "-o", "json")
+    assert (answer.code, answer.json) == (
+        0, {"bookieId": "b:1", "url": fake.url, "passed": True, "readOnly": False},
+    )  # fmt: skip
+    assert fake.asked[-1].path == f"{API}/sanity?bookie=b%3A1"
+
+
+def test_a_bookie_that_tests_itself_has_until_the_deadline(cli: Cli) -> None:
+    with misbehaving(is_silent) as silent:
+        answer = cli("bookie", "sanity", "--bookie-url", silent.url, "--deadline", "10ms", "--timeout", "1s")
+    assert answer.code == 6
+    assert answer.err == f"bkctl: The bookie at {silent.url} did not end its test within 0.01 s\n"
+
+
 def test_a_bookie_by_its_id_is_tested_over_the_wire(
     cli: Cli, cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -533,6 +548,8 @@ def test_tls_needs_authorities_that_sign_the_servers_certificate(cli: Cli, pem: 
         ["readonly", "maybe"],
         ["sanity", "--entries", "0"],
         ["sanity", "--ledger-scope-id", "7"],
+        ["sanity", "--entries", "5"],
+        ["sanity", "--bookie", "b:1", "--bookie-url", "http://127.0.0.1:1", "--entries", "5"],
         ["state", "--bookie-url", "nothing://x"],
     ],
     ids=" ".join,
