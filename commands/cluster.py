@@ -320,7 +320,7 @@ def health_detail(
         found = _findings(run, cluster, threshold, no_bookies=no_bookies, ledgers=ledgers)
         unguarded = not found and AuditorElection(cluster.store).auditor() is None
     rows = [FindingDetail(each, mutes.get(each.code)) for each in found]
-    if run.output is Output.TABLE:
+    if run.output is Output.TABLE and run.selection.order is None:
         for index, row in enumerate(rows):
             run.text("\n" if index else "")
             run.show(row, DETAIL_COLUMNS)

@@ -86,21 +86,24 @@ def write(
         raise UsageError("stdin is closed, so there is nothing to write", hint="give files, or < /dev/null for none")
 
     async def work() -> LedgerId:
-        # A progress line would disturb a user who types.
-        typed = "-" in names and sys.stdin.isatty()
-        with run.working("Writing", total=total, unit="bytes", enabled=not typed) as activity:
-            async with run.bookkeeper(cluster, protocol) as bookkeeper:
-                handle = await create_ledger(bookkeeper, target, shape, password, custom_metadata)
-                run.note(f"Ledger {handle.ledger}")
-                async with handle:
-                    for name in names:
-                        with ExitStack() as stack:
-                            file = 0 if name == "-" else stack.enter_context(open(name, "rb")).fileno()
-                            await write_stream(handle, file, splitter(), activity.advance)
-                return handle.ledger
+        async with run.bookkeeper(cluster, protocol) as bookkeeper:
+            handle = await create_ledger(bookkeeper, target, shape, password, custom_metadata)
+            run.note(f"Ledger {handle.ledger}")
+            async with handle:
+                for name in names:
+                    with ExitStack() as stack:
+                        file = 0 if name == "-" else stack.enter_context(open(name, "rb")).fileno()
+                        await write_stream(handle, file, splitter(), activity.advance)
+            return handle.ledger
 
+    # A progress line would disturb a user who types.
+    typed = "-" in names and sys.stdin.isatty()
     with run.cluster() as cluster:
-        ledger = run.complete(work())
+        with run.working(
+            "Writing", total=total, unit="bytes", enabled=not typed,
+            left="a created ledger is closed after its last acknowledged entry",
+        ) as activity:  # fmt: skip
+            ledger = run.complete(work())
         run.show(ledger_row(ledger, cluster.ledgers.read(ledger)), LEDGER_COLUMNS)
 
 

@@ -238,6 +238,8 @@ def test_muted_findings_are_left_out_but_counted(cli: Cli, store: Cluster) -> No
         "bookie-down": True, "no-writable-bookie": True, "no-bookie-for-scopes": True, "no-auditor": False,
         "no-auditor-of-scopes": False,
     }  # fmt: skip
+    table = cli("cluster", "health", "detail", "--no-bookies", "--sort=-code").out.splitlines()
+    assert [line.split()[0] for line in table[1:]] == sorted((row["code"] for row in detail.rows), reverse=True)
     assert len(cli("cluster", "health", "mutes", "-o", "ndjson").rows) == 5
     assert cli("cluster", "health", "unmute", "bookie-down").code == 0
     assert cli("metadata", "undo", "--last", "--yes").code == 0

@@ -400,6 +400,21 @@ def test_an_interrupted_test_deletes_its_ledger(cli: Cli) -> None:
     assert cli("ledger", "list", "--all-scopes", "-o", "id").out == before
 
 
+def test_an_interrupted_write_closes_the_ledger_and_says_so(cli: Cli) -> None:
+    command = [sys.executable, "-m", "bkctl", "ledger", "write"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stderr is not None
+        ledger = process.stderr.readline().removeprefix("Ledger ").strip()
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 130
+    assert err.endswith("; a created ledger is closed after its last acknowledged entry\n")
+    assert cli("ledger", "show", ledger, "-o", "json").json["state"] == "CLOSED"
+
+
 def test_not_enough_bookies(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "a").write_text("x\n")
     result = cli("ledger", "write", tmp_path / "a", "--ensemble-size", "9")
