@@ -192,7 +192,6 @@ class Command(_PlainHelp, TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         """Parse `args`, where `--watch` and some commands' `--digest` may stand without their values."""
-        args = take_session_flags(ctx, self.params, args)
         if any("--watch" in param.opts for param in self.params):
             has_arguments = any(param.param_type_name == "argument" for param in self.params)
             is_interval = (lambda _: False) if has_arguments else is_duration
@@ -202,7 +201,8 @@ class Command(_PlainHelp, TyperCommand):
         if any("--suspend" in param.opts for param in self.params):
             flags = ("--suspend", "--resume")
             args = _with_value(args, flags, lambda word: word.upper() in COMPACTIONS, BOTH_COMPACTIONS)
-        return super().parse_args(ctx, args)
+        # Last: until here, a flag behind --watch would count as its value.
+        return super().parse_args(ctx, take_session_flags(ctx, self.params, args))
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         """Write the examples, one a line, however long."""

@@ -388,6 +388,14 @@ def test_flags_of_the_program_stand_anywhere(cli: Cli, tmp_path: Path) -> None:
     assert "context '-v'" in cli("cluster", "id", "--context", "-v").err.lower()
     traced = cli("ledger", "show", "zz", "--debug").err
     assert "Traceback" in traced
+    # Nor is a flag the value of an option that may stand without one.
+    for words, text in (
+        (["bookies", "list", "--watch", "-q"], "No cluster is named"),
+        (["ledger", "show", "5", "--watch", "--no-color"], "No cluster is named"),
+        (["entrylog", "verify", "--digest", "--debug"], "No directory is given"),
+        (["bookie", "gc", "--suspend", "-v"], "No bookie is named"),
+    ):
+        assert text in cli(*words).err
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
