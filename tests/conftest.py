@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import signal
@@ -81,6 +82,22 @@ def _slow_servers_first(items: list[pytest.Item], processes: int) -> list[pytest
         ordered += group
         ordered += islice(rest, max(0, number * share - len(ordered)))
     return [*ordered, *rest]
+
+
+@pytest.fixture
+def lose(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, int], None]:
+    """Lets the disk fail at these bytes of a file, 512 at once as a sector does."""
+    lost: dict[int, int] = {}
+    pread = os.pread
+
+    def failing(fd: int, size: int, at: int) -> bytes:
+        offset = lost.get(os.fstat(fd).st_ino)
+        if offset is not None and at < offset + 512 and at + size > offset:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return pread(fd, size, at)
+
+    monkeypatch.setattr(os, "pread", failing)
+    return lambda path, offset: lost.__setitem__(os.stat(path).st_ino, offset)
 
 
 @pytest.fixture

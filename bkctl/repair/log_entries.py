@@ -71,12 +71,18 @@ class DamagedLogs(ExitStack):
         return bool(self._readers)
 
     def has(self, ledger: LedgerId, entry_id: int, location: int) -> bool:
-        """Return True if one of these logs has the whole entry at `location`."""
+        """Return True if one of these logs has the whole entry at `location`, or cannot be read there.
+
+        An entry that the disk refuses stays in the index: else the bookie would answer that it never had the entry.
+        """
         log_id, offset = unpack_location(location)
         reader = self._readers.get((ledger.is_scoped, log_id))
         if reader is None or offset < RECORD_SIZE.size:
             return False
-        data = reader.read(offset - RECORD_SIZE.size, RECORD_SIZE.size + IDS_V2.size)
+        try:
+            data = reader.read(offset - RECORD_SIZE.size, RECORD_SIZE.size + IDS_V2.size)
+        except Corrupt:
+            return True
         if len(data) < RECORD_SIZE.size + BODY_SIZE_MIN:
             return False
         (size,) = RECORD_SIZE.unpack_from(data)

@@ -19,22 +19,6 @@ from bkctl.files.journal_check import check_journal
 from bkctl.files.windows import WINDOW_SIZE_BYTES, FileReader
 
 
-@pytest.fixture
-def lose(monkeypatch: pytest.MonkeyPatch):
-    """Lets the disk fail at these bytes of a file, 512 at once as a sector does."""
-    lost: dict[int, int] = {}
-    pread = os.pread
-
-    def failing(fd: int, size: int, at: int) -> bytes:
-        offset = lost.get(os.fstat(fd).st_ino)
-        if offset is not None and at < offset + 512 and at + size > offset:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return pread(fd, size, at)
-
-    monkeypatch.setattr(os, "pread", failing)
-    return lambda path, offset: lost.__setitem__(os.stat(path).st_ino, offset)
-
-
 def test_a_window_ends_before_lost_bytes(tmp_path: Path, lose) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(range(256)) * 16384)

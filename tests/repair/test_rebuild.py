@@ -293,6 +293,20 @@ def test_entries_behind_damage_are_taken_from_the_old_index(bookie: Bookie) -> N
     assert (done.databases[0].entries, done.databases[0].entries_saved) == (9, 5)
 
 
+@pytest.mark.parametrize("ledger", [A, S])
+def test_entries_that_the_disk_refuses_stay_in_the_index(
+    bookie: Bookie, lose: Callable[[Path, int], None], ledger: LedgerId
+) -> None:
+    """Without them the bookie would answer that it never had them, and recovery would end the ledger there."""
+    places = bookie.log(0, *((ledger, number) for number in range(30)))
+    prefix, directory = ("scoped-", bookie.current() / "scoped") if ledger.is_scoped else ("", bookie.current())
+    bookie.database({ledger: OPEN}, places, prefix=prefix)
+    lose(directory / "0.log", entry_log.unpack_location(places[ledger, 9])[1])
+    done = rebuild(bookie.layout, ledgers=False, locations=True)
+    assert [damage.path for damage in done.findings.damage] == [directory / "0.log"]
+    assert locations_in(bookie.current() / f"{prefix}locations") == places
+
+
 def test_an_invalid_log_is_reported_and_its_indexed_entries_are_kept(bookie: Bookie) -> None:
     places = bookie.log(0, (A, 0), (A, 1)) | bookie.log(1, (A, 2))
     bookie.database({A: OPEN}, places)

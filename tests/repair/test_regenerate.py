@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -226,6 +227,15 @@ def test_entries_behind_damage_are_taken_from_the_old_file(bookie: Bookie) -> No
     assert [damage.path for damage in done.findings.damage] == [log]
     assert (done.indexes[0].entries, done.indexes[0].entries_saved) == (9, 5)
     del places[4]
+    assert said(path).places == places
+
+
+def test_entries_that_the_disk_refuses_stay_in_the_index(bookie: Bookie, lose: Callable[[Path, int], None]) -> None:
+    places = bookie.log(0, A, *range(30))
+    path = bookie.index(A, places)
+    lose(bookie.current / "0.log", entry_log.unpack_location(places[9])[1])
+    done = regenerate(bookie.layout)
+    assert [damage.path for damage in done.findings.damage] == [bookie.current / "0.log"]
     assert said(path).places == places
 
 
