@@ -21,7 +21,7 @@ from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
 from bkctl.formats.index import LedgerData
 from bkctl.ids import LedgerId
 from bkctl.model import LedgerFacts, LedgerFactsLookup, LedgerLiveness
-from bkctl.repair.findings import Progress, RepairFindings
+from bkctl.repair.findings import DamagedFile, Progress, RepairFindings
 from bkctl.repair.layout import BookieLayout, Storage
 from bkctl.repair.ledger_facts import JournalFacts, decide_ledger_data, is_ledger, read_journals
 from bkctl.repair.log_entries import DamagedLogs, read_log_entries, read_log_ledgers
@@ -143,16 +143,27 @@ class _RebuildRun:
                     continue
                 row = RebuiltDatabase(target, logs=len(logs))
                 found = set(of_journals)
+                damaged_before = len(findings.damage)
                 for log in logs:
                     found |= read_log_ledgers(log, findings)
                     self._progress(_size(log))
-                self._build_ledgers(row, found, facts, scoped)
+                self._build_ledgers(row, found, facts, scoped, findings.damage[damaged_before:])
 
     def _build_ledgers(
-        self, row: RebuiltDatabase, found: set[LedgerId], facts: dict[LedgerId, JournalFacts], scoped: bool
+        self,
+        row: RebuiltDatabase,
+        found: set[LedgerId],
+        facts: dict[LedgerId, JournalFacts],
+        scoped: bool,
+        damage: list[DamagedFile],
     ) -> None:
         old, is_complete, flags = self._old_ledgers(row)
         found |= old.keys()
+        if damage and not is_complete:
+            # A ledger behind damage is in the old locations only. The bookie deletes locations of unknown ledgers.
+            locations = RebuiltDatabase(row.path.with_name(row.path.name.replace(LEDGERS, LOCATIONS)))
+            with DamagedLogs(damage) as damaged:
+                found.update(ledger for ledger, *_ in self._old_locations(locations, damaged))
         kept: set[LedgerId] = set()
         with self._create(LedgersDatabase, row, scoped) as database:
             for ledger in sorted(found):

@@ -307,6 +307,24 @@ def test_entries_that_the_disk_refuses_stay_in_the_index(
     assert locations_in(bookie.current() / f"{prefix}locations") == places
 
 
+@pytest.mark.parametrize("ledger", [B, S])
+def test_a_ledger_behind_damage_is_taken_from_the_old_locations(bookie: Bookie, ledger: LedgerId) -> None:
+    """Otherwise the next start would delete its locations."""
+    other = ledger._replace(ledger_id=ledger.ledger_id + 8)
+    places = bookie.log(0, (other, 0), (other, 1), (ledger, 0))
+    prefix, directory = ("scoped-", bookie.current() / "scoped") if ledger.is_scoped else ("", bookie.current())
+    gone = ledger._replace(ledger_id=ledger.ledger_id + 16)
+    bookie.database({other: OPEN}, places | {(gone, 0): places[ledger, 0]}, prefix=prefix)
+    shutil.rmtree(bookie.current() / f"{prefix}ledgers")
+    log = directory / "0.log"
+    data = bytearray(log.read_bytes())
+    offset = entry_log.unpack_location(places[other, 1])[1]
+    data[offset - 4 : offset] = b"\x7f\xff\xff\xff"
+    log.write_bytes(data)
+    rebuild(bookie.layout, ledgers=True, locations=False)
+    assert ledgers_in(bookie.current() / f"{prefix}ledgers").keys() == {other, ledger}
+
+
 def test_an_invalid_log_is_reported_and_its_indexed_entries_are_kept(bookie: Bookie) -> None:
     places = bookie.log(0, (A, 0), (A, 1)) | bookie.log(1, (A, 2))
     bookie.database({A: OPEN}, places)
