@@ -319,7 +319,8 @@ class BookieConfig:
     db_storage_rocksdb_format_version: int = _setting("dbStorage_rocksDB_format_version", 5, least=2, most=5)
     db_storage_rocksdb_log_path: str | None = _setting("dbStorage_rocksDB_logPath", None)
 
-    netty_max_frame_size_bytes: int = _setting("nettyMaxFrameSizeBytes", 5 * 1024 * 1024, least=1024, most=1 << 30)
+    #: At most RECORD_SIZE_BYTES_MAX: an entry that arrives must be readable in the journals and entry logs.
+    netty_max_frame_size_bytes: int = _setting("nettyMaxFrameSizeBytes", 5 * 1024 * 1024, least=1024, most=256 << 20)
     max_batch_read_size: int = _setting("maxBatchReadSize", 5 * 1024 * 1024, least=1)
     #: Of all connections together; 0: no limit.
     max_adds_in_progress_limit: int = _setting("maxAddsInProgressLimit", 0, least=0)

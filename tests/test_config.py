@@ -6,6 +6,7 @@ import pytest
 
 from bkctl.config import BookieConfig, read_properties
 from bkctl.errors import NotFound, Unsupported, UsageError
+from bkctl.formats.record import RECORD_SIZE_BYTES_MAX
 
 
 def write(path: Path, text: str) -> Path:
@@ -105,7 +106,15 @@ def test_old_zookeeper_settings_make_a_uri(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["bookiePort=x", "bookiePort=70000", "bookiePort=", "allowLoopback=maybe", "diskUsageThreshold=nan"]
+    "line",
+    [
+        "bookiePort=x",
+        "bookiePort=70000",
+        "bookiePort=",
+        "allowLoopback=maybe",
+        "diskUsageThreshold=nan",
+        f"nettyMaxFrameSizeBytes={RECORD_SIZE_BYTES_MAX + 1}",
+    ],
 )
 def test_wrong_value_names_file_line_and_key(tmp_path: Path, line: str) -> None:
     path = write(tmp_path / "bk.conf", f"# first\n{line}\n")
