@@ -145,9 +145,11 @@ class _Index(Generic[Database]):
             try:
                 with _as_os_errors(also_damage=False):
                     self._databases[scoped] = self._kind.serve(database.path, self._config)
-            except DirectoryInUse as error:
-                # An iteration still runs, and keeps the database open until it ends: the next flush tries again.
-                raise OSError(errno.ENOSPC, error.message) from error
+            except (BkctlError, OSError) as error:
+                self._databases[scoped] = self._kind.open(database.path)  # readable until the next flush tries again
+                if isinstance(error, DirectoryInUse):  # An iteration keeps the database open until it ends.
+                    raise OSError(errno.ENOSPC, error.message) from error
+                raise
             self._failed.discard(scoped)
 
 

@@ -427,6 +427,8 @@ def test_reopens_a_database_once_the_disk_has_space(tmp_path: Path, monkeypatch:
     with pytest.raises(OSError, match="is in use") as caught:
         storage.run_checkpoint()
     assert caught.value.errno == errno.ENOSPC, "the bookie tries again"
+    assert index.locations([(PLAIN, 0), (PLAIN, 1)])[0] == index.location(PLAIN, 0) != 0
+    assert list(index.entry_ids(PLAIN)) == [0]
     assert list(reader) == []
     storage.run_checkpoint()
     assert index._databases[False] is not broken
