@@ -18,8 +18,8 @@ from bkctl.bookie.compaction_schedule import CompactionSettings
 from bkctl.bookie.unindexed_ledgers import UnindexedLedgers
 from bkctl.config import BookieConfig
 from bkctl.disk import Files
-from bkctl.errors import BkctlError, ReadOnlyBookie
-from bkctl.storage.compaction import CompactionStopped, EntryLogCompactor, Throttler
+from bkctl.errors import BkctlError
+from bkctl.storage.compaction import CompactionStopped, EntryLogCompactor, Throttler, UnreadableEntryLog
 from bkctl.storage.entry_log_metadata import EntryLogMetadata, EntryLogMetadataMap
 from bkctl.storage.ledger.ledger_storage import LedgerStorage
 from bkctl.storage.sorted_ledgers import SortedLedgers
@@ -175,11 +175,11 @@ class EntryLogCollector:
                 self._compactor.compact(entry_log)
             except CompactionStopped:
                 raise
-            except ReadOnlyBookie as error:
-                log.warning("Entry log %s is not compacted: %s", entry_log.path, error)
-            except BkctlError as error:
+            except UnreadableEntryLog as error:
                 self._logs.leave_out(entry_log.path)
                 _log_damage(entry_log.path, error)
+            except BkctlError as error:
+                log.warning("Entry log %s is not compacted in this round: %s", entry_log.path, error)
 
     def _remove_compacted(self, source: EntryLogMetadata) -> None:
         self._logs.remove(source)

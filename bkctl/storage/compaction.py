@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from bkctl.config import BookieConfig
 from bkctl.disk import Files
-from bkctl.errors import BkctlError, ReadOnlyBookie
+from bkctl.errors import BkctlError, Corrupt, ReadOnlyBookie, Unsupported
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.scan import RecordBatch
 from bkctl.formats.entry_log import HEADER_SIZE, pack_location
@@ -44,6 +44,10 @@ _MOVE_WIDTH: Final = 5
 
 class CompactionStopped(BkctlError):
     """The bookie stops; a later compaction starts over."""
+
+
+class UnreadableEntryLog(Corrupt):
+    """An entry log that cannot be read to its end, so that a compaction would lose entries."""
 
 
 class Throttler:
@@ -134,17 +138,16 @@ class EntryLogCompactor:
     def compact(self, log: EntryLogMetadata) -> None:
         """Copy the live entries of `log`; `flush` must follow, perhaps after more logs of the same id space.
 
-        Raises ReadOnlyBookie where the disks are too full, Corrupt or Unsupported for a log that cannot be read to its
-        end, OSError, CompactionStopped. After an error nothing is lost, and `log` stays.
+        Raises ReadOnlyBookie where the disks are too full, UnreadableEntryLog, Corrupt for a fault of the index,
+        OSError, CompactionStopped. After an error nothing is lost, and `log` stays.
         """
         self._check_space(log)
         if self._target is not None and self._target.logger is not log.logger:
             self.flush()
         try:
-            with EntryLogReader.open(log.path) as reader:
-                ledgers = frozenset(log.ledgers)
-                for batch in reader.batches():
-                    self._copy(log, ledgers, batch)
+            ledgers = frozenset(log.ledgers)
+            for batch in _batches(log):
+                self._copy(log, ledgers, batch)
         except (OSError, CompactionStopped):
             self.abort()
             raise
@@ -224,3 +227,11 @@ class EntryLogCompactor:
         target, self._target = self._target, None
         if target is not None and target.log is not None:
             target.log.abort()
+
+
+def _batches(log: EntryLogMetadata) -> Iterator[RecordBatch]:
+    try:
+        with EntryLogReader.open(log.path) as reader:
+            yield from reader.batches()
+    except (Corrupt, Unsupported) as error:
+        raise UnreadableEntryLog(error.message, hint=error.hint) from error

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.journals import flush_journals
 from support.waiting import LIMIT_S
 
 from bkctl.bookie.bookie import Bookie as RunningBookie
@@ -25,8 +26,8 @@ from bkctl.bookie.compaction_schedule import (
 from bkctl.bookie.garbage_collector import GarbageCollectorThread
 from bkctl.client.ledger import BookKeeper
 from bkctl.config import BookieConfig
-from bkctl.errors import BkctlError, Unreachable, UsageError
-from bkctl.formats.entry import DigestType
+from bkctl.errors import BkctlError, Corrupt, Unreachable, UsageError
+from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.metadata import Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.backends.sqlite import SqliteStore
@@ -34,6 +35,7 @@ from bkctl.metadata.cluster import Cluster, init_cluster, open_cluster
 from bkctl.metadata.ledgers import LedgerManager
 from bkctl.metadata.underreplication import LedgerLocks
 from bkctl.metadata.uri import parse_uri
+from bkctl.storage.bookie_storage import BookieStorage
 from bkctl.storage.checkpoints import Checkpoint
 from bkctl.storage.entry_logger import EntryLogger
 
@@ -639,6 +641,56 @@ def test_bookie_collects_and_compacts_while_it_serves(
 
     asyncio.run(serve(collect))
     asyncio.run(serve(read_again))
+
+
+@pytest.mark.parametrize("storage_class", STORAGE_CLASSES)
+@pytest.mark.parametrize("step", ["live", "update_locations"])
+def test_logs_are_collected_after_a_fault_of_the_index(
+    tmp_path: Path,
+    store: Cluster,
+    storage_class: str,
+    step: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = bookie_config(tmp_path, ledger_storage_class=storage_class, log_size_limit=4096)
+    storage = BookieStorage(config.with_changes(force_allow_compaction=True))
+    storage.open()
+    ledgers = [LedgerId(0, number) for number in (2, 4, 6)]
+    create(store, *ledgers)
+    for entry_id in range(40):
+        for ledger in ledgers:
+            digest = DigestManager(ledger, DigestType.CRC32, b"pw")
+            storage.add(ledger, entry_id, digest.master_key, digest.seal(entry_id, -1, 99, bytes(99)) + bytes(99), None)
+        if entry_id % 10 == 9:
+            flush_journals(storage)
+            storage.run_checkpoint()
+    collector = GarbageCollectorThread(
+        config,
+        storage.ledgers,
+        store,
+        bookie_id=BOOKIE,
+        instance_id=store.instance_id(),
+        delete=lambda gone: len([storage.delete_ledger(ledger) for ledger in gone]),
+        checkpoint=storage.run_checkpoint,
+    )
+    logs = [logger.path_of(each) for logger in storage.ledgers.entry_loggers for each in logger.flushed_log_ids()]
+
+    def fail(_: object) -> None:
+        raise Corrupt("the index is damaged")
+
+    store.ledgers.remove(ledgers[1])
+    with monkeypatch.context() as damaged:
+        damaged.setattr(storage.ledgers, step, fail)
+        collector.run_round(ForcedRound(major=True))
+    assert "the index is damaged" in caplog.text
+    assert "cannot be read to its end" not in caplog.text
+    for ledger in (ledgers[0], ledgers[2]):
+        store.ledgers.remove(ledger)
+    collector.run_round(ForcedRound(major=False, minor=False))
+    assert len(logs) > 1
+    assert not [path for path in logs if path.exists()]
+    storage.close()
 
 
 @pytest.mark.parametrize("storage_class", STORAGE_CLASSES[:2])

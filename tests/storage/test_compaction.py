@@ -29,6 +29,7 @@ from bkctl.storage.compaction import (
     CompactionStopped,
     EntryLogCompactor,
     Throttler,
+    UnreadableEntryLog,
 )
 from bkctl.storage.entry_log_metadata import EntryLogMetadata, EntryLogMetadataMap
 from bkctl.storage.entry_logger import Move
@@ -478,7 +479,7 @@ def test_damaged_log_stays_after_compaction(storage: BookieStorage) -> None:
         file.seek(middle - 4)
         file.write(b"\x7f\xff\xff\xff")
     compactor = compactor_for(storage)
-    with pytest.raises(BkctlError, match="length"):
+    with pytest.raises(UnreadableEntryLog, match="length"):
         compactor.compact(log)
     compactor.flush()
     assert log.path.exists()
