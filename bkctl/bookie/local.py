@@ -185,6 +185,12 @@ class LocalCluster:
             raise UsageError(f"A local cluster has 1 to {BOOKIE_COUNT_MAX} bookies, not {bookie_count}")
         if storage is not None and storage not in STORAGE_CLASSES:
             raise UsageError(f"Unknown ledger storage {storage!r}", hint=f"one of {', '.join(STORAGE_CLASSES)}")
+        path = str(self.directory)
+        if not self.exists() and (not path.isprintable() or any(part in path for part in (",", "\\", "${"))):
+            raise UsageError(
+                f"A local cluster cannot be in {path!r}: bk_server.conf cannot hold this path",
+                hint="give a --dir without commas, backslashes and ${",
+            )
         self._make_directory()
         with (
             self._lock(),

@@ -106,6 +106,13 @@ def test_fewer_bookies_other_storage_and_unknown_storage_are_refused(cluster: Lo
     cluster.down()
 
 
+@pytest.mark.parametrize("name", ["a,b", "a\\b", "${bookieId}", "a\nb"])
+def test_directory_that_a_configuration_file_cannot_hold_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UsageError, match="without commas"):
+        LocalCluster(tmp_path / name).up(1)
+    assert not list(tmp_path.iterdir())
+
+
 def test_missing_cluster_is_reported(cluster: LocalCluster) -> None:
     for call in (cluster.bookies, cluster.status, cluster.down):
         with pytest.raises(NotFound, match="local up"):
