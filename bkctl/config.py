@@ -200,9 +200,13 @@ _STORAGE_NAMES: Final = {
 #: Java's keys that ask for what our bookie lacks, each with the value that does not, and what holds instead.
 _WITHOUT_EFFECT: Final = {
     "dataIntegrityChecking": ("false", "entries that were lost are not fetched again"),
+    "dbStorage_directIOEntryLogger": ("false", "entry logs are written through the page cache"),
+    "dbStorage_rocksDB_numLevels": ("-1", "RocksDB has 7 levels"),
     "disableServerSocketBind": ("false", "the bookie listens on its port"),
     "enableLocalTransport": ("false", "the bookie is reached by TCP only"),
     "extraServerComponents": ("", "no other servers run in this bookie"),
+    "httpServerTrustStorePassword": ("", "the trust store is PEM, without a password"),
+    "journalAdaptiveGroupWrites": ("true", "one sync serves all writes that wait for it"),
     "localScrubInterval": ("0", "'bkctl bookie check' checks the bookie's files"),
     "tlsEnabledCipherSuites": ("", "the system's cipher suites are used"),
 }
@@ -305,15 +309,21 @@ class BookieConfig:
     db_storage_read_ahead_cache_batch_bytes_size: int = _setting("dbStorage_readAheadCacheBatchBytesSize", -1)
     #: Bytes, in each directory; None: 32 MiB. Java's default is a tenth of the direct memory.
     db_storage_rocksdb_block_cache_size: int | None = _setting("dbStorage_rocksDB_blockCacheSize", None, least=0)
-    db_storage_rocksdb_write_buffer_size_mb: int = _setting("dbStorage_rocksDB_writeBufferSizeMB", 64, least=1)
-    db_storage_rocksdb_sst_size_mb: int = _setting("dbStorage_rocksDB_sstSizeInMB", 64, least=1)
+    db_storage_rocksdb_write_buffer_size_mb: int = _setting(
+        "dbStorage_rocksDB_writeBufferSizeMB", 64, least=1, most=1 << 20
+    )
+    db_storage_rocksdb_sst_size_mb: int = _setting("dbStorage_rocksDB_sstSizeInMB", 64, least=1, most=1 << 20)
     db_storage_rocksdb_block_size: int = _setting("dbStorage_rocksDB_blockSize", 64 * 1024, least=256, most=1 << 28)
     db_storage_rocksdb_bloom_filter_bits_per_key: int = _setting(
         "dbStorage_rocksDB_bloomFilterBitsPerKey", 10, least=-1, most=100
     )
     db_storage_rocksdb_num_levels: int = _setting("dbStorage_rocksDB_numLevels", -1, most=64)
-    db_storage_rocksdb_num_files_in_level0: int = _setting("dbStorage_rocksDB_numFilesInLevel0", 4, least=1)
-    db_storage_rocksdb_max_size_in_level1_mb: int = _setting("dbStorage_rocksDB_maxSizeInLevel1MB", 256, least=1)
+    db_storage_rocksdb_num_files_in_level0: int = _setting(
+        "dbStorage_rocksDB_numFilesInLevel0", 4, least=1, most=1 << 20
+    )
+    db_storage_rocksdb_max_size_in_level1_mb: int = _setting(
+        "dbStorage_rocksDB_maxSizeInLevel1MB", 256, least=1, most=1 << 20
+    )
     db_storage_rocksdb_lz4_compression_enabled: bool = _setting("dbStorage_rocksDB_lz4CompressionEnabled", True)
     #: Every Apache bookie reads 2; bookies from 4.16 on read 5.
     db_storage_rocksdb_format_version: int = _setting("dbStorage_rocksDB_format_version", 5, least=2, most=5)

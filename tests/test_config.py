@@ -85,10 +85,16 @@ def test_values_are_typed(tmp_path: Path) -> None:
 def test_settings_without_effect_are_warnings(tmp_path: Path) -> None:
     path = write(
         tmp_path / "bk.conf",
-        "dataIntegrityChecking=True\nextraServerComponents=\nlocalScrubInterval=0\ntlsEnabledCipherSuites=A,B\n",
+        "dataIntegrityChecking=True\nextraServerComponents=\nlocalScrubInterval=0\ntlsEnabledCipherSuites=A,B\n"
+        "journalAdaptiveGroupWrites=false\nhttpServerTrustStorePassword=secret\n"
+        "dbStorage_directIOEntryLogger=true\ndbStorage_rocksDB_numLevels=4\n",
     )
     assert BookieConfig.load(path).warnings == (
         f"{path} line 1: dataIntegrityChecking has no effect: entries that were lost are not fetched again",
+        f"{path} line 7: dbStorage_directIOEntryLogger has no effect: entry logs are written through the page cache",
+        f"{path} line 8: dbStorage_rocksDB_numLevels has no effect: RocksDB has 7 levels",
+        f"{path} line 6: httpServerTrustStorePassword has no effect: the trust store is PEM, without a password",
+        f"{path} line 5: journalAdaptiveGroupWrites has no effect: one sync serves all writes that wait for it",
         f"{path} line 4: tlsEnabledCipherSuites has no effect: the system's cipher suites are used",
     )
 

@@ -64,6 +64,10 @@ def _set_location_options(options: Any, table: Any, config: BookieConfig) -> Non
     capacity = _CACHE_BYTES if cache_bytes is None else cache_bytes
     table.set_block_cache(_block_cache(capacity, config.db_storage_rocksdb_block_size))
     table.set_cache_index_and_filter_blocks(True)
+    options.set_write_buffer_size(config.db_storage_rocksdb_write_buffer_size_mb << 20)
+    options.set_target_file_size_base(config.db_storage_rocksdb_sst_size_mb << 20)
+    options.set_level_zero_file_num_compaction_trigger(config.db_storage_rocksdb_num_files_in_level0)
+    options.set_max_bytes_for_level_base(config.db_storage_rocksdb_max_size_in_level1_mb << 20)
     if config.db_storage_rocksdb_lz4_compression_enabled:
         options.set_compression_type(DBCompressionType.lz4())
 

@@ -100,6 +100,24 @@ def test_written_locations_are_read_back(tmp_path: Path, scope_id: int) -> None:
         assert locations.last_entry_id(two) == 24_999
 
 
+def test_locations_have_the_sizes_of_the_configuration(tmp_path: Path) -> None:
+    config = BookieConfig(
+        db_storage_rocksdb_write_buffer_size_mb=8,
+        db_storage_rocksdb_sst_size_mb=9,
+        db_storage_rocksdb_num_files_in_level0=5,
+        db_storage_rocksdb_max_size_in_level1_mb=99,
+    )
+    with LocationsDatabase.serve(tmp_path / "locations", config):
+        (options,) = (tmp_path / "locations").glob("OPTIONS-*")
+        lines = options.read_text().split()
+    assert {
+        f"write_buffer_size={8 << 20}",
+        f"target_file_size_base={9 << 20}",
+        "level0_file_num_compaction_trigger=5",
+        f"max_bytes_for_level_base={99 << 20}",
+    } <= set(lines)
+
+
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="this system does not count what a process reads")
 def test_look_ups_keep_the_filter_of_a_large_table_in_memory(tmp_path: Path) -> None:
     def read_bytes() -> int:
