@@ -491,6 +491,11 @@ def test_cookies_keep_a_bookie_to_its_directories(tmp_path: Path, cluster: Clust
     refused("bookie id is 'two', the cookie has 'one'", bookie_id="two")
     more = (str(tmp_path / "ledgers"), str(tmp_path / "more"))
     refused("ledger directories", ledger_directories=more)
+    before = cluster.cookies.read("one")
+    assert before is not None
+    on_a_bookie(tmp_path, cluster, nothing, bookie_id="one", ledger_directories=more, allow_storage_expansion=True)
+    # A crash before the store's cookie was written: the next start writes it.
+    cluster.cookies.write("one", before.value, before.version + 1)
     on_a_bookie(tmp_path, cluster, nothing, bookie_id="one", ledger_directories=more, allow_storage_expansion=True)
     on_a_bookie(tmp_path, cluster, nothing, bookie_id="one", ledger_directories=more)
     (tmp_path / "more" / "current" / "VERSION").unlink()
