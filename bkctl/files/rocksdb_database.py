@@ -19,7 +19,7 @@ from bkctl.config import BookieConfig
 from bkctl.disk import DIRECTORY_MODE
 from bkctl.errors import AlreadyExists, BkctlError, Corrupt, NotFound
 from bkctl.files.rocksdb_files import check_manifest, link_files
-from bkctl.files.rocksdb_options import open_read_only, rocksdb_errors, write_options
+from bkctl.files.rocksdb_options import location_families, open_read_only, rocksdb_errors, write_options
 from bkctl.formats.names import ROCKSDB_CURRENT
 
 #: Puts and deletes that reach the database together.
@@ -127,7 +127,8 @@ class Database:
             if config is not None:
                 # RocksDB's default silently drops synced records behind damage in its log.
                 options.set_wal_recovery_mode(DBRecoveryMode.tolerate_corrupted_tail_records())
-            database = Rdict(str(path), options=options)
+            families = location_families(path, config) if cls._is_for_locations and config is not None else None
+            database = Rdict(str(path), options=options, column_families=families)
         return cls(path, database, None, scoped=_is_scoped(path, scoped), writes=True)
 
     def close(self) -> None:

@@ -55,21 +55,46 @@ def write_options(for_locations: bool, config: BookieConfig) -> Any:
 
 
 def _set_location_options(options: Any, table: Any, config: BookieConfig) -> None:
-    from rocksdict import DBCompressionType
-
     table.set_block_size(config.db_storage_rocksdb_block_size)
     if config.db_storage_rocksdb_bloom_filter_bits_per_key > 0:
         table.set_bloom_filter(config.db_storage_rocksdb_bloom_filter_bits_per_key, False)
-    cache_bytes = config.db_storage_rocksdb_block_cache_size
-    capacity = _CACHE_BYTES if cache_bytes is None else cache_bytes
-    table.set_block_cache(_block_cache(capacity, config.db_storage_rocksdb_block_size))
+    table.set_block_cache(_location_cache(config))
     table.set_cache_index_and_filter_blocks(True)
+    _set_location_sizes(options, config)
+
+
+def location_families(path: Path, config: BookieConfig) -> dict[str, Any] | None:
+    """Return the column families of the location database in `path`, with the cache and sizes of `config`.
+
+    Without them rocksdict opens an existing database with the options in its files, and a cache of 8 MiB. The format of
+    tables and the number of levels stay, so that every bookie that read the database can open it again. None if no
+    options can be read, as in a new database.
+    """
+    from rocksdict import Options
+
+    try:
+        _, families = Options.load_latest(str(path), ignore_unknown_options=True, cache=_location_cache(config))
+    except Exception:  # noqa: BLE001 - rocksdict raises Exception itself; RocksDB does not need the options
+        return None
+    for options in families.values():
+        _set_location_sizes(options, config)
+    return families
+
+
+def _set_location_sizes(options: Any, config: BookieConfig) -> None:
+    from rocksdict import DBCompressionType
+
     options.set_write_buffer_size(config.db_storage_rocksdb_write_buffer_size_mb << 20)
     options.set_target_file_size_base(config.db_storage_rocksdb_sst_size_mb << 20)
     options.set_level_zero_file_num_compaction_trigger(config.db_storage_rocksdb_num_files_in_level0)
     options.set_max_bytes_for_level_base(config.db_storage_rocksdb_max_size_in_level1_mb << 20)
-    if config.db_storage_rocksdb_lz4_compression_enabled:
-        options.set_compression_type(DBCompressionType.lz4())
+    is_lz4 = config.db_storage_rocksdb_lz4_compression_enabled
+    options.set_compression_type(DBCompressionType.lz4() if is_lz4 else DBCompressionType.snappy())
+
+
+def _location_cache(config: BookieConfig) -> Any:
+    cache_bytes = config.db_storage_rocksdb_block_cache_size
+    return _block_cache(_CACHE_BYTES if cache_bytes is None else cache_bytes, config.db_storage_rocksdb_block_size)
 
 
 def _block_cache(capacity_bytes: int, block_bytes: int) -> Any:

@@ -100,22 +100,44 @@ def test_written_locations_are_read_back(tmp_path: Path, scope_id: int) -> None:
         assert locations.last_entry_id(two) == 24_999
 
 
-def test_locations_have_the_sizes_of_the_configuration(tmp_path: Path) -> None:
+@pytest.mark.parametrize("exists", [False, True])
+def test_locations_have_the_sizes_of_the_configuration(tmp_path: Path, exists: bool) -> None:
+    path = tmp_path / "locations"
+    if exists:
+        with LocationsDatabase.serve(path, BookieConfig(db_storage_rocksdb_format_version=2)) as locations:
+            locations.put(LedgerId(0, 7), 0, 1)
     config = BookieConfig(
+        db_storage_rocksdb_block_cache_size=77 << 20,
         db_storage_rocksdb_write_buffer_size_mb=8,
         db_storage_rocksdb_sst_size_mb=9,
         db_storage_rocksdb_num_files_in_level0=5,
         db_storage_rocksdb_max_size_in_level1_mb=99,
     )
-    with LocationsDatabase.serve(tmp_path / "locations", config):
-        (options,) = (tmp_path / "locations").glob("OPTIONS-*")
-        lines = options.read_text().split()
+    with LocationsDatabase.serve(path, config) as locations:
+        assert locations.get(LedgerId(0, 7), 0) == exists
+        assert locations._database.property_int_value("rocksdb.block-cache-capacity") == 77 << 20
+        lines = max(path.glob("OPTIONS-*")).read_text().split()
     assert {
+        f"format_version={2 if exists else 5}",
         f"write_buffer_size={8 << 20}",
         f"target_file_size_base={9 << 20}",
         "level0_file_num_compaction_trigger=5",
         f"max_bytes_for_level_base={99 << 20}",
     } <= set(lines)
+
+
+@pytest.mark.parametrize("options", [None, b"", b"damaged"])
+def test_a_database_is_served_without_its_options(tmp_path: Path, options: bytes | None) -> None:
+    path = tmp_path / "locations"
+    with LocationsDatabase.serve(path, BookieConfig()) as locations:
+        locations.put(LedgerId(0, 7), 0, 1)
+    for file in path.glob("OPTIONS-*"):
+        if options is None:
+            file.rename(f"{file}.dbtmp")
+        else:
+            file.write_bytes(options)
+    with LocationsDatabase.serve(path, BookieConfig()) as locations:
+        assert locations.get(LedgerId(0, 7), 0) == 1
 
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="this system does not count what a process reads")
