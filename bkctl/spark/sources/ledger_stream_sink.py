@@ -3,10 +3,11 @@
     rows.writeStream.format("bookkeeper.ledger").options(metadataUri=…, ledgerScopeId="7", checkpointLocation=…).start()
 
 The scope belongs to the query. Each task writes a ledger, with an id from (batch id + 1) << 32 on. A batch counts from
-the moment when its record is closed: the ledger whose id is the batch id, with an entry for each ledger of the batch,
-the qualified name. Spark repeats a batch that it does not know to be complete: if the record of that batch is closed,
-the ledgers of the repetition are deleted; else the ledgers of the attempt before are. So records name each row once,
-whatever ends when. A ledger without a record that names it may be deleted at any time.
+the moment when its record is complete: the ledger whose id is the batch id, closed, with an entry for each ledger of
+the batch, the qualified name. Its custom metadata has their number, because a write that fails closes the record early.
+Spark repeats a batch that it does not know to be complete: if the record of that batch is complete, the ledgers of the
+repetition are deleted; else the ledgers of the attempt before are. So records name each row once, whatever ends when.
+A ledger without a record that names it may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from pyspark.sql.datasource import DataSourceStreamArrowWriter, WriterCommitMess
 
 from bkctl.client.reader import read_entries
 from bkctl.errors import Conflict, LedgerNotFound, UsageError
+from bkctl.formats.metadata import LedgerMetadata
 from bkctl.ids import LedgerId
+from bkctl.metadata.ledgers import VersionedMetadata
 from bkctl.spark.sources.connection import Client
 from bkctl.spark.sources.ledger_sink import JOB_KEY, LedgerWriter, LedgerWritten, ledgers_of
 from bkctl.spark.sources.ledgers import NAME, LedgerQuerySettings
@@ -34,6 +37,8 @@ BATCH_ID_MAX: Final = (1 << 31) - 1
 _BATCH_PROPERTY: Final = "streaming.sql.batchId"
 _QUERY_PROPERTY: Final = "sql.streaming.queryId"
 _RECORD_MARK: Final = "record-of-"
+#: Custom metadata of a record: the number of its entries. Records of earlier releases lack it.
+_COUNT_KEY: Final = "bkctl-write-count"
 
 
 class BatchWritten(LedgerWritten):
@@ -107,27 +112,32 @@ class LedgerStreamWriter(DataSourceStreamArrowWriter):
         return LedgerWriter(self._options, self._settings, self._schema, False, batch=batch)
 
     def _recorded(self, client: Client, batch: int, queries: set[str]) -> list[LedgerId] | None:
-        """Return the ledgers that the record of `batch` names; None without a closed one. Deletes an unfinished one."""
+        """Return the ledgers that the record of `batch` names; None without a complete one. Deletes any other one."""
         record = LedgerId(self._scope_id, batch)
         try:
-            metadata = client.cluster.ledgers.read(record).metadata
+            found = client.cluster.ledgers.read(record)
         except LedgerNotFound:
             return None
-        mark = metadata.custom_metadata.get(JOB_KEY, b"").decode(errors="replace")
+        mark = found.metadata.custom_metadata.get(JOB_KEY, b"").decode(errors="replace")
         query = mark.removeprefix(_RECORD_MARK)
         if not mark.startswith(_RECORD_MARK) or (query and queries and query not in queries):
             raise Conflict(
                 f"Ledger scope {self._scope_id} has ledger {record}, which is not a record of this query",
                 hint="give each query, with its checkpoint, a ledgerScopeId of its own",
             )
-        if not metadata.is_closed:
-            # The driver ended before the batch counted.
+        if not _is_complete(found.metadata):
+            # The driver ended, or writing failed, before the batch counted.
             client.cluster.ledgers.remove(record)
             return None
-        return client.run(_read_record(client, record))
+        return client.run(_read_record(client, record, found))
+
+
+def _is_complete(record: LedgerMetadata) -> bool:
+    return record.is_closed and record.custom_metadata.get(_COUNT_KEY) in (None, b"%d" % (record.last_entry_id + 1))
 
 
 async def _write_record(client: Client, record: LedgerId, ledgers: list[LedgerId], settings: dict[str, Any]) -> None:
+    settings["custom_metadata"][_COUNT_KEY] = b"%d" % len(ledgers)
     handle = await client.bookkeeper.create_ledger_adv(record.ledger_id, ledger_scope_id=record.scope_id, **settings)
     for ledger in ledgers:
         await handle.ready()
@@ -135,8 +145,7 @@ async def _write_record(client: Client, record: LedgerId, ledgers: list[LedgerId
     await handle.close()
 
 
-async def _read_record(client: Client, record: LedgerId) -> list[LedgerId]:
-    found = client.cluster.ledgers.read(record)
+async def _read_record(client: Client, record: LedgerId, found: VersionedMetadata) -> list[LedgerId]:
     last = found.metadata.last_entry_id
     if last < 0:
         return []
@@ -158,12 +167,13 @@ def committed_ledgers(options: Mapping[str, str]) -> list[CommittedLedger]:
     """
     checked = SourceOptions(NAME, options, tuple(options))
     settings = LedgerQuerySettings(checked)
-    found = []
+    committed = []
     with Client(settings.cluster) as client:
         for record in client.cluster.ledgers.ledgers(settings.scope_id):
             if record.ledger_id > BATCH_ID_MAX:
                 break
-            if client.cluster.ledgers.read(record).metadata.is_closed:
-                ledgers = client.run(_read_record(client, record))
-                found += [CommittedLedger(record.ledger_id, ledger) for ledger in ledgers]
-    return found
+            found = client.cluster.ledgers.read(record)
+            if _is_complete(found.metadata):
+                ledgers = client.run(_read_record(client, record, found))
+                committed += [CommittedLedger(record.ledger_id, ledger) for ledger in ledgers]
+    return committed

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 from support.source_rows import struct_of
 
-from bkctl.errors import Conflict, UsageError
+from bkctl.client.write_handle import WriteHandle
+from bkctl.errors import Conflict, NotEnoughBookies, UsageError
 from bkctl.ids import LedgerId
 from bkctl.spark.sources.ledger_sink import JOB_KEY, LedgerWriter
 from bkctl.spark.sources.ledger_source import LedgerSource
@@ -90,6 +91,41 @@ def test_batch_of_a_driver_that_ended_does_not_count(live: Live) -> None:
     query.task(0, 0, b"x")
     query.writer.abort([None], 0)
     assert query.contents() == [(0, [b"again"])]
+
+
+def test_record_cut_by_a_failure_does_not_count(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    query = Query(live, SCOPE + 6)
+    ready = WriteHandle.ready
+
+    async def failing(handle: WriteHandle) -> None:
+        if handle.pending_count:
+            await handle.flush()
+            handle._pipeline._end(NotEnoughBookies("no bookie is left"))
+            assert handle._closing is not None
+            await handle._closing
+        await ready(handle)
+
+    tasks = [query.task(0, 0, b"a"), query.task(0, 1, b"b")]
+    with monkeypatch.context() as patch:
+        patch.setattr(WriteHandle, "ready", failing)
+        with pytest.raises(NotEnoughBookies):
+            query.writer.commit([*tasks], 0)
+    record = live.client().cluster.ledgers.read(LedgerId(SCOPE + 6, 0)).metadata
+    assert (record.is_closed, record.last_entry_id) == (True, 0)
+    assert committed_ledgers(options(live, SCOPE + 6)) == []
+    query.writer.commit([query.task(0, 0, b"a"), query.task(0, 1, b"b")], 0)
+    assert query.contents() == [(0, [b"a"]), (0, [b"b"])]
+
+
+def test_record_without_a_count_counts(live: Live) -> None:
+    """A record of an earlier release."""
+    query = Query(live, SCOPE + 7)
+    written = query.task(0, 0, b"a").ledger
+    assert written is not None
+    name = LedgerId.from_value(written).qualified_name.encode()
+    live.write([name], LedgerId(SCOPE + 7, 0), custom_metadata={JOB_KEY: b"record-of-query"})
+    query.writer.commit([query.task(0, 0, b"a")], 0)
+    assert query.contents() == [(0, [b"a"])]
 
 
 def test_scope_of_another_query_is_refused(live: Live) -> None:
