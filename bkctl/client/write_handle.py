@@ -36,12 +36,15 @@ from bkctl.protocol.messages import (
 
 
 class WriteHandle(LedgerHandleBase):
-    """A ledger that this client writes, from `BookKeeper.create_ledger` until `close`."""
+    """A ledger that this client writes, from `BookKeeper.create_ledger` until `close`.
 
-    def __init__(self, access: LedgerAccess, *, own_entry_ids: bool) -> None:
+    With `recovery` bookies accept its adds although a recovery fenced the ledger.
+    """
+
+    def __init__(self, access: LedgerAccess, *, own_entry_ids: bool, recovery: bool = False) -> None:
         super().__init__(access)
         self._own_entry_ids = own_entry_ids
-        self._pipeline = AddPipeline(access, on_end=self._ended)
+        self._pipeline = AddPipeline(access, recovery=recovery, on_end=self._ended)
         self._closing: asyncio.Task[None] | None = None
 
     @property

@@ -294,8 +294,8 @@ class _Import:
             {key: b64decode(value) for key, value in fields["customMetadata"].items()},
         )  # fmt: skip
         password = options.secret("ledgerPassword") or b""
-        self._client, self._entry_count = client, int(fields["entryCount"])
-        self._copy = LedgerCopy(client, source, target, shape.over(options), password)
+        self._client = client
+        self._copy = LedgerCopy(client, source, target, shape.over(options), password, int(fields["entryCount"]))
         self._error: BkctlError | None = None
         self._run(self._copy.begin())
 
@@ -307,10 +307,10 @@ class _Import:
         self._run(self._copy.add(payloads))
 
     def finish(self) -> CopyResult:
-        if self._copy.hash.entry_count != self._entry_count and self._error is None:
+        if self._copy.hash.entry_count != self._copy.entry_count and self._error is None:
             self._error = Corrupt(
                 f"Ledger {self._copy.source} has {self._copy.hash.entry_count} entries in the export, not "
-                f"{self._entry_count}"
+                f"{self._copy.entry_count}"
             )
         result = self._run(self._copy.finish())
         if self._error is not None:

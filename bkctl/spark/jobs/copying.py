@@ -2,7 +2,8 @@
 
 A copy has the payloads, shape and custom metadata of its source. Its custom metadata also names the source and, once
 the copy was read back and compared, the hash of its entries. So a second run skips verified copies and resumes
-unfinished ones: it adds the same entries under the same ids again, which does not change entries that exist.
+unfinished ones: it adds the same entries under the same ids again, which does not change entries that exist. A copy
+without the hash that was closed too early (when too few bookies were left, or by a recovery) is unfinished as well.
 """
 
 from __future__ import annotations
@@ -114,12 +115,15 @@ class CopyResult(NamedTuple):
 class LedgerCopy:
     """A copy of `source` at `target` in progress: `begin`, then `add` every payload, then `finish`.
 
-    If `begin` finds the copy `closed`, `add` and `finish` compare it and write nothing.
+    `entry_count` is the number of payloads. If `begin` finds the copy `closed`, `add` and `finish` compare it and write
+    nothing.
     """
 
-    def __init__(self, client: Client, source: LedgerId, target: LedgerId, shape: Shape, password: bytes) -> None:
+    def __init__(
+        self, client: Client, source: LedgerId, target: LedgerId, shape: Shape, password: bytes, entry_count: int
+    ) -> None:
         self._client, self.source, self.target = client, source, target
-        self._shape, self._password = shape, password
+        self._shape, self._password, self.entry_count = shape, password, entry_count
         self._handle: WriteHandle | None = None
         #: The metadata of a copy that was closed already.
         self.closed: VersionedMetadata | None = None
@@ -130,10 +134,10 @@ class LedgerCopy:
 
         Raises Conflict if another ledger has the id, or the copy is in recovery; NotEnoughBookies, ….
         """
-        bookkeeper, target = self._client.bookkeeper, self.target
+        bookkeeper, ledgers, target = self._client.bookkeeper, self._client.cluster.ledgers, self.target
         marked = {**self._shape.custom_metadata, SOURCE_KEY: self.source.qualified_name.encode()}
         try:
-            found = self._client.cluster.ledgers.read(target)
+            found = ledgers.read(target)
         except LedgerNotFound:
             self._handle = await bookkeeper.create_ledger_adv(
                 target.ledger_id, ledger_scope_id=target.scope_id, password=self._password,
@@ -143,14 +147,20 @@ class LedgerCopy:
         custom = found.metadata.custom_metadata
         if custom.get(SOURCE_KEY) != marked[SOURCE_KEY]:
             raise Conflict(f"Ledger {target} exists, and is not a copy of ledger {self.source}")
-        if found.metadata.is_closed:
+        metadata = found.metadata
+        if metadata.is_closed and (HASH_KEY in custom or metadata.last_entry_id + 1 >= self.entry_count):
             self.closed = found
             return
-        if found.metadata.state is not LedgerState.OPEN:
+        if metadata.state is LedgerState.IN_RECOVERY:
             raise Conflict(f"Ledger {target}, an unfinished copy, is being recovered", hint="try again later")
-        # The run before wrote the same entries, so adding them again is safe.
-        access = bookkeeper.access(target, found)
-        self._handle = WriteHandle(access, own_entry_ids=False)
+        if metadata.is_closed or len(metadata.ensembles) > 1:
+            # The handle begins before the first entry, and can only add fragments behind those that exist.
+            metadata = replace(
+                metadata, state=LedgerState.OPEN, last_entry_id=-1, length=0, ensembles=metadata.ensembles[:1]
+            )
+            found = found._replace(metadata=metadata, version=ledgers.write(target, metadata, found.version))
+        # The run before wrote the same entries, so adding them again is safe, also to bookies that a recovery fenced.
+        self._handle = WriteHandle(bookkeeper.access(target, found), own_entry_ids=False, recovery=True)
 
     async def add(self, payloads: Iterable[bytes]) -> None:
         """Add the next entries; all are acknowledged when this returns."""
@@ -165,7 +175,7 @@ class LedgerCopy:
     async def finish(self) -> CopyResult:
         """Close the copy, read it back, compare it, and record the hash in its custom metadata.
 
-        Raises Corrupt if the copy differs, Conflict if it was closed before its end.
+        Raises Corrupt if the copy differs, Conflict if it was closed at another entry.
         """
         if self._handle is not None:
             await self._handle.close()
@@ -210,7 +220,8 @@ async def copy_ledger(client: Client, source: LedgerId, target: LedgerId, option
     metadata = found.metadata
     if not metadata.is_closed:
         return CopyResult(source, target, OPEN, message=f"Ledger {source} is not closed")
-    copy = LedgerCopy(client, source, target, Shape.of(metadata).over(options), metadata.password or b"")
+    shape, entry_count = Shape.of(metadata).over(options), metadata.last_entry_id + 1
+    copy = LedgerCopy(client, source, target, shape, metadata.password or b"", entry_count)
     await copy.begin()
     if copy.closed is not None and HASH_KEY in copy.closed.metadata.custom_metadata:
         present = copy.closed.metadata

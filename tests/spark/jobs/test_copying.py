@@ -11,6 +11,7 @@ from support.waiting import LIMIT_S
 
 from bkctl.errors import BookieUnavailable, Conflict, Corrupt, UsageError
 from bkctl.formats.entry import DigestType
+from bkctl.formats.metadata import Fragment
 from bkctl.ids import LedgerId
 from bkctl.spark.jobs.copying import (
     HASH_KEY,
@@ -74,7 +75,7 @@ def test_unfinished_copy_is_resumed(live: Live, client: Client) -> None:
     source, target = live.write(PAYLOADS, LedgerId(SCOPE, 3)), LedgerId(SCOPE + 1, 3)
     shape = Shape.of(client.cluster.ledgers.read(source).metadata)
     dying = live.client()
-    half = LedgerCopy(dying, source, target, shape, b"")
+    half = LedgerCopy(dying, source, target, shape, b"", len(PAYLOADS))
 
     async def begin() -> None:
         await half.begin()
@@ -89,6 +90,48 @@ def test_unfinished_copy_is_resumed(live: Live, client: Client) -> None:
     assert live.read(target) == PAYLOADS
 
 
+@pytest.mark.parametrize("by_recovery", [False, True])
+def test_copy_closed_before_its_end_is_resumed(live: Live, client: Client, by_recovery: bool) -> None:
+    ledger_id = 7 + by_recovery
+    source, target = live.write(PAYLOADS, LedgerId(SCOPE, ledger_id)), LedgerId(SCOPE + 1, ledger_id)
+    half = live.open(target, custom_metadata={SOURCE_KEY: source.qualified_name.encode()}, copies=3)
+    half.add(PAYLOADS[:5])
+    if by_recovery:
+        # All bookies keep the fence.
+        opened = client.bookkeeper.open_ledger(target.ledger_id, ledger_scope_id=target.scope_id, recovery=True)
+        client.run(opened)
+    else:
+        half.close()
+    assert client.cluster.ledgers.read(target).metadata.last_entry_id == 4
+    assert copy(client, source, target)[2:4] == ("copied", len(PAYLOADS))
+    assert live.read(target) == PAYLOADS
+
+
+def test_resumed_copy_replaces_bookies_before_its_last_fragment(live: Live, client: Client) -> None:
+    source, target = live.write(PAYLOADS, LedgerId(SCOPE, 9)), LedgerId(SCOPE + 1, 9)
+    live.open(target, custom_metadata={SOURCE_KEY: source.qualified_name.encode()}).add(PAYLOADS[:100])
+    ledgers = client.cluster.ledgers
+    found = ledgers.read(target)
+    (first,) = found.metadata.ensembles
+    kept, failing = first.bookies
+    (spare,) = {bookie.bookie_id for bookie in client.cluster.bookies.list()} - {kept, failing}
+    changed = replace(found.metadata, ensembles=(first, Fragment(100, (spare, failing))))
+    ledgers.write(target, changed, found.version)
+    resumed = LedgerCopy(client, source, target, Shape.of(changed), b"", len(PAYLOADS))
+
+    async def finish() -> CopyResult:
+        await resumed.begin()
+        await resumed.add(PAYLOADS[:50])
+        assert resumed._handle is not None
+        resumed._handle._pipeline._bookies_failed({1: failing})
+        await resumed.add(PAYLOADS[50:])
+        return await resumed.finish()
+
+    assert client.run(finish())[2:4] == ("copied", len(PAYLOADS))
+    assert live.read(target) == PAYLOADS
+    assert ledgers.read(target).metadata.ensembles == (first, Fragment(50, (kept, spare)))
+
+
 def test_closed_copy_is_verified(live: Live, client: Client) -> None:
     source, target = live.write(PAYLOADS, LedgerId(SCOPE, 4)), LedgerId(SCOPE + 1, 4)
     mark = {SOURCE_KEY: source.qualified_name.encode()}
@@ -99,10 +142,12 @@ def test_closed_copy_is_verified(live: Live, client: Client) -> None:
     live.write([*PAYLOADS[:-1], b"xxxx"], other, custom_metadata=mark)
     with pytest.raises(Corrupt, match="differ"):
         copy(client, source, other)
-    short = LedgerId(SCOPE + 3, 4)
-    live.write(PAYLOADS[:5], short, custom_metadata=mark)
-    with pytest.raises(Conflict, match="closed after 5 entries"):
-        copy(client, source, short)
+    verified, long = LedgerId(SCOPE + 3, 4), LedgerId(SCOPE + 5, 4)
+    live.write(PAYLOADS[:5], verified, custom_metadata={**mark, HASH_KEY: hash_of(PAYLOADS[:5]).encode()})
+    live.write([*PAYLOADS, b"more"], long, custom_metadata=mark)
+    for target, count in {verified: 5, long: len(PAYLOADS) + 1}.items():
+        with pytest.raises(Conflict, match=f"closed after {count} entries"):
+            copy(client, source, target)
     foreign = live.write(PAYLOADS, LedgerId(SCOPE + 4, 4))
     with pytest.raises(Conflict, match="is not a copy of ledger"):
         copy(client, source, foreign)
