@@ -284,7 +284,7 @@ def _runs(batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[str, int, list[by
 
 
 class _Import:
-    """The import of one ledger. An error of this ledger goes to its row; an unreachable cluster is raised."""
+    """The import of one ledger. An error of this ledger goes to its row; an unreachable metadata store is raised."""
 
     def __init__(self, client: Client, source: LedgerId, target: LedgerId, head: bytes, options: SourceOptions) -> None:
         fields = json.loads(head)
@@ -324,8 +324,8 @@ class _Import:
             return None
         try:
             return self._client.run(work)
-        except Unreachable:
-            raise  # Spark tries the task again.
         except BkctlError as error:
+            if isinstance(error, Unreachable):
+                self._client.cluster.instance_id()  # Raises if the store is unreachable: the task runs again.
             self._error = error
             return None

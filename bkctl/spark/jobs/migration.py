@@ -52,7 +52,7 @@ def migrate_scope(
 
     `options` are the connection's and SHAPE_OPTIONS. The sources stay. A ledger that is not closed is not copied
     (`open`). If a copy fails otherwise (`failed`, with a `message`), the job continues with the next one; only an
-    unreachable cluster ends the job. Columns: RESULT_COLUMNS.
+    unreachable metadata store ends the job. Columns: RESULT_COLUMNS.
     Raises UsageError if two ledgers would get the same id, or one is in that scope already.
     """
     checked = SourceOptions("migrate-scope", options, (*CONNECTION_OPTIONS, *SHAPE_OPTIONS))
@@ -113,15 +113,18 @@ def _even_bins(work: Collection[_Work], count: int) -> list[list[tuple[LedgerId,
 def _copy_bins(
     options: SourceOptions, bins: list[list[tuple[LedgerId, LedgerId]]], batches: Iterable[pa.RecordBatch]
 ) -> Iterator[pa.RecordBatch]:
-    """Copy the ledgers of the bins that `batches` number; one row a ledger. Raises Unreachable."""
+    """Copy the ledgers of the bins that `batches` number; one row a ledger.
+
+    Raises Unreachable if the metadata store is unreachable. Unreachable bookies fail only the ledgers that need them.
+    """
     for batch in batches:
         for at in batch.column(0).to_pylist():
             with Client(ClusterOptions(options)) as client:
                 for source, target in bins[at]:
                     try:
                         result = client.run(copy_ledger(client, source, target, options))
-                    except Unreachable:
-                        raise  # Spark tries the task again.
                     except BkctlError as error:
+                        if isinstance(error, Unreachable):
+                            client.cluster.instance_id()  # Raises if the store is unreachable: the task runs again.
                         result = CopyResult(source, target, FAILED, message=str(error))
                     yield result_batch([result])

@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pyarrow
 import pyarrow.parquet
 import pytest
 
@@ -17,7 +18,8 @@ from bkctl.formats.entry import DigestType
 from bkctl.ids import LedgerId
 from bkctl.spark.jobs import archive
 from bkctl.spark.jobs.archive import export_ledgers, import_ledgers
-from bkctl.spark.jobs.copying import HASH_KEY, SOURCE_KEY
+from bkctl.spark.jobs.copying import HASH_KEY, SHAPE_OPTIONS, SOURCE_KEY
+from bkctl.spark.sources.options import SourceOptions
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -117,6 +119,24 @@ def test_export_and_import_restore_ledgers(
     shutil.rmtree(path / "counts")
     with pytest.raises(NotFound):
         import_ledgers(spark, str(path), live.options)
+
+
+def test_import_of_a_ledger_without_enough_bookies_fails_alone(live: Live) -> None:
+    def head(ensemble_size: int) -> bytes:
+        fields = {"ensembleSize": ensemble_size, "writeQuorumSize": 2, "ackQuorumSize": 2, "digestType": "CRC32C"}
+        return json.dumps({**fields, "customMetadata": {}, "entryCount": 1}).encode()
+
+    wide, sound = (LedgerId(SCOPE + 30, ledger_id).qualified_name for ledger_id in (1, 2))
+    rows = {
+        "ledgerQualifiedName": [wide, wide, sound, sound],
+        "entryId": [-1, 0, -1, 0],
+        "payload": [head(5), b"x", head(2), b"x"],
+    }
+    options = SourceOptions("test", live.options, ("metadataUri", *SHAPE_OPTIONS))
+    batches = archive._import_rows(options, SCOPE + 31, [pyarrow.RecordBatch.from_pydict(rows)])
+    failed, copied = (row for batch in batches for row in batch.to_pylist())
+    assert (failed["state"], copied["state"]) == ("failed", "copied")
+    assert "5 writable bookies are needed" in failed["message"]
 
 
 def test_exports_of_empty_partial_and_missing_selections(

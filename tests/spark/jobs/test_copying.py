@@ -6,15 +6,18 @@ import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
 import pytest
 from support.waiting import LIMIT_S
 
-from bkctl.errors import BookieUnavailable, Conflict, Corrupt, UsageError
+from bkctl.errors import BookieUnavailable, Conflict, Corrupt, TimedOut, UsageError
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import Fragment
 from bkctl.ids import LedgerId
+from bkctl.metadata.cluster import Cluster
 from bkctl.spark.jobs.copying import (
     HASH_KEY,
+    SHAPE_OPTIONS,
     SOURCE_KEY,
     CopyResult,
     EntryHash,
@@ -22,7 +25,7 @@ from bkctl.spark.jobs.copying import (
     Shape,
     copy_ledger,
 )
-from bkctl.spark.jobs.migration import migrate_scope
+from bkctl.spark.jobs.migration import _copy_bins, migrate_scope
 from bkctl.spark.sources.connection import Client
 from bkctl.spark.sources.options import SourceOptions
 
@@ -155,7 +158,7 @@ def test_closed_copy_is_verified(live: Live, client: Client) -> None:
     assert copy(client, growing.ledger, LedgerId(SCOPE + 1, 5))[2] == "open"
 
 
-def test_unreachable_cluster_fails_the_job(live: Live, client: Client) -> None:
+def test_copy_raises_the_error_of_unreachable_bookies(live: Live, client: Client) -> None:
     source = live.write([b"x"], LedgerId(SCOPE, 6))
 
     async def unreachable() -> Any:
@@ -164,6 +167,31 @@ def test_unreachable_cluster_fails_the_job(live: Live, client: Client) -> None:
 
     with pytest.raises(BookieUnavailable):
         client.run(unreachable())
+
+
+def test_ledger_without_enough_bookies_fails_alone(live: Live, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    sound, wide = live.write([b"x"], LedgerId(SCOPE, 12)), LedgerId(SCOPE, 11)
+    metadata = client.cluster.ledgers.read(sound).metadata
+    bookies = Fragment(0, tuple(f"b{number}:3181" for number in range(5)))
+    empty = replace(metadata, ensemble_size=5, ensembles=(bookies,), last_entry_id=-1, length=0, c_token=None)
+    client.cluster.ledgers.create(wide, empty)
+    bins = [[(each, LedgerId(SCOPE + 6, each.ledger_id)) for each in (wide, sound)]]
+    options = SourceOptions("test", live.options, ("metadataUri", *SHAPE_OPTIONS))
+
+    def copied() -> list[tuple[str, str]]:
+        batches = _copy_bins(options, bins, [pa.RecordBatch.from_pydict({"id": [0]})])
+        return [(row["state"], row["message"] or "") for batch in batches for row in batch.to_pylist()]
+
+    (failed, message), done = copied()
+    assert (failed, done) == ("failed", ("copied", ""))
+    assert "5 writable bookies are needed, 3 are there" in message
+
+    def unreachable(_: Cluster) -> str:
+        raise TimedOut("the store does not answer")
+
+    monkeypatch.setattr(Cluster, "instance_id", unreachable)
+    with pytest.raises(TimedOut, match="store"):
+        copied()
 
 
 def test_scope_is_copied_through_spark(spark: SparkSession, live: Live) -> None:
