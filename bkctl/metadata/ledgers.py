@@ -64,6 +64,8 @@ class LedgerManager(ABC):
 
     #: The largest id of scope 0 whose name every Apache class of the layout recognises.
     id_max: int = I64_MAX
+    #: Whether each id that the store generates is greater than those before it.
+    ids_ascend: bool = True
 
     def __init__(self, store: MetadataStore) -> None:
         self.store = store

@@ -247,6 +247,14 @@ def test_many_creators_share_one_store(cluster_uri: str) -> None:
         assert list(first.ledgers.ledgers(None)) == sorted(made)
 
 
+def test_generated_ids_ascend_where_the_manager_says_so(ledgers: LedgerManager) -> None:
+    ledgers.new_ledger_id()
+    position = ledgers.id_position()
+    assert position is not None
+    generated = [position - 1, *(ledgers.new_ledger_id().ledger_id for _ in range(130))]
+    assert ledgers.ids_ascend == (generated == sorted(set(generated)))
+
+
 def test_read_many_keeps_order_with_errors_in_place(ledgers: LedgerManager, ids: list[LedgerId]) -> None:
     create_all(ledgers, ids)
     broken = LedgerId(7, 500)

@@ -4,7 +4,8 @@
 
 The column `payload` (binary or string) becomes the entries, in the order of the partition's rows. Other columns are
 ignored, and a partition without rows gets no ledger. A task that runs again writes another ledger: at the end, ledgers
-of attempts that Spark does not count are deleted. A mark in the custom metadata and adjacent ids find these ledgers.
+of attempts that Spark does not count are deleted. A mark in the custom metadata and adjacent ids find these ledgers; in
+scope 0 on etcd, whose ids are not adjacent, the mark alone, so that all ledgers of the scope are read.
 """
 
 from __future__ import annotations
@@ -84,8 +85,9 @@ class LedgerWriter(DataSourceArrowWriter):
         self._position = 0
         if self._scope_id == 0:
             with settings.cluster.open() as cluster:
-                # Ids that the store creates for this write follow the current position.
-                self._position = cluster.ledgers.id_position() or 0
+                if cluster.ledgers.ids_ascend:
+                    # Ids that the store creates for this write follow the current position.
+                    self._position = cluster.ledgers.id_position() or 0
 
     # --- in the tasks -------------------------------------------------------------------------------------------
 

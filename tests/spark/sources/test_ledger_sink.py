@@ -16,6 +16,7 @@ from support.source_rows import struct_of
 from bkctl.errors import AlreadyExists, Unauthorized, UsageError
 from bkctl.formats.entry import DigestType
 from bkctl.ids import LedgerId
+from bkctl.metadata.ledgers import QualifiedNameLedgerManager
 from bkctl.spark.sources.ledger_sink import JOB_KEY, LedgerWriter, LedgerWritten
 from bkctl.spark.sources.ledger_source import LedgerSource
 
@@ -79,6 +80,19 @@ def test_commit_deletes_ledgers_of_uncounted_attempts(live: Live, tmp_path: Path
     assert scopes == {scope_id} if scope_id is not None else (len(scopes) == 1 and 0 not in scopes)
     other.abort([unrelated, None])
     assert live.ledgers() - before == {ledger_of(first), ledger_of(second)}
+
+
+def test_ledgers_are_deleted_whose_ids_do_not_ascend(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on etcd, whose position is behind most ids to come."""
+    monkeypatch.setattr(QualifiedNameLedgerManager, "ids_ascend", False)
+    monkeypatch.setattr(QualifiedNameLedgerManager, "id_position", lambda _: 100 << 56 | 11)
+    planned, before = writer(live, ledgerScopeId=0), live.ledgers()
+    attempt(planned, b"lost")
+    counted = attempt(planned, b"counted")
+    planned.commit([counted])
+    assert live.ledgers() - before == {ledger_of(counted)}
+    planned.abort([counted])
+    assert live.ledgers() == before
 
 
 def test_ledgers_have_the_requested_settings(live: Live, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,8 @@ class EtcdLedgerManager(QualifiedNameLedgerManager):
     Ids of scope 0 come from 128 buckets, each a key that counts its writes: bucket << 56 | count.
     """
 
+    ids_ascend = False
+
     def __init__(self, store: MetadataStore) -> None:
         super().__init__(store)
         self._bucket = random.randrange(_BUCKETS)
