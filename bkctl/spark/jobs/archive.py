@@ -11,6 +11,7 @@ With more scopes than SCOPES_MAX (one for each ledger, perhaps), or without `by_
 
 A ledger that is not closed is exported up to its last add confirmed. Without `counts/_SUCCESS` an export is incomplete.
 So `counts` is the manifest that a later export reads, which leaves out ledgers that this one has as they are closed.
+Ledgers that were deleted while the export ran may be in `ledgers` and, in part, in `entries`, but not in `counts`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
 
-from bkctl.errors import AlreadyExists, BkctlError, Corrupt, NotFound, Unreachable
+from bkctl.errors import AlreadyExists, BkctlError, Corrupt, LedgerNotFound, NotFound, Unreachable
 from bkctl.formats.entry import DigestType
 from bkctl.ids import LedgerId
 from bkctl.spark import functions as F
@@ -97,7 +98,8 @@ def export_ledgers(
     `options` are the connection's, and `ledger` or `ledgerScopeId` (default: all), `states` the states of ledgers to
     export (default: any). `since` are paths of complete exports: closed ledgers that one of them has are left out; such
     as were not closed there, or were created again, are exported whole. With `by_scope` the entries of each scope get a
-    directory, unless there are more than SCOPES_MAX.
+    directory, unless there are more than SCOPES_MAX. Ledgers that are deleted before they were read are left out,
+    unless `ledger` names them.
     Raises AlreadyExists for an existing directory, unless `overwrite`; the error of an entry that cannot be read;
     Corrupt if the number or length of entries differs from a closed ledger's metadata.
     """
@@ -117,8 +119,9 @@ def export_ledgers(
     # The files do not change while the entries are read; the metadata store may.
     ledgers = spark.read.schema(ddl(METADATA_COLUMNS)).parquet(f"{path}/ledgers")
     filled = ledgers.filter((F.col("state") != "CLOSED") | (F.col("lastEntryId") >= 0)).select(QUALIFIED_NAME)
-    _write_entries(spark, path, filled, connection, mode=mode, by_scope=by_scope)
-    counts = _checked_counts(spark, path, ledgers)
+    are_named = "ledger" in options
+    _write_entries(spark, path, filled, connection, mode=mode, by_scope=by_scope, are_named=are_named)
+    counts = _checked_counts(spark, path, ledgers, connection, are_named=are_named)
     counts.write.mode("overwrite").parquet(f"{path}/counts")
     return _counts(spark, path).sort(QUALIFIED_NAME)
 
@@ -139,8 +142,9 @@ def _changed_since(spark: SparkSession, metadata: DataFrame, since: Sequence[str
 
 
 def _write_entries(
-    spark: SparkSession, path: str, ledgers: DataFrame, connection: Mapping[str, str], *, mode: str, by_scope: bool
-) -> None:
+    spark: SparkSession, path: str, ledgers: DataFrame, connection: Mapping[str, str],
+    *, mode: str, by_scope: bool, are_named: bool,
+) -> None:  # fmt: skip
     with TemporaryDirectory(prefix="bkctl-") as directory:
         names = Path(directory, "ledgers")
         scope_count, scope = 0, ""
@@ -151,7 +155,7 @@ def _write_entries(
                     scope_count, scope = scope_count + 1, name[:16]
         entries = (
             spark.read.format(ledger_source.NAME)
-            .options(**connection, ledgersFile=str(names), columns=",".join(ENTRY_COLUMNS))
+            .options(**connection, ledgersFile=str(names), columns=",".join(ENTRY_COLUMNS), failOnDataLoss=are_named)
             .load()
         )
         writer = entries.write.mode(mode)
@@ -160,8 +164,13 @@ def _write_entries(
         writer.parquet(f"{path}/entries")
 
 
-def _checked_counts(spark: SparkSession, path: str, ledgers: DataFrame) -> DataFrame:
-    """Return the counts of written entries. Raises Corrupt if a ledger's counts differ from its metadata."""
+def _checked_counts(
+    spark: SparkSession, path: str, ledgers: DataFrame, connection: Mapping[str, str], *, are_named: bool
+) -> DataFrame:
+    """Return the counts of written entries, without ledgers that were deleted meanwhile, unless they `are_named`.
+
+    Raises Corrupt if a ledger's counts differ from its metadata.
+    """
     written = _entries(spark, path).groupBy(QUALIFIED_NAME)
     counted = written.agg(F.count("*").alias("entryCount"), F.sum("size").alias("size"), F.max("entryId").alias("last"))
     counts = ledgers.select(*LEDGER_COLUMNS, "state", "lastEntryId", "length", "ctime").join(
@@ -175,12 +184,21 @@ def _checked_counts(spark: SparkSession, path: str, ledgers: DataFrame) -> DataF
     wrong = (F.col("entryCount") != F.col("last") + 1) | (
         closed & ((F.col("last") != F.col("lastEntryId")) | (F.col("size") != F.col("length")))
     )
-    first = counts.filter(wrong).sort(QUALIFIED_NAME).head()
-    if first is not None:
-        raise Corrupt(
-            f"Ledger {LedgerId.parse(first[QUALIFIED_NAME])} was exported with {first['entryCount']} entries "
-            f"({first['size']} bytes); its metadata says {first['lastEntryId'] + 1} ({first['length']} bytes)"
-        )
+    # Counts of a ledger that is not closed do not tell where its entries end.
+    doubtful = counts.withColumn("wrong", wrong).filter(wrong | ~closed).sort(QUALIFIED_NAME)
+    rows = {LedgerId.parse(row[QUALIFIED_NAME]): row for row in doubtful.toLocalIterator()}
+    deleted = []
+    with ClusterOptions(SourceOptions("export", connection, CONNECTION_OPTIONS)).open() as cluster:
+        for ledger, found in cluster.ledgers.read_many(rows):
+            row = rows[ledger]
+            if isinstance(found, LedgerNotFound) and not are_named:
+                deleted.append((row[QUALIFIED_NAME],))
+            elif row["wrong"]:
+                raise Corrupt(
+                    f"Ledger {ledger} was exported with {row['entryCount']} entries ({row['size']} bytes); its "
+                    f"metadata says {row['lastEntryId'] + 1} ({row['length']} bytes)"
+                )
+    counts = counts.join(frame_of(spark, deleted, f"{QUALIFIED_NAME} string"), QUALIFIED_NAME, "left_anti")
     return counts.withColumn("lastEntryId", F.col("last")).select(*COUNT_COLUMNS)
 
 
@@ -223,7 +241,7 @@ def import_ledgers(
     except AnalysisException as error:
         raise NotFound(f"{path} is not a complete export", hint="create one with 'bkctl pipeline export'") from error
     # An interrupted export with --overwrite leaves the counts empty.
-    if known.count() != counts.count():
+    if counts.isEmpty() and not known.isEmpty():
         raise NotFound(f"{path} is not a complete export", hint="export again")
     ledgers = known.join(counts.select(QUALIFIED_NAME, "entryCount", "size"), QUALIFIED_NAME)
     if dry_run:
@@ -260,14 +278,15 @@ def _import_rows(
     with Client(ClusterOptions(options)) as client:
         current: _Import | None = None
         for name, first, payloads in _runs(batches):
+            source = LedgerId.parse(name)
             if first == _HEAD:
                 if current is not None:
                     yield result_batch([current.finish()])
-                source = LedgerId.parse(name)
                 current = _Import(client, source, _target(source, to_scope_id), payloads.pop(0), options)
                 first += 1
-            assert current is not None
-            current.add(first, payloads)
+            # Ledgers that were deleted while the export ran have no head.
+            if current is not None and current.source == source:
+                current.add(first, payloads)
         if current is not None:
             yield result_batch([current.finish()])
 
@@ -294,27 +313,25 @@ class _Import:
             {key: b64decode(value) for key, value in fields["customMetadata"].items()},
         )  # fmt: skip
         password = options.secret("ledgerPassword") or b""
-        self._client = client
+        self._client, self.source = client, source
         self._copy = LedgerCopy(client, source, target, shape.over(options), password, int(fields["entryCount"]))
         self._error: BkctlError | None = None
         self._run(self._copy.begin())
 
     def add(self, first: int, payloads: list[bytes]) -> None:
         if first != self._copy.hash.entry_count and payloads and self._error is None:
-            self._error = Corrupt(
-                f"Entry {self._copy.hash.entry_count} of ledger {self._copy.source} is not in the export"
-            )
+            self._error = Corrupt(f"Entry {self._copy.hash.entry_count} of ledger {self.source} is not in the export")
         self._run(self._copy.add(payloads))
 
     def finish(self) -> CopyResult:
         if self._copy.hash.entry_count != self._copy.entry_count and self._error is None:
             self._error = Corrupt(
-                f"Ledger {self._copy.source} has {self._copy.hash.entry_count} entries in the export, not "
+                f"Ledger {self.source} has {self._copy.hash.entry_count} entries in the export, not "
                 f"{self._copy.entry_count}"
             )
         result = self._run(self._copy.finish())
         if self._error is not None:
-            return CopyResult(self._copy.source, self._copy.target, FAILED, message=str(self._error))
+            return CopyResult(self.source, self._copy.target, FAILED, message=str(self._error))
         assert isinstance(result, CopyResult)
         return result
 

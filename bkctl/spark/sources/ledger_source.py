@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 _OPTIONS: Final = (
     *CONNECTION_OPTIONS, *QUERY_OPTIONS, "ledgersFile", "customMetadata",
-    "entriesPerPartition", "maxPartitionBytes",
+    "entriesPerPartition", "maxPartitionBytes", "failOnDataLoss",
     # of the stream
-    "startingOffsets", "maxEntriesPerTrigger", "maxBytesPerTrigger", "failOnDataLoss",
+    "startingOffsets", "maxEntriesPerTrigger", "maxBytesPerTrigger",
     # of the sink
     "names", "ensembleSize", "writeQuorumSize", "ackQuorumSize", "digestType", "ledgerPasswordFile",
     "ledgerPasswordEnv",
@@ -40,7 +40,8 @@ class LedgerSource(DataSource):
 
     Options of the table: the connection's (see ClusterOptions); `ledger` (one or more), `ledgersFile` (on the driver,
     one a line) and `ledgerScopeId` (default: every ledger of every scope); `customMetadata` (KEY=VALUE: only ledgers
-    that have it); `columns`, `mode`; `entriesPerPartition` and `maxPartitionBytes`.
+    that have it); `columns`, `mode`; `entriesPerPartition` and `maxPartitionBytes`; `failOnDataLoss` (true: a ledger
+    that is deleted before it was read to its end fails the query; false: it is skipped from there on).
     """
 
     def __init__(self, options: dict[str, str]) -> None:

@@ -118,10 +118,8 @@ def latest_offsets(options: Mapping[str, str]) -> str:
 class _Look:
     """Determines the extents of the ledgers of a query."""
 
-    def __init__(self, settings: LedgerQuerySettings, *, needed: bool = True) -> None:
+    def __init__(self, settings: LedgerQuerySettings) -> None:
         self._settings = settings
-        #: Named ledgers must exist.
-        self._needed = needed and settings.are_named
         #: Ledgers outside the query, and closed ones without entries.
         self._passed_over: set[LedgerId] = set()
         #: All ledgers of the last look, in order.
@@ -154,7 +152,7 @@ class _Look:
                 if not known.is_done(ledger.qualified_name) and ledger not in self._passed_over:
                     yield ledger
 
-        for ledger, extent in extents(client, self._settings, asked(), needed=self._needed):
+        for ledger, extent in extents(client, self._settings, asked(), needed=self._settings.are_needed):
             if isinstance(extent, BkctlError):
                 raise extent
             if extent is None or (extent.closed and not extent.next_entry_id):
@@ -168,19 +166,17 @@ class LedgerStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """Plans and reads batches of a stream; no method needs Spark.
 
     Options beside the table's: `startingOffsets` (`earliest`, or the result of `latest_offsets`),
-    `maxEntriesPerTrigger` and `maxBytesPerTrigger` (about), `failOnDataLoss` (true: a ledger that is deleted before it
-    was read to its end fails the query; false: it is skipped).
+    `maxEntriesPerTrigger` and `maxBytesPerTrigger` (about).
     """
 
     def __init__(self, options: SourceOptions, settings: LedgerQuerySettings, schema: StructType) -> None:
         self._settings = settings
-        self._fail_on_data_loss = options.flag("failOnDataLoss", True)
-        self._entries = EntryReader(settings, schema, skip_deleted=not self._fail_on_data_loss)
+        self._entries = EntryReader(settings, schema)
         self._entries_max = options.integer("maxEntriesPerTrigger", 0, 1) or None
         given = options.text("maxBytesPerTrigger")
         self._bytes_max = None if given is None else options.size_bytes("maxBytesPerTrigger", 1)
         self._start = _starting_offset(options.text("startingOffsets") or EARLIEST)
-        self._look = _Look(settings, needed=self._fail_on_data_loss)
+        self._look = _Look(settings)
         self._client: Client | None = None
         self._target: dict[str, Extent] | None = None
         self._seen: Offset | None = None
@@ -261,7 +257,7 @@ class LedgerStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def _check_deleted(self, known: Offset, extents: Mapping[str, Extent]) -> None:
         gone = sorted(known.open.keys() - extents.keys())
-        if gone and self._fail_on_data_loss:
+        if gone and self._settings.fail_on_data_loss:
             ledger = LedgerId.from_value(int(gone[0], 16))
             more = f", and {len(gone) - 1} more ledgers," if len(gone) > 1 else ""
             raise LedgerNotFound(

@@ -23,6 +23,7 @@ from bkctl.errors import BkctlError, LedgerNotFound, UsageError
 from bkctl.ids import LedgerId
 from bkctl.metadata.admin.overview import LedgerQuery
 from bkctl.metadata.ledgers import VersionedMetadata
+from bkctl.metadata.store import attempt
 from bkctl.spark.schemas import arrow_schema_of
 from bkctl.spark.sources.columns import DAMAGE, constant, damage_row, ledger_values
 from bkctl.spark.sources.connection import Client, ClusterOptions
@@ -72,6 +73,7 @@ class LedgerQuerySettings:
         self.pushdown = options.flag("pushdown")
         self.named = options.ledgers()
         self._file = options.text("ledgersFile")
+        self.fail_on_data_loss = options.flag("failOnDataLoss", True)
         self.scope_id = options.scope_id()
         self.custom_metadata = _key_values(options.words("customMetadata"))
         self.query = LedgerQuery(custom_metadata=tuple(self.custom_metadata.items()))
@@ -86,9 +88,9 @@ class LedgerQuerySettings:
         return conditions
 
     @property
-    def are_named(self) -> bool:
-        """Return whether the options name ledgers, which must then exist."""
-        return bool(self.named) or self._file is not None
+    def are_needed(self) -> bool:
+        """Return whether the ledgers of the query must exist: the options name them, and `failOnDataLoss` is true."""
+        return self.fail_on_data_loss and (bool(self.named) or self._file is not None)
 
     def listed(self, client: Client, conditions: Conditions) -> Iterable[LedgerId]:
         """Return the ledgers that meet the conditions; named ones need not exist."""
@@ -205,7 +207,7 @@ class LedgerReader(QueryReader):
 
     def _spans(self, client: Client, problems: list[tuple[int, str]]) -> Iterator[tuple[EntryRange, int]]:
         listed = self._settings.listed(client, self._conditions)
-        for ledger, extent in extents(client, self._settings, listed, needed=self._settings.are_named):
+        for ledger, extent in extents(client, self._settings, listed, needed=self._settings.are_needed):
             if isinstance(extent, BkctlError):
                 self._settings.mode.check(extent)
                 problems.append((ledger.value, str(extent)))
@@ -230,13 +232,13 @@ class LedgerReader(QueryReader):
 
 
 class EntryReader:
-    """Reads the entries of partitions in a task. With `skip_deleted`, deleted ledgers have no rows."""
+    """Reads the entries of partitions in a task. Unless `failOnDataLoss`, skips what is unread of deleted ledgers."""
 
-    def __init__(self, settings: LedgerQuerySettings, schema: StructType, *, skip_deleted: bool = False) -> None:
+    def __init__(self, settings: LedgerQuerySettings, schema: StructType) -> None:
         self._cluster = settings.cluster
         self._mode = settings.mode
         self._schema: pa.Schema = arrow_schema_of(schema)
-        self._skip_deleted = skip_deleted
+        self._skip_deleted = not settings.fail_on_data_loss
 
     def read(self, partition: LedgerEntries) -> Iterator[pa.RecordBatch]:
         """Yield the rows of a partition; in mode permissive an entry that cannot be read is a row of damage.
@@ -264,6 +266,10 @@ class EntryReader:
                     batch.add(ledger, entries)
                     next_id += len(entries)
                     if error is not None:
+                        if self._skip_deleted:
+                            known = attempt(client.cluster.ledgers.read, ledger)
+                            if isinstance(known, LedgerNotFound):
+                                break
                         self._mode.check(error)
                         yield from batch.finish()
                         yield self._damage(ledger, next_id, str(error))

@@ -169,6 +169,39 @@ def test_exports_of_empty_partial_and_missing_selections(
         import_ledgers(spark, str(tmp_path / "more"), live.options)
 
 
+def test_ledgers_deleted_during_an_export_are_left_out(
+    spark: SparkSession, live: Live, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scope_id, path = SCOPE + 70, tmp_path / "export"
+    early, partly, kept = (live.write([b"0", b"1"], LedgerId(scope_id, number)) for number in (1, 2, 3))
+    growing = live.open(LedgerId(scope_id, 4))
+    growing.add([b"0"])
+    deleted = {early, partly, growing.ledger}
+    ledgers = live.client().cluster.ledgers
+    write = archive._write_entries
+
+    def write_while_others_delete(*arguments: Any, **settings: Any) -> None:
+        for ledger in deleted & live.ledgers(scope_id):
+            ledgers.remove(ledger)
+        write(*arguments, **settings)
+        # One was read in part.
+        (part,) = (path / "entries").rglob("*.parquet")
+        rows = pyarrow.parquet.read_table(part, partitioning=None).slice(0, 1).to_pylist()
+        rows[0]["ledgerQualifiedName"] = partly.qualified_name
+        table = pyarrow.Table.from_pylist(rows, pyarrow.parquet.read_schema(part))
+        pyarrow.parquet.write_table(table, part.with_name("more.parquet"))
+
+    monkeypatch.setattr(archive, "_write_entries", write_while_others_delete)
+    options = {**live.options, "ledgerScopeId": str(scope_id)}
+    assert [row.ledgerId for row in export_ledgers(spark, str(path), options).collect()] == [3]
+    rows = import_ledgers(spark, str(path), live.options, to_scope_id=scope_id + 1).collect()
+    assert [(row.ledgerId, row.state, row.entryCount) for row in rows] == [("3", "copied", 2)]
+    assert live.read(LedgerId(scope_id + 1, 3)) == [b"0", b"1"]
+    deleted = {kept}
+    with pytest.raises(Exception, match="No ledger"):
+        export_ledgers(spark, str(tmp_path / "named"), {**live.options, "ledger": kept.uuid})
+
+
 @pytest.mark.usefixtures("spark")
 def test_export_since_former_exports_has_what_is_new(
     live: Live, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -11,9 +11,11 @@ import pytest
 from support import servers
 from support.source_rows import Planned, rows_of
 
-from bkctl.errors import EntryNotFound, LedgerNotFound, UsageError
+from bkctl.client.reader import LedgerAccess, LedgerEntry
+from bkctl.errors import BkctlError, EntryNotFound, LedgerNotFound, UsageError
 from bkctl.formats.entry import DigestType
 from bkctl.ids import LedgerId
+from bkctl.spark.sources import ledgers as ledger_source
 from bkctl.spark.sources.columns import ledger_values
 from bkctl.spark.sources.ledger_source import LedgerSource
 from bkctl.spark.sources.ledgers import COLUMNS, EntryRange, cut
@@ -146,6 +148,30 @@ def test_ledger_deleted_after_plan_fails_the_task(live: Live) -> None:
     live.client().cluster.ledgers.remove(ledger)
     with pytest.raises(LedgerNotFound):
         plan.rows()
+
+
+def test_deleted_ledgers_are_skipped_on_request(live: Live, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, kept = (live.write([b"0", b"1"], LedgerId(SCOPE + 3, number)) for number in (1, 2, 3))
+    cluster = live.client().cluster
+    (tmp_path / "names").write_text(f"{first}\n{second}\n{kept}\n{LedgerId(SCOPE + 3, 4)}\n")
+    given = {**live.options, "ledgersFile": tmp_path / "names"}
+    plan = Planned(LedgerSource, **given, failOnDataLoss="false")
+    cluster.ledgers.remove(first)
+
+    async def deleted_while_read(access: LedgerAccess, *arguments: Any) -> tuple[list[LedgerEntry], BkctlError | None]:
+        taken, error = await take(access, *arguments)
+        if access.ledger == second:
+            cluster.ledgers.remove(second)
+            return taken[:1], LedgerNotFound("A bookie has collected it")
+        return taken, error
+
+    take = ledger_source._take
+    monkeypatch.setattr(ledger_source, "_take", deleted_while_read)
+    assert found(plan.rows()) == [
+        (second.qualified_name, 0, b"0"), (kept.qualified_name, 0, b"0"), (kept.qualified_name, 1, b"1")
+    ]  # fmt: skip
+    with pytest.raises(LedgerNotFound):
+        Planned(LedgerSource, **given)
 
 
 @pytest.mark.parametrize(
