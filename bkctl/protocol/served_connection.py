@@ -22,6 +22,7 @@ from bkctl.protocol.handler import ReadRunResponder, RequestHandler, Responder, 
 from bkctl.protocol.limits import ServerLimits
 from bkctl.protocol.messages import (
     AUTH_DISABLED_PLUGIN,
+    AddRequest,
     AuthMessage,
     AuthResponse,
     BareResponse,
@@ -30,6 +31,7 @@ from bkctl.protocol.messages import (
     StartTlsRequest,
     StartTlsResponse,
     Status,
+    WriteLacRequest,
     refusal,
     scope_of,
     status_of,
@@ -47,8 +49,9 @@ IN_FLIGHT_BYTES_MAX: Final = 64 << 20
 GATHERED_BYTES_MAX: Final = 1 << 14
 GATHER_IN_FLIGHT_BYTES_MIN: Final = 1 << 16
 GATHER_S: Final = 0.0003
-#: Bytes that each read of a run counts in flight, about the size of its frame.
-READ_REQUEST_BYTES: Final = 32
+#: Bytes that a request counts in flight unless it is of `_WITH_BODY`, which count their frames: the bookie keeps this
+#: little of it, however large its frame is.
+BODILESS_REQUEST_BYTES: Final = 32
 #: The largest frame before TLS where TLS is required: START_TLS takes some 20 bytes, an authentication before it more.
 PLAIN_FRAME_BYTES_MAX: Final = 1 << 12
 #: A client that broke the protocol has this long to read the answers to its earlier requests.
@@ -60,6 +63,7 @@ _R = TypeVar("_R")
 log: Final = logging.getLogger("bkctl.protocol")
 
 _OWN_REQUESTS: Final = frozenset({AuthMessage, StartTlsRequest})
+_WITH_BODY: Final = frozenset({AddRequest, WriteLacRequest})
 _NO_AUTH: Final = AuthResponse(Status.EOK, AUTH_DISABLED_PLUGIN, b"")
 
 
@@ -199,9 +203,8 @@ class ServedConnection(FramedProtocol):
             respond = ReadRunResponder(self, is_v2)
             for run in reads:
                 count = len(run[1])
-                self._serve(
-                    handler.handle_reads, run, respond, ReadRunResponder.refuse, count, count * READ_REQUEST_BYTES
-                )
+                size = count * BODILESS_REQUEST_BYTES
+                self._serve(handler.handle_reads, run, respond, ReadRunResponder.refuse, count, size)
         return found[0]
 
     def _serve(
@@ -240,7 +243,7 @@ class ServedConnection(FramedProtocol):
                 if request is None or header.version != v3.VERSION or type(request) in _OWN_REQUESTS:
                     self._answer_itself(header, request)
                 else:
-                    size = end - at
+                    size = end - at if type(request) in _WITH_BODY else BODILESS_REQUEST_BYTES
                     respond = Responder(_answer, self, header, scope_of(request), size)
                     self._dispatch(request, respond, size)
                 return
@@ -251,7 +254,7 @@ class ServedConnection(FramedProtocol):
         elif head >> 24 > v2.VERSION:
             self._queued(v2.encode_response(head, refusal(request, Status.EBADVERSION), self._out))
         else:
-            size = end - at
+            size = end - at if type(request) in _WITH_BODY else BODILESS_REQUEST_BYTES
             self._dispatch(request, Responder(_answer, self, head, 0, size), size)
 
     def _dispatch(self, request: Request, respond: Responder, size: int) -> None:
@@ -326,7 +329,7 @@ class ServedConnection(FramedProtocol):
 
     def settle_reads(self, count: int, answers: bytes) -> None:
         """Send the answers to `count` reads of a run."""
-        self._settle(count, count * READ_REQUEST_BYTES, answers)
+        self._settle(count, count * BODILESS_REQUEST_BYTES, answers)
 
     def _settle(self, count: int, size: int, answers: bytes) -> None:
         """Send the answers to `count` requests of `size` bytes."""

@@ -21,6 +21,7 @@ from bkctl.protocol import bookkeeper_protocol_pb2 as pb
 from bkctl.protocol import v3_hot
 from bkctl.protocol.messages import (
     HIGH_PRIORITY,
+    MASTER_KEY_SIZE_BYTES,
     AddRequest,
     AddResponse,
     AuthMessage,
@@ -111,6 +112,16 @@ _DEFERRED_SYNC: Final = _choice("writeFlags", DEFERRED_SYNC)._replace(
     read=lambda message: message.writeFlags & DEFERRED_SYNC != 0
 )
 
+#: The master key of a read, which only fencing needs. One byte too many is enough for a refusal.
+_FENCING_KEY: Final = _Field(
+    "masterKey",
+    lambda message: (
+        message.masterKey[: MASTER_KEY_SIZE_BYTES + 1]
+        if message.flag == FENCE_LEDGER and message.HasField("masterKey")
+        else None
+    ),
+)
+
 
 class _Form:
     """One of our values in protobuf: its type, its nested message, and its fields in the order of the type's."""
@@ -144,7 +155,7 @@ MESSAGES: Final = (
     _Operation(
         READ_ENTRY,
         _Form(ReadRequest, "readRequest", (
-            _LEDGER, _ENTRY_ID, _optional("masterKey"), _choice("flag", FENCE_LEDGER), _PRIORITY,
+            _LEDGER, _ENTRY_ID, _FENCING_KEY, _choice("flag", FENCE_LEDGER), _PRIORITY,
             _optional("previousLAC"), _optional("timeOut"), _choice("flag", ENTRY_PIGGYBACK),
         )),
         _Form(ReadResponse, "readResponse", (

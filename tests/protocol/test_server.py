@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from bkctl.ids import LedgerId
-from bkctl.protocol import backpressure, v2
+from bkctl.protocol import backpressure, v2, v3
 from bkctl.protocol import server as server_module
 from bkctl.protocol.connection import BookieConnection
 from bkctl.protocol.handler import Responder
@@ -114,6 +114,53 @@ async def test_requests_in_flight_are_bounded_over_all_clients() -> None:
             await asyncio.sleep(0)
         assert {(await future).status for future in sent} == {Status.EOK}
         assert server.in_flight.bytes == 0
+
+
+class HoldsReads(Holding):
+    """A bookie that answers adds in the loop's next turn, and reads when the test says so."""
+
+    def handle(self, request: Request, respond: Responder) -> None:
+        if isinstance(request, ReadRequest):
+            super().handle(request, respond)
+        else:
+            asyncio.get_running_loop().call_soon(respond, answer(request))
+
+
+def padded_reads() -> dict[str, bytes]:
+    """Frames of 400 KB that ask for one entry."""
+    padding = bytes(400_000)
+    requests = {
+        "v3, with a key that nothing needs": ReadRequest(LEDGER, -1, padding, previous_lac=0, timeout_ms=3_600_000),
+        "v3, with a key of no ledger": ReadRequest(LEDGER, 0, padding, fence=True),
+    }
+    frames = {}
+    for name, request in requests.items():
+        out: list[Any] = []
+        v3.encode_request(1, request, out)
+        frames[name] = b"".join(out)
+    plain: list[Any] = []
+    v2.encode_request(ReadRequest(LEDGER, 0), plain)
+    frames["v2"] = struct.pack(">i", 20 + len(padding)) + b"".join(plain)[4:] + padding
+    return frames
+
+
+@pytest.mark.parametrize("kind", padded_reads())
+async def test_reads_count_what_is_kept_of_them_however_large_their_frames_are(kind: str) -> None:
+    """Each counted its frame for as long as it waited, up to an hour: eleven of one client stopped the adds of all."""
+    bookie = HoldsReads()
+    async with serving(bookie, in_flight_bytes=4 << 20) as server, clients(server, 1) as (client,):
+        _, writer = await asyncio.open_connection(HOST, server.port)
+        writer.write(padded_reads()[kind] * 11)
+        while len(bookie.held) < 11:
+            await asyncio.sleep(0.01)
+        for request, _ in bookie.held:
+            assert isinstance(request, ReadRequest)
+            assert len(request.master_key or b"") <= 21
+        assert server.in_flight.bytes < 1 * KIB
+        for _ in range(3):
+            assert {each.status for each in await asyncio.gather(*adds(client, 1))} == {Status.EOK}
+        writer.close()
+        bookie.answer(11)
 
 
 class Prompt:

@@ -131,6 +131,13 @@ def padded(body: bytes) -> tuple[memoryview, int, int]:
     return memoryview(b"\x01" * 3 + body + b"\x01" * 40), 3, 3 + len(body)
 
 
+def decoded(request: Request) -> Request:
+    """Return what a bookie gets of `request`: reads keep a master key only to fence, and little of a long one."""
+    if not isinstance(request, ReadRequest) or request.master_key is None:
+        return request
+    return request._replace(master_key=request.master_key[:21] if request.fence else None)
+
+
 def test_add_bytes() -> None:
     body = b"entry of ledger 300"
     assert request_bytes(5, AddRequest(LedgerId(0, 300), 2, KEY, body)).hex(" ") == (
@@ -205,7 +212,7 @@ def test_scope_0_is_left_out() -> None:
 def test_requests_round_trip(txn_id: int, request_: Request) -> None:
     call = v3.decode_request(*padded(request_bytes(txn_id, request_)))
     assert call is not None
-    assert call.request == request_
+    assert call.request == decoded(request_)
     assert type(call.request) is type(request_)
     assert (call.header.txn_id, call.header.operation) == (txn_id, v3.OPERATIONS[type(request_)])
 
