@@ -182,7 +182,7 @@ class ReadTurns:
     """The reads of all connections: those that wait, at most `count_max` (0: unlimited), and whose turn is next."""
 
     def __init__(self, count_max: int, unread: UnreadAnswers) -> None:
-        #: Reads that are not begun yet.
+        #: Reads in `_queues`. Reads of a client that is behind wait for the client, not for a turn, and do not count.
         self.count = 0
         self.count_max = count_max
         self.in_progress_count = 0
@@ -195,28 +195,39 @@ class ReadTurns:
         """Return how many more reads may wait."""
         return max(0, self.count_max - self.count) if self.count_max else sys.maxsize
 
-    def add(self, queue: ReadQueue) -> None:
-        """Give `queue` a turn behind the others, unless it waits for one."""
-        self._queues.setdefault(queue)
+    def add(self, queue: ReadQueue, count: int = 0) -> None:
+        """Give `queue`, to which `count` reads came, a turn behind the others, unless it waits for one."""
+        if queue in self._queues:
+            self.count += count
+        else:
+            self._insert(queue)
         self.begin()
 
+    def _insert(self, queue: ReadQueue) -> None:
+        self._queues[queue] = None
+        self.count += queue.count
+
     def drop(self, queue: ReadQueue) -> None:
-        """Forget `queue`, whose connection is lost."""
-        self._queues.pop(queue, None)
+        """Take `queue` out of the turns: it is the next one's, or its connection is lost."""
+        if queue in self._queues:
+            del self._queues[queue]
+            self.count -= queue.count
 
     def begin(self) -> None:
         """Begin one read of each queue in turn, as far as there is room."""
         while self._queues and self.in_progress_count < READS_IN_PROGRESS_MAX and not self._unread.is_full:
             queue = next(iter(self._queues))
-            del self._queues[queue]
+            self.drop(queue)
             if queue.begin_one():
-                self._queues[queue] = None
+                self._insert(queue)
 
 
 class ReadQueue:
     """Reads of the disk for one connection. They wait for their turns, and while the client is behind."""
 
     def __init__(self, connection: ServedConnection, turns: ReadTurns) -> None:
+        #: Requests in the queue, of which a read may serve several.
+        self.count = 0
         self._connection: ServedConnection | None = connection  # None: it is lost
         self._turns = turns
         self._queue: deque[tuple[Callable[[Response], None], Callable[[], asyncio.Future[Any]], int]] = deque()
@@ -232,8 +243,8 @@ class ReadQueue:
             respond(BareResponse(Status.EIO))
             return True
         self._queue.append((respond, start, count))
-        turns.count += count
-        turns.add(self)
+        self.count += count
+        turns.add(self, count)
         return True
 
     @property
@@ -253,7 +264,7 @@ class ReadQueue:
         if not self._queue or self._connection is None or self._connection.is_congested:
             return False
         _, start, count = self._queue.popleft()
-        self._turns.count -= count
+        self.count -= count
         self._turns.in_progress_count += 1
         start().add_done_callback(self._finished)
         return bool(self._queue)
@@ -266,9 +277,9 @@ class ReadQueue:
         """Drop the queued reads of a lost connection, and take their requests out of flight."""
         self._connection = None
         self._turns.drop(self)
+        self.count = 0
         while self._queue:
-            respond, _, count = self._queue.popleft()
-            self._turns.count -= count
+            respond, _, _ = self._queue.popleft()
             respond(BareResponse(Status.EIO))
         self._turns.begin()
 

@@ -24,9 +24,9 @@ class ServerLimits:
     not arrive within `request_ms`, when the TLS handshake takes longer than `tls_handshake_ms`, and after `idle_ms`
     without a request while no answer is due. Time in which the bookie itself does not read does not count.
 
-    Reads that wait for a disk beyond `reads_waiting` are refused with ETOOMANYREQUESTS. A client that takes no answer
-    for `backpressure_wait_ms` (negative: unlimited) is disconnected, or with `closes_on_backpressure` False loses the
-    answers until it reads again.
+    Reads that wait for a disk beyond `reads_waiting` are refused with ETOOMANYREQUESTS; reads of clients that are
+    behind with reading do not count. A client that takes no answer for `backpressure_wait_ms` (negative: unlimited) is
+    disconnected, or with `closes_on_backpressure` False loses the answers until it reads again.
 
     Source: nettyMaxFrameSizeBytes, journalMaxMemorySizeMb, maxAddsInProgressLimit, maxReadsInProgressLimit,
     maxPendingReadRequestsPerThread, waitTimeoutOnResponseBackpressureMs, closeChannelOnResponseTimeout,

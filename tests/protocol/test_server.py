@@ -524,6 +524,47 @@ def test_unread_answers_to_all_clients_have_a_bound(
     runner(main())
 
 
+async def test_reads_of_clients_that_do_not_read_leave_room_for_reads_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(backpressure, "READS_IN_PROGRESS_MAX", 4)
+    body, count = bytes(1 << 20), 100
+
+    class Disk:
+        def handle(self, request: Request, respond: Responder) -> None:
+            assert isinstance(request, ReadRequest)
+            entry = ReadResponse(Status.EOK, request.ledger, request.entry_id, body)
+
+            def start() -> asyncio.Future[None]:
+                future = asyncio.get_running_loop().create_future()
+                future.add_done_callback(lambda _: respond(entry))
+                asyncio.get_running_loop().call_soon(future.set_result, None)
+                return future
+
+            if not respond.read(start):
+                respond(refusal(request, Status.ETOOMANYREQUESTS))
+
+    out: list[Any] = []
+    for entry_id in range(count):
+        v2.encode_request(ReadRequest(LEDGER, entry_id), out)
+    async with serving(Disk(), reads_waiting=count) as server, clients(server, 1) as (client,):
+        behind = []
+        for number in range(2):
+            behind.append(await asyncio.open_connection(HOST, server.port, limit=1 << 12))
+            behind[-1][1].writelines(out)
+            while sum(each.is_congested for each in server.connections) <= number:
+                await asyncio.sleep(0.01)
+        await settled(lambda: server.unread.bytes)
+        assert not server.unread.is_full
+        for entry_id in range(8):
+            assert (await client.send(ReadRequest(LEDGER, entry_id))).status is Status.EOK
+        for reader, writer in behind:  # nor are their own reads lost
+            for _ in range(count):
+                assert (await reader.readexactly(28 + len(body)))[8:12] == bytes(4)
+            writer.close()
+        assert server.reads.count == 0
+
+
 def test_reads_beyond_those_that_may_wait_are_refused(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bkctl.protocol.backpressure.READS_IN_PROGRESS_MAX", 2)
 
