@@ -6,6 +6,7 @@ GetBookieInfoProcessorV3.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from bkctl.bookie.commit_dispatcher import CommitDispatcher
@@ -86,9 +87,13 @@ class LedgerRequestHandler:
     def list_entries(self, request: ListEntriesRequest, respond: Responder) -> None:
         """Answer the ids of a ledger's entries; a client that is gone ends the search."""
         handle = self._reader.handle(request.ledger)
-        availability = self._storage.availability(handle, lambda: not respond.is_lost)
-        self._reader.in_thread(
-            lambda: availability().serialize(),
+
+        def prepare() -> Callable[[], bytes]:
+            availability = self._storage.availability(handle, lambda: not respond.is_lost)
+            return lambda: availability().serialize()
+
+        self._reader.prepared_in_thread(
+            prepare,
             request,
             respond,
             lambda data: respond(ListEntriesResponse(Status.EOK, request.ledger, data)),

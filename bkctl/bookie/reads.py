@@ -253,6 +253,20 @@ class EntryFetcher:
 
         For EntryNotFound call `absent` where it is given.
         """
+        self.prepared_in_thread(lambda: read, request, respond, take, absent)
+
+    def prepared_in_thread(
+        self,
+        prepare: Callable[[], Callable[[], Any]],
+        request: Request,
+        respond: Responder,
+        take: Callable[[Any], None],
+        absent: Callable[[], None] | None = None,
+    ) -> None:
+        """Do what `in_thread` does with the function that `prepare` returns.
+
+        `prepare` is called in the event loop when the read begins: nothing of what it copies waits for a turn.
+        """
         began_s = time.monotonic()
 
         def done(future: asyncio.Future[Any]) -> None:
@@ -266,7 +280,12 @@ class EntryFetcher:
                 self._requests.refuse(request, respond, error)
 
         def start() -> asyncio.Future[Any]:
-            future = asyncio.get_running_loop().run_in_executor(self._threads, read)
+            loop = asyncio.get_running_loop()
+            try:
+                future = loop.run_in_executor(self._threads, prepare())
+            except Exception as error:  # noqa: BLE001 - answered, logged and counted
+                future = loop.create_future()
+                future.set_exception(error)
             future.add_done_callback(done)
             return future
 

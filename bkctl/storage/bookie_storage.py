@@ -394,9 +394,11 @@ class BookieStorage:
     def availability(self, handle: LedgerHandle, is_wanted: IsWanted = always) -> Callable[[], Availability]:
         """Return a function that lists the ledger's entries here; it reads the index, so call it in another thread.
 
-        The function returns early, with part of the list, once `is_wanted` says False. Raises UnknownLedgerState where
-        entries may be lost.
+        The function returns early, with part of the list, once `is_wanted` says False. Copies what memory has of the
+        ids. Raises UnknownLedgerState where entries may be lost, and what `missing` returns for a deleted ledger.
         """
+        if handle.deleted:
+            raise self.missing(handle.ledger)
         self.last_entry(handle)
         entry_ids = self.ledgers.entry_ids(handle, is_wanted)
         return lambda: Availability.of(entry_ids())

@@ -28,7 +28,14 @@ from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
 from bkctl.protocol import backpressure, framing, v2
 from bkctl.protocol.connection import BookieConnection
-from bkctl.protocol.messages import LAST_ENTRY, AddRequest, ForceLedgerRequest, ReadRequest, Status
+from bkctl.protocol.messages import (
+    LAST_ENTRY,
+    AddRequest,
+    ForceLedgerRequest,
+    ListEntriesRequest,
+    ReadRequest,
+    Status,
+)
 from bkctl.storage.ledger.interleaved_ledger_storage import InterleavedLedgerStorage
 
 HOUR_MS = 3_600_000
@@ -478,3 +485,38 @@ async def test_long_polls_are_bounded_in_number_and_end_with_their_clients(
     answer = await again
     assert answer.status is Status.EOK, "a stop ends what waits"
     clients[1].close()
+
+
+async def test_lists_of_entries_that_wait_for_their_turn_copy_nothing_yet(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """10,000 requests of 30 bytes made a copy each of the ids in memory, all of them in one turn of the loop."""
+    monkeypatch.setattr(backpressure, "READS_IN_PROGRESS_MAX", 2)
+    may_list, copies = threading.Event(), []
+    bookie = bookie_of(cluster, tmp_path)
+    await bookie.start()
+    entry_ids = bookie.storage.ledgers.entry_ids
+
+    def held(*arguments: Any) -> Any:
+        copies.append(arguments)
+        if len(copies) == 10:
+            raise RuntimeError("a defect")
+        list_ids = entry_ids(*arguments)
+        return lambda: may_list.wait(LIMIT_S) and list_ids()
+
+    monkeypatch.setattr(bookie.storage.ledgers, "entry_ids", held)
+    client = await BookieConnection.open(*bookie.address, bookie_id=bookie.bookie_id)
+    kept, deleted = LedgerId(0, 5), LedgerId(0, 6)
+    for ledger in (kept, deleted):
+        body = ENTRY_V1.pack(ledger.ledger_id, 0, -1, 1) + b"x"
+        assert (await client.send(AddRequest(ledger, 0, bytes(20), body))).status is Status.EOK
+    listed = [client.send(ListEntriesRequest(ledger)) for ledger in [kept] * 20 + [deleted]]
+    await client.send(ReadRequest(kept, 0))
+    assert len(copies) == 2
+    bookie.storage.delete_ledger(deleted)
+    may_list.set()
+    found = [(await answer).status for answer in listed]
+    assert sorted(found) == [*[Status.EOK] * 19, Status.ENOLEDGER, Status.EIO]
+    assert found[9] is Status.EIO, "alone"
+    client.close()
+    await bookie.stop()
