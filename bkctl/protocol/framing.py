@@ -144,7 +144,11 @@ class FramedProtocol(asyncio.BufferedProtocol):
             out = b"".join(self._out)
             self._out.clear()
             self._out_size = 0
-            self._transport.write(out)
+            self._write(self._transport, out)
+
+    def _write(self, transport: asyncio.Transport, out: bytes) -> None:
+        """Send whole frames on `transport`."""
+        transport.write(out)
 
     def pause_writing(self) -> None:
         self.is_congested = True

@@ -9,6 +9,7 @@ import asyncio
 import functools
 import logging
 import socket
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, TypeVar, cast
 
@@ -54,6 +55,9 @@ GATHER_S: Final = 0.0003
 BODILESS_REQUEST_BYTES: Final = 32
 #: The largest frame before TLS where TLS is required: START_TLS takes some 20 bytes, an authentication before it more.
 PLAIN_FRAME_BYTES_MAX: Final = 1 << 12
+#: TLS is given as much at once, and no more until the socket takes it: it moves all that it has into the buffer of the
+#: socket's transport, and counts none of that.
+TLS_PIECE_BYTES: Final = 1 << 18
 #: A client that broke the protocol has this long to read the answers to its earlier requests.
 BROKEN_GRACE_S: Final = 5.0
 
@@ -88,6 +92,9 @@ class ServedConnection(FramedProtocol):
             self._body_size_max = min(self._body_size_max, PLAIN_FRAME_BYTES_MAX - 4)
         self._is_v2 = False
         self._tls = TlsUpgrade(server.tls, limits.tls_handshake_ms)
+        self._socket: asyncio.Transport | None = None  # below TLS; None without TLS
+        self._held: deque[memoryview] = deque()  # answers that TLS has no room for
+        self._held_size = 0
         self._deadlines = Deadlines(limits, server.now_s)
         #: Reads of the disk for this client.
         self.reads = ReadQueue(self, server.reads)
@@ -118,6 +125,8 @@ class ServedConnection(FramedProtocol):
         if self._gone.done():
             return
         super().connection_lost(exc)
+        self._socket = None
+        self._held.clear()
         for timer in (self._impatience, self._grace, self._gathering):
             if timer is not None:
                 timer.cancel()
@@ -267,7 +276,7 @@ class ServedConnection(FramedProtocol):
             response = BareResponse(Status.EBADVERSION) if request is None else refusal(request, Status.EBADVERSION)
         elif isinstance(request, AuthMessage):
             response = _NO_AUTH
-        elif isinstance(request, StartTlsRequest) and self._tls.is_possible and not self._in_flight:
+        elif isinstance(request, StartTlsRequest) and self._may_begin_tls:
             assert self._transport is not None
             self._queued(v3.encode_response(header, StartTlsResponse(Status.EOK), 0, self._out))
             self._flush()
@@ -279,9 +288,21 @@ class ServedConnection(FramedProtocol):
         scope_id = 0 if request is None else scope_of(request)
         self._queued(v3.encode_response(header, response, scope_id, self._out))
 
+    @property
+    def _may_begin_tls(self) -> bool:
+        """Return whether TLS is offered, and neither requests nor answers in clear text are under way.
+
+        A transport that is full of clear text would tell TLS that it has room again, and not this connection.
+        """
+        if self._transport is None or not self._tls.is_possible or self._in_flight:
+            return False
+        return self._out_size + self._transport.get_write_buffer_size() <= PLAIN_FRAME_BYTES_MAX
+
     def secured(self, transport: asyncio.Transport) -> None:
         """Serve the client on `transport`, now that TLS is agreed."""
+        self._socket = self._transport
         self._use(transport)
+        transport.set_write_buffer_limits(high=TLS_PIECE_BYTES)
         self._is_shut = False
         self._body_size_max = self._server.limits.frame_size_bytes - 4
         self._deadlines.restart(self._server.now_s)
@@ -352,6 +373,24 @@ class ServedConnection(FramedProtocol):
             self._server.unread.update(self, self.unsent_bytes)
         self._server.in_flight.count(self)
 
+    def _write(self, transport: asyncio.Transport, out: bytes) -> None:
+        if self._socket is None:
+            transport.write(out)
+            return
+        self._held.append(memoryview(out))
+        self._held_size += len(out)
+        self._write_held(transport)
+
+    def _write_held(self, transport: asyncio.Transport) -> None:
+        """Send what waits for TLS, in pieces, as far as it has room."""
+        while self._held and not self.is_congested and not transport.is_closing():
+            chunk = self._held.popleft()
+            piece, rest = chunk[:TLS_PIECE_BYTES], chunk[TLS_PIECE_BYTES:]
+            if rest:
+                self._held.appendleft(rest)
+            self._held_size -= len(piece)
+            transport.write(piece)
+
     def uncounted(self) -> int:
         """Return the bytes by which requests in flight grew since the last call; negative if they shrank."""
         change = self._in_flight_size - self._counted
@@ -373,7 +412,10 @@ class ServedConnection(FramedProtocol):
     @property
     def unsent_bytes(self) -> int:
         """Bytes of answers that the client has not read; 0 unless it is behind."""
-        return 0 if self._transport is None or not self.is_congested else self._transport.get_write_buffer_size()
+        if self._transport is None or not self.is_congested:
+            return 0
+        below = 0 if self._socket is None else self._socket.get_write_buffer_size()
+        return self._held_size + self._transport.get_write_buffer_size() + below
 
     def halt(self) -> None:
         """Take no more requests for now."""
@@ -427,8 +469,11 @@ class ServedConnection(FramedProtocol):
         if self._impatience is not None:
             self._impatience.cancel()
             self._impatience = None
-        self.reads.begin()
-        self.unblock()
+        if self._held and self._transport is not None:
+            self._write_held(self._transport)
+        if not self.is_congested:
+            self.reads.begin()
+            self.unblock()
 
     # Life.
 
@@ -480,6 +525,10 @@ class ServedConnection(FramedProtocol):
         self._flush()
         self.is_lost = True
         if self._transport is not None:
+            if self._held:
+                self._transport.writelines(self._held)
+                self._held.clear()
+                self._held_size = 0
             self._transport.close()
 
     def abort(self) -> None:

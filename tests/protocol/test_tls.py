@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import ssl
 import struct
 from collections.abc import Callable, Coroutine
@@ -14,7 +15,7 @@ from support.waiting import LIMIT_S
 from bkctl.errors import BookieUnavailable
 from bkctl.ids import LedgerId
 from bkctl.protocol import server as server_module
-from bkctl.protocol import v3
+from bkctl.protocol import v2, v3
 from bkctl.protocol.connection import BookieConnection
 from bkctl.protocol.limits import ServerLimits
 from bkctl.protocol.messages import (
@@ -250,4 +251,127 @@ async def test_required_tls_bounds_frames_in_clear(pem: Path, monkeypatch: pytes
     refused = await connection.send(AddRequest(LEDGER, 0, b"k" * 20, body))
     assert refused.status is Status.EBADREQ, "the whole of it was taken"
     connection.close()
+    await server.close()
+
+
+class LargeEntries:
+    """A bookie whose entry n is `size` bytes of n."""
+
+    size = 16 << 20
+
+    def handle(self, request: Request, respond: Respond) -> None:
+        assert isinstance(request, ReadRequest)
+        body = bytes([request.entry_id]) * self.size
+        respond(ReadResponse(Status.EOK, request.ledger, request.entry_id, body))
+
+
+async def next_frame(reader: asyncio.StreamReader) -> bytes:
+    return await reader.readexactly(int.from_bytes(await reader.readexactly(4)))
+
+
+async def connect_in_tls(port: int, pem: Path) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect as a client that takes little unless it is read from."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
+    client.connect((HOST, port))
+    reader, writer = await asyncio.open_connection(sock=client, limit=1 << 12)
+    writer.write(start_tls_bytes())
+    assert await next_frame(reader)
+    await writer.start_tls(client_context(pem), server_hostname=HOST)
+    return reader, writer
+
+
+def read_of(entry_id: int) -> bytes:
+    out: list[BytesLike] = []
+    v2.encode_request(ReadRequest(LEDGER, entry_id), out)
+    return b"".join(out)
+
+
+async def check_entry(reader: asyncio.StreamReader, entry_id: int) -> None:
+    head = await reader.readexactly(28)
+    assert (int.from_bytes(head[:4]), int.from_bytes(head[20:28])) == (24 + LargeEntries.size, entry_id)
+    assert await reader.readexactly(LargeEntries.size) == bytes([entry_id]) * LargeEntries.size
+
+
+async def test_answers_that_a_client_does_not_read_count_in_tls(pem: Path) -> None:
+    """TLS moved each write to the socket's buffer, which it does not count: the first answer was never seen."""
+    server = BookieServer(LargeEntries(), tls=server_context(pem))
+    await server.start(HOST)
+    reader, writer = await connect_in_tls(server.port, pem)
+    (served,) = server.connections
+    for entry_id in (1, 2):
+        writer.write(read_of(entry_id))
+        while not served.is_congested:
+            await asyncio.sleep(0.01)
+        assert LargeEntries.size // 2 < server.unread.bytes <= LargeEntries.size + 4096, "the system has some"
+        before = served.unsent_bytes
+        head = await reader.readexactly(28 + LargeEntries.size // 4)
+        while served.unsent_bytes > before - LargeEntries.size // 8:
+            await asyncio.sleep(0.01)
+        rest = await reader.readexactly(LargeEntries.size - len(head) + 28)
+        assert head[20:28] == entry_id.to_bytes(8)
+        assert (head + rest)[28:] == bytes([entry_id]) * LargeEntries.size
+        while server.unread.bytes:
+            await asyncio.sleep(0.01)
+    writer.close()
+    await server.close()
+
+
+@pytest.mark.parametrize("end", ["stop", "patience"])
+async def test_answers_that_wait_for_tls_come_whole_or_not_at_all(pem: Path, end: str) -> None:
+    limits = ServerLimits(backpressure_wait_ms=20 if end == "patience" else -1)
+    bookie = LargeEntries()
+    server = BookieServer(bookie, tls=server_context(pem), limits=limits)
+    await server.start(HOST)
+    reader, writer = await connect_in_tls(server.port, pem)
+    (served,) = server.connections
+    writer.write(read_of(1))
+    while not served.is_congested:
+        await asyncio.sleep(0.01)
+    if end == "stop":
+        closing = asyncio.create_task(server.close(LIMIT_S))
+        await asyncio.sleep(0.05)
+        await check_entry(reader, 1)
+        assert await reader.read() == b""
+        await closing
+    else:
+        while not served._drops_answers:
+            await asyncio.sleep(0.01)
+        await check_entry(reader, 1)
+        writer.write(read_of(2))
+        await check_entry(reader, 2)
+        writer.close()
+        await server.close()
+
+
+async def test_tls_does_not_begin_behind_answers_that_are_not_read(pem: Path) -> None:
+    """Their transport told TLS that it had room again, and the connection stayed paused for ever."""
+    server = BookieServer(Bookie(), tls=server_context(pem))
+    await server.start(HOST)
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
+    client.connect((HOST, server.port))
+    reader, writer = await asyncio.open_connection(sock=client, limit=1 << 12)
+    while not server.connections:
+        await asyncio.sleep(0.01)
+    (served,) = server.connections
+    assert served._transport is not None
+    count = 9
+    while served._transport.get_write_buffer_size() < 200_000:  # the system has some megabytes
+        count += 1
+        writer.write(read_bytes())
+        await asyncio.sleep(0.01)
+    writer.write(read_bytes() * 9 + start_tls_bytes())
+    for _ in range(count):
+        assert BODY in await next_frame(reader)
+    refused = await next_frame(reader)
+    answer = v3.decode_response(memoryview(refused), 0, len(refused))
+    assert answer.response is not None
+    assert answer.response.status is Status.EBADREQ
+    writer.write(start_tls_bytes())
+    assert await next_frame(reader)
+    await writer.start_tls(client_context(pem), server_hostname=HOST)
+    writer.write(read_bytes())
+    assert BODY in await next_frame(reader)
+    writer.close()
     await server.close()
