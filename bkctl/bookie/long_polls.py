@@ -63,20 +63,13 @@ class LongPoll:
         self._on_lost[self._abandon] = None
         timeout_s = min(request.timeout_ms or 0, LONG_POLL_MS_MAX) / 1000
         self._timer = self._loop.call_later(timeout_s, functools.partial(self.finish, updated=False))
-        handle.watchers[self._wake] = None
-
-    def _wake(self) -> None:
-        # A handle without watchers may be evicted, and later adds to its ledger would not wake this poll.
-        if not self._is_over:
-            self._handle.watchers[self._wake] = None
-            self._loop.call_soon(self._look)
+        assert request.previous_lac is not None
+        self._previous = request.previous_lac
+        self._watcher = handle.watch(self._previous, functools.partial(self._loop.call_soon, self._look))
 
     def _look(self) -> None:
-        previous = self._request.previous_lac
-        assert previous is not None
         handle = self._handle
-        if not self._is_over and (handle.lac > previous or handle.fenced or handle.deleted):
-            self.finish(updated=handle.lac > previous and not handle.deleted)
+        self.finish(updated=handle.lac > self._previous and not handle.deleted)
 
     def _abandon(self) -> None:
         if self._end():
@@ -89,7 +82,7 @@ class LongPoll:
         self._timer.cancel()
         self._on_lost.pop(self._abandon, None)
         self._polls.waiting.pop(self)
-        self._handle.watchers.pop(self._wake, None)
+        self._handle.unwatch(self._watcher)
         return True
 
     def finish(self, *, updated: bool) -> None:

@@ -234,7 +234,7 @@ def test_ledger_stays_in_memory_while_a_long_poll_of_it_wakes(tmp_path: Path, cl
         storage = bookie.storage
         while not (handle := storage.ledgers.handles[PLAIN]).watchers:
             await asyncio.sleep(0.001)
-        handle.wake()  # for no news: the poll looks, in the loop's next turn, and goes on
+        handle.wake()  # for no news
         storage.ledgers.config = storage.ledgers.config.with_changes(open_file_limit=0)
         storage.ledgers._evict_handles()
         assert list(storage.ledgers.handles) == [PLAIN]

@@ -56,7 +56,7 @@ def test_reads_of_many_ledgers_keep_few_in_memory(tmp_path: Path, storage_class:
     again = open_storage(tmp_path, storage_class)
     watched = again.get(LEDGERS[0])
     assert watched is not None
-    watched.watchers[lambda: None] = None
+    watched.watch(0, lambda: None)
     for ledger in LEDGERS:
         assert bytes(again.read_entry(ledger, 0)).endswith(b"hello")
         assert len(again.ledgers.handles) <= LIMIT + LIMIT // 4 + 1

@@ -7,9 +7,12 @@ Source: LedgerStorage, CompactableLedgerStorage, LedgerDescriptorImpl.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from operator import itemgetter
 from typing import Any, Final, Generic, TypeAlias, TypeVar, cast
 
 from bkctl.config import BookieConfig
@@ -26,6 +29,11 @@ CHUNK_SIZE_BYTES: Final = 1 << 20
 UNWRITTEN_BYTES_MAX: Final = 256 << 20
 _BODY_AT: Final = RECORD_SIZE.size
 
+
+#: The LAC that a watcher of a ledger knows, and a number of its own.
+WatcherKey: TypeAlias = tuple[int, int]
+_watcher_numbers: Final = itertools.count()
+_KEY_OF: Final = itemgetter(0)
 
 #: Polled by long operations, which end once it returns False.
 IsWanted: TypeAlias = Callable[[], bool]
@@ -71,14 +79,31 @@ class LedgerHandle:
     key_recorded: bool = False
     fence_recorded: bool = False
     journal: int = 0
-    watchers: dict[Callable[[], None], None] = field(default_factory=dict)
+    #: What waits for a higher LAC, and what to call, by ascending key. A handle with watchers is not evicted.
+    watchers: list[tuple[WatcherKey, Callable[[], object]]] = field(default_factory=list)
     deleted: bool = False
 
+    def watch(self, lac: int, call: Callable[[], object]) -> WatcherKey:
+        """Have `wake` call `call`, once, when the ledger's LAC exceeds `lac`, or the ledger is fenced or deleted."""
+        key = lac, next(_watcher_numbers)
+        bisect.insort(self.watchers, (key, call), key=_KEY_OF)
+        return key
+
+    def unwatch(self, key: WatcherKey) -> None:
+        """Forget a watcher, which may have been called."""
+        at = bisect.bisect_left(self.watchers, key, key=_KEY_OF)
+        if at < len(self.watchers) and self.watchers[at][0] == key:
+            del self.watchers[at]
+
     def wake(self) -> None:
-        """Call, once, each watcher of the ledger's LAC."""
-        watchers, self.watchers = self.watchers, {}
-        for watcher in watchers:
-            watcher()
+        """Call, and forget, the watchers of a lower LAC; all of them if the ledger is fenced or deleted."""
+        count = len(self.watchers)
+        if not (self.fenced or self.deleted):
+            count = bisect.bisect_left(self.watchers, (self.lac, 0), key=_KEY_OF)
+        called = self.watchers[:count]
+        del self.watchers[:count]
+        for _, call in called:
+            call()
 
 
 Handle = TypeVar("Handle", bound=LedgerHandle)
