@@ -13,6 +13,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final
 
 from bkctl.protocol.limits import ServerLimits
@@ -26,9 +27,11 @@ READS_IN_PROGRESS_MAX: Final = 32
 #: An unfinished request counts against `ServerLimits.unfinished_bytes` from this size on: every connection's buffer
 #: holds as much.
 UNFINISHED_BYTES_MIN: Final = 1 << 12
-#: While other connections wait for room, an unfinished request has this long to arrive, and a client to read some of
-#: its answers.
+#: While other connections wait for room, an unfinished request has this long to arrive, and a client to make progress
+#: with its unread answers: to read one of PROGRESS_PARTS parts of them, and at least PROGRESS_BYTES_MIN.
 STALLED_FRAME_S: Final = 5.0
+PROGRESS_PARTS: Final = 16
+PROGRESS_BYTES_MIN: Final = 1 << 16
 
 log: Final = logging.getLogger("bkctl.protocol")
 
@@ -151,27 +154,33 @@ class UnreadAnswers:
         self.is_full = False
         self._bytes_max = bytes_max
         self._ended = ended
-        #: Bytes of each connection, and when there were last fewer of them.
-        self._held: dict[ServedConnection, tuple[int, float]] = {}
+        #: Of each connection: its bytes now, and bytes and time when its client last made progress.
+        self._held: dict[ServedConnection, tuple[int, int, float]] = {}
 
     def update(self, connection: ServedConnection, size: int) -> None:
         """Record that `connection` holds `size` bytes of answers; 0: it caught up, or is lost."""
-        before, progress_s = self._held.pop(connection, (0, 0.0))
+        before, progress_size, progress_s = self._held.pop(connection, (0, 0, 0.0))
         if size:
-            self._held[connection] = size, time.monotonic() if size < before or not before else progress_s
+            if not before or size <= progress_size - max(PROGRESS_BYTES_MIN, progress_size // PROGRESS_PARTS):
+                progress_size, progress_s = size, time.monotonic()
+            self._held[connection] = size, max(size, progress_size), progress_s
         self.bytes += size - before
         self.is_full = 0 < self._bytes_max <= self.bytes
 
     def look(self) -> None:
-        """Close connections whose clients read nothing for STALLED_FRAME_S, while the memory is full."""
-        stalled_s = time.monotonic() - STALLED_FRAME_S
-        for connection in list(self._held) if self.is_full else ():
+        """Close connections without progress for STALLED_FRAME_S, the largest first, until there is room."""
+        if not self.is_full:
+            return
+        for connection in list(self._held):
             self.update(connection, connection.unsent_bytes)
-            size, progress_s = self._held.get(connection, (0, 0.0))
-            if self.is_full and size and progress_s <= stalled_s:
+        stalled_s = time.monotonic() - STALLED_FRAME_S
+        for connection, (size, _, progress_s) in sorted(self._held.items(), key=itemgetter(1), reverse=True):
+            if not self.is_full:
+                return
+            if progress_s <= stalled_s:
                 log.warning(
-                    "A client that does not read %d bytes of answers is disconnected: such answers have %d bytes, and "
-                    "others wait", size, self.bytes,
+                    "Disconnected a client that reads too little of %d bytes of answers: unread answers hold %d bytes, "
+                    "and other clients wait", size, self.bytes,
                 )  # fmt: skip
                 self._ended["unread"] += 1
                 self.update(connection, 0)

@@ -17,7 +17,7 @@ class ServerLimits:
     there is room. When unfinished requests of more than UNFINISHED_BYTES_MIN hold more than `unfinished_bytes` (over
     all connections), only the connection with the oldest of them is read, and one without progress is closed. While
     clients that are behind with reading hold `unread_bytes` of answers or more, no reads of entries begin, and a
-    client that reads nothing is disconnected.
+    client that reads too little is disconnected.
 
     Deadlines, in milliseconds: a connection is closed when its first request has not arrived within `first_request_ms`
     (START_TLS does not count, nor do requests that `requires_tls` refuses), when a request has begun and its rest does
