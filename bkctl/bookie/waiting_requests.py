@@ -107,8 +107,11 @@ class WaitingRequests:
             for waiter in waiting:
                 if ledger in self.by_ledger:
                     self.by_ledger[ledger].append(waiter)
-                else:
+                    continue
+                try:
                     waiter(error)
+                except Exception as fault:  # noqa: BLE001 - logged and counted; those behind it have their turn
+                    self._metrics.note_unexpected(f"A request for ledger {ledger} that waited", fault)
 
     def serve_later(self, need: NeedsDisk | None, handler: Handler, request: Any, respond: Responder) -> None:
         """Give the request to `handler` again once `need` is in memory; None: behind the waiters of its ledger."""
