@@ -69,6 +69,43 @@ def test_reads_of_many_ledgers_keep_few_in_memory(tmp_path: Path, storage_class:
     again.close()
 
 
+@pytest.mark.parametrize("is_written", [False, True])
+@pytest.mark.parametrize("storage_class", [SORTED, INTERLEAVED, DB])
+def test_fence_stays_in_memory_until_a_flush_has_written_it(
+    tmp_path: Path, storage_class: str, is_written: bool
+) -> None:
+    """Evicted before, its ledger would be loaded without the fence, and take entries again."""
+    storage = open_storage(tmp_path, storage_class)
+    fill(storage)
+    before, during = list(storage.ledgers.handles)[:2]
+
+    def fence(ledger: LedgerId) -> None:
+        storage.fence(ledger, DigestManager(ledger, DigestType.CRC32C, b"secret").master_key, lambda error: None)
+        flush_journals(storage)
+
+    def are_fenced() -> bool:
+        for ledger in LEDGERS:
+            storage.read_entry(ledger, 0)  # and many ledgers come after those two
+        return all(handle is not None and handle.fenced for handle in map(storage.get, (before, during)))
+
+    fence(before)
+    handle = storage.get(during)
+    assert handle is not None
+    storage.ledgers.change_header(handle)
+    checkpoint = storage.begin_checkpoint()
+    assert checkpoint is not None
+    fence(during)
+    assert are_fenced()
+    if is_written:
+        storage.checkpoint(checkpoint)
+    storage.end_checkpoint(checkpoint, written=is_written)
+    assert are_fenced()
+    storage.run_checkpoint()
+    assert are_fenced()
+    assert storage.get(during) is not handle, "what is on disk is evicted again"
+    storage.close()
+
+
 def test_ledgers_of_a_log_keep_their_sizes(tmp_path: Path) -> None:
     storage = open_storage(tmp_path, SORTED)
     fill(storage)

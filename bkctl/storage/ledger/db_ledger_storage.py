@@ -207,6 +207,7 @@ class SingleDirectoryDbLedgerStorage:
 
     def change(self, handle: DbLedgerHandle) -> None:
         """Let the next flush write the ledger's data."""
+        handle.header_changed = True
         self._changed[handle.ledger] = handle
 
     def delete(self, handle: DbLedgerHandle) -> None:
@@ -216,10 +217,6 @@ class SingleDirectoryDbLedgerStorage:
         self._changed.pop(handle.ledger, None)
         self._deleted.add(handle.ledger)
         self.discard_cached(handle.ledger)
-
-    def is_busy(self, handle: DbLedgerHandle) -> bool:
-        """Return whether the handle has state that is not on disk."""
-        return bool(handle.entries or handle.flushing or not handle.is_on_disk or handle.ledger in self._changed)
 
     # --- entries -----------------------------------------------------------------------------------------------------
 
@@ -517,6 +514,7 @@ class SingleDirectoryDbLedgerStorage:
             for changes in self._unfinished:
                 for handle, _ in changes.headers.values():
                     handle.is_on_disk = True
+                    handle.header_changed = handle.ledger in self._changed
             self.cache.finish(*(changes.cached for changes in self._unfinished))
             self._unfinished = []
 
@@ -660,11 +658,14 @@ class DbLedgerStorage(LedgerStorage[DbLedgerHandle]):
         if surplus <= 0:
             return
         for handle in list(self.handles.values()):
-            if not handle.watchers and not handle.directory.is_busy(handle):
+            if not self._is_in_use(handle):
                 del self.handles[handle.ledger]
                 surplus -= 1
                 if surplus == 0:
                     break
+
+    def _is_in_use(self, handle: DbLedgerHandle) -> bool:
+        return super()._is_in_use(handle) or bool(handle.entries or handle.flushing)
 
     # --- garbage collection ------------------------------------------------------------------------------------------
 

@@ -51,7 +51,6 @@ class IndexedHandle(LedgerHandle):
     """
 
     index_path: Path
-    header_changed: bool = True
     indexed_last: int = -1
     page: array[int] = field(default_factory=lambda: array("Q"))
     page_number: int = -1
@@ -117,7 +116,6 @@ class IndexPersistenceMgr:
         header = formats.read_header(data, where=str(path))
         handle = IndexedHandle(ledger, header.master_key, path)
         handle.is_on_disk = True
-        handle.header_changed = False
         handle.fenced = header.fenced
         handle.explicit_lac = header.explicit_lac or b""
         handle.lac_is_known = False
@@ -130,7 +128,7 @@ class IndexPersistenceMgr:
         Only its pages may be written; the header stays unchanged.
         """
         path = self._find(ledger)
-        return None if path is None else IndexedHandle(ledger, b"", path, header_changed=False, is_on_disk=True)
+        return None if path is None else IndexedHandle(ledger, b"", path, is_on_disk=True)
 
     def create(self, ledger: LedgerId, master_key: bytes = b"") -> IndexedHandle:
         """Return a handle for a ledger that has no file, or one without a header.

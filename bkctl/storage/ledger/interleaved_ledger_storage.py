@@ -189,9 +189,6 @@ class InterleavedLedgerStorage(LedgerStorage[IndexedHandle]):
             if ledger not in changed:
                 self._borrowed.pop(ledger, None)
 
-    def _is_in_use(self, handle: IndexedHandle) -> bool:
-        return handle.header_changed or not handle.is_on_disk or bool(handle.watchers)
-
     # --- entries -----------------------------------------------------------------------------------------------------
 
     def add(self, handle: IndexedHandle, entry_ids: Sequence[int], records: Sequence[bytes], size: int) -> None:
@@ -330,11 +327,8 @@ class InterleavedLedgerStorage(LedgerStorage[IndexedHandle]):
         return bool(self._changed_headers) or not self.pages.is_clean or self.persistence.has_doomed
 
     def _take_headers(self) -> dict[IndexedHandle, bytes]:
-        taken = {handle: self.persistence.header_of(handle) for handle in self._changed_headers}
-        for handle in taken:
-            handle.header_changed = False
-        self._changed_headers = {}
-        return taken
+        changed, self._changed_headers = self._changed_headers, {}
+        return {handle: self.persistence.header_of(handle) for handle in changed}
 
     def flush(self, flush: IndexFlush) -> None:
         self.write_entries()
@@ -401,6 +395,8 @@ class InterleavedLedgerStorage(LedgerStorage[IndexedHandle]):
         for handle in flush.headers:
             if not handle.deleted and (not written or handle.ledger in self.unwritten):
                 self.change_header(handle)
+            else:
+                handle.header_changed = handle in self._changed_headers
         if written:
             self._evict_handles()
 

@@ -65,6 +65,9 @@ class LedgerHandle:
     _: KW_ONLY
     #: The storage has the master key on disk, so that no key record need precede a fence in the journal.
     is_on_disk: bool = False
+    #: The disk lacks a change of the master key, the fence or the explicit LAC: true from `change_header` until the
+    #: flush that writes the change has ended.
+    header_changed: bool = False
     fenced: bool = False
     #: The bookie may have lost entries or the fence, so that it must not deny having an entry.
     unknown: bool = False
@@ -167,11 +170,15 @@ class LedgerStorage(ABC, Generic[Handle]):
 
     @abstractmethod
     def _evict_handles(self) -> None:
-        """Evict the oldest handles beyond `openFileLimit` whose state is on disk (E)."""
+        """Evict the oldest handles beyond `openFileLimit` that are not in use (E)."""
+
+    def _is_in_use(self, handle: Handle) -> bool:
+        """Return whether the handle must stay (E): the disk lacks a change of it, or watchers wait for its LAC."""
+        return handle.header_changed or bool(handle.watchers)
 
     @abstractmethod
     def change_header(self, handle: Handle) -> None:
-        """Mark the ledger's master key, fence and explicit LAC as changed, for the next flush (E)."""
+        """Set `header_changed` and let the next flush write master key, fence and explicit LAC (E)."""
 
     @abstractmethod
     def delete_ledger(self, handle: Handle) -> None:
