@@ -393,8 +393,8 @@ EXPANDED_COLUMNS = Columns(
 def expand_cookies(run: Run, undo: UndoOption = None, dry_run: DryRun = False) -> None:
     """Add new, empty directories to a bookie's cookies.
 
-    Adds the new ledger and index directories of --conf. The bookie must be stopped. Asks on a terminal; elsewhere --yes
-    is required.
+    Adds the new ledger and index directories of --conf. The bookie must be stopped, and with DbLedgerStorage it must
+    have no ledgers: it would not find them among more directories. Asks on a terminal; elsewhere --yes is required.
     """
     from bkctl.bookie.cookies import bookie_id_of, configured_directories, expand
     from bkctl.disk import Files

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from bkctl.metadata.admin.undo import UndoFile
 
 _HINT: Final = "a bookie keeps the id, cluster and directories of its first start"
+_DB_HINT: Final = "restore the directories: DbLedgerStorage takes new ones only while it has no ledgers"
 
 
 class CookieMismatch(Conflict):
@@ -41,7 +42,7 @@ def stamp_or_verify(config: BookieConfig, bookie_id: str, cluster: Cluster, file
     missing = [directory for directory, there in found.items() if there is None]
     for directory, there in found.items():
         if there is not None:
-            _compare(cookie, there, f"Directory {directory}", config.allow_storage_expansion)
+            _compare(config, cookie, there, f"Directory {directory}")
     stored = cluster.cookies.read(bookie_id)
     if stored is None:
         for directory, there in found.items():
@@ -55,7 +56,7 @@ def stamp_or_verify(config: BookieConfig, bookie_id: str, cluster: Cluster, file
         _write(cookie, list(found), files)
         cluster.cookies.write(bookie_id, cookie, NEW)
         return True
-    _compare(cookie, stored.value, f"The metadata store's cookie of bookie {bookie_id}", config.allow_storage_expansion)
+    _compare(config, cookie, stored.value, f"The metadata store's cookie of bookie {bookie_id}")
     known = {*stored.value.journal_dirs, *stored.value.ledger_dirs, *(stored.value.index_dirs or ())}
     for directory in missing:
         if not config.allow_storage_expansion or directory in known or not _is_empty(directory):
@@ -69,10 +70,19 @@ def stamp_or_verify(config: BookieConfig, bookie_id: str, cluster: Cluster, file
     return False
 
 
-def _compare(cookie: Cookie, other: Cookie, what: str, allow_expansion: bool) -> None:
-    differences = cookie.differences(other, allow_expansion=allow_expansion)
+def _compare(config: BookieConfig, cookie: Cookie, other: Cookie, what: str) -> None:
+    differences, hint = cookie.differences(other, allow_expansion=config.allow_storage_expansion), _HINT
+    if not differences and config.ledger_storage == "db" and (changes := cookie.differences(other)):
+        from bkctl.storage.ledger.factory import database_in_use
+
+        database = database_in_use(
+            Path(directory) / CURRENT for directory in config.index_directories or config.ledger_directories
+        )
+        if database is not None:
+            # A ledger's directory is its id modulo their number: Apache's bookie starts, and does not find its ledgers.
+            differences, hint = [*changes, f"{database} has ledgers"], _DB_HINT
     if differences:
-        raise CookieMismatch(f"{what} does not fit this bookie: {'; '.join(differences)}", hint=_HINT)
+        raise CookieMismatch(f"{what} does not fit this bookie: {'; '.join(differences)}", hint=hint)
 
 
 def version_file(directory: str) -> Path:
@@ -228,21 +238,22 @@ def expand(config: BookieConfig, bookie_id: str, cluster: Cluster, files: Files,
     """Add the configuration's new, empty ledger and index directories to the cookies; return these directories.
 
     With `undo` None nothing is changed. Raises NotFound when the bookie has no cookie, CookieMismatch when more differs
-    than new directories, Conflict when the bookie is running. Source: LegacyCookieValidation with
-    allowStorageExpansion.
+    than new directories, or DbLedgerStorage has ledgers, Conflict when the bookie is running. Source:
+    LegacyCookieValidation with allowStorageExpansion.
     """
+    config = config.with_changes(allow_storage_expansion=True)
     check_not_registered(cluster, [bookie_id])
     stored = cluster.cookies.read(bookie_id)
     if stored is None:
         raise NotFound(f"Bookie {bookie_id} has no cookie", hint="'bkctl cookie list' shows all cookies")
     cookie = configured_cookie(config, bookie_id, cluster.instance_id())
-    _compare(cookie, stored.value, f"The metadata store's cookie of bookie {bookie_id}", True)
+    _compare(config, cookie, stored.value, f"The metadata store's cookie of bookie {bookie_id}")
     known = {*stored.value.journal_dirs, *stored.value.ledger_dirs, *(stored.value.index_dirs or ())}
     directories = configured_directories(config)
     for directory in directories:
         there = read_directory(directory)
         if there is not None:
-            _compare(cookie, there, f"Directory {directory}", True)
+            _compare(config, cookie, there, f"Directory {directory}")
         elif directory in known or not _is_empty(directory):
             what = "has no cookie, and the bookie had it before" if directory in known else "is not empty"
             raise CookieMismatch(f"Directory {directory} {what}", hint="only new, empty directories can be added")

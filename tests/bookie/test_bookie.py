@@ -504,6 +504,40 @@ def test_cookies_keep_a_bookie_to_its_directories(tmp_path: Path, cluster: Clust
     refused("metadata store has no cookie", ledger_directories=more)
 
 
+@pytest.mark.parametrize("ledger", LEDGERS, ids=str)
+@pytest.mark.parametrize("storage", [SORTED, INTERLEAVED, DB], ids=["sorted", "interleaved", "db"])
+def test_bookie_takes_more_directories_only_if_it_still_finds_its_ledgers(
+    tmp_path: Path, cluster: Cluster, storage: str, ledger: LedgerId
+) -> None:
+    def start(names: str, *requests: Any, allow_storage_expansion: bool = True) -> None:
+        async def body(bookie: Bookie, connection: BookieConnection) -> None:
+            assert set(await statuses(connection, *requests)) <= {Status.EOK}
+
+        on_a_bookie(
+            tmp_path, cluster, body, bookie_id="one", ledger_storage_class=storage,
+            ledger_directories=tuple(str(tmp_path / name) for name in names),
+            allow_storage_expansion=allow_storage_expansion,
+        )  # fmt: skip
+
+    def refused(names: str) -> None:
+        with pytest.raises(CookieMismatch, match=r"current/(scoped-)?ledgers has ledgers"):
+            start(names)
+
+    ledgers = [LedgerId(ledger.scope_id, ledger.ledger_id + number) for number in range(6)]
+    reads = [ReadRequest(each, 0) for each in ledgers]
+    start("a")
+    start("ab")  # it has no ledgers yet
+    start("ab", *(add(each, 0) for each in ledgers))
+    if storage == DB:
+        refused("abc")
+        refused("ba")
+        assert not (tmp_path / "c" / "current" / "VERSION").exists()
+    else:
+        start("abc", *reads)
+        start("bca", *reads)
+    start("ab" if storage == DB else "abc", *reads, allow_storage_expansion=False)
+
+
 def test_two_bookies_never_share_a_directory(tmp_path: Path, cluster: Cluster) -> None:
     async def body(bookie: Bookie, connection: BookieConnection) -> None:
         other = Bookie(config_for(tmp_path), cluster=cluster)

@@ -676,7 +676,7 @@ def test_logs_are_collected_after_a_fault_of_the_index(
     )
     logs = [logger.path_of(each) for logger in storage.ledgers.entry_loggers for each in logger.flushed_log_ids()]
 
-    def fail(_: object) -> None:
+    def fail(*_: object) -> None:
         raise Corrupt("the index is damaged")
 
     store.ledgers.remove(ledgers[1])

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from support.servers import DB
 
 from bkctl.bookie.cookies import configured_cookie, version_file
 from bkctl.config import BookieConfig
+from bkctl.files.rocksdb import LedgersDatabase
+from bkctl.formats.index import LedgerData
 from bkctl.formats.metadata import BookieServiceInfo, Cookie
+from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
 from bkctl.metadata.store import NEW
 
@@ -211,6 +216,24 @@ def test_expand_refuses_directories_that_are_not_empty(place: Place, cli: Cli, t
     result = cli("cookie", "expand", "-c", conf, "--yes")
     assert result.code == 5
     assert "had it before" in result.err
+
+
+@pytest.mark.parametrize("ledger", [LedgerId(0, 1), LedgerId(7, 1)], ids=str)
+def test_expand_refuses_directories_among_which_ledgers_are_not_found(
+    place: Place, cli: Cli, tmp_path: Path, ledger: LedgerId
+) -> None:
+    path = tmp_path / "index" / "current" / ("scoped-ledgers" if ledger.is_scoped else "ledgers")
+    with LedgersDatabase.create(path) as database:
+        database.put(ledger, LedgerData(exists=True, fenced=False, master_key=bytes(20)))
+    before = place.stored("b1")
+    dirs = ",".join(str(tmp_path / name) for name in ("l1", "l2", "l3"))
+    conf = write_conf(tmp_path / "new.conf", place.uri, ledgerDirectories=dirs, ledgerStorageClass=DB)
+    result = cli("cookie", "expand", "-c", conf, "--yes")
+    assert result.code == 5
+    assert f"{path} has ledgers" in result.err
+    assert (place.stored("b1"), (tmp_path / "l3").exists()) == (before, False)
+    shutil.rmtree(path)
+    assert cli("cookie", "expand", "-c", conf, "--yes", "--undo", "none").code == 0
 
 
 def test_rename_changes_the_store_and_the_directories_and_can_be_undone(place: Place, cli: Cli, tmp_path: Path) -> None:

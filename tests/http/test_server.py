@@ -20,7 +20,7 @@ import pytest
 from support.command_line import CommandLine
 from support.lifetimes import Lifetimes, count_of, without_cycle_collector
 from support.raw_http import Answer, call, exchange, local_authorization
-from support.servers import free_port, wait_for
+from support.servers import DB, INTERLEAVED, free_port, wait_for, write_conf
 from support.waiting import LIMIT_S
 
 from bkctl.config import BookieConfig
@@ -310,6 +310,20 @@ def test_paths_are_not_normalized(bookie: Any) -> None:
     assert "heartbeat" not in bookie.log_tail(size_max=1 << 22)
     assert call(bookie.http_port, "PUT", f"{V1}/bookie/gc").status == 200
     assert f"PUT {V1}/bookie/gc from 127.0.0.1: 200" in bookie.log_tail(size_max=1 << 22)
+
+
+@pytest.mark.parametrize("storage", [DB, INTERLEAVED], ids=["db", "interleaved"])
+def test_running_bookie_takes_new_directories_unless_it_would_lose_its_ledgers(
+    http_bookie: Callable[..., Any], storage: str
+) -> None:
+    bookie = http_bookie(ledgerStorageClass=storage, allowStorageExpansion="true")
+    bookie.start()
+    path = f"{V1}/bookie/expand_storage"
+    assert call(bookie.http_port, "PUT", path).status == 200
+    more = bookie.directory / "more"
+    write_conf(bookie.conf, bookie.settings | {"ledgerDirectories": f"{bookie.ledger_dir},{more}"})
+    answer = call(bookie.http_port, "PUT", path)
+    assert (answer.status, more.exists()) == ((409, False) if storage == DB else (200, True))
 
 
 async def test_missing_body_times_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -366,13 +366,14 @@ def test_compaction_moves_the_entries_of_a_ledger_whose_header_is_damaged(tmp_pa
     whole = index.read_bytes()
     index.write_bytes(b"XXXX" + whole[4:])
     again = open_storage(tmp_path)
-    log = again.ledgers.entry_loggers[0].open_compaction_log()
+    logger = again.ledgers.entry_loggers[0]
+    log = logger.open_compaction_log()
     moves = []
     for ledger, copy in ((LedgerId(0, 1), body), (LedgerId(0, 2), other)):
         old = again.ledgers.pages.location(ledger, 0)
         moves.append(Move(ledger, 0, old, log.add(ledger, copy)))
     log.finish()
-    again.ledgers.update_locations(moves)
+    again.ledgers.update_locations(logger, moves)
     again.run_checkpoint()
     damaged = index.read_bytes()
     assert damaged[:1024] == b"XXXX" + whole[4:1024]

@@ -32,7 +32,7 @@ from bkctl.storage.compaction import (
     UnreadableEntryLog,
 )
 from bkctl.storage.entry_log_metadata import EntryLogMetadata, EntryLogMetadataMap
-from bkctl.storage.entry_logger import Move
+from bkctl.storage.entry_logger import EntryLogger, Move
 from bkctl.storage.ledger.interleaved_ledger_storage import InterleavedLedgerStorage
 from bkctl.storage.location_reader import LocationReader
 
@@ -200,6 +200,25 @@ def _entries(path: Path) -> list[tuple[LedgerId, int]]:
         return [(record.ledger, record.entry_id) for record in reader.records()]
 
 
+@pytest.mark.parametrize("change", ["more", "reordered"])
+def test_compaction_keeps_ledgers_that_their_directory_hides(tmp_path: Path, change: str) -> None:
+    """Apache's bookie starts with directories added or reordered, though its DbLedgerStorage loses sight of ledgers."""
+    config = config_for(tmp_path, "db")
+    before = config.ledger_directories
+    storage = open_storage(config)
+    fill(storage)
+    delete_dead(storage)
+    storage.close()
+    after = before[::-1] if change == "reordered" else (*before, str(tmp_path / "ledgers-2"))
+    storage = open_storage(config.with_changes(ledger_directories=after), clock=0x3000)
+    assert storage.get(ALIVE[1]) is None
+    assert compact(storage)
+    storage.close()
+    storage = open_storage(config, clock=0x5000)
+    check_alive(storage)
+    storage.close()
+
+
 def test_compaction_skips_rewritten_entries(storage: BookieStorage, tmp_path: Path) -> None:
     ledger = ALIVE[0]
     newer = {entry_id: body_of(ledger, entry_id, lac=entry_id) for entry_id in (0, 5)}
@@ -220,7 +239,7 @@ def test_dead_log_leaves_no_compacted_log(storage: BookieStorage, tmp_path: Path
             add(storage, ledger, entry_id)
     storage.run_checkpoint()
     before = set(entry_logs(tmp_path))
-    old = [each for each in logs_of(storage) if not any(storage.ledgers.live(_rows(each)))]
+    old = [each for each in logs_of(storage) if not any(storage.ledgers.live(each.logger, _rows(each)))]
     assert len(old) > 2
     compactor = compactor_for(storage)
     for each in old:
@@ -326,8 +345,8 @@ def test_running_checkpoint_keeps_moved_locations(tmp_path: Path, storage_class:
     if moment == "after the moves":
         update = storage.ledgers.update_locations
 
-        def update_and_begin(moves: Any) -> None:
-            update(moves)
+        def update_and_begin(logger: EntryLogger, moves: Any) -> None:
+            update(logger, moves)
             if not in_flight:
                 begin()
 
@@ -637,9 +656,9 @@ def test_index_pages_of_many_small_ledgers_use_bounded_memory(tmp_path: Path, mo
     most = 0
     update = storage.ledgers.update_locations
 
-    def update_and_look(moves: Iterable[Move]) -> None:
+    def update_and_look(logger: EntryLogger, moves: Iterable[Move]) -> None:
         nonlocal most
-        update(moves)
+        update(logger, moves)
         most = max(most, pages.changed_count)
 
     monkeypatch.setattr(storage.ledgers, "update_locations", update_and_look)

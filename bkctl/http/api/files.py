@@ -11,7 +11,7 @@ from typing import Final
 
 from starlette.responses import Response
 
-from bkctl.bookie.cookies import stamp_or_verify
+from bkctl.bookie.cookies import configured_directories, stamp_or_verify
 from bkctl.config import BookieConfig
 from bkctl.disk import Files
 from bkctl.errors import Conflict, NotFound
@@ -127,6 +127,11 @@ async def expand_storage(call: ApiCall) -> Response:
                 config, journal_directories=read.journal_directories, ledger_directories=read.ledger_directories,
                 index_directories=read.index_directories, allow_storage_expansion=read.allow_storage_expansion,
             )  # fmt: skip
+        if wanted.ledger_storage == "db" and configured_directories(wanted) != configured_directories(config):
+            raise Conflict(
+                "DbLedgerStorage takes no other directories while its bookie writes ledgers",
+                hint="stop the bookie, then run 'bkctl cookie expand'",
+            )
         try:
             stamp_or_verify(wanted, bookie.bookie_id, cluster, Files())
         except OSError as error:

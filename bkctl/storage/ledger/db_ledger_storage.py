@@ -672,26 +672,21 @@ class DbLedgerStorage(LedgerStorage[DbLedgerHandle]):
     def set_writable(self, numbers: list[int]) -> None:
         """Do nothing: a ledger stays in its directory. Source: DbLedgerStorage."""
 
-    def update_locations(self, moves: Iterable[Move]) -> None:
-        by_directory: dict[int, list[Move]] = {}
-        for move in moves:
-            by_directory.setdefault(move.ledger.value % self._count, []).append(move)
-        for number, directory_moves in by_directory.items():
-            self.directories[number].locations.move(directory_moves)
-            for ledger in {move.ledger for move in directory_moves}:
-                self.directories[number].discard_cached(ledger)
+    def _owner(self, logger: EntryLogger) -> SingleDirectoryDbLedgerStorage:
+        """Return the directory of an entry logger: its databases alone point into the logs.
 
-    def live(self, entries: Sequence[tuple[LedgerId, int, int]]) -> list[bool]:
-        if self._count == 1:
-            return self.directories[0].live(entries)
-        found = [False] * len(entries)
-        for remainder, directory in enumerate(self.directories):
-            numbers = [number for number, (ledger, *_) in enumerate(entries) if ledger.value % self._count == remainder]
-            if numbers:
-                live = directory.live([entries[number] for number in numbers])
-                for number, is_live in zip(numbers, live, strict=True):
-                    found[number] = is_live
-        return found
+        They may have ledgers that reads look for in another directory, since directories were added or reordered.
+        """
+        return next(owner for owner in self.directories if logger in (owner.logger, owner.scoped_logger))
+
+    def update_locations(self, logger: EntryLogger, moves: Iterable[Move]) -> None:
+        directory, moves = self._owner(logger), list(moves)
+        directory.locations.move(moves)
+        for ledger in {move.ledger for move in moves}:
+            directory.discard_cached(ledger)
+
+    def live(self, logger: EntryLogger, entries: Sequence[tuple[LedgerId, int, int]]) -> list[bool]:
+        return self._owner(logger).live(entries)
 
     def compact_locations(self, paths: Collection[str] = ()) -> None:
         for directory in self.directories:

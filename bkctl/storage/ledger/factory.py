@@ -51,10 +51,10 @@ def check_index(config: BookieConfig) -> None:
     found: Path | None = None
     if config.ledger_storage == "db":
         file = next(BookieDirectories(index_dirs=directories).indexes(), None)
-        if file is not None and _database_in_use(directories) is None:
+        if file is not None and database_in_use(directories) is None:
             found = file.path
     else:
-        found = _database_in_use(directories)
+        found = database_in_use(directories)
     if found is not None:
         to = "db" if config.ledger_storage == "db" else "interleaved"
         raise UsageError(
@@ -63,8 +63,8 @@ def check_index(config: BookieConfig) -> None:
         )
 
 
-def _database_in_use(directories: Iterable[Path]) -> Path | None:
-    """Return the path of a database that has ledgers, None for none."""
+def database_in_use(directories: Iterable[Path]) -> Path | None:
+    """Return the path of a database that has ledgers in one `current/` of an index, None for none. Raises Corrupt."""
     for path in (directory / name for directory in directories for name in ("ledgers", "scoped-ledgers")):
         if (path / "CURRENT").exists():
             from bkctl.files.rocksdb import LedgersDatabase

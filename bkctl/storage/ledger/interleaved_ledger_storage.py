@@ -6,6 +6,7 @@ An index file only ever points into synced entry logs. Entries of scoped ledgers
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -117,7 +118,7 @@ class InterleavedLedgerStorage(LedgerStorage[IndexedHandle]):
             if full is not None:
                 self._refused.add(logger.directories.index(full))
                 if not self._refused.issuperset(self._writable):
-                    relocated = logger.relocate(self.update_locations) or relocated
+                    relocated = logger.relocate(functools.partial(self.update_locations, logger)) or relocated
         return relocated
 
     def open(self) -> None:
@@ -277,7 +278,7 @@ class InterleavedLedgerStorage(LedgerStorage[IndexedHandle]):
 
     # --- garbage collection ------------------------------------------------------------------------------------------
 
-    def update_locations(self, moves: Iterable[Move]) -> None:
+    def update_locations(self, logger: EntryLogger, moves: Iterable[Move]) -> None:
         by_ledger: dict[LedgerId, list[Move]] = {}
         for move in moves:
             by_ledger.setdefault(move.ledger, []).append(move)
@@ -291,7 +292,7 @@ class InterleavedLedgerStorage(LedgerStorage[IndexedHandle]):
                 self._borrowed[ledger] = handle
             self.pages.move(handle, ledger_moves)
 
-    def live(self, entries: Sequence[tuple[LedgerId, int, int]]) -> list[bool]:
+    def live(self, logger: EntryLogger, entries: Sequence[tuple[LedgerId, int, int]]) -> list[bool]:
         return self.pages.live(entries)
 
     # --- flushes -----------------------------------------------------------------------------------------------------

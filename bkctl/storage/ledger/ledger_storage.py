@@ -347,12 +347,18 @@ class LedgerStorage(ABC, Generic[Handle]):
         return False
 
     @abstractmethod
-    def update_locations(self, moves: Iterable[Move]) -> None:
-        """Point the index to `new` where it still points to `old` (G), on disk with the next flush. Raises OSError."""
+    def update_locations(self, logger: EntryLogger, moves: Iterable[Move]) -> None:
+        """Point the index to `new` where it still points to `old` (G), on disk with the next flush. Raises OSError.
+
+        Both are locations in logs of `logger`.
+        """
 
     @abstractmethod
-    def live(self, entries: Sequence[tuple[LedgerId, int, int]]) -> list[bool]:
-        """Return of each (ledger, entry id, location) of a log if the index has it (G). Raises OSError, Corrupt."""
+    def live(self, logger: EntryLogger, entries: Sequence[tuple[LedgerId, int, int]]) -> list[bool]:
+        """Return of each (ledger, entry id, location) of a log of `logger` if the index has it (G).
+
+        Raises OSError, Corrupt.
+        """
 
     def compact_locations(self, paths: Collection[str] = ()) -> None:
         """Compact the location databases at `paths`, all without `paths`; for any thread."""

@@ -211,8 +211,8 @@ class SortedLedgerStorage(InterleavedLedgerStorage):
     def leave_full_disk(self) -> bool:
         return False  # `_write_log` has left it already, where it could
 
-    def update_locations(self, moves: Iterable[Move]) -> None:
-        super().update_locations(moves)
+    def update_locations(self, logger: EntryLogger, moves: Iterable[Move]) -> None:
+        super().update_locations(logger, moves)
         if self.pages.is_full and self._place_lock.acquire(blocking=False):
             try:
                 self._write_changed_pages()

@@ -380,7 +380,7 @@ def test_next_flush_completes_a_failed_one(tmp_path: Path, kind: str, path: str)
     assert storage.ledgers.unwritten_bytes == before
     if kind == "sync":
         with pytest.raises(OSError, match="not in the index yet"):
-            storage.ledgers.live([(PLAIN, 0, 1 << 32 | 1028)])
+            storage.ledgers.live(storage.ledgers.entry_loggers[0], [(PLAIN, 0, 1 << 32 | 1028)])
     for ledger in (PLAIN, SCOPED):
         add(storage, ledger, 1, 2)
         assert entry_ids(storage, ledger) == [0, 1, 2]
@@ -684,12 +684,11 @@ def test_reads_moved_entries(tmp_path: Path, ledger: LedgerId) -> None:
     log = logger.open_compaction_log()
     new = {entry_id: log.add(ledger, body_of(ledger, entry_id)) for entry_id in (0, 1)}
     log.finish()
-    storage.ledgers.update_locations(
-        [Move(ledger, 0, old[0], new[0]), Move(ledger, 1, old[1] + 1, new[1]), Move(other, 7, 1 << 33, new[0])]
-    )
+    moves = [Move(ledger, 0, old[0], new[0]), Move(ledger, 1, old[1] + 1, new[1]), Move(other, 7, 1 << 33, new[0])]
+    storage.ledgers.update_locations(logger, moves)
     asked = [(ledger, 0, new[0]), (ledger, 0, old[0]), (ledger, 1, old[1]), (ledger, 2, old[2]), (other, 7, new[0])]
-    assert storage.ledgers.live(asked) == [True, False, True, True, False]
-    assert storage.ledgers.live([(ledger, 1, old[1]), (ledger, 1, new[1])]) == [True, False]
+    assert storage.ledgers.live(logger, asked) == [True, False, True, True, False]
+    assert storage.ledgers.live(logger, [(ledger, 1, old[1]), (ledger, 1, new[1])]) == [True, False]
     for entry_id in range(3):
         assert bytes(storage.read_entry(ledger, entry_id)) == body_of(ledger, entry_id)
     storage.close()
@@ -714,7 +713,7 @@ def test_read_retries_when_compaction_moves_the_entry(tmp_path: Path, monkeypatc
         log = directory.logger.open_compaction_log()
         new = log.add(PLAIN, body_of(PLAIN, 0))
         log.finish()
-        storage.ledgers.update_locations([Move(PLAIN, 0, old, new)])
+        storage.ledgers.update_locations(directory.logger, [Move(PLAIN, 0, old, new)])
         raise FileNotFoundError(errno.ENOENT, "No such file", "0.log")
 
     monkeypatch.setattr(directory.logger, "read", overtaken)

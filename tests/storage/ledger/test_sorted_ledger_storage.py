@@ -311,21 +311,24 @@ def test_moves_during_a_flush_are_kept(tmp_path: Path, storage_class: str) -> No
     add(storage, PLAIN, 0, 1)
     storage.run_checkpoint()
     old = ledgers.pages.location(PLAIN, 0)
-    log = ledgers.entry_loggers[0].open_compaction_log()
+    logger = ledgers.entry_loggers[0]
+    log = logger.open_compaction_log()
     new = log.add(PLAIN, body_of(PLAIN, 0))
     log.finish()
     add(storage, PLAIN, 2)
     checkpoint = storage.begin_checkpoint()
     assert checkpoint is not None
-    ledgers.update_locations([Move(PLAIN, 0, old, new), Move(PLAIN, 1, old, new), Move(LedgerId(0, 9), 0, old, new)])
-    assert ledgers.live([(PLAIN, 0, new)]) == [True]
-    assert ledgers.live([(PLAIN, 0, old), (PLAIN, 0, new), (PLAIN, 1, new)]) == [False, True, False]
+    moves = [Move(ledger, entry_id, old, new) for ledger, entry_id in ((PLAIN, 0), (PLAIN, 1), (OTHER, 0))]
+    ledgers.update_locations(logger, moves)
+    assert ledgers.live(logger, [(PLAIN, 0, new)]) == [True]
+    assert ledgers.live(logger, [(PLAIN, 0, old), (PLAIN, 0, new), (PLAIN, 1, new)]) == [False, True, False]
     storage.checkpoint(checkpoint)
     storage.end_checkpoint(checkpoint, written=True)
     storage.run_checkpoint()
     again = open_storage(tmp_path, ledger_storage_class=storage_class)
-    assert again.ledgers.live([(PLAIN, 0, new)]) == [True]
-    again.ledgers.entry_loggers[0].remove_log(old >> 32)
+    (logger, _) = again.ledgers.entry_loggers
+    assert again.ledgers.live(logger, [(PLAIN, 0, new)]) == [True]
+    logger.remove_log(old >> 32)
     assert bytes(again.read_entry(PLAIN, 0)) == body_of(PLAIN, 0)
 
 
