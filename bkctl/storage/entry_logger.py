@@ -402,8 +402,9 @@ class EntryLogger:
                 self._unsynced[log.log_id] = log
         else:
             with self._lock:
-                self._flushed.add(log.log_id)
-            self.remove_log(log.log_id)
+                del self._paths[log.log_id]
+            with suppress(OSError):  # its directory may be missing too; a file that stays is empty
+                self._files.remove(log.path)
 
     def close(self) -> None:
         """Remove the log that was created ahead, which is empty."""

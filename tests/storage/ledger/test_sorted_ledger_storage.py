@@ -287,6 +287,24 @@ def test_open_log_leaves_a_full_disk(tmp_path: Path, storage_class: str) -> None
     assert {path.relative_to(image).parts[0] for path in image.rglob("*.log")} == {"a", "b"}
 
 
+@pytest.mark.parametrize("storage_class", [SORTED, INTERLEAVED])
+def test_first_scoped_entry_leaves_a_disk_too_full_for_its_directory(tmp_path: Path, storage_class: str) -> None:
+    files = SimulatedFiles(tmp_path)
+    storage = open_storage(tmp_path, files, ledger_storage_class=storage_class)
+    storage.set_writable([0])
+    add(storage, SCOPED, 0)
+    storage.seal_entries(1)
+    files.faults.append(Fault("directory", "/a/current/scoped", errno.ENOSPC, times=100))
+    with pytest.raises(OSError, match="No space"):
+        storage.write_entries()
+    storage.set_writable([0, 1])
+    assert storage.ledgers.write_where_space(storage.write_entries) is None
+    assert stored(storage, SCOPED) == [0]
+    storage.run_checkpoint()
+    again = open_storage(files.crash(tmp_path / "image"), ledger_storage_class=storage_class)
+    assert stored(again, SCOPED) == [0]
+
+
 def test_entries_stay_in_memory_when_all_disks_are_full(tmp_path: Path) -> None:
     files = SimulatedFiles(tmp_path)
     storage = open_storage(tmp_path, files)
