@@ -119,7 +119,7 @@ class EntryLogger:
         self.path_of, self.read = self._reader.path_of, self._reader.read
         self.read_following, self.read_run = self._reader.read_following, self._reader.read_run
         self._unsynced: dict[int, OpenLog] = {}
-        #: The directory that had no space for the last `write`; None if it succeeded.
+        #: The directory that had no space for the last `write`; None if it succeeded, or failed for another reason.
         self.full_directory: Path | None = None
         self._failed: OSError | None = None
         for directory in self.directories:
@@ -292,11 +292,11 @@ class EntryLogger:
                 try:
                     self._write_chunk(chunk)
                 except OSError as error:
-                    if error.errno in DISK_FULL:
-                        self.full_directory = chunk.log.path.parent
+                    self.full_directory = chunk.log.path.parent if error.errno in DISK_FULL else None
                     raise
                 with self._lock:
                     self._unwritten = self._unwritten[1:]
+            self.full_directory = None
 
     def _write_chunk(self, chunk: Chunk) -> None:
         log = chunk.log

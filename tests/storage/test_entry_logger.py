@@ -206,6 +206,32 @@ def test_entries_leave_a_full_disk(tmp_path: Path, written: bool, closed: bool) 
         assert not (tmp_path / "a" / file_name(0)).exists()
 
 
+@pytest.mark.parametrize("code", [None, errno.EMFILE])
+def test_entries_stay_where_the_last_write_found_space(tmp_path: Path, code: int | None) -> None:
+    files = SimulatedFiles(tmp_path)
+    picked = [0]
+    logger = open_logger(tmp_path, files, pick_directory=lambda: picked[0])
+    location = add(logger, LEDGER, 0)
+    logger.seal()
+    files.faults.append(Fault("create", "/a/0.log", errno.ENOSPC))
+    with pytest.raises(OSError, match="No space"):
+        logger.write()
+    if code is None:
+        logger.write()
+    else:
+        files.faults.append(Fault("create", "/a/0.log", code))
+        with pytest.raises(OSError, match="Too many open files"):
+            logger.write()
+    picked[0] = 1
+    assert not logger.relocate(lambda moves: pytest.fail("no entry is stuck on a full disk"))
+    assert add(logger, LEDGER, 1) >> 32 == location >> 32
+    logger.stay_in([1])
+    logger.write()
+    logger.sync()
+    assert logger.flushed_log_ids() == [0]
+    assert logger.read(location, LEDGER, 0) == body_of(LEDGER, 0)
+
+
 def test_preallocates_the_next_log_in_the_same_directory(tmp_path: Path) -> None:
     logger = open_logger(tmp_path, preallocates=True)
     for entry_id in range(60):
