@@ -39,6 +39,7 @@ class ScanAndCompareGarbageCollector:
 
     def __post_init__(self) -> None:
         self._last_overreplicated_ms = self._clock_ms()
+        self._locks = LedgerLocks(self._metadata.cluster.store)
 
     def collect(self, *, accept_scoped_deletes: bool = False) -> None:
         """Delete over-replicated ledgers where that is due, then the ledgers that no longer exist.
@@ -119,23 +120,24 @@ class ScanAndCompareGarbageCollector:
 
         Source: removeOverReplicatedledgers.
         """
-        locks = LedgerLocks(self._metadata.cluster.store)
+        # Locks that an outage kept the last round from releasing.
+        self._locks.unlock_all()
         removed: set[LedgerId] = set()
         for batch in self._metadata.batches(local):
             for ledger, found in list(self._metadata.cluster.ledgers.read_many(batch)):
                 if not isinstance(found, BkctlError) and self._is_elsewhere(found.metadata):
-                    removed.update(self._delete_overreplicated(ledger, locks))
+                    removed.update(self._delete_overreplicated(ledger))
         return removed
 
-    def _delete_overreplicated(self, ledger: LedgerId, locks: LedgerLocks) -> list[LedgerId]:
+    def _delete_overreplicated(self, ledger: LedgerId) -> list[LedgerId]:
         """Delete a ledger under its under-replication lock, so that no worker replicates it to this bookie meanwhile.
 
         Return it, or nothing where another has the lock or the metadata changed.
         """
-        if locks.get(ledger) is not None:
+        if self._locks.get(ledger) is not None:
             return []
         try:
-            locks.lock(ledger, self._metadata.bookie_id)
+            self._locks.lock(ledger, self._metadata.bookie_id)
         except Conflict:
             return []
         try:
@@ -146,7 +148,7 @@ class ScanAndCompareGarbageCollector:
         except (LedgerNotFound, Corrupt, Unsupported) as error:
             log.warning("Ledger %s is not collected as over-replicated: %s", ledger, error)
         finally:
-            locks.unlock(ledger)
+            self._locks.unlock(ledger)
         return []
 
     def _is_elsewhere(self, metadata: LedgerMetadata) -> bool:

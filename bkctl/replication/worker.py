@@ -201,6 +201,10 @@ class ReplicationWorker:
             if await asyncio.to_thread(state.marks.get, ledger) is None:
                 return LedgerOutcome.SKIPPED
             lock = await run_to_end(asyncio.to_thread(state.locks.lock, ledger, self.name))
+        except asyncio.CancelledError:
+            # The lock may have been taken before the cancellation.
+            await run_to_end(self._unlock(ledger))
+            raise
         except Unreachable:
             raise
         except Conflict:

@@ -33,6 +33,7 @@ from bkctl.ids import LedgerId
 from bkctl.metadata.backends.sqlite import SqliteStore
 from bkctl.metadata.cluster import Cluster, init_cluster, open_cluster
 from bkctl.metadata.ledgers import LedgerManager
+from bkctl.metadata.store import Claim
 from bkctl.metadata.underreplication import LedgerLocks
 from bkctl.metadata.uri import parse_uri
 from bkctl.storage.bookie_storage import BookieStorage
@@ -377,6 +378,27 @@ def test_ledger_replicated_back_before_the_lock_stays(cluster: Cluster, monkeypa
     bookie.collector.run_round()
     assert bookie.storage.ledgers == {ledger}
     assert list(LedgerLocks(cluster.store).list()) == []
+
+
+def test_lock_kept_by_an_outage_is_released_in_the_next_round(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: SqliteStore, claims: Sequence[Claim]) -> None:
+        if claims:
+            raise Unreachable("The store is gone")
+
+    ledger = LedgerId(7, 1)
+    create(cluster, ledger, metadata=ELSEWHERE)
+    bookie = Bookie(cluster, Storage(ledger), gc_overreplicated_ledger_wait_time=60_000)
+    bookie.now_ms += 60_001
+    with monkeypatch.context() as outage:
+        outage.setattr(SqliteStore, "release_many", fail)
+        bookie.collector.run_round()
+    locks = LedgerLocks(cluster.store)
+    assert locks.ledgers() == {ledger}
+    bookie.collector.run_round()
+    assert locks.ledgers() == set()
+    assert bookie.collector.stats.failed_rounds == 1
 
 
 # --- settings and control -------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 from replication.recovering import CONFIG, bookies_of, come_back, eventually, lose, running, state_of, write
@@ -186,6 +187,31 @@ async def test_lock_lost_before_unmarking_keeps_mark(fake_cluster, monkeypatch):
         worker = ReplicationWorker(client, CONFIG, "worker")
         assert await worker.replicate(ledger) is LedgerOutcome.FAILED
         assert marks.get(ledger) is not None
+
+
+async def test_cancelled_attempt_leaves_no_lock(fake_cluster, monkeypatch):
+    """An error of one ledger cancels the attempts at the others, whose locks may be on their way."""
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        ledger, _ = await lost_ledger(cluster, client)
+        is_taken, may_return = threading.Event(), threading.Event()
+        lock = LedgerLocks.lock
+
+        def lock_slowly(*arguments):
+            claim = lock(*arguments)
+            is_taken.set()
+            may_return.wait(LIMIT_S)
+            return claim
+
+        monkeypatch.setattr(LedgerLocks, "lock", lock_slowly)
+        worker = ReplicationWorker(client, CONFIG, "worker")
+        attempt = asyncio.ensure_future(worker.replicate(ledger))
+        await asyncio.to_thread(is_taken.wait, LIMIT_S)
+        attempt.cancel()
+        may_return.set()
+        with pytest.raises(asyncio.CancelledError):
+            await attempt
+        assert list(state_of(cluster).locks.list()) == []
+        assert await worker.replicate(ledger) is LedgerOutcome.DONE
 
 
 async def test_deferred_ledger_is_not_retried_after_losing_lock(fake_cluster):

@@ -95,6 +95,10 @@ class LedgerLocks:
         """
         self.unlock_many([ledger])
 
+    def unlock_all(self) -> None:
+        """`unlock` each ledger that this object has locked. Raises Unreachable, as `unlock_many`."""
+        self.unlock_many(list(self._claims))
+
     def unlock_many(self, ledgers: Collection[LedgerId]) -> None:
         """`unlock` each ledger. Raises Unreachable: some may stay locked until the next call."""
         with self._claims_lock:
