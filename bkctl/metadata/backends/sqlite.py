@@ -330,8 +330,7 @@ class SqliteStore(MetadataStore):
     def claim(self, path: str, value: bytes, *, numbered: bool = False) -> Claim:
         check_size(path, value)
         self._end_dead_sessions(at_once=True)
-        with self._transaction() as connection:
-            self._make_session(connection)
+        with self._session_transaction() as connection:
             if numbered:
                 path += f"{_next_number(connection, path):010d}"
             if _row(connection, "1", path) is not None:
@@ -341,18 +340,28 @@ class SqliteStore(MetadataStore):
         self._start_thread()
         return _SqliteClaim(self, path, change)
 
-    def _make_session(self, connection: sqlite3.Connection) -> None:
-        if (
-            self._session is None
-            or not connection.execute("SELECT 1 FROM session WHERE id = ?", (self._session,)).fetchone()
-        ):
-            identity = (*process_identity(), _monotonic_ms(), _wall_ms())
-            self._session = connection.execute("INSERT INTO session VALUES(NULL, ?, ?, ?, ?, ?, ?)", identity).lastrowid
+    @contextlib.contextmanager
+    def _session_transaction(self) -> Iterator[sqlite3.Connection]:
+        """Run a transaction in a session that is alive: a new one if the last one expired."""
+        with self._lock:
+            before = self._session
+            try:
+                with self._transaction() as connection:
+                    alive = connection.execute("SELECT 1 FROM session WHERE id = ?", (before,)).fetchone()
+                    if not alive:
+                        self._has_lost = self._has_lost or before is not None
+                        identity = (*process_identity(), _monotonic_ms(), _wall_ms())
+                        added = connection.execute("INSERT INTO session VALUES(NULL, ?, ?, ?, ?, ?, ?)", identity)
+                        self._session = added.lastrowid
+                    yield connection
+            except BaseException:
+                # A session that was rolled back does not exist, and its id may become another process's.
+                self._session = before
+                raise
 
     def _put_ephemeral(self, path: str, value: bytes) -> bool:
         self._end_dead_sessions(at_once=True)
-        with self._transaction() as connection:
-            self._make_session(connection)
+        with self._session_transaction() as connection:
             row = _row(connection, "owner, value", path)
             if row is not None and row[0] != self._session:
                 return False

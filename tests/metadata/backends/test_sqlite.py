@@ -179,6 +179,32 @@ def test_suspended_process_loses_its_session_and_renews_it(store: SqliteStore, f
             holder.kill()
 
 
+def test_registration_returns_after_a_claim_began_the_next_session(
+    store: SqliteStore, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite, "HEARTBEAT_MS", 3_600_000)
+    store.ephemeral("available/bookie-1", b"ours")
+    with sqlite3.connect(file) as raw:
+        raw.execute("UPDATE session SET beat_ms = 0")
+    raw.close()
+    with SqliteStore(file) as other:
+        assert other.children("available") == []
+    claim = store.claim("locks/1", b"")
+    store._beat()
+    assert store.children("available") == ["bookie-1"]
+    assert claim.is_held()
+
+
+def test_refused_claim_leaves_the_session_of_another_process(store: SqliteStore, file: str) -> None:
+    """The refused claim's session was rolled back, so that the next process gets the same id."""
+    store.put("locks/1", b"", NEW)
+    with SqliteStore(file) as refused:
+        with pytest.raises(AlreadyExists):
+            refused.claim("locks/1", b"")
+        store.ephemeral("available/bookie-1", b"")
+    assert store.children("available") == ["bookie-1"]
+
+
 def test_a_session_of_another_boot_is_judged_by_its_last_heartbeat(store: SqliteStore, file: str) -> None:
     with SqliteStore(file) as other:
         other.ephemeral("available/bookie-1", b"")
