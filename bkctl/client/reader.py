@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -114,6 +115,16 @@ class LedgerAccess:
         schedule = self.schedule
         return [tuple(channels[index] for index in schedule.write_set(at)) for at in range(schedule.ensemble_size)]
 
+    async def read_ensembles(self) -> None:
+        """Read the metadata again and take over its ensembles; do nothing if the store does not return it.
+
+        The state stays: a tail must not see the end of the ledger before it knows the last entry.
+        """
+        with contextlib.suppress(BkctlError):
+            found = await asyncio.to_thread(self.pool.cluster.ledgers.read, self.ledger)
+            metadata = replace(self.metadata, ensembles=found.metadata.ensembles)
+            self.versioned = self.versioned._replace(metadata=metadata)
+
     def open_entry(self, body: BytesLike | None, entry_id: int, verify: bool = True) -> LedgerEntry:
         """Return the entry in a bookie's answer. Raises DigestMismatch, ProtocolError, without `verify` Corrupt."""
         if body is None:
@@ -215,8 +226,8 @@ class _RangeReader:
                 return run
             head = window[0]
             if head.error is not None:
-                raise head.error
-            if head.response is None and not self._failures:
+                await self._follow_ensembles(head)
+            elif head.response is None and not self._failures:
                 await self._wait_for(head)
 
     def _fill(self) -> int:
@@ -370,6 +381,24 @@ class _RangeReader:
             f"({'; '.join(read.problems or ())})",
         )
 
+    async def _follow_ensembles(self, failed: _Read) -> None:
+        """Read failed entries from the bookies that hold them now. Raise the error of `failed` if its bookies stay."""
+        assert failed.error is not None
+        access = self._access
+        await access.read_ensembles()
+        self._fragment_end = failed.entry_id
+        for read in self._window:
+            if read.entry_id >= self._fragment_end:
+                self._enter_fragment(read.entry_id)
+            replicas = self._replicas[read.entry_id % access.schedule.ensemble_size]
+            if read.error is not None and read.replicas != replicas:
+                read.untried = sorted(replicas, key=read.replicas.__contains__)
+                read.replicas = replicas
+                read.error = read.first_error = read.problems = None
+                self._ask_another(read)
+        if failed.error is not None:
+            raise failed.error
+
 
 async def read_entries(
     access: LedgerAccess, first: int, last: int, *, verify: bool = True
@@ -377,7 +406,8 @@ async def read_entries(
     """Yield the entries `first` to `last` (inclusive) in order, each from the first replica that gives it intact.
 
     Reads are pipelined within a bounded window, which advances as the caller takes entries. When no replica returns an
-    entry, the entries before it are yielded, then the gravest error is raised.
+    entry, the metadata is read again. If the entry has the same bookies still, the entries before it are yielded, then
+    the gravest error is raised.
     """
     reader = _RangeReader(access, first, last, verify)
     while run := await reader.next_run():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from enum import Enum
 from itertools import chain
 from typing import Final, NamedTuple
@@ -75,7 +75,7 @@ async def verify_entries(handle: ReadHandle) -> AsyncIterator[EntryCheck]:
     """Read the entries up to the last add confirmed from every bookie of their write sets.
 
     Yields one check per entry, in order. Reads are pipelined within a bounded window. Failures of bookies are in the
-    checks.
+    checks, except of bookies that were replaced since: their replacements are asked.
     """
     access, last = handle._access, handle.last_add_confirmed
     ensemble_size, write_quorum_size = access.schedule.ensemble_size, access.schedule.write_quorum_size
@@ -84,27 +84,42 @@ async def verify_entries(handle: ReadHandle) -> AsyncIterator[EntryCheck]:
     replicas: list[tuple[BookieChannel, ...]] = []
     size = access.entry_size_bytes
     largest, next_id = size, 0
+    #: Faulty bookies of fragments for which the metadata was read again.
+    looked_up: set[tuple[int, str]] = set()
+
+    def ask(entry_id: int, channels: Iterable[BookieChannel]) -> list[tuple[BookieChannel, asyncio.Future[Response]]]:
+        request = ReadRequest(handle.ledger, entry_id)
+        return [(channel, channel.send(request, access.scoped)) for channel in channels]
+
     while next_id <= last or window:
         count_max = min(max(WINDOW_BYTES // ((max(size, largest) + 64) * write_quorum_size), 2), WINDOW_COUNT_MAX)
         while next_id <= last and len(window) < count_max:
             while fragments and fragments[0].first_entry_id <= next_id:
                 replicas = access.replicas(fragments.popleft().bookies)
-            request = ReadRequest(handle.ledger, next_id)
-            asked = [(channel, channel.send(request, access.scoped)) for channel in replicas[next_id % ensemble_size]]
-            window.append((next_id, asked))
+            window.append((next_id, ask(next_id, replicas[next_id % ensemble_size])))
             next_id += 1
         entry_id, asked = window.popleft()
-        waiting = [future for _, future in asked if not future.done()]
-        if waiting:
-            await asyncio.wait(waiting)
-        check = _check(handle, entry_id, asked)
+        check = await _check(handle, entry_id, asked)
+        if not check.ok:
+            first = access.metadata.fragment_of(entry_id).first_entry_id
+            faulty = {(first, replica.bookie_id) for replica in check.replicas if replica.state is not ReplicaState.OK}
+            if not faulty <= looked_up:
+                looked_up |= faulty
+                await access.read_ensembles()
+                fragments = deque(access.metadata.ensembles)
+            present = access.replicas(access.metadata.fragment_of(entry_id).bookies)[entry_id % ensemble_size]
+            if present != tuple(channel for channel, _ in asked):
+                check = await _check(handle, entry_id, ask(entry_id, present))
         largest = max(largest * 15 // 16, *(replica.size_bytes or 0 for replica in check.replicas))
         yield check
 
 
-def _check(
+async def _check(
     handle: ReadHandle, entry_id: int, asked: list[tuple[BookieChannel, asyncio.Future[Response]]]
 ) -> EntryCheck:
+    waiting = [future for _, future in asked if not future.done()]
+    if waiting:
+        await asyncio.wait(waiting)
     reference: LedgerEntry | None = None
     found = []
     for channel, future in asked:

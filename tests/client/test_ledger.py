@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import random
 from dataclasses import replace
 
 import pytest
-from client.fakes import Fault, turns
+from client.fakes import FakeLedger, Fault, turns
 from support.waiting import LIMIT_S
 
 from bkctl.client.placement import RackRules
+from bkctl.client.streams import tail
 from bkctl.errors import (
     BookieUnavailable,
     DigestMismatch,
@@ -30,7 +32,7 @@ from bkctl.errors import (
     UsageError,
 )
 from bkctl.formats.entry import DigestManager, DigestType, read_entry_header
-from bkctl.formats.metadata import LedgerState
+from bkctl.formats.metadata import Fragment, LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.racks import BookieRacks
 from bkctl.metadata.store import RACKS
@@ -375,6 +377,29 @@ async def test_reads_fall_back_to_the_next_replica(fake_cluster, kind, monkeypat
         reader = await client.open_ledger(writer.ledger_id)
         entries = await collect(reader.read(0, reader.last_add_confirmed))
         assert [entry.payload for entry in entries] == PAYLOADS
+
+
+async def test_read_continues_on_the_bookies_that_replaced_lost_ones(fake_cluster):
+    async with fake_cluster(5) as cluster, cluster.client() as client:
+        writer = await write(client, ensemble_size=2, write_quorum_size=1, ack_quorum_size=1)
+        reader = await client.open_ledger(writer.ledger_id)
+        found = cluster.cluster.ledgers.read(writer.ledger)
+        old = found.metadata.last_fragment.bookies
+        entries = {**cluster.bookie(old[0]).entries(writer.ledger), **cluster.bookie(old[1]).entries(writer.ledger)}
+        new = [bookie.bookie_id for bookie in cluster.bookies if bookie.bookie_id not in old]
+        for bookie_id in new:
+            cluster.bookie(bookie_id).ledgers[writer.ledger] = FakeLedger()
+            cluster.bookie(bookie_id).ledgers[writer.ledger].entries.update(entries)
+        for bookie_id in old:
+            await cluster.bookie(bookie_id).stop()
+        fragments = (Fragment(0, (new[0], old[1])), Fragment(20, (new[1], new[0])), Fragment(41, (new[2], new[1])))
+        moved = replace(found.metadata, ensembles=fragments)
+        version = cluster.cluster.ledgers.write(writer.ledger, moved, found.version)
+        got = await collect_until(BookieUnavailable, reader.read(0, reader.last_add_confirmed))
+        assert [entry.payload for entry in got] == PAYLOADS[:1]
+        moved = replace(moved, ensembles=(Fragment(0, tuple(new[:2])), *fragments[1:]))
+        cluster.cluster.ledgers.write(writer.ledger, moved, version)
+        assert [entry.payload async for entry in reader.read(0, reader.last_add_confirmed)] == PAYLOADS
 
 
 async def test_unreadable_entry_error_names_replicas_after_earlier_entries(fake_cluster):
@@ -782,6 +807,21 @@ async def test_entry_of_a_long_poll_is_used_only_if_intact(fake_cluster, monkeyp
         reads = [request for request in owner.received if type(request) is ReadRequest and request.entry_id == 0]
         assert len(reads) == is_damaged
         assert not client.pool.suspects()
+
+
+async def test_a_tail_reads_entries_of_an_ensemble_before_its_watch_reports_it(fake_cluster, monkeypatch):
+    async with fake_cluster(3) as cluster, cluster.client() as client:
+        monkeypatch.setattr(cluster.cluster.ledgers, "watch", lambda *_: lambda: None)
+        writer = await client.create_ledger(ensemble_size=2, write_quorum_size=1, ack_quorum_size=1)
+        for i in range(2):
+            await writer.add(b"%d" % i)
+        async with await client.open_ledger(writer.ledger_id) as reader:
+            await cluster.bookie(writer.metadata.last_fragment.bookies[0]).stop()
+            for i in range(2, 6):
+                await writer.add(b"%d" % i)
+            await writer.write_lac()
+            async with contextlib.aclosing(tail(reader, 2)) as entries:
+                assert [(await anext(entries)).payload for _ in range(4)] == [b"2", b"3", b"4", b"5"]
 
 
 # Scopes and bookies without them.

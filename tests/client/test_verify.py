@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from bkctl.client.verify import ReplicaState, verify_entries
 from bkctl.errors import DigestMismatch
+from bkctl.formats.metadata import Fragment
 
 
 @pytest.mark.parametrize("scope_id", [0, 7])
@@ -79,3 +82,21 @@ async def test_fragments_are_followed(fake_cluster):
             reader = await fresh.open_ledger(writer.ledger_id)
             assert len(reader.metadata.ensembles) == 2
             assert all([check.ok async for check in verify_entries(reader)])
+
+
+async def test_bookies_that_were_replaced_since_are_not_reported(fake_cluster):
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        writer = await client.create_ledger()
+        await writer.add_all([b"%d" % i for i in range(300)])
+        await writer.close()
+        reader = await client.open_ledger(writer.ledger_id)
+        found = cluster.cluster.ledgers.read(writer.ledger)
+        old, *others = found.metadata.last_fragment.bookies
+        (new,) = {bookie.bookie_id for bookie in cluster.bookies} - {old, *others}
+        cluster.bookie(new).ledgers[writer.ledger] = cluster.bookie(old).ledgers[writer.ledger]
+        await cluster.bookie(old).stop()
+        moved = replace(found.metadata, ensembles=(Fragment(0, (new, *others)),))
+        cluster.cluster.ledgers.write(writer.ledger, moved, found.version)
+        checks = [check async for check in verify_entries(reader)]
+        assert len(checks) == 300
+        assert all(check.ok for check in checks)
