@@ -400,7 +400,6 @@ def unmark(run: Run, ledgers: LedgersOrFile, undo: UndoOption = None, dry_run: D
     from bkctl.metadata.underreplication import mark_path, parse_mark
 
     with run.cluster() as cluster:
-        state = _state(cluster)
         marks = {}
         for ledger in ledgers:
             found = cluster.store.get(mark_path(ledger))
@@ -425,10 +424,10 @@ def unmark(run: Run, ledgers: LedgersOrFile, undo: UndoOption = None, dry_run: D
             if dry_run:
                 writer.rows(map(taken_away, marks))
                 return
-            with run.undo(cluster, undo) as record:
+            with run.recorded(cluster, undo) as recorded:
+                recorded_marks = _state(recorded).marks
                 for ledger, found in marks.items():
-                    record.record(mark_path(ledger), found.value, None)
-                    state.marks.remove(ledger, found.version)
+                    recorded_marks.remove(ledger, found.version)
                     writer.row(taken_away(ledger))
 
 

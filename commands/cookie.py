@@ -198,9 +198,8 @@ def create(
         if cluster.store.get(path) is not None:
             raise AlreadyExists(f"Bookie {bookie} has a cookie", hint="'bkctl cookie update' replaces it")
         if not dry_run:
-            with run.undo(cluster, undo) as kept:
-                kept.record(path, None, data)
-                version = cluster.store.put(path, data, NEW)
+            with run.recorded(cluster, undo) as recorded:
+                version = recorded.store.put(path, data, NEW)
     run.show(CookieRow(bookie, None, cookie, version, None), COOKIE_COLUMNS)
 
 
@@ -245,9 +244,8 @@ def update(
         if changes and not dry_run:
             names = ", ".join(change.field for change in changes)
             run.confirm(f"The cookie of bookie {bookie} would be replaced, where {names} differ")
-            with run.undo(cluster, undo) as kept:
-                kept.record(path, found.value, data)
-                cluster.store.put(path, data, found.version)
+            with run.recorded(cluster, undo) as recorded:
+                recorded.store.put(path, data, found.version)
         run.render(changes, CHANGE_COLUMNS)
 
 
@@ -301,8 +299,7 @@ def delete(
                     kept.record_file(path, None)
                     path.unlink()
                 for bookie, found in nodes:
-                    kept.record(cookie_path(bookie), found.value, None)
-                    cluster.cookies.remove(bookie, found.version)
+                    kept.recorded().cookies.remove(bookie, found.version)
         run.render(rows, COOKIE_COLUMNS)
 
 

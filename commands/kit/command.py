@@ -628,9 +628,9 @@ class Run:
                 self.note(f"Undo it with: bkctl metadata undo {path}{there}")
 
     @contextmanager
-    def recorded(self, cluster: Cluster, file: Path | None) -> Iterator[Cluster]:
+    def recorded(self, cluster: Cluster, file: Path | None, *, elsewhere: bool = False) -> Iterator[Cluster]:
         """Yield `cluster` for work whose changes of nodes all go to the undo file; see `undo`."""
-        with self.undo(cluster, file) as undo:
+        with self.undo(cluster, file, elsewhere=elsewhere) as undo:
             yield undo.recorded()
 
     @property

@@ -110,14 +110,13 @@ def delete(
                 _export(run, cluster, plan.ledgers, backup)
             total, left = len(plan.ledgers), "deleted ledgers stay deleted: run the command again for the rest"
             with (
-                run.undo(cluster, undo) as kept,
+                run.recorded(cluster, undo) as recorded,
                 run.working("Deleting", total=total, unit="ledgers", left=left, pace=pace) as activity,
             ):
                 for row in remove_ledgers(
-                    cluster,
+                    recorded,
                     plan.ledgers,
                     states=states,
-                    record=lambda _, path, value: kept.record(path, value, None),
                     keep_missing=ignore_missing,
                     keep_going=keep_going,
                     pace=pace,

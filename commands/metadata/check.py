@@ -90,10 +90,10 @@ def list_orphans(
         node_count = sum(each.node_count for each in removable)
         run.confirm(f"{counted(node_count, 'node', 'nodes')} would be removed from {cluster.uri}")
         with (
-            run.undo(cluster, undo) as record,
+            run.recorded(cluster, undo) as recorded,
             run.working("Removing", left="removed nodes stay removed: run the command again to continue"),
         ):
             for each in removable:
-                remove_orphan(cluster, each, record.record)
+                remove_orphan(recorded, each)
     run.note(f"{len(removable):,} of {len(found):,} orphans were removed")
     run.finish_with(len(found) - len(removable), "orphan remains; check it first", "orphans remain; check them first")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -178,16 +178,15 @@ def import_(
                 return
             total = counts.total()
             with (
-                run.undo(target, undo) as record,
+                nullcontext(target) if is_new else run.recorded(target, undo) as recorded,
                 run.working(
                     "Importing", total=total, unit="records", pace=pace,
                     left="imported metadata stays: run the command again to continue",
                 ) as activity,
             ):  # fmt: skip
                 imported = import_records(
-                    source.records(), target, overwrite=overwrite, dry_run=dry_run,
-                    record_change=(lambda *_: None) if is_new else record.record, progress=activity.step,
-                )  # fmt: skip
+                    source.records(), recorded, overwrite=overwrite, dry_run=dry_run, progress=activity.step
+                )
     show_imported(run, imported)
     if imported.conflicts:
         for name in imported.conflicts[:NAMES_SHOWN_MAX]:

@@ -63,7 +63,7 @@ def replace_bookie_id(
         if not dry_run:
             run.confirm(f"{old} would become {new} in the metadata of all ledgers of {cluster.uri}")
         with (
-            run.undo(cluster, undo) as record,
+            run.recorded(cluster, undo) as recorded,
             run.working(
                 "Replacing",
                 unit="ledgers",
@@ -73,9 +73,8 @@ def replace_bookie_id(
             run.rows(REPLACEMENT_COLUMNS) as writer,
         ):
             for each in replace_bookie(
-                cluster, old, new, record=record.record, pace=pace, limit=limit, dry_run=dry_run,
-                progress=activity.update,
-            ):  # fmt: skip
+                recorded, old, new, pace=pace, limit=limit, dry_run=dry_run, progress=activity.update
+            ):
                 problems += each.problem is not None
                 changed += each.problem is None
                 writer.row(each)

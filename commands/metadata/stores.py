@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from itertools import chain
 from typing import TYPE_CHECKING, Annotated
 
@@ -142,7 +142,7 @@ def migrate(
             run.confirm(f"Metadata in {target.uri} would be replaced with that in {source_cluster.uri}")
         prepare_target(target, source, dry_run=dry_run)
         with (
-            run.undo(target, undo, elsewhere=True) as record,
+            nullcontext(target) if plan.is_new else run.recorded(target, undo, elsewhere=True) as recorded,
             run.working(
                 "Copying",
                 unit="records",
@@ -151,9 +151,8 @@ def migrate(
             ) as activity,
         ):
             imported = import_records(
-                source.records(), target, overwrite=overwrite, dry_run=dry_run,
-                record_change=(lambda *_: None) if plan.is_new else record.record, progress=activity.step,
-            )  # fmt: skip
+                source.records(), recorded, overwrite=overwrite, dry_run=dry_run, progress=activity.step
+            )
         differences = 0 if dry_run else _note_differences(run, source, ClusterSource(target), pace)
     show_imported(run, imported)
     between = f"between {source_cluster.uri} and {target.uri}"

@@ -3,20 +3,24 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from support.command_line import CommandLine
 
+from bkctl.bookie.cookies import cookie_path
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo, Cookie, Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata import ledger_json
+from bkctl.metadata.backends.sqlite import SqliteStore
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.store import NEW
+from bkctl.metadata.underreplication import LedgerMarks, mark_path
 
 from .conftest import Cli, applied
 
@@ -542,6 +546,66 @@ def test_replace_bookie_refuses_data_loss_and_can_be_undone(cli: Cli, store: Clu
     assert cli("ledger", "list", "--all-scopes", "--bookie", old, "-o", "id").out == ""
     assert cli("metadata", "undo", undo, "--yes").code == 0
     assert cli("ledger", "list", "--all-scopes", "--bookie", old, "-o", "id").out == "5\n"
+
+
+def change_before(method: str, path: str, value: bytes, store: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write `value` to `path` right before a command's first call of the store's `method` about it."""
+    original = getattr(SqliteStore, method)
+
+    def call(self: SqliteStore, given: Any, *rest: Any, **options: Any) -> Any:
+        if self is not store.store and path in repr(given):
+            monkeypatch.setattr(SqliteStore, method, original)
+            store.store.put(path, value, None)
+        return original(self, given, *rest, **options)
+
+    monkeypatch.setattr(SqliteStore, method, call)
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        (lambda store: store.ledgers.path(LedgerId(0, 6)), ("ledger", "delete", 6)),
+        (lambda store: mark_path(LedgerId(0, 9)), ("metadata", "orphans", "--delete")),
+        (lambda store: mark_path(LedgerId(0, 9)), ("autorecovery", "unmark", 9)),
+        (lambda store: cookie_path(BOOKIES[2]), ("cookie", "delete", BOOKIES[2])),
+    ],
+    ids=["ledger delete", "orphans", "unmark", "cookie delete"],
+)
+def test_refused_removal_is_not_undone(
+    cli: Cli,
+    store: Cluster,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    path: Callable[[Cluster], str],
+    words: tuple[object, ...],
+) -> None:
+    """Another client changes the node right before its removal, and removes it later."""
+    LedgerMarks(store.store).add(LedgerId(0, 9), [BOOKIES[0]])
+    node, undo = path(store), tmp_path / "undo"
+    change_before("delete", node, b"changed", store, monkeypatch)
+    assert cli(*words, "--yes", "--undo", undo).code == 5
+    store.store.delete(node)
+    assert cli("metadata", "undo", undo, "--yes").code == 0
+    assert store.store.get(node) is None
+
+
+@pytest.mark.parametrize("command", ["import", "replace-bookie"])
+def test_retried_change_is_undone_once(
+    cli: Cli, store: Cluster, export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    words: tuple[object, ...] = ("-f", export, "--overwrite")
+    node, undo = store.ledgers.path(LedgerId(0, 5)), tmp_path / "undo"
+    changed = replace(store.ledgers.read(LedgerId(0, 5)).metadata, custom_metadata={}).serialize()
+    if command == "replace-bookie":
+        words = ("--from", BOOKIES[2], "--to", "named")
+        store.cookies.write("named", Cookie("named", ("/j",), ("/l",)), NEW)
+    else:
+        store.store.put(node, b"other", None)
+    change_before("put_many", node, changed, store, monkeypatch)
+    assert cli("metadata", command, *words, "--yes", "--undo", undo).code == 0
+    undone = cli("metadata", "undo", undo, "--yes", "-o", "ndjson")
+    assert (undone.code, {row["outcome"] for row in undone.rows}) == (0, {"restored"})
+    assert store.store.get(node)[0] == changed  # type: ignore[index]
 
 
 def test_scopes_and_new_ids(cli: Cli, store: Cluster) -> None:

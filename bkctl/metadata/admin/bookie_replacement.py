@@ -27,7 +27,6 @@ def replace_bookie(
     old: str,
     new: str,
     *,
-    record: Callable[[str, bytes | None, bytes | None], None],
     pace: Pace | None = None,
     limit: int | None = None,
     dry_run: bool = False,
@@ -36,9 +35,8 @@ def replace_bookie(
     """Replace the bookie id `old` by `new` in the metadata of every ledger of every scope, by compare-and-set.
 
     Yields each ledger that names `old`; a ledger whose ensemble has `new` already, or whose metadata cannot be read,
-    stays unchanged. Each change goes to `record(path, before, after)` first. At most `limit` ledgers change,
-    at that `pace`. Another run finishes an interrupted one. Raises Unreachable.
-    Source: UpdateLedgerOp, SearchReplaceBookieIdCommand.
+    stays unchanged. At most `limit` ledgers change, at that `pace`. Another run finishes an interrupted one. Raises
+    Unreachable. Source: UpdateLedgerOp, SearchReplaceBookieIdCommand.
     """
     manager = cluster.ledgers
     changed = 0
@@ -61,14 +59,12 @@ def replace_bookie(
             continue
         if pace is not None:
             pace.take()
-        outcome = _replace_in(cluster, ledger, old, new, record)
+        outcome = _replace_in(cluster, ledger, old, new)
         changed += outcome.problem is None
         yield outcome
 
 
-def _replace_in(
-    cluster: Cluster, ledger: LedgerId, old: str, new: str, record: Callable[[str, bytes | None, bytes | None], None]
-) -> Replacement:
+def _replace_in(cluster: Cluster, ledger: LedgerId, old: str, new: str) -> Replacement:
     manager = cluster.ledgers
     path = manager.path(ledger)
     while True:
@@ -79,7 +75,6 @@ def _replace_in(
         updated, outcome = _replaced(ledger, metadata, old, new)
         if outcome.problem is not None or outcome.fragment_count == 0:
             return outcome
-        record(path, raw.value, updated.serialize())
         try:
             manager.write(ledger, updated, raw.version)
         except MetadataVersionConflict:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from bkctl.errors import BkctlError, LedgerNotFound
@@ -68,20 +68,18 @@ def orphans(cluster: Cluster) -> Iterator[Orphan]:
             yield Orphan("unknown-node", name, None, _count(store, name), False, "No part of a BookKeeper cluster")
 
 
-def remove_orphan(cluster: Cluster, orphan: Orphan, record: Callable[[str, bytes | None, bytes | None], None]) -> None:
-    """Remove a removable orphan and all nodes below it, each after `record(path, before, None)`."""
+def remove_orphan(cluster: Cluster, orphan: Orphan) -> None:
+    """Remove a removable orphan and all nodes below it."""
     store = cluster.store
     if orphan.code == "orphaned-mark":
         assert orphan.ledger is not None
         found = store.get(orphan.path)
         if found is not None:
-            record(orphan.path, found.value, None)
             LedgerMarks(store).remove(orphan.ledger, found.version)
         return
     for path in _leaves_first(store, orphan.path):
         value = store.get(path)
         if value is not None:
-            record(path, value.value, None)
             store.delete(path, value.version)
 
 

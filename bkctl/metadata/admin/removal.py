@@ -1,4 +1,4 @@
-"""Remove the metadata of many ledgers: several at once, only in given states, each recorded for undo first."""
+"""Remove the metadata of many ledgers: several at once, and only in given states."""
 
 from __future__ import annotations
 
@@ -88,16 +88,14 @@ def remove_ledgers(
     ids: Iterable[LedgerId],
     *,
     states: Collection[str] = (),
-    record: Callable[[LedgerId, str, bytes], None],
     keep_missing: bool = False,
     keep_going: bool = False,
     pace: Pace,
 ) -> Iterator[Removal]:
     """Remove the ledgers' metadata, and yield the result of each in the order given.
 
-    Each ledger is read again, and removed only in the version read, after `record(ledger, path, bytes)`, which several
-    threads call. The first failure is raised once the removals under way have ended and were yielded; with `keep_going`
-    failures are yielded instead, and only Unreachable is raised.
+    Each ledger is read again, and removed only in the version read. The first failure is raised once the removals under
+    way have ended and were yielded; with `keep_going` failures are yielded instead, and only Unreachable is raised.
     """
     from concurrent.futures import ThreadPoolExecutor
 
@@ -113,7 +111,7 @@ def remove_ledgers(
 
     with ThreadPoolExecutor(CONCURRENCY, thread_name_prefix="remove-ledgers") as executor:
         for ledger, found in _values(cluster, ids, pace):
-            under_way.append(executor.submit(_remove, cluster, ledger, found, states, record, keep_missing))
+            under_way.append(executor.submit(_remove, cluster, ledger, found, states, keep_missing))
             if len(under_way) >= CONCURRENCY or (pace.steps_per_s is not None and under_way[0].done()):
                 yield next_done()
             if failure is not None:
@@ -140,7 +138,6 @@ def _remove(
     ledger: LedgerId,
     found: Versioned[bytes] | None,
     states: Collection[str],
-    record: Callable[[LedgerId, str, bytes], None],
     keep_missing: bool,
 ) -> Removal:
     """Remove the ledger whose metadata was `found`; every error is in the result."""
@@ -152,7 +149,6 @@ def _remove(
             raise Conflict(f"Ledger {ledger} was created just now")
         metadata = LedgerMetadata.parse(found.value, f"ledger {ledger} at {path} in {cluster.store.name}")
         check_state(ledger, metadata, states)
-        record(ledger, path, found.value)
         cluster.ledgers.remove(ledger, found.version)
     except LedgerNotFound as error:
         return Removal(ledger, metadata, False, None if keep_missing else error)

@@ -126,24 +126,19 @@ def test_orphans_are_listed_and_removable_ones_removed(cluster: Cluster) -> None
         ("unknown-node", "strange", False),
     ]
     assert found[-1].node_count == 2
-    changes: list[Any] = []
     for each in found[:2]:
-        remove_orphan(cluster, each, lambda *change: changes.append(change))
-    assert len(changes) == 2
+        remove_orphan(cluster, each)
     assert [ledger for ledger, _ in marks.list(None)] == [SCOPED]
 
 
 def test_bookie_is_replaced_in_every_scope_unless_ensembles_clash(cluster: Cluster) -> None:
     clash = replace(GOOD, ensembles=(Fragment(0, ("b0:3181", "b1:3181", "b9:1")),))
     cluster.ledgers.create(LedgerId(0, 6), clash)
-    changes: list[Any] = []
 
     def run(**options: Any) -> list[Any]:
-        record = lambda *change: changes.append(change)  # noqa: E731
-        return list(replace_bookie(cluster, "b0:3181", "b9:1", record=record, **options))
+        return list(replace_bookie(cluster, "b0:3181", "b9:1", **options))
 
     planned = run(dry_run=True)
-    assert changes == []
     assert cluster.ledgers.read(SCOPED).metadata.ensembles == GOOD.ensembles
     assert run(limit=1)[0].ledger == LedgerId(0, 5)
     done = run()
@@ -158,8 +153,6 @@ def test_bookie_is_replaced_in_every_scope_unless_ensembles_clash(cluster: Clust
             ensembles=(Fragment(0, ("b9:1", "b1:3181", "b2:3181")), Fragment(4, ("b2:3181", "b1:3181", "b9:1"))),
             c_token=found.c_token,
         )
-    for path, _, after in changes:
-        assert cluster.store.get(path)[0] == after  # type: ignore[index]
 
 
 def test_health_reports_bookies_and_replication(cluster: Cluster, tmp_path: Path) -> None:
@@ -231,5 +224,5 @@ def test_bookie_registered_during_the_check_is_not_dangling(cluster: Cluster) ->
 
 def test_unchanged_ledgers_do_not_count_towards_the_limit(cluster: Cluster) -> None:
     cluster.ledgers.create(LedgerId(0, 4), replace(GOOD, ensembles=(Fragment(0, ("b0:3181", "b1:3181", "b9:1")),)))
-    done = list(replace_bookie(cluster, "b0:3181", "b9:1", record=lambda *_: None, limit=1))
+    done = list(replace_bookie(cluster, "b0:3181", "b9:1", limit=1))
     assert [(each.ledger, each.problem is None) for each in done] == [(LedgerId(0, 4), False), (LedgerId(0, 5), True)]

@@ -107,14 +107,13 @@ def import_records(
     *,
     overwrite: bool = False,
     dry_run: bool = False,
-    record_change: Callable[[str, bytes | None, bytes], None] = lambda *_: None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> ImportSummary:
     """Write records into a cluster, many at once; skip records that exist with the same value.
 
     So a second run finishes an interrupted one. A record that exists with another value is a conflict and stays; with
-    `overwrite` it is replaced, after `record_change(path, before, after)` (called from several threads). The store's
-    errors are raised once the writes under way have ended; with `dry_run` nothing is changed.
+    `overwrite` it is replaced. The store's errors are raised once the writes under way have ended; with `dry_run`
+    nothing is changed.
     """
     from concurrent.futures import ThreadPoolExecutor
 
@@ -146,10 +145,10 @@ def import_records(
                 continue
             batch.append(write)
             if len(batch) == BATCH_SIZE:
-                under_way.append(executor.submit(_write_all, batch, target, record_change))
+                under_way.append(executor.submit(_write_all, batch, target))
                 batch = []
                 finish(CONCURRENCY)
-        under_way.append(executor.submit(_write_all, batch, target, record_change))
+        under_way.append(executor.submit(_write_all, batch, target))
         finish(0)
     return result
 
@@ -193,9 +192,7 @@ class _Write:
         return self.outcome in ("created", "replaced")
 
 
-def _write_all(
-    writes: list[_Write], target: Cluster, record_change: Callable[[str, bytes | None, bytes], None]
-) -> list[_Write]:
+def _write_all(writes: list[_Write], target: Cluster) -> list[_Write]:
     """Write the records over what was found, and again after concurrent changes; return them."""
     needed = writes
     while needed:
@@ -203,7 +200,6 @@ def _write_all(
         for write in needed:
             record, found = write.record, write.found
             path = target.ledgers.prepare_restore(record.ledger) if record.kind == "ledger" else _path(record, target)
-            record_change(path, None if found is None else found.value, record.value)
             nodes.append((path, record.value, NEW if found is None else found.version))
         refused = []
         for write, node, written in zip(needed, nodes, target.store.put_many(nodes), strict=True):
