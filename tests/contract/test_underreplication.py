@@ -10,8 +10,9 @@ import pytest
 
 from bkctl.errors import AlreadyExists, Conflict, Corrupt, MetadataVersionConflict, NotFound, Unsupported, UsageError
 from bkctl.ids import I64_MAX, U64_MAX, LedgerId
-from bkctl.metadata.store import MetadataStore
+from bkctl.metadata.store import NEW, MetadataStore
 from bkctl.metadata.underreplication import AuditorCheck, AuditorElection, AutoRecoveryState, UnderreplicatedLedger
+from bkctl.metadata.underreplication.layout import lock_path
 
 IDS = [
     LedgerId(0, 0), LedgerId(0, 65_535), LedgerId(0, 65_536), LedgerId(0, I64_MAX), LedgerId(1, 0), LedgerId(7, 1),
@@ -244,6 +245,14 @@ def test_unlock_leaves_a_lock_taken_by_another_worker(
     assert not ours.is_held()
     other.locks.unlock(ledger)
     assert state.locks.get(ledger) is None
+
+
+def test_damaged_lock_is_one_of_an_unknown_worker(state: AutoRecoveryState, store: MetadataStore) -> None:
+    ledger = LedgerId(7, 5)
+    store.put(lock_path(ledger), b"\xff", NEW)
+    with pytest.raises(Conflict, match=r"is being replicated$"):
+        state.locks.lock(ledger, "us")
+    assert [(lock.ledger, lock.owner) for lock in state.locks.list()] == [(ledger, None)]
 
 
 def test_the_first_vote_of_each_election_wins(state: AutoRecoveryState, backend: Any) -> None:

@@ -17,6 +17,7 @@ from bkctl.metadata.cluster import open_cluster
 from bkctl.metadata.racks import BookieRacks
 from bkctl.metadata.store import NEW
 from bkctl.metadata.underreplication import LedgerLocks, LedgerMarks
+from bkctl.metadata.underreplication.layout import lock_path
 from bkctl.pace import Pace
 from bkctl.protocol.messages import AddRequest, ListEntriesRequest, ReadRequest
 from bkctl.replication import move_queue
@@ -378,6 +379,17 @@ async def test_move_waits_for_locked_ledger_with_limit(fake_cluster, monkeypatch
             # Ours are released, the other's stays.
             locks = LedgerLocks(cluster.cluster.store)
             assert [lock.ledger for lock in locks.list()] == [ledgers[0]]
+
+
+async def test_damaged_lock_of_another_worker_does_not_end_the_moves(fake_cluster, monkeypatch):
+    monkeypatch.setattr(move_queue, "LOCK_PATIENCE_S", 0.0)
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        ledgers = [(await write(client, 3, scope_id=scope)).ledger for scope in (0, 7)]
+        gone = sorted(named(cluster, ledgers[0]) & named(cluster, ledgers[1]))[0]
+        await lose(cluster, gone)
+        cluster.cluster.store.put(lock_path(ledgers[0]), b"\xff", NEW)
+        rows, _ = await move(cluster, client, gone)
+        assert {ledger: rows[ledger].outcome for ledger in ledgers} == dict.fromkeys(ledgers, MoveOutcome.MOVED)
 
 
 async def test_move_swaps_nothing_after_losing_lock(fake_cluster):

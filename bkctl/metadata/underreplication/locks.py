@@ -18,7 +18,7 @@ class LedgerLock(NamedTuple):
     """A ledger under replication.
 
     `owner` is the name that the worker gave: Apache's workers give their host name, not their bookie id; None where the
-    worker gave none. `ctime_ms` is the time of the lock, in ms since 1970.
+    worker gave none, or one that cannot be read. `ctime_ms` is the time of the lock, in ms since 1970.
     """
 
     ledger: LedgerId
@@ -38,9 +38,9 @@ class LedgerLocks:
     def list(self, scope_id: int | None = None) -> Iterator[LedgerLock]:
         """Yield the locks of the scope's ledgers (None: of any scope), by ascending ledger id."""
         places = sorted(self._places(scope_id))
-        for (ledger, path), found in zip(places, self.store.get_many(path for _, path in places), strict=True):
+        for (ledger, _), found in zip(places, self.store.get_many(path for _, path in places), strict=True):
             if found is not None:
-                yield LedgerLock(ledger, self._owner(path, found), found.ctime_ms)
+                yield LedgerLock(ledger, _owner(found), found.ctime_ms)
 
     def ledgers(self) -> set[LedgerId]:
         """Return the ids of all locked ledgers of all scopes, without their owners."""
@@ -48,9 +48,8 @@ class LedgerLocks:
 
     def get(self, ledger: LedgerId) -> LedgerLock | None:
         """Return the lock of the ledger, None for an unlocked ledger."""
-        path = lock_path(ledger)
-        found = self.store.get(path)
-        return None if found is None else LedgerLock(ledger, self._owner(path, found), found.ctime_ms)
+        found = self.store.get(lock_path(ledger))
+        return None if found is None else LedgerLock(ledger, _owner(found), found.ctime_ms)
 
     def lock(self, ledger: LedgerId, owner: str) -> Claim:
         """Lock the ledger against other workers, until `unlock` or the end of the store's session.
@@ -78,11 +77,8 @@ class LedgerLocks:
             results.append(found)
         return results
 
-    def _conflict(self, ledger: LedgerId, cause: AlreadyExists) -> BkctlError:
-        try:
-            present = self.get(ledger)
-        except Corrupt as error:
-            return error
+    def _conflict(self, ledger: LedgerId, cause: AlreadyExists) -> Conflict:
+        present = self.get(ledger)
         by = f" by {present.owner}" if present is not None and present.owner else ""
         conflict = Conflict(f"Ledger {ledger} is being replicated{by}")
         conflict.__cause__ = cause
@@ -120,6 +116,10 @@ class LedgerLocks:
                     if scope_id is None or ledger.scope_id == scope_id:
                         yield ledger, f"{base}/{name}"
 
-    def _owner(self, path: str, found: Versioned[bytes]) -> str | None:
-        message = parse_text("LockDataFormat", found.value, f"{path} in {self.store.name}: Lock")
-        return message.bookieId if message.HasField("bookieId") else None
+
+def _owner(found: Versioned[bytes]) -> str | None:
+    try:
+        message = parse_text("LockDataFormat", found.value, "Lock")
+    except Corrupt:  # The ledger is locked all the same.
+        return None
+    return message.bookieId if message.HasField("bookieId") else None
