@@ -283,16 +283,7 @@ async def temporary_ledgers(run: Run, bookkeeper: BookKeeper) -> AsyncIterator[l
 async def _create(
     bookkeeper: BookKeeper, made: list[LedgerId], ledgers: LedgersToMake, shape: LedgerSizes
 ) -> WriteHandle:
-    import asyncio
-
-    creating = asyncio.create_task(create_ledger(bookkeeper, NewLedger(None, ledgers.scope_id), shape, b"", MARK))
-    try:
-        handle = await asyncio.shield(creating)
-    except asyncio.CancelledError:
-        # The store may have the ledger already, and then deletes it only if it is noted here.
-        with contextlib.suppress(BkctlError):
-            made.append((await creating).ledger)
-        raise
+    handle = await create_ledger(bookkeeper, NewLedger(None, ledgers.scope_id), shape, b"", MARK)
     made.append(handle.ledger)
     return handle
 

@@ -13,6 +13,7 @@ Source: BookKeeper, LedgerCreateOp, LedgerOpenOp, LedgerDeleteOp, LedgerHandle, 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Self
@@ -25,6 +26,7 @@ from bkctl.client.reader import LedgerAccess, read_last_confirmed
 from bkctl.client.recovery import RecoveryLoss, find_loss, recover
 from bkctl.client.write_handle import WriteHandle
 from bkctl.errors import (
+    BkctlError,
     IllegalOperation,
     LedgerExists,
     Unauthorized,
@@ -143,9 +145,17 @@ class BookKeeper:
             ensembles=(),
             custom_metadata=dict(custom_metadata),
         )
-        ledger, versioned = await asyncio.to_thread(
-            self._register, ledger_scope_id, given, metadata, self.pool.suspects()
+        registering = asyncio.ensure_future(
+            asyncio.to_thread(self._register, ledger_scope_id, given, metadata, self.pool.suspects())
         )
+        try:
+            ledger, versioned = await asyncio.shield(registering)
+        except asyncio.CancelledError:
+            # The caller never learns the id.
+            with contextlib.suppress(BkctlError):
+                ledger, versioned = await registering
+                await asyncio.to_thread(self.cluster.ledgers.remove, ledger, versioned.version)
+            raise
         access = LedgerAccess(self.pool, ledger, DigestManager(ledger, digest_type, password), versioned)
         return WriteHandle(access, own_entry_ids=own_entry_ids)
 

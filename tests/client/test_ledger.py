@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import random
+import threading
 from dataclasses import replace
 
 import pytest
@@ -166,6 +167,28 @@ async def test_the_last_id_of_scope_0_is_refused_where_apache_bookies_would_dele
         with pytest.raises(UsageError, match="delete every ledger"):
             await client.create_ledger_adv(2**63 - 1)
         await client.create_ledger_adv(2**63 - 1, ledger_scope_id=1)
+
+
+async def test_cancelled_creation_leaves_no_ledger(fake_cluster, monkeypatch):
+    async with fake_cluster(3) as cluster, cluster.client() as client:
+        ledgers = cluster.cluster.ledgers
+        is_created, may_return = threading.Event(), threading.Event()
+        create = ledgers.create
+
+        def create_slowly(*arguments):
+            version = create(*arguments)
+            is_created.set()
+            may_return.wait(LIMIT_S)
+            return version
+
+        monkeypatch.setattr(ledgers, "create", create_slowly)
+        creating = asyncio.create_task(client.create_ledger())
+        await asyncio.to_thread(is_created.wait, LIMIT_S)
+        creating.cancel()
+        may_return.set()
+        with pytest.raises(asyncio.CancelledError):
+            await creating
+        assert list(ledgers.ledgers(None)) == []
 
 
 async def test_v2_refuses_a_scope_before_a_byte_is_sent(fake_cluster):

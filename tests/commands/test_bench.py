@@ -1,21 +1,15 @@
 from __future__ import annotations
 
-import asyncio
 import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from support.command_line import CommandLine
 
 from bkctl.bookie.local import LocalCluster
-from bkctl.commands import bench
-from bkctl.commands.kit.options import LedgerSizes
-from bkctl.ids import LedgerId
 
 from .conftest import Cli
 
@@ -88,31 +82,6 @@ def test_an_interrupted_bench_deletes_its_ledgers_and_says_so(cli: Cli) -> None:
     assert "Deleted 3 temporary ledgers\n" in err
     assert err.splitlines()[-1].startswith("bkctl: Interrupted: Measuring")
     assert ledgers(cli) == before
-
-
-def test_a_ledger_whose_creation_is_interrupted_is_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[LedgerId] = []
-
-    async def scenario() -> None:
-        started, release = asyncio.Event(), asyncio.Event()
-
-        async def create(*arguments: object) -> SimpleNamespace:
-            started.set()
-            await release.wait()
-            return SimpleNamespace(ledger=LedgerId(0, 5))
-
-        monkeypatch.setattr(bench, "create_ledger", create)
-        sizes = LedgerSizes(1, 1, 1, None)
-        task = asyncio.create_task(bench._create(Any, made, bench.LedgersToMake(1, 0, 1), sizes))  # type: ignore[arg-type]
-        await started.wait()
-        task.cancel()
-        await asyncio.sleep(0)
-        release.set()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(scenario())
-    assert made == [LedgerId(0, 5)]
 
 
 def test_ledgers_of_a_killed_bench_can_be_found(cli: Cli) -> None:
