@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 #: The number of targets that are tried in the place of one bad bookie.
 _TARGET_ATTEMPTS_MAX: Final = 3
+#: Ledgers that are recovered at once: each reads ahead, and holds the entries that it adds again.
+RECOVERIES_AT_ONCE: Final = 64
 
 
 class Outcome(Enum):
@@ -120,6 +122,7 @@ class LedgerFragmentReplicator:
         #: Returns the target of each bad bookie of a fragment.
         self.targets = TargetChooser(bookkeeper).targets
         self._swapper = EnsembleSwapper(bookkeeper.cluster)
+        self._recoveries = asyncio.Semaphore(RECOVERIES_AT_ONCE)
         #: Copies that a pause cancelled, by ledger and first entry: their targets, and the last entry of all before it.
         self._cancelled: dict[tuple[LedgerId, int], tuple[dict[int, str], int]] = {}
 
@@ -201,9 +204,10 @@ class LedgerFragmentReplicator:
 
         Raise LedgerRecoveryFailed if too few of its last bookies answer, and errors of opening the ledger.
         """
-        handle = await self.bookkeeper.open_ledger(
-            ledger.ledger_id, ledger_scope_id=ledger.scope_id, password=None, recovery=True
-        )
+        async with self._recoveries:
+            handle = await self.bookkeeper.open_ledger(
+                ledger.ledger_id, ledger_scope_id=ledger.scope_id, password=None, recovery=True
+            )
         await handle.close()
 
     async def replicate_ledger(

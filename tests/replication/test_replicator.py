@@ -594,6 +594,28 @@ async def test_memory_and_requests_in_flight_are_bounded(fake_cluster):
         assert (await replicating).entry_count == 200
 
 
+async def test_recoveries_at_once_are_bounded(fake_cluster, monkeypatch):
+    monkeypatch.setattr("bkctl.replication.replicator.RECOVERIES_AT_ONCE", 2)
+    async with fake_cluster(3) as cluster, cluster.client() as client:
+        ledgers = [(await client.create_ledger()).ledger for _ in range(6)]
+        running: set[object] = set()
+        counts = []
+        open_ledger = client.open_ledger
+
+        async def open_counted(ledger_id, **options):
+            running.add(ledger_id)
+            counts.append(len(running))
+            handle = await open_ledger(ledger_id, **options)
+            running.remove(ledger_id)
+            return handle
+
+        monkeypatch.setattr(client, "open_ledger", open_counted)
+        replicator = LedgerFragmentReplicator(client)
+        await asyncio.gather(*map(replicator.recover, ledgers))
+        assert max(counts) == 2
+        assert all(cluster.metadata(ledger).is_closed for ledger in ledgers)
+
+
 async def test_unreadable_entries_name_errors_by_bookie(fake_cluster):
     async with fake_cluster(6) as cluster, cluster.client() as client:
         writer = await write(client, 3, write_quorum_size=3)
