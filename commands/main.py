@@ -28,7 +28,7 @@ from .kit.parser import CONNECTION_LINE, HELP_FLAGS, Command, Group
 from .kit.plugins import Plugin, find_plugins
 from .kit.session import Session
 from .kit.settings import global_parameters, read_options
-from .kit.terminal import ClosedOutput, output_error
+from .kit.terminal import ClosedOutput, continue_without_stdout, discard, flush, say
 from .kit.texts import plain
 from .kit.values import parse_switch
 
@@ -281,16 +281,15 @@ def run(arguments: list[str]) -> int:
     """Run one command line; returns the exit code. Prints the error, if there is one, as one line on stderr."""
     session = Session(words=arguments, columns_of=_columns_of)
     error: BaseException | None = None
+    code: object = 0
     try:
-        code = root().main(arguments, prog_name="bkctl", standalone_mode=False, obj=session)
         try:
-            sys.stdout.flush()
-        except OSError as problem:
-            raise output_error(problem) from problem
+            code = root().main(arguments, prog_name="bkctl", standalone_mode=False, obj=session)
+        finally:
+            continue_without_stdout(None)
+        flush()
     except ClosedOutput:
-        # The reader of stdout is gone; the interpreter's own flush at exit must not complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
+        discard(sys.stdout)  # The interpreter's own flush at exit must not complain.
     except (typer.Abort, EOFError):
         code = interrupts.EXIT_CODE
     except Exception as problem:
@@ -305,10 +304,7 @@ def run(arguments: list[str]) -> int:
     code = code if isinstance(code, int) else 0
     if code == interrupts.EXIT_CODE:
         interrupts.note_interrupt()
-        print(
-            "bkctl: Interrupted" + (f": {one_line(session.interrupted)}" if session.interrupted else ""),
-            file=sys.stderr,
-        )
+        say("bkctl: Interrupted" + (f": {one_line(session.interrupted)}" if session.interrupted else ""))
     _end_run(session, code, error)
     return code
 
@@ -330,10 +326,9 @@ def _end_run(session: Session, code: int, error: BaseException | None) -> None:
             audit.end(code, None if error is None else error_report(error).line)
     if audit is not None and audit.problem is not None and not session.quiet:
         reason = audit.problem.strerror or str(audit.problem)
-        print(
+        say(
             f"bkctl: Warning: the audit log {audit.path} cannot be written: {reason}; "
-            "BKCTL_AUDIT_LOG names another file, or none",
-            file=sys.stderr,
+            "BKCTL_AUDIT_LOG names another file, or none"
         )
 
 
@@ -343,7 +338,7 @@ def _report(error: BaseException, session: Session) -> int:
     if session.debug or "--debug" in session.words:
         traceback.print_exception(error)
     as_json = (session.output or _given_output(session.words)) is Output.JSON
-    print(report.json() if as_json else f"bkctl: {report.line}", file=sys.stderr)
+    say(report.json() if as_json else f"bkctl: {report.line}")
     return report.exit_code
 
 
@@ -363,7 +358,7 @@ def _drop_output() -> None:
     try:
         sys.stdout.flush()
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard(sys.stdout)
 
 
 def _unexpected(kind: type[BaseException], error: BaseException, trace: Any) -> None:

@@ -46,7 +46,7 @@ from .output import RowWriter, open_writer, show
 from .parser import Command, Group
 from .session import Session
 from .settings import GlobalOptions, global_parameters, read_environment, read_options
-from .terminal import emit, emit_bytes, wants_color
+from .terminal import continue_without_stdout, emit, emit_bytes, say, wants_color
 from .texts import counted, plain, plain_lines
 from .values import parse_number, parse_switch
 
@@ -495,12 +495,12 @@ class Run:
     def error(self, text: str) -> None:
         """Report an error on stderr that does not end the run."""
         self._clear_activity()
-        print(plain_lines(text), file=sys.stderr, flush=True)
+        say(plain_lines(text))
 
     def detail(self, text: str) -> None:
         """Say something on stderr with --verbose."""
         if self.verbose:
-            print(f"bkctl: {plain_lines(text)}", file=sys.stderr, flush=True)
+            say(f"bkctl: {plain_lines(text)}")
 
     @property
     def color(self) -> bool:
@@ -556,8 +556,12 @@ class Run:
     # --- asking -------------------------------------------------------------------------------------------------
 
     def start_audit(self, *, begun: bool) -> None:
-        """Start the audit of a run that changes something: at once (`begun`), or once a cluster is open."""
+        """Start the audit of a run that changes something: at once (`begun`), or once a cluster is open.
+
+        From here on the run continues if stdout is closed: it must not stop halfway.
+        """
         self._changes = True
+        continue_without_stdout(lambda: self.note("bkctl: stdout was closed; the command continues"))
         path = audit_file(os.environ)
         if path is None:
             return

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Final, TextIO
 from .columns import ALL, Column, Columns, Constant, Kind, Output, RowOrder, RowSelection
 from .lines import Cells, Lines, cell_text, nested_text
 from .table import PATIENCE_S, Table
-from .terminal import ClosedOutput, emit, has_links, linked, output_error, terminal_width
+from .terminal import ClosedOutput, emit, flush, has_links, linked, terminal_width
 from .texts import BOLD, RESET, plain, plain_lines, size_text, wrapped
 from .yaml import yaml_items, yaml_text
 
@@ -205,10 +205,7 @@ class RowWriter:
 
     def _push(self) -> None:
         self._pushed = time.monotonic()
-        try:
-            self._stream.flush()
-        except OSError as error:
-            raise output_error(error) from error
+        flush(self._stream)
 
 
 class SortedWriter(RowWriter):
@@ -356,10 +353,7 @@ def show(
         with RowWriter(columns, output, stream=target) as writer:
             writer.row(value)
         return
-    try:
-        target.flush()
-    except OSError as error:
-        raise output_error(error) from error
+    flush(target)
 
 
 def _field_lines(column: Column, value: Any, width: int, color: bool, room: int | None) -> Iterator[str]:

@@ -1,10 +1,11 @@
-"""The terminal: its width, its colours, stdout that closes."""
+"""The terminal: its width, its colours, stdout and stderr that close."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from shutil import get_terminal_size
 from typing import Final, TextIO
 from urllib.parse import quote
@@ -18,28 +19,60 @@ class ClosedOutput(Exception):
     """The reader of stdout is gone (`| head`), so the command ends without an error."""
 
 
-def emit(text: str, stream: TextIO | None = None) -> None:
-    """Write `text` to stdout. Raises ClosedOutput if the reader of stdout is gone."""
+#: Called once the reader of stdout is gone, where the command continues; None: ClosedOutput ends it.
+_on_closed: Callable[[], None] | None = None
+
+
+def continue_without_stdout(on_closed: Callable[[], None] | None) -> None:
+    """Let the command continue once the reader of stdout is gone, after `on_closed`; None: end it with ClosedOutput."""
+    global _on_closed
+    _on_closed = on_closed
+
+
+def discard(stream: TextIO) -> None:
+    """Redirect a stream that failed to /dev/null, which also takes what the stream still holds."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    """Raise ClosedOutput, or continue, if the reader of stdout is gone; other errors get `stdout` as their file."""
     try:
-        (stream or sys.stdout).write(text)
+        yield
+    except BrokenPipeError as error:
+        if _on_closed is None:
+            raise ClosedOutput from error
+        discard(sys.stdout)
+        _on_closed()
     except OSError as error:
-        raise output_error(error) from error
+        raise OSError(error.errno, error.strerror, "stdout") from error
 
 
-def output_error(error: OSError) -> Exception:
-    """Return ClosedOutput if the reader of stdout is gone, else the error with `stdout` as its file name."""
-    if isinstance(error, BrokenPipeError):
-        return ClosedOutput()
-    return OSError(error.errno, error.strerror, "stdout")
+def emit(text: str, stream: TextIO | None = None) -> None:
+    """Write `text` to stdout. Raises ClosedOutput if its reader is gone and the command does not continue."""
+    with _writing():
+        (stream or sys.stdout).write(text)
 
 
 def emit_bytes(data: bytes | bytearray | memoryview) -> None:
-    """Write raw bytes to stdout. Raises ClosedOutput if the reader of stdout is gone."""
-    try:
+    """Write raw bytes to stdout. Raises as `emit`."""
+    with _writing():
         sys.stdout.flush()
         sys.stdout.buffer.write(data)
-    except OSError as error:
-        raise output_error(error) from error
+
+
+def flush(stream: TextIO | None = None) -> None:
+    """Flush stdout. Raises as `emit`."""
+    with _writing():
+        (stream or sys.stdout).flush()
+
+
+def say(text: str) -> None:
+    """Print `text` on stderr. A closed stderr does not end the command."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except BrokenPipeError:
+        discard(sys.stderr)
 
 
 def terminal_width() -> int:

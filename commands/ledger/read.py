@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import nullcontext
 from operator import attrgetter
@@ -25,6 +24,7 @@ from ..kit.options import (
     UndoOption,
     count_option,
 )
+from ..kit.terminal import continue_without_stdout, flush
 from .template import FIELDS_HELP, EntryBytes, raw_form, template_form
 
 if TYPE_CHECKING:
@@ -76,11 +76,12 @@ def _secret(password: bytes, *, as_admin: bool) -> bytes | None:
 async def _print_entries(
     run: Run, runs: AsyncIterator[Sequence[Any]], columns: Columns, *, form: EntryBytes | None, live: bool = False
 ) -> None:
+    continue_without_stdout(None)  # What --recover changes is done: the reader ends the command again.
     if form is not None:
         async for entries in runs:
             run.raw(b"".join(map(form, entries)))
             if live:
-                sys.stdout.flush()
+                flush()
         return
     with run.rows(columns, live=live) as writer:
         async for entries in runs:

@@ -47,6 +47,8 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in [name for name in os.environ if name.startswith("BKCTL_") and name != "BKCTL_TIMEOUT"]:
         monkeypatch.delenv(name)
     monkeypatch.delenv("NO_COLOR", raising=False)
+    # Without buffers, errors of stdout come earlier than operators see them.
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))

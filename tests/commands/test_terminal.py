@@ -1,0 +1,89 @@
+"""stdout and stderr whose reader is gone: what a command does then, its exit code, and what the audit log says."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.command_line import CommandLine
+from support.waiting import LIMIT_S
+
+from bkctl.bookie.local import LocalCluster
+from bkctl.formats.entry import DigestType
+from bkctl.formats.metadata import Fragment, LedgerMetadata, LedgerState
+from bkctl.ids import LedgerId
+from bkctl.metadata.cluster import Cluster, open_cluster
+
+from .conftest import Cli
+
+#: More than are printed at once.
+LEDGERS = [str(each) for each in range(40)]
+CONTINUES = "bkctl: stdout was closed; the command continues"
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    uri = f"sqlite://{tmp_path}/m.db"
+    monkeypatch.setenv("BKCTL_METADATA_URI", uri)
+    closed = LedgerMetadata(
+        1, 1, 1, DigestType.CRC32C, b"", (Fragment(0, ("b0:3181",)),), LedgerState.CLOSED, 10, 3
+    )  # fmt: skip
+    with open_cluster(uri, create=True) as cluster:
+        for each in LEDGERS:
+            cluster.ledgers.create(LedgerId(0, int(each)), closed)
+        yield cluster
+
+
+def run_closed(uri: str, *words: str, closes_stderr: bool = False) -> tuple[int, list[str]]:
+    """Run a command whose stdout has no reader, and return its exit code and the lines on stderr."""
+    read, write = os.pipe()
+    os.close(read)
+    settings: dict[str, Any] = {"stderr": write} if closes_stderr else {}
+    with CommandLine(uri).process(*words, stdin=subprocess.DEVNULL, stdout=write, **settings) as process:
+        os.close(write)
+        _, err = process.communicate(timeout=LIMIT_S)
+    return process.returncode, (err or b"").decode().splitlines()
+
+
+def outcome(cli: Cli) -> tuple[str, int]:
+    """The result and exit code of the last change in the audit log."""
+    row = cli("audit", "list", "-o", "ndjson").rows[-1]
+    return row["result"], row["exitCode"]
+
+
+@pytest.mark.parametrize("closes_stderr", [False, True])
+def test_a_change_continues_without_stdout(
+    cli: Cli, store: Cluster, closes_stderr: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The first row fails, and not only the last flush.
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    words = ("ledger", "delete", *LEDGERS, "-y", "-o", "ndjson")
+    code, lines = run_closed(store.uri, *words, closes_stderr=closes_stderr)
+    assert code == 0
+    assert lines.count(CONTINUES) == (not closes_stderr)
+    assert list(store.ledgers.ledgers(0)) == []
+    assert outcome(cli) == ("done", 0)
+
+
+def test_a_change_without_stdout_keeps_its_exit_code(cli: Cli, store: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    code, lines = run_closed(store.uri, "ledger", "delete", *LEDGERS, "99", "--keep-going", "-y", "-o", "ndjson")
+    assert code == 3
+    assert lines[-1] == "bkctl: 1 ledger was not deleted"
+    assert outcome(cli) == ("findings", 3)
+
+
+def test_entries_end_with_their_reader(cli: Cli, cluster: LocalCluster, tmp_path: Path) -> None:
+    (tmp_path / "lines").write_text("one\n")
+    uri = cluster.metadata_uri
+    ledger = cli("ledger", "write", tmp_path / "lines", "-o", "id", "-u", uri).out.strip()
+    assert run_closed(uri, "ledger", "tail", ledger, "-f", "%s") == (0, [])
+    # Both are in the audit log, and neither changes anything once it prints.
+    for words in (("tail", ledger, "--as-admin"), ("read", ledger, "--recover")):
+        code, lines = run_closed(uri, "ledger", *words)
+        assert (code, CONTINUES in lines) == (0, False)
+        assert outcome(cli) == ("done", 0)
