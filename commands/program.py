@@ -12,6 +12,7 @@ from bkctl import __version__
 from . import top
 from .kit.command import Run, command, group
 from .kit.parser import connection_help, exit_code_help
+from .kit.terminal import emit
 
 app = group(parts=(top.app,))
 
@@ -43,7 +44,7 @@ def show_help(
     top = context.find_root()
     topic = _TOPICS.get(" ".join(words or ()))
     if topic is not None:
-        print(topic(top), end="")
+        emit(topic(top))
         return
     program: Any = top.command
     program.main([*(words or ()), "--help"], prog_name="bkctl", standalone_mode=False, obj=top.obj)

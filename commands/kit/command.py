@@ -757,7 +757,12 @@ def command(
             if is_change and not run.dry_run:
                 run.start_audit(begun=not (connects and opens))
             with interrupts.raised():
-                function(run, **arguments)
+                try:
+                    function(run, **arguments)
+                except BrokenPipeError as error:
+                    # Typer would end the process without a word, and without the end in the audit log.
+                    where = error.filename or "a pipe or connection"
+                    raise BkctlError(f"Cannot write to {where}: its reader is gone") from error
 
         context_parameter = inspect.Parameter("typer_context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
         invoke.__signature__ = inspect.Signature([context_parameter, *own, *global_options])  # type: ignore[attr-defined]

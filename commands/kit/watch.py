@@ -15,7 +15,7 @@ from bkctl.errors import UsageError
 from .columns import Columns, Output, RowSelection
 from .lines import Lines
 from .output import open_writer, show
-from .terminal import emit, terminal_width
+from .terminal import emit, flush, terminal_width
 from .texts import BOLD, RESET, iso_time
 
 #: Several changes at once are shown together.
@@ -94,7 +94,7 @@ class _Pages:
         else:
             self._draw(text)
         self._last = text
-        sys.stdout.flush()
+        flush()
 
     def _draw(self, text: str) -> None:
         moment = iso_time(time.time_ns() // 1_000_000)[11:19]
@@ -129,4 +129,4 @@ class _Rows:
                 if key not in now:
                     emit(line.rstrip()[:-1] + ',"removed":true}\n')
         self._last = now
-        sys.stdout.flush()
+        flush()

@@ -145,7 +145,7 @@ def _export(run: Run, cluster: Cluster, ledgers: list[LedgerId], target: Path) -
     # Ledger metadata holds passwords.
     file = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with open(file, "wb") as stream, run.working("Exporting"):
-        write_export(ClusterSource(cluster, ledgers), stream)
+        write_export(ClusterSource(cluster, ledgers), stream.write)
         stream.flush()
         os.fsync(file)
     run.note(f"Metadata exported to {target}")

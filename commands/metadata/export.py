@@ -72,8 +72,7 @@ def export(
         if file == "-":
             if run.output is not Output.TABLE:
                 raise UsageError("-o does not apply to an export to stdout")
-            write_export(source, sys.stdout.buffer, activity.step)
-            sys.stdout.buffer.flush()
+            write_export(source, run.raw, activity.step)
             return
         exported = export_to_file(source, Path(file), overwrite=overwrite, progress=activity.step)
     run.show(ExportRow(file, source.header.instance_id, exported), EXPORTED_COLUMNS)

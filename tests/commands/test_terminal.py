@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster, open_cluster
+from bkctl.metadata.underreplication.settings import AutoRecoverySettings
 
 from .conftest import Cli
 
@@ -77,6 +79,25 @@ def test_a_change_without_stdout_keeps_its_exit_code(cli: Cli, store: Cluster, m
     assert outcome(cli) == ("findings", 3)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("metadata", "export", "-f", "-"),
+        ("ledger", "list", "-o", "ndjson"),
+        ("ledger", "list", "--watch=60", "-o", "ndjson"),
+        ("ledger", "list", "--watch=60"),
+        ("help", "connection"),
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_command_that_reads_ends_without_stdout(
+    store: Cluster, words: tuple[str, ...], unbuffered: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    assert run_closed(store.uri, *words) == (0, [])
+
+
 def test_entries_end_with_their_reader(cli: Cli, cluster: LocalCluster, tmp_path: Path) -> None:
     (tmp_path / "lines").write_text("one\n")
     uri = cluster.metadata_uri
@@ -87,3 +108,22 @@ def test_entries_end_with_their_reader(cli: Cli, cluster: LocalCluster, tmp_path
         code, lines = run_closed(uri, "ledger", *words)
         assert (code, CONTINUES in lines) == (0, False)
         assert outcome(cli) == ("done", 0)
+
+
+def test_a_note_to_a_closed_stderr_is_dropped(cli: Cli, store: Cluster) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with CommandLine(store.uri).process("-v", "cluster", "id", stderr=write) as process:
+        os.close(write)
+        out, _ = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, out.decode()) == (0, cli("cluster", "id").out)
+
+
+def test_a_broken_pipe_elsewhere_is_an_error(cli: Cli, store: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    def break_off(*_: object) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(AutoRecoverySettings, "disable", break_off)
+    answer = cli("autorecovery", "disable")
+    assert (answer.code, answer.err) == (1, "bkctl: Cannot write to a pipe or connection: its reader is gone\n")
+    assert outcome(cli) == ("failed", 1)

@@ -298,7 +298,7 @@ def test_an_export_is_read_back_and_hashed(source: Cluster, tmp_path: Path) -> N
 
 def test_every_damage_of_an_export_is_corrupt(source: Cluster, tmp_path: Path) -> None:
     buffer = io.BytesIO()
-    write_export(ClusterSource(source), buffer)
+    write_export(ClusterSource(source), buffer.write)
     data = buffer.getvalue()
     path = tmp_path / "damaged"
     for at in range(0, len(data), 7):

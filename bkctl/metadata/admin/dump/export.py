@@ -8,7 +8,7 @@ from binascii import b2a_base64
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from bkctl.disk import atomic_write
 from bkctl.errors import AlreadyExists, UsageError
@@ -25,8 +25,10 @@ class ExportSummary(NamedTuple):
     sha256: str
 
 
-def write_export(source: DumpSource, file: BinaryIO, progress: Callable[[int], None] = lambda _: None) -> ExportSummary:
-    """Write all records of `source` as an export. Any error of the source or file leaves the export incomplete."""
+def write_export(
+    source: DumpSource, write: Callable[[bytes], object], progress: Callable[[int], None] = lambda _: None
+) -> ExportSummary:
+    """Write all records of `source` as an export. Any error of the source or `write` leaves the export incomplete."""
     digest = hashlib.sha256()
     counts: Counter[str] = Counter()
     size = 0
@@ -35,7 +37,7 @@ def write_export(source: DumpSource, file: BinaryIO, progress: Callable[[int], N
         nonlocal size
         data = "".join(lines).encode("ascii")
         digest.update(data)
-        file.write(data)
+        write(data)
         size += len(data)
 
     lines = [_json_line(_header_fields(source.header))]
@@ -53,7 +55,7 @@ def write_export(source: DumpSource, file: BinaryIO, progress: Callable[[int], N
     put(lines)
     sha256 = digest.hexdigest()
     end = _json_line({"kind": "end", "records": counts.total(), "sha256": sha256})
-    file.write(end.encode("ascii"))
+    write(end.encode("ascii"))
     return ExportSummary({kind: counts[kind] for kind in KINDS}, size + len(end), sha256)
 
 
@@ -86,7 +88,7 @@ def export_to_file(
     if path.exists() and not overwrite:
         raise AlreadyExists(f"{path} exists", hint="choose another file, or add --overwrite")
     with atomic_write(path) as file:  # readable by its owner only: ledger metadata holds passwords
-        return write_export(source, file, progress)
+        return write_export(source, file.write, progress)
 
 
 def _base64(value: bytes) -> str:
