@@ -249,7 +249,7 @@ def health(
 
     with run.cluster() as cluster:
         if watch is not None:
-            run.watch(watch, look, HEALTH_COLUMNS)
+            run.watch(watch, look, HEALTH_COLUMNS, key=lambda each: (each.code, each.subject))
             return
         with run.working("Asking the bookies"):
             findings = look()

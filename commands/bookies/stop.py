@@ -128,7 +128,10 @@ def show_stop_risks(
         if largest and _show_together(run, cluster, names, 1 if restarts else min_replicas):
             return
         if watch is not None:
-            run.watch(watch, look, RISK_COLUMNS, subscribe=cluster.bookies.watch)
+            run.watch(
+                watch, look, RISK_COLUMNS, subscribe=cluster.bookies.watch,
+                key=lambda each: (each.ledger, each.risk, each.first_entry_id),
+            )  # fmt: skip
         with run.working("Looking at the ledgers"):
             run.render(look(), RISK_COLUMNS, findings=True)
         staying = sum(

@@ -386,13 +386,14 @@ class Run:
         *,
         subscribe: Callable[[Callable[[], None]], Callable[[], None]] | None = None,
         single: bool = False,
+        key: Callable[[Any], Any] | None = None,
     ) -> None:
         """Print the rows of `look`; with `seconds`, again after each change, until the user ends it.
 
         `subscribe(callback)` makes the store call at each change, and returns the cancel: then changes are seen at
         once, else when the next `seconds` are over. On a terminal a table is drawn anew, elsewhere printed again; the
         other forms give the rows that are new or changed, ndjson also those that went, with `"removed":true`. `single`:
-        one row, shown as an object.
+        one row, shown as an object. `key` tells rows apart, by default by their ids.
         """
         if seconds is None:
             rows = look()
@@ -406,7 +407,7 @@ class Run:
         self._clear_activity()
         watch(
             look, columns, self.output, seconds=seconds, subscribe=subscribe, single=single, color=self.color,
-            selection=self.selection,
+            selection=self.selection, key=key,
         )  # fmt: skip
 
     def rows(self, columns: Columns, *, live: bool = False, findings: bool = False) -> RowWriter:

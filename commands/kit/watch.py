@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from io import StringIO
 from shutil import get_terminal_size
@@ -16,7 +17,7 @@ from .columns import Columns, Output, RowSelection
 from .lines import Lines
 from .output import open_writer, show
 from .terminal import emit, flush, terminal_width
-from .texts import BOLD, RESET, iso_time
+from .texts import BOLD, RESET, iso_time, plain_lines
 
 #: Several changes at once are shown together.
 SETTLE_S: Final = 0.1
@@ -32,6 +33,7 @@ def watch(
     single: bool,
     color: bool,
     selection: RowSelection,
+    key: Callable[[Any], Any] | None,
 ) -> None:
     """Watch as Run.watch describes. Never returns; raises the errors of `look`."""
     if output in (Output.JSON, Output.YAML):
@@ -42,7 +44,9 @@ def watch(
     elif selection.order is not None:
         raise UsageError(f"--watch prints changes as they come, so --sort does not apply to -o {output}")
     else:
-        printer = _Rows(selection.of(columns, output), output)
+        shown = selection.of(columns, output)
+        # Only single objects have no ids.
+        printer = _Rows(shown, output, key or (shown.key.getter() if shown.key is not None else lambda _: None))
     changed = threading.Event()
     cancel = subscribe(changed.set) if subscribe is not None else None
     try:
@@ -108,25 +112,33 @@ class _Pages:
 
 
 class _Rows:
-    """ndjson, csv and ids: new and changed rows, and in ndjson removed ones."""
+    """ndjson, csv and ids: new and changed rows, and in ndjson removed ones.
 
-    def __init__(self, columns: Columns, output: Output) -> None:
+    A row that stays has its `key`, and may change. Rows that share a key differ by their lines.
+    """
+
+    def __init__(self, columns: Columns, output: Output, key: Callable[[Any], Any]) -> None:
         self._lines = Lines(columns, output)
-        self._key, self._output = (columns.key or columns.columns[0]).getter(), output
+        self._key, self._output = key, output
         self._header = ",".join(columns.names()) + "\n" if output is Output.CSV else ""
-        self._last: dict[Any, str] = {}
+        self._plain = plain_lines if output is Output.CSV and sys.stdout.isatty() else str
+        #: How many rows have a key and a line.
+        self._last: Counter[tuple[Any, str]] = Counter()
 
     def print(self, rows: Iterable[Any]) -> None:
-        last, now = self._last, {}
+        last, now = self._last, Counter[tuple[Any, str]]()
         for row in rows:
-            key, line = self._key(row), self._lines.of_rows([row])
-            now[key] = line
-            if last.get(key) != line:
-                emit(self._header + line)
+            seen = self._key(row), self._lines.of_rows([row])
+            now[seen] += 1
+            if now[seen] > last[seen]:
+                emit(self._plain(self._header + seen[1]))
                 self._header = ""
         if self._output is Output.NDJSON:
-            for key, line in last.items():
-                if key not in now:
+            left = Counter(key for key, _ in last.elements())
+            left.subtract(key for key, _ in now.elements())
+            for key, line in (last - now).elements():
+                if left[key] > 0:
+                    left[key] -= 1
                     emit(line.rstrip()[:-1] + ',"removed":true}\n')
         self._last = now
         flush()

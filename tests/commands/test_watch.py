@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from io import StringIO
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, NamedTuple
 
 import pytest
 from support.command_line import CommandLine
 from support.waiting import LIMIT_S
 
+from bkctl.commands.kit.columns import ALL, Column, Columns, Kind, Output
+from bkctl.commands.kit.watch import watch
 from bkctl.formats.metadata import Cookie
 from bkctl.metadata.cluster import open_cluster
 from bkctl.metadata.store import NEW
@@ -62,6 +66,84 @@ def test_ndjson_reports_added_changed_and_removed_rows(uri: str, watching: objec
         cluster.bookies.unregister("b2")
         gone = json.loads(out.readline())
         assert (gone["bookieId"], gone["removed"]) == ("b2", True)
+
+
+class Finding(NamedTuple):
+    code: str
+    subject: str
+    age: int = 1
+
+
+FINDING_COLUMNS = Columns(
+    Column("CODE", "code", "code"),
+    Column("SUBJECT", "subject", "subject"),
+    Column("AGE", "age", "age", Kind.INTEGER),
+    key="code",
+)
+B1, B2 = Finding("down", "b1"), Finding("down", "b2")
+
+
+def watched(*looks: Iterable[Any], key: Callable[[Any], Any] | None = None, **settings: Any) -> None:
+    """Watch until there are no more looks."""
+    following = iter(looks)
+    how: dict[str, Any] = {"columns": FINDING_COLUMNS, "output": Output.NDJSON, "selection": ALL, **settings}
+    with pytest.raises(StopIteration):
+        watch(lambda: next(following), seconds=0, subscribe=None, single=False, color=False, key=key, **how)
+
+
+def changes(out: str) -> list[tuple[str, int, bool]]:
+    """The subject and age of each printed row, and if it was removed."""
+    rows = [json.loads(line) for line in out.splitlines()]
+    return [(row["subject"], row["age"], row.get("removed", False)) for row in rows]
+
+
+def test_rows_of_one_id_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    watched([B1, B2], [B1, B2], [B2], [B2], [B2, B2])
+    assert changes(capsys.readouterr().out) == [("b1", 1, False), ("b2", 1, False), ("b1", 1, True), ("b2", 1, False)]
+
+
+def test_a_row_with_a_key_of_its_own_changes_and_goes(capsys: pytest.CaptureFixture[str]) -> None:
+    older = B2._replace(age=2)
+    watched([B1, B2], [older], [B1], key=lambda row: (row.code, row.subject))
+    assert changes(capsys.readouterr().out) == [
+        ("b1", 1, False), ("b2", 1, False), ("b2", 2, False), ("b1", 1, True), ("b1", 1, False), ("b2", 2, True),
+    ]  # fmt: skip
+
+
+def test_one_object_changes_and_is_never_removed(capsys: pytest.CaptureFixture[str]) -> None:
+    columns = Columns(*FINDING_COLUMNS.columns)
+    watched([B1], [B2], [B2], columns=columns)
+    assert changes(capsys.readouterr().out) == [("b1", 1, False), ("b2", 1, False)]
+
+
+class Terminal(StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_csv_does_not_steer_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+    watched([Finding("down", "\x1b[31mred")], output=Output.CSV)
+    assert terminal.getvalue() == "code,subject,age\ndown,\\x1b[31mred,1\n"
+
+
+def test_health_reports_the_finding_that_is_over(uri: str, cli: Cli, watching: object) -> None:
+    with open_cluster(uri) as cluster:
+        from bkctl.formats.metadata import BookieServiceInfo
+
+        cluster.cookies.write("b2", Cookie("b2", ("/j",), ("/l",)), NEW)
+        health = ("cluster", "health", "--no-bookies", "-o", "ndjson")
+        found = cli(*health, "-u", uri).out.splitlines()
+        assert sum('"bookie-down"' in line for line in found) == 2
+        out = watching(*health, "--watch=200ms")  # type: ignore[operator]
+        assert [out.readline().decode().rstrip() for _ in found] == found
+        cluster.bookies.register("b1", BookieServiceInfo(()))
+        rows = [json.loads(out.readline())]
+        while not rows[-1].get("removed"):
+            rows.append(json.loads(out.readline()))
+        removed = rows.pop()
+        assert (removed["code"], removed["subject"]) == ("bookie-down", "b1")
+        assert [row for row in rows if row["code"] == "bookie-down"] == []
 
 
 def test_a_table_is_printed_again_below(uri: str, watching: object) -> None:
