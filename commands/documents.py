@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any, Final, NamedTuple
 
-from .kit.columns import LEDGER_FIELDS, Column, Columns, Kind, applied_column
+from .kit.columns import LEDGER_FIELDS, Column, Columns, Kind, Output, applied_column
 
 
 class DocumentSource(NamedTuple):
@@ -174,6 +174,12 @@ DOCUMENTS: Final[dict[str, tuple[DocumentSource, ...]]] = {
     "progress rate": _one("progress:WORK_COLUMNS"),
     "top": _rows("top:LOAD_COLUMNS"),
 }  # fmt: skip
+
+#: Commands whose tables have names or titles of columns that their documents lack.
+TABLES: Final[dict[str, str]] = {
+    "bookie gc": "bookie.collection:COLLECTOR_TABLE_COLUMNS",
+    **dict.fromkeys(("ledger list", "ledger recover", "ledger show"), "ledger.columns:LEDGER_TABLE_COLUMNS"),
+}
 
 #: Commands with --dry-run. Their rows have `applied`: false in a dry run, true in a run that changes something.
 DRY_RUNS: Final = frozenset((
@@ -367,10 +373,11 @@ def document_schema(name: str) -> dict[str, Any]:
     }
 
 
-def known_columns(name: str) -> Columns | None:
-    """Return all columns that the command `name` may print; None for a command without rows."""
-    found = [columns for source in DOCUMENTS.get(name, ()) for columns in source.columns()]
-    if not found:
-        return None
-    every = (*(column for columns in found for column in columns.columns), *_applied(name))
-    return Columns(*{column.name: column for column in every}.values())
+def known_columns(name: str, output: Output) -> list[Columns]:
+    """Return the columns of each form of the rows that the command `name` may print as `output`."""
+    sources = DOCUMENTS.get(name, ())
+    found = [columns.and_also(*_applied(name)) for source in sources for columns in source.columns()]
+    if output is Output.TABLE and name in TABLES:
+        (table,) = DocumentSource(TABLES[name], is_list=True).columns()
+        found.insert(0, table.with_hidden(found[0]))
+    return found

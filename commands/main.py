@@ -309,11 +309,11 @@ def run(arguments: list[str]) -> int:
     return code
 
 
-def _columns_of(name: str) -> Columns | None:
-    """Return all columns that the command `name` may print."""
+def _columns_of(name: str, output: Output) -> list[Columns]:
+    """Return the columns of each form of the rows that the command `name` may print as `output`."""
     from .documents import known_columns
 
-    return known_columns(name)
+    return known_columns(name, output)
 
 
 def _end_run(session: Session, code: int, error: BaseException | None) -> None:

@@ -233,14 +233,30 @@ class RowSelection(NamedTuple):
     limit: int | None = None
 
     def of(self, columns: Columns, output: Output) -> Columns:
-        """Return the columns to print. Raises UsageError for a name that `columns` lacks."""
+        """Return the columns to print. Raises UsageError for a name that `columns` lacks, and for -o id without ids."""
         if self.order is not None:
             columns.find(self.order.column, "--sort")
-        if self.columns is not None:
-            if output is Output.ID:
+        if output is Output.ID:
+            if self.columns is not None:
                 raise UsageError("--columns and -o id are given", hint="drop one of them")
+            if columns.key is None:
+                raise UsageError("-o id: the rows of this command have no ids", hint="use -o ndjson or -o csv")
+        if self.columns is not None:
             columns = columns.chosen(self.columns)
         return columns.widened() if output is Output.WIDE else columns
+
+    def check(self, forms: Iterable[Columns], output: Output) -> None:
+        """Raise the UsageError of the first of `forms`, if `of` refuses all of them."""
+        errors: list[UsageError] = []
+        for columns in forms:
+            try:
+                self.of(columns, output)
+            except UsageError as error:
+                errors.append(error)
+            else:
+                return
+        if errors:
+            raise errors[0]
 
 
 #: All columns of the command, in its order.

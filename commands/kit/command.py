@@ -743,11 +743,10 @@ def command(
             session: Session = context.find_root().obj
             global_values = {param.name: values.pop(param.name) for param in global_options}
             run = Run(session, read_options(global_values))
-            if changes and run.selection != ALL:
-                # Before anything is changed.
-                found = session.columns_of(context.command_path.partition(" ")[2])
-                if found is not None:
-                    run.selection.of(found, Output.TABLE)
+            if run.selection != ALL or run.output is Output.ID:
+                # Before anything is read or changed.
+                forms = session.columns_of(context.command_path.partition(" ")[2], run.output)
+                run.selection.check(forms, run.output)
             arguments = {name: composite.resolve(values) for name, composite in composites.items()}
             arguments.update({key: value for key, value in values.items() if key not in taken})
             causes = (changes,) if isinstance(changes, str) else changes

@@ -12,7 +12,6 @@ from json.encoder import encode_basestring_ascii as quote
 from operator import attrgetter
 from typing import Any, Final
 
-from bkctl.errors import UsageError
 from bkctl.ids import LedgerId
 
 from .columns import LEDGER_FIELDS, Column, Columns, Constant, Kind, Output
@@ -257,8 +256,7 @@ _AROUND: Final = {
 
 def _line_fields(columns: Columns, output: Output) -> Iterator[_Field]:
     if output is Output.ID:
-        if columns.key is None:
-            raise UsageError("-o id: the rows of this command have no ids", hint="use -o ndjson or -o csv")
+        assert columns.key is not None, "RowSelection.of refuses -o id"
         kind = columns.key.kind
         yield _Field(columns.key, _TABLE_TEXTS[Kind.TEXT if kind is Kind.WORD else kind], NULL)
     elif output is Output.CSV:

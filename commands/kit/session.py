@@ -43,8 +43,8 @@ class Session:
     work: WorkFile | None = None
     #: Set for a command that changes something; `main` writes its end.
     audit: Audit | None = None
-    #: Returns the columns that a command may print, None where it prints none.
-    columns_of: Callable[[str], Columns | None] = lambda name: None
+    #: Returns the columns of each form of the rows that a command may print as an output.
+    columns_of: Callable[[str, Output], list[Columns]] = lambda name, output: []
     #: The form of output, once it is known.
     output: Output | None = None
 

@@ -166,6 +166,7 @@ def read_job(
     `columns`, and errors of the connection to the cluster if the job `connects`.
     """
     if saves is not None and columns is not None:
+        run.selection.of(columns, run.output)
         check_saves(saves, columns)
     connection = connection_options(run) if connects else None
     bookies = read_bookies(run, places)

@@ -141,14 +141,44 @@ def test_errors_are_json_where_the_output_is(cli: Cli, form: list[str], tmp_path
         assert cli("ledger", "list", "--no-such-option", "-o", other).err.startswith("bkctl: ")
 
 
-def test_columns_of_a_change_are_checked_before_it(cli: Cli, tmp_path: Path) -> None:
+def test_columns_of_a_change_are_checked_before_it(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     uri = f"sqlite://{tmp_path}/m.db"
     assert cli("cluster", "init", "-u", uri).code == 0
-    for option in ("--columns", "--sort"):
-        result = cli("autorecovery", "disable", "-u", uri, option, "colour")
+
+    def refused(*words: str) -> str:
+        result = cli("autorecovery", "disable", "-u", uri, *words)
         assert (result.code, result.out) == (2, "")
-        assert f"{option} 'colour': not a column of this command; name some of enabled, changed" in result.err
+        monkeypatch.delenv("BKCTL_OUTPUT", raising=False)
         assert cli("autorecovery", "status", "-u", uri, "-o", "json").json["enabled"] is True
+        return result.err
+
+    for option in ("--columns", "--sort"):
+        problem = f"{option} 'colour': not a column of this command; name some of enabled, changed"
+        assert problem in refused(option, "colour")
+    assert "-o id: the rows of this command have no ids" in refused("-o", "id")
+    assert "--columns and -o id are given" in refused("--columns", "enabled", "-o", "id")
+    monkeypatch.setenv("BKCTL_OUTPUT", "id")
+    assert "have no ids" in refused()
+
+
+def test_columns_of_a_file_are_checked_before_it_is_written(cli: Cli, tmp_path: Path) -> None:
+    uri = f"sqlite://{tmp_path}/m.db"
+    assert cli("cluster", "init", "-u", uri).code == 0
+    assert cli("metadata", "export", "-f", tmp_path / "export", "-u", uri, "--columns", "colour").code == 2
+    assert not (tmp_path / "export").exists()
+
+
+def test_columns_of_a_job_are_checked_before_it(cli: Cli) -> None:
+    # Only the rows of applications have no ids.
+    assert "have no ids" in cli("pipeline", "inventory", "--by", "application", "-o", "id").err
+    assert "not a column" in cli("pipeline", "inventory", "--by", "scope", "--sort", "fileSize").err
+
+
+def test_columns_of_a_table_alone_may_be_named(cli: Cli, tmp_path: Path) -> None:
+    uri = f"sqlite://{tmp_path}/m.db"
+    assert cli("cluster", "init", "-u", uri).code == 0
+    assert cli("ledger", "list", "-u", uri, "--columns", "e/w/a,digest", "--sort", "digest").out == "E/W/A  DIGEST\n"
+    assert cli("ledger", "list", "-u", uri, "--columns", "e/w/a", "-o", "csv").code == 2
 
 
 @pytest.mark.parametrize(
