@@ -124,8 +124,8 @@ def top(
         if load.underreplicated_count and run.output in (Output.TABLE, Output.WIDE):
             run.note(f"{load.underreplication}: 'bkctl autorecovery list' shows them")
         return
-    if run.output is not Output.TABLE:
-        raise UsageError(f"'bkctl top' has no end, and -o {run.output} is for scripts", hint="add --once")
+    if run.given_output is not Output.TABLE:
+        raise UsageError(f"'bkctl top' has no end, and -o {run.given_output} is for scripts", hint="add --once")
     if sys.stdin is None or not (sys.stdin.isatty() and sys.stdout.isatty()) or os.environ.get("TERM") == "dumb":
         raise UsageError(
             "'bkctl top' draws on a terminal, and stdin or stdout is not one that it can draw on", hint="add --once"

@@ -131,6 +131,11 @@ class Run:
         (_, after), (_, before), _ = self._levels
         return after.over(before)
 
+    @property
+    def given_output(self) -> Output:
+        """The form of output that an option names, for commands that print no rows; nothing of the environment."""
+        return self.given_options().output or Output.TABLE
+
     def given_connection(self) -> Connection:
         """Return the metadata URI that options name, a context's not. Raises UsageError when they name none."""
         given: list[tuple[str | None, GlobalOptions]] = [

@@ -206,8 +206,8 @@ def print_records(
 
     Raises the error of the one damaged file, or Corrupt naming how many there are.
     """
-    if options.format is BinaryFormat.RAW and run.output is not Output.TABLE:
-        raise UsageError("--format raw prints payloads and nothing else", hint=f"leave -o {run.output.value} out")
+    if options.format is BinaryFormat.RAW and run.given_output is not Output.TABLE:
+        raise UsageError("--format raw prints payloads and nothing else", hint=f"leave -o {run.given_output} out")
     if options.format is not BinaryFormat.RAW:
         options = options._replace(limit=run.limit_sorted(options.limit))
     tally = _Tally(options)

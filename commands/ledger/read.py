@@ -57,7 +57,7 @@ def _entry_form(
             raise UsageError("--delimiter applies to --format raw", hint="add --format raw")
         return None
     name = "--format raw" if template is None else "--template"
-    if run.output is not Output.TABLE or run.selection != ALL:
+    if run.given_output is not Output.TABLE or run.selection != ALL:
         raise UsageError(f"{name} prints entries and nothing else", hint="leave -o, --columns and --sort out")
     if template is None:
         return raw_form(delimiter)

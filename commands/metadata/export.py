@@ -70,7 +70,7 @@ def export(
     with run.cluster() as cluster, run.working("Exporting", unit="records", pace=pace) as activity:
         source = ClusterSource(cluster, ledgers or None)
         if file == "-":
-            if run.output is not Output.TABLE:
+            if run.given_output is not Output.TABLE:
                 raise UsageError("-o does not apply to an export to stdout")
             write_export(source, run.raw, activity.step)
             return

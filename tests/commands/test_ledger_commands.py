@@ -173,9 +173,11 @@ def test_raw_payloads_have_a_delimiter(cli: Cli, write: object) -> None:
     assert cli("ledger", "read", ledger, "--delimiter", ",").code == 2
 
 
-def test_read_formats(cli: Cli, write: object) -> None:
+def test_read_formats(cli: Cli, write: object, monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = write(b"one\ntwo")  # type: ignore[operator]
-    assert cli("ledger", "read", ledger, "--format", "raw").out == "onetwo"
+    with monkeypatch.context() as patch:
+        patch.setenv("BKCTL_OUTPUT", "json")
+        assert cli("ledger", "read", ledger, "--format", "raw").out == "onetwo"
     assert [row["payload"] for row in cli("ledger", "read", ledger, "--format", "hex", "-o", "ndjson").rows] == [
         "6f6e65", "74776f",
     ]  # fmt: skip

@@ -357,13 +357,17 @@ def export(cli: Cli, store: Cluster, tmp_path: Path) -> Path:
     return path
 
 
-def test_export_does_not_replace_a_file_and_streams_to_stdout(cli: Cli, store: Cluster, export: Path) -> None:
+def test_export_does_not_replace_a_file_and_streams_to_stdout(
+    cli: Cli, store: Cluster, export: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = export.read_bytes()
     assert cli("metadata", "export", "-f", export).code == 5
     assert export.read_bytes() == before
     assert cli("metadata", "export").code == 2
     assert cli("metadata", "export", "-f", "-", "-o", "json").code == 2
+    monkeypatch.setenv("BKCTL_OUTPUT", "json")
     lines = cli("metadata", "export", "-f", "-").out.splitlines()
+    monkeypatch.delenv("BKCTL_OUTPUT")
     assert lines[1:-1] == before.decode().splitlines()[1:-1]
     row = cli("metadata", "export", "-f", export, "--overwrite", "-o", "json").json
     assert (row["ledgerCount"], row["cookieCount"], row["size"]) == (3, 1, export.stat().st_size)

@@ -96,7 +96,7 @@ def test_conf_gives_the_directories(cli: Cli, bookie: Path) -> None:
     assert len(rows) == 6
 
 
-def test_journal_read_body_and_secrets(cli: Cli, bookie: Path) -> None:
+def test_journal_read_body_and_secrets(cli: Cli, bookie: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ("journal", "read", "11", "--dir", bookie / "journal", "-o", "ndjson", "--body")
     result = cli(*arguments)
     payloads = [row["payload"] for row in result.rows if row["type"] == "entry"]
@@ -108,6 +108,7 @@ def test_journal_read_body_and_secrets(cli: Cli, bookie: Path) -> None:
     assert files.KEY.hex() in cli("journal", "read", "11", "--dir", bookie / "journal", "--show-secrets").out
     assert cli(*arguments, "--format", "hex").rows[1]["payload"] == b"one".hex()
     assert cli(*arguments, "--format", "utf8").rows[1]["payload"] == "one"
+    monkeypatch.setenv("BKCTL_OUTPUT", "json")
     raw = cli("journal", "read", "11", "--dir", bookie / "journal", "--format", "raw")
     assert raw.out == b"".join(files.PAYLOADS).decode()
 

@@ -81,6 +81,11 @@ def test_top_without_a_terminal_is_refused(cli: Cli, uri: str, words: tuple[str,
     assert problem in answer.err
 
 
+def test_the_form_in_the_environment_does_not_refuse_top(cli: Cli, uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BKCTL_OUTPUT", "ndjson")
+    assert "'bkctl top' draws on a terminal" in cli("top", "-u", uri).err
+
+
 def test_once_loads_no_rich(uri: str) -> None:
     code = (
         f"import sys; sys.argv = ['bkctl', 'top', '--once', '--interval', '100ms', '-u', {uri!r}]\n"
