@@ -286,9 +286,7 @@ class Cluster(Closing):
             return EtcdLedgerManager(self.store)
         if self.location.driver == "hbase" and layout == new_layout(self.location):
             from bkctl.metadata.backends.hbase.ledger_manager import HBaseLedgerManager
-            from bkctl.metadata.backends.hbase.store import HBaseStore
 
-            assert isinstance(self.store, HBaseStore)
             return HBaseLedgerManager(self.store)
         entry = _ZOOKEEPER_LAYOUTS.get(name) if self.location.driver == "zk" else None
         if entry is None:

@@ -561,13 +561,14 @@ class Run:
 
     # --- asking -------------------------------------------------------------------------------------------------
 
-    def start_audit(self, *, begun: bool) -> None:
-        """Start the audit of a run that changes something: at once (`begun`), or once a cluster is open.
-
-        From here on the run continues if stdout is closed: it must not stop halfway.
-        """
-        self._changes = True
+    def outlive_stdout(self) -> None:
+        """Continue, with a note, once stdout is closed: what the run does beside printing is to be complete."""
         continue_without_stdout(lambda: self.note("bkctl: stdout was closed; the command continues"))
+
+    def start_audit(self, *, begun: bool) -> None:
+        """Start the audit of a run that changes something: at once (`begun`), or once a cluster is open."""
+        self._changes = True
+        self.outlive_stdout()
         path = audit_file(os.environ)
         if path is None:
             return

@@ -189,6 +189,8 @@ def frame_rows(
     from bkctl.spark.failures import plain_errors
 
     frame = frame.select(*columns.names())
+    if saves.paths or saves.tables:
+        run.outlive_stdout()
     with ExitStack() as stack:
         if saves.need_spark:
             stack.callback(frame.persist().unpersist)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import golden
 from support.command_line import CommandLine
 from support.waiting import LIMIT_S
 
@@ -40,7 +41,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
         yield cluster
 
 
-def run_closed(uri: str, *words: str, closes_stderr: bool = False) -> tuple[int, list[str]]:
+def run_closed(uri: str | None, *words: str, closes_stderr: bool = False) -> tuple[int, list[str]]:
     """Run a command whose stdout has no reader, and return its exit code and the lines on stderr."""
     read, write = os.pipe()
     os.close(read)
@@ -69,6 +70,16 @@ def test_a_change_continues_without_stdout(
     assert lines.count(CONTINUES) == (not closes_stderr)
     assert list(store.ledgers.ledgers(0)) == []
     assert outcome(cli) == ("done", 0)
+
+
+def test_rows_are_saved_without_stdout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    saved = tmp_path / "rows.csv"
+    place = str(golden.GoldenBookie("4.18.0", "sorted").ledger_dir)
+    words = ("pipeline", "inventory", place, "--by", "ledger", "--save", str(saved), "-o", "ndjson")
+    code, lines = run_closed(None, *words)
+    assert (code, lines.count(CONTINUES)) == (0, 1), lines
+    assert saved.read_text().count("\n") > 2
 
 
 def test_a_change_without_stdout_keeps_its_exit_code(cli: Cli, store: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

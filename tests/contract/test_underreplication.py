@@ -176,13 +176,12 @@ def test_votes_count_by_number_and_apart_for_scopes(state: AutoRecoveryState, st
     [
         (MARK, b"\xff", lambda state: state.marks.get(LedgerId(0, 5))),
         (MARK, b"replica: 5", lambda state: state.marks.add(LedgerId(0, 5), ["b"])),
-        ("locks/urL0000000005", b"what", lambda state: list(state.locks.list())),
         ("lostBookieRecoveryDelay", b"soon", lambda state: state.settings.lost_bookie_recovery_delay_s()),
         ("replicascheckctime", b"\xff\xff", lambda state: state.settings.check_ctime_ms(AuditorCheck.REPLICAS)),
         ("auditorelection/V_0000000001", b"\x00", lambda state: state.election.auditor()),
         ("LAYOUT", b"BASIC 1", lambda state: state.settings.disable()),
     ],
-    ids=["mark", "mark again", "lock", "delay", "clock", "vote", "layout"],
+    ids=["mark", "mark again", "delay", "clock", "vote", "layout"],
 )
 def test_damage_is_one_clear_error(
     state: AutoRecoveryState, store: MetadataStore, path: str, value: bytes,
