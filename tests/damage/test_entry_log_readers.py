@@ -216,7 +216,7 @@ class _CopiesOnly:
     def add(self, ledger: LedgerId, body: bytes) -> int:
         return 0
 
-    def live(self, rows: list[tuple[LedgerId, int, int]]) -> list[bool]:
+    def live(self, logger: object, rows: list[tuple[LedgerId, int, int]]) -> list[bool]:
         self.old += [location for _, _, location in rows]
         return [True] * len(rows)
 
