@@ -384,7 +384,8 @@ def test_interrupted_writer_closes_its_ledger_at_the_last_acknowledged_entry(cli
         wait_for(lambda: read() == b"0\n1\n", "two entries")
         writer.send_signal(signal.SIGINT)
         out, err = writer.communicate(timeout=LIMIT_S)
-        assert (writer.returncode, out, err) == (130, b"", b"bkctl: Interrupted\n")
+        message = b"bkctl: Interrupted; a created ledger is closed after its last acknowledged entry\n"
+        assert (writer.returncode, out, err) == (130, b"", message)
     shown = json.loads(cli("ledger", "show", ledger, "-o", "json").out)
     assert (shown["state"], shown["lastEntryId"], shown["length"]) == ("CLOSED", 1, 6)
 
