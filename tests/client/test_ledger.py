@@ -627,7 +627,7 @@ async def test_new_ensembles_and_replacements_are_in_several_racks(fake_cluster,
 async def test_recovery_replaces_bookies_by_their_racks(fake_cluster):
     async with fake_cluster(8) as cluster, cluster.client() as client, cluster.client() as other:
         put_in_racks(cluster, r1="b0 b1 b2 b3 b4", r2="b5 b6", r3="b7")
-        writer = await client.create_ledger(ensemble_size=3, write_quorum_size=3)
+        writer = await client.create_ledger(ensemble_size=3, write_quorum_size=3, ack_quorum_size=3)
         for _ in range(3):
             await writer.add(b"x")
         lost = cluster.bookie(writer.metadata.last_fragment.bookies[racks_in(cluster, writer.ledger).index("/r2")])
