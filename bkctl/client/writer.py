@@ -138,7 +138,8 @@ class AddPipeline:
             await self.ready()
             run: list[_PendingAdd] = []
             try:
-                for payload in islice(rest, THROTTLE_COUNT - len(self._pending)):
+                # Behind a gap in the caller's ids, `ready` lets more than THROTTLE_COUNT adds be pending.
+                for payload in islice(rest, max(1, THROTTLE_COUNT - len(self._pending))):
                     run.append(self._seal(self._next_id, payload))
                     if self._pending_bytes >= PENDING_BYTES_MAX:
                         break

@@ -346,6 +346,21 @@ async def test_gap_in_caller_entry_ids_does_not_block(fake_cluster, monkeypatch)
         assert (metadata.last_entry_id, metadata.length) == (0, 2)
 
 
+@pytest.mark.parametrize("count", [7, 5])
+async def test_run_behind_gap_in_caller_entry_ids_is_sent(fake_cluster, monkeypatch, count):
+    monkeypatch.setattr("bkctl.client.writer.THROTTLE_COUNT", 5)
+    async with fake_cluster(3) as cluster, cluster.client() as client:
+        writer = await client.create_ledger_adv(79)
+        for entry_id in range(1, 1 + count):
+            writer.add(b"ab", entry_id=entry_id)
+        await writer.add_all([b"cd", b"ef"])
+        assert writer.pending_count == count + 2
+        assert await writer.add(b"first", entry_id=0) == 0
+        await writer.close()
+        metadata = cluster.metadata(writer.ledger)
+        assert (metadata.last_entry_id, metadata.length) == (count + 2, 5 + 2 * (count + 2))
+
+
 async def test_closed_client_fails_adds_in_flight_and_leaves_ledger_open(fake_cluster):
     async with fake_cluster(5) as cluster:
         async with cluster.client() as client:
