@@ -77,7 +77,9 @@ class IndexExtract:
                 try:
                     with LedgerIndexReader.open(file.path) as reader:
                         yield str(file.path), file.scoped, _entries_of_file(reader)
-                except (NotFound, UsageError):
+                except NotFound:
+                    continue  # The bookie has deleted the ledger.
+                except UsageError:
                     raise
                 except BkctlError as error:
                     self._damages.append((str(file.path), *where_and_why(error)))

@@ -21,6 +21,7 @@ from support.bookie_files import Files
 from support.command_line import CommandLine
 
 from bkctl.errors import BkctlError, NotFound, Unreachable, UsageError
+from bkctl.files.index import LedgerIndexReader
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
 from bkctl.spark.facts.extraction import ExtractCounts, extract
@@ -197,6 +198,28 @@ def test_metadata_store_that_fails_is_not_noted_as_damage(
     found = tables(store)
     assert not found.get("damages")
     assert "HMAC" in {row["digest"] for row in found["records"]}
+
+
+def test_index_that_the_bookie_deletes_meanwhile_is_left_out(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "bookie"
+    shutil.copytree(files.places()[1], place, ignore=shutil.ignore_patterns("*.log.lock"))
+    opened: list[Path] = []
+
+    def opening(path: Path) -> LedgerIndexReader:
+        opened.append(path)
+        if len(opened) == 2:
+            path.unlink()
+        return LedgerIndexReader(path)
+
+    monkeypatch.setattr(LedgerIndexReader, "open", opening)
+    store = FactsStore(str(tmp_path / "facts"))
+    extracted(place, store)
+    found = tables(store)
+    assert len(opened) > 2
+    assert {row["file"] for row in found["index"]} == set(map(str, opened)) - {str(opened[1])}
+    assert not found.get("damages")
 
 
 def test_extract_prints_its_counts_and_refuses_what_it_cannot_use(place: Path, tmp_path: Path) -> None:
