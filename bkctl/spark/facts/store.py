@@ -144,7 +144,7 @@ class FactsStore:
     def new_part(self, table: str, path: str, *, if_empty: bool = True) -> Iterator[PartWriter]:
         """Yield a writer of a Parquet file of `table`, which appears at `path` when the block ends without an error.
 
-        Without `if_empty` the file appears only if a row was added.
+        Without `if_empty` a file without rows appears only in place of an earlier one, which lists of parts may name.
         """
         target = f"{self._root}/{path}"
         directory = target.rpartition("/")[0]
@@ -158,7 +158,7 @@ class FactsStore:
             with self._failures("write"):
                 writer.close()
                 stream.close()
-                if writer.row_count or if_empty:
+                if writer.row_count or if_empty or self._exists(path):
                     self._sync(temporary)
                     self._arrow.move(temporary, target)
                 else:
@@ -171,11 +171,14 @@ class FactsStore:
 
     def delete(self, path: str) -> None:
         """Delete a file; a missing file is accepted."""
+        with self._failures("write"):
+            if self._exists(path):
+                self._arrow.delete_file(f"{self._root}/{path}")
+
+    def _exists(self, path: str) -> bool:
         from pyarrow.fs import FileType
 
-        with self._failures("write"):
-            if self._arrow.get_file_info(f"{self._root}/{path}").type != FileType.NotFound:
-                self._arrow.delete_file(f"{self._root}/{path}")
+        return bool(self._arrow.get_file_info(f"{self._root}/{path}").type != FileType.NotFound)
 
     def _sync(self, path: str) -> None:
         """Let a local file reach the disk before it gets its name; other stores do that when a stream is closed."""

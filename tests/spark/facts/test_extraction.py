@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from support.bookie_files import Files
 from support.command_line import CommandLine
 
 from bkctl.errors import BkctlError, NotFound, Unreachable, UsageError
+from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.index import LedgerIndexReader
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
@@ -198,6 +200,29 @@ def test_metadata_store_that_fails_is_not_noted_as_damage(
     found = tables(store)
     assert not found.get("damages")
     assert "HMAC" in {row["digest"] for row in found["records"]}
+
+
+def test_full_extract_reports_no_damage_that_is_gone(files: Files, place: Path, tmp_path: Path) -> None:
+    store = FactsStore(str(tmp_path / "facts"))
+    (bookie,) = find_bookies([place])
+    log = Path(bookie.entry_logs()[0])
+    sound, status = log.read_bytes(), log.stat()
+    with EntryLogReader.open(log) as reader:
+        offset = next(iter(reader.records())).offset
+    log.write_bytes(sound[:offset] + struct.pack(">i", -7) + sound[offset + 4 :])
+    os.utime(log, ns=(status.st_mtime_ns, status.st_mtime_ns))
+    assert extracted(place, store).damage_count == 1
+    (before,) = store.part_lists()
+    assert tables(store)["damages"]
+    assert tables(store)["evidence"]
+    log.write_bytes(sound)
+    os.utime(log, ns=(status.st_mtime_ns, status.st_mtime_ns))
+    with open_cluster(files.uri) as cluster:
+        assert extract(bookie, store, cluster, full=True).damage_count == 0
+    assert not tables(store).get("damages")
+    assert not tables(store).get("evidence")
+    # Jobs that still read the former list find its files.
+    assert {row["part"] for row in before.rows} <= {file.path for file in store.files("")}
 
 
 def test_index_that_the_bookie_deletes_meanwhile_is_left_out(
