@@ -7,7 +7,7 @@ a place is read here, since jobs cannot.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -57,15 +57,8 @@ class IndexExtract:
         with closing(self._logs):
             for directory in self._bookie.index_dirs:
                 for path, scoped, entries in self._sources(BookieDirectories((), (), [directory])):
-                    try:
-                        for found in entries:
-                            self._add(found, path, scoped, writer, evidence)
-                    except NotFound:
-                        continue  # The bookie has deleted the ledger.
-                    except UsageError:
-                        raise
-                    except BkctlError as error:
-                        yield path, *where_and_why(error)
+                    for found in self._before_damage(path, entries):
+                        self._add(found, path, scoped, writer, evidence)
                 yield from self._damages
                 self._damages.clear()
             self._compare(evidence)
@@ -74,27 +67,38 @@ class IndexExtract:
         """Yield path, scope and entries of each file and database; what cannot be opened goes to the damages."""
         with BookieIndexes(directories) as indexes:
             for file in indexes.files():
-                try:
-                    with LedgerIndexReader.open(file.path) as reader:
-                        yield str(file.path), file.scoped, _entries_of_file(reader)
-                except NotFound:
-                    continue  # The bookie has deleted the ledger.
-                except UsageError:
-                    raise
-                except BkctlError as error:
-                    self._damages.append((str(file.path), *where_and_why(error)))
+                path = str(file.path)
+                with self._noting(path), LedgerIndexReader.open(file.path) as reader:
+                    yield path, file.scoped, _entries_of_file(reader)
         for database in directories.rocksdbs():
             if database.path.name not in ("ledgers", "scoped-ledgers"):
                 continue
             part = DatabaseRange(str(database.path.parent), database.scoped, self._bookie.bookie_id)
-            path = part.path("locations")
+            path = str(part.path("locations"))
             try:
                 with LedgersDatabase.open(part.path("ledgers"), scoped=part.scoped) as ledgers:
-                    yield str(path), part.scoped, _entries_of_database(part, ledgers)
+                    yield path, part.scoped, _entries_of_database(part, ledgers)
             except OSError as error:
-                self._damages.append((str(path), None, f"{path} cannot be read: {error.strerror or error}"))
+                self._damages.append((path, None, f"{path} cannot be read: {error.strerror or error}"))
             except BkctlError as error:
-                self._damages.append((str(path), *where_and_why(error)))
+                self._damages.append((path, *where_and_why(error)))
+
+    def _before_damage(self, path: str, entries: Iterator[IndexedEntries]) -> Iterator[IndexedEntries]:
+        """Yield the entries before damage, which goes to the damages."""
+        with self._noting(path):
+            yield from entries
+
+    @contextmanager
+    def _noting(self, path: str) -> Iterator[None]:
+        """Add the error of reading that ends the block to the damages, unless the bookie has deleted the ledger."""
+        try:
+            yield
+        except NotFound:
+            pass
+        except UsageError:
+            raise
+        except BkctlError as error:
+            self._damages.append((path, *where_and_why(error)))
 
     def _add(
         self, entries: IndexedEntries, path: str, scoped: bool, writer: PartWriter, evidence: PartWriter

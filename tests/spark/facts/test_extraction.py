@@ -247,6 +247,26 @@ def test_index_that_the_bookie_deletes_meanwhile_is_left_out(
     assert not found.get("damages")
 
 
+@pytest.mark.parametrize("error", [Unreachable("The store is away"), NotFound("A part is gone")], ids=["away", "gone"])
+def test_facts_that_cannot_be_read_are_not_noted_as_damage_of_an_index(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BkctlError
+) -> None:
+    monkeypatch.setattr("bkctl.spark.facts.index._CHUNK_ROWS", 1)
+    store = FactsStore(str(tmp_path / "facts"))
+    read = store.read
+
+    def failing(table: str, path: str, columns: list[str] | None = None) -> Any:
+        if table == "records":
+            raise error
+        return read(table, path, columns)
+
+    monkeypatch.setattr(store, "read", failing)
+    with pytest.raises(type(error), match=error.message):
+        extracted(Path(files.places()[1]), store)
+    with pytest.raises(NotFound, match="has no facts"):
+        store.part_lists()
+
+
 def test_extract_prints_its_counts_and_refuses_what_it_cannot_use(place: Path, tmp_path: Path) -> None:
     command = CommandLine(None)
     (row,) = command("pipeline", "extract", place, tmp_path / "facts", "-o", "ndjson").rows
