@@ -141,7 +141,7 @@ def applications(spark: SparkSession, connection: Mapping[str, str]) -> DataFram
     """
     options = {**connection, "columns": f"{QUALIFIED_NAME},pulsar,customMetadata"}
     metadata = spark.read.format("bookkeeper.metadata").options(**options).load()
-    own = F.decode(F.col("customMetadata")["application"], "UTF-8")
+    own = F.try_validate_utf8(F.col("customMetadata")["application"])
     return metadata.select(
         QUALIFIED_NAME,
         F.coalesce(F.col("pulsar")["application"], own).alias("application"),

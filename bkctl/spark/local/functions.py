@@ -195,6 +195,8 @@ raise_error = _same("ERROR")
 substring = _same("SUBSTRING")
 floor = _as("CAST(FLOOR({}) AS BIGINT)")
 shiftright = _as("({} >> {})")
+#: The text of bytes in UTF-8; null for other bytes.
+try_validate_utf8 = _as("TRY(DECODE({}))")
 pmod = _as("((({0} % {1}) + {1}) % {1})")
 
 
@@ -210,11 +212,6 @@ def lpad(value: str | Expression, size: int, filler: str) -> Expression:
 
 def concat_ws(separator: str, *values: str | Expression) -> Expression:
     return Expression(f"CONCAT_WS({text(separator)}, {_sql(*values)})")
-
-
-def decode(value: str | Expression, charset: str) -> Expression:
-    assert charset == "UTF-8"
-    return Expression(f"DECODE({_sql(value)})")
 
 
 def desc(value: str | Expression) -> Expression:

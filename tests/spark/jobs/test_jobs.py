@@ -39,7 +39,7 @@ from bkctl.spark.jobs.bookies import find_bookies
 from bkctl.spark.jobs.garbage import by_bookie, garbage_shares, orphans, uses
 from bkctl.spark.jobs.held_entries import held_entries, shares_of
 from bkctl.spark.jobs.integrity import Integrity, integrity
-from bkctl.spark.jobs.inventory import Grouping, damages, shares, totals
+from bkctl.spark.jobs.inventory import Grouping, applications, damages, shares, totals
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -150,6 +150,20 @@ def test_inventory_matches_commands_for_one_bookie(engine: Engine, files: Files)
     scoped = engine.rows(None, "inventory", "--by", "ledger", "--ledger-scope-id", 7, files.directory)
     names = [row["ledgerQualifiedName"] for row in ledgers if row["ledgerScopeId"] == "7"]
     assert [row["ledgerQualifiedName"] for row in scoped] == names
+
+
+def test_application_that_is_not_utf8_is_none(engine: Engine, files: Files, tmp_path: Path) -> None:
+    uri = f"sqlite://{tmp_path / 'metadata.db'}"
+    values = [b"\xff\xfe", b"\xed\xa0\x80", "caf\N{LATIN SMALL LETTER E WITH ACUTE}".encode()]
+    with open_cluster(files.uri) as cluster, open_cluster(uri, create=True) as copy:
+        for written, value in zip(files.flushed, values, strict=False):
+            metadata = cluster.ledgers.read(written.ledger).metadata
+            copy.ledgers.create(written.ledger, replace(metadata, custom_metadata={"application": value}))
+    found = applications(engine.session, {"metadataUri": uri}).collect()
+    names = [written.ledger.qualified_name for written in files.flushed]
+    expected = dict(zip(names, [None, None, values[2].decode()], strict=False))
+    rows = [row.asDict() for row in found]
+    assert {row["ledgerQualifiedName"]: row["application"] for row in rows} == expected
 
 
 # --- integrity ------------------------------------------------------------------------------------------------------
