@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from bkctl.errors import BkctlError, Corrupt, LedgerNotFound, Unsupported, UsageError
+from bkctl.errors import BkctlError, Corrupt, LedgerNotFound, Unauthorized, Unreachable, Unsupported, UsageError
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.ids import LedgerId
 
@@ -91,3 +91,8 @@ class LedgerDigests:
             return None
         except (Corrupt, Unsupported, UsageError) as error:
             return error
+        except (Unauthorized, Unreachable):
+            raise
+        except BkctlError as error:
+            # A refusal of the metadata store must not pass for damage of the file whose records are judged.
+            raise Unreachable(error.message, hint=error.hint) from error

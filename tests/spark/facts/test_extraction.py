@@ -174,9 +174,11 @@ def test_digests_of_hmac_come_from_the_cluster_else_records_are_evidence(
 
 
 @pytest.mark.parametrize("calls", [0, 1, 2])
+@pytest.mark.parametrize("error_class", [Unreachable, BkctlError])
 def test_metadata_store_that_fails_is_not_noted_as_damage(
-    files: Files, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: int
-) -> None:
+    files: Files, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: int,
+    error_class: type[BkctlError],
+) -> None:  # fmt: skip
     """Else the next extract would take over the part of the log that this one did not read."""
     (bookie,) = find_bookies([place])
     left = calls
@@ -188,7 +190,7 @@ def test_metadata_store_that_fails_is_not_noted_as_damage(
             nonlocal left
             left -= 1
             if left < 0:
-                raise Unreachable("The metadata store does not answer")
+                raise error_class("The metadata store does not answer")
             return read(ledger)
 
         monkeypatch.setattr(cluster.ledgers, "read", failing)
