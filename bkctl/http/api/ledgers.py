@@ -183,7 +183,7 @@ def _metadata_entries(
             yield str(ledger), json_text(metadata_object(ledger, found, with_password=with_password), 1)
         else:
             metadata = replace(found.metadata, c_token=found.metadata.c_token or 0)
-            if not with_password:
+            if not with_password and metadata.password is not None:
                 metadata = replace(metadata, password=b"")
             # Java has one U+FFFD for half a surrogate pair, Python one for each of its bytes.
             data = _SURROGATE.sub("\ufffd".encode(), metadata.serialize())
