@@ -1,6 +1,6 @@
 """The local cluster: bookies of our own as background processes over one SQLite metadata store.
 
-    DIR/cluster.json            how many bookies, which ledger storage, the metadata URI
+    DIR/cluster.json            the ports of the bookies, the metadata URI
     DIR/metadata.db             the metadata store
     DIR/bookie-I/bk_server.conf bookie I's configuration; its id is `bookie-I`
     DIR/bookie-I/journal, ledgers
@@ -66,10 +66,13 @@ class ClusterBookie:
 
     @property
     def http_url(self) -> str | None:
-        """The URL of its HTTP server, or None."""
+        """The URL of its HTTP server, or None; None too if its directory was removed."""
         from bkctl.config import BookieConfig
 
-        config = BookieConfig.load(self.conf)
+        try:
+            config = BookieConfig.load(self.conf)
+        except NotFound:
+            return None
         return f"http://127.0.0.1:{config.http_server_port}" if config.http_server_enabled else None
 
     @property

@@ -124,6 +124,8 @@ def test_up_leaves_decommissioned_bookies_out(shell: CommandLine) -> None:
     assert [(row["bookieId"], row["state"]) for row in again.rows] == [("bookie-0", "rw"), ("bookie-1", "left")]
     assert f"remove {gone['directory']} to let it join again" in again.err
     shutil.rmtree(gone["directory"])
+    removed = shell("local", "status", "-o", "ndjson")
+    assert (removed.code, removed.rows[1]["state"], removed.rows[1]["httpUrl"]) == (0, "down", None)
     assert [row["state"] for row in shell("local", "up", "-o", "ndjson").rows] == ["rw", "rw"]
 
 
