@@ -17,6 +17,7 @@ from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import BookieServiceInfo, Cookie, Fragment, LedgerMetadata
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster, open_cluster
+from bkctl.metadata.store import NEW
 from bkctl.metadata.underreplication import AuditorElection
 
 from .conftest import Cli, applied
@@ -271,3 +272,14 @@ def test_a_cluster_without_an_auditor_is_not_called_healthy(cli: Cli, store: Clu
         AuditorElection(bookie.store).vote("b0:1", scoped=True)
         for words in ((), ("detail",)):
             assert cli("cluster", "health", *words, "--no-bookies").err == "The cluster is healthy\n"
+
+
+def test_muted_damaged_vote_does_not_fail_the_health_command(cli: Cli, store: Cluster) -> None:
+    store.store.put("underreplication/auditorelection/V_0000000001", b"\xff", NEW)
+    codes = [row["code"] for row in cli("cluster", "health", "--no-bookies", "-o", "ndjson").rows]
+    assert "vote-damaged" in codes
+    for code in codes:
+        assert cli("cluster", "health", "mute", code).code == 0
+    result = cli("cluster", "health", "--no-bookies")
+    assert (result.code, result.out) == (0, "")
+    assert "vote-damaged" in result.err

@@ -271,6 +271,14 @@ def test_the_first_vote_of_each_election_wins(state: AutoRecoveryState, backend:
     assert state.election.vote_paths(scoped=True) == (scoped.path,)
 
 
+def test_damaged_vote_of_a_candidate_does_not_hide_the_auditor(state: AutoRecoveryState, store: MetadataStore) -> None:
+    state.election.vote("b:1")
+    store.put("underreplication/auditorelection/V_2000000000", b"\xff", NEW)
+    assert state.election.auditor() == "b:1"
+    with pytest.raises(Corrupt, match="V_2000000000"):
+        state.election.votes()
+
+
 def test_marked_ids_are_listed_for_scope_0_and_for_the_others(state: AutoRecoveryState) -> None:
     for ledger in IDS:
         state.marks.add(ledger, ["b"])

@@ -233,7 +233,7 @@ def _of_auditors(
         ):
             continue
         try:
-            auditor_id = election.auditor(scoped=scoped)
+            auditor_id = next(iter(election.votes(scoped=scoped)), None)
         except Corrupt as error:
             yield _finding(HealthCode.VOTE_DAMAGED, "", str(error))
             continue

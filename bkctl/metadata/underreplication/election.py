@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from bkctl.formats.metadata import parse_text, print_text
@@ -27,17 +28,19 @@ class AuditorElection:
 
         Raises Corrupt for a damaged vote.
         """
-        paths = self.vote_paths(scoped=scoped)
-        found = zip(paths, self.store.get_many(paths), strict=True)
-        return tuple(
-            str(parse_text("AuditorVoteFormat", vote.value, f"{path} in {self.store.name}: Vote").bookieId)
-            for path, vote in found
-            if vote is not None
-        )
+        return tuple(self._voters(self.vote_paths(scoped=scoped)))
 
     def auditor(self, *, scoped: bool = False) -> str | None:
-        """Return the id of the bookie that is auditor now, None without one. Source: getCurrentAuditor."""
-        return next(iter(self.votes(scoped=scoped)), None)
+        """Return the id of the bookie that is auditor now, None without one.
+
+        Raises Corrupt if its vote is damaged; later votes are not parsed. Source: getCurrentAuditor.
+        """
+        return next(self._voters(self.vote_paths(scoped=scoped)), None)
+
+    def _voters(self, paths: Sequence[str]) -> Iterator[str]:
+        for path, vote in zip(paths, self.store.get_many(paths), strict=True):
+            if vote is not None:
+                yield str(parse_text("AuditorVoteFormat", vote.value, f"{path} in {self.store.name}: Vote").bookieId)
 
     def vote(self, bookie_id: str, *, scoped: bool = False) -> Claim:
         """Cast a vote for `bookie_id`, which counts until its release or the session's end. Source: createMyVote."""

@@ -206,6 +206,9 @@ def test_local_cluster_needs_an_auditor_only_after_an_election_or_with_marks(tmp
         assert codes(cluster) == set()
         vote.release()
         assert codes(cluster) == {"no-auditor"}
+        election.vote("b0:3181")
+        cluster.store.put("underreplication/auditorelection/V_2000000000", b"\xff", NEW)  # a candidate's
+        assert "vote-damaged" in {each.code for each in health_findings(cluster)}
     with open_cluster(f"sqlite://{tmp_path / 'b.db'}", create=True) as cluster:
         LedgerMarks(cluster.store).add(LedgerId(0, 5), ["b0:3181"])
         assert codes(cluster) == {"no-auditor", "underreplicated"}
