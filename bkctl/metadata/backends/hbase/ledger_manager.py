@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import groupby, islice
+from collections.abc import Iterable, Iterator
+from itertools import groupby, islice, tee
 from typing import Final
 
+from bkctl.errors import BkctlError
 from bkctl.ids import U64_MAX, LedgerId
 from bkctl.metadata.backends.hbase.store import HBaseStore
-from bkctl.metadata.ledgers import QualifiedNameLedgerManager
+from bkctl.metadata.ledgers import QualifiedNameLedgerManager, VersionedMetadata
+from bkctl.metadata.store import attempt
 
 _BATCH_SIZE: Final = 1000
 #: Ledgers of one scope that are passed over before the listing of scopes starts again behind it.
@@ -19,6 +21,13 @@ class HBaseLedgerManager(QualifiedNameLedgerManager):
     """Every ledger at `ledgers/<qualified name>`, a row of HBase's table; ids of scope 0 from its counter."""
 
     store: HBaseStore
+
+    def read_many(self, ids: Iterable[LedgerId]) -> Iterator[tuple[LedgerId, VersionedMetadata | BkctlError]]:
+        """See LedgerManager.read_many: a malformed row is Corrupt in its place."""
+        ledgers, asked = tee(ids)
+        rows = self.store.rows(ledger.value for ledger in asked)
+        for ledger, found in zip(ledgers, rows, strict=True):
+            yield ledger, found if isinstance(found, BkctlError) else attempt(self.parse, ledger, found)
 
     def batches(self, scope_id: int | None = 0, after: LedgerId | None = None) -> Iterator[list[LedgerId]]:
         """See LedgerManager.batches: one listing, also of all scopes; a list holds ledgers of one scope."""

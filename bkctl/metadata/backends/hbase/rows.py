@@ -27,7 +27,7 @@ from bkctl.ids import I64_MAX, U64_MAX
 from bkctl.metadata.backends.hbase import hbase_pb2 as pb
 from bkctl.metadata.backends.hbase.regions import HBaseTable, Region, RegionLost
 from bkctl.metadata.backends.hbase.rpc import CallLost, CallRefused, RegionServer, Retries
-from bkctl.metadata.store import NEW, value_of
+from bkctl.metadata.store import NEW, attempt, value_of
 
 T = TypeVar("T")
 
@@ -108,8 +108,12 @@ class Rows:
     # reads
 
     def get(self, ledgers: Sequence[int]) -> list[HBaseRow | None]:
-        """Return the rows of these ledgers, None for each missing one. Raises TableMissing."""
-        found: list[HBaseRow | None] = [None] * len(ledgers)
+        """Return the rows of these ledgers, None for each missing one. Raises Corrupt, TableMissing."""
+        return [value_of(row) for row in self._get(ledgers)]
+
+    def _get(self, ledgers: Sequence[int]) -> list[HBaseRow | BkctlError | None]:
+        """`get` these ledgers, with Corrupt in place of each malformed row. Raises TableMissing."""
+        found: list[HBaseRow | BkctlError | None] = [None] * len(ledgers)
         keys = [row_key(ledger) for ledger in ledgers]
         pending = list(range(len(keys)))
 
@@ -133,7 +137,7 @@ class Rows:
                         if each.HasField("exception"):
                             problem = _refusal(each.exception)
                         else:
-                            found[each.index] = _row(each.result)
+                            found[each.index] = attempt(_row, each.result)
                             done.add(each.index)
             pending[:] = [at for at in pending if at not in done]
             if pending:
@@ -144,13 +148,16 @@ class Rows:
             self.table.attempt(work)
         return found
 
-    def get_many(self, ledgers: Iterable[int]) -> Iterator[HBaseRow | None]:
-        """`get` each ledger in the order given, some batches ahead. Raises TableMissing."""
+    def get_many(self, ledgers: Iterable[int]) -> Iterator[HBaseRow | BkctlError | None]:
+        """`get` each ledger in the order given, some batches ahead; Corrupt comes in place of a malformed row.
+
+        Raises TableMissing.
+        """
         ledgers = iter(ledgers)
-        under_way: deque[Future[list[HBaseRow | None]]] = deque()
+        under_way: deque[Future[list[HBaseRow | BkctlError | None]]] = deque()
         while True:
             while len(under_way) < _BATCHES_AHEAD and (batch := list(islice(ledgers, BATCH_SIZE))):
-                under_way.append(self._executor.submit(self.get, batch))
+                under_way.append(self._executor.submit(self._get, batch))
             if not under_way:
                 return
             yield from under_way.popleft().result()

@@ -31,6 +31,7 @@ from bkctl.metadata.store import (
     Versioned,
     check_path,
     check_size,
+    value_of,
 )
 from bkctl.metadata.uri import HBASE_ZNODE_DEFAULT
 
@@ -82,14 +83,13 @@ class HBaseStore(ZooKeeperStore):
         if ledger is None:
             return Versioned(b"", 0, None) if path == LEDGERS and self._rows.table.exists() else None
         with self._missing_table():
-            return _versioned(self._rows.get([ledger])[0])
+            return value_of(_versioned(self._rows.get([ledger])[0]))
 
     def get_many(self, paths: Iterable[str]) -> Iterator[Versioned[bytes] | None]:
         """See MetadataStore.get_many. Raises as `get`."""
         for (is_ledger, in_hbase), group in groupby(paths, lambda path: (_ledger(path) is not None, _is_row(path))):
             if is_ledger:
-                with self._missing_table():
-                    yield from map(_versioned, self._rows.get_many(int(path[-32:], 16) for path in group))
+                yield from map(value_of, self.rows(int(path[-32:], 16) for path in group))
             elif in_hbase:
                 yield from map(self.get, group)
             else:
@@ -247,6 +247,14 @@ class HBaseStore(ZooKeeperStore):
         with self._missing_table():
             yield from self._rows.ledgers(first, last)
 
+    def rows(self, ledgers: Iterable[int]) -> Iterator[Versioned[bytes] | BkctlError | None]:
+        """`get` the ledgers with these 128-bit numbers in the order given; Corrupt comes in place of a malformed row.
+
+        Raises NotFound without a table.
+        """
+        with self._missing_table():
+            yield from map(_versioned, self._rows.get_many(ledgers))
+
     def sequence(self, path: str) -> int:
         """See MetadataStore.sequence: an atomic increment."""
         with self._missing_table():
@@ -268,7 +276,7 @@ class HBaseStore(ZooKeeperStore):
         ledger = _ledger(path)
         if ledger is None or children:
             raise Unsupported(f"{path} cannot be watched in {self.name}: HBase has no watches")
-        watch = _Watch(ledger, callback, _version(self.get(path)))
+        watch = _Watch(ledger, callback, _version(next(self.rows([ledger]))))
         with self._watch_lock:
             self._watched[id(watch)] = watch
             if self._watch_thread is None:
@@ -286,10 +294,10 @@ class HBaseStore(ZooKeeperStore):
             with self._watch_lock:
                 watches = list(self._watched.values())
             # HBase may be down: the next round reads again.
-            with contextlib.suppress(BkctlError, TableMissing):
-                rows = self._rows.get_many(watch.ledger for watch in watches)
+            with contextlib.suppress(BkctlError):
+                rows = self.rows(watch.ledger for watch in watches)
                 for watch, row in zip(watches, rows, strict=True):
-                    version = _version(_versioned(row))
+                    version = _version(row)
                     if version == watch.seen or id(watch) not in self._watched:
                         continue
                     with contextlib.suppress(BkctlError):
@@ -305,7 +313,7 @@ class HBaseStore(ZooKeeperStore):
 
 
 class _Watch:
-    """A callback for a ledger that was last seen in version `seen` (None: missing)."""
+    """A callback for a ledger that was last seen in version `seen` (None: missing, -1: malformed)."""
 
     def __init__(self, ledger: int, callback: Callable[[], None], seen: int | None) -> None:
         self.ledger, self.callback, self.seen = ledger, callback, seen
@@ -328,9 +336,12 @@ def _first_from(name: str) -> int:
     return int((digits[0] if digits else "").ljust(32, "0"), 16)
 
 
-def _versioned(row: HBaseRow | None) -> Versioned[bytes] | None:
-    return None if row is None else Versioned(row.value, row.version, None)
+def _versioned(row: HBaseRow | BkctlError | None) -> Versioned[bytes] | BkctlError | None:
+    return Versioned(row.value, row.version, None) if isinstance(row, HBaseRow) else row
 
 
-def _version(found: Versioned[bytes] | None) -> int | None:
+def _version(found: Versioned[bytes] | BkctlError | None) -> int | None:
+    """Return the version as `_Watch.seen` keeps it."""
+    if isinstance(found, BkctlError):
+        return -1
     return None if found is None else found.version

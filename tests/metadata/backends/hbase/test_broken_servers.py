@@ -16,14 +16,19 @@ from typing import Any
 import pytest
 from google.protobuf import proto
 from google.protobuf.message import Message
+from support.waiting import eventually
 
 from bkctl.errors import BkctlError, Corrupt, MetadataVersionConflict, TimedOut, Unsupported
-from bkctl.ids import I64_MAX
+from bkctl.formats.metadata import Fragment, LedgerMetadata
+from bkctl.ids import I64_MAX, LedgerId
 from bkctl.metadata.backends.hbase import hbase_pb2 as pb
 from bkctl.metadata.backends.hbase import regions
+from bkctl.metadata.backends.hbase import store as store_module
+from bkctl.metadata.backends.hbase.ledger_manager import HBaseLedgerManager
 from bkctl.metadata.backends.hbase.regions import HBaseTable, TableMissing
 from bkctl.metadata.backends.hbase.rows import Rows, row_key
 from bkctl.metadata.backends.hbase.store import HBaseStore
+from bkctl.metadata.ledgers import VersionedMetadata
 from bkctl.metadata.store import NEW
 
 Answer = Callable[[str, Any], Message | bytes]
@@ -251,6 +256,44 @@ def test_corrupt_row_fails_alone_among_those_written_with_it(first: pb.Result, p
     assert problem in corrupt.message
     assert isinstance(before, int)
     assert isinstance(after, int)
+
+
+def test_corrupt_row_fails_alone_among_those_read_and_watched_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "WATCH_POLL_S", 0.01)
+    metadata = LedgerMetadata(1, 1, 1, None, None, (Fragment(0, ("b:1",)),), format_version=1).serialize()
+    versions = {row_key(ledger): (1).to_bytes(8) for ledger in (4, 5, 6)}
+
+    def answer(method: str, request: Any) -> Message:
+        if method == "Meta":
+            return pb.ScanResponse()
+        gets = [action.get.row for action in request.regionAction[0].action]
+        results = [
+            pb.ResultOrException(index=at, result=result(row, v=versions[row], d=metadata))
+            for at, row in enumerate(gets)
+        ]
+        return pb.MultiResponse(regionActionResult=[pb.RegionActionResult(resultOrException=results)])
+
+    with rows_of(answer) as rows:
+        store: Any = HBaseStore.__new__(HBaseStore)
+        store.name, store._rows, store._stop = "test", rows, threading.Event()
+        store._watched, store._watch_lock, store._watch_thread = {}, threading.Lock(), None
+        manager = HBaseLedgerManager(store)
+        seen: dict[int, list[object]] = {ledger: [] for ledger in (4, 5, 6)}
+        for ledger, reports in seen.items():
+            manager.watch(LedgerId(0, ledger), lambda found, reports=reports: reports.append(found))
+        versions[FIRST] = b"oops"
+        eventually(lambda: isinstance(seen[5][-1], Corrupt))
+        versions[row_key(6)] = (2).to_bytes(8)
+        eventually(lambda: len(seen[6]) == 2)
+        assert [len(seen[ledger]) for ledger in (4, 5)] == [1, 2]
+        manager.watch(LedgerId(0, 5), seen[5].append)
+        assert isinstance(seen[5][-1], Corrupt)
+        read = dict(manager.read_many(LedgerId(0, ledger) for ledger in (4, 5, 6)))
+        with pytest.raises(Corrupt):
+            list(manager.values([LedgerId(0, 4), LedgerId(0, 5)]))
+        store._stop.set()
+        store._watch_thread.join()
+    assert [type(found) for found in read.values()] == [VersionedMetadata, Corrupt, VersionedMetadata]
 
 
 def test_counter_that_is_no_number_is_corrupt() -> None:
