@@ -5,7 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
+from collections import defaultdict
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from threading import Semaphore
+from typing import Final
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,9 +18,21 @@ from starlette.responses import Response
 from bkctl.errors import NotFound, ProtocolError, UsageError
 from bkctl.http.bookie_client import BOOKIE_PARAMETER
 from bkctl.http.client import ApiClient, ApiResponse
-from bkctl.http.endpoints import JSON, TEXT, ApiEndpoint
+from bkctl.http.endpoints import JSON, TEXT, ApiEndpoint, ServiceUnavailable
 from bkctl.http.server_url import bookie_url, token_for_registered
 from bkctl.http.service import Service
+
+#: Requests under way to all bookies, and to one bookie: bookies that do not answer leave room for the others.
+FORWARDS_MAX: Final = 64
+FORWARDS_PER_BOOKIE_MAX: Final = 8
+
+
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(FORWARDS_MAX, thread_name_prefix="gateway")
+
+
+def _slots() -> Mapping[str, Semaphore]:
+    return defaultdict(lambda: Semaphore(FORWARDS_PER_BOOKIE_MAX))
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +45,10 @@ class Upstream:
     token: str | None = field(default=None, repr=False)
     tls: ssl.SSLContext | None = None
     timeout_s: float = 30.0
+    #: Own threads: requests that wait for a bookie do not take those for the metadata store.
+    threads: ThreadPoolExecutor = field(default_factory=_threads, repr=False, compare=False)
+    #: Free requests by bookie id.
+    slots: Mapping[str, Semaphore] = field(default_factory=_slots, repr=False, compare=False)
 
 
 async def forward(
@@ -35,7 +56,8 @@ async def forward(
 ) -> Response:
     """Return the answer of the bookie's server and its status, with the endpoint's content type.
 
-    Raise UsageError, NotFound, Unreachable, and ProtocolError for a status that a bookie's server does not send.
+    Raise UsageError, NotFound, Unreachable, ServiceUnavailable while FORWARDS_PER_BOOKIE_MAX requests wait for that
+    bookie, and ProtocolError for a status that a bookie's server does not send.
     """
     path = request.scope["path"]
     bookie_id = request.query_params.get(BOOKIE_PARAMETER)
@@ -54,7 +76,15 @@ async def forward(
     client = ApiClient(url, token=token, timeout_s=upstream.timeout_s, tls=upstream.tls)
     query = {name: value for name, value in request.query_params.items() if name != BOOKIE_PARAMETER}
     method = "GET" if request.method == "HEAD" else request.method
-    answer = await asyncio.to_thread(client.request, method, path, query, body or None)
+    slot = upstream.slots[bookie_id]
+    if not slot.acquire(blocking=False):
+        raise ServiceUnavailable(
+            f"{FORWARDS_PER_BOOKIE_MAX} requests to bookie {bookie_id} wait for its HTTP server",
+            hint="try again later; check that server if it does not answer",
+        )
+    exchange = upstream.threads.submit(client.request, method, path, query, body or None)
+    exchange.add_done_callback(lambda _: slot.release())  # A timeout here does not end the request.
+    answer = await asyncio.wrap_future(exchange)
     if answer.status in (401, 403):
         raise ProtocolError(
             f"The HTTP server of bookie {bookie_id} refuses the gateway ({answer.status})",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import json
 import os
 import re
 import signal
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,11 @@ from support.servers import DB, free_port
 from support.waiting import LIMIT_S
 
 from bkctl.client.ledger import BookKeeper
+from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo
+from bkctl.http.gateway import FORWARDS_PER_BOOKIE_MAX, Upstream
+from bkctl.http.server import HttpServer
+from bkctl.http.server_settings import HttpSettings
+from bkctl.http.service import Service
 from bkctl.metadata.cluster import open_cluster
 
 V1 = "/api/v1"
@@ -161,6 +168,57 @@ def test_gateway_survives_loss_of_metadata_store(tmp_path: Path, gateway: Callab
     assert answer.status in (503, 504)
     assert answer.error
     assert exchange(unreachable, b"GET /heartbeat HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 200")
+
+
+@contextlib.contextmanager
+def silent_bookies(directory: Path, count: int, upstream: Upstream) -> Iterator[tuple[HttpServer, socket.socket]]:
+    """A gateway in this process to bookies `silent-N`, and the socket that listens for all of them."""
+    uri = f"sqlite://{directory / 'metadata.db'}"
+    with open_cluster(uri, create=True) as cluster, socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
+        listener.settimeout(LIMIT_S)
+        port = listener.getsockname()[1]
+        for number in range(count):
+            endpoint = BookieEndpoint("httpserver", port, "127.0.0.1", "http")
+            cluster.bookies.register(f"silent-{number}", BookieServiceInfo((endpoint,)))
+        server = HttpServer(HttpSettings("127.0.0.1", 0))
+        server.bind()
+        server.start(lambda: Service(uri), upstream=upstream)
+        try:
+            yield server, listener
+        finally:
+            server.stop()
+
+
+def asked(server: HttpServer, path: str) -> socket.socket:
+    """Send a request, and return its connection."""
+    connection = socket.create_connection(server.address, timeout=LIMIT_S)
+    headers = {"Host": "localhost", "Connection": "close", **local_authorization(server.address[1])}
+    lines = [f"GET {V1}{path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items()), "", ""]
+    connection.sendall("\r\n".join(lines).encode())
+    return connection
+
+
+def test_silent_bookies_leave_threads_and_room_for_other_requests(tmp_path: Path) -> None:
+    with (
+        silent_bookies(tmp_path, 5, Upstream(timeout_s=LIMIT_S)) as (server, listener),
+        contextlib.ExitStack() as stack,
+    ):
+        clients = [
+            stack.enter_context(asked(server, f"/bookie/state?bookie=silent-{number % 5}"))
+            for number in range(5 * FORWARDS_PER_BOOKIE_MAX)  # more than the 32 threads that an event loop may have
+        ]
+        accepted = [stack.enter_context(listener.accept()[0]) for _ in clients]
+        port = server.address[1]
+        assert call(port, "GET", f"{V1}/ledger/list").status == 200
+        refused = call(port, "GET", f"{V1}/bookie/state?bookie=silent-0")
+        assert (refused.status, refused.headers["retry-after"]) == (503, "1")
+        assert "8 requests to bookie silent-0" in refused.error
+        for connection in accepted:
+            connection.close()
+        for client in clients:
+            assert client.recv(1 << 16).startswith(b"HTTP/1.1 503")
+        stack.enter_context(asked(server, "/bookie/state?bookie=silent-0"))
+        listener.accept()[0].close()
 
 
 def test_databases_of_locations_are_compacted(http_bookie: Callable[..., Any]) -> None:
