@@ -54,6 +54,8 @@ REQUESTS_MAX: Final = 64
 BODY_SIZE_BYTES_MAX: Final = 64 << 10
 BODY_TIMEOUT_S: Final = 15.0
 ANSWER_TIMEOUT_S: Final = 90.0
+#: What a gateway waits longer than a bookie, whose own answer says more than the gateway's.
+FORWARD_TIMEOUT_S: Final = 5.0
 #: The longest wait for a client to read the next piece of an answer.
 SEND_TIMEOUT_S: Final = 30.0
 OPENAPI_PATH: Final = "/openapi.json"
@@ -185,6 +187,8 @@ class Api:
         if body is None:
             return error_answer(413, f"The body has more than {BODY_SIZE_BYTES_MAX} bytes", None, _CLOSE)
         timeout_s = endpoint.timeout_s or ANSWER_TIMEOUT_S
+        if self._is_forwarded(endpoint):
+            timeout_s += FORWARD_TIMEOUT_S
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._handled(endpoint, request, body, has_full_access)
@@ -193,7 +197,7 @@ class Api:
 
     async def _handled(self, endpoint: ApiEndpoint, request: Request, body: bytes, sees_secrets: bool) -> Response:
         values = endpoint.parse_query(request.query_params.multi_items())
-        is_forwarded = endpoint.of_bookie and not self.service.has_bookie
+        is_forwarded = self._is_forwarded(endpoint)
         # Apache's bookies behind a gateway mask nothing.
         has_secrets = values.get(SHOW_SECRETS) or (
             is_forwarded and any(value.name == SHOW_SECRETS for value in endpoint.values)
@@ -205,6 +209,9 @@ class Api:
             assert self._upstream is not None
             return await forward(self.service, self._upstream, endpoint, request, body)
         return await endpoint.handler(ApiCall(self.service, values, parsed, sees_secrets))
+
+    def _is_forwarded(self, endpoint: ApiEndpoint) -> bool:
+        return endpoint.of_bookie and not self.service.has_bookie
 
     def _refuse_page(self, request: Request, endpoint: ApiEndpoint | None) -> Response | None:
         """Return a refusal if a browser sent the request for a web page; this server has no pages of its own."""

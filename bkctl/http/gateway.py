@@ -73,7 +73,10 @@ async def forward(
     address = service.addresses.get(bookie_id)
     url = bookie_url(bookie, None if address is None else address[0])
     token = token_for_registered(url, upstream.token, has_authorities=upstream.tls is not None)
-    client = ApiClient(url, token=token, timeout_s=upstream.timeout_s, tls=upstream.tls)
+    client = ApiClient(
+        url, token=token, timeout_s=max(upstream.timeout_s, endpoint.timeout_s or 0),
+        connect_timeout_s=upstream.timeout_s, tls=upstream.tls,
+    )  # fmt: skip
     query = {name: value for name, value in request.query_params.items() if name != BOOKIE_PARAMETER}
     method = "GET" if request.method == "HEAD" else request.method
     slot = upstream.slots[bookie_id]

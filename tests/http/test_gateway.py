@@ -10,16 +10,19 @@ import os
 import re
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from support.raw_http import call, exchange, local_authorization
 from support.servers import DB, free_port
 from support.waiting import LIMIT_S
 
 from bkctl.client.ledger import BookKeeper
 from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo
+from bkctl.http import app
 from bkctl.http.gateway import FORWARDS_PER_BOOKIE_MAX, Upstream
 from bkctl.http.server import HttpServer
 from bkctl.http.server_settings import HttpSettings
@@ -219,6 +222,25 @@ def test_silent_bookies_leave_threads_and_room_for_other_requests(tmp_path: Path
             assert client.recv(1 << 16).startswith(b"HTTP/1.1 503")
         stack.enter_context(asked(server, "/bookie/state?bookie=silent-0"))
         listener.accept()[0].close()
+
+
+def test_gateway_waits_longer_than_the_bookie_for_its_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "FORWARD_TIMEOUT_S", LIMIT_S)
+    for path, upstream, own_timeout_s in (
+        ("/bookie/sanity", Upstream(timeout_s=0.2), 90.0),  # up to 40 s on the bookie
+        ("/bookie/state", Upstream(timeout_s=LIMIT_S), 0.2),
+    ):
+        monkeypatch.setattr(app, "ANSWER_TIMEOUT_S", own_timeout_s)
+        directory = tmp_path / path.replace("/", "-")
+        directory.mkdir()
+        with (
+            silent_bookies(directory, 1, upstream) as (server, listener),
+            asked(server, f"{path}?bookie=silent-0") as client,
+            listener.accept()[0] as connection,
+        ):
+            time.sleep(1)
+            connection.sendall(b'HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 16\r\n\r\n{"passed":false}')
+            assert client.recv(1 << 16).startswith(b"HTTP/1.1 200"), path
 
 
 def test_databases_of_locations_are_compacted(http_bookie: Callable[..., Any]) -> None:
