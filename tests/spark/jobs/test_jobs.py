@@ -479,6 +479,9 @@ class Printing:
     def __init__(self) -> None:
         self.printed: Rows = []
 
+    def outlive_stdout(self) -> None:
+        pass
+
     def render(self, rows: Iterable[Any], columns: Columns) -> None:
         self.printed.extend(row.asDict() for row in rows)
 
