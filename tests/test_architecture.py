@@ -16,7 +16,7 @@ MAP = ROOT / "docs" / "architecture.md"
 
 #: From left to right; parts that share a place do not import each other.
 DIRECTION = [
-    {"errors", "pace", "redaction"},
+    {"errors", "pace", "redaction", "tasks"},
     {"ids"},
     {"config"},
     {"formats"},

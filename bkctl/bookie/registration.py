@@ -14,6 +14,7 @@ from bkctl.bookie.state_manager import BookieStateManager
 from bkctl.errors import AlreadyExists, BkctlError
 from bkctl.formats.metadata import BookieServiceInfo
 from bkctl.metadata.cluster import Cluster
+from bkctl.tasks import drop_error
 
 log: Final = logging.getLogger("bkctl.bookie")
 
@@ -47,8 +48,7 @@ class RegistrationManager:
         Raises AlreadyExists when another bookie has the id, and other errors of the metadata store.
         """
         move = asyncio.get_running_loop().create_task(self._move())
-        # A cancelled caller never retrieves the exception, which asyncio would log.
-        move.add_done_callback(lambda done: done.cancelled() or done.exception())
+        drop_error(move)
         await asyncio.shield(move)
 
     def update_soon(self) -> None:
@@ -91,7 +91,7 @@ class RegistrationManager:
         """Remove the registration of the bookie; return once it is gone, or after `timeout_s` seconds."""
         if self._leaving is None:
             self._leaving = asyncio.get_running_loop().create_task(self._leave())
-            self._leaving.add_done_callback(lambda done: done.cancelled() or done.exception())
+            drop_error(self._leaving)
         await asyncio.wait([self._leaving], timeout=timeout_s)
 
     async def _leave(self) -> None:

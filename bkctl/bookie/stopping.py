@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Final
 
 from bkctl.bookie.state_manager import BookieStateManager
+from bkctl.tasks import drop_error
 
 log: Final = logging.getLogger("bkctl.bookie")
 
@@ -57,6 +58,6 @@ class StopDeadline:
             done.result()
             return True
         self.is_stuck = True
-        done.add_done_callback(lambda late: late.cancelled() or late.exception())
+        drop_error(done)
         log.error("Bookie %s stops without %s, which hangs", self._state.bookie_id, name)
         return False

@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from itertools import accumulate
 from typing import Final, NamedTuple
 
-from bkctl.client.bookies import run_together
 from bkctl.client.read_handle import ReadHandle
 from bkctl.client.write_handle import WriteHandle
+from bkctl.tasks import run_together
 
 #: Bytes of the random payloads that the entries of a benchmark share, and the number of payloads, at most.
 _PAYLOADS_BYTES: Final = 16 << 20

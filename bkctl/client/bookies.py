@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from bkctl.client.placement import DEFAULT_RULES, Placement, RackRules
 from bkctl.errors import BkctlError, BookieUnavailable
@@ -25,6 +24,7 @@ from bkctl.protocol.messages import (
     error_for,
 )
 from bkctl.protocol.pending_packets import Answered, FutureAnswer, is_abandoned
+from bkctl.tasks import cancel_and_wait
 
 if TYPE_CHECKING:
     import ssl
@@ -261,55 +261,6 @@ class BookiePool:
         channels = list(self._channels.values())
         self._channels.clear()
         await asyncio.gather(*(channel.close() for channel in channels))
-
-
-async def in_order(
-    items: AsyncIterable[T] | Iterable[T], work: Callable[[T], Awaitable[R]], count_max: Callable[[], int]
-) -> AsyncGenerator[tuple[T, R], None]:
-    """Yield each item with the result of its `work`, in order, with up to `count_max()` items in work at once.
-
-    When the generator is closed or a `work` raises, it cancels the work in progress and waits for its end.
-    """
-    window: deque[tuple[T, asyncio.Future[R]]] = deque()
-    try:
-        async for item in items if isinstance(items, AsyncIterable) else _asynchronous(items):
-            window.append((item, asyncio.ensure_future(work(item))))
-            while len(window) >= count_max():
-                first, task = window.popleft()
-                yield first, await task
-        while window:
-            first, task = window.popleft()
-            yield first, await task
-    finally:
-        await cancel_and_wait(*(task for _, task in window))
-
-
-async def _asynchronous(items: Iterable[T]) -> AsyncGenerator[T, None]:
-    for item in items:
-        yield item
-
-
-async def run_together(works: Iterable[Awaitable[T]]) -> list[T]:
-    """Return the results of `works`, which run at once; if one raises, cancel the others and wait for their ends."""
-    tasks = [asyncio.ensure_future(work) for work in works]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        await cancel_and_wait(*tasks)
-
-
-async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel the tasks and wait for their ends; their errors are dropped."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def fail(future: asyncio.Future[Any], error: BaseException) -> None:
-    """Fail `future` unless it is done, without asyncio's complaint when its exception is never retrieved."""
-    if not future.done():
-        future.set_exception(error)
-        future.exception()
 
 
 def _refuse(requests: Iterable[Request], answered: Answered, error: BkctlError) -> None:

@@ -13,7 +13,7 @@ from enum import Enum
 from itertools import chain
 from typing import Final, NamedTuple
 
-from bkctl.client.bookies import BookieChannel, in_order
+from bkctl.client.bookies import BookieChannel
 from bkctl.client.read_handle import ReadHandle, entry_of
 from bkctl.client.reader import WINDOW_BYTES, LedgerEntry
 from bkctl.errors import (
@@ -30,6 +30,7 @@ from bkctl.protocol.messages import (
     ReadRequest,
     Response,
 )
+from bkctl.tasks import in_order
 
 #: Entries read ahead of the one that is reported.
 WINDOW_COUNT_MAX: Final = 256

@@ -33,6 +33,7 @@ from bkctl.protocol.messages import (
     Request,
     WriteLacRequest,
 )
+from bkctl.tasks import drop_error
 
 
 class WriteHandle(LedgerHandleBase):
@@ -128,6 +129,7 @@ class WriteHandle(LedgerHandleBase):
                 await self._pipeline.flush()
             if self._closing is None:
                 self._closing = asyncio.create_task(self._close())
+                drop_error(self._closing)
         await asyncio.shield(self._closing)
         error = self._pipeline.error
         if error is not None and not isinstance(error, _ClosedByUs):
@@ -144,7 +146,7 @@ class WriteHandle(LedgerHandleBase):
         if self._closing is None and not isinstance(error, _ClosedByUs) and not self._access.pool.closed:
             self._closing = asyncio.get_running_loop().create_task(self._close())
             # close() raises the error; without close(), the adds have failed with their own.
-            self._closing.add_done_callback(lambda task: task.cancelled() or task.exception())
+            drop_error(self._closing)
 
     async def _close(self) -> None:
         await self._pipeline.close(_ClosedByUs(f"Ledger {self.ledger} is closed"))

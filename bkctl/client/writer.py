@@ -12,7 +12,7 @@ from functools import partial
 from itertools import islice
 from typing import Final
 
-from bkctl.client.bookies import BookieChannel, error_of, fail
+from bkctl.client.bookies import BookieChannel, error_of
 from bkctl.client.ensemble import update_metadata, with_fragment
 from bkctl.client.placement import replace_bookies
 from bkctl.client.reader import LedgerAccess, restate
@@ -31,6 +31,7 @@ from bkctl.formats.layout import Buffer
 from bkctl.formats.metadata import LedgerMetadata, LedgerState
 from bkctl.protocol.messages import FRAME_SIZE_BYTES_MAX, AddRequest, AddResponse, Request, Response, Status
 from bkctl.protocol.pending_packets import Answered
+from bkctl.tasks import fail
 
 #: Adds in flight before `ready` waits. Source: ClientConfiguration.getThrottleValue.
 THROTTLE_COUNT: Final = 5000

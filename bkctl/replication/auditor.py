@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from bkctl.client.bookies import cancel_and_wait
 from bkctl.errors import BkctlError
 from bkctl.metadata.underreplication import AuditorCheck, AutoRecoverySettings
 from bkctl.replication.election import BACK_OFF_S, LOOK_AGAIN_S
@@ -24,6 +23,7 @@ from bkctl.replication.lost_bookies import Decision, LostBookies
 from bkctl.replication.marking import audit_bookies, available_bookies
 from bkctl.replication.signals import Signal, watching
 from bkctl.replication.stats import AuditorStats
+from bkctl.tasks import cancel_and_wait
 
 if TYPE_CHECKING:
     from bkctl.client.ledger import BookKeeper

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Final, Generic, TypeVar
 
-from bkctl.client.bookies import fail
 from bkctl.errors import BkctlError
+from bkctl.tasks import fail
 
 T = TypeVar("T")
 R = TypeVar("R")

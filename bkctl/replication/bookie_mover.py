@@ -12,7 +12,6 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Ite
 from itertools import islice
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from bkctl.client.bookies import in_order
 from bkctl.errors import BkctlError, Conflict, LedgerNotFound, NotEnoughBookies
 from bkctl.formats.metadata import LedgerState
 from bkctl.metadata.cluster import COOKIES
@@ -32,6 +31,7 @@ from bkctl.replication.move_plan import (
 )
 from bkctl.replication.move_queue import MoveQueue
 from bkctl.replication.replicator import LedgerFragmentReplicator
+from bkctl.tasks import in_order
 
 if TYPE_CHECKING:
     from bkctl.client.ledger import BookKeeper

@@ -15,7 +15,6 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from bkctl.client.bookies import in_order
 from bkctl.client.ledger import BookKeeper
 from bkctl.client.reader import LedgerAccess, read_last_confirmed
 from bkctl.errors import (
@@ -39,6 +38,7 @@ from bkctl.replication.fragments import (
     reason_of,
 )
 from bkctl.replication.replica_reads import ReplicaReader
+from bkctl.tasks import in_order
 
 if TYPE_CHECKING:
     from bkctl.formats.metadata import LedgerMetadata

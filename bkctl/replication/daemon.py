@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from bkctl.client.bookies import cancel_and_wait, run_together
 from bkctl.client.ledger import TIMEOUT_S, BookKeeper
 from bkctl.client.placement import rack_rules
 from bkctl.errors import BkctlError
@@ -29,6 +28,7 @@ from bkctl.replication.election import AuditorElector
 from bkctl.replication.signals import Signal, opened
 from bkctl.replication.stats import AuditorStats, Sample, WorkerStats, auditor_samples, worker_samples
 from bkctl.replication.worker import ReplicationWorker
+from bkctl.tasks import cancel_and_wait, run_together
 
 if TYPE_CHECKING:
     import ssl

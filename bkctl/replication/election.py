@@ -9,10 +9,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from bkctl.client.bookies import cancel_and_wait
 from bkctl.errors import BkctlError, Unreachable
 from bkctl.metadata.underreplication import AuditorElection
 from bkctl.replication.signals import Signal, opened, watching
+from bkctl.tasks import cancel_and_wait
 
 if TYPE_CHECKING:
     from bkctl.metadata.store import Claim

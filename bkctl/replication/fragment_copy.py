@@ -13,12 +13,13 @@ from itertools import groupby, repeat
 from operator import itemgetter
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from bkctl.client.bookies import BookieChannel, failure, in_order
+from bkctl.client.bookies import BookieChannel, failure
 from bkctl.client.reader import SPECULATIVE_READ_S, WINDOW_BYTES, LedgerAccess, restate
 from bkctl.errors import BkctlError, NotFound, ProtocolError
 from bkctl.formats.availability import Availability
 from bkctl.protocol.messages import AddRequest, BytesLike, ReadRequest, ReadResponse, Response
 from bkctl.replication.fragments import ANSWERED, UNREADABLE_NAMED_MAX, LedgerFragment, reason_of
+from bkctl.tasks import in_order
 
 if TYPE_CHECKING:
     from bkctl.pace import Pace

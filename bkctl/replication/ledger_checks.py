@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Final
 
-from bkctl.client.bookies import run_together
 from bkctl.errors import BkctlError, LedgerNotFound, Unreachable
 from bkctl.metadata.underreplication import AuditorCheck, AutoRecoveryState
 from bkctl.replication.checker import IN_FLIGHT_COUNT_MAX, LedgerChecker
 from bkctl.replication.marking import STEP_COUNT, available_bookies, ledgers_of
 from bkctl.replication.stats import AuditorStats
+from bkctl.tasks import run_together
 
 if TYPE_CHECKING:
     from bkctl.client.ledger import BookKeeper

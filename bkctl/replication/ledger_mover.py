@@ -29,7 +29,7 @@ from bkctl.replication.batching import BatchedCalls
 from bkctl.replication.fragments import EntrySpan, spans_text
 from bkctl.replication.move_plan import LedgerMove, MoveOutcome
 from bkctl.replication.replicator import LedgerFragmentReplicator, LedgerReplication, Outcome
-from bkctl.replication.signals import run_to_end
+from bkctl.tasks import run_to_end
 
 if TYPE_CHECKING:
     from bkctl.ids import LedgerId

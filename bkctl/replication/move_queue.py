@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from bkctl.client.bookies import cancel_and_wait
 from bkctl.errors import BkctlError
+from bkctl.tasks import cancel_and_wait
 
 if TYPE_CHECKING:
     from bkctl.ids import LedgerId

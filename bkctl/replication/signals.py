@@ -1,4 +1,4 @@
-"""Bridges between an event loop and the threads of a metadata store: signals, watches, uninterrupted work."""
+"""Bridges between an event loop and the threads of a metadata store: signals and watches."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
+
+from bkctl.tasks import run_to_end
 
 T = TypeVar("T")
 
@@ -58,13 +60,3 @@ def watching(
 ) -> contextlib.AbstractAsyncContextManager[object]:
     """Watch for the duration of a block: call `watch(*arguments)` in a thread, and its result to cancel the watch."""
     return opened(lambda: watch(*arguments, **options), lambda cancel: cancel())
-
-
-async def run_to_end(work: Any) -> Any:
-    """Return the result of `work`. A cancellation of the caller is raised only after `work` has ended."""
-    task = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise

@@ -21,7 +21,6 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
-from bkctl.client.bookies import cancel_and_wait, run_together
 from bkctl.errors import (
     BkctlError,
     Conflict,
@@ -37,9 +36,10 @@ from bkctl.replication.checker import LedgerCheck
 from bkctl.replication.ensemble_swap import LockLost
 from bkctl.replication.fragments import LedgerFragment
 from bkctl.replication.replicator import FragmentReplication, LedgerFragmentReplicator, Outcome
-from bkctl.replication.signals import Signal, run_to_end, watching
+from bkctl.replication.signals import Signal, watching
 from bkctl.replication.stats import WorkerStats
 from bkctl.replication.targets import misplaced_fragments
+from bkctl.tasks import cancel_and_wait, run_to_end, run_together
 
 if TYPE_CHECKING:
     from bkctl.client.ledger import BookKeeper

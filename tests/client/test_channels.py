@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from support.waiting import LIMIT_S
 
-from bkctl.client.bookies import BookiePool, in_order
+from bkctl.client.bookies import BookiePool
 from bkctl.errors import BookieUnavailable
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
@@ -28,33 +27,3 @@ async def test_invalid_address_makes_bookie_unavailable(tmp_path: Path, address:
         with pytest.raises(BookieUnavailable, match="bookie-1"):
             await asyncio.wait_for(answer, LIMIT_S)
         await pool.close()
-
-
-async def test_in_order_works_ahead_within_bound() -> None:
-    begun: list[int] = []
-    ended: list[int] = []
-
-    async def work(item: int) -> int:
-        begun.append(item)
-        assert len(begun) - len(ended) <= 3
-        try:
-            await asyncio.sleep(0.001 * (5 - item % 5))
-            if item == 17:
-                raise BookieUnavailable("gone")
-        finally:
-            ended.append(item)
-        return item * 10
-
-    async def numbers() -> AsyncIterator[int]:
-        for item in range(10):
-            yield item
-
-    assert [each async for each in in_order(numbers(), work, lambda: 3)] == [(each, each * 10) for each in range(10)]
-    with pytest.raises(BookieUnavailable):
-        assert [each async for each in in_order(range(10, 30), work, lambda: 3)]
-    some = in_order(range(30, 60), work, lambda: 3)
-    assert await anext(some) == (30, 300)
-    await some.aclose()
-    # What was under way is over, and nothing else began.
-    assert sorted(begun) == sorted(ended)
-    assert max(begun) < 35

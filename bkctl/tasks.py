@@ -1,0 +1,83 @@
+"""asyncio tasks: many at once, their ends, and errors without a receiver."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+async def in_order(
+    items: AsyncIterable[T] | Iterable[T], work: Callable[[T], Awaitable[R]], count_max: Callable[[], int]
+) -> AsyncGenerator[tuple[T, R], None]:
+    """Yield each item with the result of its `work`, in order, with up to `count_max()` items in work at once.
+
+    When the generator is closed or a `work` raises, it cancels the work in progress and waits for its end.
+    """
+    window: deque[tuple[T, asyncio.Future[R]]] = deque()
+    try:
+        async for item in items if isinstance(items, AsyncIterable) else _asynchronous(items):
+            window.append((item, asyncio.ensure_future(work(item))))
+            while len(window) >= count_max():
+                first, task = window.popleft()
+                yield first, await task
+        while window:
+            first, task = window.popleft()
+            yield first, await task
+    finally:
+        await cancel_and_wait(*(task for _, task in window))
+
+
+async def _asynchronous(items: Iterable[T]) -> AsyncGenerator[T, None]:
+    for item in items:
+        yield item
+
+
+async def run_together(works: Iterable[Awaitable[T]]) -> list[T]:
+    """Return the results of `works`, which run at once; if one raises, cancel the others and wait for their ends."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await cancel_and_wait(*tasks)
+
+
+async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel the tasks and wait for their ends; their errors are dropped."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def run_to_end(work: Awaitable[T]) -> T:
+    """Return the result of `work`. Cancellations of the caller are raised after `work` has ended; its error is dropped.
+
+    Without a cancellation, its error is raised.
+    """
+    task = asyncio.ensure_future(work)
+    drop_error(task)
+    cancellation: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancellation = error
+    if cancellation is not None:
+        raise cancellation
+    return task.result()
+
+
+def drop_error(future: asyncio.Future[Any]) -> None:
+    """Keep asyncio from logging the error of `future` as never retrieved: a cancelled caller does not retrieve it."""
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+
+def fail(future: asyncio.Future[Any], error: BaseException) -> None:
+    """Fail `future` unless it is done, without asyncio's complaint when its exception is never retrieved."""
+    if not future.done():
+        future.set_exception(error)
+        future.exception()

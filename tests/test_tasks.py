@@ -1,0 +1,76 @@
+"""Many asyncio tasks at once, their ends, and errors without a receiver."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from support.waiting import LIMIT_S
+
+from bkctl.errors import BookieUnavailable
+from bkctl.tasks import in_order, run_to_end
+
+
+async def test_in_order_works_ahead_within_bound() -> None:
+    begun: list[int] = []
+    ended: list[int] = []
+
+    async def work(item: int) -> int:
+        begun.append(item)
+        assert len(begun) - len(ended) <= 3
+        try:
+            await asyncio.sleep(0.001 * (5 - item % 5))
+            if item == 17:
+                raise BookieUnavailable("gone")
+        finally:
+            ended.append(item)
+        return item * 10
+
+    async def numbers() -> AsyncIterator[int]:
+        for item in range(10):
+            yield item
+
+    assert [each async for each in in_order(numbers(), work, lambda: 3)] == [(each, each * 10) for each in range(10)]
+    with pytest.raises(BookieUnavailable):
+        assert [each async for each in in_order(range(10, 30), work, lambda: 3)]
+    some = in_order(range(30, 60), work, lambda: 3)
+    assert await anext(some) == (30, 300)
+    await some.aclose()
+    # What was under way is over, and nothing else began.
+    assert sorted(begun) == sorted(ended)
+    assert max(begun) < 35
+
+
+@pytest.mark.parametrize("cancellation_count", [1, 2])
+async def test_cancelled_caller_ends_after_the_work_and_drops_its_error(cancellation_count: int) -> None:
+    loop = asyncio.get_running_loop()
+    complaints: list[dict[str, Any]] = []
+    former = loop.get_exception_handler()
+    loop.set_exception_handler(lambda _, context: complaints.append(context))
+    began, may_fail, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def work() -> None:
+        began.set()
+        await may_fail.wait()
+        ended.set()
+        raise OSError("The store is closed")
+
+    try:
+        caller = asyncio.ensure_future(run_to_end(work()))
+        await began.wait()
+        for _ in range(cancellation_count):
+            caller.cancel()
+            for _ in range(5):
+                await asyncio.sleep(0)
+        assert not caller.done()
+        may_fail.set()
+        await asyncio.wait([caller], timeout=LIMIT_S)
+        assert (caller.cancelled(), ended.is_set()) == (True, True)
+        gc.collect()
+        await asyncio.sleep(0)
+        assert complaints == []
+    finally:
+        loop.set_exception_handler(former)
