@@ -516,6 +516,11 @@ class BookieConfig:
         return found
 
     @property
+    def index_or_ledger_directories(self) -> tuple[str, ...]:
+        """The directories of the indexes: `indexDirectories`, else `ledgerDirectories`."""
+        return self.index_directories or self.ledger_directories
+
+    @property
     def ledger_storage(self) -> str:
         """`sorted`, `interleaved` or `db`. Raises Unsupported for a class that is none of Apache's."""
         name = _STORAGE_NAMES.get(self.ledger_storage_class)

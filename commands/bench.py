@@ -264,6 +264,8 @@ def _measure(
 @contextlib.asynccontextmanager
 async def temporary_ledgers(run: Run, bookkeeper: BookKeeper) -> AsyncIterator[list[LedgerId]]:
     """Yield a list for the ledgers that the block creates, and delete them at its end, also after an interrupt."""
+    from bkctl.client.trials import not_deleted
+
     made: list[LedgerId] = []
     try:
         yield made
@@ -273,7 +275,7 @@ async def temporary_ledgers(run: Run, bookkeeper: BookKeeper) -> AsyncIterator[l
             try:
                 await bookkeeper.delete_ledger(ledger.ledger_id, ledger_scope_id=ledger.scope_id)
             except BkctlError as error:
-                left.append(f"Ledger {ledger} is not deleted: {error.message}; use 'bkctl ledger delete {ledger}'")
+                left.append(not_deleted(ledger, error))
         if len(made) > len(left):
             run.note(f"Deleted {counted(len(made) - len(left), 'temporary ledger', 'temporary ledgers')}")
         for line in left:

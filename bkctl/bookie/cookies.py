@@ -75,9 +75,7 @@ def _compare(config: BookieConfig, cookie: Cookie, other: Cookie, what: str) -> 
     if not differences and config.ledger_storage == "db" and (changes := cookie.differences(other)):
         from bkctl.storage.ledger.factory import database_in_use
 
-        database = database_in_use(
-            Path(directory) / CURRENT for directory in config.index_directories or config.ledger_directories
-        )
+        database = database_in_use(Path(directory) / CURRENT for directory in config.index_or_ledger_directories)
         if database is not None:
             # A ledger's directory is its id modulo their number: Apache's bookie starts, and does not find its ledgers.
             differences, hint = [*changes, f"{database} has ledgers"], _DB_HINT

@@ -53,7 +53,7 @@ def roles_of(config: BookieConfig) -> dict[Path, tuple[str, ...]]:
     for name, directories in (
         ("journal", config.journal_directories),
         ("ledger", config.ledger_directories),
-        ("index", config.index_directories or config.ledger_directories),
+        ("index", config.index_or_ledger_directories),
         ("metadataCache", (cache,) if cache else ()),
     ):
         for directory in directories:

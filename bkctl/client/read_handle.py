@@ -170,7 +170,9 @@ class ReadHandle(LedgerHandleBase):
             if isinstance(reported, BkctlError):
                 raise restated(reported)
             if reported is not None:
-                self._use(reported)
+                self._access.versioned = reported
+                if self.is_closed:
+                    self._last_add_confirmed, self._length = self.metadata.last_entry_id, self.metadata.length
             left_s = deadline - time.monotonic()
             if self.is_closed or self._last_add_confirmed > previous or left_s <= 0:
                 return self._last_add_confirmed
@@ -204,8 +206,3 @@ class ReadHandle(LedgerHandleBase):
     def _report(self, found: VersionedMetadata | BkctlError) -> None:
         self._reported = found
         self._changed.set()
-
-    def _use(self, found: VersionedMetadata) -> None:
-        self._access.versioned = found
-        if found.metadata.is_closed:
-            self._last_add_confirmed, self._length = found.metadata.last_entry_id, found.metadata.length

@@ -72,6 +72,11 @@ async def round_trip(
     return RoundTrip(entry_count, entry_size_bytes, handle.last_add_confirmed, wrote - began, reads)
 
 
+def not_deleted(ledger: LedgerId, error: BkctlError) -> str:
+    """Return what to say of a temporary ledger whose deletion failed."""
+    return f"Ledger {ledger} is not deleted: {error.message}; use 'bkctl ledger delete {ledger}'"
+
+
 @contextlib.asynccontextmanager
 async def temporary(bookkeeper: BookKeeper, ledger: LedgerId, report: Callable[[str], None]) -> AsyncIterator[None]:
     """Delete `ledger` after the block, also after an error or interrupt.
@@ -86,7 +91,7 @@ async def temporary(bookkeeper: BookKeeper, ledger: LedgerId, report: Callable[[
         try:
             await bookkeeper.delete_ledger(ledger.ledger_id, ledger_scope_id=ledger.scope_id)
         except BkctlError as error:
-            report(f"Ledger {ledger} is not deleted: {error.message}; use 'bkctl ledger delete {ledger}'")
+            report(not_deleted(ledger, error))
             if not failed:
                 raise
 

@@ -252,7 +252,7 @@ class ServedConnection(FramedProtocol):
                 if request is None or header.version != v3.VERSION or type(request) in _OWN_REQUESTS:
                     self._answer_itself(header, request)
                 else:
-                    size = end - at if type(request) in _WITH_BODY else BODILESS_REQUEST_BYTES
+                    size = _kept_bytes(request, end - at)
                     respond = Responder(_answer, self, header, scope_of(request), size)
                     self._dispatch(request, respond, size)
                 return
@@ -263,7 +263,7 @@ class ServedConnection(FramedProtocol):
         elif head >> 24 > v2.VERSION:
             self._queued(v2.encode_response(head, refusal(request, Status.EBADVERSION), self._out))
         else:
-            size = end - at if type(request) in _WITH_BODY else BODILESS_REQUEST_BYTES
+            size = _kept_bytes(request, end - at)
             self._dispatch(request, Responder(_answer, self, head, 0, size), size)
 
     def _dispatch(self, request: Request, respond: Responder, size: int) -> None:
@@ -607,3 +607,8 @@ def _keep_alive(connected: socket.socket, limits: ServerLimits) -> None:
     ):
         if value > 0 and hasattr(socket, name):
             connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _kept_bytes(request: Request, frame_bytes: int) -> int:
+    """Return what a request counts in flight."""
+    return frame_bytes if type(request) in _WITH_BODY else BODILESS_REQUEST_BYTES

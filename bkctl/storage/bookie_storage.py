@@ -74,7 +74,7 @@ class BookieStorage:
         self.files = files or Files()
         self.journal_directories = [Path(directory) / CURRENT for directory in config.journal_directories]
         self.ledger_directories = [Path(directory) / CURRENT for directory in config.ledger_directories]
-        index_directories = config.index_directories or config.ledger_directories
+        index_directories = config.index_or_ledger_directories
         self.index_directories = [Path(directory) / CURRENT for directory in index_directories]
         #: The indexes of the ledger directories that take new files.
         self.writable = list(range(len(self.ledger_directories)))

@@ -112,8 +112,8 @@ def export(
     bookies and checked. Ledgers are not fenced or recovered; one that is not closed is exported up to its last add
     confirmed. Passwords are neither needed nor exported. At the end the entries in the files are counted and compared
     with the metadata (exit code 7 if they differ). Ledgers that are deleted meanwhile are left out, unless they are
-    named. --since exports what is new since former exports: ledgers that they
-    lack, or have not closed, or that were created again.
+    named. --since exports what is new since former exports: ledgers that they lack, or have not closed, or that were
+    created again.
     """
     check_saves(saves, EXPORT_COLUMNS, ROW_FORMS)
     states = parse_states(state, "--state")

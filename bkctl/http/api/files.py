@@ -72,7 +72,7 @@ async def list_disk_file(call: ApiCall) -> Response:
     directories = {
         "journal": config.journal_directories,
         "entrylog": config.ledger_directories,
-        "index": config.index_directories or config.ledger_directories,
+        "index": config.index_or_ledger_directories,
     }
     wanted = call.values.get("file_type", "")
     kinds = [wanted] if wanted in _FILE_TYPES else ["index", "journal", "entrylog"]

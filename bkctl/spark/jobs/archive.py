@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
 
-from bkctl.errors import AlreadyExists, BkctlError, Corrupt, LedgerNotFound, NotFound, Unreachable
+from bkctl.errors import AlreadyExists, BkctlError, Corrupt, LedgerNotFound, NotFound
 from bkctl.formats.entry import DigestType
 from bkctl.ids import LedgerId
 from bkctl.spark import functions as F
@@ -39,6 +39,7 @@ from bkctl.spark.jobs.copying import (
     CopyResult,
     LedgerCopy,
     Shape,
+    check_store,
     result_batch,
 )
 from bkctl.spark.jobs.frames import QUALIFIED_NAME, frame_of
@@ -342,7 +343,6 @@ class _Import:
         try:
             return self._client.run(work)
         except BkctlError as error:
-            if isinstance(error, Unreachable):
-                self._client.cluster.instance_id()  # Raises if the store is unreachable: the task runs again.
+            check_store(self._client, error)
             self._error = error
             return None

@@ -18,7 +18,7 @@ import pyarrow as pa
 from bkctl.client.ensemble import update_metadata
 from bkctl.client.reader import read_entries
 from bkctl.client.write_handle import WriteHandle
-from bkctl.errors import Conflict, Corrupt, LedgerNotFound
+from bkctl.errors import BkctlError, Conflict, Corrupt, LedgerNotFound, Unreachable
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
@@ -209,6 +209,15 @@ class LedgerCopy:
         update_metadata(self._client.cluster.ledgers, self.target, found, marked)
         state = COPIED if self._handle is not None else PRESENT
         return CopyResult(self.source, self.target, state, hash.entry_count, hash.length, hash.hex)
+
+
+def check_store(client: Client, error: BkctlError) -> None:
+    """Raise Unreachable if `error` comes from an unreachable metadata store, so that Spark runs the task again.
+
+    Unreachable bookies fail only the ledgers that need them.
+    """
+    if isinstance(error, Unreachable):
+        client.cluster.instance_id()
 
 
 async def copy_ledger(client: Client, source: LedgerId, target: LedgerId, options: SourceOptions) -> CopyResult:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
 
-from bkctl.errors import BkctlError, LedgerNotFound, Unreachable, UsageError
+from bkctl.errors import BkctlError, LedgerNotFound, UsageError
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
 from bkctl.spark.jobs.copying import (
@@ -19,6 +19,7 @@ from bkctl.spark.jobs.copying import (
     RESULT_SCHEMA,
     SHAPE_OPTIONS,
     CopyResult,
+    check_store,
     copy_ledger,
     result_batch,
 )
@@ -124,7 +125,6 @@ def _copy_bins(
                     try:
                         result = client.run(copy_ledger(client, source, target, options))
                     except BkctlError as error:
-                        if isinstance(error, Unreachable):
-                            client.cluster.instance_id()  # Raises if the store is unreachable: the task runs again.
+                        check_store(client, error)
                         result = CopyResult(source, target, FAILED, message=str(error))
                     yield result_batch([result])

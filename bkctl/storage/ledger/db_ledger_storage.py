@@ -526,7 +526,7 @@ class DbLedgerStorage(LedgerStorage[DbLedgerHandle]):
 
     def __init__(self, config: BookieConfig, files: Files) -> None:
         self.config = config
-        indexes = config.index_directories or config.ledger_directories
+        indexes = config.index_or_ledger_directories
         if len(indexes) != len(config.ledger_directories):
             raise UsageError(
                 f"DbLedgerStorage needs an index directory for each of {len(config.ledger_directories)} ledger"

@@ -43,7 +43,7 @@ def check_index(config: BookieConfig) -> None:
     """
     from bkctl.files.directories import BookieDirectories
 
-    directories = [Path(directory) / CURRENT for directory in config.index_directories or config.ledger_directories]
+    directories = [Path(directory) / CURRENT for directory in config.index_or_ledger_directories]
     if (directories[0] / CONVERSION_NAME).exists():
         from bkctl.files.conversion import check_conversion
 

@@ -55,7 +55,7 @@ class InterleavedLedgerStorage(LedgerStorage[IndexedHandle]):
         self.config = config
         self.files = files
         self.ledger_directories = [Path(directory) / CURRENT for directory in config.ledger_directories]
-        index_directories = config.index_directories or config.ledger_directories
+        index_directories = config.index_or_ledger_directories
         self.index_directories = [Path(directory) / CURRENT for directory in index_directories]
         self._writable = list(range(len(self.ledger_directories)))
         self._index_writable = list(range(len(self.index_directories)))
