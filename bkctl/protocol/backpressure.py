@@ -299,6 +299,7 @@ class RequestSlots:
     __slots__ = ("free", "waiting")
 
     def __init__(self, count: int) -> None:
+        #: Below 0 while reads continue whose client caught up: they gave their slots to others meanwhile.
         self.free = count
         self.waiting: dict[ServedConnection, None] = {}
 
@@ -312,9 +313,9 @@ class RequestSlots:
             slots[ReadRequest] = slots[BatchReadRequest] = RequestSlots(limits.reads_in_progress)
         return slots
 
-    def release(self) -> None:
-        """Free the slot of an answered request, and resume the connections that wait."""
-        self.free += 1
+    def release(self, count: int = 1) -> None:
+        """Free the slots of `count` requests, and resume the connections that wait."""
+        self.free += count
         waiting, self.waiting = self.waiting, {}
         for connection in waiting:
             connection.unblock()

@@ -14,10 +14,10 @@ class ServerLimits:
 
     Clients beyond `connections` are disconnected as they are accepted. A connection that would exceed
     `in_flight_bytes` (over all connections), `adds_in_progress` or `reads_in_progress` (as well) is not read until
-    there is room. When unfinished requests of more than UNFINISHED_BYTES_MIN hold more than `unfinished_bytes` (over
-    all connections), only the connection with the oldest of them is read, and one without progress is closed. While
-    clients that are behind with reading hold `unread_bytes` of answers or more, no reads of entries begin, and a
-    client that reads too little is disconnected.
+    there is room; reads of clients that are behind with reading do not count. When unfinished requests of more than
+    UNFINISHED_BYTES_MIN hold more than `unfinished_bytes` (over all connections), only the connection with the oldest
+    of them is read, and one without progress is closed. While clients that are behind with reading hold `unread_bytes`
+    of answers or more, no reads of entries begin, and a client that reads too little is disconnected.
 
     Deadlines, in milliseconds: a connection is closed when its first request has not arrived within `first_request_ms`
     (START_TLS does not count, nor do requests that `requires_tls` refuses), when a request has begun and its rest does

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, TypeVar, cast
 from bkctl.errors import BkctlError, IllegalOperation, Unauthorized
 from bkctl.protocol import add_runs, v2, v3
 from bkctl.protocol.add_runs import AddRun, AnswerAdds
-from bkctl.protocol.backpressure import UNFINISHED_BYTES_MIN, ReadQueue
+from bkctl.protocol.backpressure import UNFINISHED_BYTES_MIN, ReadQueue, RequestSlots
 from bkctl.protocol.deadlines import Deadlines
 from bkctl.protocol.framing import FramedProtocol
 from bkctl.protocol.handler import ReadRunResponder, RequestHandler, Responder, RunHandler
@@ -27,6 +27,7 @@ from bkctl.protocol.messages import (
     AuthMessage,
     AuthResponse,
     BareResponse,
+    ReadRequest,
     Request,
     Response,
     StartTlsRequest,
@@ -562,12 +563,14 @@ def _extent_of(adds: Sequence[AddRun]) -> tuple[int, int]:
 class LimitedConnection(ServedConnection):
     """A connection of a server that bounds the adds or reads in progress: a request over the bound halts it.
 
-    Source: BookieRequestProcessor.onAddRequestStart, which switches a channel's autoRead off.
+    Reads give back their slots while the client is behind with its answers: they wait for the client. Source:
+    BookieRequestProcessor.onAddRequestStart, which switches a channel's autoRead off.
     """
 
     def __init__(self, server: BookieServer) -> None:
         super().__init__(server)
         self._next: tuple[Request, Responder, int] | None = None
+        self._reads_in_progress = 0
 
     def _dispatch(self, request: Request, respond: Responder, size: int) -> None:
         slots = self._server.slots.get(type(request))
@@ -575,11 +578,31 @@ class LimitedConnection(ServedConnection):
             super()._dispatch(request, respond, size)
         elif slots.free > 0:
             slots.free -= 1
-            super()._dispatch(request, respond.observed(lambda _: slots.release()), size)
+            if type(request) is AddRequest:
+                respond = respond.observed(lambda _: slots.release())
+            else:
+                self._reads_in_progress += 1
+                respond = respond.observed(lambda _: self._read_answered(slots))
+            super()._dispatch(request, respond, size)
         else:
             self._next = (request, respond, size)
             slots.waiting[self] = None
             self.halt()
+
+    def _read_answered(self, slots: RequestSlots) -> None:
+        self._reads_in_progress -= 1
+        if not self.is_congested:
+            slots.release()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._reads_in_progress:
+            self._server.slots[ReadRequest].release(self._reads_in_progress)
+
+    def resume_writing(self) -> None:
+        if self._reads_in_progress:
+            self._server.slots[ReadRequest].free -= self._reads_in_progress
+        super().resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)

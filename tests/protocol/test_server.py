@@ -23,6 +23,8 @@ from bkctl.protocol.messages import (
     AddRequest,
     AddResponse,
     Protocol,
+    ReadLacRequest,
+    ReadLacResponse,
     ReadRequest,
     ReadResponse,
     Request,
@@ -429,6 +431,58 @@ async def test_client_that_reads_no_answers_does_not_hold_slots() -> None:
             for client in opened * 3:
                 assert (await client.send(ReadRequest(LEDGER, 1))).status is Status.EOK
         writer.transport.abort()
+
+
+class SlowToOpen:
+    """Answers LACs at once, with 1 MiB, and reads from the disk, once `opened` is set."""
+
+    def __init__(self) -> None:
+        self.opened = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def handle(self, request: Request, respond: Responder) -> None:
+        if isinstance(request, ReadLacRequest):
+            respond(ReadLacResponse(Status.EOK, request.ledger, bytes(1 << 20)))
+        else:
+            self._tasks.append(asyncio.create_task(self._read(request, respond)))
+
+    async def _read(self, request: Request, respond: Responder) -> None:
+        def start() -> asyncio.Future[Any]:
+            read = asyncio.get_running_loop().create_future()
+            read.add_done_callback(lambda _: respond(answer(request)))
+            read.set_result(None)
+            return read
+
+        await self.opened.wait()
+        assert respond.read(start)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_reads_that_wait_for_their_client_hold_no_slots(leaves: bool) -> None:
+    bookie = SlowToOpen()
+    async with serving(bookie, reads_in_progress=3) as server:
+        slots = server.slots[ReadRequest]
+        reader, writer = await asyncio.open_connection(HOST, server.port)
+        out: list[Any] = []
+        for txn_id in range(3):
+            v3.encode_request(txn_id, ReadRequest(LEDGER, txn_id), out)
+        for txn_id in range(3, 40):
+            v3.encode_request(txn_id, ReadLacRequest(LEDGER), out)
+        writer.writelines(out)
+        await settled(lambda: server.unread.bytes)
+        bookie.opened.set()
+        async with clients(server, 2) as opened, asyncio.timeout(5):
+            for client in opened * 3:
+                assert (await client.send(ReadRequest(LEDGER, 1))).status is Status.EOK
+        assert slots.free == 3
+        if not leaves:
+            for _ in range(40):
+                assert slots.free <= 3
+                await reader.readexactly(int.from_bytes(await reader.readexactly(4)))
+        writer.transport.abort()
+        while server.connections:
+            await asyncio.sleep(0.01)
+        assert slots.free == 3
 
 
 @pytest.mark.parametrize("closes", [True, False])
