@@ -19,6 +19,7 @@ import contextlib
 import errno
 import functools
 import heapq
+import logging
 import threading
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -58,6 +59,8 @@ CACHED_LOCATIONS_MAX: Final = 1 << 20
 LOOK_AHEAD_ENTRIES: Final = 256
 #: A list of entries polls `is_wanted` at multiples of this entry id.
 _ASKED_AT_ENTRIES: Final = 1024
+
+log: Final = logging.getLogger("bkctl.bookie")
 
 
 class DbLedgerHandle(LedgerHandle):
@@ -115,10 +118,13 @@ class SingleDirectoryDbLedgerStorage:
         #: Changes that no flush has written yet; several after a failed flush.
         self._unfinished: list[_Changes] = []
         self.needs_integrity_check = False
+        #: Ledgers that had entries here when the storage was opened but belong to another directory, and one of them.
+        self.misplaced_count = 0
+        self.misplaced: LedgerId | None = None
         self._flush_lock = threading.Lock()
 
-    def open(self) -> None:
-        """Open logs and databases. Raises OSError, DirectoryInUse, Corrupt."""
+    def open(self, number: int, count: int) -> None:
+        """Open logs and databases of directory `number` of `count`. Raises OSError, DirectoryInUse, Corrupt."""
         for directory in (self.ledger_directory, self.index_directory):
             self.files.make_directory(directory)
         self.logger = self._open_logger(self.ledger_directory, scoped=False)
@@ -128,7 +134,7 @@ class SingleDirectoryDbLedgerStorage:
                 self._check_pair(self.index_directory / f"{prefix}ledgers", self.index_directory / f"{prefix}locations")
             self.metadata.open()
             self.locations.open()
-            self._forget_leftovers()
+            self._compare_databases(number, count)
         except BkctlError as error:
             self.close()
             if isinstance(error, Corrupt) and error.hint is None:
@@ -157,10 +163,11 @@ class SingleDirectoryDbLedgerStorage:
                 if next(database.ledger_ids(), None) is not None:
                     raise Corrupt(f"The database {missing} is missing, and {database.path.name} beside it is in use")
 
-    def _forget_leftovers(self) -> None:
+    def _compare_databases(self, number: int, count: int) -> None:
         """Let the first flush delete entries of ledgers that are not here: leftovers of a deletion by Apache's bookie.
 
-        A crash between the two batches of a flush leaves such entries too; the journals restore them.
+        A crash between the two batches of a flush leaves such entries too; the journals restore them. Counts ledgers
+        with entries that belong to another one of `count` directories.
         """
         known = self.metadata.ledger_ids()
         known_ledger = next(known, None)
@@ -171,6 +178,9 @@ class SingleDirectoryDbLedgerStorage:
                 known_ledger = next(known, None)
             if ledger != known_ledger:
                 self._deleted.add(ledger)
+            elif (ledger.value if ledger[0] else ledger[1]) % count != number:
+                self.misplaced_count += 1
+                self.misplaced = ledger
 
     def close(self) -> None:
         """Close the databases. Raises OSError."""
@@ -549,8 +559,8 @@ class DbLedgerStorage(LedgerStorage[DbLedgerHandle]):
     def open(self) -> None:
         opened: list[SingleDirectoryDbLedgerStorage] = []
         try:
-            for directory in self.directories:
-                directory.open()
+            for number, directory in enumerate(self.directories):
+                directory.open(number, self._count)
                 opened.append(directory)
             # Ledgers of any directory may be lost, whichever directory has the flag.
             self.needs_integrity_check = any(directory.metadata.needs_integrity_check for directory in self.directories)
@@ -563,6 +573,23 @@ class DbLedgerStorage(LedgerStorage[DbLedgerHandle]):
         self.entry_loggers = [
             logger for directory in self.directories for logger in (directory.logger, directory.scoped_logger)
         ]
+        self._warn_of_misplaced()
+
+    def _warn_of_misplaced(self) -> None:
+        count = sum(directory.misplaced_count for directory in self.directories)
+        for directory in self.directories:
+            if directory.misplaced is not None:
+                log.warning(
+                    "Ledgers that this bookie has but does not find: %d. Its directories were added, removed or "
+                    "reordered while it had ledgers: ledger %s is in %s, and DbLedgerStorage looks for it in %s. Stop "
+                    "the bookie, run 'bkctl bookies decommission', which copies its ledgers from other bookies, then "
+                    "'bkctl bookie format'. Or, if no ledger was written since, restore the directories, their order "
+                    "and their cookies ('bkctl cookie generate'). 'bkctl entrylog extract' reads ledgers that no other "
+                    "bookie has",
+                    count, directory.misplaced, directory.index_directory,
+                    self._directory(directory.misplaced).index_directory,
+                )  # fmt: skip
+                return
 
     def close(self) -> None:
         with contextlib.ExitStack() as stack:

@@ -191,6 +191,42 @@ def test_128_bit_id_selects_the_directory(tmp_path: Path) -> None:
         assert bool(list(logs.glob("scoped/*.log"))) == any(ledger.is_scoped for ledger in here)
 
 
+@pytest.mark.parametrize("change", ["added", "removed", "reordered"])
+def test_ledgers_that_reads_do_not_find_are_named_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, change: str
+) -> None:
+    """Apache's bookie, and ours once, took other directories while there were ledgers."""
+    ledgers = [LedgerId(scope_id, ledger_id) for scope_id in (0, 7) for ledger_id in range(6)]
+    first = config_of(tmp_path, 3)
+    dirs = first.ledger_directories
+    later = {
+        "added": (*dirs, str(tmp_path / "more")),
+        "removed": (dirs[0], dirs[2]),
+        "reordered": (dirs[0], dirs[2], dirs[1]),
+    }
+    storage = open_storage(tmp_path, directories=3)
+    for ledger in ledgers:
+        add(storage, ledger, 0)
+    storage.close()
+    storage = open_storage(tmp_path, directories=3)
+    for ledger in ledgers:
+        assert storage.get(ledger) is not None
+    storage.close()
+    assert not caplog.records
+    storage = BookieStorage(first.with_changes(ledger_directories=later[change]))
+    storage.open()
+    present = set(storage.ledgers.ledger_ids())
+    lost = {ledger for ledger in present if storage.get(ledger) is None}
+    storage.close()
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    count, example, here, expected = cast("tuple[int, LedgerId, Path, Path]", record.args)
+    assert count == len(lost) > 0
+    assert example in lost
+    assert here == tmp_path / f"ledgers-{example.value % 3}" / "current"
+    assert expected == Path(later[change][example.value % len(later[change])]) / "current"
+
+
 def test_each_ledger_directory_has_an_index_directory(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="index directory for each of 2"):
         DbLedgerStorage(config_of(tmp_path, 2, index_directories=(str(tmp_path / "one"),)), Files())
