@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from bkctl.errors import BkctlError, Conflict, NotFound, Unauthorized, Unreachable, UsageError
+from bkctl.errors import BkctlError, Conflict, Corrupt, NotFound, Unsupported, UsageError
 from bkctl.files.directories import BookieFile
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.journal import JournalReader
@@ -322,12 +322,10 @@ def _before_damage(batches: Iterable[RecordBatch], damage: list[BkctlError]) -> 
 
 @contextmanager
 def _noting(damage: list[BkctlError]) -> Iterator[None]:
-    """Add the error that ends the block to `damage`; raise those that say nothing about the file's content."""
+    """Add damage that ends the block to `damage`; raise errors that say nothing about the file's content."""
     try:
         yield
-    except (NotFound, UsageError, Unreachable, Unauthorized):
-        raise
-    except BkctlError as error:
+    except (Corrupt, Unsupported) as error:
         damage.append(error)
 
 

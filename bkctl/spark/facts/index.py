@@ -14,11 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from bkctl.errors import BkctlError, NotFound, UsageError
+from bkctl.errors import Corrupt, NotFound, Unsupported, UsageError
 from bkctl.files.directories import BookieDirectories
 from bkctl.files.index import BookieIndexes, LedgerIndexReader
 from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
 from bkctl.ids import LedgerId
+from bkctl.repair.conversion import DATABASE_NAMES
 from bkctl.spark.facts.digests import LedgerDigests
 from bkctl.spark.facts.store import FactsStore, PartWriter
 from bkctl.spark.facts.tables import arrow_schema
@@ -70,17 +71,24 @@ class IndexExtract:
                 path = str(file.path)
                 with self._noting(path), LedgerIndexReader.open(file.path) as reader:
                     yield path, file.scoped, _entries_of_file(reader)
-        for database in directories.rocksdbs():
-            if database.path.name not in ("ledgers", "scoped-ledgers"):
-                continue
-            part = DatabaseRange(str(database.path.parent), database.scoped, self._bookie.bookie_id)
-            path = str(part.path("locations"))
+        databases = {
+            (file.path.parent, file.scoped) for file in directories.rocksdbs() if file.path.name in DATABASE_NAMES
+        }
+        for current, scoped in sorted(databases):
+            part = DatabaseRange(str(current), scoped, self._bookie.bookie_id)
+            database = part.path("locations")
+            path = str(database)
             try:
-                with LedgersDatabase.open(part.path("ledgers"), scoped=part.scoped) as ledgers:
-                    yield path, part.scoped, _entries_of_database(part, ledgers)
+                with (
+                    LedgersDatabase.open(part.path("ledgers"), scoped=scoped) as ledgers,
+                    LocationsDatabase.open(database, scoped=scoped) as locations,
+                ):
+                    yield path, scoped, DatabaseReader(part, ledgers, locations, Conditions()).entries()
+            except PermissionError:
+                raise
             except OSError as error:
                 self._damages.append((path, None, f"{path} cannot be read: {error.strerror or error}"))
-            except BkctlError as error:
+            except (Corrupt, NotFound, Unsupported, UsageError) as error:
                 self._damages.append((path, *where_and_why(error)))
 
     def _before_damage(self, path: str, entries: Iterator[IndexedEntries]) -> Iterator[IndexedEntries]:
@@ -95,9 +103,7 @@ class IndexExtract:
             yield
         except NotFound:
             pass
-        except UsageError:
-            raise
-        except BkctlError as error:
+        except (Corrupt, Unsupported) as error:
             self._damages.append((path, *where_and_why(error)))
 
     def _add(
@@ -165,7 +171,7 @@ class IndexExtract:
             record = self._logs.reader(path).entry_at(offset + 4)
         except NotFound as error:
             return {"problem": "missing", "detail": str(error)}
-        except BkctlError as error:
+        except (Corrupt, Unsupported, UsageError) as error:
             return {"problem": "damaged", "detail": str(error)}
         found: dict[str, Any] = {"ledgerQualifiedName": record.ledger.qualified_name, "entryId": record.entry_id}
         if (record.ledger, record.entry_id) == (ledger, entry_id):
@@ -189,11 +195,6 @@ def _entries_of_file(reader: LedgerIndexReader) -> Iterator[IndexedEntries]:
             filled + entry_id,
             locations[filled],
         )
-
-
-def _entries_of_database(part: DatabaseRange, ledgers: LedgersDatabase) -> Iterator[IndexedEntries]:
-    with LocationsDatabase.open(part.path("locations"), scoped=part.scoped) as locations:
-        yield from DatabaseReader(part, ledgers, locations, Conditions()).entries()
 
 
 def _unsigned(column: pa.ChunkedArray) -> npt.NDArray[np.uint64]:

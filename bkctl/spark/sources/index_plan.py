@@ -17,6 +17,7 @@ from bkctl.files.windows import FileReader
 from bkctl.formats.index import HEADER_SIZE, SLOT_SIZE, ledger_of_index_path
 from bkctl.formats.names import ROCKSDB_NAMES
 from bkctl.ids import LedgerId
+from bkctl.repair.conversion import DATABASE_NAMES
 from bkctl.spark.sources.bases import InputPartition
 from bkctl.spark.sources.filters import Conditions
 from bkctl.spark.sources.options import Mode
@@ -119,7 +120,7 @@ class IndexPlanner:
                 assert isinstance(file.id, LedgerId)
                 yield from self._file(file.path, file.id, file.size)
         for file in directories.rocksdbs():
-            if file.path.name in ("ledgers", "scoped-ledgers"):
+            if file.path.name in DATABASE_NAMES:
                 yield from self._database(file.path.parent, file.scoped)
 
     def _named_file(self, path: Path) -> Iterator[Slots | DamagedIndex]:

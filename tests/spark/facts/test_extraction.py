@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 from support import (
     bookie_files,
-    source_rows,  # noqa: F401 (skips where there is no PyArrow)
+    source_rows,  # skips where there is no PyArrow
 )
 from support.bookie_files import Files
 from support.command_line import CommandLine
@@ -29,6 +30,7 @@ from bkctl.metadata.cluster import open_cluster
 from bkctl.spark.facts.extraction import ExtractCounts, extract
 from bkctl.spark.facts.store import FactsStore, directory_name
 from bkctl.spark.jobs.bookies import find_bookies
+from bkctl.spark.sources.indexes import IndexSource
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -247,6 +249,48 @@ def test_index_that_the_bookie_deletes_meanwhile_is_left_out(
     assert len(opened) > 2
     assert {row["file"] for row in found["index"]} == set(map(str, opened)) - {str(opened[1])}
     assert not found.get("damages")
+
+
+@pytest.mark.parametrize("missing", ["ledgers", "locations"])
+def test_missing_database_is_noted_as_damage(place: Path, tmp_path: Path, missing: str) -> None:
+    store = FactsStore(str(tmp_path / "facts"))
+    extracted(place, store)
+    before = tables(store)["index"]
+    (database,) = place.rglob(f"current/{missing}")
+    shutil.rmtree(database)
+    extracted(place, store)
+    found = tables(store)
+    assert [row for row in before if row["scoped"]] == found["index"] != []
+    (damage,) = found["damages"]
+    assert (damage["source"], damage["file"]) == ("index", str(database.with_name("locations")))
+    assert str(database) in str(damage["reason"])
+    rows = source_rows.rows_of(IndexSource, path=database.parent, mode="permissive")
+    assert [row["damage"]["reason"] for row in rows if row["damage"]] == [damage["reason"]]
+
+
+@pytest.mark.parametrize(("number", "name"), [(2, "0.log"), (2, "*.txn"), (2, "CURRENT"), (1, "*.idx")])
+def test_file_without_permission_to_read_is_not_noted_as_damage(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, name: str
+) -> None:
+    """Else later extracts took over the part of the log, and never read it."""
+    place = tmp_path / "bookie"
+    shutil.copytree(files.places()[number], place, ignore=shutil.ignore_patterns("*.log.lock"))
+    file = min(place.rglob(name))
+    really_open = os.open
+
+    def refuse(path: Any, *arguments: int, **options: int) -> int:
+        if path == file:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return really_open(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    store = FactsStore(str(tmp_path / "facts"))
+    with pytest.raises(BkctlError, match=f"{file} cannot be read: Permission denied") as caught:
+        extracted(place, store)
+    assert caught.value.exit_code == 1
+    monkeypatch.undo()
+    extracted(place, store)
+    assert not tables(store).get("damages")
 
 
 @pytest.mark.parametrize("error", [Unreachable("The store is away"), NotFound("A part is gone")], ids=["away", "gone"])
