@@ -185,8 +185,10 @@ class EntryFetcher:
         self._following.setdefault(handle, (reads.entry_ids[-1], waiting))
 
         def done(future: asyncio.Future[tuple[list[Buffer | Exception], int | None]]) -> None:
-            answer(future)
-            self._read_following(handle, waiting)
+            try:
+                answer(future)
+            finally:
+                self._read_following(handle, waiting)
 
         def answer(future: asyncio.Future[tuple[list[Buffer | Exception], int | None]]) -> None:
             error = future.exception()
@@ -212,7 +214,18 @@ class EntryFetcher:
                 self._run_in_thread(handle, rest, respond)
 
         read = functools.partial(self._read_run, handle, reads.entry_ids, reads_lac)
-        future = asyncio.get_running_loop().run_in_executor(self._threads, read)
+        return self._begin(lambda: read, done)
+
+    def _begin(
+        self, prepare: Callable[[], Callable[[], Any]], done: Callable[[asyncio.Future[Any]], None]
+    ) -> asyncio.Future[Any]:
+        """Have a thread read what `prepare` returns, and `done` called; the future has the error if none can begin."""
+        loop = asyncio.get_running_loop()
+        try:
+            future = loop.run_in_executor(self._threads, prepare())
+        except Exception as error:  # noqa: BLE001 - answered, logged and counted
+            future = loop.create_future()
+            future.set_exception(error)
         future.add_done_callback(done)
         return future
 
@@ -279,17 +292,7 @@ class EntryFetcher:
             else:
                 self._requests.refuse(request, respond, error)
 
-        def start() -> asyncio.Future[Any]:
-            loop = asyncio.get_running_loop()
-            try:
-                future = loop.run_in_executor(self._threads, prepare())
-            except Exception as error:  # noqa: BLE001 - answered, logged and counted
-                future = loop.create_future()
-                future.set_exception(error)
-            future.add_done_callback(done)
-            return future
-
-        if not respond.read(start):
+        if not respond.read(functools.partial(self._begin, prepare, done)):
             respond(refusal(request, Status.ETOOMANYREQUESTS))
 
 

@@ -7,6 +7,7 @@ import random
 import struct
 import threading
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from bkctl.disk import StorageFile
 from bkctl.formats.record import record_of
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
-from bkctl.protocol import v2, v3
+from bkctl.protocol import backpressure, v2, v3
 from bkctl.protocol.connection import BookieConnection
 from bkctl.protocol.handler import ReadRunResponder
 from bkctl.protocol.messages import (
@@ -296,6 +297,40 @@ def test_reads_over_the_limit_of_waiting_ones_are_refused_and_others_served(
                 assert found <= {Status.EOK, Status.ETOOMANYREQUESTS}
                 assert Status.EOK in found
                 assert bookie.processor.server.reads.count == 0
+
+    asyncio.run(run())
+
+
+@spoken
+def test_reads_that_no_thread_can_begin_are_refused_and_later_ones_served(
+    tmp_path: Path, cluster: Cluster, protocol: Protocol, ledger: LedgerId, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system may refuse a thread for a while. Nothing is left that waits for a read which did not begin."""
+    failures = 0
+
+    class Threads(ThreadPoolExecutor):
+        def submit(self, *arguments: Any, **options: Any) -> Any:
+            nonlocal failures
+            if failures:
+                failures -= 1
+                raise RuntimeError("can't start new thread")
+            return super().submit(*arguments, **options)
+
+    async def run() -> None:
+        nonlocal failures
+        config = config_for(tmp_path)
+        async with serving(config, cluster) as bookie, connected(bookie, protocol) as connection:
+            await fill(connection, ledger)
+        monkeypatch.setattr(reads, "ThreadPoolExecutor", Threads)
+        monkeypatch.setattr(StorageFile, "read_cached", lambda *_: None)
+        async with serving(config, cluster) as bookie, connected(bookie, protocol) as connection:
+            assert await statuses(connection, ReadRequest(ledger, 0)) == [Status.EOK]
+            failures = count = backpressure.READS_IN_PROGRESS_MAX + 2
+            for _ in range(count):
+                assert await statuses(connection, ReadRequest(ledger, 3)) == [Status.EIO]
+            assert failures == 0
+            await check(connection, ledger, list(range(COUNT)))
+            assert bookie.processor.server.reads.in_progress_count == 0
 
     asyncio.run(run())
 
