@@ -40,6 +40,8 @@ class FindingKind(StrEnum):
     TWICE = "twice"
     #: A key, value or slot is not in a form that a bookie writes.
     BAD_ITEM = "badItem"
+    #: Ledgers are in another directory than DbLedgerStorage looks for them in: its reads do not find them.
+    WRONG_DIRECTORY = "wrongDirectory"
     #: A table is missing in the MANIFEST: left over, or lost by the MANIFEST.
     STRAY_TABLE = "strayTable"
     #: A ledger in a log has no index: probably deleted.

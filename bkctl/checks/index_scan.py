@@ -11,7 +11,7 @@ from typing import Final
 
 from bkctl.checks.findings import Counts, Finding, FindingKind
 from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported
-from bkctl.files.directories import BookieDirectories, FileKind
+from bkctl.files.directories import BookieDirectories, FileKind, current_of
 from bkctl.files.index import BookieIndexes, IndexDatabases, LedgerIndexReader
 from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
 from bkctl.files.rocksdb_files import check_write_ahead_logs
@@ -36,12 +36,20 @@ class IndexScan:
     """Reads every key, value, header and slot of a bookie's indexes; `counts` has the numbers.
 
     RocksDB verifies the checksum of each block that is read. `ledgers` and `locations` choose the halves to read.
+    `is_complete`: `directories` are all of the bookie, in the order of its settings, which tells each ledger's place.
     """
 
-    def __init__(self, directories: BookieDirectories, *, ledgers: bool = True, locations: bool = True) -> None:
+    def __init__(
+        self,
+        directories: BookieDirectories,
+        *,
+        ledgers: bool = True,
+        locations: bool = True,
+        is_complete: bool = False,
+    ) -> None:
         self.counts = Counts()
         self._directories = directories
-        self._ledgers, self._locations = ledgers, locations
+        self._ledgers, self._locations, self._is_complete = ledgers, locations, is_complete
 
     def findings(self) -> Iterator[Finding]:
         """Yield the invalid items, index by index. Call it once. An unreadable index is noted in `counts.errors`.
@@ -129,6 +137,12 @@ class IndexScan:
     def _scan_ledgers(self, database: LedgersDatabase, known: set[LedgerId]) -> Iterator[Finding]:
         path, name = database.path, str(database.path)
         last: LedgerId | None = None
+        homes = (
+            [current_of(directory) for directory in self._directories.index_dirs]
+            if self._is_complete
+            else [path.parent]
+        )
+        misplaced, count = None, 0
         for key, value in database.items():
             try:
                 ledger = read_ledger_key(key, name, scoped=database.scoped)
@@ -150,9 +164,15 @@ class IndexScan:
             else:
                 self.counts.ledgers += 1
                 self.counts.fenced_ledgers += data.fenced
+                if homes[ledger.value % len(homes)] != path.parent:
+                    misplaced, count = ledger, count + 1
             last = ledger
             known.add(ledger)
             yield from _check_ledger_facts(ledger, path, data.master_key, data.explicit_lac)
+        if misplaced is not None:
+            home = homes[misplaced.value % len(homes)]
+            reason = f"the bookie looks for the ledger in {home}; ledgers here that it does not find: {count:,}"
+            yield Finding(FindingKind.WRONG_DIRECTORY, misplaced, None, None, path, reason)
 
     def _scan_locations(self, database: LocationsDatabase, known: set[LedgerId] | None) -> Iterator[Finding]:
         path, name = database.path, str(database.path)

@@ -176,13 +176,14 @@ def check_index(
     """Check that a bookie's indexes are well-formed.
 
     Reads every key, value, header and slot, and RocksDB's own checksums; the bookie may run. 'bookie check' compares
-    the indexes with the entry logs. Exit code 3 if there are findings, 7 if an index is damaged.
+    the indexes with the entry logs. With --conf, ledgers that DbLedgerStorage does not find since the directories
+    changed are findings (`wrongDirectory`). Exit code 3 if there are findings, 7 if an index is damaged.
     """
     from bkctl.checks.index_scan import IndexScan
 
     both = ledgers == locations
     given = run.directories(directories)
-    job = IndexScan(given, ledgers=ledgers or both, locations=locations or both)
+    job = IndexScan(given, ledgers=ledgers or both, locations=locations or both, is_complete=not directories)
     with run.working("Reading indexes"):
         run.render(job.findings(), FINDING_COLUMNS, findings=True)
     counts = job.counts

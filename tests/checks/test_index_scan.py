@@ -136,6 +136,25 @@ def test_scoped_databases_have_longer_keys(tmp_path: Path) -> None:
     assert scan(tmp_path)[0] == [(FindingKind.BAD_ITEM, None)]
 
 
+def test_ledgers_in_another_directory_than_the_bookie_looks_in_are_a_finding(tmp_path: Path) -> None:
+    places = [tmp_path / "one", tmp_path / "two"]
+    for number, place in enumerate(places):
+        for prefix, scope_id in (("", 0), ("scoped-", 7)):
+            with LedgersDatabase.create(place / "current" / f"{prefix}ledgers") as ledgers:
+                for ledger_id in range(number, 6, 2):
+                    ledgers.put(LedgerId(scope_id, ledger_id), data())
+            LocationsDatabase.create(place / "current" / f"{prefix}locations").close()
+    assert not list(IndexScan(BookieDirectories([], places), is_complete=True).findings())
+    assert not list(IndexScan(BookieDirectories([], places[::-1])).findings())
+    found = list(IndexScan(BookieDirectories([], places[::-1]), is_complete=True).findings())
+    assert {(each.kind, each.ledger, each.path.parents[1], each.is_problem) for each in found} == {
+        (FindingKind.WRONG_DIRECTORY, LedgerId(scope_id, 4 + number), places[number], True)
+        for scope_id in (0, 7)
+        for number in (0, 1)
+    }
+    assert all(each.reason.endswith("that it does not find: 3") for each in found)
+
+
 def test_a_table_missing_in_the_manifest_is_a_note(tmp_path: Path) -> None:
     shutil.copytree(DATA / "4.18.0" / "db" / "ledgers", tmp_path / "ledgers")
     table = tmp_path / "ledgers" / "current" / "locations" / "999999.sst"
