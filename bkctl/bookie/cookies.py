@@ -257,12 +257,10 @@ def expand(config: BookieConfig, bookie_id: str, cluster: Cluster, files: Files,
             raise CookieMismatch(f"Directory {directory} {what}", hint="only new, empty directories can be added")
     new = [directory for directory in directories if directory not in known]
     if undo is not None and new:
-        raw = cluster.store.get(cookie_path(bookie_id))
-        undo.record(cookie_path(bookie_id), None if raw is None else raw.value, cookie.serialize())
         for directory in directories:
             undo.record_file(version_file(directory), cookie.serialize())
         _write(cookie, directories, files)
-        cluster.cookies.write(bookie_id, cookie, stored.version)
+        undo.recorded().cookies.write(bookie_id, cookie, stored.version)
     return new
 
 
@@ -294,16 +292,14 @@ def rename(
             changed[directory] = local
     if undo is None:
         return list(changed)
-    raw = cluster.store.get(cookie_path(old))
+    recorded = undo.recorded()
     if there is None:
-        undo.record(cookie_path(new), None, cookie.serialize())
-        cluster.cookies.write(new, cookie, NEW)
+        recorded.cookies.write(new, cookie, NEW)
     for directory, local in changed.items():
         data = replace(local, bookie_id=new).serialize()
         undo.record_file(version_file(directory), data)
         files.replace(version_file(directory), data)
-    undo.record(cookie_path(old), None if raw is None else raw.value, None)
-    cluster.cookies.remove(old, stored.version)
+    recorded.cookies.remove(old, stored.version)
     return list(changed)
 
 

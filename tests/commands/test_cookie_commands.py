@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +13,8 @@ from support.servers import DB
 
 from bkctl.bookie.cookies import configured_cookie, version_file
 from bkctl.config import BookieConfig
+from bkctl.disk import Files
+from bkctl.errors import NotFound
 from bkctl.files.rocksdb import LedgersDatabase
 from bkctl.formats.index import LedgerData
 from bkctl.formats.metadata import BookieServiceInfo, Cookie
@@ -277,6 +280,35 @@ def test_rename_keeps_off_other_bookies(place: Place, cli: Cli, tmp_path: Path) 
     assert result.code == 5
     assert "b5's" in result.err
     assert place.stored("b3") is None
+
+
+@pytest.mark.parametrize("command", ["expand", "rename"])
+def test_undo_keeps_what_another_client_did_meanwhile(
+    place: Place, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """The other client makes the very change that the command is about to make, so that this one is refused."""
+    dirs = ",".join(str(tmp_path / name) for name in ("l1", "l2", "l3"))
+    conf = write_conf(tmp_path / "new.conf", place.uri, ledgerDirectories=dirs)
+    cookie = configured_cookie(BookieConfig.load(conf), "b1", place.instance_id)
+    expanded, words = (cookie.serialize(), ()) if command == "expand" else (None, ("b1", "b2"))
+    replace = Files.replace
+
+    def replace_later(self: Files, path: Path, data: bytes) -> None:
+        with open_cluster(place.uri) as cluster:
+            if expanded is None:
+                with suppress(NotFound):
+                    cluster.store.delete("cookies/b1")
+            else:
+                cluster.store.put("cookies/b1", expanded, None)
+        replace(self, path, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Files, "replace", replace_later)
+        options = ("-c", conf if command == "expand" else place.conf, "--yes", "--undo", tmp_path / "undo")
+        assert cli("cookie", command, *words, *options).code != 0
+    assert place.stored("b1") == expanded
+    undone = cli("metadata", "undo", tmp_path / "undo", "--yes")
+    assert (undone.code, place.stored("b1")) == (0, expanded), undone.err
 
 
 def test_verify_explains_every_difference(place: Place, cli: Cli, tmp_path: Path) -> None:
