@@ -21,6 +21,7 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import tee
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
 
@@ -29,12 +30,14 @@ from bkctl.errors import BkctlError, Conflict, Corrupt, NotFound, Unsupported
 from bkctl.formats.metadata import Cookie
 from bkctl.formats.names import COOKIE_NAME
 from bkctl.metadata.cluster import Cluster
-from bkctl.metadata.store import NEW, VALUE_SIZE_BYTES_MAX, Closing, MetadataStore, check_path
+from bkctl.metadata.store import NEW, VALUE_SIZE_BYTES_MAX, Closing, MetadataStore, Versioned, check_path
 
 FORMAT: Final = "bkctl-undo"
 VERSION: Final = 1
 #: Two values in base64 and a path.
 LINE_SIZE_BYTES_MAX: Final = 3 * VALUE_SIZE_BYTES_MAX
+#: More nodes than commands read ahead of their changes.
+_READ_COUNT_MAX: Final = 1024
 
 
 class UndoFile(Closing):
@@ -138,17 +141,47 @@ class _RecordedStore:
 
     def __init__(self, store: MetadataStore, undo: UndoFile) -> None:
         self._store, self._undo = store, undo
+        #: The last nodes read: a change in the version read, or of a new node, needs no read to be recorded.
+        self._read: dict[str, Versioned[bytes]] = {}
+        self._lock = threading.Lock()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
-    def _record(self, changes: Iterable[tuple[str, bytes | None]]) -> None:
+    def get(self, path: str) -> Versioned[bytes] | None:
+        return self._note_read(path, self._store.get(path))
+
+    def get_many(self, paths: Iterable[str]) -> Iterator[Versioned[bytes] | None]:
+        asked, places = tee(paths)
+        return map(self._note_read, places, self._store.get_many(asked))
+
+    def _note_read(self, path: str, found: Versioned[bytes] | None) -> Versioned[bytes] | None:
+        if found is not None:
+            with self._lock:
+                self._read[path] = found
+                if len(self._read) > _READ_COUNT_MAX:
+                    del self._read[next(iter(self._read))]
+        return found
+
+    def _record(self, changes: Iterable[tuple[str, int | None, bytes | None]]) -> None:
+        """Record changes: of each its path, expected version, and new value."""
         given = list(changes)
-        for (path, after), found in zip(given, self._store.get_many([path for path, _ in given]), strict=True):
-            self._undo.record(path, None if found is None else found.value, after)
+        before: dict[str, bytes | None] = {}
+        for path, expected, _ in given:
+            with self._lock:
+                known = self._read.pop(path, None)
+            if expected == NEW:
+                before[path] = None
+            elif known is not None and known.version == expected:
+                before[path] = known.value
+        unknown = [path for path, _, _ in given if path not in before]
+        for path, found in zip(unknown, self._store.get_many(unknown), strict=True):
+            before[path] = None if found is None else found.value
+        for path, _, after in given:
+            self._undo.record(path, before[path], after)
 
     def put(self, path: str, value: bytes, expected: int | None) -> int:
-        self._record([(path, value)])
+        self._record([(path, expected, value)])
         try:
             return self._store.put(path, value, expected)
         except (Conflict, NotFound) as error:
@@ -156,7 +189,7 @@ class _RecordedStore:
             raise
 
     def put_many(self, nodes: Sequence[tuple[str, bytes, int]]) -> list[int | BkctlError]:
-        self._record((path, value) for path, value, _ in nodes)
+        self._record((path, expected, value) for path, value, expected in nodes)
         results = self._store.put_many(nodes)
         for (path, _, _), result in zip(nodes, results, strict=True):
             if isinstance(result, BkctlError):
@@ -164,7 +197,7 @@ class _RecordedStore:
         return results
 
     def delete(self, path: str, expected: int | None = None, *, prune: int = 0) -> None:
-        self._record([(path, None)])
+        self._record([(path, expected, None)])
         try:
             self._store.delete(path, expected, prune=prune)
         except (NotFound, Conflict) as error:

@@ -240,6 +240,49 @@ def test_recorded_store_records_every_change_before_it_is_made(cluster: Cluster,
     assert [value(cluster, f"n/{name}") for name in ("changed", "many", "gone", "made")] == [b"1", b"a", b"x", None]
 
 
+def test_changes_of_versions_just_read_are_recorded_without_another_read(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, path = cluster.store, tmp_path / "undo"
+    versions = {name: store.put(f"n/{name}", name.encode(), NEW) for name in ("a", "b", "c", "d", "e")}
+    asked: list[str] = []
+    get_many = store.get_many
+    monkeypatch.setattr(store, "get_many", lambda paths: get_many(asked.extend(each := list(paths)) or each))
+    with UndoFile(path, cluster, ["bkctl", "x"]) as kept:
+        recorded = kept.recorded().store
+        assert recorded.get("n/a") == store.get("n/a")
+        assert [found and found.value for found in recorded.get_many(["n/b", "n/c", "n/none"])] == [b"b", b"c", None]
+        asked.clear()
+        recorded.put("n/a", b"1", versions["a"])  # With the file's first line, which names the cluster.
+        assert asked.pop() == "INSTANCEID"
+        recorded.put_many([("n/b", b"2", versions["b"]), ("n/new", b"3", NEW)])
+        recorded.delete("n/c", versions["c"])
+        assert asked == []
+        # Neither what was read in another version nor what was not read at all is known.
+        recorded.get("n/d")
+        asked.clear()
+        recorded.put("n/d", b"5", store.put("n/d", b"4", versions["d"]))
+        recorded.delete("n/e")
+        recorded.put("n/a", b"6", None)
+        assert asked == ["n/d", "n/e", "n/a"]
+    outcomes(cluster, path)
+    assert [value(cluster, f"n/{name}") for name in ("a", "b", "c", "d", "e", "new")] == [
+        b"a", b"b", b"c", b"4", b"e", None,
+    ]  # fmt: skip
+
+
+def test_memory_of_recorded_reads_is_bounded(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bkctl.metadata.admin.undo._READ_COUNT_MAX", 2)
+    versions = [cluster.store.put(f"n/{number}", b"%d" % number, NEW) for number in range(4)]
+    with UndoFile(tmp_path / "undo", cluster, ["bkctl", "x"]) as kept:
+        recorded = kept.recorded().store
+        assert len(list(recorded.get_many(f"n/{number}" for number in range(4)))) == 4
+        assert list(recorded._read) == ["n/2", "n/3"]  # type: ignore[attr-defined]
+        for number in range(4):
+            recorded.delete(f"n/{number}", versions[number])
+    assert {outcome for _, outcome in outcomes(cluster, tmp_path / "undo")} == {"restored"}
+
+
 def test_refused_changes_are_not_undone(cluster: Cluster, tmp_path: Path) -> None:
     """A change that lost a race is tried again: only the second attempt counts."""
     path = tmp_path / "undo"
