@@ -46,9 +46,7 @@ SANITY_COLUMNS = Columns(
 )  # fmt: skip
 
 
-@command(
-    app, "sanity", connects=True, changes=True, examples=("bkctl bookie sanity --bookie-url http://127.0.0.1:8080",)
-)
+@command(app, "sanity", connects=True, examples=("bkctl bookie sanity --bookie-url http://127.0.0.1:8080",))
 def sanity(
     run: Run,
     which: BookieServerOption,
@@ -85,7 +83,7 @@ def sanity(
 def _sanity_of_itself(run: Run, which: ServerChoice, deadline: float | None) -> SanityRow:
     if deadline is not None:
         run.timeout_s, run.connect_timeout_s = deadline, min(run.connect_timeout_s, deadline)
-    with server(run, which) as found, run.working("The bookie tests itself"):
+    with server(run, which, changes=True) as found, run.working("The bookie tests itself"):
         try:
             answer = found.api.sanity()
         except TimedOut as error:
@@ -110,6 +108,7 @@ def _sanity_over_the_wire(run: Run, bookie_id: str, count: int, scope_id: int, d
         except TimeoutError as error:
             raise TimedOut(f"The test of bookie {bookie_id} did not end within {deadline:g} s") from error
 
+    run.start_audit(begun=False)
     with run.cluster() as cluster, run.working("Writing and reading", total=count, unit="entries") as activity:
         bookie = registered_bookie(cluster, bookie_id)
         if bookie.state == "down":

@@ -175,14 +175,14 @@ def test_changes_are_audited_without_secrets(
     monkeypatch.setenv("BKCTL_AUDIT_LOG", str(tmp_path / "audit"))
     assert cli("bookie", "state").code == cli("bookie", "gc", "--status").code == 0
     assert not (tmp_path / "audit").exists()
-    assert cli("bookie", "readonly", "on").code == 0
+    assert cli("bookie", "readonly", "on").code == cli("bookie", "sanity").code == 0
     assert cli("bookie", "config", "--set", "tlsKeyStorePassword=hush", "--set=aToken=hush").code == 0
     assert cli("api", "put", "config/server_config", "--body", '{"aPassword": "hush"}').code == 0
     text = (tmp_path / "audit").read_text()
     assert "hush" not in text
     events = [json.loads(line) for line in text.splitlines()]
     assert [(each["event"], each["command"][2]) for each in events] == [
-        (event, name) for name in ("readonly", "config", "put") for event in ("begin", "end")
+        (event, name) for name in ("readonly", "sanity", "config", "put") for event in ("begin", "end")
     ]
 
 
@@ -332,8 +332,9 @@ def test_a_bookie_that_tests_itself_has_until_the_deadline(cli: Cli) -> None:
 
 
 def test_a_bookie_by_its_id_is_tested_over_the_wire(
-    cli: Cli, cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setenv("BKCTL_AUDIT_LOG", str(tmp_path / "audit"))
     monkeypatch.setenv("BKCTL_METADATA_URI", cluster.metadata_uri)
     bookie = cluster.bookies()[1].bookie_id
     before = cli("ledger", "list", "--all-scopes", "-o", "id").out
@@ -344,6 +345,8 @@ def test_a_bookie_by_its_id_is_tested_over_the_wire(
     assert cli("ledger", "list", "--all-scopes", "-o", "id").out == before
     assert cli("bookie", "sanity", "--bookie", bookie, "-e", "2", "-t", "60s", "-o", "json").json["entryCount"] == 2
     assert cli("bookie", "sanity", "--bookie", "nobody").code == 4
+    events = [json.loads(line) for line in (tmp_path / "audit").read_text().splitlines()]
+    assert [each["exitCode"] for each in events if each["event"] == "end"] == [0, 0, 0, 4]
 
 
 def test_sanity_writes_to_one_bookie_and_deletes_its_ledger(cli: Cli, cluster: LocalCluster, tmp_path: Path) -> None:
