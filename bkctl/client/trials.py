@@ -16,6 +16,8 @@ from bkctl.formats.entry import DigestType
 from bkctl.ids import LedgerId
 from bkctl.protocol.messages import Protocol
 
+#: Entries of a sanity test, unless told otherwise. Source: SanityTestCommand.
+SANITY_ENTRY_COUNT: Final = 10
 #: Payload of the entries of `sanity_test`.
 SANITY_ENTRY_SIZE_BYTES: Final = 100
 

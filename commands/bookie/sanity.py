@@ -71,7 +71,9 @@ def sanity(
                 )
         row = _sanity_of_itself(run, which, deadline)
     else:
-        row = _sanity_over_the_wire(run, which.bookie_id, count or 10, scope_id or 0, deadline)
+        from bkctl.client.trials import SANITY_ENTRY_COUNT
+
+        row = _sanity_over_the_wire(run, which.bookie_id, count or SANITY_ENTRY_COUNT, scope_id or 0, deadline)
     run.show(row, SANITY_COLUMNS)
     if not row.passed:
         name = f"Bookie {row.bookie_id}" if row.bookie_id else f"The bookie at {row.url}"

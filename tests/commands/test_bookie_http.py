@@ -18,6 +18,7 @@ from support.fake_http import HEAD, FakeServer, Reply, Turns, drips, is_silent, 
 from support.waiting import LIMIT_S
 
 from bkctl.bookie.local import LocalCluster
+from bkctl.client.trials import SANITY_ENTRY_COUNT
 from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo, Cookie
 from bkctl.metadata.cluster import open_cluster
 from bkctl.metadata.store import NEW
@@ -344,9 +345,10 @@ def test_a_bookie_by_its_id_is_tested_over_the_wire(
         assert (answer.json["bookieId"], answer.json["passed"], answer.json["entryCount"]) == (bookie, True, 3)
     assert cli("ledger", "list", "--all-scopes", "-o", "id").out == before
     assert cli("bookie", "sanity", "--bookie", bookie, "-e", "2", "-t", "60s", "-o", "json").json["entryCount"] == 2
+    assert cli("bookie", "sanity", "--bookie", bookie, "-o", "json").json["entryCount"] == SANITY_ENTRY_COUNT
     assert cli("bookie", "sanity", "--bookie", "nobody").code == 4
     events = [json.loads(line) for line in (tmp_path / "audit").read_text().splitlines()]
-    assert [each["exitCode"] for each in events if each["event"] == "end"] == [0, 0, 0, 4]
+    assert [each["exitCode"] for each in events if each["event"] == "end"] == [0, 0, 0, 0, 4]
 
 
 def test_sanity_writes_to_one_bookie_and_deletes_its_ledger(cli: Cli, cluster: LocalCluster, tmp_path: Path) -> None:

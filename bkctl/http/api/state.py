@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from starlette.responses import Response
 
-from bkctl.client.trials import sanity_test
+from bkctl.client.trials import SANITY_ENTRY_COUNT, sanity_test
 from bkctl.errors import BkctlError
 from bkctl.http.endpoints import (
     BOOLEAN,
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
 ENDPOINTS: Final = Endpoints(of_bookie=True)
 
-#: Entries of the sanity test, and how long it may take. Source: SanityTestCommand.
-SANITY_ENTRIES: Final = 10
+#: The longest sanity test. Source: SanityTestCommand.
 SANITY_TIMEOUT_S: Final = 30.0
 #: The longest wait for another sanity test. Source: BookieSanityService.
 SANITY_WAIT_S: Final = 5.0
@@ -113,7 +112,7 @@ async def sanity(call: ApiCall) -> Response:
     try:
         client = await service.bookkeeper_of_one(service.bookie.bookie_id)
         async with asyncio.timeout(SANITY_TIMEOUT_S), client:
-            await sanity_test(client, ledger_scope_id=0, entry_count=SANITY_ENTRIES)
+            await sanity_test(client, ledger_scope_id=0, entry_count=SANITY_ENTRY_COUNT)
         passed = True
     except (BkctlError, TimeoutError):
         passed = False
