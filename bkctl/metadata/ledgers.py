@@ -64,8 +64,6 @@ class LedgerManager(ABC):
 
     #: The largest id of scope 0 whose name every Apache class of the layout recognises.
     id_max: int = I64_MAX
-    #: Whether each id that the store generates is greater than those before it.
-    ids_ascend: bool = True
 
     def __init__(self, store: MetadataStore) -> None:
         self.store = store
@@ -307,6 +305,18 @@ class LedgerManager(ABC):
     def skip_ids(self, position: int) -> bool:
         """Advance the generator past the ids that one at `position` (see `id_position`) gave; False: impossible."""
         return False
+
+    def generator_state(self) -> tuple[int, ...]:
+        """Return the state of the generator of ids in scope 0, for `generated_since`."""
+        return (self.id_position() or 0,)
+
+    def generated_since(self, state: tuple[int, ...]) -> Iterator[LedgerId]:
+        """Yield every ledger of scope 0 whose id was generated since `state`, ascending, and no id generated before.
+
+        Ids without a ledger, and ledgers that were created with explicit ids, may be among them. The cost is that of
+        the ids since `state`.
+        """
+        return self.ledgers(0, LedgerId(0, state[0] - 1) if state[0] else None)
 
     # for subclasses
 

@@ -247,12 +247,23 @@ def test_many_creators_share_one_store(cluster_uri: str) -> None:
         assert list(first.ledgers.ledgers(None)) == sorted(made)
 
 
-def test_generated_ids_ascend_where_the_manager_says_so(ledgers: LedgerManager) -> None:
-    ledgers.new_ledger_id()
-    position = ledgers.id_position()
-    assert position is not None
-    generated = [position - 1, *(ledgers.new_ledger_id().ledger_id for _ in range(130))]
-    assert ledgers.ids_ascend == (generated == sorted(set(generated)))
+def test_generated_since_finds_the_ledgers_created_since(ledgers: LedgerManager) -> None:
+    def create() -> LedgerId:
+        ledger = ledgers.new_ledger_id()
+        ledgers.create(ledger, METADATA)
+        return ledger
+
+    empty = ledgers.generator_state()
+    before = [create() for _ in range(3)]
+    state = ledgers.generator_state()
+    assert list(ledgers.generated_since(state)) == []
+    since = [create() for _ in range(130)]
+    ledgers.new_ledger_id()  # Without a ledger.
+    found = list(ledgers.generated_since(state))
+    assert found == sorted(found)
+    assert set(since) <= set(found)
+    assert set(found).isdisjoint(before)
+    assert {*before, *since} <= set(ledgers.generated_since(empty))
 
 
 def test_read_many_keeps_order_with_errors_in_place(ledgers: LedgerManager, ids: list[LedgerId]) -> None:

@@ -4,8 +4,8 @@
 
 The column `payload` (binary or string) becomes the entries, in the order of the partition's rows. Other columns are
 ignored, and a partition without rows gets no ledger. A task that runs again writes another ledger: at the end, ledgers
-of attempts that Spark does not count are deleted. A mark in the custom metadata and adjacent ids find these ledgers; in
-scope 0 on etcd, whose ids are not adjacent, the mark alone, so that all ledgers of the scope are read.
+of attempts that Spark does not count are deleted. A mark in the custom metadata finds these ledgers: within a range of
+ids, or in scope 0 among the ids that were generated since the write began.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from bkctl.client.write_handle import WriteHandle
 from bkctl.disk import atomic_write
 from bkctl.errors import AlreadyExists, BkctlError, LedgerExists, LedgerNotFound, UsageError
 from bkctl.formats.entry import DigestType
-from bkctl.ids import U64_MAX, LedgerId
+from bkctl.ids import LedgerId
+from bkctl.metadata.cluster import Cluster
 from bkctl.spark.sources.connection import Client
 from bkctl.spark.sources.ledgers import NAME, LedgerQuerySettings
 from bkctl.spark.sources.options import SourceOptions
@@ -82,12 +83,11 @@ class LedgerWriter(DataSourceArrowWriter):
                 raise AlreadyExists(f"{self._names} exists", hint="choose another file, or write with mode overwrite")
             if not self._names.parent.is_dir():
                 raise UsageError(f"names {self._names}: its directory does not exist")
-        self._position = 0
+        #: The generator of ids in scope 0 before this write.
+        self._generator_state: tuple[int, ...] = ()
         if self._scope_id == 0:
             with settings.cluster.open() as cluster:
-                if cluster.ledgers.ids_ascend:
-                    # Ids that the store creates for this write follow the current position.
-                    self._position = cluster.ledgers.id_position() or 0
+                self._generator_state = cluster.ledgers.generator_state()
 
     # --- in the tasks -------------------------------------------------------------------------------------------
 
@@ -163,18 +163,21 @@ class LedgerWriter(DataSourceArrowWriter):
     def delete_others(self, keep: frozenset[LedgerId]) -> None:
         """Delete the ledgers of this write that are not in `keep`. Raises the errors of the metadata store."""
         with self._settings.cluster.open() as cluster:
-            listed = cluster.ledgers.ledgers(self._scope_id, self._before_first())
-            end = LedgerId(self._scope_id, U64_MAX if self._scope_id == 0 else self._first_id | (1 << _LOW_BITS) - 1)
-            others = (each for each in takewhile(lambda each: each <= end, listed) if each not in keep)
+            others = (each for each in self._candidates(cluster) if each not in keep)
             mark = self._mark.encode()
             for ledger, found in cluster.ledgers.read_many(others):
                 if not isinstance(found, BkctlError) and found.metadata.custom_metadata.get(JOB_KEY) == mark:
                     with contextlib.suppress(LedgerNotFound):
                         cluster.ledgers.remove(ledger)
 
-    def _before_first(self) -> LedgerId | None:
-        first = LedgerId(self._scope_id, self._position if self._scope_id == 0 else self._first_id)
-        return LedgerId.from_value(first.value - 1) if first.value else None
+    def _candidates(self, cluster: Cluster) -> Iterator[LedgerId]:
+        """Return the ids that ledgers of this write may have."""
+        if self._scope_id == 0:
+            return cluster.ledgers.generated_since(self._generator_state)
+        first = LedgerId(self._scope_id, self._first_id)
+        end = LedgerId(self._scope_id, self._first_id | (1 << _LOW_BITS) - 1)
+        listed = cluster.ledgers.ledgers(self._scope_id, LedgerId.from_value(first.value - 1))
+        return takewhile(lambda each: each <= end, listed)
 
 
 def ledgers_of(messages: Iterable[WriterCommitMessage | None]) -> list[LedgerId]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,10 @@ from support.source_rows import struct_of
 
 from bkctl.errors import AlreadyExists, Unauthorized, UsageError
 from bkctl.formats.entry import DigestType
+from bkctl.formats.metadata import Fragment, LedgerMetadata
 from bkctl.ids import LedgerId
-from bkctl.metadata.ledgers import QualifiedNameLedgerManager
+from bkctl.metadata.backends.etcd.store import EtcdStore
+from bkctl.metadata.cluster import open_cluster
 from bkctl.spark.sources.ledger_sink import JOB_KEY, LedgerWriter, LedgerWritten
 from bkctl.spark.sources.ledger_source import LedgerSource
 
@@ -82,17 +85,36 @@ def test_commit_deletes_ledgers_of_uncounted_attempts(live: Live, tmp_path: Path
     assert live.ledgers() - before == {ledger_of(first), ledger_of(second)}
 
 
-def test_ledgers_are_deleted_whose_ids_do_not_ascend(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on etcd, whose position is behind most ids to come."""
-    monkeypatch.setattr(QualifiedNameLedgerManager, "ids_ascend", False)
-    monkeypatch.setattr(QualifiedNameLedgerManager, "id_position", lambda _: 100 << 56 | 11)
-    planned, before = writer(live, ledgerScopeId=0), live.ledgers()
-    attempt(planned, b"lost")
-    counted = attempt(planned, b"counted")
-    planned.commit([counted])
-    assert live.ledgers() - before == {ledger_of(counted)}
-    planned.abort([counted])
-    assert live.ledgers() == before
+def test_commit_on_etcd_reads_only_ledgers_created_since(
+    etcd: servers.EtcdServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uri = etcd.metadata_uri(etcd.new_root())
+    with open_cluster(uri, create=True) as cluster:
+
+        def create(mark: str) -> LedgerId:
+            ledger = cluster.ledgers.new_ledger_id()
+            metadata = LedgerMetadata(1, 1, 1, DigestType.CRC32C, b"", (Fragment(0, ("bookie-1",)),))
+            cluster.ledgers.create(ledger, replace(metadata, custom_metadata={JOB_KEY: mark.encode()}))
+            return ledger
+
+        older = [create("older") for _ in range(130)]
+        planned = LedgerSource({"metadataUri": uri, "ledgerScopeId": "0"}).writer(struct_of("`payload` binary"), False)
+        lost, counted, other = create(planned._mark), create(planned._mark), create("other")
+        asked: list[str] = []
+        get_many = EtcdStore.get_many
+
+        def get_noted(self: EtcdStore, paths: Iterable[str]) -> Any:
+            asked.extend(given := list(paths))
+            return get_many(self, given)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(EtcdStore, "get_many", get_noted)
+            patch.setattr(EtcdStore, "children", None)  # no listing
+            planned.commit([LedgerWritten(0, counted.value)])
+        assert set(asked) == {cluster.ledgers.path(ledger) for ledger in (lost, other)}
+        assert set(cluster.ledgers.ledgers()) == {*older, counted, other}
+        planned.abort([])
+        assert set(cluster.ledgers.ledgers()) == {*older, other}
 
 
 def test_ledgers_have_the_requested_settings(live: Live, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Iterator
 from typing import Final
 
 from bkctl.errors import IllegalOperation
@@ -21,8 +22,6 @@ class EtcdLedgerManager(QualifiedNameLedgerManager):
 
     Ids of scope 0 come from 128 buckets, each a key that counts its writes: bucket << 56 | count.
     """
-
-    ids_ascend = False
 
     def __init__(self, store: MetadataStore) -> None:
         super().__init__(store)
@@ -45,9 +44,9 @@ class EtcdLedgerManager(QualifiedNameLedgerManager):
 
     def id_position(self) -> int:
         """See LedgerManager.id_position: the highest bucket in use, with the count of the fullest one."""
-        counts = {bucket: self.store.sequence_position(f"buckets/{bucket:03d}") for bucket in range(_BUCKETS)}
-        highest = max((bucket for bucket, count in counts.items() if count), default=None)
-        return 0 if highest is None else highest << _BUCKET_SHIFT | max(counts.values()) + 1
+        counts = self.generator_state()
+        highest = max((bucket for bucket, count in enumerate(counts) if count), default=None)
+        return 0 if highest is None else highest << _BUCKET_SHIFT | max(counts) + 1
 
     def skip_ids(self, position: int) -> bool:
         if position <= 1:
@@ -57,3 +56,13 @@ class EtcdLedgerManager(QualifiedNameLedgerManager):
             self.store.advance_sequence(f"buckets/{bucket:03d}", count - 1)
             for bucket in range(min(highest, _BUCKETS - 1) + 1)
         )
+
+    def generator_state(self) -> tuple[int, ...]:
+        """See LedgerManager.generator_state: the last number of each bucket."""
+        return tuple(self.store.sequence_position(f"buckets/{bucket:03d}") for bucket in range(_BUCKETS))
+
+    def generated_since(self, state: tuple[int, ...]) -> Iterator[LedgerId]:
+        """See LedgerManager.generated_since: every id, without a listing, which would pass over whole buckets."""
+        for bucket, (before, now) in enumerate(zip(state, self.generator_state(), strict=True)):
+            for number in range(before + 1, now + 1):
+                yield LedgerId(0, bucket << _BUCKET_SHIFT | number)
