@@ -40,6 +40,7 @@ from bkctl.spark.jobs.copying import (
     LedgerCopy,
     Shape,
     check_store,
+    refuse_speculation,
     result_batch,
 )
 from bkctl.spark.jobs.frames import QUALIFIED_NAME, frame_of
@@ -227,7 +228,7 @@ def import_ledgers(
     `options` are the connection's, SHAPE_OPTIONS, and `ledgerPasswordFile` or `ledgerPasswordEnv` for the new ledgers,
     since an export has no passwords. Ledgers that a run before completed are skipped, unfinished ones are resumed. If a
     ledger fails (`failed`, with a `message`), the job continues with the next one. Columns: copying.RESULT_COLUMNS.
-    Raises NotFound without a complete export at `path`.
+    Raises NotFound without a complete export at `path`, and UsageError as refuse_speculation.
     """
     from pyspark.errors import AnalysisException
 
@@ -235,6 +236,8 @@ def import_ledgers(
         "import", options, (*CONNECTION_OPTIONS, *SHAPE_OPTIONS, "ledgerPasswordFile", "ledgerPasswordEnv")
     )
     ClusterOptions(checked)
+    if not dry_run:
+        refuse_speculation(spark)
     try:
         known = spark.read.schema(ddl(METADATA_COLUMNS)).parquet(f"{path}/ledgers")
         counts = _counts(spark, path)

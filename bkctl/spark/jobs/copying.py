@@ -11,14 +11,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import pyarrow as pa
 
 from bkctl.client.ensemble import update_metadata
 from bkctl.client.reader import read_entries
 from bkctl.client.write_handle import WriteHandle
-from bkctl.errors import BkctlError, Conflict, Corrupt, LedgerNotFound, Unreachable
+from bkctl.errors import BkctlError, Conflict, Corrupt, LedgerNotFound, Unreachable, UsageError
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
@@ -26,6 +26,9 @@ from bkctl.metadata.ledgers import VersionedMetadata
 from bkctl.spark.schemas import arrow_schema
 from bkctl.spark.sources.connection import Client
 from bkctl.spark.sources.options import SourceOptions
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 #: Custom metadata of a copy: the qualified name of its source; and the hash of its entries, once it is verified.
 SOURCE_KEY: Final = "bkctl-copy-of"
@@ -209,6 +212,19 @@ class LedgerCopy:
         update_metadata(self._client.cluster.ledgers, self.target, found, marked)
         state = COPIED if self._handle is not None else PRESENT
         return CopyResult(self.source, self.target, state, hash.entry_count, hash.length, hash.hex)
+
+
+def refuse_speculation(spark: SparkSession) -> None:
+    """Raise UsageError if Spark may run two attempts of a task at once.
+
+    They would write one copy. If one changes the ensemble, the other still adds to the bookies before, so that the
+    metadata names bookies without these entries.
+    """
+    if (spark.conf.get("spark.speculation", "false") or "").lower() == "true":
+        raise UsageError(
+            "spark.speculation is on: Spark may run a task twice at once, and both would write the same ledgers",
+            hint="start Spark with spark.speculation=false ('bkctl pipeline': --spark-conf spark.speculation=false)",
+        )
 
 
 def check_store(client: Client, error: BkctlError) -> None:

@@ -21,6 +21,7 @@ from bkctl.spark.jobs.copying import (
     CopyResult,
     check_store,
     copy_ledger,
+    refuse_speculation,
     result_batch,
 )
 from bkctl.spark.jobs.frames import frame_of, task_slots
@@ -54,12 +55,14 @@ def migrate_scope(
     `options` are the connection's and SHAPE_OPTIONS. The sources stay. A ledger that is not closed is not copied
     (`open`). If a copy fails otherwise (`failed`, with a `message`), the job continues with the next one; only an
     unreachable metadata store ends the job. Columns: RESULT_COLUMNS.
-    Raises UsageError if two ledgers would get the same id, or one is in that scope already.
+    Raises UsageError if two ledgers would get the same id, or one is in that scope already; and as refuse_speculation.
     """
     checked = SourceOptions("migrate-scope", options, (*CONNECTION_OPTIONS, *SHAPE_OPTIONS))
     connection = ClusterOptions(checked)
     if not ledgers and from_scope_id is None:
         raise UsageError("No ledgers to copy are given", hint="name ledgers, or the scope that they are in")
+    if not dry_run:
+        refuse_speculation(spark)
     with connection.open() as cluster:
         listed = ledgers or cluster.ledgers.ledgers(from_scope_id)
         results, work = _plan(cluster, listed, to_scope_id, named=bool(ledgers), dry_run=dry_run)

@@ -15,6 +15,7 @@ from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import Fragment
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
+from bkctl.spark.jobs.archive import import_ledgers
 from bkctl.spark.jobs.copying import (
     HASH_KEY,
     SHAPE_OPTIONS,
@@ -30,6 +31,8 @@ from bkctl.spark.sources.connection import Client
 from bkctl.spark.sources.options import SourceOptions
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from pyspark.sql import SparkSession
     from support.live_ledgers import Live
 
@@ -226,3 +229,22 @@ def test_scope_is_copied_through_spark(spark: SparkSession, live: Live) -> None:
     }.items():
         with pytest.raises(UsageError, match=problem):
             migrate_scope(spark, options, to, **settings)
+
+
+def test_jobs_that_write_ledgers_refuse_speculation(spark: SparkSession, live: Live, tmp_path: Path) -> None:
+    # Spark takes the setting when it starts; new sessions show it.
+    core = spark.sparkContext._jsc.sc().conf()  # type: ignore[union-attr]
+    core.set("spark.speculation", "True")
+    try:
+        speculative = spark.newSession()
+        assert speculative.conf.get("spark.speculation") == "True"
+    finally:
+        core.remove("spark.speculation")
+    source = live.write([b"x"], LedgerId(SCOPE + 20, 1))
+    with pytest.raises(UsageError, match="speculation is on"):
+        migrate_scope(speculative, live.options, SCOPE + 21, ledgers=[source])
+    with pytest.raises(UsageError, match="speculation is on"):
+        import_ledgers(speculative, str(tmp_path), live.options)
+    assert live.ledgers(SCOPE + 21) == set()
+    (row,) = migrate_scope(speculative, live.options, SCOPE + 21, ledgers=[source], dry_run=True).collect()
+    assert row.state == "planned"
