@@ -108,7 +108,6 @@ class ReplicationWorker:
     #: The failures of a ledger and its unreadable entries, most recent ledger last.
     _failed: OrderedDict[LedgerId, tuple[int, frozenset[int]]] = field(default_factory=OrderedDict)
     _damaged: set[LedgerId] = field(default_factory=set)
-    _is_over: bool = False
     _wake: Signal | None = None
 
     def __post_init__(self) -> None:
@@ -141,7 +140,6 @@ class ReplicationWorker:
                             await asyncio.sleep(min(wait_s, PAUSE_S))
                         await wake.wait(wait_s)
         finally:
-            self._is_over = True
             await cancel_and_wait(*self._deferred.values())
 
     @property
@@ -222,11 +220,11 @@ class ReplicationWorker:
             self.stats.exceptions[type(error).__name__] += 1
             if isinstance(error, Unreachable) and not await self._store_answers():
                 raise
-        except BkctlError as error:
-            log.warning("Ledger %s could not be replicated: %s", ledger, error)
+        except Exception as error:  # noqa: BLE001 - one ledger, which does not keep the others waiting
+            _log_failure(ledger, error)
             self.stats.exceptions[type(error).__name__] += 1
         finally:
-            if ledger not in self._deferred and not self._is_over:
+            if ledger not in self._deferred:
                 await run_to_end(self._unlock(ledger))
             if outcome is not LedgerOutcome.SKIPPED:
                 self.stats.rereplicate_count += 1
@@ -384,21 +382,23 @@ class ReplicationWorker:
     def _defer(
         self, ledger: LedgerId, delay_ms: int, then: Callable[[LedgerId], Awaitable[None]] | None = None
     ) -> None:
-        """Keep the ledger locked for `delay_ms`, call `then`, and unlock it."""
+        """Keep the ledger locked for `delay_ms`, call `then`, and unlock it, retrying until the store accepts.
+
+        The end of `run` ends this too; the lock remains then.
+        """
 
         async def release() -> None:
             try:
                 await asyncio.sleep(delay_ms / 1000)
                 if then is not None:
                     await then(ledger)
-            except BkctlError as error:
-                log.warning("Ledger %s could not be recovered: %s", ledger, error)
-            finally:
-                if not self._is_over:
-                    await self._unlock(ledger)
-                    if self._wake is not None:
-                        self._wake.set()
-                self._deferred.pop(ledger, None)
+            except Exception as error:  # noqa: BLE001 - one ledger, which is unlocked all the same
+                _log_failure(ledger, error)
+            while not await self._is_unlocked(ledger):
+                await asyncio.sleep(self._back_off_s)
+            self._deferred.pop(ledger, None)
+            if self._wake is not None:
+                self._wake.set()
 
         self._deferred[ledger] = asyncio.ensure_future(release())
 
@@ -417,14 +417,24 @@ class ReplicationWorker:
                 await self._replicator.recover(ledger)
 
     async def _unlock(self, ledger: LedgerId) -> None:
-        """Unlock the ledger, retrying until the store accepts: a lock excludes all workers while we live."""
-        while not self._is_over:
-            try:
-                await asyncio.to_thread(self._state.locks.unlock, ledger)
-                return
-            except BkctlError as error:
-                log.warning("The lock of ledger %s is not released yet: %s", ledger, error)
-                await asyncio.sleep(self._back_off_s)
+        """Unlock the ledger, in the background if the store refuses now: a lock excludes all workers while we live."""
+        if not await self._is_unlocked(ledger):
+            self._defer(ledger, self.config.rw_rereplicate_backoff_ms)
+
+    async def _is_unlocked(self, ledger: LedgerId) -> bool:
+        """Try once to unlock the ledger."""
+        try:
+            await asyncio.to_thread(self._state.locks.unlock, ledger)
+        except Exception as error:  # noqa: BLE001 - a lock that stayed would exclude all workers
+            log.warning("The lock of ledger %s is not released yet: %s", ledger, error)
+            return False
+        return True
+
+
+def _log_failure(ledger: LedgerId, error: Exception) -> None:
+    """Log why the ledger was not replicated; with a traceback if bkctl does not know the error."""
+    unexpected = None if isinstance(error, BkctlError) else error
+    log.warning("Ledger %s could not be replicated: %s", ledger, error, exc_info=unexpected)
 
 
 def _is_healthy(check: LedgerCheck) -> bool:

@@ -11,7 +11,7 @@ from support.waiting import LIMIT_S
 
 from bkctl.client.placement import RackRules, rack_rules
 from bkctl.config import BookieConfig
-from bkctl.errors import Conflict, LedgerFenced
+from bkctl.errors import Conflict, LedgerFenced, Unreachable
 from bkctl.formats.metadata import LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
@@ -212,6 +212,79 @@ async def test_cancelled_attempt_leaves_no_lock(fake_cluster, monkeypatch):
             await attempt
         assert list(state_of(cluster).locks.list()) == []
         assert await worker.replicate(ledger) is LedgerOutcome.DONE
+
+
+async def test_worker_stops_while_the_store_is_away(fake_cluster, monkeypatch):
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        await lost_ledger(cluster, client)
+        is_busy, never = asyncio.Event(), asyncio.Event()
+
+        async def copy_for_hours(*_):
+            is_busy.set()
+            await never.wait()
+
+        def unlock(*_):
+            raise Unreachable("The store is away")
+
+        monkeypatch.setattr(ReplicationWorker, "_replicate_locked", copy_for_hours)
+        monkeypatch.setattr(LedgerLocks, "unlock", unlock)
+        working = asyncio.ensure_future(ReplicationWorker(client, CONFIG, "worker").run())
+        await is_busy.wait()
+        working.cancel()
+        await asyncio.wait([working], timeout=LIMIT_S)
+        monkeypatch.undo()
+        assert working.cancelled()
+
+
+async def test_lock_that_the_store_kept_is_released_later(fake_cluster, monkeypatch):
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        ledger, _ = await lost_ledger(cluster, client)
+        unlock, is_away = LedgerLocks.unlock, True
+
+        def unlock_later(*arguments):
+            if is_away:
+                raise Unreachable("The store is away")
+            unlock(*arguments)
+
+        monkeypatch.setattr(LedgerLocks, "unlock", unlock_later)
+        worker = ReplicationWorker(client, CONFIG, "worker")
+        assert await worker.replicate(ledger) is LedgerOutcome.DONE
+        state = state_of(cluster)
+        assert [lock.ledger for lock in state.locks.list()] == [ledger]
+        is_away = False
+        await eventually(lambda: not list(state.locks.list()), "unlocked once the store is back")
+        await eventually(lambda: not worker._deferred, "and free for another attempt")
+
+
+@pytest.mark.parametrize("where", ["replicating", "fencing"])
+async def test_unexpected_error_of_one_ledger_leaves_the_others_replicated_and_no_lock(
+    fake_cluster, monkeypatch, caplog, where
+):
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        odd = await write(client, 5, close=where == "replicating")
+        sound = await write(client, 5)
+        await lose(cluster, bookies_of(cluster, odd.ledger)[0])
+        state = state_of(cluster)
+        check = LedgerChecker.check
+
+        async def check_oddly(self, ledger, *arguments, **options):
+            # The ledger that is to be fenced is checked for the second time then.
+            seen.append(ledger)
+            if ledger == odd.ledger and (where == "replicating" or seen.count(ledger) > 1):
+                raise KeyError("odd")
+            return await check(self, ledger, *arguments, **options)
+
+        seen = []
+        monkeypatch.setattr(LedgerChecker, "check", check_oddly)
+        for each in (odd.ledger, sound.ledger):
+            state.marks.add(each, ["b-lost"])
+        worker = ReplicationWorker(client, CONFIG, "worker")
+        async with running(worker.run()):
+            await eventually(lambda: state.marks.get(sound.ledger) is None, "the other ledger is replicated")
+            await eventually(lambda: "could not be replicated: 'odd'" in caplog.text, "the error is logged")
+            await eventually(lambda: seen.count(odd.ledger) > 2, "the ledger was unlocked, and is tried again")
+        assert "Traceback" in caplog.text
+        assert state.marks.get(odd.ledger) is not None
 
 
 async def test_deferred_ledger_is_not_retried_after_losing_lock(fake_cluster):
