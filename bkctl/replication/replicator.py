@@ -34,6 +34,7 @@ from bkctl.replication.fragment_copy import (
 )
 from bkctl.replication.fragments import LedgerFragment
 from bkctl.replication.targets import TargetChooser
+from bkctl.tasks import run_to_end
 
 if TYPE_CHECKING:
     from bkctl.ids import LedgerId
@@ -161,7 +162,9 @@ class LedgerFragmentReplicator:
         repaired = tuple(fragment.ensemble[index] for index in sorted(chosen) if index not in moved)
         if not moved:
             return replace(result, outcome=Outcome.REPAIRED, repaired=repaired)
-        versioned, replaced = await self._swapper.swap(EnsembleSwap(check.versioned, fragment, moved, lock))
+        # A caller that is cancelled releases the lock: not before the swap is written.
+        swap = self._swapper.swap(EnsembleSwap(check.versioned, fragment, moved, lock))
+        versioned, replaced = await run_to_end(swap)
         outcome = Outcome.REPLICATED if len(replaced) == len(moved) else Outcome.SUPERSEDED
         return replace(result, outcome=outcome, versioned=versioned, replaced=replaced, repaired=repaired)
 

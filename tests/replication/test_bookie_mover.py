@@ -441,6 +441,37 @@ async def test_cancelled_move_releases_lock_being_taken(fake_cluster, monkeypatc
         assert list(LedgerLocks(cluster.cluster.store).list()) == []
 
 
+async def test_cancelled_move_keeps_lock_until_swap_is_written(fake_cluster, monkeypatch):
+    writing, go_on, steps = threading.Event(), threading.Event(), []
+    unlock_many = LedgerLocks.unlock_many
+
+    def unlocked(*arguments):
+        unlock_many(*arguments)
+        steps.append("unlocked")
+
+    monkeypatch.setattr(LedgerLocks, "unlock_many", unlocked)
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        writer = await write(client, 3, ensemble_size=3, write_quorum_size=3, ack_quorum_size=3)
+        write_many = cluster.cluster.ledgers.write_many
+
+        def slowly(*arguments):
+            writing.set()
+            assert go_on.wait(LIMIT_S)
+            steps.append("written")
+            return write_many(*arguments)
+
+        monkeypatch.setattr(cluster.cluster.ledgers, "write_many", slowly)
+        (lost, *_) = cluster.metadata(writer.ledger).ensembles[0].bookies
+        task = asyncio.ensure_future(move(cluster, client, lost))
+        assert await asyncio.to_thread(writing.wait, LIMIT_S)
+        task.cancel()
+        asyncio.get_running_loop().call_later(0.05, go_on.set)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert steps == ["written", "unlocked"]
+        assert lost not in cluster.metadata(writer.ledger).ensembles[0].bookies
+
+
 async def test_rate_bounds_all_moves_together(fake_cluster):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         async with cluster.client(only=["b0", "b1", "b2"]) as writing:
