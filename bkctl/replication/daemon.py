@@ -42,6 +42,8 @@ BOTH: Final = (False, True)
 #: Pauses before a restart; beside a bookie they double.
 _RESTART_PAUSE_S: Final = 2.0
 _RESTART_PAUSE_S_MAX: Final = 60.0
+#: A stop beside a bookie waits this long for requests to a metadata store that does not answer.
+STOP_TIMEOUT_S: Final = 60.0
 
 
 @dataclass(eq=False)
@@ -153,9 +155,9 @@ class AutoRecoveryThread:
         self._bookie_id = bookie_id
         self._security = security
         self._tls = tls
+        self._is_stopping = threading.Event()
         self._stop: Signal | None = None
-        self._ready = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="auto-recovery", daemon=True)
+        self._thread = threading.Thread(target=self._persist, name="auto-recovery", daemon=True)
         self._auto_recovery: AutoRecovery | None = None
 
     def start(self) -> None:
@@ -163,32 +165,41 @@ class AutoRecoveryThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """Give up votes and locks, and wait for the end of the thread. A second call does nothing."""
+        """Give up votes and locks, and wait up to STOP_TIMEOUT_S for the end of the thread.
+
+        A second call does nothing.
+        """
         if self._thread.ident is None:
             return
-        self._ready.wait()
+        self._is_stopping.set()
         if self._stop is not None:
             self._stop.set()
-        self._thread.join()
+        self._thread.join(STOP_TIMEOUT_S)
+        if self._thread.is_alive():
+            log.error("Auto-recovery does not stop: its votes and locks end with its session")
 
     def samples(self) -> Iterator[Sample]:
         """Yield samples, as AutoRecovery.samples; none before the first session."""
         return iter(()) if self._auto_recovery is None else self._auto_recovery.samples()
 
+    def _persist(self) -> None:
+        pause_s = _RESTART_PAUSE_S
+        while not self._is_stopping.is_set():
+            try:
+                with asyncio.Runner() as runner:
+                    runner.run(self._serve())
+            except Exception as error:
+                unexpected = None if isinstance(error, BkctlError) else error
+                log.warning(
+                    "Auto-recovery is interrupted, and restarts in %g s: %s", pause_s, error, exc_info=unexpected
+                )
+            self._is_stopping.wait(pause_s)
+            pause_s = min(pause_s * 2, _RESTART_PAUSE_S_MAX)
+
     async def _serve(self) -> None:
         self._stop = Signal()
-        self._ready.set()
-        await _until(self._stop, asyncio.ensure_future(self._persist()))
-
-    async def _persist(self) -> None:
-        pause_s = _RESTART_PAUSE_S
-        while True:
-            try:
-                await self._session()
-            except BkctlError as error:
-                log.warning("Auto-recovery is interrupted, and restarts in %g s: %s", pause_s, error)
-            await asyncio.sleep(pause_s)
-            pause_s = min(pause_s * 2, _RESTART_PAUSE_S_MAX)
+        if not self._is_stopping.is_set():
+            await _until(self._stop, asyncio.ensure_future(self._session()))
 
     async def _session(self) -> None:
         config = self._config
