@@ -38,12 +38,18 @@ async def _asynchronous(items: Iterable[T]) -> AsyncGenerator[T, None]:
 
 
 async def run_together(works: Iterable[Awaitable[T]]) -> list[T]:
-    """Return the results of `works`, which run at once; if one raises, cancel the others and wait for their ends."""
+    """Return the results of `works`, which run at once; if one raises, cancel the others and wait for their ends.
+
+    So does a cancellation, which is raised whatever the works raise then. Each work is cancelled once.
+    """
     tasks = [asyncio.ensure_future(work) for work in works]
+    if not tasks:
+        return []
     try:
-        return await asyncio.gather(*tasks)
+        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
     finally:
         await cancel_and_wait(*tasks)
+    return [task.result() for task in tasks if task in ended]
 
 
 async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:

@@ -11,7 +11,7 @@ import pytest
 from support.waiting import LIMIT_S
 
 from bkctl.errors import BookieUnavailable
-from bkctl.tasks import in_order, run_to_end
+from bkctl.tasks import in_order, run_to_end, run_together
 
 
 async def test_in_order_works_ahead_within_bound() -> None:
@@ -74,3 +74,78 @@ async def test_cancelled_caller_ends_after_the_work_and_drops_its_error(cancella
         assert complaints == []
     finally:
         loop.set_exception_handler(former)
+
+
+class Cleaned:
+    """A work that waits to be cancelled, and cleans up in several steps then, which another cancellation interrupts."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.began = asyncio.Event()
+        self.may_end = asyncio.Event()
+        self.is_clean = False
+        self.error = error
+
+    async def work(self) -> None:
+        try:
+            self.began.set()
+            await asyncio.Event().wait()
+        finally:
+            await self.may_end.wait()
+            if self.error is not None:
+                raise self.error
+            self.is_clean = True
+
+
+async def turns() -> None:
+    """Let all tasks go on as far as they can."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_run_together_cancels_each_work_once() -> None:
+    """Works that end at once do not have the clean-ups of the others interrupted."""
+    slow = Cleaned()
+    caller = asyncio.ensure_future(run_together([slow.work(), asyncio.Event().wait()]))
+    await slow.began.wait()
+    caller.cancel()
+    await turns()
+    assert not caller.done()
+    slow.may_end.set()
+    await asyncio.wait([caller], timeout=LIMIT_S)
+    assert (caller.cancelled(), slow.is_clean) == (True, True)
+
+
+async def test_run_together_raises_cancellation_rather_than_error_of_clean_up() -> None:
+    failing = Cleaned(BookieUnavailable("gone"))
+    failing.may_end.set()
+    caller = asyncio.ensure_future(run_together([failing.work(), asyncio.Event().wait()]))
+    await failing.began.wait()
+    caller.cancel()
+    await asyncio.wait([caller], timeout=LIMIT_S)
+    assert caller.cancelled()
+
+
+async def test_run_together_raises_first_error_after_the_others_ended() -> None:
+    slow = Cleaned(OSError("of the clean-up"))
+
+    async def fail() -> None:
+        await slow.began.wait()
+        raise BookieUnavailable("gone")
+
+    caller = asyncio.ensure_future(run_together([slow.work(), fail()]))
+    await slow.began.wait()
+    await turns()
+    assert not caller.done()
+    slow.may_end.set()
+    with pytest.raises(BookieUnavailable):
+        await caller
+
+
+async def test_run_together_returns_results_in_order() -> None:
+    async def work(number: int) -> int:
+        for _ in range(5 - number):
+            await asyncio.sleep(0)
+        return number
+
+    assert await run_together(work(number) for number in range(5)) == [0, 1, 2, 3, 4]
+    assert await run_together(work(number) for number in range(0)) == []

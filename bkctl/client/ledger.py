@@ -37,6 +37,7 @@ from bkctl.formats.metadata import Fragment, LedgerMetadata
 from bkctl.ids import I64_MAX, LedgerId
 from bkctl.metadata.ledgers import VersionedMetadata
 from bkctl.protocol.messages import Protocol
+from bkctl.tasks import run_to_end
 
 if TYPE_CHECKING:
     import ssl
@@ -148,13 +149,17 @@ class BookKeeper:
         registering = asyncio.ensure_future(
             asyncio.to_thread(self._register, ledger_scope_id, given, metadata, self.pool.suspects())
         )
+
+        async def remove() -> None:
+            with contextlib.suppress(BkctlError):
+                ledger, versioned = await registering
+                await asyncio.to_thread(self.cluster.ledgers.remove, ledger, versioned.version)
+
         try:
             ledger, versioned = await asyncio.shield(registering)
         except asyncio.CancelledError:
             # The caller never learns the id.
-            with contextlib.suppress(BkctlError):
-                ledger, versioned = await registering
-                await asyncio.to_thread(self.cluster.ledgers.remove, ledger, versioned.version)
+            await run_to_end(remove())
             raise
         access = LedgerAccess(self.pool, ledger, DigestManager(ledger, digest_type, password), versioned)
         return WriteHandle(access, own_entry_ids=own_entry_ids)

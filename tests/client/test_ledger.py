@@ -169,7 +169,8 @@ async def test_the_last_id_of_scope_0_is_refused_where_apache_bookies_would_dele
         await client.create_ledger_adv(2**63 - 1, ledger_scope_id=1)
 
 
-async def test_cancelled_creation_leaves_no_ledger(fake_cluster, monkeypatch):
+@pytest.mark.parametrize("cancellation_count", [1, 3])
+async def test_cancelled_creation_leaves_no_ledger(fake_cluster, monkeypatch, cancellation_count):
     async with fake_cluster(3) as cluster, cluster.client() as client:
         ledgers = cluster.cluster.ledgers
         is_created, may_return = threading.Event(), threading.Event()
@@ -184,7 +185,10 @@ async def test_cancelled_creation_leaves_no_ledger(fake_cluster, monkeypatch):
         monkeypatch.setattr(ledgers, "create", create_slowly)
         creating = asyncio.create_task(client.create_ledger())
         await asyncio.to_thread(is_created.wait, LIMIT_S)
-        creating.cancel()
+        for _ in range(cancellation_count):
+            creating.cancel()
+            for _ in range(5):
+                await asyncio.sleep(0)
         may_return.set()
         with pytest.raises(asyncio.CancelledError):
             await creating
