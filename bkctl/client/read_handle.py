@@ -27,6 +27,7 @@ from bkctl.protocol.messages import (
     ReadResponse,
     Response,
 )
+from bkctl.tasks import run_to_end
 
 
 class LedgerHandleBase:
@@ -145,6 +146,7 @@ class ReadHandle(LedgerHandleBase):
         self._changed = asyncio.Event()
         self._reported: VersionedMetadata | BkctlError | None = None
         self._cancel_watch: Callable[[], None] | None = None
+        self._watching = asyncio.Lock()
 
     @property
     def last_add_confirmed(self) -> int:
@@ -183,23 +185,27 @@ class ReadHandle(LedgerHandleBase):
 
     async def close(self) -> None:
         """Stop watching the ledger. The ledger itself is untouched."""
-        cancel, self._cancel_watch = self._cancel_watch, None
-        if cancel is not None:
-            await asyncio.to_thread(cancel)
+        async with self._watching:
+            cancel, self._cancel_watch = self._cancel_watch, None
+            if cancel is not None:
+                await asyncio.to_thread(cancel)
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def _watch(self) -> None:
-        if self._cancel_watch is not None:
-            return
         loop = asyncio.get_running_loop()
 
         def report(found: VersionedMetadata | BkctlError) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(self._report, found)
 
-        self._cancel_watch = await asyncio.to_thread(self._access.pool.cluster.ledgers.watch, self.ledger, report)
+        def watch() -> None:
+            self._cancel_watch = self._access.pool.cluster.ledgers.watch(self.ledger, report)
+
+        async with self._watching:
+            if self._cancel_watch is None:
+                await run_to_end(asyncio.to_thread(watch))
         # Let the first report arrive, which that thread scheduled before it returned.
         await asyncio.sleep(0)
 

@@ -28,9 +28,9 @@ from bkctl.metadata.store import (
     MetadataStore,
     StoreSecurity,
     Versioned,
-    cancel_all,
     create_if_missing,
     delete_if_present,
+    watch_all,
 )
 from bkctl.metadata.uri import MetadataUri, parse_uri
 
@@ -242,7 +242,7 @@ class Registration:
     def watch(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Call `callback()` when bookies come, go or change state; see MetadataStore.watch."""
         lists = (self._places.writable, self._places.read_only)
-        return cancel_all(*(self.store.watch(path, callback, children=True) for path in lists))
+        return watch_all(self.store.watch(path, callback, children=True) for path in lists)
 
     def _path(self, bookie_id: str, read_only: bool) -> str:
         return f"{self._places.read_only if read_only else self._places.writable}/{check_bookie_id(bookie_id)}"

@@ -6,6 +6,7 @@ runs over every driver. All calls block; every method may be called from any thr
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from abc import ABC, abstractmethod
@@ -447,14 +448,15 @@ def delete_if_present(store: MetadataStore, path: str) -> bool:
     return True
 
 
-def cancel_all(*cancels: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that calls each of the functions that `watch` returned."""
+def watch_all(watches: Iterator[Callable[[], None]]) -> Callable[[], None]:
+    """Return a function that cancels all of `watches`, which yields what calls of `watch` return.
 
-    def cancel() -> None:
-        for cancel_one in cancels:
-            cancel_one()
-
-    return cancel
+    If one of these raises, cancel those before it.
+    """
+    with contextlib.ExitStack() as stack:
+        for cancel in watches:
+            stack.callback(cancel)
+        return stack.pop_all().close
 
 
 def walk_levels(

@@ -813,6 +813,36 @@ async def test_a_tail_of_a_deleted_ledger_ends(fake_cluster):
                 await waiting
 
 
+@pytest.mark.parametrize(("count", "is_cancelled"), [(1, True), (2, False)], ids=["cancelled", "two at once"])
+async def test_a_tail_leaves_no_watch(fake_cluster, monkeypatch, count, is_cancelled):
+    async with fake_cluster(3) as cluster, cluster.client() as client:
+        ledgers = cluster.cluster.ledgers
+        watch, watched, cancelled = ledgers.watch, [], []
+        is_watching, may_return = threading.Event(), threading.Event()
+
+        def watch_slowly(*arguments):
+            cancel = watch(*arguments)
+            number = len(watched)
+            watched.append(number)
+            is_watching.set()
+            may_return.wait(LIMIT_S)
+            return lambda: (cancel(), cancelled.append(number))
+
+        monkeypatch.setattr(ledgers, "watch", watch_slowly)
+        writer = await client.create_ledger()
+        async with await client.open_ledger(writer.ledger_id) as reader:
+            waiting = [asyncio.create_task(reader.wait_for_lac(-1, 0)) for _ in range(count)]
+            assert await asyncio.to_thread(is_watching.wait, LIMIT_S)
+            if is_cancelled:
+                waiting[0].cancel()
+                for _ in range(5):
+                    await asyncio.sleep(0)
+            may_return.set()
+            await asyncio.wait(waiting, timeout=LIMIT_S)
+            assert [each.cancelled() for each in waiting] == [is_cancelled] * count
+        assert watched == cancelled == [0]
+
+
 async def test_a_tail_follows_the_ensemble(fake_cluster):
     async with fake_cluster(6) as cluster, cluster.client() as client:
         writer = await client.create_ledger()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from bkctl.metadata.backends.zookeeper.ledger_managers import (
 )
 from bkctl.metadata.cluster import RegisteredBookie, init_cluster, open_cluster
 from bkctl.metadata.store import NEW
+from bkctl.metadata.underreplication import AutoRecoveryState
 
 METADATA = LedgerMetadata(1, 1, 1, DigestType.CRC32C, b"", (Fragment(0, ("bookie-1",)),))
 INFO = BookieServiceInfo(
@@ -364,6 +366,35 @@ def test_a_bookie_that_stops_is_seen_by_a_watch(uri: str) -> None:
             bookie.bookies.register("bookie-1", INFO, True)
             eventually(lambda: states[-1] == {"bookie-1": "ro"})
         eventually(lambda: states[-1] == {})
+
+
+def test_failed_watches_of_several_nodes_leave_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_cluster(f"sqlite://{tmp_path / 'metadata.db'}", create=True) as cluster:
+        watch, watched, cancelled = cluster.store.watch, [], []
+
+        def watch_or_fail(path: str, *arguments: Any, **options: Any) -> Any:
+            if len(watched) == count:
+                raise Unreachable("The store is away")
+            watched.append(path)
+            cancel = watch(path, *arguments, **options)
+            return lambda: (cancel(), cancelled.append(path))
+
+        monkeypatch.setattr(cluster.store, "watch", watch_or_fail)
+        state = AutoRecoveryState(cluster.store)
+        marks = partial(state.marks.watch_work, scoped=False)
+        for start, watch_count in ((cluster.bookies.watch, 2), (state.settings.watch, 2), (marks, 3)):
+            for count in range(watch_count + 1):
+                if count < watch_count:
+                    with pytest.raises(Unreachable):
+                        start(lambda: None)
+                else:
+                    cancel = start(lambda: None)
+                    assert (len(watched), cancelled) == (count, [])
+                    cancel()
+                assert sorted(cancelled) == sorted(watched)
+                assert len(cancelled) == count
+                watched.clear()
+                cancelled.clear()
 
 
 def test_cookie_for_a_missing_cluster_is_refused_with_the_reason(tmp_path: Path, zookeeper: Any) -> None:

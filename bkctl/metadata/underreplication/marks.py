@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from bkctl.errors import AlreadyExists, BkctlError, MetadataVersionConflict, NotFound
 from bkctl.formats.metadata import parse_text, print_text
 from bkctl.ids import I64_MAX, LedgerId, check_bookie_id
-from bkctl.metadata.store import NEW, MetadataStore, Versioned, attempt, cancel_all, walk_levels
+from bkctl.metadata.store import NEW, MetadataStore, Versioned, attempt, walk_levels, watch_all
 from bkctl.metadata.underreplication.layout import (
     DISABLE,
     SCOPED,
@@ -141,11 +141,8 @@ class LedgerMarks:
         cause no call. Returns a function that cancels. See MetadataStore.watch.
         """
         base = base_path(scoped)
-        return cancel_all(
-            self.store.watch(f"{base}/ledgers", callback, children=True),
-            self.store.watch(f"{base}/locks", callback, children=True),
-            self.store.watch(DISABLE, callback),
-        )
+        places = ((f"{base}/ledgers", True), (f"{base}/locks", True), (DISABLE, False))
+        return watch_all(self.store.watch(path, callback, children=children) for path, children in places)
 
     def _places(self, scope_id: int | None) -> Iterator[tuple[str, LedgerId]]:
         """Yield the path and ledger of each mark, by ascending ledger id."""

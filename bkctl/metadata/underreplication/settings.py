@@ -9,7 +9,7 @@ from typing import Final
 
 from bkctl.errors import AlreadyExists, Corrupt, UsageError
 from bkctl.formats.metadata import parse_message
-from bkctl.metadata.store import MetadataStore, cancel_all, create_if_missing, delete_if_present
+from bkctl.metadata.store import MetadataStore, create_if_missing, delete_if_present, watch_all
 from bkctl.metadata.underreplication.layout import DISABLE, UNDERREPLICATION, UnderreplicationLayout, base_path
 
 _DELAY: Final = f"{UNDERREPLICATION}/lostBookieRecoveryDelay"
@@ -79,7 +79,7 @@ class AutoRecoverySettings:
 
     def watch(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Call `callback()` when the delay is written or auto-recovery is switched; see MetadataStore.watch."""
-        return cancel_all(self.store.watch(_DELAY, callback), self.store.watch(DISABLE, callback))
+        return watch_all(self.store.watch(path, callback) for path in (_DELAY, DISABLE))
 
     def check_ctime_ms(self, check: AuditorCheck, *, scoped: bool = False) -> int | None:
         """Return the time of the check's last run in ms since 1970, None before the first run.
