@@ -24,6 +24,7 @@ from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import LedgerMetadata
 from bkctl.ids import LedgerId
 from bkctl.pace import Pace
+from bkctl.tasks import run_to_end
 
 #: The key in the custom metadata of an incomplete copy.
 COPY_OF: Final = "bkctl.copy-of"
@@ -94,6 +95,7 @@ async def copy_ledger(
         origin = f"{await asyncio.to_thread(source.cluster.instance_id)} {reader.ledger.qualified_name}"
         token = f"{origin} {uuid.uuid4()}".encode()
         writer = await _create(target, reader.metadata, scope_id, to, shape, token, origin.encode())
+        finished_version: int | None = None
         try:
             async with writer:
                 copied = await _content(reader, pace, progress, writer)
@@ -102,14 +104,18 @@ async def copy_ledger(
                 if (copy.length, await _content(copy, pace, progress)) != (copied.length, copied):
                     raise Corrupt(f"Ledger {writer.ledger} differs from its source, ledger {reader.ledger}")
 
-            def finish(metadata: LedgerMetadata) -> LedgerMetadata | None:
-                return replace(metadata, custom_metadata=_custom(reader.metadata))
+            def finish() -> None:
+                nonlocal finished_version
+                ledgers, custom = target.cluster.ledgers, _custom(reader.metadata)
+                finished_version = update_metadata(
+                    ledgers, writer.ledger, copy.versioned_metadata,
+                    lambda metadata: replace(metadata, custom_metadata=custom),
+                ).version  # fmt: skip
 
-            ledgers = target.cluster.ledgers
-            await asyncio.to_thread(update_metadata, ledgers, writer.ledger, copy.versioned_metadata, finish)
+            await run_to_end(asyncio.to_thread(finish))
         except BaseException:
             with contextlib.suppress(BkctlError):  # the first error is the one to report
-                await asyncio.to_thread(_remove, target, writer.ledger, token)
+                await run_to_end(asyncio.to_thread(_remove, target, writer.ledger, token, finished_version))
             raise
         return CopiedLedger(reader.ledger, writer.ledger, copied.entry_count, copied.length, not reader.is_closed)
 
@@ -180,13 +186,16 @@ def _custom(metadata: LedgerMetadata) -> dict[str, bytes]:
     return {key: value for key, value in metadata.custom_metadata.items() if key != COPY_OF}
 
 
-def _remove(target: BookKeeper, ledger: LedgerId, mark: bytes) -> bool:
-    """Delete the ledger if it is an incomplete copy whose token begins with `mark`; return False for any other."""
+def _remove(target: BookKeeper, ledger: LedgerId, mark: bytes, version: int | None = None) -> bool:
+    """Delete the ledger if it has `version`, or is an incomplete copy whose token begins with `mark`.
+
+    Return False for any other ledger.
+    """
     ledgers = target.cluster.ledgers
     try:
         found = ledgers.read(ledger)
         token = found.metadata.custom_metadata.get(COPY_OF)
-        if token is None or not token.startswith(mark):
+        if found.version != version and (token is None or not token.startswith(mark)):
             return False
         ledgers.remove(ledger, found.version)
     except LedgerNotFound:

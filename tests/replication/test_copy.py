@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from contextlib import asynccontextmanager
 
 import pytest
 from client.fakes import FakeCluster
+from support.waiting import LIMIT_S
 
 from bkctl.errors import (
     Conflict,
@@ -203,6 +206,35 @@ async def test_interrupted_copy_is_replaced_and_other_ledgers_are_kept(fake_clus
             assert cluster.metadata(copied.copy).custom_metadata == CUSTOM
             assert await payloads(client, copied.copy) == await payloads(client, writer.ledger)
             await client.delete_ledger(5, ledger_scope_id=7)
+
+
+@pytest.mark.parametrize("cancellation_count", [1, 3])
+@pytest.mark.parametrize("step", ["before the mark is removed", "after it"])
+async def test_copy_that_is_cancelled_in_its_last_step_is_removed(fake_cluster, monkeypatch, step, cancellation_count):
+    from bkctl.replication import copy as module
+
+    is_finishing, may_return = threading.Event(), threading.Event()
+    update_metadata = module.update_metadata
+
+    def update_slowly(*arguments):
+        updated = update_metadata(*arguments) if step == "after it" else None
+        is_finishing.set()
+        may_return.wait(LIMIT_S)
+        return updated or update_metadata(*arguments)
+
+    monkeypatch.setattr(module, "update_metadata", update_slowly)
+    async with fake_cluster(3) as cluster, cluster.client() as client:
+        writer = await write(client, 5)
+        copying = asyncio.create_task(copy_ledger(client, client, writer.ledger, ledger_scope_id=7))
+        assert await asyncio.to_thread(is_finishing.wait, LIMIT_S)
+        for _ in range(cancellation_count):
+            copying.cancel()
+            for _ in range(5):
+                await asyncio.sleep(0)
+        may_return.set()
+        await asyncio.wait([copying], timeout=LIMIT_S)
+        assert copying.cancelled()
+        assert ledgers_of(cluster) == [writer.ledger]
 
 
 def die(*_):
