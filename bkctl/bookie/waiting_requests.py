@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 from bkctl.bookie.metrics import BookieMetrics
 from bkctl.bookie.state_manager import BookieStateManager
@@ -25,6 +25,8 @@ from bkctl.protocol.handler import Responder
 from bkctl.protocol.messages import AddRequest, ForceLedgerRequest, Request, Status, refusal, status_of
 from bkctl.storage.bookie_storage import BookieStorage
 from bkctl.storage.ledger.ledger_storage import NeedsDisk
+
+T = TypeVar("T")
 
 log: Final = logging.getLogger("bkctl.bookie")
 
@@ -40,6 +42,17 @@ _PASSING: Final = NO_SPACE | {errno.ENOMEM, errno.EINTR}
 Waiter: TypeAlias = Callable[[BaseException | None], None]
 #: Serves one request: calls `respond` now or later, or raises the error to answer.
 Handler: TypeAlias = Callable[[Any, Responder], None]
+
+
+def run_in_threads(threads: ThreadPoolExecutor, work: Callable[[], T]) -> asyncio.Future[T]:
+    """Return the future of `work` in one of `threads`; it fails with RuntimeError if no thread can be started."""
+    loop = asyncio.get_running_loop()
+    try:
+        return loop.run_in_executor(threads, work)
+    except RuntimeError as error:
+        future: asyncio.Future[T] = loop.create_future()
+        future.set_exception(error)
+        return future
 
 
 class UnreadableLedgers:
@@ -94,7 +107,7 @@ class WaitingRequests:
             waiting.append(waiter)
             return
         self.by_ledger[need.ledger] = [waiter]
-        future = asyncio.get_running_loop().run_in_executor(self._openers, need.read)
+        future = run_in_threads(self._openers, need.read)
         future.add_done_callback(functools.partial(self._call_waiters, need.ledger))
 
     def _call_waiters(self, ledger: LedgerId, future: asyncio.Future[Any]) -> None:

@@ -7,10 +7,9 @@ import json
 import ssl
 from collections import defaultdict
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from threading import Semaphore
-from typing import Final
+from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -31,10 +30,6 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(FORWARDS_MAX, thread_name_prefix="gateway")
 
 
-def _slots() -> Mapping[str, Semaphore]:
-    return defaultdict(lambda: Semaphore(FORWARDS_PER_BOOKIE_MAX))
-
-
 @dataclass(frozen=True, slots=True)
 class Upstream:
     """The connection settings for the bookies' servers: their token, and TLS for the ones that registered https.
@@ -47,8 +42,10 @@ class Upstream:
     timeout_s: float = 30.0
     #: Own threads: requests that wait for a bookie do not take those for the metadata store.
     threads: ThreadPoolExecutor = field(default_factory=_threads, repr=False, compare=False)
-    #: Free requests by bookie id.
-    slots: Mapping[str, Semaphore] = field(default_factory=_slots, repr=False, compare=False)
+    #: Requests under way by bookie id.
+    exchanges: Mapping[str, set[Future[Any]]] = field(
+        default_factory=lambda: defaultdict(set), repr=False, compare=False
+    )
 
 
 async def forward(
@@ -79,15 +76,16 @@ async def forward(
     )  # fmt: skip
     query = {name: value for name, value in request.query_params.items() if name != BOOKIE_PARAMETER}
     method = "GET" if request.method == "HEAD" else request.method
-    slot = upstream.slots[bookie_id]
-    if not slot.acquire(blocking=False):
+    exchanges = upstream.exchanges[bookie_id]
+    if len(exchanges) >= FORWARDS_PER_BOOKIE_MAX:
         raise ServiceUnavailable(
             f"{FORWARDS_PER_BOOKIE_MAX} requests to bookie {bookie_id} wait for its HTTP server",
             hint="try again later; check that server if it does not answer",
         )
     exchange = upstream.threads.submit(client.request, method, path, query, body or None)
-    exchange.add_done_callback(lambda _: slot.release())  # A timeout here does not end the request.
-    answer = await asyncio.wrap_future(exchange)
+    exchanges.add(exchange)
+    exchange.add_done_callback(exchanges.discard)
+    answer = await asyncio.wrap_future(exchange)  # A timeout here does not end the request.
     if answer.status in (401, 403):
         raise ProtocolError(
             f"The HTTP server of bookie {bookie_id} refuses the gateway ({answer.status})",

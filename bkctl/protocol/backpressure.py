@@ -272,10 +272,18 @@ class ReadQueue:
         """Begin a read unless the client is behind; return whether another one may begin."""
         if not self._queue or self._connection is None or self._connection.is_congested:
             return False
-        _, start, count = self._queue.popleft()
+        respond, start, count = self._queue.popleft()
         self.count -= count
+        try:
+            read = start()
+        except Exception:
+            log.exception("Disconnected a client whose read could not begin")
+            self._connection.abort()
+            self.abandon()
+            respond(BareResponse(Status.EIO))
+            return False
         self._turns.in_progress_count += 1
-        start().add_done_callback(self._finished)
+        read.add_done_callback(self._finished)
         return bool(self._queue)
 
     def _finished(self, _: asyncio.Future[Any]) -> None:
@@ -283,7 +291,7 @@ class ReadQueue:
         self._turns.begin()
 
     def abandon(self) -> None:
-        """Drop the queued reads of a lost connection, and take their requests out of flight."""
+        """Drop the queued reads of a connection that is lost or aborted, and take their requests out of flight."""
         self._connection = None
         self._turns.drop(self)
         self.count = 0

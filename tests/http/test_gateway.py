@@ -12,6 +12,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +223,24 @@ def test_silent_bookies_leave_threads_and_room_for_other_requests(tmp_path: Path
             assert client.recv(1 << 16).startswith(b"HTTP/1.1 503")
         stack.enter_context(asked(server, "/bookie/state?bookie=silent-0"))
         listener.accept()[0].close()
+
+
+def test_forwards_that_cannot_begin_take_no_room(tmp_path: Path) -> None:
+    class Threads(ThreadPoolExecutor):
+        refusals_left = FORWARDS_PER_BOOKIE_MAX
+
+        def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
+            if self.refusals_left:
+                self.refusals_left -= 1
+                raise RuntimeError("can't start new thread")
+            return super().submit(*args, **kwargs)
+
+    path = "/bookie/state?bookie=silent-0"
+    with silent_bookies(tmp_path, 1, Upstream(timeout_s=LIMIT_S, threads=Threads(1))) as (server, listener):
+        for _ in range(FORWARDS_PER_BOOKIE_MAX):
+            assert call(server.address[1], "GET", f"{V1}{path}").status == 500
+        with asked(server, path):
+            listener.accept()[0].close()
 
 
 def test_gateway_waits_longer_than_the_bookie_for_its_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,9 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import pytest
+from support.waiting import LIMIT_S
 
+from bkctl.errors import BookieUnavailable
 from bkctl.ids import LedgerId
 from bkctl.protocol import backpressure, v2, v3
 from bkctl.protocol import server as server_module
@@ -669,6 +671,42 @@ def test_reads_beyond_those_that_may_wait_are_refused(runner: Runner, monkeypatc
                     future.set_result(b"")
 
     runner(main())
+
+
+async def test_reads_that_cannot_begin_leave_their_turns_to_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("bkctl.protocol.backpressure.READS_IN_PROGRESS_MAX", 1)
+
+    class Disk:
+        can_begin = False
+
+        def handle(self, request: Request, respond: Responder) -> None:
+            def start() -> asyncio.Future[bytes]:
+                if not self.can_begin:
+                    raise RuntimeError("can't start new thread")
+                future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+                future.add_done_callback(lambda _: respond(answer(request)))
+                future.set_result(b"")
+                return future
+
+            respond.read(start)
+
+    disk = Disk()
+    async with serving(disk) as server:
+        for _ in range(2):
+            async with clients(server, 1) as (client,):
+                sent = [client.send(ReadRequest(LEDGER, entry_id)) for entry_id in range(3)]
+                done, _ = await asyncio.wait(sent, timeout=LIMIT_S)
+                assert {type(future.exception()) for future in done} == {BookieUnavailable}, len(done)
+        disk.can_begin = True
+        async with clients(server, 1) as (client,):
+            found = await asyncio.wait_for(client.send(ReadRequest(LEDGER, 0)), LIMIT_S)
+            assert found.status is Status.EOK
+        while server.in_flight.bytes:
+            await asyncio.sleep(0.01)
+        assert server.reads.count == server.reads.in_progress_count == 0
+    assert [record.message for record in caplog.records] == ["Disconnected a client whose read could not begin"] * 2
 
 
 async def test_on_lost_callback_runs_when_client_is_lost() -> None:
