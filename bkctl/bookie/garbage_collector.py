@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final
 
 from bkctl.bookie.collector_metadata import CollectorMetadata
@@ -111,6 +111,13 @@ class GarbageCollectorThread:
             self._changed.notify_all()
         log.info("Garbage collection is forced")
         return True
+
+    def compact_locations(self, paths: Collection[str] = ()) -> None:
+        """Compact the databases of entry locations at `paths`, all without `paths`, until `cancel`; for any thread.
+
+        Raises OSError.
+        """
+        self._storage.compact_locations(paths, lambda: not self._stopped.is_set())
 
     @property
     def is_in_force_gc(self) -> bool:
@@ -216,6 +223,6 @@ class GarbageCollectorThread:
                 else:
                     stats.minor_compactions += 1
         if are_locations_due:
-            self._storage.compact_locations()
+            self.compact_locations()
             schedule.locations_compacted()
             stats.entry_location_compactions += 1

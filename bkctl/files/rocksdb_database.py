@@ -9,9 +9,9 @@ Source: KeyValueStorageRocksDB.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -26,7 +26,9 @@ from bkctl.formats.names import ROCKSDB_CURRENT
 BATCH_OPERATIONS: Final = 10_000
 
 _OPEN_ATTEMPTS: Final = 5
-_OPEN_PAUSE_S: Final = 0.05
+_PAUSE_S: Final = 0.05
+#: rocksdict's refusal to close a database while another thread calls it.
+_IN_USE: Final = "Already borrowed"
 #: rocksdict leaves this file beside RocksDB's own files.
 _BINDING_FILE: Final = "rocksdict-config.json"
 
@@ -63,7 +65,7 @@ class Database:
 
         problem: BkctlError | None = None
         for attempt in range(_OPEN_ATTEMPTS):
-            time.sleep(attempt and _OPEN_PAUSE_S)
+            time.sleep(attempt and _PAUSE_S)
             view = TemporaryDirectory(prefix="bkctl-")
             try:
                 link_files(path, Path(view.name))
@@ -132,7 +134,10 @@ class Database:
         return cls(path, database, None, scoped=_is_scoped(path, scoped), writes=True)
 
     def close(self) -> None:
-        """Write everything to disk and close the database. Safe to call again. Raises BkctlError."""
+        """Write everything to disk and close the database, once no thread uses it. Safe to call again.
+
+        Raises BkctlError.
+        """
         if self._database is None:
             return
         try:
@@ -141,7 +146,7 @@ class Database:
         finally:
             database, self._database = self._database, None
             with rocksdb_errors(self.path, "cannot be closed"):
-                database.close()
+                _close(database)
             if self._view is not None:
                 self._view.cleanup()
             else:
@@ -270,10 +275,17 @@ class Database:
         with rocksdb_errors(self.path, "cannot be written"):
             self._database.write(batch, options)
 
-    def compact(self) -> None:
-        """Merge all tables and drop deleted items; return when RocksDB is done. Raises BkctlError."""
-        with rocksdb_errors(self.path, "cannot be compacted"):
-            self._database.compact_range(None, None)
+    def compact(self, is_wanted: Callable[[], bool] = lambda: True) -> None:
+        """Merge all tables and drop deleted items; return when RocksDB is done. Raises BkctlError.
+
+        The ranges of keys between the tables' first keys are compacted one by one, while `is_wanted`.
+        """
+        bounds = [None, *sorted({first for first, _ in self.tables()}), None]
+        for first, end in pairwise(bounds):
+            if not is_wanted():
+                return
+            with rocksdb_errors(self.path, "cannot be compacted"):
+                self._database.compact_range(first, end)
 
     def _batch(self) -> Any:
         if self._pending is None:
@@ -288,6 +300,18 @@ class Database:
             batch, self._pending = self._pending, None
             with rocksdb_errors(self.path, "cannot be written"):
                 self._database.write(batch)
+
+
+def _close(database: Any) -> None:
+    while True:
+        try:
+            database.close()
+        except RuntimeError as error:
+            if str(error) != _IN_USE:
+                raise
+            time.sleep(_PAUSE_S)
+        else:
+            return
 
 
 def _is_scoped(path: Path, scoped: bool | None) -> bool:

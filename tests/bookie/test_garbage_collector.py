@@ -548,16 +548,19 @@ def test_full_disks_suspend_compaction_major_first(cluster: Cluster) -> None:
 
 def test_databases_of_locations_are_compacted_at_their_own_interval(cluster: Cluster) -> None:
     storage = Storage()
-    calls: list[None] = []
-    storage.compact_locations = lambda: calls.append(None)  # type: ignore[attr-defined]
+    calls: list[Callable[[], bool]] = []
+    storage.compact_locations = lambda paths, is_wanted: calls.append(is_wanted)  # type: ignore[attr-defined]
     bookie = Bookie(cluster, storage, entry_location_compaction_interval=1000)
     bookie.collector.run_round()
     assert not calls
     bookie.now_ms += 2_000_001
     bookie.collector.run_round()
     bookie.collector.run_round()
-    assert len(calls) == 1
+    (is_wanted,) = calls
     assert bookie.collector.statuses()[0].entry_location_compaction_counter == 1
+    assert is_wanted()
+    bookie.collector.cancel()
+    assert not is_wanted(), "a stop ends the compaction"
 
 
 # --- in a bookie ----------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.golden import DATA, bookies
@@ -214,6 +215,28 @@ def test_a_database_has_one_writer(tmp_path: Path) -> None:
         locations.flush()
         with LocationsDatabase.open(path) as beside:
             assert beside.get(LedgerId(0, 1), 0) == 5
+
+
+def test_closing_waits_for_calls_of_other_threads(tmp_path: Path) -> None:
+    class Borrowed:
+        """Refuses `close` as rocksdict does while another thread is in a call."""
+
+        def __init__(self, database: Any) -> None:
+            self._database, self.refusals_left = database, 2
+
+        def flush(self, wait: bool) -> None:
+            self._database.flush(wait)
+
+        def close(self) -> None:
+            if self.refusals_left:
+                self.refusals_left -= 1
+                raise RuntimeError("Already borrowed")
+            self._database.close()
+
+    database = LocationsDatabase.create(tmp_path / "locations")
+    database._database = Borrowed(database._database)
+    database.close()
+    LocationsDatabase.edit(tmp_path / "locations").close()
 
 
 def test_an_exception_discards_pending_writes(tmp_path: Path) -> None:

@@ -178,8 +178,8 @@ async def compact_locations(call: ApiCall) -> Response:
             f"Specified trigger compact entryLocations: {','.join(unknown)} is invalid",
             hint=f"this bookie's databases of entry locations: {', '.join(paths) or 'none'}",
         )
-    ledgers = await call.service.bookie.ask(lambda bookie: bookie.storage.ledgers)
-    call.service.in_background(lambda: asyncio.to_thread(ledgers.compact_locations, chosen))
+    collector = await call.service.bookie.ask(_collector)
+    call.service.in_background(lambda: asyncio.to_thread(collector.compact_locations, chosen))
     if wanted:
         return json_answer(f"Triggered entry Location RocksDB: {wanted} compact on bookie:{bookie_id}.")
     return json_answer(f"Triggered entry Location RocksDB compact on bookie:{bookie_id}")

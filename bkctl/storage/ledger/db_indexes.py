@@ -36,6 +36,7 @@ from bkctl.formats.index import (
 from bkctl.formats.names import ROCKSDB_CURRENT
 from bkctl.ids import U64_MAX, LedgerId
 from bkctl.storage.entry_logger import Move
+from bkctl.storage.ledger.ledger_storage import IsWanted, always
 
 Database = TypeVar("Database", LedgersDatabase, LocationsDatabase)
 Result = TypeVar("Result")
@@ -111,9 +112,10 @@ class _Index(Generic[Database]):
             return read(database)
         except BkctlError:
             with self._reopening:
-                if self._databases[ledger.is_scoped] is database:
+                reopened = self._databases.get(ledger.is_scoped)
+                if reopened is None or reopened is database:
                     raise
-                return read(self._databases[ledger.is_scoped])
+                return read(reopened)
 
     def open_scoped(self) -> None:
         """Create the database for scoped ledgers if it is missing. Raises OSError."""
@@ -197,7 +199,14 @@ class EntryLocationIndex(_Index[LocationsDatabase]):
         super().__init__(LocationsDatabase, "locations", directory, config, files)
         # Keeps a flush from writing between the two halves of a compare-and-set.
         self._lock = threading.Lock()
-        self._compacting: set[str] = set()
+        # Held by a compaction, so that RocksDB is not closed during one.
+        self._compaction = threading.Lock()
+        self._compacting = ""
+
+    def close(self) -> None:
+        """Close the databases as the base does, once no compaction is under way."""
+        with self._compaction:
+            super().close()
 
     def location(self, ledger: LedgerId, entry_id: int) -> int:
         """Return the location of an entry, 0 if it is not here. Raises Corrupt."""
@@ -287,22 +296,26 @@ class EntryLocationIndex(_Index[LocationsDatabase]):
                     if len(batch):
                         self._write(scoped, batch)
 
-    def compact(self, paths: Collection[str] = ()) -> None:
-        """Compact the databases at `paths`, all without `paths`, except running compactions. Raises OSError."""
-        for database in tuple(self._databases.values()):
-            path = str(database.path)
-            if (not paths or path in paths) and path not in self._compacting:
-                self._compacting.add(path)
-                try:
-                    with _as_os_errors():
-                        database.compact()
-                finally:
-                    self._compacting.discard(path)
+    def compact(self, paths: Collection[str] = (), is_wanted: IsWanted = always) -> None:
+        """Compact the databases at `paths`, all without `paths`, after a compaction under way, while `is_wanted`.
+
+        Raises OSError.
+        """
+        with self._compaction:
+            for database in tuple(self._databases.values()):
+                path = str(database.path)
+                if not paths or path in paths:
+                    self._compacting = path
+                    try:
+                        with _as_os_errors():
+                            database.compact(is_wanted)
+                    finally:
+                        self._compacting = ""
 
     def compactions(self) -> list[tuple[str, bool]]:
         """Return the paths of the databases, with True for one that is being compacted."""
         paths = [str(database.path) for database in tuple(self._databases.values())]
-        return [(path, path in self._compacting) for path in paths]
+        return [(path, path == self._compacting) for path in paths]
 
 
 @contextmanager

@@ -715,9 +715,9 @@ class DbLedgerStorage(LedgerStorage[DbLedgerHandle]):
     def live(self, logger: EntryLogger, entries: Sequence[tuple[LedgerId, int, int]]) -> list[bool]:
         return self._owner(logger).live(entries)
 
-    def compact_locations(self, paths: Collection[str] = ()) -> None:
+    def compact_locations(self, paths: Collection[str] = (), is_wanted: IsWanted = always) -> None:
         for directory in self.directories:
-            directory.locations.compact(paths)
+            directory.locations.compact(paths, is_wanted)
 
     def location_compactions(self) -> dict[str, bool]:
         return {

@@ -360,8 +360,11 @@ class LedgerStorage(ABC, Generic[Handle]):
         Raises OSError, Corrupt.
         """
 
-    def compact_locations(self, paths: Collection[str] = ()) -> None:
-        """Compact the location databases at `paths`, all without `paths`; for any thread."""
+    def compact_locations(self, paths: Collection[str] = (), is_wanted: IsWanted = always) -> None:
+        """Compact the location databases at `paths`, all without `paths`, while `is_wanted`; for any thread.
+
+        `close` waits for its end.
+        """
         return
 
     def location_compactions(self) -> dict[str, bool]:

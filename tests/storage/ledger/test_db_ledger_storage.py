@@ -8,8 +8,10 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from array import array
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -786,6 +788,32 @@ def test_compacts_location_databases_on_request(tmp_path: Path) -> None:
     storage.ledgers.compact_locations()
     assert size() < before
     storage.close()
+
+
+def test_compaction_of_locations_ends_early_and_close_waits_for_it(tmp_path: Path) -> None:
+    storage = open_storage(tmp_path)
+    add(storage, PLAIN, 0)
+    storage.close()
+    storage = open_storage(tmp_path)
+    is_asked, may_end = threading.Event(), threading.Event()
+
+    def is_wanted() -> bool:
+        is_asked.set()
+        assert may_end.wait(LIMIT_S)
+        return False
+
+    with ThreadPoolExecutor(2) as threads:
+        try:
+            compaction = threads.submit(storage.ledgers.compact_locations, (), is_wanted)
+            assert is_asked.wait(LIMIT_S)
+            assert any(storage.ledgers.location_compactions().values())
+            closing = threads.submit(storage.close)
+            with pytest.raises(TimeoutError):
+                closing.result(0.1)
+        finally:
+            may_end.set()
+        compaction.result(LIMIT_S)
+        closing.result(LIMIT_S)
 
 
 # --- damage ----------------------------------------------------------------------------------------------------------
