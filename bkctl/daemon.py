@@ -51,7 +51,8 @@ class BookieDaemon:
     async def run(self, started: Callable[[Bookie], None] = lambda _: None) -> None:
         """Serve until SIGTERM or SIGINT, then stop cleanly; `started` is called once the bookie is registered.
 
-        Raises the errors of `Bookie.start`, and the failure that made the bookie give up.
+        Raises the errors of `Bookie.start`, of the TLS files of auto-recovery and of `started`, and the failure that
+        made the bookie give up.
         """
         bookie = Bookie(self._config, security=self._security)
         loop = asyncio.get_running_loop()
@@ -60,11 +61,13 @@ class BookieDaemon:
             loop.add_signal_handler(number, bookie.stopped.set)
         try:
             await bookie.start()
-            gc.freeze()
-            self._start_services(bookie)
-            started(bookie)
-            await bookie.stopped.wait()
-            await bookie.stop()
+            try:
+                gc.freeze()
+                self._start_services(bookie)
+                started(bookie)
+                await bookie.stopped.wait()
+            finally:
+                await bookie.stop()
         finally:
             for number in signals:
                 loop.remove_signal_handler(number)
