@@ -50,6 +50,7 @@ from bkctl.metadata.cluster import (
 )
 from bkctl.metadata.store import NO_SECURITY, StoreSecurity
 from bkctl.storage.bookie_storage import BookieStorage
+from bkctl.tasks import run_to_end
 
 log: Final = logging.getLogger("bkctl.bookie")
 
@@ -185,7 +186,8 @@ class Bookie:
         """Check the cookies, replay the journals, listen and register.
 
         Raises UsageError, Unsupported (settings), CookieMismatch, DirectoryInUse, Corrupt, Unreachable, BkctlError (the
-        address is taken). Nothing is left running or held then.
+        address is taken). Nothing is left running or held then. A cancellation is raised once the threads that open the
+        metadata store and the storage, and replay the journals, have ended.
         """
         self._loop = asyncio.get_running_loop()
         try:
@@ -202,13 +204,14 @@ class Bookie:
         self.space.start()
         host = await asyncio.to_thread(advertised_host, config)
         if self._cluster is None:
-            self._cluster = await asyncio.to_thread(self._open_cluster)
+            await run_to_end(asyncio.to_thread(self._open_cluster))
         cluster = self._cluster
+        assert cluster is not None
         port = config.bookie_port or former_port(config, host) or self._held.enter_context(reserved_port(host))
         self.state_manager.bookie_id = check_bookie_id(config.bookie_id or f"{host}:{port}")
         self.address = (host, port)
         try:
-            await asyncio.to_thread(self._open_storage, cluster)
+            await run_to_end(asyncio.to_thread(self._open_storage, cluster))
         except OSError as error:
             raise BkctlError(f"Bookie {self.bookie_id} cannot open its directories: {error}") from error
         self.commits.start()
@@ -235,12 +238,12 @@ class Bookie:
         self.started_ms = time.time_ns() // 1_000_000
         log.info("Bookie %s serves on port %d%s", self.bookie_id, port, ", read-only" if self.read_only else "")
 
-    def _open_cluster(self) -> Cluster:
+    def _open_cluster(self) -> None:
         config = self.config
         if config.metadata_service_uri is None:
             raise UsageError(f"{config.conf_path or 'The configuration'} has no metadataServiceUri")
         timeout_s = config.zk_timeout / 1000
-        return open_cluster(
+        self._cluster = open_cluster(
             config.metadata_service_uri,
             timeout_s=timeout_s * 3,
             session_timeout_s=timeout_s,

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import struct
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.served_bookies import PLAIN, SCOPED, add, config_for, connected, digests, on_a_bookie, serving, statuses
 from support.servers import DB, INTERLEAVED, SORTED
+from support.waiting import LIMIT_S
 
 from bkctl.bookie.bookie import Bookie
 from bkctl.bookie.cookies import CookieMismatch
@@ -547,6 +550,66 @@ def test_two_bookies_never_share_a_directory(tmp_path: Path, cluster: Cluster) -
         assert [each.state for each in await asyncio.to_thread(cluster.bookies.list)] == ["rw"]
 
     on_a_bookie(tmp_path, cluster, body)
+
+
+def test_start_that_is_cancelled_holds_the_directories_until_its_thread_ended(
+    tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        bookie = Bookie(config_for(tmp_path), cluster=cluster)
+        is_opening, may_open = threading.Event(), threading.Event()
+        open_storage = bookie.storage.open
+
+        def open_later() -> None:
+            is_opening.set()
+            assert may_open.wait(LIMIT_S)
+            open_storage()
+
+        monkeypatch.setattr(bookie.storage, "open", open_later)
+        starting = asyncio.ensure_future(bookie.start())
+        try:
+            assert await asyncio.to_thread(is_opening.wait, LIMIT_S)
+            starting.cancel()
+            await asyncio.wait([starting], timeout=0.1)
+            with pytest.raises(DirectoryInUse):
+                await Bookie(config_for(tmp_path), cluster=cluster).start()
+        finally:
+            may_open.set()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        assert not bookie.storage_is_open
+        async with serving(config_for(tmp_path), cluster):
+            pass
+
+    asyncio.run(run())
+
+
+def test_start_that_is_cancelled_closes_the_cluster_that_a_thread_opens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_opening, may_open = threading.Event(), threading.Event()
+    closed: list[None] = []
+
+    def open_later(*_: object, **__: object) -> Any:
+        is_opening.set()
+        assert may_open.wait(LIMIT_S)
+        return SimpleNamespace(close=lambda: closed.append(None))
+
+    monkeypatch.setattr("bkctl.bookie.bookie.open_cluster", open_later)
+
+    async def run() -> None:
+        starting = asyncio.ensure_future(Bookie(config_for(tmp_path, metadata_service_uri="sqlite://x")).start())
+        try:
+            assert await asyncio.to_thread(is_opening.wait, LIMIT_S)
+            starting.cancel()
+            await asyncio.wait([starting], timeout=0.1)
+        finally:
+            may_open.set()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        assert closed == [None]
+
+    asyncio.run(run())
 
 
 def test_unsupported_settings_are_refused_at_the_start(tmp_path: Path, cluster: Cluster) -> None:
