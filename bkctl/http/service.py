@@ -20,6 +20,7 @@ from bkctl.replication.bookie_mover import BookieMover
 from bkctl.replication.decommission import Decommission
 from bkctl.replication.departure import BLOCKING_RESULTS
 from bkctl.replication.move_plan import plan_move
+from bkctl.tasks import drop_error
 
 if TYPE_CHECKING:
     import ssl
@@ -85,8 +86,8 @@ class Service:
     rules: RackRules = DEFAULT_RULES
     #: Held during a sanity test: only one runs at a time.
     sanity: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _opening: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _cluster: Cluster | None = None
+    #: Opens the cluster for all requests, whichever of them is cancelled; None before, and after a failure.
+    _opening: asyncio.Task[Cluster] | None = None
     _bookkeeper: BookKeeper | None = None
     _background: asyncio.Task[None] | None = None
 
@@ -103,12 +104,19 @@ class Service:
 
     async def cluster(self) -> Cluster:
         """Return the cluster's metadata. Raise as `open_cluster`."""
-        async with self._opening:
-            if self._cluster is None:
-                self._cluster = await asyncio.to_thread(
-                    open_cluster, self.metadata_uri, timeout_s=self.timeout_s, security=self.security
-                )
-            return self._cluster
+        if self._opening is None:
+            self._opening = asyncio.get_running_loop().create_task(self._open())
+            drop_error(self._opening)
+        return await asyncio.shield(self._opening)
+
+    async def _open(self) -> Cluster:
+        try:
+            return await asyncio.to_thread(
+                open_cluster, self.metadata_uri, timeout_s=self.timeout_s, security=self.security
+            )
+        except BaseException:
+            self._opening = None  # the next request tries again
+            raise
 
     async def bookkeeper(self) -> BookKeeper:
         """Return the client of the cluster. Raise as `open_cluster`."""
@@ -137,6 +145,8 @@ class Service:
                 await work()
             except (BkctlError, OSError) as error:
                 log.warning("Background work failed: %s", error)
+            except Exception:
+                log.exception("Background work failed")
 
         self._background = asyncio.get_running_loop().create_task(run())
 
@@ -193,9 +203,11 @@ class Service:
             await asyncio.gather(self._background, return_exceptions=True)
         if self._bookkeeper is not None:
             await self._bookkeeper.close()
-        if self._cluster is not None:
-            await asyncio.to_thread(self._cluster.close)
-        self._bookkeeper = self._cluster = None
+        if self._opening is not None:
+            await asyncio.wait([self._opening])
+        if self._opening is not None:
+            await asyncio.to_thread(self._opening.result().close)
+        self._bookkeeper = self._opening = None
 
 
 async def next_of(items: Iterator[T], count: int) -> list[T]:
