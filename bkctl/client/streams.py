@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import select
-import stat
 from collections.abc import AsyncIterator, Callable
 from typing import Final
 
@@ -112,27 +111,29 @@ async def write_stream(
 
 async def _chunks(file: int) -> AsyncIterator[tuple[bytes, bool]]:
     """Yield the content of `file` by chunks, each with True if more input waits."""
-    loop = asyncio.get_running_loop()
-    readable = asyncio.Event()
-    watched = not stat.S_ISREG(os.fstat(file).st_mode)
-    if watched:
-        try:
-            loop.add_reader(file, readable.set)
-        except PermissionError:  # a device that is always ready, such as /dev/null
-            watched = False
+    while True:
+        if not _is_readable(file):  # never for regular files and /dev/null, which epoll cannot watch
+            await _readable(file)
+        chunk = os.read(file, CHUNK_SIZE_BYTES)
+        if not chunk:
+            return
+        yield chunk, _is_readable(file)
+        await asyncio.sleep(0)
+
+
+def _is_readable(file: int) -> bool:
+    """Return whether `file` has input or is at its end."""
+    return bool(select.select([file], [], [], 0)[0])
+
+
+async def _readable(file: int) -> None:
+    """Return once `file` has input or is at its end."""
+    loop, readable = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(file, readable.set)
     try:
-        while True:
-            if watched:
-                await readable.wait()
-                readable.clear()
-            chunk = os.read(file, CHUNK_SIZE_BYTES)
-            if not chunk:
-                return
-            yield chunk, not watched or bool(select.select([file], [], [], 0)[0])
-            await asyncio.sleep(0)
+        await readable.wait()
     finally:
-        if watched:
-            loop.remove_reader(file)
+        loop.remove_reader(file)
 
 
 async def tail(handle: ReadHandle, first: int, *, verify: bool = True) -> AsyncIterator[LedgerEntry]:

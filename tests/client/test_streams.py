@@ -1,0 +1,64 @@
+"""Streams of bytes into a ledger, without bookies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.waiting import LIMIT_S
+
+from bkctl.client.streams import LineSplitter, write_stream
+
+
+class Writer:
+    """Stands for a ledger whose bookies acknowledge once `may_add` is set."""
+
+    def __init__(self) -> None:
+        self.entries: list[bytes] = []
+        self.is_adding, self.may_add, self.is_flushed = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def add_all(self, payloads: list[bytes]) -> None:
+        self.is_adding.set()
+        await self.may_add.wait()
+        self.entries += payloads
+
+    async def flush(self) -> None:
+        pass
+
+    async def write_lac(self) -> None:
+        self.is_flushed.set()
+
+
+async def test_input_that_waits_for_bookies_wakes_no_one() -> None:
+    writer: Any = Writer()
+    source, sink = os.pipe()
+    try:
+        writing = asyncio.ensure_future(write_stream(writer, source, LineSplitter()))
+        await asyncio.sleep(0)  # it waits for the first line
+        os.write(sink, b"one\n")
+        await asyncio.wait_for(writer.is_adding.wait(), LIMIT_S)
+        os.write(sink, b"two\n")
+        assert not asyncio.get_running_loop().remove_reader(source), "the loop would turn without a pause"
+        writer.may_add.set()
+        await asyncio.wait_for(writer.is_flushed.wait(), LIMIT_S)
+        os.write(sink, b"three")
+        os.close(sink)
+        await asyncio.wait_for(writing, LIMIT_S)
+        assert writer.entries == [b"one", b"two", b"three"]
+    finally:
+        os.close(source)
+
+
+@pytest.mark.parametrize("content", [b"", b"one\ntwo", None], ids=["empty file", "file", "/dev/null"])
+async def test_files_that_epoll_cannot_watch_are_read(tmp_path: Path, content: bytes | None) -> None:
+    path = Path("/dev/null") if content is None else tmp_path / "input"
+    if content is not None:
+        path.write_bytes(content)
+    writer: Any = Writer()
+    writer.may_add.set()
+    with path.open("rb") as file:
+        await asyncio.wait_for(write_stream(writer, file.fileno(), LineSplitter()), LIMIT_S)
+    assert writer.entries == (content or b"").split()
