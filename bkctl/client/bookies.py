@@ -133,7 +133,11 @@ class BookieChannel:
                 for requests, scoped, answered in waiting:
                     if not is_abandoned(answered):
                         self._forward(connection, requests, scoped, answered)
-        except BkctlError as error:
+        except Exception as unexpected:  # noqa: BLE001 - given to the requests that wait
+            error = unexpected
+            if not isinstance(error, BkctlError):
+                error = BookieUnavailable(f"Cannot connect to bookie {self.bookie_id}: {unexpected!r}")
+                error.__cause__ = unexpected
             self._failures += 1
             back_off_s = min(BACK_OFF_S_MIN * 2 ** min(self._failures - 1, 10), BACK_OFF_S_MAX)
             self._retry_at = time.monotonic() + back_off_s
@@ -148,7 +152,7 @@ class BookieChannel:
             attempt, self._attempt = self._attempt, None
             waiting, self._waiting = self._waiting, []
             cancelled = BookieUnavailable(f"Connecting to bookie {self.bookie_id} was cancelled")
-            for requests, _, answered in waiting:  # cancelled, or a defect: no request may wait for ever
+            for requests, _, answered in waiting:  # no request may wait for ever
                 # Later, because a taker may start a task, and this one may be cancelled because its loop ends.
                 assert attempt is not None
                 attempt.get_loop().call_soon(_refuse, requests, answered, cancelled)

@@ -282,9 +282,11 @@ class AddPipeline:
 
     def _changed(self, task: asyncio.Task[None]) -> None:
         """End the pipeline if the change failed unexpectedly or its event loop ended, so that no add waits for ever."""
-        if task.cancelled() or task.exception() is not None:
+        error = None if task.cancelled() else task.exception()
+        if task.cancelled() or error is not None:
             self._changing = None
-            self._end(BkctlError(f"Changing the ensemble of ledger {self.access.ledger} was cancelled"))
+            how = "was cancelled" if error is None else f"failed: {error!r}"
+            self._end(BkctlError(f"Changing the ensemble of ledger {self.access.ledger} {how}"))
 
     async def _change_ensemble(self) -> None:
         """Replace failed bookies until no more fail, then resend pending entries of changed indexes."""

@@ -27,3 +27,25 @@ async def test_invalid_address_makes_bookie_unavailable(tmp_path: Path, address:
         with pytest.raises(BookieUnavailable, match="bookie-1"):
             await asyncio.wait_for(answer, LIMIT_S)
         await pool.close()
+
+
+async def test_unexpected_error_of_connecting_is_named_and_delays_the_next_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts = []
+
+    async def address(bookie_id: str) -> tuple[str, int]:
+        attempts.append(bookie_id)
+        raise RuntimeError("can't start new thread")
+
+    with open_cluster(f"sqlite://{tmp_path / 'metadata.db'}", create=True) as cluster:
+        pool = BookiePool(cluster, protocol=Protocol.V3, tls=None, timeout_s=LIMIT_S, addresses={})
+        monkeypatch.setattr(pool, "address", address)
+        monkeypatch.setattr("bkctl.client.bookies.BACK_OFF_S_MIN", LIMIT_S)
+        monkeypatch.setattr("bkctl.client.bookies.BACK_OFF_S_MAX", LIMIT_S)
+        for _ in range(2):
+            answer = pool.channel("bookie-1").send(ReadLacRequest(LedgerId(0, 1)))
+            with pytest.raises(BookieUnavailable, match=r"bookie-1.*can't start new thread"):
+                await asyncio.wait_for(answer, LIMIT_S)
+        assert attempts == ["bookie-1"]
+        await pool.close()

@@ -16,6 +16,7 @@ from support.waiting import LIMIT_S
 from bkctl.client.placement import RackRules
 from bkctl.client.streams import tail
 from bkctl.errors import (
+    BkctlError,
     BookieUnavailable,
     DigestMismatch,
     DuplicateEntryId,
@@ -694,6 +695,15 @@ async def test_without_a_spare_bookie_the_ledger_is_closed_where_it_is_acknowled
             await writer.close()
         metadata = cluster.metadata(writer.ledger)
         assert (metadata.state, metadata.last_entry_id, metadata.length) == (LedgerState.CLOSED, 9, 10)
+
+
+async def test_unexpected_error_of_an_ensemble_change_is_named(fake_cluster, monkeypatch):
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        writer = await client.create_ledger()
+        monkeypatch.setattr("bkctl.client.writer.update_metadata", {}.__getitem__)
+        await cluster.bookie(writer.metadata.last_fragment.bookies[0]).stop()
+        with pytest.raises(BkctlError, match=r"Changing the ensemble of ledger \d+ failed: TypeError"):
+            await writer.add(b"x")
 
 
 async def test_bookies_that_all_refuse_end_the_writes(fake_cluster):
