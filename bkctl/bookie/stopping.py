@@ -42,6 +42,7 @@ class StopDeadline:
         """
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
+        drop_error(done)
 
         def run() -> None:
             end = functools.partial(done.set_result, None)
@@ -58,6 +59,5 @@ class StopDeadline:
             done.result()
             return True
         self.is_stuck = True
-        drop_error(done)
         log.error("Bookie %s stops without %s, which hangs", self._state.bookie_id, name)
         return False
