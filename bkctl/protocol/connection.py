@@ -372,10 +372,14 @@ class BookieConnection(FramedProtocol):
         answered(request, ProtocolError(f"Bookie {self.bookie_id} sent {problem}"))
 
     def _expire(self) -> None:
+        packets = self._packets
+        if not (self._calls or packets.sent or packets.held):
+            self._ticker = None
+            return
+        self._ticker = self._loop.call_later(self._tick_s, self._expire)
         self._tick = tick = self._tick + 1
         for txn_id in [txn_id for txn_id, call in self._calls.items() if call[2] <= tick]:
             self._time_out(self._calls.pop(txn_id))
-        packets = self._packets
         for pending in packets.expire(tick):
             self._time_out(pending)
         late = None if len(packets.owed) > OWED_MAX else packets.expire_held(tick)
@@ -384,9 +388,6 @@ class BookieConnection(FramedProtocol):
         if late is not None or len(packets.owed) > OWED_MAX:
             self._fail(BookieUnavailable(f"Bookie {self.bookie_id} left too many requests without an answer"))
             self._abort()
-            return
-        more = self._calls or packets.sent or packets.held
-        self._ticker = self._loop.call_later(self._tick_s, self._expire) if more else None
 
     def _time_out(self, pending: PendingRequest) -> None:
         answered, request, _ = pending

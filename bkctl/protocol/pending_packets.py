@@ -110,9 +110,10 @@ class PendingPackets:
             queue = pending if isinstance(pending, deque) else deque((pending,))
             while queue and queue[0][2] <= tick:
                 self.owed[key] = self.owed.get(key, 0) + 1
-                yield queue.popleft()
-            if not queue:
-                del self.sent[key]
+                late = queue.popleft()
+                if not queue:
+                    del self.sent[key]
+                yield late
 
     def expire_held(self, tick: int) -> PendingRequest | None:
         """Send the held requests that need not wait any more; return the first other one that times out at `tick`."""

@@ -383,6 +383,23 @@ async def test_no_answer_in_time_is_an_error_of_that_request_alone(protocol: Pro
         assert cast_read(await fresh).body == b"fresh"
 
 
+@pytest.mark.parametrize("protocol", Protocol)
+async def test_taker_that_fails_keeps_no_other_request_from_its_timeout(protocol: Protocol) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("a defect")
+
+    problems: list[str] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: problems.append(str(context["exception"])))
+    async with serving(Holding()) as server, connected(server.port, protocol, timeout_s=0.2) as connection:
+        connection.send_run([ReadRequest(LEDGER, 1)], fail)
+        while not problems:
+            await asyncio.sleep(0.01)
+        with pytest.raises(TimedOut):
+            await asyncio.wait_for(connection.send(ReadRequest(LEDGER, 2)), LIMIT_S)
+    assert problems == ["a defect"]
+
+
 async def test_a_long_poll_may_take_its_own_time_beside_the_timeout() -> None:
     bookie = Holding()
     async with serving(bookie) as server, connected(server.port, timeout_s=0.5) as connection:
