@@ -42,7 +42,8 @@ class Integrity:
     """The findings as DataFrames, computed when they are used.
 
     `findings`: ledgerQualifiedName, ledgerScopeId, ledgerId, entryId, bookieId, problem, ledgerState, file, offset (of
-    the size field), detail, intactCount (bookies of the write set that serve the entry; 0: lost), writeQuorumSize.
+    the size field), detail, intactCount (bookies of the write set that serve the entry; 0: lost, None: unknown, as
+    the files of a bookie of the write set were not given), writeQuorumSize.
     `unchecked`: bookies that ensembles name and whose files were not given: bookieId, ledgerCount.
     `checked`: one row: ledgerCount, replicaCount (one for each entry and bookie of its write set), entryCount.
     """
@@ -120,7 +121,9 @@ def _with_intact_count(suspects: DataFrame, fragments: DataFrame, bookies: Booki
     entry = [QUALIFIED_NAME, "entryId"]
     found = suspects.filter(F.col("problem").isNotNull())
     bad = found.groupBy(*entry).agg(F.count(F.when(F.col("promised"), 1)).alias("badCount"))
-    intact = F.coalesce(F.col("holderCount") - F.col("badCount"), F.lit(0)).alias("intactCount")
     holders = with_holder_count(bad.select(*entry), fragments, bookies)
+    # Nobody knows whether a bookie that is not given has the entry.
+    checked = F.when(F.col("holderCount") == F.col("writeQuorumSize"), F.col("holderCount") - F.col("badCount"))
+    intact = F.when(F.col("holderCount").isNull(), F.lit(0)).otherwise(checked).alias("intactCount")
     counts = bad.join(holders, entry, "left").select(*entry, intact)
     return found.join(counts, entry)

@@ -94,9 +94,13 @@ def promise_counts(fragments: DataFrame, bookies: Bookies) -> DataFrame:
 
 
 def with_holder_count(entries: DataFrame, fragments: DataFrame, bookies: Bookies) -> DataFrame:
-    """Return distinct `entries` (ledger, entry id) with holderCount: how many of `bookies` should have the entry."""
+    """Return distinct promised `entries` (ledger, entry id) with two counts of the bookies that should have the entry.
+
+    holderCount: those among `bookies`; writeQuorumSize: all.
+    """
     found = entries.join(fragments, QUALIFIED_NAME).filter("entryId BETWEEN first AND last")
-    return found.select(QUALIFIED_NAME, "entryId", _holder_count(F.col("entryId"), bookies).alias("holderCount"))
+    holder_count = _holder_count(F.col("entryId"), bookies).alias("holderCount")
+    return found.select(QUALIFIED_NAME, "entryId", holder_count, "writeQuorumSize")
 
 
 def _holder_count(entry_id: Column, bookies: Bookies) -> Column:

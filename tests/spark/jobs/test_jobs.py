@@ -333,6 +333,28 @@ def test_missing_bookies_and_indexes_are_not_findings(engine: Engine, files: Fil
     assert f"their files are not given: {files.bookies[2]} ({len(files.written)} ledgers)" in answer.err
 
 
+def test_intact_count_is_unknown_where_a_holder_is_not_given(engine: Engine, files: Files, tmp_path: Path) -> None:
+    files = copied(files, tmp_path)
+    written = of_type(files, DigestType.CRC32, 0)
+    for journal in Path(files.places()[0], "journal", "current").glob("*.txn"):
+        journal.unlink()
+    for log in Path(files.places()[0], "ledgers", "current").rglob("*.log"):
+        log.unlink()
+    copies = Counter((ledger, entry_id) for ledger, entry_id, _ in promised(files, [written]))
+    given = set(files.bookies[:2])
+    of_given = Counter(key[:2] for key in promised(files, [written]) if key[2] in given)
+    command = ("integrity", "--ledger", written.ledger)
+    some = engine.rows(files.uri, *command, *files.places()[:2], code=3)
+    assert {row["entryId"]: row["intactCount"] for row in some} == {
+        entry_id: count - 1 if of_given[ledger, entry_id] == count else None
+        for (ledger, entry_id), count in copies.items()
+        if (ledger, entry_id, files.bookies[0]) in promised(files, [written])
+    }
+    assert {row["intactCount"] for row in some} == {1, None}
+    one = engine.rows(files.uri, *command, "--by", "ledger", files.places()[0], code=3)
+    assert [row["intactCount"] for row in one] == [None]
+
+
 # --- garbage --------------------------------------------------------------------------------------------------------
 
 
