@@ -5,13 +5,16 @@ Jobs read files in place, so each path must mean the same on every executor: a m
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bkctl.config import BookieConfig, read_properties
 from bkctl.errors import NotFound, UsageError
 from bkctl.files.directories import BookieDirectories, FileKind, current_of
+from bkctl.formats.entry_log import HEADER_SIZE
 from bkctl.formats.names import COOKIE_NAME
 from bkctl.ids import check_bookie_id
 from bkctl.metadata.liveness import check_instance
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
 _DIRECTORY_KEYS: Final = ("ledgerDirectories", "journalDirectory", "journalDirectories")
 #: Bytes of a file that show whether it is text.
 _TEXT_SIZE_BYTES: Final = 1024
+#: Bytes at the start of a log's record with its size, ledger and entry id.
+_RECORD_START_SIZE: Final = 28
 
 
 class BookieFiles(NamedTuple):
@@ -62,8 +67,8 @@ def find_bookies(places: Iterable[str | Path]) -> list[BookieFiles]:
     with `bookie-0`, `bookie-1` …), or a bookie's bk_server.conf. The bookie is the one in the directory's cookie
     (`VERSION`), else in another cookie of the same place, or the place names it: `BOOKIE_ID=PLACE`. Several places may
     belong to one bookie.
-    Raises UsageError if nothing names a directory's bookie, if two bookies share a directory, or for a file that is not
-    a configuration; NotFound.
+    Raises UsageError if nothing names a directory's bookie, if one of a bookie's directories is a copy of another, or
+    for a file that is not a configuration; NotFound.
     """
     found: dict[str, tuple[dict[str, None], dict[str, None], dict[str, None]]] = {}
     for place in places:
@@ -74,7 +79,10 @@ def find_bookies(places: Iterable[str | Path]) -> list[BookieFiles]:
                 into.update(dict.fromkeys(str(current_of(path).absolute()) for path in paths))
     if not found:
         raise UsageError("No files of bookies are given", hint="name their directories or bk_server.conf files")
-    return [BookieFiles(bookie_id, *map(tuple, found[bookie_id])) for bookie_id in sorted(found)]
+    bookies = [BookieFiles(bookie_id, *map(tuple, found[bookie_id])) for bookie_id in sorted(found)]
+    for each in bookies:
+        _check_no_copies(each)
+    return bookies
 
 
 def open_store(connection: Mapping[str, str]) -> Cluster:
@@ -125,6 +133,29 @@ def _bookies_at(place: str) -> Iterator[tuple[str, BookieDirectories]]:
             yield owner or _only_owner(str(directory), single), single
         return
     yield _only_owner(place, directories), directories
+
+
+def _check_no_copies(bookie: BookieFiles) -> None:
+    """Raise UsageError if two ledger directories have the same log, in which all entries would count twice.
+
+    The id of a log is not enough: DbLedgerStorage has ids of its own in each directory.
+    """
+    if len(bookie.ledger_dirs) == 1:
+        return
+    by_id: defaultdict[tuple[bool, object], list[Path]] = defaultdict(list)
+    for log in bookie.directories.entry_logs():
+        by_id[log.scoped, log.id].append(log.path)
+    for paths in by_id.values():
+        seen: dict[bytes, Path] = {}
+        for path in paths if len(paths) > 1 else ():
+            with suppress(FileNotFoundError), open(path, "rb") as file:
+                file.seek(HEADER_SIZE)
+                first_record = file.read(_RECORD_START_SIZE)
+                if first_record and seen.setdefault(first_record, path) != path:
+                    raise UsageError(
+                        f"{seen[first_record]} and {path} are the same entry log of bookie {bookie.bookie_id}",
+                        hint="give the bookie's files or their copy, not both",
+                    )
 
 
 def _configuration(path: Path) -> BookieConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,22 @@ def test_directories_on_several_disks_make_one_bookie(tmp_path: Path) -> None:
     (found,) = find_bookies([first / "journal", first / "ledgers-1", second])
     assert len(found.entry_logs()) == 2
     assert len(found.journals()) == 1
+
+
+def test_copy_of_a_bookie_beside_it_is_refused(tmp_path: Path) -> None:
+    # DbLedgerStorage has a log 0 in each directory.
+    first, second = (bookie(tmp_path / name, "host:1", "ledgers") for name in ("disk-1", "disk-2"))
+    for number, place in enumerate((first, second)):
+        (place / "ledgers" / "current" / "0.log").write_bytes(bytes(1024) + bytes([number]) * 60)
+    assert len(find_bookies([first, second])[0].entry_logs()) == 2
+    copy = shutil.copytree(second, tmp_path / "copy")
+    # The bookie went on.
+    with open(second / "ledgers" / "current" / "0.log", "ab") as log:
+        log.write(bytes(100))
+    for places in ([first, second, copy], [tmp_path]):
+        with pytest.raises(UsageError, match=r"/0\.log are the same entry log of bookie host:1; give"):
+            find_bookies(places)
+    assert len(find_bookies([first, copy])[0].entry_logs()) == 2
 
 
 def test_configuration_names_directories_and_cookie_names_bookie(tmp_path: Path) -> None:
