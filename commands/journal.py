@@ -14,7 +14,7 @@ import typer
 
 from bkctl.errors import BkctlError, NotFound, UsageError
 
-from .kit.columns import Column, Columns, Kind
+from .kit.columns import Column, Columns, Kind, hex_column
 from .kit.command import Run, command, group
 from .kit.options import ReadPace, count_option
 from .kit.records import (
@@ -25,7 +25,7 @@ from .kit.records import (
     print_records,
     raise_first,
 )
-from .kit.texts import GREEN, RED, YELLOW, counted, with_0x
+from .kit.texts import GREEN, RED, YELLOW, counted
 
 if TYPE_CHECKING:
     from bkctl.files.directories import BookieDirectories, BookieFile
@@ -54,12 +54,12 @@ JournalNames = Annotated[
 
 JOURNAL_COLUMNS = Columns(
     Column("JOURNAL", "journalId", "file.id", Kind.INTEGER),
-    Column("HEX", "journalIdHex", lambda row: f"{row.file.id:x}", text=with_0x),
+    hex_column("journalIdHex", lambda row: f"{row.file.id:x}"),
     Column("VERSION", "version", "version", Kind.INTEGER),
     Column("SIZE", "size", "file.size", Kind.SIZE),
     Column("MODIFIED", "mtime", "file.mtime_ms", Kind.TIME),
     Column(None, "scoped", "file.scoped", Kind.BOOLEAN),
-    Column("FILE", "file", lambda row: str(row.file.path), flexible=True),
+    Column("FILE", "file", lambda row: str(row.file.path), flexible=True, spare=2),
     key=Column("JOURNAL", "journalId", lambda row: file_key(row.file)),
 )
 
@@ -161,10 +161,10 @@ def _records(path: Path, start: int, chosen: RecordFilter) -> Iterator[RecordBat
 MARK_COLUMNS = Columns(
     Column("INDEX", "journalIndex", "journal_index", Kind.INTEGER),
     Column("JOURNAL", "journalId", "mark.journal_id", Kind.INTEGER),
-    Column("HEX", "journalIdHex", lambda row: f"{row.mark.journal_id:x}", text=with_0x),
+    hex_column("journalIdHex", lambda row: f"{row.mark.journal_id:x}"),
     Column("OFFSET", "offset", "mark.offset", Kind.INTEGER),
     Column("MODIFIED", "mtime", "file.mtime_ms", Kind.TIME),
-    Column("FILE", "file", lambda row: str(row.file.path), flexible=True),
+    Column("FILE", "file", lambda row: str(row.file.path), flexible=True, spare=2),
     key="journalId",
 )
 
@@ -201,8 +201,8 @@ def _checked_key(row: JournalCheck) -> str:
 
 VERIFY_COLUMNS = Columns(
     Column("JOURNAL", "journalId", "journal_id", Kind.INTEGER),
-    Column("HEX", "journalIdHex", lambda row: None if row.journal_id is None else f"{row.journal_id:x}", text=with_0x),
-    Column("VERSION", "version", "version", Kind.INTEGER),
+    hex_column("journalIdHex", lambda row: None if row.journal_id is None else f"{row.journal_id:x}"),
+    Column("VERSION", "version", "version", Kind.INTEGER, spare=2),
     Column("SIZE", "size", "size_bytes", Kind.SIZE),
     Column("STATE", "state", lambda row: row.state.value, Kind.WORD, style=STATE_STYLE),
     Column("RECORDS", "recordCount", "record_count", Kind.INTEGER),
@@ -214,7 +214,7 @@ VERIFY_COLUMNS = Columns(
     Column("RESUMES", "resumesAt", "behind.resumes_at", Kind.INTEGER),
     Column("MARK", "lastMark", "mark", Kind.INTEGER),
     Column(None, "scoped", "scoped", Kind.BOOLEAN),
-    Column("FILE", "file", lambda row: str(row.path), text=lambda path: Path(path).name),
+    Column("FILE", "file", lambda row: str(row.path), spare=2, text=lambda path: Path(path).name),
     Column("PROBLEM", "problem", "problem"),
     key=Column("JOURNAL", "journalId", _checked_key),
 )
@@ -286,26 +286,26 @@ def _decimal(value: float | None) -> float | None:
 
 STATS_COLUMNS = Columns(
     Column("JOURNAL", "journalId", "file.id", Kind.INTEGER),
-    Column("HEX", "journalIdHex", lambda row: f"{row.file.id:x}", text=with_0x),
-    Column("VERSION", "version", "version", Kind.INTEGER),
-    Column("SIZE", "size", "file.size", Kind.SIZE),
+    hex_column("journalIdHex", lambda row: f"{row.file.id:x}"),
+    Column("VERSION", "version", "version", Kind.INTEGER, spare=2),
+    Column("SIZE", "size", "file.size", Kind.SIZE, spare=1),
     Column("WRITTEN", "writtenSize", "good_end", Kind.SIZE),
     Column("RECORDS", "recordCount", "record_count", Kind.INTEGER),
     Column("RECORD BYTES", "recordSize", "record_bytes", Kind.SIZE),
     Column("ENTRIES", "entryCount", _count_of("entry"), Kind.INTEGER),
     Column("KEYS", "ledgerKeyCount", _count_of("ledgerKey"), Kind.INTEGER),
     Column("FENCES", "fenceCount", _count_of("fence"), Kind.INTEGER),
-    Column("LACS", "explicitLacCount", _count_of("explicitLac"), Kind.INTEGER),
-    Column("LEDGERS", "ledgerCount", lambda row: len(row.ledgers), Kind.INTEGER),
+    Column("LACS", "explicitLacCount", _count_of("explicitLac"), Kind.INTEGER, spare=1),
+    Column("LEDGERS", "ledgerCount", lambda row: len(row.ledgers), Kind.INTEGER, spare=1),
     Column(None, "paddingSize", "padding_bytes", Kind.SIZE),
     Column("PADDING", "paddingRatio", lambda row: _decimal(row.padding_ratio), Kind.NESTED, text="{:.1%}".format),
-    Column("GROUPS", "groupCount", "group_count", Kind.INTEGER),
+    Column("GROUPS", "groupCount", "group_count", Kind.INTEGER, spare=1),
     Column("PER GROUP", "recordsPerGroup", lambda row: _decimal(row.records_per_group), Kind.NESTED),
     Column(None, "groupSizeMax", "group_bytes_max", Kind.SIZE),
     Column(None, "created", "created_ms", Kind.TIME),
-    Column("MODIFIED", "mtime", "file.mtime_ms", Kind.TIME),
+    Column("MODIFIED", "mtime", "file.mtime_ms", Kind.TIME, spare=2),
     Column(None, "scoped", "file.scoped", Kind.BOOLEAN),
-    Column("FILE", "file", lambda row: str(row.file.path), flexible=True, text=lambda path: Path(path).name),
+    Column("FILE", "file", lambda row: str(row.file.path), flexible=True, spare=2, text=lambda path: Path(path).name),
     key=Column("JOURNAL", "journalId", lambda row: file_key(row.file)),
 )
 

@@ -11,12 +11,12 @@ import typer
 from bkctl.errors import UsageError
 from bkctl.ids import LedgerId
 
-from ..kit.columns import Column, Columns, Kind
+from ..kit.columns import Column, Columns, Kind, hex_column
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import LEDGERS_BY_OPTION, LedgersOrAll, scope_option
 from ..kit.options import DigestToCheck, LedgerPassword, ReadPace, combined, number_option, text_option
 from ..kit.records import Directories, raise_first
-from ..kit.texts import counted, size_text, with_0x
+from ..kit.texts import counted, size_text
 from .files import index_app
 
 if TYPE_CHECKING:
@@ -30,11 +30,11 @@ FINDING_COLUMNS = Columns(
     Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
     Column("ENTRY", "entryId", "entry_id", Kind.INTEGER),
     Column("LOG", "logId", "log_id", Kind.INTEGER),
-    Column("HEX", "logIdHex", lambda row: None if row.log_id is None else f"{row.log_id:x}", text=with_0x),
+    hex_column("logIdHex", lambda row: None if row.log_id is None else f"{row.log_id:x}"),
     Column("OFFSET", "offset", "offset", Kind.INTEGER),
     Column(None, "location", "location", Kind.INTEGER),
     Column("REASON", "reason", "reason"),
-    Column("FILE", "file", lambda row: str(row.path), flexible=True),
+    Column("FILE", "file", lambda row: str(row.path), flexible=True, spare=2),
     Column(None, "finding", "is_problem", Kind.BOOLEAN),
     key="ledger",
 )

@@ -11,12 +11,12 @@ import typer
 from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported, UsageError
 from bkctl.ids import LedgerId
 
-from ..kit.columns import Column, Columns, Kind
+from ..kit.columns import Column, Columns, Kind, hex_column
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import AnyLedgers
 from ..kit.options import number_option
 from ..kit.records import Directories, DirOption, ShowSecretsOption, raise_first
-from ..kit.texts import iso_time, with_0x, words
+from ..kit.texts import iso_time, words
 
 if TYPE_CHECKING:
     from bkctl.files.directories import BookieFile
@@ -88,13 +88,13 @@ def _detail_text(detail: dict[str, Any]) -> str:
 FILE_COLUMNS = Columns(
     Column("KIND", "kind", lambda row: row.file.kind.value, Kind.WORD),
     Column("ID", "id", _number, Kind.INTEGER),
-    Column("HEX", "idHex", _hex, text=with_0x),
+    hex_column("idHex", _hex),
     Column(None, "ledger", lambda row: row.file.id if isinstance(row.file.id, LedgerId) else None, Kind.LEDGER),
     Column("SCOPED", "scoped", "file.scoped", Kind.BOOLEAN),
     Column("SIZE", "size", "file.size", Kind.SIZE),
     Column("MODIFIED", "mtime", "file.mtime_ms", Kind.TIME),
     Column("FILE", "file", lambda row: str(row.file.path)),
-    Column("DETAIL", "detail", "detail", Kind.NESTED, flexible=True, text=_detail_text),
+    Column("DETAIL", "detail", "detail", Kind.NESTED, flexible=True, spare=1, text=_detail_text),
     key="file",
 )
 # An index file's id is a ledger, which JSON has in its own fields and a table in the column of ids.
@@ -176,7 +176,7 @@ LOCATION_COLUMNS = Columns(
     Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
     Column("ENTRY", "entryId", "found.entry_id", Kind.INTEGER),
     Column("LOG", "logId", "found.log_id", Kind.INTEGER),
-    Column("HEX", "logIdHex", lambda row: f"{row.found.log_id:x}", text=with_0x),
+    hex_column("logIdHex", lambda row: f"{row.found.log_id:x}"),
     Column("OFFSET", "offset", "found.offset", Kind.INTEGER),
     Column(None, "location", "found.location", Kind.INTEGER),
     key="entryId",
@@ -205,7 +205,7 @@ META_COLUMNS = Columns(
     Column("EXPLICIT LAC", "explicitLac", "explicit_lac", Kind.INTEGER),
     Column("ENTRIES", "entryCount", "entry_count", Kind.INTEGER),
     Column("LAST ENTRY", "lastEntryId", "last_entry_id", Kind.INTEGER),
-    Column("FILE", "file", lambda row: str(row.source.path), flexible=True),
+    Column("FILE", "file", lambda row: str(row.source.path), flexible=True, spare=2),
     key="ledger",
 )
 MASTER_KEY = Column("MASTER KEY", "masterKey", "source.master_key", Kind.BINARY, text=bytes.hex)

@@ -59,7 +59,7 @@ def fragment_columns(bookies: Sequence[str], *, planned: bool) -> Columns:
 
     columns = [
         Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
-        Column("STATE", "state", "state"),
+        Column("STATE", "state", "state", spare=1),
         Column("FIRST ENTRY", "firstEntryId", "first_entry_id", Kind.INTEGER),
         Column("LAST ENTRY", "lastEntryId", "last_entry_id", Kind.INTEGER),
         Column("REPLICAS", "entryCount", "entry_count", Kind.INTEGER),

@@ -29,14 +29,14 @@ app = group()
 
 RISK_COLUMNS = Columns(
     Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
-    Column("STATE", "state", lambda row: row.state and row.state.name),
+    Column("STATE", "state", lambda row: row.state and row.state.name, spare=2),
     Column(
         "RISK", "risk", "risk",
         style={"lost": RED, "unreadable": RED, "unwritable": YELLOW, "under-quorum": YELLOW},
     ),
-    Column("FIRST ENTRY", "firstEntryId", "first_entry_id", Kind.INTEGER),
-    Column("LAST ENTRY", "lastEntryId", "last_entry_id", Kind.INTEGER),
-    Column("ENTRIES", "entryCount", "entry_count", Kind.INTEGER),
+    Column("FIRST ENTRY", "firstEntryId", "first_entry_id", Kind.INTEGER, spare=1),
+    Column("LAST ENTRY", "lastEntryId", "last_entry_id", Kind.INTEGER, spare=1),
+    Column("ENTRIES", "entryCount", "entry_count", Kind.INTEGER, spare=1),
     Column("REPLICAS LEFT", "replicasLeft", "replica_count", Kind.INTEGER),
     Column("NEEDED", "replicasNeeded", "replica_count_min", Kind.INTEGER),
     Column("ON", "bookies", lambda row: list(row.bookies), Kind.NESTED, text=", ".join),

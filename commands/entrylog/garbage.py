@@ -12,11 +12,11 @@ import typer
 from bkctl.errors import BkctlError, UsageError
 from bkctl.model import LedgerLiveness
 
-from ..kit.columns import Column, Columns, Kind
+from ..kit.columns import Column, Columns, Kind, hex_column
 from ..kit.command import Run, command, group
 from ..kit.options import Composite, combined, text_option
 from ..kit.records import DirOption, raise_first
-from ..kit.texts import GREEN, RED, YELLOW, counted, size_text, with_0x
+from ..kit.texts import GREEN, RED, YELLOW, counted, size_text
 from .logs import (
     AllOption,
     LogNames,
@@ -54,7 +54,7 @@ ACTIVE_COLUMNS = Columns(
     Column("STATE", "state", "ledger.state", style=STATE_STYLE),
     Column("BYTES", "size", "ledger.size_bytes", Kind.INTEGER),
     Column("LOG", "logId", "log.log_id", Kind.INTEGER),
-    Column("HEX", "logIdHex", lambda row: log_id_hex(row.log.log_id), text=with_0x),
+    hex_column("logIdHex", lambda row: log_id_hex(row.log.log_id)),
     Column("FROM MAP", "fromLedgersMap", "log.from_map", Kind.BOOLEAN),
     Column(None, "complete", "log.complete", Kind.BOOLEAN),
     file_column(lambda row: row.log.path),
@@ -108,12 +108,12 @@ def _count_column(state: LedgerLiveness) -> Column:
     def count(row: UseRow) -> int:
         return sum(each.state is state for each in row.use.ledgers)
 
-    return Column(state.upper(), f"{state}Count", count, Kind.INTEGER)
+    return Column(state.upper(), f"{state}Count", count, Kind.INTEGER, spare=1)
 
 
 GARBAGE_COLUMNS = Columns(
     Column("LOG", "logId", "use.log_id", Kind.INTEGER),
-    Column("HEX", "logIdHex", lambda row: log_id_hex(row.use.log_id), text=with_0x),
+    hex_column("logIdHex", lambda row: log_id_hex(row.use.log_id)),
     Column("SCOPED", "scoped", lambda row: is_scoped(row.use.path), Kind.BOOLEAN),
     *map(_count_column, LedgerLiveness),
     Column("TOTAL", "totalSize", "use.total_size_bytes", Kind.SIZE),

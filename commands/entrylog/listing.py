@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from bkctl.errors import BkctlError, NotFound
 
-from ..kit.columns import Column, Columns, Kind, value_at
+from ..kit.columns import Column, Columns, Kind, hex_column, value_at
 from ..kit.command import Run, command, group
 from ..kit.records import DirOption, Records, directories_argument, print_records, raise_first
-from ..kit.texts import YELLOW, with_0x
+from ..kit.texts import YELLOW
 from .logs import (
     LogNames,
     LogOrder,
@@ -45,7 +45,7 @@ class LogRow(NamedTuple):
 
 LOG_COLUMNS = Columns(
     Column("LOG", "logId", "summary.file.id", Kind.INTEGER),
-    Column("HEX", "logIdHex", lambda row: log_id_hex(row.summary.file.id), text=with_0x),
+    hex_column("logIdHex", lambda row: log_id_hex(row.summary.file.id)),
     Column("SCOPED", "scoped", "summary.file.scoped", Kind.BOOLEAN),
     Column("VERSION", "version", "summary.version", Kind.INTEGER),
     Column("STATE", "state", "summary.state", style={"compacting": YELLOW, "compacted": YELLOW}),
@@ -124,7 +124,7 @@ SHARE_COLUMNS = Columns(
     Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
     Column("BYTES", "size", "size_bytes", Kind.INTEGER),
     Column("LOG", "logId", "log_id", Kind.INTEGER),
-    Column("HEX", "logIdHex", lambda row: log_id_hex(row.log_id), text=with_0x),
+    hex_column("logIdHex", lambda row: log_id_hex(row.log_id)),
     Column("FROM MAP", "fromLedgersMap", "contents.from_map", Kind.BOOLEAN),
     Column(None, "complete", "contents.complete", Kind.BOOLEAN),
     file_column(lambda row: row.path),

@@ -78,7 +78,7 @@ def log_key(path: Path) -> str:
 
 
 def file_column(source: Callable[[Any], Path]) -> Column:
-    return Column("FILE", "file", lambda row: str(source(row)), flexible=True)
+    return Column("FILE", "file", lambda row: str(source(row)), flexible=True, spare=2)
 
 
 def ratio_text(value: float) -> str:

@@ -10,11 +10,11 @@ import typer
 
 from bkctl.errors import BkctlError, UsageError
 
-from ..kit.columns import Column, Columns, Kind, Output, value_at
+from ..kit.columns import Column, Columns, Kind, Output, hex_column, value_at
 from ..kit.command import Run, command, group
 from ..kit.options import DigestToCheck, LedgerPassword, ReadPace
 from ..kit.records import DirOption, raise_first
-from ..kit.texts import RED, YELLOW, counted, with_0x
+from ..kit.texts import RED, YELLOW, counted
 from .logs import LogNames, file_column, find_logs, log_id_hex, log_key
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def _log_findings(row: LogCheck) -> list[dict[str, Any]]:
 
 CHECK_COLUMNS = Columns(
     Column("LOG", "logId", "log_id", Kind.INTEGER),
-    Column("HEX", "logIdHex", lambda row: log_id_hex(row.log_id), text=with_0x),
+    hex_column("logIdHex", lambda row: log_id_hex(row.log_id)),
     Column("SCOPED", "scoped", "scoped", Kind.BOOLEAN),
     Column("VERSION", "version", "version", Kind.INTEGER),
     Column("STATE", "state", "state", Kind.WORD, style=STATE_STYLE_OF_LOG),

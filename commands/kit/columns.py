@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from bkctl.errors import UsageError
 
-from .texts import binary_text, readable_text
+from .texts import binary_text, readable_text, with_0x
 
 
 class Output(StrEnum):
@@ -56,8 +56,9 @@ class Column:
     `source` is the origin of the value: an attribute path (`header.size`), a function of the row, or a Constant.
     `title` is the table's (None: not in the table), `name` the JSON name. An `optional` field is left out of JSON (and
     of an object's table) where it is None. `flexible` cells are cut when the terminal is too narrow, which suits
-    places and payloads, and never sentences; `wraps` breaks them at spaces first. `text` overrides how a table
-    shows the value; `style` gives the ANSI colour of a cell's text.
+    places and payloads, and never sentences; `wraps` breaks them at spaces first. Where that is not enough, columns are
+    left out: first those with the highest `spare`. `text` overrides how a table shows the value; `style` gives the ANSI
+    colour of a cell's text.
     """
 
     title: str | None
@@ -68,6 +69,7 @@ class Column:
     flexible: bool = False
     wraps: bool = False
     optional: bool = False
+    spare: int = 0
     text: Callable[[Any], str] | None = None
     style: Mapping[str, str] | None = None
 
@@ -111,6 +113,11 @@ def value_at(path: str) -> Callable[[Any], Any]:
 def applied_column(*, is_applied: bool) -> Column:
     """Return the column of commands with --dry-run that says whether the run changes anything; not in tables."""
     return Column(None, "applied", Constant(is_applied), Kind.BOOLEAN, optional=True)
+
+
+def hex_column(name: str, source: Source) -> Column:
+    """Return the column of an id in hexadecimal digits, the first to be left out beside the decimal one."""
+    return Column("HEX", name, source, spare=3, text=with_0x)
 
 
 def payload_column(payload: Callable[[Any], bytes | None], form: str | None) -> Column:

@@ -2,7 +2,8 @@
 
 Columns that are too wide together shrink in this order: paths and payloads (`flexible`) are cut (commands wrap first),
 texts wrap at words, titles wrap. Where that is not enough, columns are left out: first those without a value in any
-row, then the last ones, which `left_out` names; never the first column, and no sentence.
+row, then those that are declared `spare`, then the last ones, which `left_out` names; never the first column, and no
+sentence.
 """
 
 from __future__ import annotations
@@ -126,11 +127,11 @@ class Table:
         kept = self._kept
         # More rows may come with values, unless the table is complete.
         full = self._full = [at for at in kept if at == 0 or given[at] or not complete]
-        last_first = [at for at in reversed(full[1:]) if self._is_rigid(at) and not self._columns[at].style]
+        spare = [column.spare for column in self._columns]
+        leaving = [at for at in full[1:] if spare[at] or (self._is_rigid(at) and not self._columns[at].style)]
+        leaving.sort(key=lambda at: (spare[at], at), reverse=True)
         tries = [(kept, comfort), (full, comfort), (full, least)]
-        tries += [
-            ([at for at in full if at not in last_first[:count]], least) for count in range(1, len(last_first) + 1)
-        ]
+        tries += [([at for at in full if at not in leaving[:count]], least) for count in range(1, len(leaving) + 1)]
         for kept, low in tries:
             widths = self._shrunk(kept, low, room)
             if widths is not None:

@@ -231,7 +231,7 @@ UNDO_FILE_COLUMNS = Columns(
     Column("FILE", "file", lambda row: str(row.path), text=lambda path: Path(path).name),
     Column("CHANGES", "changeCount", "change_count", Kind.INTEGER),
     Column("COMMAND", "command", lambda row: shlex.join(row.command), flexible=True, wraps=True),
-    Column("CLUSTER", "metadataUri", "metadata_uri", flexible=True),
+    Column("CLUSTER", "metadataUri", "metadata_uri", flexible=True, spare=1),
     Column(None, "time", "time"),
     Column(None, "instanceId", "instance_id"),
     Column(None, "host", "host"),

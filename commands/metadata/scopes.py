@@ -10,11 +10,10 @@ import typer
 from bkctl.errors import UsageError
 from bkctl.ids import LedgerId, random_u64
 
-from ..kit.columns import Column, Columns, Kind
+from ..kit.columns import Column, Columns, Kind, hex_column
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import scope_option
 from ..kit.options import count_option
-from ..kit.texts import with_0x
 
 app = group()
 
@@ -28,7 +27,7 @@ class ScopeRow(NamedTuple):
 
 SCOPE_COLUMNS = Columns(
     Column("SCOPE", "ledgerScopeId", lambda row: str(row.scope_id)),
-    Column("HEX", "ledgerScopeIdHex", lambda row: f"{row.scope_id:016x}", text=with_0x),
+    hex_column("ledgerScopeIdHex", lambda row: f"{row.scope_id:016x}"),
     Column("LEDGERS", "ledgerCount", "ledger_count", Kind.INTEGER),
     key="ledgerScopeId",
 )

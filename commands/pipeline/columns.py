@@ -8,8 +8,7 @@ from typing import Any
 
 from bkctl.ids import LedgerId
 
-from ..kit.columns import Column, Kind
-from ..kit.texts import with_0x
+from ..kit.columns import Column, Kind, hex_column
 
 
 def ledger_of(row: Any) -> LedgerId | None:
@@ -20,7 +19,7 @@ def ledger_of(row: Any) -> LedgerId | None:
 
 LEDGER = Column("LEDGER", "ledger", ledger_of, Kind.LEDGER)
 BOOKIE = Column("BOOKIE", "bookieId", "bookieId")
-FILE = Column("FILE", "file", "file", flexible=True)
+FILE = Column("FILE", "file", "file", flexible=True, spare=2)
 LEDGERS = Column("LEDGERS", "ledgerCount", "ledgerCount", Kind.INTEGER)
 BOOKIES = Column("BOOKIES", "bookieCount", "bookieCount", Kind.INTEGER)
 LOGS = Column("LOGS", "logCount", "logCount", Kind.INTEGER)
@@ -35,7 +34,7 @@ SIZE = Column("SIZE", "size", "size", Kind.SIZE)
 SUMS = (ENTRIES, SIZE)
 LOG = (
     Column("LOG", "logId", "logId", Kind.INTEGER),
-    Column("HEX", "logIdHex", "logIdHex", text=with_0x),
+    hex_column("logIdHex", "logIdHex"),
     Column("SCOPED", "scoped", "scoped", Kind.BOOLEAN),
 )
 

@@ -42,9 +42,9 @@ GARBAGE_COLUMNS = {
     GarbageBy.ENTRY_LOG: Columns(
         BOOKIE,
         *LOG,
-        Column("ALIVE", "aliveCount", "aliveCount", Kind.INTEGER),
-        Column("DEAD", "deadCount", "deadCount", Kind.INTEGER),
-        Column("UNKNOWN", "unknownCount", "unknownCount", Kind.INTEGER),
+        Column("ALIVE", "aliveCount", "aliveCount", Kind.INTEGER, spare=1),
+        Column("DEAD", "deadCount", "deadCount", Kind.INTEGER, spare=1),
+        Column("UNKNOWN", "unknownCount", "unknownCount", Kind.INTEGER, spare=1),
         *_USE,
         Column("USAGE", "usage", "usage", Kind.INTEGER, text=ratio_text),
         Column("COMPACTION", "compaction", "compaction", style={"delete": GREEN}),

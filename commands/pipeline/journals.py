@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 from bkctl.errors import BkctlError, Corrupt
 
-from ..kit.columns import Column, Columns, Kind
+from ..kit.columns import Column, Columns, Kind, hex_column
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import ScanFilter
 from ..kit.records import raise_first
-from ..kit.texts import GREEN, RED, YELLOW, size_text, with_0x
+from ..kit.texts import GREEN, RED, YELLOW, size_text
 from .columns import BOOKIE, BOOKIES, ENTRIES, FILE, LEDGER, RANGE, sums_of
 from .common import Job, LedgersToScan, Places, SparkOptions, by_option, read_job
 from .page import Bar, Section, bars, table, top_rows, write_pages
@@ -43,14 +43,14 @@ AUDIT_COLUMNS = {
     AuditBy.JOURNAL: Columns(
         BOOKIE,
         Column("JOURNAL", "journalId", "journalId", Kind.INTEGER),
-        Column("HEX", "journalIdHex", "journalIdHex", text=with_0x),
-        Column("VERSION", "version", "version", Kind.INTEGER),
+        hex_column("journalIdHex", "journalIdHex"),
+        Column("VERSION", "version", "version", Kind.INTEGER, spare=2),
         Column("STATE", "state", "state", style={"damaged": RED, "unreadable": RED, "missing": RED, "torn": YELLOW}),
         ENTRIES,
-        Column("REPLAY FROM", "replayFrom", "replayFrom", Kind.INTEGER),
+        Column("REPLAY FROM", "replayFrom", "replayFrom", Kind.INTEGER, spare=1),
         Column("REPLAYED", "replayRecordCount", "replayRecordCount", Kind.INTEGER),
         Column(None, "replayEntryCount", "replayEntryCount", Kind.INTEGER),
-        Column("REPLAY SIZE", "replaySize", "replaySize", Kind.SIZE),
+        Column("REPLAY SIZE", "replaySize", "replaySize", Kind.SIZE, spare=1),
         Column("UNLOGGED", "unloggedCount", "unloggedCount", Kind.INTEGER),
         Column("UNKNOWN", "unknownCount", "unknownCount", Kind.INTEGER),
         Column("BEHIND", "recordsBehind", "recordsBehind", Kind.INTEGER),

@@ -19,6 +19,7 @@ from bkctl.commands.generate import read_pages
 from bkctl.commands.kit.columns import Column, Columns, Output
 from bkctl.commands.kit.output import RowWriter
 from bkctl.commands.kit.table import Table
+from bkctl.commands.pipeline.garbage import GARBAGE_COLUMNS, GarbageBy
 from bkctl.formats.metadata import LedgerState
 from bkctl.ids import LedgerId, LedgerIdSet
 from bkctl.replication.departure import Step, StepKind, StepResult
@@ -163,3 +164,13 @@ def test_a_question_about_a_move_says_how_many_ledgers_cannot_be_moved() -> None
         "2 ledgers on b1 would be copied to other bookies; 1 of them cannot be moved, since too few other bookies are "
         "writable"
     )
+
+
+def test_columns_that_repeat_others_leave_a_narrow_table_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = SimpleNamespace(
+        bookieId="bookie-0", logId=12, logIdHex="c", scoped=False, aliveCount=3, deadCount=1, unknownCount=0,
+        totalSize=14_000, remainingSize=11_000, garbageSize=3_000, usage=0.786, compaction="major",
+        reclaimableSize=0, rewrittenSize=0, fromLedgersMap=True, complete=True, file="/data/ledgers/current/c.log",
+    )  # fmt: skip
+    header, _ = _printed(GARBAGE_COLUMNS[GarbageBy.ENTRY_LOG], [row], 80, monkeypatch)
+    assert " ".join(header.split()) == "BOOKIE LOG SCOPED ALIVE TOTAL REMAINING GARBAGE USAGE COMPACTION"
