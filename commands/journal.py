@@ -226,10 +226,12 @@ def verify(run: Run, pace: ReadPace, names: JournalNames = None, directories: Di
 
     Shows where the intact part of each file ends, why, and what lies behind it. A bookie leaves the states `endOfFile`,
     `zeros` (allocated ahead) and `torn` (the last write was cut). With `damaged`, RESUMES is where plausible records
-    begin again: 'journal read --from-pos' prints them. On a terminal a sentence counts the sound files. Exit code 7 for
-    damage; 3 if a journal is missing that a last mark names, or whose id lies between those that are there.
+    begin again: 'journal read --from-pos' prints them. On a terminal a sentence counts the sound files in place of
+    their rows. Exit code 7 for damage; 3 if a journal is missing that a last mark names, or whose id lies between those
+    that are there.
     """
     from bkctl.files.journal_check import check_journals
+    from bkctl.files.scan import ScanState
 
     given, files = _journals(run, names, directories)
     errors: list[BkctlError] = []
@@ -243,7 +245,7 @@ def verify(run: Run, pace: ReadPace, names: JournalNames = None, directories: Di
                 errors.append(check.error)
             elif check.problem is not None:
                 findings += 1
-            else:
+            elif check.state is not ScanState.TORN:
                 sound_count += 1
                 record_count += check.record_count
                 if run.draws:
@@ -251,8 +253,8 @@ def verify(run: Run, pace: ReadPace, names: JournalNames = None, directories: Di
             yield check
 
     with run.working("Reading journals", unit="journals", pace=pace) as activity:
-        run.render(rows(), VERIFY_COLUMNS, findings=run.draws)
-    if run.draws:
+        row_count = run.render(rows(), VERIFY_COLUMNS, findings=run.draws)
+    if run.draws and (sound_count or not row_count):
         sound = counted(sound_count, "journal is", "journals are")
         run.note(f"{sound} sound: {counted(record_count, 'record', 'records')}; -o wide lists them")
     if errors and findings:

@@ -90,10 +90,11 @@ def verify(
     """Check the records, maps and digests of entry logs.
 
     Shows where the intact part of a log ends, why, and what can be saved behind it. On a terminal a sentence counts the
-    sound logs. Exit code 7 if a log is damaged; 3 if entries do not match their digests, or a ledgers map contradicts
-    the records.
+    sound logs in place of their rows. Exit code 7 if a log is damaged; 3 if entries do not match their digests, or a
+    ledgers map contradicts the records.
     """
     from bkctl.checks.log_check import check_entry_logs
+    from bkctl.files.scan import ScanState
 
     if no_digests and digest.wanted:
         raise UsageError("--no-digests and --digest are given", hint="give one of them")
@@ -108,7 +109,7 @@ def verify(
             findings += check.finding_count
             if check.error is not None:
                 errors.append(check.error)
-            if check.problem is None and not check.finding_count:
+            if check.problem is None and not check.finding_count and check.state is not ScanState.TORN:
                 sound_count += 1
                 entry_count += check.entry_count
                 if run.draws:
@@ -120,8 +121,8 @@ def verify(
         digests as checker,
         run.working("Reading entry logs", total=len(logs), unit="entry logs", pace=pace) as activity,
     ):
-        run.render(_saying_more(run, rows()), CHECK_COLUMNS, findings=run.draws)
-    if run.draws:
+        row_count = run.render(_saying_more(run, rows()), CHECK_COLUMNS, findings=run.draws)
+    if run.draws and (sound_count or not row_count):
         sound = counted(sound_count, "entry log is", "entry logs are")
         run.note(f"{sound} sound: {counted(entry_count, 'entry', 'entries')}; -o wide lists them")
     if checker is not None and (hint := checker.hint()) is not None:

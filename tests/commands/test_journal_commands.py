@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -56,6 +57,18 @@ def test_verify_counts_sound_journals_in_a_sentence_on_a_terminal(bookie: Path) 
     assert [line.split()[0] for line in seen.splitlines() if "points at byte 557" in line] == ["10"]
     assert "1 journal is sound" in seen
     assert not any(line.startswith("     11") or line.split()[:1] == ["11"] for line in seen.splitlines())
+
+
+def test_verify_shows_torn_journals_on_a_terminal(bookie: Path) -> None:
+    first, last = sorted(bookie.glob("journal/current/*.txn"))
+    os.truncate(last, last.stat().st_size - 3)
+    terminal = CommandLine(None).terminal
+    code, seen = terminal("--no-color", "journal", "verify", first, last, columns=200)
+    assert (code, [line.split()[0] for line in seen.splitlines() if " torn " in line]) == (0, ["11"])
+    assert "1 journal is sound: 6 records" in seen
+    _, seen = terminal("--no-color", "journal", "verify", last, columns=200)
+    assert " torn " in seen
+    assert " sound: " not in seen
 
 
 @pytest.mark.parametrize(
