@@ -89,7 +89,8 @@ class ReplicaPlace(NamedTuple):
     """One bookie of a fragment, and the entries that it should have.
 
     `last_entry_id` and `entry_count` are None while the fragment still grows. `state` is "down" for unregistered
-    bookies too. `position` is the place in the write set of the one requested entry.
+    bookies too; `ledger_scopes` is None then: unknown. `position` is the place in the write set of the one requested
+    entry.
     """
 
     first_entry_id: int
@@ -97,7 +98,7 @@ class ReplicaPlace(NamedTuple):
     ensemble_index: int
     bookie_id: str
     state: str
-    ledger_scopes: bool
+    ledger_scopes: bool | None
     entry_count: int | None
     position: int | None
 
@@ -127,7 +128,7 @@ def locate(
                 index,
                 fragment.bookies[index],
                 "down" if bookie is None else bookie.state,
-                bookie is not None and bookie.ledger_scopes,
+                None if bookie is None or bookie.state == "down" else bookie.ledger_scopes,
                 None if later is None else schedule.entry_count(index, fragment.first_entry_id, later),
                 None if entry_id is None else position,
             )

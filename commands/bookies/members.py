@@ -42,6 +42,11 @@ def _address(bookie: Any) -> str | None:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def _scopes(row: Any) -> bool | None:
+    """Return whether the row's bookie takes scopes, None for one that is down: only a registration says so."""
+    return row.bookie.ledger_scopes if row.bookie.state != "down" else None
+
+
 def _endpoints(bookie: Any) -> list[dict[str, Any]]:
     names = ("id", "protocol", "host", "port", "auth", "extensions")
     endpoints = () if bookie.info is None else bookie.info.endpoints
@@ -64,7 +69,7 @@ BOOKIE_COLUMNS = Columns(
     Column("STATE", "state", "bookie.state", style={"rw": GREEN, "ro": YELLOW, "down": RED}),
     Column("ADDRESS", "address", lambda row: _address(row.bookie)),
     Column("RACK", "rack", "rack"),
-    Column("SCOPES", "ledgerScopes", "bookie.ledger_scopes", Kind.BOOLEAN),
+    Column("SCOPES", "ledgerScopes", _scopes, Kind.BOOLEAN),
     Column(
         "ENDPOINTS",
         "endpoints",
@@ -139,7 +144,7 @@ SHOW_COLUMNS = Columns(
     Column("BOOKIE", "bookieId", "bookie.bookie_id"),
     Column("STATE", "state", "bookie.state", style={"rw": GREEN, "ro": YELLOW, "down": RED}),
     Column("ADDRESS", "address", lambda row: _address(row.bookie)),
-    Column("SCOPES", "ledgerScopes", "bookie.ledger_scopes", Kind.BOOLEAN),
+    Column("SCOPES", "ledgerScopes", _scopes, Kind.BOOLEAN),
     Column(
         "ENDPOINTS", "endpoints", lambda row: _endpoints(row.bookie), Kind.NESTED, flexible=True,
         text=lambda endpoints: "\n".join(map(_endpoint_line, endpoints)) or "-",

@@ -273,6 +273,9 @@ def test_verify_finds_a_damaged_replica(cli: Cli, write: object, cluster: LocalC
         down = cli("ledger", "verify", ledger, "-o", "ndjson")
         assert down.code == 3
         assert {(row["bookieId"], row["problem"]) for row in down.rows} == {(victim.bookie_id, "unavailable")}
+        scopes = {row["bookieId"]: row["ledgerScopes"] for row in cli("ledger", "locate", ledger, "-o", "ndjson").rows}
+        assert scopes.pop(victim.bookie_id) is None
+        assert set(scopes.values()) == {True}
     finally:
         cluster.up()
     found = cli("ledger", "verify", ledger, "-o", "ndjson")

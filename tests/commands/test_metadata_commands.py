@@ -251,7 +251,7 @@ def test_bookies_list(cli: Cli, store: Cluster) -> None:
     rows = cli("bookies", "list", "-o", "json").json
     assert [list(row) for row in rows] == [["bookieId", "state", "address", "rack", "ledgerScopes", "endpoints"]] * 3
     assert [(row["bookieId"], row["state"], row["ledgerScopes"]) for row in rows] == [
-        (BOOKIES[0], "rw", True), (BOOKIES[1], "ro", False), (BOOKIES[2], "down", False),
+        (BOOKIES[0], "rw", True), (BOOKIES[1], "ro", False), (BOOKIES[2], "down", None),
     ]  # fmt: skip
     assert rows[0]["address"] == "10.0.0.1:3181"
     assert rows[0]["endpoints"][1] == {
