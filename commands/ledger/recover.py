@@ -19,6 +19,7 @@ from .columns import STATE_STYLE, ledger_row, list_columns
 
 if TYPE_CHECKING:
     from bkctl.client.recovery import RecoveryLoss
+    from bkctl.formats.metadata import LedgerMetadata
     from bkctl.metadata.cluster import Cluster
 
 app = group()
@@ -28,17 +29,22 @@ class RecoveryPlanRow(NamedTuple):
     """A ledger that a recovery would close, and what it would give up."""
 
     ledger: LedgerId
-    state: str
+    metadata: LedgerMetadata
     loss: RecoveryLoss | None
+
+    @property
+    def end(self) -> RecoveryLoss | LedgerMetadata | None:
+        """The last entry and length: of the metadata if the ledger is closed, else of the loss, None without one."""
+        return self.metadata if self.metadata.is_closed else self.loss
 
 
 RECOVERY_PLAN_COLUMNS = Columns(
     Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
-    Column("STATE", "state", "state", style=STATE_STYLE),
+    Column("STATE", "state", "metadata.state.name", style=STATE_STYLE),
     Column("LOSS", "loss", lambda row: row.loss is not None, Kind.BOOLEAN),
-    Column("LAST ENTRY", "lastEntryId", value_at("loss.last_entry_id"), Kind.INTEGER),
+    Column("LAST ENTRY", "lastEntryId", value_at("end.last_entry_id"), Kind.INTEGER),
     Column("LAST READABLE", "lastReadableEntryId", value_at("loss.readable_entry_id"), Kind.INTEGER),
-    Column("LENGTH", "length", value_at("loss.length"), Kind.SIZE),
+    Column("LENGTH", "length", value_at("end.length"), Kind.SIZE),
     key="ledger",
 )
 
@@ -78,6 +84,7 @@ def recover(
     --dry-run fences nothing and shows what would be given up.
     """
     losses: dict[LedgerId, RecoveryLoss] = {}
+    closed_already: list[LedgerId] = []
 
     async def close(writer: RowWriter) -> None:
         """Recover and close the ledgers, each with the loss that the operator accepted, and print them."""
@@ -86,6 +93,8 @@ def recover(
         async with run.bookkeeper(recorded) as bookkeeper:
             for ledger in ledgers:
                 scope_id, ledger_id = ledger
+                if (await to_thread(recorded.ledgers.read, ledger)).metadata.is_closed:
+                    closed_already.append(ledger)
                 handle = await bookkeeper.open_ledger(
                     ledger_id, ledger_scope_id=scope_id, password=None, recovery=True, accept_loss=losses.get(ledger)
                 )
@@ -108,6 +117,8 @@ def recover(
             run.rows(list_columns(run)) as rows,
         ):
             run.complete(close(rows))
+        if closed_already:
+            run.note(f"{counted(len(closed_already), 'ledger was', 'ledgers were')} closed already: unchanged")
         for ledger, loss in losses.items():
             run.note(f"Given up: {_recovery_loss_text(ledger, loss)}")
 
@@ -123,7 +134,7 @@ async def _find_losses(
             if loss is not None:
                 losses[ledger] = loss
             if writer is not None:
-                writer.row(RecoveryPlanRow(ledger, found.metadata.state.name, loss))
+                writer.row(RecoveryPlanRow(ledger, found.metadata, loss))
     return losses
 
 

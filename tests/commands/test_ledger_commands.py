@@ -313,8 +313,14 @@ def test_recover_closes_a_ledger_whose_writer_died(cli: Cli, cluster: LocalClust
         assert cli("ledger", "show", ledger, "-o", "json").json["state"] == "CLOSED"
         assert cli("metadata", "undo", undo, "--yes").code == 0
         assert cli("ledger", "show", ledger, "-o", "json").json["state"] == "OPEN"
-    [row] = cli("ledger", "recover", ledger, "-o", "json").json
+    done = cli("ledger", "recover", ledger, "-o", "json")
+    assert "closed already" not in done.err
+    [row] = done.json
     assert (row["state"], row["lastEntryId"], row["length"]) == ("CLOSED", 0, 4)
+    again = cli("ledger", "recover", ledger)
+    assert (again.code, again.err) == (0, "1 ledger was closed already: unchanged\n")
+    [row] = cli("ledger", "recover", ledger, "--dry-run", "-o", "json").json
+    assert (row["state"], row["loss"], row["lastEntryId"], row["length"]) == ("CLOSED", False, 0, 4)
     assert payloads(cli, ledger) == [b"kept"]
 
 
@@ -360,7 +366,7 @@ def test_recover_loses_entries_only_with_accept_loss(cli: Cli, cluster: LocalClu
     assert "length stays 4 bytes" in lines[-1]["acceptedLoss"]
     assert lines[-1]["exitCode"] == 0
     again = cli("ledger", "recover", ledger, "--accept-loss")
-    assert (again.code, again.err) == (0, "")
+    assert (again.code, again.err) == (0, "1 ledger was closed already: unchanged\n")
 
 
 def test_test_leaves_nothing_behind(cli: Cli) -> None:
