@@ -91,19 +91,22 @@ class _Pages:
             ) as writer:  # fmt: skip
                 writer.rows(rows)
         text = page.getvalue()
-        if text == self._last:
-            return
-        if not sys.stdout.isatty():
-            emit(text if self._last is None else f"\n{text}")
-        else:
+        if sys.stdout.isatty():
             self._draw(text)
+        elif text != self._last:
+            emit(text if self._last is None else f"\n{text}")
         self._last = text
         flush()
 
     def _draw(self, text: str) -> None:
         moment = iso_time(time.time_ns() // 1_000_000)[11:19]
         title = f"{moment}Z, every {self._seconds:g} s; Ctrl-C ends it"[: terminal_width()]
-        lines = [f"{BOLD}{title}{RESET}" if self._color else title, *text.splitlines()]
+        title = f"{BOLD}{title}{RESET}" if self._color else title
+        if text == self._last:
+            # Save the cursor, move home, and restore it: only the clock of this look is new.
+            emit(f"\x1b7\x1b[H{title}\x1b[K\x1b8")
+            return
+        lines = [title, *text.splitlines()]
         room = max(get_terminal_size((80, 24)).lines - 1, 2)
         if len(lines) > room:
             lines[room - 1 :] = [f"… {len(lines) - room + 1:,} more lines"]

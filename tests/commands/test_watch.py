@@ -127,6 +127,22 @@ def test_csv_does_not_steer_the_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
     assert terminal.getvalue() == "code,subject,age\ndown,\\x1b[31mred,1\n"
 
 
+def test_the_clock_of_a_table_goes_on_while_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = iter(range(0, 60_000_000_000, 2_000_000_000))
+    monkeypatch.setattr("bkctl.commands.kit.watch.time.time_ns", lambda: next(moments))
+    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+    watched([B1], [B1], [B2], output=Output.TABLE)
+    first, again, changed = terminal.getvalue().split("\x1b[H")[1:]
+    assert first.startswith("00:00:00Z, every 0 s; ")
+    assert again == "00:00:02Z, every 0 s; Ctrl-C ends it\x1b[K\x1b8"
+    assert first.endswith("\x1b[J\x1b7")
+    assert changed.startswith("00:00:04Z")
+    assert "b2" in changed
+    monkeypatch.setattr(sys, "stdout", pipe := StringIO())
+    watched([B1], [B1], output=Output.TABLE)
+    assert pipe.getvalue().count("CODE") == 1
+
+
 def test_health_reports_the_finding_that_is_over(uri: str, cli: Cli, watching: object) -> None:
     with open_cluster(uri) as cluster:
         from bkctl.formats.metadata import BookieServiceInfo
