@@ -301,11 +301,13 @@ def undo_command(
 
 
 def _last_undo_file(run: Run, cluster: Cluster) -> Path:
-    """Return the newest undo file of `cluster`. Raises NotFound."""
+    """Return the newest undo file of `cluster` that has changes. Raises NotFound."""
     from bkctl.metadata.admin.undo import list_undo_files
 
     instance_id = cluster.instance_id()
-    found = [each for each in list_undo_files(run.undo_directory) if each.instance_id == instance_id]
+    found = [
+        each for each in list_undo_files(run.undo_directory) if each.instance_id == instance_id and each.change_count
+    ]
     if not found:
         raise NotFound(f"No undo file of {cluster.uri} in {run.undo_directory}", hint="name one as FILE")
     command = shlex.join(found[-1].command)

@@ -43,12 +43,12 @@ _READ_COUNT_MAX: Final = 1024
 class UndoFile(Closing):
     """Writes an undo file; a context manager. The first `record` creates the file.
 
-    `path` None: nothing is written.
+    `path` None: nothing is written. `close` removes a file whose changes were all refused.
     """
 
     def __init__(self, path: Path | None, cluster: Cluster, command: Sequence[str]) -> None:
         self.path = path
-        #: Number of recorded changes.
+        #: Number of recorded changes, without the refused ones.
         self.count = 0
         self._cluster = cluster
         self._command = list(command)
@@ -81,6 +81,7 @@ class UndoFile(Closing):
         with self._lock:
             if self._file is not None:
                 self._write({"void": path})
+            self.count -= 1
 
     def _record(self, kind: str, path: str, before: bytes | None, after: bytes | None) -> None:
         if self.path is not None:
@@ -129,7 +130,10 @@ class UndoFile(Closing):
         if self._file is not None:
             file, self._file = self._file, None
             try:
-                os.fsync(file)
+                if self.count:
+                    os.fsync(file)
+                else:
+                    os.unlink(str(self.path))
             except OSError as error:
                 raise OSError(error.errno, error.strerror, str(self.path)) from error
             finally:

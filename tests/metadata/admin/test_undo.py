@@ -324,3 +324,12 @@ def test_undo_files_of_a_directory_are_listed_with_their_changes(cluster: Cluste
     [found] = list_undo_files(directory)
     assert (found.path, found.command, found.change_count) == (directory / "one", ("bkctl", "a b"), 1)
     assert (found.metadata_uri, found.instance_id) == (cluster.uri, cluster.instance_id())
+
+
+def test_refused_changes_alone_leave_no_undo_file(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.store.put("n", b"", NEW)
+    with UndoFile(tmp_path / "undo", cluster, []) as kept:
+        for _ in range(2):
+            with pytest.raises(Conflict):
+                kept.recorded().store.put("n", b"1", NEW)
+    assert (kept.count, list(tmp_path.glob("undo"))) == (0, [])
