@@ -566,15 +566,19 @@ class Run:
         continue_without_stdout(lambda: self.note("bkctl: stdout was closed; the command continues"))
 
     def start_audit(self, *, begun: bool) -> None:
-        """Start the audit of a run that changes something: at once (`begun`), or once a cluster is open."""
+        """Start the audit of a run that changes something: at once (`begun`), or once a cluster is open.
+
+        A later call, with `begun`, continues the same audit.
+        """
         self._changes = True
         self.outlive_stdout()
         path = audit_file(os.environ)
         if path is None:
             return
-        audit = self._session.audit = Audit(path, ["bkctl", *self._session.words])
+        if self._session.audit is None:
+            self._session.audit = Audit(path, ["bkctl", *self._session.words])
         if begun:
-            audit.begin()
+            self._session.audit.begin()
 
     def confirm(self, loss: str) -> None:
         """Print the loss and ask on a terminal; `--yes` skips the question.

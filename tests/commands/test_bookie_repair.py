@@ -222,6 +222,7 @@ def test_convert_there_and_back(cli: Cli, bookie: Path) -> None:
     assert dry.json == [expected | {"applied": False}]
     result = cli("bookie", "convert", "--to", "db", *place, "-o", "json")
     assert (result.code, result.json[0]["ledgers"], result.json[0]["entries"]) == (0, 2, 6)
+    assert [row["result"] for row in cli("audit", "list", "-o", "ndjson").rows] == ["done"]
     assert [Path(each).is_dir() for each in result.json[0]["backups"]] == [True]
     assert "Set ledgerStorageClass=org.apache.bookkeeper.bookie.storage.ldb.DbLedgerStorage" in result.err
     assert cli(*show).rows == before
