@@ -37,15 +37,15 @@ class IndexFileConverter(IndexConverter):
     """Converts databases to index files."""
 
     def check(self) -> None:
+        if not any((storage.index_dir / "ledgers").is_dir() for storage in self.storages):
+            where = ", ".join(str(storage.index_dir) for storage in self.storages)
+            raise UsageError(f"No databases of ledgers found in {where}", hint="is the bookie converted already?")
         file = next(BookieIndexes(self._directories).files(), None)
         if file is not None:
             raise Conflict(
                 f"The bookie has the index file {file.path} and also databases",
                 hint="keep one of the two indexes, move the other away",
             )
-        if not any((storage.index_dir / "ledgers").is_dir() for storage in self.storages):
-            where = ", ".join(str(storage.index_dir) for storage in self.storages)
-            raise UsageError(f"No databases of ledgers found in {where}", hint="is the bookie converted already?")
         self._check_log_ids()
         for storage in self.storages:
             for prefix in ("", "scoped-"):
