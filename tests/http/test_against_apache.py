@@ -362,12 +362,15 @@ def test_recovery_and_decommission_start_as_apaches(pair: Pair) -> None:
         assert ours.status == 200
 
 
-def test_registered_bookie_is_not_decommissioned(pair: Pair) -> None:
+def test_registered_bookie_is_neither_recovered_nor_decommissioned(pair: Pair) -> None:
     answer = call(pair.our_port, "PUT", f"{V1}/autorecovery/decommission", {"bookie_src": pair.apache.bookie_id})
     assert answer.status == 409
     assert "registered" in answer.error
-    body = {"bookie_src": [pair.apache.bookie_id], "delete_cookie": True}
-    assert call(pair.our_port, "PUT", f"{V1}/autorecovery/bookie", body).status == 409
+    for body in (
+        {"bookie_src": [pair.apache.bookie_id], "delete_cookie": True},
+        {"bookie_src": [pair.apache.bookie_id]},
+    ):
+        assert call(pair.our_port, "PUT", f"{V1}/autorecovery/bookie", body).status == 409
     assert call(pair.our_port, "PUT", f"{V1}/autorecovery/bookie", {"bookie_src": []}).status == 400
 
 

@@ -51,6 +51,9 @@ def test_recovery_empties_lost_bookies_in_every_scope(local: LocalCluster, tmp_p
         wait_for(lambda: "bookie-0" not in cluster.cookies.list(), "the cookie is deleted")
         assert left(cluster, "bookie-0") == []
         wait_for(lambda: "Decommissioning bookie-0 has ended" in log.read_text(), "it is told")
+        for body in ({"bookie_src": ["bookie-1"]}, {"bookie_src": ["nobody", "bookie-1"], "delete_cookie": True}):
+            answer = call(port, "PUT", f"{V1}/bookie", body)
+            assert (answer.status, "Bookie bookie-1 is registered (rw)" in answer.error) == (409, True)
         local.down("bookie-1")
         answer = call(port, "PUT", f"{V1}/bookie", {"bookie_src": ["bookie-1"]})
         assert (answer.status, answer.body) == (200, b"Success send recovery request command.")

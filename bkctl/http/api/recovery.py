@@ -74,18 +74,21 @@ async def switch_recovery(call: ApiCall) -> Response:
         Value("bookie_src", "The lost bookies.", ValueKind.TEXTS, required=True),
         Value("delete_cookie", "Delete their cookies once they hold nothing.", ValueKind.BOOLEAN),
     )),
-    answer=TEXT, errors={409: "A bookie whose cookie is to be deleted is registered", 503: _BUSY},
+    answer=TEXT, errors={409: "One of the bookies is registered", 503: _BUSY},
 )  # fmt: skip
 async def recover_bookie(call: ApiCall) -> Response:
-    """Recover all of the bookies. Source: RecoveryBookieService, which recovers only the first one."""
+    """Recover all of the bookies.
+
+    Source: RecoveryBookieService, which recovers only the first one, and a running one as well: that closes its open
+    ledgers under their writers.
+    """
     bookies = [check_bookie_id(each) for each in call.body["bookie_src"]]
     if not bookies:
         raise UsageError("bookie_src names no bookie", hint='send {"bookie_src": ["HOST:PORT"]}')
     delete_cookie = call.body.get("delete_cookie", False)
     cluster = await call.service.cluster()
-    if delete_cookie:
-        for bookie_id in bookies:
-            await _check_stopped(cluster, bookie_id)
+    for bookie_id in bookies:
+        await _check_stopped(cluster, bookie_id)
     call.service.recover_in_background(bookies, delete_cookie=delete_cookie)
     return text_answer("Success send recovery request command.")
 
@@ -93,7 +96,10 @@ async def recover_bookie(call: ApiCall) -> Response:
 async def _check_stopped(cluster: Cluster, bookie_id: str) -> None:
     found = await asyncio.to_thread(cluster.bookies.get, bookie_id)
     if found is not None and found.state != "down":
-        raise Conflict(f"Bookie {bookie_id} is registered ({found.state})", hint="stop it first")
+        raise Conflict(
+            f"Bookie {bookie_id} is registered ({found.state})",
+            hint="stop it first, or move its ledgers with 'bkctl bookies drain'",
+        )
 
 
 @ENDPOINTS.get(
