@@ -66,6 +66,8 @@ class IndexCheck:
         advance: Callable[[int], None] | None = None,
     ) -> None:
         self.counts = Counts()
+        #: The chosen ledgers that neither an index nor a searched log has, once all findings were yielded.
+        self.missing: set[LedgerId] = set(ledgers or ())
         self._directories = directories
         self._selection = EntrySelection(ledgers, scope_id, sample, seed)
         self._digests = digests
@@ -91,6 +93,7 @@ class IndexCheck:
                     self.counts.ledgers += len(rows.numbers.ledgers)
                     self.counts.entries += rows.count
                     yield from self._check_logs(logs, rows)
+                    self.missing.difference_update(rows.numbers.ledgers)
             if self._digests is not None:
                 yield from self._late_mismatches(self._digests)
         yield from self._unindexed_ledgers()

@@ -104,6 +104,15 @@ class BookieDirectories:
             raise NotFound(f"No files of a bookie in {', '.join(map(str, places))}")
         return self
 
+    def with_ledgers(self) -> BookieDirectories:
+        """Return self. Raises NotFound if every directory has journals, and none an index, entry log or last mark."""
+        if all(map(_has_only_journals, self.ledger_dirs)):
+            raise NotFound(
+                f"No index and no entry log in {', '.join(map(str, self.ledger_dirs))}, but journals",
+                hint="name the bookie's ledger directories, too",
+            )
+        return self
+
     def files(self) -> Iterator[BookieFile]:
         """Yield the bookie's files, directory by directory, in each by kind, then by id.
 
@@ -235,6 +244,12 @@ def _bookie_directories(directory: Path) -> list[Path]:
         return [directory]
     found = [Path(entry.path) for entry in _list(directory) if _is_directory(entry) and _has_current(Path(entry.path))]
     return found or [directory]
+
+
+def _has_only_journals(directory: Path) -> bool:
+    place = BookieDirectories([directory], [directory])
+    has_ledgers = place.entry_logs() or place.rocksdbs() or place.last_marks() or next(place.indexes(), None)
+    return not has_ledgers and bool(place.journals())
 
 
 def _has_current(directory: Path) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bkctl.errors import UsageError
+from bkctl.errors import NotFound, UsageError
 from bkctl.ids import LedgerId
 
 from ..kit.columns import Column, Columns, Kind, hex_column
@@ -93,12 +93,13 @@ def check(
 
     Compares both ways, for every storage class; the bookie may run. Exit code 3 if there are findings, 7 if an index is
     damaged. Ledgers in the logs without an index were most likely deleted: they are reported as `unindexed` and do not
-    count as findings. A killed bookie may leave entries in its log that are in no index and were never acknowledged;
-    they are findings (`notIndexed`), since lost entries look the same.
+    count as findings; exit code 4 if a ledger of --ledger is in neither. A killed bookie may leave entries in its log
+    that are in no index and were never acknowledged; they are findings (`notIndexed`), since lost entries look the
+    same.
     """
     from bkctl.checks.check import IndexCheck
 
-    given = run.directories(directories)
+    given = run.directories(directories).with_ledgers()
     logs = [file.path for file in given.entry_logs()] if digest.wanted else []
     checker = run.digest_checker(digest.digest_type, password, logs) if digest.wanted else nullcontext()
     with checker as digests, run.working("Checking", unit="bytes", pace=pace) as activity:
@@ -114,6 +115,11 @@ def check(
         )
         run.render(job.findings(), FINDING_COLUMNS, findings=True)
     counts = job.counts
+    if job.missing and not (counts.findings or counts.error_count):
+        names = ", ".join(map(str, sorted(job.missing)))
+        raise NotFound(
+            f"No index and no entry log has ledger {names}", hint="'bkctl bookie index show --meta' lists the ledgers"
+        )
     run.note(
         f"{_verdict(counts)}{counted(counts.ledgers, 'ledger', 'ledgers')}, "
         f"{counted(counts.entries, 'entry', 'entries')} in the index, "
@@ -182,7 +188,7 @@ def check_index(
     from bkctl.checks.index_scan import IndexScan
 
     both = ledgers == locations
-    given = run.directories(directories)
+    given = run.directories(directories).with_ledgers()
     job = IndexScan(given, ledgers=ledgers or both, locations=locations or both, is_complete=not directories)
     with run.working("Reading indexes"):
         run.render(job.findings(), FINDING_COLUMNS, findings=True)

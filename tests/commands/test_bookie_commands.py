@@ -42,12 +42,27 @@ def test_check_of_a_healthy_bookie(cli: Cli, healthy: Path) -> None:
     answer = cli("bookie", "check", "--dir", healthy / "ledgers", "--digest", "--rate", "100MiB/s")
     assert answer.code == 0
     assert "digests: 6 CRC32C matched, 0 not known" in answer.err
-    answer = cli("bookie", "check", "--dir", healthy / "ledgers", "--ledger", "7:5", "--ledger", "7:6")
+    answer = cli("bookie", "check", "--dir", healthy / "ledgers", "--ledger", "7:5")
     assert "1 ledger, 3 entries" in answer.err
     answer = cli("bookie", "check", "--dir", healthy / "ledgers", "--ledger-scope-id", "7", "--sample", "100%")
     assert "1 ledger, 3 entries" in answer.err
     assert cli("--quiet", "bookie", "check", "--dir", healthy / "ledgers").err == ""
     assert cli("bookie", "check", "--dir", healthy / "ledgers", "-o", "json").json == []
+
+
+@pytest.mark.parametrize("sample", [(), ("--sample", "100%")], ids=["whole", "sample"])
+def test_check_of_missing_ledgers(cli: Cli, healthy: Path, sample: tuple[str, ...]) -> None:
+    answer = cli("bookie", "check", healthy, "--ledger", "7:5", "--ledger", "7:6", "--ledger", "99", *sample)
+    assert (answer.code, answer.out) == (4, "")
+    assert answer.err.startswith(f"bkctl: No index and no entry log has ledger 99, {7:016x}{6:016x};")
+
+
+def test_check_of_a_journal_directory(cli: Cli, healthy: Path) -> None:
+    for words in (("bookie", "check"), ("bookie", "index", "check")):
+        answer = cli(*words, healthy / "journal")
+        assert (answer.code, answer.out) == (4, "")
+        assert f"No index and no entry log in {healthy / 'journal'}, but journals" in answer.err
+        assert cli(*words, healthy / "journal", healthy / "ledgers").code == 0
 
 
 def test_check_with_findings(cli: Cli, bookie: Path) -> None:
@@ -99,7 +114,7 @@ def test_check_refuses_malformed_options(cli: Cli, healthy: Path, arguments: tup
 
 def test_rates_of_entries(cli: Cli, healthy: Path) -> None:
     for rate in ("5000 entries", "5000entries/s", "1entry/s"):
-        options = ("--rate", rate, "--ledger", "99")
+        options = ("--rate", rate, "--ledger-scope-id", "99")
         assert cli("bookie", "check", "--dir", healthy / "ledgers", *options).code == 0
 
 

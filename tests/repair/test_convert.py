@@ -167,7 +167,7 @@ def test_no_index_or_two_indexes_are_refused(current: Path) -> None:
         convert(empty, INTERLEAVED)
     with pytest.raises(UsageError, match="No index files"):
         convert(empty, DB)
-    with pytest.raises(UsageError, match=r"No databases.*"):
+    with pytest.raises(UsageError, match="No databases"):
         convert(layout_at(current.parent), INTERLEAVED)
     convert(layout_at(current.parent), DB)
     with pytest.raises(UsageError, match="converted already"):
