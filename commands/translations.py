@@ -119,11 +119,18 @@ _SYNONYMS: Final = {
 
 
 def translate(words: Iterable[str]) -> str | None:
-    """Return our command for the words (one at least) of one of Apache's, typed after `bkctl`; None for others."""
+    """Return our command for the words (one at least) of one of Apache's, typed after `bkctl`; None for others.
+
+    A group of Java's bkctl that does not exist here stands for its command.
+    """
     *group, name = [word.lower() for word in words]
     whole = " ".join([*group, name])
     return next(
-        (each.ours for each in (*TRANSLATIONS, *PULSAR) if whole == each.java.lower() or name == each.shell.lower()),
+        (
+            each.ours
+            for each in (*TRANSLATIONS, *PULSAR)
+            if whole in (each.java.lower(), each.java.lower().partition(" ")[0]) or name == each.shell.lower()
+        ),
         None,
     )
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bkctl.commands.generate import read_pages
-from bkctl.commands.translations import PULSAR, TRANSLATIONS, find_elsewhere, translate
+from bkctl.commands.translations import PULSAR, TRANSLATIONS, Translation, find_elsewhere, translate
 
 from .conftest import Cli
 
@@ -39,6 +39,16 @@ def test_a_name_of_the_shell_is_answered_with_ours(cli: Cli, name: str) -> None:
     assert (answer.code, answer.out) == (2, "")
     assert answer.err == f"bkctl: No such command '{name}'; it is 'bkctl {ours}' here\n"
     assert f"`{name}`" in (ROOT / "docs/from-the-shell.md").read_text()
+
+
+@pytest.mark.parametrize("each", [each for each in TRANSLATIONS if each.java], ids=lambda each: each.java)
+def test_a_name_of_javas_bkctl_is_ours_or_answered_with_ours(cli: Cli, each: Translation) -> None:
+    if each.java == each.ours:
+        return
+    answer = cli(*each.java.split())
+    group = each.java.partition(" ")[0]
+    unknown = each.java.rpartition(" ")[2] if group in PAGES else group
+    assert answer == (2, "", f"bkctl: No such command '{unknown}'; it is 'bkctl {each.ours}' here\n")
 
 
 def test_other_words_are_not_translated() -> None:
