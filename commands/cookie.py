@@ -119,7 +119,8 @@ def show(
     from bkctl.formats.metadata import Cookie
 
     if (bookie is None) == (not dir):
-        raise UsageError("A bookie id or --dir is needed", hint="give one of them")
+        given = "BOOKIE and --dir are given" if dir else "A bookie id or --dir is needed"
+        raise UsageError(given, hint="give one of them")
     found: list[tuple[str | None, bytes, int | None]] = []
     if bookie is not None:
         from bkctl.bookie.cookies import cookie_path
@@ -132,7 +133,7 @@ def show(
                 )
             found.append((None, node.value, node.version))
             where = f"cookie of {bookie} in {cluster.store.name}"
-    found.extend((str(path), _read(path), None) for path in map(_version_file, dir or ()))
+    found.extend((str(path), _read(path), None) for path in _version_files(dir))
     if format is not None:
         if format is not BinaryFormat.RAW:
             raise UsageError(f"--format {format.value}: only raw is supported", hint="leave it out to print the fields")
@@ -149,13 +150,21 @@ def show(
         run.render(rows, COOKIE_COLUMNS)
 
 
-def _version_file(directory: Path) -> Path:
+def _version_files(directories: list[Path] | None) -> list[Path]:
+    """Return the cookies' files in the directories of `--dir`: cookies, or directories as BookieDirectories.at takes."""
     from bkctl.bookie.cookies import version_file
+    from bkctl.files.directories import bookie_directories
     from bkctl.formats.names import COOKIE_NAME
 
-    if directory.name == COOKIE_NAME or directory.is_file():
-        return directory
-    return directory / COOKIE_NAME if directory.name == "current" else version_file(str(directory))
+    found: list[Path] = []
+    for directory in directories or ():
+        if directory.name == COOKIE_NAME or directory.is_file():
+            found.append(directory)
+        elif directory.name == "current":
+            found.append(directory / COOKIE_NAME)
+        else:
+            found += (version_file(str(each)) for each in bookie_directories(directory))
+    return found
 
 
 def _read(path: Path) -> bytes:
@@ -279,7 +288,7 @@ def delete(
             rows.append(_row_of(bookie, found.value, found.version))
         check_not_registered(cluster, bookies)
         files = []
-        for path in map(_version_file, dir or ()):
+        for path in _version_files(dir):
             cookie = Cookie.parse(_read(path), str(path))
             if cookie.bookie_id not in bookies:
                 raise UsageError(
@@ -455,7 +464,7 @@ def rename_bookie(
 
     if check_bookie_id(old) == check_bookie_id(new):
         raise UsageError(f"{old} and {new} are the same id")
-    directories = [str(_version_file(each).parent.parent) for each in dir or ()]
+    directories = [str(each.parent.parent) for each in _version_files(dir)]
     if not directories and run.conf is not None:
         directories = configured_directories(run.config())
     with run.cluster() as cluster:
@@ -505,7 +514,7 @@ def verify_cookies(
     from bkctl.formats.metadata import Cookie
 
     config = run.config() if run.conf is not None else None
-    directories = [str(_version_file(each).parent.parent) for each in dir or ()]
+    directories = [str(each.parent.parent) for each in _version_files(dir)]
     if config is not None and not directories:
         directories = configured_directories(config)
     if bookie is None:
@@ -525,7 +534,9 @@ def verify_cookies(
             raise NotFound(f"Bookie {bookie} has no cookie", hint="'bkctl cookie list' shows the cookies")
         findings = list(verify(expected, stored, local))
         run.render(findings, FINDING_COLUMNS, findings=True)
-    if not findings:
+    if not findings and (local or config is not None):
         run.note(f"The {len(local) + 1} cookies of bookie {bookie} are equal")
+    elif not findings:
+        run.note(f"Only the metadata store's cookie of bookie {bookie} was read: add --dir or --conf to compare it")
     where = f"in the cookies of bookie {bookie}"
     run.finish_with(len(findings), f"difference {where}", f"differences {where}")

@@ -201,7 +201,7 @@ def _missing(place: str, stored: Cookie | BkctlError | None, known: set[str]) ->
         return "the bookie or the directory is new"
     if place in known:
         return "its data is lost, or its disk is not mounted"
-    return "the directory is new: 'bkctl cookie expand' adds it"
+    return "not a directory of the bookie, or a new one: 'bkctl cookie expand' adds the new ones of --conf"
 
 
 def _differences(place: str, expected: Cookie, found: Cookie) -> Iterator[CookieFinding]:

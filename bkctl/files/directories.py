@@ -94,7 +94,7 @@ class BookieDirectories:
         A directory that only contains directories of a bookie (`bookie-0` with `journal` and `ledgers`) stands for
         those.
         """
-        places = [place for directory in directories for place in _bookie_directories(Path(directory))]
+        places = [place for directory in directories for place in bookie_directories(Path(directory))]
         return cls(places, places, places)
 
     def of_a_bookie(self) -> BookieDirectories:
@@ -238,8 +238,11 @@ def current_of(directory: Path) -> Path:
     raise NotFound(f"Directory {directory} does not exist")
 
 
-def _bookie_directories(directory: Path) -> list[Path]:
-    """Return the directories with a `current` in `directory`; `directory` itself if it has one, or none has."""
+def bookie_directories(directory: Path) -> list[Path]:
+    """Return the directories with a `current` in `directory`; `directory` itself if it has one, or none has.
+
+    Raises BkctlError if `directory` cannot be listed.
+    """
     if _has_current(directory) or not directory.is_dir():
         return [directory]
     found = [Path(entry.path) for entry in _list(directory) if _is_directory(entry) and _has_current(Path(entry.path))]

@@ -90,9 +90,13 @@ def test_list_and_show(place: Place, cli: Cli) -> None:
     assert local["directory"] == str(place.local("l1"))
     assert local["ledgerDirs"] == expected["ledgerDirs"]
     assert len(cli("cookie", "show", "--dir", directory / "l1", "--dir", directory / "index" / "current").out) > 0
+    assert {row["directory"] for row in cli("cookie", "show", "--dir", directory, "-o", "json").json} == {
+        str(place.local(name)) for name in ("journal", "l1", "l2", "index")
+    }
     assert cli("cookie", "show", "b2").code == 4
-    assert cli("cookie", "show").code == 2
-    assert cli("cookie", "show", "b1", "--dir", directory / "l1").code == 2
+    assert "is needed" in cli("cookie", "show").err
+    both = cli("cookie", "show", "b1", "--dir", directory / "l1")
+    assert (both.code, both.err) == (2, "bkctl: BOOKIE and --dir are given; give one of them\n")
     for output in ("table", "csv", "ndjson"):
         assert "b1" in cli("cookie", "list", "-o", output).out
 
@@ -336,6 +340,12 @@ def test_verify_explains_every_difference(place: Place, cli: Cli, tmp_path: Path
     local = cli("cookie", "verify", "b1", "--dir", tmp_path / "l1", "-u", place.uri, "-o", "json")
     assert {row["field"] for row in local.json} == {"bookieId", "journalDirs", "ledgerDirs", "instanceId"}
     assert cli("cookie", "verify", "b8").code == 4
+    whole = cli("cookie", "verify", "b1", "--dir", tmp_path, "-u", place.uri, "-o", "ndjson").rows
+    assert {Path(row["place"]).name for row in whole} == {"l1", "l2", "index"}
+    other = cli("cookie", "verify", "b1", "--dir", tmp_path / "other", "-u", place.uri, "-o", "json").json
+    assert other[0]["meaning"].startswith("not a directory of the bookie")
+    alone = cli("cookie", "verify", "b1", "-u", place.uri)
+    assert (alone.code, alone.err.startswith("Only the metadata store's cookie of bookie b1 was read")) == (0, True)
     new = cli("cookie", "verify", "b8", "-c", place.conf, "-o", "json").json
     assert ("metadata store", "cookie") in {(row["place"], row["field"]) for row in new}
 
