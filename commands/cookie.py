@@ -151,7 +151,7 @@ def show(
 
 
 def _version_files(directories: list[Path] | None) -> list[Path]:
-    """Return the cookies' files in the directories of `--dir`: cookies, or directories as BookieDirectories.at takes."""
+    """Return the cookies' files that `--dir` names: as files, or as BookieDirectories.at takes directories."""
     from bkctl.bookie.cookies import version_file
     from bkctl.files.directories import bookie_directories
     from bkctl.formats.names import COOKIE_NAME

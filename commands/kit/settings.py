@@ -103,7 +103,7 @@ class Setting(NamedTuple):
     def from_option(self, value: Any) -> Any:
         """Return the setting that the option's value stands for. Raises UsageError."""
         if self.type is ValueType.DURATION:
-            return None if value is None else parse_duration(value, self.flag)
+            return None if value is None else _timeout(value, self.flag)
         if self.type is ValueType.NAMES:
             return None if value is None else _names(value, self.flag)
         if self.type is ValueType.ORDER:
@@ -121,7 +121,7 @@ class Setting(NamedTuple):
             case ValueType.ADDRESSES:
                 return tuple(text.replace(",", " ").split())
             case ValueType.DURATION:
-                return parse_duration(text, name)
+                return _timeout(text, name)
             case ValueType.OUTPUT:
                 if text not in set(Output):
                     raise UsageError(f"{name}={text!r}: not a form of output", hint=f"one of {', '.join(Output)}")
@@ -156,6 +156,13 @@ class Setting(NamedTuple):
         if self.type is ValueType.ADDRESSES:
             return list(value)
         return str(value) if self.type is ValueType.FILE else value
+
+
+def _timeout(text: str, name: str) -> float:
+    seconds = parse_duration(text, name)
+    if not seconds:
+        raise UsageError(f"{name} {text}: must be more than 0")
+    return seconds
 
 
 def _names(text: str, flag: str) -> tuple[str, ...]:

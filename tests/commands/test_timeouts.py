@@ -65,3 +65,13 @@ def test_bookies_and_http_servers_are_given_up_after_the_connect_timeout(
 )
 def test_the_default_is_ten_seconds_or_a_shorter_timeout(options: GlobalOptions, expected_s: float) -> None:
     assert Run(Session(), options).connect_timeout_s == expected_s
+
+
+@pytest.mark.parametrize("name", ["--timeout", "--connect-timeout"])
+def test_no_wait_at_all_is_refused(tmp_path: Path, name: str) -> None:
+    line = CommandLine(f"sqlite://{tmp_path}/bk.db")
+    answer = line("ledger", "list", name, "0s")
+    assert (answer.code, f"{name} 0s: must be more than 0" in answer.problem) == (2, True)
+    variable = name.removeprefix("--").replace("-", "_").upper()
+    answer = line("ledger", "list", **{variable: "0"})
+    assert (answer.code, f"BKCTL_{variable} 0: must be more than 0" in answer.problem) == (2, True)
