@@ -344,10 +344,14 @@ def create_unfinished(path: Path, *, mode: int = 0o600) -> tuple[Path, int]:
     """Create a file beside `path` for content that gets that name once it is whole; return its path and descriptor.
 
     Its name cannot be guessed, and neither a file nor a link had it before. The caller renames or removes it. Raises
-    OSError.
+    OSError, which names `path`.
     """
     unfinished = path.with_name(f".{path.name}.{os.urandom(8).hex()}.partial")
-    return unfinished, os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        return unfinished, os.open(unfinished, flags, mode)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 @contextlib.contextmanager

@@ -252,4 +252,6 @@ def _target(run: Run, file: Path) -> Iterator[Callable[[bytes], object]]:
         with atomic_write(file, mode=FILE_MODE) as stream:
             yield stream.write
     except OSError as error:
+        if error.filename is not None:
+            raise
         raise BkctlError(f"{file} cannot be written: {error.strerror or error}") from error

@@ -10,6 +10,7 @@ A command is three steps: the signature parses, one call into the domain, `run` 
 
 from __future__ import annotations
 
+import errno
 import gc
 import inspect
 import os
@@ -631,6 +632,8 @@ class Run:
         path = None if file is not None and str(file) == NO_FILE else file or self._new_undo_file()
         if path is not None and path.exists():
             raise UsageError(f"{path} exists", hint="choose another file for --undo")
+        if path is not None and path == file and not path.parent.is_dir():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
         undo = UndoFile(path, cluster, without_secrets(["bkctl", *self._session.words]))
         try:
             with undo:

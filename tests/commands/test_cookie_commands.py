@@ -138,6 +138,7 @@ def test_create_update_and_delete_leave_undo_files(place: Place, cli: Cli, tmp_p
     assert cli("cookie", "create", "b2", file, "--file", file, "--dry-run").code == 2
     assert cli("cookie", "create", "b2", "--dry-run").code == 2
     assert place.stored("b2") is None
+    undo.mkdir()
     assert cli("cookie", "create", "b2", "-f", file, "--undo", undo / "1").code == 0
     assert place.stored("b2") == data
     assert cli("cookie", "create", "b2", "-f", file).code == 5

@@ -453,7 +453,7 @@ def test_extract_refuses(cli: Cli, bookie: Path) -> None:
     assert cli(*arguments, "5", "--yes").code == 0
     assert target.read_bytes()[:4] == b"BKLO"
     assert cli("entrylog", "extract", bookie / "ledgers", "-f", bookie, "--ledger", "5").code == 2
-    assert cli("entrylog", "extract", bookie / "ledgers", "-f", bookie / "no" / "out", "--ledger", "5").code == 1
+    assert cli("entrylog", "extract", bookie / "ledgers", "-f", bookie / "no" / "out", "--ledger", "5").code == 4
     assert cli("entrylog", "extract", bookie / "ledgers", "-f", target).code == 2
     assert cli(*arguments, "five").code == 2
     assert cli(*arguments, "5", "--from", "2", "--to", "1", "--yes").code == 2

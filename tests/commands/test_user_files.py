@@ -14,6 +14,7 @@ from bkctl.commands.kit import work as work_module
 from bkctl.commands.kit.work import WorkFile, list_work
 from bkctl.metadata.cluster import open_cluster
 
+from . import files
 from .conftest import Cli
 
 
@@ -74,3 +75,27 @@ def test_line_of_the_audit_log_that_a_full_disk_cut_does_not_hide_the_next(cli: 
     log.write_bytes(log.read_bytes() + b"[" * 100_000 + b"\n")
     found = cli("audit", "list", "-o", "json").json
     assert [(row["result"], "b2" in row["command"]) for row in found] == [("done", False), ("done", True)]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("metadata", "export", "-f"),
+        ("cluster", "nuke", "--yes-really", "{instance_id}", "--backup"),
+        ("cookie", "generate", "b1", "--journal-dirs", "/j", "--ledger-dirs", "/l", "-f"),
+        ("bookies", "racks", "set", "b1", "--rack", "/r", "--undo"),
+        ("entrylog", "extract", "--ledger", "5", "--dir", "{directory}/ledgers", "-f"),
+    ],
+    ids=lambda words: f"{words[0]} {words[1]}",
+)
+def test_output_into_a_missing_directory_has_one_answer(cli: Cli, tmp_path: Path, words: tuple[str, ...]) -> None:
+    uri = f"sqlite://{tmp_path}/m.db"
+    with open_cluster(uri, create=True) as cluster:
+        instance_id, nodes = cluster.instance_id(), list(cluster.store.children(""))
+    files.make(tmp_path / "bookie")
+    target = tmp_path / "missing" / "file"
+    given = (each.format(instance_id=instance_id, directory=tmp_path / "bookie") for each in words)
+    assert cli(*given, target, "-u", uri) == (4, "", f"bkctl: {target}: No such file or directory\n")
+    assert not target.parent.exists()
+    with open_cluster(uri) as cluster:
+        assert (cluster.instance_id(), list(cluster.store.children(""))) == (instance_id, nodes)
