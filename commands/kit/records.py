@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from enum import StrEnum
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from bkctl.errors import BkctlError, Corrupt, Unsupported, UsageError
+from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported, UsageError
 from bkctl.ids import LedgerId
 
 from .columns import Column, Columns, Constant, Kind, Output, payload_column
@@ -204,7 +205,8 @@ def print_records(
 ) -> None:
     """Print the records of `files` (path, id, records), file by file; damage in one does not hide the next.
 
-    Raises the error of the one damaged file, or Corrupt naming how many there are.
+    Raises the error of the one damaged file, or Corrupt naming how many there are; NotFound if every file ends before
+    the position to begin at.
     """
     if options.format is BinaryFormat.RAW and run.given_output is not Output.TABLE:
         raise UsageError("--format raw prints payloads and nothing else", hint=f"leave -o {run.given_output} out")
@@ -212,9 +214,12 @@ def print_records(
         options = options._replace(limit=run.limit_sorted(options.limit))
     tally = _Tally(options)
     errors: list[BkctlError] = []
+    sizes: dict[Path, int] = {}
     with ExitStack() as stack:
         writer: RowWriter | None = None
         for path, file_id, batches in files:
+            with suppress(FileNotFoundError):  # A running bookie deleted it meanwhile.
+                sizes[path] = path.stat().st_size
             try:
                 if options.format is BinaryFormat.RAW:
                     for record in tally.records(batches):
@@ -240,6 +245,9 @@ def print_records(
             "add --digest-type"
         )
     raise_first(run, errors)
+    if sizes and options.position_first > max(sizes.values()):
+        path, size = max(sizes.items(), key=itemgetter(1))
+        raise NotFound(f"{path} ends at byte {size}, before --from-pos {options.position_first}")
 
 
 def _write_batch(writer: RowWriter, batch: RecordBatch, digest_type: DigestType | None) -> None:

@@ -78,5 +78,7 @@ def replace_bookie_id(
                 problems += each.problem is not None
                 changed += each.problem is None
                 writer.row(each)
+        if registered is None and not (problems or changed):
+            raise NotFound(f"No bookie {old}, and no ledger names it", hint="'bkctl bookies list' shows them")
     run.note(f"{changed:,} ledgers {'would be' if dry_run else 'were'} changed")
     run.finish_with(problems, "ledger was left unchanged", "ledgers were left unchanged")

@@ -281,3 +281,16 @@ def test_directories_without_files_of_a_bookie_are_not_found(cli: Cli, tmp_path:
             answer = cli(*words.split(), *place, "-o", output)
             assert (answer.code, answer.out) == (4, ""), answer
             assert "No files of a bookie in" in answer.err
+
+
+def test_a_position_behind_every_file_is_refused(cli: Cli, bookie: Path) -> None:
+    for words in (("journal", "read"), ("entrylog", "read")):
+        places = [row["file"] for row in cli(words[0], "list", bookie, "-o", "ndjson").rows]
+        sizes = [Path(place).stat().st_size for place in places]
+        for options in ((), ("--format", "raw")):
+            result = cli(*words, *places, "--from-pos", max(sizes) + 1, *options)
+            longest = places[sizes.index(max(sizes))]
+            assert (result.code, result.err) == (
+                4, f"bkctl: {longest} ends at byte {max(sizes)}, before --from-pos {max(sizes) + 1}\n",
+            )  # fmt: skip
+            assert cli(*words, longest, "--from-pos", max(sizes), *options).code == 0
