@@ -234,9 +234,7 @@ class BookKeeper:
 
     def _check_scope(self, scope_id: int) -> None:
         if scope_id != 0 and self.protocol is Protocol.V2:
-            raise IllegalOperation(
-                f"Protocol v2 cannot carry a ledger scope, and scope {scope_id} was given", hint="use v3"
-            )
+            raise IllegalOperation(f"Protocol v2 cannot carry a ledger scope such as {scope_id}", hint="use v3")
 
     def _register(
         self, scope_id: int, given: LedgerId | None, metadata: LedgerMetadata, suspects: Collection[str]

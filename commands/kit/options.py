@@ -138,7 +138,10 @@ def parse_pace(text: str, what: str = "--rate", *, has_bytes: bool = True) -> Pa
     elif not has_bytes:
         raise UsageError(f"{what} {text}: must be a number")
     else:
-        pace = Pace(bytes_per_s=float(parse_size(amount, what)))
+        try:
+            pace = Pace(bytes_per_s=float(parse_size(amount, what)))
+        except UsageError:
+            raise UsageError(f"{what}: not a rate: {text!r}", hint="give 20MiB, 50MB/s or '5000 entries'") from None
     if pace.bytes_per_s is None and pace.steps_per_s is None:
         raise UsageError(f"{what} {text}: must be more than 0")
     return pace

@@ -275,8 +275,11 @@ def undo_command(
     """
     from bkctl.metadata.admin.undo import list_undo_files, undo
 
-    if (file is not None) + last + list_files != 1:
+    given = [name for name, is_given in (("FILE", file), ("--last", last), ("--list", list_files)) if is_given]
+    if not given:
         raise UsageError("FILE, --last or --list is needed", hint="give one of them; --list shows the files")
+    if len(given) > 1:
+        raise UsageError(f"{' and '.join(given)} are given", hint="give one of them")
     if list_files:
         run.render(list_undo_files(run.undo_directory), UNDO_FILE_COLUMNS)
         return

@@ -120,8 +120,9 @@ def test_on_a_terminal_wide_tables_are_not_cut_and_chosen_columns_are_in_order(c
 def test_undo_lists_files_and_asks_for_one(cli: Cli, store: Cluster, tmp_path: Path) -> None:
     assert cli("metadata", "undo", "--list").out.split() == ["FILE", "CHANGES", "COMMAND", "CLUSTER"]
     assert cli("metadata", "undo", "--last", "--yes").code == 4
-    assert cli("metadata", "undo").code == 2
-    assert cli("metadata", "undo", "file", "--last").code == 2
+    assert "FILE, --last or --list is needed" in cli("metadata", "undo").err
+    several = cli("metadata", "undo", "file", "--last", "--list")
+    assert (several.code, several.err) == (2, "bkctl: FILE and --last and --list are given; give one of them\n")
     assert cli("autorecovery", "disable", "--undo", "none").code == 0
     assert cli("metadata", "undo", "--list", "-o", "json").json == []
     assert cli("autorecovery", "delay", "5").code == 0

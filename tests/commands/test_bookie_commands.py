@@ -99,7 +99,7 @@ def test_check_with_a_damaged_index(cli: Cli, healthy: Path) -> None:
         (("--sample", "0"), "--sample '0': not a share"),
         (("--sample", "101%"), "--sample '101%': not a share"),
         (("--sample", "2"), "not a share"),
-        (("--rate", "fast"), "--rate: not a size: 'fast'"),
+        (("--rate", "fast"), "--rate: not a rate: 'fast'; give 20MiB, 50MB/s or '5000 entries'"),
         (("--rate", "0"), "must be more than 0"),
         (("--ledger", "x"), "Not a ledger id: 'x'"),
         (("--seed", "x"), "--seed: not a number"),

@@ -583,7 +583,7 @@ def test_a_scoped_create_finds_no_bookie_here_and_leaves_no_trace(
     assert cli("ledger", "read", "7:5").code == 4
     answer = cli("ledger", "read", "7:5", "--protocol", "v2")
     assert answer.code == 2
-    assert answer.problem == "Protocol v2 cannot carry a ledger scope, and scope 7 was given; use v3"
+    assert answer.problem == "Protocol v2 cannot carry a ledger scope such as 7; use v3"
 
 
 # --- output ----------------------------------------------------------------------------------------------------------
