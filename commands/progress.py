@@ -42,6 +42,11 @@ def _in_units(name: str) -> Callable[[Work], str | None]:
     return text
 
 
+def _done(row: Work) -> str | None:
+    number, unit = _in_units("done")(row), row.get("unit")
+    return number if number is None or unit in (None, "", "bytes") else f"{number} {unit}"
+
+
 def _limit(row: Work) -> str | None:
     size, steps = row.get("bytesPerSecondMax"), row.get("stepsPerSecondMax")
     if size is not None:
@@ -63,7 +68,7 @@ WORK_TABLE_COLUMNS = Columns(
     _ID,
     _STATE,
     _STAGE,
-    Column("DONE", "done", _in_units("done")),
+    Column("DONE", "done", _done),
     Column("TOTAL", "total", _in_units("total")),
     _PERCENT,
     Column("RATE", "rate", lambda row: (text := _in_units("rate")(row)) and f"{text}/s"),

@@ -291,7 +291,10 @@ class LocalCluster:
 
         A directory with other files in it keeps its mode; the cluster's files in it are closed to other users.
         """
-        self.directory.mkdir(_PRIVATE_MODE, parents=True, exist_ok=True)
+        try:
+            self.directory.mkdir(_PRIVATE_MODE, parents=True, exist_ok=True)
+        except FileExistsError:
+            raise UsageError(f"{self.directory} is a file, a directory is needed") from None
         if self.exists() or not any(self.directory.iterdir()):
             with contextlib.suppress(PermissionError):  # it belongs to another user, who lets us write there
                 self.directory.chmod(_PRIVATE_MODE)

@@ -426,7 +426,8 @@ class Cookie:
             ("instance id", self.instance_id, stored.instance_id),
         ):
             if mine != theirs:
-                found.append(f"the {name} is {mine!r}, the cookie has {theirs!r}")
+                verb = "are" if name.endswith("s") else "is"
+                found.append(f"the {name} {verb} {mine!r}, the cookie has {theirs!r}")
         for name, dirs, stored_dirs in (
             ("ledger", self.ledger_dirs, stored.ledger_dirs),
             ("index", self.index_dirs or self.ledger_dirs, stored.index_dirs or stored.ledger_dirs),

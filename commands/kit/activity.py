@@ -122,6 +122,8 @@ class Activity:
             done, total = f"{self.done:,}", f"{self.total or 0:,}"
         if self.total:
             return f"{done} of {total}{unit}"
+        if self.done == 1:
+            unit = f"{unit[:-3]}y" if unit.endswith("ies") else unit.removesuffix("s")
         return f"{done}{unit}" if self.done else ""
 
     @property

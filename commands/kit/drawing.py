@@ -22,6 +22,8 @@ from .texts import plain
 #: The width of a bar.
 _BAR_MIN: Final = 8
 _BAR_MAX: Final = 24
+#: What a panel's edge has beside its title.
+_EDGE_WIDTH: Final = 6
 
 
 def _drawn(thing: Any, *, color: bool, width: int | None = None) -> str:
@@ -38,7 +40,9 @@ def _drawn(thing: Any, *, color: bool, width: int | None = None) -> str:
 def panel_text(title: str, paragraphs: Iterable[str], *, style: str, color: bool) -> str:
     """Return a frame in the color `style` around paragraphs, with its title in the upper edge."""
     body = Text("\n".join(plain(paragraph) for paragraph in paragraphs))
-    heading = Text(plain(title), style="bold")
+    heading: Text | None = Text(plain(title), style="bold")
+    if heading is not None and heading.cell_len > terminal_width() - _EDGE_WIDTH:  # an edge cuts its title
+        body, heading = Text.assemble(heading, "\n", body), None
     return _drawn(Panel(body, title=heading, title_align="left", border_style=style), color=color)
 
 

@@ -68,6 +68,12 @@ def test_health_draws_a_panel_for_each_finding(uri: str) -> None:
     assert all(len(line) == 60 for line in lines if line[:1] in "╭│╰")
 
 
+def test_a_panel_keeps_a_title_wider_than_its_edge(uri: str) -> None:
+    _, seen = CommandLine(uri).terminal("--no-color", "cluster", "health", "--no-bookies", columns=24)
+    lines = seen.splitlines()
+    assert lines[:2] == [f"╭{'─' * 22}╮", "│ error bookie-down b2 │"]
+
+
 @pytest.mark.parametrize("option", [["--columns", "code"], ["--sort", "code"], ["-o", "wide"]])
 def test_chosen_columns_and_forms_keep_the_table(uri: str, option: list[str]) -> None:
     _, seen = CommandLine(uri).terminal("--no-color", "cluster", "health", "--no-bookies", *option)

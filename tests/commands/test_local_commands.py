@@ -137,3 +137,9 @@ def test_an_interrupted_start_says_how_to_continue(shell: CommandLine) -> None:
     assert "Interrupted: Starting the local cluster" in seen
     assert "'bkctl local down' stops all" in seen
     shell("local", "down", "--dir", Path(os.environ["XDG_DATA_HOME"]) / "bkctl" / "cluster")
+
+
+def test_up_refuses_a_file_as_its_directory(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    refused = cli("local", "up", "--dir", tmp_path / "file")
+    assert (refused.code, refused.err) == (2, f"bkctl: {tmp_path}/file is a file, a directory is needed\n")

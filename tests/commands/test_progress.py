@@ -222,6 +222,19 @@ def test_terminal_shows_id_bar_rate_and_time_left(cli: Cli, target: CommandLine,
     assert "Importing" not in plain_terminal[1]
 
 
+@pytest.mark.parametrize(
+    ("unit", "done", "total", "expected"),
+    [
+        ("parts", 1, None, "1 part"), ("entries", 1, None, "1 entry"), ("entries", 2, None, "2 entries"),
+        ("parts", 1, 3, "1 of 3 parts"), ("bytes", 1, None, "1 B"), ("", 1, None, "1"), ("parts", 0, None, ""),
+    ],
+)  # fmt: skip
+def test_amounts_agree_in_number(unit: str, done: int, total: int | None, expected: str) -> None:
+    activity = Activity("Working", unit=unit, total=total)
+    activity.advance(done)
+    assert activity.amount() == expected
+
+
 def test_percentage_of_a_stage_never_decreases() -> None:
     activity = Activity("Moving", total=10)
     shares = []
@@ -264,6 +277,13 @@ def test_damaged_requests_change_nothing(tmp_path: Path, damage: bytes) -> None:
     pace = Pace(bytes_per_s=5)
     work.steer(pace)
     assert (pace.bytes_per_s, pace.is_paused) == (5, False)
+
+
+def test_table_names_the_unit_of_what_is_done(cli: Cli) -> None:
+    work = WorkFile(work_module.progress_directory(os.environ), "aaaaaa", ["bkctl"])
+    for unit, expected in (("ledgers", "2,000 ledgers"), ("bytes", "2.0 KiB"), (None, "2,000")):
+        work.publish(state="running", stage="Looking", unit=unit, done=2000, isSteerable=False, hasBytes=False)
+        assert f"  {expected} " in cli("progress").out
 
 
 def test_work_that_cannot_be_paused_says_so(cli: Cli) -> None:

@@ -325,6 +325,8 @@ def test_damaged_cookies_raise_one_error(data, error):
 
 
 def test_cookie_differences_are_named():
+    moved = dataclasses.replace(COOKIE, journal_dirs=("/new",)).differences(COOKIE)
+    assert [each.startswith("the journal directories are '/new', the cookie has ") for each in moved] == [True]
     assert COOKIE.differences(COOKIE) == []
     more = dataclasses.replace(COOKIE, ledger_dirs=("/data/l1", "/data/l2"))
     assert ["ledger directories" in each for each in more.differences(COOKIE)] == [True]
