@@ -403,9 +403,6 @@ def format_bookie(
     config = run.config()
     bookie_id = bookie_to_wipe(config)
     rows = list(contents(config))
-    if dry_run:
-        run.render(rows, CONTENTS_COLUMNS)
-        return
     has_store = run.names_metadata or config.metadata_service_uri is not None or delete_cookie
     if not has_store:
         run.note("bkctl: No metadata store is named, so the bookie's registration is not checked")
@@ -414,6 +411,9 @@ def format_bookie(
             check_not_registered(cluster, [bookie_id])
         places = existing(roles_of(config))
         with hold(places):
+            if dry_run:
+                run.render(rows, CONTENTS_COLUMNS)
+                return
             loss = _loss(bookie_id, rows)
             if yes_really is None and sys.stderr.isatty():
                 for row in rows:

@@ -364,7 +364,7 @@ def test_format_on_a_terminal_wants_the_bookies_id(full: Path, tmp_path: Path, t
 def test_format_refuses_directories_of_another_bookie(cli: Cli, full: Path, tmp_path: Path) -> None:
     full.write_text(full.read_text().replace("bookie-1", "bookie-2"))
     result = cli("bookie", "format", "--yes-really", "bookie-2", "--conf", full)
-    assert result.code == 5
+    assert result.code == cli("bookie", "format", "--dry-run", "--conf", full).code == 5
     assert "belongs to bookie bookie-1, not to bookie-2" in result.err
     assert (tmp_path / "journal" / "current" / "a.txn").exists()
 
@@ -373,7 +373,7 @@ def test_format_of_a_running_bookie(cli: Cli, cluster: LocalCluster) -> None:
     conf = cluster.directory / "bookie-0" / "bk_server.conf"
     if not conf.exists():
         (conf, *_) = sorted(cluster.directory.glob("bookie-*/*.conf"))
-    for arguments in (("format", "--yes"), ("init",)):
+    for arguments in (("format", "--yes"), ("format", "--dry-run"), ("init",)):
         result = cli("bookie", *arguments, "--conf", conf)
         assert result.code == 5, result.err
 

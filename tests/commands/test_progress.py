@@ -281,7 +281,7 @@ def test_damaged_requests_change_nothing(tmp_path: Path, damage: bytes) -> None:
 
 def test_table_names_the_unit_of_what_is_done(cli: Cli) -> None:
     work = WorkFile(work_module.progress_directory(os.environ), "aaaaaa", ["bkctl"])
-    for unit, expected in (("ledgers", "2,000 ledgers"), ("bytes", "2.0 KiB"), (None, "2,000")):
+    for unit, expected in (("ledgers", "2,000 ledgers"), ("bytes", "2000 B"), (None, "2,000")):
         work.publish(state="running", stage="Looking", unit=unit, done=2000, isSteerable=False, hasBytes=False)
         assert f"  {expected} " in cli("progress").out
 
