@@ -150,7 +150,8 @@ def import_(
     Creates the cluster in an empty store, with the ledger manager of the store's URI (zk://: that of the export), or
     adds what is missing in that cluster. Checks the file's hash first, and that the store can hold every ledger id.
     Records that exist with the same value are skipped, so a second run finishes an interrupted one. Exit code 5 if a
-    record exists with another value; --overwrite replaces it.
+    record exists with another value; --overwrite replaces it. Created nodes have a new creation time: the age of a
+    ledger (--min-age) begins again unless its metadata has the time.
     """
     from bkctl.metadata.admin.dump.export_file import ExportFile
     from bkctl.metadata.admin.dump.importing import ImportSummary, import_records, prepare_target

@@ -267,6 +267,8 @@ def undo_command(
 
     Restores the nodes that the command changed, the last change first. A node that was changed since is left unchanged,
     and the exit code is 3. Undoing leaves an undo file, too, so --last twice restores what the command changed.
+    Restored nodes have a new creation time: the age of a ledger (--min-age) begins again unless its metadata has the
+    time.
 
     Every command that changes metadata leaves an undo file, with these exceptions: new ledgers (ledger write, copy and
     test, bench, pipeline import), which 'ledger delete' removes; new clusters (cluster init, import and migrate into an

@@ -112,7 +112,8 @@ def migrate(
     zk+longhierarchical://), or for zk:// the source's; refused if the target cannot hold every ledger id.
     Compares both stores at the end; exit code 3 if they differ. The first store stays unchanged. A second run finishes
     an interrupted one. Refused while bookies are registered on either side, since their clients would continue to
-    change the first store.
+    change the first store. Copied nodes have a new creation time: the age of a ledger (--min-age) begins again unless
+    its metadata has the time.
     """
     from bkctl.metadata.admin.dump.importing import import_records, prepare_target
     from bkctl.metadata.admin.dump.sources import ClusterSource
