@@ -251,8 +251,9 @@ def bookie_directories(directory: Path) -> list[Path]:
 
 def _has_only_journals(directory: Path) -> bool:
     place = BookieDirectories([directory], [directory])
-    has_ledgers = place.entry_logs() or place.rocksdbs() or place.last_marks() or next(place.indexes(), None)
-    return not has_ledgers and bool(place.journals())
+    if not place.journals() or place.entry_logs() or place.rocksdbs() or place.last_marks():
+        return False
+    return next(place.indexes(), None) is None
 
 
 def _has_current(directory: Path) -> bool:
