@@ -185,7 +185,12 @@ def import_(
                 ) as activity,
             ):  # fmt: skip
                 imported = import_records(
-                    source.records(), recorded, overwrite=overwrite, dry_run=dry_run, progress=activity.step
+                    source.records(),
+                    recorded,
+                    overwrite=overwrite,
+                    dry_run=dry_run,
+                    pace=pace,
+                    progress=activity.update,
                 )
     show_imported(run, imported)
     if imported.conflicts:

@@ -152,7 +152,7 @@ def migrate(
             ) as activity,
         ):
             imported = import_records(
-                source.records(), recorded, overwrite=overwrite, dry_run=dry_run, progress=activity.step
+                source.records(), recorded, overwrite=overwrite, dry_run=dry_run, pace=pace, progress=activity.update
             )
         differences = 0 if dry_run else _note_differences(run, source, ClusterSource(target), pace)
     show_imported(run, imported)

@@ -17,10 +17,12 @@ from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo, Cookie, Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata import ledger_json
+from bkctl.metadata.admin.dump import importing
 from bkctl.metadata.backends.sqlite import SqliteStore
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.store import NEW
 from bkctl.metadata.underreplication import LedgerMarks, mark_path
+from bkctl.pace import Pace
 
 from .conftest import Cli, applied
 
@@ -355,6 +357,28 @@ def export(cli: Cli, store: Cluster, tmp_path: Path) -> Path:
     path = tmp_path / "export"
     assert cli("metadata", "export", "-f", path).code == 0
     return path
+
+
+def test_rate_applies_to_each_record(
+    cli: Cli, store: Cluster, export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+    batches: list[int] = []
+    write_all = importing._write_all
+    monkeypatch.setattr(Pace, "take", lambda pace, size_bytes=0, steps=1: taken.append(steps))
+    monkeypatch.setattr(
+        importing, "_write_all", lambda batch, target: batches.append(len(batch)) or write_all(batch, target)
+    )
+    for words in (
+        ("export", "-f", tmp_path / "other"), ("check",), ("diff", export),
+        ("import", export), ("import", export, "-u", f"sqlite://{tmp_path}/new.db"),
+        ("migrate", "--live", "--to", f"sqlite://{tmp_path}/moved.db"),
+    ):  # fmt: skip
+        taken.clear()
+        assert cli("metadata", *words, "--rate", 10).code in (0, 3)
+        assert len(taken) >= 3, words
+        assert set(taken) == {1}
+    assert max(batches) == 1
 
 
 def test_export_does_not_replace_a_file_and_streams_to_stdout(

@@ -41,8 +41,7 @@ def replace_bookie(
     manager = cluster.ledgers
     changed = 0
     for count, (ledger, found) in enumerate(manager.read_many(manager.ledgers(None)), 1):
-        if count % 1000 == 0:
-            progress(count)
+        progress(count)
         if isinstance(found, LedgerNotFound):
             continue
         if isinstance(found, BkctlError):

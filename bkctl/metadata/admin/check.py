@@ -46,8 +46,7 @@ def check_metadata(
     yield from _check_marks(cluster, scope_id)
     now_ms = time.time_ns() // 1_000_000
     for count, (ledger, found) in enumerate(manager.read_many(manager.ledgers(scope_id)), 1):
-        if count % 1000 == 0:
-            progress(count)
+        progress(count)
         if isinstance(found, LedgerNotFound):
             continue
         path = manager.path(ledger)

@@ -44,8 +44,7 @@ def compare(
     sides = (zip(repeat("onlyInFirst"), first), zip(repeat("onlyInSecond"), second))
     by_place = groupby(heapq.merge(*sides, key=_place), _place)
     for count, (_, records) in enumerate(by_place, 1):
-        if not count % 1000:
-            progress(count)
+        progress(count)
         (side, record), *others = records
         if record.kind == "sequence":
             continue

@@ -42,7 +42,7 @@ def write_export(
 
     lines = [_json_line(_header_fields(source.header))]
     held = 0
-    for kind, key, value, ctime_ms in source.records():
+    for count, (kind, key, value, ctime_ms) in enumerate(source.records(), 1):
         ctime = "" if ctime_ms is None else f',"ctime":{ctime_ms}'
         name = key if kind in ("ledger", "mark") else json.dumps(key)[1:-1]
         lines.append(f'{{"kind":"{kind}","key":"{name}","value":"{_base64(value)}"{ctime}}}\n')
@@ -51,7 +51,7 @@ def write_export(
         if held >= _WRITE_SIZE_BYTES:
             put(lines)
             lines, held = [], 0
-            progress(counts.total())
+        progress(count)
     put(lines)
     sha256 = digest.hexdigest()
     end = _json_line({"kind": "end", "records": counts.total(), "sha256": sha256})

@@ -6,6 +6,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile, tee
+from math import inf
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bkctl.errors import AlreadyExists, BkctlError, Conflict, Corrupt, MetadataVersionConflict, NotFound
@@ -16,6 +17,7 @@ from bkctl.metadata.cluster import COOKIES, Cluster, init_cluster, new_layout
 from bkctl.metadata.ledgers import SCOPES
 from bkctl.metadata.store import NEW, Versioned
 from bkctl.metadata.underreplication import mark_path
+from bkctl.pace import Pace
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 #: Batches that are written at once, and records in each.
 CONCURRENCY: Final = 8
 BATCH_SIZE: Final = 100
+#: At a bounded rate a batch has the records of this time.
+_BATCH_S: Final = 0.1
 
 
 @dataclass
@@ -107,16 +111,18 @@ def import_records(
     *,
     overwrite: bool = False,
     dry_run: bool = False,
+    pace: Pace | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> ImportSummary:
     """Write records into a cluster, many at once; skip records that exist with the same value.
 
     So a second run finishes an interrupted one. A record that exists with another value is a conflict and stays; with
-    `overwrite` it is replaced. The store's errors are raised once the writes under way have ended; with `dry_run`
+    `overwrite` it is replaced. `pace` bounds the records a second. The store's errors are raised once the writes under way have ended; with `dry_run`
     nothing is changed.
     """
     from concurrent.futures import ThreadPoolExecutor
 
+    pace = pace or Pace()
     result = ImportSummary()
     under_way: deque[Future[list[_Write]]] = deque()
     batch: list[_Write] = []
@@ -126,11 +132,10 @@ def import_records(
             result.conflicts.append(record.name)
         else:
             getattr(result, outcome)[record.kind] += 1
-        if not result.count % 100:
-            progress(result.count)
+        progress(result.count)
 
     def finish(left: int) -> None:
-        while len(under_way) > left:
+        while under_way and (len(under_way) > left or under_way[0].done()):
             for write in under_way.popleft().result():
                 count(write.record, write.outcome)
 
@@ -139,12 +144,13 @@ def import_records(
         nodes, asked = tee(_without_sequences(records, target, dry_run, result))
         paths = (_path(record, target) for record in asked)
         for record, found in zip(nodes, target.store.get_many(paths), strict=True):
+            pace.take()
             write = _Write(record, found, overwrite)
             if dry_run or not write.is_needed:
                 count(write.record, write.outcome)
                 continue
             batch.append(write)
-            if len(batch) == BATCH_SIZE:
+            if len(batch) >= min(BATCH_SIZE, (pace.steps_per_s or inf) * _BATCH_S):
                 under_way.append(executor.submit(_write_all, batch, target))
                 batch = []
                 finish(CONCURRENCY)
