@@ -19,6 +19,7 @@ EXIT_CODES: Final[dict[int, str]] = {
     7: "corrupt data",
     8: "unsupported version",
     130: "interrupted",
+    143: "interrupted by SIGTERM",
 }
 
 

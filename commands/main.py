@@ -303,6 +303,7 @@ def run(arguments: list[str]) -> int:
             raise
     code = code if isinstance(code, int) else 0
     if code == interrupts.EXIT_CODE:
+        code = interrupts.exit_code()
         interrupts.note_interrupt()
         say("bkctl: Interrupted" + (f": {one_line(session.interrupted)}" if session.interrupted else ""))
     _end_run(session, code, error)

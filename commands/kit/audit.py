@@ -179,7 +179,9 @@ def _rotate(path: Path, file: int, status: os.stat_result) -> int:
 
 def run_result(exit_code: int | None) -> str:
     """Return `done`, `findings`, `failed`, `interrupted`, or without an exit code `unfinished`."""
-    return {None: "unfinished", 0: "done", 3: "findings", 130: "interrupted"}.get(exit_code, "failed")
+    return {None: "unfinished", 0: "done", 3: "findings", 130: "interrupted", 143: "interrupted"}.get(
+        exit_code, "failed"
+    )
 
 
 def user_name() -> str:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import re
 import select
-import signal
 import sys
 import termios
 import tty
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import Final
 
 #: The rest of a key's escape sequence follows its first byte within this time; a lone Escape key has none.
@@ -68,13 +66,12 @@ def _split(text: str) -> Iterator[str]:
 
 @contextmanager
 def keys() -> Iterator[Keys]:
-    """Yield the keys of the terminal on stdin. Restores the terminal at the end, after errors, Ctrl-C and SIGTERM.
+    """Yield the keys of the terminal on stdin. Restores the terminal at the end, after errors and interrupts.
 
     Ctrl-C still interrupts. Ctrl-Z does nothing: a stopped command would leave the terminal without echo.
     """
     descriptor = sys.stdin.fileno()
     saved = termios.tcgetattr(descriptor)
-    previous = signal.signal(signal.SIGTERM, _terminate)
     try:
         tty.setcbreak(descriptor)
         settings = termios.tcgetattr(descriptor)
@@ -83,8 +80,3 @@ def keys() -> Iterator[Keys]:
         yield Keys(descriptor)
     finally:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, saved)
-        signal.signal(signal.SIGTERM, previous)
-
-
-def _terminate(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)

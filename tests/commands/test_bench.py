@@ -70,15 +70,16 @@ def test_bench_that_cannot_run_leaves_no_ledger(cli: Cli, words: tuple[str, ...]
     assert ledgers(cli) == before
 
 
-def test_an_interrupted_bench_deletes_its_ledgers_and_says_so(cli: Cli) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_bench_deletes_its_ledgers_and_says_so(cli: Cli, number: signal.Signals) -> None:
     before = ledgers(cli)
     command = [sys.executable, "-m", "bkctl", "bench", "adds", "--duration", "1h", "--ledgers", "3", "--rate", "100"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         while len(ledgers(cli) - before) < 3:
             assert process.poll() is None
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         out, err = process.communicate()
-    assert (process.returncode, out) == (130, "")
+    assert (process.returncode, out) == (128 + number, "")
     assert "Deleted 3 temporary ledgers\n" in err
     assert err.splitlines()[-1].startswith("bkctl: Interrupted: Measuring")
     assert ledgers(cli) == before

@@ -1,9 +1,10 @@
-"""An interrupt at any moment, in the middle of any import, ends a command with one line and code 130."""
+"""SIGINT or SIGTERM at any moment, in the middle of any import, ends a command with one line and code 130 or 143."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -22,14 +23,14 @@ from .conftest import Cli
 #: and interrupts it at its import of that number. 0: not at all, and the number of imports is printed.
 INTERRUPTER = """
 import json, os, signal, sys
-moments, words = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+moments, words, number = map(json.loads, sys.argv[1:])
 
 def interrupt_at(moment):
     def hook(event, arguments):
         if event == "import":
             seen[0] += 1
             if seen[0] == moment:
-                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), number)
     seen = [0]
     from bkctl.__main__ import main
     sys.argv = ["bkctl", *words]
@@ -58,20 +59,20 @@ for moment in moments:
 """
 
 
-def interrupted_at(moments: list[int], *words: object) -> list[str]:
+def interrupted_at(moments: list[int], *words: object, number: int) -> list[str]:
     """The lines that INTERRUPTER prints."""
-    command = [sys.executable, "-c", INTERRUPTER, json.dumps(moments), json.dumps(list(map(str, words)))]
+    command = [sys.executable, "-c", INTERRUPTER, json.dumps(moments), json.dumps(list(map(str, words))), str(number)]
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
 
 
-def check(*words: object, count: int) -> None:
+def check(*words: object, count: int, number: int = signal.SIGINT) -> None:
     """Interrupt the command line at `count` of its imports, from the first to the last."""
-    [counted] = [line for line in interrupted_at([0], *words) if line.startswith("imports ")]
+    [counted] = [line for line in interrupted_at([0], *words, number=number) if line.startswith("imports ")]
     last = int(counted.split()[1])
     assert last > count
     moments = sorted({1 + (last - 1) * at // (count - 1) for at in range(count)})
-    found: list[Any] = [json.loads(line) for line in interrupted_at(moments, *words)]
-    assert found == [[moment, 130, "bkctl: Interrupted\n"] for moment in moments]
+    found: list[Any] = [json.loads(line) for line in interrupted_at(moments, *words, number=number)]
+    assert found == [[moment, 128 + number, "bkctl: Interrupted\n"] for moment in moments]
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -84,6 +85,33 @@ def test_a_command_can_be_interrupted_from_its_first_import_to_its_last(tmp_path
     subprocess.run([sys.executable, "-m", "bkctl", "cluster", "init", "-u", store], check=True)
     check("ledger", "list", "--all-scopes", "-u", store, count=40)
     check("bookies", "list", "-u", store, count=10)
+    check("bookies", "list", "-u", store, count=10, number=signal.SIGTERM)
+
+
+#: Gets SIGTERM twice, the second time as it puts things in order.
+TERMINATED = """
+import signal, sys
+from bkctl.commands.kit import interrupts
+if sys.argv[1] == "ignored":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+interrupts.end_at_once()
+interrupts.REPEAT_S = float(sys.argv[2])
+try:
+    with interrupts.raised():
+        signal.raise_signal(signal.SIGTERM)
+except KeyboardInterrupt:
+    signal.raise_signal(signal.SIGTERM)
+    print("in order", flush=True)
+    sys.exit(interrupts.exit_code())
+"""
+
+
+@pytest.mark.parametrize("parent", ["", "ignored"])
+def test_a_second_sigterm_ends_at_once_unless_it_is_that_of_timeout(parent: str) -> None:
+    for repeat_s, expected in ((LIMIT_S, (143, "in order\n", "")), (0, (143, "", "bkctl: Interrupted\n"))):
+        command = [sys.executable, "-c", TERMINATED, parent, str(repeat_s)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout, done.stderr) == expected
 
 
 def test_an_interrupt_that_a_finalizer_swallows_comes_again() -> None:

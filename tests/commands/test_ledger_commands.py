@@ -398,20 +398,22 @@ def test_a_test_that_fails_deletes_its_ledger_or_names_it(cli: Cli, monkeypatch:
     assert cli("ledger", "delete", left, "--yes").code == 0
 
 
-def test_an_interrupted_test_deletes_its_ledger(cli: Cli) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_test_deletes_its_ledger(cli: Cli, number: signal.Signals) -> None:
     before = cli("ledger", "list", "--all-scopes", "-o", "id").out
     command = [sys.executable, "-m", "bkctl", "ledger", "test", "--entries", "1000000000"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         assert process.stderr.readline().startswith("Ledger ")
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         out, err = process.communicate(timeout=LIMIT_S)
-    assert (process.returncode, out) == (130, "")
+    assert (process.returncode, out) == (128 + number, "")
     assert err.startswith("bkctl: Interrupted: Writing and reading")
     assert cli("ledger", "list", "--all-scopes", "-o", "id").out == before
 
 
-def test_an_interrupted_write_closes_the_ledger_and_says_so(cli: Cli) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_write_closes_the_ledger_and_says_so(cli: Cli, number: signal.Signals) -> None:
     command = [sys.executable, "-m", "bkctl", "ledger", "write"]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -419,9 +421,9 @@ def test_an_interrupted_write_closes_the_ledger_and_says_so(cli: Cli) -> None:
         assert process.stdin is not None
         assert process.stderr is not None
         ledger = process.stderr.readline().removeprefix("Ledger ").strip()
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         _, err = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 130
+    assert process.returncode == 128 + number
     assert err.endswith("; a created ledger is closed after its last acknowledged entry\n")
     assert cli("ledger", "show", ledger, "-o", "json").json["state"] == "CLOSED"
 

@@ -353,7 +353,8 @@ def test_a_full_disk_is_an_error(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (1, "bkctl: stdout: No space left on device\n")
 
 
-def test_interrupted_exits_130(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_exits_130_and_terminated_143(tmp_path: Path, number: signal.Signals) -> None:
     fifo = tmp_path / "password"
     os.mkfifo(fifo)
     process = subprocess.Popen(
@@ -363,10 +364,10 @@ def test_interrupted_exits_130(tmp_path: Path) -> None:
     # Opening the other end succeeds once the command waits there.
     writer = os.open(fifo, os.O_WRONLY)
     time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, err = process.communicate(timeout=LIMIT_S)
     os.close(writer)
-    assert process.returncode == 130
+    assert process.returncode == 128 + number
     assert err == "bkctl: Interrupted\n"
 
 

@@ -117,8 +117,8 @@ def import_records(
     """Write records into a cluster, many at once; skip records that exist with the same value.
 
     So a second run finishes an interrupted one. A record that exists with another value is a conflict and stays; with
-    `overwrite` it is replaced. `pace` bounds the records a second. The store's errors are raised once the writes under way have ended; with `dry_run`
-    nothing is changed.
+    `overwrite` it is replaced. `pace` bounds the records a second. The store's errors are raised once the writes under
+    way have ended; with `dry_run` nothing is changed.
     """
     from concurrent.futures import ThreadPoolExecutor
 
