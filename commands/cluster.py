@@ -438,7 +438,7 @@ class Identity(NamedTuple):
     """The identity of a cluster."""
 
     metadata_uri: str
-    instance_id: str
+    instance_id: str | None
     factory_class: str
 
 
@@ -501,7 +501,7 @@ def init(
     with suppress(NotFound), run.cluster() as cluster:  # NotFound: the file is created later.
         if cluster.store.get(cluster.places.layout) is not None:
             refuse(cluster)
-    run.show(Identity(location.text, "", layout.factory_class), ID_COLUMNS)
+    run.show(Identity(location.text, None, layout.factory_class), ID_COLUMNS)
 
 
 NUKE_COLUMNS = Columns(

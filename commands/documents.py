@@ -41,7 +41,8 @@ def _one(*places: str) -> tuple[DocumentSource, ...]:
     return tuple(DocumentSource(place, is_list=False) for place in places)
 
 
-#: Command → the documents that it may print. `api get`, `put` and `delete` print what the server answers.
+#: Command → the documents that it may print. `api get`, `put` and `delete` print what the server answers, or the
+#: request that a dry run does not send.
 DOCUMENTS: Final[dict[str, tuple[DocumentSource, ...]]] = {
     "api serve": _one("api.serve:GATEWAY_COLUMNS"),
     "audit list": _rows("audit:AUDIT_COLUMNS"),

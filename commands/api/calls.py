@@ -6,13 +6,14 @@ import codecs
 import json
 import sys
 from collections.abc import Iterator
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, NamedTuple
 
 import typer
 
 from bkctl.errors import UsageError
 
 from ..bookie.server import BookieServerOption, server
+from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.options import DryRun, size_option
 from ..kit.texts import plain_lines
@@ -33,6 +34,22 @@ PathArgument = Annotated[
         metavar="PATH", help="The path, with or without /api/v1: bookie/state, /api/v1/bookie/state, /heartbeat."
     ),
 ]
+
+
+class PlannedRequest(NamedTuple):
+    """A request that a dry run does not send."""
+
+    method: str
+    url: str
+    body_size_bytes: int | None
+
+
+REQUEST_COLUMNS = Columns(
+    Column("METHOD", "method", "method"),
+    Column("URL", "url", "url"),
+    Column("BODY", "bodySize", "body_size_bytes", Kind.SIZE),
+    key="url",
+)
 MaxSize = Annotated[int, size_option("--max-size", "Refuse a larger response (exit code 7).", default="64MiB")]
 
 
@@ -101,9 +118,8 @@ def _call(
     with server(run, which, changes=changes and not dry_run) as found:
         client = found.api.client
         if dry_run:
-            size = "" if body is None else f" with a body of {len(body):,} bytes"
-            target = client.target(path, found.api.query)
-            run.note(f"bkctl: Dry run: {method} {target}{size} would go to {found.url}")
+            url = f"{found.url}{client.target(path, found.api.query)}"
+            run.show(PlannedRequest(method, url, None if body is None else len(body)), REQUEST_COLUMNS)
             return
         client.target(path)  # An invalid path is refused before the user is asked.
         if method == "DELETE":

@@ -154,7 +154,7 @@ def gc(
             _show_collectors(run, found, watch)
             return
         if dry_run:
-            run.note(f"bkctl: Dry run: {found.name} would {_gc_plan(major, minor, suspend, resume)}")
+            run.note_dry_run(f"{found.name} would {_gc_plan(major, minor, suspend, resume)}")
         elif switches:
             _switch_compactions(found, suspend, resume)
         else:
@@ -285,7 +285,7 @@ def compact_locations(
             raise NotFound(f"{found.name} has no database {unknown[0]}", hint=f"it has {', '.join(known)}")
         chosen = databases or list(known)
         if dry_run:
-            run.note(f"bkctl: Dry run: {found.name} would compact {', '.join(chosen)}")
+            run.note_dry_run(f"{found.name} would compact {', '.join(chosen)}")
         elif not status:
             run.detail(found.api.compact_locations(databases or ()))
             known = found.api.location_compactions()

@@ -89,7 +89,7 @@ def config(
     with server(run, which, changes=bool(changed) and not dry_run) as found:
         settings = found.api.config()
         if changed and dry_run:
-            run.note(f"bkctl: Dry run: {found.name} would set {', '.join(changed)}; now it has")
+            run.note_dry_run(f"{found.name} would set {', '.join(changed)}; now it has")
         elif changed:
             run.detail(found.api.set_config(changed))
             settings = found.api.config()

@@ -170,7 +170,7 @@ def readonly(
         if before is on:
             run.note(f"bkctl: {found.name} is {'read-only' if on else 'writable'} already")
         elif dry_run:
-            run.note(f"bkctl: Dry run: {found.name} would become {'read-only' if on else 'writable'}")
+            run.note_dry_run(f"{found.name} would become {'read-only' if on else 'writable'}")
         after = before if dry_run else found.api.set_read_only(on)
         run.show(BookieAnswer(found, after), READ_ONLY_COLUMNS)
         if dry_run:

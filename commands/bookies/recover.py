@@ -294,7 +294,7 @@ def _show_plan(
 
     with run.working("Asking the bookies"), run.rows(fragment_columns(names, planned=True)) as rows:
         run.complete(work(rows))
-    run.note(f"{counted(count, 'ledger', 'ledgers')} on {', '.join(names)}; nothing was changed")
+    run.note(f"{counted(count, 'ledger', 'ledgers')} on {', '.join(names)}")
     run.finish_with(problem_count, "ledger could not be moved", "ledgers could not be moved")
 
 

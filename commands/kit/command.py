@@ -112,6 +112,7 @@ class Run:
         self._activity: Activity | None = None
         #: The value of --dry-run, None for commands without it: rows say whether the run was applied.
         self.dry_run: bool | None = None
+        self._has_noted_dry_run = False
         #: True once the run may change something.
         self._changes = False
 
@@ -499,6 +500,17 @@ class Run:
         if not self.quiet:
             self.error(text)
 
+    def note_dry_run(self, plan: str = "nothing was changed") -> None:
+        """Say on stderr what a dry run would do; only the first call counts."""
+        if not self._has_noted_dry_run:
+            self._has_noted_dry_run = True
+            self.note(f"bkctl: Dry run: {plan}")
+
+    def _end_dry_run(self) -> None:
+        """Say that nothing was changed where rows do not: other forms than tables have `applied`."""
+        if self.dry_run and self.output in (Output.TABLE, Output.WIDE):
+            self.note_dry_run()
+
     def error(self, text: str) -> None:
         """Report an error on stderr that does not end the run."""
         self._clear_activity()
@@ -772,6 +784,10 @@ def command(
             with interrupts.raised():
                 try:
                     function(run, **arguments)
+                    run._end_dry_run()
+                except FindingsError:
+                    run._end_dry_run()
+                    raise
                 except BrokenPipeError as error:
                     # Typer would end the process without a word, and without the end in the audit log.
                     where = error.filename or "a pipe or connection"
