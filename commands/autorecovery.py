@@ -391,7 +391,7 @@ def mark(
                 writer.row(Marked(ledger, wanted, changed))
 
 
-@command(app, "unmark", connects=True, changes=True, asks=True, examples=("bkctl autorecovery unmark 12",))
+@command(app, "unmark", connects=True, changes=True, asks=True, examples=("bkctl autorecovery unmark 12 --yes",))
 def unmark(run: Run, ledgers: LedgersOrFile, undo: UndoOption = None, dry_run: DryRun = False) -> None:
     """Remove the under-replicated mark from ledgers.
 

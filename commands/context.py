@@ -150,12 +150,9 @@ def rename(
     run.show(_row(contexts, new), CONTEXT_COLUMNS)
 
 
-@command(app, "delete", asks=True, changes=True, examples=("bkctl context delete prod",))
+@command(app, "delete", asks=True, changes=True, examples=("bkctl context delete prod --yes",))
 def delete(run: Run, name: ContextName) -> None:
-    """Delete a context from the configuration file.
-
-    Asks on a terminal; elsewhere --yes is required.
-    """
+    """Delete a context from the configuration file."""
     contexts = Contexts.read(os.environ)
     contexts.get(name)  # The file must have it.
     row = _row(contexts, name)

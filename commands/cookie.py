@@ -233,7 +233,7 @@ def update(
 ) -> None:
     """Replace a bookie's cookie in the metadata store.
 
-    Prints the fields that change. Asks on a terminal; elsewhere --yes is required.
+    Prints the fields that change.
     """
     from bkctl.bookie.cookies import CookieFinding, cookie_path, verify
     from bkctl.formats.metadata import Cookie
@@ -270,8 +270,7 @@ def delete(
 ) -> None:
     """Delete the cookies of stopped bookies.
 
-    Deletes them from the metadata store, and with --dir also from directories. Asks on a terminal; elsewhere --yes is
-    required.
+    Deletes them from the metadata store, and with --dir also from directories.
     """
     from bkctl.bookie.cookies import check_not_registered, cookie_path
     from bkctl.formats.metadata import Cookie
@@ -400,7 +399,7 @@ def expand_cookies(run: Run, undo: UndoOption = None, dry_run: DryRun = False) -
     """Add new, empty directories to a bookie's cookies.
 
     Adds the new ledger and index directories of --conf. The bookie must be stopped, and with DbLedgerStorage it must
-    have no ledgers: it would not find them among more directories. Asks on a terminal; elsewhere --yes is required.
+    have no ledgers: it would not find them among more directories.
     """
     from bkctl.bookie.cookies import bookie_id_of, configured_directories, expand
     from bkctl.disk import Files
@@ -455,8 +454,7 @@ def rename_bookie(
     """Change a bookie's id in its cookies.
 
     Changes the cookie in the metadata store, and those in the directories of --dir or --conf. The bookie must be
-    stopped. Ledgers still name the old id: 'metadata replace-bookie' changes that. Asks on a terminal; elsewhere --yes
-    is required.
+    stopped. Ledgers still name the old id: 'metadata replace-bookie' changes that.
     """
     from bkctl.bookie.cookies import STORE, configured_directories, rename
     from bkctl.disk import Files

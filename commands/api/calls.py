@@ -89,12 +89,12 @@ def put(
     "delete",
     connects=True,
     asks=True,
-    examples=("bkctl api delete '/api/v1/ledger/delete?ledger_id=5' --bookie b1:3181",),
+    examples=("bkctl api delete '/api/v1/ledger/delete?ledger_id=5' --bookie b1:3181 --yes",),
 )
 def delete(run: Run, path: PathArgument, which: BookieServerOption, size_max: MaxSize, dry_run: DryRun = False) -> None:
     """Send DELETE to an HTTP server, and print the response.
 
-    For example /api/v1/ledger/delete?ledger_id=5. Asks on a terminal; elsewhere --yes is required.
+    For example /api/v1/ledger/delete?ledger_id=5.
     """
     _call(run, which, "DELETE", path, None, size_max, changes=True, dry_run=dry_run)
 

@@ -77,6 +77,8 @@ F = TypeVar("F", bound=Callable[..., None])
 T = TypeVar("T")
 #: A run that ends sooner is not listed by `bkctl progress`.
 LISTED_S: Final = 2.0
+#: The end of the help of commands that ask, unless --yes is not enough for them.
+ASKS: Final = "Asks before it destroys something; without a terminal --yes is required."
 #: What `--undo` takes for no file at all.
 NO_FILE: Final = "none"
 
@@ -742,7 +744,7 @@ def command(
 
     The command fills in the parameter `run: Run` and parameters of composite types (see kit/options.py); Typer parses
     the others. `connects`: the command uses a cluster, so its help shows the connection options; not `opens`: it only
-    saves them. `asks`: its help shows `--yes`. `changes`: the audit log records the command unless its parameter
+    saves them. `asks`: its help shows `--yes` and ends with ASKS. `changes`: the audit log records the command unless its parameter
     `dry_run` is set; a string, or several, name the parameters that make the command change something, and `unless` one
     that makes it read only. `examples` are whole command lines for its help.
     """
@@ -795,7 +797,10 @@ def command(
 
         context_parameter = inspect.Parameter("typer_context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
         invoke.__signature__ = inspect.Signature([context_parameter, *own, *global_options])  # type: ignore[attr-defined]
-        invoke.__doc__ = function.__doc__
+        text = inspect.cleandoc(function.__doc__ or "")
+        if asks and "--yes-really" not in text:
+            text += (" " if "\n\n" in text else "\n\n") + ASKS
+        invoke.__doc__ = text
         invoke.__name__ = function.__name__
         invoke.__annotations__ = {}
         app.command(name, cls=Command, hidden=hidden, epilog="\n".join(examples))(invoke)

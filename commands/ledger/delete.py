@@ -81,9 +81,9 @@ def delete(
 ) -> None:
     """Delete ledgers.
 
-    Deletes the metadata now; the bookies delete the entries when they collect garbage. Asks on a terminal; elsewhere
-    --yes is required. Unless --keep-going is given, nothing is deleted if one of the ledgers is missing or in another
-    state. 'metadata undo' restores the metadata, which helps as long as the bookies still have the entries.
+    Deletes the metadata now; the bookies delete the entries when they collect garbage. Unless --keep-going is given,
+    nothing is deleted if one of the ledgers is missing or in another state. 'metadata undo' restores the metadata,
+    which helps as long as the bookies still have the entries.
     """
     from bkctl.metadata.admin.removal import plan_removal, remove_ledgers
 

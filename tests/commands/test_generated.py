@@ -16,6 +16,7 @@ from bkctl.commands.generate import FILES as FILE_METAVARS
 from bkctl.commands.generate import Page, generated_files, read_pages
 from bkctl.commands.kit import completion
 from bkctl.commands.kit.columns import Output
+from bkctl.commands.kit.command import ASKS
 from bkctl.commands.kit.settings import GLOBAL_PANEL
 from bkctl.errors import EXIT_CODES
 from bkctl.ids import LedgerId
@@ -370,3 +371,10 @@ def test_completion_is_silent_and_ends_when_nothing_answers(tmp_path: Path) -> N
             capture_output=True, text=True, timeout=LIMIT_S, check=False, env=environment,
         )  # fmt: skip
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_commands_that_ask_say_that_yes_is_required_without_a_terminal() -> None:
+    for page in PAGES:
+        names = {name for option in page.options for name in option.names}
+        asks = bool(page.path) and "--yes" in names and "--yes-really" not in names
+        assert page.help.endswith(ASKS) is asks, page.name
