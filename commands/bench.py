@@ -6,11 +6,11 @@ import contextlib
 import sys
 from collections.abc import AsyncIterator
 from itertools import groupby
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import typer
 
-from bkctl.errors import BkctlError
+from bkctl.errors import BkctlError, UsageError
 
 from .kit.columns import Column, Columns, Kind, Output
 from .kit.command import Run, command, group
@@ -115,10 +115,16 @@ def _ledgers_to_make(ledger_count: int, entry_size: int, scope_id: int | None) -
     return LedgersToMake(ledger_count, scope_id or 0, entry_size)
 
 
-def _load(*settings: Any) -> Load:
+def _load(entry_count: int | None, *settings: Any) -> Load:
     from bkctl.client.benchmark import Load
 
-    return Load(*settings)
+    return Load(10_000 if entry_count is None else entry_count, *settings)
+
+
+def _load_of_adds(entry_count: int | None, duration_s: float | None, *settings: Any) -> Load:
+    if entry_count is not None and duration_s is not None:
+        raise UsageError("--entries and --duration are given", hint="give one of them")
+    return _load(entry_count, duration_s, *settings)
 
 
 Ledgers = Annotated[
@@ -130,17 +136,15 @@ Ledgers = Annotated[
         scope_option("Scope of the ledgers (default 0)."),
     ),
 ]
-LoadOption = Annotated[
-    Any,
-    combined(
-        _load,
-        count_option("--entries", "Entries in all ledgers together.", default=10_000),
-        duration_option("--duration", "Run for this long, instead of for --entries."),
-        count_option("--batch", "Entries to add or read at once; a latency is a batch's.", default=10),
-        count_option("--in-flight", "Batches in flight for each ledger.", default=10),
-        count_option("--rate", "At most this many entries a second."),
-    ),
-]
+_LOAD_OPTIONS: Final = (
+    count_option("--entries", "Entries in all ledgers together (default 10000)."),
+    duration_option("--duration", "Run for this long, instead of for --entries."),
+    count_option("--batch", "Entries to add or read at once; a latency is a batch's.", default=10),
+    count_option("--in-flight", "Batches in flight for each ledger.", default=10),
+    count_option("--rate", "At most this many entries a second."),
+)
+LoadOption = Annotated[Any, combined(_load, *_LOAD_OPTIONS)]
+LoadOfAdds = Annotated[Any, combined(_load_of_adds, *_LOAD_OPTIONS)]
 InRandomOrder = Annotated[bool, typer.Option("--random", help="Read at random positions instead of in order.")]
 
 
@@ -154,7 +158,7 @@ InRandomOrder = Annotated[bool, typer.Option("--random", help="Read at random po
         "bkctl bench adds --duration 5s --rate 500 --batch 1",
     ),
 )
-def adds(run: Run, ledgers: Ledgers, shape: LedgerShape, load: LoadOption, protocol: ProtocolOption) -> None:
+def adds(run: Run, ledgers: Ledgers, shape: LedgerShape, load: LoadOfAdds, protocol: ProtocolOption) -> None:
     """Measure adds to temporary ledgers.
 
     Adds random entries, batch by batch, and deletes the ledgers. Prints the rate, percentiles of the time until a batch

@@ -174,6 +174,7 @@ DOCUMENTS: Final[dict[str, tuple[DocumentSource, ...]]] = {
     "progress resume": _one("progress:WORK_COLUMNS"),
     "progress rate": _one("progress:WORK_COLUMNS"),
     "top": _rows("top:LOAD_COLUMNS"),
+    "version": _one("program:VERSION_COLUMNS"),
 }  # fmt: skip
 
 #: Commands whose tables have names or titles of columns that their documents lack.

@@ -10,6 +10,7 @@ import typer
 from bkctl import __version__
 
 from . import top
+from .kit.columns import ALL, Column, Columns, Output
 from .kit.command import Run, command, group
 from .kit.parser import connection_help, exit_code_help
 from .kit.terminal import emit
@@ -50,10 +51,16 @@ def show_help(
     program.main([*(words or ()), "--help"], prog_name="bkctl", standalone_mode=False, obj=top.obj)
 
 
+VERSION_COLUMNS = Columns(Column("VERSION", "version", lambda row: row), key="version")
+
+
 @command(app, "version", examples=("bkctl version",))
 def show_version(run: Run) -> None:
     """Print the version."""
-    run.text(f"bkctl {__version__}\n")
+    if run.output is Output.TABLE and run.selection == ALL:
+        run.text(f"bkctl {__version__}\n")
+    else:
+        run.show(__version__, VERSION_COLUMNS)
 
 
 @command(

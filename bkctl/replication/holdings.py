@@ -311,7 +311,6 @@ class StopSets:
                 raise held
             live = _live(self._bookies, ledger, mark_of(ledger))
             wanted = replica_count_min or max(held.metadata.ack_quorum_size, 1)
-            wanted = min(wanted, held.metadata.write_quorum_size)
             for fragment, write_set, _, _ in held.stripes():
                 names = frozenset(fragment.ensemble[index] for index in write_set)
                 self._write_sets.add((names, names & live, wanted))
@@ -392,11 +391,10 @@ def _replica_risks(held: HeldLedger, live: Collection[str], replica_count_min: i
     metadata = held.metadata
     schedule = RoundRobinDistributionSchedule.of(metadata)
     size = schedule.ensemble_size
-    wanted = min(replica_count_min, schedule.write_quorum_size)
     tallies = {Risk.LOST: _Tally(), Risk.UNDER_QUORUM: _Tally()}
     for fragment, write_set, first, last in held.stripes():
         live_count = sum(fragment.ensemble[index] in live for index in write_set)
-        if live_count >= wanted:
+        if live_count >= replica_count_min:
             continue
         tally = tallies[Risk.UNDER_QUORUM if live_count else Risk.LOST]
         tally.add(first, last, None if last is None else (last - first) // size + 1, live_count)
@@ -414,12 +412,12 @@ def _replica_risks(held: HeldLedger, live: Collection[str], replica_count_min: i
         yield StopProblem(
             held.ledger,
             risk,
-            tally.message(schedule.write_quorum_size, wanted),
+            tally.message(schedule.write_quorum_size, replica_count_min),
             metadata.state,
             tally.first,
             tally.last,
             tally.count,
             tally.replica_count,
-            wanted,
+            replica_count_min,
             tuple(tally.bookies),
         )

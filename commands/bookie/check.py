@@ -85,7 +85,7 @@ def check(
     digest: DigestToCheck,
     password: LedgerPassword,
     sample: Sample,
-    seed: Annotated[int | None, number_option("--seed", "Seed of the choice of entries for --sample.")],
+    seed: Annotated[int | None, number_option("--seed", "Seed of the choice of entries for --sample (default 0).")],
     pace: ReadPace,
     directories: Directories = (),
 ) -> None:
@@ -99,6 +99,8 @@ def check(
     """
     from bkctl.checks.check import IndexCheck
 
+    if seed is not None and sample is None:
+        raise UsageError("--seed needs --sample", hint="add --sample 1%")
     given = run.directories(directories).with_ledgers()
     logs = [file.path for file in given.entry_logs()] if digest.wanted else []
     checker = run.digest_checker(digest.digest_type, password, logs) if digest.wanted else nullcontext()

@@ -744,9 +744,9 @@ def command(
 
     The command fills in the parameter `run: Run` and parameters of composite types (see kit/options.py); Typer parses
     the others. `connects`: the command uses a cluster, so its help shows the connection options; not `opens`: it only
-    saves them. `asks`: its help shows `--yes` and ends with ASKS. `changes`: the audit log records the command unless its parameter
-    `dry_run` is set; a string, or several, name the parameters that make the command change something, and `unless` one
-    that makes it read only. `examples` are whole command lines for its help.
+    saves them. `asks`: its help shows `--yes` and ends with ASKS. `changes`: the audit log records the command
+    unless its parameter `dry_run` is set; a string, or several, name the parameters that make the command change
+    something, and `unless` one that makes it read only. `examples` are whole command lines for its help.
     """
 
     def register(function: F) -> F:

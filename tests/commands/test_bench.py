@@ -61,6 +61,7 @@ def test_bench_reads_more_than_its_ledgers_hold(cli: Cli) -> None:
         (("--size", "1GiB"), 2),
         (("--entries", "0"), 2),
         (("--batch", "0"), 2),
+        (("--entries", "5", "--duration", "1s"), 2),
     ],
 )
 def test_bench_that_cannot_run_leaves_no_ledger(cli: Cli, words: tuple[str, ...], code: int) -> None:

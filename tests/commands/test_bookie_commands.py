@@ -103,6 +103,7 @@ def test_check_with_a_damaged_index(cli: Cli, healthy: Path) -> None:
         (("--rate", "0"), "must be more than 0"),
         (("--ledger", "x"), "Not a ledger id: 'x'"),
         (("--seed", "x"), "--seed: not a number"),
+        (("--seed", "1"), "--seed needs --sample"),
         (("--digest-type", "MD5"), "MD5"),
     ],
 )

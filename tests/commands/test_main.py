@@ -14,6 +14,7 @@ import pytest
 from support.command_line import CommandLine
 from support.waiting import LIMIT_S
 
+from bkctl import __version__
 from bkctl.commands.kit.connection import connect_to, parse_bookie_addresses
 from bkctl.commands.kit.settings import SETTINGS, GlobalOptions
 from bkctl.commands.kit.values import parse_duration, parse_number, parse_size
@@ -441,3 +442,8 @@ def test_help_on_a_terminal_of_60_columns_fits(cli: Cli) -> None:
         assert code == 0
         assert max(map(len, seen.splitlines())) <= 60, seen
         assert not [line for line in seen.splitlines()[1:] if line.endswith("...")], "sentences are whole"
+
+
+def test_version_in_each_form(cli: Cli) -> None:
+    assert cli("version").out == f"bkctl {__version__}\n"
+    assert cli("version", "-o", "json").json == {"version": __version__}

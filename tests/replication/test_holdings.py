@@ -155,9 +155,10 @@ def test_fewer_replicas_than_required_are_a_risk(cluster: Cluster) -> None:
     assert set(risks(cluster, "a", "b")) == {
         (LedgerId(0, 2), Risk.LOST), (LedgerId(0, 2), Risk.UNDER_QUORUM), (LedgerId(7, 1), Risk.UNDER_QUORUM),
     }  # fmt: skip
-    assert set(risks(cluster, "a", replica_count_min=3)) == {
-        (LedgerId(0, 2), Risk.UNDER_QUORUM), (LedgerId(7, 1), Risk.UNDER_QUORUM),
-    }  # fmt: skip
+    for wanted in (3, 9):
+        found = risks(cluster, "a", replica_count_min=wanted)
+        assert set(found) == {(LedgerId(0, 2), Risk.UNDER_QUORUM), (LedgerId(7, 1), Risk.UNDER_QUORUM)}
+        assert {each.replica_count_min for each in found.values()} == {wanted}
 
 
 def test_down_marked_and_unscoped_replicas_do_not_count(cluster: Cluster) -> None:
