@@ -36,7 +36,7 @@ app = group()
 
 #: Ledgers and scopes that are counted to say how many there are beside scope 0.
 OTHERS_COUNTED_MAX = 10_000
-COUNT_COLUMNS = Columns(Column("COUNT", "count", lambda count: count, Kind.INTEGER))
+COUNT_COLUMNS = Columns(Column("LEDGERS", "count", lambda count: count, Kind.INTEGER))
 
 
 @command(
