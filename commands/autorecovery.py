@@ -389,6 +389,8 @@ def mark(
                 wanted = tuple(dict.fromkeys((*present, *missing)))
                 changed = wanted != present if dry_run else state.marks.add(ledger, missing)
                 writer.row(Marked(ledger, wanted, changed))
+                if not changed:
+                    run.note(f"Ledger {ledger} was marked for {', '.join(missing)} already")
 
 
 @command(app, "unmark", connects=True, changes=True, asks=True, examples=("bkctl autorecovery unmark 12 --yes",))
@@ -404,10 +406,9 @@ def unmark(run: Run, ledgers: LedgersOrFile, undo: UndoOption = None, dry_run: D
         for ledger in ledgers:
             found = cluster.store.get(mark_path(ledger))
             if found is None:
-                raise NotFound(
-                    f"Ledger {ledger} is not marked as under-replicated", hint="'bkctl autorecovery list' shows those"
-                )
-            marks[ledger] = found
+                run.note(f"Ledger {ledger} is not marked as under-replicated")
+            else:
+                marks[ledger] = found
 
         def taken_away(ledger: LedgerId) -> Marked:
             try:
@@ -416,11 +417,11 @@ def unmark(run: Run, ledgers: LedgersOrFile, undo: UndoOption = None, dry_run: D
                 replicas = ()  # A damaged mark is removed, too.
             return Marked(ledger, replicas, True)
 
-        if not dry_run:
+        if marks and not dry_run:
             run.confirm(
                 f"{counted(len(marks), 'ledger', 'ledgers')} would not be replicated, until an audit marks them again"
             )
-        with run.rows(MARKED_COLUMNS) as writer:
+        with run.rows(MARKED_COLUMNS, findings=True) as writer:
             if dry_run:
                 writer.rows(map(taken_away, marks))
                 return

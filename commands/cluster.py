@@ -429,6 +429,8 @@ def _switch_healthcheck(run: Run, enabled: bool, undo: Path | None) -> None:
         with run.recorded(cluster, undo) as recorded:
             changed = HealthCheckSwitch(recorded).set(enabled)
         run.show(Check(enabled, changed), CHECK_COLUMNS)
+    if not changed:
+        run.note(f"The health check was {'enabled' if enabled else 'disabled'} already")
 
 
 # --- the whole cluster ----------------------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ class BookieRacks:
         return self._change(change, dry_run)
 
     def unset(self, bookie_ids: Iterable[str], *, dry_run: bool = False) -> list[BookieRack]:
-        """Remove the racks of bookies, all or none, and return them. Raises NotFound, Conflict.
+        """Remove the racks of bookies, and return those that had one. Raises Conflict.
 
         Source: BookiesRackConfiguration.removeBookie.
         """
@@ -104,9 +104,8 @@ class BookieRacks:
             removed = []
             for name in names:
                 group = next((group for group, bookies in groups.items() if name in bookies), None)
-                if group is None:
-                    raise NotFound(f"Bookie {name} has no rack", hint="'bkctl bookies racks list' shows the racks")
-                removed.append(_bookie_rack(group, name, groups[group].pop(name)))
+                if group is not None:
+                    removed.append(_bookie_rack(group, name, groups[group].pop(name)))
             return removed
 
         return self._change(change, dry_run)
@@ -118,7 +117,7 @@ class BookieRacks:
             found = self._store.get(RACKS)
             groups = {} if found is None else _parse(self._store, found.value)
             changed = change(groups)
-            if dry_run or (found is not None and _parse(self._store, found.value) == groups):
+            if dry_run or groups == ({} if found is None else _parse(self._store, found.value)):
                 return changed
             value = json.dumps(groups, separators=(",", ":")).encode()
             try:

@@ -121,7 +121,11 @@ def set_racks(
     with run.cluster() as cluster:
         registered = {bookie.bookie_id for bookie in cluster.bookies.list()}
         with run.recorded(cluster, undo) as recorded:
+            before = BookieRacks(recorded).all()
             rows = BookieRacks(recorded).set(names, rack, group=bookie_group, hostname=hostname, dry_run=dry_run)
+    for row in rows:
+        if row in before:
+            run.note(f"bkctl: Bookie {row.bookie_id} is in rack {row.rack} already")
     for name in names:
         if name not in registered:
             run.note(f"bkctl: Warning: bookie {name} has neither a registration nor a cookie")
@@ -141,7 +145,10 @@ def unset_racks(run: Run, bookies: ManyBookies, undo: UndoOption = None, dry_run
     names = bookie_ids(bookies)
     with run.cluster() as cluster, run.recorded(cluster, undo) as recorded:
         rows = BookieRacks(recorded).unset(names, dry_run=dry_run)
-    run.render(rows, CHANGE_COLUMNS)
-    if not dry_run:
+    run.render(rows, CHANGE_COLUMNS, findings=True)
+    for name in names:
+        if all(row.bookie_id != name for row in rows):
+            run.note(f"bkctl: Bookie {name} has no rack")
+    if rows and not dry_run:
         has = "has" if len(rows) == 1 else "have"
         run.note(f"{', '.join(row.bookie_id for row in rows)} {has} no rack now; the table shows the former one")

@@ -93,7 +93,9 @@ def test_health_finds_and_advises(cli: Cli, store: Cluster) -> None:
 def test_the_health_check_switch(cli: Cli, store: Cluster) -> None:
     for word, enabled in (("disable", False), ("enable", True)):
         for changed in (True, False):
-            assert cli("cluster", "healthcheck", word, "-o", "json").json == {"enabled": enabled, "changed": changed}
+            done = cli("cluster", "healthcheck", word, "-o", "json")
+            assert done.json == {"enabled": enabled, "changed": changed}
+            assert ("already" in done.err) is not changed
         assert cli("cluster", "healthcheck", "status", "-o", "json").json == {"enabled": enabled}
 
 
