@@ -133,8 +133,8 @@ def extract(
     """
     from bkctl.repair.extraction import LedgerExtraction
 
-    if str(file) == "-" and run.given_output is not Output.TABLE:
-        raise UsageError("-o does not apply to entries on stdout", hint="--format ndjson prints rows")
+    if str(file) == "-" and form is not ExtractFormat.NDJSON and run.given_output is not Output.TABLE:
+        raise UsageError("-o does not apply to bytes on stdout", hint="--format ndjson prints rows")
     paths = find_logs(run, names, directories)
     with (
         run.working(f"Gathering ledger {ledger}"),
