@@ -45,10 +45,10 @@ def test_locate_draws_a_tree_of_fragments_and_bookies(uri: str) -> None:
         "ledger 7",
         "├── first entry 0  last entry 9",
         "│   ├── index 0  bookie b1  state rw  scopes no  entries 10",
-        "│   └── index 1  bookie b2  state down  scopes no  entries 10",
+        "│   └── index 1  bookie b2  state down  entries 10",
         "└── first entry 10  last entry 14",
         "    ├── index 0  bookie b1  state rw  scopes no  entries 5",
-        "    └── index 1  bookie b3  state down  scopes no  entries 5",
+        "    └── index 1  bookie b3  state down  entries 5",
     ]
 
 
