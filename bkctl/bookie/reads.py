@@ -18,7 +18,7 @@ from bkctl.bookie.commit_dispatcher import CommitDispatcher
 from bkctl.bookie.long_polls import LongPolls
 from bkctl.bookie.metrics import BookieMetrics
 from bkctl.bookie.state_manager import BookieStateManager
-from bkctl.bookie.waiting_requests import WaitingRequests
+from bkctl.bookie.waiting_requests import WaitingRequests, run_in_threads
 from bkctl.errors import BadRequest, BkctlError, EntryNotFound, Unauthorized
 from bkctl.formats.layout import Buffer
 from bkctl.ids import I64_MAX, LedgerId
@@ -220,12 +220,7 @@ class EntryFetcher:
         self, prepare: Callable[[], Callable[[], Any]], done: Callable[[asyncio.Future[Any]], None]
     ) -> asyncio.Future[Any]:
         """Have a thread read what `prepare` returns, and `done` called; the future has the error if none can begin."""
-        loop = asyncio.get_running_loop()
-        try:
-            future = loop.run_in_executor(self._threads, prepare())
-        except Exception as error:  # noqa: BLE001 - answered, logged and counted
-            future = loop.create_future()
-            future.set_exception(error)
+        future = run_in_threads(self._threads, prepare)
         future.add_done_callback(done)
         return future
 

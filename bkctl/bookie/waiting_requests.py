@@ -44,12 +44,15 @@ Waiter: TypeAlias = Callable[[BaseException | None], None]
 Handler: TypeAlias = Callable[[Any, Responder], None]
 
 
-def run_in_threads(threads: ThreadPoolExecutor, work: Callable[[], T]) -> asyncio.Future[T]:
-    """Return the future of `work` in one of `threads`; it fails with RuntimeError if no thread can be started."""
+def run_in_threads(threads: ThreadPoolExecutor, prepare: Callable[[], Callable[[], T]]) -> asyncio.Future[T]:
+    """Return the future of what `prepare` returns, called in one of `threads`.
+
+    The future has the error if `prepare` raises, and RuntimeError if no thread can be started.
+    """
     loop = asyncio.get_running_loop()
     try:
-        return loop.run_in_executor(threads, work)
-    except RuntimeError as error:
+        return loop.run_in_executor(threads, prepare())
+    except Exception as error:  # noqa: BLE001 - the future has it
         future: asyncio.Future[T] = loop.create_future()
         future.set_exception(error)
         return future
@@ -107,7 +110,7 @@ class WaitingRequests:
             waiting.append(waiter)
             return
         self.by_ledger[need.ledger] = [waiter]
-        future = run_in_threads(self._openers, need.read)
+        future = run_in_threads(self._openers, lambda: need.read)
         future.add_done_callback(functools.partial(self._call_waiters, need.ledger))
 
     def _call_waiters(self, ledger: LedgerId, future: asyncio.Future[Any]) -> None:

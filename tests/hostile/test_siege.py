@@ -134,7 +134,7 @@ async def check_entries(cluster: Cluster, bookies: dict[str, OwnBookie], answers
 
 
 def status_over_http(scheme: str, port: int) -> int:
-    """What a client with the token gets; a hostile one may by chance never be answered 200."""
+    """Return the status of a sound request with the token. Of the hostile requests, none may happen to get 200."""
     headers = {"Authorization": f"Bearer {TOKEN}"}
     request = urllib.request.Request(f"{scheme}://127.0.0.1:{port}/api/v1/bookie/state", headers=headers)
     with urllib.request.urlopen(request, timeout=LIMIT_S, context=client_context()) as answer:
