@@ -269,11 +269,11 @@ def _measure(
 async def temporary_ledgers(run: Run, bookkeeper: BookKeeper) -> AsyncIterator[list[LedgerId]]:
     """Yield a list for the ledgers that the block creates, and delete them at its end, also after an interrupt."""
     from bkctl.client.trials import not_deleted
+    from bkctl.tasks import run_to_end
 
     made: list[LedgerId] = []
-    try:
-        yield made
-    finally:
+
+    async def delete() -> None:
         left: list[str] = []
         for ledger in made:
             try:
@@ -284,6 +284,11 @@ async def temporary_ledgers(run: Run, bookkeeper: BookKeeper) -> AsyncIterator[l
             run.note(f"Deleted {counted(len(made) - len(left), 'temporary ledger', 'temporary ledgers')}")
         for line in left:
             run.error(f"bkctl: {line}")
+
+    try:
+        yield made
+    finally:
+        await run_to_end(delete())
 
 
 async def _create(

@@ -15,6 +15,7 @@ from bkctl.errors import BkctlError, Corrupt
 from bkctl.formats.entry import DigestType
 from bkctl.ids import LedgerId
 from bkctl.protocol.messages import Protocol
+from bkctl.tasks import run_to_end
 
 #: Entries of a sanity test, unless told otherwise. Source: SanityTestCommand.
 SANITY_ENTRY_COUNT: Final = 10
@@ -91,7 +92,7 @@ async def temporary(bookkeeper: BookKeeper, ledger: LedgerId, report: Callable[[
         failed = False
     finally:
         try:
-            await bookkeeper.delete_ledger(ledger.ledger_id, ledger_scope_id=ledger.scope_id)
+            await run_to_end(bookkeeper.delete_ledger(ledger.ledger_id, ledger_scope_id=ledger.scope_id))
         except BkctlError as error:
             report(not_deleted(ledger, error))
             if not failed:

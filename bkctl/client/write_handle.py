@@ -33,7 +33,7 @@ from bkctl.protocol.messages import (
     Request,
     WriteLacRequest,
 )
-from bkctl.tasks import drop_error
+from bkctl.tasks import drop_error, run_to_end
 
 
 class WriteHandle(LedgerHandleBase):
@@ -120,17 +120,14 @@ class WriteHandle(LedgerHandleBase):
     async def close(self) -> None:
         """Wait for the adds in flight, then close the ledger at the last add confirmed. Further calls are harmless.
 
+        A cancellation is raised once the ledger is closed.
         Raises the error that ended writing, if one did (the ledger is still closed at its last acknowledged entry,
         unless another client fenced it), and MetadataVersionConflict if another client closed it at another entry.
         Source: LedgerHandle.doAsyncCloseInternal.
         """
         if self._closing is None:
-            with contextlib.suppress(BkctlError):
-                await self._pipeline.flush()
-            if self._closing is None:
-                self._closing = asyncio.create_task(self._close())
-                drop_error(self._closing)
-        await asyncio.shield(self._closing)
+            self._closing = asyncio.create_task(self._flush_and_close())
+        await run_to_end(self._closing)
         error = self._pipeline.error
         if error is not None and not isinstance(error, _ClosedByUs):
             raise restated(error)
@@ -147,6 +144,11 @@ class WriteHandle(LedgerHandleBase):
             self._closing = asyncio.get_running_loop().create_task(self._close())
             # close() raises the error; without close(), the adds have failed with their own.
             drop_error(self._closing)
+
+    async def _flush_and_close(self) -> None:
+        with contextlib.suppress(BkctlError):  # close() raises it
+            await self._pipeline.flush()
+        await self._close()
 
     async def _close(self) -> None:
         await self._pipeline.close(_ClosedByUs(f"Ledger {self.ledger} is closed"))

@@ -89,20 +89,24 @@ def write(
         async with run.bookkeeper(cluster, protocol) as bookkeeper:
             handle = await create_ledger(bookkeeper, target, shape, password, custom_metadata)
             run.note(f"Ledger {handle.ledger}")
-            async with handle:
-                for name in names:
-                    with ExitStack() as stack:
-                        file = 0 if name == "-" else stack.enter_context(open(name, "rb")).fileno()
-                        await write_stream(handle, file, splitter(), activity.advance)
+            try:
+                async with handle:
+                    for name in names:
+                        with ExitStack() as stack:
+                            file = 0 if name == "-" else stack.enter_context(open(name, "rb")).fileno()
+                            await write_stream(handle, file, splitter(), activity.advance)
+            except BaseException:
+                if handle.is_closed:
+                    run.note(f"Ledger {handle.ledger} is closed after its last acknowledged entry")
+                else:
+                    run.error(f"Ledger {handle.ledger} is not closed: 'bkctl ledger recover {handle.ledger}' closes it")
+                raise
             return handle.ledger
 
     # A progress line would disturb a user who types.
     typed = "-" in names and sys.stdin.isatty()
     with run.cluster() as cluster:
-        with run.working(
-            "Writing", total=total, unit="bytes", enabled=not typed,
-            left="a created ledger is closed after its last acknowledged entry",
-        ) as activity:  # fmt: skip
+        with run.working("Writing", total=total, unit="bytes", enabled=not typed) as activity:
             ledger = run.complete(work())
         run.show(ledger_row(ledger, cluster.ledgers.read(ledger)), LEDGER_COLUMNS)
 

@@ -741,6 +741,43 @@ async def test_close_waits_for_adds_in_flight_and_second_close_does_nothing(fake
         assert (await client.open_ledger(empty.ledger_id)).last_add_confirmed == -1
 
 
+@pytest.mark.parametrize("cancelled_in", ["adds in flight", "metadata"])
+async def test_a_cancelled_close_is_raised_once_the_ledger_is_closed(fake_cluster, monkeypatch, cancelled_in):
+    async with fake_cluster(3) as cluster, cluster.client() as client:
+        ledgers = cluster.cluster.ledgers
+        is_writing, may_write = threading.Event(), threading.Event()
+        write = ledgers.write
+
+        def write_slowly(*arguments):
+            is_writing.set()
+            may_write.wait(LIMIT_S)
+            return write(*arguments)
+
+        monkeypatch.setattr(ledgers, "write", write_slowly)
+        writer = await client.create_ledger()
+
+        async def fill():
+            async with writer:
+                writer.add(b"ab")
+
+        if cancelled_in == "adds in flight":
+            for bookie in cluster.bookies:
+                bookie.hold = lambda request: True
+        filling = asyncio.create_task(fill())
+        if cancelled_in == "metadata":
+            await asyncio.to_thread(is_writing.wait, LIMIT_S)
+        for _ in range(3):
+            await turns()
+            filling.cancel()
+        for bookie in cluster.bookies:
+            bookie.release()
+        may_write.set()
+        with pytest.raises(asyncio.CancelledError):
+            await filling
+        metadata = cluster.metadata(writer.ledger)
+        assert (metadata.state, metadata.last_entry_id, writer.is_closed) == (LedgerState.CLOSED, 0, True)
+
+
 @pytest.mark.parametrize("state", ["closed alike", "closed elsewhere", "in recovery"])
 async def test_close_meets_another_client(fake_cluster, state):
     async with fake_cluster(3) as cluster, cluster.client() as client:

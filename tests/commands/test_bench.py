@@ -10,6 +10,7 @@ import pytest
 from support.command_line import CommandLine
 
 from bkctl.bookie.local import LocalCluster
+from bkctl.client.ledger import BookKeeper
 
 from .conftest import Cli
 
@@ -68,6 +69,23 @@ def test_bench_that_cannot_run_leaves_no_ledger(cli: Cli, words: tuple[str, ...]
     before = ledgers(cli)
     done = cli("bench", "adds", *words)
     assert (done.code, done.err.count("\n")) == (code, 1)
+    assert ledgers(cli) == before
+
+
+def test_an_interrupt_while_bench_deletes_its_ledgers_leaves_none(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, delete = ledgers(cli), BookKeeper.delete_ledger
+    deleted = []
+
+    async def interrupted(self: BookKeeper, *arguments: int, **settings: int) -> None:
+        deleted.append(arguments)
+        if len(deleted) == 1:
+            signal.raise_signal(signal.SIGINT)
+        await delete(self, *arguments, **settings)
+
+    monkeypatch.setattr(BookKeeper, "delete_ledger", interrupted)
+    done = cli("bench", "adds", "--entries", "3", "--ledgers", "3")
+    assert (done.code, len(deleted)) == (130, 3)
+    assert done.err == "Deleted 3 temporary ledgers\nbkctl: Interrupted: Measuring, 3 of 3 entries\n"
     assert ledgers(cli) == before
 
 

@@ -424,7 +424,27 @@ def test_an_interrupted_write_closes_the_ledger_and_says_so(cli: Cli, number: si
         process.send_signal(number)
         _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 128 + number
-    assert err.endswith("; a created ledger is closed after its last acknowledged entry\n")
+    closed = f"Ledger {ledger} is closed after its last acknowledged entry"
+    assert err == f"{closed}\nbkctl: Interrupted: Writing\n"
+    assert cli("ledger", "show", ledger, "-o", "json").json["state"] == "CLOSED"
+
+
+def test_a_write_that_cannot_close_its_ledger_names_the_command_that_does(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise Unreachable("The store is away")
+
+    (tmp_path / "x").write_text("x\n")
+    with monkeypatch.context() as patch:
+        patch.setattr("bkctl.client.write_handle.update_metadata", fail)
+        answer = cli("ledger", "write", tmp_path / "x")
+    ledger = answer.err.splitlines()[0].removeprefix("Ledger ")
+    assert answer.code == Unreachable.exit_code
+    assert answer.err.splitlines()[1:] == [
+        f"Ledger {ledger} is not closed: 'bkctl ledger recover {ledger}' closes it", "bkctl: The store is away"
+    ]  # fmt: skip
+    assert cli("ledger", "recover", ledger).code == 0
     assert cli("ledger", "show", ledger, "-o", "json").json["state"] == "CLOSED"
 
 
