@@ -283,7 +283,7 @@ async def temporary_ledgers(run: Run, bookkeeper: BookKeeper) -> AsyncIterator[l
         if len(made) > len(left):
             run.note(f"Deleted {counted(len(made) - len(left), 'temporary ledger', 'temporary ledgers')}")
         for line in left:
-            run.error(f"bkctl: {line}")
+            run.error(line)
 
     try:
         yield made

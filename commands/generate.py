@@ -252,8 +252,9 @@ environment counts, then the current context of the configuration file, then the
 A program bkctl-NAME on the PATH is the command bkctl NAME, unless bkctl has a command of that name. It gets the words \
 behind the name, and options before it as BKCTL_ variables. Help lists such programs.
 
-Data goes to stdout, all else to stderr. -o json prints one document, ndjson one object a line, csv a header and \
-rows, id the keys alone. Ledger ids are strings in JSON, binary data is base64, times are ISO 8601 in UTC."""
+Data goes to stdout, all else to stderr, where errors and warnings begin with bkctl:; the error that ends a command is \
+an object with -o json. -o json prints one document, ndjson one object a line, csv a header and rows, id the keys \
+alone. Ledger ids are strings in JSON, binary data is base64, times are ISO 8601 in UTC."""
 
 
 # --- docs/commands.md -----------------------------------------------------------------------------------------------

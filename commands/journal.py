@@ -259,7 +259,7 @@ def verify(run: Run, pace: ReadPace, names: JournalNames = None, directories: Di
         run.note(f"{sound} sound: {counted(record_count, 'record', 'records')}; -o wide lists them")
     if errors and findings:
         text = counted(findings, "missing or wrongly marked journal", "missing or wrongly marked journals")
-        run.error(f"bkctl: {text}")
+        run.error(text)
     raise_first(run, errors)
     run.finish_with(
         findings, "journal that is missing or wrongly marked", "journals that are missing or wrongly marked"

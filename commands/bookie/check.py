@@ -157,19 +157,17 @@ def _note_digests(run: Run, digests: DigestChecker) -> None:
     matched = ", ".join(f"{count:,} {each.name}" for each, count in counts.matched.items()) or "none"
     unknown = counts.unknown + counts.without_password
     run.note(
-        f"bkctl: digests: {matched} matched, {unknown:,} not known, "
+        f"Digests: {matched} matched, {unknown:,} not known, "
         f"{counted(counts.unprotected, 'entry', 'entries')} without one"
     )
     if unknown and (hint := digests.hint()):
-        run.note(f"bkctl: {hint}")
+        run.note(hint)
 
 
 def _finish(run: Run, counts: Counts) -> None:
     """End with exit code 7 if an index could not be read, else with 3 if there are findings."""
     if counts.error_count > len(counts.errors):
-        run.error(
-            f"bkctl: {counted(counts.error_count - len(counts.errors), 'more index is', 'more indexes are')} damaged"
-        )
+        run.error(f"{counted(counts.error_count - len(counts.errors), 'more index is', 'more indexes are')} damaged")
     raise_first(run, counts.errors)
     run.finish_with(counts.findings, "finding", "findings")
 

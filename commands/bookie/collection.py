@@ -178,7 +178,7 @@ def _show_collectors(run: Run, found: Server, watch: float | None) -> None:
 
     run.watch(watch, look, _collector_columns(run))
     for reason in _held_back(latest[0]):
-        run.note(f"bkctl: {found.name} keeps ledgers of scopes that seem deleted: {reason}")
+        run.note(f"{found.name} keeps ledgers of scopes that seem deleted: {reason}")
 
 
 def _switch_compactions(found: Server, suspend: Compactions | None, resume: Compactions | None) -> None:
@@ -207,7 +207,7 @@ def _force_gc(
     patience.shorten(found)
     busy = api.garbage_collection().in_force_gc
     if busy and not wait:
-        run.note(f"bkctl: {found.name} is in a forced round and starts no other; add --wait to start one afterwards")
+        run.note(f"{found.name} is in a forced round and starts no other; add --wait to start one afterwards")
     with run.working("Collecting garbage", enabled=wait, left="the bookie finishes the round all the same"):
         while busy and wait:
             patience.wait()

@@ -69,14 +69,14 @@ def _metadata(run: Run, layout: BookieLayout) -> Iterator[StoredLedgers | None]:
         stored = StoredLedgers(cluster, layout.all)
         yield stored
         for problem in stored.problems:
-            run.error(f"bkctl: {problem}")
+            run.error(problem)
 
 
 def _report(run: Run, findings: RepairFindings) -> None:
     for note in findings.notes:
-        run.note(f"bkctl: {note}")
+        run.note(note)
     for damage in findings.damage:
-        run.error(f"bkctl: {damage.error}")
+        run.error(damage.error)
 
 
 REBUILT_COLUMNS = Columns(
@@ -152,7 +152,7 @@ def rebuild_databases(
     for row in done.databases:
         for name, one, many, text in _GUESSES:
             if count := getattr(row, name):
-                run.note(f"bkctl: {row.path}: {text.format(counted(count, one, many))}")
+                run.note(f"{row.path}: {text.format(counted(count, one, many))}")
     run.finish_with(
         len(done.findings.damage),
         "damaged file; the records before the damage were used",
@@ -243,12 +243,12 @@ def regenerate_files(
     _report(run, done.findings)
     guessed = sum(row.fence_guessed for row in done.indexes)
     if guessed:
-        run.note(f"bkctl: {counted(guessed, 'ledger was', 'ledgers were')} fenced, since their state is unknown")
+        run.note(f"{counted(guessed, 'ledger was', 'ledgers were')} fenced, since their state is unknown")
     if done.dead:
-        run.note(f"bkctl: {counted(len(done.dead), 'ledger was', 'ledgers were')} left unchanged, without metadata")
+        run.note(f"{counted(len(done.dead), 'ledger was', 'ledgers were')} left unchanged, without metadata")
     if done.without_key:
         run.error(
-            f"bkctl: The master key of {counted(len(done.without_key), 'ledger', 'ledgers')} is unknown: "
+            f"The master key of {counted(len(done.without_key), 'ledger', 'ledgers')} is unknown: "
             f"{_some(done.without_key)}"
         )
     problems = len(done.findings.damage) + len(done.without_key)
@@ -289,10 +289,10 @@ def downgrade_bookie(run: Run, directories: Directories = (), dry_run: DryRun = 
         rows = downgrade(config, dry_run=dry_run)
     run.render(rows, DOWNGRADED_COLUMNS)
     if not any(row.journal_ids for row in rows):
-        run.note("bkctl: Nothing to do: no journal has scoped records, so Apache's bookie can start")
+        run.note("Nothing to do: no journal has scoped records, so Apache's bookie can start")
     for row in rows:
         if row.error is not None:
-            run.error(f"bkctl: {row.error}")
+            run.error(row.error)
 
 
 CONVERTED_COLUMNS = Columns(
@@ -405,7 +405,7 @@ def format_bookie(
     rows = list(contents(config))
     has_store = run.names_metadata or config.metadata_service_uri is not None or delete_cookie
     if not has_store:
-        run.note("bkctl: No metadata store is named, so the bookie's registration is not checked")
+        run.note("No metadata store is named, so the bookie's registration is not checked")
     with run.cluster() if has_store else nullcontext() as cluster:
         if cluster is not None:
             check_not_registered(cluster, [bookie_id])

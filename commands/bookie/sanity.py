@@ -105,7 +105,7 @@ def _sanity_over_the_wire(run: Run, bookie_id: str, count: int, scope_id: int, d
             async with asyncio.timeout(deadline), run.bookkeeper(cluster, only={bookie_id}) as bookkeeper:
                 return await sanity_test(
                     bookkeeper, ledger_scope_id=scope_id, entry_count=count, progress=activity.update,
-                    report=lambda problem: run.error(f"bkctl: {problem}"),
+                    report=run.error,
                 )  # fmt: skip
         except TimeoutError as error:
             raise TimedOut(f"The test of bookie {bookie_id} did not end within {deadline:g} s") from error

@@ -102,9 +102,7 @@ def config(
                 f"{found.name} shows no setting {missing[0]}", hint="Apache's bookies show only what was set"
             )
         if changed and not dry_run:
-            run.note(
-                f"bkctl: {found.name} loses this change when it stops, and reads most settings only when it starts"
-            )
+            run.note(f"{found.name} loses this change when it stops, and reads most settings only when it starts")
 
 
 def _is_asked_for(name: str, patterns: list[str] | None) -> bool:

@@ -168,7 +168,7 @@ def readonly(
             return
         on = wanted is Switch.ON
         if before is on:
-            run.note(f"bkctl: {found.name} is {'read-only' if on else 'writable'} already")
+            run.note(f"{found.name} is {'read-only' if on else 'writable'} already")
         elif dry_run:
             run.note_dry_run(f"{found.name} would become {'read-only' if on else 'writable'}")
         after = before if dry_run else found.api.set_read_only(on)
@@ -178,7 +178,7 @@ def readonly(
         if after is not on:
             raise BkctlError(f"{found.name} is still {'read-only' if after else 'writable'}")
         if before is not on:
-            run.note(f"bkctl: {_meaning(found, on)}")
+            run.note(_meaning(found, on))
 
 
 def _meaning(found: Server, on: bool) -> str:

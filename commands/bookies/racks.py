@@ -72,7 +72,7 @@ def find_racks(run: Run, cluster: Cluster, bookies: list[RegisteredBookie]) -> d
         run.detail(f"racks are unknown: {error.message}")
         return {}
     except BkctlError as error:
-        run.note(f"bkctl: Warning: racks are unknown: {error.message}")
+        run.warn(f"racks are unknown: {error.message}")
         return {}
     return {row.bookie_id: row.rack for row in rows if row.rack is not None}
 
@@ -125,10 +125,10 @@ def set_racks(
             rows = BookieRacks(recorded).set(names, rack, group=bookie_group, hostname=hostname, dry_run=dry_run)
     for row in rows:
         if row in before:
-            run.note(f"bkctl: Bookie {row.bookie_id} is in rack {row.rack} already")
+            run.note(f"Bookie {row.bookie_id} is in rack {row.rack} already")
     for name in names:
         if name not in registered:
-            run.note(f"bkctl: Warning: bookie {name} has neither a registration nor a cookie")
+            run.warn(f"bookie {name} has neither a registration nor a cookie")
     run.render(rows, CHANGE_COLUMNS)
 
 
@@ -148,7 +148,7 @@ def unset_racks(run: Run, bookies: ManyBookies, undo: UndoOption = None, dry_run
     run.render(rows, CHANGE_COLUMNS, findings=True)
     for name in names:
         if all(row.bookie_id != name for row in rows):
-            run.note(f"bkctl: Bookie {name} has no rack")
+            run.note(f"Bookie {name} has no rack")
     if rows and not dry_run:
         has = "has" if len(rows) == 1 else "have"
         run.note(f"{', '.join(row.bookie_id for row in rows)} {has} no rack now; the table shows the former one")

@@ -309,7 +309,7 @@ def _moved_text(moved_count: int, progress: MoveProgress) -> str:
 def _finish(run: Run, plan: MovePlan, unrecoverable: int, failed: int, kept: int, bookie_count: int) -> None:
     """Report the findings of a recovery, from counts of ledgers; `kept` have entries on bookies that keep a cookie."""
     for ledger, problem in plan.damaged.items():
-        run.error(f"bkctl: Ledger {ledger} was skipped: {problem}")
+        run.error(f"Ledger {ledger} was skipped: {problem}")
     failed += len(plan.damaged)
     problems = []
     if unrecoverable:

@@ -180,7 +180,7 @@ def garbage(
             rows = sorted(rows, key=_USE_KEYS[order])
         run.render(rows, GARBAGE_COLUMNS)
     if sums.count:
-        run.note(f"bkctl: {sums}")
+        run.note(str(sums))
     raise_first(run, errors)
 
 

@@ -128,7 +128,7 @@ def verify(
     if checker is not None and (hint := checker.hint()) is not None:
         counts = checker.counts()
         unchecked = counted(counts.unknown + counts.without_password, "entry", "entries")
-        run.note(f"bkctl: {unchecked} could not be checked: {hint}")
+        run.note(f"{unchecked} could not be checked: {hint}")
     raise_first(run, errors)
     run.finish_with(findings, "finding", "findings")
 
@@ -144,4 +144,4 @@ def _saying_more(run: Run, rows: Iterator[LogCheck]) -> Iterator[LogCheck]:
                 notes.append(f"{row.path}: more entries do not match; -o json lists all")
         yield row
     for note in notes:
-        run.note(f"bkctl: {note}")
+        run.note(note)

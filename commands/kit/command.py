@@ -287,15 +287,15 @@ class Run:
         if is_registered:
             token = token_for_registered(url, token, has_authorities=ca is not None)
             if token != given:
-                self.note(
-                    f"bkctl: Warning: the token does not go to {url}, which the metadata store names: "
+                self.warn(
+                    f"the token does not go to {url}, which the metadata store names: "
                     "use https with --tls-ca, or give the server as --bookie-url"
                 )
         client = ApiClient(
             url, token=token, timeout_s=self.timeout_s, connect_timeout_s=self.connect_timeout_s, tls=tls
         )
         if token is not None and not client.server.is_private:
-            self.note(f"bkctl: Warning: the token goes to {url} unencrypted; use https where the server has it")
+            self.warn(f"the token goes to {url} unencrypted; use https where the server has it")
         return client
 
     def complete(self, work: Coroutine[Any, Any, T]) -> T:
@@ -500,28 +500,36 @@ class Run:
     def note(self, text: str) -> None:
         """Say something on stderr, unless --quiet."""
         if not self.quiet:
-            self.error(text)
+            self._say(text)
 
     def note_dry_run(self, plan: str = "nothing was changed") -> None:
         """Say on stderr what a dry run would do; only the first call counts."""
         if not self._has_noted_dry_run:
             self._has_noted_dry_run = True
-            self.note(f"bkctl: Dry run: {plan}")
+            self.note(f"Dry run: {plan}")
 
     def _end_dry_run(self) -> None:
         """Say that nothing was changed where rows do not: other forms than tables have `applied`."""
         if self.dry_run and self.output in (Output.TABLE, Output.WIDE):
             self.note_dry_run()
 
-    def error(self, text: str) -> None:
-        """Report an error on stderr that does not end the run."""
+    def warn(self, text: str) -> None:
+        """Say on stderr what the user should know before it is too late, unless --quiet."""
+        if not self.quiet:
+            self.error(f"Warning: {text}")
+
+    def error(self, problem: object) -> None:
+        """Report an error on stderr that does not end the run: as the errors that do, it begins with `bkctl:`."""
+        self._say(f"bkctl: {problem}")
+
+    def _say(self, text: str) -> None:
         self._clear_activity()
         say(plain_lines(text))
 
     def detail(self, text: str) -> None:
         """Say something on stderr with --verbose."""
         if self.verbose:
-            say(f"bkctl: {plain_lines(text)}")
+            self._say(text)
 
     @property
     def color(self) -> bool:
@@ -578,7 +586,7 @@ class Run:
 
     def outlive_stdout(self) -> None:
         """Continue, with a note, once stdout is closed: what the run does beside printing is to be complete."""
-        continue_without_stdout(lambda: self.note("bkctl: stdout was closed; the command continues"))
+        continue_without_stdout(lambda: self.note("stdout was closed; the command continues"))
 
     def start_audit(self, *, begun: bool) -> None:
         """Start the audit of a run that changes something: at once (`begun`), or once a cluster is open.

@@ -241,7 +241,7 @@ def print_records(
             stack.enter_context(run.rows(record_columns(Path(), None, id_name, options, secrets=secrets)))
     if tally.unknown:
         run.note(
-            f"bkctl: {counted(tally.unknown, 'entry', 'entries')} of scope 0 without a known start of the payload; "
+            f"{counted(tally.unknown, 'entry', 'entries')} of scope 0 without a known start of the payload; "
             "add --digest-type"
         )
     raise_first(run, errors)
@@ -304,6 +304,6 @@ class _Tally:
 def raise_first(run: Run, errors: list[BkctlError]) -> None:
     """Print all errors but the first, which is raised."""
     for error in errors[1:]:
-        run.error(f"bkctl: {error}")
+        run.error(error)
     if errors:
         raise errors[0]

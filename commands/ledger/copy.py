@@ -106,8 +106,7 @@ def copy(
                     if not keep_going:
                         raise
                     failures += 1
-                    run.error(f"Ledger {ledger} was not copied:")
-                    run.error(f"bkctl: {error}")
+                    run.error(f"Ledger {ledger} was not copied: {error}")
                     continue
                 if row.source_open:
                     run.note(f"Ledger {ledger} is open: its copy ends at entry {row.entry_count - 1}")

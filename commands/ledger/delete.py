@@ -131,7 +131,7 @@ def _show(run: Run, writer: RowWriter, row: Removal) -> bool:
     """Print a removal, and its error; return True if it failed."""
     writer.row(row)
     if row.error is not None:
-        run.error(f"bkctl: {row.error}")
+        run.error(row.error)
     return row.error is not None
 
 

@@ -114,7 +114,7 @@ def print_ledgers(
     def skip(ledger: LedgerId, error: Exception) -> None:
         if unreadable.get(ledger) != str(error):
             unreadable[ledger] = str(error)
-            run.error(f"bkctl: {error}")
+            run.error(error)
 
     def look() -> Iterator[LedgerRow] | Iterator[ListedLedger]:
         if (count or prints_ids) and not query.needs_metadata:

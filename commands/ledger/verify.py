@@ -151,7 +151,7 @@ def try_out(
             handle = await create_ledger(bookkeeper, target, shape, password, {})
             ledger = handle.ledger
             run.note(f"Ledger {ledger}")
-            deletion = temporary(bookkeeper, ledger, lambda problem: run.error(f"bkctl: {problem}"))
+            deletion = temporary(bookkeeper, ledger, run.error)
             async with nullcontext() if keep else deletion, handle:
                 result = await round_trip(
                     bookkeeper, handle, entry_count=count, entry_size_bytes=size, password=password,

@@ -191,7 +191,7 @@ def read_bookies(run: Run, given: GivenBookies) -> Bookies:
         return bookies_at(run, given.places)
     facts = Facts(given.facts)
     first, last = (f"{each(bookie.started_at for bookie in facts):%Y-%m-%d %H:%M:%S} UTC" for each in (min, max))
-    run.note(f"bkctl: Facts of {counted(len(facts), 'bookie', 'bookies')}, extracted from {first} to {last}")
+    run.note(f"Facts of {counted(len(facts), 'bookie', 'bookies')}, extracted from {first} to {last}")
     return facts
 
 

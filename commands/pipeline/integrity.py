@@ -83,7 +83,7 @@ def integrity(
         sums = Sums()
         frame_rows(run, found.rows(by), INTEGRITY_COLUMNS[by], saves, sums.add)
         for line in found.notes:
-            run.note(f"bkctl: {line}")
+            run.note(line)
         write_pages(saves.pages, "Integrity", found.sections, job.bookies)
     run.finish_with(sums.count if by is IntegrityBy.ENTRY else sums["findingCount"], "finding", "findings")
 

@@ -110,7 +110,7 @@ def journal_audit(
     with read_job(run, spark, "journal audit", places, saves, AUDIT_COLUMNS[by], connects=connects) as job:
         found = JournalAuditResult(job, ledgers)
         frame_rows(run, found.rows(by), AUDIT_COLUMNS[by], saves)
-        run.note(f"bkctl: {found.summary()}")
+        run.note(found.summary())
         write_pages(saves.pages, "Journals", found.sections, job.bookies)
         damaged, findings = found.damaged(), found.finding_count()
     raise_first(run, damaged)

@@ -41,7 +41,7 @@ def test_check_of_a_healthy_bookie(cli: Cli, healthy: Path) -> None:
     assert cli("bookie", "check", "--dir", healthy / "ledgers").out == ""
     answer = cli("bookie", "check", "--dir", healthy / "ledgers", "--digest", "--rate", "100MiB/s")
     assert answer.code == 0
-    assert "digests: 6 CRC32C matched, 0 not known" in answer.err
+    assert "Digests: 6 CRC32C matched, 0 not known" in answer.err
     answer = cli("bookie", "check", "--dir", healthy / "ledgers", "--ledger", "7:5")
     assert "1 ledger, 3 entries" in answer.err
     answer = cli("bookie", "check", "--dir", healthy / "ledgers", "--ledger-scope-id", "7", "--sample", "100%")

@@ -165,7 +165,7 @@ def test_dry_runs_change_nothing_and_are_not_audited(
     monkeypatch.setenv("BKCTL_AUDIT_LOG", str(tmp_path / "audit"))
     answer = cli(*command, "--dry-run")
     assert answer.code == 0, answer.err
-    assert answer.err.startswith("bkctl: Dry run: ")
+    assert answer.err.startswith("Dry run: ")
     assert answer.err.count("Dry run") == 1
     assert {each.method for each in fake.asked} <= {"GET"}
     assert not (tmp_path / "audit").exists()
@@ -177,7 +177,7 @@ def test_dry_run_of_a_request_prints_it_as_json(cli: Cli, fake: FakeServer) -> N
     assert (answer.json, answer.err) == ({"method": "PUT", "url": url, "bodySize": 2, "applied": False}, "")
     shown = cli("api", "delete", "bookie/gc", "--dry-run")
     assert url in shown.out
-    assert shown.err == "bkctl: Dry run: nothing was changed\n"
+    assert shown.err == "Dry run: nothing was changed\n"
 
 
 def test_changes_are_audited_without_secrets(

@@ -41,7 +41,7 @@ def test_racks_are_set_unset_and_undone(cli: Cli, uri: str) -> None:
     assert "Undo it with: bkctl metadata undo " in done.err
     assert racks(cli) == {"b1:1": "/r1", "b2:1": "/r1", "b3:1": None}
     again = cli("bookies", "racks", "set", "b1:1", "--rack", "r1")
-    assert (again.code, again.err) == (0, "bkctl: Bookie b1:1 is in rack /r1 already\n")
+    assert (again.code, again.err) == (0, "Bookie b1:1 is in rack /r1 already\n")
     removed = cli("bookies", "racks", "unset", "b2:1")
     assert removed.code == 0
     assert "b2:1 has no rack now; the table shows the former one" in removed.err
@@ -55,7 +55,7 @@ def test_racks_are_set_unset_and_undone(cli: Cli, uri: str) -> None:
 
 def test_racks_refuse_what_they_cannot_do(cli: Cli, uri: str) -> None:
     absent = cli("bookies", "racks", "unset", "b1:1")
-    assert (absent.code, absent.out, absent.err) == (0, "", "bkctl: Bookie b1:1 has no rack\n")
+    assert (absent.code, absent.out, absent.err) == (0, "", "Bookie b1:1 has no rack\n")
     assert cli("bookies", "racks", "set", "b1:1", "--rack", "/").code == 2
     assert cli("bookies", "racks", "set", "b1:1").code == 2
     unknown = cli("bookies", "racks", "set", "gone:1", "--rack", "/r")

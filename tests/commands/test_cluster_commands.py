@@ -50,7 +50,7 @@ def test_cluster_is_created_once_and_audited_before(
     planned = cli("cluster", "init", "--dry-run", "-o", "json")
     assert (planned.json["metadataUri"], planned.json["instanceId"], planned.err) == (uri, None, "")
     for form in ("table", "wide"):
-        assert cli("cluster", "init", "--dry-run", "-o", form).err == "bkctl: Dry run: nothing was changed\n"
+        assert cli("cluster", "init", "--dry-run", "-o", form).err == "Dry run: nothing was changed\n"
     assert not (tmp_path / "m.db").exists()
     assert not log.exists()
     made = cli("cluster", "init", "-o", "json").json

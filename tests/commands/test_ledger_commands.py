@@ -442,7 +442,7 @@ def test_a_write_that_cannot_close_its_ledger_names_the_command_that_does(
     ledger = answer.err.splitlines()[0].removeprefix("Ledger ")
     assert answer.code == Unreachable.exit_code
     assert answer.err.splitlines()[1:] == [
-        f"Ledger {ledger} is not closed: 'bkctl ledger recover {ledger}' closes it", "bkctl: The store is away"
+        f"bkctl: Ledger {ledger} is not closed: 'bkctl ledger recover {ledger}' closes it", "bkctl: The store is away"
     ]  # fmt: skip
     assert cli("ledger", "recover", ledger).code == 0
     assert cli("ledger", "show", ledger, "-o", "json").json["state"] == "CLOSED"

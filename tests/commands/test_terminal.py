@@ -25,7 +25,7 @@ from .conftest import Cli
 
 #: More than are printed at once.
 LEDGERS = [str(each) for each in range(40)]
-CONTINUES = "bkctl: stdout was closed; the command continues"
+CONTINUES = "stdout was closed; the command continues"
 
 
 @pytest.fixture
