@@ -328,8 +328,9 @@ def test_no_bookie_answers(
 
     answer = cli("ledger", "write", tmp_path / "lines", *options, "-o", "ndjson")
     assert answer.code == 6
-    first, problem = answer.err.splitlines()
+    first, left, problem = answer.err.splitlines()
     created = first.removeprefix("Ledger ")
+    assert left == f"Ledger {created} is closed after its last acknowledged entry"
     assert problem.startswith(f"bkctl: Ledger {created} cannot be written: Bookie 127.0.0.1:")
     assert word in problem
     assert problem.endswith("see 'bkctl bookies list'")
