@@ -206,7 +206,7 @@ def test_entry_list_ends_when_its_client_is_gone(
 
     def read_page(self: IndexPersistenceMgr, ledger: LedgerId, number: int) -> Any:
         begun.set()
-        assert may_go_on.wait(60)
+        assert may_go_on.wait(LIMIT_S)
         pages.append(number)
         return inner(self, ledger, number)
 
@@ -243,7 +243,7 @@ def test_recovery_add_is_answered_after_the_sync_although_it_asks_for_a_deferred
         __slots__ = ()
 
         def sync(self) -> None:
-            assert may_sync.wait(60)
+            assert may_sync.wait(LIMIT_S)
             super().sync()
 
     async def body(bookie: Bookie, connection: BookieConnection) -> None:

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import pytest
 from bookie.test_bookie import add, config_for, connected, digests
 from support.servers import DB, INTERLEAVED, SORTED
+from support.waiting import LIMIT_S
 
 from bkctl.bookie.bookie import Bookie
 from bkctl.config import BookieConfig
@@ -50,7 +51,7 @@ from bkctl.protocol.messages import (
 IS_LONG = bool(os.environ.get("BKCTL_TEST_LONG"))
 #: Faults of one kind of error with one storage class, where not all of them are asked for.
 SAMPLE_SIZE = 5
-TIMEOUT_S = 60.0
+TIMEOUT_S = LIMIT_S
 
 ERRORS: dict[str, Callable[[], Exception]] = {
     "OSError": lambda: OSError(errno.EIO, "injected"),

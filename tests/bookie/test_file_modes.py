@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from support.own_bookies import OwnBookie
 from support.servers import DB, INTERLEAVED, SORTED
+from support.waiting import LIMIT_S
 
 from bkctl.bookie.local import LocalCluster
 from bkctl.client.ledger import BookKeeper
@@ -65,7 +66,7 @@ def test_bookie_files_are_closed_to_other_users(tmp_path: Path, storage: str) ->
         places = [bookie.journal_dir / "current", bookie.ledger_dir / "current"]
         assert too_open(*places, *tmp_path.glob("metadata.db*")) == []  # as it runs
         os.kill(bookie.pid, signal.SIGTERM)
-        assert bookie.process.wait(120) == 0
+        assert bookie.process.wait(LIMIT_S) == 0
         assert too_open(*places, *tmp_path.glob("metadata.db*")) == []
         assert any(path.suffix == ".log" for path in places[1].rglob("*"))
         bookie.start()  # the bookie itself may still do everything

@@ -810,7 +810,7 @@ async def test_ledgers_are_deleted_while_checkpoints_never_end(
     plain_checkpoint = bookie.storage.checkpoint
 
     def checkpoint(begun: Checkpoint) -> None:
-        may_end.wait(120)
+        may_end.wait(LIMIT_S)
         plain_checkpoint(begun)
 
     monkeypatch.setattr(bookie.storage, "checkpoint", checkpoint)

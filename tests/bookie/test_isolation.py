@@ -163,7 +163,7 @@ def test_fencing_read_that_fails_after_the_commit_leaves_its_group_answered(
         monkeypatch.setattr(bookie.storage, "find", failing)
         fence = ReadRequest(PLAIN, 0, digests(PLAIN).master_key, fence=True)
         found = await asyncio.wait_for(
-            statuses(connection, add(OTHER, 1), fence, add(OTHER, 2), fence, add(OTHER, 3)), 60
+            statuses(connection, add(OTHER, 1), fence, add(OTHER, 2), fence, add(OTHER, 3)), LIMIT_S
         )
         assert found == [Status.EOK, status, Status.EOK, status, Status.EOK]
         assert in_flight(bookie) == 0
@@ -296,7 +296,7 @@ def test_stopping_bookie_serves_until_it_has_left_the_list_of_bookies(
 
         def unregister(bookie_id: str) -> None:
             is_leaving.set()
-            assert may_leave.wait(60)
+            assert may_leave.wait(LIMIT_S)
             plain_unregister(bookie_id)
 
         async def close(grace_s: float = 5.0) -> None:

@@ -155,7 +155,7 @@ def test_memory_is_bounded_whatever_clients_do(slow_bookie: SlowBookie) -> None:
             print(f"{CLIENTS} clients that do not read: {grown() / MEBIBYTE:.0f} MiB more memory")
             assert grown() < READ_BYTES_MAX < CLIENTS * COUNT * SIZE_BYTES
 
-    asyncio.run(asyncio.wait_for(body(), 240))
+    asyncio.run(asyncio.wait_for(body(), LIMIT_S))
 
 
 @pytest.mark.parametrize("storage", [SORTED, INTERLEAVED, DB], ids=["sorted", "interleaved", "db"])

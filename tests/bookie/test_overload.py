@@ -383,7 +383,7 @@ async def test_adds_beyond_the_pending_limit_are_refused_and_earlier_ones_kept(
     commit = bookie.storage.commit
 
     def slow(*batches: Any, **named: Any) -> None:
-        blocked.wait(60)
+        blocked.wait(LIMIT_S)
         commit(*batches, **named)
 
     monkeypatch.setattr(bookie.storage, "commit", slow)
@@ -429,7 +429,7 @@ def test_deferred_add_is_answered_before_the_sync_and_force_after_it(cluster: Cl
         def sync(self) -> None:
             if bookies and bookies[0].started_ms:
                 syncs.set()
-                may_sync.wait(60)
+                may_sync.wait(LIMIT_S)
             super().sync()
 
     bookies: list[Bookie] = []

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from support.served_bookies import PLAIN, SCOPED, add, config_for, connected, digests, on_a_bookie, serving, statuses
 from support.servers import DB, INTERLEAVED, SORTED
+from support.waiting import LIMIT_S
 
 from bkctl.bookie import reads
 from bkctl.bookie.bookie import Bookie
@@ -347,7 +348,7 @@ def test_runs_that_follow_one_on_a_slow_disk_are_answered_with_it(
 
     def slow(self: Any, handle: Any, entry_ids: Any, size_max: int) -> Any:
         if handle.ledger == ledger:
-            assert is_free.wait(60)
+            assert is_free.wait(LIMIT_S)
             if is_broken.is_set():
                 raise OSError(5, "Input/output error")
         return real(self, handle, entry_ids, size_max)

@@ -28,6 +28,11 @@ from bkctl.metadata.cluster import open_cluster
 from .conftest import Cli
 
 
+@pytest.fixture(autouse=True)
+def _answers_may_be_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bkctl.commands.top.WAIT_S", LIMIT_S)
+
+
 @pytest.fixture
 def fake() -> Iterator[FakeServer]:
     server = FakeServer()

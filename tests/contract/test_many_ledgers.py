@@ -8,14 +8,14 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import servers
-from support.waiting import LIMIT_S
+from support.waiting import LIMIT_S, eventually
 
 from bkctl.errors import BkctlError, Conflict, TimedOut, Unreachable
 from bkctl.formats.entry import DigestType
@@ -195,8 +195,14 @@ def test_hanging_server_is_a_timeout_and_serves_again(
     with open_cluster(server.metadata_uri(), create=True) as cluster:
         create_all(cluster.ledgers, ids)
     # A connection that is open already keeps the first timeout.
-    with open_cluster(server.metadata_uri(), timeout_s=6.0, session_timeout_s=30) as cluster:
-        assert list(cluster.ledgers.ledgers(None)) == ids
+    with open_cluster(server.metadata_uri(), timeout_s=6.0, session_timeout_s=30, connect_timeout_s=LIMIT_S) as cluster:
+
+        def lists_all() -> bool:
+            with suppress(Unreachable):
+                return list(cluster.ledgers.ledgers(None)) == ids
+            return False
+
+        eventually(lists_all)
         cluster.store._connection.timeout_s = 1.0  # type: ignore[attr-defined]
         os.kill(server.pid, signal.SIGSTOP)
         servers.wait_for(lambda: is_stopped(server.pid), "the stop")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from support.waiting import LIMIT_S
 
 from bkctl.errors import AlreadyExists, Conflict, Corrupt, MetadataVersionConflict, NotFound, Unsupported, UsageError
 from bkctl.ids import I64_MAX, U64_MAX, LedgerId
@@ -321,12 +322,12 @@ def test_watch_work_reports_marks_unlocks_and_switches(state: AutoRecoveryState,
         ):
             told.clear()
             claim = change()  # type: ignore[operator]
-            assert told.wait(30), change
+            assert told.wait(LIMIT_S), change
         cancel()
         del claim
     cancel = state.settings.watch(told.set)
     for change in (lambda: other.settings.set_lost_bookie_recovery_delay_s(7),) * 2 + (other.settings.disable,):
         told.clear()
         change()
-        assert told.wait(30)
+        assert told.wait(LIMIT_S)
     cancel()

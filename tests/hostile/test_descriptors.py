@@ -15,6 +15,7 @@ from hostile.clients import CLIENT_HELLO
 from support.own_bookies import OwnBookie
 from support.raw_http import call, http_port
 from support.servers import DB, INTERLEAVED, SORTED, wait_for
+from support.waiting import LIMIT_S
 
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.ids import LedgerId
@@ -82,7 +83,7 @@ def test_mute_connections_take_no_descriptors_from_the_bookies_files(
             other.close()
         connection.close()
 
-    asyncio.run(asyncio.wait_for(body(), 240))
+    asyncio.run(asyncio.wait_for(body(), LIMIT_S))
     log = bookie.log.read_text()
     assert "Traceback" not in log
     assert len(log) < LOG_BYTES_MAX

@@ -230,7 +230,7 @@ def test_generated_token_is_private_and_removed_at_stop(http_bookie: Callable[..
         bookie.http_port, "GET", f"{V1}/bookie/info", headers={"Authorization": f"Bearer {path.read_text().strip()}"}
     ).status == 200  # fmt: skip
     os.kill(bookie.pid, signal.SIGTERM)
-    assert bookie.process.wait(60) == 0
+    assert bookie.process.wait(LIMIT_S) == 0
     assert not path.exists()
 
 

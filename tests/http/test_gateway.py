@@ -158,7 +158,7 @@ def test_gateway_stops_on_signal(bookie: Any, gateway: Callable[..., Any]) -> No
     port = server.http_port
     assert call(port, "GET", "/heartbeat").status == 200
     os.kill(server.pid, signal.SIGTERM)
-    assert server.process.wait(60) == 0
+    assert server.process.wait(LIMIT_S) == 0
     assert "Traceback" not in server.log_tail()
 
 

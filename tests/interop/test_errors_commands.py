@@ -5,13 +5,18 @@ from __future__ import annotations
 import re
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.black_hole import black_hole_port
 from support.command_line import Answer, CommandLine
 from support.servers import ApacheCluster, free_port
+from support.waiting import LIMIT_S
+
+from bkctl.metadata.cluster import open_cluster
+from bkctl.protocol.connection import BookieConnection
 
 UNKNOWN = (1 << 62) + 4242
 
@@ -46,6 +51,15 @@ def silent() -> Iterator[int]:
         server.shutdown(socket.SHUT_RDWR)
         for connection in taken:
             connection.close()
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """--timeout is for the bookies alone: it says nothing of a busy metadata store."""
+    limits = {"timeout_s": LIMIT_S, "connect_timeout_s": LIMIT_S}
+    monkeypatch.setattr(
+        "bkctl.metadata.cluster.open_cluster", lambda uri, **kept: open_cluster(uri, **{**kept, **limits})
+    )
 
 
 @pytest.fixture
@@ -305,6 +319,7 @@ def test_no_zookeeper(silent: int, black_hole: int) -> None:
         check(answer, 6, f"ZooKeeper at 127.0.0.1:{port} gave no session within 0.5 s", "--connect-timeout")
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("protocol", ["v3", "v2"])
 @pytest.mark.parametrize("how", ["refusing", "silent", "black hole", "web server"])
 def test_no_bookie_answers(
@@ -344,6 +359,7 @@ def test_no_bookie_answers(
     check(answer, code, apache_cluster.bookies[0].bookie_id, word)
 
 
+@pytest.mark.usefixtures("patient")
 def test_recovery_that_reaches_no_bookie_can_be_tried_again(
     cli: CommandLine, apache_cluster: ApacheCluster, black_hole: int, silent: int
 ) -> None:
@@ -366,9 +382,17 @@ def test_recovery_that_reaches_no_bookie_can_be_tried_again(
     assert (row["state"], row["lastEntryId"], row["length"]) == ("CLOSED", 1, 6)
 
 
+@pytest.mark.usefixtures("patient")
 def test_one_bookie_that_is_silent_delays_but_hides_nothing(
-    cli: CommandLine, apache_cluster: ApacheCluster, ledger: str, silent: int, tmp_path: Path
-) -> None:
+    cli: CommandLine, apache_cluster: ApacheCluster, ledger: str, silent: int, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    connect = BookieConnection.open
+
+    def patient_with_others(host: str, port: int, **settings: Any) -> Awaitable[BookieConnection]:
+        return connect(host, port, **settings if port == silent else {**settings, "timeout_s": LIMIT_S})
+
+    monkeypatch.setattr(BookieConnection, "open", patient_with_others)
     options = ["--bookie-address", f"{apache_cluster.bookies[0].bookie_id}=127.0.0.1:{silent}", "--timeout", "1500ms"]
     assert cli("ledger", "read", ledger, *options, "--format", "raw").out == b"onetwo"
     shape = ["--ensemble-size", 2, "--write-quorum", 2, "--ack-quorum", 2]

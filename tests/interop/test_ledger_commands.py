@@ -410,7 +410,7 @@ def test_recover_fences_a_java_writer_at_work(
         (row,) = cli("ledger", "recover", ledger, "-o", "ndjson").rows
         assert row["state"] == "CLOSED"
         assert row["length"] == 100 * (row["lastEntryId"] + 1)
-        assert program.wait(60) != 0
+        assert program.wait(LIMIT_S) != 0
         assert re.search("fenced|ledger is closed", (tmp_path / "errors").read_text(), re.IGNORECASE)
     finally:
         java.end(program)

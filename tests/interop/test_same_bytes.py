@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.servers import BOOKKEEPER_VERSION, INTERLEAVED, SORTED, ApacheBookie, Java, ZooKeeperServer, format_cluster
+from support.waiting import LIMIT_S
 
 from bkctl.bookie.bookie import Bookie
 from bkctl.config import BookieConfig
@@ -193,7 +194,7 @@ class Peer:
 
     @staticmethod
     async def _frame(reader: asyncio.StreamReader) -> bytes:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(LIMIT_S):
             return await reader.readexactly(int.from_bytes(await reader.readexactly(4)))
 
 

@@ -239,7 +239,7 @@ def test_a_scoped_ledger_is_tailed_while_it_is_written_and_recovered_when_its_wr
                     writer.kill()
                     (row,) = place.rows("ledger", "recover", printed(ledger))
                     assert (ledger_of(row), row["state"], row["lastEntryId"]) == (ledger, "CLOSED", 2)
-                    assert tail.wait(60) == 0
+                    assert tail.wait(LIMIT_S) == 0
                 finally:
                     tail.kill()
         finally:

@@ -134,6 +134,7 @@ def test_hidden_process_is_judged_by_its_heartbeat(
     store: SqliteStore, file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Mounted with hidepid, /proc shows nothing of another user's bookie; a signal tells only that it is there."""
+    monkeypatch.setattr(sqlite, "SESSION_EXPIRY_MS", 3_600_000)
     plain_start = sqlite.process_start
 
     def refuse(pid: int, number: int) -> None:
@@ -205,7 +206,10 @@ def test_refused_claim_leaves_the_session_of_another_process(store: SqliteStore,
     assert store.children("available") == ["bookie-1"]
 
 
-def test_a_session_of_another_boot_is_judged_by_its_last_heartbeat(store: SqliteStore, file: str) -> None:
+def test_a_session_of_another_boot_is_judged_by_its_last_heartbeat(
+    store: SqliteStore, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite, "HEARTBEAT_MS", 3_600_000)
     with SqliteStore(file) as other:
         other.ephemeral("available/bookie-1", b"")
         with sqlite3.connect(file) as raw:
@@ -294,12 +298,14 @@ def test_names_with_sql_wildcards_are_plain_names(store: SqliteStore) -> None:
 def test_a_closed_store_leaves_nothing_open(store: SqliteStore, file: str) -> None:
     store.ephemeral("available/bookie-1", b"")
     store.watch("available", lambda: None, children=True)
+    thread = store._thread
+    assert thread is not None
     store.close()
     with pytest.raises(Unreachable):
         store.watch("node", lambda: None)
     open_files = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
     assert not [name for name in open_files if name.startswith(file)]
-    assert not [thread for thread in threading.enumerate() if thread.name == "metadata-store" and thread.is_alive()]
+    assert not thread.is_alive()
 
 
 def test_many_nodes_are_read_by_few_statements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import io
 import socket
 import struct
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 from google.protobuf import proto
 from google.protobuf.message import Message
-from support.waiting import eventually
+from support.waiting import LIMIT_S, eventually
 
 from bkctl.errors import BkctlError, Corrupt, MetadataVersionConflict, TimedOut, Unsupported
 from bkctl.formats.metadata import Fragment, LedgerMetadata
@@ -27,12 +28,26 @@ from bkctl.metadata.backends.hbase import store as store_module
 from bkctl.metadata.backends.hbase.ledger_manager import HBaseLedgerManager
 from bkctl.metadata.backends.hbase.regions import HBaseTable, TableMissing
 from bkctl.metadata.backends.hbase.rows import Rows, row_key
+from bkctl.metadata.backends.hbase.rpc import Retries
 from bkctl.metadata.backends.hbase.store import HBaseStore
 from bkctl.metadata.ledgers import VersionedMetadata
 from bkctl.metadata.store import NEW
 
 Answer = Callable[[str, Any], Message | bytes]
+ATTEMPTS_MAX = 5
 FIRST = row_key(5)
+
+
+@pytest.fixture(autouse=True)
+def _ends_by_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the time of an operation be over after its fifth attempt, however fast or slow this machine is."""
+    pauses: Counter[Retries] = Counter()
+
+    def pause(self: Retries) -> bool:
+        pauses[self] += 1
+        return pauses[self] < ATTEMPTS_MAX
+
+    monkeypatch.setattr(Retries, "pause", pause)
 
 
 def result(row: bytes, **values: bytes) -> pb.Result:
@@ -104,7 +119,7 @@ class RegionServer:
 
 
 @contextmanager
-def rows_of(answer: Answer, *, timeout_s: float = 1.0, meta: pb.ServerName | None = None) -> Iterator[Rows]:
+def rows_of(answer: Answer, *, timeout_s: float = LIMIT_S, meta: pb.ServerName | None = None) -> Iterator[Rows]:
     """Yield the rows of a table whose servers, that of the directory as well, is one that answers so."""
     server = RegionServer(lambda method, request: answer(method, request))
 
@@ -147,7 +162,7 @@ NOTHING: dict[str, Message] = {"Scan": pb.ScanResponse(), "Multi": pb.MultiRespo
 def test_answers_without_their_parts_end_in_a_timeout(call: str) -> None:
     with (
         rows_of(lambda method, _: NOTHING.get(method, pb.ScanResponse())) as rows,
-        pytest.raises(TimedOut, match="HBase at zk:1 did not answer within 1 s") as caught,
+        pytest.raises(TimedOut, match=f"HBase at zk:1 did not answer within {LIMIT_S:g} s") as caught,
     ):
         CALLS[call](rows)
     assert caught.value.exit_code == 6
@@ -157,7 +172,7 @@ def test_counter_that_stays_below_its_position_ends_in_a_timeout() -> None:
     answers: dict[str, Message] = {"Multi": multi(pb.Result()), "Mutate": pb.MutateResponse(processed=True)}
     with (
         rows_of(lambda method, _: answers.get(method, pb.ScanResponse())) as rows,
-        pytest.raises(TimedOut, match="HBase left counter n of table t at 0 for 1 s, below 7"),
+        pytest.raises(TimedOut, match=f"HBase left counter n of table t at 0 for {LIMIT_S:g} s, below 7"),
     ):
         rows.advance("n", 7)
 

@@ -25,7 +25,7 @@ from bkctl.ids import U64_MAX, LedgerId
 from bkctl.metadata.admin.nuke import nuke, plan_nuke
 from bkctl.metadata.backends.hbase import hbase_pb2 as pb
 from bkctl.metadata.backends.hbase.rows import BUCKETS, row_key
-from bkctl.metadata.backends.hbase.rpc import CLIENT_SERVICE, CallLost, RegionServer, Rpc
+from bkctl.metadata.backends.hbase.rpc import CLIENT_SERVICE, CallLost, RegionServer, Retries, Rpc
 from bkctl.metadata.backends.hbase.store import HBaseStore
 from bkctl.metadata.cluster import Cluster, init_cluster, open_cluster
 from bkctl.metadata.store import NEW, StoreSecurity, map_each, value_of
@@ -203,14 +203,14 @@ def test_hbase_that_is_down_is_a_timeout_that_names_it(
 ) -> None:
     """ZooKeeper answers all the same, and names the servers as they were."""
     cluster.ledgers.create(LedgerId(0, 5), METADATA)
-    calls = []
+    calls, before = [], 0
 
     def refuse(*arguments: Any) -> None:
         calls.append(arguments)
         raise CallLost("127.0.0.1:16020: connection refused")
 
     monkeypatch.setattr(Rpc, "call", refuse)
-    store._connection.timeout_s = 0.5
+    monkeypatch.setattr(Retries, "pause", lambda _: len(calls) < before + 2)
     for call in (
         lambda: cluster.ledgers.read(LedgerId(0, 5)),
         lambda: list(cluster.ledgers.ledgers(None)),
