@@ -9,6 +9,7 @@ from collections.abc import Callable
 from math import inf
 from typing import TYPE_CHECKING, Final, TextIO
 
+from .terminal import draw
 from .texts import size_text, time_text
 
 if TYPE_CHECKING:
@@ -108,8 +109,7 @@ class Activity:
         with self._lock:
             self._printed = time.monotonic()
             if self._shown:
-                self._stream.write("\r\x1b[K")
-                self._stream.flush()
+                draw("\r\x1b[K", self._stream)
                 self._shown = False
 
     def amount(self) -> str:
@@ -217,6 +217,5 @@ class Activity:
         )  # fmt: skip
         with self._lock:
             if time.monotonic() - self._printed >= self.DELAY_S:
-                self._stream.write(f"\r\x1b[K{line}")
-                self._stream.flush()
+                draw(f"\r\x1b[K{line}", self._stream)
                 self._shown = True

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +18,7 @@ _PROGRAMS_WITH_LINKS: Final = frozenset(("iTerm.app", "WezTerm", "vscode", "ghos
 
 
 class ClosedOutput(Exception):
-    """The reader of stdout is gone (`| head`), so the command ends without an error."""
+    """The reader of stdout is gone (`| head`, a closed terminal), so the command ends without an error."""
 
 
 #: Called once the reader of stdout is gone, where the command continues; None: ClosedOutput ends it.
@@ -39,13 +41,20 @@ def _writing() -> Iterator[None]:
     """Raise ClosedOutput, or continue, if the reader of stdout is gone; other errors get `stdout` as their file."""
     try:
         yield
-    except BrokenPipeError as error:
+    except OSError as error:
+        if not _is_reader_gone(error):
+            raise OSError(error.errno, error.strerror, "stdout") from error
         if _on_closed is None:
             raise ClosedOutput from error
         discard(sys.stdout)
         _on_closed()
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, "stdout") from error
+
+
+def _is_reader_gone(error: OSError) -> bool:
+    """Return True for a closed pipe or terminal. EIO of a file is its disk's, which loses data."""
+    if error.errno == errno.EIO:
+        return stat.S_ISCHR(os.fstat(sys.stdout.fileno()).st_mode)
+    return isinstance(error, BrokenPipeError)
 
 
 def emit(text: str, stream: TextIO | None = None) -> None:
@@ -68,11 +77,17 @@ def flush(stream: TextIO | None = None) -> None:
 
 
 def say(text: str) -> None:
-    """Print `text` on stderr. A closed stderr does not end the command."""
+    """Print `text` on stderr, as `draw` does."""
+    draw(f"{text}\n", sys.stderr)
+
+
+def draw(text: str, stream: TextIO) -> None:
+    """Write `text` to a stream that is not the output. One that is closed, or on a full disk, takes nothing more."""
     try:
-        print(text, file=sys.stderr, flush=True)
-    except BrokenPipeError:
-        discard(sys.stderr)
+        stream.write(text)
+        stream.flush()
+    except OSError:
+        discard(stream)
 
 
 def terminal_width() -> int:

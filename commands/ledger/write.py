@@ -88,9 +88,9 @@ def write(
     async def work() -> LedgerId:
         async with run.bookkeeper(cluster, protocol) as bookkeeper:
             handle = await create_ledger(bookkeeper, target, shape, password, custom_metadata)
-            run.note(f"Ledger {handle.ledger}")
             try:
                 async with handle:
+                    run.note(f"Ledger {handle.ledger}")
                     for name in names:
                         with ExitStack() as stack:
                             file = 0 if name == "-" else stack.enter_context(open(name, "rb")).fileno()

@@ -1,20 +1,26 @@
-"""stdout and stderr whose reader is gone: what a command does then, its exit code, and what the audit log says."""
+"""stdout and stderr that fail: what a command does then, its exit code, and what the audit log says."""
 
 from __future__ import annotations
 
 import errno
+import io
 import os
+import pty
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import golden
 from support.command_line import CommandLine
-from support.waiting import LIMIT_S
+from support.waiting import LIMIT_S, eventually
 
 from bkctl.bookie.local import LocalCluster
+from bkctl.commands.kit.activity import Activity
+from bkctl.commands.kit.terminal import ClosedOutput, emit
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
@@ -41,14 +47,38 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
         yield cluster
 
 
-def run_closed(uri: str | None, *words: str, closes_stderr: bool = False) -> tuple[int, list[str]]:
-    """Run a command whose stdout has no reader, and return its exit code and the lines on stderr."""
+def closed_pipe() -> int:
+    """A pipe without a reader."""
     read, write = os.pipe()
     os.close(read)
-    settings: dict[str, Any] = {"stderr": write} if closes_stderr else {}
-    with CommandLine(uri).process(*words, stdin=subprocess.DEVNULL, stdout=write, **settings) as process:
-        os.close(write)
-        _, err = process.communicate(timeout=LIMIT_S)
+    return write
+
+
+def closed_terminal() -> int:
+    """A terminal whose window is closed: writes fail with EIO."""
+    window, terminal = pty.openpty()
+    os.close(window)
+    return terminal
+
+
+def full_disk() -> int:
+    return os.open("/dev/full", os.O_WRONLY)
+
+
+OPENERS = pytest.mark.parametrize("opener", [closed_pipe, closed_terminal])
+
+
+def run_closed(
+    uri: str | None, *words: str, stdout: Callable[[], int] = closed_pipe, stderr: Callable[[], int] | None = None
+) -> tuple[int, list[str]]:
+    """Run a command whose stdout, and stderr where it is given, fail; return its exit code and the lines on stderr."""
+    with ExitStack() as stack:
+        streams = [stdout()] if stderr is None else [stdout(), stderr()]
+        for stream in streams:
+            stack.callback(os.close, stream)
+        settings: dict[str, Any] = dict(zip(("stdout", "stderr"), streams, strict=False))
+        with CommandLine(uri).process(*words, stdin=subprocess.DEVNULL, **settings) as process:
+            _, err = process.communicate(timeout=LIMIT_S)
     return process.returncode, (err or b"").decode().splitlines()
 
 
@@ -58,16 +88,21 @@ def outcome(cli: Cli) -> tuple[str, int]:
     return row["result"], row["exitCode"]
 
 
-@pytest.mark.parametrize("closes_stderr", [False, True])
+@OPENERS
+@pytest.mark.parametrize("stderr", [None, closed_pipe, closed_terminal, full_disk])
 def test_a_change_continues_without_stdout(
-    cli: Cli, store: Cluster, closes_stderr: bool, monkeypatch: pytest.MonkeyPatch
+    cli: Cli,
+    store: Cluster,
+    opener: Callable[[], int],
+    stderr: Callable[[], int] | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # The first row fails, and not only the last flush.
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")
     words = ("ledger", "delete", *LEDGERS, "-y", "-o", "ndjson")
-    code, lines = run_closed(store.uri, *words, closes_stderr=closes_stderr)
+    code, lines = run_closed(store.uri, *words, stdout=opener, stderr=stderr)
     assert code == 0
-    assert lines.count(CONTINUES) == (not closes_stderr)
+    assert lines.count(CONTINUES) == (stderr is None)
     assert list(store.ledgers.ledgers(0)) == []
     assert outcome(cli) == ("done", 0)
 
@@ -102,11 +137,48 @@ def test_a_change_without_stdout_keeps_its_exit_code(cli: Cli, store: Cluster, m
     ids=" ".join,
 )
 @pytest.mark.parametrize("unbuffered", ["", "1"])
+@OPENERS
 def test_a_command_that_reads_ends_without_stdout(
-    store: Cluster, words: tuple[str, ...], unbuffered: str, monkeypatch: pytest.MonkeyPatch
+    store: Cluster,
+    opener: Callable[[], int],
+    words: tuple[str, ...],
+    unbuffered: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
-    assert run_closed(store.uri, *words) == (0, [])
+    assert run_closed(store.uri, *words, stdout=opener) == (0, [])
+
+
+def test_a_full_disk_behind_stdout_ends_a_change(cli: Cli, store: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    code, lines = run_closed(store.uri, "ledger", "delete", *LEDGERS, "-y", "-o", "ndjson", stdout=full_disk)
+    assert (code, lines[-1]) == (1, "bkctl: stdout: No space left on device")
+    assert outcome(cli) == ("failed", 1)
+
+
+def test_a_failing_disk_behind_stdout_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.EIO, "Input/output error")
+
+    with open(tmp_path / "rows", "w") as file, os.fdopen(closed_terminal(), "w") as terminal:
+        monkeypatch.setattr(sys, "stdout", file)
+        with pytest.raises(OSError, match="stdout"):
+            emit("x", Failing())
+        monkeypatch.setattr(sys, "stdout", terminal)
+        with pytest.raises(ClosedOutput):
+            emit("x", Failing())
+
+
+def test_work_continues_without_the_terminal_of_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Activity, "DELAY_S", 0.0)
+    monkeypatch.setattr(Activity, "PERIOD_S", 0.001)
+    window, terminal = pty.openpty()
+    with os.fdopen(terminal, "w") as stream, Activity("Reading", stream=stream) as activity:
+        assert os.read(window, 100)
+        os.close(window)
+        activity.clear()
+        eventually(lambda: activity._shown)  # It draws on.
 
 
 def test_entries_end_with_their_reader(cli: Cli, cluster: LocalCluster, tmp_path: Path) -> None:
