@@ -9,7 +9,6 @@ import asyncio
 import gc
 import logging
 import os
-import signal
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
@@ -19,6 +18,7 @@ from bkctl.bookie.network import allow_open_files
 from bkctl.config import BookieConfig
 from bkctl.disk import restrict_new_files
 from bkctl.metadata.store import NO_SECURITY, StoreSecurity, client_tls
+from bkctl.tasks import ended_by_signals
 
 if TYPE_CHECKING:
     from bkctl.http.server import BookieHttpServer
@@ -49,17 +49,14 @@ class BookieDaemon:
             self._config = self._http.config
 
     async def run(self, started: Callable[[Bookie], None] = lambda _: None) -> None:
-        """Serve until SIGTERM or SIGINT, then stop cleanly; `started` is called once the bookie is registered.
+        """Serve until SIGTERM, SIGINT or SIGHUP, then stop cleanly; `started` is called once the bookie is registered.
 
         Raises the errors of `Bookie.start`, of the TLS files of auto-recovery and of `started`, and the failure that
         made the bookie give up.
         """
         bookie = Bookie(self._config, security=self._security)
         loop = asyncio.get_running_loop()
-        signals = (signal.SIGTERM, signal.SIGINT)
-        for number in signals:
-            loop.add_signal_handler(number, bookie.stopped.set)
-        try:
+        with ended_by_signals(lambda: loop.call_soon_threadsafe(bookie.stopped.set)):
             await bookie.start()
             try:
                 gc.freeze()
@@ -68,9 +65,6 @@ class BookieDaemon:
                 await bookie.stopped.wait()
             finally:
                 await bookie.stop()
-        finally:
-            for number in signals:
-                loop.remove_signal_handler(number)
         if bookie.is_stuck:
             # Python would wait at its exit for threads that a disk holds.
             logging.shutdown()

@@ -1,10 +1,12 @@
-"""asyncio tasks: many at once, their ends, and errors without a receiver."""
+"""asyncio tasks: many at once, their ends, errors without a receiver, and the signals that end a server."""
 
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -87,3 +89,17 @@ def fail(future: asyncio.Future[Any], error: BaseException) -> None:
     if not future.done():
         future.set_exception(error)
         future.exception()
+
+
+@contextmanager
+def ended_by_signals(end: Callable[[], object]) -> Iterator[None]:
+    """Call `end` in the main thread for SIGINT, SIGTERM and SIGHUP in the block, except for those that are ignored."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    taken = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
+    for number in taken:
+        signal.signal(number, lambda *_: end())
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, before[number])

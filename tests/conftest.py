@@ -29,6 +29,9 @@ from bkctl.protocol.connection import BookieConnection
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A run in the background of a script inherits that, and so would the programs that tests interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    # So does a run below `nohup`, which continues without its terminal: programs get the default of a handled signal.
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 # What commands of tests change is nothing that a user did.

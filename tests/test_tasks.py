@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import signal
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from support.waiting import LIMIT_S
 
 from bkctl.errors import BookieUnavailable
-from bkctl.tasks import in_order, run_to_end, run_together
+from bkctl.tasks import ended_by_signals, in_order, run_to_end, run_together
 
 
 async def test_in_order_works_ahead_within_bound() -> None:
@@ -149,3 +150,19 @@ async def test_run_together_returns_results_in_order() -> None:
 
     assert await run_together(work(number) for number in range(5)) == [0, 1, 2, 3, 4]
     assert await run_together(work(number) for number in range(0)) == []
+
+
+def test_signals_end_a_server_unless_they_are_ignored() -> None:
+    ended: list[int] = []
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        for count in (2, 5):
+            with ended_by_signals(lambda: ended.append(1)):
+                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                    signal.raise_signal(number)
+            assert len(ended) == count
+            assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+            signal.signal(signal.SIGHUP, hangup)
+    finally:
+        signal.signal(signal.SIGHUP, hangup)

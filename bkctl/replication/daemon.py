@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 import threading
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ from bkctl.replication.election import AuditorElector
 from bkctl.replication.signals import Signal, opened
 from bkctl.replication.stats import AuditorStats, Sample, WorkerStats, auditor_samples, worker_samples
 from bkctl.replication.worker import ReplicationWorker
-from bkctl.tasks import cancel_and_wait, run_together
+from bkctl.tasks import cancel_and_wait, ended_by_signals, run_together
 
 if TYPE_CHECKING:
     import ssl
@@ -112,18 +111,12 @@ class AutoRecovery:
 
 
 async def serve(auto_recovery: AutoRecovery, *, started: Callable[[], None] = lambda: None) -> None:
-    """Run until SIGTERM or SIGINT; call `started` at the beginning. Raise as `AutoRecovery.run`."""
+    """Run until SIGTERM, SIGINT or SIGHUP; call `started` at the beginning. Raise as `AutoRecovery.run`."""
     stop = Signal()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    try:
+    with ended_by_signals(stop.set):
         running = asyncio.ensure_future(auto_recovery.run())
         started()
         await _until(stop, running)
-    finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
 
 
 async def _until(stop: Signal, running: asyncio.Future[None]) -> None:

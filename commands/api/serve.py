@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -74,13 +73,15 @@ def serve(
 ) -> None:
     """Serve the REST API of a cluster, in the foreground.
 
-    SIGTERM or Ctrl-C stops the server. Requests about one bookie (?bookie=ID) are forwarded to that bookie's own HTTP
-    server. Beyond loopback the server requires a token or client certificates; on loopback it creates a token that your
-    commands find. Its own token is never sent to a bookie; that of --bookie-token-file only to loopback, or over https
-    with --tls-ca. --tls-ca, --tls-cert and --tls-key apply to connections to bookies. /openapi.json describes the API.
+    SIGTERM, SIGHUP or Ctrl-C stops the server. Requests about one bookie (?bookie=ID) are forwarded to that bookie's
+    own HTTP server. Beyond loopback the server requires a token or client certificates; on loopback it creates a token
+    that your commands find. Its own token is never sent to a bookie; that of --bookie-token-file only to loopback, or
+    over https with --tls-ca. --tls-ca, --tls-cert and --tls-key apply to connections to bookies. /openapi.json
+    describes the API.
     """
     from bkctl.http import load_server
     from bkctl.http.server_settings import HttpSettings, read_token, tls_context
+    from bkctl.tasks import ended_by_signals
 
     http = load_server()
     number = parse_number(port, "--port")
@@ -106,27 +107,20 @@ def serve(
     run.log()
     server = http.HttpServer(settings)
     port_number = server.bind()
-    stopped = _stop_signal()
-    server.start(
-        lambda: http.Service(
-            connection.uri, security=security, timeout_s=run.timeout_s, tls=tls, addresses=addresses, rules=rules
-        ),
-        upstream=upstream,
-    )
-    try:
-        url = f"{settings.protocol}://{f'[{host}]' if ':' in host else host}:{port_number}"
-        run.show(Gateway(url, connection.uri, _authentication(settings, server.token_file)), GATEWAY_COLUMNS)
-        stopped.wait()
-    finally:
-        server.stop()
-
-
-def _stop_signal() -> threading.Event:
-    """Return an event that SIGTERM or Ctrl-C sets."""
     stopped = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopped.set())
-    return stopped
+    with ended_by_signals(stopped.set):
+        server.start(
+            lambda: http.Service(
+                connection.uri, security=security, timeout_s=run.timeout_s, tls=tls, addresses=addresses, rules=rules
+            ),
+            upstream=upstream,
+        )
+        try:
+            url = f"{settings.protocol}://{f'[{host}]' if ':' in host else host}:{port_number}"
+            run.show(Gateway(url, connection.uri, _authentication(settings, server.token_file)), GATEWAY_COLUMNS)
+            stopped.wait()
+        finally:
+            server.stop()
 
 
 def _authentication(settings: HttpSettings, token_file: Path | None) -> str:

@@ -39,8 +39,8 @@ STARTED_COLUMNS = Columns(
 def start(run: Run) -> None:
     """Run a bookie in the foreground.
 
-    --conf names its configuration file. Prints the bookie once it serves; logs go to stderr. SIGTERM or Ctrl-C stops it
-    cleanly.
+    --conf names its configuration file. Prints the bookie once it serves; logs go to stderr. SIGTERM, SIGHUP or Ctrl-C
+    stops it cleanly.
     """
     from bkctl.daemon import BookieDaemon, prepare_process
 

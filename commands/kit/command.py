@@ -361,11 +361,12 @@ class Run:
             )  # fmt: skip
 
     def log(self) -> None:
-        """Log to stderr, with times; for commands that run in the foreground for long."""
+        """Log to stderr, with times, and outlive stdout; for commands that serve in the foreground."""
         import logging
 
         from bkctl.bookie.log_limit import RepeatLimit
 
+        self.outlive_stdout()
         level = logging.WARNING if self.quiet else logging.INFO
         _log_to_stderr(level, "%(asctime)s %(levelname)s %(message)s", RepeatLimit())
         logging.getLogger("kazoo").setLevel(logging.INFO if self.verbose else logging.CRITICAL)

@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import pty
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from bkctl.commands.kit.activity import Activity
 from bkctl.commands.kit.terminal import ClosedOutput, emit
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import Fragment, LedgerMetadata, LedgerState
+from bkctl.formats.names import DIRTY_NAME
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.underreplication.settings import AutoRecoverySettings
@@ -179,6 +181,27 @@ def test_work_continues_without_the_terminal_of_its_progress(monkeypatch: pytest
         os.close(window)
         activity.clear()
         eventually(lambda: activity._shown)  # It draws on.
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("words", ["bookie start", "autorecovery run", "api serve --port 0"])
+def test_a_server_without_stdout_serves_until_a_signal(store: Cluster, tmp_path: Path, words: str, number: int) -> None:
+    conf = tmp_path / "bk_server.conf"
+    conf.write_text(
+        f"metadataServiceUri={store.uri}\n"
+        "bookiePort=0\nadvertisedAddress=127.0.0.1\nallowLoopback=true\ndiskUsageThreshold=0.99\n"
+        f"journalDirectory={tmp_path}/journal\nledgerDirectories={tmp_path}/ledgers\njournalPreAllocSizeMB=1\n"
+    )
+    options = [] if words.startswith("api") else ["--conf", conf]
+    stdout = closed_pipe()
+    with CommandLine(store.uri).process(*words.split(), *options, stdout=stdout) as process:
+        os.close(stdout)
+        assert process.stderr is not None
+        assert f"{CONTINUES}\n".encode() in process.stderr
+        process.send_signal(number)
+        process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0
+    assert not list(tmp_path.rglob(DIRTY_NAME))
 
 
 def test_entries_end_with_their_reader(cli: Cli, cluster: LocalCluster, tmp_path: Path) -> None:
