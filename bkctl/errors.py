@@ -18,6 +18,7 @@ EXIT_CODES: Final[dict[int, str]] = {
     6: "unreachable or timed out",
     7: "corrupt data",
     8: "unsupported version",
+    129: "interrupted by SIGHUP",
     130: "interrupted",
     143: "interrupted by SIGTERM",
 }

@@ -290,23 +290,27 @@ def run(arguments: list[str]) -> int:
         flush()
     except ClosedOutput:
         discard(sys.stdout)  # The interpreter's own flush at exit must not complain.
-    except (typer.Abort, EOFError):
+    except (typer.Abort, EOFError, KeyboardInterrupt):
         code = interrupts.EXIT_CODE
     except Exception as problem:
         if is_interrupt(problem):
             code = interrupts.EXIT_CODE
         elif isinstance(problem, (BkctlError, OSError, _ParserError)):
-            error = problem
-            code = _report(error, session)
+            error, code = problem, error_report(problem).exit_code
         else:
             _end_run(session, 1, problem)
             raise
     code = code if isinstance(code, int) else 0
-    if code == interrupts.EXIT_CODE:
+    is_interrupted = code == interrupts.EXIT_CODE
+    if is_interrupted:
         code = interrupts.exit_code()
         interrupts.note_interrupt()
-        say("bkctl: Interrupted" + (f": {one_line(session.interrupted)}" if session.interrupted else ""))
+    # Before anything else is printed, since a reader may hold that up, and a signal then ends the process.
     _end_run(session, code, error)
+    if is_interrupted:
+        say("bkctl: Interrupted" + (f": {one_line(session.interrupted)}" if session.interrupted else ""))
+    elif error is not None:
+        _report(error, session)
     return code
 
 
@@ -333,14 +337,13 @@ def _end_run(session: Session, code: int, error: BaseException | None) -> None:
         )
 
 
-def _report(error: BaseException, session: Session) -> int:
+def _report(error: BaseException, session: Session) -> None:
     report = error_report(error)
     _drop_output()
     if session.debug or "--debug" in session.words:
         traceback.print_exception(error)
     as_json = (session.output or _given_output(session.words)) is Output.JSON
     say(report.json() if as_json else f"bkctl: {report.line}")
-    return report.exit_code
 
 
 def _given_output(words: list[str]) -> Output | None:

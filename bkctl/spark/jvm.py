@@ -190,7 +190,7 @@ class SparkRuntime:
             conf.set(name, value)
         self._gateway = self._jvm.launch()
         # Python's own handler: Spark's would talk to a JVM that the interrupted call still waits for.
-        with _sigint_restored():
+        with _signals_restored():
             context: Any = SparkContext(conf=conf, gateway=self._gateway)
         self._accumulators = silence_accumulators(context)
         context.setLogLevel("WARN" if self._verbose else "ERROR")
@@ -198,7 +198,7 @@ class SparkRuntime:
 
     def _end(self) -> None:
         # A second interrupt must not leave the JVM behind.
-        with _sigint_restored(ignore=True):
+        with _signals_restored(ignore=True):
             self._jvm.kill()
             self._disconnect()
             self._jvm.close()
@@ -228,17 +228,19 @@ def _is_not_of_py4j(record: logging.LogRecord) -> bool:
 
 
 @contextmanager
-def _sigint_restored(*, ignore: bool = False) -> Iterator[None]:
-    """Restore the handler of SIGINT after the block; with `ignore`, ignore SIGINT in the block."""
+def _signals_restored(*, ignore: bool = False) -> Iterator[None]:
+    """Restore the handlers of SIGINT, SIGTERM and SIGHUP after the block; with `ignore`, ignore them in the block."""
     import signal
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.getsignal(signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     if ignore:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in before:
+            signal.signal(number, signal.SIG_IGN)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -179,9 +179,9 @@ def _rotate(path: Path, file: int, status: os.stat_result) -> int:
 
 def run_result(exit_code: int | None) -> str:
     """Return `done`, `findings`, `failed`, `interrupted`, or without an exit code `unfinished`."""
-    return {None: "unfinished", 0: "done", 3: "findings", 130: "interrupted", 143: "interrupted"}.get(
-        exit_code, "failed"
-    )
+    if exit_code is not None and exit_code > 128:
+        return "interrupted"
+    return {None: "unfinished", 0: "done", 3: "findings"}.get(exit_code, "failed")
 
 
 def user_name() -> str:

@@ -299,14 +299,20 @@ class Run:
         return client
 
     def complete(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run asynchronous work to its end."""
+        """Run asynchronous work to its end. A signal cancels it once, and is raised as KeyboardInterrupt at its end."""
+        from asyncio import CancelledError
+
         from bkctl.protocol.connection import run
 
         # Ledgers and entries allocate much, and hardly anything of it in reference cycles.
         thresholds = gc.get_threshold()
         gc.set_threshold(*_GC_THRESHOLDS)
         try:
-            return run(work)
+            return run(interrupts.cancelled(work))
+        except CancelledError:
+            if interrupts.has_come():
+                raise KeyboardInterrupt from None
+            raise
         finally:
             gc.set_threshold(*thresholds)
 
@@ -792,17 +798,17 @@ def command(
             run.dry_run = arguments.get("dry_run")
             if is_change and not run.dry_run:
                 run.start_audit(begun=not (connects and opens))
-            with interrupts.raised():
-                try:
-                    function(run, **arguments)
-                    run._end_dry_run()
-                except FindingsError:
-                    run._end_dry_run()
-                    raise
-                except BrokenPipeError as error:
-                    # Typer would end the process without a word, and without the end in the audit log.
-                    where = error.filename or "a pipe or connection"
-                    raise BkctlError(f"Cannot write to {where}: its reader is gone") from error
+            interrupts.begin_work()
+            try:
+                function(run, **arguments)
+                run._end_dry_run()
+            except FindingsError:
+                run._end_dry_run()
+                raise
+            except BrokenPipeError as error:
+                # Typer would end the process without a word, and without the end in the audit log.
+                where = error.filename or "a pipe or connection"
+                raise BkctlError(f"Cannot write to {where}: its reader is gone") from error
 
         context_parameter = inspect.Parameter("typer_context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
         invoke.__signature__ = inspect.Signature([context_parameter, *own, *global_options])  # type: ignore[attr-defined]

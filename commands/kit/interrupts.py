@@ -1,8 +1,8 @@
-"""SIGINT and SIGTERM: a command at work gets KeyboardInterrupt; before and after it the process ends, with 130 or 143.
+"""SIGINT, SIGTERM and SIGHUP: they interrupt a command at work; before and after it they end the process.
 
 Before its work a command has changed nothing, so there is nothing to put in order, and an exception raised in the
-middle of an import can be printed or swallowed by whoever is imported. Nothing here imports more than it needs: it is
-in place before anything else of bkctl is.
+middle of an import can be printed or swallowed by whoever is imported. The exit code is 128 plus the number of the
+first signal. Nothing here imports more than it needs: it is in place before anything else of bkctl is.
 """
 
 from __future__ import annotations
@@ -13,61 +13,73 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any, Final
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Final, TypeVar
 
-#: The parser's code, too.
+T = TypeVar("T")
+
+#: The code of SIGINT, and of a question without an answer; the parser's code, too.
 EXIT_CODE: Final = 130
-#: `timeout` sends SIGTERM twice, to the process and to its group: within this time it counts once.
+#: `timeout` signals the process and its group, and a terminal that closes does so by its shell, too: signals that
+#: follow the first within this time are part of it.
 REPEAT_S: Final = 1.0
 
 _is_interrupted = False
-#: Our parent did not have SIGINT ignored.
-_takes_sigint = False
-#: What an interrupt does now; None in a process that did not call `end_at_once`.
-_handler: Any = None
-#: When the first SIGTERM came, by the monotonic clock.
-_terminated_at: float | None = None
+#: The signals that are handled here; our parent did not have them ignored.
+_taken: list[int] = []
+#: What the first signal does now; None in a process that did not call `end_at_once`.
+_act: Callable[[], object] | None = None
+#: The first signal, and when it came by the monotonic clock.
+_first: tuple[int, float] | None = None
 
 
 def end_at_once() -> None:
-    """Let SIGINT and SIGTERM end the process, unless the parent had them ignored (`nohup`, a background job)."""
-    global _handler, _takes_sigint
-    _handler = _end
-    _takes_sigint = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if _takes_sigint:
-        signal.signal(signal.SIGINT, _end)
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _terminate)
+    """Let signals end the process, unless the parent had them ignored (`nohup`, a background job)."""
+    global _act
+    _act = _end
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL):
+            signal.signal(number, _interrupt)
+            _taken.append(number)
     sys.unraisablehook = _raise_again
     # The first to be registered is the last to run.
     atexit.register(_exit_if_interrupted)
 
 
+def has_come() -> bool:
+    """Return True after the first signal."""
+    return _first is not None
+
+
 def exit_code() -> int:
-    """Return the exit code of an interrupted command: 143 after SIGTERM, else 130."""
-    return EXIT_CODE if _terminated_at is None else 143
+    """Return the exit code of an interrupted command: 128 plus the number of the first signal, else 130."""
+    return EXIT_CODE if _first is None else 128 + _first[0]
 
 
-def _end(*_: object) -> None:
+def _interrupt(number: int, frame: object) -> None:
+    """Act on the first signal. Of the later ones SIGINT interrupts the work again; the others end the process."""
+    global _first
+    now = time.monotonic()
+    if _first is None:
+        _first = number, now
+        if _act is not None:
+            _act()
+    elif now - _first[1] > REPEAT_S:
+        if _act is _end or number != signal.SIGINT:
+            _end()
+        _raise()
+
+
+def _end() -> None:
     try:
         os.write(2, b"bkctl: Interrupted\n")
     finally:
         os._exit(exit_code())
 
 
-def _terminate(number: int, frame: object) -> None:
-    """Interrupt as SIGINT does, by the handler that asyncio or a library put there; a second SIGTERM ends at once."""
-    global _terminated_at
-    now, before = time.monotonic(), _terminated_at
-    if before is None:
-        _terminated_at = now
-        handler: Any = signal.getsignal(signal.SIGINT) if _takes_sigint else _handler
-        if callable(handler):
-            handler(signal.SIGINT, frame)
-    elif now - before > REPEAT_S:
-        _end()
+def _raise() -> None:
+    raise KeyboardInterrupt
 
 
 def note_interrupt() -> None:
@@ -87,41 +99,54 @@ def _exit_if_interrupted() -> None:
         os._exit(exit_code())
 
 
-def raised() -> AbstractContextManager[None]:
-    """Raise KeyboardInterrupt for a signal in the block, in a process that called `end_at_once`."""
-    return _handled_by(signal.default_int_handler)
+def begin_work() -> None:
+    """Raise KeyboardInterrupt for a signal from now on until `ignored`, in a process that called `end_at_once`."""
+    global _act
+    if _act is not None:
+        _act = _raise
 
 
-def ignored() -> AbstractContextManager[None]:
-    """Ignore signals in the block, which must be short, in a process that called `end_at_once`."""
-    return _handled_by(signal.SIG_IGN)
+async def cancelled(work: Awaitable[T]) -> T:
+    """Return the result of `work`; the first signal cancels this task, in a process that called `end_at_once`."""
+    global _act
+    if _act is None:
+        return await work
+    from asyncio import current_task, get_running_loop
+
+    task, loop = current_task(), get_running_loop()
+    assert task is not None
+
+    def cancel() -> None:
+        task.cancel()
+        loop.call_soon_threadsafe(int)  # This wakes the loop.
+
+    before, _act = _act, cancel
+    try:
+        return await work
+    finally:
+        _act = before
 
 
 @contextmanager
-def _handled_by(handler: Any) -> Iterator[None]:
-    global _handler
-    if _handler is not _end:
-        yield
-        return
-    _set_handler(handler)
+def ignored() -> Iterator[None]:
+    """Ignore signals in the block, which must be short, and let them end the process from then on."""
+    global _act
+    for number in _taken:
+        signal.signal(number, signal.SIG_IGN)
     try:
         yield
     finally:
-        _set_handler(_end)
-
-
-def _set_handler(handler: Any) -> None:
-    global _handler
-    _handler = handler
-    if _takes_sigint:
-        signal.signal(signal.SIGINT, handler)
+        if _act is not None:
+            _act = _end
+        for number in _taken:
+            signal.signal(number, _interrupt)
 
 
 def _raise_again(unraisable: sys.UnraisableHookArgs) -> None:
     """Raise KeyboardInterrupt again, after a finalizer or a callback from C swallowed it."""
     if unraisable.exc_type is KeyboardInterrupt:
-        global _terminated_at
-        number, _terminated_at = (signal.SIGINT if _terminated_at is None else signal.SIGTERM), None
+        global _first
+        number, _first = (signal.SIGINT if _first is None else _first[0]), None
         # From another thread: here it would only be swallowed once more. This is the main thread.
         _thread.start_new_thread(signal.pthread_kill, (_thread.get_ident(), number))
     else:

@@ -89,7 +89,7 @@ def test_an_interrupt_while_bench_deletes_its_ledgers_leaves_none(cli: Cli, monk
     assert ledgers(cli) == before
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_bench_deletes_its_ledgers_and_says_so(cli: Cli, number: signal.Signals) -> None:
     before = ledgers(cli)
     command = [sys.executable, "-m", "bkctl", "bench", "adds", "--duration", "1h", "--ledgers", "3", "--rate", "100"]

@@ -1,9 +1,8 @@
-"""SIGINT or SIGTERM at any moment, in the middle of any import, ends a command with one line and code 130 or 143."""
+"""A signal at any moment, in the middle of any import, ends a command with one line and its exit code."""
 
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -85,33 +84,71 @@ def test_a_command_can_be_interrupted_from_its_first_import_to_its_last(tmp_path
     subprocess.run([sys.executable, "-m", "bkctl", "cluster", "init", "-u", store], check=True)
     check("ledger", "list", "--all-scopes", "-u", store, count=40)
     check("bookies", "list", "-u", store, count=10)
-    check("bookies", "list", "-u", store, count=10, number=signal.SIGTERM)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        check("bookies", "list", "-u", store, count=10, number=number)
 
 
-#: Gets SIGTERM twice, the second time as it puts things in order.
-TERMINATED = """
-import signal, sys
+#: Gets a signal, and more of it as it puts things in order: in a command at work, and in asynchronous work.
+REPEATED = """
+import asyncio, signal, sys
 from bkctl.commands.kit import interrupts
-if sys.argv[1] == "ignored":
+from bkctl.commands.kit.command import Run
+from bkctl.tasks import run_to_end
+number, parent, repeat_s, kind = int(sys.argv[1]), sys.argv[2], float(sys.argv[3]), sys.argv[4]
+if parent == "ignores SIGINT":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 interrupts.end_at_once()
-interrupts.REPEAT_S = float(sys.argv[2])
-try:
-    with interrupts.raised():
-        signal.raise_signal(signal.SIGTERM)
-except KeyboardInterrupt:
-    signal.raise_signal(signal.SIGTERM)
+interrupts.REPEAT_S = repeat_s
+interrupts.begin_work()
+
+async def clean_up():
+    for _ in range(3):
+        asyncio.get_running_loop().call_soon(signal.raise_signal, number)
+        await asyncio.sleep(0.01)
     print("in order", flush=True)
+
+try:
+    if kind == "asynchronous":
+        Run.complete(None, run_to_end(clean_up()))
+    else:
+        signal.raise_signal(number)
+except KeyboardInterrupt:
+    if kind != "asynchronous":
+        signal.raise_signal(number)
+        print("in order", flush=True)
     sys.exit(interrupts.exit_code())
 """
 
 
-@pytest.mark.parametrize("parent", ["", "ignored"])
-def test_a_second_sigterm_ends_at_once_unless_it_is_that_of_timeout(parent: str) -> None:
-    for repeat_s, expected in ((LIMIT_S, (143, "in order\n", "")), (0, (143, "", "bkctl: Interrupted\n"))):
-        command = [sys.executable, "-c", TERMINATED, parent, str(repeat_s)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert (done.returncode, done.stdout, done.stderr) == expected
+def repeated(number: int, parent: str, repeat_s: float, kind: str) -> tuple[int, str, str]:
+    """Run REPEATED, and return its exit code and what it printed."""
+    command = [sys.executable, "-c", REPEATED, str(int(number)), parent, str(repeat_s), kind]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+#: `timeout -s` knows all of them; a job in the background of a script does not get SIGINT.
+SIGNALS = [
+    (signal.SIGINT, ""), (signal.SIGTERM, ""), (signal.SIGHUP, ""),
+    (signal.SIGTERM, "ignores SIGINT"), (signal.SIGHUP, "ignores SIGINT"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["synchronous", "asynchronous"])
+@pytest.mark.parametrize(("number", "parent"), SIGNALS)
+def test_signals_that_come_together_interrupt_once(number: int, parent: str, kind: str) -> None:
+    assert repeated(number, parent, LIMIT_S, kind) == (128 + number, "in order\n", "")
+
+
+@pytest.mark.parametrize("kind", ["synchronous", "asynchronous"])
+@pytest.mark.parametrize(("number", "parent"), SIGNALS[1:])
+def test_a_later_signal_ends_the_process(number: int, parent: str, kind: str) -> None:
+    assert repeated(number, parent, 0, kind) == (128 + number, "", "bkctl: Interrupted\n")
+
+
+def test_a_later_sigint_interrupts_again() -> None:
+    code, out, err = repeated(signal.SIGINT, "", 0, "asynchronous")
+    assert (code, out) == (130, ""), err
 
 
 def test_an_interrupt_that_a_finalizer_swallows_comes_again() -> None:
@@ -122,9 +159,9 @@ def test_an_interrupt_that_a_finalizer_swallows_comes_again() -> None:
         "class Finalized:\n"
         "    def __del__(self): signal.raise_signal(signal.SIGINT)\n"
         "try:\n"
-        "    with interrupts.raised():\n"
-        "        Finalized()\n"
-        "        time.sleep(60)\n"
+        "    interrupts.begin_work()\n"
+        "    Finalized()\n"
+        "    time.sleep(60)\n"
         "except KeyboardInterrupt:\n"
         "    print('interrupted')\n"
     )
@@ -132,17 +169,26 @@ def test_an_interrupt_that_a_finalizer_swallows_comes_again() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\n", "")
 
 
-def test_an_interrupt_that_our_parent_ignores_is_ignored() -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_our_parent_ignores_is_ignored(number: int) -> None:
     program = (
-        "import os, signal, sys\n"
-        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "import signal, sys\n"
+        "number = int(sys.argv[1])\n"
+        "signal.signal(number, signal.SIG_IGN)\n"
         "from bkctl.__main__ import main\n"
-        "import bkctl.commands.main\n"
-        "os.kill(os.getpid(), signal.SIGINT)\n"
-        "sys.argv = ['bkctl', '--version']\n"
+        "from bkctl.commands import main as commands\n"
+        "from bkctl.commands.kit import interrupts\n"
+        "def run(arguments):\n"
+        "    signal.raise_signal(number)\n"
+        "    with interrupts.ignored():\n"
+        "        pass\n"
+        "    signal.raise_signal(number)\n"
+        "    return plain_run(['--version'])\n"
+        "plain_run, commands.run = commands.run, run\n"
         "main()\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", program, str(int(number))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.split()[0], done.stderr) == (0, "bkctl", "")
 
 
@@ -175,25 +221,47 @@ def test_errors_during_an_interrupt_report_the_interrupt(cli: Cli, monkeypatch: 
     assert (done.code, done.out, done.err) == (130, "", "bkctl: Interrupted\n")
 
 
-def test_an_interrupt_at_the_end_of_a_command_completes_its_audit(tmp_path: Path) -> None:
-    program = (
-        "import os, signal, sys\n"
-        "from bkctl.commands import main\n"
-        "from bkctl.commands.kit import audit, interrupts\n"
-        "interrupts.end_at_once()\n"
-        "plain_end = audit.Audit.end\n"
-        "def end(log, *arguments):\n"
-        "    os.kill(os.getpid(), signal.SIGINT)\n"
-        "    plain_end(log, *arguments)\n"
-        "audit.Audit.end = end\n"
-        "main.main()\n"
-    )
-    log = tmp_path / "audit"
+#: Runs a command line, and gets a signal at a call of main.py, as the end of the output is held up, or of audit.py.
+SIGNALLED = """
+import signal, sys
+from bkctl.commands import main
+from bkctl.commands.kit import audit, interrupts
+number, names = int(sys.argv.pop(1)), sys.argv.pop(1).split()
+interrupts.end_at_once()
+interrupts.REPEAT_S = 0
+
+def signalled(owner, name):
+    plain = getattr(owner, name)
+    def call(*arguments):
+        signal.raise_signal(number)
+        plain(*arguments)
+    setattr(owner, name, call)
+
+for name in names:
+    signalled(audit.Audit if name == "end" else main, name)
+main.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("names", "number", "code", "result"),
+    [
+        ("end", signal.SIGINT, 0, "done"),
+        ("end", signal.SIGTERM, 0, "done"),
+        ("flush", signal.SIGINT, 130, "interrupted"),
+        ("flush", signal.SIGHUP, 129, "interrupted"),
+        ("flush say", signal.SIGTERM, 143, "interrupted"),
+        ("say", signal.SIGINT, 130, "failed"),
+    ],
+)
+def test_an_interrupt_at_the_end_of_a_command_completes_its_audit(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: str, number: int, code: int, result: str
+) -> None:
+    monkeypatch.setenv("BKCTL_AUDIT_LOG", str(tmp_path / "audit"))
     store = f"sqlite://{tmp_path / 'metadata.db'}"
-    words = ["cluster", "init", "-u", store]
-    environment = {**os.environ, "BKCTL_AUDIT_LOG": str(log)}
-    done = subprocess.run(
-        [sys.executable, "-c", program, *words], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert [json.loads(line)["event"] for line in log.read_text().splitlines()] == ["begin", "end"]
+    if result == "failed":
+        cli("cluster", "init", "-u", store)
+    command = [sys.executable, "-c", SIGNALLED, str(int(number)), names, "cluster", "init", "-u", store]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == code, done.stderr
+    assert [row["result"] for row in cli("audit", "list", "-o", "ndjson").rows][-1] == result

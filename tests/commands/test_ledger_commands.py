@@ -398,7 +398,7 @@ def test_a_test_that_fails_deletes_its_ledger_or_names_it(cli: Cli, monkeypatch:
     assert cli("ledger", "delete", left, "--yes").code == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_test_deletes_its_ledger(cli: Cli, number: signal.Signals) -> None:
     before = cli("ledger", "list", "--all-scopes", "-o", "id").out
     command = [sys.executable, "-m", "bkctl", "ledger", "test", "--entries", "1000000000"]
@@ -412,7 +412,7 @@ def test_an_interrupted_test_deletes_its_ledger(cli: Cli, number: signal.Signals
     assert cli("ledger", "list", "--all-scopes", "-o", "id").out == before
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_write_closes_the_ledger_and_says_so(cli: Cli, number: signal.Signals) -> None:
     command = [sys.executable, "-m", "bkctl", "ledger", "write"]
     with subprocess.Popen(

@@ -354,8 +354,8 @@ def test_a_full_disk_is_an_error(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (1, "bkctl: stdout: No space left on device\n")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_exits_130_and_terminated_143(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_is_in_the_exit_code(tmp_path: Path, number: signal.Signals) -> None:
     fifo = tmp_path / "password"
     os.mkfifo(fifo)
     process = subprocess.Popen(
