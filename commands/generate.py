@@ -62,6 +62,22 @@ _ENVIRONMENT: Final = (
     ("BKCTL_CONFIG", "The configuration file, instead of bkctl/config.toml under XDG_CONFIG_HOME or ~/.config."),
     ("NO_COLOR", "No colours, whatever it is set to."),
 )
+#: What bkctl keeps of a user, and what it is for.
+_FILES: Final = (
+    ("~/.config/bkctl/config.toml", "Contexts. XDG_CONFIG_HOME, or BKCTL_CONFIG for the file, moves it."),
+    (
+        "~/.local/state/bkctl/",
+        "audit.ndjson and audit.ndjson.1, of 8 MiB at most: the log of commands that change something. undo/: files "
+        "for 'bkctl metadata undo', kept until you delete them. progress/: the state of commands that work for long. "
+        "XDG_STATE_HOME moves it.",
+    ),
+    (
+        "~/.local/share/bkctl/",
+        "cluster/: the local cluster. local-cluster: which local cluster is up. http/: tokens of running HTTP servers. "
+        "XDG_DATA_HOME moves it.",
+    ),
+    ("~/.cache/bkctl/completion/", "Candidates for the shell's completion. XDG_CACHE_HOME moves it."),
+)
 
 
 class Option(NamedTuple):
@@ -223,6 +239,10 @@ def man_page(tree: Page, group: Page | None, version: str) -> str:
         lines.append(".SH ENVIRONMENT")
         for variable, text in _ENVIRONMENT:
             lines.append(f".TP\n\\fB{_troff(variable)}\\fR\n{_troff(text)}")
+        lines.append(".SH FILES")
+        lines.append(f".PP\n{_troff(_FILES_KEPT)}")
+        for path, text in _FILES:
+            lines.append(f".TP\n\\fI{_troff(path)}\\fR\n{_troff(text)}")
     else:
         lines.append(".SH COMMANDS")
         for leaf in group.commands:
@@ -256,6 +276,9 @@ Data goes to stdout, all else to stderr, where errors and warnings begin with bk
 an object with -o json. -o json prints one document, ndjson one object a line, csv a header and rows, id the keys \
 alone. Ledger ids are strings in JSON, binary data is base64, times are ISO 8601 in UTC."""
 
+_FILES_KEPT: Final = """\
+bkctl keeps these for each user. Uninstalling bkctl leaves them: delete them by hand."""
+
 
 # --- docs/commands.md -----------------------------------------------------------------------------------------------
 
@@ -288,6 +311,8 @@ def markdown(tree: Page) -> str:
     lines += [*_markdown_options(tree.options), ""]
     lines += ["## Exit codes", "", "| code | meaning |", "| --- | --- |"]
     lines += [*(f"| {code} | {meaning} |" for code, meaning in EXIT_CODES.items()), ""]
+    lines += ["## Files", "", _FILES_KEPT, "", "| path | |", "| --- | --- |"]
+    lines += [*(f"| `{path}` | {text} |" for path, text in _FILES), ""]
     lines += ["## bkctl", ""]
     for leaf in tree.leaves:
         lines += _markdown_command(leaf)

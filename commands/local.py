@@ -86,6 +86,7 @@ def up(
     """
     if http:
         load_server()
+    wants_http = http is not False
     http = has_server() if http is None else http
     cluster = _local(run, directory)
     with run.working(
@@ -104,6 +105,11 @@ def up(
                 f"{row.bookie.bookie_id} left the cluster and was not started: remove {row.bookie.directory} to let it "
                 "join again, empty"
             )
+    if wants_http and any(row.bookie.http_url is None for row in rows if row.state != "left"):
+        run.note(
+            "'bkctl top', 'bookie info' and 'bookies drain' need bookies with an HTTP server: install bkctl[http], and "
+            "start a new cluster with 'bkctl local up --http --dir DIR'"
+        )
     _note_target(run, cluster)
 
 

@@ -66,7 +66,7 @@ def show_version(run: Run) -> None:
 @command(
     app,
     "completion",
-    examples=("source <(bkctl completion bash)", "bkctl completion fish > ~/.config/fish/completions/bkctl.fish"),
+    examples=("source <(bkctl completion bash)", "bkctl completion fish | source"),
 )
 def print_completion(
     run: Run, shell: Annotated[Shell, typer.Argument(metavar="SHELL", help="bash, zsh or fish.")]

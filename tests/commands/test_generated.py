@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,14 +12,19 @@ import jsonschema_rs
 import pytest
 from support.waiting import LIMIT_S
 
+from bkctl.bookie.local import LocalCluster, data_directory
 from bkctl.commands.documents import DOCUMENTS, DRY_RUNS, document_schema
 from bkctl.commands.generate import FILES as FILE_METAVARS
 from bkctl.commands.generate import Page, generated_files, read_pages
 from bkctl.commands.kit import completion
+from bkctl.commands.kit.audit import audit_file, state_directory
 from bkctl.commands.kit.columns import Output
 from bkctl.commands.kit.command import ASKS
+from bkctl.commands.kit.contexts import config_file
 from bkctl.commands.kit.settings import GLOBAL_PANEL
+from bkctl.commands.kit.work import progress_directory
 from bkctl.errors import EXIT_CODES
+from bkctl.http.local_token import token_path
 from bkctl.ids import LedgerId
 
 from .conftest import Cli
@@ -111,6 +117,24 @@ def test_exit_codes_come_from_the_error_tree() -> None:
     for code, meaning in EXIT_CODES.items():
         assert f"\\fB{code}\\fR\n{meaning}" in FILES["man/bkctl.1"]
         assert f"| {code} | {meaning} |" in FILES["docs/commands.md"]
+
+
+def test_files_name_every_place_that_bkctl_keeps_of_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(("BKCTL_", "XDG_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", "/h")
+    places = [
+        config_file({}), audit_file({}), state_directory({}) / "undo", progress_directory({}),
+        LocalCluster().directory, data_directory() / "local-cluster", token_path("127.0.0.1", 1).parent,
+        completion._cache_file("", "").parent,
+    ]  # fmt: skip
+    section = FILES["docs/commands.md"].split("\n## Files\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `(.+?)` \|", section, re.MULTILINE)
+    for place in places:
+        path = str(place).replace("/h/", "~/", 1)
+        assert [row for row in rows if row == path or f"{path}/".startswith(row)], path
+        assert place.name in section, path
+    assert [row for row in rows if f"\\fI{row}\\fR" not in FILES["man/bkctl.1"].replace("\\-", "-")] == []
 
 
 @pytest.mark.skipif(shutil.which("groff") is None, reason="groff is not installed")

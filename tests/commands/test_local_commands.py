@@ -116,6 +116,12 @@ def test_an_interrupted_drain_says_what_is_left_and_how_to_go_back(shell: Comman
     assert shell("bookie", "readonly", "off", "--bookie", bookie).code == 0
 
 
+def test_up_says_that_bookies_without_an_http_server_limit_commands(shell: CommandLine) -> None:
+    hint = "'bkctl top', 'bookie info' and 'bookies drain' need bookies with an HTTP server"
+    assert hint not in shell("local", "up", "--bookies", 1, "--no-http").err
+    assert hint in shell("local", "up").err
+
+
 def test_up_leaves_decommissioned_bookies_out(shell: CommandLine) -> None:
     (_, gone) = shell("local", "up", "--bookies", 2, "-o", "ndjson").rows
     assert shell("local", "down", "--bookie", 1).code == 0
