@@ -83,6 +83,12 @@ def test_links_of_the_documents_lead_to_files(page: str) -> None:
     assert [link for link in files if not (path.parent / link).exists()] == []
 
 
+def test_no_document_installs_bkctl_by_a_name_that_an_index_would_have_to_know() -> None:
+    pages = [ROOT / page for page in PAGES if page != "CHANGELOG.md"]
+    assert hits(r"""pip.* install.*[ '"]bkctl(\[| |'|"|$)|^ *name: bkctl\[""", pages) == []
+    assert "bkctl is not on PyPI" in " ".join((ROOT / "README.md").read_text().split())
+
+
 def test_contributing_names_targets_and_files_that_exist() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
