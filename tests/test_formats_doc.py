@@ -114,6 +114,14 @@ def test_every_record_of_the_formats_has_a_table() -> None:
     assert missing == []
 
 
+def test_every_node_of_auto_recovery_has_a_row() -> None:
+    sources = (path.read_text() for path in Path(bkctl.formats.__path__[0]).parent.rglob("*.py"))
+    nodes = {node for text in sources for node in re.findall(r'f"\{UNDERREPLICATION\}/(\w+)', text)}
+    section = TEXT.split("### Auto-recovery\n")[1].split("\n<!--")[0]
+    assert len(nodes) > 5
+    assert [node for node in nodes if f"`{node}" not in section] == []
+
+
 @of_kind("constants")
 def test_constants_match_the_code(table: Table) -> None:
     for row in table.rows:

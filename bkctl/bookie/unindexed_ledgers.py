@@ -78,7 +78,8 @@ class UnindexedLedgers:
         lost = sorted(ledger for ledger, is_alive in self._spared.items() if is_alive)
         self._metadata.stats.unindexed_ledgers = len(lost)
         if lost:
-            command = "rebuild" if self._metadata.config.ledger_storage == "db" else "regenerate"
+            is_db = self._metadata.config.ledger_storage == "db"
+            command = "rebuild --ledgers --locations" if is_db else "regenerate --all"
             log.error(
                 "%d ledgers exist and have entries on this bookie, and its index does not have them: %s. Their entry "
                 "logs stay, and cannot be read. Was the index lost? 'bkctl bookie index %s' restores it",

@@ -75,7 +75,7 @@ class DatabaseConverter(IndexConverter):
                 if first != file.path:
                     raise Conflict(
                         f"{first} and {file.path} are both the index of ledger {file.id}",
-                        hint="'bkctl bookie index regenerate' merges them",
+                        hint=f"'bkctl bookie index regenerate {file.id}' merges them",
                     )
         return dict(sorted(found.items()))
 

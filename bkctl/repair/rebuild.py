@@ -87,7 +87,7 @@ def rebuild(
     if not has_database and next(BookieDirectories(index_dirs=layout.index_dirs).indexes(), None) is not None:
         raise UsageError(
             f"{layout.index_dirs[0]} has index files but no database: its bookie does not use DbLedgerStorage",
-            hint="'bkctl bookie index regenerate' rebuilds index files",
+            hint="'bkctl bookie index regenerate --all' rebuilds index files",
         )
     run = _RebuildRun(storages, files or Files(), metadata, progress, dry_run)
     try:

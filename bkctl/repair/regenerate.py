@@ -96,7 +96,7 @@ def regenerate(
         if (current / "ledgers").is_dir() and (current / "locations").is_dir():
             raise UsageError(
                 f"{current} has the databases of DbLedgerStorage, which has no index files",
-                hint="'bkctl bookie index rebuild' rebuilds them",
+                hint="'bkctl bookie index rebuild --ledgers --locations' rebuilds them",
             )
     run = _RegenerationRun(layout, files or Files(), metadata, progress)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -18,6 +19,7 @@ from support.raw_http import call, local_authorization
 from support.servers import REPOSITORY
 from support.waiting import LIMIT_S
 
+from bkctl.http import bookie_metrics
 from bkctl.http.api import ENDPOINTS
 from bkctl.http.api.settings import CHANGEABLE
 from bkctl.http.app import OPENAPI_PATH
@@ -52,6 +54,15 @@ def test_manual_names_every_endpoint_and_changeable_setting() -> None:
     }  # fmt: skip
     settings = text.partition("## Settings that can be changed")[2].partition("##")[0]
     assert set(re.findall(r"`(\w+)`", settings)) == CHANGEABLE
+
+
+def test_manual_names_every_metric_of_our_own() -> None:
+    rendered = set(re.findall(r'"(bkctl_[a-z_]+)"', Path(bookie_metrics.__file__).read_text()))
+    assert len(rendered) > 5
+    manual, security = ((REPOSITORY / "docs" / name).read_text() for name in ("rest.md", "security.md"))
+    tabled = set(re.findall(r"^\| `(bkctl_[a-z_]+)`", manual, re.MULTILINE))
+    assert tabled == {name for name in rendered if not name.startswith("bkctl_server_")}
+    assert [name for name in rendered - tabled if name not in security] == []
 
 
 def test_gateway_document_requires_bookie_parameter() -> None:

@@ -727,7 +727,7 @@ class DbLedgerStorage(LedgerStorage[DbLedgerHandle]):
 
 _IN_PAGE: Final = (1 << PAGE_BITS) - 1
 _NO_LOCATIONS: Final = array("q", bytes(8 << PAGE_BITS))
-_REBUILD_HINT: Final = "'bkctl bookie index rebuild' rebuilds the databases from the entry logs"
+_REBUILD_HINT: Final = "'bkctl bookie index rebuild --ledgers --locations' rebuilds the databases from the entry logs"
 
 
 def _data_of(handle: DbLedgerHandle) -> LedgerData:

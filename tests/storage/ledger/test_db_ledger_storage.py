@@ -852,7 +852,10 @@ def test_damaged_database_stops_the_start_with_one_error(tmp_path: Path, damage:
     shutil.copytree(current, tmp_path / "whole")
     damage(current)
     for _ in range(2):
-        with pytest.raises(Corrupt, match=r"ledgers-0/current/\S*(ledgers|locations).*'bkctl bookie index rebuild'"):
+        with pytest.raises(
+            Corrupt,
+            match=r"ledgers-0/current/\S*(ledgers|locations).*'bkctl bookie index rebuild --ledgers --locations'",
+        ):
             open_storage(tmp_path)
     shutil.rmtree(current)
     shutil.copytree(tmp_path / "whole", current)
@@ -879,7 +882,7 @@ def test_only_the_end_of_a_write_ahead_log_may_be_torn(tmp_path: Path, damage: s
     else:
         data[20] ^= 1
         log.write_bytes(data)
-        with pytest.raises(Corrupt, match=r"current/locations.*'bkctl bookie index rebuild'"):
+        with pytest.raises(Corrupt, match=r"current/locations.*'bkctl bookie index rebuild --ledgers --locations'"):
             open_storage(tmp_path / "killed")
 
 
