@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -23,6 +24,7 @@ from bkctl.commands.kit.command import ASKS
 from bkctl.commands.kit.contexts import config_file
 from bkctl.commands.kit.settings import GLOBAL_PANEL
 from bkctl.commands.kit.work import progress_directory
+from bkctl.commands.main import GROUPS, root
 from bkctl.errors import EXIT_CODES
 from bkctl.http.local_token import token_path
 from bkctl.ids import LedgerId
@@ -38,6 +40,42 @@ FILES = generated_files()
 @pytest.mark.parametrize("name", FILES)
 def test_generated_files_are_current(name: str) -> None:
     assert (ROOT / name).read_text() == FILES[name], "run python -m bkctl.commands.generate"
+
+
+def commands_by_declaration() -> tuple[set[str], set[str]]:
+    """Return the commands that start an audit or ask a bookie for a change, and all others."""
+    tree = root()
+    for name in GROUPS:
+        tree.load(name)
+    tree.load_program()
+    changing, others = set(), set()
+    for page in PAGES:
+        if not page.children and page.name != "help":
+            command = tree
+            for word in page.path:
+                command = command.commands[word]
+            invoke = inspect.unwrap(command.callback)
+            source = inspect.getsource(inspect.getclosurevars(invoke).nonlocals["function"])
+            (changing if "changes=" in source or "start_audit" in source else others).add(page.name)
+    return changing, others
+
+
+def test_security_page_names_every_command_that_changes_something() -> None:
+    changing, others = commands_by_declaration()
+    section = (ROOT / "docs/security.md").read_text().split("\n## What commands change\n")[1].split("\n###")[0]
+    cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    shown = [words for cell in cells for words in re.findall(r"`([a-z][^`]+)`", cell) if words != "pipeline"]
+    # Without an option or value behind the name.
+    named = [re.sub(r" (--\S+|[A-Z]+)$", "", words) for words in shown]
+    assert len(named) == len(set(named))
+    assert changing - set(named) == set()
+    # Servers, commands that write files alone, and the one whose bookie does it.
+    undeclared = {
+        "api serve", "autorecovery run", "bookie start", "bookie sanity", "cookie generate", "entrylog extract",
+        "metadata export", "pipeline export", "pipeline extract", "progress pause", "progress rate", "progress resume",
+    }  # fmt: skip
+    assert set(named) - changing == undeclared
+    assert undeclared < others
 
 
 def test_no_generated_file_is_left_behind() -> None:
