@@ -1,4 +1,4 @@
-"""asyncio tasks: many at once, their ends, errors without a receiver, and the signals that end a server."""
+"""asyncio tasks: many at once, their ends, errors without a receiver; signals that end a server, or wait for work."""
 
 from __future__ import annotations
 
@@ -77,6 +77,19 @@ async def run_to_end(work: Awaitable[T]) -> T:
     if cancellation is not None:
         raise cancellation
     return task.result()
+
+
+def uninterrupted(work: Callable[..., T], *arguments: Any) -> T:
+    """Return `work(*arguments)`, called in another thread; raise its error.
+
+    Signals reach the main thread only: an interrupt of it is raised before `work` begins, or after `work` has ended.
+    """
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(1) as executor:
+        # The executor waits for its thread only once the thread's start was not interrupted.
+        executor.submit(int).result()
+        return executor.submit(work, *arguments).result()
 
 
 def drop_error(future: asyncio.Future[Any]) -> None:

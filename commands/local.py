@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -89,9 +90,11 @@ def up(
     wants_http = http is not False
     http = has_server() if http is None else http
     cluster = _local(run, directory)
+    where = "" if directory is None else f" --dir {shlex.quote(str(directory))}"
     with run.working(
         f"Starting the local cluster at {cluster.directory}",
-        left="started bookies keep running: 'bkctl local up' starts the rest, 'bkctl local down' stops all",
+        left=f"started bookies keep running: 'bkctl local up{where}' starts the rest, 'bkctl local down{where}' stops "
+        "all",
     ):
         cluster.up(
             bookies, storage=storage, http=http, auto_recovery=autorecovery, timeout_s=run.timeout_s,

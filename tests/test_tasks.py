@@ -1,10 +1,11 @@
-"""Many asyncio tasks at once, their ends, and errors without a receiver."""
+"""Many asyncio tasks at once, their ends, and errors without a receiver; work that an interrupt does not split."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import signal
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from support.waiting import LIMIT_S
 
 from bkctl.errors import BookieUnavailable
-from bkctl.tasks import ended_by_signals, in_order, run_to_end, run_together
+from bkctl.tasks import ended_by_signals, in_order, run_to_end, run_together, uninterrupted
 
 
 async def test_in_order_works_ahead_within_bound() -> None:
@@ -166,3 +167,26 @@ def test_signals_end_a_server_unless_they_are_ignored() -> None:
             signal.signal(signal.SIGHUP, hangup)
     finally:
         signal.signal(signal.SIGHUP, hangup)
+
+
+def test_an_interrupt_is_raised_once_uninterrupted_work_has_ended() -> None:
+    done: list[str] = []
+
+    def work(first: str, second: str) -> str:
+        done.append(first)
+        main = threading.main_thread().ident
+        assert main is not None
+        signal.pthread_kill(main, signal.SIGINT)
+        done.append(second)
+        return second
+
+    with pytest.raises(KeyboardInterrupt):
+        uninterrupted(work, "a", "b")
+    assert done == ["a", "b"]
+    with pytest.raises(BookieUnavailable):
+        uninterrupted(fail_with, BookieUnavailable("gone"))
+    assert uninterrupted(int, "7") == 7
+
+
+def fail_with(error: Exception) -> None:
+    raise error

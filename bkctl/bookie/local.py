@@ -183,6 +183,7 @@ class LocalCluster:
         log for a bookie whose process ended, Conflict if all bookies left the cluster.
         """
         from bkctl.metadata.cluster import open_cluster
+        from bkctl.tasks import uninterrupted
 
         if bookie_count is not None and not 1 <= bookie_count <= BOOKIE_COUNT_MAX:
             raise UsageError(f"A local cluster has 1 to {BOOKIE_COUNT_MAX} bookies, not {bookie_count}")
@@ -202,6 +203,7 @@ class LocalCluster:
         ):
             self._describe(bookie_count, storage, http, auto_recovery, reserved)
             started: dict[str, subprocess.Popen[bytes]] = {}
+            former: dict[str, int | None] = {}
             departed = self._departed(cluster)
             if len(departed) == len(self.bookies()):
                 raise Conflict(
@@ -211,8 +213,10 @@ class LocalCluster:
             for bookie in self.bookies():
                 if bookie.pid is None and bookie.bookie_id not in departed:
                     progress(f"starting {bookie.bookie_id}")
-                    started[bookie.bookie_id] = self._start(bookie)
-            self._wait_until_serving(cluster, started, departed, timeout_s, progress)
+                    former[bookie.bookie_id] = _registered_ms(cluster, bookie)
+                    # No command would find a process without pid file.
+                    started[bookie.bookie_id] = uninterrupted(self._start, bookie)
+            self._wait_until_serving(cluster, started, former, departed, timeout_s, progress)
         self._make_active()
         return self.bookies()
 
@@ -220,6 +224,7 @@ class LocalCluster:
         self,
         cluster: Cluster,
         started: dict[str, subprocess.Popen[bytes]],
+        former: dict[str, int | None],
         departed: set[str],
         timeout_s: float,
         progress: Callable[[str], None],
@@ -227,10 +232,10 @@ class LocalCluster:
         waiting = {bookie.bookie_id: bookie for bookie in self.bookies() if bookie.bookie_id not in departed}
         deadline = time.monotonic() + timeout_s
         while waiting:
-            serving = {found.bookie_id for found in cluster.bookies.list() if found.state in ("rw", "ro")}
-            for bookie_id in sorted(serving & waiting.keys()):
-                # A stale registration of a killed predecessor does not count: its own process must be alive.
-                if bookie_id in started and started[bookie_id].poll() is not None:
+            for bookie_id, bookie in list(waiting.items()):
+                registered_ms = _registered_ms(cluster, bookie)
+                # A registration older than the bookie's process is that of another process, dead or alive.
+                if registered_ms is None or registered_ms == former.get(bookie_id):
                     continue
                 del waiting[bookie_id]
                 deadline = time.monotonic() + timeout_s
@@ -418,6 +423,13 @@ class LocalCluster:
                     hint="try again when it is done",
                 ) from None
             yield
+
+
+def _registered_ms(cluster: Cluster, bookie: ClusterBookie) -> int | None:
+    """Return the creation time of a bookie's registration in ms since 1970, None for a bookie without one."""
+    places = cluster.places.writable, cluster.places.read_only
+    nodes = cluster.store.get_many(f"{place}/{bookie.bookie_id}" for place in places)
+    return next((node.ctime_ms for node in nodes if node is not None), None)
 
 
 def _open_private(path: str, flags: int) -> int:

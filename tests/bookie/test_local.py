@@ -6,14 +6,18 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.waiting import eventually
 
 from bkctl.bookie.local import LocalCluster, active_cluster
 from bkctl.errors import BkctlError, DirectoryInUse, NotFound, UsageError
+from bkctl.formats.metadata import BookieServiceInfo
 from bkctl.metadata.cluster import open_cluster
 from bkctl.metadata.underreplication import AuditorElection
 
@@ -149,6 +153,42 @@ def test_two_commands_at_once_do_not_start_a_bookie_twice(cluster: LocalCluster)
     cluster.directory.mkdir()
     with cluster._lock(), pytest.raises(DirectoryInUse):
         LocalCluster(cluster.directory).up(1)
+
+
+def test_interrupt_at_the_start_of_a_process_leaves_its_pid_file(
+    cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processes: list[subprocess.Popen[bytes]] = []
+    start = subprocess.Popen
+
+    def interrupted(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        processes.append(start(*arguments, **options))
+        main = threading.main_thread().ident
+        assert main is not None
+        signal.pthread_kill(main, signal.SIGINT)
+        return processes[0]
+
+    try:
+        monkeypatch.setattr(subprocess, "Popen", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            cluster.up(2)
+        assert [bookie.pid for bookie in cluster.bookies()] == [processes[0].pid, None]
+        assert [bookie.bookie_id for bookie in cluster.down()] == ["bookie-0"]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def test_registration_of_another_process_is_not_that_of_a_started_bookie(cluster: LocalCluster) -> None:
+    cluster.up(1)
+    cluster.down()
+    conf = cluster.bookies()[0].conf
+    conf.write_text(conf.read_text() + "journalMaxSizeMB=many\n")
+    with open_cluster(cluster.metadata_uri) as metadata:
+        metadata.bookies.register("bookie-0", BookieServiceInfo((), {}))
+        with pytest.raises(BkctlError, match="bookie-0 stopped with exit code 2"):
+            cluster.up()
 
 
 def test_reused_process_id_is_not_taken_for_a_bookie(cluster: LocalCluster) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -135,14 +134,13 @@ def test_up_leaves_decommissioned_bookies_out(shell: CommandLine) -> None:
     assert [row["state"] for row in shell("local", "up", "-o", "ndjson").rows] == ["rw", "rw"]
 
 
-def test_an_interrupted_start_says_how_to_continue(shell: CommandLine) -> None:
-    code, seen = shell.terminal(
-        "-v", "local", "up", "--bookies", 3, type_in="\x03", asks="starting bookie-0", columns=400
-    )
+def test_an_interrupted_start_says_how_to_continue(shell: CommandLine, tmp_path: Path) -> None:
+    words = ("local", "up", "--bookies", 3, "--dir", tmp_path / "mine")
+    code, seen = shell.terminal("-v", *words, type_in="\x03", asks="starting bookie-0", columns=400)
     assert code == 130, seen
     assert "Interrupted: Starting the local cluster" in seen
-    assert "'bkctl local down' stops all" in seen
-    shell("local", "down", "--dir", Path(os.environ["XDG_DATA_HOME"]) / "bkctl" / "cluster")
+    assert f"'bkctl local down --dir {tmp_path}/mine' stops all" in seen
+    assert shell("local", "down", "--dir", tmp_path / "mine").code == 0
 
 
 def test_up_refuses_a_file_as_its_directory(cli: Cli, tmp_path: Path) -> None:
