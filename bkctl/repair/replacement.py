@@ -14,6 +14,7 @@ from typing import Final
 
 from bkctl.disk import Files
 from bkctl.formats.names import UNFINISHED_SUFFIX
+from bkctl.tasks import uninterrupted
 
 _NO_EXCHANGE: Final = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM})
 
@@ -59,10 +60,14 @@ def replace_directory(files: Files, target: Path, stamp: str) -> Path | None:
 
 
 def replace_with_backup(files: Files, new: Path, target: Path, backup: Path) -> None:
-    """Move the file or directory `new` to `target`, and the old `target` to `backup`.
+    """Move the file or directory `new` to `target`, and the old `target` to `backup`; an interrupt waits for the end.
 
     The caller syncs the parent directories. Raises OSError.
     """
+    uninterrupted(_replace_with_backup, files, new, target, backup)
+
+
+def _replace_with_backup(files: Files, new: Path, target: Path, backup: Path) -> None:
     # Rename `new` to `backup` first: the name of the unfinished one must never stand for the old one.
     files.rename(new, backup)
     try:

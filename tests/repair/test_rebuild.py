@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import shutil
+import signal
+import threading
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
@@ -411,3 +413,27 @@ def test_names_are_renamed_if_they_cannot_be_exchanged(bookie: Bookie) -> None:
     done: Rebuild = rebuild(bookie.layout, ledgers=False, locations=True, files=OldFiles())
     assert locations_in(bookie.current() / "locations") == places
     assert locations_in(done.databases[0].backup or Path()) == {}
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_an_interrupt_between_two_renames_leaves_the_new_database(bookie: Bookie, can_exchange: bool) -> None:
+    class InterruptedFiles(Files):
+        def rename(self, source: Path, target: Path) -> None:
+            super().rename(source, target)
+            if can_exchange or source.name == "locations":
+                main = threading.main_thread().ident
+                assert main is not None
+                signal.pthread_kill(main, signal.SIGINT)
+
+        def exchange(self, one: Path, other: Path) -> None:
+            if not can_exchange:
+                raise OSError(errno.EINVAL, "Invalid argument")
+            super().exchange(one, other)
+
+    places = bookie.log(0, (A, 0))
+    bookie.database({A: OPEN}, {})
+    with pytest.raises(KeyboardInterrupt):
+        rebuild(bookie.layout, ledgers=False, locations=True, files=InterruptedFiles())
+    assert locations_in(bookie.current() / "locations") == places
+    (backup,) = bookie.current().glob("locations.backup-*")
+    assert locations_in(backup) == {}
