@@ -69,14 +69,14 @@ def convert(
     for row, (ledgers, entries) in zip(result.directories, state.counts, strict=True):
         row.ledgers, row.entries = ledgers, entries
     converter.swap(state.stamp)
-    files.remove(path)
-    files.sync_directory(path.parent)
-    result.done = True
-    if discard_old:
+    if discard_old:  # While the progress file is there, another call continues the removal.
         for row in result.directories:
             for backup in row.backups:
                 shutil.rmtree(backup)
             row.backups = []
+    files.remove(path)
+    files.sync_directory(path.parent)
+    result.done = True
     return result
 
 

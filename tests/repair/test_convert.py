@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support import golden
@@ -132,6 +133,27 @@ def test_discard_old_removes_the_old_index(current: Path) -> None:
     done = convert(layout_at(current.parent), DB, discard_old=True)
     assert done.directories[0].backups == []
     assert not list(current.glob("*.backup*"))
+
+
+@pytest.mark.parametrize("to", [DB, INTERLEAVED])
+def test_an_interrupted_removal_of_the_old_index_continues(
+    current: Path, to: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if to == INTERLEAVED:
+        convert(layout_at(current.parent), DB, discard_old=True)
+
+    def interrupted(path: Path) -> None:
+        shutil.rmtree(path)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("bkctl.repair.convert.shutil", SimpleNamespace(rmtree=interrupted))
+        with pytest.raises(KeyboardInterrupt):
+            convert(layout_at(current.parent), to, discard_old=True)
+    done = convert(layout_at(current.parent), to, discard_old=True)
+    assert (done.resumed, done.done, done.directories[0].backups) == (True, True, [])
+    assert (database_index if to == DB else file_index)(current) == INDEX
+    assert not [*current.glob("*.backup*"), *current.glob(CONVERSION_NAME)]
 
 
 @pytest.mark.parametrize("golden_bookie", golden.bookies(), ids=lambda bookie: f"{bookie.version}-{bookie.name}")
@@ -332,6 +354,7 @@ def _copy_new(source: str, target: str) -> None:
 KILLED = """
 import os, sys
 from pathlib import Path
+from types import SimpleNamespace
 from bkctl.repair import conversion
 from bkctl.repair.convert import convert
 from bkctl.files.directories import BookieDirectories
