@@ -195,11 +195,16 @@ def _depart(
                             steps.take(step)
                     return not isinstance(departure, Drain) and departure.forbidden
 
+            async def set_read_only() -> Step:
+                async with run.bookkeeper(cluster) as bookkeeper:
+                    departure = Drain(bookkeeper, bookie, plan)
+                    return await departure.set_read_only(partial(_set_read_only, run), run.timeout_s)
+
             async def work() -> None:
+                for step in done:
+                    steps.take(step)
                 async with run.bookkeeper(recorded) as bookkeeper:
                     departure = create(bookkeeper, bookie, plan, pace=pace, note=run.note)
-                    if isinstance(departure, Drain):
-                        steps.take(await departure.set_read_only(partial(_set_read_only, run), run.timeout_s))
                     progress = departure.mover.progress
                     async with shown_progress(activity, progress), aclosing(departure.run()) as found:
                         await steps.follow(found, progress)
@@ -209,6 +214,11 @@ def _depart(
             if not stays:
                 run.confirm(texts.question(plan))
                 steps.finding_count = 0
+                done = []
+                if create is Drain:
+                    left = f"{bookie} may be read-only: run the command again to continue, or {_to_go_back(bookie)}"
+                    with run.working(f"Making {bookie} read-only", left=left):
+                        done.append(run.complete(set_read_only()))
                 total = len(plan.ledgers) or None
                 with (
                     run.recorded(cluster, undo) as recorded,
@@ -256,8 +266,8 @@ def decommission(
 
     texts = _Texts(
         "decommission", "Decommissioning", "decommissioned", question,
-        f"moved ledgers stay moved, and {bookie} keeps its cookie: run the command again to continue, or start the "
-        "bookie to go back",
+        "moved ledgers stay moved: run the command again to continue, or start the bookie to go back, after 'bkctl "
+        "metadata undo' if its cookie is deleted",
     )  # fmt: skip
     create = partial(Decommission, skip_unrecoverable=skip_unrecoverable, keep_cookie=keep_cookie)
     _depart(run, bookie, create, texts, pace=pace, deadline_s=deadline, watch_s=watch, undo=undo, dry_run=dry_run)
@@ -290,10 +300,14 @@ def drain(
 
     texts = _Texts(
         "drain", "Draining", "drained", question,
-        f"{bookie} stays read-only, and moved ledgers stay moved: run the command again to continue, or 'bkctl bookie "
-        f"readonly off --bookie {bookie}' to go back",
+        f"{bookie} stays read-only, and moved ledgers stay moved: run the command again to continue, or "
+        + _to_go_back(bookie),
     )  # fmt: skip
     _depart(run, bookie, Drain, texts, pace=pace, deadline_s=deadline, watch_s=watch, undo=undo, dry_run=dry_run)
+
+
+def _to_go_back(bookie: str) -> str:
+    return f"'bkctl bookie readonly off --bookie {bookie}' to go back"
 
 
 def _set_read_only(run: Run, bookie: RegisteredBookie) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -141,6 +143,37 @@ def test_decommission_requires_a_stopped_bookie_and_auto_recovery(cli: Cli, meta
         assert (found["stopped"], found["auto-recovery"]) == ("blocked", "blocked")
     assert "not decommissioned" in result.err or "cannot be decommissioned" in result.err
     assert metadata.ledgers.read(LedgerId(7, 5)).version == 0
+
+
+def test_an_interrupted_decommission_says_nothing_of_a_cookie_that_it_deletes(
+    cli: Cli, metadata: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bkctl.replication.bookie_mover.check_scopes_known", lambda _: interrupt_main_thread())
+    result = cli("bookies", "decommission", "e", "--yes", "--timeout", "1")
+    assert (result.code, metadata.cookies.list()) == (130, [])
+    assert "keeps its cookie" not in result.err
+    assert "start the bookie to go back, after 'bkctl metadata undo' if its cookie is deleted" in result.err
+    assert cli("metadata", "undo", "--last", "--yes").code == 0
+    assert metadata.cookies.list() == ["e"]
+
+
+def test_a_drain_that_is_interrupted_before_its_bookie_is_read_only_does_not_say_that_it_is(
+    cli: Cli, metadata: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endpoints = (
+        BookieEndpoint("bookie", 9, "127.0.0.1", "bookie-rpc"), BookieEndpoint("httpserver", 9, "127.0.0.1", "http"),
+    )  # fmt: skip
+    metadata.bookies.register("b", BookieServiceInfo(endpoints))
+    monkeypatch.setattr("bkctl.commands.bookies.departure._set_read_only", lambda *_: interrupt_main_thread())
+    result = cli("bookies", "drain", "b", "--yes", "--timeout", "1")
+    assert (result.code, "stays read-only" in result.err) == (130, False)
+    assert "Interrupted: Making b read-only; b may be read-only: run the command again to continue" in result.err
+
+
+def interrupt_main_thread() -> None:
+    main = threading.main_thread().ident
+    assert main is not None
+    signal.pthread_kill(main, signal.SIGINT)
 
 
 def test_a_bookie_without_http_server_is_not_drained_while_it_takes_writes(cli: Cli, metadata: Cluster) -> None:
