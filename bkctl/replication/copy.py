@@ -8,7 +8,6 @@ ledger to the same place deletes it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import uuid
 from collections.abc import Callable
@@ -65,6 +64,7 @@ async def copy_ledger(
     allow_open: bool = False,
     pace: Pace | None = None,
     progress: Callable[[int], None] = lambda count: None,
+    note: Callable[[str], None] = lambda _: None,
 ) -> CopiedLedger:
     """Copy the ledger of `source` to a new ledger of `target`, which may be the same client, and close the copy.
 
@@ -74,7 +74,7 @@ async def copy_ledger(
     to its last add confirmed. `pace` bounds what is written, and may pause the copy. `progress` gets the number of
     entries copied and read back. Raise Conflict for an open source, LedgerExists, NotEnoughBookies, UsageError if
     source and copy have one name, Corrupt if the copy differs, and errors of reading and writing; the copy is deleted
-    then.
+    then, or `note` gets a sentence that says why it is not.
     """
     if ledger_id is not None and new_id:
         raise UsageError("A ledger id and a new id exclude each other", hint="give one of them")
@@ -114,8 +114,13 @@ async def copy_ledger(
 
             await run_to_end(asyncio.to_thread(finish))
         except BaseException:
-            with contextlib.suppress(BkctlError):  # the first error is the one to report
+            try:
                 await run_to_end(asyncio.to_thread(_remove, target, writer.ledger, token, finished_version))
+            except BkctlError as error:  # the first error is the one to raise
+                note(
+                    f"Ledger {writer.ledger} is an unfinished copy that could not be removed ({error.message}): 'bkctl "
+                    f"ledger delete {writer.ledger}' removes it"
+                )
             raise
         return CopiedLedger(reader.ledger, writer.ledger, copied.entry_count, copied.length, not reader.is_closed)
 

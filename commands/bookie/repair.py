@@ -423,7 +423,7 @@ def format_bookie(
                 run.start_audit(begun=True)
             with run.working(
                 f"Removing the files of bookie {bookie_id}",
-                left="the bookie cannot start: run the command again to finish",
+                left="without its cookies the bookie cannot start: run the command again to finish",
             ):
                 wipe(config, Files())
         if cluster is not None and delete_cookie:

@@ -78,8 +78,8 @@ def copy(
     """Copy ledgers to another scope, id or cluster.
 
     Prints the copies, which are closed. A copy has the password, custom metadata, sizes and digest type of its source,
-    and is read back before it counts. An interrupted copy is removed; if that fails, the next run removes it. Needs no
-    password. The source stays; with --recover an undo file keeps its metadata.
+    and is read back before it counts. An interrupted copy is removed; if that fails, a note names it, and the next run
+    without --new-id removes it. Needs no password. The source stays; with --recover an undo file keeps its metadata.
     """
     from bkctl.replication.copy import CopyShape, copy_ledger
 
@@ -100,7 +100,7 @@ def copy(
                     row = await copy_ledger(
                         reading, writing, ledger, ledger_scope_id=to_scope_id, ledger_id=to_ledger_id, new_id=new_id,
                         shape=CopyShape(ensemble_size, write_quorum, ack_quorum, digest_type), recovery=recover,
-                        allow_open=open_ledgers, pace=pace, progress=activity.advance,
+                        allow_open=open_ledgers, pace=pace, progress=activity.advance, note=run.note,
                     )  # fmt: skip
                 except BkctlError as error:
                     if not keep_going:
@@ -121,7 +121,7 @@ def copy(
                 "Copying and reading back",
                 unit="entries",
                 pace=pace,
-                left="printed copies stay, the unfinished one is removed: run the command again for the other ledgers",
+                left="printed copies stay: run the command again for the other ledgers",
             )
         )
         writer = stack.enter_context(run.rows(COPY_COLUMNS))

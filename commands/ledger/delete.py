@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bkctl.errors import Conflict
+from bkctl.errors import AlreadyExists, Conflict
 from bkctl.ids import LedgerId
 from bkctl.pace import Pace
 
@@ -136,18 +136,17 @@ def _show(run: Run, writer: RowWriter, row: Removal) -> bool:
 
 
 def _export(run: Run, cluster: Cluster, ledgers: list[LedgerId], target: Path) -> None:
-    """Export the ledgers' metadata to a new file `target`, or one in that directory, and sync it."""
+    """Export the ledgers' metadata to a new file `target`, or one in that directory; it appears once it is complete."""
+    from bkctl.disk import atomic_write
     from bkctl.metadata.admin.dump.export import write_export
     from bkctl.metadata.admin.dump.sources import ClusterSource
 
     if target.is_dir():
         target /= f"ledgers-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}.ndjson"
-    # Ledger metadata holds passwords.
-    file = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with open(file, "wb") as stream, run.working("Exporting"):
+    if os.path.lexists(target):
+        raise AlreadyExists(f"{target} exists", hint="choose another file for --backup")
+    with run.working("Exporting"), atomic_write(target, overwrite=False) as stream:
         write_export(ClusterSource(cluster, ledgers), stream.write)
-        stream.flush()
-        os.fsync(file)
     run.note(f"Metadata exported to {target}")
 
 

@@ -350,6 +350,19 @@ def test_format_empties_everything(cli: Cli, full: Path, tmp_path: Path) -> None
     assert cli("bookie", "init", "--conf", full).code == 0
 
 
+def test_an_interrupted_format_does_not_say_that_cookies_are_removed(
+    cli: Cli, full: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("bkctl.bookie.format.wipe", interrupted)
+    before = snapshot(tmp_path / "index")
+    result = cli("bookie", "format", "--yes-really", "bookie-1", "--conf", full)
+    assert (result.code, snapshot(tmp_path / "index") == before) == (130, True)
+    assert "; without its cookies the bookie cannot start: run the command again to finish" in result.err
+
+
 @pytest.mark.parametrize(("typed", "code"), [("bookie-1\n", 0), ("yes\n", 1), ("\n", 1)])
 def test_format_on_a_terminal_wants_the_bookies_id(full: Path, tmp_path: Path, typed: str, code: int) -> None:
     found, seen = CommandLine(None).terminal(

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import uuid
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -604,6 +605,21 @@ def test_a_file_of_ledgers_is_read_with_care(cli: Cli, tmp_path: Path, content: 
     assert words in result.err
     assert cli("ledger", "delete", "--from-file", tmp_path / "none", "--yes").code == 4
     assert cli("ledger", "delete", "--yes").code == 2
+
+
+def test_an_interrupted_backup_leaves_no_file(
+    cli: Cli, three: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_: object, write: Callable[[bytes], object]) -> None:
+        write(b"{")
+        raise KeyboardInterrupt
+
+    words = ("ledger", "delete", *three, "--backup", tmp_path / "backup", "--yes")
+    with monkeypatch.context() as patch:
+        patch.setattr("bkctl.metadata.admin.dump.export.write_export", interrupted)
+        assert cli(*words).code == 130
+    assert not [path for path in tmp_path.iterdir() if "backup" in path.name]
+    assert cli(*words).code == 0
 
 
 def test_a_backup_is_an_export_that_import_takes(cli: Cli, three: list[str], tmp_path: Path) -> None:

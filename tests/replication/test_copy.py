@@ -17,6 +17,7 @@ from bkctl.errors import (
     LedgerExists,
     LedgerNotFound,
     NotEnoughBookies,
+    Unreachable,
     UsageError,
 )
 from bkctl.formats.entry import DigestType
@@ -235,6 +236,23 @@ async def test_copy_that_is_cancelled_in_its_last_step_is_removed(fake_cluster, 
         await asyncio.wait([copying], timeout=LIMIT_S)
         assert copying.cancelled()
         assert ledgers_of(cluster) == [writer.ledger]
+
+
+async def test_interrupted_copy_that_cannot_be_removed_is_noted(fake_cluster, monkeypatch):
+    def refuse(*_):
+        raise Unreachable("The store is away")
+
+    monkeypatch.setattr("bkctl.replication.copy._remove", refuse)
+    async with fake_cluster(3) as cluster, cluster.client() as client:
+        writer = await write(client, 5)
+        notes = []
+        with pytest.raises(Died):
+            await copy_ledger(client, client, writer.ledger, new_id=True, progress=die, note=notes.append)
+        [copy] = set(ledgers_of(cluster)) - {writer.ledger}
+        assert notes == [
+            f"Ledger {copy} is an unfinished copy that could not be removed (The store is away): 'bkctl ledger delete "
+            f"{copy}' removes it"
+        ]
 
 
 def die(*_):
