@@ -86,14 +86,9 @@ def bookie_url(bookie: RegisteredBookie, host: str | None = None) -> str:
     Raise NotFound for a bookie without HTTP server, BookieUnavailable for one that is down or serves HTTP on another
     machine's loopback address.
     """
-    from bkctl.metadata.cluster import HTTP_ENDPOINT_ID
-
     if bookie.state == "down":
         raise BookieUnavailable(f"Bookie {bookie.bookie_id} is down", hint="'bkctl bookies list' shows live bookies")
-    endpoints = bookie.info.endpoints if bookie.info is not None else ()
-    found = next((endpoint for endpoint in endpoints if endpoint.id == HTTP_ENDPOINT_ID), None) or next(
-        (endpoint for endpoint in endpoints if endpoint.protocol in ("http", "https")), None
-    )
+    found = bookie.http_endpoint
     if found is None:
         raise NotFound(
             f"Bookie {bookie.bookie_id} registered no HTTP server",

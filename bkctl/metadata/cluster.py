@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 from bkctl.errors import AlreadyExists, Corrupt, MetadataVersionConflict, NotFound, Unsupported, UsageError
-from bkctl.formats.metadata import BookieServiceInfo, Cookie, LedgerLayout
+from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo, Cookie, LedgerLayout
 from bkctl.ids import check_bookie_id
 from bkctl.metadata.backends.zookeeper.ledger_managers import (
     FlatLedgerManager,
@@ -108,6 +108,13 @@ class RegisteredBookie(NamedTuple):
                 return endpoint.host, endpoint.port
         match = re.fullmatch(r"(.+):([0-9]{1,5})", self.bookie_id, re.ASCII)
         return (match[1], int(match[2])) if match and int(match[2]) <= 65535 else None
+
+    @property
+    def http_endpoint(self) -> BookieEndpoint | None:
+        """The endpoint of its HTTP server; None for a bookie that registered none."""
+        endpoints = self.info.endpoints if self.info is not None else ()
+        servers = [each for each in endpoints if each.id == HTTP_ENDPOINT_ID or each.protocol in ("http", "https")]
+        return min(servers, key=lambda endpoint: endpoint.id != HTTP_ENDPOINT_ID, default=None)
 
     @property
     def ledger_scopes(self) -> bool:

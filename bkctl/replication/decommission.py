@@ -34,8 +34,6 @@ class Decommission(Departure):
     advice: ClassVar = {StepResult.UNRECOVERABLE: UNRECOVERABLE_ADVICE}
 
     keep_cookie: bool = False
-    #: True after a check found that nothing may be moved.
-    forbidden: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -101,6 +101,8 @@ class Departure(ABC):
     pace: Pace | None = None
     note: Callable[[str], None] = lambda _: None
     _skipped: set[LedgerId] = field(default_factory=set)
+    #: True after a check found that nothing may be moved.
+    forbidden: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.mover = BookieMover(

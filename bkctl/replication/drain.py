@@ -34,6 +34,13 @@ class Drain(Departure):
         found = await self._up()
         if found.state == "ro":
             yield Step(StepKind.READ_ONLY, StepResult.OK, f"{self.bookie_id} is read-only")
+        elif found.http_endpoint is None:
+            self.forbidden = True
+            yield Step(
+                StepKind.READ_ONLY, StepResult.BLOCKED,
+                f"{self.bookie_id} is writable, and has no HTTP server that could make it read-only",
+                "start it again with httpServerEnabled=true or forceReadOnlyBookie=true, then drain it",
+            )  # fmt: skip
         else:
             yield Step(
                 StepKind.READ_ONLY, StepResult.WARNING, f"{self.bookie_id} is writable; it will become read-only"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import typer
 
-from bkctl.errors import Conflict, NotFound
+from bkctl.errors import Conflict
 from bkctl.ids import LedgerId, check_bookie_id
 
 from ..kit.columns import Column, Columns, Kind, Output
@@ -193,7 +193,7 @@ def _depart(
                     async with aclosing(departure.check(probe=dry_run)) as found:
                         async for step in found:
                             steps.take(step)
-                    return not isinstance(departure, Drain) and departure.forbidden
+                    return departure.forbidden
 
             async def set_read_only() -> Step:
                 async with run.bookkeeper(cluster) as bookkeeper:
@@ -316,12 +316,6 @@ def _set_read_only(run: Run, bookie: RegisteredBookie) -> None:
     from bkctl.http.server_url import bookie_url
 
     name = bookie.bookie_id
-    try:
-        url = bookie_url(bookie, run.bookie_host(name))
-    except NotFound as error:
-        raise Conflict(
-            f"Bookie {name} is writable, and has no HTTP server that could make it read-only",
-            hint="start it again with httpServerEnabled=true or forceReadOnlyBookie=true, then drain it",
-        ) from error
+    url = bookie_url(bookie, run.bookie_host(name))
     if not BookieApi(run.http_client(url, is_registered=True)).set_read_only(True):
         raise Conflict(f"Bookie {name} is still writable", hint="start it again with forceReadOnlyBookie=true")

@@ -177,9 +177,13 @@ def interrupt_main_thread() -> None:
 
 
 def test_a_bookie_without_http_server_is_not_drained_while_it_takes_writes(cli: Cli, metadata: Cluster) -> None:
-    result = cli("bookies", "drain", "a", "--yes", "-o", "ndjson", "--timeout", "1")
-    assert result.code == 5
-    assert "forceReadOnlyBookie" in result.err
+    for options in (("--yes",), ("--dry-run",), ()):  # Nobody is asked.
+        result = cli("bookies", "drain", "a", *options, "-o", "ndjson", "--timeout", "1")
+        assert result.code == 3, result.err
+        (row,) = [row for row in result.rows if row["step"] == "read-only"]
+        assert row["result"] == "blocked"
+        assert "has no HTTP server that could make it read-only" in row["message"]
+        assert "forceReadOnlyBookie" in row["advice"]
     down = cli("bookies", "drain", "e", "--yes")
     assert (down.code, "decommission" in down.err) == (5, True)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from bkctl.errors import Conflict, NotFound
-from bkctl.formats.metadata import Cookie, LedgerState
+from bkctl.formats.metadata import BookieEndpoint, Cookie, LedgerState
 from bkctl.metadata.store import NEW
 from bkctl.metadata.underreplication import AutoRecoverySettings, AutoRecoveryState, LedgerMarks
 from bkctl.replication.checker import LedgerChecker
@@ -258,7 +260,13 @@ async def test_drain_leaves_entries_of_active_writer(fake_cluster):
                 return Drain(client, "b0", plan_move(cluster.cluster, ["b0"]))
 
             checked = results(await steps(drain().check(probe=True)))
+            assert (checked[StepKind.READ_ONLY], checked[writer.ledger]) == (StepResult.BLOCKED, StepResult.OPEN)
+            registered = cluster.cluster.bookies.get("b0").info
+            with_http = replace(registered, endpoints=(BookieEndpoint("httpserver", 9, "127.0.0.1", "http"),))
+            cluster.cluster.bookies.register("b0", with_http)
+            checked = results(await steps(drain().check(probe=True)))
             assert (checked[StepKind.READ_ONLY], checked[writer.ledger]) == (StepResult.WARNING, StepResult.OPEN)
+            cluster.cluster.bookies.register("b0", registered)
             cluster.unregister(cluster.bookie("b0"))
             with pytest.raises(Conflict, match="down"):
                 await steps(drain().check(probe=False))
