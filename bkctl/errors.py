@@ -87,8 +87,12 @@ class IllegalOperation(UsageError):
 
 
 class Unauthorized(BkctlError):
-    """Wrong ledger password, master key or login."""
+    """Wrong ledger password, master key or login.
 
+    `changed_nothing`: a metadata store refused the first and only attempt of a write.
+    """
+
+    changed_nothing: bool = False
     v2_code = 102
     v3_code = 502
 

@@ -200,7 +200,7 @@ def test_sequence_position_survives_the_overflow_of_cversion(zookeeper_uri: Call
         run = store._connection.run
 
         def counted(creations: int, children: int) -> Any:
-            value, stat = run(lambda: store._connection.client.get_async(store._connection.full("idgen")), 20)
+            value, stat = run(store._connection.client.get_async, store._connection.full("idgen"), 20)
             changes = (2 * creations - children + (1 << 31)) % (1 << 32) - (
                 1 << 31
             )  # DataNode.copyStat, an int of Java

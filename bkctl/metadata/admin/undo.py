@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
 
 from bkctl.disk import make_private_directory
-from bkctl.errors import BkctlError, Conflict, Corrupt, NotFound, Unsupported
+from bkctl.errors import BkctlError, Conflict, Corrupt, NotFound, Unauthorized, Unsupported
 from bkctl.formats.metadata import Cookie
 from bkctl.formats.names import COOKIE_NAME
 from bkctl.metadata.cluster import Cluster
@@ -188,7 +188,7 @@ class _RecordedStore:
         self._record([(path, expected, value)])
         try:
             return self._store.put(path, value, expected)
-        except (Conflict, NotFound) as error:
+        except (Conflict, NotFound, Unauthorized) as error:
             self._refused(path, error)
             raise
 
@@ -204,12 +204,13 @@ class _RecordedStore:
         self._record([(path, expected, None)])
         try:
             self._store.delete(path, expected, prune=prune)
-        except (NotFound, Conflict) as error:
+        except (Conflict, NotFound, Unauthorized) as error:
             self._refused(path, error)
             raise
 
     def _refused(self, path: str, error: BkctlError) -> None:
-        if isinstance(error, NotFound | Conflict) and not getattr(error, "may_be_applied", False):
+        is_void = isinstance(error, NotFound | Conflict) and not getattr(error, "may_be_applied", False)
+        if is_void or (isinstance(error, Unauthorized) and error.changed_nothing):
             self._undo.void(path)
 
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bkctl.errors import BkctlError, Conflict, Corrupt, MetadataVersionConflict, NotFound, Unsupported
+from bkctl.errors import BkctlError, Conflict, Corrupt, MetadataVersionConflict, NotFound, Unauthorized, Unsupported
 from bkctl.metadata.admin.undo import UndoFile, list_undo_files, undo
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.store import NEW
@@ -296,6 +296,28 @@ def test_refused_changes_are_not_undone(cluster: Cluster, tmp_path: Path) -> Non
         recorded.put("n", b"ours", theirs)
     assert outcomes(cluster, path) == [("n", "restored")]
     assert value(cluster, "n") == b"theirs"
+
+
+@pytest.mark.parametrize("changed_nothing", [True, False])
+def test_changes_of_a_user_without_access_are_void_unless_they_may_be_made(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed_nothing: bool
+) -> None:
+    error = Unauthorized("No access")
+    error.changed_nothing = changed_nothing
+
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    for name in ("put", "delete"):
+        monkeypatch.setattr(cluster.store, name, refuse)
+    monkeypatch.setattr(cluster.store, "put_many", lambda nodes: [error for _ in nodes])
+    with UndoFile(tmp_path / "undo", cluster, []) as kept:
+        recorded = kept.recorded().store
+        for change in (lambda: recorded.put("n", b"1", NEW), lambda: recorded.delete("n")):
+            with pytest.raises(Unauthorized):
+                change()
+        assert recorded.put_many([("n", b"1", NEW)]) == [error]
+    assert (kept.count, (tmp_path / "undo").exists()) == ((0, False) if changed_nothing else (3, True))
 
 
 def test_undoing_can_be_undone(cluster: Cluster, tmp_path: Path) -> None:

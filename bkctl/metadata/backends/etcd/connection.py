@@ -165,7 +165,7 @@ class EtcdConnection:
                     self.forget_token()
                     continue
                 if not _is_lost(code, details):
-                    raise self._refusal(code, details) from error
+                    raise self._refusal(code, details, repeated) from error
                 repeated = True
                 self.fail_over(client)
                 if code is _Status.DEADLINE_EXCEEDED:
@@ -273,14 +273,18 @@ class EtcdConnection:
         hint = None if self._has_answered else "check the metadata URI, or give it more time with --connect-timeout"
         return TimedOut(f"etcd at {self.address} did not answer within {self._limit_s:g} s{more}", hint=hint)
 
-    def _refusal(self, code: Any, details: str) -> Exception:
+    def _refusal(self, code: Any, details: str, repeated: bool) -> Exception:
         if code is _Status.OUT_OF_RANGE and "compacted" in details:
             return RevisionCompacted(details)
         if code is _Status.NOT_FOUND and "lease not found" in details:
             return LeaseLost(details)
         if code in (_Status.PERMISSION_DENIED, _Status.UNAUTHENTICATED) or "user name is empty" in details:
             hint = "give a user that has access" if self._security.user else "give a user and a password"
-            return Unauthorized(f"etcd at {self.address} refuses access to {self._root}: {shorten(details)}", hint=hint)
+            refusal = Unauthorized(
+                f"etcd at {self.address} refuses access to {self._root}: {shorten(details)}", hint=hint
+            )
+            refusal.changed_nothing = not repeated
+            return refusal
         if code is _Status.RESOURCE_EXHAUSTED and "space exceeded" in details:
             return BkctlError(f"The database of etcd at {self.address} is full", hint="compact and defragment it")
         return BkctlError(f"etcd at {self.address} failed: {code.name}: {shorten(details)}")

@@ -213,9 +213,9 @@ class HBaseTable:
         """Return the server that the znode names. Raises RegionLost while there is none; NotFound without an HBase."""
         zookeeper, path = self._zookeeper, f"{self._znode}/{name}"
         try:
-            data, _ = zookeeper.run(lambda: zookeeper.client.get_async(path), retries.remaining_s)
+            data, _ = zookeeper.run(zookeeper.client.get_async, path, retries.remaining_s)
         except NoNodeError as error:
-            if zookeeper.run(lambda: zookeeper.client.exists_async(self._znode), retries.remaining_s) is None:
+            if zookeeper.run(zookeeper.client.exists_async, self._znode, retries.remaining_s) is None:
                 raise NotFound(
                     f"No HBase in ZooKeeper at {zookeeper.hosts}: it has no node {self._znode}",
                     hint="check the quorum, and name HBase's zookeeper.znode.parent as ?znode=/PATH",

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from kazoo.client import KazooClient
@@ -52,17 +53,19 @@ _READER_CONNECT_S: Final = 2.0
 LOST: Final = (ConnectionLoss, ConnectionClosedError, OperationTimeoutError, SessionExpiredError, SessionMovedError)
 #: Refusals that callers translate, each with its own words.
 _ANSWERS: Final = (BadVersionError, NoChildrenForEphemeralsError, NodeExistsError, NoNodeError, NotEmptyError)
-_UNAUTHORIZED: Final = (NoAuthError, AuthFailedError, InvalidACLError)
+UNAUTHORIZED: Final = (NoAuthError, AuthFailedError, InvalidACLError)
 
 
 @dataclass
 class ZooKeeperCall:
     """One operation, which may take several requests; `repeated`: an earlier one may have been executed.
 
-    With `once` a request whose answer is lost is not sent again: the caller gets kazoo's error (one of LOST).
+    `full` is the full path of its node, for messages. With `once` a request whose answer is lost is not sent again: the
+    caller gets kazoo's error (one of LOST).
     """
 
     request: Callable[[], Any]
+    full: str
     repeated: bool = field(default=False, kw_only=True)
     once: bool = field(default=False, kw_only=True)
 
@@ -182,9 +185,12 @@ class ZooKeeperConnection:
 
     # calls
 
-    def run(self, request: Callable[[], Any], timeout_s: float | None = None) -> Any:
-        """Return the answer to an idempotent request; `request` sends it and returns kazoo's result. See `answer`."""
-        return self.answer(ZooKeeperCall(request), timeout_s)
+    def run(self, request: Callable[[str], Any], full: str, timeout_s: float | None = None) -> Any:
+        """Return the answer to the idempotent `request(full)`, about the node at a full path. See `answer`.
+
+        `request` sends it and returns kazoo's result.
+        """
+        return self.answer(ZooKeeperCall(partial(request, full), full), timeout_s)
 
     def answer(self, call: ZooKeeperCall, timeout_s: float | None = None) -> Any:
         """Return ZooKeeper's answer. Raises its refusals as kazoo's errors, else as every `MetadataStore` method."""
@@ -194,7 +200,10 @@ class ZooKeeperConnection:
                 return call.request().get(timeout=max(deadline - time.monotonic(), 0.001))
             except LOST as error:
                 if self._is_refused:
-                    raise self._unauthorized() from error
+                    raise Unauthorized(
+                        f"ZooKeeper at {self.hosts} refuses access to {self.root}",
+                        hint="check the user and the password",
+                    ) from error
                 call.repeated = True
                 if call.once:
                     raise
@@ -205,16 +214,22 @@ class ZooKeeperConnection:
                     raise self.timed_out() from error
             except KazooTimeoutError as error:
                 raise self.timed_out() from error
-            except _UNAUTHORIZED as error:
-                raise self._unauthorized() from error
+            except UNAUTHORIZED as error:
+                raise self.unauthorized(call.full, repeated=call.repeated) from error
             except _ANSWERS:
                 raise
             except KazooException as error:
                 raise BkctlError(f"ZooKeeper at {self.hosts} failed: {error!r}") from error
         raise Unreachable(f"The connection to ZooKeeper at {self.hosts} is closed")
 
-    def _unauthorized(self) -> Unauthorized:
-        return Unauthorized(f"ZooKeeper at {self.hosts} refuses access to {self.root}")
+    def unauthorized(self, full: str, *, repeated: bool) -> Unauthorized:
+        """Return the error of a refused request about the node at a full path."""
+        error = Unauthorized(
+            f"ZooKeeper at {self.hosts} refuses access to {full}",
+            hint="give a --metadata-user that its ACL admits (to create and delete it, the ACL of its parent)",
+        )
+        error.changed_nothing = not repeated
+        return error
 
     def timed_out(self) -> TimedOut:
         """Return the error of a call without an answer in time."""

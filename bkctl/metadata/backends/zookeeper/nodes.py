@@ -18,7 +18,7 @@ from kazoo.exceptions import (
 )
 
 from bkctl.errors import AlreadyExists, BkctlError, Conflict, NotFound
-from bkctl.metadata.backends.zookeeper.connection import LOST, ZooKeeperCall, ZooKeeperConnection
+from bkctl.metadata.backends.zookeeper.connection import LOST, UNAUTHORIZED, ZooKeeperCall, ZooKeeperConnection
 from bkctl.metadata.store import NO_CLUSTER_HINT, attempt
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ class ZooKeeperNodes:
 
     def stat(self, full: str) -> Any:
         """Return the stat of the node at a full path, None for a missing node."""
-        return self._connection.run(lambda: self._connection.client.exists_async(full))
+        return self._connection.run(self._connection.client.exists_async, full)
 
     def create(
         self, path: str, value: bytes, *, ephemeral: bool = False, sequence: bool = False, repeated: bool = False
@@ -65,6 +65,7 @@ class ZooKeeperNodes:
         while True:
             call = ZooKeeperCall(
                 lambda: connection.client.create_async(node.full, value, ephemeral=ephemeral, sequence=sequence),
+                node.full,
                 repeated=repeated,
             )
             try:
@@ -96,31 +97,35 @@ class ZooKeeperNodes:
         if problem is results[-1] and isinstance(problem, NodeExistsError):
             raise AlreadyExists(f"{path or self._connection.root} exists in {name}") from problem
         self._existing.difference_update(node.full[: match.start()] for match in _SLASH.finditer(node.full, 1))
+        if isinstance(problem, UNAUTHORIZED):
+            raise self._connection.unauthorized(node.full, repeated=call.repeated) from problem
         if not isinstance(problem, NodeExistsError | NoNodeError):
             raise BkctlError(f"{path} cannot be created in {name}: {problem!r}") from problem
         return None
 
     def transaction(self, nodes: Sequence[NewNode]) -> ZooKeeperCall:
-        """Return the call that creates all these nodes, or none."""
+        """Return the call that creates all these nodes, or none; messages name the last one."""
 
         def add(request: Any, node: NewNode) -> None:
             request.create(node.full, node.value, ephemeral=node.ephemeral, sequence=node.sequence)
 
-        return self._transaction(nodes, add)
+        return self._transaction(nodes, add, nodes[-1].full)
 
-    def _transaction(self, items: Sequence[T], add: Callable[[Any, T], object], *, once: bool = False) -> ZooKeeperCall:
+    def _transaction(
+        self, items: Sequence[T], add: Callable[[Any, T], object], full: str, *, once: bool = False
+    ) -> ZooKeeperCall:
         def request() -> Any:
             transaction = self._connection.client.transaction()
             for item in items:
                 add(transaction, item)
             return transaction.commit_async()
 
-        return ZooKeeperCall(request, once=once)
+        return ZooKeeperCall(request, full, once=once)
 
     def _is_ours(self, node: NewNode) -> bool:
         """Return whether an earlier request of ours, whose answer was lost, created the present node."""
         try:
-            found, stat = self._connection.run(lambda: self._connection.client.get_async(node.full))
+            found, stat = self._connection.run(self._connection.client.get_async, node.full)
         except NoNodeError:
             return False
         if node.ephemeral:
@@ -186,7 +191,7 @@ class ZooKeeperNodes:
         self, chunk: list[T], add: Callable[[Any, T], object], once: bool
     ) -> tuple[Sequence[Any] | None, bool]:
         """Return the answers to one transaction, None when it failed; and whether it may have been executed."""
-        call = self._transaction(chunk, add, once=once)
+        call = self._transaction(chunk, add, self._connection.root, once=once)
         try:
             answers = self._connection.answer(call)
         except LOST:

@@ -67,13 +67,14 @@ class ZooKeeperReads:
 
     def _read_one(self, operation: str, path: str, timeout_s: float | None = None) -> Any:
         try:
-            return _CONVERTED[operation](self._connection.run(lambda: self._request(operation, path), timeout_s))
+            full = self._connection.full(path)
+            return _CONVERTED[operation](self._connection.run(partial(self._request, operation), full, timeout_s))
         except NoNodeError:
             return None
 
-    def _request(self, operation: str, path: str) -> Any:
+    def _request(self, operation: str, full: str) -> Any:
         """Send a read through kazoo, and return its result; children include earlier acknowledged changes."""
-        client, full = self._connection.client, self._connection.full(path)
+        client = self._connection.client
         if operation != "children":
             return client.get_async(full)
         client.sync_async(full)  # Answered in order, so the answer to the next request implies it.
@@ -120,7 +121,9 @@ class ZooKeeperReads:
                 self._drop_reader(reader)
             else:
                 return paths, partial(self._finish_in_reader, reader, asked)
-        return paths, partial(self._finish_in_kazoo, operation, [self._request(operation, path) for path in paths])
+        return paths, partial(
+            self._finish_in_kazoo, operation, [self._request(operation, self._connection.full(path)) for path in paths]
+        )
 
     def _finish_in_reader(self, reader: Reader, asked: ReadBatch) -> tuple[list[Any], float]:
         try:

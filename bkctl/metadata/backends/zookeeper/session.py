@@ -61,11 +61,11 @@ class ZooKeeperSession:
             self._nodes.create(path, value, ephemeral=True)
         except AlreadyExists:
             try:
-                found, stat = connection.run(lambda: connection.client.get_async(full))
+                found, stat = connection.run(connection.client.get_async, full)
                 if stat.ephemeralOwner != connection.session_id:
                     return False
                 if found != value:
-                    connection.run(lambda: connection.client.set_async(full, value))
+                    connection.run(partial(connection.client.set_async, value=value), full)
             except NoNodeError:
                 return False
         return True
@@ -104,13 +104,13 @@ class ZooKeeperSession:
         """Delete the nodes of requests whose answers were lost: each attempt gets a number of its own."""
         client = self._connection.client
         parent, _, name = full.rpartition("/")
-        for sibling in self._connection.run(lambda: client.get_children_async(parent)):
+        for sibling in self._connection.run(client.get_children_async, parent):
             if sibling != name and sibling[:-10] == name[:-10]:
                 duplicate = f"{parent}/{sibling}"
                 with contextlib.suppress(NoNodeError):
-                    found, stat = self._connection.run(partial(client.get_async, duplicate))
+                    found, stat = self._connection.run(client.get_async, duplicate)
                     if (stat.ephemeralOwner, found) == (self._connection.session_id, value):
-                        self._connection.run(partial(client.delete_async, duplicate))
+                        self._connection.run(client.delete_async, duplicate)
 
     def held_many(self, claims: Sequence[Claim]) -> list[bool]:
         """See MetadataStore.held_many."""
@@ -152,11 +152,11 @@ class _ZooKeeperClaim(Claim):
         return stat is not None and Origin(stat.czxid, stat.ephemeralOwner) == self.origin
 
     def release(self) -> None:
-        def delete() -> Any:
+        def delete(full: str) -> Any:
             # Checked before each attempt: an earlier one may have deleted ours, and another session claimed the place.
             if not self.is_held():
                 raise NoNodeError
-            return self._connection.client.delete_async(self._full)
+            return self._connection.client.delete_async(full)
 
         with contextlib.suppress(NoNodeError):
-            self._connection.run(delete)
+            self._connection.run(delete, self._full)

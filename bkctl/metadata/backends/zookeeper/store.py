@@ -10,7 +10,7 @@ from kazoo.exceptions import BadVersionError, KazooException, NodeExistsError, N
 from kazoo.handlers.threading import KazooTimeoutError
 
 from bkctl.errors import AlreadyExists, BkctlError, Conflict, MetadataVersionConflict, NotFound, UsageError
-from bkctl.metadata.backends.zookeeper.connection import ZooKeeperCall, ZooKeeperConnection
+from bkctl.metadata.backends.zookeeper.connection import UNAUTHORIZED, ZooKeeperCall, ZooKeeperConnection
 from bkctl.metadata.backends.zookeeper.nodes import NewNode, ZooKeeperNodes, is_problem
 from bkctl.metadata.backends.zookeeper.reads import ZooKeeperReads
 from bkctl.metadata.backends.zookeeper.session import ZooKeeperSession
@@ -76,7 +76,7 @@ class ZooKeeperStore(MetadataStore):
         client = self._connection.client
         while expected != NEW:
             call = ZooKeeperCall(
-                lambda: client.set_async(full, value, -1 if expected is None else expected), repeated=repeated
+                lambda: client.set_async(full, value, -1 if expected is None else expected), full, repeated=repeated
             )
             try:
                 return int(self._connection.answer(call).version)
@@ -133,6 +133,8 @@ class ZooKeeperStore(MetadataStore):
                     raise AlreadyExists(f"{node.full} exists in {self.name}") from result
                 if isinstance(result, NoNodeError):
                     raise NotFound(f"{node.full} has no parent in {self.name}") from result
+                if isinstance(result, UNAUTHORIZED):
+                    raise self._connection.unauthorized(node.full, repeated=False) from result
                 raise BkctlError(f"{node.full} cannot be created in {self.name}: {result!r}") from result
 
     def delete(self, path: str, expected: int | None = None, *, prune: int = 0) -> None:
@@ -155,7 +157,8 @@ class ZooKeeperStore(MetadataStore):
     def _delete_node(self, path: str, expected: int | None) -> None:
         full = self._connection.full(path)
         self._session.ephemerals.forget(path)
-        call = ZooKeeperCall(lambda: self._connection.client.delete_async(full, -1 if expected is None else expected))
+        version = -1 if expected is None else expected
+        call = ZooKeeperCall(lambda: self._connection.client.delete_async(full, version), full)
         try:
             self._connection.answer(call)
         except NoNodeError as error:
@@ -196,7 +199,7 @@ class ZooKeeperStore(MetadataStore):
         Source: DataNode.copyStat, PrepRequestProcessor.
         """
         try:
-            _, stat = self._connection.run(lambda: self._connection.client.get_async(self._connection.full(path)))
+            _, stat = self._connection.run(self._connection.client.get_async, self._connection.full(path))
         except NoNodeError:
             return 0
         # `cversion` is 32 bits wide, and twice the creations less the present children.

@@ -7,6 +7,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Final, NamedTuple, TypeAlias
 
 from kazoo.exceptions import NoNodeError
@@ -71,9 +72,9 @@ class ZooKeeperWatches:
         changed = self._callback(place)
         if watch.children:
             with contextlib.suppress(NoNodeError):
-                self._connection.run(lambda: client.get_children_async(full, watch=changed))
+                self._connection.run(partial(client.get_children_async, watch=changed), full)
                 return
-        self._connection.run(lambda: client.exists_async(full, watch=changed))
+        self._connection.run(partial(client.exists_async, watch=changed), full)
 
     def _place(self, watch: _Watch) -> _Place:
         return self._connection.full(watch.path), watch.children

@@ -651,8 +651,9 @@ def test_login_with_user_and_password(etcd_server: Callable[..., EtcdServer]) ->
             open_cluster(uri, security=StoreSecurity(user=user, password=password))
         assert "secret" not in str(caught.value)
         assert server.connect_string in str(caught.value)
-    with pytest.raises(Unauthorized):
+    with pytest.raises(Unauthorized) as caught:
         open_cluster(server.metadata_uri("/elsewhere"), security=operator)
+    assert caught.value.changed_nothing
     with_login = uri.replace("://", "://operator:operator%27s%20secret@")
     with open_cluster(with_login) as cluster:
         assert cluster.instance_id()

@@ -132,7 +132,9 @@ def rows_of(answer: Answer, *, timeout_s: float = LIMIT_S, meta: pb.ServerName |
     server._answer = standard
     name = meta or pb.ServerName(host_name="127.0.0.1", port=server.port, start_code=1)
     node = pb.ServerNode(server=name).SerializeToString()
-    zookeeper: Any = SimpleNamespace(hosts="zk:1", timeout_s=timeout_s, run=lambda call, wait_s: (node, None))
+    zookeeper: Any = SimpleNamespace(
+        hosts="zk:1", timeout_s=timeout_s, run=lambda *_: (node, None), client=SimpleNamespace(get_async=None)
+    )
     table = HBaseTable(zookeeper, "/hbase", "t")
     with ThreadPoolExecutor(4) as executor:
         try:
@@ -181,7 +183,7 @@ def test_counter_that_stays_below_its_position_ends_in_a_timeout() -> None:
 def test_node_without_host_or_port_is_refused(node: bytes) -> None:
     with rows_of(to_all(pb.ScanResponse())) as rows:
         zookeeper: Any = rows.table._zookeeper
-        zookeeper.run = lambda call, wait_s: (node, None)
+        zookeeper.run = lambda *_: (node, None)
         with pytest.raises(Unsupported, match="names no server of HBase"):
             rows.get([5])
 

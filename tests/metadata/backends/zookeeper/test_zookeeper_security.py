@@ -11,14 +11,16 @@ from typing import Any
 
 import pytest
 from kazoo.client import KazooClient
+from kazoo.security import READ_ACL_UNSAFE
 from support import servers
 
 from bkctl.errors import Unauthorized, Unreachable, UsageError
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import BookieServiceInfo, Fragment, LedgerMetadata
 from bkctl.ids import LedgerId
+from bkctl.metadata.admin.undo import UndoFile
 from bkctl.metadata.cluster import Cluster, open_cluster
-from bkctl.metadata.store import NO_SECURITY, StoreSecurity, map_each, value_of
+from bkctl.metadata.store import NEW, NO_SECURITY, MetadataStore, StoreSecurity, map_each, value_of
 from bkctl.metadata.underreplication import LedgerMarks
 
 METADATA = LedgerMetadata(1, 1, 1, DigestType.CRC32C, b"", (Fragment(0, ("bookie-1",)),))
@@ -144,6 +146,31 @@ def test_apache_and_bkctl_share_nodes_with_creator_acls(
         java.shell(conf, "deleteledger", "-ledgerid", 5, "-force", check=True)
         with open_cluster(uri, security=SASL) as cluster:
             assert list(cluster.ledgers.ledgers()) == []
+
+
+def test_refused_change_names_its_node_and_leaves_no_undo_file(guarded: Any, tmp_path: Path) -> None:
+    root = guarded.new_root()
+    with open_cluster(guarded.metadata_uri(root), create=True) as cluster:
+        store = cluster.store
+        for path in ("INSTANCEID", "available", ""):
+            store._connection.client.set_acls(f"{root}/{path}".rstrip("/"), READ_ACL_UNSAFE)  # type: ignore[attr-defined]
+
+        def refused(change: Callable[[MetadataStore], object], node: str) -> None:
+            with UndoFile(tmp_path / "undo", cluster, []) as kept, pytest.raises(Unauthorized) as caught:
+                change(kept.recorded().store)
+            assert caught.value.message.endswith(f" refuses access to {root}/{node}")
+            assert "--metadata-user" in (caught.value.hint or "")
+            assert (kept.count, list(tmp_path.iterdir())) == (0, [])
+
+        refused(lambda store: store.put("INSTANCEID", b"", None), "INSTANCEID")
+        refused(lambda store: store.put("new", b"", NEW), "new")
+        refused(lambda store: store.put("some/new/node", b"", NEW), "some/new/node")
+        refused(lambda store: store.delete("INSTANCEID"), "INSTANCEID")
+        refused(
+            lambda store: value_of(store.put_many([("INSTANCEID", b"", 0), ("available", b"", 0)])[0]), "INSTANCEID"
+        )
+        with pytest.raises(Unauthorized, match=f"{root}/new"):
+            store.put_all([("new", b""), ("new/one", b"")])
 
 
 def test_wrong_login_is_unauthorized_in_time(guarded: Any) -> None:
