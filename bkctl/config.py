@@ -187,14 +187,27 @@ def _variable(match: re.Match[str], plain: Mapping[str, list[str]]) -> str:
     return plain[name][0] if name in plain else match[0]
 
 
-def _setting(key: str, default: Any, *, least: float | None = None, most: float | None = None) -> Any:
-    """Return a dataclass field that is read from the Java `key`; numbers are checked against `least` and `most`."""
-    return field(default=default, metadata={"key": key, "least": least, "most": most})
+def _setting(
+    key: str,
+    default: Any,
+    *,
+    least: float | None = None,
+    most: float | None = None,
+    floor: int | None = None,
+    unset: str | None = None,
+) -> Any:
+    """Return a dataclass field that is read from the Java `key`; numbers are checked against `least` and `most`.
+
+    A number below `floor` is read as `floor`, as Java treats it alike. The text `unset` stands for the default.
+    """
+    return field(default=default, metadata={"key": key, "least": least, "most": most, "floor": floor, "unset": unset})
 
 
+_SORTED_LEDGER_STORAGE: Final = "org.apache.bookkeeper.bookie.SortedLedgerStorage"
+_INTERLEAVED_LEDGER_STORAGE: Final = "org.apache.bookkeeper.bookie.InterleavedLedgerStorage"
 _STORAGE_NAMES: Final = {
-    "org.apache.bookkeeper.bookie.SortedLedgerStorage": "sorted",
-    "org.apache.bookkeeper.bookie.InterleavedLedgerStorage": "interleaved",
+    _SORTED_LEDGER_STORAGE: "sorted",
+    _INTERLEAVED_LEDGER_STORAGE: "interleaved",
     "org.apache.bookkeeper.bookie.storage.ldb.DbLedgerStorage": "db",
 }
 #: Java's keys that ask for what our bookie lacks, each with the value that does not, and what holds instead.
@@ -210,6 +223,13 @@ _WITHOUT_EFFECT: Final = {
     "localScrubInterval": ("0", "'bkctl bookie check' checks the bookie's files"),
     "tlsEnabledCipherSuites": ("", "the system's cipher suites are used"),
 }
+#: Keys that are read in another way than by a field's own.
+_OTHER_KEYS: Final = frozenset({
+    "enableStatistics", "gcEntryLogMetadataCachePath", "indexDirectories", "journalDirectories", "journalDirectory",
+    "ledgerDirectories", "ledgerManagerFactoryClass", "ledgerManagerType", "ledgerStorageClass", "metadataServiceUri",
+    "permittedStartupUsers", "prometheusStatsHttpEnable", "sortedLedgerStorageEnabled", "statsProviderClass",
+    "tlsEnabledProtocols", "zkEnableSecurity", "zkLedgersRootPath", "zkServers",
+})  # fmt: skip
 #: logSizeLimit's own upper bound. Source: ServerConfiguration.validate.
 LOG_SIZE_LIMIT_MAX: Final = 1 << 30
 
@@ -236,7 +256,7 @@ class BookieConfig:
     ledger_directories: tuple[str, ...] = ("/tmp/bk-data",)
     index_directories: tuple[str, ...] = ()
     allow_storage_expansion: bool = _setting("allowStorageExpansion", False)
-    ledger_storage_class: str = "org.apache.bookkeeper.bookie.SortedLedgerStorage"
+    ledger_storage_class: str = _SORTED_LEDGER_STORAGE
 
     journal_format_version_to_write: int = _setting("journalFormatVersionToWrite", 6, least=4, most=6)
     journal_max_size_mb: int = _setting("journalMaxSizeMB", 2048, least=1)
@@ -246,9 +266,9 @@ class BookieConfig:
     journal_sync_data: bool = _setting("journalSyncData", True)
     journal_write_data: bool = _setting("journalWriteData", True)
     journal_adaptive_group_writes: bool = _setting("journalAdaptiveGroupWrites", True)
-    journal_max_group_wait_msec: int = _setting("journalMaxGroupWaitMSec", 2, least=0, most=60_000)
-    journal_buffered_writes_threshold: int = _setting("journalBufferedWritesThreshold", 512 * 1024, least=0)
-    journal_buffered_entries_threshold: int = _setting("journalBufferedEntriesThreshold", 0, least=0)
+    journal_max_group_wait_msec: int = _setting("journalMaxGroupWaitMSec", 2, floor=0, most=60_000)
+    journal_buffered_writes_threshold: int = _setting("journalBufferedWritesThreshold", 512 * 1024, floor=0)
+    journal_buffered_entries_threshold: int = _setting("journalBufferedEntriesThreshold", 0, floor=0)
     journal_flush_when_queue_empty: bool = _setting("journalFlushWhenQueueEmpty", False)
     journal_queue_size: int = _setting("journalQueueSize", 10_000, least=1)
     #: Entries that wait for the journals, in MiB; None: 256 (Java takes a part of its own memory).
@@ -257,7 +277,7 @@ class BookieConfig:
     unfinished_requests_max_memory_size_mb: int = _setting("unfinishedRequestsMaxMemorySizeMb", 256, least=0)
     journal_remove_from_page_cache: bool = _setting("journalRemoveFromPageCache", True)
     #: How often a journal is synced that need not be, with `journal_sync_data` False.
-    journal_page_cache_flush_interval_msec: int = _setting("journalPageCacheFlushIntervalMSec", 1000, least=0)
+    journal_page_cache_flush_interval_msec: int = _setting("journalPageCacheFlushIntervalMSec", 1000, floor=0)
 
     skip_replay_journal_invalid_record: bool = _setting("skipReplayJournalInvalidRecord", False)
 
@@ -280,7 +300,7 @@ class BookieConfig:
     compaction_rate_by_entries: int | None = _setting("compactionRateByEntries", None, least=1)
     compaction_rate: int = _setting("compactionRate", 1000, least=1)
     compaction_rate_by_bytes: int = _setting("compactionRateByBytes", 1_000_000, least=1)
-    compaction_max_outstanding_requests: int = _setting("compactionMaxOutstandingRequests", 100_000, least=1)
+    compaction_max_outstanding_requests: int = _setting("compactionMaxOutstandingRequests", 100_000, floor=1)
     use_transactional_compaction: bool = _setting("useTransactionalCompaction", False)
     use_target_entry_log_size_for_gc: bool = _setting("useTargetEntryLogSizeForGc", False)
     force_allow_compaction: bool = _setting("forceAllowCompaction", False)
@@ -297,14 +317,16 @@ class BookieConfig:
     gc_scoped_delete_ratio_max: float = _setting("gcScopedDeleteRatioMax", 0.5, least=0.0, most=1.0)
     flush_interval: int = _setting("flushInterval", 10_000, least=1)
     page_size: int = _setting("pageSize", 8192, least=8, most=1 << 24)
-    page_limit: int = _setting("pageLimit", -1, least=-1)
-    open_file_limit: int = _setting("openFileLimit", 20_000, least=1)
+    page_limit: int = _setting("pageLimit", -1, floor=-1)
+    #: 0 is the default: Pulsar's file has it for DbLedgerStorage, where Java does not read it.
+    open_file_limit: int = _setting("openFileLimit", 20_000, least=1, unset="0")
     file_info_format_version_to_write: int = _setting("fileInfoFormatVersionToWrite", 1, least=0, most=1)
 
-    #: Both caches of DbLedgerStorage are shared by its directories. Java's default is a quarter of the direct memory.
-    db_storage_write_cache_max_size_mb: int = _setting("dbStorage_writeCacheMaxSizeMb", 128, least=1)
-    db_storage_read_ahead_cache_max_size_mb: int = _setting("dbStorage_readAheadCacheMaxSizeMb", 64, least=0)
-    db_storage_read_ahead_cache_batch_size: int = _setting("dbStorage_readAheadCacheBatchSize", 100, least=0)
+    #: Both caches of DbLedgerStorage are shared by its directories. Java's default is a quarter of the direct memory,
+    #: also where nothing follows the `=`. Source: DbLedgerStorage.getLongVariableOrDefault.
+    db_storage_write_cache_max_size_mb: int = _setting("dbStorage_writeCacheMaxSizeMb", 128, least=1, unset="")
+    db_storage_read_ahead_cache_max_size_mb: int = _setting("dbStorage_readAheadCacheMaxSizeMb", 64, least=0, unset="")
+    db_storage_read_ahead_cache_batch_size: int = _setting("dbStorage_readAheadCacheBatchSize", 100, floor=0)
     #: 0 or less: only the number of entries counts.
     db_storage_read_ahead_cache_batch_bytes_size: int = _setting("dbStorage_readAheadCacheBatchBytesSize", -1)
     #: Bytes, in each directory; None: 32 MiB. Java's default is a tenth of the direct memory.
@@ -315,7 +337,7 @@ class BookieConfig:
     db_storage_rocksdb_sst_size_mb: int = _setting("dbStorage_rocksDB_sstSizeInMB", 64, least=1, most=1 << 20)
     db_storage_rocksdb_block_size: int = _setting("dbStorage_rocksDB_blockSize", 64 * 1024, least=256, most=1 << 28)
     db_storage_rocksdb_bloom_filter_bits_per_key: int = _setting(
-        "dbStorage_rocksDB_bloomFilterBitsPerKey", 10, least=-1, most=100
+        "dbStorage_rocksDB_bloomFilterBitsPerKey", 10, floor=-1, most=100
     )
     db_storage_rocksdb_num_levels: int = _setting("dbStorage_rocksDB_numLevels", -1, most=64)
     db_storage_rocksdb_num_files_in_level0: int = _setting(
@@ -331,15 +353,15 @@ class BookieConfig:
 
     #: At most RECORD_SIZE_BYTES_MAX: an entry that arrives must be readable in the journals and entry logs.
     netty_max_frame_size_bytes: int = _setting("nettyMaxFrameSizeBytes", 5 * 1024 * 1024, least=1024, most=256 << 20)
-    max_batch_read_size: int = _setting("maxBatchReadSize", 5 * 1024 * 1024, least=1)
+    max_batch_read_size: int = _setting("maxBatchReadSize", 5 * 1024 * 1024, floor=1)
     #: Of all connections together; 0: no limit.
-    max_adds_in_progress_limit: int = _setting("maxAddsInProgressLimit", 0, least=0)
-    max_reads_in_progress_limit: int = _setting("maxReadsInProgressLimit", 0, least=0)
-    num_add_worker_threads: int = _setting("numAddWorkerThreads", 1, least=0)
-    num_read_worker_threads: int = _setting("numReadWorkerThreads", 8, least=0)
+    max_adds_in_progress_limit: int = _setting("maxAddsInProgressLimit", 0, floor=0)
+    max_reads_in_progress_limit: int = _setting("maxReadsInProgressLimit", 0, floor=0)
+    num_add_worker_threads: int = _setting("numAddWorkerThreads", 1, floor=0)
+    num_read_worker_threads: int = _setting("numReadWorkerThreads", 8, floor=0)
     #: What waits beyond these, for each of the threads above, is refused; 0: nothing is.
-    max_pending_add_requests_per_thread: int = _setting("maxPendingAddRequestsPerThread", 10_000, least=0)
-    max_pending_read_requests_per_thread: int = _setting("maxPendingReadRequestsPerThread", 10_000, least=0)
+    max_pending_add_requests_per_thread: int = _setting("maxPendingAddRequestsPerThread", 10_000, floor=0)
+    max_pending_read_requests_per_thread: int = _setting("maxPendingReadRequestsPerThread", 10_000, floor=0)
     #: How long a client may take no answers; negative: for ever.
     wait_timeout_on_response_backpressure_ms: int = _setting("waitTimeoutOnResponseBackpressureMs", -1)
     close_channel_on_response_timeout: bool = _setting("closeChannelOnResponseTimeout", False)
@@ -366,10 +388,10 @@ class BookieConfig:
     read_only_mode_enabled: bool = _setting("readOnlyModeEnabled", True)
     read_only_mode_on_any_disk_full_enabled: bool = _setting("readOnlyModeOnAnyDiskFullEnabled", True)
     #: What a full directory must have left for files that have to be made all the same; None: `log_size_limit`.
-    min_usable_size_for_entry_log_creation: int | None = _setting("minUsableSizeForEntryLogCreation", None, least=0)
-    min_usable_size_for_index_file_creation: int = _setting("minUsableSizeForIndexFileCreation", 100 << 20, least=0)
+    min_usable_size_for_entry_log_creation: int | None = _setting("minUsableSizeForEntryLogCreation", None, floor=0)
+    min_usable_size_for_index_file_creation: int = _setting("minUsableSizeForIndexFileCreation", 100 << 20, floor=0)
     #: None: that for entry logs.
-    min_usable_size_for_high_priority_writes: int | None = _setting("minUsableSizeForHighPriorityWrites", None, least=0)
+    min_usable_size_for_high_priority_writes: int | None = _setting("minUsableSizeForHighPriorityWrites", None, floor=0)
     force_read_only_bookie: bool = _setting("forceReadOnlyBookie", False)
     #: Keep the mode in BOOKIE_STATUS over a restart.
     persist_bookie_status_enabled: bool = _setting("persistBookieStatusEnabled", False)
@@ -380,11 +402,11 @@ class BookieConfig:
     lost_bookie_recovery_delay: int = _setting("lostBookieRecoveryDelay", 0, least=0)
     #: Seconds between the auditor's checks; 0: never (lost bookies: once, when it starts).
     auditor_periodic_bookie_check_interval: int = _setting("auditorPeriodicBookieCheckInterval", 86_400, least=0)
-    auditor_periodic_check_interval: int = _setting("auditorPeriodicCheckInterval", 604_800, least=0)
+    auditor_periodic_check_interval: int = _setting("auditorPeriodicCheckInterval", 604_800, floor=0)
     auditor_periodic_placement_policy_check_interval: int = _setting(
-        "auditorPeriodicPlacementPolicyCheckInterval", 0, least=0
+        "auditorPeriodicPlacementPolicyCheckInterval", 0, floor=0
     )
-    auditor_replicas_check_interval: int = _setting("auditorReplicasCheckInterval", 0, least=0)
+    auditor_replicas_check_interval: int = _setting("auditorReplicasCheckInterval", 0, floor=0)
     #: Of the entries between the first and the last of a fragment, which are always read.
     auditor_ledger_verification_percentage: int = _setting("auditorLedgerVerificationPercentage", 0, least=0, most=100)
     auditor_max_number_of_concurrent_open_ledger_operations: int = _setting(
@@ -393,7 +415,7 @@ class BookieConfig:
     #: Reads in flight while ledgers are checked; 0 or less: a bound of ours.
     in_flight_read_entry_num_in_ledger_checker: int = _setting("inFlightReadEntryNumInLedgerChecker", -1)
     #: Seconds; marks that are older are counted by the placement check. 0: none are.
-    underreplicated_ledger_recovery_grace_period: int = _setting("underreplicatedLedgerRecoveryGracePeriod", 0, least=0)
+    underreplicated_ledger_recovery_grace_period: int = _setting("underreplicatedLedgerRecoveryGracePeriod", 0, floor=0)
     #: Milliseconds that a writer has to replace a lost bookie itself, before its ledger is fenced.
     open_ledger_rereplication_grace_period: int = _setting("openLedgerRereplicationGracePeriod", 30_000, least=0)
     #: Milliseconds until a ledger that could not be replicated is tried again; the first times sooner.
@@ -406,7 +428,7 @@ class BookieConfig:
         "repairedPlacementPolicyNotAdheringBookieEnabled", False
     )
     #: Racks of a write quorum, where it has as many bookies.
-    min_num_racks_per_write_quorum: int = _setting("minNumRacksPerWriteQuorum", 2, least=1)
+    min_num_racks_per_write_quorum: int = _setting("minNumRacksPerWriteQuorum", 2, floor=1)
     #: Refuse ensembles with fewer racks, and do not use bookies without a rack.
     enforce_min_num_racks_per_write_quorum: bool = _setting("enforceMinNumRacksPerWriteQuorum", False)
     #: Prints the racks of hosts, so that replicas come to several; None: the metadata store's racks only.
@@ -449,6 +471,8 @@ class BookieConfig:
     conf_path: Path | None = None
     #: What the file asks for and does not get, a sentence each.
     warnings: tuple[str, ...] = ()
+    #: The file's keys that nothing here reads, such as sizes of Java's thread pools.
+    unread_keys: tuple[str, ...] = ()
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> BookieConfig:
@@ -481,6 +505,13 @@ class BookieConfig:
         storage = properties.list("ledgerStorageClass")
         if storage:
             given["ledger_storage_class"] = storage[0]
+        # Java's way to choose before ledgerStorageClass. Source: ServerConfiguration.getLedgerStorageClass.
+        is_sorted = given.get("ledger_storage_class", _SORTED_LEDGER_STORAGE) == _SORTED_LEDGER_STORAGE
+        if is_sorted and properties.get("sortedLedgerStorageEnabled", "").lower() == "false":
+            given["ledger_storage_class"] = _INTERLEAVED_LEDGER_STORAGE
+        declared_keys = {declared.metadata.get("key") for declared in fields(cls)}
+        given["unread_keys"] = tuple(sorted(set(properties) - declared_keys - _WITHOUT_EFFECT.keys() - _OTHER_KEYS))
+        given["warnings"] += _metrics_warning(properties, given.get("http_server_enabled", False))
         config = cls(**given)
         for key, name in (("journalDirectory", "journal_directories"), ("ledgerDirectories", "ledger_directories")):
             if len(set(getattr(config, name))) != len(getattr(config, name)):
@@ -531,15 +562,34 @@ class BookieConfig:
         return name
 
 
+def _metrics_warning(properties: Properties, is_http_enabled: bool) -> tuple[str, ...]:
+    """Return the warning that metrics which the file asks for are not served. Source: PrometheusMetricsProvider."""
+    provider = properties.get("statsProviderClass", "").rpartition(".")[2]
+    is_prometheus = provider == "PrometheusMetricsProvider"
+    switches = ("enableStatistics", "prometheusStatsHttpEnable") if is_prometheus else ("enableStatistics",)
+    is_off = any(properties.get(key, "").lower() == "false" for key in switches)
+    if provider in ("", "NullStatsProvider") or is_off or (is_prometheus and is_http_enabled):
+        return ()
+    where = "metrics are Prometheus text at /metrics of the HTTP server"
+    if not is_http_enabled:
+        where += (
+            ", which is off; set httpServerEnabled=true and httpServerPort, "
+            "and httpServerTokenFile if other machines are to read them"
+        )
+    return (f"{properties.where('statsProviderClass')}: statsProviderClass has no effect: {where}",)
+
+
 def _parse(declared: Field[Any], text: str, what: str) -> Any:
+    if text == declared.metadata["unset"]:
+        return declared.default
     kind = str(declared.type).removesuffix(" | None")
     if kind == "str":
         return text
     if kind == "bool":
         word = text.lower()
-        if word in ("true", "yes", "on", "t", "y"):
+        if word in ("true", "yes", "on", "t", "y", "1"):
             return True
-        if word in ("false", "no", "off", "f", "n"):
+        if word in ("false", "no", "off", "f", "n", "0"):
             return False
         raise UsageError(f"{what} must be true or false, not {text!r}")
     value: int | float
@@ -548,12 +598,12 @@ def _parse(declared: Field[Any], text: str, what: str) -> Any:
     except ValueError:
         words = "a whole number" if kind == "int" else "a number"
         raise UsageError(f"{what} must be {words}, not {text!r}") from None
-    least, most = declared.metadata["least"], declared.metadata["most"]
+    least, most, floor = (declared.metadata[name] for name in ("least", "most", "floor"))
     if value != value or (least is not None and value < least) or (most is not None and value > most):
         bounds = f"at least {least}" if most is None else f"from {least} to {most}"
         bounds = f"at most {most}" if least is None else bounds
         raise UsageError(f"{what} must be {bounds}, not {text}")
-    return value
+    return value if floor is None else max(value, floor)
 
 
 def _whole_number(text: str) -> int:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,184 @@ def test_settings_without_effect_are_warnings(tmp_path: Path) -> None:
         f"{path} line 5: journalAdaptiveGroupWrites has no effect: one sync serves all writes that wait for it",
         f"{path} line 4: tlsEnabledCipherSuites has no effect: the system's cipher suites are used",
     )
+
+
+#: The settings of Pulsar's conf/bookkeeper.conf that are not comments.
+PULSAR_SETTINGS = """
+bookiePort=3181
+journalDirectory=data/bookkeeper/journal
+minUsableSizeForIndexFileCreation=1073741824
+advertisedAddress=
+allowLoopback=false
+bookieDeathWatchInterval=1000
+flushInterval=60000
+useHostNameAsBookieID=false
+gcWaitTime=900000
+gcOverreplicatedLedgerWaitTime=86400000
+numAddWorkerThreads=0
+numReadWorkerThreads=8
+numHighPriorityWorkerThreads=8
+maxPendingReadRequestsPerThread=2500
+maxPendingAddRequestsPerThread=10000
+readWorkerThreadsThrottlingEnabled=true
+enableBusyWait=false
+forceAllowCompaction=true
+tlsCertFilesRefreshDurationSeconds=300
+auditorPeriodicBookieCheckInterval=86400
+rereplicationEntryBatchSize=100
+stickyReadSEnabled=true
+reorderReadSequenceEnabled=true
+openLedgerRereplicationGracePeriod=30000
+autoRecoveryDaemonEnabled=true
+lostBookieRecoveryDelay=0
+useV2WireProtocol=true
+reppDnsResolverClass=org.apache.pulsar.zookeeper.ZkBookieRackAffinityMapping
+serverTcpNoDelay=true
+nettyMaxFrameSizeBytes=5253120
+journalFormatVersionToWrite=5
+journalMaxSizeMB=2048
+journalMaxBackups=5
+journalPreAllocSizeMB=16
+journalWriteBufferSizeKB=64
+journalRemoveFromPageCache=true
+journalWriteData=true
+journalSyncData=true
+journalAdaptiveGroupWrites=true
+journalMaxGroupWaitMSec=1
+journalBufferedWritesThreshold=524288
+numJournalCallbackThreads=8
+journalAlignmentSize=4096
+journalFlushWhenQueueEmpty=false
+ledgerStorageClass=org.apache.bookkeeper.bookie.storage.ldb.DbLedgerStorage
+ledgerDirectories=data/bookkeeper/ledgers
+auditorPeriodicCheckInterval=604800
+openFileLimit=0
+fileInfoFormatVersionToWrite=0
+pageLimit=0
+zkLedgersRootPath=/ledgers
+logSizeLimit=1073741824
+entryLogFilePreallocationEnabled=true
+flushEntrylogBytes=33554432
+readBufferSizeBytes=4096
+writeBufferSizeBytes=65536
+compactionRate=1000
+minorCompactionThreshold=0.2
+minorCompactionInterval=3600
+compactionMaxOutstandingRequests=100000
+majorCompactionThreshold=0.5
+majorCompactionInterval=86400
+isThrottleByBytes=false
+compactionRateByEntries=1000
+compactionRateByBytes=1000000
+statsProviderClass=org.apache.bookkeeper.stats.prometheus.PrometheusMetricsProvider
+prometheusStatsHttpPort=8000
+readOnlyModeEnabled=true
+diskUsageThreshold=0.95
+diskCheckInterval=10000
+metadataServiceUri=
+zkServers=localhost:2181
+zkTimeout=30000
+zkEnableSecurity=false
+httpServerEnabled=false
+httpServerPort=8000
+httpServerClass=org.apache.bookkeeper.http.vertx.VertxHttpServer
+dbStorage_writeCacheMaxSizeMb=
+dbStorage_readAheadCacheMaxSizeMb=
+dbStorage_readAheadCacheBatchSize=1000
+dbStorage_rocksDB_blockCacheSize=
+dbStorage_rocksDB_writeBufferSizeMB=64
+dbStorage_rocksDB_sstSizeInMB=64
+dbStorage_rocksDB_blockSize=65536
+dbStorage_rocksDB_bloomFilterBitsPerKey=10
+dbStorage_rocksDB_numLevels=-1
+dbStorage_rocksDB_numFilesInLevel0=4
+dbStorage_rocksDB_maxSizeInLevel1MB=256
+"""
+
+
+def test_the_file_that_pulsar_ships_is_read(tmp_path: Path) -> None:
+    config = BookieConfig.load(write(tmp_path / "bookkeeper.conf", PULSAR_SETTINGS))
+    default = BookieConfig()
+    assert config.ledger_storage == "db"
+    assert config.metadata_service_uri == "zk+null://localhost:2181/ledgers"
+    assert config.advertised_address is None
+    # Java does not look at it with this storage class.
+    assert config.open_file_limit == default.open_file_limit
+    # Nothing behind the `=`: Java's DbLedgerStorage takes its defaults.
+    assert config.db_storage_write_cache_max_size_mb == default.db_storage_write_cache_max_size_mb
+    assert config.db_storage_read_ahead_cache_max_size_mb == default.db_storage_read_ahead_cache_max_size_mb
+    assert config.db_storage_rocksdb_block_cache_size is None
+    (warning,) = config.warnings
+    assert "statsProviderClass has no effect: metrics are Prometheus text at /metrics of the HTTP server" in warning
+    assert "httpServerEnabled=true" in warning
+    assert {"prometheusStatsHttpPort", "numJournalCallbackThreads"} <= set(config.unread_keys)
+    assert not {"zkServers", "journalDirectory", "statsProviderClass", "bookiePort"} & set(config.unread_keys)
+
+
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [
+        ("compactionMaxOutstandingRequests=0", 1),
+        ("maxBatchReadSize=0", 1),
+        ("minNumRacksPerWriteQuorum=0", 1),
+        ("maxAddsInProgressLimit=-1", 0),
+        ("maxReadsInProgressLimit=-1", 0),
+        ("numAddWorkerThreads=-1", 0),
+        ("numReadWorkerThreads=-1", 0),
+        ("maxPendingAddRequestsPerThread=-1", 0),
+        ("maxPendingReadRequestsPerThread=-1", 0),
+        ("journalMaxGroupWaitMSec=-1", 0),
+        ("journalBufferedEntriesThreshold=-1", 0),
+        ("journalBufferedWritesThreshold=-1", 0),
+        ("journalPageCacheFlushIntervalMSec=-1", 0),
+        ("auditorPeriodicCheckInterval=-1", 0),
+        ("auditorPeriodicPlacementPolicyCheckInterval=-1", 0),
+        ("auditorReplicasCheckInterval=-1", 0),
+        ("underreplicatedLedgerRecoveryGracePeriod=-1", 0),
+        ("minUsableSizeForEntryLogCreation=-1", 0),
+        ("minUsableSizeForIndexFileCreation=-1", 0),
+        ("minUsableSizeForHighPriorityWrites=-1", 0),
+        ("dbStorage_readAheadCacheBatchSize=-1", 0),
+        ("dbStorage_rocksDB_bloomFilterBitsPerKey=-2", -1),
+        ("pageLimit=-2", -1),
+    ],
+)
+def test_numbers_below_the_least_are_read_as_java_reads_them(tmp_path: Path, line: str, value: object) -> None:
+    config = BookieConfig.load(write(tmp_path / "bk.conf", line))
+    key = line.partition("=")[0]
+    (name,) = (each.name for each in dataclasses.fields(config) if each.metadata.get("key") == key)
+    assert getattr(config, name) == value
+
+
+def test_one_and_zero_are_true_and_false(tmp_path: Path) -> None:
+    config = BookieConfig.load(write(tmp_path / "bk.conf", "allowLoopback=1\nreadOnlyModeEnabled=0\n"))
+    assert (config.allow_loopback, config.read_only_mode_enabled) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("lines", "warning"),
+    [
+        ("statsProviderClass=org.apache.bookkeeper.stats.prometheus.PrometheusMetricsProvider", "which is off"),
+        ("statsProviderClass=a.CodahaleMetricsProvider\nhttpServerEnabled=true", "/metrics of the HTTP server"),
+        ("statsProviderClass=a.PrometheusMetricsProvider\nhttpServerEnabled=true", None),
+        ("statsProviderClass=a.PrometheusMetricsProvider\nprometheusStatsHttpEnable=false", None),
+        ("statsProviderClass=a.PrometheusMetricsProvider\nenableStatistics=false", None),
+        ("statsProviderClass=org.apache.bookkeeper.stats.NullStatsProvider", None),
+        ("prometheusStatsHttpPort=8000", None),
+    ],
+)
+def test_metrics_that_are_not_served_as_asked_are_a_warning(tmp_path: Path, lines: str, warning: str | None) -> None:
+    warnings = BookieConfig.load(write(tmp_path / "bk.conf", lines)).warnings
+    assert len(warnings) == (warning is not None)
+    assert warning is None or warning in warnings[0]
+
+
+def test_the_old_choice_of_storage_is_read(tmp_path: Path) -> None:
+    assert BookieConfig.load(write(tmp_path / "a", "sortedLedgerStorageEnabled=false")).ledger_storage == "interleaved"
+    both = (
+        "sortedLedgerStorageEnabled=false\nledgerStorageClass=org.apache.bookkeeper.bookie.storage.ldb.DbLedgerStorage"
+    )
+    assert BookieConfig.load(write(tmp_path / "b", both)).ledger_storage == "db"
 
 
 def test_lists_keep_all_their_values(tmp_path: Path) -> None:

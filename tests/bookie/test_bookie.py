@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import struct
 import threading
 from pathlib import Path
@@ -40,6 +41,20 @@ from bkctl.protocol.messages import (
 )
 
 LEDGERS = [PLAIN, SCOPED]
+
+
+def test_the_start_lists_the_settings_without_effect(
+    tmp_path: Path, cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body(bookie: Bookie, connection: BookieConnection) -> None:
+        pass
+
+    with caplog.at_level(logging.INFO):
+        on_a_bookie(tmp_path / "some", cluster, body, unread_keys=("enableBusyWait", "httpServerClass"))
+        assert "Settings without effect here: enableBusyWait, httpServerClass" in caplog.messages
+        caplog.clear()
+        on_a_bookie(tmp_path / "none", cluster, body)
+    assert "without effect" not in caplog.text
 
 
 @pytest.mark.parametrize("ledger", LEDGERS, ids=str)
