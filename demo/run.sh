@@ -4,7 +4,9 @@ set -euo pipefail
 
 bkctl=${BKCTL:-bkctl}
 work=$(mktemp -d)
-export XDG_DATA_HOME="$work/data"
+# Contexts and variables of the user name a cluster that the demo must not write to, not even in the audit log.
+unset "${!BKCTL_@}"
+export XDG_CONFIG_HOME="$work/config" XDG_DATA_HOME="$work/data" XDG_STATE_HOME="$work/state"
 cleanup() {
     "$bkctl" --quiet local down --dir "$work/cluster" >/dev/null 2>&1 || true
     rm -rf "$work"

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.command_line import CommandLine
+from support.waiting import LIMIT_S
 
 from .conftest import Cli
+
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 @pytest.fixture
@@ -147,3 +152,19 @@ def test_up_refuses_a_file_as_its_directory(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     refused = cli("local", "up", "--dir", tmp_path / "file")
     assert (refused.code, refused.err) == (2, f"bkctl: {tmp_path}/file is a file, a directory is needed\n")
+
+
+def test_the_demo_uses_no_cluster_and_no_files_of_its_user(shell: CommandLine, tmp_path: Path) -> None:
+    uri = f"sqlite://{tmp_path}/production.db"
+    assert shell("cluster", "init", "-u", uri).code == 0
+    program = tmp_path / "bkctl"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m bkctl "$@"\n')
+    program.chmod(0o755)
+    (home := tmp_path / "home").mkdir()
+    named = {name: value for name, value in os.environ.items() if not name.startswith("XDG_")} | {
+        "HOME": str(home), "BKCTL": str(program), "BKCTL_METADATA_URI": uri,
+    }  # fmt: skip
+    demo = subprocess.run([ROOT / "demo" / "run.sh"], env=named, capture_output=True, text=True, timeout=LIMIT_S)
+    assert demo.returncode == 0, demo.stderr
+    assert shell("ledger", "list", "--all-scopes", "-o", "id", "-u", uri).out == b""
+    assert list(home.iterdir()) == []
