@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, NamedTuple
 
 import typer
 
 from bkctl import __version__
 
 from . import top
-from .kit.columns import ALL, Column, Columns, Output
+from .kit.columns import ALL, Column, Columns, Kind, Output
 from .kit.command import Run, command, group
 from .kit.parser import connection_help, exit_code_help
 from .kit.terminal import emit
@@ -51,16 +51,61 @@ def show_help(
     program.main([*(words or ()), "--help"], prog_name="bkctl", standalone_mode=False, obj=top.obj)
 
 
-VERSION_COLUMNS = Columns(Column("VERSION", "version", lambda row: row), key="version")
+class Build(NamedTuple):
+    """The version, the modules in C that are used, and those whose loops run in Python."""
+
+    version: str
+    compiled: list[str]
+    uncompiled: list[str]
+
+
+def _names(modules: list[str]) -> str:
+    return ", ".join(modules) or "-"
+
+
+VERSION_COLUMNS = Columns(
+    Column("VERSION", "version", "version"),
+    Column("COMPILED", "compiledModules", "compiled", Kind.NESTED, text=_names),
+    Column("NOT COMPILED", "uncompiledModules", "uncompiled", Kind.NESTED, text=_names),
+    key="version",
+)
+
+
+def _build() -> Build:
+    from bkctl.files import scan
+    from bkctl.metadata import ledger_json
+    from bkctl.protocol import add_runs, client_runs
+
+    from .kit import lines
+
+    used = {
+        "bkctl.protocol._add_runs": vars(add_runs)["compiled"],
+        "bkctl.protocol._client_runs": vars(client_runs)["compiled"],
+        "bkctl.files._scan": vars(scan)["compiled"],
+        "bkctl.metadata._ledger_json": vars(ledger_json)["compiled"],
+        "bkctl.commands.kit._rows": lines.join_rows,
+    }
+    return Build(
+        __version__,
+        [name for name, module in used.items() if module is not None],
+        [name for name, module in used.items() if module is None],
+    )
 
 
 @command(app, "version", examples=("bkctl version",))
 def show_version(run: Run) -> None:
-    """Print the version."""
+    """Print the version, and which inner loops are compiled.
+
+    Without a C compiler and Python's headers at its installation, bkctl runs the same loops in Python: slower, with the
+    same results.
+    """
+    build = _build()
     if run.output is Output.TABLE and run.selection == ALL:
-        run.text(f"bkctl {__version__}\n")
+        count = len(build.compiled) + len(build.uncompiled)
+        slow = f"; in Python: {', '.join(build.uncompiled)}" if build.uncompiled else ""
+        run.text(f"bkctl {__version__}\ninner loops in C: {len(build.compiled)} of {count}{slow}\n")
     else:
-        run.show(__version__, VERSION_COLUMNS)
+        run.show(build, VERSION_COLUMNS)
 
 
 @command(

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -384,10 +385,9 @@ def test_a_signal_is_in_the_exit_code(tmp_path: Path, number: signal.Signals) ->
         (["help", "journal"], ["journal", "--help"]),
         (["journal", "read", "-h"], ["journal", "read", "--help"]),
         (["help", "journal", "read"], ["journal", "read", "--help"]),
-        (["version"], ["--version"]),
     ],
 )
-def test_help_and_version_have_several_names(cli: Cli, words: list[str], same: list[str]) -> None:
+def test_help_has_several_names(cli: Cli, words: list[str], same: list[str]) -> None:
     assert cli(*words) == cli(*same)
     assert cli(*words).code == 0
     assert cli(*words).out
@@ -445,5 +445,18 @@ def test_help_on_a_terminal_of_60_columns_fits(cli: Cli) -> None:
 
 
 def test_version_in_each_form(cli: Cli) -> None:
-    assert cli("version").out == f"bkctl {__version__}\n"
-    assert cli("version", "-o", "json").json == {"version": __version__}
+    assert cli("--version").out == f"bkctl {__version__}\n"
+    assert cli("version", "-o", "json").json["version"] == __version__
+    assert cli("version").out.splitlines()[0] == f"bkctl {__version__}"
+
+
+def test_version_says_which_inner_loops_are_compiled(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    build = cli("version", "-o", "json").json
+    project = tomllib.loads((Path(__file__).resolve().parent.parent.parent / "pyproject.toml").read_text())
+    modules = {module["name"] for module in project["tool"]["setuptools"]["ext-modules"]}
+    assert {*build["compiledModules"], *build["uncompiledModules"]} == modules
+    monkeypatch.setattr("bkctl.files.scan.compiled", None)
+    slow = cli("version", "-o", "json").json
+    assert slow["compiledModules"] == [name for name in build["compiledModules"] if name != "bkctl.files._scan"]
+    assert "bkctl.files._scan" in slow["uncompiledModules"]
+    assert "of 5; in Python: " in cli("version").out
