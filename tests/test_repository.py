@@ -6,9 +6,13 @@ import os
 import re
 import shutil
 import subprocess
+import sys
+import tarfile
 from pathlib import Path
 
 import pytest
+
+from bkctl import __version__
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -65,6 +69,33 @@ def test_scripts_are_executable_and_parse(name: str) -> None:
     assert os.access(script, os.X_OK)
     shell = script.read_text().splitlines()[0].rpartition("/")[2].removeprefix("env ")
     subprocess.run([shell, "-n", str(script)], check=True)
+
+
+def test_the_changelog_has_the_version() -> None:
+    sections = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    if ".dev" in __version__:
+        assert sections[0] == "Unreleased"
+        assert f"bkctl calls itself {__version__} until then" in (ROOT / "CHANGELOG.md").read_text()
+    assert not [name for name in sections[1:] if "nreleased" in name]
+
+
+def test_the_source_archive_has_what_its_readme_names(tmp_path: Path) -> None:
+    pytest.importorskip("setuptools", "77")
+    for path in tracked():
+        name = path.relative_to(ROOT)
+        if name.parts[0] not in ("tests", "benchmarks") or name.match("tests/*.py"):
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, tmp_path / name)
+    build = "from setuptools import build_meta; build_meta.build_sdist('dist')"
+    subprocess.run([sys.executable, "-c", build], cwd=tmp_path, capture_output=True, check=True)
+    (archive,) = (tmp_path / "dist").iterdir()
+    with tarfile.open(archive) as packed:
+        names = {name.partition("/")[2] for name in packed.getnames()}
+    assert set(re.findall(r"\]\(([^):#]+)[)#]", (ROOT / "README.md").read_text())) <= names
+    assert {"demo/run.sh", "Makefile", "CHANGELOG.md", "docs/schemas/version.json"} <= names
+    sources = {str(path.relative_to(ROOT)) for path in tracked() if path.suffix in (".c", ".h", ".proto")}
+    assert sources - names == set()
+    assert not [name for name in names if name.startswith("tests")]
 
 
 PAGES = [
