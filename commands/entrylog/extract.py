@@ -151,7 +151,7 @@ def extract(
         if str(file) != "-":
             run.show(ExtractReport(extraction, digest_type, gaps, missing, file), REPORT_COLUMNS)
         elif missing:
-            run.note(f"Missing entries ({missing:,}): {_gap_text(gaps)}")
+            run.warn(f"missing entries ({missing:,}): {_gap_text(gaps)}")
         problems = list(extraction.problems)
     if left is not None:
         full = BkctlError(

@@ -394,7 +394,7 @@ def test_extract_reports_missing_entries(cli: Cli, bookie: Path, current: Path) 
     assert "2-4" in cli(*arguments, "-f", bookie / "other").out
     result = cli(*arguments, "-f", "-", "--format", "raw")
     assert result.out == "one"
-    assert "Missing entries (3): 2-4" in result.err
+    assert "bkctl: Warning: missing entries (3): 2-4" in result.err
 
 
 @pytest.mark.parametrize("ledger", [files.PLAIN, files.SCOPED])
