@@ -37,8 +37,30 @@ R = TypeVar("R")
 
 BACK_OFF_S_MIN: Final = 0.1
 BACK_OFF_S_MAX: Final = 5.0
+#: Bytes of entries that all recoveries of a client have read ahead.
+RECOVERY_BYTES_MAX: Final = 256 << 20
 #: Time for which reads and placement prefer other bookies after a failure.
 SUSPECT_S: Final = 30.0
+
+
+class WaitingBytes:
+    """Counts bytes of entries that wait to be used, up to `bytes_max`."""
+
+    __slots__ = ("_bytes", "_bytes_max")
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes, self._bytes_max = 0, bytes_max
+
+    def admit(self, size_bytes: int) -> bool:
+        """Count an entry of that size; return False, without counting it, if it is too much."""
+        if self._bytes + size_bytes > self._bytes_max:
+            return False
+        self._bytes += size_bytes
+        return True
+
+    def free(self, size_bytes: int) -> None:
+        """Count an entry no longer."""
+        self._bytes -= size_bytes
 
 
 class BookieChannel:
@@ -201,6 +223,8 @@ class BookiePool:
         self.timeout_s, self.connect_timeout_s = timeout_s, connect_timeout_s
         #: Set by `close`: the pool does not connect any more.
         self.closed = False
+        #: Entries that recoveries read ahead, of all ledgers together.
+        self.recovery_bytes = WaitingBytes(RECOVERY_BYTES_MAX)
         self._overrides = dict(addresses)
         self._only = only
         self._rack_rules = rack_rules

@@ -12,6 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from bkctl.client.bookies import BookieChannel, BookiePool, error_of, failure
@@ -29,6 +30,7 @@ from bkctl.errors import (
 from bkctl.formats.entry import INVALID_ENTRY_ID, DigestManager, read_entry_header
 from bkctl.formats.metadata import LedgerMetadata
 from bkctl.protocol.messages import (
+    FRAME_SIZE_BYTES_MAX,
     LAST_ENTRY,
     BytesLike,
     Protocol,
@@ -50,10 +52,13 @@ if TYPE_CHECKING:
 WINDOW_COUNT_MAX: Final = 1024
 WINDOW_COUNT_MIN: Final = 4
 WINDOW_BYTES: Final = 16 << 20
+#: Bytes of answers that may wait behind the first entry of a window. Only entries that are much larger than those
+#: before them, or than the metadata says, need more.
+WAITING_BYTES_MAX: Final = 16 * FRAME_SIZE_BYTES_MAX
 #: Payload bytes above which a run of entries ends.
 RUN_BYTES: Final = 1 << 20
-#: Assumed size of an entry before the first one is read.
-ENTRY_SIZE_BYTES_GUESS: Final = 256 << 10
+#: Assumed size of an entry before the first one is read: the largest ones still fit in WAITING_BYTES_MAX then.
+ENTRY_SIZE_BYTES_GUESS: Final = 1 << 20
 #: Time without an answer after which the next replica is asked, too (speculative read).
 SPECULATIVE_READ_S: Final = 2.0
 #: Longest wait of one long poll. A tail is a sequence of long polls.
@@ -167,8 +172,8 @@ def restate(error: BkctlError, message: str, hint: str | None = None) -> BkctlEr
 class _Read:
     """One entry being read: the replica asked last, and the first answer that is not rejected yet."""
 
-    __slots__ = ("asked_count", "channel", "entry_id", "error", "first_error", "problems", "replicas", "response",
-                 "source", "spares", "untried")  # fmt: skip
+    __slots__ = ("asked_count", "channel", "entry_id", "error", "first_error", "is_kept", "problems", "replicas",
+                 "response", "source", "spares", "untried")  # fmt: skip
 
     def __init__(self, entry_id: int, replicas: tuple[BookieChannel, ...], channel: BookieChannel) -> None:
         self.entry_id = entry_id
@@ -176,6 +181,8 @@ class _Read:
         self.channel = channel
         #: Requests without an outcome.
         self.asked_count = 1
+        #: Whether an answer is kept beyond WAITING_BYTES_MAX, because one was dropped.
+        self.is_kept = False
         self.response: ReadResponse | None = None
         #: The replica that sent `response`.
         self.source = channel
@@ -187,8 +194,15 @@ class _Read:
         self.error: BkctlError | None = None
 
 
+def _body_size(response: ReadResponse) -> int:
+    return len(response.body or b"")
+
+
 class _RangeReader:
-    """Pipelined reads of consecutive entries, taken in order and in runs."""
+    """Pipelined reads of consecutive entries, taken in order and in runs.
+
+    Answers beyond WAITING_BYTES_MAX are dropped, and asked for again when their turn comes.
+    """
 
     def __init__(self, access: LedgerAccess, first: int, last: int, verify: bool) -> None:
         self._access = access
@@ -206,6 +220,7 @@ class _RangeReader:
         self._replicas: list[tuple[BookieChannel, ...]] = []
         self._entry_size = access.entry_size_bytes
         self._size_seen = self._count_seen = 0
+        self._waiting_bytes = 0
 
     async def next_run(self) -> list[LedgerEntry]:
         """Return the next entries, as many as are there (at least one, at most about RUN_BYTES); none at the end."""
@@ -228,7 +243,10 @@ class _RangeReader:
             if head.error is not None:
                 await self._follow_ensembles(head)
             elif head.response is None and not self._failures:
-                await self._wait_for(head)
+                if head.asked_count:
+                    await self._wait_for(head)
+                else:
+                    self._ask_for_dropped()
 
     def _fill(self) -> int:
         """Send reads until the window is full, and return the number of reads in it."""
@@ -279,6 +297,8 @@ class _RangeReader:
         read.asked_count -= 1
         if type(outcome) is not ReadResponse or outcome[0] is not Status.EOK:
             self._failures.append((read, channel, outcome))
+        elif not self._has_room(read, outcome):
+            self._untried_of(read).insert(0, channel)
         elif read.response is None:
             read.response, read.source = outcome, channel
         else:
@@ -288,6 +308,21 @@ class _RangeReader:
         waiter = self._waiter
         if waiter is not None and (self._failures or read is self._window[0]) and not waiter.done():
             waiter.set_result(None)
+
+    def _has_room(self, read: _Read, response: ReadResponse) -> bool:
+        """Count the answer among those that wait; return False, with nothing counted, if it is to be dropped."""
+        waiting_bytes = self._waiting_bytes + _body_size(response)
+        if waiting_bytes > WAITING_BYTES_MAX and not read.is_kept and read is not self._window[0]:
+            return False
+        self._waiting_bytes = waiting_bytes
+        return True
+
+    def _ask_for_dropped(self) -> None:
+        """Ask again for the first answers of the window that were dropped, and keep these."""
+        dropped = (read for read in self._window if not (read.asked_count or read.response or read.error))
+        for read in islice(dropped, WINDOW_COUNT_MIN):
+            read.is_kept = True
+            self._ask_another(read)
 
     async def _wait_for(self, read: _Read) -> None:
         """Wait until a replica answers for `read`, or another read fails.
@@ -304,7 +339,7 @@ class _RangeReader:
             silent = read.channel
             silent.failed()
             for other in self._window:
-                if other.channel is silent and other.response is None:
+                if other.channel is silent and other.asked_count and other.response is None:
                     self._ask_another(other)
 
     def _take_run(self) -> list[LedgerEntry]:
@@ -314,10 +349,12 @@ class _RangeReader:
         size = 0
         while window and size < RUN_BYTES:
             read = window[0]
-            if read.response is None:
+            response = read.response
+            if response is None:
                 break
+            self._waiting_bytes -= _body_size(response)
             try:
-                entry = open_entry(read.response.body, read.entry_id, verify)
+                entry = open_entry(response.body, read.entry_id, verify)
             except BkctlError as error:
                 read.response = None
                 self._record(read, read.source, error)
@@ -325,6 +362,8 @@ class _RangeReader:
                 break
             window.popleft()
             del self._reads[read.entry_id]
+            if read.spares:
+                self._waiting_bytes -= sum(_body_size(spare) for _, spare in read.spares)
             run.append(entry)
             size += len(entry.payload)
         self._count_seen += len(run)
@@ -352,17 +391,22 @@ class _RangeReader:
 
     def _ask_another(self, read: _Read) -> bool:
         """Ask the next replica, while others may still answer; return False when none is left."""
-        if read.untried is None:
-            now = time.monotonic()
-            read.untried = [replica for replica in read.replicas if replica is not read.channel]
-            read.untried.sort(key=lambda replica: replica.suspect_until > now)
-        if not read.untried:
+        untried = self._untried_of(read)
+        if not untried:
             return False
-        read.channel = read.untried.pop(0)
+        read.channel = untried.pop(0)
         read.asked_count += 1
         request = ReadRequest(self._access.ledger, read.entry_id)
         read.channel.send_run((request,), self._taker(read.channel), self._access.scoped)
         return True
+
+    def _untried_of(self, read: _Read) -> list[BookieChannel]:
+        """Return the replicas to ask next, in order."""
+        if read.untried is None:
+            now = time.monotonic()
+            read.untried = [replica for replica in read.replicas if replica is not read.channel]
+            read.untried.sort(key=lambda replica: replica.suspect_until > now)
+        return read.untried
 
     def _try_next(self, read: _Read) -> None:
         """Use the answer of another replica, or ask one; with none left, give the entry up."""

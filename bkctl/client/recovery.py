@@ -11,6 +11,7 @@ ReadOnlyLedgerHandle.recover, ListenerBasedPendingReadOp.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from dataclasses import replace
 from typing import Final, NamedTuple
@@ -19,6 +20,7 @@ from bkctl.client.bookies import BookieChannel
 from bkctl.client.ensemble import closed, update_metadata
 from bkctl.client.read_handle import entry_of
 from bkctl.client.reader import LedgerAccess, LedgerEntry, read_entries, read_last_confirmed, restate
+from bkctl.client.waiting_reads import WaitingReads
 from bkctl.client.writer import RecoveryPipeline
 from bkctl.errors import (
     BkctlError,
@@ -97,8 +99,9 @@ async def find_loss(access: LedgerAccess) -> RecoveryLoss | None:
         return None
     confirmed = await read_last_confirmed(access)
     last_entry_id = max(confirmed.last_add_confirmed, access.metadata.last_fragment.first_entry_id - 1)
-    if await _Tail(access, last_entry_id + 1, fence=False).next() is not None:
-        return None
+    with contextlib.closing(_Tail(access, last_entry_id + 1, fence=False)) as tail:
+        if await tail.next() is not None:
+            return None
     try:
         await _length_at(access, last_entry_id)
     except LedgerLengthUnknown:
@@ -137,10 +140,10 @@ async def _make_safe(access: LedgerAccess, accept_loss: RecoveryLoss | None) -> 
         confirmed = await read_last_confirmed(access, fence=True)
         start = max(confirmed.last_add_confirmed, metadata.last_fragment.first_entry_id - 1)
         pipeline = RecoveryPipeline(access, last_add_confirmed=start, length=confirmed.length)
-        tail = _Tail(access, start + 1)
-        while (entry := await tail.next()) is not None:
-            await pipeline.ready()
-            pipeline.add(entry.payload, entry_id=entry.entry_id, length=entry.length)
+        with contextlib.closing(_Tail(access, start + 1)) as tail:
+            while (entry := await tail.next()) is not None:
+                await pipeline.ready()
+                pipeline.add(entry.payload, entry_id=entry.entry_id, length=entry.length)
         await pipeline.flush()
         if pipeline.last_add_confirmed > start:
             return pipeline, pipeline.length
@@ -199,6 +202,7 @@ class _Tail:
         # A copy, because bookies that replace others while re-adding do not have the entries.
         self._replicas = access.replicas(access.metadata.last_fragment.bookies)
         self._next_id = first
+        self._reads = WaitingReads(access, access.pool.recovery_bytes)
         self._window: deque[tuple[int, dict[asyncio.Future[Response], BookieChannel]]] = deque()
 
     async def next(self) -> LedgerEntry | None:
@@ -213,9 +217,23 @@ class _Tail:
             if self._fence:
                 request = ReadRequest(access.ledger, entry_id, access.digest.master_key, True, True)
             channels = self._replicas[entry_id % access.schedule.ensemble_size]
-            self._window.append((entry_id, {channel.send(request, access.scoped): channel for channel in channels}))
+            self._window.append((entry_id, {self._reads.send(channel, request): channel for channel in channels}))
             self._next_id += 1
         entry_id, pending = self._window.popleft()
+        try:
+            return await self._decide(entry_id, pending)
+        finally:
+            self._reads.abandon(pending)
+
+    def close(self) -> None:
+        """Let the entries go that were read ahead."""
+        for _, pending in self._window:
+            self._reads.abandon(pending)
+
+    async def _decide(
+        self, entry_id: int, pending: dict[asyncio.Future[Response], BookieChannel]
+    ) -> LedgerEntry | None:
+        access = self._access
         missing_count = 0
         problems: list[str] = []
         decisive_error: BkctlError | None = None
@@ -223,6 +241,9 @@ class _Tail:
             done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             for future in done:
                 channel = pending.pop(future)
+                if (again := self._reads.take(future)) is not None:
+                    pending[again] = channel
+                    continue
                 try:
                     return entry_of(future, access, entry_id, channel.bookie_id)
                 except (EntryNotFound, LedgerNotFound):

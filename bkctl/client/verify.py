@@ -6,16 +6,16 @@ Source: LedgerChecker, which samples; this reads every replica.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from enum import Enum
-from itertools import chain
+from itertools import chain, islice
 from typing import Final, NamedTuple
 
-from bkctl.client.bookies import BookieChannel
+from bkctl.client.bookies import BookieChannel, WaitingBytes
 from bkctl.client.read_handle import ReadHandle, entry_of
-from bkctl.client.reader import WINDOW_BYTES, LedgerEntry
+from bkctl.client.reader import WAITING_BYTES_MAX, WINDOW_BYTES, LedgerEntry
+from bkctl.client.waiting_reads import WaitingReads
 from bkctl.errors import (
     BkctlError,
     CorruptRecord,
@@ -30,7 +30,6 @@ from bkctl.protocol.messages import (
     ReadRequest,
     Response,
 )
-from bkctl.tasks import in_order
 
 #: Entries read ahead of the one that is reported.
 WINDOW_COUNT_MAX: Final = 256
@@ -88,9 +87,11 @@ async def verify_entries(handle: ReadHandle) -> AsyncIterator[EntryCheck]:
     #: Faulty bookies of fragments for which the metadata was read again.
     looked_up: set[tuple[int, str]] = set()
 
+    reads = WaitingReads(access, WaitingBytes(WAITING_BYTES_MAX))
+
     def ask(entry_id: int, channels: Iterable[BookieChannel]) -> list[tuple[BookieChannel, asyncio.Future[Response]]]:
         request = ReadRequest(handle.ledger, entry_id)
-        return [(channel, channel.send(request, access.scoped)) for channel in channels]
+        return [(channel, reads.send(channel, request)) for channel in channels]
 
     while next_id <= last or window:
         count_max = min(max(WINDOW_BYTES // ((max(size, largest) + 64) * write_quorum_size), 2), WINDOW_COUNT_MAX)
@@ -100,7 +101,7 @@ async def verify_entries(handle: ReadHandle) -> AsyncIterator[EntryCheck]:
             window.append((next_id, ask(next_id, replicas[next_id % ensemble_size])))
             next_id += 1
         entry_id, asked = window.popleft()
-        check = await _check(handle, entry_id, asked)
+        check = await _check(handle, reads, entry_id, asked)
         if not check.ok:
             first = access.metadata.fragment_of(entry_id).first_entry_id
             faulty = {(first, replica.bookie_id) for replica in check.replicas if replica.state is not ReplicaState.OK}
@@ -110,20 +111,21 @@ async def verify_entries(handle: ReadHandle) -> AsyncIterator[EntryCheck]:
                 fragments = deque(access.metadata.ensembles)
             present = access.replicas(access.metadata.fragment_of(entry_id).bookies)[entry_id % ensemble_size]
             if present != tuple(channel for channel, _ in asked):
-                check = await _check(handle, entry_id, ask(entry_id, present))
+                check = await _check(handle, reads, entry_id, ask(entry_id, present))
         largest = max(largest * 15 // 16, *(replica.size_bytes or 0 for replica in check.replicas))
         yield check
 
 
 async def _check(
-    handle: ReadHandle, entry_id: int, asked: list[tuple[BookieChannel, asyncio.Future[Response]]]
+    handle: ReadHandle,
+    reads: WaitingReads,
+    entry_id: int,
+    asked: list[tuple[BookieChannel, asyncio.Future[Response]]],
 ) -> EntryCheck:
-    waiting = [future for _, future in asked if not future.done()]
-    if waiting:
-        await asyncio.wait(waiting)
+    answered = [(channel, await reads.outcome(future)) for channel, future in asked]
     reference: LedgerEntry | None = None
     found = []
-    for channel, future in asked:
+    for channel, future in answered:
         try:
             entry = entry_of(future, handle._access, entry_id, channel.bookie_id)
         except (EntryNotFound, LedgerNotFound) as error:
@@ -222,14 +224,17 @@ async def read_replica(
             f"Bookie {bookie_id} has no replica of the entries {first} to {last} of ledger {handle.ledger}",
             hint="its ensembles are in 'bkctl ledger show'",
         )
-    entries = in_order(
-        () if head is None else chain((head,), wanted),
-        lambda entry_id: handle.read_from(bookie_id, entry_id, verify=verify),
-        lambda: REPLICA_WINDOW_COUNT,
-    )
-    async with contextlib.aclosing(entries):
-        async for _, entry in entries:
-            yield entry
+    access = handle._access
+    channel, reads = access.pool.channel(bookie_id), WaitingReads(access, WaitingBytes(WAITING_BYTES_MAX))
+    window: deque[tuple[int, asyncio.Future[Response]]] = deque()
+    entry_ids = iter(()) if head is None else chain((head,), wanted)
+    while True:
+        for entry_id in islice(entry_ids, REPLICA_WINDOW_COUNT - len(window)):
+            window.append((entry_id, reads.send(channel, ReadRequest(handle.ledger, entry_id))))
+        if not window:
+            return
+        entry_id, future = window.popleft()
+        yield entry_of(await reads.outcome(future), access, entry_id, bookie_id, verify=verify)
 
 
 def _entries_at(handle: ReadHandle, bookie_id: str, first: int, last: int) -> Iterator[int]:

@@ -13,7 +13,7 @@ from itertools import groupby, repeat
 from operator import itemgetter
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from bkctl.client.bookies import BookieChannel, failure
+from bkctl.client.bookies import BookieChannel, WaitingBytes, failure
 from bkctl.client.reader import SPECULATIVE_READ_S, WINDOW_BYTES, LedgerAccess, restate
 from bkctl.errors import BkctlError, NotFound, ProtocolError
 from bkctl.formats.availability import Availability
@@ -32,6 +32,10 @@ BATCH_SIZE: Final = 100
 #: Fragments whose entries are on their way at once, and the approximate bytes of those entries together.
 COPIES_AT_ONCE: Final = 64
 WINDOWS_BYTES: Final = 256 << 20
+#: Bytes of entries that were read and not written yet, whatever their sizes. Further entries are read again, so many at
+#: once.
+WAITING_BYTES_MAX: Final = 2 * WINDOWS_BYTES
+READ_AGAIN_COUNT: Final = 8
 
 
 class UnreadableEntries(NamedTuple):
@@ -71,13 +75,16 @@ class TargetFailed(Exception):
 class CopyWindow:
     """Bounds the entries on their way: `batch_size` and about 16 MiB of one fragment, about 256 MiB of all fragments.
 
-    Entries of at most 64 fragments are on their way at once, and at least two entries of each.
+    Entries of at most 64 fragments are on their way at once, and at least two entries of each. `waiting` counts entries
+    that were read and not written yet. Those without room are read again, one after the other in `turns`.
     """
 
     def __init__(self, batch_size: int) -> None:
         self.batch_size = max(batch_size, 1)
         self._copying_count = 0
         self._permits = asyncio.Semaphore(COPIES_AT_ONCE)
+        self.waiting = WaitingBytes(WAITING_BYTES_MAX)
+        self.turns = asyncio.Semaphore(READ_AGAIN_COUNT)
 
     @contextlib.asynccontextmanager
     async def copying(self) -> AsyncIterator[None]:
@@ -174,30 +181,42 @@ class FragmentCopy:
     async def _copy(self, entry_id: int, indexes: list[int]) -> list[tuple[str, BkctlError]]:
         """Bring one entry to the targets at `indexes`; return each bookie's error if no bookie returns the entry."""
         access = self.access
-        body: BytesLike | None = None
-        lacking = []
+        lacking, holders = [], []
         for index in indexes:
             target = self.targets[index]
             if target in self._present and entry_id in self._present[target]:
                 if entry_id <= self._known_through:
                     continue
-                found, _ = await self._read(entry_id, [access.pool.channel(target)])
-                if found is not None:
-                    body = found
+                channel = access.pool.channel(target)
+                if (await self._read(entry_id, [channel]))[0] is not None:
+                    holders.append(channel)
                     continue
             lacking.append(target)
         if indexes and not lacking:
             return []
-        if body is None:
-            body, problems = await self._read(entry_id, self._sources(entry_id))
-            if body is None:
-                return problems
-        size = len(body)
+        window = self.tools.window
+        channels = [*holders, *(source for source in self._sources(entry_id) if source not in holders)]
+        body, problems = await self._read(entry_id, channels)
+        size = len(body or b"")
         self._size_bytes_largest = max(self._size_bytes_largest * 15 // 16, size)
-        await self.tools.pace.acquire(size * max(len(lacking), 1))
-        if lacking and not self.unreadable:
-            await self._write(entry_id, body, lacking)
-        return []
+        if window.waiting.admit(size):
+            try:
+                await self._give(entry_id, body, lacking)
+            finally:
+                window.waiting.free(size)
+        else:
+            body = None
+            async with window.turns:
+                body, problems = await self._read(entry_id, channels)
+                await self._give(entry_id, body, lacking)
+        return problems
+
+    async def _give(self, entry_id: int, body: BytesLike | None, targets: list[str]) -> None:
+        """Write an entry, if it was read, to the targets at the pace of the copy; no more after an unreadable one."""
+        if body is not None:
+            await self.tools.pace.acquire(len(body) * max(len(targets), 1))
+            if targets and not self.unreadable:
+                await self._write(entry_id, body, targets)
 
     def _sources(self, entry_id: int) -> list[BookieChannel]:
         """Return the bookies that should have the entry: good ones first, suspects after others."""

@@ -6,8 +6,9 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from client.fakes import Fault
+from client.fakes import Fault, turns
 from replication.recovering import bookies_of, lose
+from support.waiting import LIMIT_S
 
 from bkctl.errors import (
     BkctlError,
@@ -58,6 +59,10 @@ async def assert_whole(client, ledger, count):
 
 def adds_of(bookie):
     return [each for each in bookie.received if isinstance(each, AddRequest)]
+
+
+def reads_of(bookie):
+    return [each for each in bookie.received if isinstance(each, ReadRequest)]
 
 
 @pytest.mark.parametrize("scope_id", [0, 7])
@@ -592,6 +597,29 @@ async def test_memory_and_requests_in_flight_are_bounded(fake_cluster):
                 for request, respond in taken:
                     taker._AddRequest(request, respond)
         assert (await replicating).entry_count == 200
+
+
+async def test_entries_that_wait_for_targets_are_bounded_in_bytes(fake_cluster, monkeypatch):
+    size = 10_000
+    monkeypatch.setattr("bkctl.replication.fragment_copy.WAITING_BYTES_MAX", 6 * size, raising=False)
+    monkeypatch.setattr("bkctl.replication.fragment_copy.READ_AGAIN_COUNT", 2, raising=False)
+    async with fake_cluster(4) as cluster, cluster.client(timeout_s=LIMIT_S) as client:
+        writer = await write(client, 200, ensemble_size=2, size=size)
+        await lose(cluster, bookies_of(cluster, writer.ledger)[1])
+        replicator = LedgerFragmentReplicator(client, batch_size=100)
+        check = await replicator.checker.check(writer.ledger)
+        for bookie in cluster.bookies:
+            bookie.received.clear()
+            bookie.hold = lambda request: isinstance(request, AddRequest)
+        replicating = asyncio.ensure_future(replicator.replicate(check, check.fragments[0]))
+        while sum(map(len, map(reads_of, cluster.bookies))) < 16:
+            await asyncio.sleep(0.001)
+        await turns()
+        (target,) = (each for each in cluster.bookies if each.held)
+        assert len(target.held) <= 5 + 2
+        target.release()
+        assert (await replicating).entry_count == 200
+        await assert_whole(client, writer.ledger, 200)
 
 
 async def test_recoveries_at_once_are_bounded(fake_cluster, monkeypatch):
