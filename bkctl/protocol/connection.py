@@ -8,10 +8,14 @@ Source: PerChannelBookieClient.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ipaddress
 import math
 import os
 import re
+import socket
 import ssl
+import threading
 from collections.abc import Coroutine, Iterable, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar, cast
@@ -41,6 +45,7 @@ from bkctl.protocol.messages import (
     scope_of,
 )
 from bkctl.protocol.pending_packets import Answered, FutureAnswer, PendingPackets, PendingRequest
+from bkctl.tasks import fail
 
 _T = TypeVar("_T")
 
@@ -63,6 +68,39 @@ def run(coroutine: Coroutine[Any, Any, _T]) -> _T:
     except ImportError:
         return asyncio.run(coroutine)
     return uvloop.run(coroutine)
+
+
+async def _addresses(host: str, port: int) -> list[str]:
+    """Return the addresses of a host, at least one. Raises OSError, UnicodeError.
+
+    A thread looks the name up: the few threads of an event loop would let look-ups wait for each other, and the end of
+    the loop for all of them.
+    """
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(host)
+        return [host]
+    loop = asyncio.get_running_loop()
+    found: asyncio.Future[list[str]] = loop.create_future()
+
+    def settle(addresses: list[str], error: Exception | None) -> None:
+        if error is not None:
+            fail(found, error)
+        elif not found.done():
+            found.set_result(addresses)
+
+    def look_up() -> None:
+        addresses: list[str] = []
+        problem: Exception | None = None
+        try:
+            rows = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            addresses = list(dict.fromkeys(str(address[0]) for *_, address in rows))
+        except Exception as error:  # noqa: BLE001 - raised where the addresses are awaited
+            problem = error
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, addresses, problem)
+
+    threading.Thread(target=look_up, name="look-up", daemon=True).start()
+    return await found
 
 
 _TICKS_PER_TIMEOUT: Final = 8
@@ -121,7 +159,13 @@ class BookieConnection(FramedProtocol):
 
         try:
             async with asyncio.timeout(limit_s):
-                _, connection = await loop.create_connection(factory, host, port)
+                *others, last = await _addresses(host, port)
+                for address in others:
+                    with contextlib.suppress(OSError):
+                        _, connection = await loop.create_connection(factory, address, port)
+                        break
+                else:
+                    _, connection = await loop.create_connection(factory, last, port)
                 if tls is not None:
                     await connection._start_tls(tls, host)
         except TimeoutError as error:

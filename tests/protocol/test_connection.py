@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import gc
 import socket
+import threading
+import time
 import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
@@ -55,6 +57,7 @@ from bkctl.protocol.messages import (
     refusal,
 )
 from bkctl.protocol.server import BookieServer
+from bkctl.tasks import cancel_and_wait
 
 LEDGER = LedgerId(0, 5)
 SCOPED = LedgerId(7, 5)
@@ -1070,3 +1073,40 @@ def test_no_bytes_harm_the_client(chunks: list[bytes], protocol: Protocol) -> No
                 await asyncio.wait_for(connection.send(ReadRequest(LEDGER, 7)), LIMIT_S)
 
     asyncio.run(main())
+
+
+def test_names_that_do_not_resolve_delay_neither_other_names_nor_the_end_of_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    released = threading.Event()
+    resolve = socket.getaddrinfo
+
+    def slow(host: Any, *args: Any, **options: Any) -> Any:
+        if str(host).startswith("slow"):
+            released.wait(LIMIT_S)
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return resolve(host, *args, **options)
+
+    async def connect() -> None:
+        server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        waiting = [
+            asyncio.create_task(BookieConnection.open(f"slow{at}", port, bookie_id=f"b{at}", timeout_s=LIMIT_S))
+            for at in range(50)
+        ]
+        await asyncio.sleep(0)
+        connection = await BookieConnection.open("localhost", port, bookie_id="b", timeout_s=LIMIT_S / 4)
+        connection.close()
+        await connection.wait_closed()
+        with pytest.raises(BookieUnavailable, match="no answer within"):
+            await BookieConnection.open("slow", port, bookie_id="s", timeout_s=0.05)
+        await cancel_and_wait(*waiting)
+        server.close()
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    try:
+        began = time.monotonic()
+        asyncio.run(connect())
+        assert time.monotonic() - began < LIMIT_S / 2
+    finally:
+        released.set()
