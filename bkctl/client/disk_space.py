@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Iterable
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bkctl.client.ledger import BookKeeper
 from bkctl.errors import BkctlError, ProtocolError
+from bkctl.ids import I64_MAX
 from bkctl.protocol.messages import (
     BookieInfoFlags,
     BookieInfoRequest,
@@ -17,12 +18,15 @@ from bkctl.protocol.messages import (
     Status,
     error_for,
 )
+from bkctl.tasks import in_order
 
 if TYPE_CHECKING:
     from bkctl.metadata.admin.health import HealthFinding
     from bkctl.metadata.cluster import RegisteredBookie
 
 
+#: Bookies that are asked at once. A dead one keeps its place for the timeout.
+ASKED_AT_ONCE: Final = 256
 _REQUEST: Final = BookieInfoRequest(BookieInfoFlags.TOTAL_DISK_CAPACITY | BookieInfoFlags.FREE_DISK_SPACE)
 
 
@@ -47,12 +51,14 @@ class BookieSpace(NamedTuple):
 
 
 async def disk_space(bookkeeper: BookKeeper, bookies: Iterable[RegisteredBookie]) -> AsyncIterator[BookieSpace]:
-    """Ask bookies for their disk space, all at once, and yield the answers in the order of `bookies`.
+    """Ask bookies for their disk space, ASKED_AT_ONCE at a time, and yield the answers in the order of `bookies`.
 
     Source: BookieInfoReader.
     """
-    for asked in [asyncio.ensure_future(_ask(bookkeeper, bookie)) for bookie in bookies]:
-        yield await asked
+    answers = in_order(bookies, lambda bookie: _ask(bookkeeper, bookie), lambda: ASKED_AT_ONCE)
+    async with contextlib.aclosing(answers):
+        async for _, space in answers:
+            yield space
 
 
 async def _ask(bookkeeper: BookKeeper, bookie: RegisteredBookie) -> BookieSpace:
@@ -61,7 +67,11 @@ async def _ask(bookkeeper: BookKeeper, bookie: RegisteredBookie) -> BookieSpace:
     except BkctlError as error:
         return BookieSpace(bookie, None, None, error)
     if response.status is Status.EOK and isinstance(response, BookieInfoResponse):
-        return BookieSpace(bookie, response.total_disk_capacity, response.free_disk_space, None)
+        total, free = response.total_disk_capacity, response.free_disk_space
+        if 0 <= (free or 0) <= (I64_MAX if total is None else total):
+            return BookieSpace(bookie, total, free, None)
+        text = f"Bookie {bookie.bookie_id} reports impossible disks: {free} of {total} bytes free"
+        return BookieSpace(bookie, None, None, ProtocolError(text))
     text = f"Bookie {bookie.bookie_id} answered {response.status.name}"
     problem = ProtocolError(text) if response.status is Status.EOK else error_for(response.status, text)
     return BookieSpace(bookie, None, None, problem)
@@ -80,7 +90,7 @@ async def member_space(bookkeeper: BookKeeper, bookies: Iterable[RegisteredBooki
         space = await _ask(bookkeeper, bookie)
         return space._replace(latency_ms=round(1000 * (time.perf_counter() - began), 1))
 
-    return await asyncio.gather(*map(ask, bookies))
+    return [space async for _, space in in_order(bookies, ask, lambda: ASKED_AT_ONCE)]
 
 
 async def disk_findings(

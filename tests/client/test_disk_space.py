@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
+import pytest
 from support.served_bookies import config_for, serving
 
-from bkctl.client.disk_space import disk_findings, member_space
+from bkctl.client import disk_space
+from bkctl.client.disk_space import BookieSpace, disk_findings, member_space
 from bkctl.client.ledger import BookKeeper
+from bkctl.errors import ProtocolError
 from bkctl.formats.metadata import Cookie
-from bkctl.metadata.cluster import open_cluster
+from bkctl.metadata.cluster import RegisteredBookie, open_cluster
 
 
 def test_a_read_only_bookie_with_room_on_its_disks_is_so_by_request(tmp_path: Path) -> None:
@@ -51,3 +55,34 @@ def test_members_are_measured_except_those_that_are_down(tmp_path: Path) -> None
                 assert (down.bookie.bookie_id, down.latency_ms, down.total, down.error) == ("down:1", None, None, None)
 
         asyncio.run(work())
+
+
+async def test_few_bookies_are_asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asking, most = 0, 0
+
+    async def ask(_: Any, bookie: RegisteredBookie) -> BookieSpace:
+        nonlocal asking, most
+        asking += 1
+        most = max(most, asking)
+        await asyncio.sleep(0)
+        asking -= 1
+        return BookieSpace(bookie, 1, 1, None)
+
+    monkeypatch.setattr(disk_space, "ASKED_AT_ONCE", 3, raising=False)
+    monkeypatch.setattr(disk_space, "_ask", ask)
+    bookies = [RegisteredBookie(f"b{at}", "rw", None) for at in range(10)]
+    bookkeeper: Any = None
+    assert [space.bookie async for space in disk_space.disk_space(bookkeeper, bookies)] == bookies
+    assert [space.bookie for space in await member_space(bookkeeper, bookies)] == bookies
+    assert most == 3
+
+
+@pytest.mark.parametrize(("total", "free"), [(-5, (1 << 63) - 1), (10, 11), (10, -1), (-1, 0)])
+async def test_impossible_sizes_are_an_error_of_their_bookie(fake_cluster: Any, total: int, free: int) -> None:
+    async with fake_cluster(2) as cluster, cluster.client() as client:
+        cluster.bookies[0].total_bytes, cluster.bookies[0].free_bytes = total, free
+        liar, other = await member_space(client, cluster.cluster.bookies.list())
+        assert (liar.total, liar.free, liar.used, liar.latency_ms) == (None, None, None, None)
+        assert isinstance(liar.error, ProtocolError)
+        assert f"b0 reports impossible disks: {free} of {total} bytes free" in liar.error.message
+        assert (other.total, other.free) == (1 << 40, 1 << 39)
