@@ -63,6 +63,8 @@ ENTRY_SIZE_BYTES_GUESS: Final = 1 << 20
 SPECULATIVE_READ_S: Final = 2.0
 #: Longest wait of one long poll. A tail is a sequence of long polls.
 LONG_POLL_S_MAX: Final = 10.0
+#: The largest last add confirmed that is possible. Beyond it, ids of the entries that follow would not fit in 64 bits.
+LAST_CONFIRMED_MAX: Final = 1 << 62
 #: Extra time for the answer to a long poll after its end.
 LONG_POLL_GRACE_S: Final = 1.0
 #: Pause before the next long poll when no bookie could wait (the ledger has no entry yet, or all are down).
@@ -526,7 +528,19 @@ async def read_last_confirmed(access: LedgerAccess, *, fence: bool = False) -> L
 
 
 def _last_confirmed_of(future: asyncio.Future[Response], access: LedgerAccess, bookie_id: str) -> LastConfirmed | None:
-    """Return one bookie's last add confirmed; None if it has no entry. Raise the error that the response carries."""
+    """Return one bookie's last add confirmed; None if it has no entry.
+
+    Raise the error that the response carries, or ProtocolError for an impossible last add confirmed.
+    """
+    found = _last_confirmed_answered(future, access, bookie_id)
+    if found is not None and found.last_add_confirmed > LAST_CONFIRMED_MAX:
+        raise ProtocolError(f"Bookie {bookie_id} answered with an impossible last add confirmed, {found[0]}")
+    return found
+
+
+def _last_confirmed_answered(
+    future: asyncio.Future[Response], access: LedgerAccess, bookie_id: str
+) -> LastConfirmed | None:
     error = failure(future, access.ledger, None, bookie_id)
     if error is None:
         response = future.result()
@@ -587,7 +601,7 @@ async def long_poll(access: LedgerAccess, previous: int, timeout_s: float, chang
                 if not isinstance(response, ReadResponse) or response.status is not Status.EOK:
                     continue
                 waited = True
-                if response.max_lac is not None and response.max_lac > previous:
+                if response.max_lac is not None and previous < response.max_lac <= LAST_CONFIRMED_MAX:
                     if response.entry_id == previous + 1:
                         # A damaged entry is dropped: any bookie of the ensemble may have sent it, and a read asks the
                         # bookies of its write set.

@@ -19,7 +19,14 @@ from typing import Final, NamedTuple
 from bkctl.client.bookies import BookieChannel
 from bkctl.client.ensemble import closed, update_metadata
 from bkctl.client.read_handle import entry_of
-from bkctl.client.reader import LedgerAccess, LedgerEntry, read_entries, read_last_confirmed, restate
+from bkctl.client.reader import (
+    LAST_CONFIRMED_MAX,
+    LedgerAccess,
+    LedgerEntry,
+    read_entries,
+    read_last_confirmed,
+    restate,
+)
 from bkctl.client.waiting_reads import WaitingReads
 from bkctl.client.writer import RecoveryPipeline
 from bkctl.errors import (
@@ -197,6 +204,12 @@ class _Tail:
     """
 
     def __init__(self, access: LedgerAccess, first: int, *, fence: bool = True) -> None:
+        if first > LAST_CONFIRMED_MAX + 1:
+            raise LedgerRecoveryFailed(
+                f"Ledger {access.ledger} cannot be recovered: its last fragment begins at entry "
+                f"{access.metadata.last_fragment.first_entry_id}, which is impossible",
+                hint="its metadata are damaged",
+            )
         self._access = access
         self._fence = fence
         # A copy, because bookies that replace others while re-adding do not have the entries.

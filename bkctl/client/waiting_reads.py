@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class _WaitingAnswer(FutureAnswer):
-    """Gives the answer of `channel` to a future: without the entry, if there is no room for it."""
+    """Gives the answer of `channel` to a future: without the entry, if it has no room."""
 
     __slots__ = ("channel", "reads", "request")
 

@@ -19,6 +19,7 @@ from bkctl.errors import (
     LedgerLengthUnknown,
     LedgerRecoveryFailed,
     NotEnoughBookies,
+    ProtocolError,
     TimedOut,
     Unauthorized,
 )
@@ -383,3 +384,39 @@ async def test_bookie_that_lost_scopes_does_not_vote_for_the_end(fake_cluster):
             with pytest.raises(LedgerRecoveryFailed):
                 await fresh.open_ledger(writer.ledger_id, ledger_scope_id=7, recovery=True)
         assert not any(getattr(request, "fence", False) for request in first.received)
+
+
+@pytest.mark.parametrize("confirmed", [(1 << 63) - 1, (1 << 63) - 16, (1 << 62) + 1])
+@pytest.mark.parametrize("explicit", [False, True])
+async def test_impossible_last_add_confirmed_is_the_fault_of_its_bookie(fake_cluster, confirmed, explicit):
+    async with fake_cluster(2) as cluster, cluster.client() as client:
+        writer = await open_ledger_of(client, [b"a", b"b"], ensemble_size=2, write_quorum_size=2, ack_quorum_size=1)
+        await writer.force()
+        digest = writer._access.digest
+        liar = cluster.bookies[0]
+        lied = liar.ledgers[writer.ledger]
+        if explicit:
+            lied.lac_packet = bytes(digest.seal_lac(confirmed))
+        else:
+            lied.entries[confirmed] = bytes(digest.seal(confirmed, confirmed, 9, b"c")) + b"c"
+        # One answer is not enough here, whatever the other bookie says.
+        with pytest.raises(ProtocolError, match=f"b0: Bookie b0 answered with .* {confirmed}"):
+            await client.find_recovery_loss(writer.ledger)
+        if not explicit:
+            with pytest.raises(LedgerRecoveryFailed, match=f"impossible last add confirmed, {confirmed}"):
+                await client.open_ledger(writer.ledger_id, recovery=True)
+            assert cluster.metadata(writer.ledger).state is LedgerState.IN_RECOVERY
+
+
+async def test_last_fragment_at_the_end_of_all_ids_is_refused(fake_cluster):
+    async with fake_cluster(1) as cluster, cluster.client() as client:
+        writer = await open_ledger_of(client, [b"a"], ensemble_size=1, write_quorum_size=1, ack_quorum_size=1)
+        found = cluster.cluster.ledgers.read(writer.ledger)
+        moved = with_fragment(found.metadata, (1 << 63) - 1, found.metadata.last_fragment.bookies)
+        cluster.cluster.ledgers.write(writer.ledger, moved, found.version)
+        for opening in (
+            client.find_recovery_loss(writer.ledger),
+            client.open_ledger(writer.ledger_id, recovery=True),
+        ):
+            with pytest.raises(LedgerRecoveryFailed, match="begins at entry 9223372036854775807, which is impossible"):
+                await opening
