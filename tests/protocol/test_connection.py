@@ -1083,7 +1083,7 @@ def test_names_that_do_not_resolve_delay_neither_other_names_nor_the_end_of_the_
 
     def slow(host: Any, *args: Any, **options: Any) -> Any:
         if str(host).startswith("slow"):
-            released.wait(LIMIT_S)
+            released.wait(60)
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
         return resolve(host, *args, **options)
 
@@ -1095,7 +1095,7 @@ def test_names_that_do_not_resolve_delay_neither_other_names_nor_the_end_of_the_
             for at in range(50)
         ]
         await asyncio.sleep(0)
-        connection = await BookieConnection.open("localhost", port, bookie_id="b", timeout_s=LIMIT_S / 4)
+        connection = await BookieConnection.open("localhost", port, bookie_id="b", timeout_s=30)
         connection.close()
         await connection.wait_closed()
         with pytest.raises(BookieUnavailable, match="no answer within"):
@@ -1107,6 +1107,6 @@ def test_names_that_do_not_resolve_delay_neither_other_names_nor_the_end_of_the_
     try:
         began = time.monotonic()
         asyncio.run(connect())
-        assert time.monotonic() - began < LIMIT_S / 2
+        assert time.monotonic() - began < 45
     finally:
         released.set()
