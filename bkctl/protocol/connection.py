@@ -121,6 +121,8 @@ class BookieConnection(FramedProtocol):
         self._timeout_s = timeout_s
         self._tick_s = timeout_s / _TICKS_PER_TIMEOUT
         self._tick = 0
+        #: Since when the bookie reads too slowly, in ticks.
+        self._congested_ticks = 0
         #: Runs the next `_expire`, or after `close` the `_abort`.
         self._ticker: asyncio.TimerHandle | None = None
         self._txn_id = 0
@@ -422,10 +424,21 @@ class BookieConnection(FramedProtocol):
             return
         self._ticker = self._loop.call_later(self._tick_s, self._expire)
         self._tick = tick = self._tick + 1
+        self._congested_ticks = self._congested_ticks + 1 if self.is_congested else 0
+        is_late = False
         for txn_id in [txn_id for txn_id, call in self._calls.items() if call[2] <= tick]:
+            is_late = True
             self._time_out(self._calls.pop(txn_id))
         for pending in packets.expire(tick):
+            is_late = True
             self._time_out(pending)
+        if is_late and self._congested_ticks > _TICKS_PER_TIMEOUT:
+            # What it does not read would stay in memory.
+            self._fail(
+                BookieUnavailable(f"Bookie {self.bookie_id} did not read its requests for {self._timeout_s:g} s")
+            )
+            self._abort()
+            return
         late = None if len(packets.owed) > OWED_MAX else packets.expire_held(tick)
         if late is not None:
             self._time_out(late)

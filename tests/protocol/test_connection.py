@@ -1110,3 +1110,29 @@ def test_names_that_do_not_resolve_delay_neither_other_names_nor_the_end_of_the_
         assert time.monotonic() - began < 45
     finally:
         released.set()
+
+
+@pytest.mark.parametrize("protocol", list(Protocol))
+async def test_connection_to_a_bookie_that_reads_nothing_is_given_up(protocol: Protocol) -> None:
+    accepted: list[asyncio.StreamWriter] = []
+
+    async def mute(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        accepted.append(writer)
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+
+    server = await asyncio.start_server(mute, "127.0.0.1", 0, limit=1)
+    port = server.sockets[0].getsockname()[1]
+    connection = await BookieConnection.open("127.0.0.1", port, bookie_id="b", protocol=protocol, timeout_s=0.1)
+    body = bytes(4 << 20)
+    for _ in range(1000):
+        adds = [connection.send(AddRequest(LEDGER, entry_id, bytes(20), body)) for entry_id in range(4)]
+        await asyncio.wait(adds)
+        if connection.closed:
+            break
+    assert connection.closed
+    await connection.wait_closed()
+    with pytest.raises(BookieUnavailable, match="did not read its requests"):
+        await connection.send(ReadRequest(LEDGER, 0))
+    for writer in accepted:
+        writer.transport.abort()
+    server.close()
