@@ -34,6 +34,8 @@ RACKS: Final = "../bookies"
 VALUE_SIZE_BYTES_MAX: Final = 1 << 20
 PATH_LENGTH_MAX: Final = 1024
 SEQUENCE_STEPS_MAX: Final = 100_000
+#: Nodes with an invalid name that a store object remembers.
+INVALID_NAMES_MAX: Final = 1000
 #: Concurrent changes of nodes, where the store has no request for many.
 _CONCURRENCY: Final = 8
 _RESERVED_NAMES: Final = frozenset(("", ".", ".."))
@@ -198,14 +200,16 @@ class StoreSecurity:
 NO_SECURITY: Final = StoreSecurity()
 
 
-def check_path(path: str) -> str:
-    """Return `path` if it names a node: "" is the root, RACKS the racks, else parts below the root joined by "/".
-
-    Raises UsageError.
-    """
-    if path not in ("", RACKS) and (
+def is_path(path: str) -> bool:
+    """Return whether `path` names a node: "" is the root, RACKS the racks, else parts below the root joined by "/"."""
+    return path in ("", RACKS) or not (
         len(path) > PATH_LENGTH_MAX or not _RESERVED_NAMES.isdisjoint(path.split("/")) or _UNPRINTABLE.search(path)
-    ):
+    )
+
+
+def check_path(path: str) -> str:
+    """Return `path` if it names a node, see `is_path`. Raises UsageError."""
+    if not is_path(path):
         raise UsageError(f"Not a path below the metadata root: {path!r}", hint="write it as 'cookies/BOOKIE'")
     return path
 
@@ -265,6 +269,7 @@ class MetadataStore(Closing):
     name: str
     #: Path of an `ephemeral` of ours → time (monotonic clock) since which another owner holds it.
     _usurped_since_s: dict[str, float] | None = None
+    _invalid_names: dict[str, None] | None = None
 
     @abstractmethod
     def get(self, path: str) -> Versioned[bytes] | None:
@@ -317,12 +322,48 @@ class MetadataStore(Closing):
         """Return the names of the node's children in ascending order, None for a missing node.
 
         `after` and `limit` narrow the answer to at most `limit` names greater than `after`. Changes acknowledged to any
-        client before the call are included (ZooKeeper: `sync` first).
+        client before the call are included (ZooKeeper: `sync` first). Invalid names are left out: see `invalid_names`.
         """
 
     def children_many(self, paths: Iterable[str]) -> Iterator[list[str] | None]:
         """Yield the `children` of each path, in the order given; `paths` is consumed as by `get_many`."""
         return (self.children(path) for path in paths)
+
+    @property
+    def invalid_names(self) -> list[str]:
+        """The nodes that `children` and `children_many` left out so far, because no path can name them.
+
+        Other programs create them: control characters, `..`, bytes that are not UTF-8 (shown as `\\xff`), a path above
+        PATH_LENGTH_MAX (cut). The first INVALID_NAMES_MAX of this object, in the order found.
+        """
+        return list(self._invalid_names or ())
+
+    def _valid_names(self, path: str, names: list[str]) -> list[str]:
+        """Return the `names` of children of the node at `path` that a path can name; note the others.
+
+        Bytes that are not UTF-8 are surrogates in the names (`surrogateescape`).
+        """
+        length_max = PATH_LENGTH_MAX - len(path) - 1
+        joined = "/".join(names)
+        if (
+            joined.isprintable()  # much faster than a look at each name
+            and joined.count("/") < max(len(names), 1)
+            and _RESERVED_NAMES.isdisjoint(names)
+            and max(map(len, names), default=0) <= length_max
+        ):
+            return names
+        valid = []
+        for name in names:
+            child = f"{path}/{name}" if path else name
+            if "/" not in name and is_path(child):
+                valid.append(name)
+                continue
+            if self._invalid_names is None:
+                self._invalid_names = {}
+            if len(self._invalid_names) < INVALID_NAMES_MAX:
+                shown = child[:PATH_LENGTH_MAX].encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+                self._invalid_names[shown] = None
+        return valid
 
     @abstractmethod
     def sequence(self, path: str) -> int:

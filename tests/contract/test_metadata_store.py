@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import pytest
 from support.waiting import eventually
 
 from bkctl.errors import AlreadyExists, Conflict, MetadataVersionConflict, NotFound, Unreachable, UsageError
-from bkctl.metadata.store import NEW, RACKS, VALUE_SIZE_BYTES_MAX, Claim, MetadataStore
+from bkctl.metadata.store import NEW, PATH_LENGTH_MAX, RACKS, VALUE_SIZE_BYTES_MAX, Claim, MetadataStore
 
 
 def in_threads(count: int, work: Callable[[int], None]) -> None:
@@ -225,6 +226,28 @@ def test_children_are_sorted_and_can_be_paged(store: MetadataStore) -> None:
     assert store.children("directory/Z") == []
     assert store.children("missing") is None
     assert store.children("directory/missing/x") is None
+
+
+def test_children_without_a_valid_name_are_left_out_and_noted(
+    store: MetadataStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other programs can create such nodes: one of them must not end every command that lists its parent."""
+    long = "n" * (PATH_LENGTH_MAX - len("cookies"))
+    invalid = [long]
+    with monkeypatch.context() as unchecked:
+        unchecked.setattr("bkctl.metadata.store.PATH_LENGTH_MAX", 2 * PATH_LENGTH_MAX)
+        if "sqlite" in type(store).__module__ or "etcd" in type(store).__module__:  # ZooKeeper refuses these itself
+            unchecked.setattr("bkctl.metadata.store._UNPRINTABLE", re.compile("(?!)"))
+            unchecked.setattr("bkctl.metadata.store._RESERVED_NAMES", frozenset())
+            invalid = ["..", "b\n", "b\x1b", long]
+        for name in ("a", *invalid, "z"):
+            store.put(f"cookies/{name}", b"", NEW)
+    assert store.children("cookies") == ["a", "z"]
+    assert store.children("cookies", after="a", limit=1) == ["z"]
+    assert store.children("cookies", limit=2) == ["a", "z"]
+    assert list(store.children_many(["cookies", "missing"])) == [["a", "z"], None]
+    assert [value is not None for value in store.get_many(f"cookies/{name}" for name in ("a", "z"))] == [True, True]
+    assert sorted(store.invalid_names) == sorted(f"cookies/{name}"[:PATH_LENGTH_MAX] for name in invalid)
 
 
 def test_get_many_keeps_order_with_missing_nodes_in_place(store: MetadataStore) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import pairwise, tee
 from typing import Final, NamedTuple
@@ -13,10 +14,11 @@ from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.ledgers import SCOPES, VersionedMetadata
 from bkctl.metadata.store import attempt
-from bkctl.metadata.underreplication import LedgerMarks, mark_path
+from bkctl.metadata.underreplication import UNDERREPLICATION, LedgerMarks, mark_path
 
 #: Older ledgers in recovery count as stuck.
 IN_RECOVERY_AGE_S_MAX: Final = 24 * 3600
+_INVALID_NAME: Final = "Its name is invalid, so every command leaves it out; remove it with the store's own client"
 
 
 class MetadataFinding(NamedTuple):
@@ -35,7 +37,8 @@ def check_metadata(
 
     `unparsable`: cannot be read. `dangling`: names a bookie that is neither registered nor has a cookie. `impossible`:
     fields contradict each other. `stuck-in-recovery`: for more than a day. Marks, cookies, layout and the `scopes` tree
-    are checked too. Raises NotFound without a cluster, Unreachable. Memory does not grow with the ledgers.
+    are checked too. `invalid-name` comes last: nodes that commands leave out, because no path can name them. Raises
+    NotFound without a cluster, Unreachable. Memory does not grow with the ledgers.
     """
     cluster.layout()
     manager = cluster.ledgers
@@ -55,6 +58,10 @@ def check_metadata(
             continue
         for code, problem in _ledger_problems(found, bookies, now_ms):
             yield MetadataFinding(code, path, ledger, problem)
+    directories = ("", cluster.places.writable, cluster.places.read_only, f"{UNDERREPLICATION}/locks")
+    deque(cluster.store.children_many(directories), 0)
+    for path in cluster.store.invalid_names:
+        yield MetadataFinding("invalid-name", path, None, _INVALID_NAME)
 
 
 def _ledger_problems(found: VersionedMetadata, bookies: _BookieLookup, now_ms: int) -> Iterator[tuple[str, str]]:

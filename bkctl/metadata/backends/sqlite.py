@@ -275,13 +275,18 @@ class SqliteStore(MetadataStore):
 
     def children(self, path: str, *, after: str = "", limit: int | None = None) -> list[str] | None:
         self._end_dead_sessions()
-        rows = self._rows(
-            "SELECT name FROM node WHERE parent = ? AND name > ? ORDER BY name LIMIT ?",
-            (check_path(path), after, -1 if limit is None else limit),
-        )
-        if not rows and self._node("1", path) is None:
+        names: list[str] = []
+        while True:
+            wanted = -1 if limit is None else limit - len(names)
+            query = "SELECT name FROM node WHERE parent = ? AND name > ? ORDER BY name LIMIT ?"
+            rows = [row[0] for row in self._rows(query, (check_path(path), after, wanted))]
+            names += self._valid_names(path, rows)
+            if len(rows) != wanted or len(names) == limit:
+                break
+            after = rows[-1]  # Some names were left out.
+        if not names and self._node("1", path) is None:
             return None
-        return [row[0] for row in rows]
+        return names
 
     def children_many(self, paths: Iterable[str]) -> Iterator[list[str] | None]:
         """See MetadataStore.children_many: a statement reads DIRECTORY_BATCH_SIZE nodes that have children."""
@@ -297,7 +302,7 @@ class SqliteStore(MetadataStore):
             for parent, name in rows:
                 names.setdefault(parent, []).append(name)
             for path in batch:
-                yield list(names[path]) if path in names else self.children(path)
+                yield list(self._valid_names(path, names[path])) if path in names else self.children(path)
 
     def sequence(self, path: str) -> int:
         with self._transaction() as connection:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from bkctl.metadata.admin.bookie_replacement import replace_bookie
 from bkctl.metadata.admin.check import check_metadata, impossibilities
 from bkctl.metadata.admin.health import HealthCheckSwitch, Severity, health_findings
 from bkctl.metadata.admin.orphans import orphans, remove_orphan
+from bkctl.metadata.admin.overview import walk
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.store import NEW
 from bkctl.metadata.underreplication import AuditorElection, AutoRecoveryState, LedgerMarks
@@ -103,6 +105,26 @@ def test_damaged_and_foreign_cookies_and_marks_are_found(cluster: Cluster) -> No
     assert {finding.code for finding in health_findings(cluster)} == {
         "cookie-damaged", "cookie-of-another-cluster", "no-auditor", "no-auditor-of-scopes", "underreplicated",
     }  # fmt: skip
+
+
+def test_nodes_without_a_valid_name_are_findings_and_stop_nothing(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directories = ("available", "available/readonly", "cookies", "ledgers", "underreplication/ledgers", "x")
+    with monkeypatch.context() as unchecked:
+        unchecked.setattr("bkctl.metadata.store._UNPRINTABLE", re.compile("(?!)"))
+        for directory in directories:
+            cluster.store.put(f"{directory}/evil\n", b"", NEW)
+        cluster.store.put("\x1b", b"", NEW)
+    found = list(check_metadata(cluster))
+    names = sorted(["\x1b", *(f"{directory}/evil\n" for directory in directories if directory != "x")])
+    assert sorted((finding.code, finding.path) for finding in found) == [("invalid-name", name) for name in names]
+    assert [bookie.bookie_id for bookie in cluster.bookies.list()] == list(BOOKIES)
+    assert cluster.cookies.list() == list(BOOKIES)
+    assert list(cluster.ledgers.ledgers(None)) == [LedgerId(0, 5), SCOPED]
+    assert "x" in [node.path for node in walk(cluster.store)]
+    assert list(LedgerMarks(cluster.store).list(None)) == []
+    assert list(health_findings(cluster)) == []
 
 
 def test_ledger_in_recovery_for_a_day_is_stuck(cluster: Cluster) -> None:

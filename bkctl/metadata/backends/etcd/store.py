@@ -283,26 +283,26 @@ class EtcdStore(MetadataStore):
         pages = PageRange(key, last.width if last.key == key else 0)
         start = pages.prefix + (after.encode("utf-8", "surrogatepass") + b"\0" if after else b"")
         answer, _ = self._connection.send("Txn", transaction(_first_page(pages, start, limit)))
-        names = self._names(start, pages, answer.responses, int(answer.header.revision), limit)
+        names = self._names(path, start, pages, answer.responses, int(answer.header.revision), limit)
         self._last_pages = pages
         return names
 
     def children_many(self, paths: Iterable[str]) -> Iterator[list[str] | None]:
 
-        def request(batch: tuple[PageRange, ...]) -> Any:
-            return transaction([operation for pages in batch for operation in _first_page(pages, pages.prefix)])
+        def request(batch: tuple[tuple[str, PageRange], ...]) -> Any:
+            return transaction([operation for _, pages in batch for operation in _first_page(pages, pages.prefix)])
 
-        directories = (PageRange(self._nodes.key(path)) for path in paths)
+        directories = ((path, PageRange(self._nodes.key(path))) for path in paths)
         batches = iter(lambda: tuple(islice(directories, DIRECTORY_BATCH_SIZE)), ())
         for batch, answer in self._connection.pipeline(batches, 2, request):
-            for at, pages in enumerate(batch):
+            for at, (path, pages) in enumerate(batch):
                 responses = answer.responses[2 * at : 2 * at + 2]
-                yield self._names(pages.prefix, pages, responses, int(answer.header.revision), None)
+                yield self._names(path, pages.prefix, pages, responses, int(answer.header.revision), None)
 
     def _names(
-        self, start: bytes, pages: PageRange, responses: Sequence[Any], revision: int, limit: int | None
+        self, path: str, start: bytes, pages: PageRange, responses: Sequence[Any], revision: int, limit: int | None
     ) -> list[str] | None:
-        """Return the names of the children, from the answers to `_first_page` and further pages."""
+        """Return the names of the children of `path`, from the answers to `_first_page` and further pages."""
         node, page = (response.response_range for response in responses)
         if not node.count:
             return None
@@ -311,6 +311,7 @@ class EtcdStore(MetadataStore):
         names: list[str] = []
         skipped_to = b""
         while True:
+            found: list[str] = []
             for kv in page.kvs:
                 if kv.key < skipped_to:
                     continue
@@ -318,18 +319,16 @@ class EtcdStore(MetadataStore):
                 if slash:
                     skipped_to = pages.prefix + name + b"0"  # Keys below that child end here.
                     continue
-                with contextlib.suppress(UnicodeDecodeError):  # no path can name this node
-                    names.append(name.decode())
-                if len(names) == limit:
-                    break
+                found.append(name.decode("utf-8", "surrogateescape"))
+            names += self._valid_names(path, found)
             if page.more:
                 pages.was_full(page.kvs[0].key, page.kvs[-1].key)
                 start = page.kvs[-1].key + b"\0"
             else:
                 start = pages.end_from(start)
             start = max(start, skipped_to)
-            if len(names) == limit or start >= pages.end:
-                return names
+            if start >= pages.end or (limit is not None and len(names) >= limit):
+                return names[:limit]
             if not page.more:
                 pages.was_short()
             page, revision = self._next_page(start, pages, revision)

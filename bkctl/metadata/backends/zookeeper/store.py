@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import tee
 from typing import Any, Final
 
 from kazoo.exceptions import BadVersionError, KazooException, NodeExistsError, NoNodeError, NotEmptyError
@@ -173,13 +174,15 @@ class ZooKeeperStore(MetadataStore):
 
     def children(self, path: str, *, after: str = "", limit: int | None = None) -> list[str] | None:
         names = self._reads.children(path)
-        if names is None or (not after and limit is None):
-            return names
-        names = [name for name in names if name > after]
-        return names if limit is None else names[:limit]
+        if names is None:
+            return None
+        names = self._valid_names(path, names)
+        return [name for name in names if name > after][:limit] if after or limit is not None else names
 
     def children_many(self, paths: Iterable[str]) -> Iterator[list[str] | None]:
-        return self._reads.children_many(paths)
+        paths, asked = tee(paths)
+        for path, names in zip(paths, self._reads.children_many(asked), strict=True):
+            yield None if names is None else self._valid_names(path, names)
 
     def sequence(self, path: str) -> int:
         """See MetadataStore.sequence. Source: ZkLedgerIdGenerator."""
