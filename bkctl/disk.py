@@ -181,8 +181,12 @@ class Files:
     """Real files. Paths are absolute or relative to the working directory; errors are OSError."""
 
     def open(self, path: Path, *, create: bool = False) -> StorageFile:
-        """Open `path` for reading and writing; `create` creates a missing file (its name needs a directory sync)."""
-        return StorageFile(path, os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), FILE_MODE))
+        """Open `path` for reading and writing; `create` creates a missing file (its name needs a directory sync).
+
+        With `create`, a symbolic link is refused (ELOOP): the owner of a directory could plant one for root to follow.
+        """
+        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_NOFOLLOW if create else 0)
+        return StorageFile(path, os.open(path, flags, FILE_MODE))
 
     def open_to_read(self, path: Path) -> StorageFile:
         """Open `path` for reading."""
@@ -260,7 +264,8 @@ class Files:
     def replace(self, path: Path, data: bytes) -> None:
         """Replace the content of `path` by `data` in one durable step: a crash leaves the old or the new content.
 
-        A crash may also leave `<name>.new` beside it; the next call overwrites that file.
+        A crash may also leave `<name>.new` beside it; the next call overwrites that file, but follows no link of the
+        name.
         """
         with self.naming(self.open(path.with_name(path.name + ".new"), create=True), path) as file:
             file.truncate(0)

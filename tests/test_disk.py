@@ -77,6 +77,24 @@ def test_unfinished_file_never_follows_a_planted_link(tmp_path: Path, monkeypatc
     assert not victim.exists()
 
 
+def test_created_files_never_follow_a_planted_link(tmp_path: Path) -> None:
+    """Offline commands run as root in directories that belong to the bookie's user."""
+    victim, target, planted = (tmp_path / name for name in ("victim", "VERSION", "VERSION.new"))
+    victim.write_bytes(b"root's")
+    planted.symlink_to(victim)
+    with pytest.raises(OSError, match="symbolic links"):
+        Files().replace(target, b"chosen by the owner of the directory")
+    with pytest.raises(OSError, match="symbolic links"):
+        Files().open(planted, create=True)
+    assert victim.read_bytes() == b"root's"
+    assert not target.exists()
+    planted.unlink()
+    planted.write_bytes(b"left by a crash, and longer than what follows")
+    Files().replace(target, b"new")
+    assert target.read_bytes() == b"new"
+    assert not planted.exists()
+
+
 def test_atomic_write_replaces_the_whole_content(tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.write_bytes(b"old")
