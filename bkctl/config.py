@@ -90,11 +90,11 @@ def read_properties(path: str | os.PathLike[str]) -> Properties:
     location = Path(path)
     raw: dict[str, tuple[list[str], str]] = {}
     _read_into(location, raw, depth=0)
-    plain = {key: values for key, (values, _) in raw.items()}
+    variables = _Variables(raw)
     return Properties(
         location,
         {
-            key: Property(tuple(_interpolate(value, plain, f"{where}: {key}") for value in values), where)
+            key: Property(tuple(variables.replace_in(value, f"{where}: {key}") for value in values), where)
             for key, (values, where) in raw.items()
         },
     )
@@ -170,21 +170,32 @@ def _unescape(value: str) -> str:
     return _ESCAPE.sub(plain, value) if "\\" in value else value
 
 
-def _interpolate(value: str, plain: Mapping[str, list[str]], what: str) -> str:
-    """Replace `${key}` and `${env:NAME}`; an unknown name stays unchanged, as in commons-configuration."""
-    for _ in range(_INTERPOLATION_DEPTH_MAX):
-        replaced = _VARIABLE.sub(lambda match: _variable(match, plain), value)
-        if replaced == value:
-            return value
-        value = replaced
-    raise UsageError(f"{what} refers to itself")
+class _Variables:
+    """The keys of a file, for `${key}` in its values. All together add CONF_SIZE_BYTES_MAX characters at most."""
 
+    def __init__(self, raw: Mapping[str, tuple[list[str], str]]) -> None:
+        self._raw = raw
+        self._size = 0
 
-def _variable(match: re.Match[str], plain: Mapping[str, list[str]]) -> str:
-    name = match[1]
-    if name.startswith("env:"):
-        return os.environ.get(name[4:], match[0])
-    return plain[name][0] if name in plain else match[0]
+    def replace_in(self, value: str, what: str) -> str:
+        """Replace `${key}` and `${env:NAME}`; an unknown name stays unchanged, as in commons-configuration."""
+        for _ in range(_INTERPOLATION_DEPTH_MAX):
+            replaced = _VARIABLE.sub(lambda match: self._value(match, what), value)
+            if replaced == value:
+                return value
+            value = replaced
+        raise UsageError(f"{what} refers to itself")
+
+    def _value(self, match: re.Match[str], what: str) -> str:
+        name = match[1]
+        if name.startswith("env:"):
+            value = os.environ.get(name[4:], match[0])
+        else:
+            value = self._raw[name][0][0] if name in self._raw else match[0]
+        self._size += len(value)
+        if self._size > CONF_SIZE_BYTES_MAX:
+            raise UsageError(f"{what}: variables make the file longer than {CONF_SIZE_BYTES_MAX} characters")
+        return value
 
 
 def _setting(

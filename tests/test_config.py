@@ -44,6 +44,16 @@ def test_properties_read_as_java_reads_them(tmp_path: Path) -> None:
     assert properties["included"] == "yes"
 
 
+def test_variables_that_grow_without_bound_are_refused(tmp_path: Path) -> None:
+    """Each level of ten references multiplies the size by ten."""
+    lines = [f"{name}={f'${{{below}}}' * 10}" for name, below in zip("abcdef", "bcdefj", strict=True)]
+    (tmp_path / "bk.conf").write_text("\n".join(["# small", *lines, "j=xxxxxxxxxx"]))
+    with pytest.raises(UsageError, match=r"bk\.conf line 2: a: variables make the file longer than 4194304"):
+        read_properties(tmp_path / "bk.conf")
+    (tmp_path / "bk.conf").write_text("\n".join([*lines[2:], "j=xxxxxxxxxx"]))
+    assert read_properties(tmp_path / "bk.conf")["c"] == "x" * 100_000
+
+
 def test_self_reference_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="refers to itself"):
         read_properties(write(tmp_path / "bk.conf", "a=${b}x\nb=${a}y\n"))
