@@ -349,7 +349,10 @@ def _undo_file(fields: dict[str, Any], where: str, dry_run: bool, redo: UndoFile
             if value is not None:  # who edits an undo file must not have other files written
                 Cookie.parse(value, f"{where}: {name}")
     file = Path(name)
-    outcome = _outcome(_content(file), before, after)
+    try:
+        outcome = _outcome(_content(file), before, after)
+    except ValueError as error:  # a character that no name has
+        raise Corrupt(f"{where} names no file") from error
     if outcome == "restored" and not dry_run:
         from bkctl.disk import Files
 

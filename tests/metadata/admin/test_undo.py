@@ -128,6 +128,17 @@ def test_undo_touches_no_file_but_cookies(cluster: Cluster, tmp_path: Path, befo
     assert victim.read_bytes() == b"ssh-rsa BBBB"
 
 
+@pytest.mark.parametrize("name", ["/VERSION\0", "/\ud800/VERSION"])
+def test_impossible_name_of_a_file_is_corrupt(cluster: Cluster, tmp_path: Path, name: str) -> None:
+    path = tmp_path / "undo"
+    with UndoFile(path, cluster, []) as kept:
+        kept.record_file(tmp_path / "none", None)
+    header = path.read_text().splitlines(keepends=True)[0]
+    path.write_text(header + json.dumps({"file": name, "before": None, "after": None}) + "\n")
+    with pytest.raises(Corrupt, match="names no file"):
+        outcomes(cluster, path)
+
+
 def test_undo_does_not_wait_for_a_pipe(cluster: Cluster, tmp_path: Path) -> None:
     path, pipe = tmp_path / "undo", tmp_path / "VERSION"
     with UndoFile(path, cluster, []) as kept:
