@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, TypeVar
 
 import typer
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from bkctl.config import BookieConfig
     from bkctl.metadata.cluster import Cluster
     from bkctl.metadata.underreplication import AuditorCheck, AutoRecoveryState, UnderreplicatedLedger
+
+T = TypeVar("T")
 
 app = group()
 
@@ -130,9 +132,7 @@ STATUS_COLUMNS = Columns(
     Column("ENABLED", "enabled", "enabled", Kind.BOOLEAN, style={"yes": GREEN, "no": YELLOW}),
     Column("AUDITOR", "auditorId", "auditor_id"),
     Column("AUDITOR OF SCOPES", "scopedAuditorId", "scoped_auditor_id"),
-    Column(
-        "LOST BOOKIE DELAY", "lostBookieRecoveryDelay", lambda row: row.delay_s or 0, Kind.INTEGER, text=duration_text
-    ),
+    Column("LOST BOOKIE DELAY", "lostBookieRecoveryDelay", "delay_s", Kind.INTEGER, text=duration_text),
     Column("UNDERREPLICATED", "underReplicated", "underreplicated", Kind.BOOLEAN, style={"yes": RED, "no": GREEN}),
     Column("BEING REPLICATED", "lockedLedgerCount", "worker_count", Kind.INTEGER),
     Column("ALL LEDGERS CHECKED", "checkAllLedgersTime", "all_ledgers_ms", Kind.TIME),
@@ -148,24 +148,37 @@ def status(run: Run, watch: WatchOption) -> None:
 
     Shows the switch, the auditors, the delay, marked and locked ledgers, and the times of the last checks.
     """
+    from bkctl.metadata.store import attempt
     from bkctl.metadata.underreplication import AuditorCheck
 
+    problems: list[BkctlError] = []
+
+    def read(call: Callable[[], T | None]) -> T | None:
+        found = attempt(call)
+        if isinstance(found, BkctlError):
+            problems.append(found)
+            return None
+        return found
+
     def look() -> Iterator[StatusRow]:
+        problems.clear()
         yield StatusRow(
             enabled=state.settings.is_enabled(),
-            auditor_id=state.election.auditor(),
-            scoped_auditor_id=state.election.auditor(scoped=True),
-            delay_s=state.settings.lost_bookie_recovery_delay_s(),
+            auditor_id=read(state.election.auditor),
+            scoped_auditor_id=read(lambda: state.election.auditor(scoped=True)),
+            delay_s=read(lambda: state.settings.lost_bookie_recovery_delay_s() or 0),
             underreplicated=state.marks.has_marks(),
             worker_count=sum(1 for _ in state.locks.list()),
-            all_ledgers_ms=state.settings.check_ctime_ms(AuditorCheck.ALL_LEDGERS),
-            placement_policy_ms=state.settings.check_ctime_ms(AuditorCheck.PLACEMENT_POLICY),
-            replicas_ms=state.settings.check_ctime_ms(AuditorCheck.REPLICAS),
+            all_ledgers_ms=read(lambda: state.settings.check_ctime_ms(AuditorCheck.ALL_LEDGERS)),
+            placement_policy_ms=read(lambda: state.settings.check_ctime_ms(AuditorCheck.PLACEMENT_POLICY)),
+            replicas_ms=read(lambda: state.settings.check_ctime_ms(AuditorCheck.REPLICAS)),
         )
 
     with run.cluster() as cluster:
         state = _state(cluster)
         run.watch(watch, look, STATUS_COLUMNS, single=True)
+    if problems:
+        raise problems[0]
 
 
 class SwitchState(NamedTuple):
@@ -462,15 +475,18 @@ def auditor(
     """
     with run.cluster() as cluster:
         state = _state(cluster)
-        rows = [
-            Vote(bookie_id, scoped, at == 0)
+        votes = [
+            (vote, scoped, at == 0)
             for scoped in (False, True)
-            for at, bookie_id in enumerate(state.election.votes(scoped=scoped))
+            for at, vote in enumerate(state.election.votes(scoped=scoped))
             if at == 0 or all_votes
         ]
-    if not rows:
+    if not votes:
         raise NotFound("No auditor is elected", hint="'bkctl autorecovery run' starts auto-recovery")
-    run.render(rows, VOTE_COLUMNS)
+    run.render([Vote(vote, *rest) for vote, *rest in votes if isinstance(vote, str)], VOTE_COLUMNS)
+    for vote, *_ in votes:
+        if isinstance(vote, BkctlError):
+            raise vote
 
 
 #: The auditor's periodic checks as --reset-clock names them → their names in AuditorCheck.

@@ -102,7 +102,7 @@ class Decommission(Departure):
         missing = [
             "the other scopes" if scoped else "scope 0"
             for scoped in sorted(kinds)
-            if await asyncio.to_thread(self._state.election.auditor, scoped=scoped) is None
+            if not await asyncio.to_thread(self._state.election.vote_paths, scoped=scoped)
         ]
         if missing:
             return Step(
@@ -131,9 +131,9 @@ class Decommission(Departure):
 
     def _mark(self) -> None:
         """Mark the ledgers of scopes with an auditor, so that workers help; without workers, marks would remain."""
-        if self._state.election.auditor(scoped=True) is not None:
+        if self._state.election.vote_paths(scoped=True):
             scope_id = None
-        elif self._state.election.auditor() is not None:
+        elif self._state.election.vote_paths():
             scope_id = 0
         else:
             return

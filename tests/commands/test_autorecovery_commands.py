@@ -13,6 +13,7 @@ from bkctl.formats.metadata import Fragment, LedgerMetadata
 from bkctl.ids import LedgerId
 from bkctl.metadata.admin.overview import walk
 from bkctl.metadata.cluster import Cluster, open_cluster
+from bkctl.metadata.store import NEW
 from bkctl.metadata.underreplication import AuditorElection, AutoRecoveryState, mark_path
 
 from .conftest import Cli, applied
@@ -217,6 +218,21 @@ def test_an_audit_needs_an_auditor_and_auto_recovery(cli: Cli, store: Cluster) -
     cli("autorecovery", "disable")
     for more in ([], ["--dry-run"]):
         assert cli("autorecovery", "audit", *more).code == 5
+
+
+def test_one_damaged_record_hides_no_other(cli: Cli, store: Cluster) -> None:
+    votes = {"auditorelection/V_0000000001": b"\xff", "auditorelection/V_0000000002": b'bookieId: "b2:1"'}
+    votes["scopes/auditorelection/V_0000000001"] = b'bookieId: "b3:1"'
+    for name, value in votes.items():
+        store.store.put(f"underreplication/{name}", value, NEW)
+    found = cli("autorecovery", "status")
+    assert (found.code, "b3:1" in found.out, "V_0000000001" in found.err) == (7, True, True)
+    for more, ids in (([], "b3:1\n"), (["--all"], "b2:1\nb3:1\n")):
+        found = cli("autorecovery", "auditor", *more, "-o", "id")
+        assert (found.code, found.out, "V_0000000001" in found.err) == (7, ids, True)
+    store.store.put("underreplication/lostBookieRecoveryDelay", b"never", None)
+    found = cli("autorecovery", "status")
+    assert (found.code, "b3:1" in found.out, "V_0000000001" in found.err) == (7, True, True)
 
 
 def test_clocks_are_set_back(cli: Cli, store: Cluster) -> None:

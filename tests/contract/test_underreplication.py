@@ -276,8 +276,10 @@ def test_damaged_vote_of_a_candidate_does_not_hide_the_auditor(state: AutoRecove
     state.election.vote("b:1")
     store.put("underreplication/auditorelection/V_2000000000", b"\xff", NEW)
     assert state.election.auditor() == "b:1"
-    with pytest.raises(Corrupt, match="V_2000000000"):
-        state.election.votes()
+    first, second = state.election.votes()
+    assert first == "b:1"
+    assert isinstance(second, Corrupt)
+    assert "V_2000000000" in str(second)
 
 
 def test_marked_ids_are_listed_for_scope_0_and_for_the_others(state: AutoRecoveryState) -> None:

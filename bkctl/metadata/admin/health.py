@@ -8,7 +8,7 @@ from enum import StrEnum
 from itertools import groupby
 from typing import Any, Final, NamedTuple
 
-from bkctl.errors import BkctlError, Corrupt
+from bkctl.errors import BkctlError
 from bkctl.metadata.admin.health_codes import HealthCode
 from bkctl.metadata.cluster import Cluster, RegisteredBookie
 from bkctl.metadata.store import attempt, create_if_missing, delete_if_present
@@ -232,18 +232,17 @@ def _of_auditors(
             and next((scope for scope in cluster.ledgers.scopes() if scope), None) is None
         ):
             continue
-        try:
-            auditor_id = next(iter(election.votes(scoped=scoped)), None)
-        except Corrupt as error:
-            yield _finding(HealthCode.VOTE_DAMAGED, "", str(error))
-            continue
-        if auditor_id is None and scoped:
+        votes = election.votes(scoped=scoped)
+        for vote in votes:
+            if isinstance(vote, BkctlError):
+                yield _finding(HealthCode.VOTE_DAMAGED, "", str(vote))
+        if not votes and scoped:
             yield HealthFinding(
                 HealthCode.NO_AUDITOR_OF_SCOPES, Severity.ERROR if down else Severity.WARNING, "",
                 "No auditor is elected for scopes other than 0: lost bookies go unnoticed there",
                 "'bkctl autorecovery run' on some hosts: Apache's auto-recovery sees scope 0 only",
             )  # fmt: skip
-        elif auditor_id is None:
+        elif not votes:
             yield HealthFinding(
                 HealthCode.NO_AUDITOR, Severity.ERROR if down else Severity.WARNING, "",
                 f"No auditor is elected{_unrepaired(down) or ': lost bookies go unnoticed'}",

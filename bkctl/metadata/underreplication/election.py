@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from bkctl.errors import BkctlError
 from bkctl.formats.metadata import parse_text, print_text
-from bkctl.metadata.store import Claim, MetadataStore, create_if_missing
+from bkctl.metadata.store import Claim, MetadataStore, attempt, create_if_missing, value_of
 from bkctl.metadata.underreplication.layout import UnderreplicationLayout, base_path
 
 _VOTE: Final = re.compile("V_(-?[0-9]{9,10})", re.ASCII)
@@ -23,10 +24,10 @@ class AuditorElection:
         self.store = store
         self._layout = layout or UnderreplicationLayout(store)
 
-    def votes(self, *, scoped: bool = False) -> tuple[str, ...]:
+    def votes(self, *, scoped: bool = False) -> tuple[str | BkctlError, ...]:
         """Return the ids of the voting bookies in the order of their votes; the first one is the auditor.
 
-        Raises Corrupt for a damaged vote.
+        A damaged vote is returned as its error.
         """
         return tuple(self._voters(self.vote_paths(scoped=scoped)))
 
@@ -35,12 +36,15 @@ class AuditorElection:
 
         Raises Corrupt if its vote is damaged; later votes are not parsed. Source: getCurrentAuditor.
         """
-        return next(self._voters(self.vote_paths(scoped=scoped)), None)
+        found = next(self._voters(self.vote_paths(scoped=scoped)), None)
+        return None if found is None else value_of(found)
 
-    def _voters(self, paths: Sequence[str]) -> Iterator[str]:
+    def _voters(self, paths: Sequence[str]) -> Iterator[str | BkctlError]:
         for path, vote in zip(paths, self.store.get_many(paths), strict=True):
             if vote is not None:
-                yield str(parse_text("AuditorVoteFormat", vote.value, f"{path} in {self.store.name}: Vote").bookieId)
+                where = f"{path} in {self.store.name}: Vote"
+                found = attempt(parse_text, "AuditorVoteFormat", vote.value, where)
+                yield found if isinstance(found, BkctlError) else str(found.bookieId)
 
     def vote(self, bookie_id: str, *, scoped: bool = False) -> Claim:
         """Cast a vote for `bookie_id`, which counts until its release or the session's end. Source: createMyVote."""
