@@ -7,6 +7,7 @@ import re
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Set
+from functools import lru_cache
 from itertools import repeat
 from typing import Final, NamedTuple
 
@@ -239,9 +240,15 @@ def resolve_ledger(
     return first
 
 
+@lru_cache(maxsize=4096)  # A cluster has few bookies, and a name each in millions of ledgers.
+def is_bookie_id(text: str) -> bool:
+    """Return whether `text` is a valid bookie id. Source: BookieId."""
+    return _BOOKIE_ID.fullmatch(text) is not None and text.lower() != "readonly"
+
+
 def check_bookie_id(text: str) -> str:
-    """Return `text` when it is a valid bookie id. Raises UsageError otherwise. Source: BookieId."""
-    if not _BOOKIE_ID.fullmatch(text) or text.lower() == "readonly":
+    """Return `text` when it is a valid bookie id. Raises UsageError otherwise."""
+    if not is_bookie_id(text):
         raise UsageError(f"Not a bookie id: {text!r}", hint="a bookie id is HOST:PORT or a name without spaces")
     return text
 

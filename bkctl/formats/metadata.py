@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from bkctl.errors import Corrupt, Unsupported, UsageError
 from bkctl.formats.entry import INVALID_ENTRY_ID, DigestType
-from bkctl.ids import check_bookie_id
+from bkctl.ids import is_bookie_id
 
 if TYPE_CHECKING:
     from google.protobuf.descriptor import Descriptor
@@ -173,8 +173,8 @@ class LedgerMetadata:
             if previous is not None and first_entry_id <= previous:
                 return f"the ensemble from entry {first_entry_id} comes after that from entry {previous}"
             previous = first_entry_id
-            if not all(map(_is_bookie_id, bookies)):
-                bad = next(bookie_id for bookie_id in bookies if not _is_bookie_id(bookie_id))
+            if not all(map(is_bookie_id, bookies)):
+                bad = next(bookie_id for bookie_id in bookies if not is_bookie_id(bookie_id))
                 return f"the ensemble from entry {first_entry_id} has the impossible bookie id {bad!r}"
         return None
 
@@ -209,15 +209,6 @@ class LedgerMetadata:
         if self.c_token is not None and self.format_version > 2:
             message.cToken = self.c_token
         return message
-
-
-@lru_cache(maxsize=4096)  # A cluster has few bookies, and a name each in millions of ledgers.
-def _is_bookie_id(text: str) -> bool:
-    try:
-        check_bookie_id(text)
-    except UsageError:
-        return False
-    return True
 
 
 def _parse_v1(body: bytes, at: str) -> LedgerMetadata:

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from bkctl.errors import AlreadyExists, Corrupt, MetadataVersionConflict, NotFound, Unsupported, UsageError
 from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo, Cookie, LedgerLayout
-from bkctl.ids import check_bookie_id
+from bkctl.ids import check_bookie_id, is_bookie_id
 from bkctl.metadata.backends.zookeeper.ledger_managers import (
     FlatLedgerManager,
     HierarchicalLedgerManager,
@@ -211,13 +211,17 @@ class Registration:
             delete_if_present(self.store, self._path(bookie_id, read_only))
 
     def list(self, include_down: bool = True) -> list[RegisteredBookie]:
-        """Return all bookies by id; with `include_down` also bookies that have a cookie and are not registered."""
+        """Return all bookies by id; with `include_down` also bookies that have a cookie and are not registered.
+
+        Nodes whose names are not bookie ids are left out: ledgers cannot name them.
+        """
         lists = {"rw": self._places.writable, "ro": self._places.read_only}
         paths = (*lists.values(), COOKIES if include_down else lists["ro"])
         writable, read_only, cookies = self.store.children_many(paths)
         states = dict.fromkeys(cookies or () if include_down else (), "down")
         states.update(dict.fromkeys(read_only or (), "ro"))
-        states.update((name, "rw") for name in writable or () if name != "readonly")
+        states.update(dict.fromkeys(writable or (), "rw"))
+        states = {name: state for name, state in states.items() if is_bookie_id(name)}  # `readonly` is not one
         up = sorted(name for name in states if states[name] != "down")
         infos = dict(zip(up, self.store.get_many(f"{lists[states[name]]}/{name}" for name in up), strict=True))
         bookies = []

@@ -10,15 +10,15 @@ from typing import Final, NamedTuple
 
 from bkctl.errors import BkctlError, LedgerNotFound
 from bkctl.formats.metadata import LedgerMetadata, LedgerState
-from bkctl.ids import LedgerId
+from bkctl.ids import LedgerId, is_bookie_id
 from bkctl.metadata.cluster import Cluster
-from bkctl.metadata.ledgers import SCOPES, VersionedMetadata
+from bkctl.metadata.ledgers import LEDGERS, SCOPES, VersionedMetadata
 from bkctl.metadata.store import attempt
 from bkctl.metadata.underreplication import UNDERREPLICATION, LedgerMarks, mark_path
 
 #: Older ledgers in recovery count as stuck.
 IN_RECOVERY_AGE_S_MAX: Final = 24 * 3600
-_INVALID_NAME: Final = "Its name is invalid, so every command leaves it out; remove it with the store's own client"
+_INVALID_NAME: Final = "Its name is invalid, so commands leave it out; remove it with the store's own client"
 
 
 class MetadataFinding(NamedTuple):
@@ -37,8 +37,9 @@ def check_metadata(
 
     `unparsable`: cannot be read. `dangling`: names a bookie that is neither registered nor has a cookie. `impossible`:
     fields contradict each other. `stuck-in-recovery`: for more than a day. Marks, cookies, layout and the `scopes` tree
-    are checked too. `invalid-name` comes last: nodes that commands leave out, because no path can name them. Raises
-    NotFound without a cluster, Unreachable. Memory does not grow with the ledgers.
+    are checked too. `invalid-name` comes last: nodes that commands leave out, because no path can name them, and
+    registrations that are not of a bookie id. Raises NotFound without a cluster, Unreachable. Memory does not grow with
+    the ledgers.
     """
     cluster.layout()
     manager = cluster.ledgers
@@ -58,9 +59,14 @@ def check_metadata(
             continue
         for code, problem in _ledger_problems(found, bookies, now_ms):
             yield MetadataFinding(code, path, ledger, problem)
-    directories = ("", cluster.places.writable, cluster.places.read_only, f"{UNDERREPLICATION}/locks")
-    deque(cluster.store.children_many(directories), 0)
-    for path in cluster.store.invalid_names:
+    places, store = cluster.places, cluster.store
+    for directory in (places.writable, places.read_only):
+        for name in store.children(directory) or ():
+            if not is_bookie_id(name) and f"{directory}/{name}" != places.read_only:
+                yield MetadataFinding("invalid-name", f"{directory}/{name}", None, _INVALID_NAME)
+    deque(store.children_many(("", f"{UNDERREPLICATION}/locks")), 0)
+    store.children(LEDGERS, limit=1)  # names before the ledgers, which listings pass over
+    for path in store.invalid_names:
         yield MetadataFinding("invalid-name", path, None, _INVALID_NAME)
 
 

@@ -116,8 +116,12 @@ def test_nodes_without_a_valid_name_are_findings_and_stop_nothing(
         for directory in directories:
             cluster.store.put(f"{directory}/evil\n", b"", NEW)
         cluster.store.put("\x1b", b"", NEW)
+        cluster.store.put("ledgers/\x1b", b"", NEW)
+    for name in ("available/a b", "available/readonly/a b"):  # a path, but not a bookie id
+        cluster.store.put(name, b"", NEW)
     found = list(check_metadata(cluster))
-    names = sorted(["\x1b", *(f"{directory}/evil\n" for directory in directories if directory != "x")])
+    names = ["\x1b", "ledgers/\x1b", "available/a b", "available/readonly/a b"]
+    names = sorted([*names, *(f"{directory}/evil\n" for directory in directories if directory != "x")])
     assert sorted((finding.code, finding.path) for finding in found) == [("invalid-name", name) for name in names]
     assert [bookie.bookie_id for bookie in cluster.bookies.list()] == list(BOOKIES)
     assert cluster.cookies.list() == list(BOOKIES)
