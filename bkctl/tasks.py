@@ -107,12 +107,19 @@ def fail(future: asyncio.Future[Any], error: BaseException) -> None:
 @contextmanager
 def ended_by_signals(end: Callable[[], object]) -> Iterator[None]:
     """Call `end` in the main thread for SIGINT, SIGTERM and SIGHUP in the block, except for those that are ignored."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    taken = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
-    for number in taken:
-        signal.signal(number, lambda *_: end())
-    try:
+    with signals_restored() as before:
+        for number, handler in before.items():
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, lambda *_: end())
         yield
+
+
+@contextmanager
+def signals_restored() -> Iterator[dict[signal.Signals, Any]]:
+    """Yield the handlers of SIGINT, SIGTERM and SIGHUP, and restore them after the block, in the main thread."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield before
     finally:
-        for number in taken:
-            signal.signal(number, before[number])
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -229,18 +229,16 @@ def _is_not_of_py4j(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def _signals_restored(*, ignore: bool = False) -> Iterator[None]:
-    """Restore the handlers of SIGINT, SIGTERM and SIGHUP after the block; with `ignore`, ignore them in the block."""
+    """Restore the handlers of signals after the block, in the main thread; with `ignore`, ignore them in the block."""
     import signal
+
+    from bkctl.tasks import signals_restored
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    if ignore:
-        for number in before:
-            signal.signal(number, signal.SIG_IGN)
-    try:
+    with signals_restored() as before:
+        if ignore:
+            for number in before:
+                signal.signal(number, signal.SIG_IGN)
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
