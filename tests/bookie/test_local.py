@@ -131,11 +131,16 @@ def test_unknown_bookie_is_not_found(cluster: LocalCluster) -> None:
     cluster.down()
 
 
-def test_bookie_that_dies_at_start_is_reported_with_the_end_of_its_log(cluster: LocalCluster) -> None:
+def make_unable_to_start(cluster: LocalCluster) -> None:
+    """Leave the cluster with one bookie, stopped, whose configuration is refused."""
     cluster.up(1)
     cluster.down()
     conf = cluster.bookies()[0].conf
     conf.write_text(conf.read_text() + "journalMaxSizeMB=many\n")
+
+
+def test_bookie_that_dies_at_start_is_reported_with_the_end_of_its_log(cluster: LocalCluster) -> None:
+    make_unable_to_start(cluster)
     with pytest.raises(BkctlError, match="journalMaxSizeMB"):
         cluster.up()
 
@@ -181,10 +186,7 @@ def test_interrupt_at_the_start_of_a_process_leaves_its_pid_file(
 
 
 def test_registration_of_another_process_is_not_that_of_a_started_bookie(cluster: LocalCluster) -> None:
-    cluster.up(1)
-    cluster.down()
-    conf = cluster.bookies()[0].conf
-    conf.write_text(conf.read_text() + "journalMaxSizeMB=many\n")
+    make_unable_to_start(cluster)
     with open_cluster(cluster.metadata_uri) as metadata:
         metadata.bookies.register("bookie-0", BookieServiceInfo((), {}))
         with pytest.raises(BkctlError, match="bookie-0 stopped with exit code 2"):
