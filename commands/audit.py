@@ -18,6 +18,7 @@ from bkctl.errors import NotFound, UsageError
 from .kit.audit import audit_file, run_result
 from .kit.columns import Column, Columns, Kind
 from .kit.command import Run, command, group
+from .kit.documents import object_of, rows_of
 from .kit.options import count_option, duration_option
 from .kit.texts import GREEN, RED, YELLOW, duration_text
 
@@ -101,6 +102,7 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
 @command(
     app,
     "list",
+    prints=rows_of(AUDIT_COLUMNS),
     examples=(
         "bkctl audit list",
         "bkctl audit list --since 1d --failed",
@@ -135,7 +137,7 @@ def _is_after(each: AuditedRun, earliest: float | None) -> bool:
         return False
 
 
-@command(app, "show", examples=("bkctl audit show last",))
+@command(app, "show", examples=("bkctl audit show last",), prints=object_of(AUDIT_COLUMNS))
 def show(
     run: Run,
     name: Annotated[str, typer.Argument(metavar="ID", help="The run's id or its first digits, or last.")],

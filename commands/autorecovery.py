@@ -14,6 +14,7 @@ from bkctl.ids import LedgerId
 
 from .kit.columns import Column, Columns, Kind
 from .kit.command import Run, command, group
+from .kit.documents import object_of, rows_of
 from .kit.ledger_options import LedgersOrFile, ScopeOfAny
 from .kit.options import DryRun, UndoOption, WatchOption, duration_option
 from .kit.texts import GREEN, RED, YELLOW, counted, duration_text, time_text
@@ -61,7 +62,13 @@ RUNNING_COLUMNS = Columns(
 )
 
 
-@command(app, "run", connects=True, examples=("bkctl autorecovery run --conf bk_server.conf",))
+@command(
+    app,
+    "run",
+    connects=True,
+    examples=("bkctl autorecovery run --conf bk_server.conf",),
+    prints=object_of(RUNNING_COLUMNS),
+)
 def run_auto_recovery(
     run: Run,
     scopes_only: Annotated[
@@ -142,7 +149,7 @@ STATUS_COLUMNS = Columns(
 )
 
 
-@command(app, "status", connects=True, examples=("bkctl autorecovery status",))
+@command(app, "status", connects=True, examples=("bkctl autorecovery status",), prints=object_of(STATUS_COLUMNS))
 def status(run: Run, watch: WatchOption) -> None:
     """Show the state of auto-recovery.
 
@@ -208,7 +215,14 @@ def _switch(run: Run, enabled: bool, undo: Path | None) -> None:
         run.note(f"Auto-recovery was {'enabled' if enabled else 'disabled'} already")
 
 
-@command(app, "enable", connects=True, changes=True, examples=("bkctl autorecovery enable",))
+@command(
+    app,
+    "enable",
+    connects=True,
+    changes=True,
+    examples=("bkctl autorecovery enable",),
+    prints=object_of(SWITCH_COLUMNS),
+)
 def enable(run: Run, undo: UndoOption = None) -> None:
     """Enable auto-recovery for the whole cluster.
 
@@ -217,7 +231,14 @@ def enable(run: Run, undo: UndoOption = None) -> None:
     _switch(run, True, undo)
 
 
-@command(app, "disable", connects=True, changes=True, examples=("bkctl autorecovery disable",))
+@command(
+    app,
+    "disable",
+    connects=True,
+    changes=True,
+    examples=("bkctl autorecovery disable",),
+    prints=object_of(SWITCH_COLUMNS),
+)
 def disable(run: Run, undo: UndoOption = None) -> None:
     """Disable auto-recovery for the whole cluster.
 
@@ -254,7 +275,13 @@ class MarkRow(NamedTuple):
     worker: str | None
 
 
-@command(app, "list", connects=True, examples=("bkctl autorecovery list",))
+@command(
+    app,
+    "list",
+    connects=True,
+    examples=("bkctl autorecovery list",),
+    prints=rows_of(MARK_COLUMNS) + object_of(COUNT_COLUMNS),
+)
 def list_marked(
     run: Run,
     scope: ScopeOfAny,
@@ -328,7 +355,7 @@ LOCK_COLUMNS = Columns(
 )
 
 
-@command(app, "workers", connects=True, examples=("bkctl autorecovery workers",))
+@command(app, "workers", connects=True, examples=("bkctl autorecovery workers",), prints=rows_of(LOCK_COLUMNS))
 def workers(run: Run, scope: ScopeOfAny, watch: WatchOption) -> None:
     """List the ledgers that are being replicated, by worker.
 
@@ -363,7 +390,14 @@ class Marked(NamedTuple):
     changed: bool
 
 
-@command(app, "mark", connects=True, changes=True, examples=("bkctl autorecovery mark 12 --missing 10.0.0.1:3181",))
+@command(
+    app,
+    "mark",
+    connects=True,
+    changes=True,
+    examples=("bkctl autorecovery mark 12 --missing 10.0.0.1:3181",),
+    prints=rows_of(MARKED_COLUMNS),
+)
 def mark(
     run: Run,
     ledgers: LedgersOrFile,
@@ -406,7 +440,15 @@ def mark(
                     run.note(f"Ledger {ledger} was marked for {', '.join(missing)} already")
 
 
-@command(app, "unmark", connects=True, changes=True, asks=True, examples=("bkctl autorecovery unmark 12 --yes",))
+@command(
+    app,
+    "unmark",
+    connects=True,
+    changes=True,
+    asks=True,
+    examples=("bkctl autorecovery unmark 12 --yes",),
+    prints=rows_of(MARKED_COLUMNS),
+)
 def unmark(run: Run, ledgers: LedgersOrFile, undo: UndoOption = None, dry_run: DryRun = False) -> None:
     """Remove the under-replicated mark from ledgers.
 
@@ -464,7 +506,7 @@ VOTE_COLUMNS = Columns(
 )
 
 
-@command(app, "auditor", connects=True, examples=("bkctl autorecovery auditor",))
+@command(app, "auditor", connects=True, examples=("bkctl autorecovery auditor",), prints=rows_of(VOTE_COLUMNS))
 def auditor(
     run: Run,
     all_votes: Annotated[bool, typer.Option("--all", help="Show candidates for auditor, too.")] = False,
@@ -521,7 +563,14 @@ def _checks(texts: str) -> dict[str, AuditorCheck]:
         raise UsageError(f"--reset-clock {texts}: not a list of {', '.join(CHECKS)}") from None
 
 
-@command(app, "audit", connects=True, changes=True, examples=("bkctl autorecovery audit",))
+@command(
+    app,
+    "audit",
+    connects=True,
+    changes=True,
+    examples=("bkctl autorecovery audit",),
+    prints=object_of(AUDITED_COLUMNS) + rows_of(CLOCK_COLUMNS),
+)
 def audit(
     run: Run,
     reset_clock: Annotated[
@@ -570,7 +619,14 @@ DELAY_COLUMNS = Columns(
 )
 
 
-@command(app, "delay", connects=True, changes="seconds", examples=("bkctl autorecovery delay",))
+@command(
+    app,
+    "delay",
+    connects=True,
+    changes="seconds",
+    examples=("bkctl autorecovery delay",),
+    prints=object_of(DELAY_COLUMNS),
+)
 def delay(
     run: Run,
     seconds: Annotated[

@@ -14,6 +14,7 @@ from bkctl.errors import BkctlError, UsageError
 
 from .kit.columns import Column, Columns, Kind, Output
 from .kit.command import Run, command, group
+from .kit.documents import rows_of
 from .kit.ledger_options import NewLedger, scope_option
 from .kit.options import (
     LedgerShape,
@@ -153,6 +154,7 @@ InRandomOrder = Annotated[bool, typer.Option("--random", help="Read at random po
     "adds",
     connects=True,
     changes=True,
+    prints=rows_of(BENCH_COLUMNS),
     examples=(
         "bkctl bench adds",
         "bkctl bench adds --duration 5s --rate 500 --batch 1",
@@ -172,6 +174,7 @@ def adds(run: Run, ledgers: Ledgers, shape: LedgerShape, load: LoadOfAdds, proto
     "reads",
     connects=True,
     changes=True,
+    prints=rows_of(BENCH_COLUMNS),
     examples=(
         "bkctl bench reads",
         "bkctl bench reads --random --batch 1 --ledgers 4",
@@ -198,6 +201,7 @@ def reads(
     "mixed",
     connects=True,
     changes=True,
+    prints=rows_of(BENCH_COLUMNS),
     examples=(
         "bkctl bench mixed",
         "bkctl bench mixed --duration 5s --ledgers 2 -o json",

@@ -14,6 +14,7 @@ from bkctl.metadata.admin.health_codes import HealthCode
 from .kit.audit import user_name
 from .kit.columns import Column, Columns, Kind, Output, value_at
 from .kit.command import Run, command, group
+from .kit.documents import object_of, rows_of
 from .kit.options import DryRun, UndoOption, WatchOption, YesReally, duration_option
 from .kit.texts import GREEN, RED, YELLOW, counted
 from .local import down, up
@@ -52,7 +53,7 @@ INFO_COLUMNS = Columns(
 )
 
 
-@command(app, "info", connects=True, examples=("bkctl cluster info",))
+@command(app, "info", connects=True, examples=("bkctl cluster info",), prints=object_of(INFO_COLUMNS))
 def info(run: Run) -> None:
     """Show the cluster: layout, bookies, auditor, replication."""
     from bkctl.metadata.admin.overview import cluster_info
@@ -105,7 +106,7 @@ STATUS_COLUMNS = Columns(
 )  # fmt: skip
 
 
-@command(app, "status", connects=True, examples=("bkctl cluster status",))
+@command(app, "status", connects=True, examples=("bkctl cluster status",), prints=rows_of(STATUS_COLUMNS))
 def status(
     run: Run,
     threshold: Threshold = 90.0,
@@ -224,6 +225,7 @@ def _unserved_ledgers(run: Run, cluster: Cluster) -> list[HealthFinding]:
     health_app,
     "show",
     connects=True,
+    prints=rows_of(HEALTH_COLUMNS),
     examples=("bkctl cluster health show", "bkctl cluster health show --watch"),
 )
 def health(
@@ -303,7 +305,7 @@ DETAIL_COLUMNS = Columns(
 )  # fmt: skip
 
 
-@command(health_app, "detail", connects=True, examples=("bkctl cluster health detail",))
+@command(health_app, "detail", connects=True, examples=("bkctl cluster health detail",), prints=rows_of(DETAIL_COLUMNS))
 def health_detail(
     run: Run, threshold: Threshold = 90.0, no_bookies: NoBookies = False, ledgers: OfLedgers = False
 ) -> None:
@@ -346,6 +348,7 @@ MUTE_COLUMNS = Columns(
     "mute",
     connects=True,
     changes=True,
+    prints=object_of(MUTE_COLUMNS),
     examples=("bkctl cluster health mute bookie-down --for 2h",),
 )
 def mute_health(
@@ -369,7 +372,14 @@ def mute_health(
         run.show(HealthMutes(recorded).mute(code, duration_s=duration_s, user=user_name()), MUTE_COLUMNS)
 
 
-@command(health_app, "unmute", connects=True, changes=True, examples=("bkctl cluster health unmute bookie-down",))
+@command(
+    health_app,
+    "unmute",
+    connects=True,
+    changes=True,
+    examples=("bkctl cluster health unmute bookie-down",),
+    prints=object_of(MUTE_COLUMNS),
+)
 def unmute_health(run: Run, code: Code, undo: UndoOption = None) -> None:
     """Show findings of a muted code again."""
     from bkctl.metadata.admin.health_mutes import HealthMutes
@@ -378,7 +388,7 @@ def unmute_health(run: Run, code: Code, undo: UndoOption = None) -> None:
         run.show(HealthMutes(recorded).unmute(code), MUTE_COLUMNS)
 
 
-@command(health_app, "mutes", connects=True, examples=("bkctl cluster health mutes",))
+@command(health_app, "mutes", connects=True, examples=("bkctl cluster health mutes",), prints=rows_of(MUTE_COLUMNS))
 def list_mutes(run: Run) -> None:
     """List the muted codes, with time and user."""
     from bkctl.metadata.admin.health_mutes import HealthMutes
@@ -401,7 +411,13 @@ CHECK_COLUMNS = Columns(
 )
 
 
-@command(healthcheck_app, "status", connects=True, examples=("bkctl cluster healthcheck status",))
+@command(
+    healthcheck_app,
+    "status",
+    connects=True,
+    examples=("bkctl cluster healthcheck status",),
+    prints=object_of(CHECK_COLUMNS),
+)
 def healthcheck_status(run: Run) -> None:
     """Show whether clients may quarantine failing bookies."""
     from bkctl.metadata.admin.health import HealthCheckSwitch
@@ -410,13 +426,27 @@ def healthcheck_status(run: Run) -> None:
         run.show(Check(HealthCheckSwitch(cluster).is_enabled()), CHECK_COLUMNS)
 
 
-@command(healthcheck_app, "enable", connects=True, changes=True, examples=("bkctl cluster healthcheck enable",))
+@command(
+    healthcheck_app,
+    "enable",
+    connects=True,
+    changes=True,
+    examples=("bkctl cluster healthcheck enable",),
+    prints=object_of(CHECK_COLUMNS),
+)
 def healthcheck_enable(run: Run, undo: UndoOption = None) -> None:
     """Allow clients to quarantine failing bookies."""
     _switch_healthcheck(run, True, undo)
 
 
-@command(healthcheck_app, "disable", connects=True, changes=True, examples=("bkctl cluster healthcheck disable",))
+@command(
+    healthcheck_app,
+    "disable",
+    connects=True,
+    changes=True,
+    examples=("bkctl cluster healthcheck disable",),
+    prints=object_of(CHECK_COLUMNS),
+)
 def healthcheck_disable(run: Run, undo: UndoOption = None) -> None:
     """Forbid every client to quarantine bookies."""
     _switch_healthcheck(run, False, undo)
@@ -452,7 +482,7 @@ ID_COLUMNS = Columns(
 )
 
 
-@command(app, "id", connects=True, examples=("bkctl cluster id",))
+@command(app, "id", connects=True, examples=("bkctl cluster id",), prints=object_of(ID_COLUMNS))
 def show_id(run: Run) -> None:
     """Show the cluster's instance id."""
     with run.cluster() as cluster:
@@ -466,7 +496,12 @@ def show_id(run: Run) -> None:
 
 
 @command(
-    app, "init", connects=True, changes=True, examples=("bkctl cluster init --metadata-uri sqlite:///metadata.db",)
+    app,
+    "init",
+    connects=True,
+    changes=True,
+    examples=("bkctl cluster init --metadata-uri sqlite:///metadata.db",),
+    prints=object_of(ID_COLUMNS),
 )
 def init(
     run: Run,
@@ -521,6 +556,7 @@ NUKE_COLUMNS = Columns(
     connects=True,
     changes=True,
     asks=True,
+    prints=object_of(NUKE_COLUMNS),
     examples=("bkctl cluster nuke --dry-run", "bkctl cluster nuke --backup metadata.ndjson"),
 )
 def nuke_cluster(

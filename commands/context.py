@@ -15,6 +15,7 @@ from .kit.columns import Column, Columns, Kind
 from .kit.command import Run, command, group
 from .kit.connection import context_connection, context_names
 from .kit.contexts import Contexts
+from .kit.documents import object_of, rows_of
 from .kit.options import OldName
 from .kit.settings import GlobalOptions, Setting, ValueType, context_settings
 from .kit.texts import GREEN
@@ -63,7 +64,7 @@ def _row(contexts: Contexts, name: str) -> ContextRow:
     return ContextRow(name, replace(found.settings, metadata_uri=found.uri), name == contexts.current)
 
 
-@command(app, "list", examples=("bkctl context list",))
+@command(app, "list", examples=("bkctl context list",), prints=rows_of(LIST_COLUMNS))
 def list_contexts(run: Run) -> None:
     """List the contexts of the configuration file.
 
@@ -73,7 +74,7 @@ def list_contexts(run: Run) -> None:
     run.render([_row(contexts, name) for name in context_names(contexts)], LIST_COLUMNS)
 
 
-@command(app, "show", examples=("bkctl context show prod",))
+@command(app, "show", examples=("bkctl context show prod",), prints=object_of(CONTEXT_COLUMNS))
 def show(
     run: Run,
     name: Annotated[str | None, typer.Argument(metavar="CONTEXT", help="The context (default: current).")] = None,
@@ -92,6 +93,7 @@ def show(
     connects=True,
     changes=True,
     opens=False,
+    prints=object_of(CONTEXT_COLUMNS),
     examples=("bkctl context add prod --metadata-uri zk://zk1:2181/ledgers --use",),
 )
 def add(
@@ -127,7 +129,7 @@ def add(
     run.show(_row(contexts, name), CONTEXT_COLUMNS)
 
 
-@command(app, "use", changes=True, examples=("bkctl context use prod",))
+@command(app, "use", changes=True, examples=("bkctl context use prod",), prints=object_of(CONTEXT_COLUMNS))
 def use(run: Run, name: ContextName) -> None:
     """Make a context the current one.
 
@@ -138,7 +140,9 @@ def use(run: Run, name: ContextName) -> None:
     run.show(row._replace(is_current=True), CONTEXT_COLUMNS)
 
 
-@command(app, "rename", changes=True, examples=("bkctl context rename prod prod-eu",))
+@command(
+    app, "rename", changes=True, examples=("bkctl context rename prod prod-eu",), prints=object_of(CONTEXT_COLUMNS)
+)
 def rename(
     run: Run, name: ContextName, new: Annotated[str, typer.Argument(metavar="NEW", help="The new name.")]
 ) -> None:
@@ -150,7 +154,14 @@ def rename(
     run.show(_row(contexts, new), CONTEXT_COLUMNS)
 
 
-@command(app, "delete", asks=True, changes=True, examples=("bkctl context delete prod --yes",))
+@command(
+    app,
+    "delete",
+    asks=True,
+    changes=True,
+    examples=("bkctl context delete prod --yes",),
+    prints=object_of(CONTEXT_COLUMNS),
+)
 def delete(run: Run, name: ContextName) -> None:
     """Delete a context from the configuration file."""
     contexts = Contexts.read(os.environ)

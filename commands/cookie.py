@@ -13,6 +13,7 @@ from bkctl.ids import check_bookie_id
 
 from .kit.columns import Column, Columns, Kind
 from .kit.command import Run, command, group
+from .kit.documents import object_of, rows_of
 from .kit.options import BinaryFormat, BinaryFormatOption, Composite, DryRun, UndoOption, file_argument, text_option
 from .kit.records import DirOption
 from .kit.texts import RED, counted
@@ -69,7 +70,7 @@ LIST_COLUMNS = Columns(
 )
 
 
-@command(app, "list", connects=True, examples=("bkctl cookie list",))
+@command(app, "list", connects=True, examples=("bkctl cookie list",), prints=rows_of(LIST_COLUMNS))
 def list_cookies(run: Run) -> None:
     """List the cookies in the metadata store.
 
@@ -100,6 +101,7 @@ def list_cookies(run: Run) -> None:
     app,
     "show",
     connects=True,
+    prints=object_of(COOKIE_COLUMNS) + rows_of(COOKIE_COLUMNS),
     examples=(
         "bkctl cookie show 10.0.0.1:3181",
         "bkctl cookie show --dir /var/lib/bookkeeper",
@@ -189,7 +191,14 @@ def _cookie_in(path: Path, bookie: str) -> tuple[bytes, Cookie]:
     return data, cookie
 
 
-@command(app, "create", connects=True, changes=True, examples=("bkctl cookie create 10.0.0.1:3181 cookie --dry-run",))
+@command(
+    app,
+    "create",
+    connects=True,
+    changes=True,
+    examples=("bkctl cookie create 10.0.0.1:3181 cookie --dry-run",),
+    prints=object_of(COOKIE_COLUMNS),
+)
 def create(
     run: Run, bookie: BookieArgument, file: FileArgument, undo: UndoOption = None, dry_run: DryRun = False
 ) -> None:
@@ -226,6 +235,7 @@ CHANGE_COLUMNS = Columns(
     connects=True,
     asks=True,
     changes=True,
+    prints=rows_of(CHANGE_COLUMNS),
     examples=("bkctl cookie update 10.0.0.1:3181 cookie --dry-run",),
 )
 def update(
@@ -259,7 +269,13 @@ def update(
 
 
 @command(
-    app, "delete", connects=True, asks=True, changes=True, examples=("bkctl cookie delete 10.0.0.1:3181 --dry-run",)
+    app,
+    "delete",
+    connects=True,
+    asks=True,
+    changes=True,
+    examples=("bkctl cookie delete 10.0.0.1:3181 --dry-run",),
+    prints=rows_of(COOKIE_COLUMNS),
 )
 def delete(
     run: Run,
@@ -330,7 +346,13 @@ def _directories_option(kind: str) -> Composite:
     )
 
 
-@command(app, "generate", connects=True, examples=("bkctl cookie generate --conf bk_server.conf --file cookie",))
+@command(
+    app,
+    "generate",
+    connects=True,
+    examples=("bkctl cookie generate --conf bk_server.conf --file cookie",),
+    prints=object_of(COOKIE_COLUMNS),
+)
 def generate(
     run: Run,
     journals: Annotated[tuple[str, ...] | None, _directories_option("journal")],
@@ -393,6 +415,7 @@ EXPANDED_COLUMNS = Columns(
     connects=True,
     asks=True,
     changes=True,
+    prints=rows_of(EXPANDED_COLUMNS),
     examples=("bkctl cookie expand --conf bk_server.conf --dry-run",),
 )
 def expand_cookies(run: Run, undo: UndoOption = None, dry_run: DryRun = False) -> None:
@@ -441,6 +464,7 @@ RENAMED_COLUMNS = Columns(
     connects=True,
     asks=True,
     changes=True,
+    prints=rows_of(RENAMED_COLUMNS),
     examples=("bkctl cookie rename 10.0.0.1:3181 10.0.0.2:3181 --dry-run",),
 )
 def rename_bookie(
@@ -489,7 +513,13 @@ FINDING_COLUMNS = Columns(
 )
 
 
-@command(app, "verify", connects=True, examples=("bkctl cookie verify --conf bk_server.conf",))
+@command(
+    app,
+    "verify",
+    connects=True,
+    examples=("bkctl cookie verify --conf bk_server.conf",),
+    prints=rows_of(FINDING_COLUMNS),
+)
 def verify_cookies(
     run: Run,
     bookie: BookieOrConf = None,

@@ -20,8 +20,9 @@ from bkctl.errors import EXIT_CODES
 from bkctl.files.directories import FileKind
 
 from . import translations
-from .documents import DOCUMENTS, ERROR_SCHEMA, document_schema
 from .kit.columns import Output
+from .kit.command import Declaration, declaration_of
+from .kit.documents import ERROR_SCHEMA
 from .kit.parser import Group, help_record, shown_names
 from .kit.settings import GLOBAL_PANEL, SETTINGS
 from .main import GROUPS, RootGroup, root
@@ -102,6 +103,7 @@ class Page(NamedTuple):
     options: tuple[Option, ...]
     children: tuple[Page, ...]
     examples: tuple[str, ...]
+    declaration: Declaration | None
 
     @property
     def own_options(self) -> tuple[Option, ...]:
@@ -179,7 +181,9 @@ def _page(command: Any, path: tuple[str, ...], parent: Any) -> Page:
             options = list(next(child for child in children if child.path[-1] == command.default).options)
     usage = " ".join(["bkctl", *path, *command.collect_usage_pieces(context)])
     examples = tuple((command.epilog or "").splitlines()) if path else ()
-    return Page(path, usage, command.help or "", tuple(arguments), tuple(options), children, examples)
+    return Page(
+        path, usage, command.help or "", tuple(arguments), tuple(options), children, examples, declaration_of(command)
+    )  # fmt: skip
 
 
 # --- man ------------------------------------------------------------------------------------------------------------
@@ -734,8 +738,9 @@ def generated_files() -> dict[str, str]:
         "man/bkctl.1": man_page(tree, None, __version__),
     }
     files["docs/schemas/error.json"] = _schema_text(ERROR_SCHEMA)
-    for name in DOCUMENTS:
-        files[f"docs/schemas/{name.replace(' ', '-')}.json"] = _schema_text(document_schema(name))
+    for page in tree.commands:
+        if page.declaration is not None and page.declaration.prints:
+            files[f"docs/schemas/{'-'.join(page.path)}.json"] = _schema_text(page.declaration.schema(page.name))
     for group in tree.groups:
         files[f"man/bkctl-{group.name}.1"] = man_page(tree, group, __version__)
     return files

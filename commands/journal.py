@@ -16,6 +16,7 @@ from bkctl.errors import BkctlError, NotFound, UsageError
 
 from .kit.columns import Column, Columns, Kind, hex_column
 from .kit.command import Run, command, group
+from .kit.documents import rows_of
 from .kit.options import ReadPace, count_option
 from .kit.records import (
     DirOption,
@@ -24,6 +25,7 @@ from .kit.records import (
     directories_argument,
     print_records,
     raise_first,
+    shown_record_columns,
 )
 from .kit.texts import GREEN, RED, YELLOW, counted
 
@@ -64,7 +66,7 @@ JOURNAL_COLUMNS = Columns(
 )
 
 
-@command(app, "list", examples=("bkctl journal list --conf bk_server.conf",))
+@command(app, "list", examples=("bkctl journal list --conf bk_server.conf",), prints=rows_of(JOURNAL_COLUMNS))
 def list_journals(
     run: Run,
     directories: Annotated[Sequence[Path], directories_argument("Journal directories (default: as in --conf).")] = (),
@@ -87,6 +89,7 @@ def list_journals(
 @command(
     app,
     "read",
+    prints=rows_of(lambda: shown_record_columns("journalId")),
     examples=(
         "bkctl journal read --conf bk_server.conf --limit 20",
         "bkctl journal read --conf bk_server.conf --ledger 12 --after-lastmark",
@@ -169,7 +172,7 @@ MARK_COLUMNS = Columns(
 )
 
 
-@command(app, "lastmark", examples=("bkctl journal lastmark --conf bk_server.conf",))
+@command(app, "lastmark", examples=("bkctl journal lastmark --conf bk_server.conf",), prints=rows_of(MARK_COLUMNS))
 def lastmark(
     run: Run,
     directories: Annotated[Sequence[Path], directories_argument("Ledger directories (default: as in --conf).")] = (),
@@ -220,7 +223,7 @@ VERIFY_COLUMNS = Columns(
 )
 
 
-@command(app, "verify", examples=("bkctl journal verify --conf bk_server.conf",))
+@command(app, "verify", examples=("bkctl journal verify --conf bk_server.conf",), prints=rows_of(VERIFY_COLUMNS))
 def verify(run: Run, pace: ReadPace, names: JournalNames = None, directories: DirOption = None) -> None:
     """Check journal files, and what the last marks point at.
 
@@ -337,7 +340,12 @@ SUM_COLUMNS = {
 }
 
 
-@command(app, "stats", examples=("bkctl journal stats --conf bk_server.conf",))
+@command(
+    app,
+    "stats",
+    examples=("bkctl journal stats --conf bk_server.conf",),
+    prints=rows_of(STATS_COLUMNS, SUM_COLUMNS),
+)
 def stats(
     run: Run,
     top: Annotated[int | None, count_option("--top", "Print only the N rows with the most bytes.")],

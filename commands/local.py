@@ -18,6 +18,7 @@ from .kit.columns import Column, Columns, Kind
 from .kit.command import Run, command, group
 from .kit.connection import LOCAL_CONTEXT
 from .kit.contexts import Contexts
+from .kit.documents import rows_of
 from .kit.texts import GREEN, RED, YELLOW
 
 app = group()
@@ -55,7 +56,7 @@ def _local(run: Run, directory: Path | None) -> LocalCluster:
     return active_cluster() or LocalCluster()
 
 
-@command(app, "up", changes=True, examples=("bkctl local up",))
+@command(app, "up", changes=True, examples=("bkctl local up",), prints=rows_of(LOCAL_COLUMNS))
 def up(
     run: Run,
     directory: LocalDirectory = None,
@@ -140,7 +141,7 @@ def _note_target(run: Run, cluster: LocalCluster) -> None:
         )
 
 
-@command(app, "down", changes=True, examples=("bkctl local down",))
+@command(app, "down", changes=True, examples=("bkctl local down",), prints=rows_of(LOCAL_COLUMNS))
 def down(
     run: Run,
     directory: LocalDirectory = None,
@@ -163,7 +164,7 @@ def down(
         run.note("Nothing was running")
 
 
-@command(app, "status", examples=("bkctl local status",))
+@command(app, "status", examples=("bkctl local status",), prints=rows_of(LOCAL_COLUMNS))
 def status(run: Run, directory: LocalDirectory = None) -> None:
     """Show the bookies of the local cluster.
 

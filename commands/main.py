@@ -22,7 +22,7 @@ from bkctl.errors import BkctlError, is_interrupt
 
 from .kit import interrupts
 from .kit.audit import run_result
-from .kit.columns import Columns, Output
+from .kit.columns import Output
 from .kit.options import option
 from .kit.parser import CONNECTION_LINE, HELP_FLAGS, Command, Group
 from .kit.plugins import Plugin, find_plugins
@@ -279,7 +279,7 @@ def one_line(text: str) -> str:
 
 def run(arguments: list[str]) -> int:
     """Run one command line; returns the exit code. Prints the error, if there is one, as one line on stderr."""
-    session = Session(words=arguments, columns_of=_columns_of)
+    session = Session(words=arguments)
     error: BaseException | None = None
     code: object = 0
     try:
@@ -312,13 +312,6 @@ def run(arguments: list[str]) -> int:
     elif error is not None:
         _report(error, session)
     return code
-
-
-def _columns_of(name: str, output: Output) -> list[Columns]:
-    """Return the columns of each form of the rows that the command `name` may print as `output`."""
-    from .documents import known_columns
-
-    return known_columns(name, output)
 
 
 def _end_run(session: Session, code: int, error: BaseException | None) -> None:

@@ -12,6 +12,7 @@ from bkctl import __version__
 from . import top
 from .kit.columns import ALL, Column, Columns, Kind, Output
 from .kit.command import Run, command, group
+from .kit.documents import object_of
 from .kit.parser import connection_help, exit_code_help
 from .kit.terminal import emit
 
@@ -92,7 +93,7 @@ def _build() -> Build:
     )
 
 
-@command(app, "version", examples=("bkctl version",))
+@command(app, "version", examples=("bkctl version",), prints=object_of(VERSION_COLUMNS))
 def show_version(run: Run) -> None:
     """Print the version, and which inner loops are compiled.
 

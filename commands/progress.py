@@ -14,6 +14,7 @@ from bkctl.errors import Conflict, NotFound, UsageError
 
 from .kit.columns import Column, Columns, Kind
 from .kit.command import Run, command, group
+from .kit.documents import object_of, rows_of
 from .kit.options import WatchOption, parse_pace
 from .kit.texts import GREEN, RED, YELLOW, counted, duration_text, size_text
 from .kit.work import ask_for_rate, ask_to_pause, list_work, progress_directory
@@ -115,7 +116,12 @@ def _one(work_id: str) -> Work:
     return found[0]
 
 
-@command(app, "show", examples=("bkctl progress show", "bkctl progress show 3f2a9c"))
+@command(
+    app,
+    "show",
+    examples=("bkctl progress show", "bkctl progress show 3f2a9c"),
+    prints=rows_of(WORK_COLUMNS) + object_of(WORK_COLUMNS),
+)
 def show(
     run: Run,
     watch: WatchOption,
@@ -158,7 +164,7 @@ def _show_followed(run: Run, row: Work, is_followed: Callable[[Mapping[str, Any]
         run.note(f"Work {row['id']} has not followed yet: it will at its next step")
 
 
-@command(app, "pause", examples=("bkctl progress pause 3f2a9c",))
+@command(app, "pause", examples=("bkctl progress pause 3f2a9c",), prints=object_of(WORK_COLUMNS))
 def pause(run: Run, work_id: WorkId) -> None:
     """Pause work at its next step.
 
@@ -169,7 +175,7 @@ def pause(run: Run, work_id: WorkId) -> None:
     _show_followed(run, row, lambda fields: fields["state"] != "running")
 
 
-@command(app, "resume", examples=("bkctl progress resume 3f2a9c",))
+@command(app, "resume", examples=("bkctl progress resume 3f2a9c",), prints=object_of(WORK_COLUMNS))
 def resume(run: Run, work_id: WorkId) -> None:
     """Continue paused work."""
     row = _steerable(work_id)
@@ -177,7 +183,12 @@ def resume(run: Run, work_id: WorkId) -> None:
     _show_followed(run, row, lambda fields: fields["state"] != "paused")
 
 
-@command(app, "rate", examples=("bkctl progress rate 3f2a9c 20MiB", "bkctl progress rate 3f2a9c none"))
+@command(
+    app,
+    "rate",
+    examples=("bkctl progress rate 3f2a9c 20MiB", "bkctl progress rate 3f2a9c none"),
+    prints=object_of(WORK_COLUMNS),
+)
 def rate(
     run: Run,
     work_id: WorkId,

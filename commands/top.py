@@ -14,6 +14,7 @@ from bkctl.errors import UsageError
 
 from .kit.columns import Column, Columns, Kind, Output, value_at
 from .kit.command import Run, command, group
+from .kit.documents import rows_of
 from .kit.options import duration_option
 from .kit.texts import GREEN, RED, YELLOW
 
@@ -91,6 +92,7 @@ LOAD_COLUMNS = Columns(
     app,
     "top",
     connects=True,
+    prints=rows_of(LOAD_COLUMNS),
     examples=("bkctl top", "bkctl top --once -o json", "bkctl top --once --sort addsPerSecond"),
 )
 def top(

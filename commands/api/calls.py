@@ -63,7 +63,13 @@ def get(run: Run, path: PathArgument, which: BookieServerOption, size_max: MaxSi
     _call(run, which, "GET", path, None, size_max)
 
 
-@command(app, "put", connects=True, examples=("bkctl api put /api/v1/bookie/gc --bookie-url http://127.0.0.1:8080",))
+@command(
+    app,
+    "put",
+    connects=True,
+    changes=None,
+    examples=("bkctl api put /api/v1/bookie/gc --bookie-url http://127.0.0.1:8080",),
+)
 def put(
     run: Run,
     path: PathArgument,
@@ -88,6 +94,7 @@ def put(
     app,
     "delete",
     connects=True,
+    changes=None,
     asks=True,
     examples=("bkctl api delete '/api/v1/ledger/delete?ledger_id=5' --bookie b1:3181 --yes",),
 )

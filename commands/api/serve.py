@@ -13,6 +13,7 @@ from bkctl.errors import UsageError
 
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
+from ..kit.documents import object_of
 from ..kit.values import parse_number
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ GATEWAY_COLUMNS = Columns(
 )
 
 
-@command(app, "serve", connects=True, examples=("bkctl api serve --port 8080",))
+@command(app, "serve", connects=True, examples=("bkctl api serve --port 8080",), prints=object_of(GATEWAY_COLUMNS))
 def serve(
     run: Run,
     host: Annotated[str, typer.Option("--host", metavar="HOST", help="The address to listen on.")] = "127.0.0.1",

@@ -13,6 +13,7 @@ from bkctl.ids import LedgerId
 
 from ..kit.columns import Column, Columns, Kind, hex_column
 from ..kit.command import Run, command, group
+from ..kit.documents import rows_of
 from ..kit.ledger_options import LEDGERS_BY_OPTION, LedgersOrAll, scope_option
 from ..kit.options import DigestToCheck, LedgerPassword, ReadPace, combined, number_option, text_option
 from ..kit.records import Directories, raise_first
@@ -74,6 +75,7 @@ Sample = Annotated[
     app,
     "check",
     connects=True,
+    prints=rows_of(FINDING_COLUMNS),
     examples=(
         "bkctl bookie check --conf bk_server.conf",
         "bkctl bookie check --conf bk_server.conf --sample 1%",
@@ -172,7 +174,9 @@ def _finish(run: Run, counts: Counts) -> None:
     run.finish_with(counts.findings, "finding", "findings")
 
 
-@command(index_app, "check", examples=("bkctl bookie index check --conf bk_server.conf",))
+@command(
+    index_app, "check", examples=("bkctl bookie index check --conf bk_server.conf",), prints=rows_of(FINDING_COLUMNS)
+)
 def check_index(
     run: Run,
     ledgers: Annotated[bool, typer.Option("--ledgers", help="Check only the records of ledgers.")] = False,

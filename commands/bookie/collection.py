@@ -13,6 +13,7 @@ from bkctl.errors import FindingsError, NotFound, Unsupported, UsageError
 
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
+from ..kit.documents import rows_of
 from ..kit.options import BOTH_COMPACTIONS, DryRun, WatchOption
 from ..kit.texts import GREEN, YELLOW, iso_time
 from .server import BookieServerOption, Patience, Server, WaitDeadline, server
@@ -92,7 +93,9 @@ def _collector_columns(run: Run) -> Columns:
     app,
     "gc",
     connects=True,
+    changes=None,
     asks=True,
+    prints=rows_of(COLLECTOR_COLUMNS, table=COLLECTOR_TABLE_COLUMNS),
     examples=(
         "bkctl bookie gc --status --bookie-url http://127.0.0.1:8080",
         "bkctl bookie gc --major --wait --bookie-url http://127.0.0.1:8080",
@@ -251,6 +254,8 @@ BEGIN_S: Final = 1.0
     app,
     "compact-locations",
     connects=True,
+    changes=None,
+    prints=rows_of(LOCATIONS_COLUMNS),
     examples=("bkctl bookie compact-locations --status --bookie-url http://127.0.0.1:8080",),
 )
 def compact_locations(

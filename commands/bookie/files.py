@@ -13,6 +13,7 @@ from bkctl.ids import LedgerId
 
 from ..kit.columns import Column, Columns, Kind, hex_column
 from ..kit.command import Run, command, group
+from ..kit.documents import object_of, rows_of, union
 from ..kit.ledger_options import AnyLedgers
 from ..kit.options import number_option
 from ..kit.records import Directories, DirOption, ShowSecretsOption, raise_first
@@ -35,7 +36,13 @@ STARTED_COLUMNS = Columns(
 )
 
 
-@command(app, "start", connects=True, examples=("bkctl bookie start --conf bk_server.conf",))
+@command(
+    app,
+    "start",
+    connects=True,
+    examples=("bkctl bookie start --conf bk_server.conf",),
+    prints=object_of(STARTED_COLUMNS),
+)
 def start(run: Run) -> None:
     """Run a bookie in the foreground.
 
@@ -109,6 +116,7 @@ FILE_TABLE_COLUMNS = Columns(
 @command(
     app,
     "files",
+    prints=rows_of(FILE_COLUMNS),
     examples=(
         "bkctl bookie files /var/lib/bookkeeper",
         "bkctl bookie files --conf bk_server.conf",
@@ -214,6 +222,7 @@ MASTER_KEY = Column("MASTER KEY", "masterKey", "source.master_key", Kind.BINARY,
 @command(
     index_app,
     "show",
+    prints=rows_of(LOCATION_COLUMNS, GAP_COLUMNS, union(META_COLUMNS, META_COLUMNS.and_also(MASTER_KEY))),
     examples=(
         "bkctl bookie index show 12 --conf bk_server.conf",
         "bkctl bookie index show --meta --conf bk_server.conf",

@@ -14,6 +14,7 @@ from bkctl.errors import UsageError
 
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
+from ..kit.documents import rows_of
 from ..kit.options import WatchOption
 from ..kit.texts import plain_lines
 from .server import BookieServerOption, server
@@ -53,7 +54,11 @@ METRIC_COLUMNS = Columns(
 
 
 @command(
-    app, "metrics", connects=True, examples=("bkctl bookie metrics --match journal --bookie-url http://127.0.0.1:8080",)
+    app,
+    "metrics",
+    connects=True,
+    examples=("bkctl bookie metrics --match journal --bookie-url http://127.0.0.1:8080",),
+    prints=rows_of(METRIC_COLUMNS),
 )
 def metrics(
     run: Run,

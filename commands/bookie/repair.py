@@ -16,6 +16,7 @@ from bkctl.errors import BkctlError, UsageError
 
 from ..kit.columns import Column, Columns, Kind, value_at
 from ..kit.command import Run, command, group
+from ..kit.documents import object_of, rows_of
 from ..kit.ledger_options import AnyLedgers
 from ..kit.options import PASSWORD_FILE, DryRun, YesReally, combined, ledger_password, option
 from ..kit.records import Directories, DirOption
@@ -111,6 +112,7 @@ _GUESSES: Final = (
     "rebuild",
     connects=True,
     changes=True,
+    prints=rows_of(REBUILT_COLUMNS),
     examples=("bkctl bookie index rebuild --ledgers --conf bk_server.conf --dry-run",),
 )
 def rebuild_databases(
@@ -195,6 +197,7 @@ GivenPassword = Annotated[
     "regenerate",
     connects=True,
     changes=True,
+    prints=rows_of(REGENERATED_COLUMNS),
     examples=("bkctl bookie index regenerate 12 --conf bk_server.conf --dry-run",),
 )
 def regenerate_files(
@@ -273,7 +276,13 @@ DOWNGRADED_COLUMNS = Columns(
 )
 
 
-@command(app, "downgrade", changes=True, examples=("bkctl bookie downgrade --conf bk_server.conf --dry-run",))
+@command(
+    app,
+    "downgrade",
+    changes=True,
+    examples=("bkctl bookie downgrade --conf bk_server.conf --dry-run",),
+    prints=rows_of(DOWNGRADED_COLUMNS),
+)
 def downgrade_bookie(run: Run, directories: Directories = (), dry_run: DryRun = False) -> None:
     """Prepare a crashed bookie's files for Apache's bookie.
 
@@ -319,7 +328,12 @@ class IndexKind(StrEnum):
 
 
 @command(
-    app, "convert", asks=True, changes=True, examples=("bkctl bookie convert --to db --conf bk_server.conf --dry-run",)
+    app,
+    "convert",
+    asks=True,
+    changes=True,
+    examples=("bkctl bookie convert --to db --conf bk_server.conf --dry-run",),
+    prints=rows_of(CONVERTED_COLUMNS),
 )
 def convert_index(
     run: Run,
@@ -378,6 +392,7 @@ CONTENTS_COLUMNS = Columns(
     "format",
     connects=True,
     changes=True,
+    prints=rows_of(CONTENTS_COLUMNS),
     examples=("bkctl bookie format --conf bk_server.conf --dry-run",),
 )
 def format_bookie(
@@ -461,7 +476,15 @@ NEW_BOOKIE_COLUMNS = Columns(
 )
 
 
-@command(app, "init", connects=True, examples=("bkctl bookie init --conf bk_server.conf --check",))
+@command(
+    app,
+    "init",
+    connects=True,
+    changes=True,
+    unless="check",
+    examples=("bkctl bookie init --conf bk_server.conf --check",),
+    prints=rows_of(INIT_COLUMNS) + object_of(NEW_BOOKIE_COLUMNS),
+)
 def init(
     run: Run,
     check: Annotated[
@@ -482,8 +505,6 @@ def init(
 
     config = run.config()
     bookie_id = bookie_id_of(config)
-    if not (check or dry_run):
-        run.start_audit(begun=False)
     with run.cluster() as cluster:
         if check or dry_run:
             problems = problems_of_init(config, bookie_id, cluster)

@@ -8,6 +8,7 @@ from bkctl.errors import FindingsError, TimedOut, Unreachable, UsageError
 
 from ..kit.columns import Column, Columns, Kind, value_at
 from ..kit.command import Run, command, group
+from ..kit.documents import object_of
 from ..kit.ledger_options import scope_option
 from ..kit.options import count_option, duration_option
 from ..kit.texts import GREEN, RED, YELLOW
@@ -46,7 +47,13 @@ SANITY_COLUMNS = Columns(
 )  # fmt: skip
 
 
-@command(app, "sanity", connects=True, examples=("bkctl bookie sanity --bookie-url http://127.0.0.1:8080",))
+@command(
+    app,
+    "sanity",
+    connects=True,
+    examples=("bkctl bookie sanity --bookie-url http://127.0.0.1:8080",),
+    prints=object_of(SANITY_COLUMNS),
+)
 def sanity(
     run: Run,
     which: BookieServerOption,

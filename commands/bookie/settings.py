@@ -13,6 +13,7 @@ from bkctl.redaction import is_secret_name
 from ..kit.audit import shown_uri
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
+from ..kit.documents import rows_of
 from ..kit.options import DryRun, combined, option
 from .server import BookieServerOption, server
 
@@ -63,6 +64,8 @@ SettingsToSet = Annotated[
     app,
     "config",
     connects=True,
+    changes=None,
+    prints=rows_of(SETTING_COLUMNS),
     examples=(
         "bkctl bookie config --bookie-url http://127.0.0.1:8080",
         "bkctl bookie config 'gc*' --bookie-url http://127.0.0.1:8080",

@@ -12,6 +12,7 @@ from bkctl.errors import BkctlError, FindingsError, Unreachable
 
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
+from ..kit.documents import object_of
 from ..kit.options import DryRun, WatchOption
 from ..kit.texts import GREEN, RED, YELLOW
 from .server import BOOKIE, URL, BookieAnswer, BookieServerOption, Patience, Server, WaitDeadline, finder, server
@@ -34,7 +35,13 @@ STATE = (
 STATE_COLUMNS = Columns(BOOKIE, URL, *STATE, key="url")
 
 
-@command(app, "state", connects=True, examples=("bkctl bookie state --bookie-url http://127.0.0.1:8080",))
+@command(
+    app,
+    "state",
+    connects=True,
+    examples=("bkctl bookie state --bookie-url http://127.0.0.1:8080",),
+    prints=object_of(STATE_COLUMNS),
+)
 def state(run: Run, which: BookieServerOption, watch: WatchOption) -> None:
     """Show whether a bookie runs, is read-only or stops.
 
@@ -57,6 +64,7 @@ READY_COLUMNS = Columns(
     app,
     "ready",
     connects=True,
+    prints=object_of(READY_COLUMNS),
     examples=("bkctl bookie ready --bookie-url http://127.0.0.1:8080 --wait --deadline 60s",),
 )
 def ready(
@@ -114,7 +122,13 @@ INFO_COLUMNS = Columns(
 )  # fmt: skip
 
 
-@command(app, "info", connects=True, examples=("bkctl bookie info --bookie-url http://127.0.0.1:8080",))
+@command(
+    app,
+    "info",
+    connects=True,
+    examples=("bkctl bookie info --bookie-url http://127.0.0.1:8080",),
+    prints=object_of(INFO_COLUMNS),
+)
 def info(run: Run, which: BookieServerOption, watch: WatchOption) -> None:
     """Show a bookie's state and the space on its disks."""
     with server(run, which) as found:
@@ -141,6 +155,8 @@ READ_ONLY_COLUMNS = Columns(
     app,
     "readonly",
     connects=True,
+    changes=None,
+    prints=object_of(READ_ONLY_COLUMNS),
     examples=(
         "bkctl bookie readonly --bookie-url http://127.0.0.1:8080",
         "bkctl bookie readonly on --bookie-url http://127.0.0.1:8080 --dry-run",

@@ -16,6 +16,7 @@ from bkctl.ids import LedgerId, check_bookie_id
 
 from ..kit.columns import Column, Columns, Kind, Output
 from ..kit.command import Run, command, group
+from ..kit.documents import rows_of
 from ..kit.options import (
     CopyPace,
     DryRun,
@@ -235,6 +236,7 @@ def _depart(
     connects=True,
     asks=True,
     changes=True,
+    prints=rows_of(STEP_COLUMNS),
     examples=("bkctl bookies decommission 10.0.0.1:3181 --dry-run",),
 )
 def decommission(
@@ -274,7 +276,13 @@ def decommission(
 
 
 @command(
-    app, "drain", connects=True, asks=True, changes=True, examples=("bkctl bookies drain 10.0.0.1:3181 --dry-run",)
+    app,
+    "drain",
+    connects=True,
+    asks=True,
+    changes=True,
+    examples=("bkctl bookies drain 10.0.0.1:3181 --dry-run",),
+    prints=rows_of(STEP_COLUMNS),
 )
 def drain(
     run: Run,

@@ -12,6 +12,7 @@ from bkctl.errors import BkctlError, NotFound, Unreachable, UsageError
 
 from ..kit.columns import Column, Columns, Kind, value_at
 from ..kit.command import Run, command, group
+from ..kit.documents import object_of, rows_of
 from ..kit.options import WatchOption
 from ..kit.texts import GREEN, RED, YELLOW, size_text
 from .racks import find_racks
@@ -88,6 +89,7 @@ BOOKIE_COLUMNS = Columns(
     app,
     "list",
     connects=True,
+    prints=rows_of(BOOKIE_COLUMNS),
     examples=(
         "bkctl bookies list",
         "bkctl bookies list -o json",
@@ -187,7 +189,13 @@ def _show_row(cluster: Cluster, bookie_id: str) -> BookieRow:
     return BookieRow(bookie, None if found is None else found.value, None, None)
 
 
-@command(app, "show", connects=True, examples=("bkctl bookies show 10.0.0.1:3181 --ledgers",))
+@command(
+    app,
+    "show",
+    connects=True,
+    examples=("bkctl bookies show 10.0.0.1:3181 --ledgers",),
+    prints=object_of(SHOW_COLUMNS) + rows_of(SHOW_COLUMNS),
+)
 def show(
     run: Run,
     bookies: Annotated[list[str], typer.Argument(metavar="BOOKIE", help="The bookies.")],
@@ -230,7 +238,7 @@ USAGE_COLUMNS = Columns(
 )
 
 
-@command(app, "usage", connects=True, examples=("bkctl bookies usage",))
+@command(app, "usage", connects=True, examples=("bkctl bookies usage",), prints=rows_of(USAGE_COLUMNS))
 def usage(
     run: Run,
     sort: Annotated[

@@ -10,6 +10,7 @@ from bkctl.errors import BkctlError, NotFound, Unauthorized, Unreachable
 
 from ..kit.columns import Column, Columns
 from ..kit.command import Run, command, group
+from ..kit.documents import rows_of
 from ..kit.options import DryRun, UndoOption
 from .selection import ManyBookies, bookie_ids
 
@@ -77,7 +78,7 @@ def find_racks(run: Run, cluster: Cluster, bookies: list[RegisteredBookie]) -> d
     return {row.bookie_id: row.rack for row in rows if row.rack is not None}
 
 
-@command(racks_app, "list", connects=True, examples=("bkctl bookies racks list",))
+@command(racks_app, "list", connects=True, examples=("bkctl bookies racks list",), prints=rows_of(RACK_COLUMNS))
 def list_racks(run: Run) -> None:
     """List the racks of bookies.
 
@@ -94,6 +95,7 @@ def list_racks(run: Run) -> None:
     "set",
     connects=True,
     changes=True,
+    prints=rows_of(CHANGE_COLUMNS),
     examples=("bkctl bookies racks set 10.0.0.1:3181 --rack /rack1 --dry-run",),
 )
 def set_racks(
@@ -133,7 +135,12 @@ def set_racks(
 
 
 @command(
-    racks_app, "unset", connects=True, changes=True, examples=("bkctl bookies racks unset 10.0.0.1:3181 --dry-run",)
+    racks_app,
+    "unset",
+    connects=True,
+    changes=True,
+    examples=("bkctl bookies racks unset 10.0.0.1:3181 --dry-run",),
+    prints=rows_of(CHANGE_COLUMNS),
 )
 def unset_racks(run: Run, bookies: ManyBookies, undo: UndoOption = None, dry_run: DryRun = False) -> None:
     """Remove the racks of bookies.

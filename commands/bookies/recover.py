@@ -14,6 +14,7 @@ from bkctl.ids import LedgerId
 
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
+from ..kit.documents import rows_of
 from ..kit.options import (
     CopyPace,
     DryRun,
@@ -94,6 +95,12 @@ def _planned_row(planned: PlannedFragment | LedgerMove) -> FragmentRow:
     )  # fmt: skip
 
 
+def _moved_columns() -> Columns:
+    from bkctl.replication.move_plan import MovePlan
+
+    return move_columns(MovePlan())
+
+
 def move_columns(plan: MovePlan) -> Columns:
     """Return columns as wide as later rows will need, since each moved ledger is printed at once."""
     from bkctl.replication.move_plan import MoveOutcome
@@ -121,6 +128,9 @@ def move_columns(plan: MovePlan) -> Columns:
     asks=True,
     changes=True,
     unless="query",
+    prints=rows_of(
+        lambda: fragment_columns((), planned=False), lambda: fragment_columns((), planned=True), _moved_columns
+    ),
     examples=(
         "bkctl bookies recover 10.0.0.1:3181 --query",
         "bkctl bookies recover 10.0.0.1:3181 --dry-run",

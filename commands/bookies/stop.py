@@ -11,6 +11,7 @@ from bkctl.errors import NotFound, UsageError
 
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
+from ..kit.documents import rows_of
 from ..kit.options import (
     WatchOption,
     count_option,
@@ -65,6 +66,7 @@ TOGETHER_COLUMNS = Columns(
     app,
     "ok-to-stop",
     connects=True,
+    prints=rows_of(RISK_COLUMNS, TOGETHER_COLUMNS),
     examples=(
         "bkctl bookies ok-to-stop 10.0.0.1:3181",
         "bkctl bookies ok-to-stop 10.0.0.1:3181 --for-good",

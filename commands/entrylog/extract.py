@@ -17,6 +17,7 @@ from bkctl.ids import LedgerId
 
 from ..kit.columns import Column, Columns, Kind, Output, value_at
 from ..kit.command import Run, command, group
+from ..kit.documents import object_of
 from ..kit.ledger_options import ledger_option, scope_option
 from ..kit.lines import Lines
 from ..kit.options import Entries, EntryIdRange, combined, digest_type_option
@@ -94,6 +95,7 @@ REPORT_COLUMNS = Columns(
     app,
     "extract",
     asks=True,
+    prints=object_of(REPORT_COLUMNS),
     examples=("bkctl entrylog extract --ledger 12 --file ledger-12.log --conf bk_server.conf",),
 )
 def extract(

@@ -14,6 +14,7 @@ from bkctl.model import LedgerLiveness
 
 from ..kit.columns import Column, Columns, Kind, hex_column
 from ..kit.command import Run, command, group
+from ..kit.documents import rows_of
 from ..kit.options import Composite, combined, text_option
 from ..kit.records import DirOption, raise_first
 from ..kit.texts import GREEN, RED, YELLOW, counted, size_text
@@ -62,7 +63,13 @@ ACTIVE_COLUMNS = Columns(
 )
 
 
-@command(app, "active", connects=True, examples=("bkctl entrylog active --conf bk_server.conf --state dead",))
+@command(
+    app,
+    "active",
+    connects=True,
+    examples=("bkctl entrylog active --conf bk_server.conf --state dead",),
+    prints=rows_of(ACTIVE_COLUMNS),
+)
 def active(
     run: Run,
     names: LogNames = None,
@@ -148,7 +155,13 @@ ThresholdOptions = Annotated[
 ]
 
 
-@command(app, "garbage", connects=True, examples=("bkctl entrylog garbage --conf bk_server.conf",))
+@command(
+    app,
+    "garbage",
+    connects=True,
+    examples=("bkctl entrylog garbage --conf bk_server.conf",),
+    prints=rows_of(GARBAGE_COLUMNS),
+)
 def garbage(
     run: Run,
     thresholds: ThresholdOptions,

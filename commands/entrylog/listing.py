@@ -10,7 +10,8 @@ from bkctl.errors import BkctlError, NotFound
 
 from ..kit.columns import Column, Columns, Kind, hex_column, value_at
 from ..kit.command import Run, command, group
-from ..kit.records import DirOption, Records, directories_argument, print_records, raise_first
+from ..kit.documents import rows_of
+from ..kit.records import DirOption, Records, directories_argument, print_records, raise_first, shown_record_columns
 from ..kit.texts import YELLOW
 from .logs import (
     LogNames,
@@ -70,6 +71,7 @@ LOG_GARBAGE_COLUMNS = LOG_COLUMNS.and_also(
     app,
     "list",
     connects=True,
+    prints=rows_of(LOG_COLUMNS, LOG_GARBAGE_COLUMNS),
     examples=(
         "bkctl entrylog list --conf bk_server.conf",
         "bkctl entrylog list --conf bk_server.conf --sort size",
@@ -132,7 +134,7 @@ SHARE_COLUMNS = Columns(
 )
 
 
-@command(app, "show", examples=("bkctl entrylog show 0 --conf bk_server.conf",))
+@command(app, "show", examples=("bkctl entrylog show 0 --conf bk_server.conf",), prints=rows_of(SHARE_COLUMNS))
 def show(run: Run, names: LogNames = None, directories: DirOption = None) -> None:
     """Show the ledgers in entry logs, and their bytes.
 
@@ -168,6 +170,7 @@ def show(run: Run, names: LogNames = None, directories: DirOption = None) -> Non
 @command(
     app,
     "read",
+    prints=rows_of(lambda: shown_record_columns("logId")),
     examples=(
         "bkctl entrylog read 0 --conf bk_server.conf",
         "bkctl entrylog read 0 --conf bk_server.conf --ledger 12 --body",

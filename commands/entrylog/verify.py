@@ -12,6 +12,7 @@ from bkctl.errors import BkctlError, UsageError
 
 from ..kit.columns import Column, Columns, Kind, Output, hex_column, value_at
 from ..kit.command import Run, command, group
+from ..kit.documents import rows_of
 from ..kit.options import DigestToCheck, LedgerPassword, ReadPace
 from ..kit.records import DirOption, raise_first
 from ..kit.texts import RED, YELLOW, counted
@@ -73,6 +74,7 @@ CHECK_COLUMNS = Columns(
     app,
     "verify",
     connects=True,
+    prints=rows_of(CHECK_COLUMNS),
     examples=(
         "bkctl entrylog verify --conf bk_server.conf",
         "bkctl entrylog verify 0 --conf bk_server.conf --no-digests",

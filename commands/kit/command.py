@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator,
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import typer
 
@@ -42,6 +42,7 @@ from .connection import (
     parse_bookie_addresses,
     store_security,
 )
+from .documents import Document, document_schema, forms
 from .options import Composite
 from .output import RowWriter, open_writer, show
 from .parser import Command, Group
@@ -743,6 +744,30 @@ def group(
     return app
 
 
+class Declaration(NamedTuple):
+    """The facts about a command that its help, schema, audit and `--columns` share."""
+
+    function: Callable[..., None]
+    prints: tuple[Document, ...]
+    #: True if the audit log records some of its runs.
+    changes: bool
+    has_dry_run: bool
+
+    def forms(self, output: Output) -> list[Columns]:
+        """Return the columns of each form of the rows that the command may print as `output`."""
+        return forms(self.prints, output, has_dry_run=self.has_dry_run)
+
+    def schema(self, name: str) -> dict[str, Any]:
+        """Return the schema of what the command `name` prints with `-o json`."""
+        return document_schema(name, self.prints, has_dry_run=self.has_dry_run)
+
+
+def declaration_of(command: Any) -> Declaration | None:
+    """Return the declaration of one of Typer's commands; None for one that `@command` did not declare."""
+    found: Declaration | None = getattr(command.callback, "declaration", None)
+    return found
+
+
 def command(
     app: typer.Typer,
     name: str,
@@ -750,9 +775,10 @@ def command(
     connects: bool = False,
     opens: bool = True,
     asks: bool = False,
-    changes: bool | str | tuple[str, ...] = False,
+    changes: bool | str | tuple[str, ...] | None = False,
     unless: str | None = None,
     hidden: bool = False,
+    prints: tuple[Document, ...] = (),
     examples: tuple[str, ...] = (),
 ) -> Callable[[F], F]:
     """Register a function as the command `name` of `app`.
@@ -761,7 +787,8 @@ def command(
     the others. `connects`: the command uses a cluster, so its help shows the connection options; not `opens`: it only
     saves them. `asks`: its help shows `--yes` and ends with ASKS. `changes`: the audit log records the command
     unless its parameter `dry_run` is set; a string, or several, name the parameters that make the command change
-    something, and `unless` one that makes it read only. `examples` are whole command lines for its help.
+    something, and `unless` one that makes it read only; None: the command starts the audit itself. `prints` are the forms of what it prints: --columns, --sort and
+    the schema go by them. `examples` are whole command lines for its help.
     """
 
     def register(function: F) -> F:
@@ -778,6 +805,7 @@ def command(
                 composites[param.name] = composite
                 own.extend(composite.parameters)
         taken = {param.name for composite in composites.values() for param in composite.parameters}
+        declaration = Declaration(function, prints, changes is not False, "dry_run" in {param.name for param in own})
         global_options = global_parameters(connects=connects, asks=asks, besides=own)
 
         def invoke(**values: Any) -> None:
@@ -787,12 +815,11 @@ def command(
             run = Run(session, read_options(global_values))
             if run.selection != ALL or run.output is Output.ID:
                 # Before anything is read or changed.
-                forms = session.columns_of(context.command_path.partition(" ")[2], run.output)
-                run.selection.check(forms, run.output)
+                run.selection.check(declaration.forms(run.output), run.output)
             arguments = {name: composite.resolve(values) for name, composite in composites.items()}
             arguments.update({key: value for key, value in values.items() if key not in taken})
             causes = (changes,) if isinstance(changes, str) else changes
-            is_change = causes if isinstance(causes, bool) else any(arguments[name] for name in causes)
+            is_change = any(arguments[name] for name in causes) if isinstance(causes, tuple) else bool(causes)
             if unless is not None:
                 is_change = is_change and not arguments[unless]
             run.dry_run = arguments.get("dry_run")
@@ -818,6 +845,7 @@ def command(
         invoke.__doc__ = text
         invoke.__name__ = function.__name__
         invoke.__annotations__ = {}
+        invoke.declaration = declaration  # type: ignore[attr-defined]
         app.command(name, cls=Command, hidden=hidden, epilog="\n".join(examples))(invoke)
         return function
 

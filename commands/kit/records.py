@@ -16,6 +16,7 @@ from bkctl.ids import LedgerId
 
 from .columns import Column, Columns, Constant, Kind, Output, payload_column
 from .command import Run
+from .documents import union
 from .ledger_options import SCAN_LEDGERS, ScanFilter
 from .options import (
     BinaryFormat,
@@ -180,6 +181,13 @@ def record_columns(
     if options.body:
         columns.append(payload_column(lambda record: record.payload(digest_type), options.format))
     return Columns(*columns, key="offset")
+
+
+def shown_record_columns(id_name: str) -> Columns:
+    """Return the columns of records with and without --body and --show-secrets."""
+    plain = RecordOptions(None, None, None, None, 0, None, None, False, None, None)
+    variants = (plain, False), (plain._replace(body=True), True)
+    return union(*(record_columns(Path(), None, id_name, options, secrets=secrets) for options, secrets in variants))
 
 
 def _entry_text(entry_id: int) -> str:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from .audit import Audit
-from .columns import Columns, Output
+from .columns import Output
 from .settings import GlobalOptions
 
 if TYPE_CHECKING:
@@ -43,8 +42,6 @@ class Session:
     work: WorkFile | None = None
     #: Set for a command that changes something; `main` writes its end.
     audit: Audit | None = None
-    #: Returns the columns of each form of the rows that a command may print as an output.
-    columns_of: Callable[[str, Output], list[Columns]] = lambda name, output: []
     #: The form of output, once it is known.
     output: Output | None = None
 

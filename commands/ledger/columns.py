@@ -11,6 +11,7 @@ from bkctl.ids import LedgerId
 
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run
+from ..kit.documents import union
 from ..kit.lines import EncodedObject
 from ..kit.texts import GREEN, RED, YELLOW, base64_text, readable_text
 
@@ -99,6 +100,8 @@ LEDGER_COLUMNS = Columns(
     key="ledger",
 )
 SECRET_COLUMNS = LEDGER_COLUMNS.and_also(Column("PASSWORD (base64)", "password", _password))
+#: The columns of `ledger show`, with and without --show-secrets.
+SHOWN_COLUMNS = union(LEDGER_COLUMNS, SECRET_COLUMNS)
 
 
 def _quorums(row: LedgerRow) -> str:

@@ -12,6 +12,7 @@ from bkctl.errors import BkctlError, UsageError
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.connection import LoginOfTarget
+from ..kit.documents import rows_of
 from ..kit.ledger_options import LedgersOrFile, to_scope_option
 from ..kit.options import CopyPace, KeepGoing, UndoOption, count_option, digest_type_option, number_option
 
@@ -37,6 +38,7 @@ COPY_COLUMNS = Columns(
     "copy",
     connects=True,
     changes=True,
+    prints=rows_of(COPY_COLUMNS),
     examples=(
         "bkctl ledger copy 12 --to-scope 7",
         "bkctl ledger copy 12 --to context:backup --new-id",

@@ -15,6 +15,7 @@ from bkctl.pace import Pace
 
 from ..kit.columns import Column, Columns, Kind, value_at
 from ..kit.command import Run, command, group
+from ..kit.documents import rows_of
 from ..kit.ledger_options import LedgersOrFile
 from ..kit.options import (
     DryRun,
@@ -51,6 +52,7 @@ DELETED_COLUMNS = Columns(
     connects=True,
     asks=True,
     changes=True,
+    prints=rows_of(DELETED_COLUMNS),
     examples=(
         "bkctl ledger delete 12 --dry-run",
         "bkctl ledger delete 12 13 --if-state CLOSED --yes",

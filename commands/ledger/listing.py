@@ -16,6 +16,7 @@ from bkctl.ids import LedgerId
 
 from ..kit.columns import ALL, Column, Columns, Kind, Output
 from ..kit.command import Run, command, group
+from ..kit.documents import object_of, rows_of
 from ..kit.ledger_options import ManyLedgers, ScopeToList
 from ..kit.options import (
     CustomMetadataFilter,
@@ -25,7 +26,17 @@ from ..kit.options import (
     size_option,
 )
 from ..kit.texts import counted
-from .columns import LEDGER_COLUMNS, SECRET_COLUMNS, LedgerRow, ListedLedger, ledger_row, ledger_rows, list_columns
+from .columns import (
+    LEDGER_COLUMNS,
+    LEDGER_TABLE_COLUMNS,
+    SECRET_COLUMNS,
+    SHOWN_COLUMNS,
+    LedgerRow,
+    ListedLedger,
+    ledger_row,
+    ledger_rows,
+    list_columns,
+)
 
 if TYPE_CHECKING:
     from bkctl.metadata.cluster import Cluster
@@ -43,6 +54,7 @@ COUNT_COLUMNS = Columns(Column("LEDGERS", "count", lambda count: count, Kind.INT
     app,
     "list",
     connects=True,
+    prints=rows_of(LEDGER_COLUMNS, table=LEDGER_TABLE_COLUMNS) + object_of(COUNT_COLUMNS),
     examples=(
         "bkctl ledger list",
         "bkctl ledger list --state OPEN --min-age 1w --sort=-length",
@@ -225,6 +237,7 @@ def parse_states(texts: list[str] | None, flag: str) -> frozenset[str]:
     app,
     "show",
     connects=True,
+    prints=object_of(SHOWN_COLUMNS) + rows_of(SHOWN_COLUMNS, table=LEDGER_TABLE_COLUMNS),
     examples=(
         "bkctl ledger show 12",
         "bkctl ledger show 7:12 -o json",

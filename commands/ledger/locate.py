@@ -11,6 +11,7 @@ from bkctl.ids import LedgerId
 
 from ..kit.columns import Column, Columns, Kind, value_at
 from ..kit.command import Run, command, group
+from ..kit.documents import rows_of, union
 from ..kit.ledger_options import ManyLedgers
 from ..kit.options import (
     ProtocolOption,
@@ -127,6 +128,12 @@ def spans_text(spans: list[dict[str, int]]) -> str:
 
 
 MISSING_COLUMN = Column("MISSING", "missing", "missing", Kind.NESTED, text=spans_text)
+#: The columns with and without --entry, --check and --every-entry.
+SHOWN_COLUMNS = union(
+    PLACE_COLUMNS,
+    PLACE_COLUMNS.and_also(*ANSWER_COLUMNS, MISSING_COLUMN, *PLACE_RACK_COLUMNS),
+    ENTRY_PLACE_COLUMNS,
+)
 
 
 #: The branches of the tree on a terminal: the ledger, its fragments.
@@ -137,6 +144,7 @@ LEVELS: Final = (("ledger", "entryId"), ("firstEntryId", "lastEntryId"))
     app,
     "locate",
     connects=True,
+    prints=rows_of(SHOWN_COLUMNS),
     examples=(
         "bkctl ledger locate 12",
         "bkctl ledger locate 12 --entry 0 --check",

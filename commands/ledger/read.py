@@ -14,6 +14,7 @@ from bkctl.ids import LedgerId
 
 from ..kit.columns import ALL, Column, Columns, Constant, Kind, Output, payload_column
 from ..kit.command import Run, command, group
+from ..kit.documents import rows_of, union
 from ..kit.ledger_options import OneLedger
 from ..kit.options import (
     BinaryFormat,
@@ -66,6 +67,11 @@ def _entry_form(
     return template_form(template, ledger)
 
 
+def _shown_columns() -> Columns:
+    """Return the columns with and without --body."""
+    return union(*(entry_columns(LedgerId(0, 0), body, None) for body in (False, True)))
+
+
 def _secret(password: bytes, *, as_admin: bool) -> bytes | None:
     """Return the password to open a ledger with; None opens it as an administrator."""
     if as_admin and password:
@@ -115,6 +121,7 @@ NoVerifyOption = Annotated[bool, typer.Option("--no-verify", help="Do not check 
     "read",
     connects=True,
     changes=("recover", "as_admin"),
+    prints=rows_of(_shown_columns),
     examples=(
         "bkctl ledger read 12 --last 10 --body",
         "bkctl ledger read 12 --from 100 --limit 5",
@@ -211,7 +218,14 @@ async def _no_entries() -> AsyncIterator[Sequence[Any]]:
         yield entries
 
 
-@command(app, "tail", connects=True, changes="as_admin", examples=("bkctl ledger tail 12 --body",))
+@command(
+    app,
+    "tail",
+    connects=True,
+    changes="as_admin",
+    examples=("bkctl ledger tail 12 --body",),
+    prints=rows_of(_shown_columns),
+)
 def tail_ledger(
     run: Run,
     ledger: OneLedger,

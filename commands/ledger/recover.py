@@ -11,11 +11,12 @@ from bkctl.ids import LedgerId
 
 from ..kit.columns import Column, Columns, Kind, value_at
 from ..kit.command import Run, command, group
+from ..kit.documents import rows_of
 from ..kit.ledger_options import ManyLedgers
 from ..kit.options import DryRun, UndoOption
 from ..kit.output import RowWriter
 from ..kit.texts import counted
-from .columns import STATE_STYLE, ledger_row, list_columns
+from .columns import LEDGER_COLUMNS, LEDGER_TABLE_COLUMNS, STATE_STYLE, ledger_row, list_columns
 
 if TYPE_CHECKING:
     from bkctl.client.recovery import RecoveryLoss
@@ -55,6 +56,7 @@ RECOVERY_PLAN_COLUMNS = Columns(
     connects=True,
     asks=True,
     changes=True,
+    prints=rows_of(LEDGER_COLUMNS, RECOVERY_PLAN_COLUMNS, table=LEDGER_TABLE_COLUMNS),
     examples=(
         "bkctl ledger recover 12",
         "bkctl ledger recover 12 --dry-run",

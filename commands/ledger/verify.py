@@ -12,6 +12,7 @@ from bkctl.ids import LedgerId
 
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
+from ..kit.documents import object_of, rows_of
 from ..kit.ledger_options import LedgerToCreate, ManyLedgers
 from ..kit.options import (
     LedgerPassword,
@@ -54,7 +55,7 @@ FINDING_COLUMNS = Columns(
 )
 
 
-@command(app, "verify", connects=True, examples=("bkctl ledger verify 12",))
+@command(app, "verify", connects=True, examples=("bkctl ledger verify 12",), prints=rows_of(FINDING_COLUMNS))
 def verify(run: Run, ledgers: ManyLedgers, protocol: ProtocolOption, pace: ReadPace) -> None:
     """Read every entry from every replica, and check it.
 
@@ -121,6 +122,7 @@ TRIAL_COLUMNS = Columns(
     "test",
     connects=True,
     changes=True,
+    prints=object_of(TRIAL_COLUMNS),
     examples=(
         "bkctl ledger test",
         "bkctl ledger test --entries 10000 --size 1KiB",

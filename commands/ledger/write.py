@@ -15,6 +15,7 @@ from bkctl.errors import UsageError
 from bkctl.ids import LedgerId
 
 from ..kit.command import Run, command, group
+from ..kit.documents import object_of
 from ..kit.ledger_options import LedgerToCreate, NewLedger
 from ..kit.options import (
     CustomMetadata,
@@ -48,6 +49,7 @@ async def create_ledger(
     "write",
     connects=True,
     changes=True,
+    prints=object_of(LEDGER_COLUMNS),
     examples=(
         "bkctl ledger write /etc/hosts",
         "seq 1000 | bkctl ledger write",

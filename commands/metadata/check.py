@@ -8,6 +8,7 @@ import typer
 
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
+from ..kit.documents import rows_of
 from ..kit.ledger_options import ScopeOfAny
 from ..kit.options import DryRun, RecordPace, UndoOption
 from ..kit.texts import RED, YELLOW, counted
@@ -24,7 +25,7 @@ FINDING_COLUMNS = Columns(
 )
 
 
-@command(app, "check", connects=True, examples=("bkctl metadata check",))
+@command(app, "check", connects=True, examples=("bkctl metadata check",), prints=rows_of(FINDING_COLUMNS))
 def check(run: Run, scope: ScopeOfAny, pace: RecordPace) -> None:
     """Find metadata that is unreadable, dangling or impossible.
 
@@ -57,6 +58,7 @@ ORPHAN_COLUMNS = Columns(
     connects=True,
     changes="delete",
     asks=True,
+    prints=rows_of(ORPHAN_COLUMNS),
     examples=(
         "bkctl metadata orphans",
         "bkctl metadata orphans --delete --dry-run",

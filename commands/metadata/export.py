@@ -14,6 +14,7 @@ from bkctl.errors import Conflict, NotFound, UsageError
 
 from ..kit.columns import Column, Columns, Kind, Output
 from ..kit.command import Run, command, group
+from ..kit.documents import object_of, rows_of
 from ..kit.ledger_options import LedgersOfExport
 from ..kit.options import DryRun, RecordPace, UndoOption, file_argument
 from ..kit.texts import counted
@@ -46,7 +47,13 @@ class ExportRow(NamedTuple):
     exported: ExportSummary
 
 
-@command(app, "export", connects=True, examples=("bkctl metadata export -f cluster.ndjson",))
+@command(
+    app,
+    "export",
+    connects=True,
+    examples=("bkctl metadata export -f cluster.ndjson",),
+    prints=object_of(EXPORTED_COLUMNS),
+)
 def export(
     run: Run,
     ledgers: LedgersOfExport,
@@ -135,6 +142,7 @@ def note_layout(run: Run, header: DumpHeader, plan: TargetPlan) -> None:
     connects=True,
     changes=True,
     asks=True,
+    prints=rows_of(IMPORTED_COLUMNS),
     examples=("bkctl metadata import cluster.ndjson --dry-run",),
 )
 def import_(

@@ -16,6 +16,7 @@ from bkctl.errors import Corrupt, NotFound, Unsupported, UsageError
 
 from ..kit.columns import Column, Columns, Kind, Output, value_at
 from ..kit.command import Run, command, group
+from ..kit.documents import object_of, rows_of
 from ..kit.options import BinaryFormat, BinaryFormatOption, DryRun, UndoOption, count_option
 from ..kit.texts import GREEN, RED, binary_text, counted, readable_text
 
@@ -46,7 +47,7 @@ class LayoutRow(NamedTuple):
     stored: bool
 
 
-@command(app, "layout", connects=True, examples=("bkctl metadata layout",))
+@command(app, "layout", connects=True, examples=("bkctl metadata layout",), prints=object_of(LAYOUT_COLUMNS))
 def layout(run: Run) -> None:
     """Show the cluster's ledger manager and instance id.
 
@@ -79,7 +80,9 @@ NODE_COLUMNS = Columns(
 )
 
 
-@command(app, "get", connects=True, examples=("bkctl metadata get LAYOUT --format utf8",))
+@command(
+    app, "get", connects=True, examples=("bkctl metadata get LAYOUT --format utf8",), prints=object_of(NODE_COLUMNS)
+)
 def get(
     run: Run,
     path: Annotated[str, typer.Argument(help="Path below the cluster's root, such as cookies/BOOKIE.", metavar="PATH")],
@@ -154,6 +157,7 @@ def _drawn(columns: Columns) -> Columns:
     app,
     "tree",
     connects=True,
+    prints=rows_of(TREE_COLUMNS, TOTAL_COLUMNS),
     examples=(
         "bkctl metadata tree --depth 1",
         "bkctl metadata tree --totals --depth 1",
@@ -246,6 +250,7 @@ UNDO_FILE_COLUMNS = Columns(
     connects=True,
     asks=True,
     changes=("file", "last"),
+    prints=rows_of(UNDONE_COLUMNS, UNDO_FILE_COLUMNS),
     examples=("bkctl metadata undo --list", "bkctl metadata undo --last --dry-run"),
 )
 def undo_command(

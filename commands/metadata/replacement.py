@@ -11,6 +11,7 @@ from bkctl.pace import Pace
 
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
+from ..kit.documents import rows_of
 from ..kit.options import DryRun, UndoOption, count_option, pace_option
 
 app = group()
@@ -30,6 +31,7 @@ REPLACEMENT_COLUMNS = Columns(
     connects=True,
     changes=True,
     asks=True,
+    prints=rows_of(REPLACEMENT_COLUMNS),
     examples=("bkctl metadata replace-bookie --from b1:3181 --to b2:3181 --dry-run",),
 )
 def replace_bookie_id(

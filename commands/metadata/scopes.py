@@ -12,6 +12,7 @@ from bkctl.ids import LedgerId, random_u64
 
 from ..kit.columns import Column, Columns, Kind, hex_column
 from ..kit.command import Run, command, group
+from ..kit.documents import rows_of
 from ..kit.ledger_options import scope_option
 from ..kit.options import count_option
 
@@ -33,7 +34,7 @@ SCOPE_COLUMNS = Columns(
 )
 
 
-@command(app, "scopes", connects=True, examples=("bkctl metadata scopes",))
+@command(app, "scopes", connects=True, examples=("bkctl metadata scopes",), prints=rows_of(SCOPE_COLUMNS))
 def scopes(run: Run) -> None:
     """List the ledger scopes, with the number of ledgers.
 
@@ -63,6 +64,7 @@ NEW_ID_COLUMNS = Columns(Column("LEDGER", "ledger", lambda ledger: ledger, Kind.
     "idgen",
     connects=True,
     changes="sequence",
+    prints=rows_of(NEW_ID_COLUMNS),
     examples=(
         "bkctl metadata idgen --limit 3",
         "bkctl metadata idgen --ledger-scope-id 7",

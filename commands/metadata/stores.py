@@ -14,9 +14,10 @@ from bkctl.errors import Conflict, NotFound, UsageError
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.connection import LoginOfTarget
+from ..kit.documents import rows_of
 from ..kit.options import DryRun, RecordPace, UndoOption
 from ..kit.texts import GREEN, RED, YELLOW, counted
-from .export import NAMES_SHOWN_MAX, Overwrite, note_layout, show_imported
+from .export import IMPORTED_COLUMNS, NAMES_SHOWN_MAX, Overwrite, note_layout, show_imported
 
 if TYPE_CHECKING:
     from bkctl.metadata.admin.dump.records import DumpSource
@@ -38,7 +39,9 @@ DIFFERENCE_COLUMNS = Columns(
 _SOURCE_HELP = "A metadata URI, context:NAME, or a file that 'metadata export' wrote."
 
 
-@command(app, "diff", connects=True, examples=("bkctl metadata diff cluster.ndjson",))
+@command(
+    app, "diff", connects=True, examples=("bkctl metadata diff cluster.ndjson",), prints=rows_of(DIFFERENCE_COLUMNS)
+)
 def diff(
     run: Run,
     first: Annotated[str, typer.Argument(metavar="FIRST", help=_SOURCE_HELP)],
@@ -83,6 +86,7 @@ def diff(
     connects=True,
     changes=True,
     asks=True,
+    prints=rows_of(IMPORTED_COLUMNS),
     examples=("bkctl metadata migrate --to sqlite:///metadata.db --dry-run",),
 )
 def migrate(

@@ -11,6 +11,7 @@ import typer
 
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
+from ..kit.documents import rows_of
 from ..kit.options import duration_option
 from .common import PLACES, bookies_at
 
@@ -33,6 +34,7 @@ EXTRACT_COLUMNS = Columns(
     app,
     "extract",
     connects=True,
+    prints=rows_of(EXTRACT_COLUMNS),
     examples=(
         "bkctl pipeline extract --conf bk_server.conf /mnt/facts",
         "bkctl pipeline extract /bookies/0 s3://bucket/facts",

@@ -12,6 +12,7 @@ from ..entrylog.garbage import ThresholdOptions, thresholds_of
 from ..entrylog.logs import ratio_text
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
+from ..kit.documents import rows_of
 from ..kit.records import raise_first
 from ..kit.texts import GREEN, counted, size_text
 from .columns import BOOKIE, BOOKIES, FILE, LEDGER, LOG, LOGS, SIZE, sums_of
@@ -68,7 +69,13 @@ GARBAGE_COLUMNS = {
 }
 
 
-@command(app, "garbage", connects=True, examples=("bkctl pipeline garbage --by bookie",))
+@command(
+    app,
+    "garbage",
+    connects=True,
+    examples=("bkctl pipeline garbage --by bookie",),
+    prints=rows_of(GARBAGE_COLUMNS),
+)
 def garbage(
     run: Run,
     thresholds: ThresholdOptions,

@@ -10,6 +10,7 @@ import typer
 
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
+from ..kit.documents import rows_of
 from ..kit.ledger_options import ScanFilter
 from ..kit.texts import RED, YELLOW, counted
 from .columns import BOOKIE, BOOKIES, FILE, LEDGER, RANGE, Sums
@@ -54,7 +55,7 @@ INTEGRITY_COLUMNS = {
 }  # fmt: skip
 
 
-@command(app, "integrity", connects=True, examples=("bkctl pipeline integrity",))
+@command(app, "integrity", connects=True, examples=("bkctl pipeline integrity",), prints=rows_of(INTEGRITY_COLUMNS))
 def integrity(
     run: Run,
     ledgers: LedgersToScan,

@@ -10,6 +10,7 @@ from bkctl.errors import Corrupt
 
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
+from ..kit.documents import rows_of
 from ..kit.ledger_options import ScanFilter
 from ..kit.records import raise_first
 from ..kit.texts import counted, size_text
@@ -59,6 +60,7 @@ INVENTORY_COLUMNS = {
     app,
     "inventory",
     connects=True,
+    prints=rows_of(INVENTORY_COLUMNS),
     examples=(
         "bkctl pipeline inventory",
         "bkctl pipeline inventory --conf bk_server.conf --by scope",

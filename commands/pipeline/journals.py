@@ -9,6 +9,7 @@ from bkctl.errors import BkctlError, Corrupt
 
 from ..kit.columns import Column, Columns, Kind, hex_column
 from ..kit.command import Run, command, group
+from ..kit.documents import rows_of
 from ..kit.ledger_options import ScanFilter
 from ..kit.records import raise_first
 from ..kit.texts import GREEN, RED, YELLOW, size_text
@@ -83,7 +84,13 @@ AUDIT_COLUMNS = {
 }
 
 
-@command(app, "journal-audit", connects=True, examples=("bkctl pipeline journal-audit",))
+@command(
+    app,
+    "journal-audit",
+    connects=True,
+    examples=("bkctl pipeline journal-audit",),
+    prints=rows_of(AUDIT_COLUMNS),
+)
 def journal_audit(
     run: Run,
     ledgers: LedgersToScan,

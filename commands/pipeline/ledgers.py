@@ -14,6 +14,7 @@ from bkctl.ids import LedgerId
 
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
+from ..kit.documents import rows_of
 from ..kit.ledger_options import AnyLedgers, to_scope_option
 from ..kit.options import DryRun, combined, option
 from ..kit.texts import GREEN, RED, YELLOW, counted
@@ -75,6 +76,7 @@ COPY_COLUMNS = Columns(
     app,
     "export",
     connects=True,
+    prints=rows_of(EXPORT_COLUMNS),
     examples=(
         "bkctl pipeline export ledgers.export 12 13",
         "bkctl pipeline export s3a://lake/day2 --since 's3a://lake/*' --state CLOSED",
@@ -137,7 +139,14 @@ def export(
         frame_rows(run, rows, EXPORT_COLUMNS, saves)
 
 
-@command(app, "import", connects=True, changes=True, examples=("bkctl pipeline import ledgers.export --to-scope 7",))
+@command(
+    app,
+    "import",
+    connects=True,
+    changes=True,
+    examples=("bkctl pipeline import ledgers.export --to-scope 7",),
+    prints=rows_of(COPY_COLUMNS),
+)
 def import_(
     run: Run,
     path: Annotated[str, typer.Argument(metavar="PATH", help="A directory that 'pipeline export' created.")],
@@ -180,7 +189,14 @@ def import_(
         _show_copies(run, rows, saves)
 
 
-@command(app, "migrate-scope", connects=True, changes=True, examples=("bkctl pipeline migrate-scope 12 --to-scope 7",))
+@command(
+    app,
+    "migrate-scope",
+    connects=True,
+    changes=True,
+    examples=("bkctl pipeline migrate-scope 12 --to-scope 7",),
+    prints=rows_of(COPY_COLUMNS),
+)
 def migrate_scope(
     run: Run,
     which: AnyLedgers,

@@ -14,6 +14,7 @@ from bkctl.errors import NotFound, UsageError
 from ..entrylog.garbage import ThresholdOptions, thresholds_of
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
+from ..kit.documents import rows_of
 from ..kit.ledger_options import ScanFilter
 from ..kit.texts import counted, size_text
 from .columns import sums_of
@@ -57,6 +58,7 @@ REPORT_COLUMNS = Columns(
     app,
     "report",
     connects=True,
+    prints=rows_of(REPORT_COLUMNS),
     examples=(
         "bkctl pipeline report --save report.html",
         "bkctl pipeline report --textfile /var/lib/node_exporter/bkctl.prom",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +14,9 @@ import jsonschema_rs
 import pytest
 
 from bkctl.bookie.local import LocalCluster
-from bkctl.commands.documents import DOCUMENTS, DRY_RUNS, ERROR_SCHEMA, document_schema
+from bkctl.commands.generate import read_pages
+from bkctl.commands.kit.command import Declaration
+from bkctl.commands.kit.documents import ERROR_SCHEMA
 from bkctl.commands.main import GROUPS, run
 
 
@@ -67,6 +70,13 @@ def cli(capfd: pytest.CaptureFixture[str]) -> Cli:
     return call
 
 
+@cache
+def _declarations() -> dict[str, Declaration]:
+    """Return the declarations of the commands that print rows or an object."""
+    declared = {page.name: page.declaration for page in read_pages().commands}
+    return {name: found for name, found in declared.items() if found is not None and found.prints}
+
+
 def _check_schemas(words: list[str], out: str, err: str) -> None:
     """Fail unless the JSON that a command line printed has the form that its schema describes."""
     form = next((form for option, form in pairwise(words) if option in ("-o", "--output")), None)
@@ -75,11 +85,12 @@ def _check_schemas(words: list[str], out: str, err: str) -> None:
     for line in err.splitlines():
         if line.startswith('{"error"'):
             jsonschema_rs.validate(ERROR_SCHEMA, json.loads(line))
-    at = next((at for at, word in enumerate(words) if word in GROUPS or word in DOCUMENTS), 0)
-    name = next((name for count in (3, 2, 1) if (name := " ".join(words[at : at + count])) in DOCUMENTS), None)
+    declared = _declarations()
+    at = next((at for at, word in enumerate(words) if word in GROUPS or word in declared), 0)
+    name = next((name for count in (3, 2, 1) if (name := " ".join(words[at : at + count])) in declared), None)
     if name is None or not out.startswith(("{", "[")) or {"--columns", "--help", "-"} & set(words):
         return
-    schema = document_schema(name)
+    schema = declared[name].schema(name)
     if form == "ndjson":
         schema = {"$ref": "#/$defs/row", "$defs": schema["$defs"]}
     validator = jsonschema_rs.validator_for(schema)
@@ -88,7 +99,7 @@ def _check_schemas(words: list[str], out: str, err: str) -> None:
         error = next(validator.iter_errors(found), None)
         assert error is None, f"{name} does not fit docs/schemas/{name.replace(' ', '-')}.json: {error}"
         for row in found if isinstance(found, list) else [found]:
-            if name in DRY_RUNS and not row.get("removed"):
+            if declared[name].has_dry_run and not row.get("removed"):
                 assert row.get("applied", True) is ("--dry-run" not in words), f"{name}: {row}"
                 assert "applied" in row or "--dry-run" not in words, f"{name}: {row}"
 

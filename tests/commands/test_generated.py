@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import re
@@ -14,7 +13,6 @@ import pytest
 from support.waiting import LIMIT_S
 
 from bkctl.bookie.local import LocalCluster, data_directory
-from bkctl.commands.documents import DOCUMENTS, DRY_RUNS, document_schema
 from bkctl.commands.generate import FILES as FILE_METAVARS
 from bkctl.commands.generate import Page, generated_files, read_pages
 from bkctl.commands.kit import completion
@@ -24,7 +22,6 @@ from bkctl.commands.kit.command import ASKS
 from bkctl.commands.kit.contexts import config_file
 from bkctl.commands.kit.settings import GLOBAL_PANEL
 from bkctl.commands.kit.work import progress_directory
-from bkctl.commands.main import GROUPS, root
 from bkctl.errors import EXIT_CODES
 from bkctl.http.local_token import token_path
 from bkctl.ids import LedgerId
@@ -34,6 +31,8 @@ from .files import make
 
 ROOT = Path(__file__).parents[2]
 PAGES = list(read_pages().walk())
+DECLARED = {page.name: page.declaration for page in PAGES if page.declaration is not None}
+DRY_RUNS = sorted(name for name, each in DECLARED.items() if each.has_dry_run and each.prints)
 FILES = generated_files()
 
 
@@ -44,20 +43,8 @@ def test_generated_files_are_current(name: str) -> None:
 
 def commands_by_declaration() -> tuple[set[str], set[str]]:
     """Return the commands that start an audit or ask a bookie for a change, and all others."""
-    tree = root()
-    for name in GROUPS:
-        tree.load(name)
-    tree.load_program()
-    changing, others = set(), set()
-    for page in PAGES:
-        if not page.children and page.name != "help":
-            command = tree
-            for word in page.path:
-                command = command.commands[word]
-            invoke = inspect.unwrap(command.callback)
-            source = inspect.getsource(inspect.getclosurevars(invoke).nonlocals["function"])
-            (changing if "changes=" in source or "start_audit" in source else others).add(page.name)
-    return changing, others
+    changing = {name for name, each in DECLARED.items() if each.changes}
+    return changing, DECLARED.keys() - changing
 
 
 def test_security_page_names_every_command_that_changes_something() -> None:
@@ -84,28 +71,25 @@ def test_no_generated_file_is_left_behind() -> None:
     assert there == {name for name in FILES if name not in ("docs/commands.md", "docs/from-the-shell.md")}
 
 
-def test_every_command_that_prints_rows_has_a_schema() -> None:
-    commands = {page.name for page in PAGES if page.path and not page.children}
-    texts = {"help", "completion"}
-    assert commands - set(DOCUMENTS) == {"api get", "api put", "api delete", *texts}
+def test_every_command_declares_what_it_prints() -> None:
+    silent = {name for name, each in DECLARED.items() if not each.prints}
+    # They print what a server answers, or text.
+    assert silent <= {"api get", "api put", "api delete", "completion"}, "add prints=rows_of(…) to @command"
 
 
-def test_every_command_with_a_dry_run_says_whether_it_was_applied() -> None:
-    commands = {page.name for page in PAGES for option in page.options if "--dry-run" in option.names}
-    assert {"api put", "api delete"} == commands - DRY_RUNS, "they print the request instead of rows"
-    assert commands >= DRY_RUNS
-    for name in DRY_RUNS:
-        rows = [row for key, row in document_schema(name)["$defs"].items() if key != "row"]
-        assert all("applied" in row["properties"] for row in rows), name
+@pytest.mark.parametrize("name", DRY_RUNS)
+def test_rows_of_a_command_with_a_dry_run_say_whether_it_was_applied(name: str) -> None:
+    rows = [row for key, row in DECLARED[name].schema(name)["$defs"].items() if key != "row"]
+    assert all("applied" in row["properties"] for row in rows)
 
 
 #: Commands whose dry run has fields of its own: the plan; and those with several forms of one change, or with lists.
 OTHER_FORMS = {"ledger recover", "bookies recover", "bookie init", "autorecovery audit", "metadata undo"}
 
 
-@pytest.mark.parametrize("name", sorted(DRY_RUNS - OTHER_FORMS))
+@pytest.mark.parametrize("name", sorted({*DRY_RUNS} - OTHER_FORMS))
 def test_a_dry_run_prints_the_fields_of_the_run(name: str) -> None:
-    assert set(document_schema(name)["$defs"]) == {"row", "row1"}
+    assert set(DECLARED[name].schema(name)["$defs"]) == {"row", "row1"}
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.startswith("docs/schemas/")])

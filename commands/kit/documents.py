@@ -1,0 +1,161 @@
+"""The documents that commands print with `-o json`, and their JSON schemas in `docs/schemas/`.
+
+A schema describes the document of one command; `$defs/row` in it describes a line of `-o ndjson`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+from .columns import LEDGER_FIELDS, Column, Columns, Kind, Output, applied_column
+
+
+class Document(NamedTuple):
+    """A form of what a command prints: rows of these columns (`is_list`), or one object.
+
+    `source` is the columns, or a function that returns them where making them imports much. `table` has the columns
+    of a table that shows others; the document's own are then shown on request.
+    """
+
+    source: Columns | Callable[[], Columns]
+    is_list: bool
+    table: Columns | None = None
+
+    def columns(self, output: Output = Output.JSON) -> Columns:
+        """Return the columns that `output` may show."""
+        found = self.source if isinstance(self.source, Columns) else self.source()
+        if self.table is not None and output is Output.TABLE:
+            return self.table.with_hidden(found)
+        return found
+
+
+#: Origin of columns; a mapping has columns for each value of an option.
+Source = Columns | Mapping[Any, Columns] | Callable[[], Columns]
+
+
+def rows_of(*sources: Source, table: Columns | None = None) -> tuple[Document, ...]:
+    """Return the documents of a command that prints rows, of one of `sources`."""
+    return tuple(
+        Document(columns, True, table)
+        for source in sources
+        for columns in (source.values() if isinstance(source, Mapping) else [source])
+    )
+
+
+def object_of(*sources: Source) -> tuple[Document, ...]:
+    """Return the documents of a command that prints one object, of one of `sources`."""
+    return tuple(document._replace(is_list=False) for document in rows_of(*sources))
+
+
+def union(*variants: Columns) -> Columns:
+    """Return the columns of all `variants` as one; a column that one of them lacks is optional."""
+    names = [{column.name for column in each.columns} for each in variants]
+    found: dict[str, Column] = {}
+    for each in variants:
+        for column in each.columns:
+            in_all = all(column.name in known for known in names)
+            found.setdefault(column.name, column if in_all else column.replaced(optional=True))
+    return Columns(*found.values(), key=variants[0].key)
+
+
+_DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
+_TEXTS: Final = {"type": "array", "items": {"type": "string"}}
+#: The values of nested columns whose form is the same wherever they are.
+_SHAPES: Final[dict[str, dict[str, Any]]] = {
+    "customMetadata": {
+        "type": "object",
+        "additionalProperties": {"type": "string", "contentEncoding": "base64"},
+    },
+    "ensembles": {"type": "object", "propertyNames": {"pattern": "^[0-9]+$"}, "additionalProperties": _TEXTS},
+    "pulsar": {"type": "object", "additionalProperties": {"type": ["string", "object"]}},
+    "missingReplicas": _TEXTS,
+    "ensemble": _TEXTS,
+    "newEnsemble": _TEXTS,
+    "bookies": _TEXTS,
+}
+_TYPES: Final[dict[Kind, dict[str, Any]]] = {
+    Kind.INTEGER: {"type": "number"},
+    Kind.SIZE: {"type": "integer", "minimum": 0},
+    Kind.TEXT: {"type": "string"},
+    Kind.WORD: {"type": "string"},
+    Kind.BOOLEAN: {"type": "boolean"},
+    Kind.TIME: {"type": "string", "format": "date-time"},
+    Kind.BINARY: {"type": "string", "contentEncoding": "base64"},
+    Kind.NESTED: {},
+}
+#: An error on stderr with `-o json`.
+ERROR_SCHEMA: Final[dict[str, Any]] = {
+    "$schema": _DIALECT,
+    "title": "An error, as one line on stderr with -o json",
+    "type": "object",
+    "properties": {
+        "error": {
+            "type": "object",
+            "properties": {
+                "code": {"type": "string", "description": "The kind of error: ledgerNotFound, usage, ENOENT"},
+                "exitCode": {"type": "integer"},
+                "message": {"type": "string", "description": "What failed, on what, and why"},
+                "hint": {"type": ["string", "null"], "description": "What to do"},
+            },
+            "required": ["code", "exitCode", "message", "hint"],
+            "additionalProperties": False,
+        }
+    },
+    "required": ["error"],
+    "additionalProperties": False,
+}
+
+
+def _properties(column: Column) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the JSON fields of a column with their schemas."""
+    if column.kind is Kind.LEDGER:
+        for name in LEDGER_FIELDS:
+            yield name, {"type": ["string", "null"]}
+        return
+    shape = _SHAPES.get(column.name, {}) if column.kind is Kind.NESTED else _TYPES[column.kind]
+    if shape:
+        shape = {**shape, "type": [shape["type"], "null"]}
+    title = (column.title or "").strip()
+    yield column.name, {"title": title, **shape} if title else shape
+
+
+def row_schema(columns: Columns) -> dict[str, Any]:
+    """Return the schema of one row. A row of `--watch -o ndjson` that went has `removed`."""
+    properties: dict[str, Any] = {}
+    required: list[str] = []
+    for column in columns.columns:
+        for name, shape in _properties(column):
+            properties[name] = shape
+            if not column.optional:
+                required.append(name)
+    properties["removed"] = {"const": True}
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+def forms(documents: tuple[Document, ...], output: Output, *, has_dry_run: bool) -> list[Columns]:
+    """Return the columns of each form of the rows that a command may print as `output`.
+
+    Rows of a command with --dry-run have `applied`: false in a dry run, true in a run that changes something.
+    """
+    applied = (applied_column(is_applied=True),) if has_dry_run else ()
+    return [document.columns(output).and_also(*applied) for document in documents]
+
+
+def document_schema(name: str, documents: tuple[Document, ...], *, has_dry_run: bool) -> dict[str, Any]:
+    """Return the schema of what the command `name` prints with `-o json`."""
+    rows: list[dict[str, Any]] = []
+    pointers: list[dict[str, Any]] = []
+    for document, columns in zip(documents, forms(documents, Output.JSON, has_dry_run=has_dry_run), strict=True):
+        row = row_schema(columns)
+        if row not in rows:
+            rows.append(row)
+        pointer = {"$ref": f"#/$defs/row{rows.index(row) + 1}"}
+        pointers.append({"type": "array", "items": pointer} if document.is_list else pointer)
+    definitions = {f"row{number}": row for number, row in enumerate(rows, 1)}
+    return {
+        "$schema": _DIALECT,
+        "title": f"bkctl {name} -o json",
+        **(pointers[0] if len(pointers) == 1 else {"anyOf": pointers}),
+        "$defs": {"row": {"anyOf": [{"$ref": f"#/$defs/{each}"} for each in definitions]}, **definitions},
+    }
