@@ -15,7 +15,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -186,7 +185,7 @@ def uuids(zookeeper: servers.ZooKeeperServer, directory: Path, count: int) -> No
             before.update(now)
 
         def create() -> int:
-            metadata = replace(METADATA, c_token=None)
+            metadata = METADATA._replace(c_token=None)
             made = min(count, CREATES_MEASURED)
             ids = [LedgerId.random() for _ in range(made)]
             for found in map_each(lambda ledger: cluster.ledgers.create(ledger, metadata), ids):

@@ -23,7 +23,6 @@ import time
 import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -250,8 +249,7 @@ def metadata_of(seed: int) -> LedgerMetadata:
     """Return metadata as in a cluster of Pulsar's: sizes, times, ensembles and topics differ; one in 50 is open."""
     random_numbers = random.Random(seed)
     is_open = random_numbers.randrange(50) == 0
-    return replace(
-        METADATA,
+    return METADATA._replace(
         ensembles=(Fragment(0, tuple(random_numbers.sample(BOOKIES, 3))),),
         state=LedgerState.OPEN if is_open else LedgerState.CLOSED,
         length=0 if is_open else random_numbers.randrange(1 << 32),

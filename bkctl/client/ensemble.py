@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -201,12 +200,12 @@ def with_fragment(metadata: LedgerMetadata, first_entry_id: int, ensemble: tuple
             f"Another client wrote a fragment from entry {last.first_entry_id}, after our entry {first_entry_id}"
         )
     kept = metadata.ensembles[:-1] if first_entry_id == last.first_entry_id else metadata.ensembles
-    return replace(metadata, ensembles=(*kept, Fragment(first_entry_id, ensemble)))
+    return metadata._replace(ensembles=(*kept, Fragment(first_entry_id, ensemble)))
 
 
 def closed(metadata: LedgerMetadata, last_entry_id: int, length: int) -> LedgerMetadata:
     """Return `metadata` in state CLOSED. Source: LedgerMetadataBuilder.withClosedState."""
-    return replace(metadata, state=LedgerState.CLOSED, last_entry_id=last_entry_id, length=length)
+    return metadata._replace(state=LedgerState.CLOSED, last_entry_id=last_entry_id, length=length)
 
 
 def update_metadata(
@@ -232,7 +231,7 @@ def update_metadata(
         else:
             # The store writes 0 for the token of the creation, as Java's client does.
             token = None if changed.c_token is None else 0
-            return current._replace(metadata=replace(changed, c_token=token), version=version)
+            return current._replace(metadata=changed._replace(c_token=token), version=version)
     raise MetadataVersionConflict(
         f"Metadata of ledger {ledger} changed {UPDATE_ATTEMPTS_MAX} times while it was being written", hint="try again"
     )

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Self
 
 from bkctl.client.bookies import BookiePool
@@ -252,7 +251,7 @@ class BookKeeper:
             bookies, metadata.ensemble_size, metadata.write_quorum_size, self.pool.placement(bookies),
             scoped=scope_id != 0, avoid=suspects,
         )  # fmt: skip
-        metadata = replace(metadata, ensembles=(Fragment(0, ensemble),))
+        metadata = metadata._replace(ensembles=(Fragment(0, ensemble),))
         ledgers = self.cluster.ledgers
         for _ in range(_CREATE_ATTEMPTS_MAX):
             ledger = given or ledgers.new_ledger_id(scope_id)

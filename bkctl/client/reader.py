@@ -10,7 +10,6 @@ import contextlib
 import time
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -129,7 +128,7 @@ class LedgerAccess:
         """
         with contextlib.suppress(BkctlError):
             found = await asyncio.to_thread(self.pool.cluster.ledgers.read, self.ledger)
-            metadata = replace(self.metadata, ensembles=found.metadata.ensembles)
+            metadata = self.metadata._replace(ensembles=found.metadata.ensembles)
             self.versioned = self.versioned._replace(metadata=metadata)
 
     def open_entry(self, body: BytesLike | None, entry_id: int, verify: bool = True) -> LedgerEntry:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from dataclasses import replace
 from typing import Final, NamedTuple
 
 from bkctl.client.bookies import BookieChannel
@@ -76,7 +75,7 @@ async def recover(access: LedgerAccess, *, accept_loss: RecoveryLoss | None = No
     def begin(metadata: LedgerMetadata) -> LedgerMetadata | None:
         if metadata.state is not LedgerState.OPEN:
             return None
-        return replace(metadata, state=LedgerState.IN_RECOVERY, length=0, last_entry_id=-1)
+        return metadata._replace(state=LedgerState.IN_RECOVERY, length=0, last_entry_id=-1)
 
     access.versioned = await asyncio.to_thread(update_metadata, ledgers, ledger, access.versioned, begin)
     if access.metadata.is_closed:

@@ -67,9 +67,8 @@ class Fragment(NamedTuple):
     bookies: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class LedgerMetadata:
-    """One ledger's metadata; changes are made with `dataclasses.replace`.
+class LedgerMetadata(NamedTuple):
+    """One ledger's metadata; changes are made with `_replace`.
 
     `ensembles` is in order of the first entry id. `digest_type` and `password` are both known or both None (ledgers
     of BookKeeper 4.1 and metadata version 1). `length` (bytes) and `last_entry_id` are 0 and -1 unless CLOSED.
@@ -81,18 +80,22 @@ class LedgerMetadata:
     write_quorum_size: int
     ack_quorum_size: int
     digest_type: DigestType | None
-    password: bytes | None = field(repr=False)
+    password: bytes | None
     ensembles: tuple[Fragment, ...]
     state: LedgerState = LedgerState.OPEN
     length: int = 0
     last_entry_id: int = INVALID_ENTRY_ID
     ctime_ms: int | None = None
-    custom_metadata: Mapping[str, bytes] = field(default_factory=dict)
+    custom_metadata: Mapping[str, bytes] = {}
     c_token: int | None = None
     format_version: int = METADATA_FORMAT_VERSION_MAX
 
-    @classmethod
-    def parse(cls, data: bytes, where: str = "") -> LedgerMetadata:
+    def __repr__(self) -> str:
+        shown = (f"{name}={value!r}" for name, value in self._asdict().items() if name != "password")
+        return f"LedgerMetadata({', '.join(shown)})"
+
+    @staticmethod
+    def parse(data: bytes, where: str = "") -> LedgerMetadata:
         """Return the metadata in a store's value `data`, in any of the versions 1 to 3.
 
         Raises Unsupported for another version or an unknown digest type, else Corrupt; `where` names the value.

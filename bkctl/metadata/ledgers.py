@@ -10,7 +10,6 @@ import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import chain, tee
 from typing import Final, Literal, NamedTuple
 
@@ -86,7 +85,7 @@ class LedgerManager(ABC):
         if ledger.is_scoped:
             self._prepare_scopes()
         if metadata.format_version > 2 and metadata.c_token is None:
-            metadata = replace(metadata, c_token=random_u64() % I64_MAX)
+            metadata = metadata._replace(c_token=random_u64() % I64_MAX)
         try:
             return self.store.put(path, metadata.serialize(), NEW)
         except AlreadyExists as error:
@@ -130,7 +129,7 @@ class LedgerManager(ABC):
         nodes = []
         for path, (_, metadata, version) in zip(paths, ledgers, strict=True):
             if metadata.format_version > 2:
-                metadata = replace(metadata, c_token=0)  # Only the create carries a token.
+                metadata = metadata._replace(c_token=0)  # Only the create carries a token.
             if isinstance(path, str):
                 nodes.append((path, metadata.serialize(), version))
         written = iter(self.store.put_many(nodes))

@@ -11,7 +11,6 @@ import asyncio
 import hashlib
 import uuid
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from bkctl.client.ensemble import check_quorums, update_metadata
@@ -109,7 +108,7 @@ async def copy_ledger(
                 ledgers, custom = target.cluster.ledgers, _custom(reader.metadata)
                 finished_version = update_metadata(
                     ledgers, writer.ledger, copy.versioned_metadata,
-                    lambda metadata: replace(metadata, custom_metadata=custom),
+                    lambda metadata: metadata._replace(custom_metadata=custom),
                 ).version  # fmt: skip
 
             await run_to_end(asyncio.to_thread(finish))

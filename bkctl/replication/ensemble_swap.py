@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from bkctl.client.ensemble import UPDATE_ATTEMPTS_MAX
@@ -71,7 +70,7 @@ class EnsembleSwap(NamedTuple):
             changed if ensemble.first_entry_id == fragment.first_entry_id else ensemble
             for ensemble in metadata.ensembles
         )
-        return replace(metadata, ensembles=ensembles), replaced
+        return metadata._replace(ensembles=ensembles), replaced
 
 
 class _Change(NamedTuple):
@@ -150,7 +149,7 @@ class EnsembleSwapper:
                 continue
             # The store writes 0 for the token of the creation, as Java's client does.
             token = None if metadata.c_token is None else 0
-            results[number] = found._replace(metadata=replace(metadata, c_token=token), version=version), replaced
+            results[number] = found._replace(metadata=metadata._replace(c_token=token), version=version), replaced
 
 
 def _is_same_ledger(found: VersionedMetadata, before: VersionedMetadata) -> bool:

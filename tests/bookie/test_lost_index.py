@@ -84,7 +84,7 @@ class LostIndex:
     def lose(self) -> None:
         moved = self.cluster.ledgers.read(ELSEWHERE)
         assert moved.metadata.state is LedgerState.CLOSED
-        elsewhere = replace(moved.metadata, ensembles=(Fragment(0, ("other:3181",)),))
+        elsewhere = moved.metadata._replace(ensembles=(Fragment(0, ("other:3181",)),))
         self.cluster.ledgers.write(ELSEWHERE, elsewhere, moved.version)
         for path in list((self.directory / "ledgers" / "current").rglob("*.idx")):
             path.unlink()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -103,11 +102,11 @@ class Ledgers:
 
 def test_update_metadata_reapplies_change_after_conflict():
     metadata = metadata_of((0, ("b0",)))
-    others = [replace(metadata, custom_metadata={"n": b"%d" % i}) for i in range(3)]
+    others = [metadata._replace(custom_metadata={"n": b"%d" % i}) for i in range(3)]
     ledgers = Ledgers(metadata, others)
     found = update_metadata(
         ledgers, LedgerId(0, 1), ledgers.stored,
-        lambda m: None if m.state is LedgerState.IN_RECOVERY else replace(m, state=LedgerState.IN_RECOVERY),
+        lambda m: None if m.state is LedgerState.IN_RECOVERY else m._replace(state=LedgerState.IN_RECOVERY),
     )  # fmt: skip
     assert found == ledgers.stored
     assert (found.version, found.ctime_ms) == (4, 12)
@@ -117,10 +116,10 @@ def test_update_metadata_reapplies_change_after_conflict():
 
 def test_update_metadata_stops_when_change_is_done_or_gives_up():
     metadata = metadata_of((0, ("b0",)))
-    done = replace(metadata, state=LedgerState.CLOSED, last_entry_id=3)
+    done = metadata._replace(state=LedgerState.CLOSED, last_entry_id=3)
     ledgers = Ledgers(metadata, [done])
     stale = ledgers.stored
-    found = update_metadata(ledgers, LedgerId(0, 1), stale, lambda m: None if m.is_closed else replace(m, length=1))
+    found = update_metadata(ledgers, LedgerId(0, 1), stale, lambda m: None if m.is_closed else m._replace(length=1))
     assert found.metadata == done
     assert ledgers.written == []
     endless = Ledgers(metadata, [metadata] * 1000)

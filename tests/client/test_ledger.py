@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import random
 import threading
-from dataclasses import replace
 
 import pytest
 from client.fakes import FakeLedger, Fault, turns
@@ -436,11 +435,11 @@ async def test_read_continues_on_the_bookies_that_replaced_lost_ones(fake_cluste
         for bookie_id in old:
             await cluster.bookie(bookie_id).stop()
         fragments = (Fragment(0, (new[0], old[1])), Fragment(20, (new[1], new[0])), Fragment(41, (new[2], new[1])))
-        moved = replace(found.metadata, ensembles=fragments)
+        moved = found.metadata._replace(ensembles=fragments)
         version = cluster.cluster.ledgers.write(writer.ledger, moved, found.version)
         got = await collect_until(BookieUnavailable, reader.read(0, reader.last_add_confirmed))
         assert [entry.payload for entry in got] == PAYLOADS[:1]
-        moved = replace(moved, ensembles=(Fragment(0, tuple(new[:2])), *fragments[1:]))
+        moved = moved._replace(ensembles=(Fragment(0, tuple(new[:2])), *fragments[1:]))
         cluster.cluster.ledgers.write(writer.ledger, moved, version)
         assert [entry.payload async for entry in reader.read(0, reader.last_add_confirmed)] == PAYLOADS
 
@@ -786,9 +785,9 @@ async def test_close_meets_another_client(fake_cluster, state):
             await writer.add(b"ab")
         found = cluster.cluster.ledgers.read(writer.ledger)
         last = 3 if state == "closed elsewhere" else 4
-        changed = replace(found.metadata, state=LedgerState.CLOSED, last_entry_id=last, length=2 * last + 2)
+        changed = found.metadata._replace(state=LedgerState.CLOSED, last_entry_id=last, length=2 * last + 2)
         if state == "in recovery":
-            changed = replace(found.metadata, state=LedgerState.IN_RECOVERY)
+            changed = found.metadata._replace(state=LedgerState.IN_RECOVERY)
         cluster.cluster.ledgers.write(writer.ledger, changed, found.version)
         if state == "closed elsewhere":
             with pytest.raises(MetadataVersionConflict):
@@ -805,7 +804,7 @@ async def test_an_ensemble_change_meets_a_recovery(fake_cluster):
             writer = await client.create_ledger()
             await writer.add(b"x")
             found = cluster.cluster.ledgers.read(writer.ledger)
-            cluster.cluster.ledgers.write(writer.ledger, replace(found.metadata, state=state), found.version)
+            cluster.cluster.ledgers.write(writer.ledger, found.metadata._replace(state=state), found.version)
             bad = cluster.bookie(writer.metadata.last_fragment.bookies[1])
             bad.fault = lambda request: Status.EIO if isinstance(request, AddRequest) else None
             with pytest.raises(error):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from dataclasses import replace
 
 import pytest
 from client.fakes import FakeLedger, Fault
@@ -356,7 +355,7 @@ async def test_a_ledger_closed_meanwhile_by_another_stays_as_it_was_closed(fake_
             await asyncio.sleep(0.001)
         found = cluster.cluster.ledgers.read(writer.ledger)
         assert found.metadata.state is LedgerState.IN_RECOVERY
-        changed = replace(found.metadata, state=LedgerState.CLOSED, last_entry_id=1, length=2)
+        changed = found.metadata._replace(state=LedgerState.CLOSED, last_entry_id=1, length=2)
         cluster.cluster.ledgers.write(writer.ledger, changed, found.version)
         for bookie in cluster.bookies:
             bookie.release()

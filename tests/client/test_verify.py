@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from bkctl.client.verify import ReplicaState, verify_entries
@@ -95,7 +93,7 @@ async def test_bookies_that_were_replaced_since_are_not_reported(fake_cluster):
         (new,) = {bookie.bookie_id for bookie in cluster.bookies} - {old, *others}
         cluster.bookie(new).ledgers[writer.ledger] = cluster.bookie(old).ledgers[writer.ledger]
         await cluster.bookie(old).stop()
-        moved = replace(found.metadata, ensembles=(Fragment(0, (new, *others)),))
+        moved = found.metadata._replace(ensembles=(Fragment(0, (new, *others)),))
         cluster.cluster.ledgers.write(writer.ledger, moved, found.version)
         checks = [check async for check in verify_entries(reader)]
         assert len(checks) == 300

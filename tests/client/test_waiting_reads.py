@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -53,7 +52,7 @@ async def ledger_of_small_entries(cluster: FakeCluster, client: BookKeeper, book
     async with writer:
         await writer.add_all([payload(entry_id) for entry_id in range(COUNT)])
     found = cluster.cluster.ledgers.read(writer.ledger)
-    cluster.cluster.ledgers.write(writer.ledger, replace(found.metadata, length=COUNT), found.version)
+    cluster.cluster.ledgers.write(writer.ledger, found.metadata._replace(length=COUNT), found.version)
     return await client.open_ledger(1)
 
 

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -337,7 +336,7 @@ def test_recover_loses_entries_only_with_accept_loss(cli: Cli, cluster: LocalClu
         ledger_id = LedgerId.parse(ledger)
         found = opened.ledgers.read(ledger_id)
         alive = found.metadata.last_fragment.bookies[0]
-        left = replace(found.metadata, state=LedgerState.OPEN, last_entry_id=-1, length=0)
+        left = found.metadata._replace(state=LedgerState.OPEN, last_entry_id=-1, length=0)
         left = with_fragment(with_fragment(left, 2, (gone[0], gone[1])), 3, (alive, gone[0]))
         opened.ledgers.write(ledger_id, left, found.version)
 

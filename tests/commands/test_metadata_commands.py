@@ -4,7 +4,6 @@ import base64
 import hashlib
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +137,7 @@ def test_ledger_list_as_lines_is_the_list_as_rows(
             *sizes, DigestType.CRC32, b"", fragments, format_version=number % 3 + 1, custom_metadata={"é": b"\xff"}
         )
         if number % 3 == 0:
-            metadata = replace(metadata, digest_type=None, password=None, custom_metadata={})
+            metadata = metadata._replace(digest_type=None, password=None, custom_metadata={})
         store.ledgers.create(LedgerId(0, number), metadata)
     ids = list(store.ledgers.ledgers(0))
     if damaged is not None:
@@ -624,7 +623,7 @@ def test_retried_change_is_undone_once(
 ) -> None:
     words: tuple[object, ...] = ("-f", export, "--overwrite")
     node, undo = store.ledgers.path(LedgerId(0, 5)), tmp_path / "undo"
-    changed = replace(store.ledgers.read(LedgerId(0, 5)).metadata, custom_metadata={}).serialize()
+    changed = store.ledgers.read(LedgerId(0, 5)).metadata._replace(custom_metadata={}).serialize()
     if command == "replace-bookie":
         words = ("--from", BOOKIES[2], "--to", "named")
         store.cookies.write("named", Cookie("named", ("/j",), ("/l",)), NEW)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -89,12 +88,12 @@ def test_ledger_is_created_written_and_removed(ledgers: LedgerManager, ledger: L
         ledgers.read(ledger)
     first = ledgers.create(ledger, METADATA)
     found = ledgers.read(ledger)
-    assert replace(found.metadata, c_token=None) == METADATA
+    assert found.metadata._replace(c_token=None) == METADATA
     assert found.metadata.c_token is not None
     assert found.version == first
     assert (found.ctime_ms is None) == any(name in ledgers.store.name for name in ("etcd", "HBase"))
 
-    closed = replace(found.metadata, state=LedgerState.CLOSED, last_entry_id=3, length=99)
+    closed = found.metadata._replace(state=LedgerState.CLOSED, last_entry_id=3, length=99)
     second = ledgers.write(ledger, closed, first)
     assert second > first
     found = ledgers.read(ledger)
@@ -126,25 +125,25 @@ def test_a_ledger_is_created_once(ledgers: LedgerManager) -> None:
 
 
 def test_create_with_lost_answer_is_recognised_by_its_token(ledgers: LedgerManager) -> None:
-    ours = replace(METADATA, c_token=123)
+    ours = METADATA._replace(c_token=123)
     version = ledgers.create(LedgerId(0, 5), ours)
     assert ledgers.create(LedgerId(0, 5), ours) == version
     with pytest.raises(LedgerExists):
-        ledgers.create(LedgerId(0, 5), replace(ours, c_token=124))
+        ledgers.create(LedgerId(0, 5), ours._replace(c_token=124))
 
 
 def test_the_versions_1_and_2_are_kept_and_have_no_token(ledgers: LedgerManager) -> None:
-    second = replace(METADATA, format_version=2)
+    second = METADATA._replace(format_version=2)
     version = ledgers.create(LedgerId(0, 2), second)
     assert ledgers.read(LedgerId(0, 2)).metadata == second
     with pytest.raises(LedgerExists):
         ledgers.create(LedgerId(0, 2), second)
-    ledgers.write(LedgerId(0, 2), replace(second, state=LedgerState.IN_RECOVERY), version)
+    ledgers.write(LedgerId(0, 2), second._replace(state=LedgerState.IN_RECOVERY), version)
     assert ledgers.read(LedgerId(0, 2)).metadata.format_version == 2
 
 
 def test_a_stored_ctime_wins_over_the_stores(ledgers: LedgerManager) -> None:
-    ledgers.create(LedgerId(0, 5), replace(METADATA, ctime_ms=1_600_000_000_123))
+    ledgers.create(LedgerId(0, 5), METADATA._replace(ctime_ms=1_600_000_000_123))
     assert ledgers.read(LedgerId(0, 5)).ctime_ms == 1_600_000_000_123
 
 
@@ -277,7 +276,7 @@ def test_read_many_keeps_order_with_errors_in_place(ledgers: LedgerManager, ids:
     for ledger, answer in found:
         if ledger in ids:
             assert isinstance(answer, VersionedMetadata)
-            assert replace(answer.metadata, c_token=None) == METADATA
+            assert answer.metadata._replace(c_token=None) == METADATA
         else:
             assert isinstance(answer, Corrupt if ledger == broken else LedgerNotFound)
 
@@ -315,7 +314,7 @@ def test_watch_reports_each_change_and_the_removal(cluster_uri: str) -> None:
 
         cancel = cluster.ledgers.watch(ledger, hear)
         assert [found.version for found in told if isinstance(found, VersionedMetadata)] == [version]
-        other.ledgers.write(ledger, replace(METADATA, state=LedgerState.IN_RECOVERY), version)
+        other.ledgers.write(ledger, METADATA._replace(state=LedgerState.IN_RECOVERY), version)
         wait_for_count(2)
         other.ledgers.remove(ledger)
         wait_for_count(3)

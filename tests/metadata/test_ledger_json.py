@@ -89,8 +89,7 @@ def metadata(draw: st.DrawFn) -> LedgerMetadata:
     ensembles = tuple(Fragment(start, tuple(name + "_" for name in draw(names))) for start in starts)
     state = draw(st.sampled_from(LedgerState))
     keys = st.sampled_from([*PULSAR, "x", "\xe9\n", "pulsar/compactedTo"]) | st.text(max_size=5)
-    return replace(
-        METADATA,
+    return METADATA._replace(
         ensemble_size=sizes[0],
         write_quorum_size=sizes[1],
         ack_quorum_size=sizes[2],
@@ -109,9 +108,9 @@ def metadata(draw: st.DrawFn) -> LedgerMetadata:
 @needs_compiled
 @given(ids, metadata(), times)
 @example(LedgerId(0, 0), METADATA, None)
-@example(LedgerId(U64_MAX, U64_MAX), replace(METADATA, state=LedgerState.OPEN, custom_metadata={}, ctime_ms=None), None)
-@example(LedgerId(0, 1), replace(METADATA, ctime_ms=951_782_399_999), 0)  # the day before a 29th of February
-@example(LedgerId(0, 1), replace(METADATA, ctime_ms=253_402_300_799_999), 0)
+@example(LedgerId(U64_MAX, U64_MAX), METADATA._replace(state=LedgerState.OPEN, custom_metadata={}, ctime_ms=None), None)
+@example(LedgerId(0, 1), METADATA._replace(ctime_ms=951_782_399_999), 0)  # the day before a 29th of February
+@example(LedgerId(0, 1), METADATA._replace(ctime_ms=253_402_300_799_999), 0)
 def test_lines_are_the_ledger_objects(ledger: LedgerId, metadata: LedgerMetadata, ctime_ms: int | None) -> None:
     found = (ledger, Versioned(metadata.serialize(), 3, ctime_ms))
     time_ms = ctime_ms if metadata.ctime_ms is None else metadata.ctime_ms
@@ -160,7 +159,7 @@ def test_impossible_metadata_is_left_to_python(
 @pytest.mark.parametrize("count", range(1, 11))
 def test_size_in_many_bytes_has_its_line_from_python_or_the_same(count: int) -> None:
     """A size of more than 5 bytes is Corrupt to protobuf."""
-    body = message_of(replace(METADATA, password=b"")).SerializeToString()
+    body = message_of(METADATA._replace(password=b"")).SerializeToString()
     longer = b"\x42" + b"\x80" * (count - 1) + b"\x00"  # the password again: the last one counts
     check((LedgerId(0, 5), Versioned(value_of(body + longer), 0, None)))
 
@@ -207,8 +206,8 @@ def test_other_objects_are_left_to_python(found: object) -> None:
 
 @needs_compiled
 def test_large_metadata_is_left_to_python() -> None:
-    large = replace(METADATA, custom_metadata={"k": bytes(5000)})
-    many = replace(METADATA, ensembles=tuple(Fragment(at, METADATA.ensembles[0].bookies) for at in range(3000)))
+    large = METADATA._replace(custom_metadata={"k": bytes(5000)})
+    many = METADATA._replace(ensembles=tuple(Fragment(at, METADATA.ensembles[0].bookies) for at in range(3000)))
     for each in (large, many):
         assert not check((LedgerId(0, 5), Versioned(each.serialize(), 0, None)))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 from replication.recovering import bookies_of
@@ -80,7 +79,7 @@ async def test_metadata_that_promises_endless_entries_ends_a_check(fake_cluster,
         writer = await write(client, 10, ensemble_size=1, write_quorum_size=1, ack_quorum_size=1)
         ledgers = client.cluster.ledgers
         found = ledgers.read(writer.ledger)
-        ledgers.write(writer.ledger, replace(found.metadata, last_entry_id=(1 << 62) - 1), found.version)
+        ledgers.write(writer.ledger, found.metadata._replace(last_entry_id=(1 << 62) - 1), found.version)
         for options, count_max in (({"percentage": 50}, 200), ({"every_entry": True}, 800)):
             cluster.bookies[0].received.clear()
             (fragment,) = (await LedgerChecker(client).check(writer.ledger, **options)).fragments

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import pytest
 from client.fakes import Fault, turns
@@ -455,7 +454,7 @@ async def test_search_for_unreadable_entries_is_bounded(fake_cluster, monkeypatc
         lost = bookies_of(cluster, writer.ledger)[0]
         ledgers = cluster.cluster.ledgers
         found = ledgers.read(writer.ledger)
-        ledgers.write(writer.ledger, replace(found.metadata, last_entry_id=(1 << 63) - 1), found.version)
+        ledgers.write(writer.ledger, found.metadata._replace(last_entry_id=(1 << 63) - 1), found.version)
         await lose(cluster, lost)
         result = await LedgerFragmentReplicator(client).replicate_ledger(writer.ledger)
         (fragment,) = result.fragments
@@ -511,7 +510,7 @@ async def test_recreated_ledger_is_not_swapped(fake_cluster, change):
         def create_again(request):
             # Deleted and created again on the same bookies, or longer than it was, while entries are copied.
             if isinstance(request, AddRequest) and not versions:
-                other = replace(check.metadata, **change)
+                other = check.metadata._replace(**change)
                 if "last_entry_id" in change:
                     versions.append(ledgers.write(writer.ledger, other, check.versioned.version))
                 else:

@@ -178,7 +178,7 @@ def recovery_ignored() -> Iterator[None]:
     def update(ledgers: Any, ledger: Any, current: Any, change: Any) -> Any:
         def stubborn(metadata: Any) -> Any:
             if not metadata.is_closed:
-                metadata = replace(metadata, state=ensemble.LedgerState.OPEN)
+                metadata = metadata._replace(state=ensemble.LedgerState.OPEN)
             return change(metadata)
 
         return real(ledgers, ledger, current, stubborn)

@@ -10,7 +10,6 @@ import base64
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
 from contextlib import aclosing
-from dataclasses import replace
 from itertools import islice
 from typing import Any, Final
 
@@ -182,9 +181,9 @@ def _metadata_entries(
         elif decode:
             yield str(ledger), json_text(metadata_object(ledger, found, with_password=with_password), 1)
         else:
-            metadata = replace(found.metadata, c_token=found.metadata.c_token or 0)
+            metadata = found.metadata._replace(c_token=found.metadata.c_token or 0)
             if not with_password and metadata.password is not None:
-                metadata = replace(metadata, password=b"")
+                metadata = metadata._replace(password=b"")
             # Java has one U+FFFD for half a surrogate pair, Python one for each of its bytes.
             data = _SURROGATE.sub("\ufffd".encode(), metadata.serialize())
             yield str(ledger), json_text(data.decode("utf-8", "replace"))

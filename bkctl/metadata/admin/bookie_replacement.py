@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 from bkctl.errors import BkctlError, LedgerNotFound, MetadataVersionConflict
@@ -96,6 +95,6 @@ def _replaced(ledger: LedgerId, metadata: LedgerMetadata, old: str, new: str) ->
         count += 1
         bookies = tuple(new if bookie_id == old else bookie_id for bookie_id in fragment.bookies)
         ensembles.append(fragment._replace(bookies=bookies))
-    return replace(metadata, ensembles=tuple(ensembles), c_token=0 if metadata.format_version > 2 else None), (
+    return metadata._replace(ensembles=tuple(ensembles), c_token=0 if metadata.format_version > 2 else None), (
         Replacement(ledger, count, None)
     )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import pyarrow as pa
@@ -158,8 +157,8 @@ class LedgerCopy:
             raise Conflict(f"Ledger {target}, an unfinished copy, is being recovered", hint="try again later")
         if metadata.is_closed or len(metadata.ensembles) > 1:
             # The handle begins before the first entry, and can only add fragments behind those that exist.
-            metadata = replace(
-                metadata, state=LedgerState.OPEN, last_entry_id=-1, length=0, ensembles=metadata.ensembles[:1]
+            metadata = metadata._replace(
+                state=LedgerState.OPEN, last_entry_id=-1, length=0, ensembles=metadata.ensembles[:1]
             )
             found = found._replace(metadata=metadata, version=ledgers.write(target, metadata, found.version))
         # The run before wrote the same entries, so adding them again is safe, also to bookies that a recovery fenced.
@@ -207,7 +206,7 @@ class LedgerCopy:
         def marked(metadata: LedgerMetadata) -> LedgerMetadata | None:
             if metadata.custom_metadata.get(HASH_KEY) == known:
                 return None
-            return replace(metadata, custom_metadata={**metadata.custom_metadata, HASH_KEY: known})
+            return metadata._replace(custom_metadata={**metadata.custom_metadata, HASH_KEY: known})
 
         update_metadata(self._client.cluster.ledgers, self.target, found, marked)
         state = COPIED if self._handle is not None else PRESENT

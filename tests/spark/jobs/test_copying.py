@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -71,7 +70,7 @@ def test_copy_equals_its_source(live: Live, client: Client) -> None:
         "a": b"b", SOURCE_KEY: source.qualified_name.encode(), HASH_KEY: hash_of(PAYLOADS).encode()
     }  # fmt: skip
     same = {"c_token": None, "ctime_ms": None, "custom_metadata": {}, "ensembles": ()}
-    assert replace(one, **same) == replace(other, **same)
+    assert one._replace(**same) == other._replace(**same)
     assert copy(client, source, target) == made._replace(state="present")
     empty = live.write([], LedgerId(SCOPE, 2))
     assert copy(client, empty, LedgerId(SCOPE + 1, 2))[2:5] == ("copied", 0, 0)
@@ -121,7 +120,7 @@ def test_resumed_copy_replaces_bookies_before_its_last_fragment(live: Live, clie
     (first,) = found.metadata.ensembles
     kept, failing = first.bookies
     (spare,) = {bookie.bookie_id for bookie in client.cluster.bookies.list()} - {kept, failing}
-    changed = replace(found.metadata, ensembles=(first, Fragment(100, (spare, failing))))
+    changed = found.metadata._replace(ensembles=(first, Fragment(100, (spare, failing))))
     ledgers.write(target, changed, found.version)
     resumed = LedgerCopy(client, source, target, Shape.of(changed), b"", len(PAYLOADS))
 
@@ -176,7 +175,7 @@ def test_ledger_without_enough_bookies_fails_alone(live: Live, client: Client, m
     sound, wide = live.write([b"x"], LedgerId(SCOPE, 12)), LedgerId(SCOPE, 11)
     metadata = client.cluster.ledgers.read(sound).metadata
     bookies = Fragment(0, tuple(f"b{number}:3181" for number in range(5)))
-    empty = replace(metadata, ensemble_size=5, ensembles=(bookies,), last_entry_id=-1, length=0, c_token=None)
+    empty = metadata._replace(ensemble_size=5, ensembles=(bookies,), last_entry_id=-1, length=0, c_token=None)
     client.cluster.ledgers.create(wide, empty)
     bins = [[(each, LedgerId(SCOPE + 6, each.ledger_id)) for each in (wide, sound)]]
     options = SourceOptions("test", live.options, ("metadataUri", *SHAPE_OPTIONS))

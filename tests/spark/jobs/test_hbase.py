@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 
 from support import (
@@ -43,7 +42,7 @@ def test_jobs_read_metadata_from_hbase(engine: Engine, hbase: HBaseServer, tmp_p
         removed, longer = written[1].ledger, written[2].ledger
         opened.ledgers.remove(removed)
         found = opened.ledgers.read(longer)
-        grown = replace(found.metadata, last_entry_id=30)
+        grown = found.metadata._replace(last_entry_id=30)
         opened.ledgers.write(longer, grown, found.version)
     missing = engine.rows(uri, "integrity", tmp_path, code=3)
     assert {(row["ledgerQualifiedName"], row["entryId"], row["problem"]) for row in missing} == {

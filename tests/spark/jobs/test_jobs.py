@@ -9,7 +9,6 @@ import sqlite3
 import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -158,7 +157,7 @@ def test_application_that_is_not_utf8_is_none(engine: Engine, files: Files, tmp_
     with open_cluster(files.uri) as cluster, open_cluster(uri, create=True) as copy:
         for written, value in zip(files.flushed, values, strict=False):
             metadata = cluster.ledgers.read(written.ledger).metadata
-            copy.ledgers.create(written.ledger, replace(metadata, custom_metadata={"application": value}))
+            copy.ledgers.create(written.ledger, metadata._replace(custom_metadata={"application": value}))
     found = applications(engine.session, {"metadataUri": uri}).collect()
     names = [written.ledger.qualified_name for written in files.flushed]
     expected = dict(zip(names, [None, None, values[2].decode()], strict=False))
@@ -313,7 +312,7 @@ def test_damaged_entry_does_not_extend_open_ledger(engine: Engine, files: Files,
     written = of_type(files, DigestType.HMAC, 0)
     with open_cluster(files.uri) as cluster:
         found = cluster.ledgers.read(written.ledger)
-        reopened = replace(found.metadata, state=LedgerState.OPEN, last_entry_id=-1, length=0)
+        reopened = found.metadata._replace(state=LedgerState.OPEN, last_entry_id=-1, length=0)
         cluster.ledgers.write(written.ledger, reopened, found.version)
     log = Path(files.places()[0], "ledgers", "current", "0.log")
     offset, _, entry_id = record_of(log, written.ledger)

@@ -6,7 +6,6 @@ import base64
 import hashlib
 import pickle
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,7 +93,7 @@ def test_commit_on_etcd_reads_only_ledgers_created_since(
         def create(mark: str) -> LedgerId:
             ledger = cluster.ledgers.new_ledger_id()
             metadata = LedgerMetadata(1, 1, 1, DigestType.CRC32C, b"", (Fragment(0, ("bookie-1",)),))
-            cluster.ledgers.create(ledger, replace(metadata, custom_metadata={JOB_KEY: mark.encode()}))
+            cluster.ledgers.create(ledger, metadata._replace(custom_metadata={JOB_KEY: mark.encode()}))
             return ledger
 
         older = [create("older") for _ in range(130)]

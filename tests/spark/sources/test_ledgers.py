@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,8 +115,8 @@ def test_missing_ledgers_and_entries_are_reported(live: Live, tmp_path: Path) ->
     # Its metadata promises five entries, and its bookies have three of them.
     beheaded, missing = LedgerId(SCOPE + 1, 5), LedgerId(SCOPE + 1, 6)
     cluster.ledgers.remove(real)
-    cluster.ledgers.create(real, replace(metadata, last_entry_id=4, length=5))
-    cluster.ledgers.create(beheaded, replace(metadata, c_token=None))
+    cluster.ledgers.create(real, metadata._replace(last_entry_id=4, length=5))
+    cluster.ledgers.create(beheaded, metadata._replace(c_token=None))
     options = {**live.options, "ledgerScopeId": SCOPE + 1}
     with pytest.raises((EntryNotFound, LedgerNotFound)):
         rows_of(LedgerSource, **options)

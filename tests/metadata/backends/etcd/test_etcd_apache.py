@@ -6,7 +6,6 @@ import asyncio
 import json
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +112,7 @@ def test_apache_and_bkctl_read_each_others_ledgers_and_scopes_stay_hidden(
         else:
             versions[ledger_id] = apache("create", ledger_id)["version"]
             with pytest.raises(LedgerExists):
-                cluster.ledgers.create(LedgerId(0, ledger_id), replace(METADATA, c_token=None))
+                cluster.ledgers.create(LedgerId(0, ledger_id), METADATA._replace(c_token=None))
     for ledger in SCOPED:
         cluster.ledgers.create(ledger, METADATA)
 
