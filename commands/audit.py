@@ -13,10 +13,10 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import NotFound, UsageError
 
 from .kit.audit import audit_file, run_result
-from .kit.columns import Column, Columns, Kind
 from .kit.command import Run, command, group
 from .kit.documents import object_of, rows_of
 from .kit.options import count_option, duration_option

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, TypeVar
 
 import typer
 
+from bkctl.columns import TEXTS, Column, Columns, Kind
 from bkctl.errors import AlreadyExists, BkctlError, Corrupt, NotFound, UsageError
 from bkctl.ids import LedgerId
 
-from .kit.columns import Column, Columns, Kind
 from .kit.command import Run, command, group
 from .kit.documents import object_of, rows_of
 from .kit.ledger_options import LedgersOrFile, ScopeOfAny
@@ -256,7 +256,14 @@ def _age_s(row: Any) -> int | None:
 
 MARK_COLUMNS = Columns(
     Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
-    Column("MISSING ON", "missingReplicas", lambda row: list(row.missing_replicas), Kind.NESTED, text=", ".join),
+    Column(
+        "MISSING ON",
+        "missingReplicas",
+        lambda row: list(row.missing_replicas),
+        Kind.NESTED,
+        shape=TEXTS,
+        text=", ".join,
+    ),
     Column("MARKED", "ctime", "ctime_ms", Kind.TIME),
     Column("AGE", "ageSeconds", _age_s, Kind.INTEGER, text=time_text),
     Column("WORKER", "worker", "worker"),
@@ -376,7 +383,14 @@ def workers(run: Run, scope: ScopeOfAny, watch: WatchOption) -> None:
 
 MARKED_COLUMNS = Columns(
     Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
-    Column("MISSING ON", "missingReplicas", lambda row: list(row.missing_replicas), Kind.NESTED, text=", ".join),
+    Column(
+        "MISSING ON",
+        "missingReplicas",
+        lambda row: list(row.missing_replicas),
+        Kind.NESTED,
+        shape=TEXTS,
+        text=", ".join,
+    ),
     Column("CHANGED", "changed", "changed", Kind.BOOLEAN),
     key="ledger",
 )

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import typer
 
+from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import BkctlError, UsageError
 
-from .kit.columns import Column, Columns, Kind, Output
+from .kit.columns import Output
 from .kit.command import Run, command, group
 from .kit.documents import rows_of
 from .kit.ledger_options import NewLedger, scope_option

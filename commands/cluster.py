@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import typer
 
+from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import AlreadyExists, Conflict, NotFound, UsageError
 from bkctl.metadata.admin.health_codes import HealthCode
 
 from .kit.audit import user_name
-from .kit.columns import Column, Columns, Kind, Output, value_at
+from .kit.columns import Output
 from .kit.command import Run, command, group
 from .kit.documents import object_of, rows_of
 from .kit.options import DryRun, UndoOption, WatchOption, YesReally, duration_option

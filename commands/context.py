@@ -9,9 +9,9 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import UsageError
 
-from .kit.columns import Column, Columns, Kind
 from .kit.command import Run, command, group
 from .kit.connection import context_connection, context_names
 from .kit.contexts import Contexts

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import AlreadyExists, BkctlError, NotFound, Unreachable, UsageError
 from bkctl.ids import check_bookie_id
 
-from .kit.columns import Column, Columns, Kind
 from .kit.command import Run, command, group
 from .kit.documents import object_of, rows_of
 from .kit.options import BinaryFormat, BinaryFormatOption, Composite, DryRun, UndoOption, file_argument, text_option

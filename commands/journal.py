@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import BkctlError, NotFound, UsageError
 
-from .kit.columns import Column, Columns, Kind, hex_column
+from .kit.columns import hex_column
 from .kit.command import Run, command, group
 from .kit.documents import rows_of
 from .kit.options import ReadPace, count_option

@@ -10,11 +10,11 @@ from typing import Annotated
 import typer
 
 from bkctl.bookie.local import LocalCluster, active_cluster
+from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import BkctlError, UsageError
 from bkctl.http import has_server, load_server
 
 from .kit.audit import shown_uri
-from .kit.columns import Column, Columns, Kind
 from .kit.command import Run, command, group
 from .kit.connection import LOCAL_CONTEXT
 from .kit.contexts import Contexts

@@ -8,9 +8,10 @@ from typing import Annotated, Any, Final, NamedTuple
 import typer
 
 from bkctl import __version__
+from bkctl.columns import Column, Columns, Kind
 
 from . import top
-from .kit.columns import ALL, Column, Columns, Kind, Output
+from .kit.columns import ALL, Output
 from .kit.command import Run, command, group
 from .kit.documents import object_of
 from .kit.parser import connection_help, exit_code_help
@@ -74,17 +75,12 @@ VERSION_COLUMNS = Columns(
 
 def _build() -> Build:
     from bkctl.files import scan
-    from bkctl.metadata import ledger_json
     from bkctl.protocol import add_runs, client_runs
-
-    from .kit import lines
 
     used = {
         "bkctl.protocol._add_runs": vars(add_runs)["compiled"],
         "bkctl.protocol._client_runs": vars(client_runs)["compiled"],
         "bkctl.files._scan": vars(scan)["compiled"],
-        "bkctl.metadata._ledger_json": vars(ledger_json)["compiled"],
-        "bkctl.commands.kit._rows": lines.join_rows,
     }
     return Build(
         __version__,

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import Conflict, NotFound, UsageError
 
-from .kit.columns import Column, Columns, Kind
 from .kit.command import Run, command, group
 from .kit.documents import object_of, rows_of
 from .kit.options import WatchOption, parse_pace

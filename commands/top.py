@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import typer
 
+from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import UsageError
 
-from .kit.columns import Column, Columns, Kind, Output, value_at
+from .kit.columns import Output
 from .kit.command import Run, command, group
 from .kit.documents import rows_of
 from .kit.options import duration_option

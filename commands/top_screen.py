@@ -15,11 +15,11 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from bkctl.columns import iso_time, value_at
 from bkctl.errors import BkctlError
 
-from .kit.columns import value_at
 from .kit.keys import keys
-from .kit.texts import counted, iso_time, plain, size_text
+from .kit.texts import counted, plain, size_text
 
 if TYPE_CHECKING:
     from bkctl.http.bookie_load import BookieLoad, ClusterLoad, LoadWatch, Percentiles

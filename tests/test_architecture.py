@@ -18,7 +18,7 @@ MAP = ROOT / "docs" / "architecture.md"
 DIRECTION = [
     {"errors", "pace", "redaction", "tasks"},
     {"ids"},
-    {"config"},
+    {"columns", "config"},
     {"formats"},
     {"disk"},
     {"model"},

@@ -67,6 +67,34 @@ class LedgerMetadataFormat(_message.Message):
     cToken: int
     def __init__(self, quorumSize: _Optional[int] = ..., ensembleSize: _Optional[int] = ..., length: _Optional[int] = ..., lastEntryId: _Optional[int] = ..., state: _Optional[_Union[LedgerMetadataFormat.State, str]] = ..., segment: _Optional[_Iterable[_Union[LedgerMetadataFormat.Segment, _Mapping]]] = ..., digestType: _Optional[_Union[LedgerMetadataFormat.DigestType, str]] = ..., password: _Optional[bytes] = ..., ackQuorumSize: _Optional[int] = ..., ctime: _Optional[int] = ..., customMetadata: _Optional[_Iterable[_Union[LedgerMetadataFormat.cMetadataMapEntry, _Mapping]]] = ..., cToken: _Optional[int] = ...) -> None: ...
 
+class LedgerMetadataView(_message.Message):
+    __slots__ = ("quorumSize", "ensembleSize", "length", "lastEntryId", "state", "segment", "digestType", "password", "ackQuorumSize", "ctime", "customMetadata", "cToken")
+    QUORUMSIZE_FIELD_NUMBER: _ClassVar[int]
+    ENSEMBLESIZE_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    LASTENTRYID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    DIGESTTYPE_FIELD_NUMBER: _ClassVar[int]
+    PASSWORD_FIELD_NUMBER: _ClassVar[int]
+    ACKQUORUMSIZE_FIELD_NUMBER: _ClassVar[int]
+    CTIME_FIELD_NUMBER: _ClassVar[int]
+    CUSTOMMETADATA_FIELD_NUMBER: _ClassVar[int]
+    CTOKEN_FIELD_NUMBER: _ClassVar[int]
+    quorumSize: int
+    ensembleSize: int
+    length: int
+    lastEntryId: int
+    state: int
+    segment: _containers.RepeatedScalarFieldContainer[bytes]
+    digestType: int
+    password: bytes
+    ackQuorumSize: int
+    ctime: int
+    customMetadata: _containers.RepeatedScalarFieldContainer[bytes]
+    cToken: int
+    def __init__(self, quorumSize: _Optional[int] = ..., ensembleSize: _Optional[int] = ..., length: _Optional[int] = ..., lastEntryId: _Optional[int] = ..., state: _Optional[int] = ..., segment: _Optional[_Iterable[bytes]] = ..., digestType: _Optional[int] = ..., password: _Optional[bytes] = ..., ackQuorumSize: _Optional[int] = ..., ctime: _Optional[int] = ..., customMetadata: _Optional[_Iterable[bytes]] = ..., cToken: _Optional[int] = ...) -> None: ...
+
 class CookieFormat(_message.Message):
     __slots__ = ("bookieHost", "journalDir", "ledgerDirs", "instanceId", "indexDirs")
     BOOKIEHOST_FIELD_NUMBER: _ClassVar[int]

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cache, lru_cache
-from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from bkctl.errors import Corrupt, Unsupported, UsageError
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from google.protobuf.descriptor import Descriptor
     from google.protobuf.message import Message
 
-    from bkctl.formats.data_formats_pb2 import LedgerMetadataFormat
+    from bkctl.formats.data_formats_pb2 import LedgerMetadataFormat, LedgerMetadataView
 
 M = TypeVar("M", bound="Message")
 
@@ -31,11 +30,17 @@ M = TypeVar("M", bound="Message")
 METADATA_SIZE_BYTES_MAX: Final = 64 << 20
 #: Larger messages are refused without the names of all the fields that they lack: one name for every 2 bytes.
 _NAMED_SIZE_BYTES_MAX: Final = 4096
+#: Defaults in LedgerMetadataView: the number is absent.
+_ABSENT_32: Final = -(1 << 31)
+_ABSENT_64: Final = -(1 << 63)
+#: Parts of larger metadata are not kept for the next ledgers.
+_SHARED_SIZE_BYTES_MAX: Final = 4096
 METADATA_FORMAT_VERSION_MAX: Final = 3
 COOKIE_LAYOUT_VERSION: Final = 5
 LAYOUT_FORMAT_VERSION: Final = 2
 
 _METADATA_HEADER = re.compile(rb"BookieMetadataFormatVersion\t([+-]?[0-9]{1,9})\n")
+_V3_HEADER = b"BookieMetadataFormatVersion\t3\n"
 _INTEGER = re.compile(r"[+-]?[0-9]{1,20}", re.ASCII)
 _LINE_END = re.compile(r"\r\n|\n|\r")
 _V1_CLOSED = "CLOSED"
@@ -103,17 +108,20 @@ class LedgerMetadata(NamedTuple):
         at = f"{where}: " if where else ""
         if len(data) > METADATA_SIZE_BYTES_MAX:
             raise Corrupt(f"{at}Ledger metadata has {len(data)} bytes, at most {METADATA_SIZE_BYTES_MAX} are possible")
-        header = _METADATA_HEADER.match(data)
-        if header is None:
-            raise Corrupt(f"{at}Ledger metadata does not begin with a BookieMetadataFormatVersion line")
-        version = int(header[1])
-        body = data[header.end() :]
+        if data.startswith(_V3_HEADER):  # nearly always
+            version, body = 3, data[len(_V3_HEADER) :]
+        else:
+            header = _METADATA_HEADER.match(data)
+            if header is None:
+                raise Corrupt(f"{at}Ledger metadata does not begin with a BookieMetadataFormatVersion line")
+            version, body = int(header[1]), data[header.end() :]
         if version == 1:
             metadata = _parse_v1(body, at)
         elif version == 2:
-            metadata = _from_message(parse_text("LedgerMetadataFormat", body, f"{at}Ledger metadata"), 2, at)
+            message = parse_text("LedgerMetadataFormat", body, f"{at}Ledger metadata")
+            metadata = _from_message(message.SerializeToString(), 2, at)
         elif version == 3:
-            metadata = _from_message(_parse_v3(body, at), 3, at)
+            metadata = _from_message(_message_of_v3(body, at), 3, at)
         else:
             raise Unsupported(f"{at}Ledger metadata has format version {version}, 1 to 3 are known")
         if problem := metadata._problem():
@@ -281,65 +289,73 @@ def _decode_error() -> type[Exception]:
     return DecodeError
 
 
-def _parse_v3(body: bytes, at: str) -> LedgerMetadataFormat:
+@cache
+def _metadata_view() -> type[LedgerMetadataView]:
+    from bkctl.formats.data_formats_pb2 import LedgerMetadataView
+
+    return LedgerMetadataView
+
+
+def _message_of_v3(body: bytes, at: str) -> bytes:
     if len(body) > 1 and body[1] < 0x80 <= body[0]:  # nearly always
         size, index = body[1] << 7 | body[0] & 0x7F, 2
     else:
         size, index = _read_varint(body, at)
     if size > len(body) - index:
         raise Corrupt(f"{at}Ledger metadata (version 3) needs {size} bytes of message, {len(body) - index} are there")
-    return parse_message(_metadata_format(), body[index : index + size], f"{at}Ledger metadata", texts_are_read=True)
+    return body[index : index + size]
 
 
-def _check_no_unknown_digest_type(message: LedgerMetadataFormat, at: str) -> None:
-    """Refuse an unknown digest type: protobuf drops unknown numbers, so it would pass for an absent one."""
-    from google.protobuf.unknown_fields import UnknownFieldSet
-
-    unknown = UnknownFieldSet(message)
-    for index in range(len(unknown)):
-        if unknown[index].field_number == message.DIGESTTYPE_FIELD_NUMBER:
-            raise Unsupported(f"{at}Ledger metadata names the unknown digest type {unknown[index].data}")
+def _fragment(data: bytes) -> Fragment:
+    segment = parse_message(_metadata_format().Segment, data, "Ledger metadata: an ensemble")
+    return Fragment(segment.firstEntryId, tuple(segment.ensembleMember))
 
 
-def _from_message(message: LedgerMetadataFormat, version: int, at: str) -> LedgerMetadata:
-    if not message.HasField("digestType"):
-        _check_no_unknown_digest_type(message, at)
-    state = _STATES[message.state]
+def _custom_metadata(items: tuple[bytes, ...]) -> dict[str, bytes]:
+    entry = _metadata_format().cMetadataMapEntry
+    found = (parse_message(entry, data, "Ledger metadata: a custom field") for data in items)
+    return {item.key: item.value for item in found}
+
+
+#: Of millions of ledgers, many have the same ensemble or the same custom metadata.
+_known_fragment: Final = lru_cache(maxsize=4096)(_fragment)
+_known_custom_metadata: Final = lru_cache(maxsize=1024)(_custom_metadata)
+
+
+def _from_message(data: bytes, version: int, at: str) -> LedgerMetadata:
+    message = parse_message(_metadata_view(), data, f"{at}Ledger metadata")
+    state, digest_type = _STATES.get(message.state), _DIGEST_TYPES.get(message.digestType)
+    if state is None:
+        raise Corrupt(f"{at}Ledger metadata lacks state")
+    if digest_type is None and message.digestType:
+        raise Unsupported(f"{at}Ledger metadata names the unknown digest type {message.digestType}")
     closed = state is LedgerState.CLOSED
-    has_password = message.HasField("password")
+    # CRC32 is the format's default of a digest type that is absent beside a password.
+    password = message.password if message.HasField("password") else None
+    is_small = len(data) <= _SHARED_SIZE_BYTES_MAX
     try:
-        ensembles = tuple([Fragment(each.firstEntryId, tuple(each.ensembleMember)) for each in message.segment])
-        custom_metadata = {item.key: item.value for item in message.customMetadata}
-        "".join(chain(custom_metadata, *[fragment.bookies for fragment in ensembles]))
-    except (UnicodeDecodeError, TypeError) as error:  # TypeError: a text is bytes
-        raise Corrupt(f"{at}Ledger metadata has a text that is not UTF-8") from error
+        ensembles = tuple(map(_known_fragment if is_small else _fragment, message.segment))
+        custom = tuple(message.customMetadata)
+        custom_metadata = (_known_custom_metadata if is_small else _custom_metadata)(custom) if custom else {}
+    except Corrupt as error:
+        raise Corrupt(f"{at}{error}") from error
+    write_quorum, ack_quorum = message.quorumSize, message.ackQuorumSize
+    ctime_ms, c_token = message.ctime, message.cToken
     return LedgerMetadata(
-        ensemble_size=message.ensembleSize,
-        write_quorum_size=message.quorumSize,
-        ack_quorum_size=message.ackQuorumSize if message.HasField("ackQuorumSize") else message.quorumSize,
-        digest_type=_DIGEST_TYPES[message.digestType] if has_password else None,
-        password=message.password if has_password else None,
-        ensembles=ensembles,
-        state=state,
-        length=message.length if closed else 0,
-        last_entry_id=message.lastEntryId if closed else INVALID_ENTRY_ID,
-        ctime_ms=message.ctime if message.HasField("ctime") else None,
-        custom_metadata=custom_metadata,
-        c_token=message.cToken if message.HasField("cToken") else None,
-        format_version=version,
+        message.ensembleSize,
+        write_quorum,
+        write_quorum if ack_quorum == _ABSENT_32 else ack_quorum,
+        None if password is None else digest_type or DigestType.CRC32,
+        password,
+        ensembles,
+        state,
+        message.length if closed else 0,
+        message.lastEntryId if closed else INVALID_ENTRY_ID,
+        None if ctime_ms == _ABSENT_64 else ctime_ms,
+        custom_metadata,
+        None if c_token == _ABSENT_64 else c_token,
+        version,
     )
-
-
-def parse_custom_metadata(data: bytes) -> dict[str, bytes]:
-    """Return the custom metadata in fields `customMetadata` of a LedgerMetadataFormat. Raises Corrupt."""
-    message = _metadata_format()()
-    try:
-        message.ParseFromString(data)
-        custom_metadata = {item.key: item.value for item in message.customMetadata}
-        "".join(custom_metadata)
-    except (_decode_error(), UnicodeDecodeError, TypeError) as error:
-        raise Corrupt("Ledger metadata has malformed custom metadata") from error
-    return custom_metadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -533,18 +549,18 @@ def _varint(value: int) -> bytes:
     return bytes(out)
 
 
-def parse_message(kind: type[M], data: bytes, what: str, *, texts_are_read: bool = False) -> M:
+def parse_message(kind: type[M], data: bytes, what: str) -> M:
     """Return the protobuf message in `data`; `what` names it in errors. Raises Corrupt.
 
-    Checks that its strings are UTF-8, unless the caller reads all of them anyway (`texts_are_read`). Another string is
-    bytes, or raises UnicodeDecodeError when read, depending on protobuf's build.
+    Checks that its strings are UTF-8: another string is bytes, or raises UnicodeDecodeError when read, depending on
+    protobuf's build.
     """
     message = kind()
     try:
         message.ParseFromString(bytes(data))
     except _decode_error() as error:
         raise Corrupt(f"{what} is not a protobuf message of that kind") from error
-    return _complete(message, what, len(data), texts_are_read=texts_are_read)
+    return _complete(message, what, len(data))
 
 
 def parse_text(kind: str, data: bytes, what: str) -> Any:
@@ -564,14 +580,14 @@ def parse_text(kind: str, data: bytes, what: str) -> Any:
     return _complete(message, what, len(data))
 
 
-def _complete(message: M, what: str, size_bytes: int, *, texts_are_read: bool = False) -> M:
+def _complete(message: M, what: str, size_bytes: int) -> M:
     if not message.IsInitialized():
         if size_bytes > _NAMED_SIZE_BYTES_MAX:
             raise Corrupt(f"{what} lacks required fields")
         missing: list[str] = []
         message.IsInitialized(missing)  # type: ignore[call-arg]
         raise Corrupt(f"{what} lacks {', '.join(missing)}")
-    if not texts_are_read and not _is_utf8(message):
+    if not _is_utf8(message):
         raise Corrupt(f"{what} has a text that is not UTF-8")
     return message
 

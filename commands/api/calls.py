@@ -10,10 +10,10 @@ from typing import Annotated, Any, Final, NamedTuple
 
 import typer
 
+from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import UsageError
 
 from ..bookie.server import BookieServerOption, server
-from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.options import DryRun, size_option
 from ..kit.texts import plain_lines

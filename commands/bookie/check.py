@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import NotFound, UsageError
 from bkctl.ids import LedgerId
 
-from ..kit.columns import Column, Columns, Kind, hex_column
+from ..kit.columns import hex_column
 from ..kit.command import Run, command, group
 from ..kit.documents import rows_of
 from ..kit.ledger_options import LEDGERS_BY_OPTION, LedgersOrAll, scope_option

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import typer
 
+from bkctl.columns import Column, Columns, Kind, iso_time
 from bkctl.errors import FindingsError, NotFound, Unsupported, UsageError
 
-from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.documents import rows_of
 from ..kit.options import BOTH_COMPACTIONS, DryRun, WatchOption
-from ..kit.texts import GREEN, YELLOW, iso_time
+from ..kit.texts import GREEN, YELLOW
 from .server import BookieServerOption, Patience, Server, WaitDeadline, server
 
 if TYPE_CHECKING:

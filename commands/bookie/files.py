@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from bkctl.columns import Column, Columns, Kind, iso_time
 from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported, UsageError
 from bkctl.ids import LedgerId
 
-from ..kit.columns import Column, Columns, Kind, hex_column
+from ..kit.columns import hex_column
 from ..kit.command import Run, command, group
 from ..kit.documents import object_of, rows_of, union
 from ..kit.ledger_options import AnyLedgers
 from ..kit.options import number_option
 from ..kit.records import Directories, DirOption, ShowSecretsOption, raise_first
-from ..kit.texts import iso_time, words
+from ..kit.texts import words
 
 if TYPE_CHECKING:
     from bkctl.files.directories import BookieFile

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import UsageError
 
-from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.documents import rows_of
 from ..kit.options import WatchOption

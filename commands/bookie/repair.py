@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import BkctlError, UsageError
 
-from ..kit.columns import Column, Columns, Kind, value_at
 from ..kit.command import Run, command, group
 from ..kit.documents import object_of, rows_of
 from ..kit.ledger_options import AnyLedgers

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
+from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import FindingsError, TimedOut, Unreachable, UsageError
 
-from ..kit.columns import Column, Columns, Kind, value_at
 from ..kit.command import Run, command, group
 from ..kit.documents import object_of
 from ..kit.ledger_options import scope_option

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
+from bkctl.columns import Column
 from bkctl.errors import NotFound, TimedOut, UsageError
 
-from ..kit.columns import Column
 from ..kit.command import Run
 from ..kit.options import Composite, combined, duration_option, option
 

@@ -7,11 +7,11 @@ from typing import Annotated, Any, Final, NamedTuple
 
 import typer
 
+from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import NotFound, UsageError
 from bkctl.redaction import is_secret_name
 
 from ..kit.audit import shown_uri
-from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.documents import rows_of
 from ..kit.options import DryRun, combined, option

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import typer
 
+from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import Conflict
 from bkctl.ids import LedgerId, check_bookie_id
 
-from ..kit.columns import Column, Columns, Kind, Output
+from ..kit.columns import Output
 from ..kit.command import Run, command, group
 from ..kit.documents import rows_of
 from ..kit.options import (

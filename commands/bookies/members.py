@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import BkctlError, NotFound, Unreachable, UsageError
 
-from ..kit.columns import Column, Columns, Kind, value_at
 from ..kit.command import Run, command, group
 from ..kit.documents import object_of, rows_of
 from ..kit.options import WatchOption

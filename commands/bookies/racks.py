@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+from bkctl.columns import Column, Columns
 from bkctl.errors import BkctlError, NotFound, Unauthorized, Unreachable
 
-from ..kit.columns import Column, Columns
 from ..kit.command import Run, command, group
 from ..kit.documents import rows_of
 from ..kit.options import DryRun, UndoOption

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from bkctl.columns import TEXTS, Column, Columns, Kind
 from bkctl.errors import BkctlError, Conflict, NotFound, UsageError
 from bkctl.ids import LedgerId
 
-from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.documents import rows_of
 from ..kit.options import (
@@ -64,12 +64,12 @@ def fragment_columns(bookies: Sequence[str], *, planned: bool) -> Columns:
         Column("FIRST ENTRY", "firstEntryId", "first_entry_id", Kind.INTEGER),
         Column("LAST ENTRY", "lastEntryId", "last_entry_id", Kind.INTEGER),
         Column("REPLICAS", "entryCount", "entry_count", Kind.INTEGER),
-        Column("ENSEMBLE", "ensemble", "ensemble", Kind.NESTED, text=marked),
-        Column(None, "bookies", "bookies", Kind.NESTED),
+        Column("ENSEMBLE", "ensemble", "ensemble", Kind.NESTED, shape=TEXTS, text=marked),
+        Column(None, "bookies", "bookies", Kind.NESTED, shape=TEXTS),
     ]
     if planned:
         columns += [
-            Column("NEW ENSEMBLE", "newEnsemble", "new_ensemble", Kind.NESTED, text=", ".join),
+            Column("NEW ENSEMBLE", "newEnsemble", "new_ensemble", Kind.NESTED, shape=TEXTS, text=", ".join),
             Column("CLOSED FIRST", "closesLedger", "closes", Kind.BOOLEAN, style={"yes": YELLOW}),
             Column(None, "unreadableEntries", lambda row: entry_spans(row.unreadable), Kind.NESTED, optional=True),
         ]

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+from bkctl.columns import TEXTS, Column, Columns, Kind
 from bkctl.errors import NotFound, UsageError
 
-from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.documents import rows_of
 from ..kit.options import (
@@ -40,7 +40,7 @@ RISK_COLUMNS = Columns(
     Column("ENTRIES", "entryCount", "entry_count", Kind.INTEGER, spare=1),
     Column("REPLICAS LEFT", "replicasLeft", "replica_count", Kind.INTEGER),
     Column("NEEDED", "replicasNeeded", "replica_count_min", Kind.INTEGER),
-    Column("ON", "bookies", lambda row: list(row.bookies), Kind.NESTED, text=", ".join),
+    Column("ON", "bookies", lambda row: list(row.bookies), Kind.NESTED, shape=TEXTS, text=", ".join),
     Column("WHAT", "message", "message"),
     key="ledger",
 )  # fmt: skip

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn
 
 import typer
 
+from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import BkctlError, NotFound, UsageError
 from bkctl.ids import LedgerId
 
-from ..kit.columns import Column, Columns, Kind, Output, value_at
+from ..kit.columns import Output
 from ..kit.command import Run, command, group
 from ..kit.documents import object_of
 from ..kit.ledger_options import ledger_option, scope_option

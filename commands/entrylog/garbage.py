@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import BkctlError, UsageError
 from bkctl.model import LedgerLiveness
 
-from ..kit.columns import Column, Columns, Kind, hex_column
+from ..kit.columns import hex_column
 from ..kit.command import Run, command, group
 from ..kit.documents import rows_of
 from ..kit.options import Composite, combined, text_option

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
+from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import BkctlError, NotFound
 
-from ..kit.columns import Column, Columns, Kind, hex_column, value_at
+from ..kit.columns import hex_column
 from ..kit.command import Run, command, group
 from ..kit.documents import rows_of
 from ..kit.records import DirOption, Records, directories_argument, print_records, raise_first, shown_record_columns

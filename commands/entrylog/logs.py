@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from bkctl.columns import Column
 from bkctl.errors import BkctlError, UsageError
 
-from ..kit.columns import Column
 from ..kit.command import Run
 
 if TYPE_CHECKING:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import BkctlError, UsageError
 
-from ..kit.columns import Column, Columns, Kind, Output, hex_column, value_at
+from ..kit.columns import Output, hex_column
 from ..kit.command import Run, command, group
 from ..kit.documents import rows_of
 from ..kit.options import DigestToCheck, LedgerPassword, ReadPace

@@ -24,12 +24,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import typer
 
+from bkctl.columns import Columns, applied_column
 from bkctl.errors import BkctlError, Conflict, FindingsError, UsageError, is_interrupt
 
 from . import interrupts
 from .activity import Activity
 from .audit import Audit, audit_file, shown_uri, state_directory, without_secrets
-from .columns import ALL, Columns, Output, RowOrder, RowSelection, applied_column
+from .columns import ALL, Output, RowOrder, RowSelection
 from .connection import (
     CONNECT_TIMEOUT_S_DEFAULT,
     NO_LOGIN,
@@ -787,8 +788,8 @@ def command(
     the others. `connects`: the command uses a cluster, so its help shows the connection options; not `opens`: it only
     saves them. `asks`: its help shows `--yes` and ends with ASKS. `changes`: the audit log records the command
     unless its parameter `dry_run` is set; a string, or several, name the parameters that make the command change
-    something, and `unless` one that makes it read only; None: the command starts the audit itself. `prints` are the forms of what it prints: --columns, --sort and
-    the schema go by them. `examples` are whole command lines for its help.
+    something, and `unless` one that makes it read only; None: the command starts the audit itself. `prints` are the
+    forms of what it prints, for --columns, --sort and the schema. `examples` are whole command lines for its help.
     """
 
     def register(function: F) -> F:

@@ -5,10 +5,12 @@ A schema describes the document of one command; `$defs/row` in it describes a li
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
-from .columns import LEDGER_FIELDS, Column, Columns, Kind, Output, applied_column
+from bkctl.columns import Column, Columns, applied_column
+
+from .columns import Output
 
 
 class Document(NamedTuple):
@@ -60,30 +62,6 @@ def union(*variants: Columns) -> Columns:
 
 
 _DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
-_TEXTS: Final = {"type": "array", "items": {"type": "string"}}
-#: The values of nested columns whose form is the same wherever they are.
-_SHAPES: Final[dict[str, dict[str, Any]]] = {
-    "customMetadata": {
-        "type": "object",
-        "additionalProperties": {"type": "string", "contentEncoding": "base64"},
-    },
-    "ensembles": {"type": "object", "propertyNames": {"pattern": "^[0-9]+$"}, "additionalProperties": _TEXTS},
-    "pulsar": {"type": "object", "additionalProperties": {"type": ["string", "object"]}},
-    "missingReplicas": _TEXTS,
-    "ensemble": _TEXTS,
-    "newEnsemble": _TEXTS,
-    "bookies": _TEXTS,
-}
-_TYPES: Final[dict[Kind, dict[str, Any]]] = {
-    Kind.INTEGER: {"type": "number"},
-    Kind.SIZE: {"type": "integer", "minimum": 0},
-    Kind.TEXT: {"type": "string"},
-    Kind.WORD: {"type": "string"},
-    Kind.BOOLEAN: {"type": "boolean"},
-    Kind.TIME: {"type": "string", "format": "date-time"},
-    Kind.BINARY: {"type": "string", "contentEncoding": "base64"},
-    Kind.NESTED: {},
-}
 #: An error on stderr with `-o json`.
 ERROR_SCHEMA: Final[dict[str, Any]] = {
     "$schema": _DIALECT,
@@ -107,25 +85,12 @@ ERROR_SCHEMA: Final[dict[str, Any]] = {
 }
 
 
-def _properties(column: Column) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the JSON fields of a column with their schemas."""
-    if column.kind is Kind.LEDGER:
-        for name in LEDGER_FIELDS:
-            yield name, {"type": ["string", "null"]}
-        return
-    shape = _SHAPES.get(column.name, {}) if column.kind is Kind.NESTED else _TYPES[column.kind]
-    if shape:
-        shape = {**shape, "type": [shape["type"], "null"]}
-    title = (column.title or "").strip()
-    yield column.name, {"title": title, **shape} if title else shape
-
-
 def row_schema(columns: Columns) -> dict[str, Any]:
     """Return the schema of one row. A row of `--watch -o ndjson` that went has `removed`."""
     properties: dict[str, Any] = {}
     required: list[str] = []
     for column in columns.columns:
-        for name, shape in _properties(column):
+        for name, shape in column.properties():
             properties[name] = shape
             if not column.optional:
                 required.append(name)

@@ -14,7 +14,8 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from .columns import Column, Columns
+from bkctl.columns import Column, Columns
+
 from .lines import cell_text
 from .terminal import emit, terminal_width
 from .texts import plain

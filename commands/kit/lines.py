@@ -5,29 +5,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from itertools import repeat
 from json.encoder import JSONEncoder
 from json.encoder import encode_basestring_ascii as quote
 from operator import attrgetter
 from typing import Any, Final
 
+from bkctl.columns import LEDGER_FIELDS, Column, Columns, Constant, Kind, SharedObject, base64_text, iso_time
 from bkctl.ids import LedgerId
 
-from .columns import LEDGER_FIELDS, Column, Columns, Constant, Kind, Output
-from .texts import NULL, base64_text, iso_time, plain, size_text, words
-
-#: What `_rows` must say of itself: one that was built from other sources, or none at all, is not used.
-COMPILED_API: Final = 1
-
-
-try:
-    from . import _rows
-except ImportError:  # installed without a compiler
-    join_rows = None
-else:
-    join_rows = _rows.join_rows if getattr(_rows, "API", None) == COMPILED_API else None
-
+from .columns import Output
+from .texts import NULL, plain, size_text, words
 
 _CSV_SPECIAL: Final = re.compile(r'[,"\r\n]').search
 
@@ -57,17 +45,12 @@ def _encode(value: Any) -> str:
     return _ENCODER.encode(value) if _encode_parts is None else "".join(_encode_parts(value, 0))
 
 
-class EncodedObject(dict[str, Any]):
-    """A JSON object that many rows share: its JSON is made once. Its values are set before it is printed."""
-
-    @cached_property
-    def text(self) -> str:
-        """Its JSON."""
-        return _encode(self)
-
-
 def _nested_json(value: Any) -> str:
-    return value.text if type(value) is EncodedObject else _encode(value)
+    if type(value) is not SharedObject:
+        return _encode(value)
+    if value.text is None:
+        value.text = _encode(value)
+    return value.text
 
 
 def csv_cell(text: str) -> str:
@@ -164,9 +147,10 @@ class _Field:
                 return values
             return [null if value is None else value for value in values]
         if self.column.kind is Kind.LEDGER:
-            # The rows of a scan are of few ledgers.
-            texts = {value: null if value is None else text(value) for value in set(values)}
-            return list(map(texts.__getitem__, values))
+            distinct = set(values)
+            if 2 * len(distinct) < len(values):  # A scan: many rows of few ledgers.
+                texts = {value: null if value is None else text(value) for value in distinct}
+                return list(map(texts.__getitem__, values))
         return [null if value is None else text(value) for value in values]
 
 
@@ -210,10 +194,6 @@ class Lines(_Fields):
         """Return the text of `count` rows given as columns."""
         pieces, fields = self._layout(values)
         columns = tuple(field.texts(values[field.column.name]) for field in fields)
-        if join_rows is not None:
-            joined = join_rows(pieces, columns, count)
-            if joined is not None:
-                return joined
         return "".join(_texts(pieces, columns, count))
 
     def of_each(self, rows: Sequence[Any]) -> list[str]:

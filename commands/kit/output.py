@@ -13,7 +13,9 @@ from operator import itemgetter
 from types import TracebackType
 from typing import Any, BinaryIO, Final, TextIO
 
-from .columns import ALL, Column, Columns, Constant, Kind, Output, RowOrder, RowSelection
+from bkctl.columns import Column, Columns, Constant, Kind
+
+from .columns import ALL, Output, RowOrder, RowSelection
 from .lines import Cells, Lines, cell_text, nested_text
 from .table import PATIENCE_S, Table
 from .terminal import ClosedOutput, emit, flush, has_links, linked, terminal_width

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+from bkctl.columns import Column, Columns, Constant, Kind
 from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported, UsageError
 from bkctl.ids import LedgerId
 
-from .columns import Column, Columns, Constant, Kind, Output, payload_column
+from .columns import Output, payload_column
 from .command import Run
 from .documents import union
 from .ledger_options import SCAN_LEDGERS, ScanFilter

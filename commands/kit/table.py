@@ -13,7 +13,8 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Final, TextIO
 
-from .columns import Column, Columns, Kind
+from bkctl.columns import Column, Columns, Kind
+
 from .terminal import has_links, linked, terminal_width
 from .texts import BOLD, NULL, RESET, cut, width_of, wrapped
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import binascii
 import functools
 import re
-from datetime import UTC, datetime
 from typing import Final
+
+from bkctl.columns import base64_text
 
 NULL: Final = "-"
 BOLD: Final = "\x1b[1m"
@@ -17,15 +17,6 @@ CYAN: Final = "\x1b[36m"
 RESET: Final = "\x1b[0m"
 #: Control characters, line ends, and what lets a terminal show text in another order than it is written.
 _STEERING: Final = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-
-
-def iso_time(milliseconds: int) -> str:
-    """Return ISO 8601 in UTC with milliseconds, ending in Z; out of the calendar's range the number itself."""
-    try:
-        moment = datetime.fromtimestamp(milliseconds / 1000, UTC)
-    except (ValueError, OverflowError, OSError):
-        return str(milliseconds)
-    return f"{moment:%Y-%m-%dT%H:%M:%S}.{milliseconds % 1000:03d}Z"
 
 
 def size_text(size_bytes: int) -> str:
@@ -73,11 +64,6 @@ def words(name: str) -> str:
 def with_0x(digits: str) -> str:
     """Return hexadecimal digits as commands take them back."""
     return f"0x{digits}"
-
-
-def base64_text(data: bytes | bytearray | memoryview) -> str:
-    """Return standard base64 without line breaks."""
-    return binascii.b2a_base64(data, newline=False).decode("ascii")
 
 
 def binary_text(data: bytes | bytearray | memoryview, format: str | None) -> str:

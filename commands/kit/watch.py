@@ -11,13 +11,14 @@ from io import StringIO
 from shutil import get_terminal_size
 from typing import Any, Final
 
+from bkctl.columns import Columns, iso_time
 from bkctl.errors import UsageError
 
-from .columns import Columns, Output, RowSelection
+from .columns import Output, RowSelection
 from .lines import Lines
 from .output import open_writer, show
 from .terminal import emit, flush, terminal_width
-from .texts import BOLD, RESET, iso_time, plain_lines
+from .texts import BOLD, RESET, plain_lines
 
 #: Several changes at once are shown together.
 SETTLE_S: Final = 0.1

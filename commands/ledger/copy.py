@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
+from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import BkctlError, UsageError
 
-from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.connection import LoginOfTarget
 from ..kit.documents import rows_of

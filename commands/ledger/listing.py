@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import BkctlError, NotFound, UsageError
 from bkctl.ids import LedgerId
 
-from ..kit.columns import ALL, Column, Columns, Kind, Output
+from ..kit.columns import ALL, Output
 from ..kit.command import Run, command, group
 from ..kit.documents import object_of, rows_of
 from ..kit.ledger_options import ManyLedgers, ScopeToList
@@ -31,15 +32,13 @@ from .columns import (
     LEDGER_TABLE_COLUMNS,
     SECRET_COLUMNS,
     SHOWN_COLUMNS,
-    LedgerRow,
     ListedLedger,
-    ledger_row,
-    ledger_rows,
     list_columns,
 )
 
 if TYPE_CHECKING:
     from bkctl.metadata.cluster import Cluster
+    from bkctl.metadata.ledger_columns import LedgerRow
     from bkctl.metadata.ledgers import VersionedMetadata
 
 app = group()
@@ -98,7 +97,8 @@ def print_ledgers(
     Prints the metadata of each ledger; -o id prints the ids alone, which is much faster. --topic goes by the names that
     Pulsar writes into the metadata of ledgers: of a topic's messages, of its subscriptions, and of compacted messages.
     """
-    from bkctl.metadata.admin.overview import NO_QUERY, LedgerQuery, list_ledger_lines, list_ledgers
+    from bkctl.metadata.admin.overview import NO_QUERY, LedgerQuery, list_ledgers
+    from bkctl.metadata.ledger_columns import ledger_rows
     from bkctl.metadata.pulsar_topics import TopicFilter
 
     if subscription is not None and topic is None:
@@ -119,7 +119,6 @@ def print_ledgers(
     limit = run.limit_sorted(limit)
     prints_ids = run.output is Output.ID and run.selection == ALL
     is_plain = watch is None and limit is None and not query.needs_metadata
-    prints_lines = run.output in (Output.NDJSON, Output.JSON) and run.selection == ALL and not sys.stdout.isatty()
     unreadable: dict[LedgerId, str] = {}
     found_count = 0
 
@@ -154,13 +153,6 @@ def print_ledgers(
             run.watch(watch, lambda: [sum(1 for _ in look())], COUNT_COLUMNS, single=True)
         elif prints_ids and is_plain:
             _print_ids(run, cluster, scope_id, start)
-        elif prints_lines and is_plain:
-            lines = list_ledger_lines(
-                cluster, scope_id, after=start, unreadable=skip if keep_going else None, progress=activity.update
-            )
-            with run.rows(LEDGER_COLUMNS) as writer:
-                for text in lines:
-                    writer.lines(text)
         elif watch is None:
             # A list without rows is a sentence on a terminal.
             run.render(look(), list_columns(run), findings=run.draws)
@@ -250,6 +242,8 @@ def show(
     show_secrets: Annotated[bool, typer.Option("--show-secrets", help="Print the ledger's password, too.")] = False,
 ) -> None:
     """Show the metadata of one ledger, or of several."""
+    from bkctl.metadata.ledger_columns import ledger_row
+
     single = len(ledgers) == 1
 
     def look() -> Iterator[LedgerRow]:

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import typer
 
+from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import BkctlError, UsageError
 from bkctl.ids import LedgerId
 
-from ..kit.columns import Column, Columns, Kind, value_at
 from ..kit.command import Run, command, group
 from ..kit.documents import rows_of, union
 from ..kit.ledger_options import ManyLedgers

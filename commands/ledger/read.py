@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from bkctl.columns import Column, Columns, Constant, Kind
 from bkctl.errors import EntryNotFound, UsageError
 from bkctl.ids import LedgerId
 
-from ..kit.columns import ALL, Column, Columns, Constant, Kind, Output, payload_column
+from ..kit.columns import ALL, Output, payload_column
 from ..kit.command import Run, command, group
 from ..kit.documents import rows_of, union
 from ..kit.ledger_options import OneLedger

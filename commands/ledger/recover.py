@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.ids import LedgerId
+from bkctl.metadata.ledger_columns import ledger_row
 
-from ..kit.columns import Column, Columns, Kind, value_at
 from ..kit.command import Run, command, group
 from ..kit.documents import rows_of
 from ..kit.ledger_options import ManyLedgers
 from ..kit.options import DryRun, UndoOption
 from ..kit.output import RowWriter
 from ..kit.texts import counted
-from .columns import LEDGER_COLUMNS, LEDGER_TABLE_COLUMNS, STATE_STYLE, ledger_row, list_columns
+from .columns import LEDGER_COLUMNS, LEDGER_TABLE_COLUMNS, STATE_STYLE, list_columns
 
 if TYPE_CHECKING:
     from bkctl.client.recovery import RecoveryLoss

@@ -6,10 +6,9 @@ import re
 from collections.abc import Callable
 from typing import Any, Final
 
+from bkctl.columns import base64_text
 from bkctl.errors import UsageError
 from bkctl.ids import LedgerId
-
-from ..kit.texts import base64_text
 
 #: The bytes to write for an entry.
 EntryBytes = Callable[[Any], bytes]

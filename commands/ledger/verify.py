@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import FindingsError
 from bkctl.ids import LedgerId
 
-from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.documents import object_of, rows_of
 from ..kit.ledger_options import LedgerToCreate, ManyLedgers

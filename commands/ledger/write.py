@@ -13,6 +13,7 @@ import typer
 
 from bkctl.errors import UsageError
 from bkctl.ids import LedgerId
+from bkctl.metadata.ledger_columns import ledger_row
 
 from ..kit.command import Run, command, group
 from ..kit.documents import object_of
@@ -25,7 +26,7 @@ from ..kit.options import (
     ProtocolOption,
     size_option,
 )
-from .columns import LEDGER_COLUMNS, ledger_row
+from .columns import LEDGER_COLUMNS
 
 if TYPE_CHECKING:
     from bkctl.client.ledger import BookKeeper

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from ..kit.columns import Column, Columns, Kind
+from bkctl.columns import Column, Columns, Kind
+
 from ..kit.command import Run, command, group
 from ..kit.documents import rows_of
 from ..kit.ledger_options import ScopeOfAny

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import Conflict, NotFound, UsageError
 
-from ..kit.columns import Column, Columns, Kind, Output
+from ..kit.columns import Output
 from ..kit.command import Run, command, group
 from ..kit.documents import object_of, rows_of
 from ..kit.ledger_options import LedgersOfExport

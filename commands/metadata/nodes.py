@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import Corrupt, NotFound, Unsupported, UsageError
 
-from ..kit.columns import Column, Columns, Kind, Output, value_at
+from ..kit.columns import Output
 from ..kit.command import Run, command, group
 from ..kit.documents import object_of, rows_of
 from ..kit.options import BinaryFormat, BinaryFormatOption, DryRun, UndoOption, count_option

@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
+from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import Conflict, NotFound, UsageError
 from bkctl.pace import Pace
 
-from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.documents import rows_of
 from ..kit.options import DryRun, UndoOption, count_option, pace_option

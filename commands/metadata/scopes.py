@@ -7,10 +7,11 @@ from typing import Annotated, NamedTuple
 
 import typer
 
+from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import UsageError
 from bkctl.ids import LedgerId, random_u64
 
-from ..kit.columns import Column, Columns, Kind, hex_column
+from ..kit.columns import hex_column
 from ..kit.command import Run, command, group
 from ..kit.documents import rows_of
 from ..kit.ledger_options import scope_option

@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+from bkctl.columns import Column, Kind
 from bkctl.ids import LedgerId
 
-from ..kit.columns import Column, Kind, hex_column
+from ..kit.columns import hex_column
 
 
 def ledger_of(row: Any) -> LedgerId | None:

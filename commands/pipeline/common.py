@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
 
 import typer
 
+from bkctl.columns import Columns
 from bkctl.errors import UsageError
 
-from ..kit.columns import Columns
 from ..kit.command import Run
 from ..kit.ledger_options import SCAN_LEDGERS, ScanFilter
 from ..kit.options import combined, option, parameter

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..kit.columns import Column, Columns, Kind
+from bkctl.columns import Column, Columns, Kind
+
 from ..kit.command import Run, command, group
 from ..kit.documents import rows_of
 from ..kit.options import duration_option

@@ -6,11 +6,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import BkctlError, Corrupt
 
 from ..entrylog.garbage import ThresholdOptions, thresholds_of
 from ..entrylog.logs import ratio_text
-from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.documents import rows_of
 from ..kit.records import raise_first

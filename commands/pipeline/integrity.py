@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..kit.columns import Column, Columns, Kind
+from bkctl.columns import Column, Columns, Kind
+
 from ..kit.command import Run, command, group
 from ..kit.documents import rows_of
 from ..kit.ledger_options import ScanFilter

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
+from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import Corrupt
 
-from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.documents import rows_of
 from ..kit.ledger_options import ScanFilter

@@ -5,9 +5,10 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
+from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import BkctlError, Corrupt
 
-from ..kit.columns import Column, Columns, Kind, hex_column
+from ..kit.columns import hex_column
 from ..kit.command import Run, command, group
 from ..kit.documents import rows_of
 from ..kit.ledger_options import ScanFilter

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import AlreadyExists, NotFound, UsageError
 from bkctl.ids import LedgerId
 
-from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.documents import rows_of
 from ..kit.ledger_options import AnyLedgers, to_scope_option

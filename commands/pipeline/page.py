@@ -9,9 +9,9 @@ from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bkctl import __version__
+from bkctl.columns import Columns, Kind
 from bkctl.errors import AlreadyExists
 
-from ..kit.columns import Columns, Kind
 from ..kit.lines import Cells
 from ..kit.texts import size_text
 

@@ -9,10 +9,10 @@ from typing import Annotated, Any, Final, NamedTuple
 
 import typer
 
+from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import NotFound, UsageError
 
 from ..entrylog.garbage import ThresholdOptions, thresholds_of
-from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.documents import rows_of
 from ..kit.ledger_options import ScanFilter

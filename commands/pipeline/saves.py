@@ -9,9 +9,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final, NamedTuple
 
+from bkctl.columns import Columns
 from bkctl.errors import AlreadyExists, NotFound, UsageError
 
-from ..kit.columns import Columns, Output
+from ..kit.columns import Output
 from ..kit.command import Run
 from ..kit.lines import Lines
 from ..kit.options import Composite, combined, option

@@ -6,13 +6,10 @@ import io
 import json
 import math
 import pkgutil
-import sys
 import time
 import tracemalloc
 from array import array
 from enum import StrEnum
-from importlib.util import module_from_spec, spec_from_file_location
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,15 +17,14 @@ import yaml
 from support import golden
 from support.waiting import eventually
 
-import bkctl.commands.kit
 from bkctl import commands
+from bkctl.columns import Column, Columns, Constant, Kind, iso_time
 from bkctl.commands.cluster import HEALTH_COLUMNS
-from bkctl.commands.kit import lines as _lines
 from bkctl.commands.kit.activity import Activity
-from bkctl.commands.kit.columns import Column, Columns, Constant, Kind, Output, RowOrder, RowSelection
+from bkctl.commands.kit.columns import Output, RowOrder, RowSelection
 from bkctl.commands.kit.output import RowWriter, open_writer, show
 from bkctl.commands.kit.terminal import ClosedOutput, emit, wants_color
-from bkctl.commands.kit.texts import cut, duration_text, iso_time, plain, plain_lines, size_text, width_of, words
+from bkctl.commands.kit.texts import cut, duration_text, plain, plain_lines, size_text, width_of, words
 from bkctl.commands.kit.yaml import yaml_text
 from bkctl.errors import UsageError
 from bkctl.ids import LedgerId
@@ -157,12 +153,9 @@ def odd_rows(output: Output, stream: io.StringIO, *, color: bool = False) -> str
     return stream.getvalue()
 
 
-@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("output", RECORDED_FORMS)
-def test_odd_values_keep_their_recorded_text(output: Output, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_odd_values_keep_their_recorded_text(output: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "150")
-    if not compiled:
-        monkeypatch.setattr(_lines, "join_rows", None)
     assert odd_rows(output, io.StringIO()) == RECORDED[f"odd {output}"]
     on_terminal = RECORDED["odd table on a terminal"] if output is Output.TABLE else RECORDED[f"odd {output}"]
     if output is Output.CSV:
@@ -595,12 +588,9 @@ def test_columns_can_change_between_files() -> None:
 @pytest.mark.parametrize("output", list(Output))
 @pytest.mark.parametrize("counts", [(1,), (3, 700, 2, 1500), (99, 1, 1), (2000,)])
 @pytest.mark.parametrize("umlaut", ["ä", "a"])
-@pytest.mark.parametrize("compiled", [True, False])
 def test_rows_given_as_columns_are_printed_as_rows_are(
-    output: Output, counts: tuple[int, ...], umlaut: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
+    output: Output, counts: tuple[int, ...], umlaut: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not compiled:
-        monkeypatch.setattr(_lines, "join_rows", None)
     columns = Columns(
         *COLUMNS.columns,
         Column("SAME", "same", Constant("100 % {of} 'it'\n")),
@@ -643,20 +633,6 @@ def test_rows_given_as_columns_are_printed_as_rows_are(
             writer.block(len(rows), values)
     assert at_once.getvalue() == one_by_one.getvalue()
     assert at_once.getvalue().count("\n") >= sum(counts)
-
-
-@pytest.mark.parametrize(
-    ("pieces", "columns", "count"),
-    [
-        (("a",), ([1],), 1), (("a", "b"), ([1],), 2), (("a", "b"), ((1,),), 1), (("a", "b"), (array("i", [1]),), 1),
-        (("a", "b"), (array("q", [1]),), 2), (["a", "b"], ([1],), 1), (("a", "b"), (5,), 1),
-    ],
-)  # fmt: skip
-def test_the_compiled_rows_take_columns_of_one_length_only(pieces: Any, columns: Any, count: int) -> None:
-    if _lines.join_rows is None:
-        pytest.skip("bkctl was installed without a C compiler")
-    with pytest.raises((ValueError, TypeError)):
-        _lines.join_rows(pieces, columns, count)
 
 
 def test_an_object_is_shown_field_by_field() -> None:
@@ -726,20 +702,3 @@ def test_activity_is_drawn_on_a_terminal_and_erased(monkeypatch: pytest.MonkeyPa
     with Activity("Reading", stream=silent):
         pass
     assert silent.getvalue() == ""
-
-
-@pytest.mark.parametrize("api", [None, _lines.COMPILED_API, _lines.COMPILED_API + 1])
-def test_compiled_rows_of_other_sources_are_not_used(api: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    stale = ModuleType("bkctl.commands.kit._rows")
-    stale.join_rows = print  # type: ignore[attr-defined]
-    if api is not None:
-        stale.API = api  # type: ignore[attr-defined]
-    monkeypatch.setattr(bkctl.commands.kit, "_rows", stale, raising=False)
-    monkeypatch.setitem(sys.modules, "bkctl.commands.kit._rows", stale)
-    spec = spec_from_file_location("bkctl.commands.kit.lines_of_other_build", _lines.__file__)
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    assert module.join_rows is (print if api == _lines.COMPILED_API else None)

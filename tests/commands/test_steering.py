@@ -13,7 +13,8 @@ from rich.console import Console
 from support.bookie_load import register, replies
 from support.fake_http import FakeServer, Reply
 
-from bkctl.commands.kit.columns import Column, Columns, Output
+from bkctl.columns import Column, Columns
+from bkctl.commands.kit.columns import Output
 from bkctl.commands.kit.command import _make_plain
 from bkctl.commands.kit.completion import candidates
 from bkctl.commands.kit.output import RowWriter

@@ -15,7 +15,8 @@ import pytest
 from support.command_line import CommandLine
 from support.waiting import LIMIT_S
 
-from bkctl.commands.kit.columns import ALL, Column, Columns, Kind, Output
+from bkctl.columns import Column, Columns, Kind
+from bkctl.commands.kit.columns import ALL, Output
 from bkctl.commands.kit.watch import watch
 from bkctl.formats.metadata import Cookie
 from bkctl.metadata.cluster import open_cluster

@@ -12,11 +12,12 @@ import pytest
 from support.command_line import CommandLine
 
 from bkctl.bookie.local import LocalCluster
+from bkctl.columns import Column, Columns
 from bkctl.commands.bookies.departure import _step_columns
 from bkctl.commands.bookies.progress import loss_text
 from bkctl.commands.bookies.recover import move_columns
 from bkctl.commands.generate import read_pages
-from bkctl.commands.kit.columns import Column, Columns, Output
+from bkctl.commands.kit.columns import Output
 from bkctl.commands.kit.output import RowWriter
 from bkctl.commands.kit.table import Table
 from bkctl.commands.pipeline.garbage import GARBAGE_COLUMNS, GarbageBy

@@ -76,14 +76,14 @@ V3_BYTES = b"BookieMetadataFormatVersion\t3\n" + bytes.fromhex(
 
 def test_writes_every_metadata_version():
     assert CLOSED.serialize() == V3_BYTES
-    assert dataclasses.replace(CLOSED, format_version=2).serialize() == V2_TEXT
-    assert dataclasses.replace(CLOSED, format_version=1).serialize() == V1_TEXT
+    assert CLOSED._replace(format_version=2).serialize() == V2_TEXT
+    assert CLOSED._replace(format_version=1).serialize() == V1_TEXT
 
 
 def test_reads_every_metadata_version():
     assert LedgerMetadata.parse(V3_BYTES) == CLOSED
     assert LedgerMetadata.parse(V3_BYTES + b"trailing") == CLOSED
-    assert LedgerMetadata.parse(V2_TEXT) == dataclasses.replace(CLOSED, format_version=2, c_token=None)
+    assert LedgerMetadata.parse(V2_TEXT) == CLOSED._replace(format_version=2, c_token=None)
     v1 = LedgerMetadata.parse(V1_TEXT)
     assert (v1.digest_type, v1.password, v1.ack_quorum_size, v1.custom_metadata) == (None, None, 2, {})
     assert (v1.state, v1.length, v1.last_entry_id, v1.ensembles) == (LedgerState.CLOSED, 300, 12, CLOSED.ensembles)
@@ -91,7 +91,7 @@ def test_reads_every_metadata_version():
 
 def test_states_of_version_1():
     for state, tail in ((LedgerState.OPEN, b""), (LedgerState.IN_RECOVERY, b"-102\tCLOSED")):
-        data = dataclasses.replace(CLOSED, format_version=1, state=state).serialize()
+        data = CLOSED._replace(format_version=1, state=state).serialize()
         assert data == b"BookieMetadataFormatVersion\t1\n2\n2\n0\n0\ta:1\tb:2\n10\ta:1\tc:3\n" + tail
         assert LedgerMetadata.parse(data).state is state
     assert LedgerMetadata.parse(V1_TEXT + b"\nwhatever\tfollows").last_entry_id == 12
@@ -100,7 +100,7 @@ def test_states_of_version_1():
 @pytest.mark.parametrize("version", [2, 3])
 @pytest.mark.parametrize("state", [LedgerState.OPEN, LedgerState.IN_RECOVERY])
 def test_length_and_last_entry_count_only_when_closed(version, state):
-    data = dataclasses.replace(CLOSED, format_version=version, state=state).serialize()
+    data = CLOSED._replace(format_version=version, state=state).serialize()
     found = LedgerMetadata.parse(data)
     assert (found.state, found.length, found.last_entry_id) == (state, 0, -1)
     assert found.serialize() == data
@@ -114,7 +114,7 @@ def test_absent_fields_have_the_formats_default():
     bare = LedgerMetadata.parse(text.replace(b'password: "pw"\n', b""))
     assert (bare.password, bare.digest_type) == (None, None)
     assert b"digestType" not in bare.serialize()
-    empty = dataclasses.replace(CLOSED, password=b"", ack_quorum_size=0, ctime_ms=7)
+    empty = CLOSED._replace(password=b"", ack_quorum_size=0, ctime_ms=7)
     assert LedgerMetadata.parse(empty.serialize()) == empty
 
 
@@ -169,7 +169,7 @@ def test_damaged_ledger_metadata_raises_one_error_that_names_the_value(data, err
 def test_refuses_to_write_contradictions():
     for change in ({"password": None}, {"ensembles": ()}, {"ack_quorum_size": 3}, {"format_version": 4}):
         with pytest.raises(UsageError):
-            dataclasses.replace(CLOSED, **change).serialize()
+            CLOSED._replace(**change).serialize()
 
 
 def test_fragments_by_entry():
@@ -418,8 +418,8 @@ def test_generated_module_works_with_the_oldest_protobuf():
     assert generated <= (*floor, 0, 0)[:3]
 
 
-def test_many_missing_fields_are_not_listed() -> None:
+def test_only_the_first_of_many_missing_fields_is_named() -> None:
     body = bytes.fromhex("0801100118002801") + b"\x32\0" * 100_000
     data = b"BookieMetadataFormatVersion\t3\n" + b"\xc8\x9a\x0c" + body
-    with pytest.raises(Corrupt, match="lacks required fields"):
+    with pytest.raises(Corrupt, match="an ensemble lacks firstEntryId"):
         LedgerMetadata.parse(data)

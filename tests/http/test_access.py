@@ -9,7 +9,6 @@ import signal
 import socket
 import stat
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -362,7 +361,7 @@ def test_a_read_only_token_reads_and_gets_no_secrets(
     ledger_id = run(write())
     with open_cluster(uri) as cluster:  # Metadata of version 1 has neither password nor digest type.
         old = cluster.ledgers.read(LedgerId(0, ledger_id)).metadata
-        cluster.ledgers.create(LedgerId(0, 77), replace(old, format_version=1, digest_type=None, password=None))
+        cluster.ledgers.create(LedgerId(0, 77), old._replace(format_version=1, digest_type=None, password=None))
     through = gateway(uri, "--token-file", full, "--read-only-token-file", reads, "--bookie-token-file", full)
 
     def asked(port: int, token: str, method: str, path: str, body: object = None) -> Answer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -24,7 +25,7 @@ from bkctl.metadata.backends.zookeeper.ledger_managers import (
     ZooKeeperLedgerManager,
     _leaf_numbers,
 )
-from bkctl.metadata.ledger_json import ledger_object
+from bkctl.metadata.ledger_columns import LEDGER_COLUMNS, ledger_row
 from bkctl.metadata.ledgers import QualifiedNameLedgerManager, VersionedMetadata
 from bkctl.metadata.store import NEW
 
@@ -207,6 +208,10 @@ def test_a_new_id_in_a_scope_is_random(store: SqliteStore) -> None:
     made = {HierarchicalLedgerManager(store).new_ledger_id(7) for _ in range(100)}
     assert len(made) == 100
     assert {ledger.scope_id for ledger in made} == {7}
+
+
+def ledger_object(ledger: LedgerId, found: VersionedMetadata) -> dict[str, Any]:
+    return LEDGER_COLUMNS.object(ledger_row(ledger, found))
 
 
 def test_the_ledger_object_has_every_field() -> None:

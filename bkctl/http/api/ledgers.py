@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from bkctl.client.read_handle import ReadHandle
 from bkctl.client.reader import LedgerEntry
+from bkctl.columns import base64_text
 from bkctl.errors import BkctlError, LedgerNotFound, UsageError
 from bkctl.http.api.parameters import BATCH_COUNT, LIMIT_MAX, SCOPES, scope_of
 from bkctl.http.endpoints import (
@@ -24,7 +25,6 @@ from bkctl.http.endpoints import (
     INTEGER,
     PREFIX,
     STRING,
-    STRING_OR_NULL,
     ApiCall,
     Endpoints,
     Value,
@@ -38,6 +38,7 @@ from bkctl.http.endpoints import (
 )
 from bkctl.http.service import next_of
 from bkctl.ids import LedgerId, resolve_ledger, to_signed
+from bkctl.metadata.ledger_columns import LEDGER_COLUMNS, ledger_row
 from bkctl.metadata.ledgers import VersionedMetadata
 
 ENDPOINTS: Final = Endpoints(of_bookie=False)
@@ -56,24 +57,23 @@ _ONE_LEDGER = (
 )
 _NO_LEDGER = {404: "The ledger does not exist"}
 
+#: Fields that Apache's server has in another form, or that it lacks.
+_OTHER_FIELDS: Final = ("ensembles", "pulsar")
 _METADATA: Final = object_of(
-    ledgerId={"type": ["integer", "string"]},
-    metadataFormatVersion=INTEGER,
-    ensembleSize=INTEGER,
-    writeQuorumSize=INTEGER,
-    ackQuorumSize=INTEGER,
-    state={"type": "string", "enum": ["OPEN", "IN_RECOVERY", "CLOSED"]},
-    length=INTEGER,
-    lastEntryId=INTEGER,
-    ctime=INTEGER,
-    digestType=STRING_OR_NULL,
-    password=STRING,
-    customMetadata=map_of(STRING),
-    closed=BOOLEAN,
-    allEnsembles=map_of(list_of(object_of(id=STRING))),
-    ctoken=INTEGER,
-    ledgerScopeId=STRING,
-    ledgerQualifiedName=STRING,
+    **{
+        **{
+            name: {key: value for key, value in shape.items() if key != "title"}
+            for column in LEDGER_COLUMNS.columns
+            for name, shape in column.properties()
+            if name not in _OTHER_FIELDS
+        },
+        "ledgerId": {"type": ["integer", "string"]},
+        "ctime": INTEGER,
+        "password": STRING,
+        "closed": BOOLEAN,
+        "allEnsembles": map_of(list_of(object_of(id=STRING))),
+        "ctoken": INTEGER,
+    }
 )
 
 
@@ -91,29 +91,19 @@ def metadata_object(ledger: LedgerId, found: VersionedMetadata, *, with_password
     of a large number. Source: LedgerMetadataImpl.
     """
     metadata = found.metadata
-    digest_type = None if metadata.digest_type is None else metadata.digest_type.name
-    return {
+    value = LEDGER_COLUMNS.object(ledger_row(ledger, found))
+    for name in _OTHER_FIELDS:
+        value.pop(name, None)
+    return value | {
         "ledgerId": str(ledger.ledger_id) if ledger.is_scoped else to_signed(ledger.ledger_id),
-        "metadataFormatVersion": metadata.format_version,
-        "ensembleSize": metadata.ensemble_size,
-        "writeQuorumSize": metadata.write_quorum_size,
-        "ackQuorumSize": metadata.ack_quorum_size,
-        "state": metadata.state.name,
-        "length": metadata.length,
-        "lastEntryId": metadata.last_entry_id,
         "ctime": -1 if found.ctime_ms is None else found.ctime_ms,
-        "digestType": "MAC" if digest_type == "HMAC" else digest_type,  # source: DigestType
-        "password": base64.b64encode((metadata.password or b"") if with_password else b"").decode(),
-        "customMetadata": {
-            key: base64.b64encode(metadata.custom_metadata[key]).decode() for key in sorted(metadata.custom_metadata)
-        },
+        "digestType": "MAC" if value["digestType"] == "HMAC" else value["digestType"],  # source: DigestType
+        "password": base64_text((metadata.password or b"") if with_password else b""),
         "closed": metadata.is_closed,
         "allEnsembles": {
             str(each.first_entry_id): [{"id": bookie} for bookie in each.bookies] for each in metadata.ensembles
         },
         "ctoken": metadata.c_token or 0,
-        "ledgerScopeId": str(ledger.scope_id),
-        "ledgerQualifiedName": ledger.qualified_name,
     }
 
 

@@ -21,9 +21,6 @@ from bkctl.metadata.store import MetadataStore, Versioned
 from bkctl.metadata.underreplication import AuditorElection, AutoRecoverySettings, LedgerMarks
 
 TREE_DEPTH_MAX: Final = 64
-#: Ledgers whose lines are made at once: few at first, so that a reader soon has some.
-_LINES_AT_ONCE_MIN: Final = 16
-_LINES_AT_ONCE_MAX: Final = 512
 
 
 class ClusterInfo(NamedTuple):
@@ -217,61 +214,6 @@ def list_ledgers(
             unreadable(ledger, found)
         elif query is NO_QUERY or query.matches(found, now_ms):
             yield ledger, found
-
-
-def list_ledger_lines(
-    cluster: Cluster,
-    scope_id: int | None = 0,
-    *,
-    after: LedgerId | None = None,
-    unreadable: Callable[[LedgerId, BkctlError], None] | None = None,
-    progress: Callable[[int], None] = lambda _: None,
-) -> Iterator[str]:
-    """Yield the JSON objects of the ledgers that `list_ledgers` yields, some lines of text at a time."""
-    values = cluster.ledgers.values(cluster.ledgers.ledgers(scope_id, after))
-    size, count = _LINES_AT_ONCE_MIN, 0
-    failure: BkctlError | None = None
-    while failure is None:
-        batch: list[tuple[LedgerId, Versioned[bytes] | None]] = []
-        try:
-            batch.extend(islice(values, size))
-        except BkctlError as error:  # What was read before has its lines first.
-            failure = error
-        else:
-            if not batch:
-                return
-        yield from _lines(cluster, batch, unreadable)
-        size, count = min(2 * size, _LINES_AT_ONCE_MAX), count + len(batch)
-        progress(count)
-    raise failure
-
-
-def _lines(
-    cluster: Cluster,
-    batch: list[tuple[LedgerId, Versioned[bytes] | None]],
-    unreadable: Callable[[LedgerId, BkctlError], None] | None,
-) -> Iterator[str]:
-    from bkctl.metadata.ledger_json import ledger_line, usual_lines
-
-    at = 0
-    while True:
-        text, at = usual_lines(batch, at)
-        if text:
-            yield text
-        if at == len(batch):
-            return
-        ledger, value = batch[at]
-        at += 1
-        if value is None:
-            continue
-        try:
-            found = cluster.ledgers.parse(ledger, value)
-        except BkctlError as error:
-            if unreadable is None:
-                raise
-            unreadable(ledger, error)
-        else:
-            yield ledger_line(ledger, found)
 
 
 class BookieLedgers(NamedTuple):

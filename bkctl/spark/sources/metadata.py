@@ -26,7 +26,7 @@ from bkctl.formats.metadata import LedgerMetadata
 from bkctl.ids import LedgerId
 from bkctl.metadata.admin.dump.export_file import ExportFile, ExportSection
 from bkctl.metadata.cluster import Cluster
-from bkctl.metadata.ledger_json import pulsar_object
+from bkctl.metadata.ledger_columns import pulsar_object
 from bkctl.metadata.ledgers import RANGE_SIZE, VersionedMetadata
 from bkctl.spark.schemas import arrow_schema_of
 from bkctl.spark.sources.bases import DataSource, InputPartition

@@ -23,7 +23,7 @@ from support.command_line import CommandLine
 from support.engines import Engine
 
 from bkctl.client.ensemble import RoundRobinDistributionSchedule
-from bkctl.commands.kit.columns import Column, Columns, Kind
+from bkctl.columns import Column, Columns, Kind
 from bkctl.commands.pipeline import saves
 from bkctl.commands.pipeline.saves import Saves, check_spark_saves, frame_rows
 from bkctl.errors import AlreadyExists, UsageError

@@ -15,10 +15,10 @@ from bkctl.errors import Corrupt, CorruptRecord, LedgerNotFound, UsageError
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import U64_MAX, LedgerId
+from bkctl.metadata import ledger_columns
 from bkctl.metadata.admin.dump.export import export_to_file
 from bkctl.metadata.admin.dump.sources import ClusterSource
 from bkctl.metadata.cluster import Cluster, open_cluster
-from bkctl.metadata.ledger_json import ledger_object
 from bkctl.spark.sources.columns import ledger_values
 from bkctl.spark.sources.filters import LEDGER_COLUMNS
 from bkctl.spark.sources.metadata import COLUMNS, LedgerIds, MetadataSource
@@ -223,7 +223,7 @@ def test_all_columns_through_spark(spark: SparkSession, sqlite: Cluster, export:
     assert live.columns == list(COLUMNS)
     rows = live.orderBy("ledgerQualifiedName").collect()
     for row, ledger in zip(rows, IDS, strict=True):
-        wanted = ledger_object(ledger, sqlite.ledgers.read(ledger))
+        wanted = ledger_columns.LEDGER_COLUMNS.object(ledger_columns.ledger_row(ledger, sqlite.ledgers.read(ledger)))
         found = row.asDict(recursive=True)
         assert found["customMetadata"] == dict(metadata_of(ledger).custom_metadata)
         assert {str(each["firstEntryId"]): each["bookies"] for each in found["ensembles"]} == wanted["ensembles"]

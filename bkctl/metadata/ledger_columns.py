@@ -1,0 +1,140 @@
+"""The fields of a ledger, declared once: tables, JSON, CSV, schemas, REST and Spark's source show these columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from bkctl.columns import TEXTS, TIME_MS_MAX, TIME_MS_MIN, Column, Columns, Kind, SharedObject, base64_text
+from bkctl.formats.pulsar import read_message_id
+from bkctl.metadata.pulsar_topics import topic_of
+
+if TYPE_CHECKING:
+    from bkctl.formats.metadata import Fragment, LedgerMetadata
+    from bkctl.ids import LedgerId
+    from bkctl.metadata.ledgers import VersionedMetadata
+
+#: Larger custom metadata, and longer lists of fragments, are not kept for the next ledgers.
+_SHARED_SIZE_BYTES_MAX: Final = 4096
+_SHARED_FRAGMENTS_MAX: Final = 8
+#: Custom metadata that Pulsar writes as text, by its key without the prefix. Source: Pulsar's LedgerMetadataUtils.
+_PULSAR_NAMES: Final = {
+    "managed-ledger": "managedLedger",
+    "cursor": "cursor",
+    "schemaId": "schemaId",
+    "compactedTopic": "compactedTopic",
+    "delayedIndexBucketKey": "delayedIndexBucketKey",
+    "delayedIndexTopic": "delayedIndexTopic",
+    "delayedIndexCursor": "delayedIndexCursor",
+}
+
+
+class LedgerRow(NamedTuple):
+    """A ledger and its metadata, with the JSON objects that ledgers share; `pulsar` is None for others' ledgers."""
+
+    ledger: LedgerId
+    metadata: LedgerMetadata
+    ctime_ms: int | None
+    custom: SharedObject
+    pulsar: SharedObject | None
+    ensembles: SharedObject
+
+
+def ledger_rows(ledgers: Iterable[tuple[LedgerId, VersionedMetadata]]) -> Iterator[LedgerRow]:
+    """Yield a row for each ledger. Lists have millions of them, so what their ledgers share is made once."""
+    for ledger, (metadata, _, ctime_ms) in ledgers:
+        fragments, custom = metadata.ensembles, tuple(metadata.custom_metadata.items())
+        shares_custom = not custom or sum([len(value) for _, value in custom]) <= _SHARED_SIZE_BYTES_MAX
+        yield LedgerRow(
+            ledger,
+            metadata,
+            ctime_ms,
+            *(_known_objects if shares_custom else _custom_objects)(custom),
+            (_known_ensembles if len(fragments) <= _SHARED_FRAGMENTS_MAX else _ensembles)(fragments),
+        )
+
+
+def ledger_row(ledger: LedgerId, found: VersionedMetadata) -> LedgerRow:
+    """Return the row of one ledger."""
+    return next(ledger_rows([(ledger, found)]))
+
+
+def _digest_type(row: LedgerRow) -> str | None:
+    digest_type = row.metadata.digest_type
+    return None if digest_type is None else digest_type.name
+
+
+def _ctime(row: LedgerRow) -> int | None:
+    """Return the time of creation; None for a time out of the calendar's range, too."""
+    time_ms = row.ctime_ms
+    return None if time_ms is None or not TIME_MS_MIN <= time_ms <= TIME_MS_MAX else time_ms
+
+
+#: The password is left out.
+LEDGER_COLUMNS: Final = Columns(
+    Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
+    Column("FORMAT", "metadataFormatVersion", "metadata.format_version", Kind.INTEGER, detail=True, spark="int"),
+    Column("STATE", "state", "metadata.state._name_"),
+    Column("ENSEMBLE SIZE", "ensembleSize", "metadata.ensemble_size", Kind.INTEGER, detail=True, spark="int"),
+    Column("WRITE QUORUM", "writeQuorumSize", "metadata.write_quorum_size", Kind.INTEGER, detail=True, spark="int"),
+    Column("ACK QUORUM", "ackQuorumSize", "metadata.ack_quorum_size", Kind.INTEGER, detail=True, spark="int"),
+    Column("DIGEST", "digestType", _digest_type),
+    Column("LENGTH", "length", "metadata.length", Kind.SIZE),
+    Column("LAST ENTRY", "lastEntryId", "metadata.last_entry_id", Kind.INTEGER),
+    Column("CREATED", "ctime", _ctime, Kind.TIME),
+    Column(
+        "CUSTOM METADATA", "customMetadata", "custom", Kind.NESTED, spark="map<string,binary>",
+        shape={"type": "object", "additionalProperties": {"type": "string", "contentEncoding": "base64"}},
+    ),
+    Column(
+        "ENSEMBLES", "ensembles", "ensembles", Kind.NESTED, detail=True,
+        spark="array<struct<firstEntryId:bigint,bookies:array<string>>>",
+        shape={"type": "object", "propertyNames": {"pattern": "^[0-9]+$"}, "additionalProperties": TEXTS},
+    ),
+    Column(
+        "PULSAR", "pulsar", "pulsar", Kind.NESTED, detail=True, optional=True, spark="map<string,string>",
+        shape={"type": "object", "additionalProperties": {"type": ["string", "object"]}},
+    ),
+    key="ledger",
+)  # fmt: skip
+
+
+def _custom_objects(items: tuple[tuple[str, bytes], ...]) -> tuple[SharedObject, SharedObject | None]:
+    custom = dict(items)
+    pulsar = pulsar_object(custom)
+    shown = SharedObject((key, base64_text(custom[key])) for key in sorted(custom))
+    return shown, SharedObject(pulsar) if pulsar else None
+
+
+def _ensembles(fragments: tuple[Fragment, ...]) -> SharedObject:
+    return SharedObject((str(first_entry_id), list(bookies)) for first_entry_id, bookies in fragments)
+
+
+_known_objects: Final = lru_cache(maxsize=1024)(_custom_objects)
+_known_ensembles: Final = lru_cache(maxsize=1024)(_ensembles)
+
+
+def pulsar_object(custom: Mapping[str, bytes]) -> dict[str, str]:
+    """Return Pulsar's custom metadata (application, component, managedLedger, cursor …), {} for others' ledgers.
+
+    `topic` is the topic of the managed ledger, `compactedTo` a message id as `ledger:entry` (base64 for other bytes).
+    """
+    if custom.get("application") != b"pulsar":
+        return {}
+    value = {key: _text(custom[key]) for key in ("application", "component") if key in custom}
+    for key in sorted(custom):
+        prefix, _, name = key.rpartition("/")
+        if prefix in ("", "pulsar", "psr"):  # 2.x releases before 2.3 wrote "psr/" or no prefix
+            if name in _PULSAR_NAMES:
+                value[_PULSAR_NAMES[name]] = _text(custom[key])
+            elif name == "compactedTo":
+                message_id = read_message_id(custom[key])
+                value[name] = base64_text(custom[key]) if message_id is None else str(message_id)
+    if topic := topic_of(value.get("managedLedger", "")):
+        value["topic"] = topic
+    return value
+
+
+def _text(value: bytes) -> str:
+    return value.decode("utf-8", "backslashreplace")
