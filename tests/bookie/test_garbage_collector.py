@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -338,7 +337,7 @@ def test_scoped_deletions_stop_beyond_both_count_and_ratio(
 def test_overreplicated_ledgers_are_deleted_after_their_wait_time(cluster: Cluster) -> None:
     elsewhere, still_open, here = [LedgerId(0, 1), LedgerId(7, 1)], [LedgerId(0, 2), LedgerId(7, 2)], LedgerId(0, 3)
     create(cluster, *elsewhere, metadata=ELSEWHERE)
-    create(cluster, *still_open, metadata=replace(OPEN, ensembles=ELSEWHERE.ensembles))
+    create(cluster, *still_open, metadata=OPEN._replace(ensembles=ELSEWHERE.ensembles))
     create(cluster, here)
     bookie = Bookie(cluster, Storage(*elsewhere, *still_open, here), gc_overreplicated_ledger_wait_time=60_000)
     bookie.collector.run_round()

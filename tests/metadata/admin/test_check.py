@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,16 +61,16 @@ def codes(cluster: Cluster) -> list[tuple[str, LedgerId | None]]:
 )
 def test_contradicting_fields_are_described(change: dict[str, Any], words: str) -> None:
     assert list(impossibilities(GOOD)) == []
-    found = list(impossibilities(replace(GOOD, **change)))
+    found = list(impossibilities(GOOD._replace(**change)))
     assert any(words in each for each in found), found
 
 
 def test_an_empty_closed_ledger_and_an_open_one_are_possible() -> None:
-    empty = replace(GOOD, ensembles=(Fragment(0, BOOKIES),), length=0, last_entry_id=-1)
+    empty = GOOD._replace(ensembles=(Fragment(0, BOOKIES),), length=0, last_entry_id=-1)
     assert list(impossibilities(empty)) == []
-    assert list(impossibilities(replace(empty, state=LedgerState.OPEN))) == []
+    assert list(impossibilities(empty._replace(state=LedgerState.OPEN))) == []
     # A bookie that failed before anything was acknowledged leaves an ensemble behind the end.
-    assert list(impossibilities(replace(GOOD, last_entry_id=3))) == []
+    assert list(impossibilities(GOOD._replace(last_entry_id=3))) == []
 
 
 def test_a_healthy_cluster_has_no_findings(cluster: Cluster) -> None:
@@ -82,8 +81,8 @@ def test_a_healthy_cluster_has_no_findings(cluster: Cluster) -> None:
 
 def test_unparsable_dangling_and_impossible_metadata_is_found(cluster: Cluster) -> None:
     cluster.store.put(cluster.ledgers.path(LedgerId(0, 5)), b"nonsense", None)
-    cluster.ledgers.create(LedgerId(7, 6), replace(GOOD, ensembles=(Fragment(0, ("b0:3181", "b1:3181", "b9:1")),)))
-    cluster.ledgers.create(LedgerId(7, 7), replace(GOOD, last_entry_id=2))
+    cluster.ledgers.create(LedgerId(7, 6), GOOD._replace(ensembles=(Fragment(0, ("b0:3181", "b1:3181", "b9:1")),)))
+    cluster.ledgers.create(LedgerId(7, 7), GOOD._replace(last_entry_id=2))
     assert codes(cluster) == [
         ("unparsable", LedgerId(0, 5)),
         ("dangling", LedgerId(7, 6)),
@@ -133,7 +132,7 @@ def test_nodes_without_a_valid_name_are_findings_and_stop_nothing(
 
 def test_ledger_in_recovery_for_a_day_is_stuck(cluster: Cluster) -> None:
     cluster.ledgers.create(
-        LedgerId(0, 6), replace(GOOD, state=LedgerState.IN_RECOVERY, ctime_ms=1, length=0, last_entry_id=-1)
+        LedgerId(0, 6), GOOD._replace(state=LedgerState.IN_RECOVERY, ctime_ms=1, length=0, last_entry_id=-1)
     )
     assert codes(cluster) == [("stuck-in-recovery", LedgerId(0, 6))]
 
@@ -158,7 +157,7 @@ def test_orphans_are_listed_and_removable_ones_removed(cluster: Cluster) -> None
 
 
 def test_bookie_is_replaced_in_every_scope_unless_ensembles_clash(cluster: Cluster) -> None:
-    clash = replace(GOOD, ensembles=(Fragment(0, ("b0:3181", "b1:3181", "b9:1")),))
+    clash = GOOD._replace(ensembles=(Fragment(0, ("b0:3181", "b1:3181", "b9:1")),))
     cluster.ledgers.create(LedgerId(0, 6), clash)
 
     def run(**options: Any) -> list[Any]:
@@ -174,8 +173,7 @@ def test_bookie_is_replaced_in_every_scope_unless_ensembles_clash(cluster: Clust
     assert cluster.ledgers.read(LedgerId(0, 6)).metadata.ensembles == clash.ensembles
     for ledger in (LedgerId(0, 5), SCOPED):
         found = cluster.ledgers.read(ledger).metadata
-        assert found == replace(
-            GOOD,
+        assert found == GOOD._replace(
             ensembles=(Fragment(0, ("b9:1", "b1:3181", "b2:3181")), Fragment(4, ("b2:3181", "b1:3181", "b9:1"))),
             c_token=found.c_token,
         )
@@ -241,8 +239,8 @@ def test_local_cluster_needs_an_auditor_only_after_an_election_or_with_marks(tmp
 
 
 def test_bookie_registered_during_the_check_is_not_dangling(cluster: Cluster) -> None:
-    cluster.ledgers.create(LedgerId(0, 4), replace(GOOD, ensembles=(Fragment(0, ("a:1", "b1:3181", "b2:3181")),)))
-    cluster.ledgers.create(LedgerId(8, 4), replace(GOOD, ensembles=(Fragment(0, ("b:1", "b1:3181", "b2:3181")),)))
+    cluster.ledgers.create(LedgerId(0, 4), GOOD._replace(ensembles=(Fragment(0, ("a:1", "b1:3181", "b2:3181")),)))
+    cluster.ledgers.create(LedgerId(8, 4), GOOD._replace(ensembles=(Fragment(0, ("b:1", "b1:3181", "b2:3181")),)))
     found = check_metadata(cluster)
     first = next(found)
     assert (first.code, first.ledger) == ("dangling", LedgerId(0, 4))
@@ -252,6 +250,6 @@ def test_bookie_registered_during_the_check_is_not_dangling(cluster: Cluster) ->
 
 
 def test_unchanged_ledgers_do_not_count_towards_the_limit(cluster: Cluster) -> None:
-    cluster.ledgers.create(LedgerId(0, 4), replace(GOOD, ensembles=(Fragment(0, ("b0:3181", "b1:3181", "b9:1")),)))
+    cluster.ledgers.create(LedgerId(0, 4), GOOD._replace(ensembles=(Fragment(0, ("b0:3181", "b1:3181", "b9:1")),)))
     done = list(replace_bookie(cluster, "b0:3181", "b9:1", limit=1))
     assert [(each.ledger, each.problem is None) for each in done] == [(LedgerId(0, 4), False), (LedgerId(0, 5), True)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +50,7 @@ def metadata_of(ledger: LedgerId) -> LedgerMetadata:
         custom_metadata=PULSAR if ledger.ledger_id % 2 else {},
     )  # fmt: skip
     if ledger.ledger_id % 2:
-        return replace(made, state=LedgerState.CLOSED, last_entry_id=9, length=ledger.ledger_id % 1000)
+        return made._replace(state=LedgerState.CLOSED, last_entry_id=9, length=ledger.ledger_id % 1000)
     return made
 
 
