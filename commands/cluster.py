@@ -232,8 +232,8 @@ def health(
     """Show what is wrong with the cluster, and what to do.
 
     Covers bookies that are down, unregistered, read-only, full or silent, or set ledgers aside; cookies;
-    under-replicated ledgers by scope and age; auto-recovery; scopes; racks, where bookies have some. Muted findings are left out. Exit code 3
-    if there are findings. `show` itself may be left out: 'bkctl cluster health'.
+    under-replicated ledgers by scope and age; auto-recovery; scopes; racks, where bookies have some. Muted findings are
+    left out. Exit code 3 if there are findings. `show` itself may be left out: 'bkctl cluster health'.
     """
     from bkctl.metadata.admin.health_mutes import HealthMutes
     from bkctl.metadata.underreplication import AuditorElection

@@ -153,12 +153,12 @@ class RegistrationManager:
                 self._note_loss("no answer")
                 await asyncio.wait([look])
             problem = look.exception()
-            if problem is not None and not isinstance(problem, BkctlError):
-                raise problem
-            if problem is None and look.result():
+            if problem is not None:
+                self._note_loss(str(problem) or repr(problem))
+            elif look.result():
                 self._note_return(began_s)
             else:
-                self._note_loss("it is not there" if problem is None else str(problem))
+                self._note_loss("it is not there")
             await asyncio.sleep(self._timeout_s / LOOKS_PER_ZK_TIMEOUT)
 
     def _is_registered(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import struct
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,6 +19,8 @@ from bkctl.disk import Files, restrict_new_files
 from bkctl.errors import BkctlError, DirectoryInUse, NotFound, UsageError
 from bkctl.files.directories import current_of
 from bkctl.formats.names import COOKIE_NAME, ROCKSDB_LOCK, ROCKSDB_NAMES
+
+log: Final = logging.getLogger("bkctl.repair")
 
 _PROC: Final = Path("/proc")
 _COMMAND_SIZE_MAX: Final = 80
@@ -44,8 +47,8 @@ class Holder(NamedTuple):
 def holders(directories: Iterable[Path]) -> list[Holder]:
     """Return the other processes that hold any of `directories`, each once, by process id.
 
-    Any file below a directory counts, open to read or to write. Only root sees the files of other users' processes;
-    their locks are visible to all. Directories that do not exist have no holders.
+    Any file below a directory counts, open to read or to write, or mapped to memory. Only root sees the files of other
+    users' processes; their locks are visible to all. Directories that do not exist have no holders.
     """
     roots = [directory.resolve() for directory in directories if directory.is_dir()]
     found: dict[int | None, Holder] = {}
@@ -69,6 +72,7 @@ def hold(directories: Iterable[Path], files: Files | None = None) -> Iterator[No
     given = list(dict.fromkeys(current_of(directory) for directory in directories))
     watched = [*given, *_siblings(given)]
     _refuse(watched)
+    _warn_of_blindness(watched)
     with contextlib.ExitStack() as held:
         try:
             held.enter_context((files or Files()).lock(sorted(given)))
@@ -83,6 +87,19 @@ def hold(directories: Iterable[Path], files: Files | None = None) -> Iterator[No
         # RocksDB names no modes for its files.
         held.callback(os.umask, restrict_new_files())
         yield
+
+
+def _warn_of_blindness(directories: Sequence[Path]) -> None:
+    """Warn where open files of the directories' owner cannot be seen: Apache's bookie has no other mark than these."""
+    owners = {directory.stat().st_uid for directory in directories if directory.is_dir()}
+    if not _names(_PROC / "self/fd"):
+        reason = "this system has no /proc"
+    elif os.geteuid() and owners - {os.geteuid()}:
+        reason = "they belong to another user: run the command as that user or as root"
+    else:
+        return
+    where = ", ".join(map(str, directories))
+    log.warning("Cannot see whether a bookie of Apache's has files of %s open: %s", where, reason)
 
 
 def _refuse(directories: Sequence[Path]) -> None:
@@ -191,6 +208,10 @@ def _by_open_files(roots: Sequence[Path]) -> Iterator[Holder]:
         if not process.isdecimal() or int(process) == os.getpid():
             continue
         directory = _PROC / process / "fd"
+        mapped = _mapped(_PROC / process / "maps", prefixes)
+        if mapped is not None:
+            yield _holder(int(process), mapped)
+            continue
         # The same file has another path in another mount namespace (a container).
         is_elsewhere = _link(_PROC / process / "ns/mnt") not in (None, namespace)
         for name in _names(directory):
@@ -206,6 +227,17 @@ def _by_open_files(roots: Sequence[Path]) -> Iterator[Holder]:
             if is_held:
                 yield _holder(int(process), Path(target))
                 break
+
+
+def _mapped(maps: Path, prefixes: tuple[str, ...]) -> Path | None:
+    """Return a file below `prefixes` that a process has in its memory, open or not; None without one."""
+    try:
+        lines = maps.read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return None
+    # address, permissions, offset, device, inode, path
+    names = (line.split(maxsplit=5)[5].removesuffix(_DELETED) for line in lines if "/" in line)
+    return next((Path(name) for name in names if name.startswith(prefixes)), None)
 
 
 def _inodes(roots: Sequence[Path]) -> set[tuple[int, int] | None]:
