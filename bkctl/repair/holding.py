@@ -11,7 +11,7 @@ import fcntl
 import logging
 import os
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -61,18 +61,23 @@ def holders(directories: Iterable[Path]) -> list[Holder]:
 
 
 @contextlib.contextmanager
-def hold(directories: Iterable[Path], files: Files | None = None) -> Iterator[None]:
+def hold(
+    directories: Iterable[Path], files: Files | None = None, *, note: Callable[[str], object] = log.warning
+) -> Iterator[None]:
     """Keep `directories` (each with or without `current`) for this process while it changes them.
 
     No other process may hold them, or other directories of the same bookie (by their cookies). Meanwhile our own bookie
     and other commands cannot start on them, nor can Apache's bookie with DbLedgerStorage, and new files get the modes
     of a bookie's files.
+    `note` is called with a sentence where files that another process has open cannot be seen.
     Raises DirectoryInUse, naming the process; NotFound for a directory that does not exist.
     """
     given = list(dict.fromkeys(current_of(directory) for directory in directories))
     watched = [*given, *_siblings(given)]
     _refuse(watched)
-    _warn_of_blindness(watched)
+    blindness = _blindness(watched)
+    if blindness:
+        note(blindness)
     with contextlib.ExitStack() as held:
         try:
             held.enter_context((files or Files()).lock(sorted(given)))
@@ -89,17 +94,20 @@ def hold(directories: Iterable[Path], files: Files | None = None) -> Iterator[No
         yield
 
 
-def _warn_of_blindness(directories: Sequence[Path]) -> None:
-    """Warn where open files of the directories' owner cannot be seen: Apache's bookie has no other mark than these."""
+def _blindness(directories: Sequence[Path]) -> str:
+    """Return why open files of the directories' owner cannot be seen, "" where they can.
+
+    Apache's bookie has no other mark than these.
+    """
     owners = {directory.stat().st_uid for directory in directories if directory.is_dir()}
     if not _names(_PROC / "self/fd"):
         reason = "this system has no /proc"
     elif os.geteuid() and owners - {os.geteuid()}:
-        reason = "they belong to another user: run the command as that user or as root"
+        reason = "they belong to another user; run the command as that user or as root"
     else:
-        return
+        return ""
     where = ", ".join(map(str, directories))
-    log.warning("Cannot see whether a bookie of Apache's has files of %s open: %s", where, reason)
+    return f"Cannot see whether a bookie of Apache's has files of {where} open: {reason}"
 
 
 def _refuse(directories: Sequence[Path]) -> None:
