@@ -74,8 +74,8 @@ def downgrade(
     """Make the clean stop in the directories of `config`; return a row for each of its journal directories.
 
     Without journals of version 7 nothing is done: Apache's bookie can replay the journals. An interrupted run loses
-    nothing and can be repeated. `note` is `hold`'s. Raises NotFound for a missing directory or cookie, DirectoryInUse, Corrupt (damage that
-    a start of the bookie would refuse), UsageError (another storage class).
+    nothing and can be repeated. `note` is that of `hold`. Raises NotFound for a missing directory or cookie,
+    DirectoryInUse, Corrupt (damage that a start of the bookie would refuse), UsageError (another storage class).
     """
     directories = _checked(config)
     if dry_run:
