@@ -234,9 +234,9 @@ def health(
 ) -> None:
     """Show what is wrong with the cluster, and what to do.
 
-    Covers bookies that are down, read-only, full or silent, or set ledgers aside; cookies; under-replicated ledgers
-    by scope and age; auto-recovery; scopes; racks, where bookies have some. Muted findings are left out. Exit code 3
-    if there are findings. `show` itself may be left out: 'bkctl cluster health'.
+    Covers bookies that are down, unregistered, read-only, full or silent, or set ledgers aside; cookies;
+    under-replicated ledgers by scope and age; auto-recovery; scopes; racks, where bookies have some. Muted findings are
+    left out. Exit code 3 if there are findings. `show` itself may be left out: 'bkctl cluster health'.
     """
     from bkctl.metadata.admin.health_mutes import HealthMutes
     from bkctl.metadata.underreplication import AuditorElection

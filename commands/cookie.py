@@ -318,7 +318,7 @@ def delete(
                 f"The cookie of bookie {names} in {cluster.store.name}{places} would be lost: "
                 "it does not start on its directories without"
             )
-            with hold(path.parent for path in files), run.undo(cluster, undo) as kept:
+            with hold([path.parent for path in files], note=run.note), run.undo(cluster, undo) as kept:
                 for path in files:
                     kept.record_file(path, None)
                     path.unlink()
@@ -437,7 +437,7 @@ def expand_cookies(run: Run, undo: UndoOption = None, dry_run: DryRun = False) -
             files = Files()
             for each in new:
                 files.make_directory(Path(each))
-            with hold(map(Path, configured_directories(config))), run.undo(cluster, undo) as kept:
+            with hold(map(Path, configured_directories(config)), note=run.note), run.undo(cluster, undo) as kept:
                 expand(config, bookie_id, cluster, files, undo=kept)
         run.render((ExpandedRow(each, bookie_id) for each in new), EXPANDED_COLUMNS)
     if not new:
@@ -496,7 +496,7 @@ def rename_bookie(
                 f"Bookie {old} would be {new} in {cluster.store.name} and "
                 f"{counted(len(changed), 'directory', 'directories')}"
             )
-            with hold(map(Path, directories)), run.undo(cluster, undo) as kept:
+            with hold(map(Path, directories), note=run.note), run.undo(cluster, undo) as kept:
                 changed = rename(cluster, old, new, directories, Files(), undo=kept)
         run.render((RenamedRow(place, old, new) for place in (STORE, *changed)), RENAMED_COLUMNS)
     if not directories:

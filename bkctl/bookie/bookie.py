@@ -183,11 +183,12 @@ class Bookie:
     # --- start -------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Check the cookies, replay the journals, listen and register.
+        """Claim the port, check registration and cookies, replay the journals, listen and register.
 
-        Raises UsageError, Unsupported (settings), CookieMismatch, DirectoryInUse, Corrupt, Unreachable, BkctlError (the
-        address is taken). Nothing is left running or held then. A cancellation is raised once the threads that open the
-        metadata store and the storage, and replay the journals, have ended.
+        Raises UsageError, Unsupported (settings), BkctlError (the address is taken), AlreadyExists (another process has
+        registered the bookie), CookieMismatch, DirectoryInUse, Corrupt, Unreachable. Nothing is left running or held
+        then. A cancellation is raised once the threads that open the metadata store and the storage, and replay the
+        journals, have ended.
         """
         self._loop = asyncio.get_running_loop()
         try:
@@ -210,6 +211,12 @@ class Bookie:
         port = config.bookie_port or former_port(config, host) or self._held.enter_context(reserved_port(host))
         self.state_manager.bookie_id = check_bookie_id(config.bookie_id or f"{host}:{port}")
         self.address = (host, port)
+        # Before anything on a disk changes: flock keeps out our own bookies only.
+        try:
+            await self.server.claim(listening_host(config, host), port)
+        except OSError as error:
+            raise self._cannot_listen(error) from error
+        await self.registration.wait_until_free(cluster)
         try:
             await run_to_end(asyncio.to_thread(self._open_storage, cluster))
         except OSError as error:
@@ -222,14 +229,12 @@ class Bookie:
         try:
             await self.server.start(listening_host(config, host), port)
         except OSError as error:
-            raise BkctlError(
-                f"Bookie {self.bookie_id} cannot listen on port {port}: {error.strerror}",
-                hint="another server has the port, or the address is not this machine's",
-            ) from error
+            raise self._cannot_listen(error) from error
         self.registration.start(cluster, self.service_info)
         await self.registration.update()
         self._keep_running(self.commits.checkpoints.run_regularly())
         self._keep_running(self._watch_disks())
+        self._keep_running(self.registration.watch())
         collector.start()
         for warning in config.warnings:
             log.warning("%s", warning)
@@ -239,6 +244,12 @@ class Bookie:
             log.warning("Clients without TLS are served too, as Apache's bookie does, unless tlsRequired=true")
         self.started_ms = time.time_ns() // 1_000_000
         log.info("Bookie %s serves on port %d%s", self.bookie_id, port, ", read-only" if self.read_only else "")
+
+    def _cannot_listen(self, error: OSError) -> BkctlError:
+        return BkctlError(
+            f"Bookie {self.bookie_id} cannot listen on port {self.address[1]}: {error.strerror}",
+            hint="another server has the port, or the address is not this machine's",
+        )
 
     def _open_cluster(self) -> None:
         config = self.config

@@ -79,7 +79,7 @@ def check_compaction_settings(config: BookieConfig) -> None:
 class CompactionSchedule:
     """Decides which compactions a round has. Any thread may suspend them; the collector's thread asks what is due.
 
-    Times are in ms since 1970, and begin with the schedule's creation.
+    Times are in ms of `clock_ms`, which is never set back, and begin with the schedule's creation.
     """
 
     def __init__(self, config: BookieConfig, clock_ms: Callable[[], int]) -> None:
@@ -124,8 +124,6 @@ class CompactionSchedule:
             return False
         if forced is not None:
             return settings.is_enabled or (self._config.force_allow_compaction and 0 < settings.threshold < 1)
-        # A clock that was set back does not put compaction off: the interval begins again.
-        self.last_ms[kind] = min(self.last_ms[kind], now_ms)
         return settings.is_enabled and now_ms - self.last_ms[kind] > settings.interval * 1000
 
     def compacted(self, kind: str) -> None:
@@ -138,9 +136,7 @@ class CompactionSchedule:
     def are_locations_due(self) -> bool:
         """True if the databases of entry locations are to be compacted now."""
         interval_ms = self._config.entry_location_compaction_interval * 1000
-        now_ms = self._clock_ms()
-        self.last_locations_ms = min(self.last_locations_ms, now_ms)
-        passed_ms = now_ms - self.last_locations_ms
+        passed_ms = self._clock_ms() - self.last_locations_ms
         return interval_ms > 0 and passed_ms > interval_ms + self._locations_delay_ms
 
     def locations_compacted(self) -> None:

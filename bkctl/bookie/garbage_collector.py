@@ -48,11 +48,12 @@ class GarbageCollectorThread:
         delete: Callable[[Sequence[LedgerId]], int],
         checkpoint: Callable[[], None],
         files: Files | None = None,
-        clock_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
+        clock_ms: Callable[[], int] = lambda: time.monotonic_ns() // 1_000_000,
     ) -> None:
         self.stats = GarbageCollectorStats()
         self._config = config
         self._storage = storage
+        self._clock_ms = clock_ms
         self._stopped = threading.Event()
         schedule = self._schedule = CompactionSchedule(config, clock_ms)
         self.suspend, self.resume, self.is_suspended = schedule.suspend, schedule.resume, schedule.is_suspended
@@ -137,14 +138,15 @@ class GarbageCollectorThread:
     def statuses(self) -> list[GarbageCollectionStatus]:
         """Return the state of each collector; ours is one for all directories."""
         stats, schedule = self.stats, self._schedule
+        epoch_ms = time.time_ns() // 1_000_000 - self._clock_ms()
         return [
             GarbageCollectionStatus(
                 self.is_in_force_gc,
                 self._logs.compacting == MAJOR,
                 self._logs.compacting == MINOR,
-                schedule.last_ms[MAJOR],
-                schedule.last_ms[MINOR],
-                schedule.last_locations_ms,
+                epoch_ms + schedule.last_ms[MAJOR],
+                epoch_ms + schedule.last_ms[MINOR],
+                epoch_ms + schedule.last_locations_ms,
                 stats.major_compactions,
                 stats.minor_compactions,
                 stats.entry_location_compactions,

@@ -6,6 +6,7 @@ Source: BookieImpl.getBookieAddress, BookieNettyServer, TLSContextFactory.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import pwd
 import random
@@ -13,7 +14,7 @@ import resource
 import socket
 import ssl
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -25,11 +26,15 @@ from bkctl.metadata.store import load_certificate
 from bkctl.protocol.acceptor import share_of_descriptors
 from bkctl.protocol.limits import ServerLimits
 
+log: Final = logging.getLogger("bkctl.bookie")
+
 #: Bytes of requests without an answer, of all clients, unless journalMaxMemorySizeMb says otherwise.
 IN_FLIGHT_BYTES_MAX: Final = 256 << 20
 #: Below the ports that systems choose for outgoing connections (from 32768 on by Linux, from 49152 on by macOS).
 _FREE_PORTS: Final = range(10_000, 15_000)
 _TLS_VERSIONS: Final = {"TLSv1.2": ssl.TLSVersion.TLSv1_2, "TLSv1.3": ssl.TLSVersion.TLSv1_3}
+#: Java's names of versions that we do not speak.
+_OLD_TLS_VERSIONS: Final = frozenset({"SSLv2Hello", "SSLv3", "TLSv1", "TLSv1.1"})
 #: The default of bookieAuthProviderFactoryClass in Apache's bookie.
 _NO_AUTH_CLASS: Final = "AuthenticationDisabledAuthProviderFactory"
 
@@ -172,11 +177,7 @@ def tls_context(config: BookieConfig) -> ssl.SSLContext | None:
         if config.tls_trust_store:
             context.load_verify_locations(config.tls_trust_store)
         if config.tls_enabled_protocols:
-            unknown = [name for name in config.tls_enabled_protocols if name not in _TLS_VERSIONS]
-            if unknown:
-                known = ", ".join(_TLS_VERSIONS)
-                raise UsageError(f"tlsEnabledProtocols names {', '.join(unknown)}", hint=f"known are {known}")
-            versions = [_TLS_VERSIONS[name] for name in config.tls_enabled_protocols]
+            versions = _enabled_versions(config.tls_enabled_protocols)
             context.minimum_version, context.maximum_version = min(versions), max(versions)
     except (OSError, ssl.SSLError) as error:
         raise UsageError(f"The TLS files cannot be used: {error}") from error
@@ -187,6 +188,18 @@ def tls_context(config: BookieConfig) -> ssl.SSLContext | None:
             )
         context.verify_mode = ssl.CERT_REQUIRED
     return context
+
+
+def _enabled_versions(names: Sequence[str]) -> list[ssl.TLSVersion]:
+    """Return the versions named; those that are no longer secure are left out while a newer one remains."""
+    versions = [_TLS_VERSIONS[name] for name in names if name in _TLS_VERSIONS]
+    others = [name for name in names if name not in _TLS_VERSIONS]
+    if not versions or not _OLD_TLS_VERSIONS.issuperset(others):
+        problem = f"tlsEnabledProtocols names {', '.join(others)}"
+        raise UsageError(problem, hint=f"name at least one of {', '.join(_TLS_VERSIONS)}, and no unknown one")
+    if others:
+        log.warning("tlsEnabledProtocols: %s are not secure, and not offered", ", ".join(others))
+    return versions
 
 
 def check_user(config: BookieConfig) -> None:

@@ -7,19 +7,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
+import math
+import time
 from typing import Final
 
 from bkctl.bookie.state_manager import BookieStateManager
 from bkctl.errors import AlreadyExists, BkctlError
 from bkctl.formats.metadata import BookieServiceInfo
 from bkctl.metadata.cluster import Cluster
-from bkctl.tasks import drop_error
+from bkctl.tasks import drop_error, run_to_end
 
 log: Final = logging.getLogger("bkctl.bookie")
 
 #: A bookie whose registration another process holds gives up after this many times zkTimeout.
 USURPED_ZK_TIMEOUTS: Final = 2
+#: Looks for the bookie's own registration within zkTimeout.
+LOOKS_PER_ZK_TIMEOUT: Final = 3
 
 
 class RegistrationManager:
@@ -34,8 +39,24 @@ class RegistrationManager:
         self._is_usurped = False
         self._moving = asyncio.Lock()
         self._leaving: asyncio.Task[None] | None = None
+        #: When the metadata store last showed the registration (monotonic clock), and whether its loss is logged.
+        self._seen_s = -math.inf
+        self._is_lost = False
         #: Moves in the background.
         self.tasks: set[asyncio.Task[None]] = set()
+
+    async def wait_until_free(self, cluster: Cluster) -> None:
+        """Return once no other process has registered this bookie: at once, or when a dead one's session is over.
+
+        Raises AlreadyExists while that process lives. Source: ZKRegistrationManager.checkRegNodeAndWaitExpired.
+        """
+        bookie_id = self._state.bookie_id
+        wait = functools.partial(asyncio.to_thread, cluster.bookies.wait_until_free, bookie_id)
+        try:
+            await run_to_end(wait(wait_s=0))
+        except AlreadyExists:
+            log.info("Bookie %s is registered: waiting until that session is over, if its process died", bookie_id)
+            await run_to_end(wait())
 
     def start(self, cluster: Cluster, service_info: BookieServiceInfo) -> None:
         """Register in `cluster` from now on, with these addresses and properties."""
@@ -86,6 +107,7 @@ class RegistrationManager:
                 await asyncio.to_thread(register, self._state.bookie_id, self._service_info, wanted)
                 self._registered_read_only = wanted
                 self._is_move_unsure = False
+                self._seen_s = time.monotonic()
 
     async def leave(self, timeout_s: float) -> None:
         """Remove the registration of the bookie; return once it is gone, or after `timeout_s` seconds."""
@@ -102,6 +124,63 @@ class RegistrationManager:
                     await asyncio.to_thread(self._cluster.bookies.unregister, self._state.bookie_id)
                 self._registered_read_only = None
                 self._is_move_unsure = False
+
+    # --- loss --------------------------------------------------------------------------------------------------------
+
+    @property
+    def lost_s(self) -> float:
+        """Seconds since the metadata store last showed the registration; 0 while each look finds it."""
+        return time.monotonic() - self._seen_s if self._is_lost else 0.0
+
+    @property
+    def is_over(self) -> bool:
+        """True if the registration was not seen for zkTimeout: clients may have been told that the bookie left."""
+        return time.monotonic() - self._seen_s > self._timeout_s
+
+    @property
+    def _timeout_s(self) -> float:
+        return self._state.config.zk_timeout / 1000
+
+    async def watch(self) -> None:
+        """Look for the registration several times within zkTimeout, and log its loss and its return."""
+        while True:
+            began_s = time.monotonic()
+            look = asyncio.ensure_future(asyncio.to_thread(self._is_registered))
+            drop_error(look)
+            # The store itself may wait for an answer for longer.
+            await asyncio.wait([look], timeout=self._timeout_s / LOOKS_PER_ZK_TIMEOUT)
+            if not look.done():
+                self._note_loss("no answer")
+                await asyncio.wait([look])
+            problem = look.exception()
+            if problem is not None:
+                self._note_loss(str(problem) or repr(problem))
+            elif look.result():
+                self._note_return(began_s)
+            else:
+                self._note_loss("it is not there")
+            await asyncio.sleep(self._timeout_s / LOOKS_PER_ZK_TIMEOUT)
+
+    def _is_registered(self) -> bool:
+        assert self._cluster is not None
+        bookie = self._cluster.bookies.get(self._state.bookie_id)
+        return bookie is not None and bookie.state != "down" and not self._is_usurped
+
+    def _note_loss(self, problem: str) -> None:
+        if not self._is_lost and self._leaving is None:
+            self._is_lost = True
+            log.error(
+                "Bookie %s does not find its registration: %s. Clients that know its address are served, others may "
+                "take it for lost; it registers again by itself", self._state.bookie_id, problem,
+            )  # fmt: skip
+
+    def _note_return(self, began_s: float) -> None:
+        if self._is_lost:
+            log.warning("Bookie %s is registered again, after %.0f s", self._state.bookie_id, self.lost_s)
+            self._is_lost = False
+        self._seen_s = began_s
+
+    # --- another holder ----------------------------------------------------------------------------------------------
 
     def check_usurper(self) -> None:
         """Give up when another process holds the registration for longer than an abandoned session lives.

@@ -55,8 +55,6 @@ class ScanAndCompareGarbageCollector:
         stats.active_ledgers = len(local)
         metadata.check_cluster()
         wait_ms = metadata.config.gc_overreplicated_ledger_wait_time
-        # A clock that was set back does not put this off: the wait begins again.
-        self._last_overreplicated_ms = min(self._last_overreplicated_ms, self._clock_ms())
         if 0 < wait_ms < self._clock_ms() - self._last_overreplicated_ms:
             removed = self._collect_overreplicated(local)
             local = SortedLedgers(ledger for ledger in local if ledger not in removed)

@@ -64,7 +64,9 @@ class LedgerIndexReader(FileReader):
         A running bookie creates the file before it writes the header; nothing waits for an older file.
         """
         start = b""
-        while not start and abs(time.time() - self.stat().st_mtime) < _NEW_FILE_S:
+        deadline_s = time.monotonic() + _NEW_FILE_S
+        is_new = abs(time.time() - self.stat().st_mtime) < _NEW_FILE_S
+        while not start and is_new and time.monotonic() < deadline_s:
             time.sleep(_NEW_FILE_PAUSE_S)
             start = self.read(0, HEADER_SIZE)
         return start

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from bkctl.http.bookie_client import BookieApi
 from bkctl.http.bookie_load import Question
-from bkctl.http.bookie_metrics import REFUSED_LEDGERS, SET_ASIDE_LEDGERS, UNREADABLE_LEDGERS
+from bkctl.http.bookie_metrics import REFUSED_LEDGERS, SET_ASIDE_LEDGERS, UNREADABLE_LEDGERS, UNREGISTERED_SECONDS
 from bkctl.http.prometheus import parse_metrics
 from bkctl.http.server_url import bookie_url
 
@@ -37,9 +37,9 @@ def unserved_ledgers_findings(
     def ask(bookie: RegisteredBookie) -> Question[dict[str, int]]:
         def read() -> dict[str, int]:
             api = BookieApi(client_of(bookie_url(bookie, host_of(bookie.bookie_id))))
-            names = (SET_ASIDE_LEDGERS, REFUSED_LEDGERS, UNREADABLE_LEDGERS)
+            names = (SET_ASIDE_LEDGERS, REFUSED_LEDGERS, UNREADABLE_LEDGERS, UNREGISTERED_SECONDS)
             found = [each for each in parse_metrics(api.metrics()) if each.name in names]
-            return {each.name: int(each.value) for each in found if math.isfinite(each.value)}
+            return {each.name: math.ceil(each.value) for each in found if math.isfinite(each.value)}
 
         return Question(bookie.bookie_id, read)
 
@@ -64,6 +64,14 @@ def unserved_ledgers_findings(
                 "its log names them: check its disks, and have other bookies copy them "
                 "('bkctl autorecovery mark LEDGER')",
                 {"setAsideLedgerCount": set_aside, "refusedLedgerCount": refused},
+            ))  # fmt: skip
+        if lost_s := counts.get(UNREGISTERED_SECONDS, 0):
+            findings.append(HealthFinding(
+                HealthCode.BOOKIE_UNREGISTERED, Severity.ERROR, bookie_id,
+                f"It has not found its registration in the metadata store for {lost_s:,} s",
+                "look at its network and at the metadata store: without registration clients and auto-recovery take "
+                "it for lost",
+                {"unregisteredSeconds": lost_s},
             ))  # fmt: skip
         if unreadable := counts.get(UNREADABLE_LEDGERS, 0):
             ledgers = "1 ledger" if unreadable == 1 else f"{unreadable:,} ledgers"

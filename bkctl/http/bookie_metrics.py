@@ -17,6 +17,8 @@ SET_ASIDE_LEDGERS: Final = "bkctl_set_aside_ledgers"
 REFUSED_LEDGERS: Final = "bkctl_refused_ledgers"
 #: Gauge of ledgers of which a read failed within the last day, for the disk or for damage; 1,000 at most.
 UNREADABLE_LEDGERS: Final = "bkctl_unreadable_ledgers"
+#: Gauge of seconds since the bookie last found its registration in the metadata store; 0 while it finds it.
+UNREGISTERED_SECONDS: Final = "bkctl_unregistered_seconds"
 _USAGE_STEP: Final = 10
 
 
@@ -35,6 +37,7 @@ def _measure(bookie: Bookie) -> dict[str, Any]:
         "clients": bookie.metrics.clients(),
         "set_aside": len(bookie.storage.set_aside),
         "refused": len(bookie.storage.ledgers.unwritten),
+        "unregistered_s": bookie.registration.lost_s,
         "unreadable": bookie.processor.requests.unreadable.count(),
         "unwritten": bookie.storage.ledgers.unwritten_bytes,
         "writable_directories": len(bookie.storage.writable),
@@ -65,6 +68,7 @@ def _render(bookie: Bookie, measured: dict[str, Any]) -> str:
     text.gauge(SET_ASIDE_LEDGERS, measured["set_aside"])
     text.gauge(REFUSED_LEDGERS, measured["refused"])
     text.gauge(UNREADABLE_LEDGERS, measured["unreadable"])
+    text.gauge(UNREGISTERED_SECONDS, round(measured["unregistered_s"], 3))
     text.gauge("bookie_write_cache_size", measured["unwritten"])
     text.latency("bookie_flush", metrics.flush)
     text.counter("bkctl_unexpected_errors_total", metrics.unexpected_errors)

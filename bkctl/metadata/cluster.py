@@ -191,15 +191,22 @@ class Registration:
         While another process holds the registration, wait `wait_s` seconds (None: until the session of a dead process
         is over), then raise AlreadyExists: a bookie of this id is running.
         """
-        path, other = self._path(bookie_id, read_only), self._path(bookie_id, not read_only)
+        self._hold(bookie_id, info.serialize(), read_only, wait_s)
+        delete_if_present(self.store, self._path(bookie_id, not read_only))
+
+    def wait_until_free(self, bookie_id: str, *, wait_s: float | None = None) -> None:
+        """Wait, as `register` does, until no other process has registered the bookie. Raises AlreadyExists."""
+        for read_only in (False, True):
+            self._hold(bookie_id, None, read_only, wait_s)
+
+    def _hold(self, bookie_id: str, value: bytes | None, read_only: bool, wait_s: float | None) -> None:
         try:
-            self.store.ephemeral(path, info.serialize(), wait_s=wait_s)
+            self.store.ephemeral(self._path(bookie_id, read_only), value, wait_s=wait_s)
         except AlreadyExists as error:
             raise AlreadyExists(
                 f"Bookie {bookie_id} is registered by another process",
                 hint="stop that bookie, or give this one another id",
             ) from error
-        delete_if_present(self.store, other)
 
     def usurped_s(self, bookie_id: str, read_only: bool = False) -> float:
         """Return the seconds since another process was first seen with the registration that we lost; else 0."""

@@ -387,11 +387,12 @@ class MetadataStore(Closing):
         return True
 
     @abstractmethod
-    def ephemeral(self, path: str, value: bytes, *, wait_s: float | None = None) -> None:
+    def ephemeral(self, path: str, value: bytes | None, *, wait_s: float | None = None) -> None:
         """Keep a node at `path` for as long as this store object lives; set the value of a node that we own already.
 
         After a lost session the node is created again, until `delete(path)` or `close`. While another owner holds the
         node, wait `wait_s` seconds (None: until the session of a dead owner is over), then raise AlreadyExists.
+        `value` None: create nothing, and only wait so.
         """
 
     def usurped_s(self, path: str) -> float:

@@ -7,6 +7,7 @@ wait a minute for a handshake. Source: BookieNettyServer, NioEventLoop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import functools
 import logging
@@ -83,8 +84,35 @@ class ClientProtocol(Protocol):
         """Close the connection at once."""
 
 
+async def claim_port(host: str, port: int) -> list[socket.socket]:
+    """Bind a socket to each address of `host`; port 0 picks a free one. Raises OSError.
+
+    Nothing listens yet, so clients are refused; until then no other server gets the port, unless connections of an
+    earlier server linger there (TIME_WAIT): Linux lets a second one in beside such a socket, but not beside a listener.
+    """
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    claimed: list[socket.socket] = []
+    try:
+        for family, kind, number, _, address in dict.fromkeys(found):
+            listener = socket.socket(family, kind, number)
+            claimed.append(listener)
+            if family == socket.AF_INET6:
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            with contextlib.suppress(OSError):
+                listener.bind(address)
+                continue
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+    except BaseException:
+        for listener in claimed:
+            listener.close()
+        raise
+    return claimed
+
+
 class Acceptor:
-    """Accepts connections on listening sockets and hands each to a protocol that `serve` creates.
+    """Listens on bound sockets, accepts connections and hands each to a protocol that `serve` creates.
 
     At most `connections_max` (0: any number) sockets are open at once, those in a TLS handshake included: one more
     takes the place of the oldest mute one, whose socket may close a moment later, and is closed as it is accepted where
@@ -126,6 +154,9 @@ class Acceptor:
         self._newcomers: OrderedDict[_Accepted, tuple[asyncio.Task[None], ClientProtocol]] = OrderedDict()
         for listener in self._listeners:
             listener.setblocking(False)
+            # Before `listen`, for the next server: connections that linger have the option from their listener.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.listen(BACKLOG)
         self._resume()
 
     @classmethod
@@ -137,25 +168,16 @@ class Acceptor:
         *,
         connections_max: int,
         ended: Counter[str],
+        claimed: Sequence[socket.socket] = (),
     ) -> Acceptor:
-        """Accept connections on every address of `host`; port 0 picks a free one. Raises OSError."""
-        loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        listeners: list[socket.socket] = []
+        """Accept connections on `claimed` sockets, or as `claim_port` claims them. Raises OSError."""
+        listeners = claimed or await claim_port(host, port)
         try:
-            for family, kind, number, _, address in dict.fromkeys(found):
-                listener = socket.socket(family, kind, number)
-                listeners.append(listener)
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if family == socket.AF_INET6:
-                    listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                listener.bind(address)
-                listener.listen(BACKLOG)
+            return cls(listeners, serve, connections_max=connections_max, ended=ended)
         except BaseException:
             for listener in listeners:
                 listener.close()
             raise
-        return cls(listeners, serve, connections_max=connections_max, ended=ended)
 
     @property
     def port(self) -> int:

@@ -7,11 +7,12 @@ The parts: `served_connection.py` (one client), `handler.py` (the bookie's side)
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from collections import Counter
 from typing import Final
 
-from bkctl.protocol.acceptor import Acceptor
+from bkctl.protocol.acceptor import Acceptor, claim_port
 from bkctl.protocol.backpressure import ReadTurns, RequestsInFlight, RequestSlots, UnfinishedRequests, UnreadAnswers
 from bkctl.protocol.handler import RequestHandler
 from bkctl.protocol.limits import DEFAULT_LIMITS, ServerLimits
@@ -56,6 +57,7 @@ class BookieServer:
         self.reads = ReadTurns(limits.reads_waiting, self.unread)
         self.slots = RequestSlots.of(limits)
         self._next_look: asyncio.TimerHandle | None = None
+        self._claimed: list[socket.socket] = []
         self._acceptor: Acceptor | None = None
 
     def lost(self, connection: ServedConnection) -> None:
@@ -78,12 +80,18 @@ class BookieServer:
         for connection in list(self.connections):
             connection.look(self.now_s)
 
+    async def claim(self, host: str, port: int = 0) -> None:
+        """Take `host`:`port` (0: any free port) for `start`: clients are refused until then. Raises OSError."""
+        self._claimed = await claim_port(host, port)
+
     async def start(self, host: str, port: int = 0) -> None:
-        """Listen on `host`:`port` (0: any free port, see `port`). Raises OSError when the address is not available."""
+        """Listen on the address that was claimed, else on `host`:`port` (see `port`). Raises OSError as `claim`."""
         kind = LimitedConnection if self.slots else ServedConnection
         self._acceptor = await Acceptor.listen(
-            host, port, lambda: kind(self), connections_max=self.limits.connections, ended=self.ended
-        )
+            host, port, lambda: kind(self), connections_max=self.limits.connections, ended=self.ended,
+            claimed=self._claimed,
+        )  # fmt: skip
+        self._claimed = []
         self._next_look = asyncio.get_running_loop().call_later(STALL_CHECK_S, self._look)
 
     @property
@@ -99,6 +107,8 @@ class BookieServer:
 
     async def close(self, grace_s: float = 5.0) -> None:
         """Take no more requests, answer those in flight for at most `grace_s` seconds, then close all connections."""
+        while self._claimed:
+            self._claimed.pop().close()
         if self._acceptor is None:
             return
         self._acceptor.close()

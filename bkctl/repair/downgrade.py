@@ -7,7 +7,7 @@ downgrade.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from bkctl.files.journal import JournalReader, read_last_mark
 from bkctl.files.journals import files_after_marks
 from bkctl.formats.journal import VERSION_SCOPED, LogMark
 from bkctl.formats.names import COOKIE_NAME, CURRENT, DIRTY_NAME
-from bkctl.repair.holding import hold
+from bkctl.repair.holding import hold, log
 from bkctl.storage.bookie_storage import BookieStorage
 
 _DB_CLASS: Final = "org.apache.bookkeeper.bookie.storage.ldb.DbLedgerStorage"
@@ -68,17 +68,20 @@ def config_of(directories: BookieDirectories) -> BookieConfig:
     return config.with_changes(ledger_storage_class=_DB_CLASS) if _databases(directories) else config
 
 
-def downgrade(config: BookieConfig, *, dry_run: bool = False) -> list[Downgraded]:
+def downgrade(
+    config: BookieConfig, *, dry_run: bool = False, note: Callable[[str], object] = log.warning
+) -> list[Downgraded]:
     """Make the clean stop in the directories of `config`; return a row for each of its journal directories.
 
     Without journals of version 7 nothing is done: Apache's bookie can replay the journals. An interrupted run loses
-    nothing and can be repeated. Raises NotFound for a missing directory or cookie, DirectoryInUse, Corrupt (damage that
-    a start of the bookie would refuse), UsageError (another storage class).
+    nothing and can be repeated. `note` is that of `hold`. Raises NotFound for a missing directory or cookie,
+    DirectoryInUse, Corrupt (damage that a start of the bookie would refuse), UsageError (another storage class).
     """
     directories = _checked(config)
     if dry_run:
         return list(_plan(directories))
-    with hold([*directories.journal_dirs, *directories.ledger_dirs, *directories.index_dirs]):
+    held = [*directories.journal_dirs, *directories.ledger_dirs, *directories.index_dirs]
+    with hold(held, note=note):
         rows = list(_plan(directories))
         if any(row.journal_ids for row in rows):
             try:

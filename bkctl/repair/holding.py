@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -18,6 +19,8 @@ from bkctl.disk import Files, restrict_new_files
 from bkctl.errors import BkctlError, DirectoryInUse, NotFound, UsageError
 from bkctl.files.directories import current_of
 from bkctl.formats.names import COOKIE_NAME, ROCKSDB_LOCK, ROCKSDB_NAMES
+
+log: Final = logging.getLogger("bkctl.repair")
 
 _PROC: Final = Path("/proc")
 _COMMAND_SIZE_MAX: Final = 80
@@ -44,8 +47,8 @@ class Holder(NamedTuple):
 def holders(directories: Iterable[Path]) -> list[Holder]:
     """Return the other processes that hold any of `directories`, each once, by process id.
 
-    Any file below a directory counts, open to read or to write. Only root sees the files of other users' processes;
-    their locks are visible to all. Directories that do not exist have no holders.
+    Any file below a directory counts, open to read or to write, or mapped to memory. Only root sees the files of other
+    users' processes; their locks are visible to all. Directories that do not exist have no holders.
     """
     roots = [directory.resolve() for directory in directories if directory.is_dir()]
     found: dict[int | None, Holder] = {}
@@ -58,17 +61,23 @@ def holders(directories: Iterable[Path]) -> list[Holder]:
 
 
 @contextlib.contextmanager
-def hold(directories: Iterable[Path], files: Files | None = None) -> Iterator[None]:
+def hold(
+    directories: Iterable[Path], files: Files | None = None, *, note: Callable[[str], object] = log.warning
+) -> Iterator[None]:
     """Keep `directories` (each with or without `current`) for this process while it changes them.
 
     No other process may hold them, or other directories of the same bookie (by their cookies). Meanwhile our own bookie
     and other commands cannot start on them, nor can Apache's bookie with DbLedgerStorage, and new files get the modes
     of a bookie's files.
+    `note` is called with a sentence where files that another process has open cannot be seen.
     Raises DirectoryInUse, naming the process; NotFound for a directory that does not exist.
     """
     given = list(dict.fromkeys(current_of(directory) for directory in directories))
     watched = [*given, *_siblings(given)]
     _refuse(watched)
+    blindness = _blindness(watched)
+    if blindness:
+        note(blindness)
     with contextlib.ExitStack() as held:
         try:
             held.enter_context((files or Files()).lock(sorted(given)))
@@ -83,6 +92,22 @@ def hold(directories: Iterable[Path], files: Files | None = None) -> Iterator[No
         # RocksDB names no modes for its files.
         held.callback(os.umask, restrict_new_files())
         yield
+
+
+def _blindness(directories: Sequence[Path]) -> str:
+    """Return why open files of the directories' owner cannot be seen, "" where they can.
+
+    Apache's bookie has no other mark than these.
+    """
+    owners = {directory.stat().st_uid for directory in directories if directory.is_dir()}
+    if not _names(_PROC / "self/fd"):
+        reason = "this system has no /proc"
+    elif os.geteuid() and owners - {os.geteuid()}:
+        reason = "they belong to another user; run the command as that user or as root"
+    else:
+        return ""
+    where = ", ".join(map(str, directories))
+    return f"Cannot see whether a bookie of Apache's has files of {where} open: {reason}"
 
 
 def _refuse(directories: Sequence[Path]) -> None:
@@ -191,6 +216,10 @@ def _by_open_files(roots: Sequence[Path]) -> Iterator[Holder]:
         if not process.isdecimal() or int(process) == os.getpid():
             continue
         directory = _PROC / process / "fd"
+        mapped = _mapped(_PROC / process / "maps", prefixes)
+        if mapped is not None:
+            yield _holder(int(process), mapped)
+            continue
         # The same file has another path in another mount namespace (a container).
         is_elsewhere = _link(_PROC / process / "ns/mnt") not in (None, namespace)
         for name in _names(directory):
@@ -206,6 +235,17 @@ def _by_open_files(roots: Sequence[Path]) -> Iterator[Holder]:
             if is_held:
                 yield _holder(int(process), Path(target))
                 break
+
+
+def _mapped(maps: Path, prefixes: tuple[str, ...]) -> Path | None:
+    """Return a file below `prefixes` that a process has in its memory, open or not; None without one."""
+    try:
+        lines = maps.read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return None
+    # address, permissions, offset, device, inode, path
+    names = (line.split(maxsplit=5)[5].removesuffix(_DELETED) for line in lines if "/" in line)
+    return next((Path(name) for name in names if name.startswith(prefixes)), None)
 
 
 def _inodes(roots: Sequence[Path]) -> set[tuple[int, int] | None]:

@@ -9,7 +9,9 @@ Source: Journal, JournalChannel; BP-35 for version 7.
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -27,23 +29,32 @@ class JournalWriter:
 
     `scoped`: every file is of version 7, because the bookie has scoped ledgers. `allocation_size`: bytes to reserve at
     once, 0 for none.
-    `failed` is set when written data is uncertain (a sync failed): the writer refuses all further groups, and the
-    bookie has to stop; the next start replays the journal.
+    `failed` is set by any failure but a lack of space: the writer refuses all further groups, and the bookie has to
+    stop; the next start replays the journal. `clock_ms` is wall time, for the ids of new files; `now_s` measures
+    intervals.
     """
 
     def __init__(
-        self, directory: Path, files: Files, config: BookieConfig, *, clock_ms: Callable[[], int], scoped: bool = False
+        self,
+        directory: Path,
+        files: Files,
+        config: BookieConfig,
+        *,
+        clock_ms: Callable[[], int],
+        now_s: Callable[[], float] = time.monotonic,
+        scoped: bool = False,
     ) -> None:
         self.directory = directory
         self._files = files
         self._config = config
         self._clock_ms = clock_ms
+        self._now_s = now_s
         self._size_max = config.journal_max_size_mb * MEBIBYTE
         self.allocation_size = config.journal_pre_alloc_size_mb * MEBIBYTE
         self._version = self._plain_version = config.journal_format_version_to_write
         self._scoped = scoped
         self._sync_data = config.journal_sync_data
-        self._synced_ms = 0
+        self._synced_s = -math.inf
         self._file: StorageFile | None = None
         self._journal_id = 0
         self._position = 0
@@ -79,6 +90,8 @@ class JournalWriter:
         self._scoped = True
 
     def _open_next(self) -> None:
+        if self._file is not None and not self._sync_data:
+            self._sync(self._file)
         journal_id = self._journal_id + 1
         version = formats.VERSION_SCOPED if self._scoped else self._plain_version
         header = formats.write_header(version)
@@ -95,8 +108,6 @@ class JournalWriter:
                 self._files.remove(path)
             raise
         if self._file is not None:
-            if not self._sync_data:
-                self._file.sync()
             self._file.close()
         self._file = file
         self._version = version
@@ -115,8 +126,8 @@ class JournalWriter:
         """Append one group of whole records, `size` bytes; return once it is on disk.
 
         `scoped`: the group has records of scoped ledgers. `records` is changed. Calls `written` once the system has the
-        group. Without `sync_data` the file is synced only every `sync_interval_ms`. Raises OSError: the whole group
-        failed then; BookieIOError once `failed` is set.
+        group. Without journalSyncData the file is synced only every journalPageCacheFlushIntervalMSec. Raises OSError:
+        the whole group failed then; BookieIOError once `failed` is set.
         """
         if self.failed is not None:
             raise BookieIOError(f"Journal {self.directory} failed before: {self.failed}")
@@ -124,6 +135,14 @@ class JournalWriter:
             if written is not None:
                 written()
             return
+        try:
+            self._commit(records, size, scoped, written)
+        except OSError as error:
+            if error.errno not in NO_SPACE:  # Source: Journal, whose thread ends with any IOException
+                self.failed = self.failed or error
+            raise
+
+    def _commit(self, records: list[bytes], size: int, scoped: bool, written: Callable[[], object] | None) -> None:
         file = self._file_for(scoped=scoped)
         start = self._position
         end = start + size
@@ -143,12 +162,16 @@ class JournalWriter:
         if written is not None:
             written()
         if self._sync_data or self._is_sync_due():
-            try:
-                file.sync()
-            except Exception as error:
-                self.failed = error
-                raise
+            self._sync(file)
         self.mark = LogMark(self._journal_id, end)
+
+    def _sync(self, file: StorageFile) -> None:
+        """Sync; a failure is the journal's, whatever it is: written data is uncertain."""
+        try:
+            file.sync()
+        except Exception as error:
+            self.failed = error
+            raise
 
     def _file_for(self, *, scoped: bool) -> StorageFile:
         """Return the file for the next group: a new one if the open one is full, or too old for scoped records."""
@@ -160,10 +183,10 @@ class JournalWriter:
         return self._file
 
     def _is_sync_due(self) -> bool:
-        now_ms = self._clock_ms()
-        due = now_ms - self._synced_ms >= self._config.journal_page_cache_flush_interval_msec
+        now_s = self._now_s()
+        due = (now_s - self._synced_s) * 1000 >= self._config.journal_page_cache_flush_interval_msec
         if due:
-            self._synced_ms = now_ms
+            self._synced_s = now_s
         return due
 
     def _allocate(self, file: StorageFile, end: int) -> None:

@@ -39,7 +39,7 @@ def _held(run: Run, layout: BookieLayout, *, dry_run: bool) -> Iterator[None]:
     if dry_run:
         yield
         return
-    with hold(layout.all):
+    with hold(layout.all, note=run.note):
         run.start_audit(begun=True)
         try:
             yield
@@ -295,7 +295,7 @@ def downgrade_bookie(run: Run, directories: Directories = (), dry_run: DryRun = 
 
     config = config_of(run.directories(directories)) if directories or run.conf is None else run.config()
     with run.working("Stopping the bookie cleanly"):
-        rows = downgrade(config, dry_run=dry_run)
+        rows = downgrade(config, dry_run=dry_run, note=run.note)
     run.render(rows, DOWNGRADED_COLUMNS)
     if not any(row.journal_ids for row in rows):
         run.note("Nothing to do: no journal has scoped records, so Apache's bookie can start")
@@ -425,7 +425,7 @@ def format_bookie(
         if cluster is not None:
             check_not_registered(cluster, [bookie_id])
         places = existing(roles_of(config))
-        with hold(places):
+        with hold(places, note=run.note):
             if dry_run:
                 run.render(rows, CONTENTS_COLUMNS)
                 return
@@ -515,6 +515,6 @@ def init(
                 f"reasons against creating bookie {bookie_id}",
             )
             return
-        with hold(existing(configured_directories(config))):
+        with hold(existing(configured_directories(config)), note=run.note):
             init(config, bookie_id, cluster, Files())
         run.show(configured_cookie(config, bookie_id, cluster.instance_id()), NEW_BOOKIE_COLUMNS)

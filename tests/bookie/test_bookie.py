@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.own_cluster import tree
 from support.served_bookies import PLAIN, SCOPED, add, config_for, connected, digests, on_a_bookie, serving, statuses
 from support.servers import DB, INTERLEAVED, SORTED
 from support.waiting import LIMIT_S
@@ -18,13 +19,15 @@ from support.waiting import LIMIT_S
 from bkctl.bookie.bookie import Bookie
 from bkctl.bookie.cookies import CookieMismatch
 from bkctl.disk import DiskUsage, Files
-from bkctl.errors import BkctlError, DirectoryInUse, IllegalOperation, Unsupported, UsageError
+from bkctl.errors import AlreadyExists, BkctlError, DirectoryInUse, IllegalOperation, Unsupported, UsageError
 from bkctl.files.journal import JournalReader, read_last_mark
 from bkctl.formats.availability import Availability
 from bkctl.formats.entry import read_entry_header
 from bkctl.formats.journal import LogMark
+from bkctl.formats.metadata import BookieServiceInfo
 from bkctl.ids import LedgerId
-from bkctl.metadata.cluster import Cluster
+from bkctl.metadata.backends.sqlite import SqliteStore
+from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.protocol.connection import BookieConnection
 from bkctl.protocol.messages import (
     LAST_ENTRY,
@@ -558,7 +561,7 @@ def test_bookie_takes_more_directories_only_if_it_still_finds_its_ledgers(
 
 def test_two_bookies_never_share_a_directory(tmp_path: Path, cluster: Cluster) -> None:
     async def body(bookie: Bookie, connection: BookieConnection) -> None:
-        other = Bookie(config_for(tmp_path), cluster=cluster)
+        other = Bookie(config_for(tmp_path, bookie_port=0, bookie_id="other"), cluster=cluster)
         with pytest.raises(DirectoryInUse, match=str(tmp_path)):
             await other.start()
         assert await statuses(connection, add(PLAIN, 0)) == [Status.EOK]
@@ -653,8 +656,32 @@ def test_taken_port_is_reported(tmp_path: Path, cluster: Cluster) -> None:
         config = config_for(tmp_path / "second", bookie_port=bookie.address[1], bookie_id="second")
         with pytest.raises(BkctlError, match="cannot listen on port"):
             await Bookie(config, cluster=cluster).start()
+        assert not (tmp_path / "second").exists()
 
     on_a_bookie(tmp_path, cluster, body)
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+@pytest.mark.parametrize("storage", [SORTED, INTERLEAVED, DB])
+def test_start_of_a_registered_bookie_changes_nothing(
+    tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, storage: str, read_only: bool
+) -> None:
+    async def body(bookie: Bookie, connection: BookieConnection) -> None:
+        assert set(await statuses(connection, add(PLAIN, 0), add(SCOPED, 0))) == {Status.EOK}
+
+    config = config_for(tmp_path / "bookie", ledger_storage_class=storage)
+    on_a_bookie(tmp_path / "bookie", cluster, body, ledger_storage_class=storage)
+    before = tree(tmp_path / "bookie")
+    ephemeral = SqliteStore.ephemeral
+    monkeypatch.setattr(SqliteStore, "ephemeral", lambda *args, wait_s=None: ephemeral(*args, wait_s=wait_s or 0))
+    with open_cluster(cluster.uri) as other:
+        bookie_id = cluster.cookies.list()[0]
+        other.bookies.register(bookie_id, BookieServiceInfo(), read_only)
+        with pytest.raises(AlreadyExists, match="registered by another process"):
+            asyncio.run(Bookie(config, cluster=cluster).start())
+        assert tree(tmp_path / "bookie") == before
+        assert [each.bookie_id for each in cluster.bookies.list(include_down=False)] == [bookie_id]
+    on_a_bookie(tmp_path / "bookie", cluster, body, ledger_storage_class=storage)
 
 
 def test_bookie_spreads_over_several_journals_and_ledger_directories(tmp_path: Path, cluster: Cluster) -> None:

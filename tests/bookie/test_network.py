@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import socket
+import ssl
 import sys
 
 import pytest
 
 from bkctl.bookie import network
-from bkctl.bookie.network import reserved_port
+from bkctl.bookie.network import reserved_port, tls_context
+from bkctl.config import BookieConfig
+from bkctl.errors import UsageError
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a reservation lasts on Linux only")
@@ -24,3 +28,45 @@ def test_reserved_port_is_for_one_caller_and_its_server_can_listen(monkeypatch: 
                 server.listen()
     with reserved_port("127.0.0.1") as third:
         assert third == first
+
+
+def _context(monkeypatch: pytest.MonkeyPatch, *protocols: str) -> ssl.SSLContext:
+    monkeypatch.setattr(network, "load_certificate", lambda *_: None)
+    settings = {"tls_key_store_type": "PEM", "tls_key_store": "key.pem", "tls_certificate_path": "certificate.pem"}
+    config = BookieConfig(tls_provider_factory_class="x", tls_enabled_protocols=protocols, **settings)  # type: ignore[arg-type]
+    context = tls_context(config)
+    assert context is not None
+    return context
+
+
+@pytest.mark.parametrize(
+    ("protocols", "lowest", "highest", "left_out"),
+    [
+        (("TLSv1.2", "TLSv1.1"), "TLSv1_2", "TLSv1_2", "TLSv1.1"),
+        (("TLSv1", "SSLv3", "TLSv1.3", "SSLv2Hello"), "TLSv1_3", "TLSv1_3", "TLSv1, SSLv3, SSLv2Hello"),
+        (("TLSv1.2", "TLSv1.3"), "TLSv1_2", "TLSv1_3", ""),
+    ],
+)
+def test_old_tls_versions_are_left_out_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    protocols: tuple[str, ...],
+    lowest: str,
+    highest: str,
+    left_out: str,
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        context = _context(monkeypatch, *protocols)
+    assert (context.minimum_version.name, context.maximum_version.name) == (lowest, highest)
+    assert [record.getMessage() for record in caplog.records] == (
+        [f"tlsEnabledProtocols: {left_out} are not secure, and not offered"] if left_out else []
+    )
+
+
+@pytest.mark.parametrize("protocols", [("TLSv1.1",), ("TLSv1.2", "TLSv9"), ("tls",)])
+def test_tls_protocols_without_a_secure_one_or_with_an_unknown_one_are_refused(
+    monkeypatch: pytest.MonkeyPatch, protocols: tuple[str, ...]
+) -> None:
+    with pytest.raises(UsageError, match="tlsEnabledProtocols names") as refused:
+        _context(monkeypatch, *protocols)
+    assert "TLSv1.2, TLSv1.3" in (refused.value.hint or "")

@@ -319,6 +319,20 @@ def test_an_ephemeral_lives_as_long_as_its_store(backend: Any) -> None:
     assert other.children("available") == []
 
 
+def test_ephemeral_without_value_only_waits_for_another_owner(backend: Any) -> None:
+    first, second = backend.open(), backend.open()
+    second.ephemeral("available/bookie-1", None)
+    assert first.get("available/bookie-1") is None
+    first.ephemeral("available/bookie-1", b"first")
+    first.ephemeral("available/bookie-1", None)
+    with pytest.raises(AlreadyExists):
+        second.ephemeral("available/bookie-1", None, wait_s=0.2)
+    assert first.get("available/bookie-1").value == b"first"
+    first.close()
+    second.ephemeral("available/bookie-1", None, wait_s=60)
+    assert second.get("available/bookie-1") is None
+
+
 def test_ephemeral_waits_for_another_owner(backend: Any) -> None:
     first, second = backend.open(), backend.open()
     first.ephemeral("available/bookie-1", b"first")

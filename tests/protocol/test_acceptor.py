@@ -20,7 +20,7 @@ from support.descriptors import descriptors_used_up
 from support.waiting import LIMIT_S
 
 from bkctl.protocol import acceptor as acceptor_module
-from bkctl.protocol.acceptor import Acceptor, share_of_descriptors
+from bkctl.protocol.acceptor import Acceptor, claim_port, share_of_descriptors
 
 HOST = "127.0.0.1"
 Runner = Callable[[Coroutine[Any, Any, None]], None]
@@ -267,3 +267,31 @@ def test_the_share_of_descriptors_follows_the_process_and_the_setting(monkeypatc
         monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
         assert share_of_descriptors(2, 0) == unbounded
         assert share_of_descriptors(2, 100) == bounded
+
+
+async def test_claimed_port_refuses_clients_and_servers_until_it_is_served() -> None:
+    claimed = await claim_port(HOST, 0)
+    port = claimed[0].getsockname()[1]
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection(HOST, port)
+    for reuse in (False, True):
+        with socket.socket() as other:
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
+            with pytest.raises(OSError, match="in use"):
+                other.bind((HOST, port))
+    with pytest.raises(OSError, match="in use"):
+        await claim_port(HOST, port)
+    for _ in range(2):  # the second server finds connections of the first one in TIME_WAIT
+        acceptor = await Acceptor.listen(HOST, port, Echo, connections_max=0, ended=Counter(), claimed=claimed)
+        with pytest.raises(OSError, match="in use"):
+            await claim_port(HOST, port)
+        reader, writer = await asyncio.open_connection(HOST, port)
+        writer.write(b"x")
+        assert await reader.readexactly(1) == b"x"
+        acceptor.close()
+        await acceptor.wait_closed()
+        claimed = await claim_port(HOST, port)
+        writer.close()
+        await writer.wait_closed()
+    for listener in claimed:
+        listener.close()

@@ -15,6 +15,7 @@ import pytest
 from bkctl.disk import Files
 from bkctl.errors import DirectoryInUse
 from bkctl.formats.metadata import Cookie
+from bkctl.repair import holding
 from bkctl.repair.holding import hold, holders
 
 
@@ -63,6 +64,32 @@ def test_an_open_file_is_held_by_its_process(ledgers: Path, mode: str) -> None:
         assert holder.command.startswith(os.path.basename(sys.executable))
         with pytest.raises(DirectoryInUse, match=rf"0\.log is in use by process {pid} "), hold([ledgers]):
             pytest.fail("held")
+
+
+@pytest.mark.parametrize("removed", [False, True])
+def test_a_mapped_file_is_held_by_its_process(ledgers: Path, removed: bool) -> None:
+    log = ledgers / "current" / "0.log"
+    script = "import mmap\nfd = os.open(sys.argv[1], os.O_RDWR)\nkept = mmap.mmap(fd, 0)\nos.close(fd)"
+    with child(script, log) as pid:
+        if removed:
+            log.unlink()
+        assert [(holder.pid, holder.path) for holder in holders([ledgers])] == [(pid, log)]
+        with pytest.raises(DirectoryInUse, match=f"process {pid}"), hold([ledgers]):
+            pass
+
+
+def test_hold_says_where_open_files_cannot_be_seen(
+    ledgers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with hold([ledgers]):
+        assert not caplog.text
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "geteuid", lambda: ledgers.stat().st_uid + 1)
+        with hold([ledgers]):
+            assert "belong to another user" in caplog.text
+    monkeypatch.setattr(holding, "_PROC", tmp_path / "none")
+    with hold([ledgers]):
+        assert "has no /proc" in caplog.text
 
 
 def test_a_removed_file_that_is_open_still_counts(ledgers: Path) -> None:

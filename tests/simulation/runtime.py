@@ -36,6 +36,7 @@ from typing import Any
 from unittest import mock
 
 from bkctl.ids import random_u64
+from bkctl.protocol import server
 from bkctl.protocol.acceptor import Acceptor
 
 #: 2026-01-01, the wall clock when a world begins.
@@ -841,6 +842,11 @@ async def _listen(host: str, port: int, serve: Callable[[], Any], **_: Any) -> A
     return await asyncio.get_running_loop().create_server(serve, host, port)
 
 
+async def _claim_port(host: str, port: int) -> list[Any]:
+    """A simulated network has no sockets: Acceptor.listen claims the port there."""
+    return []
+
+
 @contextlib.contextmanager
 def patched(world: World) -> Iterator[None]:
     """The product's modules use the world's time, threads, queues and random numbers."""
@@ -853,6 +859,7 @@ def patched(world: World) -> Iterator[None]:
         # asyncio.run_coroutine_threadsafe gives one of these.
         patches.enter_context(mock.patch.object(concurrent.futures.Future, "result", _await_result))
         patches.enter_context(mock.patch.object(Acceptor, "listen", _listen))
+        patches.enter_context(mock.patch.object(server, "claim_port", _claim_port))
         # Imported where it is used, so replaced at its source.
         patches.enter_context(mock.patch.object(uuid, "uuid4", stands[id(uuid)][1].uuid4))
         for module in _modules():

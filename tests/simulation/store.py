@@ -226,7 +226,7 @@ class Session(MetadataStore):
     def sequence_position(self, path: str) -> int:
         return self._call(lambda: self.tree.sequences.get(path, 0))
 
-    def ephemeral(self, path: str, value: bytes, *, wait_s: float | None = None) -> None:
+    def ephemeral(self, path: str, value: bytes | None, *, wait_s: float | None = None) -> None:
         world = self.tree.world
         deadline = world.now + (2 * SESSION_TIMEOUT_S if wait_s is None else wait_s)
 
@@ -234,8 +234,9 @@ class Session(MetadataStore):
             node = self.tree.nodes.get(path)
             if node is not None and node.owner is not self:
                 return False
-            self.tree.set(path, value, self)
-            self._ephemerals[path] = value
+            if value is not None:
+                self.tree.set(path, value, self)
+                self._ephemerals[path] = value
             return True
 
         while not self._call(call):

@@ -98,8 +98,8 @@ def test_group_fails_with_the_group_of_its_ledger_key(tmp_path: Path) -> None:
     failed, behind = batches
     assert failed is not None
     assert behind is not None
-    files.faults.append(Fault("write", ".txn", errno.EIO))
-    with pytest.raises(OSError, match="Input/output error") as failure:
+    files.faults.append(Fault("write", ".txn", errno.ENOSPC))
+    with pytest.raises(OSError, match="No space left") as failure:
         storage.commit(0, failed)
     storage.settle(0, failed, failure.value)
     for entry_id in (0, 1):  # the first batch has the ledger's key
@@ -160,14 +160,14 @@ def missing(storage: BookieStorage, bodies: Bodies) -> list[tuple[LedgerId, int]
     return [key for key, body in bodies.items() if bytes(storage.read_entry(*key)) != body]
 
 
-@pytest.mark.parametrize("kind", ["write", "sync"])
+@pytest.mark.parametrize(("kind", "code"), [("write", errno.EIO), ("sync", errno.EIO), ("write", errno.EFBIG)], ids=str)
 @pytest.mark.parametrize("ledger", [LedgerId(0, 1), LedgerId(7, 1)], ids=str)
 def test_index_that_the_disk_refuses_stays_with_its_ledger(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, ledger: LedgerId
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, code: int, ledger: LedgerId
 ) -> None:
     storage, files, bodies = with_two_ledgers(tmp_path / "work", ledger)
     mark = (tmp_path / "work" / MARK).read_bytes()
-    files.faults.append(Fault(kind, "1.idx", errno.EIO, times=3))
+    files.faults.append(Fault(kind, "1.idx", code, times=3))
     for round_number in range(3):
         storage.run_checkpoint()
         assert caplog.text.count(f"Ledger {ledger} accepts no entries") == 1

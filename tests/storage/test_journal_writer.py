@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 from collections.abc import Sequence
@@ -10,9 +11,11 @@ from typing import Any
 
 import pytest
 from support.journals import flush_journals
+from support.simulated_disk import Fault, SimulatedFiles
 
 from bkctl.config import BookieConfig
 from bkctl.disk import Files, StorageFile
+from bkctl.errors import BookieIOError
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.journal import file_name, write_header
 from bkctl.formats.layout import Buffer
@@ -57,7 +60,7 @@ class _RecordedFile(StorageFile):
 def writer(directory: Path, files: Files, clock: list[int], **settings: Any) -> JournalWriter:
     options: dict[str, Any] = {"journal_max_size_mb": 1, "journal_pre_alloc_size_mb": 0}
     config = BookieConfig(**(options | settings))
-    journal = JournalWriter(directory, files, config, clock_ms=lambda: clock[0])
+    journal = JournalWriter(directory, files, config, clock_ms=lambda: 1000, now_s=lambda: clock[0] / 1000)
     journal.open()
     return journal
 
@@ -154,3 +157,61 @@ def test_every_group_ends_with_padding(tmp_path: Path) -> None:
         assert end % 512 == 0
         data = (tmp_path / file_name(journal.mark.journal_id)).read_bytes()[start + size : end]
         assert data == struct.pack(">ii", -0x100, len(data) - 8) + bytes(len(data) - 8)
+
+
+@pytest.mark.parametrize(
+    ("code", "fails"),
+    [(code, True) for code in (errno.ENOENT, errno.EACCES, errno.EROFS, errno.EIO)]
+    + [(code, False) for code in (errno.ENOSPC, errno.EDQUOT, errno.EMFILE)],
+    ids=errno.errorcode.get,
+)
+@pytest.mark.parametrize("scoped", [False, True])
+def test_roll_without_a_new_file_fails_the_journal_unless_space_is_missing(
+    tmp_path: Path, code: int, fails: bool, scoped: bool
+) -> None:
+    class NoNewFiles(Files):
+        is_refusing = False
+
+        def open(self, path: Path, *, create: bool = False) -> StorageFile:
+            if self.is_refusing:
+                raise OSError(code, os.strerror(code), str(path))
+            return super().open(path, create=create)
+
+    files = NoNewFiles()
+    journal = writer(tmp_path, files, [0])
+    journal.commit([b"x" * (1 << 20)], 1 << 20, scoped=scoped)
+    files.is_refusing = True
+    with pytest.raises(OSError, match=r"\[Errno") as refused:
+        journal.commit([b"y"], 1)
+    assert refused.value.errno == code
+    assert journal.failed is (refused.value if fails else None)
+    files.is_refusing = False
+    if fails:
+        with pytest.raises(BookieIOError, match="failed before"):
+            journal.commit([b"z"], 1)
+    else:
+        journal.commit([b"z"], 1)
+
+
+def test_old_file_that_cannot_be_synced_at_a_roll_fails_the_journal(tmp_path: Path) -> None:
+    files = SimulatedFiles(tmp_path)
+    journal = writer(tmp_path, files, [0], journal_sync_data=False)
+    for _ in range(2):
+        journal.commit([b"x" * (1 << 20)], 1 << 20)
+    files.faults.append(Fault("sync", ".txn", errno.ENOSPC))
+    with pytest.raises(OSError, match="No space left"):
+        journal.commit([b"y"], 1)
+    assert journal.failed is not None
+
+
+def test_clock_that_is_set_back_does_not_put_off_a_sync(tmp_path: Path) -> None:
+    files, wall_ms, now_s = Recorded(), [1_000_000], [50.0]
+    config = BookieConfig(journal_sync_data=False, journal_page_cache_flush_interval_msec=1000)
+    journal = JournalWriter(tmp_path, files, config, clock_ms=lambda: wall_ms[0], now_s=lambda: now_s[0])
+    journal.open()
+    journal.commit([b"x"], 1)
+    wall_ms[0] -= 900_000
+    now_s[0] += 1
+    files.steps.clear()
+    journal.commit([b"x"], 1)
+    assert files.steps == ["write", "sync"]

@@ -72,10 +72,12 @@ async def set_read_only(call: ApiCall) -> Response:
 
 @ENDPOINTS.get(
     f"{PREFIX}/bookie/is_ready", "Whether the bookie serves.",
-    answer=TEXT, errors={503: "The bookie is starting or stopping"}, probe=True,
+    answer=TEXT, errors={503: "The bookie is starting or stopping, or not registered for zkTimeout"}, probe=True,
 )  # fmt: skip
 async def is_ready(call: ApiCall) -> Response:
-    found = await call.service.bookie.ask(lambda bookie: bookie.state())
+    found, is_lost = await call.service.bookie.ask(lambda bookie: (bookie.state(), bookie.registration.is_over))
+    if found["running"] and not found["shuttingDown"] and is_lost:
+        raise ServiceUnavailable("Bookie has lost its registration in the metadata store")
     if not found["running"] or found["shuttingDown"]:
         raise ServiceUnavailable("Bookie is not fully started yet")
     return text_answer("OK")

@@ -14,6 +14,7 @@ class HealthCode(StrEnum):
     BOOKIE_READ_ONLY = "bookie-read-only"
     BOOKIE_WITHOUT_ADDRESS = "bookie-without-address"
     BOOKIE_WITHOUT_COOKIE = "bookie-without-cookie"
+    BOOKIE_UNREGISTERED = "bookie-unregistered"
     BOOKIE_SILENT = "bookie-silent"
     COOKIE_DAMAGED = "cookie-damaged"
     COOKIE_OF_ANOTHER_CLUSTER = "cookie-of-another-cluster"

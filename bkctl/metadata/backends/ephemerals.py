@@ -26,8 +26,11 @@ class Ephemerals:
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
-    def adding(self, path: str, value: bytes) -> Iterator[None]:
-        """Remember the ephemeral; forget a new one when the block, which creates it, fails."""
+    def adding(self, path: str, value: bytes | None) -> Iterator[None]:
+        """Remember the ephemeral (none without `value`); forget a new one when the block, which creates it, fails."""
+        if value is None:
+            yield
+            return
         with self._lock:
             before = self._values.get(path)
             self._values[path] = value

@@ -322,8 +322,8 @@ class SqliteStore(MetadataStore):
                 )
         return True
 
-    def ephemeral(self, path: str, value: bytes, *, wait_s: float | None = None) -> None:
-        check_size(path, value)
+    def ephemeral(self, path: str, value: bytes | None, *, wait_s: float | None = None) -> None:
+        check_size(path, value or b"")
         deadline = time.monotonic() + (SESSION_EXPIRY_MS / 1000 if wait_s is None else wait_s)
         with self._ephemerals.adding(path, value):
             while not self._put_ephemeral(path, value):
@@ -364,12 +364,14 @@ class SqliteStore(MetadataStore):
                 self._session = before
                 raise
 
-    def _put_ephemeral(self, path: str, value: bytes) -> bool:
+    def _put_ephemeral(self, path: str, value: bytes | None) -> bool:
         self._end_dead_sessions(at_once=True)
         with self._session_transaction() as connection:
             row = _row(connection, "owner, value", path)
             if row is not None and row[0] != self._session:
                 return False
+            if value is None:
+                return True
             if row is None:
                 _insert(connection, path, value, self._session, _next_change(connection))
             elif bytes(row[1]) != value:

@@ -38,8 +38,12 @@ _COPIED_BYTES: Final = 1 << 20
 _RELOCATED: Final = ".rloc"
 
 
+#: One file's own failures: damage below it, or a size beyond what the file system or RLIMIT_FSIZE allows.
+_FILE_FAILED: Final = frozenset({errno.EIO, errno.EFBIG})
+
+
 class IndexFileFailed(OSError):
-    """The disk refuses the content of one index file (EIO); other files of its directory may be writable."""
+    """The disk refuses the content of one index file (EIO, EFBIG); other files of its directory may be writable."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -375,9 +379,9 @@ class IndexPersistenceMgr:
         try:
             self._write_to(file, header, pages)
         except OSError as error:
-            if error.errno != errno.EIO:
+            if error.errno not in _FILE_FAILED:
                 raise
-            raise IndexFileFailed(errno.EIO, error.strerror, str(file.path)) from error
+            raise IndexFileFailed(error.errno, error.strerror, str(file.path)) from error
         if known is None:
             with self._names_lock:
                 if handle.deleted or ledger in self._doomed:

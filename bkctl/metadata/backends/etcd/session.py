@@ -58,7 +58,7 @@ class EtcdSession:
         self._ttl_s = timeout_s
         self._lease_lock = threading.Lock()
 
-    def hold(self, path: str, value: bytes, wait_s: float | None) -> None:
+    def hold(self, path: str, value: bytes | None, wait_s: float | None) -> None:
         """See MetadataStore.ephemeral."""
         begin = time.monotonic()
         with self.ephemerals.adding(path, value):
@@ -70,9 +70,15 @@ class EtcdSession:
                 self._connection.closed.wait(_POLL_S)
         self._connection.start_thread("lease", self._keep_lease)
 
-    def _put(self, path: str, value: bytes) -> int | None:
-        """Create or update our ephemeral. Returns None, else the lease that holds the key (0: none, or _DELETED)."""
+    def _put(self, path: str, value: bytes | None) -> int | None:
+        """Create or update our ephemeral (None: neither).
+
+        Returns None, else the lease that holds the key (0: none, or _DELETED).
+        """
         key = self._nodes.key(path)
+        if value is None:
+            found = self._nodes.read(key)
+            return None if found is None or found.lease == self.lease_id != 0 else int(found.lease)
         lease_id = self._lease()
         try:
             self._nodes.create(path, value, lease_id)

@@ -356,8 +356,8 @@ class EtcdStore(MetadataStore):
         found = self._nodes.read(self._nodes.key(path))
         return 0 if found is None else int(found.version)
 
-    def ephemeral(self, path: str, value: bytes, *, wait_s: float | None = None) -> None:
-        check_size(path, value, "etcd")
+    def ephemeral(self, path: str, value: bytes | None, *, wait_s: float | None = None) -> None:
+        check_size(path, value or b"", "etcd")
         self._session.hold(path, value, wait_s)
 
     def claim(self, path: str, value: bytes, *, numbered: bool = False) -> Claim:

@@ -43,7 +43,7 @@ class ZooKeeperSession:
         self._reads = reads
         self.ephemerals = Ephemerals(lambda path, value: self.put(path, value), note_owner, delete)
 
-    def hold(self, path: str, value: bytes, wait_s: float | None) -> None:
+    def hold(self, path: str, value: bytes | None, wait_s: float | None) -> None:
         """See MetadataStore.ephemeral."""
         expiry_s = self._connection.session_timeout_s + _EXPIRY_SLACK_S
         deadline = time.monotonic() + (expiry_s if wait_s is None else wait_s)
@@ -53,21 +53,22 @@ class ZooKeeperSession:
                     raise AlreadyExists(f"{path} is held by another session in {self._connection.name}")
                 time.sleep(_POLL_S)
 
-    def put(self, path: str, value: bytes) -> bool:
-        """Create or update our ephemeral; return False when another session owns the node."""
+    def put(self, path: str, value: bytes | None) -> bool:
+        """Create or update our ephemeral (None: neither); return False when another session owns the node."""
         connection = self._connection
         full = connection.full(path)
+        if value is not None:
+            with contextlib.suppress(AlreadyExists):
+                self._nodes.create(path, value, ephemeral=True)
+                return True
         try:
-            self._nodes.create(path, value, ephemeral=True)
-        except AlreadyExists:
-            try:
-                found, stat = connection.run(connection.client.get_async, full)
-                if stat.ephemeralOwner != connection.session_id:
-                    return False
-                if found != value:
-                    connection.run(partial(connection.client.set_async, value=value), full)
-            except NoNodeError:
+            found, stat = connection.run(connection.client.get_async, full)
+            if stat.ephemeralOwner != connection.session_id:
                 return False
+            if value not in (None, found):
+                connection.run(partial(connection.client.set_async, value=value), full)
+        except NoNodeError:
+            return value is None
         return True
 
     def claim(self, path: str, value: bytes, numbered: bool) -> Claim:

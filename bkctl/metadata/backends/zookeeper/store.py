@@ -208,7 +208,7 @@ class ZooKeeperStore(MetadataStore):
         # `cversion` is 32 bits wide, and twice the creations less the present children.
         return ((int(stat.cversion) + int(stat.numChildren)) & 0xFFFFFFFF) >> 1
 
-    def ephemeral(self, path: str, value: bytes, *, wait_s: float | None = None) -> None:
+    def ephemeral(self, path: str, value: bytes | None, *, wait_s: float | None = None) -> None:
         self._watches.start_thread()
         self._session.hold(path, value, wait_s)
 

@@ -1,0 +1,68 @@
+"""A start of ours beside a running bookie of Apache's: refused before a byte on the disks changes."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from support.own_bookies import OwnBookie
+from support.served_bookies import add, statuses
+from support.servers import DB, INTERLEAVED, SORTED, ApacheBookie, Java, ZooKeeperServer, format_cluster, free_port
+
+from bkctl.ids import LedgerId
+from bkctl.protocol.connection import BookieConnection
+from bkctl.protocol.messages import Protocol, ReadRequest, Request, Status
+
+pytestmark = pytest.mark.java
+LEDGER = LedgerId(0, 7)
+
+
+def ask(bookie: ApacheBookie | OwnBookie, *requests: Request) -> set[Status]:
+    async def body() -> set[Status]:
+        connection = await BookieConnection.open(
+            "127.0.0.1", bookie.port, bookie_id=bookie.bookie_id, protocol=Protocol.V2
+        )
+        try:
+            return set(await statuses(connection, *requests))
+        finally:
+            connection.close()
+            await connection.wait_closed()
+
+    return asyncio.run(body())
+
+
+@pytest.mark.parametrize("taken", ["port", "registration"])
+@pytest.mark.parametrize("storage", [SORTED, INTERLEAVED, DB], ids=["sorted", "interleaved", "db"])
+def test_entries_that_apaches_bookie_acknowledges_after_a_refused_start_survive_its_kill(
+    java: Java, zookeeper: ZooKeeperServer, tmp_path: Path, storage: str, taken: str
+) -> None:
+    uri = zookeeper.metadata_uri(zookeeper.new_root())
+    format_cluster(java, uri, tmp_path)
+    settings = {"bookieId": "the-bookie", "flushInterval": 3_600_000, "journalFormatVersionToWrite": 6}
+    apache = ApacheBookie(java, uri, tmp_path / "apache", storage, settings=settings)
+    apache.start()
+    try:
+        assert ask(apache, *(add(LEDGER, each) for each in range(20))) == {Status.EOK}
+        journals = sorted(apache.journal_dir.rglob("*.txn"))
+        marks = {path: path.read_bytes() for path in apache.ledger_dir.rglob("lastMark*")}
+        ours = OwnBookie(
+            uri,
+            tmp_path / "ours",
+            port=apache.port if taken == "port" else free_port(),
+            storage=storage,
+            settings={**apache.settings, **settings, "zkTimeout": 2000}
+            | ({"bookiePort": free_port()} if taken == "registration" else {}),
+        )
+        with pytest.raises(RuntimeError, match="ended"):
+            ours.start()
+        problem = "cannot listen on port" if taken == "port" else "is registered by another process"
+        assert problem in ours.log_tail()
+        assert sorted(apache.journal_dir.rglob("*.txn")) == journals
+        assert {path: path.read_bytes() for path in apache.ledger_dir.rglob("lastMark*")} == marks
+        assert ask(apache, *(add(LEDGER, each) for each in range(20, 40))) == {Status.EOK}
+        apache.kill()
+        apache.start()
+        assert ask(apache, *(ReadRequest(LEDGER, each) for each in range(40))) == {Status.EOK}
+    finally:
+        apache.kill()
