@@ -464,7 +464,7 @@ class BookieConfig:
 
     http_server_enabled: bool = _setting("httpServerEnabled", False)
     http_server_port: int = _setting("httpServerPort", 8080, least=0, most=65535)
-    #: None: every address, as Apache's, where clients have to prove who they are, else loopback.
+    #: None: every address, as Apache's; all but probes on loopback only, where no token or certificate is asked for.
     http_server_host: str | None = _setting("httpServerHost", None)
     http_server_tls_enable: bool = _setting("httpServerTlsEnable", False)
     #: PEM: the private key and the certificate.
@@ -478,6 +478,8 @@ class BookieConfig:
     http_server_token_file: str | None = _setting("httpServerTokenFile", None)
     #: Ours: the token of clients that may read, and get no secrets.
     http_server_read_only_token_file: str | None = _setting("httpServerReadOnlyTokenFile", None)
+    #: Ours: /heartbeat, /metrics, bookie/state and bookie/is_ready need no token.
+    http_server_open_probes: bool = _setting("httpServerOpenProbes", True)
 
     conf_path: Path | None = None
     #: What the file asks for and does not get, a sentence each.
@@ -584,8 +586,7 @@ def _metrics_warning(properties: Properties, is_http_enabled: bool) -> tuple[str
     where = "metrics are Prometheus text at /metrics of the HTTP server"
     if not is_http_enabled:
         where += (
-            ", which is off; set httpServerEnabled=true and httpServerPort, "
-            "and httpServerTokenFile if other machines are to read them"
+            ", which is off; set httpServerEnabled=true and httpServerPort"
         )
     return (f"{properties.where('statsProviderClass')}: statsProviderClass has no effect: {where}",)
 

@@ -11,12 +11,11 @@ from typing import Final
 
 from bkctl.config import BookieConfig
 from bkctl.errors import UsageError
-from bkctl.http.server_url import is_loopback_address
+from bkctl.http.server_url import LOOPBACK, WILDCARDS, is_loopback_address
 from bkctl.metadata.store import load_certificate
 
 log: Final = logging.getLogger("bkctl.http")
 
-LOOPBACK: Final = "127.0.0.1"
 TOKEN_SIZE_BYTES_MAX: Final = 4096
 
 
@@ -24,7 +23,8 @@ TOKEN_SIZE_BYTES_MAX: Final = 4096
 class HttpSettings:
     """The address of a server, and its access control: `token`, and client certificates if `tls` requires them.
 
-    Clients with the `read_only_token` may read, but get no secrets.
+    Clients with the `read_only_token` may read, but get no secrets. With `open_probes`, probes need no token.
+    `token_source` says where `token` is.
     """
 
     host: str
@@ -32,18 +32,21 @@ class HttpSettings:
     token: str | None = field(default=None, repr=False)
     tls: ssl.SSLContext | None = None
     read_only_token: str | None = field(default=None, repr=False)
+    open_probes: bool = True
+    token_source: str = ""
 
     @classmethod
     def of(cls, config: BookieConfig) -> HttpSettings:
-        """Return the settings of a bookie; without httpServerHost and authentication, it listens on loopback.
+        """Return the settings of a bookie.
 
-        Raise UsageError for unusable files, and for a server that would be open to everyone.
+        Without authentication, it listens on every address for its open probes (else, without httpServerHost, on
+        loopback). Raise UsageError for unusable files, and for a server that would be open to everyone.
         """
         if config.http_server_token and config.http_server_token_file:
             raise UsageError("httpServerToken and httpServerTokenFile are both set", hint="keep the file")
-        token = config.http_server_token
+        token, source = config.http_server_token, f"httpServerToken in {config.conf_path}"
         if config.http_server_token_file:
-            token = read_token(Path(config.http_server_token_file))
+            token, source = read_token(Path(config.http_server_token_file)), config.http_server_token_file
         tls = None
         if config.http_server_tls_enable:
             if not config.http_server_key_store_path:
@@ -55,18 +58,19 @@ class HttpSettings:
             )
         read_only = config.http_server_read_only_token_file
         settings = cls(
-            config.http_server_host or "0.0.0.0",
-            config.http_server_port,
-            token or None,
-            tls,
+            config.http_server_host or "0.0.0.0", config.http_server_port, token or None, tls,
             read_token(Path(read_only)) if read_only else None,
-        )
-        if config.http_server_host is None and not settings.authenticates:
-            settings = replace(settings, host=LOOPBACK)
-            log.warning(
-                "httpServerHost is not set: the HTTP server listens on %s only; to open it, set httpServerHost=0.0.0.0 "
-                "with httpServerTokenFile, or with TLS and httpServerTrustStorePath", LOOPBACK,
-            )  # fmt: skip
+            config.http_server_open_probes, source,
+        )  # fmt: skip
+        if not settings.authenticates and settings.host in WILDCARDS:
+            if settings.open_probes and read_only is None:
+                log.warning(
+                    "The HTTP server has no token: it answers probes and /metrics on every address, and the rest on %s "
+                    "only; to open it, set httpServerTokenFile, or TLS with httpServerTrustStorePath", LOOPBACK,
+                )  # fmt: skip
+                return settings
+            if config.http_server_host is None:
+                settings = replace(settings, host=LOOPBACK)
         return settings.checked(
             "set httpServerHost=127.0.0.1, or httpServerTokenFile, or TLS with httpServerTrustStorePath"
         )
