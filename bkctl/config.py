@@ -457,6 +457,8 @@ class BookieConfig:
     tls_client_authentication: bool = _setting("tlsClientAuthentication", False)
     #: Ours: Apache's bookie serves clients without TLS too, whatever the other settings say.
     tls_required: bool = _setting("tlsRequired", False)
+    #: TLS files that change, those of the HTTP server too, are loaded again after so many seconds; 0: by a restart.
+    tls_cert_files_refresh_duration_seconds: int = _setting("tlsCertFilesRefreshDurationSeconds", 0, least=0)
     #: As `TLSv1.3`; none: TLS 1.2 and later.
     tls_enabled_protocols: tuple[str, ...] = ()
     #: Nobody else may start the bookie; none: anybody may.
@@ -585,9 +587,7 @@ def _metrics_warning(properties: Properties, is_http_enabled: bool) -> tuple[str
         return ()
     where = "metrics are Prometheus text at /metrics of the HTTP server"
     if not is_http_enabled:
-        where += (
-            ", which is off; set httpServerEnabled=true and httpServerPort"
-        )
+        where += ", which is off; set httpServerEnabled=true and httpServerPort"
     return (f"{properties.where('statsProviderClass')}: statsProviderClass has no effect: {where}",)
 
 

@@ -121,9 +121,11 @@ class Api:
     async def _document(self, call: ApiCall) -> Response:
         return json_answer(
             document(
-                self.endpoints, gateway=not call.service.has_bookie, needs_token=self._token is not None,
+                self.endpoints,
+                gateway=not call.service.has_bookie,
+                needs_token=self._token is not None,
                 open_probes=self._open_probes,
-            )  # fmt: skip
+            )
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final
 
 import uvicorn
 
+from bkctl.bookie.network import client_tls_context
 from bkctl.client.placement import rack_rules
 from bkctl.config import BookieConfig
 from bkctl.errors import BkctlError
@@ -30,7 +31,7 @@ from bkctl.http.server_settings import HttpSettings
 from bkctl.http.server_url import LOOPBACK, WILDCARDS
 from bkctl.http.service import BookieProxy, Service
 from bkctl.http.uvicorn_server import BoundedProtocol, BoundedServer
-from bkctl.metadata.store import NO_SECURITY, StoreSecurity, client_tls
+from bkctl.metadata.store import NO_SECURITY, StoreSecurity
 
 if TYPE_CHECKING:
     from bkctl.bookie.bookie import Bookie
@@ -180,11 +181,10 @@ class BookieHttpServer(HttpServer):
         config = bookie.config
         uri = config.metadata_service_uri
         assert uri is not None
-        tls = None
-        if config.tls_provider_factory_class and config.tls_trust_store:
-            tls = client_tls(config.tls_trust_store, config.tls_certificate_path, config.tls_key_store)
+        tls = client_tls_context(config)
         timeout_s = config.zk_timeout / 1000 * 3
         bookie.metrics.ended_connections["http"] = self.ended
+        bookie.metrics.certificates["http"] = self.settings.tls
         local = BookieProxy(bookie, asyncio.get_running_loop())
         rules = rack_rules(config)
         self.start(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import socket
 import ssl
@@ -12,6 +13,7 @@ from typing import Final
 from bkctl.config import BookieConfig
 from bkctl.errors import UsageError
 from bkctl.http.server_url import LOOPBACK, WILDCARDS, is_loopback_address
+from bkctl.metadata.refreshed_tls import RefreshedContext
 from bkctl.metadata.store import load_certificate
 
 log: Final = logging.getLogger("bkctl.http")
@@ -30,7 +32,7 @@ class HttpSettings:
     host: str
     port: int
     token: str | None = field(default=None, repr=False)
-    tls: ssl.SSLContext | None = None
+    tls: RefreshedContext | None = None
     read_only_token: str | None = field(default=None, repr=False)
     open_probes: bool = True
     token_source: str = ""
@@ -55,6 +57,7 @@ class HttpSettings:
                 config.http_server_key_store_path,
                 config.http_server_key_store_password,
                 config.http_server_trust_store_path,
+                refresh_s=config.tls_cert_files_refresh_duration_seconds,
             )
         read_only = config.http_server_read_only_token_file
         settings = cls(
@@ -114,12 +117,18 @@ def read_token(path: Path) -> str:
 
 
 def tls_context(
-    key_store: str, password: str | None, trust_store: str | None, key: str | None = None
-) -> ssl.SSLContext:
+    key_store: str, password: str | None, trust_store: str | None, key: str | None = None, *, refresh_s: float = 0
+) -> RefreshedContext:
     """Return a server's TLS settings from PEM files; with `trust_store`, clients need a certificate signed by it.
 
-    `key` is the file of the private key if `key_store` does not contain it. Raise UsageError.
+    `key` is the file of the private key if `key_store` does not contain it. `refresh_s` as in RefreshedContext. Raise
+    UsageError.
     """
+    make = functools.partial(_load_tls, key_store, password, trust_store, key)
+    return RefreshedContext(make, (key_store, key, trust_store), key_store, refresh_s)
+
+
+def _load_tls(key_store: str, password: str | None, trust_store: str | None, key: str | None) -> ssl.SSLContext:
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         load_certificate(context, key_store, key, password)

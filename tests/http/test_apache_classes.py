@@ -59,7 +59,9 @@ def answers(bookie: Any) -> dict[str, Any]:
 
 
 def test_every_json_answer_is_checked() -> None:
-    assert set(CLASSES) == {each.path for each in ENDPOINTS if each.method == "GET" and not isinstance(each.answer, str)}
+    assert set(CLASSES) == {
+        each.path for each in ENDPOINTS if each.method == "GET" and not isinstance(each.answer, str)
+    }
 
 
 @pytest.mark.java
