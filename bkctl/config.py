@@ -457,7 +457,7 @@ class BookieConfig:
     tls_client_authentication: bool = _setting("tlsClientAuthentication", False)
     #: Ours: Apache's bookie serves clients without TLS too, whatever the other settings say.
     tls_required: bool = _setting("tlsRequired", False)
-    #: TLS files that change, those of the HTTP server too, are loaded again after so many seconds; 0: by a restart.
+    #: TLS files that change (also of the HTTP server) are loaded again after so many seconds; 0: by a restart.
     tls_cert_files_refresh_duration_seconds: int = _setting("tlsCertFilesRefreshDurationSeconds", 0, least=0)
     #: As `TLSv1.3`; none: TLS 1.2 and later.
     tls_enabled_protocols: tuple[str, ...] = ()
