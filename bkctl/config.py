@@ -457,6 +457,8 @@ class BookieConfig:
     tls_client_authentication: bool = _setting("tlsClientAuthentication", False)
     #: Ours: Apache's bookie serves clients without TLS too, whatever the other settings say.
     tls_required: bool = _setting("tlsRequired", False)
+    #: TLS files that change (also of the HTTP server) are loaded again after so many seconds; 0: by a restart.
+    tls_cert_files_refresh_duration_seconds: int = _setting("tlsCertFilesRefreshDurationSeconds", 0, least=0)
     #: As `TLSv1.3`; none: TLS 1.2 and later.
     tls_enabled_protocols: tuple[str, ...] = ()
     #: Nobody else may start the bookie; none: anybody may.
@@ -464,7 +466,7 @@ class BookieConfig:
 
     http_server_enabled: bool = _setting("httpServerEnabled", False)
     http_server_port: int = _setting("httpServerPort", 8080, least=0, most=65535)
-    #: None: every address, as Apache's, where clients have to prove who they are, else loopback.
+    #: None: every address, as Apache's; all but probes on loopback only, where no token or certificate is asked for.
     http_server_host: str | None = _setting("httpServerHost", None)
     http_server_tls_enable: bool = _setting("httpServerTlsEnable", False)
     #: PEM: the private key and the certificate.
@@ -478,6 +480,8 @@ class BookieConfig:
     http_server_token_file: str | None = _setting("httpServerTokenFile", None)
     #: Ours: the token of clients that may read, and get no secrets.
     http_server_read_only_token_file: str | None = _setting("httpServerReadOnlyTokenFile", None)
+    #: Ours: /heartbeat, /metrics, bookie/state and bookie/is_ready need no token.
+    http_server_open_probes: bool = _setting("httpServerOpenProbes", True)
 
     conf_path: Path | None = None
     #: What the file asks for and does not get, a sentence each.
@@ -583,10 +587,7 @@ def _metrics_warning(properties: Properties, is_http_enabled: bool) -> tuple[str
         return ()
     where = "metrics are Prometheus text at /metrics of the HTTP server"
     if not is_http_enabled:
-        where += (
-            ", which is off; set httpServerEnabled=true and httpServerPort, "
-            "and httpServerTokenFile if other machines are to read them"
-        )
+        where += ", which is off; set httpServerEnabled=true and httpServerPort"
     return (f"{properties.where('statsProviderClass')}: statsProviderClass has no effect: {where}",)
 
 

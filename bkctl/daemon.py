@@ -14,10 +14,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from bkctl.bookie.bookie import Bookie
-from bkctl.bookie.network import allow_open_files
+from bkctl.bookie.network import allow_open_files, client_tls_context
 from bkctl.config import BookieConfig
 from bkctl.disk import restrict_new_files
-from bkctl.metadata.store import NO_SECURITY, StoreSecurity, client_tls
+from bkctl.metadata.store import NO_SECURITY, StoreSecurity
 from bkctl.tasks import ended_by_signals
 
 if TYPE_CHECKING:
@@ -77,10 +77,9 @@ class BookieDaemon:
         if config.auto_recovery_daemon_enabled:
             from bkctl.replication.daemon import AutoRecoveryThread
 
-            tls = None
-            if config.tls_provider_factory_class and config.tls_trust_store:
-                tls = client_tls(config.tls_trust_store, config.tls_certificate_path, config.tls_key_store)
-            self._recovery = AutoRecoveryThread(config, bookie.bookie_id, security=self._security, tls=tls)
+            self._recovery = AutoRecoveryThread(
+                config, bookie.bookie_id, security=self._security, tls=client_tls_context(config)
+            )
             bookie.metrics.auto_recovery = self._recovery.samples
             self._recovery.start()
         if self._http is not None:

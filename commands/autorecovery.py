@@ -87,6 +87,7 @@ def run_auto_recovery(
     it runs; logs go to stderr.
     """
     from bkctl.config import BookieConfig
+    from bkctl.metadata.store import TLS_REFRESH_S
     from bkctl.replication.daemon import AutoRecovery, serve
 
     if scopes_only and scope_0_only:
@@ -99,7 +100,7 @@ def run_auto_recovery(
         _state(cluster)
         auto_recovery = AutoRecovery(
             cluster, config, bookie_id,
-            scopes=scopes, tls=run.bookie_tls(), addresses=run.bookie_addresses(), timeout_s=run.timeout_s,
+            scopes=scopes, tls=run.bookie_tls(TLS_REFRESH_S), addresses=run.bookie_addresses(), timeout_s=run.timeout_s,
         )  # fmt: skip
         row = Running(bookie_id, False in scopes, True in scopes, os.getpid())
         run.complete(serve(auto_recovery, started=lambda: run.show(row, RUNNING_COLUMNS)))

@@ -201,7 +201,7 @@ def _findings(run: Run, cluster: Cluster, threshold: float, *, no_bookies: bool,
         async with run.bookkeeper(cluster) as bookkeeper:
             return await disk_findings(bookkeeper, cluster.bookies.list(include_down=False), threshold)
 
-    of_bookies = [] if no_bookies else [*run.complete(asked()), *_unserved_ledgers(run, cluster)]
+    of_bookies = [] if no_bookies else [*run.complete(asked()), *_of_metrics(run, cluster)]
     known = {(each.code, each.subject) for each in of_bookies}
     found = [each for each in health_findings(cluster) if (each.code, each.subject) not in known]
     bookies, rules = cluster.bookies.list(), run.rack_rules()
@@ -213,10 +213,10 @@ def _findings(run: Run, cluster: Cluster, threshold: float, *, no_bookies: bool,
     return sorted(found + of_bookies, key=lambda each: (each.severity, each.code, each.subject))
 
 
-def _unserved_ledgers(run: Run, cluster: Cluster) -> list[HealthFinding]:
-    from bkctl.http.bookie_health import unserved_ledgers_findings
+def _of_metrics(run: Run, cluster: Cluster) -> list[HealthFinding]:
+    from bkctl.http.bookie_health import metrics_findings
 
-    return unserved_ledgers_findings(
+    return metrics_findings(
         cluster.bookies.list(include_down=False), lambda url: run.http_client(url, is_registered=True),
         wait_s=min(run.timeout_s, METRICS_WAIT_S), host_of=run.bookie_host,
     )  # fmt: skip
@@ -234,9 +234,10 @@ def health(
 ) -> None:
     """Show what is wrong with the cluster, and what to do.
 
-    Covers bookies that are down, unregistered, read-only, full or silent, or set ledgers aside; cookies;
-    under-replicated ledgers by scope and age; auto-recovery; scopes; racks, where bookies have some. Muted findings are
-    left out. Exit code 3 if there are findings. `show` itself may be left out: 'bkctl cluster health'.
+    Covers bookies that are down, unregistered, read-only, full or silent, set ledgers aside, or have certificates that
+    expire; cookies; under-replicated ledgers by scope and age; auto-recovery; scopes; racks, where bookies have some.
+    Muted findings are left out. Exit code 3 if there are findings. `show` itself may be left out: 'bkctl cluster
+    health'.
     """
     from bkctl.metadata.admin.health_mutes import HealthMutes
     from bkctl.metadata.underreplication import AuditorElection

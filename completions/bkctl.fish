@@ -132,8 +132,8 @@ case 'cluster nuke'; set ids 131 225 82 $end2
 case 'cluster health'; set ids commands 49 222 226 227 $end1
 case 'cluster health show'; set ids 49 222 226 227 $end1
 case 'cluster health detail'; set ids 222 226 227 $end1
-case 'cluster health mute'; set ids words-no-instance-id-no-writable-bookie-bookie-down-bookie-read-only-bookie-without-address-bookie-without-cookie-bookie-unregistered-bookie-silent-cookie-damaged-cookie-of-another-cluster-disk-full-ledgers-set-aside-ledgers-unreadable-bookie-without-rack-too-few-racks-ledgers-in-few-racks-scopes-orphaned-no-bookie-for-scopes-mark-damaged-underreplicated-autorecovery-disabled-vote-damaged-no-auditor-no-auditor-of-scopes 228 73 $end1
-case 'cluster health unmute'; set ids words-no-instance-id-no-writable-bookie-bookie-down-bookie-read-only-bookie-without-address-bookie-without-cookie-bookie-unregistered-bookie-silent-cookie-damaged-cookie-of-another-cluster-disk-full-ledgers-set-aside-ledgers-unreadable-bookie-without-rack-too-few-racks-ledgers-in-few-racks-scopes-orphaned-no-bookie-for-scopes-mark-damaged-underreplicated-autorecovery-disabled-vote-damaged-no-auditor-no-auditor-of-scopes 73 $end1
+case 'cluster health mute'; set ids words-no-instance-id-no-writable-bookie-bookie-down-bookie-read-only-bookie-without-address-bookie-without-cookie-bookie-unregistered-bookie-silent-cookie-damaged-cookie-of-another-cluster-disk-full-ledgers-set-aside-ledgers-unreadable-certificate-expires-bookie-without-rack-too-few-racks-ledgers-in-few-racks-scopes-orphaned-no-bookie-for-scopes-mark-damaged-underreplicated-autorecovery-disabled-vote-damaged-no-auditor-no-auditor-of-scopes 228 73 $end1
+case 'cluster health unmute'; set ids words-no-instance-id-no-writable-bookie-bookie-down-bookie-read-only-bookie-without-address-bookie-without-cookie-bookie-unregistered-bookie-silent-cookie-damaged-cookie-of-another-cluster-disk-full-ledgers-set-aside-ledgers-unreadable-certificate-expires-bookie-without-rack-too-few-racks-ledgers-in-few-racks-scopes-orphaned-no-bookie-for-scopes-mark-damaged-underreplicated-autorecovery-disabled-vote-damaged-no-auditor-no-auditor-of-scopes 73 $end1
 case 'cluster health mutes'; set ids $end1
 case 'cluster healthcheck'; set ids commands $end0
 case 'cluster healthcheck status'; set ids $end1
@@ -154,30 +154,30 @@ case 'pipeline export'; set ids none 29 30 31 235 236 237 238 252 241 242 253 25
 case 'pipeline import'; set ids none 256 257 258 259 235 236 237 238 252 241 242 260 82 $end1
 case 'pipeline migrate-scope'; set ids ledger 29 30 31 261 257 258 259 235 236 237 238 252 241 242 82 $end1
 case 'api'; set ids commands $end0
-case 'api serve'; set ids 262 263 264 265 266 267 268 269 $end1
-case 'api get'; set ids none 108 109 270 $end1
-case 'api put'; set ids none 108 109 270 271 82 $end1
-case 'api delete'; set ids none 108 109 270 82 $end2
+case 'api serve'; set ids 262 263 264 265 266 267 268 269 270 $end1
+case 'api get'; set ids none 108 109 271 $end1
+case 'api put'; set ids none 108 109 271 272 82 $end1
+case 'api delete'; set ids none 108 109 271 82 $end2
 case 'bench'; set ids commands $end0
-case 'bench adds'; set ids 272 273 274 32 33 34 35 275 276 277 278 279 40 $end1
-case 'bench reads'; set ids 272 273 274 32 33 34 35 275 276 277 278 279 40 280 $end1
-case 'bench mixed'; set ids 272 273 274 32 33 34 35 275 276 277 278 279 40 280 $end1
+case 'bench adds'; set ids 273 274 275 32 33 34 35 276 277 278 279 280 40 $end1
+case 'bench reads'; set ids 273 274 275 32 33 34 35 276 277 278 279 280 40 281 $end1
+case 'bench mixed'; set ids 273 274 275 32 33 34 35 276 277 278 279 280 40 281 $end1
 case 'progress'; set ids commands 49 $end3
 case 'progress show'; set ids none 49 $end3
 case 'progress pause'; set ids none $end3
 case 'progress resume'; set ids none $end3
 case 'progress rate'; set ids none $end3
 case 'audit'; set ids commands $end0
-case 'audit list'; set ids 281 282 283 $end3
+case 'audit list'; set ids 282 283 284 $end3
 case 'audit show'; set ids none $end3
 case 'context'; set ids commands $end0
 case 'context list'; set ids $end3
 case 'context show'; set ids context $end3
-case 'context add'; set ids context 284 285 $end1
+case 'context add'; set ids context 285 286 $end1
 case 'context use'; set ids context $end3
 case 'context rename'; set ids context $end3
 case 'context delete'; set ids context $end4
-case 'top'; set ids 286 287 $end1
+case 'top'; set ids 287 288 $end1
 case 'help'; set ids words-ledger-bookie-bookies-journal-entrylog-metadata-cookie-autorecovery-cluster-local-pipeline-api-bench-progress-audit-context-connection-exit-codes $end0
 case 'version'; set ids $end3
 case 'completion'; set ids words-bash-zsh-fish $end3
@@ -493,24 +493,25 @@ __bkctl 266 -l read-only-token-file -r -F -d 'Clients that send this token may r
 __bkctl 267 -l server-cert -r -F -d 'Serve https with this PEM certificate.'
 __bkctl 268 -l server-key -r -F -d 'Private key of --server-cert, if not in the same file.'
 __bkctl 269 -l client-ca -r -F -d 'Accept clients whose certificate these authorities (PEM) signed.'
-__bkctl 270 -l max-size -x -d 'Refuse a larger response (exit code 7). [default: 64MiB]'
-__bkctl 271 -l body -x -d 'The JSON to send, or @FILE (@-: stdin).'
-__bkctl 272 -l ledgers -x -d 'Ledgers to use at the same time. [default: 1]'
-__bkctl 273 -l size -x -d 'Bytes of an entry. [default: 1KiB]'
-__bkctl 274 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Scope of the ledgers (default 0).'
-__bkctl 275 -l entries -x -d 'Entries in all ledgers together (default 10000).'
-__bkctl 276 -l duration -x -d 'Run for this long, instead of for --entries.'
-__bkctl 277 -l batch -x -d 'Entries to add or read at once; a latency is a batch'\''s. [default: 10]'
-__bkctl 278 -l in-flight -x -d 'Batches in flight for each ledger. [default: 10]'
-__bkctl 279 -l rate -x -d 'At most this many entries a second.'
-__bkctl 280 -l random -d 'Read at random positions instead of in order.'
-__bkctl 281 -l limit -x -d 'List only the last N runs (default 50).'
-__bkctl 282 -l since -x -d 'List only runs of this last time: 1h, 7d.'
-__bkctl 283 -l failed -d 'List only runs that did not end with exit code 0.'
-__bkctl 284 -l overwrite -d 'Replace the context of this name.'
-__bkctl 285 -l use -d 'Make the new context the current one.'
-__bkctl 286 -l interval -x -d 'The time between two looks: 500ms, 2s, 1m. [default: 2s]'
-__bkctl 287 -l once -d 'Print the numbers of one interval, and end.'
+__bkctl 270 -l closed-probes -d '/heartbeat requires the token too.'
+__bkctl 271 -l max-size -x -d 'Refuse a larger response (exit code 7). [default: 64MiB]'
+__bkctl 272 -l body -x -d 'The JSON to send, or @FILE (@-: stdin).'
+__bkctl 273 -l ledgers -x -d 'Ledgers to use at the same time. [default: 1]'
+__bkctl 274 -l size -x -d 'Bytes of an entry. [default: 1KiB]'
+__bkctl 275 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Scope of the ledgers (default 0).'
+__bkctl 276 -l entries -x -d 'Entries in all ledgers together (default 10000).'
+__bkctl 277 -l duration -x -d 'Run for this long, instead of for --entries.'
+__bkctl 278 -l batch -x -d 'Entries to add or read at once; a latency is a batch'\''s. [default: 10]'
+__bkctl 279 -l in-flight -x -d 'Batches in flight for each ledger. [default: 10]'
+__bkctl 280 -l rate -x -d 'At most this many entries a second.'
+__bkctl 281 -l random -d 'Read at random positions instead of in order.'
+__bkctl 282 -l limit -x -d 'List only the last N runs (default 50).'
+__bkctl 283 -l since -x -d 'List only runs of this last time: 1h, 7d.'
+__bkctl 284 -l failed -d 'List only runs that did not end with exit code 0.'
+__bkctl 285 -l overwrite -d 'Replace the context of this name.'
+__bkctl 286 -l use -d 'Make the new context the current one.'
+__bkctl 287 -l interval -x -d 'The time between two looks: 500ms, 2s, 1m. [default: 2s]'
+__bkctl 288 -l once -d 'Print the numbers of one interval, and end.'
 __bkctl files -F
 __bkctl ledger -f -a '(__bkctl_dynamic ledger)'
 __bkctl words-on-off -f -a 'on off'
@@ -518,7 +519,7 @@ __bkctl none -f
 __bkctl bookie -f -a '(__bkctl_dynamic bookie)'
 __bkctl journal -f -a '(__bkctl_dynamic journal)'
 __bkctl entrylog -f -a '(__bkctl_dynamic entrylog)'
-__bkctl words-no-instance-id-no-writable-bookie-bookie-down-bookie-read-only-bookie-without-address-bookie-without-cookie-bookie-unregistered-bookie-silent-cookie-damaged-cookie-of-another-cluster-disk-full-ledgers-set-aside-ledgers-unreadable-bookie-without-rack-too-few-racks-ledgers-in-few-racks-scopes-orphaned-no-bookie-for-scopes-mark-damaged-underreplicated-autorecovery-disabled-vote-damaged-no-auditor-no-auditor-of-scopes -f -a 'no-instance-id no-writable-bookie bookie-down bookie-read-only bookie-without-address bookie-without-cookie bookie-unregistered bookie-silent cookie-damaged cookie-of-another-cluster disk-full ledgers-set-aside ledgers-unreadable bookie-without-rack too-few-racks ledgers-in-few-racks scopes-orphaned no-bookie-for-scopes mark-damaged underreplicated autorecovery-disabled vote-damaged no-auditor no-auditor-of-scopes'
+__bkctl words-no-instance-id-no-writable-bookie-bookie-down-bookie-read-only-bookie-without-address-bookie-without-cookie-bookie-unregistered-bookie-silent-cookie-damaged-cookie-of-another-cluster-disk-full-ledgers-set-aside-ledgers-unreadable-certificate-expires-bookie-without-rack-too-few-racks-ledgers-in-few-racks-scopes-orphaned-no-bookie-for-scopes-mark-damaged-underreplicated-autorecovery-disabled-vote-damaged-no-auditor-no-auditor-of-scopes -f -a 'no-instance-id no-writable-bookie bookie-down bookie-read-only bookie-without-address bookie-without-cookie bookie-unregistered bookie-silent cookie-damaged cookie-of-another-cluster disk-full ledgers-set-aside ledgers-unreadable certificate-expires bookie-without-rack too-few-racks ledgers-in-few-racks scopes-orphaned no-bookie-for-scopes mark-damaged underreplicated autorecovery-disabled vote-damaged no-auditor no-auditor-of-scopes'
 __bkctl context -f -a '(__bkctl_dynamic context)'
 __bkctl words-ledger-bookie-bookies-journal-entrylog-metadata-cookie-autorecovery-cluster-local-pipeline-api-bench-progress-audit-context-connection-exit-codes -f -a 'ledger bookie bookies journal entrylog metadata cookie autorecovery cluster local pipeline api bench progress audit context connection exit-codes'
 __bkctl words-bash-zsh-fish -f -a 'bash zsh fish'

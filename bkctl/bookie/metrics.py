@@ -11,7 +11,10 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from bkctl.metadata.refreshed_tls import RefreshedContext
 
 log: Final = logging.getLogger("bkctl.bookie")
 
@@ -152,6 +155,8 @@ class BookieMetrics:
         self.clients: Callable[[], tuple[int, int]] = lambda: (0, 0)
         #: Connections that a server ended or turned away, by server (`bookie`, `http`) and reason.
         self.ended_connections: dict[str, Mapping[str, int]] = {}
+        #: The TLS of each server, None without.
+        self.certificates: dict[str, RefreshedContext | None] = {}
         #: Name, kind, value and labels of the counters of auto-recovery in the bookie's process.
         self.auto_recovery: Callable[[], Iterable[tuple[str, str, float, Mapping[str, str]]]] = tuple
 

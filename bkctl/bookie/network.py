@@ -22,7 +22,8 @@ from bkctl.config import MEBIBYTE, BookieConfig
 from bkctl.errors import BkctlError, Unsupported, UsageError
 from bkctl.formats.metadata import Cookie
 from bkctl.formats.names import CURRENT
-from bkctl.metadata.store import load_certificate
+from bkctl.metadata.refreshed_tls import RefreshedContext
+from bkctl.metadata.store import client_tls, load_certificate
 from bkctl.protocol.acceptor import share_of_descriptors
 from bkctl.protocol.limits import ServerLimits
 
@@ -154,12 +155,29 @@ def reserved_port(host: str) -> Iterator[int]:
         yield chosen
 
 
-def tls_context(config: BookieConfig) -> ssl.SSLContext | None:
+def tls_context(config: BookieConfig) -> RefreshedContext | None:
     """Return the TLS settings, None without tlsProviderFactoryClass. Raises Unsupported for Java's key stores."""
     if not config.tls_provider_factory_class:
         if config.tls_required:
             raise UsageError("tlsRequired needs tlsProviderFactoryClass, and a key and certificate")
         return None
+    certificate = config.tls_certificate_path
+    files = (certificate, config.tls_key_store, config.tls_key_store_password_path, config.tls_trust_store)
+    refresh_s = config.tls_cert_files_refresh_duration_seconds
+    return RefreshedContext(lambda: _load_tls(config), files, certificate, refresh_s)
+
+
+def client_tls_context(config: BookieConfig) -> ssl.SSLContext | None:
+    """Return the TLS settings of clients that run in the bookie, None without TLS or a trust store."""
+    if not config.tls_provider_factory_class or not config.tls_trust_store:
+        return None
+    return client_tls(
+        config.tls_trust_store, config.tls_certificate_path, config.tls_key_store,
+        refresh_s=config.tls_cert_files_refresh_duration_seconds,
+    )  # fmt: skip
+
+
+def _load_tls(config: BookieConfig) -> ssl.SSLContext:
     for kind in (config.tls_key_store_type, config.tls_trust_store_type if config.tls_trust_store else "PEM"):
         if kind.upper() != "PEM":
             raise Unsupported(

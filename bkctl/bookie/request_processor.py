@@ -48,9 +48,8 @@ class RequestProcessor:
         metrics: BookieMetrics,
     ) -> None:
         config = state.config
-        self.server = BookieServer(
-            self, tls=tls_context(config), requires_tls=config.tls_required, limits=server_limits(config)
-        )
+        metrics.certificates["bookie"] = tls = tls_context(config)
+        self.server = BookieServer(self, tls=tls, requires_tls=config.tls_required, limits=server_limits(config))
         self.requests = WaitingRequests(storage, state, metrics)
         self.reader = EntryFetcher(storage, metrics, self.requests)
         self._reads = ReadHandler(storage, state, commits, self.requests, self.reader)

@@ -180,7 +180,7 @@ class BookKeeper:
         Source: LedgerOpenOp; BP-35 (OpenBuilder.withLedgerScopeId).
         """
         ledger = self._ledger(ledger_scope_id, ledger_id)
-        versioned = await asyncio.to_thread(self.cluster.ledgers.read, ledger)
+        versioned = await asyncio.to_thread(self._read, ledger)
         metadata = versioned.metadata
         if metadata.password is not None and password is not None and password != metadata.password:
             problem = f"Wrong password for ledger {ledger}" if password else f"Ledger {ledger} has a password"
@@ -201,7 +201,7 @@ class BookKeeper:
 
         Raises LedgerNotFound, and the errors of `bkctl.client.recovery.find_loss`.
         """
-        versioned = await asyncio.to_thread(self.cluster.ledgers.read, self._ledger(ledger.scope_id, ledger.ledger_id))
+        versioned = await asyncio.to_thread(self._read, self._ledger(ledger.scope_id, ledger.ledger_id))
         return versioned, await find_loss(self.access(ledger, versioned))
 
     def access(self, ledger: LedgerId, versioned: VersionedMetadata, *, password: bytes | None = None) -> LedgerAccess:
@@ -225,7 +225,12 @@ class BookKeeper:
         Raises LedgerNotFound, IllegalOperation for a scope in protocol v2.
         Source: BP-35 (DeleteBuilder.withLedgerScopeId).
         """
-        await asyncio.to_thread(self.cluster.ledgers.remove, self._ledger(ledger_scope_id, ledger_id))
+        ledger = self._ledger(ledger_scope_id, ledger_id)
+        await asyncio.to_thread(lambda: self.cluster.ledgers.remove(ledger))
+
+    def _read(self, ledger: LedgerId) -> VersionedMetadata:
+        """Read a ledger's metadata. Blocks, as the first use of `cluster.ledgers` does: it reads the LAYOUT."""
+        return self.cluster.ledgers.read(ledger)
 
     def _ledger(self, scope_id: int, ledger_id: int) -> LedgerId:
         self._check_scope(scope_id)

@@ -40,6 +40,7 @@ from bkctl.http.endpoints import (
 )
 from bkctl.http.gateway import Upstream, forward
 from bkctl.http.openapi import document
+from bkctl.http.server_url import is_loopback_address
 
 if TYPE_CHECKING:
     from starlette.datastructures import Headers
@@ -80,9 +81,10 @@ class Api:
     """The endpoints of a bookie's own server, or of a gateway if `service` has no bookie.
 
     Without `token`, every connected client has access. `read_only_token` gives access to endpoints that change nothing,
-    without secrets. `is_local`: a request must name this machine as its host, which excludes web pages that reach it
-    under another name, and probes need no token unless a gateway would forward them. `upstream` is for a gateway's
-    requests to bookies. Requests of web pages are always refused.
+    without secrets. With `open_probes`, probes need neither, unless a gateway would forward them. `is_local`: any other
+    request must come over loopback and name this machine as its host, which excludes web pages that reach it under
+    another name. `token_hint` says where the token is, for clients without. `upstream` is for a gateway's requests to
+    bookies. Requests of web pages are always refused.
     """
 
     def __init__(
@@ -93,12 +95,16 @@ class Api:
         read_only_token: str | None = None,
         is_local: bool = False,
         upstream: Upstream | None = None,
+        open_probes: bool = True,
+        token_hint: str = "",
     ) -> None:
         self.service = service
         self._token = None if token is None else token.encode()
         self._read_only_token = None if read_only_token is None else read_only_token.encode()
         self._hosts = {"localhost", socket.gethostname().lower()} if is_local else None
         self._upstream = upstream
+        self._open_probes = open_probes
+        self._token_hint = "; ".join(filter(None, ("send 'Authorization: Bearer TOKEN'", token_hint)))
         self._running = 0
         self.endpoints: tuple[ApiEndpoint, ...] = (
             ApiEndpoint(
@@ -114,7 +120,12 @@ class Api:
 
     async def _document(self, call: ApiCall) -> Response:
         return json_answer(
-            document(self.endpoints, gateway=not call.service.has_bookie, needs_token=self._token is not None)
+            document(
+                self.endpoints,
+                gateway=not call.service.has_bookie,
+                needs_token=self._token is not None,
+                open_probes=self._open_probes,
+            )
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -166,13 +177,15 @@ class Api:
         methods = self._routes.get(path) or self._routes.get(path.removesuffix("/"))
         endpoint = methods.get("GET" if request.method == "HEAD" else request.method) if methods else None
         has_full_access = self._token is None or hmac.compare_digest(_bearer_token(request), self._token)
-        for refused in (
-            self._refuse_page(request, endpoint),
-            None if has_full_access else self._refuse_token(request, endpoint),
-            self._refuse_host(request),
-        ):
-            if refused is not None:
-                return refused
+        refused = self._refuse_page(request, endpoint)
+        if refused is None and not self._is_open(endpoint):
+            if self._hosts is not None and not _is_over_loopback(request):
+                refused = self._refuse_stranger()
+            elif not has_full_access:
+                refused = self._refuse_token(request, endpoint)
+            refused = refused or self._refuse_host(request)
+        if refused is not None:
+            return refused
         if methods is None:
             return error_answer(404, f"Unknown path {path}", f"{OPENAPI_PATH} lists the endpoints")
         if endpoint is None:
@@ -227,25 +240,24 @@ class Api:
         return None
 
     def _refuse_token(self, request: Request, endpoint: ApiEndpoint | None) -> Response | None:
-        """Return a refusal for a request without the full token, unless the read-only token or no token suffices."""
+        """Return a refusal for a request without the full token, unless the read-only token suffices."""
         is_reader = self._read_only_token is not None and hmac.compare_digest(
             _bearer_token(request), self._read_only_token
         )
-        # A gateway would ask a bookie with a token that the client does not have.
-        is_probe = (
-            self._hosts is not None
-            and endpoint is not None
-            and endpoint.probe
-            and (self.service.has_bookie or not endpoint.of_bookie)
-        )
-        if not is_reader and not is_probe:
-            return error_answer(
-                401, "The token is missing or wrong", "send 'Authorization: Bearer TOKEN'",
-                {"WWW-Authenticate": "Bearer", **_CLOSE},
-            )  # fmt: skip
+        if not is_reader:
+            return self._refuse_stranger()
         if endpoint is not None and not endpoint.only_reads:
             return error_answer(403, "The token is read-only", "send the full token", _CLOSE)
         return None
+
+    def _refuse_stranger(self) -> Response:
+        return error_answer(
+            401, "The token is missing or wrong", self._token_hint, {"WWW-Authenticate": "Bearer", **_CLOSE}
+        )
+
+    def _is_open(self, endpoint: ApiEndpoint | None) -> bool:
+        """Return True for a probe that every client may ask. A gateway would add its own token to one it forwards."""
+        return endpoint is not None and endpoint.probe and self._open_probes and not self._is_forwarded(endpoint)
 
     def _refuse_host(self, request: Request) -> Response | None:
         if self._hosts is not None and not _is_one_of(request.headers.get("host", ""), self._hosts):
@@ -267,6 +279,12 @@ def _routes(endpoints: Iterable[ApiEndpoint]) -> Mapping[str, Mapping[str, ApiEn
 def _bearer_token(request: Request) -> bytes:
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     return given.strip().encode("utf-8", "replace") if scheme.lower() == "bearer" else b""
+
+
+def _is_over_loopback(request: Request) -> bool:
+    """Return True if both ends of the connection are loopback addresses."""
+    ends = (request.scope.get("client"), request.scope.get("server"))
+    return all(end is not None and is_loopback_address(end[0]) for end in ends)
 
 
 def _is_of_browser(headers: Headers) -> bool:

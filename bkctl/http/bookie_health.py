@@ -5,11 +5,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from bkctl.http.bookie_client import BookieApi
 from bkctl.http.bookie_load import Question
-from bkctl.http.bookie_metrics import REFUSED_LEDGERS, SET_ASIDE_LEDGERS, UNREADABLE_LEDGERS, UNREGISTERED_SECONDS
+from bkctl.http.bookie_metrics import (
+    CERTIFICATE_EXPIRY,
+    REFUSED_LEDGERS,
+    SET_ASIDE_LEDGERS,
+    UNREADABLE_LEDGERS,
+    UNREGISTERED_SECONDS,
+)
 from bkctl.http.prometheus import parse_metrics
 from bkctl.http.server_url import bookie_url
 
@@ -19,14 +25,22 @@ if TYPE_CHECKING:
     from bkctl.metadata.cluster import RegisteredBookie
 
 
-def unserved_ledgers_findings(
+#: A certificate that expires sooner is a finding.
+CERTIFICATE_DAYS_MIN: Final = 14
+_DAY_S: Final = 86_400
+_NAMES: Final = (SET_ASIDE_LEDGERS, REFUSED_LEDGERS, UNREADABLE_LEDGERS, UNREGISTERED_SECONDS, CERTIFICATE_EXPIRY)
+
+
+def metrics_findings(
     bookies: Iterable[RegisteredBookie],
     client_of: Callable[[str], ApiClient],
     *,
     wait_s: float,
     host_of: Callable[[str], str | None] = lambda bookie_id: None,
 ) -> list[HealthFinding]:
-    """Ask our bookies, all at once, for ledgers that they cannot serve; return the findings of each bookie with some.
+    """Ask our bookies, all at once, for ledgers that they cannot serve and for certificates that expire.
+
+    Return the findings of each bookie with some.
 
     `client_of` and `host_of` as in LoadWatch. A bookie without HTTP server, or without an answer within `wait_s`
     in all, has no finding: `disk_findings` reports bookies that do not answer.
@@ -37,9 +51,12 @@ def unserved_ledgers_findings(
     def ask(bookie: RegisteredBookie) -> Question[dict[str, int]]:
         def read() -> dict[str, int]:
             api = BookieApi(client_of(bookie_url(bookie, host_of(bookie.bookie_id))))
-            names = (SET_ASIDE_LEDGERS, REFUSED_LEDGERS, UNREADABLE_LEDGERS, UNREGISTERED_SECONDS)
-            found = [each for each in parse_metrics(api.metrics()) if each.name in names]
-            return {each.name: math.ceil(each.value) for each in found if math.isfinite(each.value)}
+            found: dict[str, int] = {}
+            for each in parse_metrics(api.metrics()):
+                if each.name in _NAMES and math.isfinite(each.value):
+                    value = math.floor(each.value) if each.name == CERTIFICATE_EXPIRY else math.ceil(each.value)
+                    found[each.name] = min(value, found.get(each.name, value))
+            return found
 
         return Question(bookie.bookie_id, read)
 
@@ -81,5 +98,15 @@ def unserved_ledgers_findings(
                 "its log names them: check its disks, run 'bkctl bookie check' there, and have other bookies copy them "
                 "('bkctl autorecovery mark LEDGER')",
                 {"unreadableLedgerCount": unreadable},
+            ))  # fmt: skip
+        left_s = counts.get(CERTIFICATE_EXPIRY)
+        if left_s is not None and left_s < CERTIFICATE_DAYS_MIN * _DAY_S:
+            days = left_s // _DAY_S
+            when = "has expired" if left_s < 0 else f"expires in {days} {'day' if days == 1 else 'days'}"
+            findings.append(HealthFinding(
+                HealthCode.CERTIFICATE_EXPIRES, Severity.ERROR if left_s < 0 else Severity.WARNING, bookie_id,
+                f"A TLS certificate of its servers {when}",
+                "replace its files; a bookie with tlsCertFilesRefreshDurationSeconds loads them, else restart it",
+                {"certificateExpirySeconds": left_s},
             ))  # fmt: skip
     return findings

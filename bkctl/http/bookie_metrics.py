@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING, Any, Final
 
 from bkctl.bookie.metrics import PrometheusText, metric_name, process_metrics
@@ -19,6 +20,8 @@ REFUSED_LEDGERS: Final = "bkctl_refused_ledgers"
 UNREADABLE_LEDGERS: Final = "bkctl_unreadable_ledgers"
 #: Gauge of seconds since the bookie last found its registration in the metadata store; 0 while it finds it.
 UNREGISTERED_SECONDS: Final = "bkctl_unregistered_seconds"
+#: Gauge of seconds until the certificate of a server (label `server`: bookie or http) expires; negative afterwards.
+CERTIFICATE_EXPIRY: Final = "bookie_certificate_expiry_seconds"
 _USAGE_STEP: Final = 10
 
 
@@ -78,6 +81,9 @@ def _render(bookie: Bookie, measured: dict[str, Any]) -> str:
     for server, reasons in metrics.ended_connections.items():
         for reason, count in sorted(dict(reasons).items()):
             text.counter("bkctl_server_ended_connections_total", count, {"server": server, "reason": reason})
+    for server, tls in metrics.certificates.items():
+        if tls is not None and tls.expires_s is not None:
+            text.gauge(CERTIFICATE_EXPIRY, round(tls.expires_s - time.time()), {"server": server})
     _journals(text, bookie, measured)
     _directories(text, bookie, measured)
     _collector(text, measured)

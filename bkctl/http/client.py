@@ -262,7 +262,8 @@ class ApiClient:
         message, hint = server_message(response)
         text = f"{what}: {message} ({status})" if message else f"{what} failed with status {status}"
         if status in (401, 403):
-            return Unauthorized(text, hint=TOKEN_HINT if status == 401 else hint or TOKEN_HINT)
+            hints = (hint, TOKEN_HINT if status == 401 or hint is None else None)
+            return Unauthorized(text, hint="; ".join(filter(None, hints)))
         if status == 404 and "html" in (response.content_type or ""):
             return Unsupported(
                 f"{self.url} has no {path.partition('?')[0]}",

@@ -231,7 +231,7 @@ class ApiEndpoint:
     text_too: bool = False
     #: Any method is valid, as in Apache's server.
     any_method: bool = False
-    #: The answer is harmless: on loopback it needs no token if the server created its token itself.
+    #: The answer holds no secrets, and monitors ask for it: it needs no token, unless the settings say so.
     probe: bool = False
     #: A GET that changes something: it needs the full token, and is refused to browsers.
     acts: bool = False

@@ -68,21 +68,25 @@ async def forward(
     if bookie is None:
         raise NotFound(f"Bookie {bookie_id} does not exist", hint="/api/v1/bookie/list_bookies lists the bookies")
     address = service.addresses.get(bookie_id)
-    url = bookie_url(bookie, None if address is None else address[0])
-    token = token_for_registered(url, upstream.token, has_authorities=upstream.tls is not None)
-    client = ApiClient(
-        url, token=token, timeout_s=max(upstream.timeout_s, endpoint.timeout_s or 0),
-        connect_timeout_s=upstream.timeout_s, tls=upstream.tls,
-    )  # fmt: skip
     query = {name: value for name, value in request.query_params.items() if name != BOOKIE_PARAMETER}
     method = "GET" if request.method == "HEAD" else request.method
     exchanges = upstream.exchanges[bookie_id]
     if len(exchanges) >= FORWARDS_PER_BOOKIE_MAX:
         raise ServiceUnavailable(
             f"{FORWARDS_PER_BOOKIE_MAX} requests to bookie {bookie_id} wait for its HTTP server",
-            hint="try again later; check that server if it does not answer",
+            hint="try again later; check that server, and the look-up of its name",
         )
-    exchange = upstream.threads.submit(client.request, method, path, query, body or None)
+
+    def ask() -> ApiResponse:
+        url = bookie_url(bookie, None if address is None else address[0])  # looks names up
+        client = ApiClient(
+            url, token=token_for_registered(url, upstream.token, has_authorities=upstream.tls is not None),
+            timeout_s=max(upstream.timeout_s, endpoint.timeout_s or 0), connect_timeout_s=upstream.timeout_s,
+            tls=upstream.tls,
+        )  # fmt: skip
+        return client.request(method, path, query, body or None)
+
+    exchange = upstream.threads.submit(ask)
     exchanges.add(exchange)
     exchange.add_done_callback(exchanges.discard)
     answer = await asyncio.wrap_future(exchange)  # A timeout here does not end the request.

@@ -15,13 +15,17 @@ _BOOKIE: Final = Value(
 )
 
 
-def document(endpoints: Iterable[ApiEndpoint], *, gateway: bool, needs_token: bool) -> dict[str, Any]:
+def document(
+    endpoints: Iterable[ApiEndpoint], *, gateway: bool, needs_token: bool, open_probes: bool = True
+) -> dict[str, Any]:
     """Return the document of these endpoints. On a `gateway`, endpoints of a bookie have a parameter that names it."""
     paths: dict[str, dict[str, Any]] = {}
     for endpoint in endpoints:
         methods = ("get", "put", "post", "delete") if endpoint.any_method else (endpoint.method.lower(),)
         for method in methods:
-            paths.setdefault(endpoint.path, {})[method] = _operation(endpoint, method, gateway)
+            operation = paths.setdefault(endpoint.path, {})[method] = _operation(endpoint, method, gateway)
+            if needs_token and open_probes and endpoint.probe and not (gateway and endpoint.of_bookie):
+                operation["security"] = []
     found: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {

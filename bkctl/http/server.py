@@ -1,7 +1,7 @@
 """Runs the HTTP server: its address, tokens and TLS, and uvicorn in a thread with its own event loop.
 
-The bookie's work and the API's do not wait for each other. A server without a token or client certificates listens on
-loopback only, and creates a token for this user's commands. TLS uses PEM files under Apache's keys:
+The bookie's work and the API's do not wait for each other. A server without a token or client certificates serves more
+than probes on loopback only, and creates a token for this user's commands. TLS uses PEM files under Apache's keys:
 `httpServerKeyStorePath` has the private key and the certificate.
 """
 
@@ -14,21 +14,24 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import uvicorn
 
+from bkctl.bookie.network import client_tls_context
 from bkctl.client.placement import rack_rules
 from bkctl.config import BookieConfig
 from bkctl.errors import BkctlError
-from bkctl.http.app import Api
+from bkctl.http.app import REQUESTS_MAX, Api
 from bkctl.http.gateway import Upstream
 from bkctl.http.local_token import LocalToken, token_path
 from bkctl.http.server_settings import HttpSettings
+from bkctl.http.server_url import LOOPBACK, WILDCARDS
 from bkctl.http.service import BookieProxy, Service
 from bkctl.http.uvicorn_server import BoundedProtocol, BoundedServer
-from bkctl.metadata.store import NO_SECURITY, StoreSecurity, client_tls
+from bkctl.metadata.store import NO_SECURITY, StoreSecurity
 
 if TYPE_CHECKING:
     from bkctl.bookie.bookie import Bookie
@@ -63,7 +66,8 @@ class HttpServer:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._socket.bind(address)
             if not self.settings.authenticates:  # before clients can connect
-                self._make_token(*self._socket.getsockname()[:2])
+                name, number = self._socket.getsockname()[:2]
+                self._make_token(LOOPBACK if name in WILDCARDS else name, number)
             self._socket.listen(128)
         except OSError as error:
             self._close_socket()
@@ -105,13 +109,17 @@ class HttpServer:
     async def _serve(self, service: Service, upstream: Upstream | None) -> None:
         assert self._socket is not None
         settings, made = self.settings, self._local_token
-        token = settings.token
+        token, hint = settings.token, f"the token is in {settings.token_source}"
         if not settings.authenticates:
             token = secrets.token_urlsafe(32) if made is None else made.text
+            hint = "" if made is None else f"the token for loopback addresses is in {made.path}; "
+            hint += "other machines need a token that the server is given (httpServerTokenFile, --token-file)"
         api = Api(
             service, token=token, read_only_token=settings.read_only_token, is_local=not settings.authenticates,
-            upstream=upstream,
+            upstream=upstream, open_probes=settings.open_probes, token_hint=hint,
         )  # fmt: skip
+        # A thread for each request: those that wait for a disk or a store leave room for the others.
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(REQUESTS_MAX, thread_name_prefix="http"))
         server = self._server = BoundedServer(self._config(api), self.ended)
         if self._stopping:
             return
@@ -173,11 +181,10 @@ class BookieHttpServer(HttpServer):
         config = bookie.config
         uri = config.metadata_service_uri
         assert uri is not None
-        tls = None
-        if config.tls_provider_factory_class and config.tls_trust_store:
-            tls = client_tls(config.tls_trust_store, config.tls_certificate_path, config.tls_key_store)
+        tls = client_tls_context(config)
         timeout_s = config.zk_timeout / 1000 * 3
         bookie.metrics.ended_connections["http"] = self.ended
+        bookie.metrics.certificates["http"] = self.settings.tls
         local = BookieProxy(bookie, asyncio.get_running_loop())
         rules = rack_rules(config)
         self.start(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import socket
 import ssl
@@ -11,12 +12,12 @@ from typing import Final
 
 from bkctl.config import BookieConfig
 from bkctl.errors import UsageError
-from bkctl.http.server_url import is_loopback_address
+from bkctl.http.server_url import LOOPBACK, WILDCARDS, is_loopback_address
+from bkctl.metadata.refreshed_tls import RefreshedContext
 from bkctl.metadata.store import load_certificate
 
 log: Final = logging.getLogger("bkctl.http")
 
-LOOPBACK: Final = "127.0.0.1"
 TOKEN_SIZE_BYTES_MAX: Final = 4096
 
 
@@ -24,26 +25,30 @@ TOKEN_SIZE_BYTES_MAX: Final = 4096
 class HttpSettings:
     """The address of a server, and its access control: `token`, and client certificates if `tls` requires them.
 
-    Clients with the `read_only_token` may read, but get no secrets.
+    Clients with the `read_only_token` may read, but get no secrets. With `open_probes`, probes need no token.
+    `token_source` says where `token` is.
     """
 
     host: str
     port: int
     token: str | None = field(default=None, repr=False)
-    tls: ssl.SSLContext | None = None
+    tls: RefreshedContext | None = None
     read_only_token: str | None = field(default=None, repr=False)
+    open_probes: bool = True
+    token_source: str = ""
 
     @classmethod
     def of(cls, config: BookieConfig) -> HttpSettings:
-        """Return the settings of a bookie; without httpServerHost and authentication, it listens on loopback.
+        """Return the settings of a bookie.
 
-        Raise UsageError for unusable files, and for a server that would be open to everyone.
+        Without authentication, it listens on every address for its open probes (else, without httpServerHost, on
+        loopback). Raise UsageError for unusable files, and for a server that would be open to everyone.
         """
         if config.http_server_token and config.http_server_token_file:
             raise UsageError("httpServerToken and httpServerTokenFile are both set", hint="keep the file")
-        token = config.http_server_token
+        token, source = config.http_server_token, f"httpServerToken in {config.conf_path}"
         if config.http_server_token_file:
-            token = read_token(Path(config.http_server_token_file))
+            token, source = read_token(Path(config.http_server_token_file)), config.http_server_token_file
         tls = None
         if config.http_server_tls_enable:
             if not config.http_server_key_store_path:
@@ -52,21 +57,23 @@ class HttpSettings:
                 config.http_server_key_store_path,
                 config.http_server_key_store_password,
                 config.http_server_trust_store_path,
+                refresh_s=config.tls_cert_files_refresh_duration_seconds,
             )
         read_only = config.http_server_read_only_token_file
         settings = cls(
-            config.http_server_host or "0.0.0.0",
-            config.http_server_port,
-            token or None,
-            tls,
+            config.http_server_host or "0.0.0.0", config.http_server_port, token or None, tls,
             read_token(Path(read_only)) if read_only else None,
-        )
-        if config.http_server_host is None and not settings.authenticates:
-            settings = replace(settings, host=LOOPBACK)
-            log.warning(
-                "httpServerHost is not set: the HTTP server listens on %s only; to open it, set httpServerHost=0.0.0.0 "
-                "with httpServerTokenFile, or with TLS and httpServerTrustStorePath", LOOPBACK,
-            )  # fmt: skip
+            config.http_server_open_probes, source,
+        )  # fmt: skip
+        if not settings.authenticates and settings.host in WILDCARDS:
+            if settings.open_probes and read_only is None:
+                log.warning(
+                    "The HTTP server has no token: it answers probes and /metrics on every address, and the rest on %s "
+                    "only; to open it, set httpServerTokenFile, or TLS with httpServerTrustStorePath", LOOPBACK,
+                )  # fmt: skip
+                return settings
+            if config.http_server_host is None:
+                settings = replace(settings, host=LOOPBACK)
         return settings.checked(
             "set httpServerHost=127.0.0.1, or httpServerTokenFile, or TLS with httpServerTrustStorePath"
         )
@@ -110,12 +117,18 @@ def read_token(path: Path) -> str:
 
 
 def tls_context(
-    key_store: str, password: str | None, trust_store: str | None, key: str | None = None
-) -> ssl.SSLContext:
+    key_store: str, password: str | None, trust_store: str | None, key: str | None = None, *, refresh_s: float = 0
+) -> RefreshedContext:
     """Return a server's TLS settings from PEM files; with `trust_store`, clients need a certificate signed by it.
 
-    `key` is the file of the private key if `key_store` does not contain it. Raise UsageError.
+    `key` is the file of the private key if `key_store` does not contain it. `refresh_s` as in RefreshedContext. Raise
+    UsageError.
     """
+    make = functools.partial(_load_tls, key_store, password, trust_store, key)
+    return RefreshedContext(make, (key_store, key, trust_store), key_store, refresh_s)
+
+
+def _load_tls(key_store: str, password: str | None, trust_store: str | None, key: str | None) -> ssl.SSLContext:
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         load_certificate(context, key_store, key, password)

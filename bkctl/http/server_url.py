@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from bkctl.metadata.cluster import RegisteredBookie
 
 
-_WILDCARDS: Final = ("", "0.0.0.0", "::", "[::]", "0:0:0:0:0:0:0:0")
+LOOPBACK: Final = "127.0.0.1"
+WILDCARDS: Final = ("", "0.0.0.0", "::", "[::]", "0:0:0:0:0:0:0:0")
 
 UNSAFE_IN_PATH: Final = re.compile(r"[\x00-\x20\x7f]")
 
@@ -61,9 +62,9 @@ class ServerUrl(NamedTuple):
 
 
 def is_loopback_address(host: str) -> bool:
-    """Return True for the text of a loopback address."""
+    """Return True for the text of a loopback address, also of one of IPv4 in IPv6."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return ipaddress.ip_address(host.removeprefix("::ffff:")).is_loopback
     except ValueError:
         return False
 
@@ -81,8 +82,9 @@ def token_for_registered(url: str, token: str | None, *, has_authorities: bool) 
 def bookie_url(bookie: RegisteredBookie, host: str | None = None) -> str:
     """Return the URL of a bookie's HTTP server, from the endpoints that the bookie registered.
 
-    `host` replaces the registered host. A server that listens on every address registers a wildcard; the host of the
-    bookie's own address replaces it.
+    `host` replaces the registered host. A server that listens on every address registers a wildcard: on this machine it
+    is asked on loopback, where it serves more than probes without a given token, else at the bookie's own address.
+    Blocks: names are looked up.
     Raise NotFound for a bookie without HTTP server, BookieUnavailable for one that is down or serves HTTP on another
     machine's loopback address.
     """
@@ -101,25 +103,32 @@ def bookie_url(bookie: RegisteredBookie, host: str | None = None) -> str:
             f"The HTTP server of bookie {bookie.bookie_id} is open to its own machine only ({address[0]})",
             hint="run the command there, or set httpServerHost and httpServerTokenFile in its configuration",
         )
-    if host in _WILDCARDS:
+    if host in WILDCARDS:
         if address is None:
             raise NotFound(
                 f"Bookie {bookie.bookie_id} registered no address of its HTTP server, only port {found.port}",
                 hint="say where it is with --bookie-url",
             )
         host = address[0]
+        if found.protocol != "https" and not is_loopback_address(host) and is_of_this_machine(host):
+            host = LOOPBACK  # a certificate is for the host
     return str(ServerUrl(found.protocol == "https", host.strip("[]"), found.port, ""))
 
 
 def is_of_another_machine(host: str) -> bool:
-    """Return True if `host` is known to be another machine: no socket can be bound to its address here."""
+    """Return True if `host` is known to be another machine: no socket can be bound to its address here. Blocks."""
+    return is_of_this_machine(host) is False
+
+
+def is_of_this_machine(host: str) -> bool | None:
+    """Return whether an address of `host` is this machine's, None for an unknown host. Blocks."""
     try:
         family, kind, number, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
     except (OSError, UnicodeError):
-        return False
+        return None
     try:
         with socket.socket(family, kind, number) as probe:
             probe.bind(address)
     except OSError:
-        return True
-    return False
+        return False
+    return True

@@ -7,6 +7,7 @@ runs over every driver. All calls block; every method may be called from any thr
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import time
 from abc import ABC, abstractmethod
@@ -40,6 +41,8 @@ INVALID_NAMES_MAX: Final = 1000
 _CONCURRENCY: Final = 8
 _RESERVED_NAMES: Final = frozenset(("", ".", ".."))
 _UNPRINTABLE: Final = re.compile("[\x00-\x1f\x7f\ud800-\udfff]")
+#: How often long-running commands look at TLS files, as Pulsar's bookies do.
+TLS_REFRESH_S: Final = 300
 NO_CLUSTER_HINT: Final = "check the path at the end of the metadata URI"
 
 
@@ -63,15 +66,24 @@ def client_tls(
     *,
     key_password: str | None = None,
     verify_hostname: bool = True,
+    refresh_s: float = 0,
 ) -> ssl.SSLContext:
     """Return a TLS context for connections to bookies and stores, from PEM files.
 
     `ca` holds the trusted authorities (None: the system's), `certificate` and `key` our own identity. `verify_hostname`
-    also checks the host name in the server's certificate; the chain is always checked. Raises UsageError for a file
-    that cannot be read or is not a PEM file of its kind.
+    also checks the host name in the server's certificate; the chain is always checked. With `refresh_s`, files that
+    change are loaded again, see RefreshedContext. Raises UsageError for a file that cannot be read or is not a PEM file
+    of its kind.
     """
     import ssl
 
+    if refresh_s:
+        from bkctl.metadata.refreshed_tls import RefreshedContext
+
+        make = functools.partial(
+            client_tls, ca, certificate, key, key_password=key_password, verify_hostname=verify_hostname
+        )
+        return RefreshedContext(make, (ca, certificate, key), certificate, refresh_s)
     if key is not None and certificate is None:
         raise UsageError("A TLS key is given without its certificate", hint="give both")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

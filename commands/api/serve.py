@@ -71,17 +71,19 @@ def serve(
             "--client-ca", metavar="FILE", help="Accept clients whose certificate these authorities (PEM) signed."
         ),
     ] = None,
+    closed_probes: Annotated[bool, typer.Option("--closed-probes", help="/heartbeat requires the token too.")] = False,
 ) -> None:
     """Serve the REST API of a cluster, in the foreground.
 
     SIGTERM, SIGHUP or Ctrl-C stops the server. Requests about one bookie (?bookie=ID) are forwarded to that bookie's
     own HTTP server. Beyond loopback the server requires a token or client certificates; on loopback it creates a token
-    that your commands find. Its own token is never sent to a bookie; that of --bookie-token-file only to loopback, or
-    over https with --tls-ca. --tls-ca, --tls-cert and --tls-key apply to connections to bookies. /openapi.json
-    describes the API.
+    that your commands find. Only /heartbeat needs no token. Its own token is never sent to a bookie; that of
+    --bookie-token-file only to loopback, or over https with --tls-ca. --tls-ca, --tls-cert and --tls-key apply to
+    connections to bookies. TLS files that change are loaded again within five minutes. /openapi.json describes the API.
     """
     from bkctl.http import load_server
     from bkctl.http.server_settings import HttpSettings, read_token, tls_context
+    from bkctl.metadata.store import TLS_REFRESH_S
     from bkctl.tasks import ended_by_signals
 
     http = load_server()
@@ -90,19 +92,21 @@ def serve(
         raise UsageError(f"--port {port}: ports are 0 to 65535")
     if server_certificate is None and (server_key or client_ca):
         raise UsageError("--server-key and --client-ca require --server-cert", hint="add the server's certificate")
-    token = read_token(token_file) if token_file is not None else os.environ.get("BKCTL_API_TOKEN") or None
+    token, source = os.environ.get("BKCTL_API_TOKEN") or None, "BKCTL_API_TOKEN of 'bkctl api serve'"
+    if token_file is not None:
+        token, source = read_token(token_file), str(token_file)
     server_tls = None
     if server_certificate is not None:
         paths = (None if path is None else str(path) for path in (client_ca, server_key))
-        server_tls = tls_context(str(server_certificate), None, *paths)
+        server_tls = tls_context(str(server_certificate), None, *paths, refresh_s=TLS_REFRESH_S)
     read_only_token = None if read_only_token_file is None else read_token(read_only_token_file)
-    settings = HttpSettings(host, number, token, server_tls, read_only_token).checked(
+    settings = HttpSettings(host, number, token, server_tls, read_only_token, not closed_probes, source).checked(
         "give --token-file, or --server-cert with --client-ca, or --host 127.0.0.1"
     )
     connection = run.connection()
     security = run.security(connection)
     bookie_token = None if bookie_token_file is None else read_token(bookie_token_file)
-    tls, addresses = run.bookie_tls(), run.bookie_addresses()
+    tls, addresses = run.bookie_tls(TLS_REFRESH_S), run.bookie_addresses()
     rules = run.rack_rules()
     upstream = http.Upstream(bookie_token, tls, run.timeout_s)
     run.log()

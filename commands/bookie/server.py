@@ -127,7 +127,7 @@ def registered_bookie(cluster: Cluster, bookie_id: str) -> RegisteredBookie:
 def _url_of_conf(run: Run) -> str:
     """Return the HTTP server of the bookie whose configuration --conf is."""
     from bkctl.config import read_properties
-    from bkctl.http.server_url import is_of_another_machine
+    from bkctl.http.server_url import LOOPBACK, WILDCARDS, is_of_another_machine
 
     if run.conf is None:
         raise UsageError(
@@ -138,13 +138,10 @@ def _url_of_conf(run: Run) -> str:
         raise UsageError(
             f"{run.conf}: the bookie has no HTTP server (httpServerEnabled)", hint="name another with --bookie-url"
         )
-    host = settings.get("httpServerHost")
-    if not host:
-        # Apache's listens on every address then; ours too where it asks for a proof, else on loopback.
+    host = settings.get("httpServerHost") or "0.0.0.0"
+    if host in WILDCARDS:  # on every address; without a token, all but probes on loopback only
         advertised = settings.get("advertisedAddress")
-        host = advertised if advertised and is_of_another_machine(advertised) else "127.0.0.1"
-    elif host in ("0.0.0.0", "::"):
-        host = settings.get("advertisedAddress") or "127.0.0.1"
+        host = advertised if advertised and is_of_another_machine(advertised) else LOOPBACK
     scheme = "https" if (settings.get("httpServerTlsEnable") or "").lower() == "true" else "http"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.get('httpServerPort') or '8080'}"
 

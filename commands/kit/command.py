@@ -252,14 +252,14 @@ class Run:
             rules = rules._replace(is_enforced=parse_switch(found[enforced], enforced))
         return rules
 
-    def bookie_tls(self) -> ssl.SSLContext | None:
-        """Return the TLS settings for connections to bookies, None without --tls-ca."""
+    def bookie_tls(self, refresh_s: float = 0) -> ssl.SSLContext | None:
+        """Return the TLS settings for connections to bookies, None without --tls-ca; `refresh_s` as `client_tls`."""
         from bkctl.metadata.store import client_tls
 
         ca, certificate, key = self.connection_settings().tls_files()
         if ca is None and (certificate or key):
             raise UsageError("--tls-cert and --tls-key require --tls-ca", hint="add the authorities' PEM file")
-        return None if ca is None else client_tls(ca, certificate, key)
+        return None if ca is None else client_tls(ca, certificate, key, refresh_s=refresh_s)
 
     def bookie_addresses(self) -> dict[str, tuple[str, int]]:
         """Return the addresses in --bookie-address: bookie id → host and port."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import signal
@@ -20,15 +21,17 @@ from support.servers import free_port
 from support.waiting import LIMIT_S
 
 from bkctl.client.ledger import BookKeeper
+from bkctl.config import BookieConfig
+from bkctl.errors import UsageError
 from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo
 from bkctl.http.gateway import Upstream
 from bkctl.http.local_token import LocalToken, find_local_token, token_path
 from bkctl.http.server import HttpServer
 from bkctl.http.server_settings import HttpSettings
-from bkctl.http.server_url import token_for_registered
+from bkctl.http.server_url import bookie_url, token_for_registered
 from bkctl.http.service import Service
 from bkctl.ids import LedgerId
-from bkctl.metadata.cluster import open_cluster
+from bkctl.metadata.cluster import RegisteredBookie, open_cluster
 from bkctl.protocol.connection import run
 
 V1 = "/api/v1"
@@ -132,7 +135,7 @@ def test_api_serve_does_not_forward_its_own_token(
     bookie = http_bookie(httpServerTokenFile=file)
     bookie.start()
     port = gateway(bookie.settings["metadataServiceUri"], "--token-file", file).http_port
-    path = f"{V1}/bookie/state?bookie={bookie.bookie_id}"
+    path = f"{V1}/bookie/info?bookie={bookie.bookie_id}"
     refused = call(port, "GET", path, headers={"Authorization": f"Bearer {FRONT}"})
     assert refused.status == 502
     assert "--bookie-token-file" in refused.json["hint"]
@@ -407,34 +410,150 @@ def test_read_only_token_needs_full_token(
 # --- a configuration of Apache's -------------------------------------------------------------------------------------
 
 
-def test_server_without_host_listens_on_loopback_and_logs_why(
-    http_bookie: Callable[..., Any],
+#: Without a token, for every client; all else is for those who have one.
+PROBES = ("/heartbeat", "/metrics", f"{V1}/bookie/state", f"{V1}/bookie/is_ready")
+OTHERS = ("/openapi.json", f"{V1}/bookie/info", f"{V1}/ledger/list", f"{V1}/bookie/state/readonly", "/nothing")
+
+
+def own_address() -> str:
+    """An address of this machine beyond loopback, where a client of another machine would arrive."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # nothing is sent
+        except OSError:
+            pytest.skip("this machine has no address but loopback")
+        return str(probe.getsockname()[0])
+
+
+def answer_at(host: str, port: int, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, Any]]:
+    """Status and, for JSON, the answer of the server at any address of this machine; of no probe's text."""
+    connection = http.client.HTTPConnection(host, port, timeout=LIMIT_S)
+    try:
+        connection.request(method, path, headers=headers)
+        response = connection.getresponse()
+        body = response.read()
+        return response.status, json.loads(body) if body.startswith(b"{") else {}
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize("host", [None, "0.0.0.0", "::"])
+def test_bookie_without_token_serves_probes_everywhere_and_the_rest_on_loopback(
+    http_bookie: Callable[..., Any], host: str | None
 ) -> None:
-    bookie = http_bookie(httpServerHost="", httpServerPort=free_port())
-    text = bookie.conf.read_text()
-    bookie.conf.write_text("".join(line for line in text.splitlines(True) if not line.startswith("httpServerHost")))
+    bookie = http_bookie(httpServerHost=host or "", httpServerPort=free_port())
+    if host is None:
+        text = bookie.conf.read_text()
+        bookie.conf.write_text("".join(line for line in text.splitlines(True) if not line.startswith("httpServerHost")))
     bookie.start()
     port = bookie.http_port
+    token = token_path("127.0.0.1", port)
+    right = {"Authorization": f"Bearer {token.read_text().strip()}"}
+    for address in ("127.0.0.1", "127.0.0.2", own_address()):
+        for path in PROBES:
+            for sent in (
+                {},
+                {"Host": "probe.example"},
+                {"Host": f"{own_address()}:{port}"},
+                {"Authorization": "Bearer x"},
+            ):
+                assert answer_at(address, port, path, **sent)[0] == 200, (address, path, sent)
+        for path in OTHERS:
+            for sent in ({}, {"Host": "probe.example"}, {"Authorization": "Bearer x"}):
+                status, refused = answer_at(address, port, path, **sent)
+                assert status == 401, (address, path, sent)
+                assert str(token) in refused["hint"]
+                assert "httpServerTokenFile" in refused["hint"]
+        allowed = {answer_at(address, port, path, **right)[0] for path in OTHERS}
+        assert allowed == ({401} if address == own_address() else {200, 404}), address
+        status, _ = answer_at(address, port, f"{V1}/bookie/gc", "PUT", **right)
+        assert status == (401 if address == own_address() else 200)
+    assert answer_at("127.0.0.1", port, OTHERS[1], **right, Host="evil.example")[0] == 403
     said = [line for line in bookie.log_tail(size_max=1 << 20).splitlines() if "WARNING" in line]
-    (warning,) = [line for line in said if "httpServerHost" in line]
-    assert "listens on 127.0.0.1 only" in warning
+    (warning,) = [line for line in said if "has no token" in line]
+    assert "the rest on 127.0.0.1 only" in warning
     assert "httpServerTokenFile" in warning
-    assert call(port, "GET", "/heartbeat").status == 200
+    # Commands of this machine find the loopback address by themselves.
     cli = CommandLine(str(bookie.settings["metadataServiceUri"]))
-    shown = json.loads(cli("bookies", "show", bookie.bookie_id, "-o", "json").out)
-    (endpoint,) = [each for each in shown["endpoints"] if each["id"] == "httpserver"]
-    assert (endpoint["host"], endpoint["port"]) == ("127.0.0.1", port)
     assert cli("bookie", "config", "--bookie", bookie.bookie_id).code == 0
     assert CommandLine(None)("bookie", "config", "--conf", bookie.conf).code == 0
-    with pytest.raises(ConnectionRefusedError):  # no other address of this machine has it
-        socket.create_connection(("127.0.0.2", port), timeout=LIMIT_S).close()
 
 
-def test_server_with_token_and_no_host_listens_everywhere() -> None:
-    from bkctl.config import BookieConfig
+def test_commands_ask_wildcard_servers_of_this_machine_on_loopback() -> None:
+    def url(host: str, http_host: str = "0.0.0.0", protocol: str = "http") -> str:
+        endpoints = (BookieEndpoint("b", 1, host, "bookie-rpc"), BookieEndpoint("httpserver", 8, http_host, protocol))
+        return bookie_url(RegisteredBookie(f"{host}:1", "rw", BookieServiceInfo(endpoints)))
 
-    assert HttpSettings.of(BookieConfig(http_server_enabled=True, http_server_token=FRONT)).host == "0.0.0.0"
-    assert HttpSettings.of(BookieConfig(http_server_enabled=True)).host == "127.0.0.1"
+    assert url(own_address()) == url(own_address(), "::") == "http://127.0.0.1:8"
+    assert url("127.0.0.3") == "http://127.0.0.3:8"
+    assert url("192.0.2.77") == "http://192.0.2.77:8"
+    assert url("no-such-host.invalid") == "http://no-such-host.invalid:8"
+    assert url(own_address(), protocol="https") == f"https://{own_address()}:8"
+    assert url(own_address(), own_address()) == f"http://{own_address()}:8"
+
+
+def test_probes_need_no_token_where_one_is_given_and_the_refusal_names_its_file(
+    http_bookie: Callable[..., Any], tmp_path: Path
+) -> None:
+    file = tmp_path / "token"
+    file.write_text(FRONT)
+    bookie = http_bookie(httpServerHost="0.0.0.0", httpServerTokenFile=file)
+    bookie.start()
+    for address in ("127.0.0.1", own_address()):
+        for path in PROBES:
+            for sent in ({}, {"Host": "probe.example"}, {"Authorization": "Bearer x"}):
+                assert answer_at(address, bookie.http_port, path, **sent)[0] == 200
+        for path in OTHERS:
+            status, refused = answer_at(address, bookie.http_port, path, Host="probe.example")
+            assert (status, str(file) in refused["hint"]) == (401, True)
+            right = {"Authorization": f"Bearer {FRONT}", "Host": "probe.example"}
+            assert answer_at(address, bookie.http_port, path, **right)[0] in (200, 404)
+    paths = answer_at("127.0.0.1", bookie.http_port, "/openapi.json", **right)[1]["paths"]
+    assert {path for path, methods in paths.items() if methods.get("get", {}).get("security") == []} == set(PROBES)
+    (row,) = CommandLine(None)(
+        "bookie", "info", "--bookie-url", f"http://127.0.0.1:{bookie.http_port}"
+    ).err.splitlines()
+    assert str(file) in row
+
+
+def test_one_setting_closes_the_probes(http_bookie: Callable[..., Any], tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text(FRONT)
+    for given in ({"httpServerTokenFile": file}, {}):
+        bookie = http_bookie(httpServerOpenProbes="false", **given)
+        bookie.start()
+        right = {"Authorization": f"Bearer {FRONT}"} if given else local_authorization(bookie.http_port)
+        for path in PROBES:
+            assert answer_at("127.0.0.1", bookie.http_port, path)[0] == 401
+            assert answer_at("127.0.0.1", bookie.http_port, path, **right)[0] == 200
+
+
+def test_gateway_serves_its_heartbeat_to_all(bookie: Any, gateway: Callable[..., Any], tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text(FRONT)
+    uri = str(bookie.settings["metadataServiceUri"])
+    serves = gateway(uri, "--host", "0.0.0.0", "--token-file", file)
+    for address in ("127.0.0.1", own_address()):
+        assert answer_at(address, serves.http_port, "/heartbeat", Host="probe.example")[0] == 200
+        status, refused = answer_at(address, serves.http_port, f"/metrics?bookie={bookie.bookie_id}")
+        assert (status, str(file) in refused["hint"]) == (401, True)
+    closed = gateway(uri, "--token-file", file, "--closed-probes")
+    assert answer_at("127.0.0.1", closed.http_port, "/heartbeat")[0] == 401
+
+
+def test_addresses_without_token_or_certificates_follow_the_probes() -> None:
+    def host(**changes: Any) -> str:
+        return HttpSettings.of(BookieConfig(http_server_enabled=True, **changes)).host
+
+    assert host(http_server_token=FRONT) == host() == "0.0.0.0"
+    assert host(http_server_open_probes=False) == "127.0.0.1"
+    assert host(http_server_open_probes=False, http_server_token=FRONT) == "0.0.0.0"
+    for refused in (
+        {"http_server_host": "192.0.2.7"},
+        {"http_server_host": "0.0.0.0", "http_server_open_probes": False},
+    ):
+        with pytest.raises(UsageError, match="open to everyone"):
+            host(**refused)
 
 
 def test_loopback_of_another_machine_is_refused(tmp_path: Path) -> None:

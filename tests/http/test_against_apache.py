@@ -21,7 +21,7 @@ from bkctl.metadata.underreplication import LedgerMarks
 V1 = "/api/v1"
 PAYLOADS = [b'he"llo\xc3\xa9\x00\n%d<>/' % number for number in range(3)]
 #: What we add to Apache's objects.
-ADDED = {"ledgerScopeId", "ledgerQualifiedName", "ledgerScopesBookiesCount", "scopedDeletesHeldBack"}
+ADDED = {"ledgerScopeId", "ledgerQualifiedName", "scopedDeletesHeldBack"}
 MARKED = {LedgerId(0, 0): ["127.0.0.1:1", "b:2"], LedgerId(0, 1): ["127.0.0.1:1"]}
 
 

@@ -67,8 +67,11 @@ def test_the_bookies_unit_has_descriptors_for_its_connections() -> None:
     assert descriptors >= 2 * BookieConfig().server_max_connections
 
 
-def test_alerts_ask_for_metrics_that_a_bookie_serves(tmp_path: Path) -> None:
-    server = make_bookie(tmp_path, autoRecoveryDaemonEnabled="true")
+def test_alerts_ask_for_metrics_that_a_bookie_serves(tmp_path: Path, pem: Path) -> None:
+    server = make_bookie(
+        tmp_path, autoRecoveryDaemonEnabled="true", tlsProviderFactoryClass="TLSContextFactory",
+        tlsKeyStoreType="PEM", tlsKeyStore=pem, tlsCertificatePath=pem,
+    )  # fmt: skip
     server.start()
     try:
         samples = call(server.http_port, "GET", "/metrics").body.decode().splitlines()

@@ -139,7 +139,8 @@ async def list_ledgers(call: ApiCall) -> Response:
     if after is not None and scope is not None and after.scope_id != scope:
         raise UsageError(f"after names a ledger of scope {after.scope_id}, but the list is of scope {scope}")
     cluster = await call.service.cluster()
-    ledgers = await asyncio.to_thread(cluster.ledgers.ledgers, scope, after)
+    manager = await asyncio.to_thread(lambda: cluster.ledgers)  # reads the LAYOUT
+    ledgers = await asyncio.to_thread(manager.ledgers, scope, after)
     if not values.get("print_metadata", False):
         ids = islice(ledgers, values.get("limit"))
         return await streamed_object(_batches(ids, lambda batch: [(str(each), "null") for each in batch]))
@@ -148,7 +149,7 @@ async def list_ledgers(call: ApiCall) -> Response:
         # Ledgers are counted from 1 on, and page 1 begins with number 0.
         ledgers = islice(ledgers, max(first - 1, 0), first + LEDGERS_A_PAGE - 1)
     decode = values.get("decode_meta", False)
-    found = cluster.ledgers.read_many(islice(ledgers, values.get("limit")))
+    found = manager.read_many(islice(ledgers, values.get("limit")))
     secrets = call.sees_secrets
     return await streamed_object(_batches(found, lambda batch: list(_metadata_entries(batch, decode, secrets))))
 
@@ -186,7 +187,7 @@ def _metadata_entries(
 async def ledger_metadata(call: ApiCall) -> Response:
     ledger = _ledger(call)
     cluster = await call.service.cluster()
-    found = await asyncio.to_thread(cluster.ledgers.read, ledger)
+    found = await asyncio.to_thread(lambda: cluster.ledgers.read(ledger))
     return json_answer({str(ledger): metadata_object(ledger, found, with_password=call.sees_secrets)})
 
 

@@ -21,6 +21,7 @@ class HealthCode(StrEnum):
     DISK_FULL = "disk-full"
     LEDGERS_SET_ASIDE = "ledgers-set-aside"
     LEDGERS_UNREADABLE = "ledgers-unreadable"
+    CERTIFICATE_EXPIRES = "certificate-expires"
     BOOKIE_WITHOUT_RACK = "bookie-without-rack"
     TOO_FEW_RACKS = "too-few-racks"
     LEDGERS_IN_FEW_RACKS = "ledgers-in-few-racks"
