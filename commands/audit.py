@@ -17,9 +17,10 @@ from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import NotFound, UsageError
 
 from .kit.audit import audit_file, run_result
-from .kit.command import Run, command, group
+from .kit.command import command, group
 from .kit.documents import object_of, rows_of
 from .kit.options import count_option, duration_option
+from .kit.printer import Printer
 from .kit.texts import GREEN, RED, YELLOW, duration_text
 
 app = group()
@@ -109,7 +110,7 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
     ),
 )
 def list_runs(
-    run: Run,
+    out: Printer,
     limit: Annotated[int | None, count_option("--limit", "List only the last N runs (default 50).")],
     since: Annotated[float | None, duration_option("--since", "List only runs of this last time: 1h, 7d.")],
     failed: Annotated[bool, typer.Option("--failed", help="List only runs that did not end with exit code 0.")] = False,
@@ -121,11 +122,11 @@ def list_runs(
     earliest = None if since is None else time.time() - since
     found = [each for each in _runs() if (not failed or each.result != "done") and _is_after(each, earliest)]
     wanted = limit or 50
-    run.render(found[-wanted:], run.table_columns(AUDIT_TABLE_COLUMNS, AUDIT_COLUMNS))
+    out.render(found[-wanted:], out.table_columns(AUDIT_TABLE_COLUMNS, AUDIT_COLUMNS))
     if not found:
-        run.note("No command has changed anything yet" if since is None and not failed else "No such runs")
+        out.note("No command has changed anything yet" if since is None and not failed else "No such runs")
     elif len(found) > wanted:
-        run.note(f"{wanted:,} of {len(found):,} runs; --limit lists more")
+        out.note(f"{wanted:,} of {len(found):,} runs; --limit lists more")
 
 
 def _is_after(each: AuditedRun, earliest: float | None) -> bool:
@@ -139,7 +140,7 @@ def _is_after(each: AuditedRun, earliest: float | None) -> bool:
 
 @command(app, "show", examples=("bkctl audit show last",), prints=object_of(AUDIT_COLUMNS))
 def show(
-    run: Run,
+    out: Printer,
     name: Annotated[str, typer.Argument(metavar="ID", help="The run's id or its first digits, or last.")],
 ) -> None:
     """Show one run: who, when, what, its result and its undo file."""
@@ -149,4 +150,4 @@ def show(
         raise NotFound(f"No run {name} in the audit log", hint="'bkctl audit list' shows them")
     if len(found) > 1:
         raise UsageError(f"{len(found)} runs begin with {name}", hint="give more of the id")
-    run.show(found[0], AUDIT_COLUMNS)
+    out.show(found[0], AUDIT_COLUMNS)

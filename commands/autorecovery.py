@@ -13,10 +13,14 @@ from bkctl.columns import TEXTS, Column, Columns, Kind
 from bkctl.errors import AlreadyExists, BkctlError, Corrupt, NotFound, UsageError
 from bkctl.ids import LedgerId
 
+from .kit.access import Access
 from .kit.command import Run, command, group
+from .kit.consent import Consent
 from .kit.documents import object_of, rows_of
+from .kit.job import LongWork
 from .kit.ledger_options import LedgersOrFile, ScopeOfAny
 from .kit.options import DryRun, UndoOption, WatchOption, duration_option
+from .kit.printer import Printer
 from .kit.texts import GREEN, RED, YELLOW, counted, duration_text, time_text
 from .kit.values import parse_duration
 
@@ -70,7 +74,9 @@ RUNNING_COLUMNS = Columns(
     prints=object_of(RUNNING_COLUMNS),
 )
 def run_auto_recovery(
-    run: Run,
+    out: Printer,
+    access: Access,
+    job: LongWork,
     scopes_only: Annotated[
         bool, typer.Option("--scopes-only", help="Ignore scope 0, which Apache's auto-recovery serves.")
     ] = False,
@@ -92,18 +98,19 @@ def run_auto_recovery(
 
     if scopes_only and scope_0_only:
         raise UsageError("--scopes-only and --scope-0-only are given", hint="give one of them, or none for all scopes")
-    config = BookieConfig() if run.conf is None else run.config()
+    config = BookieConfig() if access.conf is None else access.config()
     scopes = {False, True} - ({False} if scopes_only else set()) - ({True} if scope_0_only else set())
     bookie_id = own_id or _own_id(config)
-    run.log()
-    with run.cluster() as cluster:
+    job.log()
+    with access.cluster() as cluster:
         _state(cluster)
         auto_recovery = AutoRecovery(
             cluster, config, bookie_id,
-            scopes=scopes, tls=run.bookie_tls(TLS_REFRESH_S), addresses=run.bookie_addresses(), timeout_s=run.timeout_s,
+            scopes=scopes, tls=access.bookie_tls(TLS_REFRESH_S), addresses=access.bookie_addresses(),
+            timeout_s=access.timeout_s,
         )  # fmt: skip
         row = Running(bookie_id, False in scopes, True in scopes, os.getpid())
-        run.complete(serve(auto_recovery, started=lambda: run.show(row, RUNNING_COLUMNS)))
+        job.complete(serve(auto_recovery, started=lambda: out.show(row, RUNNING_COLUMNS)))
 
 
 def _own_id(config: BookieConfig) -> str:
@@ -151,7 +158,7 @@ STATUS_COLUMNS = Columns(
 
 
 @command(app, "status", connects=True, examples=("bkctl autorecovery status",), prints=object_of(STATUS_COLUMNS))
-def status(run: Run, watch: WatchOption) -> None:
+def status(out: Printer, access: Access, watch: WatchOption) -> None:
     """Show the state of auto-recovery.
 
     Shows the switch, the auditors, the delay, marked and locked ledgers, and the times of the last checks.
@@ -182,9 +189,9 @@ def status(run: Run, watch: WatchOption) -> None:
             replicas_ms=read(lambda: state.settings.check_ctime_ms(AuditorCheck.REPLICAS)),
         )
 
-    with run.cluster() as cluster:
+    with access.cluster() as cluster:
         state = _state(cluster)
-        run.watch(watch, look, STATUS_COLUMNS, single=True)
+        out.watch(watch, look, STATUS_COLUMNS, single=True)
     if problems:
         raise problems[0]
 
@@ -204,16 +211,16 @@ SWITCH_COLUMNS = Columns(
 
 
 def _switch(run: Run, enabled: bool, undo: Path | None) -> None:
-    with run.cluster() as cluster, run.recorded(cluster, undo) as recorded:
+    with run.access.cluster() as cluster, run.consent.recorded(cluster, undo) as recorded:
         state = _state(recorded)
         try:
             (state.settings.enable if enabled else state.settings.disable)()
             changed = True
         except AlreadyExists:
             changed = False
-    run.show(SwitchState(enabled, changed), SWITCH_COLUMNS)
+    run.out.show(SwitchState(enabled, changed), SWITCH_COLUMNS)
     if not changed:
-        run.note(f"Auto-recovery was {'enabled' if enabled else 'disabled'} already")
+        run.out.note(f"Auto-recovery was {'enabled' if enabled else 'disabled'} already")
 
 
 @command(
@@ -291,7 +298,9 @@ class MarkRow(NamedTuple):
     prints=rows_of(MARK_COLUMNS) + object_of(COUNT_COLUMNS),
 )
 def list_marked(
-    run: Run,
+    out: Printer,
+    access: Access,
+    job: LongWork,
     scope: ScopeOfAny,
     watch: WatchOption,
     older_than: Annotated[
@@ -334,12 +343,12 @@ def list_marked(
             and (older_than is None or (age_s is not None and age_s >= older_than))
         )
 
-    with run.cluster() as cluster, run.working("Listing under-replicated ledgers", enabled=watch is None):
+    with access.cluster() as cluster, job.working("Listing under-replicated ledgers", enabled=watch is None):
         state = _state(cluster)
         if count:
-            run.watch(watch, lambda: iter([sum(1 for _ in look())]), COUNT_COLUMNS, single=True)
+            out.watch(watch, lambda: iter([sum(1 for _ in look())]), COUNT_COLUMNS, single=True)
         else:
-            run.watch(watch, look, MARK_COLUMNS)
+            out.watch(watch, look, MARK_COLUMNS)
     if problems:
         raise next(iter(problems.values()))
 
@@ -364,7 +373,7 @@ LOCK_COLUMNS = Columns(
 
 
 @command(app, "workers", connects=True, examples=("bkctl autorecovery workers",), prints=rows_of(LOCK_COLUMNS))
-def workers(run: Run, scope: ScopeOfAny, watch: WatchOption) -> None:
+def workers(out: Printer, access: Access, scope: ScopeOfAny, watch: WatchOption) -> None:
     """List the ledgers that are being replicated, by worker.
 
     Apache's workers give their host name.
@@ -377,9 +386,9 @@ def workers(run: Run, scope: ScopeOfAny, watch: WatchOption) -> None:
             length = None if isinstance(found, BkctlError) else found.metadata.length
             yield Work(lock.ledger, lock.owner, lock.ctime_ms, length)
 
-    with run.cluster() as cluster:
+    with access.cluster() as cluster:
         state = _state(cluster)
-        run.watch(watch, look, LOCK_COLUMNS)
+        out.watch(watch, look, LOCK_COLUMNS)
 
 
 MARKED_COLUMNS = Columns(
@@ -414,7 +423,9 @@ class Marked(NamedTuple):
     prints=rows_of(MARKED_COLUMNS),
 )
 def mark(
-    run: Run,
+    out: Printer,
+    access: Access,
+    consent: Consent,
     ledgers: LedgersOrFile,
     missing: Annotated[
         list[str] | None,
@@ -429,10 +440,10 @@ def mark(
     """
     if not missing:
         raise UsageError("No bookie that lacks entries is named", hint="add --missing BOOKIE")
-    with run.cluster() as cluster:
+    with access.cluster() as cluster:
         state = _state(cluster)
         if not state.settings.is_enabled():
-            run.note("Auto-recovery is disabled: no worker reads the marks until it is enabled")
+            out.note("Auto-recovery is disabled: no worker reads the marks until it is enabled")
         # All are looked at before the first is marked.
         for ledger, found in cluster.ledgers.read_many(ledgers):
             if isinstance(found, BkctlError):
@@ -443,7 +454,7 @@ def mark(
                         f"Bookie {bookie_id} is in no ensemble of ledger {ledger}",
                         hint=f"'bkctl ledger locate {ledger}' shows its bookies",
                     )
-        with run.rows(MARKED_COLUMNS) as writer, run.recorded(cluster, undo) as recorded:
+        with out.rows(MARKED_COLUMNS) as writer, consent.recorded(cluster, undo) as recorded:
             state = _state(recorded)
             for ledger in ledgers:
                 before = state.marks.get(ledger)
@@ -452,7 +463,7 @@ def mark(
                 changed = wanted != present if dry_run else state.marks.add(ledger, missing)
                 writer.row(Marked(ledger, wanted, changed))
                 if not changed:
-                    run.note(f"Ledger {ledger} was marked for {', '.join(missing)} already")
+                    out.note(f"Ledger {ledger} was marked for {', '.join(missing)} already")
 
 
 @command(
@@ -464,19 +475,26 @@ def mark(
     examples=("bkctl autorecovery unmark 12 --yes",),
     prints=rows_of(MARKED_COLUMNS),
 )
-def unmark(run: Run, ledgers: LedgersOrFile, undo: UndoOption = None, dry_run: DryRun = False) -> None:
+def unmark(
+    out: Printer,
+    access: Access,
+    consent: Consent,
+    ledgers: LedgersOrFile,
+    undo: UndoOption = None,
+    dry_run: DryRun = False,
+) -> None:
     """Remove the under-replicated mark from ledgers.
 
     The workers of auto-recovery then no longer replicate them.
     """
     from bkctl.metadata.underreplication import mark_path, parse_mark
 
-    with run.cluster() as cluster:
+    with access.cluster() as cluster:
         marks = {}
         for ledger in ledgers:
             found = cluster.store.get(mark_path(ledger))
             if found is None:
-                run.note(f"Ledger {ledger} is not marked as under-replicated")
+                out.note(f"Ledger {ledger} is not marked as under-replicated")
             else:
                 marks[ledger] = found
 
@@ -488,14 +506,14 @@ def unmark(run: Run, ledgers: LedgersOrFile, undo: UndoOption = None, dry_run: D
             return Marked(ledger, replicas, True)
 
         if marks and not dry_run:
-            run.confirm(
+            consent.confirm(
                 f"{counted(len(marks), 'ledger', 'ledgers')} would not be replicated, until an audit marks them again"
             )
-        with run.rows(MARKED_COLUMNS, findings=True) as writer:
+        with out.rows(MARKED_COLUMNS, findings=True) as writer:
             if dry_run:
                 writer.rows(map(taken_away, marks))
                 return
-            with run.recorded(cluster, undo) as recorded:
+            with consent.recorded(cluster, undo) as recorded:
                 recorded_marks = _state(recorded).marks
                 for ledger, found in marks.items():
                     recorded_marks.remove(ledger, found.version)
@@ -523,14 +541,15 @@ VOTE_COLUMNS = Columns(
 
 @command(app, "auditor", connects=True, examples=("bkctl autorecovery auditor",), prints=rows_of(VOTE_COLUMNS))
 def auditor(
-    run: Run,
+    out: Printer,
+    access: Access,
     all_votes: Annotated[bool, typer.Option("--all", help="Show candidates for auditor, too.")] = False,
 ) -> None:
     """Show which bookie is the auditor.
 
     Also shows the auditor of the scopes, if there is one. Exit code 4 if there is none.
     """
-    with run.cluster() as cluster:
+    with access.cluster() as cluster:
         state = _state(cluster)
         votes = [
             (vote, scoped, at == 0)
@@ -540,7 +559,7 @@ def auditor(
         ]
     if not votes:
         raise NotFound("No auditor is elected", hint="'bkctl autorecovery run' starts auto-recovery")
-    run.render([Vote(vote, *rest) for vote, *rest in votes if isinstance(vote, str)], VOTE_COLUMNS)
+    out.render([Vote(vote, *rest) for vote, *rest in votes if isinstance(vote, str)], VOTE_COLUMNS)
     for vote, *_ in votes:
         if isinstance(vote, BkctlError):
             raise vote
@@ -587,7 +606,9 @@ def _checks(texts: str) -> dict[str, AuditorCheck]:
     prints=object_of(AUDITED_COLUMNS) + rows_of(CLOCK_COLUMNS),
 )
 def audit(
-    run: Run,
+    out: Printer,
+    access: Access,
+    consent: Consent,
     reset_clock: Annotated[
         str | None,
         typer.Option(
@@ -604,20 +625,20 @@ def audit(
     Without options, the auditor looks for lost bookies.
     """
     checks = {} if reset_clock is None else _checks(reset_clock)
-    with run.cluster() as cluster:
+    with access.cluster() as cluster:
         state = _state(cluster)
         if not checks:
-            run.show(state.trigger_audit(dry_run=dry_run), AUDITED_COLUMNS)
+            out.show(state.trigger_audit(dry_run=dry_run), AUDITED_COLUMNS)
             return
         after_ms = time.time_ns() // 1_000_000 - _SPAN_OF_NO_CHECK_MS
         rows = [ClockRow(name, state.settings.check_ctime_ms(check), after_ms) for name, check in checks.items()]
         if not dry_run:
-            with run.recorded(cluster, undo) as recorded:
+            with consent.recorded(cluster, undo) as recorded:
                 for check in checks.values():
                     for scoped in (False, True):
                         _state(recorded).settings.set_check_ctime_ms(check, after_ms, scoped=scoped)
-    run.render(rows, CLOCK_COLUMNS)
-    run.note("The checks run when an auditor starts next; restart the auditor to have them now")
+    out.render(rows, CLOCK_COLUMNS)
+    out.note("The checks run when an auditor starts next; restart the auditor to have them now")
 
 
 class Delay(NamedTuple):
@@ -643,7 +664,9 @@ DELAY_COLUMNS = Columns(
     prints=object_of(DELAY_COLUMNS),
 )
 def delay(
-    run: Run,
+    out: Printer,
+    access: Access,
+    consent: Consent,
     seconds: Annotated[
         str | None, typer.Argument(metavar="[DELAY]", help="The new delay: seconds, or 30m, 2h; 0 is none.")
     ] = None,
@@ -651,16 +674,16 @@ def delay(
     dry_run: DryRun = False,
 ) -> None:
     """Show or set the delay before a bookie counts as lost."""
-    with run.cluster() as cluster:
+    with access.cluster() as cluster:
         state = _state(cluster)
         if seconds is None:
             stored = state.settings.lost_bookie_recovery_delay_s()
-            run.show(Delay(stored or 0, stored is not None), DELAY_COLUMNS)
+            out.show(Delay(stored or 0, stored is not None), DELAY_COLUMNS)
             return
         wanted = parse_duration(seconds, "DELAY")
         if wanted != int(wanted):
             raise UsageError(f"DELAY {seconds}: not whole seconds")
         if not dry_run:
-            with run.recorded(cluster, undo) as recorded:
+            with consent.recorded(cluster, undo) as recorded:
                 _state(recorded).settings.set_lost_bookie_recovery_delay_s(int(wanted))
-        run.show(Delay(int(wanted), True), DELAY_COLUMNS)
+        out.show(Delay(int(wanted), True), DELAY_COLUMNS)

@@ -238,7 +238,7 @@ def _measure(
     from bkctl.client.benchmark import add_entries, read_entries
 
     async def work() -> list[LoadResult]:
-        async with run.bookkeeper(cluster, protocol) as bookkeeper, temporary_ledgers(run, bookkeeper) as made:
+        async with run.access.bookkeeper(cluster, protocol) as bookkeeper, temporary_ledgers(run, bookkeeper) as made:
             readers = []
             if "reads" in operations:
                 readers = await _written(bookkeeper, made, ledgers, shape, load)
@@ -258,16 +258,16 @@ def _measure(
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
 
-    with run.cluster() as cluster, run.working("Measuring", unit="entries") as activity:
-        results = run.complete(work())
+    with run.access.cluster() as cluster, run.job.working("Measuring", unit="entries") as activity:
+        results = run.job.complete(work())
     rows = [
         BenchRow(operation, result, load, ledgers.ledger_count, ledgers.entry_size, shape)
         for operation, result in zip(operations, results, strict=True)
     ]
-    run.render(rows, BENCH_COLUMNS)
-    if run.output in (Output.TABLE, Output.WIDE) and sys.stdout.isatty():
+    run.out.render(rows, BENCH_COLUMNS)
+    if run.out.output in (Output.TABLE, Output.WIDE) and sys.stdout.isatty():
         for row in rows:
-            run.text(histogram_text(row.operation, row.result.latencies, color=run.color))
+            run.out.text(histogram_text(row.operation, row.result.latencies, color=run.out.color))
 
 
 @contextlib.asynccontextmanager
@@ -286,9 +286,9 @@ async def temporary_ledgers(run: Run, bookkeeper: BookKeeper) -> AsyncIterator[l
             except BkctlError as error:
                 left.append(not_deleted(ledger, error))
         if len(made) > len(left):
-            run.note(f"Deleted {counted(len(made) - len(left), 'temporary ledger', 'temporary ledgers')}")
+            run.out.note(f"Deleted {counted(len(made) - len(left), 'temporary ledger', 'temporary ledgers')}")
         for line in left:
-            run.error(line)
+            run.out.error(line)
 
     try:
         yield made

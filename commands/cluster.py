@@ -12,11 +12,15 @@ from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import AlreadyExists, Conflict, NotFound, UsageError
 from bkctl.metadata.admin.health_codes import HealthCode
 
+from .kit.access import Access
 from .kit.audit import user_name
 from .kit.columns import Output
 from .kit.command import Run, command, group
+from .kit.consent import Consent
 from .kit.documents import object_of, rows_of
+from .kit.job import LongWork
 from .kit.options import DryRun, UndoOption, WatchOption, YesReally, duration_option
+from .kit.printer import Printer
 from .kit.texts import GREEN, RED, YELLOW, counted
 from .local import down, up
 
@@ -55,12 +59,12 @@ INFO_COLUMNS = Columns(
 
 
 @command(app, "info", connects=True, examples=("bkctl cluster info",), prints=object_of(INFO_COLUMNS))
-def info(run: Run) -> None:
+def info(out: Printer, access: Access) -> None:
     """Show the cluster: layout, bookies, auditor, replication."""
     from bkctl.metadata.admin.overview import cluster_info
 
-    with run.cluster() as cluster:
-        run.show(cluster_info(cluster), INFO_COLUMNS)
+    with access.cluster() as cluster:
+        out.show(cluster_info(cluster), INFO_COLUMNS)
 
 
 # --- status ---------------------------------------------------------------------------------------------------------
@@ -109,7 +113,9 @@ STATUS_COLUMNS = Columns(
 
 @command(app, "status", connects=True, examples=("bkctl cluster status",), prints=rows_of(STATUS_COLUMNS))
 def status(
-    run: Run,
+    out: Printer,
+    access: Access,
+    job: LongWork,
     threshold: Threshold = 90.0,
     count_ledgers: Annotated[
         bool | None,
@@ -132,28 +138,28 @@ def status(
     async def asked() -> list[BookieSpace]:
         from bkctl.client.disk_space import member_space
 
-        async with run.bookkeeper(cluster) as bookkeeper:
+        async with access.bookkeeper(cluster) as bookkeeper:
             return await member_space(bookkeeper, members)
 
-    with run.cluster() as cluster:
+    with access.cluster() as cluster:
         cluster.layout()
         members = cluster.bookies.list()
-        with run.working("Asking the bookies"):
-            spaces = run.complete(asked())
+        with job.working("Asking the bookies"):
+            spaces = job.complete(asked())
         counts = None
         if count_ledgers is not False:
-            with run.working("Counting ledgers"):
+            with job.working("Counting ledgers"):
                 counts = count_ledgers_of_bookies(cluster, None if count_ledgers else COUNTED_LEDGERS_MAX)
     rows = [MemberRow(space, None if counts is None else counts[space.bookie.bookie_id], threshold) for space in spaces]
-    run.render(rows, STATUS_COLUMNS, findings=run.draws)
+    out.render(rows, STATUS_COLUMNS, findings=out.draws)
     if counts is None and count_ledgers is None:
-        run.note(f"More than {COUNTED_LEDGERS_MAX:,} ledgers, which are not counted: add --count-ledgers")
+        out.note(f"More than {COUNTED_LEDGERS_MAX:,} ledgers, which are not counted: add --count-ledgers")
     problem_count = sum(row.problem is not None for row in rows)
     if not any(row.space.bookie.state == "rw" for row in rows):
         problem_count += 1
-        run.note("No bookie is writable: nothing can be written")
+        out.note("No bookie is writable: nothing can be written")
     advice = "'bkctl cluster health' says what to do"
-    run.finish_with(problem_count, f"problem; {advice}", f"problems; {advice}")
+    out.finish_with(problem_count, f"problem; {advice}", f"problems; {advice}")
 
 
 def _check_percentage(threshold: float) -> None:
@@ -198,17 +204,17 @@ def _findings(run: Run, cluster: Cluster, threshold: float, *, no_bookies: bool,
     async def asked() -> list[HealthFinding]:
         from bkctl.client.disk_space import disk_findings
 
-        async with run.bookkeeper(cluster) as bookkeeper:
+        async with run.access.bookkeeper(cluster) as bookkeeper:
             return await disk_findings(bookkeeper, cluster.bookies.list(include_down=False), threshold)
 
-    of_bookies = [] if no_bookies else [*run.complete(asked()), *_of_metrics(run, cluster)]
+    of_bookies = [] if no_bookies else [*run.job.complete(asked()), *_of_metrics(run, cluster)]
     known = {(each.code, each.subject) for each in of_bookies}
     found = [each for each in health_findings(cluster) if (each.code, each.subject) not in known]
-    bookies, rules = cluster.bookies.list(), run.rack_rules()
+    bookies, rules = cluster.bookies.list(), run.access.rack_rules()
     racks = find_racks(run, cluster, bookies)
     found += rack_findings(bookies, racks, rules)
     if ledgers:
-        with run.working("Reading metadata", unit="ledgers") as activity:
+        with run.job.working("Reading metadata", unit="ledgers") as activity:
             found += ledger_rack_findings(cluster, racks, rules, activity.advance)
     return sorted(found + of_bookies, key=lambda each: (each.severity, each.code, each.subject))
 
@@ -217,8 +223,8 @@ def _of_metrics(run: Run, cluster: Cluster) -> list[HealthFinding]:
     from bkctl.http.bookie_health import metrics_findings
 
     return metrics_findings(
-        cluster.bookies.list(include_down=False), lambda url: run.http_client(url, is_registered=True),
-        wait_s=min(run.timeout_s, METRICS_WAIT_S), host_of=run.bookie_host,
+        cluster.bookies.list(include_down=False), lambda url: run.access.http_client(url, is_registered=True),
+        wait_s=min(run.access.timeout_s, METRICS_WAIT_S), host_of=run.access.bookie_host,
     )  # fmt: skip
 
 
@@ -251,33 +257,33 @@ def health(
         muted[:] = [each for each in found if each.code in codes]
         return [each for each in found if each.code not in codes]
 
-    with run.cluster() as cluster:
+    with run.access.cluster() as cluster:
         if watch is not None:
-            run.watch(watch, look, HEALTH_COLUMNS, key=lambda each: (each.code, each.subject))
+            run.out.watch(watch, look, HEALTH_COLUMNS, key=lambda each: (each.code, each.subject))
             return
-        with run.working("Asking the bookies"):
+        with run.job.working("Asking the bookies"):
             findings = look()
         unguarded = not findings and not muted and AuditorElection(cluster.store).auditor() is None
-    if findings and run.draws:
+    if findings and run.out.draws:
         for each in findings:
             title = " ".join(filter(None, (each.severity.value, each.code.value, each.subject)))
-            run.panel(title, (each.message, each.advice), PANEL_STYLES[each.severity.value])
-    elif findings or run.output is not Output.TABLE:
-        run.render(findings, HEALTH_COLUMNS)
+            run.out.panel(title, (each.message, each.advice), PANEL_STYLES[each.severity.value])
+    elif findings or run.out.output is not Output.TABLE:
+        run.out.render(findings, HEALTH_COLUMNS)
     if muted:
         codes = ", ".join(dict.fromkeys(each.code.value for each in muted))
-        run.note(
+        run.out.note(
             f"{counted(len(muted), 'finding is', 'findings are')} muted ({codes}): 'bkctl cluster health detail' shows "
             "everything"
         )
     elif not findings:
         _note_health(run, unguarded)
-    run.finish_with(len(findings), "finding", "findings")
+    run.out.finish_with(len(findings), "finding", "findings")
 
 
 def _note_health(run: Run, unguarded: bool) -> None:
     """Say that a cluster has no findings; `unguarded`: no auditor watches it."""
-    run.note(
+    run.out.note(
         "No findings, but auto-recovery does not run: lost bookies would go unnoticed. 'bkctl autorecovery run' starts "
         "it"
         if unguarded
@@ -319,20 +325,20 @@ def health_detail(
     from bkctl.metadata.underreplication import AuditorElection
 
     _check_percentage(threshold)
-    with run.cluster() as cluster, run.working("Asking the bookies"):
+    with run.access.cluster() as cluster, run.job.working("Asking the bookies"):
         mutes = {mute.code: mute for mute in HealthMutes(cluster).active()}
         found = _findings(run, cluster, threshold, no_bookies=no_bookies, ledgers=ledgers)
         unguarded = not found and AuditorElection(cluster.store).auditor() is None
     rows = [FindingDetail(each, mutes.get(each.code)) for each in found]
-    if run.output is Output.TABLE and run.selection.order is None:
+    if run.out.output is Output.TABLE and run.out.selection.order is None:
         for index, row in enumerate(rows):
-            run.text("\n" if index else "")
-            run.show(row, DETAIL_COLUMNS)
+            run.out.text("\n" if index else "")
+            run.out.show(row, DETAIL_COLUMNS)
     else:
-        run.render(rows, DETAIL_COLUMNS)
+        run.out.render(rows, DETAIL_COLUMNS)
     if not found:
         _note_health(run, unguarded)
-    run.finish_with(sum(row.mute is None for row in rows), "finding", "findings")
+    run.out.finish_with(sum(row.mute is None for row in rows), "finding", "findings")
 
 
 MUTE_COLUMNS = Columns(
@@ -354,7 +360,9 @@ MUTE_COLUMNS = Columns(
     examples=("bkctl cluster health mute bookie-down --for 2h",),
 )
 def mute_health(
-    run: Run,
+    out: Printer,
+    access: Access,
+    consent: Consent,
     code: Code,
     duration_s: Annotated[
         float | None, duration_option("--for", "How long: 30m, 2h, 1d (default: until it is unmuted).")
@@ -370,8 +378,8 @@ def mute_health(
 
     if duration_s == 0:
         raise UsageError("--for 0: must be more than 0")
-    with run.cluster() as cluster, run.recorded(cluster, undo) as recorded:
-        run.show(HealthMutes(recorded).mute(code, duration_s=duration_s, user=user_name()), MUTE_COLUMNS)
+    with access.cluster() as cluster, consent.recorded(cluster, undo) as recorded:
+        out.show(HealthMutes(recorded).mute(code, duration_s=duration_s, user=user_name()), MUTE_COLUMNS)
 
 
 @command(
@@ -382,21 +390,21 @@ def mute_health(
     examples=("bkctl cluster health unmute bookie-down",),
     prints=object_of(MUTE_COLUMNS),
 )
-def unmute_health(run: Run, code: Code, undo: UndoOption = None) -> None:
+def unmute_health(out: Printer, access: Access, consent: Consent, code: Code, undo: UndoOption = None) -> None:
     """Show findings of a muted code again."""
     from bkctl.metadata.admin.health_mutes import HealthMutes
 
-    with run.cluster() as cluster, run.recorded(cluster, undo) as recorded:
-        run.show(HealthMutes(recorded).unmute(code), MUTE_COLUMNS)
+    with access.cluster() as cluster, consent.recorded(cluster, undo) as recorded:
+        out.show(HealthMutes(recorded).unmute(code), MUTE_COLUMNS)
 
 
 @command(health_app, "mutes", connects=True, examples=("bkctl cluster health mutes",), prints=rows_of(MUTE_COLUMNS))
-def list_mutes(run: Run) -> None:
+def list_mutes(out: Printer, access: Access) -> None:
     """List the muted codes, with time and user."""
     from bkctl.metadata.admin.health_mutes import HealthMutes
 
-    with run.cluster() as cluster:
-        run.render(HealthMutes(cluster).active(), MUTE_COLUMNS)
+    with access.cluster() as cluster:
+        out.render(HealthMutes(cluster).active(), MUTE_COLUMNS)
 
 
 class Check(NamedTuple):
@@ -420,12 +428,12 @@ CHECK_COLUMNS = Columns(
     examples=("bkctl cluster healthcheck status",),
     prints=object_of(CHECK_COLUMNS),
 )
-def healthcheck_status(run: Run) -> None:
+def healthcheck_status(out: Printer, access: Access) -> None:
     """Show whether clients may quarantine failing bookies."""
     from bkctl.metadata.admin.health import HealthCheckSwitch
 
-    with run.cluster() as cluster:
-        run.show(Check(HealthCheckSwitch(cluster).is_enabled()), CHECK_COLUMNS)
+    with access.cluster() as cluster:
+        out.show(Check(HealthCheckSwitch(cluster).is_enabled()), CHECK_COLUMNS)
 
 
 @command(
@@ -457,12 +465,12 @@ def healthcheck_disable(run: Run, undo: UndoOption = None) -> None:
 def _switch_healthcheck(run: Run, enabled: bool, undo: Path | None) -> None:
     from bkctl.metadata.admin.health import HealthCheckSwitch
 
-    with run.cluster() as cluster:
-        with run.recorded(cluster, undo) as recorded:
+    with run.access.cluster() as cluster:
+        with run.consent.recorded(cluster, undo) as recorded:
             changed = HealthCheckSwitch(recorded).set(enabled)
-        run.show(Check(enabled, changed), CHECK_COLUMNS)
+        run.out.show(Check(enabled, changed), CHECK_COLUMNS)
     if not changed:
-        run.note(f"The health check was {'enabled' if enabled else 'disabled'} already")
+        run.out.note(f"The health check was {'enabled' if enabled else 'disabled'} already")
 
 
 # --- the whole cluster ----------------------------------------------------------------------------------------------
@@ -485,16 +493,16 @@ ID_COLUMNS = Columns(
 
 
 @command(app, "id", connects=True, examples=("bkctl cluster id",), prints=object_of(ID_COLUMNS))
-def show_id(run: Run) -> None:
+def show_id(out: Printer, access: Access) -> None:
     """Show the cluster's instance id."""
-    with run.cluster() as cluster:
+    with access.cluster() as cluster:
         factory_class, instance_id = cluster.layout().factory_class, cluster.instance_id()
         if not instance_id:
             raise NotFound(
                 f"The cluster in {cluster.uri} has no instance id",
                 hint="a bookie's cookie may name it: 'bkctl cookie show BOOKIE'",
             )
-        run.show(Identity(cluster.uri, instance_id, factory_class), ID_COLUMNS)
+        out.show(Identity(cluster.uri, instance_id, factory_class), ID_COLUMNS)
 
 
 @command(
@@ -506,7 +514,8 @@ def show_id(run: Run) -> None:
     prints=object_of(ID_COLUMNS),
 )
 def init(
-    run: Run,
+    out: Printer,
+    access: Access,
     long_long_layout: Annotated[
         bool,
         typer.Option(
@@ -529,18 +538,18 @@ def init(
             f"There is a cluster in {cluster.uri}: {cluster.instance_id()}", hint="'bkctl cluster info' shows it"
         )
 
-    location = parse_uri(run.connection().uri)
+    location = parse_uri(access.connection().uri)
     layout = new_layout(location, long_long=long_long_layout)
     if not dry_run:
-        with run.cluster(create_store=True) as cluster:
+        with access.cluster(create_store=True) as cluster:
             if not init_cluster(cluster, layout=layout):
                 refuse(cluster)
-            run.show(Identity(cluster.uri, cluster.instance_id(), cluster.layout().factory_class), ID_COLUMNS)
+            out.show(Identity(cluster.uri, cluster.instance_id(), cluster.layout().factory_class), ID_COLUMNS)
         return
-    with suppress(NotFound), run.cluster() as cluster:  # NotFound: the file is created later.
+    with suppress(NotFound), access.cluster() as cluster:  # NotFound: the file is created later.
         if cluster.store.get(cluster.places.layout) is not None:
             refuse(cluster)
-    run.show(Identity(location.text, None, layout.factory_class), ID_COLUMNS)
+    out.show(Identity(location.text, None, layout.factory_class), ID_COLUMNS)
 
 
 NUKE_COLUMNS = Columns(
@@ -562,7 +571,10 @@ NUKE_COLUMNS = Columns(
     examples=("bkctl cluster nuke --dry-run", "bkctl cluster nuke --backup metadata.ndjson"),
 )
 def nuke_cluster(
-    run: Run,
+    out: Printer,
+    access: Access,
+    consent: Consent,
+    job: LongWork,
     yes_really: YesReally = None,
     instance_id: Annotated[
         str | None,
@@ -583,8 +595,8 @@ def nuke_cluster(
     from bkctl.metadata.admin.dump.sources import ClusterSource
     from bkctl.metadata.admin.nuke import nuke, plan_nuke
 
-    with run.cluster() as cluster:
-        with run.working("Counting ledgers"):
+    with access.cluster() as cluster:
+        with job.working("Counting ledgers"):
             plan = plan_nuke(cluster)
         named = yes_really if instance_id is None else instance_id
         if named not in (None, plan.instance_id):
@@ -593,10 +605,10 @@ def nuke_cluster(
                 hint="check the metadata URI",
             )
         if dry_run:
-            run.show(plan, NUKE_COLUMNS)
+            out.show(plan, NUKE_COLUMNS)
             return
         if plan.foreign_scopes:
-            run.note("The scoped ledgers of a formatted cluster would be lost, too: no backup holds them")
+            out.note("The scoped ledgers of a formatted cluster would be lost, too: no backup holds them")
         kept = f"; {backup} will hold a copy" if backup is not None else ", without a backup"
         loss = (
             f"All metadata of the cluster {plan.instance_id} in {cluster.uri} would be lost: "
@@ -604,13 +616,13 @@ def nuke_cluster(
             f"{counted(plan.cookie_count, 'cookie', 'cookies')}{kept}"
         )
         if instance_id is not None:
-            run.confirm(loss)
+            consent.confirm(loss)
         else:
-            run.confirm_name(loss, plan.instance_id, yes_really)
+            consent.confirm_name(loss, plan.instance_id, yes_really)
         if backup is not None:
-            with run.working(f"Exporting to {backup}") as activity:
+            with job.working(f"Exporting to {backup}") as activity:
                 export_to_file(ClusterSource(cluster), backup, progress=activity.update)
-        with run.working("Removing nodes", left="run the command again to remove the rest") as activity:
+        with job.working("Removing nodes", left="run the command again to remove the rest") as activity:
             count = nuke(cluster, progress=activity.update)
-    run.show(plan, NUKE_COLUMNS)
-    run.note(f"Removed {counted(count, 'node', 'nodes')}")
+    out.show(plan, NUKE_COLUMNS)
+    out.note(f"Removed {counted(count, 'node', 'nodes')}")

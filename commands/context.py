@@ -12,11 +12,14 @@ import typer
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import UsageError
 
-from .kit.command import Run, command, group
+from .kit.access import Access
+from .kit.command import command, group
 from .kit.connection import context_connection, context_names
+from .kit.consent import Consent
 from .kit.contexts import Contexts
 from .kit.documents import object_of, rows_of
 from .kit.options import OldName
+from .kit.printer import Printer
 from .kit.settings import GlobalOptions, Setting, ValueType, context_settings
 from .kit.texts import GREEN
 
@@ -65,18 +68,18 @@ def _row(contexts: Contexts, name: str) -> ContextRow:
 
 
 @command(app, "list", examples=("bkctl context list",), prints=rows_of(LIST_COLUMNS))
-def list_contexts(run: Run) -> None:
+def list_contexts(out: Printer) -> None:
     """List the contexts of the configuration file.
 
     A local cluster that is up is the context `local`, unless the file has one of this name.
     """
     contexts = Contexts.read(os.environ)
-    run.render([_row(contexts, name) for name in context_names(contexts)], LIST_COLUMNS)
+    out.render([_row(contexts, name) for name in context_names(contexts)], LIST_COLUMNS)
 
 
 @command(app, "show", examples=("bkctl context show prod",), prints=object_of(CONTEXT_COLUMNS))
 def show(
-    run: Run,
+    out: Printer,
     name: Annotated[str | None, typer.Argument(metavar="CONTEXT", help="The context (default: current).")] = None,
 ) -> None:
     """Show one context with all its settings."""
@@ -84,7 +87,7 @@ def show(
     wanted = name or contexts.current
     if wanted is None:
         raise UsageError("No context is the current one", hint="name one, or choose one with 'bkctl context use'")
-    run.show(_row(contexts, wanted), CONTEXT_COLUMNS)
+    out.show(_row(contexts, wanted), CONTEXT_COLUMNS)
 
 
 @command(
@@ -97,7 +100,8 @@ def show(
     examples=("bkctl context add prod --metadata-uri zk://zk1:2181/ledgers --use",),
 )
 def add(
-    run: Run,
+    out: Printer,
+    access: Access,
     name: ContextName,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", OldName("--replace"), help="Replace the context of this name.")
@@ -109,10 +113,10 @@ def add(
     Saves --metadata-uri (or the one in --conf), --bookie-address, and the --tls and --metadata- options; files by their
     absolute path. Does not connect. Passwords stay in their own files, see --metadata-password-file.
     """
-    options = run.given_options()
+    options = access.given_options()
     from bkctl.metadata.uri import parse_uri
 
-    location = parse_uri(run.given_connection().uri)
+    location = parse_uri(access.given_connection().uri)
     if location.security is not None:
         raise UsageError(
             "A context keeps no login or TLS in its URI",
@@ -126,32 +130,32 @@ def add(
     contexts = Contexts.read(os.environ).add(name, context, replace=overwrite)
     if use:
         contexts = contexts.use(name)
-    run.show(_row(contexts, name), CONTEXT_COLUMNS)
+    out.show(_row(contexts, name), CONTEXT_COLUMNS)
 
 
 @command(app, "use", changes=True, examples=("bkctl context use prod",), prints=object_of(CONTEXT_COLUMNS))
-def use(run: Run, name: ContextName) -> None:
+def use(out: Printer, name: ContextName) -> None:
     """Make a context the current one.
 
     Commands use it if neither an option nor the environment names a cluster. `local` is the local cluster that is up.
     """
     row = _row(Contexts.read(os.environ), name)
     Contexts.read(os.environ).use(name)
-    run.show(row._replace(is_current=True), CONTEXT_COLUMNS)
+    out.show(row._replace(is_current=True), CONTEXT_COLUMNS)
 
 
 @command(
     app, "rename", changes=True, examples=("bkctl context rename prod prod-eu",), prints=object_of(CONTEXT_COLUMNS)
 )
 def rename(
-    run: Run, name: ContextName, new: Annotated[str, typer.Argument(metavar="NEW", help="The new name.")]
+    out: Printer, name: ContextName, new: Annotated[str, typer.Argument(metavar="NEW", help="The new name.")]
 ) -> None:
     """Give a context another name.
 
     The current context stays the current one. An existing name is refused.
     """
     contexts = Contexts.read(os.environ).rename(name, new)
-    run.show(_row(contexts, new), CONTEXT_COLUMNS)
+    out.show(_row(contexts, new), CONTEXT_COLUMNS)
 
 
 @command(
@@ -162,11 +166,11 @@ def rename(
     examples=("bkctl context delete prod --yes",),
     prints=object_of(CONTEXT_COLUMNS),
 )
-def delete(run: Run, name: ContextName) -> None:
+def delete(out: Printer, consent: Consent, name: ContextName) -> None:
     """Delete a context from the configuration file."""
     contexts = Contexts.read(os.environ)
     contexts.get(name)  # The file must have it.
     row = _row(contexts, name)
-    run.confirm(f"Context {name!r} ({row.options.metadata_uri}) would be deleted from {contexts.path}")
+    consent.confirm(f"Context {name!r} ({row.options.metadata_uri}) would be deleted from {contexts.path}")
     contexts.delete(name)
-    run.show(row._replace(is_current=False), CONTEXT_COLUMNS)
+    out.show(row._replace(is_current=False), CONTEXT_COLUMNS)

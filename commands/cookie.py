@@ -12,9 +12,12 @@ from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import AlreadyExists, BkctlError, NotFound, Unreachable, UsageError
 from bkctl.ids import check_bookie_id
 
-from .kit.command import Run, command, group
+from .kit.access import Access
+from .kit.command import command, group
+from .kit.consent import Consent
 from .kit.documents import object_of, rows_of
 from .kit.options import BinaryFormat, BinaryFormatOption, Composite, DryRun, UndoOption, file_argument, text_option
+from .kit.printer import Printer
 from .kit.records import DirOption
 from .kit.texts import RED, counted
 
@@ -71,7 +74,7 @@ LIST_COLUMNS = Columns(
 
 
 @command(app, "list", connects=True, examples=("bkctl cookie list",), prints=rows_of(LIST_COLUMNS))
-def list_cookies(run: Run) -> None:
+def list_cookies(out: Printer, access: Access) -> None:
     """List the cookies in the metadata store.
 
     A cookie that cannot be read is a row with the problem (exit code 3).
@@ -92,9 +95,9 @@ def list_cookies(run: Run) -> None:
                 if found is not None:
                     yield CookieRow(bookie_id, None, found.value, found.version, None)
 
-    with run.cluster() as cluster:
-        run.render(rows(), LIST_COLUMNS)
-    run.finish_with(problems, "cookie cannot be read", "cookies cannot be read")
+    with access.cluster() as cluster:
+        out.render(rows(), LIST_COLUMNS)
+    out.finish_with(problems, "cookie cannot be read", "cookies cannot be read")
 
 
 @command(
@@ -108,7 +111,8 @@ def list_cookies(run: Run) -> None:
     ),
 )
 def show(
-    run: Run,
+    out: Printer,
+    access: Access,
     bookie: Annotated[str | None, typer.Argument(metavar="BOOKIE", help="The bookie's id.")] = None,
     dir: DirOption = None,
     format: BinaryFormatOption = None,
@@ -127,7 +131,7 @@ def show(
     if bookie is not None:
         from bkctl.bookie.cookies import cookie_path
 
-        with run.cluster() as cluster:
+        with access.cluster() as cluster:
             node = cluster.store.get(cookie_path(bookie))
             if node is None:
                 raise NotFound(
@@ -140,16 +144,16 @@ def show(
         if format is not BinaryFormat.RAW:
             raise UsageError(f"--format {format.value}: only raw is supported", hint="leave it out to print the fields")
         for _, data, _ in found:
-            run.raw(data)
+            out.raw(data)
         return
     rows = []
     for place, data, version in found:
         cookie = Cookie.parse(data, place or where)
         rows.append(CookieRow(bookie or cookie.bookie_id, place, cookie, version, None))
     if len(rows) == 1:
-        run.show(rows[0], COOKIE_COLUMNS)
+        out.show(rows[0], COOKIE_COLUMNS)
     else:
-        run.render(rows, COOKIE_COLUMNS)
+        out.render(rows, COOKIE_COLUMNS)
 
 
 def _version_files(directories: list[Path] | None) -> list[Path]:
@@ -200,7 +204,13 @@ def _cookie_in(path: Path, bookie: str) -> tuple[bytes, Cookie]:
     prints=object_of(COOKIE_COLUMNS),
 )
 def create(
-    run: Run, bookie: BookieArgument, file: FileArgument, undo: UndoOption = None, dry_run: DryRun = False
+    out: Printer,
+    access: Access,
+    consent: Consent,
+    bookie: BookieArgument,
+    file: FileArgument,
+    undo: UndoOption = None,
+    dry_run: DryRun = False,
 ) -> None:
     """Add a cookie to the metadata store.
 
@@ -211,14 +221,14 @@ def create(
 
     data, cookie = _cookie_in(file, bookie)
     version: int | None = None
-    with run.cluster() as cluster:
+    with access.cluster() as cluster:
         path = cookie_path(bookie)
         if cluster.store.get(path) is not None:
             raise AlreadyExists(f"Bookie {bookie} has a cookie", hint="'bkctl cookie update' replaces it")
         if not dry_run:
-            with run.recorded(cluster, undo) as recorded:
+            with consent.recorded(cluster, undo) as recorded:
                 version = recorded.store.put(path, data, NEW)
-    run.show(CookieRow(bookie, None, cookie, version, None), COOKIE_COLUMNS)
+    out.show(CookieRow(bookie, None, cookie, version, None), COOKIE_COLUMNS)
 
 
 CHANGE_COLUMNS = Columns(
@@ -239,7 +249,13 @@ CHANGE_COLUMNS = Columns(
     examples=("bkctl cookie update 10.0.0.1:3181 cookie --dry-run",),
 )
 def update(
-    run: Run, bookie: BookieArgument, file: FileArgument, undo: UndoOption = None, dry_run: DryRun = False
+    out: Printer,
+    access: Access,
+    consent: Consent,
+    bookie: BookieArgument,
+    file: FileArgument,
+    undo: UndoOption = None,
+    dry_run: DryRun = False,
 ) -> None:
     """Replace a bookie's cookie in the metadata store.
 
@@ -249,7 +265,7 @@ def update(
     from bkctl.formats.metadata import Cookie
 
     data, cookie = _cookie_in(file, bookie)
-    with run.cluster() as cluster:
+    with access.cluster() as cluster:
         path = cookie_path(bookie)
         found = cluster.store.get(path)
         if found is None:
@@ -262,10 +278,10 @@ def update(
             changes = [CookieFinding("", "bytes", f"{len(data)} bytes", f"{len(found.value)} bytes", "")]
         if changes and not dry_run:
             names = ", ".join(change.field for change in changes)
-            run.confirm(f"The cookie of bookie {bookie} would be replaced, where {names} differ")
-            with run.recorded(cluster, undo) as recorded:
+            consent.confirm(f"The cookie of bookie {bookie} would be replaced, where {names} differ")
+            with consent.recorded(cluster, undo) as recorded:
                 recorded.store.put(path, data, found.version)
-        run.render(changes, CHANGE_COLUMNS)
+        out.render(changes, CHANGE_COLUMNS)
 
 
 @command(
@@ -278,7 +294,9 @@ def update(
     prints=rows_of(COOKIE_COLUMNS),
 )
 def delete(
-    run: Run,
+    out: Printer,
+    access: Access,
+    consent: Consent,
     bookies: Annotated[list[str], typer.Argument(metavar="BOOKIE", help="The bookies.")],
     dir: DirOption = None,
     undo: UndoOption = None,
@@ -293,7 +311,7 @@ def delete(
     from bkctl.repair.holding import hold
 
     rows: list[CookieRow] = []
-    with run.cluster() as cluster:
+    with access.cluster() as cluster:
         nodes = []
         for bookie in dict.fromkeys(bookies):
             found = cluster.store.get(cookie_path(bookie))
@@ -314,17 +332,17 @@ def delete(
         if not dry_run:
             places = f" and {len(files)} directories" if files else ""
             names = ", ".join(bookie for bookie, _ in nodes)
-            run.confirm(
+            consent.confirm(
                 f"The cookie of bookie {names} in {cluster.store.name}{places} would be lost: "
                 "it does not start on its directories without"
             )
-            with hold([path.parent for path in files], note=run.note), run.undo(cluster, undo) as kept:
+            with hold([path.parent for path in files], note=out.note), consent.undo(cluster, undo) as kept:
                 for path in files:
                     kept.record_file(path, None)
                     path.unlink()
                 for bookie, found in nodes:
                     kept.recorded().cookies.remove(bookie, found.version)
-        run.render(rows, COOKIE_COLUMNS)
+        out.render(rows, COOKIE_COLUMNS)
 
 
 def _row_of(bookie: str, data: bytes, version: int | None) -> CookieRow:
@@ -354,7 +372,8 @@ def _directories_option(kind: str) -> Composite:
     prints=object_of(COOKIE_COLUMNS),
 )
 def generate(
-    run: Run,
+    out: Printer,
+    access: Access,
     journals: Annotated[tuple[str, ...] | None, _directories_option("journal")],
     ledgers: Annotated[tuple[str, ...] | None, _directories_option("ledger")],
     indexes: Annotated[tuple[str, ...] | None, _directories_option("index")],
@@ -373,11 +392,11 @@ def generate(
     """
     from bkctl.formats.metadata import Cookie
 
-    config = run.config() if run.conf is not None else None
+    config = access.config() if access.conf is not None else None
     if config is None and (bookie is None or journals is None or ledgers is None):
         raise UsageError("A cookie needs the bookie, --journal-dirs and --ledger-dirs", hint="or --conf bk_server.conf")
     if instance_id is None:
-        with run.cluster() as cluster:
+        with access.cluster() as cluster:
             instance_id = cluster.instance_id()
     if config is not None:
         from bkctl.bookie.cookies import bookie_id_of
@@ -390,11 +409,11 @@ def generate(
     cookie = Cookie(check_bookie_id(bookie), journals or (), ledgers or (), instance_id or None, indexes or None)
     data = cookie.serialize()
     if file is None:
-        run.raw(data)
+        out.raw(data)
         return
     with open(file, "xb") as stream:
         stream.write(data)
-    run.show(CookieRow(bookie, str(file), cookie, None, None), COOKIE_COLUMNS)
+    out.show(CookieRow(bookie, str(file), cookie, None, None), COOKIE_COLUMNS)
 
 
 class ExpandedRow(NamedTuple):
@@ -418,7 +437,9 @@ EXPANDED_COLUMNS = Columns(
     prints=rows_of(EXPANDED_COLUMNS),
     examples=("bkctl cookie expand --conf bk_server.conf --dry-run",),
 )
-def expand_cookies(run: Run, undo: UndoOption = None, dry_run: DryRun = False) -> None:
+def expand_cookies(
+    out: Printer, access: Access, consent: Consent, undo: UndoOption = None, dry_run: DryRun = False
+) -> None:
     """Add new, empty directories to a bookie's cookies.
 
     Adds the new ledger and index directories of --conf. The bookie must be stopped, and with DbLedgerStorage it must
@@ -428,20 +449,25 @@ def expand_cookies(run: Run, undo: UndoOption = None, dry_run: DryRun = False) -
     from bkctl.disk import Files
     from bkctl.repair.holding import hold
 
-    config = run.config()
+    config = access.config()
     bookie_id = bookie_id_of(config)
-    with run.cluster() as cluster:
+    with access.cluster() as cluster:
         new = expand(config, bookie_id, cluster, Files(), undo=None)
         if not dry_run and new:
-            run.confirm(f"Bookie {bookie_id} would be given {', '.join(new)}, and could not start without them again")
+            consent.confirm(
+                f"Bookie {bookie_id} would be given {', '.join(new)}, and could not start without them again"
+            )
             files = Files()
             for each in new:
                 files.make_directory(Path(each))
-            with hold(map(Path, configured_directories(config)), note=run.note), run.undo(cluster, undo) as kept:
+            with (
+                hold(map(Path, configured_directories(config)), note=out.note),
+                consent.undo(cluster, undo) as kept,
+            ):
                 expand(config, bookie_id, cluster, files, undo=kept)
-        run.render((ExpandedRow(each, bookie_id) for each in new), EXPANDED_COLUMNS)
+        out.render((ExpandedRow(each, bookie_id) for each in new), EXPANDED_COLUMNS)
     if not new:
-        run.note("No directory is new")
+        out.note("No directory is new")
 
 
 class RenamedRow(NamedTuple):
@@ -468,7 +494,9 @@ RENAMED_COLUMNS = Columns(
     examples=("bkctl cookie rename 10.0.0.1:3181 10.0.0.2:3181 --dry-run",),
 )
 def rename_bookie(
-    run: Run,
+    out: Printer,
+    access: Access,
+    consent: Consent,
     old: Annotated[str, typer.Argument(metavar="OLD", help="The bookie's present id.")],
     new: Annotated[str, typer.Argument(metavar="NEW", help="The bookie's new id.")],
     dir: DirOption = None,
@@ -487,20 +515,20 @@ def rename_bookie(
     if check_bookie_id(old) == check_bookie_id(new):
         raise UsageError(f"{old} and {new} are the same id")
     directories = [str(each.parent.parent) for each in _version_files(dir)]
-    if not directories and run.conf is not None:
-        directories = configured_directories(run.config())
-    with run.cluster() as cluster:
+    if not directories and access.conf is not None:
+        directories = configured_directories(access.config())
+    with access.cluster() as cluster:
         changed = rename(cluster, old, new, directories, Files(), undo=None)
         if not dry_run:
-            run.confirm(
+            consent.confirm(
                 f"Bookie {old} would be {new} in {cluster.store.name} and "
                 f"{counted(len(changed), 'directory', 'directories')}"
             )
-            with hold(map(Path, directories), note=run.note), run.undo(cluster, undo) as kept:
+            with hold(map(Path, directories), note=out.note), consent.undo(cluster, undo) as kept:
                 changed = rename(cluster, old, new, directories, Files(), undo=kept)
-        run.render((RenamedRow(place, old, new) for place in (STORE, *changed)), RENAMED_COLUMNS)
+        out.render((RenamedRow(place, old, new) for place in (STORE, *changed)), RENAMED_COLUMNS)
     if not directories:
-        run.note("The cookies in the bookie's directories stay as they are; name them with --dir or --conf")
+        out.note("The cookies in the bookie's directories stay as they are; name them with --dir or --conf")
 
 
 FINDING_COLUMNS = Columns(
@@ -521,7 +549,8 @@ FINDING_COLUMNS = Columns(
     prints=rows_of(FINDING_COLUMNS),
 )
 def verify_cookies(
-    run: Run,
+    out: Printer,
+    access: Access,
     bookie: BookieOrConf = None,
     dir: DirOption = None,
 ) -> None:
@@ -541,7 +570,7 @@ def verify_cookies(
     )
     from bkctl.formats.metadata import Cookie
 
-    config = run.config() if run.conf is not None else None
+    config = access.config() if access.conf is not None else None
     directories = [str(each.parent.parent) for each in _version_files(dir)]
     if config is not None and not directories:
         directories = configured_directories(config)
@@ -549,7 +578,7 @@ def verify_cookies(
         if config is None:
             raise UsageError("No bookie is given", hint="name it, or add --conf bk_server.conf")
         bookie = bookie_id_of(config)
-    with run.cluster() as cluster:
+    with access.cluster() as cluster:
         stored = read_stored(cluster, bookie)
         local = read_local(directories)
         if config is not None:
@@ -561,10 +590,10 @@ def verify_cookies(
         else:
             raise NotFound(f"Bookie {bookie} has no cookie", hint="'bkctl cookie list' shows the cookies")
         findings = list(verify(expected, stored, local))
-        run.render(findings, FINDING_COLUMNS, findings=True)
+        out.render(findings, FINDING_COLUMNS, findings=True)
     if not findings and (local or config is not None):
-        run.note(f"The {len(local) + 1} cookies of bookie {bookie} are equal")
+        out.note(f"The {len(local) + 1} cookies of bookie {bookie} are equal")
     elif not findings:
-        run.note(f"Only the metadata store's cookie of bookie {bookie} was read: add --dir or --conf to compare it")
+        out.note(f"Only the metadata store's cookie of bookie {bookie} was read: add --dir or --conf to compare it")
     where = f"in the cookies of bookie {bookie}"
-    run.finish_with(len(findings), f"difference {where}", f"differences {where}")
+    out.finish_with(len(findings), f"difference {where}", f"differences {where}")

@@ -78,12 +78,12 @@ def list_journals(
     errors: list[BkctlError] = []
 
     def rows() -> Iterator[JournalSummary]:
-        for summary in journal_summaries(run.directories(directories)):
+        for summary in journal_summaries(run.access.directories(directories)):
             if summary.error is not None:
                 errors.append(summary.error)
             yield summary
 
-    run.render(rows(), JOURNAL_COLUMNS)
+    run.out.render(rows(), JOURNAL_COLUMNS)
     raise_first(run, errors)
 
 
@@ -130,7 +130,7 @@ def _journals(
     """Return the given directories, and the journals that a command reads, each once (None: all of them)."""
     if names and all(Path(name).is_dir() for name in names):
         directories, names = [*map(Path, names), *(directories or ())], None
-    given = run.directories(directories, needed=not names)
+    given = run.access.directories(directories, needed=not names)
     if not names:
         return given, None
     return given, list(dict.fromkeys(path for name in names for path in _journals_named(given, name)))
@@ -185,8 +185,8 @@ def lastmark(
     """
     from bkctl.files.journals import latest_marks
 
-    latest = latest_marks(run.directories(directories))
-    run.render(latest.marks, MARK_COLUMNS)
+    latest = latest_marks(run.access.directories(directories))
+    run.out.render(latest.marks, MARK_COLUMNS)
     raise_first(run, [error for _, error in latest.damaged])
 
 
@@ -252,20 +252,20 @@ def verify(run: Run, pace: ReadPace, names: JournalNames = None, directories: Di
             elif check.state is not ScanState.TORN:
                 sound_count += 1
                 record_count += check.record_count
-                if run.draws:
+                if run.out.draws:
                     continue
             yield check
 
-    with run.working("Reading journals", unit="journals", pace=pace) as activity:
-        row_count = run.render(rows(), VERIFY_COLUMNS, findings=run.draws)
-    if run.draws and (sound_count or not row_count):
+    with run.job.working("Reading journals", unit="journals", pace=pace) as activity:
+        row_count = run.out.render(rows(), VERIFY_COLUMNS, findings=run.out.draws)
+    if run.out.draws and (sound_count or not row_count):
         sound = counted(sound_count, "journal is", "journals are")
-        run.note(f"{sound} sound: {counted(record_count, 'record', 'records')}; -o wide lists them")
+        run.out.note(f"{sound} sound: {counted(record_count, 'record', 'records')}; -o wide lists them")
     if errors and findings:
         text = counted(findings, "missing or wrongly marked journal", "missing or wrongly marked journals")
-        run.error(text)
+        run.out.error(text)
     raise_first(run, errors)
-    run.finish_with(
+    run.out.finish_with(
         findings, "journal that is missing or wrongly marked", "journals that are missing or wrongly marked"
     )
 
@@ -364,16 +364,16 @@ def stats(
     """
     files = _all_journals(run, names, directories)
     errors: list[BkctlError] = []
-    with run.working("Reading journals"):
+    with run.job.working("Reading journals"):
         if by is JournalGrouping.FILE:
             rows: Iterable[JournalStatistics] = _statistics(files, errors)
             if top is not None:
                 rows = sorted(rows, key=lambda row: row.record_bytes, reverse=True)[:top]
-            run.render(rows, STATS_COLUMNS)
+            run.out.render(rows, STATS_COLUMNS)
         else:
             sums = _sums(_statistics(files, errors), by)
             sums.sort(key=itemgetter(2), reverse=True)
-            run.render(sums if top is None else sums[:top], SUM_COLUMNS[by])
+            run.out.render(sums if top is None else sums[:top], SUM_COLUMNS[by])
     raise_first(run, errors)
 
 

@@ -45,7 +45,7 @@ LocalDirectory = Annotated[
 
 def _local(run: Run, directory: Path | None) -> LocalCluster:
     """Return the local cluster in `directory`, else the one that is up. Raises UsageError for another named cluster."""
-    given = run.given_options()
+    given = run.access.given_options()
     if given.metadata_uri is not None or given.conf is not None or given.context not in (None, LOCAL_CONTEXT):
         raise UsageError(
             "'bkctl local' works on the clusters of this machine, and an option names another cluster",
@@ -92,25 +92,25 @@ def up(
     http = has_server() if http is None else http
     cluster = _local(run, directory)
     where = "" if directory is None else f" --dir {shlex.quote(str(directory))}"
-    with run.working(
+    with run.job.working(
         f"Starting the local cluster at {cluster.directory}",
         left=f"started bookies keep running: 'bkctl local up{where}' starts the rest, 'bkctl local down{where}' stops "
         "all",
     ):
         cluster.up(
-            bookies, storage=storage, http=http, auto_recovery=autorecovery, timeout_s=run.timeout_s,
-            progress=run.detail,
+            bookies, storage=storage, http=http, auto_recovery=autorecovery, timeout_s=run.access.timeout_s,
+            progress=run.out.detail,
         )  # fmt: skip
-    rows = cluster.status(run.timeout_s)
-    run.render(rows, LOCAL_COLUMNS)
+    rows = cluster.status(run.access.timeout_s)
+    run.out.render(rows, LOCAL_COLUMNS)
     for row in rows:
         if row.state == "left":
-            run.note(
+            run.out.note(
                 f"{row.bookie.bookie_id} left the cluster and was not started: remove {row.bookie.directory} to let it "
                 "join again, empty"
             )
     if wants_http and any(row.bookie.http_url is None for row in rows if row.state != "left"):
-        run.note(
+        run.out.note(
             "'bkctl top', 'bookie info' and 'bookies drain' need bookies with an HTTP server: install bkctl[http], and "
             "start a new cluster with 'bkctl local up --http --dir DIR'"
         )
@@ -122,20 +122,20 @@ def _note_target(run: Run, cluster: LocalCluster) -> None:
     where = f"Local cluster at {cluster.directory}"
     switch = "-x local" if LOCAL_CONTEXT not in Contexts.read(os.environ).names else f"-u {cluster.metadata_uri}"
     try:
-        target = run.standing_connection()
+        target = run.access.standing_connection()
     except BkctlError as error:
-        run.note(f"{where}. Commands without {switch} fail: {error}")
+        run.out.note(f"{where}. Commands without {switch} fail: {error}")
         return
     if target.uri == cluster.metadata_uri:
-        run.note(f"{where}; commands without --metadata-uri use it until 'bkctl local down'")
+        run.out.note(f"{where}; commands without --metadata-uri use it until 'bkctl local down'")
     elif target.source in os.environ:
-        run.note(
+        run.out.note(
             f"{where}. Commands do not use it, since {target.source} names {shown_uri(target.uri)}: "
             f"add {switch}, or unset {target.source}"
         )
     else:
         use = f", or run 'bkctl context use {LOCAL_CONTEXT}'" if switch == "-x local" else ""
-        run.note(
+        run.out.note(
             f"{where}. Commands do not use it, since the current context is {target.context} "
             f"({shown_uri(target.uri)}): add {switch}{use}"
         )
@@ -154,14 +154,16 @@ def down(
     Its data stays for the next 'local up'.
     """
     cluster = _local(run, directory)
-    with run.working(
+    with run.job.working(
         f"Stopping the local cluster at {cluster.directory}", left="run the command again to stop the rest"
     ):
-        stopped = cluster.down(bookie, timeout_s=run.timeout_s, progress=run.detail)
+        stopped = cluster.down(bookie, timeout_s=run.access.timeout_s, progress=run.out.detail)
     names = {one.bookie_id for one in stopped}
-    run.render((row for row in cluster.status(run.timeout_s) if row.bookie.bookie_id in names), LOCAL_COLUMNS)
+    run.out.render(
+        (row for row in cluster.status(run.access.timeout_s) if row.bookie.bookie_id in names), LOCAL_COLUMNS
+    )
     if not stopped:
-        run.note("Nothing was running")
+        run.out.note("Nothing was running")
 
 
 @command(app, "status", examples=("bkctl local status",), prints=rows_of(LOCAL_COLUMNS))
@@ -171,6 +173,6 @@ def status(run: Run, directory: LocalDirectory = None) -> None:
     Shows state, address, process and directory. 'cluster status' shows the members of any cluster.
     """
     cluster = _local(run, directory)
-    run.render(cluster.status(run.timeout_s), LOCAL_COLUMNS)
+    run.out.render(cluster.status(run.access.timeout_s), LOCAL_COLUMNS)
     if cluster.is_active():
         _note_target(run, cluster)

@@ -12,9 +12,10 @@ from bkctl.columns import Column, Columns, Kind
 
 from . import top
 from .kit.columns import ALL, Output
-from .kit.command import Run, command, group
+from .kit.command import command, group
 from .kit.documents import object_of
 from .kit.parser import connection_help, exit_code_help
+from .kit.printer import Printer
 from .kit.terminal import emit
 
 app = group(parts=(top.app,))
@@ -90,19 +91,19 @@ def _build() -> Build:
 
 
 @command(app, "version", examples=("bkctl version",), prints=object_of(VERSION_COLUMNS))
-def show_version(run: Run) -> None:
+def show_version(out: Printer) -> None:
     """Print the version, and which inner loops are compiled.
 
     Without a C compiler and Python's headers at its installation, bkctl runs the same loops in Python: slower, with the
     same results.
     """
     build = _build()
-    if run.output is Output.TABLE and run.selection == ALL:
+    if out.output is Output.TABLE and out.selection == ALL:
         count = len(build.compiled) + len(build.uncompiled)
         slow = f"; in Python: {', '.join(build.uncompiled)}" if build.uncompiled else ""
-        run.text(f"bkctl {__version__}\ninner loops in C: {len(build.compiled)} of {count}{slow}\n")
+        out.text(f"bkctl {__version__}\ninner loops in C: {len(build.compiled)} of {count}{slow}\n")
     else:
-        run.show(build, VERSION_COLUMNS)
+        out.show(build, VERSION_COLUMNS)
 
 
 @command(
@@ -111,7 +112,7 @@ def show_version(run: Run) -> None:
     examples=("source <(bkctl completion bash)", "bkctl completion fish | source"),
 )
 def print_completion(
-    run: Run, shell: Annotated[Shell, typer.Argument(metavar="SHELL", help="bash, zsh or fish.")]
+    out: Printer, shell: Annotated[Shell, typer.Argument(metavar="SHELL", help="bash, zsh or fish.")]
 ) -> None:
     """Print the completion script of a shell.
 
@@ -120,4 +121,4 @@ def print_completion(
     """
     from .generate import completion_script
 
-    run.text(completion_script(shell.value))
+    out.text(completion_script(shell.value))

@@ -16,6 +16,7 @@ from bkctl.errors import Conflict, NotFound, UsageError
 from .kit.command import Run, command, group
 from .kit.documents import object_of, rows_of
 from .kit.options import WatchOption, parse_pace
+from .kit.printer import Printer
 from .kit.texts import GREEN, RED, YELLOW, counted, duration_text, size_text
 from .kit.work import ask_for_rate, ask_to_pause, list_work, progress_directory
 
@@ -123,7 +124,7 @@ def _one(work_id: str) -> Work:
     prints=rows_of(WORK_COLUMNS) + object_of(WORK_COLUMNS),
 )
 def show(
-    run: Run,
+    out: Printer,
     watch: WatchOption,
     work_id: Annotated[
         str | None, typer.Argument(metavar="ID", help="Show one: its id, or the first digits.", show_default=False)
@@ -135,9 +136,9 @@ def show(
     'bkctl progress ID' do the same.
     """
     if work_id is not None:
-        run.watch(watch, lambda: iter([_one(work_id)]), WORK_COLUMNS, single=True)
+        out.watch(watch, lambda: iter([_one(work_id)]), WORK_COLUMNS, single=True)
         return
-    run.watch(watch, _all, run.table_columns(WORK_TABLE_COLUMNS, WORK_COLUMNS))
+    out.watch(watch, _all, out.table_columns(WORK_TABLE_COLUMNS, WORK_COLUMNS))
 
 
 def _steerable(work_id: str) -> Work:
@@ -159,9 +160,9 @@ def _show_followed(run: Run, row: Work, is_followed: Callable[[Mapping[str, Any]
     while not is_followed(row) and time.monotonic() < deadline:
         time.sleep(0.1)
         row = _one(row["id"])
-    run.show(row, WORK_COLUMNS)
+    run.out.show(row, WORK_COLUMNS)
     if not is_followed(row):
-        run.note(f"Work {row['id']} has not followed yet: it will at its next step")
+        run.out.note(f"Work {row['id']} has not followed yet: it will at its next step")
 
 
 @command(app, "pause", examples=("bkctl progress pause 3f2a9c",), prints=object_of(WORK_COLUMNS))

@@ -117,37 +117,37 @@ def top(
     if interval_s < INTERVAL_S_MIN:
         raise UsageError(f"--interval: must be {INTERVAL_S_MIN:g} s or more")
     if once:
-        with run.cluster() as cluster:
+        with run.access.cluster() as cluster:
             watch = _load_watch(run, cluster)
-            with run.working("Asking the bookies"):
+            with run.job.working("Asking the bookies"):
                 watch.look()
                 time.sleep(interval_s)
                 load = watch.look()
-        run.render([LoadRow(each, load.underreplicated_count) for each in load.bookies], LOAD_COLUMNS)
-        if load.underreplicated_count and run.output in (Output.TABLE, Output.WIDE):
-            run.note(f"{load.underreplication}: 'bkctl autorecovery list' shows them")
+        run.out.render([LoadRow(each, load.underreplicated_count) for each in load.bookies], LOAD_COLUMNS)
+        if load.underreplicated_count and run.out.output in (Output.TABLE, Output.WIDE):
+            run.out.note(f"{load.underreplication}: 'bkctl autorecovery list' shows them")
         return
-    if run.given_output is not Output.TABLE:
-        raise UsageError(f"'bkctl top' has no end, and -o {run.given_output} is for scripts", hint="add --once")
+    if run.out.given_output is not Output.TABLE:
+        raise UsageError(f"'bkctl top' has no end, and -o {run.out.given_output} is for scripts", hint="add --once")
     if sys.stdin is None or not (sys.stdin.isatty() and sys.stdout.isatty()) or os.environ.get("TERM") == "dumb":
         raise UsageError(
             "'bkctl top' draws on a terminal, and stdin or stdout is not one that it can draw on", hint="add --once"
         )
     from .top_screen import show_live
 
-    with run.cluster() as cluster:
+    with run.access.cluster() as cluster:
         cluster.layout()
-        show_live(_load_watch(run, cluster), interval_s=interval_s, color=run.color)
+        show_live(_load_watch(run, cluster), interval_s=interval_s, color=run.out.color)
 
 
 def _load_watch(run: Run, cluster: Cluster) -> LoadWatch:
     from bkctl.http.bookie_load import LoadWatch
 
-    wait_s = min(run.timeout_s, WAIT_S)
+    wait_s = min(run.access.timeout_s, WAIT_S)
 
     def client_of(url: str) -> ApiClient:
-        client = run.http_client(url, is_registered=True)
+        client = run.access.http_client(url, is_registered=True)
         client.timeout_s = wait_s
         return client
 
-    return LoadWatch(cluster, client_of, wait_s=wait_s, host_of=run.bookie_host)
+    return LoadWatch(cluster, client_of, wait_s=wait_s, host_of=run.access.bookie_host)

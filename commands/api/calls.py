@@ -126,22 +126,22 @@ def _call(
         client = found.api.client
         if dry_run:
             url = f"{found.url}{client.target(path, found.api.query)}"
-            run.show(PlannedRequest(method, url, None if body is None else len(body)), REQUEST_COLUMNS)
+            run.out.show(PlannedRequest(method, url, None if body is None else len(body)), REQUEST_COLUMNS)
             return
         client.target(path)  # An invalid path is refused before the user is asked.
         if method == "DELETE":
-            run.confirm(f"{client.url}{path} would be deleted")
+            run.consent.confirm(f"{client.url}{path} would be deleted")
         with client.exchange(method, path, found.api.query, body, streams=True) as answer:
-            run.detail(f"{answer.status} {answer.content_type or 'without a content type'}")
+            run.out.detail(f"{answer.status} {answer.content_type or 'without a content type'}")
             if not 200 <= answer.status < 300:
                 raise client.error_of(answer, method, path)
             chunks = answer.chunks(size_max)
             if sys.stdout.isatty():
                 for text in _readable(chunks):
-                    run.text(text)
+                    run.out.text(text)
             else:
                 for chunk in chunks:
-                    run.raw(chunk)
+                    run.out.raw(chunk)
 
 
 def _readable(chunks: Iterator[bytes]) -> Iterator[str]:

@@ -12,8 +12,11 @@ import typer
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import UsageError
 
-from ..kit.command import Run, command, group
+from ..kit.access import Access
+from ..kit.command import command, group
 from ..kit.documents import object_of
+from ..kit.job import LongWork
+from ..kit.printer import Printer
 from ..kit.values import parse_number
 
 if TYPE_CHECKING:
@@ -41,7 +44,9 @@ GATEWAY_COLUMNS = Columns(
 
 @command(app, "serve", connects=True, examples=("bkctl api serve --port 8080",), prints=object_of(GATEWAY_COLUMNS))
 def serve(
-    run: Run,
+    out: Printer,
+    access: Access,
+    job: LongWork,
     host: Annotated[str, typer.Option("--host", metavar="HOST", help="The address to listen on.")] = "127.0.0.1",
     port: Annotated[str, typer.Option("--port", metavar="PORT", help="The port to listen on; 0: any.")] = "8080",
     token_file: Annotated[
@@ -103,26 +108,31 @@ def serve(
     settings = HttpSettings(host, number, token, server_tls, read_only_token, not closed_probes, source).checked(
         "give --token-file, or --server-cert with --client-ca, or --host 127.0.0.1"
     )
-    connection = run.connection()
-    security = run.security(connection)
+    connection = access.connection()
+    security = access.security(connection)
     bookie_token = None if bookie_token_file is None else read_token(bookie_token_file)
-    tls, addresses = run.bookie_tls(TLS_REFRESH_S), run.bookie_addresses()
-    rules = run.rack_rules()
-    upstream = http.Upstream(bookie_token, tls, run.timeout_s)
-    run.log()
+    tls, addresses = access.bookie_tls(TLS_REFRESH_S), access.bookie_addresses()
+    rules = access.rack_rules()
+    upstream = http.Upstream(bookie_token, tls, access.timeout_s)
+    job.log()
     server = http.HttpServer(settings)
     port_number = server.bind()
     stopped = threading.Event()
     with ended_by_signals(stopped.set):
         server.start(
             lambda: http.Service(
-                connection.uri, security=security, timeout_s=run.timeout_s, tls=tls, addresses=addresses, rules=rules
+                connection.uri,
+                security=security,
+                timeout_s=access.timeout_s,
+                tls=tls,
+                addresses=addresses,
+                rules=rules,
             ),
             upstream=upstream,
         )
         try:
             url = f"{settings.protocol}://{f'[{host}]' if ':' in host else host}:{port_number}"
-            run.show(Gateway(url, connection.uri, _authentication(settings, server.token_file)), GATEWAY_COLUMNS)
+            out.show(Gateway(url, connection.uri, _authentication(settings, server.token_file)), GATEWAY_COLUMNS)
             stopped.wait()
         finally:
             server.stop()

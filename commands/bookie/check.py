@@ -104,10 +104,10 @@ def check(
 
     if seed is not None and sample is None:
         raise UsageError("--seed needs --sample", hint="add --sample 1%")
-    given = run.directories(directories).with_ledgers()
+    given = run.access.directories(directories).with_ledgers()
     logs = [file.path for file in given.entry_logs()] if digest.wanted else []
-    checker = run.digest_checker(digest.digest_type, password, logs) if digest.wanted else nullcontext()
-    with checker as digests, run.working("Checking", unit="bytes", pace=pace) as activity:
+    checker = run.access.digest_checker(digest.digest_type, password, logs) if digest.wanted else nullcontext()
+    with checker as digests, run.job.working("Checking", unit="bytes", pace=pace) as activity:
         job = IndexCheck(
             given,
             ledgers=which.ledgers,
@@ -118,14 +118,14 @@ def check(
             pace=pace,
             advance=activity.advance,
         )
-        run.render(job.findings(), FINDING_COLUMNS, findings=True)
+        run.out.render(job.findings(), FINDING_COLUMNS, findings=True)
     counts = job.counts
     if job.missing and not (counts.findings or counts.error_count):
         names = ", ".join(map(str, sorted(job.missing)))
         raise NotFound(
             f"No index and no entry log has ledger {names}", hint="'bkctl bookie index show --meta' lists the ledgers"
         )
-    run.note(
+    run.out.note(
         f"{_verdict(counts)}{counted(counts.ledgers, 'ledger', 'ledgers')}, "
         f"{counted(counts.entries, 'entry', 'entries')} in the index, "
         f"{counted(counts.records, 'record', 'records')} in {counted(counts.logs, 'log', 'logs')}, "
@@ -159,20 +159,22 @@ def _note_digests(run: Run, digests: DigestChecker) -> None:
     counts = digests.counts()
     matched = ", ".join(f"{count:,} {each.name}" for each, count in counts.matched.items()) or "none"
     unknown = counts.unknown + counts.without_password
-    run.note(
+    run.out.note(
         f"Digests: {matched} matched, {unknown:,} not known, "
         f"{counted(counts.unprotected, 'entry', 'entries')} without one"
     )
     if unknown and (hint := digests.hint()):
-        run.note(hint)
+        run.out.note(hint)
 
 
 def _finish(run: Run, counts: Counts) -> None:
     """End with exit code 7 if an index could not be read, else with 3 if there are findings."""
     if counts.error_count > len(counts.errors):
-        run.error(f"{counted(counts.error_count - len(counts.errors), 'more index is', 'more indexes are')} damaged")
+        run.out.error(
+            f"{counted(counts.error_count - len(counts.errors), 'more index is', 'more indexes are')} damaged"
+        )
     raise_first(run, counts.errors)
-    run.finish_with(counts.findings, "finding", "findings")
+    run.out.finish_with(counts.findings, "finding", "findings")
 
 
 @command(
@@ -193,10 +195,10 @@ def check_index(
     from bkctl.checks.index_scan import IndexScan
 
     both = ledgers == locations
-    given = run.directories(directories).with_ledgers()
+    given = run.access.directories(directories).with_ledgers()
     job = IndexScan(given, ledgers=ledgers or both, locations=locations or both, is_complete=not directories)
-    with run.working("Reading indexes"):
-        run.render(job.findings(), FINDING_COLUMNS, findings=True)
+    with run.job.working("Reading indexes"):
+        run.out.render(job.findings(), FINDING_COLUMNS, findings=True)
     counts = job.counts
     parts = []
     if ledgers or both:
@@ -205,5 +207,5 @@ def check_index(
         parts.append(f"{counts.empty_ledgers:,} without entries")
     if locations or both:
         parts.append(counted(counts.entries, "entry", "entries"))
-    run.note(f"{_verdict(counts)}{', '.join(parts)}{_remarks(counts)}")
+    run.out.note(f"{_verdict(counts)}{', '.join(parts)}{_remarks(counts)}")
     _finish(run, counts)

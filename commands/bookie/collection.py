@@ -86,7 +86,7 @@ COLLECTOR_TABLE_COLUMNS = Columns(
 
 
 def _collector_columns(run: Run) -> Columns:
-    return run.table_columns(COLLECTOR_TABLE_COLUMNS, COLLECTOR_COLUMNS)
+    return run.out.table_columns(COLLECTOR_TABLE_COLUMNS, COLLECTOR_COLUMNS)
 
 
 @command(
@@ -149,7 +149,7 @@ def gc(
         raise UsageError("--watch requires --status", hint="add --status")
     with server(run, which, changes=not status and not dry_run) as found:
         if accept_scoped_deletes and not dry_run:
-            run.confirm(
+            run.consent.confirm(
                 f"{found.name} would delete all that it has of every ledger of a scope that the metadata store does "
                 "not name, however many those are"
             )
@@ -157,13 +157,13 @@ def gc(
             _show_collectors(run, found, watch)
             return
         if dry_run:
-            run.note_dry_run(f"{found.name} would {_gc_plan(major, minor, suspend, resume)}")
+            run.out.note_dry_run(f"{found.name} would {_gc_plan(major, minor, suspend, resume)}")
         elif switches:
             _switch_compactions(found, suspend, resume)
         else:
             _force_gc(run, found, major, minor, accept_scoped_deletes, wait, deadline)
         after = found.api.garbage_collection()
-        run.render(_collector_rows(after), _collector_columns(run))
+        run.out.render(_collector_rows(after), _collector_columns(run))
         if forces and wait:
             for reason in _held_back(after):
                 raise FindingsError(
@@ -179,9 +179,9 @@ def _show_collectors(run: Run, found: Server, watch: float | None) -> None:
         latest[:] = [found.api.garbage_collection()]
         return _collector_rows(latest[0])
 
-    run.watch(watch, look, _collector_columns(run))
+    run.out.watch(watch, look, _collector_columns(run))
     for reason in _held_back(latest[0]):
-        run.note(f"{found.name} keeps ledgers of scopes that seem deleted: {reason}")
+        run.out.note(f"{found.name} keeps ledgers of scopes that seem deleted: {reason}")
 
 
 def _switch_compactions(found: Server, suspend: Compactions | None, resume: Compactions | None) -> None:
@@ -210,13 +210,13 @@ def _force_gc(
     patience.shorten(found)
     busy = api.garbage_collection().in_force_gc
     if busy and not wait:
-        run.note(f"{found.name} is in a forced round and starts no other; add --wait to start one afterwards")
-    with run.working("Collecting garbage", enabled=wait, left="the bookie finishes the round all the same"):
+        run.out.note(f"{found.name} is in a forced round and starts no other; add --wait to start one afterwards")
+    with run.job.working("Collecting garbage", enabled=wait, left="the bookie finishes the round all the same"):
         while busy and wait:
             patience.wait()
             busy = api.garbage_collection().in_force_gc
         chosen: tuple[bool | None, bool | None] = (major, minor) if major or minor else (None, None)
-        run.detail(api.force_garbage_collection(major=chosen[0], minor=chosen[1], accept_scoped_deletes=accept))
+        run.out.detail(api.force_garbage_collection(major=chosen[0], minor=chosen[1], accept_scoped_deletes=accept))
         while wait:
             now = api.garbage_collection()
             if not (now.in_force_gc or any(each.force_compacting for each in now.collectors)):
@@ -290,20 +290,20 @@ def compact_locations(
             raise NotFound(f"{found.name} has no database {unknown[0]}", hint=f"it has {', '.join(known)}")
         chosen = databases or list(known)
         if dry_run:
-            run.note_dry_run(f"{found.name} would compact {', '.join(chosen)}")
+            run.out.note_dry_run(f"{found.name} would compact {', '.join(chosen)}")
         elif not status:
-            run.detail(found.api.compact_locations(databases or ()))
+            run.out.detail(found.api.compact_locations(databases or ()))
             known = found.api.location_compactions()
             if wait:
                 known = _wait_for_locations(run, found, chosen, deadline)
-        run.render((LocationsRow(path, known[path]) for path in chosen if path in known), LOCATIONS_COLUMNS)
+        run.out.render((LocationsRow(path, known[path]) for path in chosen if path in known), LOCATIONS_COLUMNS)
 
 
 def _wait_for_locations(run: Run, found: Server, chosen: list[str], deadline: float | None) -> dict[str, bool]:
     patience, began = Patience(f"{found.name} still compacts", deadline), time.monotonic()
     patience.shorten(found)
     seen = False
-    with run.working("Compacting", left="the bookie finishes it all the same"):
+    with run.job.working("Compacting", left="the bookie finishes it all the same"):
         while True:
             now = found.api.location_compactions()
             busy = any(now.get(path) for path in chosen)

@@ -12,11 +12,14 @@ from bkctl.columns import Column, Columns, Kind, iso_time
 from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported, UsageError
 from bkctl.ids import LedgerId
 
+from ..kit.access import Access
 from ..kit.columns import hex_column
 from ..kit.command import Run, command, group
 from ..kit.documents import object_of, rows_of, union
+from ..kit.job import LongWork
 from ..kit.ledger_options import AnyLedgers
 from ..kit.options import number_option
+from ..kit.printer import Printer
 from ..kit.records import Directories, DirOption, ShowSecretsOption, raise_first
 from ..kit.texts import words
 
@@ -44,7 +47,7 @@ STARTED_COLUMNS = Columns(
     examples=("bkctl bookie start --conf bk_server.conf",),
     prints=object_of(STARTED_COLUMNS),
 )
-def start(run: Run) -> None:
+def start(out: Printer, access: Access, job: LongWork) -> None:
     """Run a bookie in the foreground.
 
     --conf names its configuration file. Prints the bookie once it serves; logs go to stderr. SIGTERM, SIGHUP or Ctrl-C
@@ -52,15 +55,15 @@ def start(run: Run) -> None:
     """
     from bkctl.daemon import BookieDaemon, prepare_process
 
-    config = run.config()
-    connection = run.connection()
+    config = access.config()
+    connection = access.connection()
     config = config.with_changes(metadata_service_uri=connection.uri)
-    security = run.security(connection)
-    run.log()
+    security = access.security(connection)
+    job.log()
     prepare_process()
     daemon = BookieDaemon(config, security)
     try:
-        run.complete(daemon.run(started=lambda bookie: run.show(bookie, STARTED_COLUMNS)))
+        job.complete(daemon.run(started=lambda bookie: out.show(bookie, STARTED_COLUMNS)))
     finally:
         daemon.close()
 
@@ -138,10 +141,10 @@ def files(
     state. Damaged files are reported after the list (exit code 7).
     """
     kinds = _kinds(kind or [])
-    found = run.directories(directories).files()
+    found = run.access.directories(directories).files()
     errors: list[BkctlError] = []
-    columns = run.table_columns(FILE_TABLE_COLUMNS, FILE_COLUMNS)
-    run.render((_file_row(file, errors) for file in found if not kinds or file.kind in kinds), columns)
+    columns = run.out.table_columns(FILE_TABLE_COLUMNS, FILE_COLUMNS)
+    run.out.render((_file_row(file, errors) for file in found if not kinds or file.kind in kinds), columns)
     raise_first(run, errors)
 
 
@@ -251,17 +254,17 @@ def show(
         raise UsageError("--meta and --gaps are given", hint="give one of them")
     if which.ledgers is None and not meta:
         raise UsageError("No ledger is given", hint="name ledgers, or add --meta to see all that the bookie has")
-    with BookieIndexes(run.directories(directories)) as indexes:
+    with BookieIndexes(run.access.directories(directories)) as indexes:
         if meta:
             ledgers = indexes.ledgers(which.scope_id) if which.ledgers is None else which.ledgers
             columns = META_COLUMNS.and_also(MASTER_KEY) if show_secrets else META_COLUMNS
             errors: list[BkctlError] = []
-            run.render(_metas(indexes, ledgers, errors, named=which.ledgers is not None), columns)
+            run.out.render(_metas(indexes, ledgers, errors, named=which.ledgers is not None), columns)
             raise_first(run, errors)
         elif gaps:
-            run.render(_gaps(indexes, which.ledgers or []), GAP_COLUMNS)
+            run.out.render(_gaps(indexes, which.ledgers or []), GAP_COLUMNS)
         else:
-            run.render(_locations(indexes, which.ledgers or [], entry), LOCATION_COLUMNS)
+            run.out.render(_locations(indexes, which.ledgers or [], entry), LOCATION_COLUMNS)
 
 
 def _locations(indexes: BookieIndexes, ledgers: list[LedgerId], entry_id: int | None) -> Iterator[IndexRow]:

@@ -83,7 +83,7 @@ def metrics(
     with server(run, which) as found:
         if raw:
             text = found.api.metrics()
-            run.text(plain_lines(text) if sys.stdout.isatty() else text)
+            run.out.text(plain_lines(text) if sys.stdout.isatty() else text)
             return
 
         def look() -> Iterator[Metric]:
@@ -93,7 +93,7 @@ def metrics(
                 if match is None or _matches(metric.name, match):
                     yield metric
 
-        run.watch(watch, look, METRIC_COLUMNS)
+        run.out.watch(watch, look, METRIC_COLUMNS)
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -15,10 +15,14 @@ import typer
 from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import BkctlError, UsageError
 
+from ..kit.access import Access
 from ..kit.command import Run, command, group
+from ..kit.consent import Consent
 from ..kit.documents import object_of, rows_of
+from ..kit.job import LongWork
 from ..kit.ledger_options import AnyLedgers
 from ..kit.options import PASSWORD_FILE, DryRun, YesReally, combined, ledger_password, option
+from ..kit.printer import Printer
 from ..kit.records import Directories, DirOption
 from ..kit.texts import NULL, counted, size_text
 from .files import index_app
@@ -39,8 +43,8 @@ def _held(run: Run, layout: BookieLayout, *, dry_run: bool) -> Iterator[None]:
     if dry_run:
         yield
         return
-    with hold(layout.all, note=run.note):
-        run.start_audit(begun=True)
+    with hold(layout.all, note=run.out.note):
+        run.consent.start_audit(begun=True)
         try:
             yield
         except OSError as error:
@@ -55,29 +59,29 @@ def _held(run: Run, layout: BookieLayout, *, dry_run: bool) -> Iterator[None]:
 def _layout(run: Run, directories: Sequence[Path] | None) -> BookieLayout:
     from bkctl.repair.layout import find_layout
 
-    return find_layout(run.directories(directories))
+    return find_layout(run.access.directories(directories))
 
 
 @contextmanager
 def _metadata(run: Run, layout: BookieLayout) -> Iterator[StoredLedgers | None]:
     """Yield the ledgers of the metadata store; None unless --metadata-uri or --context names one."""
-    if not run.names_metadata:
+    if not run.access.names_metadata:
         yield None
         return
     from bkctl.metadata.stored_ledgers import StoredLedgers
 
-    with run.cluster() as cluster:
+    with run.access.cluster() as cluster:
         stored = StoredLedgers(cluster, layout.all)
         yield stored
         for problem in stored.problems:
-            run.error(problem)
+            run.out.error(problem)
 
 
 def _report(run: Run, findings: RepairFindings) -> None:
     for note in findings.notes:
-        run.note(note)
+        run.out.note(note)
     for damage in findings.damage:
-        run.error(damage.error)
+        run.out.error(damage.error)
 
 
 REBUILT_COLUMNS = Columns(
@@ -135,7 +139,7 @@ def rebuild_databases(
     layout = _layout(run, directories)
     with _held(run, layout, dry_run=dry_run), _metadata(run, layout) as metadata:
         size = size_to_read(layout, ledgers=ledgers, locations=locations)
-        with run.working(
+        with run.job.working(
             "Rebuilding",
             total=size,
             unit="bytes",
@@ -149,13 +153,13 @@ def rebuild_databases(
                 dry_run=dry_run,
                 progress=activity.advance,
             )
-    run.render(done.databases, REBUILT_COLUMNS)
+    run.out.render(done.databases, REBUILT_COLUMNS)
     _report(run, done.findings)
     for row in done.databases:
         for name, one, many, text in _GUESSES:
             if count := getattr(row, name):
-                run.note(f"{row.path}: {text.format(counted(count, one, many))}")
-    run.finish_with(
+                run.out.note(f"{row.path}: {text.format(counted(count, one, many))}")
+    run.out.finish_with(
         len(done.findings.damage),
         "damaged file; the records before the damage were used",
         "damaged files; the records before the damage were used",
@@ -226,7 +230,7 @@ def regenerate_files(
     with (
         _held(run, layout, dry_run=dry_run),
         _metadata(run, layout) as metadata,
-        run.working(
+        run.job.working(
             "Regenerating",
             total=size_to_read(layout),
             unit="bytes",
@@ -242,20 +246,20 @@ def regenerate_files(
             dry_run=dry_run,
             progress=activity.advance,
         )
-    run.render(done.indexes, REGENERATED_COLUMNS)
+    run.out.render(done.indexes, REGENERATED_COLUMNS)
     _report(run, done.findings)
     guessed = sum(row.fence_guessed for row in done.indexes)
     if guessed:
-        run.note(f"{counted(guessed, 'ledger was', 'ledgers were')} fenced, since their state is unknown")
+        run.out.note(f"{counted(guessed, 'ledger was', 'ledgers were')} fenced, since their state is unknown")
     if done.dead:
-        run.note(f"{counted(len(done.dead), 'ledger was', 'ledgers were')} left unchanged, without metadata")
+        run.out.note(f"{counted(len(done.dead), 'ledger was', 'ledgers were')} left unchanged, without metadata")
     if done.without_key:
-        run.error(
+        run.out.error(
             f"The master key of {counted(len(done.without_key), 'ledger', 'ledgers')} is unknown: "
             f"{_some(done.without_key)}"
         )
     problems = len(done.findings.damage) + len(done.without_key)
-    run.finish_with(
+    run.out.finish_with(
         problems, "damaged file or ledger without a master key", "damaged files or ledgers without a master key"
     )
 
@@ -283,7 +287,9 @@ DOWNGRADED_COLUMNS = Columns(
     examples=("bkctl bookie downgrade --conf bk_server.conf --dry-run",),
     prints=rows_of(DOWNGRADED_COLUMNS),
 )
-def downgrade_bookie(run: Run, directories: Directories = (), dry_run: DryRun = False) -> None:
+def downgrade_bookie(
+    out: Printer, access: Access, job: LongWork, directories: Directories = (), dry_run: DryRun = False
+) -> None:
     """Prepare a crashed bookie's files for Apache's bookie.
 
     The bookie must be down. Moves the entries of its journals into entry logs and indexes, as a clean stop does, and
@@ -293,15 +299,15 @@ def downgrade_bookie(run: Run, directories: Directories = (), dry_run: DryRun = 
     """
     from bkctl.repair.downgrade import config_of, downgrade
 
-    config = config_of(run.directories(directories)) if directories or run.conf is None else run.config()
-    with run.working("Stopping the bookie cleanly"):
-        rows = downgrade(config, dry_run=dry_run, note=run.note)
-    run.render(rows, DOWNGRADED_COLUMNS)
+    config = config_of(access.directories(directories)) if directories or access.conf is None else access.config()
+    with job.working("Stopping the bookie cleanly"):
+        rows = downgrade(config, dry_run=dry_run, note=out.note)
+    out.render(rows, DOWNGRADED_COLUMNS)
     if not any(row.journal_ids for row in rows):
-        run.note("Nothing to do: no journal has scoped records, so Apache's bookie can start")
+        out.note("Nothing to do: no journal has scoped records, so Apache's bookie can start")
     for row in rows:
         if row.error is not None:
-            run.error(row.error)
+            out.error(row.error)
 
 
 CONVERTED_COLUMNS = Columns(
@@ -360,20 +366,20 @@ def convert_index(
     layout = _layout(run, directories)
     if discard_old and not dry_run:
         where = ", ".join(map(str, layout.index_dirs))
-        run.confirm(f"The old index in {where} would be removed once the new one is verified")
+        run.consent.confirm(f"The old index in {where} would be removed once the new one is verified")
     with (
         _held(run, layout, dry_run=dry_run),
-        run.working("Converting", unit="entries", left="run the command again to continue") as activity,
+        run.job.working("Converting", unit="entries", left="run the command again to continue") as activity,
     ):
         done = convert(layout, to.value, discard_old=discard_old, dry_run=dry_run, progress=activity.advance)
-    run.render(done.directories, CONVERTED_COLUMNS)
+    run.out.render(done.directories, CONVERTED_COLUMNS)
     if done.resumed:
-        run.note("The conversion continued where it was killed")
+        run.out.note("The conversion continued where it was killed")
     if done.done:
         name = (
             "storage.ldb.DbLedgerStorage" if to is IndexKind.DB else "SortedLedgerStorage (or InterleavedLedgerStorage)"
         )
-        run.note(f"Set ledgerStorageClass=org.apache.bookkeeper.bookie.{name} before the bookie starts")
+        run.out.note(f"Set ledgerStorageClass=org.apache.bookkeeper.bookie.{name} before the bookie starts")
 
 
 CONTENTS_COLUMNS = Columns(
@@ -396,7 +402,10 @@ CONTENTS_COLUMNS = Columns(
     examples=("bkctl bookie format --conf bk_server.conf --dry-run",),
 )
 def format_bookie(
-    run: Run,
+    out: Printer,
+    access: Access,
+    consent: Consent,
+    job: LongWork,
     delete_cookie: Annotated[
         bool,
         typer.Option("--delete-cookie", help="Finally delete the bookie's cookie in the metadata store, too."),
@@ -415,28 +424,28 @@ def format_bookie(
     from bkctl.disk import Files
     from bkctl.repair.holding import hold
 
-    config = run.config()
+    config = access.config()
     bookie_id = bookie_to_wipe(config)
     rows = list(contents(config))
-    has_store = run.names_metadata or config.metadata_service_uri is not None or delete_cookie
+    has_store = access.names_metadata or config.metadata_service_uri is not None or delete_cookie
     if not has_store:
-        run.note("No metadata store is named, so the bookie's registration is not checked")
-    with run.cluster() if has_store else nullcontext() as cluster:
+        out.note("No metadata store is named, so the bookie's registration is not checked")
+    with access.cluster() if has_store else nullcontext() as cluster:
         if cluster is not None:
             check_not_registered(cluster, [bookie_id])
         places = existing(roles_of(config))
-        with hold(places, note=run.note):
+        with hold(places, note=out.note):
             if dry_run:
-                run.render(rows, CONTENTS_COLUMNS)
+                out.render(rows, CONTENTS_COLUMNS)
                 return
             loss = _loss(bookie_id, rows)
             if yes_really is None and sys.stderr.isatty():
                 for row in rows:
-                    run.note(f"{row.path}: {row.files:,} files, {size_text(row.size_bytes)}{_ledgers_text(row)}")
-            run.confirm_name(loss, bookie_id, yes_really)
+                    out.note(f"{row.path}: {row.files:,} files, {size_text(row.size_bytes)}{_ledgers_text(row)}")
+            consent.confirm_name(loss, bookie_id, yes_really)
             if cluster is None:
-                run.start_audit(begun=True)
-            with run.working(
+                consent.start_audit(begun=True)
+            with job.working(
                 f"Removing the files of bookie {bookie_id}",
                 left="without its cookies the bookie cannot start: run the command again to finish",
             ):
@@ -445,7 +454,7 @@ def format_bookie(
             stored = cluster.cookies.read(bookie_id)
             if stored is not None:
                 cluster.cookies.remove(bookie_id, stored.version)
-    run.render(rows, CONTENTS_COLUMNS)
+    out.render(rows, CONTENTS_COLUMNS)
 
 
 def _ledgers_text(row: Any) -> str:
@@ -486,7 +495,8 @@ NEW_BOOKIE_COLUMNS = Columns(
     prints=rows_of(INIT_COLUMNS) + object_of(NEW_BOOKIE_COLUMNS),
 )
 def init(
-    run: Run,
+    out: Printer,
+    access: Access,
     check: Annotated[
         bool,
         typer.Option("--check", help="Only report what prevents it: directories with files, a registration, a cookie."),
@@ -503,18 +513,18 @@ def init(
     from bkctl.disk import Files
     from bkctl.repair.holding import hold
 
-    config = run.config()
+    config = access.config()
     bookie_id = bookie_id_of(config)
-    with run.cluster() as cluster:
+    with access.cluster() as cluster:
         if check or dry_run:
             problems = problems_of_init(config, bookie_id, cluster)
-            run.render(problems, INIT_COLUMNS)
-            run.finish_with(
+            out.render(problems, INIT_COLUMNS)
+            out.finish_with(
                 len(problems),
                 f"reason against creating bookie {bookie_id}",
                 f"reasons against creating bookie {bookie_id}",
             )
             return
-        with hold(existing(configured_directories(config)), note=run.note):
+        with hold(existing(configured_directories(config)), note=out.note):
             init(config, bookie_id, cluster, Files())
-        run.show(configured_cookie(config, bookie_id, cluster.instance_id()), NEW_BOOKIE_COLUMNS)
+        out.show(configured_cookie(config, bookie_id, cluster.instance_id()), NEW_BOOKIE_COLUMNS)

@@ -81,7 +81,7 @@ def sanity(
         from bkctl.client.trials import SANITY_ENTRY_COUNT
 
         row = _sanity_over_the_wire(run, which.bookie_id, count or SANITY_ENTRY_COUNT, scope_id or 0, deadline)
-    run.show(row, SANITY_COLUMNS)
+    run.out.show(row, SANITY_COLUMNS)
     if not row.passed:
         name = f"Bookie {row.bookie_id}" if row.bookie_id else f"The bookie at {row.url}"
         if row.read_only:
@@ -91,8 +91,8 @@ def sanity(
 
 def _sanity_of_itself(run: Run, which: ServerChoice, deadline: float | None) -> SanityRow:
     if deadline is not None:
-        run.timeout_s, run.connect_timeout_s = deadline, min(run.connect_timeout_s, deadline)
-    with server(run, which, changes=True) as found, run.working("The bookie tests itself"):
+        run.access.timeout_s, run.access.connect_timeout_s = deadline, min(run.access.connect_timeout_s, deadline)
+    with server(run, which, changes=True) as found, run.job.working("The bookie tests itself"):
         try:
             answer = found.api.sanity()
         except TimedOut as error:
@@ -109,19 +109,22 @@ def _sanity_over_the_wire(run: Run, bookie_id: str, count: int, scope_id: int, d
         from bkctl.client.trials import sanity_test
 
         try:
-            async with asyncio.timeout(deadline), run.bookkeeper(cluster, only={bookie_id}) as bookkeeper:
+            async with asyncio.timeout(deadline), run.access.bookkeeper(cluster, only={bookie_id}) as bookkeeper:
                 return await sanity_test(
                     bookkeeper, ledger_scope_id=scope_id, entry_count=count, progress=activity.update,
-                    report=run.error,
+                    report=run.out.error,
                 )  # fmt: skip
         except TimeoutError as error:
             raise TimedOut(f"The test of bookie {bookie_id} did not end within {deadline:g} s") from error
 
-    run.start_audit(begun=False)
-    with run.cluster() as cluster, run.working("Writing and reading", total=count, unit="entries") as activity:
+    run.consent.start_audit(begun=False)
+    with (
+        run.access.cluster() as cluster,
+        run.job.working("Writing and reading", total=count, unit="entries") as activity,
+    ):
         bookie = registered_bookie(cluster, bookie_id)
         if bookie.state == "down":
             raise Unreachable(f"Bookie {bookie_id} is down", hint="'bkctl bookies list' shows which bookies are up")
         if bookie.state == "ro":
             return SanityRow(bookie_id, None, False, True, None)
-        return SanityRow(bookie_id, None, True, False, run.complete(work()))
+        return SanityRow(bookie_id, None, True, False, run.job.complete(work()))

@@ -97,9 +97,9 @@ def finder(run: Run, which: ServerChoice, *, changes: bool = False) -> Iterator[
     if url is None and which.bookie_id is None:
         url = _url_of_conf(run)
     if changes:
-        run.start_audit(begun=url is not None)
+        run.consent.start_audit(begun=url is not None)
     if url is not None:
-        only = Server(BookieApi(run.http_client(url), which.bookie_id), which.bookie_id, None)
+        only = Server(BookieApi(run.access.http_client(url), which.bookie_id), which.bookie_id, None)
         yield lambda: only
         return
     bookie_id = which.bookie_id
@@ -107,12 +107,12 @@ def finder(run: Run, which: ServerChoice, *, changes: bool = False) -> Iterator[
     found: dict[str, Server] = {}
 
     def find() -> Server:
-        there = bookie_url(registered_bookie(cluster, bookie_id), run.bookie_host(bookie_id))
+        there = bookie_url(registered_bookie(cluster, bookie_id), run.access.bookie_host(bookie_id))
         if there not in found:
-            found[there] = Server(BookieApi(run.http_client(there, is_registered=True)), bookie_id, cluster)
+            found[there] = Server(BookieApi(run.access.http_client(there, is_registered=True)), bookie_id, cluster)
         return found[there]
 
-    with run.cluster() as cluster:
+    with run.access.cluster() as cluster:
         yield find
 
 
@@ -129,14 +129,15 @@ def _url_of_conf(run: Run) -> str:
     from bkctl.config import read_properties
     from bkctl.http.server_url import LOOPBACK, WILDCARDS, is_of_another_machine
 
-    if run.conf is None:
+    if run.access.conf is None:
         raise UsageError(
             "No bookie is named", hint="add --bookie BOOKIE ('bkctl bookies list' shows them) or --bookie-url URL"
         )
-    settings = read_properties(run.conf)
+    settings = read_properties(run.access.conf)
     if (settings.get("httpServerEnabled") or "false").lower() != "true":
         raise UsageError(
-            f"{run.conf}: the bookie has no HTTP server (httpServerEnabled)", hint="name another with --bookie-url"
+            f"{run.access.conf}: the bookie has no HTTP server (httpServerEnabled)",
+            hint="name another with --bookie-url",
         )
     host = settings.get("httpServerHost") or "0.0.0.0"
     if host in WILDCARDS:  # on every address; without a token, all but probes on loopback only

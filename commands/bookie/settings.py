@@ -92,20 +92,20 @@ def config(
     with server(run, which, changes=bool(changed) and not dry_run) as found:
         settings = found.api.config()
         if changed and dry_run:
-            run.note_dry_run(f"{found.name} would set {', '.join(changed)}; now it has")
+            run.out.note_dry_run(f"{found.name} would set {', '.join(changed)}; now it has")
         elif changed:
-            run.detail(found.api.set_config(changed))
+            run.out.detail(found.api.set_config(changed))
             settings = found.api.config()
         shown = changed or sorted(name for name in settings if _is_asked_for(name, names))
         rows = [BookieSetting(name, settings.get(name)) for name in shown]
-        run.render((each if show_secrets else _without_secret(each) for each in rows), SETTING_COLUMNS)
+        run.out.render((each if show_secrets else _without_secret(each) for each in rows), SETTING_COLUMNS)
         missing = [name for name in names or () if not any(_is_asked_for(each, [name]) for each in settings)]
         if missing:
             raise NotFound(
                 f"{found.name} shows no setting {missing[0]}", hint="Apache's bookies show only what was set"
             )
         if changed and not dry_run:
-            run.note(f"{found.name} loses this change when it stops, and reads most settings only when it starts")
+            run.out.note(f"{found.name} loses this change when it stops, and reads most settings only when it starts")
 
 
 def _is_asked_for(name: str, patterns: list[str] | None) -> bool:

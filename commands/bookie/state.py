@@ -48,7 +48,7 @@ def state(run: Run, which: BookieServerOption, watch: WatchOption) -> None:
     A read-only bookie may still accept high-priority writes, which ledger recovery uses.
     """
     with server(run, which) as found:
-        run.watch(watch, lambda: iter([BookieAnswer(found, found.api.state())]), STATE_COLUMNS, single=True)
+        run.out.watch(watch, lambda: iter([BookieAnswer(found, found.api.state())]), STATE_COLUMNS, single=True)
 
 
 READY_COLUMNS = Columns(
@@ -80,8 +80,8 @@ def ready(
     Exit code 3 if the bookie is not ready.
     """
     with finder(run, which) as find:
-        with run.working("Waiting for the bookie", enabled=wait):
-            patience = Patience(f"Bookie {which.bookie_id or which.url or run.conf} is not ready", deadline)
+        with run.job.working("Waiting for the bookie", enabled=wait):
+            patience = Patience(f"Bookie {which.bookie_id or which.url or run.access.conf} is not ready", deadline)
             while True:
                 try:
                     found = find()
@@ -94,7 +94,7 @@ def ready(
                     if readiness.ready or not wait:
                         break
                 patience.wait()
-        run.show(BookieAnswer(found, readiness), READY_COLUMNS)
+        run.out.show(BookieAnswer(found, readiness), READY_COLUMNS)
         if not readiness.ready:
             raise FindingsError(f"{found.name} is not ready: {readiness.message}")
 
@@ -136,7 +136,7 @@ def info(run: Run, which: BookieServerOption, watch: WatchOption) -> None:
         def look() -> Iterator[InfoRow]:
             yield InfoRow(found, found.api.state(), found.api.space())
 
-        run.watch(watch, look, INFO_COLUMNS, single=True)
+        run.out.watch(watch, look, INFO_COLUMNS, single=True)
 
 
 class Switch(StrEnum):
@@ -180,21 +180,21 @@ def readonly(
     with server(run, which, changes=wanted is not None and not dry_run) as found:
         before = found.api.read_only()
         if wanted is None:
-            run.show(BookieAnswer(found, before), READ_ONLY_COLUMNS)
+            run.out.show(BookieAnswer(found, before), READ_ONLY_COLUMNS)
             return
         on = wanted is Switch.ON
         if before is on:
-            run.note(f"{found.name} is {'read-only' if on else 'writable'} already")
+            run.out.note(f"{found.name} is {'read-only' if on else 'writable'} already")
         elif dry_run:
-            run.note_dry_run(f"{found.name} would become {'read-only' if on else 'writable'}")
+            run.out.note_dry_run(f"{found.name} would become {'read-only' if on else 'writable'}")
         after = before if dry_run else found.api.set_read_only(on)
-        run.show(BookieAnswer(found, after), READ_ONLY_COLUMNS)
+        run.out.show(BookieAnswer(found, after), READ_ONLY_COLUMNS)
         if dry_run:
             return
         if after is not on:
             raise BkctlError(f"{found.name} is still {'read-only' if after else 'writable'}")
         if before is not on:
-            run.note(_meaning(found, on))
+            run.out.note(_meaning(found, on))
 
 
 def _meaning(found: Server, on: bool) -> str:

@@ -108,7 +108,7 @@ def _step_columns(run: Run, plan: MovePlan) -> Columns:
         Column("ENTRIES", "entryCount", "entry_count", Kind.INTEGER),
         Column("SIZE".rjust(9), "size", "size_bytes", Kind.SIZE),
     )
-    if run.output is Output.TABLE:
+    if run.out.output is Output.TABLE:
         width = max(_STEP_WIDTH, ledger_width(plan))
         return Columns(
             Column("STEP".ljust(width), "step", lambda row: row.kind if row.ledger is None else str(row.ledger)),
@@ -127,7 +127,7 @@ class _StepPrinter:
         self.finding_count = 0
 
     def print(self, step: Step | Moving) -> None:
-        if self._run.output is not Output.ID or step.ledger is not None:
+        if self._run.out.output is not Output.ID or step.ledger is not None:
             self._writer.row(step)
 
     def take(self, step: Step) -> None:
@@ -183,14 +183,14 @@ def _depart(
     from bkctl.replication.move_plan import plan_move
 
     check_bookie_id(bookie)
-    with run.cluster() as cluster:
-        with run.working("Looking at the ledgers"):
+    with run.access.cluster() as cluster:
+        with run.job.working("Looking at the ledgers"):
             plan = plan_move(cluster, [bookie])
-        with run.rows(_step_columns(run, plan), live=True) as writer:
+        with run.out.rows(_step_columns(run, plan), live=True) as writer:
             steps = _StepPrinter(run, writer, watch_s)
 
             async def look() -> bool:
-                async with run.bookkeeper(cluster) as bookkeeper:
+                async with run.access.bookkeeper(cluster) as bookkeeper:
                     departure = create(bookkeeper, bookie, plan)
                     async with aclosing(departure.check(probe=dry_run)) as found:
                         async for step in found:
@@ -198,37 +198,37 @@ def _depart(
                     return departure.forbidden
 
             async def set_read_only() -> Step:
-                async with run.bookkeeper(cluster) as bookkeeper:
+                async with run.access.bookkeeper(cluster) as bookkeeper:
                     departure = Drain(bookkeeper, bookie, plan)
-                    return await departure.set_read_only(partial(_set_read_only, run), run.timeout_s)
+                    return await departure.set_read_only(partial(_set_read_only, run), run.access.timeout_s)
 
             async def work() -> None:
                 for step in done:
                     steps.take(step)
-                async with run.bookkeeper(recorded) as bookkeeper:
-                    departure = create(bookkeeper, bookie, plan, pace=pace, note=run.note)
+                async with run.access.bookkeeper(recorded) as bookkeeper:
+                    departure = create(bookkeeper, bookie, plan, pace=pace, note=run.out.note)
                     progress = departure.mover.progress
                     async with shown_progress(activity, progress), aclosing(departure.run()) as found:
                         await steps.follow(found, progress)
 
-            with run.working("Asking the bookies"):
-                stays = run.complete(look()) or dry_run
+            with run.job.working("Asking the bookies"):
+                stays = run.job.complete(look()) or dry_run
             if not stays:
-                run.confirm(texts.question(plan))
+                run.consent.confirm(texts.question(plan))
                 steps.finding_count = 0
                 done = []
                 if create is Drain:
                     left = f"{bookie} may be read-only: run the command again to continue, or {_to_go_back(bookie)}"
-                    with run.working(f"Making {bookie} read-only", left=left):
-                        done.append(run.complete(set_read_only()))
+                    with run.job.working(f"Making {bookie} read-only", left=left):
+                        done.append(run.job.complete(set_read_only()))
                 total = len(plan.ledgers) or None
                 with (
-                    run.recorded(cluster, undo) as recorded,
-                    run.working(texts.doing, total=total, unit="ledgers", pace=pace, left=texts.left) as activity,
+                    run.consent.recorded(cluster, undo) as recorded,
+                    run.job.working(texts.doing, total=total, unit="ledgers", pace=pace, left=texts.left) as activity,
                 ):
                     run_within(run, work(), deadline_s, f"The {texts.noun} of {bookie}")
     what = f"{bookie} {'cannot be' if stays else 'is not'} {texts.done}"
-    run.finish_with(steps.finding_count, f"finding: {what}", f"findings: {what}")
+    run.out.finish_with(steps.finding_count, f"finding: {what}", f"findings: {what}")
 
 
 @command(
@@ -325,6 +325,6 @@ def _set_read_only(run: Run, bookie: RegisteredBookie) -> None:
     from bkctl.http.server_url import bookie_url
 
     name = bookie.bookie_id
-    url = bookie_url(bookie, run.bookie_host(name))
-    if not BookieApi(run.http_client(url, is_registered=True)).set_read_only(True):
+    url = bookie_url(bookie, run.access.bookie_host(name))
+    if not BookieApi(run.access.http_client(url, is_registered=True)).set_read_only(True):
         raise Conflict(f"Bookie {name} is still writable", hint="start it again with forceReadOnlyBookie=true")

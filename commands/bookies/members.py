@@ -11,9 +11,12 @@ import typer
 from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import BkctlError, NotFound, Unreachable, UsageError
 
+from ..kit.access import Access
 from ..kit.command import Run, command, group
 from ..kit.documents import object_of, rows_of
+from ..kit.job import LongWork
 from ..kit.options import WatchOption
+from ..kit.printer import Printer
 from ..kit.texts import GREEN, RED, YELLOW, size_text
 from .racks import find_racks
 
@@ -116,8 +119,8 @@ def list_bookies(
             if state in (State.ALL, bookie.state)
         )
 
-    with run.cluster() as cluster:
-        run.watch(watch, look, BOOKIE_COLUMNS, subscribe=cluster.bookies.watch)
+    with run.access.cluster() as cluster:
+        run.out.watch(watch, look, BOOKIE_COLUMNS, subscribe=cluster.bookies.watch)
 
 
 class BookieRow(NamedTuple):
@@ -197,7 +200,9 @@ def _show_row(cluster: Cluster, bookie_id: str) -> BookieRow:
     prints=object_of(SHOW_COLUMNS) + rows_of(SHOW_COLUMNS),
 )
 def show(
-    run: Run,
+    out: Printer,
+    access: Access,
+    job: LongWork,
     bookies: Annotated[list[str], typer.Argument(metavar="BOOKIE", help="The bookies.")],
     watch: WatchOption,
     ledgers: Annotated[
@@ -213,9 +218,9 @@ def show(
         return (row._replace(ledgers=counts.get(row.bookie.bookie_id)) for row in rows)
 
     single = len(bookies) == 1
-    with run.cluster() as cluster, run.working("Counting ledgers", enabled=ledgers and watch is None):
-        columns = SHOW_COLUMNS if single else run.table_columns(SHOW_TABLE_COLUMNS, SHOW_COLUMNS)
-        run.watch(watch, look, columns, subscribe=cluster.bookies.watch, single=single)
+    with access.cluster() as cluster, job.working("Counting ledgers", enabled=ledgers and watch is None):
+        columns = SHOW_COLUMNS if single else out.table_columns(SHOW_TABLE_COLUMNS, SHOW_COLUMNS)
+        out.watch(watch, look, columns, subscribe=cluster.bookies.watch, single=single)
 
 
 class UsageOrder(StrEnum):
@@ -240,7 +245,9 @@ USAGE_COLUMNS = Columns(
 
 @command(app, "usage", connects=True, examples=("bkctl bookies usage",), prints=rows_of(USAGE_COLUMNS))
 def usage(
-    run: Run,
+    out: Printer,
+    access: Access,
+    job: LongWork,
     sort: Annotated[
         UsageOrder, typer.Option("--sort", help="Order: bookie, used (fullest first) or free.")
     ] = UsageOrder.BOOKIE,
@@ -260,19 +267,19 @@ def usage(
     async def work() -> list[BookieSpace]:
         from bkctl.client.disk_space import disk_space
 
-        async with run.bookkeeper(cluster) as bookkeeper:
+        async with access.bookkeeper(cluster) as bookkeeper:
             return [each async for each in disk_space(bookkeeper, registered)]
 
-    with run.cluster() as cluster, run.working("Asking the bookies"):
+    with access.cluster() as cluster, job.working("Asking the bookies"):
         registered = cluster.bookies.list(include_down=False)
-        rows = run.complete(work())
+        rows = job.complete(work())
     if sort is UsageOrder.USED:
         rows.sort(key=lambda row: -(row.used_percent or 0))
     elif sort is UsageOrder.FREE:
         rows.sort(key=lambda row: row.free if row.free is not None else 0)
-    run.render(rows, USAGE_COLUMNS, findings=run.draws)
+    out.render(rows, USAGE_COLUMNS, findings=out.draws)
     total, free = (sum(getattr(row, name) or 0 for row in rows) for name in ("total", "free"))
-    run.note(f"{size_text(free)} of {size_text(total)} free on {len(rows):,} bookies")
+    out.note(f"{size_text(free)} of {size_text(total)} free on {len(rows):,} bookies")
     silent = [row for row in rows if row.error is not None]
     if rows and len(silent) == len(rows):
         raise Unreachable(f"None of {len(rows):,} bookies answered")
@@ -280,4 +287,4 @@ def usage(
     problems = [f"{full:,} bookies are above {threshold:g}%"] if full else []
     problems += [f"{len(silent):,} bookies did not answer"] if silent else []
     text = ", ".join(problems)
-    run.finish_with(full + len(silent), f"finding: {text}", f"findings: {text}")
+    out.finish_with(full + len(silent), f"finding: {text}", f"findings: {text}")

@@ -77,7 +77,7 @@ def run_within(run: Run, work: Coroutine[Any, Any, None], deadline_s: float | No
                 f"{what} is not finished after {time_text(deadline_s or 0)}", hint="run it again to continue"
             ) from error
 
-    run.complete(bounded())
+    run.job.complete(bounded())
 
 
 def entry_spans(spans: Any) -> list[dict[str, int]] | None:

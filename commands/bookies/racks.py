@@ -9,9 +9,12 @@ import typer
 from bkctl.columns import Column, Columns
 from bkctl.errors import BkctlError, NotFound, Unauthorized, Unreachable
 
+from ..kit.access import Access
 from ..kit.command import Run, command, group
+from ..kit.consent import Consent
 from ..kit.documents import rows_of
 from ..kit.options import DryRun, UndoOption
+from ..kit.printer import Printer
 from .selection import ManyBookies, bookie_ids
 
 if TYPE_CHECKING:
@@ -52,7 +55,7 @@ def rack_rows(run: Run, cluster: Cluster, bookies: list[RegisteredBookie]) -> li
     stored = BookieRacks(cluster).all()
     by_id = {each.bookie_id: each for each in stored}
     shared = racks_of(stored, bookies)
-    script = run.rack_rules().script
+    script = run.access.rack_rules().script
     printed = {} if script is None else Topology(script).racks(bookies)
     rows = []
     for bookie_id in sorted({*by_id, *(bookie.bookie_id for bookie in bookies)}):
@@ -70,10 +73,10 @@ def find_racks(run: Run, cluster: Cluster, bookies: list[RegisteredBookie]) -> d
     except (Unreachable, NotFound):
         raise
     except Unauthorized as error:  # A user of the cluster's own nodes only.
-        run.detail(f"racks are unknown: {error.message}")
+        run.out.detail(f"racks are unknown: {error.message}")
         return {}
     except BkctlError as error:
-        run.warn(f"racks are unknown: {error.message}")
+        run.out.warn(f"racks are unknown: {error.message}")
         return {}
     return {row.bookie_id: row.rack for row in rows if row.rack is not None}
 
@@ -86,8 +89,8 @@ def list_racks(run: Run) -> None:
     (networkTopologyScriptFileName), which takes precedence. Bookies without a rack are listed, too; clients treat them
     as one rack, /default-rack.
     """
-    with run.cluster() as cluster:
-        run.render(rack_rows(run, cluster, cluster.bookies.list()), RACK_COLUMNS)
+    with run.access.cluster() as cluster:
+        run.out.render(rack_rows(run, cluster, cluster.bookies.list()), RACK_COLUMNS)
 
 
 @command(
@@ -99,7 +102,9 @@ def list_racks(run: Run) -> None:
     examples=("bkctl bookies racks set 10.0.0.1:3181 --rack /rack1 --dry-run",),
 )
 def set_racks(
-    run: Run,
+    out: Printer,
+    access: Access,
+    consent: Consent,
     bookies: ManyBookies,
     rack: Annotated[str, typer.Option("--rack", metavar="RACK", help="The rack: /rack or /region/rack.")],
     bookie_group: Annotated[
@@ -120,18 +125,18 @@ def set_racks(
     from bkctl.metadata.racks import BookieRacks
 
     names = bookie_ids(bookies)
-    with run.cluster() as cluster:
+    with access.cluster() as cluster:
         registered = {bookie.bookie_id for bookie in cluster.bookies.list()}
-        with run.recorded(cluster, undo) as recorded:
+        with consent.recorded(cluster, undo) as recorded:
             before = BookieRacks(recorded).all()
             rows = BookieRacks(recorded).set(names, rack, group=bookie_group, hostname=hostname, dry_run=dry_run)
     for row in rows:
         if row in before:
-            run.note(f"Bookie {row.bookie_id} is in rack {row.rack} already")
+            out.note(f"Bookie {row.bookie_id} is in rack {row.rack} already")
     for name in names:
         if name not in registered:
-            run.warn(f"bookie {name} has neither a registration nor a cookie")
-    run.render(rows, CHANGE_COLUMNS)
+            out.warn(f"bookie {name} has neither a registration nor a cookie")
+    out.render(rows, CHANGE_COLUMNS)
 
 
 @command(
@@ -142,7 +147,14 @@ def set_racks(
     examples=("bkctl bookies racks unset 10.0.0.1:3181 --dry-run",),
     prints=rows_of(CHANGE_COLUMNS),
 )
-def unset_racks(run: Run, bookies: ManyBookies, undo: UndoOption = None, dry_run: DryRun = False) -> None:
+def unset_racks(
+    out: Printer,
+    access: Access,
+    consent: Consent,
+    bookies: ManyBookies,
+    undo: UndoOption = None,
+    dry_run: DryRun = False,
+) -> None:
     """Remove the racks of bookies.
 
     Changes Pulsar's node `/bookies`, as 'bookies racks set' does. The bookies are in /default-rack then.
@@ -150,12 +162,12 @@ def unset_racks(run: Run, bookies: ManyBookies, undo: UndoOption = None, dry_run
     from bkctl.metadata.racks import BookieRacks
 
     names = bookie_ids(bookies)
-    with run.cluster() as cluster, run.recorded(cluster, undo) as recorded:
+    with access.cluster() as cluster, consent.recorded(cluster, undo) as recorded:
         rows = BookieRacks(recorded).unset(names, dry_run=dry_run)
-    run.render(rows, CHANGE_COLUMNS, findings=True)
+    out.render(rows, CHANGE_COLUMNS, findings=True)
     for name in names:
         if all(row.bookie_id != name for row in rows):
-            run.note(f"Bookie {name} has no rack")
+            out.note(f"Bookie {name} has no rack")
     if rows and not dry_run:
         has = "has" if len(rows) == 1 else "have"
-        run.note(f"{', '.join(row.bookie_id for row in rows)} {has} no rack now; the table shows the former one")
+        out.note(f"{', '.join(row.bookie_id for row in rows)} {has} no rack now; the table shows the former one")

@@ -175,7 +175,7 @@ def recover(
         raise UsageError(
             "--query changes nothing, so --dry-run, --delete-cookie and --resume do not apply", hint="drop one of them"
         )
-    with run.cluster() as cluster:
+    with run.access.cluster() as cluster:
         if query:
             _show_held(run, cluster, names, ledgers or None)
             return
@@ -186,7 +186,7 @@ def recover(
         from bkctl.replication.move_plan import MoveOutcome, check_scopes_known, plan_move
         from bkctl.replication.resume import ResumeFile
 
-        with run.working("Looking at the ledgers"):
+        with run.job.working("Looking at the ledgers"):
             plan = plan_move(cluster, names, ledgers or None)
         up = [each for each in cluster.bookies.list(include_down=False) if each.bookie_id in names]
         if up and delete_cookie:
@@ -198,7 +198,7 @@ def recover(
             check_scopes_known(cluster)
         _check_known(cluster, names, plan)
         if plan.ledgers or delete_cookie:
-            run.confirm(loss_text(plan, names, up, skip_open=skip_open, delete_cookie=delete_cookie))
+            run.consent.confirm(loss_text(plan, names, up, skip_open=skip_open, delete_cookie=delete_cookie))
         outcomes: dict[MoveOutcome, int] = dict.fromkeys(MoveOutcome, 0)
         skipped: set[LedgerId] = set()
         kept = 0
@@ -206,8 +206,8 @@ def recover(
 
         async def work(writer: RowWriter) -> None:
             nonlocal kept
-            async with run.bookkeeper(recorded) as bookkeeper:
-                mover = BookieMover(bookkeeper, names, plan, pace=pace, skip_open=skip_open, note=run.note)
+            async with run.access.bookkeeper(recorded) as bookkeeper:
+                mover = BookieMover(bookkeeper, names, plan, pace=pace, skip_open=skip_open, note=run.out.note)
                 async with (
                     shown_progress(activity, mover.progress),
                     aclosing(mover.move(plan.ledgers, resume=done)) as moves,
@@ -226,18 +226,18 @@ def recover(
         file = nullcontext() if resume is None else ResumeFile(resume, instance_id=cluster.instance_id(), bookies=names)
         with (
             file as done,
-            run.recorded(cluster, undo) as recorded,
-            run.working(
+            run.consent.recorded(cluster, undo) as recorded,
+            run.job.working(
                 "Recovering", total=len(plan.ledgers) or None, unit="ledgers", pace=pace,
                 left="moved ledgers stay moved: run the command again to continue",
             ) as activity,
         ):  # fmt: skip
             if done is not None and done.done:
-                run.note(f"{resume}: {counted(len(done.done), 'ledger was', 'ledgers were')} done before")
-            with run.rows(move_columns(plan)) as rows:
+                run.out.note(f"{resume}: {counted(len(done.done), 'ledger was', 'ledgers were')} done before")
+            with run.out.rows(move_columns(plan)) as rows:
                 run_within(run, work(rows), deadline, "The recovery")
         for note in notes:
-            run.note(note)
+            run.out.note(note)
         unrecoverable = outcomes[MoveOutcome.UNRECOVERABLE] - len(skipped)
         _finish(run, plan, unrecoverable, outcomes[MoveOutcome.FAILED], kept, len(names))
 
@@ -269,10 +269,10 @@ def _show_held(run: Run, cluster: Cluster, names: Sequence[str], ids: list[Ledge
                 for fragment in held.fragments:
                     yield _held_row(held, fragment)
 
-    with run.working("Looking at the ledgers"):
-        run.render(rows(), fragment_columns(names, planned=False))
-    run.note(f"{counted(count, 'ledger', 'ledgers')} on {', '.join(names)}" + (" (marked *)" if count else ""))
-    run.finish_with(
+    with run.job.working("Looking at the ledgers"):
+        run.out.render(rows(), fragment_columns(names, planned=False))
+    run.out.note(f"{counted(count, 'ledger', 'ledgers')} on {', '.join(names)}" + (" (marked *)" if count else ""))
+    run.out.finish_with(
         damaged, "ledger on them has metadata that cannot be read", "ledgers on them have metadata that cannot be read"
     )
 
@@ -288,7 +288,7 @@ def _show_plan(
     async def work(writer: RowWriter) -> None:
         nonlocal count, problem_count
         last = last_problem = None  # The fragments of a ledger come together.
-        async with run.bookkeeper(cluster) as bookkeeper:
+        async with run.access.bookkeeper(cluster) as bookkeeper:
             mover = BookieMover(bookkeeper, names, skip_open=skip_open)
             async with aclosing(mover.planned(ids)) as planned:
                 async for each in planned:
@@ -302,10 +302,10 @@ def _show_plan(
                         problem_count += row.ledger != last_problem
                         last_problem = row.ledger
 
-    with run.working("Asking the bookies"), run.rows(fragment_columns(names, planned=True)) as rows:
-        run.complete(work(rows))
-    run.note(f"{counted(count, 'ledger', 'ledgers')} on {', '.join(names)}")
-    run.finish_with(problem_count, "ledger could not be moved", "ledgers could not be moved")
+    with run.job.working("Asking the bookies"), run.out.rows(fragment_columns(names, planned=True)) as rows:
+        run.job.complete(work(rows))
+    run.out.note(f"{counted(count, 'ledger', 'ledgers')} on {', '.join(names)}")
+    run.out.finish_with(problem_count, "ledger could not be moved", "ledgers could not be moved")
 
 
 def _moved_text(moved_count: int, progress: MoveProgress) -> str:
@@ -319,7 +319,7 @@ def _moved_text(moved_count: int, progress: MoveProgress) -> str:
 def _finish(run: Run, plan: MovePlan, unrecoverable: int, failed: int, kept: int, bookie_count: int) -> None:
     """Report the findings of a recovery, from counts of ledgers; `kept` have entries on bookies that keep a cookie."""
     for ledger, problem in plan.damaged.items():
-        run.error(f"Ledger {ledger} was skipped: {problem}")
+        run.out.error(f"Ledger {ledger} was skipped: {problem}")
     failed += len(plan.damaged)
     problems = []
     if unrecoverable:
@@ -332,4 +332,4 @@ def _finish(run: Run, plan: MovePlan, unrecoverable: int, failed: int, kept: int
             f"still {'has' if kept == 1 else 'have'} entries there"
         )
     text = "; ".join(problems)
-    run.finish_with(len(problems), f"finding: {text}", f"findings: {text}")
+    run.out.finish_with(len(problems), f"finding: {text}", f"findings: {text}")

@@ -123,19 +123,19 @@ def show_stop_risks(
             count += 1
             yield problem
 
-    with run.cluster() as cluster:
+    with run.access.cluster() as cluster:
         for name in names:
             if cluster.bookies.get(name) is None:
                 raise NotFound(f"No bookie {name}", hint="'bkctl bookies list' shows them")
         if largest and _show_together(run, cluster, names, 1 if restarts else min_replicas):
             return
         if watch is not None:
-            run.watch(
+            run.out.watch(
                 watch, look, RISK_COLUMNS, subscribe=cluster.bookies.watch,
                 key=lambda each: (each.ledger, each.risk, each.first_entry_id),
             )  # fmt: skip
-        with run.working("Looking at the ledgers"):
-            run.render(look(), RISK_COLUMNS, findings=True)
+        with run.job.working("Looking at the ledgers"):
+            run.out.render(look(), RISK_COLUMNS, findings=True)
         staying = sum(
             each.state == "rw" and each.bookie_id not in names for each in cluster.bookies.list(include_down=False)
         )
@@ -143,13 +143,13 @@ def show_stop_risks(
     left = counted(staying, "writable bookie", "writable bookies")
     if not count:
         how = "restart" if restarts else "stop"
-        run.note(f"{who} may {how}; {left} would remain, and ledgers with larger ensembles could not be created")
+        run.out.note(f"{who} may {how}; {left} would remain, and ledgers with larger ensembles could not be created")
     if under_quorum:
-        run.note(
+        run.out.note(
             f"Not for good: {counted(len(under_quorum), 'ledger', 'ledgers')} would have fewer replicas than the ack "
             "quorum; --for-good lists them, and 'bkctl bookies drain' copies them first"
         )
-    run.finish_with(count, f"finding: {who} may not stop now", f"findings: {who} may not stop now")
+    run.out.finish_with(count, f"finding: {who} may not stop now", f"findings: {who} may not stop now")
 
 
 def _show_together(run: Run, cluster: Cluster, names: list[str], replica_count_min: int | None) -> bool:
@@ -161,14 +161,14 @@ def _show_together(run: Run, cluster: Cluster, names: list[str], replica_count_m
 
     bookies = cluster.bookies.list()
     racks = find_racks(run, cluster, bookies)
-    with run.working("Looking at the ledgers"):
+    with run.job.working("Looking at the ledgers"):
         found = StopSets(cluster, replica_count_min=replica_count_min).largest(names, racks)
     if names and not found:
         return False
-    run.render([Together(name, racks.get(name), name in names) for name in found], TOGETHER_COLUMNS, findings=True)
-    run.finish_with(not found, "finding: no bookie may stop now", "")
+    run.out.render([Together(name, racks.get(name), name in names) for name in found], TOGETHER_COLUMNS, findings=True)
+    run.out.finish_with(not found, "finding: no bookie may stop now", "")
     left = sum(each.state == "rw" and each.bookie_id not in found for each in bookies)
-    run.note(
+    run.out.note(
         f"{counted(len(found), 'bookie', 'bookies')} may stop together, and no other one with them; "
         f"{counted(left, 'writable bookie', 'writable bookies')} would remain, and ledgers with larger ensembles could "
         "not be created"

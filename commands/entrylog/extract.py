@@ -136,11 +136,11 @@ def extract(
     """
     from bkctl.repair.extraction import LedgerExtraction
 
-    if str(file) == "-" and form is not ExtractFormat.NDJSON and run.given_output is not Output.TABLE:
+    if str(file) == "-" and form is not ExtractFormat.NDJSON and run.out.given_output is not Output.TABLE:
         raise UsageError("-o does not apply to bytes on stdout", hint="--format ndjson prints rows")
     paths = find_logs(run, names, directories)
     with (
-        run.working(f"Gathering ledger {ledger}"),
+        run.job.working(f"Gathering ledger {ledger}"),
         LedgerExtraction(
             paths, ledger, entries.first or 0, entries.last, all_copies=all_copies, trust_maps=not scan
         ) as extraction,
@@ -152,9 +152,9 @@ def extract(
             left = _write_entries(extraction, form, digest_type, target)
         gaps, missing = _find_gaps(extraction)
         if str(file) != "-":
-            run.show(ExtractReport(extraction, digest_type, gaps, missing, file), REPORT_COLUMNS)
+            run.out.show(ExtractReport(extraction, digest_type, gaps, missing, file), REPORT_COLUMNS)
         elif missing:
-            run.warn(f"missing entries ({missing:,}): {_gap_text(gaps)}")
+            run.out.warn(f"missing entries ({missing:,}): {_gap_text(gaps)}")
         problems = list(extraction.problems)
     if left is not None:
         full = BkctlError(
@@ -243,14 +243,14 @@ def _extracted_columns(digest_type: DigestType | None) -> Columns:
 def _target(run: Run, file: Path) -> Iterator[Callable[[bytes], object]]:
     """Yield a function that writes bytes to `file`, which appears whole or not at all; `-` is stdout."""
     if str(file) == "-":
-        yield run.raw
+        yield run.out.raw
         return
     if file.is_dir():
         raise UsageError(f"{file} is a directory, not a file")
     if file.exists():
         if not file.is_file():
             raise UsageError(f"{file} is not a regular file", hint="write to -, and redirect that")
-        run.confirm(f"{file} exists and would be replaced")
+        run.consent.confirm(f"{file} exists and would be replaced")
     from bkctl.disk import FILE_MODE, atomic_write
 
     try:

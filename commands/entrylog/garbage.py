@@ -91,8 +91,8 @@ def active(
     paths = find_all_logs(run, names, directories, every)
     wanted = set(states or LedgerLiveness)
     errors: list[BkctlError] = []
-    with open_liveness(run, paths, errors) as liveness, run.working("Reading entry logs"):
-        run.render(
+    with open_liveness(run, paths, errors) as liveness, run.job.working("Reading entry logs"):
+        run.out.render(
             (
                 ActiveRow(use, each)
                 for use in collect_errors(log_uses(paths, liveness.states), errors)
@@ -184,7 +184,7 @@ def garbage(
     errors: list[BkctlError] = []
     sums = _GarbageTotals()
     rows: Iterable[UseRow]
-    with open_liveness(run, paths, errors) as liveness, run.working("Reading entry logs"):
+    with open_liveness(run, paths, errors) as liveness, run.job.working("Reading entry logs"):
         rows = (
             UseRow(use, use.compaction(limits), use.reclaimable_size_bytes(limits))
             for use in collect_errors(log_uses(paths, liveness.states), errors)
@@ -192,9 +192,9 @@ def garbage(
         rows = sums.watch(rows)
         if order is not LogOrder.ID:
             rows = sorted(rows, key=_USE_KEYS[order])
-        run.render(rows, GARBAGE_COLUMNS)
+        run.out.render(rows, GARBAGE_COLUMNS)
     if sums.count:
-        run.note(str(sums))
+        run.out.note(str(sums))
     raise_first(run, errors)
 
 
@@ -217,8 +217,8 @@ def thresholds_of(run: Run, given: tuple[float | None, float | None]) -> Thresho
 
     minor, major = given
     usual = Thresholds()
-    if run.conf is not None:
-        config = run.config()
+    if run.access.conf is not None:
+        config = run.access.config()
         usual = Thresholds(config.minor_compaction_threshold, config.major_compaction_threshold)
     return Thresholds(usual.minor if minor is None else minor, usual.major if major is None else major)
 

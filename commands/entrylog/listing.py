@@ -92,7 +92,7 @@ def list_logs(
     from bkctl.files.listing import entry_log_summaries
 
     order = log_order(run, sort)
-    given = run.directories(directories)
+    given = run.access.directories(directories)
     errors: list[BkctlError] = []
     summaries = collect_errors(entry_log_summaries(given), errors)
     if order is LogOrder.GARBAGE:
@@ -100,16 +100,16 @@ def list_logs(
 
         found = {summary.file.path: summary for summary in summaries}
         good = [path for path, summary in found.items() if summary.error is None]
-        with open_liveness(run, good, errors) as liveness, run.working("Reading entry logs"):
+        with open_liveness(run, good, errors) as liveness, run.job.working("Reading entry logs"):
             uses = {use.path: use for use in collect_errors(log_uses(good, liveness.states), errors)}
         rows = [LogRow(summary, uses.get(path)) for path, summary in found.items()]
         rows.sort(key=lambda row: 0 if row.use is None else -row.use.garbage_size_bytes)
-        run.render(rows, LOG_GARBAGE_COLUMNS)
+        run.out.render(rows, LOG_GARBAGE_COLUMNS)
     elif order is LogOrder.ID:
-        run.render(map(LogRow, summaries), LOG_COLUMNS)
+        run.out.render(map(LogRow, summaries), LOG_COLUMNS)
     else:
         ordered = sorted(summaries, key=lambda each: -each.file.size if order is LogOrder.SIZE else each.file.mtime_ms)
-        run.render(map(LogRow, ordered), LOG_COLUMNS)
+        run.out.render(map(LogRow, ordered), LOG_COLUMNS)
     raise_first(run, errors)
 
 
@@ -163,8 +163,8 @@ def show(run: Run, names: LogNames = None, directories: DirOption = None) -> Non
             if contents.error is not None:
                 errors.append(contents.error)
 
-    with run.working("Reading entry logs"):
-        run.render(rows(), SHARE_COLUMNS)
+    with run.job.working("Reading entry logs"):
+        run.out.render(rows(), SHARE_COLUMNS)
     raise_first(run, errors)
 
 
@@ -182,7 +182,7 @@ def read(run: Run, records: Records, names: LogNames = None, directories: DirOpt
 
     The records before damage are printed, then the damage is reported (exit code 7).
     """
-    with run.working("Reading entry logs"):
+    with run.job.working("Reading entry logs"):
         files = _files(find_logs(run, names, directories), records.filter())
         print_records(run, files, "logId", records)
 

@@ -55,7 +55,7 @@ def log_order(run: Run, text: str) -> LogOrder:
     """Return the order that --sort names; a column is left to the output, which sorts the rows by it."""
     if text.lower() in set(LogOrder):
         return LogOrder(text.lower())
-    run.sort_by(text)
+    run.out.sort_by(text)
     return LogOrder.ID
 
 
@@ -87,7 +87,7 @@ def ratio_text(value: float) -> str:
 
 def find_logs(run: Run, names: list[str] | None, directories: list[Path] | None) -> list[Path]:
     """Return the logs that the arguments name, each once."""
-    given = run.directories(directories, needed=not names)
+    given = run.access.directories(directories, needed=not names)
     if not names:
         return [file.path for file in given.entry_logs()]
     return list(dict.fromkeys(path for name in names for path in _logs_named(given, name)))
@@ -115,7 +115,7 @@ def open_liveness(run: Run, paths: list[Path], errors: list[BkctlError]) -> Iter
     """Yield the state of the cluster's ledgers; problems with reading it are added to `errors` at the end."""
     from bkctl.metadata.liveness import Liveness, check_instance
 
-    with run.cluster() as cluster:
+    with run.access.cluster() as cluster:
         check_instance(cluster, paths)
         liveness = Liveness(cluster.ledgers)
         yield liveness

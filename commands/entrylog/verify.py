@@ -115,36 +115,36 @@ def verify(
             if check.problem is None and not check.finding_count and check.state is not ScanState.TORN:
                 sound_count += 1
                 entry_count += check.entry_count
-                if run.draws:
+                if run.out.draws:
                     continue
             yield check
 
-    digests = nullcontext() if no_digests else run.digest_checker(digest.digest_type, password, logs)
+    digests = nullcontext() if no_digests else run.access.digest_checker(digest.digest_type, password, logs)
     with (
         digests as checker,
-        run.working("Reading entry logs", total=len(logs), unit="entry logs", pace=pace) as activity,
+        run.job.working("Reading entry logs", total=len(logs), unit="entry logs", pace=pace) as activity,
     ):
-        row_count = run.render(_saying_more(run, rows()), CHECK_COLUMNS, findings=run.draws)
-    if run.draws and (sound_count or not row_count):
+        row_count = run.out.render(_saying_more(run, rows()), CHECK_COLUMNS, findings=run.out.draws)
+    if run.out.draws and (sound_count or not row_count):
         sound = counted(sound_count, "entry log is", "entry logs are")
-        run.note(f"{sound} sound: {counted(entry_count, 'entry', 'entries')}; -o wide lists them")
+        run.out.note(f"{sound} sound: {counted(entry_count, 'entry', 'entries')}; -o wide lists them")
     if checker is not None and (hint := checker.hint()) is not None:
         counts = checker.counts()
         unchecked = counted(counts.unknown + counts.without_password, "entry", "entries")
-        run.note(f"{unchecked} could not be checked: {hint}")
+        run.out.note(f"{unchecked} could not be checked: {hint}")
     raise_first(run, errors)
-    run.finish_with(findings, "finding", "findings")
+    run.out.finish_with(findings, "finding", "findings")
 
 
 def _saying_more(run: Run, rows: Iterator[LogCheck]) -> Iterator[LogCheck]:
     """Yield the rows, then print on stderr the details for which a table has no room."""
     notes: list[str] = []
     for row in rows:
-        if run.output is Output.TABLE:
+        if run.out.output is Output.TABLE:
             notes.extend(f"{row.path}: {each}" for each in row.contradictions[0 if row.error else 1 :])
             notes.extend(map(str, row.mismatches[:NOTES_MAX]))
             if len(row.mismatches) > NOTES_MAX:
                 notes.append(f"{row.path}: more entries do not match; -o json lists all")
         yield row
     for note in notes:
-        run.note(note)
+        run.out.note(note)

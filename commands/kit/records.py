@@ -217,10 +217,10 @@ def print_records(
     Raises the error of the one damaged file, or Corrupt naming how many there are; NotFound if every file ends before
     the position to begin at.
     """
-    if options.format is BinaryFormat.RAW and run.given_output is not Output.TABLE:
-        raise UsageError("--format raw prints payloads and nothing else", hint=f"leave -o {run.given_output} out")
+    if options.format is BinaryFormat.RAW and run.out.given_output is not Output.TABLE:
+        raise UsageError("--format raw prints payloads and nothing else", hint=f"leave -o {run.out.given_output} out")
     if options.format is not BinaryFormat.RAW:
-        options = options._replace(limit=run.limit_sorted(options.limit))
+        options = options._replace(limit=run.out.limit_sorted(options.limit))
     tally = _Tally(options)
     errors: list[BkctlError] = []
     sizes: dict[Path, int] = {}
@@ -232,10 +232,10 @@ def print_records(
             try:
                 if options.format is BinaryFormat.RAW:
                     for record in tally.records(batches):
-                        run.raw(record.payload(options.digest_type) or b"")
+                        run.out.raw(record.payload(options.digest_type) or b"")
                 else:
                     columns = record_columns(path, file_id, id_name, options, secrets=secrets)
-                    writer = writer or stack.enter_context(run.rows(columns))
+                    writer = writer or stack.enter_context(run.out.rows(columns))
                     writer.use(columns)
                     if options.body:
                         writer.rows(tally.records(batches))
@@ -247,9 +247,9 @@ def print_records(
             if tally.left == 0:
                 break
         if writer is None and options.format is not BinaryFormat.RAW:
-            stack.enter_context(run.rows(record_columns(Path(), None, id_name, options, secrets=secrets)))
+            stack.enter_context(run.out.rows(record_columns(Path(), None, id_name, options, secrets=secrets)))
     if tally.unknown:
-        run.note(
+        run.out.note(
             f"{counted(tally.unknown, 'entry', 'entries')} of scope 0 without a known start of the payload; "
             "add --digest-type"
         )
@@ -313,6 +313,6 @@ class _Tally:
 def raise_first(run: Run, errors: list[BkctlError]) -> None:
     """Print all errors but the first, which is raised."""
     for error in errors[1:]:
-        run.error(error)
+        run.out.error(error)
     if errors:
         raise errors[0]

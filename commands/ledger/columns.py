@@ -62,4 +62,4 @@ LEDGER_TABLE_COLUMNS = LEDGER_COLUMNS.listed(Column("E/W/A", "quorums", _quorums
 
 
 def list_columns(run: Run) -> Columns:
-    return run.table_columns(LEDGER_TABLE_COLUMNS, LEDGER_COLUMNS)
+    return run.out.table_columns(LEDGER_TABLE_COLUMNS, LEDGER_COLUMNS)

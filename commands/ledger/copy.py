@@ -10,11 +10,15 @@ import typer
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import BkctlError, UsageError
 
-from ..kit.command import Run, command, group
+from ..kit.access import Access
+from ..kit.command import command, group
 from ..kit.connection import LoginOfTarget
+from ..kit.consent import Consent
 from ..kit.documents import rows_of
+from ..kit.job import LongWork
 from ..kit.ledger_options import LedgersOrFile, to_scope_option
 from ..kit.options import CopyPace, KeepGoing, UndoOption, count_option, digest_type_option, number_option
+from ..kit.printer import Printer
 
 app = group()
 
@@ -45,7 +49,10 @@ COPY_COLUMNS = Columns(
     ),
 )
 def copy(
-    run: Run,
+    out: Printer,
+    access: Access,
+    consent: Consent,
+    job: LongWork,
     ledgers: LedgersOrFile,
     to_ledger_id: Annotated[int | None, number_option("--to-ledger-id", "Ledger id of the copy (default: unchanged).")],
     ensemble_size: Annotated[
@@ -96,36 +103,36 @@ def copy(
 
     async def work() -> None:
         nonlocal failures
-        async with run.bookkeeper(source) as reading, run.bookkeeper(target) as writing:
+        async with access.bookkeeper(source) as reading, access.bookkeeper(target) as writing:
             for ledger in ledgers:
                 try:
                     row = await copy_ledger(
                         reading, writing, ledger, ledger_scope_id=to_scope_id, ledger_id=to_ledger_id, new_id=new_id,
                         shape=CopyShape(ensemble_size, write_quorum, ack_quorum, digest_type), recovery=recover,
-                        allow_open=open_ledgers, pace=pace, progress=activity.advance, note=run.note,
+                        allow_open=open_ledgers, pace=pace, progress=activity.advance, note=out.note,
                     )  # fmt: skip
                 except BkctlError as error:
                     if not keep_going:
                         raise
                     failures += 1
-                    run.error(f"Ledger {ledger} was not copied: {error}")
+                    out.error(f"Ledger {ledger} was not copied: {error}")
                     continue
                 if row.source_open:
-                    run.note(f"Ledger {ledger} is open: its copy ends at entry {row.entry_count - 1}")
+                    out.note(f"Ledger {ledger} is open: its copy ends at entry {row.entry_count - 1}")
                 writer.row(row)
 
     with ExitStack() as stack:
-        connected = stack.enter_context(run.cluster())
-        source = stack.enter_context(run.recorded(connected, undo)) if recover else connected
-        target = source if to is None else stack.enter_context(run.open_other_cluster(to, login=login))
+        connected = stack.enter_context(access.cluster())
+        source = stack.enter_context(consent.recorded(connected, undo)) if recover else connected
+        target = source if to is None else stack.enter_context(access.open_other_cluster(to, login=login))
         activity = stack.enter_context(
-            run.working(
+            job.working(
                 "Copying and reading back",
                 unit="entries",
                 pace=pace,
                 left="printed copies stay: run the command again for the other ledgers",
             )
         )
-        writer = stack.enter_context(run.rows(COPY_COLUMNS))
-        run.complete(work())
-    run.finish_with(failures, "ledger was not copied", "ledgers were not copied")
+        writer = stack.enter_context(out.rows(COPY_COLUMNS))
+        job.complete(work())
+    out.finish_with(failures, "ledger was not copied", "ledgers were not copied")

@@ -91,7 +91,7 @@ def delete(
 
     states = parse_states(if_state, "--if-state")
     first: list[Removal] = []
-    with run.cluster() as cluster, run.rows(DELETED_COLUMNS) as writer:
+    with run.access.cluster() as cluster, run.out.rows(DELETED_COLUMNS) as writer:
 
         def seen(row: Removal) -> None:
             if len(first) < 5:
@@ -99,7 +99,7 @@ def delete(
             if dry_run:
                 writer.row(row)
 
-        with run.working("Looking at the ledgers"):
+        with run.job.working("Looking at the ledgers"):
             plan = plan_removal(cluster, ledgers, states=states, keep_missing=ignore_missing, seen=seen)
         if plan.failures and not keep_going:
             error = plan.failures[0].error
@@ -107,13 +107,13 @@ def delete(
             raise Conflict(f"{error.message}; nothing was deleted") if isinstance(error, Conflict) else error
         failures = sum(_show(run, writer, row) for row in plan.failures)
         if plan.ledgers and not dry_run:
-            run.confirm(_loss(plan, first))
+            run.consent.confirm(_loss(plan, first))
             if backup is not None:
                 _export(run, cluster, plan.ledgers, backup)
             total, left = len(plan.ledgers), "deleted ledgers stay deleted: run the command again for the rest"
             with (
-                run.recorded(cluster, undo) as recorded,
-                run.working("Deleting", total=total, unit="ledgers", left=left, pace=pace) as activity,
+                run.consent.recorded(cluster, undo) as recorded,
+                run.job.working("Deleting", total=total, unit="ledgers", left=left, pace=pace) as activity,
             ):
                 for row in remove_ledgers(
                     recorded,
@@ -126,14 +126,14 @@ def delete(
                     activity.advance()
                     if row.error is None or keep_going:  # Else it is raised.
                         failures += _show(run, writer, row)
-    run.finish_with(failures, "ledger was not deleted", "ledgers were not deleted")
+    run.out.finish_with(failures, "ledger was not deleted", "ledgers were not deleted")
 
 
 def _show(run: Run, writer: RowWriter, row: Removal) -> bool:
     """Print a removal, and its error; return True if it failed."""
     writer.row(row)
     if row.error is not None:
-        run.error(row.error)
+        run.out.error(row.error)
     return row.error is not None
 
 
@@ -147,9 +147,9 @@ def _export(run: Run, cluster: Cluster, ledgers: list[LedgerId], target: Path) -
         target /= f"ledgers-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}.ndjson"
     if os.path.lexists(target):
         raise AlreadyExists(f"{target} exists", hint="choose another file for --backup")
-    with run.working("Exporting"), atomic_write(target, overwrite=False) as stream:
+    with run.job.working("Exporting"), atomic_write(target, overwrite=False) as stream:
         write_export(ClusterSource(cluster, ledgers), stream.write)
-    run.note(f"Metadata exported to {target}")
+    run.out.note(f"Metadata exported to {target}")
 
 
 def _loss(plan: RemovalPlan, first: list[Removal]) -> str:

@@ -116,8 +116,8 @@ def print_ledgers(
     if not query.needs_metadata:
         query = NO_QUERY
     start = _first_ledger(after, scope_id)
-    limit = run.limit_sorted(limit)
-    prints_ids = run.output is Output.ID and run.selection == ALL
+    limit = run.out.limit_sorted(limit)
+    prints_ids = run.out.output is Output.ID and run.out.selection == ALL
     is_plain = watch is None and limit is None and not query.needs_metadata
     unreadable: dict[LedgerId, str] = {}
     found_count = 0
@@ -125,7 +125,7 @@ def print_ledgers(
     def skip(ledger: LedgerId, error: Exception) -> None:
         if unreadable.get(ledger) != str(error):
             unreadable[ledger] = str(error)
-            run.error(error)
+            run.out.error(error)
 
     def look() -> Iterator[LedgerRow] | Iterator[ListedLedger]:
         if (count or prints_ids) and not query.needs_metadata:
@@ -146,23 +146,23 @@ def print_ledgers(
             yield each
 
     with (
-        run.cluster() as cluster,
-        run.working("Listing ledgers", unit="ledgers", enabled=watch is None) as activity,
+        run.access.cluster() as cluster,
+        run.job.working("Listing ledgers", unit="ledgers", enabled=watch is None) as activity,
     ):
         if count:
-            run.watch(watch, lambda: [sum(1 for _ in look())], COUNT_COLUMNS, single=True)
+            run.out.watch(watch, lambda: [sum(1 for _ in look())], COUNT_COLUMNS, single=True)
         elif prints_ids and is_plain:
             _print_ids(run, cluster, scope_id, start)
         elif watch is None:
             # A list without rows is a sentence on a terminal.
-            run.render(look(), list_columns(run), findings=run.draws)
+            run.out.render(look(), list_columns(run), findings=run.out.draws)
         else:
-            run.watch(watch, look, list_columns(run))
+            run.out.watch(watch, look, list_columns(run))
         if query.needs_metadata and watch is None and limit is None and sys.stdout.isatty():
-            run.note(f"{found_count:,} of {counted(activity.done, 'ledger', 'ledgers')}")
+            run.out.note(f"{found_count:,} of {counted(activity.done, 'ledger', 'ledgers')}")
         if watch is None and next(cluster.ledgers.ledgers(scope_id), None) is None:
             _note_other_scopes(run, cluster, scope_id)
-    run.finish_with(
+    run.out.finish_with(
         len(unreadable), "ledger has metadata that cannot be read", "ledgers have metadata that cannot be read"
     )
 
@@ -184,7 +184,7 @@ def _print_ids(run: Run, cluster: Cluster, scope_id: int | None, start: LedgerId
     for batch in cluster.ledgers.batches(scope_id, start):
         # In order, so that all are of scope 0 where the last is.
         names = batch if batch[-1].is_scoped else map(itemgetter(1), batch)
-        run.text("\n".join(map(str, names)) + "\n")
+        run.out.text("\n".join(map(str, names)) + "\n")
 
 
 def _note_other_scopes(run: Run, cluster: Cluster, scope_id: int | None) -> None:
@@ -192,10 +192,10 @@ def _note_other_scopes(run: Run, cluster: Cluster, scope_id: int | None) -> None
     scopes = sum(1 for scope in islice(cluster.ledgers.scopes(), OTHERS_COUNTED_MAX) if scope != scope_id)
     ledgers = sum(1 for _ in islice(cluster.ledgers.ledgers(None), OTHERS_COUNTED_MAX))
     if not ledgers:
-        run.note("No ledgers")
+        run.out.note("No ledgers")
     elif scope_id is not None:
         at_least = "at least " if ledgers == OTHERS_COUNTED_MAX else ""
-        run.note(
+        run.out.note(
             f"No ledgers in scope {scope_id}; {counted(scopes, 'other scope', 'other scopes')} with {at_least}"
             f"{counted(ledgers, 'ledger', 'ledgers')}: add --all-scopes, or --ledger-scope-id SCOPE"
         )
@@ -258,6 +258,6 @@ def show(
             cancels.callback(cluster.ledgers.watch(ledger, lambda _: changed()))
         return cancels.close
 
-    with run.cluster() as cluster:
+    with run.access.cluster() as cluster:
         columns = SECRET_COLUMNS if show_secrets else LEDGER_COLUMNS if single else list_columns(run)
-        run.watch(watch, look, columns, subscribe=subscribe, single=single)
+        run.out.watch(watch, look, columns, subscribe=subscribe, single=single)

@@ -96,7 +96,7 @@ class PlacedRacks:
         from ..bookies.racks import find_racks
 
         self._racks = find_racks(run, cluster, bookies)
-        self._rules = run.rack_rules()
+        self._rules = run.access.rack_rules()
         self.columns = PLACE_RACK_COLUMNS if self._racks else ()
 
     def placed(self, row: PlaceRow, metadata: LedgerMetadata) -> PlaceRow:
@@ -179,10 +179,10 @@ def locate_ledgers(
         raise UsageError("--every-entry and --entry are given", hint="use --check --entry for one entry")
     columns = PLACE_COLUMNS if entry is None else ENTRY_PLACE_COLUMNS
     if not (check or every_entry):
-        with run.cluster() as cluster:
+        with run.access.cluster() as cluster:
             bookies = cluster.bookies.list()
             racks = PlacedRacks(run, cluster, bookies)
-            with run.tree(columns.and_also(*racks.columns), LEVELS) as writer:
+            with run.out.tree(columns.and_also(*racks.columns), LEVELS) as writer:
                 for ledger, found in cluster.ledgers.read_many(ledgers):
                     if isinstance(found, BkctlError):
                         raise found
@@ -199,7 +199,7 @@ def locate_ledgers(
         from bkctl.replication.checker import LedgerChecker
 
         findings = 0
-        async with run.bookkeeper(cluster, protocol) as bookkeeper:
+        async with run.access.bookkeeper(cluster, protocol) as bookkeeper:
             checker = LedgerChecker(bookkeeper)
             for ledger in ledgers:
                 bookies = await to_thread(cluster.bookies.list)
@@ -220,8 +220,8 @@ def locate_ledgers(
         return findings
 
     columns = columns.and_also(*ANSWER_COLUMNS, *((MISSING_COLUMN,) if every_entry else ()))
-    with run.cluster() as cluster, run.working("Asking the bookies"):
+    with run.access.cluster() as cluster, run.job.working("Asking the bookies"):
         racks = PlacedRacks(run, cluster, cluster.bookies.list())
-        with run.tree(columns.and_also(*racks.columns), LEVELS) as writer:
-            findings = run.complete(check_places())
-    run.finish_with(findings, "replica is not ok", "replicas are not ok")
+        with run.out.tree(columns.and_also(*racks.columns), LEVELS) as writer:
+            findings = run.job.complete(check_places())
+    run.out.finish_with(findings, "replica is not ok", "replicas are not ok")

@@ -59,7 +59,7 @@ def _entry_form(
             raise UsageError("--delimiter applies to --format raw", hint="add --format raw")
         return None
     name = "--format raw" if template is None else "--template"
-    if run.given_output is not Output.TABLE or run.selection != ALL:
+    if run.out.given_output is not Output.TABLE or run.out.selection != ALL:
         raise UsageError(f"{name} prints entries and nothing else", hint="leave -o, --columns and --sort out")
     if template is None:
         return raw_form(delimiter)
@@ -86,11 +86,11 @@ async def _print_entries(
     continue_without_stdout(None)  # What --recover changes is done: the reader ends the command again.
     if form is not None:
         async for entries in runs:
-            run.raw(b"".join(map(form, entries)))
+            run.out.raw(b"".join(map(form, entries)))
             if live:
                 flush()
         return
-    with run.rows(columns, live=live) as writer:
+    with run.out.rows(columns, live=live) as writer:
         async for entries in runs:
             writer.rows(entries)
 
@@ -166,13 +166,13 @@ def read(
     async def work() -> None:
         from bkctl.client.verify import read_replica
 
-        async with run.bookkeeper(recorded, protocol) as bookkeeper:
+        async with run.access.bookkeeper(recorded, protocol) as bookkeeper:
             handle = await bookkeeper.open_ledger(
                 ledger.ledger_id, ledger_scope_id=ledger.scope_id, password=secret, recovery=recover
             )
             async with handle:
                 first, final = _range(handle, entries.first, entries.last, limit, last)
-                run.detail(f"ledger {ledger}: entries {first} to {final}")
+                run.out.detail(f"ledger {ledger}: entries {first} to {final}")
                 if final < first:
                     found = _no_entries()
                 elif bookie is not None:
@@ -182,11 +182,11 @@ def read(
                 await _print_entries(run, found, columns, form=form)
 
     with (
-        run.cluster() as cluster,
-        run.recorded(cluster, undo) if recover else nullcontext(cluster) as recorded,
-        run.working(f"Reading ledger {ledger}"),
+        run.access.cluster() as cluster,
+        run.consent.recorded(cluster, undo) if recover else nullcontext(cluster) as recorded,
+        run.job.working(f"Reading ledger {ledger}"),
     ):
-        run.complete(work())
+        run.job.complete(work())
 
 
 def _range(
@@ -256,12 +256,12 @@ def tail_ledger(
     async def work() -> None:
         from bkctl.client.streams import tail
 
-        async with run.bookkeeper(cluster, protocol) as bookkeeper:
+        async with run.access.bookkeeper(cluster, protocol) as bookkeeper:
             handle = await bookkeeper.open_ledger(ledger.ledger_id, ledger_scope_id=ledger.scope_id, password=secret)
             async with handle:
                 first = start if start is not None else max(0, handle.last_add_confirmed + 1 - (last or 10))
                 found = _one_by_one(tail(handle, first, verify=not no_verify))
                 await _print_entries(run, found, columns, form=form, live=True)
 
-    with run.cluster() as cluster, run.working(f"Waiting for entries of ledger {ledger}"):
-        run.complete(work())
+    with run.access.cluster() as cluster, run.job.working(f"Waiting for entries of ledger {ledger}"):
+        run.job.complete(work())

@@ -93,7 +93,7 @@ def recover(
         """Recover and close the ledgers, each with the loss that the operator accepted, and print them."""
         from asyncio import to_thread
 
-        async with run.bookkeeper(recorded) as bookkeeper:
+        async with run.access.bookkeeper(recorded) as bookkeeper:
             for ledger in ledgers:
                 scope_id, ledger_id = ledger
                 if (await to_thread(recorded.ledgers.read, ledger)).metadata.is_closed:
@@ -104,26 +104,26 @@ def recover(
                 await handle.close()
                 writer.row(ledger_row(ledger, await to_thread(recorded.ledgers.read, ledger)))
 
-    with run.cluster() as cluster:
+    with run.access.cluster() as cluster:
         if dry_run:
-            with run.working("Looking at the ledgers"), run.rows(RECOVERY_PLAN_COLUMNS) as rows:
-                run.complete(_find_losses(run, cluster, ledgers, rows))
+            with run.job.working("Looking at the ledgers"), run.out.rows(RECOVERY_PLAN_COLUMNS) as rows:
+                run.job.complete(_find_losses(run, cluster, ledgers, rows))
             return
         if accept_loss:
-            with run.working("Looking at the ledgers"):
-                losses = run.complete(_find_losses(run, cluster, ledgers, None))
+            with run.job.working("Looking at the ledgers"):
+                losses = run.job.complete(_find_losses(run, cluster, ledgers, None))
             if losses:
-                run.confirm("; ".join(_recovery_loss_text(*each) for each in losses.items()))
+                run.consent.confirm("; ".join(_recovery_loss_text(*each) for each in losses.items()))
         with (
-            run.recorded(cluster, undo) as recorded,
-            run.working("Recovering", left="fenced ledgers stay fenced: run the command again to close them"),
-            run.rows(list_columns(run)) as rows,
+            run.consent.recorded(cluster, undo) as recorded,
+            run.job.working("Recovering", left="fenced ledgers stay fenced: run the command again to close them"),
+            run.out.rows(list_columns(run)) as rows,
         ):
-            run.complete(close(rows))
+            run.job.complete(close(rows))
         if closed_already:
-            run.note(f"{counted(len(closed_already), 'ledger was', 'ledgers were')} closed already: unchanged")
+            run.out.note(f"{counted(len(closed_already), 'ledger was', 'ledgers were')} closed already: unchanged")
         for ledger, loss in losses.items():
-            run.note(f"Given up: {_recovery_loss_text(ledger, loss)}")
+            run.out.note(f"Given up: {_recovery_loss_text(ledger, loss)}")
 
 
 async def _find_losses(
@@ -131,7 +131,7 @@ async def _find_losses(
 ) -> dict[LedgerId, RecoveryLoss]:
     """Return what a recovery of each ledger would give up, without ledgers that lose nothing; print a row for each."""
     losses: dict[LedgerId, RecoveryLoss] = {}
-    async with run.bookkeeper(cluster) as bookkeeper:
+    async with run.access.bookkeeper(cluster) as bookkeeper:
         for ledger in ledgers:
             found, loss = await bookkeeper.find_recovery_loss(ledger)
             if loss is not None:

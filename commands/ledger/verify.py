@@ -11,8 +11,10 @@ from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import FindingsError
 from bkctl.ids import LedgerId
 
-from ..kit.command import Run, command, group
+from ..kit.access import Access
+from ..kit.command import command, group
 from ..kit.documents import object_of, rows_of
+from ..kit.job import LongWork
 from ..kit.ledger_options import LedgerToCreate, ManyLedgers
 from ..kit.options import (
     LedgerPassword,
@@ -23,6 +25,7 @@ from ..kit.options import (
     size_option,
 )
 from ..kit.output import RowWriter
+from ..kit.printer import Printer
 from ..kit.texts import RED, YELLOW, counted
 from .write import create_ledger
 
@@ -56,7 +59,9 @@ FINDING_COLUMNS = Columns(
 
 
 @command(app, "verify", connects=True, examples=("bkctl ledger verify 12",), prints=rows_of(FINDING_COLUMNS))
-def verify(run: Run, ledgers: ManyLedgers, protocol: ProtocolOption, pace: ReadPace) -> None:
+def verify(
+    out: Printer, access: Access, job: LongWork, ledgers: ManyLedgers, protocol: ProtocolOption, pace: ReadPace
+) -> None:
     """Read every entry from every replica, and check it.
 
     Checks presence, ids, digests and the ledger's length at each entry. Prints the findings; exit code 3 if there are
@@ -66,7 +71,7 @@ def verify(run: Run, ledgers: ManyLedgers, protocol: ProtocolOption, pace: ReadP
 
     async def work(writer: RowWriter) -> int:
         findings = 0
-        async with run.bookkeeper(cluster, protocol) as bookkeeper:
+        async with access.bookkeeper(cluster, protocol) as bookkeeper:
             for ledger in ledgers:
                 handle = await bookkeeper.open_ledger(ledger.ledger_id, ledger_scope_id=ledger.scope_id, password=None)
                 async with handle:
@@ -76,7 +81,7 @@ def verify(run: Run, ledgers: ManyLedgers, protocol: ProtocolOption, pace: ReadP
                         writer.row(FindingRow(ledger, finding))
                 findings += verification.finding_count
                 found = counted(verification.finding_count, "finding", "findings")
-                run.note(
+                out.note(
                     f"Ledger {ledger} {f'has {found}' if verification.finding_count else 'is sound'}: "
                     f"{counted(verification.entry_count, 'entry', 'entries')}, "
                     f"{counted(verification.replica_count, 'replica', 'replicas')} read"
@@ -84,11 +89,11 @@ def verify(run: Run, ledgers: ManyLedgers, protocol: ProtocolOption, pace: ReadP
         return findings
 
     with (
-        run.cluster() as cluster,
-        run.working("Verifying", unit="entries", pace=pace) as activity,
-        run.rows(FINDING_COLUMNS, findings=True) as rows,
+        access.cluster() as cluster,
+        job.working("Verifying", unit="entries", pace=pace) as activity,
+        out.rows(FINDING_COLUMNS, findings=True) as rows,
     ):
-        findings = run.complete(work(rows))
+        findings = job.complete(work(rows))
     if findings:
         where = counted(len(ledgers), "ledger", "ledgers")
         raise FindingsError(f"{counted(findings, 'finding', 'findings')} in {where}")
@@ -129,7 +134,9 @@ TRIAL_COLUMNS = Columns(
     ),
 )
 def try_out(
-    run: Run,
+    out: Printer,
+    access: Access,
+    job: LongWork,
     target: LedgerToCreate,
     shape: LedgerShape,
     count: Annotated[int, count_option("--entries", "Entries to write.", default=1000, old="--count")],
@@ -149,11 +156,11 @@ def try_out(
     check_entry_size(size, "--size")
 
     async def work() -> TrialRow:
-        async with run.bookkeeper(cluster, protocol) as bookkeeper:
+        async with access.bookkeeper(cluster, protocol) as bookkeeper:
             handle = await create_ledger(bookkeeper, target, shape, password, {})
             ledger = handle.ledger
-            run.note(f"Ledger {ledger}")
-            deletion = temporary(bookkeeper, ledger, run.error)
+            out.note(f"Ledger {ledger}")
+            deletion = temporary(bookkeeper, ledger, out.error)
             async with nullcontext() if keep else deletion, handle:
                 result = await round_trip(
                     bookkeeper, handle, entry_count=count, entry_size_bytes=size, password=password,
@@ -161,6 +168,9 @@ def try_out(
                 )  # fmt: skip
             return TrialRow(ledger, result, not keep)
 
-    with run.cluster() as cluster, run.working("Writing and reading", total=count, unit="entries") as activity:
-        row = run.complete(work())
-        run.show(row, TRIAL_COLUMNS)
+    with (
+        access.cluster() as cluster,
+        job.working("Writing and reading", total=count, unit="entries") as activity,
+    ):
+        row = job.complete(work())
+        out.show(row, TRIAL_COLUMNS)

@@ -15,8 +15,10 @@ from bkctl.errors import UsageError
 from bkctl.ids import LedgerId
 from bkctl.metadata.ledger_columns import ledger_row
 
-from ..kit.command import Run, command, group
+from ..kit.access import Access
+from ..kit.command import command, group
 from ..kit.documents import object_of
+from ..kit.job import LongWork
 from ..kit.ledger_options import LedgerToCreate, NewLedger
 from ..kit.options import (
     CustomMetadata,
@@ -26,6 +28,7 @@ from ..kit.options import (
     ProtocolOption,
     size_option,
 )
+from ..kit.printer import Printer
 from .columns import LEDGER_COLUMNS
 
 if TYPE_CHECKING:
@@ -58,7 +61,9 @@ async def create_ledger(
     ),
 )
 def write(
-    run: Run,
+    out: Printer,
+    access: Access,
+    job: LongWork,
     target: LedgerToCreate,
     shape: LedgerShape,
     custom_metadata: CustomMetadata,
@@ -89,29 +94,29 @@ def write(
         raise UsageError("stdin is closed, so there is nothing to write", hint="give files, or < /dev/null for none")
 
     async def work() -> LedgerId:
-        async with run.bookkeeper(cluster, protocol) as bookkeeper:
+        async with access.bookkeeper(cluster, protocol) as bookkeeper:
             handle = await create_ledger(bookkeeper, target, shape, password, custom_metadata)
             try:
                 async with handle:
-                    run.note(f"Ledger {handle.ledger}")
+                    out.note(f"Ledger {handle.ledger}")
                     for name in names:
                         with ExitStack() as stack:
                             file = 0 if name == "-" else stack.enter_context(open(name, "rb")).fileno()
                             await write_stream(handle, file, splitter(), activity.advance)
             except BaseException:
                 if handle.is_closed:
-                    run.note(f"Ledger {handle.ledger} is closed after its last acknowledged entry")
+                    out.note(f"Ledger {handle.ledger} is closed after its last acknowledged entry")
                 else:
-                    run.error(f"Ledger {handle.ledger} is not closed: 'bkctl ledger recover {handle.ledger}' closes it")
+                    out.error(f"Ledger {handle.ledger} is not closed: 'bkctl ledger recover {handle.ledger}' closes it")
                 raise
             return handle.ledger
 
     # A progress line would disturb a user who types.
     typed = "-" in names and sys.stdin.isatty()
-    with run.cluster() as cluster:
-        with run.working("Writing", total=total, unit="bytes", enabled=not typed) as activity:
-            ledger = run.complete(work())
-        run.show(ledger_row(ledger, cluster.ledgers.read(ledger)), LEDGER_COLUMNS)
+    with access.cluster() as cluster:
+        with job.working("Writing", total=total, unit="bytes", enabled=not typed) as activity:
+            ledger = job.complete(work())
+        out.show(ledger_row(ledger, cluster.ledgers.read(ledger)), LEDGER_COLUMNS)
 
 
 def _readable_size(name: str) -> int | None:

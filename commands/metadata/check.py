@@ -8,10 +8,14 @@ import typer
 
 from bkctl.columns import Column, Columns, Kind
 
-from ..kit.command import Run, command, group
+from ..kit.access import Access
+from ..kit.command import command, group
+from ..kit.consent import Consent
 from ..kit.documents import rows_of
+from ..kit.job import LongWork
 from ..kit.ledger_options import ScopeOfAny
 from ..kit.options import DryRun, RecordPace, UndoOption
+from ..kit.printer import Printer
 from ..kit.texts import RED, YELLOW, counted
 
 app = group()
@@ -27,7 +31,7 @@ FINDING_COLUMNS = Columns(
 
 
 @command(app, "check", connects=True, examples=("bkctl metadata check",), prints=rows_of(FINDING_COLUMNS))
-def check(run: Run, scope: ScopeOfAny, pace: RecordPace) -> None:
+def check(out: Printer, access: Access, job: LongWork, scope: ScopeOfAny, pace: RecordPace) -> None:
     """Find metadata that is unreadable, dangling or impossible.
 
     Checks ledgers, also for bookies that do not exist; cookies, marks, layout and scopes. Exit code 3 if there are
@@ -35,11 +39,11 @@ def check(run: Run, scope: ScopeOfAny, pace: RecordPace) -> None:
     """
     from bkctl.metadata.admin.check import check_metadata
 
-    with run.cluster() as cluster, run.working("Checking metadata", unit="ledgers", pace=pace) as activity:
-        count = run.render(check_metadata(cluster, scope, progress=activity.step), FINDING_COLUMNS, findings=True)
+    with access.cluster() as cluster, job.working("Checking metadata", unit="ledgers", pace=pace) as activity:
+        count = out.render(check_metadata(cluster, scope, progress=activity.step), FINDING_COLUMNS, findings=True)
     if not count:
-        run.note("The metadata is sound")
-    run.finish_with(count, "finding", "findings")
+        out.note("The metadata is sound")
+    out.finish_with(count, "finding", "findings")
 
 
 ORPHAN_COLUMNS = Columns(
@@ -66,7 +70,10 @@ ORPHAN_COLUMNS = Columns(
     ),
 )
 def list_orphans(
-    run: Run,
+    out: Printer,
+    access: Access,
+    consent: Consent,
+    job: LongWork,
     delete: Annotated[
         bool, typer.Option("--delete", help="Remove the orphans that are REMOVABLE, after asking.")
     ] = False,
@@ -80,23 +87,23 @@ def list_orphans(
     """
     from bkctl.metadata.admin.orphans import orphans, remove_orphan
 
-    with run.cluster() as cluster:
-        with run.working("Looking for orphans"):
+    with access.cluster() as cluster:
+        with job.working("Looking for orphans"):
             found = list(orphans(cluster))
-        run.render(found, ORPHAN_COLUMNS, findings=True)
+        out.render(found, ORPHAN_COLUMNS, findings=True)
         if not found:
-            run.note("No orphans")
+            out.note("No orphans")
         removable = [each for each in found if each.removable]
         if not delete or dry_run or not removable:
-            run.finish_with(len(found), "orphan", "orphans")
+            out.finish_with(len(found), "orphan", "orphans")
             return
         node_count = sum(each.node_count for each in removable)
-        run.confirm(f"{counted(node_count, 'node', 'nodes')} would be removed from {cluster.uri}")
+        consent.confirm(f"{counted(node_count, 'node', 'nodes')} would be removed from {cluster.uri}")
         with (
-            run.recorded(cluster, undo) as recorded,
-            run.working("Removing", left="removed nodes stay removed: run the command again to continue"),
+            consent.recorded(cluster, undo) as recorded,
+            job.working("Removing", left="removed nodes stay removed: run the command again to continue"),
         ):
             for each in removable:
                 remove_orphan(recorded, each)
-    run.note(f"{len(removable):,} of {len(found):,} orphans were removed")
-    run.finish_with(len(found) - len(removable), "orphan remains; check it first", "orphans remain; check them first")
+    out.note(f"{len(removable):,} of {len(found):,} orphans were removed")
+    out.finish_with(len(found) - len(removable), "orphan remains; check it first", "orphans remain; check them first")

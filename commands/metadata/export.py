@@ -13,11 +13,14 @@ import typer
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import Conflict, NotFound, UsageError
 
+from ..kit.access import Access
 from ..kit.columns import Output
 from ..kit.command import Run, command, group
 from ..kit.documents import object_of, rows_of
+from ..kit.job import LongWork
 from ..kit.ledger_options import LedgersOfExport
 from ..kit.options import DryRun, RecordPace, UndoOption, file_argument
+from ..kit.printer import Printer
 from ..kit.texts import counted
 
 if TYPE_CHECKING:
@@ -56,7 +59,9 @@ class ExportRow(NamedTuple):
     prints=object_of(EXPORTED_COLUMNS),
 )
 def export(
-    run: Run,
+    out: Printer,
+    access: Access,
+    job: LongWork,
     ledgers: LedgersOfExport,
     pace: RecordPace,
     file: Annotated[
@@ -75,15 +80,15 @@ def export(
 
     if file is None:
         raise UsageError("No file is named", hint="add -f FILE, or -f - for stdout")
-    with run.cluster() as cluster, run.working("Exporting", unit="records", pace=pace) as activity:
+    with access.cluster() as cluster, job.working("Exporting", unit="records", pace=pace) as activity:
         source = ClusterSource(cluster, ledgers or None)
         if file == "-":
-            if run.given_output is not Output.TABLE:
+            if out.given_output is not Output.TABLE:
                 raise UsageError("-o does not apply to an export to stdout")
-            write_export(source, run.raw, activity.step)
+            write_export(source, out.raw, activity.step)
             return
         exported = export_to_file(source, Path(file), overwrite=overwrite, progress=activity.step)
-    run.show(ExportRow(file, source.header.instance_id, exported), EXPORTED_COLUMNS)
+    out.show(ExportRow(file, source.header.instance_id, exported), EXPORTED_COLUMNS)
 
 
 class ImportRow(NamedTuple):
@@ -112,7 +117,7 @@ Overwrite = Annotated[
 
 def show_imported(run: Run, imported: ImportSummary) -> None:
     """Print the counts of imported records by kind."""
-    run.render(
+    run.out.render(
         (
             ImportRow(kind, imported.created[kind], imported.replaced[kind], imported.same[kind])
             for kind in _SHOWN_KINDS
@@ -120,7 +125,7 @@ def show_imported(run: Run, imported: ImportSummary) -> None:
         IMPORTED_COLUMNS,
     )
     if imported.unskipped_position is not None:
-        run.note(
+        run.out.note(
             f"Ids below {imported.unskipped_position:,} may be generated again there, also for deleted ledgers whose "
             "entries bookies still hold"
         )
@@ -134,7 +139,7 @@ def note_layout(run: Run, header: DumpHeader, plan: TargetPlan) -> None:
         return
     names = [each.factory_class.rpartition(".")[2] for each in (LedgerLayout.parse(header.layout), plan.layout)]
     if names[0] != names[1]:
-        run.note(f"The layout of ledgers changes from {names[0]} to {names[1]}")
+        run.out.note(f"The layout of ledgers changes from {names[0]} to {names[1]}")
 
 
 @command(
@@ -167,14 +172,14 @@ def import_(
     from bkctl.metadata.uri import parse_uri
 
     with _import_file(path) as kept, ExportFile(kept) as source:
-        with run.working("Checking the export", unit="records") as activity:
+        with run.job.working("Checking the export", unit="records") as activity:
             counts = source.check(activity.update)
         if overwrite and not dry_run:
-            place = parse_uri(run.connection().uri).text
-            run.confirm(f"Metadata in {place} would be replaced with that in {path}")
+            place = parse_uri(run.access.connection().uri).text
+            run.consent.confirm(f"Metadata in {place} would be replaced with that in {path}")
         with ExitStack() as stack:
             try:
-                target = stack.enter_context(run.cluster(create_store=not dry_run))
+                target = stack.enter_context(run.access.cluster(create_store=not dry_run))
                 plan = prepare_target(target, source, dry_run=dry_run)
                 note_layout(run, source.header, plan)
                 is_new = plan.is_new
@@ -187,8 +192,8 @@ def import_(
                 return
             total = counts.total()
             with (
-                nullcontext(target) if is_new else run.recorded(target, undo) as recorded,
-                run.working(
+                nullcontext(target) if is_new else run.consent.recorded(target, undo) as recorded,
+                run.job.working(
                     "Importing", total=total, unit="records", pace=pace,
                     left="imported metadata stays: run the command again to continue",
                 ) as activity,
@@ -204,7 +209,7 @@ def import_(
     show_imported(run, imported)
     if imported.conflicts:
         for name in imported.conflicts[:NAMES_SHOWN_MAX]:
-            run.error(f"{name} exists with another value, and was left unchanged")
+            run.out.error(f"{name} exists with another value, and was left unchanged")
         raise Conflict(
             f"{counted(len(imported.conflicts), 'record exists', 'records exist')} with another value",
             hint="--overwrite replaces them",

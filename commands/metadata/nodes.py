@@ -15,10 +15,13 @@ import typer
 from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import Corrupt, NotFound, Unsupported, UsageError
 
+from ..kit.access import Access
 from ..kit.columns import Output
 from ..kit.command import Run, command, group
 from ..kit.documents import object_of, rows_of
+from ..kit.job import LongWork
 from ..kit.options import BinaryFormat, BinaryFormatOption, DryRun, UndoOption, count_option
+from ..kit.printer import Printer
 from ..kit.texts import GREEN, RED, binary_text, counted, readable_text
 
 if TYPE_CHECKING:
@@ -49,16 +52,16 @@ class LayoutRow(NamedTuple):
 
 
 @command(app, "layout", connects=True, examples=("bkctl metadata layout",), prints=object_of(LAYOUT_COLUMNS))
-def layout(run: Run) -> None:
+def layout(out: Printer, access: Access) -> None:
     """Show the cluster's ledger manager and instance id.
 
     Without a LAYOUT node, shows the defaults of the metadata URI.
     """
-    with run.cluster() as cluster:
+    with access.cluster() as cluster:
         stored = cluster.store.get(cluster.places.layout) is not None
-        run.show(LayoutRow(cluster.uri, cluster.layout(), cluster.instance_id(), stored), LAYOUT_COLUMNS)
+        out.show(LayoutRow(cluster.uri, cluster.layout(), cluster.instance_id(), stored), LAYOUT_COLUMNS)
         if not stored:
-            run.note(f"There is no {cluster.places.layout} node: the layout is the default of the metadata URI")
+            out.note(f"There is no {cluster.places.layout} node: the layout is the default of the metadata URI")
 
 
 class NodeValue(NamedTuple):
@@ -85,7 +88,8 @@ NODE_COLUMNS = Columns(
     app, "get", connects=True, examples=("bkctl metadata get LAYOUT --format utf8",), prints=object_of(NODE_COLUMNS)
 )
 def get(
-    run: Run,
+    out: Printer,
+    access: Access,
     path: Annotated[str, typer.Argument(help="Path below the cluster's root, such as cookies/BOOKIE.", metavar="PATH")],
     format: BinaryFormatOption = None,
     show_secrets: Annotated[
@@ -96,7 +100,7 @@ def get(
 
     The value is base64; --format raw writes its bytes alone.
     """
-    with run.cluster() as cluster:
+    with access.cluster() as cluster:
         place = path.strip("/")
         found = cluster.store.get(place)
         if found is None:
@@ -107,11 +111,11 @@ def get(
                 hint="use 'bkctl ledger show', or add --show-secrets",
             )
     if format is BinaryFormat.RAW:
-        run.raw(found.value)
+        out.raw(found.value)
         return
-    table = run.output is Output.TABLE and format is None
+    table = out.output is Output.TABLE and format is None
     value = readable_text(found.value) if table else binary_text(found.value, format)
-    run.show(NodeValue(place, found.version, found.ctime_ms, len(found.value), value), NODE_COLUMNS)
+    out.show(NodeValue(place, found.version, found.ctime_ms, len(found.value), value), NODE_COLUMNS)
 
 
 def _holds_password(value: bytes) -> bool:
@@ -166,7 +170,9 @@ def _drawn(columns: Columns) -> Columns:
     ),
 )
 def tree(
-    run: Run,
+    out: Printer,
+    access: Access,
+    job: LongWork,
     depth: Annotated[int | None, count_option("--depth", "List only N levels below the start.")],
     path: Annotated[str, typer.Argument(help="Where to start (default: the root).", metavar="PATH")] = "",
     match: Annotated[
@@ -195,15 +201,15 @@ def tree(
     if totals and filters:
         raise UsageError("--totals counts all nodes", hint="drop --match and --contains")
     place = path.strip("/")
-    draws = run.output in (Output.TABLE, Output.WIDE) and run.selection.order is None
-    with run.cluster() as cluster, run.working("Reading the tree", unit="nodes") as activity:
+    draws = out.output in (Output.TABLE, Output.WIDE) and out.selection.order is None
+    with access.cluster() as cluster, job.working("Reading the tree", unit="nodes") as activity:
         if totals:
             columns = _drawn(TOTAL_COLUMNS) if draws else TOTAL_COLUMNS
-            run.render(subtree_totals(cluster.store, place, depth=depth, progress=activity.update), columns)
+            out.render(subtree_totals(cluster.store, place, depth=depth, progress=activity.update), columns)
             return
         nodes = walk(cluster.store, place, depth=depth)
         if not filters:
-            run.render(nodes, _drawn(TREE_COLUMNS) if draws else TREE_COLUMNS)
+            out.render(nodes, _drawn(TREE_COLUMNS) if draws else TREE_COLUMNS)
             return
 
         def fitting() -> Iterator[Node]:
@@ -212,7 +218,7 @@ def tree(
                 if _fits(node, match, contains):
                     yield node
 
-        if not run.render(fitting(), TREE_COLUMNS, findings=True):
+        if not out.render(fitting(), TREE_COLUMNS, findings=True):
             raise NotFound(f"No node of {activity.done:,} fits", hint="'bkctl metadata tree' lists all")
 
 
@@ -289,24 +295,24 @@ def undo_command(
     if len(given) > 1:
         raise UsageError(f"{' and '.join(given)} are given", hint="give one of them")
     if list_files:
-        run.render(list_undo_files(run.undo_directory), UNDO_FILE_COLUMNS)
+        run.out.render(list_undo_files(run.consent.undo_directory), UNDO_FILE_COLUMNS)
         return
-    with run.cluster() as cluster:
+    with run.access.cluster() as cluster:
         path = _last_undo_file(run, cluster) if file is None else file
         if not path.exists():
             # A path wins; a name alone is looked up where commands keep the files.
-            path = run.undo_directory / path
+            path = run.consent.undo_directory / path
         if not path.exists():
             raise NotFound(f"No undo file {file}", hint="'bkctl metadata undo --list' lists them")
         if not dry_run:
-            run.confirm(f"The changes in {path} would be undone in {cluster.uri}")
+            run.consent.confirm(f"The changes in {path} would be undone in {cluster.uri}")
         changed = 0
-        kept = nullcontext() if dry_run else run.undo(cluster, undo_file)
-        with run.rows(UNDONE_COLUMNS) as writer, kept as redo:
+        kept = nullcontext() if dry_run else run.consent.undo(cluster, undo_file)
+        with run.out.rows(UNDONE_COLUMNS) as writer, kept as redo:
             for each in undo(cluster, path, dry_run=dry_run, redo=redo):
                 changed += each.outcome == "changed"
                 writer.row(each)
-    run.finish_with(
+    run.out.finish_with(
         changed, "node was changed since, and was left unchanged", "nodes were changed since, and were left unchanged"
     )
 
@@ -317,10 +323,12 @@ def _last_undo_file(run: Run, cluster: Cluster) -> Path:
 
     instance_id = cluster.instance_id()
     found = [
-        each for each in list_undo_files(run.undo_directory) if each.instance_id == instance_id and each.change_count
+        each
+        for each in list_undo_files(run.consent.undo_directory)
+        if each.instance_id == instance_id and each.change_count
     ]
     if not found:
-        raise NotFound(f"No undo file of {cluster.uri} in {run.undo_directory}", hint="name one as FILE")
+        raise NotFound(f"No undo file of {cluster.uri} in {run.consent.undo_directory}", hint="name one as FILE")
     command = shlex.join(found[-1].command)
-    run.note(f"{counted(found[-1].change_count, 'change', 'changes')} of {found[-1].time}: {command}")
+    run.out.note(f"{counted(found[-1].change_count, 'change', 'changes')} of {found[-1].time}: {command}")
     return found[-1].path

@@ -10,9 +10,13 @@ from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import Conflict, NotFound, UsageError
 from bkctl.pace import Pace
 
-from ..kit.command import Run, command, group
+from ..kit.access import Access
+from ..kit.command import command, group
+from ..kit.consent import Consent
 from ..kit.documents import rows_of
+from ..kit.job import LongWork
 from ..kit.options import DryRun, UndoOption, count_option, pace_option
+from ..kit.printer import Printer
 
 app = group()
 
@@ -35,7 +39,10 @@ REPLACEMENT_COLUMNS = Columns(
     examples=("bkctl metadata replace-bookie --from b1:3181 --to b2:3181 --dry-run",),
 )
 def replace_bookie_id(
-    run: Run,
+    out: Printer,
+    access: Access,
+    consent: Consent,
+    job: LongWork,
     limit: Annotated[int | None, count_option("--limit", "Change at most N ledgers.")],
     pace: Annotated[Pace, pace_option("Change at most N ledgers per second.", has_bytes=False)],
     old: Annotated[str | None, typer.Option("--from", metavar="BOOKIE", help="The bookie id to replace.")] = None,
@@ -56,23 +63,23 @@ def replace_bookie_id(
     if check_bookie_id(old) == check_bookie_id(new):
         raise UsageError("--from and --to are the same bookie")
     problems = changed = 0
-    with run.cluster() as cluster:
+    with access.cluster() as cluster:
         registered = cluster.bookies.get(old)
         if registered is not None and registered.state != "down":
             raise Conflict(f"Bookie {old} is registered: its clients still write to it", hint="stop it first")
         if cluster.bookies.get(new) is None:
             raise NotFound(f"No bookie {new} in {cluster.store.name}", hint="'bkctl bookies list' shows them")
         if not dry_run:
-            run.confirm(f"{old} would become {new} in the metadata of all ledgers of {cluster.uri}")
+            consent.confirm(f"{old} would become {new} in the metadata of all ledgers of {cluster.uri}")
         with (
-            run.recorded(cluster, undo) as recorded,
-            run.working(
+            consent.recorded(cluster, undo) as recorded,
+            job.working(
                 "Replacing",
                 unit="ledgers",
                 pace=pace,
                 left="changed ledgers stay changed: run the command again to continue",
             ) as activity,
-            run.rows(REPLACEMENT_COLUMNS) as writer,
+            out.rows(REPLACEMENT_COLUMNS) as writer,
         ):
             for each in replace_bookie(
                 recorded, old, new, pace=pace, limit=limit, dry_run=dry_run, progress=activity.update
@@ -82,5 +89,5 @@ def replace_bookie_id(
                 writer.row(each)
         if registered is None and not (problems or changed):
             raise NotFound(f"No bookie {old}, and no ledger names it", hint="'bkctl bookies list' shows them")
-    run.note(f"{changed:,} ledgers {'would be' if dry_run else 'were'} changed")
-    run.finish_with(problems, "ledger was left unchanged", "ledgers were left unchanged")
+    out.note(f"{changed:,} ledgers {'would be' if dry_run else 'were'} changed")
+    out.finish_with(problems, "ledger was left unchanged", "ledgers were left unchanged")

@@ -11,11 +11,14 @@ from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import UsageError
 from bkctl.ids import LedgerId, random_u64
 
+from ..kit.access import Access
 from ..kit.columns import hex_column
-from ..kit.command import Run, command, group
+from ..kit.command import command, group
 from ..kit.documents import rows_of
+from ..kit.job import LongWork
 from ..kit.ledger_options import scope_option
 from ..kit.options import count_option
+from ..kit.printer import Printer
 
 app = group()
 
@@ -36,7 +39,7 @@ SCOPE_COLUMNS = Columns(
 
 
 @command(app, "scopes", connects=True, examples=("bkctl metadata scopes",), prints=rows_of(SCOPE_COLUMNS))
-def scopes(run: Run) -> None:
+def scopes(out: Printer, access: Access, job: LongWork) -> None:
     """List the ledger scopes, with the number of ledgers.
 
     Scope 0 is always listed.
@@ -51,10 +54,10 @@ def scopes(run: Run) -> None:
             count += 1
         yield ScopeRow(scope_id, count)
 
-    with run.cluster() as cluster, run.working("Counting ledgers"):
+    with access.cluster() as cluster, job.working("Counting ledgers"):
         if cluster.ledgers.scopes_state() == "foreign":
-            run.note("The scopes tree of a formatted cluster is left out; 'metadata orphans' lists it")
-        run.render(rows(), SCOPE_COLUMNS)
+            out.note("The scopes tree of a formatted cluster is left out; 'metadata orphans' lists it")
+        out.render(rows(), SCOPE_COLUMNS)
 
 
 NEW_ID_COLUMNS = Columns(Column("LEDGER", "ledger", lambda ledger: ledger, Kind.LEDGER), key="ledger")
@@ -72,7 +75,8 @@ NEW_ID_COLUMNS = Columns(Column("LEDGER", "ledger", lambda ledger: ledger, Kind.
     ),
 )
 def idgen(
-    run: Run,
+    out: Printer,
+    access: Access,
     limit: Annotated[int | None, count_option("--limit", "Number of ids (default 1).", old="--count")],
     scope: Annotated[int | None, scope_option("Random ids of this scope.")],
     sequence: Annotated[
@@ -91,7 +95,7 @@ def idgen(
         if scope == 0:
             raise UsageError("Ids of scope 0 come from the cluster's generator", hint="add --sequence")
         ids = (LedgerId.random() if scope is None else LedgerId(scope, random_u64()) for _ in range(limit or 1))
-        run.render(ids, NEW_ID_COLUMNS)
+        out.render(ids, NEW_ID_COLUMNS)
         return
-    with run.cluster() as cluster:
-        run.render((cluster.ledgers.new_ledger_id() for _ in range(limit or 1)), NEW_ID_COLUMNS)
+    with access.cluster() as cluster:
+        out.render((cluster.ledgers.new_ledger_id() for _ in range(limit or 1)), NEW_ID_COLUMNS)

@@ -12,10 +12,13 @@ import typer
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import Conflict, NotFound, UsageError
 
+from ..kit.access import Access
 from ..kit.command import Run, command, group
 from ..kit.connection import LoginOfTarget
 from ..kit.documents import rows_of
+from ..kit.job import LongWork
 from ..kit.options import DryRun, RecordPace, UndoOption
+from ..kit.printer import Printer
 from ..kit.texts import GREEN, RED, YELLOW, counted
 from .export import IMPORTED_COLUMNS, NAMES_SHOWN_MAX, Overwrite, note_layout, show_imported
 
@@ -43,7 +46,9 @@ _SOURCE_HELP = "A metadata URI, context:NAME, or a file that 'metadata export' w
     app, "diff", connects=True, examples=("bkctl metadata diff cluster.ndjson",), prints=rows_of(DIFFERENCE_COLUMNS)
 )
 def diff(
-    run: Run,
+    out: Printer,
+    access: Access,
+    job: LongWork,
     first: Annotated[str, typer.Argument(metavar="FIRST", help=_SOURCE_HELP)],
     pace: RecordPace,
     second: Annotated[
@@ -62,22 +67,22 @@ def diff(
         sources: list[DumpSource] = []
         for text in (first, second):
             if text is None:
-                sources.append(ClusterSource(stack.enter_context(run.cluster())))
+                sources.append(ClusterSource(stack.enter_context(access.cluster())))
                 continue
-            source, cluster = open_source(text, run.open_other_cluster)
+            source, cluster = open_source(text, access.open_other_cluster)
             if cluster is not None:
                 stack.enter_context(cluster)
             sources.append(stack.enter_context(source))
         left, right = sources
         if left.header.instance_id != right.header.instance_id:
-            run.note(f"Different clusters: {left.header.instance_id} and {right.header.instance_id}")
-        with run.working("Comparing", unit="records", pace=pace) as activity:
+            out.note(f"Different clusters: {left.header.instance_id} and {right.header.instance_id}")
+        with job.working("Comparing", unit="records", pace=pace) as activity:
             differences = compare(left.records(), right.records(), progress=activity.step)
             rows = chain(compare_headers(left.header, right.header), differences)
-            count = run.render(rows, DIFFERENCE_COLUMNS, findings=True)
+            count = out.render(rows, DIFFERENCE_COLUMNS, findings=True)
     if not count:
-        run.note("No differences")
-    run.finish_with(count, "difference", "differences")
+        out.note("No differences")
+    out.finish_with(count, "difference", "differences")
 
 
 @command(
@@ -124,10 +129,10 @@ def migrate(
 
     if to is None:
         raise UsageError("No target is named", hint="add --to URI")
-    with run.cluster() as source_cluster, ExitStack() as stack:
+    with run.access.cluster() as source_cluster, ExitStack() as stack:
         source = ClusterSource(source_cluster)
         try:
-            target = stack.enter_context(run.open_other_cluster(to, login=login, create_store=not dry_run))
+            target = stack.enter_context(run.access.open_other_cluster(to, login=login, create_store=not dry_run))
         except NotFound:
             if not dry_run:
                 raise
@@ -144,11 +149,11 @@ def migrate(
             _show_planned(run, source)
             return
         if overwrite and not dry_run and not plan.is_new:
-            run.confirm(f"Metadata in {target.uri} would be replaced with that in {source_cluster.uri}")
+            run.consent.confirm(f"Metadata in {target.uri} would be replaced with that in {source_cluster.uri}")
         prepare_target(target, source, dry_run=dry_run)
         with (
-            nullcontext(target) if plan.is_new else run.recorded(target, undo, elsewhere=True) as recorded,
-            run.working(
+            nullcontext(target) if plan.is_new else run.consent.recorded(target, undo, elsewhere=True) as recorded,
+            run.job.working(
                 "Copying",
                 unit="records",
                 pace=pace,
@@ -161,7 +166,7 @@ def migrate(
         differences = 0 if dry_run else _note_differences(run, source, ClusterSource(target), pace)
     show_imported(run, imported)
     between = f"between {source_cluster.uri} and {target.uri}"
-    run.finish_with(differences, f"difference {between}", f"differences {between}")
+    run.out.finish_with(differences, f"difference {between}", f"differences {between}")
 
 
 def _note_differences(run: Run, source: ClusterSource, target: ClusterSource, pace: Pace) -> int:
@@ -169,12 +174,12 @@ def _note_differences(run: Run, source: ClusterSource, target: ClusterSource, pa
     from bkctl.metadata.admin.dump.comparison import compare
 
     count = 0
-    with run.working("Comparing", unit="records", pace=pace) as activity:
+    with run.job.working("Comparing", unit="records", pace=pace) as activity:
         for difference in compare(source.records(), target.records(), progress=activity.step):
             count += 1
             if count <= NAMES_SHOWN_MAX:
                 name = difference.key if difference.ledger is None else str(difference.ledger)
-                run.error(f"{difference.kind} {name}: {_WHERE[difference.what]}")
+                run.out.error(f"{difference.kind} {name}: {_WHERE[difference.what]}")
     return count
 
 
@@ -190,7 +195,7 @@ def _refuse_registered(cluster: Cluster, live: bool) -> None:
 def _show_planned(run: Run, source: ClusterSource) -> None:
     from bkctl.metadata.admin.dump.importing import ImportSummary
 
-    with run.working("Counting"):
+    with run.job.working("Counting"):
         counts = Counter(record.kind for record in source.records())
     show_imported(run, ImportSummary(counts))
 

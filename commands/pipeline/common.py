@@ -133,11 +133,11 @@ def spark_job(
     from bkctl.spark.progress import report_progress
     from bkctl.spark.session import LOCAL_MASTER, spark_session
 
-    with run.working("Starting Spark") as activity, ExitStack() as stack:
+    with run.job.working("Starting Spark") as activity, ExitStack() as stack:
         session = stack.enter_context(
             spark_session(
                 spark.master or LOCAL_MASTER, settings=spark.settings, archives=spark.archives, ship=spark.ship,
-                app_name=f"bkctl {label}", verbose=run.verbose,
+                app_name=f"bkctl {label}", verbose=run.out.verbose,
             )
         )  # fmt: skip
         if saves is not None and columns is not None:
@@ -166,7 +166,7 @@ def read_job(
     `columns`, and errors of the connection to the cluster if the job `connects`.
     """
     if saves is not None and columns is not None:
-        run.selection.of(columns, run.output)
+        run.out.selection.of(columns, run.out.output)
         check_saves(saves, columns)
     connection = connection_options(run) if connects else None
     bookies = read_bookies(run, places)
@@ -178,7 +178,7 @@ def read_job(
         return
     from bkctl.spark.local.session import local_session
 
-    with run.working(label.capitalize(), unit="parts") as activity, local_session(activity.update) as local:
+    with run.job.working(label.capitalize(), unit="parts") as activity, local_session(activity.update) as local:
         # Jobs use the methods that both sessions have.
         yield Job(cast("SparkSession", local), bookies, connection)
 
@@ -191,7 +191,7 @@ def read_bookies(run: Run, given: GivenBookies) -> Bookies:
         return bookies_at(run, given.places)
     facts = Facts(given.facts)
     first, last = (f"{each(bookie.started_at for bookie in facts):%Y-%m-%d %H:%M:%S} UTC" for each in (min, max))
-    run.note(f"Facts of {counted(len(facts), 'bookie', 'bookies')}, extracted from {first} to {last}")
+    run.out.note(f"Facts of {counted(len(facts), 'bookie', 'bookies')}, extracted from {first} to {last}")
     return facts
 
 
@@ -201,12 +201,12 @@ def bookies_at(run: Run, places: Sequence[str] | None) -> list[BookieFiles]:
     from bkctl.spark.jobs.bookies import find_bookies
 
     given = list(places or ())
-    if not given and run.conf is not None:
-        given = [str(run.conf)]
+    if not given and run.access.conf is not None:
+        given = [str(run.access.conf)]
     if not given and (local := active_cluster()) is not None:
         given = [str(bookie.directory) for bookie in local.bookies()]
     found = find_bookies(given)
-    run.detail(f"files of {len(found)} bookies: {', '.join(bookie.bookie_id for bookie in found)}")
+    run.out.detail(f"files of {len(found)} bookies: {', '.join(bookie.bookie_id for bookie in found)}")
     return found
 
 
@@ -214,14 +214,14 @@ def connection_options(run: Run) -> dict[str, str]:
     """Return the connection as options of data sources, which name the places of secrets. Raises UsageError."""
     from bkctl.spark.sources.connection import CONNECTION_OPTIONS
 
-    given = run.connection_settings()
+    given = run.access.connection_settings()
     chosen: dict[str, str] = {}
     for setting in SETTINGS:
         first, *words = setting.key.split("-")
         name, value = first + "".join(map(str.capitalize, words)), getattr(given, setting.field)
         if name in CONNECTION_OPTIONS and value:
             chosen[name] = _option_text(setting.type, value)
-    chosen |= {"metadataUri": run.connection().uri, "timeoutSeconds": str(max(1, round(run.timeout_s)))}
+    chosen |= {"metadataUri": run.access.connection().uri, "timeoutSeconds": str(max(1, round(run.access.timeout_s)))}
     if given.metadata_user is not None and given.metadata_password_file is None:
         chosen["metadataPasswordEnv"] = "BKCTL_METADATA_PASSWORD"
     return chosen
@@ -240,7 +240,7 @@ def _option_text(type: ValueType, value: Any) -> str:
 
 def check_cluster(run: Run) -> None:
     """Raise the error of a connection that fails, before Spark starts."""
-    with run.cluster() as cluster:
+    with run.access.cluster() as cluster:
         cluster.layout()
 
 

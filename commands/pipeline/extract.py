@@ -68,14 +68,14 @@ def extract(
 
     bookies = bookies_at(run, places)
     with ExitStack() as stack:
-        is_named = run.names_metadata or run.conf is not None or not places
-        cluster = stack.enter_context(run.cluster()) if is_named else None
+        is_named = run.access.names_metadata or run.access.conf is not None or not places
+        cluster = stack.enter_context(run.access.cluster()) if is_named else None
 
         def extracted() -> Iterator[ExtractCounts]:
             for bookie in bookies:
-                with run.working(f"Reading logs of {bookie.bookie_id}", unit="logs") as activity:
+                with run.job.working(f"Reading logs of {bookie.bookie_id}", unit="logs") as activity:
                     yield extract(
                         bookie, store, cluster, full=full, keep=timedelta(seconds=keep), progress=activity.update
                     )
 
-        run.render(extracted(), EXTRACT_COLUMNS)
+        run.out.render(extracted(), EXTRACT_COLUMNS)

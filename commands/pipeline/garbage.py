@@ -94,7 +94,7 @@ def garbage(
     with read_job(run, spark, "garbage", places, saves, GARBAGE_COLUMNS[by]) as job:
         found = GarbageResult(job, limits)
         frame_rows(run, found.rows(by), GARBAGE_COLUMNS[by], saves)
-        run.note(found.summary())
+        run.out.note(found.summary())
         write_pages(saves.pages, "Garbage", found.sections, job.bookies)
         problems = found.problems()
     raise_first(run, problems)

@@ -85,9 +85,9 @@ def integrity(
         sums = Sums()
         frame_rows(run, found.rows(by), INTEGRITY_COLUMNS[by], saves, sums.add)
         for line in found.notes:
-            run.note(line)
+            run.out.note(line)
         write_pages(saves.pages, "Integrity", found.sections, job.bookies)
-    run.finish_with(sums.count if by is IntegrityBy.ENTRY else sums["findingCount"], "finding", "findings")
+    run.out.finish_with(sums.count if by is IntegrityBy.ENTRY else sums["findingCount"], "finding", "findings")
 
 
 class IntegrityResult:

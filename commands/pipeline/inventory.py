@@ -88,7 +88,7 @@ def inventory(
         found = InventoryResult(job, ledgers)
         sums = Sums()
         frame_rows(run, found.totals(by), columns, saves, sums.add)
-        run.note(f"{size_text(sums['size'])} in {counted(sums['entryCount'], 'entry', 'entries')}")
+        run.out.note(f"{size_text(sums['size'])} in {counted(sums['entryCount'], 'entry', 'entries')}")
         write_pages(saves.pages, "Inventory", found.sections, job.bookies)
     raise_first(run, [Corrupt(row.reason) for row in found.damages])
 

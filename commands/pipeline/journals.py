@@ -114,15 +114,15 @@ def journal_audit(
     entry that is not replayed belongs to a live ledger. --by entry shows the unlogged entries; --by ledger, bookie and
     log show their ranges: of all bookies, of one, or of one journal.
     """
-    connects = run.names_metadata or (places.are_default and run.conf is None)
+    connects = run.access.names_metadata or (places.are_default and run.access.conf is None)
     with read_job(run, spark, "journal audit", places, saves, AUDIT_COLUMNS[by], connects=connects) as job:
         found = JournalAuditResult(job, ledgers)
         frame_rows(run, found.rows(by), AUDIT_COLUMNS[by], saves)
-        run.note(found.summary())
+        run.out.note(found.summary())
         write_pages(saves.pages, "Journals", found.sections, job.bookies)
         damaged, findings = found.damaged(), found.finding_count()
     raise_first(run, damaged)
-    run.finish_with(findings, "finding", "findings")
+    run.out.finish_with(findings, "finding", "findings")
 
 
 class JournalAuditResult:

@@ -132,7 +132,7 @@ def export(
 
         former = [] if since is None else former_exports(session, _place(since), _place(path))
         if since is not None:
-            run.note(f"Closed ledgers of {counted(len(former), 'former export', 'former exports')} are left out")
+            run.out.note(f"Closed ledgers of {counted(len(former), 'former export', 'former exports')} are left out")
         rows = export_ledgers(
             session, _place(path), options, overwrite=overwrite, by_scope=not flat, states=states, since=former
         )
@@ -237,7 +237,7 @@ def _show_copies(run: Run, rows: DataFrame, saves: Saves) -> None:
         failed += row.state in ("open", "failed")
 
     frame_rows(run, rows, COPY_COLUMNS, saves, count)
-    run.finish_with(failed, "ledger was not copied", "ledgers were not copied")
+    run.out.finish_with(failed, "ledger was not copied", "ledgers were not copied")
 
 
 def _place(path: str) -> str:

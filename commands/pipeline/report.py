@@ -123,8 +123,8 @@ def report(
             findings = {part.job: part.findings for part in parts}
             _write_textfile(textfile, findings, inventory, wasted.rows(GarbageBy.BOOKIE).collect())
     write_pages(saves, "Report", lambda: sections, job.bookies)
-    run.render(parts, REPORT_COLUMNS)
-    run.finish_with(sum(part.findings for part in parts), "finding", "findings")
+    run.out.render(parts, REPORT_COLUMNS)
+    run.out.finish_with(sum(part.findings for part in parts), "finding", "findings")
 
 
 def _check_textfile(path: Path | None) -> None:

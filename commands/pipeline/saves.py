@@ -191,7 +191,7 @@ def frame_rows(
 
     frame = frame.select(*columns.names())
     if saves.paths or saves.tables:
-        run.outlive_stdout()
+        run.out.outlive_stdout()
     with ExitStack() as stack:
         if saves.need_spark:
             stack.callback(frame.persist().unpersist)
@@ -207,7 +207,7 @@ def frame_rows(
                         file.add(row)
                     yield row
 
-        run.render(rows(), columns)
+        run.out.render(rows(), columns)
 
 
 def _write_with_spark(frame: DataFrame, saves: Saves) -> None:

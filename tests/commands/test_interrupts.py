@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.waiting import LIMIT_S
 
-from bkctl.commands.kit.command import Run
+from bkctl.commands.kit.access import Access
 from bkctl.commands.main import GROUPS
 from bkctl.errors import Unreachable
 
@@ -92,7 +92,7 @@ def test_a_command_can_be_interrupted_from_its_first_import_to_its_last(tmp_path
 REPEATED = """
 import asyncio, signal, sys
 from bkctl.commands.kit import interrupts
-from bkctl.commands.kit.command import Run
+from bkctl.commands.kit.job import LongWork
 from bkctl.tasks import run_to_end
 number, parent, repeat_s, kind = int(sys.argv[1]), sys.argv[2], float(sys.argv[3]), sys.argv[4]
 if parent == "ignores SIGINT":
@@ -109,7 +109,7 @@ async def clean_up():
 
 try:
     if kind == "asynchronous":
-        Run.complete(None, run_to_end(clean_up()))
+        LongWork.complete(None, run_to_end(clean_up()))
     else:
         signal.raise_signal(number)
 except KeyboardInterrupt:
@@ -197,11 +197,11 @@ def test_an_interrupted_command_exits_with_130() -> None:
     program = (
         "import sys\n"
         "from bkctl.commands import main\n"
-        "from bkctl.commands.kit import command, interrupts\n"
+        "from bkctl.commands.kit import access, interrupts\n"
         "interrupts.end_at_once()\n"
         "def connection(run):\n"
         "    exec('raise KeyboardInterrupt')\n"
-        "command.Run.connection = connection\n"
+        "access.Access.connection = connection\n"
         "sys.argv = ['bkctl', 'ledger', 'list']\n"
         "main.main()\n"
     )
@@ -210,13 +210,13 @@ def test_an_interrupted_command_exits_with_130() -> None:
 
 
 def test_errors_during_an_interrupt_report_the_interrupt(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    def connection(run: Run) -> None:
+    def connection(access: Access) -> None:
         try:
             raise KeyboardInterrupt
         finally:
             raise Unreachable("the store is away")
 
-    monkeypatch.setattr(Run, "connection", connection)
+    monkeypatch.setattr(Access, "connection", connection)
     done = cli("ledger", "list")
     assert (done.code, done.out, done.err) == (130, "", "bkctl: Interrupted\n")
 

@@ -15,8 +15,8 @@ from support.fake_http import FakeServer, Reply
 
 from bkctl.columns import Column, Columns
 from bkctl.commands.kit.columns import Output
-from bkctl.commands.kit.command import _make_plain
 from bkctl.commands.kit.completion import candidates
+from bkctl.commands.kit.job import _make_plain
 from bkctl.commands.kit.output import RowWriter
 from bkctl.commands.kit.texts import plain
 from bkctl.commands.top_screen import Screen

@@ -64,7 +64,7 @@ def test_bookies_and_http_servers_are_given_up_after_the_connect_timeout(
     ],
 )
 def test_the_default_is_ten_seconds_or_a_shorter_timeout(options: GlobalOptions, expected_s: float) -> None:
-    assert Run(Session(), options).connect_timeout_s == expected_s
+    assert Run(Session(), options).access.connect_timeout_s == expected_s
 
 
 @pytest.mark.parametrize("name", ["--timeout", "--connect-timeout"])

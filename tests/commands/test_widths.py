@@ -125,7 +125,7 @@ def _printed(columns: Any, rows: list[Any], width: int, monkeypatch: pytest.Monk
 def test_steps_of_a_drain_stay_in_their_columns(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ledgers come after steps with short cells, which settle the widths."""
     ledgers = [LedgerId(0, 5), WIDE]
-    run: Any = SimpleNamespace(output=Output.TABLE)
+    run: Any = SimpleNamespace(out=SimpleNamespace(output=Output.TABLE))
     steps = [
         Step(StepKind.SPACE, StepResult.OK, "About 279.1 KiB to copy, 230.7 GiB free on 4 bookies"),
         *(

@@ -1,0 +1,297 @@
+"""The way of a run to its cluster, bookies, servers and files, as options, environment and context name them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bkctl.errors import UsageError
+
+from .audit import shown_uri
+from .connection import (
+    CONNECT_TIMEOUT_S_DEFAULT,
+    NO_LOGIN,
+    TIMEOUT_S_DEFAULT,
+    Connection,
+    Login,
+    NoClusterNamed,
+    connect_to,
+    other_connection,
+    parse_bookie_addresses,
+    store_security,
+)
+from .job import LongWork
+from .printer import Printer
+from .session import Session
+from .settings import GlobalOptions
+from .values import parse_number, parse_switch
+
+if TYPE_CHECKING:
+    import ssl
+
+    from bkctl.checks.digests import DigestChecker
+    from bkctl.client.ledger import BookKeeper
+    from bkctl.client.placement import RackRules
+    from bkctl.config import BookieConfig
+    from bkctl.files.directories import BookieDirectories
+    from bkctl.formats.entry import DigestType
+    from bkctl.http.client import ApiClient
+    from bkctl.metadata.cluster import Cluster
+    from bkctl.metadata.store import StoreSecurity
+    from bkctl.protocol.messages import Protocol
+
+#: Options, nearest first, each with the words that name it in messages; None for the environment.
+Levels = list[tuple[str | None, GlobalOptions]]
+
+
+class Access:
+    """Opens what the options of a run name."""
+
+    def __init__(self, session: Session, levels: Levels, options: GlobalOptions, out: Printer, job: LongWork) -> None:
+        self._session, self._levels, self._options, self._out, self._job = session, levels, options, out, job
+        self.timeout_s = options.timeout_s if options.timeout_s is not None else TIMEOUT_S_DEFAULT
+        connect_s = options.connect_timeout_s
+        self.connect_timeout_s = min(CONNECT_TIMEOUT_S_DEFAULT, self.timeout_s) if connect_s is None else connect_s
+        self.conf: Path | None = options.conf
+        parse_bookie_addresses(options.bookie_addresses)
+        self._connection: Connection | None = None
+
+    @property
+    def opened(self) -> Connection | None:
+        """The connection that the run has used so far."""
+        return self._connection
+
+    def connection(self) -> Connection:
+        """Return the metadata URI in effect, and its source. Raises UsageError if no cluster is named."""
+        if self._connection is None:
+            self._connection = connect_to(self._levels, os.environ)
+        return self._connection
+
+    def standing_connection(self) -> Connection:
+        """Return the connection of commands without connection options. Raises as `connection`."""
+        return connect_to(self._levels[2:], os.environ)
+
+    def given_options(self) -> GlobalOptions:
+        """Return the options before the group and after the command, merged; nothing of the environment."""
+        (_, after), (_, before), _ = self._levels
+        return after.over(before)
+
+    def given_connection(self) -> Connection:
+        """Return the metadata URI that options name, a context's not. Raises UsageError when they name none."""
+        given: list[tuple[str | None, GlobalOptions]] = [
+            (source, replace(options, context=None)) for source, options in self._levels[:2]
+        ]
+        if all(options.metadata_uri is None and options.conf is None for _, options in given):
+            raise UsageError("No cluster is named", hint="add --metadata-uri URI or --conf FILE")
+        return connect_to(given, {})
+
+    def connection_settings(self) -> GlobalOptions:
+        """Return the merged options, including the settings of a context. Raises as `connection`."""
+        return self._options.over(self.connection().settings)
+
+    @property
+    def names_metadata(self) -> bool:
+        """True if a metadata URI or a context counts; for commands that can do without."""
+        if all(options.metadata_uri is None and options.context is None for _, options in self._levels):
+            return False
+        try:
+            self.connection()
+        except NoClusterNamed:  # The --conf of a bookie without a cluster hides the environment's.
+            return False
+        return True
+
+    def cluster(self, *, create_store: bool = False) -> Cluster:
+        """Return the cluster that the options name, a context manager; `create_store` creates its SQLite file."""
+        connection = self.connection()
+        self._out.detail(f"cluster {shown_uri(connection.uri)} ({connection.source})")
+        cluster = self._open(connection.uri, self.security(connection), create_store=create_store)
+        if self._session.audit is not None:
+            self._session.audit.connected(connection.uri, connection.source)
+            self._session.audit.begin()
+        return cluster
+
+    def security(self, connection: Connection) -> StoreSecurity:
+        """Return TLS and login of the metadata store of `connection`."""
+        return store_security(self._options.over(connection.settings), os.environ)
+
+    def open_other_cluster(self, text: str, *, login: Login = NO_LOGIN, create_store: bool = False) -> Cluster:
+        """Return a second cluster, named by URI or `context:NAME`, with the timeout of the first. The caller closes it.
+
+        It is logged in to as `login` says, else as its URI or its context does; the connection's own login goes to the
+        servers of the connection only. With `create_store` a SQLite file is made where there is none; a cluster in it
+        is not.
+        """
+        from bkctl.metadata.uri import parse_uri
+
+        connection = other_connection(text, os.environ)
+        named = parse_uri(connection.uri).security
+        options, environment, shared = connection.settings, {}, None
+        try:
+            own = self.connection()
+        except UsageError:
+            own = None
+        if own is not None and _same_servers(own.uri, connection.uri):
+            environment = dict(os.environ) if login == NO_LOGIN else {}
+            if connection.context is None:
+                options, shared = self._options.over(own.settings), parse_uri(own.uri).security
+        security = store_security(login.over(options), environment)
+        if named is not None and login == NO_LOGIN:
+            security = named.over(security)
+        return self._open(connection.uri, security.over(shared), create_store=create_store)
+
+    def _open(self, uri: str, security: StoreSecurity, *, create_store: bool) -> Cluster:
+        from bkctl.metadata.cluster import open_cluster
+
+        self._job.quiet_libraries()
+        with self._job.working(f"Connecting to {shown_uri(uri)}", listed=False):
+            return open_cluster(
+                uri, timeout_s=self.timeout_s, connect_timeout_s=self.connect_timeout_s,
+                create_store=create_store, security=security,
+            )  # fmt: skip
+
+    def bookkeeper(
+        self, cluster: Cluster, protocol: Protocol | None = None, *, only: Collection[str] | None = None
+    ) -> BookKeeper:
+        """Return a client of `cluster` with the options' timeout, TLS and bookie addresses; an async context manager.
+
+        `only` these bookies get new ledgers.
+        """
+        from bkctl.client.ledger import BookKeeper
+        from bkctl.protocol.messages import Protocol
+
+        return BookKeeper(
+            cluster,
+            protocol=protocol or Protocol.V3,
+            tls=self.bookie_tls(),
+            timeout_s=self.timeout_s,
+            connect_timeout_s=self.connect_timeout_s,
+            addresses=self.bookie_addresses(),
+            only=only,
+            rack_rules=self.rack_rules(),
+        )
+
+    def rack_rules(self) -> RackRules:
+        """Return the settings of placement in --conf, under Java's names, or their defaults."""
+        from bkctl.client.placement import RackRules
+        from bkctl.config import read_properties
+
+        if self.conf is None:
+            return RackRules()
+        found = read_properties(self.conf)
+        count, enforced = "minNumRacksPerWriteQuorum", "enforceMinNumRacksPerWriteQuorum"
+        rules = RackRules(script=found.get("networkTopologyScriptFileName") or None)
+        if count in found:
+            rules = rules._replace(count_min=max(parse_number(found[count], count), 1))
+        if enforced in found:
+            rules = rules._replace(is_enforced=parse_switch(found[enforced], enforced))
+        return rules
+
+    def bookie_tls(self, refresh_s: float = 0) -> ssl.SSLContext | None:
+        """Return the TLS settings for connections to bookies, None without --tls-ca; `refresh_s` as `client_tls`."""
+        from bkctl.metadata.store import client_tls
+
+        ca, certificate, key = self.connection_settings().tls_files()
+        if ca is None and (certificate or key):
+            raise UsageError("--tls-cert and --tls-key require --tls-ca", hint="add the authorities' PEM file")
+        return None if ca is None else client_tls(ca, certificate, key, refresh_s=refresh_s)
+
+    def bookie_addresses(self) -> dict[str, tuple[str, int]]:
+        """Return the addresses in --bookie-address: bookie id → host and port."""
+        return parse_bookie_addresses(self.connection_settings().bookie_addresses)
+
+    def bookie_host(self, bookie_id: str) -> str | None:
+        """Return the host of a bookie in --bookie-address, None without one."""
+        return self.bookie_addresses().get(bookie_id, (None, 0))[0]
+
+    def http_client(self, url: str, *, is_registered: bool = False) -> ApiClient:
+        """Return a client of the HTTP server at `url`, with timeout and TLS of the options and BKCTL_API_TOKEN.
+
+        `is_registered`: the metadata store names `url`, so that the token goes there only as `token_for_registered`
+        says.
+        """
+        from bkctl.http.client import ApiClient
+        from bkctl.http.server_url import token_for_registered
+        from bkctl.metadata.store import client_tls
+
+        options = self._options
+        with suppress(UsageError):  # Nothing names a cluster, and nothing has to.
+            options = options.over(self.connection().settings)
+        self._out.detail(f"HTTP server {url}")
+        ca, certificate, key = options.tls_files()
+        tls = client_tls(ca, certificate, key) if url.lower().startswith("https:") else None
+        given = token = os.environ.get("BKCTL_API_TOKEN") or None
+        if is_registered:
+            token = token_for_registered(url, token, has_authorities=ca is not None)
+            if token != given:
+                self._out.warn(
+                    f"the token does not go to {url}, which the metadata store names: "
+                    "use https with --tls-ca, or give the server as --bookie-url"
+                )
+        client = ApiClient(
+            url, token=token, timeout_s=self.timeout_s, connect_timeout_s=self.connect_timeout_s, tls=tls
+        )
+        if token is not None and not client.server.is_private:
+            self._out.warn(f"the token goes to {url} unencrypted; use https where the server has it")
+        return client
+
+    def config(self) -> BookieConfig:
+        """Return the bookie's settings in `--conf`. Raises UsageError without one."""
+        from bkctl.config import BookieConfig
+
+        if self.conf is None:
+            raise UsageError("No bookie configuration is given", hint="add --conf bk_server.conf")
+        return BookieConfig.load(self.conf)
+
+    def directories(self, given: Iterable[Path] | None, *, needed: bool = True) -> BookieDirectories:
+        """Return the directories to read: the given ones, else the directories in `--conf`.
+
+        Raises UsageError if `needed` directories are missing, NotFound if they hold no file of a bookie.
+        """
+        from bkctl.files.directories import BookieDirectories
+
+        places = list(given or ())
+        if places:
+            return BookieDirectories.at(*places).of_a_bookie()
+        if self.conf is not None:
+            config = self.config()
+            found = BookieDirectories(config.journal_directories, config.ledger_directories, config.index_directories)
+            # A missing directory concerns only the commands that read it.
+            exist = all(place.is_dir() for place in (*found.journal_dirs, *found.ledger_dirs, *found.index_dirs))
+            return found.of_a_bookie() if exist else found
+        if needed:
+            raise UsageError(
+                "No directory is given", hint="name the bookie's directories, or add --conf bk_server.conf"
+            )
+        return BookieDirectories()
+
+    @contextmanager
+    def digest_checker(
+        self, digest_type: DigestType | None, password: bytes, files: Iterable[Path]
+    ) -> Iterator[DigestChecker]:
+        """Checks the entries in `files` against their digests; what is not given comes from a metadata store, if the
+        command names one."""
+        from bkctl.checks.digests import DigestChecker
+
+        if digest_type is not None or not self.names_metadata:
+            yield DigestChecker(digest_type, password=password or None)
+            return
+        from bkctl.metadata.stored_ledgers import StoredDigests
+
+        with self.cluster() as cluster:
+            stored = StoredDigests(cluster, files)
+            yield DigestChecker(
+                digest_of=stored.digest_of, password=password or None,
+                password_of=None if password else stored.password_of,
+            )  # fmt: skip
+
+
+def _same_servers(uri: str, other: str) -> bool:
+    """Return True if both URIs name the same servers, so that a login may be sent to both."""
+    from bkctl.metadata.uri import parse_uri
+
+    one, two = parse_uri(uri), parse_uri(other)
+    return (one.driver, set(one.hosts)) == (two.driver, set(two.hosts))
