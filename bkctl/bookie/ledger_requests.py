@@ -44,7 +44,10 @@ class LedgerRequestHandler:
     _reader: EntryFetcher
 
     def write_lac(self, request: WriteLacRequest, respond: Responder) -> None:
-        """Keep an explicit LAC; answer once it is on disk."""
+        """Keep the explicit LAC in the packet; answer once it is on disk.
+
+        The request's own field may be older: Java's client sets it first and packs the LAC later.
+        """
         if self._state.read_only:
             raise self._state.refuse_writes()
         ledger = request.ledger
@@ -52,7 +55,7 @@ class LedgerRequestHandler:
         def done(error: BaseException | None) -> None:
             respond(WriteLacResponse(Status.EOK if error is None else Status.EIO, ledger))
 
-        self._storage.write_lac(ledger, request.lac, request.master_key, request.body, done)
+        self._storage.write_lac(ledger, request.master_key, request.body, done)
         self._commits.flush_soon()
 
     def read_lac(self, request: ReadLacRequest, respond: Responder) -> None:

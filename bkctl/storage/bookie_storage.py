@@ -310,10 +310,10 @@ class BookieStorage:
         if not handle.is_on_disk and not handle.key_recorded:
             self._record_key(handle, batch)
 
-    def write_lac(self, ledger: LedgerId, lac: int, master_key: Buffer, packet: Buffer, done: Done) -> None:
-        """Keep an explicit LAC, and call `done` once it is on disk; create a missing ledger.
+    def write_lac(self, ledger: LedgerId, master_key: Buffer, packet: Buffer, done: Done) -> None:
+        """Keep the explicit LAC in `packet`, and call `done` once it is on disk; create a missing ledger.
 
-        Raises Unauthorized, LedgerNotFound (fenced and deleted), BadRequest (the packet is not the request's, or the
+        Raises Unauthorized, LedgerNotFound (fenced and deleted), BadRequest (the packet is not the ledger's, or the
         master key is not 20 bytes), OSError, Corrupt.
         """
         if len(packet) > LAC_PACKET_SIZE_BYTES_MAX:
@@ -323,15 +323,14 @@ class BookieStorage:
         except (TruncatedRecord, Unsupported) as error:
             raise BadRequest(f"Not a LAC packet: {error}") from error
         # A V2 packet of scope 0 is refused: its ledgers have V1 packets.
-        fits = header.ledger == ledger and (header.format_version == 2) == ledger.is_scoped
-        if not fits or header.last_add_confirmed != lac:
-            raise BadRequest(f"The body is not LAC {lac} of ledger {ledger} in the format of its scope")
+        if header.ledger != ledger or (header.format_version == 2) != ledger.is_scoped:
+            raise BadRequest(f"The body is not a LAC of ledger {ledger} in the format of its scope")
         handle = self._open_ledgers.open_to_write(ledger, master_key)
         batch = self.batches[handle.journal]
         if ledger.is_scoped or self.config.journal_format_version_to_write >= journal_formats.VERSION_EXPLICIT_LAC:
             self._record_new_key(handle, batch)
             batch.append(ledger, journal_formats.explicit_lac_record(ledger, bytes(packet)))
-        self._open_ledgers.set_explicit_lac(handle, lac, bytes(packet))
+        self._open_ledgers.set_explicit_lac(handle, header.last_add_confirmed, bytes(packet))
         batch.calls.append(done)
 
     def force(self, ledger: LedgerId, done: Done) -> None:

@@ -105,13 +105,27 @@ def test_requests_are_refused_with_apaches_status_codes(tmp_path: Path, cluster:
             (ReadRequest(ledger, LAST_ENTRY, None, True), Status.EUA),
             (ReadRequest(ledger, 0, previous_lac=0, piggyback=True), Status.EBADREQ),
             (WriteLacRequest(ledger, 0, wrong_key, digests(ledger).seal_lac(0)), Status.EUA),
-            (WriteLacRequest(ledger, 1, digests(ledger).master_key, digests(ledger).seal_lac(0)), Status.EBADREQ),
             (WriteLacRequest(ledger, 0, digests(ledger).master_key, digests(other).seal_lac(0)), Status.EBADREQ),
             (WriteLacRequest(ledger, 0, digests(ledger).master_key, bytes(300)), Status.EBADREQ),
             (ReadRequest(other, 0), Status.ENOLEDGER),
         ]
         for request, expected in refusals:
             assert (await connection.send(request)).status is expected, request
+
+    on_a_bookie(tmp_path, cluster, body)
+
+
+@pytest.mark.parametrize("ledger", LEDGERS, ids=str)
+def test_explicit_lac_is_that_of_the_packet(tmp_path: Path, cluster: Cluster, ledger: LedgerId) -> None:
+    """Java's client sets the field first and packs the LAC later."""
+
+    async def body(bookie: Bookie, connection: BookieConnection) -> None:
+        by = digests(ledger)
+        assert await statuses(
+            connection, add(ledger, 0), WriteLacRequest(ledger, 3, by.master_key, by.seal_lac(7))
+        ) == [Status.EOK, Status.EOK]
+        assert by.open_lac((await connection.send(ReadLacRequest(ledger))).lac_body) == 7
+        assert (await connection.send(ReadRequest(ledger, 0))).max_lac == 7
 
     on_a_bookie(tmp_path, cluster, body)
 

@@ -144,7 +144,7 @@ class Workload:
             if error is None:
                 self.promised.lacs[ledger] = lac
 
-        self.storage.write_lac(ledger, lac, digests.master_key, digests.seal_lac(lac), note)
+        self.storage.write_lac(ledger, digests.master_key, digests.seal_lac(lac), note)
 
     def commit(self) -> None:
         for number in range(len(self.storage.journals)):
