@@ -210,6 +210,8 @@ class JournalReplay:
         handle = self._ledgers.look_up(ledger)
         if ledger not in self._ledgers.handles:
             key = self._keys.get(ledger)
+            if key is None and handle.index_error is not None:
+                raise handle.index_error
             if key is None or (not ledger.is_scoped and ledger.ledger_id > I64_MAX):
                 self.skipped_count += 1
                 return False
