@@ -25,6 +25,8 @@ from bkctl.ids import I64_MAX, LedgerId
 
 HEADER_SIZE_V1: Final = 32
 HEADER_SIZE_V2: Final = 41
+#: The last field of a header. Apache's bookie stores entries that end before it, or within it.
+LENGTH_FIELD_SIZE: Final = 8
 LAC_HEADER_SIZE_V1: Final = 16
 LAC_HEADER_SIZE_V2: Final = 25
 #: The longest header and digest that an entry can have.
@@ -38,6 +40,9 @@ ENTRY_SIZE_BYTES_MAX: Final = (1 << 30) - 1
 
 ENTRY_V1: Final = Struct(">Qqqq")
 ENTRY_V2: Final = Struct(">BQQqqq")
+#: What a bookie reads of an entry: all before the length field.
+IDS_AND_LAC_V1: Final = Struct(">Qqq")
+IDS_AND_LAC_V2: Final = Struct(">BQQqq")
 LAC_V1: Final = Struct(">Qq")
 LAC_V2: Final = Struct(">BQQq")
 _AFTER_LEDGER: Final = Struct(">qqq")
@@ -174,6 +179,13 @@ def read_entry_header(buffer: Buffer, at: int = 0, where: str = "") -> EntryHead
         raise TruncatedRecord("Scoped entry header", offset=at, needed=HEADER_SIZE_V2, present=present, where=where)
     _, scope_id, ledger_id, entry_id, lac, length = ENTRY_V2.unpack_from(buffer, at)
     return EntryHeader(LedgerId(scope_id, ledger_id), entry_id, lac, length, 2, digest_type, HEADER_SIZE_V2)
+
+
+def lac_of(entry: Buffer) -> int:
+    """Return the last add confirmed in an entry that a bookie holds; it may end before its length field."""
+    layout = IDS_AND_LAC_V1 if entry[0] < 0x80 else IDS_AND_LAC_V2
+    lac: int = layout.unpack_from(entry)[-1]
+    return lac
 
 
 def read_lac_header(packet: Buffer, at: int = 0, where: str = "") -> LacHeader:

@@ -37,7 +37,7 @@ from bkctl.errors import (
 )
 from bkctl.formats import journal as journal_formats
 from bkctl.formats.availability import Availability
-from bkctl.formats.entry import ENTRY_FLAGS_V2, ENTRY_V1, ENTRY_V2, read_entry_header, read_lac_header
+from bkctl.formats.entry import ENTRY_FLAGS_V2, IDS_AND_LAC_V1, IDS_AND_LAC_V2, lac_of, read_lac_header
 from bkctl.formats.layout import Buffer
 from bkctl.formats.names import CURRENT
 from bkctl.formats.record import record_of
@@ -52,8 +52,8 @@ from bkctl.storage.replay import JournalReplay
 
 LAC_PACKET_SIZE_BYTES_MAX: Final = 256
 
-_unpack_v1 = ENTRY_V1.unpack_from
-_unpack_v2 = ENTRY_V2.unpack_from
+_unpack_v1 = IDS_AND_LAC_V1.unpack_from
+_unpack_v2 = IDS_AND_LAC_V2.unpack_from
 
 
 class BookieStorage:
@@ -200,7 +200,7 @@ class BookieStorage:
         token: object,
         recovery: bool = False,
     ) -> None:
-        """Add one entry, and queue it with `token` for its journal.
+        """Add one entry, and queue it with `token` for its journal. As in Apache's bookie it may end behind its LAC.
 
         Raises Unauthorized (another master key), LedgerFenced (unless `recovery`; always if it is deleted too),
         BadRequest (ids or format of `body` are not the request's, or the master key is not 20 bytes),
@@ -209,10 +209,10 @@ class BookieStorage:
         """
         try:
             if ledger[0]:
-                flags, scope_id, ledger_id, found_id, lac, _ = _unpack_v2(body)
+                flags, scope_id, ledger_id, found_id, lac = _unpack_v2(body)
                 fits = flags in ENTRY_FLAGS_V2 and scope_id == ledger[0] and ledger_id == ledger[1]
             else:
-                ledger_id, found_id, lac, _ = _unpack_v1(body)
+                ledger_id, found_id, lac = _unpack_v1(body)
                 fits = ledger_id == ledger[1] and ledger_id <= I64_MAX
         except struct.error:
             fits = False
@@ -383,7 +383,7 @@ class BookieStorage:
         if handle.explicit_lac:
             lac = read_lac_header(handle.explicit_lac).last_add_confirmed
         if last_entry >= 0:
-            lac = max(lac, read_entry_header(self.read(handle, last_entry)).last_add_confirmed)
+            lac = max(lac, lac_of(self.read(handle, last_entry)))
         return lac
 
     def learn_lac(self, handle: LedgerHandle, lac: int) -> None:

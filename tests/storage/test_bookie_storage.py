@@ -19,7 +19,16 @@ from support.simulated_disk import SimulatedCrash, SimulatedFiles
 
 from bkctl.config import BookieConfig
 from bkctl.disk import Files
-from bkctl.errors import Conflict, Corrupt, EntryNotFound, LedgerFenced, LedgerNotFound, Unsupported, UsageError
+from bkctl.errors import (
+    BadRequest,
+    Conflict,
+    Corrupt,
+    EntryNotFound,
+    LedgerFenced,
+    LedgerNotFound,
+    Unsupported,
+    UsageError,
+)
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.index import LedgerIndexReader
 from bkctl.files.journal import JournalReader
@@ -433,6 +442,27 @@ def test_fenced_and_deleted_ledger_refuses_writes_for_a_week(tmp_path: Path, mon
     flush_journals(storage)
     storage.delete_ledger(LedgerId(0, 99))
     add(storage, LedgerId(0, 99), 0)  # it was not fenced
+
+
+@pytest.mark.parametrize("ledger", [PLAIN, SCOPED], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"ledger_storage_class": DB}], ids=["files", "db"])
+def test_entries_that_end_behind_their_lac_survive_a_crash(
+    tmp_path: Path, ledger: LedgerId, changes: dict[str, Any]
+) -> None:
+    bodies = [body_of(ledger, rest)[: (33 if ledger.is_scoped else 24) + rest] for rest in range(8)]
+    storage = open_storage(tmp_path / "first", **changes)
+    for entry_id, body in enumerate(bodies):
+        storage.add(ledger, entry_id, key_of(ledger), body, None)
+    flush_journals(storage)
+    for name in ("crashed", "crashed again"):
+        shutil.copytree(tmp_path / "first", tmp_path / name)
+        again = open_storage(tmp_path / name, **changes)
+        assert [bytes(again.read_entry(ledger, entry_id)) for entry_id in range(8)] == bodies
+        assert again.read_lac(again.get(ledger)) == 6
+        again.close()
+        storage.write_entries()
+    with pytest.raises(BadRequest):
+        storage.add(ledger, 9, key_of(ledger), body_of(ledger, 9)[: 32 if ledger.is_scoped else 23], None)
 
 
 @pytest.mark.parametrize("ledger", [PLAIN, SCOPED], ids=str)
