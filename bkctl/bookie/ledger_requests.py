@@ -14,7 +14,7 @@ from bkctl.bookie.disk_space import total_usage
 from bkctl.bookie.reads import EntryFetcher
 from bkctl.bookie.state_manager import BookieStateManager
 from bkctl.disk import DiskUsage, Files
-from bkctl.errors import EntryNotFound, LedgerNotFound
+from bkctl.errors import EntryNotFound, LedgerNotFound, TooManyRequests
 from bkctl.protocol.handler import Responder
 from bkctl.protocol.messages import (
     BookieInfoFlags,
@@ -92,14 +92,21 @@ class LedgerRequestHandler:
         handle = self._reader.handle(request.ledger)
 
         def prepare() -> Callable[[], bytes]:
-            availability = self._storage.availability(handle, lambda: not respond.is_lost)
-            return lambda: availability().serialize()
+            listed = self._storage.availability(handle, lambda: not respond.is_lost)
+
+            def serialized() -> bytes:
+                if respond.is_congested:  # when its turn comes: answers that clients do not read hold the memory
+                    raise TooManyRequests("Unread answers hold as much memory as they may")
+                return listed()
+
+            return serialized
 
         self._reader.prepared_in_thread(
             prepare,
             request,
             respond,
             lambda data: respond(ListEntriesResponse(Status.EOK, request.ledger, data)),
+            threads=self._reader.list_thread,
         )
 
     def bookie_info(self, request: BookieInfoRequest, respond: Responder) -> None:

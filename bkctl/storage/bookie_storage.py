@@ -36,7 +36,7 @@ from bkctl.errors import (
     Unsupported,
 )
 from bkctl.formats import journal as journal_formats
-from bkctl.formats.availability import Availability
+from bkctl.formats.availability import serialize
 from bkctl.formats.entry import ENTRY_FLAGS_V2, IDS_AND_LAC_V1, IDS_AND_LAC_V2, lac_of, read_lac_header
 from bkctl.formats.layout import Buffer
 from bkctl.formats.names import CURRENT
@@ -390,8 +390,8 @@ class BookieStorage:
         """Raise the handle's LAC to `lac` from `read_lac`, unless adds have raised it further meanwhile."""
         handle.lac, handle.lac_is_known = max(handle.lac, lac), True
 
-    def availability(self, handle: LedgerHandle, is_wanted: IsWanted = always) -> Callable[[], Availability]:
-        """Return a function that lists the ledger's entries here; it reads the index, so call it in another thread.
+    def availability(self, handle: LedgerHandle, is_wanted: IsWanted = always) -> Callable[[], bytes]:
+        """Return a function that serializes the list of the ledger's entries here; call it in another thread.
 
         The function returns early, with part of the list, once `is_wanted` says False. Copies what memory has of the
         ids. Raises UnknownLedgerState where entries may be lost, and what `missing` returns for a deleted ledger.
@@ -400,7 +400,7 @@ class BookieStorage:
             raise self.missing(handle.ledger)
         self.last_entry(handle)
         entry_ids = self.ledgers.entry_ids(handle, is_wanted)
-        return lambda: Availability.of(entry_ids())
+        return lambda: serialize(entry_ids(), _rest)
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -414,3 +414,8 @@ class BookieStorage:
                 written = True
             finally:
                 self.end_checkpoint(checkpoint, written=written)
+
+
+def _rest() -> None:
+    """Leave the interpreter to other threads for about as long as a slice of a list takes."""
+    time.sleep(0.001)

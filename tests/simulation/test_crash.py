@@ -18,6 +18,7 @@ from support.simulated_disk import Fault, SimulatedCrash, SimulatedFiles
 from bkctl.config import BookieConfig
 from bkctl.disk import Files
 from bkctl.errors import BookieIOError, LedgerFenced
+from bkctl.formats.availability import Availability
 from bkctl.formats.entry import DigestManager, DigestType, read_lac_header
 from bkctl.ids import LedgerId
 from bkctl.storage.bookie_storage import BookieStorage
@@ -172,7 +173,7 @@ def check(storage: BookieStorage, promised: Acknowledged, *, torn: bool = False)
         handle = storage.get(ledger)
         if handle is None:
             continue
-        for entry_id in storage.availability(handle)():
+        for entry_id in Availability.parse(storage.availability(handle)()):
             found = bytes(storage.read_entry(ledger, entry_id))
             if (ledger, entry_id) in promised.entries or not torn:
                 assert found in promised.given[ledger, entry_id], f"entry {entry_id} of {ledger!r} was never given"
