@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
-from struct import Struct
 from typing import Annotated, Final, NamedTuple
 
 from bkctl.errors import CorruptRecord, Unsupported
@@ -38,7 +37,6 @@ class SequenceGroup(NamedTuple):
 
 _HEADER: Final = Layout(_Header, size=HEADER_SIZE)
 _GROUP: Final = Layout(SequenceGroup)
-_GROUP_FIELDS: Final = Struct(">qqii")
 
 
 class Availability:
@@ -55,8 +53,7 @@ class Availability:
     @classmethod
     def of(cls, entry_ids: Iterable[int]) -> Availability:
         """Return the set of `entry_ids` (ascending), one group a run, as Java's writer does."""
-        groups = itertools.starmap(SequenceGroup, _GROUP_FIELDS.iter_unpack(serialize(entry_ids)[HEADER_SIZE:]))
-        return cls(groups)
+        return cls.parse(serialize(entry_ids))
 
     @classmethod
     def parse(cls, data: Buffer, where: str = "") -> Availability:
@@ -135,7 +132,7 @@ def serialize(entry_ids: Iterable[int], pause: Callable[[], object] = lambda: No
             end += 1
             continue
         if end > start:
-            out += _GROUP_FIELDS.pack(start, start, end - start, 0)
+            out += _GROUP.pack(SequenceGroup(start, start, end - start, 0))
             count += 1
         start, end = entry_id, entry_id + 1
     out[:8] = _HEADER.pack(_Header(0, count))[:8]

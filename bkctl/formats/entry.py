@@ -40,9 +40,6 @@ ENTRY_SIZE_BYTES_MAX: Final = (1 << 30) - 1
 
 ENTRY_V1: Final = Struct(">Qqqq")
 ENTRY_V2: Final = Struct(">BQQqqq")
-#: What a bookie reads of an entry: all before the length field.
-IDS_AND_LAC_V1: Final = Struct(">Qqq")
-IDS_AND_LAC_V2: Final = Struct(">BQQqq")
 LAC_V1: Final = Struct(">Qq")
 LAC_V2: Final = Struct(">BQQq")
 _AFTER_LEDGER: Final = Struct(">qqq")
@@ -183,9 +180,8 @@ def read_entry_header(buffer: Buffer, at: int = 0, where: str = "") -> EntryHead
 
 def lac_of(entry: Buffer) -> int:
     """Return the last add confirmed in an entry that a bookie holds; it may end before its length field."""
-    layout = IDS_AND_LAC_V1 if entry[0] < 0x80 else IDS_AND_LAC_V2
-    lac: int = layout.unpack_from(entry)[-1]
-    return lac
+    end = (HEADER_SIZE_V1 if entry[0] < 0x80 else HEADER_SIZE_V2) - LENGTH_FIELD_SIZE
+    return int.from_bytes(entry[end - 8 : end], "big", signed=True)
 
 
 def read_lac_header(packet: Buffer, at: int = 0, where: str = "") -> LacHeader:

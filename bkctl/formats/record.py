@@ -18,8 +18,7 @@ from bkctl.formats.entry import (
     ENTRY_V2,
     HEADER_SIZE_V1,
     HEADER_SIZE_V2,
-    IDS_AND_LAC_V1,
-    IDS_AND_LAC_V2,
+    LENGTH_FIELD_SIZE,
     OVERHEAD_SIZE_MAX,
     DigestType,
     digest_of_flags,
@@ -163,7 +162,7 @@ def read_record(buffer: bytes, begin: int, size: int, offset: int, where: str = 
         else:
             ledger_id, entry_id = IDS_V1.unpack_from(body)
         record_type = _ENTRY if entry_id >= 0 else _SPECIAL_TYPES.get(entry_id, RecordType.UNKNOWN)
-        short_lac = lac_of(body) if record_type is _ENTRY and size >= IDS_AND_LAC_V1.size else None
+        short_lac = lac_of(body) if record_type is _ENTRY and size >= HEADER_SIZE_V1 - LENGTH_FIELD_SIZE else None
         return Record(offset, size, record_type, _make_id((0, ledger_id)), entry_id, short_lac, None, 1, None, body)
     if flags == 0xFF:
         _, entry_id = IDS_V1.unpack_from(body)
@@ -181,7 +180,7 @@ def read_record(buffer: bytes, begin: int, size: int, offset: int, where: str = 
     else:
         _, scope_id, ledger_id, entry_id = IDS_V2.unpack_from(body)
     record_type = _ENTRY if entry_id >= 0 else _SPECIAL_TYPES.get(entry_id, RecordType.UNKNOWN)
-    short_lac = lac_of(body) if record_type is _ENTRY and size >= IDS_AND_LAC_V2.size else None
+    short_lac = lac_of(body) if record_type is _ENTRY and size >= HEADER_SIZE_V2 - LENGTH_FIELD_SIZE else None
     return Record(
         offset, size, record_type, _make_id((scope_id, ledger_id)), entry_id, short_lac, None, 2, digest_type, body
     )

@@ -37,7 +37,7 @@ from bkctl.errors import (
 )
 from bkctl.formats import journal as journal_formats
 from bkctl.formats.availability import serialize
-from bkctl.formats.entry import ENTRY_FLAGS_V2, IDS_AND_LAC_V1, IDS_AND_LAC_V2, lac_of, read_lac_header
+from bkctl.formats.entry import ENTRY_FLAGS_V2, lac_of, read_lac_header
 from bkctl.formats.layout import Buffer
 from bkctl.formats.names import CURRENT
 from bkctl.formats.record import record_of
@@ -52,8 +52,9 @@ from bkctl.storage.replay import JournalReplay
 
 LAC_PACKET_SIZE_BYTES_MAX: Final = 256
 
-_unpack_v1 = IDS_AND_LAC_V1.unpack_from
-_unpack_v2 = IDS_AND_LAC_V2.unpack_from
+# The fields before an entry's length.
+_unpack_v1 = struct.Struct(">Qqq").unpack_from
+_unpack_v2 = struct.Struct(">BQQqq").unpack_from
 
 
 class BookieStorage:
