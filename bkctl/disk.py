@@ -261,6 +261,10 @@ class Files:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
 
+    def remove_directory(self, path: Path) -> None:
+        """Remove an empty directory; its parent needs a sync. Raises OSError, with ENOTEMPTY for one with files."""
+        os.rmdir(path)
+
     def replace(self, path: Path, data: bytes) -> None:
         """Replace the content of `path` by `data` in one durable step: a crash leaves the old or the new content.
 

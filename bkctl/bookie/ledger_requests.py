@@ -14,7 +14,7 @@ from bkctl.bookie.disk_space import total_usage
 from bkctl.bookie.reads import EntryFetcher
 from bkctl.bookie.state_manager import BookieStateManager
 from bkctl.disk import DiskUsage, Files
-from bkctl.errors import EntryNotFound, LedgerNotFound
+from bkctl.errors import EntryNotFound, LedgerNotFound, TooManyRequests
 from bkctl.protocol.handler import Responder
 from bkctl.protocol.messages import (
     BookieInfoFlags,
@@ -44,7 +44,10 @@ class LedgerRequestHandler:
     _reader: EntryFetcher
 
     def write_lac(self, request: WriteLacRequest, respond: Responder) -> None:
-        """Keep an explicit LAC; answer once it is on disk."""
+        """Keep the explicit LAC in the packet; answer once it is on disk.
+
+        The request's own field may be older: Java's client sets it first and packs the LAC later.
+        """
         if self._state.read_only:
             raise self._state.refuse_writes()
         ledger = request.ledger
@@ -52,7 +55,7 @@ class LedgerRequestHandler:
         def done(error: BaseException | None) -> None:
             respond(WriteLacResponse(Status.EOK if error is None else Status.EIO, ledger))
 
-        self._storage.write_lac(ledger, request.lac, request.master_key, request.body, done)
+        self._storage.write_lac(ledger, request.master_key, request.body, done)
         self._commits.flush_soon()
 
     def read_lac(self, request: ReadLacRequest, respond: Responder) -> None:
@@ -89,14 +92,21 @@ class LedgerRequestHandler:
         handle = self._reader.handle(request.ledger)
 
         def prepare() -> Callable[[], bytes]:
-            availability = self._storage.availability(handle, lambda: not respond.is_lost)
-            return lambda: availability().serialize()
+            listed = self._storage.availability(handle, lambda: not respond.is_lost)
+
+            def serialized() -> bytes:
+                if respond.is_congested:  # when its turn comes: answers that clients do not read hold the memory
+                    raise TooManyRequests("Unread answers hold as much memory as they may")
+                return listed()
+
+            return serialized
 
         self._reader.prepared_in_thread(
             prepare,
             request,
             respond,
             lambda data: respond(ListEntriesResponse(Status.EOK, request.ledger, data)),
+            threads=self._reader.list_thread,
         )
 
     def bookie_info(self, request: BookieInfoRequest, respond: Responder) -> None:

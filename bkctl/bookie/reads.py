@@ -62,12 +62,15 @@ class EntryFetcher:
         self._metrics = metrics
         self._requests = requests
         self._threads = ThreadPoolExecutor(READ_THREADS, "read")
+        #: Lists of entries, one at a time: a client sizes their work and memory.
+        self.list_thread = ThreadPoolExecutor(1, "list")
         #: By ledger of which a thread reads a run: the run's last entry, and the runs that follow it closely.
         self._following: dict[LedgerHandle, tuple[int, list[tuple[ReadRun, ReadRunResponder]]]] = {}
 
     def stop(self) -> None:
         """Return when no thread reads, in another thread than the event loop's."""
         self._threads.shutdown()
+        self.list_thread.shutdown()
 
     def handle(self, ledger: LedgerId) -> LedgerHandle:
         """Return the handle of a ledger. Raises NeedsDisk, LedgerNotFound or UnknownLedgerState."""
@@ -217,10 +220,13 @@ class EntryFetcher:
         return self._begin(lambda: read, done)
 
     def _begin(
-        self, prepare: Callable[[], Callable[[], Any]], done: Callable[[asyncio.Future[Any]], None]
+        self,
+        prepare: Callable[[], Callable[[], Any]],
+        done: Callable[[asyncio.Future[Any]], None],
+        threads: ThreadPoolExecutor | None = None,
     ) -> asyncio.Future[Any]:
         """Have a thread read what `prepare` returns, and `done` called; the future has the error if none can begin."""
-        future = run_in_threads(self._threads, prepare)
+        future = run_in_threads(threads or self._threads, prepare)
         future.add_done_callback(done)
         return future
 
@@ -270,8 +276,9 @@ class EntryFetcher:
         respond: Responder,
         take: Callable[[Any], None],
         absent: Callable[[], None] | None = None,
+        threads: ThreadPoolExecutor | None = None,
     ) -> None:
-        """Do what `in_thread` does with the function that `prepare` returns.
+        """Do what `in_thread` does, in `threads` where given, with the function that `prepare` returns.
 
         `prepare` is called in the event loop when the read begins: nothing of what it copies waits for a turn.
         """
@@ -287,7 +294,7 @@ class EntryFetcher:
             else:
                 self._requests.refuse(request, respond, error)
 
-        if not respond.read(functools.partial(self._begin, prepare, done)):
+        if not respond.read(functools.partial(self._begin, prepare, done, threads)):
             respond(refusal(request, Status.ETOOMANYREQUESTS))
 
 

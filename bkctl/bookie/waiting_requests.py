@@ -11,6 +11,7 @@ import contextlib
 import errno
 import functools
 import logging
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +36,8 @@ OPEN_THREADS: Final = 4
 #: Ledgers with failed reads that are counted, and how long after the last failed read.
 LEDGERS_MAX: Final = 1000
 KEPT_S: Final = 24 * 3600.0
+#: A malformed request is logged once in this time.
+REFUSALS_LOGGED_S: Final = 60.0
 #: Errors of the system for want of something else than a sound disk.
 _PASSING: Final = NO_SPACE | {errno.ENOMEM, errno.EINTR}
 
@@ -94,6 +97,8 @@ class WaitingRequests:
         self._metrics = metrics
         self._openers = ThreadPoolExecutor(OPEN_THREADS, "open")
         self.unreadable = UnreadableLedgers()
+        #: When a refusal of a malformed request was last logged.
+        self._refused_s = -math.inf
         #: By ledger that is being opened: its waiters in order.
         self.by_ledger: dict[LedgerId, list[Waiter]] = {}
 
@@ -192,4 +197,7 @@ class WaitingRequests:
             log.warning("%s: %s", name, error)
             if ledger is not None and ledger not in self._storage.set_aside:
                 self.unreadable.note(ledger, error)
+        elif status is Status.EBADREQ and time.monotonic() - self._refused_s >= REFUSALS_LOGGED_S:
+            self._refused_s = time.monotonic()
+            log.warning("Refused a request, %s: %s. More such refusals are not logged for a minute", name, error)
         return status

@@ -74,7 +74,7 @@ class RecordLookup:
         elif (record.ledger, record.entry_id) != (ledger, entry_id):
             reason = f"entry {record.entry_id} of ledger {record.ledger} is there"
             found = finding(FindingKind.WRONG_ENTRY, path, reason)
-        elif record.length is None:
+        elif record.last_add_confirmed is None:
             found = finding(FindingKind.NO_RECORD, path, f"{record.record_size} bytes are too few for an entry")
         elif self._digests is not None and (mismatch := self._digests.check(record, str(path))) is not None:
             found = finding(FindingKind.DIGEST, path, digest_reason(mismatch))
@@ -118,7 +118,7 @@ class LogWindow:
     def add(self, batch: RecordBatch, digests: DigestChecker | None, where: str) -> None:
         """Add a batch of records of the file `where`; skip a record that is not a whole entry."""
         record = batch.record
-        if record is not None and (record.type is not RecordType.ENTRY or record.length is None):
+        if record is not None and (record.type is not RecordType.ENTRY or record.last_add_confirmed is None):
             return
         start = self._base + 4
         self.locations.extend([start + offset for offset in batch.offsets])

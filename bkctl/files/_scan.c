@@ -10,7 +10,7 @@
 #include <string.h>
 
 /* What the functions take and return: scan.py uses a module with its own number only. Raise both together. */
-#define API 5
+#define API 6
 
 enum {
     SIZE_FIELD = 4,
@@ -18,7 +18,7 @@ enum {
     HEADER_V2 = 41, /* flags, scope, ledger, entry, LAC, length */
     IDS_V1 = 16, /* ledger, entry */
     IDS_V2 = 25, /* flags, scope, ledger, entry */
-    OVERHEAD_MAX = 61, /* the longest header and digest */
+    LENGTH = 8, /* the last field of a header, which the entries of clients need not have */
     FIELDS_V1 = 5,  /* of a row: size, ledger, entry, LAC, length */
     FIELDS_V2 = 7,  /* size, flags, scope, ledger, entry, LAC, length */
     PADDING = -0x100, /* in a journal: the count of bytes to skip follows */
@@ -26,7 +26,7 @@ enum {
 };
 
 /* Whose records they are. A journal may have padding between them, and its entries of zeros need a second look. */
-enum { ENTRY_LOG, JOURNAL, JOURNAL_OVER_PADDING };
+enum { ENTRY_LOG, JOURNAL, JOURNAL_OVER_PADDING, ENTRY_LOG_WITH_SHORT };
 
 static uint64_t read_u64(const unsigned char *at) {
     uint64_t value = 0;
@@ -47,16 +47,10 @@ static int64_t plain_size(const unsigned char *window, Py_ssize_t limit, Py_ssiz
         return -1;
     }
     const int64_t size = read_i32(window + begin);
-    if (size < header || size > limit - begin - SIZE_FIELD) {
+    if (size < header - (kind == ENTRY_LOG_WITH_SHORT ? LENGTH : 0) || size > limit - begin - SIZE_FIELD) {
         return -1;
     }
     const unsigned char *body = window + begin + SIZE_FIELD;
-    if (kind == ENTRY_LOG && size > OVERHEAD_MAX) {
-        const int64_t length = (int64_t)read_u64(body + header - 8);
-        if (size - OVERHEAD_MAX > length) {
-            return -1; /* more than its ledger has: the size may be damaged */
-        }
-    }
     if (version == 1) {
         return body[0] < 0x80 && body[8] < 0x80 ? size : -1;
     }
@@ -79,7 +73,7 @@ static int64_t next_size(const unsigned char *window, Py_ssize_t limit, Py_ssize
         *at += PADDING_HEADER + count;
     }
     const int64_t size = plain_size(window, limit, *at, version, kind);
-    if (kind != ENTRY_LOG && version == 1 && size >= 0 && memcmp(window + *at + SIZE_FIELD, zeros, HEADER_V1) == 0) {
+    if ((kind == JOURNAL || kind == JOURNAL_OVER_PADDING) && version == 1 && size >= 0 && memcmp(window + *at + SIZE_FIELD, zeros, HEADER_V1) == 0) {
         return -1;
     }
     return size;

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from bkctl.errors import BkctlError, Corrupt, CorruptRecord, EntryNotFound, Unsupported
-from bkctl.files.scan import ROW_SIZE_MAX, RecordBatch, ScanState, record_start, take_entries
+from bkctl.files.scan import ROW_SIZE_MAX, RecordBatch, ScannedFile, ScanState, record_start, take_entries
 from bkctl.files.windows import FileReader, WindowCursor
 from bkctl.formats.entry import HEADER_SIZE_V1, HEADER_SIZE_V2, OVERHEAD_SIZE_MAX, DigestType
 from bkctl.formats.entry_log import (
@@ -41,6 +41,8 @@ _HINT: Final = "the records before it are undamaged"
 #: Bytes behind a cut record that are searched for entries, and the cost in bytes of each rejected candidate.
 _PROOF_SIZE_BYTES_MAX: Final = 64 << 20
 _CANDIDATE_COST_BYTES: Final = 4096
+#: Records before bytes that are none, among which the one with the damaged size is looked for.
+_SUSPECTS_MAX: Final = 8
 
 
 class EntryLogReader(FileReader):
@@ -79,12 +81,18 @@ class EntryLogReader(FileReader):
             yield from batch.records()
 
     def batches(
-        self, start: int = 0, end: int | None = None, *, special: bool = False, complete: bool = True
+        self,
+        start: int = 0,
+        end: int | None = None,
+        *,
+        special: bool = False,
+        complete: bool = True,
+        source: ScannedFile = ScannedFile.ENTRY_LOG,
     ) -> Iterator[RecordBatch]:
         """Yield the records of `records` as columns, several times as fast; raise the same errors.
 
         All records before damage are in the batches before the error. Without `complete` a log may end before the
-        ledgers map that its header promises.
+        ledgers map that its header promises. `source` may have short entries taken as fast as others.
         """
         if self.header is None:
             return
@@ -93,24 +101,32 @@ class EntryLogReader(FileReader):
         self.end = ScanState.DAMAGED
         while True:
             self.position = cursor.offset
-            begins, fields, cursor.begin = take_entries(cursor.window, cursor.begin, version)
-            if begins:
-                self.position = cursor.offset
-                batch = RecordBatch(cursor.window, cursor.at, begins, fields, version)
-                yield from (batch if end is None else batch.before(end)).parts()
+            begins, fields, cursor.begin = take_entries(cursor.window, cursor.begin, version, source)
+            self.position = cursor.offset
+            batch = RecordBatch(cursor.window, cursor.at, begins, fields, version)
             if end is not None and cursor.offset >= end:
+                yield from batch.before(end).parts()
                 return
             if cursor.begin + 4 > cursor.limit:
+                yield from batch.parts()
                 if cursor.begin == 0:
                     break
                 cursor.reload()
                 continue
-            stop = self._end_of_single(cursor)
+            record = None
+            try:
+                stop = self._end_of_single(cursor)
+                if stop:
+                    size = stop - cursor.begin - 4
+                    record = read_record(cursor.window, cursor.begin + 4, size, cursor.offset, self.name)
+            except (Corrupt, Unsupported) as error:
+                yield from self._before_damage(batch, error)
+                raise
+            yield from batch.parts()
             if stop is None:
                 break
-            if stop:
+            if record is not None:
                 window, begin = cursor.window, cursor.begin
-                record = read_record(window, begin + 4, stop - begin - 4, cursor.offset, self.name)
                 if special or record.ledger is not NO_LEDGER:
                     yield RecordBatch.of_record(record, window, begin)
                 cursor.begin = stop
@@ -119,6 +135,27 @@ class EntryLogReader(FileReader):
             self._check_map_is_reached(self.header, cursor)
         is_at_end = cursor.at >= self.size()
         self.end = ScanState.TORN if cursor.limit else ScanState.END_OF_FILE if is_at_end else ScanState.ZEROS
+
+    def _before_damage(self, batch: RecordBatch, damage: BkctlError) -> Iterator[RecordBatch]:
+        """Yield the records of `batch`, behind which `damage` begins.
+
+        Where no record begins there, the size of the last one that is larger than its ledger may be the damage: end
+        before that record, and raise CorruptRecord.
+        """
+        lengths, sizes = batch.numbers("lengths"), batch.numbers("sizes")
+        is_disk = not isinstance(damage, CorruptRecord | Unsupported)
+        count = 0 if is_disk or self._is_boundary(self.position) else _SUSPECTS_MAX
+        for at in range(len(batch) - 1, max(-1, len(batch) - 1 - count), -1):
+            if sizes[at] - OVERHEAD_SIZE_MAX > max(lengths[at], 0):
+                self.position = batch.window_offset + batch.begins[at]
+                yield from batch.first(at).parts()
+                raise CorruptRecord(
+                    f"Record has length {sizes[at]}, and no record begins behind it",
+                    offset=self.position,
+                    where=self.name,
+                    hint=_HINT,
+                ) from damage
+        yield from batch.parts()
 
     def entry_at(self, offset: int) -> Record:
         """Return the record of the entry at byte `offset`, the offset part of its location.
@@ -208,7 +245,7 @@ class EntryLogReader(FileReader):
         sums: Counter[tuple[int, int]] = Counter()
         damage: BkctlError | None = None
         try:
-            for batch in self.batches(complete=complete):
+            for batch in self.batches(complete=complete, source=ScannedFile.ENTRY_LOG_WITH_SHORT):
                 sums.update(batch.sizes_by_ledger())
         except (Corrupt, Unsupported) as error:
             damage = error
@@ -314,27 +351,39 @@ class EntryLogReader(FileReader):
         return record_start(special=False).match(behind) is not None
 
     def _check_size(self, at: int, size: int) -> None:
+        """Raise CorruptRecord if the size field at byte `at` is damaged.
+
+        Only the bookie's own bytes prove that. What a client sends is no proof: an entry may say a smaller length of
+        its ledger than it has bytes itself, have any id, and hold entries in its payload.
+        """
         rest = self.size() - at - 4
         head = self.read(at, 4 + OVERHEAD_SIZE_MAX)
         is_wrong = size > RECORD_SIZE_BYTES_MAX
-        if not is_wrong and contradicts_size(head[4:], size):
-            # A client may have sent a wrong ledger length; then another record begins where this one ends.
-            is_wrong = rest < size or not self._is_boundary(at + 4 + size)
-        elif not is_wrong and rest < size:
-            is_cut = len(head) < 4 + OVERHEAD_SIZE_MAX or self._begins_record(head, at)
-            is_wrong = not is_cut or (self._holds_records(at, rest) and not self._fits_its_ledger(at, size))
+        if not is_wrong and rest < size:
+            is_wrong = not (len(head) < 4 + OVERHEAD_SIZE_MAX or self._begins_record(head, at))
+            is_wrong = is_wrong or (self._hides_records(at, rest) and not self._fits_its_ledger(at, size))
+        elif not is_wrong and contradicts_size(head[4:], size):
+            is_wrong = not self._is_boundary(at + 4 + size) or (
+                not self.read(at + 4 + size - 1, 5).strip(b"\0") and self._hides_records(at, size)
+            )
         if is_wrong:
             raise CorruptRecord(
                 f"Record has length {size}, {rest} bytes follow", offset=at, where=self.name, hint=_HINT
             )
 
-    def _holds_records(self, at: int, size: int) -> bool:
-        """Return True if entries begin in the `size` bytes behind the size field at byte `at`.
-
-        Later bytes do not count: a bookie may have written them meanwhile.
-        """
-        found, _ = self.next_entry(at + 4 + BODY_SIZE_MIN, at + 4 + size, _PROOF_SIZE_BYTES_MAX)
-        return found is not None
+    def _hides_records(self, at: int, size: int) -> bool:
+        """Return True if records begin in the `size` bytes behind the size field at byte `at`, up to the log's end."""
+        begin: int | None = at + 4 + BODY_SIZE_MIN
+        end, budget = at + 4 + size, _PROOF_SIZE_BYTES_MAX
+        while begin is not None:
+            begin, budget = self.next_entry(begin, end, budget)
+            if begin is not None:
+                stop, is_whole = self._follow(begin)
+                if is_whole:
+                    return True
+                budget -= stop - begin + _CANDIDATE_COST_BYTES
+                begin += 1
+        return False
 
     def _fits_its_ledger(self, at: int, size: int) -> bool:
         """Return True if the size of the record at byte `at` matches the growth of its ledger's length.
@@ -357,13 +406,39 @@ class EntryLogReader(FileReader):
         overheads = [header + digest_type.code_length for digest_type in digest_types]
         return before is not None and size - (record.length - before) in overheads
 
+    def _follow(self, at: int) -> tuple[int, bool]:
+        """Follow the records from byte `at` on. Return where they end, and whether that is an end that logs have.
+
+        That is the end of the file, zeros up to it, or a plausible record that is cut there.
+        """
+        version = 2 if self.header is not None and self.header.version == VERSION_SCOPED else 1
+        cursor = WindowCursor(self.window, at)
+        while True:
+            _, _, cursor.begin = take_entries(cursor.window, cursor.begin, version, ScannedFile.ENTRY_LOG_WITH_SHORT)
+            if cursor.begin:
+                cursor.reload()
+                continue
+            if cursor.limit < 4:
+                return cursor.at, not any(cursor.window)
+            (size,) = RECORD_SIZE.unpack_from(cursor.window)
+            if size == 0:
+                return cursor.at, self.next_data(cursor.at) is None
+            if not self._begins_record(cursor.window[: 4 + OVERHEAD_SIZE_MAX], cursor.at):
+                return cursor.at, False
+            if not BODY_SIZE_MIN <= size <= self.size() - cursor.at - 4:
+                return cursor.at, record_start(special=False).match(cursor.window) is not None
+            cursor.reload(4 + size)
+            cursor.begin = 4 + size
+
     def _is_boundary(self, at: int) -> bool:
-        """Return True if a record may end before byte `at`: at a record, at the ledgers map, or at the log's end."""
+        """Return True if a record may end before byte `at`: at a record, at padding, or at the log's end."""
         head = self.read(at, 4 + OVERHEAD_SIZE_MAX)
         size = RECORD_SIZE.unpack_from(head)[0] if len(head) >= 4 else 0
         if size == 0:
-            return not any(head) and self.next_data(at) is None and (not head or self.read(at - 1, 1) != b"\0")
-        return BODY_SIZE_MIN <= size <= self.size() - at - 4 and self._begins_record(head, at)
+            return not any(head) and self.next_data(at) is None
+        return head[0] == DIRECT_PADDING_BYTE or (
+            BODY_SIZE_MIN <= size <= RECORD_SIZE_BYTES_MAX and self._begins_record(head, at)
+        )
 
     def _begins_record(self, head: bytes, at: int) -> bool:
         """Return True if `head` at byte `at` may be the size field and ids of an entry or a ledgers map."""
@@ -371,4 +446,4 @@ class EntryLogReader(FileReader):
             record = read_record(head, 4, len(head) - 4, at, self.name)
         except (CorruptRecord, Unsupported):
             return False
-        return record.type is RecordType.LEDGERS_MAP or 0 <= record.entry_id < 1 << 48
+        return record.type is RecordType.LEDGERS_MAP or record.entry_id >= 0

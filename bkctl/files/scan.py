@@ -15,7 +15,7 @@ from functools import cache
 from struct import Struct
 from typing import Final, cast
 
-from bkctl.formats.entry import HEADER_SIZE_V1, HEADER_SIZE_V2, OVERHEAD_SIZE_MAX, DigestType, digest_of_flags
+from bkctl.formats.entry import HEADER_SIZE_V1, HEADER_SIZE_V2, LENGTH_FIELD_SIZE, DigestType, digest_of_flags
 from bkctl.formats.journal import PADDING_HEADER_SIZE, PADDING_MASK
 from bkctl.formats.record import RECORD_SIZE, Record, RecordType, read_record
 from bkctl.ids import I64_MAX, U64_MAX, LedgerId
@@ -28,7 +28,7 @@ _ROW_V2: Final = Struct(">iBQQqqq")
 #: Bytes of a record's fields at most, its size field included.
 ROW_SIZE_MAX: Final = _ROW_V2.size
 #: The version that `_scan` must have: a module built from other sources is not used.
-COMPILED_API: Final = 5
+COMPILED_API: Final = 6
 try:
     from bkctl.files import _scan as compiled
 
@@ -86,6 +86,8 @@ class ScannedFile(IntEnum):
     JOURNAL = 1
     #: A journal whose padding of zeros is skipped.
     JOURNAL_OVER_PADDING = 2
+    #: Entries that end before their length field are plain too; that column means nothing for them.
+    ENTRY_LOG_WITH_SHORT = 3
 
 
 class RecordBatch:
@@ -326,9 +328,9 @@ def take_entries(
 
     Returns the byte where each begins; their fields, record after record (size, ledger, entry, LAC, length; in version
     2 size, flags, scope, ledger, entry, LAC, length); and the byte of the first record that is not a plain entry: it is
-    cut, its size is absurd or (in an entry log) more than its ledger's length, its header is cut, or its flags byte or
-    entry id is special. In a journal an entry of zeros ends it too, which the caller must examine: maybe only its size
-    reached the disk. Ids from 2^63 may be negative here; RecordBatch returns them unsigned.
+    cut, its size is absurd, its header is cut, or its flags byte or entry id is special. In a journal an entry of zeros
+    ends it too, which the caller must examine: maybe only its size reached the disk. Ids from 2^63 may be negative
+    here; RecordBatch returns them unsigned.
     """
     if compiled is None:
         return take_entries_plainly(window, begin, format_version, source)
@@ -342,8 +344,10 @@ def take_entries_plainly(
     """Do the work of `take_entries` in Python."""
     begins: list[int] = []
     flat: list[int] = []
-    plain, in_log = format_version == 1, source is ScannedFile.ENTRY_LOG
+    plain, in_log = format_version == 1, source in (ScannedFile.ENTRY_LOG, ScannedFile.ENTRY_LOG_WITH_SHORT)
     layout, size_min = (_ROW_V1, HEADER_SIZE_V1) if plain else (_ROW_V2, HEADER_SIZE_V2)
+    if source is ScannedFile.ENTRY_LOG_WITH_SHORT:
+        size_min -= LENGTH_FIELD_SIZE
     add, extend, unpack = begins.append, flat.extend, layout.unpack_from
     limit = len(window)
     last = limit - layout.size
@@ -359,7 +363,7 @@ def take_entries_plainly(
             begin = padded
             continue
         end = begin + 4 + size
-        if end > limit or (in_log and size - OVERHEAD_SIZE_MAX > max(row[-1], 0)):
+        if end > limit:
             break
         if plain:
             entry_id = row[2]

@@ -25,6 +25,8 @@ from bkctl.ids import I64_MAX, LedgerId
 
 HEADER_SIZE_V1: Final = 32
 HEADER_SIZE_V2: Final = 41
+#: The last field of a header. Apache's bookie stores entries that end before it, or within it.
+LENGTH_FIELD_SIZE: Final = 8
 LAC_HEADER_SIZE_V1: Final = 16
 LAC_HEADER_SIZE_V2: Final = 25
 #: The longest header and digest that an entry can have.
@@ -174,6 +176,12 @@ def read_entry_header(buffer: Buffer, at: int = 0, where: str = "") -> EntryHead
         raise TruncatedRecord("Scoped entry header", offset=at, needed=HEADER_SIZE_V2, present=present, where=where)
     _, scope_id, ledger_id, entry_id, lac, length = ENTRY_V2.unpack_from(buffer, at)
     return EntryHeader(LedgerId(scope_id, ledger_id), entry_id, lac, length, 2, digest_type, HEADER_SIZE_V2)
+
+
+def lac_of(entry: Buffer) -> int:
+    """Return the last add confirmed in an entry that a bookie holds; it may end before its length field."""
+    end = (HEADER_SIZE_V1 if entry[0] < 0x80 else HEADER_SIZE_V2) - LENGTH_FIELD_SIZE
+    return int.from_bytes(entry[end - 8 : end], "big", signed=True)
 
 
 def read_lac_header(packet: Buffer, at: int = 0, where: str = "") -> LacHeader:

@@ -18,9 +18,11 @@ from bkctl.formats.entry import (
     ENTRY_V2,
     HEADER_SIZE_V1,
     HEADER_SIZE_V2,
+    LENGTH_FIELD_SIZE,
     OVERHEAD_SIZE_MAX,
     DigestType,
     digest_of_flags,
+    lac_of,
 )
 from bkctl.formats.layout import Buffer
 from bkctl.ids import U64_MAX, LedgerId
@@ -82,8 +84,8 @@ class Record(NamedTuple):
 
     `offset` is the byte offset of its size field, `record_size` that field (for padding: the bytes after both its
     fields). `ledger` and `entry_id` are NO_LEDGER and a negative number where the record belongs to no ledger. Only
-    entries have `last_add_confirmed` and `length`, and only entries of V2 a `digest_type`. `body` is the whole record
-    after the size field; in entry logs its location is `offset` + 4.
+    entries have `last_add_confirmed` and `length` (None for one that ends before), and only entries of V2 a
+    `digest_type`. `body` is the whole record after the size field; in entry logs its location is `offset` + 4.
     """
 
     offset: int
@@ -160,7 +162,8 @@ def read_record(buffer: bytes, begin: int, size: int, offset: int, where: str = 
         else:
             ledger_id, entry_id = IDS_V1.unpack_from(body)
         record_type = _ENTRY if entry_id >= 0 else _SPECIAL_TYPES.get(entry_id, RecordType.UNKNOWN)
-        return Record(offset, size, record_type, _make_id((0, ledger_id)), entry_id, None, None, 1, None, body)
+        short_lac = lac_of(body) if record_type is _ENTRY and size >= HEADER_SIZE_V1 - LENGTH_FIELD_SIZE else None
+        return Record(offset, size, record_type, _make_id((0, ledger_id)), entry_id, short_lac, None, 1, None, body)
     if flags == 0xFF:
         _, entry_id = IDS_V1.unpack_from(body)
         if body[:8] == b"\xff" * 8:
@@ -177,8 +180,9 @@ def read_record(buffer: bytes, begin: int, size: int, offset: int, where: str = 
     else:
         _, scope_id, ledger_id, entry_id = IDS_V2.unpack_from(body)
     record_type = _ENTRY if entry_id >= 0 else _SPECIAL_TYPES.get(entry_id, RecordType.UNKNOWN)
+    short_lac = lac_of(body) if record_type is _ENTRY and size >= HEADER_SIZE_V2 - LENGTH_FIELD_SIZE else None
     return Record(
-        offset, size, record_type, _make_id((scope_id, ledger_id)), entry_id, None, None, 2, digest_type, body
+        offset, size, record_type, _make_id((scope_id, ledger_id)), entry_id, short_lac, None, 2, digest_type, body
     )
 
 

@@ -36,8 +36,8 @@ from bkctl.errors import (
     Unsupported,
 )
 from bkctl.formats import journal as journal_formats
-from bkctl.formats.availability import Availability
-from bkctl.formats.entry import ENTRY_FLAGS_V2, ENTRY_V1, ENTRY_V2, read_entry_header, read_lac_header
+from bkctl.formats.availability import serialize
+from bkctl.formats.entry import ENTRY_FLAGS_V2, lac_of, read_lac_header
 from bkctl.formats.layout import Buffer
 from bkctl.formats.names import CURRENT
 from bkctl.formats.record import record_of
@@ -52,8 +52,9 @@ from bkctl.storage.replay import JournalReplay
 
 LAC_PACKET_SIZE_BYTES_MAX: Final = 256
 
-_unpack_v1 = ENTRY_V1.unpack_from
-_unpack_v2 = ENTRY_V2.unpack_from
+# The fields before an entry's length.
+_unpack_v1 = struct.Struct(">Qqq").unpack_from
+_unpack_v2 = struct.Struct(">BQQqq").unpack_from
 
 
 class BookieStorage:
@@ -200,7 +201,7 @@ class BookieStorage:
         token: object,
         recovery: bool = False,
     ) -> None:
-        """Add one entry, and queue it with `token` for its journal.
+        """Add one entry, and queue it with `token` for its journal. As in Apache's bookie it may end behind its LAC.
 
         Raises Unauthorized (another master key), LedgerFenced (unless `recovery`; always if it is deleted too),
         BadRequest (ids or format of `body` are not the request's, or the master key is not 20 bytes),
@@ -209,10 +210,10 @@ class BookieStorage:
         """
         try:
             if ledger[0]:
-                flags, scope_id, ledger_id, found_id, lac, _ = _unpack_v2(body)
+                flags, scope_id, ledger_id, found_id, lac = _unpack_v2(body)
                 fits = flags in ENTRY_FLAGS_V2 and scope_id == ledger[0] and ledger_id == ledger[1]
             else:
-                ledger_id, found_id, lac, _ = _unpack_v1(body)
+                ledger_id, found_id, lac = _unpack_v1(body)
                 fits = ledger_id == ledger[1] and ledger_id <= I64_MAX
         except struct.error:
             fits = False
@@ -310,10 +311,10 @@ class BookieStorage:
         if not handle.is_on_disk and not handle.key_recorded:
             self._record_key(handle, batch)
 
-    def write_lac(self, ledger: LedgerId, lac: int, master_key: Buffer, packet: Buffer, done: Done) -> None:
-        """Keep an explicit LAC, and call `done` once it is on disk; create a missing ledger.
+    def write_lac(self, ledger: LedgerId, master_key: Buffer, packet: Buffer, done: Done) -> None:
+        """Keep the explicit LAC in `packet`, and call `done` once it is on disk; create a missing ledger.
 
-        Raises Unauthorized, LedgerNotFound (fenced and deleted), BadRequest (the packet is not the request's, or the
+        Raises Unauthorized, LedgerNotFound (fenced and deleted), BadRequest (the packet is not the ledger's, or the
         master key is not 20 bytes), OSError, Corrupt.
         """
         if len(packet) > LAC_PACKET_SIZE_BYTES_MAX:
@@ -323,15 +324,14 @@ class BookieStorage:
         except (TruncatedRecord, Unsupported) as error:
             raise BadRequest(f"Not a LAC packet: {error}") from error
         # A V2 packet of scope 0 is refused: its ledgers have V1 packets.
-        fits = header.ledger == ledger and (header.format_version == 2) == ledger.is_scoped
-        if not fits or header.last_add_confirmed != lac:
-            raise BadRequest(f"The body is not LAC {lac} of ledger {ledger} in the format of its scope")
+        if header.ledger != ledger or (header.format_version == 2) != ledger.is_scoped:
+            raise BadRequest(f"The body is not a LAC of ledger {ledger} in the format of its scope")
         handle = self._open_ledgers.open_to_write(ledger, master_key)
         batch = self.batches[handle.journal]
         if ledger.is_scoped or self.config.journal_format_version_to_write >= journal_formats.VERSION_EXPLICIT_LAC:
             self._record_new_key(handle, batch)
             batch.append(ledger, journal_formats.explicit_lac_record(ledger, bytes(packet)))
-        self._open_ledgers.set_explicit_lac(handle, lac, bytes(packet))
+        self._open_ledgers.set_explicit_lac(handle, header.last_add_confirmed, bytes(packet))
         batch.calls.append(done)
 
     def force(self, ledger: LedgerId, done: Done) -> None:
@@ -384,15 +384,15 @@ class BookieStorage:
         if handle.explicit_lac:
             lac = read_lac_header(handle.explicit_lac).last_add_confirmed
         if last_entry >= 0:
-            lac = max(lac, read_entry_header(self.read(handle, last_entry)).last_add_confirmed)
+            lac = max(lac, lac_of(self.read(handle, last_entry)))
         return lac
 
     def learn_lac(self, handle: LedgerHandle, lac: int) -> None:
         """Raise the handle's LAC to `lac` from `read_lac`, unless adds have raised it further meanwhile."""
         handle.lac, handle.lac_is_known = max(handle.lac, lac), True
 
-    def availability(self, handle: LedgerHandle, is_wanted: IsWanted = always) -> Callable[[], Availability]:
-        """Return a function that lists the ledger's entries here; it reads the index, so call it in another thread.
+    def availability(self, handle: LedgerHandle, is_wanted: IsWanted = always) -> Callable[[], bytes]:
+        """Return a function that serializes the list of the ledger's entries here; call it in another thread.
 
         The function returns early, with part of the list, once `is_wanted` says False. Copies what memory has of the
         ids. Raises UnknownLedgerState where entries may be lost, and what `missing` returns for a deleted ledger.
@@ -401,7 +401,7 @@ class BookieStorage:
             raise self.missing(handle.ledger)
         self.last_entry(handle)
         entry_ids = self.ledgers.entry_ids(handle, is_wanted)
-        return lambda: Availability.of(entry_ids())
+        return lambda: serialize(entry_ids(), _rest)
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -415,3 +415,8 @@ class BookieStorage:
                 written = True
             finally:
                 self.end_checkpoint(checkpoint, written=written)
+
+
+def _rest() -> None:
+    """Leave the interpreter to other threads for about as long as a slice of a list takes."""
+    time.sleep(0.001)

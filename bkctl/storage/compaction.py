@@ -23,7 +23,7 @@ from bkctl.config import BookieConfig
 from bkctl.disk import Files
 from bkctl.errors import BkctlError, Corrupt, ReadOnlyBookie, Unsupported
 from bkctl.files.entry_log import EntryLogReader
-from bkctl.files.scan import RecordBatch
+from bkctl.files.scan import RecordBatch, ScannedFile
 from bkctl.formats.entry_log import HEADER_SIZE, pack_location
 from bkctl.ids import LedgerId
 from bkctl.storage.entry_log_metadata import EntryLogMetadata
@@ -232,6 +232,6 @@ class EntryLogCompactor:
 def _batches(log: EntryLogMetadata) -> Iterator[RecordBatch]:
     try:
         with EntryLogReader.open(log.path) as reader:
-            yield from reader.batches()
+            yield from reader.batches(source=ScannedFile.ENTRY_LOG_WITH_SHORT)
     except (Corrupt, Unsupported) as error:
         raise UnreadableEntryLog(error.message, hint=error.hint) from error

@@ -73,10 +73,16 @@ class OpenLedgers:
         if handle is None:
             if ledger in self.set_aside:
                 raise Corrupt(f"Ledger {ledger} is set aside: {self.set_aside[ledger].message}")
-            read = functools.partial(self._storage.load, ledger)
+            read = functools.partial(self._load, ledger)
             if not self._storage.waits_for_disk:
                 raise NeedsDisk(ledger, read)
             handle = self._adopt(read())
+        return handle
+
+    def _load(self, ledger: LedgerId) -> LedgerHandle:
+        handle: LedgerHandle = self._storage.load(ledger)
+        if handle.index_error is not None and self._journals:
+            raise handle.index_error  # replay, which has the key, would have written it
         return handle
 
     def _adopt(self, handle: LedgerHandle) -> LedgerHandle:

@@ -21,7 +21,7 @@ from bkctl.errors import BkctlError, Corrupt, CorruptRecord, TruncatedRecord, Un
 from bkctl.files.journal import JournalReader
 from bkctl.files.scan import ScanState
 from bkctl.formats import journal as journal_formats
-from bkctl.formats.entry import ENTRY_V1, MASTER_KEY_SIZE, read_entry_header, read_lac_header
+from bkctl.formats.entry import ENTRY_V1, HEADER_SIZE_V1, HEADER_SIZE_V2, MASTER_KEY_SIZE, read_lac_header
 from bkctl.formats.journal import LogMark, file_name
 from bkctl.formats.record import RECORD_SIZE, Record, RecordType, record_of
 from bkctl.ids import I64_MAX, LedgerId
@@ -210,6 +210,8 @@ class JournalReplay:
         handle = self._ledgers.look_up(ledger)
         if ledger not in self._ledgers.handles:
             key = self._keys.get(ledger)
+            if key is None and handle.index_error is not None:
+                raise handle.index_error
             if key is None or (not ledger.is_scoped and ledger.ledger_id > I64_MAX):
                 self.skipped_count += 1
                 return False
@@ -235,7 +237,7 @@ class JournalReplay:
 
     def _apply_entry(self, handle: LedgerHandle, record: Record) -> None:
         body, entry_id = record.body, record.entry_id
-        if record.length is None or entry_id > self._storage.entry_id_max:
+        if record.last_add_confirmed is None or entry_id > self._storage.entry_id_max:
             return
         if self._storage.has(handle, entry_id):
             try:
@@ -247,8 +249,7 @@ class JournalReplay:
                 return
         record_as_added = record_of(body)
         self._storage.add(handle, [entry_id], [record_as_added], len(record_as_added))
-        if record.last_add_confirmed is not None:
-            handle.lac = max(handle.lac, record.last_add_confirmed)
+        handle.lac = max(handle.lac, record.last_add_confirmed)
         self.entry_count += 1
 
 
@@ -286,7 +287,7 @@ def _is_better(old: bytes, new: bytes) -> bool:
     """
     if old == new:
         return True
-    size = read_entry_header(new).size
+    size = HEADER_SIZE_V1 if new[0] < 0x80 else HEADER_SIZE_V2
     if _has_digest(new, size):
         return False
     return _has_digest(old, size) or len(old) != len(new) or old.count(0) < new.count(0)

@@ -108,7 +108,6 @@ def test_requests_are_refused_with_apaches_status_codes(tmp_path: Path, cluster:
             (ReadRequest(ledger, LAST_ENTRY, None, True), Status.EUA),
             (ReadRequest(ledger, 0, previous_lac=0, piggyback=True), Status.EBADREQ),
             (WriteLacRequest(ledger, 0, wrong_key, digests(ledger).seal_lac(0)), Status.EUA),
-            (WriteLacRequest(ledger, 1, digests(ledger).master_key, digests(ledger).seal_lac(0)), Status.EBADREQ),
             (WriteLacRequest(ledger, 0, digests(ledger).master_key, digests(other).seal_lac(0)), Status.EBADREQ),
             (WriteLacRequest(ledger, 0, digests(ledger).master_key, bytes(300)), Status.EBADREQ),
             (ReadRequest(other, 0), Status.ENOLEDGER),
@@ -117,6 +116,71 @@ def test_requests_are_refused_with_apaches_status_codes(tmp_path: Path, cluster:
             assert (await connection.send(request)).status is expected, request
 
     on_a_bookie(tmp_path, cluster, body)
+
+
+@pytest.mark.parametrize("storage", [SORTED, INTERLEAVED, DB], ids=["sorted", "interleaved", "db"])
+@pytest.mark.parametrize("protocol", list(Protocol), ids=lambda each: each.name)
+def test_entries_that_end_behind_their_lac_are_kept(
+    tmp_path: Path, cluster: Cluster, protocol: Protocol, storage: str
+) -> None:
+    """As Apache's bookie does: in memory, in entry logs and in the list of entries."""
+    ledgers = [PLAIN] if protocol is Protocol.V2 else LEDGERS
+
+    def request(ledger: LedgerId, entry_id: int, rest: int) -> AddRequest:
+        whole = add(ledger, entry_id)
+        return whole._replace(body=bytes(whole.body)[: (33 if ledger.is_scoped else 24) + rest])
+
+    requests = [request(ledger, rest + 1, rest) for ledger in ledgers for rest in range(8)]
+
+    async def is_all_there(connection: BookieConnection) -> None:
+        for each in requests:
+            response = await connection.send(ReadRequest(each.ledger, each.entry_id))
+            assert (response.status, bytes(response.body)) == (Status.EOK, each.body)
+        for ledger in ledgers if protocol is Protocol.V3 else ():
+            listed = await connection.send(ListEntriesRequest(ledger))
+            assert list(Availability.parse(listed.availability)) == list(range(9))
+            assert (await connection.send(ReadLacRequest(ledger))).status is Status.EOK
+            polled = ReadRequest(ledger, LAST_ENTRY, previous_lac=0, timeout_ms=10)
+            assert (await connection.send(polled)).max_lac == 7
+
+    async def before(bookie: Bookie, connection: BookieConnection) -> None:
+        assert set(await statuses(connection, *(add(ledger, 0) for ledger in ledgers), *requests)) == {Status.EOK}
+        await is_all_there(connection)
+        await bookie.checkpoint()
+        await is_all_there(connection)
+
+    async def after(bookie: Bookie, connection: BookieConnection) -> None:
+        await is_all_there(connection)
+
+    on_a_bookie(tmp_path, cluster, before, protocol, ledger_storage_class=storage)
+    on_a_bookie(tmp_path, cluster, after, protocol, ledger_storage_class=storage)
+
+
+@pytest.mark.parametrize("ledger", LEDGERS, ids=str)
+def test_explicit_lac_is_that_of_the_packet(tmp_path: Path, cluster: Cluster, ledger: LedgerId) -> None:
+    """Java's client sets the field first and packs the LAC later."""
+
+    async def body(bookie: Bookie, connection: BookieConnection) -> None:
+        by = digests(ledger)
+        assert await statuses(
+            connection, add(ledger, 0), WriteLacRequest(ledger, 3, by.master_key, by.seal_lac(7))
+        ) == [Status.EOK, Status.EOK]
+        assert by.open_lac((await connection.send(ReadLacRequest(ledger))).lac_body) == 7
+        assert (await connection.send(ReadRequest(ledger, 0))).max_lac == 7
+
+    on_a_bookie(tmp_path, cluster, body)
+
+
+def test_refused_requests_are_logged_once_with_the_reason(
+    tmp_path: Path, cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body(bookie: Bookie, connection: BookieConnection) -> None:
+        refused = [add(PLAIN, number, body=b"short") for number in range(20)]
+        assert set(await statuses(connection, *refused)) == {Status.EBADREQ}
+
+    on_a_bookie(tmp_path, cluster, body)
+    (logged,) = [message for message in caplog.messages if message.startswith("Refused a request")]
+    assert "The body is not entry 0 of ledger" in logged
 
 
 def test_bodies_of_another_format_than_the_scopes_store_nothing(tmp_path: Path, cluster: Cluster) -> None:

@@ -16,6 +16,7 @@ from bkctl.files.directories import BookieDirectories
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.index import LedgerIndexReader
 from bkctl.files.listing import log_contents
+from bkctl.files.scan import RecordBatch
 from bkctl.files.windows import WINDOW_SIZE_BYTES
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.entry_log import pack_location, unpack_location, write_header, write_ledgers_map
@@ -408,3 +409,64 @@ def test_apaches_indexes_match_apaches_shell(bookie):
             record = logs[log_id].entry_at(offset)
             assert (record.ledger, record.entry_id) == (LedgerId(0, int(ledger)), entry_id)
             assert pack_location(log_id, record.offset + 4) == pack_location(log_id, offset)
+
+
+def _crafted(ledger: LedgerId, entry_id: int, size: int, *, payload: bytes = b"", cut: int | None = None) -> bytes:
+    """The record of an entry whose length field says 0; `cut`: the bytes of its body."""
+    body = DigestManager(ledger, DigestType.CRC32C).seal(entry_id, (1 << 60) - 1, 0, b"") + payload.ljust(size, b"\1")
+    body = body[:cut]
+    return struct.pack(">i", len(body)) + body
+
+
+@pytest.mark.parametrize(("version", "ledger"), [(1, LEDGERS[0]), (2, SCOPED[0])])
+def test_fields_of_clients_are_no_damage(open_log, version, ledger):
+    """Length, LAC, entry id and payload, at the end of a log too: closed, cut, or before zeros."""
+    inner = b"".join(entry(number, bytes(30), ledger) for number in range(4))
+    short = 28 if version == 1 else 37
+    records = [
+        _crafted(ledger, 0, 200), _crafted(ledger, 1 << 50, 0), _crafted(ledger, (1 << 63) - 1, 100),
+        _crafted(ledger, 3, 0, cut=short), _crafted(ledger, 4, 300, payload=inner), _crafted(ledger, 5, 100, cut=short),
+        _crafted(ledger, 6, 300, payload=bytes(300)),
+    ]  # fmt: skip
+    ids = [0, 1 << 50, (1 << 63) - 1, 3, 4, 5, 6]
+    for count in range(1, len(records) + 1):
+        some = records[:count]
+        size = sum(map(len, some))
+        closed = write_header(version, 1024 + size, 1) + b"".join([*some, *write_ledgers_map({ledger: size}, version)])
+        is_open = write_header(version) + b"".join(some)
+        for data in (closed, is_open, is_open + bytes(5000)):
+            reader = open_log(data)
+            assert read(reader)[1] is None
+            rows = [(row.entry_id, row.record_size) for row in reader.records()]
+            assert rows == [(number, len(record) - 4) for number, record in zip(ids, some, strict=False)]
+            assert reader.scan_ledgers() == ({ledger: size}, None)
+        for missing in (1, 5, 60):
+            if missing < len(some[-1]) - 4 and inner not in some[-1]:
+                reader = open_log(is_open[:-missing])
+                assert reader.scan_ledgers() == ({ledger: size - len(some[-1])} if some[:-1] else {}, None)
+
+
+@pytest.mark.parametrize("size", [180, 1 << 20])
+def test_damaged_size_of_a_crafted_entry_is_damage(open_log, size):
+    records = [_crafted(LEDGERS[0], 0, 50), _crafted(LEDGERS[0], 1, 50), *(entry(number) for number in range(2, 9))]
+    data = bytearray(write_header() + b"".join(records))
+    at = 1024 + len(records[0])
+    struct.pack_into(">i", data, at, size)
+    rows, error = read(open_log(bytes(data)))
+    assert ids(rows) == [("entry", 0)]
+    assert isinstance(error, CorruptRecord)
+    assert f"at byte {at}" in str(error)
+
+
+@pytest.mark.parametrize(("version", "ledger"), [(1, LEDGERS[0]), (2, SCOPED[0])])
+@pytest.mark.parametrize("is_short", [False, True], ids=["length 0", "short"])
+def test_collector_takes_entries_of_any_fields_many_at_once(open_log, monkeypatch, version, ledger, is_short):
+    """One at a time, a log of 1 GiB would take minutes."""
+    cut = (24 if version == 1 else 33) + 4 if is_short else None
+    records = [_crafted(ledger, number, 40, cut=cut) for number in range(20_000)]
+    reader = open_log(write_header(version) + b"".join(records))
+    singles = []
+    of_record = RecordBatch.of_record
+    monkeypatch.setattr(RecordBatch, "of_record", lambda *args: singles.append(args) or of_record(*args))
+    assert reader.scan_ledgers() == ({ledger: sum(map(len, records))}, None)
+    assert len(singles) <= 2

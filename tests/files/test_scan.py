@@ -56,13 +56,16 @@ others = st.one_of(
 logs = st.lists(st.one_of(entries, entries, entries, others), max_size=20).map(b"".join)
 
 
+LOG_SOURCES = (ScannedFile.ENTRY_LOG, ScannedFile.ENTRY_LOG_WITH_SHORT)
+
+
 @needs_compiled
-@given(logs, st.integers(0, 60), st.sampled_from((1, 2)))
-@example(entry(SCOPED[1], 0, b"")[:44], 0, 2)
-@example(b"", 5, 1)
-def test_the_compiled_loop_matches_the_plain_one(window: bytes, begin: int, version: int) -> None:
-    begins, flat, stop = take_entries(window, begin, version)
-    plain_begins, plain_flat, plain_stop = take_entries_plainly(window, begin, version)
+@given(logs, st.integers(0, 60), st.sampled_from((1, 2)), st.sampled_from(LOG_SOURCES))
+@example(entry(SCOPED[1], 0, b"")[:44], 0, 2, ScannedFile.ENTRY_LOG)
+@example(b"", 5, 1, ScannedFile.ENTRY_LOG)
+def test_the_compiled_loop_matches_the_plain_one(window: bytes, begin: int, version: int, source: ScannedFile) -> None:
+    begins, flat, stop = take_entries(window, begin, version, source)
+    plain_begins, plain_flat, plain_stop = take_entries_plainly(window, begin, version, source)
     assert (list(begins), stop) == (plain_begins, plain_stop)
     one = RecordBatch(window, 1024, begins, flat, version)
     other = RecordBatch(window, 1024, plain_begins, plain_flat, version)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import struct
+import tracemalloc
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bkctl.errors import BkctlError, CorruptRecord, TruncatedRecord, Unsupported
-from bkctl.formats.availability import Availability, SequenceGroup
+from bkctl.formats.availability import Availability, SequenceGroup, serialize
 
 
 def group(first: int, last: int, size: int, period: int) -> bytes:
@@ -93,3 +94,14 @@ def test_runs_without_entries_take_no_time() -> None:
     found = Availability([SequenceGroup(0, 1 << 62, 0, 1), SequenceGroup((1 << 62) + 1, (1 << 62) + 1, 1, 0)])
     assert list(Availability.parse(found.serialize())) == [(1 << 62) + 1]
     assert found.count() == 1
+
+
+def test_serializing_pauses_and_takes_the_memory_of_the_result() -> None:
+    pauses: list[int] = []
+    tracemalloc.start()
+    data = serialize(range(0, 40_000, 2), lambda: pauses.append(1))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert list(Availability.parse(data)) == list(range(0, 40_000, 2))
+    assert len(pauses) == 20
+    assert peak < 4 * len(data)

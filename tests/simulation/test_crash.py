@@ -18,6 +18,7 @@ from support.simulated_disk import Fault, SimulatedCrash, SimulatedFiles
 from bkctl.config import BookieConfig
 from bkctl.disk import Files
 from bkctl.errors import BookieIOError, LedgerFenced
+from bkctl.formats.availability import Availability
 from bkctl.formats.entry import DigestManager, DigestType, read_lac_header
 from bkctl.ids import LedgerId
 from bkctl.storage.bookie_storage import BookieStorage
@@ -144,7 +145,7 @@ class Workload:
             if error is None:
                 self.promised.lacs[ledger] = lac
 
-        self.storage.write_lac(ledger, lac, digests.master_key, digests.seal_lac(lac), note)
+        self.storage.write_lac(ledger, digests.master_key, digests.seal_lac(lac), note)
 
     def commit(self) -> None:
         for number in range(len(self.storage.journals)):
@@ -172,7 +173,7 @@ def check(storage: BookieStorage, promised: Acknowledged, *, torn: bool = False)
         handle = storage.get(ledger)
         if handle is None:
             continue
-        for entry_id in storage.availability(handle)():
+        for entry_id in Availability.parse(storage.availability(handle)()):
             found = bytes(storage.read_entry(ledger, entry_id))
             if (ledger, entry_id) in promised.entries or not torn:
                 assert found in promised.given[ledger, entry_id], f"entry {entry_id} of {ledger!r} was never given"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
+import shutil
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,14 +15,25 @@ from typing import Any
 import pytest
 from support.journals import flush_journals
 from support.servers import DB, INTERLEAVED, SORTED
+from support.simulated_disk import SimulatedCrash, SimulatedFiles
 
 from bkctl.config import BookieConfig
 from bkctl.disk import Files
-from bkctl.errors import Conflict, Corrupt, EntryNotFound, LedgerFenced, LedgerNotFound, Unsupported, UsageError
+from bkctl.errors import (
+    BadRequest,
+    Conflict,
+    Corrupt,
+    EntryNotFound,
+    LedgerFenced,
+    LedgerNotFound,
+    Unsupported,
+    UsageError,
+)
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.index import LedgerIndexReader
 from bkctl.files.journal import JournalReader
 from bkctl.formats.entry import DigestManager, DigestType
+from bkctl.formats.index import index_path
 from bkctl.formats.names import CONVERSION_NAME
 from bkctl.formats.record import RecordType, record_of
 from bkctl.ids import LedgerId
@@ -237,7 +251,7 @@ def test_index_files_match_apache(tmp_path: Path) -> None:
     for ledger in (PLAIN, SCOPED):
         add(storage, ledger, 0, 1023, 5000)
         storage.write_lac(
-            ledger, 3, key_of(ledger), DigestManager(ledger, DigestType.CRC32C).seal_lac(3), lambda error: None
+            ledger, key_of(ledger), DigestManager(ledger, DigestType.CRC32C).seal_lac(3), lambda error: None
         )
         storage.fence(ledger, key_of(ledger), lambda error: None)
     header_only = LedgerId(0, 0x6B00FE09)
@@ -418,7 +432,7 @@ def test_fenced_and_deleted_ledger_refuses_writes_for_a_week(tmp_path: Path, mon
                 storage.fence(ledger, key_of(ledger), lambda _: None)
             by = DigestManager(ledger, DigestType.CRC32C, b"secret")
             with pytest.raises(LedgerNotFound, match="deleted"):
-                storage.write_lac(ledger, 0, key_of(ledger), by.seal_lac(0), lambda _: None)
+                storage.write_lac(ledger, key_of(ledger), by.seal_lac(0), lambda _: None)
             with pytest.raises(LedgerNotFound):
                 storage.read_entry(ledger, 0)
     now_s += 8 * day
@@ -428,6 +442,151 @@ def test_fenced_and_deleted_ledger_refuses_writes_for_a_week(tmp_path: Path, mon
     flush_journals(storage)
     storage.delete_ledger(LedgerId(0, 99))
     add(storage, LedgerId(0, 99), 0)  # it was not fenced
+
+
+@pytest.mark.parametrize("ledger", [PLAIN, SCOPED], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"ledger_storage_class": DB}], ids=["files", "db"])
+def test_entries_that_end_behind_their_lac_survive_a_crash(
+    tmp_path: Path, ledger: LedgerId, changes: dict[str, Any]
+) -> None:
+    bodies = [body_of(ledger, rest)[: (33 if ledger.is_scoped else 24) + rest] for rest in range(8)]
+    storage = open_storage(tmp_path / "first", **changes)
+    for entry_id, body in enumerate(bodies):
+        storage.add(ledger, entry_id, key_of(ledger), body, None)
+    flush_journals(storage)
+    for name in ("crashed", "crashed again"):
+        shutil.copytree(tmp_path / "first", tmp_path / name)
+        again = open_storage(tmp_path / name, **changes)
+        assert [bytes(again.read_entry(ledger, entry_id)) for entry_id in range(8)] == bodies
+        assert again.read_lac(again.get(ledger)) == 6
+        again.close()
+        storage.write_entries()
+    with pytest.raises(BadRequest):
+        storage.add(ledger, 9, key_of(ledger), body_of(ledger, 9)[: 32 if ledger.is_scoped else 23], None)
+
+
+@pytest.mark.parametrize("ledger", [PLAIN, SCOPED], ids=str)
+@pytest.mark.parametrize("lost", ["all", "first sector", "header"])
+def test_index_without_its_start_is_corrupt_once_replay_is_over(tmp_path: Path, ledger: LedgerId, lost: str) -> None:
+    storage = open_storage(tmp_path)
+    add(storage, ledger, 0, 1)
+    storage.fence(ledger, key_of(ledger), lambda _: None)
+    flush_journals(storage)
+    storage.close()
+    path = tmp_path / "ledgers" / "current" / index_path(ledger)
+    size = {"all": 0, "first sector": 512, "header": 1024}[lost]
+    path.write_bytes(bytes(size) + path.read_bytes()[size:] if size else b"")
+    storage = open_storage(tmp_path)
+    requests: list[Callable[[], object]] = [
+        lambda: storage.read_entry(ledger, 0),
+        lambda: storage.get(ledger),
+        lambda: add(storage, ledger, 2),
+        lambda: storage.fence(ledger, key_of(ledger), lambda _: None),
+        lambda: storage.write_lac(
+            ledger, key_of(ledger), DigestManager(ledger, DigestType.CRC32C).seal_lac(0), lambda _: None
+        ),
+    ]
+    for request in requests:
+        with pytest.raises(Corrupt, match="start of the ledger's index is missing"):
+            request()
+    storage.delete_ledger(ledger)
+    storage.run_checkpoint()
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("ledger", [PLAIN, SCOPED], ids=str)
+@pytest.mark.parametrize("has_key", [True, False], ids=["key", "no key"])
+def test_replay_restores_the_start_of_an_index_if_it_has_the_key(
+    tmp_path: Path, ledger: LedgerId, has_key: bool
+) -> None:
+    storage = open_storage(tmp_path)
+    add(storage, ledger, 0, 1)
+    flush_journals(storage)
+    storage.run_checkpoint()
+    if has_key:
+        storage._handles.clear()
+    add(storage, ledger, 2)
+    flush_journals(storage)
+    path = tmp_path / "ledgers" / "current" / index_path(ledger)
+    path.write_bytes(bytes(512) + path.read_bytes()[512:])
+    storage = open_storage(tmp_path)
+    if not has_key:
+        with pytest.raises(Corrupt, match="set aside"):
+            storage.get(ledger)
+        return
+    for _ in range(2):
+        for entry_id in range(3):
+            assert bytes(storage.read_entry(ledger, entry_id)) == body_of(ledger, entry_id)
+        storage.close()
+        storage = open_storage(tmp_path)
+
+
+def test_deleted_scoped_ledgers_leave_no_directories(tmp_path: Path) -> None:
+    current = tmp_path / "ledgers" / "current"
+
+    def directories() -> int:
+        return sum(path.is_dir() for path in current.rglob("*") if len(path.name) == 8)
+
+    storage = open_storage(tmp_path)
+    ledgers = [LedgerId(scope, number) for scope in (7, 1 << 40, 9) for number in (1, 2, 1 << 40)]
+    for ledger in ledgers:
+        add(storage, ledger, 0)
+    flush_journals(storage)
+    storage.run_checkpoint()
+    assert directories() > 0
+    for ledger in ledgers[1:]:
+        storage.delete_ledger(ledger)
+    add(storage, ledgers[1], 0)  # in the directory of the ledger that remains
+    add(storage, ledgers[-1], 0)  # in directories that go
+    flush_journals(storage)
+    storage.run_checkpoint()
+    storage.close()
+    storage = open_storage(tmp_path)
+    for ledger in (ledgers[0], ledgers[1], ledgers[-1]):
+        assert bytes(storage.read_entry(ledger, 0)) == body_of(ledger, 0)
+        storage.delete_ledger(ledger)
+    storage.run_checkpoint()
+    assert directories() == 0
+    storage.close()
+    (current / "0000000a" / "0000000b" / "0000000c").mkdir(parents=True)
+    (current / "0000000a" / "0000000d").mkdir()
+    (current / "0000000e").mkdir()
+    open_storage(tmp_path)
+    assert directories() == 0
+
+
+def test_crash_while_directories_are_pruned_loses_no_other_ledger(tmp_path: Path) -> None:
+    """The ledger that remains shares two directories with one that is deleted; a third is created beside them."""
+    kept, deleted, created = LedgerId(7, 1), LedgerId(7, 1 << 40), LedgerId(7, 2 << 40)
+    root = tmp_path / "disk"
+    root.mkdir()
+    for number in range(1, 200):
+        shutil.rmtree(root)
+        root.mkdir()
+        files = SimulatedFiles(root, seed=number)
+        storage = BookieStorage(config_for(root), files=files)
+        storage.open()
+        add(storage, kept, 0)
+        add(storage, deleted, 0)
+        flush_journals(storage)
+        storage.run_checkpoint()
+        files.crash_at = files.operations + number
+        is_over = False
+        with contextlib.suppress(SimulatedCrash):
+            storage.delete_ledger(deleted)
+            add(storage, created, 0)
+            flush_journals(storage)
+            storage.run_checkpoint()
+            is_over = True
+        after = BookieStorage(config_for(files.crash(tmp_path / "after", keep=0.5)))
+        after.open()
+        assert bytes(after.read_entry(kept, 0)) == body_of(kept, 0)
+        if is_over:
+            assert bytes(after.read_entry(created, 0)) == body_of(created, 0)
+            assert not (tmp_path / "after" / "ledgers" / "current" / index_path(deleted)).parent.exists()
+            return
+        after.close()
+    raise AssertionError("the checkpoint takes more operations")
 
 
 def test_memory_stays_within_the_limits(tmp_path: Path) -> None:

@@ -440,7 +440,7 @@ def test_refuses_master_keys_that_are_not_20_bytes(tmp_path: Path, key: bytes) -
         with pytest.raises(BadRequest, match="master key"):
             storage.fence(ledger, key, lambda _: None)
         with pytest.raises(BadRequest, match="master key"):
-            storage.write_lac(ledger, 0, key, by.seal_lac(0), lambda _: None)
+            storage.write_lac(ledger, key, by.seal_lac(0), lambda _: None)
         assert storage.get(ledger) is None
     assert storage.take_batch(0) is None
 
@@ -457,7 +457,7 @@ def test_an_index_file_with_a_long_master_key_is_served_and_written(tmp_path: Pa
     again = open_storage(tmp_path)
     ledger = LedgerId(0, 1)
     by = DigestManager(ledger, DigestType.CRC32C)
-    again.write_lac(ledger, 0, key, by.seal_lac(0), lambda _: None)
+    again.write_lac(ledger, key, by.seal_lac(0), lambda _: None)
     again.fence(ledger, key, lambda _: None)
     body = add(again, 2, 0)
     flush_journals(again)

@@ -117,7 +117,9 @@ class SimulatedFiles(Files):
     def _directory(self, path: Path) -> _Directory:
         found = self._top
         for name in path.relative_to(self.root).parts:
-            below = found.current[name]
+            below = found.current.get(name)
+            if below is None:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
             assert isinstance(below, _Directory)
             found = below
         return found
@@ -182,6 +184,11 @@ class SimulatedFiles(Files):
             self.step("remove", path)
             super().remove(path)
             del self._directory(path.parent).current[path.name]
+
+    def remove_directory(self, path: Path) -> None:
+        self.step("remove", path)
+        super().remove_directory(path)
+        del self._directory(path.parent).current[path.name]
 
     def note_written(self, directory: Path) -> None:
         """Count all files in `directory` as synced."""

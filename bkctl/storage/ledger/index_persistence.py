@@ -107,21 +107,25 @@ class IndexPersistenceMgr:
     # --- ledgers -----------------------------------------------------------------------------------------------------
 
     def load(self, ledger: LedgerId) -> IndexedHandle | None:
-        """Return a handle with the state in the ledger's file, None without. Raises OSError, Corrupt, Unsupported."""
+        """Return a handle with the state in the ledger's file, None without. Raises OSError, Corrupt, Unsupported.
+
+        A file without the start of its header gives a handle with `index_error`, for replay to write the header again:
+        a crash of Apache's bookie may have come before its header was on disk.
+        """
         generation = self._generation
         path = self._find(ledger)
         if path is None:
             return None
         file = self._file_at(ledger, path, generation)
         data = _read(file, 0, formats.HEADER_SIZE)
+        handle = IndexedHandle(ledger, b"", path)
         if len(data) < _HEADER_SIZE_MIN or data[:4] == bytes(4):
-            self._forget(ledger)
-            return None  # a crash came before the first header was on disk: replay has the key and writes it again
-        header = formats.read_header(data, where=str(path))
-        handle = IndexedHandle(ledger, header.master_key, path)
-        handle.is_on_disk = True
-        handle.fenced = header.fenced
-        handle.explicit_lac = header.explicit_lac or b""
+            handle.index_error = Corrupt(f"{path}: the start of the ledger's index is missing")
+        else:
+            header = formats.read_header(data, where=str(path))
+            handle.master_key, handle.fenced = header.master_key, header.fenced
+            handle.explicit_lac = header.explicit_lac or b""
+            handle.is_on_disk = True
         handle.lac_is_known = False
         handle.last_entry = handle.indexed_last = self._last_entry(file)
         return handle
@@ -135,12 +139,12 @@ class IndexPersistenceMgr:
         return None if path is None else IndexedHandle(ledger, b"", path, is_on_disk=True)
 
     def create(self, ledger: LedgerId, master_key: bytes = b"") -> IndexedHandle:
-        """Return a handle for a ledger that has no file, or one without a header.
+        """Return a handle for a ledger that has no file.
 
         The first `write` creates the file. Raises OSError.
         """
         if ledger in self._doomed:  # most creations need not wait for the lock
-            for directory in self._remove(ledger):
+            for directory in self._remove(ledger, prunes=False):
                 self._files.sync_directory(directory)
         path = self._find(ledger) or Path(self._prefixes[self._pick_directory()] + formats.index_path(ledger))
         return IndexedHandle(ledger, master_key, path)
@@ -161,7 +165,10 @@ class IndexPersistenceMgr:
         return bool(self._doomed)
 
     def remove_doomed(self) -> None:
-        """Delete the files of doomed ledgers, durably. Raises OSError; the next call deletes the rest."""
+        """Delete the files of doomed ledgers, durably, while no `write` runs.
+
+        Raises OSError; the next call deletes the rest.
+        """
         changed: set[Path] = set()
         for ledger in list(self._doomed):
             changed |= self._remove(ledger)
@@ -169,8 +176,8 @@ class IndexPersistenceMgr:
             with suppress(FileNotFoundError):
                 self._files.sync_directory(directory)
 
-    def _remove(self, ledger: LedgerId) -> set[Path]:
-        """Delete the files of a ledger that is still doomed; return the directories to sync."""
+    def _remove(self, ledger: LedgerId, *, prunes: bool = True) -> set[Path]:
+        """Delete the files of a ledger that is still doomed, and its empty directories; return those to sync."""
         changed = set()
         with self._names_lock:
             if ledger in self._doomed:
@@ -181,8 +188,26 @@ class IndexPersistenceMgr:
                         if file.exists():
                             self._files.remove(file)
                             changed.add(file.parent)
+                    if ledger.is_scoped and prunes:
+                        changed.add(self._prune(path.parent))
                 del self._doomed[ledger]
         return changed
+
+    def _prune(self, directory: Path) -> Path:
+        """Remove a scoped ledger's directory and its parents as far as they are empty; return the first that stays."""
+        while directory not in self.directories:
+            try:
+                self._files.remove_directory(directory)
+            except OSError:
+                break
+            directory = directory.parent
+        return directory
+
+    def prune(self) -> None:
+        """Remove the empty directories that scoped ledgers left, before any other use. Raises OSError."""
+        for root in self.directories:
+            for directory in _scoped_directories(root, depth=0):
+                self._prune(directory)
 
     def ledgers(self) -> set[int]:
         """Return the 128-bit number of every ledger with a file; reads the index directories.
@@ -202,7 +227,7 @@ class IndexPersistenceMgr:
             for directory in self.directories
             if directory.is_dir()
             for entry in os.scandir(directory)
-            if len(entry.name) == 8 and _HEX_DIGITS.issuperset(entry.name) and entry.is_dir()
+            if _is_scoped(entry)
         )
 
     def _find(self, ledger: LedgerId) -> Path | None:
@@ -333,7 +358,8 @@ class IndexPersistenceMgr:
                     self._check_directory(handle)
                     self._files.make_directory(handle.index_path.parent, unsynced=self._unsynced)
         for directory in list(self._unsynced):
-            self._files.sync_directory(directory)
+            with suppress(FileNotFoundError):  # pruned since a flush that failed
+                self._files.sync_directory(directory)
             del self._unsynced[directory]
 
     def _check_directory(self, handle: IndexedHandle) -> None:
@@ -489,6 +515,19 @@ def _decode(data: Buffer) -> array[int]:
     if SWAP:
         page.byteswap()
     return page
+
+
+def _is_scoped(entry: os.DirEntry[str]) -> bool:
+    return len(entry.name) == 8 and _HEX_DIGITS.issuperset(entry.name) and entry.is_dir()
+
+
+def _scoped_directories(directory: Path, depth: int) -> Iterator[Path]:
+    """Yield the directories of scoped ledgers below one `current/` directory (depth 0), or in it, deepest first."""
+    for entry in filter(_is_scoped, list(os.scandir(directory))):
+        path = Path(entry.path)
+        if depth < 2:
+            yield from _scoped_directories(path, depth + 1)
+        yield path
 
 
 def _ledgers_in(directory: Path, depth: int) -> Iterator[LedgerId]:

@@ -124,6 +124,7 @@ class InterleavedLedgerStorage(LedgerStorage[IndexedHandle]):
     def open(self) -> None:
         for directory in (*self.ledger_directories, *self.index_directories):
             self.files.make_directory(directory)
+        self.persistence.prune()
         self._logger = self._open_logger(self.ledger_directories, scoped=False)
         scoped_directories = [directory / SCOPED_DIRECTORY for directory in self.ledger_directories]
         self._scoped_logger = self._open_logger(scoped_directories, scoped=True)

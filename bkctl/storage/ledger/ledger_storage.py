@@ -72,7 +72,7 @@ class LedgerHandle:
     #: The bookie may have lost entries or the fence, so that it must not deny having an entry.
     unknown: bool = False
     explicit_lac: bytes = b""
-    #: Why the disk refuses the ledger's index: entries are refused until a flush has written it.
+    #: Why entries are refused until a flush has written the ledger's index: the disk refuses it, or lost its start.
     index_error: Exception | None = None
     last_entry: int = -1
     #: Highest LAC seen; unless `lac_is_known`, entries on disk may have a higher one.
@@ -148,6 +148,7 @@ class LedgerStorage(ABC, Generic[Handle]):
     def load(self, ledger: LedgerId) -> Handle:
         """Return a new handle with the state on disk of a ledger that has none; `is_on_disk` False: it is not here.
 
+        With `index_error` its index is here, without the start: only replay, which has the key, may create it.
         Any thread may call it, one at a time for each ledger. Raises OSError, Corrupt, Unsupported.
         """
 
@@ -157,7 +158,7 @@ class LedgerStorage(ABC, Generic[Handle]):
 
     def create(self, handle: Handle, master_key: bytes) -> None:
         """Create a ledger that `load` did not find, with the handle it returned (E); the next flush writes it."""
-        handle.master_key = master_key
+        handle.master_key, handle.index_error = master_key, None
         self.handles[handle.ledger] = handle
         self.change_header(handle)
 

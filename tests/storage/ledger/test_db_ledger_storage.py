@@ -253,7 +253,7 @@ def test_fences_explicit_lacs_and_keys_outlive_a_restart(tmp_path: Path) -> None
     for ledger in (PLAIN, SCOPED):
         digests = digests_of(ledger)
         storage.fence(ledger, digests.master_key, lambda error: None)
-        storage.write_lac(ledger, 8, digests.master_key, digests.seal_lac(8), lambda error: None)
+        storage.write_lac(ledger, digests.master_key, digests.seal_lac(8), lambda error: None)
     storage.close()
     storage = open_storage(tmp_path)
     assert storage.replayed == (0, 0)

@@ -20,6 +20,7 @@ from bkctl.config import BookieConfig
 from bkctl.disk import Files
 from bkctl.errors import BookieIOError, EntryNotFound, LedgerNotFound, Unsupported
 from bkctl.files.entry_log import EntryLogReader
+from bkctl.formats.availability import Availability
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.index import HEADER_SIZE
 from bkctl.formats.record import RecordType
@@ -74,7 +75,7 @@ def logged(root: Path) -> list[tuple[str, LedgerId, int]]:
 def stored(storage: BookieStorage, ledger: LedgerId) -> list[int]:
     handle = storage.get(ledger)
     assert handle is not None
-    found = list(storage.availability(handle)())
+    found = list(Availability.parse(storage.availability(handle)()))
     for entry_id in found:
         assert bytes(storage.read_entry(ledger, entry_id)) == body_of(ledger, entry_id)
     return found
