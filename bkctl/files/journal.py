@@ -1,4 +1,24 @@
-"""Journal files, read offline: `JournalReader` and the last mark. Source: Journal.scanJournal, LastLogMark."""
+"""Journal files, read offline: `JournalReader` and the last mark. Source: Journal.scanJournal, LastLogMark.
+
+**Where a journal ends, and what is damage.** A bookie writes a group of records as one, pads it to a border (version 5
+and later), and syncs it before it acknowledges anything in it. So a crash leaves only the last group incomplete: a
+disk writes sectors whole or not at all, and each sector of that group has its bytes, or the zeros that were allocated.
+Only what the bookie itself wrote decides: record sizes, borders, padding, sectors. Ids, lengths and payloads are the
+clients' and prove nothing. Records form a chain by their sizes, and a chain ends in one of these ways:
+
+- Only zeros or nothing follow: the end. A crash may have cut the last group here.
+- A size is wrong, and no size of its group so far is partly in a sector of zeros: damage. No crash writes that.
+- A size is wrong, and one of them is: a crash, unless a later group shows that this group was synced: then damage.
+- The file ends in a record, or a group ends without padding: a crash, unless a later group contradicts it.
+
+A later group contradicts the chain if a second chain does: it begins at a border, behind padding or a sector of zeros;
+it has a whole group with the padding; it goes on, group by group, to the end of the data or to an incomplete last
+group; and it never meets the group's own chain. So payloads of zeros, of padding or of whole records are no damage, nor
+are records at borders within their own group. Chains of copied records do not count. A payload in a cut record that
+is made to look like complete new groups up to the very cut cannot be told from groups: such a journal is refused.
+
+Versions 1 to 4 have no borders: the first bad size is damage, and a record that the file's end cuts is the end.
+"""
 
 from __future__ import annotations
 
@@ -326,7 +346,7 @@ class JournalReader(FileReader):
         return (
             zeros >= SECTOR_SIZE_BYTES
             or tail.endswith(_PADDING_START + bytes(RECORD_SIZE.size))
-            or any(tail.endswith(RECORD_SIZE.pack(count) + bytes(count)) for count in range(max(1, zeros - 3), zeros + 1))
+            or any(tail.endswith(RECORD_SIZE.pack(each) + bytes(each)) for each in range(max(1, zeros - 3), zeros + 1))
         )
 
     def _is_cut(self, at: int) -> bool:
@@ -335,7 +355,7 @@ class JournalReader(FileReader):
         return bool(BODY_SIZE_MIN <= size <= RECORD_SIZE_BYTES_MAX)
 
     def _is_copy(self, at: int) -> bool:
-        """Return True if the record at byte `at` stands before, too. A bookie writes each once; payloads hold copies."""
+        """Return True if the record at byte `at` is a copy of earlier bytes. A bookie writes each record once."""
         step = self._step(at)
         record = b"" if step is None else self.read(at, min(step[0] - at, _COMPARED_SIZE_MAX))
         start = self.header_size
