@@ -355,16 +355,17 @@ class JournalReader(FileReader):
         return bool(BODY_SIZE_MIN <= size <= RECORD_SIZE_BYTES_MAX)
 
     def _is_copy(self, at: int) -> bool:
-        """Return True if the record at byte `at` is a copy of earlier bytes. A bookie writes each record once."""
+        """Return True if the journal has the record at byte `at` twice, as no bookie writes it."""
         step = self._step(at)
         record = b"" if step is None else self.read(at, min(step[0] - at, _COMPARED_SIZE_MAX))
         start = self.header_size
-        while start < at:
-            window = self.window(start)
+        while window := self.window(start):
             found = window.find(record)
+            if found == at - start:
+                found = window.find(record, found + 1)
             if found >= 0:
-                return start + found < at
-            start += max(1, len(window) - len(record) + 1)
+                return True
+            start += max(len(window) - len(record) + 1, 1)
         return False
 
     def _data_end(self, at: int) -> int:
