@@ -269,6 +269,11 @@ class JournalReader(FileReader):
             return is_last
         return False
 
+    def may_be_torn(self, at: int) -> bool:
+        """Return True if a crash may have cut the record at byte `at`: it lacks sectors and is in the last group."""
+        step = self._step(at)
+        return step is not None and self.has_lost_sector(at, step[0]) and self.is_in_last_group(at)
+
     def _has_lost_field(self, start: int, at: int) -> bool:
         """Return True if any size field from byte `start` to byte `at` is partly in a sector of zeros."""
         return self._is_lost(at) or any(self._is_lost(offset) for offset, _, _ in self._walk(start, at))
@@ -277,10 +282,12 @@ class JournalReader(FileReader):
         """Return True if the size field at byte `at` is partly in a sector of zeros, or behind the file's end."""
         is_padding = self.read(at, RECORD_SIZE.size) == _PADDING_START
         end = at + (PADDING_HEADER_SIZE if is_padding else RECORD_SIZE.size)
-        return end > self.size() or any(
-            not any(self.read(sector, SECTOR_SIZE_BYTES))
-            for sector in range(at - at % SECTOR_SIZE_BYTES, end, SECTOR_SIZE_BYTES)
-        )
+        return end > self.size() or self.has_lost_sector(at, end)
+
+    def has_lost_sector(self, start: int, stop: int) -> bool:
+        """Return True if any sector with bytes from `start` to `stop` is all zeros."""
+        sectors = range(start - start % SECTOR_SIZE_BYTES, stop, SECTOR_SIZE_BYTES)
+        return any(not any(self.read(sector, SECTOR_SIZE_BYTES)) for sector in sectors)
 
     def _find_later_group(self, group: int, stop: int) -> int | None:
         """Return where a later group begins that contradicts the records from byte `group` to `stop`; None without one.

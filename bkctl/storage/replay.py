@@ -178,7 +178,7 @@ class JournalReplay:
     def _replay_key(self, reader: JournalReader, record: Record) -> None:
         ledger, master_key = record.ledger, record.special_payload
         end = record.offset + RECORD_SIZE.size + record.record_size
-        if master_key.count(0) >= _TORN_KEY_ZEROS and _has_lost_sector(reader, end - len(master_key), end):
+        if master_key.count(0) >= _TORN_KEY_ZEROS and reader.has_lost_sector(end - len(master_key), end):
             problem = "A part of the master key is in a sector of zeros"
             if _is_unsynced(reader, record, problem):
                 return
@@ -271,14 +271,8 @@ def _has_lost_header(reader: JournalReader, record: Record) -> bool:
         record.format_version == 1
         and len(body) > ENTRY_V1.size
         and not any(body[: ENTRY_V1.size])
-        and _has_lost_sector(reader, start, start + ENTRY_V1.size)
+        and reader.has_lost_sector(start, start + ENTRY_V1.size)
     )
-
-
-def _has_lost_sector(reader: JournalReader, start: int, stop: int) -> bool:
-    """Return whether any sector with bytes from `start` to `stop` is all zeros."""
-    sectors = range(start - start % SECTOR_SIZE_BYTES, stop, SECTOR_SIZE_BYTES)
-    return any(not any(reader.read(sector, SECTOR_SIZE_BYTES)) for sector in sectors)
 
 
 def _is_of_padding(reader: JournalReader, record: Record) -> bool:

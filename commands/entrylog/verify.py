@@ -13,7 +13,7 @@ from bkctl.errors import BkctlError, UsageError
 from ..kit.columns import Column, Columns, Kind, Output, hex_column, value_at
 from ..kit.command import Run, command, group
 from ..kit.options import DigestToCheck, LedgerPassword, ReadPace
-from ..kit.records import DirOption, raise_first
+from ..kit.records import DirOption, note_digests, raise_first
 from ..kit.texts import RED, YELLOW, counted
 from .logs import LogNames, file_column, find_logs, log_id_hex, log_key
 
@@ -125,10 +125,8 @@ def verify(
     if run.draws and (sound_count or not row_count):
         sound = counted(sound_count, "entry log is", "entry logs are")
         run.note(f"{sound} sound: {counted(entry_count, 'entry', 'entries')}; -o wide lists them")
-    if checker is not None and (hint := checker.hint()) is not None:
-        counts = checker.counts()
-        unchecked = counted(counts.unknown + counts.without_password, "entry", "entries")
-        run.note(f"{unchecked} could not be checked: {hint}")
+    if checker is not None:
+        note_digests(run, checker)
     raise_first(run, errors)
     run.finish_with(findings, "finding", "findings")
 
