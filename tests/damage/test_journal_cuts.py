@@ -13,18 +13,16 @@ from typing import NamedTuple
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.servers import DB, INTERLEAVED, SORTED
 
 from bkctl.config import BookieConfig
 from bkctl.disk import SECTOR_SIZE_BYTES, Files
-from bkctl.errors import Corrupt, CorruptRecord
+from bkctl.errors import CorruptRecord
 from bkctl.files.journal import JournalReader
 from bkctl.files.scan import ScanState
 from bkctl.formats import journal
 from bkctl.formats.entry import DigestManager, DigestType
-from bkctl.formats.record import Record, RecordType, record_of
+from bkctl.formats.record import Record, record_of
 from bkctl.ids import LedgerId
-from bkctl.storage.bookie_storage import BookieStorage
 from bkctl.storage.journal_writer import JournalWriter
 
 LEDGERS = {5: LedgerId(0, 5), 6: LedgerId(0, 5), 7: LedgerId(9, 5)}
