@@ -241,7 +241,7 @@ def verify(
     names: JournalNames = None,
     directories: DirOption = None,
 ) -> None:
-    """Check journal files, their entries' digests, and what the last marks point at.
+    """Check journal files, digests and last marks.
 
     Shows where the intact part of each file ends, why, and what lies behind it. A bookie leaves the states `endOfFile`,
     `zeros` (allocated ahead) and `torn` (the last write was cut). With `damaged`, RESUMES is where plausible records

@@ -37,7 +37,7 @@ class Mismatch(Protocol):
 
 
 class EntryDigests(Protocol):
-    """What checks entries against their digests, as `bkctl.checks.digests.DigestChecker` does."""
+    """Checker of entries against their digests, as `bkctl.checks.digests.DigestChecker` does."""
 
     def check_batch(self, batch: RecordBatch, where: str = "") -> Sequence[Mismatch]:
         """Return the mismatches of a batch."""
