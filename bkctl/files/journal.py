@@ -13,8 +13,8 @@ clients' and prove nothing. Records form a chain by their sizes, and a chain end
 
 A later group contradicts the chain if a second chain does: it begins at a border, behind padding or a sector of zeros;
 it has a whole group with the padding; it continues, group by group, to the end of the data or to an incomplete last
-group; and it never meets the group's own chain. So payloads of zeros, of padding or of whole records do not count as damage, nor
-are records at borders within their own group. Chains of copied records do not count. A payload in a cut record that
+group; and it never meets the group's own chain. So payloads of zeros, of padding or of whole records prove nothing, nor
+do records at borders within their own group. Chains of copied records do not count. A payload in a cut record that
 is made to look like complete new groups up to the very cut cannot be told from groups: such a journal is refused.
 
 Versions 1 to 4 have no borders: the first bad size is damage, and a record that the file's end cuts is the end.
