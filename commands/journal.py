@@ -230,7 +230,7 @@ VERIFY_COLUMNS = Columns(
     connects=True,
     examples=(
         "bkctl journal verify --conf bk_server.conf",
-        "bkctl journal verify 12 --dir journal --digest-type CRC32C",
+        "bkctl journal verify journal --digest CRC32C",
     ),
 )
 def verify(
