@@ -17,13 +17,13 @@ from bkctl.errors import BkctlError, NotFound, UsageError
 
 from .kit.columns import hex_column
 from .kit.command import Run, command, group
-from .kit.documents import rows_of
-from .kit.options import ReadPace, count_option
+from .kit.options import DigestToCheck, LedgerPassword, ReadPace, count_option
 from .kit.records import (
     DirOption,
     Records,
     ShowSecretsOption,
     directories_argument,
+    note_digests,
     print_records,
     raise_first,
     shown_record_columns,
@@ -115,7 +115,7 @@ def read(
     from bkctl.formats.journal import journal_id_of
 
     given, named = _journals(run, names, directories)
-    files = [file.path for file in given.journals()] if named is None else named
+    files = _chosen(given, named)
     if after_lastmark and not given.ledger_dirs:
         raise UsageError("--after-lastmark needs the ledger directories", hint="add --conf, or --dir for each")
     starts = files_after_marks(given, files) if after_lastmark else dict.fromkeys(files, 0)
@@ -137,7 +137,10 @@ def _journals(
 
 
 def _all_journals(run: Run, names: list[str] | None, directories: list[Path] | None) -> list[Path]:
-    given, files = _journals(run, names, directories)
+    return _chosen(*_journals(run, names, directories))
+
+
+def _chosen(given: BookieDirectories, files: list[Path] | None) -> list[Path]:
     return [file.path for file in given.journals()] if files is None else files
 
 
@@ -224,15 +227,32 @@ VERIFY_COLUMNS = Columns(
 )
 
 
-@command(app, "verify", examples=("bkctl journal verify --conf bk_server.conf",), prints=rows_of(VERIFY_COLUMNS))
-def verify(run: Run, pace: ReadPace, names: JournalNames = None, directories: DirOption = None) -> None:
-    """Check journal files, and what the last marks point at.
+@command(
+    app,
+    "verify",
+    connects=True,
+    examples=(
+        "bkctl journal verify --conf bk_server.conf",
+        "bkctl journal verify journal --digest CRC32C",
+    ),
+)
+def verify(
+    run: Run,
+    digest: DigestToCheck,
+    password: LedgerPassword,
+    pace: ReadPace,
+    names: JournalNames = None,
+    directories: DirOption = None,
+) -> None:
+    """Check journal files, digests and last marks.
 
     Shows where the intact part of each file ends, why, and what lies behind it. A bookie leaves the states `endOfFile`,
     `zeros` (allocated ahead) and `torn` (the last write was cut). With `damaged`, RESUMES is where plausible records
-    begin again: 'journal read --from-pos' prints them. On a terminal a sentence counts the sound files in place of
-    their rows. Exit code 7 for damage; 3 if a journal is missing that a last mark names, or whose id lies between those
-    that are there.
+    begin again: 'journal read --from-pos' prints them. Entries are checked against their digests where the type is in
+    the record, in metadata, given, or found by trying; a note counts the rest. Nothing else in a journal has a digest:
+    damage of keys and fences shows only where sizes contradict. On a terminal a sentence counts the sound files in
+    place of their rows. Exit code 7 for damage; 3 if entries do not match their digests, or a journal is missing that a
+    last mark names, or whose id lies between those that are there.
     """
     from bkctl.files.journal_check import check_journals
     from bkctl.files.scan import ScanState
@@ -243,12 +263,13 @@ def verify(run: Run, pace: ReadPace, names: JournalNames = None, directories: Di
 
     def rows() -> Iterator[JournalCheck]:
         nonlocal findings, sound_count, record_count
-        for check in check_journals(given, files, pace=pace):
+        for check in check_journals(given, files, checker, pace=pace):
             activity.advance()
+            findings += check.mismatch_count
             if check.error is not None:
                 errors.append(check.error)
             elif check.problem is not None:
-                findings += 1
+                findings += not check.mismatch_count
             elif check.state is not ScanState.TORN:
                 sound_count += 1
                 record_count += check.record_count
@@ -256,18 +277,20 @@ def verify(run: Run, pace: ReadPace, names: JournalNames = None, directories: Di
                     continue
             yield check
 
-    with run.job.working("Reading journals", unit="journals", pace=pace) as activity:
-        row_count = run.out.render(rows(), VERIFY_COLUMNS, findings=run.out.draws)
-    if run.out.draws and (sound_count or not row_count):
+    with (
+        run.digest_checker(digest.digest_type, password, _chosen(given, files)) as checker,
+        run.working("Reading journals", unit="journals", pace=pace) as activity,
+    ):
+        row_count = run.render(rows(), VERIFY_COLUMNS, findings=run.draws)
+    if run.draws and (sound_count or not row_count):
         sound = counted(sound_count, "journal is", "journals are")
-        run.out.note(f"{sound} sound: {counted(record_count, 'record', 'records')}; -o wide lists them")
+        run.note(f"{sound} sound: {counted(record_count, 'record', 'records')}; -o wide lists them")
+    if digest.wanted or not errors:
+        note_digests(run, checker, always=digest.wanted)
     if errors and findings:
-        text = counted(findings, "missing or wrongly marked journal", "missing or wrongly marked journals")
-        run.out.error(text)
+        run.error(counted(findings, "finding", "findings"))
     raise_first(run, errors)
-    run.out.finish_with(
-        findings, "journal that is missing or wrongly marked", "journals that are missing or wrongly marked"
-    )
+    run.finish_with(findings, "finding", "findings")
 
 
 # --- stats ----------------------------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ _bkctl() {
 'journal list') at="85 $end3" argument='files' ;;
 'journal read') at="87 29 40 55 122 123 124 45 63 64 34 85 125 54 $end3" argument='journal' ;;
 'journal lastmark') at="85 $end3" argument='files' ;;
-'journal verify') at="70 85 $end3" argument='journal' ;;
+'journal verify') at="88 36 37 70 85 $end1" argument='journal' ;;
 'journal stats') at="126 85 127 $end3" argument='journal' ;;
 'entrylog') at="$end0" words='list show read verify active garbage extract' ;;
 'entrylog list') at="85 24 $end5" argument='files' ;;

@@ -1,16 +1,38 @@
-"""Journal files, read offline: `JournalReader` and the last mark. Source: Journal.scanJournal, LastLogMark."""
+"""Journal files, read offline: `JournalReader` and the last mark. Source: Journal.scanJournal, LastLogMark.
+
+**Where a journal ends, and what is damage.** A bookie writes a group of records as one, pads it to a border (version 5
+and later), and syncs it before it acknowledges anything in it. So a crash leaves only the last group incomplete: a
+disk writes sectors whole or not at all, and each sector of that group has its bytes, or the zeros that were allocated.
+Only what the bookie itself wrote decides: record sizes, borders, padding, sectors. Ids, lengths and payloads are the
+clients' and prove nothing. Records form a chain by their sizes, and a chain ends in one of these ways:
+
+- Only zeros or nothing follow: the end. A crash may have cut the last group here.
+- A size is wrong, and no size of its group so far is partly in a sector of zeros: damage. No crash writes that.
+- A size is wrong, and one of them is: a crash, unless a later group shows that this group was synced: then damage.
+- The file ends in a record, or a group ends without padding: a crash, unless a later group contradicts it.
+
+A later group contradicts the chain if a second chain does: it begins at a border, behind padding or a sector of zeros;
+it has a whole group with the padding; it continues, group by group, to the end of the data or to an incomplete last
+group; and it never meets the group's own chain. So payloads of zeros, of padding or of whole records prove nothing, nor
+do records at borders within their own group. Chains of copied records do not count. A payload in a cut record that
+is made to look like complete new groups up to the very cut cannot be told from groups: such a journal is refused.
+
+Versions 1 to 4 have no borders: the first bad size is damage, and a record that the file's end cuts is the end.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from heapq import heappop, heappush
 from pathlib import Path
 from struct import Struct
+from sys import maxsize
 from typing import Final, NamedTuple
 
 from bkctl.disk import SECTOR_SIZE_BYTES
 from bkctl.errors import BkctlError, Corrupt, CorruptRecord, Unsupported
 from bkctl.files.scan import ROW_SIZE_MAX, RecordBatch, ScannedFile, ScanState, record_start, take_entries
-from bkctl.files.windows import WINDOW_SIZE_BYTES, FileReader, WindowCursor
+from bkctl.files.windows import FileReader, WindowCursor
 from bkctl.formats.entry import OVERHEAD_SIZE_MAX
 from bkctl.formats.journal import (
     ALIGNMENT_DEFAULT,
@@ -26,21 +48,20 @@ from bkctl.formats.journal import (
     read_header,
 )
 from bkctl.formats.record import (
+    BODY_SIZE_MIN,
     NO_ENTRY,
     NO_LEDGER,
     RECORD_SIZE,
     RECORD_SIZE_BYTES_MAX,
     Record,
     RecordType,
-    contradicts_size,
     read_record,
 )
 
-#: Bytes that are examined before a sector border: more than the padding at the default alignment.
-_TAIL_SIZE: Final = 2 * SECTOR_SIZE_BYTES
 _PADDING_START: Final = RECORD_SIZE.pack(PADDING_MASK)
-#: The largest padding of a group: alignments go up to 1 MiB.
-_PADDING_SIZE_BYTES_MAX: Final = (1 << 20) + PADDING_HEADER_SIZE
+#: Copied records that are looked up, and bytes of each that are compared.
+_COPIES_MAX: Final = 8
+_COMPARED_SIZE_MAX: Final = 4096
 #: Reads of the end of a journal while a bookie writes there.
 _STILL_ATTEMPTS_MAX: Final = 20
 _READ_ON_HINT: Final = "the records before it are undamaged, 'bkctl journal verify' shows what is behind it"
@@ -88,6 +109,8 @@ class JournalReader(FileReader):
         self._window_starts: list[int] = []
         #: Start of the group that `_group_start` found last.
         self._known_group = self.header_size
+        #: Groups before the first byte were synced; those from the second on may be incomplete.
+        self._synced_before, self._unsynced_from = 0, maxsize
 
     def records(self, start: int = 0, *, padding: bool = False) -> Iterator[Record]:
         """Yield records in file order from byte `start` (0: just after the header), padding only if asked for.
@@ -160,60 +183,52 @@ class JournalReader(FileReader):
                 cursor.reload()
 
     def _to_incomplete_group(self, batches: Iterator[RecordBatch]) -> Iterator[RecordBatch]:
-        """Yield `batches`; end without an error at an incomplete last group.
-
-        Raises CorruptRecord if the last records reach over later groups: one of their sizes is wrong.
-        """
+        """Yield `batches`; end without an error at an incomplete last group. Raises CorruptRecord for damage."""
         try:
             yield from batches
-            if self.end is not ScanState.DAMAGED and self.version >= VERSION_PADDING:
-                self._check_last_group()
         except (CorruptRecord, Unsupported) as error:
             group = self._group_start(self.position)
             if self.version < VERSION_PADDING or not self._has_lost_field(group, self.position):
                 raise
-            if self.find_later_group(group) is None:
+            if self._find_later_group(group, self.position) is None:
                 self.end = ScanState.TORN
                 return
             error.hint = _GAP_HINT
             raise
-
-    # A group of records is written as one and synced before the next group is written, so only the last group of a
-    # journal can be incomplete. Groups begin at sector borders (version 5 and later), and a disk writes sectors whole
-    # or not at all: an incomplete group has the right bytes in some sectors and zeros in the others. Its chain of
-    # records therefore breaks only at a size field that is partly in a sector of zeros, or behind the file's end.
-    # A break elsewhere is damage, and so is a break before a later group. Padding that ends a group, or records that
-    # begin where zeros end, show a later group.
+        if self.end is not ScanState.DAMAGED and self.version >= VERSION_PADDING:
+            self._check_last_group()
 
     def _check_last_group(self) -> None:
-        """Raise CorruptRecord if the last group has no padding at its end, and another group begins in it."""
-        start = max(0, self.position - _TAIL_SIZE)
-        tail = self.read(start, self.position - start)
-        at = tail.rfind(_PADDING_START)
-        # A payload may end like the start of padding.
-        is_whole = 0 <= at <= len(tail) - PADDING_HEADER_SIZE
-        if self.position <= self.header_size or (
-            is_whole and _PADDING_HEADER.unpack_from(tail, at)[1] == len(tail) - at - PADDING_HEADER_SIZE
-        ):
+        """Raise CorruptRecord if a later group contradicts the last one: then a size in that one is wrong."""
+        group, stop = self._group_start(self.position), self.position
+        if group == stop and self.end is not ScanState.TORN:
             return
-        group = self._group_start(self.position)
-        border = self.find_later_group(group) if group < self.position else None
-        if border is not None:
-            self.end, self.position = ScanState.DAMAGED, group
-            raise CorruptRecord(
-                f"Records that begin here overlap others, which begin at byte {border}",
-                offset=group, where=self.name, hint=_READ_ON_HINT,
-            )  # fmt: skip
+        border = self._find_later_group(group, stop)
+        if border is None:
+            return
+        at = max((offset for offset, end, _ in self._walk(group, stop) if offset < border < end), default=stop)
+        self.end, self.position = ScanState.DAMAGED, at
+        (size,) = RECORD_SIZE.unpack(self.read(at, RECORD_SIZE.size))
+        raise CorruptRecord(
+            f"Record has length {size}, but another group of records begins in it, at byte {border}",
+            offset=at, where=self.name, hint=_READ_ON_HINT,
+        )  # fmt: skip
 
-    def _fields(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (offset, size, bytes of the size fields) of each record and padding from `start` to `stop`."""
-        at = start
-        while at < stop:
-            head = self.read(at, PADDING_HEADER_SIZE).ljust(PADDING_HEADER_SIZE, b"\0")
-            size, count = _PADDING_HEADER.unpack(head)
-            is_padding = size == PADDING_MASK
-            yield at, size, PADDING_HEADER_SIZE if is_padding else RECORD_SIZE.size
-            at += max(1, PADDING_HEADER_SIZE + count if is_padding else RECORD_SIZE.size + size)
+    def _step(self, at: int) -> tuple[int, bool] | None:
+        """Return (end, is padding) of the record or padding at byte `at`; None if the file has none of its size."""
+        head = self.read(at, PADDING_HEADER_SIZE).ljust(PADDING_HEADER_SIZE, b"\0")
+        size, count = _PADDING_HEADER.unpack(head)
+        is_padding = size == PADDING_MASK
+        end: int = at + (PADDING_HEADER_SIZE + max(0, count) if is_padding else RECORD_SIZE.size + size)
+        is_possible = is_padding or BODY_SIZE_MIN <= size <= RECORD_SIZE_BYTES_MAX
+        return (end, is_padding) if is_possible and end <= self.size() else None
+
+    def _walk(self, at: int, stop: int) -> Iterator[tuple[int, int, bool]]:
+        """Yield (offset, end, is the end of a group) of each record and padding from byte `at` up to `stop`."""
+        while at < stop and (step := self._step(at)) is not None:
+            end, is_padding = step
+            yield at, end, is_padding and end % SECTOR_SIZE_BYTES == 0
+            at = end
 
     def _group_start(self, at: int) -> int:
         """Return where the group of the record at byte `at` begins: behind the last padding before it."""
@@ -221,13 +236,10 @@ class JournalReader(FileReader):
         for window_start in sorted({*self._window_starts, self._known_group}, reverse=True):
             if window_start > stop:
                 continue
-            found, ended = window_start, False
-            for offset, size, _ in self._fields(window_start, stop):
-                if ended:
-                    found = offset
-                ended = size == PADDING_MASK
-            if ended:
-                found = stop
+            found = window_start
+            for _, end, is_end in self._walk(window_start, stop):
+                if is_end:
+                    found = end
             if found != window_start or found == self._known_group:
                 self._known_group = found
                 return found
@@ -239,72 +251,137 @@ class JournalReader(FileReader):
 
         Always True before version 5, where groups cannot be told apart.
         """
-        return self.version < VERSION_PADDING or self.find_later_group(self._group_start(at)) is None
+        if self.version < VERSION_PADDING or at >= self._unsynced_from:
+            return True
+        if at >= self._synced_before:
+            group = stop = self._group_start(at)
+            for _, end, is_end in self._walk(at, self.size()):
+                stop = end
+                if is_end:
+                    is_last = self.next_data(stop) is None
+                    break
+            else:
+                is_last = self._find_later_group(group, stop) is None
+            if is_last:
+                self._unsynced_from = group
+            else:
+                self._synced_before = stop
+            return is_last
+        return False
+
+    def may_be_torn(self, at: int) -> bool:
+        """Return True if a crash may have cut the record at byte `at`: it lacks sectors and is in the last group."""
+        step = self._step(at)
+        return step is not None and self.has_lost_sector(at, step[0]) and self.is_in_last_group(at)
 
     def _has_lost_field(self, start: int, at: int) -> bool:
         """Return True if any size field from byte `start` to byte `at` is partly in a sector of zeros."""
-        for offset, _, size in self._fields(start, at + 1):
-            for sector in range(offset - offset % SECTOR_SIZE_BYTES, offset + size, SECTOR_SIZE_BYTES):
-                data = self.read(sector, SECTOR_SIZE_BYTES)
-                if not any(data) or sector + len(data) < min(offset + size, sector + SECTOR_SIZE_BYTES):
-                    return True
+        return self._is_lost(at) or any(self._is_lost(offset) for offset, _, _ in self._walk(start, at))
+
+    def _is_lost(self, at: int) -> bool:
+        """Return True if the size field at byte `at` is partly in a sector of zeros, or behind the file's end."""
+        is_padding = self.read(at, RECORD_SIZE.size) == _PADDING_START
+        end = at + (PADDING_HEADER_SIZE if is_padding else RECORD_SIZE.size)
+        return end > self.size() or self.has_lost_sector(at, end)
+
+    def has_lost_sector(self, start: int, stop: int) -> bool:
+        """Return True if any sector with bytes from `start` to `stop` is all zeros."""
+        sectors = range(start - start % SECTOR_SIZE_BYTES, stop, SECTOR_SIZE_BYTES)
+        return any(not any(self.read(sector, SECTOR_SIZE_BYTES)) for sector in sectors)
+
+    def _find_later_group(self, group: int, stop: int) -> int | None:
+        """Return where a later group begins that contradicts the records from byte `group` to `stop`; None without one.
+
+        Follows the chains from all borders at once, in file order, and joins those that meet: no byte is a record's
+        start twice, however many borders look like a group's start.
+        """
+        data_end = self._data_end(group)
+        borders = self._possible_starts(group + 1, data_end)
+        border = next(borders, None)
+        # (position, rank, first border), lowest first. Rank 0 is the group's own chain, which any chain that meets it
+        # agrees with; rank 1 chains have a whole group, rank 2 do not yet.
+        chains = [(group, 0, group)]
+        copies = 0
+        while border is not None or chains:
+            if border is not None and (not chains or border < chains[0][0]):
+                chains.insert(0, (border, 2, border))
+            if chains[0][0] == border:
+                border = next(borders, None)
+            at, rank, first = heappop(chains)
+            while chains and chains[0][0] == at:
+                heappop(chains)
+            if rank == 0 and at >= stop:
+                continue
+            step = self._step(at) if rank == 0 or at < data_end else None
+            if step is None:
+                # Only the end of the data, or an incomplete last group, may follow the whole groups.
+                if rank == 1 and (at >= data_end or self._is_lost(at) or self._is_cut(at)):
+                    if not self._is_copy(first):
+                        return first
+                    copies += 1
+                    if copies > _COPIES_MAX:
+                        return None
+                continue
+            end, is_padding = step
+            if rank and is_padding:
+                if end % SECTOR_SIZE_BYTES or any(self.read(at + PADDING_HEADER_SIZE, end - at - PADDING_HEADER_SIZE)):
+                    continue
+                rank = 1
+            heappush(chains, (end, rank, first))
+        return None
+
+    def _possible_starts(self, start: int, stop: int) -> Iterator[int]:
+        """Yield the sector borders from byte `start` up to `stop` where a record begins, and a group may end before."""
+        at = start + -start % SECTOR_SIZE_BYTES
+        while at < stop and (data := self.next_data(at)) is not None:
+            at = max(at, data - data % SECTOR_SIZE_BYTES)
+            window = self.window(at)
+            for begin in range(0, len(window) - RECORD_SIZE.size, SECTOR_SIZE_BYTES):
+                (size,) = RECORD_SIZE.unpack_from(window, begin)
+                if BODY_SIZE_MIN <= size <= RECORD_SIZE_BYTES_MAX and self._may_end_group(at + begin):
+                    yield at + begin
+            at += len(window) + -len(window) % SECTOR_SIZE_BYTES
+
+    def _may_end_group(self, border: int) -> bool:
+        """Return True if padding ends at `border`, or a sector of zeros, in which padding may have been lost.
+
+        The mask before the count may be lost or damaged, unless the count is 0.
+        """
+        tail = self.read(border - 2 * SECTOR_SIZE_BYTES, 2 * SECTOR_SIZE_BYTES)
+        zeros = len(tail) - len(tail.rstrip(b"\0"))
+        # The last bytes of the count may be zeros, too.
+        return (
+            zeros >= SECTOR_SIZE_BYTES
+            or tail.endswith(_PADDING_START + bytes(RECORD_SIZE.size))
+            or any(tail.endswith(RECORD_SIZE.pack(each) + bytes(each)) for each in range(max(1, zeros - 3), zeros + 1))
+        )
+
+    def _is_cut(self, at: int) -> bool:
+        """Return True if the file ends in a record at byte `at`."""
+        (size,) = RECORD_SIZE.unpack(self.read(at, RECORD_SIZE.size))
+        return bool(BODY_SIZE_MIN <= size <= RECORD_SIZE_BYTES_MAX)
+
+    def _is_copy(self, at: int) -> bool:
+        """Return True if the journal has the record at byte `at` twice, as no bookie writes it."""
+        step = self._step(at)
+        record = b"" if step is None else self.read(at, min(step[0] - at, _COMPARED_SIZE_MAX))
+        start = self.header_size
+        while window := self.window(start):
+            found = window.find(record)
+            if found == at - start:
+                found = window.find(record, found + 1)
+            if found >= 0:
+                return True
+            start += max(len(window) - len(record) + 1, 1)
         return False
 
-    def find_later_group(self, start: int) -> int | None:
-        """Return where a group begins behind the one at byte `start`; None if none shows.
-
-        A group begins behind padding of zeros that ends at a sector border, and may begin behind a sector of zeros.
-        Version 5 and later. Reads the rest of the file once. A payload can look like the end of a group.
-        """
-        at = start
+    def _data_end(self, at: int) -> int:
+        """Return the end of the last data behind byte `at`: only zeros follow."""
+        end = at
         while (data := self.next_data(at)) is not None:
-            at = max(start, data - data % SECTOR_SIZE_BYTES)
-            window = self.window(at)
-            found = self._padded_border(window, at)
-            if found is None:
-                found = self._records_behind_zeros(window, at, start)
-            if found is not None:
-                return found
-            if len(window) < WINDOW_SIZE_BYTES:
-                return None
-            # The last sector comes again: a padding record, or the zeros before a group, may end in the next window.
-            at += len(window) - SECTOR_SIZE_BYTES
-            at -= at % SECTOR_SIZE_BYTES
-        return None
-
-    def _padded_border(self, window: bytes, at: int) -> int | None:
-        """Return the first sector border behind padding in `window` that data follows; None without one."""
-        begin = -1
-        while (begin := window.find(_PADDING_START, begin + 1)) >= 0:
-            head = window[begin : begin + PADDING_HEADER_SIZE]
-            if len(head) < PADDING_HEADER_SIZE:
-                head = self.read(at + begin, PADDING_HEADER_SIZE)
-            if len(head) < PADDING_HEADER_SIZE:
-                break
-            _, count = _PADDING_HEADER.unpack(head)
-            border: int = at + begin + PADDING_HEADER_SIZE + count
-            if not 0 <= count <= _PADDING_SIZE_BYTES_MAX or border % SECTOR_SIZE_BYTES:
-                continue
-            if self.read(at + begin + PADDING_HEADER_SIZE, count).strip(b"\0"):
-                continue
-            if self.next_data(border) is None:
-                break
-            return border
-        return None
-
-    def _records_behind_zeros(self, window: bytes, at: int, start: int) -> int | None:
-        """Return the first sector border of `window` where a record begins behind a possible end of a group.
-
-        A group can end with a sector of zeros, or with the count and the zeros of a padding record.
-        """
-        for begin in range(-at % SECTOR_SIZE_BYTES, len(window), SECTOR_SIZE_BYTES):
-            border = at + begin
-            if border - SECTOR_SIZE_BYTES < start or not record_start(special=True).match(window, begin):
-                continue
-            (size,) = RECORD_SIZE.unpack_from(window, begin)
-            if size <= self.size() - border - 4 and _ends_group(self.read(border - _TAIL_SIZE, _TAIL_SIZE)):
-                return border
-        return None
+            window = self.window(data)
+            end, at = data + len(window.rstrip(b"\0")), data + len(window)
+        return end
 
     def _padding(self, window: bytes, begin: int, offset: int) -> Record:
         (count,) = RECORD_SIZE.unpack_from(window, begin + 4)
@@ -332,12 +409,13 @@ class JournalReader(FileReader):
             if stop <= cursor.limit and (cursor.begin == 0 or cursor.begin + ROW_SIZE_MAX <= cursor.limit):
                 return stop
             # The record crosses the end of the window, or is too near to it for `take_entries`.
-            if stop <= cursor.limit or not self._is_torn(cursor.offset, size):
+            if size <= min(RECORD_SIZE_BYTES_MAX, self.size() - cursor.offset - 4):
                 cursor.reload(4 + size)
                 if cursor.limit >= 4 + size:
                     return 0
-            self.end = ScanState.TORN
-            return None
+            if size <= RECORD_SIZE_BYTES_MAX:
+                self.end = ScanState.TORN
+                return None
         if size == 0:
             if self._is_end(cursor.offset):
                 self.end = ScanState.ZEROS
@@ -455,35 +533,6 @@ class JournalReader(FileReader):
             at += 4 + size
         return (at, records, entries) if records > 1 or ended else (at, 0, 0)
 
-    def _is_torn(self, at: int, size: int) -> bool:
-        """Return True if the file ends within the record at `at`. Raises CorruptRecord if its size is damaged."""
-        if size > RECORD_SIZE_BYTES_MAX:
-            raise CorruptRecord(f"Record has length {size}", offset=at, where=self.name, hint=_READ_ON_HINT)
-        rest = self.size() - at - 4
-        contradiction = contradicts_size(self.read(at + 4, OVERHEAD_SIZE_MAX), size)
-        # A client may have sent a wrong ledger length; then another record begins where this one ends.
-        if rest >= size and (not contradiction or self._is_boundary(at + 4 + size)):
-            return False
-        if contradiction or not self.is_in_last_group(at):
-            raise CorruptRecord(
-                f"Record has length {size}, {rest} bytes follow", offset=at, where=self.name, hint=_READ_ON_HINT
-            )
-        return True
-
-    def _is_boundary(self, at: int) -> bool:
-        """Return True if a record may end before byte `at`: at a record, at padding, or at the file's end."""
-        head = self.read(at, ROW_SIZE_MAX)
-        if len(head) < PADDING_HEADER_SIZE:
-            return not any(head)
-        size = int.from_bytes(head[:4], "big", signed=True)
-        count = int.from_bytes(head[4:8], "big", signed=True)
-        if size == PADDING_MASK and self.version >= VERSION_PADDING:
-            return 0 <= count <= self.size() - at - PADDING_HEADER_SIZE
-        if size == 0:
-            is_flushed = self.version < VERSION_PADDING or at % ALIGNMENT_DEFAULT == 0
-            return is_flushed and self.read(at - 1, 1) != b"\0" and self.next_data(at) is None
-        return record_start(special=True).match(head) is not None and size <= self.size() - at - 4
-
     def _is_end(self, at: int) -> bool:
         """Return True if only zeros follow the size 0 at byte `at`; False if a bookie has since written there.
 
@@ -497,15 +546,6 @@ class JournalReader(FileReader):
         raise CorruptRecord(
             f"Zeros, and then data again at byte {data}: a hole", offset=at, where=self.name, hint=_READ_ON_HINT
         )
-
-
-def _ends_group(tail: bytes) -> bool:
-    """Return True if `tail`, the bytes before a sector border, can end a group: by a sector of zeros, or by padding."""
-    zeros = len(tail) - len(tail.rstrip(b"\0"))
-    if zeros >= SECTOR_SIZE_BYTES:
-        return True
-    # The last bytes of the count may be zeros, too.
-    return any(tail.endswith(RECORD_SIZE.pack(count) + bytes(count)) for count in range(max(0, zeros - 4), zeros + 1))
 
 
 def read_last_mark(dirs: Iterable[Path | str], journal_index: int = 0, journal_count: int = 1) -> LogMark:

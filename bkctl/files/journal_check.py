@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 from bkctl.errors import BkctlError, Corrupt, CorruptRecord, NotFound, Unsupported
 from bkctl.files.directories import BookieDirectories, current_of
 from bkctl.files.journal import Behind, JournalReader
 from bkctl.files.journals import JournalMark, LastMarks, journal_indexes, latest_marks
-from bkctl.files.scan import ScanState
+from bkctl.files.scan import RecordBatch, ScanState
 from bkctl.formats.journal import ALIGNMENT_DEFAULT, VERSION_PADDING, file_name, journal_id_of
 from bkctl.formats.names import SCOPED_DIRECTORY
 from bkctl.formats.record import RecordType
@@ -24,13 +24,36 @@ _GAP_MAX: Final = 1000
 _REUSED_HINT: Final = "or the file was reused (journalReuseFiles), and the bytes behind are from its earlier use"
 
 
+class Mismatch(Protocol):
+    """An entry that does not match its digest: the record at byte `offset` of the file `where`."""
+
+    @property
+    def offset(self) -> int:
+        """Return the offset of the record."""
+
+    @property
+    def where(self) -> str:
+        """Return the path of the file."""
+
+
+class EntryDigests(Protocol):
+    """Checker of entries against their digests, as `bkctl.checks.digests.DigestChecker` does."""
+
+    def check_batch(self, batch: RecordBatch, where: str = "") -> Sequence[Mismatch]:
+        """Return the mismatches of a batch."""
+
+    def late_findings(self) -> Iterator[Mismatch]:
+        """Yield the mismatches of earlier entries whose digest type is known only now."""
+
+
 @dataclass
 class JournalCheck:
     """The result of checking one journal file.
 
     The records are sound up to byte `good_end`, where they end because of `state`; `behind` describes the bytes after
-    it. `mark` is the offset at which a last mark points into the file. `problem` describes every fault in words (None:
-    sound); `error` is the damage.
+    it. `mark` is the offset at which a last mark points into the file. `mismatch_count` entries, here or in files that
+    were checked before, do not match their digests. `problem` describes every fault in words (None: sound); `error` is
+    the damage.
     """
 
     path: Path
@@ -44,17 +67,23 @@ class JournalCheck:
     entry_count: int = 0
     behind: Behind = field(default_factory=Behind)
     mark: int | None = None
+    mismatch_count: int = 0
     problem: str | None = None
     error: BkctlError | None = None
 
 
 def check_journals(
-    directories: BookieDirectories, files: Iterable[Path] | None = None, *, pace: Pace | None = None
+    directories: BookieDirectories,
+    files: Iterable[Path] | None = None,
+    digests: EntryDigests | None = None,
+    *,
+    pace: Pace | None = None,
 ) -> Iterator[JournalCheck]:
     """Yield the check of each journal file (`files`, else all in the directories) and of each missing file.
 
     Each last mark must name an existing journal, and a place between two of its records. Missing files are reported
-    only without `files`. `pace` bounds the bytes and records read. Raises NotFound for a missing directory.
+    only without `files`. `digests` checks the entries. `pace` bounds the bytes and records read. Raises NotFound for a
+    missing directory.
     """
     chosen = [file.path for file in directories.journals()] if files is None else list(files)
     latest = LastMarks([], [])
@@ -72,7 +101,7 @@ def check_journals(
             yield from _missing_in(parent, paths, marks_here)
         for path in dict.fromkeys(paths):
             offsets = [mark.mark.offset for marked_path, mark in marks_here if marked_path.name == path.name]
-            check = check_journal(path, offsets, pace=pace)
+            check = check_journal(path, offsets, digests, pace=pace)
             if check is not None:
                 yield check
 
@@ -114,12 +143,15 @@ def _missing_in(parent: Path, paths: list[Path], marks: list[tuple[Path, Journal
             yield JournalCheck(parent / names[0], before + 1, problem=problem)
 
 
-def check_journal(path: Path, marks: Iterable[int] = (), *, pace: Pace | None = None) -> JournalCheck | None:
+def check_journal(
+    path: Path, marks: Iterable[int] = (), digests: EntryDigests | None = None, *, pace: Pace | None = None
+) -> JournalCheck | None:
     """Check one journal file; last marks point at its bytes `marks`. Return None if the file was just deleted."""
     check = JournalCheck(path, journal_id_of(path.name), scoped=path.parent.name == SCOPED_DIRECTORY)
     wanted = set(marks)
     pace = pace or Pace()
     borders: set[int] = set()
+    mismatch: Mismatch | None = None
     try:
         with JournalReader.open(path) as reader:
             check.version, check.size_bytes = reader.version, reader.size()
@@ -132,6 +164,10 @@ def check_journal(path: Path, marks: Iterable[int] = (), *, pace: Pace | None = 
                     check.record_count += len(batch)
                     if batch.types is None or batch.types[0] is RecordType.ENTRY:
                         check.entry_count += len(batch)
+                    for each in () if digests is None else digests.check_batch(batch, reader.name):
+                        if not _is_torn(each, reader):
+                            mismatch = mismatch or each
+                            check.mismatch_count += 1
                     if wanted:
                         borders |= wanted.intersection(batch.offsets)
                         borders.add(reader.position)
@@ -146,17 +182,34 @@ def check_journal(path: Path, marks: Iterable[int] = (), *, pace: Pace | None = 
                     check.problem += f"; {_REUSED_HINT}"
             elif reader.end is ScanState.TORN:
                 check.behind = Behind(max(0, check.size_bytes - reader.position))
+            for each in () if digests is None else digests.late_findings():
+                if not _is_torn(each, reader):
+                    mismatch = mismatch or each
+                    check.mismatch_count += 1
+            problems = [check.problem] if check.problem else []
+            if mismatch is not None:
+                more = f"; {check.mismatch_count - 1:,} more do not" if check.mismatch_count > 1 else ""
+                problems.append(str(mismatch).removeprefix(f"{path}: ") + more)
             for offset in sorted(wanted):
                 check.mark = offset
                 problem = _mark_problem(reader, check, offset, borders)
-                if problem is not None:
-                    check.problem = problem if check.problem is None else f"{check.problem}; {problem}"
+                problems += [] if problem is None else [problem]
+            check.problem = "; ".join(problems) or None
     except NotFound:
         return None
     except BkctlError as error:
         check.state, check.error, check.problem = ScanState.UNREADABLE, error, _problem(error)
         check.mark = next(iter(wanted), None)
     return check
+
+
+def _is_torn(mismatch: Mismatch, reader: JournalReader) -> bool:
+    """Return True if a crash explains the mismatch. `reader` is open on a journal that may be its own."""
+    if mismatch.where == reader.name:
+        return reader.may_be_torn(mismatch.offset)
+    with suppress(BkctlError), JournalReader.open(mismatch.where) as other:
+        return other.may_be_torn(mismatch.offset)
+    return False
 
 
 def _problem(error: BkctlError) -> str:

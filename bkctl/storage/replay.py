@@ -20,9 +20,8 @@ from bkctl.disk import SECTOR_SIZE_BYTES
 from bkctl.errors import BkctlError, Corrupt, CorruptRecord, TruncatedRecord, Unsupported
 from bkctl.files.journal import JournalReader
 from bkctl.files.scan import ScanState
-from bkctl.formats import journal as journal_formats
-from bkctl.formats.entry import ENTRY_V1, HEADER_SIZE_V1, HEADER_SIZE_V2, MASTER_KEY_SIZE, read_lac_header
-from bkctl.formats.journal import LogMark, file_name
+from bkctl.formats.entry import ENTRY_V1, MASTER_KEY_SIZE, read_entry_header, read_lac_header
+from bkctl.formats.journal import PADDING_MASK, LogMark, file_name
 from bkctl.formats.record import RECORD_SIZE, Record, RecordType, record_of
 from bkctl.ids import I64_MAX, LedgerId
 from bkctl.storage.checkpoints import LastMarkFiles
@@ -110,20 +109,27 @@ class JournalReplay:
         with JournalReader.open(path) as reader:
             try:
                 for record in reader.records(start):
-                    self._replay_record(reader, record)
+                    try:
+                        self._replay_record(reader, record)
+                    except CorruptRecord as error:
+                        self._skip(error, "this record")
                     self._write_when_full()
             except CorruptRecord as error:
-                if not self._config.skip_replay_journal_invalid_record:
-                    raise Corrupt(
-                        f"{error.message}. Entries that were acknowledged may follow in this journal",
-                        hint=f"{error.hint or _DAMAGE_HINT}. {_SKIP_HINT}",
-                    ) from error
-                log.warning("%s: skipReplayJournalInvalidRecord drops what follows in this journal", error.message)
+                self._skip(error, "what follows in this journal")
             except Unsupported as error:
                 # No setting skips it: a later release's entries would be lost by starting an earlier one.
                 raise Unsupported(error.message, hint=_LATER_RELEASE_HINT) from error
             else:
                 _log_incomplete_group(reader)
+
+    def _skip(self, error: CorruptRecord, dropped: str) -> None:
+        """Log that invalid records are dropped. Raises Corrupt unless the configuration has them skipped."""
+        if not self._config.skip_replay_journal_invalid_record:
+            raise Corrupt(
+                f"{error.message}. Entries that were acknowledged may follow in this journal",
+                hint=f"{error.hint or _DAMAGE_HINT}. {_SKIP_HINT}",
+            ) from error
+        log.warning("%s: skipReplayJournalInvalidRecord drops %s", error.message, dropped)
 
     # --- space -------------------------------------------------------------------------------------------------------
 
@@ -157,8 +163,7 @@ class JournalReplay:
             self._replay_key(reader, record)
         elif record.type in _REPLAYED and ledger not in self.set_aside:
             problem = "The header of the entry is zeros"
-            has_zero_header = _has_zero_header(record)
-            if has_zero_header and _is_unsynced(reader, record, problem):
+            if _has_lost_header(reader, record) and _is_unsynced(reader, record, problem):
                 return
             try:
                 is_here = self._apply(record)
@@ -167,12 +172,13 @@ class JournalReplay:
                 self.set_aside[ledger] = error
                 self._ledgers.handles.pop(ledger, None)
                 return
-            if has_zero_header and not is_here:
+            if not is_here and _is_of_padding(reader, record):
                 raise CorruptRecord(problem, offset=record.offset, where=reader.name)
 
     def _replay_key(self, reader: JournalReader, record: Record) -> None:
         ledger, master_key = record.ledger, record.special_payload
-        if self._is_torn_key(reader, record, master_key):
+        end = record.offset + RECORD_SIZE.size + record.record_size
+        if master_key.count(0) >= _TORN_KEY_ZEROS and reader.has_lost_sector(end - len(master_key), end):
             problem = "A part of the master key is in a sector of zeros"
             if _is_unsynced(reader, record, problem):
                 return
@@ -186,20 +192,6 @@ class JournalReplay:
                 "Ledger %s has a master key of %d bytes in %s, which no client sends: it keeps its entries without "
                 "a key", ledger, len(master_key), reader.name,
             )  # fmt: skip
-
-    def _is_torn_key(self, reader: JournalReader, record: Record, master_key: bytes) -> bool:
-        """Return whether a crash cut the key, together with its group: part of it is in a sector of zeros.
-
-        A key of many zeros alone proves that only where groups share sectors: clients may choose such keys.
-        """
-        if master_key.count(0) < _TORN_KEY_ZEROS:
-            return False
-        if reader.version < journal_formats.VERSION_PADDING or self._config.journal_alignment_size % SECTOR_SIZE_BYTES:
-            return True
-        end = record.offset + RECORD_SIZE.size + record.record_size
-        start = end - len(master_key)
-        sectors = range(start - start % SECTOR_SIZE_BYTES, end, SECTOR_SIZE_BYTES)
-        return any(not any(reader.read(sector, SECTOR_SIZE_BYTES)) for sector in sectors)
 
     def _apply(self, record: Record) -> bool:
         """Bring a record into memory. Return False, and count it as skipped, if its ledger is not here.
@@ -273,10 +265,22 @@ def _is_unsynced(reader: JournalReader, record: Record, problem: str) -> bool:
     return True
 
 
-def _has_zero_header(record: Record) -> bool:
-    """Return whether an entry record is the zeros of a group that a crash cut: no length, and yet a payload."""
-    body = record.body
-    return record.format_version == 1 and len(body) > ENTRY_V1.size + 20 and not any(body[: ENTRY_V1.size])
+def _has_lost_header(reader: JournalReader, record: Record) -> bool:
+    """Return whether the header of an entry is zeros because its sector never reached the disk."""
+    body, start = record.body, record.offset + RECORD_SIZE.size
+    return (
+        record.format_version == 1
+        and len(body) > ENTRY_V1.size
+        and not any(body[: ENTRY_V1.size])
+        and reader.has_lost_sector(start, start + ENTRY_V1.size)
+    )
+
+
+def _is_of_padding(reader: JournalReader, record: Record) -> bool:
+    """Return whether a record is the count and zeros of padding, to which the record before reaches too far."""
+    mask = reader.read(max(0, record.offset - RECORD_SIZE.size), RECORD_SIZE.size)
+    end = record.offset + RECORD_SIZE.size + record.record_size
+    return mask == RECORD_SIZE.pack(PADDING_MASK) and end % SECTOR_SIZE_BYTES == 0 and not any(record.body)
 
 
 def _is_better(old: bytes, new: bytes) -> bool:

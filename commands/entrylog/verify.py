@@ -15,7 +15,7 @@ from ..kit.columns import Output, hex_column
 from ..kit.command import Run, command, group
 from ..kit.documents import rows_of
 from ..kit.options import DigestToCheck, LedgerPassword, ReadPace
-from ..kit.records import DirOption, raise_first
+from ..kit.records import DirOption, note_digests, raise_first
 from ..kit.texts import RED, YELLOW, counted
 from .logs import LogNames, file_column, find_logs, log_id_hex, log_key
 
@@ -127,11 +127,9 @@ def verify(
         row_count = run.out.render(_saying_more(run, rows()), CHECK_COLUMNS, findings=run.out.draws)
     if run.out.draws and (sound_count or not row_count):
         sound = counted(sound_count, "entry log is", "entry logs are")
-        run.out.note(f"{sound} sound: {counted(entry_count, 'entry', 'entries')}; -o wide lists them")
-    if checker is not None and (hint := checker.hint()) is not None:
-        counts = checker.counts()
-        unchecked = counted(counts.unknown + counts.without_password, "entry", "entries")
-        run.out.note(f"{unchecked} could not be checked: {hint}")
+        run.note(f"{sound} sound: {counted(entry_count, 'entry', 'entries')}; -o wide lists them")
+    if checker is not None:
+        note_digests(run, checker)
     raise_first(run, errors)
     run.out.finish_with(findings, "finding", "findings")
 

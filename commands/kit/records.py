@@ -35,6 +35,7 @@ from .output import RowWriter
 from .texts import NULL, counted, words
 
 if TYPE_CHECKING:
+    from bkctl.checks.digests import DigestChecker
     from bkctl.files.record_filter import RecordFilter
     from bkctl.files.scan import RecordBatch
     from bkctl.formats.entry import DigestType
@@ -308,6 +309,17 @@ class _Tally:
             yield chosen
             if self.left == 0:
                 return
+
+
+def note_digests(run: Run, checker: DigestChecker, *, always: bool = False) -> None:
+    """Print how many entries could not be checked against their digests, and why; with `always`, all numbers."""
+    counts = checker.counts()
+    if always:
+        matched = counted(sum(counts.matched.values()), "entry matches its digest", "entries match their digests")
+        run.note(f"{matched}, {counts.mismatched:,} do not; {counts.unprotected:,} have none")
+    if (hint := checker.hint()) is not None:
+        unchecked = counted(counts.unknown + counts.without_password, "entry", "entries")
+        run.note(f"{unchecked} could not be checked: {hint}")
 
 
 def raise_first(run: Run, errors: list[BkctlError]) -> None:

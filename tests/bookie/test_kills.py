@@ -422,3 +422,38 @@ def test_bookie_killed_at_random_points_loses_nothing_acknowledged(
     )
     assert load.acknowledged
     assert load.seen["explicit LAC"]
+
+
+@pytest.mark.parametrize("storage", [SORTED, INTERLEAVED, DB], ids=["sorted", "interleaved", "db"])
+def test_killed_bookie_serves_entries_whose_lengths_and_lacs_are_lies(
+    own_bookie: Callable[..., OwnBookie], cluster: Cluster, storage: str
+) -> None:
+    """A client chooses length and LAC: no start may fail for them, nor lose what an honest client wrote behind."""
+    bookie = own_bookie(cluster.uri, storage=storage)
+    lying, honest = (DigestManager(LedgerId(0, number), DigestType.CRC32C, PASSWORD) for number in (8, 9))
+    large, small = NOISE * 75, b"honest"
+    entries = [
+        (lying, 0, lying.seal(0, -1, 0, large) + large),
+        (lying, 1, lying.seal(1, 1 << 60, 0, b"") + b""),
+        (lying, 2, lying.seal(2, 1 << 60, -1, bytes(2000)) + bytes(2000)),
+        (honest, 0, honest.seal(0, -1, len(small), small) + small),
+    ]
+
+    async def write() -> None:
+        opened = await BookieConnection.open(*bookie.address, bookie_id=bookie.bookie_id, protocol=Protocol.V2)
+        with contextlib.closing(opened) as connection:
+            adds = [connection.send(AddRequest(by.ledger, number, by.master_key, body)) for by, number, body in entries]
+            assert [(await each).status for each in adds] == [Status.EOK] * len(entries)
+
+    async def read() -> None:
+        opened = await BookieConnection.open(*bookie.address, bookie_id=bookie.bookie_id, protocol=Protocol.V2)
+        with contextlib.closing(opened) as connection:
+            for by, number, body in entries:
+                response = await connection.send(ReadRequest(by.ledger, number))
+                assert (response.status, bytes(response.body)) == (Status.EOK, body)
+
+    bookie.start()
+    scenario(write())
+    bookie.kill()
+    bookie.start()
+    scenario(read())

@@ -9,8 +9,12 @@ from pathlib import Path
 import pytest
 from support.command_line import CommandLine
 
+from bkctl.formats import journal
+from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.journal import LogMark
 from bkctl.formats.metadata import Cookie
+from bkctl.formats.record import record_of
+from bkctl.ids import LedgerId
 
 from . import files
 from .conftest import Cli
@@ -210,3 +214,54 @@ def test_a_check_of_nothing_does_not_pass(cli: Cli, tmp_path: Path, words: tuple
     result = cli(*words, "--dir", tmp_path / "empty")
     assert (result.code, result.out) == (4, "")
     assert "No files of a bookie in" in result.err
+
+
+@pytest.mark.parametrize("ledger", [files.PLAIN, files.SCOPED], ids=["scope 0", "other scope"])
+@pytest.mark.parametrize("options", [(), ("--digest-type", "CRC32C")], ids=["by trying", "given"])
+def test_verify_finds_overwritten_payload(cli: Cli, tmp_path: Path, ledger: LedgerId, options: tuple[str, ...]) -> None:
+    by = DigestManager(ledger, DigestType.CRC32C, b"secret")
+    payloads = [b"a" * 700, b"b" * 700, bytes(700)]
+    records = [record_of(by.seal(number, -1, 1, each) + each) for number, each in enumerate(payloads)]
+    data = journal.write_header(7) + b"".join(records)
+    data += journal.write_padding(len(data))
+    path = tmp_path / "1a.txn"
+    path.write_bytes(data + bytes(2048))
+    sound = cli("journal", "verify", path, *options, "-o", "ndjson")
+    assert (sound.code, sound.rows[0]["problem"]) == (0, None)
+    at = data.index(b"b" * 700)
+    path.write_bytes(data[:at] + b"x" * 599 + data[at + 599 :] + bytes(2048))
+    found = cli("journal", "verify", path, *options, "-o", "ndjson")
+    assert found.code == 3
+    (row,) = found.rows
+    assert f"entry 1 of ledger {ledger}" in row["problem"]
+    assert "does not match its CRC32C digest" in row["problem"]
+    assert ("2 entries match their digests, 1 do not" in found.err) == bool(options)
+    # What a crash cut was never acknowledged: it is no finding.
+    cut = at + 599 - (at + 599) % 512
+    path.write_bytes(data[:cut] + bytes(4096))
+    assert cli("journal", "verify", path, *options).code == 0
+
+
+def test_verify_says_which_entries_it_could_not_check(cli: Cli, tmp_path: Path) -> None:
+    by = DigestManager(files.PLAIN, DigestType.HMAC, b"secret")
+    path = tmp_path / "1a.txn"
+    path.write_bytes(journal.write_header(6) + record_of(by.seal(0, -1, 3, b"one") + b"one"))
+    unknown = cli("journal", "verify", path, "--digest-type", "HMAC")
+    assert unknown.code == 0
+    assert "1 entry could not be checked" in unknown.err
+
+
+@pytest.mark.parametrize("version", [4, 5, 6, 7])
+@pytest.mark.parametrize("kind", ["empty", "zeros", "header", "header and zeros", "cut header"])
+def test_verify_and_read_take_a_journal_without_records(cli: Cli, tmp_path: Path, version: int, kind: str) -> None:
+    header = journal.write_header(version)
+    data = {
+        "empty": b"", "zeros": bytes(1 << 20), "header": header, "header and zeros": header + bytes(1 << 20),
+        "cut header": header[:7],
+    }[kind]  # fmt: skip
+    path = tmp_path / "1a.txn"
+    path.write_bytes(data)
+    assert cli("journal", "read", path, "-o", "ndjson").rows == []
+    verified = cli("journal", "verify", path, "-o", "ndjson")
+    assert verified.code == 0
+    assert verified.rows[0]["state"] in ("endOfFile", "zeros", "torn")
