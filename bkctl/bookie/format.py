@@ -190,7 +190,7 @@ def _shown(names: list[str]) -> str:
     return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
 
 
-def init(config: BookieConfig, bookie_id: str, cluster: Cluster, files: Files) -> None:
+def init(config: BookieConfig, bookie_id: str, cluster: Cluster, files: Files, undo: UndoFile) -> None:
     """Create a new bookie: missing directories, and its cookie in all of them and the metadata store.
 
     The first start of a bookie does the same. Raises Conflict, naming the first problem; NotFound where there is no
@@ -201,7 +201,11 @@ def init(config: BookieConfig, bookie_id: str, cluster: Cluster, files: Files) -
         first = found[0]
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         raise Conflict(f"{first.place} {first.problem}{more}", hint="'bkctl bookie init --check' lists all problems")
-    stamp_or_verify(config, bookie_id, cluster, files)
+    cookie = configured_cookie(config, bookie_id, cluster.instance_id())
+    for directory in configured_directories(config):
+        if read_directory(directory) is None:
+            undo.record_file(version_file(directory), cookie.serialize())
+    stamp_or_verify(config, bookie_id, undo.recorded(), files)
 
 
 def existing(directories: Iterable[str | Path]) -> list[Path]:

@@ -292,7 +292,7 @@ def downgrade_bookie(run: Run, directories: Directories = (), dry_run: DryRun = 
         run.note("Nothing to do: no journal has scoped records, so Apache's bookie can start")
     for row in rows:
         if row.error is not None:
-            run.error(row.error)
+            raise row.error
 
 
 CONVERTED_COLUMNS = Columns(
@@ -468,6 +468,7 @@ def init(
         bool,
         typer.Option("--check", help="Only report what prevents it: directories with files, a registration, a cookie."),
     ] = False,
+    undo: UndoOption = None,
     dry_run: DryRun = False,
 ) -> None:
     """Create a new bookie: empty directories and a cookie.
@@ -494,6 +495,6 @@ def init(
                 f"reasons against creating bookie {bookie_id}",
             )
             return
-        with hold(existing(configured_directories(config))):
-            init(config, bookie_id, cluster, Files())
+        with hold(existing(configured_directories(config))), run.undo(cluster, undo) as kept:
+            init(config, bookie_id, cluster, Files(), kept)
         run.show(configured_cookie(config, bookie_id, cluster.instance_id()), NEW_BOOKIE_COLUMNS)
