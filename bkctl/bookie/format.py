@@ -9,7 +9,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bkctl.bookie.cookies import (
     CookieMismatch,
@@ -26,6 +26,9 @@ from bkctl.files.directories import BookieDirectories
 from bkctl.files.index import BookieIndexes
 from bkctl.formats.names import COOKIE_NAME, CURRENT
 from bkctl.metadata.cluster import Cluster
+
+if TYPE_CHECKING:
+    from bkctl.metadata.admin.undo import UndoFile
 
 #: Directories that a file system, and not the bookie, creates.
 _NOT_OURS: Final = frozenset({"lost+found"})

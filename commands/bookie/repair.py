@@ -17,7 +17,7 @@ from bkctl.errors import BkctlError, UsageError
 from ..kit.columns import Column, Columns, Kind, value_at
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import AnyLedgers
-from ..kit.options import PASSWORD_FILE, DryRun, YesReally, combined, ledger_password, option
+from ..kit.options import PASSWORD_FILE, DryRun, UndoOption, YesReally, combined, ledger_password, option
 from ..kit.records import Directories, DirOption
 from ..kit.texts import NULL, counted, size_text
 from .files import index_app
@@ -291,7 +291,7 @@ def downgrade_bookie(run: Run, directories: Directories = (), dry_run: DryRun = 
     if not any(row.journal_ids for row in rows):
         run.note("Nothing to do: no journal has scoped records, so Apache's bookie can start")
     for row in rows:
-        if row.error is not None:
+        if row.error is not None and row.mark is None:
             raise row.error
 
 
