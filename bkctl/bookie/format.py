@@ -18,6 +18,7 @@ from bkctl.bookie.cookies import (
     configured_directories,
     read_directory,
     stamp_or_verify,
+    version_file,
 )
 from bkctl.config import BookieConfig, read_properties
 from bkctl.disk import Files

@@ -291,7 +291,7 @@ def downgrade_bookie(run: Run, directories: Directories = (), dry_run: DryRun = 
     if not any(row.journal_ids for row in rows):
         run.note("Nothing to do: no journal has scoped records, so Apache's bookie can start")
     for row in rows:
-        if row.error is not None and row.mark is None:
+        if row.error is not None and row.mark is None and not config.skip_replay_journal_invalid_record:
             raise row.error
 
 

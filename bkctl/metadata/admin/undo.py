@@ -292,10 +292,12 @@ def _summary(path: Path) -> UndoFileSummary | None:
 
 def _described(path: Path, header: dict[str, Any], count: int) -> UndoFileSummary:
     names = ("time", "host", "metadataUri", "store", "instanceId")
-    when, host, *ids = (value if isinstance(value := header.get(name), str) else None for name in names)
+    when, host, uri, store, instance_id = (
+        value if isinstance(value := header.get(name), str) else None for name in names
+    )
     command = header.get("command")
     words = tuple(map(str, command)) if isinstance(command, list) else ()
-    return UndoFileSummary(path, when, host, words, *ids, count)
+    return UndoFileSummary(path, when, host, words, uri, store, instance_id, count)
 
 
 def undo(
