@@ -285,6 +285,15 @@ def test_init_makes_a_bookie_once(cli: Cli, conf: Path, tmp_path: Path) -> None:
     assert "bookie-1 has a cookie" in again.err
 
 
+def test_new_bookie_is_undone(cli: Cli, conf: Path, tmp_path: Path) -> None:
+    undo, uri = tmp_path / "undo", f"sqlite://{tmp_path / 'metadata.db'}"
+    assert cli("bookie", "init", "--conf", conf, "--undo", undo).code == 0
+    undone = cli("metadata", "undo", undo, "-u", uri, "--yes", "-o", "ndjson")
+    assert (undone.code, [row["outcome"] for row in undone.rows]) == (0, ["restored"] * 4)
+    assert not [*tmp_path.glob("*/current/VERSION")]
+    assert cli("bookie", "init", "--conf", conf, "--undo", "none").code == 0
+
+
 def test_init_names_all_that_is_in_the_way(cli: Cli, conf: Path, tmp_path: Path) -> None:
     (tmp_path / "ledgers" / "current").mkdir(parents=True)
     (tmp_path / "ledgers" / "current" / "0.log").touch()
