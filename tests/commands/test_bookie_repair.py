@@ -408,3 +408,17 @@ def test_repairs_are_audited(cli: Cli, db: Path, tmp_path: Path, monkeypatch: py
     lines = [json.loads(line) for line in (tmp_path / "audit.ndjson").read_text().splitlines()]
     assert [line["event"] for line in lines] == ["begin", "end"]
     assert os.fspath(db) in " ".join(lines[0]["command"])
+
+
+@pytest.mark.parametrize("version", [6, 7])
+def test_dry_run_of_a_downgrade_fails_over_damage_as_the_run(
+    cli: Cli, conf: Path, tmp_path: Path, version: int
+) -> None:
+    assert cli("bookie", "init", "--conf", conf, "--undo", "none").code == 0
+    header = b"BKLG" + version.to_bytes(4, "big")
+    record = (24).to_bytes(4, "big") + bytes(24)
+    (tmp_path / "journal" / "current" / "1.txn").write_bytes(
+        header.ljust(512, b"\0") + (0x7000_0000).to_bytes(4, "big") + b"x" * 700 + record * 50
+    )
+    codes = [cli("bookie", "downgrade", "--conf", conf, *words).code for words in (("--dry-run",), ())]
+    assert codes == [7, 7]
