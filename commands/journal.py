@@ -17,6 +17,7 @@ from bkctl.errors import BkctlError, NotFound, UsageError
 
 from .kit.columns import hex_column
 from .kit.command import Run, command, group
+from .kit.documents import rows_of
 from .kit.options import DigestToCheck, LedgerPassword, ReadPace, count_option
 from .kit.records import (
     DirOption,
@@ -231,6 +232,7 @@ VERIFY_COLUMNS = Columns(
     app,
     "verify",
     connects=True,
+    prints=rows_of(VERIFY_COLUMNS),
     examples=(
         "bkctl journal verify --conf bk_server.conf",
         "bkctl journal verify journal --digest CRC32C",
@@ -278,19 +280,19 @@ def verify(
             yield check
 
     with (
-        run.digest_checker(digest.digest_type, password, _chosen(given, files)) as checker,
-        run.working("Reading journals", unit="journals", pace=pace) as activity,
+        run.access.digest_checker(digest.digest_type, password, _chosen(given, files)) as checker,
+        run.job.working("Reading journals", unit="journals", pace=pace) as activity,
     ):
-        row_count = run.render(rows(), VERIFY_COLUMNS, findings=run.draws)
-    if run.draws and (sound_count or not row_count):
+        row_count = run.out.render(rows(), VERIFY_COLUMNS, findings=run.out.draws)
+    if run.out.draws and (sound_count or not row_count):
         sound = counted(sound_count, "journal is", "journals are")
-        run.note(f"{sound} sound: {counted(record_count, 'record', 'records')}; -o wide lists them")
+        run.out.note(f"{sound} sound: {counted(record_count, 'record', 'records')}; -o wide lists them")
     if digest.wanted or not errors:
         note_digests(run, checker, always=digest.wanted)
     if errors and findings:
-        run.error(counted(findings, "finding", "findings"))
+        run.out.error(counted(findings, "finding", "findings"))
     raise_first(run, errors)
-    run.finish_with(findings, "finding", "findings")
+    run.out.finish_with(findings, "finding", "findings")
 
 
 # --- stats ----------------------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ case 'bookie metrics'; set ids 108 109 49 126 127 $end1
 case 'bookie downgrade'; set ids files 101 82 $end3
 case 'bookie convert'; set ids files 128 101 129 82 $end4
 case 'bookie format'; set ids 130 131 82 $end1
-case 'bookie init'; set ids 132 82 $end1
+case 'bookie init'; set ids 132 73 82 $end1
 case 'bookie index'; set ids commands $end0
 case 'bookie index show'; set ids ledger 29 30 31 133 101 134 135 136 $end3
 case 'bookie index check'; set ids files 137 138 101 $end3
@@ -91,70 +91,70 @@ case 'metadata'; set ids commands $end0
 case 'metadata layout'; set ids $end1
 case 'metadata get'; set ids none 69 185 $end1
 case 'metadata tree'; set ids none 186 187 188 189 $end1
-case 'metadata undo'; set ids files 190 191 73 82 $end2
-case 'metadata export'; set ids ledger 29 30 31 192 193 194 $end1
-case 'metadata import'; set ids files 192 195 73 82 $end2
-case 'metadata diff'; set ids none 192 $end1
-case 'metadata migrate'; set ids 196 94 95 192 195 197 73 82 $end2
-case 'metadata check'; set ids 198 42 192 $end1
-case 'metadata orphans'; set ids 199 73 82 $end2
+case 'metadata undo'; set ids files 190 191 192 73 82 $end2
+case 'metadata export'; set ids ledger 29 30 31 193 194 195 $end1
+case 'metadata import'; set ids files 193 196 73 82 $end2
+case 'metadata diff'; set ids none 193 $end1
+case 'metadata migrate'; set ids 197 94 95 193 196 198 73 82 $end2
+case 'metadata check'; set ids 199 42 193 $end1
+case 'metadata orphans'; set ids 200 73 82 $end2
 case 'metadata scopes'; set ids $end1
-case 'metadata idgen'; set ids 200 201 202 $end1
-case 'metadata replace-bookie'; set ids 203 204 205 206 73 82 $end2
+case 'metadata idgen'; set ids 201 202 203 $end1
+case 'metadata replace-bookie'; set ids 204 205 206 207 73 82 $end2
 case 'cookie'; set ids commands $end0
 case 'cookie list'; set ids $end1
 case 'cookie show'; set ids bookie 101 69 $end1
 case 'cookie create'; set ids bookie 73 82 $end1
 case 'cookie update'; set ids bookie 73 82 $end2
 case 'cookie delete'; set ids bookie 101 73 82 $end2
-case 'cookie generate'; set ids bookie 207 208 209 210 211 $end1
+case 'cookie generate'; set ids bookie 208 209 210 211 212 $end1
 case 'cookie expand'; set ids 73 82 $end2
 case 'cookie rename'; set ids none 101 73 82 $end2
 case 'cookie verify'; set ids bookie 101 $end1
 case 'autorecovery'; set ids commands $end0
-case 'autorecovery run'; set ids 212 213 214 $end1
+case 'autorecovery run'; set ids 213 214 215 $end1
 case 'autorecovery status'; set ids 49 $end1
 case 'autorecovery enable'; set ids 73 $end1
 case 'autorecovery disable'; set ids 73 $end1
-case 'autorecovery list'; set ids 198 42 49 215 216 217 218 $end1
-case 'autorecovery workers'; set ids 198 42 49 $end1
-case 'autorecovery mark'; set ids ledger 76 29 30 31 219 73 82 $end1
+case 'autorecovery list'; set ids 199 42 49 216 217 218 219 $end1
+case 'autorecovery workers'; set ids 199 42 49 $end1
+case 'autorecovery mark'; set ids ledger 76 29 30 31 220 73 82 $end1
 case 'autorecovery unmark'; set ids ledger 76 29 30 31 73 82 $end2
-case 'autorecovery auditor'; set ids 220 $end1
-case 'autorecovery audit'; set ids 221 73 82 $end1
+case 'autorecovery auditor'; set ids 221 $end1
+case 'autorecovery audit'; set ids 222 73 82 $end1
 case 'autorecovery delay'; set ids none 73 82 $end1
 case 'cluster'; set ids commands $end0
 case 'cluster info'; set ids $end1
-case 'cluster status'; set ids 222 223 $end1
+case 'cluster status'; set ids 223 224 $end1
 case 'cluster id'; set ids $end1
-case 'cluster init'; set ids 224 82 $end1
-case 'cluster nuke'; set ids 131 225 82 $end2
-case 'cluster health'; set ids commands 49 222 226 227 $end1
-case 'cluster health show'; set ids 49 222 226 227 $end1
-case 'cluster health detail'; set ids 222 226 227 $end1
-case 'cluster health mute'; set ids words-no-instance-id-no-writable-bookie-bookie-down-bookie-read-only-bookie-without-address-bookie-without-cookie-bookie-unregistered-bookie-silent-cookie-damaged-cookie-of-another-cluster-disk-full-ledgers-set-aside-ledgers-unreadable-certificate-expires-bookie-without-rack-too-few-racks-ledgers-in-few-racks-scopes-orphaned-no-bookie-for-scopes-mark-damaged-underreplicated-autorecovery-disabled-vote-damaged-no-auditor-no-auditor-of-scopes 228 73 $end1
-case 'cluster health unmute'; set ids words-no-instance-id-no-writable-bookie-bookie-down-bookie-read-only-bookie-without-address-bookie-without-cookie-bookie-unregistered-bookie-silent-cookie-damaged-cookie-of-another-cluster-disk-full-ledgers-set-aside-ledgers-unreadable-certificate-expires-bookie-without-rack-too-few-racks-ledgers-in-few-racks-scopes-orphaned-no-bookie-for-scopes-mark-damaged-underreplicated-autorecovery-disabled-vote-damaged-no-auditor-no-auditor-of-scopes 73 $end1
+case 'cluster init'; set ids 225 82 $end1
+case 'cluster nuke'; set ids 131 226 82 $end2
+case 'cluster health'; set ids commands 49 223 227 228 $end1
+case 'cluster health show'; set ids 49 223 227 228 $end1
+case 'cluster health detail'; set ids 223 227 228 $end1
+case 'cluster health mute'; set ids words-no-instance-id-no-writable-bookie-bookie-down-bookie-read-only-bookie-without-address-bookie-without-cookie-bookie-silent-cookie-damaged-cookie-of-another-cluster-disk-full-ledgers-set-aside-ledgers-unreadable-bookie-without-rack-too-few-racks-ledgers-in-few-racks-scopes-orphaned-no-bookie-for-scopes-mark-damaged-underreplicated-autorecovery-disabled-vote-damaged-no-auditor-no-auditor-of-scopes 229 73 $end1
+case 'cluster health unmute'; set ids words-no-instance-id-no-writable-bookie-bookie-down-bookie-read-only-bookie-without-address-bookie-without-cookie-bookie-silent-cookie-damaged-cookie-of-another-cluster-disk-full-ledgers-set-aside-ledgers-unreadable-bookie-without-rack-too-few-racks-ledgers-in-few-racks-scopes-orphaned-no-bookie-for-scopes-mark-damaged-underreplicated-autorecovery-disabled-vote-damaged-no-auditor-no-auditor-of-scopes 73 $end1
 case 'cluster health mutes'; set ids $end1
 case 'cluster healthcheck'; set ids commands $end0
 case 'cluster healthcheck status'; set ids $end1
 case 'cluster healthcheck enable'; set ids 73 $end1
 case 'cluster healthcheck disable'; set ids 73 $end1
 case 'local'; set ids commands $end0
-case 'local up'; set ids 229 230 231 232 233 $end3
-case 'local down'; set ids 229 234 $end3
-case 'local status'; set ids 229 $end3
+case 'local up'; set ids 230 231 232 233 234 $end3
+case 'local down'; set ids 230 235 $end3
+case 'local status'; set ids 230 $end3
 case 'pipeline'; set ids commands $end0
-case 'pipeline inventory'; set ids none 162 163 42 235 236 237 238 239 240 241 242 243 $end1
-case 'pipeline integrity'; set ids none 162 163 42 235 236 237 238 239 240 241 242 244 245 $end1
-case 'pipeline garbage'; set ids none 176 177 235 236 237 238 239 240 241 242 246 $end1
-case 'pipeline journal-audit'; set ids none 162 163 42 235 236 237 238 239 240 241 242 247 $end1
-case 'pipeline report'; set ids none 176 177 235 236 237 238 239 248 249 $end1
-case 'pipeline extract'; set ids none 250 251 $end1
-case 'pipeline export'; set ids none 29 30 31 235 236 237 238 252 241 242 253 254 51 255 $end1
-case 'pipeline import'; set ids none 256 257 258 259 235 236 237 238 252 241 242 260 82 $end1
-case 'pipeline migrate-scope'; set ids ledger 29 30 31 261 257 258 259 235 236 237 238 252 241 242 82 $end1
+case 'pipeline inventory'; set ids none 162 163 42 236 237 238 239 240 241 242 243 244 $end1
+case 'pipeline integrity'; set ids none 162 163 42 236 237 238 239 240 241 242 243 245 246 $end1
+case 'pipeline garbage'; set ids none 176 177 236 237 238 239 240 241 242 243 247 $end1
+case 'pipeline journal-audit'; set ids none 162 163 42 236 237 238 239 240 241 242 243 248 $end1
+case 'pipeline report'; set ids none 176 177 236 237 238 239 240 249 250 $end1
+case 'pipeline extract'; set ids none 251 252 $end1
+case 'pipeline export'; set ids none 29 30 31 236 237 238 239 253 242 243 254 255 51 256 $end1
+case 'pipeline import'; set ids none 257 258 259 260 236 237 238 239 253 242 243 261 82 $end1
+case 'pipeline migrate-scope'; set ids ledger 29 30 31 262 258 259 260 236 237 238 239 253 242 243 82 $end1
 case 'api'; set ids commands $end0
-case 'api serve'; set ids 262 263 264 265 266 267 268 269 270 $end1
+case 'api serve'; set ids 263 264 265 266 267 268 269 270 $end1
 case 'api get'; set ids none 108 109 271 $end1
 case 'api put'; set ids none 108 109 271 272 82 $end1
 case 'api delete'; set ids none 108 109 271 82 $end2
@@ -413,87 +413,87 @@ __bkctl 186 -l depth -x -d 'List only N levels below the start.'
 __bkctl 187 -l match -x -d 'Only nodes whose name, or path, matches; * and ? stand for any characters.'
 __bkctl 188 -l contains -x -d 'Only nodes whose value contains this text.'
 __bkctl 189 -l totals -d 'Count the nodes and bytes of each subtree instead; all levels count.'
-__bkctl 190 -l last -d 'Undo the last command that changed this cluster.'
+__bkctl 190 -l last -d 'Undo the last command that changed this store.'
 __bkctl 191 -l list -d 'List the undo files, oldest first.'
-__bkctl 192 -l rate -x -d 'Process at most N records per second.'
-__bkctl 193 -s f -l file -r -F -d 'The file to write; - is stdout. It holds ledger passwords.'
-__bkctl 194 -l overwrite -d 'Replace FILE if it exists.'
-__bkctl 195 -l overwrite -d 'Replace records that have another value; the undo file keeps the old ones.'
-__bkctl 196 -l to -x -d 'The store to copy to: zk+…://, etcd://, hbase://, sqlite:///FILE, or context:NAME.'
-__bkctl 197 -l live -d 'Copy even while bookies are registered; changes made meanwhile are reported.'
-__bkctl 198 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Only ledgers of this scope (default: all).'
-__bkctl 199 -l delete -d 'Remove the orphans that are REMOVABLE, after asking.'
-__bkctl 200 -l limit -x -d 'Number of ids (default 1).'
-__bkctl 201 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Random ids of this scope.'
-__bkctl 202 -l sequence -d 'Take ids of scope 0 from the cluster'\''s generator, which gives no id twice.'
-__bkctl 203 -l limit -x -d 'Change at most N ledgers.'
-__bkctl 204 -l rate -x -d 'Change at most N ledgers per second.'
-__bkctl 205 -l from -x -a '(__bkctl_dynamic bookie)' -d 'The bookie id to replace.'
-__bkctl 206 -l to -x -a '(__bkctl_dynamic bookie)' -d 'The new bookie id.'
-__bkctl 207 -l journal-dirs -x -d 'The bookie'\''s journal directories, separated by commas.'
-__bkctl 208 -l ledger-dirs -x -d 'The bookie'\''s ledger directories, separated by commas.'
-__bkctl 209 -l index-dirs -x -d 'The bookie'\''s index directories, separated by commas.'
-__bkctl 210 -l instance-id -x -d 'The cluster'\''s instance id (default: read from the cluster).'
-__bkctl 211 -s f -l file -r -F -d 'The file to write (default: stdout).'
-__bkctl 212 -l scopes-only -d 'Ignore scope 0, which Apache'\''s auto-recovery serves.'
-__bkctl 213 -l scope-0-only -d 'Ignore all scopes but 0.'
-__bkctl 214 -l id -x -d 'Name in votes and locks (default: the bookie'\''s id, or this host).'
-__bkctl 215 -l older-than -x -d 'List only ledgers that were marked at least this long ago: 1h, 30m.'
-__bkctl 216 -l missing -x -a '(__bkctl_dynamic bookie)' -d 'List only ledgers that this bookie lacks; repeatable.'
-__bkctl 217 -l not-missing -x -a '(__bkctl_dynamic bookie)' -d 'List only ledgers that this bookie does not lack; repeatable.'
-__bkctl 218 -l count -d 'Print the number of ledgers only.'
-__bkctl 219 -l missing -x -a '(__bkctl_dynamic bookie)' -d 'A bookie of its ensembles that lacks entries; repeatable.'
-__bkctl 220 -l all -d 'Show candidates for auditor, too.'
-__bkctl 221 -l reset-clock -x -d 'Make these checks due instead (all-ledgers, placement, replicas); an auditor that starts runs them.'
-__bkctl 222 -l threshold -x -d 'Percentage of used disk space that is too much. [default: 90.0]'
-__bkctl 223 -l count-ledgers -d 'Count the ledgers on each bookie (default: in clusters of up to 10,000 ledgers).'
-__bkctl 224 -l long-long-layout -d 'Write BP-35'\''s own class into LAYOUT; Apache'\''s processes then refuse the cluster.'
-__bkctl 225 -l backup -r -F -d 'Export all metadata to this new file first.'
-__bkctl 226 -l no-bookies -d 'Read the metadata only, and ask no bookie.'
-__bkctl 227 -l ledgers -d 'Also find ledgers with replicas in too few racks; reads the metadata of every ledger.'
-__bkctl 228 -l for -x -d 'How long: 30m, 2h, 1d (default: until it is unmuted).'
-__bkctl 229 -l dir -r -F -d 'The local cluster'\''s directory (default: the one that is up).'
-__bkctl 230 -l bookies -x -d 'Number of bookies (default: 3, or as many as the cluster has).'
-__bkctl 231 -l storage -x -a 'sorted interleaved db' -d 'Ledger storage of new bookies: sorted, interleaved, db.'
-__bkctl 232 -l http -d 'Give new bookies an HTTP server (default: if bkctl[http] is installed).'
-__bkctl 233 -l autorecovery -d 'Run auto-recovery in new bookies, which replicates the ledgers of lost ones.'
-__bkctl 234 -l bookie -x -d 'Stop this bookie only; the cluster stays up.'
-__bkctl 235 -l master -x -d 'Where Spark runs: local[*] (this machine, all cores), local[N], spark://HOST:PORT, yarn, k8s://… (default: this machine, and no Spark for jobs that only read files).'
-__bkctl 236 -l spark-conf -x -d 'A setting of Spark, as spark.driver.memory=4g; repeatable.'
-__bkctl 237 -l archive -x -d 'Archive to unpack on every executor, as venv.tar.gz#environment; repeatable.'
-__bkctl 238 -l ship -d 'Send this package and its compiled scanner to the executors (default: unless Spark runs on this machine alone). Executors of another platform scan in Python, 4 times slower.'
-__bkctl 239 -l facts -x -d 'Read facts that '\''pipeline extract'\'' wrote, instead of bookies'\'' files.'
-__bkctl 240 -l save -x -d 'Also save the rows: NAME.parquet, NAME.csv or NAME.json; NAME.html: a page with plots. Repeatable.'
-__bkctl 241 -l save-table -x -d 'Also save the rows as a new table of Spark'\''s catalog; runs on Spark. Repeatable.'
-__bkctl 242 -l append -d 'Add the rows, dated by a column runAt, to existing tables of --save-table, and to NAME.parquet of --save, a directory.'
-__bkctl 243 -l by -x -a 'bookie entrylog scope ledger application' -d 'A row for each bookie, entrylog, scope, ledger or application. [default: bookie]'
-__bkctl 244 -l no-indexes -d 'Read entry logs and journals only: for copies without indexes.'
-__bkctl 245 -l by -x -a 'entry ledger bookie log' -d 'A row for each entry, or for each range of entries by ledger, bookie or log. [default: entry]'
-__bkctl 246 -l by -x -a 'entrylog bookie ledger' -d 'A row for each entrylog, bookie, or orphaned ledger. [default: entrylog]'
-__bkctl 247 -l by -x -a 'journal entry ledger bookie log' -d 'A row for each journal, each entry that no entry log holds, or their ranges by ledger, bookie or log. [default: journal]'
-__bkctl 248 -l save -x -d 'Write the page: NAME.html; repeatable.'
-__bkctl 249 -l textfile -x -d 'Write findings and totals for the textfile collector of Prometheus'\'' node_exporter; replaces the file.'
-__bkctl 250 -l full -d 'Read logs again that were extracted before.'
-__bkctl 251 -l keep -x -d 'Keep superseded files this long, for jobs that read them. [default: 1h]'
-__bkctl 252 -l save -x -d 'Also save the rows: NAME.parquet, NAME.csv or NAME.json. Repeatable.'
-__bkctl 253 -l overwrite -d 'Replace an existing export.'
-__bkctl 254 -l flat -d 'Do not create a directory for each scope (default with more than 1,000 scopes).'
-__bkctl 255 -l since -x -d 'Leave out closed ledgers that a former export has; '\''PATH/*'\'' stands for all complete ones there.'
-__bkctl 256 -l to-scope -x -a '(__bkctl_dynamic scope)' -d 'Create the ledgers in this scope, under their ledger ids (default: the scope of each).'
-__bkctl 257 -l ensemble-size -x -d 'Bookies that a fragment is spread over (default: as the source'\''s).'
-__bkctl 258 -l write-quorum -x -d 'Bookies that get each entry (default: as the source'\''s).'
-__bkctl 259 -l ack-quorum -x -d 'Bookies that must have an entry before it counts (default: as the source'\''s).'
-__bkctl 260 -l password-file -r -F -d 'File with the password of the new ledgers (else BKCTL_LEDGER_PASSWORD, else empty).'
-__bkctl 261 -l to-scope -x -a '(__bkctl_dynamic scope)' -d 'The scope to copy into; the ledger ids stay.'
-__bkctl 262 -l host -x -d 'The address to listen on. [default: 127.0.0.1]'
-__bkctl 263 -l port -x -d 'The port to listen on; 0: any. [default: 8080]'
-__bkctl 264 -l token-file -r -F -d 'Clients must send this token (else BKCTL_API_TOKEN).'
-__bkctl 265 -l bookie-token-file -r -F -d 'The token of the bookies'\'' servers (else none).'
-__bkctl 266 -l read-only-token-file -r -F -d 'Clients that send this token may read, without secrets.'
-__bkctl 267 -l server-cert -r -F -d 'Serve https with this PEM certificate.'
-__bkctl 268 -l server-key -r -F -d 'Private key of --server-cert, if not in the same file.'
-__bkctl 269 -l client-ca -r -F -d 'Accept clients whose certificate these authorities (PEM) signed.'
-__bkctl 270 -l closed-probes -d '/heartbeat requires the token too.'
+__bkctl 192 -l store-moved -d 'The store of FILE has another URI since, as after an exchange of its hosts. Not for copies.'
+__bkctl 193 -l rate -x -d 'Process at most N records per second.'
+__bkctl 194 -s f -l file -r -F -d 'The file to write; - is stdout. It holds ledger passwords.'
+__bkctl 195 -l overwrite -d 'Replace FILE if it exists.'
+__bkctl 196 -l overwrite -d 'Replace records that have another value; the undo file keeps the old ones.'
+__bkctl 197 -l to -x -d 'The store to copy to: zk+…://, etcd://, hbase://, sqlite:///FILE, or context:NAME.'
+__bkctl 198 -l live -d 'Copy even while bookies are registered; changes made meanwhile are reported.'
+__bkctl 199 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Only ledgers of this scope (default: all).'
+__bkctl 200 -l delete -d 'Remove the orphans that are REMOVABLE, after asking.'
+__bkctl 201 -l limit -x -d 'Number of ids (default 1).'
+__bkctl 202 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Random ids of this scope.'
+__bkctl 203 -l sequence -d 'Take ids of scope 0 from the cluster'\''s generator, which gives no id twice.'
+__bkctl 204 -l limit -x -d 'Change at most N ledgers.'
+__bkctl 205 -l rate -x -d 'Change at most N ledgers per second.'
+__bkctl 206 -l from -x -a '(__bkctl_dynamic bookie)' -d 'The bookie id to replace.'
+__bkctl 207 -l to -x -a '(__bkctl_dynamic bookie)' -d 'The new bookie id.'
+__bkctl 208 -l journal-dirs -x -d 'The bookie'\''s journal directories, separated by commas.'
+__bkctl 209 -l ledger-dirs -x -d 'The bookie'\''s ledger directories, separated by commas.'
+__bkctl 210 -l index-dirs -x -d 'The bookie'\''s index directories, separated by commas.'
+__bkctl 211 -l instance-id -x -d 'The cluster'\''s instance id (default: read from the cluster).'
+__bkctl 212 -s f -l file -r -F -d 'The file to write (default: stdout).'
+__bkctl 213 -l scopes-only -d 'Ignore scope 0, which Apache'\''s auto-recovery serves.'
+__bkctl 214 -l scope-0-only -d 'Ignore all scopes but 0.'
+__bkctl 215 -l id -x -d 'Name in votes and locks (default: the bookie'\''s id, or this host).'
+__bkctl 216 -l older-than -x -d 'List only ledgers that were marked at least this long ago: 1h, 30m.'
+__bkctl 217 -l missing -x -a '(__bkctl_dynamic bookie)' -d 'List only ledgers that this bookie lacks; repeatable.'
+__bkctl 218 -l not-missing -x -a '(__bkctl_dynamic bookie)' -d 'List only ledgers that this bookie does not lack; repeatable.'
+__bkctl 219 -l count -d 'Print the number of ledgers only.'
+__bkctl 220 -l missing -x -a '(__bkctl_dynamic bookie)' -d 'A bookie of its ensembles that lacks entries; repeatable.'
+__bkctl 221 -l all -d 'Show candidates for auditor, too.'
+__bkctl 222 -l reset-clock -x -d 'Make these checks due instead (all-ledgers, placement, replicas); an auditor that starts runs them.'
+__bkctl 223 -l threshold -x -d 'Percentage of used disk space that is too much. [default: 90.0]'
+__bkctl 224 -l count-ledgers -d 'Count the ledgers on each bookie (default: in clusters of up to 10,000 ledgers).'
+__bkctl 225 -l long-long-layout -d 'Write BP-35'\''s own class into LAYOUT; Apache'\''s processes then refuse the cluster.'
+__bkctl 226 -l backup -r -F -d 'Export all metadata to this new file first.'
+__bkctl 227 -l no-bookies -d 'Read the metadata only, and ask no bookie.'
+__bkctl 228 -l ledgers -d 'Also find ledgers with replicas in too few racks; reads the metadata of every ledger.'
+__bkctl 229 -l for -x -d 'How long: 30m, 2h, 1d (default: until it is unmuted).'
+__bkctl 230 -l dir -r -F -d 'The local cluster'\''s directory (default: the one that is up).'
+__bkctl 231 -l bookies -x -d 'Number of bookies (default: 3, or as many as the cluster has).'
+__bkctl 232 -l storage -x -a 'sorted interleaved db' -d 'Ledger storage of new bookies: sorted, interleaved, db.'
+__bkctl 233 -l http -d 'Give new bookies an HTTP server (default: if bkctl[http] is installed).'
+__bkctl 234 -l autorecovery -d 'Run auto-recovery in new bookies, which replicates the ledgers of lost ones.'
+__bkctl 235 -l bookie -x -d 'Stop this bookie only; the cluster stays up.'
+__bkctl 236 -l master -x -d 'Where Spark runs: local[*] (this machine, all cores), local[N], spark://HOST:PORT, yarn, k8s://… (default: this machine, and no Spark for jobs that only read files).'
+__bkctl 237 -l spark-conf -x -d 'A setting of Spark, as spark.driver.memory=4g; repeatable.'
+__bkctl 238 -l archive -x -d 'Archive to unpack on every executor, as venv.tar.gz#environment; repeatable.'
+__bkctl 239 -l ship -d 'Send this package and its compiled scanner to the executors (default: unless Spark runs on this machine alone). Executors of another platform scan in Python, 4 times slower.'
+__bkctl 240 -l facts -x -d 'Read facts that '\''pipeline extract'\'' wrote, instead of bookies'\'' files.'
+__bkctl 241 -l save -x -d 'Also save the rows: NAME.parquet, NAME.csv or NAME.json; NAME.html: a page with plots. Repeatable.'
+__bkctl 242 -l save-table -x -d 'Also save the rows as a new table of Spark'\''s catalog; runs on Spark. Repeatable.'
+__bkctl 243 -l append -d 'Add the rows, dated by a column runAt, to existing tables of --save-table, and to NAME.parquet of --save, a directory.'
+__bkctl 244 -l by -x -a 'bookie entrylog scope ledger application' -d 'A row for each bookie, entrylog, scope, ledger or application. [default: bookie]'
+__bkctl 245 -l no-indexes -d 'Read entry logs and journals only: for copies without indexes.'
+__bkctl 246 -l by -x -a 'entry ledger bookie log' -d 'A row for each entry, or for each range of entries by ledger, bookie or log. [default: entry]'
+__bkctl 247 -l by -x -a 'entrylog bookie ledger' -d 'A row for each entrylog, bookie, or orphaned ledger. [default: entrylog]'
+__bkctl 248 -l by -x -a 'journal entry ledger bookie log' -d 'A row for each journal, each entry that no entry log holds, or their ranges by ledger, bookie or log. [default: journal]'
+__bkctl 249 -l save -x -d 'Write the page: NAME.html; repeatable.'
+__bkctl 250 -l textfile -x -d 'Write findings and totals for the textfile collector of Prometheus'\'' node_exporter; replaces the file.'
+__bkctl 251 -l full -d 'Read logs again that were extracted before.'
+__bkctl 252 -l keep -x -d 'Keep superseded files this long, for jobs that read them. [default: 1h]'
+__bkctl 253 -l save -x -d 'Also save the rows: NAME.parquet, NAME.csv or NAME.json. Repeatable.'
+__bkctl 254 -l overwrite -d 'Replace an existing export.'
+__bkctl 255 -l flat -d 'Do not create a directory for each scope (default with more than 1,000 scopes).'
+__bkctl 256 -l since -x -d 'Leave out closed ledgers that a former export has; '\''PATH/*'\'' stands for all complete ones there.'
+__bkctl 257 -l to-scope -x -a '(__bkctl_dynamic scope)' -d 'Create the ledgers in this scope, under their ledger ids (default: the scope of each).'
+__bkctl 258 -l ensemble-size -x -d 'Bookies that a fragment is spread over (default: as the source'\''s).'
+__bkctl 259 -l write-quorum -x -d 'Bookies that get each entry (default: as the source'\''s).'
+__bkctl 260 -l ack-quorum -x -d 'Bookies that must have an entry before it counts (default: as the source'\''s).'
+__bkctl 261 -l password-file -r -F -d 'File with the password of the new ledgers (else BKCTL_LEDGER_PASSWORD, else empty).'
+__bkctl 262 -l to-scope -x -a '(__bkctl_dynamic scope)' -d 'The scope to copy into; the ledger ids stay.'
+__bkctl 263 -l host -x -d 'The address to listen on. [default: 127.0.0.1]'
+__bkctl 264 -l port -x -d 'The port to listen on; 0: any. [default: 8080]'
+__bkctl 265 -l token-file -r -F -d 'Clients must send this token (else BKCTL_API_TOKEN).'
+__bkctl 266 -l bookie-token-file -r -F -d 'The token of the bookies'\'' servers (else none).'
+__bkctl 267 -l read-only-token-file -r -F -d 'Clients that send this token may read, without secrets.'
+__bkctl 268 -l server-cert -r -F -d 'Serve https with this PEM certificate.'
+__bkctl 269 -l server-key -r -F -d 'Private key of --server-cert, if not in the same file.'
+__bkctl 270 -l client-ca -r -F -d 'Accept clients whose certificate these authorities (PEM) signed.'
 __bkctl 271 -l max-size -x -d 'Refuse a larger response (exit code 7). [default: 64MiB]'
 __bkctl 272 -l body -x -d 'The JSON to send, or @FILE (@-: stdin).'
 __bkctl 273 -l ledgers -x -d 'Ledgers to use at the same time. [default: 1]'

@@ -9,7 +9,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bkctl.bookie.cookies import (
     CookieMismatch,
@@ -18,6 +18,7 @@ from bkctl.bookie.cookies import (
     configured_directories,
     read_directory,
     stamp_or_verify,
+    version_file,
 )
 from bkctl.config import BookieConfig, read_properties
 from bkctl.disk import Files
@@ -26,6 +27,9 @@ from bkctl.files.directories import BookieDirectories
 from bkctl.files.index import BookieIndexes
 from bkctl.formats.names import COOKIE_NAME, CURRENT
 from bkctl.metadata.cluster import Cluster
+
+if TYPE_CHECKING:
+    from bkctl.metadata.admin.undo import UndoFile
 
 #: Directories that a file system, and not the bookie, creates.
 _NOT_OURS: Final = frozenset({"lost+found"})
@@ -190,7 +194,7 @@ def _shown(names: list[str]) -> str:
     return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
 
 
-def init(config: BookieConfig, bookie_id: str, cluster: Cluster, files: Files) -> None:
+def init(config: BookieConfig, bookie_id: str, cluster: Cluster, files: Files, undo: UndoFile) -> None:
     """Create a new bookie: missing directories, and its cookie in all of them and the metadata store.
 
     The first start of a bookie does the same. Raises Conflict, naming the first problem; NotFound where there is no
@@ -201,7 +205,11 @@ def init(config: BookieConfig, bookie_id: str, cluster: Cluster, files: Files) -
         first = found[0]
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         raise Conflict(f"{first.place} {first.problem}{more}", hint="'bkctl bookie init --check' lists all problems")
-    stamp_or_verify(config, bookie_id, cluster, files)
+    cookie = configured_cookie(config, bookie_id, cluster.instance_id())
+    for directory in configured_directories(config):
+        if read_directory(directory) is None:
+            undo.record_file(version_file(directory), cookie.serialize())
+    stamp_or_verify(config, bookie_id, undo.recorded(), files)
 
 
 def existing(directories: Iterable[str | Path]) -> list[Path]:

@@ -30,6 +30,8 @@ from bkctl.metadata.store import (
     Versioned,
     create_if_missing,
     delete_if_present,
+    names_in,
+    names_in_each,
     watch_all,
 )
 from bkctl.metadata.uri import MetadataUri, parse_uri
@@ -58,12 +60,14 @@ class Places(NamedTuple):
     instance_id: str = INSTANCE_ID
     writable: str = "available"
     read_only: str = "available/readonly"
+    #: Whether a new cluster has the node `cookies`; else the first cookie creates it.
+    has_cookies: bool = False
 
 
 #: ZooKeeper's, HBase's and SQLite's.
 PLACES: Final = Places()
 #: Source: EtcdConstants.
-ETCD_PLACES: Final = Places("layout", "instanceid", "bookies/writable", "bookies/readonly")
+ETCD_PLACES: Final = Places("layout", "instanceid", "bookies/writable", "bookies/readonly", True)
 #: Nodes that Apache's driver creates beside these. Source: EtcdRegistrationManager.initNewCluster.
 _ETCD_MARKERS: Final = ("cookies", "bookies", "ledgers", "buckets", "underreplication")
 _ETCD_LAYOUT: Final = LedgerLayout(2, "org.apache.bookkeeper.metadata.etcd.EtcdLedgerManagerFactory", 0)
@@ -130,11 +134,14 @@ class RegisteredBookie(NamedTuple):
 class CookieStore:
     """The bookies' cookies in the metadata store. Source: ZKRegistrationManager."""
 
-    def __init__(self, store: MetadataStore) -> None:
+    def __init__(self, store: MetadataStore, places: Places = PLACES) -> None:
         self.store = store
+        self._places = places
 
     def list(self) -> list[str]:
-        """Return the ids of the bookies that have a cookie, ascending."""
+        """Return the ids of the bookies that have a cookie, ascending. Raises NotFound without a cluster."""
+        if self._places.has_cookies:
+            return names_in(self.store, COOKIES)
         return self.store.children(COOKIES) or []
 
     def read(self, bookie_id: str) -> Versioned[Cookie] | None:
@@ -220,14 +227,12 @@ class Registration:
     def list(self, include_down: bool = True) -> list[RegisteredBookie]:
         """Return all bookies by id; with `include_down` also bookies that have a cookie and are not registered.
 
-        Nodes whose names are not bookie ids are left out: ledgers cannot name them.
+        Nodes whose names are not bookie ids are left out: ledgers cannot name them. Raises NotFound without a cluster.
         """
         lists = {"rw": self._places.writable, "ro": self._places.read_only}
-        paths = (*lists.values(), COOKIES if include_down else lists["ro"])
-        writable, read_only, cookies = self.store.children_many(paths)
-        states = dict.fromkeys(cookies or () if include_down else (), "down")
-        states.update(dict.fromkeys(read_only or (), "ro"))
-        states.update(dict.fromkeys(writable or (), "rw"))
+        cookies = CookieStore(self.store, self._places).list() if include_down else []
+        writable, read_only = names_in_each(self.store, tuple(lists.values()))
+        states = dict.fromkeys(cookies, "down") | dict.fromkeys(read_only, "ro") | dict.fromkeys(writable, "rw")
         states = {name: state for name, state in states.items() if is_bookie_id(name)}  # `readonly` is not one
         up = sorted(name for name in states if states[name] != "down")
         infos = dict(zip(up, self.store.get_many(f"{lists[states[name]]}/{name}" for name in up), strict=True))
@@ -239,7 +244,7 @@ class Registration:
                 state = "ro" if state == "rw" else "rw"
                 found = self.store.get(f"{lists[state]}/{name}")
             if state != "down" and found is None:
-                if not include_down or name not in (cookies or ()):
+                if name not in cookies:
                     continue
                 state = "down"
             bookies.append(RegisteredBookie(name, state, _service_info(name, found)))
@@ -274,12 +279,17 @@ class Cluster(Closing):
         self.uri = location.text
         self.store = store
         self.places = ETCD_PLACES if location.driver == "etcd" else PLACES
-        self.cookies = CookieStore(store)
+        self.cookies = CookieStore(store, self.places)
         self.bookies = Registration(store, self.places)
         #: True if `open_cluster` created the cluster.
         self.created = False
         self._ledgers: LedgerManager | None = None
         self._lock = threading.Lock()
+
+    @property
+    def identity(self) -> str:
+        """The store's URI in the one spelling of `MetadataUri.identity`."""
+        return self.location.identity(getattr(self.store, "root", None))
 
     @property
     def ledgers(self) -> LedgerManager:

@@ -370,7 +370,7 @@ class QualifiedNameLedgerManager(LedgerManager):
         # A name without its last digit sorts just before the names that begin with it.
         last = self._name(first)[:-1] if after is None or after < first else self._name(after)
         size = _PAGE_SIZE_MIN
-        while names := self.store.children(LEDGERS, after=last, limit=size):
+        while names := self._names_after(last, size):
             last, size = names[-1], min(2 * size, _PAGE_SIZE_MAX)
             found = [ledger for ledger in map(self._ledger, names) if ledger is not None]
             if found and found[-1] > end:
@@ -380,6 +380,9 @@ class QualifiedNameLedgerManager(LedgerManager):
             yield from filter(None, (found[:default_count], found[default_count:]))
             if not last:
                 return
+
+    def _names_after(self, name: str, limit: int) -> list[str] | None:
+        return self.store.children(LEDGERS, after=name, limit=limit)
 
     def _new_default_id(self) -> int:
         return self.store.sequence("idgen")

@@ -493,6 +493,23 @@ def create_if_missing(store: MetadataStore, path: str, value: bytes) -> bool:
     return True
 
 
+def names_in(store: MetadataStore, path: str, *, after: str = "", limit: int | None = None) -> list[str]:
+    """Return the `children` of a node that each cluster has. Raises NotFound: a missing node is not an empty one."""
+    return _present(store, path, store.children(path, after=after, limit=limit))
+
+
+def names_in_each(store: MetadataStore, paths: Sequence[str]) -> list[list[str]]:
+    """Return the `names_in` of each path. Raises NotFound."""
+    return [_present(store, path, names) for path, names in zip(paths, store.children_many(paths), strict=True)]
+
+
+def _present(store: MetadataStore, path: str, names: list[str] | None) -> list[str]:
+    if names is None:
+        node = f"{path}: a node of every cluster is missing" if path else "No BookKeeper cluster"
+        raise NotFound(f"{node} in {store.name}", hint=NO_CLUSTER_HINT)
+    return names
+
+
 def delete_if_present(store: MetadataStore, path: str) -> bool:
     """Delete the node; return False for a missing one."""
     try:
@@ -541,5 +558,7 @@ def _directories_below(
 def _children_of(store: MetadataStore, directories: Iterator[tuple[str, str]]) -> Iterator[tuple[str, str, list[str]]]:
     directories, asked = tee(directories)
     for (path, digits), names in zip(directories, store.children_many(path for path, _ in asked), strict=True):
+        if not path:
+            names = _present(store, path, names)
         if names:
             yield path, digits, names

@@ -14,6 +14,7 @@ Source: ZKMetadataDriverBase, ServiceURI, EtcdMetadataDriverBase; Pulsar's Abstr
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Final, NamedTuple
 
@@ -76,6 +77,17 @@ class MetadataUri(NamedTuple):
         kind = "" if self.manager_type == "null" else f"+{self.manager_type}"
         query = "" if self.znode == HBASE_ZNODE_DEFAULT else f"?znode={self.znode}"
         return f"{self.driver}{kind}://{self.connect_string.replace(',', ';')}{self.path}{query}"
+
+    def identity(self, root: str | None = None) -> str:
+        """Return the URI that all spellings of one store share: real path, sorted lower-case hosts, no layout.
+
+        `root` is the root that a `metadata-store:` URI was found to mean; None: PATH/ledgers.
+        """
+        path = os.path.realpath(self.path) if self.driver == "sqlite" else self.path
+        if self.pulsar:
+            path = root or f"{path.rstrip('/')}/ledgers"
+        hosts = tuple(sorted({(host.lower().rstrip("."), port) for host, port in self.hosts}))
+        return self._replace(manager_type="null", hosts=hosts, path=path, pulsar=False).text
 
 
 def parse_uri(text: str) -> MetadataUri:

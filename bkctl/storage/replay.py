@@ -20,7 +20,7 @@ from bkctl.disk import SECTOR_SIZE_BYTES
 from bkctl.errors import BkctlError, Corrupt, CorruptRecord, TruncatedRecord, Unsupported
 from bkctl.files.journal import JournalReader
 from bkctl.files.scan import ScanState
-from bkctl.formats.entry import ENTRY_V1, MASTER_KEY_SIZE, read_entry_header, read_lac_header
+from bkctl.formats.entry import ENTRY_V1, HEADER_SIZE_V1, HEADER_SIZE_V2, MASTER_KEY_SIZE, read_lac_header
 from bkctl.formats.journal import PADDING_MASK, LogMark, file_name
 from bkctl.formats.record import RECORD_SIZE, Record, RecordType, record_of
 from bkctl.ids import I64_MAX, LedgerId

@@ -21,7 +21,7 @@ from ..kit.consent import Consent
 from ..kit.documents import object_of, rows_of
 from ..kit.job import LongWork
 from ..kit.ledger_options import AnyLedgers
-from ..kit.options import PASSWORD_FILE, DryRun, YesReally, combined, ledger_password, option
+from ..kit.options import PASSWORD_FILE, DryRun, UndoOption, YesReally, combined, ledger_password, option
 from ..kit.printer import Printer
 from ..kit.records import Directories, DirOption
 from ..kit.texts import NULL, counted, size_text
@@ -306,8 +306,8 @@ def downgrade_bookie(
     if not any(row.journal_ids for row in rows):
         out.note("Nothing to do: no journal has scoped records, so Apache's bookie can start")
     for row in rows:
-        if row.error is not None:
-            out.error(row.error)
+        if row.error is not None and row.mark is None and not config.skip_replay_journal_invalid_record:
+            raise row.error
 
 
 CONVERTED_COLUMNS = Columns(
@@ -497,10 +497,12 @@ NEW_BOOKIE_COLUMNS = Columns(
 def init(
     out: Printer,
     access: Access,
+    consent: Consent,
     check: Annotated[
         bool,
         typer.Option("--check", help="Only report what prevents it: directories with files, a registration, a cookie."),
     ] = False,
+    undo: UndoOption = None,
     dry_run: DryRun = False,
 ) -> None:
     """Create a new bookie: empty directories and a cookie.
@@ -525,6 +527,7 @@ def init(
                 f"reasons against creating bookie {bookie_id}",
             )
             return
-        with hold(existing(configured_directories(config)), note=out.note):
-            init(config, bookie_id, cluster, Files())
+        places = existing(configured_directories(config))
+        with hold(places, note=out.note), consent.undo(cluster, undo) as kept:
+            init(config, bookie_id, cluster, Files(), kept)
         out.show(configured_cookie(config, bookie_id, cluster.instance_id()), NEW_BOOKIE_COLUMNS)

@@ -127,7 +127,7 @@ def verify(
         row_count = run.out.render(_saying_more(run, rows()), CHECK_COLUMNS, findings=run.out.draws)
     if run.out.draws and (sound_count or not row_count):
         sound = counted(sound_count, "entry log is", "entry logs are")
-        run.note(f"{sound} sound: {counted(entry_count, 'entry', 'entries')}; -o wide lists them")
+        run.out.note(f"{sound} sound: {counted(entry_count, 'entry', 'entries')}; -o wide lists them")
     if checker is not None:
         note_digests(run, checker)
     raise_first(run, errors)

@@ -316,10 +316,10 @@ def note_digests(run: Run, checker: DigestChecker, *, always: bool = False) -> N
     counts = checker.counts()
     if always:
         matched = counted(sum(counts.matched.values()), "entry matches its digest", "entries match their digests")
-        run.note(f"{matched}, {counts.mismatched:,} do not; {counts.unprotected:,} have none")
+        run.out.note(f"{matched}, {counts.mismatched:,} do not; {counts.unprotected:,} have none")
     if (hint := checker.hint()) is not None:
         unchecked = counted(counts.unknown + counts.without_password, "entry", "entries")
-        run.note(f"{unchecked} could not be checked: {hint}")
+        run.out.note(f"{unchecked} could not be checked: {hint}")
 
 
 def raise_first(run: Run, errors: list[BkctlError]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 from fnmatch import fnmatchcase
@@ -231,7 +232,7 @@ def _fits(node: Node, match: str | None, contains: str | None) -> bool:
 
 UNDONE_COLUMNS = Columns(
     Column("NODE", "path", "path"),
-    Column("OUTCOME", "outcome", "outcome", style={"restored": GREEN, "changed": RED}),
+    Column("OUTCOME", "outcome", "outcome", style={"restored": GREEN, "changed": RED, "moved": RED}),
     Column("SIZE BEFORE", "sizeBefore", "size_bytes", Kind.SIZE),
     key="path",
 )
@@ -270,8 +271,15 @@ def undo_command(
             show_default=False,
         ),
     ] = None,
-    last: Annotated[bool, typer.Option("--last", help="Undo the last command that changed this cluster.")] = False,
+    last: Annotated[bool, typer.Option("--last", help="Undo the last command that changed this store.")] = False,
     list_files: Annotated[bool, typer.Option("--list", help="List the undo files, oldest first.")] = False,
+    store_moved: Annotated[
+        bool,
+        typer.Option(
+            "--store-moved",
+            help="The store of FILE has another URI since, as after an exchange of its hosts. Not for copies.",
+        ),
+    ] = False,
     undo_file: UndoOption = None,
     dry_run: DryRun = False,
 ) -> None:
@@ -282,10 +290,22 @@ def undo_command(
     Restored nodes have a new creation time: the age of a ledger (--min-age) begins again unless its metadata has the
     time.
 
+    An undo file belongs to the store that was changed, not to a copy that 'metadata migrate' or import made; the order
+    of the hosts in the URI does not matter. Another store is refused.
+
+    Moves are not undone, since the former bookies may have deleted their copies: a ledger that bookies recover,
+    decommission or drain moved, or whose ensembles ledger recover changed, is "moved", stays as it is, and the exit
+    code is 3. 'bkctl bookies drain BOOKIE' moves entries away from a bookie again. Undoing metadata replace-bookie,
+    import or migrate restores the names of bookies, and undoing ledger delete the metadata, without asking the bookies:
+    'bkctl ledger verify' shows what they still have. Layouts and directories that the whole cluster uses are "shared",
+    and stay.
+
     Every command that changes metadata leaves an undo file, with these exceptions: new ledgers (ledger write, copy and
-    test, bench, pipeline import), which 'ledger delete' removes; new clusters (cluster init, import and migrate into an
-    empty store), which 'cluster nuke' removes; metadata idgen, since ledger ids are not used twice; and cluster nuke
-    and bookie format, whose data is gone as well: 'metadata export' before them is the way back.
+    test, bench, pipeline import and migrate-scope), which 'ledger delete' removes; new clusters (cluster init, import
+    and migrate into an empty store), which 'cluster nuke' removes; metadata idgen, since ledger ids are not used twice;
+    autorecovery audit without --reset-clock, which starts an audit and changes no value; bookie start, autorecovery run
+    and other servers; and cluster nuke and bookie format, whose data is gone as well: 'metadata export' before them is
+    the way back.
     """
     from bkctl.metadata.admin.undo import list_undo_files, undo
 
@@ -294,6 +314,8 @@ def undo_command(
         raise UsageError("FILE, --last or --list is needed", hint="give one of them; --list shows the files")
     if len(given) > 1:
         raise UsageError(f"{' and '.join(given)} are given", hint="give one of them")
+    if store_moved and file is None:
+        raise UsageError("--store-moved needs FILE", hint="--list shows the files")
     if list_files:
         run.out.render(list_undo_files(run.consent.undo_directory), UNDO_FILE_COLUMNS)
         return
@@ -306,27 +328,28 @@ def undo_command(
             raise NotFound(f"No undo file {file}", hint="'bkctl metadata undo --list' lists them")
         if not dry_run:
             run.consent.confirm(f"The changes in {path} would be undone in {cluster.uri}")
-        changed = 0
+        outcomes: Counter[str] = Counter()
         kept = nullcontext() if dry_run else run.consent.undo(cluster, undo_file)
         with run.out.rows(UNDONE_COLUMNS) as writer, kept as redo:
-            for each in undo(cluster, path, dry_run=dry_run, redo=redo):
-                changed += each.outcome == "changed"
+            for each in undo(cluster, path, dry_run=dry_run, redo=redo, moved=store_moved):
+                outcomes[each.outcome] += 1
                 writer.row(each)
+    if outcomes["moved"]:
+        run.out.error(
+            f"{counted(outcomes['moved'], 'ledger was', 'ledgers were')} moved to other bookies, and the former ones "
+            "may have deleted their copies; 'bkctl bookies drain BOOKIE' moves entries away from a bookie again"
+        )
     run.out.finish_with(
-        changed, "node was changed since, and was left unchanged", "nodes were changed since, and were left unchanged"
-    )
+        outcomes["changed"] + outcomes["moved"], "node was left unchanged: it was changed since, or its ledger moved",
+        "nodes were left unchanged: they were changed since, or their ledgers moved",
+    )  # fmt: skip
 
 
 def _last_undo_file(run: Run, cluster: Cluster) -> Path:
     """Return the newest undo file of `cluster` that has changes. Raises NotFound."""
     from bkctl.metadata.admin.undo import list_undo_files
 
-    instance_id = cluster.instance_id()
-    found = [
-        each
-        for each in list_undo_files(run.consent.undo_directory)
-        if each.instance_id == instance_id and each.change_count
-    ]
+    found = [each for each in list_undo_files(run.consent.undo_directory) if each.change_count and each.is_of(cluster)]
     if not found:
         raise NotFound(f"No undo file of {cluster.uri} in {run.consent.undo_directory}", hint="name one as FILE")
     command = shlex.join(found[-1].command)

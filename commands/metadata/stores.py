@@ -139,7 +139,7 @@ def migrate(
             _refuse_registered(source_cluster, live)
             _show_planned(run, source)  # no SQLite file yet
             return
-        if source_cluster.location._replace(manager_type="") == target.location._replace(manager_type=""):
+        if source_cluster.identity == target.identity:
             raise UsageError(f"{target.uri} is the same store", hint="name another root: a layout changes by a copy")
         plan = prepare_target(target, source, dry_run=True)
         for cluster in (source_cluster,) if plan.is_new else (source_cluster, target):

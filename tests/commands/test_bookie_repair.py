@@ -285,6 +285,15 @@ def test_init_makes_a_bookie_once(cli: Cli, conf: Path, tmp_path: Path) -> None:
     assert "bookie-1 has a cookie" in again.err
 
 
+def test_new_bookie_is_undone(cli: Cli, conf: Path, tmp_path: Path) -> None:
+    undo, uri = tmp_path / "undo", f"sqlite://{tmp_path / 'metadata.db'}"
+    assert cli("bookie", "init", "--conf", conf, "--undo", undo).code == 0
+    undone = cli("metadata", "undo", undo, "-u", uri, "--yes", "-o", "ndjson")
+    assert (undone.code, [row["outcome"] for row in undone.rows]) == (0, ["restored"] * 4)
+    assert not [*tmp_path.glob("*/current/VERSION")]
+    assert cli("bookie", "init", "--conf", conf, "--undo", "none").code == 0
+
+
 def test_init_names_all_that_is_in_the_way(cli: Cli, conf: Path, tmp_path: Path) -> None:
     (tmp_path / "ledgers" / "current").mkdir(parents=True)
     (tmp_path / "ledgers" / "current" / "0.log").touch()
@@ -399,3 +408,17 @@ def test_repairs_are_audited(cli: Cli, db: Path, tmp_path: Path, monkeypatch: py
     lines = [json.loads(line) for line in (tmp_path / "audit.ndjson").read_text().splitlines()]
     assert [line["event"] for line in lines] == ["begin", "end"]
     assert os.fspath(db) in " ".join(lines[0]["command"])
+
+
+@pytest.mark.parametrize("version", [6, 7])
+def test_dry_run_of_a_downgrade_fails_over_damage_as_the_run(
+    cli: Cli, conf: Path, tmp_path: Path, version: int
+) -> None:
+    assert cli("bookie", "init", "--conf", conf, "--undo", "none").code == 0
+    header = b"BKLG" + version.to_bytes(4, "big")
+    record = (24).to_bytes(4, "big") + bytes(24)
+    (tmp_path / "journal" / "current" / "1.txn").write_bytes(
+        header.ljust(512, b"\0") + (0x7000_0000).to_bytes(4, "big") + b"x" * 700 + record * 50
+    )
+    codes = [cli("bookie", "downgrade", "--conf", conf, *words).code for words in (("--dry-run",), ())]
+    assert codes == [7, 7]

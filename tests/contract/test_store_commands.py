@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from support.command_line import CommandLine
 
+from bkctl.errors import NotFound
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import Cookie, Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
@@ -91,3 +92,19 @@ def test_cookies_are_created_renamed_and_restored_by_undo(cli: CommandLine, tmp_
     for undo, left in (("2", ["one:1"]), ("1", [])):
         assert cli("metadata", "undo", tmp_path / undo, "--yes").code == 0
         assert cli("cookie", "list", "-o", "id").ids == left
+
+
+@pytest.mark.parametrize("place", ["writable", "read_only", "ledgers", "cookies"])
+def test_missing_node_of_every_cluster_is_not_an_empty_one(cluster_uri: str, place: str) -> None:
+    with open_cluster(cluster_uri, create=True) as cluster:
+        path = getattr(cluster.places, place, place)
+        if cluster.store.get(path) is None:
+            return  # this kind of store creates it with the first ledger or cookie
+        if place == "writable" and cluster.places.read_only.startswith(path):
+            cluster.store.delete(cluster.places.read_only)
+        cluster.store.delete(path)
+        call = cluster.cookies.list if place == "cookies" else cluster.bookies.list
+        with pytest.raises(NotFound):
+            list(cluster.ledgers.ledgers(None)) if place == "ledgers" else call()
+    command = ("ledger", "list") if place == "ledgers" else ("bookies", "list")
+    assert CommandLine(cluster_uri)(*command).code == 4

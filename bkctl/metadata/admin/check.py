@@ -13,7 +13,7 @@ from bkctl.formats.metadata import LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId, is_bookie_id
 from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.ledgers import LEDGERS, SCOPES, VersionedMetadata
-from bkctl.metadata.store import attempt
+from bkctl.metadata.store import attempt, names_in
 from bkctl.metadata.underreplication import UNDERREPLICATION, LedgerMarks, mark_path
 
 #: Older ledgers in recovery count as stuck.
@@ -61,7 +61,7 @@ def check_metadata(
             yield MetadataFinding(code, path, ledger, problem)
     places, store = cluster.places, cluster.store
     for directory in (places.writable, places.read_only):
-        for name in store.children(directory) or ():
+        for name in names_in(store, directory):
             if not is_bookie_id(name) and f"{directory}/{name}" != places.read_only:
                 yield MetadataFinding("invalid-name", f"{directory}/{name}", None, _INVALID_NAME)
     deque(store.children_many(("", f"{UNDERREPLICATION}/locks")), 0)

@@ -12,8 +12,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bkctl.errors import Conflict, NotFound
-from bkctl.metadata.cluster import Cluster
-from bkctl.metadata.store import MetadataStore, delete_if_present
+from bkctl.metadata.cluster import COOKIES, Cluster
+from bkctl.metadata.ledgers import LEDGERS, QualifiedNameLedgerManager
+from bkctl.metadata.store import MetadataStore, delete_if_present, names_in
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -50,10 +51,12 @@ def plan_nuke(cluster: Cluster) -> NukePlan:
 
     Raises Conflict while bookies are registered, or for foreign nodes in the root; NotFound without a cluster.
     """
-    _refuse(cluster)
+    names = _refuse(cluster)
     ledger_count = scope_count = 0
     last_scope_id = 0
-    for ledger in cluster.ledgers.ledgers(None):
+    # An interrupted nuke left nothing below the nodes that it removed.
+    has_ledgers = LEDGERS in names or not isinstance(cluster.ledgers, QualifiedNameLedgerManager)
+    for ledger in cluster.ledgers.ledgers(None) if has_ledgers else ():
         ledger_count += 1
         if ledger.scope_id != last_scope_id:
             last_scope_id = ledger.scope_id
@@ -62,26 +65,29 @@ def plan_nuke(cluster: Cluster) -> NukePlan:
         cluster.instance_id(),
         ledger_count,
         scope_count,
-        len(cluster.cookies.list()),
+        len(cluster.cookies.list()) if COOKIES in names else 0,
         cluster.ledgers.scopes_state() == "foreign",
     )
 
 
-def _refuse(cluster: Cluster) -> None:
+def _refuse(cluster: Cluster) -> list[str]:
+    """Return the names of the nodes in the root. Raises as `plan_nuke`."""
     cluster.layout()
-    registered = [bookie.bookie_id for bookie in cluster.bookies.list(include_down=False)]
+    names = names_in(cluster.store, "")
+    may_have_bookies = cluster.places.writable.partition("/")[0] in names
+    registered = [bookie.bookie_id for bookie in cluster.bookies.list(include_down=False)] if may_have_bookies else []
     if registered:
         raise Conflict(
             f"{len(registered):,} bookies are registered in {cluster.store.name}: {_shorten(registered)}",
             hint="stop every bookie first",
         )
-    names = cluster.store.children("") or []
     unknown = [name for name in names if not CLUSTER_NODE.fullmatch(name)]
     if unknown:
         raise Conflict(
             f"{cluster.uri} also holds nodes that do not belong to a cluster: {_shorten(unknown)}",
             hint="check the path at the end of the metadata URI",
         )
+    return names
 
 
 def nuke(cluster: Cluster, *, progress: Callable[[int], None] = lambda _: None) -> int:
@@ -92,8 +98,7 @@ def nuke(cluster: Cluster, *, progress: Callable[[int], None] = lambda _: None) 
     """
     from concurrent.futures import ThreadPoolExecutor
 
-    _refuse(cluster)
-    names = cluster.store.children("") or []
+    names = _refuse(cluster)
     # A second run recognises the cluster by its instance id.
     last = [cluster.places.layout.partition("/")[0], cluster.places.instance_id.partition("/")[0]]
     with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="nuke") as executor:

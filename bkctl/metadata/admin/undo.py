@@ -2,13 +2,17 @@
 
 An undo file is ndjson. The first line describes it, each other line is one change, in the order they were made:
 
-    {"format": "bkctl-undo", "version": 1, "time": …, "host": …, "command": […], "metadataUri": …, "instanceId": …}
+    {"format": "bkctl-undo", "version": 1, "time": …, "host": …, "command": […], "metadataUri": …, "store": …,
+     "instanceId": …}
     {"path": "cookies/b:3181", "before": "<base64>", "after": null}
     {"file": "/data/current/VERSION", "before": null, "after": "<base64>"}
 
 `path` is a node below the cluster's root, `file` the file of a cookie on this host; `before` and `after` are its value,
 null where it does not exist. Each line is written before its change, so the last lines may describe changes that never
 happened. `{"void": PATH}` says that the last change of that node was refused.
+
+A file belongs to one store, named by `store` (`MetadataUri.identity`): a copy of a cluster has the same instance id.
+Older files have no `store`, and the creation of shared nodes among their changes.
 """
 
 from __future__ import annotations
@@ -16,21 +20,23 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import threading
 import time
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import tee
+from itertools import pairwise, tee
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
 
 from bkctl.disk import make_private_directory
 from bkctl.errors import BkctlError, Conflict, Corrupt, NotFound, Unauthorized, Unsupported
-from bkctl.formats.metadata import Cookie
+from bkctl.formats.metadata import Cookie, LedgerMetadata
 from bkctl.formats.names import COOKIE_NAME
 from bkctl.metadata.cluster import Cluster
-from bkctl.metadata.store import NEW, VALUE_SIZE_BYTES_MAX, Closing, MetadataStore, Versioned, check_path
+from bkctl.metadata.store import NEW, VALUE_SIZE_BYTES_MAX, Closing, MetadataStore, Versioned, attempt, check_path
+from bkctl.metadata.uri import parse_uri
 
 FORMAT: Final = "bkctl-undo"
 VERSION: Final = 1
@@ -38,6 +44,13 @@ VERSION: Final = 1
 LINE_SIZE_BYTES_MAX: Final = 3 * VALUE_SIZE_BYTES_MAX
 #: More nodes than commands read ahead of their changes.
 _READ_COUNT_MAX: Final = 1024
+#: Layouts and directories that whole clusters share: whichever command created them, undoing it leaves them.
+_SHARED: Final = re.compile(
+    "LAYOUT|layout|INSTANCEID|instanceid|available(/readonly)?|bookies(/(writable|readonly))?|cookies|ledgers|buckets"
+    "|scopes|idgen(-long)?|underreplication((/scopes)?(/(LAYOUT|ledgers|locks|auditorelection))?)"
+)
+#: Commands of `metadata` that exchange the names of bookies, or whole values, and move no entries.
+_BYTES_ONLY: Final = frozenset(("import", "migrate", "replace-bookie", "undo"))
 
 
 class UndoFile(Closing):
@@ -72,7 +85,7 @@ class UndoFile(Closing):
     def recorded(self) -> Cluster:
         """Return the cluster over the same connection, where each change of a node is recorded first.
 
-        Nodes of sequences and ephemeral nodes are not recorded. The caller closes the cluster that this was made for.
+        Not recorded: ephemeral nodes, sequences, the creation of shared nodes. The caller closes the given cluster.
         """
         return Cluster(self._cluster.location, cast(MetadataStore, _RecordedStore(self._cluster.store, self)))
 
@@ -99,6 +112,7 @@ class UndoFile(Closing):
             "host": os.uname().nodename,
             "command": self._command,
             "metadataUri": self._cluster.uri,
+            "store": self._cluster.identity,
             "instanceId": self._cluster.instance_id(),
         }
         make_private_directory(path.parent)
@@ -169,7 +183,7 @@ class _RecordedStore:
 
     def _record(self, changes: Iterable[tuple[str, int | None, bytes | None]]) -> None:
         """Record changes: of each its path, expected version, and new value."""
-        given = list(changes)
+        given = [change for change in changes if not _is_shared(*change[:2])]
         before: dict[str, bytes | None] = {}
         for path, expected, _ in given:
             with self._lock:
@@ -189,15 +203,15 @@ class _RecordedStore:
         try:
             return self._store.put(path, value, expected)
         except (Conflict, NotFound, Unauthorized) as error:
-            self._refused(path, error)
+            self._refused(path, expected, error)
             raise
 
     def put_many(self, nodes: Sequence[tuple[str, bytes, int]]) -> list[int | BkctlError]:
         self._record((path, expected, value) for path, value, expected in nodes)
         results = self._store.put_many(nodes)
-        for (path, _, _), result in zip(nodes, results, strict=True):
+        for (path, _, expected), result in zip(nodes, results, strict=True):
             if isinstance(result, BkctlError):
-                self._refused(path, result)
+                self._refused(path, expected, result)
         return results
 
     def delete(self, path: str, expected: int | None = None, *, prune: int = 0) -> None:
@@ -205,10 +219,12 @@ class _RecordedStore:
         try:
             self._store.delete(path, expected, prune=prune)
         except (Conflict, NotFound, Unauthorized) as error:
-            self._refused(path, error)
+            self._refused(path, expected, error)
             raise
 
-    def _refused(self, path: str, error: BkctlError) -> None:
+    def _refused(self, path: str, expected: int | None, error: BkctlError) -> None:
+        if _is_shared(path, expected):
+            return
         is_void = isinstance(error, NotFound | Conflict) and not getattr(error, "may_be_applied", False)
         if is_void or (isinstance(error, Unauthorized) and error.changed_nothing):
             self._undo.void(path)
@@ -217,7 +233,8 @@ class _RecordedStore:
 class UndoneChange(NamedTuple):
     """One undone change of a node or a file.
 
-    `outcome` is "restored", "already" (it has the former value) or "changed" (it has another value since).
+    `outcome` is "restored", "already" (it has the former value), "changed" (it has another value since), "shared" (the
+    node belongs to the whole cluster, and stays) or "moved" (a ledger whose entries other bookies have now; it stays).
     """
 
     path: str
@@ -234,8 +251,18 @@ class UndoFileSummary(NamedTuple):
     host: str | None
     command: tuple[str, ...]
     metadata_uri: str | None
+    store: str | None
     instance_id: str | None
     change_count: int
+
+    def is_of(self, cluster: Cluster, *, moved: bool = False) -> bool:
+        """Return whether the store of `cluster` is the one that was changed; with `moved`, at another URI now."""
+        if self.instance_id != cluster.instance_id():
+            return False
+        if moved or (self.store is None and self.metadata_uri == cluster.uri):
+            return True
+        store = self.store or attempt(lambda: parse_uri(self.metadata_uri or "").identity())
+        return store == cluster.identity
 
 
 def list_undo_files(directory: Path) -> list[UndoFileSummary]:
@@ -260,22 +287,29 @@ def _summary(path: Path) -> UndoFileSummary | None:
             return None
         lines = iter(lambda: file.readline(LINE_SIZE_BYTES_MAX), b"")
         count = sum(-1 if line.startswith(b'{"void"') else 1 for line in lines)
-    names = ("time", "host", "metadataUri", "instanceId")
-    texts = [value if isinstance(value := header.get(name), str) else None for name in names]
+    return _described(path, header, count)
+
+
+def _described(path: Path, header: dict[str, Any], count: int) -> UndoFileSummary:
+    names = ("time", "host", "metadataUri", "store", "instanceId")
+    when, host, uri, store, instance_id = (
+        value if isinstance(value := header.get(name), str) else None for name in names
+    )
     command = header.get("command")
     words = tuple(map(str, command)) if isinstance(command, list) else ()
-    return UndoFileSummary(path, texts[0], texts[1], words, texts[2], texts[3], count)
+    return UndoFileSummary(path, when, host, words, uri, store, instance_id, count)
 
 
 def undo(
-    cluster: Cluster, path: Path, *, dry_run: bool = False, redo: UndoFile | None = None
+    cluster: Cluster, path: Path, *, dry_run: bool = False, redo: UndoFile | None = None, moved: bool = False
 ) -> Iterator[UndoneChange]:
     """Undo every change in the undo file at `path`, the last one first; with `dry_run` only report.
 
-    `redo` records the changes that this makes.
+    `redo` records the changes that this makes. `moved`: the store of the file is at the URI of `cluster` now.
 
-    Nodes changed since stay unchanged ("changed"). Memory grows by 8 bytes a change. Raises Conflict for an undo file
-    of another cluster, or with changes of files of another host; Corrupt for another kind of file, Unsupported for a
+    Nodes changed since stay unchanged ("changed"); so do ledgers whose entries a command moved, since the bookies of
+    before may have deleted their copies ("moved"). Memory grows by 8 bytes a change. Raises Conflict for an undo file
+    of another store, or with changes of files of another host; Corrupt for another kind of file, Unsupported for a
     later version, OSError, and the store's errors.
     """
     with open(path, "rb") as file:
@@ -286,12 +320,11 @@ def undo(
             raise Unsupported(
                 f"{path} is an undo file of version {header.get('version')!r}; version {VERSION} is known"
             )
-        instance_id = cluster.instance_id()
-        if header.get("instanceId") != instance_id:
-            raise Conflict(
-                f"{path} belongs to the cluster {header.get('instanceId')!r}, but {cluster.uri} is {instance_id!r}",
-                hint="name the cluster that the command ran on",
-            )
+        described = _described(path, header, 0)
+        if not described.is_of(cluster, moved=moved):
+            raise _of_another_store(described, cluster)
+        # Words in front of the group are options for all commands.
+        moves = not any(pair[0] == "metadata" and pair[1] in _BYTES_ONLY for pair in pairwise(described.command))
         starts = array("q")
         at = file.tell()
         while line := file.readline(LINE_SIZE_BYTES_MAX):
@@ -312,14 +345,41 @@ def undo(
             elif refused.get(name := str(fields.get("path"))):
                 refused[name] -= 1
             elif "file" not in fields:
-                yield _undo_node(store, fields, where, dry_run)
-            elif header.get("host") != os.uname().nodename:
-                raise Conflict(f"{where} changes a file of {header.get('host')}", hint="run it on that host")
+                yield _undo_node(store, fields, where, dry_run, moves)
+            elif described.host != os.uname().nodename:
+                raise Conflict(f"{where} changes a file of {described.host}", hint="run it on that host")
             else:
                 yield _undo_file(fields, where, dry_run, redo)
 
 
-def _undo_node(store: MetadataStore, fields: dict[str, Any], where: str, dry_run: bool) -> UndoneChange:
+def _of_another_store(file: UndoFileSummary, cluster: Cluster) -> Conflict:
+    instance_id = cluster.instance_id()
+    if file.instance_id != instance_id:
+        return Conflict(
+            f"{file.path} belongs to the cluster {file.instance_id!r}, but {cluster.uri} is {instance_id!r}",
+            hint="name the cluster that the command ran on",
+        )
+    return Conflict(
+        f"{file.path} has changes of {file.metadata_uri or 'a store that it does not name'}, but {cluster.uri} is "
+        "another store: a copy of the cluster, or the same store at another address",
+        hint="name the store of the file with -u; if it has moved since, with all its nodes, add --store-moved",
+    )
+
+
+def _is_shared(path: str, expected: int | None = NEW) -> bool:
+    """Return whether a write in the version `expected` would create a node that commands share."""
+    return expected == NEW and _SHARED.fullmatch(path) is not None
+
+
+def _moves_entries(before: bytes | None, after: bytes | None) -> bool:
+    """Return whether two values are metadata of a ledger with other ensembles."""
+    if before is None or after is None:
+        return False
+    old, new = (attempt(LedgerMetadata.parse, value) for value in (before, after))
+    return not (isinstance(old, BkctlError) or isinstance(new, BkctlError)) and old.ensembles != new.ensembles
+
+
+def _undo_node(store: MetadataStore, fields: dict[str, Any], where: str, dry_run: bool, moves: bool) -> UndoneChange:
     name = fields.get("path")
     if not isinstance(name, str) or not name:
         raise Corrupt(f"{where} names no node")
@@ -327,7 +387,11 @@ def _undo_node(store: MetadataStore, fields: dict[str, Any], where: str, dry_run
     place = check_path(name)
     found = store.get(place)
     outcome = _outcome(None if found is None else found.value, before, after)
-    if outcome == "restored" and not dry_run:
+    if outcome == "restored" and before is None and _is_shared(place):
+        outcome = "shared"
+    elif outcome == "restored" and moves and _moves_entries(before, after):
+        outcome = "moved"
+    elif outcome == "restored" and not dry_run:
         try:
             if before is None:
                 assert found is not None

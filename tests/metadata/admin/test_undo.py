@@ -8,6 +8,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bkctl.errors import BkctlError, Conflict, Corrupt, MetadataVersionConflict, NotFound, Unauthorized, Unsupported
+from bkctl.formats.entry import DigestType
+from bkctl.formats.metadata import Fragment, LedgerMetadata
+from bkctl.ids import LedgerId
 from bkctl.metadata.admin.undo import UndoFile, list_undo_files, undo
-from bkctl.metadata.cluster import Cluster, open_cluster
+from bkctl.metadata.cluster import Cluster, init_cluster, open_cluster
 from bkctl.metadata.store import NEW
+from bkctl.metadata.underreplication import AutoRecoveryState
 
 
 @pytest.fixture
@@ -366,3 +371,66 @@ def test_refused_changes_alone_leave_no_undo_file(cluster: Cluster, tmp_path: Pa
             with pytest.raises(Conflict):
                 kept.recorded().store.put("n", b"1", NEW)
     assert (kept.count, list(tmp_path.glob("undo"))) == (0, [])
+
+
+def test_undo_file_belongs_to_one_store_not_to_copies_of_its_cluster(cluster: Cluster, tmp_path: Path) -> None:
+    path, link = tmp_path / "undo", tmp_path / "link.db"
+    with UndoFile(path, cluster, []) as kept:
+        kept.recorded().store.put("n", b"1", NEW)
+    link.symlink_to(tmp_path / "metadata.db")
+    with open_cluster(f"sqlite://{link}") as same:
+        assert outcomes(same, path, dry_run=True) == [("n", "restored")]
+    old = tmp_path / "old"  # of a release that wrote no `store`
+    header, line = path.read_text().splitlines()
+    fields = json.loads(header)
+    del fields["store"]
+    old.write_text(json.dumps(fields) + f"\n{line}\n")
+    unnamed = tmp_path / "unnamed"
+    unnamed.write_text(json.dumps(fields | {"metadataUri": None}) + f"\n{line}\n")
+    assert outcomes(cluster, old, dry_run=True) == [("n", "restored")]
+    with open_cluster(f"sqlite://{tmp_path / 'copy.db'}", create_store=True) as copy:
+        init_cluster(copy, instance_id=cluster.instance_id())
+        copy.store.put("n", b"1", NEW)
+        for file in (path, old, unnamed):
+            with pytest.raises(Conflict, match="is another store"):
+                outcomes(copy, file)
+            assert not any(each.is_of(copy) for each in list_undo_files(tmp_path))
+        assert value(copy, "n") == b"1"
+        assert [each.outcome for each in undo(copy, path, moved=True)] == ["restored"]
+
+
+def test_shared_nodes_are_neither_recorded_nor_removed(cluster: Cluster, tmp_path: Path) -> None:
+    path = tmp_path / "undo"
+    shared = [f"underreplication/{name}" for name in ("LAYOUT", "ledgers", "locks")]
+    with UndoFile(path, cluster, []) as kept:
+        AutoRecoveryState(kept.recorded().store).settings.disable()
+        for name in shared:
+            with pytest.raises(Conflict):
+                kept.recorded().store.put(name, b"", NEW)
+    assert outcomes(cluster, path) == [("underreplication/disable", "restored")]
+    assert all(value(cluster, name) is not None for name in shared)
+    with UndoFile(tmp_path / "old", cluster, []) as kept:  # as earlier releases wrote it
+        for name in shared:
+            kept.record(name, None, value(cluster, name))
+    assert {outcome for _, outcome in outcomes(cluster, tmp_path / "old")} == {"shared"}
+    assert all(value(cluster, name) is not None for name in shared)
+
+
+@pytest.mark.parametrize("ledger", [LedgerId(0, 5), LedgerId(7, 5)], ids=str)
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_moved_ledger_keeps_the_bookies_that_have_its_entries(
+    cluster: Cluster, tmp_path: Path, ledger: LedgerId, dry_run: bool
+) -> None:
+    before = LedgerMetadata(1, 1, 1, DigestType.CRC32, b"", (Fragment(0, ("a:1",)),), custom_metadata={"k": b"1"})
+    moved = replace(before, ensembles=(Fragment(0, ("b:1",)),))
+    cluster.ledgers.create(ledger, before)
+    for command, outcome in (("bookies", "recover"), "moved"), (("metadata", "replace-bookie"), "restored"):
+        path = tmp_path / command[1]
+        with UndoFile(path, cluster, ["bkctl", *command]) as kept:
+            recorded = kept.recorded().ledgers
+            recorded.write(ledger, moved, recorded.read(ledger).version)
+        assert [each for _, each in outcomes(cluster, path, dry_run=dry_run)] == [outcome]
+        is_restored = outcome == "restored" and not dry_run
+        found = cluster.ledgers.read(ledger)
+        assert found.metadata.ensembles == (before if is_restored else moved).ensembles
+        cluster.ledgers.write(ledger, before, found.version)

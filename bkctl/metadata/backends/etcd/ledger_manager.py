@@ -9,8 +9,8 @@ from typing import Final
 
 from bkctl.errors import IllegalOperation
 from bkctl.ids import LedgerId
-from bkctl.metadata.ledgers import QualifiedNameLedgerManager
-from bkctl.metadata.store import MetadataStore
+from bkctl.metadata.ledgers import LEDGERS, QualifiedNameLedgerManager
+from bkctl.metadata.store import MetadataStore, names_in
 
 _UUID: Final = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.ASCII)
 _BUCKETS: Final = 0x80
@@ -33,6 +33,9 @@ class EtcdLedgerManager(QualifiedNameLedgerManager):
 
     def _ledger(self, name: str) -> LedgerId | None:
         return LedgerId.from_value(int(name.replace("-", ""), 16)) if _UUID.fullmatch(name) else None
+
+    def _names_after(self, name: str, limit: int) -> list[str]:
+        return names_in(self.store, LEDGERS, after=name, limit=limit)
 
     def _new_default_id(self) -> int:
         for _ in range(_BUCKETS):

@@ -10,12 +10,12 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Final
 
-from bkctl.errors import Conflict, LedgerNotFound, NotFound, UsageError
+from bkctl.errors import Conflict, LedgerNotFound, UsageError
 from bkctl.ids import I64_MAX, LedgerId, ledger_ids
 from bkctl.metadata.backends.zookeeper.id_generators import SHORT_ID_END, LongIdGenerator, ShortIdGenerator
 from bkctl.metadata.backends.zookeeper.scopes import ScopesTree, scoped_ledger_path
 from bkctl.metadata.ledgers import LedgerManager, ScopesState
-from bkctl.metadata.store import NO_CLUSTER_HINT, MetadataStore, walk_levels
+from bkctl.metadata.store import MetadataStore, names_in, walk_levels
 
 _FLAT_LEDGER: Final = re.compile(r"L([0-9]{10,19})", re.ASCII)
 _LEAF: Final = re.compile(r"L([0-9]{4})", re.ASCII)
@@ -43,8 +43,6 @@ class ZooKeeperLedgerManager(LedgerManager):
 
     def _default_batches(self, after: int) -> Iterator[list[LedgerId]]:
         """Yield scope 0's ledgers after the id `after`, ascending, one directory at a time."""
-        if self.store.get("") is None:
-            raise NotFound(f"No BookKeeper cluster in {self.store.name}", hint=NO_CLUSTER_HINT)
         for widths, first, end in self._trees:
             yield from self._walk_default(widths, first, end, after)
 
@@ -146,10 +144,7 @@ class FlatLedgerManager(ZooKeeperLedgerManager):
         return f"L{ledger_id:010d}"
 
     def _default_batches(self, after: int) -> Iterator[list[LedgerId]]:
-        names = self.store.children("")
-        if names is None:
-            raise NotFound(f"No BookKeeper cluster in {self.store.name}", hint=NO_CLUSTER_HINT)
-        matches = map(_FLAT_LEDGER.fullmatch, names)
+        matches = map(_FLAT_LEDGER.fullmatch, names_in(self.store, ""))
         ids = sorted(number for match in matches if match and after < (number := int(match[1])) <= I64_MAX)
         if ids:
             yield ledger_ids(0, ids)

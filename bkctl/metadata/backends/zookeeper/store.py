@@ -56,6 +56,11 @@ class ZooKeeperStore(MetadataStore):
             self.close()
             raise
 
+    @property
+    def root(self) -> str:
+        """The path of the cluster's root."""
+        return self._connection.root
+
     def change_root(self, root: str) -> None:
         """Use the tree below the node `root` from now on."""
         self._connection.root = root
