@@ -420,6 +420,7 @@ class Run:
             return
         from .watch import watch
 
+        self.end_with_stdout()
         self._clear_activity()
         watch(
             look, columns, self.output, seconds=seconds, subscribe=subscribe, single=single, color=self.color,
@@ -594,6 +595,10 @@ class Run:
     def outlive_stdout(self) -> None:
         """Continue, with a note, once stdout is closed: what the run does beside printing is to be complete."""
         continue_without_stdout(lambda: self.note("stdout was closed; the command continues"))
+
+    def end_with_stdout(self) -> None:
+        """End with exit code 0 once stdout is closed: for rows without an end, or with entries of any size."""
+        continue_without_stdout(None)
 
     def start_audit(self, *, begun: bool) -> None:
         """Start the audit of a run that changes something: at once (`begun`), or once a cluster is open.

@@ -24,7 +24,7 @@ from ..kit.options import (
     UndoOption,
     count_option,
 )
-from ..kit.terminal import continue_without_stdout, flush
+from ..kit.terminal import flush
 from .template import FIELDS_HELP, EntryBytes, raw_form, template_form
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def _secret(password: bytes, *, as_admin: bool) -> bytes | None:
 async def _print_entries(
     run: Run, runs: AsyncIterator[Sequence[Any]], columns: Columns, *, form: EntryBytes | None, live: bool = False
 ) -> None:
-    continue_without_stdout(None)  # What --recover changes is done: the reader ends the command again.
+    run.end_with_stdout()  # What --recover changes is done: the reader ends the command again.
     if form is not None:
         async for entries in runs:
             run.raw(b"".join(map(form, entries)))
