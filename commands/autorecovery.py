@@ -376,7 +376,8 @@ def mark(
 ) -> None:
     """Mark ledgers as under-replicated.
 
-    The workers of auto-recovery then check and replicate them.
+    The workers of auto-recovery then check and replicate them. Of a bookie that answers, bkctl's workers read every
+    entry and compare its digest; Apache's read the first and the last one.
     """
     if not missing:
         raise UsageError("No bookie that lacks entries is named", hint="add --missing BOOKIE")
@@ -400,7 +401,12 @@ def mark(
                 before = state.marks.get(ledger)
                 present = () if before is None else before.missing_replicas
                 wanted = tuple(dict.fromkeys((*present, *missing)))
-                changed = wanted != present if dry_run else state.marks.add(ledger, missing)
+                suspects = () if before is None else before.suspects
+                changed = (
+                    wanted != present or not {*missing} <= {*suspects}
+                    if dry_run
+                    else state.marks.add(ledger, missing, suspect=True)
+                )
                 writer.row(Marked(ledger, wanted, changed))
                 if not changed:
                     run.note(f"Ledger {ledger} was marked for {', '.join(missing)} already")
