@@ -57,7 +57,7 @@ _bkctl() {
 'bookie init') at="56 74 $end1" ;;
 'bookie index') at="$end0" words='show check rebuild regenerate' ;;
 'bookie index show') at="28 29 30 55 85 106 107 54 $end3" argument='ledger' ;;
-'bookie index check') at="108 109 85 $end3" argument='files' ;;
+'bookie index check') at="108 109 85 $end1" argument='files' ;;
 'bookie index rebuild') at="108 109 85 74 $end1" argument='files' ;;
 'bookie index regenerate') at="28 29 30 36 37 85 110 74 $end1" argument='ledger' ;;
 'bookies') at="$end0" words='list show usage recover decommission drain ok-to-stop racks' ;;
@@ -85,7 +85,7 @@ _bkctl() {
 'entrylog verify') at="88 36 37 70 85 128 $end1" argument='entrylog' ;;
 'entrylog active') at="85 110 48 $end1" argument='entrylog' ;;
 'entrylog garbage') at="129 130 85 110 24 $end5" argument='entrylog' ;;
-'entrylog extract') at="58 59 87 29 34 131 85 64 132 133 $end4" argument='entrylog' ;;
+'entrylog extract') at="58 59 87 29 34 36 37 131 85 64 132 133 $end2" argument='entrylog' ;;
 'metadata') at="$end0" words='layout get tree undo export import diff migrate check orphans scopes idgen replace-bookie' ;;
 'metadata layout') at="$end1" ;;
 'metadata get') at="64 54 $end1" argument='none' ;;

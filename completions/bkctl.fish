@@ -58,7 +58,7 @@ case 'bookie format'; set ids 130 131 82 $end1
 case 'bookie init'; set ids 132 82 $end1
 case 'bookie index'; set ids commands $end0
 case 'bookie index show'; set ids ledger 29 30 31 133 101 134 135 136 $end3
-case 'bookie index check'; set ids files 137 138 101 $end3
+case 'bookie index check'; set ids files 137 138 101 $end1
 case 'bookie index rebuild'; set ids files 139 140 101 82 $end1
 case 'bookie index regenerate'; set ids ledger 29 30 31 141 38 101 142 82 $end1
 case 'bookies'; set ids commands $end0
@@ -86,7 +86,7 @@ case 'entrylog read'; set ids entrylog 162 163 42 133 164 165 166 167 68 69 168 
 case 'entrylog verify'; set ids entrylog 105 37 38 84 101 173 $end1
 case 'entrylog active'; set ids entrylog 101 174 175 $end1
 case 'entrylog garbage'; set ids entrylog 176 177 101 174 178 $end5
-case 'entrylog extract'; set ids entrylog 61 62 179 30 180 181 101 182 183 184 $end4
+case 'entrylog extract'; set ids entrylog 61 62 179 30 180 37 38 181 101 182 183 184 $end2
 case 'metadata'; set ids commands $end0
 case 'metadata layout'; set ids $end1
 case 'metadata get'; set ids none 69 185 $end1
@@ -403,7 +403,7 @@ __bkctl 176 -l minor-threshold -x -d 'Usage below which minor compaction rewrite
 __bkctl 177 -l major-threshold -x -d 'Usage below which major compaction rewrites a log (default: that of --conf, else 0.8).'
 __bkctl 178 -l sort -x -a 'id size garbage age' -d 'By id, size (largest first), garbage (most first; asks the cluster), age, or a column as in other lists. [default: garbage]'
 __bkctl 179 -l ledger -x -a '(__bkctl_dynamic ledger)' -d 'The ledger: decimal, 0x hex, SCOPE:ID, 32 hex digits (qualified name) or UUID. [required]'
-__bkctl 180 -l digest-type -x -a 'CRC32C CRC32 HMAC DUMMY' -d 'Digest type of a ledger of scope 0, for ndjson and raw (default: found by trying).'
+__bkctl 180 -l digest-type -x -a 'CRC32C CRC32 HMAC DUMMY' -d 'Digest type of a ledger of scope 0 (default: from metadata, else found by trying).'
 __bkctl 181 -s f -l file -r -F -d 'The file to write; - is stdout. [required]'
 __bkctl 182 -l format -x -a 'log ndjson raw' -d 'log (an entry log, as bookies read it), ndjson (rows as '\''entrylog read --body'\'' prints them), or raw (the payloads, nothing between them). [default: log]'
 __bkctl 183 -l all-copies -d 'Write each copy of an entry, oldest first (default: the last).'
