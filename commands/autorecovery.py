@@ -126,7 +126,7 @@ class StatusRow(NamedTuple):
     all_ledgers_ms: int | None
     placement_policy_ms: int | None
     replicas_ms: int | None
-    #: Why nobody looks for ledgers that lack replicas; None while an auditor does.
+    #: Since when no auditor looks for ledgers that lack replicas, in words; None while one does.
     not_audited: str | None
 
 
@@ -156,7 +156,7 @@ def status(run: Run, watch: WatchOption) -> None:
     """Show the state of auto-recovery.
 
     Shows the switch, the auditors, the delay, marked and locked ledgers, and the times of the last checks. Without a
-    mark UNDERREPLICATED is `no` only while an auditor looks; else NOT AUDITED tells since when nobody does.
+    mark UNDERREPLICATED is `no` only while an auditor looks; else NOT AUDITED says since when none does.
     """
     from bkctl.metadata.store import attempt
     from bkctl.metadata.underreplication import AuditorCheck

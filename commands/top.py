@@ -124,7 +124,7 @@ def top(
         if load.underreplicated_count and run.output in (Output.TABLE, Output.WIDE):
             run.note(f"{load.underreplication}: 'bkctl autorecovery list' shows them")
         elif load.not_audited:
-            run.note(f"Under-replicated ledgers are {load.not_audited}: 'bkctl autorecovery status' shows why")
+            run.note(f"Replication is {load.not_audited}")
         return
     if run.given_output is not Output.TABLE:
         raise UsageError(f"'bkctl top' has no end, and -o {run.given_output} is for scripts", hint="add --once")

@@ -74,7 +74,7 @@ class GarbageCollection(NamedTuple):
 
 
 class CollectionProblems(NamedTuple):
-    """That full disks suspend compaction, and what the last round could not do, in words; "" if neither is so."""
+    """Problems of garbage collection in words, "" without one: full disks suspend compaction, the last round failed."""
 
     suspended_by_disks: str = ""
     last_round: str = ""

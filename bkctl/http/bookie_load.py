@@ -88,7 +88,7 @@ class ClusterLoad(NamedTuple):
 
     bookies: tuple[BookieLoad, ...]
     underreplicated_count: int
-    #: Why nobody looks for ledgers that lack replicas; None while an auditor does.
+    #: Since when no auditor looks for ledgers that lack replicas, in words; None while one does.
     not_audited: str | None = None
 
     @property

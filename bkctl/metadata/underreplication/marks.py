@@ -33,7 +33,7 @@ class UnderreplicatedLedger(NamedTuple):
 
     `missing_replicas` are the bookies that lack entries of it, in the order in which the auditor found them missing;
     `ctime_ms` is the time of the last mark, in ms since 1970 (from the mark, else from the store, else None).
-    `suspects` are those of them whose every entry a worker verifies, although they answer: the mark names them twice,
+    `suspects` are the missing replicas whose every entry a worker verifies, if they answer: the mark names them twice,
     which Apache's workers and auditors ignore and keep.
     """
 
