@@ -136,11 +136,13 @@ class StatusRow(NamedTuple):
     auditor_id: str | None
     scoped_auditor_id: str | None
     delay_s: int | None
-    underreplicated: bool
+    underreplicated: bool | None
     worker_count: int
     all_ledgers_ms: int | None
     placement_policy_ms: int | None
     replicas_ms: int | None
+    #: Since when no auditor looks for ledgers that lack replicas, in words; None while one does.
+    not_audited: str | None
 
 
 STATUS_COLUMNS = Columns(
@@ -148,7 +150,14 @@ STATUS_COLUMNS = Columns(
     Column("AUDITOR", "auditorId", "auditor_id"),
     Column("AUDITOR OF SCOPES", "scopedAuditorId", "scoped_auditor_id"),
     Column("LOST BOOKIE DELAY", "lostBookieRecoveryDelay", "delay_s", Kind.INTEGER, text=duration_text),
-    Column("UNDERREPLICATED", "underReplicated", "underreplicated", Kind.BOOLEAN, style={"yes": RED, "no": GREEN}),
+    Column(
+        "UNDERREPLICATED",
+        "underReplicated",
+        "underreplicated",
+        Kind.BOOLEAN,
+        style={"yes": RED, "no": GREEN},
+    ),
+    Column("NOT AUDITED", "notAudited", "not_audited", optional=True),
     Column("BEING REPLICATED", "lockedLedgerCount", "worker_count", Kind.INTEGER),
     Column("ALL LEDGERS CHECKED", "checkAllLedgersTime", "all_ledgers_ms", Kind.TIME),
     Column("PLACEMENT CHECKED", "placementPolicyCheckTime", "placement_policy_ms", Kind.TIME),
@@ -161,7 +170,8 @@ STATUS_COLUMNS = Columns(
 def status(out: Printer, access: Access, watch: WatchOption) -> None:
     """Show the state of auto-recovery.
 
-    Shows the switch, the auditors, the delay, marked and locked ledgers, and the times of the last checks.
+    Shows the switch, the auditors, the delay, marked and locked ledgers, and the times of the last checks. Without a
+    mark UNDERREPLICATED is `no` only while an auditor looks; else NOT AUDITED says since when none does.
     """
     from bkctl.metadata.store import attempt
     from bkctl.metadata.underreplication import AuditorCheck
@@ -177,16 +187,18 @@ def status(out: Printer, access: Access, watch: WatchOption) -> None:
 
     def look() -> Iterator[StatusRow]:
         problems.clear()
+        has_marks, not_audited = state.marks.has_marks(), read(state.why_not_audited)
         yield StatusRow(
             enabled=state.settings.is_enabled(),
             auditor_id=read(state.election.auditor),
             scoped_auditor_id=read(lambda: state.election.auditor(scoped=True)),
             delay_s=read(lambda: state.settings.lost_bookie_recovery_delay_s() or 0),
-            underreplicated=state.marks.has_marks(),
+            underreplicated=True if has_marks else None if not_audited else False,
             worker_count=sum(1 for _ in state.locks.list()),
             all_ledgers_ms=read(lambda: state.settings.check_ctime_ms(AuditorCheck.ALL_LEDGERS)),
             placement_policy_ms=read(lambda: state.settings.check_ctime_ms(AuditorCheck.PLACEMENT_POLICY)),
             replicas_ms=read(lambda: state.settings.check_ctime_ms(AuditorCheck.REPLICAS)),
+            not_audited=not_audited,
         )
 
     with access.cluster() as cluster:
@@ -436,7 +448,8 @@ def mark(
 ) -> None:
     """Mark ledgers as under-replicated.
 
-    The workers of auto-recovery then check and replicate them.
+    The workers of auto-recovery then check and replicate them. Of a bookie that answers, bkctl's workers read every
+    entry and compare its digest; Apache's read the first and the last one.
     """
     if not missing:
         raise UsageError("No bookie that lacks entries is named", hint="add --missing BOOKIE")
@@ -460,7 +473,12 @@ def mark(
                 before = state.marks.get(ledger)
                 present = () if before is None else before.missing_replicas
                 wanted = tuple(dict.fromkeys((*present, *missing)))
-                changed = wanted != present if dry_run else state.marks.add(ledger, missing)
+                suspects = () if before is None else before.suspects
+                changed = (
+                    wanted != present or not {*missing} <= {*suspects}
+                    if dry_run
+                    else state.marks.add(ledger, missing, suspect=True)
+                )
                 writer.row(Marked(ledger, wanted, changed))
                 if not changed:
                     out.note(f"Ledger {ledger} was marked for {', '.join(missing)} already")

@@ -284,6 +284,8 @@ def run(arguments: list[str]) -> int:
     code: object = 0
     try:
         try:
+            # The exit code is that of the whole command, not that of the rows which `head` took.
+            continue_without_stdout(lambda: None)
             code = root().main(arguments, prog_name="bkctl", standalone_mode=False, obj=session)
         finally:
             continue_without_stdout(None)

@@ -254,8 +254,8 @@ class Screen:
         for name in ("adds", "reads"):
             known = [value for each in every if (value := getattr(each.per_second, name)) is not None]
             text.append(f"  {name} {_number_text(sum(known)) if known else '-'}/s")
-        if self._load.underreplicated_count:
-            text.append(f"  {self._load.underreplication}", "red")
+        if (words := self._load.underreplication) is not None:
+            text.append(f"  {words}", "red" if self._load.underreplicated_count else "yellow")
         if len(rows) < len(every):
             text.append(f"  {len(rows)} shown")
         return text

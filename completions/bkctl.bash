@@ -23,7 +23,7 @@ _bkctl() {
     esac
   done
   local at='' end0='26' end1='5 6 7 8 9 10 11 20 21 22 23 24 26' end2='5 6 7 8 9 10 11 20 21 22 23 24 25 26' end3='6 22 23 24 26' end4='6 22 23 24 25 26' end5='5 6 7 8 9 10 11 20 21 22 23 26'
-  local -a names=(--verbose --quiet --no-color --debug --version --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --metadata-tls --metadata-tls-ca --metadata-tls-cert --metadata-tls-key --metadata-user --metadata-password-file --metadata-sasl --metadata-creator-acl --timeout --connect-timeout --output --columns --sort --yes --help --uuid --ledger-id --ledger-scope-id --ledger-qualified-name --ensemble-size --write-quorum --ack-quorum --digest-type --custom-metadata --password --password-file --record-size --protocol --all-scopes --min-age --max-age --min-size --max-size --limit --watch --bookie --state --topic --subscription --after --count --keep-going --show-secrets --entry --check --every-entry --from --to --last --recover --no-verify --body --format --delimiter --template --as-admin --undo --from-file --rate --if-state --ignore-missing --backup --dry-run --accept-loss --entries --size --keep --to-ledger-id --to-user --to-password-file --to-scope --new-id --open --dir --kind --ledger --digest --sample --seed --bookie-url --deadline --wait --major --minor --accept-scoped-deletes --suspend --resume --status --set --match --raw --discard-old --delete-cookie --yes-really --meta --gaps --ledgers --locations --all --threshold --query --skip-open --skip-unrecoverable --keep-cookie --min-replicas --for-good --max --rack --group --hostname --from-pos --to-pos --type --after-lastmark --top --by --no-digests --minor-threshold --major-threshold --file --all-copies --scan --depth --contains --totals --list --store-moved --overwrite --live --delete --sequence --journal-dirs --ledger-dirs --index-dirs --instance-id --scopes-only --scope-0-only --id --older-than --missing --not-missing --reset-clock --count-ledgers --long-long-layout --no-bookies --for --bookies --storage --http --autorecovery --master --spark-conf --archive --ship --facts --save --save-table --append --no-indexes --textfile --full --flat --since --host --port --token-file --bookie-token-file --read-only-token-file --server-cert --server-key --client-ca --duration --batch --in-flight --random --failed --use --interval --once)
+  local -a names=(--verbose --quiet --no-color --debug --version --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --metadata-tls --metadata-tls-ca --metadata-tls-cert --metadata-tls-key --metadata-user --metadata-password-file --metadata-sasl --metadata-creator-acl --timeout --connect-timeout --output --columns --sort --yes --help --uuid --ledger-id --ledger-scope-id --ledger-qualified-name --ensemble-size --write-quorum --ack-quorum --digest-type --custom-metadata --password --password-file --record-size --protocol --all-scopes --min-age --max-age --min-size --max-size --limit --watch --bookie --state --topic --subscription --after --count --keep-going --show-secrets --entry --check --every-entry --from --to --last --recover --no-verify --body --format --delimiter --template --as-admin --undo --from-file --rate --if-state --ignore-missing --backup --dry-run --accept-loss --entries --size --keep --to-ledger-id --to-user --to-password-file --to-scope --new-id --open --dir --kind --ledger --digest --sample --seed --bookie-url --deadline --wait --major --minor --accept-scoped-deletes --suspend --resume --status --set --match --raw --discard-old --delete-cookie --yes-really --meta --gaps --ledgers --locations --all --threshold --query --skip-open --skip-unrecoverable --keep-cookie --min-replicas --for-good --max --rack --group --hostname --from-pos --to-pos --type --after-lastmark --top --by --no-digests --minor-threshold --major-threshold --file --all-copies --scan --depth --contains --totals --list --store-moved --overwrite --live --delete --sequence --journal-dirs --ledger-dirs --index-dirs --instance-id --scopes-only --scope-0-only --id --older-than --missing --not-missing --reset-clock --count-ledgers --long-long-layout --no-bookies --for --bookies --storage --http --autorecovery --master --spark-conf --archive --ship --facts --save --save-table --append --no-indexes --textfile --full --flat --since --host --port --token-file --bookie-token-file --read-only-token-file --server-cert --server-key --client-ca --closed-probes --duration --batch --in-flight --random --failed --use --interval --once)
   case $path in
 '') at="0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26" words='ledger bookie bookies journal entrylog metadata cookie autorecovery cluster local pipeline api bench progress audit context top help version completion' ;;
 'ledger') at="$end0" words='write list show locate read tail delete recover verify test copy' ;;
@@ -57,7 +57,7 @@ _bkctl() {
 'bookie init') at="56 68 74 $end1" ;;
 'bookie index') at="$end0" words='show check rebuild regenerate' ;;
 'bookie index show') at="28 29 30 55 85 106 107 54 $end3" argument='ledger' ;;
-'bookie index check') at="108 109 85 $end3" argument='files' ;;
+'bookie index check') at="108 109 85 $end1" argument='files' ;;
 'bookie index rebuild') at="108 109 85 74 $end1" argument='files' ;;
 'bookie index regenerate') at="28 29 30 36 37 85 110 74 $end1" argument='ledger' ;;
 'bookies') at="$end0" words='list show usage recover decommission drain ok-to-stop racks' ;;
@@ -85,7 +85,7 @@ _bkctl() {
 'entrylog verify') at="88 36 37 70 85 128 $end1" argument='entrylog' ;;
 'entrylog active') at="85 110 48 $end1" argument='entrylog' ;;
 'entrylog garbage') at="129 130 85 110 24 $end5" argument='entrylog' ;;
-'entrylog extract') at="58 59 87 29 34 131 85 64 132 133 $end4" argument='entrylog' ;;
+'entrylog extract') at="58 59 87 29 34 36 37 131 85 64 132 133 $end2" argument='entrylog' ;;
 'metadata') at="$end0" words='layout get tree undo export import diff migrate check orphans scopes idgen replace-bookie' ;;
 'metadata layout') at="$end1" ;;
 'metadata get') at="64 54 $end1" argument='none' ;;
@@ -131,8 +131,8 @@ _bkctl() {
 'cluster health') at="46 111 156 108 $end1" words='show detail mute unmute mutes' ;;
 'cluster health show') at="46 111 156 108 $end1" ;;
 'cluster health detail') at="111 156 108 $end1" ;;
-'cluster health mute') at="157 68 $end1" argument='words no-instance-id no-writable-bookie bookie-down bookie-read-only bookie-without-address bookie-without-cookie bookie-silent cookie-damaged cookie-of-another-cluster disk-full ledgers-set-aside ledgers-unreadable bookie-without-rack too-few-racks ledgers-in-few-racks scopes-orphaned no-bookie-for-scopes mark-damaged underreplicated autorecovery-disabled vote-damaged no-auditor no-auditor-of-scopes' ;;
-'cluster health unmute') at="68 $end1" argument='words no-instance-id no-writable-bookie bookie-down bookie-read-only bookie-without-address bookie-without-cookie bookie-silent cookie-damaged cookie-of-another-cluster disk-full ledgers-set-aside ledgers-unreadable bookie-without-rack too-few-racks ledgers-in-few-racks scopes-orphaned no-bookie-for-scopes mark-damaged underreplicated autorecovery-disabled vote-damaged no-auditor no-auditor-of-scopes' ;;
+'cluster health mute') at="157 68 $end1" argument='words no-instance-id no-writable-bookie bookie-down bookie-read-only bookie-without-address bookie-without-cookie bookie-unregistered bookie-silent cookie-damaged cookie-of-another-cluster disk-full ledgers-set-aside ledgers-unreadable certificate-expires bookie-without-rack too-few-racks ledgers-in-few-racks scopes-orphaned no-bookie-for-scopes mark-damaged underreplicated autorecovery-disabled vote-damaged no-auditor no-auditor-of-scopes' ;;
+'cluster health unmute') at="68 $end1" argument='words no-instance-id no-writable-bookie bookie-down bookie-read-only bookie-without-address bookie-without-cookie bookie-unregistered bookie-silent cookie-damaged cookie-of-another-cluster disk-full ledgers-set-aside ledgers-unreadable certificate-expires bookie-without-rack too-few-racks ledgers-in-few-racks scopes-orphaned no-bookie-for-scopes mark-damaged underreplicated autorecovery-disabled vote-damaged no-auditor no-auditor-of-scopes' ;;
 'cluster health mutes') at="$end1" ;;
 'cluster healthcheck') at="$end0" words='status enable disable' ;;
 'cluster healthcheck status') at="$end1" ;;
@@ -153,30 +153,30 @@ _bkctl() {
 'pipeline import') at="82 31 32 33 162 163 164 165 167 168 169 37 74 $end1" argument='none' ;;
 'pipeline migrate-scope') at="28 29 30 82 31 32 33 162 163 164 165 167 168 169 74 $end1" argument='ledger' ;;
 'api') at="$end0" words='serve get put delete' ;;
-'api serve') at="175 176 177 178 179 180 181 182 $end1" ;;
+'api serve') at="175 176 177 178 179 180 181 182 183 $end1" ;;
 'api get') at="47 91 44 $end1" argument='none' ;;
 'api put') at="47 91 44 63 74 $end1" argument='none' ;;
 'api delete') at="47 91 44 74 $end2" argument='none' ;;
 'bench') at="$end0" words='adds reads mixed' ;;
-'bench adds') at="108 77 29 31 32 33 34 76 183 184 185 70 39 $end1" ;;
-'bench reads') at="108 77 29 31 32 33 34 76 183 184 185 70 39 186 $end1" ;;
-'bench mixed') at="108 77 29 31 32 33 34 76 183 184 185 70 39 186 $end1" ;;
+'bench adds') at="108 77 29 31 32 33 34 76 184 185 186 70 39 $end1" ;;
+'bench reads') at="108 77 29 31 32 33 34 76 184 185 186 70 39 187 $end1" ;;
+'bench mixed') at="108 77 29 31 32 33 34 76 184 185 186 70 39 187 $end1" ;;
 'progress') at="46 $end3" words='show pause resume rate' ;;
 'progress show') at="46 $end3" argument='none' ;;
 'progress pause') at="$end3" argument='none' ;;
 'progress resume') at="$end3" argument='none' ;;
 'progress rate') at="$end3" argument='none' ;;
 'audit') at="$end0" words='list show' ;;
-'audit list') at="45 174 187 $end3" ;;
+'audit list') at="45 174 188 $end3" ;;
 'audit show') at="$end3" argument='none' ;;
 'context') at="$end0" words='list show add use rename delete' ;;
 'context list') at="$end3" ;;
 'context show') at="$end3" argument='context' ;;
-'context add') at="139 188 $end1" argument='context' ;;
+'context add') at="139 189 $end1" argument='context' ;;
 'context use') at="$end3" argument='context' ;;
 'context rename') at="$end3" argument='context' ;;
 'context delete') at="$end4" argument='context' ;;
-'top') at="189 190 $end1" ;;
+'top') at="190 191 $end1" ;;
 'help') at="$end0" argument='words ledger bookie bookies journal entrylog metadata cookie autorecovery cluster local pipeline api bench progress audit context connection exit-codes' ;;
 'version') at="$end3" ;;
 'completion') at="$end3" argument='words bash zsh fish' ;;

@@ -58,7 +58,7 @@ case 'bookie format'; set ids 130 131 82 $end1
 case 'bookie init'; set ids 132 73 82 $end1
 case 'bookie index'; set ids commands $end0
 case 'bookie index show'; set ids ledger 29 30 31 133 101 134 135 136 $end3
-case 'bookie index check'; set ids files 137 138 101 $end3
+case 'bookie index check'; set ids files 137 138 101 $end1
 case 'bookie index rebuild'; set ids files 139 140 101 82 $end1
 case 'bookie index regenerate'; set ids ledger 29 30 31 141 38 101 142 82 $end1
 case 'bookies'; set ids commands $end0
@@ -86,7 +86,7 @@ case 'entrylog read'; set ids entrylog 162 163 42 133 164 165 166 167 68 69 168 
 case 'entrylog verify'; set ids entrylog 105 37 38 84 101 173 $end1
 case 'entrylog active'; set ids entrylog 101 174 175 $end1
 case 'entrylog garbage'; set ids entrylog 176 177 101 174 178 $end5
-case 'entrylog extract'; set ids entrylog 61 62 179 30 180 181 101 182 183 184 $end4
+case 'entrylog extract'; set ids entrylog 61 62 179 30 180 37 38 181 101 182 183 184 $end2
 case 'metadata'; set ids commands $end0
 case 'metadata layout'; set ids $end1
 case 'metadata get'; set ids none 69 185 $end1
@@ -132,8 +132,8 @@ case 'cluster nuke'; set ids 131 226 82 $end2
 case 'cluster health'; set ids commands 49 223 227 228 $end1
 case 'cluster health show'; set ids 49 223 227 228 $end1
 case 'cluster health detail'; set ids 223 227 228 $end1
-case 'cluster health mute'; set ids words-no-instance-id-no-writable-bookie-bookie-down-bookie-read-only-bookie-without-address-bookie-without-cookie-bookie-silent-cookie-damaged-cookie-of-another-cluster-disk-full-ledgers-set-aside-ledgers-unreadable-bookie-without-rack-too-few-racks-ledgers-in-few-racks-scopes-orphaned-no-bookie-for-scopes-mark-damaged-underreplicated-autorecovery-disabled-vote-damaged-no-auditor-no-auditor-of-scopes 229 73 $end1
-case 'cluster health unmute'; set ids words-no-instance-id-no-writable-bookie-bookie-down-bookie-read-only-bookie-without-address-bookie-without-cookie-bookie-silent-cookie-damaged-cookie-of-another-cluster-disk-full-ledgers-set-aside-ledgers-unreadable-bookie-without-rack-too-few-racks-ledgers-in-few-racks-scopes-orphaned-no-bookie-for-scopes-mark-damaged-underreplicated-autorecovery-disabled-vote-damaged-no-auditor-no-auditor-of-scopes 73 $end1
+case 'cluster health mute'; set ids words-no-instance-id-no-writable-bookie-bookie-down-bookie-read-only-bookie-without-address-bookie-without-cookie-bookie-unregistered-bookie-silent-cookie-damaged-cookie-of-another-cluster-disk-full-ledgers-set-aside-ledgers-unreadable-certificate-expires-bookie-without-rack-too-few-racks-ledgers-in-few-racks-scopes-orphaned-no-bookie-for-scopes-mark-damaged-underreplicated-autorecovery-disabled-vote-damaged-no-auditor-no-auditor-of-scopes 229 73 $end1
+case 'cluster health unmute'; set ids words-no-instance-id-no-writable-bookie-bookie-down-bookie-read-only-bookie-without-address-bookie-without-cookie-bookie-unregistered-bookie-silent-cookie-damaged-cookie-of-another-cluster-disk-full-ledgers-set-aside-ledgers-unreadable-certificate-expires-bookie-without-rack-too-few-racks-ledgers-in-few-racks-scopes-orphaned-no-bookie-for-scopes-mark-damaged-underreplicated-autorecovery-disabled-vote-damaged-no-auditor-no-auditor-of-scopes 73 $end1
 case 'cluster health mutes'; set ids $end1
 case 'cluster healthcheck'; set ids commands $end0
 case 'cluster healthcheck status'; set ids $end1
@@ -154,30 +154,30 @@ case 'pipeline export'; set ids none 29 30 31 236 237 238 239 253 242 243 254 25
 case 'pipeline import'; set ids none 257 258 259 260 236 237 238 239 253 242 243 261 82 $end1
 case 'pipeline migrate-scope'; set ids ledger 29 30 31 262 258 259 260 236 237 238 239 253 242 243 82 $end1
 case 'api'; set ids commands $end0
-case 'api serve'; set ids 263 264 265 266 267 268 269 270 $end1
-case 'api get'; set ids none 108 109 271 $end1
-case 'api put'; set ids none 108 109 271 272 82 $end1
-case 'api delete'; set ids none 108 109 271 82 $end2
+case 'api serve'; set ids 263 264 265 266 267 268 269 270 271 $end1
+case 'api get'; set ids none 108 109 272 $end1
+case 'api put'; set ids none 108 109 272 273 82 $end1
+case 'api delete'; set ids none 108 109 272 82 $end2
 case 'bench'; set ids commands $end0
-case 'bench adds'; set ids 273 274 275 32 33 34 35 276 277 278 279 280 40 $end1
-case 'bench reads'; set ids 273 274 275 32 33 34 35 276 277 278 279 280 40 281 $end1
-case 'bench mixed'; set ids 273 274 275 32 33 34 35 276 277 278 279 280 40 281 $end1
+case 'bench adds'; set ids 274 275 276 32 33 34 35 277 278 279 280 281 40 $end1
+case 'bench reads'; set ids 274 275 276 32 33 34 35 277 278 279 280 281 40 282 $end1
+case 'bench mixed'; set ids 274 275 276 32 33 34 35 277 278 279 280 281 40 282 $end1
 case 'progress'; set ids commands 49 $end3
 case 'progress show'; set ids none 49 $end3
 case 'progress pause'; set ids none $end3
 case 'progress resume'; set ids none $end3
 case 'progress rate'; set ids none $end3
 case 'audit'; set ids commands $end0
-case 'audit list'; set ids 282 283 284 $end3
+case 'audit list'; set ids 283 284 285 $end3
 case 'audit show'; set ids none $end3
 case 'context'; set ids commands $end0
 case 'context list'; set ids $end3
 case 'context show'; set ids context $end3
-case 'context add'; set ids context 285 286 $end1
+case 'context add'; set ids context 286 287 $end1
 case 'context use'; set ids context $end3
 case 'context rename'; set ids context $end3
 case 'context delete'; set ids context $end4
-case 'top'; set ids 287 288 $end1
+case 'top'; set ids 288 289 $end1
 case 'help'; set ids words-ledger-bookie-bookies-journal-entrylog-metadata-cookie-autorecovery-cluster-local-pipeline-api-bench-progress-audit-context-connection-exit-codes $end0
 case 'version'; set ids $end3
 case 'completion'; set ids words-bash-zsh-fish $end3
@@ -403,7 +403,7 @@ __bkctl 176 -l minor-threshold -x -d 'Usage below which minor compaction rewrite
 __bkctl 177 -l major-threshold -x -d 'Usage below which major compaction rewrites a log (default: that of --conf, else 0.8).'
 __bkctl 178 -l sort -x -a 'id size garbage age' -d 'By id, size (largest first), garbage (most first; asks the cluster), age, or a column as in other lists. [default: garbage]'
 __bkctl 179 -l ledger -x -a '(__bkctl_dynamic ledger)' -d 'The ledger: decimal, 0x hex, SCOPE:ID, 32 hex digits (qualified name) or UUID. [required]'
-__bkctl 180 -l digest-type -x -a 'CRC32C CRC32 HMAC DUMMY' -d 'Digest type of a ledger of scope 0, for ndjson and raw (default: found by trying).'
+__bkctl 180 -l digest-type -x -a 'CRC32C CRC32 HMAC DUMMY' -d 'Digest type of a ledger of scope 0 (default: from metadata, else found by trying).'
 __bkctl 181 -s f -l file -r -F -d 'The file to write; - is stdout. [required]'
 __bkctl 182 -l format -x -a 'log ndjson raw' -d 'log (an entry log, as bookies read it), ndjson (rows as '\''entrylog read --body'\'' prints them), or raw (the payloads, nothing between them). [default: log]'
 __bkctl 183 -l all-copies -d 'Write each copy of an entry, oldest first (default: the last).'
@@ -494,24 +494,25 @@ __bkctl 267 -l read-only-token-file -r -F -d 'Clients that send this token may r
 __bkctl 268 -l server-cert -r -F -d 'Serve https with this PEM certificate.'
 __bkctl 269 -l server-key -r -F -d 'Private key of --server-cert, if not in the same file.'
 __bkctl 270 -l client-ca -r -F -d 'Accept clients whose certificate these authorities (PEM) signed.'
-__bkctl 271 -l max-size -x -d 'Refuse a larger response (exit code 7). [default: 64MiB]'
-__bkctl 272 -l body -x -d 'The JSON to send, or @FILE (@-: stdin).'
-__bkctl 273 -l ledgers -x -d 'Ledgers to use at the same time. [default: 1]'
-__bkctl 274 -l size -x -d 'Bytes of an entry. [default: 1KiB]'
-__bkctl 275 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Scope of the ledgers (default 0).'
-__bkctl 276 -l entries -x -d 'Entries in all ledgers together (default 10000).'
-__bkctl 277 -l duration -x -d 'Run for this long, instead of for --entries.'
-__bkctl 278 -l batch -x -d 'Entries to add or read at once; a latency is a batch'\''s. [default: 10]'
-__bkctl 279 -l in-flight -x -d 'Batches in flight for each ledger. [default: 10]'
-__bkctl 280 -l rate -x -d 'At most this many entries a second.'
-__bkctl 281 -l random -d 'Read at random positions instead of in order.'
-__bkctl 282 -l limit -x -d 'List only the last N runs (default 50).'
-__bkctl 283 -l since -x -d 'List only runs of this last time: 1h, 7d.'
-__bkctl 284 -l failed -d 'List only runs that did not end with exit code 0.'
-__bkctl 285 -l overwrite -d 'Replace the context of this name.'
-__bkctl 286 -l use -d 'Make the new context the current one.'
-__bkctl 287 -l interval -x -d 'The time between two looks: 500ms, 2s, 1m. [default: 2s]'
-__bkctl 288 -l once -d 'Print the numbers of one interval, and end.'
+__bkctl 271 -l closed-probes -d '/heartbeat requires the token too.'
+__bkctl 272 -l max-size -x -d 'Refuse a larger response (exit code 7). [default: 64MiB]'
+__bkctl 273 -l body -x -d 'The JSON to send, or @FILE (@-: stdin).'
+__bkctl 274 -l ledgers -x -d 'Ledgers to use at the same time. [default: 1]'
+__bkctl 275 -l size -x -d 'Bytes of an entry. [default: 1KiB]'
+__bkctl 276 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Scope of the ledgers (default 0).'
+__bkctl 277 -l entries -x -d 'Entries in all ledgers together (default 10000).'
+__bkctl 278 -l duration -x -d 'Run for this long, instead of for --entries.'
+__bkctl 279 -l batch -x -d 'Entries to add or read at once; a latency is a batch'\''s. [default: 10]'
+__bkctl 280 -l in-flight -x -d 'Batches in flight for each ledger. [default: 10]'
+__bkctl 281 -l rate -x -d 'At most this many entries a second.'
+__bkctl 282 -l random -d 'Read at random positions instead of in order.'
+__bkctl 283 -l limit -x -d 'List only the last N runs (default 50).'
+__bkctl 284 -l since -x -d 'List only runs of this last time: 1h, 7d.'
+__bkctl 285 -l failed -d 'List only runs that did not end with exit code 0.'
+__bkctl 286 -l overwrite -d 'Replace the context of this name.'
+__bkctl 287 -l use -d 'Make the new context the current one.'
+__bkctl 288 -l interval -x -d 'The time between two looks: 500ms, 2s, 1m. [default: 2s]'
+__bkctl 289 -l once -d 'Print the numbers of one interval, and end.'
 __bkctl files -F
 __bkctl ledger -f -a '(__bkctl_dynamic ledger)'
 __bkctl words-on-off -f -a 'on off'

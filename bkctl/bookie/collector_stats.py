@@ -55,6 +55,8 @@ class GarbageCollectorStats:
     usage_buckets: list[int] = field(default_factory=lambda: [0] * USAGE_BUCKETS)
     #: The reason why the last round collected no scoped ledgers; "" when it did.
     scoped_held_back: str = ""
+    #: The first thing that the last round could not do, and why; "" when it did all.
+    problem: str = ""
     #: Ledgers that exist, name this bookie and have entries here, and are not in its index: their entry logs stay.
     #: Counted as far as the last round had to ask.
     unindexed_ledgers: int = 0

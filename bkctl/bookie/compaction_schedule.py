@@ -112,6 +112,14 @@ class CompactionSchedule:
         """Return whether an operator or full disks suspend compactions of a kind."""
         return kind in self._suspended or kind in self._suspended_by_disks
 
+    def suspended_by_disks(self) -> str:
+        """Return why and how full disks suspend compaction; "" if they do not."""
+        if not self._suspended_by_disks:
+            return ""
+        kinds = " and ".join(kind for kind in (MAJOR, MINOR) if kind in self._suspended_by_disks)
+        limit = "diskUsageThreshold" if MINOR in self._suspended_by_disks else "diskUsageWarnThreshold"
+        return f"{kinds} compaction is suspended while ledger directories are above {limit}"
+
     def due(self, forced: ForcedRound | None) -> str | None:
         """Return the kind of compaction that is due now: MAJOR, MINOR or None."""
         now_ms = self._clock_ms()

@@ -57,6 +57,7 @@ class GarbageCollectorThread:
         self._stopped = threading.Event()
         schedule = self._schedule = CompactionSchedule(config, clock_ms)
         self.suspend, self.resume, self.is_suspended = schedule.suspend, schedule.resume, schedule.is_suspended
+        self.suspended_by_disks = schedule.suspended_by_disks
         metadata = CollectorMetadata(
             config, cluster, bookie_id=bookie_id, instance_id=instance_id, stats=self.stats, stopped=self._stopped
         )
@@ -187,6 +188,7 @@ class GarbageCollectorThread:
         """Delete ledgers, remove logs without ledgers, compact. Source: GarbageCollectorThread.runWithFlags."""
         accept = forced is not None and forced.accept_scoped_deletes
         self.unindexed.begin_round()
+        self.stats.problem = ""
         failed = not self._succeeds("delete ledgers", lambda: self._ledgers.collect(accept_scoped_deletes=accept))
         # Logs are collected in any case: ledgers that earlier rounds deleted leave garbage too.
         if self._succeeds("find the ledgers of entry logs", self._logs.find_ledgers):
@@ -208,6 +210,7 @@ class GarbageCollectorThread:
             if self._stopped.is_set():
                 raise CompactionStopped("The bookie stops") from error
             log.warning("Garbage collection could not %s: %s", name, error)
+            self.stats.problem = self.stats.problem or f"it could not {name}: {error}"
             return False
         return True
 
@@ -224,6 +227,8 @@ class GarbageCollectorThread:
                     stats.major_compactions += 1
                 else:
                     stats.minor_compactions += 1
+        elif forced is not None and None in (forced.major, forced.minor):
+            stats.problem = stats.problem or schedule.suspended_by_disks()
         if are_locations_due:
             self.compact_locations()
             schedule.locations_compacted()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bkctl.checks.digests import DigestChecker
-from bkctl.checks.findings import Counts, Finding, FindingKind
+from bkctl.checks.findings import Counts, FindDeleted, Finding, FindingKind, unindexed_findings
 from bkctl.checks.index_rows import EntrySelection, IndexRowsReader
 from bkctl.checks.indexed_logs import IndexedLogs, list_indexed_logs
 from bkctl.checks.location_rows import LedgerNumbers, LocationRows
@@ -64,6 +64,7 @@ class IndexCheck:
         digests: DigestChecker | None = None,
         pace: Pace | None = None,
         advance: Callable[[int], None] | None = None,
+        find_deleted: FindDeleted | None = None,
     ) -> None:
         self.counts = Counts()
         #: The chosen ledgers that neither an index nor a searched log has, once all findings were yielded.
@@ -74,6 +75,7 @@ class IndexCheck:
         self._pace = pace or Pace()
         self._advance = advance or (lambda _: None)
         self._recheck = Recheck(directories, self.counts, digests)
+        self._find_deleted = find_deleted
         self._unindexed: dict[LedgerId, _UnindexedLedger] = {}
 
     def findings(self) -> Iterator[Finding]:
@@ -111,10 +113,12 @@ class IndexCheck:
     def _unindexed_ledgers(self) -> Iterator[Finding]:
         if not self._unindexed:
             return
+        ledgers: dict[LedgerId, tuple[Path, str]] = {}
         for ledger in self._recheck.ledgers_without_index(self._unindexed):
             found = self._unindexed[ledger]
-            reason = f"{found.entries:,} entries ({found.size_bytes:,} bytes) of a ledger without an index"
-            yield Finding(FindingKind.UNINDEXED, ledger, None, None, found.path, reason)
+            ledgers[ledger] = found.path, f"{found.entries:,} entries ({found.size_bytes:,} bytes)"
+        self.missing.difference_update(self._unindexed)
+        yield from unindexed_findings(ledgers, self._find_deleted)
 
     def _check_logs(self, logs: IndexedLogs, rows: LocationRows) -> Iterator[Finding]:
         is_sample = self._selection.sample is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -44,7 +44,7 @@ class FindingKind(StrEnum):
     WRONG_DIRECTORY = "wrongDirectory"
     #: A table is missing in the MANIFEST: left over, or lost by the MANIFEST.
     STRAY_TABLE = "strayTable"
-    #: A ledger in a log has no index: probably deleted.
+    #: A ledger in a log has no index: its index is lost, or it was deleted.
     UNINDEXED = "unindexed"
     #: A file is left over from a relocation.
     RELOCATION = "relocation"
@@ -55,7 +55,6 @@ class FindingKind(StrEnum):
 #: Kinds that are reported as notes and do not count as findings: a healthy bookie has them too.
 NOTES: Final = frozenset(
     (
-        FindingKind.UNINDEXED,
         FindingKind.NO_LEDGER,
         FindingKind.RELOCATION,
         FindingKind.STRAY_TABLE,
@@ -74,11 +73,13 @@ class Finding(NamedTuple):
     location: int | None
     path: Path
     reason: str
+    #: The ledger was deleted, so that the finding is a note.
+    is_deleted: bool = False
 
     @property
     def is_problem(self) -> bool:
         """Return True for a finding, False for a note."""
-        return self.kind not in NOTES
+        return self.kind not in NOTES and not self.is_deleted
 
     @property
     def log_id(self) -> int | None:
@@ -89,6 +90,25 @@ class Finding(NamedTuple):
     def offset(self) -> int | None:
         """Return the byte offset of the record (its size field) in that log; None without a location."""
         return None if self.location is None else unpack_location(self.location)[1] - 4
+
+
+#: Returns which of some ledgers the metadata store knows to be deleted.
+FindDeleted = Callable[[Collection[LedgerId]], Collection[LedgerId]]
+
+
+def unindexed_findings(
+    ledgers: Mapping[LedgerId, tuple[Path, str]], find_deleted: FindDeleted | None
+) -> Iterator[Finding]:
+    """Yield a finding for each ledger that a log (its path and size in words) has and no index; a note if deleted.
+
+    Without `find_deleted` all are notes.
+    """
+    deleted = find_deleted(ledgers) if find_deleted is not None and ledgers else ()
+    for ledger, (path, size) in ledgers.items():
+        is_deleted = find_deleted is None or ledger in deleted
+        state = "it was deleted" if ledger in deleted else "its index is lost, unless the ledger was deleted"
+        reason = f"{size} of a ledger without an index: {state}"
+        yield Finding(FindingKind.UNINDEXED, ledger, None, None, path, reason, is_deleted)
 
 
 def as_damage(error: BkctlError) -> BkctlError:

@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from bkctl.checks.findings import Counts, Finding, FindingKind
+from bkctl.checks.findings import Counts, FindDeleted, Finding, FindingKind, unindexed_findings
+from bkctl.checks.recheck import Recheck
 from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported
 from bkctl.files.directories import BookieDirectories, FileKind, current_of
+from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.index import BookieIndexes, IndexDatabases, LedgerIndexReader
 from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
 from bkctl.files.rocksdb_files import check_write_ahead_logs
@@ -46,10 +48,12 @@ class IndexScan:
         ledgers: bool = True,
         locations: bool = True,
         is_complete: bool = False,
+        find_deleted: FindDeleted | None = None,
     ) -> None:
         self.counts = Counts()
         self._directories = directories
         self._ledgers, self._locations, self._is_complete = ledgers, locations, is_complete
+        self._find_deleted = find_deleted
 
     def findings(self) -> Iterator[Finding]:
         """Yield the invalid items, index by index. Call it once. An unreadable index is noted in `counts.errors`.
@@ -66,6 +70,25 @@ class IndexScan:
                 self.counts.note_error(error)
             for pair in pairs:
                 yield from self._scan_pair(pair)
+            if self._find_deleted is not None and self._ledgers and not indexes.problems:
+                yield from unindexed_findings(self._ledgers_without_index(), self._find_deleted)
+
+    def _ledgers_without_index(self) -> dict[LedgerId, tuple[Path, str]]:
+        """Return the ledgers that entry logs have (by their maps, else by their records) and no index has."""
+        found: dict[LedgerId, tuple[Path, str]] = {}
+        for file in self._directories.entry_logs():
+            try:
+                with EntryLogReader.open(file.path) as reader:
+                    sizes = reader.ledgers_map() or reader.scan_ledgers(complete=False)[0]
+            except BkctlError:
+                continue  # A damaged log is the finding of other checks.
+            for ledger, size in sizes.items():
+                if ledger not in found:
+                    found[ledger] = file.path, f"{size:,} bytes"
+        return {
+            ledger: found[ledger]
+            for ledger in Recheck(self._directories, self.counts, None).ledgers_without_index(found)
+        }
 
     # --- index files --------------------------------------------------------------------------------------------
 

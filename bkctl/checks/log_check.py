@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 from bkctl.checks.digests import DigestChecker, DigestCounts, DigestMismatchAt
 from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported
 from bkctl.files.entry_log import EntryLogReader
-from bkctl.files.scan import ScanState
+from bkctl.files.scan import RecordBatch, ScanState
 from bkctl.formats.entry_log import content_id_of, log_id_of
 from bkctl.formats.names import SCOPED_DIRECTORY
 from bkctl.formats.record import NO_LEDGER, RecordType
@@ -235,34 +235,30 @@ def _check_end(reader: EntryLogReader, check: LogCheck, *, is_newest: bool) -> N
 
 
 def look_behind(reader: EntryLogReader, start: int) -> Salvage:
-    """Return what can be saved from byte `start` on, where a log's records ended.
+    """Return what can be saved from byte `start` on, where a log's records ended, as `batches_behind` finds it."""
+    entries = entries_size = 0
+    resumes_at: int | None = None
+    for batch in batches_behind(reader, start):
+        if resumes_at is None:
+            resumes_at = batch.offsets[0]
+        entries, entries_size = entries + len(batch), entries_size + sum(batch.sizes) + 4 * len(batch)
+    return Salvage(max(0, reader.size() - start), entries, entries_size, resumes_at)
+
+
+def batches_behind(reader: EntryLogReader, start: int) -> Iterator[RecordBatch]:
+    """Yield the entries that can be saved from byte `start` on, where a log's records ended.
 
     Entries count if two or more follow each other, or if zeros, padding, a ledgers map or the end of the file follows
     one. Skips bytes that the disk cannot read. Reads the rest of the log a few times at most.
     """
     end = reader.size()
     budget = max(_READS_MIN_BYTES, _READS_MAX * (end - start))
-    entries = entries_size = 0
-    resumes_at: int | None = None
     at = start + 1
     while budget > 0:
         found, budget = reader.next_entry(at, end, budget)
         if found is None:
-            break
-        count, size, stop = _count_on(reader, found)
-        budget -= stop - found
-        if resumes_at is None:
-            resumes_at = found
-        entries, entries_size = entries + count, entries_size + size
-        at = max(stop, found + 1)
-    return Salvage(max(0, end - start), entries, entries_size, resumes_at)
-
-
-def _count_on(reader: EntryLogReader, at: int) -> tuple[int, int, int]:
-    """Return the entries that follow each other from byte `at`: their number, their bytes, and their end."""
-    count = size = 0
-    with suppress(Corrupt, Unsupported):
-        for batch in reader.batches(at, complete=False):
-            count += len(batch)
-            size += sum(batch.sizes) + 4 * len(batch)
-    return count, size, reader.position
+            return
+        with suppress(Corrupt, Unsupported):
+            yield from reader.batches(found, complete=False)
+        budget -= reader.position - found
+        at = max(reader.position, found + 1)

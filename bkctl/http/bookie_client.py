@@ -73,6 +73,13 @@ class GarbageCollection(NamedTuple):
     collectors: tuple[GarbageCollectionStatus, ...]
 
 
+class CollectionProblems(NamedTuple):
+    """Problems of garbage collection in words, "" without one: full disks suspend compaction, the last round failed."""
+
+    suspended_by_disks: str = ""
+    last_round: str = ""
+
+
 class BookieApi:
     """The endpoints of one bookie's HTTP server.
 
@@ -128,15 +135,24 @@ class BookieApi:
     def garbage_collection(self) -> GarbageCollection:
         """Return the state of the bookie's garbage collection."""
         forced = self._object("GET", "/bookie/gc").boolean("is_in_force_gc")
-        major: bool | None
-        minor: bool | None
-        try:
-            suspended = self._object("GET", "/bookie/gc/suspend_compaction")
-        except (NotFound, Unsupported):
-            major = minor = None
-        else:
-            major, minor = suspended.boolean("isMajorGcSuspended"), suspended.boolean("isMinorGcSuspended")
+        suspended = self._suspensions()
+        major, minor = (
+            None if suspended is None else suspended.boolean(f"is{kind}GcSuspended") for kind in ("Major", "Minor")
+        )
         return GarbageCollection(forced, major, minor, tuple(self._collectors()))
+
+    def collection_problems(self) -> CollectionProblems:
+        """Return why garbage collection does less than it should; only our bookies say so."""
+        found = self._suspensions()
+        if found is None:
+            return CollectionProblems()
+        return CollectionProblems(found.text("suspendedByDisks", ""), found.text("lastRoundProblem", ""))
+
+    def _suspensions(self) -> _Fields | None:
+        try:
+            return self._object("GET", "/bookie/gc/suspend_compaction")
+        except (NotFound, Unsupported):
+            return None
 
     def _collectors(self) -> Iterator[GarbageCollectionStatus]:
         document, what = self._json("GET", "/bookie/gc_details")

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar
 
-from bkctl.errors import BkctlError, TimedOut, Unreachable
+from bkctl.errors import BkctlError, Corrupt, TimedOut, Unreachable
 from bkctl.http.bookie_client import BookieApi, DiskSpace, GarbageCollection
 from bkctl.http.prometheus import Metric, parse_metrics
 from bkctl.http.server_url import bookie_url
@@ -88,10 +88,14 @@ class ClusterLoad(NamedTuple):
 
     bookies: tuple[BookieLoad, ...]
     underreplicated_count: int
+    #: Since when no auditor looks for ledgers that lack replicas, in words; None while one does.
+    not_audited: str | None = None
 
     @property
-    def underreplication(self) -> str:
-        """The number of under-replicated ledgers in words."""
+    def underreplication(self) -> str | None:
+        """The number of under-replicated ledgers in words; None if there are none, and an auditor looks for them."""
+        if not self.underreplicated_count:
+            return self.not_audited
         more = "at least " if self.underreplicated_count >= MARKS_MAX else ""
         verb = "ledger is" if self.underreplicated_count == 1 else "ledgers are"
         return f"{more}{self.underreplicated_count:,} {verb} under-replicated"
@@ -244,7 +248,15 @@ class LoadWatch:
         known = {bookie.bookie_id for bookie in bookies}
         self._last = {bookie_id: reading for bookie_id, reading in self._last.items() if bookie_id in known}
         self._last |= {load.bookie.bookie_id: load.reading for load in loads if load.reading is not None}
-        return ClusterLoad(loads, marked)
+        return ClusterLoad(loads, marked, self._why_not_audited())
+
+    def _why_not_audited(self) -> str | None:
+        from bkctl.metadata.underreplication import AutoRecoveryState
+
+        try:
+            return AutoRecoveryState(self.cluster.store).why_not_audited()
+        except Corrupt as error:
+            return f"not known to be audited: {error}"
 
     def _ask(self, bookie: RegisteredBookie) -> Question[BookieReading]:
         def read() -> BookieReading:

@@ -14,10 +14,12 @@ from itertools import groupby, islice, pairwise
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from bkctl.checks.digests import DigestChecker, DigestMismatchAt
+from bkctl.checks.log_check import batches_behind
 from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.index import Gap
-from bkctl.files.scan import RecordBatch
+from bkctl.files.scan import RecordBatch, ScanState
 from bkctl.formats import entry_log
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.record import RECORD_SIZE, Record, RecordType
@@ -32,22 +34,27 @@ _DIGESTS_TRIED: Final = 5
 
 
 class Extracted(NamedTuple):
-    """One copy of an entry, and its log (the log id is None if the file's name has none)."""
+    """One copy of an entry, and its log (the log id is None if the file's name has none).
+
+    `damaged`: the copy does not match its digest.
+    """
 
     path: Path
     log_id: int | None
     record: Record
+    damaged: bool = False
 
 
 class LedgerExtraction(Closing):
     """The entries `first` to `last` (None: all) of `ledger` in the given logs, in order of their ids.
 
-    Of several copies of an entry the last is taken; with `all_copies` every copy, oldest first. The constructor scans
-    the logs once, except logs whose ledgers map lacks the ledger; with `trust_maps` False also those, as a map has no
-    checksum. Each copy takes 28 bytes of memory. Use as a context manager: it keeps files open, so that a running
-    bookie may delete them meanwhile.
+    Of several copies of an entry the last is taken that `digests` does not reject; with `all_copies` every copy, oldest
+    first. The constructor scans the logs once, except logs whose ledgers map lacks the ledger; with `trust_maps` False
+    also those, as a map has no checksum. Each copy takes 28 bytes of memory. Use as a context manager: it keeps files
+    open, so that a running bookie may delete them meanwhile.
 
-    `problems` are the errors of damaged logs, whose entries before the damage are taken. A deleted log is skipped.
+    `problems` are the errors of damaged logs, whose entries before the damage and behind it are taken; `cut` are the
+    logs that end within a record. A deleted log is skipped.
     """
 
     def __init__(
@@ -59,9 +66,13 @@ class LedgerExtraction(Closing):
         *,
         all_copies: bool = False,
         trust_maps: bool = True,
+        digests: DigestChecker | None = None,
     ) -> None:
         self.ledger, self.first, self.last = ledger, first, last
         self.problems: list[BkctlError] = []
+        self.cut: list[Path] = []
+        self._digests = digests
+        self._damaged: set[tuple[str, int]] = set()
         self.logs_skipped = 0
         self._trust_maps = trust_maps
         #: The logs with entries of the ledger, oldest first.
@@ -75,6 +86,8 @@ class LedgerExtraction(Closing):
         except BaseException:
             self.close()
             raise
+        if digests is not None:
+            self._note_damage(digests.late_findings())
         self.copies_count = len(self._entry_ids)
         self._order = self._sorted(all_copies=all_copies)
 
@@ -101,6 +114,11 @@ class LedgerExtraction(Closing):
         """Return the last entry's id; -1 without entries."""
         return self._entry_ids[self._order[-1]] if self._order else -1
 
+    @property
+    def damaged_ids(self) -> list[int]:
+        """Return the entry id of each copy that is taken and does not match its digest, ascending."""
+        return [self._entry_ids[index] for index in self._order if self._is_damaged(index)] if self._damaged else []
+
     def gaps(self) -> Iterator[Gap]:
         """Yield the missing entries from `first` on: up to `last` if given, else before the last entry."""
         expected = self.first
@@ -122,13 +140,13 @@ class LedgerExtraction(Closing):
                 self.ledger, self._entry_ids[index], self._sizes[index],
             ):  # fmt: skip
                 raise Corrupt(f"{self.log_paths[log]}: Entry log changed while it was read, at byte {record.offset}")
-            yield Extracted(self.log_paths[log], ids[log], record)
+            yield Extracted(self.log_paths[log], ids[log], record, self._is_damaged(index))
 
     def find_digest_type(self) -> DigestType | None:
         """Return the digest type without a key (CRC32C, CRC32) that the first entries match; None without one."""
         for digest_type in (DigestType.CRC32C, DigestType.CRC32):
             manager = DigestManager(self.ledger, digest_type)
-            for _, _, record in islice(self.entries(), _DIGESTS_TRIED):
+            for _, _, record, _ in islice(self.entries(), _DIGESTS_TRIED):
                 try:
                     manager.open(record.body, record.entry_id)
                 except Corrupt:
@@ -153,7 +171,7 @@ class LedgerExtraction(Closing):
             size += 4 + self._sizes[index]
             count += 1
         write(entry_log.write_header(version, entry_log.HEADER_SIZE + size, 1))
-        for number, (_, _, record) in enumerate(self.entries()):
+        for number, (_, _, record, _) in enumerate(self.entries()):
             if number == count:
                 break
             write(RECORD_SIZE.pack(record.record_size) + record.body)
@@ -184,8 +202,12 @@ class LedgerExtraction(Closing):
             try:
                 for batch in reader.batches():
                     self._take(batch, log)
+                if reader.end is ScanState.TORN:
+                    self.cut.append(path)
             except (Corrupt, Unsupported) as error:
                 self.problems.append(error)
+                for batch in batches_behind(reader, reader.position):
+                    self._take(batch, log)
             if len(self._entry_ids) == before:
                 self.log_paths.pop()
             else:
@@ -196,6 +218,8 @@ class LedgerExtraction(Closing):
         scope_id, ledger_id = self.ledger
         if ledger_id not in batch.ledger_ids or (batch.types or [RecordType.ENTRY])[0] is not RecordType.ENTRY:
             return
+        if self._digests is not None:
+            self._note_damage(self._digests.check_batch(batch.select(self.ledger), str(self.log_paths[log])))
         first, last = self.first, I64_MAX if self.last is None else self.last
         for scope, ledger, entry_id, offset, size in zip(
             batch.scope_ids, batch.ledger_ids, batch.entry_ids, batch.offsets, batch.sizes, strict=True
@@ -206,12 +230,21 @@ class LedgerExtraction(Closing):
                 self._offsets.append(offset)
                 self._sizes.append(size)
 
+    def _note_damage(self, mismatches: Iterable[DigestMismatchAt]) -> None:
+        self._damaged.update((each.where, each.offset) for each in mismatches)
+
+    def _is_damaged(self, index: int) -> bool:
+        return (str(self.log_paths[self._logs[index]]), self._offsets[index]) in self._damaged
+
     def _sorted(self, *, all_copies: bool) -> array[int] | range:
         ids = self._entry_ids
         if all(one < other for one, other in pairwise(ids)):
             return range(len(ids))
-        # A stable sort keeps copies of one entry in the order of the logs.
-        order = array("q", sorted(range(len(ids)), key=ids.__getitem__))
+        # A stable sort keeps copies of one entry in the order of the logs; a damaged copy is the last choice.
+        places = sorted(range(len(ids)), key=ids.__getitem__)
+        if self._damaged and not all_copies:
+            places.sort(key=lambda index: (ids[index], not self._is_damaged(index)))
+        order = array("q", places)
         if all_copies:
             return order
         last = len(order) - 1

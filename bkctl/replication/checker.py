@@ -105,13 +105,15 @@ class LedgerChecker:
         *,
         percentage: int = 0,
         every_entry: bool = False,
+        suspects: Collection[str] = (),
         up: Collection[str] | None = None,
     ) -> LedgerCheck:
         """Check the replicas of the ledger.
 
         `found` is the ledger's metadata (None: read now), `up` the ids of the registered bookies (None: read now). Of
         the entries that a bookie should hold of a fragment, the first and the last one are read, and `percentage` of
-        the entries between. With `every_entry` all are read, and each fault lists the missing entries. An open ledger
+        the entries between. With `every_entry` all are read, and each fault lists the missing entries; of the bookies
+        `suspects` all are read. An open ledger
         is checked up to its last add confirmed. If its last fragment has no confirmed entry, the fragment's first entry
         is checked unless all bookies that should hold it report that they do not.
         Raise LedgerNotFound, Unauthorized (the bookies know another master key), UsageError, and errors of the store;
@@ -131,7 +133,7 @@ class LedgerChecker:
         ):
             fragments.pop()
         percentage = 100 if every_entry else percentage
-        checker = _FragmentChecker(self.replicas, access, registered, percentage, every_entry, self._rng)
+        checker = _FragmentChecker(self.replicas, access, registered, percentage, every_entry, self._rng, suspects)
         bad = []
         for fragment in fragments:
             faults = await checker.faults(fragment, fragment.ensemble)
@@ -210,6 +212,7 @@ class _FragmentChecker(NamedTuple):
     percentage: int
     every_entry: bool
     rng: random.Random
+    suspects: Collection[str] = ()
 
     async def faults(self, fragment: LedgerFragment, bookies: Collection[str]) -> tuple[ReplicaFault, ...]:
         """Return the faults of the fragment's replicas on `bookies`, by ensemble index."""
@@ -242,7 +245,7 @@ class _FragmentChecker(NamedTuple):
                     # The other answers are not awaited: the bookie counts as lacking everything.
                     return fault._replace(reason=reason, error=error)
                 first = first or error
-                if not self.every_entry or missing_count == UNREADABLE_NAMED_MAX:
+                if not (self.every_entry or bookie_id in self.suspects) or missing_count == UNREADABLE_NAMED_MAX:
                     # No need to know the others, and damaged metadata may name more than can ever be read.
                     return fault._replace(reason=reason_of(first), error=first)
                 add_to_spans(spans, entry_id, adjoins=is_adjoining)
@@ -256,7 +259,8 @@ class _FragmentChecker(NamedTuple):
             return ()
         first, last = ends
         count = last - first + 1
-        sample_count = count * self.percentage // 100
+        percentage = 100 if fragment.ensemble[index] in self.suspects else self.percentage
+        sample_count = count * percentage // 100
         if sample_count >= count:
             return fragment.entries_of(index)
         return self._sampled(fragment, index, (first, last), count // sample_count if sample_count > 0 else 0)

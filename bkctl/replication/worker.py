@@ -245,7 +245,7 @@ class ReplicationWorker:
         if mark is None:
             return LedgerOutcome.SKIPPED
         try:
-            check = await self._look(ledger)
+            check = await self._look(ledger, mark.suspects)
             if not _is_healthy(check):
                 if check.problem is not None:
                     log.warning("Ledger %s: its last add confirmed is not known: %s", ledger, check.problem)
@@ -254,7 +254,7 @@ class ReplicationWorker:
                     # An active writer may replace the bookies by itself.
                     self._defer(ledger, self.config.open_ledger_rereplication_grace_period, partial(self._fence, lock))
                     return LedgerOutcome.LATER
-                check = await self._look(ledger)
+                check = await self._look(ledger, mark.suspects)
                 if _is_healthy(check):
                     log.info("Ledger %s is replicated", ledger)
             if _is_healthy(check) and await self._mend_placement(check, lock):
@@ -272,9 +272,9 @@ class ReplicationWorker:
         self._defer(ledger, delay_ms)
         return LedgerOutcome.LATER
 
-    async def _look(self, ledger: LedgerId) -> LedgerCheck:
+    async def _look(self, ledger: LedgerId, suspects: Collection[str] = ()) -> LedgerCheck:
         percentage = self.config.auditor_ledger_verification_percentage
-        return await self._replicator.checker.check(ledger, percentage=percentage)
+        return await self._replicator.checker.check(ledger, percentage=percentage, suspects=suspects)
 
     async def _replicate_fragments(self, check: LedgerCheck, lock: Claim) -> None:
         """Replicate the closed fragments."""

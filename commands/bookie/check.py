@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from bkctl.columns import Column, Columns, Kind
-from bkctl.errors import NotFound, UsageError
+from bkctl.errors import BkctlError, NotFound, UsageError
 from bkctl.ids import LedgerId
 
 from ..kit.columns import hex_column
@@ -23,7 +24,8 @@ from .files import index_app
 
 if TYPE_CHECKING:
     from bkctl.checks.digests import DigestChecker
-    from bkctl.checks.findings import Counts
+    from bkctl.checks.findings import Counts, FindDeleted
+    from bkctl.files.directories import BookieDirectories
 
 app = group()
 
@@ -95,9 +97,9 @@ def check(
     """Check a bookie's indexes against its entry logs.
 
     Compares both ways, for every storage class; the bookie may run. Exit code 3 if there are findings, 7 if an index is
-    damaged. Ledgers in the logs without an index were most likely deleted: they are reported as `unindexed` and do not
-    count as findings; exit code 4 if a ledger of --ledger is in neither. A killed bookie may leave entries in its log
-    that are in no index and were never acknowledged; they are findings (`notIndexed`), since lost entries look the
+    damaged. Ledgers in the logs without an index (`unindexed`) are findings, unless the cluster of --conf or -u says
+    that they were deleted; exit code 4 if a ledger of --ledger is in neither. A killed bookie may leave entries in its
+    log that are in no index and were never acknowledged; they are findings (`notIndexed`), since lost entries look the
     same.
     """
     from bkctl.checks.check import IndexCheck
@@ -117,6 +119,7 @@ def check(
             digests=digests,
             pace=pace,
             advance=activity.advance,
+            find_deleted=_deleted_finder(run, given),
         )
         run.out.render(job.findings(), FINDING_COLUMNS, findings=True)
     counts = job.counts
@@ -177,8 +180,33 @@ def _finish(run: Run, counts: Counts) -> None:
     run.out.finish_with(counts.findings, "finding", "findings")
 
 
+def _deleted_finder(run: Run, given: BookieDirectories) -> FindDeleted:
+    """Return a function that asks the cluster which ledgers were deleted.
+
+    Where none is named, none answers, or it is another one, no ledger counts as deleted, and the reason is printed.
+    """
+    from bkctl.files.directories import current_of
+    from bkctl.metadata.stored_ledgers import StoredLedgers
+    from bkctl.model import LedgerLiveness
+
+    def find_deleted(ledgers: Collection[LedgerId]) -> Collection[LedgerId]:
+        try:
+            with run.access.cluster() as cluster:
+                facts = StoredLedgers(cluster, map(current_of, given.ledger_dirs))(ledgers)
+        except BkctlError as error:
+            run.out.warn(f"it is not known which ledgers were deleted: {error}")
+            return ()
+        return {ledger for ledger, each in facts.items() if each.liveness is LedgerLiveness.DEAD}
+
+    return find_deleted
+
+
 @command(
-    index_app, "check", examples=("bkctl bookie index check --conf bk_server.conf",), prints=rows_of(FINDING_COLUMNS)
+    index_app,
+    "check",
+    connects=True,
+    prints=rows_of(FINDING_COLUMNS),
+    examples=("bkctl bookie index check --conf bk_server.conf",),
 )
 def check_index(
     run: Run,
@@ -189,14 +217,22 @@ def check_index(
     """Check that a bookie's indexes are well-formed.
 
     Reads every key, value, header and slot, and RocksDB's own checksums; the bookie may run. 'bookie check' compares
-    the indexes with the entry logs. With --conf, ledgers that DbLedgerStorage does not find since the directories
-    changed are findings (`wrongDirectory`). Exit code 3 if there are findings, 7 if an index is damaged.
+    the indexes with the entry logs; here the ledgers of the logs must have an index (else `unindexed`), unless the
+    cluster of --conf or -u says that they were deleted. With --conf, ledgers that DbLedgerStorage does not find since
+    the directories changed are findings (`wrongDirectory`). Exit code 3 if there are findings, 7 if an index is
+    damaged.
     """
     from bkctl.checks.index_scan import IndexScan
 
     both = ledgers == locations
     given = run.access.directories(directories).with_ledgers()
-    job = IndexScan(given, ledgers=ledgers or both, locations=locations or both, is_complete=not directories)
+    job = IndexScan(
+        given,
+        ledgers=ledgers or both,
+        locations=locations or both,
+        is_complete=not directories,
+        find_deleted=_deleted_finder(run, given),
+    )
     with run.job.working("Reading indexes"):
         run.out.render(job.findings(), FINDING_COLUMNS, findings=True)
     counts = job.counts

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 import typer
 
 from bkctl.columns import Column, Columns, Kind, iso_time
-from bkctl.errors import FindingsError, NotFound, Unsupported, UsageError
+from bkctl.errors import BkctlError, FindingsError, NotFound, Unsupported, UsageError
 
 from ..kit.command import Run, command, group
 from ..kit.documents import rows_of
@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     from bkctl.http.bookie_client import GarbageCollection
 
 app = group()
+
+
+_FULL_HINT: Final = (
+    "if its disks are full, delete ledgers or add space; isForceGCAllowWhenNoSpace=true lets it compact on full disks"
+)
 
 
 class Compactions(StrEnum):
@@ -137,7 +142,8 @@ def gc(
     A round removes the ledgers that the metadata store no longer has, deletes entry logs without live entries, and
     compacts those with few. Without --major and --minor the round does both compactions, unless they are suspended.
     There is one collector for each ledger directory with DbLedgerStorage, else one in all. A compaction that runs when
-    compactions are suspended finishes; a restart resumes them.
+    compactions are suspended finishes; a restart resumes them. Exit code 1 if --wait saw that the bookie could not do
+    what was asked for, or if full disks keep a resumed compaction suspended.
     """  # fmt: skip
     switches = suspend is not None or resume is not None
     forces = not (switches or status)
@@ -161,10 +167,21 @@ def gc(
         elif switches:
             _switch_compactions(found, suspend, resume)
         else:
-            _force_gc(run, found, major, minor, accept_scoped_deletes, wait, deadline)
+            before = _force_gc(run, found, major, minor, accept_scoped_deletes, wait, deadline)
         after = found.api.garbage_collection()
         run.out.render(_collector_rows(after), _collector_columns(run))
-        if forces and wait:
+        if resume is not None and not dry_run and (disks := found.api.collection_problems().suspended_by_disks):
+            suspended = {Compactions.MAJOR: after.major_suspended, Compactions.MINOR: after.minor_suspended}
+            if suspended.get(resume, True):
+                raise BkctlError(f"{found.name}: {disks}", hint=_FULL_HINT)
+        if forces and wait and not dry_run:
+            problem = found.api.collection_problems().last_round
+            kind = "major" if major else "minor" if minor else None
+            if kind is not None and _compaction_count(after, kind) <= _compaction_count(before, kind):
+                reason = problem or f"{kind} compaction is disabled there, or the bookie started again meanwhile"
+                raise BkctlError(f"{found.name} did no {kind} compaction: {reason}", hint=_FULL_HINT)
+            if problem:
+                raise BkctlError(f"{found.name} did not finish the round: {problem}", hint=_FULL_HINT)
             for reason in _held_back(after):
                 raise FindingsError(
                     f"{found.name} kept ledgers of scopes that seem deleted: {reason}",
@@ -204,17 +221,20 @@ def _gc_plan(major: bool, minor: bool, suspend: Compactions | None, resume: Comp
 
 def _force_gc(
     run: Run, found: Server, major: bool, minor: bool, accept: bool, wait: bool, deadline: float | None
-) -> None:
+) -> GarbageCollection:
+    """Force a round; return the state before it."""
     api = found.api
     patience = Patience(f"{found.name} still collects garbage", deadline)
     patience.shorten(found)
-    busy = api.garbage_collection().in_force_gc
+    before = api.garbage_collection()
+    busy = before.in_force_gc
     if busy and not wait:
         run.out.note(f"{found.name} is in a forced round and starts no other; add --wait to start one afterwards")
     with run.job.working("Collecting garbage", enabled=wait, left="the bookie finishes the round all the same"):
         while busy and wait:
             patience.wait()
-            busy = api.garbage_collection().in_force_gc
+            before = api.garbage_collection()
+            busy = before.in_force_gc
         chosen: tuple[bool | None, bool | None] = (major, minor) if major or minor else (None, None)
         run.out.detail(api.force_garbage_collection(major=chosen[0], minor=chosen[1], accept_scoped_deletes=accept))
         while wait:
@@ -222,6 +242,11 @@ def _force_gc(
             if not (now.in_force_gc or any(each.force_compacting for each in now.collectors)):
                 break
             patience.wait()
+    return before
+
+
+def _compaction_count(collection: GarbageCollection, kind: str) -> int:
+    return sum(getattr(each, f"{kind}_compaction_counter") for each in collection.collectors)
 
 
 def _held_back(collection: GarbageCollection) -> list[str]:

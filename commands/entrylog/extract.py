@@ -21,7 +21,7 @@ from ..kit.command import Run, command, group
 from ..kit.documents import object_of
 from ..kit.ledger_options import ledger_option, scope_option
 from ..kit.lines import Lines
-from ..kit.options import Entries, EntryIdRange, combined, digest_type_option
+from ..kit.options import Entries, EntryIdRange, LedgerPassword, combined, digest_type_option
 from ..kit.records import DirOption, raise_first
 from ..kit.texts import counted
 from .logs import LogNames, find_logs, log_id_hex
@@ -58,6 +58,8 @@ class ExtractReport(NamedTuple):
     digest_type: DigestType | None
     gaps: list[tuple[int, int]]
     missing_count: int
+    damaged: list[int]
+    end_entry_id: int | None
     file: Path
 
 
@@ -85,6 +87,13 @@ REPORT_COLUMNS = Columns(
         Kind.NESTED,
         text=lambda value: _gap_text([(each["firstEntryId"], each["lastEntryId"]) for each in value]),
     ),
+    Column("LEDGER ENDS AT", "endEntryId", "end_entry_id", Kind.INTEGER, optional=True),
+    Column("DAMAGED", "damagedCount", lambda row: len(row.damaged) or None, Kind.INTEGER, optional=True),
+    Column(
+        "DAMAGED ENTRIES", "damaged", lambda row: row.damaged[:GAPS_SHOWN_MAX] or None,
+        Kind.NESTED, optional=True,
+        text=lambda ids: _gap_text([(each, each) for each in ids]),
+    ),
     Column("DIGEST TYPE", "digestType", value_at("digest_type.name")),
     Column("LOGS", "logs", lambda row: list(map(str, row.extraction.log_paths)), Kind.NESTED),
     Column("FILE", "file", lambda row: str(row.file)),
@@ -95,6 +104,7 @@ REPORT_COLUMNS = Columns(
 @command(
     app,
     "extract",
+    connects=True,
     asks=True,
     prints=object_of(REPORT_COLUMNS),
     examples=("bkctl entrylog extract --ledger 12 --file ledger-12.log --conf bk_server.conf",),
@@ -105,8 +115,9 @@ def extract(
     ledger: LedgerToExtract,
     digest_type: Annotated[
         Any,
-        digest_type_option("Digest type of a ledger of scope 0, for ndjson and raw (default: found by trying)."),
+        digest_type_option("Digest type of a ledger of scope 0 (default: from metadata, else found by trying)."),
     ],
+    password: LedgerPassword,
     file: Annotated[
         Path, typer.Option("--file", "-f", metavar="FILE", help="The file to write; - is stdout.", show_default=False)
     ],
@@ -130,19 +141,23 @@ def extract(
 ) -> None:  # fmt: skip
     """Write the entries of one ledger to a file.
 
-    Gathers the entries from all entry logs, in order, and shows which are missing. Damaged logs are read up to the
-    damage, which is reported (exit code 7) once the file is written. Without any entry nothing is written (exit
-    code 4).
+    Gathers the entries from all entry logs, in order, and shows which are missing. Only metadata (-u) or --to tells
+    where a ledger ends. Entries that do not match their digests are written, unless another copy does, and listed as
+    damaged. Exit code 3 if entries are missing or damaged, or a log ends within a record. Damaged logs are read behind
+    the damage, too, which is reported (exit code 7) once the file is written. Without any entry nothing is written
+    (exit code 4).
     """
     from bkctl.repair.extraction import LedgerExtraction
 
     if str(file) == "-" and form is not ExtractFormat.NDJSON and run.out.given_output is not Output.TABLE:
         raise UsageError("-o does not apply to bytes on stdout", hint="--format ndjson prints rows")
     paths = find_logs(run, names, directories)
+    last = _last_entry_id(run, ledger) if entries.last is None else entries.last
     with (
         run.job.working(f"Gathering ledger {ledger}"),
+        run.access.digest_checker(digest_type, password, paths) as digests,
         LedgerExtraction(
-            paths, ledger, entries.first or 0, entries.last, all_copies=all_copies, trust_maps=not scan
+            paths, ledger, entries.first or 0, last, all_copies=all_copies, trust_maps=not scan, digests=digests
         ) as extraction,
     ):
         if not len(extraction):
@@ -151,11 +166,25 @@ def extract(
         with _target(run, file) as target:
             left = _write_entries(extraction, form, digest_type, target)
         gaps, missing = _find_gaps(extraction)
+        damaged = extraction.damaged_ids
         if str(file) != "-":
-            run.out.show(ExtractReport(extraction, digest_type, gaps, missing, file), REPORT_COLUMNS)
-        elif missing:
-            run.out.warn(f"missing entries ({missing:,}): {_gap_text(gaps)}")
-        problems = list(extraction.problems)
+            run.out.show(ExtractReport(extraction, digest_type, gaps, missing, damaged, last, file), REPORT_COLUMNS)
+        else:
+            for what, count, ranges in (
+                ("missing", missing, gaps), ("damaged", len(damaged), [(each, each) for each in damaged]),
+            ):  # fmt: skip
+                if count:
+                    run.out.warn(f"{what} entries ({count:,}): {_gap_text(ranges)}")
+        if last is None and (str(file) == "-" or run.out.output in (Output.TABLE, Output.WIDE)):
+            run.out.note(
+                f"Missing entries are known up to {extraction.last_entry_id}; the end of ledger {ledger} is unknown: "
+                "add -u URI to read it from metadata, or --to"
+            )
+        if hint := digests.hint():
+            run.out.note(f"Digests of ledger {ledger} are not checked: {hint}")
+        for path in extraction.cut:
+            run.out.warn(f"{path} ends within a record: entries behind it are not there, or not yet")
+        problems, finding_count = list(extraction.problems), missing + len(damaged) + len(extraction.cut)
     if left is not None:
         full = BkctlError(
             f"{file} is full at 2 GiB: entries from {left} on are missing",
@@ -163,6 +192,19 @@ def extract(
         )
         problems.insert(0, full)
     raise_first(run, problems)
+    run.out.finish_with(finding_count, "finding", "findings")
+
+
+def _last_entry_id(run: Run, ledger: LedgerId) -> int | None:
+    """Return the last entry of a closed ledger from metadata; None for an open one, and if no metadata store is named.
+
+    Raises as `Ledgers.read`.
+    """
+    if not run.access.names_metadata:
+        return None
+    with run.access.cluster() as cluster:
+        metadata = cluster.ledgers.read(ledger).metadata
+    return metadata.last_entry_id if metadata.is_closed else None
 
 
 def _raise_nothing_found(run: Run, extraction: LedgerExtraction, entries: EntryIdRange, log_count: int) -> NoReturn:
@@ -235,6 +277,7 @@ def _extracted_columns(digest_type: DigestType | None) -> Columns:
         Column("RECORD SIZE", "recordSize", "record.record_size", Kind.INTEGER),
         Column("TYPE", "type", "record.type"),
         Column("FILE", "file", lambda row: str(row.path)),
+        Column(None, "damaged", lambda row: row.damaged or None, Kind.BOOLEAN, optional=True),
         Column("PAYLOAD", "payload", lambda row: row.record.payload(digest_type), Kind.BINARY),
     )
 

@@ -74,6 +74,7 @@ class Printer:
             return
         from .watch import watch
 
+        self.end_with_stdout()
         self.clear_activity()
         watch(
             look, columns, self.output, seconds=seconds, subscribe=subscribe, single=single, color=self.color,
@@ -205,6 +206,10 @@ class Printer:
     def clear_activity(self) -> None:
         if self.activity is not None:
             self.activity.clear()
+
+    def end_with_stdout(self) -> None:
+        """End with exit code 0 once stdout is closed: for rows without an end, or with entries of any size."""
+        continue_without_stdout(None)
 
     def outlive_stdout(self) -> None:
         """Continue, with a note, once stdout is closed: what the run does beside printing is to be complete."""

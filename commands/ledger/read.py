@@ -26,7 +26,7 @@ from ..kit.options import (
     UndoOption,
     count_option,
 )
-from ..kit.terminal import continue_without_stdout, flush
+from ..kit.terminal import flush
 from .template import FIELDS_HELP, EntryBytes, raw_form, template_form
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def _secret(password: bytes, *, as_admin: bool) -> bytes | None:
 async def _print_entries(
     run: Run, runs: AsyncIterator[Sequence[Any]], columns: Columns, *, form: EntryBytes | None, live: bool = False
 ) -> None:
-    continue_without_stdout(None)  # What --recover changes is done: the reader ends the command again.
+    run.out.end_with_stdout()  # What --recover changes is done: the reader ends the command again.
     if form is not None:
         async for entries in runs:
             run.out.raw(b"".join(map(form, entries)))

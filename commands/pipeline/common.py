@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
 
 import typer
@@ -205,7 +206,10 @@ def bookies_at(run: Run, places: Sequence[str] | None) -> list[BookieFiles]:
         given = [str(run.access.conf)]
     if not given and (local := active_cluster()) is not None:
         given = [str(bookie.directory) for bookie in local.bookies()]
-    found = find_bookies(given)
+    left_out: list[Path] = []
+    found = find_bookies(given, left_out)
+    for path in left_out:
+        run.out.note(f"{path} is left out: no cookie beside it names this directory; give its path to read it")
     run.out.detail(f"files of {len(found)} bookies: {', '.join(bookie.bookie_id for bookie in found)}")
     return found
 

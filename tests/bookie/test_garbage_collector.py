@@ -545,6 +545,19 @@ def test_full_disks_suspend_compaction_major_first(cluster: Cluster) -> None:
     assert not forcing.is_suspended(MAJOR)
 
 
+def test_a_forced_round_says_what_it_could_not_do(cluster: Cluster) -> None:
+    bookie = Bookie(cluster, Storage())
+    collector, stats = bookie.collector, bookie.collector.stats
+    collector.run_round(ForcedRound())
+    assert (stats.problem, collector.suspended_by_disks()) == ("", "")
+    collector.disks_are(full=True, almost_full=True)
+    collector.run_round(ForcedRound())
+    assert stats.problem == collector.suspended_by_disks()
+    assert "major and minor compaction is suspended while ledger directories are above diskUsageThr" in stats.problem
+    collector.run_round(ForcedRound(major=True))
+    assert stats.problem == ""
+
+
 def test_databases_of_locations_are_compacted_at_their_own_interval(cluster: Cluster) -> None:
     storage = Storage()
     calls: list[Callable[[], bool]] = []

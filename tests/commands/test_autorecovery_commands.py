@@ -14,7 +14,7 @@ from bkctl.ids import LedgerId
 from bkctl.metadata.admin.overview import walk
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.store import NEW
-from bkctl.metadata.underreplication import AuditorElection, AutoRecoveryState, mark_path
+from bkctl.metadata.underreplication import AuditorCheck, AuditorElection, AutoRecoveryState, mark_path
 
 from .conftest import Cli, applied
 
@@ -233,6 +233,26 @@ def test_one_damaged_record_hides_no_other(cli: Cli, store: Cluster) -> None:
     store.store.put("underreplication/lostBookieRecoveryDelay", b"never", None)
     found = cli("autorecovery", "status")
     assert (found.code, "b3:1" in found.out, "V_0000000001" in found.err) == (7, True, True)
+
+
+def test_status_calls_nothing_replicated_that_nobody_audits(cli: Cli, store: Cluster) -> None:
+    def status() -> tuple[object, object]:
+        row = cli("autorecovery", "status", "-o", "json").json
+        return row["underReplicated"], row.get("notAudited")
+
+    assert status() == (None, "never audited")
+    assert "never audited" in cli("autorecovery", "status").out
+    vote = "underreplication/auditorelection/V_0000000001"
+    store.store.put(vote, b'bookieId: "b1:1"', NEW)
+    assert status() == (False, None)
+    cli("autorecovery", "disable")
+    assert status() == (None, "never audited")
+    cli("autorecovery", "enable")
+    store.store.delete(vote)
+    AutoRecoveryState(store.store).settings.set_check_ctime_ms(AuditorCheck.ALL_LEDGERS, 1_700_000_000_000)
+    assert status() == (None, "not audited since 2023-11-14T22:13:20Z")
+    AutoRecoveryState(store.store).marks.add(LedgerId(0, 1), ["b1:1"])
+    assert status()[0] is True
 
 
 def test_clocks_are_set_back(cli: Cli, store: Cluster) -> None:

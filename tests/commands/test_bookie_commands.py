@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from bkctl.formats.index import index_path, slot_offset, write_location
+from bkctl.ids import LedgerId
+from bkctl.metadata.cluster import open_cluster
 
 from . import files
 from .conftest import Cli
@@ -171,3 +173,22 @@ def test_directories_are_arguments_too(cli: Cli, healthy: Path) -> None:
     assert (converted.code, converted.json[0]["ledgers"]) == (0, 2)
     rebuilt = cli("bookie", "index", "rebuild", "--locations", healthy, "-o", "json")
     assert (rebuilt.code, rebuilt.json[0]["entries"]) == (0, 3)
+
+
+@pytest.mark.parametrize("ledger", [files.PLAIN, files.SCOPED])
+def test_a_removed_index_is_a_finding_unless_the_ledger_was_deleted(
+    cli: Cli, bookie: Path, tmp_path: Path, ledger: LedgerId
+) -> None:
+    (bookie / "ledgers" / "current" / index_path(ledger)).unlink()
+    for command in (("check",), ("check", "--ledger", ledger), ("index", "check")):
+        answer = cli("bookie", *command, "--dir", bookie / "ledgers", "-o", "ndjson")
+        found = [row for row in answer.rows if row["kind"] == "unindexed"]
+        names = [row["ledgerQualifiedName"] for row in found]
+        assert (answer.code, names) == (3, [ledger.to_json()["ledgerQualifiedName"]])
+        assert "no entry log has" not in answer.err
+    uri = f"sqlite://{tmp_path}/metadata.db"
+    with open_cluster(uri, create=True):
+        pass
+    answer = cli("bookie", "index", "check", "--dir", bookie / "ledgers", "-u", uri, "-o", "ndjson")
+    assert [row["finding"] for row in answer.rows if row["kind"] == "unindexed"] == [False]
+    assert answer.code == 0

@@ -286,6 +286,37 @@ def test_deletes_that_a_round_held_back_are_findings(cli: Cli, fake: FakeServer)
     assert "kept ledgers of scopes that seem deleted: 120 of 130" in answer.err
 
 
+DISKS = "major compaction is suspended while ledger directories are above diskUsageWarnThreshold"
+
+
+@pytest.mark.parametrize(
+    ("options", "counters", "answer", "code"),
+    [
+        (["--major", "--wait"], (3, 3), {"lastRoundProblem": "No directory has room"}, 1),
+        (["--major", "--wait"], (3, 3), {}, 1),
+        (["--major", "--wait"], (3, 4), {"lastRoundProblem": "No directory has room"}, 1),
+        (["--major", "--wait"], (3, 4), {"suspendedByDisks": DISKS, "isMajorGcSuspended": "true"}, 0),
+        (["--wait"], (3, 3), {"lastRoundProblem": DISKS}, 1),
+        (["--resume", "major"], (3, 3), {"suspendedByDisks": DISKS, "isMajorGcSuspended": "true"}, 1),
+        (["--resume", "minor"], (3, 3), {"suspendedByDisks": DISKS, "isMinorGcSuspended": "false"}, 0),
+        (["--resume", "major"], (3, 3), {"isMajorGcSuspended": "true"}, 0),
+    ],
+    ids=str,
+)
+def test_gc_ends_with_the_outcome_of_the_round(
+    cli: Cli, fake: FakeServer, options: list[str], counters: tuple[int, int], answer: dict[str, str], code: int
+) -> None:
+    before, after = ({**COLLECTOR, "majorCompactionCounter": count} for count in counters)
+    fake.replies[f"GET {API}/gc_details"] = Turns([[before], [after]])
+    switches = {"isMinorGcSuspended": "true", "isMajorGcSuspended": "false", **answer}
+    fake.replies[f"GET {API}/gc/suspend_compaction"] = switches
+    result = cli("bookie", "gc", *options)
+    assert result.code == code, result.err
+    if code:
+        assert answer.get("lastRoundProblem", answer.get("suspendedByDisks", "is disabled there")) in result.err
+        assert "isForceGCAllowWhenNoSpace" in result.err
+
+
 # --- compact-locations ----------------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ from support.command_line import CommandLine
 from bkctl.bookie.local import LocalCluster
 from bkctl.formats import entry_log
 from bkctl.formats.entry import DigestManager, DigestType
-from bkctl.formats.metadata import Cookie, Fragment, LedgerMetadata
+from bkctl.formats.metadata import Cookie, Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
 
@@ -428,6 +428,45 @@ def test_extract_damaged_logs_as_far_as_they_are_good(cli: Cli, bookie: Path, cu
     assert "at byte 1107" in result.err
     assert result.json["entryCount"] == 2
     assert cli("entrylog", "read", target, "-o", "id").out == "1024\n1067\n"
+
+
+def test_extract_tells_what_a_closed_ledger_lacks(cli: Cli, bookie: Path, current: Path, uri: str) -> None:
+    with open_cluster(uri) as cluster:
+        found = cluster.ledgers.read(files.PLAIN)
+        closed = found.metadata._replace(state=LedgerState.CLOSED, length=99, last_entry_id=244)
+        cluster.ledgers.write(files.PLAIN, closed, found.version)
+    (current / "1f.log").write_bytes(files.log_bytes(1, files.PLAIN, closed=False)[0])
+    arguments = (
+        "entrylog",
+        "extract",
+        bookie / "ledgers",
+        "--ledger",
+        "5",
+        "-f",
+        bookie / "out",
+        "-y",
+        "--password",
+        "x",
+    )
+    result = cli(*arguments)
+    assert result.code == 0
+    assert "known up to 2; the end of ledger 5 is unknown: add -u" in result.err
+    result = cli(*arguments, "-u", uri, "-o", "json")
+    assert (result.code, result.json["missingCount"], result.json["endEntryId"]) == (3, 242, 244)
+    assert result.json["missing"] == [{"firstEntryId": 3, "lastEntryId": 244}]
+
+
+def test_extract_marks_damaged_entries(cli: Cli, bookie: Path, current: Path) -> None:
+    data, offsets = files.log_bytes(1, files.PLAIN, closed=True)
+    damaged = bytearray(data)
+    damaged[offsets[1] - 1] ^= 1
+    (current / "1f.log").write_bytes(damaged)
+    arguments = ("entrylog", "extract", bookie / "ledgers", "--ledger", "5", "-f")
+    result = cli(*arguments, bookie / "out", "-o", "json")
+    assert (result.code, result.json["damagedCount"], result.json["damaged"]) == (3, 1, [0])
+    result = cli(*arguments, "-", "--format", "ndjson")
+    assert [row.get("damaged") for row in result.rows] == [True, None, None]
+    assert "damaged entries (1): 0" in result.err
 
 
 def test_extract_can_distrust_ledgers_maps(cli: Cli, bookie: Path, current: Path) -> None:

@@ -29,6 +29,7 @@ from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.underreplication.settings import AutoRecoverySettings
 
+from . import files
 from .conftest import Cli
 
 #: More than are printed at once.
@@ -149,6 +150,20 @@ def test_a_command_that_reads_ends_without_stdout(
 ) -> None:
     monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
     assert run_closed(store.uri, *words, stdout=opener) == (0, [])
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@OPENERS
+def test_a_check_without_stdout_keeps_its_exit_code(
+    tmp_path: Path, opener: Callable[[], int], unbuffered: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    files.make(tmp_path)
+    for name in ("1f.log", "scoped/1f.log"):
+        (tmp_path / "ledgers" / "current" / name).unlink()
+    words = ("bookie", "check", "--dir", str(tmp_path / "ledgers"), "-o", "ndjson")
+    code, lines = run_closed(None, *words, stdout=opener)
+    assert code == 3, lines
 
 
 def test_a_full_disk_behind_stdout_ends_a_change(cli: Cli, store: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

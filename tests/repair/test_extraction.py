@@ -11,6 +11,7 @@ import pytest
 from support import golden
 from support.golden import GoldenBookie
 
+from bkctl.checks.digests import DigestChecker
 from bkctl.errors import Corrupt
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.formats import entry_log
@@ -191,3 +192,31 @@ def test_apaches_logs_give_the_entries_of_apaches_index(bookie: GoldenBookie) ->
         assert located == answer["locations"]
         checked += len(located)
     assert checked > 1000
+
+
+@pytest.mark.parametrize("ledger", [ONE, SCOPED])
+def test_extraction_resumes_behind_damage_and_marks_damaged_entries(tmp_path: Path, ledger: LedgerId) -> None:
+    path = log(tmp_path / "1.log", [(ledger, entry_id) for entry_id in range(30)], closed=False)
+    with EntryLogReader.open(path) as reader:
+        offsets = [record.offset for record in reader.records()]
+    data = bytearray(path.read_bytes())
+    data[offsets[10] : offsets[10] + 4] = b"\x7f" * 4
+    data[offsets[21] - 1] ^= 1  # the payload of entry 20
+    path.write_bytes(data)
+    with LedgerExtraction([path], ledger, 0, 39, digests=DigestChecker()) as found:
+        assert list(found.entry_ids) == [*range(10), *range(11, 30)]
+        assert list(found.gaps()) == [(10, 10), (30, 39)]
+        assert found.damaged_ids == [20]
+        assert [each.record.entry_id for each in found.entries() if each.damaged] == [20]
+        assert len(found.problems) == 1
+    sound = log(tmp_path / "0.log", [(ledger, 20)])
+    with LedgerExtraction([path, sound], ledger, digests=DigestChecker()) as found:
+        assert found.damaged_ids == []
+        assert b"0:20" in taken(found)
+
+
+def test_extraction_names_logs_that_end_within_a_record(tmp_path: Path) -> None:
+    path = log(tmp_path / "1.log", [(ONE, entry_id) for entry_id in range(5)], closed=False)
+    path.write_bytes(path.read_bytes()[:-3])
+    with LedgerExtraction([path], ONE) as found:
+        assert (found.cut, found.last_entry_id, found.problems) == ([path], 3, [])

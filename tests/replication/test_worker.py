@@ -555,3 +555,23 @@ def test_rules_of_racks_come_from_the_bookies_configuration(tmp_path):
     config = BookieConfig.load(conf)
     assert rack_rules(config) == RackRules(3, is_enforced=True, script="/racks")
     assert config.repaired_placement_policy_not_adhering_bookie_enabled
+
+
+@pytest.mark.parametrize("scope_id", [0, 7])
+async def test_every_entry_of_a_suspect_is_verified(fake_cluster, scope_id):
+    async with fake_cluster(3) as cluster, cluster.client() as client:
+        ledger = (await write(client, 9, scope_id=scope_id)).ledger
+        suspect = bookies_of(cluster, ledger)[0]
+        entries = suspect.ledgers[ledger].entries
+        held = sorted(entries)
+        middle = held[len(held) // 2]
+        assert middle not in (held[0], held[-1])
+        entries[middle] = entries[middle][:-1] + bytes([entries[middle][-1] ^ 1])
+        worker, state = ReplicationWorker(client, CONFIG, "worker"), state_of(cluster)
+        state.marks.add(ledger, [suspect.bookie_id])
+        assert state.marks.add(ledger, [suspect.bookie_id], suspect=True)
+        assert not state.marks.add(ledger, [suspect.bookie_id], suspect=True)
+        assert state.marks.get(ledger).missing_replicas == (suspect.bookie_id,)
+        assert not await is_whole(client, ledger)
+        assert await worker.replicate(ledger) is LedgerOutcome.DONE
+        assert await is_whole(client, ledger)

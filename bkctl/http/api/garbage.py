@@ -97,7 +97,9 @@ def _camel(name: str) -> str:
 
 @ENDPOINTS.get(
     f"{PREFIX}/bookie/gc/suspend_compaction", "Whether compactions are suspended.",
-    answer=object_of(isMajorGcSuspended=STRING, isMinorGcSuspended=STRING),
+    answer=object_of(
+        isMajorGcSuspended=STRING, isMinorGcSuspended=STRING, suspendedByDisks=STRING, lastRoundProblem=STRING,
+    ),
 )  # fmt: skip
 async def suspended(call: ApiCall) -> Response:
     def look(bookie: Bookie) -> dict[str, str]:
@@ -105,6 +107,8 @@ async def suspended(call: ApiCall) -> Response:
         return {
             "isMinorGcSuspended": str(collector.is_suspended(MINOR)).lower(),
             "isMajorGcSuspended": str(collector.is_suspended(MAJOR)).lower(),
+            "suspendedByDisks": collector.suspended_by_disks(),
+            "lastRoundProblem": collector.stats.problem,
         }
 
     return json_answer(await call.service.bookie.ask(look))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from itertools import tee
 from typing import Final, NamedTuple
@@ -32,12 +33,15 @@ class UnderreplicatedLedger(NamedTuple):
 
     `missing_replicas` are the bookies that lack entries of it, in the order in which the auditor found them missing;
     `ctime_ms` is the time of the last mark, in ms since 1970 (from the mark, else from the store, else None).
+    `suspects` are the missing replicas whose every entry a worker verifies, if they answer: the mark names them twice,
+    which Apache's workers and auditors ignore and keep.
     """
 
     ledger: LedgerId
     missing_replicas: tuple[str, ...]
     ctime_ms: int | None
     version: int
+    suspects: tuple[str, ...] = ()
 
 
 class LedgerMarks:
@@ -92,11 +96,14 @@ class LedgerMarks:
         found = self.store.get(path)
         return None if found is None else self._parse(ledger, path, found)
 
-    def add(self, ledger: LedgerId, missing_replicas: Collection[str], *, now_ms: int | None = None) -> bool:
+    def add(
+        self, ledger: LedgerId, missing_replicas: Collection[str], *, suspect: bool = False, now_ms: int | None = None
+    ) -> bool:
         """Mark the ledger as lacking entries on the bookies `missing_replicas`, in addition to those already marked.
 
-        Returns False when the mark names all of them already. Raises UsageError for an invalid bookie id, Corrupt when
-        the present mark is damaged. Source: markLedgerUnderreplicatedAsync.
+        `suspect`: workers verify every entry of these. Returns False when the mark says all of that already. Raises
+        UsageError for an invalid bookie id, Corrupt when the present mark is damaged. Source:
+        markLedgerUnderreplicatedAsync.
         """
         from bkctl.formats.data_formats_pb2 import UnderreplicatedLedgerFormat
 
@@ -107,11 +114,13 @@ class LedgerMarks:
         ctime_ms = time.time_ns() // 1_000_000 if now_ms is None else now_ms
         while True:
             found = self.store.get(path)
-            present = () if found is None else self._parse(ledger, path, found).missing_replicas
-            added = [bookie_id for bookie_id in dict.fromkeys(missing_replicas) if bookie_id not in present]
-            if found is not None and not added:
+            mark = None if found is None else self._parse(ledger, path, found)
+            present, suspects = ((), ()) if mark is None else (mark.missing_replicas, mark.suspects)
+            every = tuple(dict.fromkeys((*present, *missing_replicas)))
+            twice = tuple(dict.fromkeys((*suspects, *missing_replicas))) if suspect else suspects
+            if mark is not None and (every, twice) == (present, suspects):
                 return False
-            message = UnderreplicatedLedgerFormat(replica=[*present, *added], ctime=ctime_ms)
+            message = UnderreplicatedLedgerFormat(replica=[*every, *twice], ctime=ctime_ms)
             try:
                 self.store.put(path, print_text(message).encode("ascii"), NEW if found is None else found.version)
             except (AlreadyExists, NotFound, MetadataVersionConflict):
@@ -171,4 +180,6 @@ def parse_mark(ledger: LedgerId, found: Versioned[bytes], where: str = "Mark") -
     """Return the mark that a node holds. Raises Corrupt, naming `where`."""
     message = parse_text("UnderreplicatedLedgerFormat", found.value, where)
     ctime_ms = message.ctime if message.HasField("ctime") else found.ctime_ms
-    return UnderreplicatedLedger(ledger, tuple(message.replica), ctime_ms, found.version)
+    replicas = Counter(message.replica)
+    suspects = tuple(bookie_id for bookie_id, count in replicas.items() if count > 1)
+    return UnderreplicatedLedger(ledger, tuple(replicas), ctime_ms, found.version, suspects)

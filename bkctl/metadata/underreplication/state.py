@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 from bkctl.errors import Conflict, NotFound
 from bkctl.metadata.store import MetadataStore
 from bkctl.metadata.underreplication.election import AuditorElection
 from bkctl.metadata.underreplication.layout import UnderreplicationLayout
 from bkctl.metadata.underreplication.locks import LedgerLocks
 from bkctl.metadata.underreplication.marks import LedgerMarks
-from bkctl.metadata.underreplication.settings import AutoRecoverySettings
+from bkctl.metadata.underreplication.settings import AuditorCheck, AutoRecoverySettings
 
 
 class AutoRecoveryState:
@@ -23,6 +25,18 @@ class AutoRecoveryState:
         self.locks = LedgerLocks(store, layout)
         self.settings = AutoRecoverySettings(store, layout)
         self.election = AuditorElection(store, layout)
+
+    def why_not_audited(self) -> str | None:
+        """Return in words that no auditor looks for lost replicas, and since when at the latest; None while one does.
+
+        Without an auditor the lack of marks proves nothing. Raises Corrupt if the auditor's vote is damaged.
+        """
+        if self.settings.is_enabled() and (self.election.auditor() or self.election.auditor(scoped=True)):
+            return None
+        last_ms = max(filter(None, map(self.settings.check_ctime_ms, AuditorCheck)), default=None)
+        if last_ms is None:
+            return "never audited"
+        return f"not audited since {datetime.fromtimestamp(last_ms / 1000, UTC):%Y-%m-%dT%H:%M:%SZ}"
 
     def trigger_audit(self, *, dry_run: bool = False) -> str:
         """Make the auditors look for lost bookies now; return the id of scope 0's auditor, else of the scopes' one.

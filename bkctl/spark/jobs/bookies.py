@@ -21,7 +21,7 @@ from bkctl.metadata.liveness import check_instance
 from bkctl.spark.facts.frames import Facts
 from bkctl.spark.sources.connection import CONNECTION_OPTIONS, ClusterOptions
 from bkctl.spark.sources.options import SourceOptions
-from bkctl.spark.sources.places import bookie_id_at
+from bkctl.spark.sources.places import bookie_id_at, cookie_at
 
 if TYPE_CHECKING:
     from bkctl.metadata.cluster import Cluster
@@ -60,19 +60,19 @@ class BookieFiles(NamedTuple):
 Bookies = Sequence[BookieFiles] | Facts
 
 
-def find_bookies(places: Iterable[str | Path]) -> list[BookieFiles]:
+def find_bookies(places: Iterable[str | Path], left_out: list[Path] | None = None) -> list[BookieFiles]:
     """Return the bookies whose files are at `places`, in order of their ids.
 
     A place is a directory of a bookie, a directory above some (`bookie-0` with `journal` and `ledgers`, or a cluster's
     with `bookie-0`, `bookie-1` …), or a bookie's bk_server.conf. The bookie is the one in the directory's cookie
     (`VERSION`), else in another cookie of the same place, or the place names it: `BOOKIE_ID=PLACE`. Several places may
-    belong to one bookie.
+    belong to one bookie. Directories beside a bookie's that no cookie there names are copies, and go to `left_out`.
     Raises UsageError if nothing names a directory's bookie, if one of a bookie's directories is a copy of another, or
     for a file that is not a configuration; NotFound.
     """
     found: dict[str, tuple[dict[str, None], dict[str, None], dict[str, None]]] = {}
     for place in places:
-        for bookie_id, directories in _bookies_at(str(place)):
+        for bookie_id, directories in _bookies_at(str(place), [] if left_out is None else left_out):
             bookie = found.setdefault(bookie_id, ({}, {}, {}))
             roles = (directories.journal_dirs, directories.ledger_dirs, directories.index_dirs)
             for into, paths in zip(bookie, roles, strict=True):
@@ -100,7 +100,7 @@ def check_clusters(bookies: Bookies, connection: Mapping[str, str]) -> None:
         check_instance(cluster, [path / COOKIE_NAME for path in paths])
 
 
-def _bookies_at(place: str) -> Iterator[tuple[str, BookieDirectories]]:
+def _bookies_at(place: str, left_out: list[Path]) -> Iterator[tuple[str, BookieDirectories]]:
     """Yield the bookies of one place; a cluster's directory has several."""
     given, equals, rest = place.partition("=")
     bookie_id: str | None = None
@@ -114,7 +114,8 @@ def _bookies_at(place: str) -> Iterator[tuple[str, BookieDirectories]]:
         return
     if not path.is_dir():
         raise NotFound(f"{place} does not exist")
-    directories = BookieDirectories.at(path)
+    directories, others = _used_directories(path)
+    left_out += others
     if bookie_id is not None:
         if not _holds_bookie(path):
             raise NotFound(f"{place} has no files of a bookie")
@@ -123,7 +124,7 @@ def _bookies_at(place: str) -> Iterator[tuple[str, BookieDirectories]]:
     if not _holds_bookie(path):
         inside = [child for child in sorted(path.iterdir()) if child.is_dir() and _holds_bookie(child)]
         for child in inside:
-            yield from _bookies_at(str(child))
+            yield from _bookies_at(str(child), left_out)
         if inside:
             return
     owners = {directory: bookie_id_at(current_of(directory)) for directory in directories.ledger_dirs}
@@ -133,6 +134,25 @@ def _bookies_at(place: str) -> Iterator[tuple[str, BookieDirectories]]:
             yield owner or _only_owner(str(directory), single), single
         return
     yield _only_owner(place, directories), directories
+
+
+def _used_directories(path: Path) -> tuple[BookieDirectories, list[Path]]:
+    """Return the directories in `path` that a bookie would use, and the others: copies, of which no cookie knows.
+
+    The cookies in them name the bookie's directories. Only names count, for files may have been moved as a whole.
+    """
+    given = BookieDirectories.at(path)
+    named: set[str] = set()
+    for directory in given.ledger_dirs:
+        cookie = cookie_at(current_of(directory))
+        if cookie is not None:
+            every = (*cookie.journal_dirs, *cookie.ledger_dirs, *(cookie.index_dirs or ()))
+            named.update(Path(each).name for each in every)
+    used = [directory for directory in given.ledger_dirs if directory.name in named]
+    others = [directory for directory in given.ledger_dirs if directory not in used]
+    if path in given.ledger_dirs or not used or not others:
+        return given, []
+    return BookieDirectories(used, used, used), others
 
 
 def _check_no_copies(bookie: BookieFiles) -> None:

@@ -94,8 +94,14 @@ def unseen(path: Path | str, directory: Path | None = None) -> BkctlError:
 
 def bookie_id_at(directory: Path) -> str | None:
     """Return the bookie that the cookie in `directory` names; None without a readable cookie."""
+    cookie = cookie_at(directory)
+    return None if cookie is None else cookie.bookie_id
+
+
+def cookie_at(directory: Path) -> Cookie | None:
+    """Return the cookie in `directory`; None without a readable one."""
     path = directory / COOKIE_NAME
     try:
-        return Cookie.parse(path.read_bytes(), str(path)).bookie_id
+        return Cookie.parse(path.read_bytes(), str(path))
     except (OSError, BkctlError):
         return None

@@ -94,3 +94,19 @@ def test_invalid_places_are_refused(tmp_path: Path) -> None:
     for file in (log, tmp_path / "notes.txt"):
         with pytest.raises(UsageError, match=r"is not a configuration of a bookie; give its bk_server\.conf"):
             find_bookies([file])
+
+
+def test_directories_that_no_cookie_names_are_left_out(tmp_path: Path) -> None:
+    place = bookie(tmp_path / "bookie-0", "host:1")
+    cookie = Cookie("host:1", ("/data/bookie-0/journal",), ("/data/bookie-0/ledgers",), "instance")
+    for name in ("journal", "ledgers"):
+        (place / name / "current" / "VERSION").write_bytes(cookie.serialize())
+    shutil.copytree(place / "ledgers", place / "ledgers.old")
+    (place / "ledgers.old" / "current" / "0.log").rename(place / "ledgers.old" / "current" / "7.log")
+    for given in (place, tmp_path, f"host:1={place}"):
+        left_out: list[Path] = []
+        (found,) = find_bookies([given], left_out)
+        assert found.entry_logs() == [str(place / "ledgers" / "current" / "0.log")]
+        assert left_out == [place / "ledgers.old"]
+    (found,) = find_bookies([place / "ledgers.old"])
+    assert found.entry_logs() == [str(place / "ledgers.old" / "current" / "7.log")]
