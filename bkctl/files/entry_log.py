@@ -353,7 +353,7 @@ class EntryLogReader(FileReader):
     def _check_size(self, at: int, size: int) -> None:
         """Raise CorruptRecord if the size field at byte `at` is damaged.
 
-        Only the bookie's own bytes prove that. What a client sends is no proof: an entry may say a smaller length of
+        Only the bookie's own bytes prove that. What a client sends proves nothing: an entry may say a smaller length of
         its ledger than it has bytes itself, have any id, and hold entries in its payload.
         """
         rest = self.size() - at - 4
