@@ -1,16 +1,18 @@
-"""Options and sessions that commands of `bkctl pipeline` share: Spark, bookies' files, the connection to a cluster."""
+"""Options, sessions and columns that commands of `bkctl pipeline` share: Spark, bookies' files, the connection."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
 
 import typer
 
 from bkctl.errors import UsageError
+from bkctl.ids import LedgerId
 
-from ..kit.columns import Columns
+from ..kit.columns import Column, Columns, Kind, hex_column
 from ..kit.command import Run
 from ..kit.ledger_options import SCAN_LEDGERS, ScanFilter
 from ..kit.options import combined, option, parameter
@@ -22,6 +24,58 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from bkctl.spark.jobs.bookies import BookieFiles, Bookies
+
+# --- columns ----------------------------------------------------------------------------------------------------------
+
+
+def ledger_of(row: Any) -> LedgerId | None:
+    """Return the ledger of a row with a ledgerQualifiedName."""
+    name = row.ledgerQualifiedName
+    return None if name is None else LedgerId.from_value(int(name, 16))
+
+
+LEDGER = Column("LEDGER", "ledger", ledger_of, Kind.LEDGER)
+BOOKIE = Column("BOOKIE", "bookieId", "bookieId")
+FILE = Column("FILE", "file", "file", flexible=True, spare=2)
+LEDGERS = Column("LEDGERS", "ledgerCount", "ledgerCount", Kind.INTEGER)
+BOOKIES = Column("BOOKIES", "bookieCount", "bookieCount", Kind.INTEGER)
+LOGS = Column("LOGS", "logCount", "logCount", Kind.INTEGER)
+ENTRIES = Column("ENTRIES", "entryCount", "entryCount", Kind.INTEGER)
+RANGE = (
+    Column("FIRST", "firstEntryId", "firstEntryId", Kind.INTEGER),
+    Column("LAST", "lastEntryId", "lastEntryId", Kind.INTEGER),
+    ENTRIES,
+    Column("FINDINGS", "findingCount", "findingCount", Kind.INTEGER),
+)
+SIZE = Column("SIZE", "size", "size", Kind.SIZE)
+SUMS = (ENTRIES, SIZE)
+LOG = (
+    Column("LOG", "logId", "logId", Kind.INTEGER),
+    hex_column("logIdHex", "logIdHex"),
+    Column("SCOPED", "scoped", "scoped", Kind.BOOLEAN),
+)
+
+
+class Sums(Counter[str]):
+    """Sums of the integer columns of rows by name, and in `count` the number of rows."""
+
+    count = 0
+
+    def add(self, row: Any) -> None:
+        """Add a row to the sums."""
+        self.count += 1
+        self.update({name: value for name, value in row.asDict().items() if type(value) is int})
+
+
+def sums_of(rows: Iterable[Any]) -> Sums:
+    """Return the sums of `rows`."""
+    sums = Sums()
+    for row in rows:
+        sums.add(row)
+    return sums
+
+
+# --- options and jobs -------------------------------------------------------------------------------------------------
 
 PLACES = typer.Argument(
     metavar="PLACE",
@@ -130,8 +184,7 @@ def spark_job(
 
     Raises the errors of `check_spark_saves` for rows of `columns`.
     """
-    from bkctl.spark.progress import report_progress
-    from bkctl.spark.session import LOCAL_MASTER, spark_session
+    from bkctl.spark.session import LOCAL_MASTER, report_progress, spark_session
 
     with run.working("Starting Spark") as activity, ExitStack() as stack:
         session = stack.enter_context(

@@ -14,8 +14,21 @@ from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.records import raise_first
 from ..kit.texts import GREEN, counted, size_text
-from .columns import BOOKIE, BOOKIES, FILE, LEDGER, LOG, LOGS, SIZE, sums_of
-from .common import Job, Places, SparkOptions, by_option, read_job
+from .common import (
+    BOOKIE,
+    BOOKIES,
+    FILE,
+    LEDGER,
+    LOG,
+    LOGS,
+    SIZE,
+    Job,
+    Places,
+    SparkOptions,
+    by_option,
+    read_job,
+    sums_of,
+)
 from .page import Bar, Section, bars, table, top_rows, write_pages
 from .saves import SaveOption, frame_rows
 

@@ -12,8 +12,20 @@ from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import ScanFilter
 from ..kit.texts import RED, YELLOW, counted
-from .columns import BOOKIE, BOOKIES, FILE, LEDGER, RANGE, Sums
-from .common import Job, LedgersToScan, Places, SparkOptions, by_option, read_job
+from .common import (
+    BOOKIE,
+    BOOKIES,
+    FILE,
+    LEDGER,
+    RANGE,
+    Job,
+    LedgersToScan,
+    Places,
+    SparkOptions,
+    Sums,
+    by_option,
+    read_job,
+)
 from .page import Bar, Section, bars, table, write_pages
 from .saves import SaveOption, frame_rows
 

@@ -13,8 +13,23 @@ from ..kit.command import Run, command, group
 from ..kit.ledger_options import ScanFilter
 from ..kit.records import raise_first
 from ..kit.texts import counted, size_text
-from .columns import BOOKIE, BOOKIES, FILE, LEDGER, LEDGERS, LOG, LOGS, SUMS, Sums
-from .common import Job, LedgersToScan, Places, SparkOptions, by_option, read_job
+from .common import (
+    BOOKIE,
+    BOOKIES,
+    FILE,
+    LEDGER,
+    LEDGERS,
+    LOG,
+    LOGS,
+    SUMS,
+    Job,
+    LedgersToScan,
+    Places,
+    SparkOptions,
+    Sums,
+    by_option,
+    read_job,
+)
 from .page import Bar, Section, bars, table, top_rows, write_pages
 from .saves import SaveOption, frame_rows
 
@@ -95,7 +110,7 @@ class InventoryResult:
     """The inventory of some bookies, scanned once for rows and page."""
 
     def __init__(self, job: Job, ledgers: ScanFilter, *, held: DataFrame | None = None) -> None:
-        from bkctl.spark.jobs.held_entries import shares_of
+        from bkctl.spark.jobs.entries import shares_of
         from bkctl.spark.jobs.inventory import damages, shares
 
         self._job = job

@@ -12,8 +12,21 @@ from ..kit.command import Run, command, group
 from ..kit.ledger_options import ScanFilter
 from ..kit.records import raise_first
 from ..kit.texts import GREEN, RED, YELLOW, size_text
-from .columns import BOOKIE, BOOKIES, ENTRIES, FILE, LEDGER, RANGE, sums_of
-from .common import Job, LedgersToScan, Places, SparkOptions, by_option, read_job
+from .common import (
+    BOOKIE,
+    BOOKIES,
+    ENTRIES,
+    FILE,
+    LEDGER,
+    RANGE,
+    Job,
+    LedgersToScan,
+    Places,
+    SparkOptions,
+    by_option,
+    read_job,
+    sums_of,
+)
 from .page import Bar, Section, bars, table, top_rows, write_pages
 from .saves import SaveOption, frame_rows
 

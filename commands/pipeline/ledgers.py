@@ -18,8 +18,7 @@ from ..kit.ledger_options import AnyLedgers, to_scope_option
 from ..kit.options import DryRun, combined, option
 from ..kit.texts import GREEN, RED, YELLOW, counted
 from ..ledger.listing import parse_states
-from .columns import ledger_of
-from .common import SparkOptions, check_cluster, connection_options, spark_job
+from .common import SparkOptions, check_cluster, connection_options, ledger_of, spark_job
 from .saves import ROW_FORMS, SaveRows, Saves, check_saves, frame_rows
 
 if TYPE_CHECKING:
@@ -205,9 +204,9 @@ def migrate_scope(
     options = {**connection_options(run), **sizes}
     check_cluster(run)
     with spark_job(run, spark, "migrate-scope", saves, COPY_COLUMNS) as session:
-        from bkctl.spark.jobs import migration
+        from bkctl.spark.jobs.copying import migrate_scope as migrate
 
-        rows = migration.migrate_scope(
+        rows = migrate(
             session, options, to_scope_id, from_scope_id=which.scope_id, ledgers=which.ledgers or (), dry_run=dry_run
         )
         _show_copies(run, rows, saves)

@@ -16,8 +16,7 @@ from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import ScanFilter
 from ..kit.texts import counted, size_text
-from .columns import sums_of
-from .common import Places, SparkOptions, read_job
+from .common import Places, SparkOptions, read_job, sums_of
 from .garbage import GarbageBy, GarbageResult
 from .integrity import IntegrityResult
 from .inventory import InventoryBy, InventoryResult
@@ -95,7 +94,7 @@ def report(
     limits = thresholds_of(run, thresholds)
     everything = ScanFilter(None, None)
     with read_job(run, spark, "report", places) as job:
-        from bkctl.spark.jobs.held_entries import held_entries
+        from bkctl.spark.jobs.entries import held_entries
 
         # The files are read once, and after the metadata, which integrity reads first.
         held = held_entries(job.session, job.bookies, None, None).persist()

@@ -22,8 +22,7 @@ from bkctl.commands.main import root
 from bkctl.errors import UsageError
 from bkctl.spark.sources import indexes, ledger_source, metadata, records
 from bkctl.spark.sources.columns import DAMAGE, TYPES
-from bkctl.spark.sources.entry_logs import EntryLogSource
-from bkctl.spark.sources.journals import JournalSource
+from bkctl.spark.sources.records import EntryLogSource, JournalSource
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -31,6 +31,7 @@ from bkctl.formats.entry import DigestType
 from bkctl.ids import LedgerId
 from bkctl.spark import functions as F
 from bkctl.spark.internals import matching_uris, qualified_uri
+from bkctl.spark.jobs.bookie_records import QUALIFIED_NAME, frame_of
 from bkctl.spark.jobs.copying import (
     FAILED,
     PLANNED,
@@ -43,7 +44,6 @@ from bkctl.spark.jobs.copying import (
     refuse_speculation,
     result_batch,
 )
-from bkctl.spark.jobs.frames import QUALIFIED_NAME, frame_of
 from bkctl.spark.sources import ledgers as ledger_source
 from bkctl.spark.sources import metadata as metadata_source
 from bkctl.spark.sources.columns import ddl

@@ -10,9 +10,9 @@ import pyarrow as pa
 from bkctl.errors import BkctlError
 from bkctl.ids import LedgerId
 from bkctl.spark import functions as F
+from bkctl.spark.jobs.bookie_records import QUALIFIED_NAME
 from bkctl.spark.jobs.bookies import open_store
-from bkctl.spark.jobs.frames import QUALIFIED_NAME
-from bkctl.spark.schemas import arrow_schema
+from bkctl.spark.sources.columns import arrow_schema
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

@@ -17,19 +17,19 @@ from typing import TYPE_CHECKING
 
 from bkctl.ids import LedgerId
 from bkctl.spark import functions as F
+from bkctl.spark.jobs.bookie_records import QUALIFIED_NAME, REPLICA, with_ledger_ids
 from bkctl.spark.jobs.bookies import check_clusters
-from bkctl.spark.jobs.frames import QUALIFIED_NAME, REPLICA, with_ledger_ids
-from bkctl.spark.jobs.held_entries import held_entries, unreadable_files
-from bkctl.spark.jobs.promised_entries import (
+from bkctl.spark.jobs.entries import (
     absent_bookies,
     fragments_of,
+    held_entries,
     promise_counts,
     promised_blocks,
     read_metadata,
+    unreadable_files,
     with_holder_count,
 )
-from bkctl.spark.jobs.second_look import look_again
-from bkctl.spark.jobs.verdicts import Problem, judge_replicas
+from bkctl.spark.jobs.verdicts import Problem, judge_replicas, look_again
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

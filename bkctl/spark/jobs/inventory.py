@@ -14,9 +14,8 @@ from bkctl.formats.entry_log import log_id_of
 from bkctl.ids import LedgerId
 from bkctl.spark import functions as F
 from bkctl.spark.facts.frames import Facts
-from bkctl.spark.jobs.bookie_records import log_records
+from bkctl.spark.jobs.bookie_records import QUALIFIED_NAME, frame_of, log_records, with_ledger_ids
 from bkctl.spark.jobs.bookies import check_clusters
-from bkctl.spark.jobs.frames import QUALIFIED_NAME, frame_of, with_ledger_ids
 from bkctl.spark.sources.columns import DAMAGE
 
 if TYPE_CHECKING:

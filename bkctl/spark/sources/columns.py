@@ -1,14 +1,14 @@
-"""Columns that sources share: types in Spark, Arrow columns of ledger ids, rows of damage.
+"""Columns that sources share: types in Spark, in DDL and in Arrow; columns of ledger ids, rows of damage.
 
 Names are the same as in the commands' JSON objects. Ids of scopes and ledgers can be 2^63 and more, so they are
-`decimal(20,0)`: they compare and sort as numbers.
+`decimal(20,0)`: they compare and sort as numbers. Spark's own parser of DDL is in the JVM.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from bkctl.errors import BkctlError, CorruptRecord, TruncatedRecord, UsageError
 from bkctl.ids import LedgerId
@@ -194,3 +194,82 @@ def damage_row(schema: pa.Schema, file: str | None, offset: int | None, reason: 
     values = {**known, "file": file, DAMAGE: {"file": file, "offset": offset, "reason": reason}}
     arrays = [pa.array([values.get(field.name)], field.type) for field in schema]
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+# --- schemas in Spark's DDL as Arrow schemas --------------------------------------------------------------------------
+
+
+class DdlType(str):
+    """The text of a type, with the method of PySpark's types."""
+
+    __slots__ = ()
+
+    def simpleString(self) -> str:
+        return str(self)
+
+
+class DdlField(NamedTuple):
+    """A column, with the attributes of PySpark's StructField."""
+
+    name: str
+    dataType: DdlType
+
+
+class DdlSchema:
+    """The columns of a DDL text, with the attributes of PySpark's StructType that sources use."""
+
+    def __init__(self, text: str) -> None:
+        pairs = (column.strip().partition(" ") for column in _split(text))
+        self.fields = [DdlField(name.strip("`"), DdlType(kind.strip())) for name, _, kind in pairs]
+
+    @property
+    def names(self) -> list[str]:
+        return [field.name for field in self.fields]
+
+
+def arrow_schema(ddl: str) -> pa.Schema:
+    """Return the columns of a DDL text as an Arrow schema."""
+    return arrow_schema_of(DdlSchema(ddl))
+
+
+def arrow_schema_of(schema: Any) -> pa.Schema:
+    """Return a StructType of PySpark or a DdlSchema as an Arrow schema; timestamps are UTC."""
+    import pyarrow as pa
+
+    if isinstance(schema, pa.Schema):
+        return schema
+    return pa.schema([pa.field(field.name, arrow_type(field.dataType.simpleString())) for field in schema.fields])
+
+
+def arrow_type(text: str) -> pa.DataType:
+    """Return a type of Spark as Arrow's."""
+    import pyarrow as pa
+
+    outer, bracket, inner = text.removesuffix(">").partition("<")
+    if bracket:
+        parts = list(_split(inner))
+        if outer == "array":
+            return pa.list_(arrow_type(inner))
+        if outer == "map":
+            key, value = map(arrow_type, parts)
+            return pa.map_(key, value)
+        return pa.struct([(name, arrow_type(kind)) for name, _, kind in (part.partition(":") for part in parts)])
+    if text.startswith("decimal"):
+        precision, scale = text.removeprefix("decimal(").removesuffix(")").split(",")
+        return pa.decimal128(int(precision), int(scale))
+    types: dict[str, pa.DataType] = {
+        "string": pa.string(), "bigint": pa.int64(), "int": pa.int32(), "boolean": pa.bool_(), "binary": pa.binary(),
+        "double": pa.float64(), "timestamp": pa.timestamp("us", "UTC"),
+    }  # fmt: skip
+    return types[text]
+
+
+def _split(text: str) -> Iterator[str]:
+    """Yield the parts between commas that are outside of brackets."""
+    depth = start = 0
+    for at, letter in enumerate(text):
+        depth += (letter in "<(") - (letter in ">)")
+        if letter == "," and not depth:
+            yield text[start:at]
+            start = at + 1
+    yield text[start:]

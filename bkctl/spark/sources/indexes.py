@@ -23,16 +23,13 @@ import pyarrow as pa
 from bkctl.errors import BkctlError, Conflict, NotFound, UsageError
 from bkctl.files.index import LedgerIndexReader
 from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
-from bkctl.spark.schemas import arrow_schema_of
-from bkctl.spark.sources.bases import InputPartition
-from bkctl.spark.sources.columns import damage_row, where_and_why
+from bkctl.spark.sources.columns import arrow_schema_of, damage_row, where_and_why
 from bkctl.spark.sources.filters import LEDGER_COLUMNS
-from bkctl.spark.sources.index_databases import DatabaseReader
 from bkctl.spark.sources.index_plan import DamagedIndex, DatabaseRange, IndexFiles, IndexPlanner, Slots, group_files
-from bkctl.spark.sources.index_rows import IndexedEntries, entry_rows, ledger_row, ledger_rows
+from bkctl.spark.sources.index_rows import DatabaseReader, IndexedEntries, entry_rows, ledger_row, ledger_rows
 from bkctl.spark.sources.options import SourceOptions
 from bkctl.spark.sources.places import unseen
-from bkctl.spark.sources.pushdown import QUERY_OPTIONS, PathReader, PathSource
+from bkctl.spark.sources.readers import QUERY_OPTIONS, InputPartition, PathReader, PathSource
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType

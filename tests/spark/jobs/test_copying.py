@@ -24,9 +24,10 @@ from bkctl.spark.jobs.copying import (
     EntryHash,
     LedgerCopy,
     Shape,
+    _copy_bins,
     copy_ledger,
+    migrate_scope,
 )
-from bkctl.spark.jobs.migration import _copy_bins, migrate_scope
 from bkctl.spark.sources.connection import Client
 from bkctl.spark.sources.options import SourceOptions
 
