@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -35,12 +36,21 @@ REPLICA: Final = ("bookieId", QUALIFIED_NAME, "entryId")
 _SLOTS_MAX: Final = 10_000
 
 
-def frame_of(spark: SparkSession, rows: Iterable[Sequence[Any]], schema: str) -> DataFrame:
+@dataclass(frozen=True)
+class KeptFrames:
+    """The results of a job, and the DataFrames that the engine keeps for them until `release`."""
+
+    _persisted: tuple[DataFrame, ...]
+
+    def release(self) -> None:
+        """Free the memory of the kept DataFrames."""
+        for frame in self._persisted:
+            frame.unpersist()
+
+
+def frame_of(spark: SparkSession, rows: Iterable[Mapping[str, Any]], schema: str) -> DataFrame:
     """Return rows of this process as a DataFrame; unlike `createDataFrame` of a list, it takes no job of tasks."""
-    arrow = arrow_schema(schema)
-    columns = list(zip(*rows, strict=True)) or [()] * len(arrow)
-    arrays = [pa.array(values, field.type) for values, field in zip(columns, arrow, strict=True)]
-    return spark.createDataFrame(pa.Table.from_arrays(arrays, schema=arrow), schema)
+    return spark.createDataFrame(pa.Table.from_pylist(list(rows), schema=arrow_schema(schema)), schema)
 
 
 def task_slots(spark: SparkSession) -> int:
@@ -52,16 +62,27 @@ def task_slots(spark: SparkSession) -> int:
     return spark.range(_SLOTS_MAX).select(F.spark_partition_id()).distinct().count()
 
 
-def rows_in_tasks(spark: SparkSession, items: Sequence[Any], function: Any, schema: str) -> DataFrame:
-    """Return the rows (dicts) that `function` yields for each item, one task an item; items are plain values."""
-    count, arrow = len(items), arrow_schema(schema)
+def map_rows(
+    frame: DataFrame, function: Callable[[Iterator[list[dict[str, Any]]]], Iterable[list[dict[str, Any]]]], schema: str
+) -> DataFrame:
+    """Return the rows that `function` makes of `frame` in tasks, batch by batch."""
+    arrow = arrow_schema(schema)
 
-    def rows_of(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        for batch in batches:
-            for number in batch.column(0).to_pylist():
-                yield pa.RecordBatch.from_pylist(list(function(items[number])), schema=arrow)
+    def mapped(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for rows in function(batch.to_pylist() for batch in batches):
+            yield pa.RecordBatch.from_pylist(rows, schema=arrow)
 
-    return spark.range(0, count, 1, max(count, 1)).mapInArrow(rows_of, schema)
+    return frame.mapInArrow(mapped, schema)
+
+
+def rows_in_tasks(
+    spark: SparkSession, items: Sequence[Any], function: Callable[[Any], Iterable[dict[str, Any]]], schema: str
+) -> DataFrame:
+    """Return the rows that `function` yields for each item, one task an item; items are plain values."""
+    numbers = spark.range(0, len(items), 1, max(len(items), 1))
+    return map_rows(
+        numbers, lambda batches: (list(function(items[row["id"]])) for rows in batches for row in rows), schema
+    )
 
 
 def with_ledger_ids(frame: DataFrame) -> DataFrame:

@@ -13,9 +13,9 @@ import heapq
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
-
-import pyarrow as pa
 
 from bkctl.client.ensemble import update_metadata
 from bkctl.client.reader import read_entries
@@ -26,8 +26,7 @@ from bkctl.formats.metadata import LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.ledgers import VersionedMetadata
-from bkctl.spark.jobs.bookie_records import frame_of, task_slots
-from bkctl.spark.sources.columns import arrow_schema
+from bkctl.spark.jobs.bookie_records import frame_of, map_rows, task_slots
 from bkctl.spark.sources.connection import CONNECTION_OPTIONS, Client, ClusterOptions
 from bkctl.spark.sources.options import SourceOptions
 
@@ -114,9 +113,10 @@ class CopyResult(NamedTuple):
     sha256: str | None = None
     message: str | None = None
 
-    def row(self) -> tuple[Any, ...]:
+    def row(self) -> dict[str, Any]:
         """Return the values of RESULT_COLUMNS."""
-        return (self.source.qualified_name, *self.target.to_json().values(), *self[2:])
+        values = (self.source.qualified_name, *self.target.to_json().values(), *self[2:])
+        return dict(zip(RESULT_COLUMNS, values, strict=True))
 
 
 class LedgerCopy:
@@ -275,12 +275,6 @@ async def copy_ledger(client: Client, source: LedgerId, target: LedgerId, option
     return await copy.finish()
 
 
-def result_batch(results: Sequence[CopyResult]) -> pa.RecordBatch:
-    """Return the results as rows of RESULT_SCHEMA."""
-    rows = [dict(zip(RESULT_COLUMNS, result.row(), strict=True)) for result in results]
-    return pa.RecordBatch.from_pylist(rows, schema=arrow_schema(RESULT_SCHEMA))
-
-
 # --- the job migrate-scope --------------------------------------------------------------------------------------------
 
 #: Partitions for each core of the executors: more than one, so that the longest ledgers delay the job less.
@@ -322,9 +316,9 @@ def migrate_scope(
     if work:
         bins = _even_bins(work, task_count or task_slots(spark) * _TASKS_PER_CORE)
         tasks = spark.range(0, len(bins), 1, len(bins))
-        copied = tasks.mapInArrow(partial(_copy_bins, checked, bins), RESULT_SCHEMA)
-        rows += [tuple(row) for row in copied.collect()]
-    rows.sort(key=lambda row: row[0])
+        copied = map_rows(tasks, partial(_copy_bins, checked, bins), RESULT_SCHEMA)
+        rows += [row.asDict() for row in copied.collect()]
+    rows.sort(key=itemgetter("source"))
     return frame_of(spark, rows, RESULT_SCHEMA)
 
 
@@ -367,19 +361,18 @@ def _even_bins(work: Collection[_Work], count: int) -> list[list[tuple[LedgerId,
 
 
 def _copy_bins(
-    options: SourceOptions, bins: list[list[tuple[LedgerId, LedgerId]]], batches: Iterable[pa.RecordBatch]
-) -> Iterator[pa.RecordBatch]:
+    options: SourceOptions, bins: list[list[tuple[LedgerId, LedgerId]]], batches: Iterable[list[dict[str, Any]]]
+) -> Iterator[list[dict[str, Any]]]:
     """Copy the ledgers of the bins that `batches` number; one row a ledger.
 
     Raises Unreachable if the metadata store is unreachable. Unreachable bookies fail only the ledgers that need them.
     """
-    for batch in batches:
-        for at in batch.column(0).to_pylist():
-            with Client(ClusterOptions(options)) as client:
-                for source, target in bins[at]:
-                    try:
-                        result = client.run(copy_ledger(client, source, target, options))
-                    except BkctlError as error:
-                        check_store(client, error)
-                        result = CopyResult(source, target, FAILED, message=str(error))
-                    yield result_batch([result])
+    for number in chain.from_iterable(batches):
+        with Client(ClusterOptions(options)) as client:
+            for source, target in bins[number["id"]]:
+                try:
+                    result = client.run(copy_ledger(client, source, target, options))
+                except BkctlError as error:
+                    check_store(client, error)
+                    result = CopyResult(source, target, FAILED, message=str(error))
+                yield [result.row()]

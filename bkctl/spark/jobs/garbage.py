@@ -7,11 +7,9 @@ Source: ScanAndCompareGarbageCollector, GarbageCollectorThread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
-
-import pyarrow as pa
 
 from bkctl.checks.garbage import LedgerUse, LogUse, Thresholds
 from bkctl.errors import BkctlError, NotFound, Unreachable
@@ -24,9 +22,8 @@ from bkctl.metadata.liveness import Liveness
 from bkctl.model import LedgerLiveness
 from bkctl.spark import functions as F
 from bkctl.spark.facts.frames import Facts
-from bkctl.spark.jobs.bookie_records import QUALIFIED_NAME, rows_in_tasks, with_ledger_ids
+from bkctl.spark.jobs.bookie_records import QUALIFIED_NAME, map_rows, rows_in_tasks, with_ledger_ids
 from bkctl.spark.jobs.bookies import check_clusters, open_store
-from bkctl.spark.sources.columns import arrow_schema
 from bkctl.spark.sources.places import unseen
 
 if TYPE_CHECKING:
@@ -47,17 +44,17 @@ def ledger_states(ledgers: DataFrame, connection: Mapping[str, str]) -> DataFram
     cannot be reached fails the job (Unreachable).
     """
 
-    def states_of(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    def states_of(batches: Iterator[list[dict[str, Any]]]) -> Iterator[list[dict[str, Any]]]:
         with open_store(connection) as cluster:
             liveness = Liveness(cluster.ledgers)
-            for batch in batches:
-                for part in range(0, batch.num_rows, _QUESTION_ROWS):
-                    yield _states(liveness, batch.column(0).slice(part, _QUESTION_ROWS).to_pylist())
+            for rows in batches:
+                for part in range(0, len(rows), _QUESTION_ROWS):
+                    yield _states(liveness, [row[QUALIFIED_NAME] for row in rows[part : part + _QUESTION_ROWS]])
 
-    return ledgers.select(QUALIFIED_NAME).dropna().distinct().mapInArrow(states_of, _STATES)
+    return map_rows(ledgers.select(QUALIFIED_NAME).dropna().distinct(), states_of, _STATES)
 
 
-def _states(liveness: Liveness, names: list[str]) -> pa.RecordBatch:
+def _states(liveness: Liveness, names: list[str]) -> list[dict[str, Any]]:
     by_name = {name: LedgerId.from_value(int(name, 16)) for name in names}
     states = liveness.states(by_name.values())
     for problem in liveness.problems:
@@ -68,7 +65,7 @@ def _states(liveness: Liveness, names: list[str]) -> pa.RecordBatch:
     for name, ledger in by_name.items():
         unknown = states[ledger] is LedgerLiveness.UNKNOWN
         rows.append({QUALIFIED_NAME: name, "state": states[ledger].value, **(reason if unknown else {})})
-    return pa.RecordBatch.from_pylist(rows, schema=arrow_schema(_STATES))
+    return rows
 
 
 _CONTENTS: Final = (
@@ -153,15 +150,8 @@ def uses(shares: DataFrame, thresholds: Thresholds = _DEFAULT_THRESHOLDS) -> Dat
     columns = [column for state in LedgerLiveness for column in of(state)]
     reasons = F.first("reason", ignorenulls=True).alias("reason")
     logs = shares.groupBy("bookieId", "file", "logId", "scoped", "fromLedgersMap", "complete").agg(*columns, reasons)
-
-    arrow = arrow_schema(_USES)
-
-    def judge(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        for batch in batches:
-            rows = [_judge(row, thresholds) for row in batch.to_pylist()]
-            yield pa.RecordBatch.from_pylist(rows, schema=arrow)
-
-    return logs.mapInArrow(judge, _USES).orderBy(F.desc("garbageSize"), "bookieId", "scoped", "logId", "file")
+    judged = map_rows(logs, lambda batches: ([_judge(row, thresholds) for row in rows] for rows in batches), _USES)
+    return judged.orderBy(F.desc("garbageSize"), "bookieId", "scoped", "logId", "file")
 
 
 def _judge(row: dict[str, Any], thresholds: Thresholds) -> dict[str, Any]:

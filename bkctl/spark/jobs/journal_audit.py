@@ -27,6 +27,7 @@ from bkctl.spark.facts.tables import spark_schema
 from bkctl.spark.jobs.bookie_records import (
     QUALIFIED_NAME,
     REPLICA,
+    KeptFrames,
     frame_of,
     replay_starts,
     rows_in_tasks,
@@ -56,7 +57,7 @@ class Logged(StrEnum):
 
 
 @dataclass(frozen=True)
-class JournalAudit:
+class JournalAudit(KeptFrames):
     """The findings, as DataFrames that Spark keeps until `release`.
 
     `journals`: the rows of `checks` with unloggedCount, the number of entries that no entry log of the bookie holds,
@@ -67,12 +68,6 @@ class JournalAudit:
 
     journals: DataFrame
     unlogged: DataFrame
-    _persisted: tuple[DataFrame, ...]
-
-    def release(self) -> None:
-        """Free the memory that Spark keeps for these DataFrames."""
-        for frame in self._persisted:
-            frame.unpersist()
 
 
 _UNLOGGED: Final = (
@@ -111,7 +106,7 @@ def audit(
     counted = entries.groupBy("bookieId", "file").agg(*counts)
     journals = checks(spark, bookies).join(counted, ["bookieId", "file"], "left").fillna(0, [*names.values()])
     journals = journals.orderBy("bookieId", "file").persist()
-    return JournalAudit(journals, entries, (journals, entries, *persisted))
+    return JournalAudit((journals, entries, *persisted), journals, entries)
 
 
 def checks(spark: SparkSession, bookies: Bookies) -> DataFrame:

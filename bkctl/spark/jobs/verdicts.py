@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
-
-import pyarrow as pa
 
 from bkctl.errors import BkctlError, NotFound
 from bkctl.files.journal import JournalReader
@@ -18,10 +16,10 @@ from bkctl.formats.record import RECORD_SIZE, RECORD_SIZE_BYTES_MAX
 from bkctl.ids import LedgerId
 from bkctl.spark import functions as F
 from bkctl.spark.facts.frames import Facts
-from bkctl.spark.jobs.bookie_records import QUALIFIED_NAME, REPLICA
+from bkctl.spark.jobs.bookie_records import QUALIFIED_NAME, REPLICA, map_rows
 from bkctl.spark.jobs.bookies import open_store
 from bkctl.spark.jobs.entry_blocks import Ids, unfold
-from bkctl.spark.sources.columns import DAMAGE, arrow_schema
+from bkctl.spark.sources.columns import DAMAGE
 from bkctl.spark.sources.records import OpenLogs
 
 if TYPE_CHECKING:
@@ -163,15 +161,13 @@ def look_again(judged: DataFrame, bookies: Bookies, connection: Mapping[str, str
             for log in bookie.directories.entry_logs():
                 if (log_id := log_id_of(log.path.name)) is not None:
                     logs.setdefault((bookie.bookie_id, log_id, log.scoped), []).append(str(log.path))
-    arrow = arrow_schema(_RESULT)
 
-    def results(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    def results(batches: Iterator[list[dict[str, Any]]]) -> Iterator[list[dict[str, Any]]]:
         with looker(logs, connection) as second:
-            for batch in batches:
-                rows = [second.look(row) for row in batch.to_pylist()]
-                yield pa.RecordBatch.from_pylist([row for row in rows if row is not None], schema=arrow)
+            for rows in batches:
+                yield [found for row in rows if (found := second.look(row)) is not None]
 
-    return looks.mapInArrow(results, _RESULT)
+    return map_rows(looks, results, _RESULT)
 
 
 class _ProblemFound(Exception):

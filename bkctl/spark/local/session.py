@@ -23,7 +23,7 @@ from bkctl.spark.local import functions as local_functions
 from bkctl.spark.local.frames import Frame, empty
 from bkctl.spark.local.functions import quoted
 from bkctl.spark.sources import SOURCES
-from bkctl.spark.sources.columns import DdlSchema, arrow_schema, arrow_schema_of
+from bkctl.spark.sources.columns import arrow_schema
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -263,7 +263,7 @@ class LocalReader:
         options = self._options if paths is None else {**self._options, "paths": json.dumps(list(paths))}
         module, kind = SOURCES[self._name]
         source = getattr(import_module(f"bkctl.spark.sources.{module}"), kind)(options)
-        schema = DdlSchema(source.schema())
+        schema = arrow_schema(source.schema())
 
         def batches() -> Iterator[pa.RecordBatch]:
             reader = source.reader(schema)
@@ -271,4 +271,4 @@ class LocalReader:
                 yield from reader.read(part)
                 self._session.part_read()
 
-        return self._session.frame_of(arrow_schema_of(schema), batches, is_stream=self._name in _STREAMS)
+        return self._session.frame_of(schema, batches, is_stream=self._name in _STREAMS)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from bkctl.errors import BkctlError, CorruptRecord, TruncatedRecord, UsageError
 from bkctl.ids import LedgerId
@@ -77,12 +77,16 @@ def source_schema(options: SourceOptions, default: Sequence[str], on_request: Se
     return ddl([*columns, DAMAGE] if options.mode() is Mode.PERMISSIVE else columns)
 
 
-def check_schema(source: str, schema: StructType, known: Collection[str]) -> None:
-    """Raise UsageError if a caller's `schema` has a column or type that the source does not have."""
-    for field in schema.fields:
+def checked_schema(source: str, schema: StructType | pa.Schema, known: Collection[str]) -> pa.Schema:
+    """Return a caller's `schema` for Arrow; the local engine passes the source's own, as an Arrow schema.
+
+    Raises UsageError if it has a column or type that the source does not have.
+    """
+    for field in getattr(schema, "fields", ()):
         kind = field.dataType.simpleString()
         if field.name not in known or kind != TYPES[field.name]:
             raise UsageError(f"{source} has no column {field.name} of type {kind}", hint=f"it has {ddl(known)}")
+    return arrow_schema_of(schema)
 
 
 class LedgerColumns:
@@ -199,46 +203,21 @@ def damage_row(schema: pa.Schema, file: str | None, offset: int | None, reason: 
 # --- schemas in Spark's DDL as Arrow schemas --------------------------------------------------------------------------
 
 
-class DdlType(str):
-    """The text of a type, with the method of PySpark's types."""
-
-    __slots__ = ()
-
-    def simpleString(self) -> str:
-        return str(self)
-
-
-class DdlField(NamedTuple):
-    """A column, with the attributes of PySpark's StructField."""
-
-    name: str
-    dataType: DdlType
-
-
-class DdlSchema:
-    """The columns of a DDL text, with the attributes of PySpark's StructType that sources use."""
-
-    def __init__(self, text: str) -> None:
-        pairs = (column.strip().partition(" ") for column in _split(text))
-        self.fields = [DdlField(name.strip("`"), DdlType(kind.strip())) for name, _, kind in pairs]
-
-    @property
-    def names(self) -> list[str]:
-        return [field.name for field in self.fields]
-
-
 def arrow_schema(ddl: str) -> pa.Schema:
-    """Return the columns of a DDL text as an Arrow schema."""
-    return arrow_schema_of(DdlSchema(ddl))
+    """Return the columns of a DDL text as an Arrow schema; timestamps are UTC."""
+    import pyarrow as pa
+
+    pairs = (column.strip().partition(" ") for column in _split(ddl))
+    return pa.schema([(name.strip("`"), arrow_type(kind.strip())) for name, _, kind in pairs])
 
 
 def arrow_schema_of(schema: Any) -> pa.Schema:
-    """Return a StructType of PySpark or a DdlSchema as an Arrow schema; timestamps are UTC."""
+    """Return a StructType of PySpark as an Arrow schema; an Arrow schema stays as it is."""
     import pyarrow as pa
 
     if isinstance(schema, pa.Schema):
         return schema
-    return pa.schema([pa.field(field.name, arrow_type(field.dataType.simpleString())) for field in schema.fields])
+    return pa.schema([(field.name, arrow_type(field.dataType.simpleString())) for field in schema.fields])
 
 
 def arrow_type(text: str) -> pa.DataType:

@@ -15,7 +15,7 @@ from bkctl.formats.entry import read_lac_header
 from bkctl.formats.index import SLOT_SIZE, IndexHeader, LedgerData, location_key, read_location, read_location_key
 from bkctl.ids import LedgerId
 from bkctl.spark.sources.columns import LedgerColumns, ledger_values, table_of
-from bkctl.spark.sources.filters import Conditions
+from bkctl.spark.sources.filters import Conditions, all_of
 from bkctl.spark.sources.index_plan import DatabaseRange
 from bkctl.spark.sources.record_rows import BATCH_ROWS
 
@@ -46,10 +46,8 @@ def entry_rows(
     `constants` are columns of the whole file; with `files`, the number of each entry's file, lists of a value a file.
     """
     log_ids = entries.locations >> 32 & 0xFFFFFFFF
-    given = (conditions.number_mask("entryId", entries.entry_ids), conditions.number_mask("logId", log_ids))
-    masks = [mask for mask in given if mask is not None]
-    if masks:
-        wanted = np.logical_and.reduce(masks)
+    wanted = all_of((conditions.mask("entryId", entries.entry_ids), conditions.mask("logId", log_ids)))
+    if wanted is not None:
         entries, log_ids = entries.select(wanted), log_ids[wanted]
         files = None if files is None else files[wanted]
     count = len(entries.entry_ids)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from bkctl.spark.sources.columns import DAMAGE, check_schema, source_schema
+from bkctl.spark.sources.columns import DAMAGE, checked_schema, source_schema
 from bkctl.spark.sources.filters import Conditions
 from bkctl.spark.sources.options import Mode, SourceOptions
 
@@ -80,9 +80,8 @@ class PathReader(QueryReader):
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
         super().__init__(Conditions.of(options), options.mode(), pushdown=options.flag("pushdown"))
         self._paths = options.paths()
-        self._struct = schema
         default, on_request = self.columns(options)
-        check_schema(self.source, schema, (*default, *on_request, DAMAGE))
+        self._schema = checked_schema(self.source, schema, (*default, *on_request, DAMAGE))
 
     @classmethod
     def columns(cls, options: SourceOptions) -> tuple[Sequence[str], Sequence[str]]:

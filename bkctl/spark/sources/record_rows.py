@@ -20,7 +20,7 @@ from bkctl.formats.entry import HEADER_SIZE_V1, HEADER_SIZE_V2, DigestType, dige
 from bkctl.formats.record import NO_LEDGER, RECORD_SIZE, Record, RecordType
 from bkctl.ids import to_signed
 from bkctl.spark.sources.columns import DAMAGE, LedgerColumns, constant, table_of
-from bkctl.spark.sources.filters import LEDGER_COLUMNS, Conditions
+from bkctl.spark.sources.filters import LEDGER_COLUMNS, Conditions, all_of
 
 
 def fields_of(batch: RecordBatch) -> npt.NDArray[np.int64]:
@@ -80,14 +80,14 @@ class Selection(NamedTuple):
         if not (conditions.values or conditions.first or conditions.last or conditions.ledgers is not None):
             return None
         scope_ids, ledger_ids = ids_of(fields)
-        masks = [
-            conditions.ledger_mask(scope_ids, ledger_ids),
-            conditions.number_mask("entryId", fields[:, -3]),
-            conditions.number_mask("offset", offsets_of(batch)),
-        ]
-        given = [mask for mask in masks if mask is not None]
-        found: npt.NDArray[np.bool_] = np.logical_and.reduce(given) if given else np.ones(len(fields), np.bool_)
-        return None if found.all() else found
+        found = all_of(
+            (
+                conditions.ledger_mask(scope_ids, ledger_ids),
+                conditions.mask("entryId", fields[:, -3]),
+                conditions.mask("offset", offsets_of(batch)),
+            )
+        )
+        return None if found is None or found.all() else found
 
 
 # --- single records ---------------------------------------------------------------------------------------------------

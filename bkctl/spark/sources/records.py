@@ -35,7 +35,7 @@ from bkctl.formats.entry import HEADER_SIZE_V1, HEADER_SIZE_V2, OVERHEAD_SIZE_MA
 from bkctl.formats.entry_log import HEADER_SIZE, content_id_of
 from bkctl.formats.journal import journal_id_of
 from bkctl.formats.record import RECORD_SIZE_BYTES_MAX, RecordType
-from bkctl.spark.sources.columns import arrow_schema_of, damage_row, where_and_why
+from bkctl.spark.sources.columns import damage_row, where_and_why
 from bkctl.spark.sources.filters import LEDGER_COLUMNS
 from bkctl.spark.sources.options import SourceOptions
 from bkctl.spark.sources.places import Place, resolve, unseen
@@ -223,7 +223,7 @@ class RecordReader(PathReader):
         return all(self._conditions.accepts(name, value) for name, value in self._constants(place).items())
 
     def _rows_of(self, place: Place) -> RecordRows | LedgerSums:
-        schema, constants = arrow_schema_of(self._struct), self._constants(place)
+        schema, constants = self._schema, self._constants(place)
         selection = Selection(self._conditions, self._types)
         if self._rows is RecordRowKind.LEDGERS:
             return LedgerSums(schema, constants, selection)
@@ -256,7 +256,7 @@ class RecordReader(PathReader):
     def _up_to_damage(self, part: Range, damages: list[tuple[int | None, str]]) -> Iterator[RecordBatch]:
         """Yield the records of a range; in mode permissive add the damage that ends them to `damages`."""
         try:
-            yield from self._planned_records(part, content=any(name in BODY_COLUMNS for name in self._struct.names))
+            yield from self._planned_records(part, content=any(name in BODY_COLUMNS for name in self._schema.names))
         except UsageError:
             raise
         except BkctlError as error:

@@ -6,7 +6,6 @@ import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
 import pytest
 from support.waiting import LIMIT_S
 
@@ -183,8 +182,8 @@ def test_ledger_without_enough_bookies_fails_alone(live: Live, client: Client, m
     options = SourceOptions("test", live.options, ("metadataUri", *SHAPE_OPTIONS))
 
     def copied() -> list[tuple[str, str]]:
-        batches = _copy_bins(options, bins, [pa.RecordBatch.from_pydict({"id": [0]})])
-        return [(row["state"], row["message"] or "") for batch in batches for row in batch.to_pylist()]
+        batches = _copy_bins(options, bins, [[{"id": 0}]])
+        return [(row["state"], row["message"] or "") for batch in batches for row in batch]
 
     (failed, message), done = copied()
     assert (failed, done) == ("failed", ("copied", ""))
