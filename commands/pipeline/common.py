@@ -1,27 +1,30 @@
-"""Options, sessions and columns that commands of `bkctl pipeline` share: Spark, bookies' files, the connection."""
+"""What commands of `bkctl pipeline` share: columns, options, sessions, and the call that shows a job's result."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, cast
 
 import typer
 
-from bkctl.errors import UsageError
+from bkctl.errors import BkctlError, UsageError
 from bkctl.ids import LedgerId
 
 from ..kit.columns import Column, Columns, Kind, hex_column
 from ..kit.command import Run
 from ..kit.ledger_options import SCAN_LEDGERS, ScanFilter
 from ..kit.options import combined, option, parameter
+from ..kit.records import raise_first
 from ..kit.settings import SETTINGS, ValueType
 from ..kit.texts import counted
-from .saves import Saves, check_saves, check_spark_saves
+from .page import Section, write_pages
+from .saves import Saves, check_saves, check_spark_saves, frame_rows
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    from pyspark.sql import DataFrame, SparkSession
 
     from bkctl.spark.jobs.bookies import BookieFiles, Bookies
 
@@ -76,6 +79,8 @@ def sums_of(rows: Iterable[Any]) -> Sums:
 
 
 # --- options and jobs -------------------------------------------------------------------------------------------------
+
+By = TypeVar("By")
 
 PLACES = typer.Argument(
     metavar="PLACE",
@@ -300,3 +305,65 @@ def check_cluster(run: Run) -> None:
 def by_option(help: str) -> Any:
     """Return the option --by."""
     return typer.Option("--by", metavar="WHAT", help=help)
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """What every job over bookies' files is given; it `connects` unless it needs no cluster."""
+
+    run: Run
+    spark: SparkSettings
+    places: GivenBookies
+    saves: Saves
+    connects: bool = True
+
+
+class JobResult:
+    """The result of one run of a job, read once for rows and page."""
+
+    def rows(self, by: Any) -> DataFrame:
+        """Return the rows of `--by`."""
+        raise AssertionError
+
+    def notes(self, shown: Sums) -> list[str]:
+        """Return the lines below the rows, whose sums are `shown`."""
+        raise AssertionError
+
+    def sections(self) -> list[Section]:
+        """Return the sections of the page."""
+        raise AssertionError
+
+    def problems(self) -> list[BkctlError]:
+        """Return the errors that the command ends with."""
+        return []
+
+    def finding_count(self, shown: Sums) -> int:
+        """Return the number of findings, for rows whose sums are `shown`."""
+        return 0
+
+
+def show_result(
+    options: JobOptions,
+    label: str,
+    by: By,
+    columns: Mapping[By, Columns],
+    result_of: Callable[[Job], JobResult],
+    title: str | None = None,
+) -> None:
+    """Run the job `label`, print and save its rows `by` a word of `--by`, and end with its problems or findings."""
+    run, saves = options.run, options.saves
+    shown = Sums()
+    with read_job(
+        run, options.spark, label, options.places, saves, columns[by], connects=options.connects
+    ) as job:  # fmt: skip
+        found = result_of(job)
+        frame_rows(run, found.rows(by), columns[by], saves, shown.add)
+        for line in found.notes(shown):
+            run.note(line)
+        write_pages(saves.pages, title or label.capitalize(), found.sections, job.bookies)
+        problems, findings = found.problems(), found.finding_count(shown)
+    raise_first(run, problems)
+    run.finish_with(findings, "finding", "findings")

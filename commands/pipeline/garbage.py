@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +13,6 @@ from ..entrylog.garbage import ThresholdOptions, thresholds_of
 from ..entrylog.logs import ratio_text
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
-from ..kit.records import raise_first
 from ..kit.texts import GREEN, counted, size_text
 from .common import (
     BOOKIE,
@@ -23,14 +23,17 @@ from .common import (
     LOGS,
     SIZE,
     Job,
+    JobOptions,
+    JobResult,
     Places,
     SparkOptions,
+    Sums,
     by_option,
-    read_job,
+    show_result,
     sums_of,
 )
-from .page import Bar, Section, bars, table, top_rows, write_pages
-from .saves import SaveOption, frame_rows
+from .page import Bar, Section, bars, table, top_rows
+from .saves import SaveOption
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -96,20 +99,15 @@ def garbage(
     metadata store, as in 'entrylog garbage' for one bookie. Bytes of ledgers whose state is unknown remain. With --by
     ledger the rows are the dead ledgers.
     """
+    options = JobOptions(run, spark, places, saves)
     limits = thresholds_of(run, thresholds)
-    with read_job(run, spark, "garbage", places, saves, GARBAGE_COLUMNS[by]) as job:
-        found = GarbageResult(job, limits)
-        frame_rows(run, found.rows(by), GARBAGE_COLUMNS[by], saves)
-        run.note(found.summary())
-        write_pages(saves.pages, "Garbage", found.sections, job.bookies)
-        problems = found.problems()
-    raise_first(run, problems)
+    show_result(options, "garbage", by, GARBAGE_COLUMNS, partial(GarbageResult, thresholds=limits))
 
 
-class GarbageResult:
+class GarbageResult(JobResult):
     """The garbage of some bookies, read once for rows and page."""
 
-    def __init__(self, job: Job, thresholds: Any) -> None:
+    def __init__(self, job: Job, *, thresholds: Any) -> None:
         from bkctl.spark.jobs.garbage import garbage_shares, uses
 
         assert job.connection is not None
@@ -123,6 +121,9 @@ class GarbageResult:
         if by is GarbageBy.LEDGER:
             return orphans(self._shares)
         return by_bookie(self._uses) if by is GarbageBy.BOOKIE else self._uses
+
+    def notes(self, shown: Sums) -> list[str]:
+        return [self.summary()]
 
     def summary(self) -> str:
         """Return the totals in one line."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 from bkctl.errors import BkctlError, Corrupt
@@ -10,7 +11,6 @@ from bkctl.errors import BkctlError, Corrupt
 from ..kit.columns import Column, Columns, Kind, hex_column
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import ScanFilter
-from ..kit.records import raise_first
 from ..kit.texts import GREEN, RED, YELLOW, size_text
 from .common import (
     BOOKIE,
@@ -20,15 +20,18 @@ from .common import (
     LEDGER,
     RANGE,
     Job,
+    JobOptions,
+    JobResult,
     LedgersToScan,
     Places,
     SparkOptions,
+    Sums,
     by_option,
-    read_job,
+    show_result,
     sums_of,
 )
-from .page import Bar, Section, bars, table, top_rows, write_pages
-from .saves import SaveOption, frame_rows
+from .page import Bar, Section, bars, table, top_rows
+from .saves import SaveOption
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -120,20 +123,14 @@ def journal_audit(
     log show their ranges: of all bookies, of one, or of one journal.
     """
     connects = run.names_metadata or (places.are_default and run.conf is None)
-    with read_job(run, spark, "journal audit", places, saves, AUDIT_COLUMNS[by], connects=connects) as job:
-        found = JournalAuditResult(job, ledgers)
-        frame_rows(run, found.rows(by), AUDIT_COLUMNS[by], saves)
-        run.note(found.summary())
-        write_pages(saves.pages, "Journals", found.sections, job.bookies)
-        damaged, findings = found.damaged(), found.finding_count()
-    raise_first(run, damaged)
-    run.finish_with(findings, "finding", "findings")
+    options = JobOptions(run, spark, places, saves, connects=connects)
+    show_result(options, "journal audit", by, AUDIT_COLUMNS, partial(JournalAuditResult, ledgers=ledgers), "Journals")
 
 
-class JournalAuditResult:
+class JournalAuditResult(JobResult):
     """The journals of some bookies, read once for rows and page."""
 
-    def __init__(self, job: Job, ledgers: ScanFilter, *, held: DataFrame | None = None) -> None:
+    def __init__(self, job: Job, *, ledgers: ScanFilter, held: DataFrame | None = None) -> None:
         from bkctl.spark.jobs.journal_audit import audit
 
         self._connection = job.connection
@@ -151,6 +148,9 @@ class JournalAuditResult:
             return self._found.unlogged
         return entry_ranges(self._found.unlogged, by.value, ("logged", "replayed", "state"), self._connection)
 
+    def notes(self, shown: Sums) -> list[str]:
+        return [self.summary()]
+
     def summary(self) -> str:
         """Return the totals in one line."""
         sums = sums_of(self._found.journals.collect())
@@ -161,12 +161,12 @@ class JournalAuditResult:
             f"{sums['recordsBehind']:,} records lie behind an end"
         )
 
-    def damaged(self) -> list[BkctlError]:
+    def problems(self) -> list[BkctlError]:
         """Return an error for each damaged journal: its file and the damage."""
         rows = self._found.journals.filter("damaged").select("file", "problem").collect()
         return [Corrupt(f"{row.file}: {row.problem}") for row in rows]
 
-    def finding_count(self) -> int:
+    def finding_count(self, shown: Sums) -> int:
         """Return the number of findings: journals with a problem or records behind their end, and lost live entries."""
         journals = self._found.journals.filter("problem IS NOT NULL OR recordsBehind > 0").count()
         return journals + self._found.unlogged.filter("NOT replayed AND state = 'alive' AND logged = 'no'").count()

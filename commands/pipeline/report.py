@@ -16,7 +16,7 @@ from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import ScanFilter
 from ..kit.texts import counted, size_text
-from .common import Places, SparkOptions, read_job, sums_of
+from .common import Places, SparkOptions, Sums, read_job, sums_of
 from .garbage import GarbageBy, GarbageResult
 from .integrity import IntegrityResult
 from .inventory import InventoryBy, InventoryResult
@@ -98,11 +98,11 @@ def report(
 
         # The files are read once, and after the metadata, which integrity reads first.
         held = held_entries(job.session, job.bookies, None, None).persist()
-        checked = IntegrityResult(job, everything, held=held)
-        sized = InventoryResult(job, everything, held=held)
-        wasted = GarbageResult(job, limits)
-        audited = JournalAuditResult(job, everything, held=held)
-        inventory = sized.totals(InventoryBy.BOOKIE).collect()
+        checked = IntegrityResult(job, ledgers=everything, held=held)
+        sized = InventoryResult(job, ledgers=everything, held=held)
+        wasted = GarbageResult(job, thresholds=limits)
+        audited = JournalAuditResult(job, ledgers=everything, held=held)
+        inventory = sized.rows(InventoryBy.BOOKIE).collect()
         sums = sums_of(inventory)
         results = (sized, checked, wasted, audited)
         sections = [section for result in results for section in result.sections()] if saves else []
@@ -112,9 +112,9 @@ def report(
                 f"{size_text(sums['size'])} in {sums['entryCount']:,} entries on "
                 f"{counted(len(job.bookies), 'bookie', 'bookies')}",
             ),
-            _Part("integrity", checked.result.findings.count(), "; ".join(checked.notes)),
+            _Part("integrity", checked.result.findings.count(), "; ".join(checked.lines)),
             _Part("garbage", len(wasted.problems()), wasted.summary()),
-            _Part("journal-audit", audited.finding_count(), audited.summary()),
+            _Part("journal-audit", audited.finding_count(Sums()), audited.summary()),
         ]  # fmt: skip
         if textfile is not None:
             findings = {part.job: part.findings for part in parts}
