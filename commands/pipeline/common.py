@@ -1,4 +1,4 @@
-"""What commands of `bkctl pipeline` share: columns, options, sessions, and the call that shows a job's result."""
+"""The parts that commands of `bkctl pipeline` share: columns, options, sessions, and the call that shows a job's result."""
 
 from __future__ import annotations
 

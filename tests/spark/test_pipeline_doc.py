@@ -1,4 +1,4 @@
-"""docs/pipeline.md names every column and option of the sources, its examples run, and its recipes are well formed."""
+"""The documents of the pipeline name every column and option of the sources, their examples run, and their recipes are well formed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
     from support.live_ledgers import Live
 
-TEXT: Final = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text()
+_DOCUMENTS: Final = ("pipeline.md", "pipeline-python.md", "pipeline-deployments.md")
+TEXT: Final = "\n".join((Path(__file__).parents[2] / "docs" / name).read_text() for name in _DOCUMENTS)
 SOURCES: Final[dict[str, Any]] = {
     "entrylog": EntryLogSource,
     "entrylog/ledgers": EntryLogSource,
