@@ -1,4 +1,4 @@
-"""The parts that commands of `bkctl pipeline` share: columns, options, sessions, and the call that shows a job's result."""
+"""Columns, options and sessions that commands of `bkctl pipeline` share, and the call that shows a job's result."""
 
 from __future__ import annotations
 
