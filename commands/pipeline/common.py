@@ -312,7 +312,7 @@ def by_option(help: str) -> Any:
 
 @dataclass(frozen=True)
 class JobOptions:
-    """What every job over bookies' files is given; it `connects` unless it needs no cluster."""
+    """The options of a job over bookies' files; it `connects` unless it needs no cluster."""
 
     run: Run
     spark: SparkSettings
