@@ -1,9 +1,8 @@
-"""Columns, options and sessions that commands of `bkctl pipeline` share, and the call that shows a job's result."""
+"""Options and sessions that commands of `bkctl pipeline` share, and the call that shows a job's result."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, cast
@@ -11,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, cast
 import typer
 
 from bkctl.errors import BkctlError, UsageError
-from bkctl.ids import LedgerId
 
-from ..kit.columns import Column, Columns, Kind, hex_column
+from ..kit.columns import Columns
 from ..kit.command import Run
 from ..kit.ledger_options import SCAN_LEDGERS, ScanFilter
 from ..kit.options import combined, option, parameter
 from ..kit.records import raise_first
 from ..kit.settings import SETTINGS, ValueType
 from ..kit.texts import counted
+from .columns import Sums
 from .page import Section, write_pages
 from .saves import Saves, check_saves, check_spark_saves, frame_rows
 
@@ -27,58 +26,6 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
     from bkctl.spark.jobs.bookies import BookieFiles, Bookies
-
-# --- columns ----------------------------------------------------------------------------------------------------------
-
-
-def ledger_of(row: Any) -> LedgerId | None:
-    """Return the ledger of a row with a ledgerQualifiedName."""
-    name = row.ledgerQualifiedName
-    return None if name is None else LedgerId.from_value(int(name, 16))
-
-
-LEDGER = Column("LEDGER", "ledger", ledger_of, Kind.LEDGER)
-BOOKIE = Column("BOOKIE", "bookieId", "bookieId")
-FILE = Column("FILE", "file", "file", flexible=True, spare=2)
-LEDGERS = Column("LEDGERS", "ledgerCount", "ledgerCount", Kind.INTEGER)
-BOOKIES = Column("BOOKIES", "bookieCount", "bookieCount", Kind.INTEGER)
-LOGS = Column("LOGS", "logCount", "logCount", Kind.INTEGER)
-ENTRIES = Column("ENTRIES", "entryCount", "entryCount", Kind.INTEGER)
-RANGE = (
-    Column("FIRST", "firstEntryId", "firstEntryId", Kind.INTEGER),
-    Column("LAST", "lastEntryId", "lastEntryId", Kind.INTEGER),
-    ENTRIES,
-    Column("FINDINGS", "findingCount", "findingCount", Kind.INTEGER),
-)
-SIZE = Column("SIZE", "size", "size", Kind.SIZE)
-SUMS = (ENTRIES, SIZE)
-LOG = (
-    Column("LOG", "logId", "logId", Kind.INTEGER),
-    hex_column("logIdHex", "logIdHex"),
-    Column("SCOPED", "scoped", "scoped", Kind.BOOLEAN),
-)
-
-
-class Sums(Counter[str]):
-    """Sums of the integer columns of rows by name, and in `count` the number of rows."""
-
-    count = 0
-
-    def add(self, row: Any) -> None:
-        """Add a row to the sums."""
-        self.count += 1
-        self.update({name: value for name, value in row.asDict().items() if type(value) is int})
-
-
-def sums_of(rows: Iterable[Any]) -> Sums:
-    """Return the sums of `rows`."""
-    sums = Sums()
-    for row in rows:
-        sums.add(row)
-    return sums
-
-
-# --- options and jobs -------------------------------------------------------------------------------------------------
 
 By = TypeVar("By")
 
@@ -328,9 +275,13 @@ class JobResult:
         """Return the rows of `--by`."""
         raise AssertionError
 
+    def summary(self) -> str:
+        """Return the totals in one line."""
+        raise AssertionError
+
     def notes(self, shown: Sums) -> list[str]:
         """Return the lines below the rows, whose sums are `shown`."""
-        raise AssertionError
+        return [self.summary()]
 
     def sections(self) -> list[Section]:
         """Return the sections of the page."""

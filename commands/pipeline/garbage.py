@@ -14,24 +14,8 @@ from ..entrylog.logs import ratio_text
 from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.texts import GREEN, counted, size_text
-from .common import (
-    BOOKIE,
-    BOOKIES,
-    FILE,
-    LEDGER,
-    LOG,
-    LOGS,
-    SIZE,
-    Job,
-    JobOptions,
-    JobResult,
-    Places,
-    SparkOptions,
-    Sums,
-    by_option,
-    show_result,
-    sums_of,
-)
+from .columns import BOOKIE, BOOKIES, FILE, LEDGER, LOG, LOGS, SIZE, sums_of
+from .common import Job, JobOptions, JobResult, Places, SparkOptions, by_option, show_result
 from .page import Bar, Section, bars, table, top_rows
 from .saves import SaveOption
 
@@ -122,11 +106,7 @@ class GarbageResult(JobResult):
             return orphans(self._shares)
         return by_bookie(self._uses) if by is GarbageBy.BOOKIE else self._uses
 
-    def notes(self, shown: Sums) -> list[str]:
-        return [self.summary()]
-
     def summary(self) -> str:
-        """Return the totals in one line."""
         sums = sums_of(self.rows(GarbageBy.BOOKIE).collect())
         orphans = counted(self.rows(GarbageBy.LEDGER).count(), "orphaned ledger", "orphaned ledgers")
         return (

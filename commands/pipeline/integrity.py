@@ -12,22 +12,8 @@ from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import ScanFilter
 from ..kit.texts import RED, YELLOW, counted
-from .common import (
-    BOOKIE,
-    BOOKIES,
-    FILE,
-    LEDGER,
-    RANGE,
-    Job,
-    JobOptions,
-    JobResult,
-    LedgersToScan,
-    Places,
-    SparkOptions,
-    Sums,
-    by_option,
-    show_result,
-)
+from .columns import BOOKIE, BOOKIES, FILE, LEDGER, RANGE, Sums
+from .common import Job, JobOptions, JobResult, LedgersToScan, Places, SparkOptions, by_option, show_result
 from .page import Bar, Section, bars, table
 from .saves import SaveOption
 

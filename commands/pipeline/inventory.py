@@ -13,25 +13,8 @@ from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import ScanFilter
 from ..kit.texts import counted, size_text
-from .common import (
-    BOOKIE,
-    BOOKIES,
-    FILE,
-    LEDGER,
-    LEDGERS,
-    LOG,
-    LOGS,
-    SUMS,
-    Job,
-    JobOptions,
-    JobResult,
-    LedgersToScan,
-    Places,
-    SparkOptions,
-    Sums,
-    by_option,
-    show_result,
-)
+from .columns import BOOKIE, BOOKIES, FILE, LEDGER, LEDGERS, LOG, LOGS, SUMS, Sums
+from .common import Job, JobOptions, JobResult, LedgersToScan, Places, SparkOptions, by_option, show_result
 from .page import Bar, Section, bars, table, top_rows
 from .saves import SaveOption
 

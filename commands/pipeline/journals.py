@@ -12,24 +12,8 @@ from ..kit.columns import Column, Columns, Kind, hex_column
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import ScanFilter
 from ..kit.texts import GREEN, RED, YELLOW, size_text
-from .common import (
-    BOOKIE,
-    BOOKIES,
-    ENTRIES,
-    FILE,
-    LEDGER,
-    RANGE,
-    Job,
-    JobOptions,
-    JobResult,
-    LedgersToScan,
-    Places,
-    SparkOptions,
-    Sums,
-    by_option,
-    show_result,
-    sums_of,
-)
+from .columns import BOOKIE, BOOKIES, ENTRIES, FILE, LEDGER, RANGE, Sums, sums_of
+from .common import Job, JobOptions, JobResult, LedgersToScan, Places, SparkOptions, by_option, show_result
 from .page import Bar, Section, bars, table, top_rows
 from .saves import SaveOption
 
@@ -148,11 +132,7 @@ class JournalAuditResult(JobResult):
             return self._found.unlogged
         return entry_ranges(self._found.unlogged, by.value, ("logged", "replayed", "state"), self._connection)
 
-    def notes(self, shown: Sums) -> list[str]:
-        return [self.summary()]
-
     def summary(self) -> str:
-        """Return the totals in one line."""
         sums = sums_of(self._found.journals.collect())
         return (
             f"A crash now would replay {sums['replayRecordCount']:,} records "

@@ -18,7 +18,8 @@ from ..kit.ledger_options import AnyLedgers, to_scope_option
 from ..kit.options import DryRun, combined, option
 from ..kit.texts import GREEN, RED, YELLOW, counted
 from ..ledger.listing import parse_states
-from .common import SparkOptions, check_cluster, connection_options, ledger_of, spark_job
+from .columns import ledger_of
+from .common import SparkOptions, check_cluster, connection_options, spark_job
 from .saves import ROW_FORMS, SaveRows, Saves, check_saves, frame_rows
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ from ..kit.columns import Column, Columns, Kind
 from ..kit.command import Run, command, group
 from ..kit.ledger_options import ScanFilter
 from ..kit.texts import counted, size_text
-from .common import Places, SparkOptions, Sums, read_job, sums_of
+from .columns import Sums, sums_of
+from .common import Places, SparkOptions, read_job
 from .garbage import GarbageBy, GarbageResult
 from .integrity import IntegrityResult
 from .inventory import InventoryBy, InventoryResult
