@@ -130,7 +130,9 @@ def test_sql_of_the_document_runs(spark: SparkSession) -> None:
 
 
 def test_python_of_the_document_runs(spark: SparkSession, live: Live, capsys: pytest.CaptureFixture[str]) -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", TEXT.split("\n## Sources and jobs", 1)[1].split("\n### ", 1)[0], re.DOTALL)
+    (example,) = re.findall(
+        r"```python\n(.*?)```", TEXT.split("\n## Sources and jobs", 1)[1].split("\n### ", 1)[0], re.DOTALL
+    )
     places = {
         '["/bookies/0", "/bookies/1", "/bookies/2"]': repr([str(Path(live.uri.removeprefix("sqlite://")).parent)]),
         '"zk://zk1:2181/ledgers"': repr(live.uri),
