@@ -1,23 +1,84 @@
-"""The Spark session of a job, on this machine or on a cluster, with the data sources registered.
+"""The Spark session of a job, on this machine or on a cluster, with the data sources registered; what it requires.
 
 Callers with a session of their own pass that to the jobs instead, and call `sources.register` on it.
 """
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from bkctl.errors import NotFound
+from bkctl.errors import BkctlError, NotFound
 from bkctl.spark.failures import plain_errors
 from bkctl.spark.jvm import SparkRuntime, is_local
-from bkctl.spark.requirements import require_spark
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+JAVA_VERSION_MIN: Final = 17
+#: The first release with filter pushdown, Arrow writers and admission control for Python data sources.
+PYSPARK_VERSION_MIN: Final = (4, 2)
+_JAVA_HINT: Final = "install a Java runtime (Debian: openjdk-17-jre-headless), or set JAVA_HOME"
+_EXTRA_HINT: Final = "pip install 'bkctl[spark]'"
+_JAVA_TIMEOUT_S: Final = 60.0
+
+
+def require_spark() -> None:
+    """Raise BkctlError, saying what to install, unless Spark can run here."""
+    _require_packages()
+    _require_java()
+
+
+def _require_packages() -> None:
+    import warnings
+
+    # PySpark warns about releases of its own dependencies; an operator cannot act on that.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="pyspark")
+    try:
+        import pandas  # noqa: F401
+        import pyarrow  # noqa: F401
+        import pyspark
+    except ImportError as error:
+        name = (error.name or "pyspark").partition(".")[0]
+        raise BkctlError(f"The pipeline runs on Spark, and {name} is not installed", hint=_EXTRA_HINT) from error
+    if tuple(map(int, pyspark.__version__.split(".")[:2])) < PYSPARK_VERSION_MIN:
+        needed = ".".join(map(str, PYSPARK_VERSION_MIN))
+        raise BkctlError(
+            f"The pipeline needs PySpark {needed} or later, and {pyspark.__version__} is installed", hint=_EXTRA_HINT
+        )
+
+
+def _require_java() -> None:
+    home = os.environ.get("JAVA_HOME")
+    java = str(Path(home, "bin", "java")) if home else shutil.which("java")
+    if java is None:
+        raise _java_error("java is not on PATH")
+    try:
+        version = subprocess.run(
+            [java, "-version"], capture_output=True, text=True, timeout=_JAVA_TIMEOUT_S, check=False
+        )  # fmt: skip
+    except OSError as error:
+        raise _java_error(f"{java} does not run: {error.strerror or error}") from error
+    found = re.search(r'version "(\d+)', version.stderr + version.stdout)
+    if version.returncode or found is None:
+        raise _java_error(f"{java} does not work")
+    if int(found[1]) < JAVA_VERSION_MIN:
+        raise _java_error(f"{java} is {found[1]}")
+
+
+def _java_error(reason: str) -> BkctlError:
+    return BkctlError(f"Spark needs Java {JAVA_VERSION_MIN} or later, and {reason}", hint=_JAVA_HINT)
+
+
+# --- the session ------------------------------------------------------------------------------------------------------
 
 LOCAL_MASTER: Final = "local[*]"
 
@@ -151,3 +212,38 @@ def compiled_scanner() -> Path | None:
 
     spec = find_spec("bkctl.files._scan")
     return None if spec is None or spec.origin is None else Path(spec.origin)
+
+
+# --- progress ---------------------------------------------------------------------------------------------------------
+
+_PERIOD_S: Final = 0.2
+
+
+@contextmanager
+def report_progress(session: SparkSession, report: Callable[[int, int], None]) -> Iterator[None]:
+    """Call `report(finished tasks, known tasks)` from a thread, every 0.2 seconds, while the block runs."""
+    tracker = session.sparkContext.statusTracker()
+    done = threading.Event()
+    #: Stage id → its finished tasks, all its tasks.
+    stages: dict[int, tuple[int, int]] = {}
+
+    def poll() -> None:
+        while not done.wait(_PERIOD_S):
+            with suppress(Exception):  # Spark may end between two questions; progress must not fail the job.
+                for stage_id in tracker.getActiveStageIds():
+                    info = tracker.getStageInfo(stage_id)
+                    if info is not None:
+                        stages[stage_id] = info.numCompletedTasks, info.numTasks
+                # A stage that is no longer active is complete.
+                active = set(tracker.getActiveStageIds())
+                for stage_id in stages.keys() - active:
+                    stages[stage_id] = stages[stage_id][1], stages[stage_id][1]
+            report(sum(finished for finished, _ in stages.values()), sum(known for _, known in stages.values()))
+
+    thread = threading.Thread(target=poll, name="spark-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

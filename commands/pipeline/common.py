@@ -1,28 +1,34 @@
-"""Options and sessions that commands of `bkctl pipeline` share: Spark, bookies' files, the connection to a cluster."""
+"""Options and sessions that commands of `bkctl pipeline` share, and the call that shows a job's result."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, cast
 
 import typer
 
 from bkctl.columns import Columns
-from bkctl.errors import UsageError
+from bkctl.errors import BkctlError, UsageError
 
 from ..kit.command import Run
 from ..kit.ledger_options import SCAN_LEDGERS, ScanFilter
 from ..kit.options import combined, option, parameter
+from ..kit.records import raise_first
 from ..kit.settings import SETTINGS, ValueType
 from ..kit.texts import counted
-from .saves import Saves, check_saves, check_spark_saves
+from .columns import Sums
+from .page import Section, write_pages
+from .saves import Saves, check_saves, check_spark_saves, frame_rows
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    from pyspark.sql import DataFrame, SparkSession
 
     from bkctl.spark.jobs.bookies import BookieFiles, Bookies
+
+By = TypeVar("By")
 
 PLACES = typer.Argument(
     metavar="PLACE",
@@ -131,8 +137,7 @@ def spark_job(
 
     Raises the errors of `check_spark_saves` for rows of `columns`.
     """
-    from bkctl.spark.progress import report_progress
-    from bkctl.spark.session import LOCAL_MASTER, spark_session
+    from bkctl.spark.session import LOCAL_MASTER, report_progress, spark_session
 
     with run.job.working("Starting Spark") as activity, ExitStack() as stack:
         session = stack.enter_context(
@@ -251,3 +256,69 @@ def check_cluster(run: Run) -> None:
 def by_option(help: str) -> Any:
     """Return the option --by."""
     return typer.Option("--by", metavar="WHAT", help=help)
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """The options of a job over bookies' files; it `connects` unless it needs no cluster."""
+
+    run: Run
+    spark: SparkSettings
+    places: GivenBookies
+    saves: Saves
+    connects: bool = True
+
+
+class JobResult:
+    """The result of one run of a job, read once for rows and page."""
+
+    def rows(self, by: Any) -> DataFrame:
+        """Return the rows of `--by`."""
+        raise AssertionError
+
+    def summary(self) -> str:
+        """Return the totals in one line."""
+        raise AssertionError
+
+    def notes(self, shown: Sums) -> list[str]:
+        """Return the lines below the rows, whose sums are `shown`."""
+        return [self.summary()]
+
+    def sections(self) -> list[Section]:
+        """Return the sections of the page."""
+        raise AssertionError
+
+    def problems(self) -> list[BkctlError]:
+        """Return the errors that the command ends with."""
+        return []
+
+    def finding_count(self, shown: Sums) -> int:
+        """Return the number of findings, for rows whose sums are `shown`."""
+        return 0
+
+
+def show_result(
+    options: JobOptions,
+    label: str,
+    by: By,
+    columns: Mapping[By, Columns],
+    result_of: Callable[[Job], JobResult],
+    title: str | None = None,
+) -> None:
+    """Run the job `label`, print and save its rows `by` a word of `--by`, and end with its problems or findings."""
+    run, saves = options.run, options.saves
+    shown = Sums()
+    with read_job(
+        run, options.spark, label, options.places, saves, columns[by], connects=options.connects
+    ) as job:  # fmt: skip
+        found = result_of(job)
+        frame_rows(run, found.rows(by), columns[by], saves, shown.add)
+        for line in found.notes(shown):
+            run.out.note(line)
+        write_pages(saves.pages, title or label.capitalize(), found.sections, job.bookies)
+        problems, findings = found.problems(), found.finding_count(shown)
+    raise_first(run, problems)
+    run.out.finish_with(findings, "finding", "findings")

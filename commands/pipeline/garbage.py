@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,12 +14,11 @@ from ..entrylog.garbage import ThresholdOptions, thresholds_of
 from ..entrylog.logs import ratio_text
 from ..kit.command import Run, command, group
 from ..kit.documents import rows_of
-from ..kit.records import raise_first
 from ..kit.texts import GREEN, counted, size_text
 from .columns import BOOKIE, BOOKIES, FILE, LEDGER, LOG, LOGS, SIZE, sums_of
-from .common import Job, Places, SparkOptions, by_option, read_job
-from .page import Bar, Section, bars, table, top_rows, write_pages
-from .saves import SaveOption, frame_rows
+from .common import Job, JobOptions, JobResult, Places, SparkOptions, by_option, show_result
+from .page import Bar, Section, bars, table, top_rows
+from .saves import SaveOption
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -90,20 +90,15 @@ def garbage(
     metadata store, as in 'entrylog garbage' for one bookie. Bytes of ledgers whose state is unknown remain. With --by
     ledger the rows are the dead ledgers.
     """
+    options = JobOptions(run, spark, places, saves)
     limits = thresholds_of(run, thresholds)
-    with read_job(run, spark, "garbage", places, saves, GARBAGE_COLUMNS[by]) as job:
-        found = GarbageResult(job, limits)
-        frame_rows(run, found.rows(by), GARBAGE_COLUMNS[by], saves)
-        run.out.note(found.summary())
-        write_pages(saves.pages, "Garbage", found.sections, job.bookies)
-        problems = found.problems()
-    raise_first(run, problems)
+    show_result(options, "garbage", by, GARBAGE_COLUMNS, partial(GarbageResult, thresholds=limits))
 
 
-class GarbageResult:
+class GarbageResult(JobResult):
     """The garbage of some bookies, read once for rows and page."""
 
-    def __init__(self, job: Job, thresholds: Any) -> None:
+    def __init__(self, job: Job, *, thresholds: Any) -> None:
         from bkctl.spark.jobs.garbage import garbage_shares, uses
 
         assert job.connection is not None
@@ -119,7 +114,6 @@ class GarbageResult:
         return by_bookie(self._uses) if by is GarbageBy.BOOKIE else self._uses
 
     def summary(self) -> str:
-        """Return the totals in one line."""
         sums = sums_of(self.rows(GarbageBy.BOOKIE).collect())
         orphans = counted(self.rows(GarbageBy.LEDGER).count(), "orphaned ledger", "orphaned ledgers")
         return (

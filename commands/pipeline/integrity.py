@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,9 +15,9 @@ from ..kit.documents import rows_of
 from ..kit.ledger_options import ScanFilter
 from ..kit.texts import RED, YELLOW, counted
 from .columns import BOOKIE, BOOKIES, FILE, LEDGER, RANGE, Sums
-from .common import Job, LedgersToScan, Places, SparkOptions, by_option, read_job
-from .page import Bar, Section, bars, table, write_pages
-from .saves import SaveOption, frame_rows
+from .common import Job, JobOptions, JobResult, LedgersToScan, Places, SparkOptions, by_option, show_result
+from .page import Bar, Section, bars, table
+from .saves import SaveOption
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -80,21 +80,17 @@ def integrity(
     not checked. --by ledger, bookie and log show ranges of entries with the same problem and INTACT: of all bookies, of
     one, or of one file (entry log or journal).
     """
-    with read_job(run, spark, "integrity", places, saves, INTEGRITY_COLUMNS[by]) as job:
-        found = IntegrityResult(job, ledgers, indexes=not no_indexes)
-        sums = Sums()
-        frame_rows(run, found.rows(by), INTEGRITY_COLUMNS[by], saves, sums.add)
-        for line in found.notes:
-            run.out.note(line)
-        write_pages(saves.pages, "Integrity", found.sections, job.bookies)
-    run.out.finish_with(sums.count if by is IntegrityBy.ENTRY else sums["findingCount"], "finding", "findings")
+    options = JobOptions(run, spark, places, saves)
+    show_result(
+        options, "integrity", by, INTEGRITY_COLUMNS, partial(IntegrityResult, ledgers=ledgers, indexes=not no_indexes)
+    )
 
 
-class IntegrityResult:
+class IntegrityResult(JobResult):
     """The findings of one run."""
 
     def __init__(
-        self, job: Job, ledgers: ScanFilter, *, indexes: bool = True, held: DataFrame | None = None
+        self, job: Job, *, ledgers: ScanFilter, indexes: bool = True, held: DataFrame | None = None
     ) -> None:  # fmt: skip
         from bkctl.spark.jobs.integrity import integrity
 
@@ -114,9 +110,16 @@ class IntegrityResult:
         same = ("problem", "intactCount", "writeQuorumSize", "ledgerState")
         return entry_ranges(self.result.findings, by.value, same, self._connection)
 
-    @cached_property
-    def notes(self) -> list[str]:
+    def finding_count(self, shown: Sums) -> int:
+        return shown.get("findingCount", shown.count)
+
+    def notes(self, shown: Sums) -> list[str]:
         """Return one line about the checked replicas, and one about the bookies that were not checked."""
+        return self.lines
+
+    @cached_property
+    def lines(self) -> list[str]:
+        """Return the lines of `notes`."""
         (checked,) = self.result.checked.collect()
         notes = [
             f"{checked.replicaCount:,} replicas of {checked.entryCount:,} entries in {checked.ledgerCount:,} "
@@ -140,4 +143,4 @@ class IntegrityResult:
         plot = bars("Findings by bookie", [Bar(name, parts) for name, parts in by_bookie.items()], unit="")
         columns = INTEGRITY_COLUMNS[IntegrityBy.ENTRY]
         found = table(findings, columns) if counts else '<p class="good">No findings.</p>'
-        return [Section("Integrity", ". ".join(self.notes), [plot, found])]
+        return [Section("Integrity", ". ".join(self.lines), [plot, found])]

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from bkctl.columns import Column, Columns, Kind
-from bkctl.errors import Corrupt
+from bkctl.errors import BkctlError, Corrupt
 
 from ..kit.command import Run, command, group
 from ..kit.documents import rows_of
 from ..kit.ledger_options import ScanFilter
-from ..kit.records import raise_first
 from ..kit.texts import counted, size_text
 from .columns import BOOKIE, BOOKIES, FILE, LEDGER, LEDGERS, LOG, LOGS, SUMS, Sums
-from .common import Job, LedgersToScan, Places, SparkOptions, by_option, read_job
-from .page import Bar, Section, bars, table, top_rows, write_pages
-from .saves import SaveOption, frame_rows
+from .common import Job, JobOptions, JobResult, LedgersToScan, Places, SparkOptions, by_option, show_result
+from .page import Bar, Section, bars, table, top_rows
+from .saves import SaveOption
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -83,21 +83,15 @@ def inventory(
     --by application needs the cluster; all others need files only. Exit code 7: a log is damaged; entries before the
     damage are counted.
     """
-    columns, connects = INVENTORY_COLUMNS[by], by is InventoryBy.APPLICATION
-    with read_job(run, spark, "inventory", places, saves, columns, connects=connects) as job:
-        found = InventoryResult(job, ledgers)
-        sums = Sums()
-        frame_rows(run, found.totals(by), columns, saves, sums.add)
-        run.out.note(f"{size_text(sums['size'])} in {counted(sums['entryCount'], 'entry', 'entries')}")
-        write_pages(saves.pages, "Inventory", found.sections, job.bookies)
-    raise_first(run, [Corrupt(row.reason) for row in found.damages])
+    options = JobOptions(run, spark, places, saves, connects=by is InventoryBy.APPLICATION)
+    show_result(options, "inventory", by, INVENTORY_COLUMNS, partial(InventoryResult, ledgers=ledgers))
 
 
-class InventoryResult:
+class InventoryResult(JobResult):
     """The inventory of some bookies, scanned once for rows and page."""
 
-    def __init__(self, job: Job, ledgers: ScanFilter, *, held: DataFrame | None = None) -> None:
-        from bkctl.spark.jobs.held_entries import shares_of
+    def __init__(self, job: Job, *, ledgers: ScanFilter, held: DataFrame | None = None) -> None:
+        from bkctl.spark.jobs.entries import shares_of
         from bkctl.spark.jobs.inventory import damages, shares
 
         self._job = job
@@ -108,12 +102,18 @@ class InventoryResult:
         self._shares = found.persist()
         self.damages = damages(self._shares).collect()
 
-    def totals(self, by: InventoryBy) -> DataFrame:
+    def rows(self, by: InventoryBy) -> DataFrame:
         """Return the rows of `--by`."""
         from bkctl.spark.jobs.inventory import Grouping, totals
 
         job = self._job
         return totals(job.session, job.bookies, self._shares, Grouping(by.value), job.connection)
+
+    def notes(self, shown: Sums) -> list[str]:
+        return [f"{size_text(shown['size'])} in {counted(shown['entryCount'], 'entry', 'entries')}"]
+
+    def problems(self) -> list[BkctlError]:
+        return [Corrupt(row.reason) for row in self.damages]
 
     def sections(self) -> list[Section]:
         """Return the sections of the page."""
@@ -121,11 +121,11 @@ class InventoryResult:
         for title, by, name_of in _PLOTS:
             if by is InventoryBy.APPLICATION and self._job.connection is None:
                 continue
-            frame = self.totals(by)
+            frame = self.rows(by)
             blocks.append(bars(title, [Bar(name_of(row), {"bytes": row.size}) for row in top_rows(frame)]))
             blocks.append(table(frame, INVENTORY_COLUMNS[by]))
         by = InventoryBy.ENTRY_LOG
-        blocks.append(table(self.totals(by), INVENTORY_COLUMNS[by]))
+        blocks.append(table(self.rows(by), INVENTORY_COLUMNS[by]))
         return [Section("Inventory", "Bytes and entries in the entry logs; every copy of an entry counts.", blocks)]
 
 

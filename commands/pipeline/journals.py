@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 from bkctl.columns import Column, Columns, Kind
@@ -12,12 +13,11 @@ from ..kit.columns import hex_column
 from ..kit.command import Run, command, group
 from ..kit.documents import rows_of
 from ..kit.ledger_options import ScanFilter
-from ..kit.records import raise_first
 from ..kit.texts import GREEN, RED, YELLOW, size_text
-from .columns import BOOKIE, BOOKIES, ENTRIES, FILE, LEDGER, RANGE, sums_of
-from .common import Job, LedgersToScan, Places, SparkOptions, by_option, read_job
-from .page import Bar, Section, bars, table, top_rows, write_pages
-from .saves import SaveOption, frame_rows
+from .columns import BOOKIE, BOOKIES, ENTRIES, FILE, LEDGER, RANGE, Sums, sums_of
+from .common import Job, JobOptions, JobResult, LedgersToScan, Places, SparkOptions, by_option, show_result
+from .page import Bar, Section, bars, table, top_rows
+from .saves import SaveOption
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -115,20 +115,14 @@ def journal_audit(
     log show their ranges: of all bookies, of one, or of one journal.
     """
     connects = run.access.names_metadata or (places.are_default and run.access.conf is None)
-    with read_job(run, spark, "journal audit", places, saves, AUDIT_COLUMNS[by], connects=connects) as job:
-        found = JournalAuditResult(job, ledgers)
-        frame_rows(run, found.rows(by), AUDIT_COLUMNS[by], saves)
-        run.out.note(found.summary())
-        write_pages(saves.pages, "Journals", found.sections, job.bookies)
-        damaged, findings = found.damaged(), found.finding_count()
-    raise_first(run, damaged)
-    run.out.finish_with(findings, "finding", "findings")
+    options = JobOptions(run, spark, places, saves, connects=connects)
+    show_result(options, "journal audit", by, AUDIT_COLUMNS, partial(JournalAuditResult, ledgers=ledgers), "Journals")
 
 
-class JournalAuditResult:
+class JournalAuditResult(JobResult):
     """The journals of some bookies, read once for rows and page."""
 
-    def __init__(self, job: Job, ledgers: ScanFilter, *, held: DataFrame | None = None) -> None:
+    def __init__(self, job: Job, *, ledgers: ScanFilter, held: DataFrame | None = None) -> None:
         from bkctl.spark.jobs.journal_audit import audit
 
         self._connection = job.connection
@@ -147,7 +141,6 @@ class JournalAuditResult:
         return entry_ranges(self._found.unlogged, by.value, ("logged", "replayed", "state"), self._connection)
 
     def summary(self) -> str:
-        """Return the totals in one line."""
         sums = sums_of(self._found.journals.collect())
         return (
             f"A crash now would replay {sums['replayRecordCount']:,} records "
@@ -156,12 +149,12 @@ class JournalAuditResult:
             f"{sums['recordsBehind']:,} records lie behind an end"
         )
 
-    def damaged(self) -> list[BkctlError]:
+    def problems(self) -> list[BkctlError]:
         """Return an error for each damaged journal: its file and the damage."""
         rows = self._found.journals.filter("damaged").select("file", "problem").collect()
         return [Corrupt(f"{row.file}: {row.problem}") for row in rows]
 
-    def finding_count(self) -> int:
+    def finding_count(self, shown: Sums) -> int:
         """Return the number of findings: journals with a problem or records behind their end, and lost live entries."""
         journals = self._found.journals.filter("problem IS NOT NULL OR recordsBehind > 0").count()
         return journals + self._found.unlogged.filter("NOT replayed AND state = 'alive' AND logged = 'no'").count()

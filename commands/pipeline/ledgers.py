@@ -221,9 +221,9 @@ def migrate_scope(
     options = {**connection_options(run), **sizes}
     check_cluster(run)
     with spark_job(run, spark, "migrate-scope", saves, COPY_COLUMNS) as session:
-        from bkctl.spark.jobs import migration
+        from bkctl.spark.jobs.copying import migrate_scope as migrate
 
-        rows = migration.migrate_scope(
+        rows = migrate(
             session, options, to_scope_id, from_scope_id=which.scope_id, ledgers=which.ledgers or (), dry_run=dry_run
         )
         _show_copies(run, rows, saves)

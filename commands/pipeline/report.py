@@ -17,7 +17,7 @@ from ..kit.command import Run, command, group
 from ..kit.documents import rows_of
 from ..kit.ledger_options import ScanFilter
 from ..kit.texts import counted, size_text
-from .columns import sums_of
+from .columns import Sums, sums_of
 from .common import Places, SparkOptions, read_job
 from .garbage import GarbageBy, GarbageResult
 from .integrity import IntegrityResult
@@ -97,15 +97,15 @@ def report(
     limits = thresholds_of(run, thresholds)
     everything = ScanFilter(None, None)
     with read_job(run, spark, "report", places) as job:
-        from bkctl.spark.jobs.held_entries import held_entries
+        from bkctl.spark.jobs.entries import held_entries
 
         # The files are read once, and after the metadata, which integrity reads first.
         held = held_entries(job.session, job.bookies, None, None).persist()
-        checked = IntegrityResult(job, everything, held=held)
-        sized = InventoryResult(job, everything, held=held)
-        wasted = GarbageResult(job, limits)
-        audited = JournalAuditResult(job, everything, held=held)
-        inventory = sized.totals(InventoryBy.BOOKIE).collect()
+        checked = IntegrityResult(job, ledgers=everything, held=held)
+        sized = InventoryResult(job, ledgers=everything, held=held)
+        wasted = GarbageResult(job, thresholds=limits)
+        audited = JournalAuditResult(job, ledgers=everything, held=held)
+        inventory = sized.rows(InventoryBy.BOOKIE).collect()
         sums = sums_of(inventory)
         results = (sized, checked, wasted, audited)
         sections = [section for result in results for section in result.sections()] if saves else []
@@ -115,9 +115,9 @@ def report(
                 f"{size_text(sums['size'])} in {sums['entryCount']:,} entries on "
                 f"{counted(len(job.bookies), 'bookie', 'bookies')}",
             ),
-            _Part("integrity", checked.result.findings.count(), "; ".join(checked.notes)),
+            _Part("integrity", checked.result.findings.count(), "; ".join(checked.lines)),
             _Part("garbage", len(wasted.problems()), wasted.summary()),
-            _Part("journal-audit", audited.finding_count(), audited.summary()),
+            _Part("journal-audit", audited.finding_count(Sums()), audited.summary()),
         ]  # fmt: skip
         if textfile is not None:
             findings = {part.job: part.findings for part in parts}

@@ -261,7 +261,7 @@ class _RowFile:
         if self._form == ".parquet":
             import pyarrow.parquet
 
-            from bkctl.spark.schemas import arrow_schema_of
+            from bkctl.spark.sources.columns import arrow_schema_of
 
             head = [pyarrow.field(name, pyarrow.timestamp("us", "UTC")) for name in self._head]
             self._schema = pyarrow.schema([*head, *arrow_schema_of(frame.schema)])

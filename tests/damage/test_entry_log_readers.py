@@ -28,7 +28,7 @@ from bkctl.formats.record import record_of
 from bkctl.ids import LedgerId
 from bkctl.repair.findings import RepairFindings
 from bkctl.repair.log_entries import read_log_entries
-from bkctl.spark.sources.entry_logs import EntryLogSource
+from bkctl.spark.sources.records import EntryLogSource
 from bkctl.storage.compaction import EntryLogCompactor, Throttler
 from bkctl.storage.entry_log_metadata import EntryLogMetadata
 from bkctl.storage.entry_logger import EntryLogger

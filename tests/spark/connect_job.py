@@ -11,12 +11,12 @@ import sys
 from typing import Any
 
 from bkctl.spark.jobs.bookies import find_bookies
+from bkctl.spark.jobs.copying import migrate_scope
 from bkctl.spark.jobs.entry_ranges import entry_ranges
 from bkctl.spark.jobs.garbage import by_bookie, garbage_shares, uses
 from bkctl.spark.jobs.integrity import integrity
 from bkctl.spark.jobs.inventory import Grouping, shares, totals
 from bkctl.spark.jobs.journal_audit import audit
-from bkctl.spark.jobs.migration import migrate_scope
 from bkctl.spark.local.session import local_session
 from bkctl.spark.sources import register
 

@@ -16,9 +16,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bkctl.spark.jobs.bookie_records import log_records
+from bkctl.spark.jobs.bookie_records import QUALIFIED_NAME, log_records
 from bkctl.spark.jobs.bookies import find_bookies
-from bkctl.spark.jobs.frames import QUALIFIED_NAME
 from bkctl.spark.session import spark_session
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from support.servers import find_java
 from support.source_rows import rows_of
 
 from bkctl.spark.sources import SOURCES
-from bkctl.spark.sources.entry_logs import EntryLogSource
+from bkctl.spark.sources.records import EntryLogSource
 
 ROOT = Path(__file__).resolve().parents[2]
 #: A session that registers nothing.

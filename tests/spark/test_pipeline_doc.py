@@ -1,4 +1,4 @@
-"""docs/pipeline.md names every column and option of the sources, its examples run, and its recipes are well formed."""
+"""The documents of the pipeline name every column and option of the sources; their examples and recipes are sound."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from bkctl.commands.main import root
 from bkctl.errors import UsageError
 from bkctl.spark.sources import indexes, ledger_source, metadata, records
 from bkctl.spark.sources.columns import DAMAGE, TYPES
-from bkctl.spark.sources.entry_logs import EntryLogSource
-from bkctl.spark.sources.journals import JournalSource
+from bkctl.spark.sources.records import EntryLogSource, JournalSource
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
     from support.live_ledgers import Live
 
-TEXT: Final = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text()
+_DOCUMENTS: Final = ("pipeline.md", "pipeline-python.md", "pipeline-deployments.md")
+TEXT: Final = "\n".join((Path(__file__).parents[2] / "docs" / name).read_text() for name in _DOCUMENTS)
 SOURCES: Final[dict[str, Any]] = {
     "entrylog": EntryLogSource,
     "entrylog/ledgers": EntryLogSource,
@@ -130,7 +130,9 @@ def test_sql_of_the_document_runs(spark: SparkSession) -> None:
 
 
 def test_python_of_the_document_runs(spark: SparkSession, live: Live, capsys: pytest.CaptureFixture[str]) -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", TEXT.split("\n## In Python", 1)[1].split("\n### ", 1)[0], re.DOTALL)
+    (example,) = re.findall(
+        r"```python\n(.*?)```", TEXT.split("\n## Sources and jobs", 1)[1].split("\n### ", 1)[0], re.DOTALL
+    )
     places = {
         '["/bookies/0", "/bookies/1", "/bookies/2"]': repr([str(Path(live.uri.removeprefix("sqlite://")).parent)]),
         '"zk://zk1:2181/ledgers"': repr(live.uri),

@@ -57,7 +57,7 @@ def struct_of(ddl: str) -> StructType:
 
 def cuts(size_bytes: int, *paths: Path) -> str:
     """The option `borders` that cuts logs or journals into parts of this size."""
-    from bkctl.spark.jobs.borders import find_borders
+    from bkctl.spark.jobs.bookie_records import find_borders
 
     return json.dumps(
         {

@@ -26,8 +26,7 @@ from bkctl.files.scan import RecordBatch
 from bkctl.formats.metadata import Cookie
 from bkctl.formats.names import COOKIE_NAME
 from bkctl.ids import I64_MAX, LedgerId
-from bkctl.spark.facts.digests import LedgerDigests
-from bkctl.spark.facts.index import IndexExtract
+from bkctl.spark.facts.evidence import IndexExtract, LedgerDigests
 from bkctl.spark.facts.store import FactsStore, directory_name, list_path
 from bkctl.spark.facts.tables import TABLES, arrow_schema
 from bkctl.spark.jobs.bookie_records import replay_starts
@@ -35,8 +34,7 @@ from bkctl.spark.jobs.garbage import log_rows
 from bkctl.spark.jobs.journal_audit import check_rows
 from bkctl.spark.sources.columns import ledger_values, where_and_why
 from bkctl.spark.sources.filters import Conditions
-from bkctl.spark.sources.record_rows import RecordRows
-from bkctl.spark.sources.selection import Selection
+from bkctl.spark.sources.record_rows import RecordRows, Selection
 
 if TYPE_CHECKING:
     from bkctl.metadata.cluster import Cluster

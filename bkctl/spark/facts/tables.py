@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from bkctl.spark import schemas
+from bkctl.spark.sources import columns as source_columns
 from bkctl.spark.sources.columns import table_of
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ REQUIRED: Final[Mapping[str, tuple[str, ...]]] = {
 
 def arrow_schema(table: str) -> pa.Schema:
     """Return the columns of a table as an Arrow schema."""
-    return schemas.arrow_schema(spark_schema(table))
+    return source_columns.arrow_schema(spark_schema(table))
 
 
 def spark_schema(table: str) -> str:

@@ -20,17 +20,18 @@ import json
 from base64 import b64decode
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
-
-import pyarrow as pa
 
 from bkctl.errors import AlreadyExists, BkctlError, Corrupt, LedgerNotFound, NotFound
 from bkctl.formats.entry import DigestType
 from bkctl.ids import LedgerId
 from bkctl.spark import functions as F
 from bkctl.spark.internals import matching_uris, qualified_uri
+from bkctl.spark.jobs.bookie_records import QUALIFIED_NAME, frame_of, map_rows
 from bkctl.spark.jobs.copying import (
     FAILED,
     PLANNED,
@@ -41,9 +42,7 @@ from bkctl.spark.jobs.copying import (
     Shape,
     check_store,
     refuse_speculation,
-    result_batch,
 )
-from bkctl.spark.jobs.frames import QUALIFIED_NAME, frame_of
 from bkctl.spark.sources import ledgers as ledger_source
 from bkctl.spark.sources import metadata as metadata_source
 from bkctl.spark.sources.columns import ddl
@@ -194,7 +193,7 @@ def _checked_counts(
         for ledger, found in cluster.ledgers.read_many(rows):
             row = rows[ledger]
             if isinstance(found, LedgerNotFound) and not are_named:
-                deleted.append((row[QUALIFIED_NAME],))
+                deleted.append({QUALIFIED_NAME: row[QUALIFIED_NAME]})
             elif row["wrong"]:
                 raise Corrupt(
                     f"Ledger {ledger} was exported with {row['entryCount']} entries ({row['size']} bytes); its "
@@ -258,12 +257,11 @@ def import_ledgers(
     count = int(spark.conf.get("spark.sql.shuffle.partitions") or 1)
     rows = heads.unionByName(entries.select(QUALIFIED_NAME, "entryId", "payload"))
     rows = rows.repartition(count, QUALIFIED_NAME).sortWithinPartitions(QUALIFIED_NAME, "entryId")
-    made = rows.mapInArrow(partial(_import_rows, checked, to_scope_id), RESULT_SCHEMA)
-    results = sorted(tuple(row) for row in made.collect())
-    return frame_of(spark, results, RESULT_SCHEMA)
+    made = map_rows(rows, partial(_import_rows, checked, to_scope_id), RESULT_SCHEMA)
+    return frame_of(spark, sorted((row.asDict() for row in made.collect()), key=itemgetter("source")), RESULT_SCHEMA)
 
 
-def _planned(ledgers: DataFrame, to_scope_id: int | None) -> list[tuple[Any, ...]]:
+def _planned(ledgers: DataFrame, to_scope_id: int | None) -> list[dict[str, Any]]:
     rows = []
     for row in ledgers.sort(QUALIFIED_NAME).select(QUALIFIED_NAME, "entryCount", "size").toLocalIterator():
         source = LedgerId.parse(row[QUALIFIED_NAME])
@@ -276,34 +274,25 @@ def _target(source: LedgerId, to_scope_id: int | None) -> LedgerId:
 
 
 def _import_rows(
-    options: SourceOptions, to_scope_id: int | None, batches: Iterable[pa.RecordBatch]
-) -> Iterator[pa.RecordBatch]:
+    options: SourceOptions, to_scope_id: int | None, batches: Iterable[list[dict[str, Any]]]
+) -> Iterator[list[dict[str, Any]]]:
     """Create the ledgers of ordered rows: of each its head, then its entries."""
+    runs = (run for rows in batches for run in groupby(rows, itemgetter(QUALIFIED_NAME)))
     with Client(ClusterOptions(options)) as client:
         current: _Import | None = None
-        for name, first, payloads in _runs(batches):
-            source = LedgerId.parse(name)
+        for name, run in runs:
+            entry_ids, payloads = map(list, zip(*((row["entryId"], row["payload"]) for row in run), strict=True))
+            source, first = LedgerId.parse(name), entry_ids[0]
             if first == _HEAD:
                 if current is not None:
-                    yield result_batch([current.finish()])
+                    yield [current.finish().row()]
                 current = _Import(client, source, _target(source, to_scope_id), payloads.pop(0), options)
                 first += 1
             # Ledgers that were deleted while the export ran have no head.
             if current is not None and current.source == source:
                 current.add(first, payloads)
         if current is not None:
-            yield result_batch([current.finish()])
-
-
-def _runs(batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[str, int, list[bytes]]]:
-    """Yield the rows of one ledger in one batch: its name, the first entry id, all payloads."""
-    for batch in batches:
-        names, entry_ids, payloads = (batch.column(at).to_pylist() for at in range(3))
-        start = 0
-        for at in range(1, len(names) + 1):
-            if at == len(names) or names[at] != names[start]:
-                yield names[start], entry_ids[start], payloads[start:at]
-                start = at
+            yield [current.finish().row()]
 
 
 class _Import:

@@ -1,29 +1,139 @@
-"""The records in all bookies' entry logs and journals, as DataFrames."""
+"""The records in all bookies' entry logs, indexes and journals as DataFrames, and rows that tasks make."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
+
+import pyarrow as pa
 
 from bkctl.errors import BkctlError, NotFound, UsageError
-from bkctl.files.directories import BookieDirectories, BookieFile
+from bkctl.files.directories import BookieDirectories, BookieFile, FileKind
+from bkctl.files.entry_log import EntryLogReader
+from bkctl.files.journal import JournalReader
 from bkctl.files.journals import files_after_marks
 from bkctl.formats.names import SCOPED_DIRECTORY
 from bkctl.formats.record import RecordType
 from bkctl.ids import LedgerId
 from bkctl.spark import functions as F
 from bkctl.spark.facts.frames import Facts
-from bkctl.spark.jobs.borders import borders
-from bkctl.spark.jobs.frames import QUALIFIED_NAME
-from bkctl.spark.sources.columns import DAMAGE
+from bkctl.spark.sources.columns import DAMAGE, arrow_schema
 from bkctl.spark.sources.places import bookie_id_at
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
     from bkctl.spark.jobs.bookies import BookieFiles, Bookies
+
+QUALIFIED_NAME: Final = "ledgerQualifiedName"
+#: One entry on one bookie.
+REPLICA: Final = ("bookieId", QUALIFIED_NAME, "entryId")
+_SLOTS_MAX: Final = 10_000
+
+
+@dataclass(frozen=True)
+class KeptFrames:
+    """The results of a job, and the DataFrames that the engine keeps for them until `release`."""
+
+    _persisted: tuple[DataFrame, ...]
+
+    def release(self) -> None:
+        """Free the memory of the kept DataFrames."""
+        for frame in self._persisted:
+            frame.unpersist()
+
+
+def frame_of(spark: SparkSession, rows: Iterable[Mapping[str, Any]], schema: str) -> DataFrame:
+    """Return rows of this process as a DataFrame; unlike `createDataFrame` of a list, it takes no job of tasks."""
+    return spark.createDataFrame(pa.Table.from_pylist(list(rows), schema=arrow_schema(schema)), schema)
+
+
+def task_slots(spark: SparkSession) -> int:
+    """Return how many tasks run at a time, Spark's default parallelism."""
+    context = getattr(spark, "sparkContext", None)
+    if context is not None:
+        return int(context.defaultParallelism)
+    # A client of Spark Connect has no context. By default a range has as many partitions.
+    return spark.range(_SLOTS_MAX).select(F.spark_partition_id()).distinct().count()
+
+
+def map_rows(
+    frame: DataFrame, function: Callable[[Iterator[list[dict[str, Any]]]], Iterable[list[dict[str, Any]]]], schema: str
+) -> DataFrame:
+    """Return the rows that `function` makes of `frame` in tasks, batch by batch."""
+    arrow = arrow_schema(schema)
+
+    def mapped(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for rows in function(batch.to_pylist() for batch in batches):
+            yield pa.RecordBatch.from_pylist(rows, schema=arrow)
+
+    return frame.mapInArrow(mapped, schema)
+
+
+def rows_in_tasks(
+    spark: SparkSession, items: Sequence[Any], function: Callable[[Any], Iterable[dict[str, Any]]], schema: str
+) -> DataFrame:
+    """Return the rows that `function` yields for each item, one task an item; items are plain values."""
+    numbers = spark.range(0, len(items), 1, max(len(items), 1))
+    return map_rows(
+        numbers, lambda batches: (list(function(items[row["id"]])) for rows in batches for row in rows), schema
+    )
+
+
+def with_ledger_ids(frame: DataFrame) -> DataFrame:
+    """Return `frame` with ledgerScopeId and ledgerId, computed from ledgerQualifiedName, as its first columns."""
+    scope_id = F.conv(F.substring(QUALIFIED_NAME, 1, 16), 16, 10).alias("ledgerScopeId")
+    ledger_id = F.conv(F.substring(QUALIFIED_NAME, 17, 16), 16, 10).alias("ledgerId")
+    return frame.select(
+        scope_id, ledger_id, QUALIFIED_NAME, *(name for name in frame.columns if name != QUALIFIED_NAME)
+    )
+
+
+# --- borders of large files -------------------------------------------------------------------------------------------
+
+#: Bytes between two borders.
+PART_SIZE_BYTES: Final = 128 << 20
+_BORDERS: Final = "file string, offset bigint"
+
+
+def borders(spark: SparkSession, files: Iterable[BookieFile], size_bytes: int = PART_SIZE_BYTES) -> dict[str, str]:
+    """Return the option `borders` for entry logs or journals; no option where there are files for all cores.
+
+    A file of less than two parts of `size_bytes` is not cut. Finding borders reads a file once more.
+    """
+    found = list(files)
+    large = [(str(file.path), file.kind is FileKind.JOURNAL) for file in found if file.size >= 2 * size_bytes]
+    if not large or len(found) >= task_slots(spark):
+        return {}
+    offsets: dict[str, list[int]] = {}
+    for row in rows_in_tasks(spark, large, partial(find_borders, size_bytes), _BORDERS).collect():
+        offsets.setdefault(row.file, []).append(row.offset)
+    return {"borders": json.dumps({file: sorted(of_file) for file, of_file in offsets.items()})} if offsets else {}
+
+
+def find_borders(size_bytes: int, file: tuple[str, bool]) -> Iterator[dict[str, Any]]:
+    """Yield the borders of a file: records at least `size_bytes` apart, up to its first damage."""
+    path, is_journal = file
+    try:
+        with JournalReader.open(path) if is_journal else EntryLogReader.open(path) as reader:
+            border = None
+            for batch in reader.batches():
+                offsets = batch.offsets
+                border = offsets[0] + size_bytes if border is None else border
+                for offset in offsets if offsets[-1] >= border else ():
+                    if offset >= border:
+                        yield {"file": path, "offset": offset}
+                        border = offset + size_bytes
+    except BkctlError:
+        return  # The task that reads the last part reports the damage.
+
+
+# --- records ----------------------------------------------------------------------------------------------------------
 
 
 def ledger_options(ledger: LedgerId | None, scope_id: int | None) -> dict[str, str]:

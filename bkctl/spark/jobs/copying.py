@@ -1,4 +1,4 @@
-"""Copies of ledgers under other ids, verified and resumable, for the jobs `migrate-scope` and `import`.
+"""Copies of ledgers under other ids, verified and resumable, for the jobs `migrate-scope` (here) and `import`.
 
 A copy has the payloads, shape and custom metadata of its source. Its custom metadata also names the source and, once
 the copy was read back and compared, the hash of its entries. So a second run skips verified copies and resumes
@@ -9,10 +9,12 @@ without the hash that was closed too early (when too few bookies were left, or b
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+import heapq
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
-
-import pyarrow as pa
 
 from bkctl.client.ensemble import update_metadata
 from bkctl.client.reader import read_entries
@@ -21,13 +23,14 @@ from bkctl.errors import BkctlError, Conflict, Corrupt, LedgerNotFound, Unreacha
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
+from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.ledgers import VersionedMetadata
-from bkctl.spark.schemas import arrow_schema
-from bkctl.spark.sources.connection import Client
+from bkctl.spark.jobs.bookie_records import frame_of, map_rows, task_slots
+from bkctl.spark.sources.connection import CONNECTION_OPTIONS, Client, ClusterOptions
 from bkctl.spark.sources.options import SourceOptions
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    from pyspark.sql import DataFrame, SparkSession
 
 #: Custom metadata of a copy: the qualified name of its source; and the hash of its entries, once it is verified.
 SOURCE_KEY: Final = "bkctl-copy-of"
@@ -109,9 +112,10 @@ class CopyResult(NamedTuple):
     sha256: str | None = None
     message: str | None = None
 
-    def row(self) -> tuple[Any, ...]:
+    def row(self) -> dict[str, Any]:
         """Return the values of RESULT_COLUMNS."""
-        return (self.source.qualified_name, *self.target.to_json().values(), *self[2:])
+        values = (self.source.qualified_name, *self.target.to_json().values(), *self[2:])
+        return dict(zip(RESULT_COLUMNS, values, strict=True))
 
 
 class LedgerCopy:
@@ -270,7 +274,104 @@ async def copy_ledger(client: Client, source: LedgerId, target: LedgerId, option
     return await copy.finish()
 
 
-def result_batch(results: Sequence[CopyResult]) -> pa.RecordBatch:
-    """Return the results as rows of RESULT_SCHEMA."""
-    rows = [dict(zip(RESULT_COLUMNS, result.row(), strict=True)) for result in results]
-    return pa.RecordBatch.from_pylist(rows, schema=arrow_schema(RESULT_SCHEMA))
+# --- the job migrate-scope --------------------------------------------------------------------------------------------
+
+#: Partitions for each core of the executors: more than one, so that the longest ledgers delay the job less.
+_TASKS_PER_CORE: Final = 4
+#: Cost of a ledger beside its entries.
+_LEDGER_WEIGHT_BYTES: Final = 64 << 10
+
+#: A ledger to copy: its weight in bytes, source and target.
+_Work = tuple[int, LedgerId, LedgerId]
+
+
+def migrate_scope(
+    spark: SparkSession,
+    options: Mapping[str, str],
+    to_scope_id: int,
+    *,
+    from_scope_id: int | None = None,
+    ledgers: Sequence[LedgerId] = (),
+    dry_run: bool = False,
+    task_count: int | None = None,
+) -> DataFrame:
+    """Copy `ledgers`, or all ledgers of a scope, to the scope `to_scope_id`, under the same ledger ids; one row each.
+
+    `options` are the connection's and SHAPE_OPTIONS. The sources stay. A ledger that is not closed is not copied
+    (`open`). If a copy fails otherwise (`failed`, with a `message`), the job continues with the next one; only an
+    unreachable metadata store ends the job. Columns: RESULT_COLUMNS.
+    Raises UsageError if two ledgers would get the same id, or one is in that scope already; and as refuse_speculation.
+    """
+    checked = SourceOptions("migrate-scope", options, (*CONNECTION_OPTIONS, *SHAPE_OPTIONS))
+    connection = ClusterOptions(checked)
+    if not ledgers and from_scope_id is None:
+        raise UsageError("No ledgers to copy are given", hint="name ledgers, or the scope that they are in")
+    if not dry_run:
+        refuse_speculation(spark)
+    with connection.open() as cluster:
+        listed = ledgers or cluster.ledgers.ledgers(from_scope_id)
+        results, work = _plan(cluster, listed, to_scope_id, named=bool(ledgers), dry_run=dry_run)
+    rows = [result.row() for result in results]
+    if work:
+        bins = _even_bins(work, task_count or task_slots(spark) * _TASKS_PER_CORE)
+        tasks = spark.range(0, len(bins), 1, len(bins))
+        copied = map_rows(tasks, partial(_copy_bins, checked, bins), RESULT_SCHEMA)
+        rows += [row.asDict() for row in copied.collect()]
+    rows.sort(key=itemgetter("source"))
+    return frame_of(spark, rows, RESULT_SCHEMA)
+
+
+def _plan(
+    cluster: Cluster, ledgers: Iterable[LedgerId], to_scope_id: int, *, named: bool, dry_run: bool
+) -> tuple[list[CopyResult], list[_Work]]:
+    """Return the results that need no copy, and the ledgers to copy. A `named` ledger must exist. Raises UsageError."""
+    results: list[CopyResult] = []
+    work: list[_Work] = []
+    targets: dict[LedgerId, LedgerId] = {}
+    for source, found in cluster.ledgers.read_many(ledgers):
+        target = LedgerId(to_scope_id, source.ledger_id)
+        if source == target:
+            raise UsageError(f"Ledger {source} is in scope {to_scope_id} already")
+        if (rival := targets.setdefault(target, source)) != source:
+            raise UsageError(f"Ledgers {rival} and {source} would both become {target}", hint="copy them apart")
+        if isinstance(found, LedgerNotFound) and not named:
+            continue  # Deleted since it was listed.
+        if isinstance(found, BkctlError):
+            results.append(CopyResult(source, target, FAILED, message=str(found)))
+        elif not found.metadata.is_closed:
+            results.append(CopyResult(source, target, OPEN, message=f"Ledger {source} is not closed"))
+        elif dry_run:
+            metadata = found.metadata
+            results.append(CopyResult(source, target, PLANNED, metadata.last_entry_id + 1, metadata.length))
+        else:
+            work.append((found.metadata.length + _LEDGER_WEIGHT_BYTES, source, target))
+    return results, work
+
+
+def _even_bins(work: Collection[_Work], count: int) -> list[list[tuple[LedgerId, LedgerId]]]:
+    """Return at most `count` lists of about the same weight."""
+    bins: list[list[tuple[LedgerId, LedgerId]]] = [[] for _ in range(min(count, len(work)))]
+    weights = [(0, at) for at in range(len(bins))]
+    for weight, source, target in sorted(work, reverse=True):
+        total, at = heapq.heappop(weights)
+        bins[at].append((source, target))
+        heapq.heappush(weights, (total + weight, at))
+    return bins
+
+
+def _copy_bins(
+    options: SourceOptions, bins: list[list[tuple[LedgerId, LedgerId]]], batches: Iterable[list[dict[str, Any]]]
+) -> Iterator[list[dict[str, Any]]]:
+    """Copy the ledgers of the bins that `batches` number; one row a ledger.
+
+    Raises Unreachable if the metadata store is unreachable. Unreachable bookies fail only the ledgers that need them.
+    """
+    for number in chain.from_iterable(batches):
+        with Client(ClusterOptions(options)) as client:
+            for source, target in bins[number["id"]]:
+                try:
+                    result = client.run(copy_ledger(client, source, target, options))
+                except BkctlError as error:
+                    check_store(client, error)
+                    result = CopyResult(source, target, FAILED, message=str(error))
+                yield [result.row()]

@@ -18,9 +18,8 @@ import pyarrow.compute as pc
 
 from bkctl.formats.record import RECORD_SIZE
 from bkctl.spark import functions as F
-from bkctl.spark.jobs.frames import QUALIFIED_NAME, REPLICA
-from bkctl.spark.schemas import arrow_schema
-from bkctl.spark.sources.columns import DAMAGE, TYPES, table_of
+from bkctl.spark.jobs.bookie_records import QUALIFIED_NAME, REPLICA
+from bkctl.spark.sources.columns import DAMAGE, TYPES, arrow_schema, table_of
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame

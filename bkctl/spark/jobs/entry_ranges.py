@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Final
-
-import pyarrow as pa
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 from bkctl.errors import BkctlError
 from bkctl.ids import LedgerId
 from bkctl.spark import functions as F
+from bkctl.spark.jobs.bookie_records import QUALIFIED_NAME, map_rows
 from bkctl.spark.jobs.bookies import open_store
-from bkctl.spark.jobs.frames import QUALIFIED_NAME
-from bkctl.spark.schemas import arrow_schema
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -64,16 +61,15 @@ def entry_ranges(
 def _steps(entries: DataFrame, connection: Mapping[str, str]) -> DataFrame:
     """Return the ledgers of `entries` with `step`: how far apart entries are that follow each other on a bookie."""
 
-    def steps_of(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    def steps_of(batches: Iterator[list[dict[str, Any]]]) -> Iterator[list[dict[str, Any]]]:
         with open_store(connection) as cluster:
-            for batch in batches:
-                names = batch.column(0).to_pylist()
+            for rows in batches:
+                names = [row[QUALIFIED_NAME] for row in rows]
                 found = cluster.ledgers.read_many(LedgerId.from_value(int(name, 16)) for name in names)
-                rows = [
+                yield [
                     {QUALIFIED_NAME: name, "step": each.metadata.ensemble_size - each.metadata.write_quorum_size + 1}
                     for name, (_, each) in zip(names, found, strict=True)
                     if not isinstance(each, BkctlError)
                 ]
-                yield pa.RecordBatch.from_pylist(rows, schema=arrow_schema(_STEPS))
 
-    return entries.select(QUALIFIED_NAME).distinct().mapInArrow(steps_of, _STEPS)
+    return map_rows(entries.select(QUALIFIED_NAME).distinct(), steps_of, _STEPS)

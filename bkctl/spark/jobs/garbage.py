@@ -7,32 +7,66 @@ Source: ScanAndCompareGarbageCollector, GarbageCollectorThread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import pyarrow as pa
-
 from bkctl.checks.garbage import LedgerUse, LogUse, Thresholds
-from bkctl.errors import BkctlError, NotFound
+from bkctl.errors import BkctlError, NotFound, Unreachable
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.listing import log_contents
 from bkctl.formats.entry_log import log_id_of
 from bkctl.formats.names import SCOPED_DIRECTORY
 from bkctl.ids import LedgerId
+from bkctl.metadata.liveness import Liveness
 from bkctl.model import LedgerLiveness
 from bkctl.spark import functions as F
 from bkctl.spark.facts.frames import Facts
-from bkctl.spark.jobs.bookies import check_clusters
-from bkctl.spark.jobs.frames import QUALIFIED_NAME, rows_in_tasks, with_ledger_ids
-from bkctl.spark.jobs.ledger_states import ledger_states
-from bkctl.spark.schemas import arrow_schema
+from bkctl.spark.jobs.bookie_records import QUALIFIED_NAME, map_rows, rows_in_tasks, with_ledger_ids
+from bkctl.spark.jobs.bookies import check_clusters, open_store
 from bkctl.spark.sources.places import unseen
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
     from bkctl.spark.jobs.bookies import Bookies
+
+_STATES: Final = f"{QUALIFIED_NAME} string, state string, problem string, problemType string"
+#: Ledgers in one question to the metadata store.
+_QUESTION_ROWS: Final = 10_000
+
+
+def ledger_states(ledgers: DataFrame, connection: Mapping[str, str]) -> DataFrame:
+    """Return `state` (alive, dead, unknown) of each ledger in the column ledgerQualifiedName.
+
+    `problem` says why a state is unknown, and `problemType` is the class of that error. The rows of `ledgers` must come
+    from files: files are read before the store is asked, so a ledger created later never counts as dead. A store that
+    cannot be reached fails the job (Unreachable).
+    """
+
+    def states_of(batches: Iterator[list[dict[str, Any]]]) -> Iterator[list[dict[str, Any]]]:
+        with open_store(connection) as cluster:
+            liveness = Liveness(cluster.ledgers)
+            for rows in batches:
+                for part in range(0, len(rows), _QUESTION_ROWS):
+                    yield _states(liveness, [row[QUALIFIED_NAME] for row in rows[part : part + _QUESTION_ROWS]])
+
+    return map_rows(ledgers.select(QUALIFIED_NAME).dropna().distinct(), states_of, _STATES)
+
+
+def _states(liveness: Liveness, names: list[str]) -> list[dict[str, Any]]:
+    by_name = {name: LedgerId.from_value(int(name, 16)) for name in names}
+    states = liveness.states(by_name.values())
+    for problem in liveness.problems:
+        if isinstance(problem, Unreachable):
+            raise problem
+    reason = next(({"problem": str(each), "problemType": type(each).__name__} for each in liveness.problems), {})
+    rows = []
+    for name, ledger in by_name.items():
+        unknown = states[ledger] is LedgerLiveness.UNKNOWN
+        rows.append({QUALIFIED_NAME: name, "state": states[ledger].value, **(reason if unknown else {})})
+    return rows
+
 
 _CONTENTS: Final = (
     "bookieId string, file string, logId bigint, scoped boolean, ledgerQualifiedName string, size bigint, "
@@ -116,15 +150,8 @@ def uses(shares: DataFrame, thresholds: Thresholds = _DEFAULT_THRESHOLDS) -> Dat
     columns = [column for state in LedgerLiveness for column in of(state)]
     reasons = F.first("reason", ignorenulls=True).alias("reason")
     logs = shares.groupBy("bookieId", "file", "logId", "scoped", "fromLedgersMap", "complete").agg(*columns, reasons)
-
-    arrow = arrow_schema(_USES)
-
-    def judge(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        for batch in batches:
-            rows = [_judge(row, thresholds) for row in batch.to_pylist()]
-            yield pa.RecordBatch.from_pylist(rows, schema=arrow)
-
-    return logs.mapInArrow(judge, _USES).orderBy(F.desc("garbageSize"), "bookieId", "scoped", "logId", "file")
+    judged = map_rows(logs, lambda batches: ([_judge(row, thresholds) for row in rows] for rows in batches), _USES)
+    return judged.orderBy(F.desc("garbageSize"), "bookieId", "scoped", "logId", "file")
 
 
 def _judge(row: dict[str, Any], thresholds: Thresholds) -> dict[str, Any]:

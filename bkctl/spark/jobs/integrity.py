@@ -17,19 +17,19 @@ from typing import TYPE_CHECKING
 
 from bkctl.ids import LedgerId
 from bkctl.spark import functions as F
+from bkctl.spark.jobs.bookie_records import QUALIFIED_NAME, REPLICA, KeptFrames, with_ledger_ids
 from bkctl.spark.jobs.bookies import check_clusters
-from bkctl.spark.jobs.frames import QUALIFIED_NAME, REPLICA, with_ledger_ids
-from bkctl.spark.jobs.held_entries import held_entries, unreadable_files
-from bkctl.spark.jobs.promised_entries import (
+from bkctl.spark.jobs.entries import (
     absent_bookies,
     fragments_of,
+    held_entries,
     promise_counts,
     promised_blocks,
     read_metadata,
+    unreadable_files,
     with_holder_count,
 )
-from bkctl.spark.jobs.second_look import look_again
-from bkctl.spark.jobs.verdicts import Problem, judge_replicas
+from bkctl.spark.jobs.verdicts import Problem, judge_replicas, look_again
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Integrity:
+class Integrity(KeptFrames):
     """The findings as DataFrames, computed when they are used.
 
     `findings`: ledgerQualifiedName, ledgerScopeId, ledgerId, entryId, bookieId, problem, ledgerState, file, offset (of
@@ -51,12 +51,6 @@ class Integrity:
     findings: DataFrame
     unchecked: DataFrame
     checked: DataFrame
-    _persisted: tuple[DataFrame, ...]
-
-    def release(self) -> None:
-        """Free the memory that Spark keeps for these DataFrames."""
-        for frame in self._persisted:
-            frame.unpersist()
 
 
 def integrity(
@@ -91,8 +85,8 @@ def integrity(
     findings = with_ledger_ids(findings).unionByName(unreadable_files(held), allowMissingColumns=True).drop("promised")
     order = (QUALIFIED_NAME, "entryId", "bookieId", "file", "offset")
     return Integrity(
-        findings.orderBy(*order), absent_bookies(fragments, bookies), promise_counts(fragments, bookies),
         (*persisted, fragments, doubtful, suspects),
+        findings.orderBy(*order), absent_bookies(fragments, bookies), promise_counts(fragments, bookies),
     )  # fmt: skip
 
 

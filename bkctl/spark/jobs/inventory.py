@@ -14,9 +14,8 @@ from bkctl.formats.entry_log import log_id_of
 from bkctl.ids import LedgerId
 from bkctl.spark import functions as F
 from bkctl.spark.facts.frames import Facts
-from bkctl.spark.jobs.bookie_records import log_records
+from bkctl.spark.jobs.bookie_records import QUALIFIED_NAME, frame_of, log_records, with_ledger_ids
 from bkctl.spark.jobs.bookies import check_clusters
-from bkctl.spark.jobs.frames import QUALIFIED_NAME, frame_of, with_ledger_ids
 from bkctl.spark.sources.columns import DAMAGE
 
 if TYPE_CHECKING:
@@ -47,7 +46,12 @@ def log_files(spark: SparkSession, bookies: Bookies) -> DataFrame:
         for file in bookie.directories.entry_logs():
             log_id = log_id_of(file.path.name)
             hexadecimal = None if log_id is None else f"{log_id:x}"
-            rows.append((str(file.path), bookie.bookie_id, log_id, hexadecimal, file.scoped, file.size))
+            rows.append(
+                {
+                    "file": str(file.path), "bookieId": bookie.bookie_id, "logId": log_id, "logIdHex": hexadecimal,
+                    "scoped": file.scoped, "fileSize": file.size,
+                }
+            )  # fmt: skip
     schema = "file string, bookieId string, logId bigint, logIdHex string, scoped boolean, fileSize bigint"
     return frame_of(spark, rows, schema)
 

@@ -24,14 +24,20 @@ from bkctl.ids import LedgerId
 from bkctl.spark import functions as F
 from bkctl.spark.facts.frames import Facts
 from bkctl.spark.facts.tables import spark_schema
-from bkctl.spark.jobs.bookie_records import replay_starts
+from bkctl.spark.jobs.bookie_records import (
+    QUALIFIED_NAME,
+    REPLICA,
+    KeptFrames,
+    frame_of,
+    replay_starts,
+    rows_in_tasks,
+    with_ledger_ids,
+)
 from bkctl.spark.jobs.bookies import check_clusters
+from bkctl.spark.jobs.entries import held_of_journaled, journaled_entries, log_damages
 from bkctl.spark.jobs.entry_blocks import Ids, unfold
-from bkctl.spark.jobs.frames import QUALIFIED_NAME, REPLICA, frame_of, rows_in_tasks, with_ledger_ids
-from bkctl.spark.jobs.held_entries import held_of_journaled, journaled_entries, log_damages
-from bkctl.spark.jobs.ledger_states import ledger_states
-from bkctl.spark.jobs.second_look import look_again
-from bkctl.spark.jobs.verdicts import look_at
+from bkctl.spark.jobs.garbage import ledger_states
+from bkctl.spark.jobs.verdicts import look_again, look_at
 from bkctl.spark.sources.columns import DAMAGE
 from bkctl.spark.sources.places import unseen
 
@@ -51,7 +57,7 @@ class Logged(StrEnum):
 
 
 @dataclass(frozen=True)
-class JournalAudit:
+class JournalAudit(KeptFrames):
     """The findings, as DataFrames that Spark keeps until `release`.
 
     `journals`: the rows of `checks` with unloggedCount, the number of entries that no entry log of the bookie holds,
@@ -62,12 +68,6 @@ class JournalAudit:
 
     journals: DataFrame
     unlogged: DataFrame
-    _persisted: tuple[DataFrame, ...]
-
-    def release(self) -> None:
-        """Free the memory that Spark keeps for these DataFrames."""
-        for frame in self._persisted:
-            frame.unpersist()
 
 
 _UNLOGGED: Final = (
@@ -106,7 +106,7 @@ def audit(
     counted = entries.groupBy("bookieId", "file").agg(*counts)
     journals = checks(spark, bookies).join(counted, ["bookieId", "file"], "left").fillna(0, [*names.values()])
     journals = journals.orderBy("bookieId", "file").persist()
-    return JournalAudit(journals, entries, (journals, entries, *persisted))
+    return JournalAudit((journals, entries, *persisted), journals, entries)
 
 
 def checks(spark: SparkSession, bookies: Bookies) -> DataFrame:

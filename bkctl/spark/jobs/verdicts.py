@@ -1,20 +1,32 @@
-"""Promised entries against held ones: a verdict for each replica, and the records to read for those in doubt."""
+"""Promised entries against held ones: a verdict for each replica, and for those in doubt a look at the records."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing
 from enum import StrEnum
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from bkctl.formats.entry import DigestType
+from bkctl.errors import BkctlError, NotFound
+from bkctl.files.journal import JournalReader
+from bkctl.formats.entry import DigestManager, DigestType
+from bkctl.formats.entry_log import log_id_of
+from bkctl.formats.record import RECORD_SIZE, RECORD_SIZE_BYTES_MAX
+from bkctl.ids import LedgerId
 from bkctl.spark import functions as F
+from bkctl.spark.facts.frames import Facts
+from bkctl.spark.jobs.bookie_records import QUALIFIED_NAME, REPLICA, map_rows
+from bkctl.spark.jobs.bookies import open_store
 from bkctl.spark.jobs.entry_blocks import Ids, unfold
-from bkctl.spark.jobs.frames import QUALIFIED_NAME
 from bkctl.spark.sources.columns import DAMAGE
+from bkctl.spark.sources.records import OpenLogs
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
 
+    from bkctl.metadata.cluster import Cluster
+    from bkctl.spark.jobs.bookies import Bookies
     from bkctl.spark.jobs.entry_blocks import Mask
 
 INTACT: Final = "intact"
@@ -125,3 +137,177 @@ def look_at(kind: str, record: Column, *, decides: bool) -> Column:
         record["offset"].alias("offset"),
         F.lit(decides).alias("decides"),
     )
+
+
+# --- the second look, with the passwords of ledgers -------------------------------------------------------------------
+
+_RESULT: Final = (
+    f"bookieId string, {QUALIFIED_NAME} string, entryId bigint, promised boolean, problem string, file string, "
+    "offset bigint, detail string"
+)
+
+
+def look_again(judged: DataFrame, bookies: Bookies, connection: Mapping[str, str]) -> DataFrame:
+    """Return the result of every look of `judge_replicas`; `problem` is null where the entry is intact."""
+    looks = judged.select(*REPLICA, "promised", "digestType", F.explode("looks").alias("look"))
+    looks = looks.select(*REPLICA, "digestType", "look.*")
+    looks = looks.repartition("file", "bookieId", "logId").sortWithinPartitions("file", "bookieId", "logId", "offset")
+    logs: dict[tuple[str, int, bool], list[str]] = {}
+    looker: Callable[..., _SecondLook] = _SecondLook
+    if isinstance(bookies, Facts):
+        looks, looker = bookies.with_evidence(judged.sparkSession, looks), _SecondLookAtFacts
+    else:
+        for bookie in bookies:
+            for log in bookie.directories.entry_logs():
+                if (log_id := log_id_of(log.path.name)) is not None:
+                    logs.setdefault((bookie.bookie_id, log_id, log.scoped), []).append(str(log.path))
+
+    def results(batches: Iterator[list[dict[str, Any]]]) -> Iterator[list[dict[str, Any]]]:
+        with looker(logs, connection) as second:
+            for rows in batches:
+                yield [found for row in rows if (found := second.look(row)) is not None]
+
+    return map_rows(looks, results, _RESULT)
+
+
+class _ProblemFound(Exception):
+    """The problem that a second look found."""
+
+    def __init__(self, problem: Problem, detail: str) -> None:
+        super().__init__(detail)
+        self.problem, self.detail = problem, detail
+
+
+class _SecondLook(ExitStack):
+    """Reads single records and checks them against their ledgers' digests; a context manager that closes the files."""
+
+    def __init__(self, logs: Mapping[tuple[str, int, bool], list[str]], connection: Mapping[str, str]) -> None:
+        super().__init__()
+        self._logs, self._connection = logs, connection
+        self._cluster: Cluster | None = None
+        self._managers: dict[LedgerId, DigestManager] = {}
+        self._open_logs = self.enter_context(closing(OpenLogs()))
+
+    def look(self, row: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the result of one look; None for an intact copy that is not served."""
+        ledger = LedgerId.from_value(int(row[QUALIFIED_NAME], 16))
+        found = {key: row[key] for key in REPLICA} | {"promised": row["decides"], "offset": row["offset"]}
+        found |= {"file": row["file"], "problem": None, "detail": None}
+        try:
+            if row["kind"] == "journal":
+                self._check_journal(ledger, row)
+            else:
+                found["file"] = self._find_in_logs(ledger, row)
+        except _ProblemFound as error:
+            found["problem"], found["detail"] = error.problem.value, error.detail
+        return found if row["decides"] or found["problem"] else None
+
+    def _find_in_logs(self, ledger: LedgerId, row: Mapping[str, Any]) -> str:
+        """Return the file that has the entry. Raises _ProblemFound."""
+        key = row["bookieId"], row["logId"], ledger.is_scoped
+        # Each ledger directory has its own log ids, and an index does not name the directory.
+        paths = [row["file"]] if row["file"] is not None else self._logs.get(key, [])
+        problem = _missing_log(row)
+        for path in paths:
+            try:
+                record = self._open_logs.reader(path).entry_at(row["offset"] + 4)
+                if (record.ledger, record.entry_id) != (ledger, row["entryId"]):
+                    raise _misplaced(record.ledger, record.entry_id, record.offset, path)
+                self._check(ledger, row, record.body)
+                return path
+            except _ProblemFound as error:
+                problem = error
+            except NotFound as error:
+                problem = _ProblemFound(Problem.MISSING, str(error))
+            except BkctlError as error:
+                problem = _ProblemFound(Problem.DAMAGED, str(error))
+        raise problem
+
+    def _check_journal(self, ledger: LedgerId, row: Mapping[str, Any]) -> None:
+        """Raise _ProblemFound unless the journal has the entry, undamaged."""
+        path, offset = row["file"], row["offset"]
+        try:
+            with JournalReader.open(path) as reader:
+                (size,) = RECORD_SIZE.unpack(reader.read(offset, RECORD_SIZE.size).ljust(RECORD_SIZE.size, b"\0"))
+                body = reader.read(offset + RECORD_SIZE.size, min(max(size, 0), RECORD_SIZE_BYTES_MAX))
+        except BkctlError as error:
+            raise _ProblemFound(Problem.DAMAGED, str(error)) from error
+        if not 0 < size == len(body):
+            raise _ProblemFound(Problem.MISSING, f"{path} has no record at byte {offset}")
+        self._check(ledger, row, body)
+
+    def _check(self, ledger: LedgerId, row: Mapping[str, Any], body: bytes) -> None:
+        """Raise _ProblemFound unless the record `body` is this entry and matches its digest."""
+        if row["digestType"] is None or row["digestType"] == DigestType.DUMMY.name:
+            return
+        manager = self._managers.get(ledger)
+        if manager is None:
+            digest_type = DigestType.parse(row["digestType"])
+            password = self._password(ledger) if digest_type is DigestType.HMAC else b""
+            manager = self._managers[ledger] = DigestManager(ledger, digest_type, password)
+        try:
+            manager.open(body, row["entryId"])
+        except BkctlError as error:
+            raise _ProblemFound(Problem.DAMAGED, str(error)) from error
+
+    def _password(self, ledger: LedgerId) -> bytes:
+        """Return the ledger's password from the metadata store. Raises BkctlError."""
+        if self._cluster is None:
+            self._cluster = self.enter_context(open_store(self._connection))
+        return self._cluster.ledgers.read(ledger).metadata.password or b""
+
+
+class _SecondLookAtFacts(_SecondLook):
+    """Takes records from the `evidence` of each row, which an extract left where columns cannot decide."""
+
+    def _find_in_logs(self, ledger: LedgerId, row: Mapping[str, Any]) -> str:
+        found = self._evidence(row)
+        if not found:
+            if row["file"] is None and not row["isLog"]:
+                raise _missing_log(row)
+            raise _no_evidence(row)
+        for evidence in found:
+            try:
+                self._check_evidence(ledger, row, evidence)
+            except _ProblemFound as error:
+                problem = error
+            else:
+                return str(evidence["file"])
+        raise problem
+
+    def _check_journal(self, ledger: LedgerId, row: Mapping[str, Any]) -> None:
+        found = self._evidence(row)
+        if not found:
+            raise _no_evidence(row)
+        self._check_evidence(ledger, row, found[0])
+
+    def _check_evidence(self, ledger: LedgerId, row: Mapping[str, Any], evidence: Mapping[str, Any]) -> None:
+        if evidence["problem"] is not None:
+            raise _ProblemFound(Problem(evidence["problem"]), evidence["detail"])
+        stands = LedgerId.from_value(int(evidence[QUALIFIED_NAME], 16))
+        if (stands, evidence["entryId"]) != (ledger, row["entryId"]):
+            raise _misplaced(stands, evidence["entryId"], row["offset"], evidence["file"])
+        if evidence["record"] is not None:
+            self._check(ledger, row, evidence["record"])
+        elif row["digestType"] not in (None, DigestType.DUMMY.name, evidence["digest"]):
+            raise _no_evidence(row)
+
+    def _evidence(self, row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """Return the evidence of the row's file, or of each log with its id, in the order in which they are tried."""
+        found = row["evidence"] or ()
+        if row["file"] is not None:
+            return [each for each in found if each["file"] == row["file"]]
+        tried = [each for each in found if each["candidate"] is not None]
+        return sorted(tried, key=lambda each: int(each["candidate"]))
+
+
+def _missing_log(row: Mapping[str, Any]) -> _ProblemFound:
+    return _ProblemFound(Problem.MISSING, f"its index names log {row['logId']}, which does not exist")
+
+
+def _misplaced(ledger: LedgerId, entry_id: int, offset: int, path: str) -> _ProblemFound:
+    return _ProblemFound(Problem.MISPLACED, f"entry {entry_id} of ledger {ledger} stands at byte {offset} of {path}")
+
+
+def _no_evidence(row: Mapping[str, Any]) -> _ProblemFound:
+    return _ProblemFound(Problem.DAMAGED, f"it matches another digest than its ledger's {row['digestType']}")

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from bkctl.spark.local.functions import Expression, column, duckdb_type, quoted
 from bkctl.spark.local.functions import sum as sum_of
-from bkctl.spark.schemas import arrow_schema
+from bkctl.spark.sources.columns import arrow_schema
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from bkctl.spark.local.database import LocalDatabase, Query
+    from bkctl.spark.local.session import LocalDatabase, Query
 
 _HOWS = {"inner": "INNER", "left": "LEFT", "full_outer": "FULL", "left_semi": "SEMI", "left_anti": "ANTI"}
 #: Writes the SQL of a frame for a query; None: for a query of the columns alone, without rows.

@@ -8,7 +8,7 @@ from inspect import signature
 from itertools import count as counter
 from typing import TYPE_CHECKING, Any
 
-from bkctl.spark.schemas import arrow_type
+from bkctl.spark.sources.columns import arrow_type
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 #: Name of each source → its module of this package, and its class.
 SOURCES: Final = {
-    "bookkeeper.entrylog": ("entry_logs", "EntryLogSource"),
-    "bookkeeper.journal": ("journals", "JournalSource"),
+    "bookkeeper.entrylog": ("records", "EntryLogSource"),
+    "bookkeeper.journal": ("records", "JournalSource"),
     "bookkeeper.index": ("indexes", "IndexSource"),
     "bookkeeper.metadata": ("metadata", "MetadataSource"),
     "bookkeeper.ledger": ("ledger_source", "LedgerSource"),

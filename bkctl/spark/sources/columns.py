@@ -1,12 +1,12 @@
-"""Columns that sources share: types in Spark, Arrow columns of ledger ids, rows of damage.
+"""Columns that sources share: types in Spark, in DDL and in Arrow; columns of ledger ids, rows of damage.
 
 Names are the same as in the commands' JSON objects. Ids of scopes and ledgers can be 2^63 and more, so they are
-`decimal(20,0)`: they compare and sort as numbers.
+`decimal(20,0)`: they compare and sort as numbers. Spark's own parser of DDL is in the JVM.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
@@ -77,12 +77,16 @@ def source_schema(options: SourceOptions, default: Sequence[str], on_request: Se
     return ddl([*columns, DAMAGE] if options.mode() is Mode.PERMISSIVE else columns)
 
 
-def check_schema(source: str, schema: StructType, known: Collection[str]) -> None:
-    """Raise UsageError if a caller's `schema` has a column or type that the source does not have."""
-    for field in schema.fields:
+def checked_schema(source: str, schema: StructType | pa.Schema, known: Collection[str]) -> pa.Schema:
+    """Return a caller's `schema` for Arrow; the local engine passes the source's own, as an Arrow schema.
+
+    Raises UsageError if it has a column or type that the source does not have.
+    """
+    for field in getattr(schema, "fields", ()):
         kind = field.dataType.simpleString()
         if field.name not in known or kind != TYPES[field.name]:
             raise UsageError(f"{source} has no column {field.name} of type {kind}", hint=f"it has {ddl(known)}")
+    return arrow_schema_of(schema)
 
 
 class LedgerColumns:
@@ -194,3 +198,57 @@ def damage_row(schema: pa.Schema, file: str | None, offset: int | None, reason: 
     values = {**known, "file": file, DAMAGE: {"file": file, "offset": offset, "reason": reason}}
     arrays = [pa.array([values.get(field.name)], field.type) for field in schema]
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+# --- schemas in Spark's DDL as Arrow schemas --------------------------------------------------------------------------
+
+
+def arrow_schema(ddl: str) -> pa.Schema:
+    """Return the columns of a DDL text as an Arrow schema; timestamps are UTC."""
+    import pyarrow as pa
+
+    pairs = (column.strip().partition(" ") for column in _split(ddl))
+    return pa.schema([(name.strip("`"), arrow_type(kind.strip())) for name, _, kind in pairs])
+
+
+def arrow_schema_of(schema: Any) -> pa.Schema:
+    """Return a StructType of PySpark as an Arrow schema; an Arrow schema stays as it is."""
+    import pyarrow as pa
+
+    if isinstance(schema, pa.Schema):
+        return schema
+    return pa.schema([(field.name, arrow_type(field.dataType.simpleString())) for field in schema.fields])
+
+
+def arrow_type(text: str) -> pa.DataType:
+    """Return a type of Spark as Arrow's."""
+    import pyarrow as pa
+
+    outer, bracket, inner = text.removesuffix(">").partition("<")
+    if bracket:
+        parts = list(_split(inner))
+        if outer == "array":
+            return pa.list_(arrow_type(inner))
+        if outer == "map":
+            key, value = map(arrow_type, parts)
+            return pa.map_(key, value)
+        return pa.struct([(name, arrow_type(kind)) for name, _, kind in (part.partition(":") for part in parts)])
+    if text.startswith("decimal"):
+        precision, scale = text.removeprefix("decimal(").removesuffix(")").split(",")
+        return pa.decimal128(int(precision), int(scale))
+    types: dict[str, pa.DataType] = {
+        "string": pa.string(), "bigint": pa.int64(), "int": pa.int32(), "boolean": pa.bool_(), "binary": pa.binary(),
+        "double": pa.float64(), "timestamp": pa.timestamp("us", "UTC"),
+    }  # fmt: skip
+    return types[text]
+
+
+def _split(text: str) -> Iterator[str]:
+    """Yield the parts between commas that are outside of brackets."""
+    depth = start = 0
+    for at, letter in enumerate(text):
+        depth += (letter in "<(") - (letter in ">)")
+        if letter == "," and not depth:
+            yield text[start:at]
+            start = at + 1
+    yield text[start:]

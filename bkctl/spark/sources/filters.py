@@ -154,32 +154,28 @@ class Conditions:
                 of_scope = _isin(ledger_ids, numbers)
                 mask |= of_scope if scope_ids is None else of_scope & (scope_ids == np.uint64(scope_id))
             return mask
-        mask = self._id_mask("ledgerId", ledger_ids)
+        masks = [self.mask("ledgerId", ledger_ids)]
         if scope_ids is None:
-            return mask & self.accepts("ledgerScopeId", 0)
-        return mask & self._id_mask("ledgerScopeId", scope_ids)
+            masks.append(None if self.accepts("ledgerScopeId", 0) else np.zeros(len(ledger_ids), np.bool_))
+        else:
+            masks.append(self.mask("ledgerScopeId", scope_ids))
+        return all_of(masks)
 
-    def number_mask(self, name: str, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_] | None:
-        """Return which values of the integer column `name` are accepted; None: all."""
-        masks = []
+    def mask(self, name: str, numbers: npt.NDArray[Any]) -> npt.NDArray[np.bool_] | None:
+        """Return which values of the integer column `name`, of 64 bits, are accepted; None: all."""
+        limits = np.iinfo(numbers.dtype)
+        masks: list[npt.NDArray[np.bool_] | None] = []
         if name in self.values:
-            masks.append(np.isin(numbers, [each for each in self.values[name] if -I64_MAX <= each <= I64_MAX]))
-        if name in self.first:
-            masks.append(_at_least(numbers, self.first[name]))
-        if name in self.last:
-            masks.append(~_at_least(numbers, self.last[name] + 1))
-        found: npt.NDArray[np.bool_] | None = np.logical_and.reduce(masks) if masks else None
-        return found
-
-    def _id_mask(self, name: str, numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
-        """Return which ids meet the conditions on the column `name`."""
-        ids, first, last = self._ids_of(name), self.first.get(name, 0), self.last.get(name, U64_MAX)
-        if ids is not None:
-            return _isin(numbers, sorted(ids))
-        if first > U64_MAX or last < 0:
-            return np.zeros(len(numbers), np.bool_)
-        found: npt.NDArray[np.bool_] = numbers >= np.uint64(max(first, 0))
-        return found & (numbers <= np.uint64(min(last, U64_MAX)))
+            masks.append(_isin(numbers, [each for each in self.values[name] if limits.min <= each <= limits.max]))
+        first, last = self.first.get(name, limits.min), self.last.get(name, limits.max)
+        if first > limits.max or last < limits.min:
+            masks.append(np.zeros(len(numbers), np.bool_))
+        else:
+            if first > limits.min:
+                masks.append(numbers >= numbers.dtype.type(first))
+            if last < limits.max:
+                masks.append(numbers <= numbers.dtype.type(last))
+        return all_of(masks)
 
     def _ids_of(self, name: str) -> frozenset[int] | None:
         """Return the ids that meet the conditions on the column `name`, where they can be counted; else None."""
@@ -203,14 +199,15 @@ def _integer(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _isin(numbers: npt.NDArray[np.uint64], wanted: Sequence[int]) -> npt.NDArray[np.bool_]:
+def all_of(masks: Iterable[npt.NDArray[np.bool_] | None]) -> npt.NDArray[np.bool_] | None:
+    """Return the rows that all masks have; None stands for all rows."""
+    given = [mask for mask in masks if mask is not None]
+    found: npt.NDArray[np.bool_] | None = np.logical_and.reduce(given) if given else None
+    return found
+
+
+def _isin(numbers: npt.NDArray[Any], wanted: Sequence[int]) -> npt.NDArray[np.bool_]:
     if len(wanted) == 1:
-        equal: npt.NDArray[np.bool_] = numbers == np.uint64(wanted[0])
+        equal: npt.NDArray[np.bool_] = numbers == numbers.dtype.type(wanted[0])
         return equal
-    return np.isin(numbers, np.array(wanted, np.uint64))
-
-
-def _at_least(numbers: npt.NDArray[np.int64], low: int) -> npt.NDArray[np.bool_]:
-    if low > I64_MAX:
-        return np.zeros(len(numbers), np.bool_)
-    return numbers >= np.int64(max(low, -I64_MAX - 1))
+    return np.isin(numbers, np.array(wanted, numbers.dtype))

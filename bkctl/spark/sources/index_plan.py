@@ -18,10 +18,10 @@ from bkctl.formats.index import HEADER_SIZE, SLOT_SIZE, ledger_of_index_path
 from bkctl.formats.names import ROCKSDB_NAMES
 from bkctl.ids import LedgerId
 from bkctl.repair.conversion import DATABASE_NAMES
-from bkctl.spark.sources.bases import InputPartition
 from bkctl.spark.sources.filters import Conditions
 from bkctl.spark.sources.options import Mode
 from bkctl.spark.sources.places import bookie_id_at, local_paths
+from bkctl.spark.sources.readers import InputPartition
 
 #: Index files of one partition at most.
 _FILES_MAX: Final = 1000

@@ -23,16 +23,13 @@ import pyarrow as pa
 from bkctl.errors import BkctlError, Conflict, NotFound, UsageError
 from bkctl.files.index import LedgerIndexReader
 from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
-from bkctl.spark.schemas import arrow_schema_of
-from bkctl.spark.sources.bases import InputPartition
 from bkctl.spark.sources.columns import damage_row, where_and_why
 from bkctl.spark.sources.filters import LEDGER_COLUMNS
-from bkctl.spark.sources.index_databases import DatabaseReader
 from bkctl.spark.sources.index_plan import DamagedIndex, DatabaseRange, IndexFiles, IndexPlanner, Slots, group_files
-from bkctl.spark.sources.index_rows import IndexedEntries, entry_rows, ledger_row, ledger_rows
+from bkctl.spark.sources.index_rows import DatabaseReader, IndexedEntries, entry_rows, ledger_row, ledger_rows
 from bkctl.spark.sources.options import SourceOptions
 from bkctl.spark.sources.places import unseen
-from bkctl.spark.sources.pushdown import QUERY_OPTIONS, PathReader, PathSource
+from bkctl.spark.sources.readers import QUERY_OPTIONS, InputPartition, PathReader, PathSource
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
@@ -103,7 +100,7 @@ class IndexReader(PathReader):
             yield from self._permitting(path, partition.bookie_id, self._read_databases(partition))
         elif isinstance(partition, DamagedIndex):
             bookie_id = partition.bookie_id
-            yield damage_row(self._schema(), partition.path, None, partition.reason, bookieId=bookie_id)
+            yield damage_row(self._schema, partition.path, None, partition.reason, bookieId=bookie_id)
 
     def _permitting(
         self, path: str, bookie_id: str | None, rows: Iterator[pa.RecordBatch]
@@ -114,7 +111,7 @@ class IndexReader(PathReader):
             raise
         except BkctlError as error:
             self._mode.check(error)
-            yield damage_row(self._schema(), path, *where_and_why(error), bookieId=bookie_id)
+            yield damage_row(self._schema, path, *where_and_why(error), bookieId=bookie_id)
 
     def _read_file(self, slots: Slots, gathered: _GatheredFiles) -> Iterator[pa.RecordBatch]:
         """Add the file's entries to `gathered`, and yield the rows of all of them when they are many."""
@@ -128,7 +125,7 @@ class IndexReader(PathReader):
             if self._rows is IndexRowKind.LEDGERS:
                 count = sum(len(page) - page.count(0) for _, page in reader.pages())
                 row = ledger_row(slots.ledger, reader.header, count, reader.last_entry_id)
-                yield ledger_rows(self._schema(), [row], constants)
+                yield ledger_rows(self._schema, [row], constants)
             else:
                 yield from self._slot_rows(slots, reader, gathered)
             if reader.size() < slots.size_bytes:
@@ -152,14 +149,14 @@ class IndexReader(PathReader):
         """Yield the rows of the gathered entries, and forget them."""
         if gathered.count:
             entries, files, constants = gathered.take()
-            yield from entry_rows(self._schema(), entries, self._conditions, constants, files)
+            yield from entry_rows(self._schema, entries, self._conditions, constants, files)
 
     def _read_databases(self, part: DatabaseRange) -> Iterator[pa.RecordBatch]:
         path = part.path("locations")
         if not path.parent.is_dir():
             raise unseen(path)
         constants = {"file": str(path), "scoped": part.scoped, "bookieId": part.bookie_id}
-        schema = self._schema()
+        schema = self._schema
         with (
             LedgersDatabase.open(part.path("ledgers"), scoped=part.scoped) as ledgers,
             LocationsDatabase.open(path, scoped=part.scoped) as locations,
@@ -171,9 +168,6 @@ class IndexReader(PathReader):
             else:
                 for entries in reader.entries():
                     yield from entry_rows(schema, entries, self._conditions, constants)
-
-    def _schema(self) -> pa.Schema:
-        return arrow_schema_of(self._struct)
 
 
 class IndexSource(PathSource):

@@ -17,7 +17,7 @@ from bkctl.spark.sources.ledger_stream import LedgerStreamReader
 from bkctl.spark.sources.ledger_stream_sink import LedgerStreamWriter
 from bkctl.spark.sources.ledgers import COLUMNS, NAME, LedgerQuerySettings, LedgerReader
 from bkctl.spark.sources.options import SourceOptions
-from bkctl.spark.sources.pushdown import QUERY_OPTIONS
+from bkctl.spark.sources.readers import QUERY_OPTIONS
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType

@@ -1,25 +1,164 @@
-"""From records of entry logs and journals to Arrow batches: a row for each record, or for each ledger.
+"""From records of entry logs and journals to Arrow batches: a row for each selected record, or for each ledger.
 
-Plain entries stay columns from `RecordBatch` to Arrow, without a Python object for each. Other records, and batches of
-few entries, are handled one by one.
+Plain entries stay columns from `RecordBatch` to Arrow, without a Python object for each, and are selected by their
+header fields. Other records, and batches of few entries, are handled one by one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any, Final
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from bkctl.errors import Corrupt, Unsupported
+from bkctl.files.record_filter import FILLER_TYPES
 from bkctl.files.scan import RecordBatch
-from bkctl.formats.entry import HEADER_SIZE_V1, HEADER_SIZE_V2, DigestType
+from bkctl.formats.entry import HEADER_SIZE_V1, HEADER_SIZE_V2, DigestType, digest_function, read_lac_header
 from bkctl.formats.record import NO_LEDGER, RECORD_SIZE, Record, RecordType
-from bkctl.spark.sources.columns import LedgerColumns, constant, table_of
-from bkctl.spark.sources.filters import LEDGER_COLUMNS
-from bkctl.spark.sources.record_values import VALUES, digest_of_v1, digest_of_v2
-from bkctl.spark.sources.selection import Selection, fields_of, ids_of, offsets_of
+from bkctl.ids import to_signed
+from bkctl.spark.sources.columns import DAMAGE, LedgerColumns, constant, table_of
+from bkctl.spark.sources.filters import LEDGER_COLUMNS, Conditions, all_of
+
+
+def fields_of(batch: RecordBatch) -> npt.NDArray[np.int64]:
+    """Return the header fields of the plain entries in `batch`, one row an entry."""
+    width = 5 if batch.format_version == 1 else 7
+    fields = batch.fields
+    if isinstance(fields, memoryview):
+        return np.frombuffer(fields, np.int64).reshape(-1, width)
+    try:
+        found = np.array(fields, np.int64)
+    except OverflowError:
+        # Without the compiled loop, ids of 2^63 and more are not wrapped yet.
+        found = np.array([to_signed(value) for value in fields], np.int64)
+    return found.reshape(-1, width)
+
+
+def ids_of(
+    fields: npt.NDArray[np.int64],
+) -> tuple[npt.NDArray[np.uint64] | None, npt.NDArray[np.uint64]]:
+    """Return the scope ids (None: all 0) and ledger ids in the rows of `fields_of`."""
+    ledger_ids = np.ascontiguousarray(fields[:, -4]).view(np.uint64)
+    return (None if fields.shape[1] == 5 else np.ascontiguousarray(fields[:, 2]).view(np.uint64)), ledger_ids
+
+
+def offsets_of(batch: RecordBatch) -> npt.NDArray[np.int64]:
+    """Return the offset of each record in its file."""
+    return np.asarray(batch.begins, np.int64) + batch.window_offset
+
+
+class Selection(NamedTuple):
+    """Records that meet the `conditions`, of these `types` (None: all but padding and ledgers maps)."""
+
+    conditions: Conditions
+    types: Collection[str] | None
+
+    def wants(self, record: Record) -> bool:
+        """Return whether this record is selected."""
+        conditions, types = self
+        if record.type in FILLER_TYPES if types is None else record.type.value not in types:
+            return False
+        if conditions.about_ledgers and (record.ledger is NO_LEDGER or not conditions.accepts_ledger(record.ledger)):
+            return False
+        return (
+            conditions.accepts("type", record.type.value)
+            and conditions.accepts("entryId", record.entry_id)
+            and conditions.accepts("offset", record.offset)
+        )
+
+    def wants_entries(self) -> bool:
+        """Return whether plain entries can be selected."""
+        name = RecordType.ENTRY.value
+        return (self.types is None or name in self.types) and self.conditions.accepts("type", name)
+
+    def mask(self, batch: RecordBatch, fields: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_] | None:
+        """Return which plain entries of `batch`, whose header fields are `fields`, are selected; None: all."""
+        conditions = self.conditions
+        if not (conditions.values or conditions.first or conditions.last or conditions.ledgers is not None):
+            return None
+        scope_ids, ledger_ids = ids_of(fields)
+        found = all_of(
+            (
+                conditions.ledger_mask(scope_ids, ledger_ids),
+                conditions.mask("entryId", fields[:, -3]),
+                conditions.mask("offset", offsets_of(batch)),
+            )
+        )
+        return None if found is None or found.all() else found
+
+
+# --- single records ---------------------------------------------------------------------------------------------------
+
+#: Digest types that need no password, in the order in which entries of format version 1 are checked.
+_CHECKED_TYPES: Final = (DigestType.CRC32C, DigestType.CRC32)
+_TYPES_BY_NUMBER: Final = {int(digest_type): digest_type for digest_type in DigestType}
+
+
+def digest_of_v1(window: bytes, body: int, size: int) -> str | None:
+    """Return the name of the digest type without password that an entry of format version 1 matches; else None."""
+    payload = body + HEADER_SIZE_V1
+    header = window[body:payload]
+    end = body + size
+    for digest_type in _CHECKED_TYPES:
+        at = payload + digest_type.code_length
+        if at <= end and digest_function(digest_type)(header, window[at:end]) == window[payload:at]:
+            return digest_type.name
+    return None
+
+
+def digest_of_v2(window: bytes, body: int, size: int) -> str | None:
+    """Return the name of the digest type in an entry of format version 2 if the entry matches it; else None."""
+    digest_type = _TYPES_BY_NUMBER.get(window[body] & 0x0F)
+    if digest_type is None or digest_type is DigestType.HMAC:
+        return None
+    payload = body + HEADER_SIZE_V2
+    at, end = payload + digest_type.code_length, body + size
+    if at > end or digest_function(digest_type)(window[body:payload], window[at:end]) != window[payload:at]:
+        return None
+    return digest_type.name
+
+
+def _last_add_confirmed(record: Record) -> int | None:
+    if record.type is not RecordType.EXPLICIT_LAC:
+        return record.last_add_confirmed
+    try:
+        return read_lac_header(record.special_payload).last_add_confirmed
+    except (Corrupt, Unsupported):
+        return None
+
+
+def _record_digest(record: Record) -> str | None:
+    if record.type is not RecordType.ENTRY or record.length is None:
+        return None
+    check = digest_of_v1 if record.format_version == 1 else digest_of_v2
+    return check(record.body, 0, record.record_size)
+
+
+#: Column → its value of a record; the digest type of version 1, where given, tells the payload's size.
+VALUES: Final[dict[str, Callable[[Record, DigestType | None], Any]]] = {
+    "ledgerScopeId": lambda record, _: None if record.ledger is NO_LEDGER else record.ledger.scope_id,
+    "ledgerId": lambda record, _: None if record.ledger is NO_LEDGER else record.ledger.ledger_id,
+    "ledgerQualifiedName": lambda record, _: None if record.ledger is NO_LEDGER else record.ledger.qualified_name,
+    "entryId": lambda record, _: record.entry_id,
+    "lastAddConfirmed": lambda record, _: _last_add_confirmed(record),
+    "length": lambda record, _: record.length,
+    "size": lambda record, digest_type: record.payload_size(digest_type),
+    "formatVersion": lambda record, _: record.format_version,
+    "offset": lambda record, _: record.offset,
+    "recordSize": lambda record, _: record.record_size,
+    "type": lambda record, _: record.type.value,
+    "digestType": lambda record, _: None if record.digest_type is None else record.digest_type.name,
+    "digest": lambda record, _: _record_digest(record),
+    "payload": lambda record, digest_type: record.payload(digest_type),
+    "record": lambda record, _: record.body,
+    "masterKey": lambda record, _: record.special_payload if record.type is RecordType.LEDGER_KEY else None,
+    DAMAGE: lambda record, _: None,
+}
+
+# --- rows -------------------------------------------------------------------------------------------------------------
 
 #: Rows of one Arrow batch, about.
 BATCH_ROWS: Final = 32_768

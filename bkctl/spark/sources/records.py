@@ -1,4 +1,12 @@
-"""The shared part of the sources of entry logs and journals: from files to ranges, from ranges to Arrow batches.
+"""The sources of records, `bookkeeper.entrylog` and `bookkeeper.journal`: from files to ranges, from ranges to Arrow.
+
+With the option `rows` = `ledgers` a row is a ledger's share of one partition: the number of its entries, and their
+bytes with size fields, as a bookie counts them. The sum of its rows is what `bkctl entrylog show` prints. Sums cost
+little more than reading the files.
+
+Options: `path` (files, directories of bookies, patterns), `mode`, `columns`, `ledger`, `ledgerScopeId`, `types`
+(default: all but padding and ledgersMap), `digestType` (of ledgers of scope 0, whose records do not name it: without it
+their `size` and `payload` are null), `borders` (JSON: offsets of records at which a file is cut into partitions).
 
 The planner takes the size, the time and the header of each file. A task reads one file up to the planned size, or a
 part between two `borders`. A file that shrank or was replaced between plan and read is an error, never another answer.
@@ -10,28 +18,96 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Final
+from itertools import pairwise
+from struct import Struct
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import pyarrow as pa
 
-from bkctl.errors import BkctlError, Conflict, NotFound, UsageError
+from bkctl.errors import BkctlError, Conflict, CorruptRecord, NotFound, UsageError
+from bkctl.files.entry_log import EntryLogReader
+from bkctl.files.journal import JournalReader
 from bkctl.files.scan import RecordBatch
 from bkctl.files.windows import FileReader
-from bkctl.formats.record import RecordType
-from bkctl.spark.schemas import arrow_schema_of
-from bkctl.spark.sources.bases import InputPartition
+from bkctl.formats.entry import HEADER_SIZE_V1, HEADER_SIZE_V2, OVERHEAD_SIZE_MAX
+from bkctl.formats.entry_log import HEADER_SIZE, content_id_of
+from bkctl.formats.journal import journal_id_of
+from bkctl.formats.record import RECORD_SIZE_BYTES_MAX, RecordType
 from bkctl.spark.sources.columns import damage_row, where_and_why
 from bkctl.spark.sources.filters import LEDGER_COLUMNS
 from bkctl.spark.sources.options import SourceOptions
-from bkctl.spark.sources.places import Place, unseen
-from bkctl.spark.sources.pushdown import QUERY_OPTIONS, PathReader
-from bkctl.spark.sources.ranges import FileState, Range, end_of, ranges_of
-from bkctl.spark.sources.record_rows import BODY_COLUMNS, LedgerSums, RecordRows
-from bkctl.spark.sources.selection import Selection
+from bkctl.spark.sources.places import Place, resolve, unseen
+from bkctl.spark.sources.readers import QUERY_OPTIONS, InputPartition, PathReader, PathSource
+from bkctl.spark.sources.record_rows import BODY_COLUMNS, LedgerSums, RecordRows, Selection
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
+
+#: Bytes of a header that never change: the magic and the version.
+_HEADER_SIZE: Final = 8
+
+
+class FileState(NamedTuple):
+    """A file when the plan was made: its size, its modification time and the start of its header."""
+
+    size_bytes: int
+    mtime_ns: int
+    header: bytes
+
+    @classmethod
+    def of(cls, path: str) -> FileState:
+        """Return the present state of a file. Raises as FileReader does."""
+        with FileReader(path) as reader:
+            stat = reader.stat()
+            return cls(stat.st_size, stat.st_mtime_ns, reader.read(0, _HEADER_SIZE))
+
+    def end_in(self, reader: FileReader, *, is_written_in_place: bool = False) -> int | None:
+        """Return the byte at which a task stops: the planned size, or None if the file has this size still.
+
+        Raises Conflict if the file shrank, was replaced or, unless it `is_written_in_place`, was overwritten.
+        """
+        stat = reader.stat()
+        is_overwritten = stat.st_mtime_ns != self.mtime_ns and not is_written_in_place
+        if (
+            stat.st_size < self.size_bytes
+            or reader.read(0, len(self.header)) != self.header
+            or (stat.st_size == self.size_bytes and is_overwritten)
+        ):
+            raise Conflict(f"{reader.name} changed after the plan was made", hint="run again")
+        return None if stat.st_size == self.size_bytes else self.size_bytes
+
+
+@dataclass
+class Range(InputPartition):
+    """The records of one file from byte `start` (0: the first) up to byte `end` (None: up to the file's end).
+
+    `state` is the file's when the plan was made. Only the last range of a file has damage.
+    """
+
+    place: Place
+    state: FileState
+    start: int = 0
+    end: int | None = None
+    damage: tuple[int | None, str] | None = None
+
+
+def ranges_of(place: Place, state: FileState, borders: Sequence[int]) -> list[Range]:
+    """Return the ranges of a file between these borders, which are offsets of records."""
+    return [Range(place, state, start or 0, end) for start, end in pairwise((None, *borders, None))]
+
+
+def end_of(batch: RecordBatch) -> int:
+    """Return the file offset behind the last record of `batch`."""
+    record = batch.record
+    if record is not None:
+        # Padding of a journal has a second size field.
+        head = 8 if record.type is RecordType.PADDING and not record.body else 4
+        return record.offset + head + record.record_size
+    width = 5 if batch.format_version == 1 else 7
+    return batch.window_offset + batch.begins[-1] + 4 + batch.fields[-width]
+
 
 #: Plans to try where a listed file is deleted while the plan is made.
 _PLANS_MAX: Final = 5
@@ -147,7 +223,7 @@ class RecordReader(PathReader):
         return all(self._conditions.accepts(name, value) for name, value in self._constants(place).items())
 
     def _rows_of(self, place: Place) -> RecordRows | LedgerSums:
-        schema, constants = arrow_schema_of(self._struct), self._constants(place)
+        schema, constants = self._schema, self._constants(place)
         selection = Selection(self._conditions, self._types)
         if self._rows is RecordRowKind.LEDGERS:
             return LedgerSums(schema, constants, selection)
@@ -180,7 +256,7 @@ class RecordReader(PathReader):
     def _up_to_damage(self, part: Range, damages: list[tuple[int | None, str]]) -> Iterator[RecordBatch]:
         """Yield the records of a range; in mode permissive add the damage that ends them to `damages`."""
         try:
-            yield from self._planned_records(part, content=any(name in BODY_COLUMNS for name in self._struct.names))
+            yield from self._planned_records(part, content=any(name in BODY_COLUMNS for name in self._schema.names))
         except UsageError:
             raise
         except BkctlError as error:
@@ -203,3 +279,141 @@ class RecordReader(PathReader):
 
 class _Vanished(Exception):
     """A listed file was deleted; its argument is the path."""
+
+
+# --- entry logs -------------------------------------------------------------------------------------------------------
+
+#: Average size from which reading single headers costs less than reading whole records.
+_HOP_SIZE_BYTES: Final = 64 << 10
+#: Records of one batch that are read by their headers.
+_HOPS: Final = 1024
+_OPEN_LOGS_MAX: Final = 64
+
+
+class EntryLogRecords(RecordReader):
+    """Plans and reads entry logs."""
+
+    id_name = "logId"
+    source = "bookkeeper.entrylog"
+
+    def list_places(self) -> list[Place]:
+        return resolve(self._paths, lambda directories: directories.entry_logs(), content_id_of)
+
+    def read_range(self, path: str, start: int, end: int | None, *, content: bool) -> Iterator[RecordBatch]:
+        with EntryLogReader.open(path) as reader:
+            if not self._conditions.about_ledgers or self._may_hold_wanted(reader):
+                yield from _batches(reader, start, end, content=content)
+
+    def _may_hold_wanted(self, reader: EntryLogReader) -> bool:
+        """Return whether a wanted ledger may have records in this log; False only if a sound ledgers map has none."""
+        try:
+            sizes = reader.ledgers_map()
+        except CorruptRecord:
+            return True
+        return sizes is None or any(map(self._conditions.accepts_ledger, sizes))
+
+
+class OpenLogs:
+    """Readers of entry logs, of which the latest stay open until `close`."""
+
+    def __init__(self) -> None:
+        self._readers: dict[str, EntryLogReader] = {}
+
+    def reader(self, path: str) -> EntryLogReader:
+        """Return the reader of a log. Raises as `EntryLogReader.open`."""
+        reader = self._readers.get(path)
+        if reader is None:
+            if len(self._readers) >= _OPEN_LOGS_MAX:
+                self._readers.pop(next(iter(self._readers))).close()
+            reader = self._readers[path] = EntryLogReader.open(path)
+        return reader
+
+    def close(self) -> None:
+        """Close all of them."""
+        for reader in self._readers.values():
+            reader.close()
+
+
+class EntryLogSource(PathSource):
+    """The records of entry logs, as `bkctl entrylog read` prints them; or sums of each ledger.
+
+    A log whose ledgers map names none of the wanted ledgers is not read, so its damage is unseen. Unfinished files of
+    compactions in directories are skipped: their entries are in a log, too.
+    """
+
+    reads = EntryLogRecords
+
+
+def _batches(reader: EntryLogReader, start: int, end: int | None, *, content: bool) -> Iterator[RecordBatch]:
+    """Yield the records of a log as `EntryLogReader.batches` does; without `content`, large bodies are not read."""
+    at = max(start, HEADER_SIZE)
+    while True:
+        for batch in reader.batches(at, end, special=True):
+            yield batch
+            before, at = batch.window_offset + batch.begins[0], end_of(batch)
+            if not content and batch.record is None and (at - before) // len(batch) >= _HOP_SIZE_BYTES:
+                break
+        else:
+            return
+        for headers in _headers(reader, at, end, batch.format_version):
+            yield headers
+            at = end_of(headers)
+
+
+def _headers(reader: EntryLogReader, at: int, end: int | None, version: int) -> Iterator[RecordBatch]:
+    """Yield plain entries by their headers alone, while they are large and sound."""
+    layout, size_min = (_ROW_V1, HEADER_SIZE_V1) if version == 1 else (_ROW_V2, HEADER_SIZE_V2)
+    file_end = reader.size()
+    while True:
+        start = at
+        begins: list[int] = []
+        fields: list[int] = []
+        while at + layout.size <= file_end and (end is None or at < end) and len(begins) < _HOPS:
+            head = reader.read(at, layout.size)
+            if len(head) < layout.size:
+                break
+            row = layout.unpack(head)
+            is_plain = head[4] < 0x80 if version == 1 else 0xA0 <= head[4] <= 0xA4
+            size, entry_id, length = row[0], row[-3], row[-1]
+            is_sound = size_min <= size <= min(RECORD_SIZE_BYTES_MAX, file_end - at - 4) and entry_id >= 0
+            if not (is_plain and is_sound) or size - OVERHEAD_SIZE_MAX > max(length, 0):
+                break
+            begins.append(at - start)
+            fields += row
+            at += 4 + size
+        if begins:
+            yield RecordBatch(b"", start, begins, fields, version)
+        if len(begins) < _HOPS or at - start < _HOPS * _HOP_SIZE_BYTES:
+            return
+
+
+_ROW_V1: Final = Struct(">iQqqq")
+_ROW_V2: Final = Struct(">iBQQqqq")
+
+# --- journals ---------------------------------------------------------------------------------------------------------
+
+
+class JournalRecords(RecordReader):
+    """Plans and reads journals."""
+
+    id_name = "journalId"
+    source = "bookkeeper.journal"
+    is_written_in_place = True
+    on_request = (*RecordReader.on_request, "masterKey")
+
+    def list_places(self) -> list[Place]:
+        return resolve(self._paths, lambda directories: directories.journals(), journal_id_of)
+
+    def read_range(self, path: str, start: int, end: int | None, *, content: bool) -> Iterator[RecordBatch]:
+        with JournalReader.open(path) as reader:
+            yield from reader.batches(start, end, padding=RecordType.PADDING.value in (self._types or ()))
+
+
+class JournalSource(PathSource):
+    """The records of journals, as `bkctl journal read` prints them.
+
+    `masterKey` is a column on request, and a secret. A journal may end inside a record, as when its bookie stopped; a
+    replay ignores that record, and so does this source. Any other end is damage.
+    """
+
+    reads = JournalRecords

@@ -33,7 +33,7 @@ from bkctl.spark.jobs.integrity import integrity
 from bkctl.spark.jobs.inventory import Grouping, damages, shares, totals
 from bkctl.spark.jobs.journal_audit import audit
 from bkctl.spark.local.session import local_session
-from bkctl.spark.schemas import arrow_schema_of
+from bkctl.spark.sources.columns import arrow_schema_of
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -127,14 +127,14 @@ def test_import_of_a_ledger_without_enough_bookies_fails_alone(live: Live) -> No
         return json.dumps({**fields, "customMetadata": {}, "entryCount": 1}).encode()
 
     wide, sound = (LedgerId(SCOPE + 30, ledger_id).qualified_name for ledger_id in (1, 2))
-    rows = {
-        "ledgerQualifiedName": [wide, wide, sound, sound],
-        "entryId": [-1, 0, -1, 0],
-        "payload": [head(5), b"x", head(2), b"x"],
-    }
+    rows = [
+        {"ledgerQualifiedName": name, "entryId": entry_id, "payload": payload}
+        for name, size in ((wide, 5), (sound, 2))
+        for entry_id, payload in ((-1, head(size)), (0, b"x"))
+    ]
     options = SourceOptions("test", live.options, ("metadataUri", *SHAPE_OPTIONS))
-    batches = archive._import_rows(options, SCOPE + 31, [pyarrow.RecordBatch.from_pydict(rows)])
-    failed, copied = (row for batch in batches for row in batch.to_pylist())
+    batches = archive._import_rows(options, SCOPE + 31, [rows])
+    failed, copied = (row for batch in batches for row in batch)
     assert (failed["state"], copied["state"]) == ("failed", "copied")
     assert "5 writable bookies are needed" in failed["message"]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
 import pytest
 from support.waiting import LIMIT_S
 
@@ -23,9 +22,10 @@ from bkctl.spark.jobs.copying import (
     EntryHash,
     LedgerCopy,
     Shape,
+    _copy_bins,
     copy_ledger,
+    migrate_scope,
 )
-from bkctl.spark.jobs.migration import _copy_bins, migrate_scope
 from bkctl.spark.sources.connection import Client
 from bkctl.spark.sources.options import SourceOptions
 
@@ -181,8 +181,8 @@ def test_ledger_without_enough_bookies_fails_alone(live: Live, client: Client, m
     options = SourceOptions("test", live.options, ("metadataUri", *SHAPE_OPTIONS))
 
     def copied() -> list[tuple[str, str]]:
-        batches = _copy_bins(options, bins, [pa.RecordBatch.from_pydict({"id": [0]})])
-        return [(row["state"], row["message"] or "") for batch in batches for row in batch.to_pylist()]
+        batches = _copy_bins(options, bins, [[{"id": 0}]])
+        return [(row["state"], row["message"] or "") for batch in batches for row in batch]
 
     (failed, message), done = copied()
     assert (failed, done) == ("failed", ("copied", ""))

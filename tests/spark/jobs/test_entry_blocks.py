@@ -15,11 +15,9 @@ from support.engines import Engine
 from bkctl.client.ensemble import RoundRobinDistributionSchedule
 from bkctl.spark import functions as F
 from bkctl.spark.jobs import entry_blocks
+from bkctl.spark.jobs.entries import log_damages, promised_blocks, shares_of, unreadable_files
 from bkctl.spark.jobs.entry_blocks import INDEX, JOURNAL, LOG, Ids, fold, unfold
-from bkctl.spark.jobs.held_entries import log_damages, shares_of, unreadable_files
-from bkctl.spark.jobs.promised_entries import promised_blocks
-from bkctl.spark.schemas import arrow_schema
-from bkctl.spark.sources.columns import DAMAGE, TYPES
+from bkctl.spark.sources.columns import DAMAGE, TYPES, arrow_schema
 
 LAST = 2**63 - 1
 BOOKIES = ("a:1", "b:1", "c:1", "d:1")

@@ -35,8 +35,8 @@ from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
 from bkctl.spark.jobs import garbage
 from bkctl.spark.jobs.bookies import find_bookies
+from bkctl.spark.jobs.entries import held_entries, shares_of
 from bkctl.spark.jobs.garbage import by_bookie, garbage_shares, orphans, uses
-from bkctl.spark.jobs.held_entries import held_entries, shares_of
 from bkctl.spark.jobs.integrity import Integrity, integrity
 from bkctl.spark.jobs.inventory import Grouping, applications, damages, shares, totals
 

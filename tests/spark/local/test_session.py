@@ -20,8 +20,7 @@ from bkctl.errors import BkctlError, Corrupt, NotFound
 from bkctl.spark import functions as F
 from bkctl.spark.facts import tables
 from bkctl.spark.local.session import LocalSession, local_session
-from bkctl.spark.schemas import arrow_schema, arrow_schema_of
-from bkctl.spark.sources.columns import TYPES, ddl
+from bkctl.spark.sources.columns import TYPES, arrow_schema, arrow_schema_of, ddl
 from bkctl.spark.sources.records import RecordReader
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from bkctl.formats.entry_log import write_header, write_ledgers_map
 from bkctl.formats.record import NO_LEDGER
 from bkctl.ids import LedgerId
 from bkctl.spark.sources.columns import ledger_values
-from bkctl.spark.sources.entry_logs import EntryLogRecords, EntryLogSource
+from bkctl.spark.sources.records import EntryLogRecords, EntryLogSource
 
 V1, OTHER = LedgerId(0, 5), LedgerId(0, 6)
 V2, HUGE = LedgerId(7, 1), LedgerId(2**64 - 1, 2**63 + 9)

@@ -29,9 +29,9 @@ from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.entry_log import write_header
 from bkctl.formats.record import RECORD_SIZE
 from bkctl.ids import LedgerId
-from bkctl.spark.sources.entry_logs import EntryLogSource
 from bkctl.spark.sources.filters import Conditions
 from bkctl.spark.sources.options import Mode, SourceOptions
+from bkctl.spark.sources.records import EntryLogSource
 
 LEDGERS = (LedgerId(0, 5), LedgerId(0, 6), LedgerId(7, 5), LedgerId(7, 2**63 + 9), LedgerId(2**64 - 1, 0))
 

@@ -28,8 +28,8 @@ from bkctl.formats.record import (
 )
 from bkctl.ids import LedgerId
 from bkctl.spark.sources.columns import ledger_values
-from bkctl.spark.sources.journals import JournalSource
 from bkctl.spark.sources.places import bookie_id_at
+from bkctl.spark.sources.records import JournalSource
 
 V1, V2 = LedgerId(0, 5), LedgerId(7, 2**63 + 1)
 BOOKIES = golden.bookies()

@@ -17,9 +17,8 @@ from bkctl.formats.record import RECORD_SIZE
 from bkctl.ids import LedgerId
 from bkctl.spark.failures import source_error
 from bkctl.spark.sources import PUSHDOWN
-from bkctl.spark.sources.entry_logs import EntryLogSource
 from bkctl.spark.sources.indexes import IndexSource
-from bkctl.spark.sources.journals import JournalSource
+from bkctl.spark.sources.records import EntryLogSource, JournalSource
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

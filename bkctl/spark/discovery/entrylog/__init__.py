@@ -4,4 +4,4 @@ from contextlib import suppress
 
 # PySpark imports this in every session, with releases that bkctl does not support, too.
 with suppress(ImportError):
-    from bkctl.spark.sources.entry_logs import EntryLogSource as DefaultSource  # noqa: F401
+    from bkctl.spark.sources.records import EntryLogSource as DefaultSource  # noqa: F401

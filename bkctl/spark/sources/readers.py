@@ -1,4 +1,6 @@
-"""The part that sources of tables share: conditions, mode, and filters that Spark pushes down on request.
+"""The part that sources of tables share: base classes, conditions, mode, and filters that Spark pushes down on request.
+
+The base classes are PySpark's, or plain ones where PySpark is not installed: the local engine reads sources without it.
 
 Spark (4.2, 4.3: PythonDataSourceV2.setReadInfo) keeps the plan of a Python data source with the DataFrame instead of
 the query. So filters that one query pushed down also limit later queries without filters, and other branches of the
@@ -9,16 +11,37 @@ DataFrame that answers one query. Without it Spark applies all filters itself.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from bkctl.spark.sources.bases import DataSource, DataSourceReader
-from bkctl.spark.sources.columns import DAMAGE, check_schema, source_schema
+from bkctl.spark.sources.columns import DAMAGE, checked_schema, source_schema
 from bkctl.spark.sources.filters import Conditions
 from bkctl.spark.sources.options import Mode, SourceOptions
 
 if TYPE_CHECKING:
-    from pyspark.sql.datasource import Filter
+    from pyspark.sql.datasource import DataSource as DataSource
+    from pyspark.sql.datasource import DataSourceReader, Filter
+    from pyspark.sql.datasource import InputPartition as InputPartition
     from pyspark.sql.types import StructType
+else:
+    try:
+        from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
+    except ModuleNotFoundError:
+
+        class DataSource:
+            """A source with its options."""
+
+            def __init__(self, options: dict[str, str]) -> None:
+                self.options = options
+
+        class DataSourceReader:
+            """Plans and reads a source."""
+
+        class InputPartition:
+            """A part of a plan."""
+
+            def __init__(self, value: Any = None) -> None:
+                self.value = value
+
 
 #: Options of every table.
 QUERY_OPTIONS: Final = ("mode", "columns", "ledger", "ledgerScopeId", "pushdown")
@@ -57,9 +80,8 @@ class PathReader(QueryReader):
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
         super().__init__(Conditions.of(options), options.mode(), pushdown=options.flag("pushdown"))
         self._paths = options.paths()
-        self._struct = schema
         default, on_request = self.columns(options)
-        check_schema(self.source, schema, (*default, *on_request, DAMAGE))
+        self._schema = checked_schema(self.source, schema, (*default, *on_request, DAMAGE))
 
     @classmethod
     def columns(cls, options: SourceOptions) -> tuple[Sequence[str], Sequence[str]]:
