@@ -59,27 +59,33 @@ class LedgerMover:
         self._unlock: BatchedCalls[LedgerId, None] = BatchedCalls(self._unlock_many)
 
     async def move(
-        self, ledger: LedgerId, found: VersionedMetadata | None, *, waits_for_lock: bool
+        self, ledger: LedgerId, found: VersionedMetadata | None, *, copies_ahead: bool, is_last: bool
     ) -> LedgerMove | None:
-        """Move the ledger. With `waits_for_lock`, return None if another worker has it locked; else move it anyway.
+        """Move the ledger under its lock. Return None if another worker has it locked.
 
-        `found` is its metadata (None: read now). Raise errors of the store.
+        With `copies_ahead`, entries of a locked ledger are copied then, so that the move under the lock has little left
+        to do: it lists the targets again, since only the lock keeps bookies from collecting the copies. With `is_last`,
+        a locked ledger has failed. `found` is its metadata (None: read now). Raise errors of the store.
         """
         is_locked_by_another = False
-        lock: Claim | None = None
         try:
             try:
                 lock = await run_to_end(self._lock(ledger))
-            except Conflict:
+            except Conflict as error:
                 is_locked_by_another = True
-                if waits_for_lock:
-                    return None
+                if is_last:
+                    problem = f"{error.message}, for too long; 'bkctl autorecovery status' shows the locks"
+                    return LedgerMove(ledger, MoveOutcome.FAILED, problem=problem)
+                if copies_ahead:
+                    with contextlib.suppress(BkctlError):  # The move under the lock meets it again.
+                        await self.replicator.copy_ahead(ledger, self.leaving, skip_open=self.skip_open)
+                return None
             return await self._move(ledger, found, lock)
         finally:
             if not is_locked_by_another:
                 await run_to_end(self._unlock(ledger))
 
-    async def _move(self, ledger: LedgerId, found: VersionedMetadata | None, lock: Claim | None) -> LedgerMove:
+    async def _move(self, ledger: LedgerId, found: VersionedMetadata | None, lock: Claim) -> LedgerMove:
         state = None
         try:
             for _ in range(_ATTEMPT_COUNT_MAX):
