@@ -16,9 +16,7 @@ from bkctl.errors import (
     Corrupt,
     LedgerLengthUnknown,
     LedgerNotFound,
-    LedgerRecoveryFailed,
     MetadataVersionConflict,
-    NotEnoughBookies,
     NotFound,
     TimedOut,
     Unreachable,
@@ -102,13 +100,10 @@ class LedgerMover:
                     break
         except LedgerNotFound:
             return LedgerMove(ledger, MoveOutcome.GONE)
-        except NotEnoughBookies as error:
-            return LedgerMove(ledger, MoveOutcome.FAILED, state, problem=error.message)
         except LedgerLengthUnknown as error:
-            return LedgerMove(ledger, MoveOutcome.UNRECOVERABLE, state, problem=str(error))
-        except (LedgerRecoveryFailed, BookieUnavailable) as error:
-            # No bookie can tell the last entry.
-            return LedgerMove(ledger, MoveOutcome.UNRECOVERABLE, state, problem=error.message)
+            return LedgerMove(ledger, MoveOutcome.FAILED, state, problem=str(error))
+        except BookieUnavailable as error:
+            return LedgerMove(ledger, MoveOutcome.FAILED, state, problem=error.message)
         except TimedOut as error:
             await asyncio.to_thread(self.cluster.instance_id)  # Raises if the silent server is the store.
             return LedgerMove(ledger, MoveOutcome.FAILED, state, problem=error.message)
@@ -144,12 +139,20 @@ def _result_of(ledger: LedgerId, before: LedgerState | None, replication: Ledger
     )
     if replication.unreadable:
         spans = tuple(EntrySpan(*entries[:3]) for entries in replication.unreadable)
-        problem = f"No bookie gives {spans_text(spans)} ({replication.unreadable[0].answers})"
-        return LedgerMove(ledger, MoveOutcome.UNRECOVERABLE, *counts, spans, problem)
+        silent = [entries for entries in replication.unreadable if not entries.lost]
+        outcome = MoveOutcome.FAILED if silent else MoveOutcome.UNRECOVERABLE
+        now = " now" if silent else ""
+        problem = f"No bookie gives {spans_text(spans)}{now} ({(silent or replication.unreadable)[0].answers})"
+        return LedgerMove(ledger, outcome, *counts, spans, problem)
     if replication.errors:
         return LedgerMove(ledger, MoveOutcome.FAILED, *counts, problem=replication.errors[0][1].message)
     if replication.left_open:
         problem = "A writer may be adding to it; its last entries stay until it leaves the bookie, or is closed"
+        if check.fragments[-1].first_entry_id < check.metadata.last_fragment.first_entry_id:
+            problem = (
+                f"Its writer left these bookies, so it is not fenced; entries {check.last_add_confirmed + 1} to "
+                f"{check.fragments[-1].last_entry_id} stay until later ones are confirmed, or it is closed"
+            )
         return LedgerMove(ledger, MoveOutcome.OPEN, *counts, problem=problem)
     if not check.fragments:
         # Closing a ledger moves its last entries to other bookies; these may have been all.

@@ -229,7 +229,8 @@ def recover(
         for note in notes:
             run.note(note)
         unrecoverable = outcomes[MoveOutcome.UNRECOVERABLE] - len(skipped)
-        _finish(run, plan, unrecoverable, outcomes[MoveOutcome.FAILED], kept, len(names))
+        failed = outcomes[MoveOutcome.FAILED] + (0 if skip_open else outcomes[MoveOutcome.OPEN])
+        _finish(run, plan, unrecoverable, failed, kept, len(names))
 
 
 def _check_known(cluster: Cluster, names: Sequence[str], plan: MovePlan) -> None:
@@ -286,8 +287,8 @@ def _show_plan(
                     writer.row(row)
                     count += row.ledger != last
                     last = row.ledger
-                    passed_over = skip and isinstance(each, PlannedFragment) and each.unreadable
-                    asked_for = not isinstance(each, PlannedFragment) and each.outcome is MoveOutcome.OPEN
+                    passed_over = skip and isinstance(each, PlannedFragment) and each.unreadable and each.lost
+                    asked_for = skip_open and not isinstance(each, PlannedFragment) and each.outcome is MoveOutcome.OPEN
                     if row.problem is not None and not passed_over and not asked_for:
                         problem_count += row.ledger != last_problem
                         last_problem = row.ledger
