@@ -166,7 +166,9 @@ class BookieMover:
             return None
         if held.grows:
             schedule, ensemble = RoundRobinDistributionSchedule.of(held.metadata), held.fragments[-1].ensemble
-            away = {bookie_id for bookie_id in ensemble if bookie_id not in up} | set(self.lost_entries.silent(ensemble))
+            away = {bookie_id for bookie_id in ensemble if bookie_id not in up} | set(
+                self.lost_entries.silent(ensemble)
+            )
             if not self._fence or schedule.covered([at for at, each in enumerate(ensemble) if each not in away]):
                 return None
             return f"It cannot be closed: too few of its last bookies answer ({', '.join(sorted(away))} do not)"

@@ -204,7 +204,7 @@ def test_passwords(cli: Cli, write: object, tmp_path: Path, monkeypatch: pytest.
     file.write_text("secret\n")
     assert payloads(cli, ledger, "--password-file", file) == [b"x"]
     assert cli("ledger", "verify", ledger).code == 0
-    assert cli("ledger", "recover", ledger).code == 0
+    assert cli("ledger", "recover", ledger, "--yes").code == 0
     monkeypatch.setenv("BKCTL_LEDGER_PASSWORD", "secret")
     assert payloads(cli, ledger) == [b"x"]
     assert "secret" not in cli("ledger", "show", ledger, "-o", "json").out
@@ -314,11 +314,11 @@ def test_recover_closes_a_ledger_whose_writer_died(cli: Cli, cluster: LocalClust
         assert cli("ledger", "show", ledger, "-o", "json").json["state"] == "CLOSED"
         assert cli("metadata", "undo", undo, "--yes").code == 0
         assert cli("ledger", "show", ledger, "-o", "json").json["state"] == "OPEN"
-    done = cli("ledger", "recover", ledger, "-o", "json")
+    done = cli("ledger", "recover", ledger, "--yes", "-o", "json")
     assert "closed already" not in done.err
     [row] = done.json
     assert (row["state"], row["lastEntryId"], row["length"]) == ("CLOSED", 0, 4)
-    again = cli("ledger", "recover", ledger)
+    again = cli("ledger", "recover", ledger, "--yes")
     assert (again.code, again.err) == (0, "1 ledger was closed already: unchanged\n")
     [row] = cli("ledger", "recover", ledger, "--dry-run", "-o", "json").json
     assert (row["state"], row["loss"], row["lastEntryId"], row["length"]) == ("CLOSED", False, 0, 4)
@@ -345,13 +345,13 @@ def test_recover_loses_entries_only_with_accept_loss(cli: Cli, cluster: LocalClu
         [row] = plan.json
         assert (row["state"], row["loss"], row["lastEntryId"]) == ("OPEN", True, 2)
         assert (row["lastReadableEntryId"], row["length"]) == (1, 4)
-        refused = cli("ledger", "recover", ledger, "--accept-loss")
+        refused = cli("ledger", "recover", ledger, "--yes", "--accept-loss")
         assert (refused.code, refused.out) == (2, "")
         assert "1 entry up to its last entry 2 cannot be read" in refused.err
         assert "--yes" in refused.err
         assert cli("ledger", "show", ledger, "-o", "json").json["state"] == "OPEN"
 
-        plain = cli("ledger", "recover", ledger)
+        plain = cli("ledger", "recover", ledger, "--yes")
         assert plain.code == 6
         assert f"'bkctl ledger recover {ledger} --accept-loss'" in plain.err
         assert cli("ledger", "show", ledger, "-o", "json").json["state"] == "IN_RECOVERY"
@@ -366,7 +366,7 @@ def test_recover_loses_entries_only_with_accept_loss(cli: Cli, cluster: LocalClu
     lines = [json.loads(line) for line in audit_file(os.environ).read_text().splitlines()]  # type: ignore[union-attr]
     assert "length stays 4 bytes" in lines[-1]["acceptedLoss"]
     assert lines[-1]["exitCode"] == 0
-    again = cli("ledger", "recover", ledger, "--accept-loss")
+    again = cli("ledger", "recover", ledger, "--yes", "--accept-loss")
     assert (again.code, again.err) == (0, "1 ledger was closed already: unchanged\n")
 
 
@@ -445,7 +445,7 @@ def test_a_write_that_cannot_close_its_ledger_names_the_command_that_does(
     assert answer.err.splitlines()[1:] == [
         f"bkctl: Ledger {ledger} is not closed: 'bkctl ledger recover {ledger}' closes it", "bkctl: The store is away"
     ]  # fmt: skip
-    assert cli("ledger", "recover", ledger).code == 0
+    assert cli("ledger", "recover", ledger, "--yes").code == 0
     assert cli("ledger", "show", ledger, "-o", "json").json["state"] == "CLOSED"
 
 
