@@ -190,8 +190,8 @@ OfLedgers = Annotated[
     bool,
     typer.Option(
         "--ledgers",
-        help="Also find ledgers with replicas in too few racks, and in clusters of more than 10,000 ledgers bookies that "
-        "only ledgers name; reads the metadata of every ledger.",
+        help="Also find ledgers with replicas in too few racks, and in clusters of more than 10,000 ledgers bookies "
+        "that only ledgers name; reads the metadata of every ledger.",
     ),
 ]
 Code = Annotated[HealthCode, typer.Argument(metavar="CODE", help="The code of the findings.")]

@@ -16,6 +16,7 @@ from bkctl.errors import (
     Corrupt,
     LedgerLengthUnknown,
     LedgerNotFound,
+    LedgerRecoveryFailed,
     MetadataVersionConflict,
     NotFound,
     TimedOut,
@@ -102,7 +103,7 @@ class LedgerMover:
             return LedgerMove(ledger, MoveOutcome.GONE)
         except LedgerLengthUnknown as error:
             return LedgerMove(ledger, MoveOutcome.FAILED, state, problem=str(error))
-        except BookieUnavailable as error:
+        except (LedgerRecoveryFailed, BookieUnavailable) as error:
             return LedgerMove(ledger, MoveOutcome.FAILED, state, problem=error.message)
         except TimedOut as error:
             await asyncio.to_thread(self.cluster.instance_id)  # Raises if the silent server is the store.

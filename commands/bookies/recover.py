@@ -155,9 +155,11 @@ def recover(
     """Copy the ledgers of lost bookies to other bookies.
 
     Copies from the remaining replicas, for ledgers of every scope. Needs no auto-recovery. Ledgers that are not closed
-    and have a lost bookie in their last ensemble are fenced and closed first: their writers can add no more. A ledger
-    with entries that no bookie has is reported with them and left unchanged; all others are moved. Exit code 3 if any
-    ledger was unrecoverable or failed. --dry-run shows each fragment with the ensemble that it would get, and asks the
+    and have a lost bookie in their last ensemble are fenced and closed first: their writers can add no more. A writer
+    that left the lost bookies is not fenced; entries there that are not confirmed yet stay, and are reported. A ledger
+    with entries that no bookie has is reported with them and left unchanged; all others are moved. It is unrecoverable
+    only if every other bookie that should have them answers, and lacks them. Exit code 3 if any ledger was
+    unrecoverable or failed, or stays. --dry-run shows each fragment with the ensemble that it would get, and asks the
     bookies which entries they have.
     """
     names = bookie_ids(bookies)

@@ -314,6 +314,11 @@ def test_recover_closes_a_ledger_whose_writer_died(cli: Cli, cluster: LocalClust
         assert cli("ledger", "show", ledger, "-o", "json").json["state"] == "CLOSED"
         assert cli("metadata", "undo", undo, "--yes").code == 0
         assert cli("ledger", "show", ledger, "-o", "json").json["state"] == "OPEN"
+    [row] = cli("ledger", "recover", ledger, "--dry-run", "-o", "json").json
+    assert (row["state"], row["writing"], "would be fenced" in row["what"]) == ("OPEN", False, True)
+    asked = cli("ledger", "recover", ledger)
+    assert (asked.code, f"Ledger {ledger} is OPEN" in asked.err, "add --yes" in asked.err) == (2, True, True)
+    assert cli("ledger", "show", ledger, "-o", "json").json["state"] == "OPEN"
     done = cli("ledger", "recover", ledger, "--yes", "-o", "json")
     assert "closed already" not in done.err
     [row] = done.json
@@ -345,7 +350,7 @@ def test_recover_loses_entries_only_with_accept_loss(cli: Cli, cluster: LocalClu
         [row] = plan.json
         assert (row["state"], row["loss"], row["lastEntryId"]) == ("OPEN", True, 2)
         assert (row["lastReadableEntryId"], row["length"]) == (1, 4)
-        refused = cli("ledger", "recover", ledger, "--yes", "--accept-loss")
+        refused = cli("ledger", "recover", ledger, "--accept-loss")
         assert (refused.code, refused.out) == (2, "")
         assert "1 entry up to its last entry 2 cannot be read" in refused.err
         assert "--yes" in refused.err
