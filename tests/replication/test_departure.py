@@ -201,7 +201,8 @@ async def test_ledger_whose_other_bookie_is_away_is_not_given_up(fake_cluster, s
             assert "b0" in cluster.cluster.cookies.list()
         await away.start()
         cluster.register(away)
-        done = results(await steps(decommission(cluster, client, skip_unrecoverable=True).run()))
+        async with cluster.client() as fresh:  # The other one pauses before it connects again.
+            done = results(await steps(decommission(cluster, fresh, skip_unrecoverable=True).run()))
         assert done == {ledger: StepResult.MOVED, StepKind.COOKIE: StepResult.DELETED}
 
 
