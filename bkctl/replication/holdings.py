@@ -252,8 +252,9 @@ def ok_to_stop(
 ) -> Iterator[StopProblem]:
     """Yield the ledgers that would suffer, as `Risk` says, if `bookie_ids` stopped now, in order.
 
-    A ledger that is not closed also needs the answers of its last ensemble that opening and recovery need. A replica counts while its bookie is registered, serves the ledger's scope, and is not marked as missing by
-    auto-recovery. `replica_count_min` is the number of replicas of each entry that must remain (None: the ledger's ack
+    A ledger that is not closed also needs the answers of its last ensemble that opening and recovery need. A replica
+    counts while its bookie is registered, serves the ledger's scope, and is not marked as missing by auto-recovery.
+    `replica_count_min` is the number of replicas of each entry that must remain (None: the ledger's ack
     quorum). Raise UsageError, NotFound without a cluster.
     """
     if replica_count_min is not None and replica_count_min < 1:
