@@ -239,7 +239,8 @@ class LedgerFragmentReplicator:
         With `fence`, an open ledger whose last fragment is bad is fenced and closed first; without, that fragment
         remains. With `bookies`, so does an earlier fragment that is not confirmed to its end, as in Apache's
         recoverLedger: the writer left these bookies. Bookies in `bookies` are never targets. Unreadable
-        entries, and fragments that cannot be replicated now, are in the result. Raise LedgerNotFound, LedgerRecoveryFailed, and errors of the store.
+        entries, and fragments that cannot be replicated now, are in the result. Raise LedgerNotFound,
+        LedgerRecoveryFailed, and errors of the store.
         """
 
         async def look(known: VersionedMetadata | None) -> LedgerCheck:
