@@ -72,8 +72,10 @@ def info(out: Printer, access: Access) -> None:
 Threshold = Annotated[
     float, typer.Option("--threshold", metavar="PERCENT", help="Percentage of used disk space that is too much.")
 ]
-#: Ledgers whose metadata `cluster status` reads without --count-ledgers.
+#: Ledgers whose metadata `cluster status` reads without --count-ledgers, and `cluster health` without --ledgers.
 COUNTED_LEDGERS_MAX: Final = 10_000
+#: The state of a bookie that only ledgers name.
+UNKNOWN: Final = "unknown"
 
 
 class MemberRow(NamedTuple):
@@ -87,6 +89,8 @@ class MemberRow(NamedTuple):
     def problem(self) -> str | None:
         """The problem with the bookie, None without one."""
         bookie, error = self.space.bookie, self.space.error
+        if bookie.state == UNKNOWN:
+            return "ledgers name it, but it has neither a cookie nor a registration"
         if bookie.state == "down":
             return "has a cookie, but is not registered"
         if error is not None:
@@ -97,7 +101,7 @@ class MemberRow(NamedTuple):
 
 STATUS_COLUMNS = Columns(
     Column("BOOKIE", "bookieId", "space.bookie.bookie_id"),
-    Column("STATE", "state", "space.bookie.state", style={"rw": GREEN, "ro": YELLOW, "down": RED}),
+    Column("STATE", "state", "space.bookie.state", style={"rw": GREEN, "ro": YELLOW, "down": RED, UNKNOWN: RED}),
     Column("LATENCY", "latencyMs", "space.latency_ms", Kind.INTEGER, text=lambda latency_ms: f"{latency_ms:.1f} ms"),
     Column("VERSION", "version", "space.bookie.version"),
     Column("TOTAL", "totalSpace", "space.total", Kind.SIZE),
@@ -128,10 +132,13 @@ def status(
     """Show every bookie of the cluster, one a row.
 
     Shows state, latency, version, space and ledgers. Asks every registered bookie. The latency is that of one request
-    on an open connection. Apache's bookies do not publish their version. Exit code 3 if a bookie is down, does not
-    answer or is too full, or if no bookie is writable. 'cluster health' says what to do.
+    on an open connection. Apache's bookies do not publish their version. Where ledgers are counted, bookies that only
+    ledgers name are rows too: unknown. Exit code 3 if a bookie is unknown or down, does not answer or is too full, or
+    if no bookie is writable. 'cluster health' says what to do.
     """
+    from bkctl.client.disk_space import BookieSpace
     from bkctl.metadata.admin.overview import count_ledgers_of_bookies
+    from bkctl.metadata.cluster import RegisteredBookie
 
     _check_percentage(threshold)
 
@@ -150,6 +157,8 @@ def status(
         if count_ledgers is not False:
             with job.working("Counting ledgers"):
                 counts = count_ledgers_of_bookies(cluster, None if count_ledgers else COUNTED_LEDGERS_MAX)
+    for bookie_id in sorted((counts or {}).keys() - {each.bookie_id for each in members}):
+        spaces.append(BookieSpace(RegisteredBookie(bookie_id, UNKNOWN, None), None, None, None))
     rows = [MemberRow(space, None if counts is None else counts[space.bookie.bookie_id], threshold) for space in spaces]
     out.render(rows, STATUS_COLUMNS, findings=out.draws)
     if counts is None and count_ledgers is None:
@@ -188,7 +197,9 @@ NoBookies = Annotated[bool, typer.Option("--no-bookies", help="Read the metadata
 OfLedgers = Annotated[
     bool,
     typer.Option(
-        "--ledgers", help="Also find ledgers with replicas in too few racks; reads the metadata of every ledger."
+        "--ledgers",
+        help="Also find ledgers with replicas in too few racks, and in clusters of more than 10,000 ledgers bookies "
+        "that only ledgers name; reads the metadata of every ledger.",
     ),
 ]
 Code = Annotated[HealthCode, typer.Argument(metavar="CODE", help="The code of the findings.")]
@@ -197,7 +208,8 @@ Code = Annotated[HealthCode, typer.Argument(metavar="CODE", help="The code of th
 def _findings(run: Run, cluster: Cluster, threshold: float, *, no_bookies: bool, ledgers: bool) -> list[HealthFinding]:
     """Return all findings, the most severe first; `ledgers`: also of the racks of every ledger's replicas."""
     from bkctl.client.racks import ledger_rack_findings, rack_findings
-    from bkctl.metadata.admin.health import health_findings
+    from bkctl.metadata.admin.health import health_findings, unknown_bookie_findings
+    from bkctl.metadata.admin.overview import count_ledgers_of_bookies
 
     from .bookies.racks import find_racks
 
@@ -213,6 +225,8 @@ def _findings(run: Run, cluster: Cluster, threshold: float, *, no_bookies: bool,
     bookies, rules = cluster.bookies.list(), run.access.rack_rules()
     racks = find_racks(run, cluster, bookies)
     found += rack_findings(bookies, racks, rules)
+    counts = count_ledgers_of_bookies(cluster, None if ledgers else COUNTED_LEDGERS_MAX)
+    found += unknown_bookie_findings(counts or {}, bookies)
     if ledgers:
         with run.job.working("Reading metadata", unit="ledgers") as activity:
             found += ledger_rack_findings(cluster, racks, rules, activity.advance)
@@ -240,10 +254,10 @@ def health(
 ) -> None:
     """Show what is wrong with the cluster, and what to do.
 
-    Covers bookies that are down, unregistered, read-only, full or silent, set ledgers aside, or have certificates that
-    expire; cookies; under-replicated ledgers by scope and age; auto-recovery; scopes; racks, where bookies have some.
-    Muted findings are left out. Exit code 3 if there are findings. `show` itself may be left out: 'bkctl cluster
-    health'.
+    Covers bookies that are down, unregistered, read-only, full or silent, set ledgers aside, have certificates that
+    expire, or are named by ledgers only (this reads the metadata of up to 10,000 ledgers, with --ledgers of all);
+    cookies; under-replicated ledgers by scope and age; auto-recovery; scopes; racks, where bookies have some. Muted
+    findings are left out. Exit code 3 if there are findings. `show` itself may be left out: 'bkctl cluster health'.
     """
     from bkctl.metadata.admin.health_mutes import HealthMutes
     from bkctl.metadata.underreplication import AuditorElection

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from bkctl.columns import Column, Columns, Kind
-from bkctl.errors import AlreadyExists, BkctlError, NotFound, Unreachable, UsageError
+from bkctl.errors import AlreadyExists, BkctlError, Conflict, NotFound, Unreachable, UsageError
 from bkctl.ids import check_bookie_id
 
 from .kit.access import Access
 from .kit.command import command, group
 from .kit.consent import Consent
 from .kit.documents import object_of, rows_of
+from .kit.job import LongWork
 from .kit.options import BinaryFormat, BinaryFormatOption, Composite, DryRun, UndoOption, file_argument, text_option
 from .kit.printer import Printer
 from .kit.records import DirOption
@@ -23,6 +24,7 @@ from .kit.texts import RED, counted
 
 if TYPE_CHECKING:
     from bkctl.formats.metadata import Cookie
+    from bkctl.metadata.cluster import Cluster
 
 app = group()
 
@@ -297,6 +299,7 @@ def delete(
     out: Printer,
     access: Access,
     consent: Consent,
+    job: LongWork,
     bookies: Annotated[list[str], typer.Argument(metavar="BOOKIE", help="The bookies.")],
     dir: DirOption = None,
     undo: UndoOption = None,
@@ -304,7 +307,9 @@ def delete(
 ) -> None:
     """Delete the cookies of stopped bookies.
 
-    Deletes them from the metadata store, and with --dir also from directories.
+    Deletes them from the metadata store, and with --dir also from directories. Reads the metadata of every scope, and
+    refuses while a ledger names one of the bookies: its replicas would be forgotten. 'bookies decommission' copies them
+    first.
     """
     from bkctl.bookie.cookies import check_not_registered, cookie_path
     from bkctl.formats.metadata import Cookie
@@ -320,6 +325,8 @@ def delete(
             nodes.append((bookie, found))
             rows.append(_row_of(bookie, found.value, found.version))
         check_not_registered(cluster, bookies)
+        with job.working("Looking at the ledgers"):
+            _check_not_named(cluster, bookies)
         files = []
         for path in _version_files(dir):
             cookie = Cookie.parse(_read(path), str(path))
@@ -334,7 +341,7 @@ def delete(
             names = ", ".join(bookie for bookie, _ in nodes)
             consent.confirm(
                 f"The cookie of bookie {names} in {cluster.store.name}{places} would be lost: "
-                "it does not start on its directories without"
+                "it does not start on its directories without. No ledger names it"
             )
             with hold([path.parent for path in files], note=out.note), consent.undo(cluster, undo) as kept:
                 for path in files:
@@ -343,6 +350,34 @@ def delete(
                 for bookie, found in nodes:
                     kept.recorded().cookies.remove(bookie, found.version)
         out.render(rows, COOKIE_COLUMNS)
+
+
+def _check_not_named(cluster: Cluster, bookies: list[str]) -> None:
+    """Raise Conflict while metadata names one of the bookies, or may: what is cut off may have named it."""
+    from bkctl.replication.holdings import Risk, ledgers_on, ok_to_stop
+    from bkctl.replication.move_plan import check_scopes_known
+
+    check_scopes_known(cluster)
+    unreadable = ledgers = entries = 0
+    scopes = set()
+    for ledger, held in ledgers_on(cluster, bookies, doubtful=True):
+        scopes.add(ledger.scope_id)
+        if isinstance(held, BkctlError):
+            unreadable += 1
+        else:
+            ledgers += 1
+            entries += held.entry_count
+    if not ledgers and not unreadable:
+        return
+    lost = {each.ledger for each in ok_to_stop(cluster, bookies) if each.risk is Risk.LOST}
+    problem = (
+        f"{', '.join(bookies)} would be forgotten, but {counted(ledgers, 'ledger', 'ledgers')} in "
+        f"{counted(len(scopes), 'scope', 'scopes')} would lose {counted(entries, 'replica', 'replicas')} of entries in "
+        f"closed fragments; {len(lost):,} of them have entries without another replica"
+    )
+    if unreadable:
+        problem += f"; the metadata of {counted(unreadable, 'ledger', 'ledgers')} that may name it is unreadable"
+    raise Conflict(problem, hint="'bkctl bookies decommission' copies them to other bookies, and deletes the cookie")
 
 
 def _row_of(bookie: str, data: bytes, version: int | None) -> CookieRow:

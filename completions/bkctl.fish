@@ -132,8 +132,8 @@ case 'cluster nuke'; set ids 131 226 82 $end2
 case 'cluster health'; set ids commands 49 223 227 228 $end1
 case 'cluster health show'; set ids 49 223 227 228 $end1
 case 'cluster health detail'; set ids 223 227 228 $end1
-case 'cluster health mute'; set ids words-no-instance-id-no-writable-bookie-bookie-down-bookie-read-only-bookie-without-address-bookie-without-cookie-bookie-unregistered-bookie-silent-cookie-damaged-cookie-of-another-cluster-disk-full-ledgers-set-aside-ledgers-unreadable-certificate-expires-bookie-without-rack-too-few-racks-ledgers-in-few-racks-scopes-orphaned-no-bookie-for-scopes-mark-damaged-underreplicated-autorecovery-disabled-vote-damaged-no-auditor-no-auditor-of-scopes 229 73 $end1
-case 'cluster health unmute'; set ids words-no-instance-id-no-writable-bookie-bookie-down-bookie-read-only-bookie-without-address-bookie-without-cookie-bookie-unregistered-bookie-silent-cookie-damaged-cookie-of-another-cluster-disk-full-ledgers-set-aside-ledgers-unreadable-certificate-expires-bookie-without-rack-too-few-racks-ledgers-in-few-racks-scopes-orphaned-no-bookie-for-scopes-mark-damaged-underreplicated-autorecovery-disabled-vote-damaged-no-auditor-no-auditor-of-scopes 73 $end1
+case 'cluster health mute'; set ids words-no-instance-id-no-writable-bookie-bookie-down-bookie-unknown-bookie-read-only-bookie-without-address-bookie-without-cookie-bookie-unregistered-bookie-silent-cookie-damaged-cookie-of-another-cluster-disk-full-ledgers-set-aside-ledgers-unreadable-certificate-expires-bookie-without-rack-too-few-racks-ledgers-in-few-racks-scopes-orphaned-no-bookie-for-scopes-mark-damaged-underreplicated-autorecovery-disabled-vote-damaged-no-auditor-no-auditor-of-scopes 229 73 $end1
+case 'cluster health unmute'; set ids words-no-instance-id-no-writable-bookie-bookie-down-bookie-unknown-bookie-read-only-bookie-without-address-bookie-without-cookie-bookie-unregistered-bookie-silent-cookie-damaged-cookie-of-another-cluster-disk-full-ledgers-set-aside-ledgers-unreadable-certificate-expires-bookie-without-rack-too-few-racks-ledgers-in-few-racks-scopes-orphaned-no-bookie-for-scopes-mark-damaged-underreplicated-autorecovery-disabled-vote-damaged-no-auditor-no-auditor-of-scopes 73 $end1
 case 'cluster health mutes'; set ids $end1
 case 'cluster healthcheck'; set ids commands $end0
 case 'cluster healthcheck status'; set ids $end1
@@ -306,7 +306,7 @@ __bkctl 79 -l ignore-missing -d 'Skip ledgers that do not exist.'
 __bkctl 80 -l keep-going -d 'Continue after failures, and report them at the end (exit code 3).'
 __bkctl 81 -l backup -r -F -d 'Export the metadata first, to a new file or directory, for '\''metadata import'\''.'
 __bkctl 82 -l dry-run -d 'Show what would change, without changing it.'
-__bkctl 83 -l accept-loss -d 'Close a ledger even if no bookie has its last entry; asks first.'
+__bkctl 83 -l accept-loss -d 'Close a ledger even if no bookie has its last entry.'
 __bkctl 84 -l rate -x -d 'Read at most this much per second: 20MiB, or '\''5000 entries'\''.'
 __bkctl 85 -l entries -x -d 'Entries to write. [default: 1000]'
 __bkctl 86 -l size -x -d 'Bytes of an entry. [default: 100]'
@@ -374,7 +374,7 @@ __bkctl 147 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Ledger scope 
 __bkctl 148 -l deadline -x -d 'Give up after this long (default: never; exit code 6). Ledgers that were moved stay moved.'
 __bkctl 149 -l query -d 'Only show the ledgers on the bookies, from the metadata.'
 __bkctl 150 -l skip-open -d 'Skip ledgers that are OPEN.'
-__bkctl 151 -l skip-unrecoverable -d 'Report ledgers with entries that no bookie has, without counting them as failures.'
+__bkctl 151 -l skip-unrecoverable -d 'Report ledgers whose entries every other bookie answers to lack, without counting them as failures.'
 __bkctl 152 -l delete-cookie -d 'Delete the bookies'\'' cookies once they hold no entries of any scope.'
 __bkctl 153 -l resume -r -F -d 'Record finished ledgers in this file, and skip those that an earlier run recorded.'
 __bkctl 154 -l watch -x -d 'Print the progress instead of each ledger; --watch=SECONDS sets the interval (default 2).'
@@ -451,7 +451,7 @@ __bkctl 224 -l count-ledgers -d 'Count the ledgers on each bookie (default: in c
 __bkctl 225 -l long-long-layout -d 'Write BP-35'\''s own class into LAYOUT; Apache'\''s processes then refuse the cluster.'
 __bkctl 226 -l backup -r -F -d 'Export all metadata to this new file first.'
 __bkctl 227 -l no-bookies -d 'Read the metadata only, and ask no bookie.'
-__bkctl 228 -l ledgers -d 'Also find ledgers with replicas in too few racks; reads the metadata of every ledger.'
+__bkctl 228 -l ledgers -d 'Also find ledgers with replicas in too few racks, and in clusters of more than 10,000 ledgers bookies that only ledgers name; reads the metadata of every ledger.'
 __bkctl 229 -l for -x -d 'How long: 30m, 2h, 1d (default: until it is unmuted).'
 __bkctl 230 -l dir -r -F -d 'The local cluster'\''s directory (default: the one that is up).'
 __bkctl 231 -l bookies -x -d 'Number of bookies (default: 3, or as many as the cluster has).'
@@ -520,7 +520,7 @@ __bkctl none -f
 __bkctl bookie -f -a '(__bkctl_dynamic bookie)'
 __bkctl journal -f -a '(__bkctl_dynamic journal)'
 __bkctl entrylog -f -a '(__bkctl_dynamic entrylog)'
-__bkctl words-no-instance-id-no-writable-bookie-bookie-down-bookie-read-only-bookie-without-address-bookie-without-cookie-bookie-unregistered-bookie-silent-cookie-damaged-cookie-of-another-cluster-disk-full-ledgers-set-aside-ledgers-unreadable-certificate-expires-bookie-without-rack-too-few-racks-ledgers-in-few-racks-scopes-orphaned-no-bookie-for-scopes-mark-damaged-underreplicated-autorecovery-disabled-vote-damaged-no-auditor-no-auditor-of-scopes -f -a 'no-instance-id no-writable-bookie bookie-down bookie-read-only bookie-without-address bookie-without-cookie bookie-unregistered bookie-silent cookie-damaged cookie-of-another-cluster disk-full ledgers-set-aside ledgers-unreadable certificate-expires bookie-without-rack too-few-racks ledgers-in-few-racks scopes-orphaned no-bookie-for-scopes mark-damaged underreplicated autorecovery-disabled vote-damaged no-auditor no-auditor-of-scopes'
+__bkctl words-no-instance-id-no-writable-bookie-bookie-down-bookie-unknown-bookie-read-only-bookie-without-address-bookie-without-cookie-bookie-unregistered-bookie-silent-cookie-damaged-cookie-of-another-cluster-disk-full-ledgers-set-aside-ledgers-unreadable-certificate-expires-bookie-without-rack-too-few-racks-ledgers-in-few-racks-scopes-orphaned-no-bookie-for-scopes-mark-damaged-underreplicated-autorecovery-disabled-vote-damaged-no-auditor-no-auditor-of-scopes -f -a 'no-instance-id no-writable-bookie bookie-down bookie-unknown bookie-read-only bookie-without-address bookie-without-cookie bookie-unregistered bookie-silent cookie-damaged cookie-of-another-cluster disk-full ledgers-set-aside ledgers-unreadable certificate-expires bookie-without-rack too-few-racks ledgers-in-few-racks scopes-orphaned no-bookie-for-scopes mark-damaged underreplicated autorecovery-disabled vote-damaged no-auditor no-auditor-of-scopes'
 __bkctl context -f -a '(__bkctl_dynamic context)'
 __bkctl words-ledger-bookie-bookies-journal-entrylog-metadata-cookie-autorecovery-cluster-local-pipeline-api-bench-progress-audit-context-connection-exit-codes -f -a 'ledger bookie bookies journal entrylog metadata cookie autorecovery cluster local pipeline api bench progress audit context connection exit-codes'
 __bkctl words-bash-zsh-fish -f -a 'bash zsh fish'

@@ -22,7 +22,7 @@ from bkctl.client.ensemble import check_quorums
 from bkctl.client.placement import DEFAULT_RULES, RackRules, choose_ensemble
 from bkctl.client.read_handle import ReadHandle
 from bkctl.client.reader import LedgerAccess, read_last_confirmed
-from bkctl.client.recovery import RecoveryLoss, find_loss, recover
+from bkctl.client.recovery import RecoveryLoss, WriterActivity, find_loss, recover, watch_writer
 from bkctl.client.write_handle import WriteHandle
 from bkctl.errors import (
     BkctlError,
@@ -195,6 +195,11 @@ class BookKeeper:
             return ReadHandle(access, access.metadata.last_entry_id, access.metadata.length)
         confirmed = await read_last_confirmed(access)
         return ReadHandle(access, confirmed.last_add_confirmed, confirmed.length)
+
+    async def watch_writer(self, ledger: LedgerId) -> tuple[VersionedMetadata, WriterActivity | None]:
+        """Return a ledger's metadata and what its writer does (None: it is closed), as `recovery.watch_writer`."""
+        versioned = await asyncio.to_thread(self.cluster.ledgers.read, self._ledger(ledger.scope_id, ledger.ledger_id))
+        return versioned, await watch_writer(self.access(ledger, versioned))
 
     async def find_recovery_loss(self, ledger: LedgerId) -> tuple[VersionedMetadata, RecoveryLoss | None]:
         """Return a ledger's metadata and the loss from recovering it (None: no loss). Changes nothing.

@@ -22,6 +22,7 @@ from bkctl.client.reader import (
     LAST_CONFIRMED_MAX,
     LedgerAccess,
     LedgerEntry,
+    long_poll,
     read_entries,
     read_last_confirmed,
     restate,
@@ -46,6 +47,35 @@ from bkctl.protocol.messages import ReadRequest, Response
 RECOVERY_READ_AHEAD: Final = 16
 
 _HINT: Final = "it stays IN_RECOVERY; try again when its bookies are back"
+
+
+#: The wait for a writer's next entry, when a recovery is planned.
+_WRITER_WAIT_S: Final = 1.0
+
+
+class WriterActivity(NamedTuple):
+    """The last add confirmed of a ledger that is not closed, and of a second look: a writer adds if it is larger."""
+
+    last_add_confirmed: int
+    later: int
+
+    @property
+    def is_writing(self) -> bool:
+        return self.later > self.last_add_confirmed
+
+
+async def watch_writer(access: LedgerAccess) -> WriterActivity | None:
+    """Look twice whether a writer adds to the ledger, up to a second apart; None for a closed ledger.
+
+    Changes and fences nothing. Raises the errors of `read_last_confirmed`.
+    """
+    if access.metadata.is_closed:
+        return None
+    first = (await read_last_confirmed(access)).last_add_confirmed
+    later = None
+    if access.metadata.state is LedgerState.OPEN:
+        later = await long_poll(access, first, _WRITER_WAIT_S, asyncio.Event())
+    return WriterActivity(first, first if later is None else later)
 
 
 class RecoveryLoss(NamedTuple):

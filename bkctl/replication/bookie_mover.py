@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Ite
 from itertools import islice
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from bkctl.client.ensemble import RoundRobinDistributionSchedule
 from bkctl.errors import BkctlError, Conflict, LedgerNotFound, NotEnoughBookies
 from bkctl.formats.metadata import LedgerState
 from bkctl.metadata.cluster import COOKIES
@@ -19,7 +20,7 @@ from bkctl.pace import Pace
 from bkctl.replication.fragments import spans_text
 from bkctl.replication.holdings import HeldLedger, ledgers_on
 from bkctl.replication.ledger_mover import LedgerMover
-from bkctl.replication.lost_entries import LostEntryFinder
+from bkctl.replication.lost_entries import LostEntryFinder, UnreadableSpans
 from bkctl.replication.move_plan import (
     LedgerMove,
     MoveOutcome,
@@ -135,6 +136,7 @@ class BookieMover:
         closes = held.grows and self._fence
         try:
             unreadable = await self.lost_entries.find(held, up)
+            open_problem = await self.open_problem(held, up)
         except BkctlError as error:
             return [LedgerMove(held.ledger, MoveOutcome.FAILED, held.metadata.state, problem=error.message)]
         planned: list[PlannedFragment | LedgerMove] = []
@@ -143,16 +145,37 @@ class BookieMover:
                 planned.append(left_open(held))
                 continue
             targets: dict[int, str] = {}
-            spans = unreadable.get(fragment.first_entry_id, ())
+            spans, lost = unreadable.get(fragment.first_entry_id, UnreadableSpans())
             silent = self.lost_entries.silent_text(fragment.ensemble)
-            problem = f"No bookie has {spans_text(spans)}{silent}" if spans else None
+            problem = f"No bookie has {spans_text(spans)}{silent}" if spans else open_problem
             try:
                 targets = await self._replicator.targets(held.bad_fragment(fragment), exclude=self.leaving)
             except NotEnoughBookies as error:
                 if fragment.entry_count != 0:
                     problem = error.message
-            planned.append(PlannedFragment(held, fragment, targets, closes, problem, spans))
+            planned.append(PlannedFragment(held, fragment, targets, closes, problem, spans, lost))
         return planned
+
+    async def open_problem(self, held: HeldLedger, up: Collection[str]) -> str | None:
+        """Return why a ledger that is not closed could not be moved as a whole; None if it could, or is closed.
+
+        To close it, bookies of its last ensemble must answer. Else the writer left these bookies: it is not fenced, and
+        only entries that are confirmed can be moved.
+        """
+        if held.metadata.is_closed:
+            return None
+        if held.grows:
+            schedule, ensemble = RoundRobinDistributionSchedule.of(held.metadata), held.fragments[-1].ensemble
+            away = {bookie_id for bookie_id in ensemble if bookie_id not in up} | set(
+                self.lost_entries.silent(ensemble)
+            )
+            if not self._fence or schedule.covered([at for at, each in enumerate(ensemble) if each not in away]):
+                return None
+            return f"It cannot be closed: too few of its last bookies answer ({', '.join(sorted(away))} do not)"
+        check = await self._replicator.checker.on_bookies(held.ledger, self.leaving, held.found)
+        if held.metadata.state is not LedgerState.OPEN or not check.needs_recovery:
+            return None
+        return "Its writer left these bookies, so it is not fenced, and its last entries there are not confirmed yet"
 
     async def move(
         self, ids: Iterable[LedgerId], *, resume: ResumeFile | None = None

@@ -226,7 +226,9 @@ class Departure(ABC):
         if held.grows and not self.fence:
             return Step(StepKind.LEDGER, StepResult.OPEN, "A writer may be adding to it", OPEN_ADVICE, held.ledger)
         unreadable = await self.mover.lost_entries.find(held, up)
-        spans = tuple(span for first in sorted(unreadable) for span in unreadable[first])
+        if (problem := await self.mover.open_problem(held, up)) is not None:
+            return Step(StepKind.LEDGER, StepResult.BLOCKED, problem, "start its bookies", held.ledger)
+        spans = tuple(span for first in sorted(unreadable) for span in unreadable[first].spans)
         if not spans:
             return None
         others = dict.fromkeys(
@@ -239,9 +241,12 @@ class Departure(ABC):
         where += self.mover.lost_entries.silent_text(
             dict.fromkeys(bookie_id for fragment in held.fragments for bookie_id in fragment.ensemble)
         )
-        result, advice = (
-            (StepResult.SKIPPED, None) if self.skip_unrecoverable else (StepResult.BLOCKED, UNRECOVERABLE_ADVICE)
-        )
+        result = StepResult.BLOCKED
+        advice: str | None = "start the bookies that may have them"
+        if all(entries.lost for entries in unreadable.values()):
+            advice = UNRECOVERABLE_ADVICE
+            if self.skip_unrecoverable:
+                result, advice = StepResult.SKIPPED, None
         return Step(
             StepKind.LEDGER, result, f"No bookie that is up has {spans_text(spans)}{where}", advice, held.ledger,
             unreadable=spans,

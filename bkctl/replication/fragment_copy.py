@@ -18,7 +18,7 @@ from bkctl.client.reader import SPECULATIVE_READ_S, WINDOW_BYTES, LedgerAccess, 
 from bkctl.errors import BkctlError, NotFound, ProtocolError
 from bkctl.formats.availability import Availability
 from bkctl.protocol.messages import AddRequest, BytesLike, ReadRequest, ReadResponse, Response
-from bkctl.replication.fragments import ANSWERED, UNREADABLE_NAMED_MAX, LedgerFragment, reason_of
+from bkctl.replication.fragments import ANSWERED, UNREADABLE_NAMED_MAX, FaultReason, LedgerFragment, reason_of
 from bkctl.tasks import in_order
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class UnreadableEntries(NamedTuple):
     and that no replica returns.
 
     `problems` has the error of each bookie, for the first entry. `lost`: every bookie that should hold the entries
-    answers, and lacks them or has them damaged.
+    answers, and lacks them or has them damaged; the ones that the caller named (FaultReason.GIVEN) need not answer.
     """
 
     first_entry_id: int
@@ -286,7 +286,8 @@ class FragmentCopy:
 
     def _add_unreadable(self, entry_id: int, problems: list[tuple[str, BkctlError]]) -> None:
         """Add an entry to `unreadable`: to its last span, or as a new one."""
-        lost = all(reason_of(error) in ANSWERED for _, error in problems)
+        given = {fault.bookie_id for fault in self.fragment.faults if fault.reason is FaultReason.GIVEN}
+        lost = all(bookie_id in given or reason_of(error) in ANSWERED for bookie_id, error in problems)
         last = self.unreadable[-1] if self.unreadable else None
         adjoins = last and self.fragment.next_of(last.last_entry_id, self.fragment.bookie_indexes) == entry_id
         if last and adjoins and last.lost == lost:

@@ -217,6 +217,8 @@ class Risk(StrEnum):
 
     #: Some entries would have no replica.
     LOST = "lost"
+    #: Too few bookies would answer to open or recover the ledger, which is not closed.
+    UNRECOVERABLE = "unrecoverable"
     #: The ledger's writer could add no more.
     UNWRITABLE = "unwritable"
     #: Some entries would have fewer replicas than required.
@@ -248,10 +250,11 @@ class StopProblem(NamedTuple):
 def ok_to_stop(
     cluster: Cluster, bookie_ids: Collection[str], *, replica_count_min: int | None = None
 ) -> Iterator[StopProblem]:
-    """Yield the ledgers that would be lost, unwritable or under their quorum if `bookie_ids` stopped now, in order.
+    """Yield the ledgers that would suffer, as `Risk` says, if `bookie_ids` stopped now, in order.
 
-    A replica counts while its bookie is registered, serves the ledger's scope, and is not marked as missing by
-    auto-recovery. `replica_count_min` is the number of replicas of each entry that must remain (None: the ledger's ack
+    A ledger that is not closed also needs the answers of its last ensemble that opening and recovery need. A replica
+    counts while its bookie is registered, serves the ledger's scope, and is not marked as missing by auto-recovery.
+    `replica_count_min` is the number of replicas of each entry that must remain (None: the ledger's ack
     quorum). Raise UsageError, NotFound without a cluster.
     """
     if replica_count_min is not None and replica_count_min < 1:
@@ -268,6 +271,14 @@ def ok_to_stop(
         yield from _replica_risks(held, live, replica_count_min or max(held.metadata.ack_quorum_size, 1))
         if held.grows:
             fragment = held.fragments[-1]
+            silent = sorted(set(fragment.ensemble) - live)
+            if not _is_covered(RoundRobinDistributionSchedule.of(held.metadata), fragment.ensemble, live):
+                yield StopProblem(
+                    ledger, Risk.UNRECOVERABLE,
+                    f"It could not be opened or recovered: {', '.join(silent)} of its last bookies would not answer, "
+                    "and the others cannot tell where it ends",
+                    held.metadata.state, fragment.first_entry_id, bookies=fragment.bookies,
+                )  # fmt: skip
             # Bookies of the fragment that are down already need a replacement too.
             needed = sum(bookie_id not in staying for bookie_id in fragment.ensemble)
             available = len(replacements.candidates(fragment.ensemble, scoped=ledger.is_scoped))
@@ -292,6 +303,13 @@ def _live(
     )
 
 
+def _is_covered(
+    schedule: RoundRobinDistributionSchedule, ensemble: tuple[str, ...], answering: Collection[str]
+) -> bool:
+    """Return True if a client could find the end of a ledger from the `answering` bookies of its last ensemble."""
+    return schedule.covered([index for index, bookie_id in enumerate(ensemble) if bookie_id in answering])
+
+
 class StopSets:
     """The sets of bookies that may stop together, by the metadata of all ledgers, as `ok_to_stop` judges them.
 
@@ -303,8 +321,8 @@ class StopSets:
         self._bookies = {bookie.bookie_id: bookie for bookie in cluster.bookies.list(include_down=False)}
         #: For each write set with entries: its bookies, the ones whose replicas count, and how many must remain.
         self._write_sets: set[tuple[frozenset[str], frozenset[str], int]] = set()
-        #: The ensembles that a writer may add to, and whether their ledgers are scoped.
-        self._growing: set[tuple[tuple[str, ...], bool]] = set()
+        #: The last ensembles of ledgers that are not closed, their bookies that answer, whether they are scoped.
+        self._growing: set[tuple[RoundRobinDistributionSchedule, tuple[str, ...], frozenset[str], bool]] = set()
         mark_of = LedgerMarks(cluster.store).cursor()
         for ledger, held in ledgers_on(cluster, self._bookies.keys()):
             if isinstance(held, BkctlError):
@@ -315,7 +333,9 @@ class StopSets:
                 names = frozenset(fragment.ensemble[index] for index in write_set)
                 self._write_sets.add((names, names & live, wanted))
             if held.grows:
-                self._growing.add((held.fragments[-1].ensemble, ledger.is_scoped))
+                ensemble = held.fragments[-1].ensemble
+                schedule = RoundRobinDistributionSchedule.of(held.metadata)
+                self._growing.add((schedule, ensemble, live.intersection(ensemble), ledger.is_scoped))
 
     def allows(self, stopping: Collection[str]) -> bool:
         """Return True if these bookies may stop together, and a writable one remains."""
@@ -324,9 +344,11 @@ class StopSets:
             if not names.isdisjoint(stopping) and len(live - stopping) < wanted:
                 return False
         replacements = Replacements(self._bookies.values(), stopping)
-        for ensemble, scoped in self._growing:
+        for schedule, ensemble, live, scoped in self._growing:
             if stopping.isdisjoint(ensemble):
                 continue
+            if not _is_covered(schedule, ensemble, live - stopping):
+                return False
             needed = sum(name in stopping or name not in self._bookies for name in ensemble)
             if len(replacements.candidates(ensemble, scoped=scoped)) < needed:
                 return False

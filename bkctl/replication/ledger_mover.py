@@ -18,7 +18,6 @@ from bkctl.errors import (
     LedgerNotFound,
     LedgerRecoveryFailed,
     MetadataVersionConflict,
-    NotEnoughBookies,
     NotFound,
     TimedOut,
     Unreachable,
@@ -59,27 +58,33 @@ class LedgerMover:
         self._unlock: BatchedCalls[LedgerId, None] = BatchedCalls(self._unlock_many)
 
     async def move(
-        self, ledger: LedgerId, found: VersionedMetadata | None, *, waits_for_lock: bool
+        self, ledger: LedgerId, found: VersionedMetadata | None, *, copies_ahead: bool, is_last: bool
     ) -> LedgerMove | None:
-        """Move the ledger. With `waits_for_lock`, return None if another worker has it locked; else move it anyway.
+        """Move the ledger under its lock. Return None if another worker has it locked.
 
-        `found` is its metadata (None: read now). Raise errors of the store.
+        With `copies_ahead`, entries of a locked ledger are copied then, so that the move under the lock has little left
+        to do: it lists the targets again, since only the lock keeps bookies from collecting the copies. With `is_last`,
+        a locked ledger has failed. `found` is its metadata (None: read now). Raise errors of the store.
         """
         is_locked_by_another = False
-        lock: Claim | None = None
         try:
             try:
                 lock = await run_to_end(self._lock(ledger))
-            except Conflict:
+            except Conflict as error:
                 is_locked_by_another = True
-                if waits_for_lock:
-                    return None
+                if is_last:
+                    problem = f"{error.message}, for too long; 'bkctl autorecovery status' shows the locks"
+                    return LedgerMove(ledger, MoveOutcome.FAILED, problem=problem)
+                if copies_ahead:
+                    with contextlib.suppress(BkctlError):  # The move under the lock meets it again.
+                        await self.replicator.copy_ahead(ledger, self.leaving, skip_open=self.skip_open)
+                return None
             return await self._move(ledger, found, lock)
         finally:
             if not is_locked_by_another:
                 await run_to_end(self._unlock(ledger))
 
-    async def _move(self, ledger: LedgerId, found: VersionedMetadata | None, lock: Claim | None) -> LedgerMove:
+    async def _move(self, ledger: LedgerId, found: VersionedMetadata | None, lock: Claim) -> LedgerMove:
         state = None
         try:
             for _ in range(_ATTEMPT_COUNT_MAX):
@@ -96,13 +101,10 @@ class LedgerMover:
                     break
         except LedgerNotFound:
             return LedgerMove(ledger, MoveOutcome.GONE)
-        except NotEnoughBookies as error:
-            return LedgerMove(ledger, MoveOutcome.FAILED, state, problem=error.message)
         except LedgerLengthUnknown as error:
-            return LedgerMove(ledger, MoveOutcome.UNRECOVERABLE, state, problem=str(error))
+            return LedgerMove(ledger, MoveOutcome.FAILED, state, problem=str(error))
         except (LedgerRecoveryFailed, BookieUnavailable) as error:
-            # No bookie can tell the last entry.
-            return LedgerMove(ledger, MoveOutcome.UNRECOVERABLE, state, problem=error.message)
+            return LedgerMove(ledger, MoveOutcome.FAILED, state, problem=error.message)
         except TimedOut as error:
             await asyncio.to_thread(self.cluster.instance_id)  # Raises if the silent server is the store.
             return LedgerMove(ledger, MoveOutcome.FAILED, state, problem=error.message)
@@ -138,12 +140,20 @@ def _result_of(ledger: LedgerId, before: LedgerState | None, replication: Ledger
     )
     if replication.unreadable:
         spans = tuple(EntrySpan(*entries[:3]) for entries in replication.unreadable)
-        problem = f"No bookie gives {spans_text(spans)} ({replication.unreadable[0].answers})"
-        return LedgerMove(ledger, MoveOutcome.UNRECOVERABLE, *counts, spans, problem)
+        silent = [entries for entries in replication.unreadable if not entries.lost]
+        outcome = MoveOutcome.FAILED if silent else MoveOutcome.UNRECOVERABLE
+        now = " now" if silent else ""
+        problem = f"No bookie gives {spans_text(spans)}{now} ({(silent or replication.unreadable)[0].answers})"
+        return LedgerMove(ledger, outcome, *counts, spans, problem)
     if replication.errors:
         return LedgerMove(ledger, MoveOutcome.FAILED, *counts, problem=replication.errors[0][1].message)
     if replication.left_open:
         problem = "A writer may be adding to it; its last entries stay until it leaves the bookie, or is closed"
+        if check.fragments[-1].first_entry_id < check.metadata.last_fragment.first_entry_id:
+            problem = (
+                f"Its writer left these bookies, so it is not fenced; entries {check.last_add_confirmed + 1} to "
+                f"{check.fragments[-1].last_entry_id} stay until later ones are confirmed, or it is closed"
+            )
         return LedgerMove(ledger, MoveOutcome.OPEN, *counts, problem=problem)
     if not check.fragments:
         # Closing a ledger moves its last entries to other bookies; these may have been all.

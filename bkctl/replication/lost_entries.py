@@ -6,11 +6,18 @@ import asyncio
 import time
 from collections.abc import Collection, Container, Iterable, Mapping
 from itertools import islice
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bkctl.client.ensemble import RoundRobinDistributionSchedule
 from bkctl.errors import BkctlError, BookieUnavailable, TimedOut, Unreachable
-from bkctl.replication.fragments import UNREADABLE_NAMED_MAX, EntrySpan, LedgerFragment, add_to_spans
+from bkctl.replication.fragments import (
+    ANSWERED,
+    UNREADABLE_NAMED_MAX,
+    EntrySpan,
+    LedgerFragment,
+    add_to_spans,
+    reason_of,
+)
 from bkctl.replication.holdings import HeldFragment, HeldLedger
 from bkctl.replication.replica_reads import MUTE_S
 
@@ -21,6 +28,13 @@ if TYPE_CHECKING:
 
 #: Entries that are read at once.
 _READ_COUNT: Final = 500
+
+
+class UnreadableSpans(NamedTuple):
+    """Entries that no bookie has. `lost`: all other bookies that should have them answered; else not now."""
+
+    spans: tuple[EntrySpan, ...] = ()
+    lost: bool = True
 
 
 class LostEntryFinder:
@@ -46,7 +60,7 @@ class LostEntryFinder:
         silent = self.silent(bookie_ids)
         return f"; {', '.join(silent)} {'gives' if len(silent) == 1 else 'give'} no answer" if silent else ""
 
-    async def find(self, held: HeldLedger, up: Collection[str]) -> dict[int, tuple[EntrySpan, ...]]:
+    async def find(self, held: HeldLedger, up: Collection[str]) -> dict[int, UnreadableSpans]:
         """Return the entries that the leaving bookies should hold and no bookie of `up` has, by fragment's first entry.
 
         The bookies list their entries. A bookie that cannot list must return the first and the last entry that it
@@ -63,48 +77,56 @@ class LostEntryFinder:
             if fragment.last_entry_id is None:
                 continue
             present: dict[str, Container[int]] = {}
+            answered = set(fragment.bookies)
             for index, bookie_id in enumerate(fragment.ensemble):
                 if bookie_id in listed:
                     entries = listed[bookie_id]
-                    if entries is None:
-                        entries = await self._read(access, held.bad_fragment(fragment), index)
+                    has_answered = True
+                    if isinstance(entries, BookieUnavailable):
+                        entries, has_answered = (), False
+                    elif entries is None:
+                        entries, has_answered = await self._read(access, held.bad_fragment(fragment), index)
                     present[bookie_id] = entries
-            spans = await asyncio.to_thread(_lost, held, fragment, present)
-            if spans:
-                found[fragment.first_entry_id] = spans
+                    if has_answered:
+                        answered.add(bookie_id)
+            unreadable = await asyncio.to_thread(_unreadable, held, fragment, present, answered)
+            if unreadable.spans:
+                found[fragment.first_entry_id] = unreadable
         return found
 
-    async def _listed(self, access: LedgerAccess, bookie_id: str) -> Container[int] | None:
-        """Return the entries of the ledger that the bookie lists; None if it cannot list.
+    async def _listed(self, access: LedgerAccess, bookie_id: str) -> Container[int] | BookieUnavailable | None:
+        """Return the entries of the ledger that the bookie lists, or why it is away; None if it cannot list.
 
         Apache's bookies with DbLedgerStorage leave that request without an answer.
         """
         try:
             return await self._replicas.listed(access, bookie_id)
-        except BookieUnavailable:
-            return ()
+        except BookieUnavailable as error:
+            return error
         except BkctlError:
             return None
 
-    async def _read(self, access: LedgerAccess, fragment: LedgerFragment, index: int) -> Container[int]:
-        """Return the entries of the fragment that the bookie at ensemble index `index` returns.
+    async def _read(self, access: LedgerAccess, fragment: LedgerFragment, index: int) -> tuple[Container[int], bool]:
+        """Return the entries of the fragment that the bookie at `index` returns, and whether it answered every read.
 
         If it returns its first and its last entry, the entries between are taken as present.
         """
         ends = fragment.first_and_last_of(index)
         if ends is None:
-            return ()
+            return (), True
         bookie_id = fragment.ensemble[index]
         if not any(await self._errors(access, bookie_id, set(ends))):
-            return range(ends[0], ends[1] + 1)
+            return range(ends[0], ends[1] + 1), True
         present: set[int] = set()
+        has_answered = not self.silent([bookie_id])
         entries = fragment.entries_of(index)
         while not self.silent([bookie_id]) and (batch := list(islice(entries, _READ_COUNT))):
             errors = await self._errors(access, bookie_id, batch)
             present.update(entry_id for entry_id, error in zip(batch, errors, strict=True) if error is None)
+            has_answered &= all(error is None or reason_of(error) in ANSWERED for error in errors)
             if any(isinstance(error, BookieUnavailable) for error in errors):
                 break
-        return present
+        return present, has_answered
 
     async def _errors(
         self, access: LedgerAccess, bookie_id: str, entry_ids: Collection[int]
@@ -121,7 +143,9 @@ class LostEntryFinder:
         return errors
 
 
-def _lost(held: HeldLedger, fragment: HeldFragment, present: Mapping[str, Container[int]]) -> tuple[EntrySpan, ...]:
+def _unreadable(
+    held: HeldLedger, fragment: HeldFragment, present: Mapping[str, Container[int]], answered: Collection[str]
+) -> UnreadableSpans:
     """Return the entries of the leaving bookies that no bookie has `present`, at most UNREADABLE_NAMED_MAX."""
     assert fragment.last_entry_id is not None
     schedule = RoundRobinDistributionSchedule.of(held.metadata)
@@ -129,16 +153,17 @@ def _lost(held: HeldLedger, fragment: HeldFragment, present: Mapping[str, Contai
     write_sets = [schedule.write_set(remainder) for remainder in range(size)]
     concerned = [any(index in fragment.indexes for index in write_set) for write_set in write_sets]
     spans: list[EntrySpan] = []
-    is_adjoining, count = False, 0
+    is_adjoining, count, lost = False, 0, True
     for entry_id in range(fragment.first_entry_id, fragment.last_entry_id + 1):
         if not concerned[entry_id % size]:
             continue
-        bookies = (fragment.ensemble[index] for index in write_sets[entry_id % size])
+        bookies = [fragment.ensemble[index] for index in write_sets[entry_id % size]]
         is_present = any(entry_id in present[bookie_id] for bookie_id in bookies if bookie_id in present)
         count += not is_present
         if count > UNREADABLE_NAMED_MAX:
             break
         if not is_present:
+            lost = lost and all(bookie_id in answered for bookie_id in bookies)
             add_to_spans(spans, entry_id, adjoins=is_adjoining)
         is_adjoining = not is_present
-    return tuple(spans)
+    return UnreadableSpans(tuple(spans), lost)

@@ -29,9 +29,9 @@ class MoveOutcome(StrEnum):
     GONE = "gone"
     #: A writer may be adding to it, and the caller forbade touching open ledgers.
     OPEN = "open"
-    #: No bookie returns some of its entries, or its last entry cannot be determined.
+    #: Some of its entries are lost: every bookie that should have them answers, and lacks them or has them damaged.
     UNRECOVERABLE = "unrecoverable"
-    #: It could not be copied; another attempt may succeed.
+    #: It could not be copied now, as when a bookie that may have its entries is away; another attempt may succeed.
     FAILED = "failed"
 
 
@@ -61,7 +61,8 @@ class PlannedFragment(NamedTuple):
     """The dry run of moving one fragment.
 
     `targets` are the bookies that would take over, by ensemble index; empty if there are too few, as `problem` says.
-    `closes`: the ledger would be fenced and closed first. `unreadable` are the entries that no registered bookie has.
+    `closes`: the ledger would be fenced and closed first. `unreadable` are the entries that no registered bookie has;
+    `lost`: all other bookies that should have them answered.
     """
 
     held: HeldLedger
@@ -70,6 +71,7 @@ class PlannedFragment(NamedTuple):
     closes: bool
     problem: str | None
     unreadable: tuple[EntrySpan, ...]
+    lost: bool = False
 
     @property
     def new_ensemble(self) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -30,25 +31,28 @@ if TYPE_CHECKING:
 
 #: Ledgers that are moved at once; so many wait for the metadata store together.
 CONCURRENCY: Final = 512
-#: The time for which another worker keeps a locked ledger to itself. A worker may keep a lock long after it gave up;
-#: while it does, its lock protects our copies from the bookies' garbage collection as our own lock would.
+#: The time for which another worker keeps a locked ledger to itself; then its entries are copied ahead.
 LOCK_PATIENCE_S: Final = 15.0
-#: The pause between retries of locked ledgers if no other ledger is left.
+#: The time after which a ledger that stayed locked fails. A worker keeps the lock of a ledger that it could not
+#: replicate for 5 minutes (lockReleaseOfFailedLedgerGracePeriod).
+LOCK_WAIT_S_MAX: Final = 600.0
+#: The pauses between tries for a lock grow from the first to the second.
 _LOCK_POLL_S: Final = 0.5
+_LOCK_POLL_S_MAX: Final = 5.0
 #: The time between looks for a pause.
 _PAUSE_POLL_S: Final = 1.0
 
 
 class _Attempt(NamedTuple):
-    """A ledger being moved or locked, and the monotonic time of its first attempt."""
+    """A ledger being moved or locked, the monotonic time of its next try, and that of its first.
 
+    `is_ahead`: its entries are copied already, without the lock.
+    """
+
+    due_s: float
     ledger: LedgerId
     since_s: float
-
-    @property
-    def patience_s(self) -> float:
-        """The seconds for which the ledger is still left to the worker that has it locked."""
-        return self.since_s + LOCK_PATIENCE_S - time.monotonic()
+    is_ahead: bool = False
 
 
 @dataclass(eq=False)
@@ -65,11 +69,10 @@ class MoveQueue:
     pace: Pace
     report: Callable[[str], None]
     _read: deque[tuple[LedgerId, VersionedMetadata | BkctlError | None]] = field(default_factory=deque)
-    _locked: deque[_Attempt] = field(default_factory=deque)
+    #: A heap: the ledger that is due first comes first.
+    _locked: list[_Attempt] = field(default_factory=list)
     _running: dict[asyncio.Task[LedgerMove | None], _Attempt] = field(default_factory=dict)
     _ended: asyncio.Queue[asyncio.Task[LedgerMove | None]] = field(default_factory=asyncio.Queue)
-    #: True after a wait for nothing but locked ledgers: they are retried at once.
-    _is_idle: bool = False
     _has_reported: bool = False
 
     async def results(self) -> AsyncGenerator[LedgerMove, None]:
@@ -88,7 +91,8 @@ class MoveQueue:
                         ahead = self._read_ahead()
                     ledger, found = self._read.popleft()
                     known = None if isinstance(found, BkctlError) else found
-                    self._start(_Attempt(ledger, time.monotonic()), known)
+                    now = time.monotonic()
+                    self._start(_Attempt(now, ledger, now), known)
                 self.progress.locked_count = len(self._locked)
                 if not self._running and not self._locked:
                     return
@@ -103,10 +107,8 @@ class MoveQueue:
         return asyncio.create_task(asyncio.to_thread(lambda: list(self.ledgers.read_many(batch))))
 
     def _retry_locked(self) -> None:
-        """Start the locked ledgers whose time is over, or all if there is nothing else to do."""
-        while self._locked and len(self._running) < CONCURRENCY and (self._is_idle or self._locked[0].patience_s <= 0):
-            self._start(self._locked.popleft(), None)
-        self._is_idle = False
+        while self._locked and len(self._running) < CONCURRENCY and self._locked[0].due_s <= time.monotonic():
+            self._start(heappop(self._locked), None)
 
     async def _pause(self) -> None:
         """End the running moves, and wait for the end of the pause; the moves without a result come first then."""
@@ -121,8 +123,12 @@ class MoveQueue:
         self.progress.paused(time.monotonic() - began)
 
     def _start(self, attempt: _Attempt, found: VersionedMetadata | None) -> None:
-        task = asyncio.ensure_future(self.mover.move(attempt.ledger, found, waits_for_lock=attempt.patience_s > 0))
-        self._running[task] = attempt
+        waited_s = time.monotonic() - attempt.since_s
+        copies_ahead = waited_s >= LOCK_PATIENCE_S and not attempt.is_ahead
+        is_last = attempt.is_ahead and waited_s >= LOCK_WAIT_S_MAX
+        move = self.mover.move(attempt.ledger, found, copies_ahead=copies_ahead, is_last=is_last)
+        task = asyncio.ensure_future(move)
+        self._running[task] = attempt._replace(is_ahead=attempt.is_ahead or copies_ahead)
         task.add_done_callback(self._ended.put_nowait)
 
     async def _next_result(self) -> LedgerMove | None:
@@ -130,21 +136,21 @@ class MoveQueue:
         if not self._running:
             self._report_waiting([attempt.ledger for attempt in self._locked])
         timeout_s = _PAUSE_POLL_S
-        if self._locked:
-            patience_s = max(self._locked[0].patience_s, 0.0) if self._running else _LOCK_POLL_S
-            timeout_s = min(timeout_s, patience_s)
+        if self._locked and len(self._running) < CONCURRENCY:
+            timeout_s = min(timeout_s, max(self._locked[0].due_s - time.monotonic(), 0.0))
         try:
             async with asyncio.timeout(timeout_s):
                 task = await self._ended.get()
         except TimeoutError:
-            self._is_idle = not self._running
             return None
         if task.cancelled():  # By a pause.
             return None
         attempt = self._running.pop(task)
         result = task.result()
         if result is None:
-            self._locked.append(attempt)
+            now = time.monotonic()
+            pause_s = min(_LOCK_POLL_S + (now - attempt.since_s) / 4, _LOCK_POLL_S_MAX)
+            heappush(self._locked, attempt._replace(due_s=now + pause_s))
         return result
 
     def _report_waiting(self, locked: Sequence[LedgerId]) -> None:
@@ -154,5 +160,5 @@ class MoveQueue:
             names = ", ".join(map(str, locked[:5])) + (f" and {len(locked) - 5:,} more" if len(locked) > 5 else "")
             self.report(
                 f"{'Ledger' if len(locked) == 1 else 'Ledgers'} {names}: locked by other workers, such as "
-                f"auto-recovery's; waiting up to {LOCK_PATIENCE_S:g} s for them"
+                f"auto-recovery's; waiting up to {LOCK_WAIT_S_MAX / 60:g} min for them"
             )

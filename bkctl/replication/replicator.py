@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final
 
 from bkctl.client.ledger import BookKeeper
 from bkctl.errors import BkctlError, LedgerNotFound, UnclosedFragment
+from bkctl.formats.metadata import LedgerState
 from bkctl.pace import Pace
 from bkctl.replication.checker import LedgerCheck, LedgerChecker
 from bkctl.replication.ensemble_swap import EnsembleSwap, EnsembleSwapper, ensemble_at
@@ -124,8 +125,8 @@ class LedgerFragmentReplicator:
         self.targets = TargetChooser(bookkeeper).targets
         self._swapper = EnsembleSwapper(bookkeeper.cluster)
         self._recoveries = asyncio.Semaphore(RECOVERIES_AT_ONCE)
-        #: Copies that a pause cancelled, by ledger and first entry: their targets, and the last entry of all before it.
-        self._cancelled: dict[tuple[LedgerId, int], tuple[dict[int, str], int]] = {}
+        #: Copies without a swap, by ledger and first entry: their targets, and the last entry of all before it.
+        self._begun: dict[tuple[LedgerId, int], tuple[dict[int, str], int]] = {}
 
     async def replicate(
         self,
@@ -177,12 +178,12 @@ class LedgerFragmentReplicator:
     ) -> tuple[dict[int, str], FragmentCopy]:
         """Copy the fragment's entries; return the targets and the finished copy. Raise the error of the last target.
 
-        A copy that was cancelled before continues where it was, if its targets still have what they got.
+        A copy that was cancelled or made ahead continues where it was, if its targets still have what they got.
         """
         access = self.bookkeeper.access(check.ledger, check.versioned)
         failed: set[str] = set()
         key = (check.ledger, fragment.first_entry_id)
-        former, done_through = self._cancelled.pop(key, ({}, -1))
+        former, done_through = self._begun.pop(key, ({}, -1))
         while True:
             if targets is None:
                 chosen = await self.targets(fragment, exclude={*exclude, *failed})
@@ -193,7 +194,7 @@ class LedgerFragmentReplicator:
                 await copy.run()
             except asyncio.CancelledError:
                 if copy.done_through >= 0:
-                    self._cancelled[key] = chosen, copy.done_through
+                    self._begun[key] = chosen, copy.done_through
                 raise
             except TargetFailed as failure:
                 failed.add(failure.bookie_id)
@@ -201,6 +202,17 @@ class LedgerFragmentReplicator:
                     raise failure.error from failure
             else:
                 return chosen, copy
+
+    async def copy_ahead(self, ledger: LedgerId, bookies: Collection[str], *, skip_open: bool) -> None:
+        """Copy what `bookies` have of the closed fragments, and swap nothing: `replicate` lists the targets again.
+
+        Raise as `replicate`.
+        """
+        check = await self.checker.on_bookies(ledger, bookies)
+        for fragment in check.fragments:
+            if fragment.closed and not (skip_open and check.metadata.state is LedgerState.OPEN):
+                chosen, copy = await self._copy(check, fragment, None, bookies)
+                self._begun[ledger, fragment.first_entry_id] = chosen, copy.done_through
 
     async def recover(self, ledger: LedgerId) -> None:
         """Fence the ledger and close it, administratively: its writer can add no more.
@@ -225,8 +237,10 @@ class LedgerFragmentReplicator:
         """Check a ledger and replicate its bad fragments. With `bookies`, replicate all that it has on these instead.
 
         With `fence`, an open ledger whose last fragment is bad is fenced and closed first; without, that fragment
-        remains. Bookies in `bookies` are never targets. Unreadable entries, and fragments that cannot be replicated
-        now, are in the result. Raise LedgerNotFound, LedgerRecoveryFailed, and errors of the store.
+        remains. With `bookies`, so does an earlier fragment that is not confirmed to its end, as in Apache's
+        recoverLedger: the writer left these bookies. Bookies in `bookies` are never targets. Unreadable
+        entries, and fragments that cannot be replicated now, are in the result. Raise LedgerNotFound,
+        LedgerRecoveryFailed, and errors of the store.
         """
 
         async def look(known: VersionedMetadata | None) -> LedgerCheck:
@@ -235,7 +249,8 @@ class LedgerFragmentReplicator:
             return await self.checker.check(ledger, known)
 
         check = await look(found)
-        if check.needs_recovery and fence:
+        is_left = bookies is not None and set(bookies).isdisjoint(check.metadata.last_fragment.bookies)
+        if check.needs_recovery and fence and not (is_left and check.metadata.state is LedgerState.OPEN):
             await self.recover(ledger)
             check = await look(None)
         results: list[FragmentReplication] = []

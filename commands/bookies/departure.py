@@ -257,8 +257,10 @@ def decommission(
     that auto-recovery is on with an auditor, and that the other bookies and their space suffice. The command itself
     copies ledgers of every scope from their other replicas, beside the workers of auto-recovery. Ledgers that cannot be
     moved are reported with the entries and the reason: exit code 3 then, the cookie stays, and the command can be run
-    again. --skip-unrecoverable gives up the entries that no bookie has; auto-recovery retries those ledgers until
-    'bkctl autorecovery unmark'. --dry-run asks the bookies which entries they have, and reports what prevents the
+    again. --skip-unrecoverable gives up the entries that are lost: every other bookie that should have them answers,
+    and lacks them. Entries that cannot be read now, because a bookie is away, are never given up. Auto-recovery retries
+    ledgers with lost entries until 'bkctl autorecovery unmark'. A ledger that another worker has locked waits for the
+    lock, up to 10 minutes. --dry-run asks the bookies which entries they have, and reports what prevents the
     decommission.
     """
     from bkctl.replication.decommission import Decommission

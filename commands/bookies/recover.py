@@ -165,9 +165,11 @@ def recover(
     """Copy the ledgers of lost bookies to other bookies.
 
     Copies from the remaining replicas, for ledgers of every scope. Needs no auto-recovery. Ledgers that are not closed
-    and have a lost bookie in their last ensemble are fenced and closed first: their writers can add no more. A ledger
-    with entries that no bookie has is reported with them and left unchanged; all others are moved. Exit code 3 if any
-    ledger was unrecoverable or failed. --dry-run shows each fragment with the ensemble that it would get, and asks the
+    and have a lost bookie in their last ensemble are fenced and closed first: their writers can add no more. A writer
+    that left the lost bookies is not fenced; entries there that are not confirmed yet stay, and are reported. A ledger
+    with entries that no bookie has is reported with them and left unchanged; all others are moved. It is unrecoverable
+    only if every other bookie that should have them answers, and lacks them. Exit code 3 if any ledger was
+    unrecoverable or failed, or stays. --dry-run shows each fragment with the ensemble that it would get, and asks the
     bookies which entries they have.
     """
     names = bookie_ids(bookies)
@@ -239,7 +241,8 @@ def recover(
         for note in notes:
             run.out.note(note)
         unrecoverable = outcomes[MoveOutcome.UNRECOVERABLE] - len(skipped)
-        _finish(run, plan, unrecoverable, outcomes[MoveOutcome.FAILED], kept, len(names))
+        failed = outcomes[MoveOutcome.FAILED] + (0 if skip_open else outcomes[MoveOutcome.OPEN])
+        _finish(run, plan, unrecoverable, failed, kept, len(names))
 
 
 def _check_known(cluster: Cluster, names: Sequence[str], plan: MovePlan) -> None:
@@ -296,8 +299,8 @@ def _show_plan(
                     writer.row(row)
                     count += row.ledger != last
                     last = row.ledger
-                    passed_over = skip and isinstance(each, PlannedFragment) and each.unreadable
-                    asked_for = not isinstance(each, PlannedFragment) and each.outcome is MoveOutcome.OPEN
+                    passed_over = skip and isinstance(each, PlannedFragment) and each.unreadable and each.lost
+                    asked_for = skip_open and not isinstance(each, PlannedFragment) and each.outcome is MoveOutcome.OPEN
                     if row.problem is not None and not passed_over and not asked_for:
                         problem_count += row.ledger != last_problem
                         last_problem = row.ledger

@@ -42,7 +42,7 @@ SkipUnrecoverable = Annotated[
     bool,
     typer.Option(
         "--skip-unrecoverable",
-        help="Report ledgers with entries that no bookie has, without counting them as failures.",
+        help="Report ledgers whose entries every other bookie answers to lack, without counting them as failures.",
     ),
 ]
 

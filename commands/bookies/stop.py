@@ -33,7 +33,7 @@ RISK_COLUMNS = Columns(
     Column("STATE", "state", lambda row: row.state and row.state.name, spare=2),
     Column(
         "RISK", "risk", "risk",
-        style={"lost": RED, "unreadable": RED, "unwritable": YELLOW, "under-quorum": YELLOW},
+        style={"lost": RED, "unreadable": RED, "unrecoverable": RED, "unwritable": YELLOW, "under-quorum": YELLOW},
     ),
     Column("FIRST ENTRY", "firstEntryId", "first_entry_id", Kind.INTEGER, spare=1),
     Column("LAST ENTRY", "lastEntryId", "last_entry_id", Kind.INTEGER, spare=1),
@@ -95,9 +95,11 @@ def show_stop_risks(
 
     Answers for a restart: every ledger must stay readable and writable. With --for-good also the ack quorum of replicas
     of each entry must remain. Reads the metadata of every scope. The risks: `lost` (no replica of some entries would
-    remain), `unwritable` (the writer would find no replacement), `under-quorum` (fewer replicas than --min-replicas,
-    or than the ledger's ack quorum with --for-good). Replicas on bookies that are down, or marked as missing by
-    auto-recovery, do not count. Exit code 3 if there are any such ledgers.
+    remain), `unrecoverable` (a ledger that is not closed could be neither opened nor recovered: of each write set of
+    its last ensemble, write quorum - ack quorum + 1 bookies must answer), `unwritable` (the writer would find no
+    replacement), `under-quorum` (fewer replicas than --min-replicas, or than the ledger's ack quorum with --for-good).
+    Replicas on bookies that are down, or marked as missing by auto-recovery, do not count. Exit code 3 if there are any
+    such ledgers.
 
     With --max, adds bookies as long as every ledger stays as required and one writable bookie remains: the steps of a
     rolling restart. If the given bookies may not stop, shows the risks.

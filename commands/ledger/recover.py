@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import typer
 
@@ -20,11 +21,16 @@ from ..kit.texts import counted
 from .columns import LEDGER_COLUMNS, LEDGER_TABLE_COLUMNS, STATE_STYLE, list_columns
 
 if TYPE_CHECKING:
-    from bkctl.client.recovery import RecoveryLoss
+    from bkctl.client.recovery import RecoveryLoss, WriterActivity
     from bkctl.formats.metadata import LedgerMetadata
     from bkctl.metadata.cluster import Cluster
 
 app = group()
+
+
+#: Ledgers that are looked at at once, and that the question names.
+_LOOKS_AT_ONCE: Final = 64
+_NAMED_MAX: Final = 5
 
 
 class RecoveryPlanRow(NamedTuple):
@@ -33,6 +39,20 @@ class RecoveryPlanRow(NamedTuple):
     ledger: LedgerId
     metadata: LedgerMetadata
     loss: RecoveryLoss | None
+    activity: WriterActivity | None
+
+    @property
+    def effect(self) -> str:
+        """The effect of a recovery, in words."""
+        if self.activity is None:
+            return "closed already: unchanged"
+        last, later = self.activity
+        known = "without a confirmed entry" if last < 0 else f"confirmed up to entry {last}"
+        if self.metadata.state.name != "OPEN":
+            return f"IN_RECOVERY, {known}: it would be closed"
+        if self.activity.is_writing:
+            return f"OPEN, {known} and moments later up to {later}: a writer is adding entries, and would be fenced"
+        return f"OPEN, {known}, unchanged for the last second: a writer that still runs would be fenced"
 
     @property
     def end(self) -> RecoveryLoss | LedgerMetadata | None:
@@ -47,6 +67,9 @@ RECOVERY_PLAN_COLUMNS = Columns(
     Column("LAST ENTRY", "lastEntryId", value_at("end.last_entry_id"), Kind.INTEGER),
     Column("LAST READABLE", "lastReadableEntryId", value_at("loss.readable_entry_id"), Kind.INTEGER),
     Column("LENGTH", "length", value_at("end.length"), Kind.SIZE),
+    Column("CONFIRMED", "lastAddConfirmed", value_at("activity.later"), Kind.INTEGER),
+    Column("WRITING", "writing", value_at("activity.is_writing"), Kind.BOOLEAN),
+    Column("WHAT", "what", "effect"),
     key="ledger",
 )
 
@@ -68,7 +91,7 @@ def recover(
     ledgers: ManyLedgers,
     accept_loss: Annotated[
         bool,
-        typer.Option("--accept-loss", help="Close a ledger even if no bookie has its last entry; asks first."),
+        typer.Option("--accept-loss", help="Close a ledger even if no bookie has its last entry."),
     ] = False,
     undo: UndoOption = None,
     dry_run: DryRun = False,
@@ -76,15 +99,17 @@ def recover(
     """Close ledgers whose writer died.
 
     Fences each ledger, finds its last entry and copies that entry to enough bookies. A writer that is still running can
-    add no more. Closed ledgers are left unchanged.
+    add no more. Looks at each ledger for up to a second first: says whether a writer is adding entries, and asks on a
+    terminal; elsewhere --yes is required. Closed ledgers are left unchanged, without a question.
 
     If no bookie has a ledger's last entry, the length of the ledger is unknown and the ledger stays IN_RECOVERY. Start
     its bookies and recover it again. If they never return, --accept-loss closes the ledger: it keeps its last entry id,
     but its length is that of the last readable entry, which is too small. The entries behind that one are lost unless
-    their bookies return. --accept-loss asks on a terminal and requires --yes elsewhere. It does not help if too few
+    their bookies return. It does not help if too few
     bookies of the last ensemble answer, because the last entry itself is then unknown.
 
-    --dry-run fences nothing and shows what would be given up.
+    --dry-run fences nothing. It shows what a recovery would do, whether a writer is adding entries, and what would be
+    given up.
     """
     losses: dict[LedgerId, RecoveryLoss] = {}
     closed_already: list[LedgerId] = []
@@ -107,13 +132,16 @@ def recover(
     with run.access.cluster() as cluster:
         if dry_run:
             with run.job.working("Looking at the ledgers"), run.out.rows(RECOVERY_PLAN_COLUMNS) as rows:
-                run.job.complete(_find_losses(run, cluster, ledgers, rows))
+                run.job.complete(_plan(run, cluster, ledgers, rows, with_losses=True))
             return
-        if accept_loss:
-            with run.job.working("Looking at the ledgers"):
-                losses = run.job.complete(_find_losses(run, cluster, ledgers, None))
-            if losses:
-                run.consent.confirm("; ".join(_recovery_loss_text(*each) for each in losses.items()))
+        with run.job.working("Looking at the ledgers"):
+            plan = run.job.complete(_plan(run, cluster, ledgers, None, with_losses=accept_loss))
+        opened = [f"Ledger {row.ledger} is {row.effect}" for row in plan if row.activity is not None]
+        losses = {row.ledger: row.loss for row in plan if row.loss is not None}
+        if opened:
+            more = [f"{len(opened) - _NAMED_MAX:,} more ledgers would be closed"] if len(opened) > _NAMED_MAX else []
+            lost = (_recovery_loss_text(*each) for each in losses.items())
+            run.consent.confirm("; ".join([*opened[:_NAMED_MAX], *more, *lost]))
         with (
             run.consent.recorded(cluster, undo) as recorded,
             run.job.working("Recovering", left="fenced ledgers stay fenced: run the command again to close them"),
@@ -126,19 +154,26 @@ def recover(
             run.out.note(f"Given up: {_recovery_loss_text(ledger, loss)}")
 
 
-async def _find_losses(
-    run: Run, cluster: Cluster, ledgers: Iterable[LedgerId], writer: RowWriter | None
-) -> dict[LedgerId, RecoveryLoss]:
-    """Return what a recovery of each ledger would give up, without ledgers that lose nothing; print a row for each."""
-    losses: dict[LedgerId, RecoveryLoss] = {}
+async def _plan(
+    run: Run, cluster: Cluster, ledgers: Iterable[LedgerId], writer: RowWriter | None, *, with_losses: bool
+) -> list[RecoveryPlanRow]:
+    """Return what a recovery of each ledger would do, and `with_losses` what it would give up; print the rows."""
+    from bkctl.tasks import in_order
+
+    rows = []
     async with run.access.bookkeeper(cluster) as bookkeeper:
-        for ledger in ledgers:
-            found, loss = await bookkeeper.find_recovery_loss(ledger)
-            if loss is not None:
-                losses[ledger] = loss
-            if writer is not None:
-                writer.row(RecoveryPlanRow(ledger, found.metadata, loss))
-    return losses
+
+        async def look(ledger: LedgerId) -> RecoveryPlanRow:
+            found, activity = await bookkeeper.watch_writer(ledger)
+            loss = (await bookkeeper.find_recovery_loss(ledger))[1] if with_losses else None
+            return RecoveryPlanRow(ledger, found.metadata, loss, activity)
+
+        async with aclosing(in_order(ledgers, look, lambda: _LOOKS_AT_ONCE)) as looks:
+            async for _, row in looks:
+                rows.append(row)
+                if writer is not None:
+                    writer.row(row)
+    return rows
 
 
 def _recovery_loss_text(ledger: LedgerId, loss: RecoveryLoss) -> str:

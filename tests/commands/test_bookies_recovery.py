@@ -283,6 +283,25 @@ def test_health_counts_underreplicated_ledgers_by_scope_and_age(cli: Cli, metada
     assert cli("cluster", "health", "--no-bookies").code == 3
 
 
+def test_a_cookie_stays_while_ledgers_name_its_bookie(cli: Cli, metadata: Cluster) -> None:
+    fragments = (Fragment(0, ("a", "b", "e")),)
+    for scope in (0, 9):
+        found = LedgerMetadata(3, 2, 2, DigestType.CRC32C, b"", fragments, LedgerState.CLOSED, 3000, 29)
+        metadata.ledgers.create(LedgerId(scope, 8), found)
+    for options in (("--yes",), ("--dry-run",), ()):
+        refused = cli("cookie", "delete", "e", *options)
+        assert (refused.code, "2 ledgers in 2 scopes would lose 40 replicas" in refused.err) == (5, True), refused.err
+    assert metadata.cookies.list() == ["e"]
+    metadata.cookies.remove("e", 0)
+    for options in ((), ("--ledgers",)):
+        rows = cli("cluster", "health", "--no-bookies", *options, "-o", "ndjson").rows
+        (row,) = [row for row in rows if row["code"] == "bookie-unknown"]
+        assert (row["subject"], row["severity"], "2 ledgers name it" in row["message"]) == ("e", "error", True)
+    status = cli("cluster", "status", "--timeout", "1", "-o", "ndjson")
+    (row,) = [row for row in status.rows if row["bookieId"] == "e"]
+    assert (status.code, row["state"], row["ledgerCount"]) == (3, "unknown", 2)
+
+
 def test_from_a_drain_to_the_last_cookie(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a local cluster, over SQLite: every command once, in the order in which an operator needs them."""
     local = LocalCluster(tmp_path / "cluster")

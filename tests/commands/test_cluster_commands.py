@@ -176,15 +176,16 @@ def test_init_writes_the_long_long_layout_on_request_only(cli: Cli, uri: str, zo
 def test_status_shows_one_row_for_each_member(cluster: LocalCluster) -> None:
     shell = CommandLine(cluster.metadata_uri)
     answer = shell("cluster", "status", "--threshold", 100, "-o", "ndjson")
-    assert [(row["bookieId"], row["state"], row["problem"]) for row in answer.rows] == [
+    members = [row for row in answer.rows if row["state"] != "unknown"]  # Ledgers of other tests may name those.
+    assert [(row["bookieId"], row["state"], row["problem"]) for row in members] == [
         (f"bookie-{index}", "rw", None) for index in range(3)
     ]
-    for row in answer.rows:
+    for row in members:
         assert row["latencyMs"] >= 0
         assert row["version"] == f"bkctl {__version__}"
         assert 0 <= row["freeSpace"] <= row["totalSpace"]
         assert row["ledgerCount"] >= 0
-    code, seen = shell.terminal("--no-color", "cluster", "status", "--threshold", 100)
+    code, seen = shell.terminal("--no-color", "cluster", "status", "--threshold", 100, "--no-count-ledgers")
     assert code == 0
     assert [line.split()[0] for line in seen.splitlines()][:4] == ["BOOKIE", "bookie-0", "bookie-1", "bookie-2"]
 

@@ -203,7 +203,7 @@ def test_passwords(cli: Cli, write: object, tmp_path: Path, monkeypatch: pytest.
     file.write_text("secret\n")
     assert payloads(cli, ledger, "--password-file", file) == [b"x"]
     assert cli("ledger", "verify", ledger).code == 0
-    assert cli("ledger", "recover", ledger).code == 0
+    assert cli("ledger", "recover", ledger, "--yes").code == 0
     monkeypatch.setenv("BKCTL_LEDGER_PASSWORD", "secret")
     assert payloads(cli, ledger) == [b"x"]
     assert "secret" not in cli("ledger", "show", ledger, "-o", "json").out
@@ -313,11 +313,16 @@ def test_recover_closes_a_ledger_whose_writer_died(cli: Cli, cluster: LocalClust
         assert cli("ledger", "show", ledger, "-o", "json").json["state"] == "CLOSED"
         assert cli("metadata", "undo", undo, "--yes").code == 0
         assert cli("ledger", "show", ledger, "-o", "json").json["state"] == "OPEN"
-    done = cli("ledger", "recover", ledger, "-o", "json")
+    [row] = cli("ledger", "recover", ledger, "--dry-run", "-o", "json").json
+    assert (row["state"], row["writing"], "would be fenced" in row["what"]) == ("OPEN", False, True)
+    asked = cli("ledger", "recover", ledger)
+    assert (asked.code, f"Ledger {ledger} is OPEN" in asked.err, "add --yes" in asked.err) == (2, True, True)
+    assert cli("ledger", "show", ledger, "-o", "json").json["state"] == "OPEN"
+    done = cli("ledger", "recover", ledger, "--yes", "-o", "json")
     assert "closed already" not in done.err
     [row] = done.json
     assert (row["state"], row["lastEntryId"], row["length"]) == ("CLOSED", 0, 4)
-    again = cli("ledger", "recover", ledger)
+    again = cli("ledger", "recover", ledger, "--yes")
     assert (again.code, again.err) == (0, "1 ledger was closed already: unchanged\n")
     [row] = cli("ledger", "recover", ledger, "--dry-run", "-o", "json").json
     assert (row["state"], row["loss"], row["lastEntryId"], row["length"]) == ("CLOSED", False, 0, 4)
@@ -350,7 +355,7 @@ def test_recover_loses_entries_only_with_accept_loss(cli: Cli, cluster: LocalClu
         assert "--yes" in refused.err
         assert cli("ledger", "show", ledger, "-o", "json").json["state"] == "OPEN"
 
-        plain = cli("ledger", "recover", ledger)
+        plain = cli("ledger", "recover", ledger, "--yes")
         assert plain.code == 6
         assert f"'bkctl ledger recover {ledger} --accept-loss'" in plain.err
         assert cli("ledger", "show", ledger, "-o", "json").json["state"] == "IN_RECOVERY"
@@ -365,7 +370,7 @@ def test_recover_loses_entries_only_with_accept_loss(cli: Cli, cluster: LocalClu
     lines = [json.loads(line) for line in audit_file(os.environ).read_text().splitlines()]  # type: ignore[union-attr]
     assert "length stays 4 bytes" in lines[-1]["acceptedLoss"]
     assert lines[-1]["exitCode"] == 0
-    again = cli("ledger", "recover", ledger, "--accept-loss")
+    again = cli("ledger", "recover", ledger, "--yes", "--accept-loss")
     assert (again.code, again.err) == (0, "1 ledger was closed already: unchanged\n")
 
 
@@ -444,7 +449,7 @@ def test_a_write_that_cannot_close_its_ledger_names_the_command_that_does(
     assert answer.err.splitlines()[1:] == [
         f"bkctl: Ledger {ledger} is not closed: 'bkctl ledger recover {ledger}' closes it", "bkctl: The store is away"
     ]  # fmt: skip
-    assert cli("ledger", "recover", ledger).code == 0
+    assert cli("ledger", "recover", ledger, "--yes").code == 0
     assert cli("ledger", "show", ledger, "-o", "json").json["state"] == "CLOSED"
 
 

@@ -21,6 +21,7 @@ from bkctl.commands.kit.settings import SETTINGS, GlobalOptions
 from bkctl.commands.kit.values import parse_duration, parse_number, parse_size
 from bkctl.commands.main import error_report, os_error_exit_code
 from bkctl.errors import EXIT_CODES, Corrupt, NotFound, UsageError
+from bkctl.metadata.admin.health_codes import HealthCode
 from bkctl.metadata.cluster import open_cluster
 
 from .conftest import Cli
@@ -91,7 +92,10 @@ def test_offline_commands_import_nothing_heavy(tmp_path: Path) -> None:
         (["journal", "read", "x", "--type", "x"], "'x' is not one of entry"),
         (["journal", "read", "-o", "xml"], "'xml' is not one of table"),
         (["journal", "read", "-o", "jsn"], "ndjson, yaml, csv, id; did you mean 'json'?"),
-        (["cluster", "health", "mute", "disk-ful"], "'disk-ful' is not one of 25 values; did you mean 'disk-full'?"),
+        (
+            ["cluster", "health", "mute", "disk-ful"],
+            f"'disk-ful' is not one of {len(HealthCode)} values; did you mean 'disk-full'?",
+        ),
         (["ledger", "show"], "No ledger is given"),
         (["ledger", "show", "-5"], "put a negative id after -- or in --ledger-id"),
         (["ledger", "show", "zz"], "Not a ledger id: 'zz'"),

@@ -374,11 +374,11 @@ def test_recovery_that_reaches_no_bookie_can_be_tried_again(
         writer.kill()
     for port in (free_port(), black_hole, silent):
         options = [*elsewhere(apache_cluster, port), "--timeout", "1500ms"]
-        check(cli("ledger", "recover", ledger, "--quiet", *options, "-o", "ndjson"), 6, f"edger {ledger}")
+        check(cli("ledger", "recover", ledger, "--yes", "--quiet", *options, "-o", "ndjson"), 6, f"edger {ledger}")
         answer = cli("ledger", "tail", ledger, *options, "-o", "ndjson")
         check(answer, 6, f"Last add confirmed of ledger {ledger} is not known: too few of its bookies answer")
         assert ledger in cli("ledger", "list", "--state", "in-recovery", "-o", "id").ids
-    (row,) = cli("ledger", "recover", ledger, "-o", "ndjson").rows
+    (row,) = cli("ledger", "recover", ledger, "--yes", "-o", "ndjson").rows
     assert (row["state"], row["lastEntryId"], row["length"]) == ("CLOSED", 1, 6)
 
 

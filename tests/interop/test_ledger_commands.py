@@ -364,12 +364,12 @@ def test_each_line_is_seen_by_tails_and_by_java_while_the_writer_is_at_work_and_
             writer.wait()
             assert json.loads(cli("ledger", "show", ledger, "-o", "json").out)["state"] == "OPEN"
             assert [tail.poll() for tail in tails] == [None, None]
-            (row,) = cli("ledger", "recover", ledger, "-o", "ndjson").rows
+            (row,) = cli("ledger", "recover", ledger, "--yes", "-o", "ndjson").rows
             assert (row["state"], row["lastEntryId"], row["length"]) == ("CLOSED", 3, 12)
             for tail in tails:  # the ledger is closed, so nothing more can come
                 assert tail.communicate(timeout=LIMIT_S) == (b"", b"")
                 assert tail.returncode == 0
-        (row,) = cli("ledger", "recover", ledger, "-o", "ndjson").rows
+        (row,) = cli("ledger", "recover", ledger, "--yes", "-o", "ndjson").rows
         assert (row["state"], row["lastEntryId"], row["length"]) == ("CLOSED", 3, 12)
         (seen,) = read_ledgers(java, apache_cluster.metadata_uri, "v2", [known])
         assert (seen["state"], len(seen["entries"])) == ("CLOSED", 4)
@@ -407,7 +407,7 @@ def test_recover_fences_a_java_writer_at_work(
         wait_for(lambda: new.update(set(cli("ledger", "list", "-o", "id").ids) - before) or new, "the writer's ledger")
         (ledger,) = new
         wait_for(lambda: len(cli("ledger", "read", ledger, "-o", "id").ids) > 1000, "entries")
-        (row,) = cli("ledger", "recover", ledger, "-o", "ndjson").rows
+        (row,) = cli("ledger", "recover", ledger, "--yes", "-o", "ndjson").rows
         assert row["state"] == "CLOSED"
         assert row["length"] == 100 * (row["lastEntryId"] + 1)
         assert program.wait(LIMIT_S) != 0

@@ -237,7 +237,7 @@ def test_a_scoped_ledger_is_tailed_while_it_is_written_and_recovered_when_its_wr
                     writer.stdin.flush()
                     assert read_for(tail.stdout, 5) == b"third"
                     writer.kill()
-                    (row,) = place.rows("ledger", "recover", printed(ledger))
+                    (row,) = place.rows("ledger", "recover", printed(ledger), "--yes")
                     assert (ledger_of(row), row["state"], row["lastEntryId"]) == (ledger, "CLOSED", 2)
                     assert tail.wait(LIMIT_S) == 0
                 finally:

@@ -11,7 +11,7 @@ from client.fakes import Fault
 from support.waiting import LIMIT_S
 
 from bkctl.errors import Conflict, LedgerNotFound
-from bkctl.formats.metadata import BookieServiceInfo, Cookie, LedgerState
+from bkctl.formats.metadata import BookieServiceInfo, Cookie, Fragment, LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
 from bkctl.metadata.racks import BookieRacks
@@ -340,56 +340,107 @@ async def test_move_deletes_marks_for_lost_bookie_only(fake_cluster):
         assert marks.get(ledgers[1]) is not None
 
 
-@pytest.mark.parametrize("others_end", [True, False], ids=["the others are done", "another one goes on"])
-async def test_move_waits_for_locked_ledger_with_limit(fake_cluster, monkeypatch, others_end):
-    monkeypatch.setattr(move_queue, "LOCK_PATIENCE_S", 3600.0 if others_end else 0.3)
-    monkeypatch.setattr(move_queue, "_LOCK_POLL_S", 0.02)
+async def test_move_waits_for_locked_ledger(fake_cluster):
     notes: list[str] = []
-
-    def note(text):
-        notes.append(text)
-        # Until now nobody looked at the clock; from now on it is over.
-        monkeypatch.setattr(move_queue, "LOCK_PATIENCE_S", 0.0)
-
     async with fake_cluster(4) as cluster, cluster.client() as client:
         ledgers = [
             (await write(client, 5, write_quorum_size=3, ack_quorum_size=3, scope_id=scope)).ledger for scope in (0, 7)
         ]
         gone = sorted(named(cluster, ledgers[0]) & named(cluster, ledgers[1]))[0]
         await lose(cluster, gone)
-        if not others_end:
-            for bookie in cluster.bookies:
-                bookie.hold = lambda request: isinstance(request, AddRequest) and request.ledger == ledgers[1]
         with open_cluster(cluster.cluster.uri) as other:
-            LedgerLocks(other.store).lock(ledgers[0], "a worker")
+            locks = LedgerLocks(other.store)
+            locks.lock(ledgers[0], "a worker")
+
+            def note(text):
+                notes.append(text)
+                locks.unlock(ledgers[0])
+
             mover = BookieMover(client, [gone], plan(cluster, gone), note=note)
-            rows = []
-            async for row in mover.move(mover.progress.plan.ledgers):
-                rows.append(row)
-                for bookie in cluster.bookies:
-                    bookie.release()
-            expected = [ledgers[1], ledgers[0]] if others_end else ledgers
-            assert [each.ledger for each in rows] == expected
-            assert {each.outcome for each in rows} == {MoveOutcome.MOVED}
-            # It is said when nothing else is left to do, once.
-            assert [text.startswith(f"Ledger {ledgers[0]}: locked by other workers") for text in notes] == [
-                True
-            ] * others_end
-            assert mover.progress.locked_count == 0
-            # Ours are released, the other's stays.
-            locks = LedgerLocks(cluster.cluster.store)
-            assert [lock.ledger for lock in locks.list()] == [ledgers[0]]
+            rows = [row async for row in mover.move(mover.progress.plan.ledgers)]
+        assert [each.ledger for each in rows] == [ledgers[1], ledgers[0]]
+        assert {each.outcome for each in rows} == {MoveOutcome.MOVED}
+        # It is said when nothing else is left to do, once.
+        assert [text.startswith(f"Ledger {ledgers[0]}: locked by other workers") for text in notes] == [True]
+        assert mover.progress.locked_count == 0
+        assert list(LedgerLocks(cluster.cluster.store).list()) == []
 
 
-async def test_damaged_lock_of_another_worker_does_not_end_the_moves(fake_cluster, monkeypatch):
+@pytest.mark.parametrize("count", [5, 200])
+@pytest.mark.parametrize("scope", [0, 7])
+async def test_entries_copied_without_the_lock_are_listed_again_under_it(fake_cluster, monkeypatch, count, scope):
+    """The target collects the copies as over-replicated as soon as the other worker lets go."""
     monkeypatch.setattr(move_queue, "LOCK_PATIENCE_S", 0.0)
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        async with cluster.client(only=["b0", "b1", "b2"]) as writing:
+            ledger = (await write(writing, count, write_quorum_size=3, ack_quorum_size=3, scope_id=scope)).ledger
+        await lose(cluster, "b0")
+        target = cluster.bookie("b3")
+        with open_cluster(cluster.cluster.uri) as other:
+            locks = LedgerLocks(other.store)
+            locks.lock(ledger, "a worker")
+            collected = []
+
+            def collect(request):
+                if isinstance(request, AddRequest) and request.entry_id == count - 1 and not collected:
+                    collected.append(len(target.entries(ledger)))
+                    target.entries(ledger).clear()
+                    locks.unlock(ledger)
+
+            target.fault = collect
+            rows, _ = await move(cluster, client, "b0")
+        assert collected == [count - 1]
+        assert rows[ledger].outcome is MoveOutcome.MOVED
+        assert sorted(target.entries(ledger)) == list(range(count))
+        assert await is_whole(client, ledger)
+
+
+async def test_ledger_that_stays_locked_is_not_swapped(fake_cluster, monkeypatch):
+    monkeypatch.setattr(move_queue, "LOCK_PATIENCE_S", 0.0)
+    monkeypatch.setattr(move_queue, "LOCK_WAIT_S_MAX", 0.0)
     async with fake_cluster(4) as cluster, cluster.client() as client:
         ledgers = [(await write(client, 3, scope_id=scope)).ledger for scope in (0, 7)]
         gone = sorted(named(cluster, ledgers[0]) & named(cluster, ledgers[1]))[0]
         await lose(cluster, gone)
         cluster.cluster.store.put(lock_path(ledgers[0]), b"\xff", NEW)
+        before = cluster.metadata(ledgers[0])
         rows, _ = await move(cluster, client, gone)
-        assert {ledger: rows[ledger].outcome for ledger in ledgers} == dict.fromkeys(ledgers, MoveOutcome.MOVED)
+        assert {ledger: rows[ledger].outcome for ledger in ledgers} == {
+            ledgers[0]: MoveOutcome.FAILED, ledgers[1]: MoveOutcome.MOVED,
+        }  # fmt: skip
+        assert "being replicated" in rows[ledgers[0]].problem
+        assert cluster.metadata(ledgers[0]) == before
+
+
+@pytest.mark.parametrize("scope", [0, 7])
+async def test_move_does_not_fence_a_writer_that_left_the_lost_bookie(fake_cluster, scope):
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        async with cluster.client(only=["b0", "b1"]) as writing:
+            ledger = (await write(writing, 10, scope_id=scope, ensemble_size=2, close=False)).ledger
+        # The writer changed its ensemble at entry 10, and no bookie knows a later last add confirmed yet.
+        found = cluster.cluster.ledgers.read(ledger)
+        old = found.metadata.ensembles[0].bookies
+        moved_on = found.metadata._replace(ensembles=(Fragment(0, old), Fragment(10, ("b2", "b3"))))
+        cluster.cluster.ledgers.write(ledger, moved_on, found.version)
+        await lose(cluster, "b0")
+        [planned] = [each async for each in BookieMover(client, ["b0"]).planned()]
+        assert "is not fenced" in planned.problem
+        rows, _ = await move(cluster, client, "b0")
+        assert rows[ledger].outcome is MoveOutcome.OPEN
+        assert "is not fenced" in rows[ledger].problem
+        assert cluster.metadata(ledger).state is LedgerState.OPEN
+        assert not any(bookie.ledgers[ledger].fenced for bookie in cluster.bookies if ledger in bookie.ledgers)
+
+
+async def test_plan_names_open_ledgers_that_cannot_be_closed(fake_cluster):
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        async with cluster.client(only=["b0", "b1"]) as writing:
+            ledger = (await write(writing, 10, ensemble_size=2, close=False)).ledger
+        await lose(cluster, "b0", "b1")
+        [planned] = [each async for each in BookieMover(client, ["b0"]).planned()]
+        assert (planned.held.ledger, planned.problem) == (
+            ledger, "It cannot be closed: too few of its last bookies answer (b0, b1 do not)",
+        )  # fmt: skip
 
 
 async def test_move_swaps_nothing_after_losing_lock(fake_cluster):

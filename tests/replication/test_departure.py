@@ -180,6 +180,32 @@ async def test_skip_unrecoverable_skips_only_unrecoverable_ledgers(fake_cluster)
         }  # fmt: skip
 
 
+@pytest.mark.parametrize("close", [True, False])
+@pytest.mark.parametrize("scope", [0, 7])
+async def test_ledger_whose_other_bookie_is_away_is_not_given_up(fake_cluster, scope, close):
+    async with fake_cluster(4) as cluster, cluster.client() as client:
+        async with cluster.client(only=["b0", "b3"]) as writing:
+            ledger = (await write(writing, 10, scope_id=scope, ensemble_size=2, close=close)).ledger
+        await ledgers_on_b0(cluster, ())
+        await lost(cluster, "b0")
+        away = cluster.bookie("b3")
+        await away.stop()
+        for registered in (True, False):
+            if not registered:
+                cluster.unregister(away)
+            checked = results(await steps(decommission(cluster, client, skip_unrecoverable=True).check(probe=True)))
+            if close or not registered:
+                assert checked[ledger] is StepResult.BLOCKED
+            done = results(await steps(decommission(cluster, client, skip_unrecoverable=True).run()))
+            assert done == {ledger: StepResult.FAILED, StepKind.COOKIE: StepResult.BLOCKED}
+            assert "b0" in cluster.cluster.cookies.list()
+        await away.start()
+        cluster.register(away)
+        async with cluster.client() as fresh:  # The other one pauses before it connects again.
+            done = results(await steps(decommission(cluster, fresh, skip_unrecoverable=True).run()))
+        assert done == {ledger: StepResult.MOVED, StepKind.COOKIE: StepResult.DELETED}
+
+
 async def test_unreadable_metadata_keeps_cookie(fake_cluster):
     async with fake_cluster(4) as cluster, cluster.client() as client:
         [ledger] = await ledgers_on_b0(cluster, [0])

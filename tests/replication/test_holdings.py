@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,15 @@ from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.store import NEW
 from bkctl.metadata.underreplication import LedgerMarks
-from bkctl.replication.holdings import HeldLedger, Replacements, Risk, StopProblem, ledgers_on, ok_to_stop
+from bkctl.replication.holdings import (
+    HeldLedger,
+    Replacements,
+    Risk,
+    StopProblem,
+    StopSets,
+    ledgers_on,
+    ok_to_stop,
+)
 
 SCOPES = BookieServiceInfo((), {"ledgerScopes": "1"})
 PLAIN = BookieServiceInfo(())
@@ -173,11 +182,13 @@ def test_down_marked_and_unscoped_replicas_do_not_count(cluster: Cluster) -> Non
 
 
 def test_writer_without_other_bookies_is_unwritable(cluster: Cluster) -> None:
-    cluster.ledgers.create(LedgerId(7, 1), ledger((0, "abcd"), ack_quorum=1))
-    cluster.ledgers.create(LedgerId(0, 2), ledger((0, "abcd"), ack_quorum=1))
-    cluster.ledgers.create(LedgerId(0, 3), ledger((0, "bcdg"), ack_quorum=1))
-    cluster.ledgers.create(LedgerId(0, 4), ledger((0, "ab"), (5, "cd"), ack_quorum=1))
-    assert set(risks(cluster, "a")) == {(LedgerId(7, 1), Risk.UNWRITABLE)}
+    cluster.ledgers.create(LedgerId(7, 1), ledger((0, "abcd"), ack_quorum=2))
+    cluster.ledgers.create(LedgerId(0, 2), ledger((0, "abcd"), ack_quorum=2))
+    cluster.ledgers.create(LedgerId(0, 3), ledger((0, "bcdg"), ack_quorum=2))
+    cluster.ledgers.create(LedgerId(0, 4), ledger((0, "ab"), (5, "cd"), ack_quorum=2))
+    assert {each for each in risks(cluster, "a") if each[1] is not Risk.UNDER_QUORUM} == {
+        (LedgerId(7, 1), Risk.UNWRITABLE)
+    }
     assert "with ledger scopes" in risks(cluster, "a")[LedgerId(7, 1), Risk.UNWRITABLE].message
     # Two bookies have to be replaced then, for g is down already; a and e are there.
     assert (LedgerId(0, 3), Risk.UNWRITABLE) not in risks(cluster, "b")
@@ -191,3 +202,21 @@ def test_open_ledger_risk_has_open_end(cluster: Cluster) -> None:
     problem = risks(cluster, "a")[LedgerId(0, 1), Risk.UNDER_QUORUM]
     assert (problem.first_entry_id, problem.last_entry_id, problem.entry_count) == (0, None, None)
     assert problem.state is LedgerState.OPEN
+
+
+@pytest.mark.parametrize("scope", [0, 7])
+@pytest.mark.parametrize("state", [LedgerState.OPEN, LedgerState.IN_RECOVERY])
+@pytest.mark.parametrize(("write_quorum", "ack_quorum", "may_stop"), [(2, 1, 0), (3, 1, 0), (3, 2, 1), (3, 3, 2)])
+def test_unclosed_ledger_needs_answers_to_be_recovered(
+    cluster: Cluster, scope: int, state: LedgerState, write_quorum: int, ack_quorum: int, may_stop: int
+) -> None:
+    names = "abcd"[:write_quorum]
+    grows = ledger((0, names), write_quorum=write_quorum, ack_quorum=ack_quorum)
+    for name in ("x", "y", "z"):
+        cluster.bookies.register(name, SCOPES)
+    cluster.ledgers.create(LedgerId(scope, 1), replace(grows, state=state))
+    for count in range(1, write_quorum + 1):
+        stopping = names[:count]
+        found = risks(cluster, *stopping, replica_count_min=1)
+        assert ((LedgerId(scope, 1), Risk.UNRECOVERABLE) in found) == (count > may_stop)
+        assert StopSets(cluster, replica_count_min=1).allows(stopping) == (count <= may_stop)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
 from itertools import groupby
 from typing import Any, Final, NamedTuple
@@ -75,6 +75,18 @@ def health_findings(cluster: Cluster) -> Iterator[HealthFinding]:
     yield from _of_cookies(cluster, bookies, instance_id)
     yield from _of_scopes(cluster, bookies)
     yield from _of_replication(cluster, [bookie.bookie_id for bookie in bookies if bookie.state == "down"])
+
+
+def unknown_bookie_findings(counts: Mapping[str, int], bookies: Iterable[RegisteredBookie]) -> Iterator[HealthFinding]:
+    """Yield a finding for each bookie that ledgers name, by their counts, and that is not among `bookies`."""
+    for bookie_id in sorted(counts.keys() - {bookie.bookie_id for bookie in bookies}):
+        count = counts[bookie_id]
+        yield HealthFinding(
+            HealthCode.BOOKIE_UNKNOWN, Severity.ERROR, bookie_id,
+            f"{count:,} ledger{'s name' if count > 1 else ' names'} it, but it has neither a cookie nor a registration",
+            f"start it with its cookie ('bkctl metadata undo' of a deletion); 'bkctl bookies decommission {bookie_id}' "
+            "if it is gone for good",
+        )  # fmt: skip
 
 
 def read_only_finding(bookie_id: str, used_percent: float | None, percent_max: float) -> HealthFinding:

@@ -11,6 +11,7 @@ class HealthCode(StrEnum):
     NO_INSTANCE_ID = "no-instance-id"
     NO_WRITABLE_BOOKIE = "no-writable-bookie"
     BOOKIE_DOWN = "bookie-down"
+    BOOKIE_UNKNOWN = "bookie-unknown"
     BOOKIE_READ_ONLY = "bookie-read-only"
     BOOKIE_WITHOUT_ADDRESS = "bookie-without-address"
     BOOKIE_WITHOUT_COOKIE = "bookie-without-cookie"
