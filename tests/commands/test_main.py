@@ -21,7 +21,6 @@ from bkctl.commands.kit.settings import SETTINGS, GlobalOptions
 from bkctl.commands.kit.values import parse_duration, parse_number, parse_size
 from bkctl.commands.main import error_report, os_error_exit_code
 from bkctl.errors import EXIT_CODES, Corrupt, NotFound, UsageError
-from bkctl.metadata.admin.health_codes import HealthCode
 from bkctl.metadata.cluster import open_cluster
 
 from .conftest import Cli
