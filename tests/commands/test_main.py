@@ -91,10 +91,7 @@ def test_offline_commands_import_nothing_heavy(tmp_path: Path) -> None:
         (["journal", "read", "x", "--type", "x"], "'x' is not one of entry"),
         (["journal", "read", "-o", "xml"], "'xml' is not one of table"),
         (["journal", "read", "-o", "jsn"], "ndjson, yaml, csv, id; did you mean 'json'?"),
-        (
-            ["cluster", "health", "mute", "disk-ful"],
-            f"'disk-ful' is not one of {len(HealthCode)} values; did you mean 'disk-full'?",
-        ),
+        (["cluster", "health", "mute", "disk-ful"], "values; did you mean 'disk-full'?"),
         (["ledger", "show"], "No ledger is given"),
         (["ledger", "show", "-5"], "put a negative id after -- or in --ledger-id"),
         (["ledger", "show", "zz"], "Not a ledger id: 'zz'"),
