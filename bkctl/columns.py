@@ -125,6 +125,11 @@ class Column:
         title = (self.title or "").strip()
         yield self.name, {"title": title, **shape} if title else shape
 
+    @property
+    def spark_type(self) -> str:
+        """The type in Spark, in its DDL."""
+        return self.spark or _SPARK_TYPES[self.kind]
+
     def getter(self) -> Callable[[Any], Any]:
         """Return the function row → value."""
         source = self.source
@@ -142,6 +147,15 @@ _SCHEMAS: Final[Mapping[Kind, Mapping[str, Any]]] = {
     Kind.BOOLEAN: {"type": "boolean"},
     Kind.TIME: {"type": "string", "format": "date-time"},
     Kind.BINARY: {"type": "string", "contentEncoding": "base64"},
+}
+_SPARK_TYPES: Final[Mapping[Kind, str]] = {
+    Kind.INTEGER: "bigint",
+    Kind.SIZE: "bigint",
+    Kind.TEXT: "string",
+    Kind.WORD: "string",
+    Kind.BOOLEAN: "boolean",
+    Kind.TIME: "timestamp",
+    Kind.BINARY: "binary",
 }
 #: The shape of a list of texts.
 TEXTS: Final[Mapping[str, Any]] = {"type": "array", "items": {"type": "string"}}

@@ -10,8 +10,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
+from bkctl.columns import Kind
 from bkctl.errors import BkctlError, CorruptRecord, TruncatedRecord, UsageError
 from bkctl.ids import LedgerId
+from bkctl.metadata.ledger_columns import LEDGER_COLUMNS
 from bkctl.spark.sources.options import Mode, SourceOptions
 
 if TYPE_CHECKING:
@@ -53,15 +55,7 @@ TYPES: Final[Mapping[str, str]] = {
     "explicitLac": "bigint",
     "entryCount": "bigint",
     "lastEntryId": "bigint",
-    "metadataFormatVersion": "int",
-    "state": "string",
-    "ensembleSize": "int",
-    "writeQuorumSize": "int",
-    "ackQuorumSize": "int",
-    "ctime": "timestamp",
-    "customMetadata": "map<string,binary>",
-    "ensembles": "array<struct<firstEntryId:bigint,bookies:array<string>>>",
-    "pulsar": "map<string,string>",
+    **{column.name: column.spark_type for column in LEDGER_COLUMNS.columns if column.kind is not Kind.LEDGER},
     DAMAGE: "struct<file:string,offset:bigint,reason:string>",
 }
 

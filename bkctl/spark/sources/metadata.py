@@ -12,7 +12,7 @@ describes: its row has null ids. The options `ledger` and `ledgerScopeId` keep t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice, takewhile
@@ -21,12 +21,14 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import pyarrow as pa
 
+from bkctl.columns import LEDGER_FIELDS, Column, Kind
 from bkctl.errors import BkctlError, LedgerNotFound, UsageError
 from bkctl.formats.metadata import LedgerMetadata
 from bkctl.ids import LedgerId
+from bkctl.metadata import ledger_columns
 from bkctl.metadata.admin.dump.export_file import ExportFile, ExportSection
 from bkctl.metadata.cluster import Cluster
-from bkctl.metadata.ledger_columns import pulsar_object
+from bkctl.metadata.ledger_columns import LedgerRow, ledger_row
 from bkctl.metadata.ledgers import RANGE_SIZE, VersionedMetadata
 from bkctl.spark.sources.columns import DAMAGE, arrow_schema_of, ledger_values, source_schema, where_and_why
 from bkctl.spark.sources.connection import CONNECTION_OPTIONS, ClusterOptions
@@ -40,28 +42,41 @@ if TYPE_CHECKING:
 NAME: Final = "bookkeeper.metadata"
 SECTION_SIZE_BYTES_DEFAULT: Final = 32 << 20
 BATCH_ROWS: Final = 2048
-#: The last millisecond of year 9999, where Spark's timestamps end.
-_TIME_MS_MAX: Final = 253_402_300_799_999
 
-#: Column → its value for a ledger and its metadata.
-COLUMNS: Final[dict[str, Callable[[LedgerId, VersionedMetadata], Any]]] = {
-    "ledgerScopeId": lambda ledger, _: ledger.scope_id,
-    "ledgerId": lambda ledger, _: ledger.ledger_id,
-    "ledgerQualifiedName": lambda ledger, _: ledger.qualified_name,
-    "metadataFormatVersion": lambda _, found: found.metadata.format_version,
-    "state": lambda _, found: found.metadata.state.name,
-    "ensembleSize": lambda _, found: found.metadata.ensemble_size,
-    "writeQuorumSize": lambda _, found: found.metadata.write_quorum_size,
-    "ackQuorumSize": lambda _, found: found.metadata.ack_quorum_size,
-    "digestType": lambda _, found: None if found.metadata.digest_type is None else found.metadata.digest_type.name,
-    "length": lambda _, found: found.metadata.length,
-    "lastEntryId": lambda _, found: found.metadata.last_entry_id,
-    "ctime": lambda _, found: _microseconds(found.ctime_ms),
-    "customMetadata": lambda _, found: sorted(found.metadata.custom_metadata.items()),
-    "ensembles": lambda _, found: [
-        {"firstEntryId": fragment.first_entry_id, "bookies": fragment.bookies} for fragment in found.metadata.ensembles
+#: Columns whose values Spark has in another form than JSON.
+_OTHER_FORMS: Final[Mapping[str, Callable[[LedgerRow], Any]]] = {
+    "ledgerScopeId": lambda row: row.ledger.scope_id,
+    "ledgerId": lambda row: row.ledger.ledger_id,
+    "ledgerQualifiedName": lambda row: row.ledger.qualified_name,
+    "customMetadata": lambda row: sorted(row.metadata.custom_metadata.items()),
+    "ensembles": lambda row: [
+        {"firstEntryId": fragment.first_entry_id, "bookies": fragment.bookies} for fragment in row.metadata.ensembles
     ],
-    "pulsar": lambda _, found: list(pulsar_object(found.metadata.custom_metadata).items()) or None,
+    "pulsar": lambda row: None if row.pulsar is None else list(row.pulsar.items()),
+}
+
+
+def _microseconds(get: Callable[[LedgerRow], int | None]) -> Callable[[LedgerRow], int | None]:
+    def microseconds(row: LedgerRow) -> int | None:
+        time_ms = get(row)
+        return None if time_ms is None or time_ms < 0 else time_ms * 1000
+
+    return microseconds
+
+
+def _getter(column: Column) -> Callable[[LedgerRow], Any]:
+    get = _OTHER_FORMS.get(column.name) or column.getter()
+    return _microseconds(get) if column.kind is Kind.TIME else get
+
+
+#: Column → its value for a ledger: the columns of every other form of a ledger.
+COLUMNS: Final[Mapping[str, Callable[[LedgerRow], Any]]] = {
+    **{name: _OTHER_FORMS[name] for name in LEDGER_FIELDS},
+    **{
+        column.name: _getter(column)
+        for column in ledger_columns.LEDGER_COLUMNS.columns
+        if column.kind is not Kind.LEDGER
+    },
 }
 _OPTIONS: Final = (
     *CONNECTION_OPTIONS, *QUERY_OPTIONS, "ledgersPerPartition", "maxPartitionBytes",
@@ -192,7 +207,7 @@ class MetadataReader(QueryReader):
         while batch := list(islice(rows, BATCH_ROWS)):
             yield self._batch(batch)
 
-    def _rows(self, partition: InputPartition) -> Iterator[tuple[LedgerId | None, VersionedMetadata | _Damage]]:
+    def _rows(self, partition: InputPartition) -> Iterator[tuple[LedgerId | None, LedgerRow | _Damage]]:
         if isinstance(partition, ExportDamage):
             yield None, _Damage(self._export, partition.offset, partition.reason)
         elif isinstance(partition, ExportLines):
@@ -207,7 +222,7 @@ class MetadataReader(QueryReader):
                     if isinstance(found, BkctlError):
                         yield ledger, self._damage(found)
                     else:
-                        yield ledger, found
+                        yield ledger, ledger_row(ledger, found)
 
     def _ids(self, cluster: Cluster, partition: InputPartition) -> Iterator[LedgerId]:
         if isinstance(partition, NamedLedgers):
@@ -219,7 +234,7 @@ class MetadataReader(QueryReader):
         listed = takewhile(lambda ledger: ledger <= last, cluster.ledgers.ledgers(scope_id, after))
         return filter(self._conditions.accepts_ledger, listed)
 
-    def _rows_of_export(self, section: ExportSection) -> Iterator[tuple[LedgerId | None, VersionedMetadata | _Damage]]:
+    def _rows_of_export(self, section: ExportSection) -> Iterator[tuple[LedgerId | None, LedgerRow | _Damage]]:
         assert self._export is not None
         with closing(ExportFile(Path(self._export))) as file:
             for at, record in file.section(section):
@@ -237,7 +252,7 @@ class MetadataReader(QueryReader):
                     yield ledger, self._damage(error, at)
                 else:
                     ctime_ms = record.ctime_ms if metadata.ctime_ms is None else metadata.ctime_ms
-                    yield ledger, VersionedMetadata(metadata, 0, ctime_ms)
+                    yield ledger, ledger_row(ledger, VersionedMetadata(metadata, 0, ctime_ms))
 
     def _damage(self, error: BkctlError, offset: int | None = None) -> _Damage:
         self._mode.check(error)
@@ -245,21 +260,16 @@ class MetadataReader(QueryReader):
             return _Damage(None, None, str(error))
         return _Damage(self._export, *where_and_why(error, offset))
 
-    def _batch(self, rows: list[tuple[LedgerId | None, VersionedMetadata | _Damage]]) -> pa.RecordBatch:
+    def _batch(self, rows: list[tuple[LedgerId | None, LedgerRow | _Damage]]) -> pa.RecordBatch:
         arrays = [pa.array([_value(field.name, *row) for row in rows], field.type) for field in self._schema]
         return pa.RecordBatch.from_arrays(arrays, schema=self._schema)
 
 
-def _value(column: str, ledger: LedgerId | None, found: VersionedMetadata | _Damage) -> Any:
+def _value(column: str, ledger: LedgerId | None, found: LedgerRow | _Damage) -> Any:
     if column == DAMAGE:
         return found._asdict() if isinstance(found, _Damage) else None
     if not isinstance(found, _Damage):
-        assert ledger is not None
-        return COLUMNS[column](ledger, found)
+        return COLUMNS[column](found)
     if ledger is None or column not in LEDGER_COLUMNS:
         return None
     return ledger_values(ledger)[column]
-
-
-def _microseconds(time_ms: int | None) -> int | None:
-    return None if time_ms is None or not 0 <= time_ms <= _TIME_MS_MAX else time_ms * 1000
