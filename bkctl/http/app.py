@@ -33,7 +33,6 @@ from bkctl.http.endpoints import (
     TEXT,
     ApiCall,
     ApiEndpoint,
-    ServiceUnavailable,
     error_answer,
     json_answer,
     text_answer,
@@ -41,12 +40,11 @@ from bkctl.http.endpoints import (
 from bkctl.http.gateway import Upstream, forward
 from bkctl.http.openapi import document
 from bkctl.http.server_url import is_loopback_address
+from bkctl.http.service import Service, ServiceUnavailable
 
 if TYPE_CHECKING:
     from starlette.datastructures import Headers
     from starlette.types import Message, Receive, Scope, Send
-
-    from bkctl.http.service import Service
 
 log: Final = logging.getLogger("bkctl.http")
 
