@@ -27,7 +27,7 @@ from .kit.parser import Group, help_record, shown_names
 from .kit.settings import GLOBAL_PANEL, SETTINGS
 from .main import GROUPS, RootGroup, root
 
-#: What a value is completed with: by the metavar of its option or argument.
+#: The completion of a value, by the metavar of its option or argument.
 DYNAMIC: Final = {
     "LEDGER": "ledger",
     "BOOKIE": "bookie",
@@ -63,7 +63,7 @@ _ENVIRONMENT: Final = (
     ("BKCTL_CONFIG", "The configuration file, instead of bkctl/config.toml under XDG_CONFIG_HOME or ~/.config."),
     ("NO_COLOR", "No colours, whatever it is set to."),
 )
-#: What bkctl keeps of a user, and what it is for.
+#: Files that bkctl keeps for a user, and their purpose.
 _FILES: Final = (
     ("~/.config/bkctl/config.toml", "Contexts. XDG_CONFIG_HOME, or BKCTL_CONFIG for the file, moves it."),
     (

@@ -181,7 +181,7 @@ def room_of(path: Path) -> str:
 
 
 def test_the_product_stays_within_its_budget() -> None:
-    """[tool.bkctl.budget] of pyproject.toml has the most lines of Python and C, and those of each room at that time.
+    """[tool.bkctl.budget] of pyproject.toml has the most lines of Python and C, and each room's at that time.
 
     A room may grow as long as others shrink.
     """

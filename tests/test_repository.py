@@ -1,4 +1,4 @@
-"""What a stranger would trip over in the tracked files."""
+"""Obstacles for a stranger in the tracked files."""
 
 from __future__ import annotations
 

@@ -144,8 +144,7 @@ class DiskSpaceMonitor:
         self._storage = storage
         self._state = state
         self._registration = registration
-        #: Called with `full` and `almost_full` after each look: `GarbageCollectorThread.disks_are`.
-        self.disks_are: Callable[..., None] | None = None
+        self.disks_are: Callable[..., None] | None = None  # GarbageCollectorThread.disks_are
 
     def start(self) -> None:
         """Raise UsageError for thresholds that contradict each other."""

@@ -102,7 +102,7 @@ class JournalThread:
         self._wait_s = config.journal_max_group_wait_msec / 1000 if waits else 0.0
         self._count_max = config.journal_queue_size
         self._count = 0
-        #: When the thread began to write the group that it is writing.
+        #: Start of the group that is being written (monotonic clock); None between groups.
         self._began_s: float | None = None
         self._logged_s = -math.inf
         self._thread = threading.Thread(target=self._run, name=f"journal-{number}", daemon=True)

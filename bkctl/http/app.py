@@ -53,7 +53,7 @@ REQUESTS_MAX: Final = 64
 BODY_SIZE_BYTES_MAX: Final = 64 << 10
 BODY_TIMEOUT_S: Final = 15.0
 ANSWER_TIMEOUT_S: Final = 90.0
-#: What a gateway waits longer than a bookie, whose own answer says more than the gateway's.
+#: A gateway waits longer than the bookie by this time, so that the bookie's own error arrives: it says more.
 FORWARD_TIMEOUT_S: Final = 5.0
 #: The longest wait for a client to read the next piece of an answer.
 SEND_TIMEOUT_S: Final = 30.0

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 LOCAL_MASTER: Final = "local[*]"
 
-#: What a job needs of any session; settings of the caller override these.
+#: Settings of every session; settings of the caller override these.
 _SETTINGS: Final = {
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",

@@ -21,7 +21,7 @@ from bkctl.commands.main import GROUPS, run
 
 
 class Result(NamedTuple):
-    """What one command line did."""
+    """The result of one command line."""
 
     code: int
     out: str

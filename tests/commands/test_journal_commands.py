@@ -15,7 +15,7 @@ from bkctl.formats.metadata import Cookie
 from . import files
 from .conftest import Cli
 
-#: Where the records of the journal that `files` makes begin, by their order; and its end.
+#: The offsets of the records of the journal that `files` makes, in order; and its end.
 OFFSETS = (512, 556, 599, 639)
 
 

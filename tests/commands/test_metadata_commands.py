@@ -555,7 +555,7 @@ def test_replace_bookie_refuses_data_loss_and_can_be_undone(cli: Cli, store: Clu
     words = ("metadata", "replace-bookie", "--from", old, "--to", new)
     assert cli("metadata", "replace-bookie", "--from", old).code == 2
     assert cli("metadata", "replace-bookie", "--from", old, "--to", old).code == 2
-    assert cli(*words).code == 4  # nobody knows the new one
+    assert cli(*words).code == 4  # the new one is unknown
     store.cookies.write(new, Cookie(new, ("/j",), ("/l",)), -1)
     assert cli("metadata", "replace-bookie", "--from", BOOKIES[0], "--to", new).code == 5  # it is registered
     for more in ("--dry-run", "--yes"):

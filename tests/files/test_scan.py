@@ -46,7 +46,7 @@ def entry(ledger: LedgerId, entry_id: int, payload: bytes, digest_type: DigestTy
 entries = st.builds(
     entry, st.sampled_from(LEDGERS + SCOPED), st.integers(0, 2**40), st.binary(max_size=60), st.sampled_from(DigestType)
 )
-#: What else may stand in a log: maps, padding, entries cut short, sizes that are none, anything.
+#: Other bytes of a log: maps, padding, entries cut short, impossible sizes, anything.
 others = st.one_of(
     st.binary(max_size=80),
     st.builds(lambda size, body: struct.pack(">i", size) + body, st.integers(-3, 90), st.binary(max_size=90)),

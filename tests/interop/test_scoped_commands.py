@@ -31,7 +31,7 @@ Rows = list[dict[str, Any]]
 
 @dataclass
 class Stored:
-    """Where a bookie keeps its files."""
+    """Return the directory of a bookie's files."""
 
     journal_dir: Path
     ledger_dir: Path
@@ -341,7 +341,7 @@ def test_a_scoped_entry_costs_nine_bytes_more_in_journal_and_entry_log(place: Pl
     for ledger in (plain, scoped):
         name = ["--ledger-qualified-name", ledger.qualified_name]
         write(place, tmp_path / "lines", *name, "--ensemble-size", 1, "--write-quorum", 1, "--ack-quorum", 1)
-    # Which bookie has them does not matter: each has its own, or nothing.
+    # Any bookie may have them: each has its own, or nothing.
     place.stop()
     found: dict[str, dict[LedgerId, dict[int, bytes]]] = {"journal": {}, "log": {}}
     plain_head = plain.ledger_id.to_bytes(8, "big")

@@ -103,7 +103,7 @@ v3_frames = st.builds(
 
 
 class Bookie:
-    """A handler that takes runs; it refuses those of ledger 0, and holds those of the others back."""
+    """A handler that takes runs; it refuses runs of ledger 0, and holds all other runs back."""
 
     def __init__(self) -> None:
         self.runs: list[AddRun] = []

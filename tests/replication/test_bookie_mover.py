@@ -318,7 +318,7 @@ async def test_resumed_move_skips_finished_ledgers(fake_cluster, tmp_path):
         assert await mover.left() == []
         for ledger in ledgers:
             assert await is_whole(client, ledger)
-        # What is done is not even looked at.
+        # Finished ledgers are not read again.
         with file() as resume:
             requests = len(cluster.bookie("b1").received)
             rows = [each async for each in BookieMover(client, [gone]).move(sorted(resume.done), resume=resume)]
@@ -348,7 +348,7 @@ async def test_move_waits_for_locked_ledger_with_limit(fake_cluster, monkeypatch
 
     def note(text):
         notes.append(text)
-        # Until now nobody looked at the clock; from now on it is over.
+        # The clock was not read until now; from now on the time is over.
         monkeypatch.setattr(move_queue, "LOCK_PATIENCE_S", 0.0)
 
     async with fake_cluster(4) as cluster, cluster.client() as client:

@@ -55,7 +55,7 @@ JVM_OPTIONS: Final = (
     "-Dlog4j2.disableJmx=true",
 )
 BOOKIE_OPTIONS: Final = ("-XX:MaxDirectMemorySize=256m",)
-#: How long Apache's clients wait for a bookie's answer; the default is 5 s, after which they choose another bookie.
+#: The wait of Apache's clients for a bookie's answer; the default is 5 s, after which they choose another bookie.
 PATIENCE: Final = {"addEntryTimeoutSec": 120, "readEntryTimeoutSec": 120}
 
 SORTED: Final = "org.apache.bookkeeper.bookie.SortedLedgerStorage"
@@ -97,7 +97,7 @@ _ports = ports()
 
 
 def free_port() -> int:
-    """A TCP port on 127.0.0.1 that nobody listens on now, nor gets by chance: for a server that may come and go.
+    """A TCP port on 127.0.0.1 without a listener, and not handed out by chance: for a server that may come and go.
 
     One that the system chose it may choose again while no server is there, for anybody's listener or connection.
     """
@@ -171,7 +171,7 @@ def release(group: int) -> None:
 
 @functools.cache
 def _java_scratch() -> str:
-    """Where JVMs unpack libraries: those that are killed leave them."""
+    """Return the directory where JVMs unpack libraries: killed JVMs leave them."""
     return tempfile.mkdtemp(prefix="bkctl-java-")
 
 
@@ -681,7 +681,7 @@ class ZooKeeperServer(Server):
         return f"zk+{manager}://{self.connect_string}{root}"
 
     def new_root(self) -> str:
-        """A root path (`/test-7`) that nobody uses; it does not exist yet."""
+        """A root path (`/test-7`) of the test's own; it does not exist yet."""
         return f"/test-{next(self._roots)}"
 
     def _arguments(self) -> list[str]:
@@ -748,7 +748,7 @@ class EtcdServer(Server):
         return f"etcd://{self.connect_string}{root}"
 
     def new_root(self) -> str:
-        """A root key (`/test-7`) that nobody uses; it does not exist yet."""
+        """A root key (`/test-7`) of the test's own; it does not exist yet."""
         return f"/test-{next(self._roots)}"
 
     def pause(self) -> None:
@@ -787,7 +787,7 @@ class EtcdServer(Server):
             f"--listen-peer-urls={peers[self.member_name]}",
             f"--initial-advertise-peer-urls={peers[self.member_name]}",
             f"--initial-cluster={','.join(f'{name}={peer}' for name, peer in peers.items())}",
-            # Soon the leader where there is no other; where there are, none that is only busy is taken for dead.
+            # Alone, it becomes leader soon; with others, a busy one is not taken for dead.
             "--heartbeat-interval=50", f"--election-timeout={300 if len(peers) == 1 else 1500}",
             "--logger=zap", "--log-outputs=stderr", *security, *self.options,
         ]  # fmt: skip
@@ -831,7 +831,7 @@ class HBaseServer(Server):
         return f"hbase://{self.connect_string}{root}"
 
     def new_root(self) -> str:
-        """A prefix of tables (`/test-7`) that nobody uses; no table of it exists yet."""
+        """A prefix of tables (`/test-7`) of the test's own; no table of it exists yet."""
         return f"/test-{next(self._roots)}"
 
     def _arguments(self) -> list[str]:
@@ -925,7 +925,7 @@ def apache_settings(
         # Collections come where a test asks for them; on its own one would fall into some test or other.
         "gcWaitTime": 3_600_000,
         # Else garbage collection deletes every ledger: WriteLedgers makes one of the id 2^63 - 1,
-        # and ScanAndCompareGarbageCollector goes on behind it at 2^63 - 1 + 1, which is negative.
+        # and ScanAndCompareGarbageCollector continues behind it at 2^63 - 1 + 1, which is negative.
         "verifyMetadataOnGC": "true",
         **settings,
     }
