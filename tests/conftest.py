@@ -14,7 +14,7 @@ from typing import Any
 
 import hypothesis
 import pytest
-from support import servers
+from support import compiled, servers
 from support.own_bookies import OwnBookie
 from support.servers import ApacheBookie, ApacheCluster, EtcdServer, HBaseServer, Java, JavaOnEtcd, ZooKeeperServer
 from support.waiting import LIMIT_S
@@ -304,6 +304,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("compiled"):
+        compiled.require_compiled()
     item.stash[_log_sizes] = {server.log: server.log.stat().st_size for server in servers.running_servers()}
 
 

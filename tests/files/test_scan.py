@@ -33,7 +33,7 @@ from bkctl.formats.journal import PADDING_MASK
 from bkctl.formats.record import NO_LEDGER
 from bkctl.ids import LedgerId
 
-needs_compiled = pytest.mark.skipif(scan.compiled is None, reason="bkctl was installed without a C compiler")
+needs_compiled = pytest.mark.compiled
 LEDGERS = (LedgerId(0, 0), LedgerId(0, 5), LedgerId(0, 2**63 - 1))
 SCOPED = (LedgerId(7, 1), LedgerId(2**64 - 1, 2**64 - 1), LedgerId(1, 2**63))
 

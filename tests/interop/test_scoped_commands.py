@@ -71,21 +71,16 @@ class Place:
 
 def local_place(directory: Path) -> Iterator[Place]:
     """`cluster up`, with a home directory of its own."""
-    groups: set[int] = set()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_DATA_HOME", str(directory / "share"))
         cli = CommandLine(None)
 
         def up() -> None:
-            for row in cli("cluster", "up", "--dir", directory / "cluster", "--bookies", 3, "-o", "ndjson").rows:
-                groups.add(row["pid"])
-                servers.adopt(row["pid"])
+            cli("cluster", "up", "--dir", directory / "cluster", "--bookies", 3)
 
         def down() -> None:
             answer = cli("cluster", "down", "--dir", directory / "cluster")
             assert answer.code == 0, answer.err
-            while groups:
-                servers.release(groups.pop())
 
         up()
         stored = [directory / "cluster" / f"bookie-{index}" for index in range(3)]

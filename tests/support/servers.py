@@ -119,8 +119,12 @@ def wait_for(condition: Callable[[], object], what: str, timeout_s: float = LIMI
 
 # --- processes ---------------------------------------------------------------------------------------------------
 
+#: In the environment of all processes that this process starts, and of their own: bookies of `bkctl local up` too.
+_MARK = f"{os.getpid()}.{time.time_ns()}"
+os.environ["TEST_RUN_OF_BKCTL"] = _MARK
+
 _REAPER = """
-import os, signal, sys
+import os, signal, sys, time
 alive = set()
 for line in sys.stdin:
     (alive.add if line[0] == "+" else alive.discard)(int(line[1:]))
@@ -129,44 +133,46 @@ for group in alive:
         os.killpg(group, signal.SIGKILL)
     except ProcessLookupError:
         pass
+mark = b"TEST_RUN_OF_BKCTL=" + sys.argv[1].encode()
+for _ in range(100 if os.path.isdir("/proc/self") else 0):
+    found = False
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/environ", "rb") as environment:
+                if int(pid) != os.getpid() and mark in environment.read().split(bytes(1)):
+                    os.kill(int(pid), signal.SIGKILL)
+                    found = True
+        except OSError:
+            pass
+    if not found:
+        break
+    time.sleep(0.1)
 """
 
 
 class _Reaper:
-    """A process that outlives us and kills the process groups we left, if we are killed before we could."""
+    """A process that outlives us and kills the processes we left, if we are killed before we could."""
 
     def __init__(self) -> None:
-        self.process: subprocess.Popen[str] | None = None
+        self.process = subprocess.Popen(
+            [sys.executable, "-S", "-c", _REAPER, _MARK], stdin=subprocess.PIPE, text=True, start_new_session=True
+        )
 
     def tell(self, sign: str, group: int) -> None:
-        if self.process is None:
-            self.process = subprocess.Popen(
-                [sys.executable, "-S", "-c", _REAPER], stdin=subprocess.PIPE, text=True, start_new_session=True
-            )
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(f"{sign}{group}\n")
             self.process.stdin.flush()
 
     def close(self) -> None:
-        if self.process is not None and self.process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self.process.stdin.close()
-            self.process.wait()
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self.process.wait()
 
 
 _reaper = _Reaper()
 _servers: list[Server] = []
-
-
-def adopt(group: int) -> None:
-    """Have a process group that others started killed, should the test run be killed before they end."""
-    _reaper.tell("+", group)
-
-
-def release(group: int) -> None:
-    """The process group is gone."""
-    _reaper.tell("-", group)
 
 
 @functools.cache
