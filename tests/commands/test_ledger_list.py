@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import time
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,11 @@ from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import Fragment, LedgerMetadata
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster, open_cluster
+from bkctl.metadata.ledger_columns import LEDGER_COLUMNS
 
 from .conftest import BOOKIES, Cli
 
-LEDGER_NAMES = [
-    "ledgerScopeId", "ledgerId", "ledgerQualifiedName", "metadataFormatVersion", "state", "ensembleSize",
-    "writeQuorumSize", "ackQuorumSize", "digestType", "length", "lastEntryId", "ctime", "customMetadata", "ensembles",
-]  # fmt: skip
+LEDGER_NAMES = [name for column in LEDGER_COLUMNS.columns if not column.optional for name, _ in column.properties()]
 
 
 def test_ledger_object(cli: Cli, store: Cluster) -> None:
@@ -71,7 +70,11 @@ def test_ledger_list_filters(cli: Cli, store: Cluster, arguments: list[str], ids
 
 @pytest.mark.parametrize("output", ["ndjson", "json"])
 @pytest.mark.parametrize("damaged", [None, 0, 20, 41])
-def test_ledger_list_of_many_is_the_list_of_a_few(cli: Cli, store: Cluster, output: str, damaged: int | None) -> None:
+def test_ledger_list_of_many_is_the_list_of_a_few(
+    cli: Cli, store: Cluster, output: str, damaged: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = time.time()
+    monkeypatch.setattr(time, "time", lambda: now_s)
     for number in range(10, 50):
         fragments = tuple(Fragment(first, BOOKIES[: number % 3 + 1]) for first in range(number % 4 + 1))
         sizes = (number % 3 + 1, 1, 1)
