@@ -8,7 +8,8 @@ EXTENSIONS := bkctl/protocol/_wire.h bkctl/protocol/_add_runs.c bkctl/protocol/_
 WORKERS ?= 4
 
 # `make fast`: the parts of the tests that start no server of Java's, a process for each core. What needs Java is skipped.
-FAST := tests/test_*.py tests/formats tests/protocol tests/client tests/files tests/checks tests/repair tests/storage tests/commands
+FAST := tests/test_*.py tests/formats tests/protocol tests/client tests/files tests/checks tests/repair tests/storage \
+  tests/metadata tests/commands
 PROTOS := $(shell find bkctl -name '*.proto')
 # Arguments of benchmarks/run.py: `make bench BENCH='--runs 3 startup ledger-read'`.
 BENCH ?=

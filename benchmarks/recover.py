@@ -64,7 +64,7 @@ def write(uri: str, bookies: Sequence[str], count: int) -> list[LedgerId]:
 
 
 def left_on(uri: str, bookie_id: str) -> int:
-    """How many ledgers name the bookie."""
+    """Return the number of ledgers that name the bookie."""
     command = [*BKCTL, "-q", "bookies", "recover", bookie_id, "--query", "-u", uri, "-o", "id"]
     return len(subprocess.run(command, capture_output=True, check=True).stdout.split())
 

@@ -84,7 +84,7 @@ class Bench:
         self.storage = storage
         self.runs = runs
         self.profiler = find_profiler() if profile else None
-        #: What the reads are measured with.
+        #: The programs that measure the reads.
         self.protocols, self.sizes, self.part = protocols, sizes, part
         self.java = servers.Java()
         self._zookeeper: servers.ZooKeeperServer | None = None

@@ -1,4 +1,4 @@
-"""What ledger scopes cost an add in scope 0: the bookie's storage as it is, and with every look at the scope cut out.
+"""Measure the cost of ledger scopes for an add in scope 0: with and without its looks at the scope.
 
     python benchmarks/scope_branch.py [--storage sorted|interleaved|db] [--at-once 64]
 

@@ -287,7 +287,7 @@ class BookieConfig:
     #: Ours: requests that have not arrived whole, of all clients, in MiB; more wait in their clients. 0: no bound.
     unfinished_requests_max_memory_size_mb: int = _setting("unfinishedRequestsMaxMemorySizeMb", 256, least=0)
     journal_remove_from_page_cache: bool = _setting("journalRemoveFromPageCache", True)
-    #: How often a journal is synced that need not be, with `journal_sync_data` False.
+    #: The interval of a journal's syncs with `journal_sync_data` False, where none is required.
     journal_page_cache_flush_interval_msec: int = _setting("journalPageCacheFlushIntervalMSec", 1000, floor=0)
 
     skip_replay_journal_invalid_record: bool = _setting("skipReplayJournalInvalidRecord", False)
@@ -370,10 +370,10 @@ class BookieConfig:
     max_reads_in_progress_limit: int = _setting("maxReadsInProgressLimit", 0, floor=0)
     num_add_worker_threads: int = _setting("numAddWorkerThreads", 1, floor=0)
     num_read_worker_threads: int = _setting("numReadWorkerThreads", 8, floor=0)
-    #: What waits beyond these, for each of the threads above, is refused; 0: nothing is.
+    #: The most requests that wait for each of the threads above; further ones are refused. 0: no limit.
     max_pending_add_requests_per_thread: int = _setting("maxPendingAddRequestsPerThread", 10_000, floor=0)
     max_pending_read_requests_per_thread: int = _setting("maxPendingReadRequestsPerThread", 10_000, floor=0)
-    #: How long a client may take no answers; negative: for ever.
+    #: The longest time that a client may leave answers unread; negative: no limit.
     wait_timeout_on_response_backpressure_ms: int = _setting("waitTimeoutOnResponseBackpressureMs", -1)
     close_channel_on_response_timeout: bool = _setting("closeChannelOnResponseTimeout", False)
     #: Ours: clients that are connected at once, and never more than half of the process's open files. 0: that half.
@@ -398,7 +398,7 @@ class BookieConfig:
     disk_check_interval: int = _setting("diskCheckInterval", 10_000, least=1)
     read_only_mode_enabled: bool = _setting("readOnlyModeEnabled", True)
     read_only_mode_on_any_disk_full_enabled: bool = _setting("readOnlyModeOnAnyDiskFullEnabled", True)
-    #: What a full directory must have left for files that have to be made all the same; None: `log_size_limit`.
+    #: The free bytes that a full directory needs for files that must be created; None: `log_size_limit`.
     min_usable_size_for_entry_log_creation: int | None = _setting("minUsableSizeForEntryLogCreation", None, floor=0)
     min_usable_size_for_index_file_creation: int = _setting("minUsableSizeForIndexFileCreation", 100 << 20, floor=0)
     #: None: that for entry logs.
@@ -484,7 +484,7 @@ class BookieConfig:
     http_server_open_probes: bool = _setting("httpServerOpenProbes", True)
 
     conf_path: Path | None = None
-    #: What the file asks for and does not get, a sentence each.
+    #: Settings of the file that have no effect here, a sentence each.
     warnings: tuple[str, ...] = ()
     #: The file's keys that nothing here reads, such as sizes of Java's thread pools.
     unread_keys: tuple[str, ...] = ()

@@ -6,11 +6,13 @@ A test holds the files in the repository equal to what this makes.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -27,7 +29,7 @@ from .kit.parser import Group, help_record, shown_names
 from .kit.settings import GLOBAL_PANEL, SETTINGS
 from .main import GROUPS, RootGroup, root
 
-#: What a value is completed with: by the metavar of its option or argument.
+#: The completion of a value, by the metavar of its option or argument.
 DYNAMIC: Final = {
     "LEDGER": "ledger",
     "BOOKIE": "bookie",
@@ -63,7 +65,7 @@ _ENVIRONMENT: Final = (
     ("BKCTL_CONFIG", "The configuration file, instead of bkctl/config.toml under XDG_CONFIG_HOME or ~/.config."),
     ("NO_COLOR", "No colours, whatever it is set to."),
 )
-#: What bkctl keeps of a user, and what it is for.
+#: Files that bkctl keeps for a user, and their purpose.
 _FILES: Final = (
     ("~/.config/bkctl/config.toml", "Contexts. XDG_CONFIG_HOME, or BKCTL_CONFIG for the file, moves it."),
     (
@@ -333,23 +335,32 @@ def markdown(tree: Page) -> str:
 class SharedOptions:
     """All options of the commands, each once, and the lists of them that many commands end with.
 
-    `options` is in the order in which the commands first have them; `endings` are the distinct lists of connection and
-    output options.
+    A new command adds lines to a script and changes no other: an option is keyed by its name, with a hash where
+    most options of that name differ from it; a list of connection and output options by the first command with it.
     """
 
     def __init__(self, tree: Page) -> None:
-        self.options = tuple(dict.fromkeys(option for page in tree.walk() for option in page.options))
-        self.endings = tuple(dict.fromkeys(_split(page)[1] for page in tree.walk() if page.path))
-        self._numbers = {option: number for number, option in enumerate(self.options, 1)}
+        counts = Counter(option for page in tree.walk() for option in page.options)
+        self._keys: dict[Option, str] = {}
+        for option, _ in counts.most_common():
+            key = next(filter(_is_long, option.names))
+            taken = key in self._keys.values()
+            self._keys[option] = f"{key}.{hashlib.sha256(repr(option).encode()).hexdigest()[:4]}" if taken else key
+        self.options = tuple((key, option) for option, key in sorted(self._keys.items(), key=itemgetter(1)))
+        self._endings: dict[tuple[Option, ...], str] = {}
+        for page in tree.walk():
+            if page.path:
+                self._endings.setdefault(_split(page)[1], "_".join(["end", *page.path]).replace("-", "_"))
+        self.endings = tuple((name, ending) for ending, name in self._endings.items())
 
-    def numbers(self, options: Iterable[Option]) -> str:
-        """Return the positions of `options` in `self.options`, from 1, separated by spaces."""
-        return " ".join(str(self._numbers[option]) for option in options)
+    def keys(self, options: Iterable[Option]) -> str:
+        """Return the keys of `options`, separated by spaces."""
+        return " ".join(self._keys[option] for option in options)
 
-    def of(self, page: Page) -> tuple[tuple[Option, ...], int | None]:
-        """Return the options that `page` has before its ending, and the number of the ending, from 0, if it has one."""
+    def of(self, page: Page) -> tuple[tuple[Option, ...], str]:
+        """Return the options that `page` has before its ending, and `$NAME` of that ending, or ""."""
         own, ending = _split(page)
-        return (own, self.endings.index(ending)) if ending in self.endings else (page.options, None)
+        return (own, f"${self._endings[ending]}") if ending in self._endings else (page.options, "")
 
 
 def _split(page: Page) -> tuple[tuple[Option, ...], tuple[Option, ...]]:
@@ -388,22 +399,21 @@ def _sh(text: str) -> str:
 def bash_completion(tree: Page) -> str:
     """Return the bash script."""
     shared = SharedOptions(tree)
-    names = tuple(dict.fromkeys(_long_names(option) for option in shared.options))
 
-    def places(options: Iterable[Option]) -> str:
-        return " ".join(str(names.index(_long_names(option))) for option in options)
+    def names(options: Iterable[Option]) -> str:
+        return " ".join(map(_long_names, options))
 
     cases: list[str] = []
     for page in tree.walk():
         own, ending = shared.of(page)
-        at = " ".join(filter(None, [places(own), "" if ending is None else f"$end{ending}"]))
+        at = " ".join(filter(None, [names(own), ending]))
         words = f" words={_sh(' '.join(child.path[-1] for child in page.children))}" if page.children else ""
         argument = f" argument={_sh(_value_kind(page.arguments[0]))}" if page.arguments else ""
         cases.append(f'{_sh(page.name)}) at="{at}"{words}{argument} ;;')
-    shorts = {name: option.names[-1] for option in shared.options for name in option.names if not _is_long(name)}
+    options = [option for page in tree.walk() for option in page.options]
+    shorts = {name: option.names[-1] for option in options for name in option.names if not _is_long(name)}
     return (
-        _BASH.replace("@NAMES@", " ".join(_sh(name) if " " in name else name for name in names))
-        .replace("@ENDINGS@", " ".join(f"end{number}={_sh(places(end))}" for number, end in enumerate(shared.endings)))
+        _BASH.replace("@ENDINGS@", "\n".join(f"  local {name}={_sh(names(end))}" for name, end in shared.endings))
         .replace("@CASES@", "\n".join(cases))
         .replace("@SHORTS@", " ".join(f"{short}) previous={long} ;;" for short, long in shorts.items()))
         .replace("@KINDS@", "\n".join(_bash_kinds(tree)))
@@ -472,12 +482,12 @@ _bkctl() {
         fi ;;
     esac
   done
-  local at='' @ENDINGS@
-  local -a names=(@NAMES@)
+  local at=''
+@ENDINGS@
   case $path in
 @CASES@
   esac
-  for word in $at; do words+=" ${names[word]}"; done
+  words+=" $at"
   case $previous in @SHORTS@ esac
   if [[ $previous == -* && " $words " == *" $previous "* ]]; then
     case "$path:$previous" in
@@ -518,15 +528,14 @@ complete -F _bkctl bkctl
 def zsh_completion(tree: Page) -> str:
     """Return the zsh function, for a directory of fpath."""
     shared = SharedOptions(tree)
-    arguments = tuple(dict.fromkeys(map(_zsh_argument, (each for page in tree.walk() for each in page.arguments))))
-    options = "\n".join(_zsh_option(option) for option in shared.options)
-    endings = " ".join(f"end{number}=({shared.numbers(ending)})" for number, ending in enumerate(shared.endings))
+    options = "\n".join(f"{_sh(key)} {_zsh_option(option)}" for key, option in shared.options)
+    endings = "\n".join(f"  local -a {name}=({shared.keys(ending)})" for name, ending in shared.endings)
     cases: list[str] = []
     for page in tree.walk():
         own, ending = shared.of(page)
-        numbers = " ".join(filter(None, [shared.numbers(own), "" if ending is None else f"$end{ending}"]))
-        places = " ".join(str(arguments.index(_zsh_argument(argument)) + 1) for argument in page.arguments)
-        cases.append(f"{_sh(page.name)}) at=({numbers})" + (f" rest=({places})" if places else "") + " ;;")
+        at = " ".join(filter(None, [shared.keys(own), ending]))
+        rest = " ".join(_sh(_zsh_argument(argument)) for argument in page.arguments)
+        cases.append(f"{_sh(page.name)}) at=({at})" + (f" rest=({rest})" if rest else "") + " ;;")
     groups: list[str] = []
     for page in tree.walk():
         if page.children:
@@ -534,7 +543,6 @@ def zsh_completion(tree: Page) -> str:
             groups.append(f"{_sh(page.name)}) commands=(\n{lines}) ;;")
     return (
         _ZSH.replace("@OPTIONS@", options)
-        .replace("@ARGUMENTS@", "\n".join(_sh(argument) for argument in arguments))
         .replace("@ENDINGS@", endings)
         .replace("@CASES@", "\n".join(cases))
         .replace("@GROUPS@", "\n".join(groups))
@@ -551,24 +559,23 @@ _bkctl_dynamic() {
 }
 
 _bkctl_options() {
-  typeset -ga _bkctl_specs=(
+  typeset -gA _bkctl_specs=(
 @OPTIONS@
-  ) _bkctl_arguments=(
-@ARGUMENTS@
   )
 }
 
 # Complete the words behind the command $1: a group ("" is bkctl itself), or a command.
 _bkctl_at() {
   local state line name=$1
-  local -a at rest commands specs @ENDINGS@
+  local -a at rest commands specs
+@ENDINGS@
   case $name in
 @CASES@
   esac
   for state in $at; do
-    for line in ${=_bkctl_specs[state]%%|*}; do specs+=("$line${_bkctl_specs[state]#*|}"); done
+    for line in ${=_bkctl_specs[$state]%%|*}; do specs+=("$line${_bkctl_specs[$state]#*|}"); done
   done
-  for state in $rest; do specs+=("$_bkctl_arguments[state]"); done
+  specs+=($rest)
   case $name in
 @GROUPS@
     *) _arguments "$specs[@]"; return ;;
@@ -627,15 +634,15 @@ def fish_completion(tree: Page) -> str:
     for page in tree.walk():
         own, ending = shared.of(page)
         argument = "commands" if page.children else _fish_argument(page)
-        ids = " ".join(filter(None, [argument, shared.numbers(own), "" if ending is None else f"$end{ending}"]))
+        ids = " ".join(filter(None, [argument, shared.keys(own), ending]))
         cases.append(f"case {_sh(page.name)}; set ids {ids}")
         if page.children:
             lines = " ".join(f"{child.path[-1]} {_sh(_summary(child))}" for child in page.children)
             groups.append(f"case {_sh(page.name)}; printf '%s\\t%s\\n' {lines}")
     options = []
-    for number, option in enumerate(shared.options, 1):
+    for key, option in shared.options:
         names = " ".join(f"-l {name[2:]}" if name.startswith("--") else f"-s {name[1:]}" for name in option.names)
-        options.append(f"__bkctl {number} {names}{'' if option.is_flag else _fish_value(option)} -d {_sh(option.help)}")
+        options.append(f"__bkctl {key} {names}{'' if option.is_flag else _fish_value(option)} -d {_sh(option.help)}")
     for page in {_fish_argument(page): page for page in tree.walk() if page.arguments}.values():
         value = _fish_value(page.arguments[0]).replace(" -r -F", " -F").replace(" -x", " -f")
         options.append(f"__bkctl {_fish_argument(page)}{value}")
@@ -644,7 +651,7 @@ def fish_completion(tree: Page) -> str:
         .replace("@NESTED@", " ".join(_sh(page.name) for page in tree.walk() if page.children and len(page.path) == 2))
         .replace(
             "@ENDINGS@",
-            "\n".join(f"    set -l end{number} {shared.numbers(end)}" for number, end in enumerate(shared.endings)),
+            "\n".join(f"    set -l {name} {shared.keys(end)}" for name, end in shared.endings),
         )
         .replace("@CASES@", "\n".join(cases))
         .replace("@GROUPS@", "\n".join(groups))

@@ -60,7 +60,7 @@ PROGRAM: Final[dict[str, str]] = {
     "completion": "Print the completion script of a shell.",
 }
 
-#: What an operating system error means for the exit code.
+#: Operating system errors with an exit code of their own.
 OS_ERROR_EXIT_CODES: Final[dict[int, int]] = {
     **dict.fromkeys((errno.ENOENT, errno.ENOTDIR), 4),
     errno.EISDIR: 2,

@@ -22,7 +22,7 @@ from .kit.work import ask_for_rate, ask_to_pause, list_work, progress_directory
 
 app = group(default="show", takes_words=True)
 
-#: How long a request waits for the work to follow it; the work looks every second.
+#: The longest wait for the work to follow a request; the work looks every second.
 _ANSWER_S: Final = 5.0
 
 
@@ -195,7 +195,7 @@ def rate(
     work_id: WorkId,
     limit: Annotated[
         str,
-        typer.Argument(metavar="RATE", help="As --rate of the command: 20MiB, '5000 entries', or N; none: no limit."),
+        typer.Argument(metavar="RATE", help="Rate as in --rate: 20MiB, '5000 entries' or N; 'none' removes it."),
     ],
 ) -> None:
     """Change the rate of running work.

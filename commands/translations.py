@@ -99,7 +99,7 @@ PULSAR: Final = (
 )
 
 
-#: What other tools call the commands of a group, and what we do.
+#: Names that other tools give to the commands of a group, and ours.
 _SYNONYMS: Final = {
     "add": ("create", "set", "write"),
     "cat": ("read", "show"),

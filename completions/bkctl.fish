@@ -19,168 +19,168 @@ function __bkctl_has
     set -l line (commandline -cp | string collect)
     if test "$line" != "$__bkctl_line"
         set -l ids
-    set -l end0 27
-    set -l end1 6 7 8 9 10 11 12 21 22 23 24 25 27
-    set -l end2 6 7 8 9 10 11 12 21 22 23 24 25 26 27
-    set -l end3 7 23 24 25 27
-    set -l end4 7 23 24 25 26 27
-    set -l end5 6 7 8 9 10 11 12 21 22 23 24 27
+    set -l end_ledger --help
+    set -l end_ledger_write --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --connect-timeout --output --columns --sort --help
+    set -l end_ledger_delete --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --connect-timeout --output --columns --sort --yes --help
+    set -l end_bookie_files --conf --output --columns --sort --help
+    set -l end_bookie_convert --conf --output --columns --sort --yes --help
+    set -l end_bookies_usage --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --connect-timeout --output --columns --help
         switch (__bkctl_path)
-case ''; set ids commands 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27
-case 'ledger'; set ids commands $end0
-case 'ledger write'; set ids files 28 29 30 31 32 33 34 35 36 37 38 39 40 $end1
-case 'ledger list'; set ids 41 42 43 44 45 46 47 48 49 50 51 52 53 54 55 56 $end1
-case 'ledger show'; set ids ledger 29 30 31 49 57 $end1
-case 'ledger locate'; set ids ledger 29 30 31 58 40 59 60 $end1
-case 'ledger read'; set ids ledger 29 30 31 61 62 63 64 37 38 40 65 66 67 68 69 70 71 72 73 $end1
-case 'ledger tail'; set ids ledger 29 30 31 74 37 38 40 75 67 68 69 70 71 72 $end1
-case 'ledger delete'; set ids ledger 76 29 30 31 77 78 79 80 81 73 82 $end2
-case 'ledger recover'; set ids ledger 29 30 31 83 73 82 $end2
-case 'ledger verify'; set ids ledger 29 30 31 40 84 $end1
-case 'ledger test'; set ids 28 29 30 31 32 33 34 35 85 86 37 38 40 87 $end1
-case 'ledger copy'; set ids ledger 76 29 30 31 88 89 90 91 92 93 94 95 96 97 98 99 100 80 73 $end1
-case 'bookie'; set ids commands $end0
-case 'bookie start'; set ids $end1
-case 'bookie files'; set ids files 101 102 $end3
-case 'bookie check'; set ids files 103 104 105 37 38 106 107 84 101 $end1
-case 'bookie state'; set ids 108 109 49 $end1
-case 'bookie ready'; set ids 108 109 110 111 $end1
-case 'bookie info'; set ids 108 109 49 $end1
-case 'bookie readonly'; set ids words-on-off 108 109 82 $end1
-case 'bookie gc'; set ids 108 109 110 49 112 113 114 115 116 117 118 82 $end2
-case 'bookie compact-locations'; set ids none 108 109 110 119 120 82 $end1
-case 'bookie sanity'; set ids 108 109 121 122 123 $end1
-case 'bookie config'; set ids none 108 109 124 125 82 $end1
-case 'bookie metrics'; set ids 108 109 49 126 127 $end1
-case 'bookie downgrade'; set ids files 101 82 $end3
-case 'bookie convert'; set ids files 128 101 129 82 $end4
-case 'bookie format'; set ids 130 131 82 $end1
-case 'bookie init'; set ids 132 73 82 $end1
-case 'bookie index'; set ids commands $end0
-case 'bookie index show'; set ids ledger 29 30 31 133 101 134 135 136 $end3
-case 'bookie index check'; set ids files 137 138 101 $end1
-case 'bookie index rebuild'; set ids files 139 140 101 82 $end1
-case 'bookie index regenerate'; set ids ledger 29 30 31 141 38 101 142 82 $end1
-case 'bookies'; set ids commands $end0
-case 'bookies list'; set ids 49 143 $end1
-case 'bookies show'; set ids bookie 49 144 $end1
-case 'bookies usage'; set ids 145 146 $end5
-case 'bookies recover'; set ids bookie 103 147 93 148 149 150 151 152 153 73 82 $end2
-case 'bookies decommission'; set ids bookie 93 148 154 151 155 73 82 $end2
-case 'bookies drain'; set ids bookie 93 148 154 73 82 $end2
-case 'bookies ok-to-stop'; set ids bookie 49 156 157 158 $end1
-case 'bookies racks'; set ids commands $end0
-case 'bookies racks list'; set ids $end1
-case 'bookies racks set'; set ids bookie 159 160 161 73 82 $end1
-case 'bookies racks unset'; set ids bookie 73 82 $end1
-case 'journal'; set ids commands $end0
-case 'journal list'; set ids files 101 $end3
-case 'journal read'; set ids journal 162 163 42 133 164 165 166 167 68 69 168 101 169 136 $end3
-case 'journal lastmark'; set ids files 101 $end3
-case 'journal verify'; set ids journal 105 37 38 84 101 $end1
-case 'journal stats'; set ids journal 170 101 171 $end3
-case 'entrylog'; set ids commands $end0
-case 'entrylog list'; set ids files 101 172 $end5
-case 'entrylog show'; set ids entrylog 101 $end3
-case 'entrylog read'; set ids entrylog 162 163 42 133 164 165 166 167 68 69 168 101 $end3
-case 'entrylog verify'; set ids entrylog 105 37 38 84 101 173 $end1
-case 'entrylog active'; set ids entrylog 101 174 175 $end1
-case 'entrylog garbage'; set ids entrylog 176 177 101 174 178 $end5
-case 'entrylog extract'; set ids entrylog 61 62 179 30 180 37 38 181 101 182 183 184 $end2
-case 'metadata'; set ids commands $end0
-case 'metadata layout'; set ids $end1
-case 'metadata get'; set ids none 69 185 $end1
-case 'metadata tree'; set ids none 186 187 188 189 $end1
-case 'metadata undo'; set ids files 190 191 192 73 82 $end2
-case 'metadata export'; set ids ledger 29 30 31 193 194 195 $end1
-case 'metadata import'; set ids files 193 196 73 82 $end2
-case 'metadata diff'; set ids none 193 $end1
-case 'metadata migrate'; set ids 197 94 95 193 196 198 73 82 $end2
-case 'metadata check'; set ids 199 42 193 $end1
-case 'metadata orphans'; set ids 200 73 82 $end2
-case 'metadata scopes'; set ids $end1
-case 'metadata idgen'; set ids 201 202 203 $end1
-case 'metadata replace-bookie'; set ids 204 205 206 207 73 82 $end2
-case 'cookie'; set ids commands $end0
-case 'cookie list'; set ids $end1
-case 'cookie show'; set ids bookie 101 69 $end1
-case 'cookie create'; set ids bookie 73 82 $end1
-case 'cookie update'; set ids bookie 73 82 $end2
-case 'cookie delete'; set ids bookie 101 73 82 $end2
-case 'cookie generate'; set ids bookie 208 209 210 211 212 $end1
-case 'cookie expand'; set ids 73 82 $end2
-case 'cookie rename'; set ids none 101 73 82 $end2
-case 'cookie verify'; set ids bookie 101 $end1
-case 'autorecovery'; set ids commands $end0
-case 'autorecovery run'; set ids 213 214 215 $end1
-case 'autorecovery status'; set ids 49 $end1
-case 'autorecovery enable'; set ids 73 $end1
-case 'autorecovery disable'; set ids 73 $end1
-case 'autorecovery list'; set ids 199 42 49 216 217 218 219 $end1
-case 'autorecovery workers'; set ids 199 42 49 $end1
-case 'autorecovery mark'; set ids ledger 76 29 30 31 220 73 82 $end1
-case 'autorecovery unmark'; set ids ledger 76 29 30 31 73 82 $end2
-case 'autorecovery auditor'; set ids 221 $end1
-case 'autorecovery audit'; set ids 222 73 82 $end1
-case 'autorecovery delay'; set ids none 73 82 $end1
-case 'cluster'; set ids commands $end0
-case 'cluster info'; set ids $end1
-case 'cluster status'; set ids 223 224 $end1
-case 'cluster id'; set ids $end1
-case 'cluster init'; set ids 225 82 $end1
-case 'cluster nuke'; set ids 131 226 82 $end2
-case 'cluster health'; set ids commands 49 223 227 228 $end1
-case 'cluster health show'; set ids 49 223 227 228 $end1
-case 'cluster health detail'; set ids 223 227 228 $end1
-case 'cluster health mute'; set ids words-no-instance-id-no-writable-bookie-bookie-down-bookie-unknown-bookie-read-only-bookie-without-address-bookie-without-cookie-bookie-unregistered-bookie-silent-cookie-damaged-cookie-of-another-cluster-disk-full-ledgers-set-aside-ledgers-unreadable-certificate-expires-bookie-without-rack-too-few-racks-ledgers-in-few-racks-scopes-orphaned-no-bookie-for-scopes-mark-damaged-underreplicated-autorecovery-disabled-vote-damaged-no-auditor-no-auditor-of-scopes 229 73 $end1
-case 'cluster health unmute'; set ids words-no-instance-id-no-writable-bookie-bookie-down-bookie-unknown-bookie-read-only-bookie-without-address-bookie-without-cookie-bookie-unregistered-bookie-silent-cookie-damaged-cookie-of-another-cluster-disk-full-ledgers-set-aside-ledgers-unreadable-certificate-expires-bookie-without-rack-too-few-racks-ledgers-in-few-racks-scopes-orphaned-no-bookie-for-scopes-mark-damaged-underreplicated-autorecovery-disabled-vote-damaged-no-auditor-no-auditor-of-scopes 73 $end1
-case 'cluster health mutes'; set ids $end1
-case 'cluster healthcheck'; set ids commands $end0
-case 'cluster healthcheck status'; set ids $end1
-case 'cluster healthcheck enable'; set ids 73 $end1
-case 'cluster healthcheck disable'; set ids 73 $end1
-case 'local'; set ids commands $end0
-case 'local up'; set ids 230 231 232 233 234 $end3
-case 'local down'; set ids 230 235 $end3
-case 'local status'; set ids 230 $end3
-case 'pipeline'; set ids commands $end0
-case 'pipeline inventory'; set ids none 162 163 42 236 237 238 239 240 241 242 243 244 $end1
-case 'pipeline integrity'; set ids none 162 163 42 236 237 238 239 240 241 242 243 245 246 $end1
-case 'pipeline garbage'; set ids none 176 177 236 237 238 239 240 241 242 243 247 $end1
-case 'pipeline journal-audit'; set ids none 162 163 42 236 237 238 239 240 241 242 243 248 $end1
-case 'pipeline report'; set ids none 176 177 236 237 238 239 240 249 250 $end1
-case 'pipeline extract'; set ids none 251 252 $end1
-case 'pipeline export'; set ids none 29 30 31 236 237 238 239 253 242 243 254 255 51 256 $end1
-case 'pipeline import'; set ids none 257 258 259 260 236 237 238 239 253 242 243 261 82 $end1
-case 'pipeline migrate-scope'; set ids ledger 29 30 31 262 258 259 260 236 237 238 239 253 242 243 82 $end1
-case 'api'; set ids commands $end0
-case 'api serve'; set ids 263 264 265 266 267 268 269 270 271 $end1
-case 'api get'; set ids none 108 109 272 $end1
-case 'api put'; set ids none 108 109 272 273 82 $end1
-case 'api delete'; set ids none 108 109 272 82 $end2
-case 'bench'; set ids commands $end0
-case 'bench adds'; set ids 274 275 276 32 33 34 35 277 278 279 280 281 40 $end1
-case 'bench reads'; set ids 274 275 276 32 33 34 35 277 278 279 280 281 40 282 $end1
-case 'bench mixed'; set ids 274 275 276 32 33 34 35 277 278 279 280 281 40 282 $end1
-case 'progress'; set ids commands 49 $end3
-case 'progress show'; set ids none 49 $end3
-case 'progress pause'; set ids none $end3
-case 'progress resume'; set ids none $end3
-case 'progress rate'; set ids none $end3
-case 'audit'; set ids commands $end0
-case 'audit list'; set ids 283 284 285 $end3
-case 'audit show'; set ids none $end3
-case 'context'; set ids commands $end0
-case 'context list'; set ids $end3
-case 'context show'; set ids context $end3
-case 'context add'; set ids context 286 287 $end1
-case 'context use'; set ids context $end3
-case 'context rename'; set ids context $end3
-case 'context delete'; set ids context $end4
-case 'top'; set ids 288 289 $end1
-case 'help'; set ids words-ledger-bookie-bookies-journal-entrylog-metadata-cookie-autorecovery-cluster-local-pipeline-api-bench-progress-audit-context-connection-exit-codes $end0
-case 'version'; set ids $end3
-case 'completion'; set ids words-bash-zsh-fish $end3
+case ''; set ids commands --verbose --quiet --no-color --debug --version --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --metadata-tls --metadata-tls-ca --metadata-tls-cert --metadata-tls-key --metadata-user --metadata-password-file --metadata-sasl --metadata-creator-acl --timeout --connect-timeout --output --columns --sort --yes --help
+case 'ledger'; set ids commands $end_ledger
+case 'ledger write'; set ids files --uuid --ledger-id --ledger-scope-id --ledger-qualified-name --ensemble-size --write-quorum --ack-quorum --digest-type --custom-metadata --password --password-file --record-size --protocol $end_ledger_write
+case 'ledger list'; set ids --ledger-scope-id.c96a --all-scopes --min-age --max-age --min-size --max-size.9698 --custom-metadata.cf58 --limit.56db --watch --bookie.a740 --state --topic --subscription --after --count --keep-going.2c97 $end_ledger_write
+case 'ledger show'; set ids ledger --ledger-id --ledger-scope-id --ledger-qualified-name --watch --show-secrets.3f0a $end_ledger_write
+case 'ledger locate'; set ids ledger --ledger-id --ledger-scope-id --ledger-qualified-name --entry.018b --protocol --check --every-entry $end_ledger_write
+case 'ledger read'; set ids ledger --ledger-id --ledger-scope-id --ledger-qualified-name --from --to --limit.eb48 --last --password --password-file --protocol --bookie.e7bf --recover --no-verify --body --format --delimiter --template --as-admin --undo $end_ledger_write
+case 'ledger tail'; set ids ledger --ledger-id --ledger-scope-id --ledger-qualified-name --last.b03b --password --password-file --protocol --from.8483 --no-verify --body --format --delimiter --template --as-admin $end_ledger_write
+case 'ledger delete'; set ids ledger --from-file --ledger-id --ledger-scope-id --ledger-qualified-name --rate.d9af --if-state --ignore-missing --keep-going --backup --undo --dry-run $end_ledger_delete
+case 'ledger recover'; set ids ledger --ledger-id --ledger-scope-id --ledger-qualified-name --accept-loss --undo --dry-run $end_ledger_delete
+case 'ledger verify'; set ids ledger --ledger-id --ledger-scope-id --ledger-qualified-name --protocol --rate.1b85 $end_ledger_write
+case 'ledger test'; set ids --uuid --ledger-id --ledger-scope-id --ledger-qualified-name --ensemble-size --write-quorum --ack-quorum --digest-type --entries.2634 --size.0439 --password --password-file --protocol --keep $end_ledger_write
+case 'ledger copy'; set ids ledger --from-file --ledger-id --ledger-scope-id --ledger-qualified-name --to-ledger-id --ensemble-size.5f30 --write-quorum.c3a3 --ack-quorum.c9ca --digest-type.7fb0 --rate.3be2 --to-user --to-password-file --to-scope --to.9f8e --new-id --recover.9dea --open --keep-going --undo $end_ledger_write
+case 'bookie'; set ids commands $end_ledger
+case 'bookie start'; set ids $end_ledger_write
+case 'bookie files'; set ids files --dir --kind $end_bookie_files
+case 'bookie check'; set ids files --ledger.db8b --ledger-scope-id.f6ae --digest --password --password-file --sample --seed --rate.1b85 --dir $end_ledger_write
+case 'bookie state'; set ids --bookie --bookie-url --watch $end_ledger_write
+case 'bookie ready'; set ids --bookie --bookie-url --deadline --wait $end_ledger_write
+case 'bookie info'; set ids --bookie --bookie-url --watch $end_ledger_write
+case 'bookie readonly'; set ids words-on-off --bookie --bookie-url --dry-run $end_ledger_write
+case 'bookie gc'; set ids --bookie --bookie-url --deadline --watch --major --minor --wait.6d27 --accept-scoped-deletes --suspend --resume --status --dry-run $end_ledger_delete
+case 'bookie compact-locations'; set ids none --bookie --bookie-url --deadline --wait.b7f8 --status.b35a --dry-run $end_ledger_write
+case 'bookie sanity'; set ids --bookie --bookie-url --entries.c4a5 --deadline.62f2 --ledger-scope-id.e88d $end_ledger_write
+case 'bookie config'; set ids none --bookie --bookie-url --set --show-secrets.e759 --dry-run $end_ledger_write
+case 'bookie metrics'; set ids --bookie --bookie-url --watch --match --raw $end_ledger_write
+case 'bookie downgrade'; set ids files --dir --dry-run $end_bookie_files
+case 'bookie convert'; set ids files --to.0bdd --dir --discard-old --dry-run $end_bookie_convert
+case 'bookie format'; set ids --delete-cookie --yes-really --dry-run $end_ledger_write
+case 'bookie init'; set ids --check.caf2 --undo --dry-run $end_ledger_write
+case 'bookie index'; set ids commands $end_ledger
+case 'bookie index show'; set ids ledger --ledger-id --ledger-scope-id --ledger-qualified-name --entry --dir --meta --gaps --show-secrets $end_bookie_files
+case 'bookie index check'; set ids files --ledgers.bb83 --locations --dir $end_ledger_write
+case 'bookie index rebuild'; set ids files --ledgers.71ab --locations.4a09 --dir --dry-run $end_ledger_write
+case 'bookie index regenerate'; set ids ledger --ledger-id --ledger-scope-id --ledger-qualified-name --password.eefb --password-file --dir --all.5b35 --dry-run $end_ledger_write
+case 'bookies'; set ids commands $end_ledger
+case 'bookies list'; set ids --watch --state.1979 $end_ledger_write
+case 'bookies show'; set ids bookie --watch --ledgers.e320 $end_ledger_write
+case 'bookies usage'; set ids --sort.d580 --threshold.4e17 $end_bookies_usage
+case 'bookies recover'; set ids bookie --ledger.db8b --ledger-scope-id.aa60 --rate.3be2 --deadline.8f19 --query --skip-open --skip-unrecoverable --delete-cookie.f3de --resume.6a98 --undo --dry-run $end_ledger_delete
+case 'bookies decommission'; set ids bookie --rate.3be2 --deadline.8f19 --watch.6dc2 --skip-unrecoverable --keep-cookie --undo --dry-run $end_ledger_delete
+case 'bookies drain'; set ids bookie --rate.3be2 --deadline.8f19 --watch.6dc2 --undo --dry-run $end_ledger_delete
+case 'bookies ok-to-stop'; set ids bookie --watch --min-replicas --for-good --max $end_ledger_write
+case 'bookies racks'; set ids commands $end_ledger
+case 'bookies racks list'; set ids $end_ledger_write
+case 'bookies racks set'; set ids bookie --rack --group --hostname --undo --dry-run $end_ledger_write
+case 'bookies racks unset'; set ids bookie --undo --dry-run $end_ledger_write
+case 'journal'; set ids commands $end_ledger
+case 'journal list'; set ids files --dir $end_bookie_files
+case 'journal read'; set ids journal --ledger --ledger-scope-id.41ae --all-scopes --entry --from-pos --to-pos --type --limit --body --format --digest-type.8c42 --dir --after-lastmark --show-secrets $end_bookie_files
+case 'journal lastmark'; set ids files --dir $end_bookie_files
+case 'journal verify'; set ids journal --digest --password --password-file --rate.1b85 --dir $end_ledger_write
+case 'journal stats'; set ids journal --top --dir --by $end_bookie_files
+case 'entrylog'; set ids commands $end_ledger
+case 'entrylog list'; set ids files --dir --sort.9005 $end_bookies_usage
+case 'entrylog show'; set ids entrylog --dir $end_bookie_files
+case 'entrylog read'; set ids entrylog --ledger --ledger-scope-id.41ae --all-scopes --entry --from-pos --to-pos --type --limit --body --format --digest-type.8c42 --dir $end_bookie_files
+case 'entrylog verify'; set ids entrylog --digest --password --password-file --rate.1b85 --dir --no-digests $end_ledger_write
+case 'entrylog active'; set ids entrylog --dir --all --state.0f0f $end_ledger_write
+case 'entrylog garbage'; set ids entrylog --minor-threshold --major-threshold --dir --all --sort.6691 $end_bookies_usage
+case 'entrylog extract'; set ids entrylog --from --to --ledger.6fac --ledger-scope-id --digest-type.a14f --password --password-file --file --dir --format.b418 --all-copies --scan $end_ledger_delete
+case 'metadata'; set ids commands $end_ledger
+case 'metadata layout'; set ids $end_ledger_write
+case 'metadata get'; set ids none --format --show-secrets.94a1 $end_ledger_write
+case 'metadata tree'; set ids none --depth --match.13de --contains --totals $end_ledger_write
+case 'metadata undo'; set ids files --last.d8de --list --store-moved --undo --dry-run $end_ledger_delete
+case 'metadata export'; set ids ledger --ledger-id --ledger-scope-id --ledger-qualified-name --rate --file.d724 --overwrite.4a0a $end_ledger_write
+case 'metadata import'; set ids files --rate --overwrite --undo --dry-run $end_ledger_delete
+case 'metadata diff'; set ids none --rate $end_ledger_write
+case 'metadata migrate'; set ids --to.ce31 --to-user --to-password-file --rate --overwrite --live --undo --dry-run $end_ledger_delete
+case 'metadata check'; set ids --ledger-scope-id.6f38 --all-scopes --rate $end_ledger_write
+case 'metadata orphans'; set ids --delete --undo --dry-run $end_ledger_delete
+case 'metadata scopes'; set ids $end_ledger_write
+case 'metadata idgen'; set ids --limit.6bf3 --ledger-scope-id.60db --sequence $end_ledger_write
+case 'metadata replace-bookie'; set ids --limit.ca8e --rate.97ee --from.1c41 --to.d74d --undo --dry-run $end_ledger_delete
+case 'cookie'; set ids commands $end_ledger
+case 'cookie list'; set ids $end_ledger_write
+case 'cookie show'; set ids bookie --dir --format $end_ledger_write
+case 'cookie create'; set ids bookie --undo --dry-run $end_ledger_write
+case 'cookie update'; set ids bookie --undo --dry-run $end_ledger_delete
+case 'cookie delete'; set ids bookie --dir --undo --dry-run $end_ledger_delete
+case 'cookie generate'; set ids bookie --journal-dirs --ledger-dirs --index-dirs --instance-id --file.6a6e $end_ledger_write
+case 'cookie expand'; set ids --undo --dry-run $end_ledger_delete
+case 'cookie rename'; set ids none --dir --undo --dry-run $end_ledger_delete
+case 'cookie verify'; set ids bookie --dir $end_ledger_write
+case 'autorecovery'; set ids commands $end_ledger
+case 'autorecovery run'; set ids --scopes-only --scope-0-only --id $end_ledger_write
+case 'autorecovery status'; set ids --watch $end_ledger_write
+case 'autorecovery enable'; set ids --undo $end_ledger_write
+case 'autorecovery disable'; set ids --undo $end_ledger_write
+case 'autorecovery list'; set ids --ledger-scope-id.6f38 --all-scopes --watch --older-than --missing --not-missing --count.656c $end_ledger_write
+case 'autorecovery workers'; set ids --ledger-scope-id.6f38 --all-scopes --watch $end_ledger_write
+case 'autorecovery mark'; set ids ledger --from-file --ledger-id --ledger-scope-id --ledger-qualified-name --missing.b0d9 --undo --dry-run $end_ledger_write
+case 'autorecovery unmark'; set ids ledger --from-file --ledger-id --ledger-scope-id --ledger-qualified-name --undo --dry-run $end_ledger_delete
+case 'autorecovery auditor'; set ids --all.144d $end_ledger_write
+case 'autorecovery audit'; set ids --reset-clock --undo --dry-run $end_ledger_write
+case 'autorecovery delay'; set ids none --undo --dry-run $end_ledger_write
+case 'cluster'; set ids commands $end_ledger
+case 'cluster info'; set ids $end_ledger_write
+case 'cluster status'; set ids --threshold --count-ledgers $end_ledger_write
+case 'cluster id'; set ids $end_ledger_write
+case 'cluster init'; set ids --long-long-layout --dry-run $end_ledger_write
+case 'cluster nuke'; set ids --yes-really --backup.df22 --dry-run $end_ledger_delete
+case 'cluster health'; set ids commands --watch --threshold --no-bookies --ledgers $end_ledger_write
+case 'cluster health show'; set ids --watch --threshold --no-bookies --ledgers $end_ledger_write
+case 'cluster health detail'; set ids --threshold --no-bookies --ledgers $end_ledger_write
+case 'cluster health mute'; set ids words-no-instance-id-no-writable-bookie-bookie-down-bookie-unknown-bookie-read-only-bookie-without-address-bookie-without-cookie-bookie-unregistered-bookie-silent-cookie-damaged-cookie-of-another-cluster-disk-full-ledgers-set-aside-ledgers-unreadable-certificate-expires-bookie-without-rack-too-few-racks-ledgers-in-few-racks-scopes-orphaned-no-bookie-for-scopes-mark-damaged-underreplicated-autorecovery-disabled-vote-damaged-no-auditor-no-auditor-of-scopes --for --undo $end_ledger_write
+case 'cluster health unmute'; set ids words-no-instance-id-no-writable-bookie-bookie-down-bookie-unknown-bookie-read-only-bookie-without-address-bookie-without-cookie-bookie-unregistered-bookie-silent-cookie-damaged-cookie-of-another-cluster-disk-full-ledgers-set-aside-ledgers-unreadable-certificate-expires-bookie-without-rack-too-few-racks-ledgers-in-few-racks-scopes-orphaned-no-bookie-for-scopes-mark-damaged-underreplicated-autorecovery-disabled-vote-damaged-no-auditor-no-auditor-of-scopes --undo $end_ledger_write
+case 'cluster health mutes'; set ids $end_ledger_write
+case 'cluster healthcheck'; set ids commands $end_ledger
+case 'cluster healthcheck status'; set ids $end_ledger_write
+case 'cluster healthcheck enable'; set ids --undo $end_ledger_write
+case 'cluster healthcheck disable'; set ids --undo $end_ledger_write
+case 'local'; set ids commands $end_ledger
+case 'local up'; set ids --dir.50d1 --bookies --storage --http --autorecovery $end_bookie_files
+case 'local down'; set ids --dir.50d1 --bookie.aaf3 $end_bookie_files
+case 'local status'; set ids --dir.50d1 $end_bookie_files
+case 'pipeline'; set ids commands $end_ledger
+case 'pipeline inventory'; set ids none --ledger --ledger-scope-id.41ae --all-scopes --master --spark-conf --archive --ship --facts --save --save-table --append --by.1b3c $end_ledger_write
+case 'pipeline integrity'; set ids none --ledger --ledger-scope-id.41ae --all-scopes --master --spark-conf --archive --ship --facts --save --save-table --append --no-indexes --by.6aef $end_ledger_write
+case 'pipeline garbage'; set ids none --minor-threshold --major-threshold --master --spark-conf --archive --ship --facts --save --save-table --append --by.5d35 $end_ledger_write
+case 'pipeline journal-audit'; set ids none --ledger --ledger-scope-id.41ae --all-scopes --master --spark-conf --archive --ship --facts --save --save-table --append --by.2f2f $end_ledger_write
+case 'pipeline report'; set ids none --minor-threshold --major-threshold --master --spark-conf --archive --ship --facts --save.fef2 --textfile $end_ledger_write
+case 'pipeline extract'; set ids none --full --keep.0feb $end_ledger_write
+case 'pipeline export'; set ids none --ledger-id --ledger-scope-id --ledger-qualified-name --master --spark-conf --archive --ship --save.697f --save-table --append --overwrite.2658 --flat --state --since $end_ledger_write
+case 'pipeline import'; set ids none --to-scope.91ed --ensemble-size.041c --write-quorum.e387 --ack-quorum.e377 --master --spark-conf --archive --ship --save.697f --save-table --append --password-file.cfcc --dry-run $end_ledger_write
+case 'pipeline migrate-scope'; set ids ledger --ledger-id --ledger-scope-id --ledger-qualified-name --to-scope.e9f7 --ensemble-size.041c --write-quorum.e387 --ack-quorum.e377 --master --spark-conf --archive --ship --save.697f --save-table --append --dry-run $end_ledger_write
+case 'api'; set ids commands $end_ledger
+case 'api serve'; set ids --host --port --token-file --bookie-token-file --read-only-token-file --server-cert --server-key --client-ca --closed-probes $end_ledger_write
+case 'api get'; set ids none --bookie --bookie-url --max-size $end_ledger_write
+case 'api put'; set ids none --bookie --bookie-url --max-size --body.1b45 --dry-run $end_ledger_write
+case 'api delete'; set ids none --bookie --bookie-url --max-size --dry-run $end_ledger_delete
+case 'bench'; set ids commands $end_ledger
+case 'bench adds'; set ids --ledgers.282e --size --ledger-scope-id.6d54 --ensemble-size --write-quorum --ack-quorum --digest-type --entries --duration --batch --in-flight --rate.35b2 --protocol $end_ledger_write
+case 'bench reads'; set ids --ledgers.282e --size --ledger-scope-id.6d54 --ensemble-size --write-quorum --ack-quorum --digest-type --entries --duration --batch --in-flight --rate.35b2 --protocol --random $end_ledger_write
+case 'bench mixed'; set ids --ledgers.282e --size --ledger-scope-id.6d54 --ensemble-size --write-quorum --ack-quorum --digest-type --entries --duration --batch --in-flight --rate.35b2 --protocol --random $end_ledger_write
+case 'progress'; set ids commands --watch $end_bookie_files
+case 'progress show'; set ids none --watch $end_bookie_files
+case 'progress pause'; set ids none $end_bookie_files
+case 'progress resume'; set ids none $end_bookie_files
+case 'progress rate'; set ids none $end_bookie_files
+case 'audit'; set ids commands $end_ledger
+case 'audit list'; set ids --limit.896f --since.3fd7 --failed $end_bookie_files
+case 'audit show'; set ids none $end_bookie_files
+case 'context'; set ids commands $end_ledger
+case 'context list'; set ids $end_bookie_files
+case 'context show'; set ids context $end_bookie_files
+case 'context add'; set ids context --overwrite.3636 --use $end_ledger_write
+case 'context use'; set ids context $end_bookie_files
+case 'context rename'; set ids context $end_bookie_files
+case 'context delete'; set ids context $end_bookie_convert
+case 'top'; set ids --interval --once $end_ledger_write
+case 'help'; set ids words-ledger-bookie-bookies-journal-entrylog-metadata-cookie-autorecovery-cluster-local-pipeline-api-bench-progress-audit-context-connection-exit-codes $end_ledger
+case 'version'; set ids $end_bookie_files
+case 'completion'; set ids words-bash-zsh-fish $end_bookie_files
         end
         set -g __bkctl_line $line
         set -g __bkctl_ids $ids
@@ -224,295 +224,295 @@ function __bkctl
 end
 
 complete -c bkctl -n '__bkctl_has commands' -f -a '(__bkctl_commands)'
-__bkctl 1 -s v -l verbose -d 'Print more on stderr: connections and steps. [BKCTL_VERBOSE=1]'
-__bkctl 2 -s q -l quiet -d 'Print only errors on stderr. [BKCTL_QUIET=1]'
-__bkctl 3 -l no-color -d 'No colours. [BKCTL_NO_COLOR=1, NO_COLOR]'
-__bkctl 4 -l debug -d 'Show the traceback of an error. [BKCTL_DEBUG=1]'
-__bkctl 5 -l version -d 'Print the version.'
-__bkctl 6 -s u -l metadata-uri -x -d 'Metadata store: zk://HOST:PORT/ledgers, etcd://HOST:PORT/SCOPE, sqlite:///FILE, or hbase://HOST:PORT/PREFIX: HOST is HBase'\''s ZooKeeper, which keeps all but the ledgers. [BKCTL_METADATA_URI]'
-__bkctl 7 -s c -l conf -r -F -d 'A bookie'\''s bk_server.conf (or Pulsar'\''s bookkeeper.conf): its cluster and directories. [BKCTL_CONF]'
-__bkctl 8 -s x -l context -x -a '(__bkctl_dynamic context)' -d 'A named connection of the configuration file. [BKCTL_CONTEXT]'
-__bkctl 9 -l bookie-address -x -d 'Reach bookie ID at HOST:PORT instead of its advertised address; repeatable. [BKCTL_BOOKIE_ADDRESS]'
-__bkctl 10 -l tls-ca -r -F -d 'Use TLS to bookies; PEM file of the authorities that sign their certificates. [BKCTL_TLS_CA]'
-__bkctl 11 -l tls-cert -r -F -d 'Client certificate for bookies that require one (PEM, with --tls-ca). [BKCTL_TLS_CERT]'
-__bkctl 12 -l tls-key -r -F -d 'Private key of --tls-cert (PEM). [BKCTL_TLS_KEY]'
-__bkctl 13 -l metadata-tls -d 'Use TLS to the metadata store. [BKCTL_METADATA_TLS=1]'
-__bkctl 14 -l metadata-tls-ca -r -F -d 'Use TLS to the metadata store, with these authorities (PEM) instead of the system'\''s. [BKCTL_METADATA_TLS_CA]'
-__bkctl 15 -l metadata-tls-cert -r -F -d 'Client certificate for the metadata store (PEM). [BKCTL_METADATA_TLS_CERT]'
-__bkctl 16 -l metadata-tls-key -r -F -d 'Private key of --metadata-tls-cert (PEM). [BKCTL_METADATA_TLS_KEY]'
-__bkctl 17 -l metadata-user -x -d 'Log in to the metadata store: etcd, or ZooKeeper'\''s digest scheme. [BKCTL_METADATA_USER]'
-__bkctl 18 -l metadata-password-file -r -F -d 'File with that user'\''s password; BKCTL_METADATA_PASSWORD holds the password itself. [BKCTL_METADATA_PASSWORD_FILE]'
-__bkctl 19 -l metadata-sasl -d 'Log in to ZooKeeper by SASL (DIGEST-MD5) instead. [BKCTL_METADATA_SASL=1]'
-__bkctl 20 -l metadata-creator-acl -d 'Create ZooKeeper nodes for that user alone, as zkEnableSecurity in --conf. [BKCTL_METADATA_CREATOR_ACL=1]'
-__bkctl 21 -l timeout -x -d 'Longest wait without progress from a server (default 30s). [BKCTL_TIMEOUT]'
-__bkctl 22 -l connect-timeout -x -d 'Longest wait for a connection to a server (default 10s, or --timeout if that is shorter). [BKCTL_CONNECT_TIMEOUT]'
-__bkctl 23 -s o -l output -x -a 'table wide json ndjson yaml csv id' -d 'Form of output: table, wide, json, ndjson, yaml, csv, id (default table). [BKCTL_OUTPUT]'
-__bkctl 24 -l columns -x -d 'Print only these columns, in this order, by their titles or JSON names: state,length.'
-__bkctl 25 -l sort -x -d 'Sort the rows by this column; -COLUMN puts the largest first.'
-__bkctl 26 -s y -l yes -d 'Do not ask before destroying.'
-__bkctl 27 -s h -l help -d 'Show this message and exit.'
-__bkctl 28 -l uuid -d 'Use a random UUID as the 128-bit id.'
-__bkctl 29 -l ledger-id -x -d 'Ledger id; a negative decimal is two'\''s complement.'
-__bkctl 30 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Ledger scope id of a bare ledger id.'
-__bkctl 31 -l ledger-qualified-name -x -d 'Ledger as 32 hex digits or UUID, scope first.'
-__bkctl 32 -l ensemble-size -x -d 'Number of bookies that store a fragment. [default: 3]'
-__bkctl 33 -l write-quorum -x -d 'Number of bookies that store each entry. [default: 2]'
-__bkctl 34 -l ack-quorum -x -d 'Number of bookies that must acknowledge an entry. [default: 2]'
-__bkctl 35 -l digest-type -x -a 'CRC32C CRC32 HMAC DUMMY' -d 'CRC32C, CRC32, HMAC or DUMMY. [default: CRC32C]'
-__bkctl 36 -l custom-metadata -x -d 'Custom metadata of the ledger; repeatable.'
-__bkctl 37 -l password -x -d 'Ledger password (default empty; also BKCTL_LEDGER_PASSWORD). Visible in ps.'
-__bkctl 38 -l password-file -r -F -d 'File with the password; a final line end is ignored.'
-__bkctl 39 -l record-size -x -d 'Write entries of this size instead of lines.'
-__bkctl 40 -l protocol -x -a 'v2 v3' -d 'Wire protocol; v2 carries no ledger scope. [default: v3]'
-__bkctl 41 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Only ledgers of this scope (default 0).'
-__bkctl 42 -l all-scopes -d 'Ledgers of every scope.'
-__bkctl 43 -l min-age -x -d 'List only ledgers at least this old.'
-__bkctl 44 -l max-age -x -d 'List only ledgers at most this old.'
-__bkctl 45 -l min-size -x -d 'List only ledgers of at least this length.'
-__bkctl 46 -l max-size -x -d 'List only ledgers of at most this length.'
-__bkctl 47 -l custom-metadata -x -d 'List only ledgers with this custom metadata, or with this key; repeatable.'
-__bkctl 48 -l limit -x -d 'List at most N ledgers.'
-__bkctl 49 -l watch -x -d 'Show changes until Ctrl-C; --watch=SECONDS sets the interval (default 2).'
-__bkctl 50 -l bookie -x -a '(__bkctl_dynamic bookie)' -d 'List only ledgers with entries on this bookie.'
-__bkctl 51 -l state -x -a 'OPEN IN_RECOVERY CLOSED' -d 'OPEN, IN_RECOVERY or CLOSED; repeatable.'
-__bkctl 52 -l topic -x -d 'List only ledgers of this Pulsar topic, partitions included.'
-__bkctl 53 -l subscription -x -d 'List only ledgers of this subscription of --topic.'
-__bkctl 54 -l after -x -a '(__bkctl_dynamic ledger)' -d 'List only ledgers after this one.'
-__bkctl 55 -l count -d 'Print only the number of ledgers.'
-__bkctl 56 -l keep-going -d 'Skip metadata that cannot be read (exit code 3 then).'
-__bkctl 57 -l show-secrets -d 'Print the ledger'\''s password, too.'
-__bkctl 58 -l entry -x -d 'Only this entry.'
-__bkctl 59 -l check -d 'Ask each bookie for the first and last entry that it should have.'
-__bkctl 60 -l every-entry -d 'Ask each bookie for every entry, and print the missing ones.'
-__bkctl 61 -l from -x -d 'First entry id (default 0).'
-__bkctl 62 -l to -x -d 'Last entry id, inclusive.'
-__bkctl 63 -l limit -x -d 'Read at most N entries.'
-__bkctl 64 -l last -x -d 'Read the last N entries.'
-__bkctl 65 -l bookie -x -a '(__bkctl_dynamic bookie)' -d 'Read from this bookie only.'
-__bkctl 66 -l recover -d 'Fence and close the ledger first.'
-__bkctl 67 -l no-verify -d 'Do not check the entries'\'' digests.'
-__bkctl 68 -l body -d 'Print the payloads, too.'
-__bkctl 69 -l format -x -a 'base64 utf8 hex raw' -d 'Form of bytes: base64, utf8, hex, or raw (prints nothing else).'
-__bkctl 70 -l delimiter -x -d 'Write this after each payload of --format raw: '\''\n'\'', '\''\0'\''.'
-__bkctl 71 -s f -l template -x -d 'Print entries in this form: %e entry id, %s payload, %S its bytes, %x payload in hex, %b in base64, %l ledger, %c last add confirmed, %n ledger length so far, %% a percent sign, \n \t \0 \xHH.'
-__bkctl 72 -l as-admin -d 'Read with the password in the metadata, as Apache'\''s readledger does; in the audit log.'
-__bkctl 73 -l undo -r -F -d 'New file for '\''metadata undo'\'' (default: in the user'\''s state directory), or none.'
-__bkctl 74 -l last -x -d 'Begin with the last N entries (default 10).'
-__bkctl 75 -l from -x -d 'Begin with this entry. [x>=0]'
-__bkctl 76 -l from-file -r -F -d 'Read ledgers from this file (-: stdin), one per line, as '\''ledger list -o id'\'' prints.'
-__bkctl 77 -l rate -x -d 'Delete at most N ledgers per second.'
-__bkctl 78 -l if-state -x -a 'OPEN IN_RECOVERY CLOSED' -d 'Delete only ledgers in this state (else exit code 5); repeatable.'
-__bkctl 79 -l ignore-missing -d 'Skip ledgers that do not exist.'
-__bkctl 80 -l keep-going -d 'Continue after failures, and report them at the end (exit code 3).'
-__bkctl 81 -l backup -r -F -d 'Export the metadata first, to a new file or directory, for '\''metadata import'\''.'
-__bkctl 82 -l dry-run -d 'Show what would change, without changing it.'
-__bkctl 83 -l accept-loss -d 'Close a ledger even if no bookie has its last entry.'
-__bkctl 84 -l rate -x -d 'Read at most this much per second: 20MiB, or '\''5000 entries'\''.'
-__bkctl 85 -l entries -x -d 'Entries to write. [default: 1000]'
-__bkctl 86 -l size -x -d 'Bytes of an entry. [default: 100]'
-__bkctl 87 -l keep -d 'Keep the ledger.'
-__bkctl 88 -l to-ledger-id -x -d 'Ledger id of the copy (default: unchanged).'
-__bkctl 89 -l ensemble-size -x -d 'Ensemble size of the copy (default: unchanged).'
-__bkctl 90 -l write-quorum -x -d 'Write quorum of the copy (default: unchanged).'
-__bkctl 91 -l ack-quorum -x -d 'Ack quorum of the copy (default: unchanged).'
-__bkctl 92 -l digest-type -x -a 'CRC32C CRC32 HMAC DUMMY' -d 'Digest type of the copy: CRC32C, CRC32, HMAC or DUMMY (default: unchanged).'
-__bkctl 93 -l rate -x -d 'Copy at most this much per second: 50MB/s, 20MiB, or '\''5000 entries'\''.'
-__bkctl 94 -l to-user -x -d 'Log in to the target; never with --metadata-user.'
-__bkctl 95 -l to-password-file -r -F -d 'File with that user'\''s password. For TLS or SASL name a context: --to context:NAME.'
-__bkctl 96 -l to-scope -x -a '(__bkctl_dynamic scope)' -d 'Ledger scope id of the copy (default: unchanged).'
-__bkctl 97 -l to -x -d 'The cluster of the copy, by metadata URI or context:NAME (default: this one).'
-__bkctl 98 -l new-id -d 'Generate a ledger id for the copy.'
-__bkctl 99 -l recover -d 'Close an open ledger first; its writer can add no more.'
-__bkctl 100 -l open -d 'Copy an open ledger, too, up to its last confirmed entry.'
-__bkctl 101 -l dir -r -F -d 'A directory of the bookie, with or without its current; repeatable.'
-__bkctl 102 -l kind -x -a 'journal entryLog index rocksdb cookie lastMark lastId status dirty compaction relocation backup unfinished unknown' -d 'journal, entryLog, index, rocksdb, cookie … or all; repeatable.'
-__bkctl 103 -l ledger -x -a '(__bkctl_dynamic ledger)' -d 'Only this ledger, repeatable: decimal, 0x hex, SCOPE:ID, 32 hex digits (qualified name) or UUID.'
-__bkctl 104 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Only ledgers of this scope; the scope of bare ids.'
-__bkctl 105 -l digest -x -a 'CRC32C CRC32 HMAC DUMMY' -d 'Check that each entry matches its digest; ledgers of scope 0 are of TYPE (CRC32C, CRC32, HMAC, DUMMY; default: found out ledger by ledger).'
-__bkctl 106 -l sample -x -d 'Check only this share of the index'\''s entries (1%, 0.01), without a search of the logs.'
-__bkctl 107 -l seed -x -d 'Seed of the choice of entries for --sample (default 0).'
-__bkctl 108 -l bookie -x -a '(__bkctl_dynamic bookie)' -d 'The bookie, whose registered HTTP server is used.'
-__bkctl 109 -l bookie-url -x -d 'The HTTP server, http[s]://HOST:PORT, also that of a gateway (then with --bookie); no cluster is needed. [BKCTL_BOOKIE_URL; its token: BKCTL_API_TOKEN]'
-__bkctl 110 -l deadline -x -d 'With --wait: give up after this long (default: never; exit code 6).'
-__bkctl 111 -l wait -d 'Wait until the bookie is ready, also while it is down.'
-__bkctl 112 -l major -d 'Force a round with major compaction only, or with --minor both.'
-__bkctl 113 -l minor -d 'Force a round with minor compaction only, or with --major both.'
-__bkctl 114 -l wait -d 'Wait until the forced round is over.'
-__bkctl 115 -l accept-scoped-deletes -d 'Let this one round delete any number of scoped ledgers; otherwise a bookie of bkctl stops at more than half of them. Asks.'
-__bkctl 116 -l suspend -x -a 'major minor both' -d 'Suspend major or minor compaction (default: both).'
-__bkctl 117 -l resume -x -a 'major minor both' -d 'Resume major or minor compaction (default: both).'
-__bkctl 118 -l status -d 'Only show the state of the collectors.'
-__bkctl 119 -l wait -d 'Wait until compaction ends.'
-__bkctl 120 -l status -d 'Only show whether compaction runs.'
-__bkctl 121 -s e -l entries -x -d 'Entries to write (default 10).'
-__bkctl 122 -s t -l deadline -x -d 'Give up after this long (exit code 6).'
-__bkctl 123 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Scope of the ledger (default 0).'
-__bkctl 124 -l set -x -d 'Change this setting in the bookie'\''s memory; repeatable.'
-__bkctl 125 -l show-secrets -d 'Print passwords and tokens, too.'
-__bkctl 126 -l match -x -d 'Only metrics whose name contains this; with * or ?, it must match the whole name.'
-__bkctl 127 -l raw -d 'Print Prometheus'\'' text as the bookie sent it.'
-__bkctl 128 -l to -x -a 'db interleaved' -d 'db: DbLedgerStorage; interleaved: index files (Sorted uses them too). [required]'
-__bkctl 129 -l discard-old -d 'Remove the old index instead of keeping a backup.'
-__bkctl 130 -l delete-cookie -d 'Finally delete the bookie'\''s cookie in the metadata store, too.'
-__bkctl 131 -l yes-really -x -d 'Go ahead without a question; --yes alone is not enough.'
-__bkctl 132 -l check -d 'Only report what prevents it: directories with files, a registration, a cookie.'
-__bkctl 133 -l entry -x -d 'Only this entry id.'
-__bkctl 134 -l meta -d 'Show the ledger'\''s record in the index instead of its entries.'
-__bkctl 135 -l gaps -d 'Show missing entries that have later ones.'
-__bkctl 136 -l show-secrets -d 'Print the master keys, too.'
-__bkctl 137 -l ledgers -d 'Check only the records of ledgers.'
-__bkctl 138 -l locations -d 'Check only the locations of entries.'
-__bkctl 139 -l ledgers -d 'Rebuild the databases of ledgers.'
-__bkctl 140 -l locations -d 'Rebuild the databases of entry locations.'
-__bkctl 141 -l password -x -d 'Password of all these ledgers (also BKCTL_LEDGER_PASSWORD). Visible to other users in ps.'
-__bkctl 142 -l all -d 'Every ledger that has an index file, or entries in a log.'
-__bkctl 143 -l state -x -a 'rw ro down all' -d 'rw, ro, down (it has a cookie, but is not registered) or all. [default: all]'
-__bkctl 144 -l ledgers -d 'Count the ledgers on each bookie; reads the metadata of every ledger.'
-__bkctl 145 -l sort -x -a 'bookie used free' -d 'Order: bookie, used (fullest first) or free. [default: bookie]'
-__bkctl 146 -l threshold -x -d 'Exit with 3 if a bookie has used more than this.'
-__bkctl 147 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Ledger scope id of a bare --ledger.'
-__bkctl 148 -l deadline -x -d 'Give up after this long (default: never; exit code 6). Ledgers that were moved stay moved.'
-__bkctl 149 -l query -d 'Only show the ledgers on the bookies, from the metadata.'
-__bkctl 150 -l skip-open -d 'Skip ledgers that are OPEN.'
-__bkctl 151 -l skip-unrecoverable -d 'Report ledgers whose entries every other bookie answers to lack, without counting them as failures.'
-__bkctl 152 -l delete-cookie -d 'Delete the bookies'\'' cookies once they hold no entries of any scope.'
-__bkctl 153 -l resume -r -F -d 'Record finished ledgers in this file, and skip those that an earlier run recorded.'
-__bkctl 154 -l watch -x -d 'Print the progress instead of each ledger; --watch=SECONDS sets the interval (default 2).'
-__bkctl 155 -l keep-cookie -d 'Keep the bookie'\''s cookie.'
-__bkctl 156 -l min-replicas -x -d 'Replicas of each entry that must remain (default 1; --for-good: ack quorum).'
-__bkctl 157 -l for-good -d 'Ask about bookies that would not return, rather than a restart.'
-__bkctl 158 -l max -d 'List the most bookies that may stop together with these, one rack'\''s first.'
-__bkctl 159 -l rack -x -a '(__bkctl_dynamic rack)' -d 'The rack: /rack or /region/rack. [required]'
-__bkctl 160 -l group -x -d 'Isolation group, for Pulsar'\''s namespaces. [default: default]'
-__bkctl 161 -l hostname -x -d 'Host name to note (default: as it is).'
-__bkctl 162 -l ledger -x -a '(__bkctl_dynamic ledger)' -d 'Only this ledger: decimal, 0x hex, SCOPE:ID, 32 hex digits (qualified name) or UUID.'
-__bkctl 163 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Only ledgers of this scope.'
-__bkctl 164 -l from-pos -x -d 'Begin at this byte of the file; a record must begin there (0: all).'
-__bkctl 165 -l to-pos -x -d 'The last byte that a shown record may begin at.'
-__bkctl 166 -l type -x -a 'entry ledgerKey fence forceLedger explicitLac padding ledgersMap unknown' -d 'Only records of this type, repeatable: entry, ledgerKey, fence, forceLedger, explicitLac, padding, ledgersMap, unknown (default: all but padding and ledgersMap).'
-__bkctl 167 -l limit -x -d 'Print at most N records.'
-__bkctl 168 -l digest-type -x -a 'CRC32C CRC32 HMAC DUMMY' -d 'Digest type of the ledgers of scope 0; without it, the start of their payloads is unknown.'
-__bkctl 169 -l after-lastmark -d 'Print only records after the last mark, which a restart replays.'
-__bkctl 170 -l top -x -d 'Print only the N rows with the most bytes.'
-__bkctl 171 -l by -x -a 'file type ledger scope' -d 'A row for each file, type, ledger or scope. [default: file]'
-__bkctl 172 -l sort -x -a 'id size garbage age' -d 'By id, size (largest first), garbage (most first; asks the cluster), age, or a column as in other lists. [default: id]'
-__bkctl 173 -l no-digests -d 'Check the structure only.'
-__bkctl 174 -l all -d 'Read all logs of --dir or --conf, as without LOG.'
-__bkctl 175 -l state -x -a 'alive dead unknown' -d 'Only ledgers that are alive, dead or unknown; repeatable.'
-__bkctl 176 -l minor-threshold -x -d 'Usage below which minor compaction rewrites a log (default: that of --conf, else 0.2).'
-__bkctl 177 -l major-threshold -x -d 'Usage below which major compaction rewrites a log (default: that of --conf, else 0.8).'
-__bkctl 178 -l sort -x -a 'id size garbage age' -d 'By id, size (largest first), garbage (most first; asks the cluster), age, or a column as in other lists. [default: garbage]'
-__bkctl 179 -l ledger -x -a '(__bkctl_dynamic ledger)' -d 'The ledger: decimal, 0x hex, SCOPE:ID, 32 hex digits (qualified name) or UUID. [required]'
-__bkctl 180 -l digest-type -x -a 'CRC32C CRC32 HMAC DUMMY' -d 'Digest type of a ledger of scope 0 (default: from metadata, else found by trying).'
-__bkctl 181 -s f -l file -r -F -d 'The file to write; - is stdout. [required]'
-__bkctl 182 -l format -x -a 'log ndjson raw' -d 'log (an entry log, as bookies read it), ndjson (rows as '\''entrylog read --body'\'' prints them), or raw (the payloads, nothing between them). [default: log]'
-__bkctl 183 -l all-copies -d 'Write each copy of an entry, oldest first (default: the last).'
-__bkctl 184 -l scan -d 'Read every log, even if its ledgers map does not name the ledger.'
-__bkctl 185 -l show-secrets -d 'Print values that hold a ledger password, too.'
-__bkctl 186 -l depth -x -d 'List only N levels below the start.'
-__bkctl 187 -l match -x -d 'Only nodes whose name, or path, matches; * and ? stand for any characters.'
-__bkctl 188 -l contains -x -d 'Only nodes whose value contains this text.'
-__bkctl 189 -l totals -d 'Count the nodes and bytes of each subtree instead; all levels count.'
-__bkctl 190 -l last -d 'Undo the last command that changed this store.'
-__bkctl 191 -l list -d 'List the undo files, oldest first.'
-__bkctl 192 -l store-moved -d 'The store of FILE has another URI since, as after an exchange of its hosts. Not for copies.'
-__bkctl 193 -l rate -x -d 'Process at most N records per second.'
-__bkctl 194 -s f -l file -r -F -d 'The file to write; - is stdout. It holds ledger passwords.'
-__bkctl 195 -l overwrite -d 'Replace FILE if it exists.'
-__bkctl 196 -l overwrite -d 'Replace records that have another value; the undo file keeps the old ones.'
-__bkctl 197 -l to -x -d 'The store to copy to: zk+…://, etcd://, hbase://, sqlite:///FILE, or context:NAME.'
-__bkctl 198 -l live -d 'Copy even while bookies are registered; changes made meanwhile are reported.'
-__bkctl 199 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Only ledgers of this scope (default: all).'
-__bkctl 200 -l delete -d 'Remove the orphans that are REMOVABLE, after asking.'
-__bkctl 201 -l limit -x -d 'Number of ids (default 1).'
-__bkctl 202 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Random ids of this scope.'
-__bkctl 203 -l sequence -d 'Take ids of scope 0 from the cluster'\''s generator, which gives no id twice.'
-__bkctl 204 -l limit -x -d 'Change at most N ledgers.'
-__bkctl 205 -l rate -x -d 'Change at most N ledgers per second.'
-__bkctl 206 -l from -x -a '(__bkctl_dynamic bookie)' -d 'The bookie id to replace.'
-__bkctl 207 -l to -x -a '(__bkctl_dynamic bookie)' -d 'The new bookie id.'
-__bkctl 208 -l journal-dirs -x -d 'The bookie'\''s journal directories, separated by commas.'
-__bkctl 209 -l ledger-dirs -x -d 'The bookie'\''s ledger directories, separated by commas.'
-__bkctl 210 -l index-dirs -x -d 'The bookie'\''s index directories, separated by commas.'
-__bkctl 211 -l instance-id -x -d 'The cluster'\''s instance id (default: read from the cluster).'
-__bkctl 212 -s f -l file -r -F -d 'The file to write (default: stdout).'
-__bkctl 213 -l scopes-only -d 'Ignore scope 0, which Apache'\''s auto-recovery serves.'
-__bkctl 214 -l scope-0-only -d 'Ignore all scopes but 0.'
-__bkctl 215 -l id -x -d 'Name in votes and locks (default: the bookie'\''s id, or this host).'
-__bkctl 216 -l older-than -x -d 'List only ledgers that were marked at least this long ago: 1h, 30m.'
-__bkctl 217 -l missing -x -a '(__bkctl_dynamic bookie)' -d 'List only ledgers that this bookie lacks; repeatable.'
-__bkctl 218 -l not-missing -x -a '(__bkctl_dynamic bookie)' -d 'List only ledgers that this bookie does not lack; repeatable.'
-__bkctl 219 -l count -d 'Print the number of ledgers only.'
-__bkctl 220 -l missing -x -a '(__bkctl_dynamic bookie)' -d 'A bookie of its ensembles that lacks entries; repeatable.'
-__bkctl 221 -l all -d 'Show candidates for auditor, too.'
-__bkctl 222 -l reset-clock -x -d 'Make these checks due instead (all-ledgers, placement, replicas); an auditor that starts runs them.'
-__bkctl 223 -l threshold -x -d 'Percentage of used disk space that is too much. [default: 90.0]'
-__bkctl 224 -l count-ledgers -d 'Count the ledgers on each bookie (default: in clusters of up to 10,000 ledgers).'
-__bkctl 225 -l long-long-layout -d 'Write BP-35'\''s own class into LAYOUT; Apache'\''s processes then refuse the cluster.'
-__bkctl 226 -l backup -r -F -d 'Export all metadata to this new file first.'
-__bkctl 227 -l no-bookies -d 'Read the metadata only, and ask no bookie.'
-__bkctl 228 -l ledgers -d 'Also find ledgers with replicas in too few racks, and in clusters of more than 10,000 ledgers bookies that only ledgers name; reads the metadata of every ledger.'
-__bkctl 229 -l for -x -d 'How long: 30m, 2h, 1d (default: until it is unmuted).'
-__bkctl 230 -l dir -r -F -d 'The local cluster'\''s directory (default: the one that is up).'
-__bkctl 231 -l bookies -x -d 'Number of bookies (default: 3, or as many as the cluster has).'
-__bkctl 232 -l storage -x -a 'sorted interleaved db' -d 'Ledger storage of new bookies: sorted, interleaved, db.'
-__bkctl 233 -l http -d 'Give new bookies an HTTP server (default: if bkctl[http] is installed).'
-__bkctl 234 -l autorecovery -d 'Run auto-recovery in new bookies, which replicates the ledgers of lost ones.'
-__bkctl 235 -l bookie -x -d 'Stop this bookie only; the cluster stays up.'
-__bkctl 236 -l master -x -d 'Where Spark runs: local[*] (this machine, all cores), local[N], spark://HOST:PORT, yarn, k8s://… (default: this machine, and no Spark for jobs that only read files).'
-__bkctl 237 -l spark-conf -x -d 'A setting of Spark, as spark.driver.memory=4g; repeatable.'
-__bkctl 238 -l archive -x -d 'Archive to unpack on every executor, as venv.tar.gz#environment; repeatable.'
-__bkctl 239 -l ship -d 'Send this package and its compiled scanner to the executors (default: unless Spark runs on this machine alone). Executors of another platform scan in Python, 4 times slower.'
-__bkctl 240 -l facts -x -d 'Read facts that '\''pipeline extract'\'' wrote, instead of bookies'\'' files.'
-__bkctl 241 -l save -x -d 'Also save the rows: NAME.parquet, NAME.csv or NAME.json; NAME.html: a page with plots. Repeatable.'
-__bkctl 242 -l save-table -x -d 'Also save the rows as a new table of Spark'\''s catalog; runs on Spark. Repeatable.'
-__bkctl 243 -l append -d 'Add the rows, dated by a column runAt, to existing tables of --save-table, and to NAME.parquet of --save, a directory.'
-__bkctl 244 -l by -x -a 'bookie entrylog scope ledger application' -d 'A row for each bookie, entrylog, scope, ledger or application. [default: bookie]'
-__bkctl 245 -l no-indexes -d 'Read entry logs and journals only: for copies without indexes.'
-__bkctl 246 -l by -x -a 'entry ledger bookie log' -d 'A row for each entry, or for each range of entries by ledger, bookie or log. [default: entry]'
-__bkctl 247 -l by -x -a 'entrylog bookie ledger' -d 'A row for each entrylog, bookie, or orphaned ledger. [default: entrylog]'
-__bkctl 248 -l by -x -a 'journal entry ledger bookie log' -d 'A row for each journal, each entry that no entry log holds, or their ranges by ledger, bookie or log. [default: journal]'
-__bkctl 249 -l save -x -d 'Write the page: NAME.html; repeatable.'
-__bkctl 250 -l textfile -x -d 'Write findings and totals for the textfile collector of Prometheus'\'' node_exporter; replaces the file.'
-__bkctl 251 -l full -d 'Read logs again that were extracted before.'
-__bkctl 252 -l keep -x -d 'Keep superseded files this long, for jobs that read them. [default: 1h]'
-__bkctl 253 -l save -x -d 'Also save the rows: NAME.parquet, NAME.csv or NAME.json. Repeatable.'
-__bkctl 254 -l overwrite -d 'Replace an existing export.'
-__bkctl 255 -l flat -d 'Do not create a directory for each scope (default with more than 1,000 scopes).'
-__bkctl 256 -l since -x -d 'Leave out closed ledgers that a former export has; '\''PATH/*'\'' stands for all complete ones there.'
-__bkctl 257 -l to-scope -x -a '(__bkctl_dynamic scope)' -d 'Create the ledgers in this scope, under their ledger ids (default: the scope of each).'
-__bkctl 258 -l ensemble-size -x -d 'Bookies that a fragment is spread over (default: as the source'\''s).'
-__bkctl 259 -l write-quorum -x -d 'Bookies that get each entry (default: as the source'\''s).'
-__bkctl 260 -l ack-quorum -x -d 'Bookies that must have an entry before it counts (default: as the source'\''s).'
-__bkctl 261 -l password-file -r -F -d 'File with the password of the new ledgers (else BKCTL_LEDGER_PASSWORD, else empty).'
-__bkctl 262 -l to-scope -x -a '(__bkctl_dynamic scope)' -d 'The scope to copy into; the ledger ids stay.'
-__bkctl 263 -l host -x -d 'The address to listen on. [default: 127.0.0.1]'
-__bkctl 264 -l port -x -d 'The port to listen on; 0: any. [default: 8080]'
-__bkctl 265 -l token-file -r -F -d 'Clients must send this token (else BKCTL_API_TOKEN).'
-__bkctl 266 -l bookie-token-file -r -F -d 'The token of the bookies'\'' servers (else none).'
-__bkctl 267 -l read-only-token-file -r -F -d 'Clients that send this token may read, without secrets.'
-__bkctl 268 -l server-cert -r -F -d 'Serve https with this PEM certificate.'
-__bkctl 269 -l server-key -r -F -d 'Private key of --server-cert, if not in the same file.'
-__bkctl 270 -l client-ca -r -F -d 'Accept clients whose certificate these authorities (PEM) signed.'
-__bkctl 271 -l closed-probes -d '/heartbeat requires the token too.'
-__bkctl 272 -l max-size -x -d 'Refuse a larger response (exit code 7). [default: 64MiB]'
-__bkctl 273 -l body -x -d 'The JSON to send, or @FILE (@-: stdin).'
-__bkctl 274 -l ledgers -x -d 'Ledgers to use at the same time. [default: 1]'
-__bkctl 275 -l size -x -d 'Bytes of an entry. [default: 1KiB]'
-__bkctl 276 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Scope of the ledgers (default 0).'
-__bkctl 277 -l entries -x -d 'Entries in all ledgers together (default 10000).'
-__bkctl 278 -l duration -x -d 'Run for this long, instead of for --entries.'
-__bkctl 279 -l batch -x -d 'Entries to add or read at once; a latency is a batch'\''s. [default: 10]'
-__bkctl 280 -l in-flight -x -d 'Batches in flight for each ledger. [default: 10]'
-__bkctl 281 -l rate -x -d 'At most this many entries a second.'
-__bkctl 282 -l random -d 'Read at random positions instead of in order.'
-__bkctl 283 -l limit -x -d 'List only the last N runs (default 50).'
-__bkctl 284 -l since -x -d 'List only runs of this last time: 1h, 7d.'
-__bkctl 285 -l failed -d 'List only runs that did not end with exit code 0.'
-__bkctl 286 -l overwrite -d 'Replace the context of this name.'
-__bkctl 287 -l use -d 'Make the new context the current one.'
-__bkctl 288 -l interval -x -d 'The time between two looks: 500ms, 2s, 1m. [default: 2s]'
-__bkctl 289 -l once -d 'Print the numbers of one interval, and end.'
+__bkctl --accept-loss -l accept-loss -d 'Close a ledger even if no bookie has its last entry.'
+__bkctl --accept-scoped-deletes -l accept-scoped-deletes -d 'Let this one round delete any number of scoped ledgers; otherwise a bookie of bkctl stops at more than half of them. Asks.'
+__bkctl --ack-quorum -l ack-quorum -x -d 'Number of bookies that must acknowledge an entry. [default: 2]'
+__bkctl --ack-quorum.c9ca -l ack-quorum -x -d 'Ack quorum of the copy (default: unchanged).'
+__bkctl --ack-quorum.e377 -l ack-quorum -x -d 'Bookies that must have an entry before it counts (default: as the source'\''s).'
+__bkctl --after -l after -x -a '(__bkctl_dynamic ledger)' -d 'List only ledgers after this one.'
+__bkctl --after-lastmark -l after-lastmark -d 'Print only records after the last mark, which a restart replays.'
+__bkctl --all -l all -d 'Read all logs of --dir or --conf, as without LOG.'
+__bkctl --all-copies -l all-copies -d 'Write each copy of an entry, oldest first (default: the last).'
+__bkctl --all-scopes -l all-scopes -d 'Ledgers of every scope.'
+__bkctl --all.144d -l all -d 'Show candidates for auditor, too.'
+__bkctl --all.5b35 -l all -d 'Every ledger that has an index file, or entries in a log.'
+__bkctl --append -l append -d 'Add the rows, dated by a column runAt, to existing tables of --save-table, and to NAME.parquet of --save, a directory.'
+__bkctl --archive -l archive -x -d 'Archive to unpack on every executor, as venv.tar.gz#environment; repeatable.'
+__bkctl --as-admin -l as-admin -d 'Read with the password in the metadata, as Apache'\''s readledger does; in the audit log.'
+__bkctl --autorecovery -l autorecovery -d 'Run auto-recovery in new bookies, which replicates the ledgers of lost ones.'
+__bkctl --backup -l backup -r -F -d 'Export the metadata first, to a new file or directory, for '\''metadata import'\''.'
+__bkctl --backup.df22 -l backup -r -F -d 'Export all metadata to this new file first.'
+__bkctl --batch -l batch -x -d 'Entries to add or read at once; a latency is a batch'\''s. [default: 10]'
+__bkctl --body -l body -d 'Print the payloads, too.'
+__bkctl --body.1b45 -l body -x -d 'The JSON to send, or @FILE (@-: stdin).'
+__bkctl --bookie -l bookie -x -a '(__bkctl_dynamic bookie)' -d 'The bookie, whose registered HTTP server is used.'
+__bkctl --bookie-address -l bookie-address -x -d 'Reach bookie ID at HOST:PORT instead of its advertised address; repeatable. [BKCTL_BOOKIE_ADDRESS]'
+__bkctl --bookie-token-file -l bookie-token-file -r -F -d 'The token of the bookies'\'' servers (else none).'
+__bkctl --bookie-url -l bookie-url -x -d 'The HTTP server, http[s]://HOST:PORT, also that of a gateway (then with --bookie); no cluster is needed. [BKCTL_BOOKIE_URL; its token: BKCTL_API_TOKEN]'
+__bkctl --bookie.a740 -l bookie -x -a '(__bkctl_dynamic bookie)' -d 'List only ledgers with entries on this bookie.'
+__bkctl --bookie.aaf3 -l bookie -x -d 'Stop this bookie only; the cluster stays up.'
+__bkctl --bookie.e7bf -l bookie -x -a '(__bkctl_dynamic bookie)' -d 'Read from this bookie only.'
+__bkctl --bookies -l bookies -x -d 'Number of bookies (default: 3, or as many as the cluster has).'
+__bkctl --by -l by -x -a 'file type ledger scope' -d 'A row for each file, type, ledger or scope. [default: file]'
+__bkctl --by.1b3c -l by -x -a 'bookie entrylog scope ledger application' -d 'A row for each bookie, entrylog, scope, ledger or application. [default: bookie]'
+__bkctl --by.2f2f -l by -x -a 'journal entry ledger bookie log' -d 'A row for each journal, each entry that no entry log holds, or their ranges by ledger, bookie or log. [default: journal]'
+__bkctl --by.5d35 -l by -x -a 'entrylog bookie ledger' -d 'A row for each entrylog, bookie, or orphaned ledger. [default: entrylog]'
+__bkctl --by.6aef -l by -x -a 'entry ledger bookie log' -d 'A row for each entry, or for each range of entries by ledger, bookie or log. [default: entry]'
+__bkctl --check -l check -d 'Ask each bookie for the first and last entry that it should have.'
+__bkctl --check.caf2 -l check -d 'Only report what prevents it: directories with files, a registration, a cookie.'
+__bkctl --client-ca -l client-ca -r -F -d 'Accept clients whose certificate these authorities (PEM) signed.'
+__bkctl --closed-probes -l closed-probes -d '/heartbeat requires the token too.'
+__bkctl --columns -l columns -x -d 'Print only these columns, in this order, by their titles or JSON names: state,length.'
+__bkctl --conf -s c -l conf -r -F -d 'A bookie'\''s bk_server.conf (or Pulsar'\''s bookkeeper.conf): its cluster and directories. [BKCTL_CONF]'
+__bkctl --connect-timeout -l connect-timeout -x -d 'Longest wait for a connection to a server (default 10s, or --timeout if that is shorter). [BKCTL_CONNECT_TIMEOUT]'
+__bkctl --contains -l contains -x -d 'Only nodes whose value contains this text.'
+__bkctl --context -s x -l context -x -a '(__bkctl_dynamic context)' -d 'A named connection of the configuration file. [BKCTL_CONTEXT]'
+__bkctl --count -l count -d 'Print only the number of ledgers.'
+__bkctl --count-ledgers -l count-ledgers -d 'Count the ledgers on each bookie (default: in clusters of up to 10,000 ledgers).'
+__bkctl --count.656c -l count -d 'Print the number of ledgers only.'
+__bkctl --custom-metadata -l custom-metadata -x -d 'Custom metadata of the ledger; repeatable.'
+__bkctl --custom-metadata.cf58 -l custom-metadata -x -d 'List only ledgers with this custom metadata, or with this key; repeatable.'
+__bkctl --deadline -l deadline -x -d 'With --wait: give up after this long (default: never; exit code 6).'
+__bkctl --deadline.62f2 -s t -l deadline -x -d 'Give up after this long (exit code 6).'
+__bkctl --deadline.8f19 -l deadline -x -d 'Give up after this long (default: never; exit code 6). Ledgers that were moved stay moved.'
+__bkctl --debug -l debug -d 'Show the traceback of an error. [BKCTL_DEBUG=1]'
+__bkctl --delete -l delete -d 'Remove the orphans that are REMOVABLE, after asking.'
+__bkctl --delete-cookie -l delete-cookie -d 'Finally delete the bookie'\''s cookie in the metadata store, too.'
+__bkctl --delete-cookie.f3de -l delete-cookie -d 'Delete the bookies'\'' cookies once they hold no entries of any scope.'
+__bkctl --delimiter -l delimiter -x -d 'Write this after each payload of --format raw: '\''\n'\'', '\''\0'\''.'
+__bkctl --depth -l depth -x -d 'List only N levels below the start.'
+__bkctl --digest -l digest -x -a 'CRC32C CRC32 HMAC DUMMY' -d 'Check that each entry matches its digest; ledgers of scope 0 are of TYPE (CRC32C, CRC32, HMAC, DUMMY; default: found out ledger by ledger).'
+__bkctl --digest-type -l digest-type -x -a 'CRC32C CRC32 HMAC DUMMY' -d 'CRC32C, CRC32, HMAC or DUMMY. [default: CRC32C]'
+__bkctl --digest-type.7fb0 -l digest-type -x -a 'CRC32C CRC32 HMAC DUMMY' -d 'Digest type of the copy: CRC32C, CRC32, HMAC or DUMMY (default: unchanged).'
+__bkctl --digest-type.8c42 -l digest-type -x -a 'CRC32C CRC32 HMAC DUMMY' -d 'Digest type of the ledgers of scope 0; without it, the start of their payloads is unknown.'
+__bkctl --digest-type.a14f -l digest-type -x -a 'CRC32C CRC32 HMAC DUMMY' -d 'Digest type of a ledger of scope 0 (default: from metadata, else found by trying).'
+__bkctl --dir -l dir -r -F -d 'A directory of the bookie, with or without its current; repeatable.'
+__bkctl --dir.50d1 -l dir -r -F -d 'The local cluster'\''s directory (default: the one that is up).'
+__bkctl --discard-old -l discard-old -d 'Remove the old index instead of keeping a backup.'
+__bkctl --dry-run -l dry-run -d 'Show what would change, without changing it.'
+__bkctl --duration -l duration -x -d 'Run for this long, instead of for --entries.'
+__bkctl --ensemble-size -l ensemble-size -x -d 'Number of bookies that store a fragment. [default: 3]'
+__bkctl --ensemble-size.041c -l ensemble-size -x -d 'Bookies that a fragment is spread over (default: as the source'\''s).'
+__bkctl --ensemble-size.5f30 -l ensemble-size -x -d 'Ensemble size of the copy (default: unchanged).'
+__bkctl --entries -l entries -x -d 'Entries in all ledgers together (default 10000).'
+__bkctl --entries.2634 -l entries -x -d 'Entries to write. [default: 1000]'
+__bkctl --entries.c4a5 -s e -l entries -x -d 'Entries to write (default 10).'
+__bkctl --entry -l entry -x -d 'Only this entry id.'
+__bkctl --entry.018b -l entry -x -d 'Only this entry.'
+__bkctl --every-entry -l every-entry -d 'Ask each bookie for every entry, and print the missing ones.'
+__bkctl --facts -l facts -x -d 'Read facts that '\''pipeline extract'\'' wrote, instead of bookies'\'' files.'
+__bkctl --failed -l failed -d 'List only runs that did not end with exit code 0.'
+__bkctl --file -s f -l file -r -F -d 'The file to write; - is stdout. [required]'
+__bkctl --file.6a6e -s f -l file -r -F -d 'The file to write (default: stdout).'
+__bkctl --file.d724 -s f -l file -r -F -d 'The file to write; - is stdout. It holds ledger passwords.'
+__bkctl --flat -l flat -d 'Do not create a directory for each scope (default with more than 1,000 scopes).'
+__bkctl --for -l for -x -d 'How long: 30m, 2h, 1d (default: until it is unmuted).'
+__bkctl --for-good -l for-good -d 'Ask about bookies that would not return, rather than a restart.'
+__bkctl --format -l format -x -a 'base64 utf8 hex raw' -d 'Form of bytes: base64, utf8, hex, or raw (prints nothing else).'
+__bkctl --format.b418 -l format -x -a 'log ndjson raw' -d 'log (an entry log, as bookies read it), ndjson (rows as '\''entrylog read --body'\'' prints them), or raw (the payloads, nothing between them). [default: log]'
+__bkctl --from -l from -x -d 'First entry id (default 0).'
+__bkctl --from-file -l from-file -r -F -d 'Read ledgers from this file (-: stdin), one per line, as '\''ledger list -o id'\'' prints.'
+__bkctl --from-pos -l from-pos -x -d 'Begin at this byte of the file; a record must begin there (0: all).'
+__bkctl --from.1c41 -l from -x -a '(__bkctl_dynamic bookie)' -d 'The bookie id to replace.'
+__bkctl --from.8483 -l from -x -d 'Begin with this entry. [x>=0]'
+__bkctl --full -l full -d 'Read logs again that were extracted before.'
+__bkctl --gaps -l gaps -d 'Show missing entries that have later ones.'
+__bkctl --group -l group -x -d 'Isolation group, for Pulsar'\''s namespaces. [default: default]'
+__bkctl --help -s h -l help -d 'Show this message and exit.'
+__bkctl --host -l host -x -d 'The address to listen on. [default: 127.0.0.1]'
+__bkctl --hostname -l hostname -x -d 'Host name to note (default: as it is).'
+__bkctl --http -l http -d 'Give new bookies an HTTP server (default: if bkctl[http] is installed).'
+__bkctl --id -l id -x -d 'Name in votes and locks (default: the bookie'\''s id, or this host).'
+__bkctl --if-state -l if-state -x -a 'OPEN IN_RECOVERY CLOSED' -d 'Delete only ledgers in this state (else exit code 5); repeatable.'
+__bkctl --ignore-missing -l ignore-missing -d 'Skip ledgers that do not exist.'
+__bkctl --in-flight -l in-flight -x -d 'Batches in flight for each ledger. [default: 10]'
+__bkctl --index-dirs -l index-dirs -x -d 'The bookie'\''s index directories, separated by commas.'
+__bkctl --instance-id -l instance-id -x -d 'The cluster'\''s instance id (default: read from the cluster).'
+__bkctl --interval -l interval -x -d 'The time between two looks: 500ms, 2s, 1m. [default: 2s]'
+__bkctl --journal-dirs -l journal-dirs -x -d 'The bookie'\''s journal directories, separated by commas.'
+__bkctl --keep -l keep -d 'Keep the ledger.'
+__bkctl --keep-cookie -l keep-cookie -d 'Keep the bookie'\''s cookie.'
+__bkctl --keep-going -l keep-going -d 'Continue after failures, and report them at the end (exit code 3).'
+__bkctl --keep-going.2c97 -l keep-going -d 'Skip metadata that cannot be read (exit code 3 then).'
+__bkctl --keep.0feb -l keep -x -d 'Keep superseded files this long, for jobs that read them. [default: 1h]'
+__bkctl --kind -l kind -x -a 'journal entryLog index rocksdb cookie lastMark lastId status dirty compaction relocation backup unfinished unknown' -d 'journal, entryLog, index, rocksdb, cookie … or all; repeatable.'
+__bkctl --last -l last -x -d 'Read the last N entries.'
+__bkctl --last.b03b -l last -x -d 'Begin with the last N entries (default 10).'
+__bkctl --last.d8de -l last -d 'Undo the last command that changed this store.'
+__bkctl --ledger -l ledger -x -a '(__bkctl_dynamic ledger)' -d 'Only this ledger: decimal, 0x hex, SCOPE:ID, 32 hex digits (qualified name) or UUID.'
+__bkctl --ledger-dirs -l ledger-dirs -x -d 'The bookie'\''s ledger directories, separated by commas.'
+__bkctl --ledger-id -l ledger-id -x -d 'Ledger id; a negative decimal is two'\''s complement.'
+__bkctl --ledger-qualified-name -l ledger-qualified-name -x -d 'Ledger as 32 hex digits or UUID, scope first.'
+__bkctl --ledger-scope-id -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Ledger scope id of a bare ledger id.'
+__bkctl --ledger-scope-id.41ae -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Only ledgers of this scope.'
+__bkctl --ledger-scope-id.60db -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Random ids of this scope.'
+__bkctl --ledger-scope-id.6d54 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Scope of the ledgers (default 0).'
+__bkctl --ledger-scope-id.6f38 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Only ledgers of this scope (default: all).'
+__bkctl --ledger-scope-id.aa60 -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Ledger scope id of a bare --ledger.'
+__bkctl --ledger-scope-id.c96a -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Only ledgers of this scope (default 0).'
+__bkctl --ledger-scope-id.e88d -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Scope of the ledger (default 0).'
+__bkctl --ledger-scope-id.f6ae -l ledger-scope-id -x -a '(__bkctl_dynamic scope)' -d 'Only ledgers of this scope; the scope of bare ids.'
+__bkctl --ledger.6fac -l ledger -x -a '(__bkctl_dynamic ledger)' -d 'The ledger: decimal, 0x hex, SCOPE:ID, 32 hex digits (qualified name) or UUID. [required]'
+__bkctl --ledger.db8b -l ledger -x -a '(__bkctl_dynamic ledger)' -d 'Only this ledger, repeatable: decimal, 0x hex, SCOPE:ID, 32 hex digits (qualified name) or UUID.'
+__bkctl --ledgers -l ledgers -d 'Also find ledgers with replicas in too few racks, and in clusters of more than 10,000 ledgers bookies that only ledgers name; reads the metadata of every ledger.'
+__bkctl --ledgers.282e -l ledgers -x -d 'Ledgers to use at the same time. [default: 1]'
+__bkctl --ledgers.71ab -l ledgers -d 'Rebuild the databases of ledgers.'
+__bkctl --ledgers.bb83 -l ledgers -d 'Check only the records of ledgers.'
+__bkctl --ledgers.e320 -l ledgers -d 'Count the ledgers on each bookie; reads the metadata of every ledger.'
+__bkctl --limit -l limit -x -d 'Print at most N records.'
+__bkctl --limit.56db -l limit -x -d 'List at most N ledgers.'
+__bkctl --limit.6bf3 -l limit -x -d 'Number of ids (default 1).'
+__bkctl --limit.896f -l limit -x -d 'List only the last N runs (default 50).'
+__bkctl --limit.ca8e -l limit -x -d 'Change at most N ledgers.'
+__bkctl --limit.eb48 -l limit -x -d 'Read at most N entries.'
+__bkctl --list -l list -d 'List the undo files, oldest first.'
+__bkctl --live -l live -d 'Copy even while bookies are registered; changes made meanwhile are reported.'
+__bkctl --locations -l locations -d 'Check only the locations of entries.'
+__bkctl --locations.4a09 -l locations -d 'Rebuild the databases of entry locations.'
+__bkctl --long-long-layout -l long-long-layout -d 'Write BP-35'\''s own class into LAYOUT; Apache'\''s processes then refuse the cluster.'
+__bkctl --major -l major -d 'Force a round with major compaction only, or with --minor both.'
+__bkctl --major-threshold -l major-threshold -x -d 'Usage below which major compaction rewrites a log (default: that of --conf, else 0.8).'
+__bkctl --master -l master -x -d 'Where Spark runs: local[*] (this machine, all cores), local[N], spark://HOST:PORT, yarn, k8s://… (default: this machine, and no Spark for jobs that only read files).'
+__bkctl --match -l match -x -d 'Only metrics whose name contains this; with * or ?, it must match the whole name.'
+__bkctl --match.13de -l match -x -d 'Only nodes whose name, or path, matches; * and ? stand for any characters.'
+__bkctl --max -l max -d 'List the most bookies that may stop together with these, one rack'\''s first.'
+__bkctl --max-age -l max-age -x -d 'List only ledgers at most this old.'
+__bkctl --max-size -l max-size -x -d 'Refuse a larger response (exit code 7). [default: 64MiB]'
+__bkctl --max-size.9698 -l max-size -x -d 'List only ledgers of at most this length.'
+__bkctl --meta -l meta -d 'Show the ledger'\''s record in the index instead of its entries.'
+__bkctl --metadata-creator-acl -l metadata-creator-acl -d 'Create ZooKeeper nodes for that user alone, as zkEnableSecurity in --conf. [BKCTL_METADATA_CREATOR_ACL=1]'
+__bkctl --metadata-password-file -l metadata-password-file -r -F -d 'File with that user'\''s password; BKCTL_METADATA_PASSWORD holds the password itself. [BKCTL_METADATA_PASSWORD_FILE]'
+__bkctl --metadata-sasl -l metadata-sasl -d 'Log in to ZooKeeper by SASL (DIGEST-MD5) instead. [BKCTL_METADATA_SASL=1]'
+__bkctl --metadata-tls -l metadata-tls -d 'Use TLS to the metadata store. [BKCTL_METADATA_TLS=1]'
+__bkctl --metadata-tls-ca -l metadata-tls-ca -r -F -d 'Use TLS to the metadata store, with these authorities (PEM) instead of the system'\''s. [BKCTL_METADATA_TLS_CA]'
+__bkctl --metadata-tls-cert -l metadata-tls-cert -r -F -d 'Client certificate for the metadata store (PEM). [BKCTL_METADATA_TLS_CERT]'
+__bkctl --metadata-tls-key -l metadata-tls-key -r -F -d 'Private key of --metadata-tls-cert (PEM). [BKCTL_METADATA_TLS_KEY]'
+__bkctl --metadata-uri -s u -l metadata-uri -x -d 'Metadata store: zk://HOST:PORT/ledgers, etcd://HOST:PORT/SCOPE, sqlite:///FILE, or hbase://HOST:PORT/PREFIX: HOST is HBase'\''s ZooKeeper, which keeps all but the ledgers. [BKCTL_METADATA_URI]'
+__bkctl --metadata-user -l metadata-user -x -d 'Log in to the metadata store: etcd, or ZooKeeper'\''s digest scheme. [BKCTL_METADATA_USER]'
+__bkctl --min-age -l min-age -x -d 'List only ledgers at least this old.'
+__bkctl --min-replicas -l min-replicas -x -d 'Replicas of each entry that must remain (default 1; --for-good: ack quorum).'
+__bkctl --min-size -l min-size -x -d 'List only ledgers of at least this length.'
+__bkctl --minor -l minor -d 'Force a round with minor compaction only, or with --major both.'
+__bkctl --minor-threshold -l minor-threshold -x -d 'Usage below which minor compaction rewrites a log (default: that of --conf, else 0.2).'
+__bkctl --missing -l missing -x -a '(__bkctl_dynamic bookie)' -d 'List only ledgers that this bookie lacks; repeatable.'
+__bkctl --missing.b0d9 -l missing -x -a '(__bkctl_dynamic bookie)' -d 'A bookie of its ensembles that lacks entries; repeatable.'
+__bkctl --new-id -l new-id -d 'Generate a ledger id for the copy.'
+__bkctl --no-bookies -l no-bookies -d 'Read the metadata only, and ask no bookie.'
+__bkctl --no-color -l no-color -d 'No colours. [BKCTL_NO_COLOR=1, NO_COLOR]'
+__bkctl --no-digests -l no-digests -d 'Check the structure only.'
+__bkctl --no-indexes -l no-indexes -d 'Read entry logs and journals only: for copies without indexes.'
+__bkctl --no-verify -l no-verify -d 'Do not check the entries'\'' digests.'
+__bkctl --not-missing -l not-missing -x -a '(__bkctl_dynamic bookie)' -d 'List only ledgers that this bookie does not lack; repeatable.'
+__bkctl --older-than -l older-than -x -d 'List only ledgers that were marked at least this long ago: 1h, 30m.'
+__bkctl --once -l once -d 'Print the numbers of one interval, and end.'
+__bkctl --open -l open -d 'Copy an open ledger, too, up to its last confirmed entry.'
+__bkctl --output -s o -l output -x -a 'table wide json ndjson yaml csv id' -d 'Form of output: table, wide, json, ndjson, yaml, csv, id (default table). [BKCTL_OUTPUT]'
+__bkctl --overwrite -l overwrite -d 'Replace records that have another value; the undo file keeps the old ones.'
+__bkctl --overwrite.2658 -l overwrite -d 'Replace an existing export.'
+__bkctl --overwrite.3636 -l overwrite -d 'Replace the context of this name.'
+__bkctl --overwrite.4a0a -l overwrite -d 'Replace FILE if it exists.'
+__bkctl --password -l password -x -d 'Ledger password (default empty; also BKCTL_LEDGER_PASSWORD). Visible in ps.'
+__bkctl --password-file -l password-file -r -F -d 'File with the password; a final line end is ignored.'
+__bkctl --password-file.cfcc -l password-file -r -F -d 'File with the password of the new ledgers (else BKCTL_LEDGER_PASSWORD, else empty).'
+__bkctl --password.eefb -l password -x -d 'Password of all these ledgers (also BKCTL_LEDGER_PASSWORD). Visible to other users in ps.'
+__bkctl --port -l port -x -d 'The port to listen on; 0: any. [default: 8080]'
+__bkctl --protocol -l protocol -x -a 'v2 v3' -d 'Wire protocol; v2 carries no ledger scope. [default: v3]'
+__bkctl --query -l query -d 'Only show the ledgers on the bookies, from the metadata.'
+__bkctl --quiet -s q -l quiet -d 'Print only errors on stderr. [BKCTL_QUIET=1]'
+__bkctl --rack -l rack -x -a '(__bkctl_dynamic rack)' -d 'The rack: /rack or /region/rack. [required]'
+__bkctl --random -l random -d 'Read at random positions instead of in order.'
+__bkctl --rate -l rate -x -d 'Process at most N records per second.'
+__bkctl --rate.1b85 -l rate -x -d 'Read at most this much per second: 20MiB, or '\''5000 entries'\''.'
+__bkctl --rate.35b2 -l rate -x -d 'At most this many entries a second.'
+__bkctl --rate.3be2 -l rate -x -d 'Copy at most this much per second: 50MB/s, 20MiB, or '\''5000 entries'\''.'
+__bkctl --rate.97ee -l rate -x -d 'Change at most N ledgers per second.'
+__bkctl --rate.d9af -l rate -x -d 'Delete at most N ledgers per second.'
+__bkctl --raw -l raw -d 'Print Prometheus'\'' text as the bookie sent it.'
+__bkctl --read-only-token-file -l read-only-token-file -r -F -d 'Clients that send this token may read, without secrets.'
+__bkctl --record-size -l record-size -x -d 'Write entries of this size instead of lines.'
+__bkctl --recover -l recover -d 'Fence and close the ledger first.'
+__bkctl --recover.9dea -l recover -d 'Close an open ledger first; its writer can add no more.'
+__bkctl --reset-clock -l reset-clock -x -d 'Make these checks due instead (all-ledgers, placement, replicas); an auditor that starts runs them.'
+__bkctl --resume -l resume -x -a 'major minor both' -d 'Resume major or minor compaction (default: both).'
+__bkctl --resume.6a98 -l resume -r -F -d 'Record finished ledgers in this file, and skip those that an earlier run recorded.'
+__bkctl --sample -l sample -x -d 'Check only this share of the index'\''s entries (1%, 0.01), without a search of the logs.'
+__bkctl --save -l save -x -d 'Also save the rows: NAME.parquet, NAME.csv or NAME.json; NAME.html: a page with plots. Repeatable.'
+__bkctl --save-table -l save-table -x -d 'Also save the rows as a new table of Spark'\''s catalog; runs on Spark. Repeatable.'
+__bkctl --save.697f -l save -x -d 'Also save the rows: NAME.parquet, NAME.csv or NAME.json. Repeatable.'
+__bkctl --save.fef2 -l save -x -d 'Write the page: NAME.html; repeatable.'
+__bkctl --scan -l scan -d 'Read every log, even if its ledgers map does not name the ledger.'
+__bkctl --scope-0-only -l scope-0-only -d 'Ignore all scopes but 0.'
+__bkctl --scopes-only -l scopes-only -d 'Ignore scope 0, which Apache'\''s auto-recovery serves.'
+__bkctl --seed -l seed -x -d 'Seed of the choice of entries for --sample (default 0).'
+__bkctl --sequence -l sequence -d 'Take ids of scope 0 from the cluster'\''s generator, which gives no id twice.'
+__bkctl --server-cert -l server-cert -r -F -d 'Serve https with this PEM certificate.'
+__bkctl --server-key -l server-key -r -F -d 'Private key of --server-cert, if not in the same file.'
+__bkctl --set -l set -x -d 'Change this setting in the bookie'\''s memory; repeatable.'
+__bkctl --ship -l ship -d 'Send this package and its compiled scanner to the executors (default: unless Spark runs on this machine alone). Executors of another platform scan in Python, 4 times slower.'
+__bkctl --show-secrets -l show-secrets -d 'Print the master keys, too.'
+__bkctl --show-secrets.3f0a -l show-secrets -d 'Print the ledger'\''s password, too.'
+__bkctl --show-secrets.94a1 -l show-secrets -d 'Print values that hold a ledger password, too.'
+__bkctl --show-secrets.e759 -l show-secrets -d 'Print passwords and tokens, too.'
+__bkctl --since -l since -x -d 'Leave out closed ledgers that a former export has; '\''PATH/*'\'' stands for all complete ones there.'
+__bkctl --since.3fd7 -l since -x -d 'List only runs of this last time: 1h, 7d.'
+__bkctl --size -l size -x -d 'Bytes of an entry. [default: 1KiB]'
+__bkctl --size.0439 -l size -x -d 'Bytes of an entry. [default: 100]'
+__bkctl --skip-open -l skip-open -d 'Skip ledgers that are OPEN.'
+__bkctl --skip-unrecoverable -l skip-unrecoverable -d 'Report ledgers whose entries every other bookie answers to lack, without counting them as failures.'
+__bkctl --sort -l sort -x -d 'Sort the rows by this column; -COLUMN puts the largest first.'
+__bkctl --sort.6691 -l sort -x -a 'id size garbage age' -d 'By id, size (largest first), garbage (most first; asks the cluster), age, or a column as in other lists. [default: garbage]'
+__bkctl --sort.9005 -l sort -x -a 'id size garbage age' -d 'By id, size (largest first), garbage (most first; asks the cluster), age, or a column as in other lists. [default: id]'
+__bkctl --sort.d580 -l sort -x -a 'bookie used free' -d 'Order: bookie, used (fullest first) or free. [default: bookie]'
+__bkctl --spark-conf -l spark-conf -x -d 'A setting of Spark, as spark.driver.memory=4g; repeatable.'
+__bkctl --state -l state -x -a 'OPEN IN_RECOVERY CLOSED' -d 'OPEN, IN_RECOVERY or CLOSED; repeatable.'
+__bkctl --state.0f0f -l state -x -a 'alive dead unknown' -d 'Only ledgers that are alive, dead or unknown; repeatable.'
+__bkctl --state.1979 -l state -x -a 'rw ro down all' -d 'rw, ro, down (it has a cookie, but is not registered) or all. [default: all]'
+__bkctl --status -l status -d 'Only show the state of the collectors.'
+__bkctl --status.b35a -l status -d 'Only show whether compaction runs.'
+__bkctl --storage -l storage -x -a 'sorted interleaved db' -d 'Ledger storage of new bookies: sorted, interleaved, db.'
+__bkctl --store-moved -l store-moved -d 'The store of FILE has another URI since, as after an exchange of its hosts. Not for copies.'
+__bkctl --subscription -l subscription -x -d 'List only ledgers of this subscription of --topic.'
+__bkctl --suspend -l suspend -x -a 'major minor both' -d 'Suspend major or minor compaction (default: both).'
+__bkctl --template -s f -l template -x -d 'Print entries in this form: %e entry id, %s payload, %S its bytes, %x payload in hex, %b in base64, %l ledger, %c last add confirmed, %n ledger length so far, %% a percent sign, \n \t \0 \xHH.'
+__bkctl --textfile -l textfile -x -d 'Write findings and totals for the textfile collector of Prometheus'\'' node_exporter; replaces the file.'
+__bkctl --threshold -l threshold -x -d 'Percentage of used disk space that is too much. [default: 90.0]'
+__bkctl --threshold.4e17 -l threshold -x -d 'Exit with 3 if a bookie has used more than this.'
+__bkctl --timeout -l timeout -x -d 'Longest wait without progress from a server (default 30s). [BKCTL_TIMEOUT]'
+__bkctl --tls-ca -l tls-ca -r -F -d 'Use TLS to bookies; PEM file of the authorities that sign their certificates. [BKCTL_TLS_CA]'
+__bkctl --tls-cert -l tls-cert -r -F -d 'Client certificate for bookies that require one (PEM, with --tls-ca). [BKCTL_TLS_CERT]'
+__bkctl --tls-key -l tls-key -r -F -d 'Private key of --tls-cert (PEM). [BKCTL_TLS_KEY]'
+__bkctl --to -l to -x -d 'Last entry id, inclusive.'
+__bkctl --to-ledger-id -l to-ledger-id -x -d 'Ledger id of the copy (default: unchanged).'
+__bkctl --to-password-file -l to-password-file -r -F -d 'File with that user'\''s password. For TLS or SASL name a context: --to context:NAME.'
+__bkctl --to-pos -l to-pos -x -d 'The last byte that a shown record may begin at.'
+__bkctl --to-scope -l to-scope -x -a '(__bkctl_dynamic scope)' -d 'Ledger scope id of the copy (default: unchanged).'
+__bkctl --to-scope.91ed -l to-scope -x -a '(__bkctl_dynamic scope)' -d 'Create the ledgers in this scope, under their ledger ids (default: the scope of each).'
+__bkctl --to-scope.e9f7 -l to-scope -x -a '(__bkctl_dynamic scope)' -d 'The scope to copy into; the ledger ids stay.'
+__bkctl --to-user -l to-user -x -d 'Log in to the target; never with --metadata-user.'
+__bkctl --to.0bdd -l to -x -a 'db interleaved' -d 'db: DbLedgerStorage; interleaved: index files (Sorted uses them too). [required]'
+__bkctl --to.9f8e -l to -x -d 'The cluster of the copy, by metadata URI or context:NAME (default: this one).'
+__bkctl --to.ce31 -l to -x -d 'The store to copy to: zk+…://, etcd://, hbase://, sqlite:///FILE, or context:NAME.'
+__bkctl --to.d74d -l to -x -a '(__bkctl_dynamic bookie)' -d 'The new bookie id.'
+__bkctl --token-file -l token-file -r -F -d 'Clients must send this token (else BKCTL_API_TOKEN).'
+__bkctl --top -l top -x -d 'Print only the N rows with the most bytes.'
+__bkctl --topic -l topic -x -d 'List only ledgers of this Pulsar topic, partitions included.'
+__bkctl --totals -l totals -d 'Show the number of nodes and bytes of each subtree, at every depth.'
+__bkctl --type -l type -x -a 'entry ledgerKey fence forceLedger explicitLac padding ledgersMap unknown' -d 'Only records of this type, repeatable: entry, ledgerKey, fence, forceLedger, explicitLac, padding, ledgersMap, unknown (default: all but padding and ledgersMap).'
+__bkctl --undo -l undo -r -F -d 'New file for '\''metadata undo'\'' (default: in the user'\''s state directory), or none.'
+__bkctl --use -l use -d 'Make the new context the current one.'
+__bkctl --uuid -l uuid -d 'Use a random UUID as the 128-bit id.'
+__bkctl --verbose -s v -l verbose -d 'Print more on stderr: connections and steps. [BKCTL_VERBOSE=1]'
+__bkctl --version -l version -d 'Print the version.'
+__bkctl --wait -l wait -d 'Wait until the bookie is ready, also while it is down.'
+__bkctl --wait.6d27 -l wait -d 'Wait until the forced round is over.'
+__bkctl --wait.b7f8 -l wait -d 'Wait until compaction ends.'
+__bkctl --watch -l watch -x -d 'Show changes until Ctrl-C; --watch=SECONDS sets the interval (default 2).'
+__bkctl --watch.6dc2 -l watch -x -d 'Print the progress instead of each ledger; --watch=SECONDS sets the interval (default 2).'
+__bkctl --write-quorum -l write-quorum -x -d 'Number of bookies that store each entry. [default: 2]'
+__bkctl --write-quorum.c3a3 -l write-quorum -x -d 'Write quorum of the copy (default: unchanged).'
+__bkctl --write-quorum.e387 -l write-quorum -x -d 'Bookies that get each entry (default: as the source'\''s).'
+__bkctl --yes -s y -l yes -d 'Do not ask before destroying.'
+__bkctl --yes-really -l yes-really -x -d 'Go ahead without a question; --yes alone is not enough.'
 __bkctl files -F
 __bkctl ledger -f -a '(__bkctl_dynamic ledger)'
 __bkctl words-on-off -f -a 'on off'

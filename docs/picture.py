@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.text import Text
 
 COLUMNS, LINES = 100, 14
-#: What is typed for docs/terminal.svg; `$id` stands for the ledger that the first `ledger write` made.
+#: The commands in docs/terminal.svg; `$id` stands for the ledger that the first `ledger write` made.
 STEPS = (
     "bkctl bookies list",
     "printf 'one\\ntwo\\nthree\\n' | bkctl -q ledger write --uuid -o id",

@@ -14,7 +14,7 @@ from typing import Any
 
 import hypothesis
 import pytest
-from support import servers
+from support import compiled, servers
 from support.own_bookies import OwnBookie
 from support.servers import ApacheBookie, ApacheCluster, EtcdServer, HBaseServer, Java, JavaOnEtcd, ZooKeeperServer
 from support.waiting import LIMIT_S
@@ -34,14 +34,14 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)
 
 
-# What commands of tests change is nothing that a user did.
+# Keep the commands of tests out of the user's audit log.
 os.environ["BKCTL_AUDIT_LOG"] = "none"
 # Nor are their servers' tokens kept among the user's; removed at the end.
 _DATA = tempfile.TemporaryDirectory(prefix="bkctl-test-")
 os.environ["XDG_DATA_HOME"] = _DATA.name
 
 
-# What no test limits takes as long as a busy machine needs. Tests of time-outs name theirs.
+# Time limits suit a busy machine. Tests of time-outs name their own.
 os.environ["BKCTL_TIMEOUT"] = f"{LIMIT_S}s"
 for function in (
     open_cluster, sqlite.SqliteStore.__init__, BookKeeper.__init__, BookieConnection.open.__func__, ApiClient.__init__,
@@ -62,7 +62,7 @@ hypothesis.settings.load_profile("steady")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the long tests out, unless BKCTL_TEST_LONG asks for them, and put those of slow servers first."""
+    """Leave the long tests out, unless BKCTL_TEST_LONG asks for them, and put tests of slow servers first."""
     if not os.environ.get("BKCTL_TEST_LONG"):
         left_out = [item for item in items if item.get_closest_marker("long")]
         config.hook.pytest_deselected(items=left_out)
@@ -304,6 +304,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("compiled"):
+        compiled.require_compiled()
     item.stash[_log_sizes] = {server.log: server.log.stat().st_size for server in servers.running_servers()}
 
 

@@ -1,4 +1,4 @@
-"""What the disk seam creates: for whom it is readable, and that nothing planted is followed."""
+"""Files that the disk seam creates: their modes, and that planted links are not followed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which settings are secret, and how URIs are shown."""
+"""Secret settings, and URIs without their secrets."""
 
 from __future__ import annotations
 

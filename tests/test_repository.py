@@ -1,18 +1,23 @@
-"""What a stranger would trip over in the tracked files."""
+"""Obstacles for a stranger in the tracked files."""
 
 from __future__ import annotations
 
+import html
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tarfile
+from itertools import dropwhile, takewhile
 from pathlib import Path
 
 import pytest
 
 from bkctl import __version__
+from bkctl.commands.generate import read_pages
+from bkctl.commands.kit.columns import Output
+from bkctl.metadata.admin.health import read_only_finding
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -166,3 +171,39 @@ def test_pictures_of_the_terminal_are_shown_and_fetch_nothing(name: str, command
     assert "@import" not in picture
     pages = (ROOT / "README.md").read_text() + (ROOT / "docs/pictures.md").read_text()
     assert f"{name}.svg)" in pages
+
+
+def picture_texts(name: str) -> list[str]:
+    """Return the pieces of text of a picture, in its order."""
+    picture = (ROOT / f"docs/{name}.svg").read_text()
+    return [html.unescape(text).replace("\xa0", " ") for text in re.findall(r"<text[^>]*>([^<]*)</text>", picture)]
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("terminal", "bookies list"),
+        ("terminal", "ledger read"),
+        ("local-up", "local up"),
+        ("ledger-list", "ledger list"),
+        ("drain", "bookies drain"),
+    ],
+)
+def test_pictures_have_the_columns_that_commands_print(name: str, command: str) -> None:
+    """Titles are in capitals. A column that is new and does not fit the picture may be missing there."""
+    (page,) = (page for page in read_pages().commands if page.name == command)
+    assert page.declaration is not None
+    declared = {column.title for columns in page.declaration.forms(Output.TABLE) for column in columns.columns}
+    texts = picture_texts(name)
+    begin = next(number for number, text in enumerate(texts) if text.startswith(f"bkctl {command}"))
+    titles = list(takewhile(str.isupper, dropwhile(lambda text: not text.isupper(), texts[begin:])))
+    assert len(titles) > 3
+    assert {title.strip() for title in titles} - declared == set(), "run `make picture`"
+
+
+def test_the_picture_of_findings_has_the_words_of_today() -> None:
+    text = re.sub(r"[\s│]+", " ", " ".join(picture_texts("health")))
+    (used,) = re.findall(r"([\d.]+)% of its disks", text)
+    finding = read_only_finding("bookie-3", float(used), 95.0)
+    assert finding.message in text, "run `make picture`"
+    assert finding.advice in text, "run `make picture`"

@@ -10,23 +10,26 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import compiled
 from support.servers import Server, ports, require, wait_for
 
 PROGRAM = """
-import os, sys, time
+import os, subprocess, sys, time
 from pathlib import Path
 from support.servers import Server
 sleep = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
 server = Server("sleeper", Path(sys.argv[1]), lambda: sleep, lambda: True)
 server.start()
 print(server.pid, flush=True)
-if sys.argv[2] == "wait":
+if sys.argv[2] == "detach":  # as the bookies of a local cluster
+    print(subprocess.Popen(sleep, start_new_session=True).pid, flush=True)
+if sys.argv[2] != "return":
     time.sleep(600)
 """
 
 
 def is_running(pid: int) -> bool:
-    """Whether the process exists and is no zombie."""
+    """Return True if the process exists and is not a zombie."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -54,6 +57,17 @@ def test_servers_end_with_a_test_run_that_is_killed(tmp_path: Path, number: sign
     wait_for(lambda: not is_running(pid), "the server's end")
 
 
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
+def test_detached_processes_end_with_a_test_run_that_is_killed(tmp_path: Path) -> None:
+    run, _ = start(tmp_path, "detach")
+    with run:
+        assert run.stdout is not None
+        pid = int(run.stdout.readline())
+        run.kill()
+        run.wait()
+    wait_for(lambda: not is_running(pid), "the detached process's end")
+
+
 def test_servers_end_with_a_test_run_that_forgets_them(tmp_path: Path) -> None:
     run, pid = start(tmp_path, "return")
     with run:
@@ -79,6 +93,31 @@ def test_missing_server_skips_unless_it_is_required(monkeypatch: pytest.MonkeyPa
         monkeypatch.setenv("BKCTL_TEST_REQUIRE", wanted)
         with pytest.raises(pytest.fail.Exception, match="none here"):
             require("java", "none here")
+
+
+def test_a_module_that_is_older_than_its_source_is_built_or_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pyproject.toml").write_text(
+        '[project]\nname = "x"\nversion = "1"\n[tool.setuptools]\npackages = []\n'
+        '[[tool.setuptools.ext-modules]]\nname = "x"\nsources = ["x.c"]\noptional = true\n'
+    )
+    monkeypatch.setattr(compiled, "ROOT", tmp_path)
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    (tmp_path / "x.c").write_text("#include <Python.h>\nPyObject *PyInit_x(void) { return NULL; }\n")
+    assert compiled.stale() == ["x"]
+    if not compiled.can_compile():
+        with pytest.raises(pytest.skip.Exception, match="x: no C compiler"):
+            compiled.require_compiled()
+        return
+    compiled.build()
+    assert compiled.stale() == []
+    (built,) = tmp_path.glob("x.*.so")
+    os.utime(built, (1, 1))
+    (tmp_path / "x.c").write_text("#error mistaken\n")
+    assert "mistaken" in compiled.build()
+    with pytest.raises(pytest.fail.Exception, match=r"x: not built[\s\S]*make -B .venv/.test"):
+        compiled.require_compiled()
 
 
 def test_workers_of_a_parallel_run_have_ports_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

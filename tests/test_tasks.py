@@ -41,7 +41,7 @@ async def test_in_order_works_ahead_within_bound() -> None:
     some = in_order(range(30, 60), work, lambda: 3)
     assert await anext(some) == (30, 300)
     await some.aclose()
-    # What was under way is over, and nothing else began.
+    # Tasks under way have ended, and no other began.
     assert sorted(begun) == sorted(ended)
     assert max(begun) < 35
 

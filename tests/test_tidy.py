@@ -7,7 +7,7 @@ import io
 import re
 import tokenize
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -25,10 +25,13 @@ BANNED = re.compile(
 )
 
 
-def modules() -> list[Path]:
-    """Return every Python file of the package, generated ones left out."""
-    found = [*ROOT.glob("bkctl/**/*.py"), *ROOT.glob("commands/**/*.py")]
-    return sorted(path for path in found if not path.stem.endswith("_pb2"))
+def modules(rooms: Sequence[str] = ("bkctl", "commands")) -> list[Path]:
+    """Return every Python file of the rooms, generated ones left out."""
+    found = [path for room in rooms for path in ROOT.glob(f"{room}/**/*.py")]
+    return sorted(path for path in found if not path.stem.endswith("_pb2") and path != Path(__file__).resolve())
+
+
+ALL = ("bkctl", "commands", "tests", "benchmarks")
 
 
 def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -40,26 +43,43 @@ def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
                 yield node.body[0].lineno, text
 
 
-def prose(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the line and text of every comment and string of a file."""
-    source = path.read_text()
+def comments(source: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and text of every comment, a line each."""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
-            yield token.start[0], token.string
-    for node in ast.walk(ast.parse(source)):
+            yield token.start[0], token.string.lstrip("#: ")
+
+
+def begins_a_comment(lines: list[str], line: int) -> bool:
+    """Return True if line number `line` is a comment, and the line above is not one."""
+    return lines[line - 1].lstrip().startswith("#") and not (line > 1 and lines[line - 2].lstrip().startswith("#"))
+
+
+def prose(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the line and text of comments and strings of a file; of a test, whose strings are data, of docstrings."""
+    source = path.read_text()
+    tree = ast.parse(source)
+    yield from comments(source)
+    if not path.is_relative_to(ROOT / "bkctl") and not path.is_relative_to(ROOT / "commands"):
+        yield from docstrings(tree)
+        return
+    for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.lineno, node.value
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_docstrings_begin_with_a_verb_or_a_noun(path: Path) -> None:
+@pytest.mark.parametrize("path", modules(ALL), ids=lambda path: str(path.relative_to(ROOT)))
+def test_docstrings_and_comments_begin_with_a_verb_or_a_noun(path: Path) -> None:
+    source = path.read_text()
+    # A comment's further lines, and the end of a line of code, may begin with any word.
+    own = [(line, text) for line, text in comments(source) if begins_a_comment(source.splitlines(), line)]
     found = [
-        f"{path}:{line}: {text[:70]}" for line, text in docstrings(ast.parse(path.read_text())) if RIDDLE.match(text)
+        f"{path}:{line}: {text[:70]}" for line, text in [*docstrings(ast.parse(source)), *own] if RIDDLE.match(text)
     ]
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", modules(ALL), ids=lambda path: str(path.relative_to(ROOT)))
 def test_prose_states_the_fact(path: Path) -> None:
     found = [f"{path}:{line}: {match[0]}" for line, text in prose(path) for match in BANNED.finditer(text)]
     assert not found, "\n".join(found)

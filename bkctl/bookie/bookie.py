@@ -300,7 +300,7 @@ class Bookie:
     def _create_collector(self, cluster: Cluster) -> GarbageCollectorThread:
         cookie = read_directory(self.config.ledger_directories[0])
         self.deleter = LedgerDeleter(self.storage, self.state_manager, self.processor.requests)
-        self.garbage_collector = self.space.garbage_collector = GarbageCollectorThread(
+        self.garbage_collector = GarbageCollectorThread(
             self.config,
             self.storage.ledgers,
             cluster,
@@ -310,6 +310,7 @@ class Bookie:
             checkpoint=self.commits.checkpoints.run_from_thread,
             files=self.files,
         )
+        self.space.disks_are = self.garbage_collector.disks_are
         return self.garbage_collector
 
     def _report_damage(self) -> None:

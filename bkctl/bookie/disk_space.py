@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from bkctl.bookie.registration import RegistrationManager
 from bkctl.bookie.state_manager import BookieStateManager
@@ -18,9 +18,6 @@ from bkctl.config import MEBIBYTE, BookieConfig
 from bkctl.disk import DiskUsage, Files
 from bkctl.errors import BkctlError, UsageError
 from bkctl.storage.bookie_storage import BookieStorage
-
-if TYPE_CHECKING:
-    from bkctl.bookie.garbage_collector import GarbageCollectorThread
 
 log: Final = logging.getLogger("bkctl.bookie")
 
@@ -147,7 +144,7 @@ class DiskSpaceMonitor:
         self._storage = storage
         self._state = state
         self._registration = registration
-        self.garbage_collector: GarbageCollectorThread | None = None
+        self.disks_are: Callable[..., None] | None = None  # GarbageCollectorThread.disks_are
 
     def start(self) -> None:
         """Raise UsageError for thresholds that contradict each other."""
@@ -172,8 +169,8 @@ class DiskSpaceMonitor:
         self._storage.ledgers.set_index_writable(disks.index_writable)
         state.has_room_for_recovery = disks.allows_high_priority
         state.disks_full = disks.full
-        if self.garbage_collector is not None:
-            self.garbage_collector.disks_are(full=disks.any_full, almost_full=disks.almost_full)
+        if self.disks_are is not None:
+            self.disks_are(full=disks.any_full, almost_full=disks.almost_full)
         if disks.full and not state.config.read_only_mode_enabled:
             state.fail(BkctlError(f"The disks of bookie {state.bookie_id} are full, and read-only mode is not enabled"))
         state.update()

@@ -39,7 +39,7 @@ class RegistrationManager:
         self._is_usurped = False
         self._moving = asyncio.Lock()
         self._leaving: asyncio.Task[None] | None = None
-        #: When the metadata store last showed the registration (monotonic clock), and whether its loss is logged.
+        #: The last time that the metadata store showed the registration (monotonic clock); is its loss logged?
         self._seen_s = -math.inf
         self._is_lost = False
         #: Moves in the background.

@@ -65,7 +65,7 @@ class UnreadableLedgers:
     """Counts ledgers whose entries or index could not be read. Belongs to the event loop."""
 
     def __init__(self) -> None:
-        #: When a read failed last, the longest ago first.
+        #: The time of each ledger's last failed read, oldest first.
         self._failed_s: dict[LedgerId, float] = {}
 
     def note(self, ledger: LedgerId, error: BaseException) -> None:

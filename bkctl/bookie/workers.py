@@ -15,16 +15,13 @@ import threading
 import time
 from collections.abc import Callable
 from queue import Empty, Queue, SimpleQueue
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 from bkctl.bookie.metrics import JournalMetrics
 from bkctl.config import BookieConfig
 from bkctl.errors import BkctlError
 from bkctl.storage.bookie_storage import BookieStorage
 from bkctl.storage.group_commit import JournalBatch
-
-if TYPE_CHECKING:
-    from bkctl.bookie.commit_dispatcher import CommitDispatcher
 
 log: Final = logging.getLogger("bkctl.bookie")
 
@@ -77,6 +74,14 @@ class Worker:
         self._thread.join()
 
 
+class GroupListener(Protocol):
+    """Hears of the groups of a journal's thread, in the event loop. All adds in a group are answered together."""
+
+    def written(self, group: list[JournalBatch]) -> None: ...
+    def committed(self, number: int, group: list[JournalBatch], error: OSError | None) -> None: ...
+    def thread_died(self, error: BaseException) -> None: ...
+
+
 class JournalThread:
     """Writes one journal: takes the batches that are there as one group, and reports them to the loop once on disk.
 
@@ -84,7 +89,7 @@ class JournalThread:
     journalFlushWhenQueueEmpty, when no batch waits. A disk that is slow, or hangs, is logged. Source: Journal.run.
     """
 
-    def __init__(self, storage: BookieStorage, number: int, config: BookieConfig, listener: CommitDispatcher) -> None:
+    def __init__(self, storage: BookieStorage, number: int, config: BookieConfig, listener: GroupListener) -> None:
         self._storage = storage
         self._number = number
         self._listener = listener
@@ -97,7 +102,7 @@ class JournalThread:
         self._wait_s = config.journal_max_group_wait_msec / 1000 if waits else 0.0
         self._count_max = config.journal_queue_size
         self._count = 0
-        #: When the thread began to write the group that it is writing.
+        #: Start of the group that is being written (monotonic clock); None between groups.
         self._began_s: float | None = None
         self._logged_s = -math.inf
         self._thread = threading.Thread(target=self._run, name=f"journal-{number}", daemon=True)

@@ -182,7 +182,7 @@ class _Read:
         self.channel = channel
         #: Requests without an outcome.
         self.asked_count = 1
-        #: Whether an answer is kept beyond WAITING_BYTES_MAX, because one was dropped.
+        #: True if an answer is kept beyond WAITING_BYTES_MAX, because one was dropped.
         self.is_kept = False
         self.response: ReadResponse | None = None
         #: The replica that sent `response`.

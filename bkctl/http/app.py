@@ -33,7 +33,6 @@ from bkctl.http.endpoints import (
     TEXT,
     ApiCall,
     ApiEndpoint,
-    ServiceUnavailable,
     error_answer,
     json_answer,
     text_answer,
@@ -41,12 +40,11 @@ from bkctl.http.endpoints import (
 from bkctl.http.gateway import Upstream, forward
 from bkctl.http.openapi import document
 from bkctl.http.server_url import is_loopback_address
+from bkctl.http.service import Service, ServiceUnavailable
 
 if TYPE_CHECKING:
     from starlette.datastructures import Headers
     from starlette.types import Message, Receive, Scope, Send
-
-    from bkctl.http.service import Service
 
 log: Final = logging.getLogger("bkctl.http")
 
@@ -55,7 +53,7 @@ REQUESTS_MAX: Final = 64
 BODY_SIZE_BYTES_MAX: Final = 64 << 10
 BODY_TIMEOUT_S: Final = 15.0
 ANSWER_TIMEOUT_S: Final = 90.0
-#: What a gateway waits longer than a bookie, whose own answer says more than the gateway's.
+#: A gateway waits longer than the bookie by this time, so that the bookie's own error arrives: it says more.
 FORWARD_TIMEOUT_S: Final = 5.0
 #: The longest wait for a client to read the next piece of an answer.
 SEND_TIMEOUT_S: Final = 30.0

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from starlette.responses import Response, StreamingResponse
 
-from bkctl.errors import BkctlError, UsageError
+from bkctl.errors import UsageError
 from bkctl.ids import I64_MAX
 
 if TYPE_CHECKING:
@@ -285,10 +285,6 @@ class Endpoints(list[ApiEndpoint]):
     get: partialmethod[Callable[[Handler], Handler]] = partialmethod(_declare, "GET")
     put: partialmethod[Callable[[Handler], Handler]] = partialmethod(_declare, "PUT")
     delete: partialmethod[Callable[[Handler], Handler]] = partialmethod(_declare, "DELETE")
-
-
-class ServiceUnavailable(BkctlError):
-    """The request cannot be served now; a later one may succeed."""
 
 
 # --- answers ---------------------------------------------------------------------------------------------------------

@@ -17,9 +17,9 @@ from starlette.responses import Response
 from bkctl.errors import NotFound, ProtocolError, UsageError
 from bkctl.http.bookie_client import BOOKIE_PARAMETER
 from bkctl.http.client import ApiClient, ApiResponse
-from bkctl.http.endpoints import JSON, TEXT, ApiEndpoint, ServiceUnavailable
+from bkctl.http.endpoints import JSON, TEXT, ApiEndpoint
 from bkctl.http.server_url import bookie_url, token_for_registered
-from bkctl.http.service import Service
+from bkctl.http.service import Service, ServiceUnavailable
 
 #: Requests under way to all bookies, and to one bookie: bookies that do not answer leave room for the others.
 FORWARDS_MAX: Final = 64

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from bkctl.client.ledger import BookKeeper
 from bkctl.client.placement import DEFAULT_RULES, RackRules
 from bkctl.errors import BkctlError, TimedOut
-from bkctl.http.endpoints import ServiceUnavailable
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.store import NO_SECURITY, StoreSecurity
 from bkctl.replication.bookie_mover import BookieMover
@@ -33,6 +32,10 @@ log: Final = logging.getLogger("bkctl.http")
 
 #: The longest wait for a bookie's event loop.
 BOOKIE_TIMEOUT_S: Final = 30.0
+
+
+class ServiceUnavailable(BkctlError):
+    """The request cannot be served now; a later one may succeed."""
 
 
 @dataclass(eq=False)

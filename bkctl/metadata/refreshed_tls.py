@@ -41,7 +41,7 @@ class RefreshedContext(ssl.SSLContext):
         self._files = [file for file in files if file]
         self._digest = self._refused = self._read()  # before they are loaded: a change meanwhile is seen
         self._current = make()
-        #: When our certificate expires, in seconds since 1970; None without one.
+        #: The expiry of our certificate, in seconds since 1970; None without one.
         self.expires_s = None if certificate is None else _validity(certificate)[1]
         self.verify_mode = self._current.verify_mode
         if refresh_s > 0:

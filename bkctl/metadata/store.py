@@ -41,7 +41,7 @@ INVALID_NAMES_MAX: Final = 1000
 _CONCURRENCY: Final = 8
 _RESERVED_NAMES: Final = frozenset(("", ".", ".."))
 _UNPRINTABLE: Final = re.compile("[\x00-\x1f\x7f\ud800-\udfff]")
-#: How often long-running commands look at TLS files, as Pulsar's bookies do.
+#: The interval at which long-running commands look at TLS files, as Pulsar's bookies do.
 TLS_REFRESH_S: Final = 300
 NO_CLUSTER_HINT: Final = "check the path at the end of the metadata URI"
 

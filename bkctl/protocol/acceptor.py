@@ -142,7 +142,7 @@ class Acceptor:
         self.ended = ended
         #: Sockets of clients that are open.
         self.open = 0
-        #: Those that `_make_room` ended, and whose sockets are not closed yet: the descriptors above the bound.
+        #: Connections that `_make_room` ended, with sockets still open: the descriptors above the bound.
         self._leaving: set[_Accepted] = set()
         self._leaving_max = max(1, connections_max // _LEAVING_SHARE)
         self._is_crowded = False

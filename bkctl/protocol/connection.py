@@ -433,7 +433,7 @@ class BookieConnection(FramedProtocol):
             is_late = True
             self._time_out(pending)
         if is_late and self._congested_ticks > _TICKS_PER_TIMEOUT:
-            # What it does not read would stay in memory.
+            # Unread frames would stay in memory.
             self._fail(
                 BookieUnavailable(f"Bookie {self.bookie_id} did not read its requests for {self._timeout_s:g} s")
             )

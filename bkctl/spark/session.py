@@ -82,7 +82,7 @@ def _java_error(reason: str) -> BkctlError:
 
 LOCAL_MASTER: Final = "local[*]"
 
-#: What a job needs of any session; settings of the caller override these.
+#: Settings of every session; settings of the caller override these.
 _SETTINGS: Final = {
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",

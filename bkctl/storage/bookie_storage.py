@@ -98,7 +98,7 @@ class BookieStorage:
         self.set_aside = self._open_ledgers.set_aside
         #: By journal number: the place before the first record of a set-aside ledger. The mark stays there.
         self._pins: dict[int, journal_formats.LogMark] = {}
-        #: Why `open` left replayed entries in memory, and perhaps a journal without a file: a disk is full.
+        #: The full disk's error that left replayed entries in memory in `open`, perhaps a journal without a file.
         self.no_space: OSError | None = None
 
     def set_writable(self, numbers: list[int]) -> None:
@@ -148,7 +148,7 @@ class BookieStorage:
         self.replayed = (replay.entry_count, replay.skipped_count)
         self._pins, self.no_space = replay.pins, replay.no_space
         if replay.has_records:
-            # What a killed process wrote may be in the system's memory alone. Replay saw it and builds on it, and the
+            # Bytes of a killed process may be in the page cache alone. Replay saw it and builds on it, and the
             # marks are about to pass it.
             for directory in dict.fromkeys((*self.ledger_directories, *self.index_directories)):
                 self.files.sync_file_system(directory)

@@ -36,7 +36,7 @@ class JournalBatch:
         #: Bytes of the records, and how many of them are entries.
         self.size = 0
         self.count = 0
-        #: When the batch was queued for its journal (monotonic clock).
+        #: The time at which the batch was queued for its journal (monotonic clock).
         self.put_s = 0.0
         self.scoped = False
         self.tokens: list[Any] = []

@@ -201,7 +201,7 @@ class LocationReader:
 
 
 def _without_surplus(entries: list[memoryview | None], kept: int) -> list[memoryview | None]:
-    """Return `entries`, which keep a read of `kept` bytes in memory; as copies where they are a small part of it."""
+    """Return `entries`, views of a read of `kept` bytes; copy them if they are a small part of it, to free the rest."""
     if kept <= KEPT_FACTOR_MAX * sum(len(body) for body in entries if body is not None):
         return entries
     return [None if body is None else memoryview(bytes(body)) for body in entries]

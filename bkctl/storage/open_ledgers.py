@@ -27,7 +27,7 @@ class FencedAndDeleted:
     """Deleted ledgers whose fence still holds: their writers may not have noticed either."""
 
     def __init__(self) -> None:
-        #: When a write last arrived, the longest ago first; not wall time, which may leap and so lift a fence.
+        #: Time of each ledger's last write, oldest first; monotonic: wall time may leap, and so lift a fence.
         self._last_write_s: dict[LedgerId, float] = {}
 
     def add(self, ledger: LedgerId) -> None:

@@ -65,7 +65,7 @@ class JournalReplay:
         self.set_aside = ledgers.set_aside
         #: By journal number: the place before the first record of a set-aside ledger.
         self.pins: dict[int, LogMark] = {}
-        #: Why replayed entries remain in memory: a disk is full.
+        #: The full disk's error that leaves replayed entries in memory.
         self.no_space: OSError | None = None
 
     def run(self, directories: Sequence[Path], last_marks: LastMarkFiles) -> tuple[LogMark, ...]:

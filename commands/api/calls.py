@@ -20,7 +20,7 @@ from ..kit.texts import plain_lines
 
 app = group()
 
-#: What a request may carry: settings, or the bytes of some metadata.
+#: The longest body of a request: settings, or the bytes of some metadata.
 BODY_SIZE_BYTES_MAX: Final = 16 << 20
 
 #: The first parts of the paths below /api/v1.

@@ -86,7 +86,7 @@ class Audit:
             "command": without_secrets(words),
         }
         self._has_begun = False
-        #: Why a line could not be written.
+        #: The error that kept a line from being written.
         self.problem: OSError | None = None
 
     @property

@@ -67,7 +67,7 @@ class RowSelection(NamedTuple):
 
     columns: tuple[str, ...] | None = None
     order: RowOrder | None = None
-    #: How many of the sorted rows to print.
+    #: The number of sorted rows to print.
     limit: int | None = None
 
     def of(self, columns: Columns, output: Output) -> Columns:

@@ -44,7 +44,7 @@ T = TypeVar("T")
 LISTED_S: Final = 2.0
 #: The end of the help of commands that ask, unless --yes is not enough for them.
 ASKS: Final = "Asks before it destroys something; without a terminal --yes is required."
-#: What `--undo` takes for no file at all.
+#: The value of `--undo` that means no file.
 NO_FILE: Final = "none"
 
 

@@ -23,7 +23,7 @@ from .texts import plain
 #: The width of a bar.
 _BAR_MIN: Final = 8
 _BAR_MAX: Final = 24
-#: What a panel's edge has beside its title.
+#: The columns of a panel's edge beside its title.
 _EDGE_WIDTH: Final = 6
 
 

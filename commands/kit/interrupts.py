@@ -28,7 +28,7 @@ REPEAT_S: Final = 1.0
 _is_interrupted = False
 #: The signals that are handled here; our parent did not have them ignored.
 _taken: list[int] = []
-#: What the first signal does now; None in a process that did not call `end_at_once`.
+#: The action of the first signal; None in a process that did not call `end_at_once`.
 _act: Callable[[], object] | None = None
 #: The first signal, and when it came by the monotonic clock.
 _first: tuple[int, float] | None = None
@@ -83,9 +83,9 @@ def _raise() -> None:
 
 
 def note_interrupt() -> None:
-    """Make the process end with `exit_code` rather than by the signal, as the command was interrupted.
+    """Make the process end with `exit_code`, also where Python itself would end it by SIGINT.
 
-    Python ends by it wherever a KeyboardInterrupt passed through `exec`, as of dataclasses, whoever handled it then.
+    Python does that after a KeyboardInterrupt has passed through `exec` (dataclasses use it), even if it was handled.
     """
     global _is_interrupted
     _is_interrupted = True

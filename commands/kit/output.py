@@ -89,7 +89,7 @@ class RowWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None and (issubclass(kind, ClosedOutput) or self._is_empty()):
-            # What failed before its first row prints nothing but the error.
+            # A command that fails before its first row prints only the error.
             return
         self._flush()
         if self._table is not None:
@@ -130,7 +130,7 @@ class RowWriter:
         size = 1
         while True:
             before = len(self._rows)
-            # What an exception leaves here is printed by __exit__.
+            # Rows that an exception leaves here are printed by __exit__.
             self._rows.extend(map(self._fields.values, islice(iterator, size)))
             if len(self._rows) - before < size:
                 return

@@ -36,7 +36,7 @@ class Session:
     quiet: bool = False
     no_color: bool = False
     debug: bool = False
-    #: What an interrupted command had done, and how to continue.
+    #: The state that an interrupted command leaves, and how to continue.
     interrupted: str | None = None
     #: Set for a command that works for long; `main` writes its end.
     work: WorkFile | None = None

@@ -126,7 +126,7 @@ class _Rows:
         self._key, self._output = key, output
         self._header = ",".join(columns.names()) + "\n" if output is Output.CSV else ""
         self._plain = plain_lines if output is Output.CSV and sys.stdout.isatty() else str
-        #: How many rows have a key and a line.
+        #: The number of rows that have a key and a line.
         self._last: Counter[tuple[Any, str]] = Counter()
 
     def print(self, rows: Iterable[Any]) -> None:

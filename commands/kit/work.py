@@ -24,10 +24,10 @@ from .audit import state_directory, without_secrets
 if TYPE_CHECKING:
     from bkctl.pace import Pace
 
-#: How long the state of work that ended, or was killed, is kept.
+#: The time for which the state of work that ended, or was killed, is kept.
 KEPT_S: Final = 3600.0
 _STATE_SIZE_BYTES_MAX: Final = 1 << 20
-#: What a damaged file makes of reading it.
+#: Errors of reading a damaged file.
 _DAMAGE: Final = (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError)
 #: The fields that readers need, and their types.
 _FORM: Final = {

@@ -127,7 +127,7 @@ def _holds_password(value: bytes) -> bool:
     try:
         return bool(LedgerMetadata.parse(value).password)
     except (Corrupt, Unsupported):
-        # What cannot be read may hold one.
+        # An unreadable node may hold one.
         return True
 
 
@@ -188,7 +188,7 @@ def tree(
         str | None, typer.Option("--contains", metavar="TEXT", help="Only nodes whose value contains this text.")
     ] = None,
     totals: Annotated[
-        bool, typer.Option("--totals", help="Count the nodes and bytes of each subtree instead; all levels count.")
+        bool, typer.Option("--totals", help="Show the number of nodes and bytes of each subtree, at every depth.")
     ] = False,
 ) -> None:
     """List the nodes of the metadata store below a path.

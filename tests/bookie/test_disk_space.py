@@ -1,4 +1,4 @@
-"""Which directories take new files, and when a bookie takes no entries."""
+"""Choice of directories for new files, and a bookie that accepts no entries on full disks."""
 
 from __future__ import annotations
 

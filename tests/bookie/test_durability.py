@@ -1,4 +1,4 @@
-"""What an acknowledgement means, seen from outside the bookie's process: the system calls before it."""
+"""System calls before an acknowledgement, seen from outside the bookie's process."""
 
 from __future__ import annotations
 

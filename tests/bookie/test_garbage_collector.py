@@ -1,4 +1,4 @@
-"""Garbage collection takes what the metadata store says is no more, and nothing else."""
+"""Garbage collection removes ledgers that the metadata store has deleted, and nothing else."""
 
 from __future__ import annotations
 

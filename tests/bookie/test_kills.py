@@ -81,7 +81,7 @@ def payload_of(entry_id: int) -> bytes:
 
 @dataclass(eq=False)
 class Ledger:
-    """What the bookie was asked to do with one ledger, and what it said that it did."""
+    """The requests about one ledger, and the bookie's answers."""
 
     by: DigestManager
     given: int = 0
@@ -306,7 +306,7 @@ class Load:
             assert response.status is Status.EFENCED, (ledger.ledger, response)
 
     async def deleted_are_gone(self) -> bool:
-        """Whether the bookie knows none of the deleted ledgers."""
+        """Return True if the bookie has none of the deleted ledgers."""
         connection = await self.connect(Protocol.V3)
         deleted = [each for each in self.ledgers if each.deleted]
         answers = await asyncio.gather(*(connection.send(ReadRequest(each.ledger, LAST_ENTRY)) for each in deleted))
@@ -371,7 +371,7 @@ def test_bookie_killed_at_random_points_loses_nothing_acknowledged(
         )
         acknowledged = {each.ledger.qualified_name: each.acknowledged for each in load.alive}
         for row in map(json.loads, done.out.splitlines()):
-            # What was only on its way to the journal may have reached the entry log, in part too: see `is_cut`.
+            # Entries not yet in the journal may have reached the entry log, in part too: see `is_cut`.
             is_left_over = row["kind"] in ("notIndexed", "digest") and row["entryId"] not in acknowledged.get(
                 row["ledgerQualifiedName"], ()
             )

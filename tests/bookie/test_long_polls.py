@@ -17,7 +17,7 @@ from bkctl.storage.ledger.ledger_storage import LedgerHandle
 
 LEDGER = LedgerId(0, 5)
 HOUR_MS = 3_600_000
-#: What readers of a ledger with LAC 4 know: two are up to date, and the others claim more.
+#: The LACs that readers of a ledger with LAC 4 claim: two are up to date, the others are higher.
 KNOWN = (7, 4, 1 << 62, 4, 5, 7)
 
 

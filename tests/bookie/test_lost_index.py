@@ -1,4 +1,4 @@
-"""A bookie whose index was lost: garbage collection spares the entries of ledgers that exist, until it is made anew."""
+"""A bookie with a lost index: garbage collection spares entries of existing ledgers until the index is rebuilt."""
 
 from __future__ import annotations
 

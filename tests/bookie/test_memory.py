@@ -39,7 +39,7 @@ from bkctl.protocol.served_connection import ServedConnection
 MEBIBYTE = 1 << 20
 SIZE_BYTES = 100 * 1024
 CLIENTS = 4
-#: What each of them sends as fast as the bookie takes it.
+#: The bytes that each of them sends as fast as the bookie accepts them.
 COUNT = 500
 SETTINGS = {
     "journalMaxMemorySizeMb": 16,

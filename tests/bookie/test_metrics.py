@@ -1,4 +1,4 @@
-"""What a bookie counts, and the text that says so."""
+"""A bookie's counters, and their text for Prometheus."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A bookie whose disks are behind, or fail beside the requests: it goes on, or gives up and says so."""
+"""A bookie whose disks are behind, or fail beside the requests: it continues, or gives up and says so."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class ThreadEnd(BaseException):
 @pytest.mark.parametrize(
     ("method", "kind"),
     [
-        ("commit", ThreadEnd),  # a group that fails is answered, and the journal goes on
+        ("commit", ThreadEnd),  # a group that fails is answered, and the journal continues
         *((method, kind) for method in ("write_entries", "checkpoint") for kind in (RuntimeError, ThreadEnd)),
     ],
 )
@@ -328,7 +328,7 @@ def test_memory_stays_bounded_when_clients_write_faster_than_the_disk(
             most = max(most, resident_bytes() - before)
             # One receive buffer beyond the bound for each connection.
             assert bookie.server.in_flight.bytes <= (8 << 20) + clients * (512 << 10)
-            # What came in one turn of the loop more than its bound, from all connections.
+            # The excess over the bound of one turn of the loop, from all connections.
             assert bookie.storage.ledgers.unwritten_bytes <= (8 << 20) + (8 << 20) + clients * (512 << 10)
             await asyncio.sleep(0.01)
         assert {code for codes in await pouring for code in codes} == {0}

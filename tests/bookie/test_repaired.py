@@ -1,4 +1,4 @@
-"""Our bookie serves scoped and plain ledgers from indexes made anew, and from ones converted there and back."""
+"""Our bookie serves scoped and plain ledgers from rebuilt indexes, and from indexes converted there and back."""
 
 from __future__ import annotations
 

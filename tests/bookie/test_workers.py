@@ -35,7 +35,7 @@ class Storage:
 
 
 class Listener:
-    """What the loop hears, in order."""
+    """Records the calls that the loop receives, in order."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[str, int]] = []
@@ -62,7 +62,7 @@ def batch(size: int, entries: int) -> JournalBatch:
 def groups_of(
     batches: list[JournalBatch], storage: Storage | None = None, **settings: Any
 ) -> tuple[list[int], Listener]:
-    """How many batches each group has behind a first that holds the thread up; and what was heard."""
+    """Return how many batches each group has after a first one that holds the thread up, and the reported calls."""
     storage = storage or Storage()
     listener = Listener()
 

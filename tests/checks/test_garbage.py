@@ -1,4 +1,4 @@
-"""How much of an entry log is garbage, and what compaction does about it."""
+"""The share of garbage in an entry log, and compaction of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `entrylog verify` says of an entry log: where its good part ends and why, what is behind, what contradicts."""
+"""Reports of `entrylog verify`: the end of the intact part and its cause, the records behind it, contradictions."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_a_torn_tail_whose_payload_is_an_entry_log_is_torn(verify, ledger, entry
 
 
 def test_a_torn_record_must_begin_like_a_record(verify) -> None:
-    """Where a size is broken the scan may come to any bytes at all."""
+    """A damaged size lets the scan reach any bytes at all."""
     data, _ = log(closed=False)
     check = verify(bytes(data) + struct.pack(">i", 5000) + b"\xc1" * 200)
     assert (check.state, check.good_end) == (ScanState.DAMAGED, len(data))

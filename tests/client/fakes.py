@@ -67,7 +67,7 @@ class FakeLedger:
 
 
 class FakeBookie:
-    """What a bookie does, without a disk. `fault(request)` may give a Status, a Fault, or None for the right answer.
+    """A bookie without a disk. `fault(request)` may give a Status, a Fault, or None for the right answer.
 
     `damage(entry)` changes what reads give back. Without `scopes` it is as Apache's: field 15 is ignored, never echoed;
     with `lies` it echoes in the probe only.
@@ -101,7 +101,7 @@ class FakeBookie:
             await server.close(0.1)
 
     def entries(self, ledger: LedgerId) -> dict[int, bytes]:
-        """What it has of a ledger, by entry id; empty if it knows nothing of it."""
+        """Return its entries of a ledger by entry id; empty for an unknown ledger."""
         return self.ledgers[ledger].entries if ledger in self.ledgers else {}
 
     def release(self) -> None:

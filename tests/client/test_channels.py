@@ -1,4 +1,4 @@
-"""Channels to bookies that cannot be reached: whoever waits is told."""
+"""Channels to bookies that cannot be reached: each waiting caller gets an error."""
 
 from __future__ import annotations
 

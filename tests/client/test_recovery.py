@@ -100,7 +100,7 @@ async def test_an_entry_on_one_bookie_only_is_made_safe_or_dropped_never_halved(
 
 
 async def test_the_end_needs_enough_bookies_that_lack_the_entry(fake_cluster):
-    """Wq 3, Aq 2: two must say that there is no entry. One that cannot tell (EIO, UNKNOWNLEDGERSTATE) is no answer."""
+    """Wq 3, Aq 2: two must report the entry as absent. EIO and UNKNOWNLEDGERSTATE do not count."""
 
     async with fake_cluster(3) as cluster, cluster.client() as client:
         writer = await open_ledger_of(client, [b"0", b"1"], write_quorum_size=3)

@@ -1,4 +1,4 @@
-"""Every entry from every replica: what is told of good, missing, damaged, different and unreachable ones."""
+"""Every entry from every replica: reports of intact, missing, damaged, different and unreachable ones."""
 
 from __future__ import annotations
 

@@ -18,10 +18,16 @@ from bkctl.commands.generate import read_pages
 from bkctl.commands.kit.command import Declaration
 from bkctl.commands.kit.documents import ERROR_SCHEMA
 from bkctl.commands.main import GROUPS, run
+from bkctl.formats.entry import DigestType
+from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo, Cookie, Fragment, LedgerMetadata, LedgerState
+from bkctl.ids import LedgerId
+from bkctl.metadata.cluster import Cluster, open_cluster
+
+BOOKIES = ("b0:3181", "b1:3181", "b2:3181")
 
 
 class Result(NamedTuple):
-    """What one command line did."""
+    """The result of one command line."""
 
     code: int
     out: str
@@ -102,6 +108,34 @@ def _check_schemas(words: list[str], out: str, err: str) -> None:
             if declared[name].has_dry_run and not row.get("removed"):
                 assert row.get("applied", True) is ("--dry-run" not in words), f"{name}: {row}"
                 assert "applied" in row or "--dry-run" not in words, f"{name}: {row}"
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """A SQLite store with a closed and an open ledger, one of scope 7, two bookies, and the cookie of a third."""
+    uri = f"sqlite://{tmp_path}/m.db"
+    monkeypatch.setenv("BKCTL_METADATA_URI", uri)
+    with open_cluster(uri, create=True) as cluster:
+        closed = LedgerMetadata(
+            3, 2, 2, DigestType.CRC32C, b"", (Fragment(0, BOOKIES),), LedgerState.CLOSED, 10, 3, 1755770000123,
+            {"application": b"pulsar", "component": b"managed-ledger", "pulsar/managed-ledger": b"t"},
+        )  # fmt: skip
+        cluster.ledgers.create(LedgerId(0, 5), closed)
+        cluster.ledgers.create(
+            LedgerId(0, 6), LedgerMetadata(1, 1, 1, DigestType.HMAC, b"secret", (Fragment(0, BOOKIES[:1]),))
+        )
+        cluster.ledgers.create(LedgerId(7, 5), closed)
+        info = BookieServiceInfo(
+            (
+                BookieEndpoint("bookie", 3181, "10.0.0.1", "bookie-rpc"),
+                BookieEndpoint("httpserver", 8080, "10.0.0.1", "http"),
+            ),
+            {"ledgerScopes": "1"},
+        )
+        cluster.bookies.register(BOOKIES[0], info)
+        cluster.bookies.register(BOOKIES[1], BookieServiceInfo(), read_only=True)
+        cluster.cookies.write(BOOKIES[2], Cookie(BOOKIES[2], ("/j",), ("/l",)), -1)
+        yield cluster
 
 
 @pytest.fixture(scope="session")

@@ -36,7 +36,7 @@ COLLECTOR = {
 
 
 def apache_replies() -> dict[str, Any]:
-    """What an idle Apache bookie with DbLedgerStorage answers."""
+    """The answers of an idle Apache bookie with DbLedgerStorage."""
     return {
         "GET /heartbeat": b"OK\n",
         f"GET {API}/state": STATE,

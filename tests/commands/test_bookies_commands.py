@@ -24,7 +24,7 @@ def _connected(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def odd_cluster(tmp_path: Path) -> str:
-    """A cluster with a bookie that is down, one that nobody reaches, and one with a damaged cookie."""
+    """A cluster with a bookie that is down, one that is unreachable, and one with a damaged cookie."""
     uri = f"sqlite://{tmp_path / 'metadata.db'}"
     with open_cluster(uri, create=True) as cluster:
         cluster.cookies.write("down:1", Cookie("down:1", ("/j",), ("/l",), "i"), NEW)

@@ -123,7 +123,7 @@ def test_recover_refuses_to_delete_cookies_if_scopes_are_of_a_formatted_cluster(
 
 
 def test_a_bookie_without_ledgers_is_decommissioned_at_once(cli: Cli, metadata: Cluster) -> None:
-    assert cli("bookies", "decommission", "e").code == 2  # nobody was asked
+    assert cli("bookies", "decommission", "e").code == 2  # asked no question
     assert metadata.cookies.list() == ["e"]
     # The bookies that would take something over do not answer, which is a warning.
     rows = cli("bookies", "decommission", "e", "--yes", "-o", "ndjson", "--timeout", "1").rows

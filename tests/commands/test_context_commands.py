@@ -282,7 +282,7 @@ def test_logins_come_from_options_then_the_environment_then_the_context(tmp_path
     found = security(GlobalOptions(metadata_password_file=tmp_path / "two"))
     assert found.password == "2"  # type: ignore[attr-defined]
     assert "geheim" not in repr(security(GlobalOptions()))
-    # Where the context does not name the cluster, its login is nobody's.
+    # A context that does not name the cluster lends it no login.
     other = connect_to([("", GlobalOptions(metadata_uri="zk://b:1/x", context="a"))], environment)
     assert other.settings == GlobalOptions()
     plain = store_security(GlobalOptions(metadata_user="eve"), {"BKCTL_METADATA_PASSWORD": "geheim"})

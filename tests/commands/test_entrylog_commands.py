@@ -95,7 +95,7 @@ def test_list_shows_empty_logs_and_unfinished_compactions(cli: Cli, bookie: Path
         ("22", "compacted", 31, 1),
         ("23", "compacting", None, 1),
     ]
-    # What a compaction left holds copies: it is read where it is named, and not with the others.
+    # The log that a compaction left holds copies: it is read only if named.
     assert {row["logId"] for row in cli("entrylog", "read", bookie / "ledgers", "-o", "ndjson").rows} == {31}
     for name in ("22.log.1f.compacted", current / "22.log.1f.compacted"):
         rows = cli("entrylog", "read", name, "--dir", bookie / "ledgers", "-o", "ndjson").rows

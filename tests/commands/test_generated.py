@@ -13,6 +13,7 @@ import pytest
 from support.waiting import LIMIT_S
 
 from bkctl.bookie.local import LocalCluster, data_directory
+from bkctl.commands import generate
 from bkctl.commands.generate import FILES as FILE_METAVARS
 from bkctl.commands.generate import Page, generated_files, read_pages
 from bkctl.commands.kit import completion
@@ -332,7 +333,7 @@ def test_bash_offers_the_options_of_each_command() -> None:
 
 
 def test_completions_list_each_option_once() -> None:
-    assert sum(len(FILES[name].encode()) for name in FILES if name.startswith("completions/")) < 120 << 10
+    assert sum(len(FILES[name].encode()) for name in FILES if name.startswith("completions/")) < 150 << 10
     for name in ("completions/_bkctl", "completions/bkctl.fish"):
         for text in {option.help for page in PAGES for option in page.options if option.panel == GLOBAL_PANEL}:
             plain = FILES[name].replace("'\\''", "'").replace("\\", "")
@@ -424,3 +425,16 @@ def test_commands_that_ask_say_that_yes_is_required_without_a_terminal() -> None
         names = {name for option in page.options for name in option.names}
         asks = bool(page.path) and "--yes" in names and "--yes-really" not in names
         assert page.help.endswith(ASKS) is asks, page.name
+
+
+def test_a_new_command_changes_only_lines_of_its_own_in_completions() -> None:
+    """Parallel branches that add commands must not renumber each other's lines."""
+    tree = generate.read_pages()
+    group = tree.children[0]
+    command = group.children[0]
+    option = command.options[0]._replace(names=("--aaa-of-its-own",))
+    added = command._replace(path=(*group.path, "added"), options=(option, *command.options))
+    more = tree._replace(children=(group._replace(children=(*group.children, added)), *tree.children[1:]))
+    for write in (generate.bash_completion, generate.zsh_completion, generate.fish_completion):
+        before, after = write(tree).splitlines(), set(write(more).splitlines())
+        assert len([line for line in before if line not in after]) <= 6, write.__name__

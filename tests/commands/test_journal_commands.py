@@ -19,7 +19,7 @@ from bkctl.ids import LedgerId
 from . import files
 from .conftest import Cli
 
-#: Where the records of the journal that `files` makes begin, by their order; and its end.
+#: The offsets of the records of the journal that `files` makes, in order; and its end.
 OFFSETS = (512, 556, 599, 639)
 
 

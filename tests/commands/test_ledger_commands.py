@@ -20,7 +20,7 @@ from bkctl.commands.kit.audit import audit_file
 from bkctl.errors import Corrupt, Unreachable
 from bkctl.formats.metadata import LedgerState
 from bkctl.ids import LedgerId
-from bkctl.metadata.cluster import open_cluster
+from bkctl.metadata.cluster import Cluster, open_cluster
 
 from .conftest import Cli
 
@@ -645,3 +645,18 @@ def test_a_backup_is_an_export_that_import_takes(cli: Cli, three: list[str], tmp
     assert cli("ledger", "delete", *three, "--backup", tmp_path / "backup", "--yes").code == 5
     assert cli("ledger", "delete", *three, "--backup", tmp_path / "none" / "x", "--yes").code == 4
     assert len(cli("ledger", "show", *three, "-o", "json").json) == 3
+
+
+def test_delete_needs_yes_without_a_terminal(cli: Cli, store: Cluster) -> None:
+    result = cli("ledger", "delete", "5")
+    assert result.code == 2
+    assert "Ledger 5 (CLOSED, 4 entries, 10 B) would be lost" in result.err
+    [row] = cli("ledger", "delete", "5", "--dry-run", "-o", "json").json
+    assert (row["ledgerId"], row["state"], row["deleted"]) == ("5", "CLOSED", False)
+    assert cli("ledger", "delete", "6", "--if-state", "CLOSED", "--yes").code == 5
+    assert cli("ledger", "delete", "5", "77", "--yes").code == 4
+    assert cli("ledger", "list", "-o", "id").out == "5\n6\n"
+    [row] = cli("--yes", "ledger", "delete", "5", "-o", "json").json
+    assert row["deleted"] is True
+    assert cli("ledger", "list", "--all-scopes", "-o", "id").out.split() == ["6", "00000000000000070000000000000005"]
+    assert cli("ledger", "delete", "5", "--yes").code == 4

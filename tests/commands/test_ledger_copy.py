@@ -81,7 +81,7 @@ def test_a_copy_goes_to_another_cluster_and_back(cli: Cli, written: str, tmp_pat
         assert back.code == 0, back.err
         assert lines(cli, back.out.strip()) == lines(cli, written)
         assert cli("ledger", "delete", back.out.strip(), "--yes").code == 0
-        # Its only bookie goes: nobody answers for the copy any more.
+        # Stop its only bookie: no bookie has the copy any more.
         other.down(other.bookies()[0].bookie_id)
         for arguments in (("--check",), ("--every-entry",), ("--entry", 3, "--check")):
             gone = cli("ledger", "locate", written, *there, *arguments, "-o", "ndjson")

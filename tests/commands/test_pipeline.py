@@ -135,7 +135,7 @@ def test_missing_archive_and_python_are_errors_before_spark_starts(
 
 
 def without_java(tmp_path: Path, **variables: str) -> str:
-    """What the command says in an environment without Java but for `variables`."""
+    """Return the command's output in an environment without Java, with `variables` added."""
     environment = {name: value for name, value in os.environ.items() if name not in ("JAVA_HOME", "PATH")}
     environment |= {"PATH": str(tmp_path), **variables}
     command = [sys.executable, "-m", "bkctl", "pipeline", "inventory", *SPARK, PLACE]

@@ -85,7 +85,7 @@ B1, B2 = Finding("down", "b1"), Finding("down", "b2")
 
 
 def watched(*looks: Iterable[Any], key: Callable[[Any], Any] | None = None, **settings: Any) -> None:
-    """Watch until there are no more looks."""
+    """Watch until the looks are used up."""
     following = iter(looks)
     how: dict[str, Any] = {"columns": FINDING_COLUMNS, "output": Output.NDJSON, "selection": ALL, **settings}
     with pytest.raises(StopIteration):
@@ -179,6 +179,6 @@ def test_watch_requires_a_form_without_an_end(cli: Cli, uri: str) -> None:
     assert "-o ndjson" in cli("bookies", "list", "--watch", "-o", "json", "-u", uri).err
     assert cli("bookies", "list", "--watch=0", "-u", uri).code == 2
     assert cli("bookies", "list", "--watch=soon", "-u", uri).code == 2
-    # Where arguments are taken, a word behind --watch is one.
+    # In a command with arguments, a word behind --watch is one.
     assert cli("ledger", "show", "--watch", "5", "-u", uri).code == 4
     assert cli("ledger", "show", "--watch=5", "-u", uri).code == 2

@@ -82,7 +82,7 @@ def cluster_uri(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         server = request.getfixturevalue(request.param)
         return str(server.metadata_uri(server.new_root()))
     zookeeper = request.getfixturevalue("zookeeper")
-    if request.param == "legacy":  # No URI names it, and nobody makes such clusters any more.
+    if request.param == "legacy":  # No URI names it: such clusters are no longer created.
         legacy: str = zookeeper.metadata_uri(zookeeper.new_root(), "null")
         with open_cluster(legacy, create=True) as made:
             layout = b"2\norg.apache.bookkeeper.meta.LegacyHierarchicalLedgerManagerFactory:1"

@@ -1,4 +1,4 @@
-"""What every ledger manager keeps to, over SQLite, etcd, HBase, and each of Apache's layouts on a real ZooKeeper."""
+"""The contract of ledger managers, over SQLite, etcd, HBase, and each of Apache's layouts on a real ZooKeeper."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def ledgers(cluster: Cluster) -> LedgerManager:
 
 @pytest.fixture
 def ids(ledgers: LedgerManager) -> list[LedgerId]:
-    """Those of IDS that the layout has room for: all but the longest."""
+    """Return the IDS that the layout has room for: all but the longest."""
     return [ledger for ledger in IDS if _fits(ledgers, ledger)]
 
 

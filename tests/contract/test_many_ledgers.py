@@ -35,7 +35,7 @@ def create_all(ledgers: LedgerManager, ids: list[LedgerId]) -> None:
 
 
 def assert_tiled(ranges: list[LedgerRange], first: LedgerId, last: LedgerId) -> None:
-    """Whether ranges go from `first` to `last` without a gap or an overlap, each with its own ledgers in order."""
+    """Return True if ranges cover `first` to `last` without a gap or an overlap, each with its ledgers in order."""
     assert ranges[0].first == first
     assert ranges[-1].last == last
     for one, following in pairwise(ranges):
@@ -151,7 +151,7 @@ def spread(count: int) -> list[LedgerId]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether no thread of the process runs any more."""
+    """Return True if every thread of the process has ended."""
     states = [file.read_text().rpartition(")")[2].split()[0] for file in Path(f"/proc/{pid}/task").glob("*/stat")]
     return set(states) == {"T"}
 

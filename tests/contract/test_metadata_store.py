@@ -1,4 +1,4 @@
-"""What every metadata store keeps to, over SQLite, a real ZooKeeper, a real etcd and a real HBase."""
+"""The contract of metadata stores, over SQLite, a real ZooKeeper, a real etcd and a real HBase."""
 
 from __future__ import annotations
 
@@ -496,7 +496,7 @@ def test_claim_many_makes_each_claim_on_its_own(store: MetadataStore, backend: A
     ours = [claim for claim in found if isinstance(claim, Claim)]
     assert [claim.path for claim in ours] == [*paths[:3], *paths[4:]]
     assert isinstance(found[3], AlreadyExists)
-    # What was taken from us is not ours, whoever has it now, and stays when we release what we had.
+    # A node taken from us belongs to its new owner, and stays when we release ours.
     store.delete(paths[5])
     taken = other.claim(paths[5], b"them")
     assert store.held_many(ours) == [claim.path != paths[5] for claim in ours]

@@ -28,7 +28,7 @@ from support.command_line import Answer
 CODES: Final = frozenset({0, 3, 7, 8})
 #: A file that went away may be missed, too.
 CODES_REMOVED: Final = CODES | {4}
-#: What a reader may allocate beyond its file; windows are 1 MiB, and an absurd length is 2 GiB.
+#: The most that a reader may allocate beyond its file; windows are 1 MiB, and an absurd length is 2 GiB.
 MEMORY_BYTES_MAX: Final = 64 << 20
 
 #: Places as fractions of the file.

@@ -28,7 +28,7 @@ class Log(NamedTuple):
 
 
 def offsets_of(data: bytes, start: int, end: int) -> list[int]:
-    """Where records begin, told by their lengths alone."""
+    """Return the offsets of records by their lengths alone."""
     found = []
     while start < end:
         found.append(start)
@@ -69,7 +69,7 @@ def scoped() -> Log:
 
 
 def direct() -> Log:
-    """What the direct I/O logger makes of the same records: a filler up to 4096, 0xF0 to the next block, zeros."""
+    """The same records from the direct I/O logger: a filler up to 4096, 0xF0 to the next block, zeros."""
     log = apaches(closed=False)
     records = log.data[1024:]
     filler = RECORD_SIZE.pack(3068) + b"\xff" * 8 + bytes(3060)

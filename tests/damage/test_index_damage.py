@@ -15,7 +15,7 @@ from bkctl.ids import LedgerId
 
 #: One file of each kind that RocksDB has; the tables hold nearly everything.
 ROCKSDB_FILES = ("CURRENT", "MANIFEST-000015", "000014.log", "000013.sst", "IDENTITY")
-#: What differs for a reader that checks sums: one of each action.
+#: The difference for a reader that checks sums: one of each action.
 OF_DATABASES = [
     each
     for each in matrix.DAMAGE
@@ -47,7 +47,7 @@ def test_a_damaged_index_file(interleaved: Path) -> None:
     for damage in matrix.DAMAGE:
         if damage.place == "much-garbage":
             continue  # 375,000 entries that are shown, or found wrong: right, and slow.
-        # Where the header says how long its key and its explicit LAC are.
+        # The offsets of the lengths of the key and of the explicit LAC.
         difference = damage.do(path, [8, 36])
         with matrix.bounded():
             answer = run("index", "show", LEDGER, "--dir", interleaved)

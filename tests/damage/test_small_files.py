@@ -61,7 +61,7 @@ def test_a_damaged_mark_does_not_hide_the_others(tmp_path: Path) -> None:
 
 
 def problem_of(parse: Callable[[bytes, str], object], data: bytes) -> str | None:
-    """What is wrong with `data`; None where nothing is."""
+    """Return the damage of `data`; None if it is intact."""
     try:
         parse(data, "file")
     except (Corrupt, Unsupported) as error:

@@ -62,7 +62,7 @@ def copy_bookie(bookie: ApacheBookie, target: Path) -> None:
 
 
 def ask_shell(java: Java, target: Path, storage: str, ledgers: list[str], work: Path) -> dict[str, Any]:
-    """What Apache's shell says of the files in `target`; it works on a copy, since it may write."""
+    """Return the output of Apache's shell about the files in `target`; the shell gets a copy, since it may write."""
     copy = work / "asked"
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(target, copy)

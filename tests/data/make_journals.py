@@ -12,7 +12,7 @@ Needs Java and Maven. Writes `tests/data/journals/<version>/` anew:
     4.0.0/v1/        version 1, likewise
     4.0.0/v2/        no release wrote version 2: the records of `v1` behind its header
 
-In each of them `journal-N/`, `ledgers-N/` and `shell.json`: what `readjournal` and `lastmark` answered (those of 4.18.0
+In each of them `journal-N/`, `ledgers-N/` and `shell.json`: what `readjournal` and `lastmark` answered (4.18.0 answered
 for the old ones).
 """
 

@@ -353,7 +353,7 @@ def fields(records):
 
 
 def outcome(path, make):
-    """What `make` gives of the journal, the error that ended it, and what the reader says of its end."""
+    """Return the rows that `make` reads of the journal, the error that ended it, and the end that was reported."""
     rows, error = [], None
     with JournalReader.open(path) as reader:
         try:

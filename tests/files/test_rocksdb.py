@@ -185,7 +185,7 @@ def test_storage_flags_are_not_listed_as_a_ledger(tmp_path: Path) -> None:
 
 
 def test_the_later_of_two_keys_of_a_ledger_counts_as_in_apache(tmp_path: Path) -> None:
-    """Apache's rebuild writes keys of 16 bytes, which shadow those of 8 when its bookie loads them."""
+    """Apache's rebuild writes keys of 16 bytes, which shadow keys of 8 when its bookie loads them."""
     one, two = LedgerId(0, 1), LedgerId(0, 2)
     with LedgersDatabase.create(tmp_path / "ledgers") as ledgers:
         ledgers.put(one, data())

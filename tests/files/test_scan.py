@@ -33,7 +33,7 @@ from bkctl.formats.journal import PADDING_MASK
 from bkctl.formats.record import NO_LEDGER
 from bkctl.ids import LedgerId
 
-needs_compiled = pytest.mark.skipif(scan.compiled is None, reason="bkctl was installed without a C compiler")
+needs_compiled = pytest.mark.compiled
 LEDGERS = (LedgerId(0, 0), LedgerId(0, 5), LedgerId(0, 2**63 - 1))
 SCOPED = (LedgerId(7, 1), LedgerId(2**64 - 1, 2**64 - 1), LedgerId(1, 2**63))
 
@@ -46,7 +46,7 @@ def entry(ledger: LedgerId, entry_id: int, payload: bytes, digest_type: DigestTy
 entries = st.builds(
     entry, st.sampled_from(LEDGERS + SCOPED), st.integers(0, 2**40), st.binary(max_size=60), st.sampled_from(DigestType)
 )
-#: What else may stand in a log: maps, padding, entries cut short, sizes that are none, anything.
+#: Other bytes of a log: maps, padding, entries cut short, impossible sizes, anything.
 others = st.one_of(
     st.binary(max_size=80),
     st.builds(lambda size, body: struct.pack(">i", size) + body, st.integers(-3, 90), st.binary(max_size=90)),

@@ -100,7 +100,7 @@ def test_keys_and_values_match_the_format():
     assert index.location_key(LedgerId(0, 5), 9) == bytes.fromhex("0000000000000005 0000000000000009")
     assert index.write_location(0x1_0000_0404) == bytes.fromhex("0000000100000404")
     assert index.read_location(bytes.fromhex("0000000100000404")) == 0x1_0000_0404
-    # What Apache's rebuild of the ledgers index leaves, and the storage flags.
+    # The keys after Apache's rebuild of the ledgers index, and the storage flags.
     assert index.read_ledger_key(bytes.fromhex("0000000000000005 0000000000000000")) == LedgerId(0, 5)
     assert index.read_ledger_key(bytes.fromhex("ffffffffffff1103")) is None
     assert index.STORAGE_FLAGS_LEDGER_ID & (1 << 64) - 1 == 0xFFFFFFFFFFFF1103

@@ -1,4 +1,4 @@
-"""What the metadata store keeps, by literal bytes and by Apache's own; and every rule that makes a value unreadable."""
+"""Values of the metadata store, by literal bytes and by Apache's own; and every rule that makes a value unreadable."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Siege:
         self.made = Frames(seed)
         self.made_http = HttpRequests(seed, token)
         self.frames = self.requests = self.slow = 0
-        #: Answers that were read: bytes of the bookie's, and those of HTTP by status.
+        #: Answers that were read: bytes of the bookie's answers, and HTTP answers by status.
         self.heard: Counter[str] = Counter()
         self._ports = (bookie_port, http_port)
         self._tls = client_context()

@@ -13,7 +13,7 @@ from bkctl.http import api
 
 #: By path: the method, and the names that a query may have.
 ENDPOINTS: Final = [(each.method, each.path, [value.name for value in each.values]) for each in api.ENDPOINTS]
-#: Those that change nothing.
+#: Requests that change nothing.
 READS: Final = [each for each in ENDPOINTS if each[0] == "GET" and each[1] != "/api/v1/bookie/sanity"]
 KINDS: Final = {"endpoint": 6, "mutated": 4, "absurd": 2, "truncated": 1, "large": 0.2}
 VALUES: Final = (

@@ -1,4 +1,4 @@
-"""Who gets a token and who may ask: attackers in the metadata store, other users of this machine, web pages."""
+"""Tokens and access: attackers in the metadata store, other users of this machine, web pages."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def test_generated_token_is_private_and_removed_at_stop(http_bookie: Callable[..
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     assert path.read_text().strip() not in bookie.log_tail(size_max=1 << 20)
-    # What docs say for curl.
+    # The documented call of curl.
     assert call(
         bookie.http_port, "GET", f"{V1}/bookie/info", headers={"Authorization": f"Bearer {path.read_text().strip()}"}
     ).status == 200  # fmt: skip

@@ -16,12 +16,19 @@ from bkctl.client.ledger import BookKeeper
 from bkctl.formats.entry import DigestType
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster, open_cluster
+from bkctl.metadata.ledger_columns import LEDGER_COLUMNS
 from bkctl.metadata.underreplication import LedgerMarks
 
 V1 = "/api/v1"
 PAYLOADS = [b'he"llo\xc3\xa9\x00\n%d<>/' % number for number in range(3)]
-#: What we add to Apache's objects.
-ADDED = {"ledgerScopeId", "ledgerQualifiedName", "scopedDeletesHeldBack"}
+#: Fields of a ledger that Apache's objects have; `ADDED` are ours.
+OF_APACHE = {
+    "ledgerId", "metadataFormatVersion", "state", "ensembleSize", "writeQuorumSize", "ackQuorumSize", "digestType",
+    "length", "lastEntryId", "ctime", "customMetadata",
+}  # fmt: skip
+ADDED = {name for column in LEDGER_COLUMNS.columns for name, _ in column.properties()} - OF_APACHE | {
+    "scopedDeletesHeldBack"
+}
 MARKED = {LedgerId(0, 0): ["127.0.0.1:1", "b:2"], LedgerId(0, 1): ["127.0.0.1:1"]}
 
 
@@ -155,7 +162,7 @@ def test_under_replicated_lists_equal_apaches(marked: Pair, query: str) -> None:
     assert ours.json["clusterUnderReplicated"]
 
 
-#: What is asked in a row, since one changes what the next says.
+#: Requests in order, since each changes the answer to the next.
 TALKS = {
     "heartbeat": [(method, "/heartbeat", None) for method in ("GET", "POST", "PUT", "DELETE")],
     "ready": [("GET", f"{V1}/bookie/is_ready", None), ("PUT", f"{V1}/bookie/expand_storage", None)],

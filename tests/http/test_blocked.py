@@ -30,7 +30,7 @@ from bkctl.metadata.backends.sqlite import SqliteStore
 from bkctl.metadata.cluster import Cluster, open_cluster
 
 SLOW = "slow.example"
-#: What endpoints need in their queries.
+#: Required query parameters by endpoint.
 QUERIES = {"ledger/metadata": "ledger_id=0", "ledger/read": "ledger_id=0", "ledger/delete": "ledger_id=0"}
 
 

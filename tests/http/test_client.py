@@ -29,7 +29,7 @@ from bkctl.http.prometheus import Metric, parse_metrics
 from bkctl.http.server_url import ServerUrl, bookie_url
 from bkctl.metadata.cluster import RegisteredBookie
 
-#: What the sockets on both sides may hold beside what was read.
+#: The bytes that the sockets on both sides may hold beside the bytes read.
 IN_FLIGHT_BYTES_MAX = 16 << 20
 
 

@@ -1,4 +1,4 @@
-"""Who may ask an HTTP server of ours, what it refuses, what it shows and changes, and hostile bytes."""
+"""Access to an HTTP server of ours, its refusals, answers and changes, and hostile bytes."""
 
 from __future__ import annotations
 
@@ -351,7 +351,7 @@ async def test_missing_body_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_too_many_requests_at_once_are_refused(bookie: Any) -> None:
-    """They wait for bodies; the server goes on answering that it is busy, and is free again when they leave."""
+    """They wait for bodies; the server keeps answering that it is busy, and is free again when they leave."""
     port = bookie.http_port
     token = local_authorization(port)["Authorization"]
     head = (
@@ -370,7 +370,7 @@ def test_too_many_requests_at_once_are_refused(bookie: Any) -> None:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HttpServer]:
-    """A server in this process that waits for nobody long."""
+    """A server in this process with short time limits."""
     for name in ("IDLE_TIMEOUT_S", "STALL_TIMEOUT_S"):
         monkeypatch.setattr(uvicorn_server, name, 0.3)
     monkeypatch.setattr(uvicorn_server, "_LOOK_S", 0.05)
@@ -476,13 +476,13 @@ def test_lost_connections_are_freed_at_once(
 
 
 def connection_count(server: HttpServer) -> int:
-    """How many clients are connected to a server of this process."""
+    """Return the number of clients connected to a server of this process."""
     assert server._server is not None
     return len(server._server.server_state.connections)
 
 
 def ended(connection: socket.socket) -> bool:
-    """Whether the server closes the connection without an answer; waits for that."""
+    """Wait for the server, and return True if it closes the connection without an answer."""
     try:
         return connection.recv(1 << 16) == b""
     except ConnectionResetError:

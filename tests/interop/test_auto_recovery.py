@@ -1,4 +1,4 @@
-"""Auto-recovery of ours beside Apache's on one cluster: who heals what, and nobody harms the other's work."""
+"""Auto-recovery of ours beside Apache's on one cluster: each heals its scopes, and neither harms the other's work."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PASSWORD = b"secret"
 #: Runs of workers against each other; more on request.
 RUNS = int(os.environ.get("BKCTL_TEST_RUNS", "2"))
 LIMIT_S = 180.0
-#: What hangs for so long hangs.
+#: The limit of a wait; longer waits are hangs.
 STUCK_S = 15.0
 
 
@@ -107,7 +107,7 @@ class Recovering:
         apache: ApacheAutoRecovery | None = None,
         but: Collection[LedgerId] = (),
     ) -> None:
-        """Until no ledger names these bookies and none is marked, but those that nobody can heal.
+        """Wait until no ledger names these bookies and none is marked, except unrecoverable ones.
 
         Apache's worker may keep the lock of a ledger that it has replicated, and its mark, for as long as it lives:
         ZkLedgerUnderreplicationManager.releaseUnderreplicatedLedger, called by its timer, forgets the lock which the
@@ -150,7 +150,7 @@ class Recovering:
                     for fragment in metadata.ensembles:
                         assert len(set(fragment.bookies)) == metadata.ensemble_size, (ledger, metadata)
                         assert not {bookie.bookie_id for bookie in gone} & set(fragment.bookies)
-                    # Those that are open end where their writer left them.
+                    # Open ledgers end where their writer left them.
                     handle = await client.open_ledger(
                         ledger.ledger_id, ledger_scope_id=ledger.scope_id, password=PASSWORD, recovery=True
                     )

@@ -218,7 +218,7 @@ def test_scoped_ledgers_sleep_through_apaches_collections_and_nothing_touches_th
     start_all(theirs)
     collectors = [Collector(bookie) for bookie in theirs]
     for number in range(COLLECTIONS):
-        # Whether its entries are in order or by ledger: each log loses some, and keeps some.
+        # With entries in order and by ledger alike, each log loses some, and keeps some.
         ledgers.delete(*plain[number::4])
         for collector in collectors:
             collector.begin()

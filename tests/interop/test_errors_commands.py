@@ -1,4 +1,4 @@
-"""What goes wrong with a cluster: each time the right exit code, and one line that says what, where and what to try."""
+"""Failures of a cluster: each with its exit code, and one line that names the fault, the place and the next step."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def web_server() -> Iterator[int]:
-    """A port where somebody else answers, in a protocol that is no bookie's."""
+    """A port where another server answers, in a protocol that is not a bookie's."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer() -> None:

@@ -130,7 +130,7 @@ def compare_active(java: Java, conf: Path, uri: str, log: Path) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _state_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What `ledger delete` keeps for an undo stays out of the user's home."""
+    """Keep the undo file of `ledger delete` out of the user's home."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield
@@ -363,7 +363,7 @@ def test_a_bookie_that_is_killed_while_it_compacts(place: Any, java: Java) -> No
     copies = cli("read", begun)
     assert copies
     assert {row["logId"] for row in copies} == {int(begun.name.split(".")[0], 16)}
-    # What it copied stands in the source as well, and is the same.
+    # Its copies are in the source as well, and are equal.
     source = {(row["ledgerId"], row["entryId"]): row for row in here.rows("read")}
     for copy in copies:
         assert copy["recordSize"] == source[copy["ledgerId"], copy["entryId"]]["recordSize"]
@@ -380,7 +380,7 @@ def test_a_bookie_that_is_killed_while_it_compacts(place: Any, java: Java) -> No
 
 
 def cli_count(log: Path) -> int:
-    """How many ledgers a log has."""
+    """Return the number of ledgers in a log."""
     return len(cli("show", log))
 
 

@@ -65,13 +65,13 @@ def shown(directory: Path, ledgers: Iterable[str]) -> dict[str, Locations]:
 
 
 def told(java: Java, conf: Path, storage: str, ledgers: Iterable[str]) -> dict[str, Locations]:
-    """What Apache's `ledger` says, in the same form."""
+    """Return the output of Apache's `ledger`, in the same form."""
     flag = [] if storage == DB else ["-m"]
     return {ledger: apache_shell.locations(java.shell(conf, "ledger", *flag, ledger).stdout) for ledger in ledgers}
 
 
 class Checked:
-    """What a check said on stderr."""
+    """Return the lines of a check on stderr."""
 
     def __init__(self, answer: Answer) -> None:
         self.code, self.rows = answer.code, [json.loads(line) for line in answer.out.splitlines()]

@@ -111,7 +111,7 @@ def test_bookies_remove_ledgers_that_javas_client_deleted_and_keep_the_rest(
             answer = CommandLine(uri)("ledger", "delete", ledger, "--yes")
             assert answer.code == 0, answer
     deleted = {*gone, *(LedgerId(0, int(one["ledgerId"])) for one in gone_of_java)}
-    # What comes after completes the logs that were in use, so that no deleted entry is in one that nobody touches.
+    # Further adds complete the logs in use, so that no deleted entry is in a log that stays open.
     kept += asyncio.run(write_ours(uri, [*(LedgerId(7, number) for number in range(50, 55)), *[None] * 5]))
     for bookie in cluster.bookies:
         wait_for(lambda: not ledgers_in_logs(bookie) & deleted, f"{bookie.bookie_id} keeps deleted ledgers")  # noqa: B023

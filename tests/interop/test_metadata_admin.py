@@ -249,7 +249,7 @@ def test_switches_marks_and_the_auditor_are_one_with_apaches_shell(
     assert cli("cluster", "init").code == 0
     shell = shell_of(java, uri, tmp_path)
     assert cli("autorecovery", "auditor").code == 4
-    with open_cluster(uri) as cluster:  # ids that are no counts of something
+    with open_cluster(uri) as cluster:  # ids that do not count anything
         cluster.store.put("idgen-long/HOB-0000000003", b"", NEW)
     bookie = apache_bookie(uri, settings={"autoRecoveryDaemonEnabled": "true"})
     bookie.start()
@@ -262,7 +262,7 @@ def test_switches_marks_and_the_auditor_are_one_with_apaches_shell(
     assert cli("autorecovery", "delay", "-o", "ndjson").rows == [{"lostBookieRecoveryDelay": 77, "stored": True}]
     assert cli("autorecovery", "delay", "2m").code == 0
     assert "120" in words_of(shell("lostbookierecoverydelay", "-get"))
-    # What Apache's shell cannot say.
+    # Findings that Apache's shell does not have.
     assert cli("autorecovery", "delay", 0).code == 0
     assert "0" in words_of(shell("lostbookierecoverydelay", "-get"))
 

@@ -36,7 +36,7 @@ FIRST_ID = 2_000_000_000
 #: A ledger of scope 0 that is deleted.
 DOOMED = LedgerId(0, FIRST_ID - 2)
 ENTRY_COUNT = 60
-#: What a client asks a connection before its first scoped request.
+#: The probe that a client sends before its first scoped request.
 PROBE = LedgerId(1, (1 << 63) - 1)
 SETTINGS = {"gcWaitTime": 1000}
 
@@ -147,7 +147,7 @@ def test_an_apache_bookie_in_the_place_of_ours_sees_nothing_scoped(mixed: Mixed,
         await (await write(client, DOOMED, 4)).close()
 
     async def write_through_the_swap(client: BookKeeper) -> None:
-        """A writer that knew our bookie there goes on elsewhere."""
+        """A writer that knew our bookie there continues on other bookies."""
         live = await write(client, LedgerId(SCOPE, 1), 2)
         while first_id not in live.metadata.last_fragment.bookies:
             live = await write(client, LedgerId(SCOPE, live.ledger_id + 1), 2)

@@ -103,7 +103,7 @@ def cluster(own: OwnCluster) -> Iterator[Cluster]:
 
 
 def payload_of(ledger: LedgerId | int | str, entry_id: int) -> bytes:
-    """What SteadyWriter.java writes too."""
+    """Return the payload that SteadyWriter.java writes, too."""
     word = f"{ledger} {entry_id} ".encode()
     size = 1 + entry_id * 37 % 1500
     return (word * (size // len(word) + 1))[:size]
@@ -537,7 +537,7 @@ def test_bookies_killed_at_random_points_lose_nothing_acknowledged(
 
 
 def acknowledged(written: list[Written], answers: list[dict[str, Any]]) -> tuple[int, int, int]:
-    """How many entries were acknowledged: to us in scopes, to us in scope 0, to Java."""
+    """Return the number of acknowledged entries: to us in scopes, to us in scope 0, to Java."""
     return (
         sum(one.acknowledged for one in written if one.ledger.is_scoped),
         sum(one.acknowledged for one in written if not one.ledger.is_scoped),

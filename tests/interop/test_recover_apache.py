@@ -65,7 +65,7 @@ def write(
 
 
 def masked(metadata: LedgerMetadata, gone: str, was_closed: bool) -> tuple[Any, ...]:
-    """What two recoveries must agree on: all but who came in, and where.
+    """Return the fields that two recoveries must agree on: all but the new bookie and its place.
 
     Of a ledger that was open, entries after the last add confirmed are added again, and the first of these to meet the
     lost bookie begins a fragment. Which one that is depends on when the writer's acknowledgements came.
@@ -131,7 +131,7 @@ def test_a_decommission_that_cannot_be_finished_names_why_and_succeeds_later(clu
     lost, other, *rest = cluster.bookies
     bkctl = CommandLine(cluster.metadata_uri)
     with open_cluster(cluster.metadata_uri) as opened:
-        # What is left are two bookies, and one of them can come in.
+        # Two bookies are left, and one of them can join.
         write(opened, [lost.bookie_id, rest[0].bookie_id], [(2, 2, True, 25), (2, 2, False, 20)])
         [bad] = write(opened, [lost.bookie_id, other.bookie_id], [(2, 2, True, 12)])
         risks = bkctl("bookies", "ok-to-stop", lost.bookie_id, other.bookie_id, "--min-replicas", "1", "-o", "ndjson")
@@ -192,7 +192,7 @@ def test_our_bookies_give_up_scoped_ledgers_too(own_cluster: Callable[..., OwnCl
         verified(bkctl, [*ledgers, bad])
         rows = bkctl("bookies", "decommission", first, "--yes", "-o", "ndjson").rows
         assert rows[-1]["result"] == "deleted"
-        # A bookie that serves is emptied, and nobody misses it.
+        # A serving bookie is emptied without loss.
         drained = bkctl("bookies", "drain", second, "--yes", "-o", "ndjson")
         assert drained.code == 3  # Two bookies are left, and ensembles of three do not fit.
         assert opened.bookies.get(second).state == "ro"  # type: ignore[union-attr]

@@ -150,7 +150,7 @@ def repair(cluster: ApacheCluster) -> None:
             for place in places
         ]
         assert {(row["fencesGuessed"], row["withoutMasterKey"]) for row in rows} == {(0, 0)}
-        # How many a bookie has, and in which of its directories, is up to the ensembles that Java's client chose.
+        # The ensembles that Java's client chose decide how many a bookie has, and in which of its directories.
         assert all(row["ledgers"] > 0 for row in rows)
         assert all(row["entries"] is None or row["entries"] > 0 for row in rows)
     cluster.ensure_up()
@@ -174,7 +174,7 @@ async def left_open(cluster: ApacheCluster) -> tuple[LedgerId, list[ApacheBookie
 async def answers_to_adds(
     bookies: list[ApacheBookie], ledger: LedgerId, entry_id: int, password: bytes
 ) -> list[Status]:
-    """What each bookie says to an ordinary add of a 1-byte entry."""
+    """Return each bookie's answer to an ordinary add of a 1-byte entry."""
     digest = DigestManager(ledger, DigestType.CRC32C, password)
     body = digest.seal(entry_id, entry_id - 1, entry_id + 1, b"5"), b"5"
     found = []
@@ -195,7 +195,7 @@ def test_apaches_bookies_serve_from_rebuilt_indexes(
     ledger, bookies = run(left_open(cluster))
     repair(cluster)
     check_served(java, cluster, ledgers)
-    # Who has the password goes on writing, who has another one does not, and what was fenced stays fenced.
+    # A writer with the password continues, one with another is refused, and a fenced ledger stays fenced.
     # Apache's DbLedgerStorage says EIO where it has not opened the ledger since it started.
     assert set(run(answers_to_adds(bookies, ledger, 5, b"wrong"))) <= {Status.EUA, Status.EIO}
     assert run(answers_to_adds(bookies, ledger, 5, OPEN_PASSWORD)) == [Status.EOK] * 3

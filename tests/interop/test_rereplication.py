@@ -60,7 +60,7 @@ async def write_all(cluster: Cluster, scope_ids: tuple[int, ...], doomed: str) -
             for scope_id in scope_ids
             for shape in SHAPES
             for count, close in ((30, True), (30, False), (0, True))
-            # With an ack quorum of 1, whatever the lost bookie had may be acknowledged: nobody can close such a ledger.
+            # With an ack quorum of 1, any entry of the lost bookie may be acknowledged: such a ledger cannot be closed.
             if close or shape[2] > 1
         ]
         ledgers += [await write(client, scope_id, 1500, (3, 2, 2), True) for scope_id in scope_ids]
@@ -76,7 +76,7 @@ async def replicate_all(cluster: Cluster, ledgers: list[LedgerId]) -> dict[Ledge
 
 
 async def problems_of(cluster: Cluster, ledgers: list[LedgerId]) -> list[Any]:
-    """What an entry-for-entry check of every replica finds."""
+    """Return the findings of an entry-for-entry check of every replica."""
     found: list[Any] = []
     async with BookKeeper(cluster) as client:
         for ledger in ledgers:
@@ -91,7 +91,7 @@ def bookies_of(cluster: Cluster, ledger: LedgerId) -> set[str]:
 
 
 def lose(cluster: Cluster, bookie: Any) -> None:
-    """End a bookie, and wait until nobody sees it registered any more."""
+    """End a bookie, and wait until its registration is gone."""
     bookie.stop()
 
     def gone() -> bool:

@@ -76,7 +76,7 @@ def written(count: int = 40) -> list[Request]:
 
 
 def asked() -> list[Request]:
-    """What is read, and what is wrong."""
+    """Return requests for entries, wrong ones among them."""
     ledger = LEDGERS[0]
     by = digest(ledger)
     return [

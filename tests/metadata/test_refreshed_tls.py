@@ -70,7 +70,7 @@ def test_next_handshake_has_the_new_certificate_and_open_connections_go_on(pair:
     first_s = server.expires_s
     with connected(server, anyone()) as (here, there):
         write_pair(*pair, 2, days=60)
-        assert serial(server) == 1  # nobody looked yet
+        assert serial(server) == 1  # not looked at yet
         server.refresh()
         assert serial(server) == 2
         here.sendall(b"still here")

@@ -1,4 +1,4 @@
-"""What a server does with connections before it serves them: bounds at accept, handshakes, and no descriptors left."""
+"""Connections before they are served: bounds at accept, handshakes, and no descriptors left."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def connect(acceptor: Acceptor, tls: ssl.SSLContext | None = None) -> Any:
 
 
 async def echoes(streams: Any) -> bool:
-    """Whether the server serves that connection; False: it closed it."""
+    """Return True if the server serves that connection, False if it closed it."""
     reader, writer = streams
     try:
         writer.write(b"x")

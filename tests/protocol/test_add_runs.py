@@ -18,7 +18,7 @@ from bkctl.errors import LedgerFenced
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.index import ENTRY_ID_MAX
 from bkctl.ids import LedgerId
-from bkctl.protocol import add_runs, served_connection, v2, v3, v3_hot
+from bkctl.protocol import served_connection, v2, v3, v3_hot
 from bkctl.protocol.add_runs import AddRun, AnswerAdds, refusals
 from bkctl.protocol.connection import BookieConnection
 from bkctl.protocol.messages import (
@@ -42,7 +42,7 @@ PLAIN = (LedgerId(0, 0), LedgerId(0, 5), LedgerId(0, 2**63 - 1))
 SCOPED = (LedgerId(7, 1), LedgerId(2**64 - 1, 2**64 - 1))
 KEYS = (b"k" * 20, bytes(20))
 SIZE_MAX = FRAME_SIZE_BYTES_MAX - 4
-needs_compiled = pytest.mark.skipif(add_runs.compiled is None, reason="bkctl was installed without a C compiler")
+needs_compiled = pytest.mark.compiled
 
 
 def entry(ledger: LedgerId, entry_id: int, payload: bytes = b"", digest: DigestType = DigestType.CRC32C) -> bytes:
@@ -103,7 +103,7 @@ v3_frames = st.builds(
 
 
 class Bookie:
-    """A handler that takes runs; it refuses those of ledger 0, and holds those of the others back."""
+    """A handler that takes runs; it refuses runs of ledger 0, and holds all other runs back."""
 
     def __init__(self) -> None:
         self.runs: list[AddRun] = []

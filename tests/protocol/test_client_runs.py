@@ -31,7 +31,7 @@ from bkctl.protocol.server import BookieServer
 
 SIZE_MAX = FRAME_SIZE_BYTES_MAX - 4
 KEY = b"k" * 20
-needs_compiled = pytest.mark.skipif(client_runs.compiled is None, reason="bkctl was installed without a C compiler")
+needs_compiled = pytest.mark.compiled
 
 numbers = st.one_of(
     st.integers(0, 2**63 - 1), st.sampled_from([0, 127, 128, 2**14 - 1, 2**14, 2**21, 2**28, 2**35, 2**63 - 1])

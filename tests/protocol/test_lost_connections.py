@@ -96,7 +96,7 @@ def frame(request: Request, protocol: Protocol) -> bytes:
 ADD = AddRequest(LEDGER, 0, KEY, ENTRY)
 READ = ReadRequest(LEDGER, 0)
 FENCE = ReadRequest(LEDGER, 0, KEY, fence=True)
-#: What clients send before they leave, and whether they wait for an answer or for the end.
+#: The bytes that clients send before they leave; do they wait for an answer, or for the end?
 SENT: dict[str, tuple[bytes, bool]] = {
     "nothing": (b"", False),
     "half a length": (b"\x00\x00", False),

@@ -41,7 +41,7 @@ PLAIN = (LedgerId(0, 0), LedgerId(0, 5), LedgerId(0, 2**63 - 1))
 SCOPED = (LedgerId(7, 1), LedgerId(2**64 - 1, 2**64 - 1))
 KEY = b"k" * 20
 SIZE_MAX = FRAME_SIZE_BYTES_MAX - 4
-needs_compiled = pytest.mark.skipif(add_runs.compiled is None, reason="bkctl was installed without a C compiler")
+needs_compiled = pytest.mark.compiled
 protocols = pytest.mark.parametrize("is_v2", [True, False], ids=["v2", "v3"])
 
 

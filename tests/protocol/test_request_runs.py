@@ -43,7 +43,7 @@ def frames_of(requests: list[Any], *, is_v2: bool) -> bytes:
 def taken(
     take: Any, data: bytes, *, is_v2: bool, size_max: int = SIZE_MAX, adds_max: int = 10_000, count_max: int = 10_000
 ) -> Taken | None:
-    # What arrived stands in the middle of a larger buffer.
+    # The received bytes are in the middle of a larger buffer.
     buffer = memoryview(bytearray(b"\xee" * 5 + data + b"\xee" * 20))
     found: Taken | None = take(buffer, 5, 5 + len(data), size_max, adds_max, count_max, is_v2=is_v2)
     return None if found is None else (found[0] - 5, *found[1:])

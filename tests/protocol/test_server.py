@@ -1,4 +1,4 @@
-"""What a bookie's server takes at once, over all its clients: the bounds of ServerLimits."""
+"""Limits of a bookie's server over all its clients: the bounds of ServerLimits."""
 
 from __future__ import annotations
 

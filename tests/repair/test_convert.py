@@ -346,7 +346,7 @@ def test_a_conversion_resumes_after_any_failure(
 
 
 def _copy_new(source: str, target: str) -> None:
-    """Copy what is not there: a conversion goes on only beside the same logs and journals."""
+    """Copy the missing files: a conversion continues only beside the same logs and journals."""
     if not Path(target).exists():
         shutil.copy2(source, target)
 

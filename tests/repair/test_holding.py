@@ -1,4 +1,4 @@
-"""Who holds a bookie's directories."""
+"""Locks on a bookie's directories."""
 
 from __future__ import annotations
 

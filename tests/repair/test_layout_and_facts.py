@@ -1,4 +1,4 @@
-"""What repairs share: which directories are a bookie's, and what is known of its ledgers."""
+"""Parts that repairs share: the layout of a bookie's directories, and facts about its ledgers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Index files made anew from entry logs: what an Apache bookie's own said, and what damage leaves of it."""
+"""Index files regenerated from entry logs: equal to an Apache bookie's own, as far as damage allows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PACKET = DigestManager(A, DigestType.CRC32C, b"secret").seal_lac(1)
 
 
 class Said(NamedTuple):
-    """What an index file says."""
+    """Return the contents of an index file."""
 
     master_key: bytes
     fenced: bool

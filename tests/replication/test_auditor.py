@@ -1,4 +1,4 @@
-"""Who is elected auditor, when it acts upon lost bookies, and what it marks."""
+"""Election of the auditor, its action upon lost bookies, and its marks."""
 
 from __future__ import annotations
 

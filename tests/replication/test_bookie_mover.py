@@ -318,7 +318,7 @@ async def test_resumed_move_skips_finished_ledgers(fake_cluster, tmp_path):
         assert await mover.left() == []
         for ledger in ledgers:
             assert await is_whole(client, ledger)
-        # What is done is not even looked at.
+        # Finished ledgers are not read again.
         with file() as resume:
             requests = len(cluster.bookie("b1").received)
             rows = [each async for each in BookieMover(client, [gone]).move(sorted(resume.done), resume=resume)]

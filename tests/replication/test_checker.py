@@ -1,4 +1,4 @@
-"""Which fragments a check calls bad, for which bookies, and why."""
+"""Fragments that a check calls bad, with bookies and reasons."""
 
 from __future__ import annotations
 

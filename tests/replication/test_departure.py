@@ -42,7 +42,7 @@ async def steps(found):
 
 
 def results(found):
-    """What each kind of step came to; of ledgers by their ids."""
+    """The outcome of each kind of step; of ledgers by their ids."""
     return {each.ledger or each.kind: each.result for each in found}
 
 
@@ -214,7 +214,7 @@ async def test_unreadable_metadata_keeps_cookie(fake_cluster):
         cluster.cluster.store.put(path, b"BookieMetadataFormatVersion\t3\nnonsense of b0", None)
         checked = await steps(decommission(cluster, client).check(probe=False))
         assert results(checked)[ledger] is StepResult.BLOCKED
-        # What is cut off may have named it.
+        # The part that was cut off may have named it.
         for value in (b"BookieMetadataFormatVersion\t3\nnonsense of b0", b"BookieMetadataFormatVersion\t3\n", b""):
             cluster.cluster.store.put(path, value, None)
             done = await steps(decommission(cluster, client, skip_unrecoverable=True).run())

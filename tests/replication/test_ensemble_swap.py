@@ -1,4 +1,4 @@
-"""Which bookies a swap replaces in metadata that may have changed since the fragment was copied."""
+"""Bookies that a swap replaces in metadata that may have changed since the fragment was copied."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What bookies hold by the metadata, and what would be lost, unwritable or under its quorum if they stopped."""
+"""Contents of bookies by the metadata, and ledgers lost, unwritable or under their quorum if bookies stop."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ async def test_check_of_all_ledgers_marks_and_records_its_time(fake_cluster):
         assert marks(cluster) == {bad.ledger: expected}
         assert auditor.stats.num_ledgers_checked == 2
         assert state.settings.check_ctime_ms(AuditorCheck.ALL_LEDGERS, scoped=True) is None
-        # Who begins again keeps to the schedule: the next check is an hour away.
+        # A new auditor keeps to the schedule: the next check is an hour away.
         state.marks.remove(bad.ledger)
         again = Auditor(client, config, scoped=False)
         async with running(again.run()):

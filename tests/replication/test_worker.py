@@ -1,4 +1,4 @@
-"""What a replication worker does with marked ledgers: replicates, waits, fences, gives up, leaves alone."""
+"""A replication worker on marked ledgers: replicates, waits, fences, gives up, leaves alone."""
 
 from __future__ import annotations
 

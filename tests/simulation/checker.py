@@ -1,11 +1,11 @@
-"""What must hold, whatever happens: written down from what clients were told, and from nothing that the product thinks.
+"""Promises that hold under all faults, derived from the answers that clients got, and not from the product's state.
 
 Durable      an acknowledged entry is at or below the end where the ledger is closed, and can be read
-One end      a ledger is closed once: every reader is told the same last entry and length, those of its entries
+One end      a ledger is closed once: every reader gets the last entry and length of its entries
 Fenced       a bookie that said that a ledger is fenced stores no entry of its writer any more
-Confirmed    nobody is told of a last add confirmed that the writer did not have acknowledged
+Confirmed    no reader gets a last add confirmed that was not acknowledged to the writer
 Replicas     what a bookie said it stored it gives back, until the ledger is deleted
-Exact        nobody ever reads anything but what was written there
+Exact        each read returns the bytes that were written there
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Story:
 
     @property
     def has_no_digest(self) -> bool:
-        """Whether nothing tells damaged entries from good ones."""
+        """Return True if damaged entries cannot be told from intact ones."""
         return self.metadata is not None and self.metadata.digest_type is DigestType.DUMMY
 
     @property
@@ -64,13 +64,13 @@ _MAY_FOLLOW = {
 
 
 class Checker:
-    """The stories of all ledgers; each method takes note of one thing, and raises Violation at once."""
+    """The stories of all ledgers; each method notes one thing, and raises Violation at once."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.stories: dict[LedgerId, Story] = {}
         self._paths: dict[str, LedgerId] = {}
-        #: What each bookie said it stored: bookie → ledger → entries.
+        #: The entries that each bookie reported as stored: bookie → ledger → entries.
         self.stored: dict[str, dict[LedgerId, set[int]]] = {}
         self._fenced: set[tuple[str, LedgerId]] = set()
         #: Bookies whose disks lie: what they said proves nothing.
@@ -105,7 +105,7 @@ class Checker:
             raise self.violated(f"{story.ledger!r}: {entry_id} acknowledged although it is closed at {end[0]}")
 
     def is_excused(self, story: Story) -> bool:
-        """Whether it may end below what was acknowledged: it was given to a disk that lies."""
+        """Return True if it may end below an acknowledged entry: one was given to a disk that lies."""
         assert story.metadata is not None
         bookies = {bookie for fragment in story.metadata.ensembles for bookie in fragment.bookies}
         return bool(bookies & self.liars)
@@ -147,7 +147,7 @@ class Checker:
     # --- readers -----------------------------------------------------------------------------------------------------
 
     def opened(self, story: Story, is_closed: bool, last: int, length: int) -> None:
-        """A reader was told of the last add confirmed, or the end."""
+        """Note that a reader got the last add confirmed, or the end."""
         if is_closed:
             if (last, length) != story.end and not story.is_deleted:
                 raise self.violated(f"{story.ledger!r}: a reader sees the end {last, length}, another one {story.end}")
@@ -165,7 +165,7 @@ class Checker:
         self.read_count += 1
         written = story.payloads.get(entry.entry_id)
         if story.has_no_digest and (self.is_excused(story) or entry.entry_id > story.last_acknowledged):
-            return  # the rest of a torn group, which nobody was told of, and which only a digest tells from an entry
+            return  # the rest of a torn group, unacknowledged, and only a digest tells it from an entry
         if entry.payload != written:
             raise self.violated(f"{story.ledger!r}: entry {entry.entry_id} was read, not as written")
         if entry.length != story.length_at(entry.entry_id):
@@ -190,7 +190,7 @@ class Checker:
                 self.stored.setdefault(bookie, {}).setdefault(request.ledger, set()).add(request.entry_id)
 
     def is_fenced(self, bookie: str, ledger: LedgerId) -> bool:
-        """Whether that bookie said that it fenced the ledger."""
+        """Return True if that bookie reported the ledger as fenced."""
         return (bookie, ledger) in self._fenced
 
     def body_read(self, bookie: str, request: ReadRequest, body: Any) -> None:

@@ -60,19 +60,19 @@ SCOPES = (0, 0, 7, 0xFFFF_0000_0000_0001)
 
 @dataclass(frozen=True)
 class Plan:
-    """How much of what a run has. The rates are faults a second."""
+    """The amounts of a run. The rates are faults a second."""
 
     bookies: int = 4
-    #: How long there are faults.
+    #: The time during which faults happen.
     duration_s: float = 15.0
     writers: int = 3
     fault_interval_s: float = 0.7
-    #: What may happen; see `Nemesis`.
+    #: The possible faults; see `Nemesis`.
     faults: tuple[str, ...] = (
         "kill", "crash", "torn", "stop", "cut", "cut-one-way", "isolate", "no-store", "session", "clock", "slow",
         "slow-disk", "full", "writer", "recoverer",
     )  # fmt: skip
-    #: How many bookies may be down at once.
+    #: The most bookies that are down at once.
     down_max: int = 2
     #: Bookies whose disks lie about syncs, and how often.
     liars: int = 0
@@ -254,7 +254,7 @@ class BookieHost:
         self.world.at(0.0, lambda: self.end(process))
 
     def _may_fail(self) -> bool:
-        """Whether its disk gives it reason to give up."""
+        """Return True if its disk gives it reason to give up."""
         assert self.files is not None
         return self.files.has_failed or self.name in self.cluster.checker.liars
 
@@ -452,7 +452,7 @@ class SimulatedCluster:
                 self.counts["compacted"] = self.counts.get("compacted", 0) + stats.compacted_entries
 
     def _garbage_is_gone(self) -> bool:
-        """Whether no honest bookie has a ledger that is no more; scoped ones the brake may hold back."""
+        """Return True if no honest bookie has a deleted ledger; the brake may hold back scoped ones."""
         self._start_bookies()
         there = {story.ledger for story in self.checker.stories.values() if story.path in self.tree.nodes}
         for host in self.hosts:
@@ -475,7 +475,7 @@ class SimulatedCluster:
 
 
 def payload_of(name: str, entry_id: int, size: int) -> bytes:
-    """What stands in an entry: its own name, and filling."""
+    """Return the payload of an entry: its own name, and filling."""
     text = f"{name}/{entry_id} ".encode()
     return (text * (size // len(text) + 1))[: max(size, len(text))]
 

@@ -23,11 +23,11 @@ class WorldFiles(SimulatedFiles):
         self.process = process
         self.world = process.world
         self.lies = 0.0
-        #: Whether it was ever full or broken: then a bookie may give up.
+        #: True if it was ever full or broken: then a bookie may give up.
         self.has_failed = False
-        #: How many syncs did nothing.
+        #: The number of syncs that did nothing.
         self.lie_count = 0
-        #: How much longer a sync takes than a good disk's.
+        #: The extra time of a sync over a good disk's.
         self.sync_s = 0.001
 
     def step(self, kind: str, path: Path) -> None:
@@ -46,7 +46,7 @@ class WorldFiles(SimulatedFiles):
         super().step(kind, path)
 
     def is_a_lie(self) -> bool:
-        """Whether the disk only says that it synced."""
+        """Return True if the disk only claims to have synced."""
         if self.lies and self.world.random.random() < self.lies:
             self.lie_count += 1
             return True

@@ -14,7 +14,7 @@ from typing import Any
 
 from simulation.runtime import Process, World
 
-#: How long a connection attempt to nobody waits, if its caller lets it.
+#: The longest wait of a connection attempt without a listener, if its caller waits.
 CONNECT_S_MAX = 60.0
 
 
@@ -31,7 +31,7 @@ class Network:
         self.slow: dict[str, float] = {}
 
     def delay_s(self, source: str, target: str) -> float:
-        """How long a message takes: mostly little, sometimes much more."""
+        """Return the delay of a message: mostly little, sometimes much more."""
         random = self.world.random
         delay = 0.0001 + random.random() * 0.001
         if random.random() < 0.02:
@@ -101,7 +101,7 @@ class Network:
                         end.pump()
 
     def process_ended(self, process: Process, *, silently: bool) -> None:
-        """The process is dead; its peers are told unless its machine went too."""
+        """The process is dead; its peers see that unless its machine went too."""
         for link in list(self._links):
             if any(end.process is process for end in link.ends):
                 if silently:

@@ -130,7 +130,7 @@ class World:
         self._events: list[tuple[float, int, Any, int, bool]] = []
         self._sequence = 0
         self._hashes = 0
-        #: What event loops connect through.
+        #: The network of the event loops.
         self.network: Any = None
         self.processes: list[Process] = []
         self.outside = Process(self, "world", "0.0.0.0")
@@ -139,7 +139,7 @@ class World:
         self.root.is_parked = False
         self.current = self.root
 
-    # --- what is told ------------------------------------------------------------------------------------------------
+    # --- log and trace -----------------------------------------------------------------------------------------------
 
     def note(self, text: str) -> None:
         """Add a line to the trace."""
@@ -182,7 +182,7 @@ class World:
         me.is_parked = True
         if timeout_s is not None:
             self._sequence += 1
-            # A little later, or rounding could leave a rest to wait for that is no time at all.
+            # A little later, or rounding could leave a rest of zero to wait for.
             heapq.heappush(self._events, (self.now + timeout_s + 1e-9, self._sequence, me, me.ticket, False))
         self.hand_on(me)
         if not me.process.is_alive:
@@ -286,7 +286,7 @@ class World:
 
 
 class _LogToTrace(logging.Handler):
-    """What the product logs is part of the trace."""
+    """Writes the product's log into the trace."""
 
     def __init__(self, world: World) -> None:
         super().__init__()
@@ -297,7 +297,7 @@ class _LogToTrace(logging.Handler):
 
 
 class Process:
-    """What lives and dies together. `host` is its address."""
+    """A process: its tasks live and die together. `host` is its address."""
 
     def __init__(self, world: World, name: str, host: str) -> None:
         self.world = world
@@ -306,7 +306,7 @@ class Process:
         self.is_alive = True
         self.fibers: dict[Fiber, None] = {}
         self.at_death: list[Callable[[], None]] = []
-        #: How far its wall clock is wrong; monotonic time is right.
+        #: The error of its wall clock; monotonic time is right.
         self.clock_error_s = 0.0
         self.loop = SimulatedLoop(self)
         self.loop.network = world.network
@@ -738,7 +738,7 @@ class _Stand:
 
 
 def _stands(world: World) -> dict[int, Any]:
-    """What is replaced, by the identity of the real thing."""
+    """Replacements by the identity of the original."""
 
     def wall_s() -> float:
         return EPOCH_S + world.now + world.current.process.clock_error_s

@@ -30,7 +30,7 @@ class _Node:
 
 
 class Tree:
-    """What is stored. `observers` are told each change: path, old value, new value (None: there is none)."""
+    """The stored values. `observers` receive each change: path, old value, new value (None: there is none)."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -41,7 +41,7 @@ class Tree:
         self.observers: list[Callable[[str, bytes | None, bytes | None], None]] = []
         #: Hosts that do not reach the store.
         self.cut: set[str] = set()
-        #: How likely a call is to fail.
+        #: The probability that a call fails.
         self.failure_rate = 0.0
 
     def set(self, path: str, value: bytes, owner: Session | None = None) -> int:

@@ -32,7 +32,7 @@ SHORT = Plan(duration_s=4)
 STORMY = replace(HONEST, fault_interval_s=0.15, duration_s=12, down_max=4)
 #: A disk may fail for good: then its bookie gives up, and starts again.
 FAILING = replace(HONEST, faults=("bad-disk", "full", "slow-disk", "kill", "crash"), fault_interval_s=0.5)
-#: What brings mistakes out soon.
+#: Settings that bring mistakes out soon.
 ROUGH = replace(
     HONEST,
     fault_interval_s=0.25,
@@ -61,7 +61,7 @@ def test_nothing_acknowledged_is_lost_and_every_ledger_ends_once(world: Path, se
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_disk_that_lies_about_syncs_harms_only_ledgers_on_it(world: Path, seed: int) -> None:
-    """What an operator may rely on when a disk forgets what it said was synced, and the machine crashes:
+    """Hold the promises to an operator whose disk loses synced bytes when the machine crashes:
 
     Ledgers without the bookie are whole; so is what all other bookies said they stored. Of ledgers with it nothing is
     ever read that was not written there, and every reader sees one end. But recovery takes the bookie's "no such entry"
@@ -148,7 +148,7 @@ def first_missing_is_the_end() -> Iterator[None]:
 
 @contextlib.contextmanager
 def closed_at_lac() -> Iterator[None]:
-    """Recovery closes at the last add confirmed that it was told, without a look at what follows."""
+    """Recovery closes at the last add confirmed that bookies report, without a look at what follows."""
 
     async def nothing(self: Any) -> None:
         return None
@@ -230,7 +230,7 @@ MUTANTS: list[Callable[[], contextlib.AbstractContextManager[None]]] = [
     no_sync, no_fence, fence_forgotten, ack_quorum_one_less, first_missing_is_the_end, closed_at_lac, wrong_length,
     recovery_ignored, marks_first, no_second_look,
 ]  # fmt: skip
-#: Those take more seeds than a run of all tests has time for.
+#: These need more seeds than a run of all tests has time for.
 SLOW = {first_missing_is_the_end, marks_first}
 
 

@@ -39,7 +39,7 @@ def storage_class(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 
 @dataclass
 class Acknowledged:
-    """What the bookie promised, and all that it was ever given."""
+    """The bookie's promises, and all entries that it was ever given."""
 
     entries: dict[tuple[LedgerId, int], bytes] = field(default_factory=dict)
     given: dict[tuple[LedgerId, int], set[bytes]] = field(default_factory=dict)
@@ -250,7 +250,7 @@ def test_no_crash_loses_acknowledged_entries(tmp_path: Path, seed: int, keep: fl
 
 @pytest.mark.parametrize("seed", SEEDS[:3])
 def test_kill_and_then_a_power_failure_lose_nothing(tmp_path: Path, seed: int) -> None:
-    """What a killed bookie wrote and did not sync is there for the next start, and not on the disk."""
+    """Unsynced writes of a killed bookie are in the page cache for the next start, and not on the disk."""
     journals = 1 + seed % 2
     total = start_and_work(tmp_path / "whole", seed, Acknowledged(), journals, None).operations
     for kill_at in crash_points(seed, total):

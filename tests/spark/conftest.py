@@ -65,7 +65,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     if request.param == "spark":
         session = request.getfixturevalue("spark")
         yield Engine(session, ("--master", "local[2]"))
-        # What jobs keep for their results fills the JVM, whose collections then take longer than the tests.
+        # Kept results of jobs fill the JVM, whose collections then take longer than the tests.
         session.catalog.clearCache()
         return
     with local_session() as session:

@@ -68,7 +68,7 @@ def dying_rows(uri: str, scope_id: int, directory: str) -> Any:
         assert context is not None
         for at, batch in enumerate(batches):
             yield batch
-            # What was handed over before is more than buffers on the way hold.
+            # More bytes were handed over before than buffers on the way hold.
             if at == 5 and context.partitionId() == 1 and not Path(directory, "died writing").exists():
                 until = time.monotonic() + WAIT_S
                 with open_cluster(uri) as cluster:

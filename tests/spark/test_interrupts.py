@@ -19,7 +19,7 @@ JOB = Path(__file__).parent / "interrupted_job.py"
 
 
 def is_running(pid: int) -> bool:
-    """Whether there is such a process, and not only its end to be told of."""
+    """Return True if the process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

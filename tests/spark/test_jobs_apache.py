@@ -69,7 +69,7 @@ def pipeline(uri: str | None, *arguments: object, codes: tuple[int, ...] = (0,))
 def test_jobs_on_apache_bookies_match_shell_and_commands(
     java: Java, apache_cluster: ApacheCluster, apache_ledgers: Rows, tmp_path: Path
 ) -> None:
-    # What the bookies had not written to their logs is in their journals.
+    # Entries that the bookies had not written to their logs are in their journals.
     files = copies(apache_cluster, apache_ledgers, tmp_path / "crashed", crash=True)
     assert files.of_ours(pipeline(files.uri, "integrity", *files.places.values(), codes=(0, 3))) == []
     files = copies(apache_cluster, apache_ledgers, tmp_path / "stopped", crash=False)
@@ -125,7 +125,7 @@ def _alone(log: Path, directory: Path) -> Path:
 
 
 def _damage_is_found_exactly(files: Copies) -> None:
-    """One entry log is damaged, and one ledger's replica is removed: the rows are those of both."""
+    """One entry log is damaged, and one ledger's replica is removed: the rows report both."""
     damaged, removed = files.ledgers["closed-MAC"], files.ledgers["many-entries"]
     expected: set[tuple[str, int, str, str]] = set()
     hurt = False

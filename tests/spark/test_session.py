@@ -31,7 +31,7 @@ with spark_session("local[1]", settings=json.loads(sys.argv[1])) as session:
 
 
 def run_job(directory: Path, **settings: str) -> dict[str, dict[str, Any]]:
-    """What JOB prints; `directory` is where this process keeps what is temporary."""
+    """Return the output of JOB; `directory` is for temporary files of this process."""
     find_java()
     environment = os.environ | {"PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1"}
     environment["TMPDIR"] = str(directory)

@@ -83,7 +83,7 @@ def test_killed_executor_does_not_change_the_result(master: str, tmp_path: Path)
     files = bookie_files.make(tmp_path / "cluster")
     gate = tmp_path / "gate"
     gate.mkdir()
-    # Where the executors' Python comes in an archive, it is nowhere but there.
+    # Executors' Python from an archive is in the archive alone.
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
     python.chmod(0o755)

@@ -606,7 +606,7 @@ def test_memory_stays_within_the_limits(tmp_path: Path) -> None:
 
 
 def test_torn_first_index_header_is_rewritten(tmp_path: Path) -> None:
-    """What Apache's bookie leaves when it dies while it makes an index file."""
+    """The files that Apache's bookie leaves when it dies while it creates an index file."""
     storage = open_storage(tmp_path)
     add(storage, PLAIN, 0)
     flush_journals(storage)

@@ -1,4 +1,4 @@
-"""What goes wrong between the steps of a checkpoint, of a group commit and of a replay, and what must not."""
+"""Failures between the steps of a checkpoint, of a group commit and of a replay, and their limits."""
 
 from __future__ import annotations
 
@@ -471,7 +471,7 @@ def test_an_index_file_with_a_long_master_key_is_served_and_written(tmp_path: Pa
 
 @pytest.mark.parametrize("before_count", range(0, 40, 3))
 def test_master_key_of_zeros_does_not_count_as_torn(tmp_path: Path, before_count: int) -> None:
-    """Some clients' keys are no digests; here at several places of a sector, across its end too."""
+    """Some clients' keys are not digests; here at several places of a sector, across its end too."""
     storage = open_storage(tmp_path)
     for entry_id in range(before_count):
         add(storage, 1, entry_id)

@@ -1,4 +1,4 @@
-"""How a journal is written: what is synced when, what the page cache keeps, who is told in between."""
+"""Writes of a journal: the order of syncs, the contents of the page cache, the reports in between."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from bkctl.ids import LedgerId
 from bkctl.storage.location_reader import entries_in, entries_in_plain
 
 compiled: Any = scan.compiled  # type: ignore[attr-defined]
-needs_compiled = pytest.mark.skipif(compiled is None, reason="bkctl was installed without a C compiler")
+needs_compiled = pytest.mark.compiled
 loops = pytest.mark.parametrize(
     "take", [entries_in_plain, pytest.param(entries_in, marks=needs_compiled)], ids=["plain", "compiled"]
 )

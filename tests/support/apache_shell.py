@@ -15,7 +15,7 @@ _TYPES: Final = {-0x1000: "ledgerKey", -0x2000: "fence", -0x4000: "forceLedger",
 
 
 def _record(ledger_id: str, entry_id: str, offset: str, size: str) -> dict[str, Any]:
-    """One row. Apache has words for ledger keys and fences only, so `type` is told by the entry id."""
+    """One row. Apache has words for ledger keys and fences only, so `type` comes from the entry id."""
     kind = _TYPES.get(int(entry_id), "entry")
     return {
         "type": kind,

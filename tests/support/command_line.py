@@ -29,7 +29,7 @@ _OURS = (
 
 
 class Answer(NamedTuple):
-    """What one command line printed, and its exit code."""
+    """The output of one command line, and its exit code."""
 
     code: int
     out: bytes

@@ -23,7 +23,7 @@ class Asked(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What it answers: `body` as it is when bytes, else as JSON."""
+    """An answer: `body` as it is when bytes, else as JSON."""
 
     body: Any = b""
     status: int = 200
@@ -147,7 +147,7 @@ def sends(data: bytes) -> Callable[[socket.socket, threading.Event], None]:
 
 
 def sends_for_ever(first: bytes, more: bytes, count: list[int]) -> Callable[[socket.socket, threading.Event], None]:
-    """Sends `first`, then `more` until nobody takes it; `count` gets how many bytes were sent."""
+    """Sends `first`, then `more` until the peer leaves; `count` gets the number of bytes sent."""
 
     def behave(connection: socket.socket, over: threading.Event) -> None:
         connection.sendall(first)

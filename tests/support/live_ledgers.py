@@ -72,7 +72,7 @@ class Live:
         return client.run(payloads())
 
     def ledgers(self, scope_id: int | None = None) -> set[LedgerId]:
-        """All ledgers, or those of a scope."""
+        """Return all ledgers, or the ledgers of a scope."""
         return set(self.client().cluster.ledgers.ledgers(scope_id))
 
 

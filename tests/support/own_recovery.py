@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from support.servers import SORTED, Java, Server, apache_settings, free_port, write_conf
 
-#: What waits for minutes by default waits for moments.
+#: Settings that shorten minutes to moments.
 SETTINGS: Final[dict[str, object]] = {
     "openLedgerRereplicationGracePeriod": 500,
     "lockReleaseOfFailedLedgerGracePeriod": 2000,

@@ -55,7 +55,7 @@ def call(
     headers: Mapping[str, str] = {},
     timeout_s: float = LIMIT_S,
 ) -> Answer:
-    """One request to 127.0.0.1. A `body` that is no text is sent as JSON.
+    """One request to 127.0.0.1. A `body` that is not text is sent as JSON.
 
     A server that made a token for its user gets that one, unless `headers` have another.
     """
@@ -77,7 +77,7 @@ def local_authorization(port: int) -> dict[str, str]:
 
 
 def exchange(port: int, data: bytes, *, timeout_s: float = LIMIT_S) -> bytes:
-    """What comes back until the server closes, for bytes sent as they are; our side is closed after them."""
+    """Return the bytes that come back until the server closes, for bytes sent as they are; then close our side."""
     with socket.create_connection(("127.0.0.1", port), timeout=timeout_s) as connection:
         received = bytearray()
         try:

@@ -55,7 +55,7 @@ JVM_OPTIONS: Final = (
     "-Dlog4j2.disableJmx=true",
 )
 BOOKIE_OPTIONS: Final = ("-XX:MaxDirectMemorySize=256m",)
-#: How long Apache's clients wait for a bookie's answer; the default is 5 s, after which they choose another bookie.
+#: The wait of Apache's clients for a bookie's answer; the default is 5 s, after which they choose another bookie.
 PATIENCE: Final = {"addEntryTimeoutSec": 120, "readEntryTimeoutSec": 120}
 
 SORTED: Final = "org.apache.bookkeeper.bookie.SortedLedgerStorage"
@@ -97,7 +97,7 @@ _ports = ports()
 
 
 def free_port() -> int:
-    """A TCP port on 127.0.0.1 that nobody listens on now, nor gets by chance: for a server that may come and go.
+    """A TCP port on 127.0.0.1 without a listener, and not handed out by chance: for a server that may come and go.
 
     One that the system chose it may choose again while no server is there, for anybody's listener or connection.
     """
@@ -119,8 +119,12 @@ def wait_for(condition: Callable[[], object], what: str, timeout_s: float = LIMI
 
 # --- processes ---------------------------------------------------------------------------------------------------
 
+#: In the environment of all processes that this process starts, and of their own: bookies of `bkctl local up` too.
+_MARK = f"{os.getpid()}.{time.time_ns()}"
+os.environ["TEST_RUN_OF_BKCTL"] = _MARK
+
 _REAPER = """
-import os, signal, sys
+import os, signal, sys, time
 alive = set()
 for line in sys.stdin:
     (alive.add if line[0] == "+" else alive.discard)(int(line[1:]))
@@ -129,49 +133,51 @@ for group in alive:
         os.killpg(group, signal.SIGKILL)
     except ProcessLookupError:
         pass
+mark = b"TEST_RUN_OF_BKCTL=" + sys.argv[1].encode()
+for _ in range(100 if os.path.isdir("/proc/self") else 0):
+    found = False
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/environ", "rb") as environment:
+                if int(pid) != os.getpid() and mark in environment.read().split(bytes(1)):
+                    os.kill(int(pid), signal.SIGKILL)
+                    found = True
+        except OSError:
+            pass
+    if not found:
+        break
+    time.sleep(0.1)
 """
 
 
 class _Reaper:
-    """A process that outlives us and kills the process groups we left, if we are killed before we could."""
+    """A process that outlives us and kills the processes we left, if we are killed before we could."""
 
     def __init__(self) -> None:
-        self.process: subprocess.Popen[str] | None = None
+        self.process = subprocess.Popen(
+            [sys.executable, "-S", "-c", _REAPER, _MARK], stdin=subprocess.PIPE, text=True, start_new_session=True
+        )
 
     def tell(self, sign: str, group: int) -> None:
-        if self.process is None:
-            self.process = subprocess.Popen(
-                [sys.executable, "-S", "-c", _REAPER], stdin=subprocess.PIPE, text=True, start_new_session=True
-            )
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(f"{sign}{group}\n")
             self.process.stdin.flush()
 
     def close(self) -> None:
-        if self.process is not None and self.process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self.process.stdin.close()
-            self.process.wait()
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self.process.wait()
 
 
 _reaper = _Reaper()
 _servers: list[Server] = []
 
 
-def adopt(group: int) -> None:
-    """Have a process group that others started killed, should the test run be killed before they end."""
-    _reaper.tell("+", group)
-
-
-def release(group: int) -> None:
-    """The process group is gone."""
-    _reaper.tell("-", group)
-
-
 @functools.cache
 def _java_scratch() -> str:
-    """Where JVMs unpack libraries: those that are killed leave them."""
+    """Return the directory where JVMs unpack libraries: killed JVMs leave them."""
     return tempfile.mkdtemp(prefix="bkctl-java-")
 
 
@@ -681,7 +687,7 @@ class ZooKeeperServer(Server):
         return f"zk+{manager}://{self.connect_string}{root}"
 
     def new_root(self) -> str:
-        """A root path (`/test-7`) that nobody uses; it does not exist yet."""
+        """A root path (`/test-7`) of the test's own; it does not exist yet."""
         return f"/test-{next(self._roots)}"
 
     def _arguments(self) -> list[str]:
@@ -748,7 +754,7 @@ class EtcdServer(Server):
         return f"etcd://{self.connect_string}{root}"
 
     def new_root(self) -> str:
-        """A root key (`/test-7`) that nobody uses; it does not exist yet."""
+        """A root key (`/test-7`) of the test's own; it does not exist yet."""
         return f"/test-{next(self._roots)}"
 
     def pause(self) -> None:
@@ -787,7 +793,7 @@ class EtcdServer(Server):
             f"--listen-peer-urls={peers[self.member_name]}",
             f"--initial-advertise-peer-urls={peers[self.member_name]}",
             f"--initial-cluster={','.join(f'{name}={peer}' for name, peer in peers.items())}",
-            # Soon the leader where there is no other; where there are, none that is only busy is taken for dead.
+            # Alone, it becomes leader soon; with others, a busy one is not taken for dead.
             "--heartbeat-interval=50", f"--election-timeout={300 if len(peers) == 1 else 1500}",
             "--logger=zap", "--log-outputs=stderr", *security, *self.options,
         ]  # fmt: skip
@@ -831,7 +837,7 @@ class HBaseServer(Server):
         return f"hbase://{self.connect_string}{root}"
 
     def new_root(self) -> str:
-        """A prefix of tables (`/test-7`) that nobody uses; no table of it exists yet."""
+        """A prefix of tables (`/test-7`) of the test's own; no table of it exists yet."""
         return f"/test-{next(self._roots)}"
 
     def _arguments(self) -> list[str]:
@@ -925,7 +931,7 @@ def apache_settings(
         # Collections come where a test asks for them; on its own one would fall into some test or other.
         "gcWaitTime": 3_600_000,
         # Else garbage collection deletes every ledger: WriteLedgers makes one of the id 2^63 - 1,
-        # and ScanAndCompareGarbageCollector goes on behind it at 2^63 - 1 + 1, which is negative.
+        # and ScanAndCompareGarbageCollector continues behind it at 2^63 - 1 + 1, which is negative.
         "verifyMetadataOnGC": "true",
         **settings,
     }

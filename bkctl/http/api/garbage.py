@@ -17,7 +17,6 @@ from bkctl.http.endpoints import (
     ApiCall,
     Body,
     Endpoints,
-    ServiceUnavailable,
     Value,
     ValueKind,
     json_answer,
@@ -26,6 +25,7 @@ from bkctl.http.endpoints import (
     object_of,
     text_answer,
 )
+from bkctl.http.service import ServiceUnavailable
 
 if TYPE_CHECKING:
     from bkctl.bookie.bookie import Bookie

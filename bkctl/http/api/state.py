@@ -17,13 +17,13 @@ from bkctl.http.endpoints import (
     ApiCall,
     Body,
     Endpoints,
-    ServiceUnavailable,
     Value,
     ValueKind,
     json_answer,
     object_of,
     text_answer,
 )
+from bkctl.http.service import ServiceUnavailable
 
 if TYPE_CHECKING:
     from bkctl.bookie.bookie import Bookie

@@ -104,7 +104,7 @@ def read_only_finding(bookie_id: str, used_percent: float | None, percent_max: f
         message = f"It is read-only, and {used_percent:g}% of its disks are used"
         advice = "add disks or bookies, or delete ledgers"
     else:
-        message = f"It is read-only by request, as a drain leaves it: only {used_percent:g}% of its disks are used"
+        message = f"It is read-only by request, for example since a drain: {used_percent:g}% of its disks are used"
         advice = f"{writable_again} when the maintenance is over"
     return HealthFinding(HealthCode.BOOKIE_READ_ONLY, Severity.WARNING, bookie_id, message, advice)
 

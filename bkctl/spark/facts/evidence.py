@@ -288,7 +288,7 @@ def _entries_of_file(reader: LedgerIndexReader) -> Iterator[IndexedEntries]:
 
 
 def _unsigned(column: pa.ChunkedArray) -> npt.NDArray[np.uint64]:
-    """Return ids as numbers. Records without a ledger have any: their entry ids match no entry of an index."""
+    """Return ids as numbers. A record without a ledger gets an arbitrary id: no index has an entry of its entry id."""
     encoded = column.combine_chunks().dictionary_encode()
     if isinstance(encoded, pa.ChunkedArray):
         encoded = encoded.combine_chunks()

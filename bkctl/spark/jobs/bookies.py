@@ -56,7 +56,7 @@ class BookieFiles(NamedTuple):
         return [str(file.path) for file in self.directories.journals()]
 
 
-#: What jobs read: bookies' directories, or their facts.
+#: The input of jobs: bookies' directories, or their facts.
 Bookies = Sequence[BookieFiles] | Facts
 
 

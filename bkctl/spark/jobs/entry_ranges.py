@@ -14,7 +14,7 @@ from bkctl.spark.jobs.bookies import open_store
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-#: What the entries of a range share beside their ledger, by the words of `--by`.
+#: The fields that the entries of a range share beside their ledger, by the words of `--by`.
 _PLACES: Final[Mapping[str, tuple[str, ...]]] = {"ledger": (), "bookie": ("bookieId",), "log": ("bookieId", "file")}
 _LEDGER: Final = (QUALIFIED_NAME, "ledgerScopeId", "ledgerId")
 _STEPS: Final = f"{QUALIFIED_NAME} string, step bigint"

@@ -78,7 +78,7 @@ def integrity(
         persisted.append(held)
     fragments = fragments_of(metadata, held).persist()
     ledgers = metadata.select(QUALIFIED_NAME, "digestType", F.col("state").alias("ledgerState"), "writeQuorumSize")
-    # What agrees ends here: all else is about the few other replicas.
+    # Replicas that agree end here: the rest is about the few others.
     doubtful = judge_replicas(promised_blocks(fragments, bookies), held, ledgers, indexes=indexes).persist()
     suspects = _absent(doubtful).unionByName(_decided(look_again(doubtful, bookies, connection))).persist()
     findings = _with_intact_count(suspects, fragments, bookies).join(ledgers.drop("digestType"), QUALIFIED_NAME)

@@ -49,7 +49,7 @@ class IndexInMemPageMgr:
         self._flushing: dict[PageKey, IndexedHandle] = {}
         #: Pages that changed, or that a flush is writing, or both.
         self._waiting = 0
-        #: Those among them that the last flush could not write.
+        #: Pages among them that the last flush could not write.
         self._kept: set[PageKey] = set()
         #: A page read from a file before this counter changed may be out of date.
         self._generation = 0

@@ -72,7 +72,8 @@ class LedgerHandle:
     #: The bookie may have lost entries or the fence, so that it must not deny having an entry.
     unknown: bool = False
     explicit_lac: bytes = b""
-    #: Why entries are refused until a flush has written the ledger's index: the disk refuses it, or lost its start.
+    #: The error of the ledger's index (refused by the disk, or without its start): entries are refused until a flush has
+    #: written the index.
     index_error: Exception | None = None
     last_entry: int = -1
     #: Highest LAC seen; unless `lac_is_known`, entries on disk may have a higher one.
@@ -82,7 +83,7 @@ class LedgerHandle:
     key_recorded: bool = False
     fence_recorded: bool = False
     journal: int = 0
-    #: What waits for a higher LAC, and what to call, by ascending key. A handle with watchers is not evicted.
+    #: Callbacks that wait for a higher LAC, by ascending key. A handle with watchers is not evicted.
     watchers: list[tuple[WatcherKey, Callable[[], object]]] = field(default_factory=list)
     deleted: bool = False
 

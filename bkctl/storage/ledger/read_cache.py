@@ -19,7 +19,7 @@ class ReadCache(Generic[Item]):
         self.capacity = capacity
         #: Bytes of the cached entries; entries that `discard` removed count until they would be the oldest.
         self.size = 0
-        #: How often `discard` was called: what was read from disk before must not be cached afterwards.
+        #: The number of calls of `discard`: a read that began before one must not be cached after it.
         self.discards = 0
         self._ledgers: dict[LedgerId, dict[int, Item]] = {}
         self._batches: deque[tuple[LedgerId, list[int], int]] = deque()

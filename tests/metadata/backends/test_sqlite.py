@@ -1,4 +1,4 @@
-"""What only the SQLite store has: one file, several processes, owners that die."""
+"""Properties of the SQLite store alone: one file, several processes, owners that die."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The documented tables of facts are those of the code."""
+"""The documented tables of facts equal the code's."""
 
 from __future__ import annotations
 

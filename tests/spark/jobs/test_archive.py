@@ -105,7 +105,7 @@ def test_export_and_import_restore_ledgers(
         own = {key: value for key, value in made.custom_metadata.items() if key not in (SOURCE_KEY, HASH_KEY)}
         assert own == ({} if ledger.ledger_id == 3 else {"k\u00e9": b"\x00\xff"})
 
-    # What is broken is said, ledger by ledger; what is not whole is not begun.
+    # Each damaged ledger is reported, and an incomplete one is not begun.
     for part in (path / "entries").rglob("*.parquet"):
         part.unlink()
     for crc in path.rglob(".*.crc"):

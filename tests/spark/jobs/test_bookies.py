@@ -1,4 +1,4 @@
-"""Whose files places are: by cookies, configurations and words, without Spark."""
+"""Owners of directories: by cookies, configurations and words, without Spark."""
 
 from __future__ import annotations
 

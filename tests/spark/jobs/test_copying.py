@@ -89,7 +89,7 @@ def test_unfinished_copy_is_resumed(live: Live, client: Client) -> None:
     dying.run(begin())
     assert copy(client, source, target)[2:4] == ("copied", len(PAYLOADS))
     assert live.read(target) == PAYLOADS
-    # Who was taken for dead goes on: it can neither change the copy nor close it elsewhere.
+    # A task that was taken for dead continues: it can neither change the copy nor close it elsewhere.
     with pytest.raises(Conflict):
         dying.run(half.finish())
     assert live.read(target) == PAYLOADS

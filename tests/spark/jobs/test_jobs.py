@@ -67,7 +67,7 @@ def copied(files: Files, directory: Path) -> Files:
 
 
 def promised(files: Files, written: Iterable[Written]) -> set[Key]:
-    """Who should have what, as the ledgers' metadata says; of an open ledger all but the last entry is known."""
+    """Return the replicas that the ledgers' metadata promises; of an open ledger all but the last entry is known."""
     found: set[Key] = set()
     with open_cluster(files.uri) as cluster:
         for each in written:

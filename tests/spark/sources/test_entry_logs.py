@@ -332,7 +332,7 @@ def test_schema_with_unknown_columns_is_refused() -> None:
 
 
 def outcome(path: Path) -> tuple[list[tuple[Any, ...]], BkctlError | None]:
-    """What the reader of single records finds, and the error that ends it."""
+    """Return the records that the reader of single records finds, and the error that ends it."""
     found = []
     try:
         with EntryLogReader.open(path) as reader:

@@ -1,4 +1,4 @@
-"""What Spark pushes down, against the same filters applied to rows one by one."""
+"""Filters that Spark pushes down, against the same filters applied to rows one by one."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def rows(bookie: Path) -> list[dict[str, Any]]:
 
 
 def keeps(each: Filter, row: dict[str, Any]) -> bool:
-    """What SQL says of a filter that is true, false or null."""
+    """Return the result of a filter in SQL: true, false or null."""
     if isinstance(each, IsNotNull):
         return row[each.attribute[0]] is not None
     value: Any = row[each.attribute[0]]

@@ -53,7 +53,7 @@ def write_databases(directory: Path, *ledgers: LedgerId, stale: LedgerId | None 
 
 
 def expected(directory: Path) -> list[tuple[Any, ...]]:
-    """What the index of each ledger says, one ledger after the other."""
+    """Return the rows of each ledger's index, one ledger after the other."""
     found = []
     with BookieIndexes(BookieDirectories.at(directory)) as indexes:
         for ledger in indexes.ledgers():

@@ -34,7 +34,7 @@ ALL = ReadAllAvailable()
 
 
 class Stream:
-    """A stream without Spark; it goes on where it was, as often as it is made again."""
+    """A stream without Spark; each new instance continues at the last offset."""
 
     def __init__(self, live: Live, **options: object) -> None:
         self._options = {**live.options, "columns": COLUMNS, **{name: str(value) for name, value in options.items()}}
@@ -49,7 +49,7 @@ class Stream:
         self._stack.callback(self.reader.stop)
 
     def batch(self, limit: ReadLimit | None = None) -> list[tuple[LedgerId, int]]:
-        """What the next batch has, read twice: as a batch that was not committed is."""
+        """Return the rows of the next batch, read twice, like a batch that was not committed."""
         given = self.reader.getDefaultReadLimit() if limit is None else limit
         end = json.loads(json.dumps(self.reader.latestOffset(self.offset, given)))
         first, again = self._rows(end), self._rows(end)
@@ -117,7 +117,7 @@ def test_stream_follows_ledgers_until_they_close(live: Live, stream: Any) -> Non
     three = live.write(numbered(0, 0), LedgerId(scope, 3))
     live.write([], LedgerId(scope, 4))
     assert followed.batch() == [(two.ledger, 2), (three, 0)]
-    # What is read to its end may go.
+    # A ledger that was read to its end may be deleted.
     live.client().cluster.ledgers.remove(one.ledger)
     before = followed.offset
     assert followed.batch() == []

@@ -30,7 +30,7 @@ SCOPE = 0x1ED6E5
 
 @pytest.fixture(scope="module")
 def ledgers(live: Live) -> dict[LedgerId, list[bytes]]:
-    """Ledgers of one scope and what is in them; the last is open, and has one entry more that nobody confirmed."""
+    """Ledgers of one scope and their entries; the last is open, and has one more, unconfirmed entry."""
     contents = {
         LedgerId(SCOPE, 1): [b"entry %d" % number for number in range(25)],
         LedgerId(SCOPE, 2): [],

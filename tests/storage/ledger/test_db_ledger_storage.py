@@ -68,7 +68,7 @@ def open_storage(root: Path, files: Files | None = None, directories: int = 1, *
 
 
 def abandon(storage: BookieStorage) -> None:
-    """What the end of the process does to the databases, without a flush of what is in memory."""
+    """Close the databases as the end of the process does, without a flush of memory."""
     storage.ledgers.close()
 
 
@@ -108,7 +108,7 @@ def entry_ids(storage: BookieStorage, ledger: LedgerId) -> list[int]:
 
 
 def locations(root: Path, ledger: LedgerId, directory: int = 0) -> dict[int, int]:
-    """What the databases of a closed storage say."""
+    """Return the rows in the databases of a closed storage."""
     name = "scoped-locations" if ledger.is_scoped else "locations"
     with LocationsDatabase.open(root / f"ledgers-{directory}" / "current" / name) as database:
         return {entry_id: location for _, entry_id, location in database.locations(ledger)}
@@ -287,7 +287,7 @@ def test_keeps_the_state_of_apaches_integrity_check(tmp_path: Path) -> None:
     with pytest.raises(UnknownLedgerState):  # its fence may be lost
         add(storage, PLAIN, 1)
     storage.fence(PLAIN, digests_of(PLAIN).master_key, lambda error: None)
-    add(storage, LedgerId(0, 5), 0)  # a key of zeros is nobody's
+    add(storage, LedgerId(0, 5), 0)  # a key of zeros belongs to no writer
     storage.close()
     with LedgersDatabase.open(ledgers) as database:
         assert database.get(PLAIN) == LedgerData(True, True, digests_of(PLAIN).master_key, limbo=True)
@@ -739,7 +739,7 @@ def test_read_retries_when_compaction_moves_the_entry(tmp_path: Path, monkeypatc
     storage = open_storage(tmp_path)
     add(storage, PLAIN, 0)
     storage.run_checkpoint()
-    add(storage, LedgerId(0, 5), 0)  # the log goes on
+    add(storage, LedgerId(0, 5), 0)  # the log continues
     assert isinstance(storage.ledgers, DbLedgerStorage)
     (directory,) = storage.ledgers.directories
     monkeypatch.setattr(directory.locations, "cached_location", lambda *_: 0)
@@ -859,7 +859,7 @@ def test_damaged_database_stops_the_start_with_one_error(tmp_path: Path, damage:
             open_storage(tmp_path)
     shutil.rmtree(current)
     shutil.copytree(tmp_path / "whole", current)
-    storage = open_storage(tmp_path)  # nobody holds the databases
+    storage = open_storage(tmp_path)  # the databases are not locked
     assert bytes(storage.read_entry(PLAIN, 0)) == body_of(PLAIN, 0)
     storage.close()
 

@@ -1,5 +1,7 @@
-"""Generators of ledger ids in scope 0, from ZooKeeper's sequential nodes. Source: ZkLedgerIdGenerator,
-LongZkLedgerIdGenerator."""
+"""Generators of ledger ids in scope 0, from ZooKeeper's sequential nodes.
+
+Source: ZkLedgerIdGenerator, LongZkLedgerIdGenerator.
+"""
 
 from __future__ import annotations
 

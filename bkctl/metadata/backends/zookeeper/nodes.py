@@ -1,5 +1,4 @@
-"""Creating nodes with their parents, and changing many nodes in one request; both recognise writes whose answer was
-lost."""
+"""Creation of nodes with their parents, and changes of many nodes in one request; both recognise lost answers."""
 
 from __future__ import annotations
 

@@ -622,7 +622,7 @@ def test_login_with_user_and_password(etcd_server: Callable[..., EtcdServer]) ->
     server = etcd_server(options=("--auth-token-ttl=2",))
     uri = server.metadata_uri()
     operator = StoreSecurity(user="operator", password="operator's secret")
-    # A server that asks nobody takes anybody.
+    # A server without users accepts any user.
     with open_cluster(uri, create=True, security=operator) as early:
         enable_users(server)
         with open_cluster(uri, session_timeout_s=2, security=operator) as cluster:

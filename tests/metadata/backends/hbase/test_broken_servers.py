@@ -205,7 +205,7 @@ def test_change_without_its_outcome_ends_in_a_timeout() -> None:
 @pytest.mark.parametrize("answer", [pb.ProcedureResponse(), pb.ProcedureResponse(proc_id=3)])
 @pytest.mark.parametrize("change", [Rows.create_table, lambda rows: rows.table.drop()], ids=["create", "drop"])
 def test_procedures_without_their_state_are_refused(answer: Message, change: Callable[[Rows], Any]) -> None:
-    nothing = pb.ProcedureResponse()  # its bytes are those of an answer without a state
+    nothing = pb.ProcedureResponse()  # the same bytes as an answer without a state
     with (
         rows_of(lambda method, _: nothing if method == "getProcedureResult" else answer) as rows,
         pytest.raises(BkctlError, match="without the procedure's state"),
