@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-EXTENSIONS := bkctl/protocol/_wire.h bkctl/protocol/_add_runs.c bkctl/protocol/_client_runs.c bkctl/files/_scan.c
+EXTENSIONS := bkctl/protocol/_wire.h bkctl/protocol/_runs.c bkctl/files/_scan.c
 # How many processes share the tests, which wait more than they compute; WORKERS=0 runs them in one.
 WORKERS ?= 4
 

@@ -84,11 +84,11 @@ def seconds_of(storage: BookieStorage, ledger: LedgerId, at_once: int) -> float:
         for entry_ids, records, size, last_add_confirmed in runs:
             add_records(ledger, key, entry_ids, records, size, last_add_confirmed, None)
     seconds = time.thread_time() - start
-    for number in range(len(storage.journals)):
-        batch = storage.take_batch(number)
+    for commits in storage.commits:
+        batch = commits.take_batch()
         if batch is not None:
-            storage.commit(number, batch)
-            storage.settle(number, batch, None)
+            commits.commit(batch)
+            commits.settle(batch, None)
     storage.run_checkpoint()
     return seconds / (COUNT - 1)
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Final, NamedTuple
 
-from bkctl.errors import DirectoryInUse
+from bkctl.errors import BkctlError, DirectoryInUse
 from bkctl.formats.layout import Buffer
 
 #: Most buffers of one pwritev.
@@ -30,6 +31,18 @@ NO_SPACE: Final = DISK_FULL | {errno.EMFILE, errno.ENFILE}
 _RWF_NOWAIT: Final = getattr(os, "RWF_NOWAIT", 0)
 _AT_FDCWD: Final = -100
 _RENAME_EXCHANGE: Final = 2
+
+log: Final = logging.getLogger("bkctl.bookie")
+
+
+def disk_failure(error: Exception) -> OSError:
+    """Return `error` as the OSError that a failed write is reported as; log one that neither disk nor format raises."""
+    if isinstance(error, OSError):
+        return error
+    if isinstance(error, BkctlError):
+        return OSError(errno.EIO, str(error))
+    log.error("A write failed with an unexpected error", exc_info=error)
+    return OSError(errno.EIO, repr(error))
 
 
 class DiskUsage(NamedTuple):

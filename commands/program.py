@@ -76,11 +76,10 @@ VERSION_COLUMNS = Columns(
 
 def _build() -> Build:
     from bkctl.files import scan
-    from bkctl.protocol import add_runs, client_runs
+    from bkctl.protocol import runs
 
     used = {
-        "bkctl.protocol._add_runs": vars(add_runs)["compiled"],
-        "bkctl.protocol._client_runs": vars(client_runs)["compiled"],
+        "bkctl.protocol._runs": vars(runs)["compiled"],
         "bkctl.files._scan": vars(scan)["compiled"],
     }
     return Build(
@@ -94,8 +93,8 @@ def _build() -> Build:
 def show_version(out: Printer) -> None:
     """Print the version, and which inner loops are compiled.
 
-    Without a C compiler and Python's headers at its installation, bkctl runs the same loops in Python: slower, with the
-    same results.
+    Without a C compiler and Python's headers at its installation, bkctl does the same in Python: slower, with the same
+    results.
     """
     build = _build()
     if out.output is Output.TABLE and out.selection == ALL:

@@ -10,9 +10,9 @@ from bkctl.bookie.commit_dispatcher import CommitDispatcher
 from bkctl.bookie.state_manager import BookieStateManager
 from bkctl.bookie.waiting_requests import WaitingRequests
 from bkctl.ids import LedgerId
-from bkctl.protocol.add_runs import AddRun, AnswerAdds
 from bkctl.protocol.handler import Responder
 from bkctl.protocol.messages import AddRequest, AddResponse, Status
+from bkctl.protocol.runs import AddRun, AnswerAdds
 from bkctl.storage.bookie_storage import BookieStorage
 from bkctl.storage.ledger.ledger_storage import NeedsDisk
 

@@ -380,7 +380,7 @@ class Bookie:
         self.processor.polls.finish()
         await self.server.close(STOP_GRACE_S if self.failure is None else 0)
         self.state_manager.is_stopping = True
-        if self.commits.journals and self.failure is None:
+        if self.commits.is_running and self.failure is None:
             try:
                 await self._write_everything()
             except Exception as error:  # noqa: BLE001 - kept in `failure`

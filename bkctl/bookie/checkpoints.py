@@ -3,17 +3,56 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Final
 
 from bkctl.bookie.disk_space import DiskSpaceMonitor
 from bkctl.bookie.metrics import BookieMetrics
 from bkctl.bookie.state_manager import BookieStateManager
-from bkctl.bookie.workers import Worker, disk_failure
+from bkctl.disk import disk_failure
 from bkctl.errors import BkctlError
 from bkctl.storage.bookie_storage import BookieStorage
 from bkctl.storage.checkpoints import Checkpoint
+
+log: Final = logging.getLogger("bkctl.bookie")
+
+
+class Worker:
+    """One thread that runs tasks in order.
+
+    For a task that raises, `died` is called in the event loop. An Exception does not end the thread.
+    """
+
+    def __init__(self, name: str, died: Callable[[BaseException], None]) -> None:
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._loop = asyncio.get_running_loop()
+        self._died = died
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, task: Callable[[], None]) -> None:
+        """Run `task` behind the tasks that were submitted before."""
+        self._queue.put(task)
+
+    def _run(self) -> None:
+        while (task := self._queue.get()) is not None:
+            try:
+                task()
+            except BaseException as error:
+                self._loop.call_soon_threadsafe(self._died, error)
+                if not isinstance(error, Exception):
+                    raise
+                log.exception("A task of the thread %s failed", self._thread.name)
+
+    def stop(self) -> None:
+        """Return when everything submitted is done."""
+        self._queue.put(None)
+        self._thread.join()
 
 
 class NoSpaceForCheckpoint(BkctlError):
@@ -99,7 +138,7 @@ class CheckpointRunner:
         if self._worker is None or self._state.failure is not None:
             return
         try:
-            checkpoint = self._storage.begin_checkpoint()
+            checkpoint = self._storage.checkpoints.begin()
         except Exception as error:  # noqa: BLE001 - the bookie gives up, or has no space
             self._failed(disk_failure(error))
             return
@@ -113,7 +152,7 @@ class CheckpointRunner:
         def write() -> None:
             error = None
             try:
-                self._storage.checkpoint(checkpoint)
+                self._storage.checkpoints.write(checkpoint)
             except Exception as failure:  # noqa: BLE001 - the bookie gives up, or has no space
                 error = disk_failure(failure)
             self._loop.call_soon_threadsafe(self._end, checkpoint, running, began_s, error)
@@ -126,7 +165,7 @@ class CheckpointRunner:
         self._metrics.flush.observe(time.monotonic() - began_s, ok=error is None)
         self._running = None
         try:
-            self._storage.end_checkpoint(checkpoint, written=error is None)
+            self._storage.checkpoints.end(checkpoint, written=error is None)
             if error is not None:
                 self._failed(error)
             else:

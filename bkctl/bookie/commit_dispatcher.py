@@ -1,4 +1,4 @@
-"""Group commit: the adds of one turn of the event loop go to the journals together, and are answered once on disk.
+"""When adds go to disk: those of one turn of the event loop together, held back while the disks are behind.
 
 Source: Journal, SyncThread, SortedLedgerStorage (whose memory table holds adds back while the disk is behind).
 """
@@ -12,24 +12,24 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from bkctl.bookie.checkpoints import CheckpointRunner
+from bkctl.bookie.checkpoints import CheckpointRunner, Worker
 from bkctl.bookie.disk_space import DiskSpaceMonitor
-from bkctl.bookie.metrics import BookieMetrics
+from bkctl.bookie.metrics import BookieMetrics, JournalMetrics
 from bkctl.bookie.state_manager import BookieStateManager
-from bkctl.bookie.workers import JournalThread, Worker, disk_failure
-from bkctl.disk import NO_SPACE
+from bkctl.disk import NO_SPACE, disk_failure
 from bkctl.errors import BkctlError, TooManyRequests
 from bkctl.protocol.messages import Status
 from bkctl.storage.bookie_storage import BookieStorage
-from bkctl.storage.group_commit import JournalBatch
+from bkctl.storage.group_commit import Group, GroupCommit, JournalBatch
+from bkctl.storage.journal_writer import JournalWriter
 
 log: Final = logging.getLogger("bkctl.bookie")
 
 
 class CommitDispatcher:
-    """Hands batches to the journals' threads, sealed entries to the thread of entry logs, and begins due checkpoints.
+    """Flushes the journals, hands sealed entries to the thread of entry logs, and begins due checkpoints.
 
-    Its threads run between `start` and `stop`; all else happens in the event loop.
+    The threads run between `start` and `stop`; all else happens in the event loop.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class CommitDispatcher:
         self._space = space
         self.thread_died = state.thread_died
         self.checkpoints = CheckpointRunner(storage, state, metrics, space, self.storage_failed, self._resume)
-        self.journals: list[JournalThread] = []
+        self.is_running = False
         self._entries: Worker | None = None
         self._flush_due = False
         #: Ledger storage holds as much in memory as it may: adds wait until entries are written.
@@ -57,17 +57,18 @@ class CommitDispatcher:
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
-        storage, config = self._storage, self._state.config
-        self.journals = [JournalThread(storage, number, config, self) for number in range(len(storage.journals))]
-        self._metrics.journals = [journal.metrics for journal in self.journals]
+        self._metrics.journals = [JournalMetrics() for _ in self._storage.commits]
+        for commits in self._storage.commits:
+            commits.start(self._state.config, self, self._loop)
+        self.is_running = True
         self._entries = Worker("entries", self._state.thread_died)
         self.checkpoints.start()
 
     def stop(self) -> None:
         """Return when everything handed over is on disk, or failed; in another thread than the event loop's."""
-        for journal in self.journals:
-            journal.stop()
-        self.journals = []
+        self.is_running = False
+        for commits in self._storage.commits:
+            commits.stop()
         if self._entries is not None:
             self._entries.stop()
             self._entries = None
@@ -91,13 +92,11 @@ class CommitDispatcher:
             self._hold_back()
             return
         self._waits_for_journals = False
-        for number, journal in enumerate(self.journals):
-            if journal.is_full and not state.is_stopping:
+        for commits in storage.commits if self.is_running else ():
+            if commits.is_full and not state.is_stopping:
                 self._waits_for_journals = True
-                continue
-            batch = storage.take_batch(number)
-            if batch is not None:
-                journal.put(batch)
+            else:
+                commits.flush()
         self.is_behind = self._waits_for_entries or self._waits_for_journals
         if storage.seal_entries():
             self.write_entries_soon()
@@ -141,7 +140,7 @@ class CommitDispatcher:
 
     @property
     def _pending_adds(self) -> int:
-        return sum(batch.count for batch in self._storage.batches)
+        return sum(commits.batch.count for commits in self._storage.commits)
 
     def adds_at_once(self) -> int:
         """Return how many adds may come in one run; 1 or more. Those that wait for the disks have a bound."""
@@ -158,24 +157,23 @@ class CommitDispatcher:
 
     # --- from the threads to the loop ---------------------------------------------------------------------------------
 
-    def written(self, group: list[JournalBatch]) -> None:
-        """Answer the adds of `group` that wait for no sync (deferred sync)."""
-        for batch in group:
+    def written(self, batches: list[JournalBatch]) -> None:
+        """Answer the adds of a group that wait for no sync (deferred sync)."""
+        for batch in batches:
             batch.tell_written(None)
 
-    def committed(self, number: int, group: list[JournalBatch], error: OSError | None) -> None:
-        """Answer a group of journal `number`: it is on disk, or failed with `error`."""
-        now_s = time.monotonic()
-        for batch in group:
-            if self.journals:
-                self.journals[number].taken(batch)
+    def committed(self, commits: GroupCommit, group: Group) -> None:
+        """Answer a journal's group: it is on disk, or failed."""
+        now_s, error = time.monotonic(), group.error
+        self._metrics.journals[commits.number].group_settled(group)
+        for batch in group.batches:
             self._metrics.adds_settled(batch.count, batch.size, now_s - batch.put_s, ok=error is None)
-            doomed = self._storage.settle(number, batch, error)
+            doomed = commits.settle(batch, error)
             self._answer(batch.tokens, Status.EOK if error is None else Status.EIO)
             if doomed is not None:
                 self._answer(doomed.tokens, Status.EIO)
         if error is not None:
-            self._journal_failed(number, error)
+            self._journal_failed(commits.journal, error)
         if self._waits_for_journals:
             self.flush_soon()
 
@@ -188,8 +186,7 @@ class CommitDispatcher:
                 except Exception as error:  # noqa: BLE001 - logged and counted
                     self._metrics.note_unexpected("An answer", error)
 
-    def _journal_failed(self, number: int, error: OSError) -> None:
-        journal = self._storage.journals[number]
+    def _journal_failed(self, journal: JournalWriter, error: OSError) -> None:
         if journal.failed is not None:
             self._state.fail(BkctlError(f"Journal {journal.directory} failed: {journal.failed}"))
         elif error.errno in NO_SPACE:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from bkctl.metadata.refreshed_tls import RefreshedContext
+    from bkctl.storage.group_commit import Group
 
 log: Final = logging.getLogger("bkctl.bookie")
 
@@ -114,7 +115,7 @@ class Latency:
 
 
 class JournalMetrics:
-    """Counters of one journal, written by its thread: groups, their contents, and the time to write and sync them."""
+    """Counters of one journal: groups, their contents, and the time to write and sync them."""
 
     def __init__(self) -> None:
         self.sync = Latency()
@@ -122,16 +123,15 @@ class JournalMetrics:
         self.group_entries = Summary()
         self.group_bytes = Summary()
         self.written_bytes = 0
-        #: Entries put and not reported yet.
-        self.waiting = 0
 
-    def group_written(self, entries: int, size: int, seconds: float, *, ok: bool) -> None:
+    def group_settled(self, group: Group) -> None:
         """Add a group that was written and synced, or failed."""
-        self.sync.observe(seconds, ok=ok)
-        self.group_entries.observe(entries)
-        self.group_bytes.observe(size)
-        if ok:
-            self.written_bytes += size
+        self.queue.observe(group.waited_s)
+        self.sync.observe(group.took_s, ok=group.error is None)
+        self.group_entries.observe(group.entry_count)
+        self.group_bytes.observe(group.size)
+        if group.error is None:
+            self.written_bytes += group.size
 
 
 class BookieMetrics:

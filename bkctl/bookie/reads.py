@@ -33,7 +33,7 @@ from bkctl.protocol.messages import (
     Status,
     refusal,
 )
-from bkctl.protocol.read_runs import ReadRun
+from bkctl.protocol.runs import ReadRun
 from bkctl.storage.bookie_storage import BookieStorage
 from bkctl.storage.ledger.ledger_storage import LedgerHandle, NeedsDisk
 

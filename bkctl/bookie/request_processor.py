@@ -14,7 +14,6 @@ from bkctl.bookie.reads import EntryFetcher, ReadHandler
 from bkctl.bookie.state_manager import BookieStateManager
 from bkctl.bookie.waiting_requests import Handler, WaitingRequests
 from bkctl.disk import Files
-from bkctl.protocol.add_runs import AddRun, AnswerAdds
 from bkctl.protocol.handler import ReadRunResponder, Responder
 from bkctl.protocol.messages import (
     AddRequest,
@@ -27,7 +26,7 @@ from bkctl.protocol.messages import (
     Request,
     WriteLacRequest,
 )
-from bkctl.protocol.read_runs import ReadRun
+from bkctl.protocol.runs import AddRun, AnswerAdds, ReadRun
 from bkctl.protocol.server import BookieServer
 from bkctl.storage.bookie_storage import BookieStorage
 from bkctl.storage.ledger.ledger_storage import NeedsDisk

@@ -1,7 +1,7 @@
-/* The inner loops of scan.py and of storage/location_reader.py, compiled: the same answers, many times as fast.
+/* The inner loops of scan.py, compiled: the same answers, many times as fast.
  *
- * Optional: without a compiler at installation their own loops do the work. What both must agree on is said there
- * and held by tests/files/test_scan.py and tests/storage/test_location_reader.py on any bytes. Nothing is read outside the window.
+ * Optional: without a compiler at installation, and on Spark's executors of another platform, their own loops do the work.
+ * What both must agree on is said there, and held by tests/files/test_scan.py on any bytes. Nothing is read outside the window.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -10,15 +10,14 @@
 #include <string.h>
 
 /* What the functions take and return: scan.py uses a module with its own number only. Raise both together. */
-#define API 6
+#define API 7
 
 enum {
     SIZE_FIELD = 4,
     HEADER_V1 = 32, /* ledger, entry, LAC, length */
     HEADER_V2 = 41, /* flags, scope, ledger, entry, LAC, length */
-    IDS_V1 = 16, /* ledger, entry */
-    IDS_V2 = 25, /* flags, scope, ledger, entry */
     LENGTH = 8, /* the last field of a header, which the entries of clients need not have */
+    OVERHEAD_MAX = 61, /* the longest header and digest */
     FIELDS_V1 = 5,  /* of a row: size, ledger, entry, LAC, length */
     FIELDS_V2 = 7,  /* size, flags, scope, ledger, entry, LAC, length */
     PADDING = -0x100, /* in a journal: the count of bytes to skip follows */
@@ -207,87 +206,14 @@ static PyObject *sizes_by_ledger(PyObject *module, PyObject *args) {
     return sums;
 }
 
-/* Return 1 if the record at byte `at` is whole, and that entry of that ledger. */
-static int is_entry(
-    const unsigned char *bytes, Py_ssize_t size, int64_t at, uint64_t scope, uint64_t ledger, int64_t entry_id) {
-    const int ids_size = scope ? IDS_V2 : IDS_V1;
-    if (at < 0 || at > size - SIZE_FIELD - ids_size) {
-        return 0;
-    }
-    const int64_t entry_size = read_i32(bytes + at);
-    const unsigned char *ids = bytes + at + SIZE_FIELD;
-    if (entry_size < ids_size || entry_size > size - at - SIZE_FIELD) {
-        return 0;
-    }
-    if (scope) {
-        if (ids[0] < 0xA0 || ids[0] > 0xA4 || read_u64(ids + 1) != scope) {
-            return 0;
-        }
-        ids += 9;
-    }
-    return read_u64(ids) == ledger && (int64_t)read_u64(ids + 8) == entry_id;
-}
-
-PyDoc_STRVAR(entries_at_doc,
-"entries_at(data, begin, ledger, entry_ids, locations)\n--\n\n"
-"The entries of a ledger in `data`, which begins with the record at location `begin`; None for one that is not there.");
-
-static PyObject *entries_at(PyObject *module, PyObject *args) {
-    PyObject *data, *entry_ids, *locations, *ids = NULL, *places = NULL, *found = NULL;
-    unsigned long long begin, scope, ledger;
-    if (!PyArg_ParseTuple(args, "OK(KK)OO", &data, &begin, &scope, &ledger, &entry_ids, &locations)) {
-        return NULL;
-    }
-    Py_buffer buffer;
-    if (PyObject_GetBuffer(data, &buffer, PyBUF_SIMPLE) < 0) {
-        return NULL;
-    }
-    ids = PySequence_Fast(entry_ids, "entry ids");
-    places = PySequence_Fast(locations, "locations");
-    if (ids == NULL || places == NULL) {
-        goto done;
-    }
-    const Py_ssize_t count = PySequence_Fast_GET_SIZE(ids);
-    if (PySequence_Fast_GET_SIZE(places) != count) {
-        PyErr_SetString(PyExc_ValueError, "as many locations as entry ids are needed");
-        goto done;
-    }
-    found = PyList_New(count);
-    for (Py_ssize_t index = 0; found != NULL && index < count; index++) {
-        const int64_t entry_id = PyLong_AsLongLong(PySequence_Fast_GET_ITEM(ids, index));
-        const uint64_t location = PyLong_AsUnsignedLongLong(PySequence_Fast_GET_ITEM(places, index));
-        PyObject *body = NULL;
-        if (!PyErr_Occurred()) {
-            const int64_t at = (int64_t)(location - begin);
-            if (is_entry(buffer.buf, buffer.len, at, scope, ledger, entry_id)) {
-                const Py_ssize_t from = (Py_ssize_t)at + SIZE_FIELD;
-                body = PySequence_GetSlice(data, from, from + (Py_ssize_t)read_i32((unsigned char *)buffer.buf + at));
-            } else {
-                body = Py_NewRef(Py_None);
-            }
-        }
-        if (body == NULL) {
-            Py_CLEAR(found);
-        } else {
-            PyList_SET_ITEM(found, index, body);
-        }
-    }
-done:
-    Py_XDECREF(ids);
-    Py_XDECREF(places);
-    PyBuffer_Release(&buffer);
-    return found;
-}
-
 static PyMethodDef methods[] = {
-    {"entries_at", entries_at, METH_VARARGS, entries_at_doc},
     {"take_entries", take_entries, METH_VARARGS, take_entries_doc},
     {"sizes_by_ledger", sizes_by_ledger, METH_VARARGS, sizes_by_ledger_doc},
     {NULL, NULL, 0, NULL},
 };
 
 static struct PyModuleDef module_definition = {
-    PyModuleDef_HEAD_INIT, "bkctl.files._scan", "The inner loops of scan.py and location_reader.py, compiled.", 0, methods,
+    PyModuleDef_HEAD_INIT, "bkctl.files._scan", "The inner loops of scan.py, compiled.", 0, methods,
     NULL, NULL, NULL, NULL,
 };
 

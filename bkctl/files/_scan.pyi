@@ -1,9 +1,4 @@
-from collections.abc import Sequence
-
 API: int
 
 def take_entries(window: bytes, begin: int, format_version: int, kind: int = 0, /) -> tuple[bytes, bytes, int]: ...
 def sizes_by_ledger(rows: bytes | memoryview, format_version: int, /) -> dict[tuple[int, int], int]: ...
-def entries_at(
-    data: memoryview, begin: int, ledger: tuple[int, int], entry_ids: Sequence[int], locations: Sequence[int], /
-) -> list[memoryview | None]: ...

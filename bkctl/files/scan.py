@@ -28,7 +28,7 @@ _ROW_V2: Final = Struct(">iBQQqqq")
 #: Bytes of a record's fields at most, its size field included.
 ROW_SIZE_MAX: Final = _ROW_V2.size
 #: The version that `_scan` must have: a module built from other sources is not used.
-COMPILED_API: Final = 6
+COMPILED_API: Final = 7
 try:
     from bkctl.files import _scan as compiled
 

@@ -96,9 +96,9 @@ def _render(bookie: Bookie, measured: dict[str, Any]) -> str:
 
 def _journals(text: PrometheusText, bookie: Bookie, measured: dict[str, Any]) -> None:
     text.gauge("bookie_JOURNAL_DIRS", measured["journals"])
-    for index, journal in enumerate(bookie.metrics.journals):
-        labels = {"journalIndex": str(index)}
-        text.gauge("bookie_journal_JOURNAL_QUEUE_SIZE", journal.waiting, labels)
+    for commits, journal in zip(bookie.storage.commits, bookie.metrics.journals, strict=False):
+        labels = {"journalIndex": str(commits.number)}
+        text.gauge("bookie_journal_JOURNAL_QUEUE_SIZE", commits.waiting, labels)
         text.latency("bookie_journal_JOURNAL_SYNC", journal.sync, labels)
         text.latency("bookie_journal_JOURNAL_QUEUE_LATENCY", journal.queue, labels)
         text.summary("bookie_journal_JOURNAL_FORCE_WRITE_BATCH_ENTRIES", journal.group_entries, labels)

@@ -23,7 +23,6 @@ from typing import Any, Final, TypeVar, cast
 from bkctl.errors import BkctlError, BookieUnavailable, ProtocolError, TimedOut, UsageError, restated
 from bkctl.ids import I64_MAX, LedgerId
 from bkctl.protocol import v2, v3
-from bkctl.protocol.client_runs import RESPONSES, V2_OPCODES, AnswerTaker, answer_taker, encode_run
 from bkctl.protocol.framing import FramedProtocol
 from bkctl.protocol.messages import (
     FRAME_SIZE_BYTES_MAX,
@@ -45,6 +44,7 @@ from bkctl.protocol.messages import (
     scope_of,
 )
 from bkctl.protocol.pending_packets import Answered, FutureAnswer, PendingPackets, PendingRequest
+from bkctl.protocol.runs import RESPONSES, V2_OPCODES, AnswerTaker, answer_taker, encode_run
 from bkctl.tasks import fail
 
 _T = TypeVar("_T")

@@ -8,12 +8,11 @@ import typing
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from bkctl.protocol import read_runs, v3
+from bkctl.protocol import v3
 from bkctl.protocol.messages import BytesLike, Request, Response, Status
 
 if TYPE_CHECKING:
-    from bkctl.protocol.add_runs import AddRun, AnswerAdds
-    from bkctl.protocol.read_runs import ReadRun
+    from bkctl.protocol.runs import AddRun, AnswerAdds, ReadRun
     from bkctl.protocol.served_connection import ServedConnection
 
 
@@ -82,13 +81,12 @@ class ReadRunResponder:
         """Answer `reads` with their entries, and with the bookie's LAC in v3."""
         connection = self._connection
         # Encoded only while the client is there.
-        frames = b"" if connection.is_lost else read_runs.answers(reads, bodies, max_lac, is_v2=self._is_v2)
+        frames = b"" if connection.is_lost else reads.answers(bodies, max_lac, is_v2=self._is_v2)
         connection.settle_reads(len(reads.entry_ids), frames)
 
     def refuse(self, reads: ReadRun, status: Status) -> None:
         """Answer `reads` with `status`."""
-        frames = read_runs.refusals(reads, status, is_v2=self._is_v2)
-        self._connection.settle_reads(len(reads.entry_ids), frames)
+        self._connection.settle_reads(len(reads.entry_ids), reads.refusals(status, is_v2=self._is_v2))
 
     @property
     def is_congested(self) -> bool:

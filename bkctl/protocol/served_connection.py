@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 from bkctl.errors import BkctlError, IllegalOperation, Unauthorized
-from bkctl.protocol import add_runs, v2, v3
-from bkctl.protocol.add_runs import AddRun, AnswerAdds
+from bkctl.protocol import v2, v3
 from bkctl.protocol.backpressure import UNFINISHED_BYTES_MIN, ReadQueue, RequestSlots
 from bkctl.protocol.deadlines import Deadlines
 from bkctl.protocol.framing import FramedProtocol
@@ -38,7 +37,7 @@ from bkctl.protocol.messages import (
     scope_of,
     status_of,
 )
-from bkctl.protocol.request_runs import take_runs
+from bkctl.protocol.runs import AddRun, AnswerAdds, take_requests, takes_runs
 from bkctl.protocol.start_tls import TlsUpgrade
 
 if TYPE_CHECKING:
@@ -192,8 +191,8 @@ class ServedConnection(FramedProtocol):
         return min(len(self._buffer), 4 * unfinished) if unfinished > UNFINISHED_BYTES_MIN else 0
 
     def _runs_of(self, handler: RequestHandler) -> Callable[[memoryview, int, int], int] | None:
-        """Return the function that takes adds and reads in runs; None if `handler` takes them one by one."""
-        if not hasattr(handler, "handle_adds"):
+        """Return the function that takes adds and reads in runs; None if they come one by one."""
+        if not takes_runs() or not hasattr(handler, "handle_adds"):
             return None
         return functools.partial(self._take_runs, cast("RunHandler", handler))
 
@@ -202,7 +201,7 @@ class ServedConnection(FramedProtocol):
         room = IN_FLIGHT_REQUESTS_MAX - self._in_flight
         adds_max = min(handler.adds_at_once(), room)
         is_v2 = self._is_v2
-        found = take_runs(buffer, at, end, self._body_size_max, adds_max, room, is_v2=is_v2)
+        found = take_requests(buffer, at, end, self._body_size_max, adds_max, room, is_v2=is_v2)
         if found is None:
             return at
         self._start, adds, reads = found
@@ -346,7 +345,7 @@ class ServedConnection(FramedProtocol):
         if status is Status.EOK:
             answers = [run[6] for run in adds]
         else:
-            answers = [add_runs.refusals(run, status, is_v2=is_v2) for run in adds]
+            answers = [run.refusals(status, is_v2=is_v2) for run in adds]
         self._settle(*_extent_of(adds), b"".join(answers))
 
     def settle_reads(self, count: int, answers: bytes) -> None:

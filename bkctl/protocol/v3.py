@@ -2,7 +2,7 @@
 
 Frame: length i32 (of what follows, big-endian) ‖ serialized `Request` or `Response` of `bookkeeper_protocol.proto`.
 `MESSAGES` maps each operation to our values and to protobuf's fields; both directions follow it. Plain adds and reads
-take the fast path of `v3_hot.py`.
+mostly travel in runs (`runs.py`).
 Source: BookkeeperProtocol.proto, RequestEnDecoderV3 and ResponseEnDecoderV3; field 15 (`ledgerScopeId`) is BP-35's.
 """
 
@@ -18,7 +18,6 @@ from google.protobuf.message import DecodeError
 from bkctl.errors import IllegalOperation, ProtocolError
 from bkctl.ids import U64_MAX, LedgerId, to_signed
 from bkctl.protocol import bookkeeper_protocol_pb2 as pb
-from bkctl.protocol import v3_hot
 from bkctl.protocol.messages import (
     HIGH_PRIORITY,
     MASTER_KEY_SIZE_BYTES,
@@ -227,16 +226,6 @@ def encode_request(txn_id: int, request: Request, out: list[BytesLike]) -> int:
 
     Raises IllegalOperation for a batch read, which v3 lacks, and for a read that is to fence and to piggyback.
     """
-    size = 0
-    if type(request) is AddRequest:
-        size = v3_hot.encode_add(txn_id, request, out)
-    elif type(request) is ReadRequest:
-        size = v3_hot.encode_read(txn_id, request, out)
-    return size or encode_request_protobuf(txn_id, request, out)
-
-
-def encode_request_protobuf(txn_id: int, request: Request, out: list[BytesLike]) -> int:
-    """Encode any request as `encode_request` does, by protobuf."""
     row = _BY_REQUEST.get(type(request))
     if row is None:
         raise IllegalOperation("Protocol v3 has no batch read", hint="use v2, or pipelined reads")
@@ -281,18 +270,10 @@ class Answer(NamedTuple):
 
 
 def decode_response(buffer: memoryview, at: int, end: int) -> Answer:
-    """Return the response whose body is `buffer[at:end]`; the body of a plain read is a view of `buffer`.
+    """Return the response whose body is `buffer[at:end]`.
 
     Raises ProtocolError when the bytes are not a `Response`.
     """
-    hot = v3_hot.decode_response(buffer, at, end)
-    if hot is not None:
-        return _new(Answer, (*hot, ""))
-    return decode_response_protobuf(buffer, at, end)
-
-
-def decode_response_protobuf(buffer: memoryview, at: int, end: int) -> Answer:
-    """Decode any response as `decode_response` does, by protobuf."""
     message = pb.Response()
     try:
         message.ParseFromString(buffer[at:end])  # type: ignore[arg-type]
@@ -336,19 +317,10 @@ class Call(NamedTuple):
 
 
 def decode_request(buffer: memoryview, at: int, end: int) -> Call | None:
-    """Return the request whose body is `buffer[at:end]`; the body of a plain add is a view of `buffer`.
+    """Return the request whose body is `buffer[at:end]`.
 
     None when the bytes are not a `Request`, so that v2 is to be tried.
     """
-    hot = v3_hot.decode_request(buffer, at, end)
-    if hot is not None:
-        txn_id, operation, request = hot
-        return _new(Call, (_new(Header, (txn_id, operation, VERSION, 0)), request))
-    return decode_request_protobuf(buffer, at, end)
-
-
-def decode_request_protobuf(buffer: memoryview, at: int, end: int) -> Call | None:
-    """Decode any request as `decode_request` does, by protobuf."""
     message = pb.Request()
     try:
         message.ParseFromString(buffer[at:end])  # type: ignore[arg-type]
@@ -375,16 +347,6 @@ def encode_response(header: Header, response: Response, scope_id: int, out: list
 
     A `scope_id` other than 0 is echoed in the nested message. Raises IllegalOperation for a batch read's response.
     """
-    size = 0
-    if type(response) is AddResponse:
-        size = v3_hot.encode_add_response(header[0], response, scope_id, out)
-    elif type(response) is ReadResponse:
-        size = v3_hot.encode_read_response(header[0], response, scope_id, out)
-    return size or encode_response_protobuf(header, response, scope_id, out)
-
-
-def encode_response_protobuf(header: Header, response: Response, scope_id: int, out: list[BytesLike]) -> int:
-    """Encode any response as `encode_response` does, by protobuf."""
     message = pb.Response()
     head = message.header
     head.version, head.operation, head.txnId = VERSION, header.operation, header.txn_id

@@ -1,12 +1,12 @@
 """BookieStorage: one bookie's ledgers on disk. The journals and the storage behind them, tied by checkpoints.
 
     add, fence, …     change what is in memory and queue journal records in batches (the bookie's event loop)
-    commit            writes one journal's batch; when it returns, the batch is on disk (that journal's thread)
+    commits           write a journal's batches, which are on disk then (that journal's thread)
     write_entries     writes what the entry logs hold in memory, unsynced (the entry log thread)
-    checkpoint        entry logs synced → indexes synced → last marks → old journals deleted (the checkpoint thread)
+    checkpoints       entry logs synced → indexes synced → last marks → old journals deleted (the checkpoint thread)
 
-Its parts: OpenLedgers (the handles in memory), GroupCommit (the journals), Checkpointer, and at start JournalReplay.
-`ledgers` is the storage behind the journals, of the class that the configuration names.
+Its parts: OpenLedgers (the handles in memory), `commits` (a GroupCommit for each journal), `checkpoints`, and at start
+JournalReplay. `ledgers` is the storage behind the journals, of the class that the configuration names.
 Source: BookieImpl, LedgerDescriptorImpl, SyncThread; BP-35.
 """
 
@@ -98,6 +98,10 @@ class BookieStorage:
         self.set_aside = self._open_ledgers.set_aside
         #: By journal number: the place before the first record of a set-aside ledger. The mark stays there.
         self._pins: dict[int, journal_formats.LogMark] = {}
+        self.checkpoints = Checkpointer(self.ledgers, self.journals, self._last_marks, self._pins)
+        self.commits = [
+            GroupCommit(self.journals, number, self._handles) for number in range(len(self.journal_directories))
+        ]
         #: The full disk's error that left replayed entries in memory in `open`, perhaps a journal without a file.
         self.no_space: OSError | None = None
 
@@ -130,11 +134,8 @@ class BookieStorage:
         check_index(self.config)
         self.ledgers.open()
         try:
-            marks = self._replay()
+            self.checkpoints.marks_written = self._replay()
             self._open_journals()
-            checkpoints = Checkpointer(self.ledgers, self.journals, self._last_marks, marks, self._pins)
-            self._checkpointer, self.begin_checkpoint = checkpoints, checkpoints.begin
-            self.checkpoint, self.end_checkpoint = checkpoints.write, checkpoints.end
             self._checkpoint_replayed()
         except BaseException:
             with contextlib.suppress(OSError, BkctlError):  # the failure on its way tells more
@@ -146,7 +147,8 @@ class BookieStorage:
         replay = JournalReplay(self.config, self.ledgers, self._open_ledgers)
         marks = replay.run(self.journal_directories, self._last_marks)
         self.replayed = (replay.entry_count, replay.skipped_count)
-        self._pins, self.no_space = replay.pins, replay.no_space
+        self._pins.update(replay.pins)
+        self.no_space = replay.no_space
         if replay.has_records:
             # Bytes of a killed process may be in the page cache alone. Replay saw it and builds on it, and the
             # marks are about to pass it.
@@ -160,9 +162,6 @@ class BookieStorage:
             journal = JournalWriter(directory, self.files, self.config, clock_ms=self._clock_ms, scoped=scoped)
             journal.open()
             self.journals.append(journal)
-        commits = GroupCommit(self.journals, self._handles)
-        self.batches, self.take_batch = commits.batches, commits.take_batch
-        self.commit, self.settle = commits.commit, commits.settle
 
     def _checkpoint_replayed(self) -> None:
         """Run the first checkpoint, unless the disks have no space for it: `no_space` has the reason then."""
@@ -183,7 +182,7 @@ class BookieStorage:
         downgrade.
         """
         self.run_checkpoint()
-        held = self._checkpointer.held
+        held = self.checkpoints.held
         for number, journal in enumerate(self.journals):
             if number not in held:
                 journal.make_downgradable(functools.partial(self._last_marks.write, number))
@@ -256,7 +255,7 @@ class BookieStorage:
             handle.lac = last_add_confirmed
             if handle.watchers:
                 handle.wake()
-        batch = self.batches[handle.journal]
+        batch = self.commits[handle.journal].batch
         if not handle.key_recorded:
             self._record_key(handle, batch)
         if self._journals_entries:
@@ -294,7 +293,7 @@ class BookieStorage:
         Corrupt. Source: BookieImpl.fenceLedger.
         """
         handle = self._open_ledgers.open_to_write(ledger, master_key)
-        batch = self.batches[handle.journal]
+        batch = self.commits[handle.journal].batch
         if not handle.fence_recorded:
             self._record_new_key(handle, batch)
             batch.append(ledger, journal_formats.fence_record(ledger))
@@ -327,7 +326,7 @@ class BookieStorage:
         if header.ledger != ledger or (header.format_version == 2) != ledger.is_scoped:
             raise BadRequest(f"The body is not a LAC of ledger {ledger} in the format of its scope")
         handle = self._open_ledgers.open_to_write(ledger, master_key)
-        batch = self.batches[handle.journal]
+        batch = self.commits[handle.journal].batch
         if ledger.is_scoped or self.config.journal_format_version_to_write >= journal_formats.VERSION_EXPLICIT_LAC:
             self._record_new_key(handle, batch)
             batch.append(ledger, journal_formats.explicit_lac_record(ledger, bytes(packet)))
@@ -336,11 +335,11 @@ class BookieStorage:
 
     def force(self, ledger: LedgerId, done: Done) -> None:
         """Call `done` when everything added to the ledger so far is on disk."""
-        self.batches[ledger.value % len(self.batches)].calls.append(done)
+        self.commits[ledger.value % len(self.commits)].batch.calls.append(done)
 
     def when_written(self, ledger: LedgerId, done: Done) -> None:
         """Call `done` when the system has everything added to the ledger so far, synced or not."""
-        self.batches[ledger.value % len(self.batches)].written.append(done)
+        self.commits[ledger.value % len(self.commits)].batch.written.append(done)
 
     def delete_ledger(self, ledger: LedgerId, *, is_damaged: bool = False) -> None:
         """Delete the ledger: its index is removed, its entries stay in the entry logs until garbage collection.
@@ -407,14 +406,14 @@ class BookieStorage:
 
     def run_checkpoint(self) -> None:
         """Run a whole checkpoint in the calling thread. Raises OSError."""
-        checkpoint = self.begin_checkpoint()
+        checkpoint = self.checkpoints.begin()
         if checkpoint is not None:
             written = False
             try:
-                self.checkpoint(checkpoint)
+                self.checkpoints.write(checkpoint)
                 written = True
             finally:
-                self.end_checkpoint(checkpoint, written=written)
+                self.checkpoints.end(checkpoint, written=written)
 
 
 def _rest() -> None:

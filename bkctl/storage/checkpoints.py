@@ -72,15 +72,15 @@ class Checkpoint:
 class Checkpointer:
     """Runs the checkpoints of one bookie.
 
-    `_marks_written` are in the `lastMark` files at present. A journal in `_pins` keeps its mark there, for records that
+    `marks_written` are in the `lastMark` files at present. A journal in `_pins` keeps its mark there, for records that
     the last start could not replay; so does a journal with records of a ledger that the last flush could not write.
     """
 
     _storage: LedgerStorage[Any]
     _journals: Sequence[JournalWriter]
     _last_marks: LastMarkFiles
-    _marks_written: tuple[LogMark, ...]
     _pins: Mapping[int, LogMark]
+    marks_written: tuple[LogMark, ...] = ()
 
     @property
     def held(self) -> set[int]:
@@ -92,7 +92,7 @@ class Checkpointer:
         """Return the work of a checkpoint of this moment; None when nothing changed. `end` must follow."""
         marks = tuple(self._pins.get(number, journal.mark) for number, journal in enumerate(self._journals))
         flush = self._storage.begin_flush()
-        if flush is None and marks == self._marks_written:
+        if flush is None and marks == self.marks_written:
             return None
         return Checkpoint(marks, flush)
 
@@ -103,9 +103,9 @@ class Checkpointer:
         held = self.held
         checkpoint.marks = tuple(
             written if number in held else mark
-            for number, (mark, written) in enumerate(zip(checkpoint.marks, self._marks_written, strict=True))
+            for number, (mark, written) in enumerate(zip(checkpoint.marks, self.marks_written, strict=True))
         )
-        for number, (mark, written) in enumerate(zip(checkpoint.marks, self._marks_written, strict=True)):
+        for number, (mark, written) in enumerate(zip(checkpoint.marks, self.marks_written, strict=True)):
             if mark != written:
                 self._last_marks.write(number, mark)
         for journal, mark in zip(self._journals, checkpoint.marks, strict=True):
@@ -116,4 +116,4 @@ class Checkpointer:
         if checkpoint.flush is not None:
             self._storage.end_flush(checkpoint.flush, written=written)
         if written:
-            self._marks_written = checkpoint.marks
+            self.marks_written = checkpoint.marks

@@ -8,13 +8,12 @@ from __future__ import annotations
 import struct
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from bkctl.disk import Files, StorageFile
 from bkctl.errors import CorruptRecord, TruncatedRecord, Unsupported
-from bkctl.files import scan
 from bkctl.formats import entry_log as formats
 from bkctl.formats.entry import ENTRY_FLAGS_V2, read_ledger
 from bkctl.formats.record import RECORD_SIZE
@@ -207,12 +206,12 @@ def _without_surplus(entries: list[memoryview | None], kept: int) -> list[memory
     return [None if body is None else memoryview(bytes(body)) for body in entries]
 
 
-def entries_in_plain(
+def entries_in(
     data: memoryview, begin: int, ledger: LedgerId, entry_ids: Sequence[int], locations: Sequence[int]
 ) -> list[memoryview | None]:
     """Return entries of `ledger` from `data`, which begins with the record at location `begin`.
 
-    None for an entry that is not whole, or not the one at its location. `_scan.c` has the same loop, compiled.
+    None for an entry that is not whole, or not the one at its location.
     """
     found: list[memoryview | None] = []
     unpack = (_IDS_V2 if ledger[0] else _IDS_V1).unpack_from
@@ -222,7 +221,7 @@ def entries_in_plain(
     for entry_id, location in zip(entry_ids, locations, strict=True):
         at = location - begin
         body = None
-        if at + smallest <= present:
+        if 0 <= at <= present - smallest:
             size, *flags, found_ledger, found_id = unpack(data, at)
             end = at + RECORD_SIZE.size + size
             if (
@@ -235,7 +234,3 @@ def entries_in_plain(
                 body = data[at + RECORD_SIZE.size : end]
         found.append(body)
     return found
-
-
-_loops: Any = scan.compiled  # type: ignore[attr-defined]
-entries_in: Callable[..., list[memoryview | None]] = entries_in_plain if _loops is None else _loops.entries_at

@@ -819,13 +819,13 @@ async def test_ledgers_are_deleted_while_checkpoints_never_end(
     bookie = RunningBookie(config, cluster=store)
     await bookie.start()
     may_end = threading.Event()
-    plain_checkpoint = bookie.storage.checkpoint
+    plain_checkpoint = bookie.storage.checkpoints.write
 
     def checkpoint(begun: Checkpoint) -> None:
         may_end.wait(LIMIT_S)
         plain_checkpoint(begun)
 
-    monkeypatch.setattr(bookie.storage, "checkpoint", checkpoint)
+    monkeypatch.setattr(bookie.storage.checkpoints, "write", checkpoint)
     async with BookKeeper(store) as client:
         for ledger_id in (1, 2):
             handle = await client.create_ledger_adv(ledger_id, ensemble_size=1, write_quorum_size=1, ack_quorum_size=1)

@@ -15,7 +15,6 @@ from support.served_bookies import add, config_for, connected, digests, serving,
 from support.servers import DB, INTERLEAVED, SORTED
 from support.waiting import LIMIT_S
 
-from bkctl.bookie import workers
 from bkctl.bookie.reads import READ_THREADS
 from bkctl.bookie.waiting_requests import OPEN_THREADS
 from bkctl.disk import Files, StorageFile
@@ -34,6 +33,7 @@ from bkctl.protocol.messages import (
     Status,
     WriteLacRequest,
 )
+from bkctl.storage import group_commit
 from bkctl.storage.ledger.db_indexes import EntryLocationIndex, LedgerMetadataIndex
 from bkctl.storage.ledger.index_persistence import IndexPersistenceMgr
 
@@ -323,8 +323,8 @@ def slow_journals(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_journal_whose_disk_hangs_is_logged_while_clients_wait(
     tmp_path: Path, cluster: Cluster, disk: HungDisk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(workers, "SLOW_GROUP_S", 0.05)
-    monkeypatch.setattr(workers, "SLOW_GROUP_LOG_S", 3600)
+    monkeypatch.setattr(group_commit, "SLOW_GROUP_S", 0.05)
+    monkeypatch.setattr(group_commit, "SLOW_GROUP_LOG_S", 3600)
 
     async def main() -> None:
         async with serving(config_for(tmp_path), cluster, disk) as bookie, connected(bookie) as connection:
@@ -346,20 +346,20 @@ def test_journal_whose_disk_hangs_is_logged_while_clients_wait(
 def test_slow_group_of_a_journal_is_logged_once_a_minute(
     tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(workers.JournalThread, "_look", lambda _: None)
-    monkeypatch.setattr(workers, "SLOW_GROUP_S", 3600)
+    monkeypatch.setattr(group_commit.GroupCommit, "_look", lambda _: None)
+    monkeypatch.setattr(group_commit, "SLOW_GROUP_S", 3600)
 
     async def main() -> None:
         async with serving(config_for(tmp_path), cluster) as bookie, connected(bookie) as connection:
             assert await statuses(connection, add(LedgerId(0, 5), 0)) == [Status.EOK]
             assert not slow_journals(caplog), "a fast one"
-            monkeypatch.setattr(workers, "SLOW_GROUP_S", -1)
-            monkeypatch.setattr(workers, "SLOW_GROUP_LOG_S", 3600)
+            monkeypatch.setattr(group_commit, "SLOW_GROUP_S", -1)
+            monkeypatch.setattr(group_commit, "SLOW_GROUP_LOG_S", 3600)
             for _ in range(5):
                 assert await statuses(connection, add(LedgerId(0, 5), 0)) == [Status.EOK]
             (message,) = slow_journals(caplog)
             assert f"{tmp_path}/journal/current took" in message
-            monkeypatch.setattr(workers, "SLOW_GROUP_LOG_S", 0)
+            monkeypatch.setattr(group_commit, "SLOW_GROUP_LOG_S", 0)
             assert await statuses(connection, add(LedgerId(0, 5), 0)) == [Status.EOK]
             assert len(slow_journals(caplog)) == 2
 

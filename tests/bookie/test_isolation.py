@@ -370,7 +370,9 @@ async def test_stop_ends_in_bounded_time_while_a_disk_hangs(
             await asyncio.to_thread(thread.join, LIMIT_S)
 
 
-@pytest.mark.parametrize("method", ["begin_checkpoint", "checkpoint", "end_checkpoint", "write_entries", "close"])
+@pytest.mark.parametrize(
+    "method", ["checkpoints.begin", "checkpoints.write", "checkpoints.end", "write_entries", "close"]
+)
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "a disk"), BadRequest("odd"), RuntimeError("a defect")], ids=repr)
 def test_failed_task_ends_every_wait_for_it(
     tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, method: str, error: Exception
@@ -383,7 +385,8 @@ def test_failed_task_ends_every_wait_for_it(
         await bookie.start()
         async with connected(bookie) as connection:
             assert await statuses(connection, add(PLAIN, 0)) == [Status.EOK]
-            monkeypatch.setattr(bookie.storage, method, fail)
+            *part, name = method.split(".")
+            monkeypatch.setattr(getattr(bookie.storage, *part) if part else bookie.storage, name, fail)
             if method == "write_entries":
                 bookie.commits.write_entries_soon()
             await asyncio.wait_for(bookie.checkpoint(), LIMIT_S)

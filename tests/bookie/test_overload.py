@@ -133,8 +133,8 @@ class ThreadEnd(BaseException):
 @pytest.mark.parametrize(
     ("method", "kind"),
     [
-        ("commit", ThreadEnd),  # a group that fails is answered, and the journal continues
-        *((method, kind) for method in ("write_entries", "checkpoint") for kind in (RuntimeError, ThreadEnd)),
+        ("commits.commit", ThreadEnd),  # a group that fails is answered, and the journal goes on
+        *((method, kind) for method in ("write_entries", "checkpoints.write") for kind in (RuntimeError, ThreadEnd)),
     ],
 )
 # The thread's own traceback is to be seen, by whoever runs the bookie.
@@ -148,7 +148,9 @@ async def test_bookie_gives_up_when_one_of_its_threads_dies(
     bookie = bookie_of(cluster, tmp_path, flush_interval=10)
     monkeypatch.setattr(type(bookie.storage.ledgers), "unwritten_bytes_max", 0)
     await bookie.start()
-    monkeypatch.setattr(bookie.storage, method, defect)
+    parts = {"commits": bookie.storage.commits[0], "checkpoints": bookie.storage.checkpoints}
+    part, _, name = method.rpartition(".")
+    monkeypatch.setattr(parts.get(part, bookie.storage), name, defect)
     async with BookKeeper(cluster) as bookkeeper:
         writer = await bookkeeper.create_ledger(ensemble_size=1, write_quorum_size=1, ack_quorum_size=1)
         writer.add(b"entry")
@@ -173,7 +175,7 @@ async def test_requests_to_a_failed_bookie_end(
 
     bookie = bookie_of(cluster, tmp_path)
     await bookie.start()
-    monkeypatch.setattr(bookie.storage, "commit", defect)
+    monkeypatch.setattr(bookie.storage.commits[0], "commit", defect)
     client = await BookieConnection.open(*bookie.address, bookie_id=bookie.bookie_id, timeout_s=600)
     fence = client.send(ReadRequest(LedgerId(0, 1), -1, bytes(20), fence=True))
     await asyncio.to_thread(entered.wait, LIMIT_S)
@@ -380,13 +382,14 @@ async def test_adds_beyond_the_pending_limit_are_refused_and_earlier_ones_kept(
 
     bookie = bookie_of(cluster, tmp_path, journal_queue_size=10, max_pending_add_requests_per_thread=20)
     await bookie.start()
-    commit = bookie.storage.commit
+    commits = bookie.storage.commits[0]
+    commit = commits.commit
 
     def slow(*batches: Any, **named: Any) -> None:
         blocked.wait(LIMIT_S)
         commit(*batches, **named)
 
-    monkeypatch.setattr(bookie.storage, "commit", slow)
+    monkeypatch.setattr(commits, "commit", slow)
     client = await BookieConnection.open(*bookie.address, bookie_id=bookie.bookie_id)
 
     def add(entry_id: int, **flags: bool) -> asyncio.Future[Any]:

@@ -22,7 +22,7 @@ from bkctl.disk import StorageFile
 from bkctl.formats.record import record_of
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
-from bkctl.protocol import backpressure, v2, v3
+from bkctl.protocol import backpressure, runs, v2, v3
 from bkctl.protocol.connection import BookieConnection
 from bkctl.protocol.handler import ReadRunResponder
 from bkctl.protocol.messages import (
@@ -34,7 +34,8 @@ from bkctl.protocol.messages import (
     Request,
     Status,
 )
-from bkctl.protocol.read_runs import ReadRun
+from bkctl.protocol.runs import ReadRun
+from bkctl.protocol.served_connection import ServedConnection
 from bkctl.storage.ledger.ledger_storage import LedgerStorage
 
 COUNT = 120
@@ -101,6 +102,26 @@ def test_each_read_of_a_run_has_its_entry(
                 added = [entry(ledger, number) for number in range(0, COUNT, 9)]
                 assert set(await statuses(connection, *added)) == {Status.EOK}
                 await check(connection, ledger, entry_ids)
+
+    asyncio.run(run())
+
+
+@storage_classes
+@spoken
+def test_without_compiled_loops_requests_come_one_by_one_and_have_the_same_answers(
+    tmp_path: Path, cluster: Cluster, storage_class: str, protocol: Protocol, ledger: LedgerId,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(runs, "compiled", None)
+
+    async def run() -> None:
+        config = config_for(tmp_path, ledger_storage_class=storage_class)
+        for is_new in (True, False):
+            async with serving(config, cluster) as bookie, connected(bookie, protocol) as connection:
+                monkeypatch.setattr(ServedConnection, "_take_runs", None)
+                if is_new:
+                    await fill(connection, ledger)
+                await check(connection, ledger, [*range(COUNT + 10)])
 
     asyncio.run(run())
 

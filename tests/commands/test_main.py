@@ -459,4 +459,4 @@ def test_version_says_which_inner_loops_are_compiled(cli: Cli, monkeypatch: pyte
     slow = cli("version", "-o", "json").json
     assert slow["compiledModules"] == [name for name in build["compiledModules"] if name != "bkctl.files._scan"]
     assert "bkctl.files._scan" in slow["uncompiledModules"]
-    assert "of 3; in Python: " in cli("version").out
+    assert "of 2; in Python: " in cli("version").out

@@ -18,8 +18,8 @@ from bkctl.errors import LedgerFenced
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.index import ENTRY_ID_MAX
 from bkctl.ids import LedgerId
-from bkctl.protocol import served_connection, v2, v3, v3_hot
-from bkctl.protocol.add_runs import AddRun, AnswerAdds, refusals
+from bkctl.protocol import bookkeeper_protocol_pb2 as pb
+from bkctl.protocol import served_connection, v2, v3
 from bkctl.protocol.connection import BookieConnection
 from bkctl.protocol.messages import (
     FRAME_SIZE_BYTES_MAX,
@@ -33,7 +33,7 @@ from bkctl.protocol.messages import (
     Status,
     refusal,
 )
-from bkctl.protocol.request_runs import take_plain, take_runs
+from bkctl.protocol.runs import AddRun, AnswerAdds, take_requests
 from bkctl.protocol.server import BookieServer
 
 Runner = Callable[[Coroutine[Any, Any, None]], None]
@@ -63,7 +63,7 @@ def add(ledger: LedgerId, entry_id: int, payload: bytes = b"", key: bytes = KEYS
 
 
 def run_of(data: bytes, *, is_v2: bool) -> AddRun:
-    found = take_plain(memoryview(data), 0, len(data), SIZE_MAX, 10_000, 10_000, is_v2=is_v2)
+    found = take_requests(memoryview(data), 0, len(data), SIZE_MAX, 10_000, 10_000, is_v2=is_v2)
     assert found is not None
     stop, (run,), reads = found
     assert (stop, reads) == (len(data), [])
@@ -132,13 +132,9 @@ class Bookie:
             self.answers.append(functools.partial(answer, [run]))
 
 
-@pytest.mark.parametrize("compiled", [pytest.param(True, marks=needs_compiled), False], ids=["compiled", "plain"])
+@needs_compiled
 @pytest.mark.parametrize("protocol", [Protocol.V2, Protocol.V3])
-def test_a_bookie_serves_runs_and_each_add_has_its_answer(
-    runner: Runner, protocol: Protocol, compiled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not compiled:
-        monkeypatch.setattr(served_connection, "take_runs", take_plain)
+def test_a_bookie_serves_runs_and_each_add_has_its_answer(runner: Runner, protocol: Protocol) -> None:
     ledger = PLAIN[1] if protocol is Protocol.V2 else SCOPED[1]
 
     async def main() -> None:
@@ -182,6 +178,7 @@ def test_a_bookie_serves_runs_and_each_add_has_its_answer(
     runner(main())
 
 
+@needs_compiled
 @pytest.mark.parametrize("gather_s", [3600, served_connection.GATHER_S])
 def test_small_pieces_of_input_are_gathered_while_many_adds_are_in_flight(
     runner: Runner, gather_s: float, monkeypatch: pytest.MonkeyPatch
@@ -223,13 +220,14 @@ def test_small_pieces_of_input_are_gathered_while_many_adds_are_in_flight(
     runner(main())
 
 
+@needs_compiled
 @given(
     st.sampled_from((*PLAIN, *SCOPED)), st.lists(st.tuples(st.integers(0, 2**40 - 1), txn_ids), min_size=1, max_size=9)
 )
 def test_a_refused_run_is_refused_add_by_add(ledger: LedgerId, ids: list[tuple[int, int]]) -> None:
     for is_v2 in (False,) if ledger.is_scoped else (False, True):
         data = b"".join(frame(add(ledger, entry_id), is_v2=is_v2, txn_id=txn_id) for entry_id, txn_id in ids)
-        out = memoryview(refusals(run_of(data, is_v2=is_v2), Status.EFENCED, is_v2=is_v2))
+        out = memoryview(run_of(data, is_v2=is_v2).refusals(Status.EFENCED, is_v2=is_v2))
         at = 0
         for entry_id, txn_id in ids:
             end = at + 4 + int.from_bytes(out[at : at + 4], "big")
@@ -243,34 +241,31 @@ def test_a_refused_run_is_refused_add_by_add(ledger: LedgerId, ids: list[tuple[i
         assert at == len(out)
 
 
-@pytest.mark.parametrize(
-    "take", [take_plain, pytest.param(take_runs, marks=needs_compiled)], ids=["python", "compiled"]
-)
+@needs_compiled
 @pytest.mark.parametrize("size", [0, 1, 19, 21, 1000])
-def test_a_run_takes_no_master_key_that_is_not_20_bytes(size: int, take: Any) -> None:
+def test_a_run_takes_no_master_key_that_is_not_20_bytes(size: int) -> None:
     """Such a frame goes its own way, to be refused; it also ends the run before it."""
     for ledger in (*PLAIN, *SCOPED):
         odd = frame(add(ledger, 1, b"payload", b"k" * size), is_v2=False)
         plain = frame(add(ledger, 0, b"payload"), is_v2=False)
-        assert take(memoryview(odd), 0, len(odd), SIZE_MAX, 10, 10, is_v2=False) is None
-        found = take(memoryview(plain + odd), 0, len(plain + odd), SIZE_MAX, 10, 10, is_v2=False)
+        assert take_requests(memoryview(odd), 0, len(odd), SIZE_MAX, 10, 10, is_v2=False) is None
+        found = take_requests(memoryview(plain + odd), 0, len(plain + odd), SIZE_MAX, 10, 10, is_v2=False)
         assert found is not None
         assert (found[0], [run.entry_ids for run in found[1]]) == (len(plain), [[0]])
 
 
-@pytest.mark.parametrize(
-    "take", [take_plain, pytest.param(take_runs, marks=needs_compiled)], ids=["python", "compiled"]
-)
-def test_bytes_in_the_place_of_a_scope_are_not_kept(take: Any) -> None:
+@needs_compiled
+def test_bytes_in_the_place_of_a_scope_are_not_kept() -> None:
     """Each frame has an empty entry, and much behind it."""
     size, kept = 1 << 18, []
     tracemalloc.start()
     try:
         for number in range(6):
             nested = b"\x08\x05\x10\x01\x1a\x14" + KEYS[0] + b"\x22\x00\x78" + bytes([number]) * size
-            body = b"\x0a\x06\x08\x03\x10\x02\x18\x01\xaa\x06" + v3_hot.varint(len(nested)) + nested
+            varint = pb.BKPacketHeader(txnId=len(nested)).SerializePartialToString()[1:]
+            body = b"\x0a\x06\x08\x03\x10\x02\x18\x01\xaa\x06" + varint + nested
             data = memoryview(struct.pack(">i", len(body)) + body)
-            assert take(data, 0, len(data), SIZE_MAX, 10, 10, is_v2=False) is None
+            assert take_requests(data, 0, len(data), SIZE_MAX, 10, 10, is_v2=False) is None
             del nested, body, data
             kept.append(tracemalloc.get_traced_memory()[0])
     finally:

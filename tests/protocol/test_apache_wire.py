@@ -13,7 +13,7 @@ from support.servers import DB, INTERLEAVED, SORTED, ApacheBookie, ApacheCluster
 from bkctl.errors import BookieUnavailable, TimedOut
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.ids import LedgerId, random_u64
-from bkctl.protocol import v3_hot
+from bkctl.protocol import runs, v3
 from bkctl.protocol.connection import BookieConnection, run
 from bkctl.protocol.messages import (
     AddRequest,
@@ -247,19 +247,18 @@ def test_apaches_bookies_cannot_serve_scopes_and_hear_of_none(apache_cluster: Ap
     run(main())
 
 
-def test_apaches_plain_answers_take_the_fast_path(
+@pytest.mark.compiled
+def test_apaches_plain_answers_are_taken_in_runs(
     apache_cluster: ApacheCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow: list[bytes] = []
-    decode = v3_hot.decode_response
+    decode = v3.decode_response
 
     def counted(buffer: memoryview, at: int, end: int) -> object:
-        answer = decode(buffer, at, end)
-        if answer is None:
-            slow.append(bytes(buffer[at:end]))
-        return answer
+        slow.append(bytes(buffer[at:end]))
+        return decode(buffer, at, end)
 
-    monkeypatch.setattr(v3_hot, "decode_response", counted)
+    monkeypatch.setattr(v3, "decode_response", counted)
 
     async def main() -> None:
         connection = await opened(apache_cluster.bookie(SORTED), Protocol.V3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import Any
 
 import pytest
@@ -11,8 +12,7 @@ from hypothesis import strategies as st
 
 from bkctl.errors import BkctlError
 from bkctl.ids import LedgerId
-from bkctl.protocol import client_runs, v2, v3
-from bkctl.protocol.client_runs import KINDS, RESPONSES, encode_run
+from bkctl.protocol import runs, v2, v3
 from bkctl.protocol.connection import BookieConnection
 from bkctl.protocol.messages import (
     FRAME_SIZE_BYTES_MAX,
@@ -27,6 +27,7 @@ from bkctl.protocol.messages import (
     Status,
     refusal,
 )
+from bkctl.protocol.runs import KINDS, RESPONSES, encode_run
 from bkctl.protocol.server import BookieServer
 
 SIZE_MAX = FRAME_SIZE_BYTES_MAX - 4
@@ -59,7 +60,7 @@ def frames(is_v2: bool, first_txn_id: int, requests: list[Any]) -> bytes:
         if is_v2:
             v2.encode_request(request, out)
         else:
-            v3.encode_request_protobuf(txn_id, joined(request), out)
+            v3.encode_request(txn_id, joined(request), out)
     return b"".join(out)
 
 
@@ -136,7 +137,7 @@ def one_by_one(is_v2: bool, data: bytes) -> list[tuple[Any, Response | None]]:
         if is_v2:
             found.append(v2.decode_response(view, at + 4, stop))
         else:
-            decoded = v3.decode_response_protobuf(view, at + 4, stop)
+            decoded = v3.decode_response(view, at + 4, stop)
             found.append((decoded.txn_id, decoded.response))
         at = stop
     return found
@@ -149,7 +150,7 @@ def test_runs_of_answers_are_decoded_as_single_answers(is_v2: bool, data: st.Dat
     answers = data.draw(st.lists(responses(is_v2), max_size=8))
     sent = b"".join(answer(is_v2, txn_id * 1000, each) for txn_id, each in enumerate(answers))
     cut = data.draw(st.integers(0, 20))
-    take = client_runs.answer_taker(is_v2, SIZE_MAX)
+    take = runs.answer_taker(is_v2, SIZE_MAX)
     assert take is not None
     found = take(memoryview(sent + b"\0\0\0"), 0, len(sent) - min(cut, len(sent)))
     expected = one_by_one(is_v2, sent)
@@ -177,7 +178,7 @@ def test_damaged_answers_are_never_decoded_differently(is_v2: bool, data: bytes,
     changed = bytearray(answer(is_v2, 7, response) + data)
     for flip in flips:
         changed[flip // 8 % len(changed)] ^= 1 << flip % 8
-    take = client_runs.answer_taker(is_v2, SIZE_MAX)
+    take = runs.answer_taker(is_v2, SIZE_MAX)
     assert take is not None
     at = min(start, len(changed))
     found = take(memoryview(changed), at, len(changed))
@@ -189,11 +190,38 @@ def test_damaged_answers_are_never_decoded_differently(is_v2: bool, data: bytes,
 
 
 @needs_compiled
+def test_every_change_of_one_byte_of_an_answer_is_taken_as_the_decoders_do() -> None:
+    ledger = LedgerId(9, 1 << 40)
+    for response in (AddResponse(Status.EOK, ledger, 70_000), ReadResponse(Status.EOK, ledger, 7, b"entry" * 9, 5)):
+        example_frame = answer(False, 300_000, response)
+        for at, value in itertools.product(range(4, len(example_frame)), (0, 1, 5, 0x7F, 0x80, 0xFF)):
+            data = example_frame[:at] + bytes((value,)) + example_frame[at + 1 :]
+            found = runs.compiled.take_answers(False, memoryview(data), 0, len(data), SIZE_MAX, KINDS)
+            if found is not None:
+                assert found[0] == len(data)
+                assert list(zip(*found[1:], strict=True)) == one_by_one(False, data)
+
+
+@needs_compiled
+def test_an_apache_bookie_that_served_no_add_since_its_start_is_read_in_runs() -> None:
+    # Its maxLAC is -1, ten bytes of varint; captured from Apache BookKeeper 4.18.0.
+    body = bytes.fromhex("00000000000000000000000000000000ffffffffffffffff0000000000000002") + b"CRCChi"
+    nested = b"\x08\x00\x10\x00\x18\x00\x22" + bytes([len(body)]) + body + b"\x28" + b"\xff" * 9 + b"\x01"
+    message = bytes.fromhex("0a060803100118011000a206") + bytes([len(nested)]) + nested
+    data = len(message).to_bytes(4, "big") + message
+    expected = ReadResponse(Status.EOK, LedgerId(0, 0), 0, body, -1)
+    take = runs.answer_taker(False, SIZE_MAX)
+    assert take is not None
+    assert take(memoryview(data), 0, len(data)) == (len(data), [1], [expected])
+    assert one_by_one(False, data) == [(1, expected)]
+
+
+@needs_compiled
 def test_part_outside_the_buffer_is_refused() -> None:
-    assert client_runs.compiled is not None
+    assert runs.compiled is not None
     for at, end in ((0, 11), (-1, 10)):
         with pytest.raises(ValueError, match="part of the buffer"):
-            client_runs.compiled.take(True, memoryview(bytes(10)), at, end, 100, KINDS)
+            runs.compiled.take_answers(True, memoryview(bytes(10)), at, end, 100, KINDS)
 
 
 class Answering:
@@ -215,7 +243,7 @@ async def test_each_request_of_a_run_gets_its_own_outcome(
     kind: type, protocol: Protocol, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not compiled:
-        monkeypatch.setattr(client_runs, "compiled", None)
+        monkeypatch.setattr(runs, "compiled", None)
     server = BookieServer(Answering())  # type: ignore[arg-type]
     await server.start("127.0.0.1", 0)
     connection = await BookieConnection.open("127.0.0.1", server.port, bookie_id="b", protocol=protocol)

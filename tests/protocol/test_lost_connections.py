@@ -20,7 +20,6 @@ from support.waiting import LIMIT_S
 
 from bkctl.ids import LedgerId
 from bkctl.protocol import v2, v3
-from bkctl.protocol.add_runs import AddRun, AnswerAdds
 from bkctl.protocol.connection import BookieConnection
 from bkctl.protocol.handler import ReadRunResponder, Responder
 from bkctl.protocol.limits import ServerLimits
@@ -34,7 +33,7 @@ from bkctl.protocol.messages import (
     StartTlsRequest,
     Status,
 )
-from bkctl.protocol.read_runs import ReadRun
+from bkctl.protocol.runs import AddRun, AnswerAdds, ReadRun
 from bkctl.protocol.server import BookieServer
 
 LEDGER = LedgerId(0, 5)

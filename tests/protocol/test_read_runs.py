@@ -14,8 +14,7 @@ from support.waiting import LIMIT_S
 
 from bkctl.errors import LedgerNotFound
 from bkctl.ids import I64_MAX, LedgerId
-from bkctl.protocol import add_runs, read_runs, served_connection, v2, v3
-from bkctl.protocol.add_runs import AddRun, AnswerAdds
+from bkctl.protocol import runs, v2, v3
 from bkctl.protocol.connection import BookieConnection
 from bkctl.protocol.handler import ReadRunResponder
 from bkctl.protocol.messages import (
@@ -31,8 +30,7 @@ from bkctl.protocol.messages import (
     Status,
     refusal,
 )
-from bkctl.protocol.read_runs import ReadRun, answers, refusals
-from bkctl.protocol.request_runs import take_plain
+from bkctl.protocol.runs import AddRun, AnswerAdds, ReadRun
 from bkctl.protocol.server import BookieServer
 
 Runner = Callable[[Coroutine[Any, Any, None]], None]
@@ -77,7 +75,7 @@ v3_frames = st.builds(
 )
 
 
-runs = st.builds(
+read_runs = st.builds(
     lambda ledger, ids: ReadRun(ledger, [entry_id for entry_id, _ in ids], [txn_id for _, txn_id in ids]),
     st.sampled_from((*PLAIN, *SCOPED)),
     st.lists(st.tuples(entry_ids, txn_ids), min_size=1, max_size=9),
@@ -91,15 +89,13 @@ def single_answers(run: ReadRun, responses: list[ReadResponse], *, is_v2: bool) 
             v2.encode_response(v2.VERSION << 24 | v2.READ_ENTRY << 16, response, out)
         else:
             header = v3.Header(run.txn_ids[number], v3.READ_ENTRY, v3.VERSION, 0)
-            v3.encode_response_protobuf(header, response, run.ledger[0], out)
+            v3.encode_response(header, response, run.ledger[0], out)
     return b"".join(out)
 
 
-@pytest.mark.parametrize("compiled", [pytest.param(True, marks=needs_compiled), False], ids=["compiled", "plain"])
-def test_answers_of_a_run_equal_single_answers(compiled: bool) -> None:
-    source: Any = add_runs.compiled if compiled else read_runs
-
-    @given(runs, st.data(), st.one_of(st.none(), st.integers(-1, I64_MAX)))
+@needs_compiled
+def test_answers_of_a_run_equal_single_answers() -> None:
+    @given(read_runs, st.data(), st.one_of(st.none(), st.integers(-1, I64_MAX)))
     def compare(run: ReadRun, data: st.DataObject, max_lac: int | None) -> None:
         count = len(run.entry_ids)
         sizes = data.draw(st.lists(st.sampled_from((0, 1, 90, 127, 128, 20_000)), min_size=count, max_size=count))
@@ -113,34 +109,32 @@ def test_answers_of_a_run_equal_single_answers(compiled: bool) -> None:
             ReadResponse(Status.EOK, run.ledger, entry_id, body, max_lac)
             for entry_id, body in zip(run.entry_ids, bodies, strict=True)
         ]
-        found = source.answers_v3(run.ledger, run.entry_ids, run.txn_ids, bodies, max_lac)
-        assert found == single_answers(run, responses, is_v2=False)
-        assert answers(run, bodies, max_lac, is_v2=False) == found
+        assert run.answers(bodies, max_lac, is_v2=False) == single_answers(run, responses, is_v2=False)
         if not run.ledger.is_scoped:
-            found = source.answers_v2(run.ledger.ledger_id, run.entry_ids, bodies)
-            assert found == single_answers(run, responses, is_v2=True)
+            assert run.answers(bodies, max_lac, is_v2=True) == single_answers(run, responses, is_v2=True)
 
     compare()
-    with pytest.raises(ValueError, match=r"bodies|zip"):
-        source.answers_v2(5, [1, 2], [b"only one"])
+    for txn_ids in ([1, 2], [1]):
+        with pytest.raises(ValueError, match="as many bodies"):
+            ReadRun(PLAIN[1], [1, 2], txn_ids).answers([b"only one"], None, is_v2=False)
 
 
 @needs_compiled
 def test_compiled_answers_refuse_arguments_that_do_not_fit() -> None:
-    for arguments in ((5, [2**64], [b"x"]), (5, ["1"], [b"x"]), (5, [1], ["text"]), (5, None, [b"x"])):
+    wrong: tuple[Any, ...] = (
+        ([2**64], None, [b"x"], None), (["1"], None, [b"x"], None), ([1], None, ["text"], None),
+        (None, None, [b"x"], None), ([1], [-1], [b"x"], None), ([1], [1], [b"x"], 2**64),
+    )  # fmt: skip
+    for arguments in wrong:
         with pytest.raises((TypeError, OverflowError)):
-            add_runs.compiled.answers_v2(*arguments)
-    with pytest.raises((TypeError, OverflowError)):
-        add_runs.compiled.answers_v3((0, 5), [1], [-1], [b"x"], None)
-    with pytest.raises((TypeError, OverflowError)):
-        add_runs.compiled.answers_v3((0, 5), [1], [1], [b"x"], 2**64)
+            runs.compiled.answer_reads((0, 5), *arguments)
 
 
-@given(runs)
+@given(read_runs)
 def test_refused_run_is_refused_read_by_read(run: ReadRun) -> None:
     responses = [ReadResponse(Status.EUNKNOWNLEDGERSTATE, run.ledger, entry_id) for entry_id in run.entry_ids]
     for is_v2 in (False,) if run.ledger.is_scoped else (False, True):
-        found = refusals(run, Status.EUNKNOWNLEDGERSTATE, is_v2=is_v2)
+        found = run.refusals(Status.EUNKNOWNLEDGERSTATE, is_v2=is_v2)
         assert found == single_answers(run, responses, is_v2=is_v2)
 
 
@@ -177,15 +171,9 @@ class Bookie:
             respond.answer(even, [b"entry %d" % entry_id for entry_id in even.entry_ids], 17)
 
 
-@pytest.mark.parametrize("compiled", [pytest.param(True, marks=needs_compiled), False], ids=["compiled", "plain"])
+@needs_compiled
 @pytest.mark.parametrize("protocol", [Protocol.V2, Protocol.V3])
-def test_server_takes_runs_and_each_read_has_its_answer(
-    runner: Runner, protocol: Protocol, compiled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not compiled:
-        monkeypatch.setattr(served_connection, "take_runs", take_plain)
-        for name in ("answers_v2", "answers_v3"):
-            monkeypatch.setattr(read_runs, f"_{name}", getattr(read_runs, name))
+def test_server_takes_runs_and_each_read_has_its_answer(runner: Runner, protocol: Protocol) -> None:
     ledger = PLAIN[1] if protocol is Protocol.V2 else SCOPED[1]
 
     async def main() -> None:

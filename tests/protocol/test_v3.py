@@ -1,20 +1,19 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bkctl.errors import IllegalOperation, ProtocolError
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.ids import I64_MAX, U64_MAX, LedgerId
 from bkctl.protocol import bookkeeper_protocol_pb2 as pb
-from bkctl.protocol import v3, v3_hot
+from bkctl.protocol import v3
 from bkctl.protocol.messages import (
     AddRequest,
     AddResponse,
@@ -226,102 +225,6 @@ def test_responses_round_trip(txn_id: int, response: Response) -> None:
     assert type(answer.response) is type(response)
 
 
-@given(txn_id=U64, request_=ADDS | READS | PLAIN)
-def test_hot_path_and_protobuf_encode_same_requests(txn_id: int, request_: AddRequest | ReadRequest) -> None:
-    by_protobuf: list[BytesLike] = []
-    size = v3.encode_request_protobuf(txn_id, request_, by_protobuf)
-    body = joined(by_protobuf, size)
-    assert request_bytes(txn_id, request_) == body
-    expected = v3.decode_request_protobuf(*padded(body))
-    assert v3.decode_request(*padded(body)) == expected
-
-
-@given(txn_id=U64, response=HOT_RESPONSES)
-def test_hot_path_and_protobuf_encode_same_responses(txn_id: int, response: AddResponse | ReadResponse) -> None:
-    header = v3.Header(txn_id, OPERATION_OF[type(response)])
-    by_protobuf: list[BytesLike] = []
-    size = v3.encode_response_protobuf(header, response, response.ledger[0], by_protobuf)
-    body = joined(by_protobuf, size)
-    assert response_bytes(header, response, response.ledger[0]) == body
-    assert v3.decode_response(*padded(body)) == v3.decode_response_protobuf(*padded(body))
-
-
-def test_plain_adds_and_reads_take_hot_path() -> None:
-    """The comparison above means nothing unless the hand-written path is the one taken."""
-    for ledger in (LedgerId(0, 5), LedgerId(U64_MAX, 1 << 40)):
-        out: list[BytesLike] = []
-        for request in (AddRequest(ledger, 5, KEY, b"e"), ReadRequest(ledger, 5)):
-            hot = v3_hot.decode_request(*padded(request_bytes(1 << 30, request)))
-            assert hot == (1 << 30, v3.OPERATIONS[type(request)], request)
-        assert v3_hot.encode_add(1, AddRequest(ledger, 5, KEY, (b"e", b"f")), out)
-        assert v3_hot.encode_read(1, ReadRequest(ledger, 5), out)
-        add, read = AddResponse(Status.EOK, ledger, 5), ReadResponse(Status.EOK, ledger, 5, b"e", 4)
-        assert v3_hot.encode_add_response(1, add, ledger[0], out)
-        assert v3_hot.encode_read_response(1, read, ledger[0], out)
-        assert v3_hot.decode_response(*padded(response_bytes(v3.Header(9, 2), add, ledger[0]))) == (9, 2, add)
-        assert v3_hot.decode_response(*padded(response_bytes(v3.Header(9, 1), read, ledger[0]))) == (9, 1, read)
-
-
-EXAMPLE_BODIES = [
-    request_bytes(300_000, AddRequest(LedgerId(9, 1 << 40), 70_000, KEY, b"entry" * 30)),
-    request_bytes(300_000, ReadRequest(LedgerId(9, 1 << 40), 70_000)),
-    response_bytes(v3.Header(300_000, 2), AddResponse(Status.EOK, LedgerId(9, 1 << 40), 70_000), 9),
-    response_bytes(v3.Header(300_000, 1), ReadResponse(Status.EOK, LedgerId(9, 1 << 40), 7, b"entry" * 30, 5), 9),
-]
-
-
-@given(
-    which=st.sampled_from(range(4)),
-    changes=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 255)), min_size=1, max_size=3),
-    cut=st.integers(0, 40),
-    more=st.binary(max_size=12),
-)
-@example(which=0, changes=[(6, 0xFF)], cut=0, more=b"")
-def test_hot_path_and_protobuf_decode_changed_messages_alike(
-    which: int, changes: list[tuple[int, int]], cut: int, more: bytes
-) -> None:
-    """The hand-written decoder takes nothing that protobuf refuses, and takes nothing in another sense."""
-    data = bytearray(EXAMPLE_BODIES[which])
-    for at, value in changes:
-        data[at % len(data)] = value
-    body = bytes(data[: len(data) - cut]) + more
-    if which < 2:
-        hot = v3_hot.decode_request(*padded(body))
-        if hot is not None:
-            call = v3.decode_request_protobuf(*padded(body))
-            assert call is not None
-            assert (call.header, call.request) == (v3.Header(hot[0], hot[1]), hot[2])
-    else:
-        found = v3_hot.decode_response(*padded(body))
-        if found is not None:
-            assert v3.decode_response_protobuf(*padded(body)) == (*found, "")
-
-
-def test_hot_path_and_protobuf_decode_every_one_byte_change_alike() -> None:
-    for example_body in EXAMPLE_BODIES[:2]:
-        for at, value in itertools.product(range(min(len(example_body), 64)), (0, 1, 5, 0x7F, 0x80, 0xFF)):
-            body = example_body[:at] + bytes((value,)) + example_body[at + 1 :]
-            hot = v3_hot.decode_request(*padded(body))
-            if hot is not None:
-                call = v3.decode_request_protobuf(*padded(body))
-                assert call is not None
-                assert (call.header, call.request) == (v3.Header(hot[0], hot[1]), hot[2])
-
-
-@given(U64)
-def test_varints_are_protobufs(value: int) -> None:
-    data = pb.BKPacketHeader(txnId=value).SerializePartialToString()[1:]
-    assert v3_hot.varint(value) == data
-    assert v3_hot.read_varint(memoryview(data + b"\xff" * 8), 0) == (value, len(data))
-
-
-def test_an_endless_varint_ends() -> None:
-    with pytest.raises(ValueError, match="64 bits"):
-        v3_hot.read_varint(memoryview(b"\xff" * 1_000_000), 0)
-    with pytest.raises(ValueError, match="64 bits"):
-        v3_hot.read_varint(memoryview(b"\xff" * 9 + b"\x02"), 0)
-
-
 @given(st.binary(max_size=100))
 def test_random_bytes_decode_to_request_or_none(data: bytes) -> None:
     call = v3.decode_request(*padded(data))
@@ -427,15 +330,3 @@ def test_the_generated_module_is_that_of_the_proto_file(tmp_path: Path) -> None:
     made = (tmp_path / proto.replace(".proto", "_pb2.py")).read_text().split("DESCRIPTOR = ")[1].splitlines()[0]
     kept = Path(pb.__file__).read_text().split("DESCRIPTOR = ")[1].splitlines()[0]
     assert made == kept
-
-
-def test_an_apache_bookie_that_served_no_add_since_its_start_is_read_by_hand() -> None:
-    # Its maxLAC is -1, ten bytes of varint; captured from Apache BookKeeper 4.18.0.
-    body = bytes.fromhex("00000000000000000000000000000000ffffffffffffffff0000000000000002") + b"CRCChi"
-    nested = b"\x08\x00\x10\x00\x18\x00\x22" + bytes([len(body)]) + body + b"\x28" + b"\xff" * 9 + b"\x01"
-    frame = bytes.fromhex("0a060803100118011000a206") + bytes([len(nested)]) + nested
-    view = memoryview(frame)
-    found = v3_hot.decode_response(view, 0, len(frame))
-    assert found is not None
-    assert found[2] == ReadResponse(Status.EOK, LedgerId(0, 0), 0, body, -1)
-    assert v3.decode_response_protobuf(view, 0, len(frame)).response == found[2]

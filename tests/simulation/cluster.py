@@ -40,10 +40,9 @@ from bkctl.formats.entry import DigestType
 from bkctl.formats.record import body_of
 from bkctl.metadata.cluster import Cluster, init_cluster
 from bkctl.metadata.uri import parse_uri
-from bkctl.protocol.add_runs import AddRun, AnswerAdds
 from bkctl.protocol.handler import ReadRunResponder
 from bkctl.protocol.messages import AddRequest, AddResponse, Protocol, ReadRequest, ReadResponse, Status
-from bkctl.protocol.read_runs import ReadRun
+from bkctl.protocol.runs import AddRun, AnswerAdds, ReadRun
 
 URI = "zk+longlonghierarchical://store/ledgers"
 PORT = 3181

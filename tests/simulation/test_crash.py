@@ -100,17 +100,17 @@ class Workload:
         elif choice < 0.95:
             self.storage.run_checkpoint()
         else:  # what comes meanwhile is not in it
-            self.under_way = self.storage.begin_checkpoint()
+            self.under_way = self.storage.checkpoints.begin()
 
     def finish_checkpoint(self) -> None:
         checkpoint, self.under_way = self.under_way, None
         if checkpoint is not None:
             written = False
             try:
-                self.storage.checkpoint(checkpoint)
+                self.storage.checkpoints.write(checkpoint)
                 written = True
             finally:
-                self.storage.end_checkpoint(checkpoint, written=written)
+                self.storage.checkpoints.end(checkpoint, written=written)
 
     def add(self) -> None:
         ledger = self.random.choice(LEDGERS)
@@ -148,16 +148,16 @@ class Workload:
         self.storage.write_lac(ledger, digests.master_key, digests.seal_lac(lac), note)
 
     def commit(self) -> None:
-        for number in range(len(self.storage.journals)):
-            batch = self.storage.take_batch(number)
+        for commits in self.storage.commits:
+            batch = commits.take_batch()
             if batch is None:
                 continue
             error = None
             try:
-                self.storage.commit(number, batch)
+                commits.commit(batch)
             except OSError as failure:
                 error = failure
-            self.storage.settle(number, batch, error)
+            commits.settle(batch, error)
             if error is None:
                 for ledger, entry_id, body in batch.tokens:
                     self.promised.entries[ledger, entry_id] = body

@@ -150,7 +150,7 @@ def test_batched_adds_write_the_same_files_as_single_adds(tmp_path: Path, last_s
             if number % 7 == 0:
                 storage.run_checkpoint()
         flush_journals(storage)
-        assert sum(batch.count for batch in storage.batches) == 0
+        assert sum(commits.batch.count for commits in storage.commits) == 0
         handles = storage.ledgers.handles.values()
         lacs = {handle.ledger: max(handle.lac, storage.read_lac(handle)) for handle in handles}
         for (ledger, entry_id), body in expected.items():

@@ -72,14 +72,14 @@ def test_entries_added_while_a_checkpoint_writes_many_pages_are_kept(tmp_path: P
     storage = open_storage(tmp_path)
     for ledger_id in range(8):
         add(storage, ledger_id, 0)
-    checkpoint = storage.begin_checkpoint()
+    checkpoint = storage.checkpoints.begin()
     assert checkpoint is not None
     first = add(storage, 100, 0)
     second = add(storage, 100, 8)  # the next page
     flush_journals(storage)
     assert (stored(storage, 100, 0), stored(storage, 100, 8)) == (first, second)
-    storage.checkpoint(checkpoint)
-    storage.end_checkpoint(checkpoint, written=True)
+    storage.checkpoints.write(checkpoint)
+    storage.checkpoints.end(checkpoint, written=True)
     storage.run_checkpoint()
     again = open_storage(tmp_path)
     assert again.replayed == (0, 0)
@@ -94,26 +94,26 @@ def test_group_fails_with_the_group_of_its_ledger_key(tmp_path: Path) -> None:
     batches = []
     for ledger_id, entry_id in ((1, 0), (1, 1)):
         add(storage, ledger_id, entry_id)
-        batches.append(storage.take_batch(0))
+        batches.append(storage.commits[0].take_batch())
     failed, behind = batches
     assert failed is not None
     assert behind is not None
     files.faults.append(Fault("write", ".txn", errno.ENOSPC))
     with pytest.raises(OSError, match="No space left") as failure:
-        storage.commit(0, failed)
-    storage.settle(0, failed, failure.value)
+        storage.commits[0].commit(failed)
+    storage.commits[0].settle(failed, failure.value)
     for entry_id in (0, 1):  # the first batch has the ledger's key
         add(storage, 2, entry_id)
-        batches.append(storage.take_batch(0))
+        batches.append(storage.commits[0].take_batch())
     with_key, without_key = batches[2:]
     assert with_key is not None
     assert without_key is not None
     with pytest.raises(OSError, match="earlier group"):
-        storage.commit(0, behind, with_key)
+        storage.commits[0].commit(behind, with_key)
     with pytest.raises(OSError, match="earlier group"):
-        storage.commit(0, without_key)
+        storage.commits[0].commit(without_key)
     for batch in (behind, with_key, without_key):
-        storage.settle(0, batch, failure.value)
+        storage.commits[0].settle(batch, failure.value)
     body = add(storage, 2, 2)
     flush_journals(storage)
     image = files.crash(tmp_path / "image")
@@ -280,10 +280,10 @@ def test_entry_log_completed_during_a_sync_is_synced(tmp_path: Path, monkeypatch
     monkeypatch.setattr(StorageFile, "sync", sync)
     flush_journals(storage)
     for _ in range(2):
-        checkpoint = storage.begin_checkpoint()
+        checkpoint = storage.checkpoints.begin()
         assert checkpoint is not None
-        storage.checkpoint(checkpoint)
-        storage.end_checkpoint(checkpoint, written=True)
+        storage.checkpoints.write(checkpoint)
+        storage.checkpoints.end(checkpoint, written=True)
         flush_journals(storage)
     assert completed
     again = open_storage(tmp_path)
@@ -412,7 +412,7 @@ def test_replay_keeps_the_entries_of_a_ledger_whose_master_key_is_not_20_bytes(
     ledger = LedgerId(0, 2)
     by = DigestManager(ledger, DigestType.CRC32C, b"secret")
     body = by.seal(0, -1, 1, b"a") + b"a"
-    journal = storage.batches[0]
+    journal = storage.commits[0].batch
     journal.records += [journal_formats.ledger_key_record(ledger, key), record_of(body)]
     journal.records.append(journal_formats.fence_record(ledger))
     journal.size = sum(map(len, journal.records))
@@ -442,7 +442,7 @@ def test_refuses_master_keys_that_are_not_20_bytes(tmp_path: Path, key: bytes) -
         with pytest.raises(BadRequest, match="master key"):
             storage.write_lac(ledger, key, by.seal_lac(0), lambda _: None)
         assert storage.get(ledger) is None
-    assert storage.take_batch(0) is None
+    assert storage.commits[0].take_batch() is None
 
 
 def test_an_index_file_with_a_long_master_key_is_served_and_written(tmp_path: Path) -> None:

@@ -322,13 +322,13 @@ def test_running_checkpoint_keeps_moved_locations(tmp_path: Path, storage_class:
         entry_id = next(added)
         for ledger in ALIVE:
             add(storage, ledger, entry_id)  # on the page of the last ones
-        in_flight.append(storage.begin_checkpoint())
+        in_flight.append(storage.checkpoints.begin())
         assert in_flight[0] is not None
 
     def end() -> None:
         checkpoint = in_flight.pop()
-        storage.checkpoint(checkpoint)
-        storage.end_checkpoint(checkpoint, written=True)
+        storage.checkpoints.write(checkpoint)
+        storage.checkpoints.end(checkpoint, written=True)
 
     def whole_checkpoint() -> None:
         if in_flight:

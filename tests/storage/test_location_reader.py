@@ -1,7 +1,8 @@
-"""Entries are taken out of what was read of a log only where they are the ones at their locations; compiled or not."""
+"""Entries are taken out of what was read of a log only where they are the ones at their locations."""
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 import pytest
@@ -9,17 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.mutation import changed, changes
 
-from bkctl.files import scan
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.record import record_of
 from bkctl.ids import LedgerId
-from bkctl.storage.location_reader import entries_in, entries_in_plain
+from bkctl.storage.location_reader import entries_in
 
-compiled: Any = scan.compiled  # type: ignore[attr-defined]
-needs_compiled = pytest.mark.compiled
-loops = pytest.mark.parametrize(
-    "take", [entries_in_plain, pytest.param(entries_in, marks=needs_compiled)], ids=["plain", "compiled"]
-)
 LEDGERS = (LedgerId(0, 5), LedgerId(0, 2**63 - 1), LedgerId(7, 5), LedgerId(2**64 - 1, 2**64 - 1))
 #: Of the first record: of a log with a high number.
 BEGIN = 0x7FFF_FFFF_0000_0404
@@ -38,27 +33,25 @@ def log_of(entries: list[tuple[LedgerId, int, bytes]]) -> tuple[bytes, list[int]
     return data, locations
 
 
-@loops
 @pytest.mark.parametrize("ledger", LEDGERS, ids=repr)
-def test_takes_entries_at_their_locations_alone(take: Any, ledger: LedgerId) -> None:
+def test_takes_entries_at_their_locations_alone(ledger: LedgerId) -> None:
     other = LedgerId(ledger.scope_id, 6)
     data, locations = log_of([(ledger, 1, b"one"), (other, 2, b"two"), (ledger, 3, b""), (ledger, 4, b"four")])
-    found = take(memoryview(data), BEGIN, ledger, [1, 2, 3, 4], locations)
+    found = entries_in(memoryview(data), BEGIN, ledger, [1, 2, 3, 4], locations)
     assert [None if body is None else bytes(body) for body in found] == [
         entry(ledger, 1, b"one"), None, entry(ledger, 3, b""), entry(ledger, 4, b"four")
     ]  # fmt: skip
-    assert take(memoryview(data), BEGIN, ledger, [2, 4], [locations[0], locations[2]]) == [None, None]
+    assert entries_in(memoryview(data), BEGIN, ledger, [2, 4], [locations[0], locations[2]]) == [None, None]
     for end in range(len(data)):
-        *_, last = take(memoryview(data)[:end], BEGIN, ledger, [1, 4], [locations[0], locations[3]])
+        *_, last = entries_in(memoryview(data)[:end], BEGIN, ledger, [1, 4], [locations[0], locations[3]])
         assert last is None
 
 
 entries = st.tuples(st.sampled_from(LEDGERS), st.integers(0, 5), st.binary(max_size=40))
 
 
-@needs_compiled
 @given(st.lists(entries, min_size=1, max_size=8), changes, st.integers(0, 60), st.sampled_from(LEDGERS), st.data())
-def test_compiled_and_plain_loop_agree(
+def test_of_any_bytes_only_whole_entries_of_that_ledger_and_id_are_taken(
     written: list[tuple[LedgerId, int, bytes]], where: list[tuple[int, int]], cut: int, ledger: LedgerId, data: Any
 ) -> None:
     log, locations = log_of(written)
@@ -68,14 +61,14 @@ def test_compiled_and_plain_loop_agree(
     shift = data.draw(st.sampled_from((0, 0, 0, 1, 300)))
     arguments = ([entry_ids[each] for each in at], [locations[each] + shift for each in at])
     view = memoryview(bytearray(log))
-    assert entries_in(view, BEGIN, ledger, *arguments) == entries_in_plain(view, BEGIN, ledger, *arguments)
-
-
-@needs_compiled
-def test_compiled_loop_refuses_arguments_that_do_not_fit() -> None:
-    view = memoryview(bytes(100))
-    for wrong in (([1], []), ([1], ["1"]), (["1"], [BEGIN]), ([2**64], [BEGIN]), ([1], [-1]), (None, [BEGIN])):
-        with pytest.raises((TypeError, ValueError, OverflowError)):
-            compiled.entries_at(view, BEGIN, LEDGERS[0], *wrong)
-    with pytest.raises(TypeError):
-        compiled.entries_at("text", BEGIN, LEDGERS[0], [1], [BEGIN])
+    for entry_id, location, body in zip(*arguments, entries_in(view, BEGIN, ledger, *arguments), strict=True):
+        begin = location - BEGIN
+        size = int.from_bytes(log[begin : begin + 4], "big", signed=True)
+        expected = log[begin + 4 : begin + 4 + size] if size >= 0 else b""
+        ids = struct.pack(">Qq", ledger.ledger_id, entry_id)
+        if ledger.is_scoped:
+            fits = expected[:1] >= b"\xa0" and expected[:1] <= b"\xa4"
+            fits = fits and expected[1:25] == ledger.scope_id.to_bytes(8, "big") + ids
+        else:
+            fits = expected[:16] == ids
+        assert (None if body is None else bytes(body)) == (expected if fits and len(expected) == size else None)

@@ -92,13 +92,13 @@ def test_fence_stays_in_memory_until_a_flush_has_written_it(
     handle = storage.get(during)
     assert handle is not None
     storage.ledgers.change_header(handle)
-    checkpoint = storage.begin_checkpoint()
+    checkpoint = storage.checkpoints.begin()
     assert checkpoint is not None
     fence(during)
     assert are_fenced()
     if is_written:
-        storage.checkpoint(checkpoint)
-    storage.end_checkpoint(checkpoint, written=is_written)
+        storage.checkpoints.write(checkpoint)
+    storage.checkpoints.end(checkpoint, written=is_written)
     assert are_fenced()
     storage.run_checkpoint()
     assert are_fenced()

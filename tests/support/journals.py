@@ -7,15 +7,15 @@ from bkctl.storage.bookie_storage import BookieStorage
 
 def flush_journals(storage: BookieStorage) -> None:
     """Commit and settle the batches of all journals in the calling thread. Raises OSError."""
-    for number in range(len(storage.journals)):
-        batch = storage.take_batch(number)
+    for commits in storage.commits:
+        batch = commits.take_batch()
         if batch is None:
             continue
         error = None
         try:
-            storage.commit(number, batch)
+            commits.commit(batch)
         except OSError as failure:
             error = failure
-        storage.settle(number, batch, error)
+        commits.settle(batch, error)
         if error is not None:
             raise error

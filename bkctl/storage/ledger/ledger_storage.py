@@ -72,8 +72,8 @@ class LedgerHandle:
     #: The bookie may have lost entries or the fence, so that it must not deny having an entry.
     unknown: bool = False
     explicit_lac: bytes = b""
-    #: The error of the ledger's index (refused by the disk, or without its start): entries are refused until a flush has
-    #: written the index.
+    #: The error of the ledger's index, which the disk refused or which lost its start: entries are refused until a
+    #: flush has written the index.
     index_error: Exception | None = None
     last_entry: int = -1
     #: Highest LAC seen; unless `lac_is_known`, entries on disk may have a higher one.

@@ -134,13 +134,13 @@ def test_entries_are_readable_in_every_state(tmp_path: Path, ledger: LedgerId) -
 
     add(storage, ledger, 3, 0, 5)
     expect(0, 3, 5)
-    checkpoint = storage.begin_checkpoint()
+    checkpoint = storage.checkpoints.begin()
     assert checkpoint is not None
     add(storage, ledger, 1, 9)
     expect(0, 1, 3, 5, 9)
-    storage.checkpoint(checkpoint)
+    storage.checkpoints.write(checkpoint)
     expect(0, 1, 3, 5, 9)
-    storage.end_checkpoint(checkpoint, written=True)
+    storage.checkpoints.end(checkpoint, written=True)
     expect(0, 1, 3, 5, 9)
     storage.run_checkpoint()
     assert storage.ledgers.unwritten_bytes == 0
@@ -335,11 +335,11 @@ def test_flush_removes_deleted_ledgers_from_the_databases(tmp_path: Path, ledger
     assert storage.get(ledger) is None
     assert list(storage.ledgers.ledger_ids()) == others
     assert storage.ledgers.unwritten_bytes == 0
-    checkpoint = storage.begin_checkpoint()
+    checkpoint = storage.checkpoints.begin()
     assert checkpoint is not None
     assert storage.get(ledger) is None
-    storage.checkpoint(checkpoint)
-    storage.end_checkpoint(checkpoint, written=True)
+    storage.checkpoints.write(checkpoint)
+    storage.checkpoints.end(checkpoint, written=True)
     assert storage.get(ledger) is None
     assert list(storage.ledgers.ledger_ids()) == others
     storage.close()
@@ -355,7 +355,7 @@ def test_recreated_ledger_has_no_old_entries(tmp_path: Path, batch: int, monkeyp
     storage.run_checkpoint()
     assert bytes(storage.read_entry(PLAIN, 1)) == body_of(PLAIN, 1)  # and the rest is read ahead
     add(storage, PLAIN, 3)
-    checkpoint = storage.begin_checkpoint()
+    checkpoint = storage.checkpoints.begin()
     assert checkpoint is not None
     storage.ledgers.delete_ledger(storage.get(PLAIN))
     handle = storage.ledgers.load(PLAIN)
@@ -372,8 +372,8 @@ def test_recreated_ledger_has_no_old_entries(tmp_path: Path, batch: int, monkeyp
                 storage.ledgers.read(handle, absent)
 
     expect()
-    storage.checkpoint(checkpoint)
-    storage.end_checkpoint(checkpoint, written=True)
+    storage.checkpoints.write(checkpoint)
+    storage.checkpoints.end(checkpoint, written=True)
     expect()
     storage.run_checkpoint()
     expect()
@@ -482,14 +482,14 @@ def test_full_write_cache_makes_a_flush_due(tmp_path: Path) -> None:
         add(storage, PLAIN, entry_id, size=10_000)
         entry_id += 1
     assert 1 << 17 < storage.ledgers.unwritten_bytes <= storage.ledgers.unwritten_bytes_max == 1 << 20
-    checkpoint = storage.begin_checkpoint()
+    checkpoint = storage.checkpoints.begin()
     assert checkpoint is not None
     assert not storage.ledgers.is_flush_due
     taken = storage.ledgers.unwritten_bytes
     add(storage, PLAIN, entry_id, size=10_000)
     assert storage.ledgers.unwritten_bytes > taken, "what is being flushed is in memory still"
-    storage.checkpoint(checkpoint)
-    storage.end_checkpoint(checkpoint, written=True)
+    storage.checkpoints.write(checkpoint)
+    storage.checkpoints.end(checkpoint, written=True)
     assert storage.ledgers.unwritten_bytes < taken
     storage.close()
 
@@ -622,7 +622,7 @@ def test_a_tailing_reader_finds_flushed_entries_without_the_database(tmp_path: P
 def test_locations_of_a_ledger_deleted_during_its_flush_are_forgotten(tmp_path: Path) -> None:
     storage = open_storage(tmp_path)
     add(storage, PLAIN, *range(40))
-    checkpoint = storage.begin_checkpoint()
+    checkpoint = storage.checkpoints.begin()
     assert checkpoint is not None
     real = EntryLocationIndex.write
 
@@ -633,8 +633,8 @@ def test_locations_of_a_ledger_deleted_during_its_flush_are_forgotten(tmp_path: 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(EntryLocationIndex, "write", write)
         with contextlib.suppress(LedgerNotFound):  # it is written for each kind of ledgers
-            storage.checkpoint(checkpoint)
-    storage.end_checkpoint(checkpoint, written=False)
+            storage.checkpoints.write(checkpoint)
+    storage.checkpoints.end(checkpoint, written=False)
     add(storage, PLAIN, 3, 39)
     storage.run_checkpoint()
     handle = storage.get(PLAIN)

@@ -335,14 +335,14 @@ def test_moves_during_a_flush_are_kept(tmp_path: Path, storage_class: str) -> No
     new = log.add(PLAIN, body_of(PLAIN, 0))
     log.finish()
     add(storage, PLAIN, 2)
-    checkpoint = storage.begin_checkpoint()
+    checkpoint = storage.checkpoints.begin()
     assert checkpoint is not None
     moves = [Move(ledger, entry_id, old, new) for ledger, entry_id in ((PLAIN, 0), (PLAIN, 1), (OTHER, 0))]
     ledgers.update_locations(logger, moves)
     assert ledgers.live(logger, [(PLAIN, 0, new)]) == [True]
     assert ledgers.live(logger, [(PLAIN, 0, old), (PLAIN, 0, new), (PLAIN, 1, new)]) == [False, True, False]
-    storage.checkpoint(checkpoint)
-    storage.end_checkpoint(checkpoint, written=True)
+    storage.checkpoints.write(checkpoint)
+    storage.checkpoints.end(checkpoint, written=True)
     storage.run_checkpoint()
     again = open_storage(tmp_path, ledger_storage_class=storage_class)
     (logger, _) = again.ledgers.entry_loggers
@@ -359,13 +359,13 @@ def test_ledger_deleted_during_a_flush_is_recreated_empty(tmp_path: Path, storag
     for flushed_before in (False, True):
         if flushed_before:
             add(storage, PLAIN, 2)
-        checkpoint = storage.begin_checkpoint()
+        checkpoint = storage.checkpoints.begin()
         assert checkpoint is not None
         storage.delete_ledger(PLAIN)
         if flushed_before:
             add(storage, PLAIN, 5)
-        storage.checkpoint(checkpoint)
-        storage.end_checkpoint(checkpoint, written=True)
+        storage.checkpoints.write(checkpoint)
+        storage.checkpoints.end(checkpoint, written=True)
         if not flushed_before:
             assert list(storage.ledgers.ledger_ids()) == [SCOPED]
             with pytest.raises(LedgerNotFound):
@@ -409,12 +409,12 @@ def test_readers_find_every_entry_during_flushes_and_moves(tmp_path: Path) -> No
                 count[0] = entry_id + 1
                 storage.seal_entries()
                 if entry_id % 10 == 7:
-                    checkpoint = storage.begin_checkpoint()
+                    checkpoint = storage.checkpoints.begin()
                     assert checkpoint is not None
-                    flush = threads.submit(storage.checkpoint, checkpoint)
+                    flush = threads.submit(storage.checkpoints.write, checkpoint)
                     add(storage, ledgers[0], entry_id)
                     flush.result()
-                    storage.end_checkpoint(checkpoint, written=True)
+                    storage.checkpoints.end(checkpoint, written=True)
         finally:
             stop.set()
         for other in others:

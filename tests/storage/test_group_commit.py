@@ -11,27 +11,32 @@ from typing import Any
 import pytest
 from support.waiting import LIMIT_S
 
-from bkctl.bookie.workers import JournalThread
 from bkctl.config import BookieConfig
-from bkctl.storage.group_commit import JournalBatch
+from bkctl.storage.group_commit import Group, GroupCommit, JournalBatch
 
 
-class Storage:
+class Commits(GroupCommit):
     """Notes each group; the first is held back, so that the others gather."""
 
     def __init__(self) -> None:
+        super().__init__((), 0, {})
         self.groups: list[list[JournalBatch]] = []
         self.entered, self.go_on = threading.Event(), threading.Event()
         self.error: OSError | None = None
 
-    def commit(self, number: int, *group: JournalBatch, written: Callable[[], None] | None = None) -> None:
+    def commit(self, batch: JournalBatch, *more: JournalBatch, written: Callable[[], object] | None = None) -> None:
         self.entered.set()
         self.go_on.wait(LIMIT_S)
-        self.groups.append(list(group))
+        self.groups.append([batch, *more])
         if written is not None:
             written()
         if self.error is not None:
             raise self.error
+
+    def put(self, batch: JournalBatch) -> None:
+        batch.tokens.append(None)
+        self.batch = batch
+        self.flush()
 
 
 class Listener:
@@ -41,12 +46,12 @@ class Listener:
         self.heard: list[tuple[str, int]] = []
         self.errors: list[OSError | None] = []
 
-    def written(self, group: list[JournalBatch]) -> None:
-        self.heard.append(("written", len(group)))
+    def written(self, batches: list[JournalBatch]) -> None:
+        self.heard.append(("written", len(batches)))
 
-    def committed(self, number: int, group: list[JournalBatch], error: OSError | None) -> None:
-        self.heard.append(("committed", len(group)))
-        self.errors.append(error)
+    def committed(self, commits: GroupCommit, group: Group) -> None:
+        self.heard.append(("committed", len(group.batches)))
+        self.errors.append(group.error)
 
     def thread_died(self, error: BaseException) -> None:
         raise error
@@ -60,24 +65,24 @@ def batch(size: int, entries: int) -> JournalBatch:
 
 
 def groups_of(
-    batches: list[JournalBatch], storage: Storage | None = None, **settings: Any
+    batches: list[JournalBatch], commits: Commits | None = None, **settings: Any
 ) -> tuple[list[int], Listener]:
-    """Return how many batches each group has after a first one that holds the thread up, and the reported calls."""
-    storage = storage or Storage()
+    """How many batches each group has behind a first that holds the thread up; and what was heard."""
+    commits = commits or Commits()
     listener = Listener()
 
     async def main() -> None:
-        thread = JournalThread(storage, 0, BookieConfig(**settings), listener)  # type: ignore[arg-type]
-        thread.put(batch(1 << 30, 1))
-        await asyncio.to_thread(storage.entered.wait, LIMIT_S)
+        commits.start(BookieConfig(**settings), listener, asyncio.get_running_loop())
+        commits.put(batch(1 << 30, 1))
+        await asyncio.to_thread(commits.entered.wait, LIMIT_S)
         for each in batches:
-            thread.put(each)
-        storage.go_on.set()
-        await asyncio.to_thread(thread.stop)
+            commits.put(each)
+        commits.go_on.set()
+        await asyncio.to_thread(commits.stop)
         await asyncio.sleep(0)
 
     asyncio.run(main())
-    return [len(group) for group in storage.groups[1:]], listener
+    return [len(group) for group in commits.groups[1:]], listener
 
 
 @pytest.mark.parametrize(
@@ -100,17 +105,17 @@ def test_group_ends_with_enough_bytes_or_entries(settings: dict[str, int], expec
 
 
 def test_group_waits_no_longer_than_its_time() -> None:
-    storage, listener = Storage(), Listener()
-    storage.go_on.set()
+    commits, listener = Commits(), Listener()
+    commits.go_on.set()
 
     async def main() -> None:
         config = BookieConfig(journal_max_group_wait_msec=20)
-        thread = JournalThread(storage, 0, config, listener)  # type: ignore[arg-type]
-        thread.put(batch(100, 1))
+        commits.start(config, listener, asyncio.get_running_loop())
+        commits.put(batch(100, 1))
         async with asyncio.timeout(LIMIT_S):
             while not listener.heard:
                 await asyncio.sleep(0.001)
-        await asyncio.to_thread(thread.stop)
+        await asyncio.to_thread(commits.stop)
 
     asyncio.run(main())
     assert listener.heard == [("committed", 1)]
@@ -118,9 +123,10 @@ def test_group_waits_no_longer_than_its_time() -> None:
 
 async def test_a_wait_for_more_batches_ends_however_short_it_is() -> None:
     """queue.SimpleQueue of CPython 3.11 and 3.12 waits for ever, once in some thousand times."""
-    thread = JournalThread(Storage(), 0, BookieConfig(), Listener())  # type: ignore[arg-type]
-    await asyncio.to_thread(thread.stop)
-    waits = thread._queue
+    commits = Commits()
+    commits.start(BookieConfig(), Listener(), asyncio.get_running_loop())
+    await asyncio.to_thread(commits.stop)
+    waits = commits._queue
     count = 0
 
     def wait_often() -> None:
@@ -146,23 +152,23 @@ def test_deferred_adds_are_reported_before_the_sync() -> None:
 
 
 def test_failed_group_is_reported_and_the_next_is_tried() -> None:
-    storage = Storage()
-    storage.error = OSError("a disk")
-    _, listener = groups_of([batch(100, 1), batch(1 << 30, 1), batch(100, 1)], storage)
-    assert listener.errors == [storage.error] * len(storage.groups)
-    assert len(storage.groups) == 3
+    commits = Commits()
+    commits.error = OSError("a disk")
+    _, listener = groups_of([batch(100, 1), batch(1 << 30, 1), batch(100, 1)], commits)
+    assert listener.errors == [commits.error] * len(commits.groups)
+    assert len(commits.groups) == 3
 
 
 async def test_the_queue_is_full_with_as_many_entries_as_journal_queue_size() -> None:
-    storage, listener = Storage(), Listener()
-
-    thread = JournalThread(storage, 0, BookieConfig(journal_queue_size=10), listener)  # type: ignore[arg-type]
-    one, other = batch(100, 9), batch(100, 1)
-    thread.put(one)
-    assert not thread.is_full
-    thread.put(other)
-    assert thread.is_full
-    thread.taken(one)
-    assert not thread.is_full
-    storage.go_on.set()
-    await asyncio.to_thread(thread.stop)
+    commits, listener = Commits(), Listener()
+    commits.start(BookieConfig(journal_queue_size=10), listener, asyncio.get_running_loop())
+    commits.put(batch(1 << 30, 9))
+    assert not commits.is_full
+    commits.put(batch(100, 1))
+    assert commits.is_full
+    commits.go_on.set()
+    async with asyncio.timeout(LIMIT_S):
+        while commits.waiting:
+            await asyncio.sleep(0.001)
+    assert not commits.is_full
+    await asyncio.to_thread(commits.stop)
