@@ -8,18 +8,14 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import socket
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 from bkctl.errors import BkctlError, IllegalOperation, Unauthorized
 from bkctl.protocol import v2, v3
-from bkctl.protocol.backpressure import UNFINISHED_BYTES_MIN, ReadQueue, RequestSlots
-from bkctl.protocol.deadlines import Deadlines
-from bkctl.protocol.framing import FramedProtocol
+from bkctl.protocol.backpressure import UNFINISHED_BYTES_MIN, RequestSlots
+from bkctl.protocol.flow import TLS_PIECE_BYTES, ControlledConnection
 from bkctl.protocol.handler import ReadRunResponder, RequestHandler, Responder, RunHandler
-from bkctl.protocol.limits import ServerLimits
 from bkctl.protocol.messages import (
     AUTH_DISABLED_PLUGIN,
     AddRequest,
@@ -38,14 +34,10 @@ from bkctl.protocol.messages import (
     status_of,
 )
 from bkctl.protocol.runs import AddRun, AnswerAdds, take_requests, takes_runs
-from bkctl.protocol.start_tls import TlsUpgrade
 
 if TYPE_CHECKING:
     from bkctl.protocol.server import BookieServer
 
-#: Requests, and bytes of requests, of one connection that a bookie works on before it stops reading more.
-IN_FLIGHT_REQUESTS_MAX: Final = 10_000
-IN_FLIGHT_BYTES_MAX: Final = 64 << 20
 #: Pieces of input below this size are gathered for so many seconds while so many bytes of requests are in flight.
 GATHERED_BYTES_MAX: Final = 1 << 14
 GATHER_IN_FLIGHT_BYTES_MIN: Final = 1 << 16
@@ -55,9 +47,6 @@ GATHER_S: Final = 0.0003
 BODILESS_REQUEST_BYTES: Final = 32
 #: The largest frame before TLS where TLS is required: START_TLS takes some 20 bytes, an authentication before it more.
 PLAIN_FRAME_BYTES_MAX: Final = 1 << 12
-#: TLS is given as much at once, and no more until the socket takes it: it moves all that it has into the buffer of the
-#: socket's transport, and counts none of that.
-TLS_PIECE_BYTES: Final = 1 << 18
 #: A client that broke the protocol has this long to read the answers to its earlier requests.
 BROKEN_GRACE_S: Final = 5.0
 
@@ -78,63 +67,25 @@ class _TlsOnly:
         raise Unauthorized("This bookie requires TLS")
 
 
-class ServedConnection(FramedProtocol):
+class ServedConnection(ControlledConnection):
     """A bookie's end of one connection. It speaks v3 until the first frame of another form, and v2 from then on."""
 
     def __init__(self, server: BookieServer) -> None:
-        limits = server.limits
-        super().__init__(limits.frame_size_bytes)
-        self._server = server
+        super().__init__(server)
         self._handler: RequestHandler = server.handler
-        self._is_shut = server.requires_tls  # nothing is served before TLS
         if self._is_shut:
             self._handler = _TlsOnly()
             self._body_size_max = min(self._body_size_max, PLAIN_FRAME_BYTES_MAX - 4)
         self._is_v2 = False
-        self._tls = TlsUpgrade(server.tls, limits.tls_handshake_ms)
-        self._socket: asyncio.Transport | None = None  # below TLS; None without TLS
-        self._held: deque[memoryview] = deque()  # answers that TLS has no room for
-        self._held_size = 0
-        self._deadlines = Deadlines(limits, server.now_s)
-        #: Reads of the disk for this client.
-        self.reads = ReadQueue(self, server.reads)
-        self._in_flight = 0
-        self._in_flight_size = 0
-        self._counted = 0  # bytes of the requests in flight that the server knows of
-        self._impatience: asyncio.TimerHandle | None = None
         self._grace: asyncio.TimerHandle | None = None  # of a client that broke the protocol
-        self._drops_answers = False
         self._gathering: asyncio.TimerHandle | None = None  # until what was gathered is processed
-        #: Callbacks (the keys) to run once when the connection is lost. Callers add and remove them.
-        self.on_lost: dict[Callable[[], None], None] = {}
-        self._finishing = False
-        self._continue_due = False
-        #: Bytes that the server counts for an unfinished request.
-        self.frame_size = 0
-        self._buffer_seen = 0  # the id of the buffer at the last look
         self._take_frames = self._runs_of(self._handler)
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        self._server.connections.add(self)
-        connected = transport.get_extra_info("socket")
-        if connected is not None and self._server.limits.keepalive:
-            _keep_alive(connected, self._server.limits)
-
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._gone.done():
-            return
-        super().connection_lost(exc)
-        self._socket = None
-        self._held.clear()
-        for timer in (self._impatience, self._grace, self._gathering):
+        for timer in (self._grace, self._gathering):
             if timer is not None:
                 timer.cancel()
-        self._tls.forget()
-        self._server.lost(self)
-        self.reads.abandon()
-        while self.on_lost:
-            self.on_lost.popitem()[0]()
+        super().connection_lost(exc)
 
     # Requests.
 
@@ -171,25 +122,6 @@ class ServedConnection(FramedProtocol):
             server.unfinished.update(self, 0 if self._halted else self._held_bytes, is_new=self._start != start)
         server.in_flight.count(self)
 
-    @property
-    def is_mute(self) -> bool:
-        """True until the client has sent a whole request; where TLS is required, one after TLS began."""
-        return self._deadlines.awaits_first
-
-    @property
-    def has_input(self) -> bool:
-        """True if input is left in the buffer."""
-        return self._start != self._end
-
-    @property
-    def _held_bytes(self) -> int:
-        """Return the bytes that the buffer holds for an unfinished request; 0 for few enough.
-
-        Room that a fast client was given ahead does not count: `look` frees it where it stays empty.
-        """
-        unfinished = self._end - self._start
-        return min(len(self._buffer), 4 * unfinished) if unfinished > UNFINISHED_BYTES_MIN else 0
-
     def _runs_of(self, handler: RequestHandler) -> Callable[[memoryview, int, int], int] | None:
         """Return the function that takes adds and reads in runs; None if they come one by one."""
         if not takes_runs() or not hasattr(handler, "handle_adds"):
@@ -198,7 +130,7 @@ class ServedConnection(FramedProtocol):
 
     def _take_runs(self, handler: RunHandler, buffer: memoryview, at: int, end: int) -> int:
         """Have `handler` serve the adds and reads that begin at byte `at`, if one does; returns where they end."""
-        room = IN_FLIGHT_REQUESTS_MAX - self._in_flight
+        room = self._room
         adds_max = min(handler.adds_at_once(), room)
         is_v2 = self._is_v2
         found = take_requests(buffer, at, end, self._body_size_max, adds_max, room, is_v2=is_v2)
@@ -229,10 +161,8 @@ class ServedConnection(FramedProtocol):
 
         `refuse` answers them where `handle` raises.
         """
-        self._in_flight = in_flight = self._in_flight + count
-        self._in_flight_size += size
-        if in_flight >= IN_FLIGHT_REQUESTS_MAX or self._in_flight_size >= IN_FLIGHT_BYTES_MAX:
-            self.halt()
+        self._take_on(count, size)
+        in_flight = self._in_flight
         try:
             handle(requests, respond)
         except BkctlError as error:
@@ -364,181 +294,13 @@ class ServedConnection(FramedProtocol):
         if self._halted:
             self.unblock()
 
-    def _flush(self) -> None:
-        if self._drops_answers:
-            self._out.clear()
-            self._out_size = 0
-        super()._flush()
-        if self.is_congested and not self.is_lost:
-            self._server.unread.update(self, self.unsent_bytes)
-        self._server.in_flight.count(self)
-
-    def _write(self, transport: asyncio.Transport, out: bytes) -> None:
-        if self._socket is None:
-            transport.write(out)
-            return
-        self._held.append(memoryview(out))
-        self._held_size += len(out)
-        self._write_held(transport)
-
-    def _write_held(self, transport: asyncio.Transport) -> None:
-        """Send what waits for TLS, in pieces, as far as it has room."""
-        while self._held and not self.is_congested and not transport.is_closing():
-            chunk = self._held.popleft()
-            piece, rest = chunk[:TLS_PIECE_BYTES], chunk[TLS_PIECE_BYTES:]
-            if rest:
-                self._held.appendleft(rest)
-            self._held_size -= len(piece)
-            transport.write(piece)
-
-    def uncounted(self) -> int:
-        """Return the bytes by which requests in flight grew since the last call; negative if they shrank."""
-        change = self._in_flight_size - self._counted
-        self._counted = self._in_flight_size
-        return change
-
-    # Back-pressure: a halted connection neither reads nor parses.
-
-    @property
-    def is_held_back(self) -> bool:
-        """True if the bookie does not read for its own reasons, while the client reads its answers."""
-        return self._halted and not self.is_congested
-
-    @property
-    def lacks_memory(self) -> bool:
-        """True while answers that clients do not read hold as much memory as they may."""
-        return self._server.unread.is_full
-
-    @property
-    def unsent_bytes(self) -> int:
-        """Bytes of answers that the client has not read; 0 unless it is behind."""
-        if self._transport is None or not self.is_congested:
-            return 0
-        below = 0 if self._socket is None else self._socket.get_write_buffer_size()
-        return self._held_size + self._transport.get_write_buffer_size() + below
-
-    def halt(self) -> None:
-        """Take no more requests for now."""
-        if not self._halted:
-            self._halted = True
-            if self._transport is not None:
-                self._transport.pause_reading()
-
-    def unblock(self) -> None:
-        """Continue soon, when the reason for the halt is over."""
-        if self._finishing:
-            if not self._in_flight:
-                self._close()
-        elif not self._continue_due:
-            self._continue_due = True
-            self._loop.call_soon(self._continue)
-
-    def _continue(self) -> None:
-        self._continue_due = False
-        if not self._halted or self.is_lost or self._finishing or self.is_congested or self._tls.is_running:
-            return
-        if self._in_flight > IN_FLIGHT_REQUESTS_MAX // 2 or self._in_flight_size > IN_FLIGHT_BYTES_MAX // 2:
-            return
-        if self._server.in_flight.must_wait(self) or self._server.unfinished.is_halted(self):
-            return
-        self._halted = False
-        self._parse()
-        if not self._halted and self._transport is not None:
-            self._transport.resume_reading()
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._server.unread.update(self, self.unsent_bytes)
-        self.halt()
-        wait_ms = self._server.limits.backpressure_wait_ms
-        if wait_ms >= 0 and self._impatience is None:
-            self._impatience = self._loop.call_later(wait_ms / 1000, self._lose_patience)
-
-    def _lose_patience(self) -> None:
-        """Give up on a client that reads no answers. Source: PacketProcessorBase.sendResponse."""
-        self._impatience = None
-        if self._server.limits.closes_on_backpressure:
-            self.abort()
-        else:
-            self._drops_answers = True
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self._server.unread.update(self, 0)
-        self._drops_answers = False
-        if self._impatience is not None:
-            self._impatience.cancel()
-            self._impatience = None
-        if self._held and self._transport is not None:
-            self._write_held(self._transport)
-        if not self.is_congested:
-            self.reads.begin()
-            self.unblock()
-
     # Life.
-
-    def look(self, now_s: float) -> None:
-        """Free room that the client does not fill, and close a connection that is past a deadline."""
-        if self._tls.is_running or self.is_lost or self._finishing:
-            return
-        self._trim()
-        if self._halted:
-            self._deadlines.excuse(now_s)
-            return
-        is_busy = self._in_flight > 0 or self.is_congested
-        missed = self._deadlines.missed(now_s, self._end - self._start, is_shut=self._is_shut, is_busy=is_busy)
-        if missed is not None:
-            reason, problem = missed
-            assert self._transport is not None
-            self._server.ended[reason] += 1
-            log.warning("The client at %s is disconnected: it %s", self._transport.get_extra_info("peername"), problem)
-            self.abort()
-
-    def _trim(self) -> None:
-        """Take a smaller buffer where the client has not filled this one since the last look."""
-        present = self._end - self._start
-        if id(self._buffer) != self._buffer_seen or len(self._buffer) <= 2 * (present + UNFINISHED_BYTES_MIN):
-            self._buffer_seen = id(self._buffer)
-            return
-        fresh = memoryview(bytearray(present + UNFINISHED_BYTES_MIN if present else 0))
-        fresh[:present] = self._buffer[self._start : self._end]
-        self._buffer, self._start, self._end, self._is_viewed = fresh, 0, present, False
-        self._chunk_size = UNFINISHED_BYTES_MIN
-        if self.frame_size:
-            self._server.unfinished.update(self, self._held_bytes)
 
     def _broken(self, problem: str) -> None:
         self._server.ended["plaintext" if self._is_shut else "protocol"] += 1
         self._finishing = True
         self._close()
         self._grace = self._loop.call_later(BROKEN_GRACE_S, self.abort)
-
-    def finish(self) -> None:
-        """Read no more, answer the requests in flight, then close."""
-        self._finishing = True
-        self.halt()
-        if not self._in_flight:
-            self._close()
-
-    def _close(self) -> None:
-        self._halted = True
-        self._flush()
-        self.is_lost = True
-        if self._transport is not None:
-            if self._held:
-                self._transport.writelines(self._held)
-                self._held.clear()
-                self._held_size = 0
-            self._transport.close()
-
-    def abort(self) -> None:
-        """Close at once."""
-        if self._transport is not None:
-            self._transport.abort()
-        if self._tls.is_running:
-            # In a handshake the transport reports the loss to TLS's own protocol, which may not pass it on.
-            self._tls.cancel()
-            self._loop.call_soon(self.connection_lost, None)
 
 
 _answer: Final = ServedConnection.answer
@@ -617,18 +379,6 @@ class LimitedConnection(ServedConnection):
             if self._halted:
                 return
         super()._parse()
-
-
-def _keep_alive(connected: socket.socket, limits: ServerLimits) -> None:
-    """Have the system detect clients that are gone without closing their connection."""
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (
-        ("TCP_KEEPIDLE", limits.keepalive_idle_s),
-        ("TCP_KEEPINTVL", limits.keepalive_interval_s),
-        ("TCP_KEEPCNT", limits.keepalive_count),
-    ):
-        if value > 0 and hasattr(socket, name):
-            connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _kept_bytes(request: Request, frame_bytes: int) -> int:

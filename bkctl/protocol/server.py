@@ -1,7 +1,7 @@
 """A bookie's server: accepts clients on one address, and gives their requests to a handler.
 
-The parts: `served_connection.py` (one client), `handler.py` (the bookie's side), `backpressure.py` and `limits.py`
-(bounds), `deadlines.py`, `start_tls.py`. Source: BookieNettyServer.
+The parts: `served_connection.py` (one client) over `flow.py`, `handler.py` (the bookie's side), `backpressure.py` and
+`limits.py` (bounds), `deadlines.py`, `start_tls.py`. Source: BookieNettyServer.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Final
 
 from bkctl.protocol.acceptor import Acceptor, claim_port
 from bkctl.protocol.backpressure import ReadTurns, RequestsInFlight, RequestSlots, UnfinishedRequests, UnreadAnswers
+from bkctl.protocol.flow import ControlledConnection
 from bkctl.protocol.handler import RequestHandler
 from bkctl.protocol.limits import DEFAULT_LIMITS, ServerLimits
 from bkctl.protocol.served_connection import LimitedConnection, ServedConnection
@@ -42,7 +43,7 @@ class BookieServer:
         self.tls = tls
         self.requires_tls = requires_tls
         self.limits = limits
-        self.connections: set[ServedConnection] = set()
+        self.connections: set[ControlledConnection] = set()
         #: Connections that were not ended by their clients, by reason: Acceptor's reasons; `mute`, `unfinished`, `idle`
         #: (deadlines), `stalled` and `unread` (other
         #: clients needed the room), `plaintext` (more than START_TLS needs where TLS is
@@ -60,7 +61,7 @@ class BookieServer:
         self._claimed: list[socket.socket] = []
         self._acceptor: Acceptor | None = None
 
-    def lost(self, connection: ServedConnection) -> None:
+    def lost(self, connection: ControlledConnection) -> None:
         """Forget a connection that is closed."""
         self.connections.discard(connection)
         if connection.frame_size:

@@ -10,7 +10,7 @@ import pytest
 
 from bkctl.protocol import backpressure
 from bkctl.protocol.backpressure import UnreadAnswers
-from bkctl.protocol.served_connection import ServedConnection
+from bkctl.protocol.flow import ControlledConnection
 
 MIB = 1 << 20
 
@@ -37,7 +37,7 @@ class Readers:
         self.unread = UnreadAnswers(bytes_max, self.ended)
         self.readers = [Reader(size) for size in sizes]
         for reader in self.readers:
-            self.unread.update(cast("ServedConnection", reader), reader.unsent_bytes)
+            self.unread.update(cast("ControlledConnection", reader), reader.unsent_bytes)
 
     def pass_time(self, seconds: int, *, read_bytes: int, every_s: int) -> None:
         for second in range(seconds):

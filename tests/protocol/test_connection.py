@@ -25,7 +25,7 @@ from bkctl.errors import (
     UsageError,
 )
 from bkctl.ids import LedgerId
-from bkctl.protocol import backpressure, served_connection, v3
+from bkctl.protocol import backpressure, flow, v3
 from bkctl.protocol.connection import SCOPE_PROBE, BookieConnection
 from bkctl.protocol.handler import RequestHandler
 from bkctl.protocol.messages import (
@@ -895,7 +895,7 @@ def test_reads_of_the_disk_wait_for_a_client_that_is_behind(
 
 
 async def test_a_bookie_that_answers_late_gets_a_bounded_number_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served_connection, "IN_FLIGHT_REQUESTS_MAX", 100)
+    monkeypatch.setattr(flow, "IN_FLIGHT_REQUESTS_MAX", 100)
 
     bookie = Holding()
     async with serving(bookie) as server, connected(server.port) as connection:
@@ -912,7 +912,7 @@ async def test_a_bookie_that_answers_late_gets_a_bounded_number_of_requests(monk
 
 
 async def test_bytes_in_flight_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served_connection, "IN_FLIGHT_BYTES_MAX", 1_000_000)
+    monkeypatch.setattr(flow, "IN_FLIGHT_BYTES_MAX", 1_000_000)
 
     bookie = Holding()
     async with serving(bookie) as server, connected(server.port) as connection:
