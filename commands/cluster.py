@@ -279,9 +279,12 @@ def health(
             findings = look()
         unguarded = not findings and not muted and AuditorElection(cluster.store).auditor() is None
     if findings and run.out.draws:
+        from .kit.drawing import panel_text
+
         for each in findings:
             title = " ".join(filter(None, (each.severity.value, each.code.value, each.subject)))
-            run.out.panel(title, (each.message, each.advice), PANEL_STYLES[each.severity.value])
+            style = PANEL_STYLES[each.severity.value]
+            run.out.text(panel_text(title, (each.message, each.advice), style=style, color=run.out.color))
     elif findings or run.out.output is not Output.TABLE:
         run.out.render(findings, HEALTH_COLUMNS)
     if muted:

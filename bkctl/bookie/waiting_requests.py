@@ -97,7 +97,7 @@ class WaitingRequests:
         self._metrics = metrics
         self._openers = ThreadPoolExecutor(OPEN_THREADS, "open")
         self.unreadable = UnreadableLedgers()
-        #: When a refusal of a malformed request was last logged.
+        #: Time of the last logged refusal of a malformed request (monotonic clock).
         self._refused_s = -math.inf
         #: By ledger that is being opened: its waiters in order.
         self.by_ledger: dict[LedgerId, list[Waiter]] = {}

@@ -60,7 +60,7 @@ class Places(NamedTuple):
     instance_id: str = INSTANCE_ID
     writable: str = "available"
     read_only: str = "available/readonly"
-    #: Whether a new cluster has the node `cookies`; else the first cookie creates it.
+    #: True if a new cluster has the node `cookies`; else the first cookie creates it.
     has_cookies: bool = False
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from bkctl.metadata.admin.undo import UndoFile
     from bkctl.metadata.cluster import Cluster
 
-#: What `--undo` takes for no file at all.
+#: The value of `--undo` for no file at all.
 NO_FILE: Final = "none"
 
 

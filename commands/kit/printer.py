@@ -123,12 +123,6 @@ class Printer:
 
         return TreeWriter(columns, levels, color=self.color, before_write=self.clear_activity)
 
-    def panel(self, title: str, paragraphs: Iterable[str], style: str) -> None:
-        """Print paragraphs in a frame in the color `style`, such as `red`."""
-        from .drawing import panel_text
-
-        self.text(panel_text(title, paragraphs, style=style, color=self.color))
-
     def sort_by(self, column: str) -> None:
         """Sort rows by `column`, as --sort does."""
         self.selection = self.selection._replace(order=RowOrder.parse(column))

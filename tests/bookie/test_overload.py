@@ -133,7 +133,7 @@ class ThreadEnd(BaseException):
 @pytest.mark.parametrize(
     ("method", "kind"),
     [
-        ("commits.commit", ThreadEnd),  # a group that fails is answered, and the journal goes on
+        ("commits.commit", ThreadEnd),  # a group that fails is answered, and the journal continues
         *((method, kind) for method in ("write_entries", "checkpoints.write") for kind in (RuntimeError, ThreadEnd)),
     ],
 )

@@ -236,7 +236,7 @@ def test_verify_finds_overwritten_payload(cli: Cli, tmp_path: Path, ledger: Ledg
     assert f"entry 1 of ledger {ledger}" in row["problem"]
     assert "does not match its CRC32C digest" in row["problem"]
     assert ("2 entries match their digests, 1 do not" in found.err) == bool(options)
-    # What a crash cut was never acknowledged: it is no finding.
+    # Entries that a crash cut were never acknowledged, so they do not count as findings.
     cut = at + 599 - (at + 599) % 512
     path.write_bytes(data[:cut] + bytes(4096))
     assert cli("journal", "verify", path, *options).code == 0

@@ -13,7 +13,7 @@ from support.servers import DB, INTERLEAVED, SORTED, ApacheBookie, ApacheCluster
 from bkctl.errors import BookieUnavailable, TimedOut
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.ids import LedgerId, random_u64
-from bkctl.protocol import runs, v3
+from bkctl.protocol import v3
 from bkctl.protocol.connection import BookieConnection, run
 from bkctl.protocol.messages import (
     AddRequest,

@@ -12,7 +12,7 @@ import pytest
 from support.waiting import LIMIT_S
 
 from bkctl.config import BookieConfig
-from bkctl.storage.group_commit import Group, GroupCommit, JournalBatch
+from bkctl.storage.group_commit import CommittedGroup, GroupCommit, JournalBatch
 
 
 class Commits(GroupCommit):
@@ -49,7 +49,7 @@ class Listener:
     def written(self, batches: list[JournalBatch]) -> None:
         self.heard.append(("written", len(batches)))
 
-    def committed(self, commits: GroupCommit, group: Group) -> None:
+    def committed(self, commits: GroupCommit, group: CommittedGroup) -> None:
         self.heard.append(("committed", len(group.batches)))
         self.errors.append(group.error)
 
@@ -67,7 +67,7 @@ def batch(size: int, entries: int) -> JournalBatch:
 def groups_of(
     batches: list[JournalBatch], commits: Commits | None = None, **settings: Any
 ) -> tuple[list[int], Listener]:
-    """How many batches each group has behind a first that holds the thread up; and what was heard."""
+    """Return how many batches each group has behind a first that holds the thread up; and what was heard."""
     commits = commits or Commits()
     listener = Listener()
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 #: Rows of a batch that leaves the database.
 _BATCH_ROWS: Final = 50_000
-#: How late an interrupt may be seen.
+#: The longest delay before an interrupt is seen.
 _INTERRUPT_S: Final = 0.5
 
 
