@@ -49,6 +49,7 @@ from bkctl.metadata.cluster import (
     open_cluster,
 )
 from bkctl.metadata.store import NO_SECURITY, StoreSecurity
+from bkctl.repair.holding import refuse_writers
 from bkctl.storage.bookie_storage import BookieStorage
 from bkctl.tasks import run_to_end
 
@@ -269,6 +270,7 @@ class Bookie:
         for directory in sorted(directories):
             self.files.make_directory(directory)
         self._held.enter_context(self.files.lock(sorted(directories)))
+        refuse_writers(storage.journal_directories)
         is_new = stamp_or_verify(self.config, self.bookie_id, cluster, self.files)
         was_dirty = self._mark_dirty()
         self.state_manager.restore()

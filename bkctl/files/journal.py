@@ -12,10 +12,11 @@ clients' and prove nothing. Records form a chain by their sizes, and a chain end
 - The file ends in a record, or a group ends without padding: a crash, unless a later group contradicts it.
 
 A later group contradicts the chain if a second chain does: it begins at a border, behind padding or a sector of zeros;
-it has a whole group with the padding; it continues, group by group, to the end of the data or to an incomplete last
-group; and it never meets the group's own chain. So payloads of zeros, of padding or of whole records prove nothing, nor
-do records at borders within their own group. Chains of copied records do not count. A payload in a cut record that
-is made to look like complete new groups up to the very cut cannot be told from groups: such a journal is refused.
+it has a whole group with the padding; it continues, group by group, to the end of the data or (unless a record reaches
+over it all, whose payload it may be) to an incomplete last group; and it never meets the group's own chain. So payloads
+of zeros, of padding or of whole records prove nothing, nor do records at borders within their own group. Chains of
+copied records do not count. A payload in a cut record that is made to look like complete new groups up to the very cut
+cannot be told from groups: such a journal is refused.
 
 Versions 1 to 4 have no borders: the first bad size is damage, and a record that the file's end cuts is the end.
 """
@@ -203,7 +204,7 @@ class JournalReader(FileReader):
         group, stop = self._group_start(self.position), self.position
         if group == stop and self.end is not ScanState.TORN:
             return
-        border = self._find_later_group(group, stop)
+        border = self._find_later_group(group, stop, in_record=True)
         if border is None:
             return
         at = max((offset for offset, end, _ in self._walk(group, stop) if offset < border < end), default=stop)
@@ -289,9 +290,10 @@ class JournalReader(FileReader):
         sectors = range(start - start % SECTOR_SIZE_BYTES, stop, SECTOR_SIZE_BYTES)
         return any(not any(self.read(sector, SECTOR_SIZE_BYTES)) for sector in sectors)
 
-    def _find_later_group(self, group: int, stop: int) -> int | None:
+    def _find_later_group(self, group: int, stop: int, *, in_record: bool = False) -> int | None:
         """Return where a later group begins that contradicts the records from byte `group` to `stop`; None without one.
 
+        With `in_record` a record reaches over the later groups. They may be its payload, and must fill it to the end.
         Follows the chains from all borders at once, in file order, and joins those that meet: no byte is a record's
         start twice, however many borders look like a group's start.
         """
@@ -315,7 +317,7 @@ class JournalReader(FileReader):
             step = self._step(at) if rank == 0 or at < data_end else None
             if step is None:
                 # Only the end of the data, or an incomplete last group, may follow the whole groups.
-                if rank == 1 and (at >= data_end or self._is_lost(at) or self._is_cut(at)):
+                if rank == 1 and (at >= data_end or (not in_record and (self._is_lost(at) or self._is_cut(at)))):
                     if not self._is_copy(first):
                         return first
                     copies += 1

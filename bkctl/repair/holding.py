@@ -60,6 +60,15 @@ def holders(directories: Iterable[Path]) -> list[Holder]:
     return sorted(found.values(), key=lambda holder: (holder.pid is None, holder.pid or 0))
 
 
+def refuse_writers(directories: Iterable[Path]) -> None:
+    """Raise DirectoryInUse, naming the process, if another one has a file of `directories` open to write.
+
+    That is a bookie's mark even when it has no lock (Apache's) and its registration is lost; readers do not count.
+    """
+    roots = [directory.resolve() for directory in directories if directory.is_dir()]
+    _refuse_holders(list(_by_open_files(roots, writing=True)) if roots else [])
+
+
 @contextlib.contextmanager
 def hold(
     directories: Iterable[Path], files: Files | None = None, *, note: Callable[[str], object] = log.warning
@@ -111,7 +120,10 @@ def _blindness(directories: Sequence[Path]) -> str:
 
 
 def _refuse(directories: Sequence[Path]) -> None:
-    found = holders(directories)
+    _refuse_holders(holders(directories))
+
+
+def _refuse_holders(found: Sequence[Holder]) -> None:
     if found:
         first = found[0]
         others = f" and {len(found) - 1} others" if len(found) > 1 else ""
@@ -208,7 +220,7 @@ def _flocks(roots: Sequence[Path]) -> Iterator[tuple[Path, int]]:
 # --- open files -----------------------------------------------------------------------------------------------------
 
 
-def _by_open_files(roots: Sequence[Path]) -> Iterator[Holder]:
+def _by_open_files(roots: Sequence[Path], *, writing: bool = False) -> Iterator[Holder]:
     prefixes = tuple(f"{root}/" for root in roots)
     inodes: set[tuple[int, int] | None] | None = None
     namespace = _link(_PROC / "self/ns/mnt")
@@ -216,7 +228,7 @@ def _by_open_files(roots: Sequence[Path]) -> Iterator[Holder]:
         if not process.isdecimal() or int(process) == os.getpid():
             continue
         directory = _PROC / process / "fd"
-        mapped = _mapped(_PROC / process / "maps", prefixes)
+        mapped = None if writing else _mapped(_PROC / process / "maps", prefixes)
         if mapped is not None:
             yield _holder(int(process), mapped)
             continue
@@ -232,7 +244,7 @@ def _by_open_files(roots: Sequence[Path]) -> Iterator[Holder]:
                 if inodes is None:
                     inodes = _inodes(roots)
                 is_held = _inode(directory / name) in inodes
-            if is_held:
+            if is_held and (not writing or _is_written(_PROC / process / "fdinfo" / name)):
                 yield _holder(int(process), Path(target))
                 break
 
@@ -246,6 +258,15 @@ def _mapped(maps: Path, prefixes: tuple[str, ...]) -> Path | None:
     # address, permissions, offset, device, inode, path
     names = (line.split(maxsplit=5)[5].removesuffix(_DELETED) for line in lines if "/" in line)
     return next((Path(name) for name in names if name.startswith(prefixes)), None)
+
+
+def _is_written(description: Path) -> bool:
+    """Return True if a descriptor is open to write, by its file in /proc/PID/fdinfo."""
+    try:
+        flags = next(line.split()[1] for line in description.read_text().splitlines() if line.startswith("flags:"))
+    except (OSError, StopIteration):
+        return False
+    return int(flags, 8) & os.O_ACCMODE != os.O_RDONLY
 
 
 def _inodes(roots: Sequence[Path]) -> set[tuple[int, int] | None]:

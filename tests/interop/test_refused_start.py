@@ -11,6 +11,7 @@ from support.served_bookies import add, statuses
 from support.servers import DB, INTERLEAVED, SORTED, ApacheBookie, Java, ZooKeeperServer, format_cluster, free_port
 
 from bkctl.ids import LedgerId
+from bkctl.metadata.cluster import open_cluster
 from bkctl.protocol.connection import BookieConnection
 from bkctl.protocol.messages import Protocol, ReadRequest, Request, Status
 
@@ -32,7 +33,7 @@ def ask(bookie: ApacheBookie | OwnBookie, *requests: Request) -> set[Status]:
     return asyncio.run(body())
 
 
-@pytest.mark.parametrize("taken", ["port", "registration"])
+@pytest.mark.parametrize("taken", ["port", "registration", "journal"])
 @pytest.mark.parametrize("storage", [SORTED, INTERLEAVED, DB], ids=["sorted", "interleaved", "db"])
 def test_entries_that_apaches_bookie_acknowledges_after_a_refused_start_survive_its_kill(
     java: Java, zookeeper: ZooKeeperServer, tmp_path: Path, storage: str, taken: str
@@ -52,12 +53,19 @@ def test_entries_that_apaches_bookie_acknowledges_after_a_refused_start_survive_
             port=apache.port if taken == "port" else free_port(),
             storage=storage,
             settings={**apache.settings, **settings, "zkTimeout": 2000}
-            | ({"bookiePort": free_port()} if taken == "registration" else {}),
+            | ({"bookiePort": free_port()} if taken != "port" else {}),
         )
+        if taken == "journal":  # nothing else is left: the registration is lost, and the port another one
+            with open_cluster(uri) as cluster:
+                cluster.bookies.unregister("the-bookie")
         with pytest.raises(RuntimeError, match="ended"):
             ours.start()
-        problem = "cannot listen on port" if taken == "port" else "is registered by another process"
-        assert problem in ours.log_tail()
+        problems = {
+            "port": "cannot listen on port",
+            "registration": "is registered by another process",
+            "journal": f"is in use by process {apache.pid} (java ",
+        }
+        assert problems[taken] in ours.log_tail()
         assert sorted(apache.journal_dir.rglob("*.txn")) == journals
         assert {path: path.read_bytes() for path in apache.ledger_dir.rglob("lastMark*")} == marks
         assert ask(apache, *(add(LEDGER, each) for each in range(20, 40))) == {Status.EOK}

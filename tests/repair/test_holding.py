@@ -16,7 +16,7 @@ from bkctl.disk import Files
 from bkctl.errors import DirectoryInUse
 from bkctl.formats.metadata import Cookie
 from bkctl.repair import holding
-from bkctl.repair.holding import hold, holders
+from bkctl.repair.holding import hold, holders, refuse_writers
 
 
 @contextmanager
@@ -64,6 +64,17 @@ def test_an_open_file_is_held_by_its_process(ledgers: Path, mode: str) -> None:
         assert holder.command.startswith(os.path.basename(sys.executable))
         with pytest.raises(DirectoryInUse, match=rf"0\.log is in use by process {pid} "), hold([ledgers]):
             pytest.fail("held")
+
+
+def test_only_a_process_that_writes_is_a_writer(ledgers: Path) -> None:
+    log = ledgers / "current" / "0.log"
+    with child("file = open(sys.argv[1], 'rb')", log):
+        refuse_writers([ledgers, ledgers / "none"])
+    with (
+        child("file = open(sys.argv[1], 'r+b')", log) as pid,
+        pytest.raises(DirectoryInUse, match=rf"0\.log is in use by process {pid} "),
+    ):
+        refuse_writers([ledgers])
 
 
 @pytest.mark.parametrize("removed", [False, True])
