@@ -1,4 +1,4 @@
-"""When adds go to disk: those of one turn of the event loop together, held back while the disks are behind.
+"""The beginning of journal groups, entry-log writes and checkpoints, and adds that wait while the disks are behind.
 
 Source: Journal, SyncThread, SortedLedgerStorage (whose memory table holds adds back while the disk is behind).
 """
@@ -20,7 +20,7 @@ from bkctl.disk import NO_SPACE, disk_failure
 from bkctl.errors import BkctlError, TooManyRequests
 from bkctl.protocol.messages import Status
 from bkctl.storage.bookie_storage import BookieStorage
-from bkctl.storage.group_commit import Group, GroupCommit, JournalBatch
+from bkctl.storage.group_commit import CommittedGroup, GroupCommit, JournalBatch
 from bkctl.storage.journal_writer import JournalWriter
 
 log: Final = logging.getLogger("bkctl.bookie")
@@ -162,7 +162,7 @@ class CommitDispatcher:
         for batch in batches:
             batch.tell_written(None)
 
-    def committed(self, commits: GroupCommit, group: Group) -> None:
+    def committed(self, commits: GroupCommit, group: CommittedGroup) -> None:
         """Answer a journal's group: it is on disk, or failed."""
         now_s, error = time.monotonic(), group.error
         self._metrics.journals[commits.number].group_settled(group)

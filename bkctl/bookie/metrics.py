@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from bkctl.metadata.refreshed_tls import RefreshedContext
-    from bkctl.storage.group_commit import Group
+    from bkctl.storage.group_commit import CommittedGroup
 
 log: Final = logging.getLogger("bkctl.bookie")
 
@@ -124,7 +124,7 @@ class JournalMetrics:
         self.group_bytes = Summary()
         self.written_bytes = 0
 
-    def group_settled(self, group: Group) -> None:
+    def group_settled(self, group: CommittedGroup) -> None:
         """Add a group that was written and synced, or failed."""
         self.queue.observe(group.waited_s)
         self.sync.observe(group.took_s, ok=group.error is None)

@@ -81,7 +81,7 @@ def _call(done: Done, error: BaseException | None) -> None:
         log.exception("A caller of the journal failed when its group was settled")
 
 
-class Group(NamedTuple):
+class CommittedGroup(NamedTuple):
     """Batches that were written and synced as one, or failed with `error`; how long the first waited, and all took."""
 
     batches: list[JournalBatch]
@@ -93,12 +93,12 @@ class Group(NamedTuple):
 
 
 class CommitListener(typing.Protocol):
-    """What hears of a journal's groups, in the event loop."""
+    """The receiver of a journal's outcomes, in the event loop."""
 
     def written(self, batches: list[JournalBatch]) -> None:
         """Hear that the system has these batches, some of whose callers do not wait for the sync."""
 
-    def committed(self, commits: GroupCommit, group: Group) -> None:
+    def committed(self, commits: GroupCommit, group: CommittedGroup) -> None:
         """Hear of a group's outcome, and `settle` its batches."""
 
     def thread_died(self, error: BaseException) -> None:
@@ -262,7 +262,7 @@ class GroupCommit:
         self._began_s = None
         if took_s > SLOW_GROUP_S:
             self._log_slow("took", took_s)
-        group = Group(batches, size, count, began_s - batches[0].put_s, took_s, error)
+        group = CommittedGroup(batches, size, count, began_s - batches[0].put_s, took_s, error)
         self._loop.call_soon_threadsafe(self._report, group)
 
     def _written(self, batches: list[JournalBatch]) -> Callable[[], object] | None:
@@ -271,7 +271,7 @@ class GroupCommit:
             return None
         return functools.partial(self._loop.call_soon_threadsafe, self._listener.written, batches)
 
-    def _report(self, group: Group) -> None:
+    def _report(self, group: CommittedGroup) -> None:
         self.waiting -= group.entry_count
         self._listener.committed(self, group)
 

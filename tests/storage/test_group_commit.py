@@ -12,7 +12,7 @@ import pytest
 from support.waiting import LIMIT_S
 
 from bkctl.config import BookieConfig
-from bkctl.storage.group_commit import Group, GroupCommit, JournalBatch
+from bkctl.storage.group_commit import CommittedGroup, GroupCommit, JournalBatch
 
 
 class Commits(GroupCommit):
@@ -49,7 +49,7 @@ class Listener:
     def written(self, batches: list[JournalBatch]) -> None:
         self.heard.append(("written", len(batches)))
 
-    def committed(self, commits: GroupCommit, group: Group) -> None:
+    def committed(self, commits: GroupCommit, group: CommittedGroup) -> None:
         self.heard.append(("committed", len(group.batches)))
         self.errors.append(group.error)
 
