@@ -155,7 +155,6 @@ LARGE_CLASSES = {
     "LedgerStorage": "the interface of storage classes",
     "RecordBatch": "one short method for each column of a batch",
     "ControlledConnection": "the callbacks of asyncio and the switches of one connection",
-    "ServedConnection": "the state of one connection, used by each turn of the loop",
     "SingleDirectoryDbLedgerStorage": "the interface of LedgerStorage, which has more methods than the limit",
     "SortedLedgerStorage": "the interface of LedgerStorage, which has more methods than the limit",
     "SqliteStore": "the interface of a metadata store, which has more methods than the limit",

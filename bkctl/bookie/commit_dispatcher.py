@@ -1,4 +1,4 @@
-"""Adds of one turn of the event loop go to disk together, and are held back while the disks are behind.
+"""The beginning of journal groups, entry-log writes and checkpoints, and adds that wait while the disks are behind.
 
 Source: Journal, SyncThread, SortedLedgerStorage (whose memory table holds adds back while the disk is behind).
 """

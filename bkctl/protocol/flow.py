@@ -101,11 +101,6 @@ class ControlledConnection(FramedProtocol):
 
     # Requests in flight.
 
-    @property
-    def _room(self) -> int:
-        """Return how many more requests may be in flight."""
-        return IN_FLIGHT_REQUESTS_MAX - self._in_flight
-
     def _take_on(self, count: int, size: int) -> None:
         """Count `count` requests of `size` bytes in flight; halt when too many are."""
         self._in_flight += count

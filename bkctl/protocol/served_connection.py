@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 from bkctl.errors import BkctlError, IllegalOperation, Unauthorized
-from bkctl.protocol import v2, v3
+from bkctl.protocol import flow, v2, v3
 from bkctl.protocol.backpressure import UNFINISHED_BYTES_MIN, RequestSlots
 from bkctl.protocol.flow import TLS_PIECE_BYTES, ControlledConnection
 from bkctl.protocol.handler import ReadRunResponder, RequestHandler, Responder, RunHandler
@@ -130,7 +130,7 @@ class ServedConnection(ControlledConnection):
 
     def _take_runs(self, handler: RunHandler, buffer: memoryview, at: int, end: int) -> int:
         """Have `handler` serve the adds and reads that begin at byte `at`, if one does; returns where they end."""
-        room = self._room
+        room = flow.IN_FLIGHT_REQUESTS_MAX - self._in_flight
         adds_max = min(handler.adds_at_once(), room)
         is_v2 = self._is_v2
         found = take_requests(buffer, at, end, self._body_size_max, adds_max, room, is_v2=is_v2)

@@ -93,7 +93,7 @@ class CommittedGroup(NamedTuple):
 
 
 class CommitListener(typing.Protocol):
-    """Receives the events of a journal's groups, in the event loop."""
+    """The receiver of a journal's outcomes, in the event loop."""
 
     def written(self, batches: list[JournalBatch]) -> None:
         """Hear that the system has these batches, some of whose callers do not wait for the sync."""
