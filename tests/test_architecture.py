@@ -154,7 +154,6 @@ LARGE_CLASSES = {
     "LedgerManager": "the calls on ledger metadata of every command, one for each kind of read and write",
     "LedgerStorage": "the interface of storage classes",
     "RecordBatch": "one short method for each column of a batch",
-    "ControlledConnection": "the callbacks of asyncio and the switches of one connection",
     "SingleDirectoryDbLedgerStorage": "the interface of LedgerStorage, which has more methods than the limit",
     "SortedLedgerStorage": "the interface of LedgerStorage, which has more methods than the limit",
     "SqliteStore": "the interface of a metadata store, which has more methods than the limit",
