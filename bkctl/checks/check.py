@@ -114,7 +114,9 @@ class IndexCheck:
         if not self._unindexed:
             return
         ledgers: dict[LedgerId, tuple[Path, str]] = {}
-        for ledger in self._recheck.ledgers_without_index(self._unindexed):
+        for ledger in self._recheck.ledgers_without_index(
+            {each: found.path for each, found in self._unindexed.items()}
+        ):
             found = self._unindexed[ledger]
             ledgers[ledger] = found.path, f"{found.entries:,} entries ({found.size_bytes:,} bytes)"
         self.missing.difference_update(self._unindexed)

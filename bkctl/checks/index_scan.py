@@ -74,7 +74,7 @@ class IndexScan:
                 yield from unindexed_findings(self._ledgers_without_index(), self._find_deleted)
 
     def _ledgers_without_index(self) -> dict[LedgerId, tuple[Path, str]]:
-        """Return the ledgers that entry logs have (by their maps, else by their records) and no index has."""
+        """Return the ledgers in entry logs (by their maps, else their records) of which no index has an entry."""
         found: dict[LedgerId, tuple[Path, str]] = {}
         for file in self._directories.entry_logs():
             try:
@@ -85,10 +85,9 @@ class IndexScan:
             for ledger, size in sizes.items():
                 if ledger not in found:
                     found[ledger] = file.path, f"{size:,} bytes"
-        return {
-            ledger: found[ledger]
-            for ledger in Recheck(self._directories, self.counts, None).ledgers_without_index(found)
-        }
+        recheck = Recheck(self._directories, self.counts, None)
+        logs = {ledger: path for ledger, (path, _) in found.items()}
+        return {ledger: found[ledger] for ledger in recheck.ledgers_without_index(logs)}
 
     # --- index files --------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -18,6 +18,7 @@ from bkctl.errors import BkctlError
 from bkctl.files.directories import BookieDirectories
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.index import BookieIndexes, LedgerIndex
+from bkctl.formats.entry_log import log_id_of, pack_location
 from bkctl.ids import LedgerId
 
 #: Entries that are looked up together.
@@ -105,14 +106,36 @@ class Recheck:
                 break
         return findings
 
-    def ledgers_without_index(self, ledgers: Iterable[LedgerId]) -> Iterator[LedgerId]:
-        """Yield the ledgers that still have no index, in id order."""
+    def ledgers_without_index(self, logs: Mapping[LedgerId, Path]) -> Iterator[LedgerId]:
+        """Yield the ledgers of which the index has no entry, in id order, except those that a restart replays.
+
+        `logs` names a log that has entries of each ledger.
+        """
+        lacking: dict[Path, set[LedgerId]] = {}
         with BookieIndexes(self._directories) as indexes:
-            for ledger in sorted(ledgers):
+            for ledger in sorted(logs):
                 with suppress(BkctlError):
-                    if indexes.find(ledger, first=True) is not None:
+                    index = indexes.find(ledger, first=True)
+                    if index is not None and next(iter(index.locations()), None) is not None:
                         continue
-                yield ledger
+                lacking.setdefault(logs[ledger], set()).add(ledger)
+        firsts = {key: finding for path, ledgers in lacking.items() for key, finding in _first_entries(path, ledgers)}
+        replayed = {ledger for ledger, _ in self._unflushed.find_in(firsts)} if firsts else set()
+        yield from sorted(set().union(*lacking.values()) - replayed)
+
+
+def _first_entries(path: Path, ledgers: set[LedgerId]) -> Iterator[tuple[EntryKey, Finding]]:
+    """Yield the first entry of each ledger in the log `path`; fewer if the log is damaged."""
+    log_id, left = log_id_of(path.name) or 0, set(ledgers)
+    with suppress(BkctlError), EntryLogReader.open(path) as reader:
+        for record in reader.records():
+            if record.ledger in left:
+                location = pack_location(log_id, record.offset + 4)
+                key = record.ledger, record.entry_id
+                yield key, Finding(FindingKind.UNINDEXED, *key, location, path, "")
+                left.remove(record.ledger)
+                if not left:
+                    return
 
 
 def _batches(items: Iterable[T]) -> Iterator[list[T]]:

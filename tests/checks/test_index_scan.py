@@ -14,9 +14,11 @@ from bkctl.checks.findings import Counts, FindingKind
 from bkctl.checks.index_scan import IndexScan
 from bkctl.errors import Corrupt
 from bkctl.files.directories import BookieDirectories
+from bkctl.files.index import BookieIndexes
 from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
+from bkctl.files.rocksdb_database import new_batch
 from bkctl.formats.entry import DigestManager, DigestType
-from bkctl.formats.index import LedgerData, index_path, ledger_key, write_header, write_location
+from bkctl.formats.index import LedgerData, index_path, ledger_key, read_location_key, write_header, write_location
 from bkctl.ids import LedgerId
 
 KEY = b"k" * 20
@@ -177,3 +179,18 @@ def test_a_block_with_a_wrong_checksum_is_an_error(tmp_path: Path) -> None:
     assert isinstance(error, Corrupt)
     assert "checksum" in str(error)
     assert str(tables[0].parent) in str(error)
+
+
+def test_a_ledger_that_lost_its_locations_is_unindexed(tmp_path: Path) -> None:
+    shutil.copytree(DATA / "4.18.0" / "db" / "ledgers", tmp_path / "ledgers")
+    directories = BookieDirectories.at(tmp_path / "ledgers")
+    with BookieIndexes(directories) as indexes:
+        ledger = next(each for each in indexes.ledgers() if indexes.open(each).extent()[0] > 3)
+    with LocationsDatabase.edit(tmp_path / "ledgers" / "current" / "locations") as locations:
+        batch = new_batch()
+        for key in [each for each, _ in locations.items()]:
+            if read_location_key(key, "", scoped=False)[0] == ledger:
+                batch.delete(key)
+        locations.write(batch)
+    job = IndexScan(directories, find_deleted=lambda _: set())
+    assert [(each.kind, each.ledger) for each in job.findings() if each.is_problem] == [(FindingKind.UNINDEXED, ledger)]

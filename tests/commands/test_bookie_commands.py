@@ -192,3 +192,19 @@ def test_a_removed_index_is_a_finding_unless_the_ledger_was_deleted(
     answer = cli("bookie", "index", "check", "--dir", bookie / "ledgers", "-u", uri, "-o", "ndjson")
     assert [row["finding"] for row in answer.rows if row["kind"] == "unindexed"] == [False]
     assert answer.code == 0
+
+
+@pytest.mark.parametrize("ledger", [files.PLAIN, files.SCOPED])
+def test_an_index_is_lost_unless_the_journals_have_its_entries(cli: Cli, bookie: Path, ledger: LedgerId) -> None:
+    path = bookie / "ledgers" / "current" / index_path(ledger)
+
+    def found(*words: object) -> list[str]:
+        rows = cli("bookie", *words, "-o", "ndjson").rows
+        return [row["ledgerQualifiedName"] for row in rows if row["kind"] == "unindexed"]
+
+    path.write_bytes(path.read_bytes()[: slot_offset(0)])  # Only the header is left.
+    assert found("index", "check", bookie / "ledgers") == [ledger.to_json()["ledgerQualifiedName"]]
+    path.unlink()
+    (bookie / "ledgers" / "current" / "lastMark").unlink()
+    for command in (("check",), ("check", "--ledger", ledger), ("index", "check")):
+        assert found(*command, bookie / "ledgers", bookie / "journal") == [], "a restart replays them"
