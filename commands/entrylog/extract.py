@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
@@ -151,6 +153,8 @@ def extract(
 
     if str(file) == "-" and form is not ExtractFormat.NDJSON and run.out.given_output is not Output.TABLE:
         raise UsageError("-o does not apply to bytes on stdout", hint="--format ndjson prints rows")
+    if str(file) != "-" and not file.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(file))
     paths = find_logs(run, names, directories)
     last = _last_entry_id(run, ledger) if entries.last is None else entries.last
     with (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -214,7 +213,7 @@ def test_unclosed_ledger_needs_answers_to_be_recovered(
     grows = ledger((0, names), write_quorum=write_quorum, ack_quorum=ack_quorum)
     for name in ("x", "y", "z"):
         cluster.bookies.register(name, SCOPES)
-    cluster.ledgers.create(LedgerId(scope, 1), replace(grows, state=state))
+    cluster.ledgers.create(LedgerId(scope, 1), grows._replace(state=state))
     for count in range(1, write_quorum + 1):
         stopping = names[:count]
         found = risks(cluster, *stopping, replica_count_min=1)

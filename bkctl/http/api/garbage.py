@@ -98,17 +98,21 @@ def _camel(name: str) -> str:
 @ENDPOINTS.get(
     f"{PREFIX}/bookie/gc/suspend_compaction", "Whether compactions are suspended.",
     answer=object_of(
-        isMajorGcSuspended=STRING, isMinorGcSuspended=STRING, suspendedByDisks=STRING, lastRoundProblem=STRING,
+        isMajorGcSuspended=STRING, isMinorGcSuspended=STRING,
     ),
 )  # fmt: skip
 async def suspended(call: ApiCall) -> Response:
     def look(bookie: Bookie) -> dict[str, str]:
         collector = _collector(bookie)
+        problems = {
+            "suspendedByDisks": collector.suspended_by_disks(),
+            "lastRoundProblem": collector.stats.problem,
+        }
         return {
             "isMinorGcSuspended": str(collector.is_suspended(MINOR)).lower(),
             "isMajorGcSuspended": str(collector.is_suspended(MAJOR)).lower(),
-            "suspendedByDisks": collector.suspended_by_disks(),
-            "lastRoundProblem": collector.stats.problem,
+            # Apache's answer has the two fields above.
+            **{name: text for name, text in problems.items() if text},
         }
 
     return json_answer(await call.service.bookie.ask(look))

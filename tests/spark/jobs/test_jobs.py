@@ -499,6 +499,7 @@ class Printing:
 
     def __init__(self) -> None:
         self.printed: Rows = []
+        self.out = self
 
     def outlive_stdout(self) -> None:
         pass
