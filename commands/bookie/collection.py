@@ -178,8 +178,10 @@ def gc(
             problem = found.api.collection_problems().last_round
             kind = "major" if major else "minor" if minor else None
             if kind is not None and _compaction_count(after, kind) <= _compaction_count(before, kind):
-                reason = problem or f"{kind} compaction is disabled there, or the bookie started again meanwhile"
-                raise BkctlError(f"{found.name} did no {kind} compaction: {reason}", hint=_FULL_HINT)
+                is_suspended = after.major_suspended if major else after.minor_suspended
+                if reason := problem or ("it is suspended" if is_suspended else ""):
+                    raise BkctlError(f"{found.name} did no {kind} compaction: {reason}", hint=_FULL_HINT)
+                run.out.warn(f"{found.name} has not counted a {kind} compaction: it may be disabled there")
             if problem:
                 raise BkctlError(f"{found.name} did not finish the round: {problem}", hint=_FULL_HINT)
             for reason in _held_back(after):

