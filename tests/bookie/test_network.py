@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from bkctl.bookie import network
-from bkctl.bookie.network import reserved_port, tls_context
+from bkctl.bookie.network import reserved_port
 from bkctl.config import BookieConfig
 from bkctl.errors import UsageError
 
@@ -34,9 +34,7 @@ def _context(monkeypatch: pytest.MonkeyPatch, *protocols: str) -> ssl.SSLContext
     monkeypatch.setattr(network, "load_certificate", lambda *_: None)
     settings = {"tls_key_store_type": "PEM", "tls_key_store": "key.pem", "tls_certificate_path": "certificate.pem"}
     config = BookieConfig(tls_provider_factory_class="x", tls_enabled_protocols=protocols, **settings)  # type: ignore[arg-type]
-    context = tls_context(config)
-    assert context is not None
-    return context
+    return network._load_tls(config)
 
 
 @pytest.mark.parametrize(

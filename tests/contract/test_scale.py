@@ -20,7 +20,7 @@ from support.waiting import LIMIT_S
 
 from bkctl.commands.kit.columns import Output, RowOrder, RowSelection
 from bkctl.commands.kit.output import RowWriter, open_writer
-from bkctl.commands.ledger.columns import LEDGER_COLUMNS, ledger_rows
+from bkctl.commands.ledger.columns import LEDGER_COLUMNS
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import BookieServiceInfo, Cookie, Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
@@ -31,11 +31,12 @@ from bkctl.metadata.admin.dump.export_file import ExportFile
 from bkctl.metadata.admin.dump.importing import import_records
 from bkctl.metadata.admin.dump.sources import ClusterSource
 from bkctl.metadata.admin.health import health_findings
-from bkctl.metadata.admin.overview import LedgerQuery, count_ledgers_of_bookies, list_ledger_lines, list_ledgers
+from bkctl.metadata.admin.overview import LedgerQuery, count_ledgers_of_bookies, list_ledgers
 from bkctl.metadata.backends.hbase.rpc import Rpc
 from bkctl.metadata.backends.hbase.store import HBaseStore
 from bkctl.metadata.backends.zookeeper.store import ZooKeeperStore
 from bkctl.metadata.cluster import LEDGER_SCOPES_PROPERTY, Cluster, open_cluster
+from bkctl.metadata.ledger_columns import ledger_rows
 from bkctl.metadata.store import NEW
 from bkctl.replication.marking import audit_bookies
 from bkctl.replication.move_plan import plan_move
@@ -103,7 +104,6 @@ PASSES: dict[str, Callable[[Cluster, Path], object]] = {
     "scopes": lambda cluster, _: drain(cluster.ledgers.scopes()),
     "rows": print_rows,
     "sorted": print_sorted,
-    "lines": lambda cluster, _: drain(list_ledger_lines(cluster, None)),
     "filter": lambda cluster, _: drain(list_ledgers(cluster, None, query=LedgerQuery(bookie_id=BOOKIES[0]))),
     "check": lambda cluster, _: drain(check_metadata(cluster)),
     "export": lambda cluster, directory: export_to_file(ClusterSource(cluster), directory / "export", overwrite=True),

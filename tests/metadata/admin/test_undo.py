@@ -8,7 +8,6 @@ import os
 import re
 import stat
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -422,7 +421,7 @@ def test_moved_ledger_keeps_the_bookies_that_have_its_entries(
     cluster: Cluster, tmp_path: Path, ledger: LedgerId, dry_run: bool
 ) -> None:
     before = LedgerMetadata(1, 1, 1, DigestType.CRC32, b"", (Fragment(0, ("a:1",)),), custom_metadata={"k": b"1"})
-    moved = replace(before, ensembles=(Fragment(0, ("b:1",)),))
+    moved = before._replace(ensembles=(Fragment(0, ("b:1",)),))
     cluster.ledgers.create(ledger, before)
     for command, outcome in (("bookies", "recover"), "moved"), (("metadata", "replace-bookie"), "restored"):
         path = tmp_path / command[1]
