@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from enum import StrEnum
+from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import typer
@@ -177,11 +178,9 @@ def gc(
         if forces and wait and not dry_run:
             problem = found.api.collection_problems().last_round
             kind = "major" if major else "minor" if minor else None
-            if kind is not None and _compaction_count(after, kind) <= _compaction_count(before, kind):
-                is_suspended = after.major_suspended if major else after.minor_suspended
-                if reason := problem or ("it is suspended" if is_suspended else ""):
-                    raise BkctlError(f"{found.name} did no {kind} compaction: {reason}", hint=_FULL_HINT)
-                run.out.warn(f"{found.name} has not counted a {kind} compaction: it may be disabled there")
+            if kind is not None and not _has_compacted(before, after, kind):
+                reason = problem or f"{kind} compaction is disabled there, or the bookie started again meanwhile"
+                raise BkctlError(f"{found.name} did no {kind} compaction: {reason}", hint=_FULL_HINT)
             if problem:
                 raise BkctlError(f"{found.name} did not finish the round: {problem}", hint=_FULL_HINT)
             for reason in _held_back(after):
@@ -247,8 +246,10 @@ def _force_gc(
     return before
 
 
-def _compaction_count(collection: GarbageCollection, kind: str) -> int:
-    return sum(getattr(each, f"{kind}_compaction_counter") for each in collection.collectors)
+def _has_compacted(before: GarbageCollection, after: GarbageCollection, kind: str) -> bool:
+    """Return True if a collector counted a compaction, or timed one: Apache's counts only with statistics on."""
+    get = attrgetter(f"{kind}_compaction_counter", f"last_{kind}_compaction_time")
+    return any(get(new) > get(old) for old, new in zip(before.collectors, after.collectors, strict=False))
 
 
 def _held_back(collection: GarbageCollection) -> list[str]:
