@@ -41,7 +41,7 @@ _HINT: Final = "the records before it are undamaged"
 #: Bytes behind a cut record that are searched for entries, and the cost in bytes of each rejected candidate.
 _PROOF_SIZE_BYTES_MAX: Final = 64 << 20
 _CANDIDATE_COST_BYTES: Final = 4096
-#: Records before bytes that are none, among which the one with the damaged size is looked for.
+#: Records before damage that are checked for a wrong size.
 _SUSPECTS_MAX: Final = 8
 
 
@@ -99,16 +99,20 @@ class EntryLogReader(FileReader):
         version = 2 if self.header.version == VERSION_SCOPED else 1
         cursor = WindowCursor(self.window, max(start, HEADER_SIZE))
         self.end = ScanState.DAMAGED
+        nothing = RecordBatch(b"", cursor.at, (), (), version)
+        #: Records that are not yielded yet: where damage follows, the last of them may have the wrong size.
+        held = nothing
         while True:
             self.position = cursor.offset
             begins, fields, cursor.begin = take_entries(cursor.window, cursor.begin, version, source)
             self.position = cursor.offset
-            batch = RecordBatch(cursor.window, cursor.at, begins, fields, version)
+            if begins:
+                yield from held.parts()
+                held = RecordBatch(cursor.window, cursor.at, begins, fields, version)
             if end is not None and cursor.offset >= end:
-                yield from batch.before(end).parts()
+                yield from held.before(end).parts()
                 return
             if cursor.begin + 4 > cursor.limit:
-                yield from batch.parts()
                 if cursor.begin == 0:
                     break
                 cursor.reload()
@@ -120,17 +124,19 @@ class EntryLogReader(FileReader):
                     size = stop - cursor.begin - 4
                     record = read_record(cursor.window, cursor.begin + 4, size, cursor.offset, self.name)
             except (Corrupt, Unsupported) as error:
-                yield from self._before_damage(batch, error)
+                yield from self._before_damage(held, error)
                 raise
-            yield from batch.parts()
             if stop is None:
                 break
             if record is not None:
+                yield from held.parts()
+                held = nothing
                 window, begin = cursor.window, cursor.begin
                 if special or record.ledger is not NO_LEDGER:
                     yield RecordBatch.of_record(record, window, begin)
                 cursor.begin = stop
                 self.position = cursor.offset
+        yield from held.parts()
         if complete:
             self._check_map_is_reached(self.header, cursor)
         is_at_end = cursor.at >= self.size()

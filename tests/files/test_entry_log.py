@@ -247,6 +247,26 @@ def test_a_damaged_length_ends_the_scan_with_one_error(open_log, length, problem
     assert isinstance(reader.scan_ledgers()[1], CorruptRecord)
 
 
+@pytest.mark.parametrize("gap", [0, 3, 4, 20, 36, 40, 60, 64, 200])
+def test_a_wrong_size_is_found_at_the_end_of_a_window(open_log, gap):
+    """The record that reaches too far, and the bytes behind it that are none, are in two windows."""
+    end = 1024 + WINDOW_SIZE_BYTES - gap
+    damaged = end - 900
+    records, at = [], 1024
+    while damaged - at > 2100:
+        records.append(entry(len(records), bytes(1000)))
+        at += len(records[-1])
+    records.append(entry(len(records), bytes(damaged - at - len(entry(0, b"")))))
+    reaching = bytearray(entry(0, bytes(300), LEDGERS[1]))
+    reaching[:4] = struct.pack(">i", end - damaged - 4)
+    tail = entry(1, b"\xab" * 3000, LEDGERS[1])
+    reader = open_log(write_header(1, 0, 0) + b"".join(records) + bytes(reaching) + tail)
+    rows, error = read(reader)
+    assert [row.entry_id for row in rows] == list(range(len(records)))
+    assert isinstance(error, CorruptRecord)
+    assert error.offset == damaged
+
+
 def test_reads_at_offsets_without_an_entry_raise(open_log):
     reader = open_log(write_header() + entry(0) + entry(1))
     end = reader.size()
