@@ -198,7 +198,7 @@ class BookKeeper:
 
     async def watch_writer(self, ledger: LedgerId) -> tuple[VersionedMetadata, WriterActivity | None]:
         """Return a ledger's metadata and what its writer does (None: it is closed), as `recovery.watch_writer`."""
-        versioned = await asyncio.to_thread(self.cluster.ledgers.read, self._ledger(ledger.scope_id, ledger.ledger_id))
+        versioned = await asyncio.to_thread(self._read, self._ledger(ledger.scope_id, ledger.ledger_id))
         return versioned, await watch_writer(self.access(ledger, versioned))
 
     async def find_recovery_loss(self, ledger: LedgerId) -> tuple[VersionedMetadata, RecoveryLoss | None]:

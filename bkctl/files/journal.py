@@ -306,7 +306,7 @@ class JournalReader(FileReader):
         copies = 0
         while border is not None or chains:
             if border is not None and (not chains or border < chains[0][0]):
-                chains.insert(0, (border, 2, border))
+                heappush(chains, (border, 2, border))
             if chains[0][0] == border:
                 border = next(borders, None)
             at, rank, first = heappop(chains)
@@ -326,7 +326,8 @@ class JournalReader(FileReader):
                 continue
             end, is_padding = step
             if rank and is_padding:
-                if end % SECTOR_SIZE_BYTES or any(self.read(at + PADDING_HEADER_SIZE, end - at - PADDING_HEADER_SIZE)):
+                data = None if end % SECTOR_SIZE_BYTES else self.next_data(at + PADDING_HEADER_SIZE)
+                if end % SECTOR_SIZE_BYTES or (data is not None and data < end):
                     continue
                 rank = 1
             heappush(chains, (end, rank, first))
@@ -366,15 +367,16 @@ class JournalReader(FileReader):
     def _is_copy(self, at: int) -> bool:
         """Return True if the journal has the record at byte `at` twice, as no bookie writes it."""
         step = self._step(at)
-        record = b"" if step is None else self.read(at, min(step[0] - at, _COMPARED_SIZE_MAX))
+        assert step is not None, "a chain begins at it"
+        record = self.read(at, min(step[0] - at, _COMPARED_SIZE_MAX))
         start = self.header_size
-        while window := self.window(start):
+        while len(window := self.window(start)) >= len(record):
             found = window.find(record)
             if found == at - start:
                 found = window.find(record, found + 1)
             if found >= 0:
                 return True
-            start += max(len(window) - len(record) + 1, 1)
+            start += len(window) - len(record) + 1
         return False
 
     def _data_end(self, at: int) -> int:
