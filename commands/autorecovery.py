@@ -274,16 +274,12 @@ def _age_s(row: Any) -> int | None:
     return None if row.ctime_ms is None else max(0, time.time_ns() // 1_000_000 - row.ctime_ms) // 1000
 
 
+MISSING_COLUMN = Column(
+    "MISSING ON", "missingReplicas", lambda row: list(row.missing_replicas), Kind.NESTED, shape=TEXTS, text=", ".join
+)
 MARK_COLUMNS = Columns(
     Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
-    Column(
-        "MISSING ON",
-        "missingReplicas",
-        lambda row: list(row.missing_replicas),
-        Kind.NESTED,
-        shape=TEXTS,
-        text=", ".join,
-    ),
+    MISSING_COLUMN,
     Column("MARKED", "ctime", "ctime_ms", Kind.TIME),
     Column("AGE", "ageSeconds", _age_s, Kind.INTEGER, text=time_text),
     Column("WORKER", "worker", "worker"),
@@ -405,14 +401,7 @@ def workers(out: Printer, access: Access, scope: ScopeOfAny, watch: WatchOption)
 
 MARKED_COLUMNS = Columns(
     Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
-    Column(
-        "MISSING ON",
-        "missingReplicas",
-        lambda row: list(row.missing_replicas),
-        Kind.NESTED,
-        shape=TEXTS,
-        text=", ".join,
-    ),
+    MISSING_COLUMN,
     Column("CHANGED", "changed", "changed", Kind.BOOLEAN),
     key="ledger",
 )

@@ -93,7 +93,7 @@ class ClusterLoad(NamedTuple):
 
     @property
     def underreplication(self) -> str | None:
-        """The number of under-replicated ledgers in words; None if there are none, and an auditor looks for them."""
+        """The number of under-replicated ledgers in words; None if there are none while an auditor runs."""
         if not self.underreplicated_count:
             return self.not_audited
         more = "at least " if self.underreplicated_count >= MARKS_MAX else ""

@@ -278,9 +278,10 @@ def _has_lost_header(reader: JournalReader, record: Record) -> bool:
 
 def _is_of_padding(reader: JournalReader, record: Record) -> bool:
     """Return whether a record is the count and zeros of padding, to which the record before reaches too far."""
-    mask = reader.read(max(0, record.offset - RECORD_SIZE.size), RECORD_SIZE.size)
     end = record.offset + RECORD_SIZE.size + record.record_size
-    return mask == RECORD_SIZE.pack(PADDING_MASK) and end % SECTOR_SIZE_BYTES == 0 and not any(record.body)
+    if end % SECTOR_SIZE_BYTES or any(record.body):
+        return False
+    return reader.read(max(0, record.offset - RECORD_SIZE.size), RECORD_SIZE.size) == RECORD_SIZE.pack(PADDING_MASK)
 
 
 def _is_better(old: bytes, new: bytes) -> bool:

@@ -184,12 +184,11 @@ class IndexPersistenceMgr:
                 self._forget(ledger)
                 for directory in self.directories:
                     path = directory / formats.index_path(ledger)
-                    for file in (path, path.with_name(f"{path.name}{_RELOCATED}")):
-                        if file.exists():
-                            self._files.remove(file)
-                            changed.add(file.parent)
-                    if ledger.is_scoped and prunes:
-                        changed.add(self._prune(path.parent))
+                    found = [file for file in (path, path.with_name(f"{path.name}{_RELOCATED}")) if file.exists()]
+                    for file in found:
+                        self._files.remove(file)
+                    if found:
+                        changed.add(self._prune(path.parent) if ledger.is_scoped and prunes else path.parent)
                 del self._doomed[ledger]
         return changed
 
