@@ -60,3 +60,7 @@ class GarbageCollectorStats:
     #: Ledgers that exist, name this bookie and have entries here, and are not in its index: their entry logs stay.
     #: Counted as far as the last round had to ask.
     unindexed_ledgers: int = 0
+
+    def note_problem(self, problem: str) -> None:
+        """Keep the first problem of a round."""
+        self.problem = self.problem or problem

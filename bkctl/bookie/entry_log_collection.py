@@ -178,9 +178,9 @@ class EntryLogCollector:
             except UnreadableEntryLog as error:
                 self._logs.leave_out(entry_log.path)
                 _log_damage(entry_log.path, error)
-                self._stats.problem = self._stats.problem or str(error)
+                self._stats.note_problem(str(error))
             except BkctlError as error:
-                self._stats.problem = self._stats.problem or str(error)
+                self._stats.note_problem(str(error))
                 log.warning("Entry log %s is not compacted in this round: %s", entry_log.path, error)
 
     def _remove_compacted(self, source: EntryLogMetadata) -> None:

@@ -210,7 +210,7 @@ class GarbageCollectorThread:
             if self._stopped.is_set():
                 raise CompactionStopped("The bookie stops") from error
             log.warning("Garbage collection could not %s: %s", name, error)
-            self.stats.problem = self.stats.problem or f"it could not {name}: {error}"
+            self.stats.note_problem(f"it could not {name}: {error}")
             return False
         return True
 
@@ -228,7 +228,7 @@ class GarbageCollectorThread:
                 else:
                     stats.minor_compactions += 1
         elif forced is not None and None in (forced.major, forced.minor):
-            stats.problem = stats.problem or schedule.suspended_by_disks()
+            stats.note_problem(schedule.suspended_by_disks())
         if are_locations_due:
             self.compact_locations()
             schedule.locations_compacted()

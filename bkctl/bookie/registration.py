@@ -191,7 +191,7 @@ class RegistrationManager:
             return
         bookie_id = self._state.bookie_id
         usurped_s = self._cluster.bookies.usurped_s(bookie_id, self._registered_read_only)
-        limit_s = USURPED_ZK_TIMEOUTS * self._state.config.zk_timeout / 1000
+        limit_s = USURPED_ZK_TIMEOUTS * self._timeout_s
         if usurped_s > limit_s:
             self._state.fail(
                 AlreadyExists(

@@ -17,7 +17,6 @@ enum {
     HEADER_V1 = 32, /* ledger, entry, LAC, length */
     HEADER_V2 = 41, /* flags, scope, ledger, entry, LAC, length */
     LENGTH = 8, /* the last field of a header, which the entries of clients need not have */
-    OVERHEAD_MAX = 61, /* the longest header and digest */
     FIELDS_V1 = 5,  /* of a row: size, ledger, entry, LAC, length */
     FIELDS_V2 = 7,  /* size, flags, scope, ledger, entry, LAC, length */
     PADDING = -0x100, /* in a journal: the count of bytes to skip follows */
@@ -72,7 +71,8 @@ static int64_t next_size(const unsigned char *window, Py_ssize_t limit, Py_ssize
         *at += PADDING_HEADER + count;
     }
     const int64_t size = plain_size(window, limit, *at, version, kind);
-    if ((kind == JOURNAL || kind == JOURNAL_OVER_PADDING) && version == 1 && size >= 0 && memcmp(window + *at + SIZE_FIELD, zeros, HEADER_V1) == 0) {
+    if ((kind == JOURNAL || kind == JOURNAL_OVER_PADDING) && version == 1 && size >= 0 &&
+        memcmp(window + *at + SIZE_FIELD, zeros, HEADER_V1) == 0) {
         return -1;
     }
     return size;

@@ -51,11 +51,6 @@ class Availability:
         self._starts = [group.first_sequence_start for group in self.groups]
 
     @classmethod
-    def of(cls, entry_ids: Iterable[int]) -> Availability:
-        """Return the set of `entry_ids` (ascending), one group a run, as Java's writer does."""
-        return cls.parse(serialize(entry_ids))
-
-    @classmethod
     def parse(cls, data: Buffer, where: str = "") -> Availability:
         """Return the set in a bookie's response.
 

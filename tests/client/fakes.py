@@ -11,7 +11,7 @@ from typing import Any
 from support.waiting import LIMIT_S
 
 from bkctl.client.ledger import BookKeeper
-from bkctl.formats.availability import Availability
+from bkctl.formats.availability import serialize
 from bkctl.formats.entry import read_entry_header, read_lac_header
 from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo
 from bkctl.ids import LedgerId
@@ -212,7 +212,7 @@ class FakeBookie:
         if ledger is None:
             respond(refusal(request, Status.ENOLEDGER))
             return
-        listed = Availability.of(sorted(ledger.entries)).serialize()
+        listed = serialize(sorted(ledger.entries))
         respond(ListEntriesResponse(Status.EOK, request.ledger, listed))
 
     def _BookieInfoRequest(self, request: BookieInfoRequest, respond: Any) -> None:

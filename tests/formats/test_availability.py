@@ -36,7 +36,7 @@ def listing(*groups: bytes, version: int = 0) -> bytes:
 )
 def test_availability_matches_apaches_bytes(entries, groups):
     data = listing(*(group(*each) for each in groups))
-    assert Availability.of(entries).serialize() == data
+    assert serialize(entries) == data
     assert sorted(Availability.parse(data)) == sorted(set(entries))
     assert Availability.parse(data).count() == len(set(entries))
 
@@ -71,7 +71,7 @@ def test_refuses_other_versions_and_truncated_lists():
 
 @given(st.sets(st.integers(0, 300)))
 def test_availability_round_trips(entries):
-    found = Availability.parse(Availability.of(sorted(entries)).serialize())
+    found = Availability.parse(serialize(sorted(entries)))
     assert set(found) == entries
     assert {entry for entry in range(302) if entry in found} == entries
 
