@@ -64,6 +64,13 @@ def test_mute_connections_take_no_descriptors_from_the_bookies_files(
     bookie.start()
     web = http_port(bookie)
 
+    def has_ended(server: str, reason: str) -> bool:
+        with contextlib.suppress(OSError):
+            text = call(web, "GET", "/metrics").body.decode()
+            name = f'bkctl_server_ended_connections_total{{server="{server}",reason="{reason}"}} [1-9]'
+            return re.search(name, text) is not None
+        return False
+
     async def body() -> None:
         connection = await BookieConnection.open(*bookie.address, bookie_id="bookie")
         assert (await connection.send(add(0))).status is Status.EOK
@@ -81,6 +88,9 @@ def test_mute_connections_take_no_descriptors_from_the_bookies_files(
                 answer: Any = await other.send(ReadRequest(LEDGER, entry_id))
                 assert answer.body == add(entry_id).body
             other.close()
+            if scheme == "http":
+                ended = "the end of a connection without a request"
+                await asyncio.to_thread(wait_for, lambda: has_ended("bookie", "mute"), ended)
         connection.close()
 
     asyncio.run(asyncio.wait_for(body(), LIMIT_S))
@@ -90,15 +100,8 @@ def test_mute_connections_take_no_descriptors_from_the_bookies_files(
     assert len(re.findall("turned away", log)) in range(2, 20), "each port says so, and not for each client"
     if scheme == "http":
         wait_for(lambda: answers(web), "the HTTP server")
-
-        def has_ended(server: str, reason: str) -> bool:
-            text = call(web, "GET", "/metrics").body.decode()
-            name = f'bkctl_server_ended_connections_total{{server="{server}",reason="{reason}"}} [1-9]'
-            return re.search(name, text) is not None
-
         assert has_ended("bookie", "connections")
         assert has_ended("http", "connections")
-        wait_for(lambda: has_ended("bookie", "mute"), "the end of connections without a request")
 
 
 async def until_served(bookie: OwnBookie) -> BookieConnection:
