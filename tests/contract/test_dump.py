@@ -25,7 +25,7 @@ from bkctl.metadata.admin.dump.sources import ClusterSource
 from bkctl.metadata.admin.nuke import nuke, plan_nuke
 from bkctl.metadata.backends.etcd.ledger_manager import EtcdLedgerManager
 from bkctl.metadata.cluster import Cluster, init_cluster, new_layout, open_cluster
-from bkctl.metadata.store import NEW
+from bkctl.metadata.store import NEW, delete_if_present
 from bkctl.metadata.underreplication import AutoRecoveryState
 
 BOOKIES = ("b0:3181", "b1:3181", "b2:3181")
@@ -260,6 +260,15 @@ def test_nuke_removes_every_node_and_refuses_registered_bookies(cluster_uri: str
         assert cluster.store.children("") in (None, [])
         with pytest.raises(NotFound):
             plan_nuke(cluster)
+
+
+def test_nuke_finishes_after_it_removed_a_directory_of_bookies(cluster_uri: str) -> None:
+    with open_cluster(cluster_uri, create=True) as cluster:
+        fill(cluster, [LedgerId(0, 5)])
+        delete_if_present(cluster.store, cluster.places.read_only)
+        assert plan_nuke(cluster).ledger_count == 1
+        nuke(cluster)
+        assert cluster.store.children("") in (None, [])
 
 
 def test_nuke_refuses_foreign_nodes_in_the_root(cluster_uri: str) -> None:

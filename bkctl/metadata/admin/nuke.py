@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bkctl.errors import Conflict, NotFound
+from bkctl.ids import is_bookie_id
 from bkctl.metadata.cluster import COOKIES, Cluster
 from bkctl.metadata.ledgers import LEDGERS, QualifiedNameLedgerManager
 from bkctl.metadata.store import MetadataStore, delete_if_present, names_in
@@ -74,8 +75,9 @@ def _refuse(cluster: Cluster) -> list[str]:
     """Return the names of the nodes in the root. Raises as `plan_nuke`."""
     cluster.layout()
     names = names_in(cluster.store, "")
-    may_have_bookies = cluster.places.writable.partition("/")[0] in names
-    registered = [bookie.bookie_id for bookie in cluster.bookies.list(include_down=False)] if may_have_bookies else []
+    # An interrupted run may have removed one of the two.
+    listed = cluster.store.children_many((cluster.places.writable, cluster.places.read_only))
+    registered = sorted({name for each in listed for name in each or () if is_bookie_id(name)})
     if registered:
         raise Conflict(
             f"{len(registered):,} bookies are registered in {cluster.store.name}: {_shorten(registered)}",
