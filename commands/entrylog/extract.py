@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn
 import typer
 
 from bkctl.columns import Column, Columns, Kind, value_at
-from bkctl.errors import BkctlError, NotFound, UsageError
+from bkctl.errors import BkctlError, LedgerNotFound, NotFound, UsageError
 from bkctl.ids import LedgerId
 
 from ..kit.columns import Output
@@ -200,14 +200,17 @@ def extract(
 
 
 def _last_entry_id(run: Run, ledger: LedgerId) -> int | None:
-    """Return the last entry of a closed ledger from metadata; None for an open one, and if no metadata store is named.
+    """Return the last entry of a closed ledger from metadata.
 
-    Raises as `Ledgers.read`.
+    None for an open or deleted one, and if no metadata store is named. Raises as `Ledgers.read`.
     """
     if not run.access.names_metadata:
         return None
     with run.access.cluster() as cluster:
-        metadata = cluster.ledgers.read(ledger).metadata
+        try:
+            metadata = cluster.ledgers.read(ledger).metadata
+        except LedgerNotFound:
+            return None
     return metadata.last_entry_id if metadata.is_closed else None
 
 

@@ -454,6 +454,11 @@ def test_extract_tells_what_a_closed_ledger_lacks(cli: Cli, bookie: Path, curren
     result = cli(*arguments, "-u", uri, "-o", "json")
     assert (result.code, result.json["missingCount"], result.json["endEntryId"]) == (3, 242, 244)
     assert result.json["missing"] == [{"firstEntryId": 3, "lastEntryId": 244}]
+    with open_cluster(uri) as cluster:
+        cluster.ledgers.remove(files.PLAIN)
+    result = cli(*arguments, "-u", uri)
+    assert result.code == 0
+    assert "the end of ledger 5 is unknown" in result.err
 
 
 def test_extract_marks_damaged_entries(cli: Cli, bookie: Path, current: Path) -> None:
