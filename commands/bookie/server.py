@@ -140,10 +140,12 @@ def _url_of_conf(run: Run) -> str:
             hint="name another with --bookie-url",
         )
     host = settings.get("httpServerHost") or "0.0.0.0"
+    scheme = "https" if (settings.get("httpServerTlsEnable") or "").lower() == "true" else "http"
     if host in WILDCARDS:  # on every address; without a token, all but probes on loopback only
         advertised = settings.get("advertisedAddress")
-        host = advertised if advertised and is_of_another_machine(advertised) else LOOPBACK
-    scheme = "https" if (settings.get("httpServerTlsEnable") or "").lower() == "true" else "http"
+        # A certificate is for the advertised host.
+        is_named = advertised and (scheme == "https" or is_of_another_machine(advertised))
+        host = advertised if advertised and is_named else LOOPBACK
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.get('httpServerPort') or '8080'}"
 
 
