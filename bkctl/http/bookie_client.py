@@ -65,19 +65,18 @@ class Readiness(NamedTuple):
 
 
 class GarbageCollection(NamedTuple):
-    """The garbage collection of a bookie. Suspensions are None if the bookie's release cannot suspend."""
+    """The garbage collection of a bookie. Suspensions are None if the bookie's release cannot suspend.
+
+    Its problems in words, "" without one, come from our bookies only: full disks suspend compaction, the last round
+    failed.
+    """
 
     in_force_gc: bool
     major_suspended: bool | None
     minor_suspended: bool | None
     collectors: tuple[GarbageCollectionStatus, ...]
-
-
-class CollectionProblems(NamedTuple):
-    """Problems of garbage collection in words, "" without one: full disks suspend compaction, the last round failed."""
-
     suspended_by_disks: str = ""
-    last_round: str = ""
+    last_round_problem: str = ""
 
 
 class BookieApi:
@@ -135,24 +134,14 @@ class BookieApi:
     def garbage_collection(self) -> GarbageCollection:
         """Return the state of the bookie's garbage collection."""
         forced = self._object("GET", "/bookie/gc").boolean("is_in_force_gc")
-        suspended = self._suspensions()
-        major, minor = (
-            None if suspended is None else suspended.boolean(f"is{kind}GcSuspended") for kind in ("Major", "Minor")
-        )
-        return GarbageCollection(forced, major, minor, tuple(self._collectors()))
-
-    def collection_problems(self) -> CollectionProblems:
-        """Return why garbage collection does less than it should; only our bookies say so."""
-        found = self._suspensions()
-        if found is None:
-            return CollectionProblems()
-        return CollectionProblems(found.text("suspendedByDisks", ""), found.text("lastRoundProblem", ""))
-
-    def _suspensions(self) -> _Fields | None:
         try:
-            return self._object("GET", "/bookie/gc/suspend_compaction")
+            found = self._object("GET", "/bookie/gc/suspend_compaction")
         except (NotFound, Unsupported):
-            return None
+            return GarbageCollection(forced, None, None, tuple(self._collectors()))
+        return GarbageCollection(
+            forced, found.boolean("isMajorGcSuspended"), found.boolean("isMinorGcSuspended"),
+            tuple(self._collectors()), found.text("suspendedByDisks", ""), found.text("lastRoundProblem", ""),
+        )  # fmt: skip
 
     def _collectors(self) -> Iterator[GarbageCollectionStatus]:
         document, what = self._json("GET", "/bookie/gc_details")

@@ -248,7 +248,7 @@ class LoadWatch:
         known = {bookie.bookie_id for bookie in bookies}
         self._last = {bookie_id: reading for bookie_id, reading in self._last.items() if bookie_id in known}
         self._last |= {load.bookie.bookie_id: load.reading for load in loads if load.reading is not None}
-        return ClusterLoad(loads, marked, self._why_not_audited())
+        return ClusterLoad(loads, marked, None if marked else self._why_not_audited())
 
     def _why_not_audited(self) -> str | None:
         from bkctl.metadata.underreplication import AutoRecoveryState

@@ -171,12 +171,12 @@ def gc(
             before = _force_gc(run, found, major, minor, accept_scoped_deletes, wait, deadline)
         after = found.api.garbage_collection()
         run.out.render(_collector_rows(after), _collector_columns(run))
-        if resume is not None and not dry_run and (disks := found.api.collection_problems().suspended_by_disks):
+        if resume is not None and not dry_run and (disks := after.suspended_by_disks):
             suspended = {Compactions.MAJOR: after.major_suspended, Compactions.MINOR: after.minor_suspended}
             if suspended.get(resume, True):
                 raise BkctlError(f"{found.name}: {disks}", hint=_FULL_HINT)
         if forces and wait and not dry_run:
-            problem = found.api.collection_problems().last_round
+            problem = after.last_round_problem
             kind = "major" if major else "minor" if minor else None
             if kind is not None and not _has_compacted(before, after, kind):
                 reason = problem or f"{kind} compaction is disabled there, or the bookie started again meanwhile"

@@ -330,7 +330,7 @@ def test_booleans_as_strings_are_accepted(fake: FakeServer, api: BookieApi) -> N
         "isMajorGcSuspended": "false", "isMinorGcSuspended": "true",
     }  # fmt: skip
     fake.replies["GET /api/v1/bookie/gc_details"] = []
-    assert api.garbage_collection() == (True, False, True, ())
+    assert api.garbage_collection() == (True, False, True, (), "", "")
 
 
 def test_suspensions_are_none_on_old_releases(fake: FakeServer, api: BookieApi) -> None:
@@ -339,7 +339,7 @@ def test_suspensions_are_none_on_old_releases(fake: FakeServer, api: BookieApi) 
     times = {"lastMajorCompactionTime": 1, "lastMinorCompactionTime": 2}
     counters = {"majorCompactionCounter": 3, "minorCompactionCounter": 4}
     fake.replies["GET /api/v1/bookie/gc_details"] = [{**status, **times, **counters}]
-    forced, major, minor, (collector,) = api.garbage_collection()
+    forced, major, minor, (collector,), *_ = api.garbage_collection()
     assert (forced, major, minor) == (False, None, None)
     assert collector == (False, True, False, 1, 2, 0, 3, 4, 0, None)
 
