@@ -369,12 +369,14 @@ def _check_not_named(cluster: Cluster, bookies: list[str]) -> None:
             entries += held.entry_count
     if not ledgers and not unreadable:
         return
-    lost = {each.ledger for each in ok_to_stop(cluster, bookies) if each.risk is Risk.LOST}
-    problem = (
-        f"{', '.join(bookies)} would be forgotten, but {counted(ledgers, 'ledger', 'ledgers')} in "
-        f"{counted(len(scopes), 'scope', 'scopes')} would lose {counted(entries, 'replica', 'replicas')} of entries in "
-        f"closed fragments; {len(lost):,} of them have entries without another replica"
-    )
+    problem = f"{', '.join(bookies)} would be forgotten"
+    if ledgers:
+        lost = {each.ledger for each in ok_to_stop(cluster, bookies) if each.risk is Risk.LOST}
+        problem += (
+            f", but {counted(ledgers, 'ledger', 'ledgers')} in {counted(len(scopes), 'scope', 'scopes')} would lose "
+            f"{counted(entries, 'replica', 'replicas')} of entries in closed fragments; {len(lost):,} of them have "
+            "entries without another replica"
+        )
     if unreadable:
         problem += f"; the metadata of {counted(unreadable, 'ledger', 'ledgers')} that may name it is unreadable"
     raise Conflict(problem, hint="'bkctl bookies decommission' copies them to other bookies, and deletes the cookie")

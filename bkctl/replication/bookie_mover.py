@@ -18,7 +18,7 @@ from bkctl.formats.metadata import LedgerState
 from bkctl.metadata.cluster import COOKIES
 from bkctl.pace import Pace
 from bkctl.replication.fragments import spans_text
-from bkctl.replication.holdings import HeldLedger, ledgers_on
+from bkctl.replication.holdings import HeldLedger, is_covered, ledgers_on
 from bkctl.replication.ledger_mover import LedgerMover
 from bkctl.replication.lost_entries import LostEntryFinder, UnreadableSpans
 from bkctl.replication.move_plan import (
@@ -166,10 +166,8 @@ class BookieMover:
             return None
         if held.grows:
             schedule, ensemble = RoundRobinDistributionSchedule.of(held.metadata), held.fragments[-1].ensemble
-            away = {bookie_id for bookie_id in ensemble if bookie_id not in up} | set(
-                self.lost_entries.silent(ensemble)
-            )
-            if not self._fence or schedule.covered([at for at, each in enumerate(ensemble) if each not in away]):
+            away = (set(ensemble) - set(up)) | set(self.lost_entries.silent(ensemble))
+            if not self._fence or is_covered(schedule, ensemble, set(ensemble) - away):
                 return None
             return f"It cannot be closed: too few of its last bookies answer ({', '.join(sorted(away))} do not)"
         check = await self._replicator.checker.on_bookies(held.ledger, self.leaving, held.found)

@@ -272,7 +272,7 @@ def ok_to_stop(
         if held.grows:
             fragment = held.fragments[-1]
             silent = sorted(set(fragment.ensemble) - live)
-            if not _is_covered(RoundRobinDistributionSchedule.of(held.metadata), fragment.ensemble, live):
+            if not is_covered(RoundRobinDistributionSchedule.of(held.metadata), fragment.ensemble, live):
                 yield StopProblem(
                     ledger, Risk.UNRECOVERABLE,
                     f"It could not be opened or recovered: {', '.join(silent)} of its last bookies would not answer, "
@@ -303,9 +303,7 @@ def _live(
     )
 
 
-def _is_covered(
-    schedule: RoundRobinDistributionSchedule, ensemble: tuple[str, ...], answering: Collection[str]
-) -> bool:
+def is_covered(schedule: RoundRobinDistributionSchedule, ensemble: tuple[str, ...], answering: Collection[str]) -> bool:
     """Return True if a client could find the end of a ledger from the `answering` bookies of its last ensemble."""
     return schedule.covered([index for index, bookie_id in enumerate(ensemble) if bookie_id in answering])
 
@@ -347,7 +345,7 @@ class StopSets:
         for schedule, ensemble, live, scoped in self._growing:
             if stopping.isdisjoint(ensemble):
                 continue
-            if not _is_covered(schedule, ensemble, live - stopping):
+            if not is_covered(schedule, ensemble, live - stopping):
                 return False
             needed = sum(name in stopping or name not in self._bookies for name in ensemble)
             if len(replacements.candidates(ensemble, scoped=scoped)) < needed:

@@ -51,6 +51,7 @@ SANITY_COLUMNS = Columns(
     app,
     "sanity",
     connects=True,
+    changes=None,
     examples=("bkctl bookie sanity --bookie-url http://127.0.0.1:8080",),
     prints=object_of(SANITY_COLUMNS),
 )

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import typer
 
@@ -32,20 +32,9 @@ from .printer import Printer
 from .session import Session
 from .settings import GlobalOptions, global_parameters, read_environment, read_options
 
-if TYPE_CHECKING:
-    pass
-
-#: Python looks for reference cycles this seldom while asynchronous work runs, which takes a tenth less time.
-_GC_THRESHOLDS: Final = (20_000, 20, 100)
-
 F = TypeVar("F", bound=Callable[..., None])
-T = TypeVar("T")
-#: A run that ends sooner is not listed by `bkctl progress`.
-LISTED_S: Final = 2.0
 #: The end of the help of commands that ask, unless --yes is not enough for them.
 ASKS: Final = "Asks before it destroys something; without a terminal --yes is required."
-#: The value of `--undo` that means no file.
-NO_FILE: Final = "none"
 
 
 class Run:
@@ -96,7 +85,6 @@ def group(
 class Declaration(NamedTuple):
     """The facts about a command that its help, schema, audit and `--columns` share."""
 
-    function: Callable[..., None]
     prints: tuple[Document, ...]
     #: True if the audit log records some of its runs.
     changes: bool
@@ -156,7 +144,7 @@ def command(
                 composites[param.name] = composite
                 own.extend(composite.parameters)
         taken = {param.name for composite in composites.values() for param in composite.parameters}
-        declaration = Declaration(function, prints, changes is not False, "dry_run" in {param.name for param in own})
+        declaration = Declaration(prints, changes is not False, "dry_run" in {param.name for param in own})
         global_options = global_parameters(connects=connects, asks=asks, besides=own)
 
         def invoke(**values: Any) -> None:

@@ -153,17 +153,6 @@ class RowWriter:
         if time.monotonic() - self._pushed > PATIENCE_S:
             self._push()
 
-    def lines(self, text: str) -> None:
-        """Print rows given as lines of ndjson with all columns, in their order; only for -o ndjson and -o json."""
-        assert self._output in (Output.NDJSON, Output.JSON)
-        self._flush()
-        if self._output is Output.JSON:
-            text = ("[\n" if self._first else ",\n") + text.removesuffix("\n").replace("\n", ",\n")
-        self._first = False
-        self._write(text)
-        if time.monotonic() - self._pushed > PATIENCE_S:
-            self._push()
-
     def _is_sampling(self) -> bool:
         """Return True while the table waits for more rows to choose its widths."""
         return self._table is not None and self._table.is_sampling

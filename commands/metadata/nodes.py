@@ -349,9 +349,10 @@ def _last_undo_file(run: Run, cluster: Cluster) -> Path:
     """Return the newest undo file of `cluster` that has changes. Raises NotFound."""
     from bkctl.metadata.admin.undo import list_undo_files
 
-    found = [each for each in list_undo_files(run.consent.undo_directory) if each.change_count and each.is_of(cluster)]
-    if not found:
+    files = reversed(list_undo_files(run.consent.undo_directory))
+    last = next((each for each in files if each.change_count and each.is_of(cluster)), None)
+    if last is None:
         raise NotFound(f"No undo file of {cluster.uri} in {run.consent.undo_directory}", hint="name one as FILE")
-    command = shlex.join(found[-1].command)
-    run.out.note(f"{counted(found[-1].change_count, 'change', 'changes')} of {found[-1].time}: {command}")
-    return found[-1].path
+    command = shlex.join(last.command)
+    run.out.note(f"{counted(last.change_count, 'change', 'changes')} of {last.time}: {command}")
+    return last.path
