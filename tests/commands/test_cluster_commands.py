@@ -176,7 +176,9 @@ def test_init_writes_the_long_long_layout_on_request_only(cli: Cli, uri: str, zo
 def test_status_shows_one_row_for_each_member(cluster: LocalCluster) -> None:
     shell = CommandLine(cluster.metadata_uri)
     answer = shell("cluster", "status", "--threshold", 100, "-o", "ndjson")
-    members = [row for row in answer.rows if row["state"] != "unknown"]  # Ledgers of other tests may name those.
+    rows = [json.loads(line) for line in answer.out.splitlines()]
+    members = [row for row in rows if row["state"] != "unknown"]  # Ledgers of other tests may name those.
+    assert answer.code == (0 if members == rows else 3)
     assert [(row["bookieId"], row["state"], row["problem"]) for row in members] == [
         (f"bookie-{index}", "rw", None) for index in range(3)
     ]
