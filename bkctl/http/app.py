@@ -176,7 +176,8 @@ class Api:
         endpoint = methods.get("GET" if request.method == "HEAD" else request.method) if methods else None
         has_full_access = self._token is None or hmac.compare_digest(_bearer_token(request), self._token)
         refused = self._refuse_page(request, endpoint)
-        if refused is None and not self._is_open(endpoint):
+        is_gateway = not self.service.has_bookie
+        if refused is None and not (endpoint and endpoint.is_open(open_probes=self._open_probes, gateway=is_gateway)):
             if self._hosts is not None and not _is_over_loopback(request):
                 refused = self._refuse_stranger()
             elif not has_full_access:
@@ -252,10 +253,6 @@ class Api:
         return error_answer(
             401, "The token is missing or wrong", self._token_hint, {"WWW-Authenticate": "Bearer", **_CLOSE}
         )
-
-    def _is_open(self, endpoint: ApiEndpoint | None) -> bool:
-        """Return True for a probe that every client may ask. A gateway would add its own token to one it forwards."""
-        return endpoint is not None and endpoint.probe and self._open_probes and not self._is_forwarded(endpoint)
 
     def _refuse_host(self, request: Request) -> Response | None:
         if self._hosts is not None and not _is_one_of(request.headers.get("host", ""), self._hosts):

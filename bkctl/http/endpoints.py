@@ -238,6 +238,10 @@ class ApiEndpoint:
     #: The longest time for the answer in seconds; None: the default.
     timeout_s: float | None = None
 
+    def is_open(self, *, open_probes: bool, gateway: bool) -> bool:
+        """Return True for a probe that every client may ask. A `gateway` would add its own token to one it forwards."""
+        return self.probe and open_probes and not (gateway and self.of_bookie)
+
     @property
     def only_reads(self) -> bool:
         """True if the endpoint changes nothing, so that the read-only token suffices."""

@@ -24,7 +24,7 @@ def document(
         methods = ("get", "put", "post", "delete") if endpoint.any_method else (endpoint.method.lower(),)
         for method in methods:
             operation = paths.setdefault(endpoint.path, {})[method] = _operation(endpoint, method, gateway)
-            if needs_token and open_probes and endpoint.probe and not (gateway and endpoint.of_bookie):
+            if needs_token and endpoint.is_open(open_probes=open_probes, gateway=gateway):
                 operation["security"] = []
     found: dict[str, Any] = {
         "openapi": "3.1.0",

@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterable
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, get_args, get_origin
 
@@ -63,13 +64,13 @@ def use_plain_values(params: Iterable[Any]) -> None:
     """Give each parameter of a plain type its own conversion; others, and other Typer versions, keep Typer's."""
     for param in params:
         descriptor = getattr(param, "type_descriptor", None)
-        if descriptor is None or not hasattr(param, "_runtime_param"):
+        if descriptor is None or not hasattr(param, "get_runtime_param"):
             continue
         kind, many = descriptor.annotation, False
         if get_origin(kind) is list:
             (kind,), many = get_args(kind), True
-        if param._runtime_param is None and isinstance(kind, type) and (kind in _PLAIN or issubclass(kind, Enum)):
-            param._runtime_param = _PlainValue(kind, many=many)
+        if isinstance(kind, type) and (kind in _PLAIN or issubclass(kind, Enum)):
+            param.get_runtime_param = partial(_PlainValue, kind, many=many)
 
 
 def shown_names(param: Any) -> list[str]:

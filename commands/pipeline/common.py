@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -272,24 +273,20 @@ class JobOptions:
     connects: bool = True
 
 
-class JobResult:
+class JobResult(ABC):
     """The result of one run of a job, read once for rows and page."""
 
+    @abstractmethod
     def rows(self, by: Any) -> DataFrame:
         """Return the rows of `--by`."""
-        raise AssertionError
 
-    def summary(self) -> str:
-        """Return the totals in one line."""
-        raise AssertionError
-
+    @abstractmethod
     def notes(self, shown: Sums) -> list[str]:
         """Return the lines below the rows, whose sums are `shown`."""
-        return [self.summary()]
 
+    @abstractmethod
     def sections(self) -> list[Section]:
         """Return the sections of the page."""
-        raise AssertionError
 
     def problems(self) -> list[BkctlError]:
         """Return the errors that the command ends with."""

@@ -113,6 +113,10 @@ class GarbageResult(JobResult):
             return orphans(self._shares)
         return by_bookie(self._uses) if by is GarbageBy.BOOKIE else self._uses
 
+    def notes(self, shown: Sums) -> list[str]:
+        """Return the totals in one line."""
+        return [self.summary()]
+
     def summary(self) -> str:
         sums = sums_of(self.rows(GarbageBy.BOOKIE).collect())
         orphans = counted(self.rows(GarbageBy.LEDGER).count(), "orphaned ledger", "orphaned ledgers")

@@ -140,6 +140,10 @@ class JournalAuditResult(JobResult):
             return self._found.unlogged
         return entry_ranges(self._found.unlogged, by.value, ("logged", "replayed", "state"), self._connection)
 
+    def notes(self, shown: Sums) -> list[str]:
+        """Return the totals in one line."""
+        return [self.summary()]
+
     def summary(self) -> str:
         sums = sums_of(self._found.journals.collect())
         return (
