@@ -22,7 +22,7 @@ from bkctl.client.ensemble import check_quorums
 from bkctl.client.placement import DEFAULT_RULES, RackRules, choose_ensemble
 from bkctl.client.read_handle import ReadHandle
 from bkctl.client.reader import LedgerAccess, read_last_confirmed
-from bkctl.client.recovery import RecoveryLoss, WriterActivity, find_loss, recover, watch_writer
+from bkctl.client.recovery import RecoveryLoss, RecoveryPlan, find_loss, recover, watch_writer
 from bkctl.client.write_handle import WriteHandle
 from bkctl.errors import (
     BkctlError,
@@ -196,10 +196,15 @@ class BookKeeper:
         confirmed = await read_last_confirmed(access)
         return ReadHandle(access, confirmed.last_add_confirmed, confirmed.length)
 
-    async def watch_writer(self, ledger: LedgerId) -> tuple[VersionedMetadata, WriterActivity | None]:
-        """Return a ledger's metadata and what its writer does (None: it is closed), as `recovery.watch_writer`."""
+    async def plan_recovery(self, ledger: LedgerId, *, with_loss: bool = True) -> RecoveryPlan:
+        """Return what recovering a ledger would do, and `with_loss` what it would give up. Changes nothing.
+
+        Raises LedgerNotFound, and the errors of `recovery.watch_writer` and `recovery.find_loss`.
+        """
         versioned = await asyncio.to_thread(self._read, self._ledger(ledger.scope_id, ledger.ledger_id))
-        return versioned, await watch_writer(self.access(ledger, versioned))
+        access = self.access(ledger, versioned)
+        activity = await watch_writer(access)
+        return RecoveryPlan(ledger, versioned.metadata, activity, await find_loss(access) if with_loss else None)
 
     async def find_recovery_loss(self, ledger: LedgerId) -> tuple[VersionedMetadata, RecoveryLoss | None]:
         """Return a ledger's metadata and the loss from recovering it (None: no loss). Changes nothing.

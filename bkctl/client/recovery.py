@@ -41,6 +41,7 @@ from bkctl.errors import (
 )
 from bkctl.formats.entry import INVALID_ENTRY_ID
 from bkctl.formats.metadata import LedgerMetadata, LedgerState
+from bkctl.ids import LedgerId
 from bkctl.protocol.messages import ReadRequest, Response
 
 #: Recovery reads in flight ahead of the entry being decided. Java reads one at a time (recoveryReadBatchSize).
@@ -62,6 +63,33 @@ class WriterActivity(NamedTuple):
     @property
     def is_writing(self) -> bool:
         return self.later > self.last_add_confirmed
+
+
+class RecoveryPlan(NamedTuple):
+    """What a recovery of a ledger would do; `activity` is None for a closed ledger, `loss` if nothing would be lost."""
+
+    ledger: LedgerId
+    metadata: LedgerMetadata
+    activity: WriterActivity | None
+    loss: RecoveryLoss | None
+
+    @property
+    def effect(self) -> str:
+        """The effect of a recovery, in words."""
+        if self.activity is None:
+            return "closed already: unchanged"
+        last, later = self.activity
+        known = "without a confirmed entry" if last < 0 else f"confirmed up to entry {last}"
+        if self.metadata.state is not LedgerState.OPEN:
+            return f"IN_RECOVERY, {known}: it would be closed"
+        if self.activity.is_writing:
+            return f"OPEN, {known} and moments later up to {later}: a writer is adding entries, and would be fenced"
+        return f"OPEN, {known}, unchanged for the last second: a writer that still runs would be fenced"
+
+    @property
+    def end(self) -> RecoveryLoss | LedgerMetadata | None:
+        """The last entry and length: of the metadata if the ledger is closed, else of the loss, None without one."""
+        return self.metadata if self.metadata.is_closed else self.loss
 
 
 async def watch_writer(access: LedgerAccess) -> WriterActivity | None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import select
-from collections.abc import AsyncIterator, Callable
-from typing import Final
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import nullcontext
+from typing import Final, TypeVar
 
 from bkctl.client.read_handle import ReadHandle
 from bkctl.client.reader import LedgerEntry
 from bkctl.client.write_handle import WriteHandle
 from bkctl.errors import UsageError
+from bkctl.ids import LedgerId
 from bkctl.protocol.messages import (
     FRAME_SIZE_BYTES_MAX,
 )
@@ -21,6 +23,9 @@ CHUNK_SIZE_BYTES: Final = 1 << 18
 ENTRY_SIZE_BYTES_MAX: Final = FRAME_SIZE_BYTES_MAX - 256
 #: A tail asks the metadata store and the bookies at least this often.
 TAIL_POLL_S: Final = 30.0
+
+
+C = TypeVar("C")
 
 
 def check_entry_size(size_bytes: int, what: str) -> None:
@@ -107,6 +112,36 @@ async def write_stream(
             await handle.write_lac()
     await handle.add_all(splitter.finish())
     await handle.flush()
+
+
+async def write_ledger(
+    bookkeeper: C,
+    create: Callable[[C], Awaitable[WriteHandle]],
+    names: Iterable[str],
+    splitter: Callable[[], LineSplitter | RecordSplitter],
+    *,
+    progress: Callable[[int], None] = lambda _: None,
+    note: Callable[[str], None] = lambda _: None,
+    report: Callable[[str], None] = lambda _: None,
+) -> LedgerId:
+    """Write files (`-`: stdin), each cut by a splitter of its own, to the ledger that `create` returns, and close it.
+
+    `note` gets a sentence that names the ledger; after an error `note` or `report` says whether the ledger is closed.
+    """
+    handle = await create(bookkeeper)
+    try:
+        async with handle:
+            note(f"Ledger {handle.ledger}")
+            for name in names:
+                with nullcontext(0) if name == "-" else open(name, "rb") as file:
+                    await write_stream(handle, file if isinstance(file, int) else file.fileno(), splitter(), progress)
+    except BaseException:
+        if handle.is_closed:
+            note(f"Ledger {handle.ledger} is closed after its last acknowledged entry")
+        else:
+            report(f"Ledger {handle.ledger} is not closed: 'bkctl ledger recover {handle.ledger}' closes it")
+        raise
+    return handle.ledger
 
 
 async def _chunks(file: int) -> AsyncIterator[tuple[bytes, bool]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Final, NamedTuple
 
 from bkctl.client.ledger import BookKeeper
@@ -97,6 +97,41 @@ async def temporary(bookkeeper: BookKeeper, ledger: LedgerId, report: Callable[[
             report(not_deleted(ledger, error))
             if not failed:
                 raise
+
+
+class LedgerTrial(NamedTuple):
+    """The result of `try_ledger`."""
+
+    ledger: LedgerId
+    result: RoundTrip
+    deleted: bool
+
+
+async def try_ledger(
+    bookkeeper: BookKeeper,
+    create: Callable[[BookKeeper], Awaitable[WriteHandle]],
+    *,
+    entry_count: int,
+    entry_size_bytes: int,
+    password: bytes = b"",
+    keep: bool = False,
+    progress: Callable[[int], None] = lambda _: None,
+    note: Callable[[str], None] = lambda _: None,
+    report: Callable[[str], None] = lambda _: None,
+) -> LedgerTrial:
+    """Run `round_trip` on the ledger that `create` returns, and delete it as `temporary` does, unless `keep`.
+
+    `note` gets a sentence that names the ledger.
+    """
+    handle = await create(bookkeeper)
+    note(f"Ledger {handle.ledger}")
+    deletion = temporary(bookkeeper, handle.ledger, report)
+    async with contextlib.nullcontext() if keep else deletion, handle:
+        result = await round_trip(
+            bookkeeper, handle, entry_count=entry_count, entry_size_bytes=entry_size_bytes, password=password,
+            progress=progress,
+        )  # fmt: skip
+    return LedgerTrial(handle.ledger, result, not keep)
 
 
 async def sanity_test(

@@ -27,7 +27,7 @@ from bkctl.errors import (
 )
 from bkctl.formats.metadata import LedgerMetadata
 from bkctl.ids import I64_MAX, U64_MAX, LedgerId, random_u64
-from bkctl.metadata.store import NEW, MetadataStore, Versioned, attempt, value_of
+from bkctl.metadata.store import NEW, MetadataStore, Versioned, attempt, value_of, watch_all
 
 SCOPES: Final = "scopes"
 #: The node with the ledgers of a store that keeps them side by side.
@@ -113,6 +113,10 @@ class LedgerManager(ABC):
         for ledger, path in places:
             yield ledger, attempt(self.parse, ledger, next(values)) if isinstance(path, str) else path
 
+    def read_each(self, ids: Iterable[LedgerId]) -> Iterator[tuple[LedgerId, VersionedMetadata]]:
+        """`read_many`, which raises a ledger's error in its place."""
+        return ((ledger, value_of(found)) for ledger, found in self.read_many(ids))
+
     def write(self, ledger: LedgerId, metadata: LedgerMetadata, version: int) -> int:
         """Replace the metadata that was read in `version`; return the new version.
 
@@ -167,6 +171,10 @@ class LedgerManager(ABC):
             self.store.delete(path, version, prune=self._prunable_count(ledger, path))
         except (MetadataVersionConflict, NotFound) as error:
             raise self._write_error(ledger, version, error) from error
+
+    def watch_each(self, ledgers: Iterable[LedgerId], callback: Callable[[], None]) -> Callable[[], None]:
+        """Call `callback` as `watch` of each ledger does, without the metadata. Returns a function that cancels."""
+        return watch_all(self.watch(ledger, lambda _: callback()) for ledger in ledgers)
 
     def watch(self, ledger: LedgerId, callback: Callable[[VersionedMetadata | BkctlError], None]) -> Callable[[], None]:
         """Call `callback` with the ledger's metadata now, and after each change; LedgerNotFound once it is deleted.

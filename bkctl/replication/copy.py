@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import uuid
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Any, Final, NamedTuple
 
 from bkctl.client.ensemble import check_quorums, update_metadata
@@ -48,6 +48,30 @@ class CopiedLedger(NamedTuple):
     entry_count: int
     length: int
     source_open: bool
+
+
+class CopyFailure(NamedTuple):
+    """A ledger that was not copied."""
+
+    ledger: LedgerId
+    error: BkctlError
+
+
+async def copy_ledgers(
+    source: BookKeeper, target: BookKeeper, ledgers: Iterable[LedgerId], *, keep_going: bool = False, **settings: Any
+) -> AsyncGenerator[CopiedLedger | CopyFailure]:
+    """Yield the copy of each ledger as `copy_ledger` makes it with `settings`; opens and closes `target`.
+
+    Errors are raised, or yielded with `keep_going`.
+    """
+    async with target:
+        for ledger in ledgers:
+            try:
+                yield await copy_ledger(source, target, ledger, **settings)
+            except BkctlError as error:
+                if not keep_going:
+                    raise
+                yield CopyFailure(ledger, error)
 
 
 async def copy_ledger(

@@ -96,6 +96,10 @@ class Activity:
         if total is not None:
             self.total = total
 
+    def note_found(self, count: int) -> None:
+        """Say beside the amount how many were found."""
+        self.remark = f"{count:,} found"
+
     def step(self, done: int) -> None:
         """Set the finished amount, then wait as the pace says; for work that is not asynchronous."""
         steps, self.done = done - self.done, done

@@ -24,6 +24,10 @@ class Output(StrEnum):
     ID = "id"
 
 
+#: The number of ledgers that `--count` of lists prints in their place.
+COUNT_COLUMNS: Final = Columns(Column("LEDGERS", "count", int, Kind.INTEGER), key=None)
+
+
 def hex_column(name: str, source: Source) -> Column:
     """Return the column of an id in hexadecimal digits, the first to be left out beside the decimal one."""
     return Column("HEX", name, source, spare=3, text=with_0x)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import AbstractAsyncContextManager, aclosing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from bkctl.errors import is_interrupt
@@ -27,6 +27,7 @@ _GC_THRESHOLDS: Final = (20_000, 20, 100)
 #: A run that ends sooner is not listed by `bkctl progress`.
 LISTED_S: Final = 2.0
 
+C = TypeVar("C")
 T = TypeVar("T")
 
 
@@ -95,6 +96,30 @@ class LongWork:
             raise
         finally:
             gc.set_threshold(*thresholds)
+
+    def ask(self, client: AbstractAsyncContextManager[C], work: Callable[[C], Awaitable[T]]) -> T:
+        """Return the result of `work` with a client, which is closed then, as `complete`."""
+
+        async def run() -> T:
+            async with client as opened:
+                return await work(opened)
+
+        return self.complete(run())
+
+    def take_each(
+        self,
+        client: AbstractAsyncContextManager[C],
+        rows: Callable[[C], AsyncGenerator[T]],
+        take: Callable[[T], object],
+    ) -> None:
+        """Call `take` with each of the rows for a client as it comes; the client is closed at the end."""
+
+        async def take_rows(opened: C) -> None:
+            async with aclosing(rows(opened)) as found:
+                async for row in found:
+                    take(row)
+
+        self.ask(client, take_rows)
 
     def log(self) -> None:
         """Log to stderr, with times, and outlive stdout; for commands that serve in the foreground."""

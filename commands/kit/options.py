@@ -289,13 +289,10 @@ CustomMetadata = Annotated[
 ]
 
 #: `--custom-metadata KEY[=VALUE]` of a filter, repeatable: the value is None where the key alone is given.
-CustomMetadataFilter = Annotated[
-    dict[str, bytes | None],
-    combined(
-        _keys_and_values,
-        _custom_metadata("KEY[=VALUE]", "List only ledgers with this custom metadata, or with this key; repeatable."),
-    ),
-]
+CUSTOM_METADATA_FILTER: Final = combined(
+    _keys_and_values,
+    _custom_metadata("KEY[=VALUE]", "List only ledgers with this custom metadata, or with this key; repeatable."),
+)
 
 
 class LedgerSizes(NamedTuple):

@@ -10,7 +10,7 @@ from bkctl.columns import Columns, applied_column
 from bkctl.errors import FindingsError, UsageError
 
 from .activity import Activity
-from .columns import ALL, Output, RowOrder, RowSelection
+from .columns import ALL, COUNT_COLUMNS, Output, RowOrder, RowSelection
 from .output import RowWriter, open_writer, show
 from .session import Session
 from .settings import GlobalOptions
@@ -56,6 +56,8 @@ class Printer:
         *,
         subscribe: Callable[[Callable[[], None]], Callable[[], None]] | None = None,
         single: bool = False,
+        count: bool = False,
+        findings: bool = False,
         key: Callable[[Any], Any] | None = None,
     ) -> None:
         """Print the rows of `look`; with `seconds`, again after each change, until the user ends it.
@@ -63,15 +65,17 @@ class Printer:
         `subscribe(callback)` makes the store call at each change, and returns the cancel: then changes are seen at
         once, else when the next `seconds` are over. On a terminal a table is drawn anew, elsewhere printed again; the
         other forms give the rows that are new or changed, ndjson also those that went, with `"removed":true`. `single`:
-        one row, shown as an object. `key` tells rows apart, by default by their ids.
+        one row, shown as an object. `count`: the number of the rows, as such an object. `key` tells rows apart, by
+        default by their ids. `findings`: as for `rows`.
         """
+        if count:
+            return self.watch(seconds, lambda: [sum(1 for _ in look())], COUNT_COLUMNS, single=True)
         if seconds is None:
             rows = look()
             if single:
-                self.show(next(iter(rows)), columns)
-            else:
-                self.render(rows, columns)
-            return
+                return self.show(next(iter(rows)), columns)
+            self.render(rows, columns, findings=findings)
+            return None
         from .watch import watch
 
         self.end_with_stdout()
@@ -80,6 +84,7 @@ class Printer:
             look, columns, self.output, seconds=seconds, subscribe=subscribe, single=single, color=self.color,
             selection=self.selection, key=key,
         )  # fmt: skip
+        return None
 
     def rows(self, columns: Columns, *, live: bool = False, findings: bool = False) -> RowWriter:
         """Return a writer to give rows to one by one, a context manager.
@@ -123,6 +128,11 @@ class Printer:
 
         return TreeWriter(columns, levels, color=self.color, before_write=self.clear_activity)
 
+    @property
+    def prints_ids(self) -> bool:
+        """True if the rows are printed as their ids, in the order in which they come."""
+        return self.output is Output.ID and self.selection == ALL
+
     def sort_by(self, column: str) -> None:
         """Sort rows by `column`, as --sort does."""
         self.selection = self.selection._replace(order=RowOrder.parse(column))
@@ -148,6 +158,11 @@ class Printer:
         self.clear_activity()
         emit(text)
 
+    def text_each(self, texts: Iterable[str]) -> None:
+        """Print each text as it comes."""
+        for text in texts:
+            self.text(text)
+
     def raw(self, data: bytes | bytearray | memoryview) -> None:
         """Write bytes to stdout as they are."""
         self.clear_activity()
@@ -157,6 +172,11 @@ class Printer:
         """Say something on stderr, unless --quiet."""
         if not self.quiet:
             self._say(text)
+
+    def notes(self, texts: Iterable[str]) -> None:
+        """Say each of the texts, as `note`."""
+        for text in texts:
+            self.note(text)
 
     def note_dry_run(self, plan: str = "nothing was changed") -> None:
         """Say on stderr what a dry run would do; only the first call counts."""
@@ -177,6 +197,11 @@ class Printer:
     def error(self, problem: object) -> None:
         """Report an error on stderr that does not end the run: as the errors that do, it begins with `bkctl:`."""
         self._say(f"bkctl: {problem}")
+
+    def errors(self, problems: Iterable[object]) -> None:
+        """Report each of the problems, as `error`."""
+        for problem in problems:
+            self.error(problem)
 
     def _say(self, text: str) -> None:
         self.clear_activity()

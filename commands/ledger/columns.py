@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 from binascii import a2b_base64
-from typing import NamedTuple
+from typing import Final
 
 from bkctl.columns import Column, Columns, Kind, base64_text
-from bkctl.ids import LedgerId
 from bkctl.metadata import ledger_columns
 from bkctl.metadata.ledger_columns import LedgerRow
 
 from ..kit.command import Run
 from ..kit.documents import union
 from ..kit.texts import GREEN, RED, YELLOW, readable_text
-
-
-class ListedLedger(NamedTuple):
-    """A ledger whose metadata is not needed."""
-
-    ledger: LedgerId
-
 
 STATE_STYLE = {"OPEN": YELLOW, "IN_RECOVERY": RED, "CLOSED": GREEN}
 
@@ -55,6 +47,8 @@ LEDGER_COLUMNS = ledger_columns.LEDGER_COLUMNS.changed(
 SECRET_COLUMNS = LEDGER_COLUMNS.and_also(Column("PASSWORD (base64)", "password", _password))
 #: The columns of `ledger show`, with and without --show-secrets.
 SHOWN_COLUMNS = union(LEDGER_COLUMNS, SECRET_COLUMNS)
+#: The ids of a list alone, of rows that are LedgerIds.
+ID_COLUMNS: Final = Columns(Column("LEDGER", "ledger", lambda ledger: ledger, Kind.LEDGER), key="ledger")
 #: A list's table: one column for three sizes, and custom metadata in one line.
 LEDGER_TABLE_COLUMNS = LEDGER_COLUMNS.listed(Column("E/W/A", "quorums", _quorums), after="state").changed(
     customMetadata={"source": _custom_line, "kind": Kind.TEXT, "text": None, "flexible": True}

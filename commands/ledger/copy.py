@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import Annotated, Any
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from bkctl.columns import Column, Columns, Kind
-from bkctl.errors import BkctlError, UsageError
+from bkctl.errors import UsageError
 
 from ..kit.access import Access
 from ..kit.command import command, group
@@ -18,7 +19,11 @@ from ..kit.documents import rows_of
 from ..kit.job import LongWork
 from ..kit.ledger_options import LedgersOrFile, to_scope_option
 from ..kit.options import CopyPace, KeepGoing, UndoOption, count_option, digest_type_option, number_option
+from ..kit.output import RowWriter
 from ..kit.printer import Printer
+
+if TYPE_CHECKING:
+    from bkctl.replication.copy import CopiedLedger, CopyFailure
 
 app = group()
 
@@ -90,7 +95,7 @@ def copy(
     and is read back before it counts. An interrupted copy is removed; if that fails, a note names it, and the next run
     without --new-id removes it. Needs no password. The source stays; with --recover an undo file keeps its metadata.
     """
-    from bkctl.replication.copy import CopyShape, copy_ledger
+    from bkctl.replication.copy import CopyShape, copy_ledgers
 
     if to_ledger_id is not None:
         if len(ledgers) > 1:
@@ -99,28 +104,6 @@ def copy(
             )
         if to_ledger_id < 0:
             raise UsageError(f"--to-ledger-id {to_ledger_id}: must be 0 or more")
-    failures = 0
-
-    async def work() -> None:
-        nonlocal failures
-        async with access.bookkeeper(source) as reading, access.bookkeeper(target) as writing:
-            for ledger in ledgers:
-                try:
-                    row = await copy_ledger(
-                        reading, writing, ledger, ledger_scope_id=to_scope_id, ledger_id=to_ledger_id, new_id=new_id,
-                        shape=CopyShape(ensemble_size, write_quorum, ack_quorum, digest_type), recovery=recover,
-                        allow_open=open_ledgers, pace=pace, progress=activity.advance, note=out.note,
-                    )  # fmt: skip
-                except BkctlError as error:
-                    if not keep_going:
-                        raise
-                    failures += 1
-                    out.error(f"Ledger {ledger} was not copied: {error}")
-                    continue
-                if row.source_open:
-                    out.note(f"Ledger {ledger} is open: its copy ends at entry {row.entry_count - 1}")
-                writer.row(row)
-
     with ExitStack() as stack:
         connected = stack.enter_context(access.cluster())
         source = stack.enter_context(consent.recorded(connected, undo)) if recover else connected
@@ -134,5 +117,22 @@ def copy(
             )
         )
         writer = stack.enter_context(out.rows(COPY_COLUMNS))
-        job.complete(work())
-    out.finish_with(failures, "ledger was not copied", "ledgers were not copied")
+        copies = partial(
+            copy_ledgers, target=access.bookkeeper(target), ledgers=ledgers, keep_going=keep_going,
+            ledger_scope_id=to_scope_id, ledger_id=to_ledger_id, new_id=new_id,
+            shape=CopyShape(ensemble_size, write_quorum, ack_quorum, digest_type), recovery=recover,
+            allow_open=open_ledgers, pace=pace, progress=activity.advance, note=out.note,
+        )  # fmt: skip
+        job.take_each(access.bookkeeper(source), copies, partial(_show, out, writer))
+    out.finish_with(len(ledgers) - writer.count, "ledger was not copied", "ledgers were not copied")
+
+
+def _show(out: Printer, writer: RowWriter, row: CopiedLedger | CopyFailure) -> None:
+    from bkctl.replication.copy import CopyFailure
+
+    if isinstance(row, CopyFailure):
+        out.error(f"Ledger {row.ledger} was not copied: {row.error}")
+        return
+    if row.source_open:
+        out.note(f"Ledger {row.ledger} is open: its copy ends at entry {row.entry_count - 1}")
+    writer.row(row)

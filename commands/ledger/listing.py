@@ -3,50 +3,86 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from itertools import islice
+from collections.abc import Sequence
+from functools import partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bkctl.columns import Column, Columns, Kind
-from bkctl.errors import BkctlError, NotFound, UsageError
+from bkctl.errors import UsageError
 from bkctl.ids import LedgerId
 
-from ..kit.columns import ALL, Output
+from ..kit.columns import COUNT_COLUMNS
 from ..kit.command import Run, command, group
 from ..kit.documents import object_of, rows_of
 from ..kit.ledger_options import ManyLedgers, ScopeToList
 from ..kit.options import (
-    CustomMetadataFilter,
+    CUSTOM_METADATA_FILTER,
     WatchOption,
+    combined,
     count_option,
     duration_option,
+    option,
     size_option,
 )
 from ..kit.texts import counted
-from .columns import (
-    LEDGER_COLUMNS,
-    LEDGER_TABLE_COLUMNS,
-    SECRET_COLUMNS,
-    SHOWN_COLUMNS,
-    ListedLedger,
-    list_columns,
-)
+from .columns import ID_COLUMNS, LEDGER_COLUMNS, LEDGER_TABLE_COLUMNS, SECRET_COLUMNS, SHOWN_COLUMNS, list_columns
 
 if TYPE_CHECKING:
+    from bkctl.metadata.admin.overview import LedgerQuery
     from bkctl.metadata.cluster import Cluster
-    from bkctl.metadata.ledger_columns import LedgerRow
-    from bkctl.metadata.ledgers import VersionedMetadata
 
 app = group()
 
 
 #: Ledgers and scopes that are counted to say how many there are beside scope 0.
 OTHERS_COUNTED_MAX = 10_000
-COUNT_COLUMNS = Columns(Column("LEDGERS", "count", lambda count: count, Kind.INTEGER))
+
+
+def _query(
+    age_s_min: float | None,
+    age_s_max: float | None,
+    size_min: int | None,
+    size_max: int | None,
+    custom_metadata: dict[str, bytes | None],
+    bookie: str | None,
+    states: list[str] | None,
+    topic: str | None,
+    subscription: str | None,
+) -> LedgerQuery:
+    from bkctl.metadata.admin.overview import LedgerQuery
+    from bkctl.metadata.pulsar_topics import TopicFilter
+
+    if subscription is not None and topic is None:
+        raise UsageError("--subscription is given without a topic", hint="add --topic")
+    of_topic = None if topic is None else TopicFilter.parse(topic, subscription)
+    names, custom = parse_states(states, "--state"), tuple(custom_metadata.items())
+    return LedgerQuery(bookie, names, age_s_min, age_s_max, size_min, size_max, custom, of_topic)
+
+
+#: The options that choose ledgers by their metadata, as a LedgerQuery.
+QueryOptions = Annotated[
+    Any,
+    combined(
+        _query,
+        duration_option("--min-age", "List only ledgers at least this old."),
+        duration_option("--max-age", "List only ledgers at most this old."),
+        size_option("--min-size", "List only ledgers of at least this length."),
+        size_option("--max-size", "List only ledgers of at most this length."),
+        CUSTOM_METADATA_FILTER,
+        option("bookie", str, "--bookie", metavar="BOOKIE", help="List only ledgers with entries on this bookie."),
+        option("state", list[str], "--state", metavar="STATE", help="OPEN, IN_RECOVERY or CLOSED; repeatable."),
+        option(
+            "topic", str, "--topic", metavar="TOPIC",
+            help="List only ledgers of this Pulsar topic, partitions included.",
+        ),
+        option(
+            "subscription", str, "--subscription", metavar="NAME",
+            help="List only ledgers of this subscription of --topic.",
+        ),
+    ),
+]  # fmt: skip
 
 
 @command(
@@ -60,30 +96,12 @@ COUNT_COLUMNS = Columns(Column("LEDGERS", "count", lambda count: count, Kind.INT
         "bkctl ledger list --topic persistent://public/default/orders",
     ),
 )
-def print_ledgers(
+def list_ledgers(
     run: Run,
     scope_id: ScopeToList,
-    age_min: Annotated[float | None, duration_option("--min-age", "List only ledgers at least this old.")],
-    age_max: Annotated[float | None, duration_option("--max-age", "List only ledgers at most this old.")],
-    size_min: Annotated[int | None, size_option("--min-size", "List only ledgers of at least this length.")],
-    size_max: Annotated[int | None, size_option("--max-size", "List only ledgers of at most this length.")],
-    custom_metadata: CustomMetadataFilter,
+    query: QueryOptions,
     limit: Annotated[int | None, count_option("--limit", "List at most N ledgers.")],
     watch: WatchOption,
-    bookie: Annotated[
-        str | None, typer.Option("--bookie", metavar="BOOKIE", help="List only ledgers with entries on this bookie.")
-    ] = None,
-    state: Annotated[
-        list[str] | None, typer.Option("--state", metavar="STATE", help="OPEN, IN_RECOVERY or CLOSED; repeatable.")
-    ] = None,
-    topic: Annotated[
-        str | None,
-        typer.Option("--topic", metavar="TOPIC", help="List only ledgers of this Pulsar topic, partitions included."),
-    ] = None,
-    subscription: Annotated[
-        str | None,
-        typer.Option("--subscription", metavar="NAME", help="List only ledgers of this subscription of --topic."),
-    ] = None,
     after: Annotated[
         str | None, typer.Option("--after", metavar="LEDGER", help="List only ledgers after this one.")
     ] = None,
@@ -97,100 +115,46 @@ def print_ledgers(
     Prints the metadata of each ledger; -o id prints the ids alone, which is much faster. --topic goes by the names that
     Pulsar writes into the metadata of ledgers: of a topic's messages, of its subscriptions, and of compacted messages.
     """
-    from bkctl.metadata.admin.overview import NO_QUERY, LedgerQuery, list_ledgers
-    from bkctl.metadata.ledger_columns import ledger_rows
-    from bkctl.metadata.pulsar_topics import TopicFilter
+    from bkctl.metadata.admin.overview import LedgerListing
 
-    if subscription is not None and topic is None:
-        raise UsageError("--subscription is given without a topic", hint="add --topic")
-    query = LedgerQuery(
-        bookie_id=bookie,
-        states=parse_states(state, "--state"),
-        age_s_min=age_min,
-        age_s_max=age_max,
-        size_bytes_min=size_min,
-        size_bytes_max=size_max,
-        custom_metadata=tuple(custom_metadata.items()),
-        topic=None if topic is None else TopicFilter.parse(topic, subscription),
-    )
-    if not query.needs_metadata:
-        query = NO_QUERY
-    start = _first_ledger(after, scope_id)
-    limit = run.out.limit_sorted(limit)
-    prints_ids = run.out.output is Output.ID and run.out.selection == ALL
-    is_plain = watch is None and limit is None and not query.needs_metadata
-    unreadable: dict[LedgerId, str] = {}
-    found_count = 0
-
-    def skip(ledger: LedgerId, error: Exception) -> None:
-        if unreadable.get(ledger) != str(error):
-            unreadable[ledger] = str(error)
-            run.out.error(error)
-
-    def look() -> Iterator[LedgerRow] | Iterator[ListedLedger]:
-        if (count or prints_ids) and not query.needs_metadata:
-            ids = islice(cluster.ledgers.ledgers(scope_id, start), limit)
-            return map(ListedLedger, ids)
-        found = list_ledgers(
-            cluster, scope_id, after=start, query=query, unreadable=skip if keep_going else None,
-            progress=activity.update,
-        )  # fmt: skip
-        checked = _refuse_unknown_bookie(cluster, bookie, islice(found, limit))
-        return ledger_rows(counting(checked) if query.needs_metadata else checked)
-
-    def counting(found: Iterator[tuple[LedgerId, VersionedMetadata]]) -> Iterator[tuple[LedgerId, VersionedMetadata]]:
-        nonlocal found_count
-        for each in found:
-            found_count += 1
-            activity.remark = f"{found_count:,} found"
-            yield each
-
+    start, limit = _first_ledger(after, scope_id), run.out.limit_sorted(limit)
+    needs_rows = query.needs_metadata or not (count or run.out.prints_ids)
     with (
         run.access.cluster() as cluster,
         run.job.working("Listing ledgers", unit="ledgers", enabled=watch is None) as activity,
     ):
-        if count:
-            run.out.watch(watch, lambda: [sum(1 for _ in look())], COUNT_COLUMNS, single=True)
-        elif prints_ids and is_plain:
-            _print_ids(run, cluster, scope_id, start)
-        elif watch is None:
-            # A list without rows is a sentence on a terminal.
-            run.out.render(look(), list_columns(run), findings=run.out.draws)
+        listing = LedgerListing(
+            cluster, scope_id, query, after=start, limit=limit, skip=run.out.error if keep_going else None,
+            progress=activity.update, found=activity.note_found,
+        )  # fmt: skip
+        if needs_rows or count or watch is not None or limit is not None:
+            look = listing.rows if needs_rows else listing.ids
+            columns = list_columns(run) if needs_rows else ID_COLUMNS
+            run.out.watch(watch, look, columns, count=count, findings=run.out.draws)
         else:
-            run.out.watch(watch, look, list_columns(run))
-        if query.needs_metadata and watch is None and limit is None and sys.stdout.isatty():
-            run.out.note(f"{found_count:,} of {counted(activity.done, 'ledger', 'ledgers')}")
-        if watch is None and next(cluster.ledgers.ledgers(scope_id), None) is None:
+            run.out.text_each(map(_ids_text, cluster.ledgers.batches(scope_id, start)))
+        if watch is None:
+            if query.needs_metadata and limit is None and sys.stdout.isatty():
+                run.out.note(f"{listing.found_count:,} of {counted(activity.done, 'ledger', 'ledgers')}")
             _note_other_scopes(run, cluster, scope_id)
     run.out.finish_with(
-        len(unreadable), "ledger has metadata that cannot be read", "ledgers have metadata that cannot be read"
+        len(listing.unreadable), "ledger has metadata that cannot be read", "ledgers have metadata that cannot be read"
     )
 
 
-def _refuse_unknown_bookie(
-    cluster: Cluster, bookie: str | None, found: Iterator[tuple[LedgerId, VersionedMetadata]]
-) -> Iterator[tuple[LedgerId, VersionedMetadata]]:
-    """Yield `found`. Raises NotFound if there is none, since the bookie does not exist."""
-    first = next(found, None)
-    if first is not None:
-        yield first
-        yield from found
-    elif bookie is not None and cluster.bookies.get(bookie) is None:
-        raise NotFound(f"No bookie {bookie}, and no such ledger names it", hint="'bkctl bookies list' shows them")
-
-
-def _print_ids(run: Run, cluster: Cluster, scope_id: int | None, start: LedgerId | None) -> None:
-    """Print hundreds of thousands of ids: a directory at a time, not a row each."""
-    for batch in cluster.ledgers.batches(scope_id, start):
-        # In order, so that all are of scope 0 where the last is.
-        names = batch if batch[-1].is_scoped else map(itemgetter(1), batch)
-        run.out.text("\n".join(map(str, names)) + "\n")
+def _ids_text(batch: Sequence[LedgerId]) -> str:
+    """Return a line for each ledger of a directory: hundreds of thousands of ids are not printed a row each."""
+    # In order, so that all are of scope 0 where the last is.
+    return "\n".join(map(str, batch if batch[-1].is_scoped else map(itemgetter(1), batch))) + "\n"
 
 
 def _note_other_scopes(run: Run, cluster: Cluster, scope_id: int | None) -> None:
-    """Say that a scope has no ledgers, and how many others have; None: that no scope has any."""
-    scopes = sum(1 for scope in islice(cluster.ledgers.scopes(), OTHERS_COUNTED_MAX) if scope != scope_id)
-    ledgers = sum(1 for _ in islice(cluster.ledgers.ledgers(None), OTHERS_COUNTED_MAX))
+    """Say that a scope without ledgers has none, and how many others have; None: that no scope has any."""
+    from bkctl.metadata.admin.overview import count_scopes
+
+    if next(cluster.ledgers.ledgers(scope_id), None) is not None:
+        return
+    scopes, ledgers = count_scopes(cluster, scope_id, OTHERS_COUNTED_MAX)
     if not ledgers:
         run.out.note("No ledgers")
     elif scope_id is not None:
@@ -242,22 +206,12 @@ def show(
     show_secrets: Annotated[bool, typer.Option("--show-secrets", help="Print the ledger's password, too.")] = False,
 ) -> None:
     """Show the metadata of one ledger, or of several."""
-    from bkctl.metadata.ledger_columns import ledger_row
+    from bkctl.metadata.ledger_columns import ledger_rows
 
     single = len(ledgers) == 1
-
-    def look() -> Iterator[LedgerRow]:
-        for ledger, found in cluster.ledgers.read_many(ledgers):
-            if isinstance(found, BkctlError):
-                raise found
-            yield ledger_row(ledger, found)
-
-    def subscribe(changed: Callable[[], None]) -> Callable[[], None]:
-        cancels = ExitStack()
-        for ledger in ledgers:
-            cancels.callback(cluster.ledgers.watch(ledger, lambda _: changed()))
-        return cancels.close
-
     with run.access.cluster() as cluster:
         columns = SECRET_COLUMNS if show_secrets else LEDGER_COLUMNS if single else list_columns(run)
-        run.out.watch(watch, look, columns, subscribe=subscribe, single=single)
+        run.out.watch(
+            watch, lambda: ledger_rows(cluster.ledgers.read_each(ledgers)), columns,
+            subscribe=partial(cluster.ledgers.watch_each, ledgers), single=single,
+        )  # fmt: skip

@@ -2,62 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
+from collections import Counter
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from bkctl.columns import Column, Columns, Kind, value_at
-from bkctl.errors import BkctlError, UsageError
-from bkctl.ids import LedgerId
+from bkctl.errors import UsageError
 
+from ..bookies.racks import find_racks
 from ..kit.command import Run, command, group
 from ..kit.documents import rows_of, union
 from ..kit.ledger_options import ManyLedgers
-from ..kit.options import (
-    ProtocolOption,
-    number_option,
-)
+from ..kit.options import ProtocolOption, number_option
+from ..kit.output import RowWriter
 from ..kit.texts import GREEN, RED, YELLOW
 
 if TYPE_CHECKING:
-    from bkctl.client.ensemble import ReplicaPlace
-    from bkctl.formats.metadata import LedgerMetadata
-    from bkctl.metadata.cluster import Cluster, RegisteredBookie
-    from bkctl.replication.fragments import ReplicaFault
+    from bkctl.replication.places import PlaceRow
 
+    from ..kit.drawing import TreeWriter
 
 app = group()
-
-
-class PlaceRow(NamedTuple):
-    """A replica's place and its ledger; `entry_id` is the requested entry, `fault` the finding of a check.
-
-    `rack` is the bookie's, and `in_few_racks` says whether entries on it have too few; None without racks.
-    """
-
-    ledger: LedgerId
-    entry_id: int | None
-    place: ReplicaPlace
-    fault: ReplicaFault | None = None
-    rack: str | None = None
-    in_few_racks: bool | None = None
-
-    @property
-    def answer(self) -> str:
-        """The result of the bookie's answers, in a word."""
-        return "ok" if self.fault is None else self.fault.reason.value
-
-    @property
-    def missing(self) -> list[dict[str, int]] | None:
-        """The entries that the bookie lacks or has damaged; None if they are not known one by one."""
-        if self.fault is None:
-            return []
-        if self.fault.missing is None:
-            return None
-        return [
-            {"firstEntryId": span.first_entry_id, "lastEntryId": span.last_entry_id, "entryCount": span.entry_count}
-            for span in self.fault.missing
-        ]
 
 
 PLACE_COLUMNS = Columns(
@@ -87,33 +54,6 @@ ANSWER_COLUMNS = (
                                                 "damaged": RED, "timed-out": YELLOW, "unavailable": YELLOW}),
     Column("PROBLEM", "problem", value_at("fault.error.message")),
 )  # fmt: skip
-
-
-class PlacedRacks:
-    """The racks of the places that `ledger locate` prints; `columns` is empty where no bookie has one."""
-
-    def __init__(self, run: Run, cluster: Cluster, bookies: list[RegisteredBookie]) -> None:
-        from ..bookies.racks import find_racks
-
-        self._racks = find_racks(run, cluster, bookies)
-        self._rules = run.access.rack_rules()
-        self.columns = PLACE_RACK_COLUMNS if self._racks else ()
-
-    def placed(self, row: PlaceRow, metadata: LedgerMetadata) -> PlaceRow:
-        """Return the row with the rack of its bookie, and True if entries on it have too few racks."""
-        from bkctl.client.ensemble import RoundRobinDistributionSchedule
-        from bkctl.client.placement import write_sets_in_few_racks
-
-        if not self._racks:
-            return row
-        place = row.place
-        fragment = next(each for each in metadata.ensembles if each.first_entry_id == place.first_entry_id)
-        few = write_sets_in_few_racks(metadata, fragment.bookies, self._racks, self._rules)
-        if row.entry_id is None:
-            is_few = any(place.ensemble_index in each for each in few)
-        else:
-            is_few = RoundRobinDistributionSchedule.of(metadata).write_set(row.entry_id) in few
-        return row._replace(rack=self._racks.get(place.bookie_id), in_few_racks=is_few)
 
 
 def spans_text(spans: list[dict[str, int]]) -> str:
@@ -171,57 +111,29 @@ def locate_ledgers(
     asks the bookies. ANSWER is then ok, gone (not registered), no-entry, no-ledger, damaged, timed-out or unavailable;
     exit code 3 unless all are ok.
     """
-    from bkctl.client.ensemble import locate
+    from bkctl.replication.places import PlacedRacks, checked_places, places_of
 
     if entry is not None and not 0 <= entry < 1 << 63:
         raise UsageError(f"--entry {entry}: entry ids are 0 or more, below 2^63")
     if every_entry and entry is not None:
         raise UsageError("--every-entry and --entry are given", hint="use --check --entry for one entry")
     columns = PLACE_COLUMNS if entry is None else ENTRY_PLACE_COLUMNS
-    if not (check or every_entry):
-        with run.access.cluster() as cluster:
-            bookies = cluster.bookies.list()
-            racks = PlacedRacks(run, cluster, bookies)
-            with run.out.tree(columns.and_also(*racks.columns), LEVELS) as writer:
-                for ledger, found in cluster.ledgers.read_many(ledgers):
-                    if isinstance(found, BkctlError):
-                        raise found
-                    writer.rows(
-                        racks.placed(PlaceRow(ledger, entry, place), found.metadata)
-                        for place in locate(ledger, found.metadata, bookies, entry)
-                    )
-        return
+    if check or every_entry:
+        columns = columns.and_also(*ANSWER_COLUMNS, *((MISSING_COLUMN,) if every_entry else ()))
+    findings: Counter[bool] = Counter()
+    with run.access.cluster() as cluster, run.job.working("Asking the bookies", enabled=check or every_entry):
+        bookies = cluster.bookies.list()
+        racks = PlacedRacks(find_racks(run, cluster, bookies), run.access.rack_rules())
+        columns = columns.and_also(*(PLACE_RACK_COLUMNS if racks.racks else ()))
+        with run.out.tree(columns, LEVELS) as writer:
+            if check or every_entry:
+                places = partial(checked_places, ledgers=ledgers, entry_id=entry, every_entry=every_entry, racks=racks)
+                run.job.take_each(run.access.bookkeeper(cluster, protocol), places, partial(_write, writer, findings))
+            else:
+                writer.rows(places_of(cluster, ledgers, bookies, entry, racks))
+    run.out.finish_with(findings[True], "replica is not ok", "replicas are not ok")
 
-    async def check_places() -> int:
-        """Write the rows; return how many of them are not ok."""
-        from asyncio import to_thread
 
-        from bkctl.replication.checker import LedgerChecker
-
-        findings = 0
-        async with run.access.bookkeeper(cluster, protocol) as bookkeeper:
-            checker = LedgerChecker(bookkeeper)
-            for ledger in ledgers:
-                bookies = await to_thread(cluster.bookies.list)
-                up = {bookie.bookie_id for bookie in bookies if bookie.state != "down"}
-                found = await to_thread(cluster.ledgers.read, ledger)
-                places = list(locate(ledger, found.metadata, bookies, entry))
-                if entry is None:
-                    fragments = (await checker.check(ledger, found, every_entry=every_entry, up=up)).fragments
-                else:
-                    fragments = (await checker.check_entry(ledger, entry, found, up=up),)
-                faults = {
-                    (each.first_entry_id, fault.ensemble_index): fault for each in fragments for fault in each.faults
-                }
-                for place in places:
-                    row = PlaceRow(ledger, entry, place, faults.get((place.first_entry_id, place.ensemble_index)))
-                    findings += row.fault is not None
-                    writer.row(racks.placed(row, found.metadata))
-        return findings
-
-    columns = columns.and_also(*ANSWER_COLUMNS, *((MISSING_COLUMN,) if every_entry else ()))
-    with run.access.cluster() as cluster, run.job.working("Asking the bookies"):
-        racks = PlacedRacks(run, cluster, cluster.bookies.list())
-        with run.out.tree(columns.and_also(*racks.columns), LEVELS) as writer:
-            findings = run.job.complete(check_places())
-    run.out.finish_with(findings, "replica is not ok", "replicas are not ok")
+def _write(writer: RowWriter | TreeWriter, findings: Counter[bool], row: PlaceRow) -> None:
+    writer.row(row)
+    findings[row.fault is not None] += 1

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from bkctl.columns import Column, Columns, Constant, Kind
-from bkctl.errors import EntryNotFound, UsageError
+from bkctl.errors import UsageError
 from bkctl.ids import LedgerId
 
 from ..kit.columns import ALL, Output, payload_column
@@ -30,7 +31,8 @@ from ..kit.terminal import flush
 from .template import FIELDS_HELP, EntryBytes, raw_form, template_form
 
 if TYPE_CHECKING:
-    from bkctl.client.read_handle import ReadHandle
+    from bkctl.client.ledger import BookKeeper
+    from bkctl.metadata.cluster import Cluster
 
 app = group()
 
@@ -80,24 +82,30 @@ def _secret(password: bytes, *, as_admin: bool) -> bytes | None:
     return None if as_admin else password
 
 
-async def _print_entries(
-    run: Run, runs: AsyncIterator[Sequence[Any]], columns: Columns, *, form: EntryBytes | None, live: bool = False
+def _print_entries(
+    run: Run,
+    cluster: Cluster,
+    protocol: Any,
+    runs: Callable[[BookKeeper], AsyncGenerator[Sequence[Any]]],
+    columns: Columns,
+    *,
+    form: EntryBytes | None,
+    live: bool = False,
 ) -> None:
+    """Print the entries that `runs` yields for a client: in `form`, or as rows; `live`: each at once."""
     run.out.end_with_stdout()  # What --recover changes is done: the reader ends the command again.
+    bookkeeper = run.access.bookkeeper(cluster, protocol)
     if form is not None:
-        async for entries in runs:
-            run.out.raw(b"".join(map(form, entries)))
-            if live:
-                flush()
+        run.job.take_each(bookkeeper, runs, partial(_write_raw, run, form, live))
         return
     with run.out.rows(columns, live=live) as writer:
-        async for entries in runs:
-            writer.rows(entries)
+        run.job.take_each(bookkeeper, runs, writer.rows)
 
 
-async def _one_by_one(entries: AsyncIterator[Any]) -> AsyncIterator[Sequence[Any]]:
-    async for entry in entries:
-        yield (entry,)
+def _write_raw(run: Run, form: EntryBytes, live: bool, entries: Sequence[Any]) -> None:
+    run.out.raw(b"".join(map(form, entries)))
+    if live:
+        flush()
 
 
 TemplateOption = Annotated[
@@ -155,68 +163,25 @@ def read(
     The ledger's password is checked. --format raw writes the payloads' bytes and nothing else, --template each entry in
     a form of your own, as kcat does.
     """
+    from bkctl.client.ledger_series import EntryRange, read_ledger
+
     form = _entry_form(run, ledger, format, template, delimiter)
     secret = _secret(password, as_admin=as_admin)
     if last is not None and (entries.first is not None or limit is not None):
         raise UsageError("--last excludes --from and --limit")
     if entries.last is not None and limit is not None:
         raise UsageError("--to and --limit are given", hint="give one of them")
-    columns = entry_columns(ledger, body or format is not None, format)
-
-    async def work() -> None:
-        from bkctl.client.verify import read_replica
-
-        async with run.access.bookkeeper(recorded, protocol) as bookkeeper:
-            handle = await bookkeeper.open_ledger(
-                ledger.ledger_id, ledger_scope_id=ledger.scope_id, password=secret, recovery=recover
-            )
-            async with handle:
-                first, final = _range(handle, entries.first, entries.last, limit, last)
-                run.out.detail(f"ledger {ledger}: entries {first} to {final}")
-                if final < first:
-                    found = _no_entries()
-                elif bookie is not None:
-                    found = _one_by_one(read_replica(handle, bookie, first, final, verify=not no_verify))
-                else:
-                    found = handle.read_runs(first, final, verify=not no_verify)
-                await _print_entries(run, found, columns, form=form)
-
+    runs = partial(
+        read_ledger, ledger=ledger, entries=EntryRange(entries.first, entries.last, limit, last), password=secret,
+        recovery=recover, bookie_id=bookie, verify=not no_verify, note=run.out.detail,
+    )  # fmt: skip
     with (
         run.access.cluster() as cluster,
         run.consent.recorded(cluster, undo) if recover else nullcontext(cluster) as recorded,
         run.job.working(f"Reading ledger {ledger}"),
     ):
-        run.job.complete(work())
-
-
-def _range(
-    handle: ReadHandle, first: int | None, to: int | None, count: int | None, last: int | None
-) -> tuple[int, int]:
-    """Return the first and last entry to read; an empty range for an empty ledger."""
-    end = handle.last_add_confirmed
-    for flag, bound in (("--from", first), ("--to", to)):
-        if bound is not None and bound > end:
-            raise EntryNotFound(
-                f"Ledger {handle.ledger} {_extent(handle)}, and {flag} is {bound}", hint=f"drop {flag}, or give less"
-            )
-    final = end if to is None else to
-    if last is not None:
-        return max(0, final - last + 1), final
-    start = first or 0
-    return start, final if count is None else min(final, start + count - 1)
-
-
-def _extent(handle: ReadHandle) -> str:
-    end = handle.last_add_confirmed
-    if handle.is_closed:
-        return "has no entries" if end < 0 else f"ends at entry {end}"
-    return "is open and has no confirmed entries yet" if end < 0 else f"is open and confirmed up to entry {end}"
-
-
-async def _no_entries() -> AsyncIterator[Sequence[Any]]:
-    nothing: tuple[Sequence[Any], ...] = ()
-    for entries in nothing:
-        yield entries
+        columns = entry_columns(ledger, body or format is not None, format)
+        _print_entries(run, recorded, protocol, runs, columns, form=form)
 
 
 @command(
@@ -245,23 +210,17 @@ def tail_ledger(
 
     Ends when the ledger is closed, or with Ctrl-C.
     """
+    from bkctl.client.ledger_series import follow_ledger
+
     form = _entry_form(run, ledger, format, template, delimiter)
     secret = _secret(password, as_admin=as_admin)
     if start is not None and last is not None:
         raise UsageError("--from and --last are given", hint="give one of them")
     if start is not None and start < 0:
         raise UsageError(f"--from {start}: entry ids are 0 or more")
-    columns = entry_columns(ledger, body or format is not None, format)
-
-    async def work() -> None:
-        from bkctl.client.streams import tail
-
-        async with run.access.bookkeeper(cluster, protocol) as bookkeeper:
-            handle = await bookkeeper.open_ledger(ledger.ledger_id, ledger_scope_id=ledger.scope_id, password=secret)
-            async with handle:
-                first = start if start is not None else max(0, handle.last_add_confirmed + 1 - (last or 10))
-                found = _one_by_one(tail(handle, first, verify=not no_verify))
-                await _print_entries(run, found, columns, form=form, live=True)
-
+    runs = partial(
+        follow_ledger, ledger=ledger, first=start, tail_count=last or 10, password=secret, verify=not no_verify
+    )
     with run.access.cluster() as cluster, run.job.working(f"Waiting for entries of ledger {ledger}"):
-        run.job.complete(work())
+        columns = entry_columns(ledger, body or format is not None, format)
+        _print_entries(run, cluster, protocol, runs, columns, form=form, live=True)

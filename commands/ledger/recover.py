@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import aclosing
-from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -16,48 +16,17 @@ from ..kit.command import Run, command, group
 from ..kit.documents import rows_of
 from ..kit.ledger_options import ManyLedgers
 from ..kit.options import DryRun, UndoOption
-from ..kit.output import RowWriter
 from ..kit.texts import counted
 from .columns import LEDGER_COLUMNS, LEDGER_TABLE_COLUMNS, STATE_STYLE, list_columns
 
 if TYPE_CHECKING:
-    from bkctl.client.recovery import RecoveryLoss, WriterActivity
-    from bkctl.formats.metadata import LedgerMetadata
-    from bkctl.metadata.cluster import Cluster
+    from bkctl.client.recovery import RecoveryLoss, RecoveryPlan
 
 app = group()
 
 
-#: Ledgers that are looked at at once, and that the question names.
-_LOOKS_AT_ONCE: Final = 64
+#: Ledgers that the question names.
 _NAMED_MAX: Final = 5
-
-
-class RecoveryPlanRow(NamedTuple):
-    """A ledger that a recovery would close, and what it would give up."""
-
-    ledger: LedgerId
-    metadata: LedgerMetadata
-    loss: RecoveryLoss | None
-    activity: WriterActivity | None
-
-    @property
-    def effect(self) -> str:
-        """The effect of a recovery, in words."""
-        if self.activity is None:
-            return "closed already: unchanged"
-        last, later = self.activity
-        known = "without a confirmed entry" if last < 0 else f"confirmed up to entry {last}"
-        if self.metadata.state.name != "OPEN":
-            return f"IN_RECOVERY, {known}: it would be closed"
-        if self.activity.is_writing:
-            return f"OPEN, {known} and moments later up to {later}: a writer is adding entries, and would be fenced"
-        return f"OPEN, {known}, unchanged for the last second: a writer that still runs would be fenced"
-
-    @property
-    def end(self) -> RecoveryLoss | LedgerMetadata | None:
-        """The last entry and length: of the metadata if the ledger is closed, else of the loss, None without one."""
-        return self.metadata if self.metadata.is_closed else self.loss
 
 
 RECOVERY_PLAN_COLUMNS = Columns(
@@ -111,69 +80,36 @@ def recover(
     --dry-run fences nothing. It shows what a recovery would do, whether a writer is adding entries, and what would be
     given up.
     """
-    losses: dict[LedgerId, RecoveryLoss] = {}
-    closed_already: list[LedgerId] = []
-
-    async def close(writer: RowWriter) -> None:
-        """Recover and close the ledgers, each with the loss that the operator accepted, and print them."""
-        from asyncio import to_thread
-
-        async with run.access.bookkeeper(recorded) as bookkeeper:
-            for ledger in ledgers:
-                scope_id, ledger_id = ledger
-                if (await to_thread(recorded.ledgers.read, ledger)).metadata.is_closed:
-                    closed_already.append(ledger)
-                handle = await bookkeeper.open_ledger(
-                    ledger_id, ledger_scope_id=scope_id, password=None, recovery=True, accept_loss=losses.get(ledger)
-                )
-                await handle.close()
-                writer.row(ledger_row(ledger, await to_thread(recorded.ledgers.read, ledger)))
+    from bkctl.client.ledger_series import plan_recoveries, recover_ledgers
 
     with run.access.cluster() as cluster:
+        looks = partial(plan_recoveries, ledgers=ledgers, with_losses=accept_loss or dry_run)
         if dry_run:
-            with run.job.working("Looking at the ledgers"), run.out.rows(RECOVERY_PLAN_COLUMNS) as rows:
-                run.job.complete(_plan(run, cluster, ledgers, rows, with_losses=True))
+            with run.job.working("Looking at the ledgers"), run.out.rows(RECOVERY_PLAN_COLUMNS) as writer:
+                run.job.take_each(run.access.bookkeeper(cluster), looks, writer.row)
             return
+        plans: list[RecoveryPlan] = []
         with run.job.working("Looking at the ledgers"):
-            plan = run.job.complete(_plan(run, cluster, ledgers, None, with_losses=accept_loss))
-        opened = [f"Ledger {row.ledger} is {row.effect}" for row in plan if row.activity is not None]
-        losses = {row.ledger: row.loss for row in plan if row.loss is not None}
+            run.job.take_each(run.access.bookkeeper(cluster), looks, plans.append)
+        losses = {plan.ledger: plan.loss for plan in plans if plan.loss is not None}
+        opened = [f"Ledger {plan.ledger} is {plan.effect}" for plan in plans if plan.activity is not None]
         if opened:
-            more = [f"{len(opened) - _NAMED_MAX:,} more ledgers would be closed"] if len(opened) > _NAMED_MAX else []
-            lost = (_recovery_loss_text(*each) for each in losses.items())
-            run.consent.confirm("; ".join([*opened[:_NAMED_MAX], *more, *lost]))
+            run.consent.confirm(_question(opened, losses))
         with (
             run.consent.recorded(cluster, undo) as recorded,
             run.job.working("Recovering", left="fenced ledgers stay fenced: run the command again to close them"),
-            run.out.rows(list_columns(run)) as rows,
+            run.out.rows(list_columns(run)) as writer,
         ):
-            run.job.complete(close(rows))
-        if closed_already:
-            run.out.note(f"{counted(len(closed_already), 'ledger was', 'ledgers were')} closed already: unchanged")
-        for ledger, loss in losses.items():
-            run.out.note(f"Given up: {_recovery_loss_text(ledger, loss)}")
+            recovered = partial(recover_ledgers, ledgers=ledgers, losses=losses)
+            run.job.take_each(run.access.bookkeeper(recorded), recovered, lambda row: writer.row(ledger_row(*row)))
+        if closed_count := len(plans) - len(opened):
+            run.out.note(f"{counted(closed_count, 'ledger was', 'ledgers were')} closed already: unchanged")
+        run.out.notes(f"Given up: {_recovery_loss_text(*each)}" for each in losses.items())
 
 
-async def _plan(
-    run: Run, cluster: Cluster, ledgers: Iterable[LedgerId], writer: RowWriter | None, *, with_losses: bool
-) -> list[RecoveryPlanRow]:
-    """Return what a recovery of each ledger would do, and `with_losses` what it would give up; print the rows."""
-    from bkctl.tasks import in_order
-
-    rows = []
-    async with run.access.bookkeeper(cluster) as bookkeeper:
-
-        async def look(ledger: LedgerId) -> RecoveryPlanRow:
-            found, activity = await bookkeeper.watch_writer(ledger)
-            loss = (await bookkeeper.find_recovery_loss(ledger))[1] if with_losses else None
-            return RecoveryPlanRow(ledger, found.metadata, loss, activity)
-
-        async with aclosing(in_order(ledgers, look, lambda: _LOOKS_AT_ONCE)) as looks:
-            async for _, row in looks:
-                rows.append(row)
-                if writer is not None:
-                    writer.row(row)
-    return rows
+def _question(opened: list[str], losses: Mapping[LedgerId, RecoveryLoss]) -> str:
+    more = [f"{len(opened) - _NAMED_MAX:,} more ledgers would be closed"] if len(opened) > _NAMED_MAX else []
+    return "; ".join([*opened[:_NAMED_MAX], *more, *(_recovery_loss_text(*each) for each in losses.items())])
 
 
 def _recovery_loss_text(ledger: LedgerId, loss: RecoveryLoss) -> str:

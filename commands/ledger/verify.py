@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -24,23 +24,14 @@ from ..kit.options import (
     count_option,
     size_option,
 )
-from ..kit.output import RowWriter
 from ..kit.printer import Printer
 from ..kit.texts import RED, YELLOW, counted
 from .write import create_ledger
 
 if TYPE_CHECKING:
-    from bkctl.client.trials import RoundTrip
-    from bkctl.client.verify import ReplicaFinding
+    from bkctl.client.verify import Verification
 
 app = group()
-
-
-class FindingRow(NamedTuple):
-    """One finding of `ledger verify`."""
-
-    ledger: LedgerId
-    finding: ReplicaFinding
 
 
 FINDING_COLUMNS = Columns(
@@ -67,47 +58,32 @@ def verify(
     Checks presence, ids, digests and the ledger's length at each entry. Prints the findings; exit code 3 if there are
     any. Needs no password.
     """
-    from bkctl.client.verify import Verification
-
-    async def work(writer: RowWriter) -> int:
-        findings = 0
-        async with access.bookkeeper(cluster, protocol) as bookkeeper:
-            for ledger in ledgers:
-                handle = await bookkeeper.open_ledger(ledger.ledger_id, ledger_scope_id=ledger.scope_id, password=None)
-                async with handle:
-                    activity.begin(f"Verifying ledger {ledger}", handle.last_add_confirmed + 1)
-                    verification = Verification(handle, activity.update, pace=pace)
-                    async for finding in verification.findings():
-                        writer.row(FindingRow(ledger, finding))
-                findings += verification.finding_count
-                found = counted(verification.finding_count, "finding", "findings")
-                out.note(
-                    f"Ledger {ledger} {f'has {found}' if verification.finding_count else 'is sound'}: "
-                    f"{counted(verification.entry_count, 'entry', 'entries')}, "
-                    f"{counted(verification.replica_count, 'replica', 'replicas')} read"
-                )
-        return findings
+    from bkctl.client.ledger_series import verify_ledgers
 
     with (
         access.cluster() as cluster,
         job.working("Verifying", unit="entries", pace=pace) as activity,
-        out.rows(FINDING_COLUMNS, findings=True) as rows,
+        out.rows(FINDING_COLUMNS, findings=True) as writer,
     ):
-        findings = job.complete(work(rows))
-    if findings:
+        findings = partial(
+            verify_ledgers, ledgers=ledgers, begin=activity.begin, end=partial(_note_verified, out),
+            progress=activity.update, pace=pace,
+        )  # fmt: skip
+        job.take_each(access.bookkeeper(cluster, protocol), findings, writer.row)
+    if writer.count:
         where = counted(len(ledgers), "ledger", "ledgers")
-        raise FindingsError(f"{counted(findings, 'finding', 'findings')} in {where}")
+        raise FindingsError(f"{counted(writer.count, 'finding', 'findings')} in {where}")
+
+
+def _note_verified(out: Printer, ledger: LedgerId, done: Verification) -> None:
+    found = counted(done.finding_count, "finding", "findings")
+    out.note(
+        f"Ledger {ledger} {f'has {found}' if done.finding_count else 'is sound'}: "
+        f"{counted(done.entry_count, 'entry', 'entries')}, {counted(done.replica_count, 'replica', 'replicas')} read"
+    )
 
 
 _ms = "{:,} ms".format
-
-
-class TrialRow(NamedTuple):
-    """The row that `ledger test` prints."""
-
-    ledger: LedgerId
-    result: RoundTrip
-    deleted: bool
 
 
 TRIAL_COLUMNS = Columns(
@@ -151,26 +127,14 @@ def try_out(
     failure or Ctrl-C.
     """
     from bkctl.client.streams import check_entry_size
-    from bkctl.client.trials import round_trip, temporary
+    from bkctl.client.trials import try_ledger
 
     check_entry_size(size, "--size")
 
-    async def work() -> TrialRow:
-        async with access.bookkeeper(cluster, protocol) as bookkeeper:
-            handle = await create_ledger(bookkeeper, target, shape, password, {})
-            ledger = handle.ledger
-            out.note(f"Ledger {ledger}")
-            deletion = temporary(bookkeeper, ledger, out.error)
-            async with nullcontext() if keep else deletion, handle:
-                result = await round_trip(
-                    bookkeeper, handle, entry_count=count, entry_size_bytes=size, password=password,
-                    progress=activity.update,
-                )  # fmt: skip
-            return TrialRow(ledger, result, not keep)
-
-    with (
-        access.cluster() as cluster,
-        job.working("Writing and reading", total=count, unit="entries") as activity,
-    ):
-        row = job.complete(work())
-        out.show(row, TRIAL_COLUMNS)
+    with access.cluster() as cluster, job.working("Writing and reading", total=count, unit="entries") as activity:
+        create = partial(create_ledger, target=target, shape=shape, password=password, custom_metadata={})
+        trial = partial(
+            try_ledger, create=create, entry_count=count, entry_size_bytes=size, password=password, keep=keep,
+            progress=activity.update, note=out.note, report=out.error,
+        )  # fmt: skip
+        out.show(job.ask(access.bookkeeper(cluster, protocol), trial), TRIAL_COLUMNS)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from functools import partial
 from stat import S_ISDIR, S_ISREG
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from bkctl.errors import UsageError
-from bkctl.ids import LedgerId
 from bkctl.metadata.ledger_columns import ledger_row
 
 from ..kit.access import Access
@@ -81,41 +80,28 @@ def write(
     stderr at once, the closed ledger to stdout. While stdin stays open, each line is acknowledged as it arrives and can
     be tailed.
     """
-    from bkctl.client.streams import LineSplitter, RecordSplitter, write_stream
+    from bkctl.client.streams import LineSplitter, RecordSplitter, write_ledger
 
     names = files or ["-"]
     if names.count("-") > 1:
         raise UsageError("- (stdin) is given twice")
-    splitter: Callable[[], Any] = LineSplitter if record_size is None else lambda: RecordSplitter(record_size)
+    splitter: Callable[[], Any] = LineSplitter if record_size is None else partial(RecordSplitter, record_size)
     splitter()
     sizes = [None if name == "-" else _readable_size(name) for name in names]
     total = None if None in sizes else sum(size or 0 for size in sizes)
     if "-" in names and sys.stdin is None:
         raise UsageError("stdin is closed, so there is nothing to write", hint="give files, or < /dev/null for none")
 
-    async def work() -> LedgerId:
-        async with access.bookkeeper(cluster, protocol) as bookkeeper:
-            handle = await create_ledger(bookkeeper, target, shape, password, custom_metadata)
-            try:
-                async with handle:
-                    out.note(f"Ledger {handle.ledger}")
-                    for name in names:
-                        with ExitStack() as stack:
-                            file = 0 if name == "-" else stack.enter_context(open(name, "rb")).fileno()
-                            await write_stream(handle, file, splitter(), activity.advance)
-            except BaseException:
-                if handle.is_closed:
-                    out.note(f"Ledger {handle.ledger} is closed after its last acknowledged entry")
-                else:
-                    out.error(f"Ledger {handle.ledger} is not closed: 'bkctl ledger recover {handle.ledger}' closes it")
-                raise
-            return handle.ledger
-
+    create = partial(create_ledger, target=target, shape=shape, password=password, custom_metadata=custom_metadata)
     # A progress line would disturb a user who types.
     typed = "-" in names and sys.stdin.isatty()
     with access.cluster() as cluster:
         with job.working("Writing", total=total, unit="bytes", enabled=not typed) as activity:
-            ledger = job.complete(work())
+            work = partial(
+                write_ledger, create=create, names=names, splitter=splitter, progress=activity.advance,
+                note=out.note, report=out.error,
+            )  # fmt: skip
+            ledger = job.ask(access.bookkeeper(cluster, protocol), work)
         out.show(ledger_row(ledger, cluster.ledgers.read(ledger)), LEDGER_COLUMNS)
 
 

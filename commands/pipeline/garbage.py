@@ -15,7 +15,7 @@ from ..entrylog.logs import ratio_text
 from ..kit.command import Run, command, group
 from ..kit.documents import rows_of
 from ..kit.texts import GREEN, counted, size_text
-from .columns import BOOKIE, BOOKIES, FILE, LEDGER, LOG, LOGS, SIZE, sums_of
+from .columns import BOOKIE, BOOKIES, FILE, LEDGER, LOG, LOGS, SIZE, Sums, sums_of
 from .common import Job, JobOptions, JobResult, Places, SparkOptions, by_option, show_result
 from .page import Bar, Section, bars, table, top_rows
 from .saves import SaveOption

@@ -15,6 +15,7 @@ from bkctl.errors import BkctlError, Corrupt, LedgerNotFound, NotFound
 from bkctl.formats.metadata import LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
+from bkctl.metadata.ledger_columns import LedgerRow, ledger_rows
 from bkctl.metadata.ledgers import VersionedMetadata
 from bkctl.metadata.pulsar_topics import TopicFilter
 from bkctl.metadata.store import MetadataStore, Versioned
@@ -214,6 +215,84 @@ def list_ledgers(
             unreadable(ledger, found)
         elif query is NO_QUERY or query.matches(found, now_ms):
             yield ledger, found
+
+
+class LedgerListing:
+    """The ledgers of a scope (None: all) that a query finds, in order, up to `limit`.
+
+    `skip` gets each new error of unreadable metadata, which is raised without it. `progress` gets the number of ledgers
+    read, `found` of those that the query found.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        scope_id: int | None,
+        query: LedgerQuery,
+        *,
+        after: LedgerId | None = None,
+        limit: int | None = None,
+        skip: Callable[[BkctlError], None] | None = None,
+        progress: Callable[[int], None] = lambda _: None,
+        found: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        self._cluster, self._scope_id, self._after, self._limit = cluster, scope_id, after, limit
+        self._query = query if query.needs_metadata else NO_QUERY
+        self._skip, self._progress, self._found = skip, progress, found
+        self.found_count = 0
+        #: Ledgers whose metadata could not be read → the error.
+        self.unreadable: dict[LedgerId, str] = {}
+
+    def ids(self) -> Iterator[LedgerId]:
+        """Yield the ids; without a query they are known without metadata."""
+        if self._query.needs_metadata:
+            return (ledger for ledger, _ in self._ledgers())
+        return islice(self._cluster.ledgers.ledgers(self._scope_id, self._after), self._limit)
+
+    def rows(self) -> Iterator[LedgerRow]:
+        """Yield the rows. Raises NotFound if the bookie of the query is unknown, and no ledger names it."""
+        return ledger_rows(self._ledgers())
+
+    def _ledgers(self) -> Iterator[tuple[LedgerId, VersionedMetadata]]:
+        found = list_ledgers(
+            self._cluster, self._scope_id, after=self._after, query=self._query,
+            unreadable=None if self._skip is None else self._note_unreadable, progress=self._progress,
+        )  # fmt: skip
+        return self._counted(islice(found, self._limit)) if self._query.needs_metadata else islice(found, self._limit)
+
+    def _note_unreadable(self, ledger: LedgerId, error: BkctlError) -> None:
+        if self.unreadable.get(ledger) != str(error) and self._skip is not None:
+            self._skip(error)
+        self.unreadable[ledger] = str(error)
+
+    def _counted(
+        self, ledgers: Iterator[tuple[LedgerId, VersionedMetadata]]
+    ) -> Iterator[tuple[LedgerId, VersionedMetadata]]:
+        before = self.found_count
+        for each in ledgers:
+            self.found_count += 1
+            self._found(self.found_count)
+            yield each
+        bookie_id = self._query.bookie_id
+        if self.found_count == before and bookie_id is not None and self._cluster.bookies.get(bookie_id) is None:
+            raise NotFound(
+                f"No bookie {bookie_id}, and no such ledger names it", hint="'bkctl bookies list' shows them"
+            )
+
+
+class ScopeCounts(NamedTuple):
+    """Numbers of scopes but one, and of all ledgers, each up to a limit."""
+
+    other_scopes: int
+    ledgers: int
+
+
+def count_scopes(cluster: Cluster, scope_id: int | None, limit: int) -> ScopeCounts:
+    """Count up to `limit` scopes besides `scope_id`, and up to `limit` ledgers of every scope."""
+    return ScopeCounts(
+        sum(scope != scope_id for scope in islice(cluster.ledgers.scopes(), limit)),
+        sum(1 for _ in islice(cluster.ledgers.ledgers(None), limit)),
+    )
 
 
 class BookieLedgers(NamedTuple):
