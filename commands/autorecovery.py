@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import typer
 
 from bkctl.columns import TEXTS, Column, Columns, Kind
-from bkctl.errors import AlreadyExists, BkctlError, Corrupt, NotFound, UsageError
-from bkctl.ids import LedgerId
+from bkctl.errors import AlreadyExists, BkctlError, NotFound, UsageError
 
 from .kit.access import Access
+from .kit.columns import COUNT_COLUMNS
 from .kit.command import Run, command, group
 from .kit.consent import Consent
 from .kit.documents import object_of, rows_of
@@ -28,21 +28,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bkctl.config import BookieConfig
-    from bkctl.metadata.cluster import Cluster
-    from bkctl.metadata.underreplication import AuditorCheck, AutoRecoveryState, UnderreplicatedLedger
-
-T = TypeVar("T")
+    from bkctl.metadata.underreplication import AuditorCheck
+    from bkctl.metadata.underreplication.marks import MarkChange
 
 app = group()
 
 _SPAN_OF_NO_CHECK_MS = 21 * 24 * 3600 * 1000
-
-
-def _state(cluster: Cluster) -> AutoRecoveryState:
-    from bkctl.metadata.underreplication import AutoRecoveryState
-
-    cluster.layout()  # Without a cluster all would look well.
-    return AutoRecoveryState(cluster.store)
 
 
 # --- run ------------------------------------------------------------------------------------------------------------
@@ -93,6 +84,7 @@ def run_auto_recovery(
     it runs; logs go to stderr.
     """
     from bkctl.config import BookieConfig
+    from bkctl.metadata.admin.auto_recovery import auto_recovery_of
     from bkctl.metadata.store import TLS_REFRESH_S
     from bkctl.replication.daemon import AutoRecovery, serve
 
@@ -103,7 +95,7 @@ def run_auto_recovery(
     bookie_id = own_id or _own_id(config)
     job.log()
     with access.cluster() as cluster:
-        _state(cluster)
+        auto_recovery_of(cluster)
         auto_recovery = AutoRecovery(
             cluster, config, bookie_id,
             scopes=scopes, tls=access.bookie_tls(TLS_REFRESH_S), addresses=access.bookie_addresses(),
@@ -127,22 +119,6 @@ def _own_id(config: BookieConfig) -> str:
 
 
 # --- status ---------------------------------------------------------------------------------------------------------
-
-
-class StatusRow(NamedTuple):
-    """Auto-recovery at a glance."""
-
-    enabled: bool
-    auditor_id: str | None
-    scoped_auditor_id: str | None
-    delay_s: int | None
-    underreplicated: bool | None
-    worker_count: int
-    all_ledgers_ms: int | None
-    placement_policy_ms: int | None
-    replicas_ms: int | None
-    #: Since when no auditor looks for ledgers that lack replicas, in words; None while one does.
-    not_audited: str | None
 
 
 STATUS_COLUMNS = Columns(
@@ -173,39 +149,12 @@ def status(out: Printer, access: Access, watch: WatchOption) -> None:
     Shows the switch, the auditors, the delay, marked and locked ledgers, and the times of the last checks. Without a
     mark UNDERREPLICATED is `no` only while an auditor looks; else NOT AUDITED says since when none does.
     """
-    from bkctl.metadata.store import attempt
-    from bkctl.metadata.underreplication import AuditorCheck
+    from bkctl.metadata.admin.auto_recovery import recovery_status
 
     problems: list[BkctlError] = []
-
-    def read(call: Callable[[], T | None]) -> T | None:
-        found = attempt(call)
-        if isinstance(found, BkctlError):
-            problems.append(found)
-            return None
-        return found
-
-    def look() -> Iterator[StatusRow]:
-        problems.clear()
-        has_marks, not_audited = state.marks.has_marks(), read(state.why_not_audited)
-        yield StatusRow(
-            enabled=state.settings.is_enabled(),
-            auditor_id=read(state.election.auditor),
-            scoped_auditor_id=read(lambda: state.election.auditor(scoped=True)),
-            delay_s=read(lambda: state.settings.lost_bookie_recovery_delay_s() or 0),
-            underreplicated=True if has_marks else None if not_audited else False,
-            worker_count=sum(1 for _ in state.locks.list()),
-            all_ledgers_ms=read(lambda: state.settings.check_ctime_ms(AuditorCheck.ALL_LEDGERS)),
-            placement_policy_ms=read(lambda: state.settings.check_ctime_ms(AuditorCheck.PLACEMENT_POLICY)),
-            replicas_ms=read(lambda: state.settings.check_ctime_ms(AuditorCheck.REPLICAS)),
-            not_audited=not_audited,
-        )
-
     with access.cluster() as cluster:
-        state = _state(cluster)
-        out.watch(watch, look, STATUS_COLUMNS, single=True)
-    if problems:
-        raise problems[0]
+        out.watch(watch, partial(recovery_status, cluster, problems), STATUS_COLUMNS, single=True)
+    out.raise_first(problems[:1])
 
 
 class SwitchState(NamedTuple):
@@ -223,8 +172,10 @@ SWITCH_COLUMNS = Columns(
 
 
 def _switch(run: Run, enabled: bool, undo: Path | None) -> None:
+    from bkctl.metadata.admin.auto_recovery import auto_recovery_of
+
     with run.access.cluster() as cluster, run.consent.recorded(cluster, undo) as recorded:
-        state = _state(recorded)
+        state = auto_recovery_of(recorded)
         try:
             (state.settings.enable if enabled else state.settings.disable)()
             changed = True
@@ -270,10 +221,6 @@ def disable(run: Run, undo: UndoOption = None) -> None:
 # --- marked ledgers -------------------------------------------------------------------------------------------------
 
 
-def _age_s(row: Any) -> int | None:
-    return None if row.ctime_ms is None else max(0, time.time_ns() // 1_000_000 - row.ctime_ms) // 1000
-
-
 MISSING_COLUMN = Column(
     "MISSING ON", "missingReplicas", lambda row: list(row.missing_replicas), Kind.NESTED, shape=TEXTS, text=", ".join
 )
@@ -281,21 +228,11 @@ MARK_COLUMNS = Columns(
     Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
     MISSING_COLUMN,
     Column("MARKED", "ctime", "ctime_ms", Kind.TIME),
-    Column("AGE", "ageSeconds", _age_s, Kind.INTEGER, text=time_text),
+    Column("AGE", "ageSeconds", "age_s", Kind.INTEGER, text=time_text),
     Column("WORKER", "worker", "worker"),
     key="ledger",
     none="No ledgers are marked as under-replicated",
 )
-COUNT_COLUMNS = Columns(Column("LEDGERS", "count", int, Kind.INTEGER), key=None)
-
-
-class MarkRow(NamedTuple):
-    """A marked ledger, and its present worker."""
-
-    ledger: LedgerId
-    missing_replicas: tuple[str, ...]
-    ctime_ms: int | None
-    worker: str | None
 
 
 @command(
@@ -331,43 +268,14 @@ def list_marked(
 
     Shows missing entries by bookie, age, and the worker that has them.
     """
-    problems: dict[str, BkctlError] = {}
+    from bkctl.metadata.admin.auto_recovery import MarkFilter, list_marks
 
-    def look() -> Iterator[MarkRow]:
-        problems.clear()
-        locks = {} if count else {lock.ledger: lock.owner or "?" for lock in state.locks.list(scope)}
-        for ledger, found in state.marks.list(scope):
-            if isinstance(found, BkctlError):
-                problems[str(found)] = found
-            elif _wanted(found):
-                yield MarkRow(ledger, found.missing_replicas, found.ctime_ms, locks.get(ledger))
-
-    def _wanted(mark: UnderreplicatedLedger) -> bool:
-        replicas = mark.missing_replicas
-        age_s = _age_s(mark)
-        return (
-            (not missing or any(each in replicas for each in missing))
-            and not any(each in replicas for each in not_missing or ())
-            and (older_than is None or (age_s is not None and age_s >= older_than))
-        )
-
+    problems: list[BkctlError] = []
+    chosen = MarkFilter(missing or (), not_missing or (), older_than)
     with access.cluster() as cluster, job.working("Listing under-replicated ledgers", enabled=watch is None):
-        state = _state(cluster)
-        if count:
-            out.watch(watch, lambda: iter([sum(1 for _ in look())]), COUNT_COLUMNS, single=True)
-        else:
-            out.watch(watch, look, MARK_COLUMNS)
-    if problems:
-        raise next(iter(problems.values()))
-
-
-class Work(NamedTuple):
-    """A ledger that is being replicated; `length` in bytes, None if it was deleted or cannot be read."""
-
-    ledger: LedgerId
-    worker: str | None
-    ctime_ms: int | None
-    length: int | None
+        look = partial(list_marks, cluster, scope, chosen, problems, with_workers=not count)
+        out.watch(watch, look, MARK_COLUMNS, count=count)
+    out.raise_first(problems[:1])
 
 
 LOCK_COLUMNS = Columns(
@@ -387,16 +295,10 @@ def workers(out: Printer, access: Access, scope: ScopeOfAny, watch: WatchOption)
     Apache's workers give their host name.
     """
 
-    def look() -> Iterator[Work]:
-        locks = list(state.locks.list(scope))
-        ledgers = cluster.ledgers.read_many(lock.ledger for lock in locks)
-        for lock, (_, found) in zip(locks, ledgers, strict=True):
-            length = None if isinstance(found, BkctlError) else found.metadata.length
-            yield Work(lock.ledger, lock.owner, lock.ctime_ms, length)
+    from bkctl.metadata.admin.auto_recovery import list_work
 
     with access.cluster() as cluster:
-        state = _state(cluster)
-        out.watch(watch, look, LOCK_COLUMNS)
+        out.watch(watch, partial(list_work, cluster, scope), LOCK_COLUMNS)
 
 
 MARKED_COLUMNS = Columns(
@@ -405,14 +307,6 @@ MARKED_COLUMNS = Columns(
     Column("CHANGED", "changed", "changed", Kind.BOOLEAN),
     key="ledger",
 )
-
-
-class Marked(NamedTuple):
-    """A ledger and its requested mark; `changed` is False if the mark was as requested."""
-
-    ledger: LedgerId
-    missing_replicas: tuple[str, ...]
-    changed: bool
 
 
 @command(
@@ -442,35 +336,19 @@ def mark(
     """
     if not missing:
         raise UsageError("No bookie that lacks entries is named", hint="add --missing BOOKIE")
+    from bkctl.metadata.admin.auto_recovery import auto_recovery_of, check_in_ensembles, mark_ledgers
+
     with access.cluster() as cluster:
-        state = _state(cluster)
-        if not state.settings.is_enabled():
+        if not auto_recovery_of(cluster).settings.is_enabled():
             out.note("Auto-recovery is disabled: no worker reads the marks until it is enabled")
-        # All are looked at before the first is marked.
-        for ledger, found in cluster.ledgers.read_many(ledgers):
-            if isinstance(found, BkctlError):
-                raise found
-            for bookie_id in missing:
-                if not any(bookie_id in fragment.bookies for fragment in found.metadata.ensembles):
-                    raise UsageError(
-                        f"Bookie {bookie_id} is in no ensemble of ledger {ledger}",
-                        hint=f"'bkctl ledger locate {ledger}' shows its bookies",
-                    )
+        check_in_ensembles(cluster, ledgers, missing)
         with out.rows(MARKED_COLUMNS) as writer, consent.recorded(cluster, undo) as recorded:
-            state = _state(recorded)
-            for ledger in ledgers:
-                before = state.marks.get(ledger)
-                present = () if before is None else before.missing_replicas
-                wanted = tuple(dict.fromkeys((*present, *missing)))
-                suspects = () if before is None else before.suspects
-                changed = (
-                    wanted != present or not {*missing} <= {*suspects}
-                    if dry_run
-                    else state.marks.add(ledger, missing, suspect=True)
-                )
-                writer.row(Marked(ledger, wanted, changed))
-                if not changed:
-                    out.note(f"Ledger {ledger} was marked for {', '.join(missing)} already")
+            marked = mark_ledgers(recorded, ledgers, missing, dry_run=dry_run)
+            writer.rows(out.noting(marked, partial(_already_marked, missing)))
+
+
+def _already_marked(missing: list[str], row: MarkChange) -> str | None:
+    return None if row.changed else f"Ledger {row.ledger} was marked for {', '.join(missing)} already"
 
 
 @command(
@@ -494,48 +372,20 @@ def unmark(
 
     The workers of auto-recovery then no longer replicate them.
     """
-    from bkctl.metadata.underreplication import mark_path, parse_mark
+    from bkctl.metadata.admin.auto_recovery import stored_marks, unmark_ledgers
 
     with access.cluster() as cluster:
-        marks = {}
-        for ledger in ledgers:
-            found = cluster.store.get(mark_path(ledger))
-            if found is None:
-                out.note(f"Ledger {ledger} is not marked as under-replicated")
-            else:
-                marks[ledger] = found
-
-        def taken_away(ledger: LedgerId) -> Marked:
-            try:
-                replicas = parse_mark(ledger, marks[ledger]).missing_replicas
-            except Corrupt:
-                replicas = ()  # A damaged mark is removed, too.
-            return Marked(ledger, replicas, True)
-
+        marks = stored_marks(cluster, ledgers)
+        out.notes(f"Ledger {each} is not marked as under-replicated" for each in ledgers if each not in marks)
         if marks and not dry_run:
             consent.confirm(
                 f"{counted(len(marks), 'ledger', 'ledgers')} would not be replicated, until an audit marks them again"
             )
-        with out.rows(MARKED_COLUMNS, findings=True) as writer:
-            if dry_run:
-                writer.rows(map(taken_away, marks))
-                return
-            with consent.recorded(cluster, undo) as recorded:
-                recorded_marks = _state(recorded).marks
-                for ledger, found in marks.items():
-                    recorded_marks.remove(ledger, found.version)
-                    writer.row(taken_away(ledger))
+        with out.rows(MARKED_COLUMNS, findings=True) as writer, consent.recorded(cluster, undo) as recorded:
+            writer.rows(unmark_ledgers(recorded, marks, dry_run=dry_run))
 
 
 # --- the auditor ----------------------------------------------------------------------------------------------------
-
-
-class Vote(NamedTuple):
-    """A candidate for auditor; the first of each kind is the auditor."""
-
-    bookie_id: str
-    scoped: bool
-    elected: bool
 
 
 VOTE_COLUMNS = Columns(
@@ -556,32 +406,19 @@ def auditor(
 
     Also shows the auditor of the scopes, if there is one. Exit code 4 if there is none.
     """
+    from bkctl.metadata.admin.auto_recovery import list_votes
+
+    problems: list[BkctlError] = []
     with access.cluster() as cluster:
-        state = _state(cluster)
-        votes = [
-            (vote, scoped, at == 0)
-            for scoped in (False, True)
-            for at, vote in enumerate(state.election.votes(scoped=scoped))
-            if at == 0 or all_votes
-        ]
-    if not votes:
+        votes = list_votes(cluster, problems, every=all_votes)
+    if not votes and not problems:
         raise NotFound("No auditor is elected", hint="'bkctl autorecovery run' starts auto-recovery")
-    out.render([Vote(vote, *rest) for vote, *rest in votes if isinstance(vote, str)], VOTE_COLUMNS)
-    for vote, *_ in votes:
-        if isinstance(vote, BkctlError):
-            raise vote
+    out.render(votes, VOTE_COLUMNS)
+    out.raise_first(problems[:1])
 
 
 #: The auditor's periodic checks as --reset-clock names them → their names in AuditorCheck.
 CHECKS: Final = {"all-ledgers": "ALL_LEDGERS", "placement": "PLACEMENT_POLICY", "replicas": "REPLICAS"}
-
-
-class ClockRow(NamedTuple):
-    """The last run of a check, before and after its clock was reset."""
-
-    check: str
-    before_ms: int | None
-    after_ms: int
 
 
 #: The id of the auditor that was asked to audit.
@@ -631,19 +468,16 @@ def audit(
 
     Without options, the auditor looks for lost bookies.
     """
+    from bkctl.metadata.admin.auto_recovery import auto_recovery_of, reset_clocks
+
     checks = {} if reset_clock is None else _checks(reset_clock)
     with access.cluster() as cluster:
-        state = _state(cluster)
         if not checks:
-            out.show(state.trigger_audit(dry_run=dry_run), AUDITED_COLUMNS)
+            out.show(auto_recovery_of(cluster).trigger_audit(dry_run=dry_run), AUDITED_COLUMNS)
             return
         after_ms = time.time_ns() // 1_000_000 - _SPAN_OF_NO_CHECK_MS
-        rows = [ClockRow(name, state.settings.check_ctime_ms(check), after_ms) for name, check in checks.items()]
-        if not dry_run:
-            with consent.recorded(cluster, undo) as recorded:
-                for check in checks.values():
-                    for scoped in (False, True):
-                        _state(recorded).settings.set_check_ctime_ms(check, after_ms, scoped=scoped)
+        with consent.recorded(cluster, undo) as recorded:
+            rows = reset_clocks(recorded, after_ms, checks, dry_run=dry_run)
     out.render(rows, CLOCK_COLUMNS)
     out.note("The checks run when an auditor starts next; restart the auditor to have them now")
 
@@ -681,8 +515,10 @@ def delay(
     dry_run: DryRun = False,
 ) -> None:
     """Show or set the delay before a bookie counts as lost."""
+    from bkctl.metadata.admin.auto_recovery import auto_recovery_of
+
     with access.cluster() as cluster:
-        state = _state(cluster)
+        state = auto_recovery_of(cluster)
         if seconds is None:
             stored = state.settings.lost_bookie_recovery_delay_s()
             out.show(Delay(stored or 0, stored is not None), DELAY_COLUMNS)
@@ -692,5 +528,5 @@ def delay(
             raise UsageError(f"DELAY {seconds}: not whole seconds")
         if not dry_run:
             with consent.recorded(cluster, undo) as recorded:
-                _state(recorded).settings.set_lost_bookie_recovery_delay_s(int(wanted))
+                auto_recovery_of(recorded).settings.set_lost_bookie_recovery_delay_s(int(wanted))
         out.show(Delay(int(wanted), True), DELAY_COLUMNS)

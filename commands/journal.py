@@ -26,7 +26,6 @@ from .kit.records import (
     directories_argument,
     note_digests,
     print_records,
-    raise_first,
     shown_record_columns,
 )
 from .kit.texts import GREEN, RED, YELLOW, counted
@@ -85,7 +84,7 @@ def list_journals(
             yield summary
 
     run.out.render(rows(), JOURNAL_COLUMNS)
-    raise_first(run, errors)
+    run.out.raise_first(errors)
 
 
 @command(
@@ -191,7 +190,7 @@ def lastmark(
 
     latest = latest_marks(run.access.directories(directories))
     run.out.render(latest.marks, MARK_COLUMNS)
-    raise_first(run, [error for _, error in latest.damaged])
+    run.out.raise_first([error for _, error in latest.damaged])
 
 
 # --- verify ---------------------------------------------------------------------------------------------------------
@@ -291,7 +290,7 @@ def verify(
         note_digests(run, checker, always=digest.wanted)
     if errors and findings:
         run.out.error(counted(findings, "finding", "findings"))
-    raise_first(run, errors)
+    run.out.raise_first(errors)
     run.out.finish_with(findings, "finding", "findings")
 
 
@@ -399,7 +398,7 @@ def stats(
             sums = _sums(_statistics(files, errors), by)
             sums.sort(key=itemgetter(2), reverse=True)
             run.out.render(sums if top is None else sums[:top], SUM_COLUMNS[by])
-    raise_first(run, errors)
+    run.out.raise_first(errors)
 
 
 def _statistics(files: list[Path], errors: list[BkctlError]) -> Iterator[JournalStatistics]:

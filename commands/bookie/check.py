@@ -18,7 +18,7 @@ from ..kit.command import Run, command, group
 from ..kit.documents import rows_of
 from ..kit.ledger_options import LEDGERS_BY_OPTION, LedgersOrAll, scope_option
 from ..kit.options import DigestToCheck, LedgerPassword, ReadPace, combined, number_option, text_option
-from ..kit.records import Directories, raise_first
+from ..kit.records import Directories
 from ..kit.texts import counted, size_text
 from .files import index_app
 
@@ -176,7 +176,7 @@ def _finish(run: Run, counts: Counts) -> None:
         run.out.error(
             f"{counted(counts.error_count - len(counts.errors), 'more index is', 'more indexes are')} damaged"
         )
-    raise_first(run, counts.errors)
+    run.out.raise_first(counts.errors)
     run.out.finish_with(counts.findings, "finding", "findings")
 
 

@@ -20,7 +20,7 @@ from ..kit.job import LongWork
 from ..kit.ledger_options import AnyLedgers
 from ..kit.options import number_option
 from ..kit.printer import Printer
-from ..kit.records import Directories, DirOption, ShowSecretsOption, raise_first
+from ..kit.records import Directories, DirOption, ShowSecretsOption
 from ..kit.texts import words
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def files(
     errors: list[BkctlError] = []
     columns = run.out.table_columns(FILE_TABLE_COLUMNS, FILE_COLUMNS)
     run.out.render((_file_row(file, errors) for file in found if not kinds or file.kind in kinds), columns)
-    raise_first(run, errors)
+    run.out.raise_first(errors)
 
 
 def _file_row(file: BookieFile, errors: list[BkctlError]) -> FileRow:
@@ -260,7 +260,7 @@ def show(
             columns = META_COLUMNS.and_also(MASTER_KEY) if show_secrets else META_COLUMNS
             errors: list[BkctlError] = []
             run.out.render(_metas(indexes, ledgers, errors, named=which.ledgers is not None), columns)
-            raise_first(run, errors)
+            run.out.raise_first(errors)
         elif gaps:
             run.out.render(_gaps(indexes, which.ledgers or []), GAP_COLUMNS)
         else:

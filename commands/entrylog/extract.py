@@ -24,7 +24,7 @@ from ..kit.documents import object_of
 from ..kit.ledger_options import ledger_option, scope_option
 from ..kit.lines import Lines
 from ..kit.options import Entries, EntryIdRange, LedgerPassword, combined, digest_type_option
-from ..kit.records import DirOption, raise_first
+from ..kit.records import DirOption
 from ..kit.texts import counted
 from .logs import LogNames, find_logs, log_id_hex
 
@@ -195,7 +195,7 @@ def extract(
             hint=f"write them to another file with --from {left}",
         )
         problems.insert(0, full)
-    raise_first(run, problems)
+    run.out.raise_first(problems)
     run.out.finish_with(finding_count, "finding", "findings")
 
 
@@ -216,7 +216,7 @@ def _last_entry_id(run: Run, ledger: LedgerId) -> int | None:
 
 def _raise_nothing_found(run: Run, extraction: LedgerExtraction, entries: EntryIdRange, log_count: int) -> NoReturn:
     """Raise the first problem of the logs, else NotFound."""
-    raise_first(run, extraction.problems)
+    run.out.raise_first(extraction.problems)
     wanted = ""
     if entries != (None, None):
         wanted = f"from {entries.first or 0} to {'the last' if entries.last is None else entries.last} "

@@ -17,7 +17,7 @@ from ..kit.columns import hex_column
 from ..kit.command import Run, command, group
 from ..kit.documents import rows_of
 from ..kit.options import Composite, combined, text_option
-from ..kit.records import DirOption, raise_first
+from ..kit.records import DirOption
 from ..kit.texts import GREEN, RED, YELLOW, counted, size_text
 from .logs import (
     AllOption,
@@ -101,7 +101,7 @@ def active(
             ),
             ACTIVE_COLUMNS,
         )
-    raise_first(run, errors)
+    run.out.raise_first(errors)
 
 
 class UseRow(NamedTuple):
@@ -195,7 +195,7 @@ def garbage(
         run.out.render(rows, GARBAGE_COLUMNS)
     if sums.count:
         run.out.note(str(sums))
-    raise_first(run, errors)
+    run.out.raise_first(errors)
 
 
 def _modified(row: UseRow) -> float:

@@ -12,7 +12,7 @@ from bkctl.errors import BkctlError, NotFound
 from ..kit.columns import hex_column
 from ..kit.command import Run, command, group
 from ..kit.documents import rows_of
-from ..kit.records import DirOption, Records, directories_argument, print_records, raise_first, shown_record_columns
+from ..kit.records import DirOption, Records, directories_argument, print_records, shown_record_columns
 from ..kit.texts import YELLOW
 from .logs import (
     LogNames,
@@ -110,7 +110,7 @@ def list_logs(
     else:
         ordered = sorted(summaries, key=lambda each: -each.file.size if order is LogOrder.SIZE else each.file.mtime_ms)
         run.out.render(map(LogRow, ordered), LOG_COLUMNS)
-    raise_first(run, errors)
+    run.out.raise_first(errors)
 
 
 class ShareRow(NamedTuple):
@@ -165,7 +165,7 @@ def show(run: Run, names: LogNames = None, directories: DirOption = None) -> Non
 
     with run.job.working("Reading entry logs"):
         run.out.render(rows(), SHARE_COLUMNS)
-    raise_first(run, errors)
+    run.out.raise_first(errors)
 
 
 @command(

@@ -15,7 +15,7 @@ from ..kit.columns import Output, hex_column
 from ..kit.command import Run, command, group
 from ..kit.documents import rows_of
 from ..kit.options import DigestToCheck, LedgerPassword, ReadPace
-from ..kit.records import DirOption, note_digests, raise_first
+from ..kit.records import DirOption, note_digests
 from ..kit.texts import RED, YELLOW, counted
 from .logs import LogNames, file_column, find_logs, log_id_hex, log_key
 
@@ -130,7 +130,7 @@ def verify(
         run.out.note(f"{sound} sound: {counted(entry_count, 'entry', 'entries')}; -o wide lists them")
     if checker is not None:
         note_digests(run, checker)
-    raise_first(run, errors)
+    run.out.raise_first(errors)
     run.out.finish_with(findings, "finding", "findings")
 
 

@@ -254,7 +254,7 @@ def print_records(
             f"{counted(tally.unknown, 'entry', 'entries')} of scope 0 without a known start of the payload; "
             "add --digest-type"
         )
-    raise_first(run, errors)
+    run.out.raise_first(errors)
     if sizes and options.position_first > max(sizes.values()):
         path, size = max(sizes.items(), key=itemgetter(1))
         raise NotFound(f"{path} ends at byte {size}, before --from-pos {options.position_first}")
@@ -320,11 +320,3 @@ def note_digests(run: Run, checker: DigestChecker, *, always: bool = False) -> N
     if (hint := checker.hint()) is not None:
         unchecked = counted(counts.unknown + counts.without_password, "entry", "entries")
         run.out.note(f"{unchecked} could not be checked: {hint}")
-
-
-def raise_first(run: Run, errors: list[BkctlError]) -> None:
-    """Print all errors but the first, which is raised."""
-    for error in errors[1:]:
-        run.out.error(error)
-    if errors:
-        raise errors[0]

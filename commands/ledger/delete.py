@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bkctl.columns import Column, Columns, Kind, value_at
-from bkctl.errors import AlreadyExists, Conflict
+from bkctl.errors import AlreadyExists, BkctlError
 from bkctl.ids import LedgerId
 from bkctl.pace import Pace
 
@@ -23,13 +23,12 @@ from ..kit.options import (
     UndoOption,
     pace_option,
 )
-from ..kit.output import RowWriter
 from ..kit.texts import counted, size_text
 from .columns import STATE_STYLE
 from .listing import parse_states
 
 if TYPE_CHECKING:
-    from bkctl.metadata.admin.removal import Removal, RemovalPlan
+    from bkctl.metadata.admin.removal import RemovalPlan
     from bkctl.metadata.cluster import Cluster
 
 app = group()
@@ -90,24 +89,16 @@ def delete(
     from bkctl.metadata.admin.removal import plan_removal, remove_ledgers
 
     states = parse_states(if_state, "--if-state")
-    first: list[Removal] = []
+    errors: list[BkctlError] = []
     with run.access.cluster() as cluster, run.out.rows(DELETED_COLUMNS) as writer:
-
-        def seen(row: Removal) -> None:
-            if len(first) < 5:
-                first.append(row)
-            if dry_run:
-                writer.row(row)
-
         with run.job.working("Looking at the ledgers"):
-            plan = plan_removal(cluster, ledgers, states=states, keep_missing=ignore_missing, seen=seen)
-        if plan.failures and not keep_going:
-            error = plan.failures[0].error
-            assert error is not None
-            raise Conflict(f"{error.message}; nothing was deleted") if isinstance(error, Conflict) else error
-        failures = sum(_show(run, writer, row) for row in plan.failures)
+            seen = {"seen": writer.row} if dry_run else {}
+            plan = plan_removal(cluster, ledgers, states=states, keep_missing=ignore_missing, **seen)
+        if not keep_going:
+            plan.check()
+        writer.rows(run.out.reporting(plan.failures, errors))
         if plan.ledgers and not dry_run:
-            run.consent.confirm(_loss(plan, first))
+            run.consent.confirm(_loss(plan))
             if backup is not None:
                 _export(run, cluster, plan.ledgers, backup)
             total, left = len(plan.ledgers), "deleted ledgers stay deleted: run the command again for the rest"
@@ -115,26 +106,11 @@ def delete(
                 run.consent.recorded(cluster, undo) as recorded,
                 run.job.working("Deleting", total=total, unit="ledgers", left=left, pace=pace) as activity,
             ):
-                for row in remove_ledgers(
-                    recorded,
-                    plan.ledgers,
-                    states=states,
-                    keep_missing=ignore_missing,
-                    keep_going=keep_going,
-                    pace=pace,
-                ):
-                    activity.advance()
-                    if row.error is None or keep_going:  # Else it is raised.
-                        failures += _show(run, writer, row)
-    run.out.finish_with(failures, "ledger was not deleted", "ledgers were not deleted")
-
-
-def _show(run: Run, writer: RowWriter, row: Removal) -> bool:
-    """Print a removal, and its error; return True if it failed."""
-    writer.row(row)
-    if row.error is not None:
-        run.out.error(row.error)
-    return row.error is not None
+                removed = remove_ledgers(
+                    recorded, plan.ledgers, states=states, keep_missing=ignore_missing, keep_going=keep_going, pace=pace
+                )
+                writer.rows(run.out.reporting(activity.counting(removed), errors))
+    run.out.finish_with(len(errors), "ledger was not deleted", "ledgers were not deleted")
 
 
 def _export(run: Run, cluster: Cluster, ledgers: list[LedgerId], target: Path) -> None:
@@ -152,7 +128,8 @@ def _export(run: Run, cluster: Cluster, ledgers: list[LedgerId], target: Path) -
     run.out.note(f"Metadata exported to {target}")
 
 
-def _loss(plan: RemovalPlan, first: list[Removal]) -> str:
+def _loss(plan: RemovalPlan) -> str:
+    first = plan.first
     if len(plan.ledgers) == 1:
         metadata = first[0].metadata
         assert metadata is not None

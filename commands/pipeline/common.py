@@ -17,7 +17,6 @@ from bkctl.errors import BkctlError, UsageError
 from ..kit.command import Run
 from ..kit.ledger_options import SCAN_LEDGERS, ScanFilter
 from ..kit.options import combined, option, parameter
-from ..kit.records import raise_first
 from ..kit.settings import SETTINGS, ValueType
 from ..kit.texts import counted
 from .columns import Sums
@@ -317,5 +316,5 @@ def show_result(
             run.out.note(line)
         write_pages(saves.pages, title or label.capitalize(), found.sections, job.bookies)
         problems, findings = found.problems(), found.finding_count(shown)
-    raise_first(run, problems)
+    run.out.raise_first(problems)
     run.out.finish_with(findings, "finding", "findings")

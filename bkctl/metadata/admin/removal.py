@@ -35,13 +35,24 @@ class Removal(NamedTuple):
     error: BkctlError | None = None
 
 
+#: Ledgers of a plan that are kept with their metadata.
+FIRST_COUNT: Final = 5
+
+
 class RemovalPlan(NamedTuple):
-    """The ledgers to remove, the number and size of the closed ones, and the ledgers that cannot be removed."""
+    """The ledgers to remove, number and size of the closed ones, the first few, and those that cannot be removed."""
 
     ledgers: list[LedgerId]
     closed_count: int
     size_bytes: int
     failures: list[Removal]
+    first: list[Removal]
+
+    def check(self) -> None:
+        """Raise the first failure, of a plan that is not carried out then."""
+        for _, _, _, error in self.failures:
+            assert error is not None
+            raise Conflict(f"{error.message}; nothing was deleted") if isinstance(error, Conflict) else error
 
 
 def check_state(ledger: LedgerId, metadata: LedgerMetadata, states: Collection[str]) -> None:
@@ -64,6 +75,7 @@ def plan_removal(
     """
     ledgers: list[LedgerId] = []
     failures: list[Removal] = []
+    first: list[Removal] = []
     closed_count = size_bytes = 0
     for ledger, found in cluster.ledgers.read_many(dict.fromkeys(ids)):
         if isinstance(found, BkctlError):
@@ -79,8 +91,10 @@ def plan_removal(
             closed_count += 1
             size_bytes += found.metadata.length
         ledgers.append(ledger)
-        seen(Removal(ledger, found.metadata, False))
-    return RemovalPlan(ledgers, closed_count, size_bytes, failures)
+        row = Removal(ledger, found.metadata, False)
+        first += [row] if len(ledgers) <= FIRST_COUNT else []
+        seen(row)
+    return RemovalPlan(ledgers, closed_count, size_bytes, failures, first)
 
 
 def remove_ledgers(
@@ -102,22 +116,23 @@ def remove_ledgers(
     under_way: deque[Future[Removal]] = deque()
     failure: BkctlError | None = None
 
-    def next_done() -> Removal:
+    def next_done() -> Iterator[Removal]:
         nonlocal failure
         done = under_way.popleft().result()
         if failure is None and (not keep_going or isinstance(done.error, Unreachable)):
             failure = done.error
-        return done
+        if done.error is None or keep_going:
+            yield done
 
     with ThreadPoolExecutor(CONCURRENCY, thread_name_prefix="remove-ledgers") as executor:
         for ledger, found in _values(cluster, ids, pace):
             under_way.append(executor.submit(_remove, cluster, ledger, found, states, keep_missing))
             if len(under_way) >= CONCURRENCY or (pace.steps_per_s is not None and under_way[0].done()):
-                yield next_done()
+                yield from next_done()
             if failure is not None:
                 break
         while under_way:
-            yield next_done()
+            yield from next_done()
     if failure is not None:
         raise failure
 

@@ -44,6 +44,14 @@ class UnderreplicatedLedger(NamedTuple):
     suspects: tuple[str, ...] = ()
 
 
+class MarkChange(NamedTuple):
+    """A ledger and the bookies of its mark; `changed` is False if the mark was as requested."""
+
+    ledger: LedgerId
+    missing_replicas: tuple[str, ...]
+    changed: bool
+
+
 class LedgerMarks:
     """The marks of one cluster, in all scopes. Methods raise Unreachable, as `MetadataStore`."""
 
@@ -99,17 +107,29 @@ class LedgerMarks:
     def add(
         self, ledger: LedgerId, missing_replicas: Collection[str], *, suspect: bool = False, now_ms: int | None = None
     ) -> bool:
+        """`mark` the ledger; return False when the mark says all of that already."""
+        return self.mark(ledger, missing_replicas, suspect=suspect, now_ms=now_ms).changed
+
+    def mark(
+        self,
+        ledger: LedgerId,
+        missing_replicas: Collection[str],
+        *,
+        suspect: bool = False,
+        now_ms: int | None = None,
+        dry_run: bool = False,
+    ) -> MarkChange:
         """Mark the ledger as lacking entries on the bookies `missing_replicas`, in addition to those already marked.
 
-        `suspect`: workers verify every entry of these. Returns False when the mark says all of that already. Raises
-        UsageError for an invalid bookie id, Corrupt when the present mark is damaged. Source:
-        markLedgerUnderreplicatedAsync.
+        `suspect`: workers verify every entry of these. With `dry_run` nothing is written. Raises UsageError for an
+        invalid bookie id, Corrupt when the present mark is damaged. Source: markLedgerUnderreplicatedAsync.
         """
         from bkctl.formats.data_formats_pb2 import UnderreplicatedLedgerFormat
 
         for bookie_id in missing_replicas:
             check_bookie_id(bookie_id)
-        self._layout.prepare()
+        if not dry_run:
+            self._layout.prepare()
         path = mark_path(ledger)
         ctime_ms = time.time_ns() // 1_000_000 if now_ms is None else now_ms
         while True:
@@ -118,14 +138,15 @@ class LedgerMarks:
             present, suspects = ((), ()) if mark is None else (mark.missing_replicas, mark.suspects)
             every = tuple(dict.fromkeys((*present, *missing_replicas)))
             twice = tuple(dict.fromkeys((*suspects, *missing_replicas))) if suspect else suspects
-            if mark is not None and (every, twice) == (present, suspects):
-                return False
+            change = MarkChange(ledger, every, mark is None or (every, twice) != (present, suspects))
+            if dry_run or not change.changed:
+                return change
             message = UnderreplicatedLedgerFormat(replica=[*every, *twice], ctime=ctime_ms)
             try:
                 self.store.put(path, print_text(message).encode("ascii"), NEW if found is None else found.version)
             except (AlreadyExists, NotFound, MetadataVersionConflict):
                 continue  # Another process marked or unmarked the ledger since the read.
-            return True
+            return change
 
     def remove(self, ledger: LedgerId, version: int | None = None) -> None:
         """Delete the ledger's mark (with `version`: only in that version), and the parents left empty.
