@@ -376,7 +376,7 @@ def unmark(
 
     with access.cluster() as cluster:
         marks = stored_marks(cluster, ledgers)
-        out.notes(f"Ledger {each} is not marked as under-replicated" for each in ledgers if each not in marks)
+        out.note(*(f"Ledger {each} is not marked as under-replicated" for each in ledgers if each not in marks))
         if marks and not dry_run:
             consent.confirm(
                 f"{counted(len(marks), 'ledger', 'ledgers')} would not be replicated, until an audit marks them again"

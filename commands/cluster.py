@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
@@ -22,6 +23,7 @@ from .kit.job import LongWork
 from .kit.options import DryRun, UndoOption, WatchOption, YesReally, duration_option
 from .kit.printer import Printer
 from .kit.texts import GREEN, RED, YELLOW, counted
+from .kit.values import check_percentage
 from .local import down, up
 
 if TYPE_CHECKING:
@@ -136,29 +138,21 @@ def status(
     ledgers name are rows too: unknown. Exit code 3 if a bookie is unknown or down, does not answer or is too full, or
     if no bookie is writable. 'cluster health' says what to do.
     """
-    from bkctl.client.disk_space import BookieSpace
+    from bkctl.client.disk_space import BookieSpace, member_space
     from bkctl.metadata.admin.overview import count_ledgers_of_bookies
     from bkctl.metadata.cluster import RegisteredBookie
 
-    _check_percentage(threshold)
-
-    async def asked() -> list[BookieSpace]:
-        from bkctl.client.disk_space import member_space
-
-        async with access.bookkeeper(cluster) as bookkeeper:
-            return await member_space(bookkeeper, members)
-
+    check_percentage(threshold)
     with access.cluster() as cluster:
         cluster.layout()
-        members = cluster.bookies.list()
+        members, counts = cluster.bookies.list(), None
         with job.working("Asking the bookies"):
-            spaces = job.complete(asked())
-        counts = None
+            spaces = job.ask(access.bookkeeper(cluster), partial(member_space, bookies=members))
         if count_ledgers is not False:
             with job.working("Counting ledgers"):
                 counts = count_ledgers_of_bookies(cluster, None if count_ledgers else COUNTED_LEDGERS_MAX)
-    for bookie_id in sorted((counts or {}).keys() - {each.bookie_id for each in members}):
-        spaces.append(BookieSpace(RegisteredBookie(bookie_id, UNKNOWN, None), None, None, None))
+    unknown = sorted((counts or {}).keys() - {each.bookie_id for each in members})
+    spaces += [BookieSpace(RegisteredBookie(each, UNKNOWN, None), None, None, None) for each in unknown]
     rows = [MemberRow(space, None if counts is None else counts[space.bookie.bookie_id], threshold) for space in spaces]
     out.render(rows, STATUS_COLUMNS, findings=out.draws)
     if counts is None and count_ledgers is None:
@@ -169,11 +163,6 @@ def status(
         out.note("No bookie is writable: nothing can be written")
     advice = "'bkctl cluster health' says what to do"
     out.finish_with(problem_count, f"problem; {advice}", f"problems; {advice}")
-
-
-def _check_percentage(threshold: float) -> None:
-    if not 0 <= threshold <= 100:
-        raise UsageError(f"--threshold {threshold:g}: percent are 0 to 100")
 
 
 # --- health ---------------------------------------------------------------------------------------------------------
@@ -207,29 +196,28 @@ Code = Annotated[HealthCode, typer.Argument(metavar="CODE", help="The code of th
 
 def _findings(run: Run, cluster: Cluster, threshold: float, *, no_bookies: bool, ledgers: bool) -> list[HealthFinding]:
     """Return all findings, the most severe first; `ledgers`: also of the racks of every ledger's replicas."""
-    from bkctl.client.racks import ledger_rack_findings, rack_findings
+    from bkctl.client.disk_space import disk_findings
+    from bkctl.client.racks import RackCensus, rack_findings
     from bkctl.metadata.admin.health import health_findings, unknown_bookie_findings
     from bkctl.metadata.admin.overview import count_ledgers_of_bookies
 
     from .bookies.racks import find_racks
 
-    async def asked() -> list[HealthFinding]:
-        from bkctl.client.disk_space import disk_findings
-
-        async with run.access.bookkeeper(cluster) as bookkeeper:
-            return await disk_findings(bookkeeper, cluster.bookies.list(include_down=False), threshold)
-
-    of_bookies = [] if no_bookies else [*run.job.complete(asked()), *_of_metrics(run, cluster)]
+    of_bookies: list[HealthFinding] = []
+    if not no_bookies:
+        asked = partial(disk_findings, bookies=cluster.bookies.list(include_down=False), percent_max=threshold)
+        of_bookies = [*run.job.ask(run.access.bookkeeper(cluster), asked), *_of_metrics(run, cluster)]
     known = {(each.code, each.subject) for each in of_bookies}
     found = [each for each in health_findings(cluster) if (each.code, each.subject) not in known]
     bookies, rules = cluster.bookies.list(), run.access.rack_rules()
     racks = find_racks(run, cluster, bookies)
     found += rack_findings(bookies, racks, rules)
-    counts = count_ledgers_of_bookies(cluster, None if ledgers else COUNTED_LEDGERS_MAX)
+    census = RackCensus(racks, rules) if ledgers else None
+    with run.job.working("Reading metadata", unit="ledgers", enabled=ledgers) as activity:
+        limit, seen = (None, census.count) if census else (COUNTED_LEDGERS_MAX, None)
+        counts = count_ledgers_of_bookies(cluster, limit, seen=seen, progress=activity.update)
     found += unknown_bookie_findings(counts or {}, bookies)
-    if ledgers:
-        with run.job.working("Reading metadata", unit="ledgers") as activity:
-            found += ledger_rack_findings(cluster, racks, rules, activity.advance)
+    found += census.findings() if census else ()
     return sorted(found + of_bookies, key=lambda each: (each.severity, each.code, each.subject))
 
 
@@ -262,7 +250,7 @@ def health(
     from bkctl.metadata.admin.health_mutes import HealthMutes
     from bkctl.metadata.underreplication import AuditorElection
 
-    _check_percentage(threshold)
+    check_percentage(threshold)
     muted: list[HealthFinding] = []
 
     def look() -> list[HealthFinding]:
@@ -341,7 +329,7 @@ def health_detail(
     from bkctl.metadata.admin.health_mutes import HealthMutes
     from bkctl.metadata.underreplication import AuditorElection
 
-    _check_percentage(threshold)
+    check_percentage(threshold)
     with run.access.cluster() as cluster, run.job.working("Asking the bookies"):
         mutes = {mute.code: mute for mute in HealthMutes(cluster).active()}
         found = _findings(run, cluster, threshold, no_bookies=no_bookies, ledgers=ledgers)
@@ -550,23 +538,23 @@ def init(
     from bkctl.metadata.cluster import init_cluster, new_layout
     from bkctl.metadata.uri import parse_uri
 
-    def refuse(cluster: Cluster) -> None:
-        raise AlreadyExists(
-            f"There is a cluster in {cluster.uri}: {cluster.instance_id()}", hint="'bkctl cluster info' shows it"
-        )
-
     location = parse_uri(access.connection().uri)
     layout = new_layout(location, long_long=long_long_layout)
     if not dry_run:
         with access.cluster(create_store=True) as cluster:
             if not init_cluster(cluster, layout=layout):
-                refuse(cluster)
+                raise _already_there(cluster)
             out.show(Identity(cluster.uri, cluster.instance_id(), cluster.layout().factory_class), ID_COLUMNS)
         return
     with suppress(NotFound), access.cluster() as cluster:  # NotFound: the file is created later.
         if cluster.store.get(cluster.places.layout) is not None:
-            refuse(cluster)
+            raise _already_there(cluster)
     out.show(Identity(location.text, None, layout.factory_class), ID_COLUMNS)
+
+
+def _already_there(cluster: Cluster) -> AlreadyExists:
+    where = f"{cluster.uri}: {cluster.instance_id()}"
+    return AlreadyExists(f"There is a cluster in {where}", hint="'bkctl cluster info' shows it")
 
 
 NUKE_COLUMNS = Columns(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from bkctl.columns import Column, Columns, Kind
-from bkctl.errors import AlreadyExists, BkctlError, Conflict, NotFound, Unreachable, UsageError
+from bkctl.errors import AlreadyExists, BkctlError, Conflict, NotFound, UsageError
 from bkctl.ids import check_bookie_id
 
 from .kit.access import Access
@@ -25,6 +24,7 @@ from .kit.texts import RED, counted
 if TYPE_CHECKING:
     from bkctl.formats.metadata import Cookie
     from bkctl.metadata.cluster import Cluster
+    from bkctl.metadata.store import Versioned
 
 app = group()
 
@@ -81,25 +81,21 @@ def list_cookies(out: Printer, access: Access) -> None:
 
     A cookie that cannot be read is a row with the problem (exit code 3).
     """
-    problems = 0
-
-    def rows() -> Iterator[CookieRow]:
-        nonlocal problems
-        for bookie_id in cluster.cookies.list():
-            try:
-                found = cluster.cookies.read(bookie_id)
-            except Unreachable:
-                raise
-            except BkctlError as error:
-                problems += 1
-                yield CookieRow(bookie_id, None, None, None, str(error))
-            else:
-                if found is not None:
-                    yield CookieRow(bookie_id, None, found.value, found.version, None)
-
     with access.cluster() as cluster:
-        out.render(rows(), LIST_COLUMNS)
-    out.finish_with(problems, "cookie cannot be read", "cookies cannot be read")
+        found = (_stored_row(cluster, bookie_id) for bookie_id in cluster.cookies.list())
+        rows = [row for row in found if row is not None]
+    out.render(rows, LIST_COLUMNS)
+    out.finish_with(sum(row.error is not None for row in rows), "cookie cannot be read", "cookies cannot be read")
+
+
+def _stored_row(cluster: Cluster, bookie_id: str) -> CookieRow | None:
+    """Return a bookie's cookie in the store, or the problem with it; None without one. Raises Unreachable."""
+    from bkctl.metadata.store import attempt
+
+    found = attempt(cluster.cookies.read, bookie_id)
+    if isinstance(found, BkctlError):
+        return CookieRow(bookie_id, None, None, None, str(found))
+    return None if found is None else CookieRow(bookie_id, None, found.value, found.version, None)
 
 
 @command(
@@ -129,33 +125,36 @@ def show(
     if (bookie is None) == (not dir):
         given = "BOOKIE and --dir are given" if dir else "A bookie id or --dir is needed"
         raise UsageError(given, hint="give one of them")
-    found: list[tuple[str | None, bytes, int | None]] = []
-    if bookie is not None:
-        from bkctl.bookie.cookies import cookie_path
-
+    if format not in (None, BinaryFormat.RAW):
+        raise UsageError(f"--format {format.value}: only raw is supported", hint="leave it out to print the fields")
+    found: list[tuple[str | None, bytes, int | None, str]]
+    if bookie is None:
+        found = [(str(path), _read(path), None, str(path)) for path in _version_files(dir)]
+    else:
         with access.cluster() as cluster:
-            node = cluster.store.get(cookie_path(bookie))
-            if node is None:
-                raise NotFound(
-                    f"Bookie {bookie} has no cookie in {cluster.store.name}", hint="'bkctl cookie list' shows them"
-                )
-            found.append((None, node.value, node.version))
-            where = f"cookie of {bookie} in {cluster.store.name}"
-    found.extend((str(path), _read(path), None) for path in _version_files(dir))
+            node = _stored_node(cluster, bookie)
+            found = [(None, node.value, node.version, f"cookie of {bookie} in {cluster.store.name}")]
     if format is not None:
-        if format is not BinaryFormat.RAW:
-            raise UsageError(f"--format {format.value}: only raw is supported", hint="leave it out to print the fields")
-        for _, data, _ in found:
-            out.raw(data)
+        out.raw(b"".join(data for _, data, _, _ in found))
         return
-    rows = []
-    for place, data, version in found:
-        cookie = Cookie.parse(data, place or where)
-        rows.append(CookieRow(bookie or cookie.bookie_id, place, cookie, version, None))
+    cookies = [(place, Cookie.parse(data, where), version) for place, data, version, where in found]
+    rows = [CookieRow(bookie or cookie.bookie_id, place, cookie, version, None) for place, cookie, version in cookies]
     if len(rows) == 1:
         out.show(rows[0], COOKIE_COLUMNS)
     else:
         out.render(rows, COOKIE_COLUMNS)
+
+
+def _stored_node(cluster: Cluster, bookie_id: str) -> Versioned[bytes]:
+    """Return the node of a bookie's cookie. Raises NotFound."""
+    from bkctl.bookie.cookies import cookie_path
+
+    found = cluster.store.get(cookie_path(bookie_id))
+    if found is None:
+        raise NotFound(
+            f"Bookie {bookie_id} has no cookie in {cluster.store.name}", hint="'bkctl cookie list' shows them"
+        )
+    return found
 
 
 def _version_files(directories: list[Path] | None) -> list[Path]:
@@ -311,45 +310,37 @@ def delete(
     refuses while a ledger names one of the bookies: its replicas would be forgotten. 'bookies decommission' copies them
     first.
     """
-    from bkctl.bookie.cookies import check_not_registered, cookie_path
-    from bkctl.formats.metadata import Cookie
+    from bkctl.bookie.cookies import check_not_registered, remove_cookies
     from bkctl.repair.holding import hold
 
-    rows: list[CookieRow] = []
     with access.cluster() as cluster:
-        nodes = []
-        for bookie in dict.fromkeys(bookies):
-            found = cluster.store.get(cookie_path(bookie))
-            if found is None:
-                raise NotFound(f"Bookie {bookie} has no cookie", hint="'bkctl cookie list' shows the cookies")
-            nodes.append((bookie, found))
-            rows.append(_row_of(bookie, found.value, found.version))
+        nodes = {bookie: _stored_node(cluster, bookie) for bookie in bookies}
         check_not_registered(cluster, bookies)
         with job.working("Looking at the ledgers"):
             _check_not_named(cluster, bookies)
-        files = []
-        for path in _version_files(dir):
-            cookie = Cookie.parse(_read(path), str(path))
-            if cookie.bookie_id not in bookies:
-                raise UsageError(
-                    f"{path} is the cookie of bookie {cookie.bookie_id}", hint="name that bookie, or drop it"
-                )
-            files.append(path)
-            rows.append(CookieRow(cookie.bookie_id, str(path), cookie, None, None))
+        files = [_cookie_of(path, bookies) for path in _version_files(dir)]
         if not dry_run:
             places = f" and {len(files)} directories" if files else ""
-            names = ", ".join(bookie for bookie, _ in nodes)
             consent.confirm(
-                f"The cookie of bookie {names} in {cluster.store.name}{places} would be lost: "
+                f"The cookie of bookie {', '.join(nodes)} in {cluster.store.name}{places} would be lost: "
                 "it does not start on its directories without. No ledger names it"
             )
-            with hold([path.parent for path in files], note=out.note), consent.undo(cluster, undo) as kept:
-                for path in files:
-                    kept.record_file(path, None)
-                    path.unlink()
-                for bookie, found in nodes:
-                    kept.recorded().cookies.remove(bookie, found.version)
-        out.render(rows, COOKIE_COLUMNS)
+            paths = [path for path, _ in files]
+            with hold([path.parent for path in paths], note=out.note), consent.undo(cluster, undo) as kept:
+                remove_cookies(paths, {bookie: found.version for bookie, found in nodes.items()}, kept)
+        stored = [_row_of(bookie, found.value, found.version) for bookie, found in nodes.items()]
+        local = [CookieRow(cookie.bookie_id, str(path), cookie, None, None) for path, cookie in files]
+        out.render([*stored, *local], COOKIE_COLUMNS)
+
+
+def _cookie_of(path: Path, bookies: list[str]) -> tuple[Path, Cookie]:
+    """Return a cookie file and its cookie. Raises UsageError if it is of none of the bookies."""
+    from bkctl.formats.metadata import Cookie
+
+    cookie = Cookie.parse(_read(path), str(path))
+    if cookie.bookie_id not in bookies:
+        raise UsageError(f"{path} is the cookie of bookie {cookie.bookie_id}", hint="name that bookie, or drop it")
+    return path, cookie
 
 
 def _check_not_named(cluster: Cluster, bookies: list[str]) -> None:
@@ -427,30 +418,27 @@ def generate(
 
     Uses the settings of --conf, or the directories given.
     """
+    from bkctl.bookie.cookies import bookie_id_of
+    from bkctl.config import BookieConfig
     from bkctl.formats.metadata import Cookie
 
-    config = access.config() if access.conf is not None else None
-    if config is None and (bookie is None or journals is None or ledgers is None):
+    config = BookieConfig() if access.conf is None else access.config()
+    if access.conf is None and (bookie is None or journals is None or ledgers is None):
         raise UsageError("A cookie needs the bookie, --journal-dirs and --ledger-dirs", hint="or --conf bk_server.conf")
     if instance_id is None:
         with access.cluster() as cluster:
             instance_id = cluster.instance_id()
-    if config is not None:
-        from bkctl.bookie.cookies import bookie_id_of
-
-        bookie = bookie or bookie_id_of(config)
-        journals = journals or config.journal_directories
-        if not ledgers:
-            ledgers, indexes = config.ledger_directories, indexes or config.index_directories
-    assert bookie is not None
-    cookie = Cookie(check_bookie_id(bookie), journals or (), ledgers or (), instance_id or None, indexes or None)
+    if not ledgers:
+        ledgers, indexes = config.ledger_directories, indexes or config.index_directories
+    bookie_id = check_bookie_id(bookie or bookie_id_of(config))
+    cookie = Cookie(bookie_id, journals or config.journal_directories, ledgers, instance_id or None, indexes or None)
     data = cookie.serialize()
     if file is None:
         out.raw(data)
         return
     with open(file, "xb") as stream:
         stream.write(data)
-    out.show(CookieRow(bookie, str(file), cookie, None, None), COOKIE_COLUMNS)
+    out.show(CookieRow(bookie_id, str(file), cookie, None, None), COOKIE_COLUMNS)
 
 
 class ExpandedRow(NamedTuple):
@@ -482,7 +470,7 @@ def expand_cookies(
     Adds the new ledger and index directories of --conf. The bookie must be stopped, and with DbLedgerStorage it must
     have no ledgers: it would not find them among more directories.
     """
-    from bkctl.bookie.cookies import bookie_id_of, configured_directories, expand
+    from bkctl.bookie.cookies import bookie_id_of, configured_directories, expand, make_directories
     from bkctl.disk import Files
     from bkctl.repair.holding import hold
 
@@ -494,14 +482,12 @@ def expand_cookies(
             consent.confirm(
                 f"Bookie {bookie_id} would be given {', '.join(new)}, and could not start without them again"
             )
-            files = Files()
-            for each in new:
-                files.make_directory(Path(each))
+            make_directories(new, Files())
             with (
                 hold(map(Path, configured_directories(config)), note=out.note),
                 consent.undo(cluster, undo) as kept,
             ):
-                expand(config, bookie_id, cluster, files, undo=kept)
+                expand(config, bookie_id, cluster, Files(), undo=kept)
         out.render((ExpandedRow(each, bookie_id) for each in new), EXPANDED_COLUMNS)
     if not new:
         out.note("No directory is new")
@@ -545,15 +531,13 @@ def rename_bookie(
     Changes the cookie in the metadata store, and those in the directories of --dir or --conf. The bookie must be
     stopped. Ledgers still name the old id: 'metadata replace-bookie' changes that.
     """
-    from bkctl.bookie.cookies import STORE, configured_directories, rename
+    from bkctl.bookie.cookies import STORE, rename
     from bkctl.disk import Files
     from bkctl.repair.holding import hold
 
     if check_bookie_id(old) == check_bookie_id(new):
         raise UsageError(f"{old} and {new} are the same id")
-    directories = [str(each.parent.parent) for each in _version_files(dir)]
-    if not directories and access.conf is not None:
-        directories = configured_directories(access.config())
+    directories = _directories(access, dir)
     with access.cluster() as cluster:
         changed = rename(cluster, old, new, directories, Files(), undo=None)
         if not dry_run:
@@ -597,40 +581,35 @@ def verify_cookies(
     field that differs and what that means; exit code 3 then. Without --conf, the directories are compared with the
     store's cookie.
     """
-    from bkctl.bookie.cookies import (
-        bookie_id_of,
-        configured_cookie,
-        configured_directories,
-        read_local,
-        read_stored,
-        verify,
-    )
-    from bkctl.formats.metadata import Cookie
+    from bkctl.bookie.cookies import bookie_id_of, configured_cookie, read_local, read_stored, verify
+    from bkctl.metadata.store import value_of
 
     config = access.config() if access.conf is not None else None
-    directories = [str(each.parent.parent) for each in _version_files(dir)]
-    if config is not None and not directories:
-        directories = configured_directories(config)
+    directories = _directories(access, dir)
     if bookie is None:
         if config is None:
             raise UsageError("No bookie is given", hint="name it, or add --conf bk_server.conf")
         bookie = bookie_id_of(config)
     with access.cluster() as cluster:
-        stored = read_stored(cluster, bookie)
-        local = read_local(directories)
-        if config is not None:
-            expected: Cookie = configured_cookie(config, bookie, cluster.instance_id())
-        elif isinstance(stored, Cookie):
-            expected = stored
-        elif isinstance(stored, BkctlError):
-            raise stored
-        else:
+        stored, local = read_stored(cluster, bookie), read_local(directories)
+        expected = stored if config is None else configured_cookie(config, bookie, cluster.instance_id())
+        if expected is None:
             raise NotFound(f"Bookie {bookie} has no cookie", hint="'bkctl cookie list' shows the cookies")
-        findings = list(verify(expected, stored, local))
+        findings = list(verify(value_of(expected), stored, local))
         out.render(findings, FINDING_COLUMNS, findings=True)
-    if not findings and (local or config is not None):
-        out.note(f"The {len(local) + 1} cookies of bookie {bookie} are equal")
-    elif not findings:
-        out.note(f"Only the metadata store's cookie of bookie {bookie} was read: add --dir or --conf to compare it")
+    if not findings:
+        out.note(
+            f"The {len(local) + 1} cookies of bookie {bookie} are equal"
+            if local or config is not None
+            else f"Only the metadata store's cookie of bookie {bookie} was read: add --dir or --conf to compare it"
+        )
     where = f"in the cookies of bookie {bookie}"
     out.finish_with(len(findings), f"difference {where}", f"differences {where}")
+
+
+def _directories(access: Access, given: list[Path] | None) -> list[str]:
+    """Return the directories of --dir, else of --conf, else none."""
+    from bkctl.bookie.cookies import configured_directories
+
+    directories = [str(each.parent.parent) for each in _version_files(given)]
+    return directories or ([] if access.conf is None else configured_directories(access.config()))

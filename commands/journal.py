@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from itertools import groupby
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -20,9 +20,11 @@ from .kit.command import Run, command, group
 from .kit.documents import rows_of
 from .kit.options import DigestToCheck, LedgerPassword, ReadPace, count_option
 from .kit.records import (
+    CheckedFiles,
     DirOption,
     Records,
     ShowSecretsOption,
+    collect_errors,
     directories_argument,
     note_digests,
     print_records,
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
     from bkctl.files.directories import BookieDirectories, BookieFile
     from bkctl.files.journal_check import JournalCheck
     from bkctl.files.journal_statistics import JournalStatistics
-    from bkctl.files.journals import JournalSummary
     from bkctl.files.record_filter import RecordFilter
     from bkctl.files.scan import RecordBatch
 
@@ -76,14 +77,7 @@ def list_journals(
     from bkctl.files.journals import journal_summaries
 
     errors: list[BkctlError] = []
-
-    def rows() -> Iterator[JournalSummary]:
-        for summary in journal_summaries(run.access.directories(directories)):
-            if summary.error is not None:
-                errors.append(summary.error)
-            yield summary
-
-    run.out.render(rows(), JOURNAL_COLUMNS)
+    run.out.render(collect_errors(journal_summaries(run.access.directories(directories)), errors), JOURNAL_COLUMNS)
     run.out.raise_first(errors)
 
 
@@ -256,42 +250,21 @@ def verify(
     last mark names, or whose id lies between those that are there.
     """
     from bkctl.files.journal_check import check_journals
-    from bkctl.files.scan import ScanState
 
     given, files = _journals(run, names, directories)
-    errors: list[BkctlError] = []
-    findings = sound_count = record_count = 0
-
-    def rows() -> Iterator[JournalCheck]:
-        nonlocal findings, sound_count, record_count
-        for check in check_journals(given, files, checker, pace=pace):
-            activity.advance()
-            findings += check.mismatch_count
-            if check.error is not None:
-                errors.append(check.error)
-            elif check.problem is not None:
-                findings += not check.mismatch_count
-            elif check.state is not ScanState.TORN:
-                sound_count += 1
-                record_count += check.record_count
-                if run.out.draws:
-                    continue
-            yield check
-
+    checked = CheckedFiles(run.out, attrgetter("record_count"))
     with (
         run.access.digest_checker(digest.digest_type, password, _chosen(given, files)) as checker,
         run.job.working("Reading journals", unit="journals", pace=pace) as activity,
     ):
-        row_count = run.out.render(rows(), VERIFY_COLUMNS, findings=run.out.draws)
-    if run.out.draws and (sound_count or not row_count):
-        sound = counted(sound_count, "journal is", "journals are")
-        run.out.note(f"{sound} sound: {counted(record_count, 'record', 'records')}; -o wide lists them")
-    if digest.wanted or not errors:
+        checked.render(activity.counting(check_journals(given, files, checker, pace=pace)), VERIFY_COLUMNS)
+    checked.note_sound("journal is", "journals are", "record", "records")
+    if digest.wanted or not checked.errors:
         note_digests(run, checker, always=digest.wanted)
-    if errors and findings:
-        run.out.error(counted(findings, "finding", "findings"))
-    run.out.raise_first(errors)
-    run.out.finish_with(findings, "finding", "findings")
+    if checked.errors and checked.finding_count:
+        run.out.error(counted(checked.finding_count, "finding", "findings"))
+    run.out.raise_first(checked.errors)
+    run.out.finish_with(checked.finding_count, "finding", "findings")
 
 
 # --- stats ----------------------------------------------------------------------------------------------------------

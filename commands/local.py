@@ -103,12 +103,14 @@ def up(
         )  # fmt: skip
     rows = cluster.status(run.access.timeout_s)
     run.out.render(rows, LOCAL_COLUMNS)
-    for row in rows:
-        if row.state == "left":
-            run.out.note(
-                f"{row.bookie.bookie_id} left the cluster and was not started: remove {row.bookie.directory} to let it "
-                "join again, empty"
-            )
+    run.out.note(
+        *(
+            f"{row.bookie.bookie_id} left the cluster and was not started: remove {row.bookie.directory} to let it join "
+            "again, empty"
+            for row in rows
+            if row.state == "left"
+        )
+    )
     if wants_http and any(row.bookie.http_url is None for row in rows if row.state != "left"):
         run.out.note(
             "'bkctl top', 'bookie info' and 'bookies drain' need bookies with an HTTP server: install bkctl[http], and "

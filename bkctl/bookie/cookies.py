@@ -264,6 +264,21 @@ def expand(config: BookieConfig, bookie_id: str, cluster: Cluster, files: Files,
     return new
 
 
+def make_directories(directories: Iterable[str], files: Files) -> None:
+    """Create directories that do not exist."""
+    for each in directories:
+        files.make_directory(Path(each))
+
+
+def remove_cookies(paths: Iterable[Path], versions: Mapping[str, int], undo: UndoFile) -> None:
+    """Remove cookie files, then the cookies of bookies (id → version) in the store; `undo` keeps both."""
+    for path in paths:
+        undo.record_file(path, None)
+        path.unlink()
+    for bookie_id, version in versions.items():
+        undo.recorded().cookies.remove(bookie_id, version)
+
+
 def rename(
     cluster: Cluster, old: str, new: str, directories: Iterable[str], files: Files, *, undo: UndoFile | None
 ) -> list[str]:

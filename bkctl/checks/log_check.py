@@ -81,6 +81,11 @@ class LogCheck:
         mismatched = max(len(self.mismatches), 0 if self.digests is None else self.digests.mismatched)
         return mismatched + len(self.contradictions)
 
+    @property
+    def is_sound(self) -> bool:
+        """Return whether the log is whole, without faults."""
+        return self.problem is None and not self.finding_count and self.state is not ScanState.TORN
+
 
 def check_entry_logs(
     paths: Iterable[Path], checker: DigestChecker | None = None, *, pace: Pace | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, Iterable
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bkctl.client.ledger import BookKeeper
@@ -50,7 +50,7 @@ class BookieSpace(NamedTuple):
         return round(100 * self.used / self.total, 1) if self.total and self.used is not None else None
 
 
-async def disk_space(bookkeeper: BookKeeper, bookies: Iterable[RegisteredBookie]) -> AsyncIterator[BookieSpace]:
+async def disk_space(bookkeeper: BookKeeper, bookies: Iterable[RegisteredBookie]) -> AsyncGenerator[BookieSpace]:
     """Ask bookies for their disk space, ASKED_AT_ONCE at a time, and yield the answers in the order of `bookies`.
 
     Source: BookieInfoReader.

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 
 from bkctl.client.placement import DEFAULT_RACK, DEFAULT_RULES, RackRules, write_sets_in_few_racks
-from bkctl.errors import BkctlError
+from bkctl.formats.metadata import LedgerMetadata
+from bkctl.ids import LedgerId
 from bkctl.metadata.admin.health import HealthFinding, Severity
 from bkctl.metadata.admin.health_codes import HealthCode
-from bkctl.metadata.cluster import Cluster, RegisteredBookie
+from bkctl.metadata.cluster import RegisteredBookie
 
 
 def rack_findings(
@@ -36,35 +38,34 @@ def rack_findings(
         )  # fmt: skip
 
 
-def ledger_rack_findings(
-    cluster: Cluster,
-    racks: Mapping[str, str],
-    rules: RackRules = DEFAULT_RULES,
-    progress: Callable[[int], None] = lambda _: None,
-) -> Iterator[HealthFinding]:
-    """Yield a finding for each scope with ledgers that have entries in too few racks; reads all ledgers' metadata.
+class RackCensus:
+    """Counts the ledgers that have entries in too few racks, by scope; none where no bookie has a rack."""
 
-    None where no bookie has a rack. Ledgers with unreadable metadata are left out: 'metadata check' finds them.
-    """
-    if not racks:
-        return
-    counts: dict[int, int] = {}
-    examples: dict[int, list[str]] = {}
-    for ledger, found in cluster.ledgers.read_many(cluster.ledgers.ledgers(None)):
-        progress(1)
-        if isinstance(found, BkctlError):
-            continue
-        metadata = found.metadata
-        if any(write_sets_in_few_racks(metadata, fragment.bookies, racks, rules) for fragment in metadata.ensembles):
-            counts[ledger.scope_id] = counts.get(ledger.scope_id, 0) + 1
-            if counts[ledger.scope_id] <= 5:
-                examples.setdefault(ledger.scope_id, []).append(str(ledger))
-    for scope_id, count in sorted(counts.items()):
-        names = ", ".join(examples[scope_id]) + (", …" if count > 5 else "")
-        yield HealthFinding(
-            HealthCode.LEDGERS_IN_FEW_RACKS, Severity.WARNING, f"scope {scope_id}",
-            f"{count:,} ledger{'s have' if count > 1 else ' has'} entries with all replicas in too few racks: {names}",
-            "'bkctl ledger locate' shows the bookies; auto-recovery moves replicas to other racks with "
-            "repairedPlacementPolicyNotAdheringBookieEnabled=true",
-            {"ledgerScopeId": str(scope_id), "ledgerCount": count},
-        )  # fmt: skip
+    def __init__(self, racks: Mapping[str, str], rules: RackRules = DEFAULT_RULES) -> None:
+        self._racks, self._rules = racks, rules
+        self._counts = Counter[int]()
+        self._examples: dict[int, list[str]] = {}
+
+    def count(self, ledger: LedgerId, metadata: LedgerMetadata) -> None:
+        """Look at one more ledger; ledgers come in order."""
+        if not self._racks or not any(
+            write_sets_in_few_racks(metadata, fragment.bookies, self._racks, self._rules)
+            for fragment in metadata.ensembles
+        ):
+            return
+        self._counts[ledger.scope_id] += 1
+        if self._counts[ledger.scope_id] <= 5:
+            self._examples.setdefault(ledger.scope_id, []).append(str(ledger))
+
+    def findings(self) -> Iterator[HealthFinding]:
+        """Yield a finding for each scope that has such ledgers."""
+        for scope_id, count in sorted(self._counts.items()):
+            names = ", ".join(self._examples[scope_id]) + (", …" if count > 5 else "")
+            yield HealthFinding(
+                HealthCode.LEDGERS_IN_FEW_RACKS, Severity.WARNING, f"scope {scope_id}",
+                f"{count:,} ledger{'s have' if count > 1 else ' has'} entries with all replicas in too few racks: "
+                f"{names}",
+                "'bkctl ledger locate' shows the bookies; auto-recovery moves replicas to other racks with "
+                "repairedPlacementPolicyNotAdheringBookieEnabled=true",
+                {"ledgerScopeId": str(scope_id), "ledgerCount": count},
+            )  # fmt: skip

@@ -71,6 +71,16 @@ class JournalCheck:
     problem: str | None = None
     error: BkctlError | None = None
 
+    @property
+    def finding_count(self) -> int:
+        """Return the number of digest mismatches, or 1 for another fault; damage does not count."""
+        return self.mismatch_count or int(self.error is None and self.problem is not None)
+
+    @property
+    def is_sound(self) -> bool:
+        """Return whether the file is whole, without faults."""
+        return self.error is None and self.problem is None and self.state is not ScanState.TORN
+
 
 def check_journals(
     directories: BookieDirectories,

@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bkctl.client.ensemble import RoundRobinDistributionSchedule
-from bkctl.errors import BkctlError, UsageError
+from bkctl.errors import BkctlError, NotFound, UsageError
 from bkctl.formats.metadata import LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId, check_bookie_id
 from bkctl.metadata.ledgers import VersionedMetadata
@@ -245,6 +245,33 @@ class StopProblem(NamedTuple):
     replica_count: int | None = None
     replica_count_min: int | None = None
     bookies: tuple[str, ...] = ()
+
+
+class StopCheck:
+    """`ok_to_stop` of known bookies; with `restarts`, ledgers under their ack quorum are no problems, but kept apart.
+
+    Raises NotFound for an unknown bookie.
+    """
+
+    def __init__(
+        self, cluster: Cluster, bookie_ids: Collection[str], *, replica_count_min: int | None, restarts: bool
+    ) -> None:
+        for bookie_id in bookie_ids:
+            if cluster.bookies.get(bookie_id) is None:
+                raise NotFound(f"No bookie {bookie_id}", hint="'bkctl bookies list' shows them")
+        self._cluster, self._bookie_ids, self._restarts = cluster, bookie_ids, restarts
+        self._replica_count_min = replica_count_min
+        #: Ledgers that a restart leaves as they must be, and the end of these bookies would leave under their quorum.
+        self.under_quorum: set[LedgerId] = set()
+
+    def problems(self) -> Iterator[StopProblem]:
+        """Yield the present problems."""
+        self.under_quorum.clear()
+        for problem in ok_to_stop(self._cluster, self._bookie_ids, replica_count_min=self._replica_count_min):
+            if self._restarts and problem.risk is Risk.UNDER_QUORUM:
+                self.under_quorum.add(problem.ledger)
+            else:
+                yield problem
 
 
 def ok_to_stop(

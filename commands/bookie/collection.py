@@ -171,23 +171,32 @@ def gc(
             before = _force_gc(run, found, major, minor, accept_scoped_deletes, wait, deadline)
         after = found.api.garbage_collection()
         run.out.render(_collector_rows(after), _collector_columns(run))
-        if resume is not None and not dry_run and (disks := after.suspended_by_disks):
-            suspended = {Compactions.MAJOR: after.major_suspended, Compactions.MINOR: after.minor_suspended}
-            if suspended.get(resume, True):
-                raise BkctlError(f"{found.name}: {disks}", hint=_FULL_HINT)
+        if resume is not None and not dry_run:
+            _check_resumed(found, after, resume)
         if forces and wait and not dry_run:
-            problem = after.last_round_problem
-            kind = "major" if major else "minor" if minor else None
-            if kind is not None and not _has_compacted(before, after, kind):
-                reason = problem or f"{kind} compaction is disabled there, or the bookie started again meanwhile"
-                raise BkctlError(f"{found.name} did no {kind} compaction: {reason}", hint=_FULL_HINT)
-            if problem:
-                raise BkctlError(f"{found.name} did not finish the round: {problem}", hint=_FULL_HINT)
-            for reason in _held_back(after):
-                raise FindingsError(
-                    f"{found.name} kept ledgers of scopes that seem deleted: {reason}",
-                    hint="check that; 'bookie gc --accept-scoped-deletes' lets one round delete them",
-                )
+            _check_round(found, before, after, "major" if major else "minor" if minor else None)
+
+
+def _check_resumed(found: Server, after: GarbageCollection, resume: Compactions) -> None:
+    """Raise BkctlError if full disks keep a compaction suspended that was resumed."""
+    suspended = {Compactions.MAJOR: after.major_suspended, Compactions.MINOR: after.minor_suspended}
+    if after.suspended_by_disks and suspended.get(resume, True):
+        raise BkctlError(f"{found.name}: {after.suspended_by_disks}", hint=_FULL_HINT)
+
+
+def _check_round(found: Server, before: GarbageCollection, after: GarbageCollection, kind: str | None) -> None:
+    """Raise BkctlError if the forced round failed, or did no compaction of `kind`; FindingsError for kept scopes."""
+    problem = after.last_round_problem
+    if kind is not None and not _has_compacted(before, after, kind):
+        reason = problem or f"{kind} compaction is disabled there, or the bookie started again meanwhile"
+        raise BkctlError(f"{found.name} did no {kind} compaction: {reason}", hint=_FULL_HINT)
+    if problem:
+        raise BkctlError(f"{found.name} did not finish the round: {problem}", hint=_FULL_HINT)
+    if reasons := _held_back(after):
+        raise FindingsError(
+            f"{found.name} kept ledgers of scopes that seem deleted: {reasons[0]}",
+            hint="check that; 'bookie gc --accept-scoped-deletes' lets one round delete them",
+        )
 
 
 def _show_collectors(run: Run, found: Server, watch: float | None) -> None:
@@ -198,8 +207,7 @@ def _show_collectors(run: Run, found: Server, watch: float | None) -> None:
         return _collector_rows(latest[0])
 
     run.out.watch(watch, look, _collector_columns(run))
-    for reason in _held_back(latest[0]):
-        run.out.note(f"{found.name} keeps ledgers of scopes that seem deleted: {reason}")
+    run.out.note(*(f"{found.name} keeps ledgers of scopes that seem deleted: {each}" for each in _held_back(latest[0])))
 
 
 def _switch_compactions(found: Server, suspend: Compactions | None, resume: Compactions | None) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,7 +18,7 @@ from ..kit.command import Run, command, group
 from ..kit.documents import rows_of
 from ..kit.options import WatchOption
 from ..kit.texts import plain_lines
-from .server import BookieServerOption, server
+from .server import BookieServerOption, Server, server
 
 if TYPE_CHECKING:
     from bkctl.http.prometheus import Metric
@@ -86,14 +87,14 @@ def metrics(
             run.out.text(plain_lines(text) if sys.stdout.isatty() else text)
             return
 
-        def look() -> Iterator[Metric]:
-            from bkctl.http.prometheus import parse_metrics
+        run.out.watch(watch, partial(_metrics, found, match), METRIC_COLUMNS)
 
-            for metric in parse_metrics(found.api.metrics(), f"{found.url}/metrics"):
-                if match is None or _matches(metric.name, match):
-                    yield metric
 
-        run.out.watch(watch, look, METRIC_COLUMNS)
+def _metrics(found: Server, match: str | None) -> list[Metric]:
+    from bkctl.http.prometheus import parse_metrics
+
+    metrics = parse_metrics(found.api.metrics(), f"{found.url}/metrics")
+    return [metric for metric in metrics if match is None or _matches(metric.name, match)]
 
 
 def _matches(name: str, pattern: str) -> bool:

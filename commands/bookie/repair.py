@@ -73,15 +73,12 @@ def _metadata(run: Run, layout: BookieLayout) -> Iterator[StoredLedgers | None]:
     with run.access.cluster() as cluster:
         stored = StoredLedgers(cluster, layout.all)
         yield stored
-        for problem in stored.problems:
-            run.out.error(problem)
+        run.out.error(*stored.problems)
 
 
 def _report(run: Run, findings: RepairFindings) -> None:
-    for note in findings.notes:
-        run.out.note(note)
-    for damage in findings.damage:
-        run.out.error(damage.error)
+    run.out.note(*findings.notes)
+    run.out.error(*(damage.error for damage in findings.damage))
 
 
 REBUILT_COLUMNS = Columns(
@@ -155,10 +152,14 @@ def rebuild_databases(
             )
     run.out.render(done.databases, REBUILT_COLUMNS)
     _report(run, done.findings)
-    for row in done.databases:
-        for name, one, many, text in _GUESSES:
-            if count := getattr(row, name):
-                run.out.note(f"{row.path}: {text.format(counted(count, one, many))}")
+    run.out.note(
+        *(
+            f"{row.path}: {text.format(counted(count, one, many))}"
+            for row in done.databases
+            for name, one, many, text in _GUESSES
+            if (count := getattr(row, name))
+        )
+    )
     run.out.finish_with(
         len(done.findings.damage),
         "damaged file; the records before the damage were used",
@@ -305,9 +306,9 @@ def downgrade_bookie(
     out.render(rows, DOWNGRADED_COLUMNS)
     if not any(row.journal_ids for row in rows):
         out.note("Nothing to do: no journal has scoped records, so Apache's bookie can start")
-    for row in rows:
-        if row.error is not None and row.mark is None and not config.skip_replay_journal_invalid_record:
-            raise row.error
+    damaged = [row.error for row in rows if row.error is not None and row.mark is None]
+    if not config.skip_replay_journal_invalid_record:
+        out.raise_first(damaged[:1])
 
 
 CONVERTED_COLUMNS = Columns(
@@ -440,8 +441,12 @@ def format_bookie(
                 return
             loss = _loss(bookie_id, rows)
             if yes_really is None and sys.stderr.isatty():
-                for row in rows:
-                    out.note(f"{row.path}: {row.files:,} files, {size_text(row.size_bytes)}{_ledgers_text(row)}")
+                out.note(
+                    *(
+                        f"{row.path}: {row.files:,} files, {size_text(row.size_bytes)}{_ledgers_text(row)}"
+                        for row in rows
+                    )
+                )
             consent.confirm_name(loss, bookie_id, yes_really)
             if cluster is None:
                 consent.start_audit(begun=True)

@@ -71,12 +71,11 @@ def sanity(
     entries in scope 0. Exit code 3 if the bookie did not pass, or is read-only and so accepts no entries.
     """
     if which.bookie_id is None or which.url is not None:
-        for flag, given in (("--entries", count), ("--ledger-scope-id", scope_id)):
-            if given is not None:
-                raise UsageError(
-                    f"{flag} requires --bookie without --bookie-url",
-                    hint="a bookie tests itself with 10 entries in scope 0",
-                )
+        if count is not None or scope_id is not None:
+            raise UsageError(
+                f"{'--ledger-scope-id' if count is None else '--entries'} requires --bookie without --bookie-url",
+                hint="a bookie tests itself with 10 entries in scope 0",
+            )
         row = _sanity_of_itself(run, which, deadline)
     else:
         from bkctl.client.trials import SANITY_ENTRY_COUNT

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -82,21 +82,26 @@ def ready(
     with finder(run, which) as find:
         with run.job.working("Waiting for the bookie", enabled=wait):
             patience = Patience(f"Bookie {which.bookie_id or which.url or run.access.conf} is not ready", deadline)
-            while True:
-                try:
-                    found = find()
-                    patience.shorten(found)
-                    readiness = found.api.readiness()
-                except Unreachable:
-                    if not wait:
-                        raise
-                else:
-                    if readiness.ready or not wait:
-                        break
-                patience.wait()
-        run.out.show(BookieAnswer(found, readiness), READY_COLUMNS)
-        if not readiness.ready:
-            raise FindingsError(f"{found.name} is not ready: {readiness.message}")
+            answer = _readiness(find, patience, wait=wait)
+        run.out.show(answer, READY_COLUMNS)
+        if not answer.answer.ready:
+            raise FindingsError(f"{answer.server.name} is not ready: {answer.answer.message}")
+
+
+def _readiness(find: Callable[[], Server], patience: Patience, *, wait: bool) -> BookieAnswer:
+    """Return the bookie's answer, with `wait` once it is ready. Raises Unreachable, or TimedOut at the deadline."""
+    while True:
+        try:
+            found = find()
+            patience.shorten(found)
+            readiness = found.api.readiness()
+        except Unreachable:
+            if not wait:
+                raise
+        else:
+            if readiness.ready or not wait:
+                return BookieAnswer(found, readiness)
+        patience.wait()
 
 
 class InfoRow(NamedTuple):
@@ -132,11 +137,7 @@ INFO_COLUMNS = Columns(
 def info(run: Run, which: BookieServerOption, watch: WatchOption) -> None:
     """Show a bookie's state and the space on its disks."""
     with server(run, which) as found:
-
-        def look() -> Iterator[InfoRow]:
-            yield InfoRow(found, found.api.state(), found.api.space())
-
-        run.out.watch(watch, look, INFO_COLUMNS, single=True)
+        run.out.watch(watch, lambda: [InfoRow(found, found.api.state(), found.api.space())], INFO_COLUMNS, single=True)
 
 
 class Switch(StrEnum):

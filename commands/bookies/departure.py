@@ -265,12 +265,10 @@ def decommission(
     """
     from bkctl.replication.decommission import Decommission
 
-    def question(plan: MovePlan) -> str:
-        kept = "" if keep_cookie else ", and its cookie deleted"
-        return loss_text(plan, [bookie], (), skip_open=False, delete_cookie=False) + kept
-
+    kept = "" if keep_cookie else ", and its cookie deleted"
     texts = _Texts(
-        "decommission", "Decommissioning", "decommissioned", question,
+        "decommission", "Decommissioning", "decommissioned",
+        lambda plan: loss_text(plan, [bookie], (), skip_open=False, delete_cookie=False) + kept,
         "moved ledgers stay moved: run the command again to continue, or start the bookie to go back, after 'bkctl "
         "metadata undo' if its cookie is deleted",
     )  # fmt: skip
@@ -305,12 +303,10 @@ def drain(
     """
     from bkctl.replication.drain import Drain
 
-    def question(plan: MovePlan) -> str:
-        loss = loss_text(plan, [bookie], (), skip_open=True, delete_cookie=False)
-        return f"{bookie} would take no more entries, and {loss}"
-
+    begin = f"{bookie} would take no more entries, and "
     texts = _Texts(
-        "drain", "Draining", "drained", question,
+        "drain", "Draining", "drained",
+        lambda plan: begin + loss_text(plan, [bookie], (), skip_open=True, delete_cookie=False),
         f"{bookie} stays read-only, and moved ledgers stay moved: run the command again to continue, or "
         + _to_go_back(bookie),
     )  # fmt: skip

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import typer
 
 from bkctl.columns import Column, Columns, Kind, value_at
-from bkctl.errors import BkctlError, NotFound, Unreachable, UsageError
+from bkctl.errors import BkctlError, NotFound, Unreachable
 
 from ..kit.access import Access
 from ..kit.command import Run, command, group
@@ -18,6 +19,7 @@ from ..kit.job import LongWork
 from ..kit.options import WatchOption
 from ..kit.printer import Printer
 from ..kit.texts import GREEN, RED, YELLOW, size_text
+from ..kit.values import check_percentage
 from .racks import find_racks
 
 if TYPE_CHECKING:
@@ -110,17 +112,14 @@ def list_bookies(
     'bookies racks list' says where the racks come from.
     """
 
-    def look() -> Iterator[ListedBookie]:
-        bookies = cluster.bookies.list(include_down=state in (State.ALL, State.DOWN))
-        racks = find_racks(run, cluster, bookies)
-        return (
-            ListedBookie(bookie, racks.get(bookie.bookie_id))
-            for bookie in bookies
-            if state in (State.ALL, bookie.state)
-        )
-
     with run.access.cluster() as cluster:
-        run.out.watch(watch, look, BOOKIE_COLUMNS, subscribe=cluster.bookies.watch)
+        run.out.watch(watch, partial(_listed, run, cluster, state), BOOKIE_COLUMNS, subscribe=cluster.bookies.watch)
+
+
+def _listed(run: Run, cluster: Cluster, state: State) -> list[ListedBookie]:
+    bookies = cluster.bookies.list(include_down=state in (State.ALL, State.DOWN))
+    racks = find_racks(run, cluster, bookies)
+    return [ListedBookie(each, racks.get(each.bookie_id)) for each in bookies if state in (State.ALL, each.state)]
 
 
 class BookieRow(NamedTuple):
@@ -210,17 +209,20 @@ def show(
     ] = False,
 ) -> None:
     """Show bookies with their endpoints, properties and cookie."""
-    from bkctl.metadata.admin.overview import ledgers_of_bookies
-
-    def look() -> Iterator[BookieRow]:
-        rows = [_show_row(cluster, bookie_id) for bookie_id in bookies]
-        counts = ledgers_of_bookies(cluster, bookies) if ledgers else {}
-        return (row._replace(ledgers=counts.get(row.bookie.bookie_id)) for row in rows)
-
     single = len(bookies) == 1
     with access.cluster() as cluster, job.working("Counting ledgers", enabled=ledgers and watch is None):
         columns = SHOW_COLUMNS if single else out.table_columns(SHOW_TABLE_COLUMNS, SHOW_COLUMNS)
+        look = partial(_shown, cluster, bookies, counts=ledgers)
         out.watch(watch, look, columns, subscribe=cluster.bookies.watch, single=single)
+
+
+def _shown(cluster: Cluster, bookies: list[str], *, counts: bool) -> list[BookieRow]:
+    """Return the row of each bookie, with the numbers of its ledgers if `counts`."""
+    from bkctl.metadata.admin.overview import ledgers_of_bookies
+
+    rows = [_show_row(cluster, bookie_id) for bookie_id in bookies]
+    ledgers = ledgers_of_bookies(cluster, bookies) if counts else {}
+    return [row._replace(ledgers=ledgers.get(row.bookie.bookie_id)) for row in rows]
 
 
 class UsageOrder(StrEnum):
@@ -243,6 +245,13 @@ USAGE_COLUMNS = Columns(
 )
 
 
+_USAGE_KEYS: Final[dict[UsageOrder, Callable[[BookieSpace], Any]]] = {
+    UsageOrder.BOOKIE: lambda _: 0,
+    UsageOrder.USED: lambda row: -(row.used_percent or 0),
+    UsageOrder.FREE: lambda row: row.free or 0,
+}
+
+
 @command(app, "usage", connects=True, examples=("bkctl bookies usage",), prints=rows_of(USAGE_COLUMNS))
 def usage(
     out: Printer,
@@ -261,30 +270,21 @@ def usage(
     Asks every registered bookie. A bookie that does not answer is a row with the problem: exit code 3 then, and 6 if
     none answers.
     """
-    if threshold is not None and not 0 <= threshold <= 100:
-        raise UsageError(f"--threshold {threshold:g}: percent are 0 to 100")
+    from bkctl.client.disk_space import disk_space
 
-    async def work() -> list[BookieSpace]:
-        from bkctl.client.disk_space import disk_space
-
-        async with access.bookkeeper(cluster) as bookkeeper:
-            return [each async for each in disk_space(bookkeeper, registered)]
-
+    check_percentage(threshold)
     with access.cluster() as cluster, job.working("Asking the bookies"):
         registered = cluster.bookies.list(include_down=False)
-        rows = job.complete(work())
-    if sort is UsageOrder.USED:
-        rows.sort(key=lambda row: -(row.used_percent or 0))
-    elif sort is UsageOrder.FREE:
-        rows.sort(key=lambda row: row.free if row.free is not None else 0)
+        rows: list[BookieSpace] = []
+        job.take_each(access.bookkeeper(cluster), partial(disk_space, bookies=registered), rows.append)
+    rows.sort(key=_USAGE_KEYS[sort])
     out.render(rows, USAGE_COLUMNS, findings=out.draws)
     total, free = (sum(getattr(row, name) or 0 for row in rows) for name in ("total", "free"))
     out.note(f"{size_text(free)} of {size_text(total)} free on {len(rows):,} bookies")
-    silent = [row for row in rows if row.error is not None]
-    if rows and len(silent) == len(rows):
+    silent_count = sum(row.error is not None for row in rows)
+    if rows and silent_count == len(rows):
         raise Unreachable(f"None of {len(rows):,} bookies answered")
-    full = sum(threshold is not None and (row.used_percent or 0) > threshold for row in rows)
-    problems = [f"{full:,} bookies are above {threshold:g}%"] if full else []
-    problems += [f"{len(silent):,} bookies did not answer"] if silent else []
-    text = ", ".join(problems)
-    out.finish_with(full + len(silent), f"finding: {text}", f"findings: {text}")
+    full_count = sum(threshold is not None and (row.used_percent or 0) > threshold for row in rows)
+    problems = ((full_count, f"are above {threshold or 0:g}%"), (silent_count, "did not answer"))
+    text = ", ".join(f"{count:,} bookies {what}" for count, what in problems if count)
+    out.finish_with(full_count + silent_count, f"finding: {text}", f"findings: {text}")

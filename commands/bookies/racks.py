@@ -130,12 +130,8 @@ def set_racks(
         with consent.recorded(cluster, undo) as recorded:
             before = BookieRacks(recorded).all()
             rows = BookieRacks(recorded).set(names, rack, group=bookie_group, hostname=hostname, dry_run=dry_run)
-    for row in rows:
-        if row in before:
-            out.note(f"Bookie {row.bookie_id} is in rack {row.rack} already")
-    for name in names:
-        if name not in registered:
-            out.warn(f"bookie {name} has neither a registration nor a cookie")
+    out.note(*(f"Bookie {row.bookie_id} is in rack {row.rack} already" for row in rows if row in before))
+    out.warn(*(f"bookie {name} has neither a registration nor a cookie" for name in names if name not in registered))
     out.render(rows, CHANGE_COLUMNS)
 
 
@@ -165,9 +161,7 @@ def unset_racks(
     with access.cluster() as cluster, consent.recorded(cluster, undo) as recorded:
         rows = BookieRacks(recorded).unset(names, dry_run=dry_run)
     out.render(rows, CHANGE_COLUMNS, findings=True)
-    for name in names:
-        if all(row.bookie_id != name for row in rows):
-            out.note(f"Bookie {name} has no rack")
+    out.note(*(f"Bookie {name} has no rack" for name in names if all(row.bookie_id != name for row in rows)))
     if rows and not dry_run:
         has = "has" if len(rows) == 1 else "have"
         out.note(f"{', '.join(row.bookie_id for row in rows)} {has} no rack now; the table shows the former one")

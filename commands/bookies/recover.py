@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing, nullcontext
 from pathlib import Path
@@ -27,8 +28,12 @@ from .selection import Deadline, LedgersByOption, ManyBookies, SkipUnrecoverable
 
 if TYPE_CHECKING:
     from bkctl.metadata.cluster import Cluster
+    from bkctl.pace import Pace
     from bkctl.replication.holdings import HeldFragment, HeldLedger
-    from bkctl.replication.move_plan import LedgerMove, MovePlan, MoveProgress, PlannedFragment
+    from bkctl.replication.move_plan import LedgerMove, MoveOutcome, MovePlan, MoveProgress, PlannedFragment
+    from bkctl.replication.resume import ResumeFile
+
+    from ..kit.activity import Activity
 
 app = group()
 
@@ -180,69 +185,124 @@ def recover(
     with run.access.cluster() as cluster:
         if query:
             _show_held(run, cluster, names, ledgers or None)
-            return
-        if dry_run:
+        elif dry_run:
             _show_plan(run, cluster, names, ledgers or None, skip_open, skip_unrecoverable)
-            return
-        from bkctl.replication.bookie_mover import BookieMover
-        from bkctl.replication.move_plan import MoveOutcome, check_scopes_known, plan_move
-        from bkctl.replication.resume import ResumeFile
+        else:
+            recovery = _Recovery(run, cluster, names, pace, skip_open, skip_unrecoverable, delete_cookie)
+            recovery.run(recovery.plan(ledgers or None), resume, undo, deadline)
 
-        with run.job.working("Looking at the ledgers"):
-            plan = plan_move(cluster, names, ledgers or None)
+
+class _Recovery:
+    """One run of the command that changes something: its settings, and what became of the ledgers."""
+
+    def __init__(
+        self,
+        run: Run,
+        cluster: Cluster,
+        names: Sequence[str],
+        pace: Pace,
+        skip_open: bool,
+        skip_unrecoverable: bool,
+        delete_cookie: bool,
+    ) -> None:
+        self._run, self._cluster, self._names, self._pace = run, cluster, names, pace
+        self._skip_open, self._skip_unrecoverable = skip_open, skip_unrecoverable
+        self._delete_cookie = delete_cookie
+        self._outcomes: Counter[MoveOutcome] = Counter()
+        self._skipped: set[LedgerId] = set()
+        #: Ledgers with entries on bookies that keep their cookies.
+        self._kept_count = 0
+
+    def plan(self, ids: list[LedgerId] | None) -> MovePlan:
+        """Return the ledgers to move, once the user agrees."""
+        from bkctl.replication.move_plan import check_scopes_known, plan_move
+
+        names, cluster = self._names, self._cluster
+        with self._run.job.working("Looking at the ledgers"):
+            plan = plan_move(cluster, names, ids)
         up = [each for each in cluster.bookies.list(include_down=False) if each.bookie_id in names]
-        if up and delete_cookie:
+        if up and self._delete_cookie:
             raise Conflict(
                 f"Bookie {up[0].bookie_id} is registered ({up[0].state}), and needs its cookie",
                 hint="stop it first, or leave --delete-cookie out",
             )
-        if delete_cookie:
+        if self._delete_cookie:
             check_scopes_known(cluster)
         _check_known(cluster, names, plan)
-        if plan.ledgers or delete_cookie:
-            run.consent.confirm(loss_text(plan, names, up, skip_open=skip_open, delete_cookie=delete_cookie))
-        outcomes: dict[MoveOutcome, int] = dict.fromkeys(MoveOutcome, 0)
-        skipped: set[LedgerId] = set()
-        kept = 0
-        notes: list[str] = []
+        if plan.ledgers or self._delete_cookie:
+            self._run.consent.confirm(
+                loss_text(plan, names, up, skip_open=self._skip_open, delete_cookie=self._delete_cookie)
+            )
+        return plan
 
-        async def work(writer: RowWriter) -> None:
-            nonlocal kept
-            async with run.access.bookkeeper(recorded) as bookkeeper:
-                mover = BookieMover(bookkeeper, names, plan, pace=pace, skip_open=skip_open, note=run.out.note)
-                async with (
-                    shown_progress(activity, mover.progress),
-                    aclosing(mover.move(plan.ledgers, resume=done)) as moves,
-                ):
-                    async for move in moves:
-                        writer.row(move)
-                        outcomes[move.outcome] += 1
-                        if move.outcome is MoveOutcome.UNRECOVERABLE and skip_unrecoverable:
-                            skipped.add(move.ledger)
-                if delete_cookie:
-                    kept = len({ledger for ledger, _ in await mover.left()} - skipped)
-                    if not kept:
-                        notes.extend(f"The cookie of {name} is deleted" for name in await mover.delete_cookies())
-                notes.insert(0, _moved_text(outcomes[MoveOutcome.MOVED], mover.progress))
+    def run(self, plan: MovePlan, resume: Path | None, undo: Path | None, deadline_s: float | None) -> None:
+        """Move the ledgers, and report what became of them."""
+        from bkctl.replication.resume import ResumeFile
 
-        file = nullcontext() if resume is None else ResumeFile(resume, instance_id=cluster.instance_id(), bookies=names)
+        run, instance_id = self._run, self._cluster.instance_id()
+        file = nullcontext() if resume is None else ResumeFile(resume, instance_id=instance_id, bookies=self._names)
         with (
             file as done,
-            run.consent.recorded(cluster, undo) as recorded,
+            run.consent.recorded(self._cluster, undo) as recorded,
             run.job.working(
-                "Recovering", total=len(plan.ledgers) or None, unit="ledgers", pace=pace,
+                "Recovering", total=len(plan.ledgers) or None, unit="ledgers", pace=self._pace,
                 left="moved ledgers stay moved: run the command again to continue",
             ) as activity,
         ):  # fmt: skip
             if done is not None and done.done:
                 run.out.note(f"{resume}: {counted(len(done.done), 'ledger was', 'ledgers were')} done before")
             with run.out.rows(move_columns(plan)) as rows:
-                run_within(run, work(rows), deadline, "The recovery")
-        for note in notes:
-            run.out.note(note)
-        unrecoverable = outcomes[MoveOutcome.UNRECOVERABLE] - len(skipped)
-        failed = outcomes[MoveOutcome.FAILED] + (0 if skip_open else outcomes[MoveOutcome.OPEN])
-        _finish(run, plan, unrecoverable, failed, kept, len(names))
+                run_within(run, self._move(recorded, plan, done, activity, rows), deadline_s, "The recovery")
+        run.out.note(*self._notes)
+        self._report(plan)
+
+    async def _move(
+        self, cluster: Cluster, plan: MovePlan, done: ResumeFile | None, activity: Activity, writer: RowWriter
+    ) -> None:
+        from bkctl.replication.bookie_mover import BookieMover
+        from bkctl.replication.move_plan import MoveOutcome
+
+        run, outcomes = self._run, self._outcomes
+        async with run.access.bookkeeper(cluster) as bookkeeper:
+            mover = BookieMover(
+                bookkeeper, self._names, plan, pace=self._pace, skip_open=self._skip_open, note=run.out.note
+            )
+            async with (
+                shown_progress(activity, mover.progress),
+                aclosing(mover.move(plan.ledgers, resume=done)) as moves,
+            ):
+                async for move in moves:
+                    writer.row(move)
+                    outcomes[move.outcome] += 1
+                    if move.outcome is MoveOutcome.UNRECOVERABLE and self._skip_unrecoverable:
+                        self._skipped.add(move.ledger)
+            self._notes = [_moved_text(outcomes[MoveOutcome.MOVED], mover.progress)]
+            if self._delete_cookie:
+                self._kept_count = len({ledger for ledger, _ in await mover.left()} - self._skipped)
+                if not self._kept_count:
+                    self._notes += [f"The cookie of {name} is deleted" for name in await mover.delete_cookies()]
+
+    def _report(self, plan: MovePlan) -> None:
+        """Report the ledgers that were not moved, and the cookies that stay, as findings."""
+        from bkctl.replication.move_plan import MoveOutcome
+
+        out, kept = self._run.out, self._kept_count
+        out.error(*(f"Ledger {ledger} was skipped: {problem}" for ledger, problem in plan.damaged.items()))
+        unrecoverable = self._outcomes[MoveOutcome.UNRECOVERABLE] - len(self._skipped)
+        failed = self._outcomes[MoveOutcome.FAILED] + len(plan.damaged)
+        failed += 0 if self._skip_open else self._outcomes[MoveOutcome.OPEN]
+        problems = []
+        if unrecoverable:
+            problems.append(f"{counted(unrecoverable, 'ledger is', 'ledgers are')} unrecoverable")
+        if failed:
+            problems.append(f"{counted(failed, 'ledger', 'ledgers')} could not be moved")
+        if kept:
+            problems.append(
+                f"the {'cookie stays' if len(self._names) == 1 else 'cookies stay'}, for "
+                f"{counted(kept, 'ledger', 'ledgers')} still {'has' if kept == 1 else 'have'} entries there"
+            )
+        text = "; ".join(problems)
+        out.finish_with(len(problems), f"finding: {text}", f"findings: {text}")
 
 
 def _check_known(cluster: Cluster, names: Sequence[str], plan: MovePlan) -> None:
@@ -317,22 +377,3 @@ def _moved_text(moved_count: int, progress: MoveProgress) -> str:
         f"{counted(progress.entry_count, 'entry', 'entries')}, {size_text(progress.size_bytes)}, "
         f"in {time_text(progress.elapsed_s)}"
     )
-
-
-def _finish(run: Run, plan: MovePlan, unrecoverable: int, failed: int, kept: int, bookie_count: int) -> None:
-    """Report the findings of a recovery, from counts of ledgers; `kept` have entries on bookies that keep a cookie."""
-    for ledger, problem in plan.damaged.items():
-        run.out.error(f"Ledger {ledger} was skipped: {problem}")
-    failed += len(plan.damaged)
-    problems = []
-    if unrecoverable:
-        problems.append(f"{counted(unrecoverable, 'ledger is', 'ledgers are')} unrecoverable")
-    if failed:
-        problems.append(f"{counted(failed, 'ledger', 'ledgers')} could not be moved")
-    if kept:
-        problems.append(
-            f"the {'cookie stays' if bookie_count == 1 else 'cookies stay'}, for {counted(kept, 'ledger', 'ledgers')} "
-            f"still {'has' if kept == 1 else 'have'} entries there"
-        )
-    text = "; ".join(problems)
-    run.out.finish_with(len(problems), f"finding: {text}", f"findings: {text}")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from bkctl.columns import TEXTS, Column, Columns, Kind
-from bkctl.errors import NotFound, UsageError
+from bkctl.errors import UsageError
 
 from ..kit.command import Run, command, group
 from ..kit.documents import rows_of
@@ -21,9 +21,7 @@ from .racks import find_racks
 from .selection import bookie_ids
 
 if TYPE_CHECKING:
-    from bkctl.ids import LedgerId
     from bkctl.metadata.cluster import Cluster
-    from bkctl.replication.holdings import StopProblem
 
 app = group()
 
@@ -104,52 +102,34 @@ def show_stop_risks(
     With --max, adds bookies as long as every ledger stays as required and one writable bookie remains: the steps of a
     rolling restart. If the given bookies may not stop, shows the risks.
     """
-    from bkctl.replication.holdings import Risk, ok_to_stop
+    from bkctl.replication.holdings import StopCheck
 
     if largest and watch is not None:
         raise UsageError("--max and --watch are given", hint="give one of them")
     names = bookie_ids(bookies or ()) if bookies or not largest else []
-    count = 0
-    #: Ledgers that a restart leaves readable and writable, and the end of these bookies would leave under their quorum.
-    under_quorum: set[LedgerId] = set()
     restarts = not for_good and min_replicas is None
-
-    def look() -> Iterator[StopProblem]:
-        nonlocal count
-        count = 0
-        under_quorum.clear()
-        for problem in ok_to_stop(cluster, names, replica_count_min=min_replicas):
-            if restarts and problem.risk is Risk.UNDER_QUORUM:
-                under_quorum.add(problem.ledger)
-                continue
-            count += 1
-            yield problem
-
     with run.access.cluster() as cluster:
-        for name in names:
-            if cluster.bookies.get(name) is None:
-                raise NotFound(f"No bookie {name}", hint="'bkctl bookies list' shows them")
+        check = StopCheck(cluster, names, replica_count_min=min_replicas, restarts=restarts)
         if largest and _show_together(run, cluster, names, 1 if restarts else min_replicas):
             return
         if watch is not None:
             run.out.watch(
-                watch, look, RISK_COLUMNS, subscribe=cluster.bookies.watch,
-                key=lambda each: (each.ledger, each.risk, each.first_entry_id),
+                watch, check.problems, RISK_COLUMNS, subscribe=cluster.bookies.watch,
+                key=attrgetter("ledger", "risk", "first_entry_id"),
             )  # fmt: skip
         with run.job.working("Looking at the ledgers"):
-            run.out.render(look(), RISK_COLUMNS, findings=True)
+            count = run.out.render(check.problems(), RISK_COLUMNS, findings=True)
         staying = sum(
             each.state == "rw" and each.bookie_id not in names for each in cluster.bookies.list(include_down=False)
         )
     who = names[0] if len(names) == 1 else f"These {len(names)} bookies"
-    left = counted(staying, "writable bookie", "writable bookies")
     if not count:
-        how = "restart" if restarts else "stop"
+        left, how = counted(staying, "writable bookie", "writable bookies"), "restart" if restarts else "stop"
         run.out.note(f"{who} may {how}; {left} would remain, and ledgers with larger ensembles could not be created")
-    if under_quorum:
+    if check.under_quorum:
         run.out.note(
-            f"Not for good: {counted(len(under_quorum), 'ledger', 'ledgers')} would have fewer replicas than the ack "
-            "quorum; --for-good lists them, and 'bkctl bookies drain' copies them first"
+            f"Not for good: {counted(len(check.under_quorum), 'ledger', 'ledgers')} would have fewer replicas than the "
+            "ack quorum; --for-good lists them, and 'bkctl bookies drain' copies them first"
         )
     run.out.finish_with(count, f"finding: {who} may not stop now", f"findings: {who} may not stop now")
 

@@ -174,11 +174,8 @@ def extract(
         if str(file) != "-":
             run.out.show(ExtractReport(extraction, digest_type, gaps, missing, damaged, last, file), REPORT_COLUMNS)
         else:
-            for what, count, ranges in (
-                ("missing", missing, gaps), ("damaged", len(damaged), [(each, each) for each in damaged]),
-            ):  # fmt: skip
-                if count:
-                    run.out.warn(f"{what} entries ({count:,}): {_gap_text(ranges)}")
+            lacks = ("missing", missing, gaps), ("damaged", len(damaged), [(each, each) for each in damaged])
+            run.out.warn(*(f"{what} entries ({count:,}): {_gap_text(ids)}" for what, count, ids in lacks if count))
         if last is None and (str(file) == "-" or run.out.output in (Output.TABLE, Output.WIDE)):
             run.out.note(
                 f"Missing entries are known up to {extraction.last_entry_id}; the end of ledger {ledger} is unknown: "
@@ -186,8 +183,9 @@ def extract(
             )
         if hint := digests.hint():
             run.out.note(f"Digests of ledger {ledger} are not checked: {hint}")
-        for path in extraction.cut:
-            run.out.warn(f"{path} ends within a record: entries behind it are not there, or not yet")
+        run.out.warn(
+            *(f"{path} ends within a record: entries behind it are not there, or not yet" for path in extraction.cut)
+        )
         problems, finding_count = list(extraction.problems), missing + len(damaged) + len(extraction.cut)
     if left is not None:
         full = BkctlError(

@@ -17,14 +17,13 @@ from ..kit.columns import hex_column
 from ..kit.command import Run, command, group
 from ..kit.documents import rows_of
 from ..kit.options import Composite, combined, text_option
-from ..kit.records import DirOption
+from ..kit.records import DirOption, collect_errors
 from ..kit.texts import GREEN, RED, YELLOW, counted, size_text
 from .logs import (
     AllOption,
     LogNames,
     LogOrder,
     SortOption,
-    collect_errors,
     file_column,
     find_all_logs,
     is_scoped,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -12,13 +12,19 @@ from bkctl.errors import BkctlError, NotFound
 from ..kit.columns import hex_column
 from ..kit.command import Run, command, group
 from ..kit.documents import rows_of
-from ..kit.records import DirOption, Records, directories_argument, print_records, shown_record_columns
+from ..kit.records import (
+    DirOption,
+    Records,
+    collect_errors,
+    directories_argument,
+    print_records,
+    shown_record_columns,
+)
 from ..kit.texts import YELLOW
 from .logs import (
     LogNames,
     LogOrder,
     SortOption,
-    collect_errors,
     file_column,
     find_logs,
     log_id_hex,
@@ -142,30 +148,31 @@ def show(run: Run, names: LogNames = None, directories: DirOption = None) -> Non
     Reads the ledgers map, or scans a log that has none. A damaged ledgers map is replaced by a scan, and reported (exit
     code 7). If records are damaged, the rows count those before the damage, and are not complete.
     """
+    errors: list[BkctlError] = []
+    with run.job.working("Reading entry logs"):
+        run.out.render(_shares(find_logs(run, names, directories), errors), SHARE_COLUMNS)
+    run.out.raise_first(errors)
+
+
+def _shares(paths: Iterable[Path], errors: list[BkctlError]) -> Iterator[ShareRow]:
+    """Yield the ledgers' shares of each log; errors of logs go to `errors`."""
     from bkctl.files.entry_log import EntryLogReader
     from bkctl.files.listing import log_contents
     from bkctl.formats.entry_log import content_id_of
 
-    errors: list[BkctlError] = []
-
-    def rows() -> Iterator[ShareRow]:
-        for path in find_logs(run, names, directories):
-            try:
-                with EntryLogReader.open(path) as reader:
-                    contents = log_contents(reader)
-            except NotFound:
-                continue  # A running bookie deleted it meanwhile.
-            except BkctlError as error:
-                errors.append(error)
-                continue
-            for ledger, size_bytes in contents.sizes.items():
-                yield ShareRow(path, content_id_of(path.name), ledger, size_bytes, contents)
-            if contents.error is not None:
-                errors.append(contents.error)
-
-    with run.job.working("Reading entry logs"):
-        run.out.render(rows(), SHARE_COLUMNS)
-    run.out.raise_first(errors)
+    for path in paths:
+        try:
+            with EntryLogReader.open(path) as reader:
+                contents = log_contents(reader)
+        except NotFound:
+            continue  # A running bookie deleted it meanwhile.
+        except BkctlError as error:
+            errors.append(error)
+            continue
+        for ledger, size_bytes in contents.sizes.items():
+            yield ShareRow(path, content_id_of(path.name), ledger, size_bytes, contents)
+        if contents.error is not None:
+            errors.append(contents.error)
 
 
 @command(

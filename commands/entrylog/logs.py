@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -120,11 +120,3 @@ def open_liveness(run: Run, paths: list[Path], errors: list[BkctlError]) -> Iter
         liveness = Liveness(cluster.ledgers)
         yield liveness
         errors.extend(liveness.problems)
-
-
-def collect_errors(rows: Iterable[R], errors: list[BkctlError]) -> Iterator[R]:
-    """Yield the rows, and add their errors to `errors`."""
-    for row in rows:
-        if row.error is not None:
-            errors.append(row.error)
-        yield row

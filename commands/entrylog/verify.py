@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from bkctl.columns import Column, Columns, Kind, value_at
-from bkctl.errors import BkctlError, UsageError
+from bkctl.errors import UsageError
 
 from ..kit.columns import Output, hex_column
 from ..kit.command import Run, command, group
 from ..kit.documents import rows_of
 from ..kit.options import DigestToCheck, LedgerPassword, ReadPace
-from ..kit.records import DirOption, note_digests
-from ..kit.texts import RED, YELLOW, counted
+from ..kit.records import CheckedFiles, DirOption, note_digests
+from ..kit.texts import RED, YELLOW
 from .logs import LogNames, file_column, find_logs, log_id_hex, log_key
 
 if TYPE_CHECKING:
@@ -97,41 +98,23 @@ def verify(
     ledgers map contradicts the records.
     """
     from bkctl.checks.log_check import check_entry_logs
-    from bkctl.files.scan import ScanState
 
     if no_digests and digest.wanted:
         raise UsageError("--no-digests and --digest are given", hint="give one of them")
     logs = find_logs(run, names, directories)
-    errors: list[BkctlError] = []
-    findings = sound_count = entry_count = 0
-
-    def rows() -> Iterator[LogCheck]:
-        nonlocal findings, sound_count, entry_count
-        for check in check_entry_logs(logs, checker, pace=pace):
-            activity.advance()
-            findings += check.finding_count
-            if check.error is not None:
-                errors.append(check.error)
-            if check.problem is None and not check.finding_count and check.state is not ScanState.TORN:
-                sound_count += 1
-                entry_count += check.entry_count
-                if run.out.draws:
-                    continue
-            yield check
-
+    checked = CheckedFiles(run.out, attrgetter("entry_count"))
     digests = nullcontext() if no_digests else run.access.digest_checker(digest.digest_type, password, logs)
     with (
         digests as checker,
         run.job.working("Reading entry logs", total=len(logs), unit="entry logs", pace=pace) as activity,
     ):
-        row_count = run.out.render(_saying_more(run, rows()), CHECK_COLUMNS, findings=run.out.draws)
-    if run.out.draws and (sound_count or not row_count):
-        sound = counted(sound_count, "entry log is", "entry logs are")
-        run.out.note(f"{sound} sound: {counted(entry_count, 'entry', 'entries')}; -o wide lists them")
+        checks = activity.counting(check_entry_logs(logs, checker, pace=pace))
+        checked.render(_saying_more(run, checks), CHECK_COLUMNS)
+    checked.note_sound("entry log is", "entry logs are", "entry", "entries")
     if checker is not None:
         note_digests(run, checker)
-    run.out.raise_first(errors)
-    run.out.finish_with(findings, "finding", "findings")
+    run.out.raise_first(checked.errors)
+    run.out.finish_with(checked.finding_count, "finding", "findings")
 
 
 def _saying_more(run: Run, rows: Iterator[LogCheck]) -> Iterator[LogCheck]:

@@ -170,15 +170,10 @@ class Printer:
         self.clear_activity()
         emit_bytes(data)
 
-    def note(self, text: str) -> None:
-        """Say something on stderr, unless --quiet."""
-        if not self.quiet:
+    def note(self, *texts: str) -> None:
+        """Say something on stderr, a line each, unless --quiet."""
+        for text in () if self.quiet else texts:
             self._say(text)
-
-    def notes(self, texts: Iterable[str]) -> None:
-        """Say each of the texts, as `note`."""
-        for text in texts:
-            self.note(text)
 
     def note_dry_run(self, plan: str = "nothing was changed") -> None:
         """Say on stderr what a dry run would do; only the first call counts."""
@@ -191,23 +186,19 @@ class Printer:
         if self.dry_run and self.output in (Output.TABLE, Output.WIDE):
             self.note_dry_run()
 
-    def warn(self, text: str) -> None:
+    def warn(self, *texts: str) -> None:
         """Say on stderr what the user should know before it is too late, unless --quiet."""
         if not self.quiet:
-            self.error(f"Warning: {text}")
+            self.error(*(f"Warning: {text}" for text in texts))
 
-    def error(self, problem: object) -> None:
-        """Report an error on stderr that does not end the run: as the errors that do, it begins with `bkctl:`."""
-        self._say(f"bkctl: {problem}")
-
-    def errors(self, problems: Iterable[object]) -> None:
-        """Report each of the problems, as `error`."""
+    def error(self, *problems: object) -> None:
+        """Report errors on stderr that do not end the run: as the error that does, each begins with `bkctl:`."""
         for problem in problems:
-            self.error(problem)
+            self._say(f"bkctl: {problem}")
 
     def raise_first(self, errors: list[BkctlError]) -> None:
         """Report all errors but the first, which is raised."""
-        self.errors(errors[1:])
+        self.error(*errors[1:])
         if errors:
             raise errors[0]
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from enum import StrEnum
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 import typer
 
@@ -32,6 +32,7 @@ from .options import (
     parameter,
 )
 from .output import RowWriter
+from .printer import Printer
 from .texts import NULL, counted, words
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from bkctl.files.scan import RecordBatch
     from bkctl.formats.entry import DigestType
     from bkctl.formats.record import Record
+
+R = TypeVar("R", bound=Any)
 
 
 class TypeName(StrEnum):
@@ -320,3 +323,41 @@ def note_digests(run: Run, checker: DigestChecker, *, always: bool = False) -> N
     if (hint := checker.hint()) is not None:
         unchecked = counted(counts.unknown + counts.without_password, "entry", "entries")
         run.out.note(f"{unchecked} could not be checked: {hint}")
+
+
+def collect_errors(rows: Iterable[R], errors: list[BkctlError]) -> Iterator[R]:
+    """Yield the rows, and add their errors to `errors`."""
+    for row in rows:
+        if row.error is not None:
+            errors.append(row.error)
+        yield row
+
+
+class CheckedFiles:
+    """The checks of files on their way to the output, where a sentence stands for the sound files on a terminal."""
+
+    def __init__(self, out: Printer, records_of: Callable[[Any], int]) -> None:
+        self._out, self._records_of = out, records_of
+        self.finding_count = self._sound_count = self._record_count = self._row_count = 0
+        self.errors: list[BkctlError] = []
+
+    def render(self, checks: Iterable[Any], columns: Columns) -> None:
+        """Print the checks."""
+        self._row_count = self._out.render(self._rows(checks), columns, findings=self._out.draws)
+
+    def _rows(self, checks: Iterable[Any]) -> Iterator[Any]:
+        for check in checks:
+            self.finding_count += check.finding_count
+            if check.error is not None:
+                self.errors.append(check.error)
+            if check.is_sound:
+                self._sound_count += 1
+                self._record_count += self._records_of(check)
+            if not (check.is_sound and self._out.draws):
+                yield check
+
+    def note_sound(self, one: str, many: str, *records: str) -> None:
+        """Say on a terminal how many files are sound; `records` are the words for one and many of theirs."""
+        if self._out.draws and (self._sound_count or not self._row_count):
+            sound, count = counted(self._sound_count, one, many), counted(self._record_count, *records)
+            self._out.note(f"{sound} sound: {count}; -o wide lists them")

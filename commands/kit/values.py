@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
-from typing import Final
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final, TypeVar
 
 from bkctl.errors import UsageError
 
 _SIZE: Final = re.compile(r"(\d{1,19})\s*(?:([kmgt])(i?)b?|b)?", re.ASCII | re.IGNORECASE)
 _DURATION: Final = re.compile(r"(\d{1,9}(?:\.\d{1,6})?)\s*(ms|s|m|h|d|w)?", re.ASCII)
 _NUMBER: Final = re.compile(r"-?[0-9]{1,20}|0[xX][0-9a-fA-F]{1,16}", re.ASCII)
+
+R = TypeVar("R")
 
 
 def parse_size(text: str, name: str) -> int:
@@ -53,3 +57,19 @@ def parse_switch(text: str, name: str) -> bool:
     if text.lower() not in ("0", "1", "false", "true", "no", "yes"):
         raise UsageError(f"{name}={text!r}: not a switch", hint="set it to 1 or 0")
     return text.lower() in ("1", "true", "yes")
+
+
+class Tally(Counter[Any]):
+    """Counts rows by a key of theirs, on their way to the output."""
+
+    def of(self, rows: Iterable[R], key: Callable[[R], Any]) -> Iterator[R]:
+        """Yield the rows, counted."""
+        for row in rows:
+            self[key(row)] += 1
+            yield row
+
+
+def check_percentage(threshold: float | None) -> None:
+    """Raise UsageError for a value of --threshold that is not a percentage."""
+    if threshold is not None and not 0 <= threshold <= 100:
+        raise UsageError(f"--threshold {threshold:g}: percent are 0 to 100")

@@ -104,7 +104,7 @@ def recover(
             run.job.take_each(run.access.bookkeeper(recorded), recovered, lambda row: writer.row(ledger_row(*row)))
         if closed_count := len(plans) - len(opened):
             run.out.note(f"{counted(closed_count, 'ledger was', 'ledgers were')} closed already: unchanged")
-        run.out.notes(f"Given up: {_recovery_loss_text(*each)}" for each in losses.items())
+        run.out.note(*(f"Given up: {_recovery_loss_text(*each)}" for each in losses.items()))
 
 
 def _question(opened: list[str], losses: Mapping[LedgerId, RecoveryLoss]) -> str:

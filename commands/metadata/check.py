@@ -85,7 +85,7 @@ def list_orphans(
     Orphans are marks of deleted ledgers, scopes of a formatted cluster, and unused cookies. Exit code 3 if there are
     any.
     """
-    from bkctl.metadata.admin.orphans import orphans, remove_orphan
+    from bkctl.metadata.admin.orphans import orphans, remove_orphans
 
     with access.cluster() as cluster:
         with job.working("Looking for orphans"):
@@ -103,7 +103,6 @@ def list_orphans(
             consent.recorded(cluster, undo) as recorded,
             job.working("Removing", left="removed nodes stay removed: run the command again to continue"),
         ):
-            for each in removable:
-                remove_orphan(recorded, each)
+            remove_orphans(recorded, removable)
     out.note(f"{len(removable):,} of {len(found):,} orphans were removed")
     out.finish_with(len(found) - len(removable), "orphan remains; check it first", "orphans remain; check them first")

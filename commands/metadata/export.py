@@ -208,8 +208,8 @@ def import_(
                 )
     show_imported(run, imported)
     if imported.conflicts:
-        for name in imported.conflicts[:NAMES_SHOWN_MAX]:
-            run.out.error(f"{name} exists with another value, and was left unchanged")
+        shown = imported.conflicts[:NAMES_SHOWN_MAX]
+        run.out.error(*(f"{name} exists with another value, and was left unchanged" for name in shown))
         raise Conflict(
             f"{counted(len(imported.conflicts), 'record exists', 'records exist')} with another value",
             hint="--overwrite replaces them",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections import Counter
-from collections.abc import Iterator
 from contextlib import nullcontext
 from fnmatch import fnmatchcase
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -24,6 +24,7 @@ from ..kit.job import LongWork
 from ..kit.options import BinaryFormat, BinaryFormatOption, DryRun, UndoOption, count_option
 from ..kit.printer import Printer
 from ..kit.texts import GREEN, RED, binary_text, counted, readable_text
+from ..kit.values import Tally
 
 if TYPE_CHECKING:
     from bkctl.metadata.admin.overview import Node
@@ -213,13 +214,8 @@ def tree(
             out.render(nodes, _drawn(TREE_COLUMNS) if draws else TREE_COLUMNS)
             return
 
-        def fitting() -> Iterator[Node]:
-            for node in nodes:
-                activity.advance()
-                if _fits(node, match, contains):
-                    yield node
-
-        if not out.render(fitting(), TREE_COLUMNS, findings=True):
+        fitting = filter(partial(_fits, match=match, contains=contains), activity.counting(nodes))
+        if not out.render(fitting, TREE_COLUMNS, findings=True):
             raise NotFound(f"No node of {activity.done:,} fits", hint="'bkctl metadata tree' lists all")
 
 
@@ -328,12 +324,11 @@ def undo_command(
             raise NotFound(f"No undo file {file}", hint="'bkctl metadata undo --list' lists them")
         if not dry_run:
             run.consent.confirm(f"The changes in {path} would be undone in {cluster.uri}")
-        outcomes: Counter[str] = Counter()
+        outcomes: Tally = Tally()
         kept = nullcontext() if dry_run else run.consent.undo(cluster, undo_file)
         with run.out.rows(UNDONE_COLUMNS) as writer, kept as redo:
-            for each in undo(cluster, path, dry_run=dry_run, redo=redo, moved=store_moved):
-                outcomes[each.outcome] += 1
-                writer.row(each)
+            undone = undo(cluster, path, dry_run=dry_run, redo=redo, moved=store_moved)
+            writer.rows(outcomes.of(undone, attrgetter("outcome")))
     if outcomes["moved"]:
         run.out.error(
             f"{counted(outcomes['moved'], 'ledger was', 'ledgers were')} moved to other bookies, and the former ones "

@@ -17,6 +17,7 @@ from ..kit.documents import rows_of
 from ..kit.job import LongWork
 from ..kit.options import DryRun, UndoOption, count_option, pace_option
 from ..kit.printer import Printer
+from ..kit.values import Tally
 
 app = group()
 
@@ -62,7 +63,7 @@ def replace_bookie_id(
         raise UsageError("--from BOOKIE and --to BOOKIE are required")
     if check_bookie_id(old) == check_bookie_id(new):
         raise UsageError("--from and --to are the same bookie")
-    problems = changed = 0
+    kept: Tally = Tally()
     with access.cluster() as cluster:
         registered = cluster.bookies.get(old)
         if registered is not None and registered.state != "down":
@@ -81,13 +82,11 @@ def replace_bookie_id(
             ) as activity,
             out.rows(REPLACEMENT_COLUMNS) as writer,
         ):
-            for each in replace_bookie(
+            replaced = replace_bookie(
                 recorded, old, new, pace=pace, limit=limit, dry_run=dry_run, progress=activity.update
-            ):
-                problems += each.problem is not None
-                changed += each.problem is None
-                writer.row(each)
-        if registered is None and not (problems or changed):
+            )
+            writer.rows(kept.of(replaced, lambda row: row.problem is not None))
+        if registered is None and not kept:
             raise NotFound(f"No bookie {old}, and no ledger names it", hint="'bkctl bookies list' shows them")
-    out.note(f"{changed:,} ledgers {'would be' if dry_run else 'were'} changed")
-    out.finish_with(problems, "ledger was left unchanged", "ledgers were left unchanged")
+    out.note(f"{kept[False]:,} ledgers {'would be' if dry_run else 'were'} changed")
+    out.finish_with(kept[True], "ledger was left unchanged", "ledgers were left unchanged")

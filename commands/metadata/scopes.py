@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import typer
 
@@ -23,13 +22,6 @@ from ..kit.printer import Printer
 app = group()
 
 
-class ScopeRow(NamedTuple):
-    """A scope and its ledgers."""
-
-    scope_id: int
-    ledger_count: int
-
-
 SCOPE_COLUMNS = Columns(
     Column("SCOPE", "ledgerScopeId", lambda row: str(row.scope_id)),
     hex_column("ledgerScopeIdHex", lambda row: f"{row.scope_id:016x}"),
@@ -45,19 +37,12 @@ def scopes(out: Printer, access: Access, job: LongWork) -> None:
     Scope 0 is always listed.
     """
 
-    def rows() -> Iterator[ScopeRow]:
-        scope_id = count = 0
-        for ledger in cluster.ledgers.ledgers(None):
-            if ledger.scope_id != scope_id:
-                yield ScopeRow(scope_id, count)
-                scope_id, count = ledger.scope_id, 0
-            count += 1
-        yield ScopeRow(scope_id, count)
+    from bkctl.metadata.admin.overview import scope_counts
 
     with access.cluster() as cluster, job.working("Counting ledgers"):
         if cluster.ledgers.scopes_state() == "foreign":
             out.note("The scopes tree of a formatted cluster is left out; 'metadata orphans' lists it")
-        out.render(rows(), SCOPE_COLUMNS)
+        out.render(scope_counts(cluster), SCOPE_COLUMNS)
 
 
 NEW_ID_COLUMNS = Columns(Column("LEDGER", "ledger", lambda ledger: ledger, Kind.LEDGER), key="ledger")

@@ -61,19 +61,9 @@ def diff(
     connection's servers: name a store with another login as context:NAME.
     """
     from bkctl.metadata.admin.dump.comparison import compare, compare_headers
-    from bkctl.metadata.admin.dump.sources import ClusterSource, open_source
 
     with ExitStack() as stack:
-        sources: list[DumpSource] = []
-        for text in (first, second):
-            if text is None:
-                sources.append(ClusterSource(stack.enter_context(access.cluster())))
-                continue
-            source, cluster = open_source(text, access.open_other_cluster)
-            if cluster is not None:
-                stack.enter_context(cluster)
-            sources.append(stack.enter_context(source))
-        left, right = sources
+        left, right = _open(access, stack, first), _open(access, stack, second)
         if left.header.instance_id != right.header.instance_id:
             out.note(f"Different clusters: {left.header.instance_id} and {right.header.instance_id}")
         with job.working("Comparing", unit="records", pace=pace) as activity:
@@ -83,6 +73,18 @@ def diff(
     if not count:
         out.note("No differences")
     out.finish_with(count, "difference", "differences")
+
+
+def _open(access: Access, stack: ExitStack, text: str | None) -> DumpSource:
+    """Return the store or export that `text` names (None: the connection's cluster); `stack` closes it."""
+    from bkctl.metadata.admin.dump.sources import ClusterSource, open_source
+
+    if text is None:
+        return ClusterSource(stack.enter_context(access.cluster()))
+    source, cluster = open_source(text, access.open_other_cluster)
+    if cluster is not None:
+        stack.enter_context(cluster)
+    return stack.enter_context(source)
 
 
 @command(
@@ -136,14 +138,13 @@ def migrate(
         except NotFound:
             if not dry_run:
                 raise
-            _refuse_registered(source_cluster, live)
+            _refuse_registered(live, source_cluster)
             _show_planned(run, source)  # no SQLite file yet
             return
         if source_cluster.identity == target.identity:
             raise UsageError(f"{target.uri} is the same store", hint="name another root: a layout changes by a copy")
         plan = prepare_target(target, source, dry_run=True)
-        for cluster in (source_cluster,) if plan.is_new else (source_cluster, target):
-            _refuse_registered(cluster, live)
+        _refuse_registered(live, *((source_cluster,) if plan.is_new else (source_cluster, target)))
         note_layout(run, source.header, plan)
         if dry_run and plan.is_new:
             _show_planned(run, source)
@@ -183,13 +184,13 @@ def _note_differences(run: Run, source: ClusterSource, target: ClusterSource, pa
     return count
 
 
-def _refuse_registered(cluster: Cluster, live: bool) -> None:
-    registered = cluster.bookies.list(include_down=False)
-    if registered and not live:
-        raise Conflict(
-            f"{counted(len(registered), 'bookie is', 'bookies are')} registered in {cluster.uri}",
-            hint="stop them first, or copy with --live and run it again once they are stopped",
-        )
+def _refuse_registered(live: bool, *clusters: Cluster) -> None:
+    for cluster in () if live else clusters:
+        if registered := cluster.bookies.list(include_down=False):
+            raise Conflict(
+                f"{counted(len(registered), 'bookie is', 'bookies are')} registered in {cluster.uri}",
+                hint="stop them first, or copy with --live and run it again once they are stopped",
+            )
 
 
 def _show_planned(run: Run, source: ClusterSource) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,7 +17,9 @@ from ..kit.options import duration_option
 from .common import PLACES, bookies_at
 
 if TYPE_CHECKING:
+    from bkctl.metadata.cluster import Cluster
     from bkctl.spark.facts.extraction import ExtractCounts
+    from bkctl.spark.facts.store import FactsStore
 
 app = group()
 
@@ -64,18 +66,17 @@ def extract(
     from bkctl.spark.facts.store import FactsStore
 
     store = FactsStore(uri)  # It says what is not installed.
+    bookies = bookies_at(run, places)
+    is_named = run.access.names_metadata or run.access.conf is not None or not places
+    with run.access.cluster() if is_named else nullcontext() as cluster:
+        run.out.render(_extracted(run, bookies, store, cluster, full, timedelta(seconds=keep)), EXTRACT_COLUMNS)
+
+
+def _extracted(
+    run: Run, bookies: Iterable[Any], store: FactsStore, cluster: Cluster | None, full: bool, keep: timedelta
+) -> Iterator[ExtractCounts]:
     from bkctl.spark.facts.extraction import extract
 
-    bookies = bookies_at(run, places)
-    with ExitStack() as stack:
-        is_named = run.access.names_metadata or run.access.conf is not None or not places
-        cluster = stack.enter_context(run.access.cluster()) if is_named else None
-
-        def extracted() -> Iterator[ExtractCounts]:
-            for bookie in bookies:
-                with run.job.working(f"Reading logs of {bookie.bookie_id}", unit="logs") as activity:
-                    yield extract(
-                        bookie, store, cluster, full=full, keep=timedelta(seconds=keep), progress=activity.update
-                    )
-
-        run.out.render(extracted(), EXTRACT_COLUMNS)
+    for bookie in bookies:
+        with run.job.working(f"Reading logs of {bookie.bookie_id}", unit="logs") as activity:
+            yield extract(bookie, store, cluster, full=full, keep=keep, progress=activity.update)

@@ -24,7 +24,7 @@ from .integrity import IntegrityResult
 from .inventory import InventoryBy, InventoryResult
 from .journals import JournalAuditResult
 from .page import write_pages
-from .saves import PAGE, check_save
+from .saves import check_pages
 
 app = group()
 
@@ -89,8 +89,7 @@ def report(
     jobs' totals are printed too. Exit code 3: there are findings.
     """
     saves = list(dict.fromkeys(save or ()))
-    for path in saves:
-        check_save(path, (PAGE,))
+    check_pages(saves)
     _check_textfile(textfile)
     if not saves and textfile is None:
         raise UsageError("The report has no file", hint="add --save report.html")

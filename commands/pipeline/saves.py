@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -86,6 +86,12 @@ SaveOption = Annotated[
 ]
 #: For jobs without an HTML page.
 SaveRows = Annotated[Saves, _save_options("Also save the rows: NAME.parquet, NAME.csv or NAME.json.")]
+
+
+def check_pages(paths: Iterable[str]) -> None:
+    """Raise an error unless each of the paths can be the page of a report, as `check_save`."""
+    for path in paths:
+        check_save(path, (PAGE,))
 
 
 def check_saves(saves: Saves, columns: Columns, forms: Sequence[str] = (*ROW_FORMS, PAGE)) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 
 from bkctl.errors import BkctlError, LedgerNotFound
@@ -81,6 +81,12 @@ def remove_orphan(cluster: Cluster, orphan: Orphan) -> None:
         value = store.get(path)
         if value is not None:
             store.delete(path, value.version)
+
+
+def remove_orphans(cluster: Cluster, orphans: Iterable[Orphan]) -> None:
+    """Remove removable orphans."""
+    for orphan in orphans:
+        remove_orphan(cluster, orphan)
 
 
 def _leaves_first(store: MetadataStore, path: str, depth: int = 0) -> Iterator[str]:

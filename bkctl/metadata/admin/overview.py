@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Final, NamedTuple
 
 from bkctl.errors import BkctlError, Corrupt, LedgerNotFound, NotFound
-from bkctl.formats.metadata import LedgerState
+from bkctl.formats.metadata import LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.ledger_columns import LedgerRow, ledger_rows
@@ -280,6 +280,24 @@ class LedgerListing:
             )
 
 
+class ScopeRow(NamedTuple):
+    """A scope and the number of its ledgers."""
+
+    scope_id: int
+    ledger_count: int
+
+
+def scope_counts(cluster: Cluster) -> Iterator[ScopeRow]:
+    """Yield the scopes that have ledgers, and scope 0, in order."""
+    scope_id = count = 0
+    for ledger in cluster.ledgers.ledgers(None):
+        if ledger.scope_id != scope_id:
+            yield ScopeRow(scope_id, count)
+            scope_id, count = ledger.scope_id, 0
+        count += 1
+    yield ScopeRow(scope_id, count)
+
+
 class ScopeCounts(NamedTuple):
     """Numbers of scopes but one, and of all ledgers, each up to a limit."""
 
@@ -302,15 +320,24 @@ class BookieLedgers(NamedTuple):
     open_count: int
 
 
-def count_ledgers_of_bookies(cluster: Cluster, limit: int | None) -> Counter[str] | None:
+def count_ledgers_of_bookies(
+    cluster: Cluster,
+    limit: int | None,
+    *,
+    seen: Callable[[LedgerId, LedgerMetadata], None] | None = None,
+    progress: Callable[[int], None] = lambda _: None,
+) -> Counter[str] | None:
     """Count the ledgers of every scope on each bookie; None if there are more than `limit` ledgers.
 
-    Ledgers with unreadable metadata do not count: `metadata check` finds them.
+    Ledgers with unreadable metadata do not count: `metadata check` finds them. `seen` gets each other ledger,
+    `progress` the number of ledgers read.
     """
     counts = Counter[str]()
     if limit is not None and len(list(islice(cluster.ledgers.ledgers(None), limit + 1))) > limit:
         return None
-    for _, found in list_ledgers(cluster, None, unreadable=lambda *_: None):
+    for ledger, found in list_ledgers(cluster, None, unreadable=lambda *_: None, progress=progress):
+        if seen is not None:
+            seen(ledger, found.metadata)
         counts.update({bookie_id for fragment in found.metadata.ensembles for bookie_id in fragment.bookies})
     return counts
 
