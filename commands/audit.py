@@ -17,10 +17,8 @@ from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import NotFound, UsageError
 
 from .kit.audit import audit_file, run_result
-from .kit.command import command, group
-from .kit.documents import object_of, rows_of
+from .kit.command import Printer, command, group, object_of, rows_of
 from .kit.options import count_option, duration_option
-from .kit.printer import Printer
 from .kit.texts import GREEN, RED, YELLOW, duration_text
 
 app = group()

@@ -12,15 +12,10 @@ import typer
 from bkctl.columns import TEXTS, Column, Columns, Kind
 from bkctl.errors import AlreadyExists, BkctlError, NotFound, UsageError
 
-from .kit.access import Access
 from .kit.columns import COUNT_COLUMNS
-from .kit.command import Run, command, group
-from .kit.consent import Consent
-from .kit.documents import object_of, rows_of
-from .kit.job import LongWork
+from .kit.command import Access, Consent, LongWork, Printer, Run, command, group, object_of, rows_of
 from .kit.ledger_options import LedgersOrFile, ScopeOfAny
 from .kit.options import DryRun, UndoOption, WatchOption, duration_option
-from .kit.printer import Printer
 from .kit.texts import GREEN, RED, YELLOW, counted, duration_text, time_text
 from .kit.values import parse_duration
 

@@ -14,18 +14,9 @@ from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import BkctlError, UsageError
 
 from .kit.columns import Output
-from .kit.command import Run, command, group
-from .kit.documents import rows_of
+from .kit.command import Run, command, group, rows_of
 from .kit.ledger_options import NewLedger, scope_option
-from .kit.options import (
-    LedgerShape,
-    LedgerSizes,
-    ProtocolOption,
-    combined,
-    count_option,
-    duration_option,
-    size_option,
-)
+from .kit.options import LedgerShape, LedgerSizes, ProtocolOption, combined, count_option, duration_option, size_option
 from .kit.terminal import terminal_width
 from .kit.texts import CYAN, RESET, counted
 from .ledger.write import create_ledger

@@ -13,15 +13,10 @@ from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import AlreadyExists, Conflict, NotFound, UsageError
 from bkctl.metadata.admin.health_codes import HealthCode
 
-from .kit.access import Access
 from .kit.audit import user_name
 from .kit.columns import Output
-from .kit.command import Run, command, group
-from .kit.consent import Consent
-from .kit.documents import object_of, rows_of
-from .kit.job import LongWork
+from .kit.command import Access, Consent, LongWork, Printer, Run, command, group, object_of, rows_of
 from .kit.options import DryRun, UndoOption, WatchOption, YesReally, duration_option
-from .kit.printer import Printer
 from .kit.texts import GREEN, RED, YELLOW, counted
 from .kit.values import check_percentage
 from .local import down, up

@@ -12,14 +12,10 @@ import typer
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import UsageError
 
-from .kit.access import Access
-from .kit.command import command, group
+from .kit.command import Access, Consent, Printer, command, group, object_of, rows_of
 from .kit.connection import context_connection, context_names
-from .kit.consent import Consent
 from .kit.contexts import Contexts
-from .kit.documents import object_of, rows_of
 from .kit.options import OldName
-from .kit.printer import Printer
 from .kit.settings import GlobalOptions, Setting, ValueType, context_settings
 from .kit.texts import GREEN
 

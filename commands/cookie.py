@@ -11,13 +11,8 @@ from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import AlreadyExists, BkctlError, Conflict, NotFound, UsageError
 from bkctl.ids import check_bookie_id
 
-from .kit.access import Access
-from .kit.command import command, group
-from .kit.consent import Consent
-from .kit.documents import object_of, rows_of
-from .kit.job import LongWork
+from .kit.command import Access, Consent, LongWork, Printer, command, group, object_of, rows_of
 from .kit.options import BinaryFormat, BinaryFormatOption, Composite, DryRun, UndoOption, file_argument, text_option
-from .kit.printer import Printer
 from .kit.records import DirOption
 from .kit.texts import RED, counted
 

@@ -16,8 +16,7 @@ from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import BkctlError, NotFound, UsageError
 
 from .kit.columns import hex_column
-from .kit.command import Run, command, group
-from .kit.documents import rows_of
+from .kit.command import Run, command, group, rows_of
 from .kit.options import DigestToCheck, LedgerPassword, ReadPace, count_option
 from .kit.records import (
     CheckedFiles,

@@ -15,10 +15,9 @@ from bkctl.errors import BkctlError, UsageError
 from bkctl.http import has_server, load_server
 
 from .kit.audit import shown_uri
-from .kit.command import Run, command, group
+from .kit.command import Run, command, group, rows_of
 from .kit.connection import LOCAL_CONTEXT
 from .kit.contexts import Contexts
-from .kit.documents import rows_of
 from .kit.texts import GREEN, RED, YELLOW
 
 app = group()
@@ -105,8 +104,8 @@ def up(
     run.out.render(rows, LOCAL_COLUMNS)
     run.out.note(
         *(
-            f"{row.bookie.bookie_id} left the cluster and was not started: remove {row.bookie.directory} to let it join "
-            "again, empty"
+            f"{row.bookie.bookie_id} left the cluster and was not started: remove {row.bookie.directory} to let it "
+            "join again, empty"
             for row in rows
             if row.state == "left"
         )

@@ -12,10 +12,8 @@ from bkctl.columns import Column, Columns, Kind
 
 from . import top
 from .kit.columns import ALL, Output
-from .kit.command import command, group
-from .kit.documents import object_of
+from .kit.command import Printer, command, group, object_of
 from .kit.parser import connection_help, exit_code_help
-from .kit.printer import Printer
 from .kit.terminal import emit
 
 app = group(parts=(top.app,))

@@ -13,10 +13,8 @@ import typer
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import Conflict, NotFound, UsageError
 
-from .kit.command import Run, command, group
-from .kit.documents import object_of, rows_of
+from .kit.command import Printer, Run, command, group, object_of, rows_of
 from .kit.options import WatchOption, parse_pace
-from .kit.printer import Printer
 from .kit.texts import GREEN, RED, YELLOW, counted, duration_text, size_text
 from .kit.work import ask_for_rate, ask_to_pause, list_work, progress_directory
 

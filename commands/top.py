@@ -14,8 +14,7 @@ from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import UsageError
 
 from .kit.columns import Output
-from .kit.command import Run, command, group
-from .kit.documents import rows_of
+from .kit.command import Run, command, group, rows_of
 from .kit.options import duration_option
 from .kit.texts import GREEN, RED, YELLOW
 

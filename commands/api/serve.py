@@ -12,11 +12,7 @@ import typer
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import UsageError
 
-from ..kit.access import Access
-from ..kit.command import command, group
-from ..kit.documents import object_of
-from ..kit.job import LongWork
-from ..kit.printer import Printer
+from ..kit.command import Access, LongWork, Printer, command, group, object_of
 from ..kit.values import parse_number
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from bkctl.errors import BkctlError, NotFound, UsageError
 from bkctl.ids import LedgerId
 
 from ..kit.columns import hex_column
-from ..kit.command import Run, command, group
-from ..kit.documents import rows_of
+from ..kit.command import Run, command, group, rows_of
 from ..kit.ledger_options import LEDGERS_BY_OPTION, LedgersOrAll, scope_option
 from ..kit.options import DigestToCheck, LedgerPassword, ReadPace, combined, number_option, text_option
 from ..kit.records import Directories

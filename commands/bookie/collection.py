@@ -13,8 +13,7 @@ import typer
 from bkctl.columns import Column, Columns, Kind, iso_time
 from bkctl.errors import BkctlError, FindingsError, NotFound, Unsupported, UsageError
 
-from ..kit.command import Run, command, group
-from ..kit.documents import rows_of
+from ..kit.command import Run, command, group, rows_of
 from ..kit.options import BOTH_COMPACTIONS, DryRun, WatchOption
 from ..kit.texts import GREEN, YELLOW
 from .server import BookieServerOption, Patience, Server, WaitDeadline, server

@@ -12,14 +12,10 @@ from bkctl.columns import Column, Columns, Kind, iso_time
 from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported, UsageError
 from bkctl.ids import LedgerId
 
-from ..kit.access import Access
 from ..kit.columns import hex_column
-from ..kit.command import Run, command, group
-from ..kit.documents import object_of, rows_of, union
-from ..kit.job import LongWork
+from ..kit.command import Access, LongWork, Printer, Run, command, group, object_of, rows_of, union
 from ..kit.ledger_options import AnyLedgers
 from ..kit.options import number_option
-from ..kit.printer import Printer
 from ..kit.records import Directories, DirOption, ShowSecretsOption
 from ..kit.texts import words
 

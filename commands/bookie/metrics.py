@@ -14,8 +14,7 @@ import typer
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import UsageError
 
-from ..kit.command import Run, command, group
-from ..kit.documents import rows_of
+from ..kit.command import Run, command, group, rows_of
 from ..kit.options import WatchOption
 from ..kit.texts import plain_lines
 from .server import BookieServerOption, Server, server

@@ -15,14 +15,9 @@ import typer
 from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import BkctlError, UsageError
 
-from ..kit.access import Access
-from ..kit.command import Run, command, group
-from ..kit.consent import Consent
-from ..kit.documents import object_of, rows_of
-from ..kit.job import LongWork
+from ..kit.command import Access, Consent, LongWork, Printer, Run, command, group, object_of, rows_of
 from ..kit.ledger_options import AnyLedgers
 from ..kit.options import PASSWORD_FILE, DryRun, UndoOption, YesReally, combined, ledger_password, option
-from ..kit.printer import Printer
 from ..kit.records import Directories, DirOption
 from ..kit.texts import NULL, counted, size_text
 from .files import index_app

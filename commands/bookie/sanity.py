@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import FindingsError, TimedOut, Unreachable, UsageError
 
-from ..kit.command import Run, command, group
-from ..kit.documents import object_of
+from ..kit.command import Run, command, group, object_of
 from ..kit.ledger_options import scope_option
 from ..kit.options import count_option, duration_option
 from ..kit.texts import GREEN, RED, YELLOW

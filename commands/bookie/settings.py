@@ -12,8 +12,7 @@ from bkctl.errors import NotFound, UsageError
 from bkctl.redaction import is_secret_name
 
 from ..kit.audit import shown_uri
-from ..kit.command import Run, command, group
-from ..kit.documents import rows_of
+from ..kit.command import Run, command, group, rows_of
 from ..kit.options import DryRun, combined, option
 from .server import BookieServerOption, server
 

@@ -11,8 +11,7 @@ import typer
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import BkctlError, FindingsError, Unreachable
 
-from ..kit.command import Run, command, group
-from ..kit.documents import object_of
+from ..kit.command import Run, command, group, object_of
 from ..kit.options import DryRun, WatchOption
 from ..kit.texts import GREEN, RED, YELLOW
 from .server import BOOKIE, URL, BookieAnswer, BookieServerOption, Patience, Server, WaitDeadline, finder, server

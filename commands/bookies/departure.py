@@ -16,13 +16,8 @@ from bkctl.errors import Conflict
 from bkctl.ids import LedgerId, check_bookie_id
 
 from ..kit.columns import Output
-from ..kit.command import Run, command, group
-from ..kit.documents import rows_of
-from ..kit.options import (
-    CopyPace,
-    DryRun,
-    UndoOption,
-)
+from ..kit.command import Run, command, group, rows_of
+from ..kit.options import CopyPace, DryRun, UndoOption
 from ..kit.output import RowWriter
 from ..kit.texts import GREEN, RED, YELLOW, counted
 from .progress import entry_spans, ledger_width, loss_text, progress_text, run_within, shown_progress

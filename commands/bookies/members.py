@@ -12,12 +12,8 @@ import typer
 from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import BkctlError, NotFound, Unreachable
 
-from ..kit.access import Access
-from ..kit.command import Run, command, group
-from ..kit.documents import object_of, rows_of
-from ..kit.job import LongWork
+from ..kit.command import Access, LongWork, Printer, Run, command, group, object_of, rows_of
 from ..kit.options import WatchOption
-from ..kit.printer import Printer
 from ..kit.texts import GREEN, RED, YELLOW, size_text
 from ..kit.values import check_percentage
 from .racks import find_racks

@@ -9,12 +9,8 @@ import typer
 from bkctl.columns import Column, Columns
 from bkctl.errors import BkctlError, NotFound, Unauthorized, Unreachable
 
-from ..kit.access import Access
-from ..kit.command import Run, command, group
-from ..kit.consent import Consent
-from ..kit.documents import rows_of
+from ..kit.command import Access, Consent, Printer, Run, command, group, rows_of
 from ..kit.options import DryRun, UndoOption
-from ..kit.printer import Printer
 from .selection import ManyBookies, bookie_ids
 
 if TYPE_CHECKING:

@@ -14,13 +14,8 @@ from bkctl.columns import TEXTS, Column, Columns, Kind
 from bkctl.errors import BkctlError, Conflict, NotFound, UsageError
 from bkctl.ids import LedgerId
 
-from ..kit.command import Run, command, group
-from ..kit.documents import rows_of
-from ..kit.options import (
-    CopyPace,
-    DryRun,
-    UndoOption,
-)
+from ..kit.command import Run, command, group, rows_of
+from ..kit.options import CopyPace, DryRun, UndoOption
 from ..kit.output import RowWriter
 from ..kit.texts import GREEN, RED, YELLOW, counted, size_text, time_text
 from .progress import entry_spans, ledger_width, loss_text, run_within, shown_progress

@@ -10,12 +10,8 @@ import typer
 from bkctl.columns import TEXTS, Column, Columns, Kind
 from bkctl.errors import UsageError
 
-from ..kit.command import Run, command, group
-from ..kit.documents import rows_of
-from ..kit.options import (
-    WatchOption,
-    count_option,
-)
+from ..kit.command import Run, command, group, rows_of
+from ..kit.options import WatchOption, count_option
 from ..kit.texts import RED, YELLOW, counted
 from .racks import find_racks
 from .selection import bookie_ids

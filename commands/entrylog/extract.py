@@ -19,8 +19,7 @@ from bkctl.errors import BkctlError, LedgerNotFound, NotFound, UsageError
 from bkctl.ids import LedgerId
 
 from ..kit.columns import Output
-from ..kit.command import Run, command, group
-from ..kit.documents import object_of
+from ..kit.command import Run, command, group, object_of
 from ..kit.ledger_options import ledger_option, scope_option
 from ..kit.lines import Lines
 from ..kit.options import Entries, EntryIdRange, LedgerPassword, combined, digest_type_option

@@ -14,8 +14,7 @@ from bkctl.errors import BkctlError, UsageError
 from bkctl.model import LedgerLiveness
 
 from ..kit.columns import hex_column
-from ..kit.command import Run, command, group
-from ..kit.documents import rows_of
+from ..kit.command import Run, command, group, rows_of
 from ..kit.options import Composite, combined, text_option
 from ..kit.records import DirOption, collect_errors
 from ..kit.texts import GREEN, RED, YELLOW, counted, size_text

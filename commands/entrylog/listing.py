@@ -10,16 +10,8 @@ from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import BkctlError, NotFound
 
 from ..kit.columns import hex_column
-from ..kit.command import Run, command, group
-from ..kit.documents import rows_of
-from ..kit.records import (
-    DirOption,
-    Records,
-    collect_errors,
-    directories_argument,
-    print_records,
-    shown_record_columns,
-)
+from ..kit.command import Run, command, group, rows_of
+from ..kit.records import DirOption, Records, collect_errors, directories_argument, print_records, shown_record_columns
 from ..kit.texts import YELLOW
 from .logs import (
     LogNames,

@@ -13,8 +13,7 @@ from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import UsageError
 
 from ..kit.columns import Output, hex_column
-from ..kit.command import Run, command, group
-from ..kit.documents import rows_of
+from ..kit.command import Run, command, group, rows_of
 from ..kit.options import DigestToCheck, LedgerPassword, ReadPace
 from ..kit.records import CheckedFiles, DirOption, note_digests
 from ..kit.texts import RED, YELLOW

@@ -24,13 +24,19 @@ from . import interrupts
 from .access import Access, Levels
 from .columns import ALL, Output
 from .consent import Consent
-from .documents import Document, document_schema, forms
+from .documents import Document, document_schema, forms, object_of, rows_of, union
 from .job import LongWork
 from .options import Composite
 from .parser import Command, Group
 from .printer import Printer
 from .session import Session
 from .settings import GlobalOptions, global_parameters, read_environment, read_options
+
+#: What the modules of commands import from here.
+__all__ = [
+    "Access", "Consent", "Declaration", "LongWork", "Printer", "Run", "command", "declaration_of", "group", "object_of",
+    "rows_of", "union",
+]  # fmt: skip
 
 F = TypeVar("F", bound=Callable[..., None])
 #: The end of the help of commands that ask, unless --yes is not enough for them.

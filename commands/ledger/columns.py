@@ -9,8 +9,7 @@ from bkctl.columns import Column, Columns, Kind, base64_text
 from bkctl.metadata import ledger_columns
 from bkctl.metadata.ledger_columns import LedgerRow
 
-from ..kit.command import Run
-from ..kit.documents import union
+from ..kit.command import Run, union
 from ..kit.texts import GREEN, RED, YELLOW, readable_text
 
 STATE_STYLE = {"OPEN": YELLOW, "IN_RECOVERY": RED, "CLOSED": GREEN}

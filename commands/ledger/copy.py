@@ -11,16 +11,11 @@ import typer
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import UsageError
 
-from ..kit.access import Access
-from ..kit.command import command, group
+from ..kit.command import Access, Consent, LongWork, Printer, command, group, rows_of
 from ..kit.connection import LoginOfTarget
-from ..kit.consent import Consent
-from ..kit.documents import rows_of
-from ..kit.job import LongWork
 from ..kit.ledger_options import LedgersOrFile, to_scope_option
 from ..kit.options import CopyPace, KeepGoing, UndoOption, count_option, digest_type_option, number_option
 from ..kit.output import RowWriter
-from ..kit.printer import Printer
 
 if TYPE_CHECKING:
     from bkctl.replication.copy import CopiedLedger, CopyFailure

@@ -14,15 +14,9 @@ from bkctl.errors import AlreadyExists, BkctlError
 from bkctl.ids import LedgerId
 from bkctl.pace import Pace
 
-from ..kit.command import Run, command, group
-from ..kit.documents import rows_of
+from ..kit.command import Run, command, group, rows_of
 from ..kit.ledger_options import LedgersOrFile
-from ..kit.options import (
-    DryRun,
-    KeepGoing,
-    UndoOption,
-    pace_option,
-)
+from ..kit.options import DryRun, KeepGoing, UndoOption, pace_option
 from ..kit.texts import counted, size_text
 from .columns import STATE_STYLE
 from .listing import parse_states

@@ -14,8 +14,7 @@ from bkctl.errors import UsageError
 from bkctl.ids import LedgerId
 
 from ..kit.columns import COUNT_COLUMNS
-from ..kit.command import Run, command, group
-from ..kit.documents import object_of, rows_of
+from ..kit.command import Run, command, group, object_of, rows_of
 from ..kit.ledger_options import ManyLedgers, ScopeToList
 from ..kit.options import (
     CUSTOM_METADATA_FILTER,

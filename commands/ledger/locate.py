@@ -12,8 +12,7 @@ from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import UsageError
 
 from ..bookies.racks import find_racks
-from ..kit.command import Run, command, group
-from ..kit.documents import rows_of, union
+from ..kit.command import Run, command, group, rows_of, union
 from ..kit.ledger_options import ManyLedgers
 from ..kit.options import ProtocolOption, number_option
 from ..kit.output import RowWriter

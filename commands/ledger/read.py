@@ -15,8 +15,7 @@ from bkctl.errors import UsageError
 from bkctl.ids import LedgerId
 
 from ..kit.columns import ALL, Output, payload_column
-from ..kit.command import Run, command, group
-from ..kit.documents import rows_of, union
+from ..kit.command import Run, command, group, rows_of, union
 from ..kit.ledger_options import OneLedger
 from ..kit.options import (
     BinaryFormat,

@@ -12,8 +12,7 @@ from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.ids import LedgerId
 from bkctl.metadata.ledger_columns import ledger_row
 
-from ..kit.command import Run, command, group
-from ..kit.documents import rows_of
+from ..kit.command import Run, command, group, rows_of
 from ..kit.ledger_options import ManyLedgers
 from ..kit.options import DryRun, UndoOption
 from ..kit.texts import counted

@@ -11,20 +11,9 @@ from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import FindingsError
 from bkctl.ids import LedgerId
 
-from ..kit.access import Access
-from ..kit.command import command, group
-from ..kit.documents import object_of, rows_of
-from ..kit.job import LongWork
+from ..kit.command import Access, LongWork, Printer, command, group, object_of, rows_of
 from ..kit.ledger_options import LedgerToCreate, ManyLedgers
-from ..kit.options import (
-    LedgerPassword,
-    LedgerShape,
-    ProtocolOption,
-    ReadPace,
-    count_option,
-    size_option,
-)
-from ..kit.printer import Printer
+from ..kit.options import LedgerPassword, LedgerShape, ProtocolOption, ReadPace, count_option, size_option
 from ..kit.texts import RED, YELLOW, counted
 from .write import create_ledger
 

@@ -14,20 +14,9 @@ import typer
 from bkctl.errors import UsageError
 from bkctl.metadata.ledger_columns import ledger_row
 
-from ..kit.access import Access
-from ..kit.command import command, group
-from ..kit.documents import object_of
-from ..kit.job import LongWork
+from ..kit.command import Access, LongWork, Printer, command, group, object_of
 from ..kit.ledger_options import LedgerToCreate, NewLedger
-from ..kit.options import (
-    CustomMetadata,
-    LedgerPassword,
-    LedgerShape,
-    LedgerSizes,
-    ProtocolOption,
-    size_option,
-)
-from ..kit.printer import Printer
+from ..kit.options import CustomMetadata, LedgerPassword, LedgerShape, LedgerSizes, ProtocolOption, size_option
 from .columns import LEDGER_COLUMNS
 
 if TYPE_CHECKING:

@@ -8,14 +8,9 @@ import typer
 
 from bkctl.columns import Column, Columns, Kind
 
-from ..kit.access import Access
-from ..kit.command import command, group
-from ..kit.consent import Consent
-from ..kit.documents import rows_of
-from ..kit.job import LongWork
+from ..kit.command import Access, Consent, LongWork, Printer, command, group, rows_of
 from ..kit.ledger_options import ScopeOfAny
 from ..kit.options import DryRun, RecordPace, UndoOption
-from ..kit.printer import Printer
 from ..kit.texts import RED, YELLOW, counted
 
 app = group()

@@ -13,14 +13,10 @@ import typer
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import Conflict, NotFound, UsageError
 
-from ..kit.access import Access
 from ..kit.columns import Output
-from ..kit.command import Run, command, group
-from ..kit.documents import object_of, rows_of
-from ..kit.job import LongWork
+from ..kit.command import Access, LongWork, Printer, Run, command, group, object_of, rows_of
 from ..kit.ledger_options import LedgersOfExport
 from ..kit.options import DryRun, RecordPace, UndoOption, file_argument
-from ..kit.printer import Printer
 from ..kit.texts import counted
 
 if TYPE_CHECKING:

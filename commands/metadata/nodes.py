@@ -16,13 +16,9 @@ import typer
 from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import Corrupt, NotFound, Unsupported, UsageError
 
-from ..kit.access import Access
 from ..kit.columns import Output
-from ..kit.command import Run, command, group
-from ..kit.documents import object_of, rows_of
-from ..kit.job import LongWork
+from ..kit.command import Access, LongWork, Printer, Run, command, group, object_of, rows_of
 from ..kit.options import BinaryFormat, BinaryFormatOption, DryRun, UndoOption, count_option
-from ..kit.printer import Printer
 from ..kit.texts import GREEN, RED, binary_text, counted, readable_text
 from ..kit.values import Tally
 

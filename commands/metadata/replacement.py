@@ -10,13 +10,8 @@ from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import Conflict, NotFound, UsageError
 from bkctl.pace import Pace
 
-from ..kit.access import Access
-from ..kit.command import command, group
-from ..kit.consent import Consent
-from ..kit.documents import rows_of
-from ..kit.job import LongWork
+from ..kit.command import Access, Consent, LongWork, Printer, command, group, rows_of
 from ..kit.options import DryRun, UndoOption, count_option, pace_option
-from ..kit.printer import Printer
 from ..kit.values import Tally
 
 app = group()

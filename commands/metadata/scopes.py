@@ -10,14 +10,10 @@ from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import UsageError
 from bkctl.ids import LedgerId, random_u64
 
-from ..kit.access import Access
 from ..kit.columns import hex_column
-from ..kit.command import command, group
-from ..kit.documents import rows_of
-from ..kit.job import LongWork
+from ..kit.command import Access, LongWork, Printer, command, group, rows_of
 from ..kit.ledger_options import scope_option
 from ..kit.options import count_option
-from ..kit.printer import Printer
 
 app = group()
 

@@ -12,13 +12,9 @@ import typer
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import Conflict, NotFound, UsageError
 
-from ..kit.access import Access
-from ..kit.command import Run, command, group
+from ..kit.command import Access, LongWork, Printer, Run, command, group, rows_of
 from ..kit.connection import LoginOfTarget
-from ..kit.documents import rows_of
-from ..kit.job import LongWork
 from ..kit.options import DryRun, RecordPace, UndoOption
-from ..kit.printer import Printer
 from ..kit.texts import GREEN, RED, YELLOW, counted
 from .export import IMPORTED_COLUMNS, NAMES_SHOWN_MAX, Overwrite, note_layout, show_imported
 

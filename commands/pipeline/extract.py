@@ -11,8 +11,7 @@ import typer
 
 from bkctl.columns import Column, Columns, Kind
 
-from ..kit.command import Run, command, group
-from ..kit.documents import rows_of
+from ..kit.command import Run, command, group, rows_of
 from ..kit.options import duration_option
 from .common import PLACES, bookies_at
 

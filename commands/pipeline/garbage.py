@@ -12,8 +12,7 @@ from bkctl.errors import BkctlError, Corrupt
 
 from ..entrylog.garbage import ThresholdOptions, thresholds_of
 from ..entrylog.logs import ratio_text
-from ..kit.command import Run, command, group
-from ..kit.documents import rows_of
+from ..kit.command import Run, command, group, rows_of
 from ..kit.texts import GREEN, counted, size_text
 from .columns import BOOKIE, BOOKIES, FILE, LEDGER, LOG, LOGS, SIZE, Sums, sums_of
 from .common import Job, JobOptions, JobResult, Places, SparkOptions, by_option, show_result

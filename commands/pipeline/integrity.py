@@ -10,8 +10,7 @@ import typer
 
 from bkctl.columns import Column, Columns, Kind
 
-from ..kit.command import Run, command, group
-from ..kit.documents import rows_of
+from ..kit.command import Run, command, group, rows_of
 from ..kit.ledger_options import ScanFilter
 from ..kit.texts import RED, YELLOW, counted
 from .columns import BOOKIE, BOOKIES, FILE, LEDGER, RANGE, Sums

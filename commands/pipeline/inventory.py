@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import BkctlError, Corrupt
 
-from ..kit.command import Run, command, group
-from ..kit.documents import rows_of
+from ..kit.command import Run, command, group, rows_of
 from ..kit.ledger_options import ScanFilter
 from ..kit.texts import counted, size_text
 from .columns import BOOKIE, BOOKIES, FILE, LEDGER, LEDGERS, LOG, LOGS, SUMS, Sums

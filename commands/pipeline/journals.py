@@ -10,8 +10,7 @@ from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import BkctlError, Corrupt
 
 from ..kit.columns import hex_column
-from ..kit.command import Run, command, group
-from ..kit.documents import rows_of
+from ..kit.command import Run, command, group, rows_of
 from ..kit.ledger_options import ScanFilter
 from ..kit.texts import GREEN, RED, YELLOW, size_text
 from .columns import BOOKIE, BOOKIES, ENTRIES, FILE, LEDGER, RANGE, Sums, sums_of

@@ -13,8 +13,7 @@ from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import AlreadyExists, NotFound, UsageError
 from bkctl.ids import LedgerId
 
-from ..kit.command import Run, command, group
-from ..kit.documents import rows_of
+from ..kit.command import Run, command, group, rows_of
 from ..kit.ledger_options import AnyLedgers, to_scope_option
 from ..kit.options import DryRun, combined, option
 from ..kit.texts import GREEN, RED, YELLOW, counted

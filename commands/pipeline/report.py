@@ -13,8 +13,7 @@ from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import NotFound, UsageError
 
 from ..entrylog.garbage import ThresholdOptions, thresholds_of
-from ..kit.command import Run, command, group
-from ..kit.documents import rows_of
+from ..kit.command import Run, command, group, rows_of
 from ..kit.ledger_options import ScanFilter
 from ..kit.texts import counted, size_text
 from .columns import Sums, sums_of
