@@ -17,7 +17,7 @@ from .kit.command import Access, Consent, LongWork, Printer, Run, command, group
 from .kit.ledger_options import LedgersOrFile, ScopeOfAny
 from .kit.options import DryRun, UndoOption, WatchOption, duration_option
 from .kit.texts import GREEN, RED, YELLOW, counted, duration_text, time_text
-from .kit.values import parse_duration
+from .kit.values import parse_duration, tap
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -339,11 +339,12 @@ def mark(
         check_in_ensembles(cluster, ledgers, missing)
         with out.rows(MARKED_COLUMNS) as writer, consent.recorded(cluster, undo) as recorded:
             marked = mark_ledgers(recorded, ledgers, missing, dry_run=dry_run)
-            writer.rows(out.noting(marked, partial(_already_marked, missing)))
+            writer.rows(tap(marked, partial(_note_unchanged, out, missing)))
 
 
-def _already_marked(missing: list[str], row: MarkChange) -> str | None:
-    return None if row.changed else f"Ledger {row.ledger} was marked for {', '.join(missing)} already"
+def _note_unchanged(out: Printer, missing: list[str], row: MarkChange) -> None:
+    if not row.changed:
+        out.note(f"Ledger {row.ledger} was marked for {', '.join(missing)} already")
 
 
 @command(

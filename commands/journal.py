@@ -30,6 +30,7 @@ from .kit.records import (
     shown_record_columns,
 )
 from .kit.texts import GREEN, RED, YELLOW, counted
+from .kit.values import tap
 
 if TYPE_CHECKING:
     from bkctl.files.directories import BookieDirectories, BookieFile
@@ -256,7 +257,9 @@ def verify(
         run.access.digest_checker(digest.digest_type, password, _chosen(given, files)) as checker,
         run.job.working("Reading journals", unit="journals", pace=pace) as activity,
     ):
-        checked.render(activity.counting(check_journals(given, files, checker, pace=pace)), VERIFY_COLUMNS)
+        checked.render(
+            tap(check_journals(given, files, checker, pace=pace), lambda _: activity.advance()), VERIFY_COLUMNS
+        )
     checked.note_sound("journal is", "journals are", "record", "records")
     if digest.wanted or not checked.errors:
         note_digests(run, checker, always=digest.wanted)

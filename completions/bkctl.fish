@@ -29,7 +29,7 @@ function __bkctl_has
 case ''; set ids commands --verbose --quiet --no-color --debug --version --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --metadata-tls --metadata-tls-ca --metadata-tls-cert --metadata-tls-key --metadata-user --metadata-password-file --metadata-sasl --metadata-creator-acl --timeout --connect-timeout --output --columns --sort --yes --help
 case 'ledger'; set ids commands $end_ledger
 case 'ledger write'; set ids files --uuid --ledger-id --ledger-scope-id --ledger-qualified-name --ensemble-size --write-quorum --ack-quorum --digest-type --custom-metadata --password --password-file --record-size --protocol $end_ledger_write
-case 'ledger list'; set ids --ledger-scope-id.c96a --all-scopes --min-age --max-age --min-size --max-size.9698 --custom-metadata.cf58 --limit.56db --watch --bookie.a740 --state --topic --subscription --after --count --keep-going.2c97 $end_ledger_write
+case 'ledger list'; set ids --ledger-scope-id.c96a --all-scopes --min-age --max-age --min-size --max-size.9698 --custom-metadata.cf58 --bookie.a740 --state --topic --subscription --limit.56db --watch --after --count --keep-going.2c97 $end_ledger_write
 case 'ledger show'; set ids ledger --ledger-id --ledger-scope-id --ledger-qualified-name --watch --show-secrets.3f0a $end_ledger_write
 case 'ledger locate'; set ids ledger --ledger-id --ledger-scope-id --ledger-qualified-name --entry.018b --protocol --check --every-entry $end_ledger_write
 case 'ledger read'; set ids ledger --ledger-id --ledger-scope-id --ledger-qualified-name --from --to --limit.eb48 --last --password --password-file --protocol --bookie.e7bf --recover --no-verify --body --format --delimiter --template --as-admin --undo $end_ledger_write

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -187,26 +188,22 @@ def recover(
             recovery.run(recovery.plan(ledgers or None), resume, undo, deadline)
 
 
+@dataclass
 class _Recovery:
     """One run of the command that changes something: its settings, and what became of the ledgers."""
 
-    def __init__(
-        self,
-        run: Run,
-        cluster: Cluster,
-        names: Sequence[str],
-        pace: Pace,
-        skip_open: bool,
-        skip_unrecoverable: bool,
-        delete_cookie: bool,
-    ) -> None:
-        self._run, self._cluster, self._names, self._pace = run, cluster, names, pace
-        self._skip_open, self._skip_unrecoverable = skip_open, skip_unrecoverable
-        self._delete_cookie = delete_cookie
-        self._outcomes: Counter[MoveOutcome] = Counter()
-        self._skipped: set[LedgerId] = set()
-        #: Ledgers with entries on bookies that keep their cookies.
-        self._kept_count = 0
+    _run: Run
+    _cluster: Cluster
+    _names: Sequence[str]
+    _pace: Pace
+    _skip_open: bool
+    _skip_unrecoverable: bool
+    _delete_cookie: bool
+    _outcomes: Counter[MoveOutcome] = field(default_factory=Counter)
+    _skipped: set[LedgerId] = field(default_factory=set)
+    #: Ledgers with entries on bookies that keep their cookies.
+    _kept_count: int = 0
+    _notes: list[str] = field(default_factory=list)
 
     def plan(self, ids: list[LedgerId] | None) -> MovePlan:
         """Return the ledgers to move, once the user agrees."""

@@ -17,6 +17,7 @@ from ..kit.command import Run, command, group, rows_of
 from ..kit.options import DigestToCheck, LedgerPassword, ReadPace
 from ..kit.records import CheckedFiles, DirOption, note_digests
 from ..kit.texts import RED, YELLOW
+from ..kit.values import tap
 from .logs import LogNames, file_column, find_logs, log_id_hex, log_key
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def verify(
         digests as checker,
         run.job.working("Reading entry logs", total=len(logs), unit="entry logs", pace=pace) as activity,
     ):
-        checks = activity.counting(check_entry_logs(logs, checker, pace=pace))
+        checks = tap(check_entry_logs(logs, checker, pace=pace), lambda _: activity.advance())
         checked.render(_saying_more(run, checks), CHECK_COLUMNS)
     checked.note_sound("entry log is", "entry logs are", "entry", "entries")
     if checker is not None:

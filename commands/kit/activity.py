@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from math import inf
-from typing import TYPE_CHECKING, Final, TextIO, TypeVar
+from typing import TYPE_CHECKING, Final, TextIO
 
 from .terminal import draw
 from .texts import size_text, time_text
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from bkctl.pace import Pace
 
     from .work import WorkFile
-
-R = TypeVar("R")
 
 
 class Activity:
@@ -91,12 +89,6 @@ class Activity:
     def advance(self, count: int = 1) -> None:
         """Note that `count` more units are done."""
         self.done += count
-
-    def counting(self, rows: Iterable[R]) -> Iterator[R]:
-        """Yield the rows, each of which is a unit that is done."""
-        for row in rows:
-            self.advance()
-            yield row
 
     def update(self, done: int, total: int | None = None) -> None:
         """Set the finished amount and, if known, the total."""

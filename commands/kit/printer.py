@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from bkctl.columns import Columns, applied_column
 from bkctl.errors import BkctlError, FindingsError, UsageError
@@ -19,8 +19,6 @@ from .texts import counted, plain_lines
 
 if TYPE_CHECKING:
     from .drawing import TreeWriter
-
-R = TypeVar("R", bound=Any)
 
 
 class Printer:
@@ -201,21 +199,6 @@ class Printer:
         self.error(*errors[1:])
         if errors:
             raise errors[0]
-
-    def noting(self, rows: Iterable[R], text_of: Callable[[R], str | None]) -> Iterator[R]:
-        """Yield the rows; say the text of each that has one behind it."""
-        for row in rows:
-            yield row
-            if text := text_of(row):
-                self.note(text)
-
-    def reporting(self, rows: Iterable[R], errors: list[BkctlError]) -> Iterator[R]:
-        """Yield the rows; report the error of each that has one, and add it to `errors`."""
-        for row in rows:
-            yield row
-            if row.error is not None:
-                self.error(row.error)
-                errors.append(row.error)
 
     def _say(self, text: str) -> None:
         self.clear_activity()

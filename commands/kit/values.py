@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from bkctl.errors import UsageError
 
@@ -59,14 +58,11 @@ def parse_switch(text: str, name: str) -> bool:
     return text.lower() in ("1", "true", "yes")
 
 
-class Tally(Counter[Any]):
-    """Counts rows by a key of theirs, on their way to the output."""
-
-    def of(self, rows: Iterable[R], key: Callable[[R], Any]) -> Iterator[R]:
-        """Yield the rows, counted."""
-        for row in rows:
-            self[key(row)] += 1
-            yield row
+def tap(rows: Iterable[R], look: Callable[[R], object]) -> Iterator[R]:
+    """Yield the rows on their way to the output; `look` gets each once it was taken."""
+    for row in rows:
+        yield row
+        look(row)
 
 
 def check_percentage(threshold: float | None) -> None:

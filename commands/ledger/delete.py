@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,11 +19,12 @@ from ..kit.command import Run, command, group, rows_of
 from ..kit.ledger_options import LedgersOrFile
 from ..kit.options import DryRun, KeepGoing, UndoOption, pace_option
 from ..kit.texts import counted, size_text
+from ..kit.values import tap
 from .columns import STATE_STYLE
 from .listing import parse_states
 
 if TYPE_CHECKING:
-    from bkctl.metadata.admin.removal import RemovalPlan
+    from bkctl.metadata.admin.removal import Removal, RemovalPlan
     from bkctl.metadata.cluster import Cluster
 
 app = group()
@@ -84,13 +86,14 @@ def delete(
 
     states = parse_states(if_state, "--if-state")
     errors: list[BkctlError] = []
+    report = partial(_report, run, errors)
     with run.access.cluster() as cluster, run.out.rows(DELETED_COLUMNS) as writer:
         with run.job.working("Looking at the ledgers"):
             seen = {"seen": writer.row} if dry_run else {}
             plan = plan_removal(cluster, ledgers, states=states, keep_missing=ignore_missing, **seen)
         if not keep_going:
             plan.check()
-        writer.rows(run.out.reporting(plan.failures, errors))
+        writer.rows(tap(plan.failures, report))
         if plan.ledgers and not dry_run:
             run.consent.confirm(_loss(plan))
             if backup is not None:
@@ -103,8 +106,15 @@ def delete(
                 removed = remove_ledgers(
                     recorded, plan.ledgers, states=states, keep_missing=ignore_missing, keep_going=keep_going, pace=pace
                 )
-                writer.rows(run.out.reporting(activity.counting(removed), errors))
+                writer.rows(tap(tap(removed, lambda _: activity.advance()), report))
     run.out.finish_with(len(errors), "ledger was not deleted", "ledgers were not deleted")
+
+
+def _report(run: Run, errors: list[BkctlError], row: Removal) -> None:
+    """Report the error of a removal, and keep it."""
+    if row.error is not None:
+        run.out.error(row.error)
+        errors.append(row.error)
 
 
 def _export(run: Run, cluster: Cluster, ledgers: list[LedgerId], target: Path) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections import Counter
 from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -20,7 +20,7 @@ from ..kit.columns import Output
 from ..kit.command import Access, LongWork, Printer, Run, command, group, object_of, rows_of
 from ..kit.options import BinaryFormat, BinaryFormatOption, DryRun, UndoOption, count_option
 from ..kit.texts import GREEN, RED, binary_text, counted, readable_text
-from ..kit.values import Tally
+from ..kit.values import tap
 
 if TYPE_CHECKING:
     from bkctl.metadata.admin.overview import Node
@@ -210,7 +210,7 @@ def tree(
             out.render(nodes, _drawn(TREE_COLUMNS) if draws else TREE_COLUMNS)
             return
 
-        fitting = filter(partial(_fits, match=match, contains=contains), activity.counting(nodes))
+        fitting = filter(partial(_fits, match=match, contains=contains), tap(nodes, lambda _: activity.advance()))
         if not out.render(fitting, TREE_COLUMNS, findings=True):
             raise NotFound(f"No node of {activity.done:,} fits", hint="'bkctl metadata tree' lists all")
 
@@ -320,11 +320,11 @@ def undo_command(
             raise NotFound(f"No undo file {file}", hint="'bkctl metadata undo --list' lists them")
         if not dry_run:
             run.consent.confirm(f"The changes in {path} would be undone in {cluster.uri}")
-        outcomes: Tally = Tally()
+        outcomes = Counter[str]()
         kept = nullcontext() if dry_run else run.consent.undo(cluster, undo_file)
         with run.out.rows(UNDONE_COLUMNS) as writer, kept as redo:
             undone = undo(cluster, path, dry_run=dry_run, redo=redo, moved=store_moved)
-            writer.rows(outcomes.of(undone, attrgetter("outcome")))
+            writer.rows(tap(undone, lambda row: outcomes.update((row.outcome,))))
     if outcomes["moved"]:
         run.out.error(
             f"{counted(outcomes['moved'], 'ledger was', 'ledgers were')} moved to other bookies, and the former ones "

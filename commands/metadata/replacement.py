@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Annotated
 
 import typer
@@ -12,7 +13,7 @@ from bkctl.pace import Pace
 
 from ..kit.command import Access, Consent, LongWork, Printer, command, group, rows_of
 from ..kit.options import DryRun, UndoOption, count_option, pace_option
-from ..kit.values import Tally
+from ..kit.values import tap
 
 app = group()
 
@@ -58,7 +59,7 @@ def replace_bookie_id(
         raise UsageError("--from BOOKIE and --to BOOKIE are required")
     if check_bookie_id(old) == check_bookie_id(new):
         raise UsageError("--from and --to are the same bookie")
-    kept: Tally = Tally()
+    kept = Counter[bool]()
     with access.cluster() as cluster:
         registered = cluster.bookies.get(old)
         if registered is not None and registered.state != "down":
@@ -80,7 +81,7 @@ def replace_bookie_id(
             replaced = replace_bookie(
                 recorded, old, new, pace=pace, limit=limit, dry_run=dry_run, progress=activity.update
             )
-            writer.rows(kept.of(replaced, lambda row: row.problem is not None))
+            writer.rows(tap(replaced, lambda row: kept.update((row.problem is not None,))))
         if registered is None and not kept:
             raise NotFound(f"No bookie {old}, and no ledger names it", hint="'bkctl bookies list' shows them")
     out.note(f"{kept[False]:,} ledgers {'would be' if dry_run else 'were'} changed")

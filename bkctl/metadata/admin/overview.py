@@ -298,19 +298,10 @@ def scope_counts(cluster: Cluster) -> Iterator[ScopeRow]:
     yield ScopeRow(scope_id, count)
 
 
-class ScopeCounts(NamedTuple):
-    """Numbers of scopes but one, and of all ledgers, each up to a limit."""
-
-    other_scopes: int
-    ledgers: int
-
-
-def count_scopes(cluster: Cluster, scope_id: int | None, limit: int) -> ScopeCounts:
+def count_scopes(cluster: Cluster, scope_id: int | None, limit: int) -> tuple[int, int]:
     """Count up to `limit` scopes besides `scope_id`, and up to `limit` ledgers of every scope."""
-    return ScopeCounts(
-        sum(scope != scope_id for scope in islice(cluster.ledgers.scopes(), limit)),
-        sum(1 for _ in islice(cluster.ledgers.ledgers(None), limit)),
-    )
+    scopes = sum(scope != scope_id for scope in islice(cluster.ledgers.scopes(), limit))
+    return scopes, sum(1 for _ in islice(cluster.ledgers.ledgers(None), limit))
 
 
 class BookieLedgers(NamedTuple):
