@@ -66,7 +66,7 @@ class WriterActivity(NamedTuple):
 
 
 class RecoveryPlan(NamedTuple):
-    """What a recovery of a ledger would do; `activity` is None for a closed ledger, `loss` if nothing would be lost."""
+    """The effect of recovering a ledger; `activity` is None for a closed ledger, `loss` if nothing would be lost."""
 
     ledger: LedgerId
     metadata: LedgerMetadata

@@ -13,6 +13,7 @@ import typer
 from bkctl.columns import Column
 from bkctl.errors import BkctlError, UsageError
 
+from ..kit.columns import RowOrder
 from ..kit.command import Run
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def log_order(run: Run, text: str) -> LogOrder:
     """Return the order that --sort names; a column is left to the output, which sorts the rows by it."""
     if text.lower() in set(LogOrder):
         return LogOrder(text.lower())
-    run.out.sort_by(text)
+    run.out.selection = run.out.selection._replace(order=RowOrder.parse(text))
     return LogOrder.ID
 
 

@@ -10,7 +10,7 @@ from bkctl.columns import Columns, applied_column
 from bkctl.errors import BkctlError, FindingsError, UsageError
 
 from .activity import Activity
-from .columns import ALL, COUNT_COLUMNS, Output, RowOrder, RowSelection
+from .columns import ALL, COUNT_COLUMNS, Output, RowSelection
 from .output import RowWriter, open_writer, show
 from .session import Session
 from .settings import GlobalOptions
@@ -128,15 +128,6 @@ class Printer:
 
         return TreeWriter(columns, levels, color=self.color, before_write=self.clear_activity)
 
-    @property
-    def prints_ids(self) -> bool:
-        """True if the rows are printed as their ids, in the order in which they come."""
-        return self.output is Output.ID and self.selection == ALL
-
-    def sort_by(self, column: str) -> None:
-        """Sort rows by `column`, as --sort does."""
-        self.selection = self.selection._replace(order=RowOrder.parse(column))
-
     def limit_sorted(self, limit: int | None) -> int | None:
         """With --sort, apply `limit` to the sorted rows and return None; else return it, for the command to apply."""
         if self.selection.order is None:
@@ -157,11 +148,6 @@ class Printer:
         """Print `text` on stdout as it is (no form of output applies)."""
         self.clear_activity()
         emit(text)
-
-    def text_each(self, texts: Iterable[str]) -> None:
-        """Print each text as it comes."""
-        for text in texts:
-            self.text(text)
 
     def raw(self, data: bytes | bytearray | memoryview) -> None:
         """Write bytes to stdout as they are."""

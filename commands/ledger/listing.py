@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +13,7 @@ import typer
 from bkctl.errors import UsageError
 from bkctl.ids import LedgerId
 
-from ..kit.columns import COUNT_COLUMNS
+from ..kit.columns import ALL, COUNT_COLUMNS, Output
 from ..kit.command import Run, command, group, object_of, rows_of
 from ..kit.ledger_options import ManyLedgers, ScopeToList
 from ..kit.options import (
@@ -117,7 +117,8 @@ def list_ledgers(
     from bkctl.metadata.admin.overview import LedgerListing
 
     start, limit = _first_ledger(after, scope_id), run.out.limit_sorted(limit)
-    needs_rows = query.needs_metadata or not (count or run.out.prints_ids)
+    prints_ids = run.out.output is Output.ID and run.out.selection == ALL
+    needs_rows = query.needs_metadata or not (count or prints_ids)
     with (
         run.access.cluster() as cluster,
         run.job.working("Listing ledgers", unit="ledgers", enabled=watch is None) as activity,
@@ -131,7 +132,7 @@ def list_ledgers(
             columns = list_columns(run) if needs_rows else ID_COLUMNS
             run.out.watch(watch, look, columns, count=count, findings=run.out.draws)
         else:
-            run.out.text_each(map(_ids_text, cluster.ledgers.batches(scope_id, start)))
+            _print_ids(run, cluster.ledgers.batches(scope_id, start))
         if watch is None:
             if query.needs_metadata and limit is None and sys.stdout.isatty():
                 run.out.note(f"{listing.found_count:,} of {counted(activity.done, 'ledger', 'ledgers')}")
@@ -141,10 +142,12 @@ def list_ledgers(
     )
 
 
-def _ids_text(batch: Sequence[LedgerId]) -> str:
-    """Return a line for each ledger of a directory: hundreds of thousands of ids are not printed a row each."""
-    # In order, so that all are of scope 0 where the last is.
-    return "\n".join(map(str, batch if batch[-1].is_scoped else map(itemgetter(1), batch))) + "\n"
+def _print_ids(run: Run, batches: Iterable[Sequence[LedgerId]]) -> None:
+    """Print hundreds of thousands of ids: a directory at a time, not a row each."""
+    for batch in batches:
+        # In order, so that all are of scope 0 where the last is.
+        names = batch if batch[-1].is_scoped else map(itemgetter(1), batch)
+        run.out.text("\n".join(map(str, names)) + "\n")
 
 
 def _note_other_scopes(run: Run, cluster: Cluster, scope_id: int | None) -> None:
