@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 LOOKS_AT_ONCE: Final = 64
 
 
-class EntryRange(NamedTuple):
+class EntriesToRead(NamedTuple):
     """The entries of a ledger to read: from `first` to `last`, at most `count_max`; or its last `tail_count`."""
 
     first: int | None = None
@@ -57,7 +57,7 @@ def _extent(handle: ReadHandle) -> str:
 async def read_ledger(
     bookkeeper: BookKeeper,
     ledger: LedgerId,
-    entries: EntryRange,
+    entries: EntriesToRead,
     *,
     password: bytes | None = b"",
     recovery: bool = False,
@@ -67,7 +67,7 @@ async def read_ledger(
 ) -> AsyncGenerator[Sequence[LedgerEntry]]:
     """Yield runs of the entries of a ledger, from its readers' bookies or from `bookie_id`; `note` gets the range.
 
-    Raises as `open_ledger`, `EntryRange.of`, `read_runs` and `read_replica`.
+    Raises as `open_ledger`, `EntriesToRead.of`, `read_runs` and `read_replica`.
     """
     async with await bookkeeper.open_ledger(
         ledger.ledger_id, ledger_scope_id=ledger.scope_id, password=password, recovery=recovery

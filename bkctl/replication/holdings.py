@@ -248,7 +248,7 @@ class StopProblem(NamedTuple):
 
 
 class StopCheck:
-    """`ok_to_stop` of known bookies; with `restarts`, ledgers under their ack quorum are no problems, but kept apart.
+    """`ok_to_stop` of known bookies; with `restarts`, ledgers under their ack quorum are kept apart.
 
     Raises NotFound for an unknown bookie.
     """

@@ -76,7 +76,7 @@ def places_of(
     entry_id: int | None,
     racks: PlacedRacks,
 ) -> Iterator[PlaceRow]:
-    """Yield the places of the ledgers' replicas, or of those of one entry, by the metadata. Raises as `locate`."""
+    """Yield the places of all replicas, or of one entry's, by the metadata. Raises as `locate`."""
     for ledger, found in cluster.ledgers.read_each(ledgers):
         for place in locate(ledger, found.metadata, bookies, entry_id):
             yield racks.placed(PlaceRow(ledger, entry_id, place), found.metadata)

@@ -162,7 +162,7 @@ def read(
     The ledger's password is checked. --format raw writes the payloads' bytes and nothing else, --template each entry in
     a form of your own, as kcat does.
     """
-    from bkctl.client.ledger_series import EntryRange, read_ledger
+    from bkctl.client.ledger_series import EntriesToRead, read_ledger
 
     form = _entry_form(run, ledger, format, template, delimiter)
     secret = _secret(password, as_admin=as_admin)
@@ -171,7 +171,7 @@ def read(
     if entries.last is not None and limit is not None:
         raise UsageError("--to and --limit are given", hint="give one of them")
     runs = partial(
-        read_ledger, ledger=ledger, entries=EntryRange(entries.first, entries.last, limit, last), password=secret,
+        read_ledger, ledger=ledger, entries=EntriesToRead(entries.first, entries.last, limit, last), password=secret,
         recovery=recover, bookie_id=bookie, verify=not no_verify, note=run.out.detail,
     )  # fmt: skip
     with (

@@ -205,7 +205,7 @@ def mark_ledgers(
 
 
 def stored_marks(cluster: Cluster, ledgers: Iterable[LedgerId]) -> dict[LedgerId, Versioned[bytes]]:
-    """Return the marks of those of the ledgers that are marked, damaged ones too."""
+    """Return the marks of the ledgers that are marked, damaged ones too."""
     found = {ledger: cluster.store.get(mark_path(ledger)) for ledger in ledgers}
     return {ledger: mark for ledger, mark in found.items() if mark is not None}
 
