@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,6 +13,7 @@ from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo, Cookie, Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
+from bkctl.metadata.ledgers import LedgerManager
 from bkctl.metadata.store import NEW, RACKS
 
 from .conftest import Cli, applied
@@ -106,6 +110,21 @@ def test_locate_marks_entries_in_one_rack(cli: Cli, two_racks: str, tmp_path: Pa
 def test_locate_without_racks_has_no_rack_columns(cli: Cli, two_racks: str) -> None:
     assert cli("bookies", "racks", "unset", "b1:1", "b2:1", "b3:1").code == 0
     assert "rack" not in cli("ledger", "locate", "1", "-o", "json").json[0]
+
+
+def test_health_reads_the_metadata_of_a_ledger_once(cli: Cli, two_racks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bookies that ledgers name are counted, and their racks checked, in one walk."""
+    read = Counter[LedgerId]()
+    read_many = LedgerManager.read_many
+
+    def counted(manager: LedgerManager, ids: Iterable[LedgerId]) -> Iterator[Any]:
+        asked = list(ids)
+        read.update(asked)
+        return read_many(manager, asked)
+
+    monkeypatch.setattr(LedgerManager, "read_many", counted)
+    assert cli("cluster", "health", "--ledgers", "--no-bookies").code == 3
+    assert set(read.values()) == {1}
 
 
 def test_health_finds_ledgers_and_bookies_with_bad_racks(cli: Cli, two_racks: str) -> None:

@@ -21,6 +21,7 @@ from bkctl.errors import Corrupt, Unreachable
 from bkctl.formats.metadata import LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster, open_cluster
+from bkctl.metadata.ledgers import LedgerManager, VersionedMetadata
 
 from .conftest import Cli
 
@@ -327,6 +328,23 @@ def test_recover_closes_a_ledger_whose_writer_died(cli: Cli, cluster: LocalClust
     [row] = cli("ledger", "recover", ledger, "--dry-run", "-o", "json").json
     assert (row["state"], row["loss"], row["lastEntryId"], row["length"]) == ("CLOSED", False, 0, 4)
     assert payloads(cli, ledger) == [b"kept"]
+
+
+@pytest.mark.parametrize(("flag", "reads"), [("--dry-run", 1), ("--yes", 2)])
+def test_recover_reads_metadata_to_plan_and_to_open(
+    cli: Cli, store: Cluster, monkeypatch: pytest.MonkeyPatch, flag: str, reads: int
+) -> None:
+    [closed] = cli("ledger", "list", "--state", "CLOSED", "-o", "id").out.split()
+    read, count = LedgerManager.read, 0
+
+    def counted(manager: LedgerManager, ledger: LedgerId) -> VersionedMetadata:
+        nonlocal count
+        count += 1
+        return read(manager, ledger)
+
+    monkeypatch.setattr(LedgerManager, "read", counted)
+    assert cli("ledger", "recover", closed, flag).code == 0
+    assert count == reads
 
 
 def test_recover_loses_entries_only_with_accept_loss(cli: Cli, cluster: LocalCluster, write: object) -> None:

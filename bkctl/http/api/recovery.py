@@ -28,8 +28,9 @@ from bkctl.http.endpoints import (
 )
 from bkctl.http.service import next_of
 from bkctl.ids import LedgerId, check_bookie_id, to_signed
+from bkctl.metadata.admin.auto_recovery import MarkFilter
 from bkctl.metadata.cluster import Cluster
-from bkctl.metadata.underreplication import AutoRecoveryState, UnderreplicatedLedger
+from bkctl.metadata.underreplication import AutoRecoveryState
 
 T = TypeVar("T")
 
@@ -118,17 +119,14 @@ async def list_underreplicated(call: ApiCall) -> Response:
     missing, excluded = (call.values.get(name, "").strip() for name in ("missingreplica", "excludingmissingreplica"))
     marks = await _ask(call, lambda state: state.marks.list(scope_of(call)))
 
-    def fits(mark: UnderreplicatedLedger | BkctlError) -> bool:
-        if isinstance(mark, BkctlError):
-            return not missing and not excluded
-        there = mark.missing_replicas
-        return (not missing or missing in there) and (not excluded or excluded not in there)
-
+    chosen = MarkFilter([missing] if missing else (), [excluded] if excluded else ())
     found: dict[LedgerId, tuple[str, ...]] = {}
     while batch := await next_of(marks, BATCH_COUNT):
         for ledger, mark in batch:
-            if fits(mark):
-                found[ledger] = () if isinstance(mark, BkctlError) else mark.missing_replicas
+            if not isinstance(mark, BkctlError):
+                found |= {ledger: mark.missing_replicas} if chosen.matches(mark) else {}
+            elif not missing and not excluded:
+                found[ledger] = ()
         if len(found) > LIMIT_MAX:
             raise UsageError(f"More than {LIMIT_MAX} ledgers are under-replicated", hint="ask for one bookie's")
     if not found:
