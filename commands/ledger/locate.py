@@ -117,15 +117,16 @@ def locate_ledgers(
     if every_entry and entry is not None:
         raise UsageError("--every-entry and --entry are given", hint="use --check --entry for one entry")
     columns = PLACE_COLUMNS if entry is None else ENTRY_PLACE_COLUMNS
-    if check or every_entry:
+    asks = check or every_entry
+    if asks:
         columns = columns.and_also(*ANSWER_COLUMNS, *((MISSING_COLUMN,) if every_entry else ()))
     findings: Counter[bool] = Counter()
-    with run.access.cluster() as cluster, run.job.working("Asking the bookies", enabled=check or every_entry):
+    with run.access.cluster() as cluster, run.job.working("Asking the bookies" if asks else "Looking at the ledgers"):
         bookies = cluster.bookies.list()
         racks = PlacedRacks(find_racks(run, cluster, bookies), run.access.rack_rules())
         columns = columns.and_also(*(PLACE_RACK_COLUMNS if racks.racks else ()))
         with run.out.tree(columns, LEVELS) as writer:
-            if check or every_entry:
+            if asks:
                 places = partial(checked_places, ledgers=ledgers, entry_id=entry, every_entry=every_entry, racks=racks)
                 run.job.take_each(run.access.bookkeeper(cluster, protocol), places, partial(_write, writer, findings))
             else:
