@@ -104,13 +104,11 @@ def _own_id(config: BookieConfig) -> str:
     """Return the id of the bookie that the configuration is of, as Apache's has it; without one, this process."""
     import socket
 
-    from bkctl.bookie.network import advertised_host
+    from bkctl.bookie.cookies import bookie_id_of
 
-    if config.bookie_id is not None:
-        return config.bookie_id
-    if config.conf_path is None:
+    if config.bookie_id is None and config.conf_path is None:
         return f"{socket.gethostname()}:{os.getpid()}"
-    return f"{advertised_host(config)}:{config.bookie_port}"
+    return bookie_id_of(config)
 
 
 # --- status ---------------------------------------------------------------------------------------------------------
@@ -121,13 +119,7 @@ STATUS_COLUMNS = Columns(
     Column("AUDITOR", "auditorId", "auditor_id"),
     Column("AUDITOR OF SCOPES", "scopedAuditorId", "scoped_auditor_id"),
     Column("LOST BOOKIE DELAY", "lostBookieRecoveryDelay", "delay_s", Kind.INTEGER, text=duration_text),
-    Column(
-        "UNDERREPLICATED",
-        "underReplicated",
-        "underreplicated",
-        Kind.BOOLEAN,
-        style={"yes": RED, "no": GREEN},
-    ),
+    Column("UNDERREPLICATED", "underReplicated", "underreplicated", Kind.BOOLEAN, style={"yes": RED, "no": GREEN}),
     Column("NOT AUDITED", "notAudited", "not_audited", optional=True),
     Column("BEING REPLICATED", "lockedLedgerCount", "worker_count", Kind.INTEGER),
     Column("ALL LEDGERS CHECKED", "checkAllLedgersTime", "all_ledgers_ms", Kind.TIME),
