@@ -193,7 +193,6 @@ LARGE_BODIES = {
     "cookie.generate": {"branches"},
     "entrylog.extract.extract": {"branches", "long"},
     "ledger.listing.list_ledgers": {"branches"},
-    "ledger.locate.locate_ledgers": {"branches"},
     "metadata.export.import_": {"long"},
     "metadata.nodes.undo_command": {"branches"},
     "metadata.stores.migrate": {"branches", "long"},

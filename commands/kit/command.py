@@ -32,7 +32,7 @@ from .printer import Printer
 from .session import Session
 from .settings import GlobalOptions, global_parameters, read_environment, read_options
 
-#: What the modules of commands import from here.
+#: Names that modules of commands import from here.
 __all__ = [
     "Access", "Consent", "Declaration", "LongWork", "Printer", "Run", "command", "declaration_of", "group", "object_of",
     "rows_of", "union",
