@@ -211,7 +211,7 @@ def _findings(run: Run, cluster: Cluster, threshold: float, *, no_bookies: bool,
     from bkctl.metadata.admin.health import health_findings, unknown_bookie_findings
     from bkctl.metadata.admin.overview import count_ledgers_of_bookies
 
-    from .bookies.racks import find_racks
+    from .bookies.racks import find_placement
 
     async def asked() -> list[HealthFinding]:
         from bkctl.client.disk_space import disk_findings
@@ -222,14 +222,14 @@ def _findings(run: Run, cluster: Cluster, threshold: float, *, no_bookies: bool,
     of_bookies = [] if no_bookies else [*run.job.complete(asked()), *_of_metrics(run, cluster)]
     known = {(each.code, each.subject) for each in of_bookies}
     found = [each for each in health_findings(cluster) if (each.code, each.subject) not in known]
-    bookies, rules = cluster.bookies.list(), run.access.rack_rules()
-    racks = find_racks(run, cluster, bookies)
-    found += rack_findings(bookies, racks, rules)
+    bookies = cluster.bookies.list()
+    placement = find_placement(run, cluster, bookies)
+    found += rack_findings(bookies, placement)
     counts = count_ledgers_of_bookies(cluster, None if ledgers else COUNTED_LEDGERS_MAX)
     found += unknown_bookie_findings(counts or {}, bookies)
     if ledgers:
         with run.job.working("Reading metadata", unit="ledgers") as activity:
-            found += ledger_rack_findings(cluster, racks, rules, activity.advance)
+            found += ledger_rack_findings(cluster, placement, activity.advance)
     return sorted(found + of_bookies, key=lambda each: (each.severity, each.code, each.subject))
 
 

@@ -321,7 +321,8 @@ class AddPipeline:
     async def _commit(self, failed: Mapping[int, str]) -> tuple[str, ...]:
         """Replace `failed` bookies in the ledger's metadata, and return the ensemble as stored then."""
         access, first_entry_id = self.access, self.last_add_confirmed + 1
-        excluded, suspects = set(self._failed_since_progress), access.pool.suspects()
+        excluded = set(self._failed_since_progress)
+        await access.pool.weigh()
 
         def change(metadata: LedgerMetadata) -> LedgerMetadata | None:
             if metadata.state is LedgerState.CLOSED:
@@ -331,22 +332,21 @@ class AddPipeline:
             ensemble = metadata.last_fragment.bookies
             if not any(ensemble[index] == bookie_id for index, bookie_id in failed.items()):
                 return None
-            return with_fragment(metadata, first_entry_id, self._replaced(ensemble, failed, excluded, suspects))
+            return with_fragment(metadata, first_entry_id, self._replaced(ensemble, failed, excluded))
 
         access.versioned = await asyncio.to_thread(
             update_metadata, access.pool.cluster.ledgers, access.ledger, access.versioned, change
         )
         return access.metadata.last_fragment.bookies
 
-    def _replaced(
-        self, ensemble: tuple[str, ...], failed: Mapping[int, str], excluded: set[str], suspects: set[str]
-    ) -> tuple[str, ...]:
+    def _replaced(self, ensemble: tuple[str, ...], failed: Mapping[int, str], excluded: set[str]) -> tuple[str, ...]:
         """Return `ensemble` with other bookies in place of `failed`. Blocks."""
         access = self.access
         registered = access.pool.registered()
         return replace_bookies(
             ensemble, failed, access.metadata.write_quorum_size, registered,
-            access.pool.placement(registered, ensemble), scoped=access.scoped, exclude=excluded, avoid=suspects,
+            access.pool.placement(registered, ensemble), scoped=access.scoped,
+            ack_quorum_size=access.metadata.ack_quorum_size, exclude=excluded, avoid=access.pool.suspects(),
         )  # fmt: skip
 
     def _end(self, error: BkctlError) -> None:
@@ -381,8 +381,9 @@ class RecoveryPipeline(AddPipeline):
         self._fragments: dict[int, tuple[str, ...]] = {}
 
     async def _commit(self, failed: Mapping[int, str]) -> tuple[str, ...]:
-        excluded, suspects = set(self._failed_since_progress), self.access.pool.suspects()
-        ensemble = await asyncio.to_thread(self._replaced, self.ensemble, failed, excluded, suspects)
+        excluded = set(self._failed_since_progress)
+        await self.access.pool.weigh()
+        ensemble = await asyncio.to_thread(self._replaced, self.ensemble, failed, excluded)
         self._fragments[self.last_add_confirmed + 1] = ensemble
         return ensemble
 

@@ -93,27 +93,25 @@ class PlacedRacks:
     """The racks of the places that `ledger locate` prints; `columns` is empty where no bookie has one."""
 
     def __init__(self, run: Run, cluster: Cluster, bookies: list[RegisteredBookie]) -> None:
-        from ..bookies.racks import find_racks
+        from ..bookies.racks import find_placement
 
-        self._racks = find_racks(run, cluster, bookies)
-        self._rules = run.access.rack_rules()
-        self.columns = PLACE_RACK_COLUMNS if self._racks else ()
+        self._placement = find_placement(run, cluster, bookies)
+        self.columns = PLACE_RACK_COLUMNS if self._placement.racks else ()
 
     def placed(self, row: PlaceRow, metadata: LedgerMetadata) -> PlaceRow:
         """Return the row with the rack of its bookie, and True if entries on it have too few racks."""
         from bkctl.client.ensemble import RoundRobinDistributionSchedule
-        from bkctl.client.placement import write_sets_in_few_racks
 
-        if not self._racks:
+        if not self._placement.racks:
             return row
         place = row.place
         fragment = next(each for each in metadata.ensembles if each.first_entry_id == place.first_entry_id)
-        few = write_sets_in_few_racks(metadata, fragment.bookies, self._racks, self._rules)
+        few = [each.write_set for each in self._placement.problems(metadata, fragment.bookies)]
         if row.entry_id is None:
             is_few = any(place.ensemble_index in each for each in few)
         else:
             is_few = RoundRobinDistributionSchedule.of(metadata).write_set(row.entry_id) in few
-        return row._replace(rack=self._racks.get(place.bookie_id), in_few_racks=is_few)
+        return row._replace(rack=self._placement.racks.get(place.bookie_id), in_few_racks=is_few)
 
 
 def spans_text(spans: list[dict[str, int]]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -9,7 +10,7 @@ import typer
 from bkctl.columns import Column, Columns, Kind
 
 from ..kit.access import Access
-from ..kit.command import command, group
+from ..kit.command import Run, command, group
 from ..kit.consent import Consent
 from ..kit.documents import rows_of
 from ..kit.job import LongWork
@@ -22,7 +23,9 @@ app = group()
 
 
 FINDING_COLUMNS = Columns(
-    Column("CODE", "code", "code", style={"unparsable": RED, "impossible": RED, "dangling": YELLOW}),
+    Column(
+        "CODE", "code", "code", style={"unparsable": RED, "impossible": RED, "dangling": YELLOW, "misplaced": YELLOW}
+    ),
     Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
     Column("NODE", "path", "path"),
     Column("WHAT", "message", "message"),
@@ -31,19 +34,25 @@ FINDING_COLUMNS = Columns(
 
 
 @command(app, "check", connects=True, examples=("bkctl metadata check",), prints=rows_of(FINDING_COLUMNS))
-def check(out: Printer, access: Access, job: LongWork, scope: ScopeOfAny, pace: RecordPace) -> None:
+def check(run: Run, scope: ScopeOfAny, pace: RecordPace) -> None:
     """Find metadata that is unreadable, dangling or impossible.
 
-    Checks ledgers, also for bookies that do not exist; cookies, marks, layout and scopes. Exit code 3 if there are
-    findings.
+    Checks ledgers, also for bookies that do not exist; cookies, marks, layout and scopes. Where bookies have racks,
+    finds ensembles that the placement policy of --conf does not accept. Exit code 3 if there are findings.
     """
+    from bkctl.client.racks import misplacement
     from bkctl.metadata.admin.check import check_metadata
 
-    with access.cluster() as cluster, job.working("Checking metadata", unit="ledgers", pace=pace) as activity:
-        count = out.render(check_metadata(cluster, scope, progress=activity.step), FINDING_COLUMNS, findings=True)
+    from ..bookies.racks import find_placement
+
+    with run.access.cluster() as cluster:
+        placement = find_placement(run, cluster, cluster.bookies.list())
+        with run.job.working("Checking metadata", unit="ledgers", pace=pace) as activity:
+            found = check_metadata(cluster, scope, partial(misplacement, placement), progress=activity.step)
+            count = run.out.render(found, FINDING_COLUMNS, findings=True)
     if not count:
-        out.note("The metadata is sound")
-    out.finish_with(count, "finding", "findings")
+        run.out.note("The metadata is sound")
+    run.out.finish_with(count, "finding", "findings")
 
 
 ORPHAN_COLUMNS = Columns(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from bkctl.client.placement import (
     DEFAULT_RACK,
     Placement,
-    RackRules,
+    PlacementRules,
     choose_ensemble,
     choose_replacements,
     mend_placement,
@@ -24,7 +24,7 @@ from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import BookieServiceInfo, Fragment, LedgerMetadata
 from bkctl.metadata.cluster import RegisteredBookie
 
-ENFORCED = RackRules(2, is_enforced=True)
+ENFORCED = PlacementRules(2, is_enforced=True)
 ANYWHERE = Placement()
 
 
@@ -45,10 +45,12 @@ def adheres(placement: Placement, ensemble: Sequence[str], write_quorum_size: in
     metadata = LedgerMetadata(
         len(ensemble), write_quorum_size, 1, DigestType.CRC32C, b"", (Fragment(0, tuple(ensemble)),)
     )
-    return placement.adheres(metadata, ensemble)
+    return not placement.problems(metadata, ensemble)
 
 
-def is_striped(ensemble: Sequence[str], write_quorum_size: int, racks: Mapping[str, str], rules: RackRules) -> bool:
+def is_striped(
+    ensemble: Sequence[str], write_quorum_size: int, racks: Mapping[str, str], rules: PlacementRules
+) -> bool:
     """The rule as Apache's policy words it, without any code of ours."""
     doubled = [racks.get(bookie_id, DEFAULT_RACK) for bookie_id in ensemble] * 2
     quorums = [set(doubled[at : at + write_quorum_size]) for at in range(len(ensemble))]
@@ -57,19 +59,19 @@ def is_striped(ensemble: Sequence[str], write_quorum_size: int, racks: Mapping[s
 
 
 @st.composite
-def topologies(draw: st.DrawFn) -> tuple[dict[str, str], list[str], int, int, RackRules, int]:
+def topologies(draw: st.DrawFn) -> tuple[dict[str, str], list[str], int, int, PlacementRules, int]:
     """Racks, bookies (some of them without one), sizes of ensemble and write quorum, rules and a seed."""
     count = draw(st.integers(1, 7))
     names = [f"b{at}:3181" for at in range(count)]
     racks = {name: f"/r{rack}" for name in names if (rack := draw(st.integers(0, 4))) < 4}
     size = draw(st.integers(1, min(count, 6)))
-    rules = RackRules(draw(st.integers(1, 4)), is_enforced=draw(st.booleans()))
+    rules = PlacementRules(draw(st.integers(1, 4)), is_enforced=draw(st.booleans()))
     return racks, names, size, draw(st.integers(1, size)), rules, draw(st.integers(0, 1 << 32))
 
 
 @given(topologies())
 def test_ensembles_adhere_wherever_any_ensemble_does(
-    topology: tuple[dict[str, str], list[str], int, int, RackRules, int],
+    topology: tuple[dict[str, str], list[str], int, int, PlacementRules, int],
 ) -> None:
     racks, names, size, write_quorum_size, rules, seed = topology
     placement = Placement(racks, rules)
@@ -90,7 +92,7 @@ def test_ensembles_adhere_wherever_any_ensemble_does(
 
 @given(topologies(), st.data())
 def test_replacements_adhere_wherever_any_do(
-    topology: tuple[dict[str, str], list[str], int, int, RackRules, int], data: st.DataObject
+    topology: tuple[dict[str, str], list[str], int, int, PlacementRules, int], data: st.DataObject
 ) -> None:
     racks, names, size, write_quorum_size, rules, seed = topology
     ensemble = data.draw(st.permutations(names))[:size]
@@ -121,7 +123,7 @@ def test_replacements_adhere_wherever_any_do(
 
 @given(topologies())
 def test_mending_replaces_as_few_bookies_as_can_be(
-    topology: tuple[dict[str, str], list[str], int, int, RackRules, int],
+    topology: tuple[dict[str, str], list[str], int, int, PlacementRules, int],
 ) -> None:
     racks, names, size, write_quorum_size, rules, seed = topology
     size = min(size, 5)
@@ -149,7 +151,7 @@ def test_large_ensembles_are_striped_over_uneven_racks() -> None:
         | {f"c{at}": "/c" for at in range(9)}
     )
     for write_quorum_size, count_min in ((2, 2), (3, 2), (3, 3), (5, 3)):
-        placement = Placement(racks, RackRules(count_min, is_enforced=True))
+        placement = Placement(racks, PlacementRules(count_min, is_enforced=True))
         size = 27 if count_min == 3 else 40
         for seed in range(5):
             chosen = choose_ensemble(
@@ -162,12 +164,12 @@ def test_an_ensemble_of_the_largest_size_is_chosen() -> None:
     racks = {f"b{at}": f"/r{at % 50}" for at in range(1200)}
     chosen = choose_ensemble(bookies(racks), 1000, 3, Placement(racks), scoped=False)
     assert len(set(chosen)) == 1000
-    assert is_striped(chosen, 3, racks, RackRules())
+    assert is_striped(chosen, 3, racks, PlacementRules())
 
 
 def test_without_enough_racks_neighbours_still_differ() -> None:
     racks = {f"b{at}": "/r1" if at < 6 else "/r2" for at in range(8)}
-    placement = Placement(racks, RackRules(3))
+    placement = Placement(racks, PlacementRules(3))
     for seed in range(20):
         chosen = choose_ensemble(bookies(racks), 4, 3, placement, scoped=False, rng=random.Random(seed))
         doubled = [racks[each] for each in chosen] * 2

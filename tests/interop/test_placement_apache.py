@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 from support.servers import Java
 
-from bkctl.client.placement import Placement, RackRules, choose_ensemble, choose_replacements, mend_placement
+from bkctl.client.placement import Placement, PlacementRules, choose_ensemble, choose_replacements, mend_placement
 from bkctl.errors import NotEnoughBookies
 from bkctl.formats.metadata import BookieServiceInfo
 from bkctl.metadata.cluster import RegisteredBookie
@@ -25,7 +25,7 @@ class Case(NamedTuple):
 
     racks: dict[str, str]
     write_quorum_size: int
-    rules: RackRules
+    rules: PlacementRules
     ensemble: tuple[str, ...]
 
     def line(self, names: list[str]) -> str:
@@ -44,12 +44,12 @@ def judged(java: Java, tmp_path: Path, lines: list[str]) -> list[tuple[str, str,
     return found
 
 
-def topology(rng: random.Random) -> tuple[list[str], dict[str, str], int, int, RackRules]:
+def topology(rng: random.Random) -> tuple[list[str], dict[str, str], int, int, PlacementRules]:
     names = [f"10.0.0.{at}:3181" for at in range(1, rng.randint(2, 14))]
     rack_count = rng.randint(1, 5)
     racks = {name: f"/r{rng.randrange(rack_count)}" for name in names if rng.random() < 0.9}
     size = rng.randint(1, min(len(names), 7))
-    rules = RackRules(rng.randint(1, 3), is_enforced=rng.random() < 0.3)
+    rules = PlacementRules(rng.randint(1, 3), is_enforced=rng.random() < 0.3)
     return names, racks, size, rng.randint(1, size), rules
 
 
