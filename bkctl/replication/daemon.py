@@ -16,7 +16,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from bkctl.client.ledger import TIMEOUT_S, BookKeeper
-from bkctl.client.placement import PlacementRules
 from bkctl.errors import BkctlError
 from bkctl.ids import check_bookie_id
 from bkctl.metadata.cluster import open_cluster
@@ -72,7 +71,6 @@ class AutoRecovery:
 
         Raise as `PlacementRules.of`.
         """
-        PlacementRules.of(self.config)
         await asyncio.to_thread(UnderreplicationLayout(self.cluster.store).prepare)
         async with BookKeeper(
             self.cluster, tls=self.tls, timeout_s=self.timeout_s, addresses=self.addresses,

@@ -9,7 +9,7 @@ import time
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Final
 
-from bkctl.client.placement import Placement, choose_replacements, mend_placement
+from bkctl.client.placement import Placement, PlacementRules, choose_replacements, mend_placement
 from bkctl.errors import NotEnoughBookies
 from bkctl.replication.batching import BatchedCalls
 from bkctl.replication.fragments import ANSWERED, LedgerFragment, fragments_of
@@ -56,9 +56,11 @@ def _rng(fragment: LedgerFragment) -> random.Random:
 
 
 class TargetChooser:
-    """Chooses targets among the registered bookies, by the racks that the client knows."""
+    """Chooses targets among the registered bookies, by the client's placement policy."""
 
     def __init__(self, bookkeeper: BookKeeper) -> None:
+        """Raise as `PlacementRules.of`, before anything is copied."""
+        PlacementRules.of(bookkeeper.pool.config)
         self._bookkeeper = bookkeeper
         self._registered: list[RegisteredBookie] = []
         self._registered_s = -REGISTERED_AGE_S
