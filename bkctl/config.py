@@ -281,6 +281,9 @@ class ClientConfig:
     #: Bookies that left so lately may be chosen where others do not suffice.
     network_topology_stabilize_period_seconds: int = _setting("networkTopologyStabilizePeriodSeconds", 0, floor=0)
     ignore_local_node_in_placement_policy: bool = _setting("ignoreLocalNodeInPlacementPolicy", False)
+    use_hostname_resolve_local_node_placement_policy: bool = _setting(
+        "useHostnameResolveLocalNodePlacementPolicy", False
+    )
     #: `R1;R2;…`; none: regions give no durability.
     repp_regions_to_write: str = _setting("reppRegionsToWrite", "")
     repp_minimum_regions_for_durability: int = _setting("reppMinimumRegionsForDurability", 2, floor=0)

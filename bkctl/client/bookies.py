@@ -246,10 +246,7 @@ class BookiePool:
         self._overrides = dict(addresses)
         self._only = only
         self.config = config
-        self._racks = KnownRacks(
-            cluster.store, config.network_topology_script_file_name,
-            must_be_known=config.enforce_min_num_racks_per_write_quorum,
-        )  # fmt: skip
+        self._racks: KnownRacks | None = None
         #: Free bytes by bookie id, and the `time.monotonic()` of the next question.
         self._free_bytes: dict[str, int] = {}
         self._weigh_at_s: dict[str, float] = {}
@@ -364,18 +361,22 @@ class BookiePool:
         """
         if self._only is not None:
             return Placement()
-        rules = PlacementRules.of(self.config)
+        config = self.config
+        rules = PlacementRules.of(config)
+        if self._racks is None:
+            script = config.network_topology_script_file_name
+            self._racks = KnownRacks(self.cluster.store, script, must_be_known=rules.refuses(new=True))
         known = {bookie.bookie_id: bookie for bookie in bookies}
-        others = {bookie_id for ensemble in ensembles for bookie_id in ensemble} - known.keys()
-        here = None if self.config.ignore_local_node_in_placement_policy else _local_id()
-        for bookie_id in others | ({here} if here else set()):
+        for bookie_id in {bookie_id for ensemble in ensembles for bookie_id in ensemble} - known.keys():
             known[bookie_id] = RegisteredBookie(bookie_id, "down", None)
-        racks = self._racks.racks(known.values())
-        local = racks.pop(here, None) if here else None
+        racks, local = self._racks.racks(known.values()), None
+        if racks and not config.ignore_local_node_in_placement_policy:
+            here = _local_id(by_name=config.use_hostname_resolve_local_node_placement_policy)
+            local = self._racks.racks([RegisteredBookie(here, "down", None)]).get(here) if here else None
         weights = None
-        if self.config.disk_weight_based_placement_enabled:
-            free = {bookie_id: self._free_bytes.get(bookie_id, 0) for bookie_id in known if bookie_id != here}
-            weights = capped_weights(free, self.config.bookie_max_weight_multiple_for_weight_based_placement)
+        if config.disk_weight_based_placement_enabled:
+            free = {bookie_id: self._free_bytes.get(bookie_id, 0) for bookie_id in known}
+            weights = capped_weights(free, config.bookie_max_weight_multiple_for_weight_based_placement)
         return Placement(racks, rules, weights, self._racks.groups(), local)
 
     async def find_near(self, ensembles: Iterable[Iterable[str]]) -> None:
@@ -412,10 +413,10 @@ class BookiePool:
 
 
 @functools.cache
-def _local_id() -> str | None:
-    """Return this host's address as the id of a bookie on it would have it, None if it is unknown. Blocks."""
+def _local_id(*, by_name: bool) -> str | None:
+    """Return this host's address or name as the id of a bookie on it would have it, None if it is unknown. Blocks."""
     try:
-        return f"{socket.gethostbyname(socket.gethostname())}:0"
+        return f"{socket.getfqdn() if by_name else socket.gethostbyname(socket.gethostname())}:0"
     except OSError:
         return None
 

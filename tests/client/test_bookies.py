@@ -107,7 +107,7 @@ async def test_free_space_weighs_bookies(fake_cluster: Any, monkeypatch: pytest.
 
 async def test_reads_ask_the_own_region_first(fake_cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Source: TestRegionAwareEnsemblePlacementPolicy.testBasicReorderReadSequenceWithLocalRegion."""
-    monkeypatch.setattr("bkctl.client.bookies._local_id", lambda: "me:0")
+    monkeypatch.setattr("bkctl.client.bookies._local_id", lambda **_: "me:0")
     async with fake_cluster(9) as cluster, cluster.client() as plain:
         racks = BookieRacks(cluster.cluster)
         for at in range(9):
