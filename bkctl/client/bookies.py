@@ -253,7 +253,7 @@ class BookiePool:
         #: Errors of bookies in the interval that ends then, and the end of each quarantine.
         self._errors, self._errors_until_s = Counter[str](), 0.0
         self._quarantined_until_s: dict[str, float] = {}
-        #: Writable bookies, and when they were registered last; those of them that left lately.
+        #: Writable bookies, and when they were registered last; the ones that left lately.
         self._seen: dict[str, tuple[RegisteredBookie, float]] = {}
         self._left: frozenset[str] = frozenset()
         #: Bookies of other regions than the client's.
@@ -382,7 +382,7 @@ class BookiePool:
     async def find_near(self, ensembles: Iterable[Iterable[str]]) -> None:
         """Find the bookies of the ensembles that are in other regions, if the placement policy goes by regions.
 
-        What fails is no problem: reads then go to the first bookie of a write set.
+        Errors are dropped: reads then go to the first bookie of a write set.
         """
         with contextlib.suppress(BkctlError):
             if self.config.reorder_read_sequence_enabled and (

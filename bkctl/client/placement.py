@@ -8,10 +8,10 @@
   `reppMinimumRegionsForDurability` − 1 regions have an ack quorum of an entry; else write quorums span regions where
   they can.
 - zones (ZoneawareEnsemblePlacementPolicy): bookies are `/zone/upgrade-domain`. A write quorum has
-  `desiredNumZonesPerWriteQuorum` zones, at least `minNumZonesPerWriteQuorum`; those of one zone are in two domains.
+  `desiredNumZonesPerWriteQuorum` zones, at least `minNumZonesPerWriteQuorum`; bookies of one zone are in two domains.
 - random (DefaultEnsemblePlacementPolicy): any bookies.
 
-Pulsar's IsolatedBookieEnsemblePlacementPolicy is that of racks among the bookies of some groups. Unlike Apache's
+Pulsar's IsolatedBookieEnsemblePlacementPolicy goes by racks among the bookies of some groups. Unlike Apache's
 choices, which take one bookie after the other and may end where none fits, these go back and try others.
 
 Source: these classes, and RRTopologyAwareCoverageEnsemble, WeightedRandomSelectionImpl.
@@ -46,7 +46,7 @@ _INDEX_SETS_MAX: Final = 500
 
 
 class PolicyKind(StrEnum):
-    """What a placement policy goes by."""
+    """The kinds of placement policies, by the domains of failure that each knows."""
 
     RANDOM = "random"
     RACKS = "racks"
@@ -66,7 +66,7 @@ _KINDS: Final = {
     f"{_CLIENT}ZoneawareEnsemblePlacementPolicyImpl": PolicyKind.ZONES,
     **dict.fromkeys(_ISOLATED, PolicyKind.RACKS),
 }
-#: What says the racks of bookies: the script, or Pulsar's node. Both are always asked.
+#: Sources of the racks of bookies: the script, and Pulsar's node. Both always count.
 _RESOLVERS: Final = (
     "org.apache.bookkeeper.net.ScriptBasedMapping", *(f"{package}BookieRackAffinityMapping" for package in _PULSAR)
 )  # fmt: skip
@@ -77,7 +77,7 @@ _DEFAULT_LOCATIONS: Final = {
 
 
 class Adherence(IntEnum):
-    """How an ensemble adheres to a policy. Source: PlacementPolicyAdherence."""
+    """The adherence of an ensemble to a policy. Source: PlacementPolicyAdherence."""
 
     FAIL = 0
     SOFT = 1
@@ -85,7 +85,7 @@ class Adherence(IntEnum):
 
 
 class PlacementRules(NamedTuple):
-    """A placement policy and its settings, for `PolicyKind`; see the module for what they mean.
+    """A placement policy and its settings, for `PolicyKind`; the module's docstring has their meaning.
 
     `isolation` are the primary and secondary groups of Pulsar's racks that new entries go to, empty for all bookies.
     """
@@ -159,7 +159,7 @@ class PlacementRules(NamedTuple):
 
     @property
     def domains(self) -> tuple[str, int]:
-        """What the bookies of a write quorum are spread over, and over how many."""
+        """The kind of the domains that a write quorum spans, and their least number."""
         if self.kind is PolicyKind.REGIONS:
             return "region", self.region_count_min
         return ("zone", self.zone_count_min) if self.kind is PolicyKind.ZONES else ("rack", self.count_min)
@@ -339,7 +339,7 @@ class _Judge(NamedTuple):
 
     @property
     def aims(self) -> tuple[Adherence, ...]:
-        """What a choice tries to reach, the best first."""
+        """The adherences that a choice tries to reach, the best first."""
         if self.rules.kind is PolicyKind.RACKS:
             return (Adherence.SOFT,)
         return (Adherence.STRICT, Adherence.SOFT)

@@ -12,7 +12,7 @@ from bkctl.metadata.admin.health import HealthFinding, Severity
 from bkctl.metadata.admin.health_codes import HealthCode
 from bkctl.metadata.cluster import Cluster, RegisteredBookie
 
-#: What an operator does about a ledger that is misplaced.
+#: Advice about a ledger that is misplaced.
 MEND_HINT: Final = (
     "'bkctl ledger locate' shows the bookies; auto-recovery moves replicas to other racks with "
     "repairedPlacementPolicyNotAdheringBookieEnabled=true"

@@ -1,4 +1,4 @@
-"""What a client knows of bookies beyond their connections: errors, free space, nearness, and bookies that left."""
+"""The pool's knowledge of bookies beyond connections: errors, free space, nearness, and bookies that left."""
 
 from __future__ import annotations
 
