@@ -274,6 +274,8 @@ class ClientConfig:
     enforce_min_num_racks_per_write_quorum: bool = _setting(
         "enforceMinNumRacksPerWriteQuorum", False, broker="bookkeeperClientEnforceMinNumRacksPerWriteQuorum"
     )
+    #: Acknowledge an entry only once bookies in so many racks, or zones, have it.
+    enforce_min_num_fault_domains_for_write: bool = _setting("enforceMinNumFaultDomainsForWrite", False)
     #: A Java class; None: the script if there is one, and the metadata store's racks.
     repp_dns_resolver_class: str | None = _setting("reppDnsResolverClass", None)
     #: Prints the racks of hosts, so that replicas come to several; None: the metadata store's racks only.

@@ -256,6 +256,8 @@ class BookiePool:
         #: Writable bookies, and when they were registered last; the ones that left lately.
         self._seen: dict[str, tuple[RegisteredBookie, float]] = {}
         self._left: frozenset[str] = frozenset()
+        #: As `placement` returned it last, with the racks of all bookies before.
+        self._placement = Placement()
         #: Bookies of other regions than the client's.
         self._far: frozenset[str] = frozenset()
         self._addresses: dict[str, tuple[str, int]] = {}
@@ -377,19 +379,31 @@ class BookiePool:
         if config.disk_weight_based_placement_enabled:
             free = {bookie_id: self._free_bytes.get(bookie_id, 0) for bookie_id in known}
             weights = capped_weights(free, config.bookie_max_weight_multiple_for_weight_based_placement)
-        return Placement(racks, rules, weights, self._racks.groups(), local)
+        found = Placement(racks, rules, weights, self._racks.groups(), local)
+        self._placement = found._replace(racks={**self._placement.racks, **racks})
+        return found
+
+    def acks_domains(self, ensemble: Sequence[str], write_quorum_size: int) -> tuple[list[str], int]:
+        """Return what `Placement.acks_domains` does, ([], 0) without enforceMinNumFaultDomainsForWrite.
+
+        The racks are as `placement` found them last: it was called for the ensemble.
+        """
+        if self._only is not None or not self.config.enforce_min_num_fault_domains_for_write:
+            return [], 0
+        return self._placement.acks_domains(ensemble, write_quorum_size)
 
     async def find_near(self, ensembles: Iterable[Iterable[str]]) -> None:
-        """Find the bookies of the ensembles that are in other regions, if the placement policy goes by regions.
+        """Find the racks of the ensembles, where writes or reads depend on them: by regions, near bookies come first.
 
         Errors are dropped: reads then go to the first bookie of a write set.
         """
         with contextlib.suppress(BkctlError):
-            if self.config.reorder_read_sequence_enabled and (
+            is_near_first = self.config.reorder_read_sequence_enabled and (
                 PlacementRules.of(self.config).kind is PolicyKind.REGIONS
-            ):
+            )
+            if is_near_first or self.config.enforce_min_num_fault_domains_for_write:
                 found = await asyncio.to_thread(lambda: self.placement(self.cluster.bookies.list(), *ensembles))
-                if found.local is not None:
+                if is_near_first and found.local is not None:
                     near = region_of(found.local)
                     self._far = frozenset(name for name, rack in found.racks.items() if region_of(rack) != near)
 

@@ -241,6 +241,16 @@ class Placement(NamedTuple):
     def rack(self, bookie_id: str) -> str:
         return self.racks.get(bookie_id, self.rules.default_location)
 
+    def acks_domains(self, bookies: Sequence[str], write_quorum_size: int) -> tuple[list[str], int]:
+        """Return the domain of each of `bookies`, and the number that the bookies of an acknowledged entry span.
+
+        Source: areAckedBookiesAdheringToPlacementPolicy.
+        """
+        kind, racks = self.rules.kind, [self.rack(bookie_id) for bookie_id in bookies]
+        if kind is PolicyKind.ZONES:
+            return [region_of(rack) for rack in racks], min(self.rules.zone_count_min, write_quorum_size)
+        return racks, 0 if kind is PolicyKind.RANDOM else min(self.rules.count_min, write_quorum_size)
+
     def outside(self, bookies: Iterable[str], ensemble_size: int) -> set[str]:
         """Return the ids of `bookies` that are not in the isolation groups.
 

@@ -102,6 +102,8 @@ class AddPipeline:
     def _connect(self) -> None:
         self._channels = [self.access.pool.channel(bookie_id) for bookie_id in self.ensemble]
         self._takers = [partial(self._answered, index, channel) for index, channel in enumerate(self._channels)]
+        write_quorum_size = self.access.schedule.write_quorum_size
+        self._domains, self._domain_count_min = self.access.pool.acks_domains(self.ensemble, write_quorum_size)
 
     # Adding.
 
@@ -208,7 +210,7 @@ class AddPipeline:
             channel.failed()
             self._failed_since_progress.add(channel.bookie_id)
             self._problems[channel.bookie_id] = error.message
-            if add is None or add.acks.bit_count() >= self._ack_quorum_size:
+            if add is None or (add.acks.bit_count() >= self._ack_quorum_size and self._spans_domains(add)):
                 self._failed_later[index] = channel.bookie_id
             else:
                 self._bookies_failed({index: channel.bookie_id})
@@ -222,7 +224,7 @@ class AddPipeline:
         while True:
             entry_id = self.last_add_confirmed + 1
             add = pending.get(entry_id)
-            if add is None or add.acks.bit_count() < quorum:
+            if add is None or add.acks.bit_count() < quorum or (self._domains and not self._spans_domains(add)):
                 break
             del pending[entry_id]
             self.last_add_confirmed = entry_id
@@ -234,6 +236,22 @@ class AddPipeline:
                 self._failed_since_progress.clear()
         if self._waiter is not None and not self._must_wait(self._wake_below):
             self._wake()
+
+    def _spans_domains(self, add: _PendingAdd) -> bool:
+        """Return True if the bookies that stored the entry are in enough racks or zones.
+
+        End the pipeline if all bookies that could store it are in too few.
+        """
+        found = {domain for index, domain in enumerate(self._domains) if add.acks >> index & 1}
+        if len(found) >= self._domain_count_min:
+            return True
+        if add.acks.bit_count() == self.access.schedule.write_quorum_size:
+            self._end(NotEnoughBookies(
+                f"Ledger {self.access.ledger}: entry {add.request[1]} is in {', '.join(sorted(found))} only; "
+                f"{self._domain_count_min} are needed (enforceMinNumFaultDomainsForWrite is true)",
+                hint="start bookies in other racks, or set racks with 'bkctl bookies racks set'",
+            ))  # fmt: skip
+        return False
 
     # Back-pressure.
 

@@ -6,14 +6,14 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from client.fakes import Fault
+from client.fakes import Fault, turns
 
 from bkctl.config import ClientConfig
 from bkctl.errors import NotEnoughBookies, Unsupported
 from bkctl.metadata.admin.health import DISABLE_HEALTH_CHECK
 from bkctl.metadata.racks import BookieRacks
 from bkctl.metadata.store import NEW
-from bkctl.protocol.messages import BookieInfoRequest, ReadRequest, Status
+from bkctl.protocol.messages import AddRequest, BookieInfoRequest, ReadRequest, Status
 from bkctl.replication.targets import TargetChooser
 
 REGIONS = "org.apache.bookkeeper.client.RegionAwareEnsemblePlacementPolicy"
@@ -156,6 +156,32 @@ async def test_reads_pass_over_bookies_that_failed_unless_reordering_is_off(fake
         reader = await client.open_ledger(writer.ledger_id)
         assert len([entry async for entry in reader.read(0, 19)]) == 20
         assert any(isinstance(each, ReadRequest) for each in bad.received) is not reorders
+
+
+async def test_entries_are_acknowledged_once_they_are_in_enough_racks(fake_cluster: Any) -> None:
+    config = ClientConfig(enforce_min_num_fault_domains_for_write=True)
+    async with fake_cluster(3) as cluster, cluster.client(config=config) as client:
+        BookieRacks(cluster.cluster).set(["b0", "b1"], "/r1")
+        BookieRacks(cluster.cluster).set(["b2"], "/r2")
+        writer = await client.create_ledger(ensemble_size=3, write_quorum_size=3, ack_quorum_size=2)
+        other = cluster.bookie("b2")
+        other.hold = lambda request: isinstance(request, AddRequest)
+        adding = writer.add(b"x")
+        await turns()
+        assert [len(cluster.bookie(name).entries(writer.ledger)) for name in ("b0", "b1")] == [1, 1]
+        assert not adding.done()
+        other.release()
+        assert await adding == 0
+        await writer.close()
+
+
+async def test_entries_that_no_bookie_can_take_to_another_rack_end_the_writer(fake_cluster: Any) -> None:
+    config = ClientConfig(enforce_min_num_fault_domains_for_write=True)
+    async with fake_cluster(2) as cluster, cluster.client(config=config) as client:
+        BookieRacks(cluster.cluster).set(["b0", "b1"], "/r1")
+        writer = await client.create_ledger(ensemble_size=2)
+        with pytest.raises(NotEnoughBookies, match="in /r1 only; 2 are needed"):
+            await writer.add(b"x")
 
 
 @pytest.mark.parametrize("scope_id", [0, 7])
