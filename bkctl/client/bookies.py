@@ -393,17 +393,16 @@ class BookiePool:
         return self._placement.acks_domains(ensemble, write_quorum_size)
 
     async def find_near(self, ensembles: Iterable[Iterable[str]]) -> None:
-        """Find the racks of the ensembles, where writes or reads depend on them: by regions, near bookies come first.
+        """Find the bookies of the ensembles that are in other regions, if the placement policy goes by regions.
 
         Errors are dropped: reads then go to the first bookie of a write set.
         """
+        if not self.config.reorder_read_sequence_enabled:
+            return
         with contextlib.suppress(BkctlError):
-            is_near_first = self.config.reorder_read_sequence_enabled and (
-                PlacementRules.of(self.config).kind is PolicyKind.REGIONS
-            )
-            if is_near_first or self.config.enforce_min_num_fault_domains_for_write:
+            if PlacementRules.of(self.config).kind is PolicyKind.REGIONS:
                 found = await asyncio.to_thread(lambda: self.placement(self.cluster.bookies.list(), *ensembles))
-                if is_near_first and found.local is not None:
+                if found.local is not None:
                     near = region_of(found.local)
                     self._far = frozenset(name for name, rack in found.racks.items() if region_of(rack) != near)
 

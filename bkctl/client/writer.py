@@ -102,7 +102,7 @@ class AddPipeline:
     def _connect(self) -> None:
         self._channels = [self.access.pool.channel(bookie_id) for bookie_id in self.ensemble]
         self._takers = [partial(self._answered, index, channel) for index, channel in enumerate(self._channels)]
-        write_quorum_size = self.access.schedule.write_quorum_size
+        write_quorum_size = 0 if self._recovery else self.access.schedule.write_quorum_size
         self._domains, self._domain_count_min = self.access.pool.acks_domains(self.ensemble, write_quorum_size)
 
     # Adding.
