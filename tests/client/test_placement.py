@@ -6,6 +6,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import fields
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -583,3 +584,42 @@ def test_policies_that_are_not_supported_are_refused_by_name(
 )
 def test_speculative_reads_wait_as_apaches(conf: dict[str, Any], waits_s: list[float | None]) -> None:
     assert [ClientConfig(**conf).speculative_read_s(count) for count in range(3)] == waits_s
+
+
+@st.composite
+def located(draw: st.DrawFn) -> tuple[PlacementRules, dict[str, str], int, int, int]:
+    """A policy of regions or zones, bookies with locations, and sizes of ensemble, write and ack quorum."""
+    names = [f"b{at}" for at in range(draw(st.integers(2, 6)))]
+    places = [f"/{domain}/{rack}" for domain in "xyz" for rack in "12"]
+    racks = {name: draw(st.sampled_from(places)) for name in names}
+    size = draw(st.integers(1, min(len(names), 5)))
+    write = draw(st.integers(1, size))
+    least = draw(st.integers(1, 2))
+    rules = draw(st.sampled_from([regions(), durable(least, "xyz"), zones(least)]))
+    return rules, racks, size, write, draw(st.integers((write + 1) // 2, write))
+
+
+@given(located(), st.integers(0, 1 << 16))
+def test_ensembles_adhere_to_regions_and_zones_as_well_as_any_does(
+    case: tuple[PlacementRules, dict[str, str], int, int, int], seed: int
+) -> None:
+    rules, racks, size, write, ack = case
+    placement = Placement(racks, rules)
+    metadata = LedgerMetadata(size, write, ack, DigestType.CRC32C, b"", ())
+    best = max(placement.adherence(metadata, each) for each in permutations(racks, size))
+    try:
+        chosen = choose_ensemble(
+            bookies(racks), size, write, placement, scoped=False, ack_quorum_size=ack, rng=random.Random(seed)
+        )
+    except UsageError:
+        return  # The policy allows no ensemble of that shape.
+    except NotEnoughBookies:
+        assert best is Adherence.FAIL
+        return
+    assert placement.adherence(metadata, chosen) is best
+
+
+def test_every_setting_of_a_client_is_documented() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "placement.md").read_text()
+    keys = [key for field in fields(ClientConfig) for key in field.metadata["keys"] if "_" not in key]
+    assert [key for key in keys if f"`{key}`" not in page and f"`{key}:" not in page] == []
