@@ -296,7 +296,8 @@ class Placement(NamedTuple):
         schedule = RoundRobinDistributionSchedule.of(metadata)
         problem = self.rules.shape_problem(schedule.ensemble_size, schedule.write_quorum_size)
         if problem is not None:
-            return [WriteSetProblem(tuple(range(schedule.ensemble_size)), problem)]
+            reason = f"cannot adhere: {problem[0].lower()}{problem[1:]}"
+            return [WriteSetProblem(tuple(range(schedule.ensemble_size)), reason)]
         judge = self.judge(schedule.ack_quorum_size)
         racks = [self.rack(bookie_id) for bookie_id in bookies]
         found = []
