@@ -110,7 +110,8 @@ class PlacedRacks:
         if row.entry_id is None:
             is_few = any(place.ensemble_index in each for each in few)
         else:
-            is_few = RoundRobinDistributionSchedule.of(metadata).write_set(row.entry_id) in few
+            write_set = RoundRobinDistributionSchedule.of(metadata).write_set(row.entry_id)
+            is_few = any(set(each).issuperset(write_set) for each in few)
         return row._replace(rack=self._placement.racks.get(place.bookie_id), in_few_racks=is_few)
 
 
