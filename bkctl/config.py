@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from bkctl.errors import NotFound, Unsupported, UsageError
 
@@ -206,12 +206,16 @@ def _setting(
     most: float | None = None,
     floor: int | None = None,
     unset: str | None = None,
+    broker: str | None = None,
 ) -> Any:
     """Return a dataclass field that is read from the Java `key`; numbers are checked against `least` and `most`.
 
     A number below `floor` is read as `floor`, as Java treats it alike. The text `unset` stands for the default.
+    `broker` is the key's name in Pulsar's broker.conf, where `bookkeeper_` before the key is another one.
     """
-    return field(default=default, metadata={"key": key, "least": least, "most": most, "floor": floor, "unset": unset})
+    keys = (key, *([broker] if broker else []), f"bookkeeper_{key}")
+    bounds = {"least": least, "most": most, "floor": floor, "unset": unset}
+    return field(default=default, metadata={"key": key, "keys": keys, **bounds})
 
 
 _SORTED_LEDGER_STORAGE: Final = "org.apache.bookkeeper.bookie.SortedLedgerStorage"
@@ -246,7 +250,122 @@ LOG_SIZE_LIMIT_MAX: Final = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BookieConfig:
+class ClientConfig:
+    """A client's settings under Java's names (in snake case) with Java's units and defaults: placement and reads.
+
+    Built from a bookie's, a client's or a Pulsar broker's file. Source: ClientConfiguration; Pulsar's
+    BookKeeperClientFactoryImpl.
+    """
+
+    #: A Java class; None: rack-aware, or what the switches of a broker say.
+    ensemble_placement_policy: str | None = _setting("ensemblePlacementPolicy", None)
+    rackaware_policy_enabled: bool = _setting("bookkeeperClientRackawarePolicyEnabled", True)
+    regionaware_policy_enabled: bool = _setting("bookkeeperClientRegionawarePolicyEnabled", False)
+    #: Groups of Pulsar's racks, with commas between them: new entries go to their bookies only.
+    isolation_bookie_groups: str = _setting("isolationBookieGroups", "", broker="bookkeeperClientIsolationGroups")
+    secondary_isolation_bookie_groups: str = _setting(
+        "secondaryIsolationBookieGroups", "", broker="bookkeeperClientSecondaryIsolationGroups"
+    )
+    #: Racks of a write quorum, where it has as many bookies.
+    min_num_racks_per_write_quorum: int = _setting(
+        "minNumRacksPerWriteQuorum", 2, floor=1, broker="bookkeeperClientMinNumRacksPerWriteQuorum"
+    )
+    #: Refuse ensembles with fewer racks, and do not use bookies without a rack.
+    enforce_min_num_racks_per_write_quorum: bool = _setting(
+        "enforceMinNumRacksPerWriteQuorum", False, broker="bookkeeperClientEnforceMinNumRacksPerWriteQuorum"
+    )
+    #: Acknowledge an entry only once bookies in so many racks, or zones, have it.
+    enforce_min_num_fault_domains_for_write: bool = _setting("enforceMinNumFaultDomainsForWrite", False)
+    #: A Java class; None: the script if there is one, and the metadata store's racks.
+    repp_dns_resolver_class: str | None = _setting("reppDnsResolverClass", None)
+    #: Prints the racks of hosts, so that replicas come to several; None: the metadata store's racks only.
+    network_topology_script_file_name: str | None = _setting("networkTopologyScriptFileName", None)
+    #: Bookies that left so lately may be chosen where others do not suffice.
+    network_topology_stabilize_period_seconds: int = _setting("networkTopologyStabilizePeriodSeconds", 0, floor=0)
+    ignore_local_node_in_placement_policy: bool = _setting("ignoreLocalNodeInPlacementPolicy", False)
+    use_hostname_resolve_local_node_placement_policy: bool = _setting(
+        "useHostnameResolveLocalNodePlacementPolicy", False
+    )
+    #: `R1;R2;…`; none: regions give no durability.
+    repp_regions_to_write: str = _setting("reppRegionsToWrite", "")
+    repp_minimum_regions_for_durability: int = _setting("reppMinimumRegionsForDurability", 2, floor=0)
+    repp_enable_durability_enforcement_in_replace: bool = _setting("reppEnableDurabilityEnforcementInReplace", True)
+    min_num_zones_per_write_quorum: int = _setting("minNumZonesPerWriteQuorum", 2, floor=1)
+    desired_num_zones_per_write_quorum: int = _setting("desiredNumZonesPerWriteQuorum", 3, floor=1)
+    enforce_strict_zoneaware_placement: bool = _setting("enforceStrictZoneawarePlacement", True)
+
+    #: Bookies with more free space are chosen more often.
+    disk_weight_based_placement_enabled: bool = _setting(
+        "diskWeightBasedPlacementEnabled", False, broker="bookkeeperDiskWeightBasedPlacementEnabled"
+    )
+    #: The largest weight, in medians; 0 or less: no limit.
+    bookie_max_weight_multiple_for_weight_based_placement: int = _setting(
+        "bookieMaxWeightMultipleForWeightBasedPlacement", 3
+    )
+    get_bookie_info_interval_seconds: int = _setting(
+        "getBookieInfoIntervalSeconds", 86_400, least=0, broker="bookkeeperClientGetBookieInfoIntervalSeconds"
+    )
+    get_bookie_info_retry_interval_seconds: int = _setting(
+        "getBookieInfoRetryIntervalSeconds", 60, least=0, broker="bookkeeperClientGetBookieInfoRetryIntervalSeconds"
+    )
+
+    #: Put bookies with many errors in quarantine: new entries go to others.
+    bookie_health_check_enabled: bool = _setting(
+        "bookieHealthCheckEnabled", False, broker="bookkeeperClientHealthCheckEnabled"
+    )
+    bookie_health_check_interval_seconds: int = _setting(
+        "bookieHealthCheckIntervalSeconds", 60, least=1, broker="bookkeeperHealthCheckIntervalSec"
+    )
+    bookie_error_threshold_per_interval: int = _setting(
+        "bookieErrorThresholdPerInterval", 100, floor=1, broker="bookkeeperClientHealthCheckErrorThresholdPerInterval"
+    )
+    bookie_quarantine_time_seconds: int = _setting(
+        "bookieQuarantineTimeSeconds", 1800, least=0, broker="bookkeeperClientHealthCheckQuarantineTimeInSeconds"
+    )
+    #: The part of the bookies with many errors that comes into quarantine.
+    bookie_quarantine_ratio: float = _setting(
+        "bookieQuarantineRatio", 1.0, least=0.0, most=1.0, broker="bookkeeperClientQuarantineRatio"
+    )
+    bookie_connection_error_quarantine_enabled: bool = _setting("bookieConnectionErrorQuarantineEnabled", False)
+
+    #: Milliseconds without an answer after which another replica is asked too; 0 or less: never.
+    speculative_read_timeout: int = _setting(
+        "speculativeReadTimeout", 2000, broker="bookkeeperClientSpeculativeReadTimeoutInMillis"
+    )
+    #: None: `speculative_read_timeout`, the same for the longest.
+    first_speculative_read_timeout: int | None = _setting("firstSpeculativeReadTimeout", None)
+    max_speculative_read_timeout: int | None = _setting("maxSpeculativeReadTimeout", None)
+    speculative_read_timeout_backoff_multiplier: float = _setting(
+        "speculativeReadTimeoutBackoffMultiplier", 2.0, least=0.01
+    )
+    #: Read from bookies that did not fail lately, and from the client's own region, before others.
+    reorder_read_sequence_enabled: bool = _setting(
+        "reorderReadSequenceEnabled", True, broker="bookkeeperClientReorderReadSequenceEnabled"
+    )
+
+    @classmethod
+    def from_properties(cls, properties: Properties) -> Self:
+        """Return the settings in `properties`, else Java's defaults. Raises UsageError, naming file, line and key."""
+        return cls(**_given(cls, properties))
+
+    def speculative_read_s(self, attempt_count: int = 0) -> float | None:
+        """Return the wait for an answer before another replica is asked, after other attempts; None: no end.
+
+        Source: DefaultSpeculativeRequestExecutionPolicy.
+        """
+        usual_ms, first_ms = self.speculative_read_timeout, self.first_speculative_read_timeout
+        longest_ms = self.max_speculative_read_timeout
+        wait_ms = float(usual_ms if first_ms is None else first_ms)
+        if wait_ms <= 0:
+            return None
+        if attempt_count:
+            growth = self.speculative_read_timeout_backoff_multiplier ** min(attempt_count, 32)
+            wait_ms = min(wait_ms * growth, usual_ms if longest_ms is None else longest_ms)
+        return max(wait_ms, 1.0) / 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BookieConfig(ClientConfig):
     """A bookie's settings under Java's names (in snake case) with Java's units and defaults.
 
     Built from a file with `load`, or by keyword. `conf_path` is the file, None when there is none.
@@ -438,12 +557,6 @@ class BookieConfig:
     repaired_placement_policy_not_adhering_bookie_enabled: bool = _setting(
         "repairedPlacementPolicyNotAdheringBookieEnabled", False
     )
-    #: Racks of a write quorum, where it has as many bookies.
-    min_num_racks_per_write_quorum: int = _setting("minNumRacksPerWriteQuorum", 2, floor=1)
-    #: Refuse ensembles with fewer racks, and do not use bookies without a rack.
-    enforce_min_num_racks_per_write_quorum: bool = _setting("enforceMinNumRacksPerWriteQuorum", False)
-    #: Prints the racks of hosts, so that replicas come to several; None: the metadata store's racks only.
-    network_topology_script_file_name: str | None = _setting("networkTopologyScriptFileName", None)
     #: Bytes a second; 0 or less: no limit.
     replication_rate_by_bytes: int = _setting("replicationRateByBytes", -1)
 
@@ -495,13 +608,9 @@ class BookieConfig:
         return cls.from_properties(read_properties(path))
 
     @classmethod
-    def from_properties(cls, properties: Properties) -> BookieConfig:
+    def from_properties(cls, properties: Properties) -> Self:
         """Return the settings in `properties`, else Java's defaults. Raises UsageError, naming file, line and key."""
-        given: dict[str, Any] = {"conf_path": properties.path}
-        for declared in fields(cls):
-            key: str = declared.metadata.get("key", "")
-            if key in properties and not ("None" in str(declared.type) and properties[key] == ""):
-                given[declared.name] = _parse(declared, properties[key], f"{properties.where(key)}: {key}")
+        given = {"conf_path": properties.path, **_given(cls, properties)}
         given["metadata_service_uri"] = properties.metadata_service_uri
         journals = properties.list("journalDirectories") or properties.list("journalDirectory")[:1]
         lists = {
@@ -524,7 +633,7 @@ class BookieConfig:
         is_sorted = given.get("ledger_storage_class", _SORTED_LEDGER_STORAGE) == _SORTED_LEDGER_STORAGE
         if is_sorted and properties.get("sortedLedgerStorageEnabled", "").lower() == "false":
             given["ledger_storage_class"] = _INTERLEAVED_LEDGER_STORAGE
-        declared_keys = {declared.metadata.get("key") for declared in fields(cls)}
+        declared_keys = {key for declared in fields(cls) for key in declared.metadata.get("keys", ())}
         given["unread_keys"] = tuple(sorted(set(properties) - declared_keys - _WITHOUT_EFFECT.keys() - _OTHER_KEYS))
         given["warnings"] += _metrics_warning(properties, given.get("http_server_enabled", False))
         config = cls(**given)
@@ -589,6 +698,19 @@ def _metrics_warning(properties: Properties, is_http_enabled: bool) -> tuple[str
     if not is_http_enabled:
         where += ", which is off; set httpServerEnabled=true and httpServerPort"
     return (f"{properties.where('statsProviderClass')}: statsProviderClass has no effect: {where}",)
+
+
+def _given(cls: type[ClientConfig], properties: Properties) -> dict[str, Any]:
+    """Return the settings of `cls` that `properties` has, by field name."""
+    given = {}
+    for declared in fields(cls):
+        key = next((key for key in declared.metadata.get("keys", ()) if key in properties), None)
+        if key is None or ("None" in str(declared.type) and properties[key] == ""):
+            continue
+        # A list, as of groups, has commas that the file's reader took for its own.
+        text = ",".join(properties.list(key)) if declared.type == "str" and declared.default == "" else properties[key]
+        given[declared.name] = _parse(declared, text, f"{properties.where(key)}: {key}")
+    return given
 
 
 def _parse(declared: Field[Any], text: str, what: str) -> Any:

@@ -75,8 +75,8 @@ def run_auto_recovery(
     """Run auto-recovery in the foreground.
 
     Takes part in the election of the auditor, and replicates ledgers. SIGTERM, SIGHUP or Ctrl-C ends it. Intervals,
-    delays, rates and the rules of racks are those in `--conf bk_server.conf`, else Apache's defaults. Prints a row once
-    it runs; logs go to stderr.
+    delays, rates and the placement policy are those in `--conf bk_server.conf`, else Apache's defaults. Prints a row
+    once it runs; logs go to stderr.
     """
     from bkctl.config import BookieConfig
     from bkctl.metadata.admin.auto_recovery import auto_recovery_of

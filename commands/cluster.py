@@ -196,7 +196,7 @@ def _findings(run: Run, cluster: Cluster, threshold: float, *, no_bookies: bool,
     from bkctl.metadata.admin.health import health_findings, unknown_bookie_findings
     from bkctl.metadata.admin.overview import count_ledgers_of_bookies
 
-    from .bookies.racks import find_racks
+    from .bookies.racks import find_placement
 
     of_bookies: list[HealthFinding] = []
     if not no_bookies:
@@ -204,10 +204,10 @@ def _findings(run: Run, cluster: Cluster, threshold: float, *, no_bookies: bool,
         of_bookies = [*run.job.ask(run.access.bookkeeper(cluster), asked), *_of_metrics(run, cluster)]
     known = {(each.code, each.subject) for each in of_bookies}
     found = [each for each in health_findings(cluster) if (each.code, each.subject) not in known]
-    bookies, rules = cluster.bookies.list(), run.access.rack_rules()
-    racks = find_racks(run, cluster, bookies)
-    found += rack_findings(bookies, racks, rules)
-    census = RackCensus(racks, rules) if ledgers else None
+    bookies = cluster.bookies.list()
+    placement = find_placement(run, cluster, bookies)
+    found += rack_findings(bookies, placement)
+    census = RackCensus(placement) if ledgers else None
     with run.job.working("Reading metadata", unit="ledgers", enabled=ledgers) as activity:
         limit, seen = (None, census.count) if census else (COUNTED_LEDGERS_MAX, None)
         counts = count_ledgers_of_bookies(cluster, limit, seen=seen, progress=activity.update)

@@ -7,16 +7,26 @@ bookie that does not serve scopes is unavailable to a scoped ledger, whatever it
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
+import random
+import socket
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from bkctl.client.placement import DEFAULT_RULES, Placement, RackRules
+from bkctl.client.placement import Placement, PlacementRules, PolicyKind, capped_weights, region_of
+from bkctl.config import ClientConfig
 from bkctl.errors import BkctlError, BookieUnavailable
+from bkctl.metadata.admin.health import DISABLE_HEALTH_CHECK
 from bkctl.metadata.cluster import RegisteredBookie
 from bkctl.metadata.racks import KnownRacks
 from bkctl.protocol.connection import BookieConnection
 from bkctl.protocol.messages import (
+    BookieInfoFlags,
+    BookieInfoRequest,
+    BookieInfoResponse,
     Protocol,
     Request,
     Response,
@@ -41,6 +51,12 @@ BACK_OFF_S_MAX: Final = 5.0
 RECOVERY_BYTES_MAX: Final = 256 << 20
 #: Time for which reads and placement prefer other bookies after a failure.
 SUSPECT_S: Final = 30.0
+DEFAULT_CONFIG: Final = ClientConfig()
+#: The longest wait for bookies to tell their free space, before they are taken for as full as the fullest.
+WEIGH_S: Final = 2.0
+#: Bookies of the client's own region that are read from before one of another region. Source:
+#: RegionAwareEnsemblePlacementPolicy.REMOTE_NODE_IN_REORDER_SEQUENCE.
+_NEAR_COUNT: Final = 2
 
 
 class WaitingBytes:
@@ -121,9 +137,11 @@ class BookieChannel:
             self._attempt = asyncio.create_task(self._connect())
         self._waiting.append((requests, scoped, answered))
 
-    def failed(self) -> None:
-        """Prefer other bookies for a while, because this one did not serve a request."""
+    def failed(self, *, connecting: bool = False) -> None:
+        """Prefer other bookies for a while, because this one did not serve a request, or did not connect."""
         self.suspect_until = time.monotonic() + SUSPECT_S
+        if not connecting or self._pool.config.bookie_connection_error_quarantine_enabled:
+            self._pool.count_error(self.bookie_id)
 
     async def close(self) -> None:
         """Close the connection; requests that wait for it fail with BookieUnavailable."""
@@ -168,7 +186,7 @@ class BookieChannel:
             if self._connection is not None:
                 self._connection.close()
                 self._connection = None
-            self.failed()
+            self.failed(connecting=True)
             self._fail_waiting(error)
         finally:
             attempt, self._attempt = self._attempt, None
@@ -201,8 +219,8 @@ class BookieChannel:
 class BookiePool:
     """The channels of one client, and the addresses of its bookies.
 
-    `addresses` overrides registered ones. `rack_rules` are the settings of placement. Not thread-safe: a pool belongs
-    to one event loop.
+    `addresses` overrides registered ones. `config` has the settings of placement and reads. Not thread-safe: a pool
+    belongs to one event loop.
     """
 
     def __init__(
@@ -215,7 +233,7 @@ class BookiePool:
         addresses: Mapping[str, tuple[str, int]],
         connect_timeout_s: float | None = None,
         only: Collection[str] | None = None,
-        rack_rules: RackRules = DEFAULT_RULES,
+        config: ClientConfig = DEFAULT_CONFIG,
     ) -> None:
         self.cluster = cluster
         self.protocol = protocol
@@ -227,8 +245,21 @@ class BookiePool:
         self.recovery_bytes = WaitingBytes(RECOVERY_BYTES_MAX)
         self._overrides = dict(addresses)
         self._only = only
-        self._rack_rules = rack_rules
-        self._racks = KnownRacks(cluster.store, rack_rules.script, must_be_known=rack_rules.is_enforced)
+        self.config = config
+        self._racks: KnownRacks | None = None
+        #: Free bytes by bookie id, and the `time.monotonic()` of the next question.
+        self._free_bytes: dict[str, int] = {}
+        self._weigh_at_s: dict[str, float] = {}
+        #: Errors of bookies in the interval that ends then, and the end of each quarantine.
+        self._errors, self._errors_until_s = Counter[str](), 0.0
+        self._quarantined_until_s: dict[str, float] = {}
+        #: Writable bookies, and when they were registered last; the ones that left lately.
+        self._seen: dict[str, tuple[RegisteredBookie, float]] = {}
+        self._left: frozenset[str] = frozenset()
+        #: As `placement` returned it last, with the racks of all bookies before.
+        self._placement = Placement()
+        #: Bookies of other regions than the client's.
+        self._far: frozenset[str] = frozenset()
         self._addresses: dict[str, tuple[str, int]] = {}
         self._channels: dict[tuple[str, Protocol], BookieChannel] = {}
 
@@ -241,9 +272,27 @@ class BookiePool:
         return channel
 
     def suspects(self) -> set[str]:
-        """Return the bookies that failed within the last SUSPECT_S."""
+        """Return the bookies that failed within the last SUSPECT_S, are in quarantine, or left lately."""
         now = time.monotonic()
-        return {bookie_id for (bookie_id, _), channel in self._channels.items() if channel.suspect_until > now}
+        failed = {bookie_id for (bookie_id, _), channel in list(self._channels.items()) if channel.suspect_until > now}
+        quarantined = (bookie_id for bookie_id, until_s in list(self._quarantined_until_s.items()) if until_s > now)
+        return failed.union(quarantined, self._left)
+
+    def count_error(self, bookie_id: str) -> None:
+        """Count an error of a bookie; with too many in an interval, put it in quarantine.
+
+        Source: BookKeeper.checkForFaultyBookies.
+        """
+        config, now = self.config, time.monotonic()
+        if not config.bookie_health_check_enabled:
+            return
+        if now >= self._errors_until_s:
+            self._errors.clear()
+            self._errors_until_s = now + config.bookie_health_check_interval_seconds
+        self._errors[bookie_id] += 1
+        is_faulty = self._errors[bookie_id] == config.bookie_error_threshold_per_interval
+        if is_faulty and random.random() <= config.bookie_quarantine_ratio:
+            self._quarantined_until_s[bookie_id] = now + config.bookie_quarantine_time_seconds
 
     async def address(self, bookie_id: str) -> tuple[str, int]:
         """Return host and port: the override, else the registered `bookie-rpc` endpoint, else the id's own.
@@ -267,21 +316,106 @@ class BookiePool:
         self._addresses.pop(bookie_id, None)
 
     def registered(self) -> list[RegisteredBookie]:
-        """Return the bookies that are up and may get new entries. Blocks."""
+        """Return the bookies that are up and may get new entries, and those that left lately. Blocks.
+
+        The latter (networkTopologyStabilizePeriodSeconds) are among the `suspects`. While the store disables health
+        checks, no bookie is in quarantine.
+        """
+        if self._quarantined_until_s and self.cluster.store.get(DISABLE_HEALTH_CHECK) is not None:
+            self._quarantined_until_s.clear()
         bookies = self.cluster.bookies.list(include_down=False)
+        if (stable_s := self.config.network_topology_stabilize_period_seconds) > 0:
+            now, up = time.monotonic(), {bookie.bookie_id for bookie in bookies}
+            self._seen |= {bookie.bookie_id: (bookie, now) for bookie in bookies if bookie.state == "rw"}
+            left = [bookie for bookie, seen_s in self._seen.values() if seen_s > now - stable_s]
+            left = [bookie for bookie in left if bookie.bookie_id not in up]
+            self._left = frozenset(bookie.bookie_id for bookie in left)
+            bookies = [*bookies, *left]
         return bookies if self._only is None else [bookie for bookie in bookies if bookie.bookie_id in self._only]
+
+    async def weigh(self) -> None:
+        """Ask the bookies for their free space, if placement goes by it and they were not asked lately.
+
+        Source: BookieInfoReader.
+        """
+        if not self.config.disk_weight_based_placement_enabled or self._only is not None:
+            return
+        now = time.monotonic()
+        registered = {bookie.bookie_id for bookie in await asyncio.to_thread(self.registered)}
+        due = {
+            self.channel(bookie_id, Protocol.V3).send(BookieInfoRequest(BookieInfoFlags.FREE_DISK_SPACE)): bookie_id
+            for bookie_id in registered
+            if self._weigh_at_s.get(bookie_id, 0.0) <= now
+        }
+        self._weigh_at_s |= dict.fromkeys(due.values(), now + self.config.get_bookie_info_retry_interval_seconds)
+        done = (await asyncio.wait(due, timeout=WEIGH_S))[0] if due else ()
+        for answer in done:
+            with contextlib.suppress(BkctlError):
+                found = answer.result()
+                if isinstance(found, BookieInfoResponse) and found.status is Status.EOK:
+                    self._free_bytes[due[answer]] = max(found.free_disk_space or 0, 0)
+                    self._weigh_at_s[due[answer]] = now + self.config.get_bookie_info_interval_seconds
 
     def placement(self, bookies: Iterable[RegisteredBookie], *ensembles: Iterable[str]) -> Placement:
         """Return the racks of `bookies` and of the bookies of `ensembles`, which may be down, and the rules. Blocks.
 
-        Raises as `KnownRacks.racks`.
+        Raises as `KnownRacks.racks` and `PlacementRules.of`.
         """
         if self._only is not None:
             return Placement()
+        config = self.config
+        rules = PlacementRules.of(config)
+        if self._racks is None:
+            script = config.network_topology_script_file_name
+            self._racks = KnownRacks(self.cluster.store, script, must_be_known=rules.refuses(new=True))
         known = {bookie.bookie_id: bookie for bookie in bookies}
         for bookie_id in {bookie_id for ensemble in ensembles for bookie_id in ensemble} - known.keys():
             known[bookie_id] = RegisteredBookie(bookie_id, "down", None)
-        return Placement(self._racks.racks(known.values()), self._rack_rules)
+        racks, local = self._racks.racks(known.values()), None
+        if racks and not config.ignore_local_node_in_placement_policy:
+            here = _local_id(by_name=config.use_hostname_resolve_local_node_placement_policy)
+            local = self._racks.racks([RegisteredBookie(here, "down", None)]).get(here) if here else None
+        weights = None
+        if config.disk_weight_based_placement_enabled:
+            free = {bookie_id: self._free_bytes.get(bookie_id, 0) for bookie_id in known}
+            weights = capped_weights(free, config.bookie_max_weight_multiple_for_weight_based_placement)
+        found = Placement(racks, rules, weights, self._racks.groups(), local)
+        self._placement = found._replace(racks={**self._placement.racks, **racks})
+        return found
+
+    def acks_domains(self, ensemble: Sequence[str], write_quorum_size: int) -> tuple[list[str], int]:
+        """Return what `Placement.acks_domains` does, ([], 0) without enforceMinNumFaultDomainsForWrite.
+
+        The racks are as `placement` found them last: it was called for the ensemble.
+        """
+        if self._only is not None or not self.config.enforce_min_num_fault_domains_for_write:
+            return [], 0
+        return self._placement.acks_domains(ensemble, write_quorum_size)
+
+    async def find_near(self, ensembles: Iterable[Iterable[str]]) -> None:
+        """Find the bookies of the ensembles that are in other regions, if the placement policy goes by regions.
+
+        Errors are dropped: reads then go to the first bookie of a write set.
+        """
+        if not self.config.reorder_read_sequence_enabled:
+            return
+        with contextlib.suppress(BkctlError):
+            if PlacementRules.of(self.config).kind is PolicyKind.REGIONS:
+                found = await asyncio.to_thread(lambda: self.placement(self.cluster.bookies.list(), *ensembles))
+                if found.local is not None:
+                    near = region_of(found.local)
+                    self._far = frozenset(name for name, rack in found.racks.items() if region_of(rack) != near)
+
+    def reading_order(self, bookies: Sequence[str], write_set: Sequence[int]) -> Sequence[int]:
+        """Return the indexes of a write set in the order of asking: two of the own region, another one, the others.
+
+        Source: reorderReadSequenceWithRegion.
+        """
+        if self._far.isdisjoint(bookies):
+            return write_set
+        near = [index for index in write_set if bookies[index] not in self._far]
+        far = [index for index in write_set if bookies[index] in self._far]
+        return [*near[:_NEAR_COUNT], *far[:1], *near[_NEAR_COUNT:], *far[1:]]
 
     async def close(self) -> None:
         """Close every connection; requests fail from now on."""
@@ -289,6 +423,15 @@ class BookiePool:
         channels = list(self._channels.values())
         self._channels.clear()
         await asyncio.gather(*(channel.close() for channel in channels))
+
+
+@functools.cache
+def _local_id(*, by_name: bool) -> str | None:
+    """Return this host's address or name as the id of a bookie on it would have it, None if it is unknown. Blocks."""
+    try:
+        return f"{socket.getfqdn() if by_name else socket.gethostbyname(socket.gethostname())}:0"
+    except OSError:
+        return None
 
 
 def _refuse(requests: Iterable[Request], answered: Answered, error: BkctlError) -> None:

@@ -17,9 +17,9 @@ import contextlib
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Final, Self
 
-from bkctl.client.bookies import BookiePool
+from bkctl.client.bookies import DEFAULT_CONFIG, BookiePool
 from bkctl.client.ensemble import check_quorums
-from bkctl.client.placement import DEFAULT_RULES, RackRules, choose_ensemble
+from bkctl.client.placement import choose_ensemble
 from bkctl.client.read_handle import ReadHandle
 from bkctl.client.reader import LedgerAccess, read_last_confirmed
 from bkctl.client.recovery import RecoveryLoss, RecoveryPlan, find_loss, recover, watch_writer
@@ -41,6 +41,7 @@ from bkctl.tasks import run_to_end
 if TYPE_CHECKING:
     import ssl
 
+    from bkctl.config import ClientConfig
     from bkctl.metadata.cluster import Cluster
 
 TIMEOUT_S: Final = 30.0
@@ -56,7 +57,7 @@ class BookKeeper:
     `cluster` is open; its owner closes it. `timeout_s` is the longest wait for a bookie without progress,
     `connect_timeout_s` that for a connection (None: `timeout_s`). `addresses` overrides the addresses of bookies that
     advertise an unreachable one. `tls` turns on START_TLS (see `client_tls`). New entries go to bookies in `only`
-    (None: all registered ones), by `rack_rules` and the racks of the cluster's bookies.
+    (None: all registered ones), by the placement policy in `config` and the racks of the cluster's bookies.
     """
 
     def __init__(
@@ -69,13 +70,13 @@ class BookKeeper:
         connect_timeout_s: float | None = None,
         addresses: Mapping[str, tuple[str, int]] = {},
         only: Collection[str] | None = None,
-        rack_rules: RackRules = DEFAULT_RULES,
+        config: ClientConfig = DEFAULT_CONFIG,
     ) -> None:
         self.cluster = cluster
         self.protocol = protocol
         self.pool = BookiePool(
             cluster, protocol=protocol, tls=tls, timeout_s=timeout_s, addresses=addresses,
-            connect_timeout_s=connect_timeout_s, only=only, rack_rules=rack_rules,
+            connect_timeout_s=connect_timeout_s, only=only, config=config,
         )  # fmt: skip
 
     async def __aenter__(self) -> Self:
@@ -145,9 +146,8 @@ class BookKeeper:
             ensembles=(),
             custom_metadata=dict(custom_metadata),
         )
-        registering = asyncio.ensure_future(
-            asyncio.to_thread(self._register, ledger_scope_id, given, metadata, self.pool.suspects())
-        )
+        await self.pool.weigh()
+        registering = asyncio.ensure_future(asyncio.to_thread(self._register, ledger_scope_id, given, metadata))
 
         async def remove() -> None:
             with contextlib.suppress(BkctlError):
@@ -189,6 +189,7 @@ class BookKeeper:
                 hint="give it with --password-file or --password; administrators can read without it: --as-admin",
             )
         access = self.access(ledger, versioned, password=password)
+        await self.pool.find_near(fragment.bookies for fragment in metadata.ensembles)
         if recovery:
             await recover(access, accept_loss=accept_loss)
         if access.metadata.is_closed:
@@ -251,7 +252,7 @@ class BookKeeper:
             raise IllegalOperation(f"Protocol v2 cannot carry a ledger scope such as {scope_id}", hint="use v3")
 
     def _register(
-        self, scope_id: int, given: LedgerId | None, metadata: LedgerMetadata, suspects: Collection[str]
+        self, scope_id: int, given: LedgerId | None, metadata: LedgerMetadata
     ) -> tuple[LedgerId, VersionedMetadata]:
         """Choose an ensemble and write the metadata, under the id `given` or a generated one. Blocks."""
         bookies = self.pool.registered()
@@ -264,7 +265,7 @@ class BookKeeper:
             )
         ensemble = choose_ensemble(
             bookies, metadata.ensemble_size, metadata.write_quorum_size, self.pool.placement(bookies),
-            scoped=scope_id != 0, avoid=suspects,
+            scoped=scope_id != 0, ack_quorum_size=metadata.ack_quorum_size, avoid=self.pool.suspects(),
         )  # fmt: skip
         metadata = metadata._replace(ensembles=(Fragment(0, ensemble),))
         ledgers = self.cluster.ledgers

@@ -58,8 +58,6 @@ WAITING_BYTES_MAX: Final = 16 * FRAME_SIZE_BYTES_MAX
 RUN_BYTES: Final = 1 << 20
 #: Assumed size of an entry before the first one is read: the largest ones still fit in WAITING_BYTES_MAX then.
 ENTRY_SIZE_BYTES_GUESS: Final = 1 << 20
-#: Time without an answer after which the next replica is asked, too (speculative read).
-SPECULATIVE_READ_S: Final = 2.0
 #: Longest wait of one long poll. A tail is a sequence of long polls.
 LONG_POLL_S_MAX: Final = 10.0
 #: The largest last add confirmed that is possible. Beyond it, ids of the entries that follow would not fit in 64 bits.
@@ -118,8 +116,9 @@ class LedgerAccess:
     def replicas(self, bookies: Sequence[str]) -> list[tuple[BookieChannel, ...]]:
         """Return the channels of each write set in the order of asking, by entry id modulo the ensemble size."""
         channels = [self.pool.channel(bookie_id) for bookie_id in bookies]
-        schedule = self.schedule
-        return [tuple(channels[index] for index in schedule.write_set(at)) for at in range(schedule.ensemble_size)]
+        order, schedule = self.pool.reading_order, self.schedule
+        sets = map(schedule.write_set, range(schedule.ensemble_size))
+        return [tuple(channels[index] for index in order(bookies, write_set)) for write_set in sets]
 
     async def read_ensembles(self) -> None:
         """Read the metadata again and take over its ensembles; do nothing if the store does not return it.
@@ -256,7 +255,7 @@ class _RangeReader:
             self._entry_size = max(self._size_seen // self._count_seen, self._entry_size * 3 // 4)
             self._size_seen = self._count_seen = 0
         count_max = min(max(WINDOW_BYTES // (self._entry_size + 64), WINDOW_COUNT_MIN), WINDOW_COUNT_MAX)
-        now = time.monotonic()
+        now = time.monotonic() if access.pool.config.reorder_read_sequence_enabled else float("inf")
         ensemble_size, ledger = access.schedule.ensemble_size, access.ledger
         entry_id, last = self._next_id, self._last
         runs: defaultdict[BookieChannel, list[ReadRequest]] = defaultdict(list)
@@ -328,12 +327,14 @@ class _RangeReader:
     async def _wait_for(self, read: _Read) -> None:
         """Wait until a replica answers for `read`, or another read fails.
 
-        After SPECULATIVE_READ_S without an answer, ask other replicas for all reads of that silent bookie.
+        After speculativeReadTimeout without an answer, ask other replicas for all reads of that silent bookie.
         """
         can_ask = read.untried != [] and len(read.replicas) > 1
+        asked_count = 0 if read.untried is None else max(len(read.replicas) - len(read.untried) - 1, 0)
+        limit_s = self._access.pool.config.speculative_read_s(asked_count) if can_ask else None
         self._waiter = asyncio.get_running_loop().create_future()
         try:
-            done, _ = await asyncio.wait([self._waiter], timeout=SPECULATIVE_READ_S if can_ask else None)
+            done, _ = await asyncio.wait([self._waiter], timeout=limit_s)
         finally:
             self._waiter = None
         if not done:

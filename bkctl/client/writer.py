@@ -102,6 +102,8 @@ class AddPipeline:
     def _connect(self) -> None:
         self._channels = [self.access.pool.channel(bookie_id) for bookie_id in self.ensemble]
         self._takers = [partial(self._answered, index, channel) for index, channel in enumerate(self._channels)]
+        write_quorum_size = 0 if self._recovery else self.access.schedule.write_quorum_size
+        self._domains, self._domain_count_min = self.access.pool.acks_domains(self.ensemble, write_quorum_size)
 
     # Adding.
 
@@ -208,7 +210,7 @@ class AddPipeline:
             channel.failed()
             self._failed_since_progress.add(channel.bookie_id)
             self._problems[channel.bookie_id] = error.message
-            if add is None or add.acks.bit_count() >= self._ack_quorum_size:
+            if add is None or (add.acks.bit_count() >= self._ack_quorum_size and self._spans_domains(add)):
                 self._failed_later[index] = channel.bookie_id
             else:
                 self._bookies_failed({index: channel.bookie_id})
@@ -222,7 +224,7 @@ class AddPipeline:
         while True:
             entry_id = self.last_add_confirmed + 1
             add = pending.get(entry_id)
-            if add is None or add.acks.bit_count() < quorum:
+            if add is None or add.acks.bit_count() < quorum or (self._domains and not self._spans_domains(add)):
                 break
             del pending[entry_id]
             self.last_add_confirmed = entry_id
@@ -234,6 +236,22 @@ class AddPipeline:
                 self._failed_since_progress.clear()
         if self._waiter is not None and not self._must_wait(self._wake_below):
             self._wake()
+
+    def _spans_domains(self, add: _PendingAdd) -> bool:
+        """Return True if the bookies that stored the entry are in enough racks or zones.
+
+        End the pipeline if all bookies that could store it are in too few.
+        """
+        found = {domain for index, domain in enumerate(self._domains) if add.acks >> index & 1}
+        if len(found) >= self._domain_count_min:
+            return True
+        if add.acks.bit_count() == self.access.schedule.write_quorum_size:
+            self._end(NotEnoughBookies(
+                f"Ledger {self.access.ledger}: entry {add.request[1]} is in {', '.join(sorted(found))} only; "
+                f"{self._domain_count_min} are needed (enforceMinNumFaultDomainsForWrite is true)",
+                hint="start bookies in other racks, or set racks with 'bkctl bookies racks set'",
+            ))  # fmt: skip
+        return False
 
     # Back-pressure.
 
@@ -321,7 +339,8 @@ class AddPipeline:
     async def _commit(self, failed: Mapping[int, str]) -> tuple[str, ...]:
         """Replace `failed` bookies in the ledger's metadata, and return the ensemble as stored then."""
         access, first_entry_id = self.access, self.last_add_confirmed + 1
-        excluded, suspects = set(self._failed_since_progress), access.pool.suspects()
+        excluded = set(self._failed_since_progress)
+        await access.pool.weigh()
 
         def change(metadata: LedgerMetadata) -> LedgerMetadata | None:
             if metadata.state is LedgerState.CLOSED:
@@ -331,22 +350,21 @@ class AddPipeline:
             ensemble = metadata.last_fragment.bookies
             if not any(ensemble[index] == bookie_id for index, bookie_id in failed.items()):
                 return None
-            return with_fragment(metadata, first_entry_id, self._replaced(ensemble, failed, excluded, suspects))
+            return with_fragment(metadata, first_entry_id, self._replaced(ensemble, failed, excluded))
 
         access.versioned = await asyncio.to_thread(
             update_metadata, access.pool.cluster.ledgers, access.ledger, access.versioned, change
         )
         return access.metadata.last_fragment.bookies
 
-    def _replaced(
-        self, ensemble: tuple[str, ...], failed: Mapping[int, str], excluded: set[str], suspects: set[str]
-    ) -> tuple[str, ...]:
+    def _replaced(self, ensemble: tuple[str, ...], failed: Mapping[int, str], excluded: set[str]) -> tuple[str, ...]:
         """Return `ensemble` with other bookies in place of `failed`. Blocks."""
         access = self.access
         registered = access.pool.registered()
         return replace_bookies(
             ensemble, failed, access.metadata.write_quorum_size, registered,
-            access.pool.placement(registered, ensemble), scoped=access.scoped, exclude=excluded, avoid=suspects,
+            access.pool.placement(registered, ensemble), scoped=access.scoped,
+            ack_quorum_size=access.metadata.ack_quorum_size, exclude=excluded, avoid=access.pool.suspects(),
         )  # fmt: skip
 
     def _end(self, error: BkctlError) -> None:
@@ -381,8 +399,9 @@ class RecoveryPipeline(AddPipeline):
         self._fragments: dict[int, tuple[str, ...]] = {}
 
     async def _commit(self, failed: Mapping[int, str]) -> tuple[str, ...]:
-        excluded, suspects = set(self._failed_since_progress), self.access.pool.suspects()
-        ensemble = await asyncio.to_thread(self._replaced, self.ensemble, failed, excluded, suspects)
+        excluded = set(self._failed_since_progress)
+        await self.access.pool.weigh()
+        ensemble = await asyncio.to_thread(self._replaced, self.ensemble, failed, excluded)
         self._fragments[self.last_add_confirmed + 1] = ensemble
         return ensemble
 

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Final
 import uvicorn
 
 from bkctl.bookie.network import client_tls_context
-from bkctl.client.placement import rack_rules
 from bkctl.config import BookieConfig
 from bkctl.errors import BkctlError
 from bkctl.http.app import REQUESTS_MAX, Api
@@ -186,7 +185,6 @@ class BookieHttpServer(HttpServer):
         bookie.metrics.ended_connections["http"] = self.ended
         bookie.metrics.certificates["http"] = self.settings.tls
         local = BookieProxy(bookie, asyncio.get_running_loop())
-        rules = rack_rules(config)
         self.start(
-            lambda: Service(uri, security=security, timeout_s=timeout_s, tls=tls, local_bookie=local, rules=rules)
+            lambda: Service(uri, security=security, timeout_s=timeout_s, tls=tls, local_bookie=local, config=config)
         )

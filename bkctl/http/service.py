@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from bkctl.client.bookies import DEFAULT_CONFIG
 from bkctl.client.ledger import BookKeeper
-from bkctl.client.placement import DEFAULT_RULES, RackRules
 from bkctl.errors import BkctlError, TimedOut
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.store import NO_SECURITY, StoreSecurity
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import ssl
 
     from bkctl.bookie.bookie import Bookie
+    from bkctl.config import ClientConfig
 
 T = TypeVar("T")
 
@@ -77,7 +78,7 @@ class BookieProxy:
 class Service:
     """A cluster's metadata and a client, opened when first needed, and the bookie of a bookie's own server.
 
-    `tls`, `addresses` and `rules` (of racks) are as for BookKeeper. The service belongs to the event loop that uses it.
+    `tls`, `addresses` and `config` are as for BookKeeper. The service belongs to the event loop that uses it.
     """
 
     metadata_uri: str
@@ -86,7 +87,7 @@ class Service:
     tls: ssl.SSLContext | None = None
     addresses: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     local_bookie: BookieProxy | None = None
-    rules: RackRules = DEFAULT_RULES
+    config: ClientConfig = DEFAULT_CONFIG
     #: Held during a sanity test: only one runs at a time.
     sanity: asyncio.Lock = field(default_factory=asyncio.Lock)
     #: Opens the cluster for all requests, whichever of them is cancelled; None before, and after a failure.
@@ -135,7 +136,7 @@ class Service:
     def _client(self, cluster: Cluster, only: list[str] | None = None) -> BookKeeper:
         return BookKeeper(
             cluster, timeout_s=self.timeout_s, tls=self.tls, addresses=self.addresses, only=only,
-            rack_rules=self.rules,
+            config=self.config,
         )  # fmt: skip
 
     def in_background(self, work: Callable[[], Awaitable[None]]) -> None:

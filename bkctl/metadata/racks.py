@@ -259,6 +259,13 @@ class KnownRacks:
                 found.update(self._topology.racks(bookies))
             return found
 
+    def groups(self) -> dict[str, set[str]]:
+        """Return the ids of the bookies in each of Pulsar's groups, as `racks` read them last."""
+        found: dict[str, set[str]] = {}
+        for each in self._stored:
+            found.setdefault(each.group, set()).add(each.bookie_id)
+        return found
+
     def _read(self) -> None:
         try:
             self._stored, self._problem = read_racks(self._store), None

@@ -16,7 +16,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from bkctl.client.ledger import TIMEOUT_S, BookKeeper
-from bkctl.client.placement import rack_rules
 from bkctl.errors import BkctlError
 from bkctl.ids import check_bookie_id
 from bkctl.metadata.cluster import open_cluster
@@ -68,11 +67,14 @@ class AutoRecovery:
         self._electors: dict[bool, AuditorElector] = {}
 
     async def run(self) -> None:
-        """Work until cancelled. Raise Unsupported or Corrupt if the cluster's marks cannot be used."""
+        """Work until cancelled. Raise Unsupported or Corrupt if the cluster's marks cannot be used.
+
+        Raise as `PlacementRules.of`.
+        """
         await asyncio.to_thread(UnderreplicationLayout(self.cluster.store).prepare)
         async with BookKeeper(
             self.cluster, tls=self.tls, timeout_s=self.timeout_s, addresses=self.addresses,
-            rack_rules=rack_rules(self.config),
+            config=self.config,
         ) as bookkeeper:  # fmt: skip
             parts: list[Coroutine[Any, Any, None]] = [self._work(bookkeeper)]
             for scoped in self.auditor_stats:

@@ -14,7 +14,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bkctl.client.bookies import BookieChannel, WaitingBytes, failure
-from bkctl.client.reader import SPECULATIVE_READ_S, WINDOW_BYTES, LedgerAccess, restate
+from bkctl.client.reader import WINDOW_BYTES, LedgerAccess, restate
 from bkctl.errors import BkctlError, NotFound, ProtocolError
 from bkctl.formats.availability import Availability
 from bkctl.protocol.messages import AddRequest, BytesLike, ReadRequest, ReadResponse, Response
@@ -230,7 +230,7 @@ class FragmentCopy:
     ) -> tuple[BytesLike | None, list[tuple[str, BkctlError]]]:
         """Return the entry from the first of `channels` that has it intact, or None and the error of each bookie.
 
-        While a bookie is silent for SPECULATIVE_READ_S, the next one is asked too.
+        While a bookie is silent for speculativeReadTimeout, the next one is asked too.
         """
         access = self.access
         untried = deque(channels)
@@ -241,9 +241,8 @@ class FragmentCopy:
             if untried and (ask or not pending):
                 channel = untried.popleft()
                 pending[channel.send(ReadRequest(access.ledger, entry_id), access.scoped)] = channel
-            done, _ = await asyncio.wait(
-                pending, timeout=SPECULATIVE_READ_S if untried else None, return_when=asyncio.FIRST_COMPLETED
-            )
+            limit_s = access.pool.config.speculative_read_s(len(pending) - 1) if untried else None
+            done, _ = await asyncio.wait(pending, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
             ask = not done
             if not done:
                 for channel in pending.values():

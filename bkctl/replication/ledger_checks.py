@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Final
 
+from bkctl.client.placement import Adherence
 from bkctl.errors import BkctlError, LedgerNotFound, Unreachable
 from bkctl.metadata.underreplication import AuditorCheck, AutoRecoveryState
 from bkctl.replication.checker import IN_FLIGHT_COUNT_MAX, LedgerChecker
@@ -117,10 +118,11 @@ class LedgerChecks:
         return await asyncio.to_thread(_worst_count, fragments, listed, found.metadata.write_quorum_size)
 
     async def check_placement_policy(self) -> None:
-        """Count the closed ledgers with too few racks, and the marks that are older than their grace period.
+        """Count the closed ledgers that the placement policy does not accept, or only softly, and old marks.
 
-        Without known racks no ledger is counted. With repairedPlacementPolicyNotAdheringBookieEnabled, the ledgers are
-        marked: a replication worker moves replicas to other racks. Source: AuditorPlacementPolicyCheckTask.
+        Marks are old after their grace period. Without known racks no ledger is counted. With
+        repairedPlacementPolicyNotAdheringBookieEnabled, the ledgers are marked: a replication worker moves replicas to
+        other racks. Source: AuditorPlacementPolicyCheckTask.
         """
         grace_ms = self.config.underreplicated_ledger_recovery_grace_period * 1000
         if grace_ms > 0:
@@ -129,21 +131,23 @@ class LedgerChecks:
             )
         pool = self.bookkeeper.pool
         placement = await asyncio.to_thread(lambda: pool.placement(self._cluster.bookies.list()))
-        count = 0
+        counts = Counter[Adherence]()
 
         async def check(ledger: LedgerId, found: VersionedMetadata, up: set[str]) -> None:
-            nonlocal count
-            if not found.metadata.is_closed or all(
-                placement.adheres(found.metadata, fragment.bookies) for fragment in found.metadata.ensembles
-            ):
+            metadata = found.metadata
+            if not metadata.is_closed:
                 return
-            log.warning("Ledger %s has entries in too few racks", ledger)
-            count += 1
+            adherence = min(placement.adherence(metadata, fragment.bookies) for fragment in metadata.ensembles)
+            counts[adherence] += 1
+            if adherence is not Adherence.FAIL:
+                return
+            log.warning("Ledger %s is misplaced: %s", ledger, placement.ledger_problem(metadata))
             if self.config.repaired_placement_policy_not_adhering_bookie_enabled:
                 await asyncio.to_thread(self._marks.add, ledger, ())
 
         await self._for_each_ledger(AuditorCheck.PLACEMENT_POLICY, check)
-        self.stats.num_ledgers_not_adhering_to_placement_policy = count
+        self.stats.num_ledgers_not_adhering_to_placement_policy = counts[Adherence.FAIL]
+        self.stats.num_ledgers_softly_adhering_to_placement_policy = counts[Adherence.SOFT]
 
     def _old_mark_count(self, before_ms: int) -> int:
         count = 0

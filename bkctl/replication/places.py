@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from asyncio import to_thread
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from bkctl.client.ensemble import ReplicaPlace, RoundRobinDistributionSchedule, locate
-from bkctl.client.placement import RackRules, write_sets_in_few_racks
 from bkctl.ids import LedgerId
 from bkctl.replication.checker import LedgerChecker
 from bkctl.replication.fragments import ReplicaFault
 
 if TYPE_CHECKING:
     from bkctl.client.ledger import BookKeeper
+    from bkctl.client.placement import Placement
     from bkctl.formats.metadata import LedgerMetadata
     from bkctl.metadata.cluster import Cluster, RegisteredBookie
 
@@ -49,24 +49,19 @@ class PlaceRow(NamedTuple):
         ]
 
 
-class PlacedRacks(NamedTuple):
-    """The racks of bookies, by bookie id, and the rules that say which entries are in too few."""
-
-    racks: Mapping[str, str]
-    rules: RackRules
-
-    def placed(self, row: PlaceRow, metadata: LedgerMetadata) -> PlaceRow:
-        """Return the row with the rack of its bookie, and True if entries on it have too few racks."""
-        if not self.racks:
-            return row
-        place = row.place
-        fragment = next(each for each in metadata.ensembles if each.first_entry_id == place.first_entry_id)
-        few = write_sets_in_few_racks(metadata, fragment.bookies, self.racks, self.rules)
-        if row.entry_id is None:
-            is_few = any(place.ensemble_index in each for each in few)
-        else:
-            is_few = RoundRobinDistributionSchedule.of(metadata).write_set(row.entry_id) in few
-        return row._replace(rack=self.racks.get(place.bookie_id), in_few_racks=is_few)
+def placed(row: PlaceRow, metadata: LedgerMetadata, placement: Placement) -> PlaceRow:
+    """Return the row with the rack of its bookie, and True if entries on it have too few racks."""
+    if not placement.racks:
+        return row
+    place = row.place
+    fragment = next(each for each in metadata.ensembles if each.first_entry_id == place.first_entry_id)
+    few = [each.write_set for each in placement.problems(metadata, fragment.bookies)]
+    if row.entry_id is None:
+        is_few = any(place.ensemble_index in each for each in few)
+    else:
+        write_set = RoundRobinDistributionSchedule.of(metadata).write_set(row.entry_id)
+        is_few = any(set(each).issuperset(write_set) for each in few)
+    return row._replace(rack=placement.racks.get(place.bookie_id), in_few_racks=is_few)
 
 
 def places_of(
@@ -74,19 +69,19 @@ def places_of(
     ledgers: Iterable[LedgerId],
     bookies: Sequence[RegisteredBookie],
     entry_id: int | None,
-    racks: PlacedRacks,
+    placement: Placement,
 ) -> Iterator[PlaceRow]:
     """Yield the places of all replicas, or of one entry's, by the metadata. Raises as `locate`."""
     for ledger, found in cluster.ledgers.read_each(ledgers):
         for place in locate(ledger, found.metadata, bookies, entry_id):
-            yield racks.placed(PlaceRow(ledger, entry_id, place), found.metadata)
+            yield placed(PlaceRow(ledger, entry_id, place), found.metadata, placement)
 
 
 async def checked_places(
     bookkeeper: BookKeeper,
     ledgers: Iterable[LedgerId],
     entry_id: int | None,
-    racks: PlacedRacks,
+    placement: Placement,
     *,
     every_entry: bool = False,
 ) -> AsyncGenerator[PlaceRow]:
@@ -104,4 +99,4 @@ async def checked_places(
         faults = {(each.first_entry_id, fault.ensemble_index): fault for each in fragments for fault in each.faults}
         for place in places:
             fault = faults.get((place.first_entry_id, place.ensemble_index))
-            yield racks.placed(PlaceRow(ledger, entry_id, place, fault), found.metadata)
+            yield placed(PlaceRow(ledger, entry_id, place, fault), found.metadata, placement)

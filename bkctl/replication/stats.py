@@ -21,6 +21,7 @@ class AuditorStats:
     #: By the last check of each kind.
     num_underreplicated_ledgers_elapsed_recovery_grace_period: int = 0
     num_ledgers_not_adhering_to_placement_policy: int = 0
+    num_ledgers_softly_adhering_to_placement_policy: int = 0
     num_ledgers_having_no_replica_of_an_entry: int = 0
     num_ledgers_having_less_than_aq_replicas_of_an_entry: int = 0
     num_ledgers_having_less_than_wq_replicas_of_an_entry: int = 0
@@ -32,6 +33,7 @@ _AUDITOR_GAUGES: Final = (
     "num_under_replicated_ledgers",
     "num_underreplicated_ledgers_elapsed_recovery_grace_period",
     "num_ledgers_not_adhering_to_placement_policy",
+    "num_ledgers_softly_adhering_to_placement_policy",
     "num_ledgers_having_no_replica_of_an_entry",
     "num_ledgers_having_less_than_aq_replicas_of_an_entry",
     "num_ledgers_having_less_than_wq_replicas_of_an_entry",

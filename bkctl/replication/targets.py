@@ -9,7 +9,7 @@ import time
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Final
 
-from bkctl.client.placement import Placement, choose_replacements, mend_placement
+from bkctl.client.placement import Placement, PlacementRules, choose_replacements, mend_placement
 from bkctl.errors import NotEnoughBookies
 from bkctl.replication.batching import BatchedCalls
 from bkctl.replication.fragments import ANSWERED, LedgerFragment, fragments_of
@@ -26,23 +26,25 @@ REGISTERED_AGE_S: Final = 1.0
 async def misplaced_fragments(
     bookkeeper: BookKeeper, check: LedgerCheck
 ) -> list[tuple[LedgerFragment, dict[int, str]]]:
-    """Return the fragments of a closed ledger that have write quorums in too few racks, each with targets.
+    """Return the fragments of a closed ledger that the placement policy does not accept, each with targets.
 
     The faults of a fragment are the bookies that should leave; the targets, by ensemble index, are empty if no usable
     bookies can mend it.
     """
     pool, metadata = bookkeeper.pool, check.metadata
+    await pool.weigh()
     registered = await asyncio.to_thread(pool.registered)
     placement = await asyncio.to_thread(
         pool.placement, registered, *(fragment.bookies for fragment in metadata.ensembles)
     )
     found = []
     for fragment in fragments_of(bookkeeper.access(check.ledger, check.versioned), check.last_add_confirmed):
-        if placement.adheres(metadata, fragment.ensemble):
+        if not placement.problems(metadata, fragment.ensemble):
             continue
         targets = mend_placement(
             fragment.ensemble, metadata.write_quorum_size, registered, placement,
-            scoped=check.ledger.is_scoped, avoid=pool.suspects(), rng=_rng(fragment),
+            scoped=check.ledger.is_scoped, ack_quorum_size=metadata.ack_quorum_size, avoid=pool.suspects(),
+            rng=_rng(fragment),
         )  # fmt: skip
         found.append((fragment.given(sorted(targets)), targets))
     return found
@@ -54,9 +56,11 @@ def _rng(fragment: LedgerFragment) -> random.Random:
 
 
 class TargetChooser:
-    """Chooses targets among the registered bookies, by the racks that the client knows."""
+    """Chooses targets among the registered bookies, by the client's placement policy."""
 
     def __init__(self, bookkeeper: BookKeeper) -> None:
+        """Raise as `PlacementRules.of`, before anything is copied."""
+        PlacementRules.of(bookkeeper.pool.config)
         self._bookkeeper = bookkeeper
         self._registered: list[RegisteredBookie] = []
         self._registered_s = -REGISTERED_AGE_S
@@ -79,6 +83,7 @@ class TargetChooser:
         if time.monotonic() - self._registered_s < REGISTERED_AGE_S:
             with contextlib.suppress(NotEnoughBookies):
                 return await self._targets(fragment, own, moving, exclude)
+        await self._bookkeeper.pool.weigh()
         self._registered = await self._read_registered(None)
         self._registered_s, self._placed = time.monotonic(), frozenset()
         try:
@@ -105,6 +110,7 @@ class TargetChooser:
             registered,
             placement,
             scoped=fragment.ledger.is_scoped,
+            ack_quorum_size=fragment.schedule.ack_quorum_size,
             exclude=exclude,
             avoid=pool.suspects(),
             rng=_rng(fragment),

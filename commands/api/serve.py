@@ -108,7 +108,7 @@ def serve(
     security = access.security(connection)
     bookie_token = None if bookie_token_file is None else read_token(bookie_token_file)
     tls, addresses = access.bookie_tls(TLS_REFRESH_S), access.bookie_addresses()
-    rules = access.rack_rules()
+    config = access.client_config()
     upstream = http.Upstream(bookie_token, tls, access.timeout_s)
     job.log()
     server = http.HttpServer(settings)
@@ -122,7 +122,7 @@ def serve(
                 timeout_s=access.timeout_s,
                 tls=tls,
                 addresses=addresses,
-                rules=rules,
+                config=config,
             ),
             upstream=upstream,
         )

@@ -14,6 +14,7 @@ from ..kit.options import DryRun, UndoOption
 from .selection import ManyBookies, bookie_ids
 
 if TYPE_CHECKING:
+    from bkctl.client.placement import Placement
     from bkctl.metadata.cluster import Cluster, RegisteredBookie
     from bkctl.metadata.racks import BookieRack
 
@@ -51,7 +52,7 @@ def rack_rows(run: Run, cluster: Cluster, bookies: list[RegisteredBookie]) -> li
     stored = BookieRacks(cluster).all()
     by_id = {each.bookie_id: each for each in stored}
     shared = racks_of(stored, bookies)
-    script = run.access.rack_rules().script
+    script = run.access.client_config().network_topology_script_file_name
     printed = {} if script is None else Topology(script).racks(bookies)
     rows = []
     for bookie_id in sorted({*by_id, *(bookie.bookie_id for bookie in bookies)}):
@@ -75,6 +76,18 @@ def find_racks(run: Run, cluster: Cluster, bookies: list[RegisteredBookie]) -> d
         run.out.warn(f"racks are unknown: {error.message}")
         return {}
     return {row.bookie_id: row.rack for row in rows if row.rack is not None}
+
+
+def find_placement(run: Run, cluster: Cluster, bookies: list[RegisteredBookie]) -> Placement:
+    """Return the racks, as `find_racks`, and the policy that --conf names. An unsupported policy is a warning."""
+    from bkctl.client.placement import Placement, PlacementRules
+
+    try:
+        rules = PlacementRules.of(run.access.client_config())
+    except BkctlError as error:
+        run.out.warn(f"placement is not judged: {error.message}")
+        return Placement()
+    return Placement(find_racks(run, cluster, bookies), rules)
 
 
 @command(racks_app, "list", connects=True, examples=("bkctl bookies racks list",), prints=rows_of(RACK_COLUMNS))

@@ -28,15 +28,13 @@ from .job import LongWork
 from .printer import Printer
 from .session import Session
 from .settings import GlobalOptions
-from .values import parse_number, parse_switch
 
 if TYPE_CHECKING:
     import ssl
 
     from bkctl.checks.digests import DigestChecker
     from bkctl.client.ledger import BookKeeper
-    from bkctl.client.placement import RackRules
-    from bkctl.config import BookieConfig
+    from bkctl.config import BookieConfig, ClientConfig
     from bkctl.files.directories import BookieDirectories
     from bkctl.formats.entry import DigestType
     from bkctl.http.client import ApiClient
@@ -171,24 +169,14 @@ class Access:
             connect_timeout_s=self.connect_timeout_s,
             addresses=self.bookie_addresses(),
             only=only,
-            rack_rules=self.rack_rules(),
+            config=self.client_config(),
         )
 
-    def rack_rules(self) -> RackRules:
-        """Return the settings of placement in --conf, under Java's names, or their defaults."""
-        from bkctl.client.placement import RackRules
-        from bkctl.config import read_properties
+    def client_config(self) -> ClientConfig:
+        """Return the settings of placement and reads in --conf, under Java's names, or their defaults."""
+        from bkctl.config import ClientConfig, read_properties
 
-        if self.conf is None:
-            return RackRules()
-        found = read_properties(self.conf)
-        count, enforced = "minNumRacksPerWriteQuorum", "enforceMinNumRacksPerWriteQuorum"
-        rules = RackRules(script=found.get("networkTopologyScriptFileName") or None)
-        if count in found:
-            rules = rules._replace(count_min=max(parse_number(found[count], count), 1))
-        if enforced in found:
-            rules = rules._replace(is_enforced=parse_switch(found[enforced], enforced))
-        return rules
+        return ClientConfig() if self.conf is None else ClientConfig.from_properties(read_properties(self.conf))
 
     def bookie_tls(self, refresh_s: float = 0) -> ssl.SSLContext | None:
         """Return the TLS settings for connections to bookies, None without --tls-ca; `refresh_s` as `client_tls`."""

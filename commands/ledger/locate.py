@@ -11,7 +11,7 @@ import typer
 from bkctl.columns import Column, Columns, Kind, value_at
 from bkctl.errors import UsageError
 
-from ..bookies.racks import find_racks
+from ..bookies.racks import find_placement
 from ..kit.command import Run, command, group, rows_of, union
 from ..kit.ledger_options import ManyLedgers
 from ..kit.options import ProtocolOption, number_option
@@ -110,7 +110,7 @@ def locate_ledgers(
     asks the bookies. ANSWER is then ok, gone (not registered), no-entry, no-ledger, damaged, timed-out or unavailable;
     exit code 3 unless all are ok.
     """
-    from bkctl.replication.places import PlacedRacks, checked_places, places_of
+    from bkctl.replication.places import checked_places, places_of
 
     if entry is not None and not 0 <= entry < 1 << 63:
         raise UsageError(f"--entry {entry}: entry ids are 0 or more, below 2^63")
@@ -123,14 +123,16 @@ def locate_ledgers(
     findings: Counter[bool] = Counter()
     with run.access.cluster() as cluster, run.job.working("Asking the bookies" if asks else "Looking at the ledgers"):
         bookies = cluster.bookies.list()
-        racks = PlacedRacks(find_racks(run, cluster, bookies), run.access.rack_rules())
-        columns = columns.and_also(*(PLACE_RACK_COLUMNS if racks.racks else ()))
+        placement = find_placement(run, cluster, bookies)
+        columns = columns.and_also(*(PLACE_RACK_COLUMNS if placement.racks else ()))
         with run.out.tree(columns, LEVELS) as writer:
             if asks:
-                places = partial(checked_places, ledgers=ledgers, entry_id=entry, every_entry=every_entry, racks=racks)
+                places = partial(
+                    checked_places, ledgers=ledgers, entry_id=entry, every_entry=every_entry, placement=placement
+                )
                 run.job.take_each(run.access.bookkeeper(cluster, protocol), places, partial(_write, writer, findings))
             else:
-                writer.rows(places_of(cluster, ledgers, bookies, entry, racks))
+                writer.rows(places_of(cluster, ledgers, bookies, entry, placement))
     run.out.finish_with(findings[True], "replica is not ok", "replicas are not ok")
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 import typer
 
 from bkctl.columns import Column, Columns, Kind
 
-from ..kit.command import Access, Consent, LongWork, Printer, command, group, rows_of
+from ..kit.command import Access, Consent, LongWork, Printer, Run, command, group, rows_of
 from ..kit.ledger_options import ScopeOfAny
 from ..kit.options import DryRun, RecordPace, UndoOption
 from ..kit.texts import RED, YELLOW, counted
@@ -17,7 +18,9 @@ app = group()
 
 
 FINDING_COLUMNS = Columns(
-    Column("CODE", "code", "code", style={"unparsable": RED, "impossible": RED, "dangling": YELLOW}),
+    Column(
+        "CODE", "code", "code", style={"unparsable": RED, "impossible": RED, "dangling": YELLOW, "misplaced": YELLOW}
+    ),
     Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
     Column("NODE", "path", "path"),
     Column("WHAT", "message", "message"),
@@ -26,19 +29,25 @@ FINDING_COLUMNS = Columns(
 
 
 @command(app, "check", connects=True, examples=("bkctl metadata check",), prints=rows_of(FINDING_COLUMNS))
-def check(out: Printer, access: Access, job: LongWork, scope: ScopeOfAny, pace: RecordPace) -> None:
+def check(run: Run, scope: ScopeOfAny, pace: RecordPace) -> None:
     """Find metadata that is unreadable, dangling or impossible.
 
-    Checks ledgers, also for bookies that do not exist; cookies, marks, layout and scopes. Exit code 3 if there are
-    findings.
+    Checks ledgers, also for bookies that do not exist; cookies, marks, layout and scopes. Where bookies have racks,
+    finds ensembles that the placement policy of --conf does not accept. Exit code 3 if there are findings.
     """
+    from bkctl.client.racks import misplacement
     from bkctl.metadata.admin.check import check_metadata
 
-    with access.cluster() as cluster, job.working("Checking metadata", unit="ledgers", pace=pace) as activity:
-        count = out.render(check_metadata(cluster, scope, progress=activity.step), FINDING_COLUMNS, findings=True)
+    from ..bookies.racks import find_placement
+
+    with run.access.cluster() as cluster:
+        placement = find_placement(run, cluster, cluster.bookies.list())
+        with run.job.working("Checking metadata", unit="ledgers", pace=pace) as activity:
+            found = check_metadata(cluster, scope, partial(misplacement, placement), progress=activity.step)
+            count = run.out.render(found, FINDING_COLUMNS, findings=True)
     if not count:
-        out.note("The metadata is sound")
-    out.finish_with(count, "finding", "findings")
+        run.out.note("The metadata is sound")
+    run.out.finish_with(count, "finding", "findings")
 
 
 ORPHAN_COLUMNS = Columns(

@@ -12,8 +12,8 @@ import pytest
 from client.fakes import FakeLedger, Fault, turns
 from support.waiting import LIMIT_S
 
-from bkctl.client.placement import RackRules
 from bkctl.client.streams import tail
+from bkctl.config import ClientConfig
 from bkctl.errors import (
     BkctlError,
     BookieUnavailable,
@@ -402,7 +402,7 @@ async def test_entry_larger_than_frame_is_refused_and_ledger_stays_writable(fake
     "kind", ["EIO", "ENOENTRY", "ENOLEDGER", "disconnect", "down", "digest", "other entry", "silence"]
 )
 async def test_reads_fall_back_to_the_next_replica(fake_cluster, kind, monkeypatch):
-    monkeypatch.setattr("bkctl.client.reader.SPECULATIVE_READ_S", 0.1)
+    monkeypatch.setattr("bkctl.config.ClientConfig.speculative_read_s", lambda *_: 0.1)
 
     async with fake_cluster(3) as cluster, cluster.client() as client:
         writer = await write(client)
@@ -669,8 +669,8 @@ async def test_racks_are_read_once_for_many_ledgers(fake_cluster, monkeypatch):
 
 
 async def test_enforced_racks_refuse_new_ledgers(fake_cluster):
-    rules = RackRules(is_enforced=True)
-    async with fake_cluster(3) as cluster, cluster.client(rack_rules=rules) as client:
+    config = ClientConfig(enforce_min_num_racks_per_write_quorum=True)
+    async with fake_cluster(3) as cluster, cluster.client(config=config) as client:
         put_in_racks(cluster, r1="b0 b1 b2")
         with pytest.raises(NotEnoughBookies, match="2 racks"):
             await client.create_ledger()

@@ -219,7 +219,7 @@ async def test_entries_before_an_unreadable_one_come_first(fake_cluster: Callabl
 async def test_bookie_that_fails_while_a_run_is_read_harms_no_entry(
     fake_cluster: Callable[..., Any], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bkctl.client.reader.SPECULATIVE_READ_S", 0.1)
+    monkeypatch.setattr("bkctl.config.ClientConfig.speculative_read_s", lambda *_: 0.1)
     async with fake_cluster(3) as cluster, cluster.client() as client:
         writer = await client.create_ledger()
         await writer.add_all(PAYLOADS)

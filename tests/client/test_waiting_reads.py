@@ -78,7 +78,7 @@ def hold_first_reads(cluster: FakeCluster) -> None:
 
 
 async def test_range_of_larger_entries_than_expected_is_read_in_bounded_memory(fake_cluster, monkeypatch):
-    monkeypatch.setattr(reader, "SPECULATIVE_READ_S", LIMIT_S)
+    monkeypatch.setattr("bkctl.config.ClientConfig.speculative_read_s", lambda *_: LIMIT_S)
     async with fake_cluster(2) as cluster, cluster.client(timeout_s=LIMIT_S) as client:
         handle = await ledger_of_small_entries(cluster, client, 2)
         hold_first_reads(cluster)
@@ -91,7 +91,7 @@ async def test_range_of_larger_entries_than_expected_is_read_in_bounded_memory(f
 
 
 async def test_dropped_answers_of_a_bookie_with_damage_are_read_elsewhere(fake_cluster, monkeypatch):
-    monkeypatch.setattr(reader, "SPECULATIVE_READ_S", 0.05)
+    monkeypatch.setattr("bkctl.config.ClientConfig.speculative_read_s", lambda *_: 0.05)
     async with fake_cluster(2) as cluster, cluster.client(timeout_s=LIMIT_S) as client:
         handle = await ledger_of_small_entries(cluster, client, 2)
         liar = cluster.bookies[0]

@@ -107,6 +107,63 @@ def test_locate_marks_entries_in_one_rack(cli: Cli, two_racks: str, tmp_path: Pa
     assert "TOO FEW RACKS" in cli("ledger", "locate", "1", "--check", "-o", "wide").out
 
 
+REGIONS = "ensemblePlacementPolicy=org.apache.bookkeeper.client.RegionAwareEnsemblePlacementPolicy\n"
+
+
+def test_metadata_check_finds_ensembles_that_the_policy_does_not_accept(
+    cli: Cli, two_racks: str, tmp_path: Path
+) -> None:
+    def misplaced(*options: object) -> list[dict[str, Any]]:
+        found = cli("metadata", "check", *options, "-o", "json")
+        assert found.code == 3
+        return [row for row in found.json if row["code"] == "misplaced"]
+
+    rows = misplaced()
+    assert [row["ledgerId"] for row in rows] == ["1"]
+    message = rows[0]["message"]
+    assert "from entry 0, the write set b1:1, b2:1 is in 1 rack; 2 are needed" in message
+    assert "repairedPlacementPolicyNotAdheringBookieEnabled=true" in message
+    conf = tmp_path / "bk_server.conf"
+    for settings, ledger_ids in (
+        ("minNumRacksPerWriteQuorum=1\n", []),
+        ("minNumRacksPerWriteQuorum=3\n", ["1"]),
+        (REGIONS, []),
+        (f"{REGIONS}reppRegionsToWrite=r1;r2\n", ["1"]),
+        ("ensemblePlacementPolicy=org.apache.bookkeeper.client.DefaultEnsemblePlacementPolicy\n", []),
+    ):
+        conf.write_text(f"metadataServiceUri={two_racks}\n{settings}")
+        assert [row["ledgerId"] for row in misplaced("-c", conf)] == ledger_ids, settings
+    conf.write_text(f"metadataServiceUri={two_racks}\nensemblePlacementPolicy=com.acme.Policy\n")
+    assert misplaced("-c", conf) == []
+    unknown = cli("metadata", "check", "-c", conf)
+    assert "Warning: placement is not judged: ensemblePlacementPolicy=com.acme.Policy is not supported" in unknown.err
+    assert cli("bookies", "racks", "unset", "b1:1", "b2:1", "b3:1").code == 0
+    assert misplaced() == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ("ledger", "write"),
+        ("bookies", "recover", "b1:1", "--yes"),
+        ("bookies", "drain", "b1:1", "--yes"),
+        ("autorecovery", "run", "--id", "here"),
+    ],
+)
+def test_an_unsupported_policy_is_refused_by_name(
+    cli: Cli, two_racks: str, tmp_path: Path, line: tuple[str, ...]
+) -> None:
+    conf = tmp_path / "bk_server.conf"
+    conf.write_text(f"metadataServiceUri={two_racks}\nensemblePlacementPolicy=com.acme.Policy\n")
+    with open_cluster(two_racks) as cluster:
+        before = dict(cluster.ledgers.values(list(cluster.ledgers.ledgers(None))))
+    refused = cli(*line, "-c", conf, *([conf] if "write" in line else []))
+    assert refused.code == 8, refused.err
+    assert "ensemblePlacementPolicy=com.acme.Policy is not supported" in refused.err
+    with open_cluster(two_racks) as cluster:
+        assert dict(cluster.ledgers.values(list(cluster.ledgers.ledgers(None)))) == before
+
+
 def test_locate_without_racks_has_no_rack_columns(cli: Cli, two_racks: str) -> None:
     assert cli("bookies", "racks", "unset", "b1:1", "b2:1", "b3:1").code == 0
     assert "rack" not in cli("ledger", "locate", "1", "-o", "json").json[0]

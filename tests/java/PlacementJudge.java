@@ -9,8 +9,10 @@ import java.util.List;
 import java.util.Map;
 import java.util.Optional;
 import org.apache.bookkeeper.client.BKException.BKNotEnoughBookiesException;
+import org.apache.bookkeeper.client.EnsemblePlacementPolicy;
 import org.apache.bookkeeper.client.EnsemblePlacementPolicy.PlacementPolicyAdherence;
-import org.apache.bookkeeper.client.RackawareEnsemblePlacementPolicy;
+import org.apache.bookkeeper.client.EnsemblePlacementPolicy.PlacementResult;
+import org.apache.bookkeeper.common.util.ReflectionUtils;
 import org.apache.bookkeeper.conf.ClientConfiguration;
 import org.apache.bookkeeper.feature.SettableFeatureProvider;
 import org.apache.bookkeeper.net.AbstractDNSToSwitchMapping;
@@ -19,10 +21,10 @@ import org.apache.bookkeeper.net.BookieSocketAddress;
 import org.apache.bookkeeper.stats.NullStatsLogger;
 
 /**
- * Judges ensembles by Apache's rack-aware policy. Each line of the file is a case: racks of all bookies
- * (`host:port=/rack,…`, an empty rack for none), write quorum, minNumRacksPerWriteQuorum, whether it is enforced, and the
- * ensemble (`host:port,…`). Prints a JSON line for each: the ensemble's adherence, the best one of Apache's own choices, and
- * whether Apache's policy can mend the ensemble.
+ * Judges ensembles by Apache's policies. Each line of the file is a case: racks of all bookies (`host:port=/rack,…`, an empty
+ * rack for none), write quorum, ack quorum, settings (`name=value&…`, ensemblePlacementPolicy among them), and the ensemble
+ * (`host:port,…`). Prints a JSON line for each: the ensemble's adherence, the best one of Apache's own choices with its
+ * bookies, and whether Apache's policy can mend the ensemble.
  */
 public final class PlacementJudge {
     private static final int ATTEMPTS = 10;
@@ -66,17 +68,26 @@ public final class PlacementJudge {
                 ensemble.add(BookieId.parse(each));
             }
             ClientConfiguration conf = new ClientConfiguration();
-            conf.setMinNumRacksPerWriteQuorum(Integer.parseInt(fields[2]));
-            conf.setEnforceMinNumRacksPerWriteQuorum(Boolean.parseBoolean(fields[3]));
-            RackawareEnsemblePlacementPolicy policy = new RackawareEnsemblePlacementPolicy();
+            for (String each : fields[3].split("&")) {
+                String[] parts = each.split("=", 2);
+                conf.setProperty(parts[0], parts[1]);
+            }
+            int ackQuorum = Integer.parseInt(fields[2]);
+            EnsemblePlacementPolicy policy = ReflectionUtils.newInstance(conf.getEnsemblePlacementPolicy());
             policy.initialize(conf, Optional.of(racks), timer, SettableFeatureProvider.DISABLE_ALL,
                     NullStatsLogger.INSTANCE, BookieSocketAddress.LEGACY_BOOKIEID_RESOLVER);
             policy.onClusterChanged(bookies, new HashSet<>());
             Map<String, Object> answer = new LinkedHashMap<>();
-            answer.put("adherence", policy.isEnsembleAdheringToPlacementPolicy(ensemble, writeQuorum, writeQuorum).toString());
-            answer.put("apache", best(policy, ensemble.size(), writeQuorum));
-            answer.put("mended", policy.replaceToAdherePlacementPolicy(
-                    ensemble.size(), writeQuorum, writeQuorum, new HashSet<>(), ensemble).getAdheringToPolicy().toString());
+            answer.put("adherence", policy.isEnsembleAdheringToPlacementPolicy(ensemble, writeQuorum, ackQuorum).toString());
+            PlacementResult<List<BookieId>> best = best(policy, ensemble.size(), writeQuorum, ackQuorum);
+            answer.put("apache", best == null ? "NONE" : best.getAdheringToPolicy().toString());
+            answer.put("chosen", best == null ? List.of() : best.getResult().stream().map(BookieId::toString).toList());
+            try {
+                answer.put("mended", policy.replaceToAdherePlacementPolicy(
+                        ensemble.size(), writeQuorum, ackQuorum, new HashSet<>(), ensemble).getAdheringToPolicy().toString());
+            } catch (UnsupportedOperationException error) {
+                answer.put("mended", "NONE");
+            }
             Support.print(answer);
             policy.uninitalize();
         }
@@ -84,18 +95,16 @@ public final class PlacementJudge {
         System.exit(0);
     }
 
-    private static String best(RackawareEnsemblePlacementPolicy policy, int size, int writeQuorum) {
-        String found = "NONE";
+    private static PlacementResult<List<BookieId>> best(EnsemblePlacementPolicy policy, int size, int writeQuorum, int ackQuorum) {
+        PlacementResult<List<BookieId>> found = null;
         for (int attempt = 0; attempt < ATTEMPTS; attempt++) {
             try {
-                PlacementPolicyAdherence adherence = policy.newEnsemble(size, writeQuorum, writeQuorum, Map.of(), new HashSet<>())
-                        .getAdheringToPolicy();
-                found = adherence.toString();
-                if (adherence == PlacementPolicyAdherence.MEETS_STRICT) {
+                found = policy.newEnsemble(size, writeQuorum, ackQuorum, Map.of(), new HashSet<>());
+                if (found.getAdheringToPolicy() == PlacementPolicyAdherence.MEETS_STRICT) {
                     return found;
                 }
-            } catch (BKNotEnoughBookiesException error) {
-                // Another attempt may end elsewhere.
+            } catch (BKNotEnoughBookiesException | IllegalArgumentException error) {
+                // Another attempt may end elsewhere; a shape that the policy refuses ends nowhere.
             }
         }
         return found;

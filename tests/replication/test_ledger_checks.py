@@ -93,6 +93,29 @@ async def test_placement_check_counts_ledgers_in_one_rack(fake_cluster, monkeypa
         assert auditor.stats.num_ledgers_not_adhering_to_placement_policy == 0
 
 
+async def test_placement_check_judges_by_the_configured_policy(fake_cluster, monkeypatch, caplog):
+    monkeypatch.setattr("bkctl.metadata.racks.RACKS_AGE_S", -1)
+    policy = "org.apache.bookkeeper.client.ZoneawareEnsemblePlacementPolicy"
+    async with fake_cluster(3) as cluster, cluster.client(config=CONFIG) as client:
+        writer = await client.create_ledger(write_quorum_size=3)
+        await writer.add(b"x")
+        await writer.close()
+        for bookies, zone in (("b0", "/z1/u1"), ("b1", "/z1/u2"), ("b2", "/z2/u1")):
+            BookieRacks(cluster.cluster).set([bookies], zone)
+        for least, desired, fail_count, soft_count in ((2, 2, 0, 0), (2, 3, 0, 1), (3, 3, 1, 0)):
+            config = CONFIG.with_changes(
+                ensemble_placement_policy=policy, min_num_zones_per_write_quorum=least,
+                desired_num_zones_per_write_quorum=desired,
+            )  # fmt: skip
+            async with cluster.client(config=config) as judging:
+                auditor = Auditor(judging, config, scoped=False)
+                await auditor.checks.check_placement_policy()
+            assert auditor.stats.num_ledgers_not_adhering_to_placement_policy == fail_count
+            assert auditor.stats.num_ledgers_softly_adhering_to_placement_policy == soft_count
+    assert f"Ledger {writer.ledger} is misplaced: from entry 0" in caplog.text
+    assert "cannot adhere: the write quorum 3 must be more than minNumZonesPerWriteQuorum=3" in caplog.text
+
+
 async def test_placement_check_marks_ledgers_only_where_their_repair_is_enabled(fake_cluster, monkeypatch):
     monkeypatch.setattr("bkctl.metadata.racks.RACKS_AGE_S", -1)
     config = CONFIG.with_changes(repaired_placement_policy_not_adhering_bookie_enabled=True)

@@ -324,7 +324,7 @@ async def test_failing_given_target_is_the_error(fake_cluster):
 
 
 async def test_silent_replica_does_not_delay_the_copy(fake_cluster, monkeypatch):
-    monkeypatch.setattr("bkctl.replication.fragment_copy.SPECULATIVE_READ_S", 0.05)
+    monkeypatch.setattr("bkctl.config.ClientConfig.speculative_read_s", lambda *_: 0.05)
     async with fake_cluster(5) as cluster, cluster.client() as client:
         writer = await write(client, 20, write_quorum_size=3)
         held = bookies_of(cluster, writer.ledger)

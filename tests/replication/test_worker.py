@@ -9,7 +9,7 @@ import pytest
 from replication.recovering import CONFIG, bookies_of, come_back, eventually, lose, running, state_of, write
 from support.waiting import LIMIT_S
 
-from bkctl.client.placement import RackRules, rack_rules
+from bkctl.client.placement import PlacementRules
 from bkctl.config import BookieConfig
 from bkctl.errors import Conflict, LedgerFenced, Unreachable
 from bkctl.formats.metadata import LedgerState
@@ -547,13 +547,14 @@ async def test_failed_move_to_another_rack_keeps_the_mark(fake_cluster, monkeypa
 
 def test_rules_of_racks_come_from_the_bookies_configuration(tmp_path):
     conf = tmp_path / "bk_server.conf"
-    assert rack_rules(CONFIG) == RackRules()
+    assert PlacementRules.of(CONFIG) == PlacementRules()
     conf.write_text(
         "minNumRacksPerWriteQuorum=3\nenforceMinNumRacksPerWriteQuorum=true\nnetworkTopologyScriptFileName=/racks\n"
         "repairedPlacementPolicyNotAdheringBookieEnabled=true\n"
     )
     config = BookieConfig.load(conf)
-    assert rack_rules(config) == RackRules(3, is_enforced=True, script="/racks")
+    assert PlacementRules.of(config) == PlacementRules(3, is_enforced=True)
+    assert config.network_topology_script_file_name == "/racks"
     assert config.repaired_placement_policy_not_adhering_bookie_enabled
 
 

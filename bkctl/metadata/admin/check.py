@@ -31,15 +31,19 @@ class MetadataFinding(NamedTuple):
 
 
 def check_metadata(
-    cluster: Cluster, scope_id: int | None = None, *, progress: Callable[[int], None] = lambda _: None
+    cluster: Cluster,
+    scope_id: int | None = None,
+    misplacement: Callable[[LedgerMetadata], str | None] = lambda _: None,
+    *,
+    progress: Callable[[int], None] = lambda _: None,
 ) -> Iterator[MetadataFinding]:
     """Yield the problems of the cluster's nodes, then of each ledger of the scope (None: of all scopes) in order.
 
     `unparsable`: cannot be read. `dangling`: names a bookie that is neither registered nor has a cookie. `impossible`:
-    fields contradict each other. `stuck-in-recovery`: for more than a day. Marks, cookies, layout and the `scopes` tree
-    are checked too. `invalid-name` comes last: nodes that commands leave out, because no path can name them, and
-    registrations that are not of a bookie id. Raises NotFound without a cluster, Unreachable. Memory does not grow with
-    the ledgers.
+    fields contradict each other. `stuck-in-recovery`: for more than a day. `misplaced`: as `misplacement` says. Marks,
+    cookies, layout and the `scopes` tree are checked too. `invalid-name` comes last: nodes that commands leave out,
+    because no path can name them, and registrations that are not of a bookie id. Raises NotFound without a cluster,
+    Unreachable. Memory does not grow with the ledgers.
     """
     cluster.layout()
     manager = cluster.ledgers
@@ -57,7 +61,10 @@ def check_metadata(
         if isinstance(found, BkctlError):
             yield MetadataFinding("unparsable", path, ledger, str(found))
             continue
-        for code, problem in _ledger_problems(found, bookies, now_ms):
+        problems = list(_ledger_problems(found, bookies, now_ms))
+        if all(code != "impossible" for code, _ in problems) and (reason := misplacement(found.metadata)) is not None:
+            problems.append(("misplaced", reason))
+        for code, problem in problems:
             yield MetadataFinding(code, path, ledger, problem)
     places, store = cluster.places, cluster.store
     for directory in (places.writable, places.read_only):
