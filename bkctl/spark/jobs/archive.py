@@ -26,10 +26,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
+from pyspark.sql import functions as F
+
 from bkctl.errors import AlreadyExists, BkctlError, Corrupt, LedgerNotFound, NotFound
 from bkctl.formats.entry import DigestType
 from bkctl.ids import LedgerId
-from bkctl.spark import functions as F
 from bkctl.spark.internals import matching_uris, qualified_uri
 from bkctl.spark.jobs.bookie_records import QUALIFIED_NAME, frame_of, map_rows
 from bkctl.spark.jobs.copying import (
