@@ -26,7 +26,7 @@ from .saves import Saves, check_saves, check_spark_saves, frame_rows
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from bkctl.spark.engine import Frame, Session
+    from bkctl.spark.engine import Frame, JobSession
     from bkctl.spark.jobs.bookies import BookieFiles, Bookies
 
 By = TypeVar("By")
@@ -157,7 +157,7 @@ def spark_job(
 class Job(NamedTuple):
     """A job over the files of `bookies`. `connection` has the options of their cluster, None if the job needs none."""
 
-    session: Session
+    session: JobSession
     bookies: Bookies
     connection: dict[str, str] | None
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from bkctl.formats.index import ledger_of_index_path
 from bkctl.metadata.liveness import check_cookie
-from bkctl.spark.engine import Column, Frame, Functions, Session, functions_of
+from bkctl.spark.engine import Frame, FrameColumn, Functions, JobSession, functions_of
 from bkctl.spark.facts.store import FactsStore, PartList
 from bkctl.spark.facts.tables import REQUIRED, TABLES, spark_schema
 from bkctl.spark.failures import ERROR_START
@@ -54,7 +54,7 @@ class Facts(list[ExtractedBookie]):
                 for row in self._store.read("cookies", part, ["file", "instanceId"]).to_pylist():
                     check_cookie(cluster, f"{row['file']} of {each.bookie_id}", row["instanceId"])
 
-    def table(self, spark: Session, name: str) -> Frame:
+    def table(self, spark: JobSession, name: str) -> Frame:
         """Return the current rows of one of the TABLES; a query of rows that no extract writes raises BkctlError."""
         parts = [part for each in self._lists for part in each.parts(name)]
         if not parts:
@@ -99,7 +99,7 @@ class Facts(list[ExtractedBookie]):
     # --- the rows of jobs -----------------------------------------------------------------------------------------
 
     def log_records(
-        self, spark: Session, columns: Sequence[str], ledger: LedgerId | None, scope_id: int | None,
+        self, spark: JobSession, columns: Sequence[str], ledger: LedgerId | None, scope_id: int | None,
         *, rows: str = "records",
     ) -> Frame:  # fmt: skip
         """Return the rows of `bookie_records.log_records`."""
@@ -112,14 +112,14 @@ class Facts(list[ExtractedBookie]):
         return chosen.unionByName(self._damages(spark, "entryLog"), allowMissingColumns=True)
 
     def journal_entries(
-        self, spark: Session, columns: Sequence[str], ledger: LedgerId | None, scope_id: int | None
+        self, spark: JobSession, columns: Sequence[str], ledger: LedgerId | None, scope_id: int | None
     ) -> Frame:
         """Return the rows of `bookie_records.journal_entries`."""
         place = ("file", "bookieId", "journalId", "offset", "recordSize", _QUALIFIED_NAME, "entryId")
         names = list(dict.fromkeys([*place, *columns, "replayed"]))
         return _of_ledger(self.table(spark, "journal_records"), ledger, scope_id).select(*names)
 
-    def index_entries(self, spark: Session, ledger: LedgerId | None, scope_id: int | None) -> Frame:
+    def index_entries(self, spark: JobSession, ledger: LedgerId | None, scope_id: int | None) -> Frame:
         """Return the rows of `bookie_records.index_entries`."""
         F = functions_of(spark)
         names = ("file", "bookieId", _QUALIFIED_NAME, "entryId", "logId", "offset")
@@ -129,27 +129,27 @@ class Facts(list[ExtractedBookie]):
             damages = damages.mapInArrow(partial(_of_wanted_files, ledger, scope_id), _DAMAGES)
         return found.unionByName(damages, allowMissingColumns=True)
 
-    def log_files(self, spark: Session) -> Frame:
+    def log_files(self, spark: JobSession) -> Frame:
         """Return the rows of `inventory.log_files`."""
         names = ("file", "bookieId", "logId", "logIdHex", "scoped", "fileSize")
         return self.table(spark, "ledgers").select(*names).distinct()
 
-    def log_shares(self, spark: Session) -> Frame:
+    def log_shares(self, spark: JobSession) -> Frame:
         """Return the rows of `garbage.log_shares`."""
         F = functions_of(spark)
         names = ("bookieId", "file", "logId", "scoped", _QUALIFIED_NAME)
         found = self.table(spark, "ledgers").filter(F.col("mapSize").isNotNull())
         return found.select(*names, F.col("mapSize").alias("size"), "fromLedgersMap", "complete", "reason")
 
-    def journal_checks(self, spark: Session) -> Frame:
+    def journal_checks(self, spark: JobSession) -> Frame:
         """Return the rows of `journal_audit.checks`."""
         return self.table(spark, "journals").drop("part")
 
-    def with_evidence(self, spark: Session, looks: Frame) -> Frame:
+    def with_evidence(self, spark: JobSession, looks: Frame) -> Frame:
         """Return the looks of `second_look` with `evidence`: the records that stand at their places."""
         F = functions_of(spark)
 
-        def place(log_id: Column, scoped: Column) -> Column:
+        def place(log_id: FrameColumn, scoped: FrameColumn) -> FrameColumn:
             log = F.concat_ws("/", scoped.cast("string"), log_id.cast("string"))
             return F.when(log_id.isNull(), F.col("file")).otherwise(log).alias("at")
 
@@ -165,7 +165,7 @@ class Facts(list[ExtractedBookie]):
         found = found.join(evidence, ["bookieId", "at", "offset"], "left")
         return found.join(logs.agg(F.lit(True).alias("isLog")), ["bookieId", "at"], "left").drop("at")
 
-    def _damages(self, spark: Session, source: str) -> Frame:
+    def _damages(self, spark: JobSession, source: str) -> Frame:
         F = functions_of(spark)
         damage = F.struct("file", "offset", "reason").alias(DAMAGE)
         return self.table(spark, "damages").filter(F.col("source") == source).select("file", "bookieId", damage)
@@ -185,7 +185,7 @@ def _of_wanted_files(
         yield batch.filter(pa.array(wanted, pa.bool_()))
 
 
-def _no_damage(F: Functions) -> Column:
+def _no_damage(F: Functions) -> FrameColumn:
     return F.lit(None).cast(TYPES[DAMAGE]).alias(DAMAGE)
 
 

@@ -20,7 +20,7 @@ from bkctl.files.journals import files_after_marks
 from bkctl.formats.names import SCOPED_DIRECTORY
 from bkctl.formats.record import RecordType
 from bkctl.ids import LedgerId
-from bkctl.spark.engine import Frame, FrameT, Session, SessionOf, functions_of
+from bkctl.spark.engine import Frame, FrameT, JobSession, SessionOf, functions_of
 from bkctl.spark.facts.frames import Facts
 from bkctl.spark.sources.columns import DAMAGE, arrow_schema
 from bkctl.spark.sources.places import bookie_id_at
@@ -51,7 +51,7 @@ def frame_of(spark: SessionOf[FrameT], rows: Iterable[Mapping[str, Any]], schema
     return spark.createDataFrame(pa.Table.from_pylist(list(rows), schema=arrow_schema(schema)), schema)
 
 
-def task_slots(spark: Session) -> int:
+def task_slots(spark: JobSession) -> int:
     """Return how many tasks run at a time, Spark's default parallelism."""
     session: Any = spark
     if hasattr(session, "sparkContext"):
@@ -76,7 +76,7 @@ def map_rows(
 
 
 def rows_in_tasks(
-    spark: Session, items: Sequence[Any], function: Callable[[Any], Iterable[dict[str, Any]]], schema: str
+    spark: JobSession, items: Sequence[Any], function: Callable[[Any], Iterable[dict[str, Any]]], schema: str
 ) -> Frame:
     """Return the rows that `function` yields for each item, one task an item; items are plain values."""
     numbers = spark.range(0, len(items), 1, max(len(items), 1))
@@ -102,7 +102,7 @@ PART_SIZE_BYTES: Final = 128 << 20
 _BORDERS: Final = "file string, offset bigint"
 
 
-def borders(spark: Session, files: Iterable[BookieFile], size_bytes: int = PART_SIZE_BYTES) -> dict[str, str]:
+def borders(spark: JobSession, files: Iterable[BookieFile], size_bytes: int = PART_SIZE_BYTES) -> dict[str, str]:
     """Return the option `borders` for entry logs or journals; no option where there are files for all cores.
 
     A file of less than two parts of `size_bytes` is not cut. Finding borders reads a file once more.
@@ -158,7 +158,7 @@ def with_bookie(records: Frame, owners: Mapping[str, str]) -> Frame:
 
 
 def log_records(
-    spark: Session,
+    spark: JobSession,
     bookies: Bookies,
     columns: Sequence[str],
     *,
@@ -187,7 +187,7 @@ def log_records(
 
 
 def index_entries(
-    spark: Session,
+    spark: JobSession,
     bookies: Bookies,
     *,
     ledger: LedgerId | None = None,
@@ -227,7 +227,7 @@ def replay_starts(bookie: BookieFiles) -> dict[str, int]:
 
 
 def journal_entries(
-    spark: Session,
+    spark: JobSession,
     bookies: Bookies,
     columns: Sequence[str] = (),
     *,

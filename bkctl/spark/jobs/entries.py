@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from bkctl.errors import NotFound
 from bkctl.ids import LedgerId
-from bkctl.spark.engine import Column, Frame, Functions, Session, functions_of
+from bkctl.spark.engine import Frame, FrameColumn, Functions, JobSession, functions_of
 from bkctl.spark.jobs.bookie_records import QUALIFIED_NAME, index_entries, journal_entries, ledger_options, log_records
 from bkctl.spark.jobs.entry_blocks import BLOCK_BITS, INDEX, JOURNAL, LOG, PROMISE, fold
 from bkctl.spark.jobs.verdicts import Problem
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def held_entries(
-    spark: Session,
+    spark: JobSession,
     bookies: Bookies,
     ledger: LedgerId | None,
     scope_id: int | None,
@@ -40,7 +40,7 @@ def held_entries(
 
 
 def journaled_entries(
-    spark: Session, bookies: Bookies, ledger: LedgerId | None, scope_id: int | None, *, digests: bool
+    spark: JobSession, bookies: Bookies, ledger: LedgerId | None, scope_id: int | None, *, digests: bool
 ) -> Frame | None:
     """Return the entries in the journals of each bookie as `entry_blocks.BLOCKS`; None without a journal."""
     F = functions_of(spark)
@@ -54,7 +54,7 @@ def journaled_entries(
 
 
 def held_of_journaled(
-    spark: Session, bookies: Bookies, journaled: Frame, ledger: LedgerId | None, scope_id: int | None
+    spark: JobSession, bookies: Bookies, journaled: Frame, ledger: LedgerId | None, scope_id: int | None
 ) -> Frame:
     """Return `journaled` entries, and the entries of their ledgers in logs and indexes, without digests; damages too.
 
@@ -109,7 +109,7 @@ def _damages(held: Frame) -> Frame:
 
 
 def _logged(
-    spark: Session, bookies: Bookies, ledger: LedgerId | None, scope_id: int | None, *, digests: bool,
+    spark: JobSession, bookies: Bookies, ledger: LedgerId | None, scope_id: int | None, *, digests: bool,
     of: Frame | None = None,
 ) -> Frame | None:  # fmt: skip
     F = functions_of(spark)
@@ -125,7 +125,7 @@ def _logged(
 
 
 def _indexed(
-    spark: Session, bookies: Bookies, ledger: LedgerId | None, scope_id: int | None, *, of: Frame | None = None
+    spark: JobSession, bookies: Bookies, ledger: LedgerId | None, scope_id: int | None, *, of: Frame | None = None
 ) -> Frame | None:
     entries = index_entries(spark, bookies, ledger=ledger, scope_id=scope_id)
     return None if entries is None else fold(_of_ledgers(entries, of), INDEX, "logId")
@@ -145,7 +145,7 @@ def _of_ledgers(rows: Frame, ledgers: Frame | None) -> Frame:
 
 
 def read_metadata(
-    spark: Session, connection: Mapping[str, str], ledger: LedgerId | None, scope_id: int | None
+    spark: JobSession, connection: Mapping[str, str], ledger: LedgerId | None, scope_id: int | None
 ) -> Frame:
     """Return the metadata of a ledger, of a scope, or of all ledgers."""
     columns = (
@@ -162,7 +162,7 @@ def fragments_of(metadata: Frame, held: Frame) -> Frame:
     """
     F = functions_of(metadata)
 
-    def fragment(ensemble: Column, index: Column) -> Column:
+    def fragment(ensemble: FrameColumn, index: FrameColumn) -> FrameColumn:
         next_first = F.get("ensembles", index + 1)["firstEntryId"]
         return F.struct(
             ensemble["firstEntryId"].alias("first"),
@@ -235,7 +235,7 @@ def with_holder_count(entries: Frame, fragments: Frame, bookies: Bookies) -> Fra
     return found.select(QUALIFIED_NAME, "entryId", holder_count, "writeQuorumSize")
 
 
-def _holder_count(F: Functions, entry_id: Column, bookies: Bookies) -> Column:
+def _holder_count(F: Functions, entry_id: FrameColumn, bookies: Bookies) -> FrameColumn:
     """Return the number of `bookies` in the write set (RoundRobinDistributionSchedule) of an entry of a fragment."""
     given = [bookie.bookie_id for bookie in bookies]
     copies = F.sequence(F.lit(0), F.col("writeQuorumSize") - 1)

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from bkctl.formats.record import RECORD_SIZE
-from bkctl.spark.engine import Column, Frame, functions_of
+from bkctl.spark.engine import Frame, FrameColumn, functions_of
 from bkctl.spark.jobs.bookie_records import QUALIFIED_NAME, REPLICA
 from bkctl.spark.sources.columns import DAMAGE, TYPES, arrow_schema, table_of
 
@@ -70,14 +70,14 @@ def ddl_of(columns: dict[str, str]) -> str:
 # --- records to blocks ------------------------------------------------------------------------------------------------
 
 
-def fold(records: Frame, source: str, file_id: str, **values: Column) -> Frame:
+def fold(records: Frame, source: str, file_id: str, **values: FrameColumn) -> Frame:
     """Return records or places (bookieId, ledger, entryId, offset, `damage`) as BLOCKS; a row of damage stays a row.
 
     `file_id` is the column with the id of the log or journal; `values` are more columns of a record: file, recordSize,
     lastAddConfirmed, digest, replayed.
     """
     F = functions_of(records)
-    given: dict[str, Column] = {name: F.col(name) for name in ("offset", DAMAGE) if name in records.columns}
+    given: dict[str, FrameColumn] = {name: F.col(name) for name in ("offset", DAMAGE) if name in records.columns}
     given |= {"fileId": F.col(file_id), **values}
     columns = [given.get(name, F.lit(None).cast(kind)).alias(name) for name, kind in _RECORD.items()]
     return records.select(*REPLICA, *columns).mapInArrow(partial(_fold_batches, source), ddl_of(BLOCKS))

@@ -20,7 +20,7 @@ from bkctl.formats.names import SCOPED_DIRECTORY
 from bkctl.ids import LedgerId
 from bkctl.metadata.liveness import Liveness
 from bkctl.model import LedgerLiveness
-from bkctl.spark.engine import Frame, Session, functions_of
+from bkctl.spark.engine import Frame, JobSession, functions_of
 from bkctl.spark.facts.frames import Facts
 from bkctl.spark.jobs.bookie_records import QUALIFIED_NAME, map_rows, rows_in_tasks, with_ledger_ids
 from bkctl.spark.jobs.bookies import check_clusters, open_store
@@ -78,7 +78,7 @@ _USES: Final = (
 _DEFAULT_THRESHOLDS: Final = Thresholds()
 
 
-def log_shares(spark: Session, bookies: Bookies) -> Frame:
+def log_shares(spark: JobSession, bookies: Bookies) -> Frame:
     """Return the ledgers of each log and their bytes, from its ledgers map, else by a scan.
 
     A log without ledgers has one row, whose ledger is null. `reason` describes damage of a log; a log that is not
@@ -120,7 +120,7 @@ def log_rows(log: tuple[str, str]) -> Iterator[dict[str, Any]]:
         yield row | {QUALIFIED_NAME: ledger.qualified_name, "size": size}
 
 
-def garbage_shares(spark: Session, bookies: Bookies, connection: Mapping[str, str]) -> Frame:
+def garbage_shares(spark: JobSession, bookies: Bookies, connection: Mapping[str, str]) -> Frame:
     """Return `log_shares` with `state` (alive, dead, unknown; null for a log without ledgers) and `problem`.
 
     Raises Conflict if a bookie belongs to another cluster.

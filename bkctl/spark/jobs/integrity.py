@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bkctl.ids import LedgerId
-from bkctl.spark.engine import Frame, Session, functions_of
+from bkctl.spark.engine import Frame, JobSession, functions_of
 from bkctl.spark.jobs.bookie_records import QUALIFIED_NAME, REPLICA, KeptFrames, with_ledger_ids
 from bkctl.spark.jobs.bookies import check_clusters
 from bkctl.spark.jobs.entries import (
@@ -52,7 +52,7 @@ class Integrity(KeptFrames):
 
 
 def integrity(
-    spark: Session,
+    spark: JobSession,
     bookies: Bookies,
     connection: Mapping[str, str],
     *,

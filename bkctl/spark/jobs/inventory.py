@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from bkctl.errors import UsageError
 from bkctl.formats.entry_log import log_id_of
 from bkctl.ids import LedgerId
-from bkctl.spark.engine import Column, Frame, Functions, Session, functions_of
+from bkctl.spark.engine import Frame, FrameColumn, Functions, JobSession, functions_of
 from bkctl.spark.facts.frames import Facts
 from bkctl.spark.jobs.bookie_records import QUALIFIED_NAME, frame_of, log_records, with_ledger_ids
 from bkctl.spark.jobs.bookies import check_clusters
@@ -35,7 +35,7 @@ class Grouping(StrEnum):
     APPLICATION = "application"
 
 
-def log_files(spark: Session, bookies: Bookies) -> Frame:
+def log_files(spark: JobSession, bookies: Bookies) -> Frame:
     """Return every entry log of the bookies: file, bookieId, logId, logIdHex, scoped, fileSize (bytes)."""
     if isinstance(bookies, Facts):
         return bookies.log_files(spark)
@@ -55,7 +55,7 @@ def log_files(spark: Session, bookies: Bookies) -> Frame:
 
 
 def shares(
-    spark: Session,
+    spark: JobSession,
     bookies: Bookies,
     *,
     ledger: LedgerId | None = None,
@@ -83,7 +83,7 @@ def damages(shares: Frame) -> Frame:
 
 
 def totals(
-    spark: Session,
+    spark: JobSession,
     bookies: Bookies,
     shares: Frame,
     grouping: Grouping,
@@ -124,11 +124,13 @@ def totals(
     return rows.orderBy(F.desc("size"), *ties)
 
 
-def _sums(F: Functions) -> tuple[Column, Column]:
+def _sums(F: Functions) -> tuple[FrameColumn, FrameColumn]:
     return F.sum("entryCount").alias("entryCount"), F.sum("size").alias("size")
 
 
-def _application_totals(spark: Session, bookies: Bookies, shares: Frame, connection: Mapping[str, str] | None) -> Frame:
+def _application_totals(
+    spark: JobSession, bookies: Bookies, shares: Frame, connection: Mapping[str, str] | None
+) -> Frame:
     F = functions_of(spark)
     if connection is None:
         raise UsageError("Applications are known from a metadata store, and none is named", hint="add --metadata-uri")
@@ -138,7 +140,7 @@ def _application_totals(spark: Session, bookies: Bookies, shares: Frame, connect
     return rows.groupBy(*_APPLICATION_COLUMNS).agg(F.count("*").alias("ledgerCount"), *_sums(F))
 
 
-def applications(spark: Session, connection: Mapping[str, str]) -> Frame:
+def applications(spark: JobSession, connection: Mapping[str, str]) -> Frame:
     """Return the application of each ledger: ledgerQualifiedName, application, component, managedLedger.
 
     They come from Pulsar's custom metadata; other writers may keep an `application` there.

@@ -21,7 +21,7 @@ from bkctl.files.scan import ScanState
 from bkctl.formats.names import COOKIE_NAME
 from bkctl.formats.record import RecordType
 from bkctl.ids import LedgerId
-from bkctl.spark.engine import Frame, Session, functions_of
+from bkctl.spark.engine import Frame, JobSession, functions_of
 from bkctl.spark.facts.frames import Facts
 from bkctl.spark.facts.tables import spark_schema
 from bkctl.spark.jobs.bookie_records import (
@@ -75,7 +75,7 @@ _UNLOGGED: Final = (
 
 
 def audit(
-    spark: Session,
+    spark: JobSession,
     bookies: Bookies,
     connection: Mapping[str, str] | None = None,
     *,
@@ -108,7 +108,7 @@ def audit(
     return JournalAudit((journals, entries, *persisted), journals, entries)
 
 
-def checks(spark: Session, bookies: Bookies) -> Frame:
+def checks(spark: JobSession, bookies: Bookies) -> Frame:
     """Return one row for each journal file, missing ones too, as `bkctl journal verify` prints it; one task a bookie.
 
     A start of the bookie replays the file from byte `replayFrom` (null: not at all); the other `replay…` columns count

@@ -14,7 +14,7 @@ from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.entry_log import log_id_of
 from bkctl.formats.record import RECORD_SIZE, RECORD_SIZE_BYTES_MAX
 from bkctl.ids import LedgerId
-from bkctl.spark.engine import Column, Frame, Functions, functions_of
+from bkctl.spark.engine import Frame, FrameColumn, Functions, functions_of
 from bkctl.spark.facts.frames import Facts
 from bkctl.spark.jobs.bookie_records import QUALIFIED_NAME, REPLICA, map_rows
 from bkctl.spark.jobs.bookies import open_store
@@ -77,7 +77,7 @@ def _is_doubtful(indexes: bool, ids: Ids) -> Mask:
 def _with_served_copy(rows: Frame, *, indexes: bool) -> Frame:
     F = functions_of(rows)
 
-    def is_at_place(copy: Column) -> Column:
+    def is_at_place(copy: FrameColumn) -> FrameColumn:
         return (copy["logId"] == F.col("place.logId")) & (copy["offset"] == F.col("place.offset"))
 
     if indexes:
@@ -87,7 +87,7 @@ def _with_served_copy(rows: Frame, *, indexes: bool) -> Frame:
     return rows.withColumn("place", F.when(F.col("served").isNotNull(), place))
 
 
-def _verdict(F: Functions) -> Column:
+def _verdict(F: Functions) -> FrameColumn:
     """Return the verdict of the first condition that a replica meets, null for one that is not promised.
 
     A replayed copy comes first, since a start writes it to a new log and indexes it there.
@@ -104,13 +104,13 @@ def _verdict(F: Functions) -> Column:
     )
 
 
-def _matches(F: Functions, digest: Column) -> Column:
+def _matches(F: Functions, digest: FrameColumn) -> FrameColumn:
     """Return whether a record's `digest` is its ledger's digest type, or the ledger has no digest to check."""
     digest_type = F.col("digestType")
     return digest_type.isNull() | (digest_type == DigestType.DUMMY.name) | digest.eqNullSafe(digest_type)
 
 
-def _deciding_looks(F: Functions) -> Column:
+def _deciding_looks(F: Functions) -> FrameColumn:
     """Return the looks that decide about a replica in doubt: at the replayed copy, and at the copy in a log."""
     served, place, journaled = F.col("served"), F.col("place"), F.col("journaled")
     return F.array(
@@ -121,17 +121,17 @@ def _deciding_looks(F: Functions) -> Column:
     )
 
 
-def _other_looks(F: Functions) -> Column:
+def _other_looks(F: Functions) -> FrameColumn:
     """Return the copies to check by their records: copies that are not served, and whose columns do not match."""
 
-    def is_doubtful(copy: Column) -> Column:
+    def is_doubtful(copy: FrameColumn) -> FrameColumn:
         is_served = F.col("promised") & copy.eqNullSafe(F.col("served"))
         return ~is_served & ~_matches(F, copy["digest"])
 
     return F.transform(F.filter("copies", is_doubtful), lambda copy: look_at(F, "log", copy, decides=False))
 
 
-def look_at(F: Functions, kind: str, record: Column, *, decides: bool) -> Column:
+def look_at(F: Functions, kind: str, record: FrameColumn, *, decides: bool) -> FrameColumn:
     """Return one look: at a `log` by its file, at a `place` by log id (its file is unknown), or at a `journal`."""
     return F.struct(
         F.lit(kind).alias("kind"),

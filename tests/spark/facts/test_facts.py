@@ -38,12 +38,12 @@ from bkctl.spark.sources.columns import arrow_schema_of
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-    from bkctl.spark.engine import Session
+    from bkctl.spark.engine import JobSession
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 
-Job = Callable[["Session", Bookies, str], list[list[str]]]
+Job = Callable[["JobSession", Bookies, str], list[list[str]]]
 
 #: The bookie with a file for each ledger's index.
 INTERLEAVED = 1
@@ -140,35 +140,35 @@ def rows_of(frame: DataFrame) -> list[str]:
     return [repr(columns), *(repr(sorted(row.asDict(recursive=True).items())) for row in frame.collect())]
 
 
-def _inventory(spark: Session, bookies: Bookies, uri: str) -> list[list[str]]:
+def _inventory(spark: JobSession, bookies: Bookies, uri: str) -> list[list[str]]:
     found = shares(spark, bookies)
     connection = {"metadataUri": uri}
     by = [rows_of(totals(spark, bookies, found, grouping, connection)) for grouping in Grouping]
     return [sorted(rows_of(damages(found))), *by]
 
 
-def _integrity(spark: Session, bookies: Bookies, uri: str, **options: Any) -> list[list[str]]:
+def _integrity(spark: JobSession, bookies: Bookies, uri: str, **options: Any) -> list[list[str]]:
     found = integrity(spark, bookies, {"metadataUri": uri}, **options)
     parts = [rows_of(found.findings), rows_of(found.unchecked), rows_of(found.checked)]
     found.release()
     return parts
 
 
-def _integrity_of_copies(spark: Session, bookies: Bookies, uri: str) -> list[list[str]]:
+def _integrity_of_copies(spark: JobSession, bookies: Bookies, uri: str) -> list[list[str]]:
     return _integrity(spark, bookies, uri, indexes=False)
 
 
-def _integrity_of_scope(spark: Session, bookies: Bookies, uri: str) -> list[list[str]]:
+def _integrity_of_scope(spark: JobSession, bookies: Bookies, uri: str) -> list[list[str]]:
     return _integrity(spark, bookies, uri, scope_id=7)
 
 
-def _garbage(spark: Session, bookies: Bookies, uri: str) -> list[list[str]]:
+def _garbage(spark: JobSession, bookies: Bookies, uri: str) -> list[list[str]]:
     found = garbage_shares(spark, bookies, {"metadataUri": uri})
     used = uses(found)
     return [rows_of(used), rows_of(by_bookie(used)), rows_of(orphans(found))]
 
 
-def _journal_audit(spark: Session, bookies: Bookies, uri: str) -> list[list[str]]:
+def _journal_audit(spark: JobSession, bookies: Bookies, uri: str) -> list[list[str]]:
     found = audit(spark, bookies, {"metadataUri": uri})
     parts = [rows_of(found.journals), rows_of(found.unlogged)]
     found.release()

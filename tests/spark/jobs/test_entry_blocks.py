@@ -202,9 +202,8 @@ def test_counts_and_confirmed_entries_come_from_blocks(engine: Engine) -> None:
         expected[key] = expected[key][0] + 1, expected[key][1] + row["recordSize"] + 4
     assert found == expected
     confirmed = folded(engine.session, held._replace(places=[], journals=[])).groupBy("ledgerQualifiedName", "digest")
-    lacs = {
-        (row[0], row[1]): row.lac for row in confirmed.agg(functions_of(confirmed).max("lac").alias("lac")).collect()
-    }
+    highest = functions_of(engine.session).max("lac").alias("lac")
+    lacs = {(row[0], row[1]): row.lac for row in confirmed.agg(highest).collect()}
     for (name, digest), lac in lacs.items():
         of_ledger = [each for each in held.logs if (each["ledgerQualifiedName"], each["digest"]) == (name, digest)]
         # No entry confirms itself.
