@@ -29,7 +29,7 @@ from .files import index_app
 
 if TYPE_CHECKING:
     from bkctl.metadata.stored_ledgers import StoredLedgers
-    from bkctl.repair.findings import RepairFindings
+    from bkctl.repair.index_contents import RepairFindings
     from bkctl.repair.layout import BookieLayout
 
 app = group()

@@ -14,12 +14,16 @@ Every byte in scope 0 is Apache's. Source: ZkLedgerUnderreplicationManager, ZkLe
 
 from __future__ import annotations
 
-from bkctl.metadata.underreplication.election import AuditorElection
-from bkctl.metadata.underreplication.layout import UNDERREPLICATION, UnderreplicationLayout, mark_path
-from bkctl.metadata.underreplication.locks import LedgerLocks
-from bkctl.metadata.underreplication.marks import LedgerMarks, UnderreplicatedLedger, parse_mark
-from bkctl.metadata.underreplication.settings import AuditorCheck, AutoRecoverySettings
-from bkctl.metadata.underreplication.state import AutoRecoveryState
+from bkctl.metadata.underreplication.marks import (
+    UNDERREPLICATION,
+    LedgerLocks,
+    LedgerMarks,
+    UnderreplicatedLedger,
+    UnderreplicationLayout,
+    mark_path,
+    parse_mark,
+)
+from bkctl.metadata.underreplication.state import AuditorCheck, AuditorElection, AutoRecoverySettings, AutoRecoveryState
 
 __all__ = [
     "UNDERREPLICATION",

@@ -1,26 +1,223 @@
-"""Marks of under-replicated ledgers: which ledger lacks entries on which bookies, since when."""
+"""Ledgers marked under-replicated, the locks of the workers that replicate them, and the paths of both.
+
+Source: ZkLedgerUnderreplicationManager.
+"""
 
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import tee
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from bkctl.errors import AlreadyExists, BkctlError, MetadataVersionConflict, NotFound
+from bkctl.errors import (
+    AlreadyExists,
+    BkctlError,
+    Conflict,
+    Corrupt,
+    MetadataVersionConflict,
+    NotFound,
+    Unsupported,
+    UsageError,
+)
 from bkctl.formats.metadata import parse_text, print_text
 from bkctl.ids import I64_MAX, LedgerId, check_bookie_id
-from bkctl.metadata.store import NEW, MetadataStore, Versioned, attempt, walk_levels, watch_all
-from bkctl.metadata.underreplication.layout import (
-    DISABLE,
-    SCOPED,
-    UNDERREPLICATION,
-    UnderreplicationLayout,
-    base_path,
-    mark_path,
+from bkctl.metadata.store import (
+    NEW,
+    Claim,
+    MetadataStore,
+    Versioned,
+    attempt,
+    create_if_missing,
+    value_of,
+    walk_levels,
+    watch_all,
 )
+
+UNDERREPLICATION: Final = "underreplication"
+SCOPED: Final = f"{UNDERREPLICATION}/scopes"
+DISABLE: Final = f"{UNDERREPLICATION}/disable"
+LAYOUT_TYPE: Final = "BASIC"
+LAYOUT_VERSION: Final = 1
+_LAYOUT: Final = f"{UNDERREPLICATION}/LAYOUT"
+
+
+class UnderreplicationLayout:
+    """The nodes below `underreplication` in one store: their version, and their creation before the first write."""
+
+    def __init__(self, store: MetadataStore) -> None:
+        self.store = store
+        self._prepared = False
+
+    def check(self) -> bool:
+        """Return whether LAYOUT exists. Raises Unsupported for a layout other than Apache's, Corrupt for bad bytes."""
+        found = self.store.get(_LAYOUT)
+        if found is None:
+            return False
+        message: Any = parse_text("LedgerRereplicationLayoutFormat", found.value, f"{_LAYOUT} in {self.store.name}")
+        if (message.type, message.version) != (LAYOUT_TYPE, LAYOUT_VERSION):
+            raise Unsupported(
+                f"{_LAYOUT} in {self.store.name} is {message.type!r} version {message.version}; "
+                f"{LAYOUT_TYPE!r} version {LAYOUT_VERSION} is known"
+            )
+        return True
+
+    def prepare(self) -> None:
+        """Create LAYOUT and the directories of marks and locks, as Apache's auditor does when it starts.
+
+        Raises Unsupported for a later layout, Corrupt for bad bytes in LAYOUT. Source: checkLayout.
+        """
+        if self._prepared:
+            return
+        from bkctl.formats.data_formats_pb2 import LedgerRereplicationLayoutFormat
+
+        if not self.check():
+            layout = print_text(LedgerRereplicationLayoutFormat(type=LAYOUT_TYPE, version=LAYOUT_VERSION))
+            create_if_missing(self.store, _LAYOUT, layout.encode("ascii"))
+            self.check()
+        for path in (f"{UNDERREPLICATION}/ledgers", f"{UNDERREPLICATION}/locks"):
+            create_if_missing(self.store, path, b"")
+        self._prepared = True
+
+
+def base_path(scoped: bool) -> str:
+    """Return the directory of scope 0, or with `scoped` of all other scopes."""
+    return SCOPED if scoped else UNDERREPLICATION
+
+
+def mark_path(ledger: LedgerId) -> str:
+    """Return the path of the ledger's mark, below the root. Raises UsageError for an id of scope 0 above 2^63 − 1."""
+    digits = ledger.qualified_name if ledger.is_scoped else f"{ledger.ledger_id:016x}"
+    parts = "/".join(digits[at : at + 4] for at in range(0, len(digits), 4))
+    return f"{base_path(ledger.is_scoped)}/ledgers/{parts}/{_node_name(ledger)}"
+
+
+def lock_path(ledger: LedgerId) -> str:
+    """Return the path of the ledger's lock, below the root. Raises as `mark_path`."""
+    return f"{base_path(ledger.is_scoped)}/locks/{_node_name(ledger)}"
+
+
+def _node_name(ledger: LedgerId) -> str:
+    if ledger.is_scoped:
+        return f"urL{ledger.qualified_name}"
+    if ledger.ledger_id > I64_MAX:
+        raise UsageError(f"Ledger id {ledger.ledger_id} is 2^63 or more, which no ledger of scope 0 can have")
+    return f"urL{ledger.ledger_id:010d}"
+
+
+class LedgerLock(NamedTuple):
+    """A ledger under replication.
+
+    `owner` is the name that the worker gave: Apache's workers give their host name, not their bookie id; None where the
+    worker gave none, or one that cannot be read. `ctime_ms` is the time of the lock, in ms since 1970.
+    """
+
+    ledger: LedgerId
+    owner: str | None
+    ctime_ms: int | None
+
+
+class LedgerLocks:
+    """The locks of one cluster, in all scopes. Methods raise Unreachable, as `MetadataStore`."""
+
+    def __init__(self, store: MetadataStore, layout: UnderreplicationLayout | None = None) -> None:
+        self.store = store
+        self._layout = layout or UnderreplicationLayout(store)
+        self._claims: dict[LedgerId, Claim] = {}
+        self._claims_lock = threading.Lock()
+
+    def list(self, scope_id: int | None = None) -> Iterator[LedgerLock]:
+        """Yield the locks of the scope's ledgers (None: of any scope), by ascending ledger id."""
+        places = sorted(self._places(scope_id))
+        for (ledger, _), found in zip(places, self.store.get_many(path for _, path in places), strict=True):
+            if found is not None:
+                yield LedgerLock(ledger, _owner(found), found.ctime_ms)
+
+    def ledgers(self) -> set[LedgerId]:
+        """Return the ids of all locked ledgers of all scopes, without their owners."""
+        return {ledger for ledger, _ in self._places(None)}
+
+    def get(self, ledger: LedgerId) -> LedgerLock | None:
+        """Return the lock of the ledger, None for an unlocked ledger."""
+        found = self.store.get(lock_path(ledger))
+        return None if found is None else LedgerLock(ledger, _owner(found), found.ctime_ms)
+
+    def lock(self, ledger: LedgerId, owner: str) -> Claim:
+        """Lock the ledger against other workers, until `unlock` or the end of the store's session.
+
+        The session may end during the replication: the returned claim says whether the lock is still held. Raises
+        Conflict, naming the owner, for a locked ledger. Source: acquireUnderreplicatedLedger.
+        """
+        return value_of(self.lock_many([ledger], owner)[0])
+
+    def lock_many(self, ledgers: Sequence[LedgerId], owner: str) -> Sequence[Claim | BkctlError]:
+        """`lock` each ledger on its own; a ledger that fails has its error in its place. Raises only Unreachable."""
+        from bkctl.formats.data_formats_pb2 import LockDataFormat
+
+        self._layout.prepare()
+        value = print_text(LockDataFormat(bookieId=owner)).encode("ascii")
+        claimed = self.store.claim_many([lock_path(ledger) for ledger in ledgers], value)
+        results: list[Claim | BkctlError] = []
+        for ledger, found in zip(ledgers, claimed, strict=True):
+            if isinstance(found, AlreadyExists):
+                results.append(self._conflict(ledger, found))
+                continue
+            if not isinstance(found, BkctlError):
+                with self._claims_lock:
+                    self._claims[ledger] = found
+            results.append(found)
+        return results
+
+    def _conflict(self, ledger: LedgerId, cause: AlreadyExists) -> Conflict:
+        present = self.get(ledger)
+        by = f" by {present.owner}" if present is not None and present.owner else ""
+        conflict = Conflict(f"Ledger {ledger} is being replicated{by}")
+        conflict.__cause__ = cause
+        return conflict
+
+    def unlock(self, ledger: LedgerId) -> None:
+        """Release the lock that this object took, unless it was lost since, or taken by another worker.
+
+        Source: releaseUnderreplicatedLedger.
+        """
+        self.unlock_many([ledger])
+
+    def unlock_all(self) -> None:
+        """`unlock` each ledger that this object has locked. Raises Unreachable, as `unlock_many`."""
+        self.unlock_many(list(self._claims))
+
+    def unlock_many(self, ledgers: Collection[LedgerId]) -> None:
+        """`unlock` each ledger. Raises Unreachable: some may stay locked until the next call."""
+        with self._claims_lock:
+            claims = {ledger: self._claims[ledger] for ledger in ledgers if ledger in self._claims}
+        self.store.release_many(list(claims.values()))
+        with self._claims_lock:
+            for ledger, claim in claims.items():
+                if self._claims.get(ledger) is claim:
+                    del self._claims[ledger]
+
+    def _places(self, scope_id: int | None) -> Iterator[tuple[LedgerId, str]]:
+        for base, pattern, radix in (
+            (f"{UNDERREPLICATION}/locks", DEFAULT_NODE, 10),
+            (f"{SCOPED}/locks", SCOPED_NODE, 16),
+        ):
+            for name in self.store.children(base) or ():
+                if match := pattern.fullmatch(name):
+                    ledger = LedgerId.from_value(int(match[1], radix))
+                    if scope_id is None or ledger.scope_id == scope_id:
+                        yield ledger, f"{base}/{name}"
+
+
+def _owner(found: Versioned[bytes]) -> str | None:
+    try:
+        message = parse_text("LockDataFormat", found.value, "Lock")
+    except Corrupt:  # The ledger is locked all the same.
+        return None
+    return message.bookieId if message.HasField("bookieId") else None
+
 
 _HEX_4: Final = re.compile("[0-9a-f]{4}", re.ASCII)
 #: Names of marks, and of locks.

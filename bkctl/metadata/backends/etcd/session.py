@@ -20,8 +20,15 @@ from bkctl.metadata.backends.etcd.connection import (
     is_stale_token,
     status_of,
 )
-from bkctl.metadata.backends.etcd.nodes import EtcdNodes
-from bkctl.metadata.backends.etcd.requests import at_revision, delete_key, first_key, get_key, is_absent, put_key
+from bkctl.metadata.backends.etcd.requests import (
+    EtcdNodes,
+    at_revision,
+    delete_key,
+    first_key,
+    get_key,
+    is_absent,
+    put_key,
+)
 from bkctl.metadata.store import Claim
 
 RESTORE_PAUSE_S: Final = 0.5

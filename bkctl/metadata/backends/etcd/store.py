@@ -18,9 +18,9 @@ from typing import Any, Final
 
 from bkctl.errors import AlreadyExists, BkctlError, Conflict, MetadataVersionConflict, NotFound, UsageError
 from bkctl.metadata.backends.etcd.connection import BATCH_SIZE, EtcdConnection, RevisionCompacted
-from bkctl.metadata.backends.etcd.nodes import EtcdNodes
-from bkctl.metadata.backends.etcd.pages import PageRange
 from bkctl.metadata.backends.etcd.requests import (
+    EtcdNodes,
+    PageRange,
     at_revision,
     delete_key,
     first_key,
