@@ -147,12 +147,10 @@ LARGE_CLASSES = {
     "IndexPersistenceMgr": "Java's class of this name, method by method",
     "InterleavedLedgerStorage": "the interface of LedgerStorage, which has more methods than the limit",
     "JournalReader": "replay, verification and search read records by the same state",
-    "LedgerManager": "the calls on ledger metadata of every command, one for each kind of read and write",
     "LedgerStorage": "the interface of storage classes",
     "RecordBatch": "one short method for each column of a batch",
     "SingleDirectoryDbLedgerStorage": "the interface of LedgerStorage, which has more methods than the limit",
     "SortedLedgerStorage": "the interface of LedgerStorage, which has more methods than the limit",
-    "SqliteStore": "the interface of a metadata store, which has more methods than the limit",
 }
 
 

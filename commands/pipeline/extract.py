@@ -61,7 +61,7 @@ def extract(
     once it is complete. HMAC digests need the cluster (--conf names it): without one, records with HMAC or DUMMY
     digests are copied whole.
     """
-    from bkctl.spark.facts.store import FactsStore
+    from bkctl.spark.facts.facts_store import FactsStore
 
     store = FactsStore(uri)  # It says what is not installed.
     from bkctl.spark.facts.extraction import extract

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from bkctl.formats.index import ledger_of_index_path
 from bkctl.metadata.liveness import check_cookie
 from bkctl.spark.engine import Frame, FrameColumn, Functions, JobSession, functions_of
-from bkctl.spark.facts.store import FactsStore, PartList
+from bkctl.spark.facts.facts_store import FactsStore, PartList
 from bkctl.spark.facts.tables import REQUIRED, TABLES, spark_schema
 from bkctl.spark.failures import ERROR_START
 from bkctl.spark.local.session import LocalSession

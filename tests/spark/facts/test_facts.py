@@ -25,8 +25,8 @@ from bkctl.formats.index import HEADER_SIZE
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
 from bkctl.spark.facts.extraction import ExtractCounts, extract
+from bkctl.spark.facts.facts_store import FactsStore
 from bkctl.spark.facts.frames import Facts
-from bkctl.spark.facts.store import FactsStore
 from bkctl.spark.jobs.bookies import Bookies, find_bookies
 from bkctl.spark.jobs.garbage import by_bookie, garbage_shares, orphans, uses
 from bkctl.spark.jobs.integrity import integrity

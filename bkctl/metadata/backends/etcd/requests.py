@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from bkctl.errors import AlreadyExists, NotFound
 from bkctl.metadata.backends.etcd import etcdrpc
-from bkctl.metadata.backends.etcd.connection import EtcdConnection
+from bkctl.metadata.backends.etcd.etcd_connection import EtcdConnection
 from bkctl.metadata.store import NO_CLUSTER_HINT, RACKS, Versioned, full_path
 
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 from bkctl.errors import AlreadyExists, BkctlError, Conflict, MetadataVersionConflict, NotFound, Unsupported, UsageError
 from bkctl.metadata.backends.hbase.regions import HBaseTable, TableMissing
 from bkctl.metadata.backends.hbase.rows import HBaseRow, Rows
-from bkctl.metadata.backends.zookeeper.store import ZooKeeperStore
+from bkctl.metadata.backends.zookeeper.zookeeper_store import ZooKeeperStore
 from bkctl.metadata.ledgers import LEDGERS
 from bkctl.metadata.store import (
     NEW,

@@ -13,7 +13,7 @@ import grpc
 from bkctl.errors import AlreadyExists, BkctlError, Unreachable
 from bkctl.metadata.backends.ephemerals import Ephemerals
 from bkctl.metadata.backends.etcd import etcdrpc
-from bkctl.metadata.backends.etcd.connection import (
+from bkctl.metadata.backends.etcd.etcd_connection import (
     REQUIRE_LEADER,
     EtcdConnection,
     LeaseLost,

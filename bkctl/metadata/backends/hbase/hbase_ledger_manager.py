@@ -8,7 +8,7 @@ from typing import Final
 
 from bkctl.errors import BkctlError
 from bkctl.ids import U64_MAX, LedgerId
-from bkctl.metadata.backends.hbase.store import HBaseStore
+from bkctl.metadata.backends.hbase.hbase_store import HBaseStore
 from bkctl.metadata.ledgers import QualifiedNameLedgerManager, VersionedMetadata
 from bkctl.metadata.store import attempt
 

@@ -17,7 +17,9 @@ from itertools import islice
 from typing import Any, Final
 
 from bkctl.errors import AlreadyExists, BkctlError, Conflict, MetadataVersionConflict, NotFound, UsageError
-from bkctl.metadata.backends.etcd.connection import BATCH_SIZE, EtcdConnection, RevisionCompacted
+from bkctl.metadata.backends.etcd.etcd_connection import BATCH_SIZE, EtcdConnection, RevisionCompacted
+from bkctl.metadata.backends.etcd.etcd_session import EtcdSession
+from bkctl.metadata.backends.etcd.etcd_watches import EtcdWatches
 from bkctl.metadata.backends.etcd.requests import (
     EtcdNodes,
     PageRange,
@@ -34,8 +36,6 @@ from bkctl.metadata.backends.etcd.requests import (
     transaction,
     versioned,
 )
-from bkctl.metadata.backends.etcd.session import EtcdSession
-from bkctl.metadata.backends.etcd.watches import EtcdWatches
 from bkctl.metadata.store import (
     NEW,
     NO_SECURITY,
