@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from starlette.responses import Response, StreamingResponse
 
 from bkctl.errors import UsageError
-from bkctl.ids import I64_MAX
+from bkctl.ids import I64_MAX, parse_scope_id
 
 if TYPE_CHECKING:
     from bkctl.http.service import Service
+
 
 PREFIX: Final = "/api/v1"
 JSON: Final = "application/json"
@@ -365,3 +366,18 @@ def error_codes(endpoint: ApiEndpoint) -> Iterator[tuple[int, str]]:
     yield 500, "Stored data is damaged, or the server is at fault"
     yield 503, "Too much to do, or a server behind it cannot be reached"
     yield 504, "A server behind it did not answer in time"
+
+
+#: Every scope, as the value of a scope parameter.
+ALL_SCOPES: Final = "*"
+LIMIT_MAX: Final = 1_000_000
+#: Items that are sent as one piece, which bounds the memory of an endless answer.
+BATCH_COUNT: Final = 1000
+
+SCOPES: Final = Value("ledger_scope_id", f"Ledgers of this scope (BP-35); default 0, {ALL_SCOPES} for all scopes.")
+
+
+def scope_of(call: ApiCall) -> int | None:
+    """Return the scope that the request names; None for all scopes. Raise UsageError."""
+    text = call.values.get("ledger_scope_id", "0")
+    return None if text == ALL_SCOPES else parse_scope_id(text)

@@ -16,8 +16,7 @@ from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
 from bkctl.metadata.racks import BookieRacks
 from bkctl.metadata.store import NEW
-from bkctl.metadata.underreplication import LedgerLocks, LedgerMarks
-from bkctl.metadata.underreplication.marks import lock_path
+from bkctl.metadata.underreplication import LedgerLocks, LedgerMarks, lock_path
 from bkctl.pace import Pace
 from bkctl.protocol.messages import AddRequest, ListEntriesRequest, ReadRequest
 from bkctl.replication import move_queue

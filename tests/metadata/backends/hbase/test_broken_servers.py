@@ -23,8 +23,8 @@ from bkctl.errors import BkctlError, Corrupt, MetadataVersionConflict, TimedOut,
 from bkctl.formats.metadata import Fragment, LedgerMetadata
 from bkctl.ids import I64_MAX, LedgerId
 from bkctl.metadata.backends.hbase import hbase_pb2 as pb
-from bkctl.metadata.backends.hbase import regions
 from bkctl.metadata.backends.hbase import hbase_store as store_module
+from bkctl.metadata.backends.hbase import regions
 from bkctl.metadata.backends.hbase.hbase_ledger_manager import HBaseLedgerManager
 from bkctl.metadata.backends.hbase.hbase_store import HBaseStore
 from bkctl.metadata.backends.hbase.regions import HBaseTable, TableMissing
