@@ -309,11 +309,11 @@ class Cluster(Closing):
         if self.location.driver == "sqlite" and layout.factory_class == _SQLITE_CLASS:
             return QualifiedNameLedgerManager(self.store)
         if layout == _ETCD_LAYOUT and self.location.driver == "etcd":
-            from bkctl.metadata.backends.etcd.etcd_ledger_manager import EtcdLedgerManager
+            from bkctl.metadata.backends.etcd.etcd_store import EtcdLedgerManager
 
             return EtcdLedgerManager(self.store)
         if self.location.driver == "hbase" and layout == new_layout(self.location):
-            from bkctl.metadata.backends.hbase.hbase_ledger_manager import HBaseLedgerManager
+            from bkctl.metadata.backends.hbase.hbase_store import HBaseLedgerManager
 
             return HBaseLedgerManager(self.store)
         entry = _ZOOKEEPER_LAYOUTS.get(name) if self.location.driver == "zk" else None
