@@ -58,7 +58,7 @@ class LedgerRange(NamedTuple):
     ledgers: list[LedgerId]
 
 
-class LedgerIds(ABC):
+class StoredLedgerIds(ABC):
     """The ids of a cluster's ledgers: those that exist, in ascending order, and the generator of new ones."""
 
     def ledgers(self, scope_id: int | None = 0, after: LedgerId | None = None) -> Iterator[LedgerId]:
@@ -160,7 +160,7 @@ class LedgerIds(ABC):
         """Return the next id of scope 0."""
 
 
-class LedgerManager(LedgerIds):
+class LedgerManager(StoredLedgerIds):
     """The ledgers of one cluster. Methods raise Unreachable, as `MetadataStore`; all may be called from any thread."""
 
     #: The largest id of scope 0 whose name every Apache class of the layout recognises.
