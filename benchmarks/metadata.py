@@ -25,7 +25,7 @@ from run import full_speed_java, servers
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
-from bkctl.metadata.backends.zookeeper.store import ZooKeeperStore
+from bkctl.metadata.backends.zookeeper.zookeeper_store import ZooKeeperStore
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.store import map_each, value_of
 

@@ -151,7 +151,7 @@ def make_facts(directory: Path, entries: int) -> tuple[str, str, int]:
 
     from bkctl.formats.metadata import Fragment, LedgerMetadata, LedgerState
     from bkctl.metadata.cluster import open_cluster
-    from bkctl.spark.facts.store import FactsStore, directory_name, list_path
+    from bkctl.spark.facts.facts_store import FactsStore, directory_name, list_path
     from bkctl.spark.facts.tables import ROW_GROUP_ROWS, TABLES
 
     store, root = FactsStore(str(directory / "facts")), directory / "facts" / "v1"

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bkctl.config import BookieConfig
-    from bkctl.metadata.underreplication import AuditorCheck
-    from bkctl.metadata.underreplication.marks import MarkChange
+    from bkctl.metadata.underreplication import AuditorCheck, MarkChange
 
 app = group()
 

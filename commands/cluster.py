@@ -591,8 +591,7 @@ def nuke_cluster(
     that id is required. The bookies' own files stay, but no bookie starts on them again. With
     --backup, 'metadata import' restores the metadata.
     """
-    from bkctl.metadata.admin.dump.export import export_to_file
-    from bkctl.metadata.admin.dump.sources import ClusterSource
+    from bkctl.metadata.admin.dump.sources import ClusterSource, export_to_file
     from bkctl.metadata.admin.nuke import nuke, plan_nuke
 
     with access.cluster() as cluster:

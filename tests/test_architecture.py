@@ -109,9 +109,6 @@ CIRCLES = {
         f"bkctl.protocol.{name}"
         for name in ("backpressure", "flow", "handler", "served_connection", "server", "start_tls")
     ): "a connection is made of these parts, and each part acts on the connection",
-    frozenset({"bkctl.spark.local.session", "bkctl.spark.local.frames"}): (
-        "as in Spark: a session makes frames, and a frame runs in its session"
-    ),
 }
 
 
@@ -146,17 +143,14 @@ LARGE_CLASSES = {
     "DbLedgerStorage": "the interface of LedgerStorage for several directories: most methods choose one and call it",
     "EntryLogReader": "scans, ledgers maps and searches behind damage read one mapped file by the same rules",
     "EntryLogger": "readers, writers and the removal of entry logs share the open files and their lock",
-    "Frame": "the methods of Spark's DataFrame that jobs use, one statement each",
     "IndexInMemPageMgr": "Java's class of this name, method by method",
     "IndexPersistenceMgr": "Java's class of this name, method by method",
     "InterleavedLedgerStorage": "the interface of LedgerStorage, which has more methods than the limit",
     "JournalReader": "replay, verification and search read records by the same state",
-    "LedgerManager": "the calls on ledger metadata of every command, one for each kind of read and write",
     "LedgerStorage": "the interface of storage classes",
     "RecordBatch": "one short method for each column of a batch",
     "SingleDirectoryDbLedgerStorage": "the interface of LedgerStorage, which has more methods than the limit",
     "SortedLedgerStorage": "the interface of LedgerStorage, which has more methods than the limit",
-    "SqliteStore": "the interface of a metadata store, which has more methods than the limit",
 }
 
 

@@ -33,12 +33,12 @@ from bkctl.http.endpoints import (
     TEXT,
     ApiCall,
     ApiEndpoint,
+    document,
     error_answer,
     json_answer,
     text_answer,
 )
 from bkctl.http.gateway import Upstream, forward
-from bkctl.http.openapi import document
 from bkctl.http.server_url import is_loopback_address
 from bkctl.http.service import Service, ServiceUnavailable
 

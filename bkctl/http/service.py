@@ -16,8 +16,7 @@ from bkctl.errors import BkctlError, TimedOut
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.store import NO_SECURITY, StoreSecurity
 from bkctl.replication.bookie_mover import BookieMover
-from bkctl.replication.decommission import Decommission
-from bkctl.replication.departure import BLOCKING_RESULTS
+from bkctl.replication.departure import BLOCKING_RESULTS, Decommission
 from bkctl.replication.move_plan import plan_move
 from bkctl.tasks import drop_error
 

@@ -309,11 +309,11 @@ class Cluster(Closing):
         if self.location.driver == "sqlite" and layout.factory_class == _SQLITE_CLASS:
             return QualifiedNameLedgerManager(self.store)
         if layout == _ETCD_LAYOUT and self.location.driver == "etcd":
-            from bkctl.metadata.backends.etcd.ledger_manager import EtcdLedgerManager
+            from bkctl.metadata.backends.etcd.etcd_store import EtcdLedgerManager
 
             return EtcdLedgerManager(self.store)
         if self.location.driver == "hbase" and layout == new_layout(self.location):
-            from bkctl.metadata.backends.hbase.ledger_manager import HBaseLedgerManager
+            from bkctl.metadata.backends.hbase.hbase_store import HBaseLedgerManager
 
             return HBaseLedgerManager(self.store)
         entry = _ZOOKEEPER_LAYOUTS.get(name) if self.location.driver == "zk" else None
@@ -466,7 +466,7 @@ def _open_store(
 
         return SqliteStore(location.path, timeout_s=times["timeout_s"], create=create)
     if location.driver == "zk":
-        from bkctl.metadata.backends.zookeeper.store import ZooKeeperStore
+        from bkctl.metadata.backends.zookeeper.zookeeper_store import ZooKeeperStore
 
         # Pulsar's PATH is a chroot, with the root at `ledgers` in it; operators also write the path of the root.
         root = f"{location.path.rstrip('/')}/ledgers" if location.pulsar else location.path
@@ -475,11 +475,11 @@ def _open_store(
             store.change_root(location.path)
         return store
     if location.driver == "hbase":
-        from bkctl.metadata.backends.hbase.store import HBaseStore
+        from bkctl.metadata.backends.hbase.hbase_store import HBaseStore
 
         prefix = location.path[1:]
         return HBaseStore(location.connect_string, prefix, znode=location.znode, security=security, **times)
-    from bkctl.metadata.backends.etcd.store import EtcdStore
+    from bkctl.metadata.backends.etcd.etcd_store import EtcdStore
 
     return EtcdStore(location.hosts, location.path, security=security, **times)
 

@@ -58,7 +58,109 @@ class LedgerRange(NamedTuple):
     ledgers: list[LedgerId]
 
 
-class LedgerManager(ABC):
+class StoredLedgerIds(ABC):
+    """The ids of a cluster's ledgers: those that exist, in ascending order, and the generator of new ones."""
+
+    def ledgers(self, scope_id: int | None = 0, after: LedgerId | None = None) -> Iterator[LedgerId]:
+        """Yield the ids of the scope's ledgers (None: of every scope) in ascending order, only those after `after`.
+
+        At most some directories of ledgers are held. Ledgers that exist during the whole iteration are included exactly
+        once; ledgers created or deleted meanwhile may be. Raises Conflict for a scope ≠ 0 when the `scopes` tree is
+        another cluster's; with None such a tree is passed over (see `scopes_state`).
+        """
+        return chain.from_iterable(self.batches(scope_id, after))
+
+    @abstractmethod
+    def batches(self, scope_id: int | None = 0, after: LedgerId | None = None) -> Iterator[list[LedgerId]]:
+        """Yield `ledgers` in non-empty lists: of one directory each, where the store has directories.
+
+        No list has ledgers of scope 0 and of another scope.
+        """
+
+    def ranges(self, scope_id: int | None = 0, *, size: int = RANGE_SIZE) -> Iterator[LedgerRange]:
+        """Cut the scope's ids (None: those in all scopes) into ranges of about `size` ledgers, in ascending order.
+
+        Ranges touch but never overlap; the last one reaches the end of the scope, and an empty scope is one range.
+        A range's `ledgers` are all that exist between its ends: a ledger that existed before the iteration, and is
+        missing in its range, was deleted. Scopes ≠ 0 without such a proof (see `scopes_state`) are in no range; an
+        error ends the ranges, and proves nothing about the ids behind the last one. Source: getLedgerRanges.
+        """
+        proven = scope_id == 0 or self.scopes_state() == "ours"
+        if scope_id is None:
+            first, end = LedgerId(0, 0), LedgerId(U64_MAX if proven else 0, U64_MAX)
+        else:
+            if not proven:
+                next(self.ledgers(scope_id), None)  # raises where they are another cluster's
+                return
+            first, end = LedgerId(scope_id, 0), LedgerId(scope_id, U64_MAX)
+        held: list[LedgerId] = []
+        for batch in self.batches(scope_id if proven else 0, None):
+            held += batch
+            while len(held) >= size and held[size - 1] < end:
+                cut, held = held[:size], held[size:]
+                yield LedgerRange(first, cut[-1], cut)
+                first = LedgerId.from_value(cut[-1].value + 1)
+        yield LedgerRange(first, end, held)
+
+    def scopes(self) -> Iterator[int]:
+        """Yield the scope ids that have a ledger, ascending; a `scopes` tree of another cluster is passed over."""
+        if next(self.ledgers(0), None) is not None:
+            yield 0
+        last = 0
+        # Scopes mostly have few ledgers, and a listing has many requests under way.
+        for scope_id, _ in self.ledgers(None, LedgerId(0, U64_MAX)):
+            if scope_id != last:
+                yield scope_id
+                last = scope_id
+
+    def scopes_state(self) -> ScopesState:
+        """Return the owner of the scopes ≠ 0 in this store, read again in each call.
+
+        "ours": a scoped ledger that is not listed does not exist. "absent": none is listed, which proves nothing.
+        "foreign": a cluster that was formatted since left them. Garbage collection may only act on "ours".
+        """
+        return "ours"
+
+    def new_ledger_id(self, scope_id: int = 0) -> LedgerId:
+        """Return an id for a new ledger: from the store's own sequence in scope 0, else random.
+
+        A ledger created with an explicit id may have it already: `create` then raises LedgerExists; take the next id.
+        """
+        if scope_id == 0:
+            return LedgerId(0, self._new_default_id())
+        import uuid
+
+        return LedgerId(scope_id, uuid.uuid4().int & U64_MAX)
+
+    def id_position(self) -> int | None:
+        """Return a position past every generated id of scope 0; None: unknown.
+
+        Generators that count give this id next, or a greater one; etcd's buckets also return to smaller ones.
+        """
+        return None
+
+    def skip_ids(self, position: int) -> bool:
+        """Advance the generator past the ids that one at `position` (see `id_position`) gave; False: impossible."""
+        return False
+
+    def generator_state(self) -> tuple[int, ...]:
+        """Return the state of the generator of ids in scope 0, for `generated_since`."""
+        return (self.id_position() or 0,)
+
+    def generated_since(self, state: tuple[int, ...]) -> Iterator[LedgerId]:
+        """Yield every ledger of scope 0 whose id was generated since `state`, ascending, and no id generated before.
+
+        Ids without a ledger, and ledgers that were created with explicit ids, may be among them. The cost is that of
+        the ids since `state`.
+        """
+        return self.ledgers(0, LedgerId(0, state[0] - 1) if state[0] else None)
+
+    @abstractmethod
+    def _new_default_id(self) -> int:
+        """Return the next id of scope 0."""
+
+
+class LedgerManager(StoredLedgerIds):
     """The ledgers of one cluster. Methods raise Unreachable, as `MetadataStore`; all may be called from any thread."""
 
     #: The largest id of scope 0 whose name every Apache class of the layout recognises.
@@ -205,79 +307,6 @@ class LedgerManager(ABC):
         report()
         return cancel
 
-    # many ledgers
-
-    def ledgers(self, scope_id: int | None = 0, after: LedgerId | None = None) -> Iterator[LedgerId]:
-        """Yield the ids of the scope's ledgers (None: of every scope) in ascending order, only those after `after`.
-
-        At most some directories of ledgers are held. Ledgers that exist during the whole iteration are included exactly
-        once; ledgers created or deleted meanwhile may be. Raises Conflict for a scope ≠ 0 when the `scopes` tree is
-        another cluster's; with None such a tree is passed over (see `scopes_state`).
-        """
-        return chain.from_iterable(self.batches(scope_id, after))
-
-    @abstractmethod
-    def batches(self, scope_id: int | None = 0, after: LedgerId | None = None) -> Iterator[list[LedgerId]]:
-        """Yield `ledgers` in non-empty lists: of one directory each, where the store has directories.
-
-        No list has ledgers of scope 0 and of another scope.
-        """
-
-    def ranges(self, scope_id: int | None = 0, *, size: int = RANGE_SIZE) -> Iterator[LedgerRange]:
-        """Cut the scope's ids (None: those in all scopes) into ranges of about `size` ledgers, in ascending order.
-
-        Ranges touch but never overlap; the last one reaches the end of the scope, and an empty scope is one range.
-        A range's `ledgers` are all that exist between its ends: a ledger that existed before the iteration, and is
-        missing in its range, was deleted. Scopes ≠ 0 without such a proof (see `scopes_state`) are in no range; an
-        error ends the ranges, and proves nothing about the ids behind the last one. Source: getLedgerRanges.
-        """
-        proven = scope_id == 0 or self.scopes_state() == "ours"
-        if scope_id is None:
-            first, end = LedgerId(0, 0), LedgerId(U64_MAX if proven else 0, U64_MAX)
-        else:
-            if not proven:
-                next(self.ledgers(scope_id), None)  # raises where they are another cluster's
-                return
-            first, end = LedgerId(scope_id, 0), LedgerId(scope_id, U64_MAX)
-        held: list[LedgerId] = []
-        for batch in self.batches(scope_id if proven else 0, None):
-            held += batch
-            while len(held) >= size and held[size - 1] < end:
-                cut, held = held[:size], held[size:]
-                yield LedgerRange(first, cut[-1], cut)
-                first = LedgerId.from_value(cut[-1].value + 1)
-        yield LedgerRange(first, end, held)
-
-    def scopes(self) -> Iterator[int]:
-        """Yield the scope ids that have a ledger, ascending; a `scopes` tree of another cluster is passed over."""
-        if next(self.ledgers(0), None) is not None:
-            yield 0
-        last = 0
-        # Scopes mostly have few ledgers, and a listing has many requests under way.
-        for scope_id, _ in self.ledgers(None, LedgerId(0, U64_MAX)):
-            if scope_id != last:
-                yield scope_id
-                last = scope_id
-
-    def scopes_state(self) -> ScopesState:
-        """Return the owner of the scopes ≠ 0 in this store, read again in each call.
-
-        "ours": a scoped ledger that is not listed does not exist. "absent": none is listed, which proves nothing.
-        "foreign": a cluster that was formatted since left them. Garbage collection may only act on "ours".
-        """
-        return "ours"
-
-    def new_ledger_id(self, scope_id: int = 0) -> LedgerId:
-        """Return an id for a new ledger: from the store's own sequence in scope 0, else random.
-
-        A ledger created with an explicit id may have it already: `create` then raises LedgerExists; take the next id.
-        """
-        if scope_id == 0:
-            return LedgerId(0, self._new_default_id())
-        import uuid
-
-        return LedgerId(scope_id, uuid.uuid4().int & U64_MAX)
-
     # copies of metadata
 
     def values(self, ids: Iterable[LedgerId]) -> Iterator[tuple[LedgerId, Versioned[bytes] | None]]:
@@ -302,44 +331,17 @@ class LedgerManager(ABC):
             self._prepare_scopes()
         return self.path(ledger)
 
-    def id_position(self) -> int | None:
-        """Return a position past every generated id of scope 0; None: unknown.
-
-        Generators that count give this id next, or a greater one; etcd's buckets also return to smaller ones.
-        """
-        return None
-
-    def skip_ids(self, position: int) -> bool:
-        """Advance the generator past the ids that one at `position` (see `id_position`) gave; False: impossible."""
-        return False
-
-    def generator_state(self) -> tuple[int, ...]:
-        """Return the state of the generator of ids in scope 0, for `generated_since`."""
-        return (self.id_position() or 0,)
-
-    def generated_since(self, state: tuple[int, ...]) -> Iterator[LedgerId]:
-        """Yield every ledger of scope 0 whose id was generated since `state`, ascending, and no id generated before.
-
-        Ids without a ledger, and ledgers that were created with explicit ids, may be among them. The cost is that of
-        the ids since `state`.
-        """
-        return self.ledgers(0, LedgerId(0, state[0] - 1) if state[0] else None)
-
     # for subclasses
 
     @abstractmethod
     def path(self, ledger: LedgerId) -> str:
         """Return the path of the ledger's metadata, below the root. Raises UsageError for an id that does not fit."""
 
-    @abstractmethod
-    def _new_default_id(self) -> int:
-        """Return the next id of scope 0."""
-
     def _prunable_count(self, ledger: LedgerId, path: str) -> int:
         """Return the number of parents to delete with the ledger's node where they are empty."""
         return 0
 
-    def _prepare_scopes(self) -> None:  # noqa: B027
+    def _prepare_scopes(self) -> None:
         """Prepare the store for scoped ledgers."""
 
     def _path_to_read(self, ledger: LedgerId) -> str:

@@ -17,7 +17,7 @@ from bkctl.files.conversion import ConversionState
 from bkctl.files.directories import BookieDirectories
 from bkctl.formats.index import LedgerData
 from bkctl.ids import LedgerId
-from bkctl.repair.findings import Progress
+from bkctl.repair.index_contents import Progress
 from bkctl.repair.layout import BookieLayout
 
 #: Ledgers and entries between two checkpoints, from which a killed conversion resumes.

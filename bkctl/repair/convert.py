@@ -24,10 +24,9 @@ from bkctl.formats.names import CONVERSION_NAME
 from bkctl.repair.conversion import DATABASE_NAMES, Conversion, IndexConverter
 from bkctl.repair.convert_to_databases import DatabaseConverter
 from bkctl.repair.convert_to_index_files import IndexFileConverter
-from bkctl.repair.findings import Progress
-from bkctl.repair.layout import BookieLayout
+from bkctl.repair.index_contents import Progress
+from bkctl.repair.layout import BookieLayout, time_stamp
 from bkctl.repair.regenerate import INDEX
-from bkctl.repair.replacement import time_stamp
 
 
 def convert(

@@ -27,10 +27,9 @@ from bkctl.repair.conversion import (
     IndexedLedger,
     levels_in,
 )
-from bkctl.repair.findings import Progress
-from bkctl.repair.layout import BookieLayout
+from bkctl.repair.index_contents import Progress
+from bkctl.repair.layout import BookieLayout, backup_name, prepare_building, sync_tree
 from bkctl.repair.regenerate import INDEX
-from bkctl.repair.replacement import backup_name, prepare_building, sync_tree
 
 
 class _DatabasePairs(ExitStack):

@@ -27,8 +27,8 @@ from bkctl.repair.conversion import (
     IndexedLedger,
     levels_in,
 )
+from bkctl.repair.layout import prepare_building, sync_tree
 from bkctl.repair.regenerate import INDEX, IndexFileBuilder
-from bkctl.repair.replacement import prepare_building, sync_tree
 
 _BUILDING_NAME = f"{INDEX}{UNFINISHED_SUFFIX}"
 

@@ -21,11 +21,19 @@ from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
 from bkctl.formats.index import LedgerData
 from bkctl.ids import LedgerId
 from bkctl.model import LedgerFacts, LedgerFactsLookup, LedgerLiveness
-from bkctl.repair.findings import DamagedFile, Progress, RepairFindings
-from bkctl.repair.layout import BookieLayout, Storage
-from bkctl.repair.ledger_facts import JournalFacts, decide_ledger_data, is_ledger, read_journals
-from bkctl.repair.log_entries import DamagedLogs, read_log_entries, read_log_ledgers
-from bkctl.repair.replacement import prepare_building, replace_directory, time_stamp
+from bkctl.repair.index_contents import (
+    DamagedFile,
+    DamagedLogs,
+    JournalFacts,
+    Progress,
+    RepairFindings,
+    decide_ledger_data,
+    is_ledger,
+    read_journals,
+    read_log_entries,
+    read_log_ledgers,
+)
+from bkctl.repair.layout import BookieLayout, Storage, prepare_building, replace_directory, time_stamp
 
 LEDGERS: Final = "ledgers"
 LOCATIONS: Final = "locations"

@@ -25,11 +25,16 @@ from bkctl.formats.index import ENTRY_ID_MAX, PAGE_SIZE_DEFAULT, VERSION_CURRENT
 from bkctl.formats.names import UNFINISHED_SUFFIX
 from bkctl.ids import LedgerId
 from bkctl.model import LedgerFactsLookup, LedgerLiveness
-from bkctl.repair.findings import Progress, RepairFindings
-from bkctl.repair.layout import BookieLayout
-from bkctl.repair.ledger_facts import decide_ledger_data, read_journals
-from bkctl.repair.log_entries import DamagedLogs, read_log_entries, read_log_ledgers
-from bkctl.repair.replacement import backup_name, replace_with_backup, sync_tree, time_stamp
+from bkctl.repair.index_contents import (
+    DamagedLogs,
+    Progress,
+    RepairFindings,
+    decide_ledger_data,
+    read_journals,
+    read_log_entries,
+    read_log_ledgers,
+)
+from bkctl.repair.layout import BookieLayout, backup_name, replace_with_backup, sync_tree, time_stamp
 from bkctl.storage.ledger.index_pages import IndexInMemPageMgr
 from bkctl.storage.ledger.index_persistence import IndexedHandle, IndexPersistenceMgr
 

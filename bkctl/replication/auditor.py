@@ -19,8 +19,7 @@ from bkctl.errors import BkctlError
 from bkctl.metadata.underreplication import AuditorCheck, AutoRecoverySettings
 from bkctl.replication.election import BACK_OFF_S, LOOK_AGAIN_S
 from bkctl.replication.ledger_checks import LedgerChecks, now_ms
-from bkctl.replication.lost_bookies import Decision, LostBookies
-from bkctl.replication.marking import audit_bookies, available_bookies
+from bkctl.replication.marking import Decision, LostBookies, audit_bookies, available_bookies
 from bkctl.replication.signals import Signal, watching
 from bkctl.replication.stats import AuditorStats
 from bkctl.tasks import cancel_and_wait

@@ -1,8 +1,10 @@
-"""The departure of a bookie: the steps, checks and passes that decommission and drain share."""
+"""The departure of a bookie: steps, checks and passes, of a stopped bookie (decommission) and a serving one (drain)."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,17 +12,20 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
 from bkctl.client.disk_space import disk_space
-from bkctl.errors import BkctlError
+from bkctl.errors import BkctlError, Conflict, NotFound, TimedOut
+from bkctl.metadata.underreplication import AutoRecoveryState
 from bkctl.replication.bookie_mover import BookieMover
 from bkctl.replication.fragments import EntrySpan, spans_text
 from bkctl.replication.holdings import HeldLedger, Replacements
-from bkctl.replication.move_plan import LedgerMove, MovePlan
+from bkctl.replication.marking import mark_ledgers
+from bkctl.replication.move_plan import LedgerMove, MovePlan, check_scopes_known
 
 if TYPE_CHECKING:
     from bkctl.client.ledger import BookKeeper
     from bkctl.ids import LedgerId
     from bkctl.metadata.cluster import RegisteredBookie
     from bkctl.pace import Pace
+
 
 OPEN_ADVICE: Final = "its writer leaves the bookie with its next entry; 'bkctl ledger recover' closes it"
 UNRECOVERABLE_ADVICE: Final = "start a bookie that has them; or give them up with --skip-unrecoverable"
@@ -265,3 +270,199 @@ def amount_text(size_bytes: int) -> str:
             break
         value, unit = value / 1024, larger
     return f"{value:,.0f} {unit}" if unit == "bytes" else f"{value:,.1f} {unit}"
+
+
+@dataclass(eq=False)
+class Decommission(Departure):
+    """The decommission of a stopped bookie: `check`, then `run`.
+
+    `plan` is the result of `plan_move` for the bookie. `skip_unrecoverable` names and skips ledgers with unreadable
+    entries; auto-recovery keeps their marks, as Apache's does, and retries until they are unmarked. `keep_cookie` keeps
+    the cookie at the end. `pace` and `note` are BookieMover's.
+    """
+
+    advice: ClassVar = {StepResult.UNRECOVERABLE: UNRECOVERABLE_ADVICE}
+
+    keep_cookie: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._state = AutoRecoveryState(self._cluster.store)
+
+    async def check(self, *, probe: bool) -> AsyncGenerator[Step, None]:
+        """Yield the obstacles to the decommission, and change nothing.
+
+        With `probe`, bookies are asked which entries they have, ledger by ledger. Raise NotFound for a bookie that is
+        neither registered nor named by a ledger, and errors of the store.
+        """
+        found = await asyncio.to_thread(self._cluster.bookies.get, self.bookie_id)
+        if found is None and not self.plan.ledgers and not self.plan.damaged:
+            raise NotFound(
+                f"No bookie {self.bookie_id}, and no ledger names it: it was decommissioned, or never belonged "
+                "to this cluster",
+                hint="'bkctl bookies list' shows them",
+            )
+        if found is not None and found.state != "down":
+            self.forbidden = True
+            yield Step(
+                StepKind.STOPPED, StepResult.BLOCKED, f"{self.bookie_id} is registered ({found.state})",
+                f"stop it first; 'bkctl bookies drain {self.bookie_id}' moves its ledgers while it serves",
+            )  # fmt: skip
+        else:
+            yield Step(StepKind.STOPPED, StepResult.OK, f"{self.bookie_id} is not registered")
+        if await asyncio.to_thread(self._state.settings.is_enabled):
+            yield Step(StepKind.AUTO_RECOVERY, StepResult.OK, "Auto-recovery is on")
+        else:
+            self.forbidden = True
+            yield Step(
+                StepKind.AUTO_RECOVERY, StepResult.BLOCKED, "Auto-recovery is disabled, so nothing is to be moved now",
+                "'bkctl autorecovery enable'; 'bkctl bookies recover' works without",
+            )  # fmt: skip
+        if not self.keep_cookie:
+            try:
+                await asyncio.to_thread(check_scopes_known, self._cluster)
+            except Conflict as error:
+                self.forbidden = True
+                yield Step(StepKind.COOKIE, StepResult.BLOCKED, error.message, error.hint)
+        yield await self._auditor()
+        async for step in self.capacity():
+            self.forbidden |= step.kind is StepKind.SPACE and step.result is StepResult.BLOCKED
+            yield step
+        async for step in self.obstacles(probe=probe):
+            yield step
+
+    async def _finish(self, left: Sequence[LedgerId]) -> Step:
+        given_up = f"; {counted(len(self._skipped), 'ledger')} given up" if self._skipped else ""
+        if left:
+            named = ", ".join(map(str, left[:5])) + (f" and {len(left) - 5:,} more" if len(left) > 5 else "")
+            return Step(
+                StepKind.COOKIE, StepResult.BLOCKED,
+                f"The cookie stays: {counted(len(left), 'ledger')} still {'has' if len(left) == 1 else 'have'} entries "
+                f"on {self.bookie_id}: {named}",
+                "remove the obstacles and run it again; moved ledgers stay moved",
+            )  # fmt: skip
+        if self.keep_cookie:
+            return Step(StepKind.COOKIE, StepResult.KEPT, f"The cookie of {self.bookie_id} is kept{given_up}")
+        if await self.mover.delete_cookies():
+            return Step(StepKind.COOKIE, StepResult.DELETED, f"The cookie of {self.bookie_id} is deleted{given_up}")
+        return Step(StepKind.COOKIE, StepResult.OK, f"{self.bookie_id} has no cookie")
+
+    async def _auditor(self) -> Step:
+        kinds = self.plan.kinds or {False}
+        missing = [
+            "the other scopes" if scoped else "scope 0"
+            for scoped in sorted(kinds)
+            if not await asyncio.to_thread(self._state.election.vote_paths, scoped=scoped)
+        ]
+        if missing:
+            return Step(
+                StepKind.AUDITOR, StepResult.WARNING,
+                f"No auditor is elected for {' and '.join(missing)}: this command moves these ledgers without workers",
+                "start 'bkctl autorecovery run' on other hosts to share the work",
+            )  # fmt: skip
+        return Step(StepKind.AUDITOR, StepResult.OK, "An auditor is elected")
+
+    async def run(self) -> AsyncGenerator[Step, None]:
+        """Move all that is on the bookie, then delete its cookie; yield a step for each ledger and one for the cookie.
+
+        The cookie stays while the bookie has entries left in any scope, except of ledgers that were skipped as
+        unrecoverable. Raise Conflict if the bookie is registered.
+        """
+        found = await asyncio.to_thread(self._cluster.bookies.get, self.bookie_id)
+        if found is not None and found.state != "down":
+            raise Conflict(
+                f"Bookie {self.bookie_id} is registered ({found.state}), so it is not stopped",
+                hint=f"stop it first; 'bkctl bookies drain {self.bookie_id}' moves its ledgers while it serves",
+            )
+        await asyncio.to_thread(self._mark)
+        async with contextlib.aclosing(super().run()) as steps:
+            async for step in steps:
+                yield step
+
+    def _mark(self) -> None:
+        """Mark the ledgers of scopes with an auditor, so that workers help; without workers, marks would remain."""
+        if self._state.election.vote_paths(scoped=True):
+            scope_id = None
+        elif self._state.election.vote_paths():
+            scope_id = 0
+        else:
+            return
+        for marked in mark_ledgers(self._cluster, [self.bookie_id], scope_id=scope_id):
+            self.plan.marked.add(marked.ledger)
+
+
+_POLL_S: Final = 0.1
+
+
+class Drain(Departure):
+    """The drain of a serving bookie: `check`, `set_read_only`, then `run`; the bookie may be stopped afterwards.
+
+    Moved ledgers stay moved: another drain continues with the rest.
+    """
+
+    fence = False
+    advice: ClassVar = {StepResult.OPEN: OPEN_ADVICE}
+
+    async def check(self, *, probe: bool) -> AsyncGenerator[Step, None]:
+        """Yield the obstacles to the drain, and change nothing.
+
+        Raise Conflict for a bookie that is down, NotFound for an unknown bookie.
+        """
+        found = await self._up()
+        if found.state == "ro":
+            yield Step(StepKind.READ_ONLY, StepResult.OK, f"{self.bookie_id} is read-only")
+        elif found.http_endpoint is None:
+            self.forbidden = True
+            yield Step(
+                StepKind.READ_ONLY, StepResult.BLOCKED,
+                f"{self.bookie_id} is writable, and has no HTTP server that could make it read-only",
+                "start it again with httpServerEnabled=true or forceReadOnlyBookie=true, then drain it",
+            )  # fmt: skip
+        else:
+            yield Step(
+                StepKind.READ_ONLY, StepResult.WARNING, f"{self.bookie_id} is writable; it will become read-only"
+            )
+        async for step in self.capacity():
+            yield step
+        async for step in self.obstacles(probe=probe):
+            yield step
+
+    async def set_read_only(self, switch: Callable[[RegisteredBookie], None], timeout_s: float) -> Step:
+        """Make a writable bookie read-only by `switch`, which may block, and wait until it has registered as read-only.
+
+        Raise TimedOut, and errors of `switch`.
+        """
+        found = await self._up()
+        if found.state == "ro":
+            return Step(StepKind.READ_ONLY, StepResult.OK, f"{self.bookie_id} is read-only already")
+        await asyncio.to_thread(switch, found)
+        deadline = time.monotonic() + timeout_s
+        while (await self._up()).state != "ro":
+            if time.monotonic() > deadline:
+                raise TimedOut(f"Bookie {self.bookie_id} did not register as read-only within {timeout_s:g} s")
+            await asyncio.sleep(_POLL_S)
+        return Step(StepKind.READ_ONLY, StepResult.OK, f"{self.bookie_id} accepts no more entries, and serves reads")
+
+    async def _finish(self, left: Sequence[LedgerId]) -> Step:
+        if left:
+            return Step(
+                StepKind.LEDGERS, StepResult.BLOCKED,
+                f"{counted(len(left), 'ledger')} {'is' if len(left) == 1 else 'are'} left on {self.bookie_id}",
+                f"remove the obstacles and run it again; moved ledgers stay moved, and {self.bookie_id} read-only "
+                f"until 'bkctl bookie readonly off --bookie {self.bookie_id}'",
+            )  # fmt: skip
+        return Step(
+            StepKind.LEDGERS, StepResult.OK, f"Nothing is left on {self.bookie_id}",
+            f"stop it; 'bkctl bookies decommission {self.bookie_id}' then deletes its cookie",
+        )  # fmt: skip
+
+    async def _up(self) -> RegisteredBookie:
+        found = await asyncio.to_thread(self._cluster.bookies.get, self.bookie_id)
+        if found is None:
+            raise NotFound(f"No bookie {self.bookie_id}", hint="'bkctl bookies list' shows them")
+        if found.state == "down":
+            raise Conflict(
+                f"Bookie {self.bookie_id} is down, so it cannot be drained",
+                hint=f"'bkctl bookies decommission {self.bookie_id}' copies its ledgers from their other replicas",
+            )
+        return found

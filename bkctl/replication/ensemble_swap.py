@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from bkctl.client.ensemble import UPDATE_ATTEMPTS_MAX
 from bkctl.errors import BkctlError, Conflict, MetadataVersionConflict, UnclosedFragment
 from bkctl.formats.metadata import Fragment, LedgerMetadata
-from bkctl.replication.batching import BatchedCalls
+from bkctl.replication.signals import BatchedCalls
 
 if TYPE_CHECKING:
     from bkctl.ids import LedgerId

@@ -24,10 +24,10 @@ from bkctl.errors import (
 )
 from bkctl.formats.metadata import LedgerState
 from bkctl.metadata.underreplication import AutoRecoveryState
-from bkctl.replication.batching import BatchedCalls
 from bkctl.replication.fragments import EntrySpan, spans_text
 from bkctl.replication.move_plan import LedgerMove, MoveOutcome
 from bkctl.replication.replicator import LedgerFragmentReplicator, LedgerReplication, Outcome
+from bkctl.replication.signals import BatchedCalls
 from bkctl.tasks import run_to_end
 
 if TYPE_CHECKING:

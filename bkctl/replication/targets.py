@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Final
 
 from bkctl.client.placement import Placement, PlacementRules, choose_replacements, mend_placement
 from bkctl.errors import NotEnoughBookies
-from bkctl.replication.batching import BatchedCalls
 from bkctl.replication.fragments import ANSWERED, LedgerFragment, fragments_of
+from bkctl.replication.signals import BatchedCalls
 
 if TYPE_CHECKING:
     from bkctl.client.ledger import BookKeeper

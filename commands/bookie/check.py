@@ -185,7 +185,7 @@ def _deleted_finder(run: Run, given: BookieDirectories) -> FindDeleted:
     Where none is named, none answers, or it is another one, no ledger counts as deleted, and the reason is printed.
     """
     from bkctl.files.directories import current_of
-    from bkctl.metadata.stored_ledgers import StoredLedgers
+    from bkctl.metadata.liveness import StoredLedgers
     from bkctl.model import LedgerLiveness
 
     def find_deleted(ledgers: Collection[LedgerId]) -> Collection[LedgerId]:

@@ -23,8 +23,8 @@ from ..kit.texts import NULL, counted, size_text
 from .files import index_app
 
 if TYPE_CHECKING:
-    from bkctl.metadata.stored_ledgers import StoredLedgers
-    from bkctl.repair.findings import RepairFindings
+    from bkctl.metadata.liveness import StoredLedgers
+    from bkctl.repair.index_contents import RepairFindings
     from bkctl.repair.layout import BookieLayout
 
 app = group()
@@ -63,7 +63,7 @@ def _metadata(run: Run, layout: BookieLayout) -> Iterator[StoredLedgers | None]:
     if not run.access.names_metadata:
         yield None
         return
-    from bkctl.metadata.stored_ledgers import StoredLedgers
+    from bkctl.metadata.liveness import StoredLedgers
 
     with run.access.cluster() as cluster:
         stored = StoredLedgers(cluster, layout.all)

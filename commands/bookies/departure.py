@@ -26,9 +26,7 @@ from .selection import Deadline, OneBookie, ProgressOption, SkipUnrecoverable
 if TYPE_CHECKING:
     from bkctl.metadata.cluster import RegisteredBookie
     from bkctl.pace import Pace
-    from bkctl.replication.decommission import Decommission
-    from bkctl.replication.departure import Step
-    from bkctl.replication.drain import Drain
+    from bkctl.replication.departure import Decommission, Drain, Step
     from bkctl.replication.move_plan import MovePlan, MoveProgress
 
 app = group()
@@ -174,7 +172,7 @@ def _depart(
     *, pace: Pace, deadline_s: float | None, watch_s: float | None, undo: Path | None, dry_run: bool,
 ) -> None:  # fmt: skip
     """Check a departure, which `create` returns for a BookKeeper, a bookie and a plan; unless `dry_run`, run it."""
-    from bkctl.replication.drain import Drain
+    from bkctl.replication.departure import Drain
     from bkctl.replication.move_plan import plan_move
 
     check_bookie_id(bookie)
@@ -258,7 +256,7 @@ def decommission(
     lock, up to 10 minutes. --dry-run asks the bookies which entries they have, and reports what prevents the
     decommission.
     """
-    from bkctl.replication.decommission import Decommission
+    from bkctl.replication.departure import Decommission
 
     kept = "" if keep_cookie else ", and its cookie deleted"
     texts = _Texts(
@@ -296,7 +294,7 @@ def drain(
     every scope. A ledger that is being written stays until its writer leaves the bookie: exit code 3 then; run the
     command again to continue. The bookie stays read-only until 'bkctl bookie readonly off'.
     """
-    from bkctl.replication.drain import Drain
+    from bkctl.replication.departure import Drain
 
     begin = f"{bookie} would take no more entries, and "
     texts = _Texts(

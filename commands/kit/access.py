@@ -267,7 +267,7 @@ class Access:
         if digest_type is not None or not self.names_metadata:
             yield DigestChecker(digest_type, password=password or None)
             return
-        from bkctl.metadata.stored_ledgers import StoredDigests
+        from bkctl.metadata.liveness import StoredDigests
 
         with self.cluster() as cluster:
             stored = StoredDigests(cluster, files)

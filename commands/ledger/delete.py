@@ -120,8 +120,7 @@ def _report(run: Run, errors: list[BkctlError], row: Removal) -> None:
 def _export(run: Run, cluster: Cluster, ledgers: list[LedgerId], target: Path) -> None:
     """Export the ledgers' metadata to a new file `target`, or one in that directory; it appears once it is complete."""
     from bkctl.disk import atomic_write
-    from bkctl.metadata.admin.dump.export import write_export
-    from bkctl.metadata.admin.dump.sources import ClusterSource
+    from bkctl.metadata.admin.dump.sources import ClusterSource, write_export
 
     if target.is_dir():
         target /= f"ledgers-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}.ndjson"

@@ -89,7 +89,7 @@ def list_orphans(
     Orphans are marks of deleted ledgers, scopes of a formatted cluster, and unused cookies. Exit code 3 if there are
     any.
     """
-    from bkctl.metadata.admin.orphans import orphans, remove_orphans
+    from bkctl.metadata.admin.check import orphans, remove_orphans
 
     with access.cluster() as cluster:
         with job.working("Looking for orphans"):

@@ -20,9 +20,9 @@ from ..kit.options import DryRun, RecordPace, UndoOption, file_argument
 from ..kit.texts import counted
 
 if TYPE_CHECKING:
-    from bkctl.metadata.admin.dump.export import ExportSummary
+    from bkctl.metadata.admin.dump.export_file import DumpHeader
     from bkctl.metadata.admin.dump.importing import ImportSummary, TargetPlan
-    from bkctl.metadata.admin.dump.records import DumpHeader
+    from bkctl.metadata.admin.dump.sources import ExportSummary
 
 app = group()
 
@@ -71,8 +71,7 @@ def export(
     The file has the ledgers of all scopes, cookies, under-replicated marks and switches; if ledgers are named, their
     metadata only. The file is ndjson and ends with its SHA-256; 'metadata import' reads it. It holds ledger passwords.
     """
-    from bkctl.metadata.admin.dump.export import export_to_file, write_export
-    from bkctl.metadata.admin.dump.sources import ClusterSource
+    from bkctl.metadata.admin.dump.sources import ClusterSource, export_to_file, write_export
 
     if file is None:
         raise UsageError("No file is named", hint="add -f FILE, or -f - for stdout")

@@ -19,7 +19,7 @@ from ..kit.texts import GREEN, RED, YELLOW, counted
 from .export import IMPORTED_COLUMNS, NAMES_SHOWN_MAX, Overwrite, note_layout, show_imported
 
 if TYPE_CHECKING:
-    from bkctl.metadata.admin.dump.records import DumpSource
+    from bkctl.metadata.admin.dump.export_file import DumpSource
     from bkctl.metadata.admin.dump.sources import ClusterSource
     from bkctl.metadata.cluster import Cluster
     from bkctl.pace import Pace
@@ -56,7 +56,7 @@ def diff(
     Compares byte for byte; exit code 3 if they differ. The login in --metadata-… options is sent only to the
     connection's servers: name a store with another login as context:NAME.
     """
-    from bkctl.metadata.admin.dump.comparison import compare, compare_headers
+    from bkctl.metadata.admin.dump.sources import compare, compare_headers
 
     with ExitStack() as stack:
         left, right = _open(access, stack, first), _open(access, stack, second)
@@ -168,7 +168,7 @@ def migrate(
 
 def _note_differences(run: Run, source: ClusterSource, target: ClusterSource, pace: Pace) -> int:
     """Compare both stores and print the first differences; return the number of all."""
-    from bkctl.metadata.admin.dump.comparison import compare
+    from bkctl.metadata.admin.dump.sources import compare
 
     count = 0
     with run.job.working("Comparing", unit="records", pace=pace) as activity:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 import typer
 
@@ -24,8 +24,9 @@ from .page import Section, write_pages
 from .saves import Saves, check_saves, check_spark_saves, frame_rows
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import SparkSession
 
+    from bkctl.spark.engine import Frame, JobSession
     from bkctl.spark.jobs.bookies import BookieFiles, Bookies
 
 By = TypeVar("By")
@@ -156,7 +157,7 @@ def spark_job(
 class Job(NamedTuple):
     """A job over the files of `bookies`. `connection` has the options of their cluster, None if the job needs none."""
 
-    session: SparkSession
+    session: JobSession
     bookies: Bookies
     connection: dict[str, str] | None
 
@@ -185,8 +186,7 @@ def read_job(
     from bkctl.spark.local.session import local_session
 
     with run.job.working(label.capitalize(), unit="parts") as activity, local_session(activity.update) as local:
-        # Jobs use the methods that both sessions have.
-        yield Job(cast("SparkSession", local), bookies, connection)
+        yield Job(local, bookies, connection)
 
 
 def read_bookies(run: Run, given: GivenBookies) -> Bookies:
@@ -221,7 +221,7 @@ def bookies_at(run: Run, places: Sequence[str] | None) -> list[BookieFiles]:
 
 def connection_options(run: Run) -> dict[str, str]:
     """Return the connection as options of data sources, which name the places of secrets. Raises UsageError."""
-    from bkctl.spark.sources.connection import CONNECTION_OPTIONS
+    from bkctl.spark.sources.cluster_options import CONNECTION_OPTIONS
 
     given = run.access.connection_settings()
     chosen: dict[str, str] = {}
@@ -276,7 +276,7 @@ class JobResult(ABC):
     """The result of one run of a job, read once for rows and page."""
 
     @abstractmethod
-    def rows(self, by: Any) -> DataFrame:
+    def rows(self, by: Any) -> Frame:
         """Return the rows of `--by`."""
 
     @abstractmethod

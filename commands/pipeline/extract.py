@@ -18,7 +18,7 @@ from .common import PLACES, bookies_at
 if TYPE_CHECKING:
     from bkctl.metadata.cluster import Cluster
     from bkctl.spark.facts.extraction import ExtractCounts
-    from bkctl.spark.facts.store import FactsStore
+    from bkctl.spark.facts.facts_store import FactsStore
 
 app = group()
 
@@ -62,7 +62,7 @@ def extract(
     once it is complete. HMAC digests need the cluster (--conf names it): without one, records with HMAC or DUMMY
     digests are copied whole.
     """
-    from bkctl.spark.facts.store import FactsStore
+    from bkctl.spark.facts.facts_store import FactsStore
 
     store = FactsStore(uri)  # It says what is not installed.
     bookies = bookies_at(run, places)

@@ -20,7 +20,7 @@ from .page import Bar, Section, bars, table, top_rows
 from .saves import SaveOption
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    from bkctl.spark.engine import Frame
 
 app = group()
 
@@ -104,7 +104,7 @@ class GarbageResult(JobResult):
         self._shares = garbage_shares(job.session, job.bookies, job.connection).persist()
         self._uses = uses(self._shares, thresholds).persist()
 
-    def rows(self, by: GarbageBy) -> DataFrame:
+    def rows(self, by: GarbageBy) -> Frame:
         """Return the rows of `--by`."""
         from bkctl.spark.jobs.garbage import by_bookie, orphans
 
@@ -129,13 +129,10 @@ class GarbageResult(JobResult):
 
     def problems(self) -> list[BkctlError]:
         """Return why logs are incomplete or ledgers of unknown state."""
-        from bkctl.spark import functions as F
         from bkctl.spark.failures import error_named
 
-        damaged = self._shares.filter(F.col("reason").isNotNull()).select("reason").distinct().collect()
-        unknown = (
-            self._shares.filter(F.col("problem").isNotNull()).select("problem", "problemType").distinct().collect()
-        )
+        damaged = self._shares.filter("reason IS NOT NULL").select("reason").distinct().collect()
+        unknown = self._shares.filter("problem IS NOT NULL").select("problem", "problemType").distinct().collect()
         found: list[BkctlError] = [Corrupt(row.reason) for row in damaged]
         return found + [error_named(row.problemType, row.problem) or BkctlError(row.problem) for row in unknown]
 

@@ -19,7 +19,7 @@ from .page import Bar, Section, bars, table
 from .saves import SaveOption
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    from bkctl.spark.engine import Frame
 
 app = group()
 
@@ -89,7 +89,7 @@ class IntegrityResult(JobResult):
     """The findings of one run."""
 
     def __init__(
-        self, job: Job, *, ledgers: ScanFilter, indexes: bool = True, held: DataFrame | None = None
+        self, job: Job, *, ledgers: ScanFilter, indexes: bool = True, held: Frame | None = None
     ) -> None:  # fmt: skip
         from bkctl.spark.jobs.integrity import integrity
 
@@ -100,7 +100,7 @@ class IntegrityResult(JobResult):
             indexes=indexes, held=held,
         )  # fmt: skip
 
-    def rows(self, by: IntegrityBy) -> DataFrame:
+    def rows(self, by: IntegrityBy) -> Frame:
         """Return the rows of `--by`."""
         from bkctl.spark.jobs.entry_ranges import entry_ranges
 
@@ -132,10 +132,10 @@ class IntegrityResult(JobResult):
 
     def sections(self) -> list[Section]:
         """Return the sections of the page."""
-        from bkctl.spark import functions as F
+        from bkctl.spark.engine import functions_of
 
         findings = self.result.findings
-        counts = findings.groupBy("problem", "bookieId").agg(F.count("*").alias("found")).collect()
+        counts = findings.groupBy("problem", "bookieId").agg(functions_of(findings).count("*").alias("found")).collect()
         by_bookie: dict[str, dict[str, int]] = {}
         for row in sorted(counts, key=lambda each: (each.bookieId, each.problem)):
             by_bookie.setdefault(row.bookieId, {})[row.problem] = row.found

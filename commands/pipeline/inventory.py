@@ -19,7 +19,7 @@ from .page import Bar, Section, bars, table, top_rows
 from .saves import SaveOption
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    from bkctl.spark.engine import Frame
 
 app = group()
 
@@ -89,7 +89,7 @@ def inventory(
 class InventoryResult(JobResult):
     """The inventory of some bookies, scanned once for rows and page."""
 
-    def __init__(self, job: Job, *, ledgers: ScanFilter, held: DataFrame | None = None) -> None:
+    def __init__(self, job: Job, *, ledgers: ScanFilter, held: Frame | None = None) -> None:
         from bkctl.spark.jobs.entries import shares_of
         from bkctl.spark.jobs.inventory import damages, shares
 
@@ -101,7 +101,7 @@ class InventoryResult(JobResult):
         self._shares = found.persist()
         self.damages = damages(self._shares).collect()
 
-    def rows(self, by: InventoryBy) -> DataFrame:
+    def rows(self, by: InventoryBy) -> Frame:
         """Return the rows of `--by`."""
         from bkctl.spark.jobs.inventory import Grouping, totals
 

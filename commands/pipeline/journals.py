@@ -19,7 +19,7 @@ from .page import Bar, Section, bars, table, top_rows
 from .saves import SaveOption
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    from bkctl.spark.engine import Frame
 
 app = group()
 
@@ -121,7 +121,7 @@ def journal_audit(
 class JournalAuditResult(JobResult):
     """The journals of some bookies, read once for rows and page."""
 
-    def __init__(self, job: Job, *, ledgers: ScanFilter, held: DataFrame | None = None) -> None:
+    def __init__(self, job: Job, *, ledgers: ScanFilter, held: Frame | None = None) -> None:
         from bkctl.spark.jobs.journal_audit import audit
 
         self._connection = job.connection
@@ -129,7 +129,7 @@ class JournalAuditResult(JobResult):
             job.session, job.bookies, job.connection, ledger=ledgers.ledger, scope_id=ledgers.scope_id, held=held
         )
 
-    def rows(self, by: AuditBy) -> DataFrame:
+    def rows(self, by: AuditBy) -> Frame:
         """Return the rows of `--by`."""
         from bkctl.spark.jobs.entry_ranges import entry_ranges
 
@@ -164,10 +164,12 @@ class JournalAuditResult(JobResult):
 
     def sections(self) -> list[Section]:
         """Return the sections of the page."""
-        from bkctl.spark import functions as F
+        from bkctl.spark.engine import functions_of
 
         journals = self._found.journals
-        sizes = journals.groupBy("bookieId").agg(F.sum("replaySize").alias("size")).orderBy("bookieId")
+        sizes = (
+            journals.groupBy("bookieId").agg(functions_of(journals).sum("replaySize").alias("size")).orderBy("bookieId")
+        )
         blocks = [
             bars(
                 "What a crash now would replay",

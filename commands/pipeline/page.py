@@ -16,8 +16,7 @@ from ..kit.lines import Cells
 from ..kit.texts import size_text
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
-
+    from bkctl.spark.engine import Frame
     from bkctl.spark.jobs.bookies import Bookies
 
 #: Limits of a table and of a plot; the page shows the number of all rows.
@@ -40,7 +39,7 @@ class Section(NamedTuple):
     blocks: Sequence[str]
 
 
-def top_rows(frame: DataFrame) -> list[Any]:
+def top_rows(frame: Frame) -> list[Any]:
     """Return the first rows of `frame`, as many as a plot has bars."""
     return list(frame.limit(BARS_MAX).collect())
 
@@ -48,7 +47,7 @@ def top_rows(frame: DataFrame) -> list[Any]:
 # --- tables and plots -----------------------------------------------------------------------------------------------
 
 
-def table(frame: DataFrame, columns: Columns) -> str:
+def table(frame: Frame, columns: Columns) -> str:
     """Return the first rows of `frame` as an HTML table with the terminal's cells."""
     shown = [column for column in columns.columns if column.title is not None]
     rows = frame.limit(TABLE_ROWS_MAX + 1).collect()

@@ -18,7 +18,9 @@ from ..kit.lines import Lines
 from ..kit.options import Composite, combined, option
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import SparkSession
+
+    from bkctl.spark.engine import Frame
 
 #: Rows of a result that are written to a Parquet file at once.
 ROW_GROUP_ROWS = 50_000
@@ -186,7 +188,7 @@ def _check_columns(place: str, found: Sequence[str], columns: Columns) -> None:
 
 
 def frame_rows(
-    run: Run, frame: DataFrame, columns: Columns, saves: Saves, seen: Callable[[Any], None] = lambda row: None
+    run: Run, frame: Frame, columns: Columns, saves: Saves, seen: Callable[[Any], None] = lambda row: None
 ) -> None:
     """Print the rows of `frame`, save them to `saves` (except HTML pages), and call `seen` with each row.
 
@@ -216,7 +218,7 @@ def frame_rows(
         run.out.render(rows(), columns)
 
 
-def _write_with_spark(frame: DataFrame, saves: Saves) -> None:
+def _write_with_spark(frame: Any, saves: Saves) -> None:
     """Write the URIs and tables of `saves`."""
     from pyspark.sql import functions as F
 
@@ -231,7 +233,7 @@ def _write_with_spark(frame: DataFrame, saves: Saves) -> None:
 
 
 @contextmanager
-def _new_row_file(path: Path, frame: DataFrame, columns: Columns, saves: Saves) -> Iterator[_RowFile]:
+def _new_row_file(path: Path, frame: Frame, columns: Columns, saves: Saves) -> Iterator[_RowFile]:
     """Yield a file for rows that appears at `path`, or to append in that directory, once the block ends.
 
     Raises AlreadyExists, OSError.
@@ -255,9 +257,7 @@ def _new_row_file(path: Path, frame: DataFrame, columns: Columns, saves: Saves) 
 class _RowFile:
     """Rows to write to a file, in the format that the suffix of its name says."""
 
-    def __init__(
-        self, stream: BinaryIO, form: str, frame: DataFrame, columns: Columns, run_at: datetime | None
-    ) -> None:
+    def __init__(self, stream: BinaryIO, form: str, frame: Frame, columns: Columns, run_at: datetime | None) -> None:
         self._file, self._form = stream, form
         #: Values that each row begins with.
         self._head: dict[str, Any] = {} if run_at is None else {RUN_AT: run_at}

@@ -638,7 +638,7 @@ def test_an_interrupted_backup_leaves_no_file(
 
     words = ("ledger", "delete", *three, "--backup", tmp_path / "backup", "--yes")
     with monkeypatch.context() as patch:
-        patch.setattr("bkctl.metadata.admin.dump.export.write_export", interrupted)
+        patch.setattr("bkctl.metadata.admin.dump.sources.write_export", interrupted)
         assert cli(*words).code == 130
     assert not [path for path in tmp_path.iterdir() if "backup" in path.name]
     assert cli(*words).code == 0

@@ -24,7 +24,7 @@ from bkctl.commands.kit.command import Run
 from bkctl.commands.kit.session import Session
 from bkctl.commands.kit.settings import GlobalOptions
 from bkctl.commands.pipeline.common import connection_options
-from bkctl.spark.sources.connection import CONNECTION_OPTIONS
+from bkctl.spark.sources.cluster_options import CONNECTION_OPTIONS
 
 GOLDEN = golden.GoldenBookie("4.18.0", "sorted")
 SPARK = ("--master", "local[*]")

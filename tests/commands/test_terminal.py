@@ -27,7 +27,7 @@ from bkctl.formats.metadata import Fragment, LedgerMetadata, LedgerState
 from bkctl.formats.names import DIRTY_NAME
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster, open_cluster
-from bkctl.metadata.underreplication.settings import AutoRecoverySettings
+from bkctl.metadata.underreplication import AutoRecoverySettings
 
 from . import files
 from .conftest import Cli

@@ -37,14 +37,14 @@ def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Backend]
 
         made = Backend(lambda: SqliteStore(str(tmp_path / "metadata.db"), timeout_s=LIMIT_S, create=True))
     elif request.param == "etcd":
-        from bkctl.metadata.backends.etcd.store import EtcdStore
+        from bkctl.metadata.backends.etcd.etcd_store import EtcdStore
 
         etcd = request.getfixturevalue("etcd")
         hosts, root = [("127.0.0.1", etcd.port)], etcd.new_root()
         made = Backend(lambda: EtcdStore(hosts, root, timeout_s=LIMIT_S, session_timeout_s=20))
         made.open().put_all([("", b"")])
     elif request.param == "hbase":
-        from bkctl.metadata.backends.hbase.store import HBaseStore
+        from bkctl.metadata.backends.hbase.hbase_store import HBaseStore
 
         hbase = request.getfixturevalue("hbase")
         prefix = hbase.new_root()[1:]
@@ -52,7 +52,7 @@ def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Backend]
         made.open().put_all([("", b"")])
         made.open().put("ledgers", b"", NEW)
     else:
-        from bkctl.metadata.backends.zookeeper.store import ZooKeeperStore
+        from bkctl.metadata.backends.zookeeper.zookeeper_store import ZooKeeperStore
 
         zookeeper = request.getfixturevalue("zookeeper")
         root = zookeeper.new_root()

@@ -20,9 +20,8 @@ from bkctl.errors import (
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import I64_MAX, U64_MAX, LedgerId
-from bkctl.metadata.backends.hbase.ledger_manager import HBaseLedgerManager
-from bkctl.metadata.backends.zookeeper.id_generators import SHORT_ID_END
-from bkctl.metadata.backends.zookeeper.ledger_managers import LegacyHierarchicalLedgerManager
+from bkctl.metadata.backends.hbase.hbase_store import HBaseLedgerManager
+from bkctl.metadata.backends.zookeeper.ledger_managers import SHORT_ID_END, LegacyHierarchicalLedgerManager
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.ledgers import LedgerManager, VersionedMetadata
 from bkctl.metadata.store import NEW

@@ -17,7 +17,7 @@ from bkctl.errors import AlreadyExists, BkctlError, LedgerExists, MetadataVersio
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo, Fragment, LedgerMetadata
 from bkctl.ids import LedgerId
-from bkctl.metadata.backends.zookeeper.store import ZooKeeperStore
+from bkctl.metadata.backends.zookeeper.zookeeper_store import ZooKeeperStore
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.store import NEW, Claim, MetadataStore
 
@@ -392,7 +392,7 @@ def test_successor_of_a_dead_bookie_registers_after_the_session(zookeeper: Any) 
         "from bkctl.formats.metadata import BookieServiceInfo\n"
         "from bkctl.metadata.cluster import Registration\n"
         "from bkctl.metadata.uri import parse_uri\n"
-        "from bkctl.metadata.backends.zookeeper.store import ZooKeeperStore\n"
+        "from bkctl.metadata.backends.zookeeper.zookeeper_store import ZooKeeperStore\n"
         "uri = parse_uri(sys.argv[1])\n"
         "store = ZooKeeperStore(uri.connect_string, uri.path, session_timeout_s=4)\n"
         "Registration(store).register('bookie-1', BookieServiceInfo())\n"

@@ -20,8 +20,8 @@ from bkctl.errors import NotFound
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import Cookie, Fragment, LedgerMetadata
 from bkctl.ids import LedgerId
-from bkctl.metadata.backends.etcd.store import EtcdStore
-from bkctl.metadata.backends.zookeeper.store import ZooKeeperStore
+from bkctl.metadata.backends.etcd.etcd_store import EtcdStore
+from bkctl.metadata.backends.zookeeper.zookeeper_store import ZooKeeperStore
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.store import NEW
 

@@ -25,16 +25,14 @@ from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import BookieServiceInfo, Cookie, Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.admin.check import check_metadata
-from bkctl.metadata.admin.dump.comparison import compare
-from bkctl.metadata.admin.dump.export import export_to_file
 from bkctl.metadata.admin.dump.export_file import ExportFile
 from bkctl.metadata.admin.dump.importing import import_records
-from bkctl.metadata.admin.dump.sources import ClusterSource
+from bkctl.metadata.admin.dump.sources import ClusterSource, compare, export_to_file
 from bkctl.metadata.admin.health import health_findings
 from bkctl.metadata.admin.overview import LedgerQuery, count_ledgers_of_bookies, list_ledgers
+from bkctl.metadata.backends.hbase.hbase_store import HBaseStore
 from bkctl.metadata.backends.hbase.rpc import Rpc
-from bkctl.metadata.backends.hbase.store import HBaseStore
-from bkctl.metadata.backends.zookeeper.store import ZooKeeperStore
+from bkctl.metadata.backends.zookeeper.zookeeper_store import ZooKeeperStore
 from bkctl.metadata.cluster import LEDGER_SCOPES_PROPERTY, Cluster, open_cluster
 from bkctl.metadata.ledger_columns import ledger_rows
 from bkctl.metadata.store import NEW

@@ -12,8 +12,13 @@ from support.waiting import LIMIT_S
 from bkctl.errors import AlreadyExists, Conflict, Corrupt, MetadataVersionConflict, NotFound, Unsupported, UsageError
 from bkctl.ids import I64_MAX, U64_MAX, LedgerId
 from bkctl.metadata.store import NEW, MetadataStore
-from bkctl.metadata.underreplication import AuditorCheck, AuditorElection, AutoRecoveryState, UnderreplicatedLedger
-from bkctl.metadata.underreplication.layout import lock_path
+from bkctl.metadata.underreplication import (
+    AuditorCheck,
+    AuditorElection,
+    AutoRecoveryState,
+    UnderreplicatedLedger,
+    lock_path,
+)
 
 IDS = [
     LedgerId(0, 0), LedgerId(0, 65_535), LedgerId(0, 65_536), LedgerId(0, I64_MAX), LedgerId(1, 0), LedgerId(7, 1),

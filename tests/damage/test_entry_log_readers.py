@@ -26,8 +26,7 @@ from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.entry_log import write_header, write_ledgers_map
 from bkctl.formats.record import record_of
 from bkctl.ids import LedgerId
-from bkctl.repair.findings import RepairFindings
-from bkctl.repair.log_entries import read_log_entries
+from bkctl.repair.index_contents import RepairFindings, read_log_entries
 from bkctl.spark.sources.records import EntryLogSource
 from bkctl.storage.compaction import EntryLogCompactor, Throttler
 from bkctl.storage.entry_log_metadata import EntryLogMetadata

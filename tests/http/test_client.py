@@ -267,7 +267,7 @@ class Clock:
 
 def test_stream_may_take_longer_than_answer_in_memory(fake: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr("bkctl.http.patient_socket.time", clock)
+    monkeypatch.setattr("bkctl.http.client.time", clock)
     fake.replies["GET /x"] = Reply(b"x" * (40 << 16))
     client = ApiClient(fake.url)
     with client.exchange("GET", "/x", streams=True) as answer:

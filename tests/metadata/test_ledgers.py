@@ -16,8 +16,8 @@ from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import I64_MAX, U64_MAX, LedgerId
 from bkctl.metadata.backends.sqlite import SqliteStore
-from bkctl.metadata.backends.zookeeper.id_generators import SHORT_ID_END
 from bkctl.metadata.backends.zookeeper.ledger_managers import (
+    SHORT_ID_END,
     FlatLedgerManager,
     HierarchicalLedgerManager,
     LegacyHierarchicalLedgerManager,

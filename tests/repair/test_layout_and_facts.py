@@ -14,9 +14,8 @@ from bkctl.formats.index import LedgerData
 from bkctl.formats.metadata import Cookie
 from bkctl.ids import LedgerId
 from bkctl.model import LedgerFacts, LedgerLiveness
-from bkctl.repair.findings import RepairFindings
+from bkctl.repair.index_contents import JournalFacts, RepairFindings, decide_ledger_data, later_lac, read_journals
 from bkctl.repair.layout import BookieLayout, find_layout
-from bkctl.repair.ledger_facts import JournalFacts, decide_ledger_data, later_lac, read_journals
 
 KEY, OTHER_KEY = master_key(b"secret"), master_key(b"other")
 A = LedgerId(0, 4)

@@ -16,15 +16,13 @@ from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
 from bkctl.metadata.racks import BookieRacks
 from bkctl.metadata.store import NEW
-from bkctl.metadata.underreplication import LedgerLocks, LedgerMarks
-from bkctl.metadata.underreplication.layout import lock_path
+from bkctl.metadata.underreplication import LedgerLocks, LedgerMarks, lock_path
 from bkctl.pace import Pace
 from bkctl.protocol.messages import AddRequest, ListEntriesRequest, ReadRequest
 from bkctl.replication import move_queue
 from bkctl.replication.bookie_mover import BookieMover
 from bkctl.replication.checker import LedgerChecker
-from bkctl.replication.decommission import Decommission
-from bkctl.replication.departure import StepResult
+from bkctl.replication.departure import Decommission, StepResult
 from bkctl.replication.fragments import EntrySpan, spans_text
 from bkctl.replication.move_plan import LedgerMove, MoveOutcome, PlannedFragment, plan_move
 from bkctl.replication.resume import ResumeFile

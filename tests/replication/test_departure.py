@@ -11,9 +11,7 @@ from bkctl.formats.metadata import BookieEndpoint, Cookie, LedgerState
 from bkctl.metadata.store import NEW
 from bkctl.metadata.underreplication import AutoRecoverySettings, AutoRecoveryState, LedgerMarks
 from bkctl.replication.checker import LedgerChecker
-from bkctl.replication.decommission import Decommission
-from bkctl.replication.departure import BLOCKING_RESULTS, StepKind, StepResult
-from bkctl.replication.drain import Drain
+from bkctl.replication.departure import BLOCKING_RESULTS, Decommission, Drain, StepKind, StepResult
 from bkctl.replication.move_plan import plan_move
 
 from .recovering import write

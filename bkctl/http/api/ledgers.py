@@ -19,11 +19,13 @@ from bkctl.client.read_handle import ReadHandle
 from bkctl.client.reader import LedgerEntry
 from bkctl.columns import base64_text
 from bkctl.errors import BkctlError, LedgerNotFound, UsageError
-from bkctl.http.api.parameters import BATCH_COUNT, LIMIT_MAX, SCOPES, scope_of
 from bkctl.http.endpoints import (
+    BATCH_COUNT,
     BOOLEAN,
     INTEGER,
+    LIMIT_MAX,
     PREFIX,
+    SCOPES,
     STRING,
     ApiCall,
     Endpoints,
@@ -34,6 +36,7 @@ from bkctl.http.endpoints import (
     list_of,
     map_of,
     object_of,
+    scope_of,
     streamed_object,
 )
 from bkctl.http.service import next_of

@@ -9,10 +9,12 @@ from typing import Final, TypeVar
 from starlette.responses import Response
 
 from bkctl.errors import BkctlError, Conflict, NotFound, UsageError
-from bkctl.http.api.parameters import BATCH_COUNT, LIMIT_MAX, SCOPES, scope_of
 from bkctl.http.endpoints import (
+    BATCH_COUNT,
     BOOLEAN,
+    LIMIT_MAX,
     PREFIX,
+    SCOPES,
     STRING,
     TEXT,
     ApiCall,
@@ -24,6 +26,7 @@ from bkctl.http.endpoints import (
     list_of,
     map_of,
     object_of,
+    scope_of,
     text_answer,
 )
 from bkctl.http.service import next_of

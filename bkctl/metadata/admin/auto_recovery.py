@@ -13,11 +13,11 @@ from bkctl.metadata.store import Versioned, attempt
 from bkctl.metadata.underreplication import (
     AuditorCheck,
     AutoRecoveryState,
+    MarkChange,
     UnderreplicatedLedger,
     mark_path,
     parse_mark,
 )
-from bkctl.metadata.underreplication.marks import MarkChange
 
 T = TypeVar("T")
 

@@ -75,27 +75,15 @@ class _Watch:
         self.seen: int | None = None
 
 
-class SqliteStore(MetadataStore):
-    """`MetadataStore` on the SQLite file `file`.
+class _SqliteFile:
+    """The database in `file`: one connection for all threads, its transactions, and SQLite's errors as ours."""
 
-    With `create`, a missing file and its tables are created. Raises NotFound for a missing file (with `create`: a
-    missing directory), Corrupt for another kind of file, Unsupported for the file of a later release.
-    """
-
-    def __init__(self, file: str, *, timeout_s: float = 30.0, create: bool = False) -> None:
+    def __init__(self, file: str, timeout_s: float, *, create: bool) -> None:
         self.file = file
         self.name = f"metadata store {file}"
         self.timeout_s = timeout_s
         self._lock = threading.RLock()
         self._closed = False
-        self._session: int | None = None
-        self._ephemerals = Ephemerals(self._put_ephemeral, self._note_owner, self.delete)
-        #: Some ephemerals were lost, and must be created again.
-        self._has_lost = False
-        self._watches: dict[int, _Watch] = {}
-        self._sessions_checked_at = float("-inf")
-        self._thread: threading.Thread | None = None
-        self._wake = threading.Event()
         if create:
             directory = os.path.dirname(file)
             if not os.path.isdir(directory):
@@ -200,6 +188,25 @@ class SqliteStore(MetadataStore):
     def _node(self, columns: str, path: str) -> Any:
         """Return these columns of a node, None for a missing node."""
         return next(iter(self._rows(_NODE.format(columns), _split(path))), None)
+
+
+class SqliteStore(_SqliteFile, MetadataStore):
+    """`MetadataStore` on the SQLite file `file`.
+
+    With `create`, a missing file and its tables are created. Raises NotFound for a missing file (with `create`: a
+    missing directory), Corrupt for another kind of file, Unsupported for the file of a later release.
+    """
+
+    def __init__(self, file: str, *, timeout_s: float = 30.0, create: bool = False) -> None:
+        self._session: int | None = None
+        self._ephemerals = Ephemerals(self._put_ephemeral, self._note_owner, self.delete)
+        #: Some ephemerals were lost, and must be created again.
+        self._has_lost = False
+        self._watches: dict[int, _Watch] = {}
+        self._sessions_checked_at = float("-inf")
+        self._thread: threading.Thread | None = None
+        self._wake = threading.Event()
+        super().__init__(file, timeout_s, create=create)
 
     def get(self, path: str) -> Versioned[bytes] | None:
         return next(self.get_many((path,)))

@@ -28,7 +28,7 @@ from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.ids import LedgerId
 from bkctl.repair.conversion import DATABASE_NAMES
-from bkctl.spark.facts.store import FactsStore, PartWriter
+from bkctl.spark.facts.facts_store import FactsStore, PartWriter
 from bkctl.spark.facts.tables import arrow_schema
 from bkctl.spark.sources.columns import where_and_why
 from bkctl.spark.sources.filters import Conditions

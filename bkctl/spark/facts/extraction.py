@@ -27,7 +27,7 @@ from bkctl.formats.metadata import Cookie
 from bkctl.formats.names import COOKIE_NAME
 from bkctl.ids import I64_MAX, LedgerId
 from bkctl.spark.facts.evidence import IndexExtract, LedgerDigests
-from bkctl.spark.facts.store import FactsStore, directory_name, list_path
+from bkctl.spark.facts.facts_store import FactsStore, directory_name, list_path
 from bkctl.spark.facts.tables import TABLES, arrow_schema
 from bkctl.spark.jobs.bookie_records import replay_starts
 from bkctl.spark.jobs.garbage import log_rows

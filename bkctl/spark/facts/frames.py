@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from bkctl.formats.index import ledger_of_index_path
 from bkctl.metadata.liveness import check_cookie
-from bkctl.spark import functions as F
-from bkctl.spark.facts.store import FactsStore, PartList
+from bkctl.spark.engine import Frame, FrameColumn, Functions, JobSession, functions_of
+from bkctl.spark.facts.facts_store import FactsStore, PartList
 from bkctl.spark.facts.tables import REQUIRED, TABLES, spark_schema
 from bkctl.spark.failures import ERROR_START
 from bkctl.spark.local.session import LocalSession
@@ -18,7 +18,7 @@ from bkctl.spark.sources.columns import DAMAGE, TYPES
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from pyspark.sql import Column, DataFrame, SparkSession
+    from pyspark.sql import SparkSession
 
     from bkctl.ids import LedgerId
     from bkctl.metadata.cluster import Cluster
@@ -54,19 +54,21 @@ class Facts(list[ExtractedBookie]):
                 for row in self._store.read("cookies", part, ["file", "instanceId"]).to_pylist():
                     check_cookie(cluster, f"{row['file']} of {each.bookie_id}", row["instanceId"])
 
-    def table(self, spark: SparkSession, name: str) -> DataFrame:
+    def table(self, spark: JobSession, name: str) -> Frame:
         """Return the current rows of one of the TABLES; a query of rows that no extract writes raises BkctlError."""
         parts = [part for each in self._lists for part in each.parts(name)]
         if not parts:
             return spark.createDataFrame([], spark_schema(name))
         if isinstance(spark, LocalSession):
-            found: DataFrame = spark.of_dataset(self._store.dataset(name, parts))
+            found: Frame = spark.of_dataset(self._store.dataset(name, parts))
         else:
-            found = spark.read.schema(spark_schema(name)).parquet(*map(self._store.spark_path, parts))
+            reader: Any = spark.read
+            found = reader.schema(spark_schema(name)).parquet(*map(self._store.spark_path, parts))
         return self._checked(found, name)
 
-    def _checked(self, rows: DataFrame, table: str) -> DataFrame:
+    def _checked(self, rows: Frame, table: str) -> Frame:
         """Return `rows` with a filter that fails at a row that no extract writes: jobs rely on ids and names."""
+        F = functions_of(rows)
         required = REQUIRED.get(table)
         if required is None:
             return rows
@@ -91,58 +93,63 @@ class Facts(list[ExtractedBookie]):
         """Create a temporary view of each table, under its name."""
         for name in TABLES:
             if name != "parts":
-                self.table(spark, name).createOrReplaceTempView(name)
+                rows: Any = self.table(spark, name)
+                rows.createOrReplaceTempView(name)
 
     # --- the rows of jobs -----------------------------------------------------------------------------------------
 
     def log_records(
-        self, spark: SparkSession, columns: Sequence[str], ledger: LedgerId | None, scope_id: int | None,
+        self, spark: JobSession, columns: Sequence[str], ledger: LedgerId | None, scope_id: int | None,
         *, rows: str = "records",
-    ) -> DataFrame:  # fmt: skip
+    ) -> Frame:  # fmt: skip
         """Return the rows of `bookie_records.log_records`."""
+        F = functions_of(spark)
         found = self.table(spark, "records" if rows == "records" else "ledgers")
         if rows != "records":
             found = found.filter(F.col("entryCount").isNotNull())
         names = list(dict.fromkeys(["file", "bookieId", *columns]))
-        chosen = _of_ledger(found, ledger, scope_id).select(*names, _no_damage())
+        chosen = _of_ledger(found, ledger, scope_id).select(*names, _no_damage(F))
         return chosen.unionByName(self._damages(spark, "entryLog"), allowMissingColumns=True)
 
     def journal_entries(
-        self, spark: SparkSession, columns: Sequence[str], ledger: LedgerId | None, scope_id: int | None
-    ) -> DataFrame:
+        self, spark: JobSession, columns: Sequence[str], ledger: LedgerId | None, scope_id: int | None
+    ) -> Frame:
         """Return the rows of `bookie_records.journal_entries`."""
         place = ("file", "bookieId", "journalId", "offset", "recordSize", _QUALIFIED_NAME, "entryId")
         names = list(dict.fromkeys([*place, *columns, "replayed"]))
         return _of_ledger(self.table(spark, "journal_records"), ledger, scope_id).select(*names)
 
-    def index_entries(self, spark: SparkSession, ledger: LedgerId | None, scope_id: int | None) -> DataFrame:
+    def index_entries(self, spark: JobSession, ledger: LedgerId | None, scope_id: int | None) -> Frame:
         """Return the rows of `bookie_records.index_entries`."""
+        F = functions_of(spark)
         names = ("file", "bookieId", _QUALIFIED_NAME, "entryId", "logId", "offset")
-        found = _of_ledger(self.table(spark, "index"), ledger, scope_id).select(*names, _no_damage())
+        found = _of_ledger(self.table(spark, "index"), ledger, scope_id).select(*names, _no_damage(F))
         damages = self._damages(spark, "index")
         if ledger is not None or scope_id is not None:
             damages = damages.mapInArrow(partial(_of_wanted_files, ledger, scope_id), _DAMAGES)
         return found.unionByName(damages, allowMissingColumns=True)
 
-    def log_files(self, spark: SparkSession) -> DataFrame:
+    def log_files(self, spark: JobSession) -> Frame:
         """Return the rows of `inventory.log_files`."""
         names = ("file", "bookieId", "logId", "logIdHex", "scoped", "fileSize")
         return self.table(spark, "ledgers").select(*names).distinct()
 
-    def log_shares(self, spark: SparkSession) -> DataFrame:
+    def log_shares(self, spark: JobSession) -> Frame:
         """Return the rows of `garbage.log_shares`."""
+        F = functions_of(spark)
         names = ("bookieId", "file", "logId", "scoped", _QUALIFIED_NAME)
         found = self.table(spark, "ledgers").filter(F.col("mapSize").isNotNull())
         return found.select(*names, F.col("mapSize").alias("size"), "fromLedgersMap", "complete", "reason")
 
-    def journal_checks(self, spark: SparkSession) -> DataFrame:
+    def journal_checks(self, spark: JobSession) -> Frame:
         """Return the rows of `journal_audit.checks`."""
         return self.table(spark, "journals").drop("part")
 
-    def with_evidence(self, spark: SparkSession, looks: DataFrame) -> DataFrame:
+    def with_evidence(self, spark: JobSession, looks: Frame) -> Frame:
         """Return the looks of `second_look` with `evidence`: the records that stand at their places."""
+        F = functions_of(spark)
 
-        def place(log_id: Column, scoped: Column) -> Column:
+        def place(log_id: FrameColumn, scoped: FrameColumn) -> FrameColumn:
             log = F.concat_ws("/", scoped.cast("string"), log_id.cast("string"))
             return F.when(log_id.isNull(), F.col("file")).otherwise(log).alias("at")
 
@@ -158,7 +165,8 @@ class Facts(list[ExtractedBookie]):
         found = found.join(evidence, ["bookieId", "at", "offset"], "left")
         return found.join(logs.agg(F.lit(True).alias("isLog")), ["bookieId", "at"], "left").drop("at")
 
-    def _damages(self, spark: SparkSession, source: str) -> DataFrame:
+    def _damages(self, spark: JobSession, source: str) -> Frame:
+        F = functions_of(spark)
         damage = F.struct("file", "offset", "reason").alias(DAMAGE)
         return self.table(spark, "damages").filter(F.col("source") == source).select("file", "bookieId", damage)
 
@@ -177,11 +185,12 @@ def _of_wanted_files(
         yield batch.filter(pa.array(wanted, pa.bool_()))
 
 
-def _no_damage() -> Column:
+def _no_damage(F: Functions) -> FrameColumn:
     return F.lit(None).cast(TYPES[DAMAGE]).alias(DAMAGE)
 
 
-def _of_ledger(rows: DataFrame, ledger: LedgerId | None, scope_id: int | None) -> DataFrame:
+def _of_ledger(rows: Frame, ledger: LedgerId | None, scope_id: int | None) -> Frame:
+    F = functions_of(rows)
     name: Any = F.col(_QUALIFIED_NAME)
     if ledger is not None:
         return rows.filter(name == ledger.qualified_name)

@@ -27,166 +27,132 @@ class FactColumn(NamedTuple):
     meaning: str
 
 
-def _columns(**columns: tuple[str, str]) -> dict[str, FactColumn]:
-    return {name: FactColumn(*column) for name, column in columns.items()}
-
-
-_BOOKIE: Final = _columns(bookieId=("string", "The bookie"), file=("string", "Path of the file on the bookie's host"))
-_LEDGER: Final = _columns(
-    ledgerQualifiedName=("string", "The ledger: 32 hexadecimal digits of scope id and ledger id"),
-    ledgerScopeId=("decimal(20,0)", "The ledger's scope id"),
-    ledgerId=("decimal(20,0)", "The ledger id"),
-)
-_LOG: Final = _columns(
-    logId=("bigint", "The log's id"), scoped=("boolean", "The file is for scoped ledgers, with log ids of their own")
-)
-_DIGEST: Final = _columns(
-    digestType=("string", "Digest type that the record names (scoped ledgers only)"),
-    digest=("string", "Digest type that the record matches; null: none, or not known here"),
-)
-_PART: Final = _columns(part=("string", "Path of the row's Parquet file, as in the table parts"))
-
-TABLES: Final[Mapping[str, Mapping[str, FactColumn]]] = {
+#: The columns of every table but `parts`, before and behind its own.
+_FIRST: Final = {
+    "bookieId": ("string", "The bookie"),
+    "file": ("string", "Path of the file on the bookie's host"),
+}
+_LAST: Final = {"part": ("string", "Path of the row's Parquet file, as in the table parts")}
+_LEDGER: Final = {
+    "ledgerQualifiedName": ("string", "The ledger: 32 hexadecimal digits of scope id and ledger id"),
+    "ledgerScopeId": ("decimal(20,0)", "The ledger's scope id"),
+    "ledgerId": ("decimal(20,0)", "The ledger id"),
+}
+_LOG: Final = {
+    "logId": ("bigint", "The log's id"),
+    "scoped": ("boolean", "The file is for scoped ledgers, with log ids of their own"),
+}
+_DIGEST: Final = {
+    "digestType": ("string", "Digest type that the record names (scoped ledgers only)"),
+    "digest": ("string", "Digest type that the record matches; null: none, or not known here"),
+}
+_TABLES: Final[Mapping[str, Mapping[str, tuple[str, str]]]] = {
     "records": {
-        **_BOOKIE,
         **_LOG,
         **_LEDGER,
-        **_columns(
-            entryId=("bigint", "The entry id"),
-            lastAddConfirmed=("bigint", "The entry's last add confirmed"),
-            length=("bigint", "Payload bytes of the ledger up to this entry"),
-            formatVersion=("int", "Format version of the entry: 1, or 2 for scoped ledgers"),
-            offset=("bigint", "Byte of the record's size field in the file"),
-            recordSize=("bigint", "Bytes of the record behind its size field"),
-            type=("string", "Record type; entry for all but special records"),
-        ),
+        "entryId": ("bigint", "The entry id"),
+        "lastAddConfirmed": ("bigint", "The entry's last add confirmed"),
+        "length": ("bigint", "Payload bytes of the ledger up to this entry"),
+        "formatVersion": ("int", "Format version of the entry: 1, or 2 for scoped ledgers"),
+        "offset": ("bigint", "Byte of the record's size field in the file"),
+        "recordSize": ("bigint", "Bytes of the record behind its size field"),
+        "type": ("string", "Record type; entry for all but special records"),
         **_DIGEST,
-        **_PART,
     },
     "ledgers": {
-        **_BOOKIE,
         **_LOG,
-        **_columns(
-            logIdHex=("string", "The log's id as in its name"), fileSize=("bigint", "Bytes of the file when listed")
-        ),
+        "logIdHex": ("string", "The log's id as in its name"),
+        "fileSize": ("bigint", "Bytes of the file when listed"),
         **_LEDGER,
-        **_columns(
-            entryCount=("bigint", "Entries of the ledger in the log, counted; null: none was read"),
-            size=("bigint", "Their bytes with size fields, counted"),
-            mapSize=("bigint", "The same by the log's ledgers map, else by a scan; null: neither names the ledger"),
-            fromLedgersMap=("boolean", "mapSize comes from a ledgers map"),
-            complete=("boolean", "mapSize covers the whole log"),
-            reason=("string", "Damage that mapSize stops at, or of the ledgers map"),
-        ),
-        **_PART,
+        "entryCount": ("bigint", "Entries of the ledger in the log, counted; null: none was read"),
+        "size": ("bigint", "Their bytes with size fields, counted"),
+        "mapSize": ("bigint", "The same by the log's ledgers map, else by a scan; null: neither names the ledger"),
+        "fromLedgersMap": ("boolean", "mapSize comes from a ledgers map"),
+        "complete": ("boolean", "mapSize covers the whole log"),
+        "reason": ("string", "Damage that mapSize stops at, or of the ledgers map"),
     },
     "damages": {
-        **_BOOKIE,
-        **_columns(
-            source=("string", "entryLog or index"),
-            offset=("bigint", "Byte where the file ends in damage; null: unknown"),
-            reason=("string", "The damage"),
-        ),
-        **_PART,
+        "source": ("string", "entryLog or index"),
+        "offset": ("bigint", "Byte where the file ends in damage; null: unknown"),
+        "reason": ("string", "The damage"),
     },
     "index": {
-        **_BOOKIE,
         "scoped": _LOG["scoped"],
         **_LEDGER,
-        **_columns(
-            entryId=("bigint", "The entry id"),
-            logId=("bigint", "The log that the index names"),
-            offset=("bigint", "Byte of the record's size field there"),
-        ),
-        **_PART,
+        "entryId": ("bigint", "The entry id"),
+        "logId": ("bigint", "The log that the index names"),
+        "offset": ("bigint", "Byte of the record's size field there"),
     },
     "journals": {
-        **_BOOKIE,
-        **_columns(
-            journalId=("bigint", "The journal's id"),
-            journalIdHex=("string", "The journal's id as in its name"),
-            version=("int", "Version of the file"),
-            state=("string", "As in 'bkctl journal verify'"),
-            size=("bigint", "Bytes of the file"),
-            goodEnd=("bigint", "Byte up to which the records are sound"),
-            mark=("bigint", "Byte that a last mark names"),
-            replayFrom=("bigint", "Byte where a restart begins to replay; null: it does not replay the file"),
-            recordCount=("bigint", "Records"),
-            entryCount=("bigint", "Entries among them"),
-            replayRecordCount=("bigint", "Records that a restart replays"),
-            replayEntryCount=("bigint", "Entries among them"),
-            replaySize=("bigint", "Their bytes with size fields"),
-            sizeBehind=("bigint", "Bytes behind a torn or damaged end"),
-            recordsBehind=("bigint", "Plausible records in them"),
-            entriesBehind=("bigint", "Entries among them"),
-            resumesAt=("bigint", "Byte of the first of them"),
-            problem=("string", "Every fault in words; null: sound"),
-            damaged=("boolean", "The file is damaged"),
-        ),
-        **_PART,
+        "journalId": ("bigint", "The journal's id"),
+        "journalIdHex": ("string", "The journal's id as in its name"),
+        "version": ("int", "Version of the file"),
+        "state": ("string", "As in 'bkctl journal verify'"),
+        "size": ("bigint", "Bytes of the file"),
+        "goodEnd": ("bigint", "Byte up to which the records are sound"),
+        "mark": ("bigint", "Byte that a last mark names"),
+        "replayFrom": ("bigint", "Byte where a restart begins to replay; null: it does not replay the file"),
+        "recordCount": ("bigint", "Records"),
+        "entryCount": ("bigint", "Entries among them"),
+        "replayRecordCount": ("bigint", "Records that a restart replays"),
+        "replayEntryCount": ("bigint", "Entries among them"),
+        "replaySize": ("bigint", "Their bytes with size fields"),
+        "sizeBehind": ("bigint", "Bytes behind a torn or damaged end"),
+        "recordsBehind": ("bigint", "Plausible records in them"),
+        "entriesBehind": ("bigint", "Entries among them"),
+        "resumesAt": ("bigint", "Byte of the first of them"),
+        "problem": ("string", "Every fault in words; null: sound"),
+        "damaged": ("boolean", "The file is damaged"),
     },
     "journal_records": {
-        **_BOOKIE,
-        **_columns(
-            journalId=("bigint", "The journal's id"),
-            offset=("bigint", "Byte of the record's size field in the file"),
-            recordSize=("bigint", "Bytes of the record behind its size field"),
-        ),
+        "journalId": ("bigint", "The journal's id"),
+        "offset": ("bigint", "Byte of the record's size field in the file"),
+        "recordSize": ("bigint", "Bytes of the record behind its size field"),
         **_LEDGER,
-        **_columns(
-            entryId=("bigint", "The entry id"),
-            lastAddConfirmed=("bigint", "The entry's last add confirmed"),
-            replayed=("boolean", "A restart replays the record"),
-        ),
+        "entryId": ("bigint", "The entry id"),
+        "lastAddConfirmed": ("bigint", "The entry's last add confirmed"),
+        "replayed": ("boolean", "A restart replays the record"),
         **_DIGEST,
-        **_PART,
     },
     "evidence": {
-        **_BOOKIE,
-        **_columns(
-            logId=("bigint", "The log's id; null: a journal"),
-            scoped=("boolean", "The log is for scoped ledgers; null: a journal"),
-            offset=("bigint", "Byte of the record's size field in the file"),
-            candidate=("int", "Order in which files of one log id are tried"),
-            ledgerQualifiedName=("string", "Ledger of the record that stands there"),
-            entryId=("bigint", "Its entry id"),
-            digest=("string", "Digest type that it matches; null: none, or not known here"),
-            record=("binary", "Its bytes, where digest is null"),
-            problem=("string", "missing or damaged: the record cannot be read"),
-            detail=("string", "Why"),
-        ),
-        **_PART,
+        "logId": ("bigint", "The log's id; null: a journal"),
+        "scoped": ("boolean", "The log is for scoped ledgers; null: a journal"),
+        "offset": ("bigint", "Byte of the record's size field in the file"),
+        "candidate": ("int", "Order in which files of one log id are tried"),
+        "ledgerQualifiedName": ("string", "Ledger of the record that stands there"),
+        "entryId": ("bigint", "Its entry id"),
+        "digest": ("string", "Digest type that it matches; null: none, or not known here"),
+        "record": ("binary", "Its bytes, where digest is null"),
+        "problem": ("string", "missing or damaged: the record cannot be read"),
+        "detail": ("string", "Why"),
     },
     "cookies": {
-        **_BOOKIE,
-        **_columns(
-            role=("string", "Role of the directory: journal, ledger or index"),
-            cookieBookieId=("string", "The bookie that the cookie names"),
-            instanceId=("string", "The cluster that the cookie names"),
-            layoutVersion=("int", "Layout version of the cookie"),
-            problem=("string", "Why the cookie cannot be read"),
-        ),
-        **_PART,
+        "role": ("string", "Role of the directory: journal, ledger or index"),
+        "cookieBookieId": ("string", "The bookie that the cookie names"),
+        "instanceId": ("string", "The cluster that the cookie names"),
+        "layoutVersion": ("int", "Layout version of the cookie"),
+        "problem": ("string", "Why the cookie cannot be read"),
     },
     "marks": {
-        **_BOOKIE,
-        **_columns(
-            journalIndex=("int", "Index of the journal directory"),
-            journalId=("bigint", "The journal that the last mark names; null: the file is damaged"),
-            offset=("bigint", "Byte in that journal"),
-            problem=("string", "Damage of the file"),
-        ),
-        **_PART,
+        "journalIndex": ("int", "Index of the journal directory"),
+        "journalId": ("bigint", "The journal that the last mark names; null: the file is damaged"),
+        "offset": ("bigint", "Byte in that journal"),
+        "problem": ("string", "Damage of the file"),
     },
     "parts": {
-        "bookieId": _BOOKIE["bookieId"],
-        **_columns(
-            table=("string", "The table"),
-            part=("string", "Path of the Parquet file, below the version's directory"),
-            startedAt=("timestamp", "Start of the extract that lists the file"),
-            supersededAt=("timestamp", "Start of the extract that no longer needs the file; null: current"),
-        ),
+        "bookieId": ("string", "The bookie"),
+        "table": ("string", "The table"),
+        "part": ("string", "Path of the Parquet file, below the version's directory"),
+        "startedAt": ("timestamp", "Start of the extract that lists the file"),
+        "supersededAt": ("timestamp", "Start of the extract that no longer needs the file; null: current"),
     },
+}
+TABLES: Final[Mapping[str, Mapping[str, FactColumn]]] = {
+    table: {
+        name: FactColumn(*column)
+        for name, column in (columns if table == "parts" else {**_FIRST, **columns, **_LAST}).items()
+    }
+    for table, columns in _TABLES.items()
 }
 
 #: Columns in which every row of an extract has a value, beside bookieId and file, of the tables that jobs reckon with.

@@ -26,10 +26,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
+from pyspark.sql import functions as F
+
 from bkctl.errors import AlreadyExists, BkctlError, Corrupt, LedgerNotFound, NotFound
 from bkctl.formats.entry import DigestType
 from bkctl.ids import LedgerId
-from bkctl.spark import functions as F
 from bkctl.spark.internals import matching_uris, qualified_uri
 from bkctl.spark.jobs.bookie_records import QUALIFIED_NAME, frame_of, map_rows
 from bkctl.spark.jobs.copying import (
@@ -45,8 +46,8 @@ from bkctl.spark.jobs.copying import (
 )
 from bkctl.spark.sources import ledgers as ledger_source
 from bkctl.spark.sources import metadata as metadata_source
+from bkctl.spark.sources.cluster_options import CONNECTION_OPTIONS, Client, ClusterOptions
 from bkctl.spark.sources.columns import ddl
-from bkctl.spark.sources.connection import CONNECTION_OPTIONS, Client, ClusterOptions
 from bkctl.spark.sources.filters import LEDGER_COLUMNS
 from bkctl.spark.sources.options import SourceOptions
 

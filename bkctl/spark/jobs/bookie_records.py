@@ -20,14 +20,12 @@ from bkctl.files.journals import files_after_marks
 from bkctl.formats.names import SCOPED_DIRECTORY
 from bkctl.formats.record import RecordType
 from bkctl.ids import LedgerId
-from bkctl.spark import functions as F
+from bkctl.spark.engine import Frame, FrameT, JobSession, SessionOf, functions_of
 from bkctl.spark.facts.frames import Facts
 from bkctl.spark.sources.columns import DAMAGE, arrow_schema
 from bkctl.spark.sources.places import bookie_id_at
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
-
     from bkctl.spark.jobs.bookies import BookieFiles, Bookies
 
 QUALIFIED_NAME: Final = "ledgerQualifiedName"
@@ -40,7 +38,7 @@ _SLOTS_MAX: Final = 10_000
 class KeptFrames:
     """The results of a job, and the DataFrames that the engine keeps for them until `release`."""
 
-    _persisted: tuple[DataFrame, ...]
+    _persisted: tuple[Frame, ...]
 
     def release(self) -> None:
         """Free the memory of the kept DataFrames."""
@@ -48,23 +46,25 @@ class KeptFrames:
             frame.unpersist()
 
 
-def frame_of(spark: SparkSession, rows: Iterable[Mapping[str, Any]], schema: str) -> DataFrame:
-    """Return rows of this process as a DataFrame; unlike `createDataFrame` of a list, it takes no job of tasks."""
+def frame_of(spark: SessionOf[FrameT], rows: Iterable[Mapping[str, Any]], schema: str) -> FrameT:
+    """Return rows of this process as a Frame; unlike `createDataFrame` of a list, it takes no job of tasks."""
     return spark.createDataFrame(pa.Table.from_pylist(list(rows), schema=arrow_schema(schema)), schema)
 
 
-def task_slots(spark: SparkSession) -> int:
+def task_slots(spark: JobSession) -> int:
     """Return how many tasks run at a time, Spark's default parallelism."""
-    context = getattr(spark, "sparkContext", None)
-    if context is not None:
-        return int(context.defaultParallelism)
+    session: Any = spark
+    if hasattr(session, "sparkContext"):
+        return int(session.sparkContext.defaultParallelism)
     # A client of Spark Connect has no context. By default a range has as many partitions.
-    return spark.range(_SLOTS_MAX).select(F.spark_partition_id()).distinct().count()
+    from pyspark.sql.functions import spark_partition_id
+
+    return int(session.range(_SLOTS_MAX).select(spark_partition_id()).distinct().count())
 
 
 def map_rows(
-    frame: DataFrame, function: Callable[[Iterator[list[dict[str, Any]]]], Iterable[list[dict[str, Any]]]], schema: str
-) -> DataFrame:
+    frame: Frame, function: Callable[[Iterator[list[dict[str, Any]]]], Iterable[list[dict[str, Any]]]], schema: str
+) -> Frame:
     """Return the rows that `function` makes of `frame` in tasks, batch by batch."""
     arrow = arrow_schema(schema)
 
@@ -76,8 +76,8 @@ def map_rows(
 
 
 def rows_in_tasks(
-    spark: SparkSession, items: Sequence[Any], function: Callable[[Any], Iterable[dict[str, Any]]], schema: str
-) -> DataFrame:
+    spark: JobSession, items: Sequence[Any], function: Callable[[Any], Iterable[dict[str, Any]]], schema: str
+) -> Frame:
     """Return the rows that `function` yields for each item, one task an item; items are plain values."""
     numbers = spark.range(0, len(items), 1, max(len(items), 1))
     return map_rows(
@@ -85,8 +85,9 @@ def rows_in_tasks(
     )
 
 
-def with_ledger_ids(frame: DataFrame) -> DataFrame:
+def with_ledger_ids(frame: Frame) -> Frame:
     """Return `frame` with ledgerScopeId and ledgerId, computed from ledgerQualifiedName, as its first columns."""
+    F = functions_of(frame)
     scope_id = F.conv(F.substring(QUALIFIED_NAME, 1, 16), 16, 10).alias("ledgerScopeId")
     ledger_id = F.conv(F.substring(QUALIFIED_NAME, 17, 16), 16, 10).alias("ledgerId")
     return frame.select(
@@ -101,7 +102,7 @@ PART_SIZE_BYTES: Final = 128 << 20
 _BORDERS: Final = "file string, offset bigint"
 
 
-def borders(spark: SparkSession, files: Iterable[BookieFile], size_bytes: int = PART_SIZE_BYTES) -> dict[str, str]:
+def borders(spark: JobSession, files: Iterable[BookieFile], size_bytes: int = PART_SIZE_BYTES) -> dict[str, str]:
     """Return the option `borders` for entry logs or journals; no option where there are files for all cores.
 
     A file of less than two parts of `size_bytes` is not cut. Finding borders reads a file once more.
@@ -143,11 +144,12 @@ def ledger_options(ledger: LedgerId | None, scope_id: int | None) -> dict[str, s
     return {} if scope_id is None else {"ledgerScopeId": str(scope_id)}
 
 
-def with_bookie(records: DataFrame, owners: Mapping[str, str]) -> DataFrame:
+def with_bookie(records: Frame, owners: Mapping[str, str]) -> Frame:
     """Return `records` with the bookieId of the directory that holds `file`: `owners` maps directories to bookies.
 
     The source takes bookieId from cookies; this corrects it where a cookie is missing or names another bookie.
     """
+    F = functions_of(records)
     owner = F.col("bookieId")
     for directory, bookie_id in owners.items():
         if bookie_id_at(Path(directory)) != bookie_id:
@@ -156,14 +158,14 @@ def with_bookie(records: DataFrame, owners: Mapping[str, str]) -> DataFrame:
 
 
 def log_records(
-    spark: SparkSession,
+    spark: JobSession,
     bookies: Bookies,
     columns: Sequence[str],
     *,
     ledger: LedgerId | None = None,
     scope_id: int | None = None,
     **options: str,
-) -> DataFrame:
+) -> Frame:
     """Return `columns`, file, bookieId and `damage` of all records in entry logs; `options` are the source's own.
 
     A damaged log has one row with `damage` and no ledger, behind the records before the damage. Raises NotFound if the
@@ -185,12 +187,12 @@ def log_records(
 
 
 def index_entries(
-    spark: SparkSession,
+    spark: JobSession,
     bookies: Bookies,
     *,
     ledger: LedgerId | None = None,
     scope_id: int | None = None,
-) -> DataFrame | None:
+) -> Frame | None:
     """Return file, bookieId, ledger, entryId, logId, offset and `damage` of all entries in indexes.
 
     A damaged file has one row with `damage` and no ledger. None without an index directory.
@@ -225,18 +227,19 @@ def replay_starts(bookie: BookieFiles) -> dict[str, int]:
 
 
 def journal_entries(
-    spark: SparkSession,
+    spark: JobSession,
     bookies: Bookies,
     columns: Sequence[str] = (),
     *,
     ledger: LedgerId | None = None,
     scope_id: int | None = None,
-) -> DataFrame | None:
+) -> Frame | None:
     """Return every entry record in all journals, with `columns` of the source and `replayed`; None without a journal.
 
     `replayed`: a start of the bookie replays this record, so the bookie has the entry even if no entry log does. An
     entry that was written twice has two rows.
     """
+    F = functions_of(spark)
     if isinstance(bookies, Facts):
         return bookies.journal_entries(spark, columns, ledger, scope_id)
     owners: dict[str, str] = {}

@@ -26,7 +26,7 @@ from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.ledgers import VersionedMetadata
 from bkctl.spark.jobs.bookie_records import frame_of, map_rows, task_slots
-from bkctl.spark.sources.connection import CONNECTION_OPTIONS, Client, ClusterOptions
+from bkctl.spark.sources.cluster_options import CONNECTION_OPTIONS, Client, ClusterOptions
 from bkctl.spark.sources.options import SourceOptions
 
 if TYPE_CHECKING:

@@ -8,28 +8,26 @@ from typing import TYPE_CHECKING
 
 from bkctl.errors import NotFound
 from bkctl.ids import LedgerId
-from bkctl.spark import functions as F
+from bkctl.spark.engine import Frame, FrameColumn, Functions, JobSession, functions_of
 from bkctl.spark.jobs.bookie_records import QUALIFIED_NAME, index_entries, journal_entries, ledger_options, log_records
 from bkctl.spark.jobs.entry_blocks import BLOCK_BITS, INDEX, JOURNAL, LOG, PROMISE, fold
 from bkctl.spark.jobs.verdicts import Problem
 from bkctl.spark.sources.columns import DAMAGE, TYPES
 
 if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame, SparkSession
-
     from bkctl.spark.jobs.bookies import Bookies
 
 # --- held: copies in entry logs, places in indexes, records in journals -----------------------------------------------
 
 
 def held_entries(
-    spark: SparkSession,
+    spark: JobSession,
     bookies: Bookies,
     ledger: LedgerId | None,
     scope_id: int | None,
     *,
     indexes: bool = True,
-) -> DataFrame:
+) -> Frame:
     """Return the entries in the files of each bookie as `entry_blocks.BLOCKS`, and a row for each damage.
 
     Raises NotFound if the bookies have no files.
@@ -42,9 +40,10 @@ def held_entries(
 
 
 def journaled_entries(
-    spark: SparkSession, bookies: Bookies, ledger: LedgerId | None, scope_id: int | None, *, digests: bool
-) -> DataFrame | None:
+    spark: JobSession, bookies: Bookies, ledger: LedgerId | None, scope_id: int | None, *, digests: bool
+) -> Frame | None:
     """Return the entries in the journals of each bookie as `entry_blocks.BLOCKS`; None without a journal."""
+    F = functions_of(spark)
     wanted = ["lastAddConfirmed", "digest"] if digests else ["lastAddConfirmed"]
     entries = journal_entries(spark, bookies, wanted, ledger=ledger, scope_id=scope_id)
     if entries is None:
@@ -55,8 +54,8 @@ def journaled_entries(
 
 
 def held_of_journaled(
-    spark: SparkSession, bookies: Bookies, journaled: DataFrame, ledger: LedgerId | None, scope_id: int | None
-) -> DataFrame:
+    spark: JobSession, bookies: Bookies, journaled: Frame, ledger: LedgerId | None, scope_id: int | None
+) -> Frame:
     """Return `journaled` entries, and the entries of their ledgers in logs and indexes, without digests; damages too.
 
     The result is as that of `held_entries`.
@@ -69,22 +68,25 @@ def held_of_journaled(
     )
 
 
-def shares_of(held: DataFrame) -> DataFrame:
+def shares_of(held: Frame) -> Frame:
     """Return the share of each ledger in each log of `held_entries`, as `inventory.shares` does."""
+    F = functions_of(held)
     sums = [F.sum(name).alias(name) for name in ("entryCount", "size")]
     counted = held.filter(F.col("source") == LOG).groupBy("bookieId", "file", QUALIFIED_NAME).agg(*sums)
     counted = counted.withColumn(DAMAGE, F.lit(None).cast(TYPES[DAMAGE]))
     return counted.unionByName(log_damages(held), allowMissingColumns=True).fillna(0, ["entryCount", "size"])
 
 
-def log_damages(held: DataFrame) -> DataFrame:
+def log_damages(held: Frame) -> Frame:
     """Return the damages of entry logs in `held_entries`: bookieId, file, damage."""
+    F = functions_of(held)
     file = F.col(DAMAGE)["file"]
     return _damages(held).withColumn("file", file).filter(file.endswith(".log"))
 
 
-def unreadable_files(held: DataFrame) -> DataFrame:
+def unreadable_files(held: Frame) -> Frame:
     """Return the damages in `held_entries` as findings without a ledger."""
+    F = functions_of(held)
     return _damages(held).select(
         "bookieId",
         F.lit(Problem.UNREADABLE.value).alias("problem"),
@@ -94,21 +96,23 @@ def unreadable_files(held: DataFrame) -> DataFrame:
     )
 
 
-def _union(*blocks: DataFrame | None) -> DataFrame:
+def _union(*blocks: Frame | None) -> Frame:
     found = [each for each in blocks if each is not None]
     if not found:
         raise NotFound("The bookies given have no files to look at")
     return reduce(lambda left, right: left.unionByName(right), found)
 
 
-def _damages(held: DataFrame) -> DataFrame:
+def _damages(held: Frame) -> Frame:
+    F = functions_of(held)
     return held.filter(F.col(DAMAGE).isNotNull()).select("bookieId", DAMAGE).distinct()
 
 
 def _logged(
-    spark: SparkSession, bookies: Bookies, ledger: LedgerId | None, scope_id: int | None, *, digests: bool,
-    of: DataFrame | None = None,
-) -> DataFrame | None:  # fmt: skip
+    spark: JobSession, bookies: Bookies, ledger: LedgerId | None, scope_id: int | None, *, digests: bool,
+    of: Frame | None = None,
+) -> Frame | None:  # fmt: skip
+    F = functions_of(spark)
     wanted = [QUALIFIED_NAME, "entryId", "logId", "offset", "recordSize", "lastAddConfirmed"]
     names = ["file", "recordSize", "lastAddConfirmed", *(["digest"] if digests else [])]
     try:
@@ -121,14 +125,15 @@ def _logged(
 
 
 def _indexed(
-    spark: SparkSession, bookies: Bookies, ledger: LedgerId | None, scope_id: int | None, *, of: DataFrame | None = None
-) -> DataFrame | None:
+    spark: JobSession, bookies: Bookies, ledger: LedgerId | None, scope_id: int | None, *, of: Frame | None = None
+) -> Frame | None:
     entries = index_entries(spark, bookies, ledger=ledger, scope_id=scope_id)
     return None if entries is None else fold(_of_ledgers(entries, of), INDEX, "logId")
 
 
-def _of_ledgers(rows: DataFrame, ledgers: DataFrame | None) -> DataFrame:
+def _of_ledgers(rows: Frame, ledgers: Frame | None) -> Frame:
     """Return the rows of `ledgers` (bookieId, ledger), and the rows of damage."""
+    F = functions_of(rows)
     if ledgers is None:
         return rows
     wanted = F.broadcast(ledgers.withColumn("isWanted", F.lit(True)))
@@ -140,8 +145,8 @@ def _of_ledgers(rows: DataFrame, ledgers: DataFrame | None) -> DataFrame:
 
 
 def read_metadata(
-    spark: SparkSession, connection: Mapping[str, str], ledger: LedgerId | None, scope_id: int | None
-) -> DataFrame:
+    spark: JobSession, connection: Mapping[str, str], ledger: LedgerId | None, scope_id: int | None
+) -> Frame:
     """Return the metadata of a ledger, of a scope, or of all ledgers."""
     columns = (
         QUALIFIED_NAME, "state", "ensembleSize", "writeQuorumSize", "digestType", "lastEntryId", "ensembles",
@@ -150,13 +155,14 @@ def read_metadata(
     return spark.read.format("bookkeeper.metadata").options(**chosen).load()
 
 
-def fragments_of(metadata: DataFrame, held: DataFrame) -> DataFrame:
+def fragments_of(metadata: Frame, held: Frame) -> Frame:
     """Return one row a fragment with entries: `first` and `last` entry, `bookies`, and the ledger's sizes.
 
     `held` gives the last entries of ledgers that are not closed.
     """
+    F = functions_of(metadata)
 
-    def fragment(ensemble: Column, index: Column) -> Column:
+    def fragment(ensemble: FrameColumn, index: FrameColumn) -> FrameColumn:
         next_first = F.get("ensembles", index + 1)["firstEntryId"]
         return F.struct(
             ensemble["firstEntryId"].alias("first"),
@@ -170,8 +176,9 @@ def fragments_of(metadata: DataFrame, held: DataFrame) -> DataFrame:
     return ledgers.select(*sizes, "fragment.*").filter("first <= last")
 
 
-def promised_blocks(fragments: DataFrame, bookies: Bookies) -> DataFrame:
+def promised_blocks(fragments: Frame, bookies: Bookies) -> Frame:
     """Return the blocks of entries that each of `bookies` should have, as `entry_blocks.unfold` takes them."""
+    F = functions_of(fragments)
     given = [bookie.bookie_id for bookie in bookies]
     members = F.transform("bookies", lambda bookie, at: F.struct(bookie.alias("bookieId"), at.alias("position")))
     named = fragments.withColumn("member", F.explode(members))
@@ -185,19 +192,21 @@ def promised_blocks(fragments: DataFrame, bookies: Bookies) -> DataFrame:
     )  # fmt: skip
 
 
-def absent_bookies(fragments: DataFrame, bookies: Bookies) -> DataFrame:
+def absent_bookies(fragments: Frame, bookies: Bookies) -> Frame:
     """Return the bookies that ensembles name and that are not among `bookies`, with their ledger counts."""
+    F = functions_of(fragments)
     given = [bookie.bookie_id for bookie in bookies]
     named = fragments.select(QUALIFIED_NAME, F.explode("bookies").alias("bookieId"))
     ledger_count = F.count_distinct(QUALIFIED_NAME).alias("ledgerCount")
     return named.filter(~F.col("bookieId").isin(given)).groupBy("bookieId").agg(ledger_count).orderBy("bookieId")
 
 
-def promise_counts(fragments: DataFrame, bookies: Bookies) -> DataFrame:
+def promise_counts(fragments: Frame, bookies: Bookies) -> Frame:
     """Return one row with ledgerCount, entryCount and replicaCount of the replicas on `bookies`; unfolds no entry.
 
     Entries of a fragment whose ids have the same remainder by the ensemble's size are on the same bookies.
     """
+    F = functions_of(fragments)
     remainder = F.explode(F.sequence(F.lit(0), F.col("ensembleSize") - 1))
     by_remainder = fragments.withColumn("remainder", remainder)
     up_to_last = F.floor((F.col("last") - F.col("remainder")) / F.col("ensembleSize"))
@@ -205,7 +214,7 @@ def promise_counts(fragments: DataFrame, bookies: Bookies) -> DataFrame:
     counted = by_remainder.select(
         QUALIFIED_NAME,
         (up_to_last - before_first).alias("entries"),
-        _holder_count(F.col("remainder"), bookies).alias("holders"),
+        _holder_count(F, F.col("remainder"), bookies).alias("holders"),
     ).filter("entries > 0 AND holders > 0")
     replicas = F.sum(F.col("entries") * F.col("holders"))
     return counted.agg(
@@ -215,17 +224,18 @@ def promise_counts(fragments: DataFrame, bookies: Bookies) -> DataFrame:
     )
 
 
-def with_holder_count(entries: DataFrame, fragments: DataFrame, bookies: Bookies) -> DataFrame:
+def with_holder_count(entries: Frame, fragments: Frame, bookies: Bookies) -> Frame:
     """Return distinct promised `entries` (ledger, entry id) with two counts of the bookies that should have the entry.
 
     holderCount: those among `bookies`; writeQuorumSize: all.
     """
+    F = functions_of(entries)
     found = entries.join(fragments, QUALIFIED_NAME).filter("entryId BETWEEN first AND last")
-    holder_count = _holder_count(F.col("entryId"), bookies).alias("holderCount")
+    holder_count = _holder_count(F, F.col("entryId"), bookies).alias("holderCount")
     return found.select(QUALIFIED_NAME, "entryId", holder_count, "writeQuorumSize")
 
 
-def _holder_count(entry_id: Column, bookies: Bookies) -> Column:
+def _holder_count(F: Functions, entry_id: FrameColumn, bookies: Bookies) -> FrameColumn:
     """Return the number of `bookies` in the write set (RoundRobinDistributionSchedule) of an entry of a fragment."""
     given = [bookie.bookie_id for bookie in bookies]
     copies = F.sequence(F.lit(0), F.col("writeQuorumSize") - 1)
@@ -233,8 +243,9 @@ def _holder_count(entry_id: Column, bookies: Bookies) -> Column:
     return F.size(F.filter(write_set, lambda bookie_id: bookie_id.isin(given)))
 
 
-def _with_last_entry(metadata: DataFrame, held: DataFrame) -> DataFrame:
+def _with_last_entry(metadata: Frame, held: Frame) -> Frame:
     """Return the ledgers with `last`, their last promised entry; an open ledger without entries has no row."""
+    F = functions_of(metadata)
     is_open = F.col("state") != "CLOSED"
     of_open = held.join(metadata.filter(is_open).select(QUALIFIED_NAME), QUALIFIED_NAME, "left_semi")
     # A damaged entry must not decide how far its ledger goes; entries whose digest cannot be checked here have to.

@@ -17,13 +17,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from bkctl.formats.record import RECORD_SIZE
-from bkctl.spark import functions as F
+from bkctl.spark.engine import Frame, FrameColumn, functions_of
 from bkctl.spark.jobs.bookie_records import QUALIFIED_NAME, REPLICA
 from bkctl.spark.sources.columns import DAMAGE, TYPES, arrow_schema, table_of
 
 if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame
-
     Numbers = npt.NDArray[np.int64]
     Mask = npt.NDArray[np.bool_]
 
@@ -72,13 +70,14 @@ def ddl_of(columns: dict[str, str]) -> str:
 # --- records to blocks ------------------------------------------------------------------------------------------------
 
 
-def fold(records: DataFrame, source: str, file_id: str, **values: Column) -> DataFrame:
+def fold(records: Frame, source: str, file_id: str, **values: FrameColumn) -> Frame:
     """Return records or places (bookieId, ledger, entryId, offset, `damage`) as BLOCKS; a row of damage stays a row.
 
     `file_id` is the column with the id of the log or journal; `values` are more columns of a record: file, recordSize,
     lastAddConfirmed, digest, replayed.
     """
-    given: dict[str, Column] = {name: F.col(name) for name in ("offset", DAMAGE) if name in records.columns}
+    F = functions_of(records)
+    given: dict[str, FrameColumn] = {name: F.col(name) for name in ("offset", DAMAGE) if name in records.columns}
     given |= {"fileId": F.col(file_id), **values}
     columns = [given.get(name, F.lit(None).cast(kind)).alias(name) for name, kind in _RECORD.items()]
     return records.select(*REPLICA, *columns).mapInArrow(partial(_fold_batches, source), ddl_of(BLOCKS))
@@ -192,7 +191,7 @@ class Ids(NamedTuple):
     recorded: Mask
 
 
-def unfold(blocks: DataFrame, choose: Callable[[Ids], Mask]) -> DataFrame:
+def unfold(blocks: Frame, choose: Callable[[Ids], Mask]) -> Frame:
     """Return the entries that `choose` chooses, one row for each entry and bookie.
 
     Columns: REPLICA, `promised`; `copies` in entry logs, from the oldest; `place`, the location in the index;

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from bkctl.errors import BkctlError
 from bkctl.ids import LedgerId
-from bkctl.spark import functions as F
+from bkctl.spark.engine import Frame, functions_of
 from bkctl.spark.jobs.bookie_records import QUALIFIED_NAME, map_rows
 from bkctl.spark.jobs.bookies import open_store
-
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
 
 #: The fields that the entries of a range share beside their ledger, by the words of `--by`.
 _PLACES: Final[Mapping[str, tuple[str, ...]]] = {"ledger": (), "bookie": ("bookieId",), "log": ("bookieId", "file")}
@@ -20,9 +17,7 @@ _LEDGER: Final = (QUALIFIED_NAME, "ledgerScopeId", "ledgerId")
 _STEPS: Final = f"{QUALIFIED_NAME} string, step bigint"
 
 
-def entry_ranges(
-    findings: DataFrame, by: str, same: Sequence[str], connection: Mapping[str, str] | None = None
-) -> DataFrame:
+def entry_ranges(findings: Frame, by: str, same: Sequence[str], connection: Mapping[str, str] | None = None) -> Frame:
     """Return one row for each range of entries of a ledger that agree in the columns `same`.
 
     With `by` = `ledger` a range is of all bookies, with `bookie` of one, with `log` of one file of a bookie. Columns:
@@ -32,6 +27,7 @@ def entry_ranges(
     Entries of a range follow each other on a bookie: at most ensembleSize - writeQuorumSize + 1 apart, by the metadata
     at `connection`. Without `connection`, and for ledgers without metadata, their ids are consecutive.
     """
+    F = functions_of(findings)
     keys = [*_PLACES[by], *_LEDGER, *same]
     window = f"(PARTITION BY {', '.join(keys)} ORDER BY entryId)"
     entries = findings.filter("entryId IS NOT NULL")
@@ -58,7 +54,7 @@ def entry_ranges(
     return found.orderBy(*places, QUALIFIED_NAME, "firstEntryId", "lastEntryId", *same, "file", "offset")
 
 
-def _steps(entries: DataFrame, connection: Mapping[str, str]) -> DataFrame:
+def _steps(entries: Frame, connection: Mapping[str, str]) -> Frame:
     """Return the ledgers of `entries` with `step`: how far apart entries are that follow each other on a bookie."""
 
     def steps_of(batches: Iterator[list[dict[str, Any]]]) -> Iterator[list[dict[str, Any]]]:

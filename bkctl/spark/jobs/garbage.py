@@ -20,15 +20,13 @@ from bkctl.formats.names import SCOPED_DIRECTORY
 from bkctl.ids import LedgerId
 from bkctl.metadata.liveness import Liveness
 from bkctl.model import LedgerLiveness
-from bkctl.spark import functions as F
+from bkctl.spark.engine import Frame, JobSession, functions_of
 from bkctl.spark.facts.frames import Facts
 from bkctl.spark.jobs.bookie_records import QUALIFIED_NAME, map_rows, rows_in_tasks, with_ledger_ids
 from bkctl.spark.jobs.bookies import check_clusters, open_store
 from bkctl.spark.sources.places import unseen
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
-
     from bkctl.spark.jobs.bookies import Bookies
 
 _STATES: Final = f"{QUALIFIED_NAME} string, state string, problem string, problemType string"
@@ -36,7 +34,7 @@ _STATES: Final = f"{QUALIFIED_NAME} string, state string, problem string, proble
 _QUESTION_ROWS: Final = 10_000
 
 
-def ledger_states(ledgers: DataFrame, connection: Mapping[str, str]) -> DataFrame:
+def ledger_states(ledgers: Frame, connection: Mapping[str, str]) -> Frame:
     """Return `state` (alive, dead, unknown) of each ledger in the column ledgerQualifiedName.
 
     `problem` says why a state is unknown, and `problemType` is the class of that error. The rows of `ledgers` must come
@@ -80,7 +78,7 @@ _USES: Final = (
 _DEFAULT_THRESHOLDS: Final = Thresholds()
 
 
-def log_shares(spark: SparkSession, bookies: Bookies) -> DataFrame:
+def log_shares(spark: JobSession, bookies: Bookies) -> Frame:
     """Return the ledgers of each log and their bytes, from its ledgers map, else by a scan.
 
     A log without ledgers has one row, whose ledger is null. `reason` describes damage of a log; a log that is not
@@ -122,11 +120,12 @@ def log_rows(log: tuple[str, str]) -> Iterator[dict[str, Any]]:
         yield row | {QUALIFIED_NAME: ledger.qualified_name, "size": size}
 
 
-def garbage_shares(spark: SparkSession, bookies: Bookies, connection: Mapping[str, str]) -> DataFrame:
+def garbage_shares(spark: JobSession, bookies: Bookies, connection: Mapping[str, str]) -> Frame:
     """Return `log_shares` with `state` (alive, dead, unknown; null for a log without ledgers) and `problem`.
 
     Raises Conflict if a bookie belongs to another cluster.
     """
+    F = functions_of(spark)
     check_clusters(bookies, connection)
     # Persisted: otherwise Spark reads the logs once for the question and again for the answer, and they may change.
     shares = log_shares(spark, bookies).persist()
@@ -135,12 +134,13 @@ def garbage_shares(spark: SparkSession, bookies: Bookies, connection: Mapping[st
     return found.withColumn("state", F.coalesce("state", unknown))
 
 
-def uses(shares: DataFrame, thresholds: Thresholds = _DEFAULT_THRESHOLDS) -> DataFrame:
+def uses(shares: Frame, thresholds: Thresholds = _DEFAULT_THRESHOLDS) -> Frame:
     """Return live and dead bytes of each log of `garbage_shares`, and its compaction; most garbage first.
 
     As in `bkctl entrylog garbage`: `compaction` is delete, minor, major or null; it frees `reclaimableSize` bytes and
     copies `rewrittenSize` bytes.
     """
+    F = functions_of(shares)
 
     def of(state: LedgerLiveness) -> tuple[Any, Any]:
         is_state = F.col("state") == state.value
@@ -172,8 +172,9 @@ def _judge(row: dict[str, Any], thresholds: Thresholds) -> dict[str, Any]:
     }
 
 
-def by_bookie(uses: DataFrame) -> DataFrame:
+def by_bookie(uses: Frame) -> Frame:
     """Return the sums of `uses` for each bookie, most garbage first."""
+    F = functions_of(uses)
     names = ("totalSize", "remainingSize", "garbageSize", "reclaimableSize", "rewrittenSize")
     logs = F.count("*").alias("logCount")
     compacted = F.count("compaction").alias("compactedCount")
@@ -182,8 +183,9 @@ def by_bookie(uses: DataFrame) -> DataFrame:
     )  # fmt: skip
 
 
-def orphans(shares: DataFrame) -> DataFrame:
+def orphans(shares: Frame) -> Frame:
     """Return the ledgers in `garbage_shares` that the metadata store lacks: their bytes, bookies and logs."""
+    F = functions_of(shares)
     dead = shares.filter(F.col("state") == LedgerLiveness.DEAD.value)
     found = dead.groupBy(QUALIFIED_NAME).agg(
         F.count_distinct("bookieId").alias("bookieCount"),

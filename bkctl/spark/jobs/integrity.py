@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bkctl.ids import LedgerId
-from bkctl.spark import functions as F
+from bkctl.spark.engine import Frame, JobSession, functions_of
 from bkctl.spark.jobs.bookie_records import QUALIFIED_NAME, REPLICA, KeptFrames, with_ledger_ids
 from bkctl.spark.jobs.bookies import check_clusters
 from bkctl.spark.jobs.entries import (
@@ -32,8 +32,6 @@ from bkctl.spark.jobs.entries import (
 from bkctl.spark.jobs.verdicts import Problem, judge_replicas, look_again
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
-
     from bkctl.spark.jobs.bookies import Bookies
 
 
@@ -48,20 +46,20 @@ class Integrity(KeptFrames):
     `checked`: one row: ledgerCount, replicaCount (one for each entry and bookie of its write set), entryCount.
     """
 
-    findings: DataFrame
-    unchecked: DataFrame
-    checked: DataFrame
+    findings: Frame
+    unchecked: Frame
+    checked: Frame
 
 
 def integrity(
-    spark: SparkSession,
+    spark: JobSession,
     bookies: Bookies,
     connection: Mapping[str, str],
     *,
     ledger: LedgerId | None = None,
     scope_id: int | None = None,
     indexes: bool = True,
-    held: DataFrame | None = None,
+    held: Frame | None = None,
 ) -> Integrity:
     """Compare the promises of metadata with bookies' files; without `indexes`, with entry logs and journals only.
 
@@ -69,6 +67,7 @@ def integrity(
     meanwhile do not count as missing. `held` is a result of `held_entries` to use, not computed yet. Raises Conflict if
     a bookie belongs to another cluster.
     """
+    F = functions_of(spark)
     check_clusters(bookies, connection)
     metadata = read_metadata(spark, connection, ledger, scope_id).persist()
     metadata.count()
@@ -90,8 +89,9 @@ def integrity(
     )  # fmt: skip
 
 
-def _absent(judged: DataFrame) -> DataFrame:
+def _absent(judged: Frame) -> Frame:
     """Return the replicas that are missing or not indexed, with the newest copy in an entry log if there is one."""
+    F = functions_of(judged)
     copy = F.array_max("copies")
     return judged.filter(F.col("verdict").isin(Problem.NOT_INDEXED.value, Problem.MISSING.value)).select(
         *REPLICA, "promised", F.col("verdict").alias("problem"), copy["file"].alias("file"),
@@ -99,8 +99,9 @@ def _absent(judged: DataFrame) -> DataFrame:
     )  # fmt: skip
 
 
-def _decided(looked: DataFrame) -> DataFrame:
+def _decided(looked: Frame) -> Frame:
     """Return one row for each promised replica: without a problem if a look found it, else the problem in a log."""
+    F = functions_of(looked)
     names = ("problem", "file", "offset", "detail")
     is_bad, is_journal = F.col("problem").isNotNull(), F.coalesce(F.col("file").endswith(".txn"), F.lit(False))
     best = F.min(F.struct(is_bad.alias("isBad"), is_journal.alias("isJournal"), *names)).alias("best")
@@ -110,8 +111,9 @@ def _decided(looked: DataFrame) -> DataFrame:
     )
 
 
-def _with_intact_count(suspects: DataFrame, fragments: DataFrame, bookies: Bookies) -> DataFrame:
+def _with_intact_count(suspects: Frame, fragments: Frame, bookies: Bookies) -> Frame:
     """Return the suspects with a problem, and how many promised replicas of their entries are intact."""
+    F = functions_of(suspects)
     entry = [QUALIFIED_NAME, "entryId"]
     found = suspects.filter(F.col("problem").isNotNull())
     bad = found.groupBy(*entry).agg(F.count(F.when(F.col("promised"), 1)).alias("badCount"))

@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING, Final
 from bkctl.errors import UsageError
 from bkctl.formats.entry_log import log_id_of
 from bkctl.ids import LedgerId
-from bkctl.spark import functions as F
+from bkctl.spark.engine import Frame, FrameColumn, Functions, JobSession, functions_of
 from bkctl.spark.facts.frames import Facts
 from bkctl.spark.jobs.bookie_records import QUALIFIED_NAME, frame_of, log_records, with_ledger_ids
 from bkctl.spark.jobs.bookies import check_clusters
 from bkctl.spark.sources.columns import DAMAGE
 
 if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame, SparkSession
-
     from bkctl.spark.jobs.bookies import Bookies
 
 
@@ -37,7 +35,7 @@ class Grouping(StrEnum):
     APPLICATION = "application"
 
 
-def log_files(spark: SparkSession, bookies: Bookies) -> DataFrame:
+def log_files(spark: JobSession, bookies: Bookies) -> Frame:
     """Return every entry log of the bookies: file, bookieId, logId, logIdHex, scoped, fileSize (bytes)."""
     if isinstance(bookies, Facts):
         return bookies.log_files(spark)
@@ -57,17 +55,18 @@ def log_files(spark: SparkSession, bookies: Bookies) -> DataFrame:
 
 
 def shares(
-    spark: SparkSession,
+    spark: JobSession,
     bookies: Bookies,
     *,
     ledger: LedgerId | None = None,
     scope_id: int | None = None,
-) -> DataFrame:
+) -> Frame:
     """Return the share of each ledger in each log: bookieId, file, ledgerQualifiedName, damage, entryCount, size.
 
     A row of damage has no ledger and no entries. Tasks count while they read, so there are few rows for each log; every
     inventory is made of them, so `persist` them. Raises NotFound if the bookies have no entry log.
     """
+    F = functions_of(spark)
     counts = ("entryCount", "size")
     found = log_records(
         spark, bookies, [QUALIFIED_NAME, *counts], ledger=ledger, scope_id=scope_id, rows="ledgers"
@@ -76,24 +75,26 @@ def shares(
     return found.groupBy("bookieId", "file", QUALIFIED_NAME, DAMAGE).agg(*sums)
 
 
-def damages(shares: DataFrame) -> DataFrame:
+def damages(shares: Frame) -> Frame:
     """Return the damages among `shares`: bookieId, file, offset, reason."""
+    F = functions_of(shares)
     found = shares.filter(F.col(DAMAGE).isNotNull())
     return found.select("bookieId", f"{DAMAGE}.file", f"{DAMAGE}.offset", f"{DAMAGE}.reason").distinct()
 
 
 def totals(
-    spark: SparkSession,
+    spark: JobSession,
     bookies: Bookies,
-    shares: DataFrame,
+    shares: Frame,
     grouping: Grouping,
     connection: Mapping[str, str] | None = None,
-) -> DataFrame:
+) -> Frame:
     """Return the sums of `shares`, one row for each bookie, log, scope, ledger or application, most bytes first.
 
     Applications come from ledgers' custom metadata in the store of `connection` (Pulsar's `application`, `component`
     and `managedLedger`). Raises UsageError if they need a `connection`, Conflict if it is another cluster's.
     """
+    F = functions_of(spark)
     found = shares.filter(F.col(DAMAGE).isNull())
     ledgers = F.count_distinct(QUALIFIED_NAME).alias("ledgerCount")
     logs = F.count_distinct("bookieId", "file").alias("logCount")
@@ -101,7 +102,7 @@ def totals(
     match grouping:
         case Grouping.BOOKIE | Grouping.ENTRY_LOG:
             key = ["bookieId"] if grouping is Grouping.BOOKIE else ["bookieId", "file"]
-            counted = found.groupBy(*key).agg(ledgers, *_sums())
+            counted = found.groupBy(*key).agg(ledgers, *_sums(F))
             files = log_files(spark, bookies)
             if grouping is Grouping.BOOKIE:
                 file_sums = F.count("*").alias("logCount"), F.sum("fileSize").alias("fileSize")
@@ -109,11 +110,11 @@ def totals(
             rows = files.join(counted, key, "left").fillna(0, ["ledgerCount", "entryCount", "size"])
             ties = [F.col(name) for name in ("bookieId", "file") if name in rows.columns]
         case Grouping.LEDGER:
-            rows = with_ledger_ids(found.groupBy(QUALIFIED_NAME).agg(holders, logs, *_sums()))
+            rows = with_ledger_ids(found.groupBy(QUALIFIED_NAME).agg(holders, logs, *_sums(F)))
             ties = [F.col(QUALIFIED_NAME)]
         case Grouping.SCOPE:
             scope = F.substring(QUALIFIED_NAME, 1, 16).alias("scope")
-            counted = found.groupBy(scope).agg(ledgers, holders, logs, *_sums())
+            counted = found.groupBy(scope).agg(ledgers, holders, logs, *_sums(F))
             rows = counted.select(F.conv("scope", 16, 10).alias("ledgerScopeId"), *counted.columns[1:])
             # Scope ids are decimal texts of any width.
             ties = [F.lpad("ledgerScopeId", 20, "0")]
@@ -123,26 +124,28 @@ def totals(
     return rows.orderBy(F.desc("size"), *ties)
 
 
-def _sums() -> tuple[Column, Column]:
+def _sums(F: Functions) -> tuple[FrameColumn, FrameColumn]:
     return F.sum("entryCount").alias("entryCount"), F.sum("size").alias("size")
 
 
 def _application_totals(
-    spark: SparkSession, bookies: Bookies, shares: DataFrame, connection: Mapping[str, str] | None
-) -> DataFrame:
+    spark: JobSession, bookies: Bookies, shares: Frame, connection: Mapping[str, str] | None
+) -> Frame:
+    F = functions_of(spark)
     if connection is None:
         raise UsageError("Applications are known from a metadata store, and none is named", hint="add --metadata-uri")
     check_clusters(bookies, connection)
-    ledgers = shares.groupBy(QUALIFIED_NAME).agg(*_sums())
+    ledgers = shares.groupBy(QUALIFIED_NAME).agg(*_sums(F))
     rows = ledgers.join(applications(spark, connection), QUALIFIED_NAME, "left")
-    return rows.groupBy(*_APPLICATION_COLUMNS).agg(F.count("*").alias("ledgerCount"), *_sums())
+    return rows.groupBy(*_APPLICATION_COLUMNS).agg(F.count("*").alias("ledgerCount"), *_sums(F))
 
 
-def applications(spark: SparkSession, connection: Mapping[str, str]) -> DataFrame:
+def applications(spark: JobSession, connection: Mapping[str, str]) -> Frame:
     """Return the application of each ledger: ledgerQualifiedName, application, component, managedLedger.
 
     They come from Pulsar's custom metadata; other writers may keep an `application` there.
     """
+    F = functions_of(spark)
     options = {**connection, "columns": f"{QUALIFIED_NAME},pulsar,customMetadata"}
     metadata = spark.read.format("bookkeeper.metadata").options(**options).load()
     own = F.try_validate_utf8(F.col("customMetadata")["application"])

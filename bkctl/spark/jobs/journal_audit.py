@@ -21,7 +21,7 @@ from bkctl.files.scan import ScanState
 from bkctl.formats.names import COOKIE_NAME
 from bkctl.formats.record import RecordType
 from bkctl.ids import LedgerId
-from bkctl.spark import functions as F
+from bkctl.spark.engine import Frame, JobSession, functions_of
 from bkctl.spark.facts.frames import Facts
 from bkctl.spark.facts.tables import spark_schema
 from bkctl.spark.jobs.bookie_records import (
@@ -42,8 +42,6 @@ from bkctl.spark.sources.columns import DAMAGE
 from bkctl.spark.sources.places import unseen
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
-
     from bkctl.spark.jobs.bookies import BookieFiles, Bookies
     from bkctl.spark.jobs.entry_blocks import Mask
 
@@ -66,8 +64,8 @@ class JournalAudit(KeptFrames):
     journalId, offset, recordSize, file.
     """
 
-    journals: DataFrame
-    unlogged: DataFrame
+    journals: Frame
+    unlogged: Frame
 
 
 _UNLOGGED: Final = (
@@ -77,13 +75,13 @@ _UNLOGGED: Final = (
 
 
 def audit(
-    spark: SparkSession,
+    spark: JobSession,
     bookies: Bookies,
     connection: Mapping[str, str] | None = None,
     *,
     ledger: LedgerId | None = None,
     scope_id: int | None = None,
-    held: DataFrame | None = None,
+    held: Frame | None = None,
 ) -> JournalAudit:
     """Check all journals of the bookies, and search their entry logs for the journals' entries.
 
@@ -91,6 +89,7 @@ def audit(
     `connection` (the options of `bookkeeper.metadata`) the entries have the state of their ledgers. Raises Conflict if
     a bookie belongs to another cluster. `held` is a result of `held_entries` to use.
     """
+    F = functions_of(spark)
     if connection is not None:
         check_clusters(bookies, connection)
     persisted = []
@@ -109,7 +108,7 @@ def audit(
     return JournalAudit((journals, entries, *persisted), journals, entries)
 
 
-def checks(spark: SparkSession, bookies: Bookies) -> DataFrame:
+def checks(spark: JobSession, bookies: Bookies) -> Frame:
     """Return one row for each journal file, missing ones too, as `bkctl journal verify` prints it; one task a bookie.
 
     A start of the bookie replays the file from byte `replayFrom` (null: not at all); the other `replay…` columns count
@@ -171,7 +170,7 @@ def _replay(path: Path, start: int) -> dict[str, int]:
     return {"replayRecordCount": records, "replayEntryCount": entries, "replaySize": size}
 
 
-def unlogged(held: DataFrame, bookies: Bookies, connection: Mapping[str, str] | None = None) -> DataFrame:
+def unlogged(held: Frame, bookies: Bookies, connection: Mapping[str, str] | None = None) -> Frame:
     """Return one row for each journaled entry that is not found in an entry log: its last record in a journal.
 
     Entries are looked up as `integrity` does: in the logs up to their first damage, then by the index behind it.
@@ -180,6 +179,7 @@ def unlogged(held: DataFrame, bookies: Bookies, connection: Mapping[str, str] | 
     deleted, or the bookie lost the entries. With `connection`, `state` tells these apart (alive, dead, unknown). `held`
     is a result of `held_entries`.
     """
+    F = functions_of(held)
     unread = log_damages(held).select("bookieId").distinct()
     blocks = held.filter(F.col(QUALIFIED_NAME).isNotNull()).drop(DAMAGE, "size", "lac")
     absent = unfold(blocks.withColumn("matches", F.lit(True)), _is_unlogged)
@@ -201,9 +201,10 @@ def _is_unlogged(ids: Ids) -> Mask:
     return ids.recorded & ~ids.logged
 
 
-def _indexed_entries(absent: DataFrame, bookies: Bookies) -> DataFrame:
+def _indexed_entries(absent: Frame, bookies: Bookies) -> Frame:
     """Return the entries of `absent` that their index finds behind damage in a log."""
-    look = look_at("place", F.col("place"), decides=True)
+    F = functions_of(absent)
+    look = look_at(F, "place", F.col("place"), decides=True)
     judged = absent.filter(F.col("place").isNotNull()).select(
         *REPLICA, F.lit(True).alias("promised"), F.lit(None).cast("string").alias("digestType"),
         F.array(look).alias("looks"),

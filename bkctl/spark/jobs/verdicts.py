@@ -14,7 +14,7 @@ from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.entry_log import log_id_of
 from bkctl.formats.record import RECORD_SIZE, RECORD_SIZE_BYTES_MAX
 from bkctl.ids import LedgerId
-from bkctl.spark import functions as F
+from bkctl.spark.engine import Frame, FrameColumn, Functions, functions_of
 from bkctl.spark.facts.frames import Facts
 from bkctl.spark.jobs.bookie_records import QUALIFIED_NAME, REPLICA, map_rows
 from bkctl.spark.jobs.bookies import open_store
@@ -23,8 +23,6 @@ from bkctl.spark.sources.columns import DAMAGE
 from bkctl.spark.sources.records import OpenLogs
 
 if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame
-
     from bkctl.metadata.cluster import Cluster
     from bkctl.spark.jobs.bookies import Bookies
     from bkctl.spark.jobs.entry_blocks import Mask
@@ -49,7 +47,7 @@ class Problem(StrEnum):
     UNREADABLE = "unreadable"
 
 
-def judge_replicas(promised: DataFrame, held: DataFrame, ledgers: DataFrame, *, indexes: bool) -> DataFrame:
+def judge_replicas(promised: Frame, held: Frame, ledgers: Frame, *, indexes: bool) -> Frame:
     """Return each replica, of existing `ledgers`, that is not intact by columns, with `verdict`, `served` and `looks`.
 
     `promised` and `held` are blocks; what agrees in them is not unfolded. `verdict` of a promised replica is INTACT,
@@ -57,14 +55,17 @@ def judge_replicas(promised: DataFrame, held: DataFrame, ledgers: DataFrame, *, 
     copy. `looks` are the records to read: those that decide where the verdict is IN_DOUBT, and copies that no index
     names and whose columns do not match.
     """
+    F = functions_of(promised)
     of_ledgers = held.join(ledgers.select(QUALIFIED_NAME, "digestType"), QUALIFIED_NAME)
-    of_ledgers = of_ledgers.withColumn("matches", _matches(F.col("digest"))).drop("digestType", DAMAGE, "size", "lac")
+    of_ledgers = of_ledgers.withColumn("matches", _matches(F, F.col("digest"))).drop(
+        "digestType", DAMAGE, "size", "lac"
+    )
     blocks = promised.unionByName(of_ledgers, allowMissingColumns=True)
     rows = unfold(blocks, partial(_is_doubtful, indexes)).join(ledgers, QUALIFIED_NAME)
-    rows = _with_served_copy(rows, indexes=indexes).withColumn("verdict", _verdict())
+    rows = _with_served_copy(rows, indexes=indexes).withColumn("verdict", _verdict(F))
     in_doubt = F.coalesce(F.col("verdict") == IN_DOUBT, F.lit(False))
-    deciding = F.filter(_deciding_looks(), lambda look: in_doubt & look.isNotNull())
-    judged = rows.withColumn("looks", F.concat(deciding, _other_looks()))
+    deciding = F.filter(_deciding_looks(F), lambda look: in_doubt & look.isNotNull())
+    judged = rows.withColumn("looks", F.concat(deciding, _other_looks(F)))
     return judged.filter((F.col("verdict") != INTACT) | (F.size("looks") > 0))
 
 
@@ -73,8 +74,10 @@ def _is_doubtful(indexes: bool, ids: Ids) -> Mask:
     return ids.mismatched | (ids.promised & ~(ids.replayed | (ids.served if indexes else ids.logged)))
 
 
-def _with_served_copy(rows: DataFrame, *, indexes: bool) -> DataFrame:
-    def is_at_place(copy: Column) -> Column:
+def _with_served_copy(rows: Frame, *, indexes: bool) -> Frame:
+    F = functions_of(rows)
+
+    def is_at_place(copy: FrameColumn) -> FrameColumn:
         return (copy["logId"] == F.col("place.logId")) & (copy["offset"] == F.col("place.offset"))
 
     if indexes:
@@ -84,7 +87,7 @@ def _with_served_copy(rows: DataFrame, *, indexes: bool) -> DataFrame:
     return rows.withColumn("place", F.when(F.col("served").isNotNull(), place))
 
 
-def _verdict() -> Column:
+def _verdict(F: Functions) -> FrameColumn:
     """Return the verdict of the first condition that a replica meets, null for one that is not promised.
 
     A replayed copy comes first, since a start writes it to a new log and indexes it there.
@@ -92,8 +95,8 @@ def _verdict() -> Column:
     served, journaled = F.col("served"), F.col("journaled")
     return (
         F.when(~F.col("promised"), None)
-        .when(journaled.isNotNull() & _matches(journaled["digest"]), INTACT)
-        .when(served.isNotNull() & _matches(served["digest"]), INTACT)
+        .when(journaled.isNotNull() & _matches(F, journaled["digest"]), INTACT)
+        .when(served.isNotNull() & _matches(F, served["digest"]), INTACT)
         .when(journaled.isNotNull(), IN_DOUBT)
         .when(F.col("place").isNotNull(), IN_DOUBT)
         .when(F.size("copies") > 0, Problem.NOT_INDEXED.value)
@@ -101,34 +104,34 @@ def _verdict() -> Column:
     )
 
 
-def _matches(digest: Column) -> Column:
+def _matches(F: Functions, digest: FrameColumn) -> FrameColumn:
     """Return whether a record's `digest` is its ledger's digest type, or the ledger has no digest to check."""
     digest_type = F.col("digestType")
     return digest_type.isNull() | (digest_type == DigestType.DUMMY.name) | digest.eqNullSafe(digest_type)
 
 
-def _deciding_looks() -> Column:
+def _deciding_looks(F: Functions) -> FrameColumn:
     """Return the looks that decide about a replica in doubt: at the replayed copy, and at the copy in a log."""
     served, place, journaled = F.col("served"), F.col("place"), F.col("journaled")
     return F.array(
-        F.when(journaled.isNotNull(), look_at("journal", journaled, decides=True)),
-        F.when(served.isNotNull(), look_at("log", served, decides=True)).when(
-            place.isNotNull(), look_at("place", place, decides=True)
+        F.when(journaled.isNotNull(), look_at(F, "journal", journaled, decides=True)),
+        F.when(served.isNotNull(), look_at(F, "log", served, decides=True)).when(
+            place.isNotNull(), look_at(F, "place", place, decides=True)
         ),
     )
 
 
-def _other_looks() -> Column:
+def _other_looks(F: Functions) -> FrameColumn:
     """Return the copies to check by their records: copies that are not served, and whose columns do not match."""
 
-    def is_doubtful(copy: Column) -> Column:
+    def is_doubtful(copy: FrameColumn) -> FrameColumn:
         is_served = F.col("promised") & copy.eqNullSafe(F.col("served"))
-        return ~is_served & ~_matches(copy["digest"])
+        return ~is_served & ~_matches(F, copy["digest"])
 
-    return F.transform(F.filter("copies", is_doubtful), lambda copy: look_at("log", copy, decides=False))
+    return F.transform(F.filter("copies", is_doubtful), lambda copy: look_at(F, "log", copy, decides=False))
 
 
-def look_at(kind: str, record: Column, *, decides: bool) -> Column:
+def look_at(F: Functions, kind: str, record: FrameColumn, *, decides: bool) -> FrameColumn:
     """Return one look: at a `log` by its file, at a `place` by log id (its file is unknown), or at a `journal`."""
     return F.struct(
         F.lit(kind).alias("kind"),
@@ -147,8 +150,9 @@ _RESULT: Final = (
 )
 
 
-def look_again(judged: DataFrame, bookies: Bookies, connection: Mapping[str, str]) -> DataFrame:
+def look_again(judged: Frame, bookies: Bookies, connection: Mapping[str, str]) -> Frame:
     """Return the result of every look of `judge_replicas`; `problem` is null where the entry is intact."""
+    F = functions_of(judged)
     looks = judged.select(*REPLICA, "promised", "digestType", F.explode("looks").alias("look"))
     looks = looks.select(*REPLICA, "digestType", "look.*")
     looks = looks.repartition("file", "bookieId", "logId").sortWithinPartitions("file", "bookieId", "logId", "offset")

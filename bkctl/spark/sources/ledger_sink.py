@@ -28,7 +28,7 @@ from bkctl.errors import AlreadyExists, BkctlError, LedgerExists, LedgerNotFound
 from bkctl.formats.entry import DigestType
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
-from bkctl.spark.sources.connection import Client
+from bkctl.spark.sources.cluster_options import Client
 from bkctl.spark.sources.ledgers import NAME, LedgerQuerySettings
 from bkctl.spark.sources.options import SourceOptions
 

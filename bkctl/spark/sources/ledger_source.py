@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final
 from pyspark.sql.datasource import DataSource
 
 from bkctl.errors import UsageError
+from bkctl.spark.sources.cluster_options import CONNECTION_OPTIONS
 from bkctl.spark.sources.columns import source_schema
-from bkctl.spark.sources.connection import CONNECTION_OPTIONS
 from bkctl.spark.sources.ledger_sink import LedgerWriter
 from bkctl.spark.sources.ledger_stream import LedgerStreamReader
 from bkctl.spark.sources.ledger_stream_sink import LedgerStreamWriter

@@ -27,7 +27,7 @@ from pyspark.sql.streaming.datasource import (
 
 from bkctl.errors import BkctlError, LedgerNotFound, UsageError
 from bkctl.ids import LedgerId
-from bkctl.spark.sources.connection import Client
+from bkctl.spark.sources.cluster_options import Client
 from bkctl.spark.sources.ledgers import (
     NAME,
     EntryRange,

@@ -24,8 +24,8 @@ from bkctl.ids import LedgerId
 from bkctl.metadata.admin.overview import LedgerQuery
 from bkctl.metadata.ledgers import VersionedMetadata
 from bkctl.metadata.store import attempt
+from bkctl.spark.sources.cluster_options import Client, ClusterOptions
 from bkctl.spark.sources.columns import DAMAGE, arrow_schema_of, constant, damage_row, ledger_values
-from bkctl.spark.sources.connection import Client, ClusterOptions
 from bkctl.spark.sources.filters import LEDGER_COLUMNS, Conditions
 from bkctl.spark.sources.options import SourceOptions
 from bkctl.spark.sources.readers import QueryReader

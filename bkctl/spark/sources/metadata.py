@@ -30,8 +30,8 @@ from bkctl.metadata.admin.dump.export_file import ExportFile, ExportSection
 from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.ledger_columns import LedgerRow, ledger_row
 from bkctl.metadata.ledgers import RANGE_SIZE, VersionedMetadata
+from bkctl.spark.sources.cluster_options import CONNECTION_OPTIONS, ClusterOptions
 from bkctl.spark.sources.columns import DAMAGE, arrow_schema_of, ledger_values, source_schema, where_and_why
-from bkctl.spark.sources.connection import CONNECTION_OPTIONS, ClusterOptions
 from bkctl.spark.sources.filters import LEDGER_COLUMNS, Conditions
 from bkctl.spark.sources.options import SourceOptions
 from bkctl.spark.sources.readers import QUERY_OPTIONS, DataSource, InputPartition, QueryReader

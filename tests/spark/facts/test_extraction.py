@@ -28,7 +28,7 @@ from bkctl.files.index import LedgerIndexReader
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
 from bkctl.spark.facts.extraction import ExtractCounts, extract
-from bkctl.spark.facts.store import FactsStore, directory_name
+from bkctl.spark.facts.facts_store import FactsStore, directory_name
 from bkctl.spark.jobs.bookies import find_bookies
 from bkctl.spark.sources.indexes import IndexSource
 

@@ -7,7 +7,7 @@ import sqlite3
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from support import (
@@ -25,8 +25,8 @@ from bkctl.formats.index import HEADER_SIZE
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
 from bkctl.spark.facts.extraction import ExtractCounts, extract
+from bkctl.spark.facts.facts_store import FactsStore
 from bkctl.spark.facts.frames import Facts
-from bkctl.spark.facts.store import FactsStore
 from bkctl.spark.jobs.bookies import Bookies, find_bookies
 from bkctl.spark.jobs.garbage import by_bookie, garbage_shares, orphans, uses
 from bkctl.spark.jobs.integrity import integrity
@@ -38,10 +38,12 @@ from bkctl.spark.sources.columns import arrow_schema_of
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
+    from bkctl.spark.engine import JobSession
+
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 
-Job = Callable[["SparkSession", Bookies, str], list[list[str]]]
+Job = Callable[["JobSession", Bookies, str], list[list[str]]]
 
 #: The bookie with a file for each ledger's index.
 INTERLEAVED = 1
@@ -138,35 +140,35 @@ def rows_of(frame: DataFrame) -> list[str]:
     return [repr(columns), *(repr(sorted(row.asDict(recursive=True).items())) for row in frame.collect())]
 
 
-def _inventory(spark: SparkSession, bookies: Bookies, uri: str) -> list[list[str]]:
+def _inventory(spark: JobSession, bookies: Bookies, uri: str) -> list[list[str]]:
     found = shares(spark, bookies)
     connection = {"metadataUri": uri}
     by = [rows_of(totals(spark, bookies, found, grouping, connection)) for grouping in Grouping]
     return [sorted(rows_of(damages(found))), *by]
 
 
-def _integrity(spark: SparkSession, bookies: Bookies, uri: str, **options: Any) -> list[list[str]]:
+def _integrity(spark: JobSession, bookies: Bookies, uri: str, **options: Any) -> list[list[str]]:
     found = integrity(spark, bookies, {"metadataUri": uri}, **options)
     parts = [rows_of(found.findings), rows_of(found.unchecked), rows_of(found.checked)]
     found.release()
     return parts
 
 
-def _integrity_of_copies(spark: SparkSession, bookies: Bookies, uri: str) -> list[list[str]]:
+def _integrity_of_copies(spark: JobSession, bookies: Bookies, uri: str) -> list[list[str]]:
     return _integrity(spark, bookies, uri, indexes=False)
 
 
-def _integrity_of_scope(spark: SparkSession, bookies: Bookies, uri: str) -> list[list[str]]:
+def _integrity_of_scope(spark: JobSession, bookies: Bookies, uri: str) -> list[list[str]]:
     return _integrity(spark, bookies, uri, scope_id=7)
 
 
-def _garbage(spark: SparkSession, bookies: Bookies, uri: str) -> list[list[str]]:
+def _garbage(spark: JobSession, bookies: Bookies, uri: str) -> list[list[str]]:
     found = garbage_shares(spark, bookies, {"metadataUri": uri})
     used = uses(found)
     return [rows_of(used), rows_of(by_bookie(used)), rows_of(orphans(found))]
 
 
-def _journal_audit(spark: SparkSession, bookies: Bookies, uri: str) -> list[list[str]]:
+def _journal_audit(spark: JobSession, bookies: Bookies, uri: str) -> list[list[str]]:
     found = audit(spark, bookies, {"metadataUri": uri})
     parts = [rows_of(found.journals), rows_of(found.unlogged)]
     found.release()
@@ -209,7 +211,7 @@ def test_engines_give_the_same_rows_in_the_same_order(spark: SparkSession, damag
     bookies = find_bookies([damaged.directory])
     expected = job(spark, bookies, damaged.uri)
     with local_session() as session:
-        assert job(cast("SparkSession", session), bookies, damaged.uri) == expected
+        assert job(session, bookies, damaged.uri) == expected
 
 
 def test_commands_read_facts_of_bookies_whose_paths_are_the_same(engine: Engine, intact: Files, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from support import source_rows  # noqa: F401 (skips where there is no PySpark)
 from support.engines import Engine
 
 from bkctl.client.ensemble import RoundRobinDistributionSchedule
-from bkctl.spark import functions as F
+from bkctl.spark.engine import functions_of
 from bkctl.spark.jobs import entry_blocks
 from bkctl.spark.jobs.entries import log_damages, promised_blocks, shares_of, unreadable_files
 from bkctl.spark.jobs.entry_blocks import INDEX, JOURNAL, LOG, Ids, fold, unfold
@@ -98,6 +98,7 @@ def frame(session: Any, rows: list[dict[str, Any]], schema: str = RECORDS) -> An
 
 def folded(session: Any, held: Held) -> Any:
     """Return the blocks of all records."""
+    F = functions_of(session)
     logged = {name: F.col(name) for name in ("file", "recordSize", "lastAddConfirmed", "digest")}
     blocks = fold(frame(session, held.logs), LOG, "fileId", **logged)
     blocks = blocks.unionByName(fold(frame(session, held.places), INDEX, "fileId"))
@@ -152,6 +153,7 @@ def test_unfolded_entries_are_those_of_the_records(engine: Engine, monkeypatch: 
     # Small chunks: groups of records, and of blocks, end in the middle of ledgers.
     monkeypatch.setattr(entry_blocks, "_FOLD_ROWS", 50)
     monkeypatch.setattr(entry_blocks, "_COMPARE_ENTRIES", 3000)
+    F = functions_of(engine.session)
     held = generated(seed)
     fragments, promised = promises()
     given = [SimpleNamespace(bookie_id=bookie) for bookie in BOOKIES]
@@ -200,7 +202,8 @@ def test_counts_and_confirmed_entries_come_from_blocks(engine: Engine) -> None:
         expected[key] = expected[key][0] + 1, expected[key][1] + row["recordSize"] + 4
     assert found == expected
     confirmed = folded(engine.session, held._replace(places=[], journals=[])).groupBy("ledgerQualifiedName", "digest")
-    lacs = {(row[0], row[1]): row.lac for row in confirmed.agg(F.max("lac").alias("lac")).collect()}
+    highest = functions_of(engine.session).max("lac").alias("lac")
+    lacs = {(row[0], row[1]): row.lac for row in confirmed.agg(highest).collect()}
     for (name, digest), lac in lacs.items():
         of_ledger = [each for each in held.logs if (each["ledgerQualifiedName"], each["digest"]) == (name, digest)]
         # No entry confirms itself.

@@ -20,8 +20,8 @@ from support.engines import Engine
 from bkctl.client.ensemble import RoundRobinDistributionSchedule
 from bkctl.metadata.cluster import open_cluster
 from bkctl.spark.facts.extraction import extract
+from bkctl.spark.facts.facts_store import FactsStore
 from bkctl.spark.facts.frames import Facts
-from bkctl.spark.facts.store import FactsStore
 from bkctl.spark.jobs.bookies import Bookies, find_bookies
 from bkctl.spark.jobs.integrity import integrity
 from bkctl.spark.jobs.journal_audit import audit

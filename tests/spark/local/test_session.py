@@ -17,7 +17,7 @@ from support import golden
 from support.source_rows import struct_of
 
 from bkctl.errors import BkctlError, Corrupt, NotFound
-from bkctl.spark import functions as F
+from bkctl.spark.engine import functions_of
 from bkctl.spark.facts import tables
 from bkctl.spark.local.session import LocalSession, local_session
 from bkctl.spark.sources.columns import TYPES, arrow_schema, arrow_schema_of, ddl
@@ -48,6 +48,7 @@ def logs(tmp_path: Path) -> Path:
 def test_expressions_give_the_same_values_on_both_engines(engine: Engine) -> None:
     import pyarrow as pa
 
+    F = functions_of(engine.session)
     ddl_text = "k string, n bigint, m bigint, s struct<a:bigint,b:string>, l array<bigint>"
     rows = [
         {"k": "00000000000000ff", "n": 5, "m": None, "s": {"a": 1, "b": None}, "l": [3, 1, 2]},
@@ -140,6 +141,7 @@ def test_log_deleted_after_the_plan_is_an_error_or_damage(
 
 
 def test_failure_of_the_engine_names_the_way_to_spark(session: LocalSession) -> None:
+    F = functions_of(session)
     numbers = session.range(0, 3)
     with pytest.raises(BkctlError, match=r"DuckDB: .*; run the job on Spark: add --master local\[\*\]"):
         numbers.select(F.col("nothing")).collect()
@@ -172,6 +174,7 @@ def test_persisted_rows_are_read_once_and_freed(session: LocalSession) -> None:
         runs += 1
         yield from batches
 
+    F = functions_of(session)
     frame = session.range(0, 5).mapInArrow(noted, "id bigint")
     doubled = frame.withColumn("id", F.col("id") * 2).persist()
     assert (runs, doubled.columns) == (0, ["id"])
@@ -182,13 +185,18 @@ def test_persisted_rows_are_read_once_and_freed(session: LocalSession) -> None:
     assert runs == 1
 
 
-def test_functions_are_the_running_engines(spark: SparkSession) -> None:
+def test_each_session_and_frame_has_the_functions_of_its_engine(spark: SparkSession, session: LocalSession) -> None:
+    """Both engines may run jobs at the same time: no choice of functions is kept for the process."""
     from pyspark.sql import Column
 
-    assert isinstance(F.col("a"), Column)
-    with local_session():
-        assert not isinstance(F.col("a"), Column)
-    assert isinstance(F.col("a"), Column)
+    for of_spark, of_local in ((spark, session), (spark.range(3), session.range(0, 3))):
+        assert isinstance(functions_of(of_spark).col("id"), Column)
+        assert not isinstance(functions_of(of_local).col("id"), Column)
+    sums = [
+        frame.agg(functions_of(frame).sum("id").alias("sum")).collect()[0].sum
+        for frame in (spark.range(3), session.range(0, 3), spark.range(4))
+    ]
+    assert sums == [3, 3, 6]
 
 
 def test_types_of_sources_are_the_ones_of_spark() -> None:

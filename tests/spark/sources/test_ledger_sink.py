@@ -17,7 +17,7 @@ from bkctl.errors import AlreadyExists, Unauthorized, UsageError
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import Fragment, LedgerMetadata
 from bkctl.ids import LedgerId
-from bkctl.metadata.backends.etcd.store import EtcdStore
+from bkctl.metadata.backends.etcd.etcd_store import EtcdStore
 from bkctl.metadata.cluster import open_cluster
 from bkctl.spark.sources.ledger_sink import JOB_KEY, LedgerWriter, LedgerWritten
 from bkctl.spark.sources.ledger_source import LedgerSource

@@ -15,8 +15,7 @@ from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import U64_MAX, LedgerId
 from bkctl.metadata import ledger_columns
-from bkctl.metadata.admin.dump.export import export_to_file
-from bkctl.metadata.admin.dump.sources import ClusterSource
+from bkctl.metadata.admin.dump.sources import ClusterSource, export_to_file
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.spark.sources.columns import ledger_values
 from bkctl.spark.sources.filters import LEDGER_COLUMNS

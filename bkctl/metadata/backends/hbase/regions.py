@@ -28,7 +28,7 @@ from bkctl.metadata.backends.hbase.rpc import (
 )
 
 if TYPE_CHECKING:
-    from bkctl.metadata.backends.zookeeper.connection import ZooKeeperConnection
+    from bkctl.metadata.backends.zookeeper.zookeeper_connection import ZooKeeperConnection
 
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")

@@ -8,14 +8,175 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Final
 
-from bkctl.errors import Conflict, LedgerNotFound, UsageError
+from bkctl.errors import AlreadyExists, Conflict, IllegalOperation, LedgerNotFound, NotFound, UsageError
 from bkctl.ids import I64_MAX, LedgerId, ledger_ids
-from bkctl.metadata.backends.zookeeper.id_generators import SHORT_ID_END, LongIdGenerator, ShortIdGenerator
-from bkctl.metadata.backends.zookeeper.scopes import ScopesTree, scoped_ledger_path
-from bkctl.metadata.ledgers import LedgerManager, ScopesState
-from bkctl.metadata.store import MetadataStore, names_in, walk_levels
+from bkctl.metadata.ledgers import INSTANCE_ID, SCOPES, LedgerManager, ScopesState
+from bkctl.metadata.store import NEW, MetadataStore, create_if_missing, names_in, walk_levels
+
+#: The first id that the hierarchical manager keeps in the long tree, and that a 31-bit sequence cannot give.
+SHORT_ID_END: Final = (1 << 31) - 1
+_LONG: Final = "idgen-long"
+_HIGH_ORDER_DIRECTORY: Final = re.compile(r"HOB-([0-9]{10})", re.ASCII)
+_HIGH_ORDER_DIRECTORIES_KEPT: Final = 3
+
+
+class ShortIdGenerator:
+    """Gives each 31-bit id once, from the sequence at `path`. Source: ZkLedgerIdGenerator."""
+
+    def __init__(self, store: MetadataStore, path: str) -> None:
+        self.store = store
+        self._path = path
+
+    def next_id(self) -> int:
+        """Return the next id. Raises IllegalOperation when none is left."""
+        ledger_id = self.store.sequence(self._path)
+        if not 0 <= ledger_id < SHORT_ID_END:
+            raise IllegalOperation(f"No ledger ids are left in {self.store.name}: this layout's end at 2^31")
+        return ledger_id
+
+    def position(self) -> int:
+        """See LedgerManager.id_position; every node created beside the sequence counts, so some ids may be skipped."""
+        return self.store.sequence_position(self._path)
+
+    def skip_to(self, position: int) -> bool:
+        """See LedgerManager.skip_ids."""
+        return self.store.advance_sequence(self._path, position)
+
+
+class LongIdGenerator(ShortIdGenerator):
+    """31-bit ids first, then 63-bit ids: directory << 32 | sequence in it. Source: LongZkLedgerIdGenerator."""
+
+    def next_id(self) -> int:
+        if self.store.get(_LONG) is None:
+            with suppress(IllegalOperation):
+                return super().next_id()
+            create_if_missing(self.store, _LONG, b"")
+        while True:
+            directories = sorted(self._directories())
+            if not directories:
+                create_if_missing(self.store, _directory_path(1), b"")
+                continue
+            high = directories[-1]
+            low = self.store.sequence(_directory_path(high))
+            if 0 <= low < SHORT_ID_END:
+                for old in directories[:-_HIGH_ORDER_DIRECTORIES_KEPT]:
+                    with suppress(NotFound, Conflict):  # not empty
+                        self.store.delete(_directory_path(old), 0)
+                return high << 32 | low
+            if high >= SHORT_ID_END:
+                raise IllegalOperation(f"No ledger ids are left in {self.store.name}")
+            create_if_missing(self.store, _directory_path(high + 1), b"")
+
+    def position(self) -> int:
+        if self.store.get(_LONG) is None:
+            return super().position()
+        # Without a directory the generator starts with number 1.
+        high = max(self._directories(), default=1)
+        return high << 32 | self.store.sequence_position(_directory_path(high))
+
+    def skip_to(self, position: int) -> bool:
+        """See LedgerManager.skip_ids. Where the short ids are too far behind, the long ones begin."""
+        if position <= self.position():
+            return True
+        is_short = position < SHORT_ID_END and self.store.get(_LONG) is None
+        if is_short and super().skip_to(position):
+            return True
+        high = (position - 1 >> 32) + 1
+        if high >= SHORT_ID_END:
+            return False
+        create_if_missing(self.store, _LONG, b"")
+        create_if_missing(self.store, _directory_path(high), b"")
+        return True
+
+    def _directories(self) -> list[int]:
+        names = self.store.children(_LONG) or ()
+        return [int(match[1]) for match in map(_HIGH_ORDER_DIRECTORY.fullmatch, names) if match]
+
+
+def _directory_path(number: int) -> str:
+    return f"{_LONG}/HOB-{number:010d}"
+
+
+_SCOPED_LEAF: Final = re.compile(r"L([0-9a-f]{4})", re.ASCII)
+
+
+class ScopesTree:
+    """The tree `scopes` of one cluster."""
+
+    def __init__(self, store: MetadataStore) -> None:
+        self.store = store
+        self._is_ours = False
+
+    def state(self) -> ScopesState:
+        """See LedgerManager.scopes_state."""
+        scopes, instance_id = self.store.get_many((SCOPES, INSTANCE_ID))
+        if scopes is None:
+            return "absent"
+        return "ours" if scopes.value == (b"" if instance_id is None else instance_id.value) else "foreign"
+
+    def is_ours(self) -> bool:
+        """Return whether the tree exists. Raises Conflict for another cluster's tree."""
+        if not self._is_ours:
+            state = self.state()
+            if state == "foreign":
+                raise Conflict(
+                    f"The scoped ledgers in {self.store.name} belong to a cluster that was formatted: "
+                    f"{SCOPES} names another instance id than {INSTANCE_ID}",
+                    hint="remove the orphaned scopes tree first",
+                )
+            self._is_ours = state == "ours"
+        return self._is_ours
+
+    def prepare(self) -> None:
+        """Create the tree where it is missing. Raises Conflict for another cluster's tree."""
+        if not self.is_ours():
+            instance_id = self.store.get(INSTANCE_ID)
+            try:
+                self.store.put(SCOPES, b"" if instance_id is None else instance_id.value, NEW)
+            except AlreadyExists:
+                self.is_ours()
+
+    def batches(self, scope_id: int | None, after: LedgerId | None) -> Iterator[list[LedgerId]]:
+        """Yield the ledgers of the scope (None: of every scope ≠ 0) after `after`, one directory at a time.
+
+        Raises Conflict for another cluster's tree; with None such a tree is passed over.
+        """
+        if scope_id is None:
+            if self._is_ours or self.state() == "ours":
+                yield from self._walk(SCOPES, (4, 12, 4, 4, 4), after, 0)
+        elif (after is None or after.scope_id <= scope_id) and self.is_ours():
+            first = after if after is not None and after.scope_id == scope_id else None
+            yield from self._walk(_scope_path(scope_id), (4, 4, 4), first, scope_id)
+
+    def _walk(
+        self, base: str, widths: tuple[int, ...], after: LedgerId | None, scope_id: int
+    ) -> Iterator[list[LedgerId]]:
+        """Walk the tree below `base`, whose directories name the part of the id that `scope_id` does not."""
+        first = after.qualified_name[-sum(widths) - 4 :] if after is not None else ""
+        levels = tuple(re.compile(f"[0-9a-f]{{{width}}}", re.ASCII) for width in widths)
+        for _, digits, names in walk_levels(self.store, base, levels, first):
+            high = LedgerId.from_value(scope_id << 64 | int(digits, 16) << 16)
+            ids = [high.ledger_id | int(match[1], 16) for match in map(_SCOPED_LEAF.fullmatch, names) if match]
+            found = ledger_ids(high.scope_id, ids)
+            if after is not None and found and found[0] <= after:
+                found = [ledger for ledger in found if ledger > after]
+            if found:
+                yield found
+
+
+def scoped_ledger_path(ledger: LedgerId) -> str:
+    """Return the path of a scoped ledger's metadata, below the root."""
+    name = f"{ledger.ledger_id:016x}"
+    return f"{_scope_path(ledger.scope_id)}/{name[:4]}/{name[4:8]}/{name[8:12]}/L{name[12:]}"
+
+
+def _scope_path(scope_id: int) -> str:
+    name = f"{scope_id:016x}"
+    return f"{SCOPES}/{name[:4]}/{name[4:]}"
+
 
 _FLAT_LEDGER: Final = re.compile(r"L([0-9]{10,19})", re.ASCII)
 _LEAF: Final = re.compile(r"L([0-9]{4})", re.ASCII)

@@ -39,9 +39,9 @@ from bkctl.errors import (
 from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo
 from bkctl.ids import LedgerId
 from bkctl.metadata.backends.etcd import etcdrpc
-from bkctl.metadata.backends.etcd.connection import EtcdConnection, etcd3
+from bkctl.metadata.backends.etcd.etcd_connection import EtcdConnection, etcd3
+from bkctl.metadata.backends.etcd.etcd_store import TRANSACTION_SIZE_MAX, EtcdStore
 from bkctl.metadata.backends.etcd.requests import put_key
-from bkctl.metadata.backends.etcd.store import TRANSACTION_SIZE_MAX, EtcdStore
 from bkctl.metadata.cluster import open_cluster
 from bkctl.metadata.store import NEW, StoreSecurity
 
@@ -143,7 +143,7 @@ def test_children_are_listed_across_pages_without_grandchildren(
         store.put(f"directory/007-x{number:02d}", b"", NEW)
     expected = sorted([*names, *(f"007-x{number:02d}" for number in range(25))])
     for size in (1, 2, 7, 1000):
-        monkeypatch.setattr("bkctl.metadata.backends.etcd.store.PAGE_SIZE", size)
+        monkeypatch.setattr("bkctl.metadata.backends.etcd.etcd_store.PAGE_SIZE", size)
         assert store.children("directory") == expected
         assert store.children("directory", after="007", limit=3) == ["007-x00", "007-x01", "007-x02"]
         assert store.children("directory", after="007-x24", limit=2) == ["008", "009"]
@@ -162,7 +162,7 @@ def test_etcd_counts_each_key_of_a_listing_a_few_times_only(store: EtcdStore, mo
     for start in range(0, len(names), TRANSACTION_SIZE_MAX):
         keys = [key + f"/{name}".encode() for name in names[start : start + TRANSACTION_SIZE_MAX]]
         store._connection.transact((), [put_key(each, b"") for each in keys])
-    monkeypatch.setattr("bkctl.metadata.backends.etcd.store.PAGE_SIZE", 20)
+    monkeypatch.setattr("bkctl.metadata.backends.etcd.etcd_store.PAGE_SIZE", 20)
     send, counts = store._connection.send, []
 
     def counted(method: str, request: Any, *more: Any) -> Any:
@@ -202,7 +202,7 @@ def test_a_listing_survives_the_compaction_of_its_revision(
     names = [f"{number:03d}" for number in range(20)]
     for name in names:
         store.put(f"directory/{name}", b"", NEW)
-    monkeypatch.setattr("bkctl.metadata.backends.etcd.store.PAGE_SIZE", 4)
+    monkeypatch.setattr("bkctl.metadata.backends.etcd.etcd_store.PAGE_SIZE", 4)
     send, asked = store._connection.send, []
 
     def compact(method: str, request: Any) -> Any:
@@ -493,7 +493,7 @@ def test_lost_lease_is_replaced_for_all_ephemerals(etcd: EtcdServer, root: str, 
 def test_successor_of_a_dead_bookie_registers_after_its_lease(etcd: EtcdServer, root: str) -> None:
     program = (
         "import sys, time\n"
-        "from bkctl.metadata.backends.etcd.store import EtcdStore\n"
+        "from bkctl.metadata.backends.etcd.etcd_store import EtcdStore\n"
         "store = EtcdStore([('127.0.0.1', int(sys.argv[1]))], sys.argv[2], session_timeout_s=6)\n"
         "store.ephemeral('bookies/writable/bookie-1', b'first')\n"
         "print(store._session.lease_id, flush=True)\n"

@@ -19,7 +19,7 @@ from bkctl.errors import LedgerExists, LedgerNotFound, MetadataVersionConflict
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import Cookie, Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import I64_MAX, LedgerId
-from bkctl.metadata.backends.etcd.connection import etcd3
+from bkctl.metadata.backends.etcd.etcd_connection import etcd3
 from bkctl.metadata.cluster import Cluster, open_cluster
 
 pytestmark = pytest.mark.java

@@ -23,13 +23,12 @@ from bkctl.errors import BkctlError, Corrupt, MetadataVersionConflict, TimedOut,
 from bkctl.formats.metadata import Fragment, LedgerMetadata
 from bkctl.ids import I64_MAX, LedgerId
 from bkctl.metadata.backends.hbase import hbase_pb2 as pb
+from bkctl.metadata.backends.hbase import hbase_store as store_module
 from bkctl.metadata.backends.hbase import regions
-from bkctl.metadata.backends.hbase import store as store_module
-from bkctl.metadata.backends.hbase.ledger_manager import HBaseLedgerManager
+from bkctl.metadata.backends.hbase.hbase_store import HBaseLedgerManager, HBaseStore
 from bkctl.metadata.backends.hbase.regions import HBaseTable, TableMissing
 from bkctl.metadata.backends.hbase.rows import Rows, row_key
 from bkctl.metadata.backends.hbase.rpc import Retries
-from bkctl.metadata.backends.hbase.store import HBaseStore
 from bkctl.metadata.ledgers import VersionedMetadata
 from bkctl.metadata.store import NEW
 

@@ -24,9 +24,9 @@ from bkctl.formats.metadata import Fragment, LedgerMetadata
 from bkctl.ids import U64_MAX, LedgerId
 from bkctl.metadata.admin.nuke import nuke, plan_nuke
 from bkctl.metadata.backends.hbase import hbase_pb2 as pb
+from bkctl.metadata.backends.hbase.hbase_store import HBaseStore
 from bkctl.metadata.backends.hbase.rows import BUCKETS, row_key
 from bkctl.metadata.backends.hbase.rpc import CLIENT_SERVICE, CallLost, RegionServer, Retries, Rpc
-from bkctl.metadata.backends.hbase.store import HBaseStore
 from bkctl.metadata.cluster import Cluster, init_cluster, open_cluster
 from bkctl.metadata.store import NEW, StoreSecurity, map_each, value_of
 

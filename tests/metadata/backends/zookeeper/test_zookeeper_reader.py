@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.waiting import LIMIT_S
 
-from bkctl.metadata.backends.zookeeper.reader import NO_ANSWER, Reader, ReaderLost
+from bkctl.metadata.backends.zookeeper.zookeeper_reader import NO_ANSWER, Reader, ReaderLost
 from bkctl.metadata.cluster import open_cluster
 from bkctl.metadata.store import NEW, Versioned
 
@@ -171,7 +171,7 @@ def test_silent_server_is_reader_lost_with_the_waited_time() -> None:
 
 def test_store_reads_through_kazoo_without_multi_read(zookeeper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with ZooKeepers before 3.6, whose answer is an error, or the end of the connection."""
-    import bkctl.metadata.backends.zookeeper.reader as module
+    import bkctl.metadata.backends.zookeeper.zookeeper_reader as module
 
     with open_cluster(zookeeper.metadata_uri(zookeeper.new_root()), create=True) as cluster:
         paths = [f"many/{number:04d}" for number in range(200)]

@@ -1,4 +1,4 @@
-"""etcd3's generated stubs, for today's protobuf; `etcd/connection.py` registers this package as `etcd3.etcdrpc`.
+"""etcd3's generated stubs, for today's protobuf; `etcd/etcd_connection.py` registers this package as `etcd3.etcdrpc`.
 
 etcd3 0.12.0's own was made for protobuf 3 and is refused by later ones. The messages are generated from `rpc.proto`;
 the stubs come from its services, one callable a method.

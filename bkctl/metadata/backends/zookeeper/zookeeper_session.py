@@ -12,10 +12,10 @@ from kazoo.exceptions import NoNodeError
 
 from bkctl.errors import AlreadyExists, BkctlError
 from bkctl.metadata.backends.ephemerals import Ephemerals
-from bkctl.metadata.backends.zookeeper.connection import ZooKeeperConnection
-from bkctl.metadata.backends.zookeeper.nodes import ZooKeeperNodes
-from bkctl.metadata.backends.zookeeper.reader import Origin
-from bkctl.metadata.backends.zookeeper.reads import ZooKeeperReads
+from bkctl.metadata.backends.zookeeper.zookeeper_connection import ZooKeeperConnection
+from bkctl.metadata.backends.zookeeper.zookeeper_nodes import ZooKeeperNodes
+from bkctl.metadata.backends.zookeeper.zookeeper_reader import Origin
+from bkctl.metadata.backends.zookeeper.zookeeper_reads import ZooKeeperReads
 from bkctl.metadata.store import Claim
 
 #: A server ends a session at a tick after its timeout, and may have granted a longer timeout than requested.

@@ -11,11 +11,11 @@ from kazoo.exceptions import BadVersionError, KazooException, NodeExistsError, N
 from kazoo.handlers.threading import KazooTimeoutError
 
 from bkctl.errors import AlreadyExists, BkctlError, Conflict, MetadataVersionConflict, NotFound, UsageError
-from bkctl.metadata.backends.zookeeper.connection import UNAUTHORIZED, ZooKeeperCall, ZooKeeperConnection
-from bkctl.metadata.backends.zookeeper.nodes import NewNode, ZooKeeperNodes, is_problem
-from bkctl.metadata.backends.zookeeper.reads import ZooKeeperReads
-from bkctl.metadata.backends.zookeeper.session import ZooKeeperSession
-from bkctl.metadata.backends.zookeeper.watches import ZooKeeperWatches
+from bkctl.metadata.backends.zookeeper.zookeeper_connection import UNAUTHORIZED, ZooKeeperCall, ZooKeeperConnection
+from bkctl.metadata.backends.zookeeper.zookeeper_nodes import NewNode, ZooKeeperNodes, is_problem
+from bkctl.metadata.backends.zookeeper.zookeeper_reads import ZooKeeperReads
+from bkctl.metadata.backends.zookeeper.zookeeper_session import ZooKeeperSession
+from bkctl.metadata.backends.zookeeper.zookeeper_watches import ZooKeeperWatches
 from bkctl.metadata.store import NEW, NO_SECURITY, Claim, MetadataStore, StoreSecurity, Versioned, check_size
 
 SESSION_TIMEOUT_S: Final = 10.0  # zkTimeout

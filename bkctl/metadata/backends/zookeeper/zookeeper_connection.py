@@ -39,7 +39,7 @@ from kazoo.retry import KazooRetry
 from kazoo.security import CREATOR_ALL_ACL
 
 from bkctl.errors import BkctlError, TimedOut, Unauthorized, Unreachable
-from bkctl.metadata.backends.zookeeper.reader import Reader
+from bkctl.metadata.backends.zookeeper.zookeeper_reader import Reader
 from bkctl.metadata.store import StoreSecurity, failure_reason, full_path, refusals
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from bkctl.http import bookie_metrics
 from bkctl.http.api import ENDPOINTS
 from bkctl.http.api.settings import CHANGEABLE
 from bkctl.http.app import OPENAPI_PATH
-from bkctl.http.openapi import document
+from bkctl.http.endpoints import document
 
 #: Requests to each endpoint.
 EXAMPLES = 12

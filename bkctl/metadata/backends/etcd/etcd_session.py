@@ -13,15 +13,22 @@ import grpc
 from bkctl.errors import AlreadyExists, BkctlError, Unreachable
 from bkctl.metadata.backends.ephemerals import Ephemerals
 from bkctl.metadata.backends.etcd import etcdrpc
-from bkctl.metadata.backends.etcd.connection import (
+from bkctl.metadata.backends.etcd.etcd_connection import (
     REQUIRE_LEADER,
     EtcdConnection,
     LeaseLost,
     is_stale_token,
     status_of,
 )
-from bkctl.metadata.backends.etcd.nodes import EtcdNodes
-from bkctl.metadata.backends.etcd.requests import at_revision, delete_key, first_key, get_key, is_absent, put_key
+from bkctl.metadata.backends.etcd.requests import (
+    EtcdNodes,
+    at_revision,
+    delete_key,
+    first_key,
+    get_key,
+    is_absent,
+    put_key,
+)
 from bkctl.metadata.store import Claim
 
 RESTORE_PAUSE_S: Final = 0.5

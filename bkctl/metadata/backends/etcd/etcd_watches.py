@@ -16,7 +16,7 @@ import grpc
 
 from bkctl.errors import BkctlError, Unauthorized
 from bkctl.metadata.backends.etcd import etcdrpc
-from bkctl.metadata.backends.etcd.connection import (
+from bkctl.metadata.backends.etcd.etcd_connection import (
     REQUIRE_LEADER,
     RETRY_PAUSE_S,
     EtcdConnection,

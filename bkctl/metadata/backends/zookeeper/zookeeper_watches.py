@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, TypeAlias
 from kazoo.exceptions import NoNodeError
 
 from bkctl.errors import BkctlError
-from bkctl.metadata.backends.zookeeper.connection import ZooKeeperConnection
+from bkctl.metadata.backends.zookeeper.zookeeper_connection import ZooKeeperConnection
 from bkctl.metadata.store import check_path
 
 _RESTORE_PAUSE_S: Final = 0.5

@@ -12,8 +12,8 @@ from typing import Any, Final, TypeAlias, cast
 from kazoo.exceptions import AuthFailedError, KazooException, NoNodeError
 from kazoo.handlers.threading import KazooTimeoutError
 
-from bkctl.metadata.backends.zookeeper.connection import ZooKeeperConnection
-from bkctl.metadata.backends.zookeeper.reader import NO_ANSWER, Origin, ReadBatch, Reader, ReaderLost
+from bkctl.metadata.backends.zookeeper.zookeeper_connection import ZooKeeperConnection
+from bkctl.metadata.backends.zookeeper.zookeeper_reader import NO_ANSWER, Origin, ReadBatch, Reader, ReaderLost
 from bkctl.metadata.store import Versioned
 
 _BATCH_SIZE_MAX: Final = 256

@@ -17,7 +17,12 @@ from kazoo.exceptions import (
 )
 
 from bkctl.errors import AlreadyExists, BkctlError, Conflict, NotFound
-from bkctl.metadata.backends.zookeeper.connection import LOST, UNAUTHORIZED, ZooKeeperCall, ZooKeeperConnection
+from bkctl.metadata.backends.zookeeper.zookeeper_connection import (
+    LOST,
+    UNAUTHORIZED,
+    ZooKeeperCall,
+    ZooKeeperConnection,
+)
 from bkctl.metadata.store import NO_CLUSTER_HINT, attempt
 
 T = TypeVar("T")
