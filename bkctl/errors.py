@@ -207,6 +207,10 @@ class DirectoryInUse(Conflict):
     """A bookie or another command holds the directory."""
 
 
+class TooManyPending(BkctlError):
+    """More adds are in flight than a ledger may have; `await handle.ready()` before each add."""
+
+
 class Unreachable(BkctlError):
     """A server cannot be reached, or did not answer in time."""
 

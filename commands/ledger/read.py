@@ -254,13 +254,12 @@ def tail_ledger(
     columns = entry_columns(ledger, body or format is not None, format)
 
     async def work() -> None:
-        from bkctl.client.streams import tail
 
         async with run.access.bookkeeper(cluster, protocol) as bookkeeper:
             handle = await bookkeeper.open_ledger(ledger.ledger_id, ledger_scope_id=ledger.scope_id, password=secret)
             async with handle:
                 first = start if start is not None else max(0, handle.last_add_confirmed + 1 - (last or 10))
-                found = _one_by_one(tail(handle, first, verify=not no_verify))
+                found = _one_by_one(handle.tail(first, verify=not no_verify))
                 await _print_entries(run, found, columns, form=form, live=True)
 
     with run.access.cluster() as cluster, run.job.working(f"Waiting for entries of ledger {ledger}"):
