@@ -27,7 +27,7 @@ DIRECTION = [
     {"checks"},
     {"repair"},
     {"client"},
-    {"replication"},
+    {"replication", "sync"},
     {"bookie"},
     {"http", "spark"},
     {"daemon"},
