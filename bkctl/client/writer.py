@@ -131,10 +131,7 @@ class AddPipeline:
         entry where it is known (recovery). Raises the error that ended the pipeline, UsageError for a payload larger
         than a frame, DuplicateEntryId.
         """
-        if self.error is not None:
-            raise restated(self.error)
-        if asyncio.get_running_loop() is not self._loop:
-            raise IllegalOperation(f"Ledger {self.access.ledger} is written in another event loop")
+        self._check()
         if (
             len(self._pending) >= _REFUSED_AT * THROTTLE_COUNT or self._pending_bytes >= _REFUSED_AT * PENDING_BYTES_MAX
         ) and entry_id != self.last_add_confirmed + 1:
@@ -283,14 +280,18 @@ class AddPipeline:
         """Wait until another add may be sent. Raises the error that ended the pipeline."""
         while self._must_wait(THROTTLE_COUNT - 1):
             await self._wait_below(THROTTLE_COUNT // 2)
+        self._check()
+
+    def _check(self) -> None:
         if self.error is not None:
             raise restated(self.error)
+        if asyncio.get_running_loop() is not self._loop:
+            raise IllegalOperation(f"Ledger {self.access.ledger} is written in another event loop")
 
     async def flush(self) -> None:
         """Wait until no entry is pending before a gap in the caller's ids. Raises the error that ended the pipeline."""
         await self._wait_below(0)
-        if self.error is not None:
-            raise restated(self.error)
+        self._check()
 
     async def _wait_below(self, count: int) -> None:
         while self._must_wait(count):
