@@ -280,3 +280,6 @@ class BadVersion(Unsupported):
 
     v2_code = 103
     v3_code = 503
+
+
+__all__ = [name for name, found in list(globals().items()) if isinstance(found, type) and issubclass(found, BkctlError)]

@@ -127,7 +127,7 @@ def _value(getter: Callable[[Any], T]) -> T:
     """Return the property that reads `getter`, a property, from the client."""
     read = cast(property, getter).fget
     assert read is not None
-    return cast(T, property(lambda twin: read(twin._client), doc=read.__doc__))
+    return cast(T, property(wraps(read)(lambda twin: read(twin._client))))
 
 
 class _Twin(Generic[T]):
