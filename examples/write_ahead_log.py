@@ -10,6 +10,7 @@ fenced at its next write, however long it slept. Scopes need bookies that serve 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
 
@@ -70,10 +71,8 @@ class WriteAheadLog:
     async def close(self) -> None:
         """Close the log. Harmless if another writer took over."""
         if self._writer is not None:
-            try:
+            with contextlib.suppress(LedgerFenced):
                 await self._writer.close()
-            except LedgerFenced:
-                pass
 
 
 async def main(metadata_uri: str, log_id: str, *changes: str) -> None:
