@@ -3,7 +3,7 @@
     with BookKeeper("zk://zk1/ledgers") as bookkeeper, bookkeeper.create_ledger() as writer:
         writer.add(b"hello")
 
-Arguments, results and errors are those of `bkctl.BookKeeper` and its handles. Threads may share all objects.
+Arguments, results and errors are as documented for `bkctl.BookKeeper` and its handles. Threads may share all objects.
 """
 
 from __future__ import annotations

@@ -19,6 +19,8 @@ from support.waiting import LIMIT_S
 from bkctl import BookKeeper, sync
 from bkctl.errors import LedgerFenced, LedgerNotFound
 
+#: No connection, task or file is left open.
+STRICT = ("-W", "error::ResourceWarning", "-W", "error::RuntimeWarning")
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs/python.md").read_text()
 PROGRAMS = re.findall(r"^## (.+?)$|^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
@@ -54,7 +56,7 @@ def module(path: str) -> ModuleType:
 def test_programs_of_the_page_run(uri: str, program: str) -> None:
     assert program.count("zk://zk1:2181/ledgers") == 1
     ran = subprocess.run(
-        [sys.executable, "-X", "dev", "-c", program.replace("zk://zk1:2181/ledgers", uri)],
+        [sys.executable, *STRICT, "-c", program.replace("zk://zk1:2181/ledgers", uri)],
         capture_output=True, text=True, timeout=LIMIT_S,
     )  # fmt: skip
     assert (ran.returncode, ran.stderr) == (0, "")
@@ -120,7 +122,7 @@ def test_the_blob_store_gives_back_what_was_put(uri: str) -> None:
 @pytest.mark.parametrize("example", ["write_ahead_log", "blob_store"])
 def test_examples_run_as_programs(uri: str, tmp_path: Path, example: str) -> None:
     def run(*arguments: object) -> str:
-        command = [sys.executable, "-X", "dev", ROOT / f"examples/{example}.py", uri, *map(str, arguments)]
+        command = [sys.executable, *STRICT, ROOT / f"examples/{example}.py", uri, *map(str, arguments)]
         ran = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
         assert (ran.returncode, ran.stderr) == (0, "")
         return ran.stdout

@@ -81,7 +81,7 @@ def client(fakes: Fakes) -> Iterator[sync.BookKeeper]:
 
 
 @pytest.mark.parametrize(("protocol", "scope_id"), [(2, 0), (3, 0), (3, 7)])
-def test_what_is_written_is_read_back(fakes: Fakes, protocol: Any, scope_id: int) -> None:
+def test_entries_are_read_back_as_written(fakes: Fakes, protocol: Any, scope_id: int) -> None:
     with sync.BookKeeper(fakes.uri, protocol=protocol) as client:
         with client.create_ledger_adv(ledger_scope_id=scope_id, password=b"secret") as writer:
             assert (writer.scope_id, writer.ledger) == (scope_id, LedgerId(scope_id, writer.ledger_id))
@@ -145,7 +145,7 @@ def test_an_iterator_that_is_left_stops_its_work(client: sync.BookKeeper) -> Non
     tail.close()  # type: ignore[attr-defined]
 
 
-def test_errors_are_those_of_the_client(client: sync.BookKeeper, fakes: Fakes) -> None:
+def test_errors_have_the_classes_of_the_client(client: sync.BookKeeper, fakes: Fakes) -> None:
     with client.create_ledger(write_flags=WriteFlag.DEFERRED_SYNC) as forced:
         forced.add(b"a")
         assert forced.last_add_confirmed == -1

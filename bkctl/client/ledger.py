@@ -224,7 +224,7 @@ class BookKeeper:
     ) -> ReadHandle:
         """Open a ledger for reading; with `recovery` fence it, recover its end and close it first, if it is open.
 
-        Without `recovery` its writer goes on, and `tail` follows it.
+        Without `recovery` its writer may continue, and `tail` follows it.
         `accept_loss` is the loss from `find_recovery_loss` that the recovery may cause. `password` None opens
         administratively, with the metadata's own password. Raises LedgerNotFound, Unauthorized for a wrong password,
         IllegalOperation for a scope in protocol v2, and the errors of `read_last_confirmed` and `recover`.
