@@ -16,8 +16,8 @@ import pytest
 from support.command_line import CommandLine
 from support.waiting import LIMIT_S
 
-from bkctl import BookKeeper, sync
-from bkctl.errors import LedgerFenced, LedgerNotFound
+from bkctl import BookKeeper, Protocol, WriteFlag, sync
+from bkctl.errors import LedgerFenced, LedgerNotFound, Unauthorized
 
 #: No connection, task or file is left open.
 STRICT = ("-W", "error::ResourceWarning", "-W", "error::RuntimeWarning")
@@ -73,6 +73,29 @@ def test_the_reference_is_the_docstrings() -> None:
         [sys.executable, "-c", program], cwd=ROOT / "docs", capture_output=True, text=True, check=True
     ).stdout
     assert printed == PAGE, "run 'make generate'"
+
+
+@pytest.mark.parametrize(("protocol", "scope_id"), [(Protocol.V2, 0), (Protocol.V3, 0), (Protocol.V3, 7)])
+def test_our_bookies_serve_batches_deferred_sync_and_fences(uri: str, protocol: Protocol, scope_id: int) -> None:
+    flags = WriteFlag.NONE if protocol is Protocol.V2 else WriteFlag.DEFERRED_SYNC
+    with sync.BookKeeper(uri, protocol=protocol) as one, sync.BookKeeper(uri, protocol=protocol) as two:
+        writer = one.create_ledger_adv(
+            ledger_scope_id=scope_id, write_quorum_size=3, password=b"secret", write_flags=flags
+        )
+        writer.add_all([b"%d" % number * 300 for number in range(100)])
+        writer.flush()
+        if flags:
+            assert writer.last_add_confirmed == -1
+            writer.force()
+        assert [entry.entry_id for entry in writer.batch_read(10, 5)] == [10, 11, 12, 13, 14]
+        with pytest.raises(Unauthorized):
+            two.open_ledger(writer.ledger, password=b"wrong", recovery=True)
+        reader = two.open_ledger(writer.ledger, password=b"secret", recovery=True)
+        assert [entry.payload for entry in reader.read()] == [b"%d" % number * 300 for number in range(100)]
+        assert 1 <= len(reader.batch_read(0, 100, 3000)) < 100
+        with pytest.raises(LedgerFenced):
+            writer.add(b"late")
+        two.delete_ledger(writer.ledger)
 
 
 def test_a_second_program_takes_the_write_ahead_log_over(uri: str) -> None:
