@@ -1,7 +1,7 @@
 """Loops over the Python client, as programs write them, beside Java's with the same number of entries in flight.
 
-Each runs in a process of its own, as Java's does: `client_loops.py URI v2|v3 LOOP SIZE COUNT [LEDGER]` prints the entries
-a second, and the ledger. One bookie, E = Wq = Aq = 1.
+Each runs in a process of its own, as Java's does: `client_loops.py URI v2|v3 LOOP SIZE COUNT [LEDGER]` prints the
+entries a second, and the ledger. One bookie, E = Wq = Aq = 1.
 """
 
 from __future__ import annotations
