@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 PROJECT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(PROJECT / "tests"))
 
+import client_loops  # noqa: E402
 import compaction as compaction_cases  # noqa: E402
 import reads as read_cases  # noqa: E402
 from files import compare as compare_files  # noqa: E402
@@ -254,28 +255,15 @@ def ledger_read(bench: Bench) -> Iterator[Figure]:
             yield Figure(f"ledger read --protocol {protocol} (10,000 × 1 KiB)", ours, peer, "shell readledger")
 
 
-def client(bench: Bench) -> Iterator[Figure]:
-    """The client library against Java's: adds to and reads from one Apache bookie, 1 KiB entries, E = Wq = Aq = 1."""
-    entries = 200_000
+def client(bench: Bench) -> Iterator[Figure | str]:
+    """The Python client as programs use it against Java's with the same window, on the same Apache bookie."""
     with bench.apache(1) as cluster:
-        for protocol in ("v2", "v3"):
-            # Java first and ours second, both into the same warmed-up bookie.
-            bench.java_rate(cluster.metadata_uri, protocol, "add", entries // 2, ENTRY_SIZE_BYTES, 1, 1, 1)
-            java = bench.java_rate(cluster.metadata_uri, protocol, "add", entries, ENTRY_SIZE_BYTES, 1, 1, 1)
-            ours = our_rate(cluster.metadata_uri, protocol, "add", str(entries))
-            yield Figure(f"client adds, {protocol}", ours, java["perSecond"], "Java client", rate=True)
-            read = bench.java_rate(cluster.metadata_uri, protocol, "read", java["ledgerId"])
-            ours = our_rate(cluster.metadata_uri, protocol, "read", java["ledgerId"])
-            yield Figure(f"client reads, {protocol}", ours, read["perSecond"], "Java client", rate=True)
-
-
-def our_rate(uri: str, protocol: str, what: str, argument: str) -> float:
-    """The rate a second of our client, in a process of its own, as Java's has."""
-    command = [sys.executable, __file__, "--client", uri, protocol, what, argument]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise SystemExit(done.stderr)
-    return float(done.stdout)
+        for protocol in bench.protocols:
+            for size in client_loops.SIZES_BYTES if bench.sizes == [ENTRY_SIZE_BYTES] else bench.sizes:
+                yield from (
+                    Figure(*figure, rate=True) if isinstance(figure, tuple) else figure
+                    for figure in client_loops.compare(bench.java_rate, cluster.metadata_uri, protocol, size)
+                )
 
 
 def commands(bench: Bench) -> Iterator[Figure | str]:
@@ -450,48 +438,7 @@ BENCHMARKS: dict[str, Callable[[Bench], Iterator[Figure | str]]] = {
 }
 
 
-# --- our client as a peer of Bench.java -----------------------------------------------------------------------------
-
-
-async def run_client(uri: str, protocol_name: str, what: str, argument: str) -> float:
-    from bkctl.client.ledger import BookKeeper
-    from bkctl.metadata.cluster import open_cluster
-    from bkctl.protocol.messages import Protocol
-
-    protocol = Protocol.V2 if protocol_name == "v2" else Protocol.V3
-    with open_cluster(uri) as cluster:
-        async with BookKeeper(cluster, protocol=protocol) as bookkeeper:
-            if what == "add":
-                count, payload = int(argument), bytes(ENTRY_SIZE_BYTES)
-                writer = await bookkeeper.create_ledger(ensemble_size=1, write_quorum_size=1, ack_quorum_size=1)
-                start = time.perf_counter()
-                last = None
-                for _ in range(count):
-                    await writer.ready()
-                    last = writer.add(payload)
-                if last is not None:
-                    await last
-                seconds = time.perf_counter() - start
-                await writer.close()
-                return count / seconds
-            reader = await bookkeeper.open_ledger(int(argument))
-            start = time.perf_counter()
-            found = size = 0
-            async for entry in reader.read(0, reader.last_add_confirmed):
-                found += 1
-                size += len(entry.payload)
-            seconds = time.perf_counter() - start
-            if found != reader.last_add_confirmed + 1 or size != reader.length:
-                raise SystemExit(f"Read {found} entries of {size} bytes")
-            return found / seconds
-
-
 def main() -> None:
-    if sys.argv[1:2] == ["--client"]:
-        from bkctl.protocol.connection import run
-
-        print(run(run_client(*sys.argv[2:6])))
-        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(("files", *BENCHMARKS)))
     parser.add_argument("--seconds", type=float, default=30, help="how long each run of adds or reads takes (30)")

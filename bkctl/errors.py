@@ -207,6 +207,10 @@ class DirectoryInUse(Conflict):
     """A bookie or another command holds the directory."""
 
 
+class TooManyPending(BkctlError):
+    """More adds are in flight than a ledger may have; `await handle.ready()` before each add."""
+
+
 class Unreachable(BkctlError):
     """A server cannot be reached, or did not answer in time."""
 
@@ -276,3 +280,6 @@ class BadVersion(Unsupported):
 
     v2_code = 103
     v3_code = 503
+
+
+__all__ = [name for name, found in list(globals().items()) if isinstance(found, type) and issubclass(found, BkctlError)]

@@ -9,9 +9,12 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Set
 from functools import lru_cache
 from itertools import repeat
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from bkctl.errors import UsageError
+
+if TYPE_CHECKING:
+    from uuid import UUID
 
 U64_MAX: Final = (1 << 64) - 1
 I64_MAX: Final = (1 << 63) - 1
@@ -61,6 +64,24 @@ class LedgerId(_LedgerIdFields):
     def from_value(cls, value: int) -> LedgerId:
         """Return the id that is the unsigned 128-bit number `value`."""
         return cls(value >> 64, value & U64_MAX)
+
+    @classmethod
+    def of(cls, ledger: AnyLedgerId, scope_id: int | None = None) -> LedgerId:
+        """Return the id that `ledger` is: a LedgerId or UUID, or the number of a ledger in `scope_id` (None: scope 0).
+
+        Raises UsageError for a number that does not fit, an id of another scope than `scope_id`, and other types.
+        """
+        if isinstance(ledger, int):
+            return cls(scope_id or 0, ledger)
+        number = getattr(ledger, "int", None)
+        found = ledger if isinstance(ledger, LedgerId) else None if number is None else cls.from_value(number)
+        if found is None:
+            raise UsageError(
+                f"Not a ledger id: {ledger!r}", hint="give an int, LedgerId or UUID; LedgerId.parse reads text"
+            )
+        if scope_id is not None and found.scope_id != scope_id:
+            raise UsageError(f"Ledger {found} is in scope {found.scope_id}, not in scope {scope_id}")
+        return found
 
     @classmethod
     def random(cls) -> LedgerId:
@@ -128,6 +149,10 @@ class LedgerId(_LedgerIdFields):
 
     def __repr__(self) -> str:
         return f"LedgerId({self[0]}, {self[1]})"
+
+
+#: A ledger, in the forms that the client accepts.
+AnyLedgerId: TypeAlias = "int | LedgerId | UUID"
 
 
 def ledger_ids(scope_id: int, numbers: Iterable[int]) -> list[LedgerId]:

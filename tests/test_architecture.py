@@ -27,7 +27,7 @@ DIRECTION = [
     {"checks"},
     {"repair"},
     {"client"},
-    {"replication"},
+    {"replication", "sync"},
     {"bookie"},
     {"http", "spark"},
     {"daemon"},
@@ -134,6 +134,39 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     found = {circle for circle in circles if circle}
     assert found - CIRCLES.keys() == set(), "modules import each other in a circle"
     assert CIRCLES.keys() - found == set(), "circles that are gone: remove them from CIRCLES"
+
+
+#: Parts of the library whose private names the parts above it must not use.
+ABOVE_THE_CLIENT = [path for path in modules() if part_of(path) in ("commands", "spark", "replication")]
+#: Private names of other libraries that have no public ones for it.
+FOREIGN_NAMES = {
+    "bkctl/spark/internals.py": "PySpark's processes and its Java side",
+    "commands/kit/completion.py": "os._exit",
+    "commands/kit/interrupts.py": "os._exit",
+    "commands/kit/parser.py": "the type of a parameter that Typer parses",
+}
+NAMEDTUPLE = {"_replace", "_fields", "_asdict", "_make"}
+
+
+@pytest.mark.parametrize("path", ABOVE_THE_CLIENT, ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_spark_and_replication_use_public_names_only(path: Path) -> None:
+    """A module may use its own private names: its functions, its classes, and what these keep in `self`."""
+    if str(path.relative_to(ROOT)) in FOREIGN_NAMES:
+        return
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    own = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    own |= {node.id for node in nodes if isinstance(node, ast.Name)} | NAMEDTUPLE
+    own |= {
+        node.attr for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls")
+    }
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls", "super()"):
+            is_private = node.attr.startswith("_") and not node.attr.startswith("__")
+            assert not is_private or node.attr in own, f"{path}:{node.lineno}: {ast.unparse(node)} is private"
+    for line, name in imports(path):
+        last = name.rpartition(".")[2]
+        private = name.startswith("bkctl.") and last.startswith("_") and not last.startswith("__")
+        assert not private, f"{path}:{line}: {name} is private"
 
 
 CLASS_LINES_MAX, CLASS_METHODS_MAX = 400, 25

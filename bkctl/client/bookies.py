@@ -14,6 +14,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from bkctl.client.placement import Placement, PlacementRules, PolicyKind, capped_weights, region_of
@@ -262,6 +263,7 @@ class BookiePool:
         self._far: frozenset[str] = frozenset()
         self._addresses: dict[str, tuple[str, int]] = {}
         self._channels: dict[tuple[str, Protocol], BookieChannel] = {}
+        self._request_ids = count(1)
 
     def channel(self, bookie_id: str, protocol: Protocol | None = None) -> BookieChannel:
         """Return the channel to a bookie over `protocol` (None: the client's)."""
@@ -270,6 +272,10 @@ class BookiePool:
         if channel is None:
             channel = self._channels[key] = BookieChannel(self, *key)
         return channel
+
+    def next_request_id(self) -> int:
+        """Return an id for a batch read, unique among the requests of this client."""
+        return next(self._request_ids)
 
     def suspects(self) -> set[str]:
         """Return the bookies that failed within the last SUSPECT_S, are in quarantine, or left lately."""

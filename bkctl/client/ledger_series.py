@@ -6,7 +6,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, M
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bkctl.client.recovery import RecoveryLoss, RecoveryPlan
-from bkctl.client.streams import tail
 from bkctl.client.verify import ReplicaFinding, Verification, read_replica
 from bkctl.errors import EntryNotFound
 from bkctl.tasks import in_order
@@ -99,7 +98,7 @@ async def follow_ledger(
         ledger.ledger_id, ledger_scope_id=ledger.scope_id, password=password
     ) as handle:
         start = max(0, handle.last_add_confirmed + 1 - tail_count) if first is None else first
-        async for entry in tail(handle, start, verify=verify):
+        async for entry in handle.tail(start, verify=verify):
             yield (entry,)
 
 

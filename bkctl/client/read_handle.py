@@ -9,10 +9,19 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import Self
+from typing import Final, Self
 
 from bkctl.client.bookies import failure
-from bkctl.client.reader import LONG_POLL_S_MAX, LedgerAccess, LedgerEntry, long_poll, read_entries, read_runs
+from bkctl.client.reader import (
+    LONG_POLL_S_MAX,
+    LedgerAccess,
+    LedgerEntry,
+    long_poll,
+    read_batch,
+    read_entries,
+    read_last_confirmed,
+    read_runs,
+)
 from bkctl.errors import (
     BkctlError,
     ProtocolError,
@@ -23,15 +32,20 @@ from bkctl.formats.metadata import LedgerMetadata
 from bkctl.ids import I64_MAX, LedgerId
 from bkctl.metadata.ledgers import VersionedMetadata
 from bkctl.protocol.messages import (
+    FRAME_SIZE_BYTES_MAX,
+    Protocol,
     ReadRequest,
     ReadResponse,
     Response,
 )
 from bkctl.tasks import run_to_end
 
+#: A tail asks the metadata store and the bookies at least this often.
+TAIL_POLL_S: Final = 30.0
 
-class LedgerHandleBase:
-    """The common part of handles that read and handles that write a ledger."""
+
+class Handle:
+    """The common part of ReadHandle and WriteHandle: the ledger, and reads of its entries. Java: Handle."""
 
     def __init__(self, access: LedgerAccess) -> None:
         self._access = access
@@ -74,30 +88,69 @@ class LedgerHandleBase:
         """Id of the last entry known to be acknowledged; -1: none."""
         raise AssertionError
 
-    def read(self, first: int, last: int, *, verify: bool = True) -> AsyncIterator[LedgerEntry]:
+    def read(self, first: int = 0, last: int | None = None, *, verify: bool = True) -> AsyncIterator[LedgerEntry]:
         """Yield the entries `first` to `last` (both included) in order; memory does not grow with their number.
 
+        `last` None is the last add confirmed; from the entry after it, nothing is read.
         Each entry comes from the first replica that returns it intact; `verify` False leaves the digest unchecked.
         Raises UsageError for an invalid range or one beyond the last add confirmed, and when no replica returns an
         entry the gravest error: EntryNotFound, DigestMismatch, BookieUnavailable, ….
         """
-        self._check_confirmed(last)
-        return self.read_unconfirmed(first, last, verify=verify)
+        return read_entries(self._access, first, self._confirmed(first, last), verify=verify)
 
-    def read_runs(self, first: int, last: int, *, verify: bool = True) -> AsyncIterator[list[LedgerEntry]]:
+    def read_runs(
+        self, first: int = 0, last: int | None = None, *, verify: bool = True
+    ) -> AsyncIterator[list[LedgerEntry]]:
         """Yield the entries of `read` in runs, which costs less an entry: as many as have arrived, up to about 1 MiB.
 
         Raises as `read` does, after a run of the entries before.
         """
-        self._check_confirmed(last)
-        _check_range(first, last)
-        return read_runs(self._access, first, last, verify=verify)
+        return read_runs(self._access, first, self._confirmed(first, last), verify=verify)
 
-    def _check_confirmed(self, last: int) -> None:
-        if last > self.last_add_confirmed:
+    def _confirmed(self, first: int, last: int | None) -> int:
+        """Return `last`. Raises UsageError unless the entries from `first` on are confirmed ones."""
+        if last is None and first == self.last_add_confirmed + 1:
+            return first - 1
+        last = self.last_add_confirmed if last is None else last
+        if max(first, last) > self.last_add_confirmed:
             raise UsageError(
-                f"Entry {last} of ledger {self.ledger} is beyond its last add confirmed, {self.last_add_confirmed}"
+                f"Entry {max(first, last)} of ledger {self.ledger} is beyond its last add confirmed, "
+                f"{self.last_add_confirmed}"
             )
+        _check_range(first, last)
+        return last
+
+    async def batch_read(self, first: int, max_count: int, max_size_bytes: int = 0) -> list[LedgerEntry]:
+        """Return confirmed entries from `first` on, at least one, at most `max_count` and about `max_size_bytes`.
+
+        `max_size_bytes` 0 is a frame's size. In v2 one bookie sends them in one answer, where it holds all entries of
+        the ledger (ensemble size = write quorum size); otherwise they are read as by `read`. Raises as `read` does.
+        Source: LedgerHandle.batchReadAsync, BatchedReadOp.
+        """
+        if max_count < 1:
+            raise UsageError(f"A batch of {max_count} entries cannot be read")
+        last = min(self._confirmed(first, first) + max_count - 1, self.last_add_confirmed)
+        size = min(max_size_bytes if max_size_bytes > 0 else FRAME_SIZE_BYTES_MAX, FRAME_SIZE_BYTES_MAX)
+        access = self._access
+        if access.pool.protocol is Protocol.V2 and access.metadata.ensemble_size == access.metadata.write_quorum_size:
+            with contextlib.suppress(BkctlError):  # reads of single entries decide
+                return await read_batch(access, first, last, size)
+        entries: list[LedgerEntry] = []
+        async for entry in read_entries(access, first, last):
+            size -= len(entry.payload)
+            if entries and size < 0:
+                break
+            entries.append(entry)
+        return entries
+
+    async def read_last_add_confirmed(self) -> int:
+        """Ask the bookies for the last add confirmed, which may be ahead of `last_add_confirmed`. Fences nothing.
+
+        Java: readLastAddConfirmedAsync. Raises the errors of `bkctl.client.reader.read_last_confirmed`.
+        """
+        if self.is_closed:
+            return self.metadata.last_entry_id
+        return max((await read_last_confirmed(self._access)).last_add_confirmed, self.last_add_confirmed)
 
     def read_unconfirmed(self, first: int, last: int, *, verify: bool = True) -> AsyncIterator[LedgerEntry]:
         """Yield entries as `read` does, also beyond the last add confirmed. Raises EntryNotFound after the last entry.
@@ -136,7 +189,7 @@ def entry_of(
     return access.open_entry(response.body, entry_id, verify)
 
 
-class ReadHandle(LedgerHandleBase):
+class ReadHandle(Handle):
     """A ledger opened for reading (`BookKeeper.open_ledger`); its writer may still be writing (`is_closed` False)."""
 
     def __init__(self, access: LedgerAccess, last_add_confirmed: int, length: int) -> None:
@@ -157,6 +210,27 @@ class ReadHandle(LedgerHandleBase):
     def length(self) -> int:
         """Payload bytes: all bytes of a closed ledger, else about the bytes up to the last add confirmed."""
         return self._length
+
+    async def read_last_add_confirmed(self) -> int:
+        self._last_add_confirmed = await super().read_last_add_confirmed()
+        return self._last_add_confirmed
+
+    async def tail(self, first: int = 0, *, verify: bool = True) -> AsyncIterator[LedgerEntry]:
+        """Yield the entries from `first` on, then each new one as it is confirmed, until the ledger is closed.
+
+        Raises LedgerNotFound if the ledger is deleted meanwhile, and the errors of `read`.
+        """
+        next_id = max(first, 0)
+        while True:
+            last = self.last_add_confirmed
+            if next_id <= last:
+                async for entry in self.read(next_id, last, verify=verify):
+                    yield entry
+                next_id = last + 1
+            elif self.is_closed:
+                return
+            else:
+                await self.wait_for_lac(next_id - 1, TAIL_POLL_S)
 
     async def wait_for_lac(self, previous: int, timeout_s: float) -> int:
         """Wait until the last add confirmed exceeds `previous`, the ledger is closed, or `timeout_s` is over.

@@ -31,6 +31,8 @@ from bkctl.formats.metadata import LedgerMetadata
 from bkctl.protocol.messages import (
     FRAME_SIZE_BYTES_MAX,
     LAST_ENTRY,
+    BatchReadRequest,
+    BatchReadResponse,
     BytesLike,
     Protocol,
     ReadLacRequest,
@@ -468,6 +470,38 @@ async def read_runs(
     reader = _RangeReader(access, first, last, verify)
     while run := await reader.next_run():
         yield run
+
+
+async def read_batch(access: LedgerAccess, first: int, last: int, size_bytes: int) -> list[LedgerEntry]:
+    """Return the entries from `first` up to `last` in one bookie's answer, at least one. v2 only.
+
+    Entries after a damaged one are left out. Raises the gravest error if no replica returns the first entry.
+    Source: BatchedReadOp.
+    """
+    gravest: BkctlError | None = None
+    replicas = access.replicas(access.metadata.fragment_of(first).bookies)[first % access.schedule.ensemble_size]
+    now = time.monotonic()
+    for channel in sorted(replicas, key=lambda replica: replica.suspect_until > now):
+        request = BatchReadRequest(access.ledger, first, access.pool.next_request_id(), last + 1 - first, size_bytes)
+        future = channel.send(request, access.scoped)
+        await asyncio.wait([future])
+        error = failure(future, access.ledger, first, channel.bookie_id)
+        entries: list[LedgerEntry] = []
+        if error is None:
+            response = future.result()
+            bodies = response.bodies if isinstance(response, BatchReadResponse) else ()
+            try:
+                for entry_id, body in enumerate(bodies[: last + 1 - first], first):
+                    entries.append(access.open_entry(body, entry_id))
+            except BkctlError as damage:
+                error = damage
+        if entries:
+            return entries
+        gravest = graver(gravest, error or ProtocolError(f"Bookie {channel.bookie_id} answered a batch with nothing"))
+        if not isinstance(gravest, NotFound):
+            channel.failed()
+    assert gravest is not None
+    raise gravest
 
 
 class LastConfirmed(NamedTuple):

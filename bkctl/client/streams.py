@@ -1,4 +1,4 @@
-"""Streams of bytes into a ledger, and a growing ledger as a stream of entries."""
+"""Streams of bytes into a ledger."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import nullcontext
 from typing import Final, TypeVar
 
-from bkctl.client.read_handle import ReadHandle
-from bkctl.client.reader import LedgerEntry
 from bkctl.client.write_handle import WriteHandle
 from bkctl.errors import UsageError
 from bkctl.ids import LedgerId
@@ -21,8 +19,6 @@ from bkctl.protocol.messages import (
 CHUNK_SIZE_BYTES: Final = 1 << 18
 #: Payload bytes that fit in a frame with the longest header and digest, rounded down.
 ENTRY_SIZE_BYTES_MAX: Final = FRAME_SIZE_BYTES_MAX - 256
-#: A tail asks the metadata store and the bookies at least this often.
-TAIL_POLL_S: Final = 30.0
 
 
 C = TypeVar("C")
@@ -169,21 +165,3 @@ async def _readable(file: int) -> None:
         await readable.wait()
     finally:
         loop.remove_reader(file)
-
-
-async def tail(handle: ReadHandle, first: int, *, verify: bool = True) -> AsyncIterator[LedgerEntry]:
-    """Yield the entries from `first` on, then each new one as it is confirmed, until the ledger is closed.
-
-    Raises LedgerNotFound if the ledger is deleted meanwhile, and the errors of `ReadHandle.read`.
-    """
-    next_id = max(first, 0)
-    while True:
-        last = handle.last_add_confirmed
-        if next_id <= last:
-            async for entry in handle.read(next_id, last, verify=verify):
-                yield entry
-            next_id = last + 1
-        elif handle.is_closed:
-            return
-        else:
-            await handle.wait_for_lac(next_id - 1, TAIL_POLL_S)

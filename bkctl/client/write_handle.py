@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Sequence
+from enum import IntFlag
 
 from bkctl.client.bookies import failure
 from bkctl.client.ensemble import closed, update_metadata
-from bkctl.client.read_handle import LedgerHandleBase
+from bkctl.client.read_handle import Handle
 from bkctl.client.reader import (
     LedgerAccess,
     restate,
@@ -36,22 +37,46 @@ from bkctl.protocol.messages import (
 from bkctl.tasks import drop_error, run_to_end
 
 
-class WriteHandle(LedgerHandleBase):
+class WriteFlag(IntFlag):
+    """Ways to write a ledger. With DEFERRED_SYNC bookies acknowledge entries before they are on disk (`force`)."""
+
+    NONE = 0
+    DEFERRED_SYNC = 1
+
+
+class WriteHandle(Handle):
     """A ledger that this client writes, from `BookKeeper.create_ledger` until `close`.
 
-    With `recovery` bookies accept its adds although a recovery fenced the ledger.
+    With `recovery` bookies accept its adds although a recovery fenced the ledger. Java: WriteHandle, WriteAdvHandle.
     """
 
-    def __init__(self, access: LedgerAccess, *, own_entry_ids: bool, recovery: bool = False) -> None:
+    def __init__(
+        self,
+        access: LedgerAccess,
+        *,
+        own_entry_ids: bool,
+        recovery: bool = False,
+        write_flags: WriteFlag = WriteFlag.NONE,
+        explicit_lac_interval_s: float = 0,
+    ) -> None:
         super().__init__(access)
         self._own_entry_ids = own_entry_ids
-        self._pipeline = AddPipeline(access, recovery=recovery, on_end=self._ended)
+        self._deferred_sync = WriteFlag.DEFERRED_SYNC in write_flags
+        self._pipeline = AddPipeline(access, recovery=recovery, deferred_sync=self._deferred_sync, on_end=self._ended)
         self._closing: asyncio.Task[None] | None = None
+        self._forced_length = 0
+        if explicit_lac_interval_s > 0:
+            self._write_lac_later(explicit_lac_interval_s, -1)
 
     @property
     def last_add_confirmed(self) -> int:
-        """Id of the last acknowledged entry; -1: none."""
-        return self._pipeline.last_add_confirmed
+        """Id of the last acknowledged entry, with DEFERRED_SYNC of the last forced one; -1: none."""
+        return self._pipeline.lac
+
+    @property
+    def last_add_pushed(self) -> int:
+        """Id of the last entry added; -1: none. Java: getLastAddPushed."""
+        return self._pipeline.last_add_pushed
 
     @property
     def length(self) -> int:
@@ -69,7 +94,9 @@ class WriteHandle(LedgerHandleBase):
         `await handle.add(b"…")` adds one entry after the other; to pipeline, `await handle.ready()` before each add.
         Only ledgers of `create_ledger_adv` accept an `entry_id`; entries are acknowledged without gaps. The future
         fails with, or `add` raises, LedgerFenced (another client recovers the ledger), NotEnoughBookies, Unauthorized,
-        LedgerClosed. `add` also raises UsageError for a payload that does not fit a frame, and DuplicateEntryId.
+        LedgerClosed. `add` also raises UsageError for a payload that does not fit a frame, DuplicateEntryId, and
+        TooManyPending for a caller that never waits. An entry whose future is cancelled is still written.
+        Java: appendAsync, WriteAdvHandle.writeAsync.
         """
         if entry_id is not None and not self._own_entry_ids:
             raise IllegalOperation(
@@ -96,6 +123,8 @@ class WriteHandle(LedgerHandleBase):
     async def write_lac(self) -> None:
         """Write the last add confirmed to the bookies (explicit LAC), so that readers see it before the next entry.
 
+        `BookKeeper(explicit_lac_interval=…)` does so regularly.
+
         Does nothing before the first acknowledged entry. Raises the last error when the ack quorum is not reached.
         Source: PendingWriteLacOp.
         """
@@ -111,16 +140,20 @@ class WriteHandle(LedgerHandleBase):
 
         Raises IllegalOperation in v2, and the error of a bookie that fails. Source: ForceLedgerOp.
         """
-        access = self._access
+        access, pipeline = self._access, self._pipeline
         if access.pool.protocol is Protocol.V2:
             raise IllegalOperation("Protocol v2 has no force", hint="use v3")
+        last, length = pipeline.last_add_confirmed, pipeline.length_confirmed
         size = access.schedule.ensemble_size
         await self._ask(ForceLedgerRequest(self.ledger), range(size), size, "Force")
+        if last > pipeline.lac:
+            pipeline.lac, self._forced_length = last, length
 
     async def close(self) -> None:
         """Wait for the adds in flight, then close the ledger at the last add confirmed. Further calls are harmless.
 
-        A cancellation is raised once the ledger is closed.
+        A cancellation is raised once the ledger is closed. With DEFERRED_SYNC, entries are forced first, and the ones
+        that cannot be are left out.
         Raises the error that ended writing, if one did (the ledger is still closed at its last acknowledged entry,
         unless another client fenced it), and MetadataVersionConflict if another client closed it at another entry.
         Source: LedgerHandle.doAsyncCloseInternal.
@@ -146,14 +179,19 @@ class WriteHandle(LedgerHandleBase):
             drop_error(self._closing)
 
     async def _flush_and_close(self) -> None:
-        with contextlib.suppress(BkctlError):  # close() raises it
+        try:
             await self._pipeline.flush()
+            if self._pipeline.last_add_confirmed > self._pipeline.lac:
+                await self.force()
+        except BkctlError as error:  # close() raises it
+            await self._pipeline.close(error)
         await self._close()
 
     async def _close(self) -> None:
         await self._pipeline.close(_ClosedByUs(f"Ledger {self.ledger} is closed"))
         access, ledgers = self._access, self._access.pool.cluster.ledgers
-        last_entry_id, length = self._pipeline.last_add_confirmed, self._pipeline.length_confirmed
+        last_entry_id = self._pipeline.lac
+        length = self._forced_length if self._deferred_sync else self._pipeline.length_confirmed
         if isinstance(self._pipeline.error, (LedgerFenced, LedgerClosed)) and not isinstance(
             self._pipeline.error, _ClosedByUs
         ):
@@ -172,6 +210,18 @@ class WriteHandle(LedgerHandleBase):
             )
 
         access.versioned = await asyncio.to_thread(update_metadata, ledgers, self.ledger, access.versioned, change)
+
+    def _write_lac_later(self, interval_s: float, written: int) -> None:
+        """Write the last add confirmed after each interval in which it moved. Source: ExplicitLacUpdateFlow."""
+
+        def write() -> None:
+            if self._pipeline.error is None and not self._access.pool.closed:
+                if self.last_add_confirmed > written:
+                    drop_error(loop.create_task(self.write_lac()))
+                self._write_lac_later(interval_s, self.last_add_confirmed)
+
+        loop = asyncio.get_running_loop()
+        loop.call_later(interval_s, write)
 
     async def _ask(self, request: Request, indexes: tuple[int, ...] | range, needed: int, what: str) -> None:
         """Send `request` to the bookies at `indexes` over v3, and wait until `needed` of them succeed."""

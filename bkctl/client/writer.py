@@ -18,11 +18,13 @@ from bkctl.client.placement import replace_bookies
 from bkctl.client.reader import LedgerAccess, restate
 from bkctl.errors import (
     BkctlError,
+    BookieUnavailable,
     DuplicateEntryId,
     IllegalOperation,
     LedgerClosed,
     LedgerFenced,
     NotEnoughBookies,
+    TooManyPending,
     Unauthorized,
     UsageError,
     restated,
@@ -37,6 +39,8 @@ from bkctl.tasks import fail
 THROTTLE_COUNT: Final = 5000
 #: Payload bytes in flight before `ready` waits.
 PENDING_BYTES_MAX: Final = 64 << 20
+#: Times the above at which `add` refuses more, for callers that do not wait.
+_REFUSED_AT: Final = 2
 #: Largest size of a request without its entry (protobuf fields, master key, frame length).
 _REQUEST_OVERHEAD_BYTES: Final = 128
 
@@ -69,10 +73,15 @@ class AddPipeline:
         last_add_confirmed: int = -1,
         length: int = 0,
         recovery: bool = False,
+        deferred_sync: bool = False,
         on_end: Callable[[BkctlError], None] | None = None,
     ) -> None:
         self.access = access
+        #: The last entry that is acknowledged, as all before it are.
         self.last_add_confirmed = last_add_confirmed
+        #: The last add confirmed that readers learn: with `deferred_sync` only `forced` moves it.
+        self.lac = last_add_confirmed
+        self._deferred_sync = deferred_sync
         #: Payload bytes up to the last add confirmed, and including pending entries.
         self.length_confirmed = self.length = length
         #: The error that ended the pipeline.
@@ -112,6 +121,11 @@ class AddPipeline:
         """Number of unacknowledged entries."""
         return len(self._pending)
 
+    @property
+    def last_add_pushed(self) -> int:
+        """Id of the last entry added; -1: none."""
+        return self._next_id - 1
+
     def add(self, payload: Buffer, *, entry_id: int | None = None, length: int | None = None) -> asyncio.Future[int]:
         """Send the next entry; the future gives its id once it and all entries before it are acknowledged.
 
@@ -119,8 +133,14 @@ class AddPipeline:
         entry where it is known (recovery). Raises the error that ended the pipeline, UsageError for a payload larger
         than a frame, DuplicateEntryId.
         """
-        if self.error is not None:
-            raise restated(self.error)
+        self._check()
+        if (
+            len(self._pending) >= _REFUSED_AT * THROTTLE_COUNT or self._pending_bytes >= _REFUSED_AT * PENDING_BYTES_MAX
+        ) and entry_id != self.last_add_confirmed + 1:
+            raise TooManyPending(
+                f"Ledger {self.access.ledger} has {len(self._pending)} adds in flight",
+                hint="wait with 'await handle.ready()' before each add, or use add_all",
+            )
         if entry_id is None:
             entry_id = self._next_id
         elif entry_id <= self.last_add_confirmed or entry_id in self._pending:
@@ -163,8 +183,10 @@ class AddPipeline:
         self.length = self.length + size if length is None else length
         access, recovery = self.access, self._recovery
         digest = access.digest
-        body = (digest.seal(entry_id, self.last_add_confirmed, self.length, data), data)
-        request = _new(AddRequest, (access.ledger, entry_id, digest.master_key, body, recovery, recovery, False))
+        body = (digest.seal(entry_id, self.lac, self.length, data), data)
+        request = _new(
+            AddRequest, (access.ledger, entry_id, digest.master_key, body, recovery, recovery, self._deferred_sync)
+        )
         add = self._pending[entry_id] = _PendingAdd(request, size, future)
         self._pending_bytes += size
         return add
@@ -234,6 +256,8 @@ class AddPipeline:
                 add.future.set_result(entry_id)
             if self._failed_since_progress:
                 self._failed_since_progress.clear()
+        if not self._deferred_sync:
+            self.lac = self.last_add_confirmed
         if self._waiter is not None and not self._must_wait(self._wake_below):
             self._wake()
 
@@ -272,16 +296,20 @@ class AddPipeline:
 
     async def ready(self) -> None:
         """Wait until another add may be sent. Raises the error that ended the pipeline."""
-        if len(self._pending) >= THROTTLE_COUNT or self._pending_bytes >= PENDING_BYTES_MAX:
+        while self._must_wait(THROTTLE_COUNT - 1):
             await self._wait_below(THROTTLE_COUNT // 2)
+        self._check()
+
+    def _check(self) -> None:
         if self.error is not None:
             raise restated(self.error)
+        if asyncio.get_running_loop() is not self._loop:
+            raise IllegalOperation(f"Ledger {self.access.ledger} is written in another event loop")
 
     async def flush(self) -> None:
         """Wait until no entry is pending before a gap in the caller's ids. Raises the error that ended the pipeline."""
         await self._wait_below(0)
-        if self.error is not None:
-            raise restated(self.error)
+        self._check()
 
     async def _wait_below(self, count: int) -> None:
         while self._must_wait(count):
@@ -293,6 +321,12 @@ class AddPipeline:
     # Failures.
 
     def _bookies_failed(self, failed: Mapping[int, str]) -> None:
+        if self._deferred_sync:  # another bookie could not sync what this one acknowledged
+            self._end(BookieUnavailable(
+                f"Ledger {self.access.ledger} has deferred sync, and a bookie of it failed: "
+                + "; ".join(self._problems.values()), hint="write on in a new ledger",
+            ))  # fmt: skip
+            return
         self._failed_later.update(failed)
         if self._changing is None:
             self._changing = self._loop.create_task(self._change_ensemble())

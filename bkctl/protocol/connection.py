@@ -61,13 +61,20 @@ OWED_MAX: Final = 10_000
 FAREWELL_S: Final = 0.5
 
 
-def run(coroutine: Coroutine[Any, Any, _T]) -> _T:
-    """Run `coroutine` on a new event loop, uvloop's where it is installed, and return its result."""
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """Return a new event loop, uvloop's where it is installed."""
     try:
         import uvloop
     except ImportError:
-        return asyncio.run(coroutine)
-    return uvloop.run(coroutine)
+        return asyncio.new_event_loop()
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop
+
+
+def run(coroutine: Coroutine[Any, Any, _T]) -> _T:
+    """Run `coroutine` on a `new_event_loop`, and return its result."""
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        return runner.run(coroutine)
 
 
 async def _addresses(host: str, port: int) -> list[str]:

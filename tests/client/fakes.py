@@ -21,6 +21,8 @@ from bkctl.protocol.handler import Responder
 from bkctl.protocol.messages import (
     AddRequest,
     AddResponse,
+    BatchReadRequest,
+    BatchReadResponse,
     BookieInfoRequest,
     BookieInfoResponse,
     ForceLedgerRequest,
@@ -190,6 +192,18 @@ class FakeBookie:
             respond(refusal(request, Status.ENOENTRY))
             return
         respond(ReadResponse(Status.EOK, request.ledger, request.entry_id, self.damage(entry), ledger.lac))
+
+    def _BatchReadRequest(self, request: BatchReadRequest, respond: Any) -> None:
+        entries = self.entries(request.ledger)
+        bodies, size = [], 0
+        for entry_id in range(request.entry_id, request.entry_id + request.max_count):
+            body = self.damage(entries[entry_id]) if entry_id in entries else None
+            if body is None or (bodies and size + len(body) > request.max_size):
+                break
+            bodies.append(body)
+            size += len(body)
+        status = Status.EOK if bodies else Status.ENOENTRY
+        respond(BatchReadResponse(status, request.ledger, request.entry_id, request.request_id, tuple(bodies)))
 
     def _WriteLacRequest(self, request: WriteLacRequest, respond: Any) -> None:
         ledger = self._ledger(request.ledger, create=True)

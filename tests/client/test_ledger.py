@@ -12,7 +12,6 @@ import pytest
 from client.fakes import FakeLedger, Fault, turns
 from support.waiting import LIMIT_S
 
-from bkctl.client.streams import tail
 from bkctl.config import ClientConfig
 from bkctl.errors import (
     BkctlError,
@@ -938,7 +937,7 @@ async def test_a_tail_reads_entries_of_an_ensemble_before_its_watch_reports_it(f
             for i in range(2, 6):
                 await writer.add(b"%d" % i)
             await writer.write_lac()
-            async with contextlib.aclosing(tail(reader, 2)) as entries:
+            async with contextlib.aclosing(reader.tail(2)) as entries:
                 assert [(await anext(entries)).payload for _ in range(4)] == [b"2", b"3", b"4", b"5"]
 
 

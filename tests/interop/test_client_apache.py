@@ -14,6 +14,7 @@ from support.entries import described, read_all
 from support.servers import ApacheCluster, Java, ZooKeeperServer, read_ledgers, wait_for, write_ledgers
 from support.waiting import LIMIT_S
 
+from bkctl import WriteFlag, sync
 from bkctl.client.ledger import BookKeeper
 from bkctl.client.read_handle import ReadHandle
 from bkctl.client.verify import ReplicaState, verify_entries
@@ -310,6 +311,56 @@ def test_explicit_lac_and_deletion_are_seen_by_java(
             assert found["code"] in (-7, -25), json.dumps(found)
 
     scenario(body())
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_programs_use_apaches_bookies_by_uri(apache_cluster: ApacheCluster, protocol: Protocol) -> None:
+    """The public client: adds, a tail with a regular explicit LAC, batches, a watch, a fence, a deletion."""
+
+    async def body() -> None:
+        async with BookKeeper(apache_cluster.metadata_uri, protocol=protocol, explicit_lac_interval=20) as client:
+            writer = await client.create_ledger(ensemble_size=3, write_quorum_size=3, password=b"secret")
+            states = client.watch_ledger_metadata(writer.ledger)
+            assert (await anext(states)).state is LedgerState.OPEN
+            async with await client.open_ledger(writer.ledger, password=b"secret") as reader:
+                tail = reader.tail()
+                for number in range(3):
+                    await writer.add(payload(number, 100))
+                    assert (await anext(tail)).payload == payload(number, 100)
+                await writer.add_all([payload(number, 1000) for number in range(3, 50)])
+                await writer.flush()
+                await tail.aclose()  # type: ignore[attr-defined]
+            with pytest.raises(Unauthorized):
+                await client.open_ledger(writer.ledger, password=b"wrong")
+            reader = await client.open_ledger(writer.ledger, password=b"secret", recovery=True)
+            with pytest.raises(LedgerFenced):
+                await writer.add(b"late")
+            assert (await anext(states)).state in (LedgerState.IN_RECOVERY, LedgerState.CLOSED)
+            assert reader.last_add_confirmed == 49
+            batch = await reader.batch_read(10, 20)
+            assert [entry.payload for entry in batch] == [payload(number, 1000) for number in range(10, 30)]
+            assert 1 <= len(await reader.batch_read(10, 40, 5000)) < 40
+            assert writer.ledger in [each async for each in client.list_ledgers()]
+            await client.delete_ledger(writer.ledger)
+            with pytest.raises(LedgerNotFound):
+                [state async for state in states]
+
+    scenario(body())
+
+
+def test_deferred_sync_is_forced_on_apaches_bookies(apache_cluster: ApacheCluster) -> None:
+    with sync.BookKeeper(apache_cluster.metadata_uri) as client:
+        writer = client.create_ledger(write_flags=WriteFlag.DEFERRED_SYNC)
+        with writer:
+            futures = [writer.add_async(payload(number, 500)) for number in range(1000)]
+            assert futures[-1].result() == 999
+            assert writer.last_add_confirmed == -1
+            writer.force()
+            assert writer.last_add_confirmed == 999
+            writer.add(b"x")
+        assert (writer.metadata.last_entry_id, writer.metadata.length) == (1000, 500_001)
+        ids = [entry.entry_id for entry in client.open_ledger(writer.ledger).read()]
+        assert ids == list(range(1001))
 
 
 def test_a_scoped_ledger_finds_no_bookie_among_apaches(cluster: Cluster) -> None:

@@ -15,6 +15,7 @@ from bkctl.ids import parse_bookie_address
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.store import NO_SECURITY, Closing, StoreSecurity, client_tls
 from bkctl.metadata.uri import parse_uri
+from bkctl.protocol.connection import new_event_loop
 from bkctl.spark.sources.options import SourceOptions
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class Client(Closing):
     def __init__(self, options: ClusterOptions) -> None:
         self.cluster = options.open()
         try:
-            self._runner = asyncio.Runner(loop_factory=_loop_factory())
+            self._runner = asyncio.Runner(loop_factory=new_event_loop)
             self.bookkeeper = options.bookkeeper(self.cluster)
         except BaseException:
             self.cluster.close()
@@ -122,11 +123,3 @@ class Client(Closing):
         finally:
             self._runner.close()
             self.cluster.close()
-
-
-def _loop_factory() -> Any:
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return uvloop.new_event_loop
