@@ -76,3 +76,64 @@ def _is_of(name: str | None, wanted: str) -> bool:
     if name is None or not name.startswith(wanted):
         return False
     return name == wanted or _PARTITION.fullmatch(name[len(wanted) :]) is not None
+
+
+class Owner(NamedTuple):
+    """What a ledger of Pulsar says of itself: its kind, the managed ledger or schema that it is of, and the part there.
+
+    Kinds: managed-ledger, cursor, compacted-topic, delayed-index-bucket, schema, or another of a later Pulsar, which
+    has no name here. `part` is the cursor or the key of a bucket.
+    """
+
+    kind: str | None
+    name: str | None
+    part: str | None
+
+    @property
+    def topic(self) -> str | None:
+        """The topic, as Pulsar's tools name it; TENANT/NAMESPACE/TOPIC for a schema."""
+        return None if self.name is None else topic_of(self.name) or self.name
+
+    @property
+    def text(self) -> str | None:
+        """The topic and what of it, in a few words."""
+        if self.kind == "managed-ledger" or self.name is None:
+            return self.topic
+        from urllib.parse import unquote_plus
+
+        part = f" {unquote_plus(self.part)}" if self.part else ""
+        return f"{self.topic} ({self.kind}{part})"
+
+
+def owner_of(custom_metadata: Mapping[str, bytes]) -> Owner | None:
+    """Return what a ledger of Pulsar belongs to by its custom metadata, None for others' ledgers.
+
+    Source: Pulsar's LedgerMetadataUtils.
+    """
+    if custom_metadata.get("application") != b"pulsar":
+        return None
+
+    def text(name: str) -> str | None:
+        values = (custom_metadata.get(prefix + name) for prefix in PREFIXES)
+        return next((value.decode("utf-8", "replace") for value in values if value is not None), None)
+
+    kind = custom_metadata.get("component", b"managed-ledger").decode("utf-8", "replace")
+    if kind == "managed-ledger":
+        cursor = text("cursor")
+        return Owner("cursor" if cursor is not None else kind, text("managed-ledger"), cursor)
+    if kind == "schema":
+        return Owner(kind, text("schemaId"), None)
+    if kind == "compacted-topic":
+        return Owner(kind, _managed_ledger(text("compactedTopic")), None)
+    if kind == "delayed-index-bucket":
+        return Owner(kind, _managed_ledger(text("delayedIndexTopic")), text("delayedIndexBucketKey"))
+    return Owner(kind, None, None)
+
+
+def _managed_ledger(topic: str | None) -> str | None:
+    if topic is None:
+        return None
+    try:
+        return TopicFilter.parse(topic).managed_ledger
+    except UsageError:
+        return topic  # A managed ledger's name already.

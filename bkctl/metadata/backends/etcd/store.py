@@ -39,6 +39,7 @@ from bkctl.metadata.backends.etcd.watches import EtcdWatches
 from bkctl.metadata.store import (
     NEW,
     NO_SECURITY,
+    AbsolutePath,
     Claim,
     MetadataStore,
     StoreSecurity,
@@ -304,7 +305,8 @@ class EtcdStore(MetadataStore):
     ) -> list[str] | None:
         """Return the names of the children of `path`, from the answers to `_first_page` and further pages."""
         node, page = (response.response_range for response in responses)
-        if not node.count:
+        is_foreign = isinstance(path, AbsolutePath)
+        if not node.count and not is_foreign:
             return None
         if limit == 0:
             return []
@@ -318,7 +320,8 @@ class EtcdStore(MetadataStore):
                 name, slash, _ = kv.key[len(pages.prefix) :].partition(b"/")
                 if slash:
                     skipped_to = pages.prefix + name + b"0"  # Keys below that child end here.
-                    continue
+                    if not is_foreign or name.decode("utf-8", "surrogateescape") in (found[-1:] or names[-1:]):
+                        continue
                 found.append(name.decode("utf-8", "surrogateescape"))
             names += self._valid_names(path, found)
             if page.more:
