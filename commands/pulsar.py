@@ -233,7 +233,7 @@ def show_topic(
 ) -> None:
     """Show a topic: ledgers in order, cursors, schema.
 
-    Each ledger has its role: managed-ledger (messages), cursor (positions of a subscription), compacted-topic, or
+    Each ledger has its role: managed-ledger (messages), cursor (positions of a subscription), compacted-ledger, or
     delayed-index-bucket; and its state: ok, under-replicated, one-copy, unavailable, missing, or offloaded.
     """
     from bkctl.metadata.pulsar_nodes import schema_ledgers
@@ -377,6 +377,5 @@ def list_orphans(
                 except (Conflict, NotFound) as error:
                     run.out.error(error)
     run.out.note(f"{deleted:,} of {counted(len(old), 'orphan was', 'orphans were')} deleted")
-    run.out.finish_with(
-        len(old) - deleted, "ledger is no orphan any more, or cannot be read", "ledgers are no orphans any more"
-    )
+    problem_count = len(old) - deleted + len(problems)
+    run.out.finish_with(problem_count, "ledger is left, or cannot be judged", "ledgers are left, or cannot be judged")

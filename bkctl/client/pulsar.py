@@ -1,4 +1,4 @@
-"""Pulsar's topics against the ledgers of the cluster: what topics hold, what they miss, and ledgers that no topic needs.
+"""Pulsar's topics against the cluster's ledgers: what topics hold, what they miss, and ledgers that no topic needs.
 
 A pass first lists the ledgers, then reads the topics, so that a ledger that was created and named meanwhile is never
 taken for an orphan. What a pass finds is read again, after a pause, before it is a finding: brokers create a ledger
@@ -43,6 +43,14 @@ _BATCH_COUNT: Final = 1000
 _CREATE: Final = """CREATE TABLE ledger(
     id INTEGER PRIMARY KEY, size INTEGER, last INTEGER, ctime_ms INTEGER, is_closed INTEGER, risk TEXT, marked INTEGER,
     kind TEXT, owner TEXT, part TEXT, named INTEGER DEFAULT 0)"""
+_INDEX: Final = "CREATE INDEX compacted ON ledger(owner) WHERE kind = 'compacted-ledger'"
+#: A broker names the ledger of a compaction in a position that it may keep in memory (for
+#: managedLedgerCursorPositionFlushSeconds, 60 s); until then the store names the one before, which is deleted already.
+_COMPACTION_MS: Final = 600_000
+#: As long may a compaction take, whose ledger is open until it ends.
+_COMPACTING_MS: Final = 86_400_000
+#: What the clocks of brokers and store may differ by.
+_SKEW_MS: Final = 5_000
 
 
 class LedgerFacts(NamedTuple):
@@ -181,8 +189,10 @@ class Inventory:
         self.errors: list[BkctlError] = []
         #: Topics whose compacted ledger is not known, so that none of theirs is an orphan.
         self._uncertain: set[str] = set()
+        self._brokers_since_ms: int | None = None
         self._database = sqlite3.connect("", check_same_thread=False)  # A temporary file, gone with the connection.
         self._database.execute(_CREATE)
+        self._database.execute(_INDEX)
 
     def __enter__(self) -> Inventory:
         return self
@@ -192,6 +202,7 @@ class Inventory:
 
     def list_ledgers(self, only: Iterable[int] | None = None) -> None:
         """List all ledgers of scope 0 with what they risk, or `only` these, ascending. The first half of a pass."""
+        self._brokers_since_ms = self.nodes.brokers_since_ms()
         live = {each.bookie_id for each in self.cluster.bookies.list(include_down=False)}
         mark_of = LedgerMarks(self.cluster.store).cursor()
 
@@ -205,7 +216,7 @@ class Inventory:
                     _risk(metadata, live), mark_of(ledger) is not None, *owner,
                 )  # fmt: skip
 
-        self._database.executemany("INSERT INTO ledger VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0)", rows())
+        self._database.executemany("INSERT OR REPLACE INTO ledger VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0)", rows())
 
     def _unreadable(self, ledger: LedgerId, error: BkctlError) -> None:
         self.errors.append(error)
@@ -249,9 +260,11 @@ class Inventory:
         named = {each.ledgerId for each in topic.info.ledgerInfo}
         named |= {each.ledger_id for each in topic.cursors if each.ledger_id is not None}
         named |= {each for cursor in topic.cursors for _, each in cursor.buckets()}
-        ends = self._ends([topic])
-        named |= {each for each in [self._compacted(topic, ends)] if each is not None}
         self.list_ledgers(sorted(named))
+        ends = self._ends([topic])
+        compacted = self._compacted(topic, ends)
+        if compacted is not None:
+            self.list_ledgers([compacted])
         return self._state(topic, ends)
 
     def _compacted(self, topic: TopicNode, ends: Mapping[int, End | BkctlError]) -> int | None:
@@ -264,7 +277,10 @@ class Inventory:
         for topic in topics:
             wanted |= {each.ledger_id for each in topic.cursors if each.ledger_id is not None}
             if topic.cursors and topic.info.ledgerInfo:
-                wanted.add(topic.info.ledgerInfo[-1].ledgerId)
+                last = topic.info.ledgerInfo[-1].ledgerId
+                facts = self.facts(last)
+                if facts is not None and not facts.is_closed:
+                    wanted.add(last)
         return self._read_ends(wanted) if wanted and self._read_ends is not None else {}
 
     def _state(self, topic: TopicNode, ends: Mapping[int, End | BkctlError]) -> TopicState:
@@ -281,10 +297,28 @@ class Inventory:
             ledgers += (self._other(ledger_id, "delayed-index-bucket", key) for key, ledger_id in cursor.buckets())
             if cursor.name == COMPACTION_CURSOR:
                 if state.compacted_ledger_id is not None:
-                    ledgers.append(self._other(state.compacted_ledger_id, "compacted-topic", None))
+                    found = self._other(state.compacted_ledger_id, "compacted-ledger", None)
+                    if found.facts is not None or not self._is_compacting(topic.name):
+                        ledgers.append(found)
                 if state.position is None:
                     self._uncertain.add(topic.name)
         return TopicState(topic, tuple(ledgers), tuple(cursors))
+
+    def _is_compacting(self, name: str) -> bool:
+        """Return whether a broker may have a compacted ledger that the store does not name yet: no orphan, then."""
+        rows = self._database.execute(
+            "SELECT id, ctime_ms, is_closed FROM ledger WHERE kind = 'compacted-ledger' AND owner = ? AND NOT named",
+            (name,),
+        ).fetchall()
+        return any(self._is_in_flight(ctime_ms, is_closed) for _, ctime_ms, is_closed in rows)
+
+    def _is_in_flight(self, ctime_ms: int | None, is_closed: int) -> bool:
+        """Return whether a running broker may still have to name a compacted ledger."""
+        since_ms = self._brokers_since_ms
+        if since_ms is None or ctime_ms is None:
+            return since_ms is not None
+        age_ms = time.time_ns() // 1_000_000 - ctime_ms
+        return ctime_ms >= since_ms - _SKEW_MS and age_ms < (_COMPACTION_MS if is_closed else _COMPACTING_MS)
 
     def _messages(self, info: Any) -> Named:
         facts = self.facts(info.ledgerId)
@@ -365,7 +399,9 @@ class Inventory:
             "WHERE kind IS NOT NULL AND owner IS NOT NULL AND NOT named ORDER BY id"
         )
         for ledger_id, size_bytes, ctime_ms, is_closed, kind, owner, part in self._database.execute(query):
-            if owner in self._uncertain and kind in ("compacted-topic", "schema"):
+            if owner in self._uncertain and kind in ("compacted-ledger", "schema"):
+                continue
+            if kind == "compacted-ledger" and self._is_in_flight(ctime_ms, is_closed):
                 continue
             what = f"cursor {part}" if kind == "cursor" else kind
             open_text = "" if is_closed else "; it is not closed, so its size is not known"
@@ -394,7 +430,7 @@ class Inventory:
                 return True
             if any(ledger_id == bucket for _, bucket in cursor.buckets()):
                 return True
-        if owner.kind != "compacted-topic":
+        if owner.kind != "compacted-ledger":
             return False
         compaction = [each for each in topic.cursors if each.name == COMPACTION_CURSOR]
         for state in self._state(topic, self._ends([topic])).cursors if compaction else ():
@@ -471,7 +507,8 @@ _LOSSES: Final = {
                        "restore it with 'bkctl metadata import', or skip it with pulsar-admin topics"),
     "cursor": ("cursor-ledger-missing", "The subscription goes back to an older position: messages come again",
                "pulsar-admin topics reset-cursor, once the topic is loaded"),
-    "compacted-topic": ("compacted-ledger-missing", "Readers of the compacted topic fail", "pulsar-admin topics compact"),
+    "compacted-ledger": ("compacted-ledger-missing", "Readers of the compacted topic fail",
+                         "pulsar-admin topics compact"),
     "delayed-index-bucket": ("bucket-ledger-missing", "The index of delayed messages is lost",
                              "reload the topic: pulsar-admin topics unload"),
 }  # fmt: skip

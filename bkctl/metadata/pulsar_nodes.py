@@ -99,6 +99,12 @@ class PulsarNodes:
     def path(self, *parts: str) -> AbsolutePath:
         return AbsolutePath(self.root + "/".join(parts))
 
+    def brokers_since_ms(self) -> int | None:
+        """Return when the oldest running broker registered (0: unknown), None where none runs."""
+        names = self.store.children(self.path("/loadbalance/brokers")) or []
+        found = list(self.store.get_many(self.path("/loadbalance/brokers", name) for name in names))
+        return min((each.ctime_ms or 0 for each in found if each is not None), default=None)
+
     def names(self, below: str = "") -> Iterator[str]:
         """Yield the names of managed ledgers in order; `below` a tenant or a namespace."""
         yield from self._names(below, below.count("/") + 1 if below else 0)

@@ -81,7 +81,7 @@ def _is_of(name: str | None, wanted: str) -> bool:
 class Owner(NamedTuple):
     """What a ledger of Pulsar says of itself: its kind, the managed ledger or schema that it is of, and the part there.
 
-    Kinds: managed-ledger, cursor, compacted-topic, delayed-index-bucket, schema, or another of a later Pulsar, which
+    Kinds: managed-ledger, cursor, compacted-ledger, delayed-index-bucket, schema, or another of a later Pulsar, which
     has no name here. `part` is the cursor or the key of a bucket.
     """
 
@@ -123,7 +123,7 @@ def owner_of(custom_metadata: Mapping[str, bytes]) -> Owner | None:
         return Owner("cursor" if cursor is not None else kind, text("managed-ledger"), cursor)
     if kind == "schema":
         return Owner(kind, text("schemaId"), None)
-    if kind == "compacted-topic":
+    if kind == "compacted-ledger":
         return Owner(kind, _managed_ledger(text("compactedTopic")), None)
     if kind == "delayed-index-bucket":
         return Owner(kind, _managed_ledger(text("delayedIndexTopic")), text("delayedIndexBucketKey"))
@@ -131,9 +131,9 @@ def owner_of(custom_metadata: Mapping[str, bytes]) -> Owner | None:
 
 
 def _managed_ledger(topic: str | None) -> str | None:
-    if topic is None:
-        return None
+    if topic is None or topic_of(topic) is not None:
+        return topic
     try:
         return TopicFilter.parse(topic).managed_ledger
     except UsageError:
-        return topic  # A managed ledger's name already.
+        return topic
