@@ -283,6 +283,7 @@ MARK_COLUMNS = Columns(
     Column("MARKED", "ctime", "ctime_ms", Kind.TIME),
     Column("AGE", "ageSeconds", _age_s, Kind.INTEGER, text=time_text),
     Column("WORKER", "worker", "worker"),
+    Column("TOPIC", "topic", "topic", flexible=True, optional=True, spare=1),
     key="ledger",
     none="No ledgers are marked as under-replicated",
 )
@@ -290,12 +291,13 @@ COUNT_COLUMNS = Columns(Column("LEDGERS", "count", int, Kind.INTEGER), key=None)
 
 
 class MarkRow(NamedTuple):
-    """A marked ledger, and its present worker."""
+    """A marked ledger, its present worker, and the topic that Pulsar has it for."""
 
     ledger: LedgerId
     missing_replicas: tuple[str, ...]
     ctime_ms: int | None
     worker: str | None
+    topic: str | None
 
 
 @command(
@@ -331,16 +333,27 @@ def list_marked(
 
     Shows missing entries by bookie, age, and the worker that has them.
     """
+    from bkctl.metadata.pulsar_topics import with_topics
+
     problems: dict[str, BkctlError] = {}
 
     def look() -> Iterator[MarkRow]:
         problems.clear()
         locks = {} if count else {lock.ledger: lock.owner or "?" for lock in state.locks.list(scope)}
-        for ledger, found in state.marks.list(scope):
-            if isinstance(found, BkctlError):
-                problems[str(found)] = found
-            elif _wanted(found):
-                yield MarkRow(ledger, found.missing_replicas, found.ctime_ms, locks.get(ledger))
+
+        def marks() -> Iterator[UnderreplicatedLedger]:
+            for _, found in state.marks.list(scope):
+                if isinstance(found, BkctlError):
+                    problems[str(found)] = found
+                elif _wanted(found):
+                    yield found
+
+        named: Iterator[tuple[UnderreplicatedLedger, str | None]]
+        named = ((each, None) for each in marks()) if count else with_topics(
+            cluster.ledgers, marks(), lambda mark: mark.ledger
+        )  # fmt: skip
+        for found, topic in named:
+            yield MarkRow(found.ledger, found.missing_replicas, found.ctime_ms, locks.get(found.ledger), topic)
 
     def _wanted(mark: UnderreplicatedLedger) -> bool:
         replicas = mark.missing_replicas

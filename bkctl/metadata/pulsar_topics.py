@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Final, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import tee
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
-from bkctl.errors import UsageError
+from bkctl.errors import BkctlError, UsageError
+
+if TYPE_CHECKING:
+    from bkctl.ids import LedgerId
+    from bkctl.metadata.ledgers import LedgerManager
+
+T = TypeVar("T")
 
 _DOMAINS: Final = ("persistent", "non-persistent")
 _TOPIC: Final = re.compile(r"(?:(persistent)://)?([^/]+)/([^/]+)/(?:([^/]+)/)?(.+)", re.DOTALL)
@@ -137,3 +144,16 @@ def _managed_ledger(topic: str | None) -> str | None:
         return TopicFilter.parse(topic).managed_ledger
     except UsageError:
         return topic
+
+
+def with_topics(
+    manager: LedgerManager, rows: Iterable[T], ledger_of: Callable[[T], LedgerId]
+) -> Iterator[tuple[T, str | None]]:
+    """Yield each row with the topic of its ledger and what of it, None for others' and for missing ledgers.
+
+    Reads the metadata of the ledgers, a bounded number ahead.
+    """
+    rows, asked = tee(rows)
+    for row, (_, found) in zip(rows, manager.read_many(map(ledger_of, asked)), strict=True):
+        owner = None if isinstance(found, BkctlError) else owner_of(found.metadata.custom_metadata)
+        yield row, None if owner is None else owner.text

@@ -94,8 +94,8 @@ def test_all_that_a_broker_keeps_is_named(pulsar: Pulsar) -> None:
         positions = {each["cursor"]: each["position"] for each in shown["cursors"]}
         assert positions == {cursor: position for cursor, (_, position, _) in truth["cursors"].items()}
         assert {each["cursor"]: each["backlogEntryCount"] for each in shown["cursors"]} == ask("backlog", topic)
-    rows = {row["topic"]: row for row in pulsar.bkctl("topics")}
-    assert rows[ORDERS].items() >= {"entryCount": 20, "backlogEntryCount": 18, "heldBy": "slow"}.items()
+    row = {row["topic"]: row for row in pulsar.bkctl("topics")}[ORDERS]
+    assert (row["entryCount"], row["backlogEntryCount"], row["heldBy"]) == (20, 18, "slow")
     assert len([each for each in pulsar.show(topics["delayed"])["ledgers"] if "bucket" in each["role"]]) >= 1
 
 
@@ -110,7 +110,9 @@ def test_what_a_dead_broker_left_is_found_and_deleted(pulsar: Pulsar) -> None:
     created = ask("produce", ORDERS, 10)["created"]
     assert pulsar.findings() == {("orphan", ORDERS, str(created))}
     ask = pulsar.start()
-    ask("produce", ORDERS, 1)  # Loads the topic, and those that the broker itself has.
+    for topic in (ORDERS, EVENTS):  # Loading a topic deletes ledgers, too: those without entries.
+        ask("produce", topic, 1)
+    time.sleep(2)
     ask("arm", "delete")
     kept = ask("skip", ORDERS, "all")
     kept = kept if "kept" in kept else ask("trim", ORDERS)
