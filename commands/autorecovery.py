@@ -283,7 +283,7 @@ MARK_COLUMNS = Columns(
     Column("MARKED", "ctime", "ctime_ms", Kind.TIME),
     Column("AGE", "ageSeconds", _age_s, Kind.INTEGER, text=time_text),
     Column("WORKER", "worker", "worker"),
-    Column("TOPIC", "topic", "topic", flexible=True, optional=True, spare=1),
+    Column("TOPIC", "topic", "topic", flexible=True, spare=1),
     key="ledger",
     none="No ledgers are marked as under-replicated",
 )

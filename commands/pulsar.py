@@ -117,7 +117,7 @@ TOTAL_COLUMNS = Columns(
 
 
 class TopicsBy(StrEnum):
-    """What a row of `pulsar topics` is for."""
+    """The group of topics in a row of `pulsar topics`."""
 
     TOPIC = "topic"
     NAMESPACE = "namespace"

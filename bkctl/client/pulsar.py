@@ -49,11 +49,11 @@ _INDEX: Final = "CREATE INDEX compacted ON ledger(owner) WHERE kind = 'compacted
 _COMPACTION_MS: Final = 600_000
 #: As long may a compaction take, whose ledger is open until it ends.
 _COMPACTING_MS: Final = 86_400_000
-#: What the clocks of brokers and store may differ by.
+#: The difference that clocks of brokers and store may have.
 _SKEW_MS: Final = 5_000
 
 
-class LedgerFacts(NamedTuple):
+class KnownLedger(NamedTuple):
     """An existing ledger. `risk` is that of its least covered entries: `unavailable`, `one-copy` or None."""
 
     size_bytes: int
@@ -77,7 +77,7 @@ class Named(NamedTuple):
     size_bytes: int
     ctime_ms: int | None
     offload: str | None
-    facts: LedgerFacts | None
+    facts: KnownLedger | None
 
     @property
     def ledger(self) -> LedgerId:
@@ -220,10 +220,10 @@ class Inventory:
 
     def _unreadable(self, ledger: LedgerId, error: BkctlError) -> None:
         self.errors.append(error)
-        # It exists; of what, nobody knows, so it is never an orphan.
+        # The ledger exists, and its owner is unknown: it is never an orphan.
         self._database.execute("INSERT INTO ledger(id, size, last, named) VALUES(?, 0, -1, 1)", (ledger.ledger_id,))
 
-    def facts(self, ledger_id: int) -> LedgerFacts | None:
+    def facts(self, ledger_id: int) -> KnownLedger | None:
         """Return what is known of a ledger, None where the pass met none. Each ledger asked for counts as named."""
         row = self._database.execute(
             "UPDATE ledger SET named = 1 WHERE id = ? RETURNING size, last, ctime_ms, is_closed, risk, marked",
@@ -232,7 +232,7 @@ class Inventory:
         if row is None:
             return None
         size_bytes, last, ctime_ms, is_closed, risk, marked = row
-        return LedgerFacts(size_bytes, last, ctime_ms, bool(is_closed), risk, bool(marked))
+        return KnownLedger(size_bytes, last, ctime_ms, bool(is_closed), risk, bool(marked))
 
     def topics(self, below: str = "") -> Iterator[TopicState]:
         """Yield all topics with their ledgers and cursors. The second half of a pass."""

@@ -57,7 +57,7 @@ class Liveness:
         return {ledger: self._states.get(ledger, LedgerLiveness.UNKNOWN) for ledger in ledgers}
 
     def with_topics(self, rows: Iterable[T], ledger_of: Callable[[T], LedgerId]) -> Iterator[tuple[T, str | None]]:
-        """Yield each row with the topic of its ledger, as `pulsar_topics.with_topics`; None from an unreachable store."""
+        """Yield each row with the topic of its ledger, None if the store is unreachable. See `pulsar_topics`."""
         if self._unreachable:
             yield from ((row, None) for row in rows)
         else:

@@ -65,7 +65,7 @@ class CursorNode(NamedTuple):
 
 
 class TopicNode(NamedTuple):
-    """A managed ledger with its cursors; `errors` are those of cursors that cannot be read."""
+    """A managed ledger with its cursors; `errors` has one for each cursor that cannot be read."""
 
     name: str
     info: ManagedLedgerInfo

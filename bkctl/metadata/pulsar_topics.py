@@ -86,7 +86,7 @@ def _is_of(name: str | None, wanted: str) -> bool:
 
 
 class Owner(NamedTuple):
-    """What a ledger of Pulsar says of itself: its kind, the managed ledger or schema that it is of, and the part there.
+    """The owner of a ledger, by its custom metadata: kind, the managed ledger or schema, and the part there.
 
     Kinds: managed-ledger, cursor, compacted-ledger, delayed-index-bucket, schema, or another of a later Pulsar, which
     has no name here. `part` is the cursor or the key of a bucket.

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import json
 import time
+from typing import Any
 
 import pytest
 from commands.conftest import BOOKIES, Cli
+from support.pulsar_golden import COMPRESSIONS, GOLDEN, load
 from support.pulsar_nodes import PulsarStore, bucket_of, compacted_of, compressed, messages_of, schema_of
 
+from bkctl.formats.metadata import BookieServiceInfo
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
 
@@ -127,7 +131,7 @@ def test_orphans_are_deleted_once_they_are_old_and_come_back(cli: Cli, pulsar: P
     dry = cli(*command, "--dry-run", "-o", "ndjson")
     assert [row["ledgerId"] for row in dry.rows] == ["20"]
     assert "1 orphan is younger than --min-age" in dry.err
-    assert cli(*command).code == 2  # Not asked, since there is no terminal.
+    assert cli(*command).code == 2  # A question needs a terminal.
     done = cli(*command, "--yes")
     assert done.code == 0, done.err
     left = {ledger.ledger_id for ledger in pulsar.cluster.ledgers.ledgers(0)}
@@ -175,3 +179,37 @@ def test_a_cluster_without_topics_says_where_it_looked(cli: Cli, store: Cluster)
     found = cli("pulsar", "topics")
     assert found.code == 4
     assert "--pulsar-root" in found.err
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_all_that_a_broker_wrote_is_read(cli: Cli, store: Cluster, compression: str) -> None:
+    for ledger_id in (5, 6):
+        store.ledgers.remove(LedgerId(0, ledger_id))
+    golden: dict[str, Any] = json.loads(GOLDEN.read_text())[compression]
+    load(store, golden)
+    ledgers = store.ledgers.read_many(store.ledgers.ledgers(0))
+    for bookie in {name for _, found in ledgers for part in found.metadata.ensembles for name in part.bookies}:  # type: ignore[union-attr]
+        store.bookies.register(bookie, BookieServiceInfo())
+    found = cli("pulsar", "check", "--pause", "0s")
+    assert found.code == 0, found.out
+    for topic, truth in golden["topics"].items():
+        shown = cli("pulsar", "topic", topic, "--quick", "-o", "json").json
+        of = {each["role"]: int(each["ledgerId"]) for each in shown["ledgers"]}
+        assert {each["cursor"]: each["backlogEntryCount"] for each in shown["cursors"]} == truth["backlog"]
+        assert of.get("compacted-ledger", -1) == truth["ledgers"]["compacted"]
+        assert [int(each) for each in shown["schemaLedgerIds"]] == truth["ledgers"]["schemas"]
+        assert shown["missingCount"] == 0
+
+
+def test_the_topic_is_named_wherever_ledgers_are_listed(cli: Cli, pulsar: PulsarStore) -> None:
+    from bkctl.metadata.underreplication import LedgerMarks
+
+    for ledger_id in (10, 12, 14):
+        LedgerMarks(pulsar.cluster.store).add(LedgerId(0, ledger_id), BOOKIES[:1])
+    topics = [row["topic"] for row in cli("autorecovery", "list", "-o", "ndjson").rows]
+    assert topics == [TOPIC, f"{TOPIC} (compacted-ledger)", "public/default/orders (schema)"]
+    assert cli("ledger", "show", "12", "-o", "json").json["pulsar"]["topic"] == TOPIC
+    health = cli("cluster", "health", "--no-bookies", "-o", "json")
+    named = [row for row in health.json if row["code"] == "underreplicated"]
+    assert TOPIC in named[0]["message"]
+    assert named[0]["details"]["topics"][0] == TOPIC

@@ -100,7 +100,7 @@ def test_all_that_a_broker_keeps_is_named(pulsar: Pulsar) -> None:
 
 
 @pytest.mark.parametrize("pulsar", [("ZSTD", 60)], indirect=True)
-def test_what_a_dead_broker_left_is_found_and_deleted(pulsar: Pulsar) -> None:
+def test_orphans_of_a_dead_broker_are_found_and_deleted(pulsar: Pulsar) -> None:
     ask = pulsar.start()
     ask("produce", ORDERS, 35)
     ask("subscribe", ORDERS, "all", 3)
