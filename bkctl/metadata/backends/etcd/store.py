@@ -101,6 +101,11 @@ class EtcdStore(MetadataStore):
             self.close()
             raise
 
+    @property
+    def root(self) -> str:
+        """The key of the cluster's root."""
+        return self._nodes.root
+
     def get(self, path: str) -> Versioned[bytes] | None:
         return versioned(self._nodes.read(self._nodes.key(path)))
 
@@ -320,10 +325,12 @@ class EtcdStore(MetadataStore):
                 name, slash, _ = kv.key[len(pages.prefix) :].partition(b"/")
                 if slash:
                     skipped_to = pages.prefix + name + b"0"  # Keys below that child end here.
-                    if not is_foreign or name.decode("utf-8", "surrogateescape") in (found[-1:] or names[-1:]):
+                    if not is_foreign:
                         continue
                 found.append(name.decode("utf-8", "surrogateescape"))
             names += self._valid_names(path, found)
+            if is_foreign:  # Keys of a child need not follow its own.
+                names = sorted(set(names))
             if page.more:
                 pages.was_full(page.kvs[0].key, page.kvs[-1].key)
                 start = page.kvs[-1].key + b"\0"
