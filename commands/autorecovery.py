@@ -216,6 +216,7 @@ MARK_COLUMNS = Columns(
     Column("MARKED", "ctime", "ctime_ms", Kind.TIME),
     Column("AGE", "ageSeconds", "age_s", Kind.INTEGER, text=time_text),
     Column("WORKER", "worker", "worker"),
+    Column("TOPIC", "topic", "topic", flexible=True, spare=1),
     key="ledger",
     none="No ledgers are marked as under-replicated",
 )
@@ -259,7 +260,7 @@ def list_marked(
     problems: list[BkctlError] = []
     chosen = MarkFilter(missing or (), not_missing or (), older_than)
     with access.cluster() as cluster, job.working("Listing under-replicated ledgers", enabled=watch is None):
-        look = partial(list_marks, cluster, scope, chosen, problems, with_workers=not count)
+        look = partial(list_marks, cluster, scope, chosen, problems, in_full=not count)
         out.watch(watch, look, MARK_COLUMNS, count=count)
     out.raise_first(problems[:1])
 

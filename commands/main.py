@@ -44,6 +44,7 @@ GROUPS: Final[dict[str, str]] = {
     "autorecovery": "Run and control the replication of lost ledgers.",
     "cluster": "Show, create and check whole clusters.",
     "local": "Run clusters of our own bookies on this machine.",
+    "pulsar": "Check Pulsar's topics against the cluster's ledgers.",
     "pipeline": "Run jobs over all files, metadata and ledgers.",
     "api": "Call the REST API of bookies, or serve it.",
     "bench": "Measure adds and reads of a cluster.",

@@ -7,7 +7,7 @@ function __bkctl_path
         if test $skip = 1
             set skip 0
         else if string match -q -- '-*' $word
-            string match -qr -- '^(--ack-quorum|--after|--archive|--backup|--batch|--body|--bookie|--bookie-address|--bookie-token-file|--bookie-url|--bookies|--by|--client-ca|--columns|--conf|--connect-timeout|--contains|--context|--custom-metadata|--deadline|--delimiter|--depth|--digest|--digest-type|--dir|--duration|--ensemble-size|--entries|--entry|--facts|--file|--for|--format|--from|--from-file|--from-pos|--group|--host|--hostname|--id|--if-state|--in-flight|--index-dirs|--instance-id|--interval|--journal-dirs|--keep|--kind|--last|--ledger|--ledger-dirs|--ledger-id|--ledger-qualified-name|--ledger-scope-id|--ledgers|--limit|--major-threshold|--master|--match|--max-age|--max-size|--metadata-password-file|--metadata-tls-ca|--metadata-tls-cert|--metadata-tls-key|--metadata-uri|--metadata-user|--min-age|--min-replicas|--min-size|--minor-threshold|--missing|--not-missing|--older-than|--output|--password|--password-file|--port|--protocol|--rack|--rate|--read-only-token-file|--record-size|--reset-clock|--resume|--sample|--save|--save-table|--seed|--server-cert|--server-key|--set|--since|--size|--sort|--spark-conf|--state|--storage|--subscription|--suspend|--template|--textfile|--threshold|--timeout|--tls-ca|--tls-cert|--tls-key|--to|--to-ledger-id|--to-password-file|--to-pos|--to-scope|--to-user|--token-file|--top|--topic|--type|--undo|--watch|--write-quorum|--yes-really|-c|-e|-f|-o|-t|-u|-x)$' $word; and set skip 1
+            string match -qr -- '^(--ack-quorum|--after|--archive|--backup|--batch|--body|--bookie|--bookie-address|--bookie-token-file|--bookie-url|--bookies|--by|--client-ca|--columns|--conf|--connect-timeout|--contains|--context|--custom-metadata|--deadline|--delimiter|--depth|--digest|--digest-type|--dir|--duration|--ensemble-size|--entries|--entry|--facts|--file|--for|--format|--from|--from-file|--from-pos|--group|--host|--hostname|--id|--if-state|--in-flight|--index-dirs|--instance-id|--interval|--journal-dirs|--keep|--kind|--last|--ledger|--ledger-dirs|--ledger-id|--ledger-qualified-name|--ledger-scope-id|--ledgers|--limit|--major-threshold|--master|--match|--max-age|--max-size|--metadata-password-file|--metadata-tls-ca|--metadata-tls-cert|--metadata-tls-key|--metadata-uri|--metadata-user|--min-age|--min-replicas|--min-size|--minor-threshold|--missing|--not-missing|--older-than|--output|--password|--password-file|--pause|--port|--protocol|--pulsar-root|--rack|--rate|--read-only-token-file|--record-size|--reset-clock|--resume|--sample|--save|--save-table|--seed|--server-cert|--server-key|--set|--since|--size|--sort|--spark-conf|--state|--storage|--subscription|--suspend|--template|--textfile|--threshold|--timeout|--tls-ca|--tls-cert|--tls-key|--to|--to-ledger-id|--to-password-file|--to-pos|--to-scope|--to-user|--token-file|--top|--topic|--type|--undo|--watch|--write-quorum|--yes-really|-c|-e|-f|-o|-t|-u|-x)$' $word; and set skip 1
         else if test (count $path) -lt 2; or contains -- "$path" 'bookie index' 'bookies racks' 'cluster health' 'cluster healthcheck'
             set -a path $word
         end
@@ -143,6 +143,11 @@ case 'local'; set ids commands $end_ledger
 case 'local up'; set ids --dir.50d1 --bookies --storage --http --autorecovery $end_bookie_files
 case 'local down'; set ids --dir.50d1 --bookie.aaf3 $end_bookie_files
 case 'local status'; set ids --dir.50d1 $end_bookie_files
+case 'pulsar'; set ids commands $end_ledger
+case 'pulsar topics'; set ids none --by.3dd1 --quick --pulsar-root $end_ledger_write
+case 'pulsar topic'; set ids none --quick --pulsar-root $end_ledger_write
+case 'pulsar check'; set ids --pause --pulsar-root $end_ledger_write
+case 'pulsar orphans'; set ids --min-age.2427 --pause --delete.12fb --pulsar-root --undo --dry-run $end_ledger_delete
 case 'pipeline'; set ids commands $end_ledger
 case 'pipeline inventory'; set ids none --ledger --ledger-scope-id.41ae --all-scopes --master --spark-conf --archive --ship --facts --save --save-table --append --by.1b3c $end_ledger_write
 case 'pipeline integrity'; set ids none --ledger --ledger-scope-id.41ae --all-scopes --master --spark-conf --archive --ship --facts --save --save-table --append --no-indexes --by.6aef $end_ledger_write
@@ -178,7 +183,7 @@ case 'context use'; set ids context $end_bookie_files
 case 'context rename'; set ids context $end_bookie_files
 case 'context delete'; set ids context $end_bookie_convert
 case 'top'; set ids --interval --once $end_ledger_write
-case 'help'; set ids words-ledger-bookie-bookies-journal-entrylog-metadata-cookie-autorecovery-cluster-local-pipeline-api-bench-progress-audit-context-connection-exit-codes $end_ledger
+case 'help'; set ids words-ledger-bookie-bookies-journal-entrylog-metadata-cookie-autorecovery-cluster-local-pulsar-pipeline-api-bench-progress-audit-context-connection-exit-codes $end_ledger
 case 'version'; set ids $end_bookie_files
 case 'completion'; set ids words-bash-zsh-fish $end_bookie_files
         end
@@ -190,7 +195,7 @@ end
 
 function __bkctl_commands
     switch (__bkctl_path)
-case ''; printf '%s\t%s\n' ledger 'Write, list, read, recover and verify ledgers.' bookie 'Run a bookie, ask a running one, and read its files.' bookies 'List, recover, drain and decommission bookies.' journal 'Read and check journal files and last marks.' entrylog 'Read and check entry logs, and extract ledgers.' metadata 'Read, check, export and migrate the metadata store.' cookie 'Show, create, change and verify the bookies'\'' cookies.' autorecovery 'Run and control the replication of lost ledgers.' cluster 'Show, create and check whole clusters.' local 'Run clusters of our own bookies on this machine.' pipeline 'Run jobs over all files, metadata and ledgers.' api 'Call the REST API of bookies, or serve it.' bench 'Measure adds and reads of a cluster.' progress 'Show long work, pause it and change its rate.' audit 'Show which commands changed what, when, and by whom.' context 'Manage named connections in the configuration file.' top 'Show the load of the whole cluster, live.' help 'Show the help of a command, or of the connection options.' version 'Print the version, and which inner loops are compiled.' completion 'Print the completion script of a shell.'
+case ''; printf '%s\t%s\n' ledger 'Write, list, read, recover and verify ledgers.' bookie 'Run a bookie, ask a running one, and read its files.' bookies 'List, recover, drain and decommission bookies.' journal 'Read and check journal files and last marks.' entrylog 'Read and check entry logs, and extract ledgers.' metadata 'Read, check, export and migrate the metadata store.' cookie 'Show, create, change and verify the bookies'\'' cookies.' autorecovery 'Run and control the replication of lost ledgers.' cluster 'Show, create and check whole clusters.' local 'Run clusters of our own bookies on this machine.' pulsar 'Check Pulsar'\''s topics against the cluster'\''s ledgers.' pipeline 'Run jobs over all files, metadata and ledgers.' api 'Call the REST API of bookies, or serve it.' bench 'Measure adds and reads of a cluster.' progress 'Show long work, pause it and change its rate.' audit 'Show which commands changed what, when, and by whom.' context 'Manage named connections in the configuration file.' top 'Show the load of the whole cluster, live.' help 'Show the help of a command, or of the connection options.' version 'Print the version, and which inner loops are compiled.' completion 'Print the completion script of a shell.'
 case 'ledger'; printf '%s\t%s\n' write 'Write files or stdin into a new ledger, and close it.' list 'List the ledgers of a scope, in order of their ids.' show 'Show the metadata of one ledger, or of several.' locate 'Show which bookies hold the entries of a ledger.' read 'Read the entries of a ledger, up to the last confirmed.' tail 'Print the last entries of a ledger, then each new one.' delete 'Delete ledgers.' recover 'Close ledgers whose writer died.' verify 'Read every entry from every replica, and check it.' test 'Test the cluster with a temporary ledger.' copy 'Copy ledgers to another scope, id or cluster.'
 case 'bookie'; printf '%s\t%s\n' start 'Run a bookie in the foreground.' files 'List the files of a bookie.' check 'Check a bookie'\''s indexes against its entry logs.' state 'Show whether a bookie runs, is read-only or stops.' ready 'Show whether a bookie serves, for probes.' info 'Show a bookie'\''s state and the space on its disks.' readonly 'Show or switch a bookie'\''s read-only state.' gc 'Collect garbage on a bookie, or control its compaction.' compact-locations 'Compact a bookie'\''s RocksDB of entry locations.' sanity 'Test a bookie with a temporary ledger.' config 'Show or change the settings of a running bookie.' metrics 'Show a bookie'\''s metrics, one row for each sample.' downgrade 'Prepare a crashed bookie'\''s files for Apache'\''s bookie.' convert 'Convert a bookie'\''s index to another storage class.' format 'Remove all data of a bookie that is down.' init 'Create a new bookie: empty directories and a cookie.' index 'Show, check and rebuild the ledger indexes of a bookie.'
 case 'bookie index'; printf '%s\t%s\n' show 'Show where a bookie has a ledger'\''s entries.' check 'Check that a bookie'\''s indexes are well-formed.' rebuild 'Rebuild DbLedgerStorage'\''s databases.' regenerate 'Rebuild index files from entry logs.'
@@ -205,6 +210,7 @@ case 'cluster'; printf '%s\t%s\n' info 'Show the cluster: layout, bookies, audit
 case 'cluster health'; printf '%s\t%s\n' show 'Show what is wrong with the cluster, and what to do.' detail 'Show each finding in full, muted ones too.' mute 'Leave findings of a code out of '\''cluster health'\''.' unmute 'Show findings of a muted code again.' mutes 'List the muted codes, with time and user.'
 case 'cluster healthcheck'; printf '%s\t%s\n' status 'Show whether clients may quarantine failing bookies.' enable 'Allow clients to quarantine failing bookies.' disable 'Forbid every client to quarantine bookies.'
 case 'local'; printf '%s\t%s\n' up 'Start a local cluster of our own bookies.' down 'Stop the local cluster cleanly.' status 'Show the bookies of the local cluster.'
+case 'pulsar'; printf '%s\t%s\n' topics 'List Pulsar'\''s topics with their ledgers and backlog.' topic 'Show a topic: ledgers in order, cursors, schema.' check 'Find lost ledgers, orphans and topics at risk.' orphans 'List or delete ledgers that no topic needs.'
 case 'pipeline'; printf '%s\t%s\n' inventory 'Count bytes and entries in all bookies'\'' entry logs.' integrity 'Check that each bookie has its entries, undamaged.' garbage 'Show live and dead bytes in all bookies'\'' entry logs.' journal-audit 'Show records that only the bookies'\'' journals hold.' report 'Write the results of the jobs as one HTML page.' extract 'Write the contents of bookies'\'' files as facts for jobs.' export 'Export the payloads of ledgers to Parquet.' import 'Create the ledgers of an export.' migrate-scope 'Copy ledgers to another scope, under the same ids.'
 case 'api'; printf '%s\t%s\n' serve 'Serve the REST API of a cluster, in the foreground.' get 'Send GET to an HTTP server, and print the response.' put 'Send PUT to an HTTP server, and print the response.' delete 'Send DELETE to an HTTP server, and print the response.'
 case 'bench'; printf '%s\t%s\n' adds 'Measure adds to temporary ledgers.' reads 'Measure reads from temporary ledgers.' mixed 'Measure adds and reads at the same time.'
@@ -256,6 +262,7 @@ __bkctl --bookies -l bookies -x -d 'Number of bookies (default: 3, or as many as
 __bkctl --by -l by -x -a 'file type ledger scope' -d 'A row for each file, type, ledger or scope. [default: file]'
 __bkctl --by.1b3c -l by -x -a 'bookie entrylog scope ledger application' -d 'A row for each bookie, entrylog, scope, ledger or application. [default: bookie]'
 __bkctl --by.2f2f -l by -x -a 'journal entry ledger bookie log' -d 'A row for each journal, each entry that no entry log holds, or their ranges by ledger, bookie or log. [default: journal]'
+__bkctl --by.3dd1 -l by -x -a 'topic namespace tenant' -d 'Print a row for each of these. [default: topic]'
 __bkctl --by.5d35 -l by -x -a 'entrylog bookie ledger' -d 'A row for each entrylog, bookie, or orphaned ledger. [default: entrylog]'
 __bkctl --by.6aef -l by -x -a 'entry ledger bookie log' -d 'A row for each entry, or for each range of entries by ledger, bookie or log. [default: entry]'
 __bkctl --check -l check -d 'Ask each bookie for the first and last entry that it should have.'
@@ -279,6 +286,7 @@ __bkctl --debug -l debug -d 'Show the traceback of an error. [BKCTL_DEBUG=1]'
 __bkctl --delete -l delete -d 'Remove the orphans that are REMOVABLE, after asking.'
 __bkctl --delete-cookie -l delete-cookie -d 'Finally delete the bookie'\''s cookie in the metadata store, too.'
 __bkctl --delete-cookie.f3de -l delete-cookie -d 'Delete the bookies'\'' cookies once they hold no entries of any scope.'
+__bkctl --delete.12fb -l delete -d 'Delete them, after asking.'
 __bkctl --delimiter -l delimiter -x -d 'Write this after each payload of --format raw: '\''\n'\'', '\''\0'\''.'
 __bkctl --depth -l depth -x -d 'List only N levels below the start.'
 __bkctl --digest -l digest -x -a 'CRC32C CRC32 HMAC DUMMY' -d 'Check that each entry matches its digest; ledgers of scope 0 are of TYPE (CRC32C, CRC32, HMAC, DUMMY; default: found out ledger by ledger).'
@@ -390,6 +398,7 @@ __bkctl --metadata-tls-key -l metadata-tls-key -r -F -d 'Private key of --metada
 __bkctl --metadata-uri -s u -l metadata-uri -x -d 'Metadata store: zk://HOST:PORT/ledgers, etcd://HOST:PORT/SCOPE, sqlite:///FILE, or hbase://HOST:PORT/PREFIX: HOST is HBase'\''s ZooKeeper, which keeps all but the ledgers. [BKCTL_METADATA_URI]'
 __bkctl --metadata-user -l metadata-user -x -d 'Log in to the metadata store: etcd, or ZooKeeper'\''s digest scheme. [BKCTL_METADATA_USER]'
 __bkctl --min-age -l min-age -x -d 'List only ledgers at least this old.'
+__bkctl --min-age.2427 -l min-age -x -d 'Only ledgers at least this old. [default: 1d]'
 __bkctl --min-replicas -l min-replicas -x -d 'Replicas of each entry that must remain (default 1; --for-good: ack quorum).'
 __bkctl --min-size -l min-size -x -d 'List only ledgers of at least this length.'
 __bkctl --minor -l minor -d 'Force a round with minor compaction only, or with --major both.'
@@ -415,9 +424,12 @@ __bkctl --password -l password -x -d 'Ledger password (default empty; also BKCTL
 __bkctl --password-file -l password-file -r -F -d 'File with the password; a final line end is ignored.'
 __bkctl --password-file.cfcc -l password-file -r -F -d 'File with the password of the new ledgers (else BKCTL_LEDGER_PASSWORD, else empty).'
 __bkctl --password.eefb -l password -x -d 'Password of all these ledgers (also BKCTL_LEDGER_PASSWORD). Visible to other users in ps.'
+__bkctl --pause -l pause -x -d 'Wait between the two looks at a finding. [default: 2s]'
 __bkctl --port -l port -x -d 'The port to listen on; 0: any. [default: 8080]'
 __bkctl --protocol -l protocol -x -a 'v2 v3' -d 'Wire protocol; v2 carries no ledger scope. [default: v3]'
+__bkctl --pulsar-root -l pulsar-root -x -d 'Path of Pulsar'\''s metadata in the store (default: the parent of the cluster'\''s root, / of /ledgers).'
 __bkctl --query -l query -d 'Only show the ledgers on the bookies, from the metadata.'
+__bkctl --quick -l quick -d 'Ask no bookie: positions that only cursors'\'' ledgers have stay unknown.'
 __bkctl --quiet -s q -l quiet -d 'Print only errors on stderr. [BKCTL_QUIET=1]'
 __bkctl --rack -l rack -x -a '(__bkctl_dynamic rack)' -d 'The rack: /rack or /region/rack. [required]'
 __bkctl --random -l random -d 'Read at random positions instead of in order.'
@@ -522,6 +534,6 @@ __bkctl journal -f -a '(__bkctl_dynamic journal)'
 __bkctl entrylog -f -a '(__bkctl_dynamic entrylog)'
 __bkctl words-no-instance-id-no-writable-bookie-bookie-down-bookie-unknown-bookie-read-only-bookie-without-address-bookie-without-cookie-bookie-unregistered-bookie-silent-cookie-damaged-cookie-of-another-cluster-disk-full-ledgers-set-aside-ledgers-unreadable-certificate-expires-bookie-without-rack-too-few-racks-ledgers-in-few-racks-scopes-orphaned-no-bookie-for-scopes-mark-damaged-underreplicated-autorecovery-disabled-vote-damaged-no-auditor-no-auditor-of-scopes -f -a 'no-instance-id no-writable-bookie bookie-down bookie-unknown bookie-read-only bookie-without-address bookie-without-cookie bookie-unregistered bookie-silent cookie-damaged cookie-of-another-cluster disk-full ledgers-set-aside ledgers-unreadable certificate-expires bookie-without-rack too-few-racks ledgers-in-few-racks scopes-orphaned no-bookie-for-scopes mark-damaged underreplicated autorecovery-disabled vote-damaged no-auditor no-auditor-of-scopes'
 __bkctl context -f -a '(__bkctl_dynamic context)'
-__bkctl words-ledger-bookie-bookies-journal-entrylog-metadata-cookie-autorecovery-cluster-local-pipeline-api-bench-progress-audit-context-connection-exit-codes -f -a 'ledger bookie bookies journal entrylog metadata cookie autorecovery cluster local pipeline api bench progress audit context connection exit-codes'
+__bkctl words-ledger-bookie-bookies-journal-entrylog-metadata-cookie-autorecovery-cluster-local-pulsar-pipeline-api-bench-progress-audit-context-connection-exit-codes -f -a 'ledger bookie bookies journal entrylog metadata cookie autorecovery cluster local pulsar pipeline api bench progress audit context connection exit-codes'
 __bkctl words-bash-zsh-fish -f -a 'bash zsh fish'
 functions -e __bkctl

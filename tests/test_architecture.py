@@ -319,6 +319,7 @@ WALL_CLOCK = {
     "bkctl/bookie/garbage_collector.py": "last compactions, which are shown",
     "bkctl/bookie/reads.py": "the time of an update, in the protocol",
     "bkctl/bookie/state_manager.py": "the time in BOOKIE_STATUS",
+    "bkctl/client/pulsar.py": "ages of ledgers",
     "bkctl/files/index.py": "the age of a file",
     "bkctl/http/bookie_metrics.py": "the time left to a certificate",
     "bkctl/replication/ledger_checks.py": "ages of marks and of checks by other processes",

@@ -79,7 +79,7 @@ class BookKeeper:
         connect_timeout_s: float | None = None,
         addresses: Mapping[str, tuple[str, int]] = {},
         only: Collection[str] | None = None,
-        config: ClientConfig = DEFAULT_CONFIG,
+        config: ClientConfig | None = None,
         explicit_lac_interval: int = 0,
         security: StoreSecurity | None = None,
     ) -> None:
@@ -87,7 +87,7 @@ class BookKeeper:
         self._explicit_lac_interval_s = explicit_lac_interval / 1000
         self._new_pool = partial(
             BookiePool, protocol=self.protocol, tls=tls, timeout_s=timeout_s, addresses=addresses,
-            connect_timeout_s=connect_timeout_s, only=only, config=config,
+            connect_timeout_s=connect_timeout_s, only=only, config=config or DEFAULT_CONFIG,
         )  # fmt: skip
         self._connect: Callable[[], Cluster] | None = None
         self._owned: Cluster | None = None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bkctl.columns import TEXTS, TIME_MS_MAX, TIME_MS_MIN, Column, Columns, Kind, SharedObject, base64_text
 from bkctl.formats.pulsar import read_message_id
-from bkctl.metadata.pulsar_topics import topic_of
+from bkctl.metadata.pulsar_topics import owner_of, topic_of
 
 if TYPE_CHECKING:
     from bkctl.formats.metadata import Fragment, LedgerMetadata
@@ -131,8 +131,9 @@ def pulsar_object(custom: Mapping[str, bytes]) -> dict[str, str]:
             elif name == "compactedTo":
                 message_id = read_message_id(custom[key])
                 value[name] = base64_text(custom[key]) if message_id is None else str(message_id)
-    if topic := topic_of(value.get("managedLedger", "")):
-        value["topic"] = topic
+    owner = owner_of(custom)
+    if owner is not None and owner.name is not None and topic_of(owner.name):
+        value["topic"] = topic_of(owner.name) or ""
     return value
 
 

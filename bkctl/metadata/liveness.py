@@ -5,9 +5,9 @@ Source: ListActiveLedgersCommand, ScanAndCompareGarbageCollector; BP-35 for scop
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from bkctl.errors import BkctlError, Conflict, LedgerNotFound, Unreachable
 from bkctl.formats.entry import DigestType, master_key
@@ -16,8 +16,11 @@ from bkctl.formats.names import COOKIE_NAME, SCOPED_DIRECTORY
 from bkctl.ids import I64_MAX, LedgerId
 from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.ledgers import LedgerManager
+from bkctl.metadata.pulsar_topics import with_topics
 from bkctl.metadata.store import attempt
 from bkctl.model import LedgerFacts, LedgerLiveness
+
+T = TypeVar("T")
 
 #: Cached states: a ledger in many logs is looked up once.
 _CACHE_SIZE_MAX: Final = 1_000_000
@@ -54,6 +57,13 @@ class Liveness:
                 self._unreachable = True
                 self._note(error)
         return {ledger: self._states.get(ledger, LedgerLiveness.UNKNOWN) for ledger in ledgers}
+
+    def with_topics(self, rows: Iterable[T], ledger_of: Callable[[T], LedgerId]) -> Iterator[tuple[T, str | None]]:
+        """Yield each row with the topic of its ledger, None if the store is unreachable. See `pulsar_topics`."""
+        if self._unreachable:
+            yield from ((row, None) for row in rows)
+        else:
+            yield from with_topics(self._manager, rows, ledger_of)
 
     def _ask(self, ledgers: list[LedgerId]) -> None:
         # Listing makes a server that lags behind catch up first; else a young ledger would look dead.

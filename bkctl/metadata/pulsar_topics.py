@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Final, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import tee
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
-from bkctl.errors import UsageError
+from bkctl.errors import BkctlError, UsageError
+
+if TYPE_CHECKING:
+    from bkctl.ids import LedgerId
+    from bkctl.metadata.ledgers import LedgerManager
+
+T = TypeVar("T")
 
 _DOMAINS: Final = ("persistent", "non-persistent")
 _TOPIC: Final = re.compile(r"(?:(persistent)://)?([^/]+)/([^/]+)/(?:([^/]+)/)?(.+)", re.DOTALL)
@@ -76,3 +83,77 @@ def _is_of(name: str | None, wanted: str) -> bool:
     if name is None or not name.startswith(wanted):
         return False
     return name == wanted or _PARTITION.fullmatch(name[len(wanted) :]) is not None
+
+
+class Owner(NamedTuple):
+    """The owner of a ledger, by its custom metadata: kind, the managed ledger or schema, and the part there.
+
+    Kinds: managed-ledger, cursor, compacted-ledger, delayed-index-bucket, schema, or another of a later Pulsar, which
+    has no name here. `part` is the cursor or the key of a bucket.
+    """
+
+    kind: str | None
+    name: str | None
+    part: str | None
+
+    @property
+    def topic(self) -> str | None:
+        """The topic, as Pulsar's tools name it; TENANT/NAMESPACE/TOPIC for a schema."""
+        return None if self.name is None else topic_of(self.name) or self.name
+
+    @property
+    def text(self) -> str | None:
+        """The topic and what of it, in a few words."""
+        if self.kind == "managed-ledger" or self.name is None:
+            return self.topic
+        from urllib.parse import unquote_plus
+
+        part = f" {unquote_plus(self.part)}" if self.part else ""
+        return f"{self.topic} ({self.kind}{part})"
+
+
+def owner_of(custom_metadata: Mapping[str, bytes]) -> Owner | None:
+    """Return what a ledger of Pulsar belongs to by its custom metadata, None for others' ledgers.
+
+    Source: Pulsar's LedgerMetadataUtils.
+    """
+    if custom_metadata.get("application") != b"pulsar":
+        return None
+
+    def text(name: str) -> str | None:
+        values = (custom_metadata.get(prefix + name) for prefix in PREFIXES)
+        return next((value.decode("utf-8", "replace") for value in values if value is not None), None)
+
+    kind = custom_metadata.get("component", b"managed-ledger").decode("utf-8", "replace")
+    if kind == "managed-ledger":
+        cursor = text("cursor")
+        return Owner("cursor" if cursor is not None else kind, text("managed-ledger"), cursor)
+    if kind == "schema":
+        return Owner(kind, text("schemaId"), None)
+    if kind == "compacted-ledger":
+        return Owner(kind, _managed_ledger(text("compactedTopic")), None)
+    if kind == "delayed-index-bucket":
+        return Owner(kind, _managed_ledger(text("delayedIndexTopic")), text("delayedIndexBucketKey"))
+    return Owner(kind, None, None)
+
+
+def _managed_ledger(topic: str | None) -> str | None:
+    if topic is None or topic_of(topic) is not None:
+        return topic
+    try:
+        return TopicFilter.parse(topic).managed_ledger
+    except UsageError:
+        return topic
+
+
+def with_topics(
+    manager: LedgerManager, rows: Iterable[T], ledger_of: Callable[[T], LedgerId]
+) -> Iterator[tuple[T, str | None]]:
+    """Yield each row with the topic of its ledger and what of it, None for others' and for missing ledgers.
+
+    Reads the metadata of the ledgers, a bounded number ahead.
+    """
+    rows, asked = tee(rows)
+    for row, (_, found) in zip(rows, manager.read_many(map(ledger_of, asked)), strict=True):
+        owner = None if isinstance(found, BkctlError) else owner_of(found.metadata.custom_metadata)
+        yield row, None if owner is None else owner.text

@@ -46,6 +46,15 @@ TLS_REFRESH_S: Final = 300
 NO_CLUSTER_HINT: Final = "check the path at the end of the metadata URI"
 
 
+class AbsolutePath(str):
+    """The path of another program's node, from the top of the store: `/managed-ledgers`. Only for reading.
+
+    Its parents need not be nodes (Pulsar's are none in etcd). In SQLite the path is below the root.
+    """
+
+    __slots__ = ()
+
+
 class Versioned(NamedTuple, Generic[T]):
     """A value with its version, for a conditional write.
 
@@ -221,6 +230,8 @@ def is_path(path: str) -> bool:
 
 def check_path(path: str) -> str:
     """Return `path` if it names a node, see `is_path`. Raises UsageError."""
+    if isinstance(path, AbsolutePath):
+        return path[1:]
     if not is_path(path):
         raise UsageError(f"Not a path below the metadata root: {path!r}", hint="write it as 'cookies/BOOKIE'")
     return path
@@ -228,6 +239,8 @@ def check_path(path: str) -> str:
 
 def full_path(root: str, path: str) -> str:
     """Return the path of the node at `path` in a store where the tree begins above `root`. Raises UsageError."""
+    if isinstance(path, AbsolutePath):
+        return path
     if path == RACKS:
         return f"{root.rpartition('/')[0]}/bookies"
     return f"{root}/{check_path(path)}" if path else root
@@ -367,7 +380,7 @@ class MetadataStore(Closing):
         valid = []
         for name in names:
             child = f"{path}/{name}" if path else name
-            if "/" not in name and is_path(child):
+            if "/" not in name and is_path(child.removeprefix("/")):
                 valid.append(name)
                 continue
             if self._invalid_names is None:

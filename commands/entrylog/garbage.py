@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from bkctl.columns import Column, Columns, Kind
+from bkctl.columns import TEXTS, Column, Columns, Kind
 from bkctl.errors import BkctlError, UsageError
 from bkctl.model import LedgerLiveness
 
@@ -35,10 +35,13 @@ from .logs import (
 
 if TYPE_CHECKING:
     from bkctl.checks.garbage import LedgerUse, LogUse, Thresholds
+    from bkctl.metadata.liveness import Liveness
 
 app = group()
 
 
+#: Live ledgers of a log whose topics are named.
+TOPICS_MAX = 5
 STATE_STYLE = {"alive": GREEN, "dead": RED, "unknown": YELLOW}
 
 
@@ -47,12 +50,14 @@ class ActiveRow(NamedTuple):
 
     log: LogUse
     ledger: LedgerUse
+    topic: str | None = None
 
 
 ACTIVE_COLUMNS = Columns(
     Column("LEDGER", "ledger", "ledger.ledger", Kind.LEDGER),
     Column("STATE", "state", "ledger.state", style=STATE_STYLE),
     Column("BYTES", "size", "ledger.size_bytes", Kind.INTEGER),
+    Column("TOPIC", "topic", "topic", flexible=True, spare=1),
     Column("LOG", "logId", "log.log_id", Kind.INTEGER),
     hex_column("logIdHex", lambda row: log_id_hex(row.log.log_id)),
     Column("FROM MAP", "fromLedgersMap", "log.from_map", Kind.BOOLEAN),
@@ -90,24 +95,27 @@ def active(
     wanted = set(states or LedgerLiveness)
     errors: list[BkctlError] = []
     with open_liveness(run, paths, errors) as liveness, run.job.working("Reading entry logs"):
-        run.out.render(
-            (
-                ActiveRow(use, each)
-                for use in collect_errors(log_uses(paths, liveness.states), errors)
-                for each in use.ledgers
-                if each.state in wanted
-            ),
-            ACTIVE_COLUMNS,
+        rows = (
+            ActiveRow(use, each)
+            for use in collect_errors(log_uses(paths, liveness.states), errors)
+            for each in use.ledgers
+            if each.state in wanted
         )
+        named = liveness.with_topics(rows, lambda row: row.ledger.ledger)
+        run.out.render((row._replace(topic=topic) for row, topic in named), ACTIVE_COLUMNS)
     run.out.raise_first(errors)
 
 
 class UseRow(NamedTuple):
-    """The live and dead bytes of a log, the compaction that it needs (None: none), and the bytes that this frees."""
+    """The live and dead bytes of a log, the compaction that it needs (None: none), and the bytes that this frees.
+
+    `topics` are those that keep the log: of its largest live ledgers; None where no ledger is Pulsar's.
+    """
 
     use: LogUse
     compaction: str | None
     reclaimable_size_bytes: int
+    topics: list[str] | None
 
 
 def _count_column(state: LedgerLiveness) -> Column:
@@ -127,6 +135,7 @@ GARBAGE_COLUMNS = Columns(
     Column("GARBAGE", "garbageSize", "use.garbage_size_bytes", Kind.SIZE),
     Column("USAGE", "usage", "use.usage", Kind.INTEGER, text=ratio_text),
     Column("COMPACTION", "compaction", "compaction", style={"delete": GREEN}),
+    Column("TOPICS", "topics", "topics", Kind.NESTED, detail=True, shape=TEXTS, text=", ".join),
     Column(None, "reclaimableSize", "reclaimable_size_bytes", Kind.INTEGER),
     Column(None, "fromLedgersMap", "use.from_map", Kind.BOOLEAN),
     Column(None, "complete", "use.complete", Kind.BOOLEAN),
@@ -184,7 +193,7 @@ def garbage(
     rows: Iterable[UseRow]
     with open_liveness(run, paths, errors) as liveness, run.job.working("Reading entry logs"):
         rows = (
-            UseRow(use, use.compaction(limits), use.reclaimable_size_bytes(limits))
+            UseRow(use, use.compaction(limits), use.reclaimable_size_bytes(limits), _topics(use, liveness))
             for use in collect_errors(log_uses(paths, liveness.states), errors)
         )
         rows = sums.watch(rows)
@@ -194,6 +203,13 @@ def garbage(
     if sums.count:
         run.out.note(str(sums))
     run.out.raise_first(errors)
+
+
+def _topics(use: LogUse, liveness: Liveness) -> list[str] | None:
+    alive = [each for each in use.ledgers if each.state is LedgerLiveness.ALIVE]
+    largest = sorted(alive, key=lambda each: -each.size_bytes)[:TOPICS_MAX]
+    topics = dict.fromkeys(topic for _, topic in liveness.with_topics(largest, lambda each: each.ledger) if topic)
+    return list(topics) or None
 
 
 def _modified(row: UseRow) -> float:

@@ -262,7 +262,7 @@ def test_active(cli: Cli, bookie: Path, current: Path, uri: str) -> None:
     result = cli("entrylog", "active", "--all", "--dir", bookie / "ledgers", "-u", uri, "-o", "ndjson")
     assert (result.code, result.err) == (0, "")
     assert list(result.rows[0]) == [
-        *IDS, "state", "size", "logId", "logIdHex", "fromLedgersMap", "complete", "file"
+        *IDS, "state", "size", "topic", "logId", "logIdHex", "fromLedgersMap", "complete", "file"
     ]  # fmt: skip
     assert [(row["logIdHex"], row["ledgerScopeId"], row["ledgerId"], row["state"]) for row in result.rows] == [
         ("1f", "0", "5", "alive"),
@@ -315,7 +315,7 @@ def test_garbage(cli: Cli, bookie: Path, current: Path, uri: str) -> None:
     assert result.code == 0, result.err
     assert list(result.rows[0]) == [
         "logId", "logIdHex", "scoped", "aliveCount", "deadCount", "unknownCount", "totalSize", "remainingSize",
-        "garbageSize", "usage", "compaction", "reclaimableSize", "fromLedgersMap", "complete", "file",
+        "garbageSize", "usage", "compaction", "topics", "reclaimableSize", "fromLedgersMap", "complete", "file",
     ]  # fmt: skip
     found = [(row["logIdHex"], row["compaction"], row["garbageSize"], row["reclaimableSize"]) for row in result.rows]
     assert found == [("1f", "delete", 160, 160), ("20", "major", 83, 83), ("1f", None, 0, 0)]

@@ -41,6 +41,7 @@ BOOKKEEPER_VERSION: Final = os.environ.get("BKCTL_TEST_BOOKKEEPER") or "4.18.0"
 #: The one release whose etcd driver is published.
 ETCD_DRIVER_VERSION: Final = "4.17.3"
 HBASE_VERSION: Final = "2.6.4-hadoop3"
+PULSAR_VERSION: Final = "4.0.7"
 
 #: Cheap to start, small, and open where BookKeeper and Netty reflect.
 JVM_OPTIONS: Final = (
@@ -308,6 +309,11 @@ def fetch_hbase() -> Path:
     return _fetch(f"hbase-{HBASE_VERSION}", "Apache HBase", "hbase-pom.xml", f"-Dhbase.version={HBASE_VERSION}")
 
 
+def fetch_pulsar() -> Path:
+    """The directory that holds a Pulsar broker PULSAR_VERSION and all it needs. As `fetch_jars`."""
+    return _fetch(f"pulsar-{PULSAR_VERSION}", "Apache Pulsar", "pulsar-pom.xml", f"-Dpulsar.version={PULSAR_VERSION}")
+
+
 def fetch_s3a(hadoop_version: str) -> Path:
     """The directory that holds Hadoop's file system for S3, and what Spark lacks for it. As `fetch_jars`."""
     name = f"s3a-{hadoop_version}"
@@ -379,13 +385,14 @@ class Java:
         self.jars = fetch_jars(version)
         self.class_path = f"{self.jars}/*"
         self.options: tuple[str, ...] = ()
+        self.sources = JAVA_SOURCES
         self._programs: Path | None = None
         self._shared: tuple[str, ...] | None = None
 
     def programs(self) -> Path:
         """The jar of the compiled programs of tests/java; compiled anew when a source changed."""
         if self._programs is None:
-            sources = sorted(JAVA_SOURCES.glob("*.java"))
+            sources = sorted(self.sources.glob("*.java"))
             digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
             programs = CACHE / "programs" / f"{self.version}-{digest}.jar"
             with _locked(CACHE / "programs.lock"):
@@ -658,6 +665,18 @@ class JavaOnEtcd(Java):
 
 
 # --- ZooKeeper ---------------------------------------------------------------------------------------------------
+
+
+class JavaOnPulsar(Java):
+    """Java with a Pulsar broker and its BookKeeper client on the class path, and the program of tests/java/pulsar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.jars = fetch_pulsar()
+        self.class_path = f"{self.jars}/*"
+        self.sources = JAVA_SOURCES / "pulsar"
+        self._shared = ()  # An archive is for one class path.
+        self.options = ("-XX:MaxDirectMemorySize=256m", "--add-opens=java.base/sun.net=ALL-UNNAMED")
 
 
 class ZooKeeperServer(Server):

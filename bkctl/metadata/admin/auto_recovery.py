@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeVar
 from bkctl.errors import BkctlError, Corrupt, UsageError
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
+from bkctl.metadata.pulsar_topics import with_topics
 from bkctl.metadata.store import Versioned, attempt
 from bkctl.metadata.underreplication import (
     AuditorCheck,
@@ -77,6 +78,7 @@ class MarkRow(NamedTuple):
     missing_replicas: tuple[str, ...]
     ctime_ms: int | None
     worker: str | None
+    topic: str | None = None
 
     @property
     def age_s(self) -> int | None:
@@ -112,17 +114,28 @@ def list_marks(
     chosen: MarkFilter,
     problems: list[BkctlError],
     *,
-    with_workers: bool = True,
+    in_full: bool = True,
 ) -> Iterator[MarkRow]:
-    """Yield the marked ledgers of a scope (None: all) in order; `problems` has then the errors of damaged marks."""
+    """Yield the marked ledgers of a scope (None: all) in order; `problems` has then the errors of damaged marks.
+
+    `in_full`: with their workers, and the topics that Pulsar has them for.
+    """
     problems.clear()
     state = auto_recovery_of(cluster)
-    locks = {lock.ledger: lock.owner or "?" for lock in state.locks.list(scope_id)} if with_workers else {}
-    for ledger, found in state.marks.list(scope_id):
-        if isinstance(found, BkctlError):
-            problems.append(found)
-        elif chosen.matches(found):
-            yield MarkRow(ledger, found.missing_replicas, found.ctime_ms, locks.get(ledger))
+    locks = {lock.ledger: lock.owner or "?" for lock in state.locks.list(scope_id)} if in_full else {}
+
+    def rows() -> Iterator[MarkRow]:
+        for ledger, found in state.marks.list(scope_id):
+            if isinstance(found, BkctlError):
+                problems.append(found)
+            elif chosen.matches(found):
+                yield MarkRow(ledger, found.missing_replicas, found.ctime_ms, locks.get(ledger))
+
+    if not in_full:
+        yield from rows()
+        return
+    for row, topic in with_topics(cluster.ledgers, rows(), lambda row: row.ledger):
+        yield row._replace(topic=topic)
 
 
 class Work(NamedTuple):

@@ -9,8 +9,10 @@ from itertools import groupby
 from typing import Any, Final, NamedTuple
 
 from bkctl.errors import BkctlError
+from bkctl.ids import LedgerId
 from bkctl.metadata.admin.health_codes import HealthCode
 from bkctl.metadata.cluster import Cluster, RegisteredBookie
+from bkctl.metadata.pulsar_topics import with_topics
 from bkctl.metadata.store import attempt, create_if_missing, delete_if_present
 from bkctl.metadata.underreplication import AuditorElection, AutoRecoveryState
 
@@ -19,6 +21,8 @@ DISABLE_HEALTH_CHECK: Final = "disableHealthCheck"
 UNDERREPLICATED_AGE_S_MAX: Final = 3600
 #: Scopes with under-replicated ledgers that have a finding each, in order; one finding counts all further scopes.
 SCOPES_NAMED_MAX: Final = 10
+#: Marked ledgers of a scope whose topics are named.
+TOPICS_MAX: Final = 5
 #: Ages by which under-replicated ledgers are counted, in seconds.
 AGES_S: Final = {"10m": 600, "1h": 3600, "1d": 86400}
 
@@ -158,10 +162,12 @@ class _Marks:
     def __init__(self) -> None:
         self.count = 0
         self.oldest_s = 0
+        self.first: list[LedgerId] = []
         self.older = dict.fromkeys(AGES_S, 0)
 
-    def add(self, age_s: int) -> None:
+    def add(self, age_s: int, ledger: LedgerId) -> None:
         self.count += 1
+        self.first += [ledger] * (self.count <= TOPICS_MAX)
         self.oldest_s = max(self.oldest_s, age_s)
         for name, limit_s in AGES_S.items():
             self.older[name] += age_s >= limit_s
@@ -200,11 +206,12 @@ def _of_replication(cluster: Cluster, down: list[str]) -> Iterator[HealthFinding
         for ledger, mark in marks:
             if isinstance(mark, BkctlError):
                 yield _finding(HealthCode.MARK_DAMAGED, str(ledger), str(mark), Severity.WARNING)
-                found.add(0)
+                found.add(0, ledger)
             else:
-                found.add(0 if mark.ctime_ms is None else max(0, now_ms - mark.ctime_ms) // 1000)
+                found.add(0 if mark.ctime_ms is None else max(0, now_ms - mark.ctime_ms) // 1000, ledger)
         if found is not more:
-            yield _underreplicated(f"scope {scope_id}", {"ledgerScopeId": str(scope_id)}, found, enabled=enabled)
+            about = {"ledgerScopeId": str(scope_id), **_topics(cluster, found)}
+            yield _underreplicated(f"scope {scope_id}", about, found, enabled=enabled)
     if more_count:
         subject = f"{more_count:,} more {'scopes' if more_count > 1 else 'scope'}"
         yield _underreplicated(subject, {"scopeCount": more_count}, more, enabled=enabled)
@@ -219,10 +226,18 @@ def _of_replication(cluster: Cluster, down: list[str]) -> Iterator[HealthFinding
         yield from _of_auditors(cluster, state.election, has_scoped, down)
 
 
+def _topics(cluster: Cluster, marks: _Marks) -> dict[str, list[str]]:
+    """Return the topics of the first marked ledgers, {} where none is Pulsar's."""
+    named = with_topics(cluster.ledgers, marks.first, lambda ledger: ledger)
+    topics = list(dict.fromkeys(topic for _, topic in named if topic))
+    return {"topics": topics} if topics else {}
+
+
 def _underreplicated(subject: str, scopes: Mapping[str, Any], marks: _Marks, *, enabled: bool) -> HealthFinding:
     late = marks.oldest_s > UNDERREPLICATED_AGE_S_MAX
+    topics = f": {', '.join(scopes['topics'])} …" if "topics" in scopes else ""
     return HealthFinding(
-        HealthCode.UNDERREPLICATED, Severity.ERROR if late else Severity.WARNING, subject, marks.text(),
+        HealthCode.UNDERREPLICATED, Severity.ERROR if late else Severity.WARNING, subject, marks.text() + topics,
         "'bkctl autorecovery list' shows them"
         + ("; they stay so while auto-recovery is disabled" if not enabled else ""),
         {

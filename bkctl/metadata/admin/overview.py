@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import islice
 from typing import Final, NamedTuple
 
@@ -195,17 +195,20 @@ def list_ledgers(
     scope_id: int | None = 0,
     *,
     after: LedgerId | None = None,
+    ids: Iterable[LedgerId] | None = None,
     query: LedgerQuery = NO_QUERY,
     unreadable: Callable[[LedgerId, BkctlError], None] | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Iterator[tuple[LedgerId, VersionedMetadata]]:
     """Yield the ledgers of a scope (None: all) in order, with their metadata; ledgers deleted meanwhile are left out.
 
+    `ids` are the ledgers to read instead.
     Errors of unreadable metadata go to `unreadable`; without it they are raised. `progress` gets the number of ledgers
     read.
     """
     now_ms = time.time_ns() // 1_000_000
-    for count, (ledger, found) in enumerate(cluster.ledgers.read_many(cluster.ledgers.ledgers(scope_id, after)), 1):
+    wanted = cluster.ledgers.ledgers(scope_id, after) if ids is None else ids
+    for count, (ledger, found) in enumerate(cluster.ledgers.read_many(wanted), 1):
         progress(count)
         if isinstance(found, LedgerNotFound):
             continue

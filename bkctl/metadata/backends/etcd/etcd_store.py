@@ -51,6 +51,7 @@ from bkctl.metadata.ledgers import LEDGERS, QualifiedNameLedgerManager
 from bkctl.metadata.store import (
     NEW,
     NO_SECURITY,
+    AbsolutePath,
     Claim,
     MetadataStore,
     StoreSecurity,
@@ -112,6 +113,11 @@ class EtcdStore(MetadataStore):
         except BaseException:
             self.close()
             raise
+
+    @property
+    def root(self) -> str:
+        """The key of the cluster's root."""
+        return self._nodes.root
 
     def get(self, path: str) -> Versioned[bytes] | None:
         return versioned(self._nodes.read(self._nodes.key(path)))
@@ -317,7 +323,8 @@ class EtcdStore(MetadataStore):
     ) -> list[str] | None:
         """Return the names of the children of `path`, from the answers to `_first_page` and further pages."""
         node, page = (response.response_range for response in responses)
-        if not node.count:
+        is_foreign = isinstance(path, AbsolutePath)
+        if not node.count and not is_foreign:
             return None
         if limit == 0:
             return []
@@ -331,9 +338,12 @@ class EtcdStore(MetadataStore):
                 name, slash, _ = kv.key[len(pages.prefix) :].partition(b"/")
                 if slash:
                     skipped_to = pages.prefix + name + b"0"  # Keys below that child end here.
-                    continue
+                    if not is_foreign:
+                        continue
                 found.append(name.decode("utf-8", "surrogateescape"))
             names += self._valid_names(path, found)
+            if is_foreign:  # Keys of a child need not follow its own.
+                names = sorted(set(names))
             if page.more:
                 pages.was_full(page.kvs[0].key, page.kvs[-1].key)
                 start = page.kvs[-1].key + b"\0"

@@ -1,0 +1,381 @@
+"""`bkctl pulsar`: Pulsar's topics, and the ledgers that they have, miss and left behind."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from bkctl.columns import Column, Columns, Kind, value_at
+from bkctl.errors import BkctlError, Conflict, NotFound
+from bkctl.ids import LedgerId
+
+from .kit.command import Run, command, group
+from .kit.documents import object_of, rows_of
+from .kit.options import DryRun, UndoOption, duration_option
+from .kit.texts import GREEN, RED, YELLOW, counted, size_text, time_text
+
+if TYPE_CHECKING:
+    from bkctl.client.pulsar import End, Inventory, PulsarFinding, TopicState
+    from bkctl.metadata.cluster import Cluster
+
+app = group()
+
+RootOption = Annotated[
+    str | None,
+    typer.Option(
+        "--pulsar-root",
+        metavar="PATH",
+        help="Path of Pulsar's metadata in the store (default: the parent of the cluster's root, / of /ledgers).",
+    ),
+]
+QuickOption = Annotated[
+    bool, typer.Option("--quick", help="Ask no bookie: positions that only cursors' ledgers have stay unknown.")
+]
+_STATE_STYLE = {
+    "ok": GREEN, "missing": RED, "unavailable": RED, "one-copy": YELLOW, "under-replicated": YELLOW,
+}  # fmt: skip
+
+
+@contextmanager
+def _inventory(run: Run, cluster: Cluster, root: str | None, *, quick: bool = False) -> Iterator[Inventory]:
+    from bkctl.client.pulsar import Inventory, read_ends
+
+    async def read(ledger_ids: set[int]) -> Mapping[int, End | BkctlError]:
+        async with run.access.bookkeeper(cluster) as bookkeeper:
+            return await read_ends(bookkeeper, ledger_ids)
+
+    def ends(ledger_ids: set[int]) -> Mapping[int, End | BkctlError]:
+        return run.job.complete(read(ledger_ids))
+
+    with (
+        run.job.working("Reading topics", unit="ledgers") as activity,
+        Inventory(cluster, root, ends=None if quick else ends, progress=activity.update) as inventory,
+    ):
+        if cluster.store.children(inventory.nodes.path("/managed-ledgers")) is None:
+            raise NotFound(
+                f"No topics at {inventory.nodes.path('/managed-ledgers')} in {cluster.store.name}",
+                hint="give the path of Pulsar's metadata, its metadataStoreUrl, with --pulsar-root",
+            )
+        yield inventory
+
+
+def _numbers(row: Any) -> Mapping[str, int]:
+    from bkctl.client.pulsar import numbers
+
+    return row.counts if hasattr(row, "counts") else numbers(row)
+
+
+def _number(name: str) -> Any:
+    return lambda row: _numbers(row).get(name, 0)
+
+
+def _oldest(row: Any) -> int | None:
+    from bkctl.client.pulsar import oldest_ms
+
+    found: int | None = row.oldest_ms if hasattr(row, "counts") else oldest_ms(row)
+    return found
+
+
+def _held_by(row: Any) -> str | None:
+    if hasattr(row, "counts"):
+        return row.slowest  # type: ignore[no-any-return]
+    return None if row.slowest is None else row.slowest.name
+
+
+def _backlog(row: Any) -> int | None:
+    """Return the backlog; None where no cursor's is known."""
+    if not hasattr(row, "counts") and row.cursors and all(each.backlog is None for each in row.cursors):
+        return None
+    return _numbers(row).get("backlog", 0)
+
+
+_NUMBERS = (
+    Column("LEDGERS", "ledgerCount", _number("ledgers"), Kind.INTEGER),
+    Column("ENTRIES", "entryCount", _number("entries"), Kind.INTEGER, detail=True),
+    Column("SIZE", "size", _number("size"), Kind.SIZE),
+    Column("OFFLOADED", "offloadedSize", _number("offloaded"), Kind.SIZE, detail=True),
+    Column("CURSORS", "cursorCount", _number("cursors"), Kind.INTEGER, spare=1),
+    Column("BACKLOG", "backlogEntryCount", _backlog, Kind.INTEGER),
+    Column("HELD BY", "heldBy", _held_by, flexible=True),
+    Column("OLDEST", "oldestCtime", _oldest, Kind.TIME, spare=2),
+    Column("UNDER-REPLICATED", "underReplicatedCount", _number("under"), Kind.INTEGER, spare=1),
+    Column("UNAVAILABLE", "unavailableCount", _number("unavailable"), Kind.INTEGER),
+    Column("MISSING", "missingCount", _number("missing"), Kind.INTEGER),
+)
+TOPIC_COLUMNS = Columns(
+    Column("TOPIC", "topic", value_at("node.topic"), flexible=True), *_NUMBERS, key="topic", none="No topics"
+)
+TOTAL_COLUMNS = Columns(
+    Column("NAME", "name", "name"), Column("TOPICS", "topicCount", _number("topics"), Kind.INTEGER), *_NUMBERS,
+    key="name", none="No topics",
+)  # fmt: skip
+
+
+class TopicsBy(StrEnum):
+    """The group of topics in a row of `pulsar topics`."""
+
+    TOPIC = "topic"
+    NAMESPACE = "namespace"
+    TENANT = "tenant"
+
+
+@command(
+    app,
+    "topics",
+    connects=True,
+    prints=rows_of(TOPIC_COLUMNS, TOTAL_COLUMNS),
+    examples=(
+        "bkctl pulsar topics",
+        "bkctl pulsar topics public/default --sort=-backlogEntryCount",
+        "bkctl pulsar topics --by namespace --quick",
+    ),
+)
+def list_topics(
+    run: Run,
+    place: Annotated[
+        str | None, typer.Argument(metavar="[TENANT[/NAMESPACE]]", help="List only topics of this tenant or namespace.")
+    ] = None,
+    by: Annotated[TopicsBy, typer.Option("--by", help="Print a row for each of these.")] = TopicsBy.TOPIC,
+    quick: QuickOption = False,
+    root: RootOption = None,
+) -> None:
+    """List Pulsar's topics with their ledgers and backlog.
+
+    BACKLOG counts the entries behind the slowest cursor, which HELD BY names: until it acknowledges them, their ledgers
+    stay. OLDEST is the creation of the oldest ledger. Topics that cannot be read are reported, with exit code 3.
+    """
+    from bkctl.client.pulsar import totals
+
+    with run.access.cluster() as cluster, _inventory(run, cluster, root, quick=quick) as inventory:
+        inventory.list_ledgers()
+        topics = inventory.topics((place or "").strip("/"))
+        if by is TopicsBy.TOPIC:
+            run.out.render(topics, TOPIC_COLUMNS)
+        else:
+            run.out.render(totals(topics, lambda node: getattr(node, by.value)), TOTAL_COLUMNS)
+        _report(run, inventory)
+
+
+def _report(run: Run, inventory: Inventory) -> None:
+    problems = dict.fromkeys(map(str, inventory.errors))
+    for problem in problems:
+        run.out.error(problem)
+    run.out.finish_with(len(problems), "node or ledger cannot be read", "nodes or ledgers cannot be read")
+
+
+def _ledgers(row: TopicState) -> list[dict[str, Any]]:
+    return [
+        {
+            "ledgerId": str(each.ledger_id), "role": each.role, "part": each.part, "state": each.state,
+            "entryCount": each.entry_count, "size": each.size_bytes, "offloaded": each.offload,
+        }
+        for each in row.ledgers
+    ]  # fmt: skip
+
+
+def _cursors(row: TopicState) -> list[dict[str, Any]]:
+    return [
+        {
+            "cursor": each.name, "position": each.position_text, "backlogEntryCount": each.backlog,
+            "ledgerId": None if each.node.ledger_id is None else str(each.node.ledger_id),
+            "error": None if each.error is None else each.error.message,
+        }
+        for each in row.cursors
+    ]  # fmt: skip
+
+
+def _lines(values: list[dict[str, Any]]) -> str:
+    return "\n".join("  ".join(f"{name} {value}" for name, value in each.items() if value is not None)
+                     for each in values) or "none"  # fmt: skip
+
+
+def _terminated(row: TopicState) -> str | None:
+    info = row.node.info
+    end = info.terminatedPosition
+    return f"{end.ledgerId}:{end.entryId}" if info.HasField("terminatedPosition") else None
+
+
+_OBJECTS = {"type": "array", "items": {"type": "object"}}
+SHOWN_COLUMNS = Columns(
+    *TOPIC_COLUMNS.columns,
+    Column("MANAGED LEDGER", "managedLedger", "node.name"),
+    Column("CREATED", "ctime", "node.ctime_ms", Kind.TIME),
+    Column("TERMINATED AT", "terminatedPosition", _terminated, optional=True),
+    Column(
+        "PROPERTIES", "properties", lambda row: {each.key: each.value for each in row.node.info.properties},
+        Kind.NESTED, shape={"type": "object", "additionalProperties": {"type": "string"}},
+    ),
+    Column("SCHEMA", "schemaLedgerIds", lambda row: [str(each) for each in row.schema_ledger_ids], Kind.NESTED,
+           shape={"type": "array", "items": {"type": "string"}}),
+    Column("LEDGERS", "ledgers", _ledgers, Kind.NESTED, shape=_OBJECTS, text=_lines),
+    Column("CURSORS", "cursors", _cursors, Kind.NESTED, shape=_OBJECTS, text=_lines),
+    key="topic",
+)  # fmt: skip
+
+
+@command(
+    app,
+    "topic",
+    connects=True,
+    prints=object_of(SHOWN_COLUMNS),
+    examples=("bkctl pulsar topic persistent://public/default/orders",),
+)
+def show_topic(
+    run: Run,
+    topic: Annotated[str, typer.Argument(metavar="TOPIC", help="persistent://TENANT/NAMESPACE/TOPIC, or a partition.")],
+    quick: QuickOption = False,
+    root: RootOption = None,
+) -> None:
+    """Show a topic: ledgers in order, cursors, schema.
+
+    Each ledger has its role: managed-ledger (messages), cursor (positions of a subscription), compacted-ledger, or
+    delayed-index-bucket; and its state: ok, under-replicated, one-copy, unavailable, missing, or offloaded.
+    """
+    from bkctl.metadata.pulsar_nodes import schema_ledgers
+    from bkctl.metadata.pulsar_topics import TopicFilter
+
+    name = TopicFilter.parse(topic).managed_ledger
+    with run.access.cluster() as cluster, _inventory(run, cluster, root, quick=quick) as inventory:
+        found = inventory.look_up(name)
+        if found is None:
+            raise NotFound(
+                f"No topic {topic} in {cluster.store.name}",
+                hint="'bkctl pulsar topics' lists them; a partitioned topic has only its partitions: TOPIC-partition-0",
+            )
+        schema = None if found.schema is None else inventory.nodes.schema(found.schema)
+        run.out.show(
+            found._replace(schema_ledger_ids=() if schema is None else tuple(schema_ledgers(schema))), SHOWN_COLUMNS
+        )
+        _report(run, inventory)
+
+
+FINDING_COLUMNS = Columns(
+    Column(
+        "CODE", "code", "code", style={"topic-under-replicated": YELLOW, "topic-one-copy": YELLOW, "orphan": YELLOW}
+    ),
+    Column("TOPIC", "topic", "name", flexible=True),
+    Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
+    Column("SIZE", "size", "size_bytes", Kind.SIZE),
+    Column("WHAT", "message", "message", wraps=True),
+    Column("ADVICE", "advice", "advice", wraps=True),
+    key="ledger",
+)
+PauseOption = Annotated[float, duration_option("--pause", "Wait between the two looks at a finding.", default="2s")]
+
+
+@command(app, "check", connects=True, prints=rows_of(FINDING_COLUMNS), examples=("bkctl pulsar check",))
+def check(run: Run, pause: PauseOption, root: RootOption = None) -> None:
+    """Find lost ledgers, orphans and topics at risk.
+
+    Lost: a topic, cursor or schema names a ledger that does not exist. An orphan is a ledger that says that it is
+    Pulsar's, and that nothing names. At risk: too few replicas are up. All but the last is looked at twice, since
+    brokers create and delete meanwhile. Exit code 3 if there are findings.
+    """
+    from bkctl.client.pulsar import check_pulsar
+
+    orphan_count = orphan_bytes = 0
+
+    def findings() -> Iterator[PulsarFinding]:
+        nonlocal orphan_count, orphan_bytes
+        for each in check_pulsar(inventory, pause_s=pause):
+            orphan_count += each.code == "orphan"
+            orphan_bytes += each.size_bytes or 0 if each.code == "orphan" else 0
+            yield each
+
+    with run.access.cluster() as cluster, _inventory(run, cluster, root) as inventory:
+        count = run.out.render(findings(), FINDING_COLUMNS, findings=True)
+    if orphan_count:
+        run.out.note(f"{counted(orphan_count, 'orphan', 'orphans')} with {size_text(orphan_bytes)} in closed ledgers")
+    if not count:
+        run.out.note("Each topic has its ledgers, and each of Pulsar's ledgers its topic")
+    run.out.finish_with(count, "finding", "findings")
+
+
+ORPHAN_COLUMNS = Columns(
+    Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
+    Column("KIND", "kind", "kind"),
+    Column("TOPIC", "topic", "name", flexible=True),
+    Column("PART", "part", "part"),
+    Column("SIZE", "size", "size_bytes", Kind.SIZE),
+    Column("CREATED", "ctime", "ctime_ms", Kind.TIME),
+    Column("AGE", "ageSeconds", "age_s", Kind.INTEGER, text=time_text),
+    key="ledger",
+)
+
+
+@command(
+    app,
+    "orphans",
+    connects=True,
+    changes="delete",
+    asks=True,
+    prints=rows_of(ORPHAN_COLUMNS),
+    examples=("bkctl pulsar orphans", "bkctl pulsar orphans --delete --min-age 1w --dry-run"),
+)
+def list_orphans(
+    run: Run,
+    age_min: Annotated[float, duration_option("--min-age", "Only ledgers at least this old.", default="1d")],
+    pause: PauseOption,
+    delete: Annotated[bool, typer.Option("--delete", help="Delete them, after asking.")] = False,
+    root: RootOption = None,
+    undo: UndoOption = None,
+    dry_run: DryRun = False,
+) -> None:
+    """List or delete ledgers that no topic needs.
+
+    Lists ledgers with Pulsar's metadata that no topic, cursor or schema names, in two passes over all of them. Ledgers
+    of unknown age or kind are left out, and those whose topic cannot be read. With --delete each is read again, with
+    its topic, just before its deletion; 'metadata undo' helps until bookies collect garbage. Exit code 3 if there are
+    any.
+    """
+    from bkctl.client.pulsar import find_orphans
+
+    with run.access.cluster() as cluster:
+        passes: list[dict[int, PulsarFinding]] = []
+        for number in range(2):
+            if number and not passes[0]:
+                break
+            time.sleep(pause if number else 0)
+            with _inventory(run, cluster, root) as inventory:
+                passes.append({each.ledger_id or 0: each for each in find_orphans(inventory)})
+                both = [each for id_, each in passes[-1].items() if id_ in passes[0]]
+                found = [each for each in both if inventory.confirm_orphan(each)] if number else []
+                problems = dict.fromkeys(map(str, inventory.errors))
+        old = [each for each in found if each.age_s is not None and each.age_s >= age_min]
+        for problem in problems:
+            run.out.error(problem)
+        run.out.render(old, ORPHAN_COLUMNS, findings=True)
+        if len(found) > len(old):
+            run.out.note(f"{counted(len(found) - len(old), 'orphan is', 'orphans are')} younger than --min-age")
+        if not delete or dry_run or not old:
+            if not old:
+                run.out.note("No orphans")
+            run.out.finish_with(len(old) + len(problems), "orphan or problem", "orphans or problems")
+            return
+        size_bytes = sum(each.size_bytes or 0 for each in old)
+        run.consent.confirm(f"{counted(len(old), 'ledger', 'ledgers')} with {size_text(size_bytes)} would be lost")
+        deleted = 0
+        with (
+            run.consent.recorded(cluster, undo) as recorded,
+            _inventory(run, cluster, root) as inventory,
+            run.job.working(
+                "Deleting", total=len(old), unit="ledgers", left="deleted ledgers stay deleted: run the command again"
+            ) as activity,
+        ):
+            for each in old:
+                activity.advance()
+                if (orphan := inventory.confirm_orphan(each)) is None:
+                    continue
+                try:
+                    recorded.ledgers.remove(LedgerId(0, each.ledger_id or 0), orphan[0])
+                    deleted += 1
+                except (Conflict, NotFound) as error:
+                    run.out.error(error)
+    run.out.note(f"{deleted:,} of {counted(len(old), 'orphan was', 'orphans were')} deleted")
+    problem_count = len(old) - deleted + len(problems)
+    run.out.finish_with(problem_count, "ledger is left, or cannot be judged", "ledgers are left, or cannot be judged")

@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+from commands.conftest import BOOKIES, Cli
+from support.pulsar_golden import COMPRESSIONS, GOLDEN, load
+from support.pulsar_nodes import PulsarStore, bucket_of, compacted_of, compressed, messages_of, schema_of
+
+from bkctl.formats.metadata import BookieServiceInfo
+from bkctl.ids import LedgerId
+from bkctl.metadata.cluster import Cluster
+
+ORDERS = "public/default/persistent/orders"
+TOPIC = "persistent://public/default/orders"
+
+
+@pytest.fixture
+def pulsar(store: Cluster) -> PulsarStore:
+    """A topic with all that a topic may have, each ledger named; no bookie is needed to know it."""
+    store.ledgers.remove(LedgerId(0, 5))  # Of a managed ledger that does not exist.
+    found = PulsarStore(store, BOOKIES[:2])
+    for ledger_id in (10, 11):
+        found.ledger(ledger_id, messages_of(ORDERS))
+    found.ledger(12, compacted_of(TOPIC))
+    found.ledger(13, bucket_of(ORDERS, "slow", "#pulsar.internal.delayed.bucket_10_11"))
+    found.ledger(14, schema_of("public/default/orders"))
+    found.ledger(15, {"application": b"pulsar", "component": b"of-a-later-release"})
+    found.topic(ORDERS, 10, 11, properties=[{"key": "k", "value": "v"}])
+    found.cursor(ORDERS, "fast", at=(11, 9))
+    found.cursor(
+        ORDERS, "slow+one", at=(10, 3),
+        cursorProperties=[{"name": "#pulsar.internal.delayed.bucket_10_11", "value": "13"}],
+    )  # fmt: skip
+    found.cursor(ORDERS, "__compaction", at=(11, 9), properties=[{"name": "CompactedTopicLedger", "value": 12}])
+    found.schema("public/default/orders", 14)
+    return found
+
+
+def test_topics_show_size_backlog_and_who_holds_it(cli: Cli, pulsar: PulsarStore) -> None:
+    pulsar.topic("public/other/persistent/empty")
+    rows = cli("pulsar", "topics", "-o", "ndjson").rows
+    assert [row["topic"] for row in rows] == [TOPIC, "persistent://public/other/empty"]
+    expected = {
+        "ledgerCount": 4, "entryCount": 20, "size": 2000, "cursorCount": 3, "backlogEntryCount": 16,
+        "heldBy": "slow one", "missingCount": 0, "unavailableCount": 0, "oldestCtime": "2025-08-21T09:53:20.000Z",
+    }  # fmt: skip
+    assert rows[0].items() >= expected.items()
+    total = cli("pulsar", "topics", "--by", "tenant", "-o", "ndjson").rows
+    assert [(row["name"], row["topicCount"], row["size"]) for row in total] == [("public", 2, 2000)]
+    by = cli("pulsar", "topics", "public/other", "--by", "namespace", "-o", "ndjson").rows
+    assert [(row["name"], row["topicCount"], row["size"]) for row in by] == [("public/other", 1, 0)]
+
+
+def test_a_topic_shows_its_ledgers_with_their_roles(cli: Cli, pulsar: PulsarStore) -> None:
+    shown = cli("pulsar", "topic", TOPIC, "-o", "json").json
+    assert [(each["ledgerId"], each["role"], each["state"]) for each in shown["ledgers"]] == [
+        ("10", "managed-ledger", "ok"),
+        ("11", "managed-ledger", "ok"),
+        ("12", "compacted-ledger", "ok"),
+        ("13", "delayed-index-bucket", "ok"),
+    ]
+    assert {each["cursor"]: (each["position"], each["backlogEntryCount"]) for each in shown["cursors"]} == {
+        "fast": ("11:9", 0),
+        "slow one": ("10:3", 16),
+        "__compaction": ("11:9", 0),
+    }
+    assert shown["properties"] == {"k": "v"}
+    assert shown["schemaLedgerIds"] == ["14"]
+    assert "orders" in cli("pulsar", "topic", "public/default/orders").out
+    assert cli("pulsar", "topic", "public/default/none").code == 4
+
+
+def test_a_sound_cluster_has_no_findings(cli: Cli, pulsar: PulsarStore) -> None:
+    assert cli("pulsar", "check", "--pause", "0s").code == 0
+    assert cli("pulsar", "orphans", "--pause", "0s", "--min-age", "0s").code == 0
+
+
+def test_check_finds_what_is_lost_and_what_nothing_names(cli: Cli, pulsar: PulsarStore) -> None:
+    ledgers = pulsar.cluster.ledgers
+    for ledger_id in (11, 12, 13, 14):
+        ledgers.remove(LedgerId(0, ledger_id))
+    pulsar.cursor(ORDERS, "gone", 99)
+    pulsar.ledger(20, messages_of(ORDERS))
+    pulsar.ledger(21, messages_of(ORDERS, "slow+one"))
+    pulsar.ledger(22, messages_of("public/default/persistent/deleted"))
+    pulsar.ledger(23, compacted_of(TOPIC))
+    pulsar.ledger(24, bucket_of(ORDERS, "slow", "#pulsar.internal.delayed.bucket_1_2"))
+    pulsar.ledger(25, schema_of("public/default/deleted"))
+    found = cli("pulsar", "check", "--pause", "0s", "-o", "ndjson")
+    assert found.code == 3
+    assert sorted((row["code"], row["ledgerId"], row["topic"]) for row in found.rows) == [
+        ("bucket-ledger-missing", "13", TOPIC),
+        ("compacted-ledger-missing", "12", TOPIC),
+        ("cursor-ledger-missing", "99", TOPIC),
+        ("ledger-missing", "11", TOPIC),
+        ("orphan", "20", TOPIC),
+        ("orphan", "21", TOPIC),
+        ("orphan", "22", "persistent://public/default/deleted"),
+        ("orphan", "23", TOPIC),
+        ("orphan", "24", TOPIC),
+        ("orphan", "25", "public/default/deleted"),
+        ("schema-ledger-missing", "14", "public/default/orders"),
+    ]
+    assert "6 orphans with" in found.err
+
+
+def test_offloaded_ledgers_are_not_lost(cli: Cli, pulsar: PulsarStore) -> None:
+    info = pulsar.topic(ORDERS, 10, 11, 9)
+    context = {"complete": True, "bookkeeperDeleted": True, "driverMetadata": {"name": "aws-s3"}}
+    info.ledgerInfo[2].offloadContext.MergeFrom(type(info.ledgerInfo[2].offloadContext)(**context))
+    pulsar.put(f"managed-ledgers/{ORDERS}", info.SerializeToString())
+    assert cli("pulsar", "check", "--pause", "0s").code == 0
+    assert cli("pulsar", "topics", "-o", "json").json[0]["offloadedSize"] == 1000
+
+
+def test_topics_at_risk_are_found(cli: Cli, pulsar: PulsarStore) -> None:
+    pulsar.topic("public/default/persistent/risky", 30, 31)
+    pulsar.ledger(30, messages_of("public/default/persistent/risky"), bookies=(BOOKIES[0], BOOKIES[2]))
+    pulsar.ledger(31, messages_of("public/default/persistent/risky"), bookies=(BOOKIES[2], "x:1"))
+    rows = cli("pulsar", "check", "--pause", "0s", "-o", "ndjson").rows
+    assert [(row["code"], row["ledgerId"]) for row in rows] == [("topic-one-copy", "30"), ("topic-unavailable", "31")]
+
+
+def test_orphans_are_deleted_once_they_are_old_and_come_back(cli: Cli, pulsar: PulsarStore) -> None:
+    pulsar.ledger(20, messages_of(ORDERS))
+    pulsar.ledger(21, messages_of(ORDERS), ctime_ms=int(time.time() * 1000))
+    command = ("pulsar", "orphans", "--pause", "0s", "--delete")
+    dry = cli(*command, "--dry-run", "-o", "ndjson")
+    assert [row["ledgerId"] for row in dry.rows] == ["20"]
+    assert "1 orphan is younger than --min-age" in dry.err
+    assert cli(*command).code == 2  # A question needs a terminal.
+    done = cli(*command, "--yes")
+    assert done.code == 0, done.err
+    left = {ledger.ledger_id for ledger in pulsar.cluster.ledgers.ledgers(0)}
+    assert 20 not in left
+    assert left >= {6, 10, 11, 12, 13, 14, 15, 21}
+    undo = done.err.split("metadata undo ")[1].split()[0]
+    assert cli("metadata", "undo", undo, "--yes").code == 0
+    assert 20 in {ledger.ledger_id for ledger in pulsar.cluster.ledgers.ledgers(0)}
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4])
+def test_compressed_metadata_is_read(cli: Cli, pulsar: PulsarStore, number: int) -> None:
+    info = pulsar.topic(ORDERS, 10, 11)
+    pulsar.put(f"managed-ledgers/{ORDERS}", compressed(info.SerializeToString(), number))
+    assert cli("pulsar", "check", "--pause", "0s").code == 0
+
+
+def test_old_metadata_in_text_is_read(cli: Cli, pulsar: PulsarStore) -> None:
+    text = b"ledgerInfo {\n  ledgerId: 10\n  entries: 10\n}\nledgerInfo {\n  ledgerId: 11\n  unknown: 1\n}\n"
+    pulsar.put(f"managed-ledgers/{ORDERS}", text)
+    assert cli("pulsar", "check", "--pause", "0s").code == 0
+
+
+def test_unreadable_topics_are_named_and_have_no_orphans(
+    cli: Cli, pulsar: PulsarStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = pulsar.topic(ORDERS, 10, 11)
+    pulsar.put(f"managed-ledgers/{ORDERS}", compressed(info.SerializeToString(), 3))
+    pulsar.topic("public/default/persistent/other")
+    pulsar.ledger(20, messages_of("public/default/persistent/other"))
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    found = cli("pulsar", "check", "--pause", "0s", "-o", "ndjson")
+    assert [(row["code"], row["ledgerId"]) for row in found.rows] == [("orphan", "20"), ("unreadable", None)]
+    assert f"topic {TOPIC} is compressed with ZSTD, which needs the library pyarrow" in found.rows[1]["message"]
+    topics = cli("pulsar", "topics", "-o", "ndjson")
+    assert [row["topic"] for row in topics.rows] == ["persistent://public/default/other"]
+    assert topics.code == 3
+    assert cli("pulsar", "orphans", "--delete", "--yes", "--pause", "0s").code != 0
+    left = {ledger.ledger_id for ledger in pulsar.cluster.ledgers.ledgers(0)}
+    assert left >= {10, 11, 12, 13, 14}
+    assert 20 not in left
+
+
+def test_a_cluster_without_topics_says_where_it_looked(cli: Cli, store: Cluster) -> None:
+    found = cli("pulsar", "topics")
+    assert found.code == 4
+    assert "--pulsar-root" in found.err
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_all_that_a_broker_wrote_is_read(cli: Cli, store: Cluster, compression: str) -> None:
+    for ledger_id in (5, 6):
+        store.ledgers.remove(LedgerId(0, ledger_id))
+    golden: dict[str, Any] = json.loads(GOLDEN.read_text())[compression]
+    load(store, golden)
+    ledgers = store.ledgers.read_many(store.ledgers.ledgers(0))
+    for bookie in {name for _, found in ledgers for part in found.metadata.ensembles for name in part.bookies}:  # type: ignore[union-attr]
+        store.bookies.register(bookie, BookieServiceInfo())
+    found = cli("pulsar", "check", "--pause", "0s")
+    assert found.code == 0, found.out
+    for topic, truth in golden["topics"].items():
+        shown = cli("pulsar", "topic", topic, "--quick", "-o", "json").json
+        of = {each["role"]: int(each["ledgerId"]) for each in shown["ledgers"]}
+        assert {each["cursor"]: each["backlogEntryCount"] for each in shown["cursors"]} == truth["backlog"]
+        assert of.get("compacted-ledger", -1) == truth["ledgers"]["compacted"]
+        assert [int(each) for each in shown["schemaLedgerIds"]] == truth["ledgers"]["schemas"]
+        assert shown["missingCount"] == 0
+
+
+def test_the_topic_is_named_wherever_ledgers_are_listed(cli: Cli, pulsar: PulsarStore) -> None:
+    from bkctl.metadata.underreplication import LedgerMarks
+
+    for ledger_id in (10, 12, 14):
+        LedgerMarks(pulsar.cluster.store).add(LedgerId(0, ledger_id), BOOKIES[:1])
+    topics = [row["topic"] for row in cli("autorecovery", "list", "-o", "ndjson").rows]
+    assert topics == [TOPIC, f"{TOPIC} (compacted-ledger)", "public/default/orders (schema)"]
+    assert cli("ledger", "show", "12", "-o", "json").json["pulsar"]["topic"] == TOPIC
+    health = cli("cluster", "health", "--no-bookies", "-o", "json")
+    named = [row for row in health.json if row["code"] == "underreplicated"]
+    assert TOPIC in named[0]["message"]
+    assert named[0]["details"]["topics"][0] == TOPIC
