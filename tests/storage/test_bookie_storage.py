@@ -102,14 +102,18 @@ def test_journal_of_one_ledger_byte_for_byte(tmp_path: Path) -> None:
     for entry_id in (0, 1):
         body = body_of(PLAIN, entry_id)
         first += struct.pack(">i", len(body)) + body
-    first += struct.pack(">ii", -0x100, 512 - len(first) - 8) + bytes(512 - len(first) - 8)
+    (path,) = (tmp_path / "journal" / "current").glob("*.txn")
+    data = path.read_bytes()
+    tag = data[8:16]
+    first += struct.pack(">ii", -0x100, 512 - len(first) - 32) + bytes(512 - len(first) - 32)
+    first += struct.pack(">ii8sq", -0x100, 16, tag, 512)
     body = body_of(PLAIN, 2)
     second = struct.pack(">i", len(body)) + body + struct.pack(">i8sq", 16, ids, -0x2000)
-    second += struct.pack(">ii", -0x100, 512 - len(second) - 8) + bytes(512 - len(second) - 8)
-    (path,) = (tmp_path / "journal" / "current").glob("*.txn")
+    second += struct.pack(">ii", -0x100, 512 - len(second) - 32) + bytes(512 - len(second) - 32)
+    second += struct.pack(">ii8sq", -0x100, 16, tag, 1024)
     assert path.name == "1001.txn"
-    data = path.read_bytes()
-    assert data[:512] == b"BKLG" + struct.pack(">i", 6) + bytes(504)
+    assert any(tag)
+    assert data[:512] == b"BKLG" + struct.pack(">i", 6) + tag + bytes(496)
     assert data[512:1536] == first + second
     assert data[1536:] == bytes((1 << 20) + 512 - 1536), "one step of preallocation"
 
@@ -286,6 +290,7 @@ def test_fence_writes_no_key_record_if_the_index_has_the_key(tmp_path: Path) -> 
         RecordType.LEDGER_KEY,
         RecordType.FENCE,
         RecordType.PADDING,
+        RecordType.PADDING,
     ]
     add_again = LedgerId(0, 9)
     add(storage, add_again, 0)
@@ -293,7 +298,7 @@ def test_fence_writes_no_key_record_if_the_index_has_the_key(tmp_path: Path) -> 
     storage = open_storage(tmp_path)
     storage.fence(add_again, key_of(add_again), lambda error: None)
     flush_journals(storage)
-    assert [record.type for _, record in records_of(tmp_path)][-2:] == [RecordType.FENCE, RecordType.PADDING]
+    assert [record.type for _, record in records_of(tmp_path)][-3] is RecordType.FENCE
 
 
 def test_scoped_records_go_to_version_7_journals_only(tmp_path: Path) -> None:
