@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from bkctl.columns import Column, Columns, Kind
-from bkctl.errors import BkctlError, FindingsError, NotFound, Unreachable
+from bkctl.errors import BkctlError, FindingsError, NotFound, Unreachable, Unsupported
 
 from ..kit.command import Run, command, group
 from ..kit.documents import object_of
@@ -50,7 +50,7 @@ def state(run: Run, which: BookieServerOption, watch: WatchOption) -> None:
     that runs is not ready: above all that it lost its registration in the metadata store.
     """
     with server(run, which) as found:
-        with suppress(NotFound):  # an old bookie of Apache's has no such path
+        with suppress(NotFound, Unsupported):  # an old bookie of Apache's has no such path
             readiness = found.api.readiness()
             if not readiness.ready:
                 run.out.warn(f"{found.name} is not ready: {readiness.message}")

@@ -39,6 +39,7 @@ from bkctl.formats.record import RecordType, record_of
 from bkctl.ids import LedgerId
 from bkctl.storage import open_ledgers
 from bkctl.storage.bookie_storage import BookieStorage
+from bkctl.storage.ledger import index_persistence
 
 PLAIN, SCOPED = LedgerId(0, 0x1234), LedgerId(7, 0x1234)
 SETTINGS: dict[str, Any] = {}
@@ -558,6 +559,38 @@ def test_deleted_scoped_ledgers_leave_no_directories(tmp_path: Path) -> None:
     (current / "0000000e").mkdir()
     open_storage(tmp_path)
     assert directories() == 0
+
+
+def test_empty_directories_that_a_start_does_not_reach_go_after_the_next_listing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start must not wait for a walk of millions of directories; collections list the ledgers anyway."""
+    monkeypatch.setattr(index_persistence, "PRUNED_AT_START_MAX", 3)
+    storage = open_storage(tmp_path)
+    kept = LedgerId(7, 1)
+    add(storage, kept, 0)
+    flush_journals(storage)
+    storage.close()
+    current = tmp_path / "ledgers" / "current"
+    for number in range(20):
+        (current / f"{number:08x}" / "0000000b" / "0000000c").mkdir(parents=True)
+
+    def left() -> int:
+        return sum((current / f"{number:08x}").exists() for number in range(20))
+
+    storage = open_storage(tmp_path)
+    assert left() >= 17
+    late = LedgerId(5 << 32, 1)  # below a directory that is empty now
+    list(storage.ledgers.ledger_ids())
+    add(storage, late, 0)
+    flush_journals(storage)
+    storage.run_checkpoint()
+    assert left() == 2, "those of the two ledgers"
+    storage.close()
+    storage = open_storage(tmp_path)
+    for ledger in (kept, late):
+        assert bytes(storage.read_entry(ledger, 0)) == body_of(ledger, 0)
+    storage.close()
 
 
 def test_crash_while_directories_are_pruned_loses_no_other_ledger(tmp_path: Path) -> None:
