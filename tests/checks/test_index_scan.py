@@ -238,3 +238,10 @@ def test_lost_index_files_are_findings(tmp_path: Path, name: str) -> None:
             shutil.rmtree(path)
     answer = CommandLine(None)("bookie", "index", "check", tmp_path / "ledgers")
     assert (answer.code, b"its index is lost" in answer.out) == (3, True)
+
+
+def test_a_ledger_in_place_of_a_directory_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    answer = CommandLine(None)("bookie", "index", "check", "3")
+    assert answer.code == 4
+    assert "Directory 3 does not exist; a directory of a bookie is needed" in answer.err
