@@ -1,6 +1,6 @@
 """Measure what clients that list a huge ledger cost others: adds beside LIST_ENTRIES, and the bookie's memory.
 
-    python benchmarks/list_entries.py                                  every storage class, a ledger of 1,000,000 entries
+    python benchmarks/list_entries.py              every storage class, a ledger of 1,000,000 entries
     python benchmarks/list_entries.py --storage db --entries 200000 --connections 4
 
 The ledger is sparse, every other entry, so that each entry is a group of its own in the answer. So many connections

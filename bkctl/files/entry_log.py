@@ -60,7 +60,7 @@ class EntryLogReader(FileReader):
         super().__init__(path)
         self.position = HEADER_SIZE
         self.end = ScanState.END_OF_FILE
-        #: Whether the index points to a record. Without it, records within a record prove that its size is damaged.
+        #: Returns True if the index points to a record. Without it, records within a record prove that its size is wrong.
         self.is_indexed: Callable[[Record], bool] | None = None
         try:
             start = self.read(0, HEADER_SIZE)

@@ -55,9 +55,9 @@ _SHARED: Final = re.compile(
 _BYTES_ONLY: Final = frozenset(("import", "migrate", "replace-bookie", "undo"))
 
 
-#: Whether bookies that only the first of two values names say that they lack entries of the ledger.
+#: Returns True if bookies that only the first of two values names say that they lack entries of the ledger.
 LacksEntries = Callable[[LedgerId, LedgerMetadata, LedgerMetadata], bool]
-#: Whether the bookies named in the value before at a path may lack entries by now.
+#: Returns True if bookies that the value before of a path names may lack entries by now.
 IsMoved = Callable[[str, bytes | None, bytes | None], bool]
 
 
