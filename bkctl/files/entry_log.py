@@ -60,7 +60,7 @@ class EntryLogReader(FileReader):
         super().__init__(path)
         self.position = HEADER_SIZE
         self.end = ScanState.END_OF_FILE
-        #: Returns True if the index points to a record. Without it, records within a record prove that its size is wrong.
+        #: Returns True if the index points to a record. Without it, records within a record prove that its size is bad.
         self.is_indexed: Callable[[Record], bool] | None = None
         try:
             start = self.read(0, HEADER_SIZE)
