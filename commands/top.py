@@ -126,7 +126,7 @@ def top(
         if load.underreplicated_count and run.out.output in (Output.TABLE, Output.WIDE):
             run.out.note(f"{load.underreplication}: 'bkctl autorecovery list' shows them")
         elif load.not_audited:
-            run.out.note(f"Replication is {load.not_audited}")
+            run.out.note(f"Replication was {load.not_audited}")
         return
     if run.out.given_output is not Output.TABLE:
         raise UsageError(f"'bkctl top' has no end, and -o {run.out.given_output} is for scripts", hint="add --once")

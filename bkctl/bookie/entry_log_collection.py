@@ -50,7 +50,7 @@ class EntryLogCollector:
         self._unindexed = unindexed
         self._checkpoint = checkpoint
         self._clock_ms = clock_ms
-        self._logs = EntryLogMetadataMap(storage.entry_loggers)
+        self._logs = EntryLogMetadataMap(storage.entry_loggers, storage)
         self._compactor = EntryLogCompactor(
             config,
             storage,

@@ -15,6 +15,7 @@ from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported
 from bkctl.files.directories import BookieDirectories, FileKind, current_of
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.index import BookieIndexes, IndexDatabases, LedgerIndexReader
+from bkctl.files.listing import log_contents
 from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
 from bkctl.files.rocksdb_files import check_write_ahead_logs
 from bkctl.formats.entry import read_lac_header
@@ -71,23 +72,30 @@ class IndexScan:
             for pair in pairs:
                 yield from self._scan_pair(pair)
             if self._find_deleted is not None and self._ledgers and not indexes.problems:
-                yield from unindexed_findings(self._ledgers_without_index(), self._find_deleted)
+                yield from self._ledgers_without_index(self._find_deleted)
 
-    def _ledgers_without_index(self) -> dict[LedgerId, tuple[Path, str]]:
-        """Return the ledgers in entry logs (by their maps, else their records) of which no index has an entry."""
+    def _ledgers_without_index(self, find_deleted: FindDeleted) -> Iterator[Finding]:
+        """Yield the ledgers in entry logs (by their maps, else their records) of which no index has an entry."""
         found: dict[LedgerId, tuple[Path, str]] = {}
         for file in self._directories.entry_logs():
+            sizes: dict[LedgerId, int] = {}
             try:
                 with EntryLogReader.open(file.path) as reader:
-                    sizes = reader.ledgers_map() or reader.scan_ledgers(complete=False)[0]
-            except BkctlError:
-                continue  # A damaged log is the finding of other checks.
+                    sizes, _, is_complete, error = log_contents(reader)
+            except NotFound:
+                continue
+            except BkctlError as failure:
+                is_complete, error = False, failure
+            if not is_complete:
+                reason = f"ledgers that are only behind the damage were not looked for: {error}"
+                yield Finding(FindingKind.LOG_DAMAGED, None, None, None, file.path, reason)
             for ledger, size in sizes.items():
                 if ledger not in found:
                     found[ledger] = file.path, f"{size:,} bytes"
         recheck = Recheck(self._directories, self.counts, None)
         logs = {ledger: path for ledger, (path, _) in found.items()}
-        return {ledger: found[ledger] for ledger in recheck.ledgers_without_index(logs)}
+        unindexed = {ledger: found[ledger] for ledger in recheck.ledgers_without_index(logs)}
+        yield from unindexed_findings(unindexed, find_deleted)
 
     # --- index files --------------------------------------------------------------------------------------------
 

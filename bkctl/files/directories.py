@@ -235,7 +235,8 @@ def current_of(directory: Path) -> Path:
         return directory
     if directory.exists():
         raise UsageError(f"{directory} is a file, a directory is needed")
-    raise NotFound(f"Directory {directory} does not exist")
+    hint = "a directory of a bookie is needed; commands about single ledgers have --ledger"
+    raise NotFound(f"Directory {directory} does not exist", hint=hint if str(directory).isdecimal() else None)
 
 
 def bookie_directories(directory: Path) -> list[Path]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -60,6 +60,8 @@ class EntryLogReader(FileReader):
         super().__init__(path)
         self.position = HEADER_SIZE
         self.end = ScanState.END_OF_FILE
+        #: Returns True if the index points to a record. Without it, records within a record prove that its size is bad.
+        self.is_indexed: Callable[[Record], bool] | None = None
         try:
             start = self.read(0, HEADER_SIZE)
             self.header: EntryLogHeader | None = read_header(start, self.name) if start else None
@@ -378,12 +380,21 @@ class EntryLogReader(FileReader):
             )
 
     def _hides_records(self, at: int, size: int) -> bool:
-        """Return True if records begin in the `size` bytes behind the size field at byte `at`, up to the log's end."""
+        """Return True if records begin in the `size` bytes behind the size field at byte `at`, up to the log's end.
+
+        A client may have put them there. Where the index is known, it has to point to one of them.
+        """
         begin: int | None = at + 4 + BODY_SIZE_MIN
         end, budget = at + 4 + size, _PROOF_SIZE_BYTES_MAX
         while begin is not None:
             begin, budget = self.next_entry(begin, end, budget)
-            if begin is not None:
+            if begin is not None and self.is_indexed is not None:
+                head = self.read(begin, 4 + OVERHEAD_SIZE_MAX)
+                if self.is_indexed(read_record(head, 4, len(head) - 4, begin, self.name)):
+                    return True
+                budget -= _CANDIDATE_COST_BYTES
+                begin += 1
+            elif begin is not None:
                 stop, is_whole = self._follow(begin)
                 if is_whole:
                     return True

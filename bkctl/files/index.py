@@ -18,7 +18,7 @@ from typing import Final, NamedTuple, Self
 
 from bkctl.errors import BkctlError, Corrupt, LedgerNotFound, NotFound, UsageError
 from bkctl.files.directories import BookieDirectories, BookieFile, FileKind, current_of
-from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
+from bkctl.files.rocksdb import REBUILD_HINT, LedgersDatabase, LocationsDatabase
 from bkctl.files.windows import WINDOW_SIZE_BYTES, FileReader
 from bkctl.formats.entry import read_lac_header
 from bkctl.formats.entry_log import unpack_location
@@ -288,17 +288,18 @@ class BookieIndexes:
         """
         if self._databases is None:
             self._databases, self.problems = [], []
-            for file in self._directories.rocksdbs():
-                prefix = "scoped-" if file.scoped else ""
-                if file.path.name == f"{prefix}ledgers":
-                    try:
-                        ledgers = self._stack.enter_context(LedgersDatabase.open(file.path))
-                        path = file.path.with_name(f"{prefix}locations")
-                        locations = self._stack.enter_context(LocationsDatabase.open(path))
-                    except BkctlError as error:
-                        self.problems.append(error)
-                    else:
-                        self._databases.append(IndexDatabases(ledgers, locations))
+            files = [file for file in self._directories.rocksdbs() if file.path.name.endswith(("ledgers", "locations"))]
+            for current, scoped in dict.fromkeys((file.path.parent, file.scoped) for file in files):
+                prefix = "scoped-" if scoped else ""
+                try:
+                    ledgers = self._stack.enter_context(LedgersDatabase.open(current / f"{prefix}ledgers"))
+                    locations = self._stack.enter_context(LocationsDatabase.open(current / f"{prefix}locations"))
+                except NotFound as error:  # one of the two is there
+                    self.problems.append(Corrupt(error.message, hint=REBUILD_HINT))
+                except BkctlError as error:
+                    self.problems.append(error)
+                else:
+                    self._databases.append(IndexDatabases(ledgers, locations))
         return self._databases
 
     def open(self, ledger: LedgerId) -> LedgerIndex:

@@ -11,12 +11,13 @@ clients' and prove nothing. Records form a chain by their sizes, and a chain end
 - A size is wrong, and one of them is: a crash, unless a later group shows that this group was synced: then damage.
 - The file ends in a record, or a group ends without padding: a crash, unless a later group contradicts it.
 
-A later group contradicts the chain if a second chain does: it begins at a border, behind padding or a sector of zeros;
-it has a whole group with the padding; it continues, group by group, to the end of the data or (unless a record reaches
-over it all, whose payload it may be) to an incomplete last group; and it never meets the group's own chain. So payloads
-of zeros, of padding or of whole records prove nothing, nor do records at borders within their own group. Chains of
-copied records do not count. A payload in a cut record that is made to look like complete new groups up to the very cut
-cannot be told from groups: such a journal is refused.
+A bookie of ours ends each group with a seal: the file's random tag, which no client knows, and the group's start. So a
+seal of a later group, or data behind the group's own seal, is the proof, and no payload passes for it.
+
+Apache's journals have no tag. There a later group is a chain that begins behind the records that can be followed, at a
+border behind padding or a sector of zeros, has a whole group with its padding, and continues to the end of the data or
+to an incomplete last group. What a record reaches over is its payload, as for Apache's bookie. So what a kill leaves is
+always replayed; only after a power failure that lost a sector before others can a payload pass for later groups.
 
 Versions 1 to 4 have no borders: the first bad size is damage, and a record that the file's end cuts is the end.
 """
@@ -40,6 +41,8 @@ from bkctl.formats.journal import (
     HEADER,
     PADDING_HEADER_SIZE,
     PADDING_MASK,
+    SEAL,
+    TAG_SIZE,
     VERSION_PADDING,
     VERSION_SCOPED,
     LogMark,
@@ -47,6 +50,7 @@ from bkctl.formats.journal import (
     journal_id_of,
     last_mark_name,
     read_header,
+    read_tag,
 )
 from bkctl.formats.record import (
     BODY_SIZE_MIN,
@@ -60,9 +64,6 @@ from bkctl.formats.record import (
 )
 
 _PADDING_START: Final = RECORD_SIZE.pack(PADDING_MASK)
-#: Copied records that are looked up, and bytes of each that are compared.
-_COPIES_MAX: Final = 8
-_COMPARED_SIZE_MAX: Final = 4096
 #: Reads of the end of a journal while a bookie writes there.
 _STILL_ATTEMPTS_MAX: Final = 20
 _READ_ON_HINT: Final = "the records before it are undamaged, 'bkctl journal verify' shows what is behind it"
@@ -98,11 +99,13 @@ class JournalReader(FileReader):
     def __init__(self, path: Path | str) -> None:
         super().__init__(path)
         try:
-            self.version = read_header(self.read(0, HEADER.size), self.name)
+            header = self.read(0, HEADER.size + TAG_SIZE)
+            self.version = read_header(header[: HEADER.size], self.name)
         except BkctlError:
             self.close()
             raise
         self.journal_id = journal_id_of(self.path.name)
+        self._tag = read_tag(header, self.version)
         self.header_size = header_size(self.version)
         self.position = self.header_size
         self.end = ScanState.DAMAGED
@@ -112,6 +115,11 @@ class JournalReader(FileReader):
         self._known_group = self.header_size
         #: Groups before the first byte were synced; those from the second on may be incomplete.
         self._synced_before, self._unsynced_from = 0, maxsize
+
+    @property
+    def is_sealed(self) -> bool:
+        """Return True if a bookie of ours wrote the file: each of its groups ends with a seal."""
+        return bool(self._tag)
 
     def records(self, start: int = 0, *, padding: bool = False) -> Iterator[Record]:
         """Yield records in file order from byte `start` (0: just after the header), padding only if asked for.
@@ -196,7 +204,7 @@ class JournalReader(FileReader):
                 return
             error.hint = _GAP_HINT
             raise
-        if self.end is not ScanState.DAMAGED and self.version >= VERSION_PADDING:
+        if self.end is not ScanState.DAMAGED and self._tag:
             self._check_last_group()
 
     def _check_last_group(self) -> None:
@@ -204,7 +212,7 @@ class JournalReader(FileReader):
         group, stop = self._group_start(self.position), self.position
         if group == stop and self.end is not ScanState.TORN:
             return
-        border = self._find_later_group(group, stop, in_record=True)
+        border = self._find_sealed_group(group)
         if border is None:
             return
         at = max((offset for offset, end, _ in self._walk(group, stop) if offset < border < end), default=stop)
@@ -290,47 +298,58 @@ class JournalReader(FileReader):
         sectors = range(start - start % SECTOR_SIZE_BYTES, stop, SECTOR_SIZE_BYTES)
         return any(not any(self.read(sector, SECTOR_SIZE_BYTES)) for sector in sectors)
 
-    def _find_later_group(self, group: int, stop: int, *, in_record: bool = False) -> int | None:
-        """Return where a later group begins that contradicts the records from byte `group` to `stop`; None without one.
+    def _find_later_group(self, group: int, stop: int) -> int | None:
+        """Return a border behind which another group than that at byte `group` was written; None if nothing proves it.
 
-        With `in_record` a record reaches over the later groups. They may be its payload, and must fill it to the end.
-        Follows the chains from all borders at once, in file order, and joins those that meet: no byte is a record's
-        start twice, however many borders look like a group's start.
+        The records of that group end, or cannot be followed, at byte `stop`.
         """
-        data_end = self._data_end(group)
-        borders = self._possible_starts(group + 1, data_end)
+        if self._tag:
+            return self._find_sealed_group(group)
+        # (position, behind a whole group, first border), lowest first: the chains from all borders at once. Those that
+        # meet are joined, so no byte is a record's start twice.
+        data_end = self._data_end(stop)
+        borders = self._possible_starts(stop, data_end)
         border = next(borders, None)
-        # (position, rank, first border), lowest first. Rank 0 is the group's own chain, which any chain that meets it
-        # agrees with; rank 1 chains have a whole group, rank 2 do not yet.
-        chains = [(group, 0, group)]
-        copies = 0
+        chains: list[tuple[int, bool, int]] = []
         while border is not None or chains:
             if border is not None and (not chains or border < chains[0][0]):
-                heappush(chains, (border, 2, border))
+                heappush(chains, (border, True, border))
             if chains[0][0] == border:
                 border = next(borders, None)
-            at, rank, first = heappop(chains)
+            at, is_first, first = heappop(chains)
             while chains and chains[0][0] == at:
                 heappop(chains)
-            if rank == 0 and at >= stop:
-                continue
-            step = self._step(at) if rank == 0 or at < data_end else None
+            step = self._step(at) if at < data_end else None
             if step is None:
                 # Only the end of the data, or an incomplete last group, may follow the whole groups.
-                if rank == 1 and (at >= data_end or (not in_record and (self._is_lost(at) or self._is_cut(at)))):
-                    if not self._is_copy(first):
-                        return first
-                    copies += 1
-                    if copies > _COPIES_MAX:
-                        return None
+                if not is_first and (at >= data_end or self._is_lost(at) or self._is_cut(at)):
+                    return first
                 continue
             end, is_padding = step
-            if rank and is_padding:
+            if is_padding:
                 data = None if end % SECTOR_SIZE_BYTES else self.next_data(at + PADDING_HEADER_SIZE)
                 if end % SECTOR_SIZE_BYTES or (data is not None and data < end):
                     continue
-                rank = 1
-            heappush(chains, (end, rank, first))
+                is_first = False
+            heappush(chains, (end, is_first, first))
+        return None
+
+    def _find_sealed_group(self, group: int) -> int | None:
+        """Return the start of a group later than that at byte `group`, or the end of that one if data follows it."""
+        at = group
+        while len(window := self.window(at)) >= TAG_SIZE:
+            found = -1
+            while (found := window.find(self._tag, found + 1)) >= 0:
+                sealed = at + found - PADDING_HEADER_SIZE
+                end = sealed + SEAL.size
+                if end % SECTOR_SIZE_BYTES or end > self.size():
+                    continue
+                start = SEAL.unpack_from(self.read(sealed, SEAL.size)).start
+                if group < start < end:
+                    return start
+                if start == group and self.next_data(end) is not None:
+                    return end
+            at += len(window) - TAG_SIZE + 1
         return None
 
     def _possible_starts(self, start: int, stop: int) -> Iterator[int]:
@@ -363,21 +382,6 @@ class JournalReader(FileReader):
         """Return True if the file ends in a record at byte `at`."""
         (size,) = RECORD_SIZE.unpack(self.read(at, RECORD_SIZE.size))
         return bool(BODY_SIZE_MIN <= size <= RECORD_SIZE_BYTES_MAX)
-
-    def _is_copy(self, at: int) -> bool:
-        """Return True if the journal has the record at byte `at` twice, as no bookie writes it."""
-        step = self._step(at)
-        assert step is not None, "a chain begins at it"
-        record = self.read(at, min(step[0] - at, _COMPARED_SIZE_MAX))
-        start = self.header_size
-        while len(window := self.window(start)) >= len(record):
-            found = window.find(record)
-            if found == at - start:
-                found = window.find(record, found + 1)
-            if found >= 0:
-                return True
-            start += len(window) - len(record) + 1
-        return False
 
     def _data_end(self, at: int) -> int:
         """Return the end of the last data behind byte `at`: only zeros follow."""

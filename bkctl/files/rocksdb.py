@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby, islice
 from operator import itemgetter
-from typing import Any
+from typing import Any, Final
 
 from bkctl.files.rocksdb_database import BATCH_OPERATIONS, Database, new_batch
 from bkctl.formats.index import (
@@ -28,7 +28,9 @@ from bkctl.formats.index import (
 )
 from bkctl.ids import LedgerId
 
-__all__ = ["BATCH_OPERATIONS", "LedgersDatabase", "LocationsDatabase"]
+__all__ = ["BATCH_OPERATIONS", "REBUILD_HINT", "LedgersDatabase", "LocationsDatabase"]
+
+REBUILD_HINT: Final = "'bkctl bookie index rebuild --ledgers --locations' rebuilds the databases from the entry logs"
 
 
 class LedgersDatabase(Database):

@@ -1,9 +1,12 @@
 """The journal: file header, records, alignment, special records, and the last mark.
 
     file     header | records …                       header: none (version 1), 8 bytes (2 to 4), 512 bytes (5 to 7)
-    header   "BKLG" | version i32 | zeros
+    header   "BKLG" | version i32 | tag[8] | zeros    tag: random where a bookie of ours wrote the file, else zeros
     record   size i32 | body[size]                    size 0: the end; see `record`
     padding  -0x100 i32 | count i32 | zeros[count]    version 5 and later
+    seal     -0x100 i32 | 16 | tag[8] | start i64     the padding that ends a group of ours, which began at byte `start`
+
+No client knows the tag, so a seal in a payload never passes for one. Apache's bookie skips what padding holds.
 
 Special records, after their ids (`record.write_ids`): ledger key: size i32 | master key; fence: nothing; explicit LAC:
 size i32 | LAC packet. Version 7 is 6 with scoped records. Source: JournalChannel, Journal, LogMark; BP-35.
@@ -54,16 +57,30 @@ class JournalHeader(NamedTuple):
 HEADER: Final = Layout(JournalHeader)
 
 
+class Seal(NamedTuple):
+    """The last 24 bytes of a group that a bookie of ours wrote: padding, with the file's tag and the group's start."""
+
+    mask: Annotated[int, "i"]
+    size: Annotated[int, "i"]
+    tag: Annotated[bytes, "8s"]
+    start: Annotated[int, "q"]
+
+
+SEAL: Final = Layout(Seal)
+TAG_SIZE: Final = 8
+
+
 def header_size(version: int) -> int:
     """Return the bytes before the first record."""
     return 0 if version < 2 else HEADER_SIZE_V2 if version < VERSION_PADDING else HEADER_SIZE_V5
 
 
-def write_header(version: int) -> bytes:
-    """Return the header of a journal file of `version` (2 to 7), 8 or 512 bytes."""
+def write_header(version: int, tag: bytes = b"") -> bytes:
+    """Return the header of a journal file of `version` (2 to 7), 8 or 512 bytes; from version 5 on with a `tag`."""
     if not 2 <= version <= VERSION_SCOPED:
         raise UsageError(f"Journal version {version} is not 2 to {VERSION_SCOPED}")
-    return HEADER.pack(JournalHeader(MAGIC, version)).ljust(header_size(version), b"\0")
+    size = header_size(version)
+    return (HEADER.pack(JournalHeader(MAGIC, version)) + tag).ljust(size, b"\0")[:size]
 
 
 def read_header(start: Buffer, where: str = "") -> int:
@@ -80,20 +97,30 @@ def read_header(start: Buffer, where: str = "") -> int:
     return version
 
 
-def write_padding(position: int, alignment: int = ALIGNMENT_DEFAULT, *, always: bool = False) -> bytes:
+def read_tag(start: Buffer, version: int) -> bytes:
+    """Return the tag in the header of a journal file of `version`, whose first 16 bytes are `start`; empty if none."""
+    tag = bytes(start[HEADER.size : HEADER.size + TAG_SIZE]) if version >= VERSION_PADDING else b""
+    return tag if any(tag) else b""
+
+
+def write_padding(position: int, alignment: int = ALIGNMENT_DEFAULT) -> bytes:
     """Return the record that pads a file of `position` bytes to a multiple of `alignment`; empty if it is one.
 
-    With `always`, return `alignment` bytes in place of an empty record. Source: Journal.writePaddingBytes.
+    Source: Journal.writePaddingBytes.
     """
     gap = -position % alignment
     if gap == 0:
-        if not always:
-            return b""
-        gap = alignment
+        return b""
     if gap < PADDING_HEADER_SIZE:
         gap += alignment
     count = gap - PADDING_HEADER_SIZE
     return RECORD_SIZE.pack(PADDING_MASK) + RECORD_SIZE.pack(count) + bytes(count)
+
+
+def write_seal(start: int, end: int, tag: bytes, alignment: int = ALIGNMENT_DEFAULT) -> bytes:
+    """Return the padding of a group whose records are at bytes `start` to `end`: zeros, and then its seal."""
+    seal = Seal(PADDING_MASK, SEAL.size - PADDING_HEADER_SIZE, tag, start)
+    return write_padding(end + SEAL.size, alignment) + SEAL.pack(seal)
 
 
 def ledger_key_record(ledger: LedgerId, master_key: bytes) -> bytes:

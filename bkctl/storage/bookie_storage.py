@@ -60,7 +60,7 @@ _unpack_v2 = struct.Struct(">BQQqq").unpack_from
 class BookieStorage:
     """The ledgers of one bookie in the directories of `config`; see the module for which thread calls what.
 
-    `clock_ms` is wall time: it gives new journals their ids. `chance` picks directories.
+    `clock_ms` is wall time: it gives new journals their ids. `chance` picks directories and journals' tags.
     """
 
     def __init__(
@@ -80,6 +80,7 @@ class BookieStorage:
         #: The indexes of the ledger directories that take new files.
         self.writable = list(range(len(self.ledger_directories)))
         self._clock_ms = clock_ms
+        self._chance = chance
         self.ledgers = open_ledger_storage(config, self.files, chance=chance)
         # LedgerStorage describes these.
         self.find, self.find_all = self.ledgers.find, self.ledgers.find_all
@@ -159,7 +160,9 @@ class BookieStorage:
     def _open_journals(self) -> None:
         scoped = self._open_ledgers.has_scoped
         for directory in self.journal_directories:
-            journal = JournalWriter(directory, self.files, self.config, clock_ms=self._clock_ms, scoped=scoped)
+            journal = JournalWriter(
+                directory, self.files, self.config, clock_ms=self._clock_ms, scoped=scoped, chance=self._chance
+            )
             journal.open()
             self.journals.append(journal)
 

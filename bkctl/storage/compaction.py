@@ -22,11 +22,10 @@ from typing import Any, Final
 from bkctl.config import BookieConfig
 from bkctl.disk import Files
 from bkctl.errors import BkctlError, Corrupt, ReadOnlyBookie, Unsupported
-from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.scan import RecordBatch, ScannedFile
 from bkctl.formats.entry_log import HEADER_SIZE, pack_location
 from bkctl.ids import LedgerId
-from bkctl.storage.entry_log_metadata import EntryLogMetadata
+from bkctl.storage.entry_log_metadata import EntryLogMetadata, open_log
 from bkctl.storage.entry_logger import CompactionLog, EntryLogger, Move
 from bkctl.storage.ledger.ledger_storage import LedgerStorage
 
@@ -146,7 +145,7 @@ class EntryLogCompactor:
             self.flush()
         try:
             ledgers = frozenset(log.ledgers)
-            for batch in _batches(log):
+            for batch in _batches(log, self._storage):
                 self._copy(log, ledgers, batch)
         except (OSError, CompactionStopped):
             self.abort()
@@ -229,9 +228,9 @@ class EntryLogCompactor:
             target.log.abort()
 
 
-def _batches(log: EntryLogMetadata) -> Iterator[RecordBatch]:
+def _batches(log: EntryLogMetadata, storage: LedgerStorage[Any]) -> Iterator[RecordBatch]:
     try:
-        with EntryLogReader.open(log.path) as reader:
+        with open_log(log.logger, log.log_id, log.path, storage) as reader:
             yield from reader.batches(source=ScannedFile.ENTRY_LOG_WITH_SHORT)
     except (Corrupt, Unsupported) as error:
         raise UnreadableEntryLog(error.message, hint=error.hint) from error

@@ -7,13 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from bkctl.errors import BkctlError, NotFound
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.files.listing import log_contents
+from bkctl.formats.entry_log import pack_location
+from bkctl.formats.record import RECORD_SIZE
 from bkctl.ids import LedgerId
 from bkctl.storage.entry_logger import EntryLogger
+from bkctl.storage.ledger.ledger_storage import LedgerStorage
 from bkctl.storage.sorted_ledgers import SizesByLedger
+
+
+def open_log(logger: EntryLogger, log_id: int, path: Path, storage: LedgerStorage[Any]) -> EntryLogReader:
+    """Open a complete log, in which only the index tells a cut record's payload from records behind a damaged size."""
+    reader, base = EntryLogReader.open(path), pack_location(log_id, RECORD_SIZE.size)
+    reader.is_indexed = lambda record: storage.live(logger, [(record.ledger, record.entry_id, base + record.offset)])[0]
+    return reader
 
 
 class EntryLogMetadata:
@@ -61,10 +72,10 @@ class EntryLogMetadata:
 
 
 class EntryLogMetadataMap:
-    """The complete entry logs of all id spaces; each is read once. For one thread."""
+    """The complete entry logs of all id spaces; each is read once. `storage` has their index. For one thread."""
 
-    def __init__(self, loggers: Sequence[EntryLogger]) -> None:
-        self._loggers = loggers
+    def __init__(self, loggers: Sequence[EntryLogger], storage: LedgerStorage[Any]) -> None:
+        self._loggers, self._storage = loggers, storage
         self._logs: list[dict[int, EntryLogMetadata]] = [{} for _ in loggers]
         self._unreadable: set[Path] = set()
 
@@ -91,13 +102,13 @@ class EntryLogMetadataMap:
                 if path in self._unreadable:
                     continue
                 try:
-                    with EntryLogReader.open(path) as reader:
+                    with open_log(logger, log_id, path, self._storage) as reader:
                         contents = log_contents(reader)
                     if not contents.complete:
                         raise contents.error or BkctlError(f"{path} cannot be read to its end")
                     logs[log_id] = EntryLogMetadata(logger, log_id, path, contents.sizes)
-                except NotFound:
-                    continue
+                except (NotFound, OSError):
+                    continue  # it is gone, or a later round reads it
                 except BkctlError as error:
                     self.leave_out(path)
                     problem(path, error)

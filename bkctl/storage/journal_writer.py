@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import os
+import random
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -31,7 +32,7 @@ class JournalWriter:
     once, 0 for none.
     `failed` is set by any failure but a lack of space: the writer refuses all further groups, and the bookie has to
     stop; the next start replays the journal. `clock_ms` is wall time, for the ids of new files; `now_s` measures
-    intervals.
+    intervals; `chance` makes the files' tags.
     """
 
     def __init__(
@@ -43,11 +44,13 @@ class JournalWriter:
         clock_ms: Callable[[], int],
         now_s: Callable[[], float] = time.monotonic,
         scoped: bool = False,
+        chance: random.Random | None = None,
     ) -> None:
         self.directory = directory
         self._files = files
         self._config = config
         self._clock_ms = clock_ms
+        self._chance = chance or random.SystemRandom()
         self._now_s = now_s
         self._size_max = config.journal_max_size_mb * MEBIBYTE
         self.allocation_size = config.journal_pre_alloc_size_mb * MEBIBYTE
@@ -57,6 +60,7 @@ class JournalWriter:
         self._synced_s = -math.inf
         self._file: StorageFile | None = None
         self._journal_id = 0
+        self._tag = b""
         self._position = 0
         self._allocated = 0
         self.mark = LogMark(0, 0)
@@ -94,7 +98,8 @@ class JournalWriter:
             self._sync(self._file)
         journal_id = self._journal_id + 1
         version = formats.VERSION_SCOPED if self._scoped else self._plain_version
-        header = formats.write_header(version)
+        tag = self._chance.randbytes(formats.TAG_SIZE)
+        header = formats.write_header(version, tag)
         path = self.directory / formats.file_name(journal_id)
         file = self._files.open(path, create=True)
         try:
@@ -110,7 +115,7 @@ class JournalWriter:
         if self._file is not None:
             self._file.close()
         self._file = file
-        self._version = version
+        self._version, self._tag = version, tag
         self._journal_id = journal_id
         self._position = self._allocated = len(header)
         self.mark = LogMark(journal_id, self._position)
@@ -147,9 +152,7 @@ class JournalWriter:
         start = self._position
         end = start + size
         if self._version >= formats.VERSION_PADDING:
-            # Apache's writer omits the padding where the records end at the alignment. After a crash it proves that the
-            # group before the last one was synced.
-            padding = formats.write_padding(end, self._config.journal_alignment_size, always=True)
+            padding = formats.write_seal(start, end, self._tag, self._config.journal_alignment_size)
             records.append(padding)
             end += len(padding)
         self._allocate(file, end)

@@ -21,7 +21,7 @@ from bkctl.errors import BkctlError, Corrupt, CorruptRecord, TruncatedRecord, Un
 from bkctl.files.journal import JournalReader
 from bkctl.files.scan import ScanState
 from bkctl.formats.entry import ENTRY_V1, HEADER_SIZE_V1, HEADER_SIZE_V2, MASTER_KEY_SIZE, read_lac_header
-from bkctl.formats.journal import PADDING_MASK, LogMark, file_name
+from bkctl.formats.journal import PADDING_MASK, SEAL, LogMark, file_name
 from bkctl.formats.record import RECORD_SIZE, Record, RecordType, record_of
 from bkctl.ids import I64_MAX, LedgerId
 from bkctl.storage.checkpoints import LastMarkFiles
@@ -279,6 +279,8 @@ def _has_lost_header(reader: JournalReader, record: Record) -> bool:
 def _is_of_padding(reader: JournalReader, record: Record) -> bool:
     """Return whether a record is the count and zeros of padding, to which the record before reaches too far."""
     end = record.offset + RECORD_SIZE.size + record.record_size
+    if reader.is_sealed and end % SECTOR_SIZE_BYTES:
+        end += SEAL.size
     if end % SECTOR_SIZE_BYTES or any(record.body):
         return False
     return reader.read(max(0, record.offset - RECORD_SIZE.size), RECORD_SIZE.size) == RECORD_SIZE.pack(PADDING_MASK)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from bkctl.columns import Column, Columns, Kind
-from bkctl.errors import BkctlError, FindingsError, Unreachable
+from bkctl.errors import BkctlError, FindingsError, NotFound, Unreachable, Unsupported
 
 from ..kit.command import Run, command, group, object_of
 from ..kit.options import DryRun, WatchOption
@@ -44,9 +45,14 @@ STATE_COLUMNS = Columns(BOOKIE, URL, *STATE, key="url")
 def state(run: Run, which: BookieServerOption, watch: WatchOption) -> None:
     """Show whether a bookie runs, is read-only or stops.
 
-    A read-only bookie may still accept high-priority writes, which ledger recovery uses.
+    A read-only bookie may still accept high-priority writes, which ledger recovery uses. A warning says why a bookie
+    that runs is not ready: above all that it lost its registration in the metadata store.
     """
     with server(run, which) as found:
+        with suppress(NotFound, Unsupported):  # an old bookie of Apache's has no such path
+            readiness = found.api.readiness()
+            if not readiness.ready:
+                run.out.warn(f"{found.name} is not ready: {readiness.message}")
         run.out.watch(watch, lambda: iter([BookieAnswer(found, found.api.state())]), STATE_COLUMNS, single=True)
 
 

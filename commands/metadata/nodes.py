@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from bkctl.columns import Column, Columns, Kind, value_at
-from bkctl.errors import Corrupt, NotFound, Unsupported, UsageError
+from bkctl.errors import Corrupt, EntryNotFound, LedgerNotFound, NotFound, Unsupported, UsageError
 
 from ..kit.columns import Output
 from ..kit.command import Access, LongWork, Printer, Run, command, group, object_of, rows_of
@@ -23,7 +23,10 @@ from ..kit.texts import GREEN, RED, binary_text, counted, readable_text
 from ..kit.values import tap
 
 if TYPE_CHECKING:
+    from bkctl.formats.metadata import LedgerMetadata
+    from bkctl.ids import LedgerId
     from bkctl.metadata.admin.overview import Node
+    from bkctl.metadata.admin.undo import LacksEntries
     from bkctl.metadata.cluster import Cluster
 
 app = group()
@@ -287,10 +290,10 @@ def undo_command(
 
     Moves are not undone, since the former bookies may have deleted their copies: a ledger that bookies recover,
     decommission or drain moved, or whose ensembles ledger recover changed, is "moved", stays as it is, and the exit
-    code is 3. 'bkctl bookies drain BOOKIE' moves entries away from a bookie again. Undoing metadata replace-bookie,
-    import or migrate restores the names of bookies, and undoing ledger delete the metadata, without asking the bookies:
-    'bkctl ledger verify' shows what they still have. Layouts and directories that the whole cluster uses are "shared",
-    and stay.
+    code is 3. 'bkctl bookies drain' moves entries away from a bookie again. Undoing metadata replace-bookie, import or
+    migrate restores the names of bookies; a ledger stays "moved", too, if a registered bookie that it would name again
+    lacks its entries. Undoing ledger delete restores the metadata without asking: 'bkctl ledger verify' shows what
+    bookies still have. Layouts and directories that the whole cluster uses are "shared", and stay.
 
     Every command that changes metadata leaves an undo file, with these exceptions: new ledgers (ledger write, copy and
     test, bench, pipeline import and migrate-scope), which 'ledger delete' removes; new clusters (cluster init, import
@@ -323,17 +326,40 @@ def undo_command(
         outcomes = Counter[str]()
         kept = nullcontext() if dry_run else run.consent.undo(cluster, undo_file)
         with run.out.rows(UNDONE_COLUMNS) as writer, kept as redo:
-            undone = undo(cluster, path, dry_run=dry_run, redo=redo, moved=store_moved)
+            asks = _asking_bookies(run, cluster)
+            undone = undo(cluster, path, dry_run=dry_run, redo=redo, moved=store_moved, lacks_entries=asks)
             writer.rows(tap(undone, lambda row: outcomes.update((row.outcome,))))
     if outcomes["moved"]:
         run.out.error(
             f"{counted(outcomes['moved'], 'ledger was', 'ledgers were')} moved to other bookies, and the former ones "
-            "may have deleted their copies; 'bkctl bookies drain BOOKIE' moves entries away from a bookie again"
+            "lack entries, or may; 'bkctl bookies drain' and a bookie's id moves entries away from it again"
         )
     run.out.finish_with(
         outcomes["changed"] + outcomes["moved"], "node was left unchanged: it was changed since, or its ledger moved",
         "nodes were left unchanged: they were changed since, or their ledgers moved",
     )  # fmt: skip
+
+
+def _asking_bookies(run: Run, cluster: Cluster) -> LacksEntries:
+    """Return a function that asks registered bookies for the entries of a ledger whose ensembles are to be restored."""
+
+    def lacks_entries(ledger: LedgerId, before: LedgerMetadata, after: LedgerMetadata) -> bool:
+        from bkctl.metadata.ledgers import VersionedMetadata
+        from bkctl.replication.checker import LedgerChecker
+
+        named, names = ({each for part in value.ensembles for each in part.bookies} for value in (before, after))
+        up = {bookie.bookie_id for bookie in cluster.bookies.list() if bookie.state != "down"} & (named - names)
+
+        async def check() -> bool:
+            async with run.access.bookkeeper(cluster) as bookkeeper:
+                found = VersionedMetadata(before, 0, None)
+                fragments = (await LedgerChecker(bookkeeper).check(ledger, found, up=up)).fragments
+            faults = [fault for fragment in fragments for fault in fragment.faults]
+            return any(isinstance(each.error, EntryNotFound | LedgerNotFound) for each in faults)
+
+        return bool(up) and run.job.complete(check())
+
+    return lacks_entries
 
 
 def _last_undo_file(run: Run, cluster: Cluster) -> Path:

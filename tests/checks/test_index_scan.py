@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 from support import golden
+from support.command_line import CommandLine
 from support.golden import DATA, GoldenBookie
 
 from bkctl.checks.findings import Counts, FindingKind
@@ -194,3 +196,52 @@ def test_a_ledger_that_lost_its_locations_is_unindexed(tmp_path: Path) -> None:
         locations.write(batch)
     job = IndexScan(directories, find_deleted=lambda _: set())
     assert [(each.kind, each.ledger) for each in job.findings() if each.is_problem] == [(FindingKind.UNINDEXED, ledger)]
+
+
+@pytest.mark.parametrize("name", ["sorted", "interleaved", "db"])
+def test_a_damaged_log_is_a_finding_since_its_ledgers_are_not_known(tmp_path: Path, name: str) -> None:
+    shutil.copytree(DATA / "4.18.0" / name / "ledgers", tmp_path / "ledgers")
+    directories = BookieDirectories.at(tmp_path / "ledgers")
+    logs = [file.path for file in directories.entry_logs() if file.path.stat().st_size > 1024]
+    data = bytearray(logs[0].read_bytes())
+    data[8:20] = bytes(12)  # no ledgers map, so the records are read
+    data[1024:1028] = b"\xff\xff\xff\xfe"
+    logs[0].write_bytes(data)
+    job = IndexScan(directories, find_deleted=lambda _: set())
+    found = [each for each in job.findings() if each.is_problem]
+    assert [(each.kind, each.path) for each in found] == [(FindingKind.LOG_DAMAGED, logs[0])]
+    assert "not looked for: " in found[0].reason
+
+
+@pytest.mark.parametrize("lost", ["ledgers", "locations"])
+@pytest.mark.parametrize("command", ["check", "index check"])
+def test_a_lost_database_is_damage_that_names_the_repair(tmp_path: Path, command: str, lost: str) -> None:
+    shutil.copytree(DATA / "4.18.0" / "db", tmp_path / "db")
+    shutil.rmtree(tmp_path / "db" / "ledgers" / "current" / lost)
+    cli = CommandLine(None)
+    answer = cli("bookie", *command.split(), tmp_path / "db" / "ledgers")
+    assert answer.code == 7
+    assert f"{lost} has no database" in answer.err
+    repair = re.search(r"bkctl (bookie index rebuild --ledgers --locations)", answer.err)
+    assert repair is not None
+    given = [option for each in ("ledgers", "journal") for option in ("--dir", tmp_path / "db" / each)]
+    assert cli(*repair[1].split(), *given).code == 0
+    answer = cli("bookie", *command.split(), tmp_path / "db" / "ledgers")
+    assert "damaged" not in answer.err
+
+
+@pytest.mark.parametrize("name", ["sorted", "interleaved"])
+def test_lost_index_files_are_findings(tmp_path: Path, name: str) -> None:
+    shutil.copytree(DATA / "4.18.0" / name / "ledgers", tmp_path / "ledgers")
+    for path in (tmp_path / "ledgers" / "current").iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+    answer = CommandLine(None)("bookie", "index", "check", tmp_path / "ledgers")
+    assert (answer.code, b"its index is lost" in answer.out) == (3, True)
+
+
+def test_a_ledger_in_place_of_a_directory_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    answer = CommandLine(None)("bookie", "index", "check", "3")
+    assert answer.code == 4
+    assert "Directory 3 does not exist; a directory of a bookie is needed" in answer.err

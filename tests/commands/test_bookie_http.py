@@ -71,6 +71,17 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
     server.close()
 
 
+def test_state_warns_of_a_bookie_that_runs_and_lost_its_registration(cli: Cli, fake: FakeServer) -> None:
+    lost = b"Bookie has lost its registration in the metadata store"
+    fake.replies[f"GET {API}/is_ready"] = Reply(lost, 503)
+    answer = cli("bookie", "state", "-o", "json")
+    assert (answer.code, answer.json) == (0, {"bookieId": None, "url": fake.url, **STATE})
+    assert "Warning: The bookie at" in answer.err
+    assert "is not ready: Bookie has lost its registration in the metadata store" in answer.err
+    del fake.replies[f"GET {API}/is_ready"]
+    assert cli("bookie", "state").err == ""
+
+
 def test_state_info_and_ready_are_typed_values(cli: Cli, fake: FakeServer) -> None:
     assert cli("bookie", "state", "-o", "json").json == {"bookieId": None, "url": fake.url, **STATE}
     assert cli("bookie", "info", "-o", "json").json == {

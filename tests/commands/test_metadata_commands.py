@@ -11,7 +11,8 @@ import pytest
 from support.command_line import CommandLine
 
 from bkctl.bookie.cookies import cookie_path
-from bkctl.formats.metadata import Cookie
+from bkctl.bookie.local import LocalCluster
+from bkctl.formats.metadata import Cookie, Fragment, LedgerMetadata
 from bkctl.ids import LedgerId
 from bkctl.metadata.admin.dump import importing
 from bkctl.metadata.backends.sqlite import SqliteStore
@@ -433,6 +434,43 @@ def test_retried_change_is_undone_once(
     undone = cli("metadata", "undo", undo, "--yes", "-o", "ndjson")
     assert (undone.code, {row["outcome"] for row in undone.rows}) == (0, {"restored"})
     assert store.store.get(node)[0] == changed  # type: ignore[index]
+
+
+@pytest.mark.parametrize("scope_id", [0, 7])
+def test_undo_restores_only_bookies_that_have_the_entries(
+    cli: Cli, cluster: LocalCluster, tmp_path: Path, scope_id: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BKCTL_METADATA_URI", cluster.metadata_uri)
+    (tmp_path / "lines").write_text("one\ntwo\nthree\n")
+    shape = ("--ensemble-size", 2, "--write-quorum", 2, "--ack-quorum", 2)
+    cli("ledger", "write", tmp_path / "lines", "--ledger-scope-id", scope_id, *shape)
+    ledger = LedgerId.parse(cli("ledger", "list", "--ledger-scope-id", scope_id, "-o", "id").out.split()[-1], scope_id)
+
+    def put(metadata: LedgerMetadata) -> None:
+        with open_cluster(cluster.metadata_uri) as opened:
+            opened.ledgers.write(ledger, metadata, opened.ledgers.read(ledger).version)
+
+    def undo_import_over(metadata: LedgerMetadata) -> list[str]:
+        """Import the metadata that the store has now over `metadata`, and undo that."""
+        export, undo = tmp_path / "export", tmp_path / "undo"
+        for path in (export, undo):
+            path.unlink(missing_ok=True)
+        assert cli("metadata", "export", "-f", export).code == 0
+        put(metadata)
+        assert cli("metadata", "import", "-f", export, "--overwrite", "--yes", "--undo", undo).code == 0
+        undone = cli("metadata", "undo", undo, "--yes", "-o", "json")
+        assert undone.code == (0 if undone.json[0]["outcome"] == "restored" else 3)
+        return [row["outcome"] for row in undone.json]
+
+    with open_cluster(cluster.metadata_uri) as opened:
+        right = opened.ledgers.read(ledger).metadata
+        others = {each.bookie_id for each in opened.bookies.list()} - {*right.ensembles[0].bookies}
+    wrong = right._replace(ensembles=(Fragment(0, (right.ensembles[0].bookies[0], others.pop())),))
+    assert undo_import_over(wrong) == ["moved"]
+    assert cli("ledger", "verify", "--ledger-scope-id", scope_id, ledger.ledger_id).code == 0
+    put(wrong)
+    assert undo_import_over(right) == ["restored"]
+    assert cli("ledger", "verify", "--ledger-scope-id", scope_id, ledger.ledger_id).code == 0
 
 
 def test_scopes_and_new_ids(cli: Cli, store: Cluster) -> None:

@@ -65,7 +65,7 @@ def test_once_prints_the_rates_of_one_interval(cli: Cli, uri: str) -> None:
 def test_once_has_the_same_rows_in_every_form(cli: Cli, uri: str) -> None:
     (row,) = [row for row in cli("top", "--once", "-u", uri, "-o", "ndjson").rows if row["bookieId"] == "b1"]
     assert row["underreplicatedCount"] == row["clusterUnderreplicatedCount"] == 0
-    assert "Replication is never audited" in cli("top", "--once", "-u", uri).err
+    assert "Replication was never audited" in cli("top", "--once", "-u", uri).err
     table = cli("top", "--once", "-u", uri).out
     assert table.split()[:3] == ["BOOKIE", "STATE", "ADDS/S"]
     assert "7.5 ms" in table

@@ -207,7 +207,6 @@ class _CopiesOnly:
     def __init__(self, ledgers: set[LedgerId]) -> None:
         self.directories: list[Path] = []
         self.ledgers = ledgers
-        self.old: list[int] = []
 
     def open_compaction_log(self) -> _CopiesOnly:
         return self
@@ -216,7 +215,6 @@ class _CopiesOnly:
         return 0
 
     def live(self, logger: object, rows: list[tuple[LedgerId, int, int]]) -> list[bool]:
-        self.old += [location for _, _, location in rows]
         return [True] * len(rows)
 
 
@@ -237,7 +235,9 @@ def by_compaction(path: Path) -> Seen:
         compactor.compact(EntryLogMetadata(cast("EntryLogger", stand_in), 0, path, dict.fromkeys(ledgers, 1)))
     except BkctlError as caught:
         error = str(caught)
-    return Seen([(location & 0xFFFF_FFFF) - 4 for location in stand_in.old], None, error)
+    target = compactor._target
+    copied = [] if target is None else [(move.old & 0xFFFF_FFFF) - 4 for move in target.every_move()]
+    return Seen(copied, None, error)
 
 
 READERS: dict[str, Callable[[Path], Seen]] = {

@@ -16,7 +16,7 @@ from bkctl.files.journal import JournalReader, read_last_mark
 from bkctl.files.windows import WINDOW_SIZE_BYTES
 from bkctl.formats import journal
 from bkctl.formats.entry import DigestManager, DigestType, master_key
-from bkctl.formats.journal import LogMark, write_header, write_padding
+from bkctl.formats.journal import LogMark, write_header, write_padding, write_seal
 from bkctl.formats.record import FORCE_LEDGER_ENTRY_ID, NO_LEDGER, RecordType, record_of, write_ids
 from bkctl.ids import LedgerId
 
@@ -34,6 +34,15 @@ def entry(entry_id: int, payload: bytes = b"hello", ledger: LedgerId = V1) -> by
 def flushed(data: bytes, *records: bytes) -> bytes:
     data += b"".join(records)
     return data + write_padding(len(data))
+
+
+TAG = b"\x9e tag-8 \0"
+
+
+def sealed(data, *records):
+    """Append a group as our bookie writes it."""
+    end = len(data) + sum(map(len, records))
+    return data + b"".join(records) + write_seal(len(data), end, TAG)
 
 
 @pytest.fixture
@@ -127,7 +136,7 @@ def test_journals_without_records(read, header):
     assert read(header)[:2] == ([], None)
 
 
-GOOD = flushed(flushed(write_header(6), entry(0), entry(1)), entry(2), entry(3))
+GOOD = sealed(sealed(write_header(6, TAG), entry(0), entry(1)), entry(2), entry(3))
 LENGTH_AT = 512 + len(entry(0))
 
 
@@ -158,12 +167,12 @@ def test_a_damaged_length_ends_the_scan_with_one_error(read, length, problem):
 
 def test_a_length_beyond_the_end_is_damage_when_records_follow(read):
     # The ledger is large enough for the length, so only what follows can tell.
-    data = flushed(write_header(6), entry(0, bytes(700)))
+    data = sealed(write_header(6, TAG), entry(0, bytes(700)))
     start = len(data)
-    data = flushed(data, entry(1000, bytes(700)), entry(1001, b"x"))
+    data = sealed(data, entry(1000, bytes(700)), entry(1001, b"x"))
     torn = data[: start + 700]
     assert read(torn)[:2] == (read(data[:start])[0], None)
-    whole = flushed(data, entry(1002), entry(1003))
+    whole = sealed(data, entry(1002), entry(1003))
     damaged = bytearray(whole)
     struct.pack_into(">i", damaged, start, 100_000)
     rows, error, _ = read(bytes(damaged))

@@ -39,6 +39,7 @@ from bkctl.formats.record import RecordType, record_of
 from bkctl.ids import LedgerId
 from bkctl.storage import open_ledgers
 from bkctl.storage.bookie_storage import BookieStorage
+from bkctl.storage.ledger import index_persistence
 
 PLAIN, SCOPED = LedgerId(0, 0x1234), LedgerId(7, 0x1234)
 SETTINGS: dict[str, Any] = {}
@@ -102,14 +103,18 @@ def test_journal_of_one_ledger_byte_for_byte(tmp_path: Path) -> None:
     for entry_id in (0, 1):
         body = body_of(PLAIN, entry_id)
         first += struct.pack(">i", len(body)) + body
-    first += struct.pack(">ii", -0x100, 512 - len(first) - 8) + bytes(512 - len(first) - 8)
+    (path,) = (tmp_path / "journal" / "current").glob("*.txn")
+    data = path.read_bytes()
+    tag = data[8:16]
+    first += struct.pack(">ii", -0x100, 512 - len(first) - 32) + bytes(512 - len(first) - 32)
+    first += struct.pack(">ii8sq", -0x100, 16, tag, 512)
     body = body_of(PLAIN, 2)
     second = struct.pack(">i", len(body)) + body + struct.pack(">i8sq", 16, ids, -0x2000)
-    second += struct.pack(">ii", -0x100, 512 - len(second) - 8) + bytes(512 - len(second) - 8)
-    (path,) = (tmp_path / "journal" / "current").glob("*.txn")
+    second += struct.pack(">ii", -0x100, 512 - len(second) - 32) + bytes(512 - len(second) - 32)
+    second += struct.pack(">ii8sq", -0x100, 16, tag, 1024)
     assert path.name == "1001.txn"
-    data = path.read_bytes()
-    assert data[:512] == b"BKLG" + struct.pack(">i", 6) + bytes(504)
+    assert any(tag)
+    assert data[:512] == b"BKLG" + struct.pack(">i", 6) + tag + bytes(496)
     assert data[512:1536] == first + second
     assert data[1536:] == bytes((1 << 20) + 512 - 1536), "one step of preallocation"
 
@@ -286,6 +291,7 @@ def test_fence_writes_no_key_record_if_the_index_has_the_key(tmp_path: Path) -> 
         RecordType.LEDGER_KEY,
         RecordType.FENCE,
         RecordType.PADDING,
+        RecordType.PADDING,
     ]
     add_again = LedgerId(0, 9)
     add(storage, add_again, 0)
@@ -293,7 +299,7 @@ def test_fence_writes_no_key_record_if_the_index_has_the_key(tmp_path: Path) -> 
     storage = open_storage(tmp_path)
     storage.fence(add_again, key_of(add_again), lambda error: None)
     flush_journals(storage)
-    assert [record.type for _, record in records_of(tmp_path)][-2:] == [RecordType.FENCE, RecordType.PADDING]
+    assert [record.type for _, record in records_of(tmp_path)][-3] is RecordType.FENCE
 
 
 def test_scoped_records_go_to_version_7_journals_only(tmp_path: Path) -> None:
@@ -553,6 +559,38 @@ def test_deleted_scoped_ledgers_leave_no_directories(tmp_path: Path) -> None:
     (current / "0000000e").mkdir()
     open_storage(tmp_path)
     assert directories() == 0
+
+
+def test_empty_directories_that_a_start_does_not_reach_go_after_the_next_listing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start must not wait for a walk of millions of directories; collections list the ledgers anyway."""
+    monkeypatch.setattr(index_persistence, "PRUNED_AT_START_MAX", 3)
+    storage = open_storage(tmp_path)
+    kept = LedgerId(7, 1)
+    add(storage, kept, 0)
+    flush_journals(storage)
+    storage.close()
+    current = tmp_path / "ledgers" / "current"
+    for number in range(20):
+        (current / f"{number:08x}" / "0000000b" / "0000000c").mkdir(parents=True)
+
+    def left() -> int:
+        return sum((current / f"{number:08x}").exists() for number in range(20))
+
+    storage = open_storage(tmp_path)
+    assert left() >= 17
+    late = LedgerId(5 << 32, 1)  # below a directory that is empty now
+    list(storage.ledgers.ledger_ids())
+    add(storage, late, 0)
+    flush_journals(storage)
+    storage.run_checkpoint()
+    assert left() == 2, "those of the two ledgers"
+    storage.close()
+    storage = open_storage(tmp_path)
+    for ledger in (kept, late):
+        assert bytes(storage.read_entry(ledger, 0)) == body_of(ledger, 0)
+    storage.close()
 
 
 def test_crash_while_directories_are_pruned_loses_no_other_ledger(tmp_path: Path) -> None:

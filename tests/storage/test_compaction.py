@@ -6,6 +6,7 @@ import errno
 import os
 import random
 import shutil
+import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -103,7 +104,7 @@ def delete_dead(storage: BookieStorage) -> None:
 
 
 def logs_of(storage: BookieStorage) -> EntryLogMetadataMap:
-    logs = EntryLogMetadataMap(storage.ledgers.entry_loggers)
+    logs = EntryLogMetadataMap(storage.ledgers.entry_loggers, storage.ledgers)
     logs.extract(_no_problem)
     existing = set(storage.ledgers.ledger_ids())
     for each in logs:
@@ -198,6 +199,56 @@ def test_compaction_shrinks_logs_to_live_entries(storage: BookieStorage, tmp_pat
 def _entries(path: Path) -> list[tuple[LedgerId, int]]:
     with EntryLogReader.open(path) as reader:
         return [(record.ledger, record.entry_id) for record in reader.records()]
+
+
+@pytest.fixture(params=STORAGE_CLASSES)
+def killed(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[BookieConfig, list[Path]]:
+    """A bookie that is down, and its logs that have no ledgers map, of both kinds: it was killed when it wrote them."""
+    config = config_for(tmp_path, request.param, log_size_limit=1 << 20)
+    storage = open_storage(config)
+    fill(storage)
+    delete_dead(storage)
+    storage.close()
+    open_logs = []
+    for path in entry_logs(tmp_path):
+        with EntryLogReader.open(path) as reader:
+            if reader.header is not None and not reader.header.has_map and any(reader.records()):
+                open_logs.append(path)
+    assert {path.parent.name for path in open_logs} == {"current", "scoped"}
+    return config, open_logs
+
+
+@pytest.mark.parametrize("zeros", [0, 70_000], ids=["at the end", "before zeros"])
+def test_a_cut_record_whose_payload_holds_records_pins_no_log(
+    killed: tuple[BookieConfig, list[Path]], tmp_path: Path, zeros: int
+) -> None:
+    config, open_logs = killed
+    for path in open_logs:
+        ledger = DEAD[0] if path.parent.name == "current" else DEAD[1]
+        by = DigestManager(ledger, DigestType.CRC32C, b"secret")
+        payload = b"payload" + path.read_bytes()[1024:].rstrip(b"\0")
+        body = by.seal(ENTRIES, 0, 0, payload) + payload + bytes(4)
+        size = len(body) if zeros else len(body) + 5000
+        path.write_bytes(path.read_bytes().rstrip(b"\0") + struct.pack(">i", size) + body + bytes(zeros))
+    storage = open_storage(config, clock=0x3000)
+    assert set(open_logs) <= set(compact(storage))
+    check_alive(storage)
+    storage.close()
+
+
+def test_a_log_stays_where_the_index_points_into_a_record_of_a_wrong_size(
+    killed: tuple[BookieConfig, list[Path]],
+) -> None:
+    config, open_logs = killed
+    for path in open_logs:
+        data = bytearray(path.read_bytes())
+        data[1024:1028] = struct.pack(">i", 1 << 20)
+        path.write_bytes(data)
+    storage = open_storage(config, clock=0x3000)
+    found: list[Path] = []
+    EntryLogMetadataMap(storage.ledgers.entry_loggers, storage.ledgers).extract(lambda path, error: found.append(path))
+    assert sorted(found) == sorted(open_logs)
+    storage.close()
 
 
 @pytest.mark.parametrize("change", ["more", "reordered"])
@@ -578,7 +629,7 @@ def test_unreadable_log_is_reported_once_and_ignored(storage: BookieStorage) -> 
     with log.path.open("r+b") as file:
         file.write(b"XXXX")
     problems: list[Path] = []
-    logs = EntryLogMetadataMap(storage.ledgers.entry_loggers)
+    logs = EntryLogMetadataMap(storage.ledgers.entry_loggers, storage.ledgers)
     for _ in range(2):
         logs.extract(lambda path, error: problems.append(path))
     assert problems == [log.path]

@@ -148,15 +148,20 @@ def test_keeps_the_newest_old_journals(tmp_path: Path, backups: int, count: int)
     assert journal_ids(tmp_path / "scoped") == kept
 
 
-def test_every_group_ends_with_padding(tmp_path: Path) -> None:
+def test_every_group_ends_with_padding_that_seals_it(tmp_path: Path) -> None:
     journal = writer(tmp_path, Files(), [0])
     for size in (100, 512, 1024, 508, 504):
         start = journal.mark.offset
         journal.commit([b"x" * size], size)
         end = journal.mark.offset
         assert end % 512 == 0
-        data = (tmp_path / file_name(journal.mark.journal_id)).read_bytes()[start + size : end]
-        assert data == struct.pack(">ii", -0x100, len(data) - 8) + bytes(len(data) - 8)
+        data = (tmp_path / file_name(journal.mark.journal_id)).read_bytes()
+        padding, seal = data[start + size : end - 24], data[end - 24 : end]
+        assert padding == (struct.pack(">ii", -0x100, len(padding) - 8) + bytes(len(padding) - 8) if padding else b"")
+        tag = data[8:16]
+        assert any(tag)
+        assert not any(data[16:512])
+        assert seal == struct.pack(">ii8sq", -0x100, 16, tag, start)
 
 
 @pytest.mark.parametrize(

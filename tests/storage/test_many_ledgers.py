@@ -109,7 +109,7 @@ def test_fence_stays_in_memory_until_a_flush_has_written_it(
 def test_ledgers_of_a_log_keep_their_sizes(tmp_path: Path) -> None:
     storage = open_storage(tmp_path, SORTED)
     fill(storage)
-    logs = EntryLogMetadataMap(storage.ledgers.entry_loggers)
+    logs = EntryLogMetadataMap(storage.ledgers.entry_loggers, storage.ledgers)
     logs.extract(lambda path, error: pytest.fail(str(error)))
     known = set(storage.ledgers.ledger_ids())
     log: EntryLogMetadata = max(logs, key=lambda each: len(each.ledgers))

@@ -25,7 +25,8 @@ import threading
 import time
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import pairwise, tee
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
@@ -34,6 +35,7 @@ from bkctl.disk import make_private_directory
 from bkctl.errors import BkctlError, Conflict, Corrupt, NotFound, Unauthorized, Unsupported
 from bkctl.formats.metadata import Cookie, LedgerMetadata
 from bkctl.formats.names import COOKIE_NAME
+from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.store import NEW, VALUE_SIZE_BYTES_MAX, Closing, MetadataStore, Versioned, attempt, check_path
 from bkctl.metadata.uri import parse_uri
@@ -51,6 +53,12 @@ _SHARED: Final = re.compile(
 )
 #: Commands of `metadata` that exchange the names of bookies, or whole values, and move no entries.
 _BYTES_ONLY: Final = frozenset(("import", "migrate", "replace-bookie", "undo"))
+
+
+#: Returns True if bookies that only the first of two values names say that they lack entries of the ledger.
+LacksEntries = Callable[[LedgerId, LedgerMetadata, LedgerMetadata], bool]
+#: Returns True if bookies that the value before of a path names may lack entries by now.
+IsMoved = Callable[[str, bytes | None, bytes | None], bool]
 
 
 class UndoFile(Closing):
@@ -301,14 +309,22 @@ def _described(path: Path, header: dict[str, Any], count: int) -> UndoFileSummar
 
 
 def undo(
-    cluster: Cluster, path: Path, *, dry_run: bool = False, redo: UndoFile | None = None, moved: bool = False
+    cluster: Cluster,
+    path: Path,
+    *,
+    dry_run: bool = False,
+    redo: UndoFile | None = None,
+    moved: bool = False,
+    lacks_entries: LacksEntries | None = None,
 ) -> Iterator[UndoneChange]:
     """Undo every change in the undo file at `path`, the last one first; with `dry_run` only report.
 
     `redo` records the changes that this makes. `moved`: the store of the file is at the URI of `cluster` now.
+    `lacks_entries` asks the bookies that a ledger would name again.
 
-    Nodes changed since stay unchanged ("changed"); so do ledgers whose entries a command moved, since the bookies of
-    before may have deleted their copies ("moved"). Memory grows by 8 bytes a change. Raises Conflict for an undo file
+    Nodes changed since stay unchanged ("changed"). So do ledgers whose entries a command moved, since the bookies of
+    before may have deleted their copies, and those whose bookies of before say that they lack entries ("moved").
+    Memory grows by 8 bytes a change. Raises Conflict for an undo file
     of another store, or with changes of files of another host; Corrupt for another kind of file, Unsupported for a
     later version, OSError, and the store's errors.
     """
@@ -324,7 +340,15 @@ def undo(
         if not described.is_of(cluster, moved=moved):
             raise _of_another_store(described, cluster)
         # Words in front of the group are options for all commands.
-        moves = not any(pair[0] == "metadata" and pair[1] in _BYTES_ONLY for pair in pairwise(described.command))
+        names_only = any(pair[0] == "metadata" and pair[1] in _BYTES_ONLY for pair in pairwise(described.command))
+
+        def is_moved(place: str, before: bytes | None, after: bytes | None) -> bool:
+            changed = _changed_ensembles(before, after)
+            if changed is None or not names_only:
+                return changed is not None
+            ledger = None if lacks_entries is None else _ledger_at(cluster, place)
+            return ledger is not None and lacks_entries is not None and lacks_entries(ledger, *changed)
+
         starts = array("q")
         at = file.tell()
         while line := file.readline(LINE_SIZE_BYTES_MAX):
@@ -345,7 +369,7 @@ def undo(
             elif refused.get(name := str(fields.get("path"))):
                 refused[name] -= 1
             elif "file" not in fields:
-                yield _undo_node(store, fields, where, dry_run, moves)
+                yield _undo_node(store, fields, where, dry_run, is_moved)
             elif described.host != os.uname().nodename:
                 raise Conflict(f"{where} changes a file of {described.host}", hint="run it on that host")
             else:
@@ -371,15 +395,31 @@ def _is_shared(path: str, expected: int | None = NEW) -> bool:
     return expected == NEW and _SHARED.fullmatch(path) is not None
 
 
-def _moves_entries(before: bytes | None, after: bytes | None) -> bool:
-    """Return whether two values are metadata of a ledger with other ensembles."""
+def _changed_ensembles(before: bytes | None, after: bytes | None) -> tuple[LedgerMetadata, LedgerMetadata] | None:
+    """Return two values that are metadata of a ledger with other ensembles; None for others."""
     if before is None or after is None:
-        return False
+        return None
     old, new = (attempt(LedgerMetadata.parse, value) for value in (before, after))
-    return not (isinstance(old, BkctlError) or isinstance(new, BkctlError)) and old.ensembles != new.ensembles
+    if isinstance(old, BkctlError) or isinstance(new, BkctlError) or old.ensembles == new.ensembles:
+        return None
+    return old, new
 
 
-def _undo_node(store: MetadataStore, fields: dict[str, Any], where: str, dry_run: bool, moves: bool) -> UndoneChange:
+def _ledger_at(cluster: Cluster, place: str) -> LedgerId | None:
+    """Return the ledger whose metadata is at `place`; None if that is not to be known."""
+    digits = re.sub("^(ledgers|scopes)/|[^0-9a-f]", "", place)
+    for base, scoped in ((10, False), (16, True)):
+        with suppress(ValueError, BkctlError):
+            value = int(digits, base)
+            ledger = LedgerId.from_value(value) if scoped else LedgerId(0, value)
+            if cluster.ledgers.path(ledger) == place:
+                return ledger
+    return None
+
+
+def _undo_node(
+    store: MetadataStore, fields: dict[str, Any], where: str, dry_run: bool, is_moved: IsMoved
+) -> UndoneChange:
     name = fields.get("path")
     if not isinstance(name, str) or not name:
         raise Corrupt(f"{where} names no node")
@@ -389,7 +429,7 @@ def _undo_node(store: MetadataStore, fields: dict[str, Any], where: str, dry_run
     outcome = _outcome(None if found is None else found.value, before, after)
     if outcome == "restored" and before is None and _is_shared(place):
         outcome = "shared"
-    elif outcome == "restored" and moves and _moves_entries(before, after):
+    elif outcome == "restored" and is_moved(place, before, after):
         outcome = "moved"
     elif outcome == "restored" and not dry_run:
         try:

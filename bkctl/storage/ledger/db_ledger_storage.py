@@ -30,7 +30,7 @@ from typing import Final
 from bkctl.config import BookieConfig
 from bkctl.disk import Files
 from bkctl.errors import BkctlError, Corrupt, EntryNotFound, UnknownLedgerState, UsageError
-from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
+from bkctl.files.rocksdb import REBUILD_HINT, LedgersDatabase, LocationsDatabase
 from bkctl.formats.index import LedgerData
 from bkctl.formats.layout import Buffer
 from bkctl.formats.names import CURRENT, SCOPED_DIRECTORY
@@ -138,7 +138,7 @@ class SingleDirectoryDbLedgerStorage:
         except BkctlError as error:
             self.close()
             if isinstance(error, Corrupt) and error.hint is None:
-                raise Corrupt(error.message, hint=_REBUILD_HINT) from error
+                raise Corrupt(error.message, hint=REBUILD_HINT) from error
             raise
         except BaseException:
             self.close()
@@ -727,7 +727,6 @@ class DbLedgerStorage(LedgerStorage[DbLedgerHandle]):
 
 _IN_PAGE: Final = (1 << PAGE_BITS) - 1
 _NO_LOCATIONS: Final = array("q", bytes(8 << PAGE_BITS))
-_REBUILD_HINT: Final = "'bkctl bookie index rebuild --ledgers --locations' rebuilds the databases from the entry logs"
 
 
 def _data_of(handle: DbLedgerHandle) -> LedgerData:

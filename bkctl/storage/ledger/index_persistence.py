@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from pathlib import Path
 from typing import Final
 
@@ -36,7 +37,9 @@ _HEADER_FIXED_SIZE: Final = 20
 _HEX_DIGITS: Final = frozenset("0123456789abcdef")
 _COPIED_BYTES: Final = 1 << 20
 _RELOCATED: Final = ".rloc"
-
+#: Directories of scoped ledgers that a start looks at to prune, and empty ones that are kept for the next checkpoint.
+PRUNED_AT_START_MAX: Final = 20_000
+_EMPTY_MAX: Final = 100_000
 
 #: One file's own failures: damage below it, or a size beyond what the file system or RLIMIT_FSIZE allows.
 _FILE_FAILED: Final = frozenset({errno.EIO, errno.EFBIG})
@@ -101,6 +104,8 @@ class IndexPersistenceMgr:
         #: A file opened before this counter changed may belong to a deleted ledger.
         self._generation = 0
         self._doomed: dict[LedgerId, None] = {}
+        #: Empty directories of scoped ledgers that `ledgers` met.
+        self._empty: list[Path] = []
         #: Directories with new names in them.
         self._unsynced: dict[Path, None] = {}
 
@@ -161,17 +166,20 @@ class IndexPersistenceMgr:
 
     @property
     def has_doomed(self) -> bool:
-        """Return whether `remove_doomed` has files to delete."""
-        return bool(self._doomed)
+        """Return whether `remove_doomed` has files or directories to delete."""
+        return bool(self._doomed or self._empty)
 
     def remove_doomed(self) -> None:
-        """Delete the files of doomed ledgers, durably, while no `write` runs.
+        """Delete the files of doomed ledgers, durably, and the empty directories found, while no `write` runs.
 
         Raises OSError; the next call deletes the rest.
         """
         changed: set[Path] = set()
         for ledger in list(self._doomed):
             changed |= self._remove(ledger)
+        for directory in self._empty:
+            self._prune(directory)
+        self._empty = []
         for directory in changed:
             with suppress(FileNotFoundError):
                 self._files.sync_directory(directory)
@@ -203,10 +211,13 @@ class IndexPersistenceMgr:
         return directory
 
     def prune(self) -> None:
-        """Remove the empty directories that scoped ledgers left, before any other use. Raises OSError."""
-        for root in self.directories:
-            for directory in _scoped_directories(root, depth=0):
-                self._prune(directory)
+        """Remove empty directories that scoped ledgers left, before any other use. Raises OSError.
+
+        Looks at so many only that no start waits; `ledgers` finds the others.
+        """
+        directories = chain.from_iterable(_scoped_directories(root, depth=0) for root in self.directories)
+        for directory in islice(directories, PRUNED_AT_START_MAX):
+            self._prune(directory)
 
     def ledgers(self) -> set[int]:
         """Return the 128-bit number of every ledger with a file; reads the index directories.
@@ -214,8 +225,10 @@ class IndexPersistenceMgr:
         Raises OSError, also if a directory is missing: its ledgers may still exist.
         """
         found: set[int] = set()
+        empty: list[Path] = []
         for directory in self.directories:
-            found.update(ledger.value for ledger in _ledgers_in(directory, depth=0))
+            found.update(ledger.value for ledger in _ledgers_in(directory, depth=0, empty=empty))
+        self._empty = empty
         found.difference_update(ledger.value for ledger in list(self._doomed))
         return found
 
@@ -529,11 +542,18 @@ def _scoped_directories(directory: Path, depth: int) -> Iterator[Path]:
         yield path
 
 
-def _ledgers_in(directory: Path, depth: int) -> Iterator[LedgerId]:
-    """Yield the ledgers of the index files below one `current/` directory (depth 0) or a directory in it."""
+def _ledgers_in(directory: Path, depth: int, empty: list[Path] | None = None) -> Iterator[LedgerId]:
+    """Yield the ledgers of the index files below one `current/` directory (depth 0) or a directory in it.
+
+    `empty` gets some of the directories of scoped ledgers in which nothing is.
+    """
+    is_empty = True
     for entry in os.scandir(directory):
+        is_empty = False
         if entry.is_dir():
             if len(entry.name) <= 8 and _HEX_DIGITS.issuperset(entry.name) and depth < 4:
-                yield from _ledgers_in(Path(entry.path), depth + 1)
+                yield from _ledgers_in(Path(entry.path), depth + 1, empty)
         elif (ledger := formats.ledger_of_index_path(entry.path.removesuffix(_RELOCATED))) is not None:
             yield ledger
+    if is_empty and depth and len(directory.name) == 8 and empty is not None and len(empty) < _EMPTY_MAX:
+        empty.append(directory)
