@@ -13,6 +13,23 @@ def has_server() -> bool:
     return all(find_spec(name) is not None for name in ("starlette", "uvicorn"))
 
 
+def has_console() -> bool:
+    """Return True if the packages of a gateway's pages are installed, too."""
+    return has_server() and find_spec("jinja2") is not None
+
+
+def load_console() -> ModuleType:
+    """Return the module `bkctl.http.console`. Raise Unsupported if its packages are not installed."""
+    if not has_console():
+        raise Unsupported(
+            "The console needs packages that are not installed (starlette, uvicorn, jinja2)",
+            hint="pip install 'bkctl[http]'",
+        )
+    from bkctl.http import console
+
+    return console
+
+
 def load_server() -> ModuleType:
     """Return the module `bkctl.http.server`. Raise Unsupported if its packages are not installed."""
     if not has_server():

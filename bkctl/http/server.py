@@ -24,6 +24,7 @@ from bkctl.bookie.network import client_tls_context
 from bkctl.client.placement import rack_rules
 from bkctl.config import BookieConfig
 from bkctl.errors import BkctlError
+from bkctl.http import has_console, load_console
 from bkctl.http.app import REQUESTS_MAX, Api
 from bkctl.http.gateway import Upstream
 from bkctl.http.local_token import LocalToken, token_path
@@ -93,20 +94,22 @@ class HttpServer:
         """The file of the token that the server created; None if it was given one."""
         return None if self._local_token is None else self._local_token.path
 
-    def start(self, make_service: Callable[[], Service], *, upstream: Upstream | None = None) -> None:
+    def start(
+        self, make_service: Callable[[], Service], *, upstream: Upstream | None = None, link_key: str | None = None
+    ) -> None:
         """Serve in a new thread with the service that `make_service` returns there; a gateway needs `upstream`.
 
-        The method returns before connections are accepted.
+        `link_key` opens a gateway's console once. The method returns before connections are accepted.
         """
         self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._serve(make_service(), upstream)), name="http", daemon=True
+            target=lambda: asyncio.run(self._serve(make_service(), upstream, link_key)), name="http", daemon=True
         )
         self._thread.start()
         log.info("HTTP server on %s:%d", *self.address)
         if self.token_file is not None:
             log.info("The token of the HTTP server is in %s", self.token_file)
 
-    async def _serve(self, service: Service, upstream: Upstream | None) -> None:
+    async def _serve(self, service: Service, upstream: Upstream | None, link_key: str | None) -> None:
         assert self._socket is not None
         settings, made = self.settings, self._local_token
         token, hint = settings.token, f"the token is in {settings.token_source}"
@@ -114,9 +117,14 @@ class HttpServer:
             token = secrets.token_urlsafe(32) if made is None else made.text
             hint = "" if made is None else f"the token for loopback addresses is in {made.path}; "
             hint += "other machines need a token that the server is given (httpServerTokenFile, --token-file)"
+        console = None
+        if upstream is not None and has_console():  # A bookie has none.
+            console = load_console().Console(
+                service, upstream, tokens=(token, settings.read_only_token), link_key=link_key
+            )
         api = Api(
             service, token=token, read_only_token=settings.read_only_token, is_local=not settings.authenticates,
-            upstream=upstream, open_probes=settings.open_probes, token_hint=hint,
+            upstream=upstream, open_probes=settings.open_probes, token_hint=hint, console=console,
         )  # fmt: skip
         # A thread for each request: those that wait for a disk or a store leave room for the others.
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(REQUESTS_MAX, thread_name_prefix="http"))
@@ -126,6 +134,8 @@ class HttpServer:
         try:
             await server.serve(sockets=[self._socket])
         finally:
+            if console is not None:
+                await console.close()
             await service.close()
 
     def _config(self, api: Api) -> uvicorn.Config:
