@@ -49,9 +49,9 @@ def console(
         typer.Option("--bookie-token-file", metavar="FILE", help="The token of the bookies' servers (else none)."),
     ] = None,
 ) -> None:
-    """Show the cluster in a browser: health, bookies, ledgers, replication, garbage, racks.
+    """Show the cluster in a browser.
 
-    Serves the pages on loopback until Ctrl-C, and prints a link that works once; the session then lasts 12 hours. The
+    The pages are health, bookies, ledgers, replication, garbage and racks. Serves them on loopback until Ctrl-C, and prints a link that works once; the session then lasts 12 hours. The
     pages change nothing. 'bkctl api serve' serves them to others, who sign in with its token.
     """
     import secrets

@@ -230,6 +230,7 @@ WALL_CLOCK = {
     "bkctl/bookie/reads.py": "the time of an update, in the protocol",
     "bkctl/bookie/state_manager.py": "the time in BOOKIE_STATUS",
     "bkctl/files/index.py": "the age of a file",
+    "bkctl/http/console/history.py": "when a look was taken",
     "bkctl/http/bookie_metrics.py": "the time left to a certificate",
     "bkctl/replication/ledger_checks.py": "ages of marks and of checks by other processes",
     "bkctl/storage/bookie_storage.py": "ids of new journals",

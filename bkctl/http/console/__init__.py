@@ -18,10 +18,10 @@ from urllib.parse import parse_qs, quote
 from jinja2 import DictLoader, Environment, StrictUndefined
 from starlette.responses import RedirectResponse, Response
 
-from bkctl.columns import iso_time
+from bkctl.columns import iso_time, plain
 from bkctl.errors import BkctlError, NotFound, UsageError
 from bkctl.http.console.history import LoadHistory
-from bkctl.http.console.pages import PAGES
+from bkctl.http.console.pages import PAGES, Sources
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -36,7 +36,7 @@ SESSIONS_MAX: Final = 256
 WRONG_TOKEN_S: Final = 0.5
 _ASSETS: Final[Mapping[str, str]] = {"console.css": "text/css", "console.js": "text/javascript"}
 _HEADERS: Final = {
-    "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self'; "
+    "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
     "Referrer-Policy": "same-origin",
     "Cache-Control": "no-store",
@@ -62,7 +62,9 @@ class Console:
         here = files(__package__)
         texts = {each.name: each.read_text("utf-8") for each in here.iterdir() if each.name.endswith(".html")}
         self._assets = {name: (here / name).read_bytes() for name in _ASSETS}
-        self._templates = Environment(loader=DictLoader(texts), autoescape=True, undefined=StrictUndefined)
+        self._templates = Environment(
+            loader=DictLoader(texts), autoescape=True, undefined=StrictUndefined, finalize=_visible
+        )
         self._templates.filters.update(time=iso_time, path=lambda text: quote(str(text), safe=""))
 
     def owns(self, path: str) -> bool:
@@ -101,7 +103,7 @@ class Console:
             if page is None or bool(rest) != page.takes_subject:
                 raise NotFound(f"No page {name!r}", hint="the navigation has all pages")
             self.history.begin()
-            values = await page.read(self, rest, dict(request.query_params))
+            values = await page.read(Sources(self.service, self.history), rest, dict(request.query_params))
         except BkctlError as error:
             status = 404 if isinstance(error, NotFound) else 400 if isinstance(error, UsageError) else 503
             return self._page(request, "error.html", status, message=error.message, hint=error.hint)
@@ -154,6 +156,11 @@ class Console:
             secure=request.url.scheme == "https",
         )  # fmt: skip
         return answer
+
+
+def _visible(value: Any) -> Any:
+    """Return text without what could reorder the page's own; other values as they are."""
+    return plain(value) if type(value) is str else value
 
 
 def _cookie(request: Request) -> str:

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import urlencode
 
-from bkctl.errors import BkctlError, LedgerNotFound, UsageError
+from bkctl.errors import BkctlError, LedgerNotFound, NotFound
 from bkctl.http.bookie_load import BookieLoad
 from bkctl.ids import LedgerId, parse_scope_id
 from bkctl.metadata.admin.health import health_findings
@@ -19,7 +19,8 @@ from bkctl.metadata.underreplication import AuditorElection, AutoRecoverySetting
 
 if TYPE_CHECKING:
     from bkctl.formats.metadata import LedgerMetadata
-    from bkctl.http.console import Console
+    from bkctl.http.console.history import LoadHistory
+    from bkctl.http.service import Service
     from bkctl.metadata.cluster import Cluster
 
 #: Ledgers on a page, and those that a page looks at for an application's.
@@ -38,14 +39,21 @@ CHART_WIDTH, CHART_HEIGHT = 240, 48
 Values = Mapping[str, Any]
 
 
+class Sources(NamedTuple):
+    """Where the pages read."""
+
+    service: Service
+    history: LoadHistory
+
+
 class Page(NamedTuple):
     """A page: its template, and the function that reads what it shows, or returns the name of another page.
 
-    `read` gets the console, the subject that is named behind the page, and the query.
+    `read` gets the sources, the subject that is named behind the page, and the query.
     """
 
     template: str
-    read: Callable[[Console, str, Mapping[str, str]], Awaitable[Values | str]]
+    read: Callable[[Sources, str, Mapping[str, str]], Awaitable[Values | str]]
     takes_subject: bool = False
 
 
@@ -101,8 +109,8 @@ def chart(title: str, unit: str, numbers: Sequence[float | None]) -> Chart:
     return Chart(title, unit, " ".join(places), numbers[-1] if numbers else None, highest)
 
 
-async def _overview(console: Console, subject: str, query: Mapping[str, str]) -> Values:
-    cluster = await console.service.cluster()
+async def _overview(of: Sources, subject: str, query: Mapping[str, str]) -> Values:
+    cluster = await of.service.cluster()
 
     def read() -> Values:
         states = Counter(bookie.state for bookie in cluster.bookies.list())
@@ -115,21 +123,21 @@ async def _overview(console: Console, subject: str, query: Mapping[str, str]) ->
         }
 
     found = await asyncio.to_thread(read)
-    disks = [load.reading.disk for load in _loads(console) if load.reading is not None and load.reading.disk]
-    charts = [chart(title, unit, console.history.total(number)) for title, unit, number in _CHARTS[:2]]
+    disks = [load.reading.disk for load in _loads(of) if load.reading is not None and load.reading.disk]
+    charts = [chart(title, unit, of.history.total(number)) for title, unit, number in _CHARTS[:2]]
     return {**found, "total": sum(disk.total for disk in disks), "used": sum(disk.used for disk in disks),
             "charts": charts}  # fmt: skip
 
 
-def _loads(console: Console) -> Sequence[BookieLoad]:
-    last = console.history.last
+def _loads(of: Sources) -> Sequence[BookieLoad]:
+    last = of.history.last
     return () if last is None else last.bookies
 
 
-async def _bookies(console: Console, subject: str, query: Mapping[str, str]) -> Values:
-    cluster = await console.service.cluster()
+async def _bookies(of: Sources, subject: str, query: Mapping[str, str]) -> Values:
+    cluster = await of.service.cluster()
     bookies, racks = await asyncio.to_thread(lambda: (cluster.bookies.list(), _racks(cluster)))
-    loads = {load.bookie.bookie_id: load for load in _loads(console)}
+    loads = {load.bookie.bookie_id: load for load in _loads(of)}
     rows = [(bookie, racks.get(bookie.bookie_id), loads.get(bookie.bookie_id)) for bookie in bookies]
     return {"rows": rows}
 
@@ -138,17 +146,17 @@ def _racks(cluster: Cluster) -> dict[str, str]:
     return {each.bookie_id: each.rack for each in read_racks(cluster.store) if each.rack is not None}
 
 
-async def _bookie(console: Console, subject: str, query: Mapping[str, str]) -> Values:
-    cluster = await console.service.cluster()
+async def _bookie(of: Sources, subject: str, query: Mapping[str, str]) -> Values:
+    cluster = await of.service.cluster()
     bookie = next((each for each in await asyncio.to_thread(cluster.bookies.list) if each.bookie_id == subject), None)
     if bookie is None:
-        raise UsageError(f"No bookie {subject!r} has a cookie or a registration")
-    load = next((each for each in _loads(console) if each.bookie.bookie_id == subject), None)
-    charts = [chart(title, unit, console.history.of_bookie(subject, number)) for title, unit, number in _CHARTS]
+        raise NotFound(f"Bookie {subject!r} has neither a cookie nor a registration")
+    load = next((each for each in _loads(of) if each.bookie.bookie_id == subject), None)
+    charts = [chart(title, unit, of.history.of_bookie(subject, number)) for title, unit, number in _CHARTS]
     return {"bookie": bookie, "load": load, "charts": charts}
 
 
-async def _ledgers(console: Console, subject: str, query: Mapping[str, str]) -> Values | str:
+async def _ledgers(of: Sources, subject: str, query: Mapping[str, str]) -> Values | str:
     if query.get("q", "").strip():
         return f"ledger/{LedgerId.parse(query['q'].strip())}"
     scope = parse_scope_id(query["scope"].strip()) if query.get("scope", "").strip() else None
@@ -156,7 +164,7 @@ async def _ledgers(console: Console, subject: str, query: Mapping[str, str]) -> 
     if after is not None and scope is not None and after.scope_id != scope:
         after = None
     wanted = query.get("application", "").strip()
-    cluster = await console.service.cluster()
+    cluster = await of.service.cluster()
 
     def read() -> Values:
         rows: list[tuple[LedgerId, Any]] = []
@@ -188,9 +196,9 @@ def application_of(metadata: LedgerMetadata) -> str:
     return metadata.custom_metadata.get("application", b"")[:100].decode("utf-8", "replace")
 
 
-async def _ledger(console: Console, subject: str, query: Mapping[str, str]) -> Values | str:
+async def _ledger(of: Sources, subject: str, query: Mapping[str, str]) -> Values | str:
     ledger = LedgerId.parse(subject)
-    cluster = await console.service.cluster()
+    cluster = await of.service.cluster()
     found = await asyncio.to_thread(lambda: cluster.ledgers.read(ledger))
     mark = await asyncio.to_thread(lambda: LedgerMarks(cluster.store).get(ledger))
     custom = [
@@ -232,8 +240,8 @@ def _bars(fragments: Sequence[tuple[int, int | None, Sequence[str]]]) -> Iterato
         x += width
 
 
-async def _replication(console: Console, subject: str, query: Mapping[str, str]) -> Values:
-    cluster = await console.service.cluster()
+async def _replication(of: Sources, subject: str, query: Mapping[str, str]) -> Values:
+    cluster = await of.service.cluster()
 
     def read() -> Values:
         marks = list(islice(LedgerMarks(cluster.store).list(None), MARKS_A_PAGE + 1))
@@ -249,12 +257,12 @@ async def _replication(console: Console, subject: str, query: Mapping[str, str])
     return await asyncio.to_thread(read)
 
 
-async def _garbage(console: Console, subject: str, query: Mapping[str, str]) -> Values:
-    return {"loads": _loads(console)}
+async def _garbage(of: Sources, subject: str, query: Mapping[str, str]) -> Values:
+    return {"loads": _loads(of)}
 
 
-async def _rack_page(console: Console, subject: str, query: Mapping[str, str]) -> Values:
-    cluster = await console.service.cluster()
+async def _rack_page(of: Sources, subject: str, query: Mapping[str, str]) -> Values:
+    cluster = await of.service.cluster()
     bookies, racks = await asyncio.to_thread(lambda: (cluster.bookies.list(), _racks(cluster)))
     groups: dict[str, list[Any]] = defaultdict(list)
     for bookie in bookies:
