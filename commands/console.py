@@ -51,8 +51,9 @@ def console(
 ) -> None:
     """Show the cluster in a browser.
 
-    The pages are health, bookies, ledgers, replication, garbage and racks. Serves them on loopback until Ctrl-C, and prints a link that works once; the session then lasts 12 hours. The
-    pages change nothing. 'bkctl api serve' serves them to others, who sign in with its token.
+    The pages are health, bookies, ledgers, replication, garbage and racks. Serves them on loopback until Ctrl-C, and
+    prints a link that works once; the session then lasts 12 hours. The pages change nothing. 'bkctl api serve' serves
+    them to others, who sign in with its token.
     """
     import secrets
 

@@ -13,21 +13,16 @@ def has_server() -> bool:
     return all(find_spec(name) is not None for name in ("starlette", "uvicorn"))
 
 
-def has_console() -> bool:
-    """Return True if the packages of a gateway's pages are installed, too."""
-    return has_server() and find_spec("jinja2") is not None
-
-
 def load_console() -> ModuleType:
-    """Return the module `bkctl.http.console`. Raise Unsupported if its packages are not installed."""
-    if not has_console():
+    """Return the module `bkctl.http.console.site`. Raise Unsupported if its packages are not installed."""
+    if not has_server() or find_spec("jinja2") is None:
         raise Unsupported(
             "The console needs packages that are not installed (starlette, uvicorn, jinja2)",
             hint="pip install 'bkctl[http]'",
         )
-    from bkctl.http import console
+    from bkctl.http.console import site
 
-    return console
+    return site
 
 
 def load_server() -> ModuleType:

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from starlette.datastructures import Headers
     from starlette.types import Message, Receive, Scope, Send
 
-    from bkctl.http.console import Console
+    from bkctl.http.console.site import Console
 
 log: Final = logging.getLogger("bkctl.http")
 

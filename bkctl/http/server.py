@@ -15,6 +15,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -24,7 +25,6 @@ from bkctl.bookie.network import client_tls_context
 from bkctl.client.placement import rack_rules
 from bkctl.config import BookieConfig
 from bkctl.errors import BkctlError
-from bkctl.http import has_console, load_console
 from bkctl.http.app import REQUESTS_MAX, Api
 from bkctl.http.gateway import Upstream
 from bkctl.http.local_token import LocalToken, token_path
@@ -118,10 +118,10 @@ class HttpServer:
             hint = "" if made is None else f"the token for loopback addresses is in {made.path}; "
             hint += "other machines need a token that the server is given (httpServerTokenFile, --token-file)"
         console = None
-        if upstream is not None and has_console():  # A bookie has none.
-            console = load_console().Console(
-                service, upstream, tokens=(token, settings.read_only_token), link_key=link_key
-            )
+        if upstream is not None and find_spec("jinja2") is not None:  # A bookie has none.
+            from bkctl.http.console.site import Console
+
+            console = Console(service, upstream, tokens=(token, settings.read_only_token), link_key=link_key)
         api = Api(
             service, token=token, read_only_token=settings.read_only_token, is_local=not settings.authenticates,
             upstream=upstream, open_probes=settings.open_probes, token_hint=hint, console=console,
