@@ -34,6 +34,10 @@ TIME_MS_MIN: Final = -62_135_596_800_000
 TIME_MS_MAX: Final = 253_402_300_799_999
 
 
+#: Control characters, line ends, and what shows text in another order than it is written.
+_STEERING: Final = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
 @lru_cache(maxsize=4096)
 def _minute(minutes: int) -> str | None:
     try:
@@ -54,6 +58,16 @@ def iso_time(milliseconds: int) -> str:
 def base64_text(data: bytes | bytearray | memoryview) -> str:
     """Return standard base64 without line breaks."""
     return binascii.b2a_base64(data, newline=False).decode("ascii")
+
+
+def plain(text: str) -> str:
+    """Return `text` with control characters as `\\xNN`, so that no value can steer a terminal or break a row."""
+    return text if text.isprintable() else _STEERING.sub(_escape, text)
+
+
+def _escape(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
 class SharedObject(dict[str, Any]):

@@ -56,6 +56,7 @@ GROUPS: Final[dict[str, str]] = {
 #: Commands without a group → their help; the module `program` has all of them.
 PROGRAM: Final[dict[str, str]] = {
     "top": "Show the load of the whole cluster, live.",
+    "console": "Show the cluster in a browser.",
     "help": "Show the help of a command, or of the connection options.",
     "version": "Print the version.",
     "completion": "Print the completion script of a shell.",

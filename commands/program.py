@@ -1,4 +1,4 @@
-"""`bkctl help`, `bkctl version` and `bkctl completion`: the program itself. Also brings `bkctl top`."""
+"""`bkctl help`, `bkctl version` and `bkctl completion`: the program itself. Also brings `top` and `console`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import typer
 from bkctl import __version__
 from bkctl.columns import Column, Columns, Kind
 
-from . import top
+from . import console, top
 from .kit.columns import ALL, Output
 from .kit.command import Printer, command, group, object_of
 from .kit.parser import connection_help, exit_code_help
 from .kit.terminal import emit
 
-app = group(parts=(top.app,))
+app = group(parts=(top.app, console.app))
 
 
 class Shell(StrEnum):

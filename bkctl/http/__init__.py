@@ -13,6 +13,18 @@ def has_server() -> bool:
     return all(find_spec(name) is not None for name in ("starlette", "uvicorn"))
 
 
+def load_console() -> ModuleType:
+    """Return the module `bkctl.http.console.site`. Raise Unsupported if its packages are not installed."""
+    if not has_server() or find_spec("jinja2") is None:
+        raise Unsupported(
+            "The console needs packages that are not installed (starlette, uvicorn, jinja2)",
+            hint="pip install 'bkctl[http]'",
+        )
+    from bkctl.http.console import site
+
+    return site
+
+
 def load_server() -> ModuleType:
     """Return the module `bkctl.http.server`. Raise Unsupported if its packages are not installed."""
     if not has_server():

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from starlette.datastructures import Headers
     from starlette.types import Message, Receive, Scope, Send
 
+    from bkctl.http.console.site import Console
+
 log: Final = logging.getLogger("bkctl.http")
 
 #: Apache's server has no such limits.
@@ -82,7 +84,7 @@ class Api:
     without secrets. With `open_probes`, probes need neither, unless a gateway would forward them. `is_local`: any other
     request must come over loopback and name this machine as its host, which excludes web pages that reach it under
     another name. `token_hint` says where the token is, for clients without. `upstream` is for a gateway's requests to
-    bookies. Requests of web pages are always refused.
+    bookies, `console` has its pages. Requests of web pages of others are always refused.
     """
 
     def __init__(
@@ -95,8 +97,10 @@ class Api:
         upstream: Upstream | None = None,
         open_probes: bool = True,
         token_hint: str = "",
+        console: Console | None = None,
     ) -> None:
         self.service = service
+        self._console = console
         self._token = None if token is None else token.encode()
         self._read_only_token = None if read_only_token is None else read_only_token.encode()
         self._hosts = {"localhost", socket.gethostname().lower()} if is_local else None
@@ -172,6 +176,8 @@ class Api:
 
     async def _checked(self, request: Request) -> Response:
         path = request.scope["path"]  # not that of `request.url`, which is parsed again
+        if self._console is not None and self._console.owns(path):
+            return await self._page(self._console, request)
         methods = self._routes.get(path) or self._routes.get(path.removesuffix("/"))
         endpoint = methods.get("GET" if request.method == "HEAD" else request.method) if methods else None
         has_full_access = self._token is None or hmac.compare_digest(_bearer_token(request), self._token)
@@ -191,13 +197,9 @@ class Api:
             allowed = ", ".join(sorted(methods))
             hint = f"use {allowed}"
             return error_answer(405, f"{request.method} is not allowed here", hint, {"Allow": allowed})
-        try:
-            async with asyncio.timeout(BODY_TIMEOUT_S):
-                body = await _read_body(request)
-        except TimeoutError:
-            return error_answer(408, f"The body did not come within {BODY_TIMEOUT_S:g} s", None, _CLOSE)
-        if body is None:
-            return error_answer(413, f"The body has more than {BODY_SIZE_BYTES_MAX} bytes", None, _CLOSE)
+        body = await _read_body(request)
+        if isinstance(body, Response):
+            return body
         timeout_s = endpoint.timeout_s or ANSWER_TIMEOUT_S
         if self._is_forwarded(endpoint):
             timeout_s += FORWARD_TIMEOUT_S
@@ -206,6 +208,18 @@ class Api:
                 return await self._handled(endpoint, request, body, has_full_access)
         except TimeoutError as error:
             raise TimedOut(f"The answer took longer than {timeout_s:g} s") from error
+
+    async def _page(self, console: Console, request: Request) -> Response:
+        """Return a page of the console, which has its own sign-in. Links may lead to it from anywhere."""
+        is_link = request.method in ("GET", "HEAD")
+        refused = self._refuse_host(request) or (None if is_link else self._refuse_page(request, None))
+        if refused is None and self._hosts is not None and not _is_over_loopback(request):
+            refused = self._refuse_stranger()
+        body = refused or await _read_body(request)
+        if isinstance(body, Response):
+            return body
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            return await console.answer(request, body)
 
     async def _handled(self, endpoint: ApiEndpoint, request: Request, body: bytes, sees_secrets: bool) -> Response:
         values = endpoint.parse_query(request.query_params.multi_items())
@@ -226,7 +240,7 @@ class Api:
         return endpoint.of_bookie and not self.service.has_bookie
 
     def _refuse_page(self, request: Request, endpoint: ApiEndpoint | None) -> Response | None:
-        """Return a refusal if a browser sent the request for a web page; this server has no pages of its own."""
+        """Return a refusal if a browser sent the request for a web page of another server."""
         headers = request.headers
         origin, site = headers.get("origin"), headers.get("sec-fetch-site")
         host = headers.get("host", "")
@@ -300,14 +314,18 @@ def _is_one_of(host: str, names: set[str]) -> bool:
     return True
 
 
-async def _read_body(request: Request) -> bytes | None:
-    """Return the body; None if it is too large."""
+async def _read_body(request: Request) -> bytes | Response:
+    """Return the body, or the refusal of one that is too large or too slow."""
     parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > BODY_SIZE_BYTES_MAX:
-            return None
-        parts.append(part)
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for part in request.stream():
+                size += len(part)
+                if size > BODY_SIZE_BYTES_MAX:
+                    return error_answer(413, f"The body has more than {BODY_SIZE_BYTES_MAX} bytes", None, _CLOSE)
+                parts.append(part)
+    except TimeoutError:
+        return error_answer(408, f"The body did not come within {BODY_TIMEOUT_S:g} s", None, _CLOSE)
     return b"".join(parts)
 
 

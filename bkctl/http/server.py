@@ -15,6 +15,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -92,20 +93,22 @@ class HttpServer:
         """The file of the token that the server created; None if it was given one."""
         return None if self._local_token is None else self._local_token.path
 
-    def start(self, make_service: Callable[[], Service], *, upstream: Upstream | None = None) -> None:
+    def start(
+        self, make_service: Callable[[], Service], *, upstream: Upstream | None = None, link_key: str | None = None
+    ) -> None:
         """Serve in a new thread with the service that `make_service` returns there; a gateway needs `upstream`.
 
-        The method returns before connections are accepted.
+        `link_key` opens a gateway's console once. The method returns before connections are accepted.
         """
         self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._serve(make_service(), upstream)), name="http", daemon=True
+            target=lambda: asyncio.run(self._serve(make_service(), upstream, link_key)), name="http", daemon=True
         )
         self._thread.start()
         log.info("HTTP server on %s:%d", *self.address)
         if self.token_file is not None:
             log.info("The token of the HTTP server is in %s", self.token_file)
 
-    async def _serve(self, service: Service, upstream: Upstream | None) -> None:
+    async def _serve(self, service: Service, upstream: Upstream | None, link_key: str | None) -> None:
         assert self._socket is not None
         settings, made = self.settings, self._local_token
         token, hint = settings.token, f"the token is in {settings.token_source}"
@@ -113,9 +116,14 @@ class HttpServer:
             token = secrets.token_urlsafe(32) if made is None else made.text
             hint = "" if made is None else f"the token for loopback addresses is in {made.path}; "
             hint += "other machines need a token that the server is given (httpServerTokenFile, --token-file)"
+        console = None
+        if upstream is not None and find_spec("jinja2") is not None:  # A bookie has none.
+            from bkctl.http.console.site import Console
+
+            console = Console(service, upstream, tokens=(token, settings.read_only_token), link_key=link_key)
         api = Api(
             service, token=token, read_only_token=settings.read_only_token, is_local=not settings.authenticates,
-            upstream=upstream, open_probes=settings.open_probes, token_hint=hint,
+            upstream=upstream, open_probes=settings.open_probes, token_hint=hint, console=console,
         )  # fmt: skip
         # A thread for each request: those that wait for a disk or a store leave room for the others.
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(REQUESTS_MAX, thread_name_prefix="http"))
@@ -125,6 +133,8 @@ class HttpServer:
         try:
             await server.serve(sockets=[self._socket])
         finally:
+            if console is not None:
+                await console.close()
             await service.close()
 
     def _config(self, api: Api) -> uvicorn.Config:

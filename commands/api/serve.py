@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -80,14 +81,15 @@ def serve(
     own HTTP server. Beyond loopback the server requires a token or client certificates; on loopback it creates a token
     that your commands find. Only /heartbeat needs no token. Its own token is never sent to a bookie; that of
     --bookie-token-file only to loopback, or over https with --tls-ca. --tls-ca, --tls-cert and --tls-key apply to
-    connections to bookies. TLS files that change are loaded again within five minutes. /openapi.json describes the API.
+    connections to bookies. TLS files that change are loaded again within five minutes. /openapi.json describes the API;
+    a browser finds the console, which only reads, under /.
     """
     from bkctl.http import load_server
+
+    load_server()
     from bkctl.http.server_settings import HttpSettings, read_token, tls_context
     from bkctl.metadata.store import TLS_REFRESH_S
-    from bkctl.tasks import ended_by_signals
 
-    http = load_server()
     number = parse_number(port, "--port")
     if not 0 <= number <= 65535:
         raise UsageError(f"--port {port}: ports are 0 to 65535")
@@ -104,9 +106,31 @@ def serve(
     settings = HttpSettings(host, number, token, server_tls, read_only_token, not closed_probes, source).checked(
         "give --token-file, or --server-cert with --client-ca, or --host 127.0.0.1"
     )
+    upstream_token = None if bookie_token_file is None else read_token(bookie_token_file)
+
+    def serving(url: str, uri: str, made: Path | None) -> None:
+        out.show(Gateway(url, uri, _authentication(settings, made)), GATEWAY_COLUMNS)
+
+    run_gateway(access, job, settings, upstream_token, serving)
+
+
+def run_gateway(
+    access: Access,
+    job: LongWork,
+    settings: HttpSettings,
+    bookie_token: str | None,
+    serving: Callable[[str, str, Path | None], None],
+    *,
+    link_key: str | None = None,
+) -> None:
+    """Serve until a signal; call `serving` with the URL, the metadata URI and the file of a token that was made."""
+    from bkctl.http import load_server
+    from bkctl.metadata.store import TLS_REFRESH_S
+    from bkctl.tasks import ended_by_signals
+
+    http = load_server()
     connection = access.connection()
     security = access.security(connection)
-    bookie_token = None if bookie_token_file is None else read_token(bookie_token_file)
     tls, addresses = access.bookie_tls(TLS_REFRESH_S), access.bookie_addresses()
     config = access.client_config()
     upstream = http.Upstream(bookie_token, tls, access.timeout_s)
@@ -125,10 +149,14 @@ def serve(
                 config=config,
             ),
             upstream=upstream,
+            link_key=link_key,
         )
         try:
-            url = f"{settings.protocol}://{f'[{host}]' if ':' in host else host}:{port_number}"
-            out.show(Gateway(url, connection.uri, _authentication(settings, server.token_file)), GATEWAY_COLUMNS)
+            host = settings.host
+            serving(
+                f"{settings.protocol}://{f'[{host}]' if ':' in host else host}:{port_number}",
+                connection.uri, server.token_file,
+            )  # fmt: skip
             stopped.wait()
         finally:
             server.stop()

@@ -7,6 +7,7 @@ import re
 from typing import Final
 
 from bkctl.columns import base64_text
+from bkctl.columns import plain as plain
 
 NULL: Final = "-"
 BOLD: Final = "\x1b[1m"
@@ -15,8 +16,6 @@ YELLOW: Final = "\x1b[33m"
 RED: Final = "\x1b[31m"
 CYAN: Final = "\x1b[36m"
 RESET: Final = "\x1b[0m"
-#: Control characters, line ends, and what lets a terminal show text in another order than it is written.
-_STEERING: Final = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 def size_text(size_bytes: int) -> str:
@@ -82,16 +81,6 @@ def readable_text(data: bytes | bytearray | memoryview) -> str:
     except UnicodeDecodeError:
         return base64_text(data)
     return text if text.replace("\n", "").replace("\t", "").isprintable() else base64_text(data)
-
-
-def plain(text: str) -> str:
-    """Return `text` with control characters as `\\xNN`, so that no value can steer the terminal or break a row."""
-    return text if text.isprintable() else _STEERING.sub(_escape, text)
-
-
-def _escape(match: re.Match[str]) -> str:
-    code = ord(match[0])
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
 def plain_lines(text: str) -> str:

@@ -1,0 +1,1 @@
+"""The console of a gateway: pages for a browser."""

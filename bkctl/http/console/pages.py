@@ -1,0 +1,283 @@
+"""What each page of the console shows."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from urllib.parse import urlencode
+
+from bkctl.errors import BkctlError, LedgerNotFound, NotFound
+from bkctl.http.bookie_load import BookieLoad
+from bkctl.ids import LedgerId, parse_scope_id
+from bkctl.metadata.admin.health import health_findings
+from bkctl.metadata.ledger_columns import pulsar_object
+from bkctl.metadata.racks import read_racks
+from bkctl.metadata.underreplication import AuditorElection, AutoRecoverySettings, LedgerMarks
+
+if TYPE_CHECKING:
+    from bkctl.formats.metadata import LedgerMetadata
+    from bkctl.http.console.history import LoadHistory
+    from bkctl.http.service import Service
+    from bkctl.metadata.cluster import Cluster
+
+#: Ledgers on a page, and those that a page looks at for an application's.
+LEDGERS_A_PAGE: Final = 100
+LEDGERS_EXAMINED_MAX: Final = 10_000
+MARKS_A_PAGE: Final = 1000
+FRAGMENTS_DRAWN_MAX: Final = 200
+SCOPES_MAX: Final = 200
+#: Custom metadata is cut to this length, in characters.
+CUSTOM_LENGTH_MAX: Final = 2000
+#: The size of the drawing of a ledger.
+WIDTH, ROW_HEIGHT = 1000, 28
+#: The size of a chart.
+CHART_WIDTH, CHART_HEIGHT = 240, 48
+
+Values = Mapping[str, Any]
+
+
+class Sources(NamedTuple):
+    """Where the pages read."""
+
+    service: Service
+    history: LoadHistory
+
+
+class Page(NamedTuple):
+    """A page: its template, and the function that reads what it shows, or returns the name of another page.
+
+    `read` gets the sources, the subject that is named behind the page, and the query.
+    """
+
+    template: str
+    read: Callable[[Sources, str, Mapping[str, str]], Awaitable[Values | str]]
+    takes_subject: bool = False
+
+
+class Chart(NamedTuple):
+    """A line over the last hour: its points for SVG, the newest and the highest value, and what it shows."""
+
+    title: str
+    unit: str
+    points: str
+    last: float | None
+    highest: float | None
+
+
+class Bar(NamedTuple):
+    """A replica of a fragment in the drawing of a ledger."""
+
+    x: float
+    y: int
+    width: float
+    bookie: str
+    colour: int
+    text: str
+
+
+def _per_second(name: str) -> Callable[[BookieLoad], float | None]:
+    return lambda load: getattr(load.per_second, name)
+
+
+def _p99(name: str) -> Callable[[BookieLoad], float | None]:
+    return lambda load: None if load.reading is None else getattr(load.reading, name).p99_ms
+
+
+#: The charts of a bookie.
+_CHARTS: Final = (
+    ("Adds", "a second", _per_second("adds")),
+    ("Reads", "a second", _per_second("reads")),
+    ("Add latency, p99", "ms", _p99("add")),
+    ("Journal sync, p99", "ms", _p99("journal_sync")),
+)
+
+
+def chart(title: str, unit: str, numbers: Sequence[float | None]) -> Chart:
+    """Return the chart of numbers, the newest last; gaps are left out."""
+    known = [number for number in numbers if number is not None]
+    highest = max(known, default=None)
+    scale = (CHART_HEIGHT - 4) / (highest or 1.0)
+    step = CHART_WIDTH / max(len(numbers) - 1, 1)
+    places = (
+        f"{index * step:.1f},{CHART_HEIGHT - 2 - number * scale:.1f}"
+        for index, number in enumerate(numbers)
+        if number is not None
+    )
+    return Chart(title, unit, " ".join(places), numbers[-1] if numbers else None, highest)
+
+
+async def _overview(of: Sources, subject: str, query: Mapping[str, str]) -> Values:
+    cluster = await of.service.cluster()
+
+    def read() -> Values:
+        states = Counter(bookie.state for bookie in cluster.bookies.list())
+        count = sum(1 for _ in islice(cluster.ledgers.ledgers(None), LEDGERS_EXAMINED_MAX + 1))
+        more = "more than " if count > LEDGERS_EXAMINED_MAX else ""
+        return {
+            "states": states,
+            "ledgers": f"{more}{min(count, LEDGERS_EXAMINED_MAX):,}",
+            "findings": sorted(health_findings(cluster), key=lambda each: (each.severity, each.code, each.subject)),
+        }
+
+    found = await asyncio.to_thread(read)
+    disks = [load.reading.disk for load in _loads(of) if load.reading is not None and load.reading.disk]
+    charts = [chart(title, unit, of.history.total(number)) for title, unit, number in _CHARTS[:2]]
+    return {**found, "total": sum(disk.total for disk in disks), "used": sum(disk.used for disk in disks),
+            "charts": charts}  # fmt: skip
+
+
+def _loads(of: Sources) -> Sequence[BookieLoad]:
+    last = of.history.last
+    return () if last is None else last.bookies
+
+
+async def _bookies(of: Sources, subject: str, query: Mapping[str, str]) -> Values:
+    cluster = await of.service.cluster()
+    bookies, racks = await asyncio.to_thread(lambda: (cluster.bookies.list(), _racks(cluster)))
+    loads = {load.bookie.bookie_id: load for load in _loads(of)}
+    rows = [(bookie, racks.get(bookie.bookie_id), loads.get(bookie.bookie_id)) for bookie in bookies]
+    return {"rows": rows}
+
+
+def _racks(cluster: Cluster) -> dict[str, str]:
+    return {each.bookie_id: each.rack for each in read_racks(cluster.store) if each.rack is not None}
+
+
+async def _bookie(of: Sources, subject: str, query: Mapping[str, str]) -> Values:
+    cluster = await of.service.cluster()
+    bookie = next((each for each in await asyncio.to_thread(cluster.bookies.list) if each.bookie_id == subject), None)
+    if bookie is None:
+        raise NotFound(f"Bookie {subject!r} has neither a cookie nor a registration")
+    load = next((each for each in _loads(of) if each.bookie.bookie_id == subject), None)
+    charts = [chart(title, unit, of.history.of_bookie(subject, number)) for title, unit, number in _CHARTS]
+    return {"bookie": bookie, "load": load, "charts": charts}
+
+
+async def _ledgers(of: Sources, subject: str, query: Mapping[str, str]) -> Values | str:
+    if query.get("q", "").strip():
+        return f"ledger/{LedgerId.parse(query['q'].strip())}"
+    scope = parse_scope_id(query["scope"].strip()) if query.get("scope", "").strip() else None
+    after = LedgerId.parse(query["after"]) if query.get("after") else None
+    if after is not None and scope is not None and after.scope_id != scope:
+        after = None
+    wanted = query.get("application", "").strip()
+    cluster = await of.service.cluster()
+
+    def read() -> Values:
+        rows: list[tuple[LedgerId, Any]] = []
+        last, examined = None, 0
+        manager = cluster.ledgers
+        for ledger, found in manager.read_many(islice(manager.ledgers(scope, after), LEDGERS_EXAMINED_MAX)):
+            last, examined = ledger, examined + 1
+            if isinstance(found, LedgerNotFound):  # deleted meanwhile
+                continue
+            if isinstance(found, BkctlError):
+                rows += [] if wanted else [(ledger, found)]
+            elif not wanted or application_of(found.metadata) == wanted:
+                rows.append((ledger, found))
+            if len(rows) >= LEDGERS_A_PAGE:
+                break
+        has_more = len(rows) >= LEDGERS_A_PAGE or examined >= LEDGERS_EXAMINED_MAX
+        kept = {"scope": query.get("scope", ""), "application": wanted, "after": str(last)}
+        return {
+            "rows": rows, "examined": examined, "scopes": list(islice(manager.scopes(), SCOPES_MAX)),
+            "next": urlencode(kept) if has_more else None,
+        }  # fmt: skip
+
+    found = await asyncio.to_thread(read)
+    return {**found, "scope": query.get("scope", ""), "application": wanted, "application_of": application_of}
+
+
+def application_of(metadata: LedgerMetadata) -> str:
+    """Return what the ledger's custom metadata calls its application, empty without."""
+    return metadata.custom_metadata.get("application", b"")[:100].decode("utf-8", "replace")
+
+
+async def _ledger(of: Sources, subject: str, query: Mapping[str, str]) -> Values | str:
+    ledger = LedgerId.parse(subject)
+    cluster = await of.service.cluster()
+    found = await asyncio.to_thread(lambda: cluster.ledgers.read(ledger))
+    mark = await asyncio.to_thread(lambda: LedgerMarks(cluster.store).get(ledger))
+    custom = [
+        (key[:CUSTOM_LENGTH_MAX], value[:CUSTOM_LENGTH_MAX].decode("utf-8", "backslashreplace"), len(value))
+        for key, value in islice(sorted(found.metadata.custom_metadata.items()), 100)
+    ]
+    fragments = list(_fragments(found.metadata))
+    return {
+        "ledger": ledger, "metadata": found.metadata, "ctime_ms": found.ctime_ms, "mark": mark, "custom": custom,
+        "pulsar": pulsar_object(found.metadata.custom_metadata), "fragments": fragments[:FRAGMENTS_DRAWN_MAX],
+        "left_out": max(len(fragments) - FRAGMENTS_DRAWN_MAX, 0), "bars": list(_bars(fragments)),
+        "width": WIDTH, "height": ROW_HEIGHT * max((len(each[2]) for each in fragments), default=0),
+    }  # fmt: skip
+
+
+def _fragments(metadata: LedgerMetadata) -> Iterator[tuple[int, int | None, Sequence[str]]]:
+    """Yield first and last entry (None: open) and the bookies of each fragment."""
+    firsts = [each.first_entry_id for each in metadata.ensembles]
+    end = metadata.last_entry_id if metadata.is_closed else None
+    for index, fragment in enumerate(metadata.ensembles):
+        last = firsts[index + 1] - 1 if index + 1 < len(firsts) else end
+        yield fragment.first_entry_id, last, fragment.bookies
+
+
+def _bars(fragments: Sequence[tuple[int, int | None, Sequence[str]]]) -> Iterator[Bar]:
+    """Yield a bar for each bookie of each fragment, as wide as its share of the entries, and at least visible."""
+    drawn = fragments[:FRAGMENTS_DRAWN_MAX]
+    sizes = [None if last is None else max(last - first + 1, 0) for first, last, _ in drawn]
+    known = sum(size for size in sizes if size is not None)
+    shares = [0.1 + (size / known if size is not None and known else 0.2) for size in sizes]
+    colours: dict[str, int] = {}
+    x = 0.0
+    for share, (first, last, bookies) in zip(shares, drawn, strict=True):
+        width = WIDTH * share / sum(shares)
+        for row, bookie in enumerate(bookies):
+            colour = colours.setdefault(bookie, len(colours) % 8)
+            text = f"{bookie}: entries {first} to {'the end' if last is None else last}"
+            yield Bar(round(x, 2), row * ROW_HEIGHT, round(width, 2), bookie, colour, text)
+        x += width
+
+
+async def _replication(of: Sources, subject: str, query: Mapping[str, str]) -> Values:
+    cluster = await of.service.cluster()
+
+    def read() -> Values:
+        marks = list(islice(LedgerMarks(cluster.store).list(None), MARKS_A_PAGE + 1))
+        bookies = Counter(
+            bookie for _, mark in marks if not isinstance(mark, BkctlError) for bookie in set(mark.missing_replicas)
+        )
+        return {
+            "marks": marks[:MARKS_A_PAGE], "has_more": len(marks) > MARKS_A_PAGE, "bookies": bookies.most_common(),
+            "auditor": AuditorElection(cluster.store).auditor(),
+            "is_enabled": AutoRecoverySettings(cluster.store).is_enabled(),
+        }  # fmt: skip
+
+    return await asyncio.to_thread(read)
+
+
+async def _garbage(of: Sources, subject: str, query: Mapping[str, str]) -> Values:
+    return {"loads": _loads(of)}
+
+
+async def _rack_page(of: Sources, subject: str, query: Mapping[str, str]) -> Values:
+    cluster = await of.service.cluster()
+    bookies, racks = await asyncio.to_thread(lambda: (cluster.bookies.list(), _racks(cluster)))
+    groups: dict[str, list[Any]] = defaultdict(list)
+    for bookie in bookies:
+        groups[racks.get(bookie.bookie_id, "")].append(bookie)
+    return {"groups": sorted(groups.items())}
+
+
+#: The first part of a path → its page.
+PAGES: Final[Mapping[str, Page]] = {
+    "": Page("overview.html", _overview),
+    "bookies": Page("bookies.html", _bookies),
+    "bookie": Page("bookie.html", _bookie, takes_subject=True),
+    "ledgers": Page("ledgers.html", _ledgers),
+    "ledger": Page("ledger.html", _ledger, takes_subject=True),
+    "replication": Page("replication.html", _replication),
+    "garbage": Page("garbage.html", _garbage),
+    "racks": Page("racks.html", _rack_page),
+}
