@@ -30,7 +30,7 @@ _bkctl() {
   local end_bookie_convert='--conf --output --columns --sort --yes --help'
   local end_bookies_usage='--metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --connect-timeout --output --columns --help'
   case $path in
-'') at="--verbose --quiet --no-color --debug --version --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --metadata-tls --metadata-tls-ca --metadata-tls-cert --metadata-tls-key --metadata-user --metadata-password-file --metadata-sasl --metadata-creator-acl --timeout --connect-timeout --output --columns --sort --yes --help" words='ledger bookie bookies journal entrylog metadata cookie autorecovery cluster local pulsar pipeline api bench progress audit context top help version completion' ;;
+'') at="--verbose --quiet --no-color --debug --version --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --metadata-tls --metadata-tls-ca --metadata-tls-cert --metadata-tls-key --metadata-user --metadata-password-file --metadata-sasl --metadata-creator-acl --timeout --connect-timeout --output --columns --sort --yes --help" words='ledger bookie bookies journal entrylog metadata cookie autorecovery cluster local pulsar pipeline api bench progress audit context top console help version completion' ;;
 'ledger') at="$end_ledger" words='write list show locate read tail delete recover verify test copy' ;;
 'ledger write') at="--uuid --ledger-id --ledger-scope-id --ledger-qualified-name --ensemble-size --write-quorum --ack-quorum --digest-type --custom-metadata --password --password-file --record-size --protocol $end_ledger_write" argument='files' ;;
 'ledger list') at="--ledger-scope-id --all-scopes --min-age --max-age --min-size --max-size --custom-metadata --bookie --state --topic --subscription --limit --watch --after --count --keep-going $end_ledger_write" ;;
@@ -187,6 +187,7 @@ _bkctl() {
 'context rename') at="$end_bookie_files" argument='context' ;;
 'context delete') at="$end_bookie_convert" argument='context' ;;
 'top') at="--interval --once $end_ledger_write" ;;
+'console') at="--port --browser --bookie-token-file $end_ledger_write" ;;
 'help') at="$end_ledger" argument='words ledger bookie bookies journal entrylog metadata cookie autorecovery cluster local pulsar pipeline api bench progress audit context connection exit-codes' ;;
 'version') at="$end_bookie_files" ;;
 'completion') at="$end_bookie_files" argument='words bash zsh fish' ;;
