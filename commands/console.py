@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -35,7 +36,7 @@ CONSOLE_COLUMNS = Columns(Column("URL", "url", "url"), Column("METADATA URI", "m
     app,
     "console",
     connects=True,
-    examples=("bkctl console", "bkctl console --no-browser --port 8090"),
+    examples=("bkctl console", "bkctl console --port 8090"),
     prints=object_of(CONSOLE_COLUMNS),
 )
 def console(
@@ -66,15 +67,17 @@ def console(
     if not 0 <= number <= 65535:
         raise UsageError(f"--port {port}: ports are 0 to 65535")
     key = secrets.token_urlsafe(24)
-
-    def serving(url: str, uri: str, made: Path | None) -> None:
-        link = f"{url}/console/enter?key={key}"
-        out.show(OpenConsole(link, uri), CONSOLE_COLUMNS)
-        if browser:
-            import webbrowser
-
-            if not webbrowser.open(link):
-                out.note("No browser was found: open the link yourself")
-
     token = None if bookie_token_file is None else read_token(bookie_token_file)
-    run_gateway(access, job, HttpSettings("127.0.0.1", number), token, serving, link_key=key)
+    run_gateway(
+        access, job, HttpSettings("127.0.0.1", number), token, partial(_announce, out, key, browser), link_key=key
+    )
+
+
+def _announce(out: Printer, key: str, browser: bool, url: str, metadata_uri: str, made: Path | None) -> None:
+    link = f"{url}/console/enter?key={key}"
+    out.show(OpenConsole(link, metadata_uri), CONSOLE_COLUMNS)
+    if browser:
+        import webbrowser
+
+        if not webbrowser.open(link):
+            out.note("No browser was found: open the link yourself")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,6 +20,7 @@ from .kit.command import Run, command, group
 from .kit.documents import object_of, rows_of
 from .kit.options import DryRun, UndoOption, duration_option
 from .kit.texts import GREEN, RED, YELLOW, counted, size_text, time_text
+from .kit.values import tap
 
 if TYPE_CHECKING:
     from bkctl.client.pulsar import End, Inventory, PulsarFinding, TopicState
@@ -278,22 +281,21 @@ def check(run: Run, pause: PauseOption, root: RootOption = None) -> None:
     """
     from bkctl.client.pulsar import check_pulsar
 
-    orphan_count = orphan_bytes = 0
-
-    def findings() -> Iterator[PulsarFinding]:
-        nonlocal orphan_count, orphan_bytes
-        for each in check_pulsar(inventory, pause_s=pause):
-            orphan_count += each.code == "orphan"
-            orphan_bytes += each.size_bytes or 0 if each.code == "orphan" else 0
-            yield each
-
+    orphans = Counter[str]()
     with run.access.cluster() as cluster, _inventory(run, cluster, root) as inventory:
-        count = run.out.render(findings(), FINDING_COLUMNS, findings=True)
-    if orphan_count:
-        run.out.note(f"{counted(orphan_count, 'orphan', 'orphans')} with {size_text(orphan_bytes)} in closed ledgers")
+        findings = tap(check_pulsar(inventory, pause_s=pause), partial(_count_orphan, orphans))
+        count = run.out.render(findings, FINDING_COLUMNS, findings=True)
+    if orphans:
+        size = size_text(orphans["bytes"])
+        run.out.note(f"{counted(orphans['ledgers'], 'orphan', 'orphans')} with {size} in closed ledgers")
     if not count:
         run.out.note("Each topic has its ledgers, and each of Pulsar's ledgers its topic")
     run.out.finish_with(count, "finding", "findings")
+
+
+def _count_orphan(counts: Counter[str], finding: PulsarFinding) -> None:
+    if finding.code == "orphan":
+        counts.update(ledgers=1, bytes=finding.size_bytes or 0)
 
 
 ORPHAN_COLUMNS = Columns(
@@ -333,49 +335,55 @@ def list_orphans(
     its topic, just before its deletion; 'metadata undo' helps until bookies collect garbage. Exit code 3 if there are
     any.
     """
-    from bkctl.client.pulsar import find_orphans
-
     with run.access.cluster() as cluster:
-        passes: list[dict[int, PulsarFinding]] = []
-        for number in range(2):
-            if number and not passes[0]:
-                break
-            time.sleep(pause if number else 0)
-            with _inventory(run, cluster, root) as inventory:
-                passes.append({each.ledger_id or 0: each for each in find_orphans(inventory)})
-                both = [each for id_, each in passes[-1].items() if id_ in passes[0]]
-                found = [each for each in both if inventory.confirm_orphan(each)] if number else []
-                problems = dict.fromkeys(map(str, inventory.errors))
+        found, problems = _found_twice(run, cluster, root, pause)
         old = [each for each in found if each.age_s is not None and each.age_s >= age_min]
-        for problem in problems:
-            run.out.error(problem)
+        run.out.error(*problems)
         run.out.render(old, ORPHAN_COLUMNS, findings=True)
         if len(found) > len(old):
             run.out.note(f"{counted(len(found) - len(old), 'orphan is', 'orphans are')} younger than --min-age")
+        if not old:
+            run.out.note("No orphans")
         if not delete or dry_run or not old:
-            if not old:
-                run.out.note("No orphans")
             run.out.finish_with(len(old) + len(problems), "orphan or problem", "orphans or problems")
             return
         size_bytes = sum(each.size_bytes or 0 for each in old)
         run.consent.confirm(f"{counted(len(old), 'ledger', 'ledgers')} with {size_text(size_bytes)} would be lost")
-        deleted = 0
-        with (
-            run.consent.recorded(cluster, undo) as recorded,
-            _inventory(run, cluster, root) as inventory,
-            run.job.working(
-                "Deleting", total=len(old), unit="ledgers", left="deleted ledgers stay deleted: run the command again"
-            ) as activity,
-        ):
-            for each in old:
-                activity.advance()
-                if (orphan := inventory.confirm_orphan(each)) is None:
-                    continue
-                try:
-                    recorded.ledgers.remove(LedgerId(0, each.ledger_id or 0), orphan[0])
-                    deleted += 1
-                except (Conflict, NotFound) as error:
-                    run.out.error(error)
+        with run.consent.recorded(cluster, undo) as recorded, _inventory(run, cluster, root) as inventory:
+            deleted = _delete_orphans(run, inventory, recorded, old)
     run.out.note(f"{deleted:,} of {counted(len(old), 'orphan was', 'orphans were')} deleted")
     problem_count = len(old) - deleted + len(problems)
     run.out.finish_with(problem_count, "ledger is left, or cannot be judged", "ledgers are left, or cannot be judged")
+
+
+def _found_twice(run: Run, cluster: Cluster, root: str | None, pause_s: float) -> tuple[list[PulsarFinding], list[str]]:
+    """Return the orphans of two passes, the second confirmed one by one, and the problems of the last pass."""
+    from bkctl.client.pulsar import find_orphans
+
+    with _inventory(run, cluster, root) as inventory:
+        first = {each.ledger_id for each in find_orphans(inventory)}
+        problems = list(dict.fromkeys(map(str, inventory.errors)))
+    if not first:
+        return [], problems
+    time.sleep(pause_s)
+    with _inventory(run, cluster, root) as inventory:
+        both = [each for each in find_orphans(inventory) if each.ledger_id in first]
+        return [each for each in both if inventory.confirm_orphan(each)], list(
+            dict.fromkeys(map(str, inventory.errors))
+        )
+
+
+def _delete_orphans(run: Run, inventory: Inventory, cluster: Cluster, orphans: list[PulsarFinding]) -> int:
+    """Delete orphans, each read again just before; return the number that is gone."""
+    left, deleted = "deleted ledgers stay deleted: run the command again", 0
+    with run.job.working("Deleting", total=len(orphans), unit="ledgers", left=left) as activity:
+        for each in orphans:
+            activity.advance()
+            if (orphan := inventory.confirm_orphan(each)) is None:
+                continue
+            try:
+                cluster.ledgers.remove(LedgerId(0, each.ledger_id or 0), orphan[0])
+                deleted += 1
+            except (Conflict, NotFound) as error:
+                run.out.error(error)
+    return deleted

@@ -83,7 +83,7 @@ def test_the_blocking_twin_has_what_the_client_has() -> None:
         assert public - twin <= {
             "access",
             "find_recovery_loss",
-            "watch_writer",
+            "plan_recovery",
             "read_from",
             "versioned_metadata",
             "ready",

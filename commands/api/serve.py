@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -108,10 +109,7 @@ def serve(
     )
     upstream_token = None if bookie_token_file is None else read_token(bookie_token_file)
 
-    def serving(url: str, uri: str, made: Path | None) -> None:
-        out.show(Gateway(url, uri, _authentication(settings, made)), GATEWAY_COLUMNS)
-
-    run_gateway(access, job, settings, upstream_token, serving)
+    run_gateway(access, job, settings, upstream_token, partial(_show, out, settings))
 
 
 def run_gateway(
@@ -160,6 +158,10 @@ def run_gateway(
             stopped.wait()
         finally:
             server.stop()
+
+
+def _show(out: Printer, settings: HttpSettings, url: str, metadata_uri: str, made: Path | None) -> None:
+    out.show(Gateway(url, metadata_uri, _authentication(settings, made)), GATEWAY_COLUMNS)
 
 
 def _authentication(settings: HttpSettings, token_file: Path | None) -> str:

@@ -1,4 +1,4 @@
-"""What each page of the console shows."""
+"""The pages of the console: templates, and what they show."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ Values = Mapping[str, Any]
 
 
 class Sources(NamedTuple):
-    """Where the pages read."""
+    """Sources of what pages show."""
 
     service: Service
     history: LoadHistory
 
 
-class Page(NamedTuple):
+class ConsolePage(NamedTuple):
     """A page: its template, and the function that reads what it shows, or returns the name of another page.
 
     `read` gets the sources, the subject that is named behind the page, and the query.
@@ -67,7 +67,7 @@ class Chart(NamedTuple):
     highest: float | None
 
 
-class Bar(NamedTuple):
+class FragmentBar(NamedTuple):
     """A replica of a fragment in the drawing of a ledger."""
 
     x: float
@@ -223,7 +223,7 @@ def _fragments(metadata: LedgerMetadata) -> Iterator[tuple[int, int | None, Sequ
         yield fragment.first_entry_id, last, fragment.bookies
 
 
-def _bars(fragments: Sequence[tuple[int, int | None, Sequence[str]]]) -> Iterator[Bar]:
+def _bars(fragments: Sequence[tuple[int, int | None, Sequence[str]]]) -> Iterator[FragmentBar]:
     """Yield a bar for each bookie of each fragment, as wide as its share of the entries, and at least visible."""
     drawn = fragments[:FRAGMENTS_DRAWN_MAX]
     sizes = [None if last is None else max(last - first + 1, 0) for first, last, _ in drawn]
@@ -236,7 +236,7 @@ def _bars(fragments: Sequence[tuple[int, int | None, Sequence[str]]]) -> Iterato
         for row, bookie in enumerate(bookies):
             colour = colours.setdefault(bookie, len(colours) % 8)
             text = f"{bookie}: entries {first} to {'the end' if last is None else last}"
-            yield Bar(round(x, 2), row * ROW_HEIGHT, round(width, 2), bookie, colour, text)
+            yield FragmentBar(round(x, 2), row * ROW_HEIGHT, round(width, 2), bookie, colour, text)
         x += width
 
 
@@ -271,13 +271,13 @@ async def _rack_page(of: Sources, subject: str, query: Mapping[str, str]) -> Val
 
 
 #: The first part of a path → its page.
-PAGES: Final[Mapping[str, Page]] = {
-    "": Page("overview.html", _overview),
-    "bookies": Page("bookies.html", _bookies),
-    "bookie": Page("bookie.html", _bookie, takes_subject=True),
-    "ledgers": Page("ledgers.html", _ledgers),
-    "ledger": Page("ledger.html", _ledger, takes_subject=True),
-    "replication": Page("replication.html", _replication),
-    "garbage": Page("garbage.html", _garbage),
-    "racks": Page("racks.html", _rack_page),
+PAGES: Final[Mapping[str, ConsolePage]] = {
+    "": ConsolePage("overview.html", _overview),
+    "bookies": ConsolePage("bookies.html", _bookies),
+    "bookie": ConsolePage("bookie.html", _bookie, takes_subject=True),
+    "ledgers": ConsolePage("ledgers.html", _ledgers),
+    "ledger": ConsolePage("ledger.html", _ledger, takes_subject=True),
+    "replication": ConsolePage("replication.html", _replication),
+    "garbage": ConsolePage("garbage.html", _garbage),
+    "racks": ConsolePage("racks.html", _rack_page),
 }
