@@ -1,4 +1,4 @@
-"""Fail where the installed bkctl lacks a loop in C, a completion, a man page or a unit: `python release/check_install.py`."""
+"""Fail where the installed bkctl lacks a loop in C, a completion, a man page or a unit; run with its Python."""
 
 from __future__ import annotations
 
