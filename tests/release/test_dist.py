@@ -1,4 +1,4 @@
-"""What `release/dist` and `release/onefile` make works where there is no compiler and no checkout."""
+"""Wheels and the one-file program work on machines without a compiler or a checkout."""
 
 from __future__ import annotations
 
