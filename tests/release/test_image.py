@@ -197,7 +197,7 @@ start() {
 }
 start
 HEALTH
-ledger=$(echo "kept in the volume" | bkctl ledger write --ledger-scope-id 7 -E 1 -w 1 -a 1 -o id)
+ledger=$(echo "kept in the volume" | bkctl ledger write --ledger-scope-id 7 --ensemble-size 1 --write-quorum 1 --ack-quorum 1 -o id)
 kill -TERM "$bookie"
 wait "$bookie"
 ! HEALTH >/dev/null 2>&1
