@@ -197,7 +197,8 @@ start() {
 }
 start
 HEALTH
-ledger=$(echo "kept in the volume" | bkctl ledger write --ledger-scope-id 7 --ensemble-size 1 --write-quorum 1 --ack-quorum 1 -o id)
+ONE="--ensemble-size 1 --write-quorum 1 --ack-quorum 1"
+ledger=$(echo "kept in the volume" | bkctl ledger write --ledger-scope-id 7 $ONE -o id)
 kill -TERM "$bookie"
 wait "$bookie"
 ! HEALTH >/dev/null 2>&1
