@@ -14,7 +14,7 @@ PROTOS := $(shell find bkctl -name '*.proto')
 # Arguments of benchmarks/run.py: `make bench BENCH='--runs 3 startup ledger-read'`.
 BENCH ?=
 
-.PHONY: demo test fast lint format types generate protos picture bench servers clean
+.PHONY: demo test fast lint format types generate protos picture bench servers dist lock lowest clean
 
 demo: .venv/.bkctl
 	PATH="$(CURDIR)/$(BIN):$$PATH" demo/run.sh
@@ -53,8 +53,26 @@ bench: .venv/.test
 servers: .venv/.test
 	PYTHONPATH=tests $(BIN)/python -m support.servers
 
+# The sdist, this machine's wheel, their SBOM, and the program in one file.
+dist: .venv/.test
+	release/dist
+	release/sbom
+	release/onefile
+
+lock: .venv/.test
+	release/lock
+
+# The fast tests with the oldest versions that pyproject.toml allows, in an environment of their own.
+lowest: .venv/.test
+	rm -rf .venv/lowest
+	$(BIN)/uv venv -q --python $(BIN)/python .venv/lowest
+	$(BIN)/uv pip install -q --python .venv/lowest --require-hashes -r release/requirements/test.txt
+	$(BIN)/uv pip install -q --python .venv/lowest --require-hashes -r release/requirements/lowest.txt
+	$(BIN)/uv pip install -q --python .venv/lowest --no-deps --no-build-isolation -e .
+	BKCTL_TEST_WITHOUT=java .venv/lowest/bin/python -m pytest -n $(WORKERS) --dist worksteal -m 'not java and not long' $(FAST)
+
 clean:
-	rm -rf .venv .cache build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .cache build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(BIN)/python:
 	@command -v $(PYTHON) >/dev/null || { \
@@ -73,8 +91,9 @@ $(BIN)/python:
 	@$(BIN)/python -m compileall -q bkctl commands
 	@touch $@
 
-.venv/.test: pyproject.toml $(EXTENSIONS) | $(BIN)/python
+.venv/.test: pyproject.toml release/requirements/test.txt $(EXTENSIONS) | $(BIN)/python
 	@echo "make: installing bkctl and what its tests need into .venv: some minutes at the first time"
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[test]'
+	$(BIN)/python -m pip install -q --disable-pip-version-check --require-hashes -r release/requirements/test.txt
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@$(BIN)/python -m compileall -q bkctl commands
 	@touch $@ .venv/.bkctl

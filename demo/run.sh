@@ -20,19 +20,23 @@ run() {
     "$bkctl" "${@:2}"
 }
 
+# Run bkctl on what a command of the shell prints, and keep the last line of its answer in $answer.
+feed() {
+    printf '\033[32m$ %s | %s\033[0m\n' "$1" "${*:2}"
+    bash -c "$1" | "$bkctl" "${@:3}" 2>"$work/notes" | tee "$work/answer"
+    answer=$(tail -n 1 "$work/answer")
+}
+
 say "Three bookies of our own over an embedded metadata store"
 run bkctl local up --dir "$work/cluster" --bookies 3
 
 say "A ledger under a UUID: 128 bits, no central counter"
-printf '%s$ printf "one\\ntwo\\nthree\\n" | bkctl ledger write --uuid%s\n' $'\033[32m' $'\033[0m'
-ledger=$(printf 'one\ntwo\nthree\n' | "$bkctl" --quiet ledger write --uuid --output id)
-echo "$ledger"
+feed 'printf "one\ntwo\nthree\n"' bkctl ledger write --uuid --output id
+ledger=$answer
 
 say "The same ledger id in two scopes: two ledgers"
-printf '%s$ echo "scope zero"  | bkctl ledger write --ledger-id 1%s\n' $'\033[32m' $'\033[0m'
-echo "scope zero" | "$bkctl" --quiet ledger write --ledger-id 1 --output id
-printf '%s$ echo "scope seven" | bkctl ledger write --ledger-scope-id 7 --ledger-id 1%s\n' $'\033[32m' $'\033[0m'
-echo "scope seven" | "$bkctl" --quiet ledger write --ledger-scope-id 7 --ledger-id 1 --output id
+feed 'echo "scope zero"' bkctl ledger write --ledger-id 1 --output id
+feed 'echo "scope seven"' bkctl ledger write --ledger-scope-id 7 --ledger-id 1 --output id
 run bkctl ledger read 1 --body --format utf8
 run bkctl ledger read 7:1 --body --format utf8
 

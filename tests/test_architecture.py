@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 #: From left to right; parts that share a place do not import each other.
 DIRECTION = [
-    {"errors", "pace", "redaction", "tasks"},
+    {"errors", "pace", "redaction", "summaries", "tasks"},
     {"ids"},
     {"columns", "config"},
     {"formats"},

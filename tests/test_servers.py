@@ -100,7 +100,7 @@ def test_a_module_that_is_older_than_its_source_is_built_or_fails(
 ) -> None:
     (tmp_path / "pyproject.toml").write_text(
         '[project]\nname = "x"\nversion = "1"\n[tool.setuptools]\npackages = []\n'
-        '[[tool.setuptools.ext-modules]]\nname = "x"\nsources = ["x.c"]\noptional = true\n'
+        '[[tool.setuptools.ext-modules]]\nname = "x"\nsources = ["x.c"]\noptional = true\npy-limited-api = true\n'
     )
     monkeypatch.setattr(compiled, "ROOT", tmp_path)
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)

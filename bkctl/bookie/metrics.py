@@ -1,7 +1,6 @@
 """The counters of a bookie, and their Prometheus text (version 0.0.4) under the names of Apache's bookie.
 
-Counters are plain integers that one thread increments, once a batch of adds, and any thread reads. Durations are kept
-in buckets (16 between a power of two and the next), so that a quantile is right to about 6%.
+Counters are plain integers that one thread increments, once a batch of adds, and any thread reads.
 Source: BookKeeperServerStats, PrometheusMetricsProvider, PrometheusTextFormat.
 """
 
@@ -9,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Final
+
+from bkctl.summaries import QUANTILES, Summary
 
 if TYPE_CHECKING:
     from bkctl.metadata.refreshed_tls import RefreshedContext
@@ -19,10 +19,6 @@ if TYPE_CHECKING:
 
 log: Final = logging.getLogger("bkctl.bookie")
 
-#: The quantiles of Apache's summaries.
-QUANTILES: Final = (0.5, 0.75, 0.95, 0.99, 0.999, 0.9999, 1.0)
-#: Quantiles cover this last stretch of time, as Apache's (prometheusStatsLatencyRolloverSeconds).
-ROLLOVER_S: Final = 60.0
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 #: Requests that are rare beside adds and reads. Source: RequestStats.
@@ -35,69 +31,6 @@ REQUESTS: Final = (
     "GET_LIST_OF_ENTRIES_OF_LEDGER",
     "GET_BOOKIE_INFO",
 )
-
-_SUB_BITS: Final = 4
-_BUCKETS: Final = 40 << _SUB_BITS
-
-
-def _bucket(value: int) -> int:
-    """Return the bucket of a value: its own below 16, above by the five highest bits."""
-    shift = value.bit_length() - _SUB_BITS - 1
-    if shift < 0:
-        return value
-    return min((shift << _SUB_BITS) + (value >> shift), _BUCKETS - 1)
-
-
-def _upper(bucket: int) -> int:
-    """Return the largest value in the bucket."""
-    if bucket < 2 << _SUB_BITS:
-        return bucket
-    shift, rest = divmod(bucket, 1 << _SUB_BITS)
-    return ((rest + (1 << _SUB_BITS) + 1) << (shift - 1)) - 1
-
-
-class Summary:
-    """Observed numbers: count, sum, and quantiles of the last minute or two. One thread observes."""
-
-    __slots__ = ("_before", "_now", "_rolled_s", "count", "sum")
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.sum = 0
-        self._now = [0] * _BUCKETS
-        self._before = [0] * _BUCKETS
-        self._rolled_s = time.monotonic()
-
-    def observe(self, value: int, count: int = 1) -> None:
-        """Add `value` (0 or more), `count` times."""
-        self.count += count
-        self.sum += value * count
-        self._now[_bucket(value)] += count
-        if time.monotonic() - self._rolled_s > ROLLOVER_S:
-            self._roll()
-
-    def _roll(self) -> None:
-        now_s = time.monotonic()
-        stale = now_s - self._rolled_s > 2 * ROLLOVER_S
-        self._before = [0] * _BUCKETS if stale else self._now
-        self._now = [0] * _BUCKETS
-        self._rolled_s = now_s
-
-    def quantiles(self) -> list[float]:
-        """Return the values of QUANTILES in the last stretch; NaN where nothing was observed."""
-        is_recent = time.monotonic() - self._rolled_s <= 2 * ROLLOVER_S
-        counts = [one + other for one, other in zip(self._now, self._before, strict=True)] if is_recent else []
-        total = sum(counts)
-        if not total:
-            return [float("nan")] * len(QUANTILES)
-        found = []
-        bucket, passed = -1, 0
-        for quantile in QUANTILES:
-            while passed < quantile * total and bucket < _BUCKETS - 1:
-                bucket += 1
-                passed += counts[bucket]
-            found.append(float(_upper(bucket)))
-        return found
 
 
 class Latency:
@@ -158,7 +91,7 @@ class BookieMetrics:
         #: The TLS of each server, None without.
         self.certificates: dict[str, RefreshedContext | None] = {}
         #: Name, kind, value and labels of the counters of auto-recovery in the bookie's process.
-        self.auto_recovery: Callable[[], Iterable[tuple[str, str, float, Mapping[str, str]]]] = tuple
+        self.auto_recovery: Callable[[], Iterable[tuple[str, str, float | Summary, Mapping[str, str]]]] = tuple
 
     def adds_settled(self, count: int, size: int, seconds: float, *, ok: bool) -> None:
         """Add a batch of adds that is on disk and answered, or failed."""
@@ -190,6 +123,13 @@ class PrometheusText:
     def number(self, name: str, kind: str, value: float, labels: Mapping[str, str] | None = None) -> None:
         """Add a sample of a `counter` or `gauge`."""
         self._samples(name, kind).append(f"{name}{_labels(labels or {})} {_text(value)}")
+
+    def sample(self, name: str, kind: str, value: float | Summary, labels: Mapping[str, str]) -> None:
+        """Add a sample of any kind."""
+        if isinstance(value, Summary):
+            self.summary(name, value, labels)
+        else:
+            self.number(name, kind, value, labels)
 
     def counter(self, name: str, value: float, labels: Mapping[str, str] | None = None) -> None:
         """Add a number that only grows."""

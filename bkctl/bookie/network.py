@@ -222,9 +222,14 @@ def _enabled_versions(names: Sequence[str]) -> list[ssl.TLSVersion]:
 
 def check_user(config: BookieConfig) -> None:
     """Raise UsageError when this user may not start the bookie. Source: BookieServer.validateUser."""
-    user = pwd.getpwuid(os.geteuid()).pw_name
     permitted = config.permitted_startup_users
-    if permitted and user not in permitted:
+    if not permitted:
+        return
+    try:
+        user = pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:  # a container's user often has no name
+        user = str(os.geteuid())
+    if user not in permitted:
         raise UsageError(
             f"User {user} may not start this bookie: permittedStartupUsers are {', '.join(permitted)}",
             hint="start it as one of them",

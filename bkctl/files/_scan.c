@@ -4,6 +4,7 @@
  * What both must agree on is said there, and held by tests/files/test_scan.py on any bytes. Nothing is read outside the window.
  */
 
+#define Py_LIMITED_API 0x030B0000 /* one wheel for every CPython from 3.11 on */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdint.h>
@@ -113,7 +114,7 @@ static PyObject *take_entries(PyObject *module, PyObject *args) {
         PyBuffer_Release(&buffer);
         return NULL;
     }
-    char *begin_out = PyBytes_AS_STRING(begins), *row_out = PyBytes_AS_STRING(rows);
+    char *begin_out = PyBytes_AsString(begins), *row_out = PyBytes_AsString(rows);
     at = begin;
     for (Py_ssize_t index = 0; index < count; index++) {
         next_size(window, limit, &at, version, kind);

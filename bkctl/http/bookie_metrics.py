@@ -87,8 +87,8 @@ def _render(bookie: Bookie, measured: dict[str, Any]) -> str:
     _journals(text, bookie, measured)
     _directories(text, bookie, measured)
     _collector(text, measured)
-    for name, kind, value, labels in metrics.auto_recovery():
-        text.number(name, kind, value, labels)
+    for recovery_sample in metrics.auto_recovery():
+        text.sample(*recovery_sample)
     for name, kind, value in process_metrics(measured["started_s"]):
         text.number(name, kind, value)
     return text.text()

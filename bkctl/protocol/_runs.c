@@ -53,7 +53,7 @@ static int fits(Message *add) {
 static PyObject *record_of(const Message *add) {
     PyObject *record = PyBytes_FromStringAndSize(NULL, LENGTH + add->size);
     if (record != NULL) {
-        unsigned char *at = (unsigned char *)PyBytes_AS_STRING(record);
+        unsigned char *at = (unsigned char *)PyBytes_AsString(record);
         memcpy(write_u32(at, (uint32_t)add->size), add->body, (size_t)add->size);
     }
     return record;
@@ -143,13 +143,13 @@ static int list_requests(const Runs *all, const Run *run, PyObject *entries, PyO
         if (entry == NULL) {
             return -1;
         }
-        PyList_SET_ITEM(entries, index, entry);
+        PyList_SetItem(entries, index, entry);
         if (others != NULL) {
             other = request->key ? record_of(request) : PyLong_FromUnsignedLongLong(request->txn_id);
             if (other == NULL) {
                 return -1;
             }
-            PyList_SET_ITEM(others, index, other);
+            PyList_SetItem(others, index, other);
         }
     }
     return 0;
@@ -175,7 +175,7 @@ static PyObject *add_run_of(
         PyBytes_FromStringAndSize((const char *)answers, at - answers),
     };
     PyObject *adds = tuple_of(type, 7, items);
-    if (adds != NULL && list_requests(all, run, PyTuple_GET_ITEM(adds, 2), PyTuple_GET_ITEM(adds, 3)) < 0) {
+    if (adds != NULL && list_requests(all, run, PyTuple_GetItem(adds, 2), PyTuple_GetItem(adds, 3)) < 0) {
         Py_CLEAR(adds);
     }
     return adds;
@@ -188,7 +188,7 @@ static PyObject *read_run_of(const Runs *all, const Run *run, int is_v2, PyObjec
     };
     PyObject *reads = tuple_of(type, 3, items);
     if (reads != NULL
-        && list_requests(all, run, PyTuple_GET_ITEM(reads, 1), is_v2 ? NULL : PyTuple_GET_ITEM(reads, 2)) < 0) {
+        && list_requests(all, run, PyTuple_GetItem(reads, 1), is_v2 ? NULL : PyTuple_GetItem(reads, 2)) < 0) {
         Py_CLEAR(reads);
     }
     return reads;
@@ -284,6 +284,12 @@ done:
     return found;
 }
 
+/* An answer to a read; its body is a buffer of the caller's. */
+typedef struct {
+    Message message;
+    Py_buffer body;
+} Answer;
+
 PyDoc_STRVAR(answer_reads_doc,
 "answer_reads(ledger, entry_ids, txn_ids, bodies, max_lac)\n--\n\n"
 "The frames that answer reads of a ledger with `bodies`; of v2 where `txn_ids` is None. `max_lac` None: without one.");
@@ -295,60 +301,58 @@ static PyObject *answer_reads(PyObject *module, PyObject *args) {
         return NULL;
     }
     const int is_v2 = txns == Py_None;
-    Message answer = {.operation = READ, .scope = scope, .ledger = ledger, .has_lac = max_lac != Py_None};
-    if (answer.has_lac) {
-        answer.lac = PyLong_AsLongLong(max_lac);
-        if (PyErr_Occurred()) {
-            return NULL;
-        }
+    const Message plain = {
+        .operation = READ, .scope = scope, .ledger = ledger, .has_lac = max_lac != Py_None,
+        .lac = max_lac == Py_None ? 0 : PyLong_AsLongLong(max_lac),
+    };
+    if (PyErr_Occurred()) {
+        return NULL;
     }
-    Py_buffer *views = NULL;
+    Answer *all = NULL;
     Py_ssize_t viewed = 0, count = 0, size = 0;
-    PyObject *answers = NULL, *bodies = PySequence_Fast(given, "bodies");
-    PyObject *entry_list = bodies == NULL ? NULL : PySequence_Fast(entries, "entry ids");
-    PyObject *txn_list = entry_list == NULL ? NULL : PySequence_Fast(is_v2 ? entries : txns, "transaction ids");
+    PyObject *answers = NULL, *bodies = PySequence_Tuple(given);
+    PyObject *entry_list = bodies == NULL ? NULL : PySequence_Tuple(entries);
+    PyObject *txn_list = entry_list == NULL ? NULL : PySequence_Tuple(is_v2 ? entries : txns);
     if (txn_list == NULL) {
         goto done;
     }
-    count = PySequence_Fast_GET_SIZE(bodies);
-    if (PySequence_Fast_GET_SIZE(entry_list) != count || PySequence_Fast_GET_SIZE(txn_list) != count) {
+    count = PyTuple_Size(bodies);
+    if (PyTuple_Size(entry_list) != count || PyTuple_Size(txn_list) != count) {
         PyErr_SetString(PyExc_ValueError, "as many bodies as reads are needed");
         goto done;
     }
-    views = PyMem_Calloc((size_t)count + 1, sizeof(Py_buffer));
-    if (views == NULL) {
+    all = PyMem_Malloc((size_t)(count + 1) * sizeof(Answer));
+    if (all == NULL) {
         PyErr_NoMemory();
         goto done;
     }
-    for (; viewed < count; viewed++) {
-        if (PyObject_GetBuffer(PySequence_Fast_GET_ITEM(bodies, viewed), &views[viewed], PyBUF_SIMPLE) < 0) {
+    while (viewed < count) {
+        Message *message = &all[viewed].message;
+        *message = plain;
+        message->entry = PyLong_AsLongLong(PyTuple_GetItem(entry_list, viewed));
+        message->txn_id = is_v2 ? 0 : PyLong_AsUnsignedLongLong(PyTuple_GetItem(txn_list, viewed));
+        if (PyErr_Occurred() ||
+            PyObject_GetBuffer(PyTuple_GetItem(bodies, viewed), &all[viewed].body, PyBUF_SIMPLE) < 0) {
             goto done;
         }
-        size += OVERHEAD_MAX + views[viewed].len;
+        message->size = all[viewed++].body.len;
+        size += overhead_of(is_v2, message, 1) + message->size;
     }
     answers = PyBytes_FromStringAndSize(NULL, size);
     if (answers == NULL) {
         goto done;
     }
-    unsigned char *begin = (unsigned char *)PyBytes_AS_STRING(answers), *at = begin;
-    for (Py_ssize_t index = 0; index < count; index++) {
-        answer.entry = PyLong_AsLongLong(PySequence_Fast_GET_ITEM(entry_list, index));
-        answer.txn_id = is_v2 ? 0 : PyLong_AsUnsignedLongLong(PySequence_Fast_GET_ITEM(txn_list, index));
-        if (PyErr_Occurred()) {
-            Py_CLEAR(answers);
-            goto done;
-        }
-        answer.size = views[index].len;
-        at = write_front(is_v2, at, &answer, 1);
-        memcpy(at, views[index].buf, (size_t)answer.size);
-        at = write_tail(is_v2, at + answer.size, &answer);
+    unsigned char *at = (unsigned char *)PyBytes_AsString(answers);
+    for (const Answer *answer = all; answer < all + count; answer++) {
+        at = write_front(is_v2, at, &answer->message, 1);
+        memcpy(at, answer->body.buf, (size_t)answer->body.len);
+        at = write_tail(is_v2, at + answer->body.len, &answer->message);
     }
-    _PyBytes_Resize(&answers, at - begin);
 done:
     while (viewed > 0) {
-        PyBuffer_Release(&views[--viewed]);
+        PyBuffer_Release(&all[--viewed].body);
     }
-    PyMem_Free(views);
+    PyMem_Free(all);
     Py_XDECREF(bodies);
     Py_XDECREF(entry_list);
     Py_XDECREF(txn_list);
@@ -369,47 +373,52 @@ static int read_u64_object(PyObject *number, uint64_t *value) {
     return 1;
 }
 
-/* The pieces of an add's body. */
+/* A plain request, and the pieces of an add's body. */
 typedef struct {
+    Message message;
     int count;
     PyObject *pieces[PIECES_MAX];
-} Body;
+} Plain;
 
 /* Return 1 if `request` is plain: a ReadRequest or AddRequest without flags, with an entry in `bytes`. */
-static int read_request(PyObject *request, int operation, Message *plain, Body *body) {
-    if (!PyTuple_Check(request) || PyTuple_GET_SIZE(request) != (operation == ADD ? ADD_FIELDS : READ_FIELDS)) {
+static int read_request(PyObject *request, int operation, Plain *body) {
+    Message *plain = &body->message;
+    if (!PyTuple_Check(request) || PyTuple_Size(request) != (operation == ADD ? ADD_FIELDS : READ_FIELDS)) {
         return 0;
     }
-    PyObject *ledger = PyTuple_GET_ITEM(request, 0);
+    PyObject *ledger = PyTuple_GetItem(request, 0);
     uint64_t entry;
     *plain = (Message){.operation = operation};
     body->count = 0;
-    if (!PyTuple_Check(ledger) || PyTuple_GET_SIZE(ledger) != 2 ||
-        !read_u64_object(PyTuple_GET_ITEM(ledger, 0), &plain->scope) ||
-        !read_u64_object(PyTuple_GET_ITEM(ledger, 1), &plain->ledger) ||
-        !read_u64_object(PyTuple_GET_ITEM(request, 1), &entry) || entry > INT64_MAX) {
+    if (!PyTuple_Check(ledger) || PyTuple_Size(ledger) != 2 ||
+        !read_u64_object(PyTuple_GetItem(ledger, 0), &plain->scope) ||
+        !read_u64_object(PyTuple_GetItem(ledger, 1), &plain->ledger) ||
+        !read_u64_object(PyTuple_GetItem(request, 1), &entry) || entry > INT64_MAX) {
         return 0;
     }
     plain->entry = (int64_t)entry;
-    PyObject **rest = &PyTuple_GET_ITEM(request, 2);
+    PyObject *rest[READ_FIELDS];
+    for (Py_ssize_t field = 2; field < (operation == ADD ? ADD_FIELDS : READ_FIELDS); field++) {
+        rest[field - 2] = PyTuple_GetItem(request, field);
+    }
     if (operation == READ) {
         return rest[0] == Py_None && rest[1] == Py_False && rest[2] == Py_False && rest[3] == Py_None &&
                rest[4] == Py_None && rest[5] == Py_False;
     }
     PyObject *entire = rest[1];
     const int joined = PyBytes_Check(entire);
-    if (!PyBytes_Check(rest[0]) || PyBytes_GET_SIZE(rest[0]) != KEY || rest[2] != Py_False || rest[3] != Py_False ||
-        rest[4] != Py_False || (!joined && (!PyTuple_Check(entire) || PyTuple_GET_SIZE(entire) > PIECES_MAX))) {
+    if (!PyBytes_Check(rest[0]) || PyBytes_Size(rest[0]) != KEY || rest[2] != Py_False || rest[3] != Py_False ||
+        rest[4] != Py_False || (!joined && (!PyTuple_Check(entire) || PyTuple_Size(entire) > PIECES_MAX))) {
         return 0;
     }
-    plain->key = (const unsigned char *)PyBytes_AS_STRING(rest[0]);
-    body->count = joined ? 1 : (int)PyTuple_GET_SIZE(entire);
+    plain->key = (const unsigned char *)PyBytes_AsString(rest[0]);
+    body->count = joined ? 1 : (int)PyTuple_Size(entire);
     for (int index = 0; index < body->count; index++) {
-        PyObject *piece = body->pieces[index] = joined ? entire : PyTuple_GET_ITEM(entire, index);
+        PyObject *piece = body->pieces[index] = joined ? entire : PyTuple_GetItem(entire, index);
         if (!PyBytes_Check(piece)) {
             return 0;
         }
-        plain->size += PyBytes_GET_SIZE(piece);
+        plain->size += PyBytes_Size(piece);
     }
     return 1;
 }
@@ -427,37 +436,42 @@ static PyObject *encode(PyObject *module, PyObject *args) {
     if (!PyArg_ParseTuple(args, "piKOn", &is_v2, &operation, &txn_id, &given, &size_max)) {
         return NULL;
     }
-    PyObject *requests = PySequence_Fast(given, "requests are a sequence");
+    PyObject *requests = PySequence_Tuple(given);
     if (requests == NULL) {
         return NULL;
     }
-    const Py_ssize_t count = PySequence_Fast_GET_SIZE(requests);
-    Message plain;
-    Body body;
-    Py_ssize_t room = 0;
+    const Py_ssize_t count = PyTuple_Size(requests);
+    Plain *all = PyMem_Malloc((size_t)(count + 1) * sizeof(Plain));
+    Py_ssize_t size = 0;
+    if (all == NULL) {
+        PyErr_NoMemory();
+        goto done;
+    }
     for (Py_ssize_t index = 0; index < count; index++) {
-        if (!read_request(PySequence_Fast_GET_ITEM(requests, index), operation, &plain, &body) ||
-            (is_v2 && plain.scope) || plain.size > size_max - OVERHEAD_MAX) {
-            Py_DECREF(requests);
-            Py_RETURN_NONE;
+        Message *message = &all[index].message;
+        if (!read_request(PyTuple_GetItem(requests, index), operation, &all[index]) || (is_v2 && message->scope) ||
+            message->size > size_max - OVERHEAD_MAX) {
+            found = Py_NewRef(Py_None);
+            goto done;
         }
-        room += OVERHEAD_MAX + plain.size;
+        message->txn_id = txn_id++;
+        size += overhead_of(is_v2, message, 0) + message->size;
     }
-    found = PyBytes_FromStringAndSize(NULL, room);
-    if (found != NULL) {
-        unsigned char *begin = (unsigned char *)PyBytes_AS_STRING(found), *at = begin;
-        for (Py_ssize_t index = 0; index < count; index++) {
-            read_request(PySequence_Fast_GET_ITEM(requests, index), operation, &plain, &body);
-            plain.txn_id = txn_id++;
-            at = write_front(is_v2, at, &plain, 0);
-            for (int piece = 0; piece < body.count; piece++) {
-                const Py_ssize_t size = PyBytes_GET_SIZE(body.pieces[piece]);
-                at = (unsigned char *)memcpy(at, PyBytes_AS_STRING(body.pieces[piece]), (size_t)size) + size;
-            }
-            at = write_tail(is_v2, at, &plain);
+    found = PyBytes_FromStringAndSize(NULL, size);
+    if (found == NULL) {
+        goto done;
+    }
+    unsigned char *at = (unsigned char *)PyBytes_AsString(found);
+    for (const Plain *plain = all; plain < all + count; plain++) {
+        at = write_front(is_v2, at, &plain->message, 0);
+        for (int piece = 0; piece < plain->count; piece++) {
+            const Py_ssize_t piece_size = PyBytes_Size(plain->pieces[piece]);
+            at = (unsigned char *)memcpy(at, PyBytes_AsString(plain->pieces[piece]), (size_t)piece_size) + piece_size;
         }
-        _PyBytes_Resize(&found, at - begin);
+        at = write_tail(is_v2, at, &plain->message);
     }
+done:
+    PyMem_Free(all);
     Py_DECREF(requests);
     return found;
 }
@@ -465,15 +479,15 @@ static PyObject *encode(PyObject *module, PyObject *args) {
 /* Return the answer's AddResponse or ReadResponse. */
 static PyObject *response_of(const Message *answer, PyObject *kinds, PyObject *ledger) {
     PyObject *items[6] = {
-        Py_NewRef(PyTuple_GET_ITEM(kinds, 3)), Py_NewRef(ledger), PyLong_FromLongLong(answer->entry), NULL, NULL, NULL,
+        Py_NewRef(PyTuple_GetItem(kinds, 3)), Py_NewRef(ledger), PyLong_FromLongLong(answer->entry), NULL, NULL, NULL,
     };
     if (answer->operation == ADD) {
-        return tuple_of(PyTuple_GET_ITEM(kinds, 0), 3, items);
+        return tuple_of(PyTuple_GetItem(kinds, 0), 3, items);
     }
     items[3] = PyBytes_FromStringAndSize((const char *)answer->body, answer->size);
     items[4] = answer->has_lac ? PyLong_FromLongLong(answer->lac) : Py_NewRef(Py_None);
     items[5] = Py_NewRef(Py_None);
-    return tuple_of(PyTuple_GET_ITEM(kinds, 1), 6, items);
+    return tuple_of(PyTuple_GetItem(kinds, 1), 6, items);
 }
 
 /* Return what the answer repeats of its request: v3's transaction id, or v2's operation, ledger and entry. */
@@ -498,7 +512,7 @@ static PyObject *take_answers(PyObject *module, PyObject *args) {
         return NULL;
     }
     PyObject *keys = NULL, *responses = NULL, *ledger = NULL, *found = NULL;
-    if (at < 0 || end > buffer.len || PyTuple_GET_SIZE(kinds) != 4) {
+    if (at < 0 || end > buffer.len || PyTuple_Size(kinds) != 4) {
         PyErr_SetString(PyExc_ValueError, "not a part of the buffer, or not the kinds of responses");
         goto failed;
     }
@@ -515,7 +529,8 @@ static PyObject *take_answers(PyObject *module, PyObject *args) {
         if (ledger == NULL || answer.scope != scope_id || answer.ledger != ledger_id) {
             scope_id = answer.scope;
             ledger_id = answer.ledger;
-            Py_XSETREF(ledger, ledger_of(&answer, PyTuple_GET_ITEM(kinds, 2)));
+            Py_XDECREF(ledger);
+            ledger = ledger_of(&answer, PyTuple_GetItem(kinds, 2));
             if (ledger == NULL) {
                 goto failed;
             }

@@ -3,6 +3,7 @@
 #ifndef BKCTL_WIRE_H
 #define BKCTL_WIRE_H
 
+#define Py_LIMITED_API 0x030B0000 /* one wheel for every CPython from 3.11 on */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdint.h>
@@ -257,6 +258,12 @@ static inline unsigned char *write_front(int is_v2, unsigned char *frame, const 
     return has_body ? write_field(at, 0x22, size) : at;
 }
 
+/* The bytes of a frame without its body. */
+static inline Py_ssize_t overhead_of(int is_v2, const Message *message, int is_answer) {
+    unsigned char frame[OVERHEAD_MAX];
+    return write_tail(is_v2, write_front(is_v2, frame, message, is_answer), message) - frame;
+}
+
 /* --- Python's objects --------------------------------------------------------------------------------------------- */
 
 static inline int append(PyObject *list, PyObject *item) {
@@ -268,16 +275,17 @@ static inline int append(PyObject *list, PyObject *item) {
 /* Create a tuple of `kind`, a subclass of tuple, with `count` items, which are taken over; NULL if one of them is. */
 static inline PyObject *tuple_of(PyObject *kind, Py_ssize_t count, PyObject **items) {
     PyTypeObject *type = (PyTypeObject *)kind;
+    const allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     int failed = 0;
     for (Py_ssize_t index = 0; index < count; index++) {
         failed |= items[index] == NULL;
     }
-    PyObject *made = failed ? NULL : type->tp_alloc(type, count);
+    PyObject *made = failed ? NULL : alloc(type, count);
     for (Py_ssize_t index = 0; index < count; index++) {
         if (made == NULL) {
             Py_XDECREF(items[index]);
         } else {
-            PyTuple_SET_ITEM(made, index, items[index]);
+            PyTuple_SetItem(made, index, items[index]);
         }
     }
     return made;

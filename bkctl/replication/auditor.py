@@ -204,7 +204,7 @@ class Auditor:
         for bookie_id, count in sorted(counts.items()):
             log.info("Bookie %s is gone; ledgers of %s marked: %d", bookie_id, self._what, count)
         if counts:
-            self.stats.num_under_replicated_ledgers = counts.total()
+            self.stats.num_under_replicated_ledgers.observe(counts.total())
         self.stats.audit_count += 1
         self._audit_is_due = not is_whole
 

@@ -7,13 +7,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+from bkctl.summaries import Summary
+
 
 @dataclass
 class AuditorStats:
     """Counters of an auditor since its start, under Apache's names in lower case. Source: AuditorStats."""
 
-    #: By the last audit that found lost bookies.
-    num_under_replicated_ledgers: int = 0
+    #: Of each audit that found lost bookies.
+    num_under_replicated_ledgers: Summary = field(default_factory=Summary)
     num_ledgers_checked: int = 0
     num_bookie_audits_delayed: int = 0
     num_delayed_bookie_audits_cancelled: int = 0
@@ -30,7 +32,6 @@ class AuditorStats:
 
 
 _AUDITOR_GAUGES: Final = (
-    "num_under_replicated_ledgers",
     "num_underreplicated_ledgers_elapsed_recovery_grace_period",
     "num_ledgers_not_adhering_to_placement_policy",
     "num_ledgers_softly_adhering_to_placement_policy",
@@ -47,7 +48,7 @@ class WorkerStats:
     num_full_or_partial_ledgers_replicated: int = 0
     num_not_adhering_placement_ledgers_replicated: int = 0
     num_entries_written: int = 0
-    num_bytes_written: int = 0
+    num_bytes_written: Summary = field(default_factory=Summary)
     num_defer_ledger_lock_release_of_failed_ledger: int = 0
     num_entries_unable_to_read_for_replication: int = 0
     #: Ledgers that were locked and worked on, and the failed ones among them.
@@ -57,20 +58,25 @@ class WorkerStats:
 
 
 class Sample(NamedTuple):
-    """A number for /metrics: `kind` is `counter` or `gauge`."""
+    """A value for /metrics: `kind` is `counter`, `gauge`, or `summary` with a Summary."""
 
     name: str
     kind: str
-    value: float
+    value: float | Summary
     labels: Mapping[str, str]
+
+
+def _kind(name: str, value: float | Summary) -> str:
+    if isinstance(value, Summary):
+        return "summary"
+    return "gauge" if name in _AUDITOR_GAUGES else "counter"
 
 
 def auditor_samples(stats: AuditorStats, *, scoped: bool, attempt_count: int, elected: bool) -> Iterator[Sample]:
     """Yield the samples of one auditor and its election; the label `scopes` distinguishes the two auditors."""
     labels = {"scopes": "other" if scoped else "0"}
     for name, value in vars(stats).items():
-        kind = "gauge" if name in _AUDITOR_GAUGES else "counter"
-        yield Sample(f"auditor_{name.upper()}", kind, value, labels)
+        yield Sample(f"auditor_{name.upper()}", _kind(name, value), value, labels)
     yield Sample("auditor_election_attempts", "counter", attempt_count, labels)
     yield Sample("auditor_elected", "gauge", int(elected), labels)
 
@@ -78,7 +84,7 @@ def auditor_samples(stats: AuditorStats, *, scoped: bool, attempt_count: int, el
 def worker_samples(stats: WorkerStats) -> Iterator[Sample]:
     for name, value in vars(stats).items():
         if name.startswith("num_"):
-            yield Sample(f"replication_worker_{name.upper()}", "counter", value, {})
+            yield Sample(f"replication_worker_{name.upper()}", _kind(name, value), value, {})
     failed = stats.rereplicate_failed_count
     for success, count in (("true", stats.rereplicate_count - failed), ("false", failed)):
         yield Sample("replication_worker_rereplicate_count", "counter", count, {"success": success})

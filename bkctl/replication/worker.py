@@ -377,7 +377,7 @@ class ReplicationWorker:
 
     def _written(self, entry_count: int, size_bytes: int) -> None:
         self.stats.num_entries_written += entry_count
-        self.stats.num_bytes_written += size_bytes
+        self.stats.num_bytes_written.observe(size_bytes)
 
     def _defer(
         self, ledger: LedgerId, delay_ms: int, then: Callable[[LedgerId], Awaitable[None]] | None = None

@@ -6,8 +6,10 @@ import math
 
 import pytest
 
-from bkctl.bookie import metrics
-from bkctl.bookie.metrics import QUANTILES, BookieMetrics, Latency, PrometheusText, Summary
+from bkctl import summaries
+from bkctl.bookie.metrics import BookieMetrics, Latency, PrometheusText
+from bkctl.replication.stats import AuditorStats, WorkerStats, auditor_samples, worker_samples
+from bkctl.summaries import QUANTILES, Summary
 
 
 def test_quantiles_are_right_to_seven_percent() -> None:
@@ -30,7 +32,7 @@ def test_one_value_is_every_quantile(value: int) -> None:
 
 def test_quantiles_are_of_the_last_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(metrics.time, "monotonic", lambda: now)
+    monkeypatch.setattr(summaries.time, "monotonic", lambda: now)
     summary = Summary()
     assert all(math.isnan(each) for each in summary.quantiles())
     summary.observe(5)
@@ -71,3 +73,28 @@ def test_text_parses_as_prometheus_text() -> None:
     assert 'bookie_flush_sum{success="true",index="0"} 8' in lines
     assert 'bookie_flush_sum{success="false",index="0"} 1500' in lines
     assert 'bookie_flush{success="true",quantile="0.5",index="0"} 4.095' in lines
+
+
+def test_auto_recovery_has_the_kinds_of_apaches_metrics() -> None:
+    """Dashboards of Apache's metrics query these as summaries with quantiles."""
+    auditor, worker = AuditorStats(), WorkerStats()
+    auditor.num_under_replicated_ledgers.observe(7)
+    worker.num_bytes_written.observe(1000)
+    worker.num_bytes_written.observe(3000)
+    text = PrometheusText()
+    samples = [
+        *auditor_samples(auditor, scoped=False, attempt_count=1, elected=True),
+        *auditor_samples(AuditorStats(), scoped=True, attempt_count=1, elected=False),
+        *worker_samples(worker),
+    ]
+    for name, kind, value, labels in samples:
+        text.sample(name, kind, value, labels)
+    lines = text.text().splitlines()
+    assert "# TYPE auditor_NUM_UNDER_REPLICATED_LEDGERS summary" in lines
+    assert "# TYPE replication_worker_NUM_BYTES_WRITTEN summary" in lines
+    assert 'auditor_NUM_UNDER_REPLICATED_LEDGERS{success="true",quantile="0.99",scopes="0"} 7' in lines
+    assert 'auditor_NUM_UNDER_REPLICATED_LEDGERS_count{success="true",scopes="other"} 0' in lines
+    assert 'replication_worker_NUM_BYTES_WRITTEN_sum{success="true"} 4000' in lines
+    assert 'replication_worker_NUM_BYTES_WRITTEN_count{success="true"} 2' in lines
+    assert "# TYPE replication_worker_NUM_ENTRIES_WRITTEN counter" in lines
+    assert "# TYPE auditor_NUM_LEDGERS_NOT_ADHERING_TO_PLACEMENT_POLICY gauge" in lines

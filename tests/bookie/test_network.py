@@ -68,3 +68,12 @@ def test_tls_protocols_without_a_secure_one_or_with_an_unknown_one_are_refused(
     with pytest.raises(UsageError, match="tlsEnabledProtocols names") as refused:
         _context(monkeypatch, *protocols)
     assert "TLSv1.2, TLSv1.3" in (refused.value.hint or "")
+
+
+def test_a_user_without_a_name_may_start_a_bookie_unless_only_others_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers run as numbers that /etc/passwd need not have."""
+    monkeypatch.setattr(network.os, "geteuid", lambda: 2_000_000_017)
+    network.check_user(BookieConfig())
+    network.check_user(BookieConfig(permitted_startup_users=("2000000017",)))
+    with pytest.raises(UsageError, match="User 2000000017 may not start this bookie"):
+        network.check_user(BookieConfig(permitted_startup_users=("bookkeeper",)))

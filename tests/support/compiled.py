@@ -26,10 +26,9 @@ def can_compile() -> bool:
 def stale() -> list[str]:
     """Return the modules in C that are not built, or older than their sources."""
     modules = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"]
-    suffix = sysconfig.get_config_var("EXT_SUFFIX")
     found = []
     for module in modules:
-        built = ROOT / (module["name"].replace(".", "/") + suffix)
+        built = ROOT / (module["name"].replace(".", "/") + ".abi3.so")
         sources = [ROOT / source for source in (*module["sources"], *module.get("depends", ()))]
         if not built.exists() or built.stat().st_mtime < max(source.stat().st_mtime for source in sources):
             found.append(module["name"])
@@ -40,6 +39,8 @@ def build() -> str:
     """Build stale modules beside their sources, where they can be compiled. Return the output of the compiler."""
     if "PYTEST_XDIST_WORKER" in os.environ or not can_compile() or not stale():
         return ""  # a worker's parent has built them
+    for built in ROOT.glob("bkctl/*/_*.cpython-*.so"):
+        built.unlink()  # from an earlier build for one version of Python, which would come before .abi3.so
     command = [sys.executable, "-c", BUILD, "-q", "build_ext", "--inplace"]
     return subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True).stdout
 
