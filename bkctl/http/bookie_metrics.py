@@ -22,6 +22,8 @@ UNREADABLE_LEDGERS: Final = "bkctl_unreadable_ledgers"
 UNREGISTERED_SECONDS: Final = "bkctl_unregistered_seconds"
 #: Gauge of seconds until the certificate of a server (label `server`: bookie or http) expires; negative afterwards.
 CERTIFICATE_EXPIRY: Final = "bookie_certificate_expiry_seconds"
+#: Gauge of the bookie's clock, in seconds since 1970.
+CLOCK_SECONDS: Final = "bkctl_clock_seconds"
 _USAGE_STEP: Final = 10
 
 
@@ -72,6 +74,7 @@ def _render(bookie: Bookie, measured: dict[str, Any]) -> str:
     text.gauge(REFUSED_LEDGERS, measured["refused"])
     text.gauge(UNREADABLE_LEDGERS, measured["unreadable"])
     text.gauge(UNREGISTERED_SECONDS, round(measured["unregistered_s"], 3))
+    text.gauge(CLOCK_SECONDS, round(time.time(), 3))
     text.gauge("bookie_write_cache_size", measured["unwritten"])
     text.latency("bookie_flush", metrics.flush)
     text.counter("bkctl_unexpected_errors_total", metrics.unexpected_errors)
