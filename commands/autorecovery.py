@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, TypeVar
 
 import typer
 
-from bkctl.columns import TEXTS, Column, Columns, Kind
+from bkctl.columns import TEXTS, Column, Columns, Kind, value_at
 from bkctl.errors import AlreadyExists, BkctlError, Corrupt, NotFound, UsageError
 from bkctl.ids import LedgerId
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from bkctl.config import BookieConfig
     from bkctl.metadata.cluster import Cluster
     from bkctl.metadata.underreplication import AuditorCheck, AutoRecoveryState, UnderreplicatedLedger
+    from bkctl.metadata.underreplication.failures import ReplicationFailure
 
 T = TypeVar("T")
 
@@ -283,6 +284,11 @@ MARK_COLUMNS = Columns(
     Column("MARKED", "ctime", "ctime_ms", Kind.TIME),
     Column("AGE", "ageSeconds", _age_s, Kind.INTEGER, text=time_text),
     Column("WORKER", "worker", "worker"),
+    Column("REASON", "reason", "reason"),
+    Column(None, "attempts", value_at("failure.attempts"), Kind.INTEGER),
+    Column(None, "failedAt", value_at("failure.at_ms"), Kind.TIME),
+    Column("TRIED AGAIN", "retryAt", value_at("failure.retry_at_ms"), Kind.TIME),
+    Column("NEXT", "nextCommand", lambda row: f"bkctl why ledger {row.ledger}"),
     key="ledger",
     none="No ledgers are marked as under-replicated",
 )
@@ -296,6 +302,14 @@ class MarkRow(NamedTuple):
     missing_replicas: tuple[str, ...]
     ctime_ms: int | None
     worker: str | None
+    #: What a worker of ours published, or what the metadata says without one.
+    failure: ReplicationFailure | None = None
+    derived: str | None = None
+
+    @property
+    def reason(self) -> str | None:
+        """Why the ledger is not replicated."""
+        return self.derived if self.failure is None else self.failure.reason
 
 
 @command(
@@ -329,18 +343,29 @@ def list_marked(
 ) -> None:
     """List the under-replicated ledgers.
 
-    Shows missing entries by bookie, age, and the worker that has them.
+    Shows missing entries by bookie, age, the worker that has them, and why they are not replicated: what workers of
+    ours published after their last attempt, else what the metadata says, as for Apache's workers.
     """
+    from bkctl.client.ledger_survey import why_not_replicated
+    from bkctl.metadata.underreplication.failures import ReplicationFailures
+
     problems: dict[str, BkctlError] = {}
 
     def look() -> Iterator[MarkRow]:
         problems.clear()
         locks = {} if count else {lock.ledger: lock.owner or "?" for lock in state.locks.list(scope)}
+        failures = {} if count else {each.ledger: each for each in ReplicationFailures(cluster.store).list(scope)}
+        bookies = [] if count else cluster.bookies.list()
+        is_enabled = state.settings.is_enabled()
         for ledger, found in state.marks.list(scope):
             if isinstance(found, BkctlError):
                 problems[str(found)] = found
             elif _wanted(found):
-                yield MarkRow(ledger, found.missing_replicas, found.ctime_ms, locks.get(ledger))
+                worker, failure = locks.get(ledger), failures.get(ledger)
+                derived = None
+                if failure is None and worker is None and not count:
+                    derived = why_not_replicated(cluster, found, bookies, is_enabled=is_enabled)
+                yield MarkRow(ledger, found.missing_replicas, found.ctime_ms, worker, failure, derived)
 
     def _wanted(mark: UnderreplicatedLedger) -> bool:
         replicas = mark.missing_replicas

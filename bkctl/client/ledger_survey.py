@@ -172,3 +172,29 @@ def survey_ledgers(
         if not isinstance(found, BkctlError):
             survey.add(ledger, found, mark)
     survey.end(cluster)
+
+
+def why_not_replicated(
+    cluster: Cluster, mark: UnderreplicatedLedger, bookies: Iterable[RegisteredBookie], *, is_enabled: bool
+) -> str | None:
+    """Return what the metadata says against the replication of a marked ledger; None if nothing does."""
+    if not is_enabled:
+        return "auto-recovery is disabled"
+    [(_, found)] = cluster.ledgers.read_many([mark.ledger])
+    if isinstance(found, BkctlError):
+        return found.message
+    metadata, scoped = found.metadata, mark.ledger.is_scoped
+    states = {bookie.bookie_id: bookie for bookie in bookies}
+    members = {bookie_id for fragment in metadata.ensembles for bookie_id in fragment.bookies}
+    absent = {*mark.missing_replicas} | {each for each in members if each not in states or states[each].state == "down"}
+    for entry_id, left in replica_counts(metadata, absent):
+        if not left:
+            return f"no bookie that is up has all entries from {entry_id} on"
+    usable = {each.bookie_id for each in states.values() if each.state == "rw" and (each.ledger_scopes or not scoped)}
+    for fragment in metadata.ensembles:
+        needed = len(absent.intersection(fragment.bookies) - usable)
+        if needed > (there := len(usable.difference(fragment.bookies))):
+            return (
+                f"{needed} bookies are needed in place of lost ones, and {there} writable ones are outside its ensemble"
+            )
+    return None

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from bkctl.ids import LedgerId
 from bkctl.metadata.store import MetadataStore, delete_if_present
-from bkctl.metadata.underreplication.layout import base_path, lock_path
+from bkctl.metadata.underreplication.layout import base_path, lock_path, mark_path
 from bkctl.metadata.underreplication.marks import DEFAULT_NODE, SCOPED_NODE
 
 REASON_CHARACTERS_MAX: Final = 1000
@@ -51,16 +51,27 @@ class ReplicationFailures:
         delete_if_present(self._store, _path(ledger))
 
     def list(self, scope_id: int | None = None) -> Iterator[ReplicationFailure]:
-        """Yield the failures of a scope's ledgers (None: of all) by ledger id, without unreadable ones."""
+        """Yield the failures of a scope's marked ledgers (None: of all) by ledger id, without unreadable ones."""
+        wanted = sorted(ledger for ledger in self._ledgers() if scope_id in (None, ledger.scope_id))
+        values = self._store.get_many(map(_path, wanted))
+        marks = self._store.get_many(map(mark_path, wanted))
+        for ledger, found, mark in zip(wanted, values, marks, strict=True):
+            failure = None if found is None or mark is None else _parse(ledger, found.value)
+            if failure is not None:
+                yield failure
+
+    def prune(self) -> None:
+        """Remove the failures of ledgers that are not marked any more: a worker of Apache's replicated them."""
+        ledgers = list(self._ledgers())
+        for ledger, mark in zip(ledgers, self._store.get_many(map(mark_path, ledgers)), strict=True):
+            if mark is None:
+                self.remove(ledger)
+
+    def _ledgers(self) -> Iterator[LedgerId]:
         for scoped, pattern, radix in ((False, DEFAULT_NODE, 10), (True, SCOPED_NODE, 16)):
-            base = f"{base_path(scoped)}/bkctlFailures"
-            matches = filter(None, map(pattern.fullmatch, self._store.children(base) or ()))
-            names = {LedgerId.from_value(int(match[1], radix)): match[0] for match in matches}
-            wanted = sorted(ledger for ledger in names if scope_id in (None, ledger.scope_id))
-            values = self._store.get_many(f"{base}/{names[ledger]}" for ledger in wanted)
-            for ledger, found in zip(wanted, values, strict=True):
-                if found is not None and (failure := _parse(ledger, found.value)) is not None:
-                    yield failure
+            for name in self._store.children(f"{base_path(scoped)}/bkctlFailures") or ():
+                if match := pattern.fullmatch(name):
+                    yield LedgerId.from_value(int(match[1], radix))
 
     def get(self, ledger: LedgerId) -> ReplicationFailure | None:
         """Return the ledger's failure, None without one."""
