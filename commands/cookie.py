@@ -17,6 +17,7 @@ from .kit.command import command, group
 from .kit.consent import Consent
 from .kit.documents import object_of, rows_of
 from .kit.job import LongWork
+from .kit.next_steps import next_column
 from .kit.options import BinaryFormat, BinaryFormatOption, Composite, DryRun, UndoOption, file_argument, text_option
 from .kit.printer import Printer
 from .kit.records import DirOption
@@ -574,6 +575,7 @@ FINDING_COLUMNS = Columns(
     Column("EXPECTED", "expected", "expected"),
     Column("FOUND", "found", "found"),
     Column("MEANING", "meaning", "meaning"),
+    next_column("cookie verify", lambda row: row.field, bookie=lambda row: None),
     key="place",
 )
 

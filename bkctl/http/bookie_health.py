@@ -16,6 +16,7 @@ from bkctl.http.bookie_metrics import (
     CLOCK_SECONDS,
     REFUSED_LEDGERS,
     SET_ASIDE_LEDGERS,
+    UNREADABLE_LEDGER,
     UNREADABLE_LEDGERS,
     UNREGISTERED_SECONDS,
 )
@@ -50,6 +51,8 @@ class BookieVitals(NamedTuple):
     skew_s: float | None = None
     #: Why the disks suspend compaction, "" if they do not.
     suspended: str = ""
+    #: Some of the ledgers whose reads failed.
+    unreadable: tuple[str, ...] = ()
 
 
 def read_vitals(api: BookieApi) -> BookieVitals:
@@ -59,11 +62,14 @@ def read_vitals(api: BookieApi) -> BookieVitals:
     ended_s = time.time()
     samples = list(parse_metrics(text))
     gauges: dict[str, int] = {}
+    unreadable: list[str] = []
     skew_s = None
     for each in samples:
         if each.name in _GAUGES and math.isfinite(each.value):
             value = math.floor(each.value) if each.name == CERTIFICATE_EXPIRY else math.ceil(each.value)
             gauges[each.name] = min(value, gauges.get(each.name, value))
+        elif each.name == UNREADABLE_LEDGER:
+            unreadable.append(each.labels.get("ledger", ""))
         elif each.name == CLOCK_SECONDS:
             skew_s = each.value - min(max(each.value, began_s), ended_s)
     found = Samples(samples)
@@ -77,7 +83,7 @@ def read_vitals(api: BookieApi) -> BookieVitals:
         pass
     return BookieVitals(
         gauges, found.percentiles("bookkeeper_server_ADD_ENTRY_REQUEST").p99_ms,
-        found.percentiles("bookie_journal_JOURNAL_SYNC").p99_ms, skew_s, suspended,
+        found.percentiles("bookie_journal_JOURNAL_SYNC").p99_ms, skew_s, suspended, tuple(unreadable),
     )  # fmt: skip
 
 

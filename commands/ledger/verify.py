@@ -16,6 +16,7 @@ from ..kit.command import command, group
 from ..kit.documents import object_of, rows_of
 from ..kit.job import LongWork
 from ..kit.ledger_options import LedgerToCreate, ManyLedgers
+from ..kit.next_steps import next_column
 from ..kit.options import (
     LedgerPassword,
     LedgerShape,
@@ -54,6 +55,12 @@ FINDING_COLUMNS = Columns(
         style={"damaged": RED, "missing": RED, "different": RED, "unavailable": YELLOW},
     ),
     Column("MESSAGE", "message", "finding.message"),
+    next_column(
+        "ledger verify",
+        lambda row: row.finding.problem,
+        ledger=lambda row: row.ledger,
+        bookie=lambda row: row.finding.bookie_id,
+    ),
     key="entryId",
 )
 

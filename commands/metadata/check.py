@@ -14,6 +14,7 @@ from ..kit.consent import Consent
 from ..kit.documents import rows_of
 from ..kit.job import LongWork
 from ..kit.ledger_options import ScopeOfAny
+from ..kit.next_steps import next_column
 from ..kit.options import DryRun, RecordPace, UndoOption
 from ..kit.printer import Printer
 from ..kit.texts import RED, YELLOW, counted
@@ -26,6 +27,7 @@ FINDING_COLUMNS = Columns(
     Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
     Column("NODE", "path", "path"),
     Column("WHAT", "message", "message"),
+    next_column("metadata check", lambda row: row.code, path=lambda row: row.path, ledger=lambda row: row.ledger),
     key="path",
 )
 
