@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -28,6 +27,7 @@ from .local import down, up
 
 if TYPE_CHECKING:
     from bkctl.client.disk_space import BookieSpace
+    from bkctl.http.bookie_health import BookieVitals
     from bkctl.metadata.admin.health import HealthFinding
     from bkctl.metadata.admin.health_mutes import Mute
     from bkctl.metadata.cluster import Cluster
@@ -97,6 +97,8 @@ class MemberRow(NamedTuple):
             return "ledgers name it, but it has neither a cookie nor a registration"
         if bookie.state == "down":
             return "has a cookie, but is not registered"
+        if self.space.hangs:
+            return f"hangs: {error.message}" if error else "hangs"
         if error is not None:
             return f"does not answer: {error.message}"
         used = self.space.used_percent
@@ -227,6 +229,7 @@ def _findings(run: Run, cluster: Cluster, look: Look) -> list[HealthFinding]:
     """Return all findings, the most severe first."""
     from bkctl.client.ledger_survey import LedgerSurvey, published_survey, survey_ledgers
     from bkctl.client.racks import rack_findings
+    from bkctl.http.bookie_health import full_bookies, vitals_findings
     from bkctl.metadata.admin.health import health_findings, unknown_bookie_findings
     from bkctl.metadata.underreplication import LedgerMarks
 
@@ -236,13 +239,15 @@ def _findings(run: Run, cluster: Cluster, look: Look) -> list[HealthFinding]:
         from bkctl.client.disk_space import disk_findings
 
         async with run.access.bookkeeper(cluster) as bookkeeper:
-            return await disk_findings(bookkeeper, cluster.bookies.list(include_down=False), look.threshold)
+            members = cluster.bookies.list(include_down=False)
+            return await disk_findings(bookkeeper, members, look.threshold, full=full_bookies(vitals))
 
     of_bookies: list[HealthFinding] = []
     if not look.no_bookies:
+        vitals = _vitals(run, cluster)
         of_bookies += run.job.complete(asked())
         full = {each.subject for each in of_bookies if each.command.startswith("bkctl why space")}
-        of_bookies += _of_metrics(run, cluster, full)
+        of_bookies += vitals_findings(vitals, full)
     known = {(each.code, each.subject) for each in of_bookies}
     period = () if run.access.conf is None else (run.access.config().auditor_periodic_check_interval,)
     found = [each for each in health_findings(cluster, *period) if (each.code, each.subject) not in known]
@@ -266,14 +271,13 @@ def _findings(run: Run, cluster: Cluster, look: Look) -> list[HealthFinding]:
     return sorted(found + of_bookies, key=lambda each: (each.severity, each.code, each.subject))
 
 
-def _of_metrics(run: Run, cluster: Cluster, full: set[str]) -> Iterable[HealthFinding]:
-    from bkctl.http.bookie_health import cluster_vitals, vitals_findings
+def _vitals(run: Run, cluster: Cluster) -> dict[str, BookieVitals]:
+    from bkctl.http.bookie_health import cluster_vitals
 
-    vitals = cluster_vitals(
+    return cluster_vitals(
         cluster.bookies.list(include_down=False), lambda url: run.access.http_client(url, is_registered=True),
         wait_s=min(run.access.timeout_s, METRICS_WAIT_S), host_of=run.access.bookie_host,
     )  # fmt: skip
-    return vitals_findings(vitals, full)
 
 
 @command(
@@ -361,7 +365,12 @@ DETAIL_COLUMNS = Columns(
     Column("WHAT", "message", "finding.message"),
     Column("NEXT", "nextCommand", "finding.command"),
     Column("WHY", "why", "finding.code.why"),
-    Column("ADVICE", "advice", "finding.advice"),
+    Column(
+        "ADVICE",
+        "advice",
+        lambda row: None if row.finding.advice == row.finding.code.why else row.finding.advice,
+        optional=True,
+    ),
     Column("DETAILS", "details", "finding.details", Kind.NESTED, optional=True),
     Column("MUTED BY", "mutedBy", value_at("mute.user"), optional=True),
     Column("MUTED UNTIL", "mutedUntil", value_at("mute.until_ms"), Kind.TIME, optional=True),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Collection, Iterable
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bkctl.client.ledger import BookKeeper
@@ -126,8 +126,11 @@ async def disk_findings(
     bookies: Iterable[RegisteredBookie],
     percent_max: float,
     wait_s: float = WAIT_S,
+    full: Collection[str] = (),
 ) -> list[HealthFinding]:
     """Return findings: bookies that do not answer, are read-only, or use more than `percent_max` of their disks.
+
+    `full` bookies say that their disks are, by limits of their own.
 
     Those of read-only bookies replace the ones of the metadata, which do not know the reason.
     """
@@ -144,7 +147,7 @@ async def disk_findings(
             problem = f"It is registered, but does not answer: {space.error}"
             findings.append(health_finding(HealthCode.BOOKIE_SILENT, bookie_id, problem))
         elif space.bookie.state == "ro":
-            findings.append(read_only_finding(bookie_id, space.used_percent, percent_max))
+            findings.append(read_only_finding(bookie_id, space.used_percent, 0 if bookie_id in full else percent_max))
         elif space.used_percent is not None and space.used_percent > percent_max:
             problem = f"{space.used_percent}% of its ledger disks are used"
             findings.append(health_finding(HealthCode.DISK_FULL, bookie_id, problem))

@@ -51,6 +51,8 @@ class BookieVitals(NamedTuple):
     skew_s: float | None = None
     #: Why the disks suspend compaction, "" if they do not.
     suspended: str = ""
+    #: Ledger directories that take new files; None if it does not say.
+    writable_directories: float | None = None
     #: Some of the ledgers whose reads failed.
     unreadable: tuple[str, ...] = ()
 
@@ -83,7 +85,8 @@ def read_vitals(api: BookieApi) -> BookieVitals:
         pass
     return BookieVitals(
         gauges, found.percentiles("bookkeeper_server_ADD_ENTRY_REQUEST").p99_ms,
-        found.percentiles("bookie_journal_JOURNAL_SYNC").p99_ms, skew_s, suspended, tuple(unreadable),
+        found.percentiles("bookie_journal_JOURNAL_SYNC").p99_ms, skew_s, suspended, found.total("bookie_ledger_writable_dirs"),
+        tuple(unreadable),
     )  # fmt: skip
 
 
@@ -109,6 +112,11 @@ def cluster_vitals(
     for question in questions.values():
         question.join(max(0.0, deadline_s - time.monotonic()))
     return {bookie_id: each.answer for bookie_id, each in questions.items() if each.answer is not None}
+
+
+def full_bookies(vitals: Mapping[str, BookieVitals]) -> set[str]:
+    """Return the bookies whose disks are full by limits of their own."""
+    return {bookie_id for bookie_id, each in vitals.items() if each.writable_directories == 0}
 
 
 def vitals_findings(vitals: Mapping[str, BookieVitals], full: Collection[str] = ()) -> Iterator[HealthFinding]:

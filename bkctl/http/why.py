@@ -6,6 +6,7 @@ first one is the way that loses least.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -22,7 +23,7 @@ from bkctl.client.placement import DEFAULT_RACK, Placement, choose_ensemble
 from bkctl.errors import BkctlError, NotEnoughBookies, NotFound
 from bkctl.formats.metadata import LedgerState
 from bkctl.http.bookie_client import BookieApi
-from bkctl.http.bookie_health import BookieVitals, vitals_findings
+from bkctl.http.bookie_health import BookieVitals, full_bookies, vitals_findings
 from bkctl.metadata.admin.health import read_only_finding
 from bkctl.metadata.store import attempt
 from bkctl.metadata.underreplication import AutoRecoveryState
@@ -45,6 +46,10 @@ _REFUSALS: Final = {
     "Address already in use": "another process has its port",
     "locked": "another process has its directories",
 }
+
+
+#: A line of a bookie's log that says something, unlike its list of settings.
+_EVENT: Final = re.compile(r"\d{4}-|bkctl:")
 
 
 class Fact(NamedTuple):
@@ -132,7 +137,7 @@ class Inquiry:
             why.fact(f"It is marked: {', '.join(mark.missing_replicas) or 'no bookie'}", "metadata: its mark")
             if failure is not None:
                 why.fact(
-                    f"Worker {failure.worker} failed {failure.attempts} times: {failure.reason}",
+                    f"Worker {failure.worker}, attempt {failure.attempts}: {failure.reason}",
                     "its published failure",
                 )
             elif reason := why_not_replicated(
@@ -180,7 +185,9 @@ class Inquiry:
             raise NotFound(f"No bookie {bookie_id}", hint="'bkctl bookies list' shows the bookies")
         why.verdict = f"It is {self._state(bookie_id)}"
         why.fact(why.verdict, "metadata: registrations and cookies")
-        why.fact(f"{ledger_count:,} ledgers name it; {only:,} have entries on no other bookie that is up", "metadata")
+        why.fact(
+            f"Ledgers that name it: {ledger_count:,}; with entries on no other bookie that is up: {only:,}", "metadata"
+        )
         cookie = attempt(self.cluster.cookies.read, bookie_id)
         if isinstance(cookie, BkctlError):
             why.fact(str(cookie), f"metadata: cookies/{bookie_id}")
@@ -190,10 +197,12 @@ class Inquiry:
             why.way(f"bkctl cookie create {bookie_id} --conf CONF", "nothing else changes")
         refusal = "" if local is None or (bookie is not None and bookie.state != "down") else self._log(why, local)
         if bookie is None or bookie.state == "down":
+            if local is not None and local.pid is not None and _is_stopped(local.pid):
+                return self._stopped(why, local.pid)
             leave = Way(
                 f"bkctl bookies decommission {bookie_id} --yes",
-                f"copies its {ledger_count:,} ledgers from their other replicas, and deletes its cookie; "
-                f"the entries of {only:,} ledgers would stay lost",
+                "copies its ledgers from their other replicas, and deletes its cookie; "
+                f"ledgers whose entries stay lost: {only:,}",
             )
             conf = "CONF" if local is None else str(local.conf)
             start = Way("bkctl local up", "starts it: nothing is lost, and its replicas are back")
@@ -217,12 +226,16 @@ class Inquiry:
         why.verdict = "It accepts connections, and does not answer" if space.hangs else "It cannot be reached"
         why.fact(f"{why.verdict}: {space.error.message}", address)
         if local is not None and local.pid is not None and _is_stopped(local.pid):
-            why.fact(f"Process {local.pid} is stopped by a signal (SIGSTOP)", f"/proc/{local.pid}/stat")
-            why.way(f"kill -CONT {local.pid}", "it continues where it stopped: nothing is lost")
+            self._stopped(why, local.pid)
         elif local is not None:
             why.way(f"bkctl local down --bookie {bookie.bookie_id}", "stops it; 'bkctl local up' starts it again")
         else:
             why.way(f"bkctl bookies ok-to-stop {bookie.bookie_id}", "says whether it may be restarted on its host now")
+
+    def _stopped(self, why: Explanation, pid: int) -> Explanation:
+        why.fact(f"Process {pid} is stopped by a signal (SIGSTOP)", f"/proc/{pid}/stat")
+        why.way(f"kill -CONT {pid}", "it continues where it stopped: nothing is lost")
+        return why
 
     def _of_vitals(self, why: Explanation, bookie: RegisteredBookie, space: BookieSpace) -> None:
         bookie_id, used = bookie.bookie_id, space.used_percent
@@ -230,7 +243,7 @@ class Inquiry:
             why.fact(f"{used:g}% of its ledger disks are used", "its answer")
         vitals = self.vitals_of(list(self.bookies.values()))
         threshold = _threshold(self, bookie)
-        is_full = used is not None and used > threshold
+        is_full = bookie_id in full_bookies(vitals) or (used is not None and used > threshold)
         for finding in vitals_findings(vitals, {bookie_id} if is_full else ()):
             if finding.subject == bookie_id:
                 why.verdict = finding.message
@@ -250,7 +263,7 @@ class Inquiry:
         if bookie_id not in vitals:
             why.fact("It has no HTTP server that answers: no metrics", "registration")
         if bookie.state == "ro":
-            finding = read_only_finding(bookie_id, used, threshold)
+            finding = read_only_finding(bookie_id, used, 0 if is_full else threshold)
             why.verdict = finding.message
             why.way(finding.command, finding.advice)
 
@@ -272,7 +285,7 @@ class Inquiry:
         """Add the end of a local bookie's log; return why it refused to start, "" if it did not."""
         with suppress(OSError):
             lines = log_tail(local.log).splitlines()
-            last = next((line for line in reversed(lines) if line.strip()), "")
+            last = next((line for line in reversed(lines) if _EVENT.match(line)), "")
             why.fact(f"Its log ends: {last}", str(local.log))
             for words, meaning in _REFUSALS.items():
                 if words in last and last.startswith("bkctl:"):
@@ -291,7 +304,7 @@ class Inquiry:
         racks = Counter(self.placement.rack(bookie_id) for bookie_id in usable)
         for rack, count in sorted(racks.items()):
             where = "" if rack == DEFAULT_RACK and len(racks) == 1 else f" in rack {rack}"
-            why.fact(f"{count:,} writable bookies{where}", "metadata: registrations and racks")
+            why.fact(f"Writable bookies{where}: {count:,}", "metadata: registrations and racks")
         for bookie_id, bookie in sorted(self.bookies.items()):
             if bookie_id not in usable:
                 state = "serves scope 0 only" if bookie.state == "rw" else f"is {self._state(bookie_id)}"
@@ -330,7 +343,7 @@ class Inquiry:
         why.verdict = f"{used:g}% of its ledger disks are used; it is read-only from {threshold:g}% on"
         why.fact(why.verdict, "its answer and its settings")
         count, _ = self._holdings(bookie_id)
-        why.fact(f"{count:,} ledgers name it", "metadata")
+        why.fact(f"Ledgers that name it: {count:,}", "metadata")
         gc = f"bkctl bookie gc --bookie {bookie_id}"
         try:
             api = self.api_of(bookie)
