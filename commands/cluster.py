@@ -364,11 +364,11 @@ DETAIL_COLUMNS = Columns(
     Column("SUBJECT", "subject", lambda row: row.finding.subject or None, optional=True),
     Column("WHAT", "message", "finding.message"),
     Column("NEXT", "nextCommand", "finding.command"),
-    Column("WHY", "why", "finding.code.why"),
+    Column("WHY", "why", "finding.why"),
     Column(
         "ADVICE",
         "advice",
-        lambda row: None if row.finding.advice == row.finding.code.why else row.finding.advice,
+        lambda row: None if row.finding.advice == row.finding.why else row.finding.advice,
         optional=True,
     ),
     Column("DETAILS", "details", "finding.details", Kind.NESTED, optional=True),

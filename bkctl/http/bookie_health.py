@@ -85,7 +85,8 @@ def read_vitals(api: BookieApi) -> BookieVitals:
         pass
     return BookieVitals(
         gauges, found.percentiles("bookkeeper_server_ADD_ENTRY_REQUEST").p99_ms,
-        found.percentiles("bookie_journal_JOURNAL_SYNC").p99_ms, skew_s, suspended, found.total("bookie_ledger_writable_dirs"),
+        found.percentiles("bookie_journal_JOURNAL_SYNC").p99_ms, skew_s, suspended,
+        found.total("bookie_ledger_writable_dirs"),
         tuple(unreadable),
     )  # fmt: skip
 
@@ -116,7 +117,11 @@ def cluster_vitals(
 
 def full_bookies(vitals: Mapping[str, BookieVitals]) -> set[str]:
     """Return the bookies whose disks are full by limits of their own."""
-    return {bookie_id for bookie_id, each in vitals.items() if each.writable_directories == 0}
+    return {
+        bookie_id
+        for bookie_id, each in vitals.items()
+        if each.writable_directories == 0 or "diskUsageThreshold" in each.suspended
+    }
 
 
 def vitals_findings(vitals: Mapping[str, BookieVitals], full: Collection[str] = ()) -> Iterator[HealthFinding]:

@@ -48,6 +48,8 @@ class HealthFinding(NamedTuple):
     details: Mapping[str, Any] | None = None
     #: The command to run next, filled in.
     command: str = ""
+    #: Why that command.
+    why: str = ""
 
 
 def health_finding(
@@ -62,10 +64,10 @@ def health_finding(
     command: str | None = None,
 ) -> HealthFinding:
     """Return a finding with what its code declares in place of what is None; `ledger` is an example of its ledgers."""
+    why = code.why if command is None else advice or code.why
     command = (command or code.next).format(subject=shlex.quote(subject), ledger=ledger)
-    return HealthFinding(
-        code, Severity(severity or code.severity), subject, message, advice or code.why, details, command
-    )
+    severity = Severity(severity or code.severity)
+    return HealthFinding(code, severity, subject, message, advice or code.why, details, command, why)
 
 
 def health_findings(cluster: Cluster, audit_period_s: float = AUDIT_PERIOD_S) -> Iterator[HealthFinding]:
