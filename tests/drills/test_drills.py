@@ -13,7 +13,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -60,11 +59,11 @@ class Drill:
         text = "\n".join(PAYLOADS).encode() + b"\n"
         done = self.shell.run("ledger", "write", *options, "-o", "ndjson", input=text)
         assert done.code == 0, done.err
-        return str(done.rows[-1]["ledger"]) if "ledger" in done.rows[-1] else str(done.rows[-1]["ledgerId"])
+        return str(done.rows[-1]["ledgerId"])
 
     def read(self, ledger: str) -> list[str]:
-        done = self.shell("ledger", "read", ledger, "-o", "ndjson")
-        return [] if done.code else [row.get("text") or row["payload"] for row in done.rows]
+        done = self.shell("ledger", "read", ledger, "--body", "--format", "utf8", "-o", "ndjson", "--timeout", "20s")
+        return [] if done.code else [row["payload"] for row in done.rows]
 
     def codes(self) -> set[str]:
         done = self.shell("cluster", "health", *self.options, "-o", "json")
