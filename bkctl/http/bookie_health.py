@@ -36,7 +36,9 @@ CERTIFICATE_DAYS_MIN: Final = 14
 _DAY_S: Final = 86_400
 #: A p99 is an outlier from this many times the median of the other bookies, and from this many milliseconds.
 SLOW_FACTOR: Final = 5
-SLOW_MS_MIN: Final = 20.0
+SLOW_MS_MIN: Final = 50.0
+#: Fewer adds or syncs of a bookie say nothing.
+SLOW_COUNT_MIN: Final = 100
 CLOCK_SKEW_S_MAX: Final = 5.0
 _GAUGES: Final = (SET_ASIDE_LEDGERS, REFUSED_LEDGERS, UNREADABLE_LEDGERS, UNREGISTERED_SECONDS, CERTIFICATE_EXPIRY)
 
@@ -83,11 +85,14 @@ def read_vitals(api: BookieApi) -> BookieVitals:
             suspended = "all compaction is suspended"
     except BkctlError:
         pass
+
+    def p99_ms(name: str) -> float | None:
+        count = found.total(f"{name}_count")
+        return None if count is not None and count < SLOW_COUNT_MIN else found.percentiles(name).p99_ms
+
     return BookieVitals(
-        gauges, found.percentiles("bookkeeper_server_ADD_ENTRY_REQUEST").p99_ms,
-        found.percentiles("bookie_journal_JOURNAL_SYNC").p99_ms, skew_s, suspended,
-        found.total("bookie_ledger_writable_dirs"),
-        tuple(unreadable),
+        gauges, p99_ms("bookkeeper_server_ADD_ENTRY_REQUEST"), p99_ms("bookie_journal_JOURNAL_SYNC"), skew_s, suspended,
+        found.total("bookie_ledger_writable_dirs"), tuple(unreadable),
     )  # fmt: skip
 
 

@@ -76,7 +76,7 @@ class HealthCode(StrEnum):
     )  # fmt: skip
     BOOKIE_SLOW = (
         "bookie-slow", "warning",
-        "The p99 of adds or of journal syncs is five times the median of the other bookies, and 20 ms or more.",
+        "The p99 of adds or of journal syncs is five times the median of the other bookies, and 50 ms or more.",
         "bkctl why bookie {subject}", "it compares the latencies; a slow disk slows every ledger with a replica there",
     )  # fmt: skip
     METADATA_SLOW = (
