@@ -272,12 +272,13 @@ def _findings(run: Run, cluster: Cluster, look: Look) -> list[HealthFinding]:
 
 
 def _vitals(run: Run, cluster: Cluster) -> dict[str, BookieVitals]:
-    from bkctl.http.bookie_health import cluster_vitals
+    from bkctl.http.bookie_health import cluster_vitals, without_moved
 
-    return cluster_vitals(
+    vitals = cluster_vitals(
         cluster.bookies.list(include_down=False), lambda url: run.access.http_client(url, is_registered=True),
         wait_s=min(run.access.timeout_s, METRICS_WAIT_S), host_of=run.access.bookie_host,
     )  # fmt: skip
+    return without_moved(cluster, vitals)
 
 
 @command(

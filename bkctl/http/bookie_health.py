@@ -22,13 +22,14 @@ from bkctl.http.bookie_metrics import (
 )
 from bkctl.http.prometheus import parse_metrics
 from bkctl.http.server_url import bookie_url
+from bkctl.ids import LedgerId
 from bkctl.metadata.admin.health import health_finding
 from bkctl.metadata.admin.health_codes import HealthCode
 
 if TYPE_CHECKING:
     from bkctl.http.client import ApiClient
     from bkctl.metadata.admin.health import HealthFinding
-    from bkctl.metadata.cluster import RegisteredBookie
+    from bkctl.metadata.cluster import Cluster, RegisteredBookie
 
 
 #: A certificate that expires sooner is a finding.
@@ -118,6 +119,21 @@ def cluster_vitals(
     for question in questions.values():
         question.join(max(0.0, deadline_s - time.monotonic()))
     return {bookie_id: each.answer for bookie_id, each in questions.items() if each.answer is not None}
+
+
+def without_moved(cluster: Cluster, vitals: Mapping[str, BookieVitals]) -> dict[str, BookieVitals]:
+    """Return the vitals without unreadable ledgers that have no replica on the bookie any more."""
+    kept = {}
+    for bookie_id, each in vitals.items():
+        left = []
+        for ledger, found in cluster.ledgers.read_many(map(LedgerId.parse, each.unreadable)):
+            if isinstance(found, BkctlError) or any(
+                bookie_id in fragment.bookies for fragment in found.metadata.ensembles
+            ):
+                left.append(str(ledger))
+        count = each.gauges.get(UNREADABLE_LEDGERS, 0) - len(each.unreadable) + len(left)
+        kept[bookie_id] = each._replace(gauges={**each.gauges, UNREADABLE_LEDGERS: count}, unreadable=tuple(left))
+    return kept
 
 
 def full_bookies(vitals: Mapping[str, BookieVitals]) -> set[str]:

@@ -23,7 +23,7 @@ from bkctl.client.placement import DEFAULT_RACK, Placement, choose_ensemble
 from bkctl.errors import BkctlError, NotEnoughBookies, NotFound
 from bkctl.formats.metadata import LedgerState
 from bkctl.http.bookie_client import BookieApi
-from bkctl.http.bookie_health import BookieVitals, full_bookies, vitals_findings
+from bkctl.http.bookie_health import BookieVitals, full_bookies, vitals_findings, without_moved
 from bkctl.metadata.admin.health import read_only_finding
 from bkctl.metadata.store import attempt
 from bkctl.metadata.underreplication import AutoRecoveryState
@@ -241,7 +241,7 @@ class Inquiry:
         bookie_id, used = bookie.bookie_id, space.used_percent
         if used is not None:
             why.fact(f"{used:g}% of its ledger disks are used", "its answer")
-        vitals = self.vitals_of(list(self.bookies.values()))
+        vitals = without_moved(self.cluster, self.vitals_of(list(self.bookies.values())))
         threshold = _threshold(self, bookie)
         is_full = bookie_id in full_bookies(vitals) or (used is not None and used > threshold)
         for finding in vitals_findings(vitals, {bookie_id} if is_full else ()):
