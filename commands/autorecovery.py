@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import typer
 
-from bkctl.columns import TEXTS, Column, Columns, Kind
+from bkctl.columns import TEXTS, Column, Columns, Kind, value_at
 from bkctl.errors import AlreadyExists, BkctlError, NotFound, UsageError
 
 from .kit.columns import COUNT_COLUMNS
@@ -217,6 +217,11 @@ MARK_COLUMNS = Columns(
     Column("AGE", "ageSeconds", "age_s", Kind.INTEGER, text=time_text),
     Column("WORKER", "worker", "worker"),
     Column("TOPIC", "topic", "topic", flexible=True, spare=1),
+    Column("REASON", "reason", "reason"),
+    Column(None, "attempts", value_at("failure.attempts"), Kind.INTEGER),
+    Column(None, "failedAt", value_at("failure.at_ms"), Kind.TIME),
+    Column("TRIED AGAIN", "retryAt", value_at("failure.retry_at_ms"), Kind.TIME),
+    Column("NEXT", "nextCommand", lambda row: f"bkctl why ledger {row.ledger}"),
     key="ledger",
     none="No ledgers are marked as under-replicated",
 )
@@ -253,14 +258,16 @@ def list_marked(
 ) -> None:
     """List the under-replicated ledgers.
 
-    Shows missing entries by bookie, age, and the worker that has them.
+    Shows missing entries by bookie, age, the worker that has them, and why they are not replicated: what workers of
+    ours published after their last attempt, else what the metadata says, as for Apache's workers.
     """
+    from bkctl.client.ledger_survey import why_not_replicated
     from bkctl.metadata.admin.auto_recovery import MarkFilter, list_marks
 
     problems: list[BkctlError] = []
     chosen = MarkFilter(missing or (), not_missing or (), older_than)
     with access.cluster() as cluster, job.working("Listing under-replicated ledgers", enabled=watch is None):
-        look = partial(list_marks, cluster, scope, chosen, problems, in_full=not count)
+        look = partial(list_marks, cluster, scope, chosen, problems, None if count else why_not_replicated)
         out.watch(watch, look, MARK_COLUMNS, count=count)
     out.raise_first(problems[:1])
 

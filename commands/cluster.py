@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
@@ -23,6 +24,7 @@ from .local import down, up
 
 if TYPE_CHECKING:
     from bkctl.client.disk_space import BookieSpace
+    from bkctl.http.bookie_health import BookieVitals
     from bkctl.metadata.admin.health import HealthFinding
     from bkctl.metadata.admin.health_mutes import Mute
     from bkctl.metadata.cluster import Cluster
@@ -69,8 +71,10 @@ def info(out: Printer, access: Access) -> None:
 Threshold = Annotated[
     float, typer.Option("--threshold", metavar="PERCENT", help="Percentage of used disk space that is too much.")
 ]
-#: Ledgers whose metadata `cluster status` reads without --count-ledgers, and `cluster health` without --ledgers.
+#: Ledgers whose metadata `cluster status` reads without --count-ledgers.
 COUNTED_LEDGERS_MAX: Final = 10_000
+#: Ledgers, or marks in larger clusters, whose metadata `cluster health` reads without --ledgers.
+SURVEYED_MAX: Final = 10_000
 #: The state of a bookie that only ledgers name.
 UNKNOWN: Final = "unknown"
 
@@ -90,6 +94,8 @@ class MemberRow(NamedTuple):
             return "ledgers name it, but it has neither a cookie nor a registration"
         if bookie.state == "down":
             return "has a cookie, but is not registered"
+        if self.space.hangs:
+            return f"hangs: {error.message}" if error else "hangs"
         if error is not None:
             return f"does not answer: {error.message}"
         used = self.space.used_percent
@@ -168,6 +174,7 @@ HEALTH_COLUMNS = Columns(
     Column("SUBJECT", "subject", lambda row: row.subject or None),
     Column("WHAT", "message", "message"),
     Column("ADVICE", "advice", "advice"),
+    Column(None, "nextCommand", "command"),
     Column(None, "details", "details", Kind.NESTED, optional=True),
     key="code",
 )
@@ -182,47 +189,75 @@ OfLedgers = Annotated[
     bool,
     typer.Option(
         "--ledgers",
-        help="Also find ledgers with replicas in too few racks, and in clusters of more than 10,000 ledgers bookies "
-        "that only ledgers name; reads the metadata of every ledger.",
+        help="Read the metadata of every ledger, also in clusters of more than 10,000 ledgers, where marked ledgers "
+        "and the last audit are the source otherwise.",
     ),
+]
+StuckAfter = Annotated[
+    float,
+    duration_option("--stuck-after", "The age from which a ledger IN_RECOVERY is a finding: 10m, 1h.", default="10m"),
 ]
 Code = Annotated[HealthCode, typer.Argument(metavar="CODE", help="The code of the findings.")]
 
 
-def _findings(run: Run, cluster: Cluster, threshold: float, *, no_bookies: bool, ledgers: bool) -> list[HealthFinding]:
-    """Return all findings, the most severe first; `ledgers`: also of the racks of every ledger's replicas."""
+class Look(NamedTuple):
+    """The options of a look at the health of a cluster."""
+
+    threshold: float
+    no_bookies: bool
+    ledgers: bool
+    stuck_after_s: float
+
+
+def _findings(run: Run, cluster: Cluster, look: Look) -> list[HealthFinding]:
+    """Return all findings, the most severe first."""
     from bkctl.client.disk_space import disk_findings
-    from bkctl.client.racks import RackCensus, rack_findings
+    from bkctl.client.ledger_survey import LedgerSurvey, published_survey, survey_ledgers
+    from bkctl.client.racks import rack_findings
+    from bkctl.http.bookie_health import full_bookies, vitals_findings
     from bkctl.metadata.admin.health import health_findings, unknown_bookie_findings
-    from bkctl.metadata.admin.overview import count_ledgers_of_bookies
+    from bkctl.metadata.underreplication import LedgerMarks
 
     from .bookies.racks import find_placement
 
     of_bookies: list[HealthFinding] = []
-    if not no_bookies:
-        asked = partial(disk_findings, bookies=cluster.bookies.list(include_down=False), percent_max=threshold)
-        of_bookies = [*run.job.ask(run.access.bookkeeper(cluster), asked), *_of_metrics(run, cluster)]
+    if not look.no_bookies:
+        vitals, members = _vitals(run, cluster), cluster.bookies.list(include_down=False)
+        asked = partial(disk_findings, bookies=members, percent_max=look.threshold, full=full_bookies(vitals))
+        of_bookies += run.job.ask(run.access.bookkeeper(cluster), asked)
+        full = {each.subject for each in of_bookies if each.command.startswith("bkctl why space")}
+        of_bookies += vitals_findings(vitals, full)
     known = {(each.code, each.subject) for each in of_bookies}
-    found = [each for each in health_findings(cluster) if (each.code, each.subject) not in known]
+    period = () if run.access.conf is None else (run.access.config().auditor_periodic_check_interval,)
+    found = [each for each in health_findings(cluster, *period) if (each.code, each.subject) not in known]
     bookies = cluster.bookies.list()
     placement = find_placement(run, cluster, bookies)
     found += rack_findings(bookies, placement)
-    census = RackCensus(placement) if ledgers else None
-    with run.job.working("Reading metadata", unit="ledgers", enabled=ledgers) as activity:
-        limit, seen = (None, census.count) if census else (COUNTED_LEDGERS_MAX, None)
-        counts = count_ledgers_of_bookies(cluster, limit, seen=seen, progress=activity.update)
-    found += unknown_bookie_findings(counts or {}, bookies)
-    found += census.findings() if census else ()
+    survey = LedgerSurvey(bookies, placement=placement, stuck_after_s=look.stuck_after_s)
+    is_whole = look.ledgers or sum(1 for _ in islice(cluster.ledgers.ledgers(None), SURVEYED_MAX + 1)) <= SURVEYED_MAX
+    with run.job.working("Reading metadata", enabled=look.ledgers, unit="ledgers") as activity:
+        marked = (ledger for ledger, _ in islice(LedgerMarks(cluster.store).list(None), SURVEYED_MAX))
+        survey_ledgers(cluster, survey, cluster.ledgers.ledgers(None) if is_whole else marked, activity.advance)
+    found += survey.findings()
+    if is_whole:
+        found += unknown_bookie_findings(survey.of_unknown, bookies)
+    else:  # What the marks say is newer than what the last audit found.
+        seen = survey.tallies.keys()
+        for scoped in (False, True):
+            if (audit := published_survey(cluster.store, scoped=scoped)) is not None:
+                audit.tallies = {key: tally for key, tally in audit.tallies.items() if key not in seen}
+                found += audit.findings(audited=True)
     return sorted(found + of_bookies, key=lambda each: (each.severity, each.code, each.subject))
 
 
-def _of_metrics(run: Run, cluster: Cluster) -> list[HealthFinding]:
-    from bkctl.http.bookie_health import metrics_findings
+def _vitals(run: Run, cluster: Cluster) -> dict[str, BookieVitals]:
+    from bkctl.http.bookie_health import cluster_vitals, without_moved
 
-    return metrics_findings(
+    vitals = cluster_vitals(
         cluster.bookies.list(include_down=False), lambda url: run.access.http_client(url, is_registered=True),
         wait_s=min(run.access.timeout_s, METRICS_WAIT_S), host_of=run.access.bookie_host,
     )  # fmt: skip
+    return without_moved(cluster, vitals)
 
 
 @command(
@@ -233,14 +268,19 @@ def _of_metrics(run: Run, cluster: Cluster) -> list[HealthFinding]:
     examples=("bkctl cluster health show", "bkctl cluster health show --watch"),
 )
 def health(
-    run: Run, watch: WatchOption, threshold: Threshold = 90.0, no_bookies: NoBookies = False, ledgers: OfLedgers = False
+    run: Run,
+    watch: WatchOption,
+    stuck_after_s: StuckAfter,
+    threshold: Threshold = 90.0,
+    no_bookies: NoBookies = False,
+    ledgers: OfLedgers = False,
 ) -> None:
     """Show what is wrong with the cluster, and what to do.
 
-    Covers bookies that are down, unregistered, read-only, full or silent, set ledgers aside, have certificates that
-    expire, or are named by ledgers only (this reads the metadata of up to 10,000 ledgers, with --ledgers of all);
-    cookies; under-replicated ledgers by scope and age; auto-recovery; scopes; racks, where bookies have some. Muted
-    findings are left out. Exit code 3 if there are findings. `show` itself may be left out: 'bkctl cluster health'.
+    Covers bookies, cookies, disks, clocks, the metadata store, ledgers without replicas or in recovery, replication,
+    audits, scopes and racks; docs/health.md lists the codes. The metadata of up to 10,000 ledgers is read, with
+    --ledgers of all; else of marked ledgers, beside what the last audit of ours found. Muted findings are left out.
+    Prints OK without findings; exit code 3 if there are some. `show` itself may be left out: 'bkctl cluster health'.
     """
     from bkctl.metadata.admin.health_mutes import HealthMutes
     from bkctl.metadata.underreplication import AuditorElection
@@ -249,7 +289,7 @@ def health(
     muted: list[HealthFinding] = []
 
     def look() -> list[HealthFinding]:
-        found = _findings(run, cluster, threshold, no_bookies=no_bookies, ledgers=ledgers)
+        found = _findings(run, cluster, Look(threshold, no_bookies, ledgers, stuck_after_s))
         codes = {mute.code for mute in HealthMutes(cluster).active()}
         muted[:] = [each for each in found if each.code in codes]
         return [each for each in found if each.code not in codes]
@@ -277,18 +317,16 @@ def health(
             "everything"
         )
     elif not findings:
-        _note_health(run, unguarded)
+        _say_ok(run, unguarded)
     run.out.finish_with(len(findings), "finding", "findings")
 
 
-def _note_health(run: Run, unguarded: bool) -> None:
-    """Say that a cluster has no findings; `unguarded`: no auditor watches it."""
-    run.out.note(
-        "No findings, but auto-recovery does not run: lost bookies would go unnoticed. 'bkctl autorecovery run' starts "
-        "it"
-        if unguarded
-        else "The cluster is healthy"
-    )
+def _say_ok(run: Run, unguarded: bool) -> None:
+    """Say on stdout, in a table's place, that a cluster has no findings; `unguarded`: no auditor watches it."""
+    if run.out.output is Output.TABLE:
+        run.out.text("OK\n")
+    if unguarded:
+        run.out.note("Auto-recovery does not run: lost bookies would go unnoticed. 'bkctl autorecovery run' starts it")
 
 
 class FindingDetail(NamedTuple):
@@ -305,7 +343,14 @@ DETAIL_COLUMNS = Columns(
     ),
     Column("SUBJECT", "subject", lambda row: row.finding.subject or None, optional=True),
     Column("WHAT", "message", "finding.message"),
-    Column("ADVICE", "advice", "finding.advice"),
+    Column("NEXT", "nextCommand", "finding.command"),
+    Column("WHY", "why", "finding.why"),
+    Column(
+        "ADVICE",
+        "advice",
+        lambda row: None if row.finding.advice == row.finding.why else row.finding.advice,
+        optional=True,
+    ),
     Column("DETAILS", "details", "finding.details", Kind.NESTED, optional=True),
     Column("MUTED BY", "mutedBy", value_at("mute.user"), optional=True),
     Column("MUTED UNTIL", "mutedUntil", value_at("mute.until_ms"), Kind.TIME, optional=True),
@@ -315,11 +360,15 @@ DETAIL_COLUMNS = Columns(
 
 @command(health_app, "detail", connects=True, examples=("bkctl cluster health detail",), prints=rows_of(DETAIL_COLUMNS))
 def health_detail(
-    run: Run, threshold: Threshold = 90.0, no_bookies: NoBookies = False, ledgers: OfLedgers = False
+    run: Run,
+    stuck_after_s: StuckAfter,
+    threshold: Threshold = 90.0,
+    no_bookies: NoBookies = False,
+    ledgers: OfLedgers = False,
 ) -> None:
-    """Show each finding in full, muted ones too.
+    """Show each finding in full with its next command, muted ones too.
 
-    Exit code 3 if there are findings that are not muted.
+    NEXT is the command to run next, filled in, and WHY says why that one. Exit code 3 if a finding is not muted.
     """
     from bkctl.metadata.admin.health_mutes import HealthMutes
     from bkctl.metadata.underreplication import AuditorElection
@@ -327,7 +376,7 @@ def health_detail(
     check_percentage(threshold)
     with run.access.cluster() as cluster, run.job.working("Asking the bookies"):
         mutes = {mute.code: mute for mute in HealthMutes(cluster).active()}
-        found = _findings(run, cluster, threshold, no_bookies=no_bookies, ledgers=ledgers)
+        found = _findings(run, cluster, Look(threshold, no_bookies, ledgers, stuck_after_s))
         unguarded = not found and AuditorElection(cluster.store).auditor() is None
     rows = [FindingDetail(each, mutes.get(each.code)) for each in found]
     if run.out.output is Output.TABLE and run.out.selection.order is None:
@@ -337,7 +386,7 @@ def health_detail(
     else:
         run.out.render(rows, DETAIL_COLUMNS)
     if not found:
-        _note_health(run, unguarded)
+        _say_ok(run, unguarded)
     run.out.finish_with(sum(row.mute is None for row in rows), "finding", "findings")
 
 

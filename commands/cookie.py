@@ -12,6 +12,7 @@ from bkctl.errors import AlreadyExists, BkctlError, Conflict, NotFound, UsageErr
 from bkctl.ids import check_bookie_id
 
 from .kit.command import Access, Consent, LongWork, Printer, command, group, object_of, rows_of
+from .kit.next_steps import next_column
 from .kit.options import BinaryFormat, BinaryFormatOption, Composite, DryRun, UndoOption, file_argument, text_option
 from .kit.records import DirOption
 from .kit.texts import RED, counted
@@ -553,6 +554,7 @@ FINDING_COLUMNS = Columns(
     Column("EXPECTED", "expected", "expected"),
     Column("FOUND", "found", "found"),
     Column("MEANING", "meaning", "meaning"),
+    next_column("cookie verify", lambda row: row.field, bookie=lambda row: None),
     key="place",
 )
 

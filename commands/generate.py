@@ -22,6 +22,7 @@ from bkctl.errors import EXIT_CODES
 from bkctl.files.directories import FileKind
 
 from . import translations
+from .kit import next_steps
 from .kit.columns import Output
 from .kit.command import Declaration, declaration_of
 from .kit.documents import ERROR_SCHEMA
@@ -742,6 +743,7 @@ def generated_files() -> dict[str, str]:
         "completions/bkctl.fish": fish_completion(tree),
         "docs/commands.md": markdown(tree),
         "docs/from-the-shell.md": translations.markdown(),
+        "docs/health.md": next_steps.markdown(),
         "man/bkctl.1": man_page(tree, None, __version__),
     }
     files["docs/schemas/error.json"] = _schema_text(ERROR_SCHEMA)

@@ -17,6 +17,7 @@ from bkctl.errors import BkctlError, NotFound, UsageError
 
 from .kit.columns import hex_column
 from .kit.command import Run, command, group, rows_of
+from .kit.next_steps import next_column
 from .kit.options import DigestToCheck, LedgerPassword, ReadPace, count_option
 from .kit.records import (
     CheckedFiles,
@@ -194,6 +195,9 @@ STATE_STYLE = {
 }  # fmt: skip
 
 
+_SOUND = ("endOfFile", "zeros", "empty")
+
+
 def _checked_key(row: JournalCheck) -> str:
     if row.journal_id is None:
         return str(row.path)
@@ -217,6 +221,11 @@ VERIFY_COLUMNS = Columns(
     Column(None, "scoped", "scoped", Kind.BOOLEAN),
     Column("FILE", "file", lambda row: str(row.path), spare=2, text=lambda path: Path(path).name),
     Column("PROBLEM", "problem", "problem"),
+    next_column(
+        "journal verify",
+        lambda row: "" if row.problem is None else "mismatch" if row.state.value in _SOUND else row.state.value,
+        file=lambda row: row.path,
+    ),
     key=Column("JOURNAL", "journalId", _checked_key),
 )
 

@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from typing import Any, Final, TypeAlias, TypeVar
 
 from bkctl.bookie.metrics import BookieMetrics
@@ -35,6 +36,8 @@ log: Final = logging.getLogger("bkctl.bookie")
 OPEN_THREADS: Final = 4
 #: Ledgers with failed reads that are counted, and how long after the last failed read.
 LEDGERS_MAX: Final = 1000
+#: Unreadable ledgers that the metrics name.
+NAMED_MAX: Final = 10
 KEPT_S: Final = 24 * 3600.0
 #: A malformed request is logged once in this time.
 REFUSALS_LOGGED_S: Final = 60.0
@@ -86,6 +89,10 @@ class UnreadableLedgers:
         while self._failed_s and self._failed_s[next(iter(self._failed_s))] < begin_s:
             del self._failed_s[next(iter(self._failed_s))]
         return len(self._failed_s)
+
+    def newest(self) -> list[LedgerId]:
+        """Return the ledgers of the last failed reads, NAMED_MAX at most."""
+        return list(islice(reversed(self._failed_s), NAMED_MAX))
 
 
 class WaitingRequests:

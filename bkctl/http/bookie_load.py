@@ -101,7 +101,7 @@ class ClusterLoad(NamedTuple):
         return f"{more}{self.underreplicated_count:,} {verb} under-replicated"
 
 
-class _Samples:
+class Samples:
     """The samples of one answer, by name. A value of several journals, threads or directories is summed up."""
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
@@ -144,11 +144,11 @@ def read_bookie(api: BookieApi) -> BookieReading:
     does not answer at all.
     """
     problems: list[str] = []
-    samples = _Samples(())
+    samples = Samples(())
     disk: DiskSpace | None = None
     collection: str | None = None
     try:
-        samples = _Samples(parse_metrics(api.metrics(), f"{api.client.url}/metrics"))
+        samples = Samples(parse_metrics(api.metrics(), f"{api.client.url}/metrics"))
     except (Unreachable, TimedOut):
         raise
     except BkctlError as error:

@@ -18,10 +18,14 @@ SET_ASIDE_LEDGERS: Final = "bkctl_set_aside_ledgers"
 REFUSED_LEDGERS: Final = "bkctl_refused_ledgers"
 #: Gauge of ledgers of which a read failed within the last day, for the disk or for damage; 1,000 at most.
 UNREADABLE_LEDGERS: Final = "bkctl_unreadable_ledgers"
+#: Gauge 1 of a ledger (label `ledger`) whose read failed last; ten of them.
+UNREADABLE_LEDGER: Final = "bkctl_unreadable_ledger"
 #: Gauge of seconds since the bookie last found its registration in the metadata store; 0 while it finds it.
 UNREGISTERED_SECONDS: Final = "bkctl_unregistered_seconds"
 #: Gauge of seconds until the certificate of a server (label `server`: bookie or http) expires; negative afterwards.
 CERTIFICATE_EXPIRY: Final = "bookie_certificate_expiry_seconds"
+#: Gauge of the bookie's clock, in seconds since 1970.
+CLOCK_SECONDS: Final = "bkctl_clock_seconds"
 _USAGE_STEP: Final = 10
 
 
@@ -42,6 +46,7 @@ def _measure(bookie: Bookie) -> dict[str, Any]:
         "refused": len(bookie.storage.ledgers.unwritten),
         "unregistered_s": bookie.registration.lost_s,
         "unreadable": bookie.processor.requests.unreadable.count(),
+        "unreadable_ledgers": bookie.processor.requests.unreadable.newest(),
         "unwritten": bookie.storage.ledgers.unwritten_bytes,
         "writable_directories": len(bookie.storage.writable),
         "directories": list(bookie.storage.ledger_directories),
@@ -71,7 +76,10 @@ def _render(bookie: Bookie, measured: dict[str, Any]) -> str:
     text.gauge(SET_ASIDE_LEDGERS, measured["set_aside"])
     text.gauge(REFUSED_LEDGERS, measured["refused"])
     text.gauge(UNREADABLE_LEDGERS, measured["unreadable"])
+    for ledger in measured["unreadable_ledgers"]:
+        text.gauge(UNREADABLE_LEDGER, 1, {"ledger": str(ledger)})
     text.gauge(UNREGISTERED_SECONDS, round(measured["unregistered_s"], 3))
+    text.gauge(CLOCK_SECONDS, round(time.time(), 3))
     text.gauge("bookie_write_cache_size", measured["unwritten"])
     text.latency("bookie_flush", metrics.flush)
     text.counter("bkctl_unexpected_errors_total", metrics.unexpected_errors)

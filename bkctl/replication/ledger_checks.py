@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Final
 
+from bkctl.client.ledger_survey import LedgerSurvey
 from bkctl.client.placement import Adherence
 from bkctl.errors import BkctlError, LedgerNotFound, Unreachable
+from bkctl.metadata.replication_failures import ReplicationFailures
 from bkctl.metadata.underreplication import AuditorCheck, AutoRecoveryState
 from bkctl.replication.checker import IN_FLIGHT_COUNT_MAX, LedgerChecker
 from bkctl.replication.marking import STEP_COUNT, available_bookies, ledgers_of
@@ -72,8 +74,17 @@ class LedgerChecks:
                 log.info("Ledger %s lacks entries on %s", ledger, ", ".join(bookies))
                 await asyncio.to_thread(self._marks.add, ledger, bookies)
             self.stats.num_ledgers_checked += 1
+            survey.add(ledger, found, await asyncio.to_thread(self._marks.get, ledger))
 
-        await self._for_each_ledger(AuditorCheck.ALL_LEDGERS, check)
+        survey = await asyncio.to_thread(lambda: LedgerSurvey(self._cluster.bookies.list()))
+        if await self._for_each_ledger(AuditorCheck.ALL_LEDGERS, check):
+            await asyncio.to_thread(self._publish, survey)
+
+    def _publish(self, survey: LedgerSurvey) -> None:
+        """Publish the survey for `cluster health`, and drop failures of ledgers that are not marked any more."""
+        survey.end(self._cluster)
+        survey.publish(self._cluster.store, scoped=self.scoped)
+        ReplicationFailures(self._cluster.store).prune()
 
     async def check_replicas(self) -> None:
         """Ask the bookies which entries they have of every closed, unmarked ledger; count ledgers that lack replicas.
@@ -158,10 +169,10 @@ class LedgerChecks:
 
     async def _for_each_ledger(
         self, check: AuditorCheck, work: Callable[[LedgerId, VersionedMetadata, set[str]], Awaitable[None]]
-    ) -> None:
+    ) -> bool:
         """Call `work` with every ledger and the registered bookies, several at once, and record the check as done.
 
-        Stop without a record if auto-recovery is disabled meanwhile. Errors of single ledgers are logged. Raise
+        Return False, without a record, if auto-recovery is disabled meanwhile. Log errors of single ledgers. Raise
         Unreachable.
         """
         at_once = min(self.config.auditor_max_number_of_concurrent_open_ledger_operations, CHECKS_AT_ONCE_MAX)
@@ -183,11 +194,12 @@ class LedgerChecks:
         remaining = iter(self._cluster.ledgers.read_many(ledgers_of(self._cluster, scoped=self.scoped)))
         while step := await asyncio.to_thread(lambda: list(islice(remaining, STEP_COUNT // 4))):
             if not await asyncio.to_thread(self._settings.is_enabled):
-                return
+                return False
             up = await asyncio.to_thread(available_bookies, self._cluster, scoped=False)
             await run_together(check_one(ledger, found, up) for ledger, found in step)
-        if await asyncio.to_thread(self._settings.is_enabled):
+        if is_done := await asyncio.to_thread(self._settings.is_enabled):
             await asyncio.to_thread(self._settings.set_check_ctime_ms, check, now_ms(), scoped=self.scoped)
+        return is_done
 
 
 def _worst_count(

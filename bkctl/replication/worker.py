@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import logging
 import random
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -30,6 +31,7 @@ from bkctl.errors import (
     NotFound,
     Unreachable,
 )
+from bkctl.metadata.replication_failures import ReplicationFailure, ReplicationFailures
 from bkctl.metadata.underreplication import AutoRecoveryState, UnderreplicatedLedger
 from bkctl.pace import Pace
 from bkctl.replication.checker import LedgerCheck
@@ -108,10 +110,13 @@ class ReplicationWorker:
     #: The failures of a ledger and its unreadable entries, most recent ledger last.
     _failed: OrderedDict[LedgerId, tuple[int, frozenset[int]]] = field(default_factory=OrderedDict)
     _damaged: set[LedgerId] = field(default_factory=set)
+    #: Why the attempts that run now do not restore all replicas.
+    _reasons: dict[LedgerId, str] = field(default_factory=dict)
     _wake: Signal | None = None
 
     def __post_init__(self) -> None:
         self._state = AutoRecoveryState(self.bookkeeper.cluster.store)
+        self._failures = ReplicationFailures(self.bookkeeper.cluster.store)
         self._replicator = LedgerFragmentReplicator(
             self.bookkeeper,
             batch_size=self.config.rereplication_entry_batch_size,
@@ -218,12 +223,15 @@ class ReplicationWorker:
         except (LockLost, NotEnoughBookies, Unreachable) as error:
             log.warning("Ledger %s is not replicated now: %s", ledger, error)
             self.stats.exceptions[type(error).__name__] += 1
+            await self._publish(ledger, str(error))
             if isinstance(error, Unreachable) and not await self._store_answers():
                 raise
         except Exception as error:  # noqa: BLE001 - one ledger, which does not keep the others waiting
             _log_failure(ledger, error)
             self.stats.exceptions[type(error).__name__] += 1
+            await self._publish(ledger, str(error) or type(error).__name__)
         finally:
+            self._reasons.pop(ledger, None)
             if ledger not in self._deferred:
                 await run_to_end(self._unlock(ledger))
             if outcome is not LedgerOutcome.SKIPPED:
@@ -249,6 +257,7 @@ class ReplicationWorker:
             if not _is_healthy(check):
                 if check.problem is not None:
                     log.warning("Ledger %s: its last add confirmed is not known: %s", ledger, check.problem)
+                    self._reasons[ledger] = f"its last add confirmed is not known: {check.problem}"
                 await self._replicate_fragments(check, lock)
                 if check.needs_recovery:
                     # An active writer may replace the bookies by itself.
@@ -268,6 +277,9 @@ class ReplicationWorker:
         self._remember_failure(ledger, count + 1, unreadable)
         delay_ms = retry_delay_ms(self.config.lock_release_of_failed_ledger_grace_period, count)
         log.warning("Ledger %s still lacks replicas: retrying in %g s", ledger, delay_ms / 1000)
+        lacking = sorted({bookie_id for fragment in check.fragments for bookie_id in fragment.bookies})
+        reason = self._reasons.get(ledger) or f"{', '.join(lacking) or 'its bookies'} still lack entries after the copy"
+        await self._publish(ledger, reason, delay_ms)
         self.stats.num_defer_ledger_lock_release_of_failed_ledger += 1
         self._defer(ledger, delay_ms)
         return LedgerOutcome.LATER
@@ -301,6 +313,7 @@ class ReplicationWorker:
             raise
         except BkctlError as error:
             log.warning("Ledger %s from entry %d: %s", check.ledger, fragment.first_entry_id, error)
+            self._reasons[check.ledger] = str(error)
             self.stats.exceptions[type(error).__name__] += 1
             return None
 
@@ -338,6 +351,7 @@ class ReplicationWorker:
     def _record_unreadable(self, ledger: LedgerId, result: FragmentReplication) -> None:
         for span in result.unreadable:
             log.error("Ledger %s: %s", ledger, span)
+            self._reasons[ledger] = str(span)
             self.stats.num_entries_unable_to_read_for_replication += span.entry_count
         count, known = self._failed.get(ledger, (0, frozenset()))
         first = (span.first_entry_id for span in result.unreadable)
@@ -356,6 +370,7 @@ class ReplicationWorker:
         found = await self._replicator.unreadable(check, fragment, entry_ids)
         for span in found:
             log.error("Ledger %s: %s", check.ledger, span)
+            self._reasons[check.ledger] = str(span)
         return bool(found)
 
     def _remember_failure(self, ledger: LedgerId, count: int, unreadable: frozenset[int]) -> None:
@@ -364,6 +379,19 @@ class ReplicationWorker:
         while len(self._failed) > FAILED_COUNT_MAX:
             self._failed.popitem(last=False)
 
+    async def _publish(self, ledger: LedgerId, reason: str, delay_ms: int | None = None) -> None:
+        """Publish why the ledger was not replicated, for operators. A store that refuses does not stop the work."""
+
+        def publish() -> None:
+            with contextlib.suppress(BkctlError):
+                present = self._failures.get(ledger)
+                attempts = 1 if present is None else present.attempts + 1
+                now_ms = time.time_ns() // 1_000_000
+                retry_at_ms = None if delay_ms is None else now_ms + delay_ms
+                self._failures.publish(ReplicationFailure(ledger, attempts, reason, self.name, now_ms, retry_at_ms))
+
+        await asyncio.to_thread(publish)
+
     async def _unmark(self, mark: UnderreplicatedLedger, lock: Claim) -> None:
         """Delete the mark. One that changed meanwhile stays: a worker checks the ledger again."""
 
@@ -371,6 +399,7 @@ class ReplicationWorker:
             _check_held(lock, mark.ledger)
             with contextlib.suppress(NotFound, MetadataVersionConflict):
                 self._state.marks.remove(mark.ledger, mark.version)
+                self._failures.remove(mark.ledger)
 
         await asyncio.to_thread(unmark)
         self._failed.pop(mark.ledger, None)

@@ -16,6 +16,7 @@ from bkctl.ids import LedgerId
 from ..kit.columns import hex_column
 from ..kit.command import Run, command, group, rows_of
 from ..kit.ledger_options import LEDGERS_BY_OPTION, LedgersOrAll, scope_option
+from ..kit.next_steps import next_column
 from ..kit.options import DigestToCheck, LedgerPassword, ReadPace, combined, number_option, text_option
 from ..kit.records import Directories
 from ..kit.texts import counted, size_text
@@ -39,6 +40,7 @@ FINDING_COLUMNS = Columns(
     Column("REASON", "reason", "reason"),
     Column("FILE", "file", lambda row: str(row.path), flexible=True, spare=2),
     Column(None, "finding", "is_problem", Kind.BOOLEAN),
+    next_column("bookie check", lambda row: row.kind.value, ledger=lambda row: row.ledger),
     key="ledger",
 )
 

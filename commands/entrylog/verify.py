@@ -14,6 +14,7 @@ from bkctl.errors import UsageError
 
 from ..kit.columns import Output, hex_column
 from ..kit.command import Run, command, group, rows_of
+from ..kit.next_steps import next_column
 from ..kit.options import DigestToCheck, LedgerPassword, ReadPace
 from ..kit.records import CheckedFiles, DirOption, note_digests
 from ..kit.texts import RED, YELLOW
@@ -47,6 +48,12 @@ def _log_findings(row: LogCheck) -> list[dict[str, Any]]:
     return found
 
 
+def _kind(row: LogCheck) -> str:
+    if row.error is None and row.finding_count:
+        return "mismatch"
+    return "" if row.problem is None else row.state
+
+
 CHECK_COLUMNS = Columns(
     Column("LOG", "logId", "log_id", Kind.INTEGER),
     hex_column("logIdHex", lambda row: log_id_hex(row.log_id)),
@@ -67,6 +74,7 @@ CHECK_COLUMNS = Columns(
     Column(None, "withoutPasswordCount", value_at("digests.without_password"), Kind.INTEGER),
     Column("PROBLEM", "problem", "problem"),
     Column(None, "findings", _log_findings, Kind.NESTED),
+    next_column("entrylog verify", _kind, file=lambda row: row.path),
     file_column(lambda row: row.path),
     key=Column("LOG", "logId", lambda row: log_key(row.path)),
 )

@@ -13,6 +13,7 @@ from bkctl.ids import LedgerId
 
 from ..kit.command import Access, LongWork, Printer, command, group, object_of, rows_of
 from ..kit.ledger_options import LedgerToCreate, ManyLedgers
+from ..kit.next_steps import next_column
 from ..kit.options import LedgerPassword, LedgerShape, ProtocolOption, ReadPace, count_option, size_option
 from ..kit.texts import RED, YELLOW, counted
 from .write import create_ledger
@@ -34,6 +35,12 @@ FINDING_COLUMNS = Columns(
         style={"damaged": RED, "missing": RED, "different": RED, "unavailable": YELLOW},
     ),
     Column("MESSAGE", "message", "finding.message"),
+    next_column(
+        "ledger verify",
+        lambda row: row.finding.problem,
+        ledger=lambda row: row.ledger,
+        bookie=lambda row: row.finding.bookie_id,
+    ),
     key="entryId",
 )
 

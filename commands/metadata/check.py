@@ -11,6 +11,7 @@ from bkctl.columns import Column, Columns, Kind
 
 from ..kit.command import Access, Consent, LongWork, Printer, Run, command, group, rows_of
 from ..kit.ledger_options import ScopeOfAny
+from ..kit.next_steps import next_column
 from ..kit.options import DryRun, RecordPace, UndoOption
 from ..kit.texts import RED, YELLOW, counted
 
@@ -24,6 +25,7 @@ FINDING_COLUMNS = Columns(
     Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
     Column("NODE", "path", "path"),
     Column("WHAT", "message", "message"),
+    next_column("metadata check", lambda row: row.code, path=lambda row: row.path, ledger=lambda row: row.ledger),
     key="path",
 )
 

@@ -60,7 +60,7 @@ def test_members_are_measured_except_those_that_are_down(tmp_path: Path) -> None
 async def test_few_bookies_are_asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asking, most = 0, 0
 
-    async def ask(_: Any, bookie: RegisteredBookie) -> BookieSpace:
+    async def ask(_: Any, bookie: RegisteredBookie, wait_s: float | None) -> BookieSpace:
         nonlocal asking, most
         asking += 1
         most = max(most, asking)

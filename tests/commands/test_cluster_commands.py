@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from bkctl.formats.metadata import BookieServiceInfo, Cookie, Fragment, LedgerMe
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster, open_cluster
 from bkctl.metadata.store import NEW
-from bkctl.metadata.underreplication import AuditorElection
+from bkctl.metadata.underreplication import AuditorCheck, AuditorElection, AutoRecoverySettings
 
 from .conftest import Cli, applied
 
@@ -81,8 +82,10 @@ def test_health_finds_and_advises(cli: Cli, store: Cluster) -> None:
         ("no-auditor", "error", None),
         ("no-auditor-of-scopes", "error", None),
         ("no-bookie-for-scopes", "error", None),
+        ("ledgers-unavailable", "error", "scope 0"),
+        ("ledgers-unavailable", "error", "scope 7"),
     }
-    assert all(row["advice"] for row in result.rows)
+    assert all(row["advice"] and row["nextCommand"].startswith("bkctl ") for row in result.rows)
     with open_cluster(store.uri) as bookie:
         bookie.bookies.register("b0:1", BookieServiceInfo((), {"ledgerScopes": "1"}))
         healthy = cli("cluster", "health", "--no-bookies", "-o", "json")
@@ -228,31 +231,31 @@ def test_the_former_names_of_local_commands_are_hidden(cli: Cli) -> None:
 
 
 def test_muted_findings_are_left_out_but_counted(cli: Cli, store: Cluster) -> None:
-    for code in ("bookie-down", "no-writable-bookie", "no-bookie-for-scopes"):
+    for code in ("bookie-down", "no-writable-bookie", "no-bookie-for-scopes", "ledgers-unavailable"):
         muted = cli("cluster", "health", "mute", code, "--for", "1h", "-o", "json").json
         assert (muted["code"], muted["user"] != "") == (code, True)
     left = cli("cluster", "health", "--no-bookies", "-o", "ndjson")
     assert {row["code"] for row in map(json.loads, left.out.splitlines())} == {"no-auditor", "no-auditor-of-scopes"}
     assert left.code == 3
-    assert "3 findings are muted" in left.err
+    assert "5 findings are muted" in left.err
     for code in ("no-auditor", "no-auditor-of-scopes"):
         assert cli("cluster", "health", "mute", code).code == 0
     quiet = cli("cluster", "health", "--no-bookies")
     assert (quiet.code, quiet.out) == (0, "")
-    assert "5 findings are muted" in quiet.err
+    assert "7 findings are muted" in quiet.err
     assert "healthy" not in quiet.err
     detail = cli("cluster", "health", "detail", "--no-bookies", "-o", "ndjson")
     assert detail.code == 0
     assert {row["code"]: "mutedUntil" in row for row in detail.rows} == {
         "bookie-down": True, "no-writable-bookie": True, "no-bookie-for-scopes": True, "no-auditor": False,
-        "no-auditor-of-scopes": False,
+        "no-auditor-of-scopes": False, "ledgers-unavailable": True,
     }  # fmt: skip
     table = cli("cluster", "health", "detail", "--no-bookies", "--sort=-code").out.splitlines()
     assert [line.split()[0] for line in table[1:]] == sorted((row["code"] for row in detail.rows), reverse=True)
-    assert len(cli("cluster", "health", "mutes", "-o", "ndjson").rows) == 5
+    assert len(cli("cluster", "health", "mutes", "-o", "ndjson").rows) == 6
     assert cli("cluster", "health", "unmute", "bookie-down").code == 0
     assert cli("metadata", "undo", "--last", "--yes").code == 0
-    assert len(cli("cluster", "health", "mutes", "-o", "ndjson").rows) == 5
+    assert len(cli("cluster", "health", "mutes", "-o", "ndjson").rows) == 6
     assert cli("cluster", "health", "unmute", "bookie-down").code == 0
     assert cli("cluster", "health", "unmute", "bookie-down").code == 4
     assert cli("cluster", "health", "--no-bookies").code == 3
@@ -272,14 +275,19 @@ def test_a_cluster_without_an_auditor_is_not_called_healthy(cli: Cli, store: Clu
     with open_cluster(store.uri) as bookie:
         bookie.bookies.register("b0:1", BookieServiceInfo((), {"ledgerScopes": "1"}))
         result = cli("cluster", "health", "--no-bookies")
-        assert (result.code, result.out) == (0, "")
-        assert "auto-recovery does not run" in result.err
+        assert (result.code, result.out) == (0, "OK\n")
+        assert "Auto-recovery does not run" in result.err
         detail = cli("cluster", "health", "detail", "--no-bookies")
-        assert (detail.code, detail.out, detail.err) == (0, "", result.err)
+        assert (detail.code, detail.out, detail.err) == (0, "OK\n", result.err)
+        for scoped in (False, True):
+            AutoRecoverySettings(bookie.store).set_check_ctime_ms(
+                AuditorCheck.ALL_LEDGERS, time.time_ns() // 1_000_000, scoped=scoped
+            )
         AuditorElection(bookie.store).vote("b0:1")
         AuditorElection(bookie.store).vote("b0:1", scoped=True)
         for words in ((), ("detail",)):
-            assert cli("cluster", "health", *words, "--no-bookies").err == "The cluster is healthy\n"
+            healthy = cli("cluster", "health", *words, "--no-bookies")
+            assert (healthy.out, healthy.err) == ("OK\n", "")
 
 
 def test_muted_damaged_vote_does_not_fail_the_health_command(cli: Cli, store: Cluster) -> None:

@@ -10,6 +10,7 @@ from bkctl.errors import BkctlError, Corrupt, UsageError
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.pulsar_topics import with_topics
+from bkctl.metadata.replication_failures import ReplicationFailure, ReplicationFailures
 from bkctl.metadata.store import Versioned, attempt
 from bkctl.metadata.underreplication import (
     AuditorCheck,
@@ -72,13 +73,23 @@ def recovery_status(cluster: Cluster, problems: list[BkctlError]) -> Iterator[Re
 
 
 class MarkRow(NamedTuple):
-    """A marked ledger, and its present worker."""
+    """A marked ledger, its present worker, and the topic that Pulsar has it for.
+
+    `failure` is what a worker of ours published, `derived` what the metadata says without one.
+    """
 
     ledger: LedgerId
     missing_replicas: tuple[str, ...]
     ctime_ms: int | None
     worker: str | None
     topic: str | None = None
+    failure: ReplicationFailure | None = None
+    derived: str | None = None
+
+    @property
+    def reason(self) -> str | None:
+        """Why the ledger is not replicated."""
+        return self.derived if self.failure is None else self.failure.reason
 
     @property
     def age_s(self) -> int | None:
@@ -113,29 +124,33 @@ def list_marks(
     scope_id: int | None,
     chosen: MarkFilter,
     problems: list[BkctlError],
-    *,
-    in_full: bool = True,
+    why: Callable[..., str | None] | None = None,
 ) -> Iterator[MarkRow]:
     """Yield the marked ledgers of a scope (None: all) in order; `problems` has then the errors of damaged marks.
 
-    `in_full`: with their workers, and the topics that Pulsar has them for.
+    With `why`, which is `ledger_survey.why_not_replicated`, rows have workers, topics and reasons.
     """
     problems.clear()
     state = auto_recovery_of(cluster)
-    locks = {lock.ledger: lock.owner or "?" for lock in state.locks.list(scope_id)} if in_full else {}
 
-    def rows() -> Iterator[MarkRow]:
-        for ledger, found in state.marks.list(scope_id):
+    def marks() -> Iterator[UnderreplicatedLedger]:
+        for _, found in state.marks.list(scope_id):
             if isinstance(found, BkctlError):
                 problems.append(found)
             elif chosen.matches(found):
-                yield MarkRow(ledger, found.missing_replicas, found.ctime_ms, locks.get(ledger))
+                yield found
 
-    if not in_full:
-        yield from rows()
+    if why is None:
+        yield from (MarkRow(each.ledger, each.missing_replicas, each.ctime_ms, None) for each in marks())
         return
-    for row, topic in with_topics(cluster.ledgers, rows(), lambda row: row.ledger):
-        yield row._replace(topic=topic)
+    locks = {lock.ledger: lock.owner or "?" for lock in state.locks.list(scope_id)}
+    failures = {each.ledger: each for each in ReplicationFailures(cluster.store).list(scope_id)}
+    bookies, is_enabled = cluster.bookies.list(), state.settings.is_enabled()
+    for mark, topic in with_topics(cluster.ledgers, marks(), lambda mark: mark.ledger):
+        ledger = mark.ledger
+        worker, failure = locks.get(ledger), failures.get(ledger)
+        derived = None if failure or worker else why(cluster, mark, bookies, is_enabled=is_enabled)
+        yield MarkRow(ledger, mark.missing_replicas, mark.ctime_ms, worker, topic, failure, derived)
 
 
 class Work(NamedTuple):

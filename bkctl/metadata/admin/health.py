@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
 from itertools import groupby
@@ -13,12 +15,16 @@ from bkctl.ids import LedgerId
 from bkctl.metadata.admin.health_codes import HealthCode
 from bkctl.metadata.cluster import Cluster, RegisteredBookie
 from bkctl.metadata.pulsar_topics import with_topics
+from bkctl.metadata.replication_failures import ReplicationFailures
 from bkctl.metadata.store import attempt, create_if_missing, delete_if_present
-from bkctl.metadata.underreplication import AuditorElection, AutoRecoveryState
+from bkctl.metadata.underreplication import AuditorCheck, AuditorElection, AutoRecoveryState
 
 #: While this node exists, clients quarantine no bookie. Source: ZKMetadataDriverBase.disableHealthCheck.
 DISABLE_HEALTH_CHECK: Final = "disableHealthCheck"
 UNDERREPLICATED_AGE_S_MAX: Final = 3600
+#: The period of the auditor's check of all ledgers. Source: auditorPeriodicCheckInterval.
+AUDIT_PERIOD_S: Final = 604_800
+METADATA_SLOW_S: Final = 0.25
 #: Scopes with under-replicated ledgers that have a finding each, in order; one finding counts all further scopes.
 SCOPES_NAMED_MAX: Final = 10
 #: Marked ledgers of a scope whose topics are named.
@@ -35,7 +41,7 @@ class Severity(StrEnum):
 
 
 class HealthFinding(NamedTuple):
-    """One problem. `code` is stable, for scripts; `subject` is the bookie or scope."""
+    """One problem. `code` is stable, for scripts; `subject` is the bookie or scope; `advice` says why `command`."""
 
     code: HealthCode
     severity: Severity
@@ -44,28 +50,31 @@ class HealthFinding(NamedTuple):
     advice: str
     #: Numbers behind the message, by their JSON names; None without numbers.
     details: Mapping[str, Any] | None = None
+    #: The command to run next, filled in.
+    command: str = ""
+    #: Why that command.
+    why: str = ""
 
 
-#: Advice by code, where it is the same for every subject.
-_ADVICE: Final = {
-    HealthCode.NO_INSTANCE_ID: "bookies will not start; restore it from a cookie or a backup of the metadata",
-    HealthCode.NO_WRITABLE_BOOKIE: "start bookies, or free their disks: nothing can be written",
-    HealthCode.BOOKIE_WITHOUT_ADDRESS: "clients cannot reach it: check its advertised address",
-    HealthCode.BOOKIE_WITHOUT_COOKIE: "another bookie could take its place with empty disks: 'bkctl cookie verify'",
-    HealthCode.COOKIE_DAMAGED: "it cannot start again: rewrite its cookie with 'bkctl cookie update'",
-    HealthCode.COOKIE_OF_ANOTHER_CLUSTER: "see 'bkctl cookie verify' before it is started again",
-    HealthCode.SCOPES_ORPHANED: "'bkctl metadata orphans' shows them",
-    HealthCode.NO_BOOKIE_FOR_SCOPES: "start bookies that do: scoped ledgers cannot be written",
-    HealthCode.MARK_DAMAGED: "'bkctl autorecovery unmark' removes it",
-    HealthCode.VOTE_DAMAGED: "restart auto-recovery on the bookie that cast it",
-}
+def health_finding(
+    code: HealthCode,
+    subject: str,
+    message: str,
+    severity: str | None = None,
+    *,
+    advice: str | None = None,
+    details: Mapping[str, Any] | None = None,
+    ledger: str = "LEDGER",
+    command: str | None = None,
+) -> HealthFinding:
+    """Return a finding with what its code declares in place of what is None; `ledger` is an example of its ledgers."""
+    why = code.why if command is None else advice or code.why
+    command = (command or code.next).format(subject=shlex.quote(subject), ledger=ledger)
+    severity = Severity(severity or code.severity)
+    return HealthFinding(code, severity, subject, message, advice or code.why, details, command, why)
 
 
-def _finding(code: HealthCode, subject: str, message: str, severity: Severity = Severity.ERROR) -> HealthFinding:
-    return HealthFinding(code, severity, subject, message, _ADVICE[code])
-
-
-def health_findings(cluster: Cluster) -> Iterator[HealthFinding]:
+def health_findings(cluster: Cluster, audit_period_s: float = AUDIT_PERIOD_S) -> Iterator[HealthFinding]:
     """Yield the problems in the metadata store: bookies, cookies, scopes, under-replication, auto-recovery.
 
     Raises NotFound without a cluster, Unreachable.
@@ -73,23 +82,26 @@ def health_findings(cluster: Cluster) -> Iterator[HealthFinding]:
     cluster.layout()
     instance_id = cluster.instance_id()
     if not instance_id:
-        yield _finding(HealthCode.NO_INSTANCE_ID, "", "The cluster has no instance id")
+        yield health_finding(HealthCode.NO_INSTANCE_ID, "", "The cluster has no instance id")
     bookies = cluster.bookies.list()
     yield from _of_bookies(bookies)
     yield from _of_cookies(cluster, bookies, instance_id)
     yield from _of_scopes(cluster, bookies)
-    yield from _of_replication(cluster, [bookie.bookie_id for bookie in bookies if bookie.state == "down"])
+    yield from _of_replication(
+        cluster, [bookie.bookie_id for bookie in bookies if bookie.state == "down"], audit_period_s
+    )
+    yield from metadata_finding(cluster)
 
 
 def unknown_bookie_findings(counts: Mapping[str, int], bookies: Iterable[RegisteredBookie]) -> Iterator[HealthFinding]:
     """Yield a finding for each bookie that ledgers name, by their counts, and that is not among `bookies`."""
     for bookie_id in sorted(counts.keys() - {bookie.bookie_id for bookie in bookies}):
         count = counts[bookie_id]
-        yield HealthFinding(
-            HealthCode.BOOKIE_UNKNOWN, Severity.ERROR, bookie_id,
+        yield health_finding(
+            HealthCode.BOOKIE_UNKNOWN, bookie_id,
             f"{count:,} ledger{'s name' if count > 1 else ' names'} it, but it has neither a cookie nor a registration",
-            f"start it with its cookie ('bkctl metadata undo' of a deletion); 'bkctl bookies decommission {bookie_id}' "
-            "if it is gone for good",
+            advice="start it with its cookie ('bkctl metadata undo' of a deletion); "
+            f"'bkctl bookies decommission {bookie_id}' if it is gone for good",
         )  # fmt: skip
 
 
@@ -98,35 +110,43 @@ def read_only_finding(bookie_id: str, used_percent: float | None, percent_max: f
 
     None: the bookie was not asked.
     """
-    writable_again = f"'bkctl bookie readonly off --bookie {bookie_id}'"
+    writable_again = f"bkctl bookie readonly off --bookie {bookie_id}"
     if used_percent is None:
-        message, advice = (
-            "It is read-only",
-            f"make room if its disks are full ('bkctl bookies usage'), else {writable_again}",
-        )
-    elif used_percent > percent_max:
-        message = f"It is read-only, and {used_percent:g}% of its disks are used"
-        advice = "add disks or bookies, or delete ledgers"
-    else:
-        message = f"It is read-only by request, for example since a drain: {used_percent:g}% of its disks are used"
-        advice = f"{writable_again} when the maintenance is over"
-    return HealthFinding(HealthCode.BOOKIE_READ_ONLY, Severity.WARNING, bookie_id, message, advice)
+        return health_finding(
+            HealthCode.BOOKIE_READ_ONLY, bookie_id, "It is read-only",
+            advice=f"make room if its disks are full ('bkctl bookies usage'), else '{writable_again}'",
+        )  # fmt: skip
+    if used_percent > percent_max:
+        return health_finding(
+            HealthCode.BOOKIE_READ_ONLY, bookie_id, f"It is read-only, and {used_percent:g}% of its disks are used",
+            advice="add disks or bookies, or delete ledgers", command=HealthCode.DISK_FULL.next,
+        )  # fmt: skip
+    return health_finding(
+        HealthCode.BOOKIE_READ_ONLY, bookie_id,
+        f"It is read-only by request, for example since a drain: {used_percent:g}% of its disks are used",
+        advice=f"'{writable_again}' when the maintenance is over", command=writable_again,
+    )  # fmt: skip
 
 
 def _of_bookies(bookies: list[RegisteredBookie]) -> Iterator[HealthFinding]:
     if not any(bookie.state == "rw" for bookie in bookies):
-        yield _finding(HealthCode.NO_WRITABLE_BOOKIE, "", f"None of {len(bookies):,} bookies is writable")
+        yield health_finding(HealthCode.NO_WRITABLE_BOOKIE, "", f"None of {len(bookies):,} bookies is writable")
     for bookie in bookies:
         if bookie.state == "down":
-            yield HealthFinding(
-                HealthCode.BOOKIE_DOWN, Severity.ERROR, bookie.bookie_id, "It has a cookie, but is not registered",
-                f"start it; 'bkctl bookies decommission {bookie.bookie_id}' if it is gone for good",
+            yield health_finding(
+                HealthCode.BOOKIE_DOWN, bookie.bookie_id, "It has a cookie, but is not registered",
+                advice=f"start it; 'bkctl bookies decommission {bookie.bookie_id}' if it is gone for good",
             )  # fmt: skip
         elif bookie.state == "ro":
             yield read_only_finding(bookie.bookie_id, None, 0)
         if bookie.state != "down" and bookie.address is None:
             problem = "Its registration names no bookie-rpc address"
-            yield _finding(HealthCode.BOOKIE_WITHOUT_ADDRESS, bookie.bookie_id, problem)
+            yield health_finding(HealthCode.BOOKIE_WITHOUT_ADDRESS, bookie.bookie_id, problem)
+    if len(versions := Counter(bookie.version for bookie in bookies if bookie.version is not None)) > 1:
+        text = ", ".join(f"{count:,} {version}" for version, count in sorted(versions.items()))
+        yield health_finding(
+            HealthCode.VERSIONS_MIXED, "", f"Bookies have different versions: {text}", details={"versions": versions}
+        )
 
 
 def _of_cookies(cluster: Cluster, bookies: list[RegisteredBookie], instance_id: str) -> Iterator[HealthFinding]:
@@ -134,26 +154,26 @@ def _of_cookies(cluster: Cluster, bookies: list[RegisteredBookie], instance_id: 
     for bookie in bookies:
         if bookie.bookie_id not in with_cookie:
             problem = "It is registered, but has no cookie"
-            yield _finding(HealthCode.BOOKIE_WITHOUT_COOKIE, bookie.bookie_id, problem, Severity.WARNING)
+            yield health_finding(HealthCode.BOOKIE_WITHOUT_COOKIE, bookie.bookie_id, problem)
             continue
         found = attempt(cluster.cookies.read, bookie.bookie_id)
         if isinstance(found, BkctlError):
-            yield _finding(HealthCode.COOKIE_DAMAGED, bookie.bookie_id, str(found))
+            yield health_finding(HealthCode.COOKIE_DAMAGED, bookie.bookie_id, str(found))
         elif found is not None and found.value.instance_id and found.value.instance_id != instance_id:
             problem = f"Its cookie names the instance id {found.value.instance_id}, the cluster is {instance_id}"
-            yield _finding(HealthCode.COOKIE_OF_ANOTHER_CLUSTER, bookie.bookie_id, problem)
+            yield health_finding(HealthCode.COOKIE_OF_ANOTHER_CLUSTER, bookie.bookie_id, problem)
 
 
 def _of_scopes(cluster: Cluster, bookies: list[RegisteredBookie]) -> Iterator[HealthFinding]:
     state = cluster.ledgers.scopes_state()
     if state == "foreign":
         problem = "The scoped ledgers belong to a cluster that was formatted"
-        yield _finding(HealthCode.SCOPES_ORPHANED, "", problem)
+        yield health_finding(HealthCode.SCOPES_ORPHANED, "", problem)
     if state == "ours" and next((scope for scope in cluster.ledgers.scopes() if scope), None) is not None:
         capable = [bookie for bookie in bookies if bookie.state == "rw" and bookie.ledger_scopes]
         if not capable:
             problem = "There are scoped ledgers, and no writable bookie that knows ledger scopes"
-            yield _finding(HealthCode.NO_BOOKIE_FOR_SCOPES, "", problem)
+            yield health_finding(HealthCode.NO_BOOKIE_FOR_SCOPES, "", problem)
 
 
 class _Marks:
@@ -190,11 +210,12 @@ def age_text(age_s: int) -> str:
     return f"{minutes} min" if minutes else f"{age_s} s"
 
 
-def _of_replication(cluster: Cluster, down: list[str]) -> Iterator[HealthFinding]:
+def _of_replication(cluster: Cluster, down: list[str], audit_period_s: float) -> Iterator[HealthFinding]:
     state = AutoRecoveryState(cluster.store)
     enabled = state.settings.is_enabled()
     now_ms = time.time_ns() // 1_000_000
     named_count = more_count = 0
+    severity = Severity.ERROR if down else Severity.WARNING
     more = _Marks()
     has_scoped = False
     # In the order of their scopes, so that one scope is held at a time.
@@ -205,7 +226,7 @@ def _of_replication(cluster: Cluster, down: list[str]) -> Iterator[HealthFinding
         more_count += found is more
         for ledger, mark in marks:
             if isinstance(mark, BkctlError):
-                yield _finding(HealthCode.MARK_DAMAGED, str(ledger), str(mark), Severity.WARNING)
+                yield health_finding(HealthCode.MARK_DAMAGED, str(ledger), str(mark))
                 found.add(0, ledger)
             else:
                 found.add(0 if mark.ctime_ms is None else max(0, now_ms - mark.ctime_ms) // 1000, ledger)
@@ -216,14 +237,14 @@ def _of_replication(cluster: Cluster, down: list[str]) -> Iterator[HealthFinding
         subject = f"{more_count:,} more {'scopes' if more_count > 1 else 'scope'}"
         yield _underreplicated(subject, {"scopeCount": more_count}, more, enabled=enabled)
     if not enabled:
-        yield HealthFinding(
-            HealthCode.AUTORECOVERY_DISABLED, Severity.ERROR if down else Severity.WARNING, "",
-            f"Auto-recovery is disabled{_unrepaired(down)}",
-            "'bkctl autorecovery enable' when the maintenance is over",
-        )  # fmt: skip
+        yield health_finding(
+            HealthCode.AUTORECOVERY_DISABLED, "", f"Auto-recovery is disabled{_unrepaired(down)}", severity
+        )
     elif named_count or down or state.election.was_held() or cluster.location.driver != "sqlite":
         # A local cluster is healthy without auto-recovery, until it has had or needs one.
-        yield from _of_auditors(cluster, state.election, has_scoped, down)
+        yield from _of_auditors(cluster, state.election, has_scoped, down, severity)
+    yield from _of_failures(cluster)
+    yield from _of_audits(cluster, state, audit_period_s)
 
 
 def _topics(cluster: Cluster, marks: _Marks) -> dict[str, list[str]]:
@@ -236,11 +257,11 @@ def _topics(cluster: Cluster, marks: _Marks) -> dict[str, list[str]]:
 def _underreplicated(subject: str, scopes: Mapping[str, Any], marks: _Marks, *, enabled: bool) -> HealthFinding:
     late = marks.oldest_s > UNDERREPLICATED_AGE_S_MAX
     topics = f": {', '.join(scopes['topics'])} …" if "topics" in scopes else ""
-    return HealthFinding(
-        HealthCode.UNDERREPLICATED, Severity.ERROR if late else Severity.WARNING, subject, marks.text() + topics,
-        "'bkctl autorecovery list' shows them"
+    return health_finding(
+        HealthCode.UNDERREPLICATED, subject, marks.text() + topics, Severity.ERROR if late else Severity.WARNING,
+        advice="'bkctl autorecovery list' shows them"
         + ("; they stay so while auto-recovery is disabled" if not enabled else ""),
-        {
+        details={
             **scopes,
             "ledgerCount": marks.count,
             "oldestSeconds": marks.oldest_s,
@@ -250,7 +271,7 @@ def _underreplicated(subject: str, scopes: Mapping[str, Any], marks: _Marks, *, 
 
 
 def _of_auditors(
-    cluster: Cluster, election: AuditorElection, has_scoped_marks: bool, down: list[str]
+    cluster: Cluster, election: AuditorElection, has_scoped_marks: bool, down: list[str], severity: str
 ) -> Iterator[HealthFinding]:
     for scoped in (False, True):
         if (
@@ -262,19 +283,59 @@ def _of_auditors(
         votes = election.votes(scoped=scoped)
         for vote in votes:
             if isinstance(vote, BkctlError):
-                yield _finding(HealthCode.VOTE_DAMAGED, "", str(vote))
+                yield health_finding(HealthCode.VOTE_DAMAGED, "", str(vote))
         if not votes and scoped:
-            yield HealthFinding(
-                HealthCode.NO_AUDITOR_OF_SCOPES, Severity.ERROR if down else Severity.WARNING, "",
-                "No auditor is elected for scopes other than 0: lost bookies go unnoticed there",
-                "'bkctl autorecovery run' on some hosts: Apache's auto-recovery sees scope 0 only",
-            )  # fmt: skip
+            problem = "No auditor is elected for scopes other than 0: lost bookies go unnoticed there"
+            yield health_finding(HealthCode.NO_AUDITOR_OF_SCOPES, "", problem, severity)
         elif not votes:
-            yield HealthFinding(
-                HealthCode.NO_AUDITOR, Severity.ERROR if down else Severity.WARNING, "",
-                f"No auditor is elected{_unrepaired(down) or ': lost bookies go unnoticed'}",
-                "start auto-recovery on some bookie, or run 'bkctl autorecovery run'",
+            problem = f"No auditor is elected{_unrepaired(down) or ': lost bookies go unnoticed'}"
+            yield health_finding(HealthCode.NO_AUDITOR, "", problem, severity)
+
+
+def _of_failures(cluster: Cluster) -> Iterator[HealthFinding]:
+    for scope_id, group in groupby(ReplicationFailures(cluster.store).list(), key=lambda each: each.ledger.scope_id):
+        failures = list(group)
+        reason, count = Counter(failure.reason for failure in failures).most_common(1)[0]
+        example = next(failure for failure in failures if failure.reason == reason)
+        ledgers = f"{len(failures):,} marked ledger{'s' if len(failures) > 1 else ''}"
+        yield health_finding(
+            HealthCode.REPLICATION_STUCK, f"scope {scope_id}",
+            f"Workers failed to replicate {ledgers}; {count:,} of them: {reason}",
+            details={"ledgerScopeId": str(scope_id), "ledgerCount": len(failures), "reason": reason},
+            ledger=str(example.ledger),
+        )  # fmt: skip
+
+
+def _of_audits(cluster: Cluster, state: AutoRecoveryState, period_s: float) -> Iterator[HealthFinding]:
+    for scoped in (False, True):
+        first = next((scope for scope in cluster.ledgers.scopes() if scope or not scoped), None)
+        has_auditor = attempt(state.election.auditor, scoped=scoped) is not None
+        is_local = cluster.location.driver == "sqlite" and not has_auditor
+        last_ms = attempt(state.settings.check_ctime_ms, AuditorCheck.ALL_LEDGERS, scoped=scoped)
+        if isinstance(last_ms, BkctlError) or period_s <= 0 or first is None or bool(first) != scoped:
+            continue
+        age_s = None if last_ms is None else time.time_ns() // 1_000_000_000 - last_ms // 1000
+        what = "the scopes other than 0" if scoped else "scope 0"
+        if (age_s is None and not is_local) or (age_s or 0) > 2 * period_s:
+            when = "were never audited" if age_s is None else f"were audited last {age_text(age_s)} ago"
+            yield health_finding(
+                HealthCode.NOT_AUDITED, what, f"The ledgers of {what} {when}: lost entries go unnoticed",
+                details={"ageSeconds": age_s, "periodSeconds": period_s},
             )  # fmt: skip
+
+
+def metadata_finding(cluster: Cluster) -> Iterator[HealthFinding]:
+    """Yield a finding if small reads of the metadata store are slow."""
+    took_s = []
+    for _ in range(5):
+        began_s = time.perf_counter()
+        cluster.store.get(cluster.places.layout)
+        took_s.append(time.perf_counter() - began_s)
+    if (median_s := sorted(took_s)[2]) >= METADATA_SLOW_S:
+        yield health_finding(
+            HealthCode.METADATA_SLOW, "", f"A small read of the metadata store takes {1000 * median_s:,.0f} ms",
+            details={"readMs": round(1000 * median_s, 1)},
+        )  # fmt: skip
 
 
 def _unrepaired(down: list[str]) -> str:

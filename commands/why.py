@@ -1,0 +1,114 @@
+"""`bkctl why`: the chain of facts from what is seen to the cause, and the ways out."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from bkctl.columns import Column, Columns, Kind
+from bkctl.ids import LedgerId
+
+from .kit.columns import Output
+from .kit.command import Run, command, group
+from .kit.documents import object_of
+from .kit.options import LedgerShape
+
+if TYPE_CHECKING:
+    from bkctl.http.bookie_client import BookieApi
+    from bkctl.http.bookie_health import BookieVitals
+    from bkctl.http.why import Explanation, Inquiry
+    from bkctl.metadata.cluster import RegisteredBookie
+
+app = group()
+
+WHY_COLUMNS = Columns(
+    Column("SUBJECT", "subject", "subject"),
+    Column("VERDICT", "verdict", "verdict"),
+    Column("FACTS", "facts", lambda row: [each._asdict() for each in row.facts], Kind.NESTED),
+    Column("WAYS", "ways", lambda row: [each._asdict() for each in row.ways], Kind.NESTED),
+    key="subject",
+)
+
+Bookie = Annotated[str, typer.Argument(metavar="BOOKIE", help="The bookie.")]
+
+
+def _explain(run: Run, ask: Callable[[Inquiry], Awaitable[Explanation]]) -> None:
+    from bkctl.http.bookie_client import BookieApi
+    from bkctl.http.bookie_health import cluster_vitals
+    from bkctl.http.server_url import bookie_url
+    from bkctl.http.why import Inquiry
+
+    from .cluster import METRICS_WAIT_S
+
+    wait_s = min(run.access.timeout_s, METRICS_WAIT_S)
+
+    def client_of(url: str) -> Any:
+        client = run.access.http_client(url, is_registered=True)
+        client.timeout_s = wait_s
+        return client
+
+    def api_of(bookie: RegisteredBookie) -> BookieApi:
+        return BookieApi(client_of(bookie_url(bookie, run.access.bookie_host(bookie.bookie_id))))
+
+    def vitals_of(bookies: list[RegisteredBookie]) -> dict[str, BookieVitals]:
+        return cluster_vitals(bookies, client_of, wait_s=wait_s, host_of=run.access.bookie_host)
+
+    async def asked() -> Explanation:
+        async with run.access.bookkeeper(cluster) as bookkeeper:
+            placement = bookkeeper.pool.placement(cluster.bookies.list())
+            return await ask(Inquiry(bookkeeper, placement, vitals_of, api_of))
+
+    with run.access.cluster() as cluster, run.job.working("Asking the bookies"):
+        why = run.job.complete(asked())
+    if run.out.output is not Output.TABLE:
+        run.out.show(why, WHY_COLUMNS)
+        return
+    lines = [f"{why.subject}: {why.verdict}", "", "What is seen:"]
+    lines += [f"  {number}. {each.what}\n     ({each.evidence})" for number, each in enumerate(why.facts, 1)]
+    lines += ["", "Ways out:" if why.ways else "Nothing is to be done."]
+    lines += [f"  {each.command}\n     {each.effect}" for each in why.ways]
+    run.out.text("\n".join(lines) + "\n")
+
+
+@command(app, "ledger", connects=True, examples=("bkctl why ledger 12",), prints=object_of(WHY_COLUMNS))
+def why_ledger(run: Run, ledger: Annotated[str, typer.Argument(metavar="LEDGER", help="The ledger.")]) -> None:
+    """Explain why a ledger is not readable, closed or whole.
+
+    Reads its metadata, mark and published failures, and some entries from each of its bookies. Each fact names its
+    evidence, each way out its cost; the first way loses least.
+    """
+    _explain(run, lambda inquiry: inquiry.ledger(LedgerId.parse(ledger)))
+
+
+@command(app, "bookie", connects=True, examples=("bkctl why bookie 10.0.0.1:3181",), prints=object_of(WHY_COLUMNS))
+def why_bookie(run: Run, bookie: Bookie) -> None:
+    """Explain why a bookie is down, hung, slow or read-only.
+
+    Looks at registration, cookie, answers, metrics and ledgers; of a local cluster also at process and log.
+    """
+    _explain(run, lambda inquiry: inquiry.bookie(bookie))
+
+
+@command(app, "create", connects=True, examples=("bkctl why create",), prints=object_of(WHY_COLUMNS))
+def why_create(
+    run: Run,
+    shape: LedgerShape,
+    scoped: Annotated[bool, typer.Option("--scoped", help="A ledger of a scope other than 0.")] = False,
+) -> None:
+    """Explain why a new ledger finds too few bookies.
+
+    Shows the writable bookies rack by rack, and why the others are not chosen.
+    """
+
+    async def ask(inquiry: Inquiry) -> Explanation:
+        return inquiry.create(shape.ensemble_size, shape.write_quorum_size, scoped=scoped)
+
+    _explain(run, ask)
+
+
+@command(app, "space", connects=True, examples=("bkctl why space 10.0.0.1:3181",), prints=object_of(WHY_COLUMNS))
+def why_space(run: Run, bookie: Bookie) -> None:
+    """Explain what fills a bookie's disks, and why it stays."""
+    _explain(run, lambda inquiry: inquiry.space(bookie))
