@@ -366,7 +366,7 @@ def health_detail(
     no_bookies: NoBookies = False,
     ledgers: OfLedgers = False,
 ) -> None:
-    """Show each finding in full with its next command, muted ones too.
+    """Show findings in full with next commands, muted ones too.
 
     NEXT is the command to run next, filled in, and WHY says why that one. Exit code 3 if a finding is not muted.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -101,11 +102,11 @@ def why_create(
 
     Shows the writable bookies rack by rack, and why the others are not chosen.
     """
+    _explain(run, partial(_ask_create, shape, scoped))
 
-    async def ask(inquiry: Inquiry) -> Explanation:
-        return inquiry.create(shape.ensemble_size, shape.write_quorum_size, scoped=scoped)
 
-    _explain(run, ask)
+async def _ask_create(shape: LedgerShape, scoped: bool, inquiry: Inquiry) -> Explanation:
+    return inquiry.create(shape.ensemble_size, shape.write_quorum_size, scoped=scoped)
 
 
 @command(app, "space", connects=True, examples=("bkctl why space 10.0.0.1:3181",), prints=object_of(WHY_COLUMNS))

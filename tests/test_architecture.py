@@ -207,7 +207,6 @@ _LOOPS = (ast.For, ast.While, ast.AsyncFor)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 #: Commands whose body does more than parse, call and render.
 LARGE_BODIES = {
-    "api.serve.serve": {"branches", "long"},
     "bookie.collection.gc": {"branches"},
     "bookie.collection.compact_locations": {"branches"},
     "bookie.repair.regenerate_files": {"long"},
@@ -321,6 +320,9 @@ WALL_CLOCK = {
     "bkctl/bookie/state_manager.py": "the time in BOOKIE_STATUS",
     "bkctl/client/pulsar.py": "ages of ledgers",
     "bkctl/files/index.py": "the age of a file",
+    "bkctl/client/ledger_survey.py": "the time of a survey, which is stored",
+    "bkctl/http/bookie_health.py": "the skew of a bookie's clock",
+    "bkctl/replication/worker.py": "the time of a failure, which is stored",
     "bkctl/http/console/history.py": "when a look was taken",
     "bkctl/http/bookie_metrics.py": "the time left to a certificate",
     "bkctl/replication/ledger_checks.py": "ages of marks and of checks by other processes",

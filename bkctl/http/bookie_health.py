@@ -45,14 +45,14 @@ _GAUGES: Final = (SET_ASIDE_LEDGERS, REFUSED_LEDGERS, UNREADABLE_LEDGERS, UNREGI
 
 
 class BookieVitals(NamedTuple):
-    """What a bookie's HTTP server says of its health: our gauges (the lowest), latencies in ms, clock, compaction."""
+    """The health of a bookie by its HTTP server: our gauges (the lowest), latencies in ms, clock, compaction."""
 
     gauges: Mapping[str, int] = {}
     add_p99_ms: float | None = None
     sync_p99_ms: float | None = None
-    #: How far the bookie's clock is ahead of ours, in seconds, at most; None without one.
+    #: The most that the bookie's clock is ahead of ours, in seconds; None without one.
     skew_s: float | None = None
-    #: Why the disks suspend compaction, "" if they do not.
+    #: The reason for which the disks suspend compaction, "" if they do not.
     suspended: str = ""
     #: Ledger directories that take new files; None if it does not say.
     writable_directories: float | None = None

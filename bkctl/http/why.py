@@ -1,4 +1,4 @@
-"""Why a ledger, a bookie, a creation or a full disk is as it is: facts from what is seen to the cause, and ways out.
+"""Explanations of ledgers, bookies, creations and full disks: facts from what is seen to the cause, and ways out.
 
 Each fact names its evidence: a node, an answer, a metric, a log. Each way is a command, and what it costs or loses; the
 first one is the way that loses least.
@@ -53,7 +53,7 @@ _EVENT: Final = re.compile(r"\d{4}-|bkctl:")
 
 
 class Fact(NamedTuple):
-    """What is so, and where it is seen."""
+    """A fact, and where it is seen."""
 
     what: str
     evidence: str

@@ -110,7 +110,7 @@ class ReplicationWorker:
     #: The failures of a ledger and its unreadable entries, most recent ledger last.
     _failed: OrderedDict[LedgerId, tuple[int, frozenset[int]]] = field(default_factory=OrderedDict)
     _damaged: set[LedgerId] = field(default_factory=set)
-    #: Why the attempts that run now do not restore all replicas.
+    #: The reasons for which attempts that run now do not restore all replicas.
     _reasons: dict[LedgerId, str] = field(default_factory=dict)
     _wake: Signal | None = None
 

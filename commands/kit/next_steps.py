@@ -12,30 +12,30 @@ from typing import Any, Final, NamedTuple
 from bkctl.columns import Column
 
 
-class Step(NamedTuple):
+class Next(NamedTuple):
     """A command with {fields} of the finding, and why that one."""
 
     command: str
     why: str
 
 
-_VERIFY: Final = Step("bkctl ledger verify {ledger}", "it says whether other bookies have sound replicas")
-_REGENERATE: Final = Step("bkctl bookie index regenerate {ledger}", "it makes the index again from the entry logs")
-_REBUILD: Final = Step("bkctl bookie index rebuild", "it makes the databases again from the entry logs")
-_NOTHING_LOST: Final = Step("bkctl bookie gc", "it is removed by the next collection: nothing is lost")
-_EXTRACT: Final = Step("bkctl entrylog extract {file}", "it saves the readable entries, before other bookies copy them")
-_RECHECK: Final = Step("bkctl bookie check", "entries that the indexes know are in the entry logs")
-_LIST_COOKIE: Final = Step("bkctl cookie show {bookie}", "it shows what the metadata store expects")
-_COPY: Final = Step("bkctl autorecovery mark {ledger} --missing {bookie}", "workers copy what it lacks from the others")
+_VERIFY: Final = Next("bkctl ledger verify {ledger}", "it says whether other bookies have sound replicas")
+_REGENERATE: Final = Next("bkctl bookie index regenerate {ledger}", "it makes the index again from the entry logs")
+_REBUILD: Final = Next("bkctl bookie index rebuild", "it makes the databases again from the entry logs")
+_NOTHING_LOST: Final = Next("bkctl bookie gc", "it is removed by the next collection: nothing is lost")
+_EXTRACT: Final = Next("bkctl entrylog extract {file}", "it saves the readable entries, before other bookies copy them")
+_RECHECK: Final = Next("bkctl bookie check", "entries that the indexes know are in the entry logs")
+_LIST_COOKIE: Final = Next("bkctl cookie show {bookie}", "it shows what the metadata store expects")
+_COPY: Final = Next("bkctl autorecovery mark {ledger} --missing {bookie}", "workers copy what it lacks from the others")
 
 #: Check → kind of finding → the step.
-STEPS: Final[Mapping[str, Mapping[str, Step]]] = {
+STEPS: Final[Mapping[str, Mapping[str, Next]]] = {
     "ledger verify": {
         "missing": _COPY,
         "damaged": _COPY,
-        "different": Step("bkctl ledger locate {ledger}", "it shows the bookies to compare: one has other bytes"),
-        "unavailable": Step("bkctl why bookie {bookie}", "it shows why the bookie does not answer"),
-        "length": Step("bkctl ledger show {ledger}", "the metadata's length is wrong; the entries are sound"),
+        "different": Next("bkctl ledger locate {ledger}", "it shows the bookies to compare: one has other bytes"),
+        "unavailable": Next("bkctl why bookie {bookie}", "it shows why the bookie does not answer"),
+        "length": Next("bkctl ledger show {ledger}", "the metadata's length is wrong; the entries are sound"),
     },
     "bookie check": {
         "wrongEntry": _VERIFY,
@@ -43,15 +43,15 @@ STEPS: Final[Mapping[str, Mapping[str, Step]]] = {
         "logMissing": _VERIFY,
         "digest": _VERIFY,
         "notIndexed": _REGENERATE,
-        "logDamaged": Step("bkctl entrylog verify", "it names the damaged log and what is behind the damage"),
+        "logDamaged": Next("bkctl entrylog verify", "it names the damaged log and what is behind the damage"),
         "noLedger": _NOTHING_LOST,
-        "noMasterKey": Step("bkctl ledger show {ledger}", "the next writer's key is accepted, whoever writes"),
+        "noMasterKey": Next("bkctl ledger show {ledger}", "the next writer's key is accepted, whoever writes"),
         "twice": _REBUILD,
         "badItem": _REBUILD,
         "wrongDirectory": _REBUILD,
         "strayTable": _REBUILD,
         "unindexed": _REGENERATE,
-        "relocation": Step("bkctl bookie files", "it shows the file that is left over; the next start removes it"),
+        "relocation": Next("bkctl bookie files", "it shows the file that is left over; the next start removes it"),
         "needsIntegrityCheck": _RECHECK,
     },
     "entrylog verify": {
@@ -62,31 +62,32 @@ STEPS: Final[Mapping[str, Mapping[str, Step]]] = {
         "mismatch": _RECHECK,
     },
     "journal verify": {
-        "torn": Step("bkctl journal read {file}", "the bookie drops the unacknowledged end when it starts"),
-        "damaged": Step("bkctl journal read {file}", "it shows the records up to the damage"),
-        "unreadable": Step("bkctl journal list", "it shows the journals beside it, and their versions"),
-        "missing": Step("bkctl journal lastmark", "it shows from which journal a start replays"),
-        "mismatch": Step("bkctl journal read {file}", "it shows the entries that do not match their digests"),
+        "torn": Next("bkctl journal read {file}", "the bookie drops the unacknowledged end when it starts"),
+        "damaged": Next("bkctl journal read {file}", "it shows the records up to the damage"),
+        "unreadable": Next("bkctl journal list", "it shows the journals beside it, and their versions"),
+        "missing": Next("bkctl journal lastmark", "it shows from which journal a start replays"),
+        "mismatch": Next("bkctl journal read {file}", "it shows the entries that do not match their digests"),
     },
     "metadata check": {
-        "unparsable": Step("bkctl metadata get {path}", "it shows the bytes; an export or an undo file has sound ones"),
-        "impossible": Step("bkctl metadata get {path}", "it shows the fields that contradict each other"),
-        "dangling": Step("bkctl why ledger {ledger}", "it shows whether other bookies have its entries"),
-        "stuck-in-recovery": Step("bkctl ledger recover {ledger}", "it decides the end of the ledger, and closes it"),
-        "foreign-scopes": Step("bkctl metadata orphans", "it shows what the formatted cluster left"),
-        "invalid-name": Step("bkctl metadata tree", "it shows the node; the store's own client removes it"),
-        "unparsable-cookie": Step("bkctl cookie list", "it names the bookie; 'bkctl cookie update' writes a new one"),
-        "cookie-of-another-cluster": Step("bkctl cookie list", "it names the bookie, which will not start again"),
-        "unparsable-mark": Step("bkctl autorecovery unmark {ledger}", "no worker can use it; an audit marks again"),
-        "orphaned-mark": Step("bkctl autorecovery unmark {ledger}", "its ledger is gone: nothing is to be replicated"),
+        "unparsable": Next("bkctl metadata get {path}", "it shows the bytes; an export or an undo file has sound ones"),
+        "impossible": Next("bkctl metadata get {path}", "it shows the fields that contradict each other"),
+        "dangling": Next("bkctl why ledger {ledger}", "it shows whether other bookies have its entries"),
+        "misplaced": Next("bkctl ledger locate {ledger}", "it shows the bookies and racks of each fragment"),
+        "stuck-in-recovery": Next("bkctl ledger recover {ledger}", "it decides the end of the ledger, and closes it"),
+        "foreign-scopes": Next("bkctl metadata orphans", "it shows what the formatted cluster left"),
+        "invalid-name": Next("bkctl metadata tree", "it shows the node; the store's own client removes it"),
+        "unparsable-cookie": Next("bkctl cookie list", "it names the bookie; 'bkctl cookie update' writes a new one"),
+        "cookie-of-another-cluster": Next("bkctl cookie list", "it names the bookie, which will not start again"),
+        "unparsable-mark": Next("bkctl autorecovery unmark {ledger}", "no worker can use it; an audit marks again"),
+        "orphaned-mark": Next("bkctl autorecovery unmark {ledger}", "its ledger is gone: nothing is to be replicated"),
     },
     "cookie verify": {
         "cookie": _LIST_COOKIE,
-        "bookieId": Step("bkctl cookie rename OLD NEW", "the id changed: 'metadata replace-bookie' follows"),
+        "bookieId": Next("bkctl cookie rename OLD NEW", "the id changed: 'metadata replace-bookie' follows"),
         "journalDirs": _LIST_COOKIE,
-        "ledgerDirs": Step("bkctl cookie expand --conf bk_server.conf", "directories that are added need a cookie"),
+        "ledgerDirs": Next("bkctl cookie expand --conf bk_server.conf", "directories that are added need a cookie"),
         "indexDirs": _LIST_COOKIE,
-        "instanceId": Step("bkctl cluster id", "the directories or the configuration are of another cluster"),
+        "instanceId": Next("bkctl cluster id", "the directories or the configuration are of another cluster"),
     },
 }
 
@@ -113,7 +114,7 @@ def markdown() -> str:
 
 
 def next_step(check: str, kind: str, **fields: object) -> str | None:
-    """Return the command for a finding of `kind`; None for what is no finding. Fields that are None stay words."""
+    """Return the command for a finding of `kind`; None for another kind. Fields that are None stay words."""
     step = STEPS[check].get(kind)
     if step is None:
         return None

@@ -59,7 +59,7 @@ def test_each_kind_of_finding_has_a_next_command() -> None:
     damaged = {state.value for state in ScanState if state not in SOUND}
     assert damaged | {"mismatch"} == STEPS["journal verify"].keys() == STEPS["entrylog verify"].keys()
     source = (ROOT / "bkctl/metadata/admin/check.py").read_text()
-    codes = set(re.findall(r'(?:MetadataFinding\(\s*|yield )"([a-z-]+)"', source))
+    codes = set(re.findall(r'(?:MetadataFinding\(\s*|yield |append\(\()"([a-z-]+)"', source))
     assert codes == STEPS["metadata check"].keys()
     source = (ROOT / "bkctl/bookie/cookies.py").read_text()
     fields = set(re.findall(r'CookieFinding\(place, "(\w+)"|^        \("(\w+)", ', source, re.MULTILINE))

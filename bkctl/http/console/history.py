@@ -27,7 +27,7 @@ IDLE_S: Final = 3600.0
 WAIT_S: Final = 5.0
 
 
-class Look(NamedTuple):
+class LoadAt(NamedTuple):
     """The load at one time, in milliseconds since 1970."""
 
     at_ms: int
@@ -38,7 +38,7 @@ class LoadHistory:
     """The looks of the last hour, the oldest first; `problem` says why the last one failed."""
 
     def __init__(self, service: Service, upstream: Upstream) -> None:
-        self.looks: deque[Look] = deque(maxlen=LOOKS_MAX)
+        self.looks: deque[LoadAt] = deque(maxlen=LOOKS_MAX)
         self.problem: str | None = None
         self._service = service
         self._upstream = upstream
@@ -88,7 +88,7 @@ class LoadHistory:
                 if watch is None:
                     watch = LoadWatch(await self._service.cluster(), client_of, WAIT_S, host_of)
                 load = await asyncio.to_thread(watch.look)
-                self.looks.append(Look(int(time.time() * 1000), load))
+                self.looks.append(LoadAt(int(time.time() * 1000), load))
                 self.problem = None
             except BkctlError as error:
                 self.problem = error.message

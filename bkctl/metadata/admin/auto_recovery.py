@@ -88,7 +88,7 @@ class MarkRow(NamedTuple):
 
     @property
     def reason(self) -> str | None:
-        """Why the ledger is not replicated."""
+        """The reason for which the ledger is not replicated."""
         return self.derived if self.failure is None else self.failure.reason
 
     @property

@@ -52,7 +52,7 @@ class HealthFinding(NamedTuple):
     details: Mapping[str, Any] | None = None
     #: The command to run next, filled in.
     command: str = ""
-    #: Why that command.
+    #: The reason for that command.
     why: str = ""
 
 
