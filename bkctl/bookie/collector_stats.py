@@ -61,6 +61,11 @@ class GarbageCollectorStats:
     #: Counted as far as the last round had to ask.
     unindexed_ledgers: int = 0
 
+    @property
+    def reclaimed_bytes(self) -> int:
+        """The bytes of entry logs that were removed or compacted."""
+        return self.reclaimed_by_deletion_bytes + self.reclaimed_by_compaction_bytes
+
     def note_problem(self, problem: str) -> None:
         """Keep the first problem of a round."""
         self.problem = self.problem or problem

@@ -189,6 +189,7 @@ class GarbageCollectorThread:
         accept = forced is not None and forced.accept_scoped_deletes
         self.unindexed.begin_round()
         self.stats.problem = ""
+        before_bytes = self.stats.reclaimed_bytes
         failed = not self._succeeds("delete ledgers", lambda: self._ledgers.collect(accept_scoped_deletes=accept))
         # Logs are collected in any case: ledgers that earlier rounds deleted leave garbage too.
         if self._succeeds("find the ledgers of entry logs", self._logs.find_ledgers):
@@ -197,6 +198,9 @@ class GarbageCollectorThread:
             self.unindexed.report()
         else:
             failed = True
+        full = self._schedule.suspended_by_disks()
+        if forced is not None and full and self.stats.reclaimed_bytes == before_bytes:
+            self.stats.note_problem(f"it freed no entry log; {full}")
         self.stats.rounds += 1
         self.stats.failed_rounds += failed
 
