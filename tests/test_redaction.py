@@ -51,8 +51,10 @@ def test_users_and_passwords_in_uris_are_hidden(uri: str, shown: str) -> None:
 #: A line of a log or a file of settings, with S where the secret is.
 PLANTED = [
     "zkPassword=S", "password: S", '{"passwd": "S"}', "-Djavax.net.ssl.keyStorePassword=S -jar", "pwd = S",
-    "passphrase S",     "--password S --yes", "tlsKeyStorePassword=a S", "aws_secret_access_key = S", "accessKey=S", "api_key: S",
-    "apikey=S",     "private-key=S", "masterKey=S", "clientSecret: S", "token=S", "X-Auth-Token: S", "credentials=S", "sig=S&x=1",
+    "passphrase S",     "--password S --yes", "tlsKeyStorePassword=a S", "aws_secret_access_key = S",
+    "accessKey=S", "api_key: S",
+    "apikey=S",     "private-key=S", "masterKey=S", "clientSecret: S", "token=S", "X-Auth-Token: S",
+    "credentials=S", "sig=S&x=1",
     "?sas=S", "signature=S", "zk+null://user:S@host:2181/ledgers", "https://S@host/", "Authorization: Basic S",
     "Proxy-Authorization: S", "got Bearer Sabcdefgh from", "Cookie: id=S", 'sasl.jaas.config=Login required x="S";',
     "-----BEGIN RSA PRIVATE KEY-----\nS\n-----END RSA PRIVATE KEY-----", "-----BEGIN PRIVATE KEY-----\nS",
