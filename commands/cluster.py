@@ -209,7 +209,7 @@ class Look(NamedTuple):
     stuck_after_s: float
 
 
-def _findings(run: Run, cluster: Cluster, look: Look) -> list[HealthFinding]:
+def find_all(run: Run, cluster: Cluster, look: Look) -> list[HealthFinding]:
     """Return all findings, the most severe first."""
     from bkctl.client.disk_space import disk_findings
     from bkctl.client.ledger_survey import LedgerSurvey, published_survey, survey_ledgers
@@ -289,7 +289,7 @@ def health(
     muted: list[HealthFinding] = []
 
     def look() -> list[HealthFinding]:
-        found = _findings(run, cluster, Look(threshold, no_bookies, ledgers, stuck_after_s))
+        found = find_all(run, cluster, Look(threshold, no_bookies, ledgers, stuck_after_s))
         codes = {mute.code for mute in HealthMutes(cluster).active()}
         muted[:] = [each for each in found if each.code in codes]
         return [each for each in found if each.code not in codes]
@@ -366,7 +366,7 @@ def health_detail(
     no_bookies: NoBookies = False,
     ledgers: OfLedgers = False,
 ) -> None:
-    """Show findings in full with next commands, muted ones too.
+    """Show each finding with its next command, muted ones too.
 
     NEXT is the command to run next, filled in, and WHY says why that one. Exit code 3 if a finding is not muted.
     """
@@ -376,7 +376,7 @@ def health_detail(
     check_percentage(threshold)
     with run.access.cluster() as cluster, run.job.working("Asking the bookies"):
         mutes = {mute.code: mute for mute in HealthMutes(cluster).active()}
-        found = _findings(run, cluster, Look(threshold, no_bookies, ledgers, stuck_after_s))
+        found = find_all(run, cluster, Look(threshold, no_bookies, ledgers, stuck_after_s))
         unguarded = not found and AuditorElection(cluster.store).auditor() is None
     rows = [FindingDetail(each, mutes.get(each.code)) for each in found]
     if run.out.output is Output.TABLE and run.out.selection.order is None:

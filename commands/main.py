@@ -51,6 +51,7 @@ GROUPS: Final[dict[str, str]] = {
     "progress": "Show long work, pause it and change its rate.",
     "audit": "Show which commands changed what, when, and by whom.",
     "why": "Explain ledgers, bookies, creations and full disks.",
+    "diagnose": "Collect what support asks for.",
     "context": "Manage named connections in the configuration file.",
 }
 

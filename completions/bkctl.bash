@@ -2,7 +2,7 @@
 
 _bkctl() {
   local IFS=$' \t\n' line current previous path='' words='' argument='none' kind='' word skip='' open=yes
-  local takers=' --ack-quorum --after --archive --backup --batch --body --bookie --bookie-address --bookie-token-file --bookie-url --bookies --by --client-ca --columns --conf --connect-timeout --contains --context --custom-metadata --deadline --delimiter --depth --digest --digest-type --dir --duration --ensemble-size --entries --entry --facts --file --for --format --from --from-file --from-pos --group --host --hostname --id --if-state --in-flight --index-dirs --instance-id --interval --journal-dirs --keep --kind --last --ledger --ledger-dirs --ledger-id --ledger-qualified-name --ledger-scope-id --ledgers --limit --major-threshold --master --match --max-age --max-size --metadata-password-file --metadata-tls-ca --metadata-tls-cert --metadata-tls-key --metadata-uri --metadata-user --min-age --min-replicas --min-size --minor-threshold --missing --not-missing --older-than --output --password --password-file --pause --port --protocol --pulsar-root --rack --rate --read-only-token-file --record-size --reset-clock --resume --sample --save --save-table --seed --server-cert --server-key --set --since --size --sort --spark-conf --state --storage --stuck-after --subscription --suspend --template --textfile --threshold --timeout --tls-ca --tls-cert --tls-key --to --to-ledger-id --to-password-file --to-pos --to-scope --to-user --token-file --top --topic --type --undo --watch --write-quorum --yes-really -c -e -f -o -t -u -x '
+  local takers=' --ack-quorum --after --archive --backup --batch --body --bookie --bookie-address --bookie-token-file --bookie-url --bookies --by --client-ca --columns --conf --connect-timeout --contains --context --custom-metadata --deadline --delimiter --depth --digest --digest-type --dir --duration --ensemble-size --entries --entry --facts --file --for --format --from --from-file --from-pos --group --host --hostname --id --if-state --in-flight --index-dirs --instance-id --interval --journal-dirs --keep --kind --last --ledger --ledger-dirs --ledger-id --ledger-qualified-name --ledger-scope-id --ledgers --limit --major-threshold --master --match --max-age --max-size --metadata-password-file --metadata-tls-ca --metadata-tls-cert --metadata-tls-key --metadata-uri --metadata-user --min-age --min-replicas --min-size --minor-threshold --missing --not-missing --older-than --output --password --password-file --pause --port --protocol --pulsar-root --rack --rate --read-only-token-file --record-size --reset-clock --resume --sample --save --save-table --seed --server-cert --server-key --set --since --size --size-max --sort --spark-conf --state --storage --stuck-after --subscription --suspend --template --textfile --threshold --timeout --tls-ca --tls-cert --tls-key --to --to-ledger-id --to-password-file --to-pos --to-scope --to-user --token-file --top --topic --type --undo --watch --write-quorum --yes-really -c -e -f -o -t -u -x '
   local -a typed
   line=${COMP_LINE:0:COMP_POINT}
   read -r -a typed <<< "$line"
@@ -18,7 +18,7 @@ _bkctl() {
       *)
         if [[ $open == yes ]]; then
           path="${path:+$path }$word"
-          case $path in 'ledger'|'bookie'|'bookie index'|'bookies'|'bookies racks'|'journal'|'entrylog'|'metadata'|'cookie'|'autorecovery'|'cluster'|'cluster health'|'cluster healthcheck'|'local'|'pulsar'|'pipeline'|'api'|'bench'|'progress'|'audit'|'why'|'context') ;; *) open='' ;; esac
+          case $path in 'ledger'|'bookie'|'bookie index'|'bookies'|'bookies racks'|'journal'|'entrylog'|'metadata'|'cookie'|'autorecovery'|'cluster'|'cluster health'|'cluster healthcheck'|'local'|'pulsar'|'pipeline'|'api'|'bench'|'progress'|'audit'|'why'|'diagnose'|'context') ;; *) open='' ;; esac
         fi ;;
     esac
   done
@@ -30,7 +30,7 @@ _bkctl() {
   local end_bookie_convert='--conf --output --columns --sort --yes --help'
   local end_bookies_usage='--metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --timeout --connect-timeout --output --columns --help'
   case $path in
-'') at="--verbose --quiet --no-color --debug --version --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --metadata-tls --metadata-tls-ca --metadata-tls-cert --metadata-tls-key --metadata-user --metadata-password-file --metadata-sasl --metadata-creator-acl --timeout --connect-timeout --output --columns --sort --yes --help" words='ledger bookie bookies journal entrylog metadata cookie autorecovery cluster local pulsar pipeline api bench progress audit why context top console help version completion' ;;
+'') at="--verbose --quiet --no-color --debug --version --metadata-uri --conf --context --bookie-address --tls-ca --tls-cert --tls-key --metadata-tls --metadata-tls-ca --metadata-tls-cert --metadata-tls-key --metadata-user --metadata-password-file --metadata-sasl --metadata-creator-acl --timeout --connect-timeout --output --columns --sort --yes --help" words='ledger bookie bookies journal entrylog metadata cookie autorecovery cluster local pulsar pipeline api bench progress audit why diagnose context top console help version completion' ;;
 'ledger') at="$end_ledger" words='write list show locate read tail delete recover verify test copy' ;;
 'ledger write') at="--uuid --ledger-id --ledger-scope-id --ledger-qualified-name --ensemble-size --write-quorum --ack-quorum --digest-type --custom-metadata --password --password-file --record-size --protocol $end_ledger_write" argument='files' ;;
 'ledger list') at="--ledger-scope-id --all-scopes --min-age --max-age --min-size --max-size --custom-metadata --bookie --state --topic --subscription --limit --watch --after --count --keep-going $end_ledger_write" ;;
@@ -184,6 +184,8 @@ _bkctl() {
 'why bookie') at="$end_ledger_write" argument='bookie' ;;
 'why create') at="--ensemble-size --write-quorum --ack-quorum --digest-type --scoped $end_ledger_write" ;;
 'why space') at="$end_ledger_write" argument='bookie' ;;
+'diagnose') at="$end_ledger" words='bundle' ;;
+'diagnose bundle') at="--pause --size-max $end_ledger_write" argument='files' ;;
 'context') at="$end_ledger" words='list show add use rename delete' ;;
 'context list') at="$end_bookie_files" ;;
 'context show') at="$end_bookie_files" argument='context' ;;
@@ -193,7 +195,7 @@ _bkctl() {
 'context delete') at="$end_bookie_convert" argument='context' ;;
 'top') at="--interval --once $end_ledger_write" ;;
 'console') at="--port --browser --bookie-token-file $end_ledger_write" ;;
-'help') at="$end_ledger" argument='words ledger bookie bookies journal entrylog metadata cookie autorecovery cluster local pulsar pipeline api bench progress audit why context connection exit-codes' ;;
+'help') at="$end_ledger" argument='words ledger bookie bookies journal entrylog metadata cookie autorecovery cluster local pulsar pipeline api bench progress audit why diagnose context connection exit-codes' ;;
 'version') at="$end_bookie_files" ;;
 'completion') at="$end_bookie_files" argument='words bash zsh fish' ;;
   esac

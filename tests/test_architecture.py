@@ -316,6 +316,10 @@ def test_modules_say_in_one_line_what_they_are_for(path: Path) -> None:
 WALL_CLOCK = {
     "bkctl/bookie/bookie.py": "the start of the bookie, which is shown",
     "bkctl/bookie/garbage_collector.py": "last compactions, which are shown",
+    "bkctl/client/ledger_survey.py": "the time of a survey, and ages of ledgers",
+    "bkctl/http/bookie_health.py": "the clock of a bookie beside the one here",
+    "bkctl/http/bundle.py": "the time of a file in a bundle",
+    "bkctl/replication/worker.py": "the time of a failure, which is published",
     "bkctl/bookie/reads.py": "the time of an update, in the protocol",
     "bkctl/bookie/state_manager.py": "the time in BOOKIE_STATUS",
     "bkctl/client/pulsar.py": "ages of ledgers",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from bkctl.redaction import is_secret_name, without_user_info
+from bkctl.redaction import is_secret_name, without_secrets, without_secrets_in, without_user_info
 
 
 @pytest.mark.parametrize(
@@ -44,3 +46,35 @@ def test_settings_about_secrets_are_shown(name: str) -> None:
 )
 def test_users_and_passwords_in_uris_are_hidden(uri: str, shown: str) -> None:
     assert without_user_info(uri, "***") == shown
+
+
+#: A line of a log or a file of settings, with S where the secret is.
+PLANTED = [
+    "zkPassword=S", "password: S", '{"passwd": "S"}', "-Djavax.net.ssl.keyStorePassword=S -jar", "pwd = S",
+    "passphrase S",     "--password S --yes", "tlsKeyStorePassword=a S", "aws_secret_access_key = S",
+    "accessKey=S", "api_key: S",
+    "apikey=S",     "private-key=S", "masterKey=S", "clientSecret: S", "token=S", "X-Auth-Token: S",
+    "credentials=S", "sig=S&x=1",
+    "?sas=S", "signature=S", "zk+null://user:S@host:2181/ledgers", "https://S@host/", "Authorization: Basic S",
+    "Proxy-Authorization: S", "got Bearer Sabcdefgh from", "Cookie: id=S", 'sasl.jaas.config=Login required x="S";',
+    "-----BEGIN RSA PRIVATE KEY-----\nS\n-----END RSA PRIVATE KEY-----", "-----BEGIN PRIVATE KEY-----\nS",
+    "id eyJhbGciS.S.S",
+    "key AKIASSSSSSSSSSSSSSSS used", "key ghp_SSSSSSSSSSSSSSSSSSSS used", "key xoxb-SSSSSSSSSSSS used",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", PLANTED)
+def test_no_planted_secret_is_left_in_a_text(line: str) -> None:
+    secret = "Zq7Zq7"
+    planted = line.replace("S", secret) if "SSSS" in line else re.sub(r"\bS|S\b", secret, line)
+    assert secret in planted
+    for text in (planted, f"before\n{planted}\nafter"):
+        found = without_secrets(text, "<hidden>")
+        assert secret not in found, found
+        assert "<hidden>" in found
+    assert secret not in str(without_secrets_in({"lines": [planted], "aToken": secret}, "<hidden>"))
+
+
+@pytest.mark.parametrize("line", ["tlsKeyStorePasswordPath=/etc/pw", "2026-11-24 INFO Ledger 12 is replicated"])
+def test_texts_without_secrets_stay(line: str) -> None:
+    assert without_secrets(line, "<hidden>") == line

@@ -1,0 +1,79 @@
+"""`bkctl diagnose`: what support asks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from bkctl import __version__
+from bkctl.columns import Column, Columns, Kind
+from bkctl.errors import AlreadyExists
+
+from .cluster import METRICS_WAIT_S, Look, find_all
+from .kit.command import Run, command, group
+from .kit.documents import object_of
+from .kit.options import duration_option, size_option
+
+if TYPE_CHECKING:
+    from bkctl.http.bookie_client import BookieApi
+    from bkctl.metadata.cluster import RegisteredBookie
+
+app = group()
+SIZE_DEFAULT: Final = "50MiB"
+
+BUNDLE_COLUMNS = Columns(
+    Column("FILE", "file", lambda row: str(row[0])),
+    Column("MEMBERS", "members", lambda row: row[1].members, Kind.NESTED, text=lambda names: f"{len(names):,}"),
+    Column("SIZE", "size", lambda row: row[1].size_bytes, Kind.SIZE),
+    Column("LEFT OUT", "leftOut", lambda row: row[1].left_out, Kind.NESTED),
+    key="file",
+)
+
+
+@command(app, "bundle", connects=True, prints=object_of(BUNDLE_COLUMNS), examples=("bkctl diagnose bundle b.tar.gz",))
+def bundle(
+    run: Run,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The new tar.gz.")],
+    pause_s: Annotated[float, duration_option("--pause", "The time between two readings of metrics.", default="10s")],
+    size_max: Annotated[int, size_option("--size-max", "The size of all members at most.", default=SIZE_DEFAULT)],
+) -> None:
+    """Collect what support asks for, without secrets.
+
+    Metadata of up to 20,000 ledgers, registrations, cookies, health, metrics twice, configurations, garbage collection,
+    versions; of a local cluster also the ends of logs. Passwords, keys and tokens are hidden, rather more than less:
+    look at the files before they leave. Only the owner may read the bundle.
+    """
+    import tarfile
+
+    from bkctl.disk import atomic_write
+    from bkctl.http.bookie_client import BookieApi
+    from bkctl.http.bundle import Bundle, add_cluster
+    from bkctl.http.server_url import bookie_url
+    from bkctl.metadata.admin.overview import cluster_info
+
+    wait_s = min(run.access.timeout_s, METRICS_WAIT_S)
+
+    def api_of(bookie: RegisteredBookie) -> BookieApi:
+        client = run.access.http_client(
+            bookie_url(bookie, run.access.bookie_host(bookie.bookie_id)), is_registered=True
+        )
+        client.timeout_s = wait_s
+        return BookieApi(client)
+
+    if file.exists():
+        raise AlreadyExists(f"{file} exists", hint="choose another file")
+    with (
+        run.access.cluster() as cluster,
+        run.job.working("Collecting"),
+        atomic_write(file) as raw,
+        tarfile.open(fileobj=raw, mode="w:gz") as archive,
+    ):
+        found = Bundle(archive, size_max)
+        found.json("cluster.json", {"bkctl": __version__, **cluster_info(cluster)._asdict()})
+        findings = find_all(run, cluster, Look(90.0, no_bookies=False, ledgers=False, stuck_after_s=600.0))
+        found.json("health.json", [each._asdict() for each in findings])
+        add_cluster(found, cluster, api_of, pause_s=pause_s, wait_s=wait_s)
+        found.json("left-out.json", found.left_out)
+    run.out.show((file, found), BUNDLE_COLUMNS)
