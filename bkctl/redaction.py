@@ -44,7 +44,7 @@ def without_user_info(text: str, shown: str) -> str:
     return _USER_INFO.sub(lambda match: f"{match[1]}{shown}@", text)
 
 
-#: What is a secret by its own form: private keys, tokens of HTTP, of JWT, and of well-known services.
+#: Secrets by their own form: private keys, tokens of HTTP, of JWT, and of well-known services.
 _FORMS: Final = re.compile(
     r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY-----.*?(?:-----END [A-Z0-9 ]*PRIVATE KEY-----|\Z)"
     r"|\b(?:bearer|basic|digest)\s+[\w+/=.~-]{6,}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -48,20 +49,10 @@ def bundle(
     import tarfile
 
     from bkctl.disk import atomic_write
-    from bkctl.http.bookie_client import BookieApi
     from bkctl.http.bundle import Bundle, add_cluster
-    from bkctl.http.server_url import bookie_url
     from bkctl.metadata.admin.overview import cluster_info
 
     wait_s = min(run.access.timeout_s, METRICS_WAIT_S)
-
-    def api_of(bookie: RegisteredBookie) -> BookieApi:
-        client = run.access.http_client(
-            bookie_url(bookie, run.access.bookie_host(bookie.bookie_id)), is_registered=True
-        )
-        client.timeout_s = wait_s
-        return BookieApi(client)
-
     if file.exists():
         raise AlreadyExists(f"{file} exists", hint="choose another file")
     with (
@@ -74,6 +65,15 @@ def bundle(
         found.json("cluster.json", {"bkctl": __version__, **cluster_info(cluster)._asdict()})
         findings = find_all(run, cluster, Look(90.0, no_bookies=False, ledgers=False, stuck_after_s=600.0))
         found.json("health.json", [each._asdict() for each in findings])
-        add_cluster(found, cluster, api_of, pause_s=pause_s, wait_s=wait_s)
+        add_cluster(found, cluster, partial(_api_of, run, wait_s), pause_s=pause_s, wait_s=wait_s)
         found.json("left-out.json", found.left_out)
     run.out.show((file, found), BUNDLE_COLUMNS)
+
+
+def _api_of(run: Run, wait_s: float, bookie: RegisteredBookie) -> BookieApi:
+    from bkctl.http.bookie_client import BookieApi
+    from bkctl.http.server_url import bookie_url
+
+    client = run.access.http_client(bookie_url(bookie, run.access.bookie_host(bookie.bookie_id)), is_registered=True)
+    client.timeout_s = wait_s
+    return BookieApi(client)
