@@ -16,6 +16,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Final, TypeVar
+from typing import Protocol as Interface
+from weakref import WeakSet
 
 from bkctl.client.placement import Placement, PlacementRules, PolicyKind, capped_weights, region_of
 from bkctl.config import ClientConfig
@@ -217,6 +219,12 @@ class BookieChannel:
             _refuse(requests, answered, error)
 
 
+class PoolUser(Interface):
+    """What must know that its pool was closed."""
+
+    def client_closed(self) -> None: ...
+
+
 class BookiePool:
     """The channels of one client, and the addresses of its bookies.
 
@@ -242,6 +250,8 @@ class BookiePool:
         self.timeout_s, self.connect_timeout_s = timeout_s, connect_timeout_s
         #: Set by `close`: the pool does not connect any more.
         self.closed = False
+        #: What `close` tells, while it lives.
+        self.users: WeakSet[PoolUser] = WeakSet()
         #: Entries that recoveries read ahead, of all ledgers together.
         self.recovery_bytes = WaitingBytes(RECOVERY_BYTES_MAX)
         self._overrides = dict(addresses)
@@ -333,7 +343,7 @@ class BookiePool:
         if (stable_s := self.config.network_topology_stabilize_period_seconds) > 0:
             now, up = time.monotonic(), {bookie.bookie_id for bookie in bookies}
             self._seen |= {bookie.bookie_id: (bookie, now) for bookie in bookies if bookie.state == "rw"}
-            left = [bookie for bookie, seen_s in self._seen.values() if seen_s > now - stable_s]
+            left = [bookie for bookie, seen_s in list(self._seen.values()) if seen_s > now - stable_s]
             left = [bookie for bookie in left if bookie.bookie_id not in up]
             self._left = frozenset(bookie.bookie_id for bookie in left)
             bookies = [*bookies, *left]
@@ -429,6 +439,8 @@ class BookiePool:
         channels = list(self._channels.values())
         self._channels.clear()
         await asyncio.gather(*(channel.close() for channel in channels))
+        for user in list(self.users):
+            user.client_closed()
 
 
 @functools.cache
