@@ -90,13 +90,15 @@ class BookieChannel:
     """
 
     __slots__ = ("_attempt", "_connection", "_error", "_failures", "_pool", "_retry_at", "_scoped", "_waiting",
-                 "bookie_id", "protocol", "suspect_until")  # fmt: skip
+                 "bookie_id", "losses", "protocol", "suspect_until")  # fmt: skip
 
     def __init__(self, pool: BookiePool, bookie_id: str, protocol: Protocol) -> None:
         self.bookie_id = bookie_id
         self.protocol = protocol
         #: `time.monotonic()` until which other bookies are preferred, because this one failed.
         self.suspect_until = 0.0
+        #: Connections that were found closed.
+        self.losses = 0
         self._pool = pool
         self._connection: BookieConnection | None = None
         self._scoped: bool | None = None
@@ -134,6 +136,7 @@ class BookieChannel:
         if self._attempt is None:
             if connection is not None and connection.closed:
                 self._connection = self._scoped = None
+                self.losses += 1
             if self._error is not None and time.monotonic() < self._retry_at:
                 _refuse(requests, answered, BookieUnavailable(self._error.message, hint=self._error.hint))
                 return

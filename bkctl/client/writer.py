@@ -83,6 +83,8 @@ class AddPipeline:
         #: The last add confirmed that readers learn: with `deferred_sync` only `forced` moves it.
         self.lac = last_add_confirmed
         self._deferred_sync = deferred_sync
+        #: With `deferred_sync`, the channels that took entries since a force, and their `losses` then.
+        self.sent_over: dict[BookieChannel, int] = {}
         #: Payload bytes up to the last add confirmed, and including pending entries.
         self.length_confirmed = self.length = length
         #: The error that ended the pipeline.
@@ -204,7 +206,10 @@ class AddPipeline:
                 if indexes is None or index in indexes:
                     runs[index].append(add.request)
         for index, run in runs.items():
-            self._channels[index].send_run(run, self._takers[index], self.access.scoped)
+            channel = self._channels[index]
+            channel.send_run(run, self._takers[index], self.access.scoped)
+            if self._deferred_sync:
+                self.sent_over.setdefault(channel, channel.losses)
         if self._failed_later and self._changing is None:
             # Replace a bookie that failed entries with a quorum without it, now that another entry comes.
             self._bookies_failed({})
