@@ -223,7 +223,7 @@ class BookieChannel:
 
 
 class PoolUser(Interface):
-    """What must know that its pool was closed."""
+    """An object that must know that its pool was closed."""
 
     def client_closed(self) -> None: ...
 
@@ -253,7 +253,7 @@ class BookiePool:
         self.timeout_s, self.connect_timeout_s = timeout_s, connect_timeout_s
         #: Set by `close`: the pool does not connect any more.
         self.closed = False
-        #: What `close` tells, while it lives.
+        #: Objects that `close` tells, while they live.
         self.users: WeakSet[PoolUser] = WeakSet()
         #: Entries that recoveries read ahead, of all ledgers together.
         self.recovery_bytes = WaitingBytes(RECOVERY_BYTES_MAX)
