@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import os
 import threading
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from functools import partial, wraps
@@ -41,6 +42,9 @@ class _LoopThread:
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._serve, name="bkctl.sync", daemon=True)
         self._started = threading.Event()
+        #: Guards the order of what is handed to the loop, and of its stop.
+        self.lock = threading.RLock()  # a finalizer may run in it; the loop never takes it
+        self._is_stopping = False
         self._thread.start()
         self._started.wait()
 
@@ -62,16 +66,18 @@ class _LoopThread:
     @property
     def is_stopped(self) -> bool:
         """True once `stop` was called."""
-        return self._stopped.is_set()
+        return self._is_stopping
 
     def run(self, work: Callable[[], Awaitable[T]]) -> T:
         """Return the result of `work` on the loop. An interrupt of this thread cancels `work`."""
-        self.check()
 
         async def call() -> T:
             return await work()
 
-        future = asyncio.run_coroutine_threadsafe(call(), self.loop)
+        self.check()  # before the lock, which a fork may have left held
+        with self.lock:
+            self.check()
+            future = asyncio.run_coroutine_threadsafe(call(), self.loop)
         try:
             return future.result()
         except CancelledError:
@@ -82,7 +88,9 @@ class _LoopThread:
 
     def stop(self) -> None:
         """Cancel what still runs, and end the thread."""
-        self.loop.call_soon_threadsafe(self._stopped.set)
+        with self.lock:  # what was handed over before is cancelled, and nothing is afterwards
+            self._is_stopping = True
+            self.loop.call_soon_threadsafe(self._stopped.set)
         self._thread.join()
 
 
@@ -147,14 +155,19 @@ class _Twin(Generic[T]):
             return start()
 
         items = self._thread.run(begin)  # raises at once for wrong arguments
+        turn = asyncio.Lock()  # an interrupted step ends before the iterator is closed
+
+        async def step(work: Callable[[], Awaitable[Any]]) -> Any:
+            async with turn:
+                return await work()
 
         def waiting() -> Iterator[Any]:
             try:
-                while (item := self._thread.run(lambda: anext(items, _END))) is not _END:
+                while (item := self._thread.run(lambda: step(lambda: anext(items, _END)))) is not _END:
                     yield item
             finally:
-                if not self._thread.is_stopped:
-                    self._thread.run(cast(Any, items).aclose)
+                with contextlib.suppress(IllegalOperation):  # stopped, which closed it
+                    self._thread.run(lambda: step(cast(Any, items).aclose))
 
         return waiting()
 
@@ -203,9 +216,9 @@ class WriteHandle(_Handle[write_handle.WriteHandle]):
 
     def __init__(self, thread: _LoopThread, client: write_handle.WriteHandle) -> None:
         super().__init__(thread, client)
-        self._lock = threading.Lock()
-        self._queue: list[tuple[Buffer, int | None, Future[int]]] = []
+        self._queue: deque[tuple[Buffer, int | None, Future[int]]] = deque()
         self._queued_bytes = 0
+        self._is_sending = False
 
     def add_async(self, payload: Buffer, *, entry_id: int | None = None) -> Future[int]:
         """Add an entry, and return the future of its id, which fails as `add` does. Waits while much is in flight.
@@ -215,29 +228,27 @@ class WriteHandle(_Handle[write_handle.WriteHandle]):
         self._thread.check()
         future: Future[int] = Future()
         future.set_running_or_notify_cancel()  # what was handed over is written
-        with self._lock:
-            self._queue.append((payload, entry_id, future))
-            self._queued_bytes += len(payload)
-            is_first = len(self._queue) == 1
+        data = payload if type(payload) is bytes else bytes(memoryview(payload))  # the caller may change it afterwards
+        with self._thread.lock:
+            self._thread.check()
+            self._queue.append((data, entry_id, future))
+            self._queued_bytes += len(data)
+            if not self._is_sending:
+                self._is_sending = True
+                self._thread.loop.call_soon_threadsafe(self._send)
             is_full = len(self._queue) >= _QUEUED_COUNT_MAX or self._queued_bytes >= _QUEUED_BYTES_MAX
-        if is_full:
-            self._thread.run(self._send_and_wait)
-        elif is_first:
-            self._thread.loop.call_soon_threadsafe(self._send)
+        if is_full or self._client._pipeline.must_wait():
+            with contextlib.suppress(BkctlError):  # the futures tell
+                self._thread.run(self._client.ready)
         return future
 
-    async def _send_and_wait(self) -> None:
-        self._send()
-        with contextlib.suppress(BkctlError):  # the futures tell
-            await self._client.ready()
-
     def _send(self) -> None:
-        with self._lock:
-            queue, self._queue, self._queued_bytes = self._queue, [], 0
-        for payload, entry_id, future in queue:
+        self._is_sending, self._queued_bytes = False, 0  # what is queued from now on schedules another one
+        for _ in range(len(self._queue)):
+            payload, entry_id, future = self._queue.popleft()
             try:
                 self._client.add(payload, entry_id=entry_id).add_done_callback(partial(_copy, future))
-            except BkctlError as error:
+            except Exception as error:  # noqa: BLE001 - given to the caller; the others are sent
                 future.set_exception(error)
 
 
@@ -256,6 +267,7 @@ class BookKeeper(_Twin[ledger.BookKeeper]):
     def __init__(self, *args: Any, **options: Any) -> None:
         client = ledger.BookKeeper(*args, **options)
         super().__init__(_LoopThread(), client)
+        self._closing = threading.Lock()
         try:
             self._thread.run(client.__aenter__)
         except BaseException:
@@ -272,11 +284,15 @@ class BookKeeper(_Twin[ledger.BookKeeper]):
 
     def close(self) -> None:
         """Close all connections and end the thread; calls that wait raise IllegalOperation. Harmless when repeated."""
-        if not self._thread.is_stopped:
-            try:
-                self._thread.run(self._client.close)
-            finally:
-                self._thread.stop()
+        if self._thread.is_stopped:
+            return
+        self._thread.check()
+        with self._closing:
+            if not self._thread.is_stopped:
+                try:
+                    self._thread.run(self._client.close)
+                finally:
+                    self._thread.stop()
 
     def __exit__(self, *_: object) -> None:
         self.close()

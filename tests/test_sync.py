@@ -9,7 +9,7 @@ import signal
 import threading
 import uuid
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from support.waiting import LIMIT_S
 
 from bkctl import LedgerId, LedgerState, WriteFlag, sync
 from bkctl.errors import (
+    BookieUnavailable,
     IllegalOperation,
     LedgerClosed,
     LedgerFenced,
@@ -180,6 +181,104 @@ def test_an_interrupt_leaves_the_client_usable(client: sync.BookKeeper, fakes: F
     fakes.release()
     assert writer.add(b"c") == 2
     writer.close()
+
+
+def test_an_interrupt_of_an_iterator_is_raised_as_it_is(client: sync.BookKeeper) -> None:
+    writer = client.create_ledger()
+    watch = client.watch_ledger_metadata(writer.ledger)
+    next(watch)
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        next(watch)
+    writer.close()
+
+
+@pytest.mark.parametrize("entry_id", [1 << 63, -1, "1"])
+def test_a_refused_add_leaves_the_adds_around_it_alone(client: sync.BookKeeper, entry_id: Any) -> None:
+    with client.create_ledger_adv() as writer:
+        adds = [writer.add_async(b"a"), writer.add_async(b"b", entry_id=entry_id), writer.add_async(b"c")]
+        assert (adds[0].result(LIMIT_S), adds[2].result(LIMIT_S)) == (0, 1)
+        with pytest.raises(TypeError if isinstance(entry_id, str) else UsageError):
+            adds[1].result(LIMIT_S)
+    assert writer.metadata.length == 2
+
+
+def test_a_buffer_may_be_changed_once_it_was_added(client: sync.BookKeeper) -> None:
+    buffer = bytearray(b"0000")
+    with client.create_ledger() as writer:
+        for number in range(600):
+            buffer[:] = b"%04d" % number
+            writer.add_async(memoryview(buffer))
+        with pytest.raises(TypeError):
+            writer.add_async([1, 2])  # type: ignore[arg-type]
+    assert [entry.payload for entry in writer.read()] == [b"%04d" % number for number in range(600)]
+
+
+def test_adds_that_come_one_by_one_wait_for_slow_bookies(
+    client: sync.BookKeeper, fakes: Fakes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bkctl.client.writer.THROTTLE_COUNT", 4)
+    writer = client.create_ledger()
+    fakes.hold_adds()
+
+    def add() -> list[Future[int]]:
+        found = []
+        for number in range(20):
+            found.append(writer.add_async(b"a"))
+            while writer.last_add_pushed < number and not found[-1].done():
+                pass
+        return found
+
+    with ThreadPoolExecutor(1) as threads:
+        adding = threads.submit(add)
+        while writer._client._pipeline._waiter is None and not adding.done():
+            pass
+        fakes.release()
+        assert [future.result(LIMIT_S) for future in adding.result(LIMIT_S)] == list(range(20))
+    writer.close()
+
+
+def test_an_add_behind_a_gap_ends_with_the_client(fakes: Fakes) -> None:
+    with sync.BookKeeper(fakes.uri) as client:
+        writer = client.create_ledger_adv()
+        waiting = writer.add_async(b"a", entry_id=5)
+        writer.force()  # the bookies have answered
+    with pytest.raises(BookieUnavailable):
+        waiting.result(LIMIT_S)
+
+
+def test_a_client_is_closed_by_many_threads_but_not_by_a_callback(fakes: Fakes) -> None:
+    client = sync.BookKeeper(fakes.uri)
+    writer = client.create_ledger()
+    fakes.hold_adds()
+    refused: Future[None] = Future()
+
+    def close(_: Any) -> None:
+        try:
+            client.close()
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            refused.set_exception(error)
+
+    writer.add_async(b"a").add_done_callback(close)
+    fakes.release()
+    with pytest.raises(IllegalOperation, match="callback"):
+        refused.result(LIMIT_S)
+    assert writer.add(b"b") == 1
+    with ThreadPoolExecutor(8) as threads:
+        for closing in [threads.submit(client.close) for _ in range(8)]:
+            closing.result(LIMIT_S)
+
+
+def test_all_that_wait_for_a_ledger_learn_that_it_is_deleted(client: sync.BookKeeper) -> None:
+    writer = client.create_ledger()
+    with client.open_ledger(writer.ledger) as reader, ThreadPoolExecutor(2) as threads:
+        waiting = [threads.submit(lambda: list(reader.tail())) for _ in range(2)]
+        client.delete_ledger(writer.ledger)
+        for each in waiting:
+            with pytest.raises(LedgerNotFound):
+                each.result(LIMIT_S)
+        with pytest.raises(LedgerNotFound):
+            reader.wait_for_lac(0, 0)
 
 
 def test_a_closed_client_refuses_and_lets_waiting_threads_go(fakes: Fakes) -> None:

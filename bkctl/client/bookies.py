@@ -16,6 +16,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Final, TypeVar
+from typing import Protocol as Interface
+from weakref import WeakSet
 
 from bkctl.client.placement import Placement, PlacementRules, PolicyKind, capped_weights, region_of
 from bkctl.config import ClientConfig
@@ -88,13 +90,15 @@ class BookieChannel:
     """
 
     __slots__ = ("_attempt", "_connection", "_error", "_failures", "_pool", "_retry_at", "_scoped", "_waiting",
-                 "bookie_id", "protocol", "suspect_until")  # fmt: skip
+                 "bookie_id", "losses", "protocol", "suspect_until")  # fmt: skip
 
     def __init__(self, pool: BookiePool, bookie_id: str, protocol: Protocol) -> None:
         self.bookie_id = bookie_id
         self.protocol = protocol
         #: `time.monotonic()` until which other bookies are preferred, because this one failed.
         self.suspect_until = 0.0
+        #: Connections that were found closed.
+        self.losses = 0
         self._pool = pool
         self._connection: BookieConnection | None = None
         self._scoped: bool | None = None
@@ -132,6 +136,7 @@ class BookieChannel:
         if self._attempt is None:
             if connection is not None and connection.closed:
                 self._connection = self._scoped = None
+                self.losses += 1
             if self._error is not None and time.monotonic() < self._retry_at:
                 _refuse(requests, answered, BookieUnavailable(self._error.message, hint=self._error.hint))
                 return
@@ -217,6 +222,12 @@ class BookieChannel:
             _refuse(requests, answered, error)
 
 
+class PoolUser(Interface):
+    """An object that must know that its pool was closed."""
+
+    def client_closed(self) -> None: ...
+
+
 class BookiePool:
     """The channels of one client, and the addresses of its bookies.
 
@@ -242,6 +253,8 @@ class BookiePool:
         self.timeout_s, self.connect_timeout_s = timeout_s, connect_timeout_s
         #: Set by `close`: the pool does not connect any more.
         self.closed = False
+        #: Objects that `close` tells, while they live.
+        self.users: WeakSet[PoolUser] = WeakSet()
         #: Entries that recoveries read ahead, of all ledgers together.
         self.recovery_bytes = WaitingBytes(RECOVERY_BYTES_MAX)
         self._overrides = dict(addresses)
@@ -333,7 +346,7 @@ class BookiePool:
         if (stable_s := self.config.network_topology_stabilize_period_seconds) > 0:
             now, up = time.monotonic(), {bookie.bookie_id for bookie in bookies}
             self._seen |= {bookie.bookie_id: (bookie, now) for bookie in bookies if bookie.state == "rw"}
-            left = [bookie for bookie, seen_s in self._seen.values() if seen_s > now - stable_s]
+            left = [bookie for bookie, seen_s in list(self._seen.values()) if seen_s > now - stable_s]
             left = [bookie for bookie in left if bookie.bookie_id not in up]
             self._left = frozenset(bookie.bookie_id for bookie in left)
             bookies = [*bookies, *left]
@@ -429,6 +442,8 @@ class BookiePool:
         channels = list(self._channels.values())
         self._channels.clear()
         await asyncio.gather(*(channel.close() for channel in channels))
+        for user in list(self.users):
+            user.client_closed()
 
 
 @functools.cache

@@ -318,13 +318,18 @@ class Placement(NamedTuple):
         """
         if self.weights is None:
             return list(usable)
-        free = [self.weights.get(bookie_id, 0) for bookie_id in usable]
-        least = min((each for each in free if each > 0), default=1)
-        weights = [each if each > 0 else least for each in free]
+        weights = self.weights_of(usable)
+        least = min(weights.values(), default=1)
         return [bookie_id for _, _, bookie_id in sorted(
             (bookie_id in avoid, -(rng.random() ** (least / weight)), bookie_id)
-            for bookie_id, weight in zip(usable, weights, strict=True)
+            for bookie_id, weight in weights.items()
         )]  # fmt: skip
+
+    def weights_of(self, bookies: Iterable[str]) -> dict[str, int]:
+        """Return the weight of each bookie, the least of them where it is unknown or 0."""
+        free = {bookie_id: (self.weights or {}).get(bookie_id, 0) for bookie_id in bookies}
+        least = min((each for each in free.values() if each > 0), default=1)
+        return {bookie_id: each if each > 0 else least for bookie_id, each in free.items()}
 
 
 def capped_weights(free_bytes: Mapping[str, int], multiple_max: int) -> dict[str, int]:
@@ -542,15 +547,15 @@ class _Shelf:
         self.by_rack: dict[str, list[str]] = {}
         self._avoided: Counter[str] = Counter()
         self._weights: Counter[str] = Counter()
-        rules, weights = placement.rules, placement.weights or {}
-        for bookie_id in usable:
+        rules = placement.rules
+        for bookie_id, weight in placement.weights_of(usable).items():
             rack = placement.rack(bookie_id)
             if rules.uses_default or rack != rules.default_location:
                 self.by_rack.setdefault(rack, []).append(bookie_id)
                 self._avoided[rack] += bookie_id in avoid
-                self._weights[rack] += weights.get(bookie_id, 0)
+                self._weights[rack] += weight
         self.count = sum(map(len, self.by_rack.values()))
-        self._mean = (sum(self._weights.values()) / self.count if self.count else 0) or 1
+        self._mean = sum(self._weights.values()) / max(self.count, 1)
 
     def is_avoided(self, rack: str, stock_count: int) -> bool:
         """Return True if the next bookie of the rack, when it has `stock_count` left, should be avoided."""
@@ -558,7 +563,7 @@ class _Shelf:
 
     def draw(self, rack: str, stock_count: int, rng: random.Random) -> float:
         """Return a random rank: each bookie is as likely as another one of its weight, so fuller racks come first."""
-        weight = self._weights[rack] / len(self.by_rack[rack]) / self._mean or 1
+        weight = self._weights[rack] / len(self.by_rack[rack]) / self._mean
         return -float(rng.random() ** (1 / (stock_count * weight)))
 
     def stock(self) -> dict[str, int]:

@@ -242,10 +242,11 @@ class ReadHandle(Handle):
         await self._watch()
         while True:
             self._changed.clear()
-            reported, self._reported = self._reported, None
-            if isinstance(reported, BkctlError):
+            reported = self._reported
+            if isinstance(reported, BkctlError):  # it stays, for all that wait
                 raise restated(reported)
             if reported is not None:
+                self._reported = None
                 self._access.versioned = reported
                 if self.is_closed:
                     self._last_add_confirmed, self._length = self.metadata.last_entry_id, self.metadata.length

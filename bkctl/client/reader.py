@@ -623,7 +623,7 @@ async def long_poll(access: LedgerAccess, previous: int, timeout_s: float, chang
     wake = asyncio.create_task(changed.wait())
     waited = False
     try:
-        while pending and not changed.is_set():
+        while pending and not wake.done():  # another waiter may have cleared `changed`
             overdue_s = max(deadline + LONG_POLL_GRACE_S - time.monotonic(), 0)
             waiting: set[asyncio.Future[Any]] = {*pending, wake}
             done, _ = await asyncio.wait(waiting, timeout=overdue_s, return_when=asyncio.FIRST_COMPLETED)
@@ -642,7 +642,7 @@ async def long_poll(access: LedgerAccess, previous: int, timeout_s: float, chang
                         with contextlib.suppress(BkctlError):
                             access.piggybacked = access.open_entry(response.body, previous + 1)
                     return response.max_lac
-        if not changed.is_set() and (not waited or time.monotonic() < deadline):
+        if not wake.done() and (not waited or time.monotonic() < deadline):
             pause_s = min(LONG_POLL_PAUSE_S, max(deadline - time.monotonic(), 0))
             await asyncio.wait({wake}, timeout=pause_s)
     finally:

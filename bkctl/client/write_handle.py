@@ -20,6 +20,7 @@ from bkctl.client.reader import (
 from bkctl.client.writer import AddPipeline
 from bkctl.errors import (
     BkctlError,
+    BookieUnavailable,
     IllegalOperation,
     LedgerClosed,
     LedgerFenced,
@@ -138,14 +139,23 @@ class WriteHandle(Handle):
     async def force(self) -> None:
         """Wait until all bookies of the ensemble have synced their entries of this ledger. v3 only.
 
-        Raises IllegalOperation in v2, and the error of a bookie that fails. Source: ForceLedgerOp.
+        Raises IllegalOperation in v2, the error of a bookie that fails, and BookieUnavailable if a bookie may have
+        restarted, without entries that it acknowledged. Source: ForceLedgerOp.
         """
         access, pipeline = self._access, self._pipeline
         if access.pool.protocol is Protocol.V2:
             raise IllegalOperation("Protocol v2 has no force", hint="use v3")
-        last, length = pipeline.last_add_confirmed, pipeline.length_confirmed
+        last, length, pushed = pipeline.last_add_confirmed, pipeline.length_confirmed, pipeline.last_add_pushed
         size = access.schedule.ensemble_size
         await self._ask(ForceLedgerRequest(self.ledger), range(size), size, "Force")
+        lost = [channel.bookie_id for channel, losses in pipeline.sent_over.items() if channel.losses != losses]
+        if lost:
+            raise BookieUnavailable(
+                f"Force of ledger {self.ledger} failed: the connection to {', '.join(lost)} was lost since it "
+                "acknowledged entries, so a restart may have lost these", hint="write on in a new ledger",
+            )  # fmt: skip
+        if pushed == pipeline.last_add_pushed:
+            pipeline.sent_over.clear()
         if last > pipeline.lac:
             pipeline.lac, self._forced_length = last, length
 

@@ -31,6 +31,7 @@ from bkctl.errors import (
 )
 from bkctl.formats.layout import Buffer
 from bkctl.formats.metadata import LedgerMetadata, LedgerState
+from bkctl.ids import I64_MAX
 from bkctl.protocol.messages import FRAME_SIZE_BYTES_MAX, AddRequest, AddResponse, Request, Response, Status
 from bkctl.protocol.pending_packets import Answered
 from bkctl.tasks import fail
@@ -82,6 +83,8 @@ class AddPipeline:
         #: The last add confirmed that readers learn: with `deferred_sync` only `forced` moves it.
         self.lac = last_add_confirmed
         self._deferred_sync = deferred_sync
+        #: With `deferred_sync`, the channels that took entries since a force, and their `losses` then.
+        self.sent_over: dict[BookieChannel, int] = {}
         #: Payload bytes up to the last add confirmed, and including pending entries.
         self.length_confirmed = self.length = length
         #: The error that ended the pipeline.
@@ -103,6 +106,7 @@ class AddPipeline:
         self._wake_below = 0
         self._loop = asyncio.get_running_loop()
         self._completion_due = False
+        access.pool.users.add(self)
         self._channels: list[BookieChannel] = []
         #: Take the answers of each channel.
         self._takers: list[Answered] = []
@@ -143,6 +147,8 @@ class AddPipeline:
             )
         if entry_id is None:
             entry_id = self._next_id
+        elif not 0 <= entry_id <= I64_MAX:
+            raise UsageError(f"Entry id {entry_id} is not in the range 0 to 2^63 − 1")
         elif entry_id <= self.last_add_confirmed or entry_id in self._pending:
             raise DuplicateEntryId(f"Entry {entry_id} of ledger {self.access.ledger} was added before")
         future: asyncio.Future[int] = self._loop.create_future()
@@ -174,7 +180,7 @@ class AddPipeline:
         self, entry_id: int, payload: Buffer, length: int | None = None, future: asyncio.Future[int] | None = None
     ) -> _PendingAdd:
         """Make an entry pending, and return it to be sent."""
-        data = payload if type(payload) is bytes else bytes(payload)
+        data = payload if type(payload) is bytes else bytes(memoryview(payload))
         size = len(data)
         if size > self._payload_size_max:
             raise UsageError(f"An entry of {size} bytes does not fit, at most {self._payload_size_max} do")
@@ -200,7 +206,10 @@ class AddPipeline:
                 if indexes is None or index in indexes:
                     runs[index].append(add.request)
         for index, run in runs.items():
-            self._channels[index].send_run(run, self._takers[index], self.access.scoped)
+            channel = self._channels[index]
+            channel.send_run(run, self._takers[index], self.access.scoped)
+            if self._deferred_sync:
+                self.sent_over.setdefault(channel, channel.losses)
         if self._failed_later and self._changing is None:
             # Replace a bookie that failed entries with a quorum without it, now that another entry comes.
             self._bookies_failed({})
@@ -258,7 +267,7 @@ class AddPipeline:
                 self._failed_since_progress.clear()
         if not self._deferred_sync:
             self.lac = self.last_add_confirmed
-        if self._waiter is not None and not self._must_wait(self._wake_below):
+        if self._waiter is not None and not self.must_wait(self._wake_below):
             self._wake()
 
     def _spans_domains(self, add: _PendingAdd) -> bool:
@@ -279,11 +288,13 @@ class AddPipeline:
 
     # Back-pressure.
 
-    def _must_wait(self, count: int) -> bool:
+    def must_wait(self, count: int | None = None) -> bool:
         """Return True if more than `count` adds, or too many bytes, are in flight and bookies can complete some.
 
-        Entries after an entry id that the caller left out wait for the caller, not for bookies.
+        With `count` None, `ready` would wait. Entries after an entry id that the caller left out wait for the caller,
+        not for bookies. Any thread may ask.
         """
+        count = THROTTLE_COUNT - 1 if count is None else count
         if self.error is not None or self.last_add_confirmed + 1 not in self._pending:
             return False
         return len(self._pending) > count or self._pending_bytes >= PENDING_BYTES_MAX
@@ -296,7 +307,7 @@ class AddPipeline:
 
     async def ready(self) -> None:
         """Wait until another add may be sent. Raises the error that ended the pipeline."""
-        while self._must_wait(THROTTLE_COUNT - 1):
+        while self.must_wait():
             await self._wait_below(THROTTLE_COUNT // 2)
         self._check()
 
@@ -312,7 +323,7 @@ class AddPipeline:
         self._check()
 
     async def _wait_below(self, count: int) -> None:
-        while self._must_wait(count):
+        while self.must_wait(count):
             self._wake_below = count if self._waiter is None else min(count, self._wake_below)
             if self._waiter is None:
                 self._waiter = self._loop.create_future()
@@ -414,6 +425,11 @@ class AddPipeline:
         self._wake()
         if self._on_end is not None:
             self._on_end(error)
+
+    def client_closed(self) -> None:
+        """End the pipeline if adds are pending; those behind a gap wait for no bookie."""
+        if self._pending:
+            self._end(BookieUnavailable(f"The client was closed while ledger {self.access.ledger} was written"))
 
     async def close(self, error: BkctlError) -> None:
         """End the pipeline with `error`, unless it ended before, and wait for an ensemble change in progress."""

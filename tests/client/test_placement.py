@@ -514,6 +514,16 @@ def test_weights_are_capped_only_with_a_multiple_and_unknown_ones_are_the_least(
     assert 140 < counts["a"] < 260
 
 
+def test_a_rack_of_bookies_without_free_space_is_chosen_as_rarely_as_the_fullest() -> None:
+    racks = {"a": "/r1", "b": "/r2", "c": "/r3"}
+    placement = Placement(racks, weights={"a": 1000, "b": 10, "c": 0})
+    rng = random.Random(1)
+    counts = Counter(
+        choose_ensemble(bookies("abc"), 1, 1, placement, scoped=False, rng=rng)[0] for _ in range(400)
+    )  # fmt: skip
+    assert counts["b"] + counts["c"] < 40
+
+
 @pytest.mark.parametrize(
     ("size", "secondary", "inside"),
     [(2, "", "ab"), (3, "s", "abc"), (4, "s", "abcx"), (2, "s", "ab"), (3, "", "abx")],

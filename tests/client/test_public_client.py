@@ -292,6 +292,58 @@ async def test_deferred_sync_does_not_move_to_another_bookie(fake_cluster):
         assert cluster.metadata(writer.ledger).last_entry_id == 0
 
 
+async def test_deferred_sync_does_not_confirm_what_a_restart_may_have_lost(fake_cluster):
+    async with fake_cluster(3) as cluster, cluster.client() as client:
+        writer = await client.create_ledger(ensemble_size=2, write_flags=WriteFlag.DEFERRED_SYNC)
+        bookie = cluster.bookie(writer.metadata.last_fragment.bookies[1])
+
+        async def restart():
+            await bookie.stop()
+            await bookie.start()
+            await turns()
+
+        await writer.add(b"forced")
+        await writer.force()
+        await restart()
+        await writer.add(b"forced")
+        await writer.force()
+        assert writer.last_add_confirmed == 1
+        await writer.add(b"lost")
+        await restart()
+        for _ in range(2):
+            with pytest.raises(BookieUnavailable, match="restart"):
+                await writer.force()
+        with pytest.raises(BookieUnavailable, match="restart"):
+            await writer.close()
+        assert cluster.metadata(writer.ledger).last_entry_id == 1
+
+
+async def test_all_waiters_of_a_handle_go_on_with_changed_metadata(fake_cluster):
+    async with fake_cluster(2) as cluster, cluster.client() as client:
+        writer = await client.create_ledger(ensemble_size=2)
+        await writer.add(b"a")
+        reader = await client.open_ledger(writer.ledger)
+
+        async def all_ask():
+            async with asyncio.timeout(LIMIT_S):
+                while any(sum(r.previous_lac is not None for r in b.received if type(r) is ReadRequest) < 2
+                          for b in cluster.bookies):  # fmt: skip
+                    await turns()
+            await turns()
+            for bookie in cluster.bookies:
+                bookie.received.clear()
+
+        waiting = [asyncio.create_task(reader.wait_for_lac(0, LIMIT_S)) for _ in range(2)]
+        await all_ask()
+        found = cluster.cluster.ledgers.read(writer.ledger)
+        changed = found.metadata._replace(custom_metadata={"a": b"b"})
+        cluster.cluster.ledgers.write(writer.ledger, changed, found.version)
+        await all_ask()
+        await writer.close()
+        assert await asyncio.gather(*waiting) == [0, 0]
+        await reader.close()
+
+
 async def test_deferred_sync_needs_protocol_v3(fake_cluster):
     async with fake_cluster(3) as cluster, cluster.client(protocol=Protocol.V2) as client:
         with pytest.raises(IllegalOperation, match="DEFERRED_SYNC"):
