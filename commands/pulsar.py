@@ -336,7 +336,7 @@ def list_orphans(
     any.
     """
     with run.access.cluster() as cluster:
-        found, problems = _found_twice(run, cluster, root, pause)
+        found, problems = _found_twice(run, cluster, root, pause, delete=delete)
         old = [each for each in found if each.age_s is not None and each.age_s >= age_min]
         run.out.error(*problems)
         run.out.render(old, ORPHAN_COLUMNS, findings=True)
@@ -356,7 +356,9 @@ def list_orphans(
     run.out.finish_with(problem_count, "ledger is left, or cannot be judged", "ledgers are left, or cannot be judged")
 
 
-def _found_twice(run: Run, cluster: Cluster, root: str | None, pause_s: float) -> tuple[list[PulsarFinding], list[str]]:
+def _found_twice(
+    run: Run, cluster: Cluster, root: str | None, pause_s: float, *, delete: bool
+) -> tuple[list[PulsarFinding], list[str]]:
     """Return the orphans of two passes, the second confirmed one by one, and the problems of the last pass."""
     from bkctl.client.pulsar import find_orphans
 
@@ -368,6 +370,8 @@ def _found_twice(run: Run, cluster: Cluster, root: str | None, pause_s: float) -
     time.sleep(pause_s)
     with _inventory(run, cluster, root) as inventory:
         both = [each for each in find_orphans(inventory) if each.ledger_id in first]
+        if delete:
+            inventory.require_own_topics()
         return [each for each in both if inventory.confirm_orphan(each)], list(
             dict.fromkeys(map(str, inventory.errors))
         )

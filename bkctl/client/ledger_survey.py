@@ -144,7 +144,7 @@ def published_survey(store: MetadataStore, *, scoped: bool) -> LedgerSurvey | No
         for code, scope_id, count, examples in document["tallies"]:
             ledgers = tuple(map(LedgerId.parse, examples))
             survey.tallies[_CODES[code], int(scope_id)] = Tally(int(count), (ledgers[0], *ledgers[1:]))
-    except (ValueError, TypeError, KeyError, IndexError, RecursionError, BkctlError):
+    except (ValueError, OverflowError, TypeError, KeyError, IndexError, RecursionError, BkctlError):
         return None
     return survey
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from bkctl.errors import BkctlError, EntryNotFound, LedgerNotFound, NotFound, UsageError
+from bkctl.errors import BkctlError, Conflict, EntryNotFound, LedgerNotFound, NotFound, UsageError
 from bkctl.formats.managed_ledger import parse_message
 from bkctl.ids import LedgerId
 from bkctl.metadata.admin.overview import list_ledgers
@@ -23,6 +23,7 @@ from bkctl.metadata.cluster import Cluster
 from bkctl.metadata.pulsar_nodes import (
     COMPACTED_PROPERTY,
     COMPACTION_CURSOR,
+    MANAGED_LEDGERS,
     CursorNode,
     PulsarNodes,
     TopicNode,
@@ -412,6 +413,17 @@ class Inventory:
                 size_bytes, ctime_ms, part, kind,
             )  # fmt: skip
 
+    def require_own_topics(self) -> None:
+        """Raise Conflict, after a pass, if ledgers that nothing names here may be another Pulsar's."""
+        place, hint = self.nodes.path(MANAGED_LEDGERS), "name the path of Pulsar's metadata with --pulsar-root"
+        query = "SELECT 1 FROM ledger WHERE named AND kind IS NOT NULL LIMIT 1"
+        if self._database.execute(query).fetchone() is None:
+            raise Conflict(f"The topics at {place} name none of the cluster's ledgers: nothing is deleted", hint=hint)
+        if strangers := self.nodes.strangers():
+            hint = f"delete single ledgers with 'bkctl ledger delete'; if this is the wrong path: {hint}"
+            problem = f"Topics are also at {', '.join(strangers)}, and may own what {place} does not name"
+            raise Conflict(f"{problem}: nothing is deleted", hint=hint)
+
     def is_named(self, ledger_id: int, owner: Owner) -> bool:
         """Return whether what the ledger names as its owner names it now. Raises the error of unreadable nodes."""
         assert owner.name is not None
@@ -451,7 +463,8 @@ class Inventory:
             owner = owner_of(
                 (found := self.cluster.ledgers.read(LedgerId(0, finding.ledger_id))).metadata.custom_metadata
             )
-            if owner is None or owner.name is None or self.is_named(finding.ledger_id, owner):
+            # A damaged name leads to no node.
+            if owner is None or owner.name is None or "\ufffd" in owner.name or self.is_named(finding.ledger_id, owner):
                 return None
             again = self.cluster.ledgers.read(LedgerId(0, finding.ledger_id))
         except (LedgerNotFound, NotFound):

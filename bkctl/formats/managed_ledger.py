@@ -38,7 +38,7 @@ def parse_message(kind: type[M], data: bytes, where: str) -> M:
             text_format.Parse(data, message, allow_unknown_field=True)
         else:
             message.ParseFromString(_decompressed(data, where) if data.startswith(_MAGIC) else data)
-    except (DecodeError, text_format.ParseError, UnicodeDecodeError) as error:
+    except (DecodeError, text_format.ParseError, UnicodeDecodeError, RecursionError) as error:
         raise Corrupt(f"{where} is not a {kind.__name__}: {error}") from error
     if not message.IsInitialized():
         raise Corrupt(f"{where} is not a {kind.__name__}: required fields are missing")

@@ -218,8 +218,11 @@ class Api:
         body = refused or await _read_body(request)
         if isinstance(body, Response):
             return body
-        async with asyncio.timeout(ANSWER_TIMEOUT_S):
-            return await console.answer(request, body)
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                return await console.answer(request, body)
+        except TimeoutError as error:
+            raise TimedOut(f"The page took longer than {ANSWER_TIMEOUT_S:g} s") from error
 
     async def _handled(self, endpoint: ApiEndpoint, request: Request, body: bytes, sees_secrets: bool) -> Response:
         values = endpoint.parse_query(request.query_params.multi_items())

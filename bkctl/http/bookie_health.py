@@ -25,6 +25,7 @@ from bkctl.http.server_url import bookie_url
 from bkctl.ids import LedgerId
 from bkctl.metadata.admin.health import health_finding
 from bkctl.metadata.admin.health_codes import HealthCode
+from bkctl.metadata.store import attempt
 
 if TYPE_CHECKING:
     from bkctl.http.client import ApiClient
@@ -70,7 +71,9 @@ def read_vitals(api: BookieApi) -> BookieVitals:
     unreadable: list[str] = []
     skew_s = None
     for each in samples:
-        if each.name in _GAUGES and math.isfinite(each.value):
+        if not math.isfinite(each.value):
+            continue
+        if each.name in _GAUGES:
             value = math.floor(each.value) if each.name == CERTIFICATE_EXPIRY else math.ceil(each.value)
             gauges[each.name] = min(value, gauges.get(each.name, value))
         elif each.name == UNREADABLE_LEDGER:
@@ -89,7 +92,8 @@ def read_vitals(api: BookieApi) -> BookieVitals:
 
     def p99_ms(name: str) -> float | None:
         count = found.total(f"{name}_count")
-        return None if count is not None and count < SLOW_COUNT_MIN else found.percentiles(name).p99_ms
+        p99_ms = None if count is not None and count < SLOW_COUNT_MIN else found.percentiles(name).p99_ms
+        return p99_ms if p99_ms is not None and math.isfinite(p99_ms) else None
 
     return BookieVitals(
         gauges, p99_ms("bookkeeper_server_ADD_ENTRY_REQUEST"), p99_ms("bookie_journal_JOURNAL_SYNC"), skew_s, suspended,
@@ -126,12 +130,13 @@ def without_moved(cluster: Cluster, vitals: Mapping[str, BookieVitals]) -> dict[
     kept = {}
     for bookie_id, each in vitals.items():
         left = []
-        for ledger, found in cluster.ledgers.read_many(map(LedgerId.parse, each.unreadable)):
+        named = [ledger for text in each.unreadable if isinstance(ledger := attempt(LedgerId.parse, text), LedgerId)]
+        for ledger, found in cluster.ledgers.read_many(named):
             if isinstance(found, BkctlError) or any(
                 bookie_id in fragment.bookies for fragment in found.metadata.ensembles
             ):
                 left.append(str(ledger))
-        count = each.gauges.get(UNREADABLE_LEDGERS, 0) - len(each.unreadable) + len(left)
+        count = each.gauges.get(UNREADABLE_LEDGERS, 0) - len(named) + len(left)
         kept[bookie_id] = each._replace(gauges={**each.gauges, UNREADABLE_LEDGERS: count}, unreadable=tuple(left))
     return kept
 

@@ -20,7 +20,7 @@ from bkctl.client.disk_space import member_space
 from bkctl.client.ensemble import usable_bookies
 from bkctl.client.ledger_survey import replica_counts, why_not_replicated
 from bkctl.client.placement import DEFAULT_RACK, Placement, choose_ensemble
-from bkctl.errors import BkctlError, NotEnoughBookies, NotFound
+from bkctl.errors import BkctlError, NotEnoughBookies, NotFound, Unreachable
 from bkctl.formats.metadata import LedgerState
 from bkctl.http.bookie_client import BookieApi
 from bkctl.http.bookie_health import BookieVitals, full_bookies, vitals_findings, without_moved
@@ -116,10 +116,13 @@ class Inquiry:
             why.fact(f"Bookie {bookie_id} is {self._state(bookie_id)}", "metadata: registrations and cookies")
         check = await LedgerChecker(self.bookkeeper).check(ledger, found)
         lacking = set(lost)
+        silent: dict[str, None] = {}
         for fragment in check.fragments:
             for fault in fragment.faults:
                 bookie_id = fault.bookie_id
                 lacking.add(bookie_id)
+                if isinstance(fault.error, Unreachable) and bookie_id not in lost:
+                    silent[bookie_id] = None
                 if bookie_id not in lost:
                     why.fact(
                         f"Bookie {bookie_id} lacks entries from {fragment.first_entry_id} on: "
@@ -144,10 +147,10 @@ class Inquiry:
                 self.cluster, mark, self.bookies.values(), is_enabled=state.settings.is_enabled()
             ):
                 why.fact(f"It is not replicated: {reason}", "metadata")
-        for bookie_id in lost:
+        for bookie_id in (*lost, *silent):
             why.way(f"bkctl why bookie {bookie_id}", "says how it comes back: its replicas are whole then, at no cost")
-        if lacking - set(lost) and not mark:
-            for bookie_id in sorted(lacking - set(lost)):
+        if not mark:
+            for bookie_id in sorted(lacking.difference(lost, silent)):
                 why.way(f"bkctl autorecovery mark {ledger} --missing {bookie_id}", "workers copy what it lacks")
         if (lacking or mark) and not state.settings.is_enabled():
             why.way(
@@ -162,8 +165,9 @@ class Inquiry:
             elif lacking:
                 why.way(f"bkctl ledger recover {ledger} --yes", effect)
         if none:
-            why.way(f"bkctl ledger delete {ledger}", "loses the whole ledger: only if its entries are not needed")
-            why.verdict = f"No bookie that is up has the entries from {none[0]} on"
+            if not silent:
+                why.way(f"bkctl ledger delete {ledger}", "loses the whole ledger: only if its entries are not needed")
+            why.verdict = f"No bookie that {'answers' if silent else 'is up'} has the entries from {none[0]} on"
         elif lacking:
             fewest = min(count for _, count in left)
             why.verdict = f"It can be read, and lacks replicas: {fewest} of {metadata.write_quorum_size} are left"
@@ -208,7 +212,7 @@ class Inquiry:
             start = Way("bkctl local up", "starts it: nothing is lost, and its replicas are back")
             if local is None:
                 start = Way(f"bkctl bookie start --conf {conf}", "on its host: nothing is lost, its replicas are back")
-            why.ways += [leave, start] if refusal else [start, leave]
+            why.ways += [leave, start] if refusal and not only else [start, leave]
             return why
         [space] = await member_space(self.bookkeeper, [bookie])
         self._answer(why, bookie, space, local)

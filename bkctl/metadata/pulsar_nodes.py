@@ -31,6 +31,8 @@ _BUCKET_PREFIX: Final = "#pulsar.internal.delayed.bucket"
 _DOMAINS: Final = ("persistent", "non-persistent")
 #: Topics whose nodes are read together.
 _BATCH_COUNT: Final = 256
+#: Paths in which other Pulsars' topics are looked for.
+_PLACES_MAX: Final = 1000
 
 
 class CursorNode(NamedTuple):
@@ -104,6 +106,26 @@ class PulsarNodes:
         names = self.store.children(self.path("/loadbalance/brokers")) or []
         found = list(self.store.get_many(self.path("/loadbalance/brokers", name) for name in names))
         return min((each.ctime_ms or 0 for each in found if each is not None), default=None)
+
+    def strangers(self) -> list[str]:
+        """Return other paths with topics whose ledgers may be this cluster's, as far as the store shows them.
+
+        Those beside ledgers of their own are left out.
+        """
+        home = getattr(self.store, "root", "").rpartition("/")[0]
+        places = {"", home}
+        for top in ("", home):
+            names = attempt(self.store.children, AbsolutePath(top or "/"), limit=_PLACES_MAX)
+            places |= {f"{top}/{name}" for name in names or ()} if not isinstance(names, BkctlError) else set()
+
+        def has(path: str) -> bool:
+            return bool(attempt(self.store.children, AbsolutePath(path), limit=1))
+
+        return sorted(
+            place or "/"
+            for place in places - {self.root}
+            if has(f"{place}{MANAGED_LEDGERS}") and (place == home or not has(f"{place}/ledgers"))
+        )
 
     def names(self, below: str = "") -> Iterator[str]:
         """Yield the names of managed ledgers in order; `below` a tenant or a namespace."""

@@ -55,7 +55,8 @@ class TopicFilter(NamedTuple):
 
         _, tenant, namespace, more, name = match.groups()
         place = "/".join(filter(None, (tenant, namespace, more)))
-        return TopicFilter(f"persistent://{place}/{name}", f"{place}/persistent/{quote_plus(name)}", subscription)
+        encoded = quote_plus(name, safe="*").replace("~", "%7E")  # As Java's URLEncoder.
+        return TopicFilter(f"persistent://{place}/{name}", f"{place}/persistent/{encoded}", subscription)
 
     def matches(self, custom_metadata: Mapping[str, bytes]) -> bool:
         """Return True for a ledger of the topic: its messages, its cursors' positions, its compacted messages."""
@@ -138,7 +139,7 @@ def owner_of(custom_metadata: Mapping[str, bytes]) -> Owner | None:
 
 
 def _managed_ledger(topic: str | None) -> str | None:
-    if topic is None or topic_of(topic) is not None:
+    if topic is None or ("://" not in topic and topic_of(topic) is not None):
         return topic
     try:
         return TopicFilter.parse(topic).managed_ledger

@@ -85,7 +85,7 @@ def _parse(ledger: LedgerId, value: bytes) -> ReplicationFailure | None:
         return ReplicationFailure(
             ledger, int(each["attempts"]), str(each["reason"]), str(each["worker"]), int(each["time"]), retry_at_ms
         )
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, OverflowError, TypeError, KeyError, RecursionError):
         return None
 
 

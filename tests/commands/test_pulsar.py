@@ -213,3 +213,53 @@ def test_the_topic_is_named_wherever_ledgers_are_listed(cli: Cli, pulsar: Pulsar
     named = [row for row in health.json if row["code"] == "underreplicated"]
     assert TOPIC in named[0]["message"]
     assert named[0]["details"]["topics"][0] == TOPIC
+
+
+@pytest.mark.parametrize(
+    ("nodes", "root", "problem"),
+    [
+        ("other/managed-ledgers/t/n/persistent/x", None, "Topics are also at /other"),
+        ("other/managed-ledgers/t/n/persistent/x", "/other", "name none of the cluster's ledgers"),
+    ],
+    ids=["a second Pulsar", "the path of another"],
+)
+def test_no_ledger_is_deleted_that_another_pulsar_may_own(
+    cli: Cli, pulsar: PulsarStore, nodes: str, root: str | None, problem: str
+) -> None:
+    pulsar.put(nodes, b"")
+    pulsar.ledger(20, messages_of("t/n/persistent/x"))
+    before = list(pulsar.cluster.ledgers.ledgers(0))
+    given = () if root is None else ("--pulsar-root", root)
+    found = cli("pulsar", "orphans", "--delete", "--yes", "--pause", "0s", *given)
+    assert found.code == 5
+    assert problem in found.err
+    assert list(pulsar.cluster.ledgers.ledgers(0)) == before
+
+
+def test_a_pulsar_with_ledgers_of_its_own_does_not_hinder_a_deletion(cli: Cli, pulsar: PulsarStore) -> None:
+    pulsar.put("other/managed-ledgers/t/n/persistent/x", b"")
+    pulsar.put("other/ledgers/LAYOUT", b"")
+    pulsar.ledger(20, messages_of(ORDERS))
+    assert cli("pulsar", "orphans", "--delete", "--yes", "--pause", "0s").code == 0
+
+
+@pytest.mark.parametrize("topic", ["t/n/a*b~c", "t/persistent/c"])
+def test_a_compacted_ledger_whose_position_is_not_known_is_no_orphan(cli: Cli, pulsar: PulsarStore, topic: str) -> None:
+    tenant, namespace, name = topic.split("/")
+    node = f"{tenant}/{namespace}/persistent/{name.replace('~', '%7E')}"  # As Java's URLEncoder.
+    pulsar.topic(node)
+    pulsar.put(f"managed-ledgers/{node}/__compaction", b"damaged")
+    pulsar.ledger(20, compacted_of(f"persistent://{topic}"))
+    assert cli("pulsar", "orphans", "--delete", "--yes", "--pause", "0s").code == 3
+    assert LedgerId(0, 20) in list(pulsar.cluster.ledgers.ledgers(0))
+
+
+def test_a_ledger_whose_owner_has_a_damaged_name_is_no_orphan(cli: Cli, pulsar: PulsarStore) -> None:
+    pulsar.ledger(20, {**messages_of(ORDERS), "pulsar/managed-ledger": b"public/default/persistent/\xff"})
+    assert cli("pulsar", "orphans", "--pause", "0s").code == 0
+
+
+def test_deeply_nested_text_is_a_damaged_topic(cli: Cli, pulsar: PulsarStore) -> None:
+    pulsar.put(f"managed-ledgers/{ORDERS}", b"ledgerInfo " + b"{ ledgerInfo " * 5000)
+    found = cli("pulsar", "check", "--pause", "0s", "-o", "ndjson")
+    assert [row["code"] for row in found.rows] == ["unreadable"]

@@ -19,8 +19,10 @@ from support.simulated_disk import Fault, SimulatedFiles
 from bkctl.bookie import waiting_requests
 from bkctl.bookie.bookie import Bookie
 from bkctl.bookie.waiting_requests import UnreadableLedgers
-from bkctl.errors import BkctlError, Corrupt, EntryNotFound
-from bkctl.http.bookie_metrics import metrics_text
+from bkctl.errors import BkctlError, Corrupt, EntryNotFound, NotFound
+from bkctl.formats.metadata import Fragment, LedgerMetadata
+from bkctl.http.bookie_health import BookieVitals, read_vitals, without_moved
+from bkctl.http.bookie_metrics import CLOCK_SECONDS, UNREADABLE_LEDGERS, UNREGISTERED_SECONDS, metrics_text
 from bkctl.http.service import BookieProxy
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
@@ -141,3 +143,24 @@ def test_metrics_count_ledgers_whose_index_the_disk_refuses(tmp_path: Path, stor
 
     with open_cluster(f"sqlite://{tmp_path}/metadata.db", create=True) as cluster:
         on_a_bookie(tmp_path, cluster, body, files=files, ledger_storage_class=storage, flush_interval=3_600_000)
+
+
+def test_impossible_names_of_unreadable_ledgers_stop_no_look(tmp_path: Path) -> None:
+    with open_cluster(f"sqlite://{tmp_path}/m.db", create=True) as cluster:
+        cluster.ledgers.create(LedgerId(0, 1), LedgerMetadata(1, 1, 1, None, None, (Fragment(0, ("c:1",)),)))
+        gauges = {UNREADABLE_LEDGERS: 4}
+        vitals = {"b:1": BookieVitals(gauges, unreadable=("", "x y", "1", "2"))}
+        found = without_moved(cluster, vitals)["b:1"]
+    assert found.unreadable == ("2",)
+    assert found.gauges[UNREADABLE_LEDGERS] == 3
+
+
+def test_numbers_without_an_end_are_left_out() -> None:
+    class Api:
+        def metrics(self) -> str:
+            return f"{CLOCK_SECONDS} +Inf\n{UNREGISTERED_SECONDS} NaN\n"
+
+        def garbage_collection(self) -> None:
+            raise NotFound("none")
+
+    assert read_vitals(Api()) == BookieVitals()  # type: ignore[arg-type]

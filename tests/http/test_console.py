@@ -20,7 +20,7 @@ from bkctl.formats.metadata import Fragment, LedgerMetadata
 from bkctl.http.console.pages import FRAGMENTS_DRAWN_MAX, LEDGERS_A_PAGE, PAGES
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
-from bkctl.metadata.underreplication import LedgerMarks
+from bkctl.metadata.underreplication import LedgerMarks, mark_path
 
 from .conftest import Gateway, HttpBookie
 
@@ -193,6 +193,21 @@ def test_marks_and_bookies_are_shown(site: Site) -> None:
     assert len(names) == 1
     assert site.get(f"bookie/{names[0]}", site.cookie).status == 200
     assert site.get("bookie/none", site.cookie).status == 404
+
+
+def test_damaged_marks_and_votes_leave_the_pages(site: Site) -> None:
+    with open_cluster(site.uri) as cluster:
+        cluster.ledgers.create(LedgerId(0, 77), metadata())
+        cluster.store.put(mark_path(LedgerId(0, 77)), b"damaged", None)
+        cluster.store.put("underreplication/auditorelection/V_0000000000", b"damaged", None)
+        try:
+            for path in ("ledger/77", "replication"):
+                answer = site.get(path, site.cookie)
+                assert answer.status == 200
+                assert "77" in answer.body.decode()
+        finally:
+            cluster.store.delete(mark_path(LedgerId(0, 77)))
+            cluster.store.delete("underreplication/auditorelection/V_0000000000")
 
 
 def test_the_links_of_the_navigation_are_pages() -> None:

@@ -15,6 +15,7 @@ from bkctl.ids import LedgerId, parse_scope_id
 from bkctl.metadata.admin.health import health_findings
 from bkctl.metadata.ledger_columns import pulsar_object
 from bkctl.metadata.racks import read_racks
+from bkctl.metadata.store import attempt
 from bkctl.metadata.underreplication import AuditorElection, AutoRecoverySettings, LedgerMarks
 
 if TYPE_CHECKING:
@@ -200,7 +201,7 @@ async def _ledger(of: Sources, subject: str, query: Mapping[str, str]) -> Values
     ledger = LedgerId.parse(subject)
     cluster = await of.service.cluster()
     found = await asyncio.to_thread(lambda: cluster.ledgers.read(ledger))
-    mark = await asyncio.to_thread(lambda: LedgerMarks(cluster.store).get(ledger))
+    mark = await asyncio.to_thread(attempt, LedgerMarks(cluster.store).get, ledger)
     custom = [
         (key[:CUSTOM_LENGTH_MAX], value[:CUSTOM_LENGTH_MAX].decode("utf-8", "backslashreplace"), len(value))
         for key, value in islice(sorted(found.metadata.custom_metadata.items()), 100)
@@ -250,7 +251,7 @@ async def _replication(of: Sources, subject: str, query: Mapping[str, str]) -> V
         )
         return {
             "marks": marks[:MARKS_A_PAGE], "has_more": len(marks) > MARKS_A_PAGE, "bookies": bookies.most_common(),
-            "auditor": AuditorElection(cluster.store).auditor(),
+            "auditor": attempt(AuditorElection(cluster.store).auditor),
             "is_enabled": AutoRecoverySettings(cluster.store).is_enabled(),
         }  # fmt: skip
 

@@ -69,7 +69,7 @@ def health_finding(
 ) -> HealthFinding:
     """Return a finding with what its code declares in place of what is None; `ledger` is an example of its ledgers."""
     why = code.why if command is None else advice or code.why
-    command = (command or code.next).format(subject=shlex.quote(subject), ledger=ledger)
+    command = command or code.next.format(subject=shlex.quote(subject), ledger=ledger)
     severity = Severity(severity or code.severity)
     return HealthFinding(code, severity, subject, message, advice or code.why, details, command, why)
 
@@ -110,7 +110,7 @@ def read_only_finding(bookie_id: str, used_percent: float | None, percent_max: f
 
     None: the bookie was not asked.
     """
-    writable_again = f"bkctl bookie readonly off --bookie {bookie_id}"
+    writable_again = f"bkctl bookie readonly off --bookie {shlex.quote(bookie_id)}"
     if used_percent is None:
         return health_finding(
             HealthCode.BOOKIE_READ_ONLY, bookie_id, "It is read-only",
@@ -119,7 +119,8 @@ def read_only_finding(bookie_id: str, used_percent: float | None, percent_max: f
     if used_percent > percent_max:
         return health_finding(
             HealthCode.BOOKIE_READ_ONLY, bookie_id, f"It is read-only, and {used_percent:g}% of its disks are used",
-            advice="add disks or bookies, or delete ledgers", command=HealthCode.DISK_FULL.next,
+            advice="add disks or bookies, or delete ledgers",
+            command=HealthCode.DISK_FULL.next.format(subject=shlex.quote(bookie_id)),
         )  # fmt: skip
     return health_finding(
         HealthCode.BOOKIE_READ_ONLY, bookie_id,

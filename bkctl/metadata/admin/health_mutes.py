@@ -88,7 +88,7 @@ class HealthMutes:
                 Mute(str(code), int(each["since"]), None if each["until"] is None else int(each["until"]), each["user"])
                 for code, each in json.loads(value).items()
             ]
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        except (ValueError, OverflowError, TypeError, KeyError, AttributeError, RecursionError):
             return []
         now_ms = _now_ms()
         return sorted(mute for mute in mutes if mute.until_ms is None or mute.until_ms > now_ms)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from bkctl.client.ledger_survey import published_survey
 from bkctl.errors import NotFound
 from bkctl.formats.metadata import BookieServiceInfo, Cookie
 from bkctl.ids import LedgerId
-from bkctl.metadata.admin.health import SCOPES_NAMED_MAX, Severity, health_findings
+from bkctl.metadata.admin.health import SCOPES_NAMED_MAX, Severity, health_findings, read_only_finding
 from bkctl.metadata.admin.health_codes import HealthCode
 from bkctl.metadata.admin.health_mutes import MUTES, HealthMutes
 from bkctl.metadata.cluster import Cluster, open_cluster
+from bkctl.metadata.replication_failures import ReplicationFailures
 from bkctl.metadata.underreplication import AutoRecoverySettings, LedgerMarks
 
 
@@ -107,3 +110,22 @@ def test_mutes_of_two_commands_at_once_both_stay(cluster: Cluster) -> None:
         patch.setattr(cluster.store, "put", put_late)
         one.mute(HealthCode.BOOKIE_DOWN, duration_s=None, user="ann")
     assert [mute.code for mute in one.active()] == ["bookie-down", "disk-full"]
+
+
+@pytest.mark.parametrize("used", [None, 10.0, 99.0])
+def test_a_bookie_id_with_braces_and_quotes_fits_the_next_command(used: float | None) -> None:
+    finding = read_only_finding("b{x}'; rm", used, 95.0)
+    assert shlex.split(finding.command)[-1] == "b{x}'; rm"
+
+
+@pytest.mark.parametrize("number", ["Infinity", "-Infinity", "NaN"])
+def test_impossible_times_in_our_nodes_count_as_damage(cluster: Cluster, number: str) -> None:
+    LedgerMarks(cluster.store).add(LedgerId(0, 1), ["b2:1"])
+    failure = f'{{"attempts": 1, "reason": "r", "worker": "w", "time": {number}, "retryAt": null}}'
+    cluster.store.put("underreplication/bkctlFailures/urL0000000001", failure.encode(), None)
+    cluster.store.put("underreplication/bkctlSurvey", f'{{"time": {number}, "tallies": []}}'.encode(), None)
+    cluster.store.put(MUTES, f'{{"bookie-down": {{"since": {number}, "until": null, "user": "u"}}}}'.encode(), None)
+    assert list(ReplicationFailures(cluster.store).list()) == []
+    assert published_survey(cluster.store, scoped=False) is None
+    assert HealthMutes(cluster).active() == []
+    assert HealthCode.REPLICATION_STUCK not in {finding.code for finding in health_findings(cluster)}
