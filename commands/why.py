@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from bkctl.columns import Column, Columns, Kind
-from bkctl.ids import LedgerId
 
 from .kit.columns import Output
 from .kit.command import Run, command, group
 from .kit.documents import object_of
+from .kit.ledger_options import OneLedger
 from .kit.options import LedgerShape
 
 if TYPE_CHECKING:
@@ -74,13 +74,13 @@ def _explain(run: Run, ask: Callable[[Inquiry], Awaitable[Explanation]]) -> None
 
 
 @command(app, "ledger", connects=True, examples=("bkctl why ledger 12",), prints=object_of(WHY_COLUMNS))
-def why_ledger(run: Run, ledger: Annotated[str, typer.Argument(metavar="LEDGER", help="The ledger.")]) -> None:
+def why_ledger(run: Run, ledger: OneLedger) -> None:
     """Explain why a ledger is not readable, closed or whole.
 
     Reads its metadata, mark and published failures, and some entries from each of its bookies. Each fact names its
     evidence, each way out its cost; the first way loses least.
     """
-    _explain(run, lambda inquiry: inquiry.ledger(LedgerId.parse(ledger)))
+    _explain(run, lambda inquiry: inquiry.ledger(ledger))
 
 
 @command(app, "bookie", connects=True, examples=("bkctl why bookie 10.0.0.1:3181",), prints=object_of(WHY_COLUMNS))

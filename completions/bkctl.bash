@@ -180,7 +180,7 @@ _bkctl() {
 'audit list') at="--limit --since --failed $end_bookie_files" ;;
 'audit show') at="$end_bookie_files" argument='none' ;;
 'why') at="$end_ledger" words='ledger bookie create space' ;;
-'why ledger') at="$end_ledger_write" argument='ledger' ;;
+'why ledger') at="--ledger-id --ledger-scope-id --ledger-qualified-name $end_ledger_write" argument='ledger' ;;
 'why bookie') at="$end_ledger_write" argument='bookie' ;;
 'why create') at="--ensemble-size --write-quorum --ack-quorum --digest-type --scoped $end_ledger_write" ;;
 'why space') at="$end_ledger_write" argument='bookie' ;;

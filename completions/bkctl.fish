@@ -176,7 +176,7 @@ case 'audit'; set ids commands $end_ledger
 case 'audit list'; set ids --limit.896f --since.3fd7 --failed $end_bookie_files
 case 'audit show'; set ids none $end_bookie_files
 case 'why'; set ids commands $end_ledger
-case 'why ledger'; set ids ledger $end_ledger_write
+case 'why ledger'; set ids ledger --ledger-id --ledger-scope-id --ledger-qualified-name $end_ledger_write
 case 'why bookie'; set ids bookie $end_ledger_write
 case 'why create'; set ids --ensemble-size --write-quorum --ack-quorum --digest-type --scoped $end_ledger_write
 case 'why space'; set ids bookie $end_ledger_write

@@ -356,7 +356,10 @@ class BookKeeper:
             raise IllegalOperation("This BookKeeper is not connected", hint="use 'async with BookKeeper(…)'")
         if self.pool.closed:
             raise IllegalOperation("This BookKeeper is closed", hint="make a new one")
-        loop = asyncio.get_running_loop()
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:  # `access` needs none
+            return
         if self._loop is None:
             self._loop = loop
         if self._loop is not loop:

@@ -132,8 +132,9 @@ def pulsar_object(custom: Mapping[str, bytes]) -> dict[str, str]:
                 message_id = read_message_id(custom[key])
                 value[name] = base64_text(custom[key]) if message_id is None else str(message_id)
     owner = owner_of(custom)
-    if owner is not None and owner.name is not None and topic_of(owner.name):
-        value["topic"] = topic_of(owner.name) or ""
+    name = value.get("managedLedger", "") if owner is None else owner.name or ""
+    if topic := topic_of(name):
+        value["topic"] = topic
     return value
 
 

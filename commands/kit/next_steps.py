@@ -131,4 +131,4 @@ def next_column(check: str, kind_of: Callable[[Any], str], **fields: Callable[[A
     def step(row: Any) -> str | None:
         return next_step(check, kind_of(row), **{name: read(row) for name, read in fields.items()})
 
-    return Column("NEXT", "nextCommand", step, spare=4)
+    return Column(None, "nextCommand", step)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import BkctlError, Corrupt
-from bkctl.metadata.pulsar_topics import topic_of
 
 from ..kit.command import Run, command, group, rows_of
 from ..kit.ledger_options import ScanFilter
@@ -50,7 +49,6 @@ INVENTORY_COLUMNS = {
         Column("APPLICATION", "application", "application"),
         Column("COMPONENT", "component", "component"),
         Column("MANAGED LEDGER", "managedLedger", "managedLedger", flexible=True),
-        Column("TOPIC", "topic", lambda row: topic_of(row.managedLedger or ""), flexible=True, detail=True),
         LEDGERS,
         *SUMS,
     ),

@@ -13,7 +13,7 @@ from support.served_bookies import config_for, serving
 from support.servers import EtcdServer, ZooKeeperServer, free_port, wait_for
 from support.waiting import LIMIT_S
 
-from bkctl.http.bookie_health import metrics_findings
+from bkctl.http.bookie_health import cluster_vitals, vitals_findings
 from bkctl.http.client import ApiClient
 from bkctl.metadata.cluster import Cluster, open_cluster
 
@@ -48,7 +48,7 @@ def test_outage_of_the_metadata_store_is_logged_measured_and_makes_a_bookie_unre
         bookies = cluster.bookies.list()
 
     def codes() -> list[str]:
-        found = metrics_findings(bookies, ApiClient, wait_s=LIMIT_S)
+        found = vitals_findings(cluster_vitals(bookies, ApiClient, wait_s=LIMIT_S))
         return [f"{each.code} {each.subject}" for each in found]
 
     assert (is_ready()[0], unregistered_s(port), codes()) == (200, 0, [])

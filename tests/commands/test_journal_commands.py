@@ -46,7 +46,7 @@ def test_verify_finds_nothing_in_good_directories(cli: Cli, bookie: Path) -> Non
     assert {row["problem"] for row in rows} == {None}
     assert list(rows[0]) == [
         "journalId", "journalIdHex", "version", "size", "state", "recordCount", "entryCount", "goodEnd", "sizeBehind",
-        "entriesBehind", "recordsBehind", "resumesAt", "lastMark", "scoped", "file", "problem",
+        "entriesBehind", "recordsBehind", "resumesAt", "lastMark", "scoped", "file", "problem", "nextCommand",
     ]  # fmt: skip
     assert cli("journal", "verify", bookie / "journal", "-o", "id").out == "10\n11\n"
 

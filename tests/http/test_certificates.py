@@ -179,7 +179,7 @@ def test_health_says_that_a_certificate_has_expired(monkeypatch: pytest.MonkeyPa
     from support.fake_http import FakeServer, Reply
 
     from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo
-    from bkctl.http.bookie_health import metrics_findings
+    from bkctl.http.bookie_health import cluster_vitals, vitals_findings
     from bkctl.http.client import ApiClient
     from bkctl.metadata.cluster import VERSION_PROPERTY, RegisteredBookie
 
@@ -192,7 +192,8 @@ def test_health_says_that_a_certificate_has_expired(monkeypatch: pytest.MonkeyPa
         fake.replies["GET /metrics"] = Reply("".join(lines).encode(), 200, "text/plain")
         endpoint = BookieEndpoint("httpserver", int(fake.address.rpartition(":")[2]), "127.0.0.1", "http")
         info = BookieServiceInfo((endpoint,), {VERSION_PROPERTY: "bkctl 1"})
-        (found,) = metrics_findings([RegisteredBookie("127.0.0.1:1", "rw", info)], ApiClient, wait_s=LIMIT_S)
+        bookies = [RegisteredBookie("127.0.0.1:1", "rw", info)]
+        (found,) = vitals_findings(cluster_vitals(bookies, ApiClient, wait_s=LIMIT_S))
     finally:
         fake.close()
     assert (found.code, found.severity) == ("certificate-expires", "error")

@@ -160,14 +160,14 @@ def test_closed_copy_is_verified(live: Live, client: Client) -> None:
     assert copy(client, growing.ledger, LedgerId(SCOPE + 1, 5))[2] == "open"
 
 
-def test_copy_raises_the_error_of_unreachable_bookies(live: Live, client: Client) -> None:
+def test_copy_raises_the_error_of_a_closed_client(live: Live, client: Client) -> None:
     source = live.write([b"x"], LedgerId(SCOPE, 6))
 
     async def unreachable() -> Any:
         await client.bookkeeper.close()
         return await asyncio.wait_for(copy_ledger(client, source, LedgerId(SCOPE + 1, 6), NO_OPTIONS), LIMIT_S)
 
-    with pytest.raises(BookieUnavailable):
+    with pytest.raises(IllegalOperation, match="closed"):
         client.run(unreachable())
 
 
