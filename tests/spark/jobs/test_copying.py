@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from support.waiting import LIMIT_S
 
-from bkctl.errors import BookieUnavailable, Conflict, Corrupt, TimedOut, UsageError
+from bkctl.errors import Conflict, Corrupt, IllegalOperation, TimedOut, UsageError
 from bkctl.formats.entry import DigestType
 from bkctl.formats.metadata import Fragment
 from bkctl.ids import LedgerId
