@@ -132,8 +132,8 @@ def pulsar_object(custom: Mapping[str, bytes]) -> dict[str, str]:
                 message_id = read_message_id(custom[key])
                 value[name] = base64_text(custom[key]) if message_id is None else str(message_id)
     owner = owner_of(custom)
-    name = None if owner is None else owner.name
-    if topic := topic_of(name or value.get("managedLedger", "")):
+    owned = None if owner is None else owner.name
+    if topic := topic_of(owned or value.get("managedLedger", "")):
         value["topic"] = topic
     return value
 
