@@ -147,7 +147,7 @@ class BookieMover:
             targets: dict[int, str] = {}
             spans, lost = unreadable.get(fragment.first_entry_id, UnreadableSpans())
             silent = self.lost_entries.silent_text(fragment.ensemble)
-            problem = f"No bookie has {spans_text(spans)}{silent}" if spans else open_problem
+            problem = f"No bookie that answers has {spans_text(spans)}{silent}" if spans else open_problem
             try:
                 targets = await self._replicator.targets(held.bad_fragment(fragment), exclude=self.leaving)
             except NotEnoughBookies as error:
