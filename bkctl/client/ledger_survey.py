@@ -59,6 +59,11 @@ def replica_counts(metadata: LedgerMetadata, absent: Collection[str]) -> Iterato
             yield entry_id, sum(fragment.bookies[index] not in absent for index in schedule.write_set(entry_id))
 
 
+def fewest_replicas(metadata: LedgerMetadata, absent: Collection[str]) -> int:
+    """Return the replicas of the least covered write set that are not on `absent` bookies."""
+    return min((count for _, count in replica_counts(metadata, absent)), default=metadata.write_quorum_size)
+
+
 class LedgerSurvey:
     """Counts ledgers by finding and scope; `at_ms` is the time of the survey."""
 
@@ -88,7 +93,7 @@ class LedgerSurvey:
             self._count(HealthCode.LEDGERS_DANGLING, ledger)
         absent = (members - self._up).union(() if mark is None else mark.missing_replicas)
         if absent:
-            left = min((count for _, count in replica_counts(metadata, absent)), default=metadata.write_quorum_size)
+            left = fewest_replicas(metadata, absent)
             if left == 0:
                 self._count(HealthCode.LEDGERS_UNAVAILABLE, ledger)
             elif left == 1 < metadata.write_quorum_size:
@@ -170,12 +175,15 @@ def survey_ledgers(
 
 
 def why_not_replicated(
-    cluster: Cluster, mark: UnderreplicatedLedger, bookies: Iterable[RegisteredBookie], *, is_enabled: bool
+    mark: UnderreplicatedLedger,
+    found: VersionedMetadata | BkctlError,
+    bookies: Iterable[RegisteredBookie],
+    *,
+    is_enabled: bool,
 ) -> str | None:
     """Return what the metadata says against the replication of a marked ledger; None if nothing does."""
     if not is_enabled:
         return "auto-recovery is disabled"
-    [(_, found)] = cluster.ledgers.read_many([mark.ledger])
     if isinstance(found, BkctlError):
         return found.message
     metadata, scoped = found.metadata, mark.ledger.is_scoped

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from bkctl.client.ledger_survey import fewest_replicas
 from bkctl.errors import BkctlError, Conflict, EntryNotFound, LedgerNotFound, NotFound, UsageError
 from bkctl.formats.managed_ledger import parse_message
 from bkctl.ids import LedgerId
@@ -561,20 +562,9 @@ def find_orphans(inventory: Inventory) -> list[PulsarFinding]:
 
 def _risk(metadata: LedgerMetadata, live: set[str]) -> str | None:
     """Return what entries of the ledger risk by the bookies that are up, at worst over all of its write sets."""
-    quorum, fewest = metadata.write_quorum_size, metadata.write_quorum_size
-    for number, fragment in enumerate(metadata.ensembles):
-        following = metadata.ensembles[number + 1 : number + 2]
-        end = following[0].first_entry_id if following else metadata.last_entry_id + 1 if metadata.is_closed else None
-        if end is not None and end <= fragment.first_entry_id:
-            continue
-        up = [bookie in live for bookie in fragment.bookies]
-        if all(up):
-            continue
-        size = len(up)
-        count = size if end is None else min(size, end - fragment.first_entry_id)
-        for first in range(fragment.first_entry_id, fragment.first_entry_id + count):
-            fewest = min(fewest, sum(up[(first + at) % size] for at in range(quorum)))
-    return "unavailable" if fewest == 0 else "one-copy" if fewest == 1 < quorum else None
+    absent = {bookie_id for fragment in metadata.ensembles for bookie_id in fragment.bookies} - live
+    fewest = fewest_replicas(metadata, absent) if absent else metadata.write_quorum_size
+    return "unavailable" if fewest == 0 else "one-copy" if fewest == 1 < metadata.write_quorum_size else None
 
 
 async def read_ends(bookkeeper: BookKeeper, ledger_ids: Iterable[int]) -> dict[int, End | BkctlError]:
