@@ -144,7 +144,7 @@ class Inquiry:
                     "its published failure",
                 )
             elif reason := why_not_replicated(
-                self.cluster, mark, self.bookies.values(), is_enabled=state.settings.is_enabled()
+                mark, found, self.bookies.values(), is_enabled=state.settings.is_enabled()
             ):
                 why.fact(f"It is not replicated: {reason}", "metadata")
         for bookie_id in (*lost, *silent):

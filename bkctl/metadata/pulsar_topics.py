@@ -11,7 +11,7 @@ from bkctl.errors import BkctlError, UsageError
 
 if TYPE_CHECKING:
     from bkctl.ids import LedgerId
-    from bkctl.metadata.ledgers import LedgerManager
+    from bkctl.metadata.ledgers import LedgerManager, VersionedMetadata
 
 T = TypeVar("T")
 
@@ -156,5 +156,10 @@ def with_topics(
     """
     rows, asked = tee(rows)
     for row, (_, found) in zip(rows, manager.read_many(map(ledger_of, asked)), strict=True):
-        owner = None if isinstance(found, BkctlError) else owner_of(found.metadata.custom_metadata)
-        yield row, None if owner is None else owner.text
+        yield row, owner_text(found)
+
+
+def owner_text(found: VersionedMetadata | BkctlError) -> str | None:
+    """Return the topic of a ledger and what of it, None for others' and for missing ledgers."""
+    owner = None if isinstance(found, BkctlError) else owner_of(found.metadata.custom_metadata)
+    return None if owner is None else owner.text

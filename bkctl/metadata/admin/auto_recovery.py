@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import tee
 from typing import NamedTuple, TypeVar
 
 from bkctl.errors import BkctlError, Corrupt, UsageError
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import Cluster
-from bkctl.metadata.pulsar_topics import with_topics
+from bkctl.metadata.pulsar_topics import owner_text
 from bkctl.metadata.replication_failures import ReplicationFailure, ReplicationFailures
 from bkctl.metadata.store import Versioned, attempt
 from bkctl.metadata.underreplication import (
@@ -146,11 +147,14 @@ def list_marks(
     locks = {lock.ledger: lock.owner or "?" for lock in state.locks.list(scope_id)}
     failures = {each.ledger: each for each in ReplicationFailures(cluster.store).list(scope_id)}
     bookies, is_enabled = cluster.bookies.list(), state.settings.is_enabled()
-    for mark, topic in with_topics(cluster.ledgers, marks(), lambda mark: mark.ledger):
-        ledger = mark.ledger
+    shown, asked = tee(marks())
+    found = cluster.ledgers.read_many(mark.ledger for mark in asked)
+    for mark, (ledger, metadata) in zip(shown, found, strict=True):
         worker, failure = locks.get(ledger), failures.get(ledger)
-        derived = None if failure or worker else why(cluster, mark, bookies, is_enabled=is_enabled)
-        yield MarkRow(ledger, mark.missing_replicas, mark.ctime_ms, worker, topic, failure, derived)
+        derived = None if failure or worker else why(mark, metadata, bookies, is_enabled=is_enabled)
+        yield MarkRow(
+            ledger, mark.missing_replicas, mark.ctime_ms, worker, owner_text(metadata), failure, derived
+        )  # fmt: skip
 
 
 class Work(NamedTuple):
