@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
@@ -24,10 +24,12 @@ from .local import down, up
 
 if TYPE_CHECKING:
     from bkctl.client.disk_space import BookieSpace
+    from bkctl.http.bookie_client import BookieApi
     from bkctl.http.bookie_health import BookieVitals
+    from bkctl.http.client import ApiClient
     from bkctl.metadata.admin.health import HealthFinding
     from bkctl.metadata.admin.health_mutes import Mute
-    from bkctl.metadata.cluster import Cluster
+    from bkctl.metadata.cluster import Cluster, RegisteredBookie
 
 app = group()
 health_app = group("Show what is wrong with the cluster, and mute findings.", default="show")
@@ -214,7 +216,7 @@ def find_all(run: Run, cluster: Cluster, look: Look) -> list[HealthFinding]:
     from bkctl.client.disk_space import disk_findings
     from bkctl.client.ledger_survey import LedgerSurvey, published_survey, survey_ledgers
     from bkctl.client.racks import rack_findings
-    from bkctl.http.bookie_health import full_bookies, vitals_findings
+    from bkctl.http.bookie_health import full_bookies, vitals_findings, without_moved
     from bkctl.metadata.admin.health import health_findings, unknown_bookie_findings
     from bkctl.metadata.underreplication import LedgerMarks
 
@@ -222,7 +224,8 @@ def find_all(run: Run, cluster: Cluster, look: Look) -> list[HealthFinding]:
 
     of_bookies: list[HealthFinding] = []
     if not look.no_bookies:
-        vitals, members = _vitals(run, cluster), cluster.bookies.list(include_down=False)
+        members = cluster.bookies.list(include_down=False)
+        vitals = without_moved(cluster, find_vitals(run, members))
         asked = partial(disk_findings, bookies=members, percent_max=look.threshold, full=full_bookies(vitals))
         of_bookies += run.job.ask(run.access.bookkeeper(cluster), asked)
         full = {each.subject for each in of_bookies if each.command.startswith("bkctl why space")}
@@ -234,10 +237,12 @@ def find_all(run: Run, cluster: Cluster, look: Look) -> list[HealthFinding]:
     placement = find_placement(run, cluster, bookies)
     found += rack_findings(bookies, placement)
     survey = LedgerSurvey(bookies, placement=placement, stuck_after_s=look.stuck_after_s)
-    is_whole = look.ledgers or sum(1 for _ in islice(cluster.ledgers.ledgers(None), SURVEYED_MAX + 1)) <= SURVEYED_MAX
+    ledgers = cluster.ledgers.ledgers(None)
+    first = [] if look.ledgers else list(islice(ledgers, SURVEYED_MAX + 1))
+    is_whole = len(first) <= SURVEYED_MAX
     with run.job.working("Reading metadata", enabled=look.ledgers, unit="ledgers") as activity:
         marked = (ledger for ledger, _ in islice(LedgerMarks(cluster.store).list(None), SURVEYED_MAX))
-        survey_ledgers(cluster, survey, cluster.ledgers.ledgers(None) if is_whole else marked, activity.advance)
+        survey_ledgers(cluster, survey, chain(first, ledgers) if is_whole else marked, activity.advance)
     found += survey.findings()
     if is_whole:
         found += unknown_bookie_findings(survey.of_unknown, bookies)
@@ -250,14 +255,32 @@ def find_all(run: Run, cluster: Cluster, look: Look) -> list[HealthFinding]:
     return sorted(found + of_bookies, key=lambda each: (each.severity, each.code, each.subject))
 
 
-def _vitals(run: Run, cluster: Cluster) -> dict[str, BookieVitals]:
-    from bkctl.http.bookie_health import cluster_vitals, without_moved
+def metrics_wait_s(run: Run) -> float:
+    """Return the time in which bookies' HTTP servers have to answer."""
+    return min(run.access.timeout_s, METRICS_WAIT_S)
 
-    vitals = cluster_vitals(
-        cluster.bookies.list(include_down=False), lambda url: run.access.http_client(url, is_registered=True),
-        wait_s=min(run.access.timeout_s, METRICS_WAIT_S), host_of=run.access.bookie_host,
+
+def _metrics_client(run: Run, url: str) -> ApiClient:
+    client: ApiClient = run.access.http_client(url, is_registered=True)
+    client.timeout_s = metrics_wait_s(run)
+    return client
+
+
+def metrics_api(run: Run, bookie: RegisteredBookie) -> BookieApi:
+    """Return the HTTP server of a bookie, which has `metrics_wait_s` to answer."""
+    from bkctl.http.bookie_client import BookieApi
+    from bkctl.http.server_url import bookie_url
+
+    return BookieApi(_metrics_client(run, bookie_url(bookie, run.access.bookie_host(bookie.bookie_id))))
+
+
+def find_vitals(run: Run, bookies: list[RegisteredBookie]) -> dict[str, BookieVitals]:
+    """Return what the HTTP servers of bookies say of their health."""
+    from bkctl.http.bookie_health import cluster_vitals
+
+    return cluster_vitals(
+        bookies, partial(_metrics_client, run), wait_s=metrics_wait_s(run), host_of=run.access.bookie_host
     )  # fmt: skip
-    return without_moved(cluster, vitals)
 
 
 @command(

@@ -12,14 +12,13 @@ from bkctl import __version__
 from bkctl.columns import Column, Columns, Kind
 from bkctl.errors import AlreadyExists
 
-from .cluster import METRICS_WAIT_S, Look, find_all
+from .cluster import Look, find_all, metrics_api, metrics_wait_s
 from .kit.command import Run, command, group
 from .kit.documents import object_of
 from .kit.options import duration_option, size_option
 
 if TYPE_CHECKING:
-    from bkctl.http.bookie_client import BookieApi
-    from bkctl.metadata.cluster import RegisteredBookie
+    pass
 
 app = group()
 SIZE_DEFAULT: Final = "50MiB"
@@ -52,7 +51,6 @@ def bundle(
     from bkctl.http.bundle import Bundle, add_cluster
     from bkctl.metadata.admin.overview import cluster_info
 
-    wait_s = min(run.access.timeout_s, METRICS_WAIT_S)
     if file.exists():
         raise AlreadyExists(f"{file} exists", hint="choose another file")
     with (
@@ -65,15 +63,6 @@ def bundle(
         found.json("cluster.json", {"bkctl": __version__, **cluster_info(cluster)._asdict()})
         findings = find_all(run, cluster, Look(90.0, no_bookies=False, ledgers=False, stuck_after_s=600.0))
         found.json("health.json", [each._asdict() for each in findings])
-        add_cluster(found, cluster, partial(_api_of, run, wait_s), pause_s=pause_s, wait_s=wait_s)
+        add_cluster(found, cluster, partial(metrics_api, run), pause_s=pause_s, wait_s=metrics_wait_s(run))
         found.json("left-out.json", found.left_out)
     run.out.show((file, found), BUNDLE_COLUMNS)
-
-
-def _api_of(run: Run, wait_s: float, bookie: RegisteredBookie) -> BookieApi:
-    from bkctl.http.bookie_client import BookieApi
-    from bkctl.http.server_url import bookie_url
-
-    client = run.access.http_client(bookie_url(bookie, run.access.bookie_host(bookie.bookie_id)), is_registered=True)
-    client.timeout_s = wait_s
-    return BookieApi(client)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,10 +17,7 @@ from .kit.ledger_options import OneLedger
 from .kit.options import LedgerShape
 
 if TYPE_CHECKING:
-    from bkctl.http.bookie_client import BookieApi
-    from bkctl.http.bookie_health import BookieVitals
     from bkctl.http.why import Explanation, Inquiry
-    from bkctl.metadata.cluster import RegisteredBookie
 
 app = group()
 
@@ -36,30 +33,14 @@ Bookie = Annotated[str, typer.Argument(metavar="BOOKIE", help="The bookie.")]
 
 
 def _explain(run: Run, ask: Callable[[Inquiry], Awaitable[Explanation]]) -> None:
-    from bkctl.http.bookie_client import BookieApi
-    from bkctl.http.bookie_health import cluster_vitals
-    from bkctl.http.server_url import bookie_url
     from bkctl.http.why import Inquiry
 
-    from .cluster import METRICS_WAIT_S
-
-    wait_s = min(run.access.timeout_s, METRICS_WAIT_S)
-
-    def client_of(url: str) -> Any:
-        client = run.access.http_client(url, is_registered=True)
-        client.timeout_s = wait_s
-        return client
-
-    def api_of(bookie: RegisteredBookie) -> BookieApi:
-        return BookieApi(client_of(bookie_url(bookie, run.access.bookie_host(bookie.bookie_id))))
-
-    def vitals_of(bookies: list[RegisteredBookie]) -> dict[str, BookieVitals]:
-        return cluster_vitals(bookies, client_of, wait_s=wait_s, host_of=run.access.bookie_host)
+    from .cluster import find_vitals, metrics_api
 
     async def asked() -> Explanation:
         async with run.access.bookkeeper(cluster) as bookkeeper:
             placement = bookkeeper.pool.placement(cluster.bookies.list())
-            return await ask(Inquiry(bookkeeper, placement, vitals_of, api_of))
+            return await ask(Inquiry(bookkeeper, placement, partial(find_vitals, run), partial(metrics_api, run)))
 
     with run.access.cluster() as cluster, run.job.working("Asking the bookies"):
         why = run.job.complete(asked())

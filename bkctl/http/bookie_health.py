@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bkctl.errors import BkctlError
 from bkctl.http.bookie_client import BookieApi
-from bkctl.http.bookie_load import Question, Samples
+from bkctl.http.bookie_load import Samples, ask_all
 from bkctl.http.bookie_metrics import (
     CERTIFICATE_EXPIRY,
     CLOCK_SECONDS,
@@ -113,15 +113,10 @@ def cluster_vitals(
     `client_of` and `host_of` as in LoadWatch.
     """
 
-    def ask(bookie: RegisteredBookie) -> Question[BookieVitals]:
-        return Question(
-            bookie.bookie_id, lambda: read_vitals(BookieApi(client_of(bookie_url(bookie, host_of(bookie.bookie_id)))))
-        )
+    def read(bookie: RegisteredBookie) -> BookieVitals:
+        return read_vitals(BookieApi(client_of(bookie_url(bookie, host_of(bookie.bookie_id)))))
 
-    deadline_s = time.monotonic() + wait_s
-    questions = {each.bookie_id: ask(each) for each in bookies if each.state != "down" and each.http_endpoint}
-    for question in questions.values():
-        question.join(max(0.0, deadline_s - time.monotonic()))
+    questions = ask_all((each for each in bookies if each.state != "down" and each.http_endpoint), read, wait_s)
     return {bookie_id: each.answer for bookie_id, each in questions.items() if each.answer is not None}
 
 

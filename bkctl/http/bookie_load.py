@@ -12,6 +12,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar
 
@@ -209,6 +210,17 @@ class Question(threading.Thread, Generic[T]):
             self.answer = self._read()
         except (BkctlError, OSError) as error:
             self.problem = str(error)
+
+
+def ask_all(
+    bookies: Iterable[RegisteredBookie], read: Callable[[RegisteredBookie], T], wait_s: float
+) -> dict[str, Question[T]]:
+    """Ask bookies, all at once; return the questions by bookie id, answered within `wait_s` in all or not."""
+    deadline_s = time.monotonic() + wait_s
+    questions = {each.bookie_id: Question(each.bookie_id, partial(read, each)) for each in bookies}
+    for question in questions.values():
+        question.join(max(0.0, deadline_s - time.monotonic()))
+    return questions
 
 
 @dataclass(eq=False)

@@ -8,14 +8,13 @@ import tarfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 from bkctl.bookie.local import active_cluster
 from bkctl.errors import BkctlError
 from bkctl.http.bookie_client import BookieApi
-from bkctl.http.bookie_load import Question
+from bkctl.http.bookie_load import ask_all
 from bkctl.http.why import log_tail
 from bkctl.metadata.store import attempt
 from bkctl.redaction import without_secrets, without_secrets_in
@@ -95,11 +94,8 @@ def _ask(
     read: Callable[[RegisteredBookie], Any],
     wait_s: float,
 ) -> None:
-    questions: list[Question[Any]] = [Question(bookie.bookie_id, partial(read, bookie)) for bookie in bookies]
-    deadline_s = time.monotonic() + wait_s
-    for question, bookie in zip(questions, bookies, strict=True):
-        question.join(max(0.0, deadline_s - time.monotonic()))
-        name = f"{directory}/{bookie.bookie_id.replace('/', '_')}{suffix}"
+    for bookie_id, question in ask_all(bookies, read, wait_s).items():
+        name = f"{directory}/{bookie_id.replace('/', '_')}{suffix}"
         if question.answer is None:
             bundle.left_out[name] = question.problem or f"no answer within {wait_s:g} s"
         elif isinstance(question.answer, str):

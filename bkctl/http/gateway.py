@@ -47,6 +47,11 @@ class Upstream:
         default_factory=lambda: defaultdict(set), repr=False, compare=False
     )
 
+    def client(self, url: str, timeout_s: float, connect_timeout_s: float | None = None) -> ApiClient:
+        """Return a client of the server that a bookie registered."""
+        token = token_for_registered(url, self.token, has_authorities=self.tls is not None)
+        return ApiClient(url, token=token, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s, tls=self.tls)
+
 
 async def forward(
     service: Service, upstream: Upstream, endpoint: ApiEndpoint, request: Request, body: bytes
@@ -79,11 +84,7 @@ async def forward(
 
     def ask() -> ApiResponse:
         url = bookie_url(bookie, None if address is None else address[0])  # looks names up
-        client = ApiClient(
-            url, token=token_for_registered(url, upstream.token, has_authorities=upstream.tls is not None),
-            timeout_s=max(upstream.timeout_s, endpoint.timeout_s or 0), connect_timeout_s=upstream.timeout_s,
-            tls=upstream.tls,
-        )  # fmt: skip
+        client = upstream.client(url, max(upstream.timeout_s, endpoint.timeout_s or 0), upstream.timeout_s)
         return client.request(method, path, query, body or None)
 
     exchange = upstream.threads.submit(ask)

@@ -7,12 +7,11 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bkctl.errors import BkctlError
 from bkctl.http.bookie_load import BookieLoad, ClusterLoad, LoadWatch
-from bkctl.http.client import ApiClient
-from bkctl.http.server_url import token_for_registered
 
 if TYPE_CHECKING:
     from bkctl.http.gateway import Upstream
@@ -72,12 +71,6 @@ class LoadHistory:
                 for look in self.looks]  # fmt: skip
 
     async def _run(self) -> None:
-        upstream = self._upstream
-
-        def client_of(url: str) -> ApiClient:
-            token = token_for_registered(url, upstream.token, has_authorities=upstream.tls is not None)
-            return ApiClient(url, token=token, timeout_s=WAIT_S, tls=upstream.tls)
-
         def host_of(bookie_id: str) -> str | None:
             address = self._service.addresses.get(bookie_id)
             return None if address is None else address[0]
@@ -86,6 +79,7 @@ class LoadHistory:
         while time.monotonic() - self._viewed_s < IDLE_S:
             try:
                 if watch is None:
+                    client_of = partial(self._upstream.client, timeout_s=WAIT_S)
                     watch = LoadWatch(await self._service.cluster(), client_of, WAIT_S, host_of)
                 load = await asyncio.to_thread(watch.look)
                 self.looks.append(LoadAt(int(time.time() * 1000), load))
