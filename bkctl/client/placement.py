@@ -504,7 +504,7 @@ def mend_placement(
     avoid: Collection[str] = (),
     rng: random.Random | None = None,
 ) -> dict[int, str]:
-    """Return replacements, as few as can be, after which the policy accepts the ensemble; {} if there are none.
+    """Return the fewest replacements after which the policy accepts the ensemble; {} if no replacements do that.
 
     A bookie of the ensemble may replace another one whose index it leaves: it then gets the entries of both.
     Source: replaceToAdherePlacementPolicy.

@@ -49,7 +49,7 @@ NO_CLUSTER_HINT: Final = "check the path at the end of the metadata URI"
 class AbsolutePath(str):
     """The path of another program's node, from the top of the store: `/managed-ledgers`. Only for reading.
 
-    Its parents need not be nodes (Pulsar's are none in etcd). In SQLite the path is below the root.
+    It is found without nodes for its parents: in etcd Pulsar writes none. In SQLite the path is below the root.
     """
 
     __slots__ = ()
