@@ -60,6 +60,8 @@ class LocalDatabase:
         settings: dict[str, Any] = {"temp_directory": str(directory), "memory_limit": "50%"}
         self._connection = duckdb.connect(":memory:", config=settings)
         self._worker = ThreadPoolExecutor(1, "bkctl-duckdb")
+        # An interrupt while a pool starts a thread makes it forget that thread: the pool would get a second one.
+        self._worker.submit(int).result()
 
     def close(self) -> None:
         """Free everything."""
