@@ -11,13 +11,14 @@ clients' and prove nothing. Records form a chain by their sizes, and a chain end
 - A size is wrong, and one of them is: a crash, unless a later group shows that this group was synced: then damage.
 - The file ends in a record, or a group ends without padding: a crash, unless a later group contradicts it.
 
-A bookie of ours ends each group with a seal: the file's random tag, which no client knows, and the group's start. So a
-seal of a later group, or data behind the group's own seal, is the proof, and no payload passes for it.
+In version 7 a seal ends each group: the file's random tag, which no client knows, and the group's start. So a seal of a
+later group, or data behind the group's own seal, is the proof, and no payload passes for it.
 
-Apache's journals have no tag. There a later group is a chain that begins behind the records that can be followed, at a
-border behind padding or a sector of zeros, has a whole group with its padding, and continues to the end of the data or
-to an incomplete last group. What a record reaches over is its payload, as for Apache's bookie. So what a kill leaves is
-always replayed; only after a power failure that lost a sector before others can a payload pass for later groups.
+Versions 5 and 6 are Apache's and have no tag. There a later group is a chain that begins behind the records that can be
+followed, at a border behind padding or a sector of zeros, has a whole group with its padding, and continues to the end
+of the data or to an incomplete last group. What a record reaches over is its payload, as for Apache's bookie. So what a
+kill leaves is always replayed; only after a power failure that lost a sector before others can a payload pass for later
+groups.
 
 Versions 1 to 4 have no borders: the first bad size is damage, and a record that the file's end cuts is the end.
 """
@@ -118,7 +119,7 @@ class JournalReader(FileReader):
 
     @property
     def is_sealed(self) -> bool:
-        """Return True if a bookie of ours wrote the file: each of its groups ends with a seal."""
+        """Return True if each of the file's groups ends with a seal."""
         return bool(self._tag)
 
     def records(self, start: int = 0, *, padding: bool = False) -> Iterator[Record]:

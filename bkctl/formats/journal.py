@@ -1,12 +1,12 @@
 """The journal: file header, records, alignment, special records, and the last mark.
 
     file     header | records …                       header: none (version 1), 8 bytes (2 to 4), 512 bytes (5 to 7)
-    header   "BKLG" | version i32 | tag[8] | zeros    tag: random where a bookie of ours wrote the file, else zeros
+    header   "BKLG" | version i32 | tag[8] | zeros    tag: random in version 7, zeros before it
     record   size i32 | body[size]                    size 0: the end; see `record`
     padding  -0x100 i32 | count i32 | zeros[count]    version 5 and later
-    seal     -0x100 i32 | 16 | tag[8] | start i64     the padding that ends a group of ours, which began at byte `start`
+    seal     -0x100 i32 | 16 | tag[8] | start i64     version 7: the padding that ends the group from byte `start`
 
-No client knows the tag, so a seal in a payload never passes for one. Apache's bookie skips what padding holds.
+No client knows the tag, so a seal in a payload never passes for one. Versions 2 to 6 are Apache's, byte for byte.
 
 Special records, after their ids (`record.write_ids`): ledger key: size i32 | master key; fence: nothing; explicit LAC:
 size i32 | LAC packet. Version 7 is 6 with scoped records. Source: JournalChannel, Journal, LogMark; BP-35.
@@ -58,7 +58,7 @@ HEADER: Final = Layout(JournalHeader)
 
 
 class Seal(NamedTuple):
-    """The last 24 bytes of a group that a bookie of ours wrote: padding, with the file's tag and the group's start."""
+    """The last 24 bytes of a group in a file of version 7: padding, with the file's tag and the group's start."""
 
     mask: Annotated[int, "i"]
     size: Annotated[int, "i"]
@@ -76,7 +76,7 @@ def header_size(version: int) -> int:
 
 
 def write_header(version: int, tag: bytes = b"") -> bytes:
-    """Return the header of a journal file of `version` (2 to 7), 8 or 512 bytes; from version 5 on with a `tag`."""
+    """Return the header of a journal file of `version` (2 to 7), 8 or 512 bytes; of version 7 with a `tag`."""
     if not 2 <= version <= VERSION_SCOPED:
         raise UsageError(f"Journal version {version} is not 2 to {VERSION_SCOPED}")
     size = header_size(version)

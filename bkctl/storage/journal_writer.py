@@ -98,7 +98,8 @@ class JournalWriter:
             self._sync(self._file)
         journal_id = self._journal_id + 1
         version = formats.VERSION_SCOPED if self._scoped else self._plain_version
-        tag = self._chance.randbytes(formats.TAG_SIZE)
+        # Version 6 and earlier stay Apache's, byte for byte.
+        tag = self._chance.randbytes(formats.TAG_SIZE) if version == formats.VERSION_SCOPED else b""
         header = formats.write_header(version, tag)
         path = self.directory / formats.file_name(journal_id)
         file = self._files.open(path, create=True)
@@ -152,7 +153,11 @@ class JournalWriter:
         start = self._position
         end = start + size
         if self._version >= formats.VERSION_PADDING:
-            padding = formats.write_seal(start, end, self._tag, self._config.journal_alignment_size)
+            alignment = self._config.journal_alignment_size
+            if self._tag:
+                padding = formats.write_seal(start, end, self._tag, alignment)
+            else:
+                padding = formats.write_padding(end, alignment)
             records.append(padding)
             end += len(padding)
         self._allocate(file, end)

@@ -57,10 +57,12 @@ class _RecordedFile(StorageFile):
         super().forget_cache(end)
 
 
-def writer(directory: Path, files: Files, clock: list[int], **settings: Any) -> JournalWriter:
+def writer(directory: Path, files: Files, clock: list[int], *, scoped: bool = False, **settings: Any) -> JournalWriter:
     options: dict[str, Any] = {"journal_max_size_mb": 1, "journal_pre_alloc_size_mb": 0}
     config = BookieConfig(**(options | settings))
-    journal = JournalWriter(directory, files, config, clock_ms=lambda: 1000, now_s=lambda: clock[0] / 1000)
+    journal = JournalWriter(
+        directory, files, config, clock_ms=lambda: 1000, now_s=lambda: clock[0] / 1000, scoped=scoped
+    )
     journal.open()
     return journal
 
@@ -148,8 +150,22 @@ def test_keeps_the_newest_old_journals(tmp_path: Path, backups: int, count: int)
     assert journal_ids(tmp_path / "scoped") == kept
 
 
-def test_every_group_ends_with_padding_that_seals_it(tmp_path: Path) -> None:
+def test_groups_without_scoped_records_are_padded_as_apache_pads_them(tmp_path: Path) -> None:
     journal = writer(tmp_path, Files(), [0])
+    expected = b"BKLG" + struct.pack(">i", 6) + bytes(504)
+    for size in (100, 512, 1024, 508, 504):
+        journal.commit([b"x" * size], size)
+        expected += b"x" * size
+        gap = -len(expected) % 512
+        gap += 512 if 0 < gap < 8 else 0
+        expected += struct.pack(">ii", -0x100, gap - 8) + bytes(gap - 8) if gap else b""
+        data = (tmp_path / file_name(journal.mark.journal_id)).read_bytes()
+        assert data[: journal.mark.offset] == expected
+        assert not any(data[journal.mark.offset :])
+
+
+def test_every_group_of_version_7_ends_with_padding_that_seals_it(tmp_path: Path) -> None:
+    journal = writer(tmp_path, Files(), [0], scoped=True)
     for size in (100, 512, 1024, 508, 504):
         start = journal.mark.offset
         journal.commit([b"x" * size], size)
