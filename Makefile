@@ -14,7 +14,7 @@ PROTOS := $(shell find bkctl -name '*.proto')
 # Arguments of benchmarks/run.py: `make bench BENCH='--runs 3 startup ledger-read'`.
 BENCH ?=
 
-.PHONY: demo test fast lint format types generate protos picture bench servers dist lock lowest clean
+.PHONY: demo test fast lint format types generate protos picture site bench servers dist lock lowest clean
 
 demo: .venv/.bkctl
 	PATH="$(CURDIR)/$(BIN):$$PATH" demo/run.sh
@@ -46,6 +46,10 @@ protos: .venv/.test
 
 picture: .venv/.bkctl
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python docs/picture.py docs
+
+# The documentation as a site, in build/site; a broken link fails.
+site: .venv/.test
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet -f site/mkdocs.yml
 
 bench: .venv/.test
 	$(BIN)/python benchmarks/run.py $(BENCH)
