@@ -215,11 +215,12 @@ def test_the_file_that_pulsar_ships_is_read(tmp_path: Path) -> None:
     assert config.db_storage_write_cache_max_size_mb == default.db_storage_write_cache_max_size_mb
     assert config.db_storage_read_ahead_cache_max_size_mb == default.db_storage_read_ahead_cache_max_size_mb
     assert config.db_storage_rocksdb_block_cache_size is None
-    (warning,) = config.warnings
+    warning = config.warnings[-1]
     assert "statsProviderClass has no effect: metrics are Prometheus text at /metrics of the HTTP server" in warning
     assert "httpServerEnabled=true" in warning
-    assert {"prometheusStatsHttpPort", "numJournalCallbackThreads"} <= set(config.unread_keys)
-    assert not {"zkServers", "journalDirectory", "statsProviderClass", "bookiePort"} & set(config.unread_keys)
+    assert any("prometheusStatsHttpPort" in each for each in config.warnings)
+    assert any("numJournalCallbackThreads" in each for each in config.warnings)
+    assert not [key for key in ("zkServers", "journalDirectory", "bookiePort") if key in str(config.warnings)]
 
 
 @pytest.mark.parametrize(
