@@ -66,7 +66,11 @@ BOOKIE_ENV = {
     "diskUsageWarnThreshold": "0.99", "diskUsageThreshold": "0.99", "diskCheckInterval": "1800",
     "dbStorage_rocksDB_writeBufferSizeMB": "8", "dbStorage_rocksDB_blockCacheSize": "8388608",
 }  # fmt: skip
-RECOVERY_ENV = {"BOOKIE_MEM": "-Xms64m -Xmx128m\n", "PULSAR_PREFIX_useV2WireProtocol": "true"}
+RECOVERY_ENV = {
+    "BOOKIE_MEM": "-Xms64m -Xmx128m\n", "PULSAR_PREFIX_useV2WireProtocol": "true",
+    # Pulsar's 30 s are the time that a restart would wait for.
+    "openLedgerRereplicationGracePeriod": "1000",
+}  # fmt: skip
 
 
 class Release(NamedTuple):
@@ -151,6 +155,7 @@ def test_a_broker_loses_nothing_while_bookies_are_killed_and_rolled(release: Rel
             assert "error" not in ask("produce", topic, 15)
             count += 15
 
+        assert "error" not in ask("subscribe", topic, "all", 0)  # Messages before a subscription may be deleted.
         produce()
         release.bookies[0].kill()
         produce()
