@@ -275,8 +275,8 @@ _INSTEAD: Final = {
 }  # fmt: skip
 #: Keys that are read in another way than by a field's own.
 _OTHER_KEYS: Final = frozenset({
-    "enableStatistics", "entryLocationRocksdbConf", "gcEntryLogMetadataCachePath", "indexDirectories", "journalDirectories", "journalDirectory",
-    "ledgerDirectories", "ledgerManagerFactoryClass", "ledgerManagerType", "ledgerStorageClass", "metadataServiceUri",
+    "enableStatistics", "entryLocationRocksdbConf", "gcEntryLogMetadataCachePath", "indexDirectories",
+    "journalDirectories", "journalDirectory", "ledgerDirectories", "ledgerManagerFactoryClass", "ledgerManagerType", "ledgerStorageClass", "metadataServiceUri",
     "permittedStartupUsers", "prometheusStatsHttpEnable", "sortedLedgerStorageEnabled", "statsProviderClass",
     "tlsEnabledProtocols", "zkEnableSecurity", "zkLedgersRootPath", "zkServers",
 })  # fmt: skip

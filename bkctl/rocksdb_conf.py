@@ -55,7 +55,7 @@ def _to_compression(text: str) -> str:
 
 
 class RocksdbOption(NamedTuple):
-    """Where an option file has a bookie's setting; `read` turns RocksDB's text into Java's, `write` does the reverse."""
+    """Where an option file has a bookie's setting; `read` turns RocksDB's text into Java's, `write` back."""
 
     section: str
     name: str

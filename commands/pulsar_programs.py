@@ -123,7 +123,11 @@ def shell_words(name: str, arguments: list[str]) -> tuple[list[str], set[str]]:
 
 def _shell(conf: str, arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("help", "-h", "-help", "--help"):
-        print("bin/bookkeeper shell COMMAND [OPTIONS], by 'bkctl':", *(f"  {a} → {b}" for a, b in _SHELL.items()), sep="\n")
+        print(
+            "bin/bookkeeper shell COMMAND [OPTIONS], by 'bkctl':",
+            *(f"  {a} → {b}" for a, b in _SHELL.items()),
+            sep="\n",
+        )
         return 0 if arguments else 2
     name, *rest = arguments
     words, given = shell_words(name, rest)
@@ -198,7 +202,9 @@ def _zookeeper_shell(arguments: list[str]) -> int:
         raise UsageError("zookeeper-shell knows ls, get and create PATH only", hint="use Pulsar's own image for others")
     of = os.environ.get
     files = {"ca": of("BKCTL_METADATA_TLS_CA"), "certfile": of("BKCTL_METADATA_TLS_CERT")}
-    client = KazooClient(servers, use_ssl="BKCTL_METADATA_TLS" in os.environ, keyfile=of("BKCTL_METADATA_TLS_KEY"), **files)
+    client = KazooClient(
+        servers, use_ssl="BKCTL_METADATA_TLS" in os.environ, keyfile=of("BKCTL_METADATA_TLS_KEY"), **files
+    )
     try:
         client.start()
         if words[0] == "create":

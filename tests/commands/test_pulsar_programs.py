@@ -86,9 +86,7 @@ def test_rocksdb_variables_reach_the_bookie_by_the_option_file(program: Program,
     assert config.db_storage_rocksdb_bloom_filter_bits_per_key == 12
     assert config.db_storage_rocksdb_format_version == 2
     assert config.db_storage_rocksdb_sst_size_mb == 64  # Of the file, as in Apache's.
-    assert config.warnings == (
-        f"{conf} line 1: of entryLocationRocksdbConf num_levels=5 in {options} have no effect",
-    )
+    assert config.warnings == (f"{conf} line 1: of entryLocationRocksdbConf num_levels=5 in {options} have no effect",)
     wrong = program("update-rocksdb-conf-from-env.py", dbStorage_rocksDB_sstSizeInMB="many")
     assert wrong.returncode == 2
     assert "dbStorage_rocksDB_sstSizeInMB must be a whole number" in wrong.stderr
@@ -136,7 +134,9 @@ def test_the_shell_s_options_are_ours(typed: str, ours: str) -> None:
     assert " ".join(shell_words(name, rest)[0]) == ours
 
 
-@pytest.mark.parametrize("typed", ["nothing", "listbookies -x", "ledgermetadata -l", "ledgermetadata -restorefromfile x"])
+@pytest.mark.parametrize(
+    "typed", ["nothing", "listbookies -x", "ledgermetadata -l", "ledgermetadata -restorefromfile x"]
+)
 def test_unknown_commands_and_options_of_the_shell_are_refused_by_name(typed: str) -> None:
     name, *rest = typed.split()
     with pytest.raises(UsageError, match=rest[0] if rest else name):
@@ -184,7 +184,8 @@ def test_other_programs_of_pulsar_are_refused_by_name(program: Program) -> None:
 def test_zookeeper_s_tls_options_for_a_jvm_become_ours(program: Program, tmp_path: Path) -> None:
     (tmp_path / "conf/bkenv.sh").write_text(
         'BOOKIE_EXTRA_OPTS="${BOOKIE_EXTRA_OPTS} -Dzookeeper.client.secure=true '
-        f'-Dzookeeper.ssl.keyStore.location={tmp_path}/none.pem -Dzookeeper.ssl.trustStore.location={tmp_path}/ca.crt"\n'
+        f"-Dzookeeper.ssl.keyStore.location={tmp_path}/none.pem "
+        f'-Dzookeeper.ssl.trustStore.location={tmp_path}/ca.crt"\n'
     )
     uri = "metadataServiceUri=zk+hierarchical://127.0.0.1:1/ledgers\n"
     (tmp_path / "conf/zk.conf").write_text(uri)

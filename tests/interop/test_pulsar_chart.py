@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -99,7 +98,9 @@ def release(java: Java, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Re
         bookies = [Pod(network, f"bookie-{n}", 10 + n, BOOKIE, env | BOOKIE_ENV) for n in range(4)]
         recovery = [Pod(network, f"recovery-{n}", 20 + n, RECOVERY, env | RECOVERY_ENV) for n in range(2)]
         job = Pod(network, "init-0", 30, INIT, env | BOOKIE_ENV)
-        early = bookies[0].run("bin/apply-config-from-env.py conf/bookkeeper.conf\nbin/bookkeeper shell whatisinstanceid")
+        early = bookies[0].run(
+            "bin/apply-config-from-env.py conf/bookkeeper.conf\nbin/bookkeeper shell whatisinstanceid"
+        )
         outputs = {"early": f"{early.returncode}"}
         for name in ("init", "again"):
             done = job.run(f"timeout 60 sh -c '{INIT.replace(chr(39), chr(34))}'")

@@ -182,4 +182,3 @@ class JavaInPod(JavaOnPulsar):
 
     def command(self, *arguments: Any, **options: Any) -> list[str]:
         return self._network.enter(self._space, "broker", None, *super().command(*arguments, **options))
-
