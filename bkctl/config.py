@@ -276,9 +276,10 @@ _INSTEAD: Final = {
 #: Keys that are read in another way than by a field's own.
 _OTHER_KEYS: Final = frozenset({
     "enableStatistics", "entryLocationRocksdbConf", "gcEntryLogMetadataCachePath", "indexDirectories",
-    "journalDirectories", "journalDirectory", "ledgerDirectories", "ledgerManagerFactoryClass", "ledgerManagerType", "ledgerStorageClass", "metadataServiceUri",
-    "permittedStartupUsers", "prometheusStatsHttpEnable", "sortedLedgerStorageEnabled", "statsProviderClass",
-    "tlsEnabledProtocols", "zkEnableSecurity", "zkLedgersRootPath", "zkServers",
+    "journalDirectories", "journalDirectory", "ledgerDirectories", "ledgerManagerFactoryClass", "ledgerManagerType",
+    "ledgerStorageClass", "metadataServiceUri", "permittedStartupUsers", "prometheusStatsHttpEnable",
+    "sortedLedgerStorageEnabled", "statsProviderClass", "tlsEnabledProtocols", "zkEnableSecurity",
+    "zkLedgersRootPath", "zkServers",
 })  # fmt: skip
 #: logSizeLimit's own upper bound. Source: ServerConfiguration.validate.
 LOG_SIZE_LIMIT_MAX: Final = 1 << 30

@@ -199,7 +199,7 @@ cp -r /pulsar /tmp/pulsar
     bin/apply-config-from-env.py conf/bookkeeper.conf
     bin/update-rocksdb-conf-from-env.py conf/entry_location_rocksdb.conf
     bin/bookkeeper shell whatisinstanceid
-    nslookup localhost
+    nslookup 127.0.0.1
 ) >&2
 start() {
     command bkctl bookie start --conf /etc/bookkeeper/bk_server.conf >/tmp/bookie.out 2>/tmp/bookie.err &
