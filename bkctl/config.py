@@ -238,7 +238,7 @@ _WITHOUT_EFFECT: Final = {
     "localScrubInterval": ("0", "'bkctl bookie check' checks the bookie's files"),
     "tlsEnabledCipherSuites": ("", "the system's cipher suites are used"),
 }
-#: What holds in place of keys that nothing here reads.
+#: Reasons why keys have no effect, each with its keys, which nothing here reads.
 _INSTEAD: Final = {
     "one event loop serves all requests, and waits for the disks in threads that the bookie sizes itself": (
         "enableBusyWait", "numHighPriorityWorkerThreads", "numJournalCallbackThreads", "numLongPollWorkerThreads",

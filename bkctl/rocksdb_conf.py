@@ -55,7 +55,7 @@ def _to_compression(text: str) -> str:
 
 
 class RocksdbOption(NamedTuple):
-    """Where an option file has a bookie's setting; `read` turns RocksDB's text into Java's, `write` back."""
+    """The place of a bookie's setting in an option file; `read` turns RocksDB's text into Java's, `write` back."""
 
     section: str
     name: str
@@ -80,7 +80,7 @@ OPTIONS: Final = {
     ),
     "dbStorage_rocksDB_format_version": RocksdbOption(_TABLE, "format_version"),
 }
-#: What a bookie sets anyway, by option; other values, and other options, have no effect.
+#: Values that a bookie uses anyway, by option; other values, and other options, have no effect.
 _ALWAYS: Final = {
     "create_if_missing": "true", "info_log_level": "INFO_LEVEL", "keep_log_file_num": "30",
     "log_file_time_to_roll": "86400", "num_levels": "7", "checksum": "kxxHash", "cache_index_and_filter_blocks": "true",

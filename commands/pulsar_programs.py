@@ -152,7 +152,7 @@ def _format_metadata(conf: str, is_forced: bool) -> int:
 
 
 def _instance_id(conf: str) -> str:
-    """Return the cluster's instance id, "" where there is no cluster."""
+    """Return the cluster's instance id, "" before there is one."""
     command = [sys.executable, "-m", "bkctl", "cluster", "id", "-o", "id", "--conf", conf]
     return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True).stdout.strip()
 
@@ -175,7 +175,7 @@ def _serve(program: str, conf: str, arguments: list[str]) -> int:
 
 
 def _take_zookeeper_tls() -> None:
-    """Let ZooKeeper's TLS options for a JVM, which the chart writes into conf/*env.sh, be those of bkctl."""
+    """Let ZooKeeper's TLS options for a JVM, which the chart writes into conf/*env.sh, configure bkctl."""
     texts = [os.environ.get(name, "") for name in _JVM]
     texts += [path.read_text() for name in ("pulsar_env.sh", "bkenv.sh") if (path := Path("conf", name)).exists()]
     options = dict(re.findall(r"-Dzookeeper\.([\w.]+)=([^\s\"\\]+)", "\n".join(texts)))
@@ -247,7 +247,7 @@ def _pulsar(arguments: list[str]) -> int:
 
 
 def apply_env(path: Path, prefix: str, env: Mapping[str, str] = os.environ) -> list[str]:
-    """Replace settings in a file by variables: those of the file's keys, comments included, and any behind `prefix`.
+    """Replace settings in a file by variables named as its keys, comments included, or `prefix` and a key.
 
     The last line of a key is replaced; keys that the file lacks are appended. Returns what was done, a line each.
     """

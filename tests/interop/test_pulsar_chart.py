@@ -2,7 +2,7 @@
 
 The scripts below run what the containers of the chart run, in its order (apache/pulsar-helm-chart, charts/pulsar:
 templates/bookkeeper-cluster-initialize.yaml, bookkeeper-statefulset.yaml, autorecovery-statefulset.yaml,
-_bookkeeper.tpl); the variables are those of its config maps with the defaults of values.yaml.
+_bookkeeper.tpl); the variables come from its config maps, with the defaults of values.yaml.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ RECOVERY_ENV = {
 
 
 class Release(NamedTuple):
-    """What the chart installs."""
+    """The pods of a release of the chart."""
 
     network: Network
     zookeeper: PodZooKeeper
