@@ -12,7 +12,8 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 import pytest
-from support.pods import JavaInPod, Network, Pod, PodZooKeeper, require_namespaces
+import yaml
+from support.pods import ROOT, JavaInPod, Network, Pod, PodZooKeeper, require_namespaces
 from support.servers import Java, conversation
 from support.waiting import eventually
 
@@ -141,6 +142,22 @@ def test_bookies_register_by_their_host_names_and_say_what_has_no_effect(release
     for pod in release.recovery:
         eventually(lambda pod=pod: "useV2WireProtocol" in pod.log_tail(0, 1 << 20))
         assert pod.running
+
+
+def test_the_way_down_of_our_own_manifests_moves_writers_until_the_next_start(release: Release) -> None:
+    manifests = yaml.safe_load_all((ROOT / "deploy/bookies.yaml").read_text())
+    (spec,) = (each["spec"]["template"]["spec"] for each in manifests if each["kind"] == "StatefulSet")
+    *_, command = spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    pod = release.bookies[3]
+    stopped = pod.run(command.replace(":8080", ":8000"))
+    assert stopped.returncode == 0, stopped.stderr
+    listed = "bin/apply-config-from-env.py conf/bookkeeper.conf >&2\nbin/bookkeeper shell listbookies"
+    assert pod.bookie_id in release.toolset.run(f"{listed} -ro").stdout
+    assert pod.probe("/api/v1/bookie/state") == 200
+    pod.stop()
+    pod.replace()
+    pod.start()
+    assert pod.bookie_id in release.toolset.run(f"{listed} -rw").stdout
 
 
 def test_a_broker_loses_nothing_while_bookies_are_killed_and_rolled(release: Release) -> None:
