@@ -26,8 +26,7 @@ _YES: Final = "-y"
 #: `> COMMAND` is another command.
 _OPTIONS: Final[dict[str, dict[str, str]]] = {
     "autorecovery": {
-        "e enable": "> autorecovery enable",
-        "d disable": "> autorecovery disable",
+        "e enable": "> autorecovery enable", "d disable": "> autorecovery disable",
         "s status": "> autorecovery status",
     },
     "bookieformat": {"n nonInteractive": "", "f force": "", "d deleteCookie": "--delete-cookie"},
@@ -37,46 +36,30 @@ _OPTIONS: Final[dict[str, dict[str, str]]] = {
     "endpointinfo": {"b bookieid": "{}"},
     "ledgermetadata": {"l ledgerid": "--ledger-id={}"},
     "listbookies": {
-        "rw readwrite": "--state=rw",
-        "ro readonly": "--state=ro",
-        "a all": "--state=all",
-        "h hostnames": "",
+        "rw readwrite": "--state=rw", "ro readonly": "--state=ro", "a all": "--state=all", "h hostnames": "",
     },
     "listledgers": {"m meta": "", "bookieid": "--bookie={}"},
     "listunderreplicated": {
-        "mr missingreplica": "--missing={}",
-        "emr excludingmissingreplica": "--not-missing={}",
-        "pmr printmissingreplica": "",
-        "prw printreplicationworkerid": "",
-        "c onlydisplayledgercount": "--count",
+        "mr missingreplica": "--missing={}", "emr excludingmissingreplica": "--not-missing={}",
+        "pmr printmissingreplica": "", "prw printreplicationworkerid": "", "c onlydisplayledgercount": "--count",
     },
     "lostbookierecoverydelay": {"g get": "", "s set": "{}"},
     "metaformat": {"n nonInteractive": "", "f force": ""},
     "nukeexistingcluster": {"p zkledgersrootpath": "", "i instanceid": "--yes-really={}", "f force": ""},
     "readledger": {
-        "l ledgerid": "--ledger-id={}",
-        "fe firstentryid": "--from={}",
-        "le lastentryid": "--to={}",
-        "b bookie": "--bookie={}",
-        "r force-recovery": "--recover",
-        "m msg": "--body",
+        "l ledgerid": "--ledger-id={}", "fe firstentryid": "--from={}", "le lastentryid": "--to={}",
+        "b bookie": "--bookie={}", "r force-recovery": "--recover", "m msg": "--body",
     },
     "recover": {
-        "q query": "--query",
-        "dr dryrun": "--dry-run",
-        "f force": _YES,
-        "l ledger": "--ledger={}",
-        "sk skipOpenLedgers": "--skip-open",
-        "d deleteCookie": "--delete-cookie",
+        "q query": "--query", "dr dryrun": "--dry-run", "f force": _YES, "l ledger": "--ledger={}",
+        "sk skipOpenLedgers": "--skip-open", "d deleteCookie": "--delete-cookie",
         "sku skipUnrecoverableLedgers": "--skip-unrecoverable",
     },
     "simpletest": {
-        "e ensemble": "--ensemble-size={}",
-        "w writeQuorum": "--write-quorum={}",
-        "a ackQuorum": "--ack-quorum={}",
+        "e ensemble": "--ensemble-size={}", "w writeQuorum": "--write-quorum={}", "a ackQuorum": "--ack-quorum={}",
         "n numEntries": "--entries={}",
     },
-}
+}  # fmt: skip
 #: Options with a value that is not one of ours.
 _VALUES: Final = frozenset({"p zkledgersrootpath"})
 #: Commands that never ask in Java.
