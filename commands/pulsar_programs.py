@@ -24,13 +24,12 @@ CONF: Final = "conf/bookkeeper.conf"
 _YES: Final = "-y"
 #: The shell's options, `short long` without dashes, and ours: `{}` stands for a value, "" is done anyway, and
 #: `> COMMAND` is another command.
-_OPTIONS: Final[dict[str, dict[str, str]]] = {
+OPTIONS_OF_THE_SHELL: Final[dict[str, dict[str, str]]] = {
     "autorecovery": {
         "e enable": "> autorecovery enable", "d disable": "> autorecovery disable",
         "s status": "> autorecovery status",
     },
     "bookieformat": {"n nonInteractive": "", "f force": "", "d deleteCookie": "--delete-cookie"},
-    "bookiesanity": {"e entries": "--entries={}", "t timeout": "--timeout={}s"},
     "decommissionbookie": {"bookieid": "{}"},
     "deleteledger": {"l ledgerid": "--ledger-id={}", "f force": _YES},
     "endpointinfo": {"b bookieid": "{}"},
@@ -81,7 +80,7 @@ def shell_words(name: str, arguments: list[str]) -> tuple[list[str], set[str]]:
     if name not in _SHELL:
         raise UsageError(f"No such command of the shell: {name}", hint="'bkctl --help' lists ours")
     command, words, given = _SHELL[name], [_YES] * (name in _UNASKED), set[str]()
-    known = {short: each for each in _OPTIONS.get(name, {}) for short in each.split()}
+    known = {short: each for each in OPTIONS_OF_THE_SHELL.get(name, {}) for short in each.split()}
     rest = iter(arguments)
     for argument in rest:
         option, equals, value = argument.lstrip("-").partition("=")
@@ -91,7 +90,7 @@ def shell_words(name: str, arguments: list[str]) -> tuple[list[str], set[str]]:
         if option not in known:
             raise UsageError(f"{name}: {argument} has no counterpart", hint=f"see 'bkctl {command} --help'")
         given.add(known[option])
-        ours = _OPTIONS[name][known[option]]
+        ours = OPTIONS_OF_THE_SHELL[name][known[option]]
         if "{}" in ours or known[option] in _VALUES:
             text = value if equals else next(rest, None)
             if text is None:

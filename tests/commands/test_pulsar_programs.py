@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from bkctl.commands.pulsar_programs import apply_env, shell_words
+from bkctl.commands.main import run
+from bkctl.commands.pulsar_programs import OPTIONS_OF_THE_SHELL, apply_env, shell_words
 from bkctl.config import BookieConfig
 from bkctl.errors import UsageError
 
@@ -193,3 +194,15 @@ def test_zookeeper_s_tls_options_for_a_jvm_become_ours(program: Program, tmp_pat
     assert done.returncode != 0
     assert f"{tmp_path}" in done.stderr
     assert ".pem" in done.stderr or "ca.crt" in done.stderr
+
+
+@pytest.mark.parametrize("name", sorted(OPTIONS_OF_THE_SHELL))
+def test_options_of_the_shell_are_options_of_our_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for option, ours in OPTIONS_OF_THE_SHELL[name].items():
+        command, given = shell_words(name, [f"-{option.split()[0]}", "1"])
+        assert run([*command[:2], "--help"]) == 0
+        shown = capsys.readouterr().out
+        flag = ours.partition("=")[0]
+        assert given == {option}
+        if flag.startswith("-"):
+            assert f"{flag} " in shown or f"{flag}," in shown, option
