@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final, Self
@@ -238,12 +238,48 @@ _WITHOUT_EFFECT: Final = {
     "localScrubInterval": ("0", "'bkctl bookie check' checks the bookie's files"),
     "tlsEnabledCipherSuites": ("", "the system's cipher suites are used"),
 }
+#: Reasons why keys have no effect, each with its keys, which nothing here reads.
+_INSTEAD: Final = {
+    "one event loop serves all requests, and waits for the disks in threads that the bookie sizes itself": (
+        "enableBusyWait", "numHighPriorityWorkerThreads", "numJournalCallbackThreads", "numLongPollWorkerThreads",
+        "readWorkerThreadsThrottlingEnabled", "requestTimerNumTicks", "requestTimerTickDurationMs",
+    ),
+    "buffers are sized by what is read and written": (
+        "byteBufAllocatorSizeInitial", "byteBufAllocatorSizeMax", "byteBufAllocatorSizeMin", "flushEntrylogBytes",
+        "journalWriteBufferSizeKB", "readBufferSizeBytes", "skipListArenaChunkSize", "skipListArenaMaxAllocSize",
+        "writeBufferSizeBytes",
+    ),
+    "the bookie has an HTTP server of its own, which serves /metrics on httpServerPort": (
+        "httpServerClass", "prometheusStatsHttpPort",
+    ),
+    "Nagle's algorithm is off, and answers are sent before a connection is closed": (
+        "serverTcpLinger", "serverTcpNoDelay",
+    ),
+    "auto-recovery speaks version 3, and asks the next bookie after a failure": (
+        "stickyReadSEnabled", "useV2WireProtocol",
+    ),
+    "the metadata store is retried as long as the session lasts": ("zkRetryBackoffMaxMs", "zkRetryBackoffStartMs"),
+    "directories may share a disk": ("allowMultipleDirsUnderSameDiskPartition",),
+    "port 0 is any free port": ("allowEphemeralPorts",),
+    "the bookie's process ends by itself when it fails": ("bookieDeathWatchInterval",),
+    "any layout of a known ledger manager is read": (
+        "allowShadedLedgerManagerFactoryClass", "shadedLedgerManagerFactoryClassPrefix",
+    ),
+    "TLS is the system's OpenSSL": ("tlsProvider",),
+    "the trust store is PEM, without a password": ("tlsTrustStorePasswordPath",),
+    "RocksDB logs what it logs at INFO_LEVEL": ("dbStorage_rocksDB_logLevel",),
+    "the database of ledgers has the options of Apache's bookie without that file": (
+        "defaultRocksdbConf", "ledgerMetadataRocksdbConf",
+    ),
+    "the bookie does not know this key": (),
+}  # fmt: skip
 #: Keys that are read in another way than by a field's own.
 _OTHER_KEYS: Final = frozenset({
-    "enableStatistics", "gcEntryLogMetadataCachePath", "indexDirectories", "journalDirectories", "journalDirectory",
-    "ledgerDirectories", "ledgerManagerFactoryClass", "ledgerManagerType", "ledgerStorageClass", "metadataServiceUri",
-    "permittedStartupUsers", "prometheusStatsHttpEnable", "sortedLedgerStorageEnabled", "statsProviderClass",
-    "tlsEnabledProtocols", "zkEnableSecurity", "zkLedgersRootPath", "zkServers",
+    "enableStatistics", "entryLocationRocksdbConf", "gcEntryLogMetadataCachePath", "indexDirectories",
+    "journalDirectories", "journalDirectory", "ledgerDirectories", "ledgerManagerFactoryClass", "ledgerManagerType",
+    "ledgerStorageClass", "metadataServiceUri", "permittedStartupUsers", "prometheusStatsHttpEnable",
+    "sortedLedgerStorageEnabled", "statsProviderClass", "tlsEnabledProtocols", "zkEnableSecurity",
+    "zkLedgersRootPath", "zkServers",
 })  # fmt: skip
 #: logSizeLimit's own upper bound. Source: ServerConfiguration.validate.
 LOG_SIZE_LIMIT_MAX: Final = 1 << 30
@@ -599,8 +635,6 @@ class BookieConfig(ClientConfig):
     conf_path: Path | None = None
     #: Settings of the file that have no effect here, a sentence each.
     warnings: tuple[str, ...] = ()
-    #: The file's keys that nothing here reads, such as sizes of Java's thread pools.
-    unread_keys: tuple[str, ...] = ()
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> BookieConfig:
@@ -634,8 +668,11 @@ class BookieConfig(ClientConfig):
         if is_sorted and properties.get("sortedLedgerStorageEnabled", "").lower() == "false":
             given["ledger_storage_class"] = _INTERLEAVED_LEDGER_STORAGE
         declared_keys = {key for declared in fields(cls) for key in declared.metadata.get("keys", ())}
-        given["unread_keys"] = tuple(sorted(set(properties) - declared_keys - _WITHOUT_EFFECT.keys() - _OTHER_KEYS))
+        unread = set(properties) - declared_keys - _WITHOUT_EFFECT.keys() - _OTHER_KEYS
+        given["warnings"] += _unread_warnings(properties, sorted(unread))
         given["warnings"] += _metrics_warning(properties, given.get("http_server_enabled", False))
+        if rocksdb_conf := properties.get("entryLocationRocksdbConf"):
+            given["warnings"] += _take_rocksdb_conf(Path(rocksdb_conf), properties, given)
         config = cls(**given)
         for key, name in (("journalDirectory", "journal_directories"), ("ledgerDirectories", "ledger_directories")):
             if len(set(getattr(config, name))) != len(getattr(config, name)):
@@ -684,6 +721,35 @@ class BookieConfig(ClientConfig):
                 f"Unknown ledgerStorageClass {self.ledger_storage_class}", hint=f"one of {', '.join(_STORAGE_NAMES)}"
             )
         return name
+
+
+def _unread_warnings(properties: Properties, keys: Iterable[str]) -> tuple[str, ...]:
+    """Return a sentence for each reason why some of `keys`, which nothing reads, have no effect."""
+    reason = {key: instead for instead, known in _INSTEAD.items() for key in known}
+    unknown = next(instead for instead, known in _INSTEAD.items() if not known)
+    found: dict[str, list[str]] = {}
+    for key in keys:
+        found.setdefault(reason.get(key, unknown), []).append(key)
+    return tuple(
+        f"{properties.where(each[0]) if len(each) == 1 else properties.path}: {', '.join(each)} "
+        f"{'has' if len(each) == 1 else 'have'} no effect: {instead}"
+        for instead, each in found.items()
+    )
+
+
+def _take_rocksdb_conf(path: Path, properties: Properties, given: dict[str, Any]) -> tuple[str, ...]:
+    """Let the options in `path` take the place of dbStorage_rocksDB_* in `given`, as in Apache's. Return warnings."""
+    from bkctl.rocksdb_conf import read_options
+
+    where = properties.where("entryLocationRocksdbConf")
+    if not path.exists():
+        return (f"{where}: entryLocationRocksdbConf has no effect: there is no {path}; dbStorage_rocksDB_* count",)
+    settings, without_effect = read_options(path)
+    names = {declared.metadata["key"]: declared for declared in fields(BookieConfig) if declared.metadata}
+    given |= {names[key].name: _parse(names[key], text, f"{path}: {key}") for key, text in settings.items()}
+    if not without_effect:
+        return ()
+    return (f"{where}: of entryLocationRocksdbConf {', '.join(without_effect)} in {path} have no effect",)
 
 
 def _metrics_warning(properties: Properties, is_http_enabled: bool) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 #: From left to right; parts that share a place do not import each other.
 DIRECTION = [
     {"errors", "pace", "redaction", "summaries", "tasks"},
-    {"ids"},
+    {"ids", "rocksdb_conf"},
     {"columns", "config"},
     {"formats"},
     {"disk"},

@@ -239,8 +239,6 @@ class Bookie:
         collector.start()
         for warning in config.warnings:
             log.warning("%s", warning)
-        if config.unread_keys:
-            log.info("Settings without effect here: %s", ", ".join(config.unread_keys))
         if config.tls_client_authentication and not config.tls_required:
             log.warning("Clients without TLS are served too, as Apache's bookie does, unless tlsRequired=true")
         self.started_ms = time.time_ns() // 1_000_000

@@ -51,6 +51,7 @@ def test_image_runs_as_a_user_without_a_compiler_and_checks_its_health() -> None
     final = {step.name: step.text for step in stages()[-1]}
     assert final["USER"] == "10000:10000"
     assert "RUN" not in final
+    assert final["WORKDIR"] == "/pulsar"
     assert json.loads(final["ENTRYPOINT"]) == ["bkctl"]
     assert '"bkctl", "bookie", "ready"' in final["HEALTHCHECK"]
     assert json.loads(final["VOLUME"]) == ["/var/lib/bookkeeper", "/var/lib/bkctl"]
@@ -189,6 +190,17 @@ test "$(id -u)" = 10000
 ! command -v gcc >/dev/null
 bkctl version -o json
 bkctl cluster init >/dev/null
+# As a pod of Pulsar's chart, whose root can be written to.
+cp -r /pulsar /tmp/pulsar
+(
+    cd /tmp/pulsar
+    metadataServiceUri=$(sed -n 's/^metadataServiceUri=//p' /etc/bookkeeper/bk_server.conf)
+    export metadataServiceUri
+    bin/apply-config-from-env.py conf/bookkeeper.conf
+    bin/update-rocksdb-conf-from-env.py conf/entry_location_rocksdb.conf
+    bin/bookkeeper shell whatisinstanceid
+    nslookup 127.0.0.1
+) >&2
 start() {
     command bkctl bookie start --conf /etc/bookkeeper/bk_server.conf >/tmp/bookie.out 2>/tmp/bookie.err &
     bookie=$!
