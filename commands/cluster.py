@@ -231,6 +231,9 @@ def find_all(run: Run, cluster: Cluster, look: Look) -> list[HealthFinding]:
         full = {each.subject for each in of_bookies if each.command.startswith("bkctl why space")}
         of_bookies += vitals_findings(vitals, full)
     known = {(each.code, each.subject) for each in of_bookies}
+    # A slow bookie is read-only because it is slow: it is not to be made writable.
+    slow = {(HealthCode.BOOKIE_READ_ONLY, each.subject) for each in of_bookies if each.code is HealthCode.BOOKIE_SLOW}
+    of_bookies = [each for each in of_bookies if (each.code, each.subject) not in slow]
     period = () if run.access.conf is None else (run.access.config().auditor_periodic_check_interval,)
     found = [each for each in health_findings(cluster, *period) if (each.code, each.subject) not in known]
     bookies = cluster.bookies.list()

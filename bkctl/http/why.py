@@ -211,13 +211,14 @@ class Inquiry:
             conf = "CONF" if local is None else str(local.conf)
             start = Way("bkctl local up", "starts it: nothing is lost, and its replicas are back")
             if local is None:
-                start = Way(f"bkctl bookie start --conf {conf}", "on its host: nothing is lost, its replicas are back")
-            why.ways += [leave, start] if refusal and not only else [start, leave]
+                effect = "on its host (Apache's: bin/bookkeeper bookie): nothing is lost, its replicas are back"
+                start = Way(f"bkctl bookie start --conf {conf}", effect)
+            why.ways += [leave, start] if (refusal and not only) or not ledger_count else [start, leave]
             return why
         [space] = await member_space(self.bookkeeper, [bookie])
         self._answer(why, bookie, space, local)
         if space.error is None:
-            self._of_vitals(why, bookie, space)
+            self._of_vitals(why, bookie, space, local, ledger_count)
         return why
 
     def _answer(
@@ -241,23 +242,37 @@ class Inquiry:
         why.way(f"kill -CONT {pid}", "it continues where it stopped: nothing is lost")
         return why
 
-    def _of_vitals(self, why: Explanation, bookie: RegisteredBookie, space: BookieSpace) -> None:
+    def _of_vitals(
+        self,
+        why: Explanation,
+        bookie: RegisteredBookie,
+        space: BookieSpace,
+        local: ClusterBookie | None,
+        ledger_count: int,
+    ) -> None:
         bookie_id, used = bookie.bookie_id, space.used_percent
         if used is not None:
             why.fact(f"{used:g}% of its ledger disks are used", "its answer")
         vitals = without_moved(self.cluster, self.vitals_of(list(self.bookies.values())))
         threshold = _threshold(self, bookie)
         is_full = bookie_id in full_bookies(vitals) or (used is not None and used > threshold)
+        is_slow = False
         for finding in vitals_findings(vitals, {bookie_id} if is_full else ()):
             if finding.subject == bookie_id:
                 why.verdict = finding.message
                 why.fact(finding.message, "its /metrics")
                 if finding.code == "bookie-slow":
-                    why.way(
-                        f"bkctl bookie readonly on --bookie {bookie_id}",
-                        "new ledgers avoid it; its replicas stay; the others get its adds",
-                    )
-                    why.way(f"bkctl bookies drain {bookie_id} --yes", "moves all its replicas, to replace its disk")
+                    is_slow = True
+                    if bookie.state == "rw":
+                        effect = "new ledgers avoid it; its replicas stay; the others get its adds"
+                        why.way(f"bkctl bookie readonly on --bookie {bookie_id}", effect)
+                    if ledger_count:
+                        why.way(f"bkctl bookies drain {bookie_id} --yes", "moves all its replicas, to replace its disk")
+                    elif bookie.state == "ro":
+                        stop = f"bkctl local down --bookie {bookie_id}"
+                        if local is None:
+                            stop = f"bkctl bookies ok-to-stop {bookie_id}"
+                        why.way(stop, "it holds no ledger: stop it, and replace its disk or decommission it")
                 elif finding.code == "ledgers-unreadable":
                     for ledger in vitals[bookie_id].unreadable:
                         command = f"bkctl autorecovery mark {ledger} --missing {bookie_id}"
@@ -266,7 +281,7 @@ class Inquiry:
                         )
         if bookie_id not in vitals:
             why.fact("It has no HTTP server that answers: no metrics", "registration")
-        if bookie.state == "ro":
+        if bookie.state == "ro" and not is_slow:
             finding = read_only_finding(bookie_id, used, 0 if is_full else threshold)
             why.verdict = finding.message
             why.way(finding.command, finding.advice)
