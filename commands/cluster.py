@@ -253,7 +253,13 @@ def find_all(run: Run, cluster: Cluster, look: Look) -> list[HealthFinding]:
         seen = survey.tallies.keys()
         for scoped in (False, True):
             if (audit := published_survey(cluster.store, scoped=scoped)) is not None:
-                audit.tallies = {key: tally for key, tally in audit.tallies.items() if key not in seen}
+                # What is mended since is mended for all: the ledgers that it names are looked at again.
+                now = LedgerSurvey(bookies, placement=placement, stuck_after_s=look.stuck_after_s)
+                survey_ledgers(
+                    cluster, now, sorted({each for tally in audit.tallies.values() for each in tally.examples})
+                )
+                still = now.tallies.keys() - seen
+                audit.tallies = {key: tally for key, tally in audit.tallies.items() if key in still}
                 found += audit.findings(audited=True)
     return sorted(found + of_bookies, key=lambda each: (each.severity, each.code, each.subject))
 
