@@ -17,6 +17,7 @@ from bkctl.metadata.admin.health_codes import HealthCode
 from .kit.audit import user_name
 from .kit.columns import Output
 from .kit.command import Access, Consent, LongWork, Printer, Run, command, group, object_of, rows_of
+from .kit.next_steps import pasted
 from .kit.options import DryRun, UndoOption, WatchOption, YesReally, duration_option
 from .kit.texts import GREEN, RED, YELLOW, counted
 from .kit.values import check_percentage
@@ -176,7 +177,7 @@ HEALTH_COLUMNS = Columns(
     Column("SUBJECT", "subject", lambda row: row.subject or None),
     Column("WHAT", "message", "message"),
     Column("ADVICE", "advice", "advice"),
-    Column(None, "nextCommand", "command"),
+    Column(None, "nextCommand", lambda row: pasted(row.command)),
     Column(None, "details", "details", Kind.NESTED, optional=True),
     key="code",
 )
@@ -375,7 +376,7 @@ DETAIL_COLUMNS = Columns(
     ),
     Column("SUBJECT", "subject", lambda row: row.finding.subject or None, optional=True),
     Column("WHAT", "message", "finding.message"),
-    Column("NEXT", "nextCommand", "finding.command"),
+    Column("NEXT", "nextCommand", lambda row: pasted(row.finding.command)),
     Column("WHY", "why", "finding.why"),
     Column(
         "ADVICE",

@@ -14,6 +14,7 @@ from .kit.columns import Output
 from .kit.command import Run, command, group
 from .kit.documents import object_of
 from .kit.ledger_options import OneLedger
+from .kit.next_steps import pasted
 from .kit.options import LedgerShape
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ def _explain(run: Run, ask: Callable[[Inquiry], Awaitable[Explanation]]) -> None
 
     with run.access.cluster() as cluster, run.job.working("Asking the bookies"):
         why = run.job.complete(asked())
+    why.ways = [each._replace(command=pasted(each.command)) for each in why.ways]
     if run.out.output is not Output.TABLE:
         run.out.show(why, WHY_COLUMNS)
         return
@@ -68,7 +70,8 @@ def why_ledger(run: Run, ledger: OneLedger) -> None:
 def why_bookie(run: Run, bookie: Bookie) -> None:
     """Explain why a bookie is down, hung, slow or read-only.
 
-    Looks at registration, cookie, answers, metrics and ledgers; of a local cluster also at process and log.
+    Also why its decommission or drain does not end: the ledgers that stay on it, by reason. Looks at registration,
+    cookie, answers, metrics and ledgers; of a local cluster also at process and log.
     """
     _explain(run, lambda inquiry: inquiry.bookie(bookie))
 
