@@ -18,14 +18,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 from bkctl.bookie.local import active_cluster
 from bkctl.errors import BkctlError, Corrupt, Unsupported
 from bkctl.formats.metadata import BookieEndpoint, BookieServiceInfo, LedgerMetadata
 from bkctl.http.bookie_client import BookieApi
 from bkctl.http.bookie_load import ask_all
-from bkctl.http.why import log_tail
+from bkctl.http.why import Explanation, Fact, Way, log_tail
 from bkctl.metadata.admin.dump.export_file import DumpRecord, ExportFile
 from bkctl.metadata.admin.dump.importing import import_records, prepare_target
 from bkctl.metadata.admin.dump.sources import ClusterSource, write_export
@@ -40,9 +40,10 @@ if TYPE_CHECKING:
     from bkctl.metadata.cluster import Cluster, RegisteredBookie
     from bkctl.metadata.ledgers import VersionedMetadata
 
+T = TypeVar("T")
 METADATA: Final = "metadata.ndjson"
 #: The members that `open_bundle` reads, and the bytes of a bundle, uncompressed, up to the last of them.
-_READ: Final = (METADATA, "bookies.json", "health.json")
+_READ: Final = (METADATA, "bookies.json", "health.json", "why.json")
 READ_SIZE_BYTES_MAX: Final = 256 << 20
 MEMBER_SIZE_BYTES_MAX: Final = 4 << 20
 LEDGERS_MAX: Final = 20_000
@@ -226,7 +227,7 @@ def open_bundle(path: Path) -> tuple[Cluster, str]:
             at = source.header.time
         if re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", at, re.ASCII) is None:
             raise Corrupt("its time is not a time")
-        for each in _json(members["bookies.json"]):
+        for each in _json(members["bookies.json"], list):
             if each["state"] != "down":
                 info = each["info"] or {"endpoints": (), "properties": {}}
                 endpoints = tuple(BookieEndpoint(**endpoint) for endpoint in info["endpoints"])
@@ -247,11 +248,25 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
     raise Unsupported("A bundle cannot be changed", hint="name a cluster in its place")
 
 
-def _json(data: bytes) -> list[Any]:
+def _json(data: bytes, kind: type[T]) -> T:
     document = json.loads(data)
-    if not isinstance(document, list):
-        raise ValueError("not a list")
+    if not isinstance(document, kind):
+        raise ValueError(f"not a {kind.__name__}")
     return document
+
+
+def recorded_explanation(path: Path, command: str) -> Explanation:
+    """Return the explanation that a bundle holds for a command. Raise Unsupported without one, Corrupt, OSError."""
+    try:
+        recorded = _json(read_members(path)["why.json"], dict)
+        if (found := recorded.get(command)) is not None:
+            facts = [Fact(str(what), str(evidence)) for what, evidence in found["facts"]]
+            ways = [Way(str(way), str(effect)) for way, effect in found["ways"]]
+            return Explanation(str(found["subject"]), str(found["verdict"]), facts, ways)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise Corrupt(f"{path} is a damaged bundle: why.json: {error}", hint="collect it again") from error
+    held = ", ".join(f"'{each}'" for each in islice(recorded, 10)) or "none"
+    raise Unsupported(f"'{command}' cannot be answered: {path} is a bundle", hint=f"it has the answers of: {held}")
 
 
 def recorded_findings(path: Path) -> list[HealthFinding]:
@@ -260,7 +275,7 @@ def recorded_findings(path: Path) -> list[HealthFinding]:
         codes = {code.value: code for code in HealthCode}
         return [
             HealthFinding(**{**each, "code": codes[each["code"]], "severity": Severity(each["severity"])})
-            for each in _json(read_members(path)["health.json"])
+            for each in _json(read_members(path)["health.json"], list)
         ]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise Corrupt(f"{path} is a damaged bundle: health.json: {error}", hint="collect it again") from error

@@ -168,7 +168,7 @@ class Access:
         from bkctl.client.ledger import BookKeeper
         from bkctl.protocol.messages import Protocol
 
-        self._refuse_bundle("Bookies")
+        self.refuse_bundle("Bookies")
         return BookKeeper(
             cluster,
             protocol=protocol or Protocol.V3,
@@ -180,7 +180,8 @@ class Access:
             config=self.client_config(),
         )
 
-    def _refuse_bundle(self, who: str) -> None:
+    def refuse_bundle(self, who: str) -> None:
+        """Raise Unsupported if a bundle is in the cluster's place."""
         if self.bundle is not None:
             raise Unsupported(
                 f"{who} cannot be asked: {self.bundle} is a bundle",
@@ -216,7 +217,7 @@ class Access:
         `is_registered`: the metadata store names `url`, so that the token goes there only as `token_for_registered`
         says.
         """
-        self._refuse_bundle(f"The server {url}")
+        self.refuse_bundle(f"The server {url}")
         from bkctl.http.client import ApiClient
         from bkctl.http.server_url import token_for_registered
         from bkctl.metadata.store import client_tls

@@ -30,6 +30,7 @@ READS = (
     ("autorecovery", "list"),
     ("cluster", "health"),
     ("cluster", "health", "detail"),
+    ("why", "bookie", "b3"),
 )
 
 
@@ -56,7 +57,7 @@ def uri(tmp_path: Path) -> Iterator[str]:
 
 def plain(found: object) -> object:
     """Leave out what hides secrets or counts seconds."""
-    hidden = {"version", "customMetadata", "ageSeconds", "message", "details", "password"}
+    hidden = {"version", "customMetadata", "ageSeconds", "message", "details", "password", "facts"}
     if isinstance(found, dict):
         return {name: plain(value) for name, value in found.items() if name not in hidden}
     return [plain(each) for each in found] if isinstance(found, list) else found
@@ -83,7 +84,8 @@ def test_a_bundle_answers_as_its_cluster_did(uri: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [("why", "ledger", "3"), ("cluster", "status"), ("ledger", "read", "3"), ("ledger", "delete", "3", "--yes"),
+    [("why", "ledger", "3"), ("why", "create"), ("top", "--once"), ("cluster", "status"),
+     ("ledger", "read", "3"), ("ledger", "delete", "3", "--yes"),
      ("autorecovery", "disable"), ("bookies", "usage"), ("ledger", "verify", "3")],
 )  # fmt: skip
 def test_what_a_bundle_cannot_answer_is_refused_and_connects_to_nothing(
