@@ -225,7 +225,7 @@ class Inquiry:
             if local is None:
                 effect = "on its host (Apache's: bin/bookkeeper bookie): nothing is lost, its replicas are back"
                 start = Way(f"bkctl bookie start --conf {quote(conf)}", effect)
-            why.ways += [leave, start] if (refusal and not only) or not ledger_count else [start, leave]
+            why.ways += [leave, start] if refusal and not only else [start, leave]
             return why
         [space] = await member_space(self.bookkeeper, [bookie])
         self._answer(why, bookie, space, local)
@@ -288,11 +288,13 @@ class Inquiry:
                             f"bkctl bookies drain {quote(bookie_id)} --yes",
                             "moves all its replicas, to replace its disk",
                         )
-                    elif bookie.state == "ro":
+                    elif bookie.state == "ro" and local is not None:
                         stop = f"bkctl local down --bookie {quote(bookie_id)}"
-                        if local is None:
-                            stop = f"bkctl bookies ok-to-stop {quote(bookie_id)}"
-                        why.way(stop, "it holds no ledger: stop it, and replace its disk or decommission it")
+                        leave = f"bkctl bookies decommission {quote(bookie_id)} --yes"
+                        why.way(f"{stop} && {leave}", "it holds no ledger: it leaves; start one on another disk")
+                    elif bookie.state == "ro":
+                        effect = "it holds no ledger: stop it, and decommission it or replace its disk"
+                        why.way(f"bkctl bookies ok-to-stop {quote(bookie_id)}", effect)
                 elif finding.code == "ledgers-unreadable":
                     for ledger in vitals[bookie_id].unreadable:
                         command = f"bkctl autorecovery mark {ledger} --missing {quote(bookie_id)}"

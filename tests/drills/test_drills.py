@@ -84,6 +84,10 @@ class Drill:
 
     def run(self, line: str) -> Any:
         """Run a command that bkctl printed, and return the JSON that it prints, if it does."""
+        first, then, second = line.partition(" && ")
+        if then:
+            self.run(first)
+            return self.run(second)
         self.transcript.append(line)
         words = shlex.split(line)
         self.show(line, words)
@@ -100,7 +104,7 @@ class Drill:
         print(line)
         if (path := os.environ.get("BKCTL_TEST_TRANSCRIPTS")) is not None:
             test = os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[2].partition(" ")[0]
-            reads = words[1] in ("why", "cluster") or words[-1] in ("list", "status", "show")
+            reads = (words[0] == "bkctl" and words[1] in ("why", "cluster")) or words[-1] in ("list", "status", "show")
             out = self.shell(*words[1:], COLUMNS="80").out.decode() if reads else ""
             with open(path, "a") as file:
                 file.write(f"--- {test} {time.strftime('%H:%M:%S')}\n$ {line}\n{out}")
@@ -315,16 +319,18 @@ def test_a_lost_metadata_store_is_waited_for_and_loses_nothing(
         "zkTimeout": 3000,
     }
     bookies = OwnCluster(store.metadata_uri(), tmp_path, STORAGES, settings)
-    writer = drill.shell.process("ledger", "write", "-o", "ndjson")
+    writers = []
     try:
         bookies.ensure_up()
         eventually(lambda: drill.shell("cluster", "health").out == b"OK\n")
         ledger = drill.write()
-        writer = drill.shell.process("ledger", "write", "-o", "ndjson")
+        writers.append(writer := drill.shell.process("ledger", "write", "-o", "ndjson"))
         assert writer.stdin is not None
         writer.stdin.write("\n".join(PAYLOADS[:10]).encode() + b"\n")
         writer.stdin.flush()
-        time.sleep(1)
+        eventually(
+            lambda: {"OPEN", "CLOSED"} == {row["state"] for row in drill.shell("ledger", "list", "-o", "ndjson").rows}
+        )
         store.kill()
         for number in range(10, 20):
             time.sleep(OUTAGE_S / 10)
@@ -341,8 +347,9 @@ def test_a_lost_metadata_store_is_waited_for_and_loses_nothing(
         assert drill.read(ledger) == drill.read(during_outage) == PAYLOADS
         assert {row["state"] for row in drill.shell("bookies", "list", "-o", "ndjson").rows} == {"rw"}
     finally:
-        writer.kill()
-        writer.communicate()
+        for writer in writers:
+            writer.kill()
+            writer.wait()
         bookies.kill()
 
 
