@@ -258,7 +258,7 @@ def find_all(run: Run, cluster: Cluster, look: Look) -> list[HealthFinding]:
         seen = survey.tallies.keys()
         for scoped in (False, True):
             if (audit := published_survey(cluster.store, scoped=scoped)) is not None:
-                # What is mended since is mended for all: the ledgers that it names are looked at again.
+                # Look at the ledgers that it names again: a fault that is gone from these is gone.
                 now = LedgerSurvey(bookies, placement=placement, stuck_after_s=look.stuck_after_s)
                 survey_ledgers(
                     cluster, now, sorted({each for tally in audit.tallies.values() for each in tally.examples})

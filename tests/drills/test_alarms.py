@@ -117,7 +117,7 @@ def test_a_healthy_cluster_has_no_findings_while_it_is_idle_written_and_joined(w
 
 
 def test_one_slow_sync_of_an_idle_bookie_is_no_alarm(watched: Watched) -> None:
-    """Quantiles of a few syncs are those of the slowest, however many there were before."""
+    """The p99 of a few recent syncs is the slowest sync, however many there were before."""
     api = Mock()
     api.garbage_collection.return_value = Mock(suspended_by_disks="", major_suspended=False, minor_suspended=False)
     name = "bookie_journal_JOURNAL_SYNC"

@@ -88,7 +88,7 @@ def test_a_bundle_answers_as_its_cluster_did(uri: str, tmp_path: Path) -> None:
      ("ledger", "read", "3"), ("ledger", "delete", "3", "--yes"),
      ("autorecovery", "disable"), ("bookies", "usage"), ("ledger", "verify", "3")],
 )  # fmt: skip
-def test_what_a_bundle_cannot_answer_is_refused_and_connects_to_nothing(
+def test_commands_that_need_bookies_or_changes_refuse_a_bundle(
     uri: str, tmp_path: Path, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = collect(uri, tmp_path / "b.tar.gz")
