@@ -59,10 +59,17 @@ class Summary:
         self._now = [0] * _BUCKETS
         self._rolled_s = now_s
 
+    def _recent(self) -> list[int]:
+        is_recent = time.monotonic() - self._rolled_s <= 2 * ROLLOVER_S
+        return [one + other for one, other in zip(self._now, self._before, strict=True)] if is_recent else []
+
+    def recent_count(self) -> int:
+        """Return how many numbers `quantiles` are of."""
+        return sum(self._recent())
+
     def quantiles(self) -> list[float]:
         """Return the values of QUANTILES in the last stretch; NaN where nothing was observed."""
-        is_recent = time.monotonic() - self._rolled_s <= 2 * ROLLOVER_S
-        counts = [one + other for one, other in zip(self._now, self._before, strict=True)] if is_recent else []
+        counts = self._recent()
         total = sum(counts)
         if not total:
             return [float("nan")] * len(QUANTILES)

@@ -15,6 +15,7 @@ from bkctl.errors import AlreadyExists, BkctlError, NotFound, UsageError
 from .kit.columns import COUNT_COLUMNS
 from .kit.command import Access, Consent, LongWork, Printer, Run, command, group, object_of, rows_of
 from .kit.ledger_options import LedgersOrFile, ScopeOfAny
+from .kit.next_steps import pasted
 from .kit.options import DryRun, UndoOption, WatchOption, duration_option
 from .kit.texts import GREEN, RED, YELLOW, counted, duration_text, time_text
 from .kit.values import parse_duration, tap
@@ -221,7 +222,7 @@ MARK_COLUMNS = Columns(
     Column(None, "attempts", value_at("failure.attempts"), Kind.INTEGER),
     Column(None, "failedAt", value_at("failure.at_ms"), Kind.TIME),
     Column("TRIED AGAIN", "retryAt", value_at("failure.retry_at_ms"), Kind.TIME),
-    Column("NEXT", "nextCommand", lambda row: f"bkctl why ledger {row.ledger}"),
+    Column("NEXT", "nextCommand", lambda row: pasted(f"bkctl why ledger {row.ledger}")),
     key="ledger",
     none="No ledgers are marked as under-replicated",
 )

@@ -17,6 +17,7 @@ from bkctl.metadata.admin.health_codes import HealthCode
 from .kit.audit import user_name
 from .kit.columns import Output
 from .kit.command import Access, Consent, LongWork, Printer, Run, command, group, object_of, rows_of
+from .kit.next_steps import pasted
 from .kit.options import DryRun, UndoOption, WatchOption, YesReally, duration_option
 from .kit.texts import GREEN, RED, YELLOW, counted
 from .kit.values import check_percentage
@@ -176,7 +177,7 @@ HEALTH_COLUMNS = Columns(
     Column("SUBJECT", "subject", lambda row: row.subject or None),
     Column("WHAT", "message", "message"),
     Column("ADVICE", "advice", "advice"),
-    Column(None, "nextCommand", "command"),
+    Column(None, "nextCommand", lambda row: pasted(row.command)),
     Column(None, "details", "details", Kind.NESTED, optional=True),
     key="code",
 )
@@ -222,6 +223,10 @@ def find_all(run: Run, cluster: Cluster, look: Look) -> list[HealthFinding]:
 
     from .bookies.racks import find_placement
 
+    if run.access.bundle is not None:
+        from bkctl.http.bundle import recorded_findings
+
+        return recorded_findings(run.access.bundle)
     of_bookies: list[HealthFinding] = []
     if not look.no_bookies:
         members = cluster.bookies.list(include_down=False)
@@ -231,6 +236,9 @@ def find_all(run: Run, cluster: Cluster, look: Look) -> list[HealthFinding]:
         full = {each.subject for each in of_bookies if each.command.startswith("bkctl why space")}
         of_bookies += vitals_findings(vitals, full)
     known = {(each.code, each.subject) for each in of_bookies}
+    # A slow bookie is read-only because it is slow: it is not to be made writable.
+    slow = {(HealthCode.BOOKIE_READ_ONLY, each.subject) for each in of_bookies if each.code is HealthCode.BOOKIE_SLOW}
+    of_bookies = [each for each in of_bookies if (each.code, each.subject) not in slow]
     period = () if run.access.conf is None else (run.access.config().auditor_periodic_check_interval,)
     found = [each for each in health_findings(cluster, *period) if (each.code, each.subject) not in known]
     bookies = cluster.bookies.list()
@@ -250,7 +258,13 @@ def find_all(run: Run, cluster: Cluster, look: Look) -> list[HealthFinding]:
         seen = survey.tallies.keys()
         for scoped in (False, True):
             if (audit := published_survey(cluster.store, scoped=scoped)) is not None:
-                audit.tallies = {key: tally for key, tally in audit.tallies.items() if key not in seen}
+                # Look at the ledgers that it names again: a fault that is gone from these is gone.
+                now = LedgerSurvey(bookies, placement=placement, stuck_after_s=look.stuck_after_s)
+                survey_ledgers(
+                    cluster, now, sorted({each for tally in audit.tallies.values() for each in tally.examples})
+                )
+                still = now.tallies.keys() - seen
+                audit.tallies = {key: tally for key, tally in audit.tallies.items() if key in still}
                 found += audit.findings(audited=True)
     return sorted(found + of_bookies, key=lambda each: (each.severity, each.code, each.subject))
 
@@ -366,7 +380,7 @@ DETAIL_COLUMNS = Columns(
     ),
     Column("SUBJECT", "subject", lambda row: row.finding.subject or None, optional=True),
     Column("WHAT", "message", "finding.message"),
-    Column("NEXT", "nextCommand", "finding.command"),
+    Column("NEXT", "nextCommand", lambda row: pasted(row.finding.command)),
     Column("WHY", "why", "finding.why"),
     Column(
         "ADVICE",

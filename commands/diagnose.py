@@ -16,6 +16,7 @@ from .cluster import Look, find_all, metrics_api, metrics_wait_s
 from .kit.command import Run, command, group
 from .kit.documents import object_of
 from .kit.options import duration_option, size_option
+from .why import explain_all
 
 if TYPE_CHECKING:
     pass
@@ -63,6 +64,7 @@ def bundle(
         found.json("cluster.json", {"bkctl": __version__, **cluster_info(cluster)._asdict()})
         findings = find_all(run, cluster, Look(90.0, no_bookies=False, ledgers=False, stuck_after_s=600.0))
         found.json("health.json", [each._asdict() for each in findings])
+        found.json("why.json", explain_all(run, cluster, (each.command for each in findings)))
         add_cluster(found, cluster, partial(metrics_api, run), pause_s=pause_s, wait_s=metrics_wait_s(run))
         found.json("left-out.json", found.left_out)
     run.out.show((file, found), BUNDLE_COLUMNS)

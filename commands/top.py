@@ -115,6 +115,7 @@ def top(
     """
     if interval_s < INTERVAL_S_MIN:
         raise UsageError(f"--interval: must be {INTERVAL_S_MIN:g} s or more")
+    run.access.refuse_bundle("The bookies that 'bkctl top' shows")
     if once:
         with run.access.cluster() as cluster:
             watch = _load_watch(run, cluster)

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import shlex
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from itertools import islice
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from bkctl.columns import Column, Columns, Kind
+from bkctl.errors import BkctlError
 
 from .kit.columns import Output
 from .kit.command import Run, command, group
 from .kit.documents import object_of
 from .kit.ledger_options import OneLedger
+from .kit.next_steps import pasted
 from .kit.options import LedgerShape
 
 if TYPE_CHECKING:
     from bkctl.http.why import Explanation, Inquiry
+    from bkctl.metadata.cluster import Cluster
 
 app = group()
 
@@ -32,18 +38,52 @@ WHY_COLUMNS = Columns(
 Bookie = Annotated[str, typer.Argument(metavar="BOOKIE", help="The bookie.")]
 
 
-def _explain(run: Run, ask: Callable[[Inquiry], Awaitable[Explanation]]) -> None:
+#: Explanations that a bundle holds.
+EXPLANATIONS_MAX: Final = 50
+
+
+async def _asked(run: Run, cluster: Cluster, ask: Callable[[Inquiry], Awaitable[Explanation]]) -> Explanation:
     from bkctl.http.why import Inquiry
 
     from .cluster import find_vitals, metrics_api
 
-    async def asked() -> Explanation:
-        async with run.access.bookkeeper(cluster) as bookkeeper:
-            placement = bookkeeper.pool.placement(cluster.bookies.list())
-            return await ask(Inquiry(bookkeeper, placement, partial(find_vitals, run), partial(metrics_api, run)))
+    async with run.access.bookkeeper(cluster) as bookkeeper:
+        placement = bookkeeper.pool.placement(cluster.bookies.list())
+        return await ask(Inquiry(bookkeeper, placement, partial(find_vitals, run), partial(metrics_api, run)))
 
-    with run.access.cluster() as cluster, run.job.working("Asking the bookies"):
-        why = run.job.complete(asked())
+
+def explain_all(run: Run, cluster: Cluster, commands: Iterable[str]) -> dict[str, Any]:
+    """Return the explanations for commands of this group, for a bundle; those that fail are left out."""
+    from dataclasses import asdict
+
+    from bkctl.ids import LedgerId
+
+    asks: dict[str, Callable[[str, Inquiry], Awaitable[Explanation]]] = {
+        "ledger": lambda subject, inquiry: inquiry.ledger(LedgerId.parse(subject)),
+        "bookie": lambda subject, inquiry: inquiry.bookie(subject),
+        "space": lambda subject, inquiry: inquiry.space(subject),
+    }
+    found: dict[str, Any] = {}
+    for line in islice(dict.fromkeys(commands), EXPLANATIONS_MAX):
+        words = shlex.split(line)
+        if words[:2] == ["bkctl", "why"] and len(words) == 4 and words[2] in asks:
+            with suppress(BkctlError):
+                ask = partial(asks[words[2]], words[3])
+                why = run.job.complete(_asked(run, cluster, ask))
+                found[line] = asdict(why) | {"facts": [*map(list, why.facts)], "ways": [*map(list, why.ways)]}
+    return found
+
+
+def _explain(run: Run, words: str, ask: Callable[[Inquiry], Awaitable[Explanation]]) -> None:
+    if run.access.bundle is not None:
+        from bkctl.http.bundle import recorded_explanation
+
+        with run.access.cluster():
+            why = recorded_explanation(run.access.bundle, f"bkctl why {words}")
+    else:
+        with run.access.cluster() as cluster, run.job.working("Asking the bookies"):
+            why = run.job.complete(_asked(run, cluster, ask))
+    why.ways = [each._replace(command=pasted(each.command)) for each in why.ways]
     if run.out.output is not Output.TABLE:
         run.out.show(why, WHY_COLUMNS)
         return
@@ -61,16 +101,17 @@ def why_ledger(run: Run, ledger: OneLedger) -> None:
     Reads its metadata, mark and published failures, and some entries from each of its bookies. Each fact names its
     evidence, each way out its cost; the first way loses least.
     """
-    _explain(run, lambda inquiry: inquiry.ledger(ledger))
+    _explain(run, f"ledger {ledger}", lambda inquiry: inquiry.ledger(ledger))
 
 
 @command(app, "bookie", connects=True, examples=("bkctl why bookie 10.0.0.1:3181",), prints=object_of(WHY_COLUMNS))
 def why_bookie(run: Run, bookie: Bookie) -> None:
     """Explain why a bookie is down, hung, slow or read-only.
 
-    Looks at registration, cookie, answers, metrics and ledgers; of a local cluster also at process and log.
+    Also why its decommission or drain does not end: the ledgers that stay on it, by reason. Looks at registration,
+    cookie, answers, metrics and ledgers; of a local cluster also at process and log.
     """
-    _explain(run, lambda inquiry: inquiry.bookie(bookie))
+    _explain(run, f"bookie {shlex.quote(bookie)}", lambda inquiry: inquiry.bookie(bookie))
 
 
 @command(app, "create", connects=True, examples=("bkctl why create",), prints=object_of(WHY_COLUMNS))
@@ -83,7 +124,7 @@ def why_create(
 
     Shows the writable bookies rack by rack, and why the others are not chosen.
     """
-    _explain(run, partial(_ask_create, shape, scoped))
+    _explain(run, "create", partial(_ask_create, shape, scoped))
 
 
 async def _ask_create(shape: LedgerShape, scoped: bool, inquiry: Inquiry) -> Explanation:
@@ -93,4 +134,4 @@ async def _ask_create(shape: LedgerShape, scoped: bool, inquiry: Inquiry) -> Exp
 @command(app, "space", connects=True, examples=("bkctl why space 10.0.0.1:3181",), prints=object_of(WHY_COLUMNS))
 def why_space(run: Run, bookie: Bookie) -> None:
     """Explain what fills a bookie's disks, and why it stays."""
-    _explain(run, lambda inquiry: inquiry.space(bookie))
+    _explain(run, f"space {shlex.quote(bookie)}", lambda inquiry: inquiry.space(bookie))

@@ -28,6 +28,8 @@ EXAMPLES_MAX: Final = 5
 #: Ages from which a ledger IN_RECOVERY counts as stuck.
 STUCK_AFTER_S: Final = 600.0
 _CODES: Final = {code.value: code for code in HealthCode}
+#: A recovery that runs has so long to end before it counts as stuck: when it began is not known.
+RECOVERY_S: Final = 2.0
 #: Code → its message after "N ledgers".
 _MESSAGES: Final = {
     HealthCode.LEDGERS_UNAVAILABLE: "{have} entries without a readable replica",
@@ -109,6 +111,8 @@ class LedgerSurvey:
 
     def end(self, cluster: Cluster) -> None:
         """Count the ledgers that are still IN_RECOVERY: a recovery that runs has ended since, mostly."""
+        if self._in_recovery:
+            time.sleep(RECOVERY_S)
         for ledger, found in cluster.ledgers.read_many(self._in_recovery):
             if not isinstance(found, BkctlError) and found.metadata.state is LedgerState.IN_RECOVERY:
                 self._count(HealthCode.LEDGERS_IN_RECOVERY, ledger)

@@ -14,6 +14,8 @@ from bkctl.http.bookie_load import Samples, ask_all
 from bkctl.http.bookie_metrics import (
     CERTIFICATE_EXPIRY,
     CLOCK_SECONDS,
+    RECENT_ADDS,
+    RECENT_SYNCS,
     REFUSED_LEDGERS,
     SET_ASIDE_LEDGERS,
     UNREADABLE_LEDGER,
@@ -39,7 +41,7 @@ _DAY_S: Final = 86_400
 #: A p99 is an outlier from this many times the median of the other bookies, and from this many milliseconds.
 SLOW_FACTOR: Final = 5
 SLOW_MS_MIN: Final = 50.0
-#: Fewer adds or syncs of a bookie say nothing.
+#: Fewer adds or syncs of a bookie say nothing: recent ones of ours, of Apache's those since its start.
 SLOW_COUNT_MIN: Final = 100
 CLOCK_SKEW_S_MAX: Final = 5.0
 _GAUGES: Final = (SET_ASIDE_LEDGERS, REFUSED_LEDGERS, UNREADABLE_LEDGERS, UNREGISTERED_SECONDS, CERTIFICATE_EXPIRY)
@@ -90,13 +92,14 @@ def read_vitals(api: BookieApi) -> BookieVitals:
     except BkctlError:
         pass
 
-    def p99_ms(name: str) -> float | None:
-        count = found.total(f"{name}_count")
+    def p99_ms(name: str, recent: str) -> float | None:
+        count = found.total(recent, f"{name}_count")
         p99_ms = None if count is not None and count < SLOW_COUNT_MIN else found.percentiles(name).p99_ms
         return p99_ms if p99_ms is not None and math.isfinite(p99_ms) else None
 
     return BookieVitals(
-        gauges, p99_ms("bookkeeper_server_ADD_ENTRY_REQUEST"), p99_ms("bookie_journal_JOURNAL_SYNC"), skew_s, suspended,
+        gauges, p99_ms("bookkeeper_server_ADD_ENTRY_REQUEST", RECENT_ADDS),
+        p99_ms("bookie_journal_JOURNAL_SYNC", RECENT_SYNCS), skew_s, suspended,
         found.total("bookie_ledger_writable_dirs"), tuple(unreadable),
     )  # fmt: skip
 

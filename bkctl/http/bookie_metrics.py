@@ -26,6 +26,9 @@ UNREGISTERED_SECONDS: Final = "bkctl_unregistered_seconds"
 CERTIFICATE_EXPIRY: Final = "bookie_certificate_expiry_seconds"
 #: Gauge of the bookie's clock, in seconds since 1970.
 CLOCK_SECONDS: Final = "bkctl_clock_seconds"
+#: Gauges of the adds and syncs that the quantiles of the last minute or two are of.
+RECENT_ADDS: Final = "bkctl_recent_adds"
+RECENT_SYNCS: Final = "bkctl_recent_journal_syncs"
 _USAGE_STEP: Final = 10
 
 
@@ -62,6 +65,7 @@ def _render(bookie: Bookie, measured: dict[str, Any]) -> str:
     metrics = bookie.metrics  # plain numbers, which any thread may read
     text.gauge("bookie_SERVER_STATUS", int(measured["writable"]))
     text.latency("bookkeeper_server_ADD_ENTRY_REQUEST", metrics.add_entry)
+    text.gauge(RECENT_ADDS, metrics.add_entry.success.recent_count())
     text.latency("bookkeeper_server_ADD_ENTRY", metrics.add_entry)
     text.latency("bookkeeper_server_READ_ENTRY_REQUEST", metrics.read_entry)
     text.latency("bookkeeper_server_READ_ENTRY", metrics.read_entry)
@@ -108,6 +112,7 @@ def _journals(text: PrometheusText, bookie: Bookie, measured: dict[str, Any]) ->
         labels = {"journalIndex": str(commits.number)}
         text.gauge("bookie_journal_JOURNAL_QUEUE_SIZE", commits.waiting, labels)
         text.latency("bookie_journal_JOURNAL_SYNC", journal.sync, labels)
+        text.gauge(RECENT_SYNCS, journal.sync.success.recent_count(), labels)
         text.latency("bookie_journal_JOURNAL_QUEUE_LATENCY", journal.queue, labels)
         text.summary("bookie_journal_JOURNAL_FORCE_WRITE_BATCH_ENTRIES", journal.group_entries, labels)
         text.summary("bookie_journal_JOURNAL_FORCE_WRITE_BATCH_BYTES", journal.group_bytes, labels)

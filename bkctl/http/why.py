@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from bkctl.bookie.local import ClusterBookie, active_cluster
@@ -25,9 +26,10 @@ from bkctl.formats.metadata import LedgerState
 from bkctl.http.bookie_client import BookieApi
 from bkctl.http.bookie_health import BookieVitals, full_bookies, vitals_findings, without_moved
 from bkctl.metadata.admin.health import read_only_finding
+from bkctl.metadata.pulsar_topics import owner_text
 from bkctl.metadata.replication_failures import ReplicationFailures
 from bkctl.metadata.store import attempt
-from bkctl.metadata.underreplication import AutoRecoveryState
+from bkctl.metadata.underreplication import AutoRecoveryState, UnderreplicatedLedger
 from bkctl.replication.checker import LedgerChecker
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from bkctl.client.ledger import BookKeeper
     from bkctl.ids import LedgerId
     from bkctl.metadata.cluster import Cluster, RegisteredBookie
+    from bkctl.metadata.ledgers import VersionedMetadata
 
 #: Ledgers that are read to say what a bookie holds.
 LEDGERS_MAX: Final = 10_000
@@ -108,6 +111,8 @@ class Inquiry:
         found = self.cluster.ledgers.read(ledger)
         metadata, why = found.metadata, Explanation(f"ledger {ledger}")
         node = self.cluster.ledgers.path(ledger)
+        if topic := owner_text(found):
+            why.fact(f"It belongs to {topic}", "metadata: its custom metadata")
         sizes = f"{metadata.ensemble_size}/{metadata.write_quorum_size}/{metadata.ack_quorum_size}"
         why.fact(f"It is {metadata.state.name}, with ensemble, write and ack quorum {sizes}", f"metadata: {node}")
         members = dict.fromkeys(bookie_id for fragment in metadata.ensembles for bookie_id in fragment.bookies)
@@ -148,10 +153,13 @@ class Inquiry:
             ):
                 why.fact(f"It is not replicated: {reason}", "metadata")
         for bookie_id in (*lost, *silent):
-            why.way(f"bkctl why bookie {bookie_id}", "says how it comes back: its replicas are whole then, at no cost")
+            why.way(
+                f"bkctl why bookie {quote(bookie_id)}",
+                "says how it comes back: its replicas are whole then, at no cost",
+            )
         if not mark:
             for bookie_id in sorted(lacking.difference(lost, silent)):
-                why.way(f"bkctl autorecovery mark {ledger} --missing {bookie_id}", "workers copy what it lacks")
+                why.way(f"bkctl autorecovery mark {ledger} --missing {quote(bookie_id)}", "workers copy what it lacks")
         if (lacking or mark) and not state.settings.is_enabled():
             why.way(
                 "bkctl autorecovery enable", "workers replicate all marked ledgers: reads and writes on the bookies"
@@ -184,7 +192,8 @@ class Inquiry:
             self.bookies.get(bookie_id),
             local_bookie(self, bookie_id),
         )
-        ledger_count, only = self._holdings(bookie_id)
+        held, only = self._holdings(bookie_id)
+        ledger_count = len(held)
         if bookie is None and not ledger_count and local is None:
             raise NotFound(f"No bookie {bookie_id}", hint="'bkctl bookies list' shows the bookies")
         why.verdict = f"It is {self._state(bookie_id)}"
@@ -192,32 +201,36 @@ class Inquiry:
         why.fact(
             f"Ledgers that name it: {ledger_count:,}; with entries on no other bookie that is up: {only:,}", "metadata"
         )
+        self._stay(why, bookie_id, held)
         cookie = attempt(self.cluster.cookies.read, bookie_id)
         if isinstance(cookie, BkctlError):
             why.fact(str(cookie), f"metadata: cookies/{bookie_id}")
-            why.way(f"bkctl cookie create {bookie_id} --conf CONF", "writes the cookie again from its configuration")
+            why.way(
+                f"bkctl cookie create {quote(bookie_id)} --conf CONF", "writes the cookie again from its configuration"
+            )
         elif cookie is None and bookie is not None:
             why.fact("It has no cookie", f"metadata: cookies/{bookie_id}")
-            why.way(f"bkctl cookie create {bookie_id} --conf CONF", "nothing else changes")
+            why.way(f"bkctl cookie create {quote(bookie_id)} --conf CONF", "nothing else changes")
         refusal = "" if local is None or (bookie is not None and bookie.state != "down") else self._log(why, local)
         if bookie is None or bookie.state == "down":
             if local is not None and local.pid is not None and _is_stopped(local.pid):
                 return self._stopped(why, local.pid)
             leave = Way(
-                f"bkctl bookies decommission {bookie_id} --yes",
+                f"bkctl bookies decommission {quote(bookie_id)} --yes",
                 "copies its ledgers from their other replicas, and deletes its cookie; "
                 f"ledgers whose entries stay lost: {only:,}",
             )
             conf = "CONF" if local is None else str(local.conf)
             start = Way("bkctl local up", "starts it: nothing is lost, and its replicas are back")
             if local is None:
-                start = Way(f"bkctl bookie start --conf {conf}", "on its host: nothing is lost, its replicas are back")
+                effect = "on its host (Apache's: bin/bookkeeper bookie): nothing is lost, its replicas are back"
+                start = Way(f"bkctl bookie start --conf {quote(conf)}", effect)
             why.ways += [leave, start] if refusal and not only else [start, leave]
             return why
         [space] = await member_space(self.bookkeeper, [bookie])
         self._answer(why, bookie, space, local)
         if space.error is None:
-            self._of_vitals(why, bookie, space)
+            self._of_vitals(why, bookie, space, local, ledger_count)
         return why
 
     def _answer(
@@ -232,58 +245,105 @@ class Inquiry:
         if local is not None and local.pid is not None and _is_stopped(local.pid):
             self._stopped(why, local.pid)
         elif local is not None:
-            why.way(f"bkctl local down --bookie {bookie.bookie_id}", "stops it; 'bkctl local up' starts it again")
+            why.way(
+                f"bkctl local down --bookie {quote(bookie.bookie_id)}", "stops it; 'bkctl local up' starts it again"
+            )
         else:
-            why.way(f"bkctl bookies ok-to-stop {bookie.bookie_id}", "says whether it may be restarted on its host now")
+            why.way(
+                f"bkctl bookies ok-to-stop {quote(bookie.bookie_id)}",
+                "says whether it may be restarted on its host now",
+            )
 
     def _stopped(self, why: Explanation, pid: int) -> Explanation:
         why.fact(f"Process {pid} is stopped by a signal (SIGSTOP)", f"/proc/{pid}/stat")
         why.way(f"kill -CONT {pid}", "it continues where it stopped: nothing is lost")
         return why
 
-    def _of_vitals(self, why: Explanation, bookie: RegisteredBookie, space: BookieSpace) -> None:
+    def _of_vitals(
+        self,
+        why: Explanation,
+        bookie: RegisteredBookie,
+        space: BookieSpace,
+        local: ClusterBookie | None,
+        ledger_count: int,
+    ) -> None:
         bookie_id, used = bookie.bookie_id, space.used_percent
         if used is not None:
             why.fact(f"{used:g}% of its ledger disks are used", "its answer")
         vitals = without_moved(self.cluster, self.vitals_of(list(self.bookies.values())))
         threshold = _threshold(self, bookie)
         is_full = bookie_id in full_bookies(vitals) or (used is not None and used > threshold)
+        is_slow = False
         for finding in vitals_findings(vitals, {bookie_id} if is_full else ()):
             if finding.subject == bookie_id:
                 why.verdict = finding.message
                 why.fact(finding.message, "its /metrics")
                 if finding.code == "bookie-slow":
-                    why.way(
-                        f"bkctl bookie readonly on --bookie {bookie_id}",
-                        "new ledgers avoid it; its replicas stay; the others get its adds",
-                    )
-                    why.way(f"bkctl bookies drain {bookie_id} --yes", "moves all its replicas, to replace its disk")
+                    is_slow = True
+                    if bookie.state == "rw":
+                        effect = "new ledgers avoid it; its replicas stay; the others get its adds"
+                        why.way(f"bkctl bookie readonly on --bookie {quote(bookie_id)}", effect)
+                    if ledger_count:
+                        why.way(
+                            f"bkctl bookies drain {quote(bookie_id)} --yes",
+                            "moves all its replicas, to replace its disk",
+                        )
+                    elif bookie.state == "ro" and local is not None:
+                        stop = f"bkctl local down --bookie {quote(bookie_id)}"
+                        leave = f"bkctl bookies decommission {quote(bookie_id)} --yes"
+                        why.way(f"{stop} && {leave}", "it holds no ledger: it leaves; start one on another disk")
+                    elif bookie.state == "ro":
+                        effect = "it holds no ledger: stop it, and decommission it or replace its disk"
+                        why.way(f"bkctl bookies ok-to-stop {quote(bookie_id)}", effect)
                 elif finding.code == "ledgers-unreadable":
                     for ledger in vitals[bookie_id].unreadable:
-                        command = f"bkctl autorecovery mark {ledger} --missing {bookie_id}"
+                        command = f"bkctl autorecovery mark {ledger} --missing {quote(bookie_id)}"
                         why.way(
                             command, "workers verify every entry there, and copy the damaged ones from other bookies"
                         )
         if bookie_id not in vitals:
             why.fact("It has no HTTP server that answers: no metrics", "registration")
-        if bookie.state == "ro":
+        if bookie.state == "ro" and not is_slow:
             finding = read_only_finding(bookie_id, used, 0 if is_full else threshold)
             why.verdict = finding.message
             why.way(finding.command, finding.advice)
 
-    def _holdings(self, bookie_id: str) -> tuple[int, int]:
-        """Return the ledgers that name the bookie, and those with a write set without another bookie that is up."""
+    def _holdings(self, bookie_id: str) -> tuple[list[tuple[LedgerId, VersionedMetadata]], int]:
+        """Return the ledgers that name the bookie, and how many have a write set on no other bookie that is up."""
         absent = {each.bookie_id for each in self.bookies.values() if each.state == "down"} | {bookie_id}
-        count = only = 0
+        held, only = [], 0
         ledgers = islice(self.cluster.ledgers.ledgers(None), LEDGERS_MAX)
-        for _, found in self.cluster.ledgers.read_many(ledgers):
+        for ledger, found in self.cluster.ledgers.read_many(ledgers):
             if not isinstance(found, BkctlError):
                 members = {each for fragment in found.metadata.ensembles for each in fragment.bookies}
                 if bookie_id in members:
-                    count += 1
+                    held.append((ledger, found))
                     unknown = members - self.bookies.keys()
                     only += any(not left for _, left in replica_counts(found.metadata, absent | unknown))
-        return count, only
+        return held, only
+
+    def _stay(self, why: Explanation, bookie_id: str, held: list[tuple[LedgerId, VersionedMetadata]]) -> None:
+        """Add why ledgers stay on a bookie that leaves, by reason; nothing of a writable bookie."""
+        bookie = self.bookies.get(bookie_id)
+        if bookie is not None and bookie.state == "rw":
+            return
+        state, failures = AutoRecoveryState(self.cluster.store), ReplicationFailures(self.cluster.store)
+        is_enabled = state.settings.is_enabled()
+        reasons: dict[str, list[LedgerId]] = {}
+        for ledger, found in held:
+            mark, failure = attempt(state.marks.get, ledger), failures.get(ledger)
+            if mark is None or isinstance(mark, BkctlError):
+                mark = UnderreplicatedLedger(ledger, (bookie_id,), None, 0)
+            reason = why_not_replicated(mark, found, self.bookies.values(), is_enabled=is_enabled)
+            if failure is not None:
+                reason = f"worker {failure.worker} failed {failure.attempts:,} times: {failure.reason}"
+            elif reason is None and found.metadata.state is LedgerState.OPEN:
+                reason = "it is open: it leaves once its writer closes it or changes its ensemble"
+            if reason is not None:
+                reasons.setdefault(reason, []).append(ledger)
+        for reason, ledgers in sorted(reasons.items(), key=lambda each: -len(each[1])):
+            names = ", ".join(map(str, ledgers[:3])) + (", …" if len(ledgers) > 3 else "")
+            why.fact(f"Ledgers that stay on it: {len(ledgers):,} ({names}): {reason}", "metadata: marks and failures")
 
     def _log(self, why: Explanation, local: ClusterBookie) -> str:
         """Add the end of a local bookie's log; return why it refused to start, "" if it did not."""
@@ -321,7 +381,7 @@ class Inquiry:
             why.fact(error.message, "placement, as a client does it")
             for bookie_id in sorted(self.bookies):
                 if bookie_id not in usable:
-                    why.way(f"bkctl why bookie {bookie_id}", "says how it becomes writable")
+                    why.way(f"bkctl why bookie {quote(bookie_id)}", "says how it becomes writable")
             if 0 < len(usable) < ensemble_size:
                 why.way(
                     f"bkctl ledger write --ensemble-size {len(usable)}", "new ledgers are striped over fewer bookies"
@@ -346,9 +406,9 @@ class Inquiry:
         used = space.used_percent or 0.0
         why.verdict = f"{used:g}% of its ledger disks are used; it is read-only from {threshold:g}% on"
         why.fact(why.verdict, "its answer and its settings")
-        count, _ = self._holdings(bookie_id)
-        why.fact(f"Ledgers that name it: {count:,}", "metadata")
-        gc = f"bkctl bookie gc --bookie {bookie_id}"
+        held, _ = self._holdings(bookie_id)
+        why.fact(f"Ledgers that name it: {len(held):,}", "metadata")
+        gc = f"bkctl bookie gc --bookie {quote(bookie_id)}"
         try:
             api = self.api_of(bookie)
             collection = api.garbage_collection()
@@ -371,7 +431,7 @@ class Inquiry:
             why.fact(f"Its garbage collector is not known: {error}", "its HTTP server")
         if used > threshold and used < 95:
             why.way(
-                f"bkctl bookie config --bookie {bookie_id} --set diskUsageThreshold=0.97 "
+                f"bkctl bookie config --bookie {quote(bookie_id)} --set diskUsageThreshold=0.97 "
                 "--set diskUsageWarnThreshold=0.96",
                 f"it is writable until {97 - used:.0f}% more are used, or it restarts; no space is freed",
             )
@@ -379,9 +439,12 @@ class Inquiry:
             f"{gc} --wait", "frees the logs of deleted ledgers; compaction needs some free space, and reads and writes"
         )
         why.way(
-            f"bkctl ledger list --bookie {bookie_id} --sort -length --limit 20", "the largest ledgers: to delete some"
+            f"bkctl ledger list --bookie {quote(bookie_id)} --sort -length --limit 20",
+            "the largest ledgers: to delete some",
         )
-        why.way(f"bkctl bookies drain {bookie_id} --yes", "moves its replicas to other bookies, which need the space")
+        why.way(
+            f"bkctl bookies drain {quote(bookie_id)} --yes", "moves its replicas to other bookies, which need the space"
+        )
         return why
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bkctl.errors import UsageError
+from bkctl.errors import Unsupported, UsageError
 
 from .audit import shown_uri
 from .connection import (
@@ -55,6 +55,7 @@ class Access:
         connect_s = options.connect_timeout_s
         self.connect_timeout_s = min(CONNECT_TIMEOUT_S_DEFAULT, self.timeout_s) if connect_s is None else connect_s
         self.conf: Path | None = options.conf
+        self.bundle: Path | None = options.bundle
         parse_bookie_addresses(options.bookie_addresses)
         self._connection: Connection | None = None
 
@@ -104,6 +105,12 @@ class Access:
 
     def cluster(self, *, create_store: bool = False) -> Cluster:
         """Return the cluster that the options name, a context manager; `create_store` creates its SQLite file."""
+        if self.bundle is not None:
+            from bkctl.http.bundle import open_bundle
+
+            bundled, at = open_bundle(self.bundle)
+            self._out.note(f"Everything is of {at}, from the bundle {self.bundle}")
+            return bundled
         connection = self.connection()
         self._out.detail(f"cluster {shown_uri(connection.uri)} ({connection.source})")
         cluster = self._open(connection.uri, self.security(connection), create_store=create_store)
@@ -161,6 +168,7 @@ class Access:
         from bkctl.client.ledger import BookKeeper
         from bkctl.protocol.messages import Protocol
 
+        self.refuse_bundle("Bookies")
         return BookKeeper(
             cluster,
             protocol=protocol or Protocol.V3,
@@ -171,6 +179,14 @@ class Access:
             only=only,
             config=self.client_config(),
         )
+
+    def refuse_bundle(self, who: str) -> None:
+        """Raise Unsupported if a bundle is in the cluster's place."""
+        if self.bundle is not None:
+            raise Unsupported(
+                f"{who} cannot be asked: {self.bundle} is a bundle",
+                hint="it answers what the metadata store and 'cluster health' say; name a cluster for the rest",
+            )
 
     def client_config(self) -> ClientConfig:
         """Return the settings of placement and reads in --conf, under Java's names, or their defaults."""
@@ -201,6 +217,7 @@ class Access:
         `is_registered`: the metadata store names `url`, so that the token goes there only as `token_for_registered`
         says.
         """
+        self.refuse_bundle(f"The server {url}")
         from bkctl.http.client import ApiClient
         from bkctl.http.server_url import token_for_registered
         from bkctl.metadata.store import client_tls

@@ -26,6 +26,7 @@ from .columns import ALL, Output
 from .consent import Consent
 from .documents import Document, document_schema, forms, object_of, rows_of, union
 from .job import LongWork
+from .next_steps import name_connection
 from .options import Composite
 from .parser import Command, Group
 from .printer import Printer
@@ -51,6 +52,7 @@ class Run:
         levels: Levels = [("after the command", after), ("before the group", session.globals), (None, environment)]
         given = after.over(session.globals)
         options = given.over(environment)
+        name_connection(given)
         self.out = Printer(session, options, given)
         self.job = LongWork(session, self.out)
         self.access = Access(session, levels, options, self.out, self.job)

@@ -7,9 +7,18 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from bkctl.columns import Column
+
+from .audit import shown_uri
+
+if TYPE_CHECKING:
+    from .settings import GlobalOptions
+
+#: The options of this command line that name the cluster, for the commands that it prints.
+_CONNECTION: ContextVar[str] = ContextVar("_CONNECTION", default="")
 
 
 class Next(NamedTuple):
@@ -92,6 +101,22 @@ STEPS: Final[Mapping[str, Mapping[str, Next]]] = {
 }
 
 
+def name_connection(given: GlobalOptions) -> None:
+    """Add the connection options of this command line to the commands that it prints."""
+    named = {
+        "--metadata-uri": given.metadata_uri and shown_uri(given.metadata_uri),
+        "--context": given.context,
+        "--conf": given.conf,
+    }
+    _CONNECTION.set("".join(f" {name} {shlex.quote(str(value))}" for name, value in named.items() if value))
+
+
+def pasted(command: str) -> str:
+    """Return a command of ours with the connection options, so that it can be pasted."""
+    is_whole = not command.startswith("bkctl ") or command.startswith("bkctl local ") or " --conf " in command
+    return command if is_whole else command + _CONNECTION.get()
+
+
 def markdown() -> str:
     """Return docs/health.md: the findings of health and of the checks."""
     from bkctl.metadata.admin.health_codes import HealthCode
@@ -118,7 +143,7 @@ def next_step(check: str, kind: str, **fields: object) -> str | None:
     step = STEPS[check].get(kind)
     if step is None:
         return None
-    return step.command.format_map({name: _word(name, value) for name, value in fields.items()})
+    return pasted(step.command.format_map({name: _word(name, value) for name, value in fields.items()}))
 
 
 def _word(name: str, value: object) -> str:

@@ -206,6 +206,12 @@ class GlobalOptions:
     context: str | None = _setting(
         "--context", "A named connection of the configuration file.", short="-x", metavar="CONTEXT"
     )
+    bundle: Path | None = _setting(
+        "--bundle",
+        "Read a bundle of 'diagnose bundle' in place of a cluster: metadata and health as they were.",
+        ValueType.FILE,
+        shown=Shown.PROGRAM,
+    )
     bookie_addresses: tuple[str, ...] = _setting(
         "--bookie-address",
         "Reach bookie ID at HOST:PORT instead of its advertised address; repeatable.",

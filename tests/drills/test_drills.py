@@ -15,28 +15,40 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.command_line import CommandLine
+from support.own_cluster import STORAGES, OwnCluster
+from support.servers import DB, INTERLEAVED, SORTED, ApacheCluster, EtcdServer, Java, ZooKeeperServer, require
 from support.waiting import LIMIT_S, eventually
 
 from bkctl.bookie.local import LocalCluster
+from bkctl.client.ledger import BookKeeper
 from bkctl.formats.metadata import LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
+from bkctl.protocol.connection import run as run_client
 
 PAYLOADS = [f"entry {number} of a drill" for number in range(40)]
+#: Longer than sessions last; the real 90 s where tests may be long.
+OUTAGE_S = 90 if os.environ.get("BKCTL_TEST_LONG") else 10
+SLOW_SYNC = """
+#include <sys/syscall.h>
+#include <unistd.h>
+int fdatasync(int fd) { usleep(100000); return syscall(SYS_fdatasync, fd); }
+int fsync(int fd) { usleep(100000); return syscall(SYS_fsync, fd); }
+"""
 TOPIC = {"application": "pulsar", "component": "managed-ledger", "pulsar/managed-ledger": "public/default/persistent/t"}
 
 
 class Drill:
     """A local cluster with auto-recovery, a ledger on it, and the operator who follows what bkctl prints."""
 
-    def __init__(self, directory: Path) -> None:
-        self.shell = CommandLine(None)
+    def __init__(self, directory: Path, metadata_uri: str | None = None) -> None:
+        self.shell = CommandLine(metadata_uri)
         self.directory = directory
         self.options: tuple[str, ...] = ()
         self.transcript: list[str] = []
@@ -72,9 +84,13 @@ class Drill:
 
     def run(self, line: str) -> Any:
         """Run a command that bkctl printed, and return the JSON that it prints, if it does."""
+        first, then, second = line.partition(" && ")
+        if then:
+            self.run(first)
+            return self.run(second)
         self.transcript.append(line)
-        print(line)
         words = shlex.split(line)
+        self.show(line, words)
         if words[0] != "bkctl":
             subprocess.run(words, check=True, timeout=LIMIT_S)
             return None
@@ -82,6 +98,16 @@ class Drill:
         with contextlib.suppress(ValueError):
             return json.loads(done.out)
         return None
+
+    def show(self, line: str, words: list[str]) -> None:
+        """Append a command to the transcript that BKCTL_TEST_TRANSCRIPTS names, with the output of one that reads."""
+        print(line)
+        if (path := os.environ.get("BKCTL_TEST_TRANSCRIPTS")) is not None:
+            test = os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[2].partition(" ")[0]
+            reads = (words[0] == "bkctl" and words[1] in ("why", "cluster")) or words[-1] in ("list", "status", "show")
+            out = self.shell(*words[1:], COLUMNS="80").out.decode() if reads else ""
+            with open(path, "a") as file:
+                file.write(f"--- {test} {time.strftime('%H:%M:%S')}\n$ {line}\n{out}")
 
     def follow(self, line: str, depth: int = 3) -> None:
         """Run the next command of a finding, and then what its answer names."""
@@ -102,6 +128,7 @@ class Drill:
             done = self.shell("cluster", "health", "detail", *self.options, "-o", "json")
             assert done.code in (0, 3), done.err
             findings = json.loads(done.out)
+            self.show("bkctl cluster health", ["bkctl", "cluster", "health", *self.options])
             if not findings:
                 break
             assert time.monotonic() < deadline, (findings, self.transcript)
@@ -234,4 +261,143 @@ def test_a_topic_that_cannot_be_loaded_is_loaded_again(drill: Drill) -> None:
     eventually(lambda: "ledgers-unavailable" in drill.codes())
     assert drill.read(ledger) == []
     drill.recover()
+    assert drill.read(ledger) == PAYLOADS
+
+
+@pytest.fixture
+def slow_sync(tmp_path: Path) -> Path:
+    """A library before libc, with which each sync of a process takes 100 ms longer."""
+    compiler = shutil.which("cc") or require("cc", "a C compiler is not installed")
+    (tmp_path / "slow.c").write_text(SLOW_SYNC)
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", tmp_path / "slow.so", tmp_path / "slow.c"], check=True)
+    return tmp_path / "slow.so"
+
+
+def write_one_by_one(uri: str, bookies: list[str], count: int) -> str:
+    """Write entries that each wait for a sync of their own on all of `bookies`."""
+
+    async def work() -> str:
+        with open_cluster(uri) as cluster:
+            async with BookKeeper(cluster, only=bookies) as client:
+                size = len(bookies)
+                writer = await client.create_ledger(ensemble_size=size, write_quorum_size=size, ack_quorum_size=size)
+                for number in range(count):
+                    await writer.add(b"%d" % number)
+                await writer.close()
+                return str(writer.ledger_id)
+
+    return run_client(work())
+
+
+def test_a_bookie_with_a_slow_disk_is_emptied_and_leaves(
+    drill: Drill, slow_sync: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, *others = sorted(each.bookie_id for each in drill.local.bookies())[-3:]
+    assert drill.shell("local", "down", "--bookie", slow).code == 0
+    monkeypatch.setenv("LD_PRELOAD", str(slow_sync))
+    assert drill.shell("local", "up").code == 0
+    monkeypatch.delenv("LD_PRELOAD")
+    ledger = write_one_by_one(drill.local.metadata_uri, [slow, *others], 150)
+    assert "bookie-slow" in drill.codes()
+    drill.recover()
+    assert f"bkctl bookies drain {slow} --yes" in drill.transcript
+    assert f"bkctl bookies decommission {slow} --yes" in drill.transcript
+    assert drill.shell("ledger", "verify", ledger).code == 0
+    assert drill.read(ledger) == [str(number) for number in range(150)]
+
+
+def test_a_lost_metadata_store_is_waited_for_and_loses_nothing(
+    etcd_server: Callable[[], EtcdServer], tmp_path: Path
+) -> None:
+    store = etcd_server()
+    drill = Drill(tmp_path, store.metadata_uri())
+    assert drill.shell("cluster", "init").code == 0
+    settings = {
+        "httpServerEnabled": "true",
+        "httpServerPort": 0,
+        "autoRecoveryDaemonEnabled": "true",
+        "zkTimeout": 3000,
+    }
+    bookies = OwnCluster(store.metadata_uri(), tmp_path, STORAGES, settings)
+    writers = []
+    try:
+        bookies.ensure_up()
+        eventually(lambda: drill.shell("cluster", "health").out == b"OK\n")
+        ledger = drill.write()
+        writers.append(writer := drill.shell.process("ledger", "write", "-o", "ndjson"))
+        assert writer.stdin is not None
+        writer.stdin.write("\n".join(PAYLOADS[:10]).encode() + b"\n")
+        writer.stdin.flush()
+        eventually(
+            lambda: {"OPEN", "CLOSED"} == {row["state"] for row in drill.shell("ledger", "list", "-o", "ndjson").rows}
+        )
+        store.kill()
+        for number in range(10, 20):
+            time.sleep(OUTAGE_S / 10)
+            writer.stdin.write(f"{PAYLOADS[number]}\n".encode())
+            writer.stdin.flush()
+        during = drill.shell("cluster", "health", "detail", "--timeout", "3s")
+        drill.show(f"(the store is down) {during.err}", ["", "x"])
+        assert during.code == 6
+        store.start()
+        drill.recover()
+        out, err = writer.communicate("\n".join(PAYLOADS[20:]).encode() + b"\n")
+        assert writer.returncode == 0, err
+        during_outage = str(json.loads(out.splitlines()[-1])["ledgerId"])
+        assert drill.read(ledger) == drill.read(during_outage) == PAYLOADS
+        assert {row["state"] for row in drill.shell("bookies", "list", "-o", "ndjson").rows} == {"rw"}
+    finally:
+        for writer in writers:
+            writer.kill()
+            writer.wait()
+        bookies.kill()
+
+
+@pytest.fixture
+def apache(java: Java, zookeeper: ZooKeeperServer, tmp_path: Path) -> Iterator[ApacheCluster]:
+    """Four bookies of Apache's with auto-recovery."""
+    storages, settings = (SORTED, INTERLEAVED, DB, SORTED), {"autoRecoveryDaemonEnabled": "true"}
+    cluster = ApacheCluster(
+        java, zookeeper, tmp_path / "apache", root=zookeeper.new_root(), storages=storages, settings=settings
+    )
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.mark.java
+def test_a_bookie_of_apaches_that_is_down_is_replaced(apache: ApacheCluster) -> None:
+    drill = Drill(apache.directory, apache.metadata_uri)
+    eventually(lambda: drill.shell("cluster", "health").out == b"OK\n")
+    ledger = drill.write("--ensemble-size", "3")
+    (row,) = drill.shell("ledger", "show", ledger, "-o", "ndjson").rows
+    lost = next(iter(row["ensembles"].values()))[0]
+    apache.by_id(lost).kill()
+    eventually(lambda: "bookie-down" in drill.codes())
+    drill.recover()
+    assert f"bkctl why bookie {lost}" in drill.transcript
+    assert drill.shell("ledger", "verify", ledger).code == 0
+    assert drill.read(ledger) == PAYLOADS
+
+
+@pytest.mark.java
+def test_a_bookie_of_apaches_whose_disk_was_wiped_leaves_and_joins_empty(apache: ApacheCluster) -> None:
+    drill = Drill(apache.directory, apache.metadata_uri)
+    eventually(lambda: drill.shell("cluster", "health").out == b"OK\n")
+    ledger = drill.write("--ensemble-size", "3")
+    (row,) = drill.shell("ledger", "show", ledger, "-o", "ndjson").rows
+    wiped = apache.by_id(next(iter(row["ensembles"].values()))[0])
+    wiped.stop()
+    for directory in (wiped.journal_dir, wiped.ledger_dir):
+        shutil.rmtree(directory)
+    wiped.launch()
+    eventually(lambda: not wiped.running and "InvalidCookieException" in wiped.log_tail(0, 1 << 20))
+    eventually(lambda: "bookie-down" in drill.codes())
+    drill.recover()
+    assert f"bkctl bookies decommission {wiped.bookie_id} --yes" in drill.transcript
+    wiped.start()
+    drill.recover()
+    assert drill.shell("ledger", "verify", ledger).code == 0
     assert drill.read(ledger) == PAYLOADS

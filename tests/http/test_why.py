@@ -1,46 +1,103 @@
-"""`bkctl why`: the ways out lose nothing while an answer may still come."""
+"""Explanations: facts, ways that can be pasted, topics, and ledgers that stay on a bookie that leaves."""
 
 from __future__ import annotations
 
-import asyncio
+import json
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.command_line import CommandLine
 
-from bkctl.client.placement import Placement
-from bkctl.errors import BkctlError, EntryNotFound, TimedOut
-from bkctl.formats.metadata import BookieServiceInfo, Fragment, LedgerMetadata
-from bkctl.http.why import Inquiry
+from bkctl.formats.entry import DigestType
+from bkctl.formats.metadata import BookieServiceInfo, Cookie, Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
-from bkctl.metadata.cluster import open_cluster
+from bkctl.metadata.cluster import Cluster, open_cluster
+from bkctl.metadata.replication_failures import ReplicationFailure, ReplicationFailures
+from bkctl.metadata.underreplication import LedgerMarks
+
+ODD = "b1;ls>[x]"
+TOPIC = {
+    "application": b"pulsar",
+    "component": b"managed-ledger",
+    "pulsar/managed-ledger": b"public/default/persistent/t",
+}
 
 
-@pytest.mark.parametrize(
-    ("error", "first", "is_deleted"),
-    [
-        (TimedOut("no answer"), "bkctl why bookie b:1", False),
-        (EntryNotFound("no entry"), "bkctl autorecovery mark 1 --missing b:1", True),
-    ],
-    ids=["hung", "empty"],
-)
-def test_a_ledger_on_a_bookie_that_does_not_answer_is_not_to_be_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BkctlError, first: str, is_deleted: bool
-) -> None:
-    fault = SimpleNamespace(bookie_id="b:1", error=error)
-    found = SimpleNamespace(fragments=[SimpleNamespace(faults=[fault], first_entry_id=0)], problem=None)
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with open_cluster(f"sqlite://{tmp_path}/my metadata.db", create=True) as cluster:
+        for bookie_id in (ODD, "b2", "b3"):
+            cookie = Cookie(bookie_id, ("/j",), ("/l",), instance_id=cluster.instance_id())
+            cluster.cookies.write(bookie_id, cookie, -1)
+        yield cluster
 
-    async def check(*_: Any) -> Any:
-        return found
 
-    monkeypatch.setattr("bkctl.http.why.LedgerChecker.check", check)
-    with open_cluster(f"sqlite://{tmp_path}/m.db", create=True) as cluster:
-        cluster.bookies.register("b:1", BookieServiceInfo())
-        cluster.ledgers.create(LedgerId(0, 1), LedgerMetadata(1, 1, 1, None, None, (Fragment(0, ("b:1",)),)))
-        bookkeeper: Any = SimpleNamespace(cluster=cluster, pool=SimpleNamespace(), config=SimpleNamespace())
-        inquiry = Inquiry(bookkeeper, Placement(), lambda _: {}, lambda _: pytest.fail("not asked"))
-        why = asyncio.run(inquiry.ledger(LedgerId(0, 1)))
-    commands = [way.command for way in why.ways]
-    assert commands[0] == first
-    assert ("bkctl ledger delete 1" in commands) is is_deleted
+def add(cluster: Cluster, ledger: LedgerId, bookies: tuple[str, ...], *, is_open: bool = False, **more: Any) -> None:
+    state = {} if is_open else {"state": LedgerState.CLOSED, "last_entry_id": 9, "length": 90}
+    metadata = LedgerMetadata(2, 2, 2, DigestType.CRC32C, b"", (Fragment(0, bookies),), **state, **more)
+    cluster.ledgers.create(ledger, metadata)
+
+
+def test_ways_name_the_cluster_and_quote_odd_bookie_ids(cluster: Cluster) -> None:
+    add(cluster, LedgerId(0, 1), (ODD, "b2"))
+    shell = CommandLine(None)
+    for words in (("why", "ledger", "1"), ("why", "bookie", ODD), ("why", "create")):
+        done = shell(*words, "-u", cluster.uri, "--timeout", "5s", "-o", "json")
+        assert done.code == 0, done.err
+        ways = [shlex.split(way["command"]) for way in json.loads(done.out)["ways"]]
+        assert ways
+        for way in ways:
+            assert not {"b1", "ls", "b1;ls"}.intersection(way), way
+            if "CONF" not in way:
+                assert way[-2:] == ["--metadata-uri", cluster.uri]
+    rows = json.loads(shell("cluster", "health", "-u", cluster.uri, "-o", "json").out)
+    assert {tuple(shlex.split(row["nextCommand"])[-2:]) for row in rows} == {("--metadata-uri", cluster.uri)}
+    inside = CommandLine(cluster.uri)
+    rows = json.loads(inside("cluster", "health", "-o", "json").out)
+    assert not any("--metadata-uri" in row["nextCommand"] for row in rows)
+
+
+def test_passwords_of_the_store_are_not_in_ways() -> None:
+    from bkctl.commands.kit.next_steps import name_connection, pasted
+    from bkctl.commands.kit.settings import GlobalOptions
+
+    name_connection(GlobalOptions(metadata_uri="etcd://u:secret@h:1/x", conf=Path("/etc/a b.conf")))
+    try:
+        assert "secret" not in pasted("bkctl bookie gc")
+        assert pasted("bkctl bookie gc").endswith(" --conf '/etc/a b.conf'")
+        assert pasted("kill -CONT 7") == "kill -CONT 7"
+        assert pasted("bkctl local up") == "bkctl local up"
+    finally:
+        name_connection(GlobalOptions())
+
+
+@pytest.mark.parametrize("scope", [0, 7])
+def test_why_ledger_names_the_topic(cluster: Cluster, scope: int) -> None:
+    add(cluster, LedgerId(scope, 1), ("b2", "b3"), custom_metadata=TOPIC)
+    done = CommandLine(cluster.uri)("why", "ledger", str(LedgerId(scope, 1)), "--timeout", "5s", "-o", "json")
+    assert "public/default/t" in json.dumps(json.loads(done.out)["facts"])
+
+
+@pytest.mark.parametrize("scope", [0, 7])
+def test_why_bookie_says_why_a_decommission_does_not_end(cluster: Cluster, scope: int) -> None:
+    cluster.bookies.register("b2", BookieServiceInfo())
+    cluster.bookies.register("b3", BookieServiceInfo())
+    alone, failed, opened, free = (LedgerId(scope, number) for number in range(1, 5))
+    add(cluster, alone, (ODD, "gone"))
+    add(cluster, failed, (ODD, "b2"))
+    add(cluster, opened, (ODD, "b2"), is_open=True)
+    if scope == 0:  # bookies that know scopes are registered as such
+        add(cluster, free, (ODD, "b2"))
+    LedgerMarks(cluster.store).add(failed, [ODD])
+    ReplicationFailures(cluster.store).publish(ReplicationFailure(failed, 3, "b2 does not answer", "w1", 1, None))
+    done = CommandLine(cluster.uri)("why", "bookie", ODD, "--timeout", "5s", "-o", "json")
+    assert done.code == 0, done.err
+    stay = [fact["what"] for fact in json.loads(done.out)["facts"] if fact["what"].startswith("Ledgers that stay")]
+    text = "\n".join(stay)
+    assert f"({alone}): no bookie that is up has all entries from 0 on" in text
+    assert f"({failed}): worker w1 failed 3 times: b2 does not answer" in text
+    assert f"({opened}): " in text
+    assert str(free) not in text.replace(f"({failed}", "")

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any, Final, NamedTuple
 
 from bkctl.errors import BkctlError
@@ -24,6 +24,8 @@ DISABLE_HEALTH_CHECK: Final = "disableHealthCheck"
 UNDERREPLICATED_AGE_S_MAX: Final = 3600
 #: The period of the auditor's check of all ledgers. Source: auditorPeriodicCheckInterval.
 AUDIT_PERIOD_S: Final = 604_800
+#: The first check of all ledgers has so long, from the creation of the first ledger.
+FIRST_AUDIT_MS: Final = 3_600_000
 METADATA_SLOW_S: Final = 0.25
 #: Scopes with under-replicated ledgers that have a finding each, in order; one finding counts all further scopes.
 SCOPES_NAMED_MAX: Final = 10
@@ -315,7 +317,10 @@ def _of_audits(cluster: Cluster, state: AutoRecoveryState, period_s: float) -> I
         last_ms = attempt(state.settings.check_ctime_ms, AuditorCheck.ALL_LEDGERS, scoped=scoped)
         if isinstance(last_ms, BkctlError) or period_s <= 0 or first is None or bool(first) != scoped:
             continue
-        age_s = None if last_ms is None else time.time_ns() // 1_000_000_000 - last_ms // 1000
+        now_ms = time.time_ns() // 1_000_000
+        age_s = None if last_ms is None else (now_ms - last_ms) // 1000
+        if age_s is None and has_auditor and _is_young(cluster, first, now_ms):
+            continue  # The first check may still run.
         what = "the scopes other than 0" if scoped else "scope 0"
         if (age_s is None and not is_local) or (age_s or 0) > 2 * period_s:
             when = "were never audited" if age_s is None else f"were audited last {age_text(age_s)} ago"
@@ -323,6 +328,13 @@ def _of_audits(cluster: Cluster, state: AutoRecoveryState, period_s: float) -> I
                 HealthCode.NOT_AUDITED, what, f"The ledgers of {what} {when}: lost entries go unnoticed",
                 details={"ageSeconds": age_s, "periodSeconds": period_s},
             )  # fmt: skip
+
+
+def _is_young(cluster: Cluster, scope_id: int, now_ms: int) -> bool:
+    """Return True if the first ledger of a scope was created within the last hour."""
+    _, found = next(cluster.ledgers.read_many(islice(cluster.ledgers.ledgers(scope_id), 1)), (None, None))
+    ctime_ms = None if found is None or isinstance(found, BkctlError) else found.ctime_ms
+    return ctime_ms is not None and now_ms - ctime_ms < FIRST_AUDIT_MS
 
 
 def metadata_finding(cluster: Cluster) -> Iterator[HealthFinding]:

@@ -89,7 +89,7 @@ class HealthCode(StrEnum):
     )  # fmt: skip
     VERSIONS_MIXED = (
         "versions-mixed", "warning", "Registered bookies of ours have different versions.",
-        "bkctl bookies list --columns bookieId,version", "finish the upgrade, or take it back",
+        "bkctl cluster status --columns bookieId,version", "finish the upgrade, or take it back",
     )  # fmt: skip
     COOKIE_DAMAGED = (
         "cookie-damaged", "error", "A cookie in the metadata store cannot be read.", "bkctl why bookie {subject}",

@@ -1,0 +1,138 @@
+"""Bundles: read back as the cluster that they are of, without secrets, and whatever a stranger put into one."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import random
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.command_line import CommandLine
+
+from bkctl.formats.entry import DigestType
+from bkctl.formats.metadata import BookieServiceInfo, Cookie, Fragment, LedgerMetadata, LedgerState
+from bkctl.http import bundle as bundles
+from bkctl.ids import LedgerId
+from bkctl.metadata.cluster import open_cluster
+from bkctl.metadata.underreplication import LedgerMarks
+
+LEDGERS = [LedgerId(0, 3), LedgerId(0, 4), LedgerId(7, 3)]
+READS = (
+    ("ledger", "list", "--all-scopes"),
+    ("ledger", "show", "3"),
+    ("ledger", "show", str(LEDGERS[2])),
+    ("bookies", "list"),
+    ("cookie", "list"),
+    ("autorecovery", "list"),
+    ("cluster", "health"),
+    ("cluster", "health", "detail"),
+    ("why", "bookie", "b3"),
+)
+
+
+@pytest.fixture
+def uri(tmp_path: Path) -> Iterator[str]:
+    with open_cluster(f"sqlite://{tmp_path}/m.db", create=True) as cluster:
+        for bookie_id in ("b1", "b2", "b3"):
+            cookie = Cookie(bookie_id, ("/j",), ("/l",), instance_id=cluster.instance_id())
+            cluster.cookies.write(bookie_id, cookie, -1)
+        cluster.bookies.register("b1", BookieServiceInfo(properties={"version": "x"}))
+        cluster.bookies.register("b2", BookieServiceInfo(), read_only=True)
+        for number, ledger in enumerate(LEDGERS):
+            cluster.ledgers.create(
+                ledger,
+                LedgerMetadata(
+                    2, 2, 2, DigestType.CRC32C, b"s3cret-of-ledger", (Fragment(0, ("b1", "b2")),),
+                    state=LedgerState.CLOSED, last_entry_id=9, length=90 + number, ctime_ms=1_700_000_000_000,
+                    format_version=3, custom_metadata={"application": b"pulsar", "db-password": b"s3cret-custom"},
+                ),
+            )  # fmt: skip
+        LedgerMarks(cluster.store).add(LEDGERS[1], ["b1"])
+        yield cluster.uri
+
+
+def plain(found: object) -> object:
+    """Leave out what hides secrets or counts seconds."""
+    hidden = {"version", "customMetadata", "ageSeconds", "message", "details", "password", "facts"}
+    if isinstance(found, dict):
+        return {name: plain(value) for name, value in found.items() if name not in hidden}
+    return [plain(each) for each in found] if isinstance(found, list) else found
+
+
+def collect(uri: str, file: Path) -> Path:
+    done = CommandLine(uri)("diagnose", "bundle", file, "--pause", "1ms", "--timeout", "5s")
+    assert done.code == 0, done.err
+    return file
+
+
+def test_a_bundle_answers_as_its_cluster_did(uri: str, tmp_path: Path) -> None:
+    live, file = CommandLine(uri), tmp_path / "b.tar.gz"
+    before = {words: live(*words, "-o", "json") for words in READS}
+    collect(uri, file)
+    for words in READS:
+        answer = CommandLine(None)(*words, "-o", "json", "--bundle", file)
+        assert answer.code == before[words].code, answer.err
+        then, now = json.loads(before[words].out), json.loads(answer.out)
+        assert plain(now) == plain(then), words
+        assert f"from the bundle {file}" in answer.err
+    assert b"s3cret" not in gzip.decompress(file.read_bytes())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("why", "ledger", "3"), ("why", "create"), ("top", "--once"), ("cluster", "status"),
+     ("ledger", "read", "3"), ("ledger", "delete", "3", "--yes"),
+     ("autorecovery", "disable"), ("bookies", "usage"), ("ledger", "verify", "3")],
+)  # fmt: skip
+def test_commands_that_need_bookies_or_changes_refuse_a_bundle(
+    uri: str, tmp_path: Path, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = collect(uri, tmp_path / "b.tar.gz")
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("a bundle led to a connection"))
+    done = CommandLine(None)(*words, "--bundle", file)
+    assert done.code == 8, (done.out, done.err)
+    assert "bundle" in done.err
+
+
+def test_damaged_bundles_are_corrupt_and_nothing_else(uri: str, tmp_path: Path) -> None:
+    good = collect(uri, tmp_path / "b.tar.gz").read_bytes()
+    plain = gzip.decompress(good)
+    chance = random.Random(28)
+    bad = [b"", b"x", good[: len(good) // 2], gzip.compress(b""), gzip.compress(b"x" * 5000)]
+    for _ in range(40):
+        data = bytearray(plain)
+        for _ in range(chance.randrange(1, 30)):
+            data[chance.randrange(len(data) // 2)] = chance.randrange(256)
+        bad.append(gzip.compress(bytes(data)))
+    file = tmp_path / "bad.tar.gz"
+    for data in bad:
+        file.write_bytes(data)
+        for words in (("ledger", "list"), ("cluster", "health")):
+            done = CommandLine(None)(*words, "--bundle", file)
+            assert done.code in (0, 3, 7), done.err
+            assert done.code == 7 or data not in bad[:5]
+
+
+def test_a_bundle_that_grows_without_end_and_names_paths_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bundles, "READ_SIZE_BYTES_MAX", 1 << 20)
+    file, outside = tmp_path / "bomb.tar.gz", tmp_path / "outside"
+    with tarfile.open(file, "w:gz") as archive:
+        for name in ("../../outside", str(outside), "bkctl-bundle/../outside"):
+            info = tarfile.TarInfo(name)
+            info.size = 4
+            archive.addfile(info, io.BytesIO(b"evil"))
+        link = tarfile.TarInfo("bkctl-bundle/bookies.json")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        archive.addfile(link)
+        info = tarfile.TarInfo("bkctl-bundle/metadata.ndjson")
+        info.size = 64 << 20
+        archive.addfile(info, io.BytesIO(bytes(64 << 20)))
+    done = CommandLine(None)("ledger", "list", "--bundle", file)
+    assert (done.code, "more than 1,048,576 bytes" in done.err) == (7, True), done.err
+    assert not outside.exists()
