@@ -216,7 +216,7 @@ def _enabled_versions(names: Sequence[str]) -> list[ssl.TLSVersion]:
         problem = f"tlsEnabledProtocols names {', '.join(others)}"
         raise UsageError(problem, hint=f"name at least one of {', '.join(_TLS_VERSIONS)}, and no unknown one")
     if others:
-        log.warning("tlsEnabledProtocols: %s are not secure, and not offered", ", ".join(others))
+        log.warning("tlsEnabledProtocols: not offered, since not secure: %s", ", ".join(others))
     return versions
 
 

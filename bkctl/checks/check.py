@@ -13,6 +13,7 @@ Source: InterleavedLedgerStorage.localConsistencyCheck; DbLedgerStorage has none
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -172,7 +173,8 @@ class IndexCheck:
         damage: BkctlError | None = None
         good_end = 0
         try:
-            with EntryLogReader.open(path) as reader:
+            with EntryLogReader.open(path) as reader, BookieIndexes(self._directories) as indexes:
+                reader.is_indexed = partial(indexes.points_to, log_id)
                 try:
                     for batch in reader.batches():
                         window.add(batch, self._digests, str(path))

@@ -8,15 +8,18 @@ DefaultEntryLogger.scanEntryLog, extractEntryLogMetadataFromIndex.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from bkctl.checks.digests import DigestChecker, DigestCounts, DigestMismatchAt
 from bkctl.errors import BkctlError, Corrupt, NotFound, Unsupported
+from bkctl.files.directories import BookieDirectories
 from bkctl.files.entry_log import EntryLogReader
+from bkctl.files.index import BookieIndexes
 from bkctl.files.scan import RecordBatch, ScanState
 from bkctl.formats.entry_log import content_id_of, log_id_of
 from bkctl.formats.names import SCOPED_DIRECTORY
@@ -88,21 +91,28 @@ class LogCheck:
 
 
 def check_entry_logs(
-    paths: Iterable[Path], checker: DigestChecker | None = None, *, pace: Pace | None = None
+    paths: Sequence[Path],
+    checker: DigestChecker | None = None,
+    *,
+    index_dirs: Iterable[Path] = (),
+    pace: Pace | None = None,
 ) -> Iterator[LogCheck]:
     """Yield the check of each log in the order of `paths`; without `checker` digests are not checked.
 
-    Skips logs that a running bookie deletes meanwhile. `pace` bounds the bytes and entries read.
+    Skips logs that a running bookie deletes meanwhile. The index in `index_dirs` and beside the logs tells a damaged
+    size from a cut record whose payload holds entries. `pace` bounds the bytes and entries read.
     """
     newest: dict[Path, int] = {}
-    for path in paths:
-        if path.parent not in newest:
-            newest[path.parent] = _newest_log_id(path.parent)
-        log_id = log_id_of(path.name)
-        is_newest = log_id is None or log_id >= newest[path.parent]
-        check = check_entry_log(path, checker, is_newest=is_newest, pace=pace)
-        if check is not None:
-            yield check
+    beside = [path.parent.parent if path.parent.name == SCOPED_DIRECTORY else path.parent for path in paths]
+    with BookieIndexes(BookieDirectories(index_dirs=[*index_dirs, *beside])) as indexes:
+        for path in paths:
+            if path.parent not in newest:
+                newest[path.parent] = _newest_log_id(path.parent)
+            log_id = log_id_of(path.name)
+            is_newest = log_id is None or log_id >= newest[path.parent]
+            check = check_entry_log(path, checker, is_newest=is_newest, indexes=indexes, pace=pace)
+            if check is not None:
+                yield check
 
 
 def _newest_log_id(directory: Path) -> int:
@@ -121,11 +131,16 @@ def _newest_log_id(directory: Path) -> int:
 
 
 def check_entry_log(
-    path: Path, checker: DigestChecker | None = None, *, is_newest: bool = True, pace: Pace | None = None
+    path: Path,
+    checker: DigestChecker | None = None,
+    *,
+    is_newest: bool = True,
+    indexes: BookieIndexes | None = None,
+    pace: Pace | None = None,
 ) -> LogCheck | None:
     """Check one entry log; return None if it was just deleted.
 
-    `is_newest`: a bookie may still write to the log, so its tail may be cut.
+    `is_newest`: a bookie may still write to the log, so its tail may be cut. `indexes` are its bookie's.
     """
     check = LogCheck(path, content_id_of(path.name), scoped=path.parent.name == SCOPED_DIRECTORY)
     before = None if checker is None else checker.counts()
@@ -136,6 +151,8 @@ def check_entry_log(
                 check.state, check.good_end = ScanState.EMPTY, 0
                 return check
             check.version = reader.header.version
+            if indexes is not None and check.log_id is not None:
+                reader.is_indexed = partial(indexes.points_to, check.log_id)
             _check_records(reader, check, checker, pace or Pace())
             _check_end(reader, check, is_newest=is_newest)
     except NotFound:

@@ -60,8 +60,9 @@ class EntryLogReader(FileReader):
         super().__init__(path)
         self.position = HEADER_SIZE
         self.end = ScanState.END_OF_FILE
-        #: Returns True if the index points to a record. Without it, records within a record prove that its size is bad.
-        self.is_indexed: Callable[[Record], bool] | None = None
+        #: Returns whether the index points to a record, None if it cannot tell. Where nothing can, records within a
+        #: record count as proof that its size is bad.
+        self.is_indexed: Callable[[Record], bool | None] = lambda record: None
         try:
             start = self.read(0, HEADER_SIZE)
             self.header: EntryLogHeader | None = read_header(start, self.name) if start else None
@@ -366,41 +367,45 @@ class EntryLogReader(FileReader):
         """
         rest = self.size() - at - 4
         head = self.read(at, 4 + OVERHEAD_SIZE_MAX)
-        is_wrong = size > RECORD_SIZE_BYTES_MAX
+        is_wrong, inner = size > RECORD_SIZE_BYTES_MAX, ""
         if not is_wrong and rest < size:
             is_wrong = not (len(head) < 4 + OVERHEAD_SIZE_MAX or self._begins_record(head, at))
-            is_wrong = is_wrong or (self._hides_records(at, rest) and not self._fits_its_ledger(at, size))
+            if not is_wrong and (inner := self._hidden_records(at, rest)):
+                is_wrong = not self._fits_its_ledger(at, size)
         elif not is_wrong and contradicts_size(head[4:], size):
-            is_wrong = not self._is_boundary(at + 4 + size) or (
-                not self.read(at + 4 + size - 1, 5).strip(b"\0") and self._hides_records(at, size)
-            )
+            is_wrong = not self._is_boundary(at + 4 + size)
+            if not is_wrong and not self.read(at + 4 + size - 1, 5).strip(b"\0"):
+                is_wrong = bool(inner := self._hidden_records(at, size))
         if is_wrong:
             raise CorruptRecord(
-                f"Record has length {size}, {rest} bytes follow", offset=at, where=self.name, hint=_HINT
+                f"Record has length {size}, {rest} bytes follow{inner}", offset=at, where=self.name, hint=_HINT
             )
 
-    def _hides_records(self, at: int, size: int) -> bool:
-        """Return True if records begin in the `size` bytes behind the size field at byte `at`, up to the log's end.
+    def _hidden_records(self, at: int, size: int) -> str:
+        """Return what shows that records begin in the `size` bytes behind the size field at byte `at`; "" for none.
 
-        A client may have put them there. Where the index is known, it has to point to one of them.
+        A client may have put them there: the index decides, where it can tell. Else they must reach to the log's end.
         """
         begin: int | None = at + 4 + BODY_SIZE_MIN
         end, budget = at + 4 + size, _PROOF_SIZE_BYTES_MAX
         while begin is not None:
             begin, budget = self.next_entry(begin, end, budget)
-            if begin is not None and self.is_indexed is not None:
+            if begin is not None:
                 head = self.read(begin, 4 + OVERHEAD_SIZE_MAX)
-                if self.is_indexed(read_record(head, 4, len(head) - 4, begin, self.name)):
-                    return True
+                is_indexed = self.is_indexed(read_record(head, 4, len(head) - 4, begin, self.name))
+                if is_indexed:
+                    return f", with an indexed entry at byte {begin}"
+                if is_indexed is None:
+                    stop, is_whole = self._follow(begin)
+                    if is_whole:
+                        return (
+                            f", with an entry at byte {begin}: the length is damaged, or a client sent that as payload "
+                            "of a cut entry, and no index is here that tells which"
+                        )
+                    budget -= stop - begin
                 budget -= _CANDIDATE_COST_BYTES
                 begin += 1
-            elif begin is not None:
-                stop, is_whole = self._follow(begin)
-                if is_whole:
-                    return True
-                budget -= stop - begin + _CANDIDATE_COST_BYTES
-                begin += 1
-        return False
+        return ""
 
     def _fits_its_ledger(self, at: int, size: int) -> bool:
         """Return True if the size of the record at byte `at` matches the growth of its ledger's length.

@@ -11,7 +11,8 @@ import sys
 import time
 from array import array
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from functools import cached_property
 from pathlib import Path
 from struct import Struct
 from typing import Final, NamedTuple, Self
@@ -21,7 +22,7 @@ from bkctl.files.directories import BookieDirectories, BookieFile, FileKind, cur
 from bkctl.files.rocksdb import REBUILD_HINT, LedgersDatabase, LocationsDatabase
 from bkctl.files.windows import WINDOW_SIZE_BYTES, FileReader
 from bkctl.formats.entry import read_lac_header
-from bkctl.formats.entry_log import unpack_location
+from bkctl.formats.entry_log import pack_location, unpack_location
 from bkctl.formats.index import (
     HEADER_SIZE,
     SLOT_SIZE,
@@ -32,6 +33,8 @@ from bkctl.formats.index import (
     read_header,
     slot_offset,
 )
+from bkctl.formats.names import COOKIE_NAME
+from bkctl.formats.record import RECORD_SIZE, Record
 from bkctl.ids import LedgerId
 
 #: Suffix of the leftover of a relocation; it is the index itself if the ledger has no other index file.
@@ -341,6 +344,17 @@ class BookieIndexes:
             raise UsageError(f"{len(found)} databases have ledger {ledger}: {listed}", hint="give one directory")
         return found[0] if found else None
 
+    def points_to(self, log_id: int, record: Record) -> bool | None:
+        """Return whether the index points to `record` of an entry log; None if it cannot be read, or is a part."""
+        try:
+            index = self.find(record.ledger, first=True)
+            if index is None:
+                return False if self._is_complete else None
+            with index:
+                return index.location_of(record.entry_id) == pack_location(log_id, record.offset + RECORD_SIZE.size)
+        except (BkctlError, OSError):
+            return None
+
     def ledgers(self, scope_id: int | None = None) -> list[LedgerId]:
         """Return the ledgers of the bookie in order; with `scope_id` only of that scope.
 
@@ -352,6 +366,21 @@ class BookieIndexes:
         if self.problems:
             raise self.problems[0]
         return sorted(ledger for ledger in found if scope_id is None or ledger.scope_id == scope_id)
+
+    @cached_property
+    def _is_complete(self) -> bool:
+        """True if a ledger not found has no index: others have one, and every directory of the cookie is here."""
+        from bkctl.formats.metadata import Cookie
+
+        currents = [current.resolve() for current in map(current_of, self._directories.index_dirs)]
+        for current in currents:
+            with suppress(FileNotFoundError):
+                cookie = Cookie.parse((current / COOKIE_NAME).read_bytes())
+                named = [current_of(Path(name)).resolve() for name in cookie.index_dirs or cookie.ledger_dirs]
+                if not set(named) <= set(currents):
+                    return False
+        pairs = self.databases()
+        return next(self.files(), None) is not None or any(next(iter(each.ledgers.ledgers()), None) for each in pairs)
 
     def _paths(self, ledger: LedgerId, suffix: str = "") -> list[Path]:
         name = index_path(ledger) + suffix

@@ -110,13 +110,14 @@ def verify(
     if no_digests and digest.wanted:
         raise UsageError("--no-digests and --digest are given", hint="give one of them")
     logs = find_logs(run, names, directories)
+    index_dirs = run.access.directories(directories, needed=False).index_dirs
     checked = CheckedFiles(run.out, attrgetter("entry_count"))
     digests = nullcontext() if no_digests else run.access.digest_checker(digest.digest_type, password, logs)
     with (
         digests as checker,
         run.job.working("Reading entry logs", total=len(logs), unit="entry logs", pace=pace) as activity,
     ):
-        checks = tap(check_entry_logs(logs, checker, pace=pace), lambda _: activity.advance())
+        checks = tap(check_entry_logs(logs, checker, index_dirs=index_dirs, pace=pace), lambda _: activity.advance())
         checked.render(_saying_more(run, checks), CHECK_COLUMNS)
     checked.note_sound("entry log is", "entry logs are", "entry", "entries")
     if checker is not None:

@@ -57,7 +57,7 @@ def test_old_tls_versions_are_left_out_with_a_warning(
         context = _context(monkeypatch, *protocols)
     assert (context.minimum_version.name, context.maximum_version.name) == (lowest, highest)
     assert [record.getMessage() for record in caplog.records] == (
-        [f"tlsEnabledProtocols: {left_out} are not secure, and not offered"] if left_out else []
+        [f"tlsEnabledProtocols: not offered, since not secure: {left_out}"] if left_out else []
     )
 
 

@@ -16,9 +16,13 @@ import pytest
 from support.journals import flush_journals
 from support.simulated_disk import Fault, SimulatedCrash, SimulatedFiles
 
+from bkctl.checks.check import IndexCheck
+from bkctl.checks.findings import FindingKind
+from bkctl.checks.log_check import check_entry_logs
 from bkctl.config import BookieConfig
 from bkctl.disk import DiskUsage, Files
 from bkctl.errors import BkctlError, EntryNotFound, LedgerNotFound, ReadOnlyBookie
+from bkctl.files.directories import BookieDirectories
 from bkctl.files.entry_log import EntryLogReader
 from bkctl.formats.entry import DigestManager, DigestType
 from bkctl.formats.entry_log import compaction_of, file_name
@@ -230,6 +234,10 @@ def test_a_cut_record_whose_payload_holds_records_pins_no_log(
         body = by.seal(ENTRIES, 0, 0, payload) + payload + bytes(4)
         size = len(body) if zeros else len(body) + 5000
         path.write_bytes(path.read_bytes().rstrip(b"\0") + struct.pack(">i", size) + body + bytes(zeros))
+    index_dirs = [Path(each) for each in config.ledger_directories]
+    assert [check.error for check in check_entry_logs(open_logs, index_dirs=index_dirs)] == [None] * len(open_logs)
+    check = IndexCheck(BookieDirectories([], config.ledger_directories, index_dirs))
+    assert FindingKind.LOG_DAMAGED not in {finding.kind for finding in check.findings()}
     storage = open_storage(config, clock=0x3000)
     assert set(open_logs) <= set(compact(storage))
     check_alive(storage)
@@ -244,6 +252,9 @@ def test_a_log_stays_where_the_index_points_into_a_record_of_a_wrong_size(
         data = bytearray(path.read_bytes())
         data[1024:1028] = struct.pack(">i", 1 << 20)
         path.write_bytes(data)
+    index_dirs = [Path(each) for each in config.ledger_directories]
+    for check in check_entry_logs(open_logs, index_dirs=index_dirs):
+        assert "with an indexed entry at byte" in str(check.error)
     storage = open_storage(config, clock=0x3000)
     found: list[Path] = []
     EntryLogMetadataMap(storage.ledgers.entry_loggers, storage.ledgers).extract(lambda path, error: found.append(path))
