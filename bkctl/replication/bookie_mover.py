@@ -169,7 +169,7 @@ class BookieMover:
             away = (set(ensemble) - set(up)) | set(self.lost_entries.silent(ensemble))
             if not self._fence or is_covered(schedule, ensemble, set(ensemble) - away):
                 return None
-            return f"It cannot be closed: too few of its last bookies answer ({', '.join(sorted(away))} do not)"
+            return f"It cannot be closed: too few of its last bookies answer (not {', '.join(sorted(away))})"
         check = await self._replicator.checker.on_bookies(held.ledger, self.leaving, held.found)
         if held.metadata.state is not LedgerState.OPEN or not check.needs_recovery:
             return None

@@ -33,8 +33,9 @@ from bkctl.storage.ledger.ledger_storage import LedgerStorage
 MOVES_MAX: Final = 1 << 20
 #: Moves of one index update: each may change another page.
 MOVES_AT_ONCE_MAX: Final = 4096
-#: Free space that a disk must keep besides the copies.
+#: Free space that a disk must keep besides the copies, and with isForceGCAllowWhenNoSpace: room for indexes and marks.
 SPARE_BYTES: Final = 64 << 20
+FORCED_SPARE_BYTES: Final = 1 << 20
 #: Entries, and their bytes, after which the throttle applies.
 _THROTTLED_ENTRIES: Final = 64
 _THROTTLED_BYTES: Final = 64 << 10
@@ -129,6 +130,7 @@ class EntryLogCompactor:
         self._size_limit = config.log_size_limit
         self._moves_at_once = min(config.compaction_max_outstanding_requests, MOVES_AT_ONCE_MAX)
         self._ignores_space = config.force_allow_compaction
+        self._spare_bytes = FORCED_SPARE_BYTES if config.is_force_gc_allow_when_no_space else SPARE_BYTES
         self._is_transactional = config.use_transactional_compaction
         self._target: _Target | None = None
         #: Entries copied so far.
@@ -188,10 +190,21 @@ class EntryLogCompactor:
     def _check_space(self, log: EntryLogMetadata) -> None:
         if self._ignores_space:
             return
+        needed = log.remaining_size_bytes + self._spare_bytes
+        if self._free_bytes(log) < needed:
+            self.flush()  # Finished copies let the logs go that they come from.
+        if (free := self._free_bytes(log)) < needed:
+            raise ReadOnlyBookie(
+                f"No directory has room for the {log.remaining_size_bytes} live bytes of {log.path}, and "
+                f"{self._spare_bytes} to spare: {free} bytes are free"
+            )
+
+    def _free_bytes(self, log: EntryLogMetadata) -> int:
+        """Return the free bytes of the emptiest disk, without those for copies in memory."""
         directories = [directory for directory in log.logger.directories if directory.is_dir()]
         free = max((self._files.disk_usage(directory).free for directory in directories), default=0)
-        if free < log.remaining_size_bytes + SPARE_BYTES:
-            raise ReadOnlyBookie(f"No directory has room for the {log.remaining_size_bytes} live bytes of {log.path}")
+        copied = None if self._target is None else self._target.log
+        return free - (0 if copied is None else copied.unwritten_bytes)
 
     def flush(self) -> None:
         """Finish the copies, move the index, and remove the logs that were copied whole.

@@ -501,6 +501,10 @@ class CompactionLog:
         self._records: list[bytes] = []
         self._totals: dict[LedgerId, int] = {}
 
+    @property
+    def unwritten_bytes(self) -> int:
+        return self._position - self._written
+
     def add(self, ledger: LedgerId, body: Buffer) -> int:
         """Append a copy of one entry; return its location once the log is finished. Raises OSError."""
         record = record_of(body)

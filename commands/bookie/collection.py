@@ -26,7 +26,8 @@ app = group()
 
 
 _FULL_HINT: Final = (
-    "if its disks are full, delete ledgers or add space; isForceGCAllowWhenNoSpace=true lets it compact on full disks"
+    "if its disks are full, delete ledgers or add space; isForceGCAllowWhenNoSpace=true lets it compact on full disks, "
+    "as far as the live entries of a log have room"
 )
 
 

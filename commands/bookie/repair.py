@@ -299,9 +299,9 @@ def downgrade_bookie(
     with job.working("Stopping the bookie cleanly"):
         rows = downgrade(config, dry_run=dry_run, note=out.note)
     out.render(rows, DOWNGRADED_COLUMNS)
-    if not any(row.journal_ids for row in rows):
-        out.note("Nothing to do: no journal has scoped records, so Apache's bookie can start")
     damaged = [row.error for row in rows if row.error is not None and row.mark is None]
+    if not damaged and not any(row.journal_ids for row in rows):
+        out.note("Nothing to do: no journal has scoped records, so Apache's bookie can start")
     if not config.skip_replay_journal_invalid_record:
         out.raise_first(damaged[:1])
 

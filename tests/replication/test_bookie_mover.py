@@ -438,7 +438,7 @@ async def test_plan_names_open_ledgers_that_cannot_be_closed(fake_cluster):
         await lose(cluster, "b0", "b1")
         [planned] = [each async for each in BookieMover(client, ["b0"]).planned()]
         assert (planned.held.ledger, planned.problem) == (
-            ledger, "It cannot be closed: too few of its last bookies answer (b0, b1 do not)",
+            ledger, "It cannot be closed: too few of its last bookies answer (not b0, b1)",
         )  # fmt: skip
 
 

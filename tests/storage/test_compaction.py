@@ -30,6 +30,7 @@ from bkctl.formats.index import index_path
 from bkctl.ids import LedgerId
 from bkctl.storage.bookie_storage import BookieStorage
 from bkctl.storage.compaction import (
+    FORCED_SPARE_BYTES,
     SPARE_BYTES,
     CompactionStopped,
     EntryLogCompactor,
@@ -548,6 +549,42 @@ def test_compaction_needs_free_space(storage: BookieStorage, monkeypatch: pytest
     compactor.compact(log)
     compactor.flush()
     assert not log.path.exists()
+    check_alive(storage)
+
+
+def test_forced_compaction_frees_a_disk_with_room_for_one_log(
+    storage: BookieStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delete_dead(storage)
+    logs = sorted(logs_of(storage), key=lambda log: log.remaining_size_bytes)
+    directories = {log.path.parent for log in logs}
+
+    def used() -> int:
+        return sum(path.stat().st_size for each in directories for path in each.glob("*.log*"))
+
+    def usage_of(_: Path) -> DiskUsage:
+        return DiskUsage(1 << 40, capacity - used(), 1)
+
+    room = logs[-1].remaining_size_bytes + FORCED_SPARE_BYTES
+    storage.config = storage.config.with_changes(is_force_gc_allow_when_no_space=True)
+    monkeypatch.setattr(storage.files, "disk_usage", usage_of)
+    capacity = used() + room - 1
+    with pytest.raises(ReadOnlyBookie, match=f": {room - 1} bytes are free"):
+        compactor_for(storage).compact(logs[-1])
+    capacity, fullest = used() + room, 0
+
+    def checkpoint() -> None:
+        nonlocal fullest
+        fullest = max(fullest, used())
+        storage.run_checkpoint()
+
+    compactor = compactor_for(storage, checkpoint=checkpoint)
+    for log in logs:
+        compactor.compact(log)
+    compactor.flush()
+    assert len(logs) > 1
+    assert not any(log.path.exists() for log in logs)
+    assert 0 < fullest < capacity
     check_alive(storage)
 
 
