@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, pairwise
 
 
 @dataclass
@@ -74,7 +74,7 @@ class History:
         if ends and max(ids, default=-1) > min(ends):
             yield f"closed at entry {min(ends)}, and entry {max(ids)} is acknowledged"
         for reader, seen in self.confirmed.items():
-            for (_, before), (_, after) in zip(seen, seen[1:], strict=False):
+            for (_, before), (_, after) in pairwise(seen):
                 if after < before:
                     yield f"the last add confirmed of {reader} moves back from {before} to {after}"
             if ends and max(last for _, last in seen) > min(ends):

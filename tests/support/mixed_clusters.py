@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
+import shutil
 import signal
+import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -66,3 +69,103 @@ class SomeCluster:
     def kill(self) -> None:
         for bookie in self.bookies:
             bookie.kill()
+
+
+class CuttableLink:
+    """A TCP proxy before a bookie that a test cuts and mends: what is sent meanwhile waits, as in a partition."""
+
+    def __init__(self, target_port: int) -> None:
+        self._target_port = target_port
+        self._whole = asyncio.Event()
+        self._whole.set()
+        self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    async def start(self) -> tuple[str, int]:
+        """Listen; return the address for clients."""
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        host, port = self._server.sockets[0].getsockname()[:2]
+        return host, port
+
+    def cut(self) -> None:
+        self._whole.clear()
+
+    def mend(self) -> None:
+        self._whole.set()
+
+    async def close(self) -> None:
+        assert self._server is not None
+        self.mend()
+        self._server.close()
+        for writer in list(self._writers):
+            writer.close()
+        await asyncio.sleep(0.1)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await self._whole.wait()
+        try:
+            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._target_port)
+        except OSError:
+            writer.close()
+            return
+        await asyncio.gather(self._pump(reader, far_writer), self._pump(far_reader, writer))
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        try:
+            while data := await reader.read(1 << 16):
+                await self._whole.wait()
+                writer.write(data)
+                await writer.drain()
+        except OSError:
+            pass
+        finally:
+            self._writers.discard(writer)
+            writer.close()
+
+
+class Namespace:
+    """A network namespace with one address, whose link is cut and mended; needs root."""
+
+    def __init__(self, number: int) -> None:
+        self.name = f"bkctl{os.getpid() % 10_000}-{number}"
+        network = f"10.{200 + os.getpid() % 50}.{os.getpid() // 50 % 250}"
+        self.address = f"{network}.{4 * number + 2}"
+        self.prefix = ["ip", "netns", "exec", self.name]
+        _ip("netns", "add", self.name)
+        self._link = f"v{self.name[5:]}"
+        _ip("link", "add", self._link, "type", "veth", "peer", "name", "eth0", "netns", self.name)
+        _ip("addr", "add", f"{network}.{4 * number + 1}/30", "dev", self._link)
+        _ip("link", "set", self._link, "up")
+        _ip("-n", self.name, "addr", "add", f"{self.address}/30", "dev", "eth0")
+        for device in ("lo", "eth0"):
+            _ip("-n", self.name, "link", "set", device, "up")
+
+    def cut(self) -> None:
+        """Drop all packets; nobody is told."""
+        _ip("-n", self.name, "link", "set", "eth0", "down")
+
+    def mend(self) -> None:
+        _ip("-n", self.name, "link", "set", "eth0", "up")
+
+    def close(self) -> None:
+        """Remove the namespace, and its link."""
+        _ip("link", "del", self._link)
+        _ip("netns", "del", self.name)
+
+
+def why_no_namespaces() -> str:
+    """Return why this machine gives us no network namespace; empty if it does."""
+    if os.geteuid() != 0:
+        return "partitions by network namespaces need root"
+    if shutil.which("ip") is None:
+        return "partitions by network namespaces need the program ip"
+    name = f"bkctl{os.getpid()}"
+    if subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode:
+        return "network namespaces cannot be made here"
+    subprocess.run(["ip", "netns", "del", name], check=True)
+    return ""
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)

@@ -45,7 +45,9 @@ SHORT_S = 4.0
 def _bookies(
     request: pytest.FixtureRequest, java: Java, zookeeper: ZooKeeperServer, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[SomeCluster]:
-    cluster = SomeCluster(request.param, java, zookeeper, tmp_path_factory.mktemp(request.param))
+    cluster = SomeCluster(
+        request.param, java, zookeeper, tmp_path_factory.mktemp(request.param), {"zkTimeout": 2000}
+    )  # fmt: skip
     yield cluster
     cluster.kill()
 
@@ -73,7 +75,7 @@ async def add(writer: WriteHandle, count: int) -> None:
     await asyncio.gather(*(writer.add(payload(entry_id)) for entry_id in range(first, first + count)))
 
 
-async def check_whole(client: BookKeeper, ledger: LedgerId, last: int, *, down: tuple[str, ...] = ()) -> None:
+async def check_whole(client: BookKeeper, ledger: LedgerId, last: int) -> None:
     """The closed ledger ends at `last`; each entry reads as written, each replica is whole (quorum coverage)."""
     reader = await client.open_ledger(ledger)
     assert reader.is_closed
@@ -81,9 +83,8 @@ async def check_whole(client: BookKeeper, ledger: LedgerId, last: int, *, down: 
     found = [(entry.entry_id, entry.payload) async for entry in reader.read()]
     assert found == [(entry_id, payload(entry_id)) for entry_id in range(last + 1)]
     assert reader.length == sum(len(payload(entry_id)) for entry_id in range(last + 1))
-    if not down:
-        async for check in verify_entries(reader):
-            assert all(replica.state is ReplicaState.OK for replica in check.replicas), check
+    async for check in verify_entries(reader):
+        assert all(replica.state is ReplicaState.OK for replica in check.replicas), check
 
 
 # --- fencing ---------------------------------------------------------------------------------------------------------
@@ -133,7 +134,7 @@ async def test_a_wrong_password_fences_nothing(client: BookKeeper) -> None:
 
 
 async def test_bookies_remember_a_fence_when_killed(bookies: SomeCluster, client: BookKeeper) -> None:
-    writer = await client.create_ledger(**THREE)
+    writer = await client.create_ledger(ensemble_size=3, write_quorum_size=3, ack_quorum_size=3)
     await add(writer, 10)
     ensemble = writer.metadata.last_fragment.bookies
     await client.open_ledger(writer.ledger, recovery=True)
@@ -336,7 +337,9 @@ async def test_an_entry_carries_the_last_add_confirmed_before_it(bookies: SomeCl
             reader.read(0, 9)
         assert [entry.payload async for entry in reader.read_unconfirmed(9, 9)] == [payload(9)]
         await writer.write_lac()
-        assert await reader.read_last_add_confirmed() == 9
+        if protocol is Protocol.V3:  # v2 cannot ask for it, as in Java's client; a wait is always over v3
+            assert await reader.read_last_add_confirmed() == 9
+        assert await reader.wait_for_lac(8, 300) == 9
         await writer.add(payload(10))
         await writer.close()
         assert await reader.wait_for_lac(9, 300) == 10
@@ -393,8 +396,9 @@ async def test_a_force_needs_each_bookie_of_the_ensemble(bookies: SomeCluster) -
 # --- reads -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("protocol", [Protocol.V2, Protocol.V3], ids=["v2", "v3"])
-@pytest.mark.parametrize("ensemble_size", [3, 2])
+@pytest.mark.parametrize(
+    ("protocol", "ensemble_size"), [(Protocol.V2, 2), (Protocol.V2, 3), (Protocol.V3, 3)], ids=["v2-2", "v2-3", "v3-3"]
+)
 async def test_batches_and_ranges_are_read_beside_a_dead_and_a_suspended_bookie(
     bookies: SomeCluster, protocol: Protocol, ensemble_size: int
 ) -> None:
@@ -425,11 +429,10 @@ async def test_an_entry_without_a_replica_is_an_error_after_the_entries_before_i
     await writer.close()
     bookies.by_id(writer.metadata.last_fragment.bookies[1]).kill()
     reader = await client.open_ledger(writer.ledger)
-    found = []
+    entries = reader.read()
+    assert (await anext(entries)).entry_id == 0
     with pytest.raises(BookieUnavailable):
-        async for entry in reader.read():
-            found.append(entry.entry_id)
-    assert found == [0]
+        await anext(entries)
 
 
 async def test_lists_of_ledgers_are_whole_while_ledgers_are_deleted(client: BookKeeper) -> None:
