@@ -13,12 +13,16 @@ from itertools import count, pairwise
 
 @dataclass
 class Read:
-    """One read of all entries up to `last`, from its start to its end; `entries` are ids and payloads as they came."""
+    """One read of all entries up to `last`; `entries` are ids and payloads as they came.
+
+    `closed` says that the ledger was closed; a `partial` read ended with an error.
+    """
 
     started: int
     last: int
     entries: list[tuple[int, bytes]]
-    closed: bool
+    closed: bool = False
+    partial: bool = False
 
 
 @dataclass
@@ -55,8 +59,10 @@ class History:
         """Note that the ledger was seen closed at `last`."""
         self.closes.append((self.now(), last))
 
-    def read(self, started: int, last: int, entries: list[tuple[int, bytes]], *, closed: bool = False) -> None:
-        self.reads.append(Read(started, last, entries, closed))
+    def read(
+        self, started: int, last: int, entries: list[tuple[int, bytes]], *, closed: bool = False, partial: bool = False
+    ) -> None:
+        self.reads.append(Read(started, last, entries, closed, partial))
 
     def problems(self) -> list[str]:
         """Return what contradicts the promises of a ledger; empty for a good history."""
@@ -92,7 +98,7 @@ class History:
                 yield f"entry {entry_id} of a read {what}"
                 break
         for when, end in self.closes:
-            if read.last > end or (when < read.started and read.last < end):
+            if read.last > end or (not read.partial and when < read.started and read.last < end):
                 yield f"a read ends at entry {read.last}, the ledger at {end}"
                 break
         due = max((entry_id for when, entry_id in self.acknowledged if when < read.started), default=-1)
