@@ -76,7 +76,10 @@ async def add(writer: WriteHandle, count: int) -> None:
 
 
 async def check_whole(client: BookKeeper, ledger: LedgerId, last: int) -> None:
-    """The closed ledger ends at `last`; each entry reads as written, each replica is whole (quorum coverage)."""
+    """The closed ledger ends at `last`; each entry reads as written, and is whole on an ack quorum at least.
+
+    A bookie that is slower than the others may have been fenced before their entries came to it.
+    """
     reader = await client.open_ledger(ledger)
     assert reader.is_closed
     assert reader.last_add_confirmed == last
@@ -84,7 +87,9 @@ async def check_whole(client: BookKeeper, ledger: LedgerId, last: int) -> None:
     assert found == [(entry_id, payload(entry_id)) for entry_id in range(last + 1)]
     assert reader.length == sum(len(payload(entry_id)) for entry_id in range(last + 1))
     async for check in verify_entries(reader):
-        assert all(replica.state is ReplicaState.OK for replica in check.replicas), check
+        states = [replica.state for replica in check.replicas]
+        assert states.count(ReplicaState.OK) >= reader.metadata.ack_quorum_size, check
+        assert set(states) <= {ReplicaState.OK, ReplicaState.MISSING}, check
 
 
 # --- fencing ---------------------------------------------------------------------------------------------------------
