@@ -27,7 +27,7 @@ class Read:
 
 @dataclass
 class History:
-    """What happened to one ledger, in the order of one clock. An add may have an effect without acknowledgement."""
+    """The events of one ledger, in the order of one clock. An add may have an effect without acknowledgement."""
 
     name: str = "ledger"
     sent: dict[int, bytes] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class History:
     #: Of each reader: the last add confirmed, time after time.
     confirmed: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     reads: list[Read] = field(default_factory=list)
-    #: When somebody saw that the ledger is closed, and at which entry.
+    #: Times at which a client saw that the ledger is closed, with its last entry.
     closes: list[tuple[int, int]] = field(default_factory=list)
     _clock: Iterator[int] = field(default_factory=count)
 

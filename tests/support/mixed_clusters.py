@@ -142,7 +142,7 @@ class Namespace:
             _ip("-n", self.name, "link", "set", device, "up")
 
     def cut(self) -> None:
-        """Drop all packets; nobody is told."""
+        """Drop all packets, without an answer to their senders."""
         _ip("-n", self.name, "link", "set", "eth0", "down")
 
     def mend(self) -> None:

@@ -1,4 +1,4 @@
-"""Bookies behind links that are cut: packets are dropped, and nobody is told. Needs root."""
+"""Bookies behind links that are cut, which drops all packets without an answer. Needs root."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ DISK_BYTES = 96 << 20
 
 
 class Fault(NamedTuple):
-    """What happens to a bookie (by its index) after a pause, and for how long."""
+    """A fault of a bookie (by its index): it begins after a pause, and lasts for a while."""
 
     pause_s: float
     kind: str
@@ -195,7 +195,7 @@ def _acknowledges(history: History) -> Callable[[asyncio.Future[int]], None]:
 
 
 async def read_closed(client: BookKeeper, ledger: LedgerId, history: History, password: bytes = b"") -> None:
-    """Open with recovery, which closes the ledger if nobody did, and read all of it."""
+    """Open with recovery, which closes the ledger if it is open, and read all of it."""
     started = history.now()
     async with await client.open_ledger(ledger, recovery=True, password=password) as reader:
         history.close(reader.last_add_confirmed)
