@@ -126,7 +126,8 @@ class WriteHandle(Handle):
 
         `BookKeeper(explicit_lac_interval=…)` does so regularly.
 
-        Does nothing before the first acknowledged entry. Raises the last error when the ack quorum is not reached.
+        Does nothing before the first acknowledged entry. Raises LedgerClosed or the error that ended writing, and the
+        last error when the ack quorum is not reached.
         Source: PendingWriteLacOp.
         """
         access, lac = self._access, self.last_add_confirmed
@@ -139,8 +140,9 @@ class WriteHandle(Handle):
     async def force(self) -> None:
         """Wait until all bookies of the ensemble have synced their entries of this ledger. v3 only.
 
-        Raises IllegalOperation in v2, the error of a bookie that fails, and BookieUnavailable if a bookie may have
-        restarted, without entries that it acknowledged. Source: ForceLedgerOp.
+        Raises IllegalOperation in v2, LedgerClosed or the error that ended writing, the error of a bookie that
+        fails, and BookieUnavailable if a bookie may have restarted, without entries that it acknowledged.
+        Source: ForceLedgerOp.
         """
         access, pipeline = self._access, self._pipeline
         if access.pool.protocol is Protocol.V2:
@@ -235,6 +237,8 @@ class WriteHandle(Handle):
 
     async def _ask(self, request: Request, indexes: tuple[int, ...] | range, needed: int, what: str) -> None:
         """Send `request` to the bookies at `indexes` over v3, and wait until `needed` of them succeed."""
+        if self._pipeline.error is not None:  # bookies would answer, for a ledger that is no longer written
+            raise restated(self._pipeline.error)
         access = self._access
         ensemble = self._pipeline.ensemble
         pending = {
