@@ -181,7 +181,6 @@ LARGE_CLASSES = {
     "InterleavedLedgerStorage": "the interface of LedgerStorage, which has more methods than the limit",
     "JournalReader": "replay, verification and search read records by the same state",
     "LedgerStorage": "the interface of storage classes",
-    "RecordBatch": "one short method for each column of a batch",
     "SingleDirectoryDbLedgerStorage": "the interface of LedgerStorage, which has more methods than the limit",
     "SortedLedgerStorage": "the interface of LedgerStorage, which has more methods than the limit",
 }
