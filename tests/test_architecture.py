@@ -162,9 +162,7 @@ def test_commands_spark_and_replication_use_public_names_only(path: Path) -> Non
 CLASS_LINES_MAX, CLASS_METHODS_MAX = 400, 25
 #: Classes over these limits.
 LARGE_CLASSES = {
-    "Bookie": "its start and its stop, step by step, beside what its parts share",
     "DbLedgerStorage": "the interface of LedgerStorage for several directories: most methods choose one and call it",
-    "EntryLogReader": "scans, ledgers maps and searches behind damage read one mapped file by the same rules",
     "EntryLogger": "readers, writers and the removal of entry logs share the open files and their lock",
     "IndexInMemPageMgr": "Java's class of this name, method by method",
     "IndexPersistenceMgr": "Java's class of this name, method by method",

@@ -369,7 +369,7 @@ class EntryLogReader(FileReader):
         is_wrong = size > RECORD_SIZE_BYTES_MAX
         if not is_wrong and rest < size:
             is_wrong = not (len(head) < 4 + OVERHEAD_SIZE_MAX or self._begins_record(head, at))
-            is_wrong = is_wrong or (self._hides_records(at, rest) and not self._fits_its_ledger(at, size))
+            is_wrong = is_wrong or (self._hides_records(at, rest) and not _fits_its_ledger(self.path, at, size))
         elif not is_wrong and contradicts_size(head[4:], size):
             is_wrong = not self._is_boundary(at + 4 + size) or (
                 not self.read(at + 4 + size - 1, 5).strip(b"\0") and self._hides_records(at, size)
@@ -401,27 +401,6 @@ class EntryLogReader(FileReader):
                 budget -= stop - begin + _CANDIDATE_COST_BYTES
                 begin += 1
         return False
-
-    def _fits_its_ledger(self, at: int, size: int) -> bool:
-        """Return True if the size of the record at byte `at` matches the growth of its ledger's length.
-
-        Then the record is really cut, and entries found in it are its payload. Reads the log up to the record.
-        """
-        try:
-            record = read_record(self.read(at + 4, OVERHEAD_SIZE_MAX), 0, OVERHEAD_SIZE_MAX, at, self.name)
-        except (CorruptRecord, Unsupported):
-            return False
-        if record.length is None:
-            return False
-        before = 0 if record.entry_id == 0 else None
-        with EntryLogReader.open(self.path) as reader:
-            for batch in reader.batches(end=at):
-                for found in batch.select(record.ledger, entry_id=record.entry_id - 1).lengths:
-                    before = found
-        digest_types = [*DigestType] if record.digest_type is None else [record.digest_type]
-        header = HEADER_SIZE_V1 if record.format_version == 1 else HEADER_SIZE_V2
-        overheads = [header + digest_type.code_length for digest_type in digest_types]
-        return before is not None and size - (record.length - before) in overheads
 
     def _follow(self, at: int) -> tuple[int, bool]:
         """Follow the records from byte `at` on. Return where they end, and whether that is an end that logs have.
@@ -464,3 +443,25 @@ class EntryLogReader(FileReader):
         except (CorruptRecord, Unsupported):
             return False
         return record.type is RecordType.LEDGERS_MAP or record.entry_id >= 0
+
+
+def _fits_its_ledger(path: Path, at: int, size: int) -> bool:
+    """Return True if the size of the record at byte `at` matches the growth of its ledger's length.
+
+    Then the record is really cut, and entries found in it are its payload. Reads the log up to the record.
+    """
+    with EntryLogReader.open(path) as reader:
+        try:
+            record = read_record(reader.read(at + 4, OVERHEAD_SIZE_MAX), 0, OVERHEAD_SIZE_MAX, at, reader.name)
+        except (CorruptRecord, Unsupported):
+            return False
+        if record.length is None:
+            return False
+        before = 0 if record.entry_id == 0 else None
+        for batch in reader.batches(end=at):
+            for found in batch.select(record.ledger, entry_id=record.entry_id - 1).lengths:
+                before = found
+    digest_types = [*DigestType] if record.digest_type is None else [record.digest_type]
+    header = HEADER_SIZE_V1 if record.format_version == 1 else HEADER_SIZE_V2
+    overheads = [header + digest_type.code_length for digest_type in digest_types]
+    return before is not None and size - (record.length - before) in overheads
