@@ -22,10 +22,9 @@ from bkctl.protocol.backpressure import (
     UnfinishedRequests,
     UnreadAnswers,
 )
-from bkctl.protocol.deadlines import Deadlines
 from bkctl.protocol.framing import FramedProtocol
 from bkctl.protocol.handler import RequestHandler
-from bkctl.protocol.limits import ServerLimits
+from bkctl.protocol.limits import Deadlines, ServerLimits
 from bkctl.protocol.start_tls import TlsUpgrade
 
 #: Requests, and bytes of requests, of one connection that a bookie works on before it stops reading more.
