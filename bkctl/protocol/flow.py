@@ -38,7 +38,7 @@ log: Final = logging.getLogger("bkctl.protocol")
 
 
 class ServerState:
-    """What the connections of a server share."""
+    """State that the connections of a server share."""
 
     def __init__(
         self, handler: RequestHandler, tls: ssl.SSLContext | None, requires_tls: bool, limits: ServerLimits
@@ -49,9 +49,8 @@ class ServerState:
         self.limits = limits
         self.connections: set[ControlledConnection] = set()
         #: Connections that were not ended by their clients, by reason: Acceptor's reasons; `mute`, `unfinished`, `idle`
-        #: (deadlines), `stalled` and `unread` (other
-        #: clients needed the room), `plaintext` (more than START_TLS needs where TLS is
-        #: required), `protocol` (not a request of the protocol).
+        #: (deadlines), `stalled` and `unread` (other clients needed the room), `plaintext` (more than START_TLS needs
+        #: where TLS is required), `protocol` (not a request of the protocol).
         self.ended: Counter[str] = Counter()
         #: Seconds that the server was at work, counted by its looks at the connections. Deadlines go by this clock:
         #: while the process stands still, no client can be late.
