@@ -11,7 +11,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from bkctl import __version__
@@ -216,7 +217,7 @@ class Bookie:
         try:
             await self.server.claim(listening_host(config, host), port)
         except OSError as error:
-            raise self._cannot_listen(error) from error
+            raise _cannot_listen(self.bookie_id, port, error) from error
         await self.registration.wait_until_free(cluster)
         try:
             await run_to_end(asyncio.to_thread(self._open_storage, cluster))
@@ -230,7 +231,7 @@ class Bookie:
         try:
             await self.server.start(listening_host(config, host), port)
         except OSError as error:
-            raise self._cannot_listen(error) from error
+            raise _cannot_listen(self.bookie_id, port, error) from error
         self.registration.start(cluster, self.service_info)
         await self.registration.update()
         self._keep_running(self.commits.checkpoints.run_regularly())
@@ -243,12 +244,6 @@ class Bookie:
             log.warning("Clients without TLS are served too, as Apache's bookie does, unless tlsRequired=true")
         self.started_ms = time.time_ns() // 1_000_000
         log.info("Bookie %s serves on port %d%s", self.bookie_id, port, ", read-only" if self.read_only else "")
-
-    def _cannot_listen(self, error: OSError) -> BkctlError:
-        return BkctlError(
-            f"Bookie {self.bookie_id} cannot listen on port {self.address[1]}: {error.strerror}",
-            hint="another server has the port, or the address is not this machine's",
-        )
 
     def _open_cluster(self) -> None:
         config = self.config
@@ -270,7 +265,7 @@ class Bookie:
         self._held.enter_context(self.files.lock(sorted(directories)))
         refuse_writers(storage.journal_directories)
         is_new = stamp_or_verify(self.config, self.bookie_id, cluster, self.files)
-        was_dirty = self._mark_dirty()
+        was_dirty = _mark_dirty(storage.ledger_directories, self.files)
         self.state_manager.restore()
         storage.open()
         self.storage_is_open = True
@@ -280,22 +275,6 @@ class Bookie:
                 "%s stop before: replayed %d entries, skipped %d records of deleted ledgers",
                 "Unclean" if was_dirty else "Clean", entries, skipped,
             )  # fmt: skip
-
-    def _mark_dirty(self) -> bool:
-        """Mark the ledger directories as in use; return whether they were, because the last stop was not clean."""
-        directories = self.storage.ledger_directories
-        was_dirty = any((directory / DIRTY_NAME).exists() for directory in directories)
-        for directory in directories:
-            try:
-                self.files.open(directory / DIRTY_NAME, create=True).close()
-                self.files.sync_directory(directory)
-            except OSError as error:
-                if error.errno not in NO_SPACE:
-                    raise
-                log.warning(
-                    "%s has no space for %s: the next start will take this stop for a clean one", directory, DIRTY_NAME
-                )
-        return was_dirty
 
     def _create_collector(self, cluster: Cluster) -> GarbageCollectorThread:
         cookie = read_directory(self.config.ledger_directories[0])
@@ -434,3 +413,26 @@ class Bookie:
             self._cluster = None
         if not deadline.is_stuck:
             self._held.close()
+
+
+def _cannot_listen(bookie_id: str, port: int, error: OSError) -> BkctlError:
+    return BkctlError(
+        f"Bookie {bookie_id} cannot listen on port {port}: {error.strerror}",
+        hint="another server has the port, or the address is not this machine's",
+    )
+
+
+def _mark_dirty(directories: Sequence[Path], files: Files) -> bool:
+    """Mark the ledger `directories` as in use; return whether they were, because the last stop was not clean."""
+    was_dirty = any((directory / DIRTY_NAME).exists() for directory in directories)
+    for directory in directories:
+        try:
+            files.open(directory / DIRTY_NAME, create=True).close()
+            files.sync_directory(directory)
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise
+            log.warning(
+                "%s has no space for %s: the next start will take this stop for a clean one", directory, DIRTY_NAME
+            )
+    return was_dirty

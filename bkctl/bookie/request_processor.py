@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 
-from bkctl.bookie.adds import AddHandler
 from bkctl.bookie.commit_dispatcher import CommitDispatcher
-from bkctl.bookie.ledger_requests import LedgerRequestHandler
+from bkctl.bookie.ledger_requests import AddHandler, LedgerRequestHandler
 from bkctl.bookie.metrics import BookieMetrics
 from bkctl.bookie.network import server_limits, tls_context
 from bkctl.bookie.reads import EntryFetcher, ReadHandler

@@ -371,7 +371,7 @@ class EntryLogReader(FileReader):
         if not is_wrong and rest < size:
             is_wrong = not (len(head) < 4 + OVERHEAD_SIZE_MAX or self._begins_record(head, at))
             if not is_wrong and (inner := self._hidden_records(at, rest)):
-                is_wrong = not self._fits_its_ledger(at, size)
+                is_wrong = not _fits_its_ledger(self.path, at, size)
         elif not is_wrong and contradicts_size(head[4:], size):
             is_wrong = not self._is_boundary(at + 4 + size)
             if not is_wrong and not self.read(at + 4 + size - 1, 5).strip(b"\0"):
@@ -406,27 +406,6 @@ class EntryLogReader(FileReader):
                 budget -= _CANDIDATE_COST_BYTES
                 begin += 1
         return ""
-
-    def _fits_its_ledger(self, at: int, size: int) -> bool:
-        """Return True if the size of the record at byte `at` matches the growth of its ledger's length.
-
-        Then the record is really cut, and entries found in it are its payload. Reads the log up to the record.
-        """
-        try:
-            record = read_record(self.read(at + 4, OVERHEAD_SIZE_MAX), 0, OVERHEAD_SIZE_MAX, at, self.name)
-        except (CorruptRecord, Unsupported):
-            return False
-        if record.length is None:
-            return False
-        before = 0 if record.entry_id == 0 else None
-        with EntryLogReader.open(self.path) as reader:
-            for batch in reader.batches(end=at):
-                for found in batch.select(record.ledger, entry_id=record.entry_id - 1).lengths:
-                    before = found
-        digest_types = [*DigestType] if record.digest_type is None else [record.digest_type]
-        header = HEADER_SIZE_V1 if record.format_version == 1 else HEADER_SIZE_V2
-        overheads = [header + digest_type.code_length for digest_type in digest_types]
-        return before is not None and size - (record.length - before) in overheads
 
     def _follow(self, at: int) -> tuple[int, bool]:
         """Follow the records from byte `at` on. Return where they end, and whether that is an end that logs have.
@@ -469,3 +448,25 @@ class EntryLogReader(FileReader):
         except (CorruptRecord, Unsupported):
             return False
         return record.type is RecordType.LEDGERS_MAP or record.entry_id >= 0
+
+
+def _fits_its_ledger(path: Path, at: int, size: int) -> bool:
+    """Return True if the size of the record at byte `at` matches the growth of its ledger's length.
+
+    Then the record is really cut, and entries found in it are its payload. Reads the log up to the record.
+    """
+    with EntryLogReader.open(path) as reader:
+        try:
+            record = read_record(reader.read(at + 4, OVERHEAD_SIZE_MAX), 0, OVERHEAD_SIZE_MAX, at, reader.name)
+        except (CorruptRecord, Unsupported):
+            return False
+        if record.length is None:
+            return False
+        before = 0 if record.entry_id == 0 else None
+        for batch in reader.batches(end=at):
+            for found in batch.select(record.ledger, entry_id=record.entry_id - 1).lengths:
+                before = found
+    digest_types = [*DigestType] if record.digest_type is None else [record.digest_type]
+    header = HEADER_SIZE_V1 if record.format_version == 1 else HEADER_SIZE_V2
+    overheads = [header + digest_type.code_length for digest_type in digest_types]
+    return before is not None and size - (record.length - before) in overheads

@@ -268,11 +268,6 @@ class RecordBatch:
         if compiled is not None and isinstance(self.fields, memoryview) and self.record is None:
             return compiled.sizes_by_ledger(self.fields, self.format_version)
         sums: dict[tuple[int, int], int] = {}
-        if self.format_version == 1:
-            by_id: dict[int, int] = {}
-            for ledger_id, size in zip(self.ledger_ids, self.sizes, strict=True):
-                by_id[ledger_id] = by_id.get(ledger_id, 0) + size + 4
-            return {(0, ledger_id): size for ledger_id, size in by_id.items()}
         for scope_id, ledger_id, size in zip(self.scope_ids, self.ledger_ids, self.sizes, strict=True):
             key = scope_id, ledger_id
             sums[key] = sums.get(key, 0) + size + 4
@@ -299,20 +294,17 @@ class RecordBatch:
         )
 
     def _field(self, name: str, place: int, of_record: Callable[[Record], int]) -> list[int]:
-        record = self.record
-        if record is not None:
-            return [of_record(record)]
-        return self._column(name, lambda: self._values(place))
+        if self.record is not None:
+            return [of_record(self.record)]
 
-    def _values(self, place: int) -> list[int]:
-        flat = self.fields
-        values = (
-            flat[place :: self._width].tolist() if isinstance(flat, memoryview) else list(flat[place :: self._width])
-        )
-        # Ids are unsigned; scope and ledger of version 2 are the only ones that may be 2^63 or more.
-        if self.format_version == 2 and place in (2, 3) and values and min(values) < 0:
-            return [value & U64_MAX for value in values]
-        return values
+        def make() -> list[int]:
+            values = list(self.fields[place :: self._width])
+            # Ids are unsigned; scope and ledger of version 2 are the only ones that may be 2^63 or more.
+            if self.format_version == 2 and place in (2, 3) and values and min(values) < 0:
+                return [value & U64_MAX for value in values]
+            return values
+
+        return self._column(name, make)
 
     def _column(self, name: str, make: Callable[[], list[int]]) -> list[int]:
         column = self._columns.get(name)

@@ -8,18 +8,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections import deque
+import ssl
+from collections import Counter, deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from bkctl.protocol.backpressure import UNFINISHED_BYTES_MIN, ReadQueue
-from bkctl.protocol.deadlines import Deadlines
+from bkctl.protocol.backpressure import (
+    UNFINISHED_BYTES_MIN,
+    ReadQueue,
+    ReadTurns,
+    RequestsInFlight,
+    RequestSlots,
+    UnfinishedRequests,
+    UnreadAnswers,
+)
 from bkctl.protocol.framing import FramedProtocol
-from bkctl.protocol.limits import ServerLimits
+from bkctl.protocol.handler import RequestHandler
+from bkctl.protocol.limits import Deadlines, ServerLimits
 from bkctl.protocol.start_tls import TlsUpgrade
-
-if TYPE_CHECKING:
-    from bkctl.protocol.server import BookieServer
 
 #: Requests, and bytes of requests, of one connection that a bookie works on before it stops reading more.
 IN_FLIGHT_REQUESTS_MAX: Final = 10_000
@@ -31,10 +37,45 @@ TLS_PIECE_BYTES: Final = 1 << 18
 log: Final = logging.getLogger("bkctl.protocol")
 
 
+class ServerState:
+    """State that the connections of a server share."""
+
+    def __init__(
+        self, handler: RequestHandler, tls: ssl.SSLContext | None, requires_tls: bool, limits: ServerLimits
+    ) -> None:
+        self.handler = handler
+        self.tls = tls
+        self.requires_tls = requires_tls
+        self.limits = limits
+        self.connections: set[ControlledConnection] = set()
+        #: Connections that were not ended by their clients, by reason: Acceptor's reasons; `mute`, `unfinished`, `idle`
+        #: (deadlines), `stalled` and `unread` (other clients needed the room), `plaintext` (more than START_TLS needs
+        #: where TLS is required), `protocol` (not a request of the protocol).
+        self.ended: Counter[str] = Counter()
+        #: Seconds that the server was at work, counted by its looks at the connections. Deadlines go by this clock:
+        #: while the process stands still, no client can be late.
+        self.now_s = 0.0
+        self.in_flight = RequestsInFlight(limits.in_flight_bytes)
+        self.unfinished = UnfinishedRequests(limits.unfinished_bytes, self.ended)
+        self.unread = UnreadAnswers(limits.unread_bytes, self.ended)
+        self.reads = ReadTurns(limits.reads_waiting, self.unread)
+        self.slots = RequestSlots.of(limits)
+
+    def lost(self, connection: ControlledConnection) -> None:
+        """Forget a connection that is closed."""
+        self.connections.discard(connection)
+        if connection.frame_size:
+            self.unfinished.update(connection, 0)
+        self.unread.update(connection, 0)
+        self.in_flight.forget(connection)
+        for slots in self.slots.values():
+            slots.waiting.pop(connection, None)
+
+
 class ControlledConnection(FramedProtocol):
     """A bookie's end of one connection, without its requests: a halted connection neither reads nor parses."""
 
-    def __init__(self, server: BookieServer) -> None:
+    def __init__(self, server: ServerState) -> None:
         limits = server.limits
         super().__init__(limits.frame_size_bytes)
         self._server = server
@@ -84,11 +125,6 @@ class ControlledConnection(FramedProtocol):
     def is_mute(self) -> bool:
         """True until the client has sent a whole request; where TLS is required, one after TLS began."""
         return self._deadlines.awaits_first
-
-    @property
-    def has_input(self) -> bool:
-        """True if input is left in the buffer."""
-        return self._start != self._end
 
     @property
     def _held_bytes(self) -> int:

@@ -12,8 +12,8 @@ from bkctl.protocol import v3
 from bkctl.protocol.messages import BytesLike, Request, Response, Status
 
 if TYPE_CHECKING:
+    from bkctl.protocol.backpressure import ClientConnection
     from bkctl.protocol.runs import AddRun, AnswerAdds, ReadRun
-    from bkctl.protocol.served_connection import ServedConnection
 
 
 class Responder(functools.partial[None]):
@@ -26,9 +26,9 @@ class Responder(functools.partial[None]):
     __slots__ = ()
 
     @property
-    def connection(self) -> ServedConnection:
+    def connection(self) -> ClientConnection:
         """The client's connection."""
-        return cast("ServedConnection", self.args[0])
+        return cast("ClientConnection", self.args[0])
 
     @property
     def is_lost(self) -> bool:
@@ -71,10 +71,12 @@ class ReadRunResponder:
     Call it from the event loop's thread, at any time; its methods raise nothing.
     """
 
-    __slots__ = ("_connection", "_is_v2")
+    __slots__ = ("_connection", "_is_v2", "_settle")
 
-    def __init__(self, connection: ServedConnection, is_v2: bool) -> None:
+    def __init__(self, connection: ClientConnection, settle: Callable[[int, bytes], None], is_v2: bool) -> None:
+        """`settle` sends the answers to as many reads."""
         self._connection = connection
+        self._settle = settle
         self._is_v2 = is_v2
 
     def answer(self, reads: ReadRun, bodies: Sequence[BytesLike], max_lac: int | None) -> None:
@@ -82,11 +84,11 @@ class ReadRunResponder:
         connection = self._connection
         # Encoded only while the client is there.
         frames = b"" if connection.is_lost else reads.answers(bodies, max_lac, is_v2=self._is_v2)
-        connection.settle_reads(len(reads.entry_ids), frames)
+        self._settle(len(reads.entry_ids), frames)
 
     def refuse(self, reads: ReadRun, status: Status) -> None:
         """Answer `reads` with `status`."""
-        self._connection.settle_reads(len(reads.entry_ids), reads.refusals(status, is_v2=self._is_v2))
+        self._settle(len(reads.entry_ids), reads.refusals(status, is_v2=self._is_v2))
 
     @property
     def is_congested(self) -> bool:
@@ -110,12 +112,11 @@ class ReadRunResponder:
 
     def read(self, count: int, start: Callable[[], asyncio.Future[Any]]) -> bool:
         """Have `start` begin a read of the disk for `count` requests, at most `room`; see Responder.read."""
-        connection = self._connection
-        return connection.reads.add(lambda _: connection.settle_reads(count, b""), start, count)
+        return self._connection.reads.add(lambda _: self._settle(count, b""), start, count)
 
 
 def _answer_observed(
-    connection: ServedConnection,
+    connection: ClientConnection,
     header: v3.Header | int,
     scope_id: int,
     size: int,

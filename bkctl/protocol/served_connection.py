@@ -9,12 +9,12 @@ import asyncio
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final, TypeVar, cast
+from typing import Final, TypeVar, cast
 
 from bkctl.errors import BkctlError, IllegalOperation, Unauthorized
 from bkctl.protocol import flow, v2, v3
 from bkctl.protocol.backpressure import UNFINISHED_BYTES_MIN, RequestSlots
-from bkctl.protocol.flow import TLS_PIECE_BYTES, ControlledConnection
+from bkctl.protocol.flow import TLS_PIECE_BYTES, ControlledConnection, ServerState
 from bkctl.protocol.handler import ReadRunResponder, RequestHandler, Responder, RunHandler
 from bkctl.protocol.messages import (
     AUTH_DISABLED_PLUGIN,
@@ -34,9 +34,6 @@ from bkctl.protocol.messages import (
     status_of,
 )
 from bkctl.protocol.runs import AddRun, AnswerAdds, take_requests, takes_runs
-
-if TYPE_CHECKING:
-    from bkctl.protocol.server import BookieServer
 
 #: Pieces of input below this size are gathered for so many seconds while so many bytes of requests are in flight.
 GATHERED_BYTES_MAX: Final = 1 << 14
@@ -70,7 +67,7 @@ class _TlsOnly:
 class ServedConnection(ControlledConnection):
     """A bookie's end of one connection. It speaks v3 until the first frame of another form, and v2 from then on."""
 
-    def __init__(self, server: BookieServer) -> None:
+    def __init__(self, server: ServerState) -> None:
         super().__init__(server)
         self._handler: RequestHandler = server.handler
         if self._is_shut:
@@ -141,7 +138,7 @@ class ServedConnection(ControlledConnection):
             answer = functools.partial(self._answer_adds, is_v2)
             self._serve(handler.handle_adds, adds, answer, _answer_all, *_extent_of(adds))
         if reads:
-            respond = ReadRunResponder(self, is_v2)
+            respond = ReadRunResponder(self, self._settle_reads, is_v2)
             for run in reads:
                 count = len(run[1])
                 size = count * BODILESS_REQUEST_BYTES
@@ -211,7 +208,7 @@ class ServedConnection(ControlledConnection):
             self._queued(v3.encode_response(header, StartTlsResponse(Status.EOK), 0, self._out))
             self._flush()
             self.halt()
-            self._tls.begin(self, self._transport)
+            self._tls.begin(self, self._transport, self._end_handshake)
             return
         else:
             response = BareResponse(Status.EBADREQ)
@@ -228,8 +225,12 @@ class ServedConnection(ControlledConnection):
             return False
         return self._out_size + self._transport.get_write_buffer_size() <= PLAIN_FRAME_BYTES_MAX
 
-    def secured(self, transport: asyncio.Transport) -> None:
-        """Serve the client on `transport`, now that TLS is agreed."""
+    def _end_handshake(self, transport: asyncio.Transport | None) -> None:
+        """Serve the client on `transport` under TLS; close the connection after a failed handshake (None)."""
+        if transport is None:
+            self._server.ended["handshake"] += 1
+            self.abort()
+            return
         self._socket = self._transport
         self._use(transport)
         transport.set_write_buffer_limits(high=TLS_PIECE_BYTES)
@@ -239,11 +240,6 @@ class ServedConnection(ControlledConnection):
         self._handler = self._server.handler
         self._take_frames = self._runs_of(self._handler)
         self._continue()
-
-    def tls_failed(self) -> None:
-        """Close the connection after a failed TLS handshake."""
-        self._server.ended["handshake"] += 1
-        self.abort()
 
     # Answers.
 
@@ -278,7 +274,7 @@ class ServedConnection(ControlledConnection):
             answers = [run.refusals(status, is_v2=is_v2) for run in adds]
         self._settle(*_extent_of(adds), b"".join(answers))
 
-    def settle_reads(self, count: int, answers: bytes) -> None:
+    def _settle_reads(self, count: int, answers: bytes) -> None:
         """Send the answers to `count` reads of a run."""
         self._settle(count, count * BODILESS_REQUEST_BYTES, answers)
 
@@ -328,7 +324,7 @@ class LimitedConnection(ServedConnection):
     BookieRequestProcessor.onAddRequestStart, which switches a channel's autoRead off.
     """
 
-    def __init__(self, server: BookieServer) -> None:
+    def __init__(self, server: ServerState) -> None:
         super().__init__(server)
         self._next: tuple[Request, Responder, int] | None = None
         self._reads_in_progress = 0

@@ -1,7 +1,7 @@
 """A bookie's server: accepts clients on one address, and gives their requests to a handler.
 
 The parts: `served_connection.py` (one client) over `flow.py`, `handler.py` (the bookie's side), `backpressure.py` and
-`limits.py` (bounds), `deadlines.py`, `start_tls.py`. Source: BookieNettyServer.
+`limits.py` (bounds and deadlines), `start_tls.py`. Source: BookieNettyServer.
 """
 
 from __future__ import annotations
@@ -9,12 +9,10 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections import Counter
 from typing import Final
 
 from bkctl.protocol.acceptor import Acceptor, claim_port
-from bkctl.protocol.backpressure import ReadTurns, RequestsInFlight, RequestSlots, UnfinishedRequests, UnreadAnswers
-from bkctl.protocol.flow import ControlledConnection
+from bkctl.protocol.flow import ServerState
 from bkctl.protocol.handler import RequestHandler
 from bkctl.protocol.limits import DEFAULT_LIMITS, ServerLimits
 from bkctl.protocol.served_connection import LimitedConnection, ServedConnection
@@ -23,7 +21,7 @@ from bkctl.protocol.served_connection import LimitedConnection, ServedConnection
 STALL_CHECK_S: Final = 1.0
 
 
-class BookieServer:
+class BookieServer(ServerState):
     """Serves a bookie's requests on one address, in v2 or v3 as each client speaks.
 
     The server itself answers authentication (none is required), START_TLS (when `tls` is given; with `requires_tls`
@@ -39,37 +37,10 @@ class BookieServer:
         requires_tls: bool = False,
         limits: ServerLimits = DEFAULT_LIMITS,
     ) -> None:
-        self.handler = handler
-        self.tls = tls
-        self.requires_tls = requires_tls
-        self.limits = limits
-        self.connections: set[ControlledConnection] = set()
-        #: Connections that were not ended by their clients, by reason: Acceptor's reasons; `mute`, `unfinished`, `idle`
-        #: (deadlines), `stalled` and `unread` (other
-        #: clients needed the room), `plaintext` (more than START_TLS needs where TLS is
-        #: required), `protocol` (not a request of the protocol).
-        self.ended: Counter[str] = Counter()
-        #: Seconds that the server was at work, counted by its looks at the connections. Deadlines go by this clock:
-        #: while the process stands still, no client can be late.
-        self.now_s = 0.0
-        self.in_flight = RequestsInFlight(limits.in_flight_bytes)
-        self.unfinished = UnfinishedRequests(limits.unfinished_bytes, self.ended)
-        self.unread = UnreadAnswers(limits.unread_bytes, self.ended)
-        self.reads = ReadTurns(limits.reads_waiting, self.unread)
-        self.slots = RequestSlots.of(limits)
+        super().__init__(handler, tls, requires_tls, limits)
         self._next_look: asyncio.TimerHandle | None = None
         self._claimed: list[socket.socket] = []
         self._acceptor: Acceptor | None = None
-
-    def lost(self, connection: ControlledConnection) -> None:
-        """Forget a connection that is closed."""
-        self.connections.discard(connection)
-        if connection.frame_size:
-            self.unfinished.update(connection, 0)
-        self.unread.update(connection, 0)
-        self.in_flight.forget(connection)
-        for slots in self.slots.values():
-            slots.waiting.pop(connection, None)
 
     def _look(self) -> None:
         """Look at every connection, now and again after STALL_CHECK_S."""

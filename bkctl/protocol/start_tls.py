@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TypeAlias
 
 from bkctl.protocol.acceptor import release
+from bkctl.protocol.framing import FramedProtocol
 
-if TYPE_CHECKING:
-    from bkctl.protocol.served_connection import ServedConnection
+#: Called with the transport under TLS; with None after a failed handshake.
+HandshakeEnd: TypeAlias = Callable[[asyncio.Transport | None], None]
 
 
 class TlsUpgrade:
@@ -33,11 +35,11 @@ class TlsUpgrade:
         """True during the handshake, and after a failed one."""
         return self._task is not None
 
-    def begin(self, connection: ServedConnection, transport: asyncio.Transport) -> None:
-        """Shake hands on `transport` in the background; the connection's `secured` or `tls_failed` follows."""
-        self._task = asyncio.get_running_loop().create_task(self._run(connection, transport))
+    def begin(self, connection: FramedProtocol, transport: asyncio.Transport, end: HandshakeEnd) -> None:
+        """Shake hands on the connection's `transport` in the background, and then call `end`."""
+        self._task = asyncio.get_running_loop().create_task(self._run(connection, transport, end))
 
-    async def _run(self, connection: ServedConnection, transport: asyncio.Transport) -> None:
+    async def _run(self, connection: FramedProtocol, transport: asyncio.Transport, end: HandshakeEnd) -> None:
         assert self._context is not None
         if connection.has_input:
             # Requests in clear text behind START_TLS would be taken for authenticated ones.
@@ -55,11 +57,11 @@ class TlsUpgrade:
             release(error)
             secured = None
         if secured is None or secured.is_closing():
-            connection.tls_failed()
+            end(None)
             return
         self._is_secure = True
         self._task = None
-        connection.secured(secured)
+        end(secured)
 
     def cancel(self) -> None:
         if self._task is not None:

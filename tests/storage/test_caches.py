@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 
 from bkctl.ids import LedgerId
-from bkctl.storage.ledger.read_cache import ReadCache
-from bkctl.storage.ledger.write_cache import ENTRY_OVERHEAD_BYTES, WriteCache
+from bkctl.storage.ledger.caches import ENTRY_OVERHEAD_BYTES, ReadCache, WriteCache
 
 
 class Ledger:

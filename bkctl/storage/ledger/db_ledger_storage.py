@@ -37,6 +37,7 @@ from bkctl.formats.names import CURRENT, SCOPED_DIRECTORY
 from bkctl.formats.record import RECORD_SIZE, body_of
 from bkctl.ids import LedgerId
 from bkctl.storage.entry_logger import EntryLogger, Move
+from bkctl.storage.ledger.caches import Cached, ReadCache, WriteCache
 from bkctl.storage.ledger.db_indexes import EntryLocationIndex, LedgerMetadataIndex
 from bkctl.storage.ledger.ledger_storage import (
     CHUNK_SIZE_BYTES,
@@ -47,8 +48,6 @@ from bkctl.storage.ledger.ledger_storage import (
     fill,
     merge_found,
 )
-from bkctl.storage.ledger.read_cache import ReadCache
-from bkctl.storage.ledger.write_cache import Cached, WriteCache
 
 #: A read that skips at most this many entries counts as sequential: with striping a bookie has only part of them.
 READ_ON_ENTRIES_MAX: Final = 16
