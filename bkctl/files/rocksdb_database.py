@@ -214,6 +214,11 @@ class Database:
             value: bytes | None = self._database.get(key)
         return value
 
+    def estimated_count(self) -> int:
+        """Return about how many keys there are, without reading them."""
+        with self._reading():
+            return self._database.property_int_value("rocksdb.estimate-num-keys") or 0
+
     def cached_value_of(self, key: bytes) -> bytes | None:
         """Return the value of a key if it is in memory, so without waiting for the disk; else None."""
         try:

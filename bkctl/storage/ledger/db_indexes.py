@@ -212,6 +212,10 @@ class EntryLocationIndex(_Index[LocationsDatabase]):
         """Return the location of an entry, 0 if it is not here. Raises Corrupt."""
         return self._read(ledger, lambda database: database.get(ledger, entry_id), 0)
 
+    def estimated_counts(self) -> dict[bool, int]:
+        """Return about how many entries of scope 0 (False) and of other scopes (True) are here."""
+        return {scoped: database.estimated_count() for scoped, database in tuple(self._databases.items())}
+
     def cached_location(self, ledger: LedgerId, entry_id: int) -> int:
         """Return the location of an entry if RocksDB has it in memory, else 0; never wait. Raises Corrupt."""
         database = self._databases.get(ledger.is_scoped)
