@@ -214,11 +214,6 @@ class Database:
             value: bytes | None = self._database.get(key)
         return value
 
-    def estimated_count(self) -> int:
-        """Return about how many keys there are, without reading them."""
-        with self._reading():
-            return self._database.property_int_value("rocksdb.estimate-num-keys") or 0
-
     def cached_value_of(self, key: bytes) -> bytes | None:
         """Return the value of a key if it is in memory, so without waiting for the disk; else None."""
         try:
@@ -305,6 +300,12 @@ class Database:
             batch, self._pending = self._pending, None
             with rocksdb_errors(self.path, "cannot be written"):
                 self._database.write(batch)
+
+
+def estimated_count(database: Database) -> int:
+    """Return about how many keys there are, without reading them."""
+    with database._reading():
+        return database._database.property_int_value("rocksdb.estimate-num-keys") or 0
 
 
 def _close(database: Any) -> None:
