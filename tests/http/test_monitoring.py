@@ -68,7 +68,7 @@ SERIES = {
     "BookieDescriptorsShort": ('process_open_fds{job="bookkeeper"}', "95", "5"),
     "LedgerEntriesLost": ("auditor_NUM_LEDGERS_HAVING_NO_REPLICA_OF_AN_ENTRY", "1", "0"),
 }
-#: What the alert compares with.
+#: The metric that the alert compares with.
 BESIDE = {
     "BookieDirectoryFull": "bookie_ledger_num_dirs",
     "BookieDescriptorsShort": 'process_max_fds{job="bookkeeper"}',
@@ -231,7 +231,7 @@ class Watched:
             OwnBookie(self.uri, directory / f"bookie-{number}", storage=storage, settings=common | more)
             for number, (storage, more) in enumerate([(DB, {}), (DB, tls), (DB, {}), (SORTED, {}), (DB, {})])
         ]
-        #: Those whose TLS and read-only state the tests look at.
+        #: Bookies whose TLS and read-only state the tests look at.
         self.needed = self.bookies[1:3]
         self.victim = self.bookies[4]
         start_all(self.bookies)
