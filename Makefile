@@ -40,6 +40,7 @@ types: .venv/.test
 generate: .venv/.test
 	$(BIN)/python -m bkctl.commands.generate
 	$(BIN)/python docs/python_reference.py
+	$(BIN)/python docs/monitoring.py
 
 protos: .venv/.test
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. $(PROTOS)

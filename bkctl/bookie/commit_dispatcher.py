@@ -165,7 +165,7 @@ class CommitDispatcher:
     def committed(self, commits: GroupCommit, group: CommittedGroup) -> None:
         """Answer a journal's group: it is on disk, or failed."""
         now_s, error = time.monotonic(), group.error
-        self._metrics.journals[commits.number].group_settled(group)
+        self._metrics.journals[commits.number].group_settled(group, now_s)
         for batch in group.batches:
             self._metrics.adds_settled(batch.count, batch.size, now_s - batch.put_s, ok=error is None)
             doomed = commits.settle(batch, error)

@@ -53,12 +53,16 @@ class JournalMetrics:
     def __init__(self) -> None:
         self.sync = Latency()
         self.queue = Latency()
+        #: From an entry's way into the journal's queue until it is on disk.
+        self.add = Latency()
         self.group_entries = Summary()
         self.group_bytes = Summary()
         self.written_bytes = 0
 
-    def group_settled(self, group: CommittedGroup) -> None:
+    def group_settled(self, group: CommittedGroup, now_s: float) -> None:
         """Add a group that was written and synced, or failed."""
+        for batch in group.batches:
+            self.add.observe(now_s - batch.put_s, batch.count, ok=group.error is None)
         self.queue.observe(group.waited_s)
         self.sync.observe(group.took_s, ok=group.error is None)
         self.group_entries.observe(group.entry_count)
@@ -90,8 +94,8 @@ class BookieMetrics:
         self.ended_connections: dict[str, Mapping[str, int]] = {}
         #: The TLS of each server, None without.
         self.certificates: dict[str, RefreshedContext | None] = {}
-        #: Name, kind, value and labels of the counters of auto-recovery in the bookie's process.
-        self.auto_recovery: Callable[[], Iterable[tuple[str, str, float | Summary, Mapping[str, str]]]] = tuple
+        #: Name, kind, value, labels and help of the counters of auto-recovery in the bookie's process.
+        self.auto_recovery: Callable[[], Iterable[tuple[str, str, float | Summary, Mapping[str, str], str]]] = tuple
 
     def adds_settled(self, count: int, size: int, seconds: float, *, ok: bool) -> None:
         """Add a batch of adds that is on disk and answered, or failed."""
@@ -120,45 +124,37 @@ class PrometheusText:
     def __init__(self) -> None:
         self._metrics: dict[str, list[str]] = {}
 
-    def number(self, name: str, kind: str, value: float, labels: Mapping[str, str] | None = None) -> None:
-        """Add a sample of a `counter` or `gauge`."""
-        self._samples(name, kind).append(f"{name}{_labels(labels or {})} {_text(value)}")
-
-    def sample(self, name: str, kind: str, value: float | Summary, labels: Mapping[str, str]) -> None:
-        """Add a sample of any kind."""
-        if isinstance(value, Summary):
-            self.summary(name, value, labels)
+    def sample(
+        self,
+        name: str,
+        kind: str,
+        value: float | Summary | Latency,
+        labels: Mapping[str, str] = {},
+        help_text: str = "",
+    ) -> None:
+        """Add a sample of a `counter` or `gauge`, or a `summary`: of successes and failures, a Summary of successes."""
+        if name not in self._metrics:
+            self._metrics[name] = [f"# HELP {name} {help_text}"] if help_text else []
+            self._metrics[name].append(f"# TYPE {name} {kind}")
+        lines = self._metrics[name]
+        if isinstance(value, Latency):
+            self._outcome(lines, name, "false", value.failure, 1000, labels)
+            self._outcome(lines, name, "true", value.success, 1000, labels)
+        elif isinstance(value, Summary):
+            self._outcome(lines, name, "false", Summary(), 1, labels)
+            self._outcome(lines, name, "true", value, 1, labels)
         else:
-            self.number(name, kind, value, labels)
+            lines.append(f"{name}{_labels(labels)} {_text(value)}")
 
-    def counter(self, name: str, value: float, labels: Mapping[str, str] | None = None) -> None:
-        """Add a number that only grows."""
-        self.number(name, "counter", value, labels)
-
-    def gauge(self, name: str, value: float, labels: Mapping[str, str] | None = None) -> None:
-        """Add a number that goes up and down."""
-        self.number(name, "gauge", value, labels)
-
-    def latency(self, name: str, latency: Latency, labels: Mapping[str, str] | None = None) -> None:
-        """Add a summary in milliseconds, of failures and of successes."""
-        self._summary(name, {"false": latency.failure, "true": latency.success}, 1000, labels or {})
-
-    def summary(self, name: str, summary: Summary, labels: Mapping[str, str] | None = None) -> None:
-        """Add a summary of plain numbers, all of them successes."""
-        self._summary(name, {"false": Summary(), "true": summary}, 1, labels or {})
-
-    def _samples(self, name: str, kind: str) -> list[str]:
-        return self._metrics.setdefault(name, [f"# TYPE {name} {kind}"])
-
-    def _summary(self, name: str, outcomes: Mapping[str, Summary], divisor: int, labels: Mapping[str, str]) -> None:
-        lines = self._samples(name, "summary")
-        for outcome, summary in outcomes.items():
-            for quantile, value in zip(QUANTILES, summary.quantiles(), strict=True):
-                own = _labels({"success": outcome, "quantile": str(quantile), **labels})
-                lines.append(f"{name}{own} {_text(value / divisor)}")
-            own = _labels({"success": outcome, **labels})
-            lines.append(f"{name}_count{own} {summary.count}")
-            lines.append(f"{name}_sum{own} {_text(summary.sum / divisor)}")
+    def _outcome(
+        self, lines: list[str], name: str, success: str, summary: Summary, divisor: int, labels: Mapping[str, str]
+    ) -> None:
+        for quantile, value in zip(QUANTILES, summary.quantiles(), strict=True):
+            own = _labels({"success": success, "quantile": str(quantile), **labels})
+            lines.append(f"{name}{own} {_text(value / divisor)}")
+        own = _labels({"success": success, **labels})
+        lines.append(f"{name}_count{own} {summary.count}")
+        lines.append(f"{name}_sum{own} {_text(summary.sum / divisor)}")
 
     def text(self) -> str:
         """Return the whole text."""

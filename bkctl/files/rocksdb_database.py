@@ -302,6 +302,12 @@ class Database:
                 self._database.write(batch)
 
 
+def estimated_count(database: Database) -> int:
+    """Return about how many keys there are, without reading them."""
+    with database._reading():
+        return database._database.property_int_value("rocksdb.estimate-num-keys") or 0
+
+
 def _close(database: Any) -> None:
     while True:
         try:

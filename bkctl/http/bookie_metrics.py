@@ -1,16 +1,30 @@
-"""Renders /metrics of a bookie: its counters, and values measured at the request, under Apache's names if any."""
+"""/metrics of a bookie: each metric declared once, under Apache's name and kind if one of Apache's means the same.
+
+Source: BookKeeperServerStats, BookieStats, JournalStats, DbLedgerStorageStats, GarbageCollectorStats.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeGuard
 
-from bkctl.bookie.metrics import PrometheusText, metric_name, process_metrics
+from bkctl.bookie.collector_stats import USAGE_BUCKETS, GarbageCollectorStats
+from bkctl.bookie.metrics import REQUESTS, Latency, PrometheusText, metric_name, process_metrics
+from bkctl.protocol.messages import AddRequest, ReadRequest
+from bkctl.storage.ledger.db_ledger_storage import DbLedgerStorage, SingleDirectoryDbLedgerStorage
+from bkctl.summaries import Summary
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from bkctl.bookie.bookie import Bookie
+    from bkctl.bookie.metrics import JournalMetrics
     from bkctl.http.service import BookieProxy
+    from bkctl.storage.group_commit import GroupCommit
 
 #: Gauge of ledgers whose requests fail, because their own state could not be read at the start.
 SET_ASIDE_LEDGERS: Final = "bkctl_set_aside_ledgers"
@@ -31,128 +45,267 @@ RECENT_ADDS: Final = "bkctl_recent_adds"
 RECENT_SYNCS: Final = "bkctl_recent_journal_syncs"
 _USAGE_STEP: Final = 10
 
+Value = float | Summary | Latency
+#: One value, or values with their labels. An iterator is read in another thread than the bookie's.
+Values = Value | list[tuple[Value, Mapping[str, str]]] | Iterator[tuple[Value, Mapping[str, str]]]
+
+_NO_LABELS: Final[Mapping[str, str]] = {}
+#: Labels that are a part of the name, as in Apache's.
+_IN_NAMES: Final = frozenset({"dir", "gc"})
+
+
+class Meter(NamedTuple):
+    """A metric of a bookie. `name` may have {labels} of its samples; `read` is called in the bookie's event loop."""
+
+    name: str
+    kind: str
+    help: str
+    read: Callable[[Bookie], Values]
+
+
+def _journals(read: Callable[[GroupCommit, JournalMetrics], Value]) -> Callable[[Bookie], Values]:
+    """Return a reader of one value for each journal."""
+    return lambda bookie: [
+        (read(commits, journal), {"journalIndex": str(commits.number)})
+        for commits, journal in zip(bookie.storage.commits, bookie.metrics.journals, strict=False)
+    ]
+
+
+def _db(read: Callable[[SingleDirectoryDbLedgerStorage], Value]) -> Callable[[Bookie], Values]:
+    """Return a reader of one value for each directory of DbLedgerStorage; nothing for another storage."""
+
+    def values(bookie: Bookie) -> Values:
+        ledgers = bookie.storage.ledgers
+        return ((read(one), _places(one)) for one in (ledgers.directories if _is_db(ledgers) else ()))
+
+    return values
+
+
+def _places(one: SingleDirectoryDbLedgerStorage) -> dict[str, str]:
+    return {"ledgerDir": str(one.ledger_directory.parent), "indexDir": str(one.index_directory.parent)}
+
+
+def _db_reads(bookie: Bookie) -> Values:
+    return bookie.metrics.read_entry if _is_db(bookie.storage.ledgers) else []
+
+
+def _is_db(ledgers: object) -> TypeGuard[DbLedgerStorage]:
+    return isinstance(ledgers, DbLedgerStorage)
+
+
+def _entries(bookie: Bookie) -> Iterator[tuple[Value, Mapping[str, str]]]:
+    """Yield the entries of scope 0 by directory, and of other scopes with a label more."""
+    ledgers = bookie.storage.ledgers
+    for one in ledgers.directories if _is_db(ledgers) else ():
+        for scoped, count in one.locations.estimated_counts().items():
+            yield count, _places(one) | ({"scopes": "other"} if scoped else {})
+
+
+def _usages(bookie: Bookie, directories: Iterable[Path]) -> Iterator[tuple[Value, Mapping[str, str]]]:
+    for directory in directories:
+        name = metric_name(str(directory.parent if directory.name == "current" else directory))
+        with contextlib.suppress(OSError):
+            yield round(100 * bookie.files.disk_usage(directory).ratio, 3), {"dir": name}
+
+
+def _collected(read: Callable[[GarbageCollectorStats], Value]) -> Callable[[Bookie], Values]:
+    """Return a reader of the collector's numbers; without DbLedgerStorage their names have `gc`."""
+
+    def values(bookie: Bookie) -> Values:
+        collector = bookie.garbage_collector
+        name = "bookie" if bookie.config.ledger_storage == "db" else "bookie_gc"
+        return [] if collector is None else [(read(collector.stats), {"gc": name})]
+
+    return values
+
+
+def _ledgers(bookie: Bookie) -> Values:
+    scoped = sum(1 for scope, _ in bookie.storage.ledgers.handles if scope)
+    return [(len(bookie.storage.ledgers.handles) - scoped, {}), (scoped, {"scopes": "other"})]
+
+
+def _waiting(bookie: Bookie, kind: type) -> int:
+    slots = bookie.server.slots.get(kind)
+    return 0 if slots is None else len(slots.waiting)
+
+
+def _request(name: str, bookie: Bookie) -> Values:
+    return bookie.metrics.requests[name]
+
+
+def _bucket(index: int, stats: GarbageCollectorStats) -> Value:
+    return stats.usage_buckets[index]
+
+
+def _ended_connections(bookie: Bookie) -> Values:
+    ended = bookie.metrics.ended_connections.items()
+    return [
+        (count, {"server": server, "reason": reason})
+        for server, reasons in ended
+        for reason, count in sorted(dict(reasons).items())
+    ]
+
+
+def _expiries(bookie: Bookie) -> Values:
+    return [
+        (round(tls.expires_s - time.time()), {"server": server})
+        for server, tls in bookie.metrics.certificates.items()
+        if tls is not None and tls.expires_s is not None
+    ]
+
+
+# fmt: off
+METRICS: Final = (
+    Meter("bookie_SERVER_STATUS", "gauge", "1 while the bookie accepts entries, 0 while it is read-only.",
+        lambda b: int(not b.read_only)),
+    Meter("bookkeeper_server_ADD_ENTRY_REQUEST", "summary",
+        "Milliseconds from an add until it is on disk and answered.", lambda b: b.metrics.add_entry),
+    Meter("bookkeeper_server_ADD_ENTRY", "summary", "The same.", lambda b: b.metrics.add_entry),
+    Meter(RECENT_ADDS, "gauge", "Adds that the quantiles of the last minute or two are of.",
+        lambda b: b.metrics.add_entry.success.recent_count()),
+    Meter("bookkeeper_server_READ_ENTRY_REQUEST", "summary", "Milliseconds of a read; those from memory take 0.",
+        lambda b: b.metrics.read_entry),
+    Meter("bookkeeper_server_READ_ENTRY", "summary", "The same.", lambda b: b.metrics.read_entry),
+    *(
+        Meter(f"bookkeeper_server_{name}{end}", "summary", f"Milliseconds of {name} requests.",
+            partial(_request, name))
+        for name in REQUESTS for end in ("_REQUEST", "") if end or not name.startswith("READ_ENTRY")
+    ),
+    Meter("bookkeeper_server_ADD_ENTRY_IN_PROGRESS", "gauge", "Adds that are not answered yet.",
+        lambda b: sum(each.waiting + each.batch.count for each in b.storage.commits)),
+    Meter("bookkeeper_server_ADD_ENTRY_BLOCKED", "gauge", "Connections whose adds wait for maxAddsInProgressLimit.",
+        lambda b: _waiting(b, AddRequest)),
+    Meter("bookkeeper_server_READ_ENTRY_IN_PROGRESS", "gauge", "Reads of disks that run or wait for their turn.",
+        lambda b: b.server.reads.count + b.server.reads.in_progress_count),
+    Meter("bookkeeper_server_READ_ENTRY_BLOCKED", "gauge", "Connections whose reads wait for maxReadsInProgressLimit.",
+        lambda b: _waiting(b, ReadRequest)),
+    Meter("bookie_BOOKIE_ADD_ENTRY_BYTES", "summary", "Bytes of an entry added.", lambda b: b.metrics.add_entry_bytes),
+    Meter("bookie_WRITE_BYTES", "counter", "Bytes of entries added.", lambda b: b.metrics.add_entry_bytes.sum),
+    Meter("bookie_READ_BYTES", "counter", "Bytes of entries read.", lambda b: b.metrics.read_bytes),
+    Meter("bookie_ledgers_count", "gauge", "Ledgers in memory; of other scopes than 0 with the label scopes=other.",
+        _ledgers),
+    Meter("bookie_entries_count", "gauge", "About how many entries the index has; DbLedgerStorage only.", _entries),
+    Meter(SET_ASIDE_LEDGERS, "gauge", "Ledgers whose state could not be read at the start: requests for them fail.",
+        lambda b: len(b.storage.set_aside)),
+    Meter(REFUSED_LEDGERS, "gauge", "Ledgers that accept no entries: the disk refused their index.",
+        lambda b: len(b.storage.ledgers.unwritten)),
+    Meter(UNREADABLE_LEDGERS, "gauge", "Ledgers of which a read failed within the last day; 1,000 at most.",
+        lambda b: b.processor.requests.unreadable.count()),
+    Meter(UNREADABLE_LEDGER, "gauge", "1 of a ledger whose read failed last; ten of them.",
+        lambda b: [(1, {"ledger": str(each)}) for each in b.processor.requests.unreadable.newest()]),
+    Meter(UNREGISTERED_SECONDS, "gauge", "Seconds since the bookie last found its registration; 0 while it finds it.",
+        lambda b: round(b.registration.lost_s, 3)),
+    Meter(CLOCK_SECONDS, "gauge", "The bookie's clock, in seconds since 1970.", lambda b: round(time.time(), 3)),
+    Meter("bookie_write_cache_size", "gauge", "Bytes of entries in memory that are in no entry log yet.",
+        lambda b: b.storage.ledgers.unwritten_bytes),
+    Meter("bookie_read_cache_size", "gauge", "Bytes of entries read ahead; DbLedgerStorage only.",
+        _db(lambda d: d.read_cache.size)),
+    Meter("bookie_read_cache_count", "gauge", "Entries read ahead; DbLedgerStorage only.",
+        _db(lambda d: d.read_cache.count)),
+    Meter("bookie_read_cache_hits", "counter", "Reads of entries that were read ahead.",
+        _db(lambda d: d.read_cache.hits)),
+    Meter("bookie_read_cache_misses", "counter", "Reads of entries from an entry log.",
+        _db(lambda d: d.read_cache.misses)),
+    Meter("bookie_write_cache_hits", "counter", "Reads of entries that were in no entry log yet.",
+        _db(lambda d: d.read_cache.write_cache_hits)),
+    Meter("bookie_write_cache_misses", "counter", "Reads of other entries.",
+        _db(lambda d: d.read_cache.hits + d.read_cache.misses)),
+    Meter("bookie_readahead_batch_count", "summary", "Entries of each time that entries were read ahead.",
+        _db(lambda d: d.read_cache.ahead_entries)),
+    Meter("bookie_readahead_batch_size", "summary", "Bytes of each time that entries were read ahead.",
+        _db(lambda d: d.read_cache.ahead_bytes)),
+    Meter("bookie_read_entry", "summary",
+        "Milliseconds that DbLedgerStorage took for a read; those from memory take 0.", _db_reads),
+    Meter("bookie_flush", "summary", "Milliseconds of a checkpoint.", lambda b: b.metrics.flush),
+    Meter("bkctl_unexpected_errors_total", "counter", "Faults of bkctl itself; the log has each.",
+        lambda b: b.metrics.unexpected_errors),
+    Meter("bkctl_server_connections", "gauge", "Connected clients.", lambda b: b.metrics.clients()[0]),
+    Meter("bkctl_server_unfinished_request_bytes", "gauge", "Bytes of requests that have not arrived in full.",
+        lambda b: b.metrics.clients()[1]),
+    Meter("bkctl_server_ended_connections_total", "counter", "Connections that a server ended or turned away.",
+        _ended_connections),
+    Meter(CERTIFICATE_EXPIRY, "gauge", "Seconds until the certificate of a server expires.",
+        _expiries),
+    Meter("bookie_JOURNAL_DIRS", "gauge", "Journal directories.", lambda b: len(b.storage.journals)),
+    Meter("bookie_journal_JOURNAL_QUEUE_SIZE", "gauge", "Entries that are not on disk yet.",
+        _journals(lambda commits, _: commits.waiting)),
+    Meter("bookie_journal_JOURNAL_FORCE_WRITE_QUEUE_SIZE", "gauge", "Groups that are written and synced now: 0 or 1.",
+        _journals(lambda commits, _: int(commits.is_writing))),
+    Meter("bookie_journal_JOURNAL_ADD_ENTRY", "summary",
+        "Milliseconds from an entry's way into the queue until it is on disk.",
+        _journals(lambda _, journal: journal.add)),
+    Meter("bookie_journal_JOURNAL_SYNC", "summary", "Milliseconds to write and sync a group.",
+        _journals(lambda _, journal: journal.sync)),
+    Meter(RECENT_SYNCS, "gauge", "Syncs that the quantiles of the last minute or two are of.",
+        _journals(lambda _, journal: journal.sync.success.recent_count())),
+    Meter("bookie_journal_JOURNAL_QUEUE_LATENCY", "summary", "Milliseconds that a group's first entry waited.",
+        _journals(lambda _, journal: journal.queue)),
+    Meter("bookie_journal_JOURNAL_FORCE_WRITE_BATCH_ENTRIES", "summary", "Entries of a group.",
+        _journals(lambda _, journal: journal.group_entries)),
+    Meter("bookie_journal_JOURNAL_FORCE_WRITE_BATCH_BYTES", "summary", "Bytes of a group.",
+        _journals(lambda _, journal: journal.group_bytes)),
+    Meter("bookie_journal_JOURNAL_WRITE_BYTES", "counter", "Bytes written.",
+        _journals(lambda _, journal: journal.written_bytes)),
+    Meter("bookie_ledger_num_dirs", "gauge", "Ledger directories.", lambda b: len(b.storage.ledger_directories)),
+    Meter("bookie_ledger_writable_dirs", "gauge", "Ledger directories that take new files.",
+        lambda b: len(b.storage.writable)),
+    Meter("bookie_ledger_dir_{dir}_usage", "gauge", "Percent of the disk of a ledger directory that is used.",
+        lambda b: _usages(b, list(b.storage.ledger_directories))),
+    Meter("{gc}_MAJOR_COMPACTION_TOTAL", "counter", "Major compactions.", _collected(lambda s: s.major_compactions)),
+    Meter("{gc}_MINOR_COMPACTION_TOTAL", "counter", "Minor compactions.", _collected(lambda s: s.minor_compactions)),
+    Meter("{gc}_ENTRY_LOCATION_COMPACTION_TOTAL", "counter", "Compactions of the index.",
+        _collected(lambda s: s.entry_location_compactions)),
+    Meter("{gc}_DELETED_LEDGER_TOTAL", "counter", "Ledgers that were removed.",
+        _collected(lambda s: s.deleted_ledgers)),
+    Meter("{gc}_RECLAIMED_DELETION_SPACE_BYTES", "counter", "Bytes of entry logs without a ledger that were deleted.",
+        _collected(lambda s: s.reclaimed_by_deletion_bytes)),
+    Meter("{gc}_RECLAIMED_COMPACTION_SPACE_BYTES", "counter", "Bytes that compactions freed.",
+        _collected(lambda s: s.reclaimed_by_compaction_bytes)),
+    Meter("{gc}_RECLAIM_FAILED_TO_DELETE", "counter", "Entry logs that could not be deleted.",
+        _collected(lambda s: s.failed_to_delete)),
+    Meter("{gc}_ACTIVE_ENTRY_LOG_TOTAL", "gauge", "Entry logs, by the last round.",
+        _collected(lambda s: s.active_entry_logs)),
+    Meter("{gc}_ACTIVE_ENTRY_LOG_SPACE_BYTES", "gauge", "Bytes of ledgers that exist, by the last round.",
+        _collected(lambda s: s.active_entry_log_bytes)),
+    Meter("{gc}_ENTRY_LOG_SPACE_BYTES", "gauge", "Bytes of entry logs, by the last round.",
+        _collected(lambda s: s.entry_log_bytes)),
+    Meter("{gc}_ACTIVE_LEDGER_TOTAL", "gauge", "Ledgers, by the last round.", _collected(lambda s: s.active_ledgers)),
+    Meter("{gc}_ENTRY_LOG_COMPACT_RATIO", "gauge", "The share of entry logs that the last compaction rewrote.",
+        _collected(lambda s: s.compact_ratio)),
+    *(
+        Meter(f"{{gc}}_entry_log_usage_buckets_le_{(index + 1) * _USAGE_STEP}", "gauge",
+            "Entry logs by the percent of their bytes that ledgers use.", _collected(partial(_bucket, index)))
+        for index in range(USAGE_BUCKETS)
+    ),
+    Meter("bkctl_gc_deleted_scoped_ledgers_total", "counter", "Ledgers of other scopes than 0 that were removed.",
+        _collected(lambda s: s.deleted_scoped_ledgers)),
+    Meter("bkctl_gc_unindexed_ledgers", "gauge", "Ledgers with entries here that are not in the index.",
+        _collected(lambda s: s.unindexed_ledgers)),
+    Meter("bkctl_gc_scoped_held_back", "gauge", "1 while the collector keeps scoped ledgers that appear deleted.",
+        _collected(lambda s: int(bool(s.scoped_held_back)))),
+)
+# fmt: on
+
 
 async def metrics_text(local: BookieProxy) -> str:
     """Return all metrics of the bookie in Prometheus' text format."""
-    measured = await local.ask(_measure)
-    return await asyncio.to_thread(_render, local.bookie, measured)
+    values = await local.ask(_measure)
+    return await asyncio.to_thread(_render, local.bookie, values)
 
 
-def _measure(bookie: Bookie) -> dict[str, Any]:
-    """Return the values that only the bookie's event loop may read."""
+def _measure(bookie: Bookie) -> list[Values]:
     bookie.metrics.settle_reads()
-    return {
-        "writable": not bookie.read_only,
-        "ledgers": len(bookie.storage.ledgers.handles),
-        "clients": bookie.metrics.clients(),
-        "set_aside": len(bookie.storage.set_aside),
-        "refused": len(bookie.storage.ledgers.unwritten),
-        "unregistered_s": bookie.registration.lost_s,
-        "unreadable": bookie.processor.requests.unreadable.count(),
-        "unreadable_ledgers": bookie.processor.requests.unreadable.newest(),
-        "unwritten": bookie.storage.ledgers.unwritten_bytes,
-        "writable_directories": len(bookie.storage.writable),
-        "directories": list(bookie.storage.ledger_directories),
-        "journals": len(bookie.storage.journals),
-        "collector": bookie.garbage_collector,
-        "started_s": bookie.started_ms / 1000,
-        "storage": bookie.config.ledger_storage,
-    }
+    return [metric.read(bookie) for metric in METRICS]
 
 
-def _render(bookie: Bookie, measured: dict[str, Any]) -> str:
+def _render(bookie: Bookie, values: list[Values]) -> str:
     text = PrometheusText()
-    metrics = bookie.metrics  # plain numbers, which any thread may read
-    text.gauge("bookie_SERVER_STATUS", int(measured["writable"]))
-    text.latency("bookkeeper_server_ADD_ENTRY_REQUEST", metrics.add_entry)
-    text.gauge(RECENT_ADDS, metrics.add_entry.success.recent_count())
-    text.latency("bookkeeper_server_ADD_ENTRY", metrics.add_entry)
-    text.latency("bookkeeper_server_READ_ENTRY_REQUEST", metrics.read_entry)
-    text.latency("bookkeeper_server_READ_ENTRY", metrics.read_entry)
-    for name, latency in metrics.requests.items():
-        text.latency(f"bookkeeper_server_{name}_REQUEST", latency)
-        if not name.startswith("READ_ENTRY"):  # Apache's divides these into steps
-            text.latency(f"bookkeeper_server_{name}", latency)
-    text.summary("bookie_BOOKIE_ADD_ENTRY_BYTES", metrics.add_entry_bytes)
-    text.counter("bookie_WRITE_BYTES", metrics.add_entry_bytes.sum)
-    text.counter("bookie_READ_BYTES", metrics.read_bytes)
-    text.gauge("bookie_ledgers_count", measured["ledgers"])
-    text.gauge(SET_ASIDE_LEDGERS, measured["set_aside"])
-    text.gauge(REFUSED_LEDGERS, measured["refused"])
-    text.gauge(UNREADABLE_LEDGERS, measured["unreadable"])
-    for ledger in measured["unreadable_ledgers"]:
-        text.gauge(UNREADABLE_LEDGER, 1, {"ledger": str(ledger)})
-    text.gauge(UNREGISTERED_SECONDS, round(measured["unregistered_s"], 3))
-    text.gauge(CLOCK_SECONDS, round(time.time(), 3))
-    text.gauge("bookie_write_cache_size", measured["unwritten"])
-    text.latency("bookie_flush", metrics.flush)
-    text.counter("bkctl_unexpected_errors_total", metrics.unexpected_errors)
-    connections, unfinished_bytes = measured["clients"]
-    text.gauge("bkctl_server_connections", connections)
-    text.gauge("bkctl_server_unfinished_request_bytes", unfinished_bytes)
-    for server, reasons in metrics.ended_connections.items():
-        for reason, count in sorted(dict(reasons).items()):
-            text.counter("bkctl_server_ended_connections_total", count, {"server": server, "reason": reason})
-    for server, tls in metrics.certificates.items():
-        if tls is not None and tls.expires_s is not None:
-            text.gauge(CERTIFICATE_EXPIRY, round(tls.expires_s - time.time()), {"server": server})
-    _journals(text, bookie, measured)
-    _directories(text, bookie, measured)
-    _collector(text, measured)
-    for recovery_sample in metrics.auto_recovery():
-        text.sample(*recovery_sample)
-    for name, kind, value in process_metrics(measured["started_s"]):
-        text.number(name, kind, value)
+    for metric, found in zip(METRICS, values, strict=True):
+        for value, labels in [(found, _NO_LABELS)] if isinstance(found, float | int | Summary | Latency) else found:
+            own = {label: each for label, each in labels.items() if label not in _IN_NAMES}
+            text.sample(metric.name.format_map(labels), metric.kind, value, own, metric.help)
+    for sample in bookie.metrics.auto_recovery():
+        text.sample(*sample)
+    for name, kind, number in process_metrics(bookie.started_ms / 1000):
+        text.sample(name, kind, number)
     return text.text()
-
-
-def _journals(text: PrometheusText, bookie: Bookie, measured: dict[str, Any]) -> None:
-    text.gauge("bookie_JOURNAL_DIRS", measured["journals"])
-    for commits, journal in zip(bookie.storage.commits, bookie.metrics.journals, strict=False):
-        labels = {"journalIndex": str(commits.number)}
-        text.gauge("bookie_journal_JOURNAL_QUEUE_SIZE", commits.waiting, labels)
-        text.latency("bookie_journal_JOURNAL_SYNC", journal.sync, labels)
-        text.gauge(RECENT_SYNCS, journal.sync.success.recent_count(), labels)
-        text.latency("bookie_journal_JOURNAL_QUEUE_LATENCY", journal.queue, labels)
-        text.summary("bookie_journal_JOURNAL_FORCE_WRITE_BATCH_ENTRIES", journal.group_entries, labels)
-        text.summary("bookie_journal_JOURNAL_FORCE_WRITE_BATCH_BYTES", journal.group_bytes, labels)
-        text.counter("bookie_journal_JOURNAL_WRITE_BYTES", journal.written_bytes, labels)
-
-
-def _directories(text: PrometheusText, bookie: Bookie, measured: dict[str, Any]) -> None:
-    directories = measured["directories"]
-    text.gauge("bookie_ledger_num_dirs", len(directories))
-    text.gauge("bookie_ledger_writable_dirs", measured["writable_directories"])
-    for directory in directories:
-        name = metric_name(str(directory.parent if directory.name == "current" else directory))
-        try:
-            usage = bookie.files.disk_usage(directory)
-        except OSError:
-            continue
-        text.gauge(f"bookie_ledger_dir_{name}_usage", round(100 * usage.ratio, 3))
-
-
-def _collector(text: PrometheusText, measured: dict[str, Any]) -> None:
-    """Add the collector's metrics; with DbLedgerStorage the names lack `gc`. Source: GarbageCollectorStats."""
-    collector = measured["collector"]
-    if collector is None:
-        return
-    stats = collector.stats
-    scope = "bookie" if measured["storage"] == "db" else "bookie_gc"
-    text.counter(f"{scope}_MAJOR_COMPACTION_TOTAL", stats.major_compactions)
-    text.counter(f"{scope}_MINOR_COMPACTION_TOTAL", stats.minor_compactions)
-    text.counter(f"{scope}_ENTRY_LOCATION_COMPACTION_TOTAL", stats.entry_location_compactions)
-    text.counter(f"{scope}_DELETED_LEDGER_TOTAL", stats.deleted_ledgers)
-    text.counter(f"{scope}_RECLAIMED_DELETION_SPACE_BYTES", stats.reclaimed_by_deletion_bytes)
-    text.counter(f"{scope}_RECLAIMED_COMPACTION_SPACE_BYTES", stats.reclaimed_by_compaction_bytes)
-    text.counter(f"{scope}_RECLAIM_FAILED_TO_DELETE", stats.failed_to_delete)
-    text.gauge(f"{scope}_ACTIVE_ENTRY_LOG_TOTAL", stats.active_entry_logs)
-    text.gauge(f"{scope}_ACTIVE_ENTRY_LOG_SPACE_BYTES", stats.active_entry_log_bytes)
-    text.gauge(f"{scope}_ENTRY_LOG_SPACE_BYTES", stats.entry_log_bytes)
-    text.gauge(f"{scope}_ACTIVE_LEDGER_TOTAL", stats.active_ledgers)
-    text.gauge(f"{scope}_ENTRY_LOG_COMPACT_RATIO", stats.compact_ratio)
-    for index, count in enumerate(stats.usage_buckets):
-        text.gauge(f"{scope}_entry_log_usage_buckets_le_{(index + 1) * _USAGE_STEP}", count)
-    text.counter("bkctl_gc_deleted_scoped_ledgers_total", stats.deleted_scoped_ledgers)
-    text.gauge("bkctl_gc_unindexed_ledgers", stats.unindexed_ledgers)
-    text.gauge("bkctl_gc_scoped_held_back", int(bool(stats.scoped_held_back)))

@@ -109,6 +109,8 @@ class CopyTools(NamedTuple):
     window: CopyWindow
     pace: Pace
     progress: Callable[[int, int], None]
+    #: Gets the bytes of each entry that was read.
+    was_read: Callable[[int], None] = lambda size: None
 
 
 @dataclass(eq=False)
@@ -250,7 +252,9 @@ class FragmentCopy:
             for future in done:
                 channel = pending.pop(future)
                 try:
-                    return self._body(future, entry_id, channel.bookie_id), []
+                    body = self._body(future, entry_id, channel.bookie_id)
+                    self.tools.was_read(len(body))
+                    return body, []
                 except BkctlError as error:
                     if not isinstance(error, NotFound):
                         channel.failed()

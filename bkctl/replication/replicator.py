@@ -107,7 +107,7 @@ class LedgerFragmentReplicator:
     """Replicates fragments of ledgers, any number at once.
 
     `batch_size` bounds the entries of a fragment that are on their way at once (see CopyWindow), `pace` the writes.
-    `progress` gets the entries and bytes of each write.
+    `progress` gets the entries and bytes of each write, `was_read` the bytes of each entry read.
     """
 
     def __init__(
@@ -117,10 +117,11 @@ class LedgerFragmentReplicator:
         batch_size: int = BATCH_SIZE,
         pace: Pace | None = None,
         progress: Callable[[int, int], None] = lambda entries, size: None,
+        was_read: Callable[[int], None] = lambda size: None,
     ) -> None:
         self.bookkeeper = bookkeeper
         self.checker = LedgerChecker(bookkeeper)
-        self._tools = CopyTools(self.checker.replicas, CopyWindow(batch_size), pace or Pace(), progress)
+        self._tools = CopyTools(self.checker.replicas, CopyWindow(batch_size), pace or Pace(), progress, was_read)
         #: Returns the target of each bad bookie of a fragment.
         self.targets = TargetChooser(bookkeeper).targets
         self._swapper = EnsembleSwapper(bookkeeper.cluster)

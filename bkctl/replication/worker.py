@@ -122,6 +122,7 @@ class ReplicationWorker:
             batch_size=self.config.rereplication_entry_batch_size,
             pace=Pace(bytes_per_s=self.config.replication_rate_by_bytes),
             progress=self._written,
+            was_read=self._was_read,
         )
 
     async def run(self) -> None:
@@ -403,6 +404,10 @@ class ReplicationWorker:
 
         await asyncio.to_thread(unmark)
         self._failed.pop(mark.ledger, None)
+
+    def _was_read(self, size_bytes: int) -> None:
+        self.stats.num_entries_read += 1
+        self.stats.num_bytes_read.observe(size_bytes)
 
     def _written(self, entry_count: int, size_bytes: int) -> None:
         self.stats.num_entries_written += entry_count

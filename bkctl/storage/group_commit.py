@@ -212,6 +212,11 @@ class GroupCommit:
         """True if journalQueueSize entries wait or more."""
         return self.waiting >= self._waiting_max
 
+    @property
+    def is_writing(self) -> bool:
+        """True while a group is written and synced."""
+        return self._began_s is not None
+
     def flush(self) -> None:
         """Queue the gathered batch for the thread."""
         batch = self.take_batch()

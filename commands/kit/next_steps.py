@@ -130,7 +130,10 @@ def markdown() -> str:
         "",
         "| code | severity | when | next command | why |",
         "| --- | --- | --- | --- | --- |",
-        *(f"| `{each}` | {each.severity} | {each.what} | `{each.next}` | {each.why} |" for each in HealthCode),
+        *(
+            f"| [`{each}`](runbooks/{each}.md) | {each.severity} | {each.what} | `{each.next}` | {each.why} |"
+            for each in HealthCode
+        ),
     ]
     for check, steps in STEPS.items():
         lines += ["", f"## {check}", "", "| finding | next command | why |", "| --- | --- | --- |"]

@@ -143,13 +143,13 @@ def _write_textfile(
     from bkctl.disk import atomic_write
 
     text = PrometheusText()
-    text.gauge("bkctl_report_timestamp_seconds", int(time.time()))
+    text.sample("bkctl_report_timestamp_seconds", "gauge", int(time.time()))
     for job, count in findings.items():
-        text.gauge("bkctl_report_findings", count, {"job": job})
+        text.sample("bkctl_report_findings", "gauge", count, {"job": job})
     for rows, names in ((inventory, _INVENTORY), (garbage, _GARBAGE)):
         for row in rows:
             values = row.asDict()
             for column, name in names.items():
-                text.gauge(name, values[column], {"bookie": values["bookieId"]})
+                text.sample(name, "gauge", values[column], {"bookie": values["bookieId"]})
     with atomic_write(path, mode=0o644) as file:
         file.write(text.text().encode())

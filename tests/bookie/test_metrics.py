@@ -63,9 +63,9 @@ def test_text_parses_as_prometheus_text() -> None:
     latency.observe(0.004, 2)
     latency.observe(1.5, ok=False)
     text = PrometheusText()
-    text.gauge("bookie_usage", 12.5, {"dir": 'a"b\\c\nd'})
-    text.gauge("bookie_usage", 7)
-    text.latency("bookie_flush", latency, {"index": "0"})
+    text.sample("bookie_usage", "gauge", 12.5, {"dir": 'a"b\\c\nd'})
+    text.sample("bookie_usage", "gauge", 7)
+    text.sample("bookie_flush", "summary", latency, {"index": "0"})
     lines = text.text().splitlines()
     assert lines[:3] == ["# TYPE bookie_usage gauge", r'bookie_usage{dir="a\"b\\c\nd"} 12.5', "bookie_usage 7"]
     assert lines.count("# TYPE bookie_usage gauge") == 1
@@ -87,12 +87,12 @@ def test_auto_recovery_has_the_kinds_of_apaches_metrics() -> None:
         *auditor_samples(AuditorStats(), scoped=True, attempt_count=1, elected=False),
         *worker_samples(worker),
     ]
-    for name, kind, value, labels in samples:
-        text.sample(name, kind, value, labels)
+    for sample in samples:
+        text.sample(*sample)
     lines = text.text().splitlines()
     assert "# TYPE auditor_NUM_UNDER_REPLICATED_LEDGERS summary" in lines
     assert "# TYPE replication_worker_NUM_BYTES_WRITTEN summary" in lines
-    assert 'auditor_NUM_UNDER_REPLICATED_LEDGERS{success="true",quantile="0.99",scopes="0"} 7' in lines
+    assert 'auditor_NUM_UNDER_REPLICATED_LEDGERS{success="true",quantile="0.99"} 7' in lines
     assert 'auditor_NUM_UNDER_REPLICATED_LEDGERS_count{success="true",scopes="other"} 0' in lines
     assert 'replication_worker_NUM_BYTES_WRITTEN_sum{success="true"} 4000' in lines
     assert 'replication_worker_NUM_BYTES_WRITTEN_count{success="true"} 2' in lines

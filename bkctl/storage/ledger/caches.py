@@ -13,6 +13,7 @@ from collections.abc import Sequence, Sized
 from typing import Final, Generic, Protocol, TypeVar
 
 from bkctl.ids import LedgerId
+from bkctl.summaries import Summary
 
 #: Memory of an entry besides its bytes, about, so that small entries count at their real cost.
 ENTRY_OVERHEAD_BYTES: Final = 160
@@ -112,9 +113,32 @@ class ReadCache(Generic[Item]):
         self.size = 0
         #: The number of calls of `discard`: a read that began before one must not be cached after it.
         self.discards = 0
+        #: Entries that reads found here, or read from an entry log; and those that came from the write cache.
+        self.hits = self.misses = self.write_cache_hits = 0
+        #: Entries and bytes of each time that entries were read ahead.
+        self.ahead_entries, self.ahead_bytes = Summary(), Summary()
         self._ledgers: dict[LedgerId, dict[int, Item]] = {}
         self._batches: deque[tuple[LedgerId, list[int], int]] = deque()
         self._lock = threading.Lock()
+
+    @property
+    def count(self) -> int:
+        """The number of cached entries, those counted that `discard` removed."""
+        return sum(len(entry_ids) for _, entry_ids, _ in tuple(self._batches))
+
+    def note(self, hits: int = 0, misses: int = 0, write_cache_hits: int = 0) -> None:
+        """Count reads."""
+        with self._lock:
+            self.hits += hits
+            self.misses += misses
+            self.write_cache_hits += write_cache_hits
+
+    def put_ahead(self, ledger: LedgerId, entries: Sequence[tuple[int, Item]], discards: int) -> None:
+        """Cache entries that were read ahead, as `put`, and count them."""
+        with self._lock:
+            self.ahead_entries.observe(len(entries))
+            self.ahead_bytes.observe(sum(len(body) for _, body in entries))
+        self.put(ledger, entries, discards)
 
     def get(self, ledger: LedgerId, entry_id: int) -> Item | None:
         """Return the entry, None if it is not cached."""

@@ -23,7 +23,7 @@ from bkctl.config import BookieConfig
 from bkctl.disk import NO_SPACE, Files
 from bkctl.errors import BkctlError, DirectoryInUse
 from bkctl.files.rocksdb import LedgersDatabase, LocationsDatabase
-from bkctl.files.rocksdb_database import BATCH_OPERATIONS
+from bkctl.files.rocksdb_database import BATCH_OPERATIONS, estimated_count
 from bkctl.formats.index import (
     NEEDS_INTEGRITY_CHECK,
     LedgerData,
@@ -211,6 +211,10 @@ class EntryLocationIndex(_Index[LocationsDatabase]):
     def location(self, ledger: LedgerId, entry_id: int) -> int:
         """Return the location of an entry, 0 if it is not here. Raises Corrupt."""
         return self._read(ledger, lambda database: database.get(ledger, entry_id), 0)
+
+    def estimated_counts(self) -> dict[bool, int]:
+        """Return about how many entries of scope 0 (False) and of other scopes (True) are here."""
+        return {scoped: estimated_count(database) for scoped, database in tuple(self._databases.items())}
 
     def cached_location(self, ledger: LedgerId, entry_id: int) -> int:
         """Return the location of an entry if RocksDB has it in memory, else 0; never wait. Raises Corrupt."""

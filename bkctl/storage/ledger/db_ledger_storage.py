@@ -306,6 +306,7 @@ class SingleDirectoryDbLedgerStorage:
         """Return the entry if it is in memory. Raises EntryNotFound for an id after the last entry."""
         record = WriteCache.find(handle, entry_id)
         if record is not None:
+            self.read_cache.note(write_cache_hits=1)
             return body_of(record)
         if not 0 <= entry_id <= handle.last_entry:
             raise _absent(handle, entry_id)
@@ -316,6 +317,8 @@ class SingleDirectoryDbLedgerStorage:
         ledger = handle.ledger
         found = self.read_cache.get_all(ledger, entry_ids, size_max)
         missing = [number for number, body in enumerate(found) if body is None]
+        if len(missing) < len(found):
+            self.read_cache.note(hits=len(found) - len(missing))
         if not missing:
             return found
         unread = entry_ids if len(missing) == len(entry_ids) else [entry_ids[number] for number in missing]
@@ -325,6 +328,7 @@ class SingleDirectoryDbLedgerStorage:
                 locations = [self.locations.cached_location(ledger, unread[0])]
         if any(locations):
             read = self.logger_of(scoped=ledger.is_scoped).read_run(ledger, unread, locations, size_max, cached=True)
+            self.read_cache.note(misses=len(read) - read.count(None))
             fill(found, missing, read)
         return found
 
@@ -357,6 +361,7 @@ class SingleDirectoryDbLedgerStorage:
         if not handle.entries and not handle.flushing:
             return self._find_written(handle, entry_ids, size_max)
         records = WriteCache.find_all(handle, entry_ids)
+        self.read_cache.note(write_cache_hits=len(records) - records.count(None))
         return merge_found(records, entry_ids, size_max, functools.partial(self._find_written, handle))
 
     def read_most(self, handle: DbLedgerHandle, entry_ids: Sequence[int], size_max: int) -> list[Buffer | None]:
@@ -375,6 +380,7 @@ class SingleDirectoryDbLedgerStorage:
         except BkctlError:
             return [None] * len(entry_ids)
         read = logger.read_run(ledger, entry_ids, locations, size_max)
+        self.read_cache.note(misses=len(read) - read.count(None))
         last = read[-1]
         if last is not None:
             at = len(read) - 1
@@ -387,6 +393,7 @@ class SingleDirectoryDbLedgerStorage:
         logger = self.logger_of(scoped=ledger.is_scoped)
         body = logger.read(location, ledger, entry_id)
         assert body is not None
+        self.read_cache.note(misses=1)
         self._read_ahead(handle, entry_id, entry_id, location + len(body) + RECORD_SIZE.size, 0, len(body))
         return body
 
@@ -411,7 +418,7 @@ class SingleDirectoryDbLedgerStorage:
             logger = self.logger_of(scoped=ledger.is_scoped)
             ahead = logger.read_following(location, ledger, size_max=min(limit, wanted))
             if ahead and not handle.deleted:
-                self.read_cache.put(ledger, ahead, discards)
+                self.read_cache.put_ahead(ledger, ahead, discards)
                 handle.read_to = ahead[-1][0]
 
     def logger_of(self, *, scoped: bool) -> EntryLogger:
