@@ -104,17 +104,21 @@ class MemberRow(NamedTuple):
         return f"{used:.1f}% of its disks are used" if used is not None and used > self.threshold else None
 
 
+def _latency_text(latency_ms: float) -> str:
+    return f"{latency_ms:.3g} ms" if latency_ms < 1 else f"{latency_ms:.1f} ms"
+
+
 STATUS_COLUMNS = Columns(
     Column("BOOKIE", "bookieId", "space.bookie.bookie_id"),
     Column("STATE", "state", "space.bookie.state", style={"rw": GREEN, "ro": YELLOW, "down": RED, UNKNOWN: RED}),
-    Column("LATENCY", "latencyMs", "space.latency_ms", Kind.INTEGER, text=lambda latency_ms: f"{latency_ms:.1f} ms"),
-    Column("VERSION", "version", "space.bookie.version"),
-    Column("TOTAL", "totalSpace", "space.total", Kind.SIZE),
+    Column("LATENCY", "latencyMs", "space.latency_ms", Kind.INTEGER, text=_latency_text, spare=1),
+    Column("VERSION", "version", "space.bookie.version", spare=4),
+    Column("TOTAL", "totalSpace", "space.total", Kind.SIZE, spare=3),
     Column("FREE", "freeSpace", "space.free", Kind.SIZE),
     Column(
         "USED %", "usedPercent", "space.used_percent", Kind.INTEGER, text=lambda percent: f"{percent:.1f}%"
     ),
-    Column("LEDGERS", "ledgerCount", "ledger_count", Kind.INTEGER),
+    Column("LEDGERS", "ledgerCount", "ledger_count", Kind.INTEGER, spare=2),
     Column("PROBLEM", "problem", "problem"),
     key="bookieId",
 )  # fmt: skip

@@ -103,11 +103,19 @@ def _any_ledgers(values: Mapping[str, Any]) -> list[LedgerId]:
     return _many_ledgers(values) if named else []
 
 
+def _ledgers_of_export(values: Mapping[str, Any]) -> list[LedgerId]:
+    try:
+        return _any_ledgers(values)
+    except UsageError as error:
+        raise UsageError(error.message, hint=f"-f FILE names the file to write; {error.hint}") from error
+
+
 #: Ledgers by argument; none named: an empty list.
 LedgersOfExport = Annotated[
     list[LedgerId],
     Composite(
-        (_ledgers_argument(f"Only these ledgers: {LEDGER_FORMS} (default: all)."), *_LEDGER_PARAMETERS), _any_ledgers
+        (_ledgers_argument(f"Only these ledgers: {LEDGER_FORMS} (default: all)."), *_LEDGER_PARAMETERS),
+        _ledgers_of_export,
     ),
 ]
 
