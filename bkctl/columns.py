@@ -94,7 +94,8 @@ class Column:
     of an object's table) where it is None. `flexible` cells are cut when the terminal is too narrow, which suits
     places and payloads, and never sentences; `wraps` breaks them at spaces first. Where that is not enough, columns are
     left out: first those with the highest `spare`. `text` overrides how a table shows the value; `style` gives the ANSI
-    colour of a cell's text. A value that `ages` is no change to `--watch`. `shape` is the JSON schema of a nested value, `spark` the type in Spark, if not its kind's.
+    colour of a cell's text. `shape` is the JSON schema of a nested value, `spark` the type in Spark, if not its kind's.
+    A value that `ages` alone is not a change for `--watch`.
     """
 
     title: str | None

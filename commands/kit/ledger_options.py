@@ -9,7 +9,7 @@ from inspect import Parameter
 from typing import Annotated, Any, Final, NamedTuple, TextIO
 
 from bkctl.errors import UsageError
-from bkctl.ids import LedgerId, parse_scope_id, resolve_ledger
+from bkctl.ids import GivenLedgerId, LedgerId, parse_scope_id, resolve_ledger
 
 from .options import Composite, OldName, argument, combined, option, text_option
 
@@ -61,7 +61,7 @@ def _one_ledger(values: Mapping[str, Any]) -> LedgerId:
     )
     if ledger is None:
         raise UsageError("No ledger is given", hint=f"name it as {LEDGER_FORMS}")
-    return ledger
+    return GivenLedgerId.keep(ledger, values["ledger"], values["ledger_qualified_name"], values["ledger_id"])
 
 
 def _many_ledgers(values: Mapping[str, Any]) -> list[LedgerId]:

@@ -103,7 +103,7 @@ class WorkFile:
 
 
 def list_work(directory: Path) -> list[dict[str, Any]]:
-    """Return the states of running, then just ended work on this machine, oldest first; a dead process's is `killed`."""
+    """Return the states of work on this machine, running first, then oldest first; a dead process's is `killed`."""
     _remove_old(directory)
     found = []
     ours = _identity()

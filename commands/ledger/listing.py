@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from functools import partial
 from operator import itemgetter
@@ -152,13 +152,10 @@ def list_ledgers(
             progress=activity.update, found=activity.note_found,
         )  # fmt: skip
         if needs_rows or count or watch is not None or limit is not None:
-            look = listing.rows if needs_rows else listing.ids
+            look: Callable[[], Iterable[Any]] = listing.rows if needs_rows else listing.ids
             columns = list_columns(run) if needs_rows else ID_COLUMNS
             if by is not None:
-                look, columns = (
-                    lambda: ledgers_by_application(map(itemgetter(0, 1), listing.rows())),
-                    APPLICATION_COLUMNS,
-                )
+                look, columns = partial(ledgers_by_application, listing), APPLICATION_COLUMNS
             run.out.watch(watch, look, columns, count=count, findings=run.out.draws)
         else:
             _print_ids(run, cluster.ledgers.batches(scope_id, start))

@@ -282,8 +282,8 @@ def test_verify_finds_a_damaged_replica(cli: Cli, write: object, cluster: LocalC
     found = cli("ledger", "verify", ledger, "-o", "ndjson")
     assert found.code == 3
     assert list(found.rows[0]) == [
-        "ledgerScopeId", "ledgerId", "ledgerQualifiedName", "entryId", "lastEntryId", "entries", "entryCount", "bookieId",
-        "problem", "message", "nextCommand",
+        "ledgerScopeId", "ledgerId", "ledgerQualifiedName", "entryId", "lastEntryId", "entries", "entryCount",
+        "bookieId", "problem", "message", "nextCommand",
     ]  # fmt: skip
     assert {(row["bookieId"], row["problem"]) for row in found.rows} == {(victim.bookie_id, "damaged")}
     assert payloads(cli, ledger) == [b"needle-a", b"needle-b"]

@@ -293,10 +293,10 @@ class ApplicationRow(NamedTuple):
     biggest_size_bytes: int
 
 
-def ledgers_by_application(ledgers: Iterable[tuple[LedgerId, LedgerMetadata]]) -> list[ApplicationRow]:
-    """Return a row for each application that the custom metadata of ledgers names, the most bytes first."""
+def ledgers_by_application(listing: LedgerListing) -> list[ApplicationRow]:
+    """Return a row for each application that the custom metadata of the ledgers names, the most bytes first."""
     found: dict[str | None, ApplicationRow] = {}
-    for ledger, metadata in ledgers:
+    for ledger, metadata, *_ in listing.rows():
         name = metadata.custom_metadata.get("application")
         application = None if name is None else name.decode("utf-8", "backslashreplace")
         size = max(metadata.length, 0)
