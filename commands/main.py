@@ -388,10 +388,6 @@ def _open_closed_streams() -> None:
 
 def main() -> None:
     """Run the command line of this process and exit; `bkctl.__main__` is the entry point."""
-    if "_BKCTL_COMPLETE" in os.environ:
-        from .kit.completion import complete
-
-        complete(os.environ["_BKCTL_COMPLETE"], sys.argv[1:])
     _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         # File names may hold bytes that no encoding has; a listing must not fail on them.
