@@ -104,8 +104,8 @@ def _readable_size(name: str) -> int | None:
             ledger = LedgerId.parse(name)
         except UsageError:
             raise error from None
-        flag = f"--ledger-{'qualified-name' if ledger.is_scoped else 'id'} {name if ':' not in name and ledger.is_scoped else ledger}"
-        hint = f"{flag} writes stdin into a new ledger {name}"
+        flag = "--ledger-qualified-name" if ledger.is_scoped else "--ledger-id"
+        hint = f"{flag} {ledger if ':' in name or not ledger.is_scoped else name} writes stdin into a new ledger {name}"
         raise UsageError(f"No file {name} to write", hint=hint) from error
     if not (S_ISREG(status.st_mode) or S_ISDIR(status.st_mode)):
         return None  # a pipe is opened once only: its writer would not survive the first end

@@ -106,8 +106,7 @@ async def test_neighbours_with_one_problem_are_one_finding(fake_cluster, scope_i
         writer = await client.create_ledger_adv(
             ledger_scope_id=scope_id, ensemble_size=3, write_quorum_size=2, ack_quorum_size=2
         )
-        for _ in range(30):
-            await writer.append(b"x")
+        await writer.add_all([b"x"] * 30)
         await writer.close()
         names = cluster.metadata(writer.ledger).ensembles[0].bookies
         first, second = (cluster.bookie(name).ledgers[writer.ledger].entries for name in names[:2])

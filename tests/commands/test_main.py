@@ -84,7 +84,7 @@ def test_offline_commands_import_nothing_heavy(tmp_path: Path) -> None:
         (["metadata", "dump"], "did you mean 'bkctl metadata export'?"),
         (["decommission"], "did you mean 'bkctl bookies decommission'?"),
         (["ledger", "replace-bookie"], "did you mean 'bkctl metadata replace-bookie'?"),
-        (["journals", "list"], "did you mean 'journal'"),
+        (["journals", "list"], "it is 'bkctl journal list' here"),
         (["bookie", "rebuild"], "did you mean 'bkctl bookie index rebuild'?"),
         (["-v"], "Missing command; try 'bkctl --help'"),
         (["journal", "read", "--nope"], "No such option: --nope"),

@@ -263,8 +263,8 @@ def test_works_of_other_machines_and_old_ones_are_left_out(tmp_path: Path, monke
     (tmp_path / "dddddd.json").write_text("{")
     (tmp_path / "eeeeee.json").write_text("[1]")
     assert [(each["id"], each["state"]) for each in list_work(tmp_path)] == [
-        ("bbbbbb", "killed"),
         ("cccccc", "running"),
+        ("bbbbbb", "killed"),
     ]
     for path in tmp_path.iterdir():
         os.utime(path, (0, 0))

@@ -65,7 +65,7 @@ def test_other_words_are_not_translated() -> None:
 def test_a_first_guess_is_answered_with_our_command(cli: Cli, words: str, ours: str) -> None:
     name, _, options = ours.partition(" --")
     name = name.removesuffix(" -f FILE").removesuffix(" FILE")
-    assert not PAGES[name].children
+    assert not PAGES[name].children or name == "cluster health"  # a group that is a command, too
     known = {each for option in PAGES[name].options for each in option.names}
     assert not options or f"--{options.split()[0]}" in known
     answer = cli(*words.split())
