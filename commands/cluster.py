@@ -18,7 +18,7 @@ from .kit.audit import user_name
 from .kit.columns import Output
 from .kit.command import Access, Consent, LongWork, Printer, Run, command, group, object_of, rows_of
 from .kit.options import DryRun, UndoOption, WatchOption, YesReally, duration_option
-from .kit.texts import GREEN, RED, YELLOW, counted
+from .kit.texts import GREEN, RED, YELLOW, counted, milliseconds
 from .kit.values import check_percentage
 from .local import down, up
 
@@ -104,14 +104,10 @@ class MemberRow(NamedTuple):
         return f"{used:.1f}% of its disks are used" if used is not None and used > self.threshold else None
 
 
-def _latency_text(latency_ms: float) -> str:
-    return f"{latency_ms:.3g} ms" if latency_ms < 1 else f"{latency_ms:.1f} ms"
-
-
 STATUS_COLUMNS = Columns(
     Column("BOOKIE", "bookieId", "space.bookie.bookie_id"),
     Column("STATE", "state", "space.bookie.state", style={"rw": GREEN, "ro": YELLOW, "down": RED, UNKNOWN: RED}),
-    Column("LATENCY", "latencyMs", "space.latency_ms", Kind.INTEGER, text=_latency_text, spare=1),
+    Column("LATENCY", "latencyMs", "space.latency_ms", Kind.INTEGER, text=lambda ms: f"{milliseconds(ms)} ms", spare=1),
     Column("VERSION", "version", "space.bookie.version", spare=4),
     Column("TOTAL", "totalSpace", "space.total", Kind.SIZE, spare=3),
     Column("FREE", "freeSpace", "space.free", Kind.SIZE),

@@ -140,7 +140,7 @@ GUESSES: Final = {
     "underreplicated": "autorecovery list",
     "watch": "top",
 }
-#: What others write behind a verb (`get ledgers`), and the group of its commands.
+#: Nouns behind a verb (`get topics`), and the group of their commands.
 _NOUNS: Final = {"bookie": "bookies", "node": "bookies", "scope": "metadata", "topic": "pulsar"}
 
 #: Names that other tools give to the commands of a group, and ours.

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 app = group()
 
 
-class Grouping(StrEnum):
-    """What `ledger list` sums ledgers by."""
+class SummedBy(StrEnum):
+    """The fields by which `ledger list` sums ledgers."""
 
     APPLICATION = "application"
 
@@ -124,7 +124,7 @@ def list_ledgers(
     ] = None,
     count: Annotated[bool, typer.Option("--count", help="Print only the number of ledgers.")] = False,
     by: Annotated[
-        Grouping | None,
+        SummedBy | None,
         typer.Option("--by", help="Print one row an application: its ledgers, bytes and biggest ledger."),
     ] = None,
     keep_going: Annotated[
