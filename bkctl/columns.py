@@ -95,6 +95,7 @@ class Column:
     places and payloads, and never sentences; `wraps` breaks them at spaces first. Where that is not enough, columns are
     left out: first those with the highest `spare`. `text` overrides how a table shows the value; `style` gives the ANSI
     colour of a cell's text. `shape` is the JSON schema of a nested value, `spark` the type in Spark, if not its kind's.
+    A value that `ages` alone is not a change for `--watch`.
     """
 
     title: str | None
@@ -107,6 +108,7 @@ class Column:
     optional: bool = False
     detail: bool = False
     spare: int = 0
+    ages: bool = False
     shape: Mapping[str, Any] | None = None
     spark: str | None = None
     text: Callable[[Any], str] | None = None

@@ -385,5 +385,10 @@ def atomic_write(path: Path, *, mode: int = 0o600, overwrite: bool = True) -> It
     """
     unfinished, descriptor = create_unfinished(path, mode=mode)
     naming = Files().naming(StorageFile(unfinished, descriptor), path, overwrite=overwrite)
-    with naming, open(descriptor, "wb", closefd=False) as stream:
-        yield stream
+    try:
+        with naming, open(descriptor, "wb", closefd=False) as stream:
+            yield stream
+    except OSError as error:
+        if error.filename is None and error.errno in (*DISK_FULL, errno.EFBIG):
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise

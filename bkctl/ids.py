@@ -151,6 +151,25 @@ class LedgerId(_LedgerIdFields):
         return f"LedgerId({self[0]}, {self[1]})"
 
 
+class GivenLedgerId(LedgerId):
+    """A ledger id that is printed in the form in which it was given: a UUID, hex, `SCOPE:ID`. Equal to its LedgerId."""
+
+    text = ""
+
+    @classmethod
+    def keep(cls, ledger: LedgerId, *texts: str | None) -> LedgerId:
+        """Return `ledger` with the first of `texts` that names it without a scope beside; else as it is."""
+        for text in filter(None, texts):
+            if not _NEGATIVE.fullmatch(text) and LedgerId.parse(text) == ledger:
+                given = cls(*ledger)
+                given.text = text
+                return given
+        return ledger
+
+    def __str__(self) -> str:
+        return self.text
+
+
 #: A ledger, in the forms that the client accepts.
 AnyLedgerId: TypeAlias = "int | LedgerId | UUID"
 

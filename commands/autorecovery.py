@@ -215,7 +215,7 @@ MARK_COLUMNS = Columns(
     Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
     MISSING_COLUMN,
     Column("MARKED", "ctime", "ctime_ms", Kind.TIME),
-    Column("AGE", "ageSeconds", "age_s", Kind.INTEGER, text=time_text),
+    Column("AGE", "ageSeconds", "age_s", Kind.INTEGER, text=time_text, ages=True),
     Column("WORKER", "worker", "worker"),
     Column("TOPIC", "topic", "topic", flexible=True, spare=1),
     Column("REASON", "reason", "reason"),

@@ -19,7 +19,7 @@ from .kit.columns import Output
 from .kit.command import Access, Consent, LongWork, Printer, Run, command, group, object_of, rows_of
 from .kit.next_steps import pasted
 from .kit.options import DryRun, UndoOption, WatchOption, YesReally, duration_option
-from .kit.texts import GREEN, RED, YELLOW, counted
+from .kit.texts import GREEN, RED, YELLOW, counted, milliseconds
 from .kit.values import check_percentage
 from .local import down, up
 
@@ -108,14 +108,14 @@ class MemberRow(NamedTuple):
 STATUS_COLUMNS = Columns(
     Column("BOOKIE", "bookieId", "space.bookie.bookie_id"),
     Column("STATE", "state", "space.bookie.state", style={"rw": GREEN, "ro": YELLOW, "down": RED, UNKNOWN: RED}),
-    Column("LATENCY", "latencyMs", "space.latency_ms", Kind.INTEGER, text=lambda latency_ms: f"{latency_ms:.1f} ms"),
-    Column("VERSION", "version", "space.bookie.version"),
-    Column("TOTAL", "totalSpace", "space.total", Kind.SIZE),
+    Column("LATENCY", "latencyMs", "space.latency_ms", Kind.INTEGER, text=lambda ms: f"{milliseconds(ms)} ms", spare=1),
+    Column("VERSION", "version", "space.bookie.version", spare=4),
+    Column("TOTAL", "totalSpace", "space.total", Kind.SIZE, spare=3),
     Column("FREE", "freeSpace", "space.free", Kind.SIZE),
     Column(
         "USED %", "usedPercent", "space.used_percent", Kind.INTEGER, text=lambda percent: f"{percent:.1f}%"
     ),
-    Column("LEDGERS", "ledgerCount", "ledger_count", Kind.INTEGER),
+    Column("LEDGERS", "ledgerCount", "ledger_count", Kind.INTEGER, spare=2),
     Column("PROBLEM", "problem", "problem"),
     key="bookieId",
 )  # fmt: skip

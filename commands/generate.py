@@ -594,7 +594,13 @@ _bkctl() {
   _bkctl_at ''
 }
 
-_bkctl "$@"
+# A function of fpath runs; a script that is sourced registers the function, and sets completion up where nothing did.
+if [[ $funcstack[1] == _bkctl ]]; then
+  _bkctl "$@"
+else
+  (( $+functions[compdef] )) || { autoload -Uz compinit && compinit -i }
+  compdef _bkctl bkctl
+fi
 """
 
 

@@ -235,7 +235,7 @@ def _parser_error(error: Any) -> tuple[str, str]:
     message = "Missing command" if type(error).__name__ == "NoArgsIsHelpError" else error.format_message()
     path = context.command_path if context is not None else "bkctl"
     unknown = re.match(r"No such command '([^']+)'", message)
-    if unknown and (other := _other_command(path.split()[1:], unknown[1])):
+    if unknown and (other := _other_command(path.split()[1:], unknown[1], context)):
         return f"No such command '{unknown[1]}'", other
     option = getattr(error, "option_name", "")
     choice = re.match(r"(.*: '([^']+)' is not one of )(.+)", message)
@@ -253,17 +253,20 @@ def _parser_error(error: Any) -> tuple[str, str]:
     return message.strip().rstrip("."), hint
 
 
-def _other_command(path: list[str], name: str) -> str | None:
-    """Return our command for `name` in the group `path`: of a name of Apache's tools, or of another group."""
-    from .translations import find_elsewhere, translate
+def _other_command(path: list[str], name: str, context: Any) -> str | None:
+    """Return our command for `name` in the group `path`: a guess, of a name of Apache's tools, or of another group."""
+    from .translations import find_elsewhere, guess, translate
 
-    ours = translate([*path, name])
-    if ours is not None:
-        return f"it is 'bkctl {ours}' here"
     tree = root()
     for group in GROUPS:
         tree.load(group)
-    found = find_elsewhere(path, name, _command_names(tree, ()))
+    known = list(_command_names(tree, ()))
+    words = context.find_root().obj.words
+    behind = words[words.index(name) + 1 :] if name in words else []
+    ours = guess([*path, name, *behind], known) or translate([*path, name])
+    if ours is not None:
+        return f"it is 'bkctl {ours}' here"
+    found = find_elsewhere(path, name, known)
     names = " or ".join(f"'bkctl {each}'" for each in found)
     return f"did you mean {names}?" if found else None
 
@@ -385,10 +388,6 @@ def _open_closed_streams() -> None:
 
 def main() -> None:
     """Run the command line of this process and exit; `bkctl.__main__` is the entry point."""
-    if "_BKCTL_COMPLETE" in os.environ:
-        from .kit.completion import complete
-
-        complete(os.environ["_BKCTL_COMPLETE"], sys.argv[1:])
     _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         # File names may hold bytes that no encoding has; a listing must not fail on them.

@@ -13,7 +13,7 @@ from bkctl.columns import Column, Columns, Kind
 from . import console, top
 from .kit.columns import ALL, Output
 from .kit.command import Printer, command, group, object_of
-from .kit.parser import connection_help, exit_code_help
+from .kit.parser import Command, connection_help, exit_code_help
 from .kit.terminal import emit
 
 app = group(parts=(top.app, console.app))
@@ -31,7 +31,7 @@ class Shell(StrEnum):
 _TOPICS: Final = {"connection": connection_help, "exit-codes": exit_code_help}
 
 
-@app.command("help", epilog="bkctl help ledger list\nbkctl help connection\nbkctl help exit-codes")
+@app.command("help", cls=Command, epilog="bkctl help ledger list\nbkctl help connection\nbkctl help exit-codes")
 def show_help(
     context: typer.Context,
     words: Annotated[
@@ -114,7 +114,7 @@ def print_completion(
     """Print the completion script of a shell.
 
     Load it in the shell's start-up file: `source <(bkctl completion bash)` in ~/.bashrc, `source <(bkctl completion
-    zsh)` in ~/.zshrc after compinit, `bkctl completion fish | source` in ~/.config/fish/config.fish.
+    zsh)` in ~/.zshrc, `bkctl completion fish | source` in ~/.config/fish/config.fish.
     """
     from .generate import completion_script
 

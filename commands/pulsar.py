@@ -305,7 +305,7 @@ ORPHAN_COLUMNS = Columns(
     Column("PART", "part", "part"),
     Column("SIZE", "size", "size_bytes", Kind.SIZE),
     Column("CREATED", "ctime", "ctime_ms", Kind.TIME),
-    Column("AGE", "ageSeconds", "age_s", Kind.INTEGER, text=time_text),
+    Column("AGE", "ageSeconds", "age_s", Kind.INTEGER, text=time_text, ages=True),
     key="ledger",
 )
 

@@ -16,7 +16,7 @@ from bkctl.errors import UsageError
 from .kit.columns import Output
 from .kit.command import Run, command, group, rows_of
 from .kit.options import duration_option
-from .kit.texts import GREEN, RED, YELLOW
+from .kit.texts import GREEN, RED, YELLOW, milliseconds
 
 if TYPE_CHECKING:
     from bkctl.http.bookie_load import BookieLoad, LoadWatch
@@ -49,7 +49,7 @@ def _read(path: str) -> Callable[[LoadRow], Any]:
 
 
 def _latency(title: str | None, name: str, path: str) -> Column:
-    return Column(title, name, _read(path), Kind.INTEGER, text="{:.1f} ms".format)
+    return Column(title, name, _read(path), Kind.INTEGER, text=lambda ms: f"{milliseconds(ms)} ms")
 
 
 LOAD_COLUMNS = Columns(

@@ -19,7 +19,7 @@ from bkctl.columns import iso_time, value_at
 from bkctl.errors import BkctlError
 
 from .kit.keys import keys
-from .kit.texts import counted, plain, size_text
+from .kit.texts import counted, milliseconds, plain, size_text
 
 if TYPE_CHECKING:
     from bkctl.http.bookie_load import BookieLoad, ClusterLoad, LoadWatch, Percentiles
@@ -54,14 +54,18 @@ def _number_text(value: float) -> str:
     return f"{value:.0f}T"
 
 
+def _latency_text(value: float) -> str:
+    return milliseconds(value) if value < 1 else _number_text(value)
+
+
 _FIELDS: Final = (
     _Field("BOOKIE", 0, lambda load: load.bookie.bookie_id, plain),
     _Field("ST", 1, lambda load: load.bookie.state, str),
     _Field("ADD/S", 2, lambda load: load.per_second.adds, _number_text),
     _Field("READ/S", 3, lambda load: load.per_second.reads, _number_text),
-    _Field("ADD99", 4, value_at("reading.add.p99_ms"), _number_text),
-    _Field("READ99", 5, value_at("reading.read.p99_ms"), _number_text),
-    _Field("SYNC99", 6, value_at("reading.journal_sync.p99_ms"), _number_text),
+    _Field("ADD99", 4, value_at("reading.add.p99_ms"), _latency_text),
+    _Field("READ99", 5, value_at("reading.read.p99_ms"), _latency_text),
+    _Field("SYNC99", 6, value_at("reading.journal_sync.p99_ms"), _latency_text),
     _Field("DISK", 7, value_at("reading.disk.used_percent"), "{:.0f}%".format),
     _Field("GC", 8, value_at("reading.collection"), str),
     _Field("LEDGERS", 10, value_at("reading.ledger_count"), _number_text),
@@ -328,7 +332,7 @@ class Screen:
             "journal queue": reading.journal_queue,
         }  # fmt: skip
         for label, found in latencies.items():
-            table.add_row(label, *(_or_dash(value, lambda each: f"{each:.2f}") for value in found))
+            table.add_row(label, *(_or_dash(value, milliseconds) for value in found))
         yield table
         yield Text("")
         facts = Table.grid(padding=(0, 2))

@@ -99,6 +99,50 @@ PULSAR: Final = (
 )
 
 
+#: First guesses, some by users of kubectl, ceph, etcdctl or df, and what they look for.
+GUESSES: Final = {
+    "backup": "metadata export -f FILE",
+    "bookie health": "cluster health",
+    "bookie status": "cluster status",
+    "bookies health": "cluster health",
+    "bookies status": "cluster status",
+    "check": "cluster health",
+    "cluster list": "bookies list",
+    "cluster ls": "bookies list",
+    "cookies": "cookie list",
+    "df": "bookies usage",
+    "disk": "bookies usage",
+    "disks": "bookies usage",
+    "endpoint": "cluster status",
+    "entrylogs": "entrylog list",
+    "health": "cluster health",
+    "health detail": "cluster health detail",
+    "info": "cluster info",
+    "journals": "journal list",
+    "ledger count": "ledger list --count",
+    "ledgers": "ledger list",
+    "list": "ledger list",
+    "listbookies -ro": "bookies list --state ro",
+    "listbookies -rw": "bookies list --state rw",
+    "log": "entrylog read",
+    "logs": "entrylog list",
+    "ls": "ledger list",
+    "member": "bookies list",
+    "members": "bookies list",
+    "nodes": "bookies list",
+    "osd": "bookies list",
+    "ps": "progress show",
+    "racks": "bookies racks list",
+    "repl": "autorecovery status",
+    "restore": "metadata import FILE",
+    "stat": "cluster status",
+    "status": "cluster status",
+    "underreplicated": "autorecovery list",
+    "watch": "top",
+}
+#: Nouns behind a verb (`get topics`), and the group of their commands.
+_NOUNS: Final = {"bookie": "bookies", "node": "bookies", "scope": "metadata", "topic": "pulsar"}
+
 #: Names that other tools give to the commands of a group, and ours.
 _SYNONYMS: Final = {
     "add": ("create", "set", "write"),
@@ -133,6 +177,18 @@ def translate(words: Iterable[str]) -> str | None:
         ),
         None,
     )
+
+
+def guess(words: list[str], commands: Iterable[str]) -> str | None:
+    """Return our command for words that are not one, typed after `bkctl`: a guess, or a verb before its noun."""
+    if len(words) < 2:
+        return GUESSES.get(words[0])
+    verb, noun = words[0], words[1].removesuffix("s")
+    group = _NOUNS.get(noun, noun)
+    verbs = (*(("list",) if noun != words[1] and verb == "get" else ()), verb, *_SYNONYMS.get(verb, ()))
+    known = set(commands)
+    found = next((f"{group} {each}" for each in (*verbs, words[1]) if f"{group} {each}" in known), None)
+    return GUESSES.get(" ".join(words[:2])) or found or GUESSES.get(verb)
 
 
 def find_elsewhere(path: list[str], name: str, commands: Iterable[str]) -> list[str]:

@@ -33,7 +33,7 @@ _bkctl() {
 '') at="--verbose --quiet --no-color --debug --version --metadata-uri --conf --context --bundle --bookie-address --tls-ca --tls-cert --tls-key --metadata-tls --metadata-tls-ca --metadata-tls-cert --metadata-tls-key --metadata-user --metadata-password-file --metadata-sasl --metadata-creator-acl --timeout --connect-timeout --output --columns --sort --yes --help" words='ledger bookie bookies journal entrylog metadata cookie autorecovery cluster local pulsar pipeline api bench progress audit why diagnose context top console help version completion' ;;
 'ledger') at="$end_ledger" words='write list show locate read tail delete recover verify test copy' ;;
 'ledger write') at="--uuid --ledger-id --ledger-scope-id --ledger-qualified-name --ensemble-size --write-quorum --ack-quorum --digest-type --custom-metadata --password --password-file --record-size --protocol $end_ledger_write" argument='files' ;;
-'ledger list') at="--ledger-scope-id --all-scopes --min-age --max-age --min-size --max-size --custom-metadata --bookie --state --topic --subscription --limit --watch --after --count --keep-going $end_ledger_write" ;;
+'ledger list') at="--ledger-scope-id --all-scopes --min-age --max-age --min-size --max-size --custom-metadata --bookie --state --topic --subscription --limit --watch --after --count --by --keep-going $end_ledger_write" ;;
 'ledger show') at="--ledger-id --ledger-scope-id --ledger-qualified-name --watch --show-secrets $end_ledger_write" argument='ledger' ;;
 'ledger locate') at="--ledger-id --ledger-scope-id --ledger-qualified-name --entry --protocol --check --every-entry $end_ledger_write" argument='ledger' ;;
 'ledger read') at="--ledger-id --ledger-scope-id --ledger-qualified-name --from --to --limit --last --password --password-file --protocol --bookie --recover --no-verify --body --format --delimiter --template --as-admin --undo $end_ledger_write" argument='ledger' ;;
@@ -207,6 +207,7 @@ _bkctl() {
 'bookies list:--state') kind='words rw ro down all' ;;
 'bookies usage:--sort') kind='words bookie used free' ;;
 'bookies recover:--resume') kind='files' ;;
+'journal stats:--by') kind='words file type ledger scope' ;;
 'entrylog list:--sort'|'entrylog garbage:--sort') kind='words id size garbage age' ;;
 'entrylog active:--state') kind='words alive dead unknown' ;;
 'entrylog extract:--format') kind='words log ndjson raw' ;;
@@ -227,13 +228,13 @@ _bkctl() {
 *:--bookie|*:--missing|*:--not-missing) kind='bookie' ;;
 *:--state|*:--if-state) kind='words OPEN IN_RECOVERY CLOSED' ;;
 *:--after|*:--ledger) kind='ledger' ;;
+*:--by) kind='words application' ;;
 *:--body|*:--keep|*:--ledgers) kind='' ;;
 *:--format) kind='words base64 utf8 hex raw' ;;
 *:--kind) kind='words journal entryLog index rocksdb cookie lastMark lastId status dirty compaction relocation backup unfinished unknown' ;;
 *:--suspend|*:--resume) kind='words major minor both' ;;
 *:--rack) kind='rack' ;;
 *:--type) kind='words entry ledgerKey fence forceLedger explicitLac padding ledgersMap unknown' ;;
-*:--by) kind='words file type ledger scope' ;;
 *:--storage) kind='words sorted interleaved db' ;;
 *) [[ $takers == *" $previous "* ]] && kind='none' ;;
     esac

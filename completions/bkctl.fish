@@ -29,7 +29,7 @@ function __bkctl_has
 case ''; set ids commands --verbose --quiet --no-color --debug --version --metadata-uri --conf --context --bundle --bookie-address --tls-ca --tls-cert --tls-key --metadata-tls --metadata-tls-ca --metadata-tls-cert --metadata-tls-key --metadata-user --metadata-password-file --metadata-sasl --metadata-creator-acl --timeout --connect-timeout --output --columns --sort --yes --help
 case 'ledger'; set ids commands $end_ledger
 case 'ledger write'; set ids files --uuid --ledger-id --ledger-scope-id --ledger-qualified-name --ensemble-size --write-quorum --ack-quorum --digest-type --custom-metadata --password --password-file --record-size --protocol $end_ledger_write
-case 'ledger list'; set ids --ledger-scope-id.c96a --all-scopes --min-age --max-age --min-size --max-size.9698 --custom-metadata.cf58 --bookie.a740 --state --topic --subscription --limit.56db --watch --after --count --keep-going.2c97 $end_ledger_write
+case 'ledger list'; set ids --ledger-scope-id.c96a --all-scopes --min-age --max-age --min-size --max-size.9698 --custom-metadata.cf58 --bookie.a740 --state --topic --subscription --limit.56db --watch --after --count --by --keep-going.2c97 $end_ledger_write
 case 'ledger show'; set ids ledger --ledger-id --ledger-scope-id --ledger-qualified-name --watch --show-secrets.3f0a $end_ledger_write
 case 'ledger locate'; set ids ledger --ledger-id --ledger-scope-id --ledger-qualified-name --entry.018b --protocol --check --every-entry $end_ledger_write
 case 'ledger read'; set ids ledger --ledger-id --ledger-scope-id --ledger-qualified-name --from --to --limit.eb48 --last --password --password-file --protocol --bookie.e7bf --recover --no-verify --body --format --delimiter --template --as-admin --undo $end_ledger_write
@@ -78,7 +78,7 @@ case 'journal list'; set ids files --dir $end_bookie_files
 case 'journal read'; set ids journal --ledger --ledger-scope-id.41ae --all-scopes --entry --from-pos --to-pos --type --limit --body --format --digest-type.8c42 --dir --after-lastmark --show-secrets $end_bookie_files
 case 'journal lastmark'; set ids files --dir $end_bookie_files
 case 'journal verify'; set ids journal --digest --password --password-file --rate.1b85 --dir $end_ledger_write
-case 'journal stats'; set ids journal --top --dir --by $end_bookie_files
+case 'journal stats'; set ids journal --top --dir --by.4644 $end_bookie_files
 case 'entrylog'; set ids commands $end_ledger
 case 'entrylog list'; set ids files --dir --sort.9005 $end_bookies_usage
 case 'entrylog show'; set ids entrylog --dir $end_bookie_files
@@ -271,10 +271,11 @@ __bkctl --bookie.e7bf -l bookie -x -a '(__bkctl_dynamic bookie)' -d 'Read from t
 __bkctl --bookies -l bookies -x -d 'Number of bookies (default: 3, or as many as the cluster has).'
 __bkctl --browser -l browser -d 'Open the link in a browser. [default: browser]'
 __bkctl --bundle -l bundle -r -F -d 'Read a bundle of '\''diagnose bundle'\'' in place of a cluster: metadata and health as they were. [BKCTL_BUNDLE]'
-__bkctl --by -l by -x -a 'file type ledger scope' -d 'A row for each file, type, ledger or scope. [default: file]'
+__bkctl --by -l by -x -a 'application' -d 'Print one row an application: its ledgers, bytes and biggest ledger.'
 __bkctl --by.1b3c -l by -x -a 'bookie entrylog scope ledger application' -d 'A row for each bookie, entrylog, scope, ledger or application. [default: bookie]'
 __bkctl --by.2f2f -l by -x -a 'journal entry ledger bookie log' -d 'A row for each journal, each entry that no entry log holds, or their ranges by ledger, bookie or log. [default: journal]'
 __bkctl --by.3dd1 -l by -x -a 'topic namespace tenant' -d 'Print a row for each of these. [default: topic]'
+__bkctl --by.4644 -l by -x -a 'file type ledger scope' -d 'A row for each file, type, ledger or scope. [default: file]'
 __bkctl --by.5d35 -l by -x -a 'entrylog bookie ledger' -d 'A row for each entrylog, bookie, or orphaned ledger. [default: entrylog]'
 __bkctl --by.6aef -l by -x -a 'entry ledger bookie log' -d 'A row for each entry, or for each range of entries by ledger, bookie or log. [default: entry]'
 __bkctl --check -l check -d 'Ask each bookie for the first and last entry that it should have.'

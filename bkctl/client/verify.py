@@ -148,13 +148,21 @@ class ReplicaFinding(NamedTuple):
     """A fault of one replica of an entry.
 
     `problem` is `missing`, `damaged`, `different` (see ReplicaState), `unavailable`, or `length`: the entries' sizes
-    do not add up to the length in the metadata. `bookie_id` is None for a finding about the whole ledger.
+    do not add up to the length in the metadata. `bookie_id` is None for a finding about the whole ledger. The fault
+    is that of `entry_count` entries from `entry_id` to `last_entry_id`, of which the bookie may hold a stripe only.
     """
 
     entry_id: int
     bookie_id: str | None
     problem: str
     message: str
+    last_entry_id: int
+    entry_count: int = 1
+
+    @property
+    def entries(self) -> str:
+        """The range: `7`, or `7-20`."""
+        return str(self.entry_id) if self.last_entry_id == self.entry_id else f"{self.entry_id}-{self.last_entry_id}"
 
 
 class Verification:
@@ -175,35 +183,49 @@ class Verification:
         self.finding_count = 0
 
     async def findings(self) -> AsyncIterator[ReplicaFinding]:
-        """Check the entries up to the last add confirmed, and yield the findings in order of the entries."""
-        unavailable: dict[str, tuple[int, int, str]] = {}
+        """Check the entries up to the last add confirmed, and yield a finding for each range of a bookie's entries.
+
+        A range ends where the bookie has an intact entry, or one with another problem.
+        """
+        ranges: dict[str, ReplicaFinding] = {}
+        unavailable: dict[str, ReplicaFinding] = {}
         length: int | None = 0
         async for check in verify_entries(self._handle):
             size = None
             for replica in check.replicas:
-                if replica.state is ReplicaState.UNAVAILABLE:
-                    first, count, message = unavailable.get(replica.bookie_id, (check.entry_id, 0, _text(replica)))
-                    unavailable[replica.bookie_id] = first, count + 1, message
-                    continue
-                self.replica_count += 1
-                if replica.state is ReplicaState.OK:
-                    size = replica.size_bytes
-                else:
-                    self.finding_count += 1
-                    yield ReplicaFinding(check.entry_id, replica.bookie_id, replica.state.value, _text(replica))
+                bookie_id, problem = replica.bookie_id, replica.state.value
+                is_unknown = replica.state is ReplicaState.UNAVAILABLE
+                same = (unavailable if is_unknown else ranges).get(bookie_id)
+                if not is_unknown:
+                    self.replica_count += 1
+                    if same is not None and same.problem != problem:
+                        yield self._found(ranges.pop(bookie_id))
+                        same = None
+                    if replica.state is ReplicaState.OK:
+                        size = replica.size_bytes
+                        continue
+                same = same or ReplicaFinding(check.entry_id, bookie_id, problem, _text(replica), check.entry_id, 0)
+                same = same._replace(last_entry_id=check.entry_id, entry_count=same.entry_count + 1)
+                (unavailable if is_unknown else ranges)[bookie_id] = same
             length = None if length is None or size is None else length + size
             self.entry_count += 1
             self._progress(self.entry_count)
             await self._pace.acquire(sum(replica.size_bytes or 0 for replica in check.replicas))
-        for bookie_id, (first, count, message) in unavailable.items():
-            self.finding_count += 1
-            text = f"{count:,} {'entry' if count == 1 else 'entries'} not checked: {message}"
-            yield ReplicaFinding(first, bookie_id, ReplicaState.UNAVAILABLE.value, text)
+        for each in (*sorted(ranges.values()), *unavailable.values()):
+            yield self._found(each)
         metadata = self._handle.metadata
         if metadata.is_closed and length not in (None, metadata.length):
-            self.finding_count += 1
             text = f"The entries have {length} bytes, the metadata says {metadata.length}"
-            yield ReplicaFinding(metadata.last_entry_id, None, "length", text)
+            last = metadata.last_entry_id
+            yield self._found(ReplicaFinding(last, None, "length", text, last))
+
+    def _found(self, finding: ReplicaFinding) -> ReplicaFinding:
+        """Count a finding, and return it with the number of its entries in the message."""
+        self.finding_count += 1
+        count, message = finding.entry_count, finding.message
+        if finding.problem == ReplicaState.UNAVAILABLE.value:
+            return finding._replace(message=f"{count:,} {'entry' if count == 1 else 'entries'} not checked: {message}")
+        return finding if count == 1 else finding._replace(message=f"{count:,} entries, the first: {message}")
 
 
 def _text(replica: Replica) -> str:

@@ -100,6 +100,17 @@ LEDGER_COLUMNS: Final = Columns(
 )  # fmt: skip
 
 
+#: `ledger list --by application`.
+APPLICATION_COLUMNS: Final = Columns(
+    Column("APPLICATION", "application", "application"),
+    Column("LEDGERS", "ledgerCount", "ledger_count", Kind.INTEGER),
+    Column("SIZE", "size", "size_bytes", Kind.SIZE),
+    Column("BIGGEST LEDGER", "ledger", "biggest", Kind.LEDGER),
+    Column("ITS SIZE", "ledgerSize", "biggest_size_bytes", Kind.SIZE),
+    key="application",
+)
+
+
 def _custom_objects(items: tuple[tuple[str, bytes], ...]) -> tuple[SharedObject, SharedObject | None]:
     custom = dict(items)
     pulsar = pulsar_object(custom)

@@ -69,6 +69,8 @@ def candidates(kind: str, words: list[str]) -> Iterator[str]:
     if prefix.startswith("--"):
         prefix = prefix.partition("=")[2]
     options = _options(words[:-1])
+    if kind == "ledger" and (mark := next((mark for mark in ":-" if mark in prefix), None)):
+        kind += mark
     if kind in _OF_CLUSTER:
         found: Iterator[str] = iter(_ask_cluster(kind, options, prefix))
     elif kind in _SOURCES:
@@ -174,6 +176,9 @@ def _directories(options: dict[str, list[str]]) -> BookieDirectories:
 
 _OF_CLUSTER: Final[dict[str, Callable[[Cluster], Iterator[str]]]] = {
     "ledger": lambda cluster: map(str, cluster.ledgers.ledgers(None)),
+    # In the form that is typed: SCOPE:ID, or a UUID.
+    "ledger:": lambda cluster: (f"{scope_id}:{ledger_id}" for scope_id, ledger_id in cluster.ledgers.ledgers(None)),
+    "ledger-": lambda cluster: (ledger.uuid for ledger in cluster.ledgers.ledgers(None)),
     "bookie": lambda cluster: (bookie.bookie_id for bookie in cluster.bookies.list()),
     "scope": lambda cluster: map(str, cluster.ledgers.scopes()),
     "rack": _racks,

@@ -9,7 +9,7 @@ from inspect import Parameter
 from typing import Annotated, Any, Final, NamedTuple, TextIO
 
 from bkctl.errors import UsageError
-from bkctl.ids import LedgerId, parse_scope_id, resolve_ledger
+from bkctl.ids import GivenLedgerId, LedgerId, parse_scope_id, resolve_ledger
 
 from .options import Composite, OldName, argument, combined, option, text_option
 
@@ -61,7 +61,7 @@ def _one_ledger(values: Mapping[str, Any]) -> LedgerId:
     )
     if ledger is None:
         raise UsageError("No ledger is given", hint=f"name it as {LEDGER_FORMS}")
-    return ledger
+    return GivenLedgerId.keep(ledger, values["ledger"], values["ledger_qualified_name"], values["ledger_id"])
 
 
 def _many_ledgers(values: Mapping[str, Any]) -> list[LedgerId]:
@@ -103,11 +103,19 @@ def _any_ledgers(values: Mapping[str, Any]) -> list[LedgerId]:
     return _many_ledgers(values) if named else []
 
 
+def _ledgers_of_export(values: Mapping[str, Any]) -> list[LedgerId]:
+    try:
+        return _any_ledgers(values)
+    except UsageError as error:
+        raise UsageError(error.message, hint=f"-f FILE names the file to write; {error.hint}") from error
+
+
 #: Ledgers by argument; none named: an empty list.
 LedgersOfExport = Annotated[
     list[LedgerId],
     Composite(
-        (_ledgers_argument(f"Only these ledgers: {LEDGER_FORMS} (default: all)."), *_LEDGER_PARAMETERS), _any_ledgers
+        (_ledgers_argument(f"Only these ledgers: {LEDGER_FORMS} (default: all)."), *_LEDGER_PARAMETERS),
+        _ledgers_of_export,
     ),
 ]
 

@@ -173,6 +173,9 @@ class _PlainHelp:
         shown = {"--output", "--yes"}
         if all(param.hidden for param in params if "--metadata-uri" in param.opts):
             shown.add("--conf")  # An offline command: the file names its directories.
+        declaration = getattr(self.callback, "declaration", None)  # type: ignore[attr-defined]
+        if declaration is not None and any(document.is_list for document in declaration.prints):
+            shown |= {"--columns", "--sort"}
         for param in params:
             record = help_record(param, ctx)
             if record is not None and (not _is_global(param) or (ctx.parent is not None and shown & set(param.opts))):

@@ -45,6 +45,13 @@ def duration_text(seconds: float) -> str:
     return " ".join(parts)
 
 
+def milliseconds(value: float) -> str:
+    """Return a latency: `12.3`, and two digits that count where it is less than one: `0.034`."""
+    if value >= 1:
+        return f"{value:.1f}" if value < 1000 else f"{value:,.0f}"
+    return f"{value:.2g}" if value >= 0.001 or value == 0 else "<0.001"
+
+
 def time_text(seconds: float) -> str:
     """Return about how long something takes or took: `45 s`, `12 min`, `3.5 h`."""
     minutes, hours = seconds / 60, seconds / 3600

@@ -123,6 +123,9 @@ class _Rows:
 
     def __init__(self, columns: Columns, output: Output, key: Callable[[Any], Any]) -> None:
         self._lines = Lines(columns, output)
+        lasting = Columns(*(each for each in columns.columns if not each.ages), key=columns.key)
+        #: The text of what makes a row another one.
+        self._lasting = self._lines if len(lasting.columns) == len(columns.columns) else Lines(lasting, output)
         self._key, self._output = key, output
         self._header = ",".join(columns.names()) + "\n" if output is Output.CSV else ""
         self._plain = plain_lines if output is Output.CSV and sys.stdout.isatty() else str
@@ -132,10 +135,10 @@ class _Rows:
     def print(self, rows: Iterable[Any]) -> None:
         last, now = self._last, Counter[tuple[Any, str]]()
         for row in rows:
-            seen = self._key(row), self._lines.of_rows([row])
+            seen = self._key(row), self._lasting.of_rows([row])
             now[seen] += 1
             if now[seen] > last[seen]:
-                emit(self._plain(self._header + seen[1]))
+                emit(self._plain(self._header + self._lines.of_rows([row])))
                 self._header = ""
         if self._output is Output.NDJSON:
             left = Counter(key for key, _ in last.elements())

@@ -103,7 +103,7 @@ class WorkFile:
 
 
 def list_work(directory: Path) -> list[dict[str, Any]]:
-    """Return the states of running and just ended work on this machine, oldest first; a dead process's is `killed`."""
+    """Return the states of work on this machine, running first, then oldest first; a dead process's is `killed`."""
     _remove_old(directory)
     found = []
     ours = _identity()
@@ -118,7 +118,7 @@ def list_work(directory: Path) -> list[dict[str, Any]]:
                 if _is_running(state) and not _is_alive(state, ours):
                     state["state"] = "killed"
                 found.append(state)
-    return sorted(found, key=lambda state: state["began"])
+    return sorted(found, key=lambda state: (not _is_running(state), state["began"]))
 
 
 def ask_to_pause(directory: Path, work_id: str, *, pause: bool) -> None:

@@ -7,6 +7,7 @@ from typing import Final
 
 from bkctl.columns import Column, Columns, Kind, base64_text
 from bkctl.metadata import ledger_columns
+from bkctl.metadata.ledger_columns import APPLICATION_COLUMNS as APPLICATION_COLUMNS
 from bkctl.metadata.ledger_columns import LedgerRow
 
 from ..kit.command import Run, union

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from enum import StrEnum
 from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,13 +27,27 @@ from ..kit.options import (
     size_option,
 )
 from ..kit.texts import counted
-from .columns import ID_COLUMNS, LEDGER_COLUMNS, LEDGER_TABLE_COLUMNS, SECRET_COLUMNS, SHOWN_COLUMNS, list_columns
+from .columns import (
+    APPLICATION_COLUMNS,
+    ID_COLUMNS,
+    LEDGER_COLUMNS,
+    LEDGER_TABLE_COLUMNS,
+    SECRET_COLUMNS,
+    SHOWN_COLUMNS,
+    list_columns,
+)
 
 if TYPE_CHECKING:
     from bkctl.metadata.admin.overview import LedgerQuery
     from bkctl.metadata.cluster import Cluster
 
 app = group()
+
+
+class SummedBy(StrEnum):
+    """The fields by which `ledger list` sums ledgers."""
+
+    APPLICATION = "application"
 
 
 #: Ledgers and scopes that are counted to say how many there are beside scope 0.
@@ -88,11 +103,14 @@ QueryOptions = Annotated[
     app,
     "list",
     connects=True,
-    prints=rows_of(LEDGER_COLUMNS, table=LEDGER_TABLE_COLUMNS) + object_of(COUNT_COLUMNS),
+    prints=rows_of(LEDGER_COLUMNS, table=LEDGER_TABLE_COLUMNS)
+    + object_of(COUNT_COLUMNS)
+    + rows_of(APPLICATION_COLUMNS),
     examples=(
         "bkctl ledger list",
         "bkctl ledger list --state OPEN --min-age 1w --sort=-length",
         "bkctl ledger list --topic persistent://public/default/orders",
+        "bkctl ledger list --all-scopes --by application",
     ),
 )
 def list_ledgers(
@@ -105,6 +123,10 @@ def list_ledgers(
         str | None, typer.Option("--after", metavar="LEDGER", help="List only ledgers after this one.")
     ] = None,
     count: Annotated[bool, typer.Option("--count", help="Print only the number of ledgers.")] = False,
+    by: Annotated[
+        SummedBy | None,
+        typer.Option("--by", help="Print one row an application: its ledgers, bytes and biggest ledger."),
+    ] = None,
     keep_going: Annotated[
         bool, typer.Option("--keep-going", help="Skip metadata that cannot be read (exit code 3 then).")
     ] = False,
@@ -114,11 +136,13 @@ def list_ledgers(
     Prints the metadata of each ledger; -o id prints the ids alone, which is much faster. --topic goes by the names that
     Pulsar writes into the metadata of ledgers: of a topic's messages, of its subscriptions, and of compacted messages.
     """
-    from bkctl.metadata.admin.overview import LedgerListing
+    from bkctl.metadata.admin.overview import LedgerListing, ledgers_by_application
 
+    if by is not None and count:
+        raise UsageError("--by and --count are given", hint="drop one of them")
     start, limit = _first_ledger(after, scope_id), run.out.limit_sorted(limit)
     prints_ids = run.out.output is Output.ID and run.out.selection == ALL
-    needs_rows = query.needs_metadata or not (count or prints_ids)
+    needs_rows = by is not None or query.needs_metadata or not (count or prints_ids)
     with (
         run.access.cluster() as cluster,
         run.job.working("Listing ledgers", unit="ledgers", enabled=watch is None) as activity,
@@ -128,8 +152,10 @@ def list_ledgers(
             progress=activity.update, found=activity.note_found,
         )  # fmt: skip
         if needs_rows or count or watch is not None or limit is not None:
-            look = listing.rows if needs_rows else listing.ids
+            look: Callable[[], Iterable[Any]] = listing.rows if needs_rows else listing.ids
             columns = list_columns(run) if needs_rows else ID_COLUMNS
+            if by is not None:
+                look, columns = partial(ledgers_by_application, listing), APPLICATION_COLUMNS
             run.out.watch(watch, look, columns, count=count, findings=run.out.draws)
         else:
             _print_ids(run, cluster.ledgers.batches(scope_id, start))

@@ -26,7 +26,10 @@ app = group()
 
 FINDING_COLUMNS = Columns(
     Column("LEDGER", "ledger", "ledger", Kind.LEDGER),
-    Column("ENTRY", "entryId", "finding.entry_id", Kind.INTEGER),
+    Column(None, "entryId", "finding.entry_id", Kind.INTEGER),
+    Column(None, "lastEntryId", "finding.last_entry_id", Kind.INTEGER),
+    Column("ENTRIES", "entries", "finding.entries"),
+    Column(None, "entryCount", "finding.entry_count", Kind.INTEGER),
     Column("BOOKIE", "bookieId", "finding.bookie_id"),
     Column(
         "PROBLEM",
@@ -51,8 +54,8 @@ def verify(
 ) -> None:
     """Read every entry from every replica, and check it.
 
-    Checks presence, ids, digests and the ledger's length at each entry. Prints the findings; exit code 3 if there are
-    any. Needs no password.
+    Checks presence, ids, digests and the ledger's length at each entry. Prints the findings, one for
+    each range of a bookie's entries with one problem; exit code 3 if there are any. Needs no password.
     """
     from bkctl.client.ledger_series import verify_ledgers
 

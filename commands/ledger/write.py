@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from bkctl.errors import UsageError
+from bkctl.ids import LedgerId
 from bkctl.metadata.ledger_columns import ledger_row
 
 from ..kit.command import Access, LongWork, Printer, command, group, object_of
@@ -99,11 +100,13 @@ def _readable_size(name: str) -> int | None:
     try:
         status = os.stat(name)
     except FileNotFoundError as error:
-        if not name.isdecimal():
-            raise
-        raise UsageError(
-            f"No file {name} to write", hint=f"--ledger-id {name} writes stdin into a new ledger {name}"
-        ) from error
+        try:
+            ledger = LedgerId.parse(name)
+        except UsageError:
+            raise error from None
+        flag = "--ledger-qualified-name" if ledger.is_scoped else "--ledger-id"
+        hint = f"{flag} {ledger if ':' in name or not ledger.is_scoped else name} writes stdin into a new ledger {name}"
+        raise UsageError(f"No file {name} to write", hint=hint) from error
     if not (S_ISREG(status.st_mode) or S_ISDIR(status.st_mode)):
         return None  # a pipe is opened once only: its writer would not survive the first end
     with open(name, "rb"):

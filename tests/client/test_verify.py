@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bkctl.client.verify import ReplicaState, verify_entries
+from bkctl.client.verify import ReplicaState, Verification, verify_entries
 from bkctl.errors import DigestMismatch
 from bkctl.formats.metadata import Fragment
 
@@ -98,3 +98,29 @@ async def test_bookies_that_were_replaced_since_are_not_reported(fake_cluster):
         checks = [check async for check in verify_entries(reader)]
         assert len(checks) == 300
         assert all(check.ok for check in checks)
+
+
+@pytest.mark.parametrize("scope_id", [0, 7])
+async def test_neighbours_with_one_problem_are_one_finding(fake_cluster, scope_id):
+    async with fake_cluster(3) as cluster, cluster.client() as client:
+        writer = await client.create_ledger_adv(
+            ledger_scope_id=scope_id, ensemble_size=3, write_quorum_size=2, ack_quorum_size=2
+        )
+        await writer.add_all([b"x"] * 30)
+        await writer.close()
+        names = cluster.metadata(writer.ledger).ensembles[0].bookies
+        first, second = (cluster.bookie(name).ledgers[writer.ledger].entries for name in names[:2])
+        for entry_id in [each for each in first if each < 10 or each > 25]:
+            first.pop(entry_id)
+        lost = sorted(second)[3]
+        second.pop(lost)
+        reader = await client.open_ledger(writer.ledger_id, ledger_scope_id=scope_id)
+        verification = Verification(reader)
+        found = [(each.bookie_id, each.entries, each.entry_count) async for each in verification.findings()]
+        assert sorted(found) == sorted([(names[0], "0-9", 7), (names[0], "26-29", 3), (names[1], str(lost), 1)])
+        assert verification.finding_count == 3
+
+        await cluster.bookie(names[2]).stop()
+        down = [each async for each in Verification(reader).findings() if each.bookie_id == names[2]]
+        assert [(each.problem, each.entry_count) for each in down] == [("unavailable", 20)]
+        assert down[0].message.startswith("20 entries not checked")

@@ -438,3 +438,26 @@ def test_a_new_command_changes_only_lines_of_its_own_in_completions() -> None:
     for write in (generate.bash_completion, generate.zsh_completion, generate.fish_completion):
         before, after = write(tree).splitlines(), set(write(more).splitlines())
         assert len([line for line in before if line not in after]) <= 6, write.__name__
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
+@pytest.mark.parametrize("before", ["", "autoload -Uz compinit; compinit -u -D; "])
+def test_zsh_takes_the_script_as_it_is_printed(before: str, shell_environment: dict[str, str]) -> None:
+    line = f"{before}source <(bkctl completion zsh) && print -r -- $_comps[bkctl]"
+    done = subprocess.run(
+        ["zsh", "-f", "-c", line], capture_output=True, text=True, timeout=LIMIT_S, check=False, env=shell_environment
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "_bkctl\n", "")
+
+
+def test_lists_show_their_columns_and_order_in_their_help(cli: Cli) -> None:
+    listings = [page for page in PAGES if page.declaration and any(each.is_list for each in page.declaration.prints)]
+    for page in listings:
+        text = cli(*page.path, "--help").out
+        assert "--columns" in text, page.name
+        assert "--sort" in text, page.name
+    assert "--sort" not in cli("version", "--help").out
+
+
+def test_examples_of_help_stand_in_lines_of_their_own(cli: Cli) -> None:
+    assert "\nExamples:\n  bkctl help ledger list\n  bkctl help connection\n" in cli("help", "--help").out

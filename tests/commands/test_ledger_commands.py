@@ -282,7 +282,8 @@ def test_verify_finds_a_damaged_replica(cli: Cli, write: object, cluster: LocalC
     found = cli("ledger", "verify", ledger, "-o", "ndjson")
     assert found.code == 3
     assert list(found.rows[0]) == [
-        "ledgerScopeId", "ledgerId", "ledgerQualifiedName", "entryId", "bookieId", "problem", "message", "nextCommand",
+        "ledgerScopeId", "ledgerId", "ledgerQualifiedName", "entryId", "lastEntryId", "entries", "entryCount",
+        "bookieId", "problem", "message", "nextCommand",
     ]  # fmt: skip
     assert {(row["bookieId"], row["problem"]) for row in found.rows} == {(victim.bookie_id, "damaged")}
     assert payloads(cli, ledger) == [b"needle-a", b"needle-b"]
@@ -678,3 +679,23 @@ def test_delete_needs_yes_without_a_terminal(cli: Cli, store: Cluster) -> None:
     assert row["deleted"] is True
     assert cli("ledger", "list", "--all-scopes", "-o", "id").out.split() == ["6", "00000000000000070000000000000005"]
     assert cli("ledger", "delete", "5", "--yes").code == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "flag"),
+    [
+        ("9b1deb4d-3b7d-4bad-9bdd-2b0d7b3dcb6d", "--ledger-qualified-name 9b1deb4d-3b7d-4bad-9bdd-2b0d7b3dcb6d"),
+        ("0000000000000007000000000000000c", "--ledger-qualified-name 0000000000000007000000000000000c"),
+        ("7:12", "--ledger-qualified-name 0000000000000007000000000000000c"),
+        ("0xc", "--ledger-id 12"),
+    ],
+)
+def test_write_names_the_option_for_an_id_in_place_of_a_file(cli: Cli, name: str, flag: str) -> None:
+    answer = cli("ledger", "write", name)
+    assert answer == (2, "", f"bkctl: No file {name} to write; {flag} writes stdin into a new ledger {name}\n")
+
+
+def test_export_names_the_option_for_its_file(cli: Cli) -> None:
+    answer = cli("metadata", "export", "metadata.ndjson")
+    assert answer.code == 2
+    assert "-f FILE names the file to write" in answer.err

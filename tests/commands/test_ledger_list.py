@@ -192,3 +192,33 @@ def test_an_empty_scope_says_what_other_scopes_hold(cli: Cli, tmp_path: Path, mo
         assert "No ledgers in scope 9; 2 other scopes" in cli("ledger", "list", "-u", uri, "--ledger-scope-id", 9).err
         cluster.ledgers.create(LedgerId(0, 1), metadata)
         assert cli("ledger", "list", "-u", uri, "--state", "CLOSED").err == ""
+
+
+def test_ledgers_are_summed_by_application(cli: Cli, store: Cluster) -> None:
+    assert cli("ledger", "list", "--all-scopes", "--by", "application", "-o", "ndjson").rows == [
+        {
+            "application": "pulsar", "ledgerCount": 2, "size": 20, "ledgerScopeId": "0", "ledgerId": "5",
+            "ledgerQualifiedName": "00000000000000000000000000000005", "ledgerSize": 10,
+        },
+        {
+            "application": None, "ledgerCount": 1, "size": 0, "ledgerScopeId": "0", "ledgerId": "6",
+            "ledgerQualifiedName": "00000000000000000000000000000006", "ledgerSize": 0,
+        },
+    ]  # fmt: skip
+    assert cli("ledger", "list", "--by", "application", "--state", "closed", "-o", "csv").out.splitlines()[1:] == [
+        "pulsar,1,10,0,5,00000000000000000000000000000005,10"
+    ]
+    assert "BIGGEST LEDGER" in cli("ledger", "list", "--by", "application").out
+    assert cli("ledger", "list", "--by", "application", "--count").code == 2
+
+
+def test_ids_are_printed_in_the_form_in_which_they_were_given(cli: Cli, store: Cluster) -> None:
+    forms = ("0x5", "7:5", "00000000-0000-0007-0000-000000000005", "00000000000000070000000000000005")
+    for form in forms:
+        assert cli("ledger", "show", form).out.splitlines()[0].split()[1] == form
+        assert f"ledger {form.replace('5', '9')} " in cli("ledger", "show", form.replace("5", "9")).err.lower()
+    assert [line.split()[0] for line in cli("ledger", "show", *forms[:2]).out.splitlines()[1:]] == list(forms[:2])
+    assert cli("ledger", "show", "0x5", "-o", "json").json["ledgerId"] == "5"
+    # A bare id names another ledger without its scope beside it.
+    named = cli("ledger", "show", "5", "--ledger-scope-id", "7").out
+    assert named.splitlines()[0].split()[1] == "00000000000000070000000000000005"

@@ -21,6 +21,8 @@ from bkctl.commands.kit.settings import SETTINGS, GlobalOptions
 from bkctl.commands.kit.values import parse_duration, parse_number, parse_size
 from bkctl.commands.main import error_report, os_error_exit_code
 from bkctl.errors import EXIT_CODES, Corrupt, NotFound, UsageError
+from bkctl.formats.metadata import DigestType, Fragment, LedgerMetadata, LedgerState
+from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
 
 from .conftest import Cli
@@ -82,7 +84,7 @@ def test_offline_commands_import_nothing_heavy(tmp_path: Path) -> None:
         (["metadata", "dump"], "did you mean 'bkctl metadata export'?"),
         (["decommission"], "did you mean 'bkctl bookies decommission'?"),
         (["ledger", "replace-bookie"], "did you mean 'bkctl metadata replace-bookie'?"),
-        (["journals", "list"], "did you mean 'journal'"),
+        (["journals", "list"], "it is 'bkctl journal list' here"),
         (["bookie", "rebuild"], "did you mean 'bkctl bookie index rebuild'?"),
         (["-v"], "Missing command; try 'bkctl --help'"),
         (["journal", "read", "--nope"], "No such option: --nope"),
@@ -460,3 +462,48 @@ def test_version_says_which_inner_loops_are_compiled(cli: Cli, monkeypatch: pyte
     assert slow["compiledModules"] == [name for name in build["compiledModules"] if name != "bkctl.files._scan"]
     assert "bkctl.files._scan" in slow["uncompiledModules"]
     assert "of 2; in Python: " in cli("version").out
+
+
+def test_a_full_disk_is_named_with_the_file(tmp_path: Path) -> None:
+    """A limit on the size of files stands for the disk: the write fails, not the open."""
+    code = (
+        "import resource, signal, sys\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+        "from bkctl.disk import atomic_write\n"
+        "from pathlib import Path\n"
+        "from bkctl.commands.main import error_report\n"
+        "try:\n"
+        "    with atomic_write(Path(sys.argv[1])) as file: file.write(bytes(100_000))\n"
+        "except OSError as error: print(error_report(error).line)\n"
+    )
+    file = tmp_path / "export.ndjson"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(file)], capture_output=True, text=True, timeout=LIMIT_S, check=True
+    )
+    assert done.stdout == f"{file}: File too large\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_completion_imports_neither_parser_nor_what_other_stores_need(tmp_path: Path) -> None:
+    uri = f"sqlite://{tmp_path}/m.db"
+    with open_cluster(uri, create=True) as cluster:
+        metadata = LedgerMetadata(
+            1, 1, 1, DigestType.CRC32C, b"", (Fragment(0, ("b1:1",)),), LedgerState.CLOSED, 0, -1, None, {}
+        )
+        cluster.ledgers.create(LedgerId(7, 12), metadata)
+    code = (
+        "import os, sys\n"
+        f"heavy = {' '.join((*HEAVY, 'bkctl.commands.main', 'bkctl.commands.kit.parser'))!r}\n"
+        f"sys.argv = ['bkctl', '-u', {uri!r}, 'ledger', 'show', '7:']\n"
+        "import bkctl.__main__ as program\n"
+        "import bkctl.commands.kit.completion as completion\n"
+        "completion.os = type('Os', (), {**vars(os), '_exit': lambda code: (\n"
+        "    print([m for m in heavy.split() if m in sys.modules]), os._exit(sys.stdout.flush() or 0))})\n"
+        "program.main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=False,
+        env={**os.environ, "_BKCTL_COMPLETE": "ledger", "XDG_CACHE_HOME": str(tmp_path)},
+    )  # fmt: skip
+    assert done.stdout == "7:12\n['sqlite3']\n"

@@ -24,7 +24,7 @@ from bkctl.commands.kit.activity import Activity
 from bkctl.commands.kit.columns import Output, RowOrder, RowSelection
 from bkctl.commands.kit.output import RowWriter, open_writer, show
 from bkctl.commands.kit.terminal import ClosedOutput, emit, wants_color
-from bkctl.commands.kit.texts import cut, duration_text, plain, plain_lines, size_text, width_of, words
+from bkctl.commands.kit.texts import cut, duration_text, milliseconds, plain, plain_lines, size_text, width_of, words
 from bkctl.commands.kit.yaml import yaml_text
 from bkctl.errors import UsageError
 from bkctl.ids import LedgerId
@@ -702,3 +702,8 @@ def test_activity_is_drawn_on_a_terminal_and_erased(monkeypatch: pytest.MonkeyPa
     with Activity("Reading", stream=silent):
         pass
     assert silent.getvalue() == ""
+
+
+def test_latencies_below_a_millisecond_keep_their_digits() -> None:
+    found = [milliseconds(value) for value in (0, 0.0004, 0.0036, 0.034, 0.999, 7.5, 123.44, 1234.5)]
+    assert found == ["0", "<0.001", "0.0036", "0.034", "1", "7.5", "123.4", "1,234"]

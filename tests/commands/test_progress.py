@@ -20,7 +20,10 @@ from support.waiting import LIMIT_S, eventually
 from bkctl.bookie.local import LocalCluster
 from bkctl.commands.kit import work as work_module
 from bkctl.commands.kit.activity import Activity
+from bkctl.commands.kit.columns import Output
+from bkctl.commands.kit.output import RowWriter
 from bkctl.commands.kit.work import WorkFile, list_work
+from bkctl.commands.progress import WORK_TABLE_COLUMNS
 from bkctl.formats.metadata import DigestType, Fragment, LedgerMetadata, LedgerState
 from bkctl.ids import LedgerId
 from bkctl.metadata.cluster import open_cluster
@@ -29,6 +32,7 @@ from bkctl.pace import Pace
 from ..support.command_line import CommandLine
 from .conftest import Cli
 from .files import make
+from .test_widths import Screen
 
 LEDGER_COUNT = 600
 BOOKIES = ("b1:1", "b2:1", "b3:1")
@@ -259,8 +263,8 @@ def test_works_of_other_machines_and_old_ones_are_left_out(tmp_path: Path, monke
     (tmp_path / "dddddd.json").write_text("{")
     (tmp_path / "eeeeee.json").write_text("[1]")
     assert [(each["id"], each["state"]) for each in list_work(tmp_path)] == [
-        ("bbbbbb", "killed"),
         ("cccccc", "running"),
+        ("bbbbbb", "killed"),
     ]
     for path in tmp_path.iterdir():
         os.utime(path, (0, 0))
@@ -292,3 +296,23 @@ def test_work_that_cannot_be_paused_says_so(cli: Cli) -> None:
     refused = cli("progress", "pause", "aaaaaa")
     assert refused.code == 5
     assert "cannot be paused" in refused.err
+
+
+def test_running_work_is_first_and_keeps_percent_and_time_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ["bkctl", "bookies", "recover", "bookie-1.example.org:3181", "--rate", "50MB/s", "--resume", "x.ndjson"]
+    for name, state in (("aaaaaa", "done"), ("bbbbbb", "running")):
+        WorkFile(tmp_path, name, command).publish(
+            state=state, stage="Copying entries", done=123_456_789, total=987_654_321, unit="entries", percent=12,
+            etaSeconds=5400, rate=12_345.0,
+        )  # fmt: skip
+    rows = list_work(tmp_path)
+    assert [row["id"] for row in rows] == ["bbbbbb", "aaaaaa"]
+    monkeypatch.setenv("COLUMNS", "80")
+    screen = Screen()
+    with RowWriter(WORK_TABLE_COLUMNS, Output.TABLE, stream=screen) as writer:
+        writer.rows(rows)
+    header = screen.getvalue().splitlines()[0].split()
+    assert {"PERCENT", "LEFT"} <= {*header} | {*screen.getvalue().split()}
+    assert "12%" in screen.getvalue()
+    assert "1 h 30 min" in screen.getvalue()
+    assert max(map(len, screen.getvalue().splitlines())) <= 80

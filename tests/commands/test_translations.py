@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bkctl.commands.generate import read_pages
-from bkctl.commands.translations import PULSAR, TRANSLATIONS, Translation, find_elsewhere, translate
+from bkctl.commands.translations import GUESSES, PULSAR, TRANSLATIONS, Translation, find_elsewhere, translate
 
 from .conftest import Cli
 
@@ -59,3 +59,32 @@ def test_other_words_are_not_translated() -> None:
     ]  # fmt: skip
     assert find_elsewhere(["bookie"], "list", ["ledger list", "bookies list"]) == ["bookies list"]
     assert find_elsewhere(["bookie"], "nothing", ["ledger list"]) == []
+
+
+@pytest.mark.parametrize(("words", "ours"), GUESSES.items(), ids=str)
+def test_a_first_guess_is_answered_with_our_command(cli: Cli, words: str, ours: str) -> None:
+    name, _, options = ours.partition(" --")
+    name = name.removesuffix(" -f FILE").removesuffix(" FILE")
+    assert not PAGES[name].children or name == "cluster health"  # a group that is a command, too
+    known = {each for option in PAGES[name].options for each in option.names}
+    assert not options or f"--{options.split()[0]}" in known
+    answer = cli(*words.split())
+    assert (answer.code, answer.out) == (2, "")
+    assert answer.err.endswith(f"it is 'bkctl {ours}' here\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "ours"),
+    [
+        ("get ledgers", "ledger list"),
+        ("get ledger 7:1", "ledger show"),
+        ("describe bookie b1", "bookies show"),
+        ("delete ledger 1", "ledger delete"),
+        ("list bookies", "bookies list"),
+        ("get topics", "pulsar topics"),
+        ("health --watch", "cluster health"),
+    ],
+)
+def test_a_verb_before_its_noun_is_answered_with_our_command(cli: Cli, words: str, ours: str) -> None:
+    answer = cli(*words.split())
+    assert (answer.code, answer.err) == (2, f"bkctl: No such command '{words.split()[0]}'; it is 'bkctl {ours}' here\n")

@@ -16,6 +16,7 @@ from support.command_line import CommandLine
 from support.waiting import LIMIT_S
 
 from bkctl.columns import Column, Columns, Kind
+from bkctl.commands.generate import read_pages
 from bkctl.commands.kit.columns import ALL, Output
 from bkctl.commands.kit.watch import watch
 from bkctl.formats.metadata import Cookie
@@ -182,3 +183,26 @@ def test_watch_requires_a_form_without_an_end(cli: Cli, uri: str) -> None:
     # In a command with arguments, a word behind --watch is one.
     assert cli("ledger", "show", "--watch", "5", "-u", uri).code == 4
     assert cli("ledger", "show", "--watch=5", "-u", uri).code == 2
+
+
+def test_a_row_that_only_became_older_is_not_repeated(capsys: pytest.CaptureFixture[str]) -> None:
+    columns = FINDING_COLUMNS.changed(age={"ages": True})
+    older = B1._replace(age=2)
+    watched([B1], [older], [older._replace(subject="b2", age=3)], [], columns=columns)
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(row["subject"], row.get("age"), row.get("removed", False)) for row in rows] == [
+        ("b1", 1, False), ("b2", 3, False), ("b2", None, True),
+    ]  # fmt: skip
+
+
+def test_columns_of_ages_are_declared_as_such() -> None:
+    """Else `--watch -o ndjson` repeats their rows at each look."""
+    found = {
+        (page.name, column.name)
+        for page in read_pages().commands
+        if page.declaration is not None
+        for columns in page.declaration.forms(Output.NDJSON)
+        for column in columns.columns
+        if column.name.lower().startswith("age") and not column.ages
+    }
+    assert found == set()

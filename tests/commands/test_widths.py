@@ -12,17 +12,21 @@ import pytest
 from support.command_line import CommandLine
 
 from bkctl.bookie.local import LocalCluster
+from bkctl.client.disk_space import BookieSpace
 from bkctl.columns import Column, Columns
 from bkctl.commands.bookies.departure import _step_columns
 from bkctl.commands.bookies.progress import loss_text
 from bkctl.commands.bookies.recover import move_columns
+from bkctl.commands.cluster import STATUS_COLUMNS, MemberRow
 from bkctl.commands.generate import read_pages
 from bkctl.commands.kit.columns import Output
 from bkctl.commands.kit.output import RowWriter
 from bkctl.commands.kit.table import Table
 from bkctl.commands.pipeline.garbage import GARBAGE_COLUMNS, GarbageBy
+from bkctl.errors import BookieUnavailable
 from bkctl.formats.metadata import LedgerState
 from bkctl.ids import LedgerId, LedgerIdSet
+from bkctl.metadata.cluster import RegisteredBookie
 from bkctl.replication.departure import Step, StepKind, StepResult
 from bkctl.replication.move_plan import LedgerMove, MoveOutcome, MovePlan
 
@@ -175,3 +179,13 @@ def test_columns_that_repeat_others_leave_a_narrow_table_first(monkeypatch: pyte
     )  # fmt: skip
     header, _ = _printed(GARBAGE_COLUMNS[GarbageBy.ENTRY_LOG], [row], 80, monkeypatch)
     assert " ".join(header.split()) == "BOOKIE LOG SCOPED ALIVE TOTAL REMAINING GARBAGE USAGE COMPACTION"
+
+
+def test_a_hung_bookie_keeps_state_and_problem_in_a_narrow_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    hung = BookieSpace(
+        RegisteredBookie("bookie-1.example.org:3181", "rw", None), None, None,
+        BookieUnavailable("Bookie bookie-1.example.org:3181 did not answer within 5 s"), hangs=True,
+    )  # fmt: skip
+    header, *lines = _printed(STATUS_COLUMNS, [MemberRow(hung, 12_345, 90.0)], 60, monkeypatch)
+    assert {"BOOKIE", "STATE", "PROBLEM"} <= set(header.split())
+    assert "hangs" in " ".join(lines)

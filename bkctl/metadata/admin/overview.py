@@ -283,6 +283,29 @@ class LedgerListing:
             )
 
 
+class ApplicationRow(NamedTuple):
+    """The ledgers of one application; None: of ledgers without the name of one. The sizes are of closed ledgers."""
+
+    application: str | None
+    ledger_count: int
+    size_bytes: int
+    biggest: LedgerId
+    biggest_size_bytes: int
+
+
+def ledgers_by_application(listing: LedgerListing) -> list[ApplicationRow]:
+    """Return a row for each application that the custom metadata of the ledgers names, the most bytes first."""
+    found: dict[str | None, ApplicationRow] = {}
+    for ledger, metadata, *_ in listing.rows():
+        name = metadata.custom_metadata.get("application")
+        application = None if name is None else name.decode("utf-8", "backslashreplace")
+        size = max(metadata.length, 0)
+        _, count, total, biggest, most = found.get(application, ApplicationRow(application, 0, 0, ledger, size))
+        biggest, most = (ledger, size) if size > most else (biggest, most)
+        found[application] = ApplicationRow(application, count + 1, total + size, biggest, most)
+    return sorted(found.values(), key=lambda row: row.size_bytes, reverse=True)
+
+
 class ScopeRow(NamedTuple):
     """A scope and the number of its ledgers."""
 
