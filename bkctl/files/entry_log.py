@@ -398,10 +398,7 @@ class EntryLogReader(FileReader):
                 if is_indexed is None:
                     stop, is_whole = self._follow(begin)
                     if is_whole:
-                        return (
-                            f", with an entry at byte {begin}: the length is damaged, or a client sent that as payload "
-                            "of a cut entry, and no index is here that tells which"
-                        )
+                        return f", with an entry at byte {begin}: damage, or a cut entry's payload; no index here tells"
                     budget -= stop - begin
                 budget -= _CANDIDATE_COST_BYTES
                 begin += 1
