@@ -6,23 +6,27 @@ Source: BookieServer's Main, AutoRecoveryService, HttpService.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final
 
 from bkctl.bookie.bookie import Bookie
 from bkctl.bookie.network import allow_open_files, client_tls_context
 from bkctl.config import BookieConfig
 from bkctl.disk import restrict_new_files
+from bkctl.errors import BkctlError, Unsupported, UsageError
 from bkctl.metadata.store import NO_SECURITY, StoreSecurity
 from bkctl.tasks import ended_by_signals
 
 if TYPE_CHECKING:
     from bkctl.http.server import BookieHttpServer
-    from bkctl.replication.daemon import AutoRecoveryThread
+    from bkctl.replication.daemon import AutoRecovery, AutoRecoveryThread
+
+log: Final = logging.getLogger("bkctl")
 
 #: Threads of a busy bookie take turns this often: Python's default of 5 ms is longer than a sync.
 SWITCH_INTERVAL_S: Final = 0.0005
@@ -91,6 +95,29 @@ class BookieDaemon:
             self._recovery.stop()
         if self._http is not None:
             self._http.stop()
+
+
+@contextlib.contextmanager
+def recovery_server(auto_recovery: AutoRecovery) -> Iterator[None]:
+    """Serve `/heartbeat` and `/metrics` of an auto-recovery in a process of its own, if its settings enable it.
+
+    Where a bookie on this machine has the port, auto-recovery works without. Raises UsageError, Unsupported.
+    """
+    server = None
+    if auto_recovery.config.http_server_enabled:
+        from bkctl.http import load_server
+
+        try:
+            server = load_server().serve_recovery(auto_recovery.config, lambda: [*auto_recovery.samples()])
+        except (UsageError, Unsupported):
+            raise
+        except BkctlError as error:
+            log.warning("%s; auto-recovery works without /metrics", error)
+    try:
+        yield
+    finally:
+        if server is not None:
+            server.stop()
 
 
 def prepare_process() -> None:

@@ -75,10 +75,11 @@ def run_auto_recovery(
     """Run auto-recovery in the foreground.
 
     Takes part in the election of the auditor, and replicates ledgers. SIGTERM, SIGHUP or Ctrl-C ends it. Intervals,
-    delays, rates and the placement policy are those in `--conf bk_server.conf`, else Apache's defaults. Prints a row
-    once it runs; logs go to stderr.
+    delays, rates and the placement policy are those in `--conf bk_server.conf`, else Apache's defaults. With
+    `httpServerEnabled=true` it serves `/heartbeat` and `/metrics`. Prints a row once it runs; logs go to stderr.
     """
     from bkctl.config import BookieConfig
+    from bkctl.daemon import recovery_server
     from bkctl.metadata.admin.auto_recovery import auto_recovery_of
     from bkctl.metadata.store import TLS_REFRESH_S
     from bkctl.replication.daemon import AutoRecovery, serve
@@ -97,7 +98,8 @@ def run_auto_recovery(
             timeout_s=access.timeout_s,
         )  # fmt: skip
         row = Running(bookie_id, False in scopes, True in scopes, os.getpid())
-        job.complete(serve(auto_recovery, started=lambda: out.show(row, RUNNING_COLUMNS)))
+        with recovery_server(auto_recovery):
+            job.complete(serve(auto_recovery, started=lambda: out.show(row, RUNNING_COLUMNS)))
 
 
 def _own_id(config: BookieConfig) -> str:

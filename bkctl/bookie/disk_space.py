@@ -67,6 +67,10 @@ class DiskWatch:
         for directories in (self._ledgers, self._indexes):
             directories.use(config)
 
+    @property
+    def not_full_count(self) -> int:
+        return len(self._ledgers.writable)
+
     def look(self) -> DiskState:
         """Look at all disks. Raises OSError."""
         sets = (self._ledgers,) if self._indexes is self._ledgers else (self._ledgers, self._indexes)
@@ -154,6 +158,11 @@ class DiskSpaceMonitor:
     def use(self, config: BookieConfig) -> None:
         """Take the thresholds of `config` from now on. Raises UsageError, and changes nothing, as `start` does."""
         self._disks.use(config)
+
+    @property
+    def not_full_count(self) -> int:
+        """How many ledger directories are below the threshold. Source: LedgerDirsManager's writable directories."""
+        return self._disks.not_full_count
 
     def check(self) -> None:
         """Look at the disks in the calling thread. Raises OSError."""

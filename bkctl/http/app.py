@@ -60,6 +60,7 @@ FORWARD_TIMEOUT_S: Final = 5.0
 #: The longest wait for a client to read the next piece of an answer.
 SEND_TIMEOUT_S: Final = 30.0
 OPENAPI_PATH: Final = "/openapi.json"
+METRICS_PATH: Final = "/metrics"
 #: The query value that requests passwords and tokens.
 SHOW_SECRETS: Final = "show_secrets"
 _CLOSE: Final = {"Connection": "close"}
@@ -78,7 +79,7 @@ _STATUS: Final[tuple[tuple[type[BkctlError], int], ...]] = (
 
 
 class Api:
-    """The endpoints of a bookie's own server, or of a gateway if `service` has no bookie.
+    """The endpoints of a bookie's own server, or of a gateway if `service` has no bookie; few of auto-recovery's.
 
     Without `token`, every connected client has access. `read_only_token` gives access to endpoints that change nothing,
     without secrets. With `open_probes`, probes need neither, unless a gateway would forward them. `is_local`: any other
@@ -113,7 +114,7 @@ class Api:
                 "GET", "/heartbeat", "Whether the server is there.", self._heartbeat, TEXT, any_method=True, probe=True
             ),
             ApiEndpoint("GET", OPENAPI_PATH, "This document.", self._document, {"type": "object"}),
-            *ENDPOINTS,
+            *(each for each in ENDPOINTS if service.samples is None or each.path == METRICS_PATH),
         )
         self._routes = _routes(self.endpoints)
 

@@ -44,6 +44,8 @@ CLOCK_SECONDS: Final = "bkctl_clock_seconds"
 RECENT_ADDS: Final = "bkctl_recent_adds"
 RECENT_SYNCS: Final = "bkctl_recent_journal_syncs"
 _USAGE_STEP: Final = 10
+#: When a process without a bookie began to serve metrics, about.
+_LOADED_S: Final = time.time()
 
 Value = float | Summary | Latency
 #: One value, or values with their labels. An iterator is read in another thread than the bookie's.
@@ -248,7 +250,7 @@ METRICS: Final = (
         _journals(lambda _, journal: journal.written_bytes)),
     Meter("bookie_ledger_num_dirs", "gauge", "Ledger directories.", lambda b: len(b.storage.ledger_directories)),
     Meter("bookie_ledger_writable_dirs", "gauge", "Ledger directories that take new files.",
-        lambda b: len(b.storage.writable)),
+        lambda b: b.space.not_full_count),
     Meter("bookie_ledger_dir_{dir}_usage", "gauge", "Percent of the disk of a ledger directory that is used.",
         lambda b: _usages(b, list(b.storage.ledger_directories))),
     Meter("{gc}_MAJOR_COMPACTION_TOTAL", "counter", "Major compactions.", _collected(lambda s: s.major_compactions)),
@@ -304,8 +306,18 @@ def _render(bookie: Bookie, values: list[Values]) -> str:
         for value, labels in [(found, _NO_LABELS)] if isinstance(found, float | int | Summary | Latency) else found:
             own = {label: each for label, each in labels.items() if label not in _IN_NAMES}
             text.sample(metric.name.format_map(labels), metric.kind, value, own, metric.help)
-    for sample in bookie.metrics.auto_recovery():
+    return process_text(bookie.metrics.auto_recovery(), bookie.started_ms / 1000, text)
+
+
+def process_text(
+    samples: Iterable[tuple[str, str, Value, Mapping[str, str], str]],
+    started_s: float = _LOADED_S,
+    text: PrometheusText | None = None,
+) -> str:
+    """Return the metrics of auto-recovery and of this process, behind those in `text`, in Prometheus' text format."""
+    text = text or PrometheusText()
+    for sample in samples:
         text.sample(*sample)
-    for name, kind, number in process_metrics(bookie.started_ms / 1000):
+    for name, kind, number in process_metrics(started_s):
         text.sample(name, kind, number)
     return text.text()

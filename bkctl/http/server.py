@@ -13,7 +13,7 @@ import secrets
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,6 +35,7 @@ from bkctl.metadata.store import NO_SECURITY, StoreSecurity
 
 if TYPE_CHECKING:
     from bkctl.bookie.bookie import Bookie
+    from bkctl.replication.stats import Sample
 
 log: Final = logging.getLogger("bkctl.http")
 
@@ -173,6 +174,14 @@ class HttpServer:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+
+
+def serve_recovery(config: BookieConfig, samples: Callable[[], Iterable[Sample]]) -> HttpServer:
+    """Serve `/heartbeat` and `/metrics` of an auto-recovery without a bookie. Raise UsageError, BkctlError."""
+    server = HttpServer(HttpSettings.of(config))
+    server.bind()
+    server.start(lambda: Service("", samples=samples))
+    return server
 
 
 class BookieHttpServer(HttpServer):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import islice
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from bkctl.bookie.bookie import Bookie
     from bkctl.config import ClientConfig
+    from bkctl.replication.stats import Sample
 
 T = TypeVar("T")
 
@@ -86,6 +87,8 @@ class Service:
     tls: ssl.SSLContext | None = None
     addresses: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     local_bookie: BookieProxy | None = None
+    #: The metrics of auto-recovery, on the server of a process without a bookie.
+    samples: Callable[[], Iterable[Sample]] | None = None
     config: ClientConfig = DEFAULT_CONFIG
     #: Held during a sanity test: only one runs at a time.
     sanity: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -96,8 +99,8 @@ class Service:
 
     @property
     def has_bookie(self) -> bool:
-        """True on a bookie's own server."""
-        return self.local_bookie is not None
+        """True on a bookie's own server, and on auto-recovery's."""
+        return self.local_bookie is not None or self.samples is not None
 
     @property
     def bookie(self) -> BookieProxy:

@@ -117,8 +117,6 @@ async def serve(auto_recovery: AutoRecovery, *, started: Callable[[], None] = la
     stop = Signal()
     for warning in auto_recovery.config.warnings:
         log.warning("%s", warning)
-    if auto_recovery.config.http_server_enabled:
-        log.warning("httpServerEnabled has no effect: auto-recovery listens on no port; bookies serve /metrics")
     with ended_by_signals(stop.set):
         running = asyncio.ensure_future(auto_recovery.run())
         started()

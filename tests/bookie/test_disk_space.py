@@ -53,6 +53,7 @@ def test_with_every_directory_full_the_usage_of_all_disks_counts() -> None:
     state = watched.look()
     assert state.full
     assert state.writable == [0, 1], "with more space left than an entry log takes"
+    assert watched.not_full_count == 0, "what the metric says, as Apache's"
     disks.used[A] = 0.7
     assert watched.look().full, "together 83 %"
     disks.used[B] = 0.85

@@ -299,6 +299,7 @@ def test_ambiguous_ledger_query_is_refused(bookie: Any) -> None:
 class Nothing:
     """A service of a bookie that is not there."""
 
+    samples = None
     has_bookie = True
 
 

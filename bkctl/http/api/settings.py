@@ -10,7 +10,7 @@ from starlette.responses import Response
 from bkctl.bookie.metrics import CONTENT_TYPE
 from bkctl.config import BookieConfig, read_properties
 from bkctl.errors import BkctlError, UsageError
-from bkctl.http.bookie_metrics import metrics_text
+from bkctl.http.bookie_metrics import metrics_text, process_text
 from bkctl.http.endpoints import (
     PREFIX,
     STRING,
@@ -57,7 +57,9 @@ CHANGEABLE: Final = frozenset(
 
 @ENDPOINTS.get("/metrics", "The bookie's metrics, Prometheus text 0.0.4.", answer=CONTENT_TYPE, probe=True)
 async def metrics(call: ApiCall) -> Response:
-    return Response(await metrics_text(call.service.bookie), media_type=CONTENT_TYPE)
+    service = call.service
+    text = await metrics_text(service.bookie) if service.samples is None else process_text(service.samples())
+    return Response(text, media_type=CONTENT_TYPE)
 
 
 @ENDPOINTS.get(
