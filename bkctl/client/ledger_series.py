@@ -68,9 +68,7 @@ async def read_ledger(
 
     Raises as `open_ledger`, `EntriesToRead.of`, `read_runs` and `read_replica`.
     """
-    async with await bookkeeper.open_ledger(
-        ledger.ledger_id, ledger_scope_id=ledger.scope_id, password=password, recovery=recovery
-    ) as handle:
+    async with await bookkeeper.open_ledger(ledger, password=password, recovery=recovery) as handle:
         first, final = entries.of(handle)
         note(f"ledger {ledger}: entries {first} to {final}")
         if final < first:
@@ -94,9 +92,7 @@ async def follow_ledger(
     verify: bool = True,
 ) -> AsyncGenerator[Sequence[LedgerEntry]]:
     """Yield the entries from `first` (None: the last `tail_count`), and new ones until the ledger is closed."""
-    async with await bookkeeper.open_ledger(
-        ledger.ledger_id, ledger_scope_id=ledger.scope_id, password=password
-    ) as handle:
+    async with await bookkeeper.open_ledger(ledger, password=password) as handle:
         start = max(0, handle.last_add_confirmed + 1 - tail_count) if first is None else first
         async for entry in handle.tail(start, verify=verify):
             yield (entry,)
@@ -129,9 +125,7 @@ async def verify_ledgers(
     `begin` gets each stage and its number of entries, `end` each ledger with its finished verification.
     """
     for ledger in ledgers:
-        async with await bookkeeper.open_ledger(
-            ledger.ledger_id, ledger_scope_id=ledger.scope_id, password=None
-        ) as handle:
+        async with await bookkeeper.open_ledger(ledger, password=None) as handle:
             begin(f"Verifying ledger {ledger}", handle.last_add_confirmed + 1)
             verification = Verification(handle, progress, pace=pace)
             async for finding in verification.findings():
@@ -157,7 +151,7 @@ async def recover_ledgers(
     """Recover and close each ledger, and yield its metadata then; `losses` are those that a recovery may cause."""
     for ledger in ledgers:
         async with await bookkeeper.open_ledger(
-            ledger.ledger_id, ledger_scope_id=ledger.scope_id, password=None, recovery=True,
+            ledger, password=None, recovery=True,
             accept_loss=losses.get(ledger),
         ) as handle:  # fmt: skip
             yield ledger, handle.versioned_metadata

@@ -238,7 +238,9 @@ def _line_fields(columns: Columns, output: Output) -> Iterator[_Field]:
     if output is Output.ID:
         assert columns.key is not None, "RowSelection.of refuses -o id"
         kind = columns.key.kind
-        yield _Field(columns.key, _TABLE_TEXTS[Kind.TEXT if kind is Kind.WORD else kind], NULL)
+        # Other programs read ids, so a ledger's has its normal form, however it was given.
+        text = LedgerId.__str__ if kind is Kind.LEDGER else _TABLE_TEXTS[Kind.TEXT if kind is Kind.WORD else kind]
+        yield _Field(columns.key, text, NULL)
     elif output is Output.CSV:
         for column in columns.columns:
             yield _Field(column, _CSV_TEXTS[column.kind], ",," if column.kind is Kind.LEDGER else "", ",")

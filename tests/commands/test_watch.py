@@ -151,7 +151,7 @@ def test_health_reports_the_finding_that_is_over(uri: str, cli: Cli, watching: o
 
         cluster.cookies.write("b2", Cookie("b2", ("/j",), ("/l",)), NEW)
         health = ("cluster", "health", "--no-bookies", "-o", "ndjson")
-        found = cli(*health, "-u", uri).out.splitlines()
+        found = CommandLine(uri)(*health).out.decode().splitlines()
         assert sum('"bookie-down"' in line for line in found) == 2
         out = watching(*health, "--watch=200ms")  # type: ignore[operator]
         assert [out.readline().decode().rstrip() for _ in found] == found

@@ -231,7 +231,7 @@ def test_an_unknown_ledger_is_exit_4_everywhere(cli: CommandLine, apache_cluster
         check(answer, 4, f"No ledger {UNKNOWN} in {where}; 'bkctl ledger list' lists the existing ones")
         assert answer.out == b""
         scoped = cli("ledger", *[part for part in command if part not in ("--protocol", "v2")], "7:1")
-        check(scoped, 4, f"No ledger {7:016x}{1:016x} in {where}")
+        check(scoped, 4, f"No ledger 7:1 in {where}")
 
 
 def test_an_id_that_is_taken_is_a_conflict(cli: CommandLine, ledger: str) -> None:

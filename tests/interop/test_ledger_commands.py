@@ -542,7 +542,8 @@ def test_verify_distinguishes_unreachable_damaged_and_missing_replicas(
     damaged = [row for row in rows if row["bookieId"] == sorted_bookie.bookie_id]
     assert [(row["ledgerId"], row["entryId"], row["problem"]) for row in damaged] == [(ledger, damaged_id, "damaged")]
     missing = [row for row in rows if row["bookieId"] == interleaved.bookie_id]
-    assert [row["entryId"] for row in missing] == has(interleaved)
+    assert (missing[0]["entryId"], missing[-1]["lastEntryId"]) == (has(interleaved)[0], has(interleaved)[-1])
+    assert sum(row["entryCount"] for row in missing) == len(has(interleaved))
     assert {row["problem"] for row in missing} == {"missing"}
     assert len(rows) == len(damaged) + len(missing)
 
