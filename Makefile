@@ -14,14 +14,19 @@ PROTOS := $(shell find bkctl -name '*.proto')
 # Arguments of benchmarks/run.py: `make bench BENCH='--runs 3 startup ledger-read'`.
 BENCH ?=
 
-.PHONY: demo test fast lint format types generate protos picture site bench servers dist lock lowest clean
+.PHONY: demo test again fast lint format types generate protos picture site bench servers dist lock lowest clean
 
 demo: .venv/.bkctl
 	PATH="$(CURDIR)/$(BIN):$$PATH" demo/run.sh
 
 test: .venv/.test
 	$(MAKE) --no-print-directory -j2 --output-sync lint types servers
-	$(BIN)/pytest -n $(WORKERS) --dist worksteal
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal || { test $$? = 1 && $(MAKE) --no-print-directory again; }
+
+# What failed beside other tests runs once more, alone. A test that passes now is unsteady: mend it.
+again:
+	@echo 'make: tests failed beside others; once more, alone (those that pass now are unsteady)' >&2
+	$(BIN)/pytest --last-failed --last-failed-no-failures none --maxfail 3
 
 fast: .venv/.test
 	BKCTL_TEST_WITHOUT=java $(BIN)/pytest -n $(WORKERS) --dist worksteal -m 'not java and not long' --durations=5 $(FAST)
