@@ -88,10 +88,10 @@ def uri(tmp_path: Path) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def gateway(uri: str) -> Iterator[int]:
+def gateway(uri: str, timeout_s: float = 5.0) -> Iterator[int]:
     server = HttpServer(HttpSettings("127.0.0.1", 0))
     port = server.bind()
-    server.start(lambda: Service(uri), upstream=Upstream())
+    server.start(lambda: Service(uri), upstream=Upstream(timeout_s=timeout_s))
     try:
         yield port
     finally:
@@ -137,17 +137,11 @@ def test_gateway_answers_while_a_name_is_looked_up(
 
 
 def test_gateway_answers_while_a_bookies_server_is_silent(uri: str) -> None:
-    server = HttpServer(HttpSettings("127.0.0.1", 0))
-    port = server.bind()
-    server.start(lambda: Service(uri), upstream=Upstream(timeout_s=0.5))
-    try:
-        with ThreadPoolExecutor(4) as threads:
-            paths = [f"{PREFIX}/bookie/{name}?bookie=mute:1" for name in ("state", "info", "gc", "is_ready")]
-            answers = [threads.submit(call, port, "GET", path) for path in paths]
-            assert call(port, "GET", "/heartbeat").status == 200
-            assert {answer.result().status for answer in answers} == {504}
-    finally:
-        server.stop()
+    with gateway(uri, timeout_s=0.5) as port, ThreadPoolExecutor(4) as threads:
+        paths = [f"{PREFIX}/bookie/{name}?bookie=mute:1" for name in ("state", "info", "gc", "is_ready")]
+        answers = [threads.submit(call, port, "GET", path) for path in paths]
+        assert call(port, "GET", "/heartbeat").status == 200
+        assert {answer.result().status for answer in answers} == {504}
 
 
 def test_gateway_answers_while_the_metadata_store_hangs(uri: str, hang: Hang, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,6 +149,15 @@ def test_gateway_answers_while_the_metadata_store_hangs(uri: str, hang: Hang, mo
         monkeypatch.setattr(SqliteStore, name, hang.before(getattr(SqliteStore, name)))
     with gateway(uri) as port, asked(port, paths_of(port, of_bookie=False), hang):
         assert call(port, "GET", "/heartbeat").status == 200
+
+
+def test_gateway_finds_bookies_outside_its_loop(uri: str, hang: Hang, monkeypatch: pytest.MonkeyPatch) -> None:
+    with gateway(uri, timeout_s=0.5) as port:
+        assert call(port, "GET", f"{PREFIX}/bookie/list_bookies").status == 200, "the store is open now"
+        for name in ("_rows", "_transaction"):
+            monkeypatch.setattr(SqliteStore, name, hang.before(getattr(SqliteStore, name)))
+        with asked(port, [("GET", f"{PREFIX}/bookie/state?bookie=mute:1")], hang):
+            assert call(port, "GET", "/heartbeat").status == 200
 
 
 def test_the_layout_is_never_read_in_the_loop(uri: str, hang: Hang, monkeypatch: pytest.MonkeyPatch) -> None:
