@@ -161,7 +161,7 @@ class DiskSpaceMonitor:
 
     @property
     def not_full_count(self) -> int:
-        """How many ledger directories are below the threshold. Source: LedgerDirsManager's writable directories."""
+        """The number of ledger directories below the threshold. Source: LedgerDirsManager's writable directories."""
         return self._disks.not_full_count
 
     def check(self) -> None:

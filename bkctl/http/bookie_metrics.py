@@ -44,7 +44,7 @@ CLOCK_SECONDS: Final = "bkctl_clock_seconds"
 RECENT_ADDS: Final = "bkctl_recent_adds"
 RECENT_SYNCS: Final = "bkctl_recent_journal_syncs"
 _USAGE_STEP: Final = 10
-#: When a process without a bookie began to serve metrics, about.
+#: The start of a process without a bookie, about.
 _LOADED_S: Final = time.time()
 
 Value = float | Summary | Latency
