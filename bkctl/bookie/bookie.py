@@ -88,6 +88,7 @@ class Bookie:
         self.address = ("", 0)
         self.started_ms = 0
         self.stopped = asyncio.Event()
+        self._look_now = asyncio.Event()
         self.metrics = BookieMetrics()
         self.storage = BookieStorage(config, files=self.files)
         self.state_manager = BookieStateManager(config, self.files, self.storage, self._give_up)
@@ -177,6 +178,7 @@ class Bookie:
         self.state_manager.config = config
         if self.garbage_collector is not None:
             self.garbage_collector.use(config)
+        self._look_now.set()
 
     async def checkpoint(self) -> None:
         """Bring everything that is in the journals into ledger storage, and wait for that."""
@@ -324,7 +326,9 @@ class Bookie:
 
     async def _watch_disks(self) -> None:
         while True:
-            await asyncio.sleep(self.config.disk_check_interval / 1000)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._look_now.wait(), self.config.disk_check_interval / 1000)
+            self._look_now.clear()
             if self.state_manager.lacks_space and await asyncio.to_thread(self.space.journals_have_space):
                 await self.checkpoint()
             await self.space.check_in_thread()

@@ -76,8 +76,7 @@ def on_a_bookie(
         journal_directories=(str(tmp_path / "journal"),),
         ledger_directories=(str(tmp_path / "a"), str(tmp_path / "b")),
         journal_pre_alloc_size_mb=1,
-        disk_check_interval=20,
-        **settings,
+        **{"disk_check_interval": 20} | settings,
     )
 
     @contextlib.asynccontextmanager
@@ -246,6 +245,17 @@ def test_operator_cannot_override_the_configured_mode(tmp_path: Path, cluster: C
     on_a_bookie(tmp_path, cluster, forced, force_read_only_bookie=True, persist_bookie_status_enabled=True)
     assert not any(path.exists() for path in status_files(tmp_path))
     on_a_bookie(tmp_path, cluster, never, read_only_mode_enabled=False)
+
+
+def test_changed_thresholds_of_disks_hold_at_once(tmp_path: Path, cluster: Cluster) -> None:
+    async def body(bookie: Bookie, connection: BookieConnection) -> None:
+        for threshold, is_read_only in ((0.2, True), (0.95, False)):
+            limits = {"disk_usage_threshold": threshold, "disk_usage_warn_threshold": threshold}
+            bookie.reconfigure(bookie.config.with_changes(**limits))
+            while bookie.read_only is not is_read_only:
+                await asyncio.sleep(0.01)
+
+    on_a_bookie(tmp_path, cluster, body, disk_check_interval=3_600_000)
 
 
 def test_without_read_only_mode_a_bookie_with_full_disks_stops(tmp_path: Path, cluster: Cluster) -> None:
