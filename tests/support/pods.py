@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 from support.servers import JavaOnPulsar, Server, ZooKeeperServer, require
 
 ROOT = Path(__file__).parents[2]
@@ -51,9 +52,15 @@ def require_namespaces() -> None:
     """Skip the test where no network namespaces can be made."""
     if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "unshare", "hostname"))):
         require("netns", "root, ip, unshare and hostname are needed")
-    tried = subprocess.run(["unshare", "--net", "ip", "link", "add", "br0", "type", "bridge"], capture_output=True)
-    if tried.returncode:
-        require("netns", f"bridges cannot be made: {tried.stderr.decode()}")
+    space = f"bkctl-{os.getpid()}-tried"
+    steps = ("ip netns add {0}", "ip -n {0} link add br0 type bridge", "ip netns exec {0} unshare --mount --uts true")
+    try:
+        for step in steps:
+            tried = subprocess.run(step.format(space).split(), capture_output=True, text=True)
+            if tried.returncode:  # Nothing that can be installed: a kernel or a container that does not allow it.
+                pytest.skip(f"netns: {step}: {tried.stderr}")
+    finally:
+        subprocess.run(["ip", "netns", "del", space], capture_output=True)
 
 
 def ip(*words: object) -> None:
