@@ -123,6 +123,8 @@ def wait_for(condition: Callable[[], object], what: str, timeout_s: float = LIMI
 #: In the environment of all processes that this process starts, and of their own: bookies of `bkctl local up` too.
 _MARK = f"{os.getpid()}.{time.time_ns()}"
 os.environ["TEST_RUN_OF_BKCTL"] = _MARK
+#: What Java gets: a command in this process changes os.environ meanwhile, under the feet of another thread's exec.
+_ENVIRONMENT: Final = dict(os.environ)
 
 _REAPER = """
 import os, signal, sys, time
@@ -501,6 +503,7 @@ class Java:
         """Run a program to its end. Raises JavaFailed (with its stderr) for another exit code than 0 if `check`."""
         process = subprocess.Popen(
             self.command(main_class, *arguments, own=own, heap_mb=heap_mb), start_new_session=True, text=True,
+            env=_ENVIRONMENT,
             stdin=subprocess.DEVNULL if input is None else subprocess.PIPE,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
