@@ -103,7 +103,7 @@ class Faults:
             while True:
                 file.write(bytes(1 << 16))
         await asyncio.sleep(duration_s)
-        ballast.unlink()
+        ballast.unlink(missing_ok=True)  # another fault may have filled it, too
         await self._restart()
 
     async def _restart(self) -> None:
