@@ -123,7 +123,7 @@ def wait_for(condition: Callable[[], object], what: str, timeout_s: float = LIMI
 #: In the environment of all processes that this process starts, and of their own: bookies of `bkctl local up` too.
 _MARK = f"{os.getpid()}.{time.time_ns()}"
 os.environ["TEST_RUN_OF_BKCTL"] = _MARK
-#: What Java gets: a command in this process changes os.environ meanwhile, under the feet of another thread's exec.
+#: The environment of Java: a command in this process changes os.environ while another thread starts Java.
 _ENVIRONMENT: Final = dict(os.environ)
 
 _REAPER = """
