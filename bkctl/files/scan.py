@@ -298,7 +298,8 @@ class RecordBatch:
             return [of_record(self.record)]
 
         def make() -> list[int]:
-            values = list(self.fields[place :: self._width])
+            flat = self.fields[place :: self._width]
+            values = flat.tolist() if isinstance(flat, memoryview) else list(flat)
             # Ids are unsigned; scope and ledger of version 2 are the only ones that may be 2^63 or more.
             if self.format_version == 2 and place in (2, 3) and values and min(values) < 0:
                 return [value & U64_MAX for value in values]
